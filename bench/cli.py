@@ -1,0 +1,178 @@
+"""The command line: `fusedtp sweep | report | doctor`. Heavy imports wait until a command needs them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from .cases import Shape
+    from .store import Row
+    from .sweep import Job
+
+app = typer.Typer(
+    help="Tensor-parallel matmuls fused with their collectives: measure them on this machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _console() -> Console:
+    console = Console()
+    # a table folded to 80 columns cannot be read in a log either
+    return console if console.is_terminal else Console(width=140)
+
+
+def _names(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        raise typer.BadParameter(f"{what} must be among {', '.join(known)}, got {text!r}")
+    return names
+
+
+def _numbers(text: str, what: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(int(part) for part in text.replace("x", ",").split(","))
+    except ValueError:
+        raise typer.BadParameter(f"{what} must be integers, got {text!r}") from None
+    if min(numbers) < 1:
+        raise typer.BadParameter(f"{what} must be positive, got {text!r}")
+    return numbers
+
+
+def _shape(text: str) -> Shape:
+    numbers = _numbers(text, "--shape")
+    if len(numbers) != 3:
+        raise typer.BadParameter(f"--shape must be M,N,K, got {text!r}")
+    return numbers[0], numbers[1], numbers[2]
+
+
+def _progress(console: Console) -> Progress:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    return Progress(*columns, console=console, transient=True, disable=console.quiet)
+
+
+def _rows(path: Path) -> list[Row]:
+    from . import store
+
+    try:
+        return store.read(path)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+@app.command()
+def sweep(
+    world_size: Annotated[str | None, typer.Option(help="Numbers of ranks, for example 1,2,4.")] = None,
+    op: Annotated[str | None, typer.Option(help="Ops, comma-separated; default all three.")] = None,
+    schedule: Annotated[str | None, typer.Option(help="Schedules, comma-separated; unfused is always timed.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; comma-separated.")] = None,
+    shapes: Annotated[str | None, typer.Option(help="Sets of sizes: small, medium, square, comm, large.")] = None,
+    shape: Annotated[list[str] | None, typer.Option(help="One global size M,N,K; may be repeated.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.0, help="Time for the rounds of one case.")] = 1.0,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of each case, in place of --seconds.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the operands.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for rows and pictures, one folder a machine.")] = Path("results"),
+) -> None:
+    """Check and time every schedule on this machine: table, CSV and picture.
+
+    Starts its own ranks, or uses those it was launched as (torchrun --no-python --nproc-per-node 2 fusedtp sweep).
+    Exits with 1 if any check failed.
+    """
+    from . import cases, report, store
+    from .machine import describe
+    from .sweep import Request, launched, plan, run_launched, run_spawned
+
+    machine = describe()
+    is_launched = launched()
+    if is_launched:
+        launched_size = int(os.environ["WORLD_SIZE"])
+        world_size = world_size or str(launched_size)
+        if max(_numbers(world_size, "--world-size")) > launched_size:
+            raise typer.BadParameter(f"--world-size {world_size}: {launched_size} ranks were launched")
+    request = Request(
+        world_sizes=_numbers(world_size, "--world-size") if world_size else None,
+        ops=_names(op, cases.OPS, "--op") if op else cases.OPS,
+        schedules=_names(schedule, cases.SCHEDULES, "--schedule") if schedule else cases.SCHEDULES,
+        dtypes=_names(dtype, cases.DTYPES, "--dtype") if dtype else None,
+        shape_sets=_names(shapes, tuple(cases.SHAPES), "--shapes") if shapes else None,
+        shapes=tuple(_shape(text) for text in shape or ()),
+        seconds=seconds,
+        rounds=rounds,
+        seed=seed,
+    )
+    speaks = not is_launched or os.environ["RANK"] == "0"
+    console = _console() if speaks else Console(quiet=True)
+    path = out / machine.name / "sweep.csv"
+    if path.exists():
+        # before minutes are spent on rows that could not be added to it
+        _rows(path)
+    jobs = plan(request, machine.num_gpus)
+    if not jobs:
+        raise typer.BadParameter("nothing to run: no size is left for these ops, dtypes and world sizes")
+    with _progress(console) as progress:
+        task = progress.add_task("starting ranks", total=len(jobs))
+
+        def done(job: Job) -> None:
+            progress.update(task, advance=1, description=str(job.case))
+            if not console.is_terminal:
+                # a log shows no bar
+                console.print(f"{progress.tasks[task].completed:.0f}/{len(jobs)} {job.case}", highlight=False)
+
+        rows = (run_launched if is_launched else run_spawned)(jobs, machine, done)
+    if not speaks:
+        return
+    together = store.update(path, rows)
+    report.show(rows, console)
+    console.print(f"{len(rows)} rows in {path}")
+    if report.timed_cases(together):
+        report.picture(together, path.with_suffix(".png"))
+        console.print(f"picture: {path.with_suffix('.png')}")
+    if num_failed := sum(not row.passed for row in rows):
+        console.print(f"[bold red]{num_failed} of {len(rows)} rows did not pass the check[/]")
+        raise typer.Exit(1)
+
+
+@app.command()
+def report(
+    rows: Annotated[list[Path] | None, typer.Argument(help="CSV files of rows; default this machine's.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder the rows are under.")] = Path("results"),
+) -> None:
+    """Print the table and draw the picture again from stored rows, each picture beside its file."""
+    from . import report as drawing
+    from .machine import describe
+
+    console = _console()
+    for path in rows or [out / describe().name / "sweep.csv"]:
+        stored = _rows(path)
+        drawing.show(stored, console)
+        if drawing.timed_cases(stored):
+            drawing.picture(stored, path.with_suffix(".png"))
+            console.print(f"picture: {path.with_suffix('.png')}")
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine has and which schedules will run on it, and why."""
+    from .doctor import examine
+
+    examine(_console())
+
+
+def main() -> None:
+    """The `fusedtp` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

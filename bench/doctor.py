@@ -1,0 +1,130 @@
+"""`fusedtp doctor`: what this machine has, and which schedules will run on it and why."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .machine import describe, installed
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PACKAGES = ("fusedtp", "torch", "triton", "numpy", "pandas", "typer", "rich", "matplotlib")
+
+
+def examine(console: Console) -> None:
+    """Print the findings; starts two ranks for a few seconds to try their shared memory."""
+    from rich import box
+    from rich.table import Table
+
+    for title, lines in (
+        ("Machine", machine_lines()),
+        ("Versions", version_lines()),
+        ("Links", link_lines()),
+        ("Memory", memory_lines()),
+        ("Schedules", schedule_lines()),
+    ):
+        table = Table(title=title, title_justify="left", box=box.SIMPLE, show_header=False)
+        table.add_column(no_wrap=True)
+        table.add_column()
+        for name, text in lines:
+            table.add_row(name, text)
+        console.print(table, markup=False)
+
+
+def machine_lines() -> Iterator[tuple[str, str]]:
+    machine = describe()
+    yield "name", machine.name
+    yield "cpu", f"{machine.cpu}, {machine.cores} cores for this process"
+    yield "gpus", f"{machine.num_gpus}x {machine.gpu}" if machine.num_gpus else "none that torch can use"
+    yield "commit", machine.commit + (" with changes" if machine.dirty else "")
+
+
+def version_lines() -> Iterator[tuple[str, str]]:
+    import platform
+
+    yield "python", platform.python_version()
+    for package in PACKAGES:
+        yield package, installed(package)
+    import torch
+
+    yield "cuda", torch.version.cuda or "this torch is built without it"
+
+
+def link_lines() -> Iterator[tuple[str, str]]:
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < 2:
+        yield "gpu to gpu", "fewer than two GPUs"
+        return
+    for device in range(count):
+        peers = [peer for peer in range(count) if peer != device and torch.cuda.can_device_access_peer(device, peer)]
+        yield f"gpu {device}", f"can read and write the memory of {', '.join(map(str, peers)) or 'no other GPU'}"
+    try:
+        done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        yield "topology", f"nvidia-smi did not answer: {error}"
+    else:
+        yield "topology", done.stdout.rstrip() if done.returncode == 0 else done.stderr.strip()
+
+
+def memory_lines() -> Iterator[tuple[str, str]]:
+    import torch
+
+    try:
+        os.close(os.memfd_create("fusedtp doctor"))
+        yield "posix", "memfd_create works: ranks on this machine can map each other's memory"
+    except (AttributeError, OSError) as error:
+        yield "posix", f"no memfd_create: {error}"
+    if not torch.cuda.is_available():
+        yield "cuda", "no GPU that torch can use"
+    else:
+        try:
+            import_module("torch.distributed._symmetric_memory")
+            yield "cuda", "torch.distributed._symmetric_memory is there"
+        except ImportError as error:
+            yield "cuda", f"this torch has no symmetric memory: {error}"
+    yield "local", "virtual ranks of one process: always"
+
+
+def reachable(group: Any) -> tuple[bool, str]:
+    """Whether these ranks reach each other's memory, in the product's own words."""
+    import torch
+
+    from fusedtp import workspace
+
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return workspace.reachable(group, device)
+
+
+def schedule_lines() -> Iterator[tuple[str, str]]:
+    """What a group of two ranks of this machine finds, tried with real ranks."""
+    from .ranks import RankError, RankPool
+
+    machine = describe()
+    env = {} if machine.num_gpus else {"TRITON_INTERPRET": "1"}
+    if machine.num_gpus == 1:
+        env["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    try:
+        with RankPool(2, timeout=60.0, env=env) as pool:
+            shared, detail = pool.run(reachable)[0]
+    except RankError as error:
+        shared, detail = False, f"trying it failed: {error}"
+    yield "two ranks", ("share memory: " if shared else "do not share memory: ") + detail
+    yield "unfused", "runs: torch.distributed alone"
+    yield "decomposed", "runs" if shared else "does not run: it needs memory that the ranks share"
+    if not shared:
+        yield "fused", "does not run: it needs memory that the ranks share"
+    elif machine.num_gpus == 0:
+        yield "fused", "interpreted (TRITON_INTERPRET=1): checked, never timed"
+    elif machine.num_gpus == 1:
+        yield "fused", "runs; several ranks would share the one GPU: checked, never timed"
+    else:
+        yield "fused", "runs"
+    auto = "unfused" if not shared else "decomposed" if machine.num_gpus == 0 else "fused"
+    yield "auto", f"takes {auto}"

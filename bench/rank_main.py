@@ -1,0 +1,147 @@
+"""What one rank process of a `RankPool` runs: join the group, then serve calls until the pipe to the parent closes.
+
+Started as a script, `python -P rank_main.py <pipe fd> <stacks fd> <parent pid>`, so nothing of the parent's `__main__`
+runs again, and a broken import of the package shows as that rank's traceback. A call is (module, file, qualified name,
+pickled arguments, group size); the module is loaded before the arguments are unpickled, so that its classes arrive too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import importlib
+import importlib.util
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from types import ModuleType
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel for SIGKILL when the parent's spawning thread ends; leave at once if it is gone already."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def load_module(name: str, file: str) -> ModuleType:
+    """The module `name` if importing it here gives `file`, else `file` run under that name (importlib mode)."""
+    # a script's functions must not find this process's own __main__, nor run the script's guarded part
+    name = "fusedtp_parent_main" if name == "__main__" else name
+    if name in sys.modules:
+        module = sys.modules[name]
+        if module.__file__ is None or os.path.realpath(module.__file__) != os.path.realpath(file):
+            raise ImportError(f"{name} is already loaded from {module.__file__}, not from {file}")
+        return module
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        spec = None
+    if spec is not None and spec.origin is not None and os.path.realpath(spec.origin) == os.path.realpath(file):
+        return importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot load {file} as a module")
+    module = importlib.util.module_from_spec(spec)
+    # unpickling a class of "tests.test_x" imports "tests" first, which is a folder without a package
+    parent, _, _ = name.rpartition(".")
+    while parent and parent not in sys.modules:
+        sys.modules[parent] = ModuleType(parent)
+        parent, _, _ = parent.rpartition(".")
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def resolve(name: str, file: str, qualname: str) -> Callable[..., Any]:
+    target: Any = load_module(name, file)
+    for part in qualname.split("."):
+        target = getattr(target, part)
+    return target  # type: ignore[no-any-return]
+
+
+def failure(error: BaseException) -> bytes:
+    """The reply (False, pickled exception or None, traceback text); the text arrives even if the exception cannot."""
+    text = "".join(traceback.format_exception(error))
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+    except Exception:
+        pickled = None
+    return pickle.dumps((False, pickled, text))
+
+
+def call(groups: dict[int, Any], request: bytes) -> bytes:
+    """Run one request; the reply is (True, pickled result, "") or a failure. Tensors are pickled by value."""
+    try:
+        name, file, qualname, arguments, size = pickle.loads(request)
+        fn = resolve(name, file, qualname)
+        return pickle.dumps((True, pickle.dumps(fn(groups[size], *pickle.loads(arguments))), ""))
+    except BaseException as error:  # SystemExit of a called function is a result to report, not a reason to leave
+        return failure(error)
+
+
+def join(rank: int, world_size: int, port: int, seconds: float) -> dict[int, Any]:
+    """A process group of every size 1..world_size over the first ranks (making one is collective over all ranks)."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        # NCCL refuses ranks that share a GPU
+        if torch.cuda.device_count() >= world_size and dist.is_nccl_available():
+            backend = "cpu:gloo,cuda:nccl"
+    timeout = timedelta(seconds=seconds)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    groups = {size: dist.new_group(list(range(size)), timeout=timeout) for size in range(1, world_size)}
+    return {**groups, world_size: dist.group.WORLD}
+
+
+def main() -> None:
+    pipe_fd, stacks_fd, parent = (int(value) for value in sys.argv[1:4])
+    die_with_parent(parent)
+    os.set_inheritable(pipe_fd, False)
+    os.set_inheritable(stacks_fd, False)
+    # C-level handlers: they answer also when Python code cannot run
+    faulthandler.enable(file=stacks_fd)
+    faulthandler.register(signal.SIGUSR1, file=stacks_fd, all_threads=True)
+    pipe = Connection(pipe_fd)
+    try:
+        request = pipe.recv_bytes()
+        try:
+            groups = join(*pickle.loads(request))
+        except Exception as error:
+            pipe.send_bytes(failure(error))
+            return
+        pipe.send_bytes(pickle.dumps((True, pickle.dumps(None), "")))
+        while True:
+            pipe.send_bytes(call(groups, pipe.recv_bytes()))
+            sys.stdout.flush()
+            sys.stderr.flush()
+    except (EOFError, OSError):
+        # the parent closed the pipe: nothing to say, and destructors of a group whose peers are gone may wait
+        return
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,325 @@
+"""A pool of rank processes: the one harness that the sweep and the tests share.
+
+    with RankPool(4) as pool:
+        results = pool.run(fn, *args)            # [fn(group, *args) on rank 0, ..., rank 3]
+
+Ranks are fresh interpreters with one thread each, joined in a gloo process group (plus NCCL where every rank has a GPU)
+through a store that this process hosts on 127.0.0.1. Functions are shipped by name, arguments and results by value over
+a private pipe, so nothing has a name in the file system. A rank that raises, dies or is late never hangs the caller:
+`RankError` names it, with its traceback or a dump of its stacks, and the next call starts fresh ranks where the old
+ones may be out of step. The ranks die with the thread that started them (PR_SET_PDEATHSIG).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Pipe, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+START_SECONDS = 180.0
+# after a first failure the other ranks get this long to report theirs: they may hang in a collective without it
+GRACE_SECONDS = 3.0
+STACKS_SECONDS = 1.0
+
+
+class RankError(RuntimeError):
+    """Ranks failed. `failures` maps rank -> what happened (traceback, exit status, or where a late rank is stuck)."""
+
+    def __init__(self, failures: Mapping[int, str]) -> None:
+        self.failures = dict(failures)
+        parts = [f"rank {rank} {text.rstrip()}" for rank, text in sorted(self.failures.items())]
+        super().__init__("\n\n".join(parts))
+
+    def __reduce__(self) -> tuple[type, tuple[dict[int, str]]]:
+        return type(self), (self.failures,)
+
+
+class RankProcess:
+    """One rank: its interpreter, the pipe to it, and the anonymous file its stack dumps go to."""
+
+    def __init__(self, rank: int, env: Mapping[str, str]) -> None:
+        self.rank = rank
+        self.pipe, theirs = Pipe(duplex=True)
+        self.stacks_fd = os.memfd_create(f"stacks of rank {rank}")
+        fds = (theirs.fileno(), self.stacks_fd)
+        command = [
+            sys.executable,
+            "-P",
+            str(Path(__file__).with_name("rank_main.py")),
+            *map(str, fds),
+            str(os.getpid()),
+        ]
+        try:
+            # its own session: Ctrl-C reaches the parent only, which then ends the ranks
+            self.process = subprocess.Popen(
+                command, env=dict(env), stdin=subprocess.DEVNULL, pass_fds=fds, start_new_session=True
+            )
+        except BaseException:
+            self.pipe.close()
+            os.close(self.stacks_fd)
+            raise
+        finally:
+            theirs.close()
+
+    def receive(self) -> Any:
+        """The next reply: a result, or the exception raised there, or a RankError when the process is gone."""
+        try:
+            ok, pickled, text = pickle.loads(self.pipe.recv_bytes())
+        except (EOFError, OSError):
+            return self.died()
+        try:
+            value = None if pickled is None else pickle.loads(pickled)
+        except Exception as error:
+            ok, text = False, text or f"sent a reply that cannot be unpickled here: {error!r}"
+            value = None
+        if ok:
+            return Returned(value)
+        raised = value if isinstance(value, BaseException) else RankError({self.rank: f"raised\n{text}"})
+        raised.add_note(f"rank {self.rank} raised\n{text}")
+        return Raised(raised, f"raised\n{text}")
+
+    def died(self) -> Raised:
+        try:
+            code = self.process.wait(timeout=GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            return self._failed("closed its pipe but goes on running")
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+        return self._failed(f"died: {how}\n{self.stacks()}")
+
+    def late(self, seconds: float) -> Raised:
+        """Ask the process for its stacks (a C signal handler answers even when Python code cannot run)."""
+        before = os.fstat(self.stacks_fd).st_size
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGUSR1)
+        seen, deadline = before, time.monotonic() + STACKS_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+            size = os.fstat(self.stacks_fd).st_size
+            if size == seen and size > before:
+                break
+            seen = size
+        return self._failed(f"gave no answer within {seconds:g} s\n{self.stacks(before)}")
+
+    def _failed(self, text: str) -> Raised:
+        return Raised(RankError({self.rank: text}), text)
+
+    def stacks(self, start: int = 0) -> str:
+        return os.pread(self.stacks_fd, 1 << 20, start).decode(errors="replace")
+
+
+class Returned:
+    """A rank's result."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Raised:
+    """A rank's failure: what `Pending.wait` hands out, and the text for `RankError`."""
+
+    def __init__(self, value: BaseException, text: str) -> None:
+        self.value, self.text = value, text
+
+
+class Ranks:
+    """One generation of processes with their store; `stop` leaves no process and no descriptor."""
+
+    def __init__(self, world_size: int, seconds: float, env: Mapping[str, str]) -> None:
+        import torch.distributed as dist
+
+        # TCPStore on its own would listen on every interface
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        self.store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1",
+            port,
+            is_master=True,
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        self.processes: list[RankProcess] = []
+        try:
+            for rank in range(world_size):
+                self.processes.append(RankProcess(rank, env))
+            for process in self.processes:
+                with contextlib.suppress(OSError):
+                    process.pipe.send_bytes(pickle.dumps((process.rank, world_size, port, seconds)))
+            failed = failures(collect(self.processes, START_SECONDS, grace=GRACE_SECONDS))
+            if failed:
+                raise RankError({rank: f"(starting) {text}" for rank, text in failed.items()})
+        except BaseException:
+            self.stop()
+            raise
+
+    def alive(self) -> bool:
+        return all(process.process.poll() is None for process in self.processes)
+
+    def stop(self) -> None:
+        """Close the pipes, which idle ranks take as the end, and kill what is left."""
+        for process in self.processes:
+            process.pipe.close()
+        deadline = time.monotonic() + 1.0
+        for process in self.processes:
+            try:
+                process.process.wait(timeout=max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.process.kill()
+                process.process.wait()
+            os.close(process.stacks_fd)
+        self.processes = []
+        self.store = None
+
+
+def collect(processes: Sequence[RankProcess], seconds: float, grace: float | None) -> list[Returned | Raised]:
+    """One reply per process. Those without an answer after `seconds`, or `grace` after another's failure, are late."""
+    replies: dict[int, Returned | Raised] = {}
+    started = time.monotonic()
+    deadline = started + seconds
+    while len(replies) < len(processes):
+        waiting = [process for process in processes if process.rank not in replies]
+        # a dead process closes its end of the pipe, so its pipe is ready too
+        ready = wait([process.pipe for process in waiting], timeout=max(0.0, deadline - time.monotonic()))
+        if not ready and time.monotonic() >= deadline:
+            for process in waiting:
+                replies[process.rank] = process.late(time.monotonic() - started)
+            break
+        for process in waiting:
+            if process.pipe in ready:
+                replies[process.rank] = process.receive()
+                if grace is not None and isinstance(replies[process.rank], Raised):
+                    deadline = min(deadline, time.monotonic() + grace)
+    return [replies[process.rank] for process in processes]
+
+
+def failures(replies: Sequence[Returned | Raised]) -> dict[int, str]:
+    return {rank: reply.text for rank, reply in enumerate(replies) if isinstance(reply, Raised)}
+
+
+class Pending:
+    """A call under way; `wait` once."""
+
+    def __init__(self, pool: RankPool, processes: Sequence[RankProcess]) -> None:
+        self._pool, self._processes = pool, processes
+
+    def wait(self, timeout: float | None = None) -> list[Any]:
+        """Per rank, the result or the exception it raised (RankError for a rank that died or is late)."""
+        return [reply.value for reply in self._replies(timeout, grace=None)]
+
+    def _replies(self, timeout: float | None, grace: float | None) -> list[Returned | Raised]:
+        if self._pool._pending is not self:
+            raise RuntimeError("this call was waited for already, or its pool was closed")
+        in_step = False
+        try:
+            replies = collect(self._processes, self._pool.timeout if timeout is None else timeout, grace)
+            # ranks that all failed alike (refused arguments) have done the same collectives; others may not have
+            kinds = {type(reply.value) if isinstance(reply, Raised) else None for reply in replies}
+            in_step = len(kinds) == 1 and RankError not in kinds
+            return replies
+        finally:
+            self._pool._pending = None
+            if not in_step:
+                self._pool.close()
+
+
+class RankPool:
+    """`world_size` rank processes, started at the first call. `timeout` in seconds is each call's, and the group's.
+
+    `env` is added to the children's environment before they import torch (TRITON_INTERPRET, ...). One call at a time.
+    """
+
+    def __init__(self, world_size: int, *, timeout: float = 60.0, env: Mapping[str, str] | None = None) -> None:
+        if world_size < 1:
+            raise ValueError(f"world_size is {world_size}, at least 1 is needed")
+        self.world_size, self.timeout = world_size, timeout
+        self.env = dict(env or {})
+        self._ranks: Ranks | None = None
+        self._finalizer: weakref.finalize[[], RankPool] | None = None
+        self._pending: Pending | None = None
+
+    def _started(self) -> Ranks:
+        if self._ranks is not None and not self._ranks.alive():
+            self.close()
+        if self._ranks is None:
+            one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+            # gloo would pick its interface by resolving the host's name
+            env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **one_thread, **self.env}
+            self._ranks = Ranks(self.world_size, self.timeout, env)
+            # runs at interpreter exit as well
+            self._finalizer = weakref.finalize(self, self._ranks.stop)
+        return self._ranks
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank; starts the ranks if there are none."""
+        return [process.process.pid for process in self._started().processes]
+
+    def start(self, fn: Callable[..., Any], *args: Any, world_size: int | None = None) -> Pending:
+        """Begin fn(group, *args) on the first `world_size` ranks (default all), the group being theirs.
+
+        fn is a module-level function. ValueError for one that cannot be shipped or a world_size the pool has not.
+        """
+        size = self.world_size if world_size is None else world_size
+        if not 1 <= size <= self.world_size:
+            raise ValueError(f"world_size is {size}, the pool has {self.world_size} ranks")
+        if self._pending is not None:
+            raise RuntimeError("a call is under way: wait for it first")
+        name, qualname = fn.__module__, fn.__qualname__
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is None or "<" in qualname:
+            raise ValueError(
+                f"{name}.{qualname} cannot be shipped to the ranks: it is not a module-level function of a file"
+            )
+        request = pickle.dumps((name, file, qualname, pickle.dumps(args), size))
+        processes = self._started().processes[:size]
+        pending = Pending(self, processes)
+        for process in processes:
+            # a rank that died in between is reported by wait
+            with contextlib.suppress(OSError):
+                process.pipe.send_bytes(request)
+        self._pending = pending
+        return pending
+
+    def run(
+        self, fn: Callable[..., Any], *args: Any, timeout: float | None = None, world_size: int | None = None
+    ) -> list[Any]:
+        """fn(group, *args) on the first `world_size` ranks; the results by rank. RankError if any rank fails."""
+        replies = self.start(fn, *args, world_size=world_size)._replies(timeout, grace=GRACE_SECONDS)
+        failed = failures(replies)
+        if failed:
+            cause = next((reply.value for reply in replies if isinstance(reply, Raised)), None)
+            raise RankError(failed) from (None if isinstance(cause, RankError) else cause)
+        return [reply.value for reply in replies]
+
+    def kill(self, rank: int, sig: int = signal.SIGKILL) -> None:
+        """Send a signal to one rank. RuntimeError when no ranks are running."""
+        if self._ranks is None:
+            raise RuntimeError("the pool has no running ranks")
+        self._ranks.processes[rank].process.send_signal(sig)
+
+    def close(self) -> None:
+        """End the ranks: no process, descriptor or file is left. The pool can be used again."""
+        self._pending = None
+        if self._finalizer is not None:
+            self._finalizer()
+        self._ranks = self._finalizer = None
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

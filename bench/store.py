@@ -1,0 +1,176 @@
+"""Rows: one measurement each, with everything needed to judge it, kept as CSV under results/<machine>/.
+
+A file is only ever replaced as a whole (written beside, then renamed) and only after what is there was read: a file
+that is malformed, or not ours, is named in the error and left as it is. Measuring a case again replaces all rows of
+that case, so the rows that are compared with each other come from one interleaved run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from io import StringIO
+from pathlib import Path
+from typing import Any, TypeAlias
+
+PASSED = "passed"
+# what a spreadsheet takes for the beginning of a formula
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+
+CaseKey: TypeAlias = tuple[str, int, int, int, str, int, bool]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant of one case. Times in ms; None where there is no number: not timed, or the gate refused it.
+
+    variant: matmul and comm (each alone: the bounds), unfused, decomposed, fused. speedup_vs_unfused is the ratio of
+    medians in this run, matmul_fraction the matmul's median over this one's. error_ratio: the largest error over what
+    rounding may leave. interpreted: ran in Triton's interpreter, checked and not timed. predicted: from a model, not a
+    clock.
+    """
+
+    op: str
+    variant: str
+    M: int
+    N: int
+    K: int
+    dtype: str
+    world_size: int
+    median_ms: float | None
+    p20_ms: float | None
+    p80_ms: float | None
+    total_ms: float | None
+    rounds: int
+    speedup_vs_unfused: float | None
+    matmul_fraction: float | None
+    gate: str
+    max_error: float | None
+    error_ratio: float | None
+    interpreted: bool
+    predicted: bool
+    path: str
+    seed: int
+    machine: str
+    cpu: str
+    cores: int
+    gpu: str
+    num_gpus: int
+    threads: int
+    backend: str
+    python: str
+    torch: str
+    triton: str
+    commit: str
+    dirty: bool
+    time_utc: str
+
+    @property
+    def case(self) -> CaseKey:
+        """What rows compared with each other share."""
+        return self.op, self.M, self.N, self.K, self.dtype, self.world_size, self.interpreted
+
+    @property
+    def passed(self) -> bool:
+        return self.gate == PASSED
+
+
+def _bool(text: str) -> bool:
+    if text not in ("True", "False"):
+        raise ValueError(text)
+    return text == "True"
+
+
+def _text(text: str) -> str:
+    return text[1:] if text.startswith("'") and text[1:].startswith((*_FORMULA, "'")) else text
+
+
+def _optional(text: str) -> float | None:
+    return float(text) if text else None
+
+
+_READERS: dict[str, Callable[[str], Any]] = {
+    "str": _text,
+    "int": int,
+    "float | None": _optional,
+    "bool": _bool,
+}
+# annotations are strings here: `from __future__ import annotations`
+_KINDS: dict[str, str] = {field.name: str(field.type) for field in fields(Row)}
+COLUMNS = tuple(_KINDS)
+
+
+def _cell(value: object, kind: str) -> str:
+    if value is None:
+        return ""
+    if kind == "str":
+        text = str(value)
+        # an apostrophe of the text's own is escaped too, so that reading takes away exactly what writing added
+        return "'" + text if text.startswith((*_FORMULA, "'")) else text
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def write(path: Path, rows: Iterable[Row]) -> None:
+    """Replace `path` by these rows, atomically; folders are made as needed."""
+    import pandas as pd
+
+    cells = [[_cell(getattr(row, name), kind) for name, kind in _KINDS.items()] for row in rows]
+    replace(path, pd.DataFrame(cells, columns=list(COLUMNS), dtype=str).to_csv(index=False).encode())
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Put `content` at `path` so that a reader sees the old file or the new one, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp's files are private; these are to be read by others like any file written here
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a file, or ValueError saying where it is not what `write` writes. The file is not touched."""
+    import pandas as pd
+
+    try:
+        text = path.read_bytes().decode()
+        table = pd.read_csv(StringIO(text), dtype=str, keep_default_na=False, na_filter=False)
+    except (UnicodeDecodeError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
+        raise ValueError(f"{path} is not a table of sweep rows: {error}; move it away to write a new one") from error
+    if tuple(table.columns) != COLUMNS:
+        missing = [name for name in COLUMNS if name not in table.columns]
+        foreign = [str(name) for name in table.columns if name not in COLUMNS]
+        what = f"columns missing: {missing}, not known: {foreign}" if missing or foreign else "columns in another order"
+        raise ValueError(f"{path} is not a table of sweep rows ({what}); move it away to write a new one")
+    rows = []
+    for line, cells in enumerate(table.itertuples(index=False, name=None)):
+        values = {}
+        for (name, kind), cell in zip(_KINDS.items(), cells, strict=True):
+            try:
+                values[name] = _READERS[kind](cell)
+            except (ValueError, TypeError):
+                raise ValueError(f"{path}, row {line + 1}, column {name}: {cell!r} is not {kind}") from None
+        rows.append(Row(**values))
+    return rows
+
+
+def update(path: Path, rows: Sequence[Row]) -> list[Row]:
+    """Write `rows` into the file in place of its rows of the same cases; all its rows, old and new."""
+    measured = {row.case for row in rows}
+    kept = [row for row in read(path) if row.case not in measured] if path.exists() else []
+    together = [*kept, *rows]
+    write(path, together)
+    return together

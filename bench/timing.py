@@ -1,0 +1,167 @@
+"""The measuring protocol: gate first, then interleaved rounds whose times are the slowest rank's.
+
+Per iteration: a barrier (on a GPU also a flush of its L2 cache), then the op between two clock readings. The variants
+take turns within each round, starting one further every round, so a drift of the machine meets them all alike. Rank 0
+decides how many rounds there are and broadcasts it: ranks that decide alone run different numbers and hang. An
+iteration's time is the maximum over ranks; reported are the median and the 20th and 80th percentiles over the rounds.
+
+The barrier's skew is part of the time: measured, a gloo barrier lets 2 ranks on 2 cores go 16 us apart, 4 ranks 90 us.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from .cases import Problem
+
+MIN_ROUNDS, MAX_ROUNDS = 5, 50
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A variant's check, the worst over ranks. `error` is empty when every rank passed."""
+
+    max_error: float
+    error_ratio: float
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds over the rounds, each the slowest rank's; `total_ms` is all timed iterations together."""
+
+    median_ms: float
+    p20_ms: float
+    p80_ms: float
+    total_ms: float
+    rounds: int
+
+
+def gate(problem: Problem, variants: Sequence[str], group: ProcessGroup) -> dict[str, Verdict]:
+    """Run each variant twice on the real operands and check both results; all ranks return the same verdicts.
+
+    Twice, because what a first call leaves behind (flags, buffers) is where a second one goes wrong.
+    """
+    verdicts = {}
+    for variant in variants:
+        try:
+            run = problem.runner(variant)
+            checks = [problem.check(variant, run()) for _ in range(2)]
+            own = Verdict(max(error for error, _ in checks), max(ratio for _, ratio in checks))
+        except AssertionError as error:
+            own = Verdict(float("nan"), float("nan"), str(error))
+        except Exception as error:
+            own = Verdict(float("nan"), float("nan"), f"{type(error).__name__}: {error}")
+        everyone: list[Any] = [None] * group.size()
+        dist.all_gather_object(everyone, own, group=group)
+        failed = [verdict for verdict in everyone if verdict.error]
+        verdicts[variant] = (
+            failed[0]
+            if failed
+            else Verdict(max(each.max_error for each in everyone), max(each.error_ratio for each in everyone))
+        )
+    return verdicts
+
+
+def measure(
+    runners: Mapping[str, Callable[[], object]],
+    group: ProcessGroup,
+    device: torch.device,
+    *,
+    seconds: float = 1.0,
+    rounds: int | None = None,
+) -> dict[str, Timing]:
+    """Time the runners; all ranks call this with the same names and get the same numbers.
+
+    `seconds` is the time to spend, from which rank 0 derives the number of rounds (5 to 50) after two rounds that are
+    not counted; `rounds` fixes it instead.
+    """
+    if not runners:
+        return {}
+    clock = _CudaClock(group, device) if device.type == "cuda" else _HostClock(group)
+    names = list(runners)
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            warm = [clock.iteration(runners[name]) for name in names]
+        count = _agree_on_rounds(sum(warm) / 1e3, seconds, rounds, group, device)
+        times = torch.empty(len(names), count, dtype=torch.float64)
+        for turn in range(count):
+            for step in range(len(names)):
+                which = (turn + step) % len(names)
+                times[which, turn] = clock.iteration(runners[names[which]])
+    finally:
+        if enabled:
+            gc.enable()
+    slowest = _slowest(times, group, device)
+    return {name: _summary(slowest[which]) for which, name in enumerate(names)}
+
+
+def _agree_on_rounds(
+    round_seconds: float, seconds: float, rounds: int | None, group: ProcessGroup, device: torch.device
+) -> int:
+    own = rounds or min(MAX_ROUNDS, max(MIN_ROUNDS, round(seconds / max(round_seconds, 1e-9))))
+    decided = torch.tensor([own], device=device)
+    dist.broadcast(decided, dist.get_global_rank(group, 0), group=group)
+    return int(decided.item())
+
+
+def _slowest(times: Tensor, group: ProcessGroup, device: torch.device) -> Tensor:
+    times = times.to(device)
+    dist.all_reduce(times, op=dist.ReduceOp.MAX, group=group)
+    return times.cpu()
+
+
+def _summary(times: Tensor) -> Timing:
+    p20, median, p80 = torch.quantile(times, torch.tensor([0.2, 0.5, 0.8], dtype=times.dtype)).tolist()
+    return Timing(median, p20, p80, times.sum().item(), times.numel())
+
+
+class _HostClock:
+    """Wall time between two readings, for ops that have ended when they return."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+
+    def iteration(self, run: Callable[[], object]) -> float:
+        """Milliseconds of one call on this rank."""
+        dist.barrier(group=self._group)
+        start = time.perf_counter()
+        result = run()
+        elapsed = (time.perf_counter() - start) * 1e3
+        # freeing a large result returns pages to the system: not part of the op
+        del result
+        return elapsed
+
+
+class _CudaClock:
+    """Device time between two events, behind a barrier on the stream and with a cold L2 cache."""
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+        self._flush = torch.empty(2 * cache_bytes, dtype=torch.int8, device=device)
+        self._token = torch.zeros(1, device=device)
+        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def iteration(self, run: Callable[[], object]) -> float:
+        """Milliseconds of one call on this rank."""
+        self._flush.zero_()
+        dist.all_reduce(self._token, group=self._group)
+        self._start.record()
+        result = run()
+        self._end.record()
+        self._end.synchronize()
+        del result
+        return float(self._start.elapsed_time(self._end))

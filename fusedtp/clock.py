@@ -1,0 +1,61 @@
+"""The clock that bounds waits: a thread writes the time, in milliseconds, where programs can read it.
+
+A program on a GPU has no portable way to read the time, and one in the interpreter none at all, so the host writes it
+into a word of each workspace's host block (pinned memory with a GPU). One daemon thread serves the process; it runs
+while there are workspaces.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import threading
+import time
+
+TICK_SECONDS = 0.01
+
+_lock = threading.Lock()
+_words: dict[int, ctypes.c_int32] = {}
+_thread: threading.Thread | None = None
+_stop = threading.Event()
+
+
+def now_ms() -> int:
+    """Milliseconds on the monotonic clock, wrapped to int32."""
+    return ctypes.c_int32(time.monotonic_ns() // 1_000_000).value
+
+
+def _run() -> None:
+    while not _stop.wait(TICK_SECONDS):
+        with _lock:
+            for word in _words.values():
+                word.value = now_ms()
+
+
+def drive(address: int) -> None:
+    """Write the time to the int32 at `address` from now on."""
+    global _thread
+    with _lock:
+        _words[address] = ctypes.c_int32.from_address(address)
+        _words[address].value = now_ms()
+        if _thread is None or not _thread.is_alive():
+            _stop.clear()
+            _thread = threading.Thread(target=_run, name="fusedtp-clock", daemon=True)
+            _thread.start()
+
+
+def release(address: int) -> None:
+    """Stop writing to `address`; with the last one the thread ends."""
+    with _lock:
+        _words.pop(address, None)
+        last = not _words
+    if last:
+        stop()
+
+
+@atexit.register
+def stop() -> None:
+    """End the thread; nothing is written after this returns."""
+    _stop.set()
+    if _thread is not None and _thread is not threading.current_thread():
+        _thread.join()

@@ -1,0 +1,192 @@
+"""What a sharding costs, in words: the steps of a matmul and its gradients, bytes and FLOPs, and the table of layers.
+
+Everything here is read off the plans, nothing is written down twice. Bytes are what one rank sends, FLOPs what it
+computes, a multiply and an add counting as two. Without sizes both are formulas, in which an axis stands for its ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from .candidates import flops, quantity
+from .notation import Spec, Tensor, parse
+from .plan import FLOPS_PER_BYTE, START_BYTES, MatmulPlan, Plan, measure, plan
+from .redistribute import Sizes, Step
+
+NAMED = {
+    "column-parallel, x split by rows": "[M_X, K] @ [K, N_X] -> [M, N_X]",
+    "column-parallel, x whole": "[M, K] @ [K, N_X] -> [M, N_X]",
+    "row-parallel, y split by rows": "[M, K_X] @ [K_X, N] -> [M_X, N]",
+    "row-parallel, y whole": "[M, K_X] @ [K_X, N] -> [M, N]",
+    "features split": "[B, D_X] @ [D, F_X] -> [B, F_X]",
+    "features split, out": "[B, F_X] @ [F_X, D] -> [B, D_X]",
+    "FSDP": "[M_X, K] @ [K_X, N] -> [M_X, N]",
+    "data-parallel": "[M_X, K] @ [K, N] -> [M_X, N]",
+}
+
+_FORMULAS = {"y": "y = x @ w", "dx": "dx = dy @ w.T", "dw": "dw = x.T @ dy"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One step. `amount` is a formula: elements that a rank sends, or the matmul's FLOPs; sent and flops need sizes."""
+
+    step: Step
+    amount: str
+    sent: int | None
+    flops: int | None
+
+    def __str__(self) -> str:
+        text = f"{self.step}, fused" if self.step.fused else str(self.step)
+        if self.sent is None or self.flops is None:
+            return f"{text:<44}{self.amount}".rstrip()
+        numbers = quantity(self.sent, "B") if self.step.is_collective else quantity(self.flops, "FLOP")
+        return text if self.step.kind == "slice" else f"{text:<44}{numbers}"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One matmul: its formula, its notation, the steps in the order in which they run, and why these."""
+
+    formula: str
+    notation: str
+    lines: tuple[Line, ...]
+    reason: str
+
+    @property
+    def sent(self) -> int | None:
+        """Bytes that a rank sends, None without sizes."""
+        return _total([line.sent for line in self.lines])
+
+    @property
+    def flops(self) -> int | None:
+        """FLOPs of a rank, None without sizes."""
+        return _total([line.flops for line in self.lines])
+
+    def __str__(self) -> str:
+        steps = "".join(f"\n    {line}" for line in self.lines)
+        return f"{self.formula:<16}{self.notation}{steps}\n    ({self.reason})"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The three matmuls of a spec; `str` prints them. `given` repeats sizes, mesh and dtype, "" without sizes."""
+
+    spec: Spec
+    given: str
+    phases: tuple[Phase, Phase, Phase]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        head = f"{self.spec}\n{self.given}" if self.given else str(self.spec)
+        return "\n\n".join([head, *map(str, self.phases), *self.notes])
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the communication table: what each of the three matmuls of `notation` communicates."""
+
+    name: str
+    notation: str
+    forward: str
+    dx: str
+    dw: str
+
+
+def explain(
+    spec: str | Spec,
+    *,
+    sizes: Mapping[str, int] | None = None,
+    mesh: Mapping[str, int] | None = None,
+    dtype: object = "bfloat16",
+    flops_per_byte: float = FLOPS_PER_BYTE,
+    start_bytes: int = START_BYTES,
+) -> Explanation:
+    """Explain a spec, or a layer named in `NAMED`; the arguments and errors are those of `plan`."""
+    spec = parse(NAMED.get(str(spec), str(spec)))
+    plans = plan(spec, sizes=sizes, mesh=mesh, dtype=dtype, flops_per_byte=flops_per_byte, start_bytes=start_bytes)
+    measured = measure(spec, sizes, mesh, dtype)
+    given = ""
+    if sizes is not None and mesh is not None:
+        lengths = " ".join(f"{name}={sizes[name]}" for name in spec.dim_names)
+        ranks = " ".join(f"{axis}={mesh[axis]}" for axis in spec.mesh_axes)
+        given = f"{lengths}, mesh {ranks or 'of one rank'}, {str(dtype).removeprefix('torch.')}"
+    forward, dx, dw = (_phase(matmul, measured) for matmul in plans.matmuls)
+    return Explanation(spec, given, (forward, dx, dw), _notes(plans))
+
+
+def table(specs: Mapping[str, str] = NAMED) -> list[Row]:
+    """The communication table of named specs, planned without sizes."""
+    rows = []
+    for name, notation in specs.items():
+        plans = plan(notation)
+        forward, dx, dw = (_cell(plans, matmul) for matmul in plans.matmuls)
+        rows.append(Row(name, str(plans.spec), forward, dx, dw))
+    return rows
+
+
+def table_markdown(specs: Mapping[str, str] = NAMED) -> str:
+    """The same table in Markdown, its last line ended."""
+    lines = ["| name | forward | dx | dw |", "|---|---|---|---|"]
+    lines += [f"| {row.name} `{row.notation}` | {row.forward} | {row.dx} | {row.dw} |" for row in table(specs)]
+    return "\n".join(lines) + "\n"
+
+
+def _phase(matmul: MatmulPlan, sizes: Sizes | None) -> Phase:
+    lines = []
+    for step, before, after in matmul.walk():
+        if step.kind == "matmul":
+            split = {dim.name: dim.axes for tensor in before for dim in tensor.dims}
+            amount = " * ".join(["2", *(_length(name, axes) for name, axes in split.items())])
+            num_flops = flops(before[0], before[1], sizes) if sizes else None
+            lines.append(Line(step, f"{amount} FLOP", 0 if sizes else None, num_flops))
+        else:
+            sent = sizes.sent(step, before[0]) if sizes else None
+            lines.append(Line(step, _elements(step, before[0], after), sent, 0 if sizes else None))
+    notation = f"{matmul.a} @ {matmul.b} -> {matmul.c}"
+    return Phase(_FORMULAS[matmul.names[2]], notation, tuple(lines), matmul.reason)
+
+
+def _elements(step: Step, before: Tensor, after: Tensor) -> str:
+    """What a rank sends in `step`, as a formula: n-1 shards, twice that for an all-reduce."""
+    if not step.is_collective:
+        return ""
+    shard = " * ".join(_length(dim.name, dim.axes) for dim in (before if step.kind == "all_gather" else after).dims)
+    if step.kind == "all_reduce":
+        return f"2 ({step.axis}-1)/{step.axis} * {shard} elements"
+    return f"({step.axis}-1) * {shard} elements"
+
+
+def _length(name: str, axes: tuple[str, ...]) -> str:
+    return "/".join((name, *axes))
+
+
+def _notes(plans: Plan) -> tuple[str, ...]:
+    notes = []
+    if plans.shared:
+        notes.append(f"once for both gradients: {', '.join(map(str, plans.shared))}")
+    if plans.gathered_again:
+        again = ", ".join(map(str, plans.gathered_again))
+        notes.append(f"again in backward, only shards being kept: {again}")
+    return tuple(notes)
+
+
+def _cell(plans: Plan, matmul: MatmulPlan) -> str:
+    texts = []
+    for step in matmul.collectives:
+        text = step.kind.replace("_", "-")
+        if step.kind == "all_gather":
+            again = matmul is not plans.forward and replace(step, fused=False) in plans.gathered_again
+            text += f" {step.tensor}" + " again" * again
+        if step.kind == "all_gather" and step.tensor != matmul.names[2] and step.dim in matmul.contraction:
+            text += " along the contraction"
+        if step.kind == "reduce_scatter" and step.dim == matmul.c.names[-1]:
+            text += ", last dim"
+        texts.append(f"{text} over {step.axis}" if len(plans.spec.mesh_axes) > 1 else text)
+    return "; ".join(texts) or "none"
+
+
+def _total(values: list[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None

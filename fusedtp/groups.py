@@ -1,0 +1,42 @@
+"""Which ranks take part: one resolver for everything that a caller may name a group by."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+Group: TypeAlias = "dist.ProcessGroup | DeviceMesh | str | None"
+
+
+def resolve(group: Group = None) -> dist.ProcessGroup:
+    """The process group meant by `group`: itself, its name, a 1-D mesh, or None for the world.
+
+    Raises RuntimeError where torch.distributed is not initialised, ValueError for a mesh of more dimensions or an
+    unknown name, TypeError for anything else.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is not initialised: start the ranks with torchrun and call "
+            "torch.distributed.init_process_group('gloo') (or 'nccl') before this"
+        )
+    if group is None:
+        world = dist.group.WORLD
+        assert world is not None
+        return world
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group must be a 1-D mesh, got {group.ndim} dimensions {group.mesh_dim_names}: pick one, mesh['name']"
+            )
+        return group.get_group()
+    if isinstance(group, str):
+        try:
+            # What torch's own functional collectives look names up with; there is no public way.
+            return dist.distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined,arg-type]
+        except (RuntimeError, KeyError, ValueError) as error:
+            raise ValueError(f"group {group!r} is not the name of a process group of this process") from error
+    raise TypeError(f"group must be a ProcessGroup, its name, a 1-D DeviceMesh or None, got {type(group).__name__}")

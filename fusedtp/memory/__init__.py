@@ -1,0 +1,39 @@
+"""Where arenas come from. A memory makes one arena a rank, of equal size, and lets every rank address all of them.
+
+    allocate(num_bytes, header) -> Arena    collective; `header` (int32) is in place in the own arena before any peer
+    can reach it
+
+`posix` maps one file in memory into several processes, `cuda` is torch's symmetric memory, `local` holds W virtual
+ranks in one process. Nothing above this package knows which one it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Unreachable(RuntimeError):
+    """The group's ranks cannot address each other's memory; the text says why, the same on every rank."""
+
+
+@dataclass
+class Arena:
+    """Every rank's arena as this rank sees it: uint8 tensors of equal length, indexed by rank."""
+
+    tensors: list[Tensor]
+    release: Callable[[], None]
+
+
+class Memory(Protocol):
+    """A source of arenas for one rank of a group."""
+
+    rank: int
+    world_size: int
+
+    def allocate(self, num_bytes: int, header: Tensor) -> Arena:
+        """Arenas of at least `num_bytes`, zeroed, the own one starting with `header`. Every rank calls this alike."""
+        ...

@@ -1,0 +1,49 @@
+"""Arenas for W virtual ranks in one process on one device: for single-process tests and one-GPU timing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import Arena
+
+
+class _Shared:
+    """What the virtual ranks have in common: one list of tensors for every size that was asked for."""
+
+    def __init__(self, world_size: int, device: torch.device) -> None:
+        self.world_size, self.device = world_size, device
+        self.arenas: dict[int, list[Tensor]] = {}
+
+    def tensors(self, num_bytes: int) -> list[Tensor]:
+        if num_bytes not in self.arenas:
+            shape = (self.world_size, num_bytes)
+            self.arenas[num_bytes] = list(torch.zeros(shape, dtype=torch.uint8, device=self.device).unbind())
+        return self.arenas[num_bytes]
+
+
+class LocalMemory:
+    """One virtual rank's view of memory that all of them share.
+
+    All ranks must have allocated before any of them signals.
+    """
+
+    def __init__(self, rank: int, shared: _Shared) -> None:
+        self.rank, self.world_size, self._shared = rank, shared.world_size, shared
+
+    def allocate(self, num_bytes: int, header: Tensor) -> Arena:
+        """See `Memory.allocate`; the ranks may call one after another."""
+        num_bytes = -(-num_bytes // 4096) * 4096
+        tensors = self._shared.tensors(num_bytes)
+        tensors[self.rank][: header.numel() * 4].view(torch.int32).copy_(header)
+
+        def release() -> None:
+            self._shared.arenas.pop(num_bytes, None)
+
+        return Arena(list(tensors), release)
+
+
+def local_memories(world_size: int, device: torch.device) -> list[LocalMemory]:
+    """One memory a virtual rank."""
+    shared = _Shared(world_size, device)
+    return [LocalMemory(rank, shared) for rank in range(world_size)]

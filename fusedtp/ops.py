@@ -1,0 +1,102 @@
+"""The registered operators, `torch.ops.fusedtp.*`: opaque to the compiler, with exact fakes.
+
+Operands are 2-D with any strides, groups travel by name, `sizes` holds every rank's length, and results are contiguous.
+Each resolves its schedule when it runs. Arguments are checked by the functions of `functional`, not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import dispatch, groups, schedules
+
+
+def _run(op: str, schedule: str, x: Tensor, group_name: str, *operands: Tensor | None, **options: Any) -> Tensor:
+    group = groups.resolve(group_name)
+    path = dispatch.choose(op, schedule, device=x.device, dtype=x.dtype, group=group)
+    out: Tensor = getattr(schedules.load(path.schedule), op)(*operands, group=group, **options)
+    dispatch.record(path)
+    return out
+
+
+@torch.library.custom_op("fusedtp::all_gather_matmul", mutates_args=())
+def all_gather_matmul(
+    a: Tensor, b: Tensor, bias: Tensor | None, gather_dim: int, sizes: Sequence[int], group_name: str, schedule: str
+) -> Tensor:
+    """a [sizes[rank], K] @ b [K, N], or a [M, sizes[rank]] @ b [sum(sizes), N] for gather_dim 1 -> [M, N]."""
+    options = {"gather_dim": gather_dim, "sizes": tuple(sizes)}
+    return _run("all_gather_matmul", schedule, a, group_name, a, b, bias, **options)
+
+
+@all_gather_matmul.register_fake
+def _(
+    a: Tensor, b: Tensor, bias: Tensor | None, gather_dim: int, sizes: Sequence[int], group_name: str, schedule: str
+) -> Tensor:
+    return a.new_empty(sum(sizes) if gather_dim == 0 else a.shape[0], b.shape[1])
+
+
+@torch.library.custom_op("fusedtp::matmul_reduce_scatter", mutates_args=())
+def matmul_reduce_scatter(
+    a: Tensor, b: Tensor, bias: Tensor | None, scatter_dim: int, sizes: Sequence[int], group_name: str, schedule: str
+) -> Tensor:
+    """a [M, K_r] @ b [K_r, N] summed over ranks -> [sizes[rank], N], or [M, sizes[rank]] for scatter_dim 1."""
+    options = {"scatter_dim": scatter_dim, "sizes": tuple(sizes)}
+    return _run("matmul_reduce_scatter", schedule, a, group_name, a, b, bias, **options)
+
+
+@matmul_reduce_scatter.register_fake
+def _(
+    a: Tensor, b: Tensor, bias: Tensor | None, scatter_dim: int, sizes: Sequence[int], group_name: str, schedule: str
+) -> Tensor:
+    local = sizes[groups.resolve(group_name).rank()]
+    return a.new_empty((local, b.shape[1]) if scatter_dim == 0 else (a.shape[0], local))
+
+
+@torch.library.custom_op("fusedtp::matmul_all_reduce", mutates_args=())
+def matmul_all_reduce(
+    a: Tensor, b: Tensor, bias: Tensor | None, group_name: str, schedule: str, algorithm: str
+) -> Tensor:
+    """a [M, K_r] @ b [K_r, N] summed over ranks -> [M, N] on every rank."""
+    return _run("matmul_all_reduce", schedule, a, group_name, a, b, bias, algorithm=algorithm)
+
+
+@matmul_all_reduce.register_fake
+def _(a: Tensor, b: Tensor, bias: Tensor | None, group_name: str, schedule: str, algorithm: str) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1])
+
+
+@torch.library.custom_op("fusedtp::all_gather", mutates_args=())
+def all_gather(x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str) -> Tensor:
+    """x [sizes[rank], C] -> [sum(sizes), C]."""
+    return _run("all_gather", schedule, x, group_name, x, sizes=tuple(sizes), algorithm=algorithm)
+
+
+@all_gather.register_fake
+def _(x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str) -> Tensor:
+    return x.new_empty(sum(sizes), x.shape[1])
+
+
+@torch.library.custom_op("fusedtp::reduce_scatter", mutates_args=())
+def reduce_scatter(x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str) -> Tensor:
+    """x [sum(sizes), C] summed over ranks -> [sizes[rank], C]."""
+    return _run("reduce_scatter", schedule, x, group_name, x, sizes=tuple(sizes), algorithm=algorithm)
+
+
+@reduce_scatter.register_fake
+def _(x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str) -> Tensor:
+    return x.new_empty(sizes[groups.resolve(group_name).rank()], x.shape[1])
+
+
+@torch.library.custom_op("fusedtp::all_reduce", mutates_args=())
+def all_reduce(x: Tensor, group_name: str, schedule: str, algorithm: str) -> Tensor:
+    """x [R, C] summed over ranks -> [R, C] on every rank."""
+    return _run("all_reduce", schedule, x, group_name, x, algorithm=algorithm)
+
+
+@all_reduce.register_fake
+def _(x: Tensor, group_name: str, schedule: str, algorithm: str) -> Tensor:
+    return x.new_empty(x.shape)

@@ -1,0 +1,191 @@
+"""From a notation string to steps: which collectives a matmul and its two gradients need, and which each matmul fuses.
+
+The backward pass has one rule: the gradient of a tensor has that tensor's sharding, and that of a partial result is
+whole over its partial axes. So dx = dy @ w.T and dw = x.T @ dy are matmuls of known shardings, planned like y = x @ w.
+
+A plan moves both operands to shardings whose local product is part of the answer, multiplies, and moves the result to
+the wanted sharding. All ways to do so are compared. Without sizes the fewest collectives win, then the fewest bytes
+with rows, K and N of one length, then the fewest FLOPs. What comes out is the usual table: gather what the contraction
+lacks, reduce what it leaves, gather a result late, slice for free. With sizes the cheapest by bytes and FLOPs wins, the
+usual way where nothing is cheaper, and `reason` says what it was compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+from .candidates import Problem, choose, product
+from .notation import Dim, Spec, Tensor, parse
+from .redistribute import Sizes, Step, moved
+
+# An H100 by its data sheet: 990 TFLOP/s of dense bf16 over 450 GB/s of NVLink one way.
+FLOPS_PER_BYTE = 2200.0
+
+# What a link carries in the time a copy over it takes to start: 2.7 us at 397 GB/s, measured on an H20's copy engine.
+START_BYTES = 1_000_000
+
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Op:
+    """The operator that runs a plan's matmul, with its fused collective if it has one.
+
+    dim: what all_gather_matmul gathers (0 the rows of its first operand, 1 the contraction) or matmul_reduce_scatter
+    scatters (0 the rows of the result, 1 its columns), batch dims counting as rows; None for the others. transposed:
+    the gathered operand is the second, so the operator runs C.T = B.T @ A.T, in which it is the first.
+    """
+
+    name: Literal["matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
+    dim: int | None = None
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class MatmulPlan(Problem):
+    """The steps of one matmul, in the order in which they run, a fused one next to the matmul."""
+
+    steps: tuple[Step, ...]
+    reason: str
+    rejected: tuple[Step, ...]  # the way that `reason` compares with; empty if there is no other
+
+    @property
+    def collectives(self) -> tuple[Step, ...]:
+        return tuple(step for step in self.steps if step.is_collective)
+
+    @property
+    def fused(self) -> Step | None:
+        """The collective that runs inside the matmul."""
+        return next((step for step in self.collectives if step.fused), None)
+
+    @property
+    def op(self) -> Op:
+        step = self.fused
+        if step is None:
+            return Op("matmul")
+        if step.kind == "all_gather":
+            return Op("all_gather_matmul", int(step.dim in self.contraction), step.tensor == self.names[1])
+        if step.kind == "reduce_scatter":
+            return Op("matmul_reduce_scatter", int(step.dim in self.b.names))
+        return Op("matmul_all_reduce")
+
+    def walk(self) -> Iterator[tuple[Step, tuple[Tensor, ...], Tensor]]:
+        """Each step with the shardings that it starts from (two for the matmul) and the one that it makes."""
+        now = dict(zip(self.names, (self.a, self.b), strict=False))
+        for step in self.steps:
+            before: tuple[Tensor, ...]
+            if step.kind == "matmul":
+                before = a, b = now[self.names[0]], now[self.names[1]]
+                now[step.tensor] = product(a, b, self.c.names)
+            else:
+                before = (now[step.tensor],)
+                now[step.tensor] = moved(before[0], step)
+            yield step, before, now[step.tensor]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plans of y = x @ w, dx = dy @ w.T and dw = x.T @ dy for one spec."""
+
+    spec: Spec
+    forward: MatmulPlan
+    dx: MatmulPlan
+    dw: MatmulPlan
+
+    @property
+    def matmuls(self) -> tuple[MatmulPlan, MatmulPlan, MatmulPlan]:
+        return self.forward, self.dx, self.dw
+
+    @property
+    def shared(self) -> tuple[Step, ...]:
+        """The steps on dy that dx and dw both begin with: done once, they serve both gradients."""
+        pairs = zip(_plain_steps(self.dx, "dy"), _plain_steps(self.dw, "dy"), strict=False)
+        same = [one == other for one, other in pairs]
+        return _plain_steps(self.dx, "dy")[: same.index(False) if False in same else len(same)]
+
+    @property
+    def gathered_again(self) -> tuple[Step, ...]:
+        """The backward pass's gathers of x or w that forward did too: only shards are kept in between."""
+        forward = _plain_steps(self.forward, "x") + _plain_steps(self.forward, "w")
+        backward = _plain_steps(self.dx, "w") + _plain_steps(self.dw, "x")
+        return tuple(step for step in backward if step.kind == "all_gather" and step in forward)
+
+    def saved(self, *, dx: bool = True, dw: bool = True) -> tuple[str, ...]:
+        """The operands whose local shards backward needs, given the gradients that are wanted."""
+        return ("x",) * dw + ("w",) * dx
+
+
+def plan(
+    spec: str | Spec,
+    *,
+    sizes: Mapping[str, int] | None = None,
+    mesh: Mapping[str, int] | None = None,
+    dtype: object = "bfloat16",
+    flops_per_byte: float = FLOPS_PER_BYTE,
+    start_bytes: int = START_BYTES,
+) -> Plan:
+    """Plan a spec and both its gradients.
+
+    sizes: the global length of every dim. mesh: the ranks along every axis that the spec names; others are ignored.
+    Give both, or neither for the usual way. flops_per_byte, start_bytes: what a byte sent and the start of a collective
+    are worth on the machine, in FLOPs and in bytes. The plan depends on the arguments alone, so all ranks agree.
+    NotationError for a bad spec, ValueError for sizes or a mesh that do not fit it.
+    """
+    spec = parse(str(spec))
+    return _plan(spec, measure(spec, sizes, mesh, dtype, start_bytes), flops_per_byte)
+
+
+def measure(
+    spec: Spec,
+    sizes: Mapping[str, int] | None,
+    mesh: Mapping[str, int] | None,
+    dtype: object = "bfloat16",
+    start_bytes: int = START_BYTES,
+) -> Sizes | None:
+    """Check that sizes and mesh fit the spec; None when both are unknown. `dtype` is a name or a torch dtype."""
+    if sizes is None and mesh is None:
+        return None
+    if sizes is None or mesh is None:
+        raise ValueError(f"sizes and mesh go together: got sizes={sizes}, mesh={mesh}")
+    if set(sizes) != set(spec.dim_names):
+        raise ValueError(f"sizes must give the length of {', '.join(spec.dim_names)}, got {dict(sizes)}")
+    if missing := [axis for axis in spec.mesh_axes if axis not in mesh]:
+        raise ValueError(f"mesh has no axis {', '.join(missing)}, which {spec} needs: got {dict(mesh)}")
+    if any(length < 0 for length in sizes.values()) or any(ranks < 1 for ranks in mesh.values()):
+        raise ValueError(f"lengths must be 0 or more and axes have a rank or more: got sizes={sizes}, mesh={mesh}")
+    name = str(dtype).removeprefix("torch.")
+    if name not in ITEMSIZE:
+        raise ValueError(f"dtype must be one of {', '.join(ITEMSIZE)}, got {name}")
+    return Sizes.of(sizes, {axis: mesh[axis] for axis in spec.mesh_axes}, ITEMSIZE[name], start_bytes)
+
+
+@lru_cache(maxsize=4096)
+def _plan(spec: Spec, sizes: Sizes | None, flops_per_byte: float) -> Plan:
+    dy = Tensor(spec.c.dims)
+    # All rows together are as long as K and as N, every axis has four ranks; a collective's start outweighs all bytes.
+    rows = (*spec.batch, spec.m)
+    length = 4 ** (10 * len(rows))
+    alike = dict.fromkeys(rows, 4**10) | {spec.k: length, spec.n: length}
+    usual = Sizes.of(alike, dict.fromkeys(spec.mesh_axes, 4), 1, start_bytes=length**3)
+
+    def matmul(names: tuple[str, str, str], a: Tensor, b: Tensor, c: Tensor) -> MatmulPlan:
+        way, reason, rejected = choose(Problem(names, a, b, c), spec.mesh_axes, usual, sizes, flops_per_byte)
+        return MatmulPlan(names, a, b, c, way.sequence(names[2]), reason, rejected)
+
+    return Plan(
+        spec,
+        matmul(("x", "w", "y"), spec.a, spec.b, spec.c),
+        matmul(("dy", "w", "dx"), dy, _reorder(spec.b, (spec.n, spec.k)), spec.a),
+        matmul(("x", "dy", "dw"), _reorder(spec.a, (spec.k, *rows)), dy, spec.b),
+    )
+
+
+def _plain_steps(matmul: MatmulPlan, name: str) -> tuple[Step, ...]:
+    return tuple(replace(step, fused=False) for step in matmul.steps if step.tensor == name)
+
+
+def _reorder(tensor: Tensor, names: tuple[str, ...]) -> Tensor:
+    return Tensor(tuple(Dim(name, tensor.axes(name)) for name in names))

@@ -1,0 +1,143 @@
+"""The collective, then the matmul, or the reverse: what a careful user of torch.distributed would write.
+
+It is the baseline that the other schedules are compared with and the fallback where ranks cannot reach each other's
+memory, so it makes no copy that torch.distributed does not force on it: what is scattered is multiplied straight into
+the buffer that is sent, and a transposed problem is solved transposed. It goes through `torch.ops._c10d_functional`,
+whose names are the same in every torch we support; the backend (gloo, NCCL) decides how partial sums are rounded.
+Uneven shards travel padded to the longest one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+_c10d = torch.ops._c10d_functional
+
+
+def all_gather_matmul(
+    a: Tensor, b: Tensor, bias: Tensor | None, *, gather_dim: int, sizes: Sequence[int], group: ProcessGroup
+) -> Tensor:
+    """a [sizes[rank], K] @ b [K, N], or a [M, sizes[rank]] @ b [sum(sizes), N] for gather_dim 1 -> [M, N]."""
+    if gather_dim == 0:
+        return _matmul(_gather(a, sizes, group), b, bias)
+    # Rows are what a collective concatenates: transposing this shard is cheaper than reordering all of what arrives.
+    return _matmul(_gather(a.t(), sizes, group).t(), b, bias)
+
+
+def matmul_reduce_scatter(
+    a: Tensor, b: Tensor, bias: Tensor | None, *, scatter_dim: int, sizes: Sequence[int], group: ProcessGroup
+) -> Tensor:
+    """a [M, K_r] @ b [K_r, N] summed over ranks -> [sizes[rank], N] for scatter_dim 0, [M, sizes[rank]] for 1."""
+    if scatter_dim == 1:
+        # The transposed problem scatters rows; only this rank's slice is turned back.
+        out = _matmul_scatter_rows(b.t(), a.t(), sizes, group).t().contiguous()  # [M, sizes[rank]]
+        if bias is None:
+            return out
+        first = sum(sizes[: group.rank()])
+        return out.add_(bias[first : first + sizes[group.rank()]])
+    out = _matmul_scatter_rows(a, b, sizes, group)
+    return out if bias is None else out.add_(bias)
+
+
+def matmul_all_reduce(
+    a: Tensor, b: Tensor, bias: Tensor | None, *, group: ProcessGroup, algorithm: str = "auto"
+) -> Tensor:
+    """a [M, K_r] @ b [K_r, N] summed over ranks -> [M, N] on every rank."""
+    _only_auto("matmul_all_reduce", algorithm)
+    if group.size() == 1:
+        return _matmul(a, b, bias)
+    out = torch.mm(a, b)
+    if out.numel():
+        out = _c10d.wait_tensor(_c10d.all_reduce_(out, "sum", group.group_name))
+    return out if bias is None else out.add_(bias)
+
+
+def all_gather(x: Tensor, *, sizes: Sequence[int], group: ProcessGroup, algorithm: str = "auto") -> Tensor:
+    """x [sizes[rank], C] -> [sum(sizes), C], in rank order."""
+    _only_auto("all_gather", algorithm)
+    out = _gather(x, sizes, group)
+    return _copy(out) if out is x else out
+
+
+def reduce_scatter(x: Tensor, *, sizes: Sequence[int], group: ProcessGroup, algorithm: str = "auto") -> Tensor:
+    """x [sum(sizes), C] summed over ranks -> [sizes[rank], C]."""
+    _only_auto("reduce_scatter", algorithm)
+    if group.size() == 1:
+        return _copy(x)
+    longest = max(sizes)
+    if all(size == longest for size in sizes):
+        return _scatter(x.contiguous(), group)
+    padded = x.new_empty(longest * len(sizes), x.shape[1])
+    for peer, chunk in enumerate(x.split(list(sizes))):
+        padded[peer * longest :][: sizes[peer]] = chunk
+    return _copy(_scatter(padded, group)[: sizes[group.rank()]])
+
+
+def all_reduce(x: Tensor, *, group: ProcessGroup, algorithm: str = "auto") -> Tensor:
+    """x [R, C] summed over ranks -> [R, C] on every rank."""
+    _only_auto("all_reduce", algorithm)
+    if group.size() == 1 or not x.numel():
+        return _copy(x)
+    out: Tensor = _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), "sum", group.group_name))
+    return out
+
+
+def _only_auto(op: str, algorithm: str) -> None:
+    if algorithm != "auto":
+        raise ValueError(
+            f"{op}: schedule 'unfused' has no algorithm {algorithm!r}, the process group's backend picks its own: "
+            "use algorithm='auto', or schedule 'decomposed' or 'fused'"
+        )
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _matmul(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+
+
+def _gather(x: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+    """[sizes[rank], C] -> [sum(sizes), C]; x itself in a world of one."""
+    if group.size() == 1:
+        return x
+    longest, columns = max(sizes), x.shape[1]
+    if longest == 0 or columns == 0:
+        return x.new_empty(sum(sizes), columns)
+    even = all(size == longest for size in sizes)
+    if even or x.shape[0] == longest:
+        sent = x.contiguous()
+    else:
+        sent = x.new_empty(longest, columns)
+        sent[: x.shape[0]] = x
+    gathered: Tensor = _c10d.wait_tensor(_c10d.all_gather_into_tensor(sent, len(sizes), group.group_name))
+    if even:
+        return gathered
+    return torch.cat([chunk[:size] for chunk, size in zip(gathered.split(longest), sizes, strict=True)])
+
+
+def _scatter(x: Tensor, group: ProcessGroup) -> Tensor:
+    """[world_size * R, C] summed over ranks -> [R, C], x contiguous."""
+    world_size = group.size()
+    if not x.numel():
+        return x.new_empty(x.shape[0] // world_size, x.shape[1])
+    out: Tensor = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(x, "sum", world_size, group.group_name))
+    return out
+
+
+def _matmul_scatter_rows(a: Tensor, b: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+    if group.size() == 1:
+        return torch.mm(a, b)
+    longest = max(sizes)
+    if all(size == longest for size in sizes):
+        return _scatter(torch.mm(a, b), group)
+    # Each chunk is multiplied into its padded place; what the padding holds is summed too, and cut off with it.
+    padded = a.new_empty(longest * len(sizes), b.shape[1])
+    for peer, chunk in enumerate(a.split(list(sizes))):
+        torch.mm(chunk, b, out=padded[peer * longest :][: sizes[peer]])
+    return _copy(_scatter(padded, group)[: sizes[group.rank()]])

@@ -1,0 +1,58 @@
+"""How a length is split over ranks.
+
+`sizes[r]` is the length on rank r. Any split is allowed, empty shards included; the ranks must agree on the tuple.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from itertools import accumulate
+
+
+def even_sizes(length: int, world_size: int) -> tuple[int, ...]:
+    """The split of `torch.tensor_split`: the first `length % world_size` ranks hold one more than the others."""
+    if length < 0 or world_size < 1:
+        raise ValueError(f"cannot split a length of {length} over {world_size} ranks")
+    base, extra = divmod(length, world_size)
+    return tuple(base + (rank < extra) for rank in range(world_size))
+
+
+def offsets(sizes: Iterable[int]) -> tuple[int, ...]:
+    """Where each shard begins, and at the end the whole length: world_size + 1 numbers, the first 0."""
+    return tuple(accumulate(sizes, initial=0))
+
+
+def check_sizes(
+    sizes: Iterable[int],
+    *,
+    world_size: int,
+    length: int | None = None,
+    rank: int | None = None,
+    local: int | None = None,
+    name: str = "sizes",
+) -> tuple[int, ...]:
+    """`sizes` as a tuple of ints, or a ValueError that shows them.
+
+    Checks one non-negative int per rank, the sum against `length` and this rank's entry against `local`, each where
+    it is given.
+    """
+    if isinstance(sizes, str | bytes) or not isinstance(sizes, Iterable):
+        raise ValueError(f"{name} must be one length per rank, got {sizes!r}")
+    given = tuple(sizes)
+    checked: list[int] = []
+    for peer, size in enumerate(given):
+        try:
+            # operator.index refuses 2.0 and "2"; a bool would pass as 0 or 1 and is never meant.
+            checked.append(operator.index(size if not isinstance(size, bool) else None))  # type: ignore[arg-type]
+        except TypeError:
+            raise ValueError(f"{name}[{peer}] must be an int, got {size!r} in {given}") from None
+        if checked[-1] < 0:
+            raise ValueError(f"{name}[{peer}] must not be negative, got {size!r} in {given}")
+    if len(checked) != world_size:
+        raise ValueError(f"{name} must have one entry per rank, {world_size}, got {len(checked)}: {given}")
+    if length is not None and sum(checked) != length:
+        raise ValueError(f"{name} must add up to {length}, got {sum(checked)}: {given}")
+    if rank is not None and local is not None and checked[rank] != local:
+        raise ValueError(f"{name}[{rank}] must be this rank's own length, {local}, got {checked[rank]}: {given}")
+    return tuple(checked)

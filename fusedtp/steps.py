@@ -1,0 +1,111 @@
+"""The protocol's steps for schedules that run from the host: enter, signal, wait, leave.
+
+On a CPU they are done right here, with the atomics that Triton's interpreter uses for kernels, so that host and kernels
+follow one memory model. On a GPU each is a one-program kernel on the current stream.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from triton._C.libtriton import interpreter
+
+from .kernels import signal
+from .kernels.steps import step
+
+if TYPE_CHECKING:
+    from .workspace import Workspace
+
+_TRUE = np.ones(1, dtype=bool)
+_ZERO = np.zeros(1, dtype=np.int32)
+
+
+def load_acquire(address: int) -> int:
+    """The int32 at `address`; what its writer stored before releasing it is visible afterwards."""
+    at = np.array([address], dtype=np.uint64)
+    return int(interpreter.atomic_rmw(interpreter.RMW_OP.ADD, at, _ZERO, _TRUE, interpreter.MEM_SEMANTIC.ACQUIRE)[0])
+
+
+def store_release(address: int, value: int) -> None:
+    """Write the int32 at `address` after everything stored before."""
+    at = np.array([address], dtype=np.uint64)
+    word = np.array([value], dtype=np.int32)
+    interpreter.atomic_rmw(interpreter.RMW_OP.XCHG, at, word, _TRUE, interpreter.MEM_SEMANTIC.RELEASE)
+
+
+def wrapping_difference(a: int, b: int) -> int:
+    """a - b as int32: negative where epoch a is before epoch b, also around the wrap."""
+    return (a - b + 2**31) % 2**32 - 2**31
+
+
+class HostSteps:
+    """The steps on a CPU. `op` names the op in a report."""
+
+    def __init__(self, workspace: Workspace, op: str) -> None:
+        self._ws, self._op = workspace, op
+        self.epoch = workspace.next_epoch()
+
+    def _slot(self, owner: int, source: int, slot: int) -> int:
+        word: int = signal.SIGNALS.value + slot * self._ws.world_size + source
+        return self._ws.addresses[owner] + 4 * word
+
+    def signal(self, dst: int, slot: int) -> None:
+        """Release everything stored for rank `dst`, under `slot`."""
+        store_release(self._slot(dst, self._ws.rank, slot), self.epoch)
+
+    def wait(self, src: int, slot: int) -> None:
+        """Wait until rank `src` has raised `slot`; PeerTimeout when the budget is spent."""
+        address = self._slot(self._ws.rank, src, slot)
+        if wrapping_difference(load_acquire(address), self.epoch) >= 0:
+            return
+        self._wait_slowly(lambda: load_acquire(address), src, slot)
+
+    def _wait_slowly(self, poll: Callable[[], int], src: int, slot: int) -> None:
+        ws = self._ws
+        ws.words[signal.WAITING_FOR.value] = src + 1
+        deadline = time.monotonic() + ws.seconds
+        while wrapping_difference(seen := poll(), self.epoch) < 0:
+            if time.monotonic() > deadline:
+                ws.give_up(self._op, src, slot, self.epoch, seen)
+            # Ranks may outnumber cores: let the one that is waited for run.
+            os.sched_yield()
+        ws.words[signal.WAITING_FOR.value] = 0
+
+    def enter(self) -> None:
+        """Tell every peer that this rank has begun the epoch."""
+        for i in range(1, self._ws.world_size):
+            self.signal((self._ws.rank + i) % self._ws.world_size, signal.ENTRY_SLOT.value)
+
+    def leave(self) -> None:
+        """Wait for every peer's entry and end the epoch."""
+        for i in range(1, self._ws.world_size):
+            self.wait((self._ws.rank + i) % self._ws.world_size, signal.ENTRY_SLOT.value)
+        self._ws.words[signal.EPOCH.value] = self.epoch
+
+
+class DeviceSteps:
+    """The steps on a GPU's current stream; a wait that is given up reports itself, as in any kernel."""
+
+    def __init__(self, workspace: Workspace, op: str) -> None:
+        self._ws, self._op = workspace, op
+        self.epoch = workspace.next_epoch()
+
+    def signal(self, dst: int, slot: int) -> None:
+        """Release what this stream has stored for rank `dst`, under `slot`."""
+        step(self._ws.channel(), self._op, "signal", dst, slot)
+
+    def wait(self, src: int, slot: int) -> None:
+        """Hold this stream until rank `src` has raised `slot`."""
+        step(self._ws.channel(), self._op, "wait", src, slot)
+
+    def enter(self) -> None:
+        """Tell every peer that this rank has begun the epoch."""
+        step(self._ws.channel(), self._op, "enter")
+
+    def leave(self) -> None:
+        """Wait for every peer's entry and end the epoch."""
+        step(self._ws.channel(), self._op, "leave")

@@ -1,0 +1,191 @@
+"""All-gather + matmul: c = gather(a) @ b, the gather hidden behind the matmul.
+
+Two forms. Gathering rows: c[M, N] from a_shard [M_r, K], b [K, N]; a tile waits for the piece of rows it reads.
+Gathering the contraction: c[M, N] from a_shard [M, K_r], b [K, N]; a tile visits K chunk by chunk, own first, and waits
+inside its K loop.
+
+The producer is either the kernel's own first programs (`push`: they store the own rows into the peers' arenas and never
+wait) or a copy issued before the kernel. The own shard is read where it lies when its rows are contiguous, else it goes
+through the own arena.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import Channel, Config, options
+from .matmul import Operand, RightOperand, locate_in_chunks, locate_whole, matmul_tiles, store_rows
+from .push import Rows, push_to_all
+from .signal import FIRST_SLOT, OPS, Link, begin, enter, half, leave, wait
+
+
+class Gathered(NamedTuple):
+    """The hooks' context: the link, the own shard of A, the chunk table, where chunks lie in the own half, and C."""
+
+    link: Link
+    a_ptr: tl.tensor
+    stride_am: tl.tensor
+    table: tl.tensor
+    pitch: tl.tensor
+    c_ptr: tl.tensor
+    stride_cm: tl.tensor
+    stride_cn: tl.tensor
+    bias_ptr: tl.tensor
+    M: tl.tensor
+    N: tl.tensor
+    HAS_BIAS: tl.constexpr
+    OWN_IN_PLACE: tl.constexpr
+    ALIGNED: tl.constexpr
+    K: tl.tensor
+    BLOCK_M: tl.constexpr
+    BLOCK_N: tl.constexpr
+    GROUP_M: tl.constexpr
+    UPCAST: tl.constexpr
+
+
+@triton.jit
+def _locate_own_chunk_first(ctx, tile):
+    return locate_in_chunks(
+        tile, ctx.table, ctx.link.rank, ctx.N, ctx.link.WORLD_SIZE, ctx.BLOCK_M, ctx.BLOCK_N, ctx.GROUP_M
+    )
+
+
+@triton.jit
+def _arrived_or_own(ctx, src, piece, own_row, arena_row):
+    # Where row `own_row` of the own shard lies if `src` is this rank, else row `arena_row` of the own half, once it has
+    # arrived.
+    stride = tl.full((), 0, tl.int64) + ctx.pitch
+    ok = 1
+    if ctx.OWN_IN_PLACE and src == ctx.link.rank:
+        stride = tl.full((), 0, tl.int64) + ctx.stride_am
+        ptr = ctx.a_ptr + own_row.to(tl.int64) * ctx.stride_am
+    else:
+        # Raised by rank src's pushing programs (or its copy), one a piece of BLOCK_M rows.
+        ok = wait(ctx.link, src, piece + FIRST_SLOT)
+        ptr = half(ctx.link, ctx.link.rank, ctx.a_ptr.dtype.element_ty) + arena_row.to(tl.int64) * ctx.pitch
+    return ptr, stride, ok
+
+
+@triton.jit
+def _a_gathered_rows(ctx, tile, i):
+    ptr, stride, ok = _arrived_or_own(ctx, tile.chunk, tile.index, tile.row, tile.begin + tile.row)
+    return Operand(ptr, stride, 1, 0, ctx.K, ok)
+
+
+@triton.jit
+def _a_gathered_contraction(ctx, tile, i):
+    src = (ctx.link.rank + i) % ctx.link.WORLD_SIZE
+    ptr, stride, ok = _arrived_or_own(ctx, src, tile.index, tile.row, src * ctx.M + tile.row)
+    k_begin = tl.load(ctx.table + src)
+    k_len = tl.load(ctx.table + src + 1) - k_begin
+    if ctx.ALIGNED:
+        # Without the hint, numbers from a table allow loads of one element only.
+        k_begin = tl.multiple_of(k_begin, 16)
+        k_len = tl.multiple_of(k_len, 16)
+    return Operand(ptr, stride, 1, k_begin, k_len, ok)
+
+
+@triton.jit
+def _store_gathered(ctx, tile, acc, ok):
+    store_rows(ctx, tile.begin + tile.row, tile, acc, ok)
+
+
+@triton.jit
+def _gather_matmul_programs(
+    ctx, shard, b, num_rows, dst_row, num_tiles,
+    PUSHERS: tl.constexpr, CONTRACTION: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    num_programs = tl.num_programs(0)
+    if PUSHERS > 0:
+        enter(ctx.link, pid)
+    if pid < PUSHERS:
+        push_to_all(
+            ctx.link, shard, ctx.table, pid, PUSHERS, num_rows, dst_row, ctx.pitch,
+            False, not ctx.OWN_IN_PLACE, ctx.BLOCK_M, BLOCK_R, BLOCK_C,
+        )  # fmt: skip
+    elif CONTRACTION:
+        matmul_tiles(
+            ctx, b, pid - PUSHERS, num_programs - PUSHERS, num_tiles,
+            locate_whole, _a_gathered_contraction, _store_gathered, ctx.link.WORLD_SIZE,
+            ctx.BLOCK_M, ctx.BLOCK_N, BLOCK_K, ctx.UPCAST,
+        )  # fmt: skip
+    else:
+        matmul_tiles(
+            ctx, b, pid - PUSHERS, num_programs - PUSHERS, num_tiles,
+            _locate_own_chunk_first, _a_gathered_rows, _store_gathered, 1,
+            ctx.BLOCK_M, ctx.BLOCK_N, BLOCK_K, ctx.UPCAST,
+        )  # fmt: skip
+    leave(ctx.link, num_programs)
+
+
+@triton.jit(do_not_specialize=["rank", "num_rows", "dst_row", "num_tiles"])
+def _gather_matmul_kernel(
+    a_ptr, b_ptr, c_ptr, bias_ptr, table, peers, rank, num_rows, dst_row, num_tiles, M, N, K, shard_cols,
+    stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn, pitch, half_bytes, data_offset,
+    WORLD_SIZE: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, HAS_BIAS: tl.constexpr, OWN_IN_PLACE: tl.constexpr,
+    ALIGNED: tl.constexpr, PUSHERS: tl.constexpr, CONTRACTION: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Programs 0 .. PUSHERS - 1 push the own shard and signal each piece, without waiting; the others multiply.
+
+    A multiplying program waits for pieces of other ranks' shards (of its own too, without OWN_IN_PLACE), which programs
+    with lower ids raise before anything else, or which a kernel issued earlier has raised (PUSHERS = 0).
+    """
+    _gather_matmul_programs(
+        Gathered(
+            Link(peers, rank, begin(peers, rank), half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
+            a_ptr, stride_am, table, pitch, c_ptr, stride_cm, stride_cn, bias_ptr, M, N,
+            HAS_BIAS, OWN_IN_PLACE, ALIGNED, K, BLOCK_M, BLOCK_N, GROUP_M, UPCAST,
+        ),
+        Rows(a_ptr, stride_am, stride_ak, shard_cols),
+        RightOperand(b_ptr, stride_bk, stride_bn, N),
+        num_rows, dst_row, num_tiles, PUSHERS, CONTRACTION, BLOCK_K, BLOCK_R, BLOCK_C,
+    )  # fmt: skip
+
+
+def own_in_place(a: torch.Tensor) -> bool:
+    """Whether the kernel can read this shard where it lies: its rows must be contiguous, as they are in an arena."""
+    return a.stride(1) == 1
+
+
+def gather_matmul(
+    channel: Channel,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    bias: torch.Tensor | None,
+    table: torch.Tensor,
+    sizes: tuple[int, ...],
+    *,
+    gather_dim: int,
+    pitch: int,
+    pushed: bool,
+    config: Config,
+    upcast: bool,
+) -> None:
+    """c = gather(a, gather_dim) @ b + bias.
+
+    With `pushed` the pieces are already under way; else the kernel's programs push them.
+    """
+    (M, N), K = c.shape, b.shape[0]
+    rank = channel.rank
+    chunks = sizes if gather_dim == 0 else (M,)
+    num_tiles = sum(-(-rows // config.block_m) for rows in chunks) * -(-N // config.block_n)
+    pieces = -(-a.shape[0] // config.block_m)
+    pushers = 0 if pushed else max(1, min(config.pushers, pieces))
+    dst_row = sum(sizes[:rank]) if gather_dim == 0 else rank * M
+    _gather_matmul_kernel[(config.programs + pushers,)](
+        a, b, c, c if bias is None else bias, table, channel.peers, rank, a.shape[0], dst_row, num_tiles, M, N, K,
+        a.shape[1],
+        *a.stride(), *b.stride(), *c.stride(), pitch, channel.half_bytes, channel.data_offset,
+        channel.world_size, OPS.index("all_gather_matmul"), channel.count_bytes, bias is not None, own_in_place(a),
+        all(size % 16 == 0 for size in sizes), pushers, gather_dim == 1, config.block_m, config.block_n, config.block_k,
+        config.group_m, config.copy_rows, config.copy_cols, upcast, **options(config),
+    )  # fmt: skip

@@ -1,0 +1,256 @@
+"""The one matmul of this package: a persistent tile loop with three hooks.
+
+c[M, N] = a[M, K] @ b[K, N], accumulated in float32. A fused kernel is this loop plus its hooks:
+
+    LOCATE(ctx, tile)          -> Tile: where a tile lies. Orders the tiles (own chunk first or last, swizzled inside
+    each chunk). A_CHUNK(ctx, tile, i)      -> Operand: where the i-th chunk of A's contraction lies for this tile;
+    waits for it if it travels. STORE(ctx, tile, acc, ok)  -> stores a finished tile and signals it if somebody waits
+    for it.
+
+`ok` is 0 if a wait of this tile was given up; hooks store NaN then, so that a tile made of missing data cannot pass for
+a result.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import Config, options
+from .signal import cdiv
+
+
+class Tile(NamedTuple):
+    """A tile of C: from row `row` of the `rows` rows of `chunk`, which begins at row `begin` of the whole; tile row
+    `index` in it; column `col`.
+    """
+
+    chunk: tl.tensor
+    begin: tl.tensor
+    index: tl.tensor
+    row: tl.tensor
+    rows: tl.tensor
+    col: tl.tensor
+
+
+class Operand(NamedTuple):
+    """A's rows of a tile along one chunk of the contraction: pointer to the first element, strides, the chunk's place
+    in K.
+    """
+
+    ptr: tl.tensor
+    stride_m: tl.tensor
+    stride_k: tl.tensor
+    k_begin: tl.tensor
+    k_len: tl.tensor
+    ok: tl.tensor
+
+
+class RightOperand(NamedTuple):
+    """B [K, N], whole and local on every rank."""
+
+    ptr: tl.tensor
+    stride_k: tl.tensor
+    stride_n: tl.tensor
+    N: tl.tensor
+
+
+@triton.jit
+def dot(a, b, acc, UPCAST: tl.constexpr):
+    """acc += a @ b in float32. UPCAST is set under the interpreter, whose bfloat16 arithmetic works on raw bits."""
+    if UPCAST:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    # "ieee" matters for float32 only: the default would round its operands to tf32.
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def round_to(x, dtype: tl.constexpr, UPCAST: tl.constexpr):
+    """float32 -> dtype, to nearest even.
+
+    The interpreter truncates on the way to bfloat16, so the bits are rounded first.
+    """
+    if UPCAST and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        # NaN must not be carried into infinity by the addition.
+        x = tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
+    return x.to(dtype)
+
+
+@triton.jit
+def or_nan(x, ok):
+    """x, or NaN everywhere if a wait it depends on was given up: missing data must not pass for a result."""
+    return tl.where(ok != 0, x, tl.full((), float("nan"), tl.float32).to(x.dtype))
+
+
+@triton.jit
+def swizzle(tile, num_tiles_m, num_tiles_n, GROUP_M: tl.constexpr):
+    """(pid_m, pid_n) of a tile: columns of GROUP_M tile rows, so that neighbours in time share operands in L2."""
+    per_group = GROUP_M * num_tiles_n
+    first_m = tile // per_group * GROUP_M
+    group_m = min(num_tiles_m - first_m, GROUP_M)
+    in_group = tile % per_group
+    return first_m + in_group % group_m, in_group // group_m
+
+
+@triton.jit
+def locate_in_chunks(
+    tile, table, first, N, WORLD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr
+):
+    """The tile-th tile when chunks of rows are visited in the order first, first + 1, .. around the ranks.
+
+    `table` (int32, device memory) holds the chunks' row offsets, world_size + 1 of them. Tiles do not straddle chunks.
+    """
+    num_tiles_n = cdiv(N, BLOCK_N)
+    chunk = first % WORLD_SIZE
+    begin = tl.load(table + chunk)
+    rows = tl.load(table + chunk + 1) - begin
+    left = tile
+    for _ in range(1, WORLD_SIZE):
+        tiles = cdiv(rows, BLOCK_M) * num_tiles_n
+        if left >= tiles:
+            left -= tiles
+            chunk = (chunk + 1) % WORLD_SIZE
+            begin = tl.load(table + chunk)
+            rows = tl.load(table + chunk + 1) - begin
+    pid_m, pid_n = swizzle(left, cdiv(rows, BLOCK_M), num_tiles_n, GROUP_M)
+    return Tile(chunk, begin, pid_m, pid_m * BLOCK_M, rows, pid_n * BLOCK_N)
+
+
+@triton.jit
+def multiply(
+    acc, a, tile, b, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr
+):
+    """acc[BLOCK_M, BLOCK_N] += a[rows of the tile, its K chunk] @ b[the same K chunk, columns of the tile]."""
+    # Rows and columns past the end wrap around to valid ones: the loads need no mask for them and the store drops them.
+    offs_m = (tl.arange(0, BLOCK_M) % (tile.rows - tile.row)).to(tl.int64)
+    offs_n = ((tile.col + tl.arange(0, BLOCK_N)) % b.N).to(tl.int64)
+    offs_k = tl.arange(0, BLOCK_K)
+    a_ptrs = a.ptr + offs_m[:, None] * a.stride_m + offs_k[None, :].to(tl.int64) * a.stride_k
+    b_ptrs = b.ptr + (a.k_begin + offs_k)[:, None].to(tl.int64) * b.stride_k + offs_n[None, :] * b.stride_n
+    for k in range(0, cdiv(a.k_len, BLOCK_K)):
+        left = a.k_len - k * BLOCK_K
+        a_block = tl.load(a_ptrs, mask=offs_k[None, :] < left, other=0.0)
+        b_block = tl.load(b_ptrs, mask=offs_k[:, None] < left, other=0.0)
+        acc = dot(a_block, b_block, acc, UPCAST)
+        a_ptrs += BLOCK_K * a.stride_k
+        b_ptrs += BLOCK_K * b.stride_k
+    return acc
+
+
+@triton.jit
+def matmul_tiles(
+    ctx,
+    b,
+    pid,
+    num_programs,
+    num_tiles,
+    LOCATE: tl.constexpr,
+    A_CHUNK: tl.constexpr,
+    STORE: tl.constexpr,
+    NUM_K_CHUNKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """The tiles pid, pid + num_programs, .. of a matmul, in the order that LOCATE gives them."""
+    for index in range(pid, num_tiles, num_programs):
+        tile = LOCATE(ctx, index)
+        acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
+        ok = 1
+        for i in range(0, NUM_K_CHUNKS):
+            a = A_CHUNK(ctx, tile, i)
+            ok &= a.ok
+            acc = multiply(acc, a, tile, b, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST)
+        STORE(ctx, tile, acc, ok)
+
+
+class Whole(NamedTuple):
+    """The plain matmul's operands: A and C whole and local."""
+
+    a_ptr: tl.tensor
+    stride_am: tl.tensor
+    stride_ak: tl.tensor
+    c_ptr: tl.tensor
+    stride_cm: tl.tensor
+    stride_cn: tl.tensor
+    bias_ptr: tl.tensor
+    M: tl.tensor
+    N: tl.tensor
+    K: tl.tensor
+    HAS_BIAS: tl.constexpr
+    BLOCK_M: tl.constexpr
+    BLOCK_N: tl.constexpr
+    GROUP_M: tl.constexpr
+    UPCAST: tl.constexpr
+
+
+@triton.jit
+def store_rows(ctx, c_row, tile, acc, ok):
+    """Store a tile to C at row `c_row`, with the bias, rounded once."""
+    offs_m = tl.arange(0, ctx.BLOCK_M)
+    offs_n = tile.col + tl.arange(0, ctx.BLOCK_N)
+    mask = (offs_m < tile.rows - tile.row)[:, None] & (offs_n < ctx.N)[None, :]
+    if ctx.HAS_BIAS:
+        acc += tl.load(ctx.bias_ptr + offs_n, mask=offs_n < ctx.N, other=0.0).to(tl.float32)[None, :]
+    acc = or_nan(acc, ok)
+    rows = (c_row + offs_m).to(tl.int64)
+    c_ptrs = ctx.c_ptr + rows[:, None] * ctx.stride_cm + offs_n[None, :].to(tl.int64) * ctx.stride_cn
+    tl.store(c_ptrs, round_to(acc, ctx.c_ptr.dtype.element_ty, ctx.UPCAST), mask=mask)
+
+
+@triton.jit
+def locate_whole(ctx, tile):
+    """LOCATE for a C that is one chunk: plain swizzled order."""
+    num_tiles_m = cdiv(ctx.M, ctx.BLOCK_M)
+    pid_m, pid_n = swizzle(tile, num_tiles_m, cdiv(ctx.N, ctx.BLOCK_N), ctx.GROUP_M)
+    return Tile(0, 0, pid_m, pid_m * ctx.BLOCK_M, ctx.M, pid_n * ctx.BLOCK_N)
+
+
+@triton.jit
+def _a_whole(ctx, tile, i):
+    a_ptr = ctx.a_ptr + tile.row.to(tl.int64) * ctx.stride_am
+    return Operand(a_ptr, ctx.stride_am, ctx.stride_ak, 0, ctx.K, 1)
+
+
+@triton.jit
+def _store_whole(ctx, tile, acc, ok):
+    store_rows(ctx, tile.row, tile, acc, ok)
+
+
+@triton.jit
+def _matmul_kernel(
+    a_ptr, b_ptr, c_ptr, bias_ptr, M, N, K,
+    stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
+    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """The plain matmul. Nobody waits and nobody signals."""
+    num_tiles = cdiv(M, BLOCK_M) * cdiv(N, BLOCK_N)
+    # Built in the call: a tuple that is assigned to a name loses its constants.
+    matmul_tiles(
+        Whole(
+            a_ptr, stride_am, stride_ak, c_ptr, stride_cm, stride_cn, bias_ptr, M, N, K,
+            HAS_BIAS, BLOCK_M, BLOCK_N, GROUP_M, UPCAST,
+        ),
+        RightOperand(b_ptr, stride_bk, stride_bn, N),
+        tl.program_id(0), tl.num_programs(0), num_tiles,
+        locate_whole, _a_whole, _store_whole, 1, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST,
+    )  # fmt: skip
+
+
+def matmul(
+    a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, bias: torch.Tensor | None, *, config: Config, upcast: bool
+) -> None:
+    """c [M, N] = a [M, K] @ b [K, N] + bias [N]; any strides, no communication."""
+    (M, K), N = a.shape, b.shape[1]
+    _matmul_kernel[(config.programs,)](
+        a, b, c, c if bias is None else bias, M, N, K, *a.stride(), *b.stride(), *c.stride(), bias is not None,
+        config.block_m, config.block_n, config.block_k, config.group_m, upcast, **options(config),
+    )  # fmt: skip

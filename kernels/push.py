@@ -1,0 +1,205 @@
+"""Producers and collectors: the programs that move rows between a rank's tensors and its peers' arenas.
+
+`push_rows` stores rows of a local tensor into a peer's half, a piece of PIECE rows at a time, and raises one signal a
+piece. `collect` waits for pieces (or for tiles that a reduction has broadcast) and copies them out of the own arena.
+Rows in an arena are contiguous and `pitch` elements apart, whatever the strides of the tensor they came from.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import Channel, Config, options
+from .matmul import or_nan
+from .signal import FIRST_SLOT, OPS, Link, begin, cdiv, count_sent, enter, half, leave, raise_signal, wait
+
+
+class Rows(NamedTuple):
+    """A local operand: pointer, strides, number of columns."""
+
+    ptr: tl.tensor
+    stride_m: tl.tensor
+    stride_n: tl.tensor
+    cols: tl.tensor
+
+
+@triton.jit
+def send_block(
+    link, dst, src_ptr, src_m, src_n, dst_ptr, pitch, rows, cols, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """Store rows x cols elements to rank `dst`, BLOCK_R x BLOCK_C at a time."""
+    offs_r = tl.arange(0, BLOCK_R).to(tl.int64)
+    offs_c = tl.arange(0, BLOCK_C).to(tl.int64)
+    for row in range(0, rows, BLOCK_R):
+        for col in range(0, cols, BLOCK_C):
+            mask = (offs_r < rows - row)[:, None] & (offs_c < cols - col)[None, :]
+            block = tl.load(src_ptr + (row + offs_r)[:, None] * src_m + (col + offs_c)[None, :] * src_n, mask=mask)
+            tl.store(dst_ptr + (row + offs_r)[:, None] * pitch + (col + offs_c)[None, :], block, mask=mask)
+            count_sent(link, dst, mask, block.dtype)
+
+
+@triton.jit
+def push_rows(
+    link, src, pid, num_pushers, first, num_rows, dst, dst_row, pitch,
+    PIECE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Store rows first .. first + num_rows of `src` into rank `dst`'s half, from its row `dst_row` on.
+
+    Program `pid` of `num_pushers` stores the pieces pid, pid + num_pushers, .. and raises slot FIRST_SLOT + piece at
+    `dst` for each.
+    """
+    dtype: tl.constexpr = src.ptr.dtype.element_ty
+    base = half(link, dst, dtype)
+    for piece in range(pid, cdiv(num_rows, PIECE), num_pushers):
+        row = piece * PIECE
+        rows = min(num_rows - row, PIECE)
+        send_block(
+            link, dst, src.ptr + (first + row).to(tl.int64) * src.stride_m, src.stride_m, src.stride_n,
+            base + (dst_row + row).to(tl.int64) * pitch, pitch,
+            rows, src.cols, BLOCK_R, BLOCK_C,
+        )  # fmt: skip
+        raise_signal(link, dst, piece + FIRST_SLOT)
+
+
+@triton.jit
+def push_to_all(
+    link, src, table, pid, num_pushers, num_rows, dst_row, pitch,
+    SCATTER: tl.constexpr, WITH_OWN: tl.constexpr, PIECE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Push to every peer: all `num_rows` rows of `src`, or with SCATTER the rows that `table` gives to that peer.
+
+    WITH_OWN pushes to this rank's own arena too, first. The peer that wants these rows soonest comes next: it visits
+    the ranks in the order of its own rank, the next one, ..
+    """
+    for i in range(0 if WITH_OWN else 1, link.WORLD_SIZE):
+        dst = (link.rank + link.WORLD_SIZE - i) % link.WORLD_SIZE
+        if SCATTER:
+            first = tl.load(table + dst)
+            rows = tl.load(table + dst + 1) - first
+            push_rows(link, src, pid, num_pushers, first, rows, dst, dst_row, pitch, PIECE, BLOCK_R, BLOCK_C)
+        else:
+            push_rows(link, src, pid, num_pushers, 0, num_rows, dst, dst_row, pitch, PIECE, BLOCK_R, BLOCK_C)
+
+
+@triton.jit
+def _push_programs(
+    link, src, table, num_rows, dst_row, pitch,
+    SCATTER: tl.constexpr, WITH_OWN: tl.constexpr, PIECE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    enter(link, pid)
+    push_to_all(
+        link, src, table, pid, tl.num_programs(0), num_rows, dst_row, pitch, SCATTER, WITH_OWN, PIECE, BLOCK_R, BLOCK_C
+    )
+
+
+@triton.jit(do_not_specialize=["rank", "num_rows", "dst_row"])
+def _push_kernel(
+    x_ptr, table, peers, rank, num_rows, dst_row, cols, stride_xm, stride_xn, pitch, half_bytes, data_offset,
+    WORLD_SIZE: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, SCATTER: tl.constexpr, WITH_OWN: tl.constexpr,
+    PIECE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """An op's first kernel: enters the epoch and pushes rows. Signals pieces; waits for nothing."""
+    _push_programs(
+        Link(peers, rank, begin(peers, rank), half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
+        Rows(x_ptr, stride_xm, stride_xn, cols),
+        table, num_rows, dst_row, pitch, SCATTER, WITH_OWN, PIECE, BLOCK_R, BLOCK_C,
+    )  # fmt: skip
+
+
+def push(
+    channel: Channel,
+    op: str,
+    x: torch.Tensor,
+    table: torch.Tensor,
+    *,
+    dst_row: int,
+    pitch: int,
+    scatter: bool,
+    with_own: bool,
+    config: Config,
+) -> None:
+    """Enter the epoch and push x [rows, cols] to every peer's half at row `dst_row` (with scatter: each peer its rows
+    of `table`).
+    """
+    rows, cols = x.shape
+    pieces = max(1, -(-rows // config.block_m))
+    _push_kernel[(min(config.pushers, pieces),)](
+        x, table, channel.peers, channel.rank, rows, dst_row, cols, x.stride(0), x.stride(1), pitch,
+        channel.half_bytes, channel.data_offset, channel.world_size, OPS.index(op), channel.count_bytes, scatter,
+        with_own,
+        config.block_m, config.copy_rows, config.copy_cols,
+    )  # fmt: skip
+
+
+@triton.jit
+def _collect_programs(
+    link, out, table, first_slot, region_row, pitch,
+    PER_TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    num_programs = tl.num_programs(0)
+    dtype: tl.constexpr = out.ptr.dtype.element_ty
+    base = half(link, link.rank, dtype)
+    num_tiles_n = cdiv(out.cols, BLOCK_N)
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    for i in range(1, link.WORLD_SIZE):
+        src = (link.rank + i) % link.WORLD_SIZE
+        first = tl.load(table + src)
+        rows = tl.load(table + src + 1) - first
+        for index in range(pid, cdiv(rows, BLOCK_M) * num_tiles_n, num_programs):
+            # A broadcast tile has a signal of its own; a pushed piece has one for all its columns.
+            ok = wait(link, src, first_slot + (index if PER_TILE else index // num_tiles_n))
+            row = first + index // num_tiles_n * BLOCK_M
+            col = index % num_tiles_n * BLOCK_N
+            mask = (offs_m < first + rows - row)[:, None] & (offs_n < out.cols - col)[None, :]
+            at_m = (row + offs_m).to(tl.int64)[:, None]
+            at_n = (col + offs_n).to(tl.int64)[None, :]
+            block = tl.load(base + (region_row + at_m) * pitch + at_n, mask=mask, other=0.0)
+            block = or_nan(block, ok)
+            tl.store(out.ptr + at_m * out.stride_m + at_n * out.stride_n, block, mask=mask)
+    leave(link, num_programs)
+
+
+@triton.jit(do_not_specialize=["rank", "first_slot"])
+def _collect_kernel(
+    out_ptr, table, peers, rank, first_slot, region_row, cols, stride_om, stride_on, pitch, half_bytes, data_offset,
+    WORLD_SIZE: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, PER_TILE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """An op's last kernel: copies the peers' chunks out of the own arena, and leaves the epoch.
+
+    Waits for: pieces raised by the peers' `_push_kernel`, or with PER_TILE tiles raised by their `_reduce_kernel`, both
+    kernels that were issued before this one on every rank.
+    """
+    _collect_programs(
+        Link(peers, rank, begin(peers, rank), half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
+        Rows(out_ptr, stride_om, stride_on, cols),
+        table, first_slot, region_row, pitch, PER_TILE, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+
+
+def collect(
+    channel: Channel,
+    op: str,
+    out: torch.Tensor,
+    table: torch.Tensor,
+    *,
+    first_slot: int,
+    region_row: int,
+    pitch: int,
+    per_tile: bool,
+    config: Config,
+) -> None:
+    """Copy the peers' chunks of out [sum(sizes), cols] from row `region_row` of the own half on; ends the epoch."""
+    _collect_kernel[(config.programs,)](
+        out, table, channel.peers, channel.rank, first_slot, region_row, out.shape[1], out.stride(0), out.stride(1),
+        pitch,
+        channel.half_bytes, channel.data_offset, channel.world_size, OPS.index(op), channel.count_bytes, per_tile,
+        config.block_m, config.block_n, **options(config),
+    )  # fmt: skip

@@ -1,0 +1,192 @@
+"""Ring collectives: every rank talks to the next one only, and sends the fewest bytes there are to send.
+
+Reduce-scatter: chunk c starts at rank c + 1 and gathers one rank's rows at every hop until it reaches its owner c.
+All-gather: every chunk travels on around the ring. All-reduce is the two phases in one kernel, 2 (n - 1) / n of the
+buffer sent per rank. The running sum is rounded to the wire dtype at every hop (anything else would send more bytes),
+and the order of the sum for chunk c is c + 1, c + 2, .., c: fixed, and the same bits on every rank, though not the bits
+of a one-shot sum.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import Channel, Config, options
+from .matmul import or_nan, round_to
+from .push import Rows
+from .signal import FIRST_SLOT, OPS, Link, begin, cdiv, count_sent, enter, half, leave, raise_signal, wait
+
+
+class Ring(NamedTuple):
+    """Where chunks lie: their row table, pieces a chunk has at most, the gathering phase's region and first slot."""
+
+    table: tl.tensor
+    max_pieces: tl.tensor
+    pitch: tl.tensor
+    gather_row: tl.tensor
+    gather_slot: tl.tensor
+    BLOCK_M: tl.constexpr
+    BLOCK_N: tl.constexpr
+    UPCAST: tl.constexpr
+
+
+@triton.jit
+def _send(link, ring, row, at_m, at_n, mask, block, slot):
+    dst = (link.rank + 1) % link.WORLD_SIZE
+    dtype: tl.constexpr = block.dtype
+    tl.store(half(link, dst, dtype) + (row + at_m) * ring.pitch + at_n, block, mask=mask)
+    count_sent(link, dst, mask, dtype)
+    raise_signal(link, dst, slot)
+
+
+@triton.jit
+def _reduce_phase(link, ring, x, out, out_row, pid, num_programs, KEEP: tl.constexpr):
+    # Step t sends chunk rank - 1 - t on; the last step's chunk is the own one and stays, in `out` at row `out_row`.
+    prev = (link.rank + link.WORLD_SIZE - 1) % link.WORLD_SIZE
+    dtype: tl.constexpr = x.ptr.dtype.element_ty
+    received = half(link, link.rank, dtype)
+    num_tiles_n = cdiv(x.cols, ring.BLOCK_N)
+    for step in range(0, link.WORLD_SIZE):
+        chunk = (link.rank + 2 * link.WORLD_SIZE - 1 - step) % link.WORLD_SIZE
+        first = tl.load(ring.table + chunk)
+        rows = tl.load(ring.table + chunk + 1) - first
+        for index in range(pid, cdiv(rows, ring.BLOCK_M) * num_tiles_n, num_programs):
+            slot = chunk * ring.max_pieces + index + FIRST_SLOT
+            at_m = (index // num_tiles_n * ring.BLOCK_M + tl.arange(0, ring.BLOCK_M)).to(tl.int64)[:, None]
+            at_n = (index % num_tiles_n * ring.BLOCK_N + tl.arange(0, ring.BLOCK_N)).to(tl.int64)[None, :]
+            mask = (at_m < rows) & (at_n < x.cols)
+            block = tl.load(x.ptr + (first + at_m) * x.stride_m + at_n * x.stride_n, mask=mask, other=0.0)
+            if step > 0:
+                # Raised by the previous rank's program of this id, one step earlier.
+                ok = wait(link, prev, slot)
+                total = tl.load(received + (first + at_m) * ring.pitch + at_n, mask=mask, other=0.0).to(tl.float32)
+                total += block.to(tl.float32)
+                block = round_to(or_nan(total, ok), dtype, ring.UPCAST)
+            if step < link.WORLD_SIZE - 1:
+                _send(link, ring, first, at_m, at_n, mask, block, slot)
+            else:
+                tl.store(out.ptr + (out_row + at_m) * out.stride_m + at_n * out.stride_n, block, mask=mask)
+                if KEEP:
+                    # The gathering phase sends this block next, from the same program.
+                    _send(
+                        link,
+                        ring,
+                        ring.gather_row + first,
+                        at_m,
+                        at_n,
+                        mask,
+                        block,
+                        ring.gather_slot + chunk * ring.max_pieces + index,
+                    )
+
+
+@triton.jit
+def _gather_phase(link, ring, out, pid, num_programs):
+    # Step t receives chunk rank - 1 - t and sends it on, except to the rank that owns it.
+    prev = (link.rank + link.WORLD_SIZE - 1) % link.WORLD_SIZE
+    dtype: tl.constexpr = out.ptr.dtype.element_ty
+    received = half(link, link.rank, dtype)
+    num_tiles_n = cdiv(out.cols, ring.BLOCK_N)
+    for step in range(0, link.WORLD_SIZE - 1):
+        chunk = (link.rank + 2 * link.WORLD_SIZE - 1 - step) % link.WORLD_SIZE
+        first = tl.load(ring.table + chunk)
+        rows = tl.load(ring.table + chunk + 1) - first
+        for index in range(pid, cdiv(rows, ring.BLOCK_M) * num_tiles_n, num_programs):
+            slot = ring.gather_slot + chunk * ring.max_pieces + index
+            at_m = (index // num_tiles_n * ring.BLOCK_M + tl.arange(0, ring.BLOCK_M)).to(tl.int64)[:, None]
+            at_n = (index % num_tiles_n * ring.BLOCK_N + tl.arange(0, ring.BLOCK_N)).to(tl.int64)[None, :]
+            mask = (at_m < rows) & (at_n < out.cols)
+            # Raised by the previous rank's program of this id, one step earlier (by its owner in step 0).
+            ok = wait(link, prev, slot)
+            block = tl.load(received + (ring.gather_row + first + at_m) * ring.pitch + at_n, mask=mask, other=0.0)
+            block = or_nan(block, ok)
+            tl.store(out.ptr + (first + at_m) * out.stride_m + at_n * out.stride_n, block, mask=mask)
+            if step < link.WORLD_SIZE - 2:
+                _send(link, ring, ring.gather_row + first, at_m, at_n, mask, block, slot)
+
+
+@triton.jit
+def _send_own(link, ring, x, out, pid, num_programs):
+    first = tl.load(ring.table + link.rank)
+    rows = tl.load(ring.table + link.rank + 1) - first
+    num_tiles_n = cdiv(x.cols, ring.BLOCK_N)
+    for index in range(pid, cdiv(rows, ring.BLOCK_M) * num_tiles_n, num_programs):
+        at_m = (index // num_tiles_n * ring.BLOCK_M + tl.arange(0, ring.BLOCK_M)).to(tl.int64)[:, None]
+        at_n = (index % num_tiles_n * ring.BLOCK_N + tl.arange(0, ring.BLOCK_N)).to(tl.int64)[None, :]
+        mask = (at_m < rows) & (at_n < x.cols)
+        block = tl.load(x.ptr + at_m * x.stride_m + at_n * x.stride_n, mask=mask, other=0.0)
+        tl.store(out.ptr + (first + at_m) * out.stride_m + at_n * out.stride_n, block, mask=mask)
+        _send(
+            link,
+            ring,
+            ring.gather_row + first,
+            at_m,
+            at_n,
+            mask,
+            block,
+            ring.gather_slot + link.rank * ring.max_pieces + index,
+        )
+
+
+@triton.jit
+def _ring_programs(link, ring, x, out, REDUCE: tl.constexpr, GATHER: tl.constexpr):
+    pid = tl.program_id(0)
+    num_programs = tl.num_programs(0)
+    enter(link, pid)
+    if REDUCE:
+        out_row = tl.load(ring.table + link.rank) if GATHER else 0
+        _reduce_phase(link, ring, x, out, out_row, pid, num_programs, GATHER)
+    else:
+        _send_own(link, ring, x, out, pid, num_programs)
+    if GATHER:
+        _gather_phase(link, ring, out, pid, num_programs)
+    leave(link, num_programs)
+
+
+@triton.jit(do_not_specialize=["rank", "max_pieces", "gather_row", "gather_slot"])
+def _ring_kernel(
+    x_ptr, out_ptr, table, peers, rank, max_pieces, gather_row, gather_slot, cols,
+    stride_xm, stride_xn, stride_om, stride_on, pitch, half_bytes, data_offset,
+    WORLD_SIZE: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, REDUCE: tl.constexpr, GATHER: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Reduce phase, gather phase, or both. Program p handles the tiles p, p + programs, .. of every chunk, on every
+    rank alike.
+
+    In step t of a phase it waits for the previous rank's program p, which raised the signal in its step t - 1; step 0
+    of the first phase waits for nothing, so by induction over the steps every wait ends.
+    """
+    _ring_programs(
+        Link(peers, rank, begin(peers, rank), half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
+        Ring(table, max_pieces, pitch, gather_row, gather_slot, BLOCK_M, BLOCK_N, UPCAST),
+        Rows(x_ptr, stride_xm, stride_xn, cols), Rows(out_ptr, stride_om, stride_on, cols), REDUCE, GATHER,
+    )  # fmt: skip
+
+
+def ring(
+    channel: Channel,
+    op: str,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    table: torch.Tensor,
+    sizes: tuple[int, ...],
+    *,
+    pitch: int,
+    config: Config,
+    upcast: bool,
+) -> None:
+    """The ring form of `op` (all_gather, reduce_scatter or all_reduce) from x to out, both [rows, cols]."""
+    cols = x.shape[1]
+    max_pieces = max(-(-rows // config.block_m) for rows in sizes) * -(-cols // config.block_n)
+    reduces, gathers = op != "all_gather", op != "reduce_scatter"
+    _ring_kernel[(config.programs,)](
+        x, out, table, channel.peers, channel.rank, max_pieces, sum(sizes) if reduces else 0,
+        FIRST_SLOT.value + (len(sizes) * max_pieces if reduces else 0), cols, *x.stride(), *out.stride(), pitch,
+        channel.half_bytes, channel.data_offset, channel.world_size, OPS.index(op), channel.count_bytes, reduces,
+        gathers,
+        config.block_m, config.block_n, upcast, **options(config),
+    )  # fmt: skip

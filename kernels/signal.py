@@ -1,0 +1,190 @@
+"""Signals between ranks: the arena's header, and the only code that waits for or signals another rank on a device.
+
+Every rank owns one arena: a header, one int32 signal per (slot, source rank), and two halves of data. `peers` is an
+int64 table in device memory: the address of every rank's arena as seen from here, then the address of the host block.
+
+Ordering. A producer stores, passes a CTA barrier, and releases a signal at system scope; a consumer acquires it at
+system scope before it loads. Signals carry the epoch, one monotonic int32 an op, compared by wrapping subtraction, so
+that nothing is ever reset and a captured graph replays. An op at epoch e uses half e % 2.
+
+Reuse. `enter` tells every peer that this rank has begun epoch e; `leave` does not let an op end before every peer has
+begun it too. So a rank at epoch e + 2 knows that its peers have left epoch e, and may write their half e % 2 without
+asking.
+
+Bounded waits. The host block holds a clock in milliseconds that the host advances (a program cannot read the time
+portably). A wait whose budget is spent reports itself there and falls through; the host raises PeerTimeout from the
+report.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+# Names of the ops by the number that kernels carry and status words hold.
+OPS = (
+    "matmul",
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+)
+
+# Header words (int32) of an arena. Peers read them only to find out who is really missing.
+EPOCH = tl.constexpr(0)  # the last op that this rank has finished
+ARRIVED = tl.constexpr(1)  # programs of the running op that have finished
+BUDGET_MS = tl.constexpr(2)
+WAITING_FOR = tl.constexpr(3)  # a rank + 1 that some program has been waiting for, or 0
+GIVEN_UP = tl.constexpr(4)  # 1 once a wait has been given up; the workspace is not used again
+MISSING = tl.constexpr(5)  # the rank that it was given up for
+BYTES_SENT = tl.constexpr(8)  # int64, counted only by kernels compiled with COUNT
+SIGNALS = tl.constexpr(
+    16
+)  # first signal word; the signal of (slot, source) is word SIGNALS + slot * world_size + source
+
+ENTRY_SLOT = tl.constexpr(0)  # "this rank has begun the epoch"; the slots of an op's own signals start after it
+FIRST_SLOT = tl.constexpr(1)
+
+# Words (int32) of the host block: in host memory, one a workspace.
+CLOCK_MS = tl.constexpr(0)
+REPORT = tl.constexpr(1)  # 0, or 1 once the words after it describe a wait that was given up:
+REPORT_OP = tl.constexpr(2)
+REPORT_PEER = tl.constexpr(3)
+REPORT_SLOT = tl.constexpr(4)
+REPORT_EXPECTED = tl.constexpr(5)
+REPORT_SEEN = tl.constexpr(6)
+HOST_WORDS = 16
+
+# Polls between two looks at the clock. Looking costs a trip to host memory on a GPU, so it is rare beside the polls.
+POLLS_PER_LOOK = tl.constexpr(256)
+
+
+class Link(NamedTuple):
+    """What a program needs to reach its peers: table, rank, the op's epoch, where the halves lie, constants."""
+
+    peers: tl.tensor
+    rank: tl.tensor
+    epoch: tl.tensor
+    half_bytes: tl.tensor
+    data_offset: tl.tensor
+    WORLD_SIZE: tl.constexpr
+    OP: tl.constexpr
+    COUNT: tl.constexpr
+
+
+@triton.jit
+def cdiv(a, b):
+    """a / b rounded up. (The library's own is a nested call that the interpreter takes a millisecond for.)"""
+    return (a + b - 1) // b
+
+
+@triton.jit
+def header(peers, rank):
+    """The int32 words at the start of `rank`'s arena."""
+    return tl.load(peers + rank).to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def begin(peers, rank):
+    """The epoch of the op that this program belongs to."""
+    return tl.load(header(peers, rank) + EPOCH) + 1
+
+
+@triton.jit
+def raise_signal(link, dst, slot):
+    """Release everything that this program has stored to rank `dst`, under `slot`."""
+    # The release orders one thread's stores; the barrier puts those of the whole program before it.
+    tl.debug_barrier()
+    signal = header(link.peers, dst) + SIGNALS + slot * link.WORLD_SIZE + link.rank
+    tl.atomic_xchg(signal, link.epoch, sem="release", scope="sys")
+
+
+@triton.jit
+def _give_up(words, host, op, src, slot, expected, seen):
+    # Only the first wait that gives up reports itself. The report's own word is released after the others.
+    if tl.atomic_cas(words + GIVEN_UP, 0, 1, sem="relaxed", scope="gpu") == 0:
+        tl.store(words + MISSING, src)
+        tl.store(host + REPORT_OP, op)
+        tl.store(host + REPORT_PEER, src)
+        tl.store(host + REPORT_SLOT, slot)
+        tl.store(host + REPORT_EXPECTED, expected)
+        tl.store(host + REPORT_SEEN, seen)
+        tl.debug_barrier()
+        tl.atomic_xchg(host + REPORT, 1, sem="release", scope="sys")
+
+
+@triton.jit
+def wait(link, src, slot):
+    """Wait until rank `src` has raised `slot` here for this epoch; 1, or 0 if the budget was spent.
+
+    Waits for: `raise_signal(dst=this rank, slot)` on rank `src`.
+    """
+    words = header(link.peers, link.rank)
+    signal = words + SIGNALS + slot * link.WORLD_SIZE + src
+    seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
+    if seen - link.epoch < 0:
+        host = tl.load(link.peers + link.WORLD_SIZE).to(tl.pointer_type(tl.int32))
+        budget = tl.load(words + BUDGET_MS)
+        start = tl.load(host + CLOCK_MS, cache_modifier=".cv")
+        waiting = 1
+        polls = 0
+        while (seen - link.epoch < 0) & (waiting != 0):
+            seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
+            polls += 1
+            if polls == POLLS_PER_LOOK:
+                polls = 0
+                tl.store(words + WAITING_FOR, src + 1)
+                given_up = tl.atomic_add(words + GIVEN_UP, 0, sem="relaxed", scope="gpu")
+                elapsed = tl.load(host + CLOCK_MS, cache_modifier=".cv") - start
+                waiting = ((given_up == 0) & (elapsed < budget)).to(tl.int32)
+        if seen - link.epoch < 0:
+            _give_up(words, host, link.OP, src, slot, link.epoch, seen)
+        else:
+            tl.store(words + WAITING_FOR, 0)
+    return (seen - link.epoch >= 0).to(tl.int32)
+
+
+@triton.jit
+def enter(link, pid):
+    """Tell every peer that this rank has begun the epoch: program 0 of an op's first kernel does, before it waits."""
+    if pid == 0:
+        for i in range(1, link.WORLD_SIZE):
+            raise_signal(link, (link.rank + i) % link.WORLD_SIZE, ENTRY_SLOT)
+
+
+@triton.jit
+def leave(link, num_programs):
+    """End the op: the last program to arrive waits for every peer's `enter` and advances the epoch.
+
+    Called once by every program of an op's last kernel. Waits for: `enter` on every peer, raised by its program 0.
+    """
+    words = header(link.peers, link.rank)
+    tl.debug_barrier()
+    arrived = tl.atomic_add(words + ARRIVED, 1, sem="acq_rel", scope="gpu")
+    if arrived == num_programs - 1:
+        for i in range(1, link.WORLD_SIZE):
+            wait(link, (link.rank + i) % link.WORLD_SIZE, ENTRY_SLOT)
+        tl.store(words + ARRIVED, 0)
+        tl.store(words + EPOCH, link.epoch)
+
+
+@triton.jit
+def half(link, rank, dtype: tl.constexpr):
+    """The start of this epoch's half of `rank`'s arena, as a pointer to `dtype` known to be 16-byte aligned."""
+    address = tl.load(link.peers + rank) + link.data_offset + (link.epoch & 1).to(tl.int64) * link.half_bytes
+    # An address from a table has no known alignment; without the hint every store to a peer is 2 bytes wide.
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def count_sent(link, dst, mask, dtype: tl.constexpr):
+    """Add a masked store to rank `dst` to the bytes that this rank has sent (kernels compiled with COUNT only)."""
+    if link.COUNT:
+        if dst != link.rank:
+            counter = (header(link.peers, link.rank) + BYTES_SENT).to(tl.pointer_type(tl.int64))
+            num_bytes = tl.sum(tl.sum(mask.to(tl.int64), 1), 0) * (dtype.primitive_bitwidth // 8)
+            tl.atomic_add(counter, num_bytes, sem="relaxed", scope="gpu")

@@ -1,0 +1,101 @@
+"""The one entry point for every check: `nox -s tests`, `nox -l` for the list. Environments are reused between runs.
+
+Each session installs the package as a user would, with the versions of constraints.txt, so what is tested is what is
+installed and not the folders beside this file.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+
+import nox
+
+nox.needs_version = ">=2024.4.15"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.sessions = ["tests", "lint", "types"]
+
+FOLDERS = ("fusedtp", "kernels", "bench", "tests", "noxfile.py")
+# Ranks are processes: more threads each would only take the cores from one another.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+def install(session: nox.Session, *more: str) -> None:
+    # A wheel is built from build/, where a module that is gone from the sources would live on.
+    shutil.rmtree("build", ignore_errors=True)
+    session.install("-c", "constraints.txt", "torch", *more)
+    session.install("-c", "constraints.txt", ".[test]")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Everything that runs without a GPU: real ranks, real shared memory, kernels in Triton's interpreter."""
+    install(session)
+    session.run("pytest", "-m", "not gpu and not offline and not bench", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Formatting and lint."""
+    session.install("-c", "constraints.txt", "ruff")
+    session.run("ruff", "format", "--check", *FOLDERS)
+    session.run("ruff", "check", *FOLDERS)
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """mypy, strict, on the installed package."""
+    install(session, "mypy", "pandas-stubs")
+    # Elsewhere, as mypy would prefer the folder here to the package installed.
+    config = os.path.abspath("pyproject.toml")
+    session.chdir(session.create_tmp())
+    session.run("mypy", "--config-file", config, "-p", "fusedtp")
+
+
+@nox.session
+def sweep(session: nox.Session) -> None:
+    """Check and time every schedule on this machine: table, CSV, picture. Arguments after -- go to `fusedtp sweep`."""
+    install(session)
+    session.run("fusedtp", "sweep", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def kernels(session: nox.Session) -> None:
+    """Compile every kernel for GPUs that need not be there, and assert what the compiler made of it."""
+    install(session)
+    # The interpreter replaces the compiler for the whole process.
+    session.run("pytest", "-m", "offline", *session.posargs, env={**ONE_THREAD, "TRITON_INTERPRET": "0"})
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """pytest-benchmark timings."""
+    install(session)
+    session.run("pytest", "-m", "bench", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(venv_backend="none")
+def gpu(session: nox.Session) -> None:
+    """What needs a CUDA GPU, run with the torch and Triton of the interpreter at hand; several ranks share a GPU."""
+    found = (
+        "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'nox -s gpu: torch finds no CUDA device')"
+    )
+    session.run("python", "-c", found)
+    with tempfile.TemporaryDirectory() as site:
+        # Beside the environment, not into it, and without the network: a GPU machine brings its own builds.
+        flags = ("--quiet", "--no-deps", "--no-build-isolation", "--target", site)
+        shutil.rmtree("build", ignore_errors=True)
+        session.run("python", "-m", "pip", "install", *flags, ".")
+        env = {
+            **ONE_THREAD,
+            "PYTHONPATH": os.pathsep.join(filter(None, (site, os.environ.get("PYTHONPATH")))),
+            # `python -m` puts this folder first otherwise, and its fusedtp/ has no kernels in it.
+            "PYTHONSAFEPATH": "1",
+            "TRITON_INTERPRET": "0",
+            "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+            # Deterministic mode, which poisons fresh memory in the tests, asks cuBLAS for it.
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        }
+        session.run("python", "-m", "pytest", "-m", "gpu", *session.posargs, env=env)

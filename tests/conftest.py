@@ -1,0 +1,45 @@
+"""One pool of rank processes for the whole run, with uninitialised memory that no test can mistake for a result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from fusedtp.bench.ranks import Pending, RankPool
+from torch.distributed import ProcessGroup
+
+
+def poison(group: ProcessGroup | None = None) -> None:
+    """Fill what `empty` returns with NaN from now on, so an element that nothing wrote fails every comparison.
+
+    Deterministic mode is what makes the allocator fill; its own refusals are turned into warnings.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+class PoisonedPool(RankPool):
+    """A pool whose ranks are poisoned before their first call, also after a restart."""
+
+    _poisoned: list[int] | None = None
+
+    def start(self, fn: Callable[..., Any], *args: Any, world_size: int | None = None) -> Pending:
+        if self._poisoned != self.pids:
+            self._poisoned = self.pids
+            super().start(poison).wait()
+        return super().start(fn, *args, world_size=world_size)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _poisoned_parent() -> None:
+    torch.set_num_threads(1)
+    poison()
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    """Four ranks, started by the first test that asks; `world_size=` of a call takes the first few of them."""
+    with PoisonedPool(4) as ranks:
+        yield ranks

@@ -1,0 +1,388 @@
+"""The public functions: what they refuse, and that good calls give the unsharded result on the baseline schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fusedtp.bench.ranks import RankPool
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import fusedtp
+from fusedtp import reference
+from fusedtp.shards import even_sizes
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+X, W, B = (4, 6), (5, 6), (5,)  # shapes of a shard, a weight and a bias that fit
+
+
+def ones(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    return torch.ones(shape, dtype=dtype, device=device)
+
+
+Call = Callable[[ProcessGroup], object]
+BAD: dict[str, tuple[Call, type[Exception], str]] = {
+    "x is no tensor": (
+        lambda g: fusedtp.all_gather_linear([1.0], ones(*W), group=g),  # type: ignore[arg-type]
+        TypeError,
+        "x must be a tensor, got list",
+    ),
+    "weight is no tensor": (
+        lambda g: fusedtp.linear_all_reduce(ones(*X), None, group=g),  # type: ignore[arg-type]
+        TypeError,
+        "weight must be a tensor, got NoneType",
+    ),
+    "x has one dimension": (
+        lambda g: fusedtp.all_gather_linear(ones(6), ones(*W), group=g),
+        ValueError,
+        "x must have at least 2 dimensions, [..., K], got shape (6,)",
+    ),
+    "weight has three": (
+        lambda g: fusedtp.linear_reduce_scatter(ones(*X), ones(1, *W), group=g),
+        ValueError,
+        "weight must have 2 dimensions, [N, K], got shape (1, 5, 6)",
+    ),
+    "integers": (
+        lambda g: fusedtp.all_reduce(ones(3, dtype=torch.int64), group=g),
+        ValueError,
+        "x must be one of torch.float32, torch.bfloat16, torch.float16, torch.float64, got torch.int64",
+    ),
+    "weight in another dtype": (
+        lambda g: fusedtp.linear_all_reduce(ones(*X), ones(*W, dtype=torch.bfloat16), group=g),
+        ValueError,
+        "weight must have x's dtype, torch.float32, got torch.bfloat16",
+    ),
+    "bias in another dtype": (
+        lambda g: fusedtp.linear_all_reduce(ones(*X), ones(*W), ones(*B, dtype=torch.float64), group=g),
+        ValueError,
+        "bias must have x's dtype, torch.float32, got torch.float64",
+    ),
+    "weight elsewhere": (
+        lambda g: fusedtp.all_gather_linear(ones(*X), ones(*W, device="meta"), group=g),
+        ValueError,
+        "weight must be on x's device, cpu, got meta",
+    ),
+    "bias too long": (
+        lambda g: fusedtp.all_gather_linear(ones(*X), ones(*W), ones(6), group=g),
+        ValueError,
+        "bias must have shape (5,), weight's rows, got (6,)",
+    ),
+    "K differs": (
+        lambda g: fusedtp.all_gather_linear(ones(*X), ones(5, 7), group=g),
+        ValueError,
+        "weight must have as many columns as x has features, 6, got (5, 7)",
+    ),
+    "K differs, scattering": (
+        lambda g: fusedtp.linear_reduce_scatter(ones(*X), ones(5, 7), group=g),
+        ValueError,
+        "weight must have as many columns as x has features, 6, got (5, 7)",
+    ),
+    "K differs, gathering features": (
+        lambda g: fusedtp.all_gather_linear(ones(*X), ones(*W), group=g, gather_dim=-1),
+        ValueError,
+        "weight must have as many columns as x has in all features, 12, got (5, 6)",
+    ),
+    "gather_dim out of range": (
+        lambda g: fusedtp.all_gather_linear(ones(*X), ones(*W), group=g, gather_dim=2),
+        ValueError,
+        "gather_dim must be in [-2, 1] for x of shape (4, 6), got 2",
+    ),
+    "scatter_dim out of range": (
+        lambda g: fusedtp.reduce_scatter(ones(*X), group=g, scatter_dim=-3),
+        ValueError,
+        "scatter_dim must be in [-2, 1] for x of shape (4, 6), got -3",
+    ),
+    "gather_dim is no int": (
+        lambda g: fusedtp.all_gather(ones(*X), group=g, gather_dim="rows"),  # type: ignore[arg-type]
+        TypeError,
+        "gather_dim must be an int, got 'rows'",
+    ),
+    "sizes for another world": (
+        lambda g: fusedtp.all_gather_linear(ones(*X), ones(*W), group=g, sizes=(4, 4, 4)),
+        ValueError,
+        "sizes must have one entry per rank, 2, got 3: (4, 4, 4)",
+    ),
+    "sizes do not add up": (
+        lambda g: fusedtp.linear_reduce_scatter(ones(*X), ones(*W), group=g, sizes=(1, 2)),
+        ValueError,
+        "sizes must add up to 4, got 3: (1, 2)",
+    ),
+    "negative size": (
+        lambda g: fusedtp.linear_reduce_scatter(ones(*X), ones(*W), group=g, sizes=(5, -1)),
+        ValueError,
+        "sizes[1] must not be negative, got -1 in (5, -1)",
+    ),
+    "size is no int": (
+        lambda g: fusedtp.reduce_scatter(ones(*X), group=g, sizes=(2.0, 2.0)),  # type: ignore[arg-type]
+        ValueError,
+        "sizes[0] must be an int, got 2.0 in (2.0, 2.0)",
+    ),
+    "unknown schedule": (
+        lambda g: fusedtp.linear_all_reduce(ones(*X), ones(*W), group=g, schedule="fast"),
+        ValueError,
+        "schedule must be one of auto, fused, decomposed, unfused, got 'fast'",
+    ),
+    "fused float64": (
+        lambda g: fusedtp.linear_all_reduce(
+            ones(*X, dtype=torch.float64), ones(*W, dtype=torch.float64), group=g, schedule="fused"
+        ),
+        ValueError,
+        "schedule 'fused' multiplies torch.float32, torch.bfloat16, torch.float16, got torch.float64",
+    ),
+    "unknown algorithm": (
+        lambda g: fusedtp.linear_all_reduce(ones(*X), ones(*W), group=g, algorithm="tree"),
+        ValueError,
+        "algorithm must be one of auto, one_shot, two_shot, got 'tree'",
+    ),
+    "unknown algorithm, gathering": (
+        lambda g: fusedtp.all_gather(ones(*X), group=g, algorithm="two_shot"),
+        ValueError,
+        "algorithm must be one of auto, direct, ring, got 'two_shot'",
+    ),
+    "algorithm that the backend picks": (
+        lambda g: fusedtp.all_reduce(ones(*X), group=g, schedule="unfused", algorithm="ring"),
+        ValueError,
+        "schedule 'unfused' has no algorithm 'ring'",
+    ),
+    "scalar": (
+        lambda g: fusedtp.all_reduce(ones(), group=g),
+        ValueError,
+        "x must have at least 1 dimension, got a scalar",
+    ),
+    "unknown group": (
+        lambda g: fusedtp.all_reduce(ones(*X), group="nobody"),
+        ValueError,
+        "group 'nobody' is not the name of a process group of this process",
+    ),
+    "group of another kind": (
+        lambda g: fusedtp.all_reduce(ones(*X), group=[0, 1]),  # type: ignore[arg-type]
+        TypeError,
+        "group must be a ProcessGroup, its name, a 1-D DeviceMesh or None, got list",
+    ),
+    "gradient wanted": (
+        lambda g: fusedtp.linear_all_reduce(ones(*X), ones(*W).requires_grad_(), group=g),
+        NotImplementedError,
+        "weight requires a gradient",
+    ),
+}
+
+
+def refused(group: ProcessGroup, name: str) -> tuple[str, str, float]:
+    """The error of a bad call, and the result of the good call after it."""
+    try:
+        BAD[name][0](group)
+    except Exception as error:
+        good = fusedtp.all_reduce(ones(1, 1), group=group, schedule="unfused")
+        return type(error).__name__, str(error), good.item()
+    raise AssertionError(f"{name}: nothing was raised")
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_refused_alike_on_every_rank(pool: RankPool, name: str) -> None:
+    _, kind, message = BAD[name]
+    first, second = pool.run(refused, name, world_size=2)
+    assert first == second
+    assert first[0] == kind.__name__
+    assert message in first[1]
+    assert first[2] == 2
+
+
+def test_without_a_process_group_the_remedy_is_named() -> None:
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        fusedtp.all_reduce(ones(2, 2))
+
+
+def fresh_memory(group: ProcessGroup) -> bool:
+    return all(bool(torch.empty(64, dtype=dtype).isnan().all()) for dtype in DTYPES)
+
+
+def test_unwritten_results_would_show(pool: RankPool) -> None:
+    assert all(pool.run(fresh_memory))
+
+
+def splits(length: int, world_size: int) -> list[tuple[int, ...] | None]:
+    """Even, lopsided, and with nothing on all ranks but the last."""
+    lopsided = [0] * world_size
+    for i in range(length):
+        lopsided[i * i % world_size] += 1
+    last = (*([0] * (world_size - 1)), length)
+    return [even_sizes(length, world_size), tuple(lopsided), last]
+
+
+def check(out: Tensor, ref: Tensor, allowed: Tensor, name: str, dtype: torch.dtype) -> None:
+    assert out.dtype == dtype, f"{name}: {out.dtype}, expected {dtype}"
+    reference.check(out, ref, allowed, name)
+
+
+def good_linears(group: ProcessGroup, dtype: torch.dtype, M: int, N: int, K: int) -> None:
+    """The three linears over this group, split along every dim and in every way, against the unsharded float64 op."""
+    rank, world_size = group.rank(), group.size()
+    torch.manual_seed(M * N + K)
+    x, weight, bias = torch.randn(M, K).to(dtype), torch.randn(N, K).to(dtype), torch.randn(N).to(dtype)
+    options: dict[str, Any] = {"group": group, "schedule": "unfused"}
+    for with_bias in (bias, None):
+        ref = reference.matmul(x, weight.t(), with_bias)
+        for sizes in splits(M, world_size):
+            allowed = reference.bound(x, weight.t(), dtype, bias=with_bias)
+            x_shard_m = reference.chunk(x, 0, rank, sizes)
+            out = fusedtp.all_gather_linear(x_shard_m, weight, with_bias, sizes=sizes, **options)
+            check(out, ref, allowed, f"gather rows {sizes}", dtype)
+            assert out.is_contiguous()
+        for k_sizes in splits(K, world_size):
+            x_shard_k = reference.chunk(x, 1, rank, k_sizes)
+            weight_shard_k = reference.chunk(weight, 1, rank, k_sizes)
+            allowed = reference.bound(x, weight.t(), dtype, k_sizes=k_sizes, bias=with_bias, sum_dtype=dtype)
+            out = fusedtp.all_gather_linear(x_shard_k, weight, with_bias, gather_dim=-1, sizes=k_sizes, **options)
+            check(out, ref, allowed, f"gather features {k_sizes}", dtype)
+            out = fusedtp.linear_all_reduce(x_shard_k, weight_shard_k, with_bias, **options)
+            check(out, ref, allowed, f"all-reduce {k_sizes}", dtype)
+            for dim, length in ((0, M), (1, N)):
+                for sizes in splits(length, world_size):
+                    out = fusedtp.linear_reduce_scatter(
+                        x_shard_k, weight_shard_k, with_bias, scatter_dim=dim, sizes=sizes, **options
+                    )
+                    want = [reference.chunk(whole, dim, rank, sizes) for whole in (ref, allowed)]
+                    check(out, want[0], want[1], f"scatter dim {dim} {sizes}, K {k_sizes}", dtype)
+                    assert out.is_contiguous()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_linears(pool: RankPool, world_size: int, dtype: torch.dtype) -> None:
+    pool.run(good_linears, dtype, 13, 9, 33, world_size=world_size)
+
+
+@pytest.mark.parametrize(("M", "N", "K"), [(0, 9, 33), (13, 0, 33), (13, 9, 0), (0, 0, 0), (1, 1, 1)])
+def test_linears_of_nothing(pool: RankPool, M: int, N: int, K: int) -> None:
+    pool.run(good_linears, torch.float32, M, N, K, world_size=3)
+
+
+def good_collectives(group: ProcessGroup, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    rank, world_size = group.rank(), group.size()
+    torch.manual_seed(7)
+    parts = [torch.randn(shape).to(dtype) for _ in range(world_size)]
+    ref, allowed = reference.total(parts), reference.total_bound(parts, dtype, sum_dtype=dtype)
+    options: dict[str, Any] = {"group": group, "schedule": "unfused"}
+    check(fusedtp.all_reduce(parts[rank], **options), ref, allowed, "all-reduce", dtype)
+    for dim in range(-len(shape), len(shape)):
+        for sizes in splits(shape[dim], world_size):
+            out = fusedtp.all_gather(
+                reference.chunk(parts[0], dim, rank, sizes), gather_dim=dim, sizes=sizes, **options
+            )
+            assert torch.equal(out, parts[0]), f"gather dim {dim} {sizes}"
+            out = fusedtp.reduce_scatter(parts[rank], scatter_dim=dim, sizes=sizes, **options)
+            want = [reference.chunk(whole, dim, rank, sizes) for whole in (ref, allowed)]
+            check(out, want[0], want[1], f"scatter dim {dim} {sizes}", dtype)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_collectives(pool: RankPool, world_size: int, dtype: torch.dtype) -> None:
+    for shape in ((13,), (13, 5), (3, 7, 4), (0, 3)):
+        pool.run(good_collectives, dtype, shape, world_size=world_size)
+
+
+def batched(group: ProcessGroup, sizes: tuple[int, ...]) -> None:
+    """Leading dims: the split one first, in the middle, or the features; operands sliced and transposed."""
+    rank, dtype = group.rank(), torch.float32
+    torch.manual_seed(3)
+    length, batch, K, N = sum(sizes), 3, 10, 8
+    weight = torch.randn(K, 2 * N).t()[::2]  # [N, K], strides (2, 2 * N)
+    bias = torch.randn(N)
+    k_sizes = even_sizes(K, group.size())
+    weight_shard_k = reference.chunk(weight, 1, rank, k_sizes)
+    options: dict[str, Any] = {"group": group, "schedule": "unfused"}
+    for dim, shape in ((0, (length, batch, K)), (1, (batch, length, K)), (-2, (2, batch, length, K))):
+        x = torch.randn(*shape[:-1], K + 3)[..., :K]
+        flat = x.reshape(-1, K)
+        ref = reference.matmul(flat, weight.t(), bias).view(*shape[:-1], N)
+        allowed = reference.bound(flat, weight.t(), dtype, bias=bias).view_as(ref)
+        out = fusedtp.all_gather_linear(
+            reference.chunk(x, dim, rank, sizes), weight, bias, gather_dim=dim, sizes=sizes, **options
+        )
+        check(out, ref, allowed, f"gather dim {dim} of {shape}", dtype)
+        x_shard_k = reference.chunk(x, -1, rank, k_sizes)
+        allowed = reference.bound(flat, weight.t(), dtype, k_sizes=k_sizes, bias=bias).view_as(ref)
+        out = fusedtp.all_gather_linear(x_shard_k, weight, bias, gather_dim=-1, sizes=k_sizes, **options)
+        check(out, ref, allowed, f"gather features of {shape}", dtype)
+        out = fusedtp.linear_all_reduce(x_shard_k, weight_shard_k, bias, **options)
+        check(out, ref, allowed, f"all-reduce of {shape}", dtype)
+        for scatter_dim, out_sizes in ((dim, sizes), (-1, even_sizes(N, group.size()))):
+            out = fusedtp.linear_reduce_scatter(
+                x_shard_k, weight_shard_k, bias, scatter_dim=scatter_dim, sizes=out_sizes, **options
+            )
+            want = [reference.chunk(whole, scatter_dim, rank, out_sizes) for whole in (ref, allowed)]
+            check(out, want[0], want[1], f"scatter dim {scatter_dim} of {shape}", dtype)
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (5, 0, 2), (1, 2, 3, 4)], ids=str)
+def test_batched_and_strided_operands(pool: RankPool, sizes: tuple[int, ...]) -> None:
+    pool.run(batched, sizes, world_size=len(sizes))
+
+
+def defaults(group: ProcessGroup) -> fusedtp.Path | None:
+    """Without `sizes`: equal shards to gather, as even as can be to scatter. Groups by name and by mesh."""
+    rank, world_size = group.rank(), group.size()
+    mesh = torch.distributed.DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    for each in (group, group.group_name, mesh):
+        rows = fusedtp.all_gather(torch.full((2, 1), float(rank)), group=each, schedule="unfused")
+        assert rows.flatten().tolist() == [peer for peer in range(world_size) for _ in range(2)]
+    kept = fusedtp.reduce_scatter(torch.arange(7.0), group=group, schedule="unfused")
+    assert torch.equal(kept, torch.arange(7.0).tensor_split(world_size)[rank] * world_size)
+    with torch.no_grad():
+        fusedtp.all_reduce(torch.ones(2, 2, requires_grad=True), group=group, schedule="unfused")
+    return fusedtp.last_path()
+
+
+def test_defaults_and_last_path(pool: RankPool) -> None:
+    assert pool.run(defaults, world_size=3) == [fusedtp.Path("all_reduce", "unfused", "asked for")] * 3
+
+
+def inputs_unchanged(group: ProcessGroup) -> None:
+    """Results share no memory with operands, in a world of one as well."""
+    x, weight = torch.randn(4, 4), torch.randn(4, 4)
+    before = x.clone(), weight.clone()
+    options: dict[str, Any] = {"group": group, "schedule": "unfused"}
+    for out in (
+        fusedtp.all_gather(x, **options),
+        fusedtp.reduce_scatter(x, **options),
+        fusedtp.all_reduce(x, **options),
+        fusedtp.all_gather_linear(x, weight, **options),
+        fusedtp.linear_reduce_scatter(x, weight, **options),
+        fusedtp.linear_all_reduce(x, weight, **options),
+    ):
+        out.fill_(torch.nan)
+    assert torch.equal(x, before[0])
+    assert torch.equal(weight, before[1])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_results_are_fresh(pool: RankPool, world_size: int) -> None:
+    pool.run(inputs_unchanged, world_size=world_size)
+
+
+def opchecked(group: ProcessGroup) -> None:
+    """Schemas hold, and fakes have the shape, dtype and strides of what the ops return."""
+    ops, name = torch.ops.fusedtp, group.group_name
+    a, b, bias, sizes = torch.randn(4, 6), torch.randn(6, 5), torch.randn(5), [3, 1]
+    a_shard_m = a[: sizes[group.rank()]]
+    a_shard_k = torch.randn(sizes[group.rank()], 4).t()
+    for op, args in (
+        (ops.all_gather_matmul, (a_shard_m, b, bias, 0, sizes, name, "unfused")),
+        (ops.all_gather_matmul, (a_shard_k, b[:4], None, 1, sizes, name, "unfused")),
+        (ops.matmul_reduce_scatter, (a, b, bias, 0, sizes, name, "unfused")),
+        (ops.matmul_reduce_scatter, (a, b, bias, 1, [0, 5], name, "unfused")),
+        (ops.matmul_all_reduce, (a, b, bias, name, "unfused", "auto")),
+        (ops.all_gather, (a_shard_m, sizes, name, "unfused", "auto")),
+        (ops.reduce_scatter, (a.t().contiguous().t(), sizes, name, "unfused", "auto")),
+        (ops.all_reduce, (a.t(), name, "unfused", "auto")),
+    ):
+        torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_ops_and_their_fakes(pool: RankPool) -> None:
+    pool.run(opchecked, world_size=2)

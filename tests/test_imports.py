@@ -1,0 +1,137 @@
+"""Imports only go down, and loading the package stays light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fusedtp
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = {"fusedtp": ROOT / "fusedtp", "fusedtp.kernels": ROOT / "kernels", "fusedtp.bench": ROOT / "bench"}
+
+# Lowest first: a module imports from lower layers, or from its own. A folder counts as one.
+LAYERS = (
+    ("errors", "shards"),
+    ("notation", "redistribute", "candidates", "plan", "explain"),
+    ("groups", "reference"),
+    ("kernels", "memory"),
+    ("workspace", "steps", "clock"),
+    ("schedules",),
+    ("dispatch",),
+    ("ops",),
+    ("functional",),
+    ("",),  # the package itself
+    ("bench",),
+)
+LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
+PURE = LAYERS[1]
+HEAVY = ("triton", "matplotlib", "pandas", "typer", "rich")
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its installed name."""
+    found = {}
+    for package, folder in FOLDERS.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            name = ".".join((package, *parts)).removesuffix(".__init__")
+            found[name] = path
+    return found
+
+
+MODULES = modules()
+
+
+def unit(name: str) -> str:
+    """The part of a module's name that has a place in LAYERS."""
+    return name.split(".")[1] if "." in name else ""
+
+
+def imported(name: str, path: Path) -> set[str]:
+    """Absolute names of what a module imports when it runs, anywhere in it, as deep as they name modules of ours."""
+    found: set[str] = set()
+    tree = ast.parse(path.read_text())
+    tree.body = [
+        node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
+    ]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                found.add(full if full in MODULES else base)
+    return found
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_go_down(name: str) -> None:
+    here = unit(name)
+    assert here in LEVEL, f"{name} has no layer: give it one in this file"
+    for other in imported(name, MODULES[name]):
+        top = other.partition(".")[0]
+        assert top not in ("kernels", "bench", "tests"), f"{name} imports {other} under its folder's name"
+        if top != "fusedtp":
+            if here in PURE:
+                assert top in sys.stdlib_module_names, f"{name} is pure Python and imports {other}"
+            if here == "kernels":
+                allowed = {"torch", "triton", *sys.stdlib_module_names}
+                assert top in allowed, f"{name} is device code and imports {other}"
+            continue
+        below = unit(other)
+        assert below in LEVEL, f"{name} imports {other}, which has no layer"
+        assert LEVEL[below] <= LEVEL[here], f"{name} imports {other} from a layer above its own"
+        if here == "kernels":
+            assert below == "kernels", f"{name} is device code and imports {other}"
+        if below == "reference":
+            assert here in ("reference", "bench"), f"{name} imports {other}, which is for tests and the benchmark"
+
+
+def test_no_import_cycles() -> None:
+    graph = {name: {o for o in imported(name, path) if o in MODULES} - {name} for name, path in MODULES.items()}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, " -> ".join((*trail[trail.index(name) :], name))
+        if name not in done:
+            # The package's own __init__ runs first whatever is imported: it is no edge that can be avoided.
+            for other in sorted(graph[name] - {"fusedtp"}):
+                visit(other, (*trail, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_importing_the_package_is_light() -> None:
+    done = run(f"import sys, fusedtp; print([name for name in {HEAVY} if name in sys.modules])")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("folder", ["kernels", "bench"])
+def test_folders_refuse_their_short_names(folder: str) -> None:
+    done = run(f"import {folder}")
+    assert done.returncode != 0
+    assert "ImportError" in done.stderr
+    assert f"fusedtp.{folder}" in done.stderr
+
+
+def test_every_public_name_is_there() -> None:
+    for name in fusedtp.__all__:
+        assert getattr(fusedtp, name) is not None
+    assert sorted(fusedtp.__all__) == fusedtp.__all__

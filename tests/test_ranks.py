@@ -1,0 +1,229 @@
+"""The process pool: results, failures of every kind named and never hanging, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from fusedtp.bench.ranks import RankError, RankPool
+
+
+@dataclass
+class Point:
+    x: int
+
+
+class Odd(Exception):
+    """Cannot be rebuilt from its arguments, so it does not survive pickling."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__("odd one")
+
+
+def summed(group, point):
+    value = torch.full((1,), float(dist.get_rank(group) + point.x))
+    dist.all_reduce(value, group=group)
+    return Point(int(value)), dist.get_world_size(group)
+
+
+def environment(group):
+    return os.getpid(), os.environ.get("TRITON_INTERPRET"), torch.get_num_threads(), dist.get_backend(group)
+
+
+def raising(group, ranks, odd=False):
+    if dist.get_rank(group) in ranks:
+        raise Odd(1, 2) if odd else ValueError(f"planted on {dist.get_rank(group)}")
+    dist.barrier(group)
+
+
+def dying(group, victim, how):
+    if dist.get_rank(group) == victim:
+        if how == "exit":
+            os._exit(3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return dist.get_rank(group)
+
+
+def stuck_on_one(group):
+    while dist.get_rank(group) == 1:
+        time.sleep(0.1)
+
+
+def large(group, tensor):
+    return tensor * (dist.get_rank(group) + 1)
+
+
+def named(group):
+    # two tensors by value: torch would otherwise hand them over through files in /dev/shm
+    return sorted(os.listdir("/dev/shm"))
+
+
+def open_fds() -> list[str]:
+    return sorted(os.listdir("/proc/self/fd"), key=int)
+
+
+def running(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.fixture(scope="module")
+def two():
+    with RankPool(2, timeout=20, env={"TRITON_INTERPRET": "1"}) as pool:
+        yield pool
+
+
+def test_results_by_rank_and_classes_of_this_file(two):
+    assert two.run(summed, Point(1)) == [(Point(3), 2)] * 2
+    assert two.run(summed, Point(1)) == [(Point(3), 2)] * 2
+
+
+def test_first_ranks_only(two):
+    assert two.run(summed, Point(5), world_size=1) == [(Point(5), 1)]
+    with pytest.raises(ValueError, match="world_size is 3, the pool has 2 ranks"):
+        two.run(summed, Point(0), world_size=3)
+
+
+def test_environment_and_threads(two):
+    replies = two.run(environment)
+    assert [reply[0] for reply in replies] == two.pids
+    assert {reply[1:3] for reply in replies} == {("1", 1)}
+
+
+def test_large_messages_and_nothing_in_dev_shm(two):
+    before = sorted(os.listdir("/dev/shm"))
+    tensor = torch.randn(300, 1000)
+    first, second = two.run(large, tensor)
+    assert torch.equal(first, tensor)
+    assert torch.equal(second, 2 * tensor)
+    assert two.run(named) == [before] * 2
+
+
+def test_all_ranks_raising_alike_keeps_the_pool(two):
+    pids = two.pids
+    with pytest.raises(RankError, match="planted on 1") as caught:
+        two.run(raising, [0, 1])
+    assert sorted(caught.value.failures) == [0, 1]
+    assert "in raising" in caught.value.failures[0]
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert two.pids == pids
+
+
+def test_one_rank_raising_names_it_and_the_waiting_one(two):
+    pids = two.pids
+    started = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        two.run(raising, [1])
+    assert time.monotonic() - started < 15
+    assert "ValueError: planted on 1" in caught.value.failures[1]
+    # rank 0 sits in a barrier that rank 1 never enters
+    assert "in raising" in caught.value.failures[0]
+    assert not running(pids)
+    assert two.run(summed, Point(0)) == [(Point(1), 2)] * 2
+
+
+def test_exception_that_cannot_be_pickled(two):
+    with pytest.raises(RankError, match="Odd: odd one"):
+        two.run(raising, [0, 1], True)
+
+
+@pytest.mark.parametrize(("how", "text"), [("exit", "exited with status 3"), ("kill", "killed by SIGKILL")])
+def test_dying_rank_is_reported_promptly(two, how, text):
+    started = time.monotonic()
+    results = two.start(dying, 1, how).wait()
+    assert time.monotonic() - started < 15
+    assert results[0] == 0
+    assert isinstance(results[1], RankError)
+    assert text in str(results[1])
+    assert two.run(summed, Point(0)) == [(Point(1), 2)] * 2
+
+
+def test_rank_killed_between_calls(two):
+    old = two.pids
+    two.kill(0)
+    deadline = time.monotonic() + 10
+    while two._ranks.alive() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert two.run(summed, Point(0)) == [(Point(1), 2)] * 2
+    assert not set(old) & set(two.pids)
+    assert not running(old)
+
+
+def test_late_rank_shows_its_stack(two):
+    pids = two.pids
+    with pytest.raises(RankError) as caught:
+        two.run(stuck_on_one, timeout=1.0)
+    assert list(caught.value.failures) == [1]
+    assert "no answer within 1" in caught.value.failures[1]
+    assert "in stuck_on_one" in caught.value.failures[1]
+    assert not running(pids)
+
+
+def test_one_call_at_a_time(two):
+    pending = two.start(summed, Point(0))
+    with pytest.raises(RuntimeError, match="under way"):
+        two.start(summed, Point(0))
+    assert pending.wait() == [(Point(1), 2)] * 2
+    with pytest.raises(RuntimeError, match="waited for already"):
+        pending.wait()
+
+
+def test_only_module_level_functions(two):
+    def inner(group):
+        return None
+
+    for fn in (inner, lambda group: None):
+        with pytest.raises(ValueError, match="cannot be shipped"):
+            two.run(fn)
+
+
+def test_close_leaves_nothing(two):
+    two.close()
+    before = open_fds()
+    with RankPool(1, timeout=20) as pool:
+        pids = pool.pids
+        assert pool.run(summed, Point(2)) == [(Point(2), 1)]
+    assert not running(pids)
+    assert open_fds() == before
+
+
+def test_start_up_failure_is_told():
+    env = {"GLOO_SOCKET_IFNAME": "no-such-interface"}
+    with RankPool(1, timeout=20, env=env) as pool, pytest.raises(RankError, match=r"rank 0 \(starting\) raised"):
+        pool.run(summed, Point(0))
+
+
+PARENT = """
+import os, sys
+from fusedtp.bench.ranks import RankPool
+print("body", flush=True)
+
+def pid(group):
+    return os.getpid()
+
+if __name__ == "__main__":
+    pool = RankPool(2, timeout=20)
+    print(*pool.run(pid), flush=True)
+    {end}
+"""
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "sys.exit(0)"])
+def test_ranks_end_with_their_parent_and_do_not_rerun_it(tmp_path, end):
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT.format(end=end))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    first, *ranks_bodies, pids = done.stdout.splitlines()
+    # the ranks load the file for its functions under another name: its guarded part ran once
+    assert (first, ranks_bodies) == ("body", ["body"] * 2), done.stderr
+    deadline = time.monotonic() + 10
+    while running([int(pid) for pid in pids.split()]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not running([int(pid) for pid in pids.split()])

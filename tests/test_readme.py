@@ -1,0 +1,25 @@
+"""README's example runs as printed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def test_example_runs_on_two_ranks(tmp_path: Path) -> None:
+    (block,) = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    script = tmp_path / "example.py"
+    script.write_text(block)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    # gloo would look for its interface by the host's name, which need not resolve.
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(torchrun, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    # Two processes share the stream: their lines may run into each other.
+    for expected in ("(256, 256)", "op='matmul_reduce_scatter'", "schedule='decomposed'"):
+        assert done.stdout.count(expected) == 2, done.stdout

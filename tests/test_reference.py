@@ -1,0 +1,120 @@
+"""The oracle accepts what correct arithmetic gives and rejects what a wrong schedule would."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedtp import reference
+from fusedtp.shards import even_sizes
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+SHAPES = [(64, 48, 512), (33, 65, 1023), (16, 16, 4096)]  # M, N, K
+
+
+def inputs(M: int, N: int, K: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(M + N + K)
+    return torch.randn(M, K).to(dtype), torch.randn(K, N).to(dtype), torch.randn(N).to(dtype)
+
+
+def partials(a: Tensor, b: Tensor, world_size: int) -> list[Tensor]:
+    """Each rank's product, accumulated as the op does and rounded once to the operands' dtype."""
+    sizes = even_sizes(a.shape[1], world_size)
+    compute = torch.float64 if a.dtype == torch.float64 else torch.float32
+    parts = zip(a.split(sizes, 1), b.split(sizes, 0), strict=True)
+    return [(a_r.to(compute) @ b_r.to(compute)).to(a.dtype) for a_r, b_r in parts]
+
+
+def summed(parts: list[Tensor], bias: Tensor | None = None) -> Tensor:
+    compute = torch.float64 if parts[0].dtype == torch.float64 else torch.float32
+    out = torch.zeros_like(parts[0], dtype=compute)
+    for part in parts:
+        out += part.to(compute)
+    return (out if bias is None else out + bias.to(compute)).to(parts[0].dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+@pytest.mark.parametrize(("M", "N", "K"), SHAPES)
+def test_correct_results_pass_and_mistakes_do_not(M: int, N: int, K: int, world_size: int, dtype: torch.dtype) -> None:
+    a, b, bias = inputs(M, N, K, dtype)
+    ref = reference.matmul(a, b, bias)
+    allowed = reference.bound(a, b, dtype, world_size, bias=bias)
+    parts = partials(a, b, world_size)
+    reference.check(summed(parts, bias), ref, allowed, "correct")
+
+    def rejected(what: str, out: Tensor) -> None:
+        with pytest.raises(AssertionError, match=what):
+            reference.check(out, ref, allowed, what)
+
+    short = a.clone()
+    short[:, -32:] = 0
+    rejected("a missing chunk of 32 of K", summed(partials(short, b, world_size), bias))
+    tile = a.clone()
+    tile[:16, -32:] = 0
+    rejected("the same in one tile of 16 rows", summed(partials(tile, b, world_size), bias))
+    rejected("no bias", summed(parts))
+    if world_size > 1:
+        rejected("a missing rank", summed(parts[:-1], bias))
+        rejected("a rank counted twice", summed([*parts, parts[0]], bias))
+        rejected("a mean for a sum", summed(parts, bias) / world_size)
+        rejected("bias on every rank", summed(parts, bias * world_size))
+        rejected("another rank's chunk", summed([parts[1], *parts[1:]], bias))
+    rejected("an unwritten element", summed(parts, bias).index_fill(0, torch.tensor([M - 1]), torch.nan))
+    rejected("rows in another order", summed(parts, bias).roll(1, 0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_backend_that_sums_in_the_dtype_passes(dtype: torch.dtype) -> None:
+    a, b, _ = inputs(64, 48, 512, dtype)
+    out = torch.stack(partials(a, b, 4))
+    in_dtype = out[3] + (out[2] + (out[1] + out[0]))
+    allowed = reference.bound(a, b, dtype, 4, sum_dtype=dtype)
+    reference.check(in_dtype, reference.matmul(a, b), allowed, "summed in its dtype")
+    with pytest.raises(AssertionError, match="no rank 0"):
+        reference.check(in_dtype - out[0], reference.matmul(a, b), allowed, "no rank 0")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_plain_sums(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    parts = [torch.randn(37, 5).to(dtype) for _ in range(4)]
+    ref, allowed = reference.total(parts), reference.total_bound(parts, dtype)
+    reference.check(summed(parts), ref, allowed, "sum")
+    with pytest.raises(AssertionError, match="a missing rank"):
+        reference.check(summed(parts[1:]), ref, allowed, "a missing rank")
+
+
+def test_uneven_and_empty_parts_of_k() -> None:
+    a, b, _ = inputs(8, 8, 100, torch.bfloat16)
+    assert torch.equal(
+        reference.bound(a, b, torch.bfloat16, k_sizes=(100,)), reference.bound(a, b, torch.bfloat16, world_size=1)
+    )
+    reference.bound(a, b, torch.bfloat16, k_sizes=(0, 99, 1))
+    nothing = reference.bound(a[:, :0], b[:0], torch.bfloat16, world_size=3)
+    assert nothing.shape == (8, 8)
+    assert float(nothing.max()) < 1e-30
+
+
+def test_chunks_join_to_the_whole() -> None:
+    whole = torch.randn(7, 5)
+    for dim, sizes in ((0, (3, 0, 4)), (1, (1, 2, 2))):
+        parts = [reference.chunk(whole, dim, rank, sizes) for rank in range(3)]
+        assert torch.equal(torch.cat(parts, dim), whole)
+
+
+def test_check_names_the_worst_element() -> None:
+    ref, allowed = torch.zeros(3, 4, dtype=torch.float64), torch.full((3, 4), 0.5, dtype=torch.float64)
+    out = torch.zeros(3, 4)
+    out[1, 2], out[2, 3] = 0.75, -2.0
+    with pytest.raises(
+        AssertionError, match=r"y: 2 of 12 .* worst at \(2, 3\): got -2, expected 0, off by 2, allowed 0\.5"
+    ):
+        reference.check(out, ref, allowed, "y")
+    with pytest.raises(AssertionError, match=r"y: shape \(4, 3\), expected \(3, 4\)"):
+        reference.check(out.t(), ref, allowed, "y")
+    out[0, 0] = torch.inf
+    with pytest.raises(AssertionError, match=r"worst at \(0, 0\): got inf"):
+        reference.check(out, ref, allowed, "y")
+    reference.check(torch.empty(0, 4), ref[:0], allowed[:0], "nothing")
