@@ -129,20 +129,25 @@ class Problem:
 
         Collective for `matmul` of the two reducing ops: the partial product is judged by what its sum over ranks gives.
         """
+        name = f"{self.case}, {variant}, rank {self.group.rank()}"
         if self.case.op == "all_gather_matmul" and variant == "comm":
-            expected = self._x.double()
-            allowed = torch.zeros_like(expected)
-        else:
-            if self.case.op != "all_gather_matmul" and variant == "matmul":
-                out = self._reduce(out)
-            # a backend may sum in the input's dtype, and so does every variant that goes through one
-            by_backend = variant in ("unfused", *BOUNDS)
-            expected, allowed = self._oracle(self._dtype if by_backend else torch.float32)
-        reference.check(out, expected, allowed, f"{self.case}, {variant}, rank {self.group.rank()}")
-        if not out.numel():
+            if not torch.equal(out, self._x):
+                reference.check(out, self._x.double(), torch.zeros(self._x.shape, device=out.device), name)
             return 0.0, 0.0
-        error = (out.double() - expected).abs()
-        return error.max().item(), torch.where(error > 0, error / allowed, 0.0).max().item()
+        if self.case.op != "all_gather_matmul" and variant == "matmul":
+            out = self._reduce(out)
+        # a backend may sum in the input's dtype, and so does every variant that goes through one
+        expected, allowed = self._oracle(self._dtype if variant in ("unfused", *BOUNDS) else torch.float32)
+        if out.shape != expected.shape or not out.numel():
+            reference.check(out, expected, allowed, name)
+            return 0.0, 0.0
+        # one temporary: at these sizes fresh pages cost more than arithmetic
+        error = torch.sub(expected, out).abs_()
+        largest = error.max().item()
+        ratio = error.div_(allowed).max().item()
+        if not ratio <= 1.0:
+            reference.check(out, expected, allowed, name)
+        return largest, ratio
 
     def _reduce(self, partial: Tensor) -> Tensor:
         if self.case.op == "matmul_reduce_scatter":

@@ -147,8 +147,10 @@ def sweep(
 def report(
     rows: Annotated[list[Path] | None, typer.Argument(help="CSV files of rows; default this machine's.")] = None,
     out: Annotated[Path, typer.Option(help="Folder the rows are under.")] = Path("results"),
+    readme: Annotated[Path | None, typer.Option(help="Document whose measured table is written again.")] = None,
 ) -> None:
     """Print the table and draw the picture again from stored rows, each picture beside its file."""
+    from . import generated
     from . import report as drawing
     from .machine import describe
 
@@ -159,6 +161,76 @@ def report(
         if drawing.timed_cases(stored):
             drawing.picture(stored, path.with_suffix(".png"))
             console.print(f"picture: {path.with_suffix('.png')}")
+        if readme is not None:
+            try:
+                text = generated.replaced(readme.read_text(), "measured", generated.measured_table(stored))
+            except (ValueError, OSError) as error:
+                raise typer.BadParameter(str(error)) from error
+            readme.write_text(text)
+            console.print(f"table: {readme}")
+
+
+def _lengths(text: str | None, option: str) -> dict[str, int] | None:
+    if text is None:
+        return None
+    try:
+        pairs = [part.split("=") for part in text.split(",")]
+        return {name.strip(): int(value) for name, value in pairs}
+    except ValueError:
+        raise typer.BadParameter(f"{option} takes NAME=NUMBER, comma-separated, got {text!r}") from None
+
+
+@app.command()
+def explain(
+    spec: Annotated[str | None, typer.Argument(help="A notation string, or a named layer such as FSDP.")] = None,
+    sizes: Annotated[str | None, typer.Option(help="Global lengths, M=8192,K=4096,...")] = None,
+    mesh: Annotated[str | None, typer.Option(help="Ranks on each axis, X=8.")] = None,
+    dtype: Annotated[str, typer.Option(help="What bytes are counted in.")] = "bfloat16",
+    table: Annotated[bool, typer.Option(help="Print the table of named layers and their collectives.")] = False,
+    write: Annotated[Path | None, typer.Option(help="Document whose table of collectives is written again.")] = None,
+) -> None:
+    """Show the steps of a sharded matmul and of both its gradients: collectives, bytes a rank sends, FLOPs."""
+    from fusedtp import explain as describe
+    from fusedtp.explain import table_markdown
+
+    from . import generated
+
+    if (spec is None) != (table or write is not None):
+        raise typer.BadParameter("give a notation string, or --table, or --write FILE")
+    if spec is None:
+        if table:
+            typer.echo(table_markdown())
+        if write is not None:
+            try:
+                write.write_text(generated.replaced(write.read_text(), "table", table_markdown()))
+            except (ValueError, OSError) as error:
+                raise typer.BadParameter(str(error)) from error
+        return
+    try:
+        typer.echo(str(describe(spec, sizes=_lengths(sizes, "--sizes"), mesh=_lengths(mesh, "--mesh"), dtype=dtype)))
+    except ValueError as error:
+        typer.echo(f"{error}", err=True)
+        raise typer.Exit(2) from error
+
+
+@app.command()
+def train(
+    steps: Annotated[int, typer.Option(min=1, help="Steps of every run.")] = 50,
+    fused_steps: Annotated[int, typer.Option(min=1, help="Steps with interpreted kernels.")] = 10,
+    out: Annotated[Path, typer.Option(help="Folder for the curves, one folder a machine.")] = Path("results"),
+) -> None:
+    """Train a small decoder on a 2 x 2 mesh with every schedule and in one process: losses must agree."""
+    from .machine import describe
+    from .train import Settings, compare
+
+    console = _console()
+    folder = out / describe().name
+    curves = compare(Settings(steps=steps), min(fused_steps, steps), folder)
+    reference, *_ = curves.values()
+    for name, losses in curves.items():
+        far = max(abs(loss - other) for loss, other in zip(losses, reference, strict=False))
+        console.print(f"{name:24} {len(losses):3} steps  loss {losses[0]:.4f} -> {losses[-1]:.4f}  off by {far:.1e}")
+    console.print(f"curves: {folder / 'train.csv'}, {folder / 'train.png'}")
 
 
 @app.command()

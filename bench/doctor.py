@@ -20,6 +20,7 @@ def examine(console: Console) -> None:
     """Print the findings; starts two ranks for a few seconds to try their shared memory."""
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     for title, lines in (
         ("Machine", machine_lines()),
@@ -32,8 +33,9 @@ def examine(console: Console) -> None:
         table.add_column(no_wrap=True)
         table.add_column()
         for name, text in lines:
-            table.add_row(name, text)
-        console.print(table, markup=False)
+            # Text: what the system says is not markup
+            table.add_row(name, Text(text))
+        console.print(table)
 
 
 def machine_lines() -> Iterator[tuple[str, str]]:
@@ -78,7 +80,7 @@ def memory_lines() -> Iterator[tuple[str, str]]:
 
     try:
         os.close(os.memfd_create("fusedtp doctor"))
-        yield "posix", "memfd_create works: ranks on this machine can map each other's memory"
+        yield "posix", "memfd_create works, which is what ranks on one machine share"
     except (AttributeError, OSError) as error:
         yield "posix", f"no memfd_create: {error}"
     if not torch.cuda.is_available():
@@ -105,17 +107,15 @@ def reachable(group: Any) -> tuple[bool, str]:
 def schedule_lines() -> Iterator[tuple[str, str]]:
     """What a group of two ranks of this machine finds, tried with real ranks."""
     from .ranks import RankError, RankPool
+    from .sweep import rank_environment
 
     machine = describe()
-    env = {} if machine.num_gpus else {"TRITON_INTERPRET": "1"}
-    if machine.num_gpus == 1:
-        env["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     try:
-        with RankPool(2, timeout=60.0, env=env) as pool:
+        with RankPool(2, timeout=60.0, env=rank_environment(machine.num_gpus, 2)) as pool:
             shared, detail = pool.run(reachable)[0]
     except RankError as error:
         shared, detail = False, f"trying it failed: {error}"
-    yield "two ranks", ("share memory: " if shared else "do not share memory: ") + detail
+    yield "two ranks", detail if shared else f"cannot reach each other's memory: {detail}"
     yield "unfused", "runs: torch.distributed alone"
     yield "decomposed", "runs" if shared else "does not run: it needs memory that the ranks share"
     if not shared:

@@ -156,7 +156,7 @@ def picture(rows: Sequence[Row], path: Path) -> None:
     """Draw the timed cases as a PNG: a column an op, a row a world size, a line a case, time on a log axis.
 
     A black tick is the unsplit matmul alone, a marker a schedule's median with its 20-80 % range, and the number on the
-    right the best speed-up over unfused. ValueError when no row has a number.
+    right the best speed-up over unfused; all panels share one axis. ValueError when no row has a number.
     """
     cases = timed_cases(rows)
     if not cases:
@@ -170,7 +170,7 @@ def picture(rows: Sequence[Row], path: Path) -> None:
     }
     heights = [max(len(panels[op, size]) for op in ops) for size in sizes]
     figure = Figure(figsize=(5.0 * len(ops) + 0.5, 0.27 * sum(heights) + 0.75 * len(sizes) + 1.1), layout="constrained")
-    axes = figure.subplots(len(sizes), len(ops), squeeze=False, height_ratios=heights)
+    axes = figure.subplots(len(sizes), len(ops), sharex=True, squeeze=False, height_ratios=heights)
     for across, op in enumerate(ops):
         for down, size in enumerate(sizes):
             _panel(axes[down][across], panels[op, size], heights[down])
@@ -221,14 +221,15 @@ def _panel(axis: Any, cases: Sequence[CaseRows], lines: int) -> None:
         best = max((value for value in speedups if value is not None), default=None)
         if best is not None:
             place = axis.get_yaxis_transform()
-            axis.text(1.01, line, f"{best:.2f}x", transform=place, va="center", fontsize=8)
+            axis.text(1.02, line, f"{best:.2f}x", transform=place, va="center", fontsize=8)
+    axis.text(1.02, 1.02, "speed-up", transform=axis.transAxes, va="bottom", fontsize=8, color="#555555")
     axis.set_xscale("log")
-    axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.xaxis.set_minor_locator(LogLocator(subs=()))
     axis.set_yticks(range(len(cases)), [case.size for case in cases], fontsize=8)
     axis.set_ylim(lines - 0.4, -0.6)
-    axis.tick_params(axis="x", labelsize=8)
+    axis.tick_params(axis="x", labelsize=8, labelbottom=True)
     axis.grid(axis="x", color="#ececec", zorder=0)
     for side in ("top", "right", "left"):
         axis.spines[side].set_visible(False)
@@ -243,5 +244,5 @@ def _origin(rows: Sequence[Row]) -> str:
     torches = sorted({row.torch for row in timed})
     return (
         f"{'; '.join(machines)}. torch {', '.join(torches)}, commit {', '.join(commits)} (+: with changes). "
-        "Right: best speed-up over unfused. M x N x K are global sizes."
+        "Speed-up: the best over unfused. M x N x K are global sizes."
     )

@@ -107,7 +107,8 @@ def _cell(value: object, kind: str) -> str:
     if value is None:
         return ""
     if kind == "str":
-        text = str(value)
+        # a bare carriage return would end the line for some readers
+        text = str(value).replace("\r\n", "\n").replace("\r", "\n")
         # an apostrophe of the text's own is escaped too, so that reading takes away exactly what writing added
         return "'" + text if text.startswith((*_FORMULA, "'")) else text
     return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -100,12 +100,15 @@ def _sizes(request: Request, op: str, world_size: int, num_gpus: int) -> list[tu
         dtypes = request.dtypes or (("bfloat16",) if num_gpus else ("float32",))
         return [(shape, dtype) for dtype in dtypes for shape in dict.fromkeys((*named, *request.shapes))]
     main, sets = ("bfloat16", ("square", "large")) if num_gpus else ("float32", ("small", "medium"))
-    sizes = [(shape, main) for name in sets for shape in SHAPES[name][op]]
+    shapes = [shape for name in sets for shape in SHAPES[name][op]]
     if not num_gpus and world_size == 2:
-        sizes += [(shape, main) for name in ("square", "comm") for shape in SHAPES[name][op]]
-    elif not num_gpus:
-        sizes += [(SHAPES["comm"][op][0], main)]
-    sizes += [(shape, dtype) for shape in SHAPES["medium"][op] for dtype in DTYPES if dtype != main]
+        shapes += SHAPES["square"][op] + SHAPES["comm"][op]
+    elif not num_gpus and world_size > 2:
+        # more ranks than a small machine has cores: one size where communication matters
+        shapes += SHAPES["comm"][op][:1]
+    sizes = [(shape, main) for shape in shapes]
+    if num_gpus or world_size == 2:
+        sizes += [(shape, dtype) for shape in SHAPES["medium"][op] for dtype in DTYPES if dtype != main]
     return [(shape, dtype) for shape, dtype in sizes if request.dtypes is None or dtype in request.dtypes]
 
 
@@ -188,11 +191,20 @@ def failed(job: Job, text: str) -> list[Outcome]:
     return [Outcome(variant, Verdict(float("nan"), float("nan"), text)) for variant in job.variants]
 
 
+def rank_environment(num_gpus: int, num_ranks: int) -> dict[str, str]:
+    """What ranks started here need set before they import torch and Triton."""
+    if not num_gpus:
+        return dict([INTERPRET])
+    # torch's symmetric memory refuses ranks that share a GPU unless told that it is meant
+    return {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"} if num_ranks > num_gpus else {}
+
+
 def run_spawned(jobs: Sequence[Job], machine: Machine, done: Callable[[Job], None]) -> list[Row]:
     """Run the jobs on ranks started here; `done` is called after each."""
-    env = {} if machine.num_gpus else dict([INTERPRET])
+    num_ranks = max(job.case.world_size for job in jobs)
+    env = rank_environment(machine.num_gpus, num_ranks)
     rows: list[Row] = []
-    with RankPool(max(job.case.world_size for job in jobs), timeout=JOB_SECONDS, env=env) as pool:
+    with RankPool(num_ranks, timeout=JOB_SECONDS, env=env) as pool:
         for job in jobs:
             try:
                 outcomes = pool.run(run_job, job, world_size=job.case.world_size)[0]

@@ -9,31 +9,47 @@ from typing import TYPE_CHECKING, Any
 
 from .dispatch import Path, last_path
 from .errors import NotationError, PeerTimeout
+from .explain import explain
 from .functional import (
     all_gather,
     all_gather_linear,
     all_reduce,
+    fsdp_linear,
     linear_all_reduce,
     linear_reduce_scatter,
     reduce_scatter,
+    sharded_matmul,
 )
+from .layers import ColumnParallelLinear, FSDPLinear, ParallelMLP, RowParallelLinear
+from .plan import plan
 
 if TYPE_CHECKING:
+    from .parallel import FusedColwiseParallel, FusedRowwiseParallel
     from .workspace import destroy, set_timeout
 
 __all__ = [
+    "ColumnParallelLinear",
+    "FSDPLinear",
+    "FusedColwiseParallel",
+    "FusedRowwiseParallel",
     "NotationError",
+    "ParallelMLP",
     "Path",
     "PeerTimeout",
+    "RowParallelLinear",
     "all_gather",
     "all_gather_linear",
     "all_reduce",
     "destroy",
+    "explain",
+    "fsdp_linear",
     "last_path",
     "linear_all_reduce",
     "linear_reduce_scatter",
+    "plan",
     "reduce_scatter",
     "set_timeout",
+    "sharded_matmul",
 ]
 
 
@@ -43,4 +59,9 @@ def __getattr__(name: str) -> Any:
         from . import workspace
 
         return getattr(workspace, name)
+    # The styles bring DTensor in.
+    if name in ("FusedColwiseParallel", "FusedRowwiseParallel"):
+        from . import parallel
+
+        return getattr(parallel, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 
 from .notation import Dim, Tensor
@@ -24,7 +25,7 @@ class Problem:
     b: Tensor
     c: Tensor
 
-    @property
+    @cached_property
     def contraction(self) -> tuple[str, ...]:
         return tuple(name for name in self.a.names if name in self.b.names)
 

@@ -12,10 +12,13 @@ import ctypes
 import threading
 import time
 
+from torch import Tensor
+
 TICK_SECONDS = 0.01
 
 _lock = threading.Lock()
-_words: dict[int, ctypes.c_int32] = {}
+# By address: the word, and the tensor that keeps it alive while it is written.
+_words: dict[int, tuple[ctypes.c_int32, Tensor]] = {}
 _thread: threading.Thread | None = None
 _stop = threading.Event()
 
@@ -28,26 +31,27 @@ def now_ms() -> int:
 def _run() -> None:
     while not _stop.wait(TICK_SECONDS):
         with _lock:
-            for word in _words.values():
+            for word, _ in _words.values():
                 word.value = now_ms()
 
 
-def drive(address: int) -> None:
-    """Write the time to the int32 at `address` from now on."""
+def drive(block: Tensor) -> None:
+    """Write the time to the first element of `block` (int32, in host memory) from now on."""
     global _thread
+    word = ctypes.c_int32.from_address(block.data_ptr())
+    word.value = now_ms()
     with _lock:
-        _words[address] = ctypes.c_int32.from_address(address)
-        _words[address].value = now_ms()
+        _words[block.data_ptr()] = (word, block)
         if _thread is None or not _thread.is_alive():
             _stop.clear()
             _thread = threading.Thread(target=_run, name="fusedtp-clock", daemon=True)
             _thread.start()
 
 
-def release(address: int) -> None:
-    """Stop writing to `address`; with the last one the thread ends."""
+def release(block: Tensor) -> None:
+    """Stop writing to `block`; with the last one the thread ends."""
     with _lock:
-        _words.pop(address, None)
+        _words.pop(block.data_ptr(), None)
         last = not _words
     if last:
         stop()

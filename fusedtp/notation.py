@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NoReturn
 
 from .errors import NotationError
@@ -125,6 +125,11 @@ def parse(text: str) -> Spec:
     """
     if not isinstance(text, str):
         raise TypeError(f"a notation string is expected, not {type(text).__name__}")
+    return _parse(text)
+
+
+@lru_cache(maxsize=4096)
+def _parse(text: str) -> Spec:
     return _Parser(text).spec()
 
 

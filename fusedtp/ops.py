@@ -100,3 +100,32 @@ def all_reduce(x: Tensor, group_name: str, schedule: str, algorithm: str) -> Ten
 @all_reduce.register_fake
 def _(x: Tensor, group_name: str, schedule: str, algorithm: str) -> Tensor:
     return x.new_empty(x.shape)
+
+
+# The gradient of a gather is the scatter of its sum and the other way round. The sum of an all-reduce is the same
+# tensor on every rank, and so is its gradient, which is therefore passed on as it is.
+
+
+def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.sizes, ctx.group_name, ctx.schedule, _ = inputs
+
+
+def _setup_all_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    pass
+
+
+def _through_reduce_scatter(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return reduce_scatter(grad, ctx.sizes, ctx.group_name, ctx.schedule, "auto"), None, None, None, None
+
+
+def _through_all_gather(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return all_gather(grad, ctx.sizes, ctx.group_name, ctx.schedule, "auto"), None, None, None, None
+
+
+def _as_it_is(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return grad, None, None, None
+
+
+all_gather.register_autograd(_through_reduce_scatter, setup_context=_setup_gather)
+reduce_scatter.register_autograd(_through_all_gather, setup_context=_setup_gather)
+all_reduce.register_autograd(_as_it_is, setup_context=_setup_all_reduce)

@@ -12,9 +12,9 @@ usual way where nothing is cheaper, and `reason` says what it was compared with.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from .candidates import Problem, choose, product
@@ -52,16 +52,16 @@ class MatmulPlan(Problem):
     reason: str
     rejected: tuple[Step, ...]  # the way that `reason` compares with; empty if there is no other
 
-    @property
+    @cached_property
     def collectives(self) -> tuple[Step, ...]:
         return tuple(step for step in self.steps if step.is_collective)
 
-    @property
+    @cached_property
     def fused(self) -> Step | None:
         """The collective that runs inside the matmul."""
         return next((step for step in self.collectives if step.fused), None)
 
-    @property
+    @cached_property
     def op(self) -> Op:
         step = self.fused
         if step is None:
@@ -72,9 +72,14 @@ class MatmulPlan(Problem):
             return Op("matmul_reduce_scatter", int(step.dim in self.b.names))
         return Op("matmul_all_reduce")
 
-    def walk(self) -> Iterator[tuple[Step, tuple[Tensor, ...], Tensor]]:
+    def walk(self) -> tuple[tuple[Step, tuple[Tensor, ...], Tensor], ...]:
         """Each step with the shardings that it starts from (two for the matmul) and the one that it makes."""
+        return self._walked
+
+    @cached_property
+    def _walked(self) -> tuple[tuple[Step, tuple[Tensor, ...], Tensor], ...]:
         now = dict(zip(self.names, (self.a, self.b), strict=False))
+        walked = []
         for step in self.steps:
             before: tuple[Tensor, ...]
             if step.kind == "matmul":
@@ -83,7 +88,8 @@ class MatmulPlan(Problem):
             else:
                 before = (now[step.tensor],)
                 now[step.tensor] = moved(before[0], step)
-            yield step, before, now[step.tensor]
+            walked.append((step, before, now[step.tensor]))
+        return tuple(walked)
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,7 @@ class Plan:
     def matmuls(self) -> tuple[MatmulPlan, MatmulPlan, MatmulPlan]:
         return self.forward, self.dx, self.dw
 
-    @property
+    @cached_property
     def shared(self) -> tuple[Step, ...]:
         """The steps on dy that dx and dw both begin with: done once, they serve both gradients."""
         pairs = zip(_plain_steps(self.dx, "dy"), _plain_steps(self.dw, "dy"), strict=False)

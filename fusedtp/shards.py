@@ -14,8 +14,9 @@ def even_sizes(length: int, world_size: int) -> tuple[int, ...]:
     """The split of `torch.tensor_split`: the first `length % world_size` ranks hold one more than the others."""
     if length < 0 or world_size < 1:
         raise ValueError(f"cannot split a length of {length} over {world_size} ranks")
-    base, extra = divmod(length, world_size)
-    return tuple(base + (rank < extra) for rank in range(world_size))
+    # Neither divmod nor the sum of a number and a comparison can be traced where torch.compile leaves the length open.
+    base, extra = length // world_size, length % world_size
+    return tuple([base + 1 if rank < extra else base for rank in range(world_size)])
 
 
 def offsets(sizes: Iterable[int]) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,15 +25,20 @@ _TRUE = np.ones(1, dtype=bool)
 _ZERO = np.zeros(1, dtype=np.int32)
 
 
+@lru_cache(maxsize=1 << 14)
+def _at(address: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    return np.array([address], dtype=np.uint64)
+
+
 def load_acquire(address: int) -> int:
     """The int32 at `address`; what its writer stored before releasing it is visible afterwards."""
-    at = np.array([address], dtype=np.uint64)
+    at = _at(address)
     return int(interpreter.atomic_rmw(interpreter.RMW_OP.ADD, at, _ZERO, _TRUE, interpreter.MEM_SEMANTIC.ACQUIRE)[0])
 
 
 def store_release(address: int, value: int) -> None:
     """Write the int32 at `address` after everything stored before."""
-    at = np.array([address], dtype=np.uint64)
+    at = _at(address)
     word = np.array([value], dtype=np.int32)
     interpreter.atomic_rmw(interpreter.RMW_OP.XCHG, at, word, _TRUE, interpreter.MEM_SEMANTIC.RELEASE)
 
@@ -66,14 +72,14 @@ class HostSteps:
 
     def _wait_slowly(self, poll: Callable[[], int], src: int, slot: int) -> None:
         ws = self._ws
-        ws.words[signal.WAITING_FOR.value] = src + 1
+        ws.host_words[signal.WAITING_FOR.value] = src + 1
         deadline = time.monotonic() + ws.seconds
         while wrapping_difference(seen := poll(), self.epoch) < 0:
             if time.monotonic() > deadline:
                 ws.give_up(self._op, src, slot, self.epoch, seen)
             # Ranks may outnumber cores: let the one that is waited for run.
             os.sched_yield()
-        ws.words[signal.WAITING_FOR.value] = 0
+        ws.host_words[signal.WAITING_FOR.value] = 0
 
     def enter(self) -> None:
         """Tell every peer that this rank has begun the epoch."""
@@ -84,7 +90,7 @@ class HostSteps:
         """Wait for every peer's entry and end the epoch."""
         for i in range(1, self._ws.world_size):
             self.wait((self._ws.rank + i) % self._ws.world_size, signal.ENTRY_SLOT.value)
-        self._ws.words[signal.EPOCH.value] = self.epoch
+        store_release(self._ws.addresses[self._ws.rank] + 4 * signal.EPOCH.value, self.epoch)
 
 
 class DeviceSteps:

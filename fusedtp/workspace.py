@@ -57,8 +57,9 @@ class Workspace:
         self._done: torch.cuda.Event | None = None
         on_gpu = device.type == "cuda"
         self.host_block = torch.zeros(signal.HOST_WORDS, dtype=torch.int32, pin_memory=on_gpu)
+        self._report = self.host_block.numpy()
         self._allocate(_MIN_HALF_BYTES, _MIN_SLOTS)
-        clock.drive(self.host_block.data_ptr() + 4 * signal.CLOCK_MS.value)
+        clock.drive(self.host_block[signal.CLOCK_MS.value :])
 
     def _allocate(self, half_bytes: int, slots: int) -> None:
         epoch = self.epoch if self._arena is not None else self._first_epoch
@@ -72,6 +73,8 @@ class Workspace:
         self._arena = self._memory.allocate(header.numel() * 4 + 2 * half_bytes, header)
         self.half_bytes, self.slots, self.data_offset = half_bytes, slots, header.numel() * 4
         self.words = self._arena.tensors[self.rank][: self.data_offset].view(torch.int32)
+        # The same words for the host, where it can reach them: an element of a tensor takes ten times as long.
+        self.host_words = (self.words if self.device.type == "cpu" else torch.zeros(0)).numpy()
         self.addresses = [each.data_ptr() for each in self._arena.tensors]
         table = torch.tensor([*self.addresses, self.host_block.data_ptr()], dtype=torch.int64)
         self.peers = table.to(self.device)
@@ -103,6 +106,11 @@ class Workspace:
         if half_bytes <= self.half_bytes and slots <= self.slots:
             return
         if self.device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"the workspace must grow to halves of {half_bytes} bytes, which a graph capture does not allow: "
+                    "run the same op once before capturing"
+                )
             torch.cuda.synchronize(self.device)
         grown = (
             max(self.half_bytes, -(-max(half_bytes, self.half_bytes * 3 // 2) // 4096) * 4096)
@@ -154,9 +162,9 @@ class Workspace:
         """Raise what a kernel has reported, and again at every later use. On a GPU: what has arrived by now."""
         if self.failure is not None:
             raise self.failure
-        block = self.host_block
-        if int(block[signal.REPORT.value]):
-            op, peer, slot, expected, seen = block[signal.REPORT_OP.value : signal.REPORT_SEEN.value + 1].tolist()
+        if self._report[signal.REPORT.value]:
+            report = self._report[signal.REPORT_OP.value : signal.REPORT_SEEN.value + 1]
+            op, peer, slot, expected, seen = report.tolist()
             self._fail(signal.OPS[op], peer, slot, expected, seen)
 
     def check(self) -> None:
@@ -206,17 +214,17 @@ class Workspace:
 
     def close(self) -> None:
         """Give the memory back. The peers may still use theirs."""
-        clock.release(self.host_block.data_ptr() + 4 * signal.CLOCK_MS.value)
+        clock.release(self.host_block[signal.CLOCK_MS.value :])
         if self._arena is not None:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             arena, self._arena = self._arena, None
-            del self.words
+            del self.words, self.host_words
             arena.release()
 
 
 def _key(group: dist.ProcessGroup, device: torch.device) -> tuple[str, torch.device]:
-    if str(device) == "cuda":
+    if device.type == "cuda" and str(device) == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     return str(group.group_name), device
 

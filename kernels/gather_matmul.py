@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from .launch import Channel, Config, options
-from .matmul import Operand, RightOperand, locate_in_chunks, locate_whole, matmul_tiles, store_rows
+from .matmul import Operand, RightOperand, bias_along, locate_in_chunks, locate_whole, matmul_tiles, store_rows
 from .push import Rows, push_to_all
 from .signal import FIRST_SLOT, OPS, Link, begin, enter, half, leave, wait
 
@@ -37,7 +37,7 @@ class Gathered(NamedTuple):
     bias_ptr: tl.tensor
     M: tl.tensor
     N: tl.tensor
-    HAS_BIAS: tl.constexpr
+    BIAS: tl.constexpr
     OWN_IN_PLACE: tl.constexpr
     ALIGNED: tl.constexpr
     K: tl.tensor
@@ -97,8 +97,8 @@ def _store_gathered(ctx, tile, acc, ok):
 @triton.jit
 def _gather_matmul_programs(
     ctx, shard, b, num_rows, dst_row, num_tiles,
-    PUSHERS: tl.constexpr, CONTRACTION: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    PUSHERS: tl.constexpr, CONTRACTION: tl.constexpr, LAST: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     num_programs = tl.num_programs(0)
@@ -121,32 +121,34 @@ def _gather_matmul_programs(
             _locate_own_chunk_first, _a_gathered_rows, _store_gathered, 1,
             ctx.BLOCK_M, ctx.BLOCK_N, BLOCK_K, ctx.UPCAST,
         )  # fmt: skip
-    leave(ctx.link, num_programs)
+    if LAST:
+        leave(ctx.link, num_programs)
 
 
 @triton.jit(do_not_specialize=["rank", "num_rows", "dst_row", "num_tiles"])
 def _gather_matmul_kernel(
     a_ptr, b_ptr, c_ptr, bias_ptr, table, peers, rank, num_rows, dst_row, num_tiles, M, N, K, shard_cols,
     stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn, pitch, half_bytes, data_offset,
-    WORLD_SIZE: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, HAS_BIAS: tl.constexpr, OWN_IN_PLACE: tl.constexpr,
-    ALIGNED: tl.constexpr, PUSHERS: tl.constexpr, CONTRACTION: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, UPCAST: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, BIAS: tl.constexpr, OWN_IN_PLACE: tl.constexpr,
+    ALIGNED: tl.constexpr, PUSHERS: tl.constexpr, CONTRACTION: tl.constexpr, LAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Programs 0 .. PUSHERS - 1 push the own shard and signal each piece, without waiting; the others multiply.
 
     A multiplying program waits for pieces of other ranks' shards (of its own too, without OWN_IN_PLACE), which programs
-    with lower ids raise before anything else, or which a kernel issued earlier has raised (PUSHERS = 0).
+    with lower ids raise before anything else, or which a kernel issued earlier has raised (PUSHERS = 0). It ends the
+    epoch if LAST.
     """
     _gather_matmul_programs(
         Gathered(
             Link(peers, rank, begin(peers, rank), half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
             a_ptr, stride_am, table, pitch, c_ptr, stride_cm, stride_cn, bias_ptr, M, N,
-            HAS_BIAS, OWN_IN_PLACE, ALIGNED, K, BLOCK_M, BLOCK_N, GROUP_M, UPCAST,
+            BIAS, OWN_IN_PLACE, ALIGNED, K, BLOCK_M, BLOCK_N, GROUP_M, UPCAST,
         ),
         Rows(a_ptr, stride_am, stride_ak, shard_cols),
         RightOperand(b_ptr, stride_bk, stride_bn, N),
-        num_rows, dst_row, num_tiles, PUSHERS, CONTRACTION, BLOCK_K, BLOCK_R, BLOCK_C,
+        num_rows, dst_row, num_tiles, PUSHERS, CONTRACTION, LAST, BLOCK_K, BLOCK_R, BLOCK_C,
     )  # fmt: skip
 
 
@@ -169,10 +171,12 @@ def gather_matmul(
     pushed: bool,
     config: Config,
     upcast: bool,
+    transposed: bool = False,
+    last: bool = True,
 ) -> None:
-    """c = gather(a, gather_dim) @ b + bias.
+    """c [M, N] = gather(a, gather_dim) @ b + bias [N], or [M] if `transposed`.
 
-    With `pushed` the pieces are already under way; else the kernel's programs push them.
+    With `pushed` the pieces are already under way; else the kernel's programs push them. `last` ends the epoch.
     """
     (M, N), K = c.shape, b.shape[0]
     rank = channel.rank
@@ -185,7 +189,8 @@ def gather_matmul(
         a, b, c, c if bias is None else bias, table, channel.peers, rank, a.shape[0], dst_row, num_tiles, M, N, K,
         a.shape[1],
         *a.stride(), *b.stride(), *c.stride(), pitch, channel.half_bytes, channel.data_offset,
-        channel.world_size, OPS.index("all_gather_matmul"), channel.count_bytes, bias is not None, own_in_place(a),
-        all(size % 16 == 0 for size in sizes), pushers, gather_dim == 1, config.block_m, config.block_n, config.block_k,
-        config.group_m, config.copy_rows, config.copy_cols, upcast, **options(config),
+        channel.world_size, OPS.index("all_gather_matmul"), channel.count_bytes, bias_along(bias, transposed),
+        own_in_place(a),        all(size % 16 == 0 for size in sizes), pushers, gather_dim == 1, last,
+        config.block_m, config.block_n, config.block_k, config.group_m, config.copy_rows, config.copy_cols, upcast,
+        **options(config),
     )  # fmt: skip

@@ -56,7 +56,7 @@ def compiled_config(dtype: torch.dtype) -> Config:
     """The configuration of a compiled kernel; the device adds the number of programs."""
     if dtype == torch.float32:
         # No tensor cores, and twice the bytes a tile: smaller tiles keep it out of local memory.
-        return Config(block_m=64, block_n=64, block_k=32, num_warps=4)
+        return Config(block_m=64, block_n=64, block_k=32, num_warps=8)
     return Config()
 
 

@@ -184,7 +184,7 @@ class Whole(NamedTuple):
     M: tl.tensor
     N: tl.tensor
     K: tl.tensor
-    HAS_BIAS: tl.constexpr
+    BIAS: tl.constexpr
     BLOCK_M: tl.constexpr
     BLOCK_N: tl.constexpr
     GROUP_M: tl.constexpr
@@ -197,10 +197,12 @@ def store_rows(ctx, c_row, tile, acc, ok):
     offs_m = tl.arange(0, ctx.BLOCK_M)
     offs_n = tile.col + tl.arange(0, ctx.BLOCK_N)
     mask = (offs_m < tile.rows - tile.row)[:, None] & (offs_n < ctx.N)[None, :]
-    if ctx.HAS_BIAS:
-        acc += tl.load(ctx.bias_ptr + offs_n, mask=offs_n < ctx.N, other=0.0).to(tl.float32)[None, :]
-    acc = or_nan(acc, ok)
     rows = (c_row + offs_m).to(tl.int64)
+    if ctx.BIAS == "columns":
+        acc += tl.load(ctx.bias_ptr + offs_n, mask=offs_n < ctx.N, other=0.0).to(tl.float32)[None, :]
+    if ctx.BIAS == "rows":
+        acc += tl.load(ctx.bias_ptr + rows, mask=offs_m < tile.rows - tile.row, other=0.0).to(tl.float32)[:, None]
+    acc = or_nan(acc, ok)
     c_ptrs = ctx.c_ptr + rows[:, None] * ctx.stride_cm + offs_n[None, :].to(tl.int64) * ctx.stride_cn
     tl.store(c_ptrs, round_to(acc, ctx.c_ptr.dtype.element_ty, ctx.UPCAST), mask=mask)
 
@@ -228,7 +230,7 @@ def _store_whole(ctx, tile, acc, ok):
 def _matmul_kernel(
     a_ptr, b_ptr, c_ptr, bias_ptr, M, N, K,
     stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
-    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
     """The plain matmul. Nobody waits and nobody signals."""
@@ -237,7 +239,7 @@ def _matmul_kernel(
     matmul_tiles(
         Whole(
             a_ptr, stride_am, stride_ak, c_ptr, stride_cm, stride_cn, bias_ptr, M, N, K,
-            HAS_BIAS, BLOCK_M, BLOCK_N, GROUP_M, UPCAST,
+            BIAS, BLOCK_M, BLOCK_N, GROUP_M, UPCAST,
         ),
         RightOperand(b_ptr, stride_bk, stride_bn, N),
         tl.program_id(0), tl.num_programs(0), num_tiles,
@@ -245,12 +247,25 @@ def _matmul_kernel(
     )  # fmt: skip
 
 
+def bias_along(bias: torch.Tensor | None, transposed: bool) -> str:
+    """What a kernel is told of its bias: an element a column of the caller's result, a row where that is transposed."""
+    return "none" if bias is None else "rows" if transposed else "columns"
+
+
 def matmul(
-    a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, bias: torch.Tensor | None, *, config: Config, upcast: bool
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    config: Config,
+    upcast: bool,
+    transposed: bool = False,
 ) -> None:
-    """c [M, N] = a [M, K] @ b [K, N] + bias [N]; any strides, no communication."""
+    """c [M, N] = a [M, K] @ b [K, N] + bias [N], or [M] if `transposed`; any strides, no communication."""
     (M, K), N = a.shape, b.shape[1]
     _matmul_kernel[(config.programs,)](
-        a, b, c, c if bias is None else bias, M, N, K, *a.stride(), *b.stride(), *c.stride(), bias is not None,
-        config.block_m, config.block_n, config.block_k, config.group_m, upcast, **options(config),
+        a, b, c, c if bias is None else bias, M, N, K, *a.stride(), *b.stride(), *c.stride(),
+        bias_along(bias, transposed), config.block_m, config.block_n, config.block_k, config.group_m, upcast,
+        **options(config),
     )  # fmt: skip

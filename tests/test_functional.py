@@ -163,11 +163,6 @@ BAD: dict[str, tuple[Call, type[Exception], str]] = {
         TypeError,
         "group must be a ProcessGroup, its name, a 1-D DeviceMesh or None, got list",
     ),
-    "gradient wanted": (
-        lambda g: fusedtp.linear_all_reduce(ones(*X), ones(*W).requires_grad_(), group=g),
-        NotImplementedError,
-        "weight requires a gradient",
-    ),
 }
 
 

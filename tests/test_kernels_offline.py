@@ -32,7 +32,15 @@ LINK = {"WORLD_SIZE": 8, "OP": 1, "COUNT": False}
 def _variants() -> list[tuple[str, str, dict[str, Any], bool, bool]]:
     # (module, kernel, constants, multiplies, waits)
     push = {"SCATTER": False, "WITH_OWN": False, **LINK}
-    gather = {"HAS_BIAS": True, "OWN_IN_PLACE": True, "ALIGNED": True, "PUSHERS": 16, "CONTRACTION": False, **LINK}
+    gather = {
+        "BIAS": "columns",
+        "LAST": True,
+        "OWN_IN_PLACE": True,
+        "ALIGNED": True,
+        "PUSHERS": 16,
+        "CONTRACTION": False,
+        **LINK,
+    }
     scatter = {"TO_ALL": False, **LINK}
     reduce = {"BIAS": "columns", "PER_TILE": True, "OWN_IN_PLACE": False, "BROADCAST": False, **LINK}
     ring = {"REDUCE": True, "GATHER": True, **LINK}
@@ -41,14 +49,14 @@ def _variants() -> list[tuple[str, str, dict[str, Any], bool, bool]]:
         for name in ("enter", "signal", "wait", "leave")
     ]
     return [
-        ("matmul", "_matmul_kernel", {"HAS_BIAS": True}, True, False),
+        ("matmul", "_matmul_kernel", {"BIAS": "columns"}, True, False),
         ("push", "_push_kernel", push, False, False),
         ("push", "_push_kernel", push | {"SCATTER": True, "WITH_OWN": True}, False, False),
         ("push", "_collect_kernel", {"PER_TILE": False, **LINK}, False, True),
         ("push", "_collect_kernel", {"PER_TILE": True, **LINK}, False, True),
         ("gather_matmul", "_gather_matmul_kernel", gather, True, True),
         ("gather_matmul", "_gather_matmul_kernel", gather | {"OWN_IN_PLACE": False}, True, True),
-        ("gather_matmul", "_gather_matmul_kernel", gather | {"PUSHERS": 0, "HAS_BIAS": False}, True, True),
+        ("gather_matmul", "_gather_matmul_kernel", gather | {"PUSHERS": 0, "BIAS": "rows", "LAST": False}, True, True),
         ("gather_matmul", "_gather_matmul_kernel", gather | {"CONTRACTION": True}, True, True),
         ("matmul_scatter", "_matmul_scatter_kernel", scatter, True, False),
         ("matmul_scatter", "_matmul_scatter_kernel", scatter | {"TO_ALL": True}, True, False),

@@ -22,12 +22,7 @@ class CudaMemory:
         self.rank, self.world_size = group.rank(), group.size()
 
     def allocate(self, num_bytes: int, header: Tensor) -> Arena:
-        """See `Memory.allocate`. RuntimeError during graph capture: memory cannot be made then."""
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"the workspace must grow to {num_bytes} bytes, which a graph capture does not allow: "
-                "run the same op once before capturing"
-            )
+        """See `Memory.allocate`. Raises `Unreachable` where torch cannot map the peers' memory."""
         import torch.distributed._symmetric_memory as symm_mem
 
         try:

@@ -9,17 +9,18 @@ from . import Arena
 
 
 class _Shared:
-    """What the virtual ranks have in common: one list of tensors for every size that was asked for."""
+    """What the virtual ranks have in common: the arenas of every generation, made by the rank that asks first."""
 
     def __init__(self, world_size: int, device: torch.device) -> None:
         self.world_size, self.device = world_size, device
         self.arenas: dict[int, list[Tensor]] = {}
 
-    def tensors(self, num_bytes: int) -> list[Tensor]:
-        if num_bytes not in self.arenas:
+    def tensors(self, generation: int, num_bytes: int) -> list[Tensor]:
+        if generation not in self.arenas:
             shape = (self.world_size, num_bytes)
-            self.arenas[num_bytes] = list(torch.zeros(shape, dtype=torch.uint8, device=self.device).unbind())
-        return self.arenas[num_bytes]
+            self.arenas[generation] = list(torch.zeros(shape, dtype=torch.uint8, device=self.device).unbind())
+        assert self.arenas[generation][0].numel() == num_bytes, "virtual ranks must allocate alike"
+        return self.arenas[generation]
 
 
 class LocalMemory:
@@ -29,16 +30,18 @@ class LocalMemory:
     """
 
     def __init__(self, rank: int, shared: _Shared) -> None:
-        self.rank, self.world_size, self._shared = rank, shared.world_size, shared
+        self.rank, self.world_size, self._shared, self._generation = rank, shared.world_size, shared, 0
 
     def allocate(self, num_bytes: int, header: Tensor) -> Arena:
         """See `Memory.allocate`; the ranks may call one after another."""
         num_bytes = -(-num_bytes // 4096) * 4096
-        tensors = self._shared.tensors(num_bytes)
+        self._generation += 1
+        generation = self._generation
+        tensors = self._shared.tensors(generation, num_bytes)
         tensors[self.rank][: header.numel() * 4].view(torch.int32).copy_(header)
 
         def release() -> None:
-            self._shared.arenas.pop(num_bytes, None)
+            self._shared.arenas.pop(generation, None)
 
         return Arena(list(tensors), release)
 

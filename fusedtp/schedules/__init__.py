@@ -4,7 +4,10 @@
 `decomposed`  library matmuls by chunk, the next chunk on its way while one is multiplied
 `fused`       one persistent Triton kernel
 
-    all_gather_matmul(a, b, bias, *, gather_dim, sizes, group)        a [sizes[rank], K] or [M, sizes[rank]] -> [M, N]
+    all_gather_matmul(a, b, bias, *, gather_dim, sizes, group, transposed)   a [sizes[rank], K] or [M, sizes[rank]]
+                                                                      -> [M, N], bias [N]; transposed: [N, M], bias [M]
+    all_gather_two_matmuls(a, b, right, *, sizes, group)              a [sizes[rank], K] -> gather(a) @ b [M, N],
+                                                                      gather(a).T @ right [K, R]; gathered once
     matmul_reduce_scatter(a, b, bias, *, scatter_dim, sizes, group)   -> [sizes[rank], N] or [M, sizes[rank]]
     matmul_all_reduce(a, b, bias, *, group, algorithm)                -> [M, N]
     all_gather(x, *, sizes, group, algorithm)                         x [sizes[rank], C] -> [sum(sizes), C]
@@ -18,11 +21,13 @@ contiguous.
 from __future__ import annotations
 
 import importlib
+from functools import cache
 from types import ModuleType
 
 NAMES = ("fused", "decomposed", "unfused")
 
 
+@cache
 def load(name: str) -> ModuleType:
     """The schedule's module, imported on first use: `fused` brings Triton in."""
     assert name in NAMES, name

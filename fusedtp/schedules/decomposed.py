@@ -10,8 +10,7 @@ The right choice on a CPU always, and on a GPU for large chunks (a few MB) and l
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,12 +19,8 @@ from torch.distributed import ProcessGroup
 from .. import workspace
 from ..kernels.signal import FIRST_SLOT
 from ..shards import even_sizes, offsets
-from ..steps import DeviceSteps, HostSteps
 from ..workspace import Workspace
-
-Steps = HostSteps | DeviceSteps
-
-_ALIGNMENT = 64
+from .transport import Steps, aligned, gathering, op, publish, published, settle, travelling
 
 # A one-shot all-reduce reads every peer's whole partial; beyond this size reducing a slice each and sharing it moves
 # less.
@@ -35,42 +30,9 @@ ONE_SHOT_BYTES = 64 << 10
 # terms.
 _SUM_BLOCK_BYTES = 256 << 10
 
-_side_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-@contextlib.contextmanager
-def _op(ws: Workspace, name: str, half_bytes: int, slots: int) -> Iterator[Steps]:
-    # One epoch: room for the op, entry, the op itself, exit.
-    with ws.running(name):
-        ws.require(half_bytes, FIRST_SLOT.value + slots)
-        steps = ws.steps(name)
-        steps.enter()
-        yield steps
-        steps.leave()
-
-
-@contextlib.contextmanager
-def _travelling(ws: Workspace) -> Iterator[None]:
-    # On a GPU, what is issued inside runs on a side stream, beside the matmuls that follow.
-    if ws.device.type == "cpu":
-        yield
-        return
-    if ws.device not in _side_streams:
-        _side_streams[ws.device] = torch.cuda.Stream(ws.device, priority=-1)
-    side, main = _side_streams[ws.device], torch.cuda.current_stream(ws.device)
-    side.wait_stream(main)
-    with torch.cuda.stream(side):
-        yield
-
-
-def _settle(ws: Workspace) -> None:
-    # The op must not end, nor its inputs be reused, before the side stream has read them.
-    if ws.device in _side_streams:
-        torch.cuda.current_stream(ws.device).wait_stream(_side_streams[ws.device])
+# A matmul of fewer rows is bound by reading the weight, which every chunk would read again: such chunks are put
+# together and multiplied at once.
+FEW_ROWS = 256
 
 
 def _matmul_into(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
@@ -103,66 +65,73 @@ def _sum_into(parts: list[Tensor], bias: Tensor | None, out: Tensor) -> None:
             block.copy_(total)
 
 
-def _publish(ws: Workspace, steps: Steps, x: Tensor, slot: int, offset: int) -> None:
-    # Make x [rows, cols] readable by every peer: in the own arena, or in each peer's at this rank's place.
-    shape = (x.shape[0], x.shape[1])
-    if ws.in_place:
-        ws.view(ws.rank, steps.epoch, offset, shape, x.dtype).copy_(x)
-        for i in range(1, ws.world_size):
-            steps.signal((ws.rank - i) % ws.world_size, slot)
-        return
-    with _travelling(ws):
-        for i in range(1, ws.world_size):
-            dst = (ws.rank - i) % ws.world_size
-            ws.view(dst, steps.epoch, offset, shape, x.dtype).copy_(x)
-            steps.signal(dst, slot)
-
-
-def _published(
-    ws: Workspace, steps: Steps, src: int, shape: tuple[int, int], dtype: torch.dtype, slot: int, offset: int
-) -> Tensor:
-    # What rank src has published, once it has.
-    steps.wait(src, slot)
-    return ws.view(src if ws.in_place else ws.rank, steps.epoch, offset, shape, dtype)
-
-
 def all_gather_matmul(
-    a: Tensor, b: Tensor, bias: Tensor | None, *, gather_dim: int, sizes: tuple[int, ...], group: ProcessGroup
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    *,
+    gather_dim: int,
+    sizes: tuple[int, ...],
+    group: ProcessGroup,
+    transposed: bool = False,
 ) -> Tensor:
     """See `schedules`."""
     if group.size() == 1:
-        return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+        return _product(a, b, bias, transposed)
+    # Nor must a narrow dtype be rounded once a chunk of the contraction.
+    if max(sizes) < FEW_ROWS or (gather_dim == 1 and _is_narrow(a)):
+        gathered = _gather(a if gather_dim == 0 else a.t(), sizes, group, "all_gather_matmul")
+        return _product(gathered if gather_dim == 0 else gathered.t(), b, bias, transposed)
     ws = workspace.get(group, a.device)
-    rows, cols = a.shape
-    stride = _aligned(max(sizes) * (cols if gather_dim == 0 else rows) * a.element_size())
     begins = offsets(sizes)
-    contracted = a.dtype not in (torch.float32, torch.float64)
-    with _op(ws, "all_gather_matmul", ws.world_size * stride, 1) as steps:
-        _publish(ws, steps, a, FIRST_SLOT.value, ws.rank * stride)
-        if gather_dim == 0:
-            out = a.new_empty(sum(sizes), b.shape[1])
-        elif contracted:
-            # A narrow dtype must not be rounded once a chunk: the chunks are put side by side and multiplied at once.
-            whole = a.new_empty(rows, sum(sizes))
-        else:
-            out = a.new_empty(rows, b.shape[1])
-        for i in range(ws.world_size):
-            src = (ws.rank + i) % ws.world_size
+    M = sum(sizes) if gather_dim == 0 else a.shape[0]
+    out = a.new_empty((b.shape[1], M) if transposed else (M, b.shape[1]))
+    with gathering(ws, "all_gather_matmul", a, sizes, gather_dim) as chunks:
+        for i, (src, chunk) in enumerate(chunks):
             part = slice(begins[src], begins[src + 1])
-            shape = (sizes[src], cols) if gather_dim == 0 else (rows, sizes[src])
-            chunk = a if i == 0 else _published(ws, steps, src, shape, a.dtype, FIRST_SLOT.value, src * stride)
-            if gather_dim == 0:
+            if gather_dim == 0 and transposed:
+                _matmul_into(b.t(), chunk.t(), out[:, part], None if bias is None else bias[part])
+            elif gather_dim == 0:
                 _matmul_into(chunk, b, out[part], bias)
-            elif contracted:
-                whole[:, part] = chunk
-            elif i == 0:
-                _matmul_into(chunk, b[part], out, bias)
             else:
-                out.addmm_(chunk, b[part])
-        if gather_dim == 1 and contracted:
-            out = torch.mm(whole, b) if bias is None else torch.addmm(bias, whole, b)
-        _settle(ws)
+                left, right = (b[part].t(), chunk.t()) if transposed else (chunk, b[part])
+                if i == 0:
+                    _matmul_into(left, right, out, bias)
+                else:
+                    out.addmm_(left, right)
     return out
+
+
+def all_gather_two_matmuls(
+    a: Tensor, b: Tensor, right: Tensor, *, sizes: tuple[int, ...], group: ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """See `schedules`."""
+    if group.size() == 1:
+        return torch.mm(a, b), torch.mm(a.t(), right)
+    if max(sizes) < FEW_ROWS or _is_narrow(a):
+        whole = _gather(a, sizes, group, "all_gather_matmul")
+        return torch.mm(whole, b), torch.mm(whole.t(), right)
+    ws = workspace.get(group, a.device)
+    begins = offsets(sizes)
+    first, second = a.new_empty(sum(sizes), b.shape[1]), a.new_empty(a.shape[1], right.shape[1])
+    with gathering(ws, "all_gather_matmul", a, sizes, 0) as chunks:
+        for i, (src, chunk) in enumerate(chunks):
+            part = slice(begins[src], begins[src + 1])
+            _matmul_into(chunk, b, first[part])
+            if i == 0:
+                _matmul_into(chunk.t(), right[part], second)
+            else:
+                second.addmm_(chunk.t(), right[part])
+    return first, second
+
+
+def _is_narrow(x: Tensor) -> bool:
+    return x.dtype not in (torch.float32, torch.float64)
+
+
+def _product(a: Tensor, b: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    left, right = (b.t(), a.t()) if transposed else (a, b)
+    return torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
 
 
 def _scatter_partials(
@@ -171,6 +140,16 @@ def _scatter_partials(
     # Multiply each owner's part of a @ b into this rank's slot of its arena, own part last; the own parts, in rank
     # order.
     begins = offsets(sizes)
+    if ws.in_place and scatter_dim == 0 and max(sizes) < FEW_ROWS:
+        # One matmul into the own arena, from which every owner reads its rows.
+        shape = (a.shape[0], b.shape[1])
+        _matmul_into(a, b, ws.view(ws.rank, steps.epoch, 0, shape, a.dtype))
+        for i in range(1, ws.world_size):
+            steps.signal((ws.rank - i) % ws.world_size, FIRST_SLOT.value)
+        own = slice(begins[ws.rank], begins[ws.rank + 1])
+        for i in range(1, ws.world_size):
+            steps.wait((ws.rank + i) % ws.world_size, FIRST_SLOT.value)
+        return [ws.view(src, steps.epoch, 0, shape, a.dtype)[own] for src in range(ws.world_size)]
     shape = (sizes[ws.rank], b.shape[1]) if scatter_dim == 0 else (a.shape[0], sizes[ws.rank])
     for i in range(1, ws.world_size + 1):
         dst = (ws.rank + i) % ws.world_size
@@ -182,9 +161,10 @@ def _scatter_partials(
             steps.signal(dst, FIRST_SLOT.value)
         else:
             partial = torch.mm(left, right)
-            with _travelling(ws):
+            with travelling(ws):
                 slot.copy_(partial)
-                partial.record_stream(torch.cuda.current_stream(ws.device))
+                if partial.is_cuda:
+                    partial.record_stream(torch.cuda.current_stream(ws.device))
                 steps.signal(dst, FIRST_SLOT.value)
     for i in range(1, ws.world_size):
         steps.wait((ws.rank + i) % ws.world_size, FIRST_SLOT.value)
@@ -199,14 +179,14 @@ def matmul_reduce_scatter(
         return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
     ws = workspace.get(group, a.device)
     other = b.shape[1] if scatter_dim == 0 else a.shape[0]
-    stride = _aligned(max(sizes) * other * a.element_size())
+    stride = aligned(max(sizes) * other * a.element_size())
     if bias is not None and scatter_dim == 1:
         bias = bias.split(sizes)[ws.rank]
-    with _op(ws, "matmul_reduce_scatter", ws.world_size * stride, 1) as steps:
+    with op(ws, "matmul_reduce_scatter", ws.world_size * stride, 1) as steps:
         parts = _scatter_partials(ws, steps, a, b, scatter_dim, sizes, stride)
         out = torch.empty_like(parts[0])
         _sum_into(parts, bias, out)
-        _settle(ws)
+        settle(ws)
     return out
 
 
@@ -214,11 +194,11 @@ def _share_rows(ws: Workspace, steps: Steps, mine: Tensor, out: Tensor, sizes: t
     # The second half of a two-shot all-reduce: every rank shows its finished rows and copies the others'.
     begins = offsets(sizes)
     row_bytes = out.shape[1] * out.element_size()
-    _publish(ws, steps, mine, FIRST_SLOT.value + 1, offset + begins[ws.rank] * row_bytes)
+    publish(ws, steps, mine, FIRST_SLOT.value + 1, offset + begins[ws.rank] * row_bytes)
     for i in range(1, ws.world_size):
         src = (ws.rank + i) % ws.world_size
         shape = (sizes[src], out.shape[1])
-        rows = _published(ws, steps, src, shape, out.dtype, FIRST_SLOT.value + 1, offset + begins[src] * row_bytes)
+        rows = published(ws, steps, src, shape, out.dtype, FIRST_SLOT.value + 1, offset + begins[src] * row_bytes)
         out[begins[src] : begins[src + 1]] = rows
 
 
@@ -234,34 +214,34 @@ def matmul_all_reduce(
     if algorithm == "one_shot" or (algorithm == "auto" and out_bytes <= ONE_SHOT_BYTES):
         return _one_shot(ws, "matmul_all_reduce", lambda place: _matmul_into(a, b, place), bias, out)
     sizes = even_sizes(a.shape[0], ws.world_size)
-    begin, stride = offsets(sizes)[ws.rank], _aligned(max(sizes) * b.shape[1] * a.element_size())
-    with _op(ws, "matmul_all_reduce", ws.world_size * stride + out_bytes, 2) as steps:
+    begin, stride = offsets(sizes)[ws.rank], aligned(max(sizes) * b.shape[1] * a.element_size())
+    with op(ws, "matmul_all_reduce", ws.world_size * stride + out_bytes, 2) as steps:
         parts = _scatter_partials(ws, steps, a, b, 0, sizes, stride)
         mine = out[begin : begin + sizes[ws.rank]]
         _sum_into(parts, bias, mine)
         _share_rows(ws, steps, mine, out, sizes, ws.world_size * stride)
-        _settle(ws)
+        settle(ws)
     return out
 
 
 def _one_shot(ws: Workspace, name: str, fill: Callable[[Tensor], object], bias: Tensor | None, out: Tensor) -> Tensor:
     # Every rank shows its whole partial, which `fill` writes, and sums everybody's.
     shape = (out.shape[0], out.shape[1])
-    stride = _aligned(out.numel() * out.element_size())
-    with _op(ws, name, ws.world_size * stride, 1) as steps:
+    stride = aligned(out.numel() * out.element_size())
+    with op(ws, name, ws.world_size * stride, 1) as steps:
         mine = ws.view(ws.rank, steps.epoch, ws.rank * stride, shape, out.dtype)
         fill(mine)
         if ws.in_place:
             for i in range(1, ws.world_size):
                 steps.signal((ws.rank - i) % ws.world_size, FIRST_SLOT.value)
         else:
-            _publish(ws, steps, mine, FIRST_SLOT.value, ws.rank * stride)
+            publish(ws, steps, mine, FIRST_SLOT.value, ws.rank * stride)
         parts = [
-            mine if src == ws.rank else _published(ws, steps, src, shape, out.dtype, FIRST_SLOT.value, src * stride)
+            mine if src == ws.rank else published(ws, steps, src, shape, out.dtype, FIRST_SLOT.value, src * stride)
             for src in range(ws.world_size)
         ]
         _sum_into(parts, bias, out)
-        _settle(ws)
+        settle(ws)
     return out
 
 
@@ -275,25 +255,24 @@ def all_gather(x: Tensor, *, sizes: tuple[int, ...], group: ProcessGroup, algori
     _refuse_ring(algorithm)
     if group.size() == 1:
         return x.clone(memory_format=torch.contiguous_format)
+    return _gather(x, sizes, group, "all_gather")
+
+
+def _gather(x: Tensor, sizes: tuple[int, ...], group: ProcessGroup, name: str) -> Tensor:
+    # Every rank's rows, one below the other, as part of the op `name`.
     ws = workspace.get(group, x.device)
-    cols, begins = x.shape[1], offsets(sizes)
-    out = x.new_empty(sum(sizes), cols)
-    stride = _aligned(max(sizes) * cols * x.element_size())
-    with _op(ws, "all_gather", ws.world_size * stride, 1) as steps:
-        _publish(ws, steps, x, FIRST_SLOT.value, ws.rank * stride)
-        out[begins[ws.rank] : begins[ws.rank + 1]] = x
-        for i in range(1, ws.world_size):
-            src = (ws.rank + i) % ws.world_size
-            chunk = _published(ws, steps, src, (sizes[src], cols), x.dtype, FIRST_SLOT.value, src * stride)
+    begins = offsets(sizes)
+    out = x.new_empty(sum(sizes), x.shape[1])
+    with gathering(ws, name, x, sizes, 0) as chunks:
+        for src, chunk in chunks:
             out[begins[src] : begins[src + 1]] = chunk
-        _settle(ws)
     return out
 
 
 def _scatter_rows(ws: Workspace, steps: Steps, x: Tensor, sizes: tuple[int, ...], stride: int) -> list[Tensor]:
     # Copy each owner's rows of x into this rank's slot of its arena; the own rows of every rank, in rank order.
     begins = offsets(sizes)
-    with _travelling(ws):
+    with travelling(ws):
         for i in range(1, ws.world_size):
             dst = (ws.rank + i) % ws.world_size
             rows = x[begins[dst] : begins[dst + 1]]
@@ -316,10 +295,10 @@ def reduce_scatter(x: Tensor, *, sizes: tuple[int, ...], group: ProcessGroup, al
         return x.clone(memory_format=torch.contiguous_format)
     ws = workspace.get(group, x.device)
     out = x.new_empty(sizes[ws.rank], x.shape[1])
-    stride = _aligned(max(sizes) * x.shape[1] * x.element_size())
-    with _op(ws, "reduce_scatter", ws.world_size * stride, 1) as steps:
+    stride = aligned(max(sizes) * x.shape[1] * x.element_size())
+    with op(ws, "reduce_scatter", ws.world_size * stride, 1) as steps:
         _sum_into(_scatter_rows(ws, steps, x, sizes, stride), None, out)
-        _settle(ws)
+        settle(ws)
     return out
 
 
@@ -334,10 +313,10 @@ def all_reduce(x: Tensor, *, group: ProcessGroup, algorithm: str = "auto") -> Te
     if algorithm == "one_shot" or (algorithm == "auto" and out_bytes <= ONE_SHOT_BYTES):
         return _one_shot(ws, "all_reduce", lambda place: place.copy_(x), None, out)
     sizes = even_sizes(x.shape[0], ws.world_size)
-    begin, stride = offsets(sizes)[ws.rank], _aligned(max(sizes) * x.shape[1] * x.element_size())
-    with _op(ws, "all_reduce", ws.world_size * stride + out_bytes, 2) as steps:
+    begin, stride = offsets(sizes)[ws.rank], aligned(max(sizes) * x.shape[1] * x.element_size())
+    with op(ws, "all_reduce", ws.world_size * stride + out_bytes, 2) as steps:
         mine = out[begin : begin + sizes[ws.rank]]
         _sum_into(_scatter_rows(ws, steps, x, sizes, stride), None, mine)
         _share_rows(ws, steps, mine, out, sizes, ws.world_size * stride)
-        _settle(ws)
+        settle(ws)
     return out

@@ -62,10 +62,17 @@ def _tiles(rows: int, cols: int, config: Config) -> int:
     return -(-rows // config.block_m) * -(-cols // config.block_n)
 
 
-def _alone(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    c = a.new_empty(a.shape[0], b.shape[1])
-    matmul(a, b, c, bias, config=config_for(a.device, a.dtype), upcast=INTERPRETED)
-    return c
+def _local(a: Tensor, b: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
+    # a @ b without communication; the result is (a @ b).T, contiguous, if transposed.
+    out, c = _out(a, a.shape[0], b.shape[1], transposed)
+    matmul(a, b, c, bias, config=config_for(a.device, a.dtype), upcast=INTERPRETED, transposed=transposed)
+    return out
+
+
+def _out(a: Tensor, M: int, N: int, transposed: bool) -> tuple[Tensor, Tensor]:
+    # What is returned, and the same memory as the kernel's C [M, N].
+    out = a.new_empty((N, M) if transposed else (M, N))
+    return out, out.t() if transposed else out
 
 
 def gather_matmul_phases(
@@ -76,32 +83,44 @@ def gather_matmul_phases(
     gather_dim: int,
     sizes: tuple[int, ...],
     *,
+    transposed: bool = False,
+    gathered: Tensor | None = None,
     split: bool = False,
 ) -> Phases:
-    """c = gather(a) @ b + bias. With `split` the pushing programs are a kernel of their own, issued first."""
+    """gather(a) @ b + bias, or its transpose. `gathered` [M, K] is filled with gather(a), for gather_dim 0.
+
+    With `split` the pushing programs are a kernel of their own, issued first.
+    """
     if ws.world_size == 1:
-        return _alone(a, b, bias)
-    config = config_for(a.device, a.dtype)
+        if gathered is not None:
+            gathered.copy_(a)
+        return _local(a, b, bias, transposed=transposed)
+    op, config = "all_gather_matmul", config_for(a.device, a.dtype)
     M, K = (sum(sizes), a.shape[1]) if gather_dim == 0 else (a.shape[0], sum(sizes))
     pitch = pitch_of(K if gather_dim == 0 else max(sizes), a.dtype)
     rows = M if gather_dim == 0 else ws.world_size * M
     pieces = -(-(max(sizes) if gather_dim == 0 else M) // config.block_m)
     ws.require(rows * pitch * a.element_size(), FIRST_SLOT.value + pieces)
     yield
-    c = a.new_empty(M, b.shape[1])
-    table = ws.table(sizes)
+    out, c = _out(a, M, b.shape[1], transposed)
+    table, begin = ws.table(sizes), sum(sizes[: ws.rank])
     if split:
         push(
-            ws.channel(), "all_gather_matmul", a, table,
-            dst_row=sum(sizes[: ws.rank]) if gather_dim == 0 else ws.rank * M,
+            ws.channel(), op, a, table, dst_row=begin if gather_dim == 0 else ws.rank * M,
             pitch=pitch, scatter=False, with_own=not own_in_place(a), config=config,
         )  # fmt: skip
         yield
     gather_matmul(
-        ws.channel(), a, b, c, bias, table, sizes,
-        gather_dim=gather_dim, pitch=pitch, pushed=split, config=config, upcast=INTERPRETED,
+        ws.channel(), a, b, c, bias, table, sizes, gather_dim=gather_dim, pitch=pitch, pushed=split, config=config,
+        upcast=INTERPRETED, transposed=transposed, last=gathered is None,
     )  # fmt: skip
-    return c
+    if gathered is not None:
+        gathered[begin : begin + sizes[ws.rank]].copy_(a)
+        collect(
+            ws.channel(), op, gathered, table,
+            first_slot=FIRST_SLOT.value, region_row=0, pitch=pitch, per_tile=False, config=config,
+        )  # fmt: skip
+    return out
 
 
 def matmul_scatter_phases(
@@ -109,7 +128,7 @@ def matmul_scatter_phases(
 ) -> Phases:
     """The own chunk of sum over ranks of a @ b, plus bias. Columns are rows of the transposed problem."""
     if ws.world_size == 1:
-        return _alone(a, b, bias)
+        return _local(a, b, bias)
     op, config = "matmul_reduce_scatter", config_for(a.device, a.dtype)
     out = a.new_empty((sizes[ws.rank], b.shape[1]) if scatter_dim == 0 else (a.shape[0], sizes[ws.rank]))
     if scatter_dim == 1:
@@ -144,7 +163,7 @@ def matmul_all_reduce_phases(ws: Workspace, a: Tensor, b: Tensor, bias: Tensor |
     them.
     """
     if ws.world_size == 1:
-        return _alone(a, b, bias)
+        return _local(a, b, bias)
     op, config = "matmul_all_reduce", config_for(a.device, a.dtype)
     (M, _), N = a.shape, b.shape[1]
     out = a.new_empty(M, N)
@@ -305,11 +324,29 @@ def all_reduce_phases(ws: Workspace, x: Tensor, algorithm: str) -> Phases:
 
 
 def all_gather_matmul(
-    a: Tensor, b: Tensor, bias: Tensor | None, *, gather_dim: int, sizes: tuple[int, ...], group: ProcessGroup
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    *,
+    gather_dim: int,
+    sizes: tuple[int, ...],
+    group: ProcessGroup,
+    transposed: bool = False,
 ) -> Tensor:
     """See `schedules`."""
     ws = workspace.get(group, a.device)
-    return run(ws, "all_gather_matmul", gather_matmul_phases(ws, a, b, bias, gather_dim, sizes))
+    phases = gather_matmul_phases(ws, a, b, bias, gather_dim, sizes, transposed=transposed)
+    return run(ws, "all_gather_matmul", phases)
+
+
+def all_gather_two_matmuls(
+    a: Tensor, b: Tensor, right: Tensor, *, sizes: tuple[int, ...], group: ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """See `schedules`."""
+    ws = workspace.get(group, a.device)
+    gathered = a.new_empty(sum(sizes), a.shape[1])
+    first = run(ws, "all_gather_matmul", gather_matmul_phases(ws, a, b, None, 0, sizes, gathered=gathered))
+    return first, _local(gathered.t(), right)
 
 
 def matmul_reduce_scatter(

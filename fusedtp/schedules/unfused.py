@@ -19,13 +19,30 @@ _c10d = torch.ops._c10d_functional
 
 
 def all_gather_matmul(
-    a: Tensor, b: Tensor, bias: Tensor | None, *, gather_dim: int, sizes: Sequence[int], group: ProcessGroup
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    *,
+    gather_dim: int,
+    sizes: Sequence[int],
+    group: ProcessGroup,
+    transposed: bool = False,
 ) -> Tensor:
-    """a [sizes[rank], K] @ b [K, N], or a [M, sizes[rank]] @ b [sum(sizes), N] for gather_dim 1 -> [M, N]."""
-    if gather_dim == 0:
-        return _matmul(_gather(a, sizes, group), b, bias)
+    """a [sizes[rank], K] @ b [K, N], or a [M, sizes[rank]] @ b [sum(sizes), N] for gather_dim 1 -> [M, N].
+
+    transposed: -> [N, M], with a bias [M].
+    """
     # Rows are what a collective concatenates: transposing this shard is cheaper than reordering all of what arrives.
-    return _matmul(_gather(a.t(), sizes, group).t(), b, bias)
+    whole = _gather(a, sizes, group) if gather_dim == 0 else _gather(a.t(), sizes, group).t()
+    return _matmul(b.t(), whole.t(), bias) if transposed else _matmul(whole, b, bias)
+
+
+def all_gather_two_matmuls(
+    a: Tensor, b: Tensor, right: Tensor, *, sizes: Sequence[int], group: ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """a [sizes[rank], K] gathered once -> gather(a) @ b [M, N] and gather(a).T @ right [K, R]."""
+    whole = _gather(a, sizes, group)
+    return torch.mm(whole, b), torch.mm(whole.t(), right)
 
 
 def matmul_reduce_scatter(

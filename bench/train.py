@@ -1,0 +1,223 @@
+"""A small Llama-style decoder trained on synthetic text, on a data x tensor mesh and in one process.
+
+Tokens are split over the data axis by batch, over the tensor axis by sequence; attention heads and the features of the
+MLP are split over the tensor axis. The same decoder in plain torch, drawn from the same seed in one process, is the
+reference: both must give the same losses, step by step, within what rounding does to them.
+
+    embed [V, H] -> blocks: x + out(attend(qkv(norm(x)))), x + mlp(norm(x)) -> norm -> head [V, H]      x [S, B, H]
+
+Parameters that are whole on every rank (embedding, norms, head) see only this rank's tokens, so their gradients are
+added over both axes; those of the sharded weights over the data axis only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+import fusedtp
+from fusedtp.layers import ColumnParallelLinear, ParallelMLP, RowParallelLinear
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes of the decoder and of its training. `sequence` and `batch` are global."""
+
+    vocabulary: int = 64
+    hidden: int = 64
+    intermediate: int = 160
+    heads: int = 4
+    blocks: int = 2
+    sequence: int = 32
+    batch: int = 8
+    steps: int = 50
+    learning_rate: float = 3e-3
+    seed: int = 0
+
+
+class PlainMLP(nn.Module):
+    """SwiGLU in one process, drawn like ParallelMLP: gate, up, down."""
+
+    def __init__(self, hidden: int, intermediate: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """Attention and MLP; `tensor` None makes it of plain layers."""
+
+    def __init__(self, settings: Settings, tensor: ProcessGroup | None, schedule: str) -> None:
+        super().__init__()
+        hidden, self.size = settings.hidden, settings.hidden // settings.heads
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
+        if tensor is None:
+            self.qkv: nn.Module = nn.Linear(hidden, 3 * hidden, bias=False)
+            self.out: nn.Module = nn.Linear(hidden, hidden, bias=False)
+            self.mlp: nn.Module = PlainMLP(hidden, settings.intermediate)
+            return
+        self.qkv = ColumnParallelLinear(hidden, 3 * hidden, bias=False, group=tensor, schedule=schedule)
+        self.out = RowParallelLinear(hidden, hidden, bias=False, group=tensor, schedule=schedule)
+        self.mlp = ParallelMLP(
+            hidden, settings.intermediate, bias=False, activation="swiglu", group=tensor, schedule=schedule
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.out(self._attend(self.qkv(self.attention_norm(x))))
+        return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
+
+    def _attend(self, qkv: Tensor) -> Tensor:
+        # [S, B, heads here * 3 * size]: a head's query, key and value lie together, so heads can be cut anywhere.
+        S, B, _ = qkv.shape
+        query, key, value = qkv.view(S, B, -1, 3, self.size).permute(3, 1, 2, 0, 4)  # [B, heads, S, size] each
+        attended = F.scaled_dot_product_attention(_rotated(query), _rotated(key), value, is_causal=True)
+        return attended.permute(2, 0, 1, 3).reshape(S, B, -1)
+
+
+def _rotated(x: Tensor) -> Tensor:
+    # Rotary positions; x [B, heads, S, size] holds the whole sequence.
+    half = x.shape[-1] // 2
+    angle = torch.arange(x.shape[-2])[:, None] * 10_000 ** (-torch.arange(half) / half)
+    cos, sin = angle.cos(), angle.sin()
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), -1)
+
+
+class Decoder(nn.Module):
+    """Token ids [S, B] of this rank to logits [S, B, V]."""
+
+    def __init__(self, settings: Settings, tensor: ProcessGroup | None = None, schedule: str = "auto") -> None:
+        super().__init__()
+        self.embed = nn.Embedding(settings.vocabulary, settings.hidden)
+        self.blocks = nn.ModuleList(Block(settings, tensor, schedule) for _ in range(settings.blocks))
+        self.norm = nn.RMSNorm(settings.hidden)
+        self.head = nn.Linear(settings.hidden, settings.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+    def whole_parameters(self) -> Iterator[nn.Parameter]:
+        """Those that every rank holds alike."""
+        for name, parameter in self.named_parameters():
+            if "norm" in name or name.startswith(("embed", "head")):
+                yield parameter
+
+
+def text(settings: Settings, step: int) -> Tensor:
+    """Synthetic ids [S + 1, B]: each id follows from the one before, but for noise, so there is something to learn."""
+    random = torch.Generator().manual_seed(settings.seed * 100_003 + step)
+    ids = torch.randint(settings.vocabulary, (settings.sequence + 1, settings.batch), generator=random)
+    for place in range(1, settings.sequence + 1):
+        follows = (5 * ids[place - 1] + 7) % settings.vocabulary
+        noise = torch.rand(settings.batch, generator=random) < 0.1
+        ids[place] = torch.where(noise, ids[place], follows)
+    return ids
+
+
+def train(
+    settings: Settings, data: ProcessGroup | None = None, tensor: ProcessGroup | None = None, schedule: str = "auto"
+) -> list[float]:
+    """The mean loss of every step, over all tokens. Without groups: plain torch, one process, the whole batch."""
+    torch.manual_seed(settings.seed)
+    model = Decoder(settings, tensor, schedule)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, foreach=False)
+    losses = []
+    for step in range(settings.steps):
+        ids = text(settings, step)
+        inputs, targets = ids[:-1], ids[1:]
+        if data is not None and tensor is not None:
+            inputs, targets = (
+                each.tensor_split(tensor.size(), 0)[tensor.rank()].tensor_split(data.size(), 1)[data.rank()]
+                for each in (inputs, targets)
+            )
+        logits = model(inputs)
+        # Every rank's term of the mean over all tokens: gradients are those of the sum over ranks.
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / (ids[1:].numel())
+        optimizer.zero_grad()
+        loss.backward()
+        total = loss.detach().view(1)
+        if data is not None and tensor is not None:
+            total = _add_gradients(model, total, data, tensor, schedule)
+        optimizer.step()
+        losses.append(total.item())
+    return losses
+
+
+def _add_gradients(model: Decoder, loss: Tensor, data: ProcessGroup, tensor: ProcessGroup, schedule: str) -> Tensor:
+    whole = {id(parameter) for parameter in model.whole_parameters()}
+    for parameter in model.parameters():
+        grad = parameter.grad
+        assert grad is not None
+        if id(parameter) in whole:
+            grad = fusedtp.all_reduce(grad, group=tensor, schedule=schedule)
+        parameter.grad = fusedtp.all_reduce(grad, group=data, schedule=schedule)
+    return fusedtp.all_reduce(fusedtp.all_reduce(loss, group=tensor, schedule=schedule), group=data, schedule=schedule)
+
+
+def sharded(group: ProcessGroup, settings: Settings, data_size: int, schedule: str) -> list[float]:
+    """One rank of a data x tensor mesh over all ranks; the losses, which every rank has alike."""
+    mesh = torch.distributed.device_mesh.init_device_mesh(
+        "cpu", (data_size, group.size() // data_size), mesh_dim_names=("data", "tensor")
+    )
+    fusedtp.set_timeout(300)
+    return train(settings, mesh.get_group("data"), mesh.get_group("tensor"), schedule)
+
+
+def picture(curves: dict[str, list[float]], path: Path) -> None:
+    """Draw the losses of every run over the steps, and beside them how far each is from the first."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    reference_name, *names = curves
+    reference = torch.tensor(curves[reference_name], dtype=torch.float64)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    left.plot(range(1, len(reference) + 1), reference, color="#bbbbbb", linewidth=6, label=reference_name)
+    for name, style in zip(names, ("-", "--", ":"), strict=False):
+        losses = torch.tensor(curves[name], dtype=torch.float64)
+        steps = range(1, len(losses) + 1)
+        left.plot(steps, losses, style, label=name)
+        right.semilogy(steps, (losses - reference[: len(losses)]).abs().clamp(min=1e-9), style, label=name)
+    left.set(xlabel="step", ylabel="loss", title="Training loss")
+    right.set(xlabel="step", ylabel="|difference|", title=f"Distance from {reference_name} (1e-9: none)")
+    left.legend()
+    right.legend()
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    plt.close(figure)
+
+
+def compare(settings: Settings, fused_steps: int, out: Path) -> dict[str, list[float]]:
+    """Train in one process and on a 2 x 2 mesh with every schedule; leaves train.csv and train.png in `out`.
+
+    Interpreted kernels are slow: `fused` trains for `fused_steps` only where there is no GPU.
+    """
+    import pandas as pd
+
+    from .ranks import RankPool
+
+    torch.set_num_threads(1)
+    curves = {"one process": train(settings)}
+    with RankPool(4, timeout=1200) as pool:
+        for schedule in ("unfused", "decomposed", "fused"):
+            steps = fused_steps if schedule == "fused" else settings.steps
+            losses = pool.run(sharded, replace(settings, steps=steps), 2, schedule)
+            curves[f"2 x 2 mesh, {schedule}"] = losses[0]
+    out.mkdir(parents=True, exist_ok=True)
+    rows = [(name, step, loss) for name, losses in curves.items() for step, loss in enumerate(losses, 1)]
+    pd.DataFrame(rows, columns=["run", "step", "loss"]).to_csv(out / "train.csv", index=False)
+    picture(curves, out / "train.png")
+    return curves

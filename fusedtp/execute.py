@@ -1,0 +1,174 @@
+"""Running a plan: every step of one matmul on this rank's shards.
+
+Tensors carry the names of their dims, so that a weight may be stored [N, K] where the notation says [K, N]: operands
+are permuted views, never transposed copies. What a collective joins or cuts is moved to the outermost place of its rows
+(or of the contraction), because that is where ranks' parts lie one behind the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from . import dispatch, notation, schedules
+from .partition import Partition
+from .plan import MatmulPlan
+from .redistribute import Step
+
+
+@dataclass(frozen=True)
+class Named:
+    """A local tensor and the names of its dims, in the order of its memory's choice."""
+
+    tensor: Tensor
+    dims: tuple[str, ...]
+
+    def ordered(self, dims: tuple[str, ...]) -> Tensor:
+        """A view with the dims in this order."""
+        return self.tensor.permute([self.dims.index(name) for name in dims])
+
+    def length(self, dim: str) -> int:
+        return self.tensor.shape[self.dims.index(dim)]
+
+    def matrix(self, rows: tuple[str, ...], cols: tuple[str, ...]) -> Tensor:
+        """As [rows, cols], each a flattened list of dims; a copy only where they do not lie one behind the other."""
+        shape = [math.prod(self.length(name) for name in names) for names in (rows, cols)]
+        return self.ordered((*rows, *cols)).reshape(shape)
+
+
+@dataclass(frozen=True)
+class Runner:
+    """What every step needs: the shards' lengths, the group of each axis, and the schedule that was asked for."""
+
+    partition: Partition
+    groups: Mapping[str, ProcessGroup]
+    schedule: str
+    algorithm: str = "auto"
+
+    def call(self, op: str, axis: str, x: Tensor, *operands: Tensor | None, **options: Any) -> Any:
+        """One op over one axis, by the schedule that dispatch chooses."""
+        group = self.groups[axis]
+        path = dispatch.choose(op, self.schedule, device=x.device, dtype=x.dtype, group=group)
+        if op == "matmul_all_reduce":
+            options["algorithm"] = self.algorithm
+        out = getattr(schedules.load(path.schedule), op)(x, *operands, group=group, **options)
+        dispatch.record(path)
+        return out
+
+    def sizes(self, step: Step, before: notation.Tensor) -> tuple[int, ...]:
+        """The ranks' lengths of the dim that a step gathers, slices or scatters."""
+        axes = before.axes(step.dim)
+        outer = axes[:-1] if step.kind == "all_gather" else axes
+        return self.partition.sizes(step.dim, outer, step.axis)
+
+    def plain(self, step: Step, before: notation.Tensor, x: Named) -> Named:
+        """A slice or an unfused collective; over an axis of one rank there is nothing to do."""
+        place, num_ranks = self.partition.place[step.axis]
+        if num_ranks == 1:
+            return x
+        if step.kind == "all_reduce":
+            if not x.tensor.numel():
+                return x
+            flat = x.tensor.reshape(-1, x.tensor.shape[-1])
+            return Named(self.call("all_reduce", step.axis, flat).view(x.tensor.shape), x.dims)
+        sizes = self.sizes(step, before)
+        if step.kind == "slice":
+            return Named(x.tensor.narrow(x.dims.index(step.dim), sum(sizes[:place]), sizes[place]), x.dims)
+        others = tuple(name for name in x.dims if name != step.dim)
+        out = self.call(step.kind, step.axis, x.matrix((step.dim,), others), sizes=sizes)
+        shape = [out.shape[0], *(x.length(name) for name in others)]
+        return Named(out.view(shape), (step.dim, *others))
+
+
+def outermost(names: tuple[str, ...], first: str) -> tuple[str, ...]:
+    """The names with `first` in front, if it is one of them."""
+    return (first, *(name for name in names if name != first)) if first in names else names
+
+
+def flat_sizes(sizes: tuple[int, ...], names: tuple[str, ...], x: Named, dim: str) -> tuple[int, ...]:
+    """The ranks' lengths of the flattened dims `names` of x, `sizes` being theirs of `dim`, the outermost."""
+    per_index = math.prod(x.length(name) for name in names if name != dim)
+    return tuple(size * per_index for size in sizes)
+
+
+def _multiply(
+    run: Runner,
+    plan: MatmulPlan,
+    a: Named,
+    b: Named,
+    fused: tuple[Step, notation.Tensor] | None,
+    bias: Tensor | None,
+    wanted: tuple[str, ...],
+) -> Named:
+    # The local matmul with the collective that is fused with it. `wanted`: the order of dims the caller would like.
+    step = fused[0] if fused is not None else None
+    dim = step.dim if step is not None else ""
+    sizes = run.sizes(*fused) if fused is not None and dim else ()
+    rows = outermost(tuple(name for name in plan.c.names if name in a.dims), dim)
+    cols = outermost(tuple(name for name in plan.c.names if name in b.dims), dim)
+    contraction = outermost(plan.contraction, dim)
+    # The operand that is gathered is the operator's first, so where it is the second here the two change places.
+    swapped = step is not None and step.tensor == plan.names[1]
+    if swapped:
+        a, b, rows, cols = b, a, cols, rows
+    # The result is [rows, cols], or [cols, rows] where its last dims had better be the rows.
+    flipped = wanted[-len(rows) :] == rows and wanted[-len(cols) :] != cols
+    # A bias runs along the last dim of the notation's result, b's, and that is what `wanted` has put last.
+    assert bias is None or flipped == swapped
+    left, right = a.matrix(rows, contraction), b.matrix(contraction, cols)
+    lengths = {name: x.length(name) for names, x in ((rows, a), (cols, b)) for name in names}
+    if step is not None and step.kind == "all_gather":
+        out = run.call(
+            "all_gather_matmul", step.axis, left, right, bias, gather_dim=int(dim not in rows),
+            sizes=flat_sizes(sizes, rows if dim in rows else contraction, a, dim), transposed=flipped,
+        )  # fmt: skip
+        lengths |= {dim: sum(sizes)} if dim in rows else {}
+    else:
+        # Without a gather either way round is the same op: the transposed problem scatters the other dim.
+        left, right = (right.t(), left.t()) if flipped else (left, right)
+        if step is None:
+            out = torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
+        elif step.kind == "all_reduce":
+            out = run.call("matmul_all_reduce", step.axis, left, right, bias)
+        else:
+            names, x = (rows, a) if dim in rows else (cols, b)
+            out = run.call(
+                "matmul_reduce_scatter", step.axis, left, right, bias,
+                scatter_dim=int((dim in cols) != flipped), sizes=flat_sizes(sizes, names, x, dim),
+            )  # fmt: skip
+            lengths[dim] = sizes[run.partition.place[step.axis][0]]
+    dims = (*cols, *rows) if flipped else (*rows, *cols)
+    return Named(out.view([lengths[name] for name in dims]), dims)
+
+
+def execute(
+    run: Runner,
+    plan: MatmulPlan,
+    a: Named,
+    b: Named,
+    *,
+    bias: Tensor | None = None,
+    wanted: tuple[str, ...] | None = None,
+    done: Sequence[Step] = (),
+) -> Named:
+    """The result of one planned matmul from this rank's shards of its operands, dims in an order of its own choice.
+
+    bias: [N] along the last dim of the result as it is after the matmul; added once. wanted: the order of dims in which
+    the result is best contiguous. done: steps that its operands have been through already.
+    """
+    now = dict(zip(plan.names, (a, b), strict=False))
+    todo = [(step, before[0]) for step, before, _ in plan.walk() if not done or replace(step, fused=False) not in done]
+    fused = next((each for each in todo if each[0].fused and each[0].is_collective), None)
+    for step, before in todo:
+        if step.kind == "matmul":
+            operands = (now[plan.names[0]], now[plan.names[1]])
+            now[step.tensor] = _multiply(run, plan, *operands, fused, bias, wanted or plan.c.names)
+        elif not step.fused:
+            now[step.tensor] = run.plain(step, before, now[step.tensor])
+    return now[plan.names[2]]

@@ -1,0 +1,206 @@
+"""Tensor-parallel styles for models that exist: torch's ColwiseParallel and RowwiseParallel, with fused matmuls.
+
+    parallelize_module(model, mesh["tp"], {"*.w1": FusedColwiseParallel(input_layouts=Shard(1)), ...})
+
+Arguments and layouts are torch's, so a plan is changed by changing class names. Parameters become DTensors under their
+old names, Shard(0) for column weights and biases, Shard(1) for row weights, Replicate for row biases: checkpoints, FSDP
+and optimizers treat them as they treat torch's. Of the layouts, these run inside the matmul; others cost a plain
+redistribution before or after it:
+
+    FusedColwiseParallel   input Shard(d): gathered in it; Replicate: nothing to send    output Shard(-1)
+    FusedRowwiseParallel   input Shard(-1)              output Shard(d): reduce-scattered; Replicate: all-reduced
+
+The local matmul's gradients come out whole: a row bias's is that of all rows, not a partial sum of them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from . import dispatch, functional
+from .layers import autocast, linear_of_replicated
+
+
+@dataclass(frozen=True)
+class _Layouts:
+    # What a style tells the linear that it has changed.
+    mesh: DeviceMesh
+    input: Placement
+    output: Placement
+    use_local_output: bool
+    schedule: str
+
+    @property
+    def group(self) -> ProcessGroup:
+        return self.mesh.get_group()
+
+    def sizes(self, length: int) -> tuple[int, ...]:
+        """How DTensor cuts a dim: in pieces of the length rounded up, so the last ranks may get less or nothing."""
+        world_size = self.mesh.size()
+        piece = -(-length // world_size)
+        return tuple(max(0, min(piece, length - rank * piece)) for rank in range(world_size))
+
+    def receive(self, x: Tensor, wanted: Placement | None = None) -> tuple[Tensor, Placement, tuple[int, ...] | None]:
+        """The local part of x, its layout (`wanted` if given), and the ranks' lengths where the global one is known."""
+        placement = _positive(self.input, x.ndim)
+        if isinstance(x, DTensor):
+            (placement,) = x.placements
+        wanted = None if wanted is None else _positive(wanted, x.ndim)
+        if wanted is None and placement.is_partial():
+            wanted = _positive(self.input, x.ndim)
+        if wanted is not None and placement != wanted:
+            if not isinstance(x, DTensor):
+                x = DTensor.from_local(x, self.mesh, [placement], run_check=False)
+            x, placement = x.redistribute(placements=[wanted]), wanted
+        if not isinstance(x, DTensor):
+            return x, placement, None
+        sizes = self.sizes(x.shape[placement.dim]) if isinstance(placement, Shard) else None
+        return x.to_local(), placement, sizes
+
+    def hand_out(self, y: Tensor, made: Placement, shape: tuple[int, ...]) -> Tensor:
+        """y, laid out as `made` of a whole `shape`, in the layout and of the kind that the style was asked for."""
+        made, output = _positive(made, y.ndim), _positive(self.output, y.ndim)
+        if made == output and self.use_local_output:
+            return y
+        # A DTensor's strides are those of the whole tensor; ones that ours does not have would mislead a view of it.
+        strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        out = DTensor.from_local(
+            y.contiguous(), self.mesh, [made], run_check=False, shape=torch.Size(shape), stride=strides
+        )
+        if made != output:
+            out = out.redistribute(placements=[output])
+        return out.to_local() if self.use_local_output else out
+
+
+def _positive(placement: Placement, ndim: int) -> Placement:
+    return Shard(placement.dim % ndim) if isinstance(placement, Shard) else placement
+
+
+def _local(parameter: Tensor | None) -> Tensor | None:
+    # Its gradient has its own layout: whole where it is replicated, because backward has reduced it.
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+class FusedColwiseLinear(nn.Linear):
+    """What FusedColwiseParallel makes of an nn.Linear: `[.., R_X, .., K] @ [K, N_X] -> [.., N_X]`, or R whole."""
+
+    layouts: _Layouts
+
+    def forward(self, input: Tensor) -> Tensor:
+        to = self.layouts
+        x, placement, sizes = to.receive(input)
+        x, weight, bias = autocast(x, _local(self.weight), _local(self.bias))
+        if isinstance(placement, Shard):
+            y = functional.all_gather_linear(
+                x, weight, bias, group=to.group, gather_dim=placement.dim, sizes=sizes, schedule=to.schedule
+            )
+        else:
+            y = linear_of_replicated(x, weight, bias, group=to.group, schedule=to.schedule)
+        return to.hand_out(y, Shard(-1), (*y.shape[:-1], self.out_features))
+
+
+class FusedRowwiseLinear(nn.Linear):
+    """What FusedRowwiseParallel makes of an nn.Linear: `[.., K_X] @ [K_X, N] -> [.., R_X, .., N]`, or R whole."""
+
+    layouts: _Layouts
+
+    def forward(self, input: Tensor) -> Tensor:
+        to = self.layouts
+        x, _, _ = to.receive(input, wanted=Shard(-1))
+        x, weight, bias = autocast(x, _local(self.weight), _local(self.bias))
+        shape = (*x.shape[:-1], self.out_features)
+        made = _positive(to.output, x.ndim)
+        if isinstance(made, Shard):
+            y = functional.linear_reduce_scatter(
+                x, weight, bias,
+                group=to.group, scatter_dim=made.dim, sizes=to.sizes(shape[made.dim]), schedule=to.schedule,
+            )  # fmt: skip
+        else:
+            y = functional.linear_all_reduce(x, weight, bias, group=to.group, schedule=to.schedule)
+        return to.hand_out(y, made, shape)
+
+
+class _FusedStyle(ParallelStyle):
+    # What the two styles share. The module's class is changed in place: its hooks, name and parameters' names stay.
+    _input: Placement
+    _output: Placement
+    _weight: Placement
+    _bias: Placement
+    _linear: type[nn.Linear]
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        schedule: str = "auto",
+    ) -> None:
+        super().__init__()
+        self.input_layouts, self.output_layouts = input_layouts or self._input, output_layouts or self._output
+        self.use_local_output, self.schedule = use_local_output, schedule
+        for name, placement in (("input_layouts", self.input_layouts), ("output_layouts", self.output_layouts)):
+            if not isinstance(placement, Shard | Replicate):
+                raise ValueError(f"{name} must be Shard(dim) or Replicate(), got {placement!r}")
+        dispatch.check_schedule(schedule)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if type(module) is not nn.Linear:
+            raise NotImplementedError(
+                f"{type(self).__name__} is for nn.Linear, got {type(module).__name__}: torch's own styles serve others"
+            )
+        if device_mesh.ndim != 1:
+            raise ValueError(
+                f"device_mesh must have one dimension, got {device_mesh.ndim}, {device_mesh.mesh_dim_names}: "
+                "pick one, mesh['name']"
+            )
+        for name, placement in (("weight", self._weight), ("bias", self._bias)):
+            parameter = getattr(module, name)
+            if parameter is not None:
+                value = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=self.src_data_rank)
+                setattr(module, name, nn.Parameter(value, requires_grad=parameter.requires_grad))
+        module.__class__ = self._linear
+        module.layouts = _Layouts(  # type: ignore[assignment]
+            device_mesh, self.input_layouts, self.output_layouts, self.use_local_output, self.schedule
+        )
+        return module
+
+    def __repr__(self) -> str:
+        layouts = f"input_layouts={self.input_layouts}, output_layouts={self.output_layouts}"
+        return f"{type(self).__name__}({layouts}, use_local_output={self.use_local_output}, schedule={self.schedule!r})"
+
+
+class FusedColwiseParallel(_FusedStyle):
+    """An nn.Linear's output features split over a 1-D mesh.
+
+    input_layouts     of a plain input, by default Replicate(); a DTensor's own layout wins
+    output_layouts    by default Shard(-1)
+    use_local_output  return this rank's tensor rather than a DTensor
+    schedule          of the matmul: auto, fused, decomposed or unfused
+
+    A plain input that is sharded is taken to be as long on every rank; a DTensor knows its length.
+    """
+
+    _input, _output, _weight, _bias = Replicate(), Shard(-1), Shard(0), Shard(0)
+    _linear = FusedColwiseLinear
+
+
+class FusedRowwiseParallel(_FusedStyle):
+    """An nn.Linear's input features split over a 1-D mesh.
+
+    input_layouts     of a plain input, by default Shard(-1); a DTensor's own layout wins
+    output_layouts    by default Replicate()
+    use_local_output  return this rank's tensor rather than a DTensor
+    schedule          of the matmul: auto, fused, decomposed or unfused
+    """
+
+    _input, _output, _weight, _bias = Shard(-1), Replicate(), Shard(1), Replicate()
+    _linear = FusedRowwiseLinear

@@ -1,0 +1,45 @@
+"""How long every dim is on every rank: global lengths, uneven splits, and where this rank stands on the mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .notation import Tensor
+from .shards import even_sizes
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The shards of every dim of a spec as one rank sees them.
+
+    lengths: the global length of each dim. splits: the ranks' lengths of dims that are not split like
+    `torch.tensor_split`; they hold for the axis that splits the dim first. place: this rank's index on each axis, and
+    how many ranks the axis has.
+    """
+
+    lengths: Mapping[str, int]
+    place: Mapping[str, tuple[int, int]]
+    splits: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def sizes(self, dim: str, outer: tuple[str, ...], axis: str) -> tuple[int, ...]:
+        """The lengths along `axis` of the part of `dim` that this rank's places on the axes `outer` leave."""
+        num_ranks = self.place[axis][1]
+        if not outer and len(self.splits.get(dim, ())) == num_ranks:
+            return self.splits[dim]
+        return even_sizes(self.length(dim, outer), num_ranks)
+
+    def length(self, dim: str, axes: tuple[str, ...]) -> int:
+        """This rank's length of `dim` when `axes` split it, major to minor."""
+        if not axes:
+            return self.lengths[dim]
+        return self.sizes(dim, axes[:-1], axes[-1])[self.place[axes[-1]][0]]
+
+    def shape(self, tensor: Tensor) -> tuple[int, ...]:
+        """This rank's shape of a tensor of that sharding."""
+        return tuple(self.length(dim.name, dim.axes) for dim in tensor.dims)
+
+    def numel(self, tensor: Tensor) -> int:
+        """This rank's number of elements."""
+        return math.prod(self.shape(tensor))

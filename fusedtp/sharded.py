@@ -1,0 +1,298 @@
+"""The sharded matmul as one registered, differentiable operator: forward and backward are plans, run step by step.
+
+    y[M.., N] = x[M.., K] @ w[K, N]     forward   plan.forward
+    dx = dy @ w.T                       backward  plan.dx, if x needs a gradient
+    dw = x.T @ dy                                 plan.dw, if w needs one
+    db = sum of dy over its rows                  then over the ranks that hold other rows, if the bias needs one
+
+Saved: the local shards of x (for dw) and w (for dx), never anything gathered; backward gathers again. What dx and dw
+both gather of dy is gathered once. The operator is opaque to torch.compile; its fake runs the same steps on shapes
+alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import groups, notation
+from .execute import Named, Runner, execute, flat_sizes, outermost
+from .notation import Spec, parse
+from .partition import Partition
+from .plan import Plan, plan
+from .redistribute import Step, moved
+
+# Between the group names, which an operator takes as one string.
+SEPARATOR = "\n"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Everything about one call but its tensors, as the operator's plain arguments carry it.
+
+    group_names: one a mesh axis, in the spec's order. lengths: one a dim, in the spec's order. splits: for each dim the
+    number of explicit lengths, then those. w_transposed: w is stored [N, K]. by_size: plan by bytes and FLOPs, not the
+    usual way.
+    """
+
+    spec: str
+    group_names: tuple[str, ...]
+    lengths: tuple[int, ...]
+    splits: tuple[int, ...]
+    w_transposed: bool
+    by_size: bool
+    schedule: str
+    algorithm: str
+
+    @classmethod
+    def of(cls, spec: str, group_names: str, lengths: Sequence[int], splits: Sequence[int], *rest: Any) -> Problem:
+        out: Problem = _cached(_problem, spec, group_names, tuple(lengths), tuple(splits), *rest)
+        return out
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The operator's arguments after its tensors."""
+        spec, names, *rest = astuple(self)
+        return spec, SEPARATOR.join(names), *rest
+
+    @cached_property
+    def parsed(self) -> Spec:
+        return parse(self.spec)
+
+    @cached_property
+    def dims(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+        """The names of the dims of x, w and y in the order in which they are stored."""
+        spec = self.parsed
+        w = (spec.n, spec.k) if self.w_transposed else (spec.k, spec.n)
+        return spec.a.names, w, spec.c.names
+
+    def partition(self) -> Partition:
+        """This rank's view of the lengths."""
+        members = (groups.resolve(name) for name in self.group_names)
+        places = tuple((group.rank(), group.size()) for group in members)
+        out: Partition = _cached(_partition, self, places)
+        return out
+
+    def plan(self, dtype: torch.dtype) -> Plan:
+        """The plan that every rank makes alike."""
+        if not self.by_size:
+            return plan(self.spec)
+        spec = self.parsed
+        sizes = tuple(groups.resolve(name).size() for name in self.group_names)
+        return _plan_by_size(self.spec, spec.dim_names, self.lengths, spec.mesh_axes, sizes, str(dtype))
+
+    def runner(self, fake: bool) -> Runner:
+        """What runs the steps, or their shapes."""
+        axes = self.parsed.mesh_axes
+        members = {axis: groups.resolve(name) for axis, name in zip(axes, self.group_names, strict=True)}
+        kind = _Shapes if fake else Runner
+        return kind(self.partition(), members, self.schedule, self.algorithm)
+
+
+# A layer makes the same call again and again: what depends on its arguments alone is made once.
+
+
+def _cached(make: Any, *args: Any) -> Any:
+    # Lengths that torch.compile leaves open cannot be hashed: those calls, made once a graph, are not kept.
+    try:
+        return make(*args)
+    except TypeError as error:
+        if "SymInt" not in str(error):
+            raise
+        return make.__wrapped__(*args)
+
+
+@lru_cache(maxsize=4096)
+def _problem(spec: str, group_names: str, lengths: tuple[int, ...], splits: tuple[int, ...], *rest: Any) -> Problem:
+    return Problem(spec, tuple(group_names.split(SEPARATOR)) if group_names else (), lengths, splits, *rest)
+
+
+@lru_cache(maxsize=4096)
+def _partition(problem: Problem, places: tuple[tuple[int, int], ...]) -> Partition:
+    spec = problem.parsed
+    splits, rest = {}, list(problem.splits)
+    for name in spec.dim_names:
+        count, rest = rest[0], rest[1:]
+        if count:
+            splits[name], rest = tuple(rest[:count]), rest[count:]
+    lengths = dict(zip(spec.dim_names, problem.lengths, strict=True))
+    return Partition(lengths, dict(zip(spec.mesh_axes, places, strict=True)), splits)
+
+
+@lru_cache(maxsize=1024)
+def _plan_by_size(
+    spec: str,
+    dims: tuple[str, ...],
+    lengths: tuple[int, ...],
+    axes: tuple[str, ...],
+    ranks: tuple[int, ...],
+    dtype: str,
+) -> Plan:
+    sizes, mesh = dict(zip(dims, lengths, strict=True)), dict(zip(axes, ranks, strict=True))
+    return plan(spec, sizes=sizes, mesh=mesh, dtype=dtype)
+
+
+class _Shapes(Runner):
+    """Runs no collective: makes tensors of the shapes and strides that one would give."""
+
+    def call(self, op: str, axis: str, x: Tensor, *operands: Tensor | None, **options: Any) -> Any:
+        sizes, rank = options.get("sizes", ()), self.groups[axis].rank()
+        if op == "all_reduce":
+            return x.new_empty(x.shape)
+        if op == "all_gather":
+            return x.new_empty(sum(sizes), x.shape[1])
+        if op == "reduce_scatter":
+            return x.new_empty(sizes[rank], x.shape[1])
+        b = operands[0]
+        assert b is not None
+        if op == "all_gather_two_matmuls":
+            right = operands[1]
+            assert right is not None
+            return x.new_empty(sum(sizes), b.shape[1]), x.new_empty(x.shape[1], right.shape[1])
+        rows, cols = x.shape[0], b.shape[1]
+        if op == "all_gather_matmul":
+            rows = sum(sizes) if options["gather_dim"] == 0 else rows
+            return x.new_empty((cols, rows) if options["transposed"] else (rows, cols))
+        if op == "matmul_reduce_scatter":
+            return x.new_empty((sizes[rank], cols) if options["scatter_dim"] == 0 else (rows, sizes[rank]))
+        return x.new_empty(rows, cols)
+
+
+def _forward(x: Tensor, w: Tensor, bias: Tensor | None, problem: Problem, *, fake: bool = False) -> Tensor:
+    dims_x, dims_w, dims_y = problem.dims
+    plan = problem.plan(x.dtype).forward
+    out = execute(problem.runner(fake), plan, Named(x, dims_x), Named(w, dims_w), bias=bias)
+    return out.ordered(dims_y)
+
+
+def _backward(
+    dy: Tensor,
+    x: Tensor,
+    w: Tensor,
+    needs: tuple[bool, bool, bool],
+    problem: Problem,
+    *,
+    fake: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    # x and w are [0] where they are not needed; so is a gradient that nobody asked for. needs: of x, of w, of the bias.
+    dims_x, dims_w, dims_y = problem.dims
+    run, plans = problem.runner(fake), problem.plan(dy.dtype)
+    # Three tensors: an operator's results may not share memory.
+    dx, dw, db = (dy.new_empty(0) for _ in range(3))
+    needs_x, needs_w, needs_bias = needs
+    named = Named(dy, dims_y)
+    if needs_bias:
+        db = _bias_gradient(run, problem.parsed, named)
+    done: tuple[Step, ...] = ()
+    if needs_x and needs_w and plans.shared:
+        both = _both(run, plans, named, Named(x, dims_x), Named(w, dims_w))
+        if both is not None:
+            return both[0].ordered(dims_x), both[1].ordered(dims_w), db
+        done = plans.shared
+        for step, before, _ in plans.dx.walk():
+            if replace(step, fused=False) in done:
+                named = run.plain(step, before[0], named)
+    if needs_x:
+        dx = execute(run, plans.dx, named, Named(w, dims_w), wanted=dims_x, done=done).ordered(dims_x)
+    if needs_w:
+        dw = execute(run, plans.dw, Named(x, dims_x), named, wanted=dims_w, done=done).ordered(dims_w)
+    return dx, dw, db
+
+
+def _both(run: Runner, plans: Plan, dy: Named, x: Named, w: Named) -> tuple[Named, Named] | None:
+    """dx and dw from one gather of dy inside the matmuls, where both plans begin with just that; else None."""
+    spec, (step, *more) = plans.spec, plans.shared
+    same = all(plan.fused is not None and replace(plan.fused, fused=False) == step for plan in (plans.dx, plans.dw))
+    alone = all(plan.collectives == (plan.fused,) for plan in (plans.dx, plans.dw))
+    slices = any(each.kind == "slice" for plan in (plans.dx, plans.dw) for each in plan.steps)
+    if more or not same or not alone or slices:
+        return None
+    before = next(prior[0] for each, prior, _ in plans.dx.walk() if each.fused)
+    sizes = run.sizes(step, before)
+    rows = outermost(tuple(name for name in dy.dims if name != spec.n), step.dim)
+    x_matrix, w_matrix = x.matrix(rows, (spec.k,)), w.matrix((spec.n,), (spec.k,))
+    if step.dim == spec.n:
+        # dy.T is gathered by rows: dw.T = dy.T @ x, dx = dy @ w.T.
+        left = dy.matrix((spec.n,), rows)
+        dw, dx = run.call("all_gather_two_matmuls", step.axis, left, x_matrix, w_matrix, sizes=sizes)
+    else:
+        left, sizes = dy.matrix(rows, (spec.n,)), flat_sizes(sizes, rows, dy, step.dim)
+        dx, dw = run.call("all_gather_two_matmuls", step.axis, left, w_matrix, x_matrix, sizes=sizes)
+    shape = [*(x.length(name) for name in rows), x.length(spec.k)]
+    return Named(dx.view(shape), (*rows, spec.k)), Named(dw, (spec.n, spec.k))
+
+
+def _bias_gradient(run: Runner, spec: Spec, dy: Named) -> Tensor:
+    # This rank's columns where w holds no others; of a w with all columns the bias is whole too.
+    rows = tuple(name for name in spec.c.names if name != spec.n)
+    db, now = Named(dy.matrix(rows, (spec.n,)).sum(0), (spec.n,)), notation.Tensor(spec.c.dims[-1:])
+    # Ranks that hold other rows hold other terms.
+    for axis in (axis for name in rows for axis in spec.c.axes(name)):
+        db = run.plain(Step("all_reduce", "db", axis), now, db)
+    while now.used and not spec.b.axes(spec.n):
+        step = Step("all_gather", "db", now.used[-1], spec.n)
+        db, now = run.plain(step, now, db), moved(now, step)
+    return db.tensor
+
+
+@torch.library.custom_op("fusedtp::sharded_matmul", mutates_args=())
+def sharded_matmul(
+    x: Tensor, w: Tensor, bias: Tensor | None, spec: str, group_names: str, lengths: Sequence[int],
+    splits: Sequence[int], w_transposed: bool, by_size: bool, schedule: str, algorithm: str,
+) -> Tensor:  # fmt: skip
+    """y = x @ w + bias on shards; the arguments after the tensors are those of `Problem`."""
+    problem = Problem.of(spec, group_names, lengths, splits, w_transposed, by_size, schedule, algorithm)
+    return _forward(x, w, bias, problem)
+
+
+@sharded_matmul.register_fake
+def _(
+    x: Tensor, w: Tensor, bias: Tensor | None, spec: str, group_names: str, lengths: Sequence[int],
+    splits: Sequence[int], w_transposed: bool, by_size: bool, schedule: str, algorithm: str,
+) -> Tensor:  # fmt: skip
+    problem = Problem.of(spec, group_names, lengths, splits, w_transposed, by_size, schedule, algorithm)
+    return _forward(x, w, bias, problem, fake=True)
+
+
+@torch.library.custom_op("fusedtp::sharded_matmul_backward", mutates_args=())
+def sharded_matmul_backward(
+    dy: Tensor, x: Tensor, w: Tensor, needs_x: bool, needs_w: bool, needs_bias: bool, spec: str,
+    group_names: str, lengths: Sequence[int], splits: Sequence[int], w_transposed: bool, by_size: bool,
+    schedule: str, algorithm: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dx, dw, db), each [0] where it is not needed; so may x and w be."""
+    problem = Problem.of(spec, group_names, lengths, splits, w_transposed, by_size, schedule, algorithm)
+    return _backward(dy, x, w, (needs_x, needs_w, needs_bias), problem)
+
+
+@sharded_matmul_backward.register_fake
+def _(
+    dy: Tensor, x: Tensor, w: Tensor, needs_x: bool, needs_w: bool, needs_bias: bool, spec: str,
+    group_names: str, lengths: Sequence[int], splits: Sequence[int], w_transposed: bool, by_size: bool,
+    schedule: str, algorithm: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    problem = Problem.of(spec, group_names, lengths, splits, w_transposed, by_size, schedule, algorithm)
+    return _backward(dy, x, w, (needs_x, needs_w, needs_bias), problem, fake=True)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, w, _, *ctx.problem = inputs
+    needs_x, needs_w = ctx.needs_input_grad[:2]
+    # Local shards only, and only those that a gradient will be made of.
+    ctx.save_for_backward(x if needs_w else None, w if needs_x else None)
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
+    x, w = (dy.new_empty(0) if saved is None else saved for saved in ctx.saved_tensors)
+    out = sharded_matmul_backward(dy, x, w, needs_x, needs_w, needs_bias, *ctx.problem)
+    wanted = zip(out, (needs_x, needs_w, needs_bias), strict=True)
+    return (*(grad if needed else None for grad, needed in wanted), *(None for _ in ctx.problem))
+
+
+sharded_matmul.register_autograd(_gradients, setup_context=_setup)

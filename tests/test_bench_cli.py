@@ -1,0 +1,165 @@
+"""The commands as a user runs them, on real ranks at tiny sizes."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fusedtp.bench import machine, report, store, sweep
+from fusedtp.bench.cli import app
+from fusedtp.bench.store import Row
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+PNG = b"\x89PNG\r\n\x1a\n"
+TINY = ["--op", "all_gather_matmul", "--dtype", "float32", "--shape", "24,20,16", "--rounds", "3"]
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def stored(folder: Path) -> list[Row]:
+    (path,) = folder.glob("*/sweep.csv")
+    assert path.with_suffix(".png").read_bytes().startswith(PNG)
+    return store.read(path)
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    out = tmp_path_factory.mktemp("results")
+    return out, invoke("sweep", "--world-size", "2", *TINY, "--out", out)
+
+
+def test_sweep_prints_and_keeps_rows(swept: tuple[Path, Result]) -> None:
+    out, result = swept
+    assert result.exit_code == 0, result.output
+    rows = stored(out)
+    assert all(row.passed for row in rows)
+    timed = {row.variant: row for row in rows if (row.M, row.N, row.K) == (24, 20, 16)}
+    assert list(timed) == ["matmul", "comm", "unfused", "decomposed"]
+    for row in timed.values():
+        assert row.median_ms is not None
+        assert (row.rounds, row.interpreted, row.threads, row.backend) == (3, False, 1, "gloo")
+    unfused, decomposed = timed["unfused"], timed["decomposed"]
+    assert unfused.speedup_vs_unfused == 1.0
+    assert unfused.median_ms is not None
+    assert decomposed.median_ms is not None
+    assert decomposed.speedup_vs_unfused == pytest.approx(unfused.median_ms / decomposed.median_ms, rel=1e-4)
+    assert decomposed.path.startswith("decomposed: ")
+    assert "speed-up" in result.output
+
+
+def test_interpreted_rows_have_no_time(swept: tuple[Path, Result]) -> None:
+    out, result = swept
+    fused = [row for row in stored(out) if row.variant == "fused"]
+    assert {(row.M, row.N, row.K) for row in fused} == {(96, 80, 64), (97, 83, 61)}
+    for row in fused:
+        assert row.interpreted
+        assert (row.median_ms, row.speedup_vs_unfused, row.matmul_fraction, row.rounds) == (None, None, None, 0)
+        assert row.error_ratio is not None
+    assert "interpreted" in result.output
+
+
+def test_sweeping_again_replaces_and_report_draws_again(swept: tuple[Path, Result]) -> None:
+    out, _ = swept
+    before = stored(out)
+    result = invoke("sweep", "--world-size", "1,2", *TINY, "--schedule", "decomposed", "--out", out)
+    assert result.exit_code == 0, result.output
+    rows = stored(out)
+    assert len(rows) == len(before) + 4
+    (picture,) = out.glob("*/sweep.png")
+    picture.unlink()
+    result = invoke("report", "--out", out)
+    assert result.exit_code == 0, result.output
+    assert "24 x 20 x 16 fp32" in result.output
+    assert stored(out) == rows
+
+
+def test_foreign_file_stops_the_sweep_before_it_starts(tmp_path: Path) -> None:
+    path = tmp_path / machine.describe().name / "sweep.csv"
+    path.parent.mkdir()
+    path.write_text("name,price\napple,3\n")
+    result = invoke("sweep", *TINY, "--out", tmp_path)
+    assert result.exit_code == 2
+    assert "is not a table of sweep rows" in " ".join(result.output.split())
+    assert path.read_text() == "name,price\napple,3\n"
+
+
+def test_failed_check_is_a_row_without_a_number_and_exit_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swept: tuple[Path, Result]
+) -> None:
+    good = [row for row in stored(swept[0]) if row.median_ms is not None]
+
+    def spawned(jobs: list[sweep.Job], about: machine.Machine, done: Any) -> list[Row]:
+        return good[:1] + sweep.rows_of(jobs[0], sweep.failed(jobs[0], "[2] elements wrong"), about)
+
+    monkeypatch.setattr(sweep, "run_spawned", spawned)
+    result = invoke("sweep", "--world-size", "2", *TINY, "--schedule", "unfused", "--out", tmp_path)
+    assert result.exit_code == 1
+    assert "[2] elements wrong" in result.output
+    assert "3 of 4 rows did not pass" in result.output
+    failed = [row for row in stored(tmp_path) if not row.passed]
+    assert [row.variant for row in failed] == ["matmul", "comm", "unfused"]
+    assert {(row.median_ms, row.max_error, row.rounds) for row in failed} == {(None, None, 0)}
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    launcher = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "-m", "fusedtp.bench.cli", "sweep", *TINY, "--schedule", "decomposed", "--out", str(tmp_path)]
+    # away from the checkout: -m puts the working directory first, where fusedtp is a folder without its other parts
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("all-gather + matmul") == 1
+    assert [(row.variant, row.world_size) for row in stored(tmp_path)] == [
+        (variant, 2) for variant in ("matmul", "comm", "unfused", "decomposed")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--op", "matmul"], "--op must be among all_gather_matmul"),
+        (["--world-size", "0"], "--world-size must be positive"),
+        (["--world-size", "two"], "--world-size must be integers"),
+        (["--shape", "4,4"], "--shape must be M,N,K"),
+        (["--shapes", "huge"], "--shapes must be among small"),
+        (["--dtype", "int8"], "--dtype must be among float32"),
+    ],
+)
+def test_wrong_options_are_refused(arguments: list[str], message: str) -> None:
+    result = invoke("sweep", *arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("\u2502", " ").split())
+
+
+def test_doctor() -> None:
+    result = invoke("doctor")
+    assert result.exit_code == 0, result.output
+    for word in ("torch", "triton", "memfd_create", "unfused", "decomposed", "fused", "auto"):
+        assert word in result.output
+
+
+def test_failures_are_listed(swept: tuple[Path, Result]) -> None:
+    rows = stored(swept[0])
+    console = Console(width=160, record=True, file=io.StringIO())
+    report.show([replace(row, gate="3 of 9 elements are wrong") if row.interpreted else row for row in rows], console)
+    text = console.export_text()
+    assert "FAILED" in text
+    assert "Checked at small" not in text
+
+
+def test_machine_names() -> None:
+    assert machine.slug("cpu AMD EPYC 2c") == "cpu-amd-epyc-2c"
+    assert machine.slug("cpu Intel(R) Xeon(R) CPU @ 2.20GHz 8c") == "cpu-intel-xeon-cpu-2-20ghz-8c"
+    about = machine.describe()
+    assert about.name
+    assert about.cores >= 1
+    assert about.commit

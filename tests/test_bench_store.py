@@ -1,0 +1,157 @@
+"""Rows survive the file; what is not ours is refused and left alone; nothing half-written is ever seen."""
+
+from __future__ import annotations
+
+import csv
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fusedtp.bench import store
+from fusedtp.bench.store import COLUMNS, Row
+
+ROW = Row(
+    op="all_gather_matmul",
+    variant="decomposed",
+    M=4096,
+    N=512,
+    K=4096,
+    dtype="float32",
+    world_size=2,
+    median_ms=95.25,
+    p20_ms=94.5,
+    p80_ms=97.0,
+    total_ms=480.5,
+    rounds=5,
+    speedup_vs_unfused=1.625,
+    matmul_fraction=0.96875,
+    gate="passed",
+    max_error=0.00048828,
+    error_ratio=0.0078125,
+    interpreted=False,
+    predicted=False,
+    path="decomposed: asked for",
+    seed=0,
+    machine="cpu-some-2c",
+    cpu='Some, CPU "quoted"',
+    cores=2,
+    gpu="",
+    num_gpus=0,
+    threads=1,
+    backend="gloo",
+    python="3.11.7",
+    torch="2.13.0+cpu",
+    triton="3.7.1",
+    commit="0123456789ab",
+    dirty=True,
+    time_utc="2026-01-02T03:04:05Z",
+)
+REFUSED = replace(
+    ROW,
+    variant="fused",
+    median_ms=None,
+    p20_ms=None,
+    p80_ms=None,
+    total_ms=None,
+    rounds=0,
+    speedup_vs_unfused=None,
+    matmul_fraction=None,
+    gate="3 of 4 elements are wrong,\nthe worst at (0, 1)",
+    max_error=None,
+    error_ratio=None,
+    interpreted=True,
+)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "machine" / "sweep.csv"
+
+
+def test_round_trip(path: Path) -> None:
+    store.write(path, [ROW, REFUSED])
+    assert store.read(path) == [ROW, REFUSED]
+    assert path.read_text().splitlines()[0] == ",".join(COLUMNS)
+    assert os.listdir(path.parent) == ["sweep.csv"]
+
+
+TEXTS = ["=1+1", "+1", "-1", "@x", "\tx", "\rx", "'=1", "'quoted'", "nan", "NA", "None", "a'b", 'a,"b"', "a\r\nb"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_survives_and_cannot_start_a_formula(path: Path, text: str) -> None:
+    store.write(path, [replace(ROW, gpu=text)])
+    with path.open(newline="") as file:
+        (cells,) = csv.DictReader(file)
+    assert not cells["gpu"].startswith(("=", "+", "-", "@", "\t", "\r"))
+    # ends of lines are all written alike
+    assert store.read(path) == [replace(ROW, gpu=text.replace("\r\n", "\n").replace("\r", "\n"))]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not a table of sweep rows"),
+        (b"\xff\xfe\x00", "not a table of sweep rows"),
+        (b"name,price\napple,3\n", r"columns missing: .*not known: \['name', 'price'\]"),
+        ((",".join(reversed(COLUMNS)) + "\n").encode(), "columns in another order"),
+    ],
+)
+def test_foreign_file_is_refused_and_untouched(path: Path, content: bytes, message: str) -> None:
+    path.parent.mkdir()
+    path.write_bytes(content)
+    for touch in (store.read, lambda where: store.update(where, [ROW])):
+        with pytest.raises(ValueError, match=message):
+            touch(path)
+        assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize(("column", "cell"), [("M", "many"), ("median_ms", "fast"), ("dirty", "yes"), ("rounds", "")])
+def test_malformed_cell_is_named(path: Path, column: str, cell: str) -> None:
+    store.write(path, [ROW, ROW])
+    header, first, second = path.read_text().splitlines()
+    cells = ["" if name == "cpu" else str(value) for name, value in zip(COLUMNS, vars(ROW).values(), strict=True)]
+    cells[COLUMNS.index(column)] = cell
+    path.write_text("\n".join([header, first, ",".join(cells)]) + "\n")
+    with pytest.raises(ValueError, match=rf"row 2, column {column}: '{cell}'"):
+        store.read(path)
+    assert second != ",".join(cells)
+
+
+def test_row_cut_short_is_refused(path: Path) -> None:
+    store.write(path, [ROW, ROW])
+    path.write_text(path.read_text()[:-40])
+    with pytest.raises(ValueError, match="row 2, column"):
+        store.read(path)
+
+
+def test_update_replaces_whole_cases(path: Path) -> None:
+    other = replace(ROW, M=8192)
+    store.write(path, [ROW, replace(ROW, variant="unfused"), other, REFUSED])
+    again = replace(ROW, median_ms=90.0)
+    assert store.update(path, [again]) == [other, REFUSED, again]
+    assert store.read(path) == [other, REFUSED, again]
+
+
+def test_failed_write_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.write(path, [ROW])
+    before = path.read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        store.write(path, [ROW, ROW])
+    assert path.read_bytes() == before
+    assert os.listdir(path.parent) == ["sweep.csv"]
+
+
+def test_file_can_be_read_by_others(path: Path) -> None:
+    old = os.umask(0o022)
+    try:
+        store.write(path, [ROW])
+    finally:
+        os.umask(old)
+    assert path.stat().st_mode & 0o777 == 0o644

@@ -1,0 +1,229 @@
+"""What torch does around the layers: compile, opcheck, activation checkpointing, accumulation, autocast, no_grad."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fusedtp.bench.ranks import RankPool
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import checkpoint
+
+import fusedtp
+from fusedtp import sharded
+
+HIDDEN, INTERMEDIATE, LENGTH, BATCH = 8, 12, 6, 2
+
+
+def model(group: ProcessGroup, **options: Any) -> fusedtp.ParallelMLP:
+    torch.manual_seed(2)
+    return fusedtp.ParallelMLP(HIDDEN, INTERMEDIATE, activation="swiglu", group=group, **options)
+
+
+def inputs(group: ProcessGroup, dim: int = 0) -> Tensor:
+    torch.manual_seed(20 + group.rank())
+    shape = (LENGTH, BATCH) if dim == 0 else (BATCH, LENGTH)
+    return torch.randn(*shape, HIDDEN, requires_grad=True)
+
+
+def results(call: Callable[[Tensor], Tensor], layer: fusedtp.ParallelMLP, x: Tensor) -> dict[str, Tensor]:
+    """y, dx and every parameter's gradient of one forward and backward of a loss that tells elements apart."""
+    layer.zero_grad()
+    x = x.detach().requires_grad_()
+    y = call(x)
+    y.square().sum().backward()
+    grads = {f"d {name}": p.grad for name, p in layer.named_parameters()}
+    return {"y": y.detach(), "dx": x.grad, **grads}  # type: ignore[dict-item]
+
+
+def equal(got: dict[str, Tensor], expected: dict[str, Tensor], rounding: float = 0.0) -> None:
+    """Bit by bit, or within `rounding` of the largest element."""
+    assert got.keys() == expected.keys()
+    for name, ref in expected.items():
+        assert got[name].dtype == ref.dtype, name
+        torch.testing.assert_close(
+            got[name],
+            ref,
+            rtol=0,
+            atol=rounding * float(ref.abs().max()),
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+
+
+def compiled(group: ProcessGroup, backend: str, dim: int, sequence_parallel: bool) -> list[str]:
+    from torch._inductor import config as inductor
+
+    layer = model(group, sequence_dim=dim, sequence_parallel=sequence_parallel)
+    torch.manual_seed(4)
+    x = inputs(group, dim) if sequence_parallel else torch.randn(LENGTH, BATCH, HIDDEN, requires_grad=True)
+    ops: list[str] = []
+
+    def seen(graph: torch.fx.GraphModule, example: list[Tensor]) -> Any:
+        ops.extend(str(node.target) for node in graph.graph.nodes if "fusedtp" in str(node.target))
+        return torch._dynamo.lookup_backend(backend)(graph, example)
+
+    torch._dynamo.reset()
+    call = torch.compile(layer, fullgraph=True, backend=seen)
+    expected = results(layer, layer, x)
+    # A generated kernel rounds silu's multiplications in its own order: a few roundings, carried through one matmul of
+    # each pass.
+    rounding = 0.0 if backend == "aot_eager" else 64 * torch.finfo(x.dtype).eps
+    # Two kernels a graph: a pool of compilers, or a header compiled in advance, would take longer than they do.
+    with inductor.patch(compile_threads=1, cpp_cache_precompile_headers=False):
+        for _ in range(2):
+            equal(results(call, layer, x), expected, rounding)
+    torch._dynamo.reset()
+    return ops
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_without_a_graph_break(pool: RankPool, backend: str, dim: int) -> None:
+    """Also with a batch first, where a layer's result is a transposed view."""
+    for ops in pool.run(compiled, backend, dim, True, world_size=2, timeout=120):
+        assert ops == ["fusedtp.sharded_matmul.default"] * 2
+
+
+def test_compiled_with_the_sequence_whole(pool: RankPool) -> None:
+    for ops in pool.run(compiled, "aot_eager", 0, False, world_size=2):
+        assert ops == ["fusedtp.sharded_matmul.default"] * 2
+
+
+def compiled_for_any_length(group: ProcessGroup) -> int:
+    layer, graphs = model(group), 0
+
+    def seen(graph: torch.fx.GraphModule, example: list[Tensor]) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return torch._dynamo.lookup_backend("aot_eager")(graph, example)
+
+    torch._dynamo.reset()
+    call = torch.compile(layer, fullgraph=True, backend=seen)
+    for length in (6, 4, 10, 8, 12):
+        x = torch.randn(length, BATCH, HIDDEN, requires_grad=True)
+        equal(results(call, layer, x), results(layer, layer, x))
+    torch._dynamo.reset()
+    return graphs
+
+
+def test_compiled_once_for_all_lengths(pool: RankPool) -> None:
+    """One graph for the first length, one for every other."""
+    assert pool.run(compiled_for_any_length, world_size=2) == [2, 2]
+
+
+def opchecked(group: ProcessGroup) -> None:
+    torch.manual_seed(group.rank())
+    name = group.group_name
+    bias = torch.randn(5, requires_grad=True)
+
+    def tensors(*shapes: tuple[int, ...]) -> list[Tensor]:
+        return [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+    rows = (3, 1)
+    tail = (True, False, "decomposed", "auto")
+    mine = rows[group.rank()]
+    for x, w, b, spec, lengths, splits in (
+        (*tensors((mine, 6), (5, 6)), bias, "[R0_X, K] @ [K, N_X] -> [R0, N_X]", (4, 6, 10), (2, *rows, 0, 0)),
+        (*tensors((2, mine, 6), (5, 6)), bias, "[R0, R1_X, K] @ [K, N_X] -> [R0, R1, N_X]",
+         (2, 4, 6, 10), (0, 2, *rows, 0, 0)),
+        (*tensors((4, 6), (5, 6)), bias, "[R0, K_X] @ [K_X, N] -> [R0_X, N]", (4, 12, 5), (2, *rows, 0, 0)),
+        (*tensors((4, 6), (5, 6)), None, "[R0, K_X] @ [K_X, N] -> [R0, N]", (4, 12, 5), (0, 0, 0)),
+        (*tensors((4, 6), (5, 6)), None, "[R0, K] @ [K, N_X] -> [R0, N_X]", (4, 6, 10), (0, 0, 0)),
+        (*tensors((4, 6), (5, 6)), None, "[R0_X, K] @ [K, N_X] -> [R0_X, N]", (8, 6, 10), (0, 0, 0)),
+    ):  # fmt: skip
+        args = (x, w, b, spec, name, lengths, splits, *tail)
+        torch.library.opcheck(torch.ops.fusedtp.sharded_matmul, args)
+        y = sharded.sharded_matmul(*args).detach()
+        backward = (y, x.detach(), w.detach(), -1 if b is None else 5, True, True, *args[3:])
+        torch.library.opcheck(
+            torch.ops.fusedtp.sharded_matmul_backward, backward, test_utils=("test_schema", "test_faketensor")
+        )
+
+
+def test_operator_is_registered_as_torch_wants_it(pool: RankPool) -> None:
+    """Schema, autograd registration, fakes, and ahead-of-time dispatch, which runs forward and backward traced."""
+    pool.run(opchecked, world_size=2)
+
+
+def checkpointed(group: ProcessGroup) -> list[str]:
+    """Forward is run again in backward: the same bits, one more gather."""
+    layer, x = model(group), inputs(group)
+    expected = results(layer, layer, x)
+    for reentrant in (False, True):
+        equal(results(lambda x, reentrant=reentrant: checkpoint(layer, x, use_reentrant=reentrant), layer, x), expected)
+    return list(expected)
+
+
+def test_activation_checkpointing(pool: RankPool) -> None:
+    pool.run(checkpointed, world_size=2)
+
+
+def accumulated(group: ProcessGroup) -> None:
+    """Two backward calls leave the sum of both gradients."""
+    layer, x = model(group), inputs(group)
+    once = results(layer, layer, x)
+    other = results(layer, layer, 2 * x)
+    layer.zero_grad()
+    for factor in (1, 2):
+        layer(factor * x.detach()).square().sum().backward()
+    for name, p in layer.named_parameters():
+        assert torch.equal(p.grad, once[f"d {name}"] + other[f"d {name}"]), name  # type: ignore[arg-type]
+
+
+def test_gradient_accumulation(pool: RankPool) -> None:
+    pool.run(accumulated, world_size=2)
+
+
+def without_gradients(group: ProcessGroup) -> None:
+    """no_grad and inference give the same y; a frozen weight or an input without gradient gets none."""
+    layer, x = model(group), inputs(group)
+    expected = results(layer, layer, x)
+    with torch.no_grad():
+        y = layer(x)
+        assert not y.requires_grad
+        assert torch.equal(y, expected["y"])
+    with torch.inference_mode():
+        assert torch.equal(layer(x), expected["y"])
+    layer.zero_grad()
+    layer.down_proj.weight.requires_grad_(False)
+    layer(x.detach()).square().sum().backward()
+    assert layer.down_proj.weight.grad is None
+    for name, p in layer.named_parameters():
+        assert p.grad is None or torch.equal(p.grad, expected[f"d {name}"]), name
+    assert layer.gate_up_proj.weight.grad is not None
+
+
+def test_without_gradients(pool: RankPool) -> None:
+    pool.run(without_gradients, world_size=2)
+
+
+def autocasted(group: ProcessGroup, sequence_parallel: bool) -> None:
+    """What a layer with bfloat16 parameters computes, with float32 parameters and their gradients."""
+    layer, x = model(group, sequence_parallel=sequence_parallel), inputs(group)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    y.square().sum().backward()
+    narrow = model(group, sequence_parallel=sequence_parallel).bfloat16()
+    x_narrow = x.detach().bfloat16().requires_grad_()
+    y_narrow = narrow(x_narrow)
+    assert torch.equal(y, y_narrow)
+    y_narrow.square().sum().backward()
+    got = {"x": x, **dict(layer.named_parameters())}
+    for name, p in {"x": x_narrow, **dict(narrow.named_parameters())}.items():
+        grad = got[name].grad
+        assert grad is not None
+        assert p.grad is not None
+        assert grad.dtype == torch.float32, name
+        assert torch.equal(grad, p.grad.float()), name
+    # float64 is never narrowed.
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer.double()(x.detach().double()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_autocast(pool: RankPool, sequence_parallel: bool) -> None:
+    pool.run(autocasted, sequence_parallel, world_size=2)

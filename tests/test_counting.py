@@ -1,0 +1,262 @@
+"""What four ranks really send and keep: collectives and saved tensors are counted while layers run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from math import prod
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from fusedtp.bench.ranks import RankPool
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import fusedtp
+from fusedtp.execute import Runner
+from fusedtp.explain import NAMED
+from fusedtp.notation import parse
+from fusedtp.plan import plan
+
+M, N, K = 24, 16, 8  # whole lengths; four ranks hold a quarter each
+Call = tuple[str, tuple[int, ...]]
+
+
+@dataclass
+class Count:
+    """calls: op and shape of its first operand, either way round, in order. axes: (op, axis). saved: by autograd."""
+
+    calls: list[Call] = field(default_factory=list)
+    axes: list[tuple[str, str]] = field(default_factory=list)
+    saved: list[Tensor] = field(default_factory=list)
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        return sorted(tuple(each.shape) for each in self.saved)
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Count]:
+    """Counts every op that a plan runs over a group, and every tensor that autograd saves."""
+    count, call = Count(), Runner.call
+
+    def counted(run: Runner, op: str, axis: str, x: Tensor, *operands: Tensor | None, **options: Any) -> Any:
+        # Which way round a matmul is solved is the executor's choice.
+        count.calls.append((op, tuple(sorted(x.shape))))
+        count.axes.append((op, axis))
+        return call(run, op, axis, x, *operands, **options)
+
+    def keep(tensor: Tensor) -> Tensor:
+        # What matters is the memory held on to, not the view of it.
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        count.saved.append(tensor)
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with mock.patch.object(Runner, "call", counted), hooks:
+        yield count
+
+
+X_M, X_K, W_N, W_K = (M // 4, K), (M, K // 4), (N // 4, K), (N, K // 4)
+DY_M, DY_N = (M // 4, N), (M, N // 4)
+
+
+def calls(*of: tuple[str, tuple[int, ...]]) -> list[Call]:
+    return [(op, tuple(sorted(shape))) for op, shape in of]
+
+
+# The shapes of x and weight here; what forward runs, what is saved, and what backward runs by what needs a gradient.
+LAYERS: dict[str, tuple[tuple[int, ...], tuple[int, ...], list[Call], dict[str, list[Call]]]] = {
+    "fsdp_linear": (
+        X_M, W_N, calls(("all_gather_matmul", W_N)),
+        # Gathered once more, for dx. Where the input needs no gradient nothing is gathered: dw is dy.T @ x, scattered.
+        {
+            "xw": calls(("all_gather_matmul", W_N), ("matmul_reduce_scatter", DY_M)),
+            "x": calls(("all_gather_matmul", W_N)),
+            "w": calls(("matmul_reduce_scatter", DY_M)),
+        },
+    ),
+    "all_gather_linear": (
+        X_M, W_N, calls(("all_gather_matmul", X_M)),
+        # x is gathered again, along dw's contraction: only its shard was kept.
+        {
+            "xw": calls(("matmul_reduce_scatter", DY_N), ("all_gather_matmul", X_M)),
+            "x": calls(("matmul_reduce_scatter", DY_N)),
+            "w": calls(("all_gather_matmul", X_M)),
+        },
+    ),
+    "linear_reduce_scatter": (
+        X_K, W_K, calls(("matmul_reduce_scatter", X_K)),
+        # One gather of dy for both gradients.
+        {
+            "xw": calls(("all_gather_two_matmuls", DY_M)),
+            "x": calls(("all_gather_matmul", DY_M)),
+            "w": calls(("all_gather_matmul", DY_M)),
+        },
+    ),
+    "linear_all_reduce": (X_K, W_K, calls(("matmul_all_reduce", X_K)), {"xw": [], "x": [], "w": []}),
+}  # fmt: skip
+
+
+def count_layer(group: ProcessGroup, name: str, needs: str, schedule: str) -> tuple[list[Call], Any, list[Call]]:
+    """The calls of forward, the shapes saved, and the calls of backward."""
+    x_shape, w_shape, *_ = LAYERS[name]
+    x = torch.randn(x_shape).requires_grad_("x" in needs)
+    weight = torch.randn(w_shape).requires_grad_("w" in needs)
+    with counting() as forward:
+        y = getattr(fusedtp, name)(x, weight, group=group, schedule=schedule)
+    with counting() as backward:
+        y.backward(torch.ones_like(y))
+    assert (x.grad is None) == ("x" not in needs)
+    assert (weight.grad is None) == ("w" not in needs)
+    assert not backward.saved
+    return forward.calls, forward.shapes, backward.calls
+
+
+@pytest.mark.parametrize("needs", ["xw", "x", "w"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_what_a_layer_sends_and_keeps(pool: RankPool, name: str, needs: str) -> None:
+    x_shape, w_shape, expected_forward, expected_backward = LAYERS[name]
+    # x serves dw and weight dx; either is kept for that only.
+    expected_saved = sorted([x_shape] * ("w" in needs) + [w_shape] * ("x" in needs))
+    for schedule in ("unfused", "decomposed"):
+        for forward, saved, backward in pool.run(count_layer, name, needs, schedule):
+            assert forward == expected_forward
+            assert saved == expected_saved
+            assert backward == expected_backward[needs]
+
+
+def fsdp_bytes(group: ProcessGroup) -> tuple[int, int]:
+    """Bytes kept of the weight by a layer, and of the whole weight."""
+    x, weight = torch.randn(X_M), torch.randn(W_N, requires_grad=True)
+    with counting() as count:
+        fusedtp.fsdp_linear(x.requires_grad_(), weight, group=group)
+    (kept,) = [each for each in count.saved if each.shape == weight.shape]
+    assert kept.data_ptr() == weight.data_ptr()
+    return kept.untyped_storage().nbytes(), N * K * weight.element_size()
+
+
+def test_fsdp_keeps_a_quarter_of_the_weight(pool: RankPool) -> None:
+    for kept, whole in pool.run(fsdp_bytes):
+        assert kept * 4 == whole
+
+
+def frozen(group: ProcessGroup) -> None:
+    """Nothing needs a gradient, or only the bias does: nothing is kept, and backward sends db's sum alone."""
+    x, weight, bias = torch.randn(X_M), torch.randn(W_N), torch.randn(N)
+    with counting() as count:
+        fusedtp.fsdp_linear(x, weight, bias, group=group)
+    assert not count.saved
+    with counting() as count:
+        y = fusedtp.fsdp_linear(x, weight, bias.requires_grad_(), group=group)
+    assert not count.saved
+    with counting() as count:
+        y.sum().backward()
+    assert count.calls == [("all_reduce", (1, N))]
+    assert bias.grad is not None
+    assert torch.equal(bias.grad, torch.full((N,), float(M)))
+
+
+def test_frozen_layers(pool: RankPool) -> None:
+    pool.run(frozen)
+
+
+def specs(options: tuple[str, ...]) -> Iterator[str]:
+    """The valid shardings whose result is not partial: no axis twice in a tensor."""
+    for m, k, k2, n, m2, n2 in product(options, repeat=6):
+        text = f"[M{m}, K{k}] @ [K{k2}, N{n}] -> [M{m2}, N{n2}]"
+        if all(tensor.count(axis) < 2 for tensor in text.replace("@", "->").split("->") for axis in "XY"):
+            yield text
+
+
+def count_specs(group: ProcessGroup, texts: list[str], on_mesh: bool) -> None:
+    """Each matmul by itself runs as many collectives as planned, and no all-reduce over an axis that splits its result:
+    there a reduce-scatter does.
+    """
+    mesh = (
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("X", "Y"))
+        if on_mesh
+        else DeviceMesh.from_group(group, "cpu", mesh_dim_names=("X",))
+    )
+    ranks = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    lengths = {"M": M, "K": K, "N": N}
+    for text in texts:
+        spec = parse(text)
+        plans = plan(text, sizes=lengths, mesh=ranks, dtype="float64")
+        shapes = (
+            [lengths[dim.name] // prod(ranks[axis] for axis in dim.axes) for dim in tensor.dims]
+            for tensor in (spec.a, spec.b)
+        )
+        x, w = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+
+        def forward(needs: str, x: Tensor = x, w: Tensor = w, text: str = text) -> Tensor:
+            operands = x.clone().requires_grad_("x" in needs), w.clone().requires_grad_("w" in needs)
+            return fusedtp.sharded_matmul(*operands, text, mesh, schedule="decomposed")
+
+        with counting() as y_count:
+            forward("")
+        counts = [y_count]
+        for needs in "xw":
+            y = forward(needs)
+            with counting() as count:
+                y.backward(torch.ones_like(y))
+            counts.append(count)
+        for count, matmul in zip(counts, plans.matmuls, strict=True):
+            assert len(count.calls) == len(matmul.collectives), f"{matmul.names[2]} of {text}: {count.calls}"
+            reduced = {axis for op, axis in count.axes if op in ("all_reduce", "matmul_all_reduce")}
+            assert not reduced & set(matmul.c.used), f"{matmul.names[2]} of {text}: {count.axes}"
+
+
+def test_no_all_reduce_where_a_reduce_scatter_does(pool: RankPool) -> None:
+    one, two = list(specs(("", "_X"))), list(specs(("", "_X", "_Y", "_XY", "_YX")))
+    assert (len(one), len(two)) == (27, 11**3)
+    pool.run(count_specs, one, False)
+    # The planner's test has them all; these are of every kind.
+    pool.run(count_specs, two[::11], True, timeout=120.0)
+
+
+def same_bits(group: ProcessGroup, schedule: str) -> None:
+    """Forward and backward again, and backward of one graph twice."""
+    for name, (x_shape, w_shape, *_) in LAYERS.items():
+        random = torch.Generator().manual_seed(group.rank())
+        x, weight = (torch.randn(shape, generator=random).requires_grad_() for shape in (x_shape, w_shape))
+        bias = torch.randn(N // 4 if name == "all_gather_linear" else N, generator=random).requires_grad_()
+        layer = partial(getattr(fusedtp, name), x, weight, bias, group=group, schedule=schedule)
+        y = layer()
+        dy = torch.randn(y.shape, generator=random)
+        first = torch.autograd.grad(y, (x, weight, bias), dy, retain_graph=True)
+        again = torch.autograd.grad(y, (x, weight, bias), dy)
+        other = layer()
+        assert torch.equal(y, other), name
+        for each in (again, torch.autograd.grad(other, (x, weight, bias), dy)):
+            assert all(torch.equal(one, two) for one, two in zip(first, each, strict=True)), name
+
+
+@pytest.mark.parametrize("schedule", ["fused", "decomposed", "unfused"])
+def test_same_bits_every_time(pool: RankPool, schedule: str) -> None:
+    pool.run(same_bits, schedule)
+
+
+def keeps_shards(group: ProcessGroup) -> None:
+    """Every named sharding keeps the very shards that it was given."""
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("X",))
+    for text in NAMED.values():
+        spec = parse(text)
+        lengths = dict(zip(spec.dim_names, (M, K, N), strict=True))
+        x, w = (
+            torch.randn([lengths[dim.name] // 4 ** len(dim.axes) for dim in tensor.dims]).requires_grad_()
+            for tensor in (spec.a, spec.b)
+        )
+        with counting() as count:
+            fusedtp.sharded_matmul(x, w, text, mesh)
+        assert [each.data_ptr() for each in count.saved] == [x.data_ptr(), w.data_ptr()], text
+
+
+def test_named_shardings_keep_shards(pool: RankPool) -> None:
+    pool.run(keeps_shards)

@@ -1,0 +1,188 @@
+"""Which bits come out. A partial product is rounded once to the operands' dtype, partials are added in float32 in rank
+order, then the bias, and the sum is rounded once: literally that, on every run and rank, by all algorithms but a ring.
+
+The literal sums need partials without an error of their own, so operands are small integers times powers of two: every
+product and every sum of products is exact in float32, in any order. The partials of ranks 0 and 2 are large and cancel;
+what ranks 1 and 3 and the bias add is so much smaller that it loses bits beside a large one. So another order gives
+other bits, which a test asserts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from fusedtp.bench.ranks import RankPool
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fusedtp import ops, reference
+from fusedtp.shards import even_sizes
+
+DTYPES = ["float32", "bfloat16", "float16"]
+SUMMING = ["fused", "decomposed"]
+# Puts a small partial 18 bits below a large one: of its bits a few survive beside it in float32.
+SMALL = 2.0**-18
+M, N, K_R = 37, 29, 24  # K_R: length of the contraction on each rank
+
+
+def exact_operands(world_size: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """a_r [M, K_R], b_r [K_R, N] by rank and a bias [N], such that a_r @ b_r is exact in float32."""
+    random = torch.Generator().manual_seed(11)
+
+    def integers(*shape: int) -> Tensor:
+        return torch.randint(-63, 64, shape, generator=random).float()
+
+    a = [integers(M, K_R) for _ in range(world_size)]
+    b = [integers(K_R, N) for _ in range(world_size)]
+    for rank in range(1, world_size, 2):
+        # Half of the factor each: float16 has no normal number below 2**-14.
+        a[rank], b[rank] = a[rank] * SMALL**0.5, b[rank] * SMALL**0.5
+    if world_size > 2:
+        a[2], b[2] = -a[0], b[0]
+    bias = integers(N) * 2**6 * SMALL
+    for each in (*a, *b, bias):
+        assert torch.equal(each.to(dtype).float(), each)
+    return [each.to(dtype) for each in a], [each.to(dtype) for each in b], bias.to(dtype)
+
+
+def partials(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
+    """The exact products, rounded once to the operands' dtype."""
+    exact = [a_r.double() @ b_r.double() for a_r, b_r in zip(a, b, strict=True)]
+    for each in exact:
+        assert torch.equal(each.float().double(), each)
+    return [each.to(a[0].dtype) for each in exact]
+
+
+def literal_sum(parts: Sequence[Tensor], bias: Tensor | None, order: Sequence[int]) -> Tensor:
+    """parts added in float32 in `order`, then the bias, rounded once."""
+    out = parts[order[0]].float()
+    for rank in order[1:]:
+        out = out + parts[rank].float()
+    if bias is not None:
+        out = out + bias.float()
+    return out.to(parts[0].dtype)
+
+
+def same_bits(out: Tensor, expected: Tensor, name: str) -> None:
+    bits = torch.int32 if out.dtype == torch.float32 else torch.int16
+    differ = out.view(bits) != expected.view(bits)
+    assert not differ.any(), f"{name}: {int(differ.sum())} of {out.numel()} elements differ"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_operands_tell_orders_apart(dtype: str) -> None:
+    """Else the comparisons below would prove nothing."""
+    a, b, bias = exact_operands(4, getattr(torch, dtype))
+    parts = partials(a, b)
+    right = literal_sum(parts, bias, range(4))
+    wrong = {
+        "the own partial first, on rank 1": literal_sum(parts, bias, (1, 2, 3, 0)),
+        "the own partial first, on rank 2": literal_sum(parts, bias, (2, 3, 0, 1)),
+        "the own partial last, on rank 0": literal_sum(parts, bias, (1, 2, 3, 0)),
+        "the own partial last, on rank 2": literal_sum(parts, bias, (3, 0, 1, 2)),
+        "from the last rank down": literal_sum(parts, bias, (3, 2, 1, 0)),
+        "in pairs": ((parts[0].float() + parts[1]) + (parts[2].float() + parts[3]) + bias).to(right.dtype),
+        "the bias first": literal_sum([bias.expand(M, N), *parts], None, range(5)),
+        "the bias on the last partial": literal_sum([*parts[:3], parts[3] + bias], None, range(4)),
+        "a running sum in the dtype": ((parts[0] + parts[1]) + parts[2]) + parts[3] + bias,
+        "the bias after rounding": literal_sum(parts, None, range(4)) + bias,
+        "exactly": (sum(each.double() for each in parts) + bias.double()).to(right.dtype),
+    }
+    if dtype == "float32":
+        # Small numbers alone are added exactly there, and no dtype is narrower.
+        del wrong["a running sum in the dtype"], wrong["the bias after rounding"], wrong["the bias on the last partial"]
+    else:
+        exact = [a_r.float() @ b_r.float() for a_r, b_r in zip(a, b, strict=True)]
+        wrong["partials not rounded"] = literal_sum(exact, bias, range(4)).to(right.dtype)
+    for name, other in wrong.items():
+        assert not torch.equal(other, right), name
+
+
+def sums_are_literal(group: ProcessGroup, schedule: str, dtype: str) -> None:
+    rank, world_size, name = group.rank(), group.size(), group.group_name
+    a, b, bias = exact_operands(world_size, getattr(torch, dtype))
+    parts = partials(a, b)
+    rows, cols = even_sizes(M, world_size), even_sizes(N, world_size)
+    with_bias, without = (literal_sum(parts, each, range(world_size)) for each in (bias, None))
+    mine = a[rank], b[rank]
+    for dim, sizes in ((0, rows), (1, cols)):
+        for each, whole in ((bias, with_bias), (None, without)):
+            out = ops.matmul_reduce_scatter(*mine, each, dim, sizes, name, schedule)
+            same_bits(out, reference.chunk(whole, dim, rank, sizes), f"matmul_reduce_scatter, dim {dim}")
+    same_bits(
+        ops.reduce_scatter(parts[rank], rows, name, schedule, "direct"),
+        reference.chunk(without, 0, rank, rows), "reduce_scatter",
+    )  # fmt: skip
+    for algorithm in ("one_shot", "two_shot", "auto"):
+        same_bits(ops.matmul_all_reduce(*mine, bias, name, schedule, algorithm), with_bias, f"{algorithm} of a matmul")
+        same_bits(ops.all_reduce(parts[rank], name, schedule, algorithm), without, algorithm)
+    # What is gathered is not summed over ranks: one exact product, the bias, one rounding, whichever dim is gathered.
+    bias = bias / SMALL
+    exact = [a_r.float() @ b[0].float() + bias.float() for a_r in a[::2]]
+    out = ops.all_gather_matmul(a[rank // 2 * 2], b[0], bias, 0, (M,) * world_size, name, schedule)
+    rows = [exact[peer // 2] for peer in range(world_size)]
+    same_bits(out, torch.cat(rows).to(bias.dtype), f"{schedule} all_gather_matmul, rows")
+    k_sizes = even_sizes(K_R, world_size)
+    a_shard_k = reference.chunk(a[0], 1, rank, k_sizes)
+    out = ops.all_gather_matmul(a_shard_k, b[0], bias, 1, k_sizes, name, schedule)
+    same_bits(out, exact[0].to(bias.dtype), f"{schedule} all_gather_matmul, contraction")
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("schedule", SUMMING)
+def test_sums_are_literally_in_rank_order(pool: RankPool, schedule: str, dtype: str, world_size: int) -> None:
+    pool.run(sums_are_literal, schedule, dtype, world_size=world_size)
+
+
+def random_calls(group: ProcessGroup, schedule: str, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
+    """Every op on random operands: rank 0 has none, the contraction is longer than a tile."""
+    rank, world_size, name = group.rank(), group.size(), group.group_name
+    random = torch.Generator().manual_seed(5)
+    a, b = (torch.randn(shape, generator=random).to(dtype) for shape in ((34, 83), (83, 29)))
+    bias = torch.randn(29, generator=random).to(dtype)
+    parts = [torch.randn(34, 29, generator=random).to(dtype) for _ in range(world_size)]
+    m_sizes, k_sizes, n_sizes = ((0, *even_sizes(length, world_size - 1)) for length in (34, 83, 29))
+    a_shard_m, a_shard_k = reference.chunk(a, 0, rank, m_sizes), reference.chunk(a, 1, rank, k_sizes)
+    b_shard_k, x = reference.chunk(b, 0, rank, k_sizes), parts[rank]
+    mine = a_shard_k, b_shard_k, bias
+    calls = {
+        "all_gather_matmul 0": lambda: ops.all_gather_matmul(a_shard_m, b, bias, 0, m_sizes, name, schedule),
+        "all_gather_matmul 1": lambda: ops.all_gather_matmul(a_shard_k, b, bias, 1, k_sizes, name, schedule),
+        "matmul_reduce_scatter 0": lambda: ops.matmul_reduce_scatter(*mine, 0, m_sizes, name, schedule),
+        "matmul_reduce_scatter 1": lambda: ops.matmul_reduce_scatter(*mine, 1, n_sizes, name, schedule),
+        "all_gather": lambda: ops.all_gather(a_shard_m, m_sizes, name, schedule, "auto"),
+        "reduce_scatter": lambda: ops.reduce_scatter(x, m_sizes, name, schedule, "direct"),
+    }  # fmt: skip
+    for each in ("one_shot", "two_shot"):
+        calls[f"matmul_all_reduce {each}"] = lambda each=each: ops.matmul_all_reduce(*mine, name, schedule, each)
+        calls[f"all_reduce {each}"] = lambda each=each: ops.all_reduce(x, name, schedule, each)
+    if schedule == "fused":
+        calls["all_gather ring"] = lambda: ops.all_gather(a_shard_m, m_sizes, name, schedule, "ring")
+        calls["reduce_scatter ring"] = lambda: ops.reduce_scatter(x, m_sizes, name, schedule, "ring")
+        calls["all_reduce ring"] = lambda: ops.all_reduce(x, name, schedule, "ring")
+    return calls
+
+
+def three_runs(group: ProcessGroup, schedule: str, dtype: str) -> dict[str, Tensor]:
+    """Each op's result, after two more runs of all of them gave the same bits."""
+    calls = random_calls(group, schedule, getattr(torch, dtype))
+    runs = [{name: call() for name, call in calls.items()} for _ in range(3)]
+    for again in runs[1:]:
+        for name, out in again.items():
+            same_bits(out, runs[0][name], f"{name} again on rank {group.rank()}")
+    return runs[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("schedule", SUMMING)
+def test_same_bits_on_every_run_and_every_rank(pool: RankPool, schedule: str, dtype: str) -> None:
+    by_rank = pool.run(three_runs, schedule, dtype, world_size=3)
+    for rank, outs in enumerate(by_rank):
+        for name, out in outs.items():
+            if name.startswith(("all_gather ", "all_reduce", "matmul_all_reduce")) or name == "all_gather":
+                same_bits(out, by_rank[0][name], f"{name} on rank {rank} and on rank 0")
+        for op in ("all_reduce", "matmul_all_reduce"):
+            same_bits(outs[f"{op} one_shot"], outs[f"{op} two_shot"], f"{op}, one shot and two")

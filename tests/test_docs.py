@@ -1,0 +1,131 @@
+"""docs/sharding.md: its table is generated, what it claims is counted and compared on four ranks, its code runs."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from fusedtp.bench import generated
+from fusedtp.bench.ranks import RankPool
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+import fusedtp
+from fusedtp.execute import Runner
+from fusedtp.explain import NAMED, Row, explain, table, table_markdown
+from fusedtp.notation import Dim, parse
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "sharding.md"
+TEXT = DOCUMENT.read_text()
+LENGTHS = (24, 8, 16)  # of rows, contraction and columns; four ranks divide them all
+WORLD_SIZE = 4
+# At most 24 products of normal numbers, |a| < 5, each rounded once an addition.
+BOUND = 24 * 24 * 25 * torch.finfo(torch.float64).eps
+
+
+def test_the_table_is_generated() -> None:
+    assert generated.replaced(TEXT, "table", table_markdown()) == TEXT, "run `fusedtp explain --write docs/sharding.md`"
+
+
+def test_the_steps_shown_are_those_planned() -> None:
+    (shown,) = re.findall(r"^```text\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    assert shown == f"{explain('FSDP')}\n"
+
+
+def test_the_code_of_the_wrong_claims_runs() -> None:
+    *_, refutation = re.findall(r"^```python\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    assert refutation.count("assert not") == 2
+    exec(compile(refutation, str(DOCUMENT), "exec"), {})
+
+
+def operands() -> dict[str, Tensor]:
+    """The whole tensors of y = x @ w and of its gradients, in float64."""
+    m, k, n = LENGTHS
+    random = torch.Generator().manual_seed(3)
+    x, w, dy = (torch.randn(shape, generator=random, dtype=torch.float64) for shape in ((m, k), (k, n), (m, n)))
+    return {"x": x, "w": w, "dy": dy, "y": x @ w, "dx": dy @ w.t(), "dw": x.t() @ dy}
+
+
+def shard(whole: Tensor, dims: tuple[Dim, ...], group: ProcessGroup) -> Tensor:
+    for i, dim in enumerate(dims):
+        whole = whole.chunk(group.size(), i)[group.rank()] if dim.axes else whole
+    return whole.clone()
+
+
+@contextlib.contextmanager
+def telling(held: Mapping[str, Tensor], before: Collection[str]) -> Iterator[list[str]]:
+    """Collects what is sent, in the table's words. A gathered tensor is known by its shard's shape; `again` if the same
+    stands in `before`.
+    """
+    told: list[str] = []
+    call = Runner.call
+
+    def told_call(run: Runner, op: str, axis: str, x: Tensor, *rest: Tensor | None, **options: Any) -> Any:
+        words = next(kind for kind in ("all_gather", "reduce_scatter", "all_reduce") if kind in op).replace("_", "-")
+        if words == "all-gather":
+            (name,) = (name for name, tensor in held.items() if sorted(tensor.shape) == sorted(x.shape))
+            again = any(each.startswith(f"all-gather {name}") for each in before)
+            words += f" {name}" + " again" * again + " along the contraction" * (options.get("gather_dim") == 1)
+        told.append(words)
+        return call(run, op, axis, x, *rest, **options)
+
+    with mock.patch.object(Runner, "call", told_call):
+        yield told
+
+
+def run_row(group: ProcessGroup, name: str) -> Row:
+    """The table's row as it was sent, after each of the three results was found to be the unsharded one's shard."""
+    spec, whole = parse(NAMED[name]), operands()
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("X",))
+    dims = {"x": spec.a.dims, "w": spec.b.dims, "dy": spec.c.dims}
+    held = {each: shard(whole[each], dims[each], group) for each in dims}
+    cells = {}
+    for result, result_dims in (("y", spec.c.dims), ("dx", spec.a.dims), ("dw", spec.b.dims)):
+        x, w = held["x"].clone().requires_grad_(result == "dx"), held["w"].clone().requires_grad_(result == "dw")
+        with telling(held, ()) as forward:
+            y = fusedtp.sharded_matmul(x, w, str(spec), mesh, schedule="decomposed")
+        with telling(held, forward) as backward:
+            found = y if result == "y" else torch.autograd.grad(y, x if result == "dx" else w, held["dy"])[0]
+        last = ", last dim" if result_dims[-1].axes else ""
+        told = [each + last * (each == "reduce-scatter") for each in (forward if result == "y" else backward)]
+        cells[result] = "; ".join(told) or "none"
+        torch.testing.assert_close(found, shard(whole[result], result_dims, group), rtol=0, atol=BOUND)
+    return Row(name, str(spec), forward=cells["y"], dx=cells["dx"], dw=cells["dw"])
+
+
+@pytest.mark.parametrize("row", table(), ids=lambda row: row.name)
+def test_every_row_is_what_is_sent(pool: RankPool, row: Row) -> None:
+    assert pool.run(run_row, row.name, world_size=WORLD_SIZE) == [row] * WORLD_SIZE
+
+
+def wrong_claims(group: ProcessGroup) -> None:
+    """What each rank has without the claimed all-reduce is right, and wrong by far with it."""
+    whole = operands()
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("X",))
+    for name, result in (("column-parallel, x whole", "y"), ("row-parallel, y whole", "dw")):
+        spec = parse(NAMED[name])
+        x, w = (
+            shard(whole[each], tensor.dims, group).requires_grad_() for each, tensor in (("x", spec.a), ("w", spec.b))
+        )
+        y = fusedtp.sharded_matmul(x, w, str(spec), mesh, schedule="unfused")
+        y.backward(shard(whole["dy"], spec.c.dims, group))
+        found = y.detach() if result == "y" else w.grad
+        assert found is not None
+        wanted = shard(whole[result], (spec.c if result == "y" else spec.b).dims, group)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=BOUND)
+        reduced = found.clone()
+        dist.all_reduce(reduced, group=group)
+        # Three blocks of other columns, or rows, were added to this rank's own.
+        assert (reduced - wanted).abs().mean() > 0.5 * wanted.abs().mean(), name
+
+
+def test_tables_that_do_not_hold(pool: RankPool) -> None:
+    pool.run(wrong_claims, world_size=WORLD_SIZE)

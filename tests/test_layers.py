@@ -1,0 +1,285 @@
+"""The layers against nn.Linear and an unsharded MLP: initial values, outputs and every gradient."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from fusedtp.bench.ranks import RankPool
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+import fusedtp
+from fusedtp import reference
+from fusedtp.shards import even_sizes
+
+BATCH, IN, OUT = 3, 10, 9
+KINDS = ("column", "column, x whole", "row", "row, y whole", "fsdp")
+
+
+def lopsided(length: int, world_size: int) -> tuple[int, ...]:
+    """Shards of very different lengths, some of them empty."""
+    sizes = [0] * world_size
+    for i in range(length):
+        sizes[i * i % world_size] += 1
+    return tuple(sizes)
+
+
+def check(out: Tensor | None, ref: Tensor | None, name: str, dtype: torch.dtype, longest: int, num_sums: int) -> None:
+    """|out - ref| against what `num_sums` matmuls in a row may leave, ref being float64.
+
+    A sum of L terms errs by at most L eps times the sum of their magnitudes, which for terms of random signs is about
+    sqrt(L) times the deviation of the result; the largest result stands for that deviation. At the sizes here that is
+    1e-4 of it in float32, and 1e-12 in float64; a term missed or taken twice leaves tens of percent.
+    """
+    assert out is not None, f"{name} is missing"
+    assert ref is not None, f"{name} has no reference"
+    assert out.dtype == dtype, f"{name}: {out.dtype}, expected {dtype}"
+    ref = ref.detach()
+    scale = float(ref.abs().max()) if ref.numel() else 0.0
+    reference.check(out, ref, torch.full_like(ref, num_sums * longest**1.5 * torch.finfo(dtype).eps * scale), name)
+
+
+def part(whole: Tensor, dim: int | None, rank: int, sizes: Sequence[int]) -> Tensor:
+    return whole if dim is None else reference.chunk(whole, dim, rank, sizes)
+
+
+def linear(
+    group: ProcessGroup, kind: str, dim: int, bias: bool, dtype: torch.dtype, uneven: bool, schedule: str
+) -> None:
+    """One layer twice in a row, the second time adding to the first one's gradients."""
+    rank, world_size = group.rank(), group.size()
+    name = f"{kind}, dim {dim}, bias {bias}, uneven {uneven}"
+    length = 7 if uneven else 12
+    split = IN if kind.startswith("row") else OUT
+    features = lopsided(split, world_size) if uneven else even_sizes(split, world_size)
+    rows = lopsided(length, world_size) if uneven else even_sizes(length, world_size)
+    options: dict[str, Any] = {"group": group, "schedule": schedule, "feature_sizes": features if uneven else None}
+    whole = kind.endswith("whole")
+    if kind != "fsdp":
+        options |= {"sequence_parallel": not whole, "sequence_sizes": rows if uneven and not whole else None}
+    torch.manual_seed(5)
+    if kind.startswith("column"):
+        layer: nn.Module = fusedtp.ColumnParallelLinear(IN, OUT, bias, "cpu", dtype, gather_dim=dim, **options)
+        cuts = {"x": None if whole else dim, "y": 2, "weight": 0, "bias": 0}
+    elif kind.startswith("row"):
+        layer = fusedtp.RowParallelLinear(IN, OUT, bias, "cpu", dtype, scatter_dim=dim, **options)
+        cuts = {"x": 2, "y": None if whole else dim, "weight": 1, "bias": None}
+    else:
+        layer = fusedtp.FSDPLinear(IN, OUT, bias, "cpu", dtype, **options)
+        cuts = {"x": dim, "y": dim, "weight": 0, "bias": None}
+    after = torch.rand(1)
+    torch.manual_seed(5)
+    dense = nn.Linear(IN, OUT, bias, dtype=dtype)
+    assert torch.equal(after, torch.rand(1)), f"{name}: drew another number of random values than nn.Linear"
+    assert list(layer.state_dict()) == list(dense.state_dict())
+    for key, value in layer.named_parameters():
+        expected = part(dense.get_parameter(key), cuts[key], rank, features)
+        assert torch.equal(value, expected), f"{name}: {key} starts with other values than nn.Linear's"
+
+    dense = dense.double()
+    shape = (length, BATCH) if dim == 0 else (BATCH, length)
+    sizes = {2: features, dim: rows, None: ()}
+    for turn in (1, 2):
+        x, dy = torch.randn(*shape, IN).to(dtype), torch.randn(*shape, OUT).to(dtype)
+        x_ref = x.to(torch.float64, copy=True).requires_grad_()
+        y_ref = dense(x_ref)
+        y_ref.backward(dy.double())
+        x_part = part(x, cuts["x"], rank, sizes[cuts["x"]]).clone().requires_grad_()
+        y = layer(x_part)
+        y.backward(part(dy, cuts["y"], rank, sizes[cuts["y"]]))
+        longest = max(IN, OUT, length * BATCH)
+        got: list[tuple[str, Tensor | None, Tensor, int | None, Sequence[int]]] = [
+            ("y", y, y_ref, cuts["y"], sizes[cuts["y"]]),
+            ("dx", x_part.grad, x_ref.grad, cuts["x"], sizes[cuts["x"]]),
+            *((f"d{key}", p.grad, dense.get_parameter(key).grad, cuts[key], features)
+              for key, p in layer.named_parameters()),
+        ]  # fmt: skip
+        for what, out, ref, cut, cut_sizes in got:
+            check(out, part(ref, cut, rank, cut_sizes), f"{what} of {name}, turn {turn}", dtype, longest, 2)
+
+
+def linears(group: ProcessGroup, dtype: torch.dtype, schedules: Sequence[str]) -> None:
+    for schedule, kind, dim, bias, uneven in itertools.product(schedules, KINDS, (0, 1), (True, False), (False, True)):
+        linear(group, kind, 0 if kind == "fsdp" else dim, bias, dtype, uneven, schedule)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_linears_against_nn_linear(pool: RankPool, world_size: int, dtype: torch.dtype) -> None:
+    pool.run(linears, dtype, ("unfused", "decomposed"), world_size=world_size)
+
+
+def fused_linears(group: ProcessGroup) -> None:
+    for kind in KINDS:
+        linear(group, kind, 0, True, torch.float32, True, "fused")
+
+
+def test_linears_in_one_kernel(pool: RankPool) -> None:
+    pool.run(fused_linears, world_size=2)
+
+
+class DenseMLP(nn.Module):
+    """What ParallelMLP shards, its linears in the order in which it draws them."""
+
+    def __init__(self, hidden: int, intermediate: int, bias: bool, activation: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, intermediate, bias, dtype=dtype) if activation == "swiglu" else None
+        self.up_proj = nn.Linear(hidden, intermediate, bias, dtype=dtype)
+        self.down_proj = nn.Linear(intermediate, hidden, bias, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = F.gelu(self.up_proj(x)) if self.gate_proj is None else F.silu(self.gate_proj(x)) * self.up_proj(x)
+        out: Tensor = self.down_proj(inner)
+        return out
+
+
+def shards(dense: DenseMLP, rank: int, sizes: Sequence[int], *, grad: bool) -> dict[str, Tensor]:
+    """ParallelMLP's parameters (or their gradients) on one rank, by name."""
+    out: dict[str, Tensor] = {}
+    wide = [dense.up_proj] if dense.gate_proj is None else [dense.gate_proj, dense.up_proj]
+    name = "up_proj" if dense.gate_proj is None else "gate_up_proj"
+    for key, p in dense.down_proj.named_parameters():
+        value = p.grad if grad else p
+        assert value is not None
+        out[f"down_proj.{key}"] = reference.chunk(value, 1, rank, sizes) if key == "weight" else value
+        values = [getattr(each, key).grad if grad else getattr(each, key) for each in wide]
+        out[f"{name}.{key}"] = torch.cat([reference.chunk(value, 0, rank, sizes) for value in values])
+    return out
+
+
+def mlp(
+    group: ProcessGroup,
+    activation: str,
+    dim: int,
+    bias: bool,
+    dtype: torch.dtype,
+    sequence_parallel: bool,
+    uneven: bool,
+) -> None:
+    rank, world_size = group.rank(), group.size()
+    name = f"{activation}, dim {dim}, bias {bias}, sequence parallel {sequence_parallel}, uneven {uneven}"
+    hidden, intermediate, length = 6, 13, 7 if uneven else 12
+    features = lopsided(intermediate, world_size) if uneven else even_sizes(intermediate, world_size)
+    rows = lopsided(length, world_size) if uneven else even_sizes(length, world_size)
+    torch.manual_seed(8)
+    layer = fusedtp.ParallelMLP(
+        hidden, intermediate, bias, dtype=dtype, activation=activation, group=group, sequence_dim=dim,  # type: ignore[arg-type]
+        sequence_parallel=sequence_parallel, feature_sizes=features if uneven else None,
+        sequence_sizes=rows if uneven and sequence_parallel else None, schedule="decomposed",
+    )  # fmt: skip
+    torch.manual_seed(8)
+    dense = DenseMLP(hidden, intermediate, bias, activation, dtype)
+    expected = shards(dense, rank, features, grad=False)
+    assert set(expected) == set(layer.state_dict())
+    for key, value in layer.state_dict().items():
+        assert torch.equal(value, expected[key]), f"{name}: {key} starts with other values than nn.Linear's"
+    dense = dense.double()
+    x = torch.randn((length, BATCH, hidden) if dim == 0 else (BATCH, length, hidden)).to(dtype)
+    dy = torch.randn(x.shape).to(dtype)
+    x_ref = x.to(torch.float64, copy=True).requires_grad_()
+    y_ref = dense(x_ref)
+    y_ref.backward(dy.double())
+    cut = dim if sequence_parallel else None
+    x_part = part(x, cut, rank, rows).clone().requires_grad_()
+    y = layer(x_part)
+    y.backward(part(dy, cut, rank, rows))
+    longest = max(hidden, intermediate, length * BATCH)
+    # Forward and backward in a row; the two matmuls' errors of each pass through the activation between them.
+    assert x_ref.grad is not None
+    check(y, part(y_ref, cut, rank, rows), f"y of {name}", dtype, longest, 4)
+    check(x_part.grad, part(x_ref.grad, cut, rank, rows), f"dx of {name}", dtype, longest, 4)
+    grads = shards(dense, rank, features, grad=True)
+    for key, p in layer.named_parameters():
+        check(p.grad, grads[key], f"d {key} of {name}", dtype, longest, 4)
+
+
+def mlps(group: ProcessGroup, dtype: torch.dtype) -> None:
+    flags = (True, False)
+    for activation, dim, bias, *rest in itertools.product(("gelu", "swiglu"), (0, 1), flags, flags, flags):
+        mlp(group, activation, dim, bias, dtype, *rest)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_mlp_against_the_unsharded_one(pool: RankPool, world_size: int, dtype: torch.dtype) -> None:
+    pool.run(mlps, dtype, world_size=world_size)
+
+
+def counted(group: ProcessGroup) -> list[str]:
+    """The ops of one SwiGLU forward and backward, in order."""
+    from fusedtp import dispatch
+
+    seen: list[str] = []
+    record = dispatch.record
+    dispatch.record = lambda path: (seen.append(path.op), record(path))[1]
+    try:
+        layer = fusedtp.ParallelMLP(8, 12, False, activation="swiglu", group=group)
+        layer(torch.randn(2, 3, 8, requires_grad=True)).sum().backward()
+    finally:
+        dispatch.record = record
+    return seen
+
+
+def test_swiglu_gathers_its_input_once_each_way(pool: RankPool) -> None:
+    """Forward: one gather, one scatter. Backward: dy gathered once, dx scattered, x gathered again once."""
+    for ops in pool.run(counted, world_size=4):
+        assert ops[:2] == ["all_gather_matmul", "matmul_reduce_scatter"]
+        assert sorted(ops[2:]) == ["all_gather_matmul", "all_gather_two_matmuls", "matmul_reduce_scatter"]
+
+
+def copies(group: ProcessGroup) -> None:
+    """A layer can be copied, pickled, and made on the meta device; sequence_sizes may change between calls."""
+    layer = fusedtp.ParallelMLP(8, 12, activation="swiglu", group=group)
+    x = torch.randn(2, 8)
+    y = layer(x)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(other(x), y)
+        assert other.down_proj.group is layer.down_proj.group
+    state = torch.get_rng_state()
+    empty = fusedtp.ParallelMLP(8, 12, activation="swiglu", group=group, device="meta")
+    assert torch.equal(state, torch.get_rng_state()), "a layer without values must not draw any"
+    empty.to_empty(device="cpu").load_state_dict(layer.state_dict())
+    assert torch.equal(empty(x), y)
+    layer.gate_up_proj.sequence_sizes = layer.down_proj.sequence_sizes = (3, 1)
+    assert layer(torch.randn((3, 1)[group.rank()], 8)).shape == ((3, 1)[group.rank()], 8)
+
+
+def test_copies(pool: RankPool) -> None:
+    pool.run(copies, world_size=2)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "gather_dim": ({"gather_dim": 2}, "gather_dim must be 0, for [sequence, batch, features], or 1"),
+    "feature_sizes": ({"feature_sizes": (1, 2)}, "feature_sizes must add up to 6, got 3: (1, 2)"),
+    "schedule": ({"schedule": "fast"}, "schedule must be one of auto, fused, decomposed, unfused, got 'fast'"),
+}
+
+
+def refused(group: ProcessGroup, name: str) -> str:
+    try:
+        fusedtp.ColumnParallelLinear(4, 6, group=group, **REFUSED[name][0])
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_arguments_are_refused(pool: RankPool, name: str) -> None:
+    assert all(REFUSED[name][1] in message for message in pool.run(refused, name, world_size=2))
+
+
+def unknown_activation(group: ProcessGroup) -> str:
+    with pytest.raises(ValueError, match="activation must be gelu or swiglu, got 'relu'") as caught:
+        fusedtp.ParallelMLP(4, 6, activation="relu", group=group)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_unknown_activation_is_refused(pool: RankPool) -> None:
+    pool.run(unknown_activation, world_size=1)

@@ -1,0 +1,286 @@
+"""Every op, schedule, dtype and world size against the unsharded op in float64; hypothesis draws sizes and strides.
+
+The parent draws a list of calls. Each rank makes its operands from the calls' seeds, issues all calls in a row, so that
+fast ranks run ahead of slow ones, and then checks its own part of every result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from unittest import mock
+
+import pytest
+import torch
+from fusedtp.bench.ranks import RankPool
+from fusedtp.kernels.launch import Config
+from hypothesis import HealthCheck, Phase, Verbosity, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fusedtp import ops, reference, workspace
+from fusedtp.schedules import decomposed, fused
+from fusedtp.shards import even_sizes
+from fusedtp.steps import DeviceSteps
+
+CPU = torch.device("cpu")
+Option = int | str
+
+# What is gathered or scattered (0 rows, 1 the other dim), or by which algorithm.
+_ALGORITHMS: dict[str, tuple[str, ...]] = {
+    "matmul_all_reduce": ("one_shot", "two_shot", "auto"),
+    "all_gather": ("direct", "ring", "auto"),
+    "reduce_scatter": ("direct", "ring", "auto"),
+    "all_reduce": ("one_shot", "two_shot", "ring", "auto"),
+}
+_DIMS = [(op, dim) for op in ("all_gather_matmul", "matmul_reduce_scatter") for dim in (0, 1)]
+VARIANTS: dict[str, list[tuple[str, Option]]] = {
+    # `auto` is one of the other two; it is drawn where ops are mixed.
+    "fused": [*_DIMS, *((op, each) for op, all_of in _ALGORITHMS.items() for each in all_of if each != "auto")],
+    "decomposed": [*_DIMS, *((op, each) for op, all_of in _ALGORITHMS.items() for each in all_of if each != "ring")],
+    "unfused": [*_DIMS, *((op, "auto") for op in _ALGORITHMS)],
+}
+DTYPES = {
+    "fused": ["float32", "bfloat16", "float16"],
+    "decomposed": ["float32", "bfloat16", "float16", "float64"],
+    "unfused": ["float32", "bfloat16", "float16", "float64"],
+}
+# Around the interpreter's tiles of 64 and beyond two of them.
+LENGTHS = (65, 0, 33, 7, 90, 64, 131, 1)
+SMALL_LENGTHS = (17, 50, 0, 33, 3)
+# Many tiles, pieces and swizzle groups a program at sizes that the interpreter can bear.
+SMALL_TILES = Config(
+    block_m=16, block_n=16, block_k=16, group_m=2, programs=3, pushers=3, copy_rows=8, copy_cols=16,
+)  # fmt: skip
+LAYOUTS = ("plain", "transposed", "sliced", "strided")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One op on a[M, K] @ b[K, N] (collectives: on [M, N]), each length split over the ranks."""
+
+    schedule: str
+    op: str
+    option: Option
+    dtype: str
+    m_sizes: tuple[int, ...]
+    n_sizes: tuple[int, ...]
+    k_sizes: tuple[int, ...]
+    layouts: tuple[tuple[str, str], ...]
+    bias: bool
+    seed: int
+
+
+class Operands:
+    """A call's operands on one rank, and what it must give there."""
+
+    def __init__(self, call: Call, rank: int) -> None:
+        self.call = call
+        dtype: torch.dtype = getattr(torch, call.dtype)
+        M, N, K = sum(call.m_sizes), sum(call.n_sizes), sum(call.k_sizes)
+        random = torch.Generator().manual_seed(call.seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=random).to(dtype)
+
+        # A backend sums in the operands' dtype, and a ring sends its running sum in it; all else sums in float32.
+        sum_dtype = dtype if call.schedule == "unfused" or call.option == "ring" else torch.float32
+        chunk = reference.chunk
+        self.b = self.bias = None
+        if call.op == "all_gather":
+            whole = normal(M, N)
+            self.a = chunk(whole, 0, rank, call.m_sizes)
+            self.expected, self.allowed = whole.double(), torch.zeros(M, N, dtype=torch.float64)
+        elif call.op in ("reduce_scatter", "all_reduce"):
+            parts = [normal(M, N) for _ in call.m_sizes]
+            self.a = parts[rank]
+            self.expected = reference.total(parts)
+            self.allowed = reference.total_bound(parts, dtype, sum_dtype=sum_dtype)
+        else:
+            a, b, bias = normal(M, K), normal(K, N), normal(N) if call.bias else None
+            k_sizes = call.k_sizes
+            if call.op == "all_gather_matmul":
+                # B is this rank's own, as many columns as it likes; the contraction is not cut by a rounding.
+                b = chunk(b, 1, rank, call.n_sizes)
+                bias = None if bias is None else chunk(bias, 0, rank, call.n_sizes)
+                self.a = chunk(a, call.option, rank, call.m_sizes if call.option == 0 else k_sizes)
+                self.b, k_sizes = b, (K,)
+            else:
+                self.a, self.b = chunk(a, 1, rank, k_sizes), chunk(b, 0, rank, k_sizes)
+            self.bias = bias
+            self.expected = reference.matmul(a, b, bias)
+            self.allowed = reference.bound(a, b, dtype, k_sizes=k_sizes, bias=bias, sum_dtype=sum_dtype)
+        if call.op.endswith("reduce_scatter"):
+            dim, sizes = (1, call.n_sizes) if call.option == 1 else (0, call.m_sizes)
+            self.expected, self.allowed = (chunk(each, dim, rank, sizes) for each in (self.expected, self.allowed))
+        layout_a, layout_b = call.layouts[rank]
+        self.originals = [each.clone() for each in (self.a, self.b, self.bias) if each is not None]
+        self.a = laid_out(self.a, layout_a)
+        self.b = self.b if self.b is None else laid_out(self.b, layout_b)
+
+    def issue(self, group: ProcessGroup) -> Tensor:
+        """The registered op on these operands."""
+        call, name = self.call, group.group_name
+        if call.op == "all_gather_matmul":
+            sizes = call.m_sizes if call.option == 0 else call.k_sizes
+            return ops.all_gather_matmul(self.a, self.b, self.bias, call.option, sizes, name, call.schedule)
+        if call.op == "matmul_reduce_scatter":
+            sizes = call.m_sizes if call.option == 0 else call.n_sizes
+            return ops.matmul_reduce_scatter(self.a, self.b, self.bias, call.option, sizes, name, call.schedule)
+        if call.op == "matmul_all_reduce":
+            return ops.matmul_all_reduce(self.a, self.b, self.bias, name, call.schedule, call.option)
+        if call.op == "all_reduce":
+            return ops.all_reduce(self.a, name, call.schedule, call.option)
+        return getattr(ops, call.op)(self.a, call.m_sizes, name, call.schedule, call.option)
+
+    def check(self, out: Tensor, name: str) -> None:
+        reference.check(out, self.expected, self.allowed, name)
+        assert str(out.dtype) == f"torch.{self.call.dtype}", f"{name}: {out.dtype}"
+        assert out.is_contiguous(), f"{name}: strides {out.stride()}"
+        for after, before in zip((self.a, self.b, self.bias), self.originals, strict=False):
+            assert after is None or torch.equal(after, before), f"{name}: wrote to an operand"
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    """x with other strides and offset; NaN lies in every gap, so that reading it shows."""
+    rows, cols = x.shape
+    if layout == "plain":
+        return x.clone(memory_format=torch.contiguous_format)
+    if layout == "transposed":
+        return x.t().clone(memory_format=torch.contiguous_format).t()
+    if layout == "sliced":
+        out = x.new_full((rows + 3, cols + 5), torch.nan)[2 : 2 + rows, 3 : 3 + cols]
+    else:
+        out = x.new_full((2 * rows + 1, 3 * cols + 1), torch.nan)[1::2, 1::3][:rows]
+    return out.copy_(x)
+
+
+@contextlib.contextmanager
+def running_as(group: ProcessGroup, flavour: str) -> Iterator[None]:
+    """Ways to run the same schedules: other tiles, or decomposed as on a GPU (pushing, its steps as kernels)."""
+    with contextlib.ExitStack() as stack:
+        if flavour == "small tiles":
+            stack.enter_context(mock.patch.object(fused, "config_for", return_value=SMALL_TILES))
+            # `auto` has both its choices at the sizes drawn here.
+            stack.enter_context(mock.patch.object(fused, "ONE_SHOT_BYTES", 512))
+            stack.enter_context(mock.patch.object(decomposed, "ONE_SHOT_BYTES", 512))
+        elif flavour != "plain":
+            ws = workspace.get(group, CPU)
+            stack.enter_context(mock.patch.object(ws, "in_place", False))
+            if flavour == "pushed by kernels":
+                stack.enter_context(mock.patch.object(ws, "steps", lambda op: DeviceSteps(ws, op)))
+        yield
+
+
+def run_calls(group: ProcessGroup, calls: Sequence[Call], flavour: str, fresh: bool) -> None:
+    """All calls in a row on one workspace, then all checks. A `fresh` one must grow, and its epoch soon wraps."""
+    if fresh:
+        workspace.destroy(group)
+        with mock.patch.object(workspace, "Workspace", partial(workspace.Workspace, epoch=2**31 - 3)):
+            workspace.get(group, CPU)
+    operands = [Operands(call, group.rank()) for call in calls]
+    with running_as(group, flavour):
+        outs = [each.issue(group) for each in operands]
+    for index, (each, out) in enumerate(zip(operands, outs, strict=True)):
+        each.check(out, f"call {index}, rank {group.rank()}, {flavour}, {each.call}")
+
+
+@st.composite
+def splits(draw: st.DrawFn, world_size: int, lengths: Sequence[int]) -> tuple[int, ...]:
+    """A length and how the ranks share it: evenly, anyhow, or all of it on one rank."""
+    length = draw(st.sampled_from(lengths))
+    cuts = draw(
+        st.one_of(st.none(), st.lists(st.integers(0, length), min_size=world_size - 1, max_size=world_size - 1))
+    )
+    if cuts is None:
+        return even_sizes(length, world_size)
+    ends = [0, *sorted(cuts), length]
+    return tuple(end - begin for begin, end in pairwise(ends))
+
+
+@st.composite
+def calls(
+    draw: st.DrawFn, world_size: int, schedule: str, dtype: str, variant: tuple[str, Option], lengths: Sequence[int]
+) -> Call:
+    """A call of one variant."""
+    m_sizes, n_sizes, k_sizes = (draw(splits(world_size, lengths)) for _ in range(3))
+    layout = st.tuples(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS))
+    return Call(
+        schedule, *variant, dtype, m_sizes, n_sizes, k_sizes,
+        layouts=draw(st.tuples(*[layout] * world_size)), bias=draw(st.booleans()), seed=draw(st.integers(0, 2**31)),
+    )  # fmt: skip
+
+
+@st.composite
+def any_calls(draw: st.DrawFn, world_size: int, schedules: Sequence[str], lengths: Sequence[int]) -> Call:
+    """A call of any op on one of `schedules`."""
+    schedule = draw(st.sampled_from(schedules))
+    variants = VARIANTS[schedule] + [(op, "auto") for op in _ALGORITHMS]
+    return draw(
+        calls(world_size, schedule, draw(st.sampled_from(DTYPES[schedule])), draw(st.sampled_from(variants)), lengths)
+    )
+
+
+def bounded(max_examples: int) -> settings:
+    """The same examples on every run. The failing call is named by its rank; shrinking could mean a timeout a step."""
+    return settings(
+        max_examples=max_examples, derandomize=True, deadline=None, database=None, phases=[Phase.generate],
+        verbosity=Verbosity.quiet, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )  # fmt: skip
+
+
+def lengths_for(dtype: str) -> tuple[int, ...]:
+    """LENGTHS from another start for each dtype: the first example of all, where every length is the first, differs."""
+    start = 2 * DTYPES["unfused"].index(dtype)
+    return LENGTHS[start:] + LENGTHS[:start]
+
+
+def run_every_variant(pool: RankPool, schedule: str, dtype: str, world_size: int, data: st.DataObject) -> None:
+    variants = data.draw(st.permutations(VARIANTS[schedule]))
+    drawn = [data.draw(calls(world_size, schedule, dtype, each, lengths_for(dtype))) for each in variants]
+    twice = [again for each in drawn for again in (each, replace(each, seed=each.seed + 1))]
+    pool.run(run_calls, twice, "plain", data.draw(st.booleans()), world_size=world_size, timeout=120.0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", DTYPES["fused"])
+@bounded(2)
+@given(data=st.data())
+def test_fused_ops(pool: RankPool, dtype: str, world_size: int, data: st.DataObject) -> None:
+    run_every_variant(pool, "fused", dtype, world_size, data)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", DTYPES["unfused"])
+@pytest.mark.parametrize("schedule", ["decomposed", "unfused"])
+@bounded(8)
+@given(data=st.data())
+def test_library_ops(pool: RankPool, schedule: str, dtype: str, world_size: int, data: st.DataObject) -> None:
+    run_every_variant(pool, schedule, dtype, world_size, data)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("flavour", ["plain", "small tiles"])
+@bounded(4)
+@given(data=st.data())
+def test_ops_interleaved(pool: RankPool, flavour: str, world_size: int, data: st.DataObject) -> None:
+    schedules, lengths = (
+        (["decomposed", "fused", "unfused"], LENGTHS) if flavour == "plain" else (["fused"], SMALL_LENGTHS)
+    )
+    drawn = data.draw(st.lists(any_calls(world_size, schedules, lengths), min_size=4, max_size=8))
+    pool.run(run_calls, drawn, flavour, data.draw(st.booleans()), world_size=world_size, timeout=120.0)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("flavour", ["pushed", "pushed by kernels"])
+@bounded(8)
+@given(data=st.data())
+def test_decomposed_as_on_a_gpu(pool: RankPool, flavour: str, world_size: int, data: st.DataObject) -> None:
+    # Kernels and host share one workspace, and with it the epoch, whoever drives the op.
+    schedules = ["decomposed"] if flavour == "pushed" else ["decomposed", "decomposed", "decomposed", "fused"]
+    drawn = data.draw(st.lists(any_calls(world_size, schedules, SMALL_LENGTHS), min_size=5, max_size=10))
+    pool.run(run_calls, drawn, flavour, data.draw(st.booleans()), world_size=world_size, timeout=120.0)

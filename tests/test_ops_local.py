@@ -1,0 +1,203 @@
+"""The fused ops on virtual ranks in one process: up to eight ranks, epochs that wrap, growth, halves full of NaN.
+
+All ranks' kernels of a phase run one after another here, so an op that needed two ranks at once would time out. The
+ring is the one that does: it waits and signals in one kernel, and is left to real processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedtp import PeerTimeout, reference
+from fusedtp.memory.local import local_memories
+from fusedtp.schedules import fused
+from fusedtp.schedules.fused import Phases, run_together
+from fusedtp.shards import even_sizes
+from fusedtp.workspace import Workspace
+
+CPU = torch.device("cpu")
+# What one op is on virtual ranks: rank -> its phases; and per rank what it must give, with the error allowed.
+Op = tuple[Callable[[Workspace, int], Phases], list[Tensor], list[Tensor]]
+OPS = (
+    "gather rows", "gather contraction", "scatter rows", "scatter columns", "matmul one_shot", "matmul two_shot",
+    "all_gather", "reduce_scatter", "one_shot", "two_shot",
+)  # fmt: skip
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+Make = Callable[..., list[Workspace]]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """make(world_size, epoch=0) -> a workspace a virtual rank; closed at the end."""
+    made: list[Workspace] = []
+
+    def new(world_size: int, epoch: int = 0) -> list[Workspace]:
+        ranks = [Workspace(memory, CPU, epoch=epoch) for memory in local_memories(world_size, CPU)]
+        made.extend(ranks)
+        for ws in ranks:
+            # A wait that cannot end ends soon.
+            ws.set_timeout(2.0)
+        return ranks
+
+    yield new
+    for ws in made:
+        ws.close()
+
+
+def uneven(length: int, world_size: int) -> tuple[int, ...]:
+    """Rank 1 has nothing, rank 0 a double share."""
+    share = list(even_sizes(length, world_size))
+    share[0], share[1] = share[0] + share[1], 0
+    return tuple(share)
+
+
+def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, scale: int = 1) -> Op:
+    """The op `name` on random operands of about 40 * scale by 20 by 30, sizes prime or nearly so."""
+    random = torch.Generator().manual_seed(seed)
+    M, N, K = 43 * scale, 19, 37
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random).to(dtype)
+
+    a, b, bias = normal(M, K), normal(K, N), normal(N)
+    m_sizes, k_sizes = uneven(M, world_size), uneven(K, world_size)
+    parts = [normal(M, N) for _ in range(world_size)]
+    cut_m, cut_k = a.split(m_sizes), a.split(k_sizes, 1)
+    rows_of_b = b.split(k_sizes)
+    ref, allowed = reference.matmul(a, b, bias), reference.bound(a, b, dtype, k_sizes=k_sizes, bias=bias)
+    total, total_allowed = reference.total(parts), reference.total_bound(parts, dtype)
+
+    def everywhere(x: Tensor) -> list[Tensor]:
+        return [x] * world_size
+
+    if name.startswith("gather"):
+        allowed = reference.bound(a, b, dtype, bias=bias)
+        dim, shards, sizes = (0, cut_m, m_sizes) if name == "gather rows" else (1, cut_k, k_sizes)
+        # The contraction's shards are slices with gaps between their rows; row shards come transposed on odd ranks.
+        mine = [x if dim or rank % 2 else x.t().contiguous().t() for rank, x in enumerate(shards)]
+        return (
+            lambda ws, rank: fused.gather_matmul_phases(ws, mine[rank], b, bias, dim, sizes, split=True),
+            everywhere(ref), everywhere(allowed),
+        )  # fmt: skip
+    if name.startswith("scatter"):
+        dim, sizes = (0, m_sizes) if name == "scatter rows" else (1, uneven(N, world_size))
+        return (
+            lambda ws, rank: fused.matmul_scatter_phases(ws, cut_k[rank], rows_of_b[rank], bias, dim, sizes),
+            list(ref.split(sizes, dim)), list(allowed.split(sizes, dim)),
+        )  # fmt: skip
+    if name.startswith("matmul"):
+        algorithm = name.split()[1]
+        return (
+            lambda ws, rank: fused.matmul_all_reduce_phases(ws, cut_k[rank], rows_of_b[rank], bias, algorithm),
+            everywhere(ref), everywhere(allowed),
+        )  # fmt: skip
+    if name == "all_gather":
+        return (
+            lambda ws, rank: fused.all_gather_phases(ws, cut_m[rank], m_sizes, "direct"),
+            everywhere(a.double()), everywhere(torch.zeros(M, K, dtype=torch.float64)),
+        )  # fmt: skip
+    if name == "reduce_scatter":
+        return (
+            lambda ws, rank: fused.reduce_scatter_phases(ws, parts[rank], m_sizes, "direct"),
+            list(total.split(m_sizes)), list(total_allowed.split(m_sizes)),
+        )  # fmt: skip
+    return (
+        lambda ws, rank: fused.all_reduce_phases(ws, parts[rank], name),
+        everywhere(total), everywhere(total_allowed),
+    )  # fmt: skip
+
+
+def run(ranks: list[Workspace], name: str, dtype: torch.dtype, seed: int, scale: int = 1) -> None:
+    """One op on all virtual ranks, its halves full of NaN before it, checked on each; the epoch moves on by one."""
+    start, expected, allowed = problem(name, len(ranks), dtype, seed, scale)
+    before = ranks[0].epoch
+    phases = [start(ws, rank) for rank, ws in enumerate(ranks)]
+    for each in phases:
+        next(each)
+    for ws in ranks:
+        # After the growth that the first phase may bring. All bits set is NaN in every dtype.
+        arena = ws.view(ws.rank, 0, 0, (2, ws.half_bytes), torch.uint8)
+        arena.fill_(0xFF)
+    outs = run_together(phases)
+    for rank, ws in enumerate(ranks):
+        ws.check()
+        reference.check(outs[rank], expected[rank], allowed[rank], f"{name}, {dtype}, rank {rank} of {len(ranks)}")
+        assert (ws.epoch - before) % 2**32 == 1, f"{name}: epoch {before} -> {ws.epoch}"
+
+
+@pytest.mark.parametrize("world_size", range(2, 9))
+def test_every_op(make: Make, world_size: int) -> None:
+    ranks = make(world_size)
+    for seed, name in enumerate(OPS):
+        run(ranks, name, DTYPES[world_size % 3], seed)
+
+
+def test_epochs_wrap_around(make: Make) -> None:
+    ranks = make(3, epoch=2**31 - 3)
+    for seed, name in enumerate(
+        ("gather rows", "two_shot", "scatter rows", "all_gather", "matmul two_shot", "one_shot")
+    ):
+        run(ranks, name, torch.bfloat16, seed)
+    assert [ws.epoch for ws in ranks] == [-(2**31) + 3] * 3
+
+
+@pytest.mark.parametrize(("first", "second"), [("gather rows", "two_shot"), ("scatter columns", "all_gather")])
+def test_two_ops_in_turn_use_both_halves(make: Make, first: str, second: str) -> None:
+    ranks = make(3)
+    for seed in range(7):
+        # first, second, first, first, second, first, first: each of them on each parity.
+        run(ranks, second if seed % 3 == 1 else first, torch.float32, seed)
+
+
+@pytest.mark.parametrize("epoch", [0, 2**31 - 3])
+def test_growth_between_two_ops(make: Make, epoch: int) -> None:
+    ranks = make(4, epoch)
+    small = ranks[0].half_bytes
+    run(ranks, "gather contraction", torch.float32, 0)
+    assert ranks[0].half_bytes == small
+    run(ranks, "matmul one_shot", torch.float32, 1, scale=9)
+    grown = ranks[0].half_bytes
+    assert grown > small
+    run(ranks, "scatter rows", torch.float32, 2)
+    run(ranks, "gather rows", torch.float32, 3)
+    assert ranks[0].half_bytes == grown
+
+
+def test_growth_of_the_signals_alone(make: Make) -> None:
+    """Many tiles of one row each: more slots, hardly more memory."""
+    ranks = make(4)
+    before = ranks[0].slots, ranks[0].half_bytes
+    for seed in range(3):
+        whole = torch.randn(4, 17 * 64, generator=torch.Generator().manual_seed(seed))
+        outs = run_together([fused.all_gather_phases(ws, whole[ws.rank, None], (1,) * 4, "direct") for ws in ranks])
+        for ws, out in zip(ranks, outs, strict=True):
+            ws.check()
+            assert torch.equal(out, whole), f"rank {ws.rank}"
+    assert ranks[0].slots > before[0]
+    assert ranks[0].half_bytes == before[1]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_what_never_arrives_is_nan_and_named(make: Make, name: str) -> None:
+    """Rank 0 makes room for the op and then does nothing: the others end, name it, and return no number instead."""
+    # The epoch to wait for is the smallest int32, and what lies in the signals the largest: it must not pass for later.
+    ranks = make(3, epoch=2**31 - 1)
+    start, expected, _ = problem(name, 3, torch.float32, 0)
+    phases = [start(ws, rank) for rank, ws in enumerate(ranks)]
+    for ws, each in zip(ranks, phases, strict=True):
+        ws.set_timeout(0.1)
+        next(each)
+    out = run_together(phases[1:])[1]
+    for ws in ranks[1:]:
+        with pytest.raises(PeerTimeout, match=f"rank {ws.rank} waited 0.1 s for rank 0"):
+            ws.check()
+        with pytest.raises(PeerTimeout):
+            ws.require(0, 0)
+    late = out.isnan()
+    assert late.all() if name not in ("gather rows", "all_gather", "two_shot", "matmul two_shot") else late.any()
+    # What did arrive is right, and the rest is not half right.
+    reference.check(torch.where(late, expected[2].float(), out), expected[2], torch.full_like(expected[2], 1e-3), name)

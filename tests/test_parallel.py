@@ -1,0 +1,246 @@
+"""The styles on nn.Linear: every layout, every gradient and its placement; the other mesh axis given to torch."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fusedtp.bench.ranks import RankPool
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedtp
+from fusedtp import reference
+
+REPLICATE = Replicate()
+# (input, output) of each style; None is its default.
+COLWISE: list[tuple[Placement | None, Placement | None]] = [
+    (None, None), (Shard(0), None), (Shard(1), None), (Shard(2), None), (Shard(1), REPLICATE), (None, Shard(1)),
+]  # fmt: skip
+ROWWISE: list[tuple[Placement | None, Placement | None]] = [
+    (None, None), (None, Shard(0)), (None, Shard(1)), (None, Shard(2)), (REPLICATE, None), (REPLICATE, Shard(1)),
+]  # fmt: skip
+STYLES = {
+    "colwise": (fusedtp.FusedColwiseParallel, COLWISE, REPLICATE, Shard(2), {"weight": Shard(0), "bias": Shard(0)}),
+    "rowwise": (fusedtp.FusedRowwiseParallel, ROWWISE, Shard(2), REPLICATE, {"weight": Shard(1), "bias": REPLICATE}),
+}
+
+
+def tp_mesh(group: ProcessGroup) -> DeviceMesh:
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+
+
+def check(out: Tensor, ref: Tensor, name: str) -> None:
+    """float64 against float64: sums of at most a few hundred terms of size 1 to 10."""
+    reference.check(out, ref.detach(), torch.full_like(ref, 1e-11), name)
+
+
+def styled(
+    group: ProcessGroup, kind: str, layouts: int, uneven: bool, bias: bool, given_dtensor: bool, use_local_output: bool
+) -> None:
+    """One linear under one plan, in float64, against the plain one."""
+    style, table, default_in, default_out, placements = STYLES[kind]
+    input_layouts, output_layouts = table[layouts]
+    into, out = input_layouts or default_in, output_layouts or default_out
+    name = (
+        f"{kind} {into} -> {out}, uneven {uneven}, bias {bias}, DTensor in {given_dtensor}, out {not use_local_output}"
+    )
+    mesh = tp_mesh(group)
+    # Uneven as DTensor cuts: over 4 ranks 5 is 2, 2, 1, 0.
+    shape, num_out = ((5, 7, 10), 9) if uneven else ((4, 12, 8), 12)
+    torch.manual_seed(7)
+    dense = nn.Linear(shape[-1], num_out, bias, dtype=torch.float64)
+    x, dy = torch.randn(shape, dtype=torch.float64), torch.randn(*shape[:-1], num_out, dtype=torch.float64)
+    x_ref = x.clone().requires_grad_()
+    y_ref = dense(x_ref)
+    module = parallelize_module(
+        copy.deepcopy(dense), mesh,
+        style(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output),
+    )  # fmt: skip
+    assert list(module.state_dict()) == list(dense.state_dict())
+    y_ref.backward(dy)
+    given: Tensor = distribute_tensor(x, mesh, [into])
+    given = (given if given_dtensor else given.to_local()).detach().requires_grad_()  # type: ignore[attr-defined]
+    y = module(given)
+    dy_here, y_here = distribute_tensor(dy, mesh, [out]), distribute_tensor(y_ref.detach(), mesh, [out])
+    assert isinstance(y, DTensor) is not use_local_output
+    if isinstance(y, DTensor):
+        assert y.placements == (out,), name
+        check(y.full_tensor(), y_ref, f"whole y of {name}")
+        y.backward(dy_here)
+    else:
+        check(y, y_here.to_local(), f"y of {name}")
+        y.backward(dy_here.to_local())
+    dx = given.grad
+    assert dx is not None
+    dx_ref = distribute_tensor(x_ref.grad, mesh, [into])
+    if isinstance(dx, DTensor):
+        check(dx.full_tensor(), dx_ref.full_tensor(), f"dx of {name}")
+    else:
+        check(dx, dx_ref.to_local(), f"dx of {name}")
+    for key, p in module.named_parameters():
+        assert isinstance(p, DTensor)
+        assert p.placements == (placements[key],), f"{key} of {name}"
+        assert isinstance(p.grad, DTensor)
+        # A gradient that were a partial sum would be right after full_tensor() and wrong for an optimizer.
+        assert p.grad.placements == p.placements, f"d {key} of {name}"
+        grad = dense.get_parameter(key).grad
+        assert grad is not None
+        check(p.grad.full_tensor(), grad, f"d {key} of {name}")
+        check(p.grad.to_local(), distribute_tensor(grad, mesh, p.placements).to_local(), f"local d {key} of {name}")
+
+
+def all_styled(group: ProcessGroup, kind: str, uneven: bool) -> None:
+    flags = (False, True)
+    for layouts, bias, given_dtensor, use_local_output in itertools.product(range(6), flags, flags, flags):
+        into = STYLES[kind][1][layouts][0]
+        # A plain sharded input is taken to be as long on every rank, by torch as well.
+        if not (uneven and not given_dtensor and isinstance(into, Shard)):
+            styled(group, kind, layouts, uneven, bias, given_dtensor, use_local_output)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("kind", STYLES)
+def test_every_layout(pool: RankPool, kind: str, uneven: bool, world_size: int) -> None:
+    pool.run(all_styled, kind, uneven, world_size=world_size)
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(9)
+    return nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)).double()
+
+
+def plan() -> dict[str, Any]:
+    return {
+        "0": fusedtp.FusedColwiseParallel(input_layouts=Shard(1)),
+        "2": fusedtp.FusedRowwiseParallel(output_layouts=Shard(1)),
+    }
+
+
+def copied_and_hooked(group: ProcessGroup) -> None:
+    """The module is changed in place: hooks stay, a copy works, torch.compile finds no graph break."""
+    model, mesh = mlp(), tp_mesh(group)
+    calls: list[torch.Size] = []
+    model[0].register_forward_hook(lambda module, args, out: calls.append(out.shape))
+    first = model[0]
+    assert parallelize_module(model, mesh, plan()) is model
+    assert model[0] is first
+    assert isinstance(first, nn.Linear)
+    x = torch.randn(2, 4, 8, dtype=torch.float64)
+    y = model(x)
+    assert calls == [torch.Size((2, 4 * group.size(), 12 // group.size()))]
+    assert torch.equal(copy.deepcopy(model)(x), y)
+    model[0]._forward_hooks.clear()
+    assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(x), y)
+    torch._dynamo.reset()
+
+
+def test_modules_are_changed_in_place(pool: RankPool) -> None:
+    pool.run(copied_and_hooked, world_size=2)
+
+
+def tp_mlp(mesh: DeviceMesh) -> nn.Sequential:
+    return parallelize_module(mlp(), mesh, plan())  # type: ignore[return-value]
+
+
+def with_fsdp(mesh: DeviceMesh) -> nn.Module:
+    model = tp_mlp(mesh["tp"])
+    for each in (model[0], model[2]):
+        fully_shard(each, mesh=mesh["dp"])
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+def with_ddp(mesh: DeviceMesh) -> nn.Module:
+    layer = fusedtp.ParallelMLP(8, 12, dtype=torch.float64, group=mesh["tp"], sequence_dim=1)
+    whole = tp_mlp(mesh["tp"]).state_dict()
+    names = {"up_proj.weight": "0.weight", "up_proj.bias": "0.bias", "down_proj.weight": "2.weight",
+             "down_proj.bias": "2.bias"}  # fmt: skip
+    layer.load_state_dict({name: whole[other].to_local() for name, other in names.items()})
+    return DistributedDataParallel(layer, process_group=mesh["dp"].get_group())
+
+
+def on_two_axes(group: ProcessGroup, wrap: Callable[[DeviceMesh], nn.Module]) -> None:
+    """Data parallel over one axis by torch, tensor parallel over the other by us, against the whole batch at once."""
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"))
+    dp, tp = mesh.get_local_rank("dp"), mesh.get_local_rank("tp")
+    dense, model = mlp(), wrap(mesh)
+    x, dy = torch.randn(4, 6, 8, dtype=torch.float64), torch.randn(4, 6, 8, dtype=torch.float64)
+    for turn in (1, 2):
+        y_ref = dense(x)
+        # Both wrappers average over the data axis.
+        (y_ref * dy).sum().div(2).backward()
+        rows, cols = slice(2 * dp, 2 * dp + 2), slice(3 * tp, 3 * tp + 3)
+        y = model(x[rows, cols])
+        check(y, y_ref[rows, cols], f"y, turn {turn}")
+        (y * dy[rows, cols]).sum().backward()
+    refs = [p.grad for p in dense.parameters()]
+    for i, (p, ref) in enumerate(zip(model.parameters(), refs, strict=True)):
+        assert p.grad is not None
+        assert ref is not None
+        if isinstance(p.grad, DTensor):
+            check(p.grad.full_tensor(), ref, f"gradient {i}")
+        else:
+            cut = {0: 0, 1: 0, 2: 1}.get(i)
+            check(p.grad, ref if cut is None else ref.chunk(2, cut)[tp], f"gradient {i}")
+
+
+@pytest.mark.parametrize("wrap", [with_fsdp, with_ddp])
+def test_data_parallel_on_the_other_axis(pool: RankPool, wrap: Callable[[DeviceMesh], nn.Module]) -> None:
+    pool.run(on_two_axes, wrap)
+
+
+def refused(group: ProcessGroup, name: str) -> tuple[str, str]:
+    from torch.distributed.tensor import Partial
+
+    mesh = tp_mesh(group)
+    wide = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"))
+    calls: dict[str, Callable[[], Any]] = {
+        "partial": lambda: fusedtp.FusedRowwiseParallel(output_layouts=Partial()),
+        "schedule": lambda: fusedtp.FusedColwiseParallel(schedule="fast"),
+        "embedding": lambda: parallelize_module(nn.Embedding(4, 4), mesh, fusedtp.FusedColwiseParallel()),
+        "mesh": lambda: parallelize_module(nn.Linear(4, 4), wide, fusedtp.FusedColwiseParallel()),
+    }
+    try:
+        calls[name]()
+    except (ValueError, NotImplementedError) as error:
+        return type(error).__name__, str(error)
+    return "", "nothing was raised"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("partial", "ValueError", "output_layouts must be Shard(dim) or Replicate(), got Partial("),
+        ("schedule", "ValueError", "schedule must be one of auto"),
+        ("embedding", "NotImplementedError", "FusedColwiseParallel is for nn.Linear, got Embedding"),
+        ("mesh", "ValueError", "device_mesh must have one dimension, got 2, ('dp', 'tp')"),
+    ],
+)
+def test_bad_plans_are_refused(pool: RankPool, name: str, kind: str, message: str) -> None:
+    for got_kind, got_message in pool.run(refused, name):
+        assert got_kind == kind
+        assert message in got_message
+
+
+def bias_of_rows(group: ProcessGroup) -> float:
+    """The gradient of a row bias under an output split by rows: that of all rows, on every rank."""
+    model = parallelize_module(nn.Linear(8, 4), tp_mesh(group), fusedtp.FusedRowwiseParallel(output_layouts=Shard(0)))
+    model(torch.ones(6, 8 // group.size())).sum().backward()
+    grad = model.bias.grad
+    assert isinstance(grad, DTensor)
+    assert grad.placements == (Replicate(),)
+    return float(grad.to_local()[0])
+
+
+def test_row_bias_gets_the_whole_gradient(pool: RankPool) -> None:
+    assert pool.run(bias_of_rows, world_size=2) == [6.0, 6.0]

@@ -1,0 +1,226 @@
+"""sharded_matmul on rank processes: every sharding over one axis and over two, forward and both gradients.
+
+Operands are small whole numbers, so every sum of products is exact in float32 in any order and grouping: results are
+compared with the dense ones bit by bit, and a shard that is missing or taken twice for another always shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from fusedtp.bench.ranks import RankPool
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import fusedtp
+from fusedtp import NotationError, notation
+from fusedtp.notation import Spec, parse
+
+# Over two axes every subset in every order.
+ONE, TWO = ("", "_X"), ("", "_X", "_Y", "_XY", "_YX")
+SCHEDULES = {"unfused": torch.float64, "decomposed": torch.float64, "fused": torch.float32}
+# Products of two, summed over the longest contraction, stay below 2**24.
+LARGEST, LONGEST = 999, 16
+
+Splits = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A spec, the lengths of its dims, and the lengths on every rank of dims that are not split as evenly as can be."""
+
+    spec: str
+    lengths: Mapping[str, int]
+    splits: Splits = field(default_factory=dict)
+
+
+def texts(options: tuple[str, ...], partial: tuple[str, ...]) -> Iterator[str]:
+    for m, k, k2, n, m2, n2 in product(options, repeat=6):
+        for sums in partial:
+            yield f"[M{m}, K{k}] @ [K{k2}, N{n}] -> [M{m2}, N{n2}]{sums}"
+
+
+def is_valid(text: str) -> bool:
+    """By definition: no axis twice in a tensor, sums partial only over axes that split the contraction."""
+    a, b, c = (part.strip() for part in text.replace("@", "->").split("->"))
+    used = [[letter for letter in tensor if letter in "XY"] for tensor in (a, b, c)]
+    sums = c.partition("{U_")[2].rstrip("}")
+    contraction = a.split("K")[1] + b.split(",")[0]
+    return all(len(set(axes)) == len(axes) for axes in used) and all(axis in contraction for axis in sums)
+
+
+def over_one_axis() -> list[str]:
+    return list(texts(ONE, ("", "{U_X}")))
+
+
+def over_two_axes() -> list[str]:
+    return list(texts(TWO, ("", "{U_X}", "{U_Y}", "{U_XY}")))
+
+
+@cache
+def mesh_of(shape: tuple[int, ...], group: ProcessGroup | None = None) -> DeviceMesh:
+    """Axes X and Y over all ranks, or X over the ranks of `group`."""
+    if group is not None:
+        return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("X",))
+    return init_device_mesh("cpu", shape, mesh_dim_names=("X", "Y"))
+
+
+@cache
+def operands(lengths: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x [batch..., M, K], w [K, N] and dy [batch..., M, N]."""
+    assert max(lengths) <= LONGEST
+    random = torch.Generator().manual_seed(1)
+    *rows, k, n = lengths
+    shapes = ((*rows, k), (k, n), (*rows, n))
+    x, w, dy = (torch.randint(-LARGEST, LARGEST + 1, shape, generator=random).to(dtype) for shape in shapes)
+    return x, w, dy
+
+
+def first_axes(spec: Spec, name: str) -> set[str]:
+    """The axes that split a dim first, in one tensor of the spec or another."""
+    dims = [dim for tensor in (spec.a, spec.b, spec.c) for dim in tensor.dims if dim.name == name]
+    return {dim.axes[0] for dim in dims if dim.axes}
+
+
+def cut(whole: Tensor, dims: Sequence[notation.Dim], splits: Splits, mesh: DeviceMesh) -> Tensor:
+    """This rank's shard by the definition of the notation."""
+    assert mesh.mesh_dim_names is not None
+    for i, dim in enumerate(dims):
+        for axis in dim.axes:
+            sizes = splits.get(dim.name, ()) if axis == dim.axes[0] else ()
+            num_ranks, place = mesh.size(mesh.mesh_dim_names.index(axis)), mesh.get_local_rank(axis)
+            whole = whole.split(sizes, i)[place] if sizes else whole.tensor_split(num_ranks, i)[place]
+    return whole
+
+
+def check_case(case: Case, mesh: DeviceMesh, schedule: str, dtype: torch.dtype) -> None:
+    spec = parse(case.spec)
+    x, w, dy = operands(tuple(case.lengths[name] for name in spec.dim_names), dtype)
+    # Lengths on every rank can be given only where one axis splits the dim first, in all tensors alike.
+    splits = {name: sizes for name, sizes in case.splits.items() if len(first_axes(spec, name)) == 1}
+    x_shard, w_shard = (
+        cut(whole, tensor.dims, splits, mesh).clone().requires_grad_() for whole, tensor in ((x, spec.a), (w, spec.b))
+    )
+    sizes = {**case.lengths, **splits}
+    y = fusedtp.sharded_matmul(x_shard, w_shard, case.spec, mesh, sizes=sizes, schedule=schedule)
+    total = y.detach().clone()
+    for axis in spec.c.partial:
+        dist.all_reduce(total, group=mesh.get_group(axis))
+    y.backward(cut(dy, spec.c.dims, splits, mesh))
+    rows = list(range(x.ndim - 1))
+    for name, found, dense, dims in (
+        ("y", total, x @ w, spec.c.dims),
+        ("dx", x_shard.grad, dy @ w.t(), spec.a.dims),
+        ("dw", w_shard.grad, torch.tensordot(x, dy, (rows, rows)), spec.b.dims),
+    ):
+        wanted = cut(dense, dims, splits, mesh)
+        assert found is not None
+        assert found.dtype == dtype
+        assert torch.equal(found, wanted), f"{case}, {schedule}: {name} is {found}, expected {wanted}"
+
+
+def run_cases(
+    group: ProcessGroup, cases: Sequence[Case], schedules: Mapping[str, torch.dtype], shape: tuple[int, ...] = ()
+) -> None:
+    mesh = mesh_of(shape) if shape else mesh_of((), group)
+    for case in cases:
+        for schedule, dtype in schedules.items():
+            check_case(case, mesh, schedule, dtype)
+
+
+def refused(group: ProcessGroup, options: tuple[str, ...], shape: tuple[int, ...] = ()) -> int:
+    """How many invalid specs were refused. A refusal sends nothing, so the ranks share them out."""
+    mesh = mesh_of(shape) if shape else mesh_of((), group)
+    all_of = over_one_axis() if options == ONE else over_two_axes()
+    x, num_refused = torch.ones(2, 2), 0
+    for text in [text for text in all_of if not is_valid(text)][group.rank() :: group.size()]:
+        # Not pytest.raises, which takes longer than the refusal.
+        try:
+            fusedtp.sharded_matmul(x, x, text, mesh)
+        except NotationError:
+            num_refused += 1
+    return num_refused
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_sharding_over_one_axis(pool: RankPool, world_size: int) -> None:
+    valid = [text for text in over_one_axis() if is_valid(text)]
+    assert len(valid) == 32
+    splits = {
+        2: {"M": (0, 5), "K": (6, 1), "N": (3, 1)},
+        3: {"M": (2, 0, 3), "K": (1, 6, 0), "N": (0, 0, 4)},
+    }[world_size]
+    cases = [Case(text, {"M": 5, "K": 7, "N": 4}, each) for text in valid for each in ({}, splits)]
+    pool.run(run_cases, cases, SCHEDULES, world_size=world_size)
+
+
+def test_every_sharding_over_two_axes(pool: RankPool) -> None:
+    """On a 2 x 2 mesh a spec with X and Y exchanged is the same problem: of the two one runs on each schedule."""
+    valid = [text for text in over_two_axes() if is_valid(text)]
+    assert len(valid) == 1811
+    splits = {"M": (1, 4), "K": (7, 0), "N": (1, 2)}
+    cases: dict[str, list[Case]] = {"decomposed": [], "unfused": []}
+    for i, text in enumerate(valid):
+        schedule = "decomposed" if text <= text.translate(str.maketrans("XY", "YX")) else "unfused"
+        # Neighbours in the list differ in one sharding only: both ways of being uneven in turn.
+        cases[schedule].append(Case(text, {"M": 5, "K": 7, "N": 3}, splits if i % 2 else {}))
+    assert [len(each) for each in cases.values()] == [906, 905]
+    for schedule, each in cases.items():
+        pool.run(run_cases, each, {schedule: SCHEDULES[schedule]}, (2, 2), timeout=240.0)
+
+
+def test_invalid_shardings_are_refused(pool: RankPool) -> None:
+    assert sum(pool.run(refused, ONE, world_size=2)) == 96
+    assert sum(pool.run(refused, TWO, (2, 2))) == 60689
+
+
+def bounded(max_examples: int) -> settings:
+    """The same examples on every run. The failing case is named by its rank; shrinking could mean a timeout a step."""
+    return settings(
+        max_examples=max_examples, derandomize=True, deadline=None, database=None, phases=[Phase.generate],
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )  # fmt: skip
+
+
+@st.composite
+def random_cases(draw: st.DrawFn, shape: tuple[int, int]) -> Case:
+    """A spec over two axes with up to two batch dims, lengths down to 0, and splits that may leave a rank nothing."""
+    rows = ["A", "B", "M"][draw(st.integers(0, 2)) :]
+
+    def tensor(names: list[str], partial: str = "") -> str:
+        owner = {axis: draw(st.sampled_from([*names, *("U" * (axis in partial)), ""])) for axis in "XY"}
+        order = draw(st.sampled_from(["XY", "YX"]))
+        split = {name: "".join(axis for axis in order if owner[axis] == name) for name in [*names, "U"]}
+        dims = ", ".join(f"{name}_{split[name]}" if split[name] else name for name in names)
+        return f"[{dims}]" + (f"{{U_{split['U']}}}" if split["U"] else "")
+
+    a, b = tensor([*rows, "K"]), tensor(["K", "N"])
+    text = f"{a} @ {b} -> {tensor([*rows, 'N'], a.split('K')[1] + b.split(',')[0])}"
+    lengths, splits = {}, {}
+    for name in [*rows, "K", "N"]:
+        lengths[name] = draw(st.integers(0, 6))
+        axes = first_axes(parse(text), name)
+        if len(axes) == 1 and draw(st.booleans()):
+            num_ranks = shape["XY".index(axes.pop())]
+            ends = sorted(draw(st.lists(st.integers(0, lengths[name]), min_size=num_ranks - 1, max_size=num_ranks - 1)))
+            splits[name] = tuple(b - a for a, b in zip([0, *ends], [*ends, lengths[name]], strict=True))
+    return Case(text, lengths, splits)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1)], ids=str)
+@bounded(3)
+@given(data=st.data())
+def test_random_specs_with_batch_dims_and_sizes(pool: RankPool, shape: tuple[int, int], data: st.DataObject) -> None:
+    cases = data.draw(st.lists(random_cases(shape), min_size=20, max_size=25))
+    library = {schedule: SCHEDULES[schedule] for schedule in ("unfused", "decomposed")}
+    pool.run(run_cases, cases, library, shape, timeout=120.0)
+    pool.run(run_cases, cases[:5], {"fused": SCHEDULES["fused"]}, shape, timeout=120.0)

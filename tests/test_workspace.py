@@ -1,0 +1,156 @@
+"""Workspaces: what they are made of, how they grow, what they leave, and where there can be none."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fusedtp.bench.ranks import RankPool
+from torch.distributed import ProcessGroup
+
+import fusedtp
+from fusedtp import clock
+from fusedtp.memory.local import local_memories
+from fusedtp.steps import wrapping_difference
+from fusedtp.workspace import Workspace
+
+CPU = torch.device("cpu")
+
+
+def _arena_files() -> list[str]:
+    files = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            files.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return [each for each in files if "memfd:fusedtp" in each]
+
+
+def life(group: ProcessGroup) -> dict[str, Any]:
+    from fusedtp import workspace
+
+    fusedtp.destroy()
+    shm = os.listdir("/dev/shm")
+    x = torch.randn(8, 8)
+    fusedtp.all_reduce(x, group=group, schedule="decomposed")
+    ws = workspace.get(group, CPU)
+    first = ws.half_bytes
+    big = torch.ones(512, 1024)
+    whole = fusedtp.all_gather(big, group=group, schedule="decomposed")
+    # The file behind the own arena refuses to change its size, whoever holds it.
+    fd = next(int(fd) for fd in os.listdir("/proc/self/fd") if _is_arena(fd))
+    try:
+        os.ftruncate(fd, 1)
+        sealed = False
+    except OSError as error:
+        sealed = error.errno == errno.EPERM
+    grown, epoch = ws.half_bytes, ws.epoch
+    maps = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:fusedtp" in line]
+    fusedtp.destroy(group)
+    after = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:fusedtp" in line]
+    # And it comes back, with every rank taking part.
+    again = fusedtp.all_reduce(torch.ones(3), group=group, schedule="decomposed")
+    fusedtp.destroy()
+    return {
+        "right": bool((whole == 1).all()) and again.tolist() == [group.size()] * 3, "first": first, "grown": grown,
+        "epoch": epoch, "sealed": sealed, "maps": len(maps), "after": after, "files": _arena_files(),
+        "shm": os.listdir("/dev/shm") == shm,
+    }  # fmt: skip
+
+
+def _is_arena(fd: str) -> bool:
+    with contextlib.suppress(OSError):
+        return "memfd:fusedtp" in os.readlink(f"/proc/self/fd/{fd}")
+    return False
+
+
+def test_posix_arenas_grow_are_sealed_and_leave_nothing(pool: RankPool) -> None:
+    for reply in pool.run(life, world_size=3):
+        assert reply["right"]
+        assert reply["grown"] >= 3 * 512 * 1024 * 4 > reply["first"]
+        assert reply["epoch"] == 2  # growing kept count
+        assert reply["sealed"]
+        assert reply["maps"] == 3
+        assert (reply["after"], reply["files"]) == ([], [])
+        assert reply["shm"]
+
+
+def elsewhere(group: ProcessGroup) -> tuple[bool, str, str, list[str], bool]:
+    from fusedtp import workspace
+    from fusedtp.memory import posix
+
+    fusedtp.destroy()
+    machine = posix._machine
+    if group.rank() == 1:
+        posix._machine = lambda: machine() ^ 1
+    x, weight = torch.randn(4, 6), torch.randn(5, 6)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        outs = [fusedtp.all_gather_linear(x, weight, group=group) for _ in range(2)]
+    path = fusedtp.last_path()
+    try:
+        fusedtp.all_gather_linear(x, weight, group=group, schedule="decomposed")
+        refused = ""
+    except workspace.Unreachable as error:
+        refused = str(error)
+    posix._machine = machine
+    fusedtp.destroy()
+    begin = 4 * group.rank()
+    right = all(bool(torch.allclose(out[begin : begin + 4], x @ weight.t())) for out in outs)
+    assert path is not None
+    return right, path.schedule, refused, [str(each.message) for each in said], not _arena_files()
+
+
+def test_unreachable_memory_runs_unfused_and_says_so_once(pool: RankPool) -> None:
+    for right, schedule, refused, said, clean in pool.run(elsewhere, world_size=3):
+        assert right
+        assert schedule == "unfused"
+        assert "cannot map the memory of rank" in refused
+        assert len(said) == 1
+        assert refused in said[0]
+        assert clean
+
+
+def test_views_of_the_two_halves_do_not_overlap() -> None:
+    (ws,) = (Workspace(memory, CPU) for memory in local_memories(1, CPU))
+    ws.require(1 << 20, 500)
+    shape = ((1 << 20) // 4, 1)
+    ws.view(0, 0, 0, shape, torch.float32).fill_(1)
+    ws.view(0, 1, 0, shape, torch.float32).fill_(2)
+    assert (ws.view(0, 0, 0, shape, torch.float32) == 1).all()
+    assert ws.epoch == 0  # the header is untouched
+    assert (ws.view(0, 0, 0, shape, torch.float32).data_ptr() - ws.addresses[0]) % 256 == 0
+    ws.close()
+
+
+def test_timeout_bounds_are_checked() -> None:
+    for wrong in (0, -1, float("nan"), 3e6):
+        with pytest.raises(ValueError, match="seconds must be above 0"):
+            fusedtp.set_timeout(wrong)
+    fusedtp.set_timeout(30)
+
+
+def test_epochs_are_compared_around_the_wrap() -> None:
+    assert wrapping_difference(-(2**31), 2**31 - 1) == 1
+    assert wrapping_difference(2**31 - 1, -(2**31)) == -1
+    assert wrapping_difference(5, 5) == 0
+
+
+def test_clock_follows_the_time_and_stops() -> None:
+    word = torch.zeros(1, dtype=torch.int32)
+    clock.drive(word)
+    first = clock.now_ms()
+    deadline = 100
+    while wrapping_difference(int(word), first) < 50 and deadline:
+        torch.randn(100, 100) @ torch.randn(100, 100)
+        deadline -= wrapping_difference(clock.now_ms(), first) > 2000
+    assert 50 <= wrapping_difference(int(word), first) < 5000
+    clock.release(word)
+    stopped = int(word)
+    torch.randn(300, 300) @ torch.randn(300, 300)
+    assert int(word) == stopped
