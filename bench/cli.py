@@ -234,6 +234,29 @@ def train(
 
 
 @app.command()
+def mlp(
+    world_size: Annotated[int, typer.Option(min=2, help="Number of ranks.")] = 2,
+    seconds: Annotated[float, typer.Option(min=0.0, help="Time for the rounds of one size.")] = 10.0,
+    out: Annotated[Path, typer.Option(help="Folder for the rows, one folder a machine.")] = Path("results"),
+) -> None:
+    """Time a tensor-parallel MLP, forward and backward, against torch's DTensor styles."""
+    from .machine import describe
+    from .mlp import SIZES, compare, write
+    from .ranks import RankPool
+
+    console, results = _console(), []
+    with RankPool(world_size, timeout=300) as pool:
+        for size in SIZES:
+            result = pool.run(compare, *size, seconds)[0]
+            results.append(result)
+            medians = "  ".join(f"{name} {each.median_ms:.2f}" for name, each in result.timings.items())
+            console.print(f"M, D, F = {size}: {medians} ms, {result.speedup:.2f}x dtensor", highlight=False)
+    path = out / describe().name / "mlp.csv"
+    write(results, path)
+    console.print(f"rows: {path}")
+
+
+@app.command()
 def doctor() -> None:
     """Say what this machine has and which schedules will run on it, and why."""
     from .doctor import examine

@@ -10,6 +10,8 @@ import torch
 from fusedtp.bench.ranks import Pending, RankPool
 from torch.distributed import ProcessGroup
 
+import fusedtp
+
 
 def poison(group: ProcessGroup | None = None) -> None:
     """Fill what `empty` returns with NaN from now on, so an element that nothing wrote fails every comparison.
@@ -18,6 +20,9 @@ def poison(group: ProcessGroup | None = None) -> None:
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
+    if group is not None:
+        # Four ranks on two cores, interpreted: on a busy machine a peer may be long, which these tests are not about.
+        fusedtp.set_timeout(110)
 
 
 class PoisonedPool(RankPool):

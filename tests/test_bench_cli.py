@@ -163,3 +163,34 @@ def test_machine_names() -> None:
     assert about.name
     assert about.cores >= 1
     assert about.commit
+
+
+def test_explain_shows_steps_bytes_and_flops() -> None:
+    spec = "[M_X, K] @ [K, N_X] -> [M, N_X]"
+    done = invoke("explain", spec, "--sizes", "M=8,K=4,N=16", "--mesh", "X=2", "--dtype", "float32")
+    assert done.exit_code == 0, done.output
+    # 4 rows of 4 floats are sent to the one peer; 2 * 8 * 4 * 8 operations are done.
+    assert "all-gather x over X along M, fused" in done.output
+    assert "64 B" in done.output
+    assert "512 FLOP" in done.output
+
+
+def test_explain_points_at_a_mistake_and_needs_something_to_explain() -> None:
+    done = invoke("explain", "[M_X, K] @ [K, N_X] -> [M_X, N_X]")
+    assert done.exit_code == 2
+    assert "axis X is used twice" in done.output
+    assert invoke("explain").exit_code == 2
+    assert invoke("explain", "FSDP", "--sizes", "M").exit_code == 2
+
+
+def test_explain_writes_the_table_of_a_document(tmp_path: Path) -> None:
+    document = tmp_path / "doc.md"
+    document.write_text("before\n<!-- table:begin -->\nold\n<!-- table:end -->\nafter\n")
+    assert invoke("explain", "--write", document).exit_code == 0
+    text = document.read_text()
+    assert text.startswith("before\n<!-- table:begin -->\n| name |")
+    assert text.endswith("<!-- table:end -->\nafter\n")
+    assert "old" not in text
+    document.write_text("no marks")
+    assert invoke("explain", "--write", document).exit_code == 2
+    assert document.read_text() == "no marks"

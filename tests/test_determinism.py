@@ -10,6 +10,8 @@ other bits, which a test asserts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fusedtp import ops, reference
+from fusedtp.schedules import decomposed
 from fusedtp.shards import even_sizes
 
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -135,6 +138,14 @@ def sums_are_literal(group: ProcessGroup, schedule: str, dtype: str) -> None:
 @pytest.mark.parametrize("schedule", SUMMING)
 def test_sums_are_literally_in_rank_order(pool: RankPool, schedule: str, dtype: str, world_size: int) -> None:
     pool.run(sums_are_literal, schedule, dtype, world_size=world_size)
+    if schedule == "decomposed":
+        pool.run(by_chunk, sums_are_literal, schedule, dtype, world_size=world_size)
+
+
+def by_chunk(group: ProcessGroup, check: Callable[..., Any], *arguments: Any) -> Any:
+    """`check` where few rows are not multiplied at once."""
+    with mock.patch.object(decomposed, "FEW_ROWS", 0):
+        return check(group, *arguments)
 
 
 def random_calls(group: ProcessGroup, schedule: str, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
@@ -179,7 +190,12 @@ def three_runs(group: ProcessGroup, schedule: str, dtype: str) -> dict[str, Tens
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("schedule", SUMMING)
 def test_same_bits_on_every_run_and_every_rank(pool: RankPool, schedule: str, dtype: str) -> None:
-    by_rank = pool.run(three_runs, schedule, dtype, world_size=3)
+    check_ranks(pool.run(three_runs, schedule, dtype, world_size=3))
+    if schedule == "decomposed":
+        check_ranks(pool.run(by_chunk, three_runs, schedule, dtype, world_size=3))
+
+
+def check_ranks(by_rank: list[dict[str, Tensor]]) -> None:
     for rank, outs in enumerate(by_rank):
         for name, out in outs.items():
             if name.startswith(("all_gather ", "all_reduce", "matmul_all_reduce")) or name == "all_gather":

@@ -15,7 +15,7 @@ import torch
 from fusedtp.bench.ranks import RankError, RankPool
 from torch.distributed import ProcessGroup
 
-SECONDS = 2.5
+SECONDS = 2.0
 VICTIM = 1
 WORLD_SIZE = 3
 
@@ -123,7 +123,7 @@ MATMULS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 CASES = [
     *[(op, "fused", when) for op in MATMULS for when in ("before", "during", "after")],
     ("all_reduce", "fused", "during"),
-    *[(op, "decomposed", "during") for op in MATMULS],
+    ("matmul_reduce_scatter", "decomposed", "during"),
 ]
 
 

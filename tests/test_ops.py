@@ -161,7 +161,7 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 
 @contextlib.contextmanager
 def running_as(group: ProcessGroup, flavour: str) -> Iterator[None]:
-    """Ways to run the same schedules: other tiles, or decomposed as on a GPU (pushing, its steps as kernels)."""
+    """Ways to run the same schedules: other tiles, any chunk by chunk, as on a GPU (pushing, its steps as kernels)."""
     with contextlib.ExitStack() as stack:
         if flavour == "small tiles":
             stack.enter_context(mock.patch.object(fused, "config_for", return_value=SMALL_TILES))
@@ -169,6 +169,9 @@ def running_as(group: ProcessGroup, flavour: str) -> Iterator[None]:
             stack.enter_context(mock.patch.object(fused, "ONE_SHOT_BYTES", 512))
             stack.enter_context(mock.patch.object(decomposed, "ONE_SHOT_BYTES", 512))
         elif flavour != "plain":
+            # Few rows would be multiplied at once.
+            stack.enter_context(mock.patch.object(decomposed, "FEW_ROWS", 0))
+        if flavour.startswith("pushed"):
             ws = workspace.get(group, CPU)
             stack.enter_context(mock.patch.object(ws, "in_place", False))
             if flavour == "pushed by kernels":
@@ -243,7 +246,8 @@ def run_every_variant(pool: RankPool, schedule: str, dtype: str, world_size: int
     variants = data.draw(st.permutations(VARIANTS[schedule]))
     drawn = [data.draw(calls(world_size, schedule, dtype, each, lengths_for(dtype))) for each in variants]
     twice = [again for each in drawn for again in (each, replace(each, seed=each.seed + 1))]
-    pool.run(run_calls, twice, "plain", data.draw(st.booleans()), world_size=world_size, timeout=120.0)
+    for flavour in ("plain", "by chunk") if schedule == "decomposed" else ("plain",):
+        pool.run(run_calls, twice, flavour, data.draw(st.booleans()), world_size=world_size, timeout=120.0)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -257,7 +261,7 @@ def test_fused_ops(pool: RankPool, dtype: str, world_size: int, data: st.DataObj
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", DTYPES["unfused"])
 @pytest.mark.parametrize("schedule", ["decomposed", "unfused"])
-@bounded(8)
+@bounded(5)
 @given(data=st.data())
 def test_library_ops(pool: RankPool, schedule: str, dtype: str, world_size: int, data: st.DataObject) -> None:
     run_every_variant(pool, schedule, dtype, world_size, data)
@@ -265,7 +269,7 @@ def test_library_ops(pool: RankPool, schedule: str, dtype: str, world_size: int,
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("flavour", ["plain", "small tiles"])
-@bounded(4)
+@bounded(3)
 @given(data=st.data())
 def test_ops_interleaved(pool: RankPool, flavour: str, world_size: int, data: st.DataObject) -> None:
     schedules, lengths = (
@@ -277,7 +281,7 @@ def test_ops_interleaved(pool: RankPool, flavour: str, world_size: int, data: st
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("flavour", ["pushed", "pushed by kernels"])
-@bounded(8)
+@bounded(3)
 @given(data=st.data())
 def test_decomposed_as_on_a_gpu(pool: RankPool, flavour: str, world_size: int, data: st.DataObject) -> None:
     # Kernels and host share one workspace, and with it the epoch, whoever drives the op.

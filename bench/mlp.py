@@ -1,0 +1,135 @@
+"""Forward and backward of a tensor-parallel MLP with sequence parallelism: ours against torch's own DTensor styles.
+
+y = gelu(gather(x) @ up.T) @ down.T, reduce-scattered; x and y [M / W, D], up [F, D], down [D, F], all gradients. Both
+start from the same weights, are checked against the dense MLP in float64, and take turns in the rounds of `timing`.
+`local` is the same arithmetic without communication: what nobody can beat.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from fusedtp.layers import ParallelMLP
+from fusedtp.reference import chunk
+from fusedtp.shards import even_sizes
+
+from .timing import Timing, measure
+
+# M, D, F: two sizes of large work, two where the host's share shows.
+SIZES = ((2048, 1024, 4096), (4096, 2048, 1024), (256, 512, 2048), (16, 512, 2048))
+# The relative error of float32 sums of a few thousand terms through two matmuls, forward and back, with room to spare.
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Result:
+    """The timings of one size by variant: dtensor, fusedtp, local."""
+
+    M: int
+    D: int
+    F: int
+    world_size: int
+    timings: dict[str, Timing]
+
+    @property
+    def speedup(self) -> float:
+        """fusedtp over dtensor, by medians."""
+        return self.timings["dtensor"].median_ms / self.timings["fusedtp"].median_ms
+
+
+class Dense(nn.Module):
+    """The MLP in one process, drawn like ParallelMLP."""
+
+    def __init__(self, D: int, F_: int) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(D, F_, bias=False), nn.Linear(F_, D, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.gelu(self.up_proj(x)))  # type: ignore[no-any-return]
+
+
+def _step(model: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], list[Tensor]]:
+    # Forward and backward; returns y, dx and the gradients of up and down, and leaves none behind.
+    def run() -> list[Tensor]:
+        leaf = x.detach().requires_grad_()
+        y = model(leaf)
+        y.backward(dy)
+        grads = [parameter.grad for parameter in model.parameters()]
+        for parameter in model.parameters():
+            parameter.grad = None
+        assert leaf.grad is not None
+        return [y.detach(), leaf.grad, *(grad for grad in grads if grad is not None)]
+
+    return run
+
+
+def compare(group: ProcessGroup, M: int, D: int, F_: int, seconds: float, schedule: str = "auto") -> Result:
+    """Check and time one size on this rank; the same result on every rank. AssertionError for a wrong gradient."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    rank, world_size = group.rank(), group.size()
+    torch.manual_seed(0)
+    dense = Dense(D, F_)
+    dtensor = parallelize_module(
+        copy.deepcopy(dense),
+        DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",)),
+        {
+            "up_proj": ColwiseParallel(input_layouts=Shard(0)),
+            "down_proj": RowwiseParallel(output_layouts=Shard(0)),
+        },
+    )
+    torch.manual_seed(0)
+    ours = ParallelMLP(D, F_, bias=False, group=group, schedule=schedule)
+    random = torch.Generator().manual_seed(1)
+    x, dy = torch.randn(M, D, generator=random), torch.randn(M, D, generator=random)
+    rows, features = even_sizes(M, world_size), even_sizes(F_, world_size)
+    mine, dmine = chunk(x, 0, rank, rows).clone(), chunk(dy, 0, rank, rows).clone()
+    runners = {
+        "dtensor": _step(dtensor, mine, dmine),
+        "fusedtp": _step(ours, mine, dmine),
+        "local": _step(Dense(D, features[rank]), x, dy),
+    }
+    y, dx, dup, ddown = _step(copy.deepcopy(dense).double(), x.double(), dy.double())()
+    expected = [
+        chunk(y, 0, rank, rows),
+        chunk(dx, 0, rank, rows),
+        chunk(dup, 0, rank, features),
+        chunk(ddown, 1, rank, features),
+    ]
+    for name in ("dtensor", "fusedtp"):
+        for what, got, want in zip(("y", "dx", "dup", "ddown"), runners[name](), expected, strict=True):
+            local = got.to_local() if isinstance(got, DTensor) else got
+            error = ((local.double() - want).norm() / want.norm()).item()
+            assert error < TOLERANCE, f"{name}: {what} is off by {error:.1e} of its norm at {M}, {D}, {F_}"
+    return Result(M, D, F_, world_size, measure(runners, group, torch.device("cpu"), seconds=seconds))
+
+
+def write(results: Sequence[Result], path: Path) -> None:
+    """Tidy rows, one a variant and size, with machine, commit and versions."""
+    from dataclasses import asdict
+
+    import pandas as pd
+
+    from .machine import describe
+
+    machine = asdict(describe())
+    layer = "ParallelMLP, GELU, no bias, sequence-parallel, forward + backward"
+    rows = []
+    for each in results:
+        size = {"M": each.M, "D": each.D, "F": each.F, "world_size": each.world_size, "dtype": "float32"}
+        for variant, timing in each.timings.items():
+            speedup = {"speedup_vs_dtensor": each.timings["dtensor"].median_ms / timing.median_ms}
+            row = {"layer": layer, **size, "variant": variant, **asdict(timing), **speedup, "gate": "passed", **machine}
+            rows.append(row)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pd.DataFrame(rows).to_csv(path, index=False)
