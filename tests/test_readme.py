@@ -1,4 +1,4 @@
-"""README's example runs as printed."""
+"""README's example runs as printed, and its numbers are those of results/."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+from fusedtp.bench import generated, store
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 
 
 def test_example_runs_on_two_ranks(tmp_path: Path) -> None:
@@ -23,3 +26,13 @@ def test_example_runs_on_two_ranks(tmp_path: Path) -> None:
     # Two processes share the stream: their lines may run into each other.
     for expected in ("(256, 256)", "op='matmul_reduce_scatter'", "schedule='decomposed'"):
         assert done.stdout.count(expected) == 2, done.stdout
+
+
+def test_measured_table_and_picture_come_from_results() -> None:
+    found = re.search(r"!\[[^]]*\]\((results/[^)]+)/sweep\.png\)", README)
+    assert found is not None
+    folder = ROOT / found[1]
+    assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    rows = store.read(folder / "sweep.csv")
+    assert all(row.passed for row in rows)
+    assert generated.replaced(README, "measured", generated.measured_table(rows)) == README
