@@ -252,7 +252,7 @@ def run_every_variant(pool: RankPool, schedule: str, dtype: str, world_size: int
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", DTYPES["fused"])
-@bounded(2)
+@bounded(1)
 @given(data=st.data())
 def test_fused_ops(pool: RankPool, dtype: str, world_size: int, data: st.DataObject) -> None:
     run_every_variant(pool, "fused", dtype, world_size, data)
@@ -261,7 +261,7 @@ def test_fused_ops(pool: RankPool, dtype: str, world_size: int, data: st.DataObj
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", DTYPES["unfused"])
 @pytest.mark.parametrize("schedule", ["decomposed", "unfused"])
-@bounded(5)
+@bounded(2)
 @given(data=st.data())
 def test_library_ops(pool: RankPool, schedule: str, dtype: str, world_size: int, data: st.DataObject) -> None:
     run_every_variant(pool, schedule, dtype, world_size, data)
@@ -269,7 +269,7 @@ def test_library_ops(pool: RankPool, schedule: str, dtype: str, world_size: int,
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("flavour", ["plain", "small tiles"])
-@bounded(3)
+@bounded(1)
 @given(data=st.data())
 def test_ops_interleaved(pool: RankPool, flavour: str, world_size: int, data: st.DataObject) -> None:
     schedules, lengths = (
@@ -281,7 +281,7 @@ def test_ops_interleaved(pool: RankPool, flavour: str, world_size: int, data: st
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("flavour", ["pushed", "pushed by kernels"])
-@bounded(3)
+@bounded(1)
 @given(data=st.data())
 def test_decomposed_as_on_a_gpu(pool: RankPool, flavour: str, world_size: int, data: st.DataObject) -> None:
     # Kernels and host share one workspace, and with it the epoch, whoever drives the op.
