@@ -46,5 +46,5 @@ def _poisoned_parent() -> None:
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
     """Four ranks, started by the first test that asks; `world_size=` of a call takes the first few of them."""
-    with PoisonedPool(4) as ranks:
+    with PoisonedPool(4, timeout=300) as ranks:
         yield ranks

@@ -247,7 +247,7 @@ def run_every_variant(pool: RankPool, schedule: str, dtype: str, world_size: int
     drawn = [data.draw(calls(world_size, schedule, dtype, each, lengths_for(dtype))) for each in variants]
     twice = [again for each in drawn for again in (each, replace(each, seed=each.seed + 1))]
     for flavour in ("plain", "by chunk") if schedule == "decomposed" else ("plain",):
-        pool.run(run_calls, twice, flavour, data.draw(st.booleans()), world_size=world_size, timeout=120.0)
+        pool.run(run_calls, twice, flavour, data.draw(st.booleans()), world_size=world_size, timeout=400.0)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -276,7 +276,7 @@ def test_ops_interleaved(pool: RankPool, flavour: str, world_size: int, data: st
         (["decomposed", "fused", "unfused"], LENGTHS) if flavour == "plain" else (["fused"], SMALL_LENGTHS)
     )
     drawn = data.draw(st.lists(any_calls(world_size, schedules, lengths), min_size=4, max_size=8))
-    pool.run(run_calls, drawn, flavour, data.draw(st.booleans()), world_size=world_size, timeout=120.0)
+    pool.run(run_calls, drawn, flavour, data.draw(st.booleans()), world_size=world_size, timeout=400.0)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -287,4 +287,4 @@ def test_decomposed_as_on_a_gpu(pool: RankPool, flavour: str, world_size: int, d
     # Kernels and host share one workspace, and with it the epoch, whoever drives the op.
     schedules = ["decomposed"] if flavour == "pushed" else ["decomposed", "decomposed", "decomposed", "fused"]
     drawn = data.draw(st.lists(any_calls(world_size, schedules, SMALL_LENGTHS), min_size=5, max_size=10))
-    pool.run(run_calls, drawn, flavour, data.draw(st.booleans()), world_size=world_size, timeout=120.0)
+    pool.run(run_calls, drawn, flavour, data.draw(st.booleans()), world_size=world_size, timeout=400.0)

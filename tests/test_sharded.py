@@ -229,10 +229,10 @@ def random_cases(draw: st.DrawFn, shape: tuple[int, int]) -> Case:
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1)], ids=str)
-@bounded(3)
+@bounded(2)
 @given(data=st.data())
 def test_random_specs_with_batch_dims_and_sizes(pool: RankPool, shape: tuple[int, int], data: st.DataObject) -> None:
     cases = data.draw(st.lists(random_cases(shape), min_size=20, max_size=25))
     library = {schedule: SCHEDULES[schedule] for schedule in ("unfused", "decomposed")}
-    pool.run(run_cases, cases, library, shape, timeout=120.0)
-    pool.run(run_cases, cases[:5], {"fused": SCHEDULES["fused"]}, shape, timeout=120.0)
+    pool.run(run_cases, cases, library, shape, timeout=400.0)
+    pool.run(run_cases, cases[:5], {"fused": SCHEDULES["fused"]}, shape, timeout=400.0)
