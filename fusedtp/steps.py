@@ -21,6 +21,10 @@ from .kernels.steps import step
 if TYPE_CHECKING:
     from .workspace import Workspace
 
+# A wait that is this long is for a rank that is at work, not for a signal on its way: then it sleeps between polls, up
+# to the second number, as ranks may outnumber cores and polling would take a core from the one that is waited for.
+_SPIN_SECONDS, _SLEEP_SECONDS = 100e-6, 500e-6
+
 _TRUE = np.ones(1, dtype=bool)
 _ZERO = np.zeros(1, dtype=np.int32)
 
@@ -73,12 +77,16 @@ class HostSteps:
     def _wait_slowly(self, poll: Callable[[], int], src: int, slot: int) -> None:
         ws = self._ws
         ws.host_words[signal.WAITING_FOR.value] = src + 1
-        deadline = time.monotonic() + ws.seconds
+        start, nap = time.monotonic(), _SPIN_SECONDS / 4
         while wrapping_difference(seen := poll(), self.epoch) < 0:
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - start
+            if waited > ws.seconds:
                 ws.give_up(self._op, src, slot, self.epoch, seen)
-            # Ranks may outnumber cores: let the one that is waited for run.
-            os.sched_yield()
+            if waited < _SPIN_SECONDS:
+                os.sched_yield()
+            else:
+                time.sleep(nap)
+                nap = min(2 * nap, _SLEEP_SECONDS)
         ws.host_words[signal.WAITING_FOR.value] = 0
 
     def enter(self) -> None:

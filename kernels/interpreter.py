@@ -1,26 +1,43 @@
 """What Triton's interpreter needs to run the protocol at a bearable pace.
 
-Ranks may outnumber cores, and a program that polls would keep its core for a whole time slice while the rank it waits
-for has none: after every atomic the interpreter lets another process run. And it patches the language's functions anew
-at every call of a device function, a millisecond each; one patch at the launch is enough, as all our device functions
-see the same `triton.language`.
+Ranks may outnumber cores, and a program that polls would keep its core while the rank it waits for has none: after
+every atomic the interpreter lets another process run, and a program that sees one word unchanged again and again sleeps
+between its polls. It also patches the language's functions anew at every call of a device function, a millisecond each,
+where one patch at the launch is enough, as all our device functions see the same `triton.language`; it computes every
+integer operation once more in 64 bits for an overflow check that it then leaves out (it belongs to debug mode); and it
+looks up NumPy's name of a type in a table that it builds anew each time.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import time
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
+from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
+
+# Polls of one word before the first sleep, and the longest sleep.
+_SPINS, _SLEEP_SECONDS = 8, 1e-3
 
 
 def _give_way_after_atomics() -> None:
     atomic_rmw = InterpreterBuilder.create_atomic_rmw
+    last, polls = (-1, 0), 0
 
-    def create_atomic_rmw(self: InterpreterBuilder, *args: Any) -> Any:
-        result = atomic_rmw(self, *args)
-        os.sched_yield()
+    def create_atomic_rmw(self: InterpreterBuilder, op: Any, ptr: Any, *args: Any) -> Any:
+        nonlocal last, polls
+        result = atomic_rmw(self, op, ptr, *args)
+        seen = int(ptr.data.flat[0]), int(result.data.flat[0])
+        polls, last = polls + 1 if seen == last else 0, seen
+        if polls < _SPINS:
+            os.sched_yield()
+        else:
+            time.sleep(min(_SLEEP_SECONDS, 50e-6 * (polls - _SPINS + 1)))
         return result
 
     InterpreterBuilder.create_atomic_rmw = create_atomic_rmw
@@ -43,7 +60,16 @@ def _patch_once_a_launch() -> None:
     InterpretedFunction.__call__ = call
 
 
+def _leave_out_needless_work() -> None:
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    of_scalar, pointer = lru_cache(interpreter._get_np_dtype), np.dtype(np.uint64)
+    # A pointer's type cannot be hashed.
+    interpreter._get_np_dtype = lambda dtype: pointer if dtype.scalar.is_ptr() else of_scalar(dtype.scalar)
+
+
 def prepare() -> None:
     """Called once, where kernels are interpreted, before the first of them runs."""
     _give_way_after_atomics()
     _patch_once_a_launch()
+    _leave_out_needless_work()
