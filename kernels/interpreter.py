@@ -16,7 +16,7 @@ import time
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
+import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
@@ -63,7 +63,7 @@ def _patch_once_a_launch() -> None:
 def _leave_out_needless_work() -> None:
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
-    of_scalar, pointer = lru_cache(interpreter._get_np_dtype), np.dtype(np.uint64)
+    of_scalar, pointer = lru_cache(interpreter._get_np_dtype), interpreter._get_np_dtype(tl.pointer_type(tl.int8))
     # A pointer's type cannot be hashed.
     interpreter._get_np_dtype = lambda dtype: pointer if dtype.scalar.is_ptr() else of_scalar(dtype.scalar)
 
