@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ class Named:
 
     def ordered(self, dims: tuple[str, ...]) -> Tensor:
         """A view with the dims in this order."""
+        if dims == self.dims:
+            return self.tensor
         return self.tensor.permute([self.dims.index(name) for name in dims])
 
     def length(self, dim: str) -> int:
@@ -97,16 +99,61 @@ def flat_sizes(sizes: tuple[int, ...], names: tuple[str, ...], x: Named, dim: st
     return tuple(size * per_index for size in sizes)
 
 
-def _multiply(
+@dataclass(frozen=True)
+class _Matrix:
+    # A tensor as a matrix, worked out once: the order of its dims, and the shape where there are more than two.
+    order: tuple[int, ...] | None
+    shape: tuple[int, int] | None
+
+    @classmethod
+    def of(cls, x: Named, rows: tuple[str, ...], cols: tuple[str, ...]) -> _Matrix:
+        dims = (*rows, *cols)
+        shape = (math.prod(x.length(name) for name in rows), math.prod(x.length(name) for name in cols))
+        order = None if dims == x.dims else tuple(x.dims.index(name) for name in dims)
+        return cls(order, None if len(rows) == len(cols) == 1 else shape)
+
+    def view(self, x: Tensor) -> Tensor:
+        x = x if self.order is None else x.permute(self.order)
+        return x if self.shape is None else x.reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class _Product:
+    """The local matmul with the collective fused with it, `op` over `axis`, if any: everything but the tensors."""
+
+    swapped: bool  # the plan's second operand is the operator's first
+    turned: bool  # the transposed problem, right.T @ left.T
+    left: _Matrix
+    right: _Matrix
+    op: str
+    axis: str
+    options: Mapping[str, Any]
+    shape: tuple[int, ...] | None
+    dims: tuple[str, ...]
+
+    def run(self, run: Runner, a: Tensor, b: Tensor, bias: Tensor | None) -> Named:
+        if self.swapped:
+            a, b = b, a
+        left, right = self.left.view(a), self.right.view(b)
+        if self.turned:
+            left, right = right.t(), left.t()
+        if self.op:
+            out = run.call(self.op, self.axis, left, right, bias, **self.options)
+        else:
+            out = torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
+        return Named(out if self.shape is None else out.view(self.shape), self.dims)
+
+
+def _product(
     run: Runner,
     plan: MatmulPlan,
     a: Named,
     b: Named,
     fused: tuple[Step, notation.Tensor] | None,
-    bias: Tensor | None,
+    has_bias: bool,
     wanted: tuple[str, ...],
-) -> Named:
-    # The local matmul with the collective that is fused with it. `wanted`: the order of dims the caller would like.
+) -> _Product:
+    # `wanted`: the order of dims the caller would like.
     step = fused[0] if fused is not None else None
     dim = step.dim if step is not None else ""
     sizes = run.sizes(*fused) if fused is not None and dim else ()
@@ -120,31 +167,32 @@ def _multiply(
     # The result is [rows, cols], or [cols, rows] where its last dims had better be the rows.
     flipped = wanted[-len(rows) :] == rows and wanted[-len(cols) :] != cols
     # A bias runs along the last dim of the notation's result, b's, and that is what `wanted` has put last.
-    assert bias is None or flipped == swapped
-    left, right = a.matrix(rows, contraction), b.matrix(contraction, cols)
+    assert not has_bias or flipped == swapped
     lengths = {name: x.length(name) for names, x in ((rows, a), (cols, b)) for name in names}
+    op, options = "", {}
     if step is not None and step.kind == "all_gather":
-        out = run.call(
-            "all_gather_matmul", step.axis, left, right, bias, gather_dim=int(dim not in rows),
-            sizes=flat_sizes(sizes, rows if dim in rows else contraction, a, dim), transposed=flipped,
-        )  # fmt: skip
+        flat = flat_sizes(sizes, rows if dim in rows else contraction, a, dim)
+        op, options = "all_gather_matmul", {"gather_dim": int(dim not in rows), "sizes": flat, "transposed": flipped}
         lengths |= {dim: sum(sizes)} if dim in rows else {}
-    else:
-        # Without a gather either way round is the same op: the transposed problem scatters the other dim.
-        left, right = (right.t(), left.t()) if flipped else (left, right)
-        if step is None:
-            out = torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
-        elif step.kind == "all_reduce":
-            out = run.call("matmul_all_reduce", step.axis, left, right, bias)
-        else:
-            names, x = (rows, a) if dim in rows else (cols, b)
-            out = run.call(
-                "matmul_reduce_scatter", step.axis, left, right, bias,
-                scatter_dim=int((dim in cols) != flipped), sizes=flat_sizes(sizes, names, x, dim),
-            )  # fmt: skip
-            lengths[dim] = sizes[run.partition.place[step.axis][0]]
+    elif step is not None and step.kind == "all_reduce":
+        op = "matmul_all_reduce"
+    elif step is not None:
+        flat = flat_sizes(sizes, *((rows, a) if dim in rows else (cols, b)), dim)
+        op, options = "matmul_reduce_scatter", {"scatter_dim": int((dim in cols) != flipped), "sizes": flat}
+        lengths[dim] = sizes[run.partition.place[step.axis][0]]
     dims = (*cols, *rows) if flipped else (*rows, *cols)
-    return Named(out.view([lengths[name] for name in dims]), dims)
+    return _Product(
+        swapped=swapped,
+        # Without a gather either way round is the same op: the transposed problem scatters the other dim.
+        turned=flipped and op != "all_gather_matmul",
+        left=_Matrix.of(a, rows, contraction),
+        right=_Matrix.of(b, contraction, cols),
+        op=op,
+        axis=step.axis if step is not None else "",
+        options=options,
+        shape=None if len(dims) == 2 else tuple(lengths[name] for name in dims),
+        dims=dims,
+    )
 
 
 def execute(
@@ -162,13 +210,18 @@ def execute(
     bias: [N] along the last dim of the result as it is after the matmul; added once. wanted: the order of dims in which
     the result is best contiguous. done: steps that its operands have been through already.
     """
-    now = dict(zip(plan.names, (a, b), strict=False))
-    todo = [(step, before[0]) for step, before, _ in plan.walk() if not done or replace(step, fused=False) not in done]
-    fused = next((each for each in todo if each[0].fused and each[0].is_collective), None)
-    for step, before in todo:
-        if step.kind == "matmul":
-            operands = (now[plan.names[0]], now[plan.names[1]])
-            now[step.tensor] = _multiply(run, plan, *operands, fused, bias, wanted or plan.c.names)
-        elif not step.fused:
-            now[step.tensor] = run.plain(step, before, now[step.tensor])
-    return now[plan.names[2]]
+    done = tuple(done)
+    before, fused, after = plan.stages(done)
+    now = {plan.names[0]: a, plan.names[1]: b}
+    for step, sharding in before:
+        now[step.tensor] = run.plain(step, sharding, now[step.tensor])
+    a, b = now[plan.names[0]], now[plan.names[1]]
+    # A layer multiplies the same shapes again and again: what they decide is worked out once.
+    key, products = (plan, a.dims, b.dims, wanted, done, bias is None), run.partition.products
+    product = products.get(key)
+    if product is None:
+        product = products[key] = _product(run, plan, a, b, fused, bias is not None, wanted or plan.c.names)
+    out: Named = product.run(run, a.tensor, b.tensor, bias)
+    for step, sharding in after:
+        out = run.plain(step, sharding, out)
+    return out

@@ -73,8 +73,7 @@ def sharded_matmul(
         if tuple(tensor.shape) != partition.shape(sharding):
             expected = f"{partition.shape(sharding)} as {sharding}, of {dict(partition.lengths)} in all"
             raise ValueError(f"{name} must have this rank's shape {expected}, got {tuple(tensor.shape)}")
-    out: Tensor = sharded.sharded_matmul(a, b, None, *problem.arguments)
-    return out
+    return sharded.apply(a, b, None, *problem.arguments)
 
 
 def _lengths(
@@ -131,10 +130,7 @@ def _linear(
     local = {f"R{i}": length for i, length in enumerate(x.shape[:-1])} | {"K": x.shape[-1], "N": weight.shape[0]}
     lengths = [sum(splits[name]) if name in splits else local[name] for name in local]
     flat = _flat([splits.get(name, ()) for name in local])
-    out: Tensor = sharded.sharded_matmul(
-        x, weight, bias, spec, group.group_name, lengths, flat, True, False, schedule, algorithm
-    )
-    return out
+    return sharded.apply(x, weight, bias, spec, group.group_name, lengths, flat, True, False, schedule, algorithm)
 
 
 def _spec(x: Tensor, dim: int | None, contraction: str, weight: str, columns: str, *, x_split: bool) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from .notation import Tensor
 from .shards import even_sizes
@@ -22,6 +23,7 @@ class Partition:
     lengths: Mapping[str, int]
     place: Mapping[str, tuple[int, int]]
     splits: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    products: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def sizes(self, dim: str, outer: tuple[str, ...], axis: str) -> tuple[int, ...]:
         """The lengths along `axis` of the part of `dim` that this rank's places on the axes `outer` leave."""

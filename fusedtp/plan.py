@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from .candidates import Problem, choose, product
 from .notation import Dim, Spec, Tensor, parse
@@ -26,6 +26,10 @@ FLOPS_PER_BYTE = 2200.0
 
 # What a link carries in the time a copy over it takes to start: 2.7 us at 397 GB/s, measured on an H20's copy engine.
 START_BYTES = 1_000_000
+
+# Steps with the shardings that they start from: before the matmul, fused with it, after it.
+Stages: TypeAlias = "tuple[tuple[Placed, ...], Placed | None, tuple[Placed, ...]]"
+Placed: TypeAlias = tuple[Step, Tensor]
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -72,6 +76,28 @@ class MatmulPlan(Problem):
             return Op("matmul_reduce_scatter", int(step.dim in self.b.names))
         return Op("matmul_all_reduce")
 
+    def stages(self, done: tuple[Step, ...] = ()) -> Stages:
+        """The steps to run before the matmul, the one fused with it, and those after it, less those that are `done`."""
+        if done not in self._stages:
+            todo = [(step, prior[0]) for step, prior, _ in self.walk() if replace(step, fused=False) not in done]
+            at = next(i for i, (step, _) in enumerate(todo) if step.kind == "matmul")
+            plain = [[each for each in part if not each[0].fused] for part in (todo[:at], todo[at + 1 :])]
+            fused = next((each for each in todo if each[0].fused and each[0].is_collective), None)
+            self._stages[done] = tuple(plain[0]), fused, tuple(plain[1])
+        return self._stages[done]
+
+    @cached_property
+    def _stages(self) -> dict[tuple[Step, ...], Stages]:
+        return {}
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.names, self.a, self.b, self.c, self.steps))
+
+    def __hash__(self) -> int:
+        # Plans are looked up at every call, by what is slow to hash.
+        return self._hash
+
     def walk(self) -> tuple[tuple[Step, tuple[Tensor, ...], Tensor], ...]:
         """Each step with the shardings that it starts from (two for the matmul) and the one that it makes."""
         return self._walked
@@ -111,6 +137,37 @@ class Plan:
         pairs = zip(_plain_steps(self.dx, "dy"), _plain_steps(self.dw, "dy"), strict=False)
         same = [one == other for one, other in pairs]
         return _plain_steps(self.dx, "dy")[: same.index(False) if False in same else len(same)]
+
+    @cached_property
+    def together(self) -> Placed | None:
+        """The gather of dy that is all the communication of dx and dw both, fused in both; None if there is no such."""
+        plans = (self.dx, self.dw)
+        if len(self.shared) != 1 or any(step.kind == "slice" for each in plans for step in each.steps):
+            return None
+        fused = [each.fused for each in plans if each.collectives == (each.fused,)]
+        if [replace(step, fused=False) for step in fused if step is not None] != [self.shared[0]] * 2:
+            return None
+        return self.dx.stages()[1]
+
+    @cached_property
+    def side_by_side(self) -> tuple[Placed, Placed] | None:
+        """One gradient's reduce-scatter and the other's gather where they are all the communication, along one dim.
+
+        So it is for a column-parallel layer with split rows (dx scattered, x gathered for dw) and for a fully sharded
+        weight (dw scattered, w gathered for dx): the gather can travel while the matmul to scatter is done.
+        """
+        plans = (self.dx, self.dw)
+        fused = [each.fused for each in plans if each.collectives == (each.fused,)]
+        slices = any(step.kind == "slice" for each in plans for step in each.steps)
+        if slices or len(fused) != 2 or self.shared:
+            return None
+        placed = {each.fused.kind: each.stages()[1] for each in plans if each.fused is not None}
+        scatter, gather = placed.get("reduce_scatter"), placed.get("all_gather")
+        if scatter is None or gather is None or gather[0].tensor == "dy":
+            return None
+        # Along K it would be one gradient's columns and the other's rows: no such layer is in use.
+        same = (scatter[0].axis, scatter[0].dim) == (gather[0].axis, gather[0].dim)
+        return (scatter, gather) if same and scatter[0].dim != self.spec.k else None
 
     @property
     def gathered_again(self) -> tuple[Step, ...]:

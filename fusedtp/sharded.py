@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import groups, notation
 from .execute import Named, Runner, execute, flat_sizes, outermost
@@ -29,6 +31,11 @@ from .redistribute import Step, moved
 
 # Between the group names, which an operator takes as one string.
 SEPARATOR = "\n"
+
+# Neither DTensor, nor a fake, nor another subclass that the dispatcher would have to be asked about.
+_PLAIN = (Tensor, torch.nn.Parameter)
+# What autograd.Function itself asks; there is no public way.
+_transforms_active = torch._C._are_functorch_transforms_active
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,10 @@ class Problem:
         out: Partition = _cached(_partition, self, places)
         return out
 
+    @cached_property
+    def _runners(self) -> dict[bool, Runner]:
+        return {}
+
     def plan(self, dtype: torch.dtype) -> Plan:
         """The plan that every rank makes alike."""
         if not self.by_size:
@@ -88,10 +99,15 @@ class Problem:
 
     def runner(self, fake: bool) -> Runner:
         """What runs the steps, or their shapes."""
-        axes = self.parsed.mesh_axes
-        members = {axis: groups.resolve(name) for axis, name in zip(axes, self.group_names, strict=True)}
-        kind = _Shapes if fake else Runner
-        return kind(self.partition(), members, self.schedule, self.algorithm)
+        members = [groups.resolve(name) for name in self.group_names]
+        runner = self._runners.get(fake)
+        # A group that was destroyed may have been made anew under its name.
+        if runner is None or any(one is not other for one, other in zip(runner.groups.values(), members, strict=True)):
+            axes = self.parsed.mesh_axes
+            kind = _Shapes if fake else Runner
+            by_axis = dict(zip(axes, members, strict=True))
+            runner = self._runners[fake] = kind(self.partition(), by_axis, self.schedule, self.algorithm)
+        return runner
 
 
 # A layer makes the same call again and again: what depends on its arguments alone is made once.
@@ -154,6 +170,11 @@ class _Shapes(Runner):
             right = operands[1]
             assert right is not None
             return x.new_empty(sum(sizes), b.shape[1]), x.new_empty(x.shape[1], right.shape[1])
+        if op == "matmul_scatter_and_gather":
+            left, gathered = operands[1:]
+            assert left is not None
+            assert gathered is not None
+            return x.new_empty(sizes[rank], b.shape[1]), x.new_empty(left.shape[0], gathered.shape[1])
         rows, cols = x.shape[0], b.shape[1]
         if op == "all_gather_matmul":
             rows = sum(sizes) if options["gather_dim"] == 0 else rows
@@ -189,10 +210,11 @@ def _backward(
     if needs_bias:
         db = _bias_gradient(run, problem.parsed, named)
     done: tuple[Step, ...] = ()
+    if needs_x and needs_w and (plans.together or plans.side_by_side):
+        both = _gathered_once if plans.together else _side_by_side
+        named_dx, named_dw = both(run, plans, named, Named(x, dims_x), Named(w, dims_w))
+        return named_dx.ordered(dims_x), named_dw.ordered(dims_w), db
     if needs_x and needs_w and plans.shared:
-        both = _both(run, plans, named, Named(x, dims_x), Named(w, dims_w))
-        if both is not None:
-            return both[0].ordered(dims_x), both[1].ordered(dims_w), db
         done = plans.shared
         for step, before, _ in plans.dx.walk():
             if replace(step, fused=False) in done:
@@ -204,15 +226,10 @@ def _backward(
     return dx, dw, db
 
 
-def _both(run: Runner, plans: Plan, dy: Named, x: Named, w: Named) -> tuple[Named, Named] | None:
-    """dx and dw from one gather of dy inside the matmuls, where both plans begin with just that; else None."""
-    spec, (step, *more) = plans.spec, plans.shared
-    same = all(plan.fused is not None and replace(plan.fused, fused=False) == step for plan in (plans.dx, plans.dw))
-    alone = all(plan.collectives == (plan.fused,) for plan in (plans.dx, plans.dw))
-    slices = any(each.kind == "slice" for plan in (plans.dx, plans.dw) for each in plan.steps)
-    if more or not same or not alone or slices:
-        return None
-    before = next(prior[0] for each, prior, _ in plans.dx.walk() if each.fused)
+def _gathered_once(run: Runner, plans: Plan, dy: Named, x: Named, w: Named) -> tuple[Named, Named]:
+    """dx and dw from one gather of dy inside the matmuls: `plans.together`."""
+    assert plans.together is not None
+    spec, (step, before) = plans.spec, plans.together
     sizes = run.sizes(step, before)
     rows = outermost(tuple(name for name in dy.dims if name != spec.n), step.dim)
     x_matrix, w_matrix = x.matrix(rows, (spec.k,)), w.matrix((spec.n,), (spec.k,))
@@ -224,6 +241,25 @@ def _both(run: Runner, plans: Plan, dy: Named, x: Named, w: Named) -> tuple[Name
         left, sizes = dy.matrix(rows, (spec.n,)), flat_sizes(sizes, rows, dy, step.dim)
         dx, dw = run.call("all_gather_two_matmuls", step.axis, left, w_matrix, x_matrix, sizes=sizes)
     shape = [*(x.length(name) for name in rows), x.length(spec.k)]
+    return Named(dx.view(shape), (*rows, spec.k)), Named(dw, (spec.n, spec.k))
+
+
+def _side_by_side(run: Runner, plans: Plan, dy: Named, x: Named, w: Named) -> tuple[Named, Named]:
+    """One gradient reduce-scattered while the operand of the other is gathered: `plans.side_by_side`."""
+    assert plans.side_by_side is not None
+    spec, ((step, before), _) = plans.spec, plans.side_by_side
+    sizes = run.sizes(step, before)
+    rows = outermost(tuple(name for name in dy.dims if name != spec.n), step.dim)
+    columns, by_columns = dy.matrix((spec.n,), rows), dy.matrix(rows, (spec.n,))
+    x_matrix, w_matrix = x.matrix(rows, (spec.k,)), w.matrix((spec.n,), (spec.k,))
+    shape = [*(x.length(name) for name in rows), x.length(spec.k)]
+    if step.tensor == "dx":
+        sizes = flat_sizes(sizes, rows, dy, step.dim)
+        operands, gathered = (by_columns, w_matrix, columns), x_matrix
+        dx, dw = run.call("matmul_scatter_and_gather", step.axis, *operands, gathered, sizes=sizes)
+    else:
+        operands, gathered = (columns, x_matrix, by_columns), w_matrix
+        dw, dx = run.call("matmul_scatter_and_gather", step.axis, *operands, gathered, sizes=sizes)
     return Named(dx.view(shape), (*rows, spec.k)), Named(dw, (spec.n, spec.k))
 
 
@@ -278,6 +314,39 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     problem = Problem.of(spec, group_names, lengths, splits, w_transposed, by_size, schedule, algorithm)
     return _backward(dy, x, w, (needs_x, needs_w, needs_bias), problem, fake=True)
+
+
+class _Eager(torch.autograd.Function):
+    """The operator's own forward and backward without the dispatcher, which takes longer than a small matmul."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, problem: Problem) -> Tensor:
+        needs_x, needs_w = ctx.needs_input_grad[:2]
+        # As in `_setup`.
+        ctx.save_for_backward(x if needs_w else None, w if needs_x else None)
+        ctx.problem = problem
+        return _forward(x, w, bias, problem)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
+        x, w = (dy.new_empty(0) if saved is None else saved for saved in ctx.saved_tensors)
+        dx, dw, db = _backward(dy, x, w, (needs_x, needs_w, needs_bias), ctx.problem)
+        return dx if needs_x else None, dw if needs_w else None, db if needs_bias else None, None
+
+
+def apply(x: Tensor, w: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
+    """The operator; where nobody could tell, without the dispatcher. The arguments are those of `Problem.of`."""
+    plain = type(x) in _PLAIN and type(w) in _PLAIN and (bias is None or type(bias) in _PLAIN)
+    if not plain or torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or _transforms_active():
+        out: Tensor = sharded_matmul(x, w, bias, *arguments)
+        return out
+    problem = Problem.of(*arguments)
+    if not torch.is_grad_enabled():
+        return _forward(x, w, bias, problem)
+    eager: Tensor = _Eager.apply(x, w, bias, problem)  # type: ignore[no-untyped-call]
+    return eager
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

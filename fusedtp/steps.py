@@ -21,9 +21,10 @@ from .kernels.steps import step
 if TYPE_CHECKING:
     from .workspace import Workspace
 
-# A wait that is this long is for a rank that is at work, not for a signal on its way: then it sleeps between polls, up
-# to the second number, as ranks may outnumber cores and polling would take a core from the one that is waited for.
-_SPIN_SECONDS, _SLEEP_SECONDS = 100e-6, 500e-6
+# How long a wait polls before it sleeps between polls; less where ranks outnumber cores, as polling then takes a core
+# from the rank that is waited for; and the longest sleep.
+_SPIN_SECONDS, _SPIN_SECONDS_CROWDED, _SLEEP_SECONDS = 300e-6, 50e-6, 500e-6
+_CORES = len(os.sched_getaffinity(0))
 
 _TRUE = np.ones(1, dtype=bool)
 _ZERO = np.zeros(1, dtype=np.int32)
@@ -77,12 +78,13 @@ class HostSteps:
     def _wait_slowly(self, poll: Callable[[], int], src: int, slot: int) -> None:
         ws = self._ws
         ws.host_words[signal.WAITING_FOR.value] = src + 1
-        start, nap = time.monotonic(), _SPIN_SECONDS / 4
+        start, nap = time.monotonic(), 25e-6
+        spin = _SPIN_SECONDS if ws.world_size <= _CORES else _SPIN_SECONDS_CROWDED
         while wrapping_difference(seen := poll(), self.epoch) < 0:
             waited = time.monotonic() - start
             if waited > ws.seconds:
                 ws.give_up(self._op, src, slot, self.epoch, seen)
-            if waited < _SPIN_SECONDS:
+            if waited < spin:
                 os.sched_yield()
             else:
                 time.sleep(nap)

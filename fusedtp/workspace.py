@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,8 @@ from .steps import DeviceSteps, HostSteps, load_acquire
 
 _MIN_SLOTS = 64
 _MIN_HALF_BYTES = 1 << 16
+# Making a view takes longer than looking one up; a layer asks for the same few again and again.
+_MAX_VIEWS = 1024
 
 _seconds = 30.0
 _workspaces: dict[tuple[str, torch.device], Workspace] = {}
@@ -51,6 +54,7 @@ class Workspace:
         self._memory = memory
         self._arena: Arena | None = None
         self._tables: dict[tuple[int, ...], Tensor] = {}
+        self._views: dict[tuple[Any, ...], Tensor] = {}
         self._first_epoch = self._mirror = epoch
         self._mirror_is_exact = True
         self._last_stream: torch.cuda.Stream | None = None
@@ -70,6 +74,7 @@ class Workspace:
         header[signal.EPOCH.value] = epoch
         header[signal.BUDGET_MS.value] = math.ceil(self.seconds * 1000)
         old = self._arena
+        self._views.clear()
         self._arena = self._memory.allocate(header.numel() * 4 + 2 * half_bytes, header)
         self.half_bytes, self.slots, self.data_offset = half_bytes, slots, header.numel() * 4
         self.words = self._arena.tensors[self.rank][: self.data_offset].view(torch.int32)
@@ -131,9 +136,16 @@ class Workspace:
 
     def view(self, peer: int, epoch: int, offset: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """[rows, cols] of `dtype`, contiguous, `offset` bytes into rank `peer`'s half for `epoch`."""
-        assert self._arena is not None
-        begin = self.data_offset + (epoch & 1) * self.half_bytes + offset
-        return self._arena.tensors[peer][begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        key = (peer, epoch & 1, offset, shape, dtype)
+        view = self._views.get(key)
+        if view is None:
+            assert self._arena is not None
+            begin = self.data_offset + (epoch & 1) * self.half_bytes + offset
+            part = self._arena.tensors[peer][begin : begin + math.prod(shape) * dtype.itemsize]
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
+            view = self._views[key] = part.view(dtype).view(shape)
+        return view
 
     def steps(self, op: str) -> HostSteps | DeviceSteps:
         """The protocol's steps for an op driven from the host."""
@@ -219,6 +231,7 @@ class Workspace:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             arena, self._arena = self._arena, None
+            self._views.clear()
             del self.words, self.host_words
             arena.release()
 

@@ -107,7 +107,7 @@ def _gather_matmul_programs(
     if pid < PUSHERS:
         push_to_all(
             ctx.link, shard, ctx.table, pid, PUSHERS, num_rows, dst_row, ctx.pitch,
-            False, not ctx.OWN_IN_PLACE, ctx.BLOCK_M, BLOCK_R, BLOCK_C,
+            FIRST_SLOT, False, not ctx.OWN_IN_PLACE, ctx.BLOCK_M, BLOCK_R, BLOCK_C,
         )  # fmt: skip
     elif CONTRACTION:
         matmul_tiles(

@@ -44,12 +44,12 @@ def send_block(
 
 @triton.jit
 def push_rows(
-    link, src, pid, num_pushers, first, num_rows, dst, dst_row, pitch,
+    link, src, pid, num_pushers, first, num_rows, dst, dst_row, pitch, first_slot,
     PIECE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Store rows first .. first + num_rows of `src` into rank `dst`'s half, from its row `dst_row` on.
 
-    Program `pid` of `num_pushers` stores the pieces pid, pid + num_pushers, .. and raises slot FIRST_SLOT + piece at
+    Program `pid` of `num_pushers` stores the pieces pid, pid + num_pushers, .. and raises slot first_slot + piece at
     `dst` for each.
     """
     dtype: tl.constexpr = src.ptr.dtype.element_ty
@@ -62,12 +62,12 @@ def push_rows(
             base + (dst_row + row).to(tl.int64) * pitch, pitch,
             rows, src.cols, BLOCK_R, BLOCK_C,
         )  # fmt: skip
-        raise_signal(link, dst, piece + FIRST_SLOT)
+        raise_signal(link, dst, piece + first_slot)
 
 
 @triton.jit
 def push_to_all(
-    link, src, table, pid, num_pushers, num_rows, dst_row, pitch,
+    link, src, table, pid, num_pushers, num_rows, dst_row, pitch, first_slot,
     SCATTER: tl.constexpr, WITH_OWN: tl.constexpr, PIECE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Push to every peer: all `num_rows` rows of `src`, or with SCATTER the rows that `table` gives to that peer.
@@ -80,26 +80,32 @@ def push_to_all(
         if SCATTER:
             first = tl.load(table + dst)
             rows = tl.load(table + dst + 1) - first
-            push_rows(link, src, pid, num_pushers, first, rows, dst, dst_row, pitch, PIECE, BLOCK_R, BLOCK_C)
+            push_rows(
+                link, src, pid, num_pushers, first, rows, dst, dst_row, pitch, first_slot, PIECE, BLOCK_R, BLOCK_C
+            )
         else:
-            push_rows(link, src, pid, num_pushers, 0, num_rows, dst, dst_row, pitch, PIECE, BLOCK_R, BLOCK_C)
+            push_rows(
+                link, src, pid, num_pushers, 0, num_rows, dst, dst_row, pitch, first_slot, PIECE, BLOCK_R, BLOCK_C
+            )
 
 
 @triton.jit
 def _push_programs(
-    link, src, table, num_rows, dst_row, pitch,
+    link, src, table, num_rows, dst_row, pitch, first_slot,
     SCATTER: tl.constexpr, WITH_OWN: tl.constexpr, PIECE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     enter(link, pid)
     push_to_all(
-        link, src, table, pid, tl.num_programs(0), num_rows, dst_row, pitch, SCATTER, WITH_OWN, PIECE, BLOCK_R, BLOCK_C
-    )
+        link, src, table, pid, tl.num_programs(0), num_rows, dst_row, pitch, first_slot,
+        SCATTER, WITH_OWN, PIECE, BLOCK_R, BLOCK_C,
+    )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rank", "num_rows", "dst_row"])
+@triton.jit(do_not_specialize=["rank", "num_rows", "dst_row", "first_slot"])
 def _push_kernel(
-    x_ptr, table, peers, rank, num_rows, dst_row, cols, stride_xm, stride_xn, pitch, half_bytes, data_offset,
+    x_ptr, table, peers, rank, num_rows, dst_row, first_slot, cols, stride_xm, stride_xn, pitch, half_bytes,
+    data_offset,
     WORLD_SIZE: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, SCATTER: tl.constexpr, WITH_OWN: tl.constexpr,
     PIECE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -107,7 +113,7 @@ def _push_kernel(
     _push_programs(
         Link(peers, rank, begin(peers, rank), half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
         Rows(x_ptr, stride_xm, stride_xn, cols),
-        table, num_rows, dst_row, pitch, SCATTER, WITH_OWN, PIECE, BLOCK_R, BLOCK_C,
+        table, num_rows, dst_row, pitch, first_slot, SCATTER, WITH_OWN, PIECE, BLOCK_R, BLOCK_C,
     )  # fmt: skip
 
 
@@ -122,14 +128,15 @@ def push(
     scatter: bool,
     with_own: bool,
     config: Config,
+    first_slot: int = FIRST_SLOT.value,
 ) -> None:
     """Enter the epoch and push x [rows, cols] to every peer's half at row `dst_row` (with scatter: each peer its rows
-    of `table`).
+    of `table`), a signal a piece from `first_slot` on.
     """
     rows, cols = x.shape
     pieces = max(1, -(-rows // config.block_m))
     _push_kernel[(min(config.pushers, pieces),)](
-        x, table, channel.peers, channel.rank, rows, dst_row, cols, x.stride(0), x.stride(1), pitch,
+        x, table, channel.peers, channel.rank, rows, dst_row, first_slot, cols, x.stride(0), x.stride(1), pitch,
         channel.half_bytes, channel.data_offset, channel.world_size, OPS.index(op), channel.count_bytes, scatter,
         with_own,
         config.block_m, config.copy_rows, config.copy_cols,

@@ -69,20 +69,20 @@ def _reduce_kernel(
     x_ptr, out_ptr, bias_ptr, peers, rank, num_rows, region_rows, result_row, second_slot, cols,
     stride_xm, stride_xn, stride_om, stride_on, pitch, half_bytes, data_offset,
     WORLD_SIZE: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, BIAS: tl.constexpr, PER_TILE: tl.constexpr,
-    OWN_IN_PLACE: tl.constexpr, BROADCAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    UPCAST: tl.constexpr,
+    OWN_IN_PLACE: tl.constexpr, BROADCAST: tl.constexpr, LAST: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Sum the regions of the own half into `out`; with BROADCAST store the sums into the peers' halves too and signal
     each tile.
 
     Waits for: pieces or tiles raised by the peers' (and the own) previous kernel of this op, which waits for nothing.
-    It ends the epoch unless it broadcasts: then the collecting kernel does.
+    It ends the epoch if LAST: not where it broadcasts or a gather is still to be collected, whose kernel does.
     """
     _reduce_programs(
         Link(peers, rank, begin(peers, rank), half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
         Rows(x_ptr, stride_xm, stride_xn, cols), Rows(out_ptr, stride_om, stride_on, cols), bias_ptr,
         num_rows, region_rows, result_row, pitch, second_slot,
-        BIAS, PER_TILE, OWN_IN_PLACE, BROADCAST, not BROADCAST, BLOCK_M, BLOCK_N, UPCAST,
+        BIAS, PER_TILE, OWN_IN_PLACE, BROADCAST, LAST, BLOCK_M, BLOCK_N, UPCAST,
     )  # fmt: skip
 
 
@@ -101,12 +101,14 @@ def reduce(
     own: torch.Tensor | None = None,
     result_row: int | None = None,
     second_slot: int = 0,
+    last: bool = True,
 ) -> None:
     """Sum W regions of [region_rows, pitch] into out [rows, cols]; this rank's part is `own` [rows, cols] if given.
 
     `bias` has one element a column of `out`, or a row with bias_along="rows".
 
     With `result_row` the result also goes to that row of every peer's half, a signal a tile from `second_slot` on.
+    Without it this ends the epoch if `last`.
     """
     rows, cols = out.shape
     local = out if own is None else own
@@ -115,6 +117,6 @@ def reduce(
         second_slot, cols,
         local.stride(0), local.stride(1), out.stride(0), out.stride(1), pitch, channel.half_bytes, channel.data_offset,
         channel.world_size, OPS.index(op), channel.count_bytes, "none" if bias is None else bias_along, per_tile,
-        own is not None, result_row is not None,
+        own is not None, result_row is not None, last and result_row is None,
         config.block_m, config.block_n, upcast, **options(config),
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pkgutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,8 +49,12 @@ def counting() -> Iterator[Count]:
 
     def counted(run: Runner, op: str, axis: str, x: Tensor, *operands: Tensor | None, **options: Any) -> Any:
         # Which way round a matmul is solved is the executor's choice.
-        count.calls.append((op, tuple(sorted(x.shape))))
-        count.axes.append((op, axis))
+        each = [(op, x)]
+        if op == "matmul_scatter_and_gather":
+            assert operands[2] is not None
+            each = [("all_gather_matmul", operands[2]), ("matmul_reduce_scatter", x)]
+        count.calls += [(name, tuple(sorted(operand.shape))) for name, operand in each]
+        count.axes += [(name, axis) for name, _ in each]
         return call(run, op, axis, x, *operands, **options)
 
     def keep(tensor: Tensor) -> Tensor:
@@ -86,7 +91,7 @@ LAYERS: dict[str, tuple[tuple[int, ...], tuple[int, ...], list[Call], dict[str, 
         X_M, W_N, calls(("all_gather_matmul", X_M)),
         # x is gathered again, along dw's contraction: only its shard was kept.
         {
-            "xw": calls(("matmul_reduce_scatter", DY_N), ("all_gather_matmul", X_M)),
+            "xw": calls(("all_gather_matmul", X_M), ("matmul_reduce_scatter", DY_N)),
             "x": calls(("matmul_reduce_scatter", DY_N)),
             "w": calls(("all_gather_matmul", X_M)),
         },
@@ -130,6 +135,43 @@ def test_what_a_layer_sends_and_keeps(pool: RankPool, name: str, needs: str) -> 
             assert forward == expected_forward
             assert saved == expected_saved
             assert backward == expected_backward[needs]
+
+
+# What starts the gather and what multiplies first, in each schedule.
+STARTS = {"unfused": ("_start_gather", "torch.mm"), "decomposed": ("publish", "_matmul_into"),
+          "fused": ("push", "matmul_scatter")}  # fmt: skip
+
+
+def order_of_backward(group: ProcessGroup, name: str, schedule: str) -> list[str]:
+    """What backward starts, in order: the gather and the matmuls of both gradients."""
+    x_shape, w_shape, *_ = LAYERS[name]
+    x, weight = torch.randn(x_shape, requires_grad=True), torch.randn(w_shape, requires_grad=True)
+    y = getattr(fusedtp, name)(x, weight, group=group, schedule=schedule)
+    order: list[str] = []
+    module = f"fusedtp.schedules.{schedule}."
+    with contextlib.ExitStack() as stack:
+        for what, target in zip(("gather", "matmul"), STARTS[schedule], strict=True):
+            full = target if "." in target else module + target
+            real = pkgutil.resolve_name(full)
+
+            def started(*args: Any, what: str = what, real: Any = real, **options: Any) -> Any:
+                order.append(what)
+                return real(*args, **options)
+
+            stack.enter_context(mock.patch(full, started))
+        y.backward(torch.ones_like(y))
+    return order
+
+
+@pytest.mark.parametrize("schedule", STARTS)
+@pytest.mark.parametrize("name", ["all_gather_linear", "fsdp_linear"])
+def test_the_gather_of_one_gradient_starts_before_the_matmul_of_the_other(
+    pool: RankPool, name: str, schedule: str
+) -> None:
+    for order in pool.run(order_of_backward, name, schedule):
+        assert order[0] == "gather"
+        assert order.count("gather") == 1
+        assert "matmul" in order
 
 
 def fsdp_bytes(group: ProcessGroup) -> tuple[int, int]:

@@ -9,6 +9,9 @@
     all_gather_two_matmuls(a, b, right, *, sizes, group)              a [sizes[rank], K] -> gather(a) @ b [M, N],
                                                                       gather(a).T @ right [K, R]; gathered once
     matmul_reduce_scatter(a, b, bias, *, scatter_dim, sizes, group)   -> [sizes[rank], N] or [M, sizes[rank]]
+    matmul_scatter_and_gather(a, b, left, x, *, sizes, group)         x [sizes[rank], C] -> reduce_scatter(a @ b)
+                                                                      [sizes[rank], N], left @ gather(x) [L, C]; the
+                                                                      gather starts before a @ b
     matmul_all_reduce(a, b, bias, *, group, algorithm)                -> [M, N]
     all_gather(x, *, sizes, group, algorithm)                         x [sizes[rank], C] -> [sum(sizes), C]
     reduce_scatter(x, *, sizes, group, algorithm)                     x [sum(sizes), C] -> [sizes[rank], C]

@@ -190,6 +190,44 @@ def matmul_reduce_scatter(
     return out
 
 
+def matmul_scatter_and_gather(
+    a: Tensor, b: Tensor, left: Tensor, x: Tensor, *, sizes: tuple[int, ...], group: ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """See `schedules`."""
+    if group.size() == 1:
+        return torch.mm(a, b), torch.mm(left, x)
+    ws = workspace.get(group, a.device)
+    begins, cols = offsets(sizes), x.shape[1]
+    partial = aligned(max(sizes) * b.shape[1] * a.element_size())
+    stride, base = aligned(max(sizes) * cols * x.element_size()), ws.world_size * partial
+    slot = FIRST_SLOT.value + 1
+    # As in `all_gather_matmul`: whole where chunks would be small, or would round a narrow sum once each.
+    at_once = max(sizes) < FEW_ROWS or _is_narrow(x)
+    with op(ws, "matmul_reduce_scatter", base + ws.world_size * stride, 2) as steps:
+        publish(ws, steps, x, slot, base + ws.rank * stride)
+        parts = _scatter_partials(ws, steps, a, b, 0, sizes, partial)
+        scattered = torch.empty_like(parts[0])
+        _sum_into(parts, None, scattered)
+        product = x.new_empty(left.shape[0], cols)
+        whole = x.new_empty(sum(sizes) if at_once else 0, cols)
+        for i in range(ws.world_size):
+            src = (ws.rank + i) % ws.world_size
+            chunk = x
+            if src != ws.rank:
+                chunk = published(ws, steps, src, (sizes[src], cols), x.dtype, slot, base + src * stride)
+            part = slice(begins[src], begins[src + 1])
+            if at_once:
+                whole[part] = chunk
+            elif i == 0:
+                _matmul_into(left[:, part], chunk, product)
+            else:
+                product.addmm_(left[:, part], chunk)
+        if at_once:
+            _matmul_into(left, whole, product)
+        settle(ws)
+    return scattered, product
+
+
 def _share_rows(ws: Workspace, steps: Steps, mine: Tensor, out: Tensor, sizes: tuple[int, ...], offset: int) -> None:
     # The second half of a two-shot all-reduce: every rank shows its finished rows and copies the others'.
     begins = offsets(sizes)

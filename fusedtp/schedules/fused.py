@@ -9,7 +9,6 @@ signal, and every producer is issued before the first consumer (`run_together`).
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from ..kernels.ring import ring
 from ..kernels.signal import FIRST_SLOT
 from ..shards import even_sizes
 from ..workspace import Workspace
+from .transport import settle, travelling
 
 Phases = Generator[None, None, Tensor]
 
@@ -154,6 +154,43 @@ def matmul_scatter_phases(
     return out
 
 
+def matmul_scatter_and_gather_phases(
+    ws: Workspace, a: Tensor, b: Tensor, x: Tensor, sizes: tuple[int, ...], gathered: Tensor
+) -> Phases:
+    """The own chunk of sum over ranks of a @ b; fills `gathered` [M, C] with gather(x), pushed before a @ b."""
+    op, config = "matmul_reduce_scatter", config_for(a.device, a.dtype)
+    out = a.new_empty(sizes[ws.rank], b.shape[1])
+    N, cols, region_rows, begin = b.shape[1], x.shape[1], max(sizes), sum(sizes[: ws.rank])
+    pitch, x_pitch = pitch_of(N, a.dtype), pitch_of(cols, x.dtype)
+    # x's region follows the partial sums', and its signals theirs.
+    x_row = -(-ws.world_size * region_rows * pitch // max(1, x_pitch))
+    x_slot = FIRST_SLOT.value + _tiles(region_rows, N, config)
+    pieces = -(-region_rows // config.block_m)
+    ws.require((x_row + sum(sizes)) * x_pitch * a.element_size(), x_slot + pieces)
+    yield
+    with travelling(ws):
+        push(
+            ws.channel(), op, x, ws.table(sizes), dst_row=x_row + begin, pitch=x_pitch, scatter=False, with_own=False,
+            config=config, first_slot=x_slot,
+        )  # fmt: skip
+    matmul_scatter(
+        ws.channel(), op, a, b, ws.table(sizes), sizes,
+        region_rows=region_rows, pitch=pitch, to_all=False, config=config, upcast=INTERPRETED,
+    )  # fmt: skip
+    gathered[begin : begin + sizes[ws.rank]].copy_(x)
+    yield
+    reduce(
+        ws.channel(), op, out, None, region_rows=region_rows, pitch=pitch, per_tile=True, config=config,
+        upcast=INTERPRETED, last=False,
+    )  # fmt: skip
+    settle(ws)
+    collect(
+        ws.channel(), op, gathered, ws.table(sizes),
+        first_slot=x_slot, region_row=x_row, pitch=x_pitch, per_tile=False, config=config,
+    )  # fmt: skip
+    return out
+
+
 def _one_shot(algorithm: str, rows: int, cols: int, itemsize: int) -> bool:
     return algorithm == "one_shot" or (algorithm == "auto" and rows * cols * itemsize <= ONE_SHOT_BYTES)
 
@@ -182,16 +219,9 @@ def matmul_all_reduce_phases(ws: Workspace, a: Tensor, b: Tensor, bias: Tensor |
     yield
     if one_shot:
         reduce(
-            ws.channel(),
-            op,
-            out,
-            bias,
-            region_rows=region_rows,
-            pitch=pitch,
-            per_tile=True,
-            config=config,
+            ws.channel(), op, out, bias, region_rows=region_rows, pitch=pitch, per_tile=True, config=config,
             upcast=INTERPRETED,
-        )
+        )  # fmt: skip
     else:
         yield from _reduce_and_collect(ws, op, out, bias, sizes, region_rows, pitch, config, own=None)
     return out
@@ -237,16 +267,9 @@ def all_gather_phases(ws: Workspace, x: Tensor, sizes: tuple[int, ...], algorith
     out[begin : begin + sizes[ws.rank]].copy_(x)
     yield
     collect(
-        ws.channel(),
-        op,
-        out,
-        table,
-        first_slot=FIRST_SLOT.value,
-        region_row=0,
-        pitch=pitch,
-        per_tile=False,
+        ws.channel(), op, out, table, first_slot=FIRST_SLOT.value, region_row=0, pitch=pitch, per_tile=False,
         config=config,
-    )
+    )  # fmt: skip
     return out
 
 
@@ -265,16 +288,9 @@ def reduce_scatter_phases(ws: Workspace, x: Tensor, sizes: tuple[int, ...], algo
         ring(ws.channel(), op, x, out, table, sizes, pitch=pitch, config=config, upcast=INTERPRETED)
         return out
     push(
-        ws.channel(),
-        op,
-        x,
-        table,
-        dst_row=ws.rank * region_rows,
-        pitch=pitch,
-        scatter=True,
-        with_own=False,
+        ws.channel(), op, x, table, dst_row=ws.rank * region_rows, pitch=pitch, scatter=True, with_own=False,
         config=config,
-    )
+    )  # fmt: skip
     yield
     reduce(
         ws.channel(), op, out, None, region_rows=region_rows, pitch=pitch, per_tile=False, config=config,
@@ -307,32 +323,18 @@ def all_reduce_phases(ws: Workspace, x: Tensor, algorithm: str) -> Phases:
     yield
     if one_shot:
         reduce(
-            ws.channel(),
-            op,
-            out,
-            None,
-            region_rows=rows,
-            pitch=pitch,
-            per_tile=False,
-            config=config,
-            upcast=INTERPRETED,
-            own=x,
-        )
+            ws.channel(), op, out, None, region_rows=rows, pitch=pitch, per_tile=False, config=config,
+            upcast=INTERPRETED, own=x,
+        )  # fmt: skip
     else:
         yield from _reduce_and_collect(ws, op, out, None, sizes, region_rows, pitch, config, own=x)
     return out
 
 
 def all_gather_matmul(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    *,
-    gather_dim: int,
-    sizes: tuple[int, ...],
-    group: ProcessGroup,
+    a: Tensor, b: Tensor, bias: Tensor | None, *, gather_dim: int, sizes: tuple[int, ...], group: ProcessGroup,
     transposed: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """See `schedules`."""
     ws = workspace.get(group, a.device)
     phases = gather_matmul_phases(ws, a, b, bias, gather_dim, sizes, transposed=transposed)
@@ -357,13 +359,20 @@ def matmul_reduce_scatter(
     return run(ws, "matmul_reduce_scatter", matmul_scatter_phases(ws, a, b, bias, scatter_dim, sizes))
 
 
+def matmul_scatter_and_gather(
+    a: Tensor, b: Tensor, left: Tensor, x: Tensor, *, sizes: tuple[int, ...], group: ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """See `schedules`."""
+    ws = workspace.get(group, a.device)
+    if ws.world_size == 1:
+        return _local(a, b), _local(left, x)
+    gathered = x.new_empty(sum(sizes), x.shape[1])
+    phases = matmul_scatter_and_gather_phases(ws, a, b, x, sizes, gathered)
+    return run(ws, "matmul_reduce_scatter", phases), _local(left, gathered)
+
+
 def matmul_all_reduce(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    *,
-    group: ProcessGroup,
-    algorithm: Literal["auto", "one_shot", "two_shot"] = "auto",
+    a: Tensor, b: Tensor, bias: Tensor | None, *, group: ProcessGroup, algorithm: str = "auto"
 ) -> Tensor:
     """See `schedules`."""
     ws = workspace.get(group, a.device)

@@ -60,6 +60,17 @@ def matmul_reduce_scatter(
     return out if bias is None else out.add_(bias)
 
 
+def matmul_scatter_and_gather(
+    a: Tensor, b: Tensor, left: Tensor, x: Tensor, *, sizes: Sequence[int], group: ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """reduce_scatter(a @ b) [sizes[rank], N] and left @ gather(x) [L, C]; the gather is under way during a @ b."""
+    if group.size() == 1:
+        return torch.mm(a, b), torch.mm(left, x)
+    arriving = _start_gather(x, sizes, group)
+    scattered = _matmul_scatter_rows(a, b, sizes, group)
+    return scattered, torch.mm(left, _finish_gather(arriving, sizes))
+
+
 def matmul_all_reduce(
     a: Tensor, b: Tensor, bias: Tensor | None, *, group: ProcessGroup, algorithm: str = "auto"
 ) -> Tensor:
@@ -121,19 +132,27 @@ def _matmul(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 
 def _gather(x: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
     """[sizes[rank], C] -> [sum(sizes), C]; x itself in a world of one."""
-    if group.size() == 1:
-        return x
+    return x if group.size() == 1 else _finish_gather(_start_gather(x, sizes, group), sizes)
+
+
+def _start_gather(x: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+    # Every rank's rows, padded to the longest shard; not there before `_finish_gather`.
     longest, columns = max(sizes), x.shape[1]
     if longest == 0 or columns == 0:
-        return x.new_empty(sum(sizes), columns)
-    even = all(size == longest for size in sizes)
-    if even or x.shape[0] == longest:
+        return x.new_empty(longest * len(sizes), columns)
+    if x.shape[0] == longest:
         sent = x.contiguous()
     else:
         sent = x.new_empty(longest, columns)
         sent[: x.shape[0]] = x
-    gathered: Tensor = _c10d.wait_tensor(_c10d.all_gather_into_tensor(sent, len(sizes), group.group_name))
-    if even:
+    arriving: Tensor = _c10d.all_gather_into_tensor(sent, len(sizes), group.group_name)
+    return arriving
+
+
+def _finish_gather(arriving: Tensor, sizes: Sequence[int]) -> Tensor:
+    longest = max(sizes)
+    gathered: Tensor = _c10d.wait_tensor(arriving) if arriving.numel() else arriving
+    if all(size == longest for size in sizes):
         return gathered
     return torch.cat([chunk[:size] for chunk, size in zip(gathered.split(longest), sizes, strict=True)])
 
