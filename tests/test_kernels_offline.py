@@ -42,7 +42,7 @@ def _variants() -> list[tuple[str, str, dict[str, Any], bool, bool]]:
         **LINK,
     }
     scatter = {"TO_ALL": False, **LINK}
-    reduce = {"BIAS": "columns", "PER_TILE": True, "OWN_IN_PLACE": False, "BROADCAST": False, **LINK}
+    reduce = {"BIAS": "columns", "PER_TILE": True, "OWN_IN_PLACE": False, "BROADCAST": False, "LAST": True, **LINK}
     ring = {"REDUCE": True, "GATHER": True, **LINK}
     steps = [
         ("steps", "_step_kernel", {"STEP": name, **LINK}, False, name in ("wait", "leave"))
@@ -62,7 +62,7 @@ def _variants() -> list[tuple[str, str, dict[str, Any], bool, bool]]:
         ("matmul_scatter", "_matmul_scatter_kernel", scatter | {"TO_ALL": True}, True, False),
         ("reduce", "_reduce_kernel", reduce, False, True),
         ("reduce", "_reduce_kernel", reduce | {"OWN_IN_PLACE": True, "PER_TILE": False, "BROADCAST": True,
-        "BIAS": "none"}, False, True),
+        "BIAS": "none", "LAST": False}, False, True),
         ("reduce", "_reduce_kernel", reduce | {"BIAS": "rows"}, False, True),
         ("ring", "_ring_kernel", ring, False, True),
         ("ring", "_ring_kernel", ring | {"REDUCE": False}, False, True),
@@ -97,6 +97,7 @@ def compile_kernel(
         elif name.endswith("_ptr"):
             signature[name] = f"*{DTYPES[dtype]}"
         else:
+            assert name in ("M", "N", "K") or not name.isupper(), f"{kernel}: no value for the constant {name}"
             signature[name] = pointers.get(name, "i64" if name == "half_bytes" else "i32")
     constants = {name: value for name, value in known.items() if name in signature}
     unspecialized = {"rank", "num_rows", "dst_row", "num_tiles", "region_row", "first_slot", "second_slot",
