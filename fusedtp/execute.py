@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from . import dispatch, notation, schedules
+from . import agreement, dispatch, notation, schedules
 from .partition import Partition
 from .plan import MatmulPlan
 from .redistribute import Step
@@ -56,6 +56,8 @@ class Runner:
     def call(self, op: str, axis: str, x: Tensor, *operands: Tensor | None, **options: Any) -> Any:
         """One op over one axis, by the schedule that dispatch chooses."""
         group = self.groups[axis]
+        if agreement.wanted():
+            agreement.check(op, group, x, *operands, **options)
         path = dispatch.choose(op, self.schedule, device=x.device, dtype=x.dtype, group=group)
         if op == "matmul_all_reduce":
             options["algorithm"] = self.algorithm

@@ -9,13 +9,16 @@ features, _X marks the dimension that is split over the ranks; M may stand for s
     linear_all_reduce        x [M, K_X], weight [N, K_X] -> [M, N]
     fsdp_linear              x [M_X, K], weight [N_X, K] -> [M_X, N]
 
-Arguments are checked once, here, before anything is sent: ranks that are wrong alike raise alike, and none waits.
+Arguments are checked once, here, before anything is sent: ranks that are wrong alike raise alike, and none waits. What
+ranks must agree on (`sizes` above all, which each takes from its own tensors where it is not given) is compared over
+the group before every op under TORCH_DISTRIBUTED_DEBUG=DETAIL. Under torch.autocast operands are cast as F.linear's.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,10 +54,12 @@ def sharded_matmul(
     a and b are this rank's shards, the result is its shard of c. The spec's axes are dimension names of `mesh`. `sizes`
     gives dims that cannot be read off the shards: the global length, split like `torch.tensor_split`, or the length on
     every rank of the axis that splits the dim first. By default a dim is as long as a whole copy of it is here, or this
-    rank's part times the ranks. The way is planned by bytes and FLOPs; `fusedtp.explain` shows it.
+    rank's part times the ranks, which must then be the same on all: uneven shards need `sizes`. The way is planned by
+    bytes and FLOPs; `fusedtp.explain` shows it.
 
     Raises NotationError for a spec without a plan, ValueError or TypeError for arguments that do not fit it.
     """
+    a, b = _autocast(a, b)
     _check_tensor("a", a)
     _check_tensor("b", b, a, than="a")
     dispatch.check_schedule(schedule)
@@ -163,6 +168,7 @@ def all_gather_linear(
     initialised, PeerTimeout where a rank is lost.
     """
     process_group = groups.resolve(group)
+    x, weight, bias = _autocast(x, weight, bias)
     _check_linear(x, weight, bias, schedule)
     dim = _dim("gather_dim", gather_dim, x)
     sizes = _gather_sizes(sizes, process_group, x.shape[dim])
@@ -191,6 +197,7 @@ def linear_reduce_scatter(
     dx and dw. Errors as in `all_gather_linear`.
     """
     process_group = groups.resolve(group)
+    x, weight, bias = _autocast(x, weight, bias)
     _check_linear(x, weight, bias, schedule)
     _check_features(x.shape[-1], "x has", weight)
     dim = _dim("scatter_dim", scatter_dim, x)
@@ -217,6 +224,7 @@ def linear_all_reduce(
     every rank already. Errors as in `all_gather_linear`.
     """
     process_group = groups.resolve(group)
+    x, weight, bias = _autocast(x, weight, bias)
     _check_linear(x, weight, bias, schedule)
     _check_features(x.shape[-1], "x has", weight)
     _check_algorithm("matmul_all_reduce", algorithm)
@@ -242,6 +250,7 @@ def fsdp_linear(
     """
     process_group = groups.resolve(group)
     sizes = _gather_sizes(sizes, process_group, weight_shard.shape[0] if isinstance(weight_shard, Tensor) else 0)
+    x, weight_shard, bias = _autocast(x, weight_shard, bias)
     _check_linear(x, weight_shard, bias, schedule, num_out=sum(sizes))
     _check_features(x.shape[-1], "x has", weight_shard)
     splits = {"N": sizes, "R0": (x.shape[0],) * process_group.size()}
@@ -296,6 +305,17 @@ def all_reduce(x: Tensor, *, group: Group = None, algorithm: str = "auto", sched
     rows = x.reshape(x.shape[0], math.prod(x.shape[1:]))
     out: Tensor = ops.all_reduce(rows, process_group.group_name, schedule, algorithm)
     return out.view(x.shape)
+
+
+def _autocast(*tensors: Any) -> tuple[Any, ...]:
+    # In the dtype that torch.autocast asks of a matmul here; as they are outside of it, or in float64.
+    first = tensors[0]
+    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(first.device.type)
+    if first.dtype == torch.float64:
+        return tensors
+    return tuple(each.to(dtype) if isinstance(each, Tensor) else each for each in tensors)
 
 
 def _check_tensor(name: str, value: object, x: Tensor | None = None, *, than: str = "x") -> None:

@@ -38,22 +38,12 @@ def linear_of_replicated(
     `all_gather_linear`.
     """
     process_group = groups.resolve(group)
+    x, weight, bias = functional._autocast(x, weight, bias)
     functional._check_linear(x, weight, bias, schedule)
     functional._check_features(x.shape[-1], "x has", weight)
     splits = {"N": (weight.shape[0],) * process_group.size()}
     spec = functional._spec(x, None, "K", "K, N_X", "N_X", x_split=True)
     return functional._linear(x, weight, bias, spec, splits, process_group, schedule)
-
-
-def autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """The tensors in the dtype that torch.autocast asks of a matmul here; as they are outside of it, or in float64."""
-    first = tensors[0]
-    assert first is not None
-    device = first.device.type
-    if not torch.is_autocast_enabled(device) or first.dtype == torch.float64:
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
 
 
 class _ShardedLinear(nn.Module):
@@ -149,11 +139,10 @@ class ColumnParallelLinear(_ShardedLinear):
         self.sequence_sizes = sequence_sizes
 
     def forward(self, x: Tensor) -> Tensor:
-        x, weight, bias = autocast(x, self.weight, self.bias)
         if not self.sequence_parallel:
-            return linear_of_replicated(x, weight, bias, group=self.group, schedule=self.schedule)
+            return linear_of_replicated(x, self.weight, self.bias, group=self.group, schedule=self.schedule)
         return functional.all_gather_linear(
-            x, weight, bias,
+            x, self.weight, self.bias,
             group=self.group, gather_dim=self.gather_dim, sizes=self.sequence_sizes, schedule=self.schedule,
         )  # fmt: skip
 
@@ -195,11 +184,10 @@ class RowParallelLinear(_ShardedLinear):
         self.sequence_sizes = sequence_sizes
 
     def forward(self, x: Tensor) -> Tensor:
-        x, weight, bias = autocast(x, self.weight, self.bias)
         if not self.sequence_parallel:
-            return functional.linear_all_reduce(x, weight, bias, group=self.group, schedule=self.schedule)
+            return functional.linear_all_reduce(x, self.weight, self.bias, group=self.group, schedule=self.schedule)
         return functional.linear_reduce_scatter(
-            x, weight, bias,
+            x, self.weight, self.bias,
             group=self.group, scatter_dim=self.scatter_dim, sizes=self.sequence_sizes, schedule=self.schedule,
         )  # fmt: skip
 
@@ -231,9 +219,8 @@ class FSDPLinear(_ShardedLinear):
         super().__init__(in_features, out_features, bias, device, dtype, group, feature_sizes, schedule)
 
     def forward(self, x: Tensor) -> Tensor:
-        x, weight, bias = autocast(x, self.weight, self.bias)
         return functional.fsdp_linear(
-            x, weight, bias, group=self.group, sizes=self.feature_sizes, schedule=self.schedule
+            x, self.weight, self.bias, group=self.group, sizes=self.feature_sizes, schedule=self.schedule
         )
 
 

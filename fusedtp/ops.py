@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import dispatch, groups, schedules
+from . import agreement, dispatch, groups, schedules
 
 
 def _run(op: str, schedule: str, x: Tensor, group_name: str, *operands: Tensor | None, **options: Any) -> Tensor:
     group = groups.resolve(group_name)
+    if agreement.wanted():
+        agreement.check(op, group, *operands, **options)
     path = dispatch.choose(op, schedule, device=x.device, dtype=x.dtype, group=group)
     out: Tensor = getattr(schedules.load(path.schedule), op)(*operands, group=group, **options)
     dispatch.record(path)

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from . import dispatch, functional
-from .layers import autocast, linear_of_replicated
+from .layers import linear_of_replicated
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class FusedColwiseLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         to = self.layouts
         x, placement, sizes = to.receive(input)
-        x, weight, bias = autocast(x, _local(self.weight), _local(self.bias))
+        weight, bias = _local(self.weight), _local(self.bias)
         if isinstance(placement, Shard):
             y = functional.all_gather_linear(
                 x, weight, bias, group=to.group, gather_dim=placement.dim, sizes=sizes, schedule=to.schedule
@@ -115,7 +115,7 @@ class FusedRowwiseLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         to = self.layouts
         x, _, _ = to.receive(input, wanted=Shard(-1))
-        x, weight, bias = autocast(x, _local(self.weight), _local(self.bias))
+        weight, bias = _local(self.weight), _local(self.bias)
         shape = (*x.shape[:-1], self.out_features)
         made = _positive(to.output, x.ndim)
         if isinstance(made, Shard):

@@ -381,3 +381,63 @@ def opchecked(group: ProcessGroup) -> None:
 
 def test_ops_and_their_fakes(pool: RankPool) -> None:
     pool.run(opchecked, world_size=2)
+
+
+def disagreeing(group: ProcessGroup, name: str) -> str:
+    """The error of a call whose lengths each rank takes from its own tensors, which differ."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    rows = 3 + group.rank()
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("X",))
+    calls: dict[str, Callable[[int], object]] = {
+        "all_gather_linear": lambda rows: fusedtp.all_gather_linear(ones(rows, 6), ones(5, 6), group=group),
+        "linear_all_reduce": lambda rows: fusedtp.linear_all_reduce(ones(rows, 6), ones(5, 6), group=group),
+        "sharded_matmul": lambda rows: fusedtp.sharded_matmul(
+            ones(rows, 6), ones(6, 5), "[M_X, K] @ [K, N] -> [M, N]", mesh
+        ),
+        "all_gather": lambda rows: fusedtp.all_gather(ones(rows, 6), group=group),
+    }
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        calls[name](4)  # alike everywhere: nothing to say
+        with pytest.raises(ValueError, match="the ranks do not agree") as caught:
+            calls[name](rows)
+        calls[name](4)
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("all_gather_linear", "all_gather_matmul: the ranks do not agree on sizes: (3, 3) on rank 0, (4, 4) on rank 1"),
+        ("linear_all_reduce", "matmul_all_reduce: the ranks do not agree on M: 3 on rank 0, 4 on rank 1"),
+        ("sharded_matmul", "all_gather: the ranks do not agree on sizes: (3, 3) on rank 0, (4, 4) on rank 1"),
+        ("all_gather", "all_gather: the ranks do not agree on sizes: (3, 3) on rank 0, (4, 4) on rank 1"),
+    ],
+)
+def test_ranks_that_mean_different_things_are_told_in_debug_mode(pool: RankPool, name: str, text: str) -> None:
+    assert pool.run(disagreeing, name, world_size=2) == [text, text]
+
+
+def autocasted(group: ProcessGroup) -> None:
+    """Like F.linear's: operands in bfloat16, the result too, gradients in the parameters' dtype."""
+    x, weight, bias = torch.randn(4, 6, requires_grad=True), torch.randn(5, 6, requires_grad=True), torch.randn(5)
+    for linear in (fusedtp.all_gather_linear, fusedtp.linear_reduce_scatter, fusedtp.linear_all_reduce):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = linear(x, weight, bias, group=group)
+        expected = linear(x.bfloat16(), weight.bfloat16(), bias.bfloat16(), group=group)
+        assert y.dtype == torch.bfloat16
+        assert torch.equal(y, expected)
+    y.sum().backward()
+    assert x.grad is not None
+    assert weight.grad is not None
+    assert (x.grad.dtype, weight.grad.dtype) == (torch.float32, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fusedtp.linear_all_reduce(x.double(), weight.double(), group=group).dtype == torch.float64
+
+
+def test_autocast(pool: RankPool) -> None:
+    pool.run(autocasted, world_size=2)

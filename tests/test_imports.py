@@ -24,7 +24,7 @@ LAYERS = (
     ("kernels", "memory"),
     ("workspace", "steps", "clock"),
     ("schedules",),
-    ("dispatch",),
+    ("agreement", "dispatch"),
     ("execute",),
     ("ops", "sharded"),
     ("functional",),
