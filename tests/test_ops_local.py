@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 Op = tuple[Callable[[Workspace, int], Phases], list[Tensor], list[Tensor]]
 OPS = (
     "gather rows", "gather contraction", "scatter rows", "scatter columns", "matmul one_shot", "matmul two_shot",
-    "all_gather", "reduce_scatter", "one_shot", "two_shot",
+    "scatter and gather", "all_gather", "reduce_scatter", "one_shot", "two_shot",
 )  # fmt: skip
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 Make = Callable[..., list[Workspace]]
@@ -83,6 +83,20 @@ def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, scale: in
             lambda ws, rank: fused.gather_matmul_phases(ws, mine[rank], b, bias, dim, sizes, split=True),
             everywhere(ref), everywhere(allowed),
         )  # fmt: skip
+    if name == "scatter and gather":
+        # The chunk of one product, and all rows of another tensor: one behind the other.
+        shares, row_bounds = ref - bias.double(), reference.bound(a, b, dtype, k_sizes=k_sizes)
+
+        def phases(ws: Workspace, rank: int) -> Phases:
+            gathered = cut_m[rank].new_empty(M, K)
+            out = yield from fused.matmul_scatter_and_gather_phases(
+                ws, cut_k[rank], rows_of_b[rank], cut_m[rank], m_sizes, gathered
+            )
+            return torch.cat([out.flatten(), gathered.flatten()])
+
+        expected = [torch.cat([each.flatten(), a.double().flatten()]) for each in shares.split(m_sizes)]
+        exact = torch.zeros(M * K, dtype=torch.float64)
+        return phases, expected, [torch.cat([each.flatten(), exact]) for each in row_bounds.split(m_sizes)]
     if name.startswith("scatter"):
         dim, sizes = (0, m_sizes) if name == "scatter rows" else (1, uneven(N, world_size))
         return (
@@ -198,6 +212,10 @@ def test_what_never_arrives_is_nan_and_named(make: Make, name: str) -> None:
         with pytest.raises(PeerTimeout):
             ws.require(0, 0)
     late = out.isnan()
-    assert late.all() if name not in ("gather rows", "all_gather", "two_shot", "matmul two_shot") else late.any()
+    assert (
+        late.all()
+        if name not in ("gather rows", "scatter and gather", "all_gather", "two_shot", "matmul two_shot")
+        else late.any()
+    )
     # What did arrive is right, and the rest is not half right.
     reference.check(torch.where(late, expected[2].float(), out), expected[2], torch.full_like(expected[2], 1e-3), name)
