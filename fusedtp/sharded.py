@@ -91,15 +91,21 @@ class Problem:
 
     def plan(self, dtype: torch.dtype) -> Plan:
         """The plan that every rank makes alike."""
-        if not self.by_size:
-            return plan(self.spec)
-        spec = self.parsed
-        sizes = tuple(groups.resolve(name).size() for name in self.group_names)
-        return _plan_by_size(self.spec, spec.dim_names, self.lengths, spec.mesh_axes, sizes, str(dtype))
+        sizes = tuple(groups.named(name).size() for name in self.group_names) if self.by_size else ()
+        key = (dtype, sizes)
+        if key not in self._plans:
+            spec = self.parsed
+            by_size = (self.spec, spec.dim_names, self.lengths, spec.mesh_axes, sizes, str(dtype))
+            self._plans[key] = _plan_by_size(*by_size) if self.by_size else plan(self.spec)
+        return self._plans[key]
+
+    @cached_property
+    def _plans(self) -> dict[tuple[torch.dtype, tuple[int, ...]], Plan]:
+        return {}
 
     def runner(self, fake: bool) -> Runner:
         """What runs the steps, or their shapes."""
-        members = [groups.resolve(name) for name in self.group_names]
+        members = [groups.named(name) for name in self.group_names]
         runner = self._runners.get(fake)
         # A group that was destroyed may have been made anew under its name.
         if runner is None or any(one is not other for one, other in zip(runner.groups.values(), members, strict=True)):
