@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from . import cli_predict
+
 if TYPE_CHECKING:
     from rich.progress import Progress
 
@@ -22,6 +24,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+cli_predict.register(app)
 
 
 def _console() -> Console:
@@ -186,6 +189,7 @@ def explain(
     sizes: Annotated[str | None, typer.Option(help="Global lengths, M=8192,K=4096,...")] = None,
     mesh: Annotated[str | None, typer.Option(help="Ranks on each axis, X=8.")] = None,
     dtype: Annotated[str, typer.Option(help="What bytes are counted in.")] = "bfloat16",
+    hardware: Annotated[str | None, typer.Option(help="Predict times for it: see fusedtp predict --list.")] = None,
     table: Annotated[bool, typer.Option(help="Print the table of named layers and their collectives.")] = False,
     write: Annotated[Path | None, typer.Option(help="Document whose table of collectives is written again.")] = None,
 ) -> None:
@@ -207,7 +211,8 @@ def explain(
                 raise typer.BadParameter(str(error)) from error
         return
     try:
-        typer.echo(str(describe(spec, sizes=_lengths(sizes, "--sizes"), mesh=_lengths(mesh, "--mesh"), dtype=dtype)))
+        lengths, ranks = _lengths(sizes, "--sizes"), _lengths(mesh, "--mesh")
+        typer.echo(str(describe(spec, sizes=lengths, mesh=ranks, dtype=dtype, hardware=hardware)))
     except ValueError as error:
         typer.echo(f"{error}", err=True)
         raise typer.Exit(2) from error

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from . import cost
 from .dispatch import Path, last_path
 from .errors import NotationError, PeerTimeout
 from .explain import explain
@@ -40,6 +41,7 @@ __all__ = [
     "all_gather",
     "all_gather_linear",
     "all_reduce",
+    "cost",
     "destroy",
     "explain",
     "fsdp_linear",

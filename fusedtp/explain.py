@@ -2,14 +2,19 @@
 
 Everything here is read off the plans, nothing is written down twice. Bytes are what one rank sends, FLOPs what it
 computes, a multiply and an add counting as two. Without sizes both are formulas, in which an axis stands for its ranks.
+With hardware named every step has a time that the cost model predicts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal
 
 from .candidates import flops, quantity
+from .cost import Prediction, Work, estimate
+from .hardware import Hardware, find
 from .notation import Spec, Tensor, parse
 from .plan import FLOPS_PER_BYTE, START_BYTES, MatmulPlan, Plan, measure, plan
 from .redistribute import Sizes, Step
@@ -30,19 +35,37 @@ _FORMULAS = {"y": "y = x @ w", "dx": "dx = dy @ w.T", "dw": "dw = x.T @ dy"}
 
 @dataclass(frozen=True)
 class Line:
-    """One step. `amount` is a formula: elements that a rank sends, or the matmul's FLOPs; sent and flops need sizes."""
+    """One step. `amount` is a formula: elements that a rank sends, or the matmul's FLOPs; sent and flops need sizes.
+
+    predicted: the cost model's times, needs hardware too. Of a fused matmul they are those of both steps together.
+    """
 
     step: Step
     amount: str
     sent: int | None
     flops: int | None
+    predicted: Prediction | None = None
 
     def __str__(self) -> str:
         text = f"{self.step}, fused" if self.step.fused else str(self.step)
         if self.sent is None or self.flops is None:
             return f"{text:<44}{self.amount}".rstrip()
         numbers = quantity(self.sent, "B") if self.step.is_collective else quantity(self.flops, "FLOP")
+        numbers = f"{numbers:<16}{self.times}".rstrip()
         return text if self.step.kind == "slice" else f"{text:<44}{numbers}"
+
+    @property
+    def times(self) -> str:
+        """The predicted times of this step alone, and of a fused matmul by every schedule."""
+        if self.predicted is None:
+            return ""
+        if self.step.is_collective:
+            return f"predicted alone {self.predicted.comm_us:.1f} us"
+        alone = f"predicted alone {self.predicted.matmul_us:.1f} us"
+        if not self.step.fused:
+            return alone
+        both = (f"{schedule} {time:.1f}" for schedule, time in self.predicted.times.items())
+        return f"{alone}, with its collective {', '.join(both)}"
 
 
 @dataclass(frozen=True)
@@ -71,7 +94,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The three matmuls of a spec; `str` prints them. `given` repeats sizes, mesh and dtype, "" without sizes."""
+    """The three matmuls of a spec; `str` prints them. `given` repeats sizes, mesh, dtype and hardware."""
 
     spec: Spec
     given: str
@@ -100,19 +123,32 @@ def explain(
     sizes: Mapping[str, int] | None = None,
     mesh: Mapping[str, int] | None = None,
     dtype: object = "bfloat16",
-    flops_per_byte: float = FLOPS_PER_BYTE,
-    start_bytes: int = START_BYTES,
+    hardware: str | Hardware | None = None,
+    flops_per_byte: float | None = None,
+    start_bytes: int | None = None,
 ) -> Explanation:
-    """Explain a spec, or a layer named in `NAMED`; the arguments and errors are those of `plan`."""
+    """Explain a spec, or a layer named in `NAMED`; the arguments and errors are those of `plan`.
+
+    hardware: a name of `fusedtp.hardware.HARDWARE`. Steps then have predicted times, and the plan weighs bytes by that
+    machine unless told otherwise. ValueError for another name, and for hardware without sizes.
+    """
     spec = parse(NAMED.get(str(spec), str(spec)))
+    machine = None if hardware is None else find(hardware)
+    if machine is not None and sizes is None:
+        raise ValueError(f"times on {machine.name} need sizes and mesh")
+    if flops_per_byte is None:
+        flops_per_byte = FLOPS_PER_BYTE if machine is None else machine.flops_per_byte
+    if start_bytes is None:
+        start_bytes = START_BYTES if machine is None else machine.start_bytes
     plans = plan(spec, sizes=sizes, mesh=mesh, dtype=dtype, flops_per_byte=flops_per_byte, start_bytes=start_bytes)
     measured = measure(spec, sizes, mesh, dtype)
-    given = ""
+    given, name = "", str(dtype).removeprefix("torch.")
     if sizes is not None and mesh is not None:
-        lengths = " ".join(f"{name}={sizes[name]}" for name in spec.dim_names)
+        lengths = " ".join(f"{dim}={sizes[dim]}" for dim in spec.dim_names)
         ranks = " ".join(f"{axis}={mesh[axis]}" for axis in spec.mesh_axes)
-        given = f"{lengths}, mesh {ranks or 'of one rank'}, {str(dtype).removeprefix('torch.')}"
-    forward, dx, dw = (_phase(matmul, measured) for matmul in plans.matmuls)
+        given = f"{lengths}, mesh {ranks or 'of one rank'}, {name}"
+        given += f", times predicted for {machine.title}, not measured" if machine is not None else ""
+    forward, dx, dw = (_phase(matmul, measured, machine, name) for matmul in plans.matmuls)
     return Explanation(spec, given, (forward, dx, dw), _notes(plans))
 
 
@@ -133,19 +169,49 @@ def table_markdown(specs: Mapping[str, str] = NAMED) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _phase(matmul: MatmulPlan, sizes: Sizes | None) -> Phase:
+def _phase(matmul: MatmulPlan, sizes: Sizes | None, machine: Hardware | None, dtype: str) -> Phase:
     lines = []
     for step, before, after in matmul.walk():
+        predicted = _predicted(matmul, step, before, sizes, machine, dtype) if sizes and machine else None
         if step.kind == "matmul":
             split = {dim.name: dim.axes for tensor in before for dim in tensor.dims}
             amount = " * ".join(["2", *(_length(name, axes) for name, axes in split.items())])
             num_flops = flops(before[0], before[1], sizes) if sizes else None
-            lines.append(Line(step, f"{amount} FLOP", 0 if sizes else None, num_flops))
+            lines.append(Line(step, f"{amount} FLOP", 0 if sizes else None, num_flops, predicted))
         else:
             sent = sizes.sent(step, before[0]) if sizes else None
-            lines.append(Line(step, _elements(step, before[0], after), sent, 0 if sizes else None))
+            lines.append(Line(step, _elements(step, before[0], after), sent, 0 if sizes else None, predicted))
     notation = f"{matmul.a} @ {matmul.b} -> {matmul.c}"
     return Phase(_FORMULAS[matmul.names[2]], notation, tuple(lines), matmul.reason)
+
+
+def _predicted(
+    matmul: MatmulPlan, step: Step, before: tuple[Tensor, ...], sizes: Sizes, machine: Hardware, dtype: str
+) -> Prediction | None:
+    """The cost model's times of a collective alone, or of a matmul with the collective that is fused with it."""
+    if step.kind == "slice":
+        return None
+    kinds: dict[str, Literal["gather", "scatter", "all_reduce"]] = {
+        "all_gather": "gather", "reduce_scatter": "scatter", "all_reduce": "all_reduce"
+    }  # fmt: skip
+    if step.kind != "matmul":
+        n = sizes.ranks(step.axis)
+        moved = sizes.numel(before[0]) * (n if step.kind == "all_gather" else 1)
+        return estimate(str(step), Work(kinds[step.kind], 0, 0, 0, moved, n, dtype), machine)
+    names = [tuple(name for name in tensor.names if name not in matmul.contraction) for tensor in before]
+    lengths = {dim.name: sizes.shard(dim.name, dim.axes) for tensor in before for dim in tensor.dims}
+    rows, cols = (prod(lengths[name] for name in group) for group in names)
+    depth = prod(lengths[name] for name in matmul.contraction)
+    fused = matmul.fused if step.fused else None
+    if fused is None:
+        return estimate("matmul", Work("gather", rows, cols, depth, 0, 1, dtype), machine)
+    n = sizes.ranks(fused.axis)
+    if fused.kind != "all_gather":
+        return estimate(str(fused), Work(kinds[fused.kind], rows, cols, depth, rows * cols, n, dtype), machine)
+    if fused.tensor == matmul.names[1]:
+        rows, cols = cols, rows
+    by_depth = fused.dim in matmul.contraction
+    return estimate(str(fused), Work("gather", rows, cols, depth, rows * depth, n, dtype, by_depth), machine)
 
 
 def _elements(step: Step, before: Tensor, after: Tensor) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from fusedtp import cost
 from fusedtp.errors import NotationError
 from fusedtp.explain import NAMED, Row, explain, table, table_markdown
+from fusedtp.hardware import HARDWARE
 from fusedtp.notation import parse
 
 
@@ -100,3 +102,60 @@ def test_table_over_two_axes() -> None:
         "| FSDP, column-parallel `[M_X, K] @ [K_X, N_Y] -> [M_X, N_Y]` | all-gather w along the contraction over X"
         " | all-gather w again over X; all-reduce over Y | reduce-scatter over X |"
     )
+
+
+def test_predicted_times() -> None:
+    sizes = {"M": 8192, "K": 8192, "N": 28672}
+    found = explain("[M_X, K] @ [K, N_X] -> [M, N_X]", sizes=sizes, mesh={"X": 8}, hardware="h100")
+    gather, scatter = (
+        cost.predict(op, M=8192, N=N, K=K, world_size=8, hardware="h100")
+        for op, N, K in (("all_gather_matmul", 28672, 8192), ("matmul_reduce_scatter", 8192, 28672))
+    )
+    forward, dx, dw = ([line.predicted for line in phase.lines] for phase in found.phases)
+    for (alone, both), expected in ((forward, gather), (dx[::-1], scatter)):
+        assert alone is not None
+        assert both is not None
+        assert (alone.comm_us, both.times) == (expected.comm_us, expected.times)
+    # x.T @ dy gathers x along the contraction.
+    expected = cost.predict(
+        "all_gather_matmul", M=8192, N=3584 * 8, K=8192, world_size=8, hardware="h100", gather_dim=1
+    )
+    assert dw[1] is not None
+    assert dw[1].work == expected.work
+    assert "times predicted for NVIDIA H100 SXM, not measured" in found.given
+    times = f"fused {gather.fused_us:.1f}, decomposed {gather.decomposed_us:.1f}, unfused {gather.unfused_us:.1f}"
+    assert times in str(found)
+    without = explain("[M_X, K] @ [K, N_X] -> [M, N_X]", sizes=sizes, mesh={"X": 8})
+    assert "predicted" not in str(without)
+
+
+def test_every_step_has_a_predicted_time() -> None:
+    for spec in ("[M_X, K] @ [K_X, N_Y] -> [M_X, N_Y]", "[M, K_X] @ [K_X, N_Y] -> [M, N]", *NAMED.values()):
+        sizes = dict.fromkeys(parse(spec).dim_names, 4096)
+        found = explain(spec, sizes=sizes, mesh={"X": 4, "Y": 2}, hardware="a100")
+        for phase in found.phases:
+            for line in phase.lines:
+                assert (line.predicted is None) == (line.step.kind == "slice")
+                if line.step.is_collective:
+                    assert line.predicted is not None
+                    assert line.predicted.sent_bytes == line.sent
+                elif line.predicted is not None:
+                    assert line.predicted.flops == line.flops
+
+
+def test_hardware_changes_what_a_byte_is_worth() -> None:
+    # Cutting w as well saves 2 M K N * 7/8 FLOPs and sends M N * 7/8 elements of y: it pays above K FLOPs a byte.
+    assert HARDWARE["h100"].flops_per_byte < 4096 < HARDWARE["h100-pcie"].flops_per_byte
+    spec, sizes = "[M, K_X] @ [K, N] -> [M, N]", {"M": 4096, "K": 4096, "N": 16384}
+    fast, slow = (explain(spec, sizes=sizes, mesh={"X": 8}, hardware=name) for name in ("h100", "h100-pcie"))
+    assert fast.phases[0].sent == slow.phases[0].sent + 7 * 4096 * 16384 // 8 * 2  # type: ignore[operator]
+    assert slow.phases[0].flops == 8 * fast.phases[0].flops  # type: ignore[operator]
+    told = explain(spec, sizes=sizes, mesh={"X": 8}, hardware="h100-pcie", flops_per_byte=100.0)
+    assert told.phases[0].flops == fast.phases[0].flops
+
+
+def test_hardware_needs_sizes_and_a_known_name() -> None:
+    with pytest.raises(ValueError, match="need sizes and mesh"):
+        explain("FSDP", hardware="h100")
+    with pytest.raises(ValueError, match="hardware must be one of"):
+        explain("FSDP", sizes={"M": 8, "K": 8, "N": 8}, mesh={"X": 2}, hardware="abacus")

@@ -1,0 +1,151 @@
+"""`fusedtp predict`: what the cost model says about an op, over sizes and numbers of ranks; no rank is started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from fusedtp.cost import Prediction
+    from fusedtp.hardware import Hardware
+
+
+def _numbers(text: str, option: str) -> tuple[int, ...]:
+    """Positive integers, comma-separated; `256:4096` doubles from the first to the last."""
+    numbers: list[int] = []
+    try:
+        for part in text.split(","):
+            first, _, last = part.partition(":")
+            value, end = int(first), int(last or first)
+            while value <= end and value > 0:
+                numbers.append(value)
+                value *= 2
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise typer.BadParameter(f"{option} takes positive integers, 512,1024 or 512:4096 for doubling, got {text!r}")
+    return tuple(dict.fromkeys(numbers))
+
+
+def hardware_of(name: str, world_size: int) -> Hardware:
+    """A name of the table; `here`, or a file that `fusedtp tune` wrote, for a measured machine."""
+    from fusedtp.hardware import find
+
+    return find(name)
+
+
+def predict(
+    op: Annotated[str | None, typer.Argument(help="all_gather_matmul, matmul_reduce_scatter, ...: see --list.")] = None,
+    m: Annotated[str, typer.Option("--m", help="Rows of x: 4096, or 512,1024, or 512:8192 for doubling.")] = "8192",
+    n: Annotated[str, typer.Option("--n", help="Columns of the whole y, or of a tensor without a matmul.")] = "28672",
+    k: Annotated[str, typer.Option("--k", help="The whole contraction.")] = "8192",
+    world_size: Annotated[str, typer.Option(help="Ranks, for example 2,4,8 or 2:64.")] = "8",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32, float64.")] = "bfloat16",
+    hardware: Annotated[str, typer.Option(help="A name from --list.")] = "h100",
+    gather_dim: Annotated[int, typer.Option(help="1: all_gather_matmul along the contraction.")] = 0,
+    algorithm: Annotated[str, typer.Option(help="Of an all-reduce: auto, one_shot, two_shot, ring.")] = "auto",
+    matmul_us: Annotated[float | None, typer.Option(help="The library matmul's measured time, of one size.")] = None,
+    kernel_matmul_us: Annotated[float | None, typer.Option(help="Our kernel's, with its signals preset.")] = None,
+    data_parallel: Annotated[int, typer.Option(help="Domains that share w's gradient over the network.")] = 1,
+    overlap_network: Annotated[bool, typer.Option(help="Hide that behind the matmuls.")] = True,
+    list_: Annotated[bool, typer.Option("--list", help="Show the ops and the hardware with its sources.")] = False,
+) -> None:
+    """Predict an op's time by each schedule, from its sizes and a table of hardware. Nothing is measured."""
+    from fusedtp import cost
+
+    console = Console()
+    # a table folded to 80 columns cannot be read in a log either
+    console = console if console.is_terminal else Console(width=160)
+    if list_:
+        show_hardware(console)
+        return
+    if op is None:
+        raise typer.BadParameter(f"give an op ({', '.join(cost.OPS)}), or --list")
+    sizes = list(product(_numbers(m, "--m"), _numbers(n, "--n"), _numbers(k, "--k")))
+    ranks = _numbers(world_size, "--world-size")
+    if len(sizes) * len(ranks) > 1 and (matmul_us is not None or kernel_matmul_us is not None):
+        raise typer.BadParameter("a measured time is that of one size and one number of ranks")
+    try:
+        predictions = [
+            cost.predict(
+                op, M=M, N=N, K=K, world_size=num_ranks, dtype=dtype, hardware=hardware_of(hardware, num_ranks),
+                gather_dim=gather_dim, algorithm=algorithm, matmul_us=matmul_us, kernel_matmul_us=kernel_matmul_us,
+                data_parallel=data_parallel, overlap_network=overlap_network,
+            )
+            for num_ranks in ranks
+            for M, N, K in sizes
+        ]  # fmt: skip
+    except ValueError as error:
+        typer.echo(f"{error}", err=True)
+        raise typer.Exit(2) from error
+    show(predictions, [size for _ in ranks for size in sizes], console)
+
+
+def _time(microseconds: float | None) -> str:
+    if microseconds is None:
+        return "-"
+    return f"{microseconds:.1f}" if microseconds < 1000 else f"{microseconds:.0f}"
+
+
+def show(predictions: list[Prediction], sizes: list[tuple[int, int, int]], console: Console) -> None:
+    """The table of predictions and, once each, what they assume."""
+    from rich import box
+    from rich.table import Table
+
+    first = predictions[0]
+    across = any(each.network_us for each in predictions)
+    title = f"predicted, not measured: {first.op}, {first.work.dtype}, {first.hardware}, microseconds"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    names = ("M", "N", "K", "ranks", "matmul", "comm", "unfused", "decomposed", "fused", "ceiling", "hidden", "best")
+    for name in (*names, "speed-up", "sent MB", "GFLOP", *(("network", "exposed") if across else ())):
+        table.add_column(name, justify="right", no_wrap=True)
+    for each, size in zip(predictions, sizes, strict=True):
+        hidden = each.efficiency(each.winner)
+        table.add_row(
+            *map(str, size), str(each.work.num_ranks), _time(each.matmul_us if each.flops else None),
+            _time(each.comm_us), _time(each.unfused_us), _time(each.decomposed_us), _time(each.fused_us),
+            _time(each.ceiling_us), "-" if hidden is None else f"{hidden:.0%}", each.winner, f"{each.speedup:.2f}",
+            f"{each.sent_bytes / 1e6:.4g}", f"{each.flops / 1e9:.4g}",
+            *((_time(each.network_us), _time(each.network_exposed_us)) if across else ()),
+        )  # fmt: skip
+    console.print(table)
+    for text in dict.fromkeys(text for each in predictions for text in each.assumptions):
+        console.print(f"- {text}", highlight=False)
+
+
+def _number_lines(machine: Hardware) -> Iterator[tuple[str, str, str]]:
+    from fusedtp.hardware import NUMBERS
+
+    for name in NUMBERS:
+        value = getattr(machine, name)
+        if value is not None:
+            rates = ", ".join(f"{dtype} {rate:g}" for dtype, rate in value.items()) if name == "matrix_tflops" else ""
+            yield name, rates or f"{value:g}", machine.sources[name]
+
+
+def show_hardware(console: Console) -> None:
+    """Every machine's numbers, each with its source; and the ops."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from fusedtp.cost import OPS
+    from fusedtp.hardware import HARDWARE
+
+    for machine in HARDWARE.values():
+        table = Table(title=f"{machine.name}: {machine.title}", title_justify="left", box=box.SIMPLE)
+        for column in ("number", "value", "source"):
+            table.add_column(column)
+        for name, value, source in _number_lines(machine):
+            table.add_row(name, value, Text(source))
+        console.print(table)
+    console.print(f"ops: {', '.join(OPS)}", highlight=False)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the `fusedtp` application."""
+    app.command()(predict)

@@ -1,0 +1,208 @@
+"""What the cost model knows about machines: rates, latencies, and where each number comes from.
+
+Bandwidths are GB/s (1e9 bytes) one way, rates dense TFLOP/s, latencies microseconds. `sources` has an entry for every
+number; an entry that begins with "assumed" was not measured on that machine. Predictions are as good as these numbers:
+`fusedtp tune` replaces them by measurements of the machine at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of accelerator, the domain of those that reach each other's memory, and the network between domains.
+
+    link_gbps: to all peers together; peer_gbps: to one peer, where links are point to point and a small group cannot
+    use them all. matrix_fraction: what a large library matmul reaches of the rate; kernel_fraction: what our kernel
+    reaches of the library's. The other fractions are of the link: the library's collectives, the copy engine, a
+    kernel's stores. overlap_slowdown: how much longer a matmul takes beside arriving data. in_place: ranks are
+    processes on one CPU that read each other's memory where it lies, and launch_us is the host's cost of an op.
+    """
+
+    name: str
+    title: str
+    link_gbps: float
+    memory_gbps: float
+    matrix_tflops: Mapping[str, float]
+    num_sms: int
+    domain_size: int
+    network_gbps: float
+    matrix_fraction: float
+    sources: Mapping[str, str] = field(repr=False)
+    peer_gbps: float | None = None
+    kernel_fraction: float = 0.97
+    collective_fraction: float = 0.67
+    copy_fraction: float = 0.82
+    store_fraction: float = 0.76
+    overlap_slowdown: float = 0.19
+    collective_start_us: float = 8.0
+    copy_start_us: float = 2.7
+    flag_us: float = 1.5
+    launch_us: float = 3.0
+    network_start_us: float = 10.0
+    in_place: bool = False
+
+    def link(self, num_ranks: int) -> float:
+        """Bytes a microsecond that one of `num_ranks` ranks sends to the others together."""
+        gbps = self.link_gbps if self.peer_gbps is None else min(self.link_gbps, self.peer_gbps * (num_ranks - 1))
+        return gbps * 1e3
+
+    def rate(self, dtype: str) -> float:
+        """FLOPs a microsecond of a large library matmul; ValueError for a dtype without a rate."""
+        if dtype not in self.matrix_tflops:
+            known = ", ".join(self.matrix_tflops)
+            raise ValueError(f"no matmul rate of {dtype} is known for {self.name}: give one of {known}, or matmul_us")
+        return self.matrix_tflops[dtype] * 1e6 * self.matrix_fraction
+
+    @property
+    def flops_per_byte(self) -> float:
+        """FLOPs in the time of a byte over the link, in the dtype that is multiplied fastest: what `plan` weighs by."""
+        fastest = max(self.matrix_tflops, key=lambda dtype: self.matrix_tflops[dtype])
+        return self.rate(fastest) / (self.link_gbps * 1e3 * self.collective_fraction)
+
+    @property
+    def start_bytes(self) -> int:
+        """What the link carries in the time a collective takes to start."""
+        return int(self.collective_start_us * self.link_gbps * 1e3 * self.collective_fraction)
+
+
+# Sources that several machines share.
+_LINK_USE = {
+    "collective_fraction": "8 Hopper GPUs, NCCL: busbw 242-301 of 450 GB/s at 16-32 MB, github.com/kvcache-ai/Mooncake "
+    "pull 3484; 360 GB/s at 128 MB and more, github.com/NVIDIA/nccl-tests issue 326; 300 between them",
+    "copy_fraction": "H100 peers, copy engine: 369 of 450 GB/s, published",
+    "store_fraction": "H100 peers, plain stores: 343 of 450 GB/s, published",
+    "kernel_fraction": "H100, persistent Triton kernel against cuBLAS at 8192 x 8192, K 1024 to 16384: within 3 %, "
+    "Triton's Gluon tutorial; of our kernel assumed",
+    "overlap_slowdown": "4 GPUs each of A100, H100, MI210, MI250: 18.9 % on average, arxiv.org/abs/2507.03114",
+    "collective_start_us": "8 Hopper GPUs, an NCCL all-reduce up to 512 KB takes 18-20 us, of which a flag a hop; "
+    "github.com/kvcache-ai/Mooncake pull 3484",
+    "copy_start_us": "H20, copy engine from 64 KB (24 GB/s) to 128 MB (393 GB/s): 2.7 us + bytes / 397 GB/s, published",
+    "flag_us": "H100, a signal over NVLink: 1-2 us, published",
+    "launch_us": "assumed: a kernel behind another one on its stream",
+    "network_start_us": "assumed: a message between nodes over InfiniBand",
+}
+_ELSEWHERE = {name: text if text.startswith("assumed") else f"assumed as on {text}" for name, text in _LINK_USE.items()}
+_NETWORK = "one 400 Gb/s adapter a GPU, NVIDIA DGX H100 data sheet"
+
+
+def _sheet(text: str, use: Mapping[str, str], **others: str) -> dict[str, str]:
+    """Sources of a machine whose link, memory, rate, SMs and domain are from the one data sheet `text`."""
+    sheet = dict.fromkeys(("link_gbps", "memory_gbps", "matrix_tflops", "num_sms", "domain_size"), text)
+    return {**sheet, **use, **others}
+
+
+def _tensor_cores(narrow: float, float32: float, float64: float) -> dict[str, float]:
+    return {"bfloat16": narrow, "float16": narrow, "float32": float32, "float64": float64}
+
+
+_H100_RATE = "cuBLAS 640-665 of 990 TFLOP/s at 8192 x 8192, K 4096 and 16384, Triton's Gluon tutorial"
+_H100 = _tensor_cores(990, 67, 67)
+
+_TABLE = (
+    Hardware(
+        "a100", "NVIDIA A100 SXM 80 GB", 300, 2000, _tensor_cores(312, 19.5, 19.5), 108, 8, 25, 0.8,
+        _sheet("NVIDIA A100 data sheet; 600 GB/s both ways", _ELSEWHERE, matrix_fraction="assumed",
+               network_gbps="one 200 Gb/s adapter a GPU, NVIDIA DGX A100 data sheet"),
+    ),
+    Hardware(
+        "h100", "NVIDIA H100 SXM", 450, 3350, _H100, 132, 8, 50, 0.65,
+        _sheet("NVIDIA H100 data sheet; 900 GB/s both ways", _LINK_USE, matrix_fraction=_H100_RATE,
+               network_gbps=_NETWORK),
+    ),
+    Hardware(
+        "h200", "NVIDIA H200 SXM", 450, 4800, _H100, 132, 8, 50, 0.79,
+        _sheet("NVIDIA H200 data sheet; 900 GB/s both ways", _LINK_USE, network_gbps=_NETWORK,
+               matrix_fraction="measured for this project on one H200: 770-798 of 990 TFLOP/s at 8192^3 in bfloat16"),
+    ),
+    Hardware(
+        "h800", "NVIDIA H800 SXM", 200, 3350, _H100, 132, 8, 50, 0.65,
+        _sheet("NVIDIA H800 data sheet; 400 GB/s both ways", _ELSEWHERE, network_gbps=f"assumed {_NETWORK}",
+               matrix_fraction=f"assumed as on H100: {_H100_RATE}"),
+    ),
+    Hardware(
+        "b200", "NVIDIA B200 SXM", 900, 8000, _tensor_cores(2250, 80, 40), 148, 8, 50, 0.7,
+        _sheet("NVIDIA HGX B200 data sheet, 1000 W; 1.8 TB/s both ways", _ELSEWHERE, matrix_fraction="assumed",
+               network_gbps="one 400 Gb/s adapter a GPU, NVIDIA DGX B200 data sheet"),
+    ),
+    Hardware(
+        "gb200-nvl72", "NVIDIA GB200 NVL72", 900, 8000, _tensor_cores(2500, 80, 40), 148, 72, 50, 0.7,
+        _sheet("NVIDIA GB200 NVL72 data sheet, one of its 72 GPUs; 1.8 TB/s both ways", _ELSEWHERE,
+               matrix_fraction="assumed", network_gbps="one 400 Gb/s adapter a GPU, NVIDIA GB200 NVL72 data sheet"),
+    ),
+    Hardware(
+        "mi300x", "AMD Instinct MI300X", 448, 5300, _tensor_cores(1307, 163, 163), 304, 8, 50, 0.5,
+        _sheet("AMD Instinct MI300X data sheet; 7 links of 64 GB/s one way", _ELSEWHERE, matrix_fraction="assumed",
+               network_gbps="assumed: one 400 Gb/s adapter a GPU", peer_gbps="AMD Instinct MI300X data sheet"),
+        peer_gbps=64,
+    ),
+    Hardware(
+        "a100-pcie", "NVIDIA A100 PCIe 80 GB", 32, 1935, _tensor_cores(312, 19.5, 19.5), 108, 8, 25, 0.7,
+        _sheet("NVIDIA A100 PCIe data sheet; PCIe 4.0 x16", _ELSEWHERE, matrix_fraction="assumed",
+               network_gbps="assumed: one 200 Gb/s adapter a GPU"),
+    ),
+    Hardware(
+        "h100-pcie", "NVIDIA H100 PCIe", 64, 2000, _tensor_cores(756, 51, 51), 114, 8, 50, 0.6,
+        _sheet("NVIDIA H100 PCIe data sheet; PCIe 5.0 x16", _ELSEWHERE, matrix_fraction="assumed",
+               network_gbps="assumed: one 400 Gb/s adapter a GPU"),
+    ),
+    Hardware(
+        "l40s", "NVIDIA L40S", 32, 864, _tensor_cores(362, 91.6, 1.4), 142, 8, 25, 0.7,
+        _sheet("NVIDIA L40S data sheet; PCIe 4.0 x16", _ELSEWHERE, matrix_fraction="assumed",
+               network_gbps="assumed: one 200 Gb/s adapter a GPU"),
+    ),
+)  # fmt: skip
+
+HARDWARE: dict[str, Hardware] = {each.name: each for each in _TABLE}
+
+# What the numbers of a machine are; the rest of Hardware says what kind of machine it is.
+NUMBERS = tuple(
+    each.name for each in fields(Hardware) if each.name not in ("name", "title", "sources", "in_place")
+)  # fmt: skip
+
+
+def find(hardware: str | Hardware) -> Hardware:
+    """The hardware of that name; ValueError with the known names for another."""
+    if isinstance(hardware, Hardware):
+        return hardware
+    if str(hardware).lower() not in HARDWARE:
+        raise ValueError(f"hardware must be one of {', '.join(HARDWARE)}, got {hardware!r}")
+    return HARDWARE[str(hardware).lower()]
+
+
+def of_gpu(name: str) -> Hardware | None:
+    """The hardware that a driver calls `name` ("NVIDIA H100 80GB HBM3"), None where it is not in the table."""
+    upper = name.upper()
+    for model, pcie in (("A100", True), ("H100", True), ("H200", False), ("H800", False), ("GB200", False),
+                        ("B200", False), ("MI300X", False), ("L40S", False)):  # fmt: skip
+        if model in upper:
+            key = {"GB200": "gb200-nvl72"}.get(model, model.lower())
+            return HARDWARE[f"{key}-pcie" if pcie and "PCIE" in upper else key]
+    return None
+
+
+def measured_cpu(
+    name: str, *, matrix_tflops: Mapping[str, float], memory_gbps: float, host_us: float, flag_us: float,
+    collective_start_us: float, collective_gbps: float, source: str,
+) -> Hardware:  # fmt: skip
+    """A CPU whose ranks are processes, from its own measured rates.
+
+    matrix_tflops: of one rank while all multiply. memory_gbps: read and written together. host_us: an op's cost without
+    any data. flag_us: a wait for a peer's signal. collective_*: of the process group's backend. ValueError for a number
+    that cannot be one.
+    """
+    numbers = {"memory_gbps": memory_gbps, "collective_gbps": collective_gbps}
+    numbers |= {f"matrix_tflops of {dtype}": rate for dtype, rate in matrix_tflops.items()}
+    latencies = {"host_us": host_us, "flag_us": flag_us, "collective_start_us": collective_start_us}
+    for what, value in {**numbers, **latencies}.items():
+        if not (0 if what in latencies else 1e-9) <= value < float("inf"):
+            raise ValueError(f"{what} must be a positive number, a latency may be 0: got {value!r}")
+    return Hardware(
+        name, name, collective_gbps, memory_gbps, dict(matrix_tflops), 0, 1 << 16, collective_gbps, 1.0,
+        dict.fromkeys(NUMBERS, source), collective_fraction=1.0, copy_fraction=1.0, store_fraction=1.0,
+        kernel_fraction=1.0, overlap_slowdown=0.0, collective_start_us=collective_start_us, copy_start_us=0.0,
+        flag_us=flag_us, launch_us=host_us, in_place=True,
+    )  # fmt: skip
