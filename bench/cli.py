@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from . import cli_predict
+from . import cli_predict, cli_tune
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -25,6 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 cli_predict.register(app)
+cli_tune.register(app)
 
 
 def _console() -> Console:

@@ -32,10 +32,17 @@ def _numbers(text: str, option: str) -> tuple[int, ...]:
 
 
 def hardware_of(name: str, world_size: int) -> Hardware:
-    """A name of the table; `here`, or a file that `fusedtp tune` wrote, for a measured machine."""
-    from fusedtp.hardware import find
+    """A name of the hardware table, or `here`: this machine as `fusedtp tune` measured it."""
+    from fusedtp import tuning
+    from fusedtp.hardware import find, of_gpu
 
-    return find(name)
+    if name != "here":
+        return find(name)
+    table, _, ignored = tuning.load()
+    machine = None if table is None else of_gpu(str(table.machine["gpu"])) or table.hardware(world_size)
+    if machine is None:
+        raise ValueError(ignored or "nothing was measured on this machine: run `fusedtp tune` first")
+    return machine
 
 
 def predict(
@@ -45,7 +52,7 @@ def predict(
     k: Annotated[str, typer.Option("--k", help="The whole contraction.")] = "8192",
     world_size: Annotated[str, typer.Option(help="Ranks, for example 2,4,8 or 2:64.")] = "8",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32, float64.")] = "bfloat16",
-    hardware: Annotated[str, typer.Option(help="A name from --list.")] = "h100",
+    hardware: Annotated[str, typer.Option(help="A name from --list, or here, as tune measured it.")] = "h100",
     gather_dim: Annotated[int, typer.Option(help="1: all_gather_matmul along the contraction.")] = 0,
     algorithm: Annotated[str, typer.Option(help="Of an all-reduce: auto, one_shot, two_shot, ring.")] = "auto",
     matmul_us: Annotated[float | None, typer.Option(help="The library matmul's measured time, of one size.")] = None,

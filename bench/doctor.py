@@ -106,6 +106,8 @@ def reachable(group: Any) -> tuple[bool, str]:
 
 def schedule_lines() -> Iterator[tuple[str, str]]:
     """What a group of two ranks of this machine finds, tried with real ranks."""
+    from fusedtp import tuning
+
     from .ranks import RankError, RankPool
     from .sweep import rank_environment
 
@@ -126,5 +128,9 @@ def schedule_lines() -> Iterator[tuple[str, str]]:
         yield "fused", "runs; several ranks would share the one GPU: checked, never timed"
     else:
         yield "fused", "runs"
-    auto = "unfused" if not shared else "decomposed" if machine.num_gpus == 0 else "fused"
-    yield "auto", f"takes {auto}"
+    auto = "unfused" if not shared else "decomposed" if machine.num_gpus == 0 else "what the cost model predicts"
+    table, _, ignored = tuning.load()
+    if shared and table is not None:
+        yield "auto", f"takes the fastest of {len(table.samples)} measurements, {tuning.path()}"
+    else:
+        yield "auto", f"takes {auto}; {ignored or 'nothing was measured here: fusedtp tune'}"

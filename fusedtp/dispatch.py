@@ -1,21 +1,38 @@
 """Which schedule runs an op, and why. The choice is the same on every rank and is never silent.
 
-A name the caller gives wins, or is refused. `auto` takes, on a GPU, the fused kernel for the dtypes it multiplies, and
-on a CPU the decomposed one: Triton's interpreter checks kernels there, it does not speed them up. Both need ranks that
-can reach each other's memory; where they cannot, `unfused` runs and a warning says so once.
+A name the caller gives wins, or is refused. `auto` takes what `fusedtp tune` measured to be the fastest at the nearest
+size on this machine, corrected to the size at hand by the cost model; without a measurement, on a GPU what the cost
+model predicts, and on a CPU the decomposed schedule: Triton's interpreter checks kernels there, it does not speed them
+up. All but `unfused` need ranks that can reach each other's memory; where they cannot, it runs and a warning says so
+once.
+
+Ranks agree because they decide from the same: rank 0 reads the file of measurements and broadcasts it, once a group,
+with the first `auto`. Each choice is then made once and looked up.
 """
 
 from __future__ import annotations
 
+import json
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from . import schedules
+from . import schedules, tuning
+from .hardware import Hardware, of_gpu
+from .memory import Unreachable
 
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# An op that does more than one that is measured is decided as that one.
+_MEASURED_AS = {"all_gather_two_matmuls": "all_gather_matmul", "matmul_scatter_and_gather": "matmul_reduce_scatter"}
 
 _last: Path | None = None
 _said: set[str] = set()
@@ -30,35 +47,131 @@ class Path:
     reason: str
 
 
+@dataclass(frozen=True)
+class Knowledge:
+    """What the ranks of a group know alike: the table of measurements, and what rank 0's GPU is."""
+
+    table: tuning.Table | None
+    gpu: Hardware | None
+
+
 def check_schedule(schedule: str) -> None:
     """ValueError unless `schedule` is one that `choose` knows."""
     if schedule != "auto" and schedule not in schedules.NAMES:
         raise ValueError(f"schedule must be one of {', '.join(('auto', *schedules.NAMES))}, got {schedule!r}")
 
 
-def choose(op: str, schedule: str, *, device: torch.device, dtype: torch.dtype, group: ProcessGroup) -> Path:
-    """The path for one call: collective over `group` on the first call with a schedule that needs shared memory."""
+def travels(
+    op: str, x: Tensor, operands: Sequence[Tensor | None], options: Mapping[str, Any]
+) -> tuple[int, int] | None:  # fmt: skip
+    """The shape of what an op sends, whole: the gathered operand, or the sum. All ranks see the same.
+
+    x: the op's first operand, operands: the others. None where the caller asks for an algorithm: `unfused` has none.
+    """
+    if options.get("algorithm", "auto") != "auto":
+        return None
+    rows, cols = x.shape
+    if op.startswith("all_gather"):
+        return sum(options["sizes"]), rows if options.get("gather_dim") else cols
+    if op.startswith("matmul"):
+        b = operands[0]
+        assert b is not None
+        return rows, b.shape[1]
+    return rows, cols
+
+
+def choose(
+    op: str,
+    schedule: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    group: ProcessGroup,
+    shape: tuple[int, int] | None = None,
+) -> Path:
+    """The path for one call: collective over `group` on the first call with a schedule that needs shared memory.
+
+    shape: what `travels`; without it `auto` does not look at sizes.
+    """
+    if schedule != "auto":
+        return _asked_for(op, schedule, dtype)
+    if shape is not None and group.size() == 1:
+        return Path(op, "unfused", "one rank has nothing to send")
+    on_gpu = device.type == "cuda"
+    if on_gpu and dtype not in FUSED_DTYPES:
+        return Path(op, "unfused", f"no fused kernel for {dtype}")
+    try:
+        choices = _workspace().get(group, device).choices
+    except Unreachable as error:
+        return _unreachable(op, str(error))
+    capturing = on_gpu and torch.cuda.is_current_stream_capturing()
+    key = (op, dtype, shape, capturing)
+    path: Path | None = choices.get(key)
+    if path is None:
+        knowledge = choices.get(Knowledge)
+        if knowledge is None:
+            knowledge = choices[Knowledge] = _share(group, on_gpu)
+        path = choices[key] = _decide(op, dtype, group.size(), shape, knowledge, on_gpu, capturing)
+    return path
+
+
+@cache
+def _asked_for(op: str, schedule: str, dtype: torch.dtype) -> Path:
     check_schedule(schedule)
     if schedule == "fused" and dtype not in FUSED_DTYPES:
         names = ", ".join(str(each) for each in FUSED_DTYPES)
         raise ValueError(f"{op}: schedule 'fused' multiplies {names}, got {dtype}: use 'decomposed' or 'unfused'")
-    if schedule != "auto":
-        return Path(op, schedule, "asked for")
-    if device.type == "cuda" and dtype not in FUSED_DTYPES:
-        return Path(op, "unfused", f"no fused kernel for {dtype}")
+    return Path(op, schedule, "asked for")
+
+
+@cache
+def _workspace() -> ModuleType:
     # Late: schedules that need no shared memory must not load what maps it.
     from . import workspace
 
-    reachable, detail = workspace.reachable(group, device)
-    if not reachable:
-        reason = f"the ranks cannot reach each other's memory ({detail})"
-        if reason not in _said:
-            _said.add(reason)
-            warnings.warn(f"fusedtp runs {op} and what follows unfused: {reason}", stacklevel=2)
-        return Path(op, "unfused", reason)
-    if device.type == "cuda":
-        return Path(op, "fused", detail)
-    return Path(op, "decomposed", f"{detail}; kernels would be interpreted on a CPU")
+    return workspace
+
+
+def _unreachable(op: str, detail: str) -> Path:
+    reason = f"the ranks cannot reach each other's memory ({detail})"
+    if reason not in _said:
+        _said.add(reason)
+        warnings.warn(f"fusedtp runs {op} and what follows unfused: {reason}", stacklevel=3)
+    return Path(op, "unfused", reason)
+
+
+def _decide(
+    op: str, dtype: torch.dtype, world_size: int, shape: tuple[int, int] | None, knowledge: Knowledge, on_gpu: bool,
+    capturing: bool,
+) -> Path:  # fmt: skip
+    # Copies to addresses chosen on the host cannot be captured; interpreted kernels are never fast.
+    allowed = ("fused", "unfused") if capturing else ("fused", "decomposed", "unfused")
+    allowed = allowed if on_gpu else ("decomposed", "unfused")
+    name = str(dtype).removeprefix("torch.")
+    if shape is not None:
+        made = tuning.decide(
+            knowledge.table, knowledge.gpu, _MEASURED_AS.get(op, op), name, world_size, *shape, allowed
+        )  # fmt: skip
+        if made is not None:
+            return Path(op, *made)
+    if on_gpu:
+        return Path(op, "fused", "ranks reach each other's GPU memory; nothing was measured or is known of this GPU")
+    return Path(op, "decomposed", f"ranks share memory; nothing was measured here for {op} in {name}")
+
+
+def _share(group: ProcessGroup, on_gpu: bool) -> Knowledge:
+    """Rank 0's table and the name of its GPU, on all ranks; collective. What it cannot use it warns of once."""
+    message, ignored = [""], ""
+    if group.rank() == 0:
+        _, text, ignored = tuning.load()
+        message = [json.dumps({"table": text, "gpu": torch.cuda.get_device_name() if on_gpu else ""})]
+    dist.broadcast_object_list(message, dist.get_global_rank(group, 0), group)
+    # Only now: where warnings are errors the peers must not be left waiting.
+    if ignored and ignored not in _said:
+        _said.add(ignored)
+        warnings.warn(f"fusedtp chooses schedules without measurements: {ignored}", stacklevel=4)
+    shared = json.loads(message[0])
+    return Knowledge(tuning.parse(shared["table"]) if shared["table"] else None, of_gpu(shared["gpu"]))
 
 
 def record(path: Path) -> None:

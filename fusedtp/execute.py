@@ -58,9 +58,10 @@ class Runner:
         group = self.groups[axis]
         if agreement.wanted():
             agreement.check(op, group, x, *operands, **options)
-        path = dispatch.choose(op, self.schedule, device=x.device, dtype=x.dtype, group=group)
         if op == "matmul_all_reduce":
             options["algorithm"] = self.algorithm
+        shape = dispatch.travels(op, x, operands, options) if self.schedule == "auto" else None
+        path = dispatch.choose(op, self.schedule, device=x.device, dtype=x.dtype, group=group, shape=shape)
         out = getattr(schedules.load(path.schedule), op)(x, *operands, group=group, **options)
         dispatch.record(path)
         return out

@@ -19,7 +19,8 @@ def _run(op: str, schedule: str, x: Tensor, group_name: str, *operands: Tensor |
     group = groups.resolve(group_name)
     if agreement.wanted():
         agreement.check(op, group, *operands, **options)
-    path = dispatch.choose(op, schedule, device=x.device, dtype=x.dtype, group=group)
+    shape = dispatch.travels(op, x, operands[1:], options) if schedule == "auto" else None
+    path = dispatch.choose(op, schedule, device=x.device, dtype=x.dtype, group=group, shape=shape)
     out: Tensor = getattr(schedules.load(path.schedule), op)(*operands, group=group, **options)
     dispatch.record(path)
     return out

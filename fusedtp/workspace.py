@@ -55,6 +55,8 @@ class Workspace:
         self._arena: Arena | None = None
         self._tables: dict[tuple[int, ...], Tensor] = {}
         self._views: dict[tuple[Any, ...], Tensor] = {}
+        # What dispatch knows of and has decided for this group: it is agreed anew with every workspace.
+        self.choices: dict[Any, Any] = {}
         self._first_epoch = self._mirror = epoch
         self._mirror_is_exact = True
         self._last_stream: torch.cuda.Stream | None = None

@@ -24,7 +24,7 @@ LAYERS = (
     ("kernels", "memory"),
     ("workspace", "steps", "clock"),
     ("schedules",),
-    ("agreement", "dispatch"),
+    ("agreement", "dispatch", "tuning"),
     ("execute",),
     ("ops", "sharded"),
     ("functional",),

@@ -1,0 +1,95 @@
+"""`fusedtp tune`: what `schedule="auto"` decides from, measured on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+
+def tune(
+    world_size: Annotated[str | None, typer.Option(help="Numbers of ranks, default 2,4 or 2..8 GPUs.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Default float32 on a CPU, bfloat16 on GPUs.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.0, help="Time for the rounds of one size.")] = 0.5,
+    out: Annotated[Path | None, typer.Option(help="The file, default where auto reads it.")] = None,
+    show: Annotated[bool, typer.Option(help="Print the table that is there, measure nothing.")] = False,
+) -> None:
+    """Measure a few sizes of every op and schedule here, a minute or two, and write them for schedule="auto".
+
+    The file is FUSEDTP_TUNING, or fusedtp/tuning.json in the user's cache folder.
+    """
+    from fusedtp import tuning
+
+    console = Console()
+    console = console if console.is_terminal else Console(width=140)
+    target = out or tuning.path()
+    if target is None:
+        raise typer.BadParameter(f"{tuning.ENVIRONMENT} is off: give --out")
+    if show:
+        table, _, ignored = tuning.load(target)
+        if table is None:
+            raise typer.BadParameter(ignored or f"there is no {target}: run fusedtp tune")
+        show_table(table, console)
+        return
+    from .tune import tune as measure
+
+    machine = tuning.identity()
+    num_gpus = machine["num_gpus"]
+    world_sizes = _numbers(world_size) if world_size else tuple(n for n in (2, 4, 8) if n <= (num_gpus or 4))
+    dtypes = tuple((dtype or ("bfloat16" if num_gpus else "float32")).split(","))
+    if unknown := [name for name in dtypes if name not in ("float32", "bfloat16", "float16")]:
+        raise typer.BadParameter(f"--dtype must be among float32, bfloat16, float16, got {unknown[0]!r}")
+    if not world_sizes or min(world_sizes) < 2 or (num_gpus and max(world_sizes) > num_gpus):
+        raise typer.BadParameter(f"nothing to measure with {world_sizes or 'fewer than two'} ranks on {num_gpus} GPUs")
+    samples, rates = measure(
+        world_sizes, dtypes, seconds=seconds, shapes=None, num_gpus=num_gpus,
+        said=lambda text: console.print(text, highlight=False),
+    )  # fmt: skip
+    text = tuning.dump(machine, samples, rates)
+    tuning.write(target, text)
+    show_table(tuning.parse(text), console)
+    console.print(f"{len(samples)} measurements in {target}", highlight=False)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"--world-size must be integers, got {text!r}") from None
+
+
+def show_table(table: object, console: Console) -> None:
+    """The measurements, and which schedule is the fastest at each."""
+    from rich import box
+    from rich.table import Table
+
+    from fusedtp.tuning import Table as Measurements
+
+    assert isinstance(table, Measurements)
+    shown = Table(title="measured on this machine, ms", title_justify="left", box=box.SIMPLE)
+    names = list(dict.fromkeys(name for sample in table.samples for name in sample.ms))
+    for column in ("op", "ranks", "dtype", "travels", "third", *names, "fastest"):
+        shown.add_column(column, justify="left" if column in ("op", "dtype", "fastest") else "right", no_wrap=True)
+    for sample in table.samples:
+        best = min(sample.ms, key=lambda name: sample.ms[name])
+        times = (f"{sample.ms[name]:.4g}" if name in sample.ms else "-" for name in names)
+        travels = f"{sample.rows}x{sample.cols}"
+        shown.add_row(
+            sample.op, str(sample.world_size), sample.dtype, travels, str(sample.third or "-"), *times, best
+        )  # fmt: skip
+    console.print(shown)
+    for n, machine in table.rates.items():
+        rates = ", ".join(f"{dtype} {1e3 * rate:.1f}" for dtype, rate in machine.matrix_tflops.items())
+        console.print(
+            f"{n} ranks: {rates} GFLOP/s each, memory {machine.memory_gbps:.1f} GB/s, an op {machine.launch_us:.0f} us,"
+            f" a wait {machine.flag_us:.0f} us, the backend {machine.collective_start_us:.0f} us"
+            f" and {machine.link_gbps:.2f} GB/s",
+            highlight=False,
+        )
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the `fusedtp` application."""
+    app.command()(tune)

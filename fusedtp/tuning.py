@@ -1,0 +1,255 @@
+"""What was measured on this machine, and the choice of a schedule from that and the cost model.
+
+`fusedtp tune` writes one small JSON file: the machine and versions, rates, and for a few sizes of each op the times of
+its schedules. A prediction for another size is corrected by what the model was off at the nearest of those. The file is
+FUSEDTP_TUNING, `off` for none, or fusedtp/tuning.json in the user's cache folder.
+
+A choice must be the same on every rank, so it may depend only on what all ranks are sure to share: the table, the op,
+the dtype, and the shape of what travels. The product's third dim is not among that, a weight may be cut unevenly: it is
+taken from the nearest measurement, and without one to be that of an MLP, four times what travels is wide.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from math import log
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from . import hardware
+from .cost import OPS, Prediction, Work, estimate
+from .hardware import Hardware
+from .plan import ITEMSIZE
+
+FORMAT = 1
+ENVIRONMENT = "FUSEDTP_TUNING"
+# How far apart two predictions are before they say which schedule is faster: tests/test_cost.py has the model's errors.
+_MODEL_ERROR = 1.1
+_RATES = ("memory_gbps", "host_us", "flag_us", "collective_start_us", "collective_gbps")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Median ms of an op's schedules. [rows, cols]: what travels, whole; third: the product's third dim, 0 for none."""
+
+    op: str
+    world_size: int
+    dtype: str
+    rows: int
+    cols: int
+    third: int
+    ms: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A machine's measurements; rates by number of ranks, for a machine that the hardware table does not have."""
+
+    machine: Mapping[str, Any]
+    samples: tuple[Sample, ...]
+    rates: Mapping[int, Hardware]
+
+    def hardware(self, world_size: int) -> Hardware | None:
+        """The rates measured with the nearest number of ranks."""
+        sizes = sorted(self.rates, key=lambda size: abs(log(size / world_size)))
+        return self.rates[sizes[0]] if sizes else None
+
+    def nearest(self, op: str, dtype: str, world_size: int, rows: int, cols: int) -> Sample | None:
+        """The sample of this op and dtype with the nearest number of ranks, then bytes, then shape."""
+
+        def distance(sample: Sample) -> tuple[float, float]:
+            size = abs(log(max(1, rows * cols) / (sample.rows * sample.cols)))
+            shape = abs(log(max(1, rows) / max(1, cols) / (sample.rows / sample.cols)))
+            return abs(log(world_size / sample.world_size)), size + shape / 4
+
+        samples = [each for each in self.samples if (each.op, each.dtype) == (op, dtype)]
+        return min(samples, key=distance, default=None)
+
+
+def identity() -> dict[str, Any]:
+    """This machine and the versions that times depend on."""
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = "not installed"
+    return {
+        "cpu": found.group(1).strip() if found else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "gpu": torch.cuda.get_device_name(0) if num_gpus else "",
+        "num_gpus": num_gpus,
+        "torch": torch.__version__,
+        "triton": triton,
+    }
+
+
+def path() -> Path | None:
+    """Where this machine's table is kept; None where the user wants none."""
+    given = os.environ.get(ENVIRONMENT)
+    if given is not None:
+        return None if given.strip().lower() in ("", "off") else Path(given).expanduser()
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "fusedtp" / "tuning.json"
+
+
+def dump(machine: Mapping[str, Any], samples: Sequence[Sample], rates: Mapping[int, Mapping[str, Any]]) -> str:
+    """The text of a file: `rates` are `hardware.measured_cpu`'s arguments by number of ranks."""
+    content = {
+        "format": FORMAT,
+        "machine": dict(machine),
+        "rates": {str(size): dict(values) for size, values in rates.items()},
+        "samples": [asdict(sample) for sample in samples],
+    }
+    return json.dumps(content, indent=1) + "\n"
+
+
+def write(target: Path, text: str) -> None:
+    """Put the text at `target`: a reader sees the old file or the new one, never half of it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+
+
+def parse(text: str) -> Table:
+    """The table of a file's text; ValueError saying what is not as `dump` writes it."""
+    try:
+        content = json.loads(text)
+        if content["format"] != FORMAT:
+            raise ValueError(f"format {content['format']!r}, not {FORMAT}")
+        machine = {str(name): value for name, value in content["machine"].items()}
+        samples = tuple(_sample(each) for each in content["samples"])
+        rates = {}
+        for size, values in content["rates"].items():
+            numbers = {name: float(values[name]) for name in _RATES}
+            tflops = {str(dtype): float(rate) for dtype, rate in values["matrix_tflops"].items()}
+            title = f"{machine['cpu']}, {size} ranks"
+            rates[int(size)] = hardware.measured_cpu(title, matrix_tflops=tflops, source="fusedtp tune", **numbers)
+            if int(size) < 1:
+                raise ValueError(f"rates of {size} ranks")
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise ValueError(f"not a table of fusedtp tune: {type(error).__name__}: {error}") from error
+    return Table(machine, samples, rates)
+
+
+def _sample(values: Mapping[str, Any]) -> Sample:
+    ms = {str(schedule): float(time) for schedule, time in values["ms"].items()}
+    numbers = {name: values[name] for name in ("world_size", "rows", "cols", "third")}
+    if any(type(number) is not int or number < (name != "third") for name, number in numbers.items()):
+        raise ValueError(f"a sample of {numbers}")
+    if not ms or any(not 0 < time < float("inf") for time in ms.values()):
+        raise ValueError(f"times {ms}")
+    if values["op"] not in OPS or values["dtype"] not in ITEMSIZE:
+        raise ValueError(f"a sample of {values['op']!r} in {values['dtype']!r}")
+    return Sample(values["op"], dtype=values["dtype"], ms=ms, **numbers)
+
+
+def load(target: Path | None = None) -> tuple[Table | None, str, str]:
+    """(table, its text, why there is none): "" for why where no file was expected.
+
+    A file that cannot be read, is malformed, or was measured on another machine or with other versions is not used.
+    """
+    target = path() if target is None else target
+    try:
+        if target is None or not target.exists():
+            return None, "", ""
+        text = target.read_text()
+        table = parse(text)
+    except (OSError, ValueError) as error:
+        return None, "", f"{target} is ignored, {error}: run `fusedtp tune` again"
+    here = identity()
+    if other := [
+        f"{name} {table.machine.get(name)!r}, here {here[name]!r}"
+        for name in here
+        if table.machine.get(name) != here[name]
+    ]:
+        return None, "", f"{target} is ignored, measured with {'; '.join(other)}: run `fusedtp tune` again"
+    return table, text, ""
+
+
+def share(op: str, dtype: str, world_size: int, rows: int, cols: int, third: int | None = None) -> Work:
+    """A rank's share of an op by which [rows, cols] travel; without `third` that of an MLP."""
+    kind: Literal["gather", "scatter", "all_reduce"]
+    kind = "gather" if op.startswith("all_gather") else "scatter" if op.endswith("reduce_scatter") else "all_reduce"
+    if "matmul" not in op:
+        return Work(kind, 0, 0, 0, rows * cols, world_size, dtype)
+    third = max(1, 4 * cols // world_size) if third is None else third
+    inner, outer = (cols, third) if kind == "gather" else (third, cols)
+    return Work(kind, rows, outer, inner, rows * cols, world_size, dtype)
+
+
+def decide(
+    table: Table | None, gpu: Hardware | None, op: str, dtype: str, world_size: int, rows: int, cols: int,
+    allowed: Sequence[str],
+) -> tuple[str, str] | None:  # fmt: skip
+    """(schedule, why) for an op by which [rows, cols] travel; None where neither a measurement nor a model says.
+
+    gpu: what the hardware table has for this machine. allowed: the schedules that can run.
+    """
+    sample = table.nearest(op, dtype, world_size, rows, cols) if table is not None else None
+    machine = gpu if gpu is not None or table is None else table.hardware(world_size)
+    measured = {name: sample.ms[name] for name in allowed if name in sample.ms} if sample is not None else {}
+    if sample is None or len(measured) < 2:
+        if gpu is None:
+            return None
+        times = _times(estimate(op, share(op, dtype, world_size, rows, cols), gpu), allowed)
+        best = min(times, key=lambda name: times[name])
+        # Of predictions that the model cannot tell apart the kernel's: it is the one that a graph can capture.
+        if times.get("fused", float("inf")) <= _MODEL_ERROR * times[best]:
+            best = "fused"
+        return best, f"predicted for {gpu.title}: {_versus(times, best)}"
+    times = measured
+    if machine is not None and dtype in machine.matrix_tflops:
+        there = share(op, dtype, sample.world_size, sample.rows, sample.cols, sample.third)
+        here = share(op, dtype, world_size, rows, cols, sample.third)
+        old, new = (_times(estimate(op, work, machine), allowed) for work in (there, here))
+        both = [name for name in measured if name in old and name in new]
+        times = {name: _corrected(new[name], old[name], 1e3 * measured[name]) for name in both}
+        times = times if len(times) > 1 else measured
+    best = min(times, key=lambda name: times[name])
+    where = f"{sample.rows}x{sample.cols} on {sample.world_size} ranks, the nearest size measured here"
+    if best == min(measured, key=lambda name: measured[name]):
+        return best, f"measured: {_versus(measured, best)} at {where}"
+    return best, f"predicted from what was measured: {_versus(times, best)}, though not at {where}"
+
+
+def _corrected(predicted: float, there: float, measured: float) -> float:
+    """A prediction corrected by a measurement of what the model says takes `there`.
+
+    What it is off is taken for latency: it stays at a larger size, and shrinks in proportion at a smaller one.
+    """
+    return predicted + (measured - there) * min(1.0, predicted / there)
+
+
+def _times(prediction: Prediction, allowed: Sequence[str]) -> dict[str, float]:
+    return {name: time for name, time in prediction.times.items() if name in allowed}
+
+
+def _versus(times: Mapping[str, float], best: str) -> str:
+    """The winner against `unfused`, or `unfused` against the next."""
+    others = {name: time for name, time in times.items() if name != best}
+    other = "unfused" if "unfused" in others else min(others, key=lambda name: others[name], default=best)
+    return f"{best} {times[other] / times[best]:.2f}x of {other}" if others else f"{best} alone can run"

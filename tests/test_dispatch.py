@@ -1,0 +1,202 @@
+"""`auto` on ranks: a planted table steers it, ranks with different tables agree, and no file is fatal."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fusedtp.bench.ranks import RankPool
+from torch.distributed import ProcessGroup
+
+import fusedtp
+from fusedtp import dispatch, tuning
+from fusedtp.tuning import Sample
+
+OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_gather", "reduce_scatter", "all_reduce")
+SMALL, LARGE = 32, 512
+
+
+def planted(fast_when_small: str, fast_when_large: str, **machine: Any) -> str:
+    """A table that says for every op which schedule is twice as fast as the other at a small and a large size."""
+    samples = []
+    for op in OPS:
+        for size, fast in ((SMALL, fast_when_small), (LARGE, fast_when_large)):
+            ms = {name: 1.0 if name == fast else 2.0 for name in ("unfused", "decomposed")}
+            samples.append(Sample(op, 2, "float32", size, size, size if "matmul" in op else 0, ms))
+    return tuning.dump(tuning.identity() | machine, samples, {})
+
+
+def run_all(group: ProcessGroup, size: int) -> dict[str, tuple[str, str]]:
+    """(schedule, reason) of every op at about `size`, each result checked."""
+    n, rank = group.size(), group.rank()
+    generator = torch.Generator().manual_seed(3)
+    x, w = (torch.randn(size, size, generator=generator) for _ in range(2))
+    rows = x.tensor_split(n)[rank]
+    part, w_part = (each.tensor_split(n, 1)[rank].contiguous() for each in (x, w))
+    product = x @ w.t()
+    calls: dict[str, tuple[Callable[[], torch.Tensor], torch.Tensor]] = {
+        "all_gather_matmul": (lambda: fusedtp.all_gather_linear(rows, w, group=group), product),
+        "matmul_reduce_scatter": (
+            lambda: fusedtp.linear_reduce_scatter(part, w_part, group=group),
+            product.tensor_split(n)[rank],
+        ),
+        "matmul_all_reduce": (lambda: fusedtp.linear_all_reduce(part, w_part, group=group), product),
+        "all_gather": (lambda: fusedtp.all_gather(rows, group=group), x),
+        "reduce_scatter": (lambda: fusedtp.reduce_scatter(x, group=group), n * x.tensor_split(n)[rank]),
+        "all_reduce": (lambda: fusedtp.all_reduce(x, group=group), n * x),
+    }
+    taken = {}
+    with torch.no_grad():
+        for op, (call, expected) in calls.items():
+            for _ in range(2):
+                assert torch.allclose(call(), expected, atol=1e-3), op
+                path = fusedtp.last_path()
+                assert path is not None
+                assert path.op == op
+                taken[op] = path.schedule, path.reason
+    return taken
+
+
+def with_tables(group: ProcessGroup, files: list[str], sizes: list[int]) -> tuple[list[Any], list[str]]:
+    """What every op takes at each size when rank r's file is files[r], and the warnings that this rank gave."""
+    fusedtp.destroy(group)
+    dispatch._said.clear()
+    os.environ["FUSEDTP_TUNING"] = files[group.rank()]
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            return [run_all(group, size) for size in sizes], [str(each.message) for each in said]
+    finally:
+        os.environ["FUSEDTP_TUNING"] = "off"
+        fusedtp.destroy(group)
+
+
+def test_a_planted_table_steers(pool: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "table").write_text(planted("unfused", "decomposed"))
+    results = pool.run(with_tables, [str(tmp_path / "table")] * 2, [SMALL, LARGE, SMALL + 4], world_size=2)
+    assert results[0] == results[1]
+    (small, large, near), said = results[0]
+    assert not said
+    for op in OPS:
+        assert small[op][0] == near[op][0] == "unfused"
+        assert large[op][0] == "decomposed"
+        nearest = f"{LARGE}x{LARGE} on 2 ranks, the nearest size measured here"
+        assert large[op][1] == f"measured: decomposed 2.00x of unfused at {nearest}"
+
+
+def test_ranks_with_different_tables_agree(pool: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "one").write_text(planted("unfused", "decomposed"))
+    (tmp_path / "other").write_text(planted("decomposed", "unfused"))
+    for files, expected in (
+        (["one", "other"], "unfused"),
+        (["other", "one"], "decomposed"),
+        (["other", "no"], "decomposed"),
+    ):
+        paths = [str(tmp_path / name) for name in files]
+        results = pool.run(with_tables, paths, [SMALL], world_size=2)
+        assert results[0] == results[1]
+        assert {schedule for schedule, _ in results[0][0][0].values()} == {expected}
+
+
+def test_a_file_that_cannot_be_used_is_named_once(pool: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "bad").write_text("{]")
+    (tmp_path / "foreign").write_text(planted("unfused", "unfused", torch="1.0"))
+    for name, why in (("bad", "not a table"), ("foreign", "measured with torch '1.0', here ")):
+        results = pool.run(with_tables, [str(tmp_path / name)] * 2, [SMALL, LARGE], world_size=2)
+        (small, large), said = results[0]
+        assert len(said) == 1
+        assert str(tmp_path / name) in said[0]
+        assert why in said[0]
+        assert results[1] == ([small, large], [])
+        assert small == large
+        for op in OPS:
+            assert small[op] == ("decomposed", f"ranks share memory; nothing was measured here for {op} in float32")
+
+
+def uneven(group: ProcessGroup, file: str) -> tuple[str, float]:
+    """Ranks whose own features differ: what they share decides, so they agree. Forward and backward."""
+    fusedtp.destroy(group)
+    os.environ["FUSEDTP_TUNING"] = file
+    try:
+        rank = group.rank()
+        x = torch.ones(LARGE // 2, 64, requires_grad=True)
+        w = torch.ones((4, 3000)[rank], 64, requires_grad=True)
+        out = fusedtp.all_gather_linear(x, w, group=group)
+        path = fusedtp.last_path()
+        out.sum().backward()
+        assert path is not None
+        assert x.grad is not None
+        return path.schedule, x.grad[0, 0].item()
+    finally:
+        os.environ["FUSEDTP_TUNING"] = "off"
+        fusedtp.destroy(group)
+
+
+def test_ranks_with_uneven_weights_agree(pool: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "table").write_text(planted("unfused", "decomposed"))
+    assert pool.run(uneven, str(tmp_path / "table"), world_size=2) == [("decomposed", 3004.0)] * 2
+
+
+def asked(group: ProcessGroup, file: str) -> list[tuple[str, str]]:
+    fusedtp.destroy(group)
+    os.environ["FUSEDTP_TUNING"] = file
+    x = torch.ones(SMALL, SMALL)
+    try:
+        taken = []
+        for algorithm in ("auto", "one_shot", "two_shot"):
+            assert torch.equal(fusedtp.all_reduce(x, group=group, algorithm=algorithm), x * group.size())
+            fusedtp.linear_all_reduce(x, x, group=group, algorithm=algorithm)
+            path = fusedtp.last_path()
+            assert path is not None
+            taken.append((path.schedule, path.reason.split(":")[0]))
+        fusedtp.all_reduce(x, group=group, schedule="decomposed")
+        path = fusedtp.last_path()
+        assert path is not None
+        return [*taken, (path.schedule, path.reason)]
+    finally:
+        os.environ["FUSEDTP_TUNING"] = "off"
+        fusedtp.destroy(group)
+
+
+def test_what_the_caller_asks_for_wins_over_the_table(pool: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "table").write_text(planted("unfused", "unfused"))
+    without = ("decomposed", "ranks share memory; nothing was measured here for matmul_all_reduce in float32")
+    for taken in pool.run(asked, str(tmp_path / "table"), world_size=2):
+        assert taken == [("unfused", "measured"), without, without, ("decomposed", "asked for")]
+
+
+def alone(group: ProcessGroup) -> tuple[str, str, bool]:
+    from fusedtp import workspace
+
+    fusedtp.destroy()
+    fusedtp.all_gather_linear(torch.ones(4, 4), torch.ones(4, 4), group=group)
+    path = fusedtp.last_path()
+    assert path is not None
+    return path.schedule, path.reason, bool(workspace._workspaces)
+
+
+def test_one_rank_needs_no_memory(pool: RankPool) -> None:
+    assert pool.run(alone, world_size=1) == [("unfused", "one rank has nothing to send", False)]
+
+
+@pytest.mark.parametrize(
+    ("op", "options", "shape"),
+    [
+        ("all_gather_matmul", {"gather_dim": 0, "sizes": (3, 5)}, (8, 7)),
+        ("all_gather_matmul", {"gather_dim": 1, "sizes": (3, 7)}, (10, 3)),
+        ("all_gather_two_matmuls", {"sizes": (3, 5)}, (8, 7)),
+        ("matmul_reduce_scatter", {"scatter_dim": 1, "sizes": (3, 5)}, (3, 11)),
+        ("matmul_all_reduce", {"algorithm": "auto"}, (3, 11)),
+        ("matmul_all_reduce", {"algorithm": "one_shot"}, None),
+        ("all_gather", {"sizes": (3, 4), "algorithm": "auto"}, (7, 7)),
+        ("reduce_scatter", {"sizes": (1, 2), "algorithm": "auto"}, (3, 7)),
+    ],
+)
+def test_what_travels(op: str, options: dict[str, Any], shape: tuple[int, int] | None) -> None:
+    x, b = torch.empty(3, 7), torch.empty(7, 11)
+    assert dispatch.travels(op, x, (b, None) if "matmul" in op else (), options) == shape

@@ -1,0 +1,262 @@
+"""The table of measurements: what is written is read, anything else is refused, and what it makes `auto` choose."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fusedtp.bench import tune
+from fusedtp.bench.cli import app
+from fusedtp.bench.ranks import RankPool
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from typer.testing import CliRunner
+
+from fusedtp import cost, tuning
+from fusedtp.hardware import HARDWARE
+from fusedtp.tuning import Sample, Table
+
+RATES: dict[str, Any] = {
+    "matrix_tflops": {"float32": 0.1}, "memory_gbps": 10.0, "host_us": 100.0, "flag_us": 200.0,
+    "collective_start_us": 1000.0, "collective_gbps": 1.0,
+}  # fmt: skip
+BOTH = ("decomposed", "unfused")
+
+
+def sample(rows: int = 256, cols: int = 512, third: int = 256, n: int = 2, **ms: float) -> Sample:
+    return Sample("all_gather_matmul", n, "float32", rows, cols, third, ms or {"unfused": 2.0, "decomposed": 1.0})
+
+
+def text(*samples: Sample, **changes: Any) -> str:
+    content = json.loads(tuning.dump(tuning.identity(), samples or (sample(),), {2: RATES}))
+    return json.dumps(content | changes)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    samples = (sample(), replace(sample(), op="all_reduce", third=0, dtype="bfloat16"))
+    target = tmp_path / "folder" / "tuning.json"
+    tuning.write(target, tuning.dump(tuning.identity(), samples, {2: RATES}))
+    assert [path.name for path in target.parent.iterdir()] == ["tuning.json"]
+    table, content, ignored = tuning.load(target)
+    assert table is not None
+    assert (table.samples, ignored) == (samples, "")
+    assert table == tuning.parse(content)
+    machine = table.hardware(3)
+    assert machine is not None
+    assert (machine.launch_us, machine.memory_gbps, machine.link_gbps) == (100.0, 10.0, 1.0)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "tuning.json"
+    tuning.write(target, "old")
+
+    def broken(*_: Any) -> None:
+        raise OSError("full")
+
+    monkeypatch.setattr(os, "replace", broken)
+    with pytest.raises(OSError, match="full"):
+        tuning.write(target, "new")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", "[]", "{", "null", "\0", text(format=2), text(samples=[{}]), text(samples=3), text(machine=None),
+        text(rates={"2": {}}), text(rates={"two": RATES}), text(rates={"2": RATES | {"memory_gbps": -1}}),
+        text(rates={"2": RATES | {"flag_us": float("nan")}}), text(replace(sample(), op="mine")),
+        text(replace(sample(), dtype="int8")), text(sample(unfused=-1.0)), text(sample(unfused=float("inf"))),
+        text(sample(rows=0)), text(sample(rows=True)), text(replace(sample(), ms={})), "[" * 100_000,
+    ],
+)  # fmt: skip
+def test_a_malformed_file_is_ignored_and_left(tmp_path: Path, content: str) -> None:
+    target = tmp_path / "tuning.json"
+    target.write_text(content)
+    table, shared, ignored = tuning.load(target)
+    assert (table, shared) == (None, "")
+    assert str(target) in ignored
+    assert "fusedtp tune" in ignored
+    assert target.read_text() == content
+
+
+def test_files_that_are_not_there_or_not_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tuning.load(tmp_path / "none.json") == (None, "", "")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    assert "is ignored" in tuning.load(tmp_path / "bytes")[2]
+    assert "is ignored" in tuning.load(tmp_path)[2]
+    monkeypatch.setenv("FUSEDTP_TUNING", "off")
+    assert tuning.path() is None
+    monkeypatch.delenv("FUSEDTP_TUNING")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert tuning.path() == tmp_path / "fusedtp" / "tuning.json"
+
+
+@pytest.mark.parametrize("name", ["cpu", "cores", "gpu", "num_gpus", "torch", "triton"])
+def test_a_foreign_file_is_ignored(tmp_path: Path, name: str) -> None:
+    target = tmp_path / "tuning.json"
+    target.write_text(text(machine=tuning.identity() | {name: "other"}))
+    table, _, ignored = tuning.load(target)
+    assert table is None
+    assert f"measured with {name} 'other', here " in ignored
+
+
+def table(*samples: Sample) -> Table:
+    return tuning.parse(text(*samples))
+
+
+def decide(known: Table | None, rows: int, cols: int, n: int = 2, dtype: str = "float32") -> tuple[str, str] | None:
+    return tuning.decide(known, None, "all_gather_matmul", dtype, n, rows, cols, BOTH)
+
+
+def test_the_nearest_measurement_decides() -> None:
+    known = table(
+        sample(256, 512, unfused=2.0, decomposed=3.0),
+        sample(4096, 4096, unfused=300.0, decomposed=150.0),
+        sample(256, 512, n=4, unfused=3.0, decomposed=2.0),
+    )
+    small = decide(known, 256, 512)
+    assert small is not None
+    assert small[0] == "unfused"
+    assert small[1] == "measured: unfused 1.50x of decomposed at 256x512 on 2 ranks, the nearest size measured here"
+    large = decide(known, 4000, 4100)
+    assert large is not None
+    assert large[0] == "decomposed"
+    assert "decomposed 2.00x of unfused at 4096x4096" in large[1]
+    other = decide(known, 256, 512, n=5)
+    assert other is not None
+    assert other[0] == "decomposed"
+    assert "on 4 ranks" in other[1]
+    assert decide(known, 256, 512, dtype="bfloat16") is None
+    assert decide(None, 256, 512) is None
+
+
+def test_the_model_corrects_what_is_far_from_the_measurement() -> None:
+    # Measured where a wait is all that matters; with a thousand times the bytes the slow backend loses.
+    known = table(sample(64, 64, 64, unfused=1.0, decomposed=1.1))
+    near, far = decide(known, 64, 64), decide(known, 4096, 4096)
+    assert near is not None
+    assert far is not None
+    assert (near[0], far[0]) == ("unfused", "decomposed")
+    assert far[1].startswith("predicted from what was measured: decomposed ")
+    assert "though not at 64x64" in far[1]
+    # The correction itself: measured over predicted there, times predicted here.
+    machine = known.hardware(2)
+    assert machine is not None
+    there, here = (
+        cost.estimate("", tuning.share("all_gather_matmul", "float32", 2, size, size, 64), machine).times
+        for size in (64, 4096)
+    )
+    off = {name: 1e3 * ms - there[name] for name, ms in (("unfused", 1.0), ("decomposed", 1.1))}
+    ratio = (here["unfused"] + off["unfused"]) / (here["decomposed"] + off["decomposed"])
+    assert f"decomposed {ratio:.2f}x of unfused" in far[1]
+    # At a smaller size less is missing, in proportion: no time comes out negative, and the order stays.
+    tiny = decide(table(sample(4096, 4096, 64, unfused=50.0, decomposed=9.0)), 1, 1)
+    assert tiny is not None
+    assert tiny[0] == "decomposed"
+
+
+def test_empty_tensors_and_short_tables_are_decided() -> None:
+    assert decide(table(sample()), 0, 512) is not None
+    assert decide(table(sample(unfused=1.0)), 256, 512) is None
+
+
+def test_a_gpu_without_measurements_is_predicted() -> None:
+    h100 = HARDWARE["h100"]
+    made = tuning.decide(None, h100, "all_gather_matmul", "bfloat16", 8, 8192, 8192, ("fused", "decomposed", "unfused"))
+    assert made is not None
+    assert made[0] == "fused"
+    assert made[1].startswith("predicted for NVIDIA H100 SXM: fused 1.")
+    alone = tuning.decide(None, h100, "all_gather", "bfloat16", 8, 8192, 8192, ("unfused",))
+    assert alone == ("unfused", "predicted for NVIDIA H100 SXM: unfused alone can run")
+
+
+def test_shares_are_those_of_the_cost_model() -> None:
+    sizes = {"M": 4096, "N": 3072, "K": 1024, "world_size": 4, "dtype": "float32"}
+    for op, rows, cols, third in (
+        ("all_gather_matmul", 4096, 1024, 768),
+        ("matmul_reduce_scatter", 4096, 3072, 256),
+        ("matmul_all_reduce", 4096, 3072, 256),
+        ("all_reduce", 4096, 3072, None),
+    ):
+        assert tuning.share(op, "float32", 4, rows, cols, third) == cost.work_of(op, **sizes)  # type: ignore[arg-type]
+        if third is not None:
+            kept = tune.sample_of(op, (4096, 3072, 1024), "float32", 4, {"matmul": 1.0, "unfused": 2.0})
+            assert (kept.rows, kept.cols, kept.third, kept.ms) == (rows, cols, third, {"unfused": 2.0})
+
+
+def test_rates_from_times() -> None:
+    # 2 ranks: of a tensor the peer's half is sent, and 1.5 of it copied, read and written.
+    shapes, mb = ((1, 1), (1001, 1000)), 4 * (1001 * 1000 - 1) / 1e6
+    small, large = {"unfused": 1.0, "decomposed": 0.5}, {"unfused": 3.0, "decomposed": 1.5}
+    rates = tune.rates_of(2, 0.2, small, large, shapes, {"float32": 0.1})
+    assert rates["collective_start_us"] == 1000
+    assert (rates["host_us"], rates["flag_us"]) == pytest.approx((200, 300))
+    assert rates["collective_gbps"] == pytest.approx(mb / 2 / 2)
+    assert rates["memory_gbps"] == pytest.approx(2 * 1.5 * mb)
+
+
+def wrong_schedule(group: ProcessGroup) -> tuple[dict[str, float], str]:
+    from fusedtp.schedules import decomposed
+
+    right = decomposed.all_gather_matmul
+
+    def last_row_wrong(*args: Any, **options: Any) -> Tensor:
+        out: Tensor = right(*args, **options)
+        out[-1] += group.rank()
+        return out
+
+    decomposed.all_gather_matmul = last_row_wrong
+    try:
+        return tune.time_matmul(group, "all_gather_matmul", (33, 24, 16), "float32", BOTH, 0.0)
+    finally:
+        decomposed.all_gather_matmul = right
+
+
+def test_a_wrong_schedule_is_not_timed(pool: RankPool) -> None:
+    for ms, refused in pool.run(wrong_schedule, world_size=2):
+        assert set(ms) == {"matmul", "unfused"}
+        assert "all_gather_matmul (33, 24, 16) float32 on 2 by decomposed" in refused
+
+
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "tuning.json"
+    monkeypatch.setattr(tune, "CPU_SHAPES", dict.fromkeys(tune.MATMULS, ((32, 24, 16), (64, 64, 64))))
+    monkeypatch.setattr(tune, "COLLECTIVE_SHAPES", ((16, 16), (512, 512)))
+    monkeypatch.setenv("FUSEDTP_TUNING", str(target))
+    run = CliRunner().invoke
+    assert "there is no" in run(app, ["tune", "--show"]).output.replace("\n", " ")
+    assert run(app, ["predict", "all_reduce", "--hardware", "here"]).exit_code == 2
+    result = run(app, ["tune", "--world-size", "2", "--seconds", "0"])
+    assert result.exit_code == 0, result.output
+    known, _, ignored = tuning.load(target)
+    assert known is not None, ignored
+    assert {(each.op, each.rows) for each in known.samples} == {
+        *((op, size) for op in tune.MATMULS for size in (32, 64)),
+        *((op, size) for op in tune.COLLECTIVES for size in (16, 512)),
+    }
+    assert all(set(each.ms) == {"unfused", "decomposed"} for each in known.samples)
+    assert list(known.rates) == [2]
+    shown = run(app, ["tune", "--show"])
+    assert "matmul_all_reduce" in shown.output
+    assert "GFLOP/s each" in shown.output
+    predicted = run(app, ["predict", "all_reduce", "--m", "512", "--dtype", "float32", "--hardware", "here"])
+    assert predicted.exit_code == 0, predicted.output
+    assert f"{tuning.identity()['cpu']}, 2 ranks" in predicted.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--dtype", "int8"), "must be among float32"),
+        (("--world-size", "1"), "nothing to measure"),
+        (("--world-size", "x"), "must be integers"),
+    ],
+)
+def test_command_refuses(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["tune", "--out", str(tmp_path / "x.json"), *arguments])
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.replace("│", " ").split())
