@@ -332,16 +332,20 @@ class _Model:
             return both + summed
         arrivals = [0.0, *(begin + i * hop for i in range(1, n))]
         if work.kind == "gather":
-            # Short chunks, and narrow ones along the contraction, are multiplied only when all are there.
-            few = work.rows < FEW_ROWS * n and not work.by_depth
-            late = not by_kernel and (few or (work.by_depth and ITEMSIZE[work.dtype] < 4))
-            if late or not work.flops:
+            if not work.flops or (self.gathers_first and not by_kernel):
                 return arrivals[-1] + copy_us + self.matmul
             return self.recursion(parts, arrivals)
         time = self.recursion(parts, arrivals) + sum_us
         if work.kind == "all_reduce":
             time += begin + (n - 1) * hop + copy_us
         return time
+
+    @property
+    def gathers_first(self) -> bool:
+        """Whether `decomposed` multiplies only when all chunks are there: short ones, or narrow ones to be summed."""
+        work = self.work
+        length = work.depth if work.by_depth else work.rows
+        return length <= (FEW_ROWS - 1) * self.n or (work.by_depth and ITEMSIZE[work.dtype] < 4)
 
     def recursion(self, parts: Sequence[float], arrivals: Sequence[float]) -> float:
         """When the last part is multiplied: each once its data is there and the one before is done.
@@ -362,8 +366,7 @@ class _Model:
         total = work.moved_bytes / self.memory
         time = machine.launch_us + machine.flag_us + self.matmul
         if work.kind == "gather":
-            copied = work.rows < FEW_ROWS * n or not work.flops or (work.by_depth and ITEMSIZE[work.dtype] < 4)
-            return time + 2 * total / n + (2 * total if copied else 0.0)
+            return time + 2 * total / n + (2 * total if self.gathers_first or not work.flops else 0.0)
         if algorithm == "one_shot":
             return time + (n + 1) * total
         time += (n + 1) * total / n
