@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from fusedtp.tuning import Table as Measurements
 
 
 def tune(
@@ -47,10 +50,15 @@ def tune(
         world_sizes, dtypes, seconds=seconds, shapes=None, num_gpus=num_gpus,
         said=lambda text: console.print(text, highlight=False),
     )  # fmt: skip
-    text = tuning.dump(machine, samples, rates)
-    tuning.write(target, text)
-    show_table(tuning.parse(text), console)
-    console.print(f"{len(samples)} measurements in {target}", highlight=False)
+    table = tuning.Table(machine, tuple(samples), rates)
+    before, _, ignored = tuning.load(target)
+    if before is not None:
+        table = before.updated(table)
+    elif ignored:
+        console.print(f"replaced: {ignored}", highlight=False)
+    tuning.write(target, tuning.dump(table))
+    show_table(table, console)
+    console.print(f"{len(table.samples)} measurements in {target}, {len(samples)} of them new", highlight=False)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -60,19 +68,16 @@ def _numbers(text: str) -> tuple[int, ...]:
         raise typer.BadParameter(f"--world-size must be integers, got {text!r}") from None
 
 
-def show_table(table: object, console: Console) -> None:
+def show_table(measured: Measurements, console: Console) -> None:
     """The measurements, and which schedule is the fastest at each."""
     from rich import box
     from rich.table import Table
 
-    from fusedtp.tuning import Table as Measurements
-
-    assert isinstance(table, Measurements)
     shown = Table(title="measured on this machine, ms", title_justify="left", box=box.SIMPLE)
-    names = list(dict.fromkeys(name for sample in table.samples for name in sample.ms))
+    names = list(dict.fromkeys(name for sample in measured.samples for name in sample.ms))
     for column in ("op", "ranks", "dtype", "travels", "third", *names, "fastest"):
         shown.add_column(column, justify="left" if column in ("op", "dtype", "fastest") else "right", no_wrap=True)
-    for sample in table.samples:
+    for sample in measured.samples:
         best = min(sample.ms, key=lambda name: sample.ms[name])
         times = (f"{sample.ms[name]:.4g}" if name in sample.ms else "-" for name in names)
         travels = f"{sample.rows}x{sample.cols}"
@@ -80,7 +85,9 @@ def show_table(table: object, console: Console) -> None:
             sample.op, str(sample.world_size), sample.dtype, travels, str(sample.third or "-"), *times, best
         )  # fmt: skip
     console.print(shown)
-    for n, machine in table.rates.items():
+    for n in measured.rates:
+        machine = measured.hardware(n)
+        assert machine is not None
         rates = ", ".join(f"{dtype} {1e3 * rate:.1f}" for dtype, rate in machine.matrix_tflops.items())
         console.print(
             f"{n} ranks: {rates} GFLOP/s each, memory {machine.memory_gbps:.1f} GB/s, an op {machine.launch_us:.0f} us,"

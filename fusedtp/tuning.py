@@ -53,16 +53,26 @@ class Sample:
 
 @dataclass(frozen=True)
 class Table:
-    """A machine's measurements; rates by number of ranks, for a machine that the hardware table does not have."""
+    """A machine's measurements. rates: by number of ranks, the arguments of `hardware.measured_cpu`; of a CPU only."""
 
     machine: Mapping[str, Any]
     samples: tuple[Sample, ...]
-    rates: Mapping[int, Hardware]
+    rates: Mapping[int, Mapping[str, Any]]
 
     def hardware(self, world_size: int) -> Hardware | None:
-        """The rates measured with the nearest number of ranks."""
-        sizes = sorted(self.rates, key=lambda size: abs(log(size / world_size)))
-        return self.rates[sizes[0]] if sizes else None
+        """The machine by its rates with the nearest number of ranks, None without any.
+
+        ValueError for rates that cannot be.
+        """
+        size = min(self.rates, key=lambda size: abs(log(size / world_size)), default=0)
+        title = f"{self.machine['cpu']}, {size} ranks"
+        return hardware.measured_cpu(title, source="fusedtp tune", **self.rates[size]) if size else None
+
+    def updated(self, newer: Table) -> Table:
+        """What is measured anew with a number of ranks and a dtype takes the place of what was."""
+        again = {(sample.world_size, sample.dtype) for sample in newer.samples}
+        kept = (sample for sample in self.samples if (sample.world_size, sample.dtype) not in again)
+        return Table(newer.machine, (*kept, *newer.samples), {**self.rates, **newer.rates})
 
     def nearest(self, op: str, dtype: str, world_size: int, rows: int, cols: int) -> Sample | None:
         """The sample of this op and dtype with the nearest number of ranks, then bytes, then shape."""
@@ -106,13 +116,13 @@ def path() -> Path | None:
     return Path(cache).expanduser() / "fusedtp" / "tuning.json"
 
 
-def dump(machine: Mapping[str, Any], samples: Sequence[Sample], rates: Mapping[int, Mapping[str, Any]]) -> str:
-    """The text of a file: `rates` are `hardware.measured_cpu`'s arguments by number of ranks."""
+def dump(table: Table) -> str:
+    """The text of a file."""
     content = {
         "format": FORMAT,
-        "machine": dict(machine),
-        "rates": {str(size): dict(values) for size, values in rates.items()},
-        "samples": [asdict(sample) for sample in samples],
+        "machine": dict(table.machine),
+        "rates": {str(size): dict(values) for size, values in table.rates.items()},
+        "samples": [asdict(sample) for sample in table.samples],
     }
     return json.dumps(content, indent=1) + "\n"
 
@@ -144,15 +154,16 @@ def parse(text: str) -> Table:
         samples = tuple(_sample(each) for each in content["samples"])
         rates = {}
         for size, values in content["rates"].items():
-            numbers = {name: float(values[name]) for name in _RATES}
             tflops = {str(dtype): float(rate) for dtype, rate in values["matrix_tflops"].items()}
-            title = f"{machine['cpu']}, {size} ranks"
-            rates[int(size)] = hardware.measured_cpu(title, matrix_tflops=tflops, source="fusedtp tune", **numbers)
+            rates[int(size)] = {"matrix_tflops": tflops, **{name: float(values[name]) for name in _RATES}}
             if int(size) < 1:
                 raise ValueError(f"rates of {size} ranks")
+        table = Table(machine, samples, rates)
+        for num_ranks in rates:
+            table.hardware(num_ranks)
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"not a table of fusedtp tune: {type(error).__name__}: {error}") from error
-    return Table(machine, samples, rates)
+    return table
 
 
 def _sample(values: Mapping[str, Any]) -> Sample:

@@ -28,7 +28,7 @@ def planted(fast_when_small: str, fast_when_large: str, **machine: Any) -> str:
         for size, fast in ((SMALL, fast_when_small), (LARGE, fast_when_large)):
             ms = {name: 1.0 if name == fast else 2.0 for name in ("unfused", "decomposed")}
             samples.append(Sample(op, 2, "float32", size, size, size if "matmul" in op else 0, ms))
-    return tuning.dump(tuning.identity() | machine, samples, {})
+    return tuning.dump(tuning.Table(tuning.identity() | machine, tuple(samples), {}))
 
 
 def run_all(group: ProcessGroup, size: int) -> dict[str, tuple[str, str]]:

@@ -32,14 +32,14 @@ def sample(rows: int = 256, cols: int = 512, third: int = 256, n: int = 2, **ms:
 
 
 def text(*samples: Sample, **changes: Any) -> str:
-    content = json.loads(tuning.dump(tuning.identity(), samples or (sample(),), {2: RATES}))
+    content = json.loads(tuning.dump(Table(tuning.identity(), samples or (sample(),), {2: RATES})))
     return json.dumps(content | changes)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     samples = (sample(), replace(sample(), op="all_reduce", third=0, dtype="bfloat16"))
     target = tmp_path / "folder" / "tuning.json"
-    tuning.write(target, tuning.dump(tuning.identity(), samples, {2: RATES}))
+    tuning.write(target, tuning.dump(Table(tuning.identity(), samples, {2: RATES})))
     assert [path.name for path in target.parent.iterdir()] == ["tuning.json"]
     table, content, ignored = tuning.load(target)
     assert table is not None
@@ -48,6 +48,14 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     machine = table.hardware(3)
     assert machine is not None
     assert (machine.launch_us, machine.memory_gbps, machine.link_gbps) == (100.0, 10.0, 1.0)
+
+
+def test_measuring_again_keeps_the_rest() -> None:
+    old = Table({"cpu": "x"}, (sample(n=2), sample(n=4), replace(sample(n=4), dtype="bfloat16")), {2: RATES, 4: RATES})
+    new = Table({"cpu": "x"}, (sample(n=4, unfused=5.0, decomposed=6.0),), {4: RATES | {"host_us": 1.0}})
+    both = old.updated(new)
+    assert both.samples == (old.samples[0], old.samples[2], new.samples[0])
+    assert both.rates == {2: RATES, 4: RATES | {"host_us": 1.0}}
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
