@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 PASSED = "passed"
+# how the gate of a variant begins that cannot run here; the reason follows
+NOT_RUN = "not run: "
 # what a spreadsheet takes for the beginning of a formula
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
@@ -33,9 +35,9 @@ class Row:
     baselines of others. speedup_vs_unfused is the ratio of medians in this run, matmul_fraction the matmul's median
     over this one's. tflops: a rank's floating-point rate. algbw_gbps, busbw_gbps: of `comm`, by nccl-tests'
     definitions. ceiling_ms: the longer of matmul and comm. overlap_efficiency: the part of what the unfused run adds to
-    the matmul that is hidden. gate: "passed", or why there is no number. error_ratio: the largest error over what
-    rounding may leave. interpreted: ran in Triton's interpreter, checked and not timed. predicted: from a model, not a
-    clock.
+    the matmul that is hidden. gate: "passed", "not run: " and the reason, or what is wrong; only what passed has a
+    number. error_ratio: the largest error over what rounding may leave. interpreted: ran in Triton's interpreter,
+    checked and not timed. predicted: from a model, not a clock.
     """
 
     op: str
@@ -93,6 +95,11 @@ class Row:
     @property
     def passed(self) -> bool:
         return self.gate == PASSED
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ran and was refused."""
+        return not self.passed and not self.gate.startswith(NOT_RUN)
 
 
 def _bool(text: str) -> bool:
