@@ -68,21 +68,23 @@ def _dtensor(problem: Problem, direction: str) -> Runner:
     weight = DTensor.from_local(problem.w, mesh, [Shard(0 if gathers else 1)], run_check=False)
     layer.weight = nn.Parameter(weight)
     style = ColwiseParallel(input_layouts=Shard(0)) if gathers else RowwiseParallel(output_layouts=Shard(0))
-    layer = parallelize_module(layer, mesh, style)
+    parallel = parallelize_module(layer, mesh, style)
 
     def local(x: Tensor) -> Tensor:
         return x.to_local() if isinstance(x, DTensor) else x
 
-    return passes(lambda x, w: layer(x), problem.x, layer.weight, problem, direction, local)
+    return passes(lambda x, w: parallel(x), problem.x, layer.weight, problem, direction, local)
 
 
 def _enable_symm_mem(problem: Problem) -> None:
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+    from torch.distributed import _symmetric_memory
 
-    with warnings.catch_warnings():
-        # Deprecated, and still what makes the compiler fuse on torch 2.11 to 2.13.
-        warnings.simplefilter("ignore", FutureWarning)
-        enable_symm_mem_for_group(problem.group.group_name)
+    # Deprecated, and still what makes the compiler fuse on torch 2.11 to 2.13.
+    enable = getattr(_symmetric_memory, "enable_symm_mem_for_group", None)
+    if enable is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            enable(problem.group.group_name)
 
 
 def _symm_mem(problem: Problem, direction: str) -> Runner:

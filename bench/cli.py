@@ -146,13 +146,19 @@ def sweep(
     if not jobs:
         raise typer.BadParameter("nothing to run: no size is left for these ops, dtypes and world sizes")
     with _progress(console) as progress:
-        task = progress.add_task("starting ranks", total=len(jobs))
+        task = progress.add_task(f"starting ranks, then {jobs[0].case}", total=len(jobs))
 
-        def done(job: Job) -> None:
-            progress.update(task, advance=1, description=str(job.case))
+        def done(job: Job, new: list[Row]) -> None:
+            num_done = int(progress.tasks[task].completed) + 1
+            following = str(jobs[num_done].case) if num_done < len(jobs) else ""
+            progress.update(task, advance=1, description=following)
             if not console.is_terminal:
                 # a log shows no bar
-                console.print(f"{progress.tasks[task].completed:.0f}/{len(jobs)} {job.case}", highlight=False)
+                elapsed = progress.tasks[task].elapsed or 0.0
+                console.print(f"{num_done}/{len(jobs)} {elapsed:5.0f} s  {job.case}", highlight=False)
+            if speaks:
+                # a sweep that is stopped keeps what it has measured
+                store.update(path, new)
 
         rows = (run_launched if is_launched else run_spawned)(jobs, machine, done)
     if speaks:

@@ -15,10 +15,10 @@ from fusedtp.kernels.gather_matmul import gather_matmul
 from fusedtp.kernels.launch import config_for, pitch_of
 from fusedtp.kernels.matmul import matmul
 from fusedtp.kernels.matmul_scatter import matmul_scatter
-from fusedtp.kernels.signal import FIRST_SLOT, SIGNALS
+from fusedtp.kernels.signal import CLOCK_MS, FIRST_SLOT, SIGNALS
 from torch import Tensor
 
-from fusedtp import reference
+from fusedtp import clock, reference
 from fusedtp.memory.local import local_memories
 from fusedtp.workspace import Workspace
 
@@ -72,6 +72,8 @@ def _workspace(problem: Problem, rows: int, pitch: int, slots: int) -> Workspace
     # Room for `rows` of `pitch` elements, every signal raised, every entry counted.
     memory = local_memories(problem.group.size(), problem.device)[problem.group.rank()]
     ws = Workspace(memory, problem.device)
+    # Nothing here waits, so nothing needs the clock, which would hold on to the workspace.
+    clock.release(ws.host_block[CLOCK_MS.value :])
     ws.require(rows * pitch * problem.x.element_size(), slots)
     ws.words[SIGNALS.value :] = ws.epoch + AHEAD
     return ws

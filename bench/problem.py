@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,6 +62,7 @@ class Problem:
             self.w = reference.chunk(self.w_whole, 1, rank, self.k_sizes).contiguous()
         self._dy: tuple[Tensor, Tensor] | None = None
         self._products: dict[str, Product] = {}
+        self._runners: dict[tuple[str, str], Runner] = {}
 
     def _normal(self, rows: int, cols: int) -> Tensor:
         return torch.randn(rows, cols, generator=self._generator).to(self.device, self.dtype)
@@ -78,12 +80,12 @@ class Problem:
     def _gradient(self) -> tuple[Tensor, Tensor]:
         if self._dy is None:
             whole, rank = self._normal(self.case.M, self.case.N), self.group.rank()
-            mine = {
-                "all_gather_matmul": lambda: reference.chunk(whole, 1, rank, self.n_sizes).contiguous(),
-                "matmul_reduce_scatter": lambda: reference.chunk(whole, 0, rank, self.m_sizes).clone(),
-                "matmul_all_reduce": lambda: whole,
-            }
-            self._dy = mine[self.case.op](), whole
+            mine = whole
+            if self.case.op == "all_gather_matmul":
+                mine = reference.chunk(whole, 1, rank, self.n_sizes).contiguous()
+            elif self.case.op == "matmul_reduce_scatter":
+                mine = reference.chunk(whole, 0, rank, self.m_sizes).clone()
+            self._dy = mine, whole
         return self._dy
 
     def parts(self, variant: str, direction: str = "forward") -> tuple[str, ...]:
@@ -97,7 +99,12 @@ class Problem:
         return {"forward": forward, "backward": backward, "both": (*forward, *backward)}[direction]
 
     def runner(self, variant: str, direction: str = "forward") -> Runner:
-        """The closure to time."""
+        """The closure to time, made once: a backward pass needs a forward one."""
+        if (variant, direction) not in self._runners:
+            self._runners[variant, direction] = self._runner(variant, direction)
+        return self._runners[variant, direction]
+
+    def _runner(self, variant: str, direction: str) -> Runner:
         if variant == "own_matmul":
             # Late: it brings the kernels in, which must not be imported before the interpreter is chosen.
             from . import own
@@ -115,11 +122,10 @@ class Problem:
     def _linear(self, schedule: str) -> Callable[[Tensor, Tensor], Tensor]:
         if self.case.op == "matmul_all_reduce":
             return partial(functional.linear_all_reduce, group=self.group, schedule=schedule)
-        function = {
-            "all_gather_matmul": functional.all_gather_linear,
-            "matmul_reduce_scatter": functional.linear_reduce_scatter,
-        }[self.case.op]
-        return partial(function, group=self.group, sizes=self.m_sizes, schedule=schedule)
+        options: dict[str, Any] = {"group": self.group, "sizes": self.m_sizes, "schedule": schedule}
+        if self.case.op == "all_gather_matmul":
+            return partial(functional.all_gather_linear, **options)
+        return partial(functional.linear_reduce_scatter, **options)
 
     def _matmul(self, name: str) -> Callable[[], Tensor]:
         # The library's, every operand as it is when all communication is done already.
@@ -178,28 +184,33 @@ class Problem:
     def _product(self, name: str) -> Product:
         # This rank's part of y, dx or dw, made once.
         if name not in self._products:
-            rank, chunk = self.group.rank(), reference.chunk
-            M, N, K = (self.case.M,), (self.case.N,), (self.case.K,)
-            x, w = self.x_whole, self.w_whole
-            if self.case.op == "all_gather_matmul":
-                operands = {
-                    "y": lambda: (x, self.w.t(), K),
-                    "dx": lambda: (chunk(self.dy_whole, 0, rank, self.m_sizes), w, self.n_sizes),
-                    "dw": lambda: (self.dy.t(), x, M),
-                }
-            else:
-                rows = self.m_sizes if self.case.op == "matmul_reduce_scatter" else ()
-                operands = {
-                    "y": lambda: (chunk(x, 0, rank, rows) if rows else x, w.t(), self.k_sizes),
-                    "dx": lambda: (self.dy_whole, self.w, N),
-                    "dw": lambda: (self.dy_whole.t(), self.x, M),
-                }
-            self._products[name] = Product(*operands[name]())
+            self._products[name] = Product(*self._operands(name))
         return self._products[name]
+
+    def _operands(self, name: str) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+        # a and b of which this rank's part is the product, and how ranks cut the contraction.
+        case, rank = self.case, self.group.rank()
+        if case.op == "all_gather_matmul":
+            if name == "y":
+                return self.x_whole, self.w.t(), (case.K,)
+            if name == "dx":
+                return reference.chunk(self.dy_whole, 0, rank, self.m_sizes), self.w_whole, self.n_sizes
+            return self.dy.t(), self.x_whole, (case.M,)
+        if name == "y":
+            scatters = case.op == "matmul_reduce_scatter"
+            rows = reference.chunk(self.x_whole, 0, rank, self.m_sizes) if scatters else self.x_whole
+            return rows, self.w_whole.t(), self.k_sizes
+        if name == "dx":
+            return self.dy_whole, self.w, (case.N,)
+        return self.dy_whole.t(), self.x, (case.M,)
 
     def forget_oracle(self) -> None:
         """Free the float64 tensors."""
         self._products = {}
+
+    def forget_runners(self) -> None:
+        """Free what closures hold: graphs, gathered tensors, arenas."""
+        self._runners = {}
 
 
 def passes(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from .cases import SCHEDULES
@@ -33,8 +34,8 @@ def run_job(group: Any, job: Job) -> list[Outcome]:
 
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     fusedtp.set_timeout(wait_seconds(job))
-    about = {"threads": torch.get_num_threads(), "backend": str(dist.get_backend(group))}
-    outcomes = [Outcome(each.variant, each.direction, not_run=each.reason, **about) for each in job.absent]
+    outcome = partial(Outcome, threads=torch.get_num_threads(), backend=str(dist.get_backend(group)))
+    outcomes = [outcome(each.variant, each.direction, not_run=each.reason) for each in job.absent]
     with torch.no_grad():
         problem = Problem(job.case, group, device)
         for direction in job.directions:
@@ -48,10 +49,9 @@ def run_job(group: Any, job: Job) -> list[Outcome]:
             correct = [name for name in variants if job.timed and not verdicts[name].error]
             runners = {name: problem.runner(name, direction) for name in correct}
             timings = measure(runners, group, device, seconds=job.seconds, rounds=job.rounds)
-            outcomes += [
-                Outcome(name, direction, verdicts[name], timings.get(name), paths[name], **about) for name in variants
-            ]
+            outcomes += [outcome(name, direction, verdicts[name], timings.get(name), paths[name]) for name in variants]
             del runners
+            problem.forget_runners()
     return outcomes
 
 
@@ -71,8 +71,8 @@ def rank_environment(num_gpus: int, num_ranks: int) -> dict[str, str]:
     return {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"} if num_ranks > num_gpus else {}
 
 
-def run_spawned(jobs: Sequence[Job], machine: Machine, done: Callable[[Job], None]) -> list[Row]:
-    """Run the jobs on ranks started here; `done` is called after each."""
+def run_spawned(jobs: Sequence[Job], machine: Machine, done: Callable[[Job, list[Row]], None]) -> list[Row]:
+    """Run the jobs on ranks started here; `done` is called with the rows of each."""
     num_ranks = max(job.case.world_size for job in jobs)
     env = rank_environment(machine.num_gpus, num_ranks)
     rows: list[Row] = []
@@ -82,11 +82,12 @@ def run_spawned(jobs: Sequence[Job], machine: Machine, done: Callable[[Job], Non
                 outcomes = pool.run(run_job, job, world_size=job.case.world_size, timeout=seconds_of(job))[0]
             except RankError as error:
                 outcomes = failed(job, str(error))
-            rows += rows_of(job.case, outcomes, machine)
+            new = rows_of(job.case, outcomes, machine)
+            rows += new
             if any(outcome.verdict and outcome.verdict.error for outcome in outcomes):
                 # a workspace that lost a peer refuses further use: what failed must not fail the next job too
                 pool.close()
-            done(job)
+            done(job, new)
     return rows
 
 
@@ -95,7 +96,7 @@ def launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def run_launched(jobs: Sequence[Job], machine: Machine, done: Callable[[Job], None]) -> list[Row]:
+def run_launched(jobs: Sequence[Job], machine: Machine, done: Callable[[Job, list[Row]], None]) -> list[Row]:
     """Run the jobs as one rank of the launcher's; every rank calls this with the same jobs, rank 0 gets the rows."""
     import torch
     import torch.distributed as dist
@@ -112,8 +113,9 @@ def run_launched(jobs: Sequence[Job], machine: Machine, done: Callable[[Job], No
         rows: list[Row] = []
         for job in jobs:
             if rank < job.case.world_size <= world_size:
-                rows += rows_of(job.case, run_job(groups[job.case.world_size], job), machine)
-                done(job)
+                new = rows_of(job.case, run_job(groups[job.case.world_size], job), machine)
+                rows += new
+                done(job, new)
             # ranks outside the group must not start the next job's barrier while this one is timed
             dist.barrier()
         return rows

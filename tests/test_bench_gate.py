@@ -6,11 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from fusedtp.bench import oracle
+from fusedtp.bench import oracle, problem
 from fusedtp.bench.cases import BOUNDS, DIRECTIONS, DTYPES, OPS, Case
-from fusedtp.bench.jobs import missing
+from fusedtp.bench.jobs import Job, missing
+from fusedtp.bench.machine import describe
 from fusedtp.bench.problem import Problem, Results, Runner
 from fusedtp.bench.ranks import RankPool
+from fusedtp.bench.rows import Outcome, rows_of
+from fusedtp.bench.sweep import run_job
 from fusedtp.bench.timing import Verdict, gate
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -88,10 +91,10 @@ def verdicts_of(
     with torch.no_grad():
         for op in OPS:
             case = Case(op, *shape, dtype, group.size())
-            problem = kind(case, group, CPU)
+            operands = kind(case, group, CPU)
             for direction in directions:
                 runs = [name for name in variants if not missing(name, case, direction, 0)]
-                for variant, verdict in gate(problem, runs, group, direction).items():
+                for variant, verdict in gate(operands, runs, group, direction).items():
                     found[op, direction, variant] = verdict
     return found
 
@@ -136,6 +139,38 @@ def test_one_rank_is_enough_to_refuse(pool: RankPool, plant: Plant, text: str) -
     for verdicts in pool.run(planted, plant, 0, ("unfused", "dtensor"), ("forward",), world_size=2):
         for verdict in verdicts.values():
             assert text in verdict.error
+
+
+def job_with_one_planted(group: ProcessGroup, wrong: str, plant: Plant, job: Job) -> list[Outcome]:
+    class OneWrong(Problem):
+        def runner(self, variant: str, direction: str = "forward") -> Runner:
+            right = super().runner(variant, direction)
+            if variant != wrong:
+                return right
+            return lambda: tuple([plant(part, group.rank()) for part in right() if isinstance(part, Tensor)])
+
+    kept, problem.Problem = problem.Problem, OneWrong  # type: ignore[misc]
+    try:
+        return run_job(group, job)
+    finally:
+        problem.Problem = kept  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("wrong", ["unfused", "decomposed", "dtensor"])
+@pytest.mark.parametrize("plant", [scaled, tile_missing, last_row_wrong])
+def test_a_wrong_provider_gets_an_error_row_and_no_number(pool: RankPool, plant: Plant, wrong: str) -> None:
+    variants = (*BOUNDS, "unfused", "decomposed", "dtensor")
+    job = Job(Case("all_gather_matmul", *SHAPE, "float32", 2), variants, True, 0.0, 3, ("forward", "backward"))
+    first, second = pool.run(job_with_one_planted, wrong, plant, job, world_size=2)
+    assert first == second
+    rows = rows_of(job.case, first, describe())
+    assert [(row.direction, row.variant) for row in rows] == [(d, v) for d in job.directions for v in variants]
+    for row in rows:
+        assert row.failed is (row.variant == wrong)
+        assert (row.median_ms is None) is row.failed
+        assert ("elements are wrong" in row.gate) is row.failed
+        # nor is there a ratio to what was refused
+        assert not (wrong == "unfused" and row.speedup_vs_unfused is not None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

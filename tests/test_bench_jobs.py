@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fusedtp.bench import blocks, machine
+from fusedtp.bench import baselines, blocks, machine
 from fusedtp.bench.cases import BOUNDS, CHECK_SHAPES, DIRECTIONS, OPS, SHAPES, Case, flops, traffic
 from fusedtp.bench.jobs import JOB_SECONDS, Request, missing, plan, seconds_of
 from fusedtp.bench.models import LAYERS, MODELS, block
@@ -81,6 +81,16 @@ def test_where_a_baseline_runs(
     variant: str, shape: tuple[int, int, int], direction: str, num_gpus: int, runs: bool
 ) -> None:
     assert (missing(variant, Case(GATHER, *shape, "float32", 2), direction, num_gpus) == "") is runs
+
+
+def test_async_tp_is_refused_unless_the_code_calls_the_fused_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+    code = ["def call(args):\n    torch.ops.symm_mem.fused_all_gather_matmul.default(x, [w], 0, '0')\n"]
+    monkeypatch.setattr("torch._inductor.utils.run_and_get_code", lambda run: (run(), code))
+    baselines.compiles(lambda: ran.append(1), ("fused_all_gather_matmul",))
+    with pytest.raises(RuntimeError, match="has no fused_matmul_reduce_scatter"):
+        baselines.compiles(lambda: ran.append(1), ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"))
+    assert len(ran) == 2
 
 
 def test_a_job_may_take_as_long_as_its_arithmetic() -> None:
