@@ -30,7 +30,7 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 Shape = tuple[int, int, int]
 
-_GATHER: tuple[Shape, ...] = ((4096, 512, 4096), (8192, 512, 2048), (2048, 512, 8192))
+_GATHER: tuple[Shape, ...] = ((4096, 512, 4096), (2048, 512, 8192), (8192, 512, 2048))
 _SCATTER: tuple[Shape, ...] = ((4096, 4096, 512), (2048, 8192, 512), (8192, 2048, 512))
 
 # `comm`: little arithmetic per byte that travels. GPU sizes are the MLP of a 70B model at 4096 and 8192 tokens.

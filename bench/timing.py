@@ -25,8 +25,10 @@ from .cases import BOUNDS
 from .problem import Problem
 
 MIN_ROUNDS, MAX_ROUNDS = 5, 50
-# A round that takes this long is timed three times only, the first one included: the gate has warmed everything.
-LONG_SECONDS, LONG_ROUNDS = 5.0, 3
+# The gate has run everything once: a first round that takes this long is not thrown away,
+KEPT_SECONDS = 0.5
+# and of rounds that take this long three are enough.
+LONG_SECONDS, LONG_ROUNDS = 2.0, 3
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def measure(
     """Time the runners; all ranks call this with the same names and get the same numbers.
 
     `seconds` is the time to spend, from which rank 0 derives the number of rounds (5 to 50) after one that is not
-    counted; `rounds` fixes it instead. A first round of 5 seconds and more does count, and three are enough.
+    counted; `rounds` fixes it instead. A first round of half a second and more does count; of 2 seconds, 3 rounds do.
     """
     if not runners:
         return {}
@@ -125,10 +127,10 @@ def _agree_on_rounds(
     round_seconds: float, seconds: float, rounds: int | None, group: ProcessGroup, device: torch.device
 ) -> tuple[int, int]:
     # (rounds, how many of them the first one is: 0 or 1), as rank 0 decides.
-    is_long = round_seconds >= LONG_SECONDS
+    is_long, is_kept = round_seconds >= LONG_SECONDS, round_seconds >= KEPT_SECONDS
     fitting = round(seconds / max(round_seconds, 1e-9))
     own = rounds or min(MAX_ROUNDS, max(LONG_ROUNDS if is_long else MIN_ROUNDS, fitting))
-    decided = torch.tensor([own, int(is_long)], device=device)
+    decided = torch.tensor([own, int(is_kept)], device=device)
     dist.broadcast(decided, dist.get_global_rank(group, 0), group=group)
     count, counted = decided.tolist()
     return int(count), int(counted)

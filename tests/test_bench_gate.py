@@ -162,7 +162,7 @@ def test_a_wrong_provider_gets_an_error_row_and_no_number(pool: RankPool, plant:
     variants = (*BOUNDS, "unfused", "decomposed", "dtensor")
     job = Job(Case("all_gather_matmul", *SHAPE, "float32", 2), variants, True, 0.0, 3, ("forward", "backward"))
     first, second = pool.run(job_with_one_planted, wrong, plant, job, world_size=2)
-    assert first == second
+    assert [(each.gate, each.timing) for each in first] == [(each.gate, each.timing) for each in second]
     rows = rows_of(job.case, first, describe())
     assert [(row.direction, row.variant) for row in rows] == [(d, v) for d in job.directions for v in variants]
     for row in rows:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fusedtp.bench import baselines, blocks, machine
-from fusedtp.bench.cases import BOUNDS, CHECK_SHAPES, DIRECTIONS, OPS, SHAPES, Case, flops, traffic
+from fusedtp.bench.cases import BASELINES, BOUNDS, CHECK_SHAPES, DIRECTIONS, OPS, SHAPES, Case, flops, traffic
 from fusedtp.bench.jobs import JOB_SECONDS, Request, missing, plan, seconds_of
 from fusedtp.bench.models import LAYERS, MODELS, block
 from fusedtp.bench.rows import Outcome, ratios, rows_of
@@ -100,6 +100,10 @@ def test_a_job_may_take_as_long_as_its_arithmetic() -> None:
     assert seconds_of(large) > 600
     assert large.is_long
     assert not small.is_long
+    # what is the same library call again is not timed again where that takes long
+    assert small.variants_of("forward") == ("matmul", "comm", "unfused", "decomposed", "auto")
+    assert large.variants_of("forward") == ("matmul", "comm", "unfused")
+    assert {each.variant for each in large.absent} == {"decomposed", "auto", *BASELINES}
 
 
 @pytest.mark.parametrize(

@@ -50,32 +50,44 @@ def test_variants_take_turns(pool: RankPool) -> None:
     assert "".join(calls) == "ab" + "ab" + "ba" + "ab" + "ba"
 
 
-def sleeping_long(group: ProcessGroup, long_seconds: float) -> tuple[int, list[str]]:
-    """Rounds of 3 ms on rank 0 and 15 ms on rank 1, where a round of `long_seconds` is long."""
-    before, timing.LONG_SECONDS = timing.LONG_SECONDS, long_seconds
+def sleeping_long(group: ProcessGroup, kept_seconds: float, long_seconds: float) -> tuple[int, list[str]]:
+    """Rounds of 3 ms on rank 0 and 15 ms on rank 1; those of `kept_seconds` are kept, `long_seconds` is long."""
+    before = timing.KEPT_SECONDS, timing.LONG_SECONDS
+    timing.KEPT_SECONDS, timing.LONG_SECONDS = kept_seconds, long_seconds
     try:
         timings, calls = sleeping(group, None)
     finally:
-        timing.LONG_SECONDS = before
+        timing.KEPT_SECONDS, timing.LONG_SECONDS = before
     return timings["a"].rounds, calls
 
 
-def test_rank_0_decides_for_all_whether_a_round_is_long(pool: RankPool) -> None:
-    # long on rank 1 alone: it must not count the first round, nor stop after three
-    (rounds, calls), (other_rounds, other_calls) = pool.run(sleeping_long, 0.01, world_size=2)
+@pytest.mark.parametrize(
+    ("seconds", "kept"),
+    [
+        # long on rank 1 alone: neither may it keep the first round, nor stop after three
+        (0.01, 0),
+        # long on both: all rounds count
+        (0.001, 1),
+    ],
+)
+def test_rank_0_decides_for_all_whether_a_round_is_long(pool: RankPool, seconds: float, kept: int) -> None:
+    (rounds, calls), (other_rounds, other_calls) = pool.run(sleeping_long, seconds, seconds, world_size=2)
     assert (rounds, calls) == (other_rounds, other_calls)
-    assert MIN_ROUNDS < rounds == (len(calls) - 2) // 2
+    assert MIN_ROUNDS < rounds <= MAX_ROUNDS
+    assert len(calls) == 2 * (rounds + 1 - kept)
 
 
-def long_rounds(group: ProcessGroup) -> tuple[int, int]:
-    before, timing.LONG_SECONDS = timing.LONG_SECONDS, 0.01
+def long_rounds(group: ProcessGroup, long_seconds: float) -> tuple[int, int]:
+    before = timing.KEPT_SECONDS, timing.LONG_SECONDS
+    timing.KEPT_SECONDS, timing.LONG_SECONDS = 0.01, long_seconds
     calls: list[int] = []
     try:
         found = measure({"a": lambda: (calls.append(1), time.sleep(0.012))}, group, CPU, seconds=0.0)
     finally:
-        timing.LONG_SECONDS = before
+        timing.KEPT_SECONDS, timing.LONG_SECONDS = before
     return found["a"].rounds, len(calls)
 
 
-def test_long_rounds_are_three_and_the_first_one_counts(pool: RankPool) -> None:
-    assert pool.run(long_rounds, world_size=2) == [(LONG_ROUNDS, LONG_ROUNDS)] * 2
+def test_the_least_number_of_rounds(pool: RankPool) -> None:
+    assert pool.run(long_rounds, 0.01, world_size=2) == [(LONG_ROUNDS, LONG_ROUNDS)] * 2
+    assert pool.run(long_rounds, 10.0, world_size=2) == [(MIN_ROUNDS, MIN_ROUNDS)] * 2
