@@ -1,4 +1,4 @@
-"""What the sweep runs: the sizes, the operands of every rank, the closures to time, and the check each must pass.
+"""What the sweep runs: ops, directions, variants, sizes, and what a case multiplies and sends.
 
 Sizes are global, y[M, N] = x[M, K] @ w[N, K].T over W ranks:
 
@@ -6,32 +6,31 @@ Sizes are global, y[M, N] = x[M, K] @ w[N, K].T over W ranks:
     matmul_reduce_scatter    x_shard_k [M, K/W],  w_shard_k [N, K/W]  ->  y_shard_m [M/W, N]
     matmul_all_reduce        x_shard_k [M, K/W],  w_shard_k [N, K/W]  ->  y [M, N]
 
-Every rank draws the same whole x and w, standard normal, from the case's seed and cuts its shards out of them (as even
-as can be where W does not divide), so each can compare its own part of y with the unsharded product in float64. Inputs
-of ones would let a chunk taken for another pass.
+Backward is the gradient of both operands, dx = dy @ w and dw = dy.T @ x, from a dy that is sharded as y is; `both` is
+forward and then backward, timed together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-from torch.distributed import ProcessGroup
-
-from fusedtp import functional, reference
-from fusedtp.shards import even_sizes
-
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+DIRECTIONS = ("forward", "backward", "both")
 SCHEDULES = ("unfused", "decomposed", "fused")
-# the two bounds every schedule is held against: the unsplit library matmul, and the backend's collective, each alone
+# What every schedule is held against: the unsplit library matmul, and the backend's collective, each alone.
 BOUNDS = ("matmul", "comm")
+# What a user could take instead: torch's DTensor styles, its symmetric-memory ops, its compiler's async TP.
+BASELINES = ("dtensor", "torch_symm_mem", "async_tp")
+# own_matmul: our kernels with every flag raised before; auto: the schedule that dispatch picks.
+VARIANTS = ("matmul", "own_matmul", "comm", *SCHEDULES, "auto", *BASELINES)
+# Those that run the whole op, so that a speed-up means something.
+WHOLE = (*SCHEDULES, "auto", *BASELINES)
 DTYPES = ("float32", "bfloat16", "float16")
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 Shape = tuple[int, int, int]
 
-_GATHER: tuple[Shape, ...] = ((4096, 512, 4096), (8192, 512, 2048), (2048, 512, 8192))
+_GATHER: tuple[Shape, ...] = ((4096, 512, 4096), (2048, 512, 8192), (8192, 512, 2048))
 _SCATTER: tuple[Shape, ...] = ((4096, 4096, 512), (2048, 8192, 512), (8192, 2048, 512))
 
 # `comm`: little arithmetic per byte that travels. GPU sizes are the MLP of a 70B model at 4096 and 8192 tokens.
@@ -56,7 +55,7 @@ CHECK_SHAPES: tuple[Shape, ...] = ((96, 80, 64), (97, 83, 61))
 
 @dataclass(frozen=True)
 class Case:
-    """One op at one size, dtype and world size."""
+    """One op at one size, dtype and world size. model, tokens, layer: the block it is a matmul of, or "", 0, ""."""
 
     op: str
     M: int
@@ -65,6 +64,9 @@ class Case:
     dtype: str
     world_size: int
     seed: int = 0
+    model: str = ""
+    tokens: int = 0
+    layer: str = ""
 
     def __post_init__(self) -> None:
         if self.op not in OPS:
@@ -75,94 +77,41 @@ class Case:
             raise ValueError(f"M, N, K and world_size must be positive, got {self}")
 
     def __str__(self) -> str:
-        return f"{self.op} {self.M}x{self.N}x{self.K} {self.dtype} on {self.world_size}"
+        name = f"{self.model} {self.layer}, " if self.model else ""
+        return f"{name}{self.op} {self.M}x{self.N}x{self.K} {self.dtype} on {self.world_size}"
+
+    @property
+    def even(self) -> bool:
+        """Whether every dim that is split is as long on every rank."""
+        split = (self.M, self.N) if self.op == "all_gather_matmul" else (self.M, self.K)
+        return all(length % self.world_size == 0 for length in split)
 
 
-class Problem:
-    """One rank's operands of a case, what each variant computes from them, and its check. Setting up sends nothing."""
+def check_direction(direction: str) -> None:
+    """ValueError unless `direction` is one of `DIRECTIONS`."""
+    if direction not in DIRECTIONS:
+        raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
 
-    def __init__(self, case: Case, group: ProcessGroup, device: torch.device) -> None:
-        self.case, self.group = case, group
-        rank, world_size = group.rank(), group.size()
-        self._dtype: torch.dtype = getattr(torch, case.dtype)
-        generator = torch.Generator().manual_seed(case.seed)
-        x = torch.randn(case.M, case.K, generator=generator).to(device, self._dtype)  # [M, K]
-        w = torch.randn(case.N, case.K, generator=generator).to(device, self._dtype)  # [N, K]
-        m_sizes, n_sizes, k_sizes = (even_sizes(length, world_size) for length in (case.M, case.N, case.K))
-        self._sizes = m_sizes
-        self._x = x
-        # what this rank's part of y is made of, for the oracle: rows of a, columns of b, and how K is cut
-        self._a, self._b, self._k_sizes = x, w.t(), k_sizes
-        if case.op == "all_gather_matmul":
-            self._x_shard = reference.chunk(x, 0, rank, m_sizes).clone()
-            self._w_shard = reference.chunk(w, 0, rank, n_sizes).clone()
-            self._b, self._k_sizes = self._w_shard.t(), (case.K,)
-        else:
-            self._x_shard = reference.chunk(x, 1, rank, k_sizes).contiguous()
-            self._w_shard = reference.chunk(w, 1, rank, k_sizes).contiguous()
-            self._partial = torch.mm(self._x_shard, self._w_shard.t())  # [M, N], this rank's term of the sum
-            if case.op == "matmul_reduce_scatter":
-                self._a = reference.chunk(x, 0, rank, m_sizes)
-        self._expected: Tensor | None = None
-        self._allowed: dict[torch.dtype, Tensor] = {}
 
-    def runner(self, variant: str) -> Callable[[], Tensor]:
-        """The closure to time: a schedule by name, or one of `BOUNDS`."""
-        group, x, w, sizes = self.group, self._x_shard, self._w_shard, self._sizes
-        op = self.case.op
-        if variant == "matmul":
-            whole, wt = (self._x if op == "all_gather_matmul" else x), w.t()
-            return lambda: torch.mm(whole, wt)
-        if variant == "comm":
-            if op == "all_gather_matmul":
-                return lambda: functional.all_gather(x, group=group, sizes=sizes, schedule="unfused")
-            partial = self._partial
-            return lambda: self._reduce(partial)
-        if op == "all_gather_matmul":
-            return lambda: functional.all_gather_linear(x, w, group=group, sizes=sizes, schedule=variant)
-        if op == "matmul_reduce_scatter":
-            return lambda: functional.linear_reduce_scatter(x, w, group=group, sizes=sizes, schedule=variant)
-        return lambda: functional.linear_all_reduce(x, w, group=group, schedule=variant)
+def flops(case: Case, direction: str) -> float:
+    """Floating-point operations of a rank, the mean where shards are uneven: one matmul forward, two backward."""
+    check_direction(direction)
+    matmuls = {"forward": 1, "backward": 2, "both": 3}[direction]
+    return matmuls * 2.0 * case.M * case.N * case.K / case.world_size
 
-    def check(self, variant: str, out: Tensor) -> tuple[float, float]:
-        """(largest error, largest error / allowed error) of `out` on this rank; AssertionError when it is wrong.
 
-        Collective for `matmul` of the two reducing ops: the partial product is judged by what its sum over ranks gives.
-        """
-        name = f"{self.case}, {variant}, rank {self.group.rank()}"
-        if self.case.op == "all_gather_matmul" and variant == "comm":
-            if not torch.equal(out, self._x):
-                reference.check(out, self._x.double(), torch.zeros(self._x.shape, device=out.device), name)
-            return 0.0, 0.0
-        if self.case.op != "all_gather_matmul" and variant == "matmul":
-            out = self._reduce(out)
-        # a backend may sum in the input's dtype, and so does every variant that goes through one
-        expected, allowed = self._oracle(self._dtype if variant in ("unfused", *BOUNDS) else torch.float32)
-        if out.shape != expected.shape or not out.numel():
-            reference.check(out, expected, allowed, name)
-            return 0.0, 0.0
-        # one temporary: at these sizes fresh pages cost more than arithmetic
-        error = torch.sub(expected, out).abs_()
-        largest = error.max().item()
-        ratio = error.div_(allowed).max().item()
-        if not ratio <= 1.0:
-            reference.check(out, expected, allowed, name)
-        return largest, ratio
+def traffic(case: Case, direction: str) -> list[tuple[str, int]]:
+    """(collective, bytes of its whole buffer) for each collective of an unfused pass, in the order they run.
 
-    def _reduce(self, partial: Tensor) -> Tensor:
-        if self.case.op == "matmul_reduce_scatter":
-            return functional.reduce_scatter(partial, group=self.group, sizes=self._sizes, schedule="unfused")
-        return functional.all_reduce(partial, group=self.group, schedule="unfused")
-
-    def _oracle(self, sum_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        if self._expected is None:
-            self._expected = reference.matmul(self._a, self._b)
-        if sum_dtype not in self._allowed:
-            self._allowed[sum_dtype] = reference.bound(
-                self._a, self._b, self._dtype, k_sizes=self._k_sizes, sum_dtype=sum_dtype
-            )
-        return self._expected, self._allowed[sum_dtype]
-
-    def forget_oracle(self) -> None:
-        """Free the float64 tensors before timing."""
-        self._expected, self._allowed = None, {}
+    The whole buffer is what is gathered, or what is reduced on every rank: the S of nccl-tests.
+    """
+    check_direction(direction)
+    itemsize = ITEMSIZE[case.dtype]
+    x, y = case.M * case.K * itemsize, case.M * case.N * itemsize
+    forward, backward = {
+        "all_gather_matmul": ([("all_gather", x)], [("reduce_scatter", x), ("all_gather", x)]),
+        # dy is gathered once, for both gradients
+        "matmul_reduce_scatter": ([("reduce_scatter", y)], [("all_gather", y)]),
+        "matmul_all_reduce": ([("all_reduce", y)], []),
+    }[case.op]
+    return {"forward": forward, "backward": backward, "both": forward + backward}[direction]

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from .cases import Shape
+    from .jobs import Job
     from .store import Row
-    from .sweep import Job
 
 app = typer.Typer(
     help="Tensor-parallel matmuls fused with their collectives: measure them on this machine.",
@@ -31,7 +31,7 @@ cli_tune.register(app)
 def _console() -> Console:
     console = Console()
     # a table folded to 80 columns cannot be read in a log either
-    return console if console.is_terminal else Console(width=140)
+    return console if console.is_terminal else Console(width=180)
 
 
 def _names(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]:
@@ -79,10 +79,22 @@ def _rows(path: Path) -> list[Row]:
 def sweep(
     world_size: Annotated[str | None, typer.Option(help="Numbers of ranks, for example 1,2,4.")] = None,
     op: Annotated[str | None, typer.Option(help="Ops, comma-separated; default all three.")] = None,
-    schedule: Annotated[str | None, typer.Option(help="Schedules, comma-separated; unfused is always timed.")] = None,
+    schedule: Annotated[
+        str | None, typer.Option(help="unfused, decomposed, fused, auto; comma-separated. unfused is always timed.")
+    ] = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="dtensor, torch_symm_mem, async_tp, or none; default what runs here.")
+    ] = None,
+    direction: Annotated[
+        str | None, typer.Option(help="forward, backward, both; default forward, and all three at a few sizes.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; comma-separated.")] = None,
     shapes: Annotated[str | None, typer.Option(help="Sets of sizes: small, medium, square, comm, large.")] = None,
     shape: Annotated[list[str] | None, typer.Option(help="One global size M,N,K; may be repeated.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Time the matmuls of a block of these models, for example llama3-8b.")
+    ] = None,
+    tokens: Annotated[str | None, typer.Option(help="Tokens of the models' blocks; default 2048.")] = None,
     seconds: Annotated[float, typer.Option(min=0.0, help="Time for the rounds of one case.")] = 1.0,
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of each case, in place of --seconds.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the operands.")] = 0,
@@ -93,9 +105,10 @@ def sweep(
     Starts its own ranks, or uses those it was launched as (torchrun --no-python --nproc-per-node 2 fusedtp sweep).
     Exits with 1 if any check failed.
     """
-    from . import cases, report, store
+    from . import cases, models, store
+    from .jobs import Request, plan
     from .machine import describe
-    from .sweep import Request, launched, plan, run_launched, run_spawned
+    from .sweep import launched, run_launched, run_spawned
 
     machine = describe()
     is_launched = launched()
@@ -104,13 +117,22 @@ def sweep(
         world_size = world_size or str(launched_size)
         if max(_numbers(world_size, "--world-size")) > launched_size:
             raise typer.BadParameter(f"--world-size {world_size}: {launched_size} ranks were launched")
+    if model and (shape or shapes):
+        raise typer.BadParameter("--model gives the sizes: leave --shape and --shapes out")
+    if tokens and not model:
+        raise typer.BadParameter("--tokens is for the blocks of --model")
+    every_schedule = (*cases.SCHEDULES, "auto")
     request = Request(
         world_sizes=_numbers(world_size, "--world-size") if world_size else None,
         ops=_names(op, cases.OPS, "--op") if op else cases.OPS,
-        schedules=_names(schedule, cases.SCHEDULES, "--schedule") if schedule else cases.SCHEDULES,
+        schedules=_names(schedule, every_schedule, "--schedule") if schedule else every_schedule,
+        baselines=_baselines(baseline),
+        directions=_names(direction, cases.DIRECTIONS, "--direction") if direction else None,
         dtypes=_names(dtype, cases.DTYPES, "--dtype") if dtype else None,
         shape_sets=_names(shapes, tuple(cases.SHAPES), "--shapes") if shapes else None,
         shapes=tuple(_shape(text) for text in shape or ()),
+        models=_names(model, tuple(models.MODELS), "--model") if model else (),
+        tokens=_numbers(tokens or "2048", "--tokens"),
         seconds=seconds,
         rounds=rounds,
         seed=seed,
@@ -121,28 +143,51 @@ def sweep(
     if path.exists():
         # before minutes are spent on rows that could not be added to it
         _rows(path)
-    jobs = plan(request, machine.num_gpus)
+    try:
+        jobs = plan(request, machine.num_gpus)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     if not jobs:
         raise typer.BadParameter("nothing to run: no size is left for these ops, dtypes and world sizes")
     with _progress(console) as progress:
-        task = progress.add_task("starting ranks", total=len(jobs))
+        task = progress.add_task(f"starting ranks, then {jobs[0].case}", total=len(jobs))
 
-        def done(job: Job) -> None:
-            progress.update(task, advance=1, description=str(job.case))
+        def done(job: Job, new: list[Row]) -> None:
+            num_done = int(progress.tasks[task].completed) + 1
+            following = str(jobs[num_done].case) if num_done < len(jobs) else ""
+            progress.update(task, advance=1, description=following)
             if not console.is_terminal:
                 # a log shows no bar
-                console.print(f"{progress.tasks[task].completed:.0f}/{len(jobs)} {job.case}", highlight=False)
+                elapsed = progress.tasks[task].elapsed or 0.0
+                console.print(f"{num_done}/{len(jobs)} {elapsed:5.0f} s  {job.case}", highlight=False)
+            if speaks:
+                # a sweep that is stopped keeps what it has measured
+                store.update(path, new)
 
         rows = (run_launched if is_launched else run_spawned)(jobs, machine, done)
-    if not speaks:
-        return
-    together = store.update(path, rows)
+    if speaks:
+        _keep(rows, store.update(path, rows), path, console)
+
+
+def _baselines(text: str | None) -> tuple[str, ...]:
+    from .cases import BASELINES
+
+    if text is None:
+        return BASELINES
+    names = _names(text, (*BASELINES, "none"), "--baseline")
+    return tuple(name for name in names if name != "none")
+
+
+def _keep(rows: list[Row], together: list[Row], path: Path, console: Console) -> None:
+    # Show the rows of a sweep, draw the picture of all; exit with 1 if a check failed.
+    from . import report
+
     report.show(rows, console)
     console.print(f"{len(rows)} rows in {path}")
-    if report.timed_cases(together):
+    if report.plain_forward(report.timed_cases(together)):
         report.picture(together, path.with_suffix(".png"))
         console.print(f"picture: {path.with_suffix('.png')}")
-    if num_failed := sum(not row.passed for row in rows):
+    if num_failed := sum(row.failed for row in rows):
         console.print(f"[bold red]{num_failed} of {len(rows)} rows did not pass the check[/]")
         raise typer.Exit(1)
 
@@ -162,7 +207,7 @@ def report(
     for path in rows or [out / describe().name / "sweep.csv"]:
         stored = _rows(path)
         drawing.show(stored, console)
-        if drawing.timed_cases(stored):
+        if drawing.plain_forward(drawing.timed_cases(stored)):
             drawing.picture(stored, path.with_suffix(".png"))
             console.print(f"picture: {path.with_suffix('.png')}")
         if readme is not None:

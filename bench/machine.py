@@ -18,13 +18,18 @@ SOURCES = ("fusedtp", "kernels", "bench")
 
 @dataclass(frozen=True)
 class Machine:
-    """`name` tells machines apart in paths and comparisons: kind, model, number of cores or GPUs."""
+    """`name` tells machines apart in paths and comparisons: kind, model, number of cores or GPUs.
+
+    links: what ranks reach each other over. driver: the GPU driver's version; empty without a GPU.
+    """
 
     name: str
     cpu: str
     cores: int
     gpu: str
     num_gpus: int
+    links: str
+    driver: str
     python: str
     torch: str
     triton: str
@@ -46,6 +51,8 @@ def describe() -> Machine:
         cores=cores,
         gpu=gpu,
         num_gpus=num_gpus,
+        links=links(num_gpus),
+        driver=driver() if num_gpus else "",
         python=platform.python_version(),
         torch=torch.__version__,
         triton=installed("triton"),
@@ -65,6 +72,33 @@ def cpu_model() -> str:
     except OSError:
         found = None
     return found.group(1).strip() if found else platform.machine()
+
+
+def links(num_gpus: int) -> str:
+    """What ranks on this machine reach each other over, in words: "shared memory", "18 NVLinks", "PCIe (PHB)"."""
+    if num_gpus < 2:
+        return "one GPU" if num_gpus else "shared memory"
+    found = topology(said("nvidia-smi", "topo", "-m"))
+    if found:
+        return ", ".join(found)
+    import torch
+
+    reach = [torch.cuda.can_device_access_peer(a, b) for a in range(num_gpus) for b in range(num_gpus) if a != b]
+    return "peer access" if all(reach) else "peer access between some GPUs" if any(reach) else "no peer access"
+
+
+def driver() -> str:
+    """The version of the GPU driver, or ""."""
+    return said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0].strip()
+
+
+def topology(matrix: str) -> list[str]:
+    """The kinds of links between GPUs in the table of `nvidia-smi topo -m`: ["18 NVLinks"] where all are alike."""
+    # colours are printed even into a pipe
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in matrix.splitlines()]
+    rows = [cells[1:] for cells in lines if cells and re.fullmatch(r"GPU\d+", cells[0]) and "X" in cells]
+    kinds = {row[other] for row in rows for other in range(min(len(rows), len(row))) if row[other] != "X"}
+    return sorted(f"{kind[2:]} NVLinks" if re.fullmatch(r"NV\d+", kind) else f"PCIe ({kind})" for kind in kinds)
 
 
 def installed(package: str) -> str:
@@ -113,8 +147,13 @@ def _same_files(root: Path) -> bool:
 
 def git(root: Path, *arguments: str) -> str:
     """What git says about the checkout at `root`; empty where it cannot say."""
+    return said("git", "-C", str(root), *arguments)
+
+
+def said(*command: str) -> str:
+    """What a program prints; empty where it is not there, fails, or takes long."""
     try:
-        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=20)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

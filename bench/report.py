@@ -8,8 +8,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .cases import DTYPES, OPS, SCHEDULES
-from .store import Row, replace
+from .cases import BASELINES, DIRECTIONS, DTYPES, OPS, SCHEDULES, WHOLE
+from .store import NOT_RUN, Row, replace
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,7 +28,7 @@ MARKERS = {"unfused": "o", "decomposed": "D", "fused": "s"}
 
 @dataclass
 class CaseRows:
-    """The timed rows of one case by variant."""
+    """The timed rows of one case in one direction, by variant."""
 
     first: Row
     rows: dict[str, Row] = field(default_factory=dict)
@@ -38,13 +38,18 @@ class CaseRows:
         row = self.first
         return f"{row.M} x {row.N} x {row.K} {SHORT_DTYPES[row.dtype]}"
 
+    @property
+    def layer(self) -> str:
+        """Whose matmul it is, "llama3-8b mlp up", or ""."""
+        return f"{self.first.model} {self.first.layer}".strip()
+
     def median(self, variant: str) -> float | None:
         row = self.rows.get(variant)
         return row.median_ms if row else None
 
 
 def timed_cases(rows: Iterable[Row]) -> list[CaseRows]:
-    """Cases with a number, in the order of op, world size, dtype and arithmetic."""
+    """Cases with a number, in the order of direction, op, world size, model, dtype and arithmetic."""
     cases: dict[Any, CaseRows] = {}
     for row in rows:
         if row.median_ms is not None:
@@ -52,60 +57,144 @@ def timed_cases(rows: Iterable[Row]) -> list[CaseRows]:
     return sorted(cases.values(), key=_order)
 
 
-def _order(case: CaseRows) -> tuple[int, int, int, int, int]:
+def _order(case: CaseRows) -> tuple[Any, ...]:
     row = case.first
-    return OPS.index(row.op), row.world_size, DTYPES.index(row.dtype), row.M * row.N * row.K, row.M
+    where = DIRECTIONS.index(row.direction), OPS.index(row.op), row.world_size, row.model, row.tokens
+    return *where, DTYPES.index(row.dtype), row.M * row.N * row.K, row.M
+
+
+def plain_forward(cases: Sequence[CaseRows]) -> list[CaseRows]:
+    """The forward cases that belong to no model, or all forward ones if there are no others."""
+    forward = [case for case in cases if case.first.direction == "forward"]
+    return [case for case in forward if not case.first.model] or forward
 
 
 def show(rows: Sequence[Row], console: Console) -> None:
-    """Print the timed cases, the checks without a time, and every failure."""
-    if cases := timed_cases(rows):
-        console.print(timed_table(cases))
+    """Print the timed cases, the totals of blocks, the checks without a time, what was not run, and every failure."""
+    from . import blocks
+
+    cases = timed_cases(rows)
+    for direction in DIRECTIONS:
+        if chosen := [case for case in cases if case.first.direction == direction]:
+            console.print(timed_table(chosen, direction))
+            console.print(rates_table(chosen, direction))
+    if cases:
         console.print(
             "Medians in ms, the slowest rank of each round; +- is half the 20-80 % range. M x N x K are global sizes.\n"
             "matmul, comm: the unsplit library matmul and the backend's collective, each alone. speed-up: over\n"
-            "unfused in the same rounds. of matmul: the matmul's time over the schedule's (1: only that is left).",
+            "unfused in the same rounds. of matmul: the matmul's time over the schedule's (1: only that is left).\n"
+            "hidden: the part of what unfused adds to the matmul that is gone. ceiling: the longer of matmul and comm.",
             style="dim",
         )
+    if totals := blocks.totals(rows):
+        console.print(blocks.table(totals))
     unclocked = [row for row in rows if row.passed and row.median_ms is None]
     if unclocked:
         console.print(checked_table(unclocked))
+    for note in not_run(rows):
+        console.print(f"not run: {note}", style="dim", highlight=False)
     for row in rows:
-        if not row.passed:
+        if row.failed:
             console.print(
-                f"[bold red]FAILED[/] {row.op} {row.variant} {row.M}x{row.N}x{row.K} {row.dtype} on {row.world_size}: ",
+                f"[bold red]FAILED[/] {row.op} {row.direction} {row.variant} {row.M}x{row.N}x{row.K} {row.dtype} "
+                f"on {row.world_size}: ",
                 end="",
             )
             console.print(row.gate, markup=False, highlight=False)
 
 
-def timed_table(cases: Sequence[CaseRows]) -> Table:
-    """One line a case."""
+def not_run(rows: Iterable[Row]) -> list[str]:
+    """What could not run here, a line for each variant and reason, with the ops and numbers of ranks it is about."""
+    said: dict[tuple[str, str], dict[str, set[int]]] = {}
+    for row in rows:
+        if not row.passed and not row.failed:
+            reason = row.gate.removeprefix(NOT_RUN)
+            said.setdefault((row.variant, reason), {}).setdefault(row.op, set()).add(row.world_size)
+    return [
+        f"{variant}: {reason} ({'; '.join(f'{op} on {_list(sizes)}' for op, sizes in where.items())})"
+        for (variant, reason), where in said.items()
+    ]
+
+
+def _list(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))
+
+
+def _table(title: str, cases: Sequence[CaseRows]) -> Table:
+    # With the columns that say which case it is.
     from rich import box
     from rich.table import Table
 
-    schedules = [name for name in SCHEDULES if any(name in case.rows for case in cases)]
-    faster = [name for name in schedules if name != "unfused"]
-    table = Table(title="Timed on this machine, every number behind a passed check", box=box.SIMPLE_HEAD)
+    table = Table(title=title, box=box.SIMPLE_HEAD)
     table.add_column("op")
+    if any(case.layer for case in cases):
+        table.add_column("layer")
     table.add_column("ranks", justify="right")
     table.add_column("M x N x K")
-    for name in ("matmul", "comm", *schedules):
-        table.add_column(name, justify="right")
-    for name in faster:
-        table.add_column("speed-up" if len(faster) == 1 else f"speed-up\n{name}", justify="right")
-        table.add_column("of matmul" if len(faster) == 1 else f"of matmul\n{name}", justify="right")
-    for before, case in zip([None, *cases[:-1]], cases, strict=True):
+    return table
+
+
+def _add(table: Table, cases: Sequence[CaseRows], cells: Sequence[Sequence[str]]) -> None:
+    # The lines of a table begun by `_table`, in sections by op.
+    layers = any(case.layer for case in cases)
+    for before, case, more in zip([None, *cases[:-1]], cases, cells, strict=True):
         if before is not None and before.first.op != case.first.op:
             table.add_section()
-        cells = [TITLES[case.first.op], str(case.first.world_size), case.size]
-        cells += [_ms(case.median("matmul")), _ms(case.median("comm"))]
+        layer = [case.layer] if layers else []
+        table.add_row(TITLES[case.first.op], *layer, str(case.first.world_size), case.size, *more)
+
+
+def _named(cases: Sequence[CaseRows], names: Iterable[str]) -> list[str]:
+    # Those of the variants that some case has.
+    return [name for name in names if any(name in case.rows for case in cases)]
+
+
+def timed_table(cases: Sequence[CaseRows], direction: str = "forward") -> Table:
+    """One line a case: times, speed-ups, how much is hidden."""
+    schedules = _named(cases, SCHEDULES)
+    faster = [name for name in schedules if name != "unfused"]
+    plain = _named(cases, ("matmul", "own_matmul", "comm"))
+    others = _named(cases, ("auto", *BASELINES))
+    table = _table(f"Timed on this machine, {direction}; every number behind a passed check", cases)
+    for name in (*plain, *schedules, *others):
+        table.add_column(name, justify="right")
+    for name in faster:
+        for what in ("speed-up", "of matmul", "hidden"):
+            table.add_column(what if len(faster) == 1 else f"{what}\n{name}", justify="right")
+    lines = []
+    for case in cases:
+        cells = [_ms(case.median(name)) for name in plain]
         cells += [_spread(case.rows.get(name)) for name in schedules]
+        cells += [_ms(case.median(name)) for name in others]
         for name in faster:
             row = case.rows.get(name)
             cells += [_ratio(row.speedup_vs_unfused if row else None, "x")]
             cells += [_ratio(row.matmul_fraction if row else None, "")]
-        table.add_row(*cells)
+            cells += [_ratio(row.overlap_efficiency if row else None, "")]
+        lines.append(cells)
+    _add(table, cases, lines)
+    return table
+
+
+def rates_table(cases: Sequence[CaseRows], direction: str = "forward") -> Table:
+    """One line a case: arithmetic and link rates, and the longer of the two bounds."""
+    names = _named(cases, ("matmul", "own_matmul", *SCHEDULES))
+    table = _table(f"Rates, {direction}", cases)
+    for name in names:
+        table.add_column(f"{name}\nTFLOP/s", justify="right")
+    for what in ("comm algbw\nGB/s", "comm busbw\nGB/s", "ceiling\nms", "best of\nceiling"):
+        table.add_column(what, justify="right")
+    lines = []
+    for case in cases:
+        comm = case.rows.get("comm")
+        medians = [median for name in WHOLE if (median := case.median(name)) is not None]
+        ceiling = next((row.ceiling_ms for row in case.rows.values() if row.ceiling_ms is not None), None)
+        rates = [row.tflops if (row := case.rows.get(name)) else None for name in names]
+        cells = ["-" if rate is None else f"{rate:.3g}" for rate in rates]
+        cells += [_ratio(comm.algbw_gbps if comm else None, ""), _ratio(comm.busbw_gbps if comm else None, "")]
+        cells += [_ms(ceiling), _ratio(ceiling / min(medians) if ceiling and medians else None, "")]
+        lines.append(cells)
+    _add(table, cases, lines)
     return table
 
 
@@ -115,16 +204,17 @@ def checked_table(rows: Sequence[Row]) -> Table:
     from rich.table import Table
 
     table = Table(title="Checked at small and uneven sizes, not timed", box=box.SIMPLE_HEAD)
-    for name in ("op", "schedule", "how"):
+    for name in ("op", "direction", "variant", "how"):
         table.add_column(name)
     for name in ("ranks", "checks passed", "dtypes", "largest error / allowed"):
         table.add_column(name, justify="right")
-    groups: dict[tuple[str, str, int, bool], list[Row]] = {}
+    groups: dict[tuple[str, str, str, int, bool], list[Row]] = {}
     for row in rows:
-        groups.setdefault((row.op, row.variant, row.world_size, row.interpreted), []).append(row)
-    for (op, variant, world_size, interpreted), members in groups.items():
+        groups.setdefault((row.op, row.direction, row.variant, row.world_size, row.interpreted), []).append(row)
+    for (op, direction, variant, world_size, interpreted), members in groups.items():
         table.add_row(
             TITLES[op],
+            direction,
             variant,
             "interpreted" if interpreted else "compiled",
             str(world_size),
@@ -153,14 +243,14 @@ def _ratio(value: float | None, unit: str) -> str:
 
 
 def picture(rows: Sequence[Row], path: Path) -> None:
-    """Draw the timed cases as a PNG: a column an op, a row a world size, a line a case, time on a log axis.
+    """Draw the forward cases as a PNG: a column an op, a row a world size, a line a case, time on a log axis.
 
     A black tick is the unsplit matmul alone, a marker a schedule's median with its 20-80 % range, and the number on the
     right the best speed-up over unfused; all panels share one axis. ValueError when no row has a number.
     """
-    cases = timed_cases(rows)
+    cases = plain_forward(timed_cases(rows))
     if not cases:
-        raise ValueError("no row has a time: nothing to draw")
+        raise ValueError("no forward row has a time: nothing to draw")
     from matplotlib.figure import Figure
 
     sizes = sorted({case.first.world_size for case in cases})
@@ -216,7 +306,7 @@ def _panel(axis: Any, cases: Sequence[CaseRows], lines: int) -> None:
                 label=f"{name} (median, 20-80 %)",
             )
         speedups = [
-            row.speedup_vs_unfused for name, row in case.rows.items() if name not in ("unfused", "matmul", "comm")
+            row.speedup_vs_unfused for name, row in case.rows.items() if name in SCHEDULES and name != "unfused"
         ]
         best = max((value for value in speedups if value is not None), default=None)
         if best is not None:
@@ -227,7 +317,8 @@ def _panel(axis: Any, cases: Sequence[CaseRows], lines: int) -> None:
     axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.xaxis.set_minor_locator(LogLocator(subs=()))
-    axis.set_yticks(range(len(cases)), [case.size for case in cases], fontsize=8)
+    names = [f"{case.first.layer}, {case.size}" if case.layer else case.size for case in cases]
+    axis.set_yticks(range(len(cases)), names, fontsize=8)
     axis.set_ylim(lines - 0.4, -0.6)
     axis.tick_params(axis="x", labelsize=8, labelbottom=True)
     axis.grid(axis="x", color="#ececec", zorder=0)

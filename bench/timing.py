@@ -21,9 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .cases import BOUNDS, Problem
+from .cases import BOUNDS
+from .problem import Problem
 
 MIN_ROUNDS, MAX_ROUNDS = 5, 50
+# The gate has run everything once: a first round that takes this long is not thrown away,
+KEPT_SECONDS = 0.5
+# and of rounds that take this long three are enough.
+LONG_SECONDS, LONG_ROUNDS = 2.0, 3
 
 
 @dataclass(frozen=True)
@@ -46,23 +51,31 @@ class Timing:
     rounds: int
 
 
-def gate(problem: Problem, variants: Sequence[str], group: ProcessGroup) -> dict[str, Verdict]:
-    """Run each variant on the real operands and check its result; all ranks return the same verdicts.
+def gate(
+    problem: Problem,
+    variants: Sequence[str],
+    group: ProcessGroup,
+    direction: str = "forward",
+    *,
+    once: bool = False,
+) -> dict[str, Verdict]:
+    """Run each variant on the real operands and check its results; all ranks return the same verdicts.
 
-    Schedules run twice: what a first call leaves behind (flags, buffers) is where a second one goes wrong.
+    Variants run twice unless `once`: what a first call leaves behind (flags, buffers) is where a second one goes wrong.
     """
     verdicts = {}
     for variant in variants:
         try:
-            run = problem.runner(variant)
+            run = problem.runner(variant, direction)
             # all calls before the first check: a rank that finds its result wrong must not leave the others waiting
-            results = [run() for _ in range(1 if variant in BOUNDS else 2)]
-            checks = [problem.check(variant, result) for result in results]
+            results = [run() for _ in range(1 if once or variant in BOUNDS else 2)]
+            checks = [problem.check(variant, result, direction) for result in results]
             own = Verdict(max(error for error, _ in checks), max(ratio for _, ratio in checks))
         except AssertionError as error:
             own = Verdict(float("nan"), float("nan"), str(error))
         except Exception as error:
             own = Verdict(float("nan"), float("nan"), f"{type(error).__name__}: {error}")
+        results = []
         everyone: list[Any] = [None] * group.size()
         dist.all_gather_object(everyone, own, group=group)
         failed = [verdict for verdict in everyone if verdict.error]
@@ -85,7 +98,7 @@ def measure(
     """Time the runners; all ranks call this with the same names and get the same numbers.
 
     `seconds` is the time to spend, from which rank 0 derives the number of rounds (5 to 50) after one that is not
-    counted; `rounds` fixes it instead.
+    counted; `rounds` fixes it instead. A first round of half a second and more does count; of 2 seconds, 3 rounds do.
     """
     if not runners:
         return {}
@@ -95,10 +108,11 @@ def measure(
     gc.collect()
     gc.disable()
     try:
-        warm = [clock.iteration(runners[name]) for name in names]
-        count = _agree_on_rounds(sum(warm) / 1e3, seconds, rounds, group, device)
+        first = [clock.iteration(runners[name]) for name in names]
+        count, counted = _agree_on_rounds(sum(first) / 1e3, seconds, rounds, group, device)
         times = torch.empty(len(names), count, dtype=torch.float64)
-        for turn in range(count):
+        times[:, 0] = torch.tensor(first, dtype=torch.float64)
+        for turn in range(counted, count):
             for step in range(len(names)):
                 which = (turn + step) % len(names)
                 times[which, turn] = clock.iteration(runners[names[which]])
@@ -111,11 +125,15 @@ def measure(
 
 def _agree_on_rounds(
     round_seconds: float, seconds: float, rounds: int | None, group: ProcessGroup, device: torch.device
-) -> int:
-    own = rounds or min(MAX_ROUNDS, max(MIN_ROUNDS, round(seconds / max(round_seconds, 1e-9))))
-    decided = torch.tensor([own], device=device)
+) -> tuple[int, int]:
+    # (rounds, how many of them the first one is: 0 or 1), as rank 0 decides.
+    is_long, is_kept = round_seconds >= LONG_SECONDS, round_seconds >= KEPT_SECONDS
+    fitting = round(seconds / max(round_seconds, 1e-9))
+    own = rounds or min(MAX_ROUNDS, max(LONG_ROUNDS if is_long else MIN_ROUNDS, fitting))
+    decided = torch.tensor([own, int(is_kept)], device=device)
     dist.broadcast(decided, dist.get_global_rank(group, 0), group=group)
-    return int(decided.item())
+    count, counted = decided.tolist()
+    return int(count), int(counted)
 
 
 def _slowest(times: Tensor, group: ProcessGroup, device: torch.device) -> Tensor:

@@ -78,14 +78,14 @@ def bound(
     if bias is not None:
         out += bias.double()
         allowed += eps_sum * bias.double().abs()
-    return allowed + eps_out * out.abs() + _underflow(dtype, len(sizes))
+    return allowed + eps_out * out.abs() + underflow(dtype, len(sizes))
 
 
 def total_bound(parts: Sequence[Tensor], dtype: torch.dtype, *, sum_dtype: torch.dtype = torch.float32) -> Tensor:
     """The error allowed in each element of a plain sum over ranks, whose terms arrive exactly."""
     eps_sum = torch.finfo(torch.float64 if dtype == torch.float64 else sum_dtype).eps
     size = torch.stack([part.double().abs() for part in parts]).sum(0)
-    return len(parts) * eps_sum * size + torch.finfo(dtype).eps * total(parts).abs() + _underflow(dtype, len(parts))
+    return len(parts) * eps_sum * size + torch.finfo(dtype).eps * total(parts).abs() + underflow(dtype, len(parts))
 
 
 def check(out: Tensor, ref: Tensor, allowed: Tensor, name: str) -> None:
@@ -109,7 +109,7 @@ def check(out: Tensor, ref: Tensor, allowed: Tensor, name: str) -> None:
         )
 
 
-def _underflow(dtype: torch.dtype, num_parts: int) -> float:
-    # Below the smallest normal number the relative bounds end; each rounding may lose one subnormal step.
+def underflow(dtype: torch.dtype, num_parts: int) -> float:
+    """What is allowed on top: below the smallest normal number every rounding may lose one subnormal step."""
     info = torch.finfo(dtype)
     return (num_parts + 2) * info.smallest_normal * info.eps

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from fusedtp.bench.cases import OPS, Case, Problem
+from fusedtp.bench.cases import OPS, Case
+from fusedtp.bench.problem import Problem
 from fusedtp.bench.ranks import RankPool
 from fusedtp.bench.timing import gate, measure
 from torch.distributed import ProcessGroup

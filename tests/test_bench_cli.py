@@ -11,13 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fusedtp.bench import machine, report, store, sweep
+from fusedtp.bench import blocks, machine, models, report, store, sweep
 from fusedtp.bench.cli import app
+from fusedtp.bench.jobs import Job
+from fusedtp.bench.models import Model
+from fusedtp.bench.rows import rows_of
 from fusedtp.bench.store import Row
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
 PNG = b"\x89PNG\r\n\x1a\n"
+ONLY = ["--schedule", "decomposed", "--baseline", "none"]
 TINY = ["--op", "all_gather_matmul", "--dtype", "float32", "--shape", "24,20,16", "--rounds", "3"]
 
 
@@ -41,26 +45,45 @@ def test_sweep_prints_and_keeps_rows(swept: tuple[Path, Result]) -> None:
     out, result = swept
     assert result.exit_code == 0, result.output
     rows = stored(out)
-    assert all(row.passed for row in rows)
-    timed = {row.variant: row for row in rows if (row.M, row.N, row.K) == (24, 20, 16)}
-    assert list(timed) == ["matmul", "comm", "unfused", "decomposed"]
+    assert not any(row.failed for row in rows)
+    timed = {row.variant: row for row in rows if (row.M, row.N, row.K) == (24, 20, 16) and row.passed}
+    assert list(timed) == ["matmul", "comm", "unfused", "decomposed", "auto", "dtensor"]
     for row in timed.values():
         assert row.median_ms is not None
+        assert row.ceiling_ms is not None
         assert (row.rounds, row.interpreted, row.threads, row.backend) == (3, False, 1, "gloo")
+        assert (row.direction, row.model, row.links, row.driver) == ("forward", "", "shared memory", "")
     unfused, decomposed = timed["unfused"], timed["decomposed"]
     assert unfused.speedup_vs_unfused == 1.0
     assert unfused.median_ms is not None
     assert decomposed.median_ms is not None
     assert decomposed.speedup_vs_unfused == pytest.approx(unfused.median_ms / decomposed.median_ms, rel=1e-4)
     assert decomposed.path.startswith("decomposed: ")
+    assert timed["auto"].path.partition(":")[0] in ("unfused", "decomposed")
+    assert timed["comm"].busbw_gbps == pytest.approx(timed["comm"].algbw_gbps / 2, rel=1e-4)
     assert "speed-up" in result.output
+
+
+def test_what_cannot_run_is_a_row_and_a_note_not_a_failure(swept: tuple[Path, Result]) -> None:
+    out, result = swept
+    absent = [row for row in stored(out) if not row.passed]
+    assert {(row.variant, row.gate) for row in absent} == {
+        (name, "not run: its fused ops need CUDA") for name in ("torch_symm_mem", "async_tp")
+    }
+    assert len(absent) == 2
+    assert {(row.median_ms, row.rounds) for row in absent} == {(None, 0)}
+    assert "not run: async_tp: its fused ops need CUDA (all_gather_matmul on 2)" in result.output
 
 
 def test_interpreted_rows_have_no_time(swept: tuple[Path, Result]) -> None:
     out, result = swept
-    fused = [row for row in stored(out) if row.variant == "fused"]
-    assert {(row.M, row.N, row.K) for row in fused} == {(96, 80, 64), (97, 83, 61)}
-    for row in fused:
+    kernels = [row for row in stored(out) if row.variant in ("fused", "own_matmul")]
+    assert {(row.variant, row.M, row.N, row.K, row.direction) for row in kernels} == {
+        (variant, *size)
+        for variant in ("fused", "own_matmul")
+        for size in ((96, 80, 64, "forward"), (97, 83, 61, "both"))
+    }
+    for row in kernels:
         assert row.interpreted
         assert (row.median_ms, row.speedup_vs_unfused, row.matmul_fraction, row.rounds) == (None, None, None, 0)
         assert row.error_ratio is not None
@@ -70,10 +93,11 @@ def test_interpreted_rows_have_no_time(swept: tuple[Path, Result]) -> None:
 def test_sweeping_again_replaces_and_report_draws_again(swept: tuple[Path, Result]) -> None:
     out, _ = swept
     before = stored(out)
-    result = invoke("sweep", "--world-size", "1,2", *TINY, "--schedule", "decomposed", "--out", out)
+    result = invoke("sweep", "--world-size", "1,2", *TINY, *ONLY, "--out", out)
     assert result.exit_code == 0, result.output
     rows = stored(out)
-    assert len(rows) == len(before) + 4
+    # on two ranks four variants take the place of eight, on one rank they are new
+    assert len(rows) == len(before) - 8 + 4 + 4
     (picture,) = out.glob("*/sweep.png")
     picture.unlink()
     result = invoke("report", "--out", out)
@@ -97,11 +121,13 @@ def test_failed_check_is_a_row_without_a_number_and_exit_code_1(
 ) -> None:
     good = [row for row in stored(swept[0]) if row.median_ms is not None]
 
-    def spawned(jobs: list[sweep.Job], about: machine.Machine, done: Any) -> list[Row]:
-        return good[:1] + sweep.rows_of(jobs[0], sweep.failed(jobs[0], "[2] elements wrong"), about)
+    def spawned(jobs: list[Job], about: machine.Machine, done: Any) -> list[Row]:
+        return good[:1] + rows_of(jobs[0].case, sweep.failed(jobs[0], "[2] elements wrong"), about)
 
     monkeypatch.setattr(sweep, "run_spawned", spawned)
-    result = invoke("sweep", "--world-size", "2", *TINY, "--schedule", "unfused", "--out", tmp_path)
+    result = invoke(
+        "sweep", "--world-size", "2", *TINY, "--schedule", "unfused", "--baseline", "none", "--out", tmp_path
+    )
     assert result.exit_code == 1
     assert "[2] elements wrong" in result.output
     assert "3 of 4 rows did not pass" in result.output
@@ -112,12 +138,12 @@ def test_failed_check_is_a_row_without_a_number_and_exit_code_1(
 
 def test_under_torchrun(tmp_path: Path) -> None:
     launcher = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, "-m", "fusedtp.bench.cli", "sweep", *TINY, "--schedule", "decomposed", "--out", str(tmp_path)]
+    command = [*launcher, "-m", "fusedtp.bench.cli", "sweep", *TINY, *ONLY, "--out", str(tmp_path)]
     # away from the checkout: -m puts the working directory first, where fusedtp is a folder without its other parts
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("all-gather + matmul") == 1
+    assert done.stdout.count("Rates, forward") == 1
     assert [(row.variant, row.world_size) for row in stored(tmp_path)] == [
         (variant, 2) for variant in ("matmul", "comm", "unfused", "decomposed")
     ]
@@ -132,12 +158,36 @@ def test_under_torchrun(tmp_path: Path) -> None:
         (["--shape", "4,4"], "--shape must be M,N,K"),
         (["--shapes", "huge"], "--shapes must be among small"),
         (["--dtype", "int8"], "--dtype must be among float32"),
+        (["--direction", "sideways"], "--direction must be among forward"),
+        (["--baseline", "nccl"], "--baseline must be among dtensor"),
+        (["--model", "llama3-9b"], "--model must be among llama3-8b"),
+        (["--model", "llama3-8b", "--world-size", "3"], "32 attention heads, which 3 ranks cannot share"),
+        (["--model", "llama3-8b", "--shape", "4,4,4"], "--model gives the sizes"),
+        (["--tokens", "512"], "--tokens is for the blocks of --model"),
     ],
 )
 def test_wrong_options_are_refused(arguments: list[str], message: str) -> None:
     result = invoke("sweep", *arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("\u2502", " ").split())
+
+
+def test_a_models_block_gives_rows_and_totals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(models.MODELS, "llama3-8b", Model(32, 48, 4, 2, 8, 1, True, "made up"))
+    block = ["--model", "llama3-8b", "--tokens", "24", "--world-size", "2", "--rounds", "3"]
+    result = invoke("sweep", *block, "--direction", "forward,backward,both", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    rows = [row for row in stored(tmp_path) if row.passed]
+    assert {(row.layer, row.op, row.tokens, row.direction) for row in rows} == {
+        (layer, op, 24, direction)
+        for layer, op in zip(models.LAYERS, ("all_gather_matmul", "matmul_reduce_scatter") * 2, strict=True)
+        for direction in ("forward", "backward", "both")
+    }
+    totals = blocks.totals(rows)
+    assert len(totals) == 3
+    for total in totals:
+        assert set(total.medians) == {"matmul", "comm", "unfused", "decomposed", "auto", "dtensor"}
+    assert "The matmuls of one transformer block together" in result.output
 
 
 def test_doctor() -> None:

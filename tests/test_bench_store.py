@@ -19,6 +19,10 @@ ROW = Row(
     K=4096,
     dtype="float32",
     world_size=2,
+    direction="forward",
+    model="llama3-8b",
+    tokens=4096,
+    layer="mlp up",
     median_ms=95.25,
     p20_ms=94.5,
     p80_ms=97.0,
@@ -26,6 +30,11 @@ ROW = Row(
     rounds=5,
     speedup_vs_unfused=1.625,
     matmul_fraction=0.96875,
+    tflops=0.125,
+    algbw_gbps=None,
+    busbw_gbps=None,
+    ceiling_ms=94.0,
+    overlap_efficiency=0.875,
     gate="passed",
     max_error=0.00048828,
     error_ratio=0.0078125,
@@ -38,6 +47,8 @@ ROW = Row(
     cores=2,
     gpu="",
     num_gpus=0,
+    links="shared memory",
+    driver="",
     threads=1,
     backend="gloo",
     python="3.11.7",
@@ -57,6 +68,9 @@ REFUSED = replace(
     rounds=0,
     speedup_vs_unfused=None,
     matmul_fraction=None,
+    tflops=None,
+    ceiling_ms=None,
+    overlap_efficiency=None,
     gate="3 of 4 elements are wrong,\nthe worst at (0, 1)",
     max_error=None,
     error_ratio=None,
@@ -111,7 +125,10 @@ def test_foreign_file_is_refused_and_untouched(path: Path, content: bytes, messa
 def test_malformed_cell_is_named(path: Path, column: str, cell: str) -> None:
     store.write(path, [ROW, ROW])
     header, first, second = path.read_text().splitlines()
-    cells = ["" if name == "cpu" else str(value) for name, value in zip(COLUMNS, vars(ROW).values(), strict=True)]
+    cells = [
+        "" if name == "cpu" or value is None else str(value)
+        for name, value in zip(COLUMNS, vars(ROW).values(), strict=True)
+    ]
     cells[COLUMNS.index(column)] = cell
     path.write_text("\n".join([header, first, ",".join(cells)]) + "\n")
     with pytest.raises(ValueError, match=rf"row 2, column {column}: '{cell}'"):
@@ -127,11 +144,21 @@ def test_row_cut_short_is_refused(path: Path) -> None:
 
 
 def test_update_replaces_whole_cases(path: Path) -> None:
-    other = replace(ROW, M=8192)
-    store.write(path, [ROW, replace(ROW, variant="unfused"), other, REFUSED])
+    # the same size in another direction, or in another block, is another case
+    others = [replace(ROW, M=8192), replace(ROW, direction="backward"), replace(ROW, layer="mlp down"), REFUSED]
+    store.write(path, [ROW, replace(ROW, variant="unfused"), *others])
     again = replace(ROW, median_ms=90.0)
-    assert store.update(path, [again]) == [other, REFUSED, again]
-    assert store.read(path) == [other, REFUSED, again]
+    assert store.update(path, [again]) == [*others, again]
+    assert store.read(path) == [*others, again]
+
+
+def test_what_cannot_run_has_not_failed() -> None:
+    absent = replace(REFUSED, gate=store.NOT_RUN + "its fused ops need CUDA")
+    assert [(row.passed, row.failed) for row in (ROW, REFUSED, absent)] == [
+        (True, False),
+        (False, True),
+        (False, False),
+    ]
 
 
 def test_failed_write_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

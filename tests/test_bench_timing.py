@@ -1,4 +1,4 @@
-"""The gate refuses what is wrong, and the ranks agree on verdicts, rounds and times."""
+"""Ranks that see different times run the same rounds, and what is reported is the slowest rank's."""
 
 from __future__ import annotations
 
@@ -8,67 +8,12 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from fusedtp.bench.cases import BOUNDS, CHECK_SHAPES, DTYPES, OPS, SHAPES, Case, Problem
+from fusedtp.bench import timing
 from fusedtp.bench.ranks import RankPool
-from fusedtp.bench.sweep import Request, plan
-from fusedtp.bench.timing import MAX_ROUNDS, MIN_ROUNDS, Timing, Verdict, gate, measure
-from torch import Tensor
+from fusedtp.bench.timing import LONG_ROUNDS, MAX_ROUNDS, MIN_ROUNDS, Timing, measure
 from torch.distributed import ProcessGroup
 
 CPU = torch.device("cpu")
-SHAPE = (70, 66, 96)
-
-
-def scaled(out: Tensor, rank: int) -> Tensor:
-    return out / 2
-
-
-def tile_missing(out: Tensor, rank: int) -> Tensor:
-    out = out.clone()
-    out[:16, :16] = 0
-    return out
-
-
-def last_row_wrong(out: Tensor, rank: int) -> Tensor:
-    out = out.clone()
-    out[-1] = out[0]
-    return out
-
-
-def nan_on_rank_1(out: Tensor, rank: int) -> Tensor:
-    out = out.clone()
-    if rank == 1:
-        out[3, 4] = torch.nan
-    return out
-
-
-def short_on_rank_1(out: Tensor, rank: int) -> Tensor:
-    return out[:-1] if rank == 1 else out
-
-
-def refused(out: Tensor, rank: int) -> Tensor:
-    raise ValueError("planted refusal")
-
-
-class Planted(Problem):
-    """A problem whose variants all give a result that `plant` has changed."""
-
-    plant: Callable[[Tensor, int], Tensor]
-
-    def runner(self, variant: str) -> Callable[[], Tensor]:
-        right = super().runner(variant)
-        return lambda: type(self).plant(right(), self.group.rank())
-
-
-def planted_verdict(group: ProcessGroup, op: str, plant: Callable[[Tensor, int], Tensor], variant: str) -> Verdict:
-    kind = type("Wrong", (Planted,), {"plant": staticmethod(plant)})
-    with torch.no_grad():
-        return gate(kind(Case(op, *SHAPE, "float32", group.size()), group, CPU), [variant], group)[variant]
-
-
-def true_verdicts(group: ProcessGroup, case: Case, variants: tuple[str, ...]) -> dict[str, Verdict]:
-    with torch.no_grad():
-        return gate(Problem(case, group, CPU), variants, group)
 
 
 def sleeping(group: ProcessGroup, rounds: int | None) -> tuple[dict[str, Timing], list[str]]:
@@ -84,44 +29,6 @@ def sleeping(group: ProcessGroup, rounds: int | None) -> tuple[dict[str, Timing]
 
     runners = {"a": runner("a", 0.001), "b": runner("b", 0.002)}
     return measure(runners, group, CPU, seconds=0.12, rounds=rounds), calls
-
-
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize(
-    ("plant", "text"),
-    [
-        (scaled, "elements are wrong"),
-        (tile_missing, "256 of"),
-        (last_row_wrong, "elements are wrong"),
-        (nan_on_rank_1, "rank 1: 1 of"),
-        (short_on_rank_1, "rank 1: shape"),
-        (refused, "ValueError: planted refusal"),
-    ],
-)
-def test_gate_refuses_what_is_wrong(pool: RankPool, op: str, plant: Callable[[Tensor, int], Tensor], text: str) -> None:
-    verdicts = pool.run(planted_verdict, op, plant, "unfused", world_size=2)
-    assert [text in verdict.error for verdict in verdicts] == [True, True], verdicts
-    assert verdicts[0].error == verdicts[1].error
-
-
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("variant", BOUNDS)
-def test_gate_judges_the_bounds_too(pool: RankPool, op: str, variant: str) -> None:
-    for verdict in pool.run(planted_verdict, op, last_row_wrong, variant, world_size=2):
-        assert "wrong" in verdict.error
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("op", OPS)
-def test_gate_passes_what_is_right(pool: RankPool, op: str, world_size: int) -> None:
-    for dtype in DTYPES:
-        case = Case(op, 70, 66, 97, dtype, world_size)
-        everyone = pool.run(true_verdicts, case, (*BOUNDS, "unfused", "decomposed"), world_size=world_size)
-        for verdicts in everyone:
-            assert verdicts == everyone[0]
-            for variant, verdict in verdicts.items():
-                assert not verdict.error, (variant, verdict)
-                assert 0 <= verdict.error_ratio <= 1, (variant, verdict)
 
 
 @pytest.mark.parametrize("rounds", [None, 7])
@@ -143,38 +50,44 @@ def test_variants_take_turns(pool: RankPool) -> None:
     assert "".join(calls) == "ab" + "ab" + "ba" + "ab" + "ba"
 
 
-def test_plan_never_times_fused_without_a_gpu_for_every_rank() -> None:
-    for num_gpus in (0, 1, 2):
-        for job in plan(Request(world_sizes=(1, 2, 4)), num_gpus):
-            if job.timed:
-                assert "fused" not in job.variants or job.case.world_size <= num_gpus
-                assert {"matmul", "comm", "unfused"} <= set(job.variants)
-            else:
-                assert (job.case.M, job.case.N, job.case.K) in CHECK_SHAPES
-    assert not any(job.timed for job in plan(Request(world_sizes=(2,)), 1))
+def sleeping_long(group: ProcessGroup, kept_seconds: float, long_seconds: float) -> tuple[int, list[str]]:
+    """Rounds of 3 ms on rank 0 and 15 ms on rank 1; those of `kept_seconds` are kept, `long_seconds` is long."""
+    before = timing.KEPT_SECONDS, timing.LONG_SECONDS
+    timing.KEPT_SECONDS, timing.LONG_SECONDS = kept_seconds, long_seconds
+    try:
+        timings, calls = sleeping(group, None)
+    finally:
+        timing.KEPT_SECONDS, timing.LONG_SECONDS = before
+    return timings["a"].rounds, calls
 
 
-def test_plan_of_named_and_given_sizes() -> None:
-    request = Request(
-        world_sizes=(2,), ops=OPS[:1], schedules=("decomposed",), shape_sets=("comm",), shapes=((8, 8, 8),)
-    )
-    jobs = plan(request, 0)
-    assert [(job.case.M, job.case.N, job.case.K) for job in jobs] == [*SHAPES["comm"][OPS[0]], (8, 8, 8)]
-    assert {job.variants for job in jobs} == {(*BOUNDS, "unfused", "decomposed")}
+@pytest.mark.parametrize(
+    ("seconds", "kept"),
+    [
+        # long on rank 1 alone: neither may it keep the first round, nor stop after three
+        (0.01, 0),
+        # long on both: all rounds count
+        (0.001, 1),
+    ],
+)
+def test_rank_0_decides_for_all_whether_a_round_is_long(pool: RankPool, seconds: float, kept: int) -> None:
+    (rounds, calls), (other_rounds, other_calls) = pool.run(sleeping_long, seconds, seconds, world_size=2)
+    assert (rounds, calls) == (other_rounds, other_calls)
+    assert MIN_ROUNDS < rounds <= MAX_ROUNDS
+    assert len(calls) == 2 * (rounds + 1 - kept)
 
 
-def test_plan_by_default_covers_every_op_world_size_and_dtype() -> None:
-    jobs = plan(Request(), 0)
-    assert {(job.case.op, job.case.world_size) for job in jobs if job.timed} == {
-        (op, w) for op in OPS for w in (1, 2, 4)
-    }
-    assert {(job.case.op, job.case.world_size, job.case.dtype) for job in jobs if not job.timed} == {
-        (op, w, dtype) for op in OPS for w in (1, 2, 4) for dtype in ("float32", "bfloat16", "float16")
-    }
-    assert {job.case.dtype for job in jobs if job.timed} == {"float32", "bfloat16", "float16"}
+def long_rounds(group: ProcessGroup, long_seconds: float) -> tuple[int, int]:
+    before = timing.KEPT_SECONDS, timing.LONG_SECONDS
+    timing.KEPT_SECONDS, timing.LONG_SECONDS = 0.01, long_seconds
+    calls: list[int] = []
+    try:
+        found = measure({"a": lambda: (calls.append(1), time.sleep(0.012))}, group, CPU, seconds=0.0)
+    finally:
+        timing.KEPT_SECONDS, timing.LONG_SECONDS = before
+    return found["a"].rounds, len(calls)
 
 
-@pytest.mark.parametrize("bad", [{"op": "all"}, {"dtype": "float64"}, {"M": 0}])
-def test_case_refuses(bad: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="must be"):
-        Case(**{"op": OPS[0], "M": 1, "N": 1, "K": 1, "dtype": "float32", "world_size": 1, **bad})  # type: ignore[arg-type]
+def test_the_least_number_of_rounds(pool: RankPool) -> None:
+    assert pool.run(long_rounds, 0.01, world_size=2) == [(LONG_ROUNDS, LONG_ROUNDS)] * 2
+    assert pool.run(long_rounds, 10.0, world_size=2) == [(MIN_ROUNDS, MIN_ROUNDS)] * 2

@@ -1,0 +1,137 @@
+"""What a user could take instead of this package, through the same gate and in the same rounds.
+
+    dtensor         torch's tensor-parallel styles, ColwiseParallel(input_layouts=Shard(0)) and
+                    RowwiseParallel(output_layouts=Shard(0)), on one nn.Linear; its forward keeps the gathered x
+    torch_symm_mem  torch.ops.symm_mem.fused_all_gather_matmul and fused_matmul_reduce_scatter; they have no gradient
+    async_tp        functional collectives and matmuls through torch.compile with _micro_pipeline_tp; refused unless the
+                    compiled code really calls torch's fused ops
+
+`missing` says why one cannot run, from what the command line knows; such a variant is a row with that reason.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from .cases import BASELINES, Case
+
+if TYPE_CHECKING:
+    from .problem import Problem, Runner
+
+# Where compiled async TP must have put torch's fused ops: op and direction -> what has to be in the code.
+_FUSED = {
+    ("all_gather_matmul", "forward"): ("fused_all_gather_matmul",),
+    ("all_gather_matmul", "both"): ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"),
+    ("matmul_reduce_scatter", "forward"): ("fused_matmul_reduce_scatter",),
+    ("matmul_reduce_scatter", "both"): ("fused_matmul_reduce_scatter", "fused_all_gather_matmul"),
+}
+
+
+def missing(variant: str, case: Case, direction: str, num_gpus: int) -> str:
+    """Why `variant` cannot run this case here, or "" if it can."""
+    assert variant in BASELINES, variant
+    if case.op == "matmul_all_reduce":
+        return "it has no matmul + all-reduce of its own kind"
+    if case.world_size == 1:
+        return "one rank has nothing to send"
+    if variant != "dtensor" and not num_gpus:
+        return "its fused ops need CUDA"
+    if variant == "torch_symm_mem" and direction != "forward":
+        return "its fused ops have no gradient"
+    if not case.even:
+        return "it splits uneven lengths otherwise than torch.tensor_split"
+    return ""
+
+
+def runner(problem: Problem, variant: str, direction: str) -> Runner:
+    """The closure of a baseline that is not `missing`. Collective."""
+    make = {"dtensor": _dtensor, "torch_symm_mem": _symm_mem, "async_tp": _async_tp}[variant]
+    return make(problem, direction)
+
+
+def _dtensor(problem: Problem, direction: str) -> Runner:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    from .problem import passes
+
+    mesh = DeviceMesh.from_group(problem.group, problem.device.type, mesh_dim_names=("tp",))
+    gathers = problem.case.op == "all_gather_matmul"
+    layer = nn.Linear(problem.case.K, problem.case.N, bias=False, device="meta")
+    # The shard is here already: the style would scatter a whole weight from rank 0.
+    weight = DTensor.from_local(problem.w, mesh, [Shard(0 if gathers else 1)], run_check=False)
+    layer.weight = nn.Parameter(weight)
+    style = ColwiseParallel(input_layouts=Shard(0)) if gathers else RowwiseParallel(output_layouts=Shard(0))
+    parallel = parallelize_module(layer, mesh, style)
+
+    def local(x: Tensor) -> Tensor:
+        return x.to_local() if isinstance(x, DTensor) else x
+
+    return passes(lambda x, w: parallel(x), problem.x, layer.weight, problem, direction, local)
+
+
+def _enable_symm_mem(problem: Problem) -> None:
+    from torch.distributed import _symmetric_memory
+
+    # Deprecated, and still what makes the compiler fuse on torch 2.11 to 2.13.
+    enable = getattr(_symmetric_memory, "enable_symm_mem_for_group", None)
+    if enable is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            enable(problem.group.group_name)
+
+
+def _symm_mem(problem: Problem, direction: str) -> Runner:
+    from .problem import passes
+
+    _enable_symm_mem(problem)
+    name = problem.group.group_name
+
+    def gather(x: Tensor, w: Tensor) -> Tensor:
+        _, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [w.t()], 0, name, return_A=False)
+        return y  # type: ignore[no-any-return]
+
+    def scatter(x: Tensor, w: Tensor) -> Tensor:
+        return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w.t(), "sum", 0, name)  # type: ignore[no-any-return]
+
+    call = gather if problem.case.op == "all_gather_matmul" else scatter
+    return passes(call, problem.x, problem.w, problem, direction)
+
+
+def _async_tp(problem: Problem, direction: str) -> Runner:
+    from torch._inductor import config
+    from torch.distributed._functional_collectives import all_gather_tensor_autograd, reduce_scatter_tensor_autograd
+
+    from .problem import passes
+
+    _enable_symm_mem(problem)
+    group = problem.group
+
+    def gather(x: Tensor, w: Tensor) -> Tensor:
+        return torch.mm(all_gather_tensor_autograd(x, 0, group), w.t())
+
+    def scatter(x: Tensor, w: Tensor) -> Tensor:
+        return reduce_scatter_tensor_autograd(torch.mm(x, w.t()), "sum", 0, group)  # type: ignore[no-any-return]
+
+    call = torch.compile(gather if problem.case.op == "all_gather_matmul" else scatter, fullgraph=True, dynamic=False)
+    # One whole pass compiles what the timed one needs: the gradients' graph is compiled with the forward one's.
+    whole = "forward" if direction == "forward" else "both"
+    with config.patch(_micro_pipeline_tp=True):
+        compiles(passes(call, problem.x, problem.w, problem, whole), _FUSED[problem.case.op, whole])
+    return passes(call, problem.x, problem.w, problem, direction)
+
+
+def compiles(run: Callable[[], object], wanted: tuple[str, ...]) -> None:
+    """Run what a first call compiles; RuntimeError unless the generated code calls each of the `wanted` ops."""
+    from torch._inductor.utils import run_and_get_code
+
+    _, codes = run_and_get_code(run)
+    absent = [name for name in wanted if not any(name in code for code in codes)]
+    if absent:
+        raise RuntimeError(f"the compiled graph has no {', '.join(absent)}: this would time the unfused ops")

@@ -1,0 +1,213 @@
+"""The jobs of a request: which cases, variants and directions run here, in which order, and how long each may take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from . import baselines, models
+from .cases import (
+    BASELINES,
+    BOUNDS,
+    CHECK_SHAPES,
+    DIRECTIONS,
+    DTYPES,
+    OPS,
+    SCHEDULES,
+    SHAPES,
+    Case,
+    Shape,
+    flops,
+    traffic,
+)
+
+# without a GPU kernels can only be interpreted, which Triton must know before they are imported
+INTERPRET = ("TRITON_INTERPRET", "1")
+# The interpreter and a loaded machine are slow: a rank that hangs is reported after this, and what its arithmetic takes
+# at the rate of a slow core that ranks share.
+JOB_SECONDS = 180.0
+SLOW_FLOPS = 1e10
+# A case with more arithmetic than this, forward and backward on a CPU, takes seconds a call: each variant runs once for
+# the gate.
+LONG_FLOPS = 1e11
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A variant that cannot run in one direction of a case, and why."""
+
+    variant: str
+    direction: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """One case; `timed` says whether the variants are measured after the gate. `absent`: those that get a reason."""
+
+    case: Case
+    variants: tuple[str, ...]
+    timed: bool
+    seconds: float = 1.0
+    rounds: int | None = None
+    directions: tuple[str, ...] = ("forward",)
+    absent: tuple[Absent, ...] = ()
+    num_gpus: int = 0
+
+    def variants_of(self, direction: str) -> tuple[str, ...]:
+        """Those that run in this direction."""
+        return tuple(name for name in self.variants if not missing(name, self.case, direction, self.num_gpus))
+
+    @property
+    def is_long(self) -> bool:
+        """Whether one call takes a CPU seconds."""
+        return is_long(self.case, self.num_gpus)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for; None is this machine's default. `models` take the place of sizes."""
+
+    world_sizes: tuple[int, ...] | None = None
+    ops: tuple[str, ...] = OPS
+    schedules: tuple[str, ...] = (*SCHEDULES, "auto")
+    baselines: tuple[str, ...] = BASELINES
+    dtypes: tuple[str, ...] | None = None
+    directions: tuple[str, ...] | None = None
+    shape_sets: tuple[str, ...] | None = None
+    shapes: tuple[Shape, ...] = ()
+    models: tuple[str, ...] = ()
+    tokens: tuple[int, ...] = ()
+    seconds: float = 1.0
+    rounds: int | None = None
+    seed: int = 0
+
+
+def is_long(case: Case, num_gpus: int) -> bool:
+    """Whether one call takes a CPU seconds."""
+    return not num_gpus and flops(case, "both") > LONG_FLOPS
+
+
+def missing(variant: str, case: Case, direction: str, num_gpus: int) -> str:
+    """Why a variant cannot run this case here, or "" if it can."""
+    if variant == "comm" and not traffic(case, direction):
+        return f"{direction} of {case.op} sends nothing"
+    if variant in ("decomposed", "auto") and case.world_size == 1 and is_long(case, num_gpus):
+        return "on one rank it is the library's matmul, as unfused is: left out where a call takes seconds"
+    return baselines.missing(variant, case, direction, num_gpus) if variant in BASELINES else ""
+
+
+def world_sizes(request: Request, num_gpus: int) -> tuple[int, ...]:
+    """1, 2, 4, as far as there are GPUs if there are any; up to 8 with 8 of them."""
+    if request.world_sizes is not None:
+        return request.world_sizes
+    return tuple(size for size in (1, 2, 4, 8) if size <= (num_gpus or 4))
+
+
+@dataclass
+class _Plan:
+    request: Request
+    num_gpus: int
+    jobs: list[Job] = field(default_factory=list)
+    # what has been said to be missing: once is enough for all sizes
+    said: set[tuple[str, int, str, str, str]] = field(default_factory=set)
+
+    def add_timed(self, case: Case, schedules: tuple[str, ...], directions: tuple[str, ...]) -> None:
+        # the baseline is part of every timed case: a speed-up is a ratio within one run
+        bounds = ("matmul", "own_matmul", "comm") if self.num_gpus else BOUNDS
+        variants = tuple(dict.fromkeys((*bounds, "unfused", *schedules, *self.request.baselines)))
+        absent = []
+        for direction in directions:
+            for name in variants:
+                reason = missing(name, case, direction, self.num_gpus)
+                key = (case.op, case.world_size, name, direction, reason)
+                if reason and key not in self.said:
+                    self.said.add(key)
+                    absent.append(Absent(name, direction, reason))
+        request = self.request
+        timing = request.seconds, request.rounds
+        self.jobs.append(Job(case, variants, True, *timing, directions, tuple(absent), self.num_gpus))
+
+    def add_checks(self, op: str, world_size: int, variants: tuple[str, ...]) -> None:
+        # By default an even size on two ranks alone, and there the uneven one's gradients too.
+        shapes = CHECK_SHAPES if self.request.directions or world_size == 2 else CHECK_SHAPES[-1:]
+        for shape in shapes:
+            # `both` checks y, dx and dw in one run
+            by_default = ("both",) if shape == CHECK_SHAPES[-1] and world_size == 2 else ("forward",)
+            for dtype in self.request.dtypes or DTYPES:
+                case = Case(op, *shape, dtype, world_size, self.request.seed)
+                directions = self.request.directions or by_default
+                self.jobs.append(Job(case, variants, False, directions=directions, num_gpus=self.num_gpus))
+
+
+def plan(request: Request, num_gpus: int) -> list[Job]:
+    """The jobs of a request, in the order they run. ValueError for a model that cannot be split so."""
+    made = _Plan(request, num_gpus)
+    for world_size in world_sizes(request, num_gpus):
+        compiled = 0 < world_size <= num_gpus
+        clocked = tuple(
+            name for name in (*SCHEDULES, "auto") if name in request.schedules and (name != "fused" or compiled)
+        )
+        if num_gpus and not compiled:
+            clocked = ()
+        if request.models:
+            for case in _blocks(request, world_size, num_gpus):
+                made.add_timed(case, clocked, request.directions or ("forward", "backward"))
+            continue
+        for op in request.ops:
+            for shape, dtype, directions in _sizes(request, op, world_size, num_gpus) if clocked else ():
+                made.add_timed(Case(op, *shape, dtype, world_size, request.seed), clocked, directions)
+        checked = tuple(name for name in request.schedules if name not in clocked)
+        if "fused" in checked:
+            checked = ("own_matmul", *checked)
+        for op in request.ops if checked else ():
+            made.add_checks(op, world_size, checked)
+    return made.jobs
+
+
+def _sizes(request: Request, op: str, world_size: int, num_gpus: int) -> list[tuple[Shape, str, tuple[str, ...]]]:
+    """(shape, dtype, directions) of the timed cases: what was asked for, or a selection that takes a few minutes."""
+    forward = request.directions or ("forward",)
+    if request.shapes or request.shape_sets is not None:
+        named = [shape for name in request.shape_sets or () for shape in SHAPES[name][op]]
+        dtypes = request.dtypes or (("bfloat16",) if num_gpus else ("float32",))
+        return [(shape, dtype, forward) for dtype in dtypes for shape in dict.fromkeys((*named, *request.shapes))]
+    main, sets = ("bfloat16", ("square", "large")) if num_gpus else ("float32", ("small", "medium"))
+    shapes = [shape for name in sets for shape in SHAPES[name][op]]
+    if not num_gpus and world_size == 2:
+        shapes += SHAPES["square"][op] + SHAPES["comm"][op][:2]
+    elif not num_gpus and world_size > 2:
+        # more ranks than a small machine has cores: one size where communication matters
+        shapes += SHAPES["comm"][op][:1]
+    # the gradients of a few sizes
+    gradients = shapes if num_gpus else (*SHAPES["small"][op], *SHAPES["medium"][op]) if world_size == 2 else ()
+    every = request.directions or DIRECTIONS
+    sizes = [(shape, main, every if shape in gradients else forward) for shape in shapes]
+    if num_gpus or world_size == 2:
+        sizes += [(shape, dtype, forward) for shape in SHAPES["medium"][op] for dtype in DTYPES if dtype != main]
+    return [size for size in sizes if request.dtypes is None or size[1] in request.dtypes]
+
+
+def _blocks(request: Request, world_size: int, num_gpus: int) -> list[Case]:
+    # The matmuls of a block of each model at each number of tokens.
+    dtypes = request.dtypes or (("bfloat16",) if num_gpus else ("float32",))
+    return [
+        case
+        for model in request.models
+        for tokens in request.tokens
+        for dtype in dtypes
+        for case in models.block(model, tokens, world_size, dtype, request.seed)
+        if case.op in request.ops
+    ]
+
+
+def seconds_of(job: Job) -> float:
+    """After how long the ranks of a job are given up."""
+    calls = len(job.variants) * (1 + (job.rounds or (5 if job.is_long else 10)))
+    # the float64 products beside them
+    work = sum(flops(job.case, each) * (calls + 6) for each in job.directions)
+    return JOB_SECONDS + work / SLOW_FLOPS
+
+
+def wait_seconds(job: Job) -> float:
+    """How long an op waits for a peer that may still be making its float64 products."""
+    return JOB_SECONDS / 2 + 6 * max(flops(job.case, each) for each in job.directions) / SLOW_FLOPS

@@ -1,0 +1,102 @@
+"""What a rank's part of a result must be, in float64 and in blocks, and the check of every element against it.
+
+The float64 product of a block model's matmul would not fit beside its operands' float64 copies, so it is made block by
+block; so is the comparison. The allowed error is that of `fusedtp.reference`, with one term bounded from above: where
+that takes |a| @ |b|, a third matmul, this takes |row of a| * |column of b|, which Cauchy and Schwarz say is no less. On
+normal input it is pi / 2 times as much, and a missing tile or a wrong scale is still far outside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from fusedtp import reference
+
+# Elements of a float64 block: 64 MB.
+BLOCK = 1 << 23
+
+
+def _blocks(length: int, other: int) -> Iterator[slice]:
+    # Slices of `length` with no more than BLOCK elements each, `other` to an index.
+    step = max(1, BLOCK // max(1, other))
+    for begin in range(0, length, step):
+        yield slice(begin, min(length, begin + step))
+
+
+class Product:
+    """a [R, K] @ b [K, C], and the error that an op of `dtype` may leave in it. `k_sizes`: how ranks cut K."""
+
+    def __init__(self, a: Tensor, b: Tensor, k_sizes: Sequence[int]) -> None:
+        assert a.dtype == b.dtype, (a.dtype, b.dtype)
+        self._dtype, self._parts = a.dtype, len(k_sizes)
+        rows, cols = a.shape[0], b.shape[1]
+        self.expected = a.new_zeros((rows, cols), dtype=torch.float64)  # [R, C]
+        # sum over ranks of |partial product|: what rounding each partial and adding them up is relative to
+        self._size = a.new_zeros((rows, cols), dtype=torch.float32) if self._parts > 1 else None
+        # per part of K: K_r * |rows of a|, |columns of b|
+        self._norms: list[tuple[Tensor, Tensor]] = []
+        for a_part, b_part in zip(a.split(list(k_sizes), 1), b.split(list(k_sizes), 0), strict=True):
+            self._add(a_part, b_part)
+
+    def _add(self, a: Tensor, b: Tensor) -> None:
+        K, cols = b.shape
+        col_norms = b.new_empty(cols, dtype=torch.float64)
+        row_norms = a.new_empty(a.shape[0], dtype=torch.float64)
+        for rows in _blocks(a.shape[0], K):
+            left = a[rows].double()
+            row_norms[rows] = left.norm(dim=1)
+            for columns in _blocks(cols, max(K, left.shape[0])):
+                right = b[:, columns].double()
+                if rows.start == 0:
+                    col_norms[columns] = right.norm(dim=0)
+                partial = left @ right
+                self.expected[rows, columns] += partial
+                if self._size is not None:
+                    self._size[rows, columns] += partial.abs_()
+        self._norms.append((K * row_norms, col_norms))
+
+    def _allowed(self, rows: slice, sum_dtype: torch.dtype) -> Tensor:
+        eps, eps_acc = torch.finfo(self._dtype).eps, torch.finfo(torch.float32).eps
+        allowed = self.expected[rows].abs().mul_(eps)
+        for row_norms, col_norms in self._norms:
+            allowed.addr_(row_norms[rows], col_norms, alpha=eps_acc)
+        if self._size is not None:
+            eps_sum = max(torch.finfo(sum_dtype).eps, eps_acc)
+            allowed += self._size[rows] * (eps + self._parts * eps_sum)
+        return allowed.add_(reference.underflow(self._dtype, self._parts))
+
+    def check(self, out: Tensor, sum_dtype: torch.dtype, name: str) -> tuple[float, float]:
+        """(largest error, largest error / allowed error) of `out`; AssertionError when an element is outside.
+
+        `sum_dtype`: what partials may have been added up in. NaN fails.
+        """
+        rows, cols = self.expected.shape
+        assert out.shape == self.expected.shape, f"{name}: shape {tuple(out.shape)}, expected {(rows, cols)}"
+        largest = ratio = 0.0
+        wrong, worst = 0, (-math.inf, 0, 0)
+        for part in _blocks(rows, cols):
+            error = torch.sub(self.expected[part], out[part]).abs_()
+            if not error.numel():
+                continue
+            allowed = self._allowed(part, sum_dtype)
+            largest = max(largest, error.max().item())
+            bad = int((~(error <= allowed)).sum())  # NaN compares as wrong
+            shares = torch.nan_to_num(error / allowed, nan=math.inf)
+            at = int(shares.argmax())
+            ratio = max(ratio, shares.flatten()[at].item())
+            wrong += bad
+            if bad and shares.flatten()[at].item() > worst[0]:
+                worst = shares.flatten()[at].item(), part.start + at // cols, at % cols
+        if wrong:
+            _, row, col = worst
+            line = self._allowed(slice(row, row + 1), sum_dtype)[0, col].item()
+            got, want = out[row, col].item(), self.expected[row, col].item()
+            raise AssertionError(
+                f"{name}: {wrong} of {rows * cols} elements are wrong, the worst at {(row, col)}: got {got:.6g}, "
+                f"expected {want:.6g}, off by {abs(got - want):.3g}, allowed {line:.3g}"
+            )
+        return largest, ratio

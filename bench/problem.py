@@ -1,0 +1,250 @@
+"""One rank's operands of a case, the closures to time, and the check each result must pass.
+
+Every rank draws the same whole x, w and dy, standard normal, from the case's seed and cuts its shards out of them (as
+even as can be where W does not divide), so each can compare its own part of y, dx and dw with the unsharded products in
+float64. Inputs of ones would let a chunk taken for another pass.
+
+A closure returns a tuple whose parts are named by `Problem.parts`: y, dx, dw are this rank's shards of the results;
+y_partial, dx_partial its term of a sum over ranks, as matmuls alone leave it; x, dy what a gather alone gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import fusedtp
+from fusedtp import functional, reference
+from fusedtp.shards import even_sizes
+
+from . import baselines
+from .cases import BASELINES, BOUNDS, WHOLE, Case, check_direction
+from .oracle import Product
+
+# A list is one tensor that lies in several places, one below the other.
+Results = tuple[Tensor | list[Tensor], ...]
+Runner = Callable[[], Results]
+
+# (matmuls alone, collectives alone) of each op's passes: the parts that they give.
+_FORWARD = {
+    "all_gather_matmul": (("y",), ("x",)),
+    "matmul_reduce_scatter": (("y_partial",), ("y",)),
+    "matmul_all_reduce": (("y_partial",), ("y",)),
+}
+_BACKWARD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "all_gather_matmul": (("dx_partial", "dw"), ("dx", "x")),
+    "matmul_reduce_scatter": (("dx", "dw"), ("dy",)),
+    "matmul_all_reduce": (("dx", "dw"), ()),
+}
+
+
+class Problem:
+    """The operands of `case` on this rank of `group`. Making one sends nothing; `runner` and `check` are collective."""
+
+    def __init__(self, case: Case, group: ProcessGroup, device: torch.device) -> None:
+        self.case, self.group, self.device = case, group, device
+        rank, world_size = group.rank(), group.size()
+        self.dtype: torch.dtype = getattr(torch, case.dtype)
+        self.m_sizes, self.n_sizes, self.k_sizes = (even_sizes(size, world_size) for size in (case.M, case.N, case.K))
+        self._generator = torch.Generator().manual_seed(case.seed)
+        self.x_whole = self._normal(case.M, case.K)  # [M, K]
+        self.w_whole = self._normal(case.N, case.K)  # [N, K]
+        if case.op == "all_gather_matmul":
+            self.x = reference.chunk(self.x_whole, 0, rank, self.m_sizes).clone()
+            self.w = reference.chunk(self.w_whole, 0, rank, self.n_sizes).clone()
+        else:
+            self.x = reference.chunk(self.x_whole, 1, rank, self.k_sizes).contiguous()
+            self.w = reference.chunk(self.w_whole, 1, rank, self.k_sizes).contiguous()
+        self._dy: tuple[Tensor, Tensor] | None = None
+        self._products: dict[str, Product] = {}
+        self._runners: dict[tuple[str, str], Runner] = {}
+
+    def _normal(self, rows: int, cols: int) -> Tensor:
+        return torch.randn(rows, cols, generator=self._generator).to(self.device, self.dtype)
+
+    @property
+    def dy(self) -> Tensor:
+        """This rank's shard of the gradient of y, sharded as y is. Drawn when a backward pass asks for it."""
+        return self._gradient()[0]
+
+    @property
+    def dy_whole(self) -> Tensor:
+        """The gradient of the whole y [M, N]."""
+        return self._gradient()[1]
+
+    def _gradient(self) -> tuple[Tensor, Tensor]:
+        if self._dy is None:
+            whole, rank = self._normal(self.case.M, self.case.N), self.group.rank()
+            mine = whole
+            if self.case.op == "all_gather_matmul":
+                mine = reference.chunk(whole, 1, rank, self.n_sizes).contiguous()
+            elif self.case.op == "matmul_reduce_scatter":
+                mine = reference.chunk(whole, 0, rank, self.m_sizes).clone()
+            self._dy = mine, whole
+        return self._dy
+
+    def parts(self, variant: str, direction: str = "forward") -> tuple[str, ...]:
+        """What a variant's closure returns, by name."""
+        check_direction(direction)
+        if variant in ("matmul", "own_matmul", "comm"):
+            which = int(variant == "comm")
+            forward, backward = _FORWARD[self.case.op][which], _BACKWARD[self.case.op][which]
+        else:
+            forward, backward = ("y",), ("dx", "dw")
+        return {"forward": forward, "backward": backward, "both": (*forward, *backward)}[direction]
+
+    def runner(self, variant: str, direction: str = "forward") -> Runner:
+        """The closure to time, made once: a backward pass needs a forward one."""
+        if (variant, direction) not in self._runners:
+            self._runners[variant, direction] = self._runner(variant, direction)
+        return self._runners[variant, direction]
+
+    def _runner(self, variant: str, direction: str) -> Runner:
+        if variant == "own_matmul":
+            # Late: it brings the kernels in, which must not be imported before the interpreter is chosen.
+            from . import own
+
+            return own.runner(self, direction)
+        if variant in BOUNDS:
+            alone = self._matmul if variant == "matmul" else self._collective
+            steps = [alone(name) for name in self.parts(variant, direction)]
+            return lambda: tuple([step() for step in steps])
+        if variant in BASELINES:
+            return baselines.runner(self, variant, direction)
+        assert variant in WHOLE, variant
+        return passes(self._linear(variant), self.x, self.w, self, direction)
+
+    def _linear(self, schedule: str) -> Callable[[Tensor, Tensor], Tensor]:
+        if self.case.op == "matmul_all_reduce":
+            return partial(functional.linear_all_reduce, group=self.group, schedule=schedule)
+        options: dict[str, Any] = {"group": self.group, "sizes": self.m_sizes, "schedule": schedule}
+        if self.case.op == "all_gather_matmul":
+            return partial(functional.all_gather_linear, **options)
+        return partial(functional.linear_reduce_scatter, **options)
+
+    def _matmul(self, name: str) -> Callable[[], Tensor]:
+        # The library's, every operand as it is when all communication is done already.
+        gathers = self.case.op == "all_gather_matmul"
+        if name.startswith("y"):
+            return partial(torch.mm, self.x_whole if gathers else self.x, self.w.t())
+        dy = self.dy if gathers else self.dy_whole
+        if name.startswith("dx"):
+            return partial(torch.mm, dy, self.w)
+        return partial(torch.mm, dy.t(), self.x_whole if gathers else self.x)
+
+    def _collective(self, name: str) -> Callable[[], Tensor]:
+        # The backend's, every term of a sum made already.
+        if name in ("y", "dx"):
+            return partial(self._sum, self._matmul(name)(), name)
+        shard = self.x if name == "x" else self.dy
+        return partial(functional.all_gather, shard, group=self.group, sizes=self.m_sizes, schedule="unfused")
+
+    def _sum(self, term: Tensor, name: str) -> Tensor:
+        # What the backend makes of every rank's term of y or dx.
+        if name == "y" and self.case.op == "matmul_all_reduce":
+            return functional.all_reduce(term, group=self.group, schedule="unfused")
+        return functional.reduce_scatter(term, group=self.group, sizes=self.m_sizes, schedule="unfused")
+
+    def check(self, variant: str, results: Results, direction: str = "forward") -> tuple[float, float]:
+        """(largest error, largest error / allowed error) on this rank; AssertionError when a part is wrong.
+
+        Collective where a part is a term of a sum: it is judged by what its sum over ranks gives.
+        """
+        names = self.parts(variant, direction)
+        own_part = f"{self.case}, {direction}, {variant}, rank {self.group.rank()}"
+        assert len(results) == len(names), f"{own_part}: {len(results)} results, expected {', '.join(names)}"
+        # a backend may sum in the input's dtype, and so does every variant that goes through one
+        taken = fusedtp.last_path()
+        by_backend = variant == "auto" and taken is not None and taken.schedule == "unfused"
+        lenient = by_backend or variant in ("unfused", "own_matmul", *BOUNDS, *BASELINES)
+        # all sums before the first check: a rank that finds a part wrong must not leave the others waiting
+        whole_results = [torch.cat(out) if isinstance(out, list) else out for out in results]
+        summed = [
+            self._sum(out, name.removesuffix("_partial")) if name.endswith("_partial") else out
+            for name, out in zip(names, whole_results, strict=True)
+        ]
+        largest = ratio = 0.0
+        for name, out in zip(names, summed, strict=True):
+            what = f"{own_part}: {name}"
+            if name in ("x", "dy"):
+                whole = self.x_whole if name == "x" else self.dy_whole
+                if not torch.equal(out, whole):
+                    reference.check(out, whole.double(), torch.zeros_like(whole, dtype=torch.float64), what)
+                continue
+            product = self._product(name.removesuffix("_partial"))
+            error, share = product.check(out, self.dtype if lenient else torch.float32, what)
+            largest, ratio = max(largest, error), max(ratio, share)
+        return largest, ratio
+
+    def _product(self, name: str) -> Product:
+        # This rank's part of y, dx or dw, made once.
+        if name not in self._products:
+            self._products[name] = Product(*self._operands(name))
+        return self._products[name]
+
+    def _operands(self, name: str) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+        # a and b of which this rank's part is the product, and how ranks cut the contraction.
+        case, rank = self.case, self.group.rank()
+        if case.op == "all_gather_matmul":
+            if name == "y":
+                return self.x_whole, self.w.t(), (case.K,)
+            if name == "dx":
+                return reference.chunk(self.dy_whole, 0, rank, self.m_sizes), self.w_whole, self.n_sizes
+            return self.dy.t(), self.x_whole, (case.M,)
+        if name == "y":
+            scatters = case.op == "matmul_reduce_scatter"
+            rows = reference.chunk(self.x_whole, 0, rank, self.m_sizes) if scatters else self.x_whole
+            return rows, self.w_whole.t(), self.k_sizes
+        if name == "dx":
+            return self.dy_whole, self.w, (case.N,)
+        return self.dy_whole.t(), self.x, (case.M,)
+
+    def forget_oracle(self) -> None:
+        """Free the float64 tensors."""
+        self._products = {}
+
+    def forget_runners(self) -> None:
+        """Free what closures hold: graphs, gathered tensors, arenas."""
+        self._runners = {}
+
+
+def passes(
+    call: Callable[[Tensor, Tensor], Tensor],
+    x: Tensor,
+    w: Tensor,
+    problem: Problem,
+    direction: str,
+    local: Callable[[Tensor], Tensor] | None = None,
+) -> Runner:
+    """The closure of one direction of y = call(x, w). backward differentiates one y again and again: collective here.
+
+    `local` takes this rank's shard out of a gradient that is not a plain tensor.
+    """
+
+    def forward() -> Results:
+        with torch.no_grad():
+            return (call(x, w),)
+
+    if direction == "forward":
+        return forward
+    leaves = [each if each.requires_grad else each.detach().requires_grad_() for each in (x, w)]
+
+    def differentiate(y: Tensor, keep: bool) -> Results:
+        grads = torch.autograd.grad(y, leaves, problem.dy, retain_graph=keep)
+        return grads if local is None else tuple([local(grad) for grad in grads])
+
+    def both() -> Results:
+        with torch.enable_grad():
+            y = call(*leaves)
+        return (y.detach(), *differentiate(y, False))
+
+    if direction == "both":
+        return both
+    with torch.enable_grad():
+        y = call(*leaves)
+    return lambda: differentiate(y, True)

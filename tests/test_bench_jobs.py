@@ -1,0 +1,251 @@
+"""What a request runs; models' matmuls; what follows from medians; totals of blocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fusedtp.bench import baselines, blocks, machine
+from fusedtp.bench.cases import BASELINES, BOUNDS, CHECK_SHAPES, DIRECTIONS, OPS, SHAPES, Case, flops, traffic
+from fusedtp.bench.jobs import JOB_SECONDS, Request, missing, plan, seconds_of
+from fusedtp.bench.models import LAYERS, MODELS, block
+from fusedtp.bench.rows import Outcome, ratios, rows_of
+from fusedtp.bench.timing import Timing, Verdict
+
+MACHINE = machine.Machine("m", "cpu", 2, "", 0, "shared memory", "", "3", "2", "3", "0123", False)
+GATHER, SCATTER, ALL_REDUCE = OPS
+
+
+def test_plan_never_times_kernels_without_a_gpu_for_every_rank() -> None:
+    for num_gpus in (0, 1, 2):
+        for job in plan(Request(world_sizes=(1, 2, 4)), num_gpus):
+            if job.timed:
+                assert not {"fused", "own_matmul"} & set(job.variants) or job.case.world_size <= num_gpus
+                assert {"matmul", "comm", "unfused", "auto"} <= set(job.variants)
+            else:
+                assert (job.case.M, job.case.N, job.case.K) in CHECK_SHAPES
+                assert {"fused", "own_matmul"} <= set(job.variants)
+    assert not any(job.timed for job in plan(Request(world_sizes=(2,)), 1))
+
+
+def test_plan_of_named_and_given_sizes() -> None:
+    request = Request((2,), OPS[:1], ("decomposed",), (), None, None, ("comm",), ((8, 8, 8),))
+    jobs = plan(request, 0)
+    assert [(job.case.M, job.case.N, job.case.K) for job in jobs] == [*SHAPES["comm"][OPS[0]], (8, 8, 8)]
+    assert {job.variants for job in jobs} == {(*BOUNDS, "unfused", "decomposed")}
+    assert {job.directions for job in jobs} == {("forward",)}
+    both = plan(replace(request, directions=("backward", "both")), 0)
+    assert {job.directions for job in both} == {("backward", "both")}
+
+
+def test_plan_by_default_covers_every_op_world_size_dtype_and_direction() -> None:
+    jobs = plan(Request(), 0)
+    timed, checked = [job for job in jobs if job.timed], [job for job in jobs if not job.timed]
+    assert {(job.case.op, job.case.world_size) for job in timed} == {(op, w) for op in OPS for w in (1, 2, 4)}
+    assert {(job.case.op, job.case.world_size, job.case.dtype) for job in checked} == {
+        (op, w, dtype) for op in OPS for w in (1, 2, 4) for dtype in ("float32", "bfloat16", "float16")
+    }
+    assert {job.case.dtype for job in timed} == {"float32", "bfloat16", "float16"}
+    assert {(job.case.op, direction) for job in timed for direction in job.directions} == {
+        (op, direction) for op in OPS for direction in DIRECTIONS
+    }
+
+
+def test_what_cannot_run_is_said_once_an_op_world_size_and_direction() -> None:
+    jobs = plan(Request(world_sizes=(1, 2), directions=("forward", "backward")), 0)
+    absent = [(job.case.op, job.case.world_size, *vars(each).values()) for job in jobs for each in job.absent]
+    assert len(absent) == len(set(absent))
+    assert (GATHER, 2, "async_tp", "forward", "its fused ops need CUDA") in absent
+    assert (GATHER, 1, "dtensor", "forward", "one rank has nothing to send") in absent
+    assert not [each for each in absent if each[:3] == (GATHER, 2, "dtensor")]
+    assert (ALL_REDUCE, 2, "comm", "backward", "backward of matmul_all_reduce sends nothing") in absent
+    # and what is missing is not tried
+    for job in jobs:
+        for direction in job.directions:
+            assert not [name for name in job.variants_of(direction) if missing(name, job.case, direction, 0)]
+
+
+@pytest.mark.parametrize(
+    ("variant", "shape", "direction", "num_gpus", "runs"),
+    [
+        ("dtensor", (8, 8, 8), "both", 0, True),
+        ("dtensor", (9, 8, 8), "forward", 0, False),
+        ("torch_symm_mem", (8, 8, 8), "forward", 2, True),
+        ("torch_symm_mem", (8, 8, 8), "backward", 2, False),
+        ("async_tp", (8, 8, 8), "backward", 2, True),
+        ("async_tp", (8, 8, 8), "forward", 0, False),
+    ],
+)
+def test_where_a_baseline_runs(
+    variant: str, shape: tuple[int, int, int], direction: str, num_gpus: int, runs: bool
+) -> None:
+    assert (missing(variant, Case(GATHER, *shape, "float32", 2), direction, num_gpus) == "") is runs
+
+
+def test_async_tp_is_refused_unless_the_code_calls_the_fused_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+    code = ["def call(args):\n    torch.ops.symm_mem.fused_all_gather_matmul.default(x, [w], 0, '0')\n"]
+    monkeypatch.setattr("torch._inductor.utils.run_and_get_code", lambda run: (run(), code))
+    baselines.compiles(lambda: ran.append(1), ("fused_all_gather_matmul",))
+    with pytest.raises(RuntimeError, match="has no fused_matmul_reduce_scatter"):
+        baselines.compiles(lambda: ran.append(1), ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"))
+    assert len(ran) == 2
+
+
+def test_a_job_may_take_as_long_as_its_arithmetic() -> None:
+    small, large = (plan(Request((1,), OPS[:1], shapes=((size,) * 3,)), 0)[0] for size in (64, 8192))
+    assert JOB_SECONDS < seconds_of(small) < JOB_SECONDS + 1
+    # 1.1 TFLOP a matmul, on one core of 50 GFLOP/s: 22 s, some 30 times
+    assert seconds_of(large) > 600
+    assert large.is_long
+    assert not small.is_long
+    # what is the same library call again is not timed again where that takes long
+    assert small.variants_of("forward") == ("matmul", "comm", "unfused", "decomposed", "auto")
+    assert large.variants_of("forward") == ("matmul", "comm", "unfused")
+    assert {each.variant for each in large.absent} == {"decomposed", "auto", *BASELINES}
+
+
+@pytest.mark.parametrize(
+    "bad", [{"op": "all"}, {"dtype": "float64"}, {"M": 0}, {"world_size": 0}], ids=lambda bad: next(iter(bad))
+)
+def test_case_refuses(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        Case(**{"op": OPS[0], "M": 1, "N": 1, "K": 1, "dtype": "float32", "world_size": 1, **bad})
+
+
+# Parameters of all blocks: the published size less its embeddings, in billions.
+@pytest.mark.parametrize(
+    ("model", "billions"),
+    [
+        ("llama3-8b", 8.03 - 2 * 128256 * 4096 / 1e9),
+        ("llama3-70b", 70.55 - 2 * 128256 * 8192 / 1e9),
+        ("llama3-405b", 405.85 - 2 * 128256 * 16384 / 1e9),
+        ("qwen3-8b", 6.95),
+        ("qwen3-32b", 31.2),
+        ("gpt3-175b", 174.6 - (50257 + 2048) * 12288 / 1e9),
+    ],
+)
+def test_models_have_their_published_number_of_parameters(model: str, billions: float) -> None:
+    in_block = sum(case.N * case.K for case in block(model, 1, 1, "bfloat16"))
+    assert in_block * MODELS[model].num_blocks / 1e9 == pytest.approx(billions, rel=0.002)
+
+
+def test_block_of_a_model() -> None:
+    cases = block("llama3-8b", 512, 4, "float32")
+    assert [(case.layer, case.op, case.M, case.N, case.K) for case in cases] == [
+        ("attention qkv", GATHER, 512, 4096 + 2 * 1024, 4096),
+        ("attention out", SCATTER, 512, 4096, 4096),
+        ("mlp up", GATHER, 512, 2 * 14336, 4096),
+        ("mlp down", SCATTER, 512, 4096, 14336),
+    ]
+    assert {(case.model, case.tokens, case.world_size) for case in cases} == {("llama3-8b", 512, 4)}
+    # Qwen3's heads are wider than hidden / heads
+    assert [case.K for case in block("qwen3-32b", 1, 1, "float32")] == [5120, 64 * 128, 5120, 25600]
+    # 16 ranks share 8 key-value heads by copies
+    assert block("llama3-8b", 1, 16, "float32")[0].N == 4096 + 2 * 16 * 128
+
+
+@pytest.mark.parametrize(
+    ("model", "world_size", "message"),
+    [
+        ("llama3-8b", 3, "32 attention heads, which 3 ranks"),
+        ("gpt3-175b", 64, "96 attention heads, which 64 ranks"),
+        ("llama", 1, "model must be one of llama3-8b"),
+        ("llama3-8b", 0, "must be positive"),
+    ],
+)
+def test_block_refuses(model: str, world_size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        block(model, 8, world_size, "float32")
+
+
+def test_traffic_and_flops() -> None:
+    case = Case(GATHER, 8, 6, 4, "bfloat16", 2)
+    assert flops(case, "forward") == 2 * 8 * 6 * 4 / 2
+    assert flops(case, "both") == flops(case, "forward") + flops(case, "backward") == 3 * flops(case, "forward")
+    x = 8 * 4 * 2
+    assert traffic(case, "both") == [("all_gather", x), ("reduce_scatter", x), ("all_gather", x)]
+    assert traffic(replace(case, op=SCATTER), "backward") == [("all_gather", 8 * 6 * 2)]
+    assert traffic(replace(case, op=ALL_REDUCE), "backward") == []
+    with pytest.raises(ValueError, match="direction must be one of"):
+        flops(case, "sideways")
+
+
+def test_ratios_by_hand() -> None:
+    case = Case(ALL_REDUCE, 1000, 1000, 1000, "float32", 4)
+    medians = {"matmul": 10.0, "comm": 4.0, "unfused": 14.0, "decomposed": 11.0}
+    got = ratios(case, "forward", "decomposed", medians)
+    assert got.speedup_vs_unfused == pytest.approx(14 / 11)
+    assert got.matmul_fraction == pytest.approx(10 / 11)
+    assert got.overlap_efficiency == pytest.approx(1 - 1 / 4)
+    assert got.ceiling_ms == 10.0
+    assert got.tflops == pytest.approx(2e9 / 4 / 11e-3 / 1e12)
+    comm = ratios(case, "forward", "comm", medians)
+    assert comm.algbw_gbps == pytest.approx(4e6 / 4e-3 / 1e9)
+    assert comm.busbw_gbps == pytest.approx(4e6 / 4e-3 / 1e9 * 2 * 3 / 4)
+    assert (comm.tflops, comm.speedup_vs_unfused, comm.overlap_efficiency) == (None, None, None)
+    # nothing is sent backward: the matmul alone is the bound, and there is nothing to hide
+    backward = ratios(case, "backward", "decomposed", {**medians, "unfused": 10.5})
+    assert (backward.ceiling_ms, backward.overlap_efficiency) == (10.0, None)
+    # a bound or a baseline that was refused leaves no ratio to it
+    alone = ratios(case, "forward", "decomposed", {"decomposed": 11.0, "comm": 4.0})
+    assert (alone.speedup_vs_unfused, alone.matmul_fraction, alone.ceiling_ms) == (None, None, None)
+    gathered = ratios(replace(case, op=GATHER), "backward", "comm", {"comm": 4.0})
+    assert gathered.busbw_gbps == pytest.approx(2 * 4e6 * 3 / 4 / 4e-3 / 1e9)
+
+
+def block_rows(refused: str = "", world_size: int = 2) -> list[Any]:
+    rows = []
+    for case in block("llama3-8b", 512, world_size, "float32"):
+        outcomes = []
+        for place, variant in enumerate(("matmul", "comm", "unfused", "decomposed")):
+            wrong = refused == variant and case.layer == "mlp down"
+            timing = None if wrong else Timing(10.0 + place, 1.0, 2.0, 3.0, 5)
+            outcomes.append(Outcome(variant, "forward", Verdict(0.0, 0.0, "wrong" if wrong else ""), timing))
+        rows += rows_of(case, outcomes, MACHINE)
+    return rows
+
+
+def test_block_totals_are_sums_of_rows() -> None:
+    (total,) = blocks.totals(block_rows())
+    assert total.medians == {"matmul": 40.0, "comm": 44.0, "unfused": 48.0, "decomposed": 52.0}
+    assert total.speedup("decomposed") == pytest.approx(48 / 52)
+    assert total.best == "unfused"
+    assert (total.model, total.tokens, total.world_size, total.direction) == ("llama3-8b", 512, 2, "forward")
+
+
+def test_block_total_needs_every_matmul_passed() -> None:
+    (total,) = blocks.totals(block_rows(refused="decomposed"))
+    assert set(total.medians) == {"matmul", "comm", "unfused"}
+    assert total.speedup("decomposed") is None
+    rows = block_rows()
+    assert blocks.totals([row for row in rows if row.layer != LAYERS[0]]) == []
+    # rows of two commits do not add up
+    assert blocks.totals([replace(row, commit=row.layer) for row in rows]) == []
+
+
+def test_refused_and_absent_outcomes_have_no_number() -> None:
+    case = Case(GATHER, 8, 8, 8, "float32", 2)
+    wrong = Outcome("decomposed", "forward", Verdict(float("nan"), float("nan"), "3 elements are wrong"))
+    absent = Outcome("async_tp", "forward", not_run="its fused ops need CUDA")
+    refused, missing_row = rows_of(case, [wrong, absent], MACHINE)
+    assert (refused.gate, refused.failed) == ("3 elements are wrong", True)
+    assert (missing_row.gate, missing_row.failed) == ("not run: its fused ops need CUDA", False)
+    for row in (refused, missing_row):
+        assert (row.median_ms, row.max_error, row.tflops, row.rounds, row.interpreted) == (None, None, None, 0, False)
+
+
+TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\x1b[0m
+GPU0\t X \tNV18\tPIX\t0-15
+GPU1\tNV18\t X \tSYS\t0-15
+NIC0\tPIX\tSYS\t X \t
+"""
+
+
+def test_links() -> None:
+    assert machine.links(0) == "shared memory"
+    assert machine.links(1) == "one GPU"
+    assert machine.topology(TOPOLOGY) == ["18 NVLinks"]
+    assert machine.topology(TOPOLOGY.replace("NV18", "PHB")) == ["PCIe (PHB)"]
+    assert machine.topology("") == []
