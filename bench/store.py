@@ -20,15 +20,20 @@ PASSED = "passed"
 # what a spreadsheet takes for the beginning of a formula
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
-CaseKey: TypeAlias = tuple[str, int, int, int, str, int, bool]
+CaseKey: TypeAlias = tuple[str, int, int, int, str, int, str, str, int, str, bool]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One variant of one case. Times in ms; None where there is no number: not timed, or the gate refused it.
+    """One variant of one case in one direction. Times in ms; None where there is no number.
 
-    variant: matmul and comm (each alone: the bounds), unfused, decomposed, fused. speedup_vs_unfused is the ratio of
-    medians in this run, matmul_fraction the matmul's median over this one's. error_ratio: the largest error over what
+    direction: forward, backward or both (one after the other, timed together). model, tokens, layer: the transformer
+    block that the case is a matmul of; empty and 0 for a case of its own. variant: matmul and comm (each alone: the
+    bounds), own_matmul (our kernel with every flag already raised), unfused, decomposed, fused, auto, and the
+    baselines of others. speedup_vs_unfused is the ratio of medians in this run, matmul_fraction the matmul's median
+    over this one's. tflops: a rank's floating-point rate. algbw_gbps, busbw_gbps: of `comm`, by nccl-tests'
+    definitions. ceiling_ms: the longer of matmul and comm. overlap_efficiency: the part of what the unfused run adds to
+    the matmul that is hidden. gate: "passed", or why there is no number. error_ratio: the largest error over what
     rounding may leave. interpreted: ran in Triton's interpreter, checked and not timed. predicted: from a model, not a
     clock.
     """
@@ -40,6 +45,10 @@ class Row:
     K: int
     dtype: str
     world_size: int
+    direction: str
+    model: str
+    tokens: int
+    layer: str
     median_ms: float | None
     p20_ms: float | None
     p80_ms: float | None
@@ -47,6 +56,11 @@ class Row:
     rounds: int
     speedup_vs_unfused: float | None
     matmul_fraction: float | None
+    tflops: float | None
+    algbw_gbps: float | None
+    busbw_gbps: float | None
+    ceiling_ms: float | None
+    overlap_efficiency: float | None
     gate: str
     max_error: float | None
     error_ratio: float | None
@@ -59,6 +73,8 @@ class Row:
     cores: int
     gpu: str
     num_gpus: int
+    links: str
+    driver: str
     threads: int
     backend: str
     python: str
@@ -71,7 +87,8 @@ class Row:
     @property
     def case(self) -> CaseKey:
         """What rows compared with each other share."""
-        return self.op, self.M, self.N, self.K, self.dtype, self.world_size, self.interpreted
+        size = self.op, self.M, self.N, self.K, self.dtype, self.world_size
+        return *size, self.direction, self.model, self.tokens, self.layer, self.interpreted
 
     @property
     def passed(self) -> bool:
