@@ -1,0 +1,73 @@
+"""The commands that read rows: `fusedtp report | compare`; what is drawn and printed comes from rows alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import arguments
+
+app = typer.Typer()
+
+
+@app.command()
+def report(
+    rows: Annotated[list[Path] | None, typer.Argument(help="CSV files of rows; default this machine's.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder the rows are under.")] = Path("results"),
+    readme: Annotated[Path | None, typer.Option(help="Document whose measured table is written again.")] = None,
+) -> None:
+    """Print the table and draw the picture again from stored rows, each picture beside its file."""
+    from . import generated
+    from . import report as drawing
+    from .machine import describe
+
+    console = arguments.console()
+    for path in rows or [out / describe().name / "sweep.csv"]:
+        stored = arguments.rows(path)
+        drawing.show(stored, console)
+        if drawing.timed_cases(stored):
+            drawing.picture(stored, path.with_suffix(".png"))
+            console.print(f"picture: {path.with_suffix('.png')}")
+        if readme is not None:
+            try:
+                text = generated.replaced(readme.read_text(), "measured", generated.measured_table(stored))
+            except (ValueError, OSError) as error:
+                raise typer.BadParameter(str(error)) from error
+            readme.write_text(text)
+            console.print(f"table: {readme}")
+
+
+@app.command()
+def compare(
+    before: Annotated[Path, typer.Argument(metavar="A", help="CSV file of rows: before.")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="CSV file of rows: after.")],
+    absolute: Annotated[bool, typer.Option(help="Compare times; default is their ratio to unfused in each file.")] = (
+        False
+    ),
+    confidence: Annotated[float, typer.Option(min=0.5, max=0.9999, help="Share that an interval covers.")] = 0.95,
+    across_machines: Annotated[bool, typer.Option(help="Compare rows of different machines all the same.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="List what did not change too.")] = False,
+) -> None:
+    """Say what got faster and what slower from A to B, with confidence intervals.
+
+    Exits with 2 where the files come from different machines or have no case in common, whatever the times say.
+    """
+    from . import compare as comparing
+
+    console = arguments.console()
+    old, new = arguments.rows(before), arguments.rows(after)
+    where = [", ".join(sorted(comparing.machines(rows))) for rows in (old, new)]
+    if where[0] != where[1]:
+        text = f"A was measured on {where[0] or 'no machine'}, B on {where[1] or 'no machine'}"
+        if not across_machines:
+            raise typer.BadParameter(f"{text}: give --across-machines to compare them all the same")
+        console.print(f"[bold yellow]Careful:[/] {text}; the differences are the machines' too.", highlight=False)
+    for line in comparing.conditions(old, new):
+        console.print(f"[yellow]differs:[/] {line}", highlight=False)
+    found = comparing.compare(old, new, absolute=absolute, confidence=confidence)
+    comparing.show(found, console, absolute=absolute, confidence=confidence, everything=everything)
+    if not found.changes:
+        console.print("Nothing was measured in both files.")
+        raise typer.Exit(2)
