@@ -71,3 +71,41 @@ def compare(
     if not found.changes:
         console.print("Nothing was measured in both files.")
         raise typer.Exit(2)
+
+
+@app.command()
+def timeline(
+    op: Annotated[str, typer.Option(help="The op.")] = "all_gather_matmul",
+    shape: Annotated[str, typer.Option(help="Global size M,N,K.")] = "2048,512,2048",
+    world_size: Annotated[int, typer.Option(min=2, help="Number of ranks.")] = 2,
+    schedule: Annotated[str, typer.Option(help="Schedules that run from the host.")] = "decomposed,unfused",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    rounds: Annotated[int, typer.Option(min=1, help="Calls recorded; the median one is shown.")] = 9,
+    out: Annotated[Path, typer.Option(help="Folder of results, one folder a machine.")] = Path("results"),
+) -> None:
+    """Record when each rank multiplies, copies and waits in one call: timeline.json for Perfetto, timeline.png."""
+    from . import timeline as recorded
+    from .cases import DTYPES, OPS, Case
+    from .machine import describe
+    from .ranks import RankError
+
+    console, machine = arguments.console(), describe()
+    if machine.num_gpus:
+        raise typer.BadParameter(
+            "a timeline shows what the host does, and with a GPU the host only issues work: use torch.profiler"
+        )
+    if "fused" in schedule.split(","):
+        raise typer.BadParameter("schedule 'fused' is one kernel: the host cannot see what happens inside")
+    schedules = arguments.names(schedule, recorded.SCHEDULES, "--schedule")
+    (op,) = arguments.names(op, OPS, "--op")[:1]
+    (dtype,) = arguments.names(dtype, DTYPES, "--dtype")[:1]
+    case = Case(op, *arguments.shape(shape), dtype, world_size)
+    try:
+        found = recorded.timeline(case, schedules, rounds, machine)
+    except RankError as error:
+        console.print(str(error), markup=False, highlight=False)
+        raise typer.Exit(1) from error
+    path = out / machine.name / "timeline.json"
+    recorded.write(found, path)
+    recorded.picture(found, path.with_suffix(".png"))
+    console.print(f"trace, for ui.perfetto.dev or chrome://tracing: {path}\npicture: {path.with_suffix('.png')}")
