@@ -17,13 +17,23 @@ def report(
     rows: Annotated[list[Path] | None, typer.Argument(help="CSV files of rows; default this machine's.")] = None,
     out: Annotated[Path, typer.Option(help="Folder the rows are under.")] = Path("results"),
     readme: Annotated[Path | None, typer.Option(help="Document whose measured table is written again.")] = None,
+    predicted: Annotated[
+        list[Path] | None, typer.Option(help="CSV file of predicted rows to draw beside them.")
+    ] = None,
 ) -> None:
-    """Print the table and draw the picture again from stored rows, each picture beside its file."""
-    from . import generated
+    """Print the table; draw the picture and write the page again from stored rows, both beside their file.
+
+    sweep.csv gives sweep.png, sweep.html, which needs no other file, and its pictures as PNGs in sweep-figures/. A
+    timeline.json beside it is drawn on the page too.
+    """
+    from . import generated, html
     from . import report as drawing
     from .machine import describe
 
     console = arguments.console()
+    expected = [row for path in predicted or () for row in arguments.rows(path)]
+    if not all(row.predicted for row in expected):
+        raise typer.BadParameter("--predicted takes files of predicted rows, and some of these were measured")
     for path in rows or [out / describe().name / "sweep.csv"]:
         stored = arguments.rows(path)
         drawing.show(stored, console)
@@ -37,6 +47,8 @@ def report(
                 raise typer.BadParameter(str(error)) from error
             readme.write_text(text)
             console.print(f"table: {readme}")
+        html.write([*stored, *expected], path)
+        console.print(f"page: {path.with_suffix('.html')}, its pictures: {html.folder_of(path)}/", highlight=False)
 
 
 @app.command()

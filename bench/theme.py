@@ -91,7 +91,7 @@ def style() -> Iterator[None]:
     import matplotlib
 
     ink, muted, line = colour("ink"), colour("muted"), colour("line")
-    settings = {
+    settings: Any = {
         "font.family": _FONT,
         "font.size": 9,
         "text.color": ink,

@@ -91,7 +91,7 @@ def record(
                     result = run()
                     end = time.perf_counter_ns()
                 del result
-                found[schedule].append([*map(tuple, spans), ("call", -1, begin, end)])
+                found[schedule].append([*((*span,) for span in spans), ("call", -1, begin, end)])
     return found
 
 
