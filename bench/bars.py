@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import theme
-from .cases import OPS
-from .digest import BASELINE, Case, Total, position, variants
-from .report import SHORT_DTYPES, TITLES
+from .digest import BASELINE, Case, Total, matmuls, variants
+from .report import SHORT_DTYPES
 
 PARTS = (("multiply", "matmul"), ("collective", "exposed communication"), ("wait", "the rest"))
 
@@ -34,11 +33,8 @@ def figure(cases: Sequence[Case]) -> Any:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    columns: dict[str, list[Case]] = {}
-    for case in sorted(cases, key=lambda each: position(each.first.op, OPS)):
-        row = case.first
-        if case.ms("matmul") is not None and case.ms(BASELINE) is not None:
-            columns.setdefault(row.layer or TITLES.get(row.op, row.op), []).append(case)
+    shown = [case for case in cases if case.ms("matmul") is not None and case.ms(BASELINE) is not None]
+    columns = {name: [case for case in shown if case.matmul == name] for name in matmuls(shown)}
     if not columns:
         return None
     lines = max(sum(len(variants(case.measured.values())) + 1.6 for case in members) for members in columns.values())
@@ -67,7 +63,8 @@ def _panel(axis: Any, cases: Sequence[Case], lines: float) -> None:
         row = case.first
         size = f"{row.tokens} tokens" if row.model else f"{case.size} {SHORT_DTYPES.get(row.dtype, row.dtype)}"
         axis.text(0.0, at, size, fontsize=7, va="center", color=theme.colour("ink"))
-        first = at + 0.5
+        first, ceiling = at + 0.5, case.ceiling_ms()
+        across = 100 * ceiling / base if ceiling is not None else 0.0
         for name in variants(case.measured.values()):
             total = case.ms(name)
             if total is None:
@@ -81,14 +78,13 @@ def _panel(axis: Any, cases: Sequence[Case], lines: float) -> None:
                     style |= {"hatch": "////", "edgecolor": theme.colour("muted")}
                 axis.barh(at, share, left=left, height=0.8, **style)
                 left += share
-            axis.text(
-                left + 1.5, at, f"{total:.3g} ms", fontsize=6.5, va="center_baseline", color=theme.colour("muted")
-            )
+            # behind the ceiling where that is further on, not across it
+            style = {"fontsize": 6.5, "va": "center_baseline", "color": theme.colour("muted")}
+            axis.text(max(left, across) + 2, at, f"{total:.3g} ms", **style)
             ticks.append(at)
             labels.append(name)
-        if (ceiling := case.ceiling_ms()) is not None:
-            place = 100 * ceiling / base
-            axis.plot([place, place], [first, at + 0.5], color=theme.colour("ink"), linewidth=1.6, zorder=4)
+        if ceiling is not None:
+            axis.plot([across, across], [first, at + 0.5], color=theme.colour("ink"), linewidth=1.6, zorder=4)
         at += 1.6
     axis.set_yticks(ticks, labels, fontsize=6.5)
     axis.tick_params(axis="y", length=0)
@@ -101,7 +97,7 @@ def _panel(axis: Any, cases: Sequence[Case], lines: float) -> None:
 
 def _longest(cases: Sequence[Case]) -> float:
     return max(
-        (case.ms(name) or 0.0) / (case.ms(BASELINE) or 1.0)
+        max(case.ceiling_ms() or 0.0, case.ms(name) or 0.0) / (case.ms(BASELINE) or 1.0)
         for case in cases
         for name in variants(case.measured.values())
     )
@@ -119,33 +115,33 @@ def blocks(found: Sequence[Total]) -> Any:
     axes = drawn.subplots(1, len(directions), squeeze=False)[0]
     for axis, (direction, members) in zip(axes, by_direction.items(), strict=True):
         at, ticks, labels = 0.0, [], []
-        longest = max(ms for total in members for ms in total.ms.values())
+        shares = [100 * ms / _whole(total) for total in members for ms in total.ms.values()]
         for total in members:
-            size = total.first.world_size
+            size, whole = total.first.world_size, _whole(total)
             ranks = f"{size} rank" + "s" * (size > 1)
             axis.text(0.0, at, f"{total.first.tokens} tokens, {ranks}", fontsize=7, va="center")
             for name, ms in total.ms.items():
                 at += 1
-                paint = theme.colour("ink" if name == "matmul" else theme.series(name, others))
-                axis.barh(at, ms, height=0.35 if name == "matmul" else 0.8, color=paint, linewidth=0)
-                gain = (
-                    f", {total.ms[BASELINE] / ms:.2f}x"
-                    if BASELINE in total.ms and name not in (BASELINE, "matmul")
-                    else ""
-                )
-                axis.text(
-                    ms + 0.015 * longest, at, f"{ms:.3g} ms{gain}", fontsize=6.5, va="center_baseline",
-                    color=theme.colour("muted"),
-                )  # fmt: skip
+                alone = name == "matmul"
+                paint = theme.colour("ink" if alone else theme.series(name, others))
+                axis.barh(at, 100 * ms / whole, height=0.35 if alone else 0.8, color=paint, linewidth=0)
+                gain = "" if alone or name == BASELINE or BASELINE not in total.ms else f", {whole / ms:.2f}x"
+                style = {"fontsize": 6.5, "va": "center_baseline", "color": theme.colour("muted")}
+                axis.text(100 * ms / whole + 2, at, f"{ms:.3g} ms{gain}", **style)
                 ticks.append(at)
-                labels.append("matmul alone" if name == "matmul" else name)
+                labels.append("matmul alone" if alone else name)
             at += 1.6
         axis.set_yticks(ticks, labels, fontsize=6.5)
         axis.tick_params(axis="y", length=0)
         axis.set_ylim(lines - 0.5, -0.8)
-        axis.set_xlim(0, 1.32 * longest)
-        axis.set_xlabel("ms a block")
+        axis.set_xlim(0, max(145.0, 1.4 * max(shares)))
+        axis.set_xlabel("% of unfused")
         axis.set_title(direction)
         axis.grid(axis="x")
         axis.spines["left"].set_visible(False)
     return drawn
+
+
+def _whole(total: Total) -> float:
+    """What is 100 %: unfused, or the longest where that was not timed."""
+    return total.ms.get(BASELINE) or max(total.ms.values())

@@ -10,9 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from . import theme
-from .cases import OPS
-from .digest import Case, position, variants
-from .report import TITLES
+from .digest import Case, matmuls, variants
 
 # the longest side over the shortest, up to which a problem counts as square
 _SQUARE = 2.0
@@ -20,15 +18,14 @@ _SQUARE = 2.0
 _APART = 1.16
 
 
-def panels(cases: Sequence[Case]) -> dict[tuple[str, str], dict[int, list[Case]]]:
-    """Cases by (op, layer), then by ranks; those of one size alone are left out, they make no curve."""
-    found: dict[tuple[str, str], dict[int, list[Case]]] = {}
+def panels(cases: Sequence[Case]) -> dict[str, dict[int, list[Case]]]:
+    """Cases by matmul, then by ranks; those of one size alone are left out, they make no curve."""
+    found: dict[str, dict[int, list[Case]]] = {name: {} for name in matmuls(cases)}
     for case in cases:
-        row = case.first
-        found.setdefault((row.op, row.layer), {}).setdefault(row.world_size, []).append(case)
+        found[case.matmul].setdefault(case.first.world_size, []).append(case)
     curved = {
         key: {size: members for size, members in by_size.items() if len({case.size for case in members}) > 1}
-        for key, by_size in sorted(found.items(), key=lambda item: (position(item[0][0], OPS), item[0][1]))
+        for key, by_size in found.items()
     }
     return {key: by_size for key, by_size in curved.items() if by_size}
 
@@ -45,11 +42,11 @@ def figure(cases: Sequence[Case]) -> Any:
     axes = drawn.subplots(len(sizes), len(grid), squeeze=False, sharex="col", sharey="col")
     others = _others(cases)
     handles: dict[str, Any] = {}
-    for across, ((op, layer), by_size) in enumerate(grid.items()):
+    for across, (name, by_size) in enumerate(grid.items()):
         for down, size in enumerate(sizes):
             axis = axes[down][across]
             ranks = f"{size} rank" + "s" * (size > 1)
-            axis.set_title(f"{layer or TITLES.get(op, op)}, {ranks}", fontsize=8.5)
+            axis.set_title(f"{name}, {ranks}", fontsize=8.5)
             if size not in by_size:
                 axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center", color=theme.colour("muted"))
                 continue
@@ -59,7 +56,9 @@ def figure(cases: Sequence[Case]) -> Any:
         _size_axis(axes[-1][across], in_all)
     for down in range(len(sizes)):
         axes[down][0].set_ylabel("time, ms")
-    drawn.legend(handles.values(), handles.keys(), loc="outside upper left", ncols=min(5, len(handles)))
+    # what was measured first
+    names = sorted(handles, key=lambda name: name.endswith("predicted"))
+    drawn.legend([handles[name] for name in names], names, loc="outside upper left", ncols=min(5, len(names)))
     return drawn
 
 

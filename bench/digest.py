@@ -35,11 +35,17 @@ def variants(rows: Iterable[Row]) -> list[str]:
 
 @dataclass
 class Case:
-    """The rows with a time of one case: measured and predicted, by variant."""
+    """The rows with a time of one case, measured and predicted, by variant; `place` is where it is among the rows."""
 
     first: Row
+    place: int
     measured: dict[str, Row] = field(default_factory=dict)
     predicted: dict[str, Row] = field(default_factory=dict)
+
+    @property
+    def matmul(self) -> str:
+        """The op's name, or that of the model's layer."""
+        return self.first.layer or TITLES.get(self.first.op, self.first.op)
 
     @property
     def size(self) -> str:
@@ -48,10 +54,9 @@ class Case:
 
     @property
     def where(self) -> str:
-        """Size, dtype and, of a model's matmul, which."""
+        """The size among those of the same matmul: of a model's, the tokens."""
         row = self.first
-        of = f"{row.layer} at {row.tokens} tokens, " if row.model else ""
-        return f"{of}{self.size} {SHORT_DTYPES.get(row.dtype, row.dtype)}"
+        return f"{row.tokens} tokens" if row.model else f"{self.size} {SHORT_DTYPES.get(row.dtype, row.dtype)}"
 
     @property
     def gflop(self) -> float:
@@ -84,7 +89,7 @@ def cases(rows: Iterable[Row]) -> list[Case]:
     found: dict[tuple[str, CaseKey], Case] = {}
     for row in rows:
         if row.median_ms is not None:
-            case = found.setdefault((row.machine, row.case), Case(row))
+            case = found.setdefault((row.machine, row.case), Case(row, len(found)))
             (case.predicted if row.predicted else case.measured)[row.variant] = row
     return sorted(found.values(), key=_order)
 
@@ -96,13 +101,22 @@ def _order(case: Case) -> tuple[object, ...]:
     return row.machine, row.model, direction, op, row.world_size, dtype, row.M * row.N * row.K, row.M, row.layer
 
 
+def matmuls(found: Iterable[Case]) -> list[str]:
+    """Every case's `matmul` once: ops in their usual order, a model's layers in that of the rows."""
+    places: dict[str, tuple[object, ...]] = {}
+    for case in sorted(found, key=lambda each: each.place):
+        op = position(case.first.op, OPS)
+        places.setdefault(case.matmul, (1, case.place) if case.first.layer else (0, op))
+    return sorted(places, key=lambda name: places[name])
+
+
 def geometric_mean(ratios: Sequence[float]) -> float:
     return math.exp(sum(math.log(each) for each in ratios) / len(ratios))
 
 
 @dataclass(frozen=True)
 class Standing:
-    """One variant against unfused over the cases of one op, number of ranks and direction, by arithmetic.
+    """One variant against unfused over the cases of one matmul, number of ranks and direction, by arithmetic.
 
     won, lost: beyond the interval. since: the smallest case from which on its median is the shorter one in all; None
     where it is not in the largest.
@@ -145,25 +159,26 @@ class Standing:
         """From which size on it is faster, in words."""
         start = self.since
         if all(interval.ratio < 1.0 for _, interval in self.members):
-            return "at no size measured"
+            return "never"
         if start is None:
             leads = sum(interval.ratio >= 1.0 for _, interval in self.members)
-            return f"at {leads} of {len(self.members)} sizes, not at the largest"
+            return f"at {leads} of {len(self.members)}, not the largest"
         if start is self.members[0][0]:
-            return f"at every size from {start.where}, the smallest"
+            return "always"
         return f"from {start.where}"
 
 
 def standings(found: Sequence[Case]) -> list[Standing]:
-    """Every variant but unfused, two ranks or more, in the order of direction, op, ranks and variant."""
-    groups: dict[tuple[str, str, str, int, str], list[tuple[Case, Interval]]] = {}
+    """Every variant but unfused, two ranks or more, in the order of direction, matmul, ranks and variant."""
+    groups: dict[tuple[str, str, str, str, int, str], list[tuple[Case, Interval]]] = {}
     for case in found:
         row = case.first
         for variant in variants(case.measured.values()):
             interval = case.speedup(variant)
             if variant != BASELINE and row.world_size > 1 and interval is not None:
-                key = (row.machine, row.direction, row.op, row.world_size, variant)
+                key = (row.machine, row.model, row.direction, case.matmul, row.world_size, variant)
                 groups.setdefault(key, []).append((case, interval))
+    names = matmuls(found)
     standing = [
         Standing(members[0][0].first, key[-1], tuple(sorted(members, key=lambda member: member[0].gflop)))
         for key, members in groups.items()
@@ -172,51 +187,59 @@ def standings(found: Sequence[Case]) -> list[Standing]:
         standing,
         key=lambda each: (
             each.first.machine,
+            each.first.model,
             position(each.first.direction, DIRECTIONS),
-            position(each.first.op, OPS),
+            names.index(each.members[0][0].matmul),
             each.first.world_size,
             position(each.variant, _ORDER),
         ),
     )
 
 
-def headlines(found: Sequence[Case]) -> list[str]:
-    """The most important first: each variant over all cases with communication, one sentence or two."""
-    lines = []
-    by_variant: dict[tuple[str, str], list[tuple[Case, Interval]]] = {}
+def overall(found: Sequence[Case]) -> list[Standing]:
+    """Every variant but unfused over all its cases with two ranks or more, by direction; the best first."""
+    groups: dict[tuple[str, str], list[tuple[Case, Interval]]] = {}
     for each in standings(found):
-        by_variant.setdefault((each.first.direction, each.variant), []).extend(each.members)
-    several = len({direction for direction, _ in by_variant}) > 1
-    for (direction, variant), members in by_variant.items():
-        all_of = Standing(members[0][0].first, variant, tuple(members))
-        (best, at_best), (worst, at_worst) = all_of.best, all_of.worst
-        ties = len(members) - all_of.won - all_of.lost
-        what = f"{variant}, {direction}" if several else variant
-        count = f"{len(members)} case{'s' * (len(members) > 1)}"
+        groups.setdefault((each.first.direction, each.variant), []).extend(each.members)
+    merged = [Standing(members[0][0].first, variant, tuple(members)) for (_, variant), members in groups.items()]
+    return sorted(merged, key=lambda each: (position(each.first.direction, DIRECTIONS), -each.mean))
+
+
+def headlines(found: Sequence[Case]) -> list[str]:
+    """Which schedule is the fastest, a sentence a direction, and what the numbers should not be taken for."""
+    lines = []
+    best: dict[str, Standing] = {}
+    for each in overall(found):
+        best.setdefault(each.first.direction, each)
+    for direction, each in best.items():
+        (_, most), (_, least), count = each.best, each.worst, len(each.members)
+        if each.mean < 1.0:
+            begin = f"{BASELINE} is the fastest on average; next is {each.variant} at"
+        else:
+            begin = f"{each.variant} is the fastest on average, at"
+        cases_of = f"{count} case{'s' * (count > 1)} with 2 or more ranks"
         lines.append(
-            f"{what}: {all_of.mean:.2f}x the speed of {BASELINE} as a geometric mean over {count} with 2 or more "
-            f"ranks; faster in {all_of.won}, slower in {all_of.lost}, no difference to be told in {ties}. "
-            f"Best {at_best.ratio:.2f}x ({_named(best)}), worst {at_worst.ratio:.2f}x ({_named(worst)})."
+            f"{direction.capitalize()}: {begin} {each.mean:.2f}x the speed of {BASELINE} (geometric mean over "
+            f"{cases_of}; from {least.ratio:.2f}x to {most.ratio:.2f}x). It is faster in {each.won}, slower in "
+            f"{each.lost}, and cannot be told apart in {count - each.won - each.lost}."
+        )
+    on_cpu = [case.first for case in found if case.measured and not case.first.gpu and case.first.cores]
+    crowded = sorted({row.world_size for row in on_cpu if row.world_size * row.threads > row.cores})
+    if crowded:
+        sizes = " and ".join(str(size) for size in crowded)
+        lines.append(
+            f"With {sizes} ranks there are more threads than cores: ranks take turns, and those times say how a "
+            "schedule bears that, not what it would take on cores of its own."
         )
     return lines
 
 
-def _named(case: Case) -> str:
-    row = case.first
-    return f"{TITLES.get(row.op, row.op)} {case.where} on {row.world_size}"
-
-
-def hidden(found: Sequence[Case]) -> list[str]:
-    """How much of the communication each schedule hides, where rows say so, as the median over cases."""
-    shares: dict[str, list[float]] = {}
-    for case in found:
-        for variant, row in case.measured.items():
-            if row.overlap_efficiency is not None and variant not in (*ALONE, BASELINE) and row.world_size > 1:
-                shares.setdefault(variant, []).append(row.overlap_efficiency)
-    return [
-        f"{name} hides {sorted(each)[len(each) // 2]:.0%} (median) of what {BASELINE} spends beyond the matmul."
-        for name, each in shares.items()
-    ]
+def hidden(each: Standing) -> float | None:
+    """The median share of what unfused spends beyond the matmul that a schedule hides, where rows say so."""
+    shares = sorted(
+        share for case, _ in each.members if (share := case.measured[each.variant].overlap_efficiency) is not None
+    )
+    return shares[len(shares) // 2] if shares else None
 
 
 @dataclass(frozen=True)
@@ -235,11 +258,11 @@ def totals(found: Sequence[Case]) -> list[Total]:
     for case in found:
         row = case.first
         if row.model:
-            key = (row.machine, row.model, position(row.direction, DIRECTIONS), row.tokens, row.world_size, row.dtype)
-            groups.setdefault(key, []).append(case)
+            block = (row.machine, row.model, row.direction, row.tokens, row.world_size, row.dtype)
+            groups.setdefault(block, []).append(case)
     blocks = []
-    for key in sorted(groups, key=str):
-        members = [case for case in groups[key] if case.measured]
+    for group in groups.values():
+        members = sorted((case for case in group if case.measured), key=lambda case: case.place)
         if not members:
             continue
         names = variants(row for case in members for row in case.measured.values())
@@ -252,4 +275,9 @@ def totals(found: Sequence[Case]) -> list[Total]:
             else:
                 sums[name] = sum(ms for ms in times if ms is not None)
         blocks.append(Total(members[0].first, tuple(case.first.layer for case in members), sums, incomplete))
-    return sorted(blocks, key=lambda each: (each.first.model, each.first.tokens, each.first.world_size))
+    return sorted(blocks, key=_block_order)
+
+
+def _block_order(each: Total) -> tuple[object, ...]:
+    row = each.first
+    return row.machine, row.model, position(row.direction, DIRECTIONS), row.tokens, row.world_size

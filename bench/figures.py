@@ -55,8 +55,8 @@ _PARTS = (
     "trace."
 )
 _BLOCKS = (
-    "The matmuls of one transformer block added up: what the layer would take with each schedule, and the gain over "
-    "unfused. Attention's inner products, norms and activations are not in it."
+    "The matmuls of one transformer block added up, as a share of what they take unfused: what the layer would take "
+    "with each schedule, and the gain over unfused. Attention's inner products, norms and activations are not in it."
 )
 _TIMELINE = (
     "One call, the one whose slowest rank is the median of those recorded; all panels share one axis. A number is the "
@@ -110,7 +110,7 @@ def _groups(cases: Sequence[Case], *columns: str) -> list[tuple[str, list[Case]]
     named = []
     order = sorted(found, key=lambda key: (key[0], not key[1], key[1], position(key[2], DIRECTIONS)))
     for machine, model, direction, *values in order:
-        words = [model or "sizes of their own", direction]
+        words = [model or "single matmuls", direction]
         for name, value in zip(columns, values, strict=True):
             words.append(SHORT_DTYPES.get(value, value) if name == "dtype" else f"{value} ranks")
         if len(machines) > 1:

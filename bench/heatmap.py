@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import theme
-from .cases import OPS
-from .digest import BASELINE, Case, position, variants
-from .report import SHORT_DTYPES, TITLES
+from .cases import DTYPES
+from .digest import BASELINE, Case, matmuls, position, variants
+from .report import SHORT_DTYPES
 
 # colours are full at this ratio, or its inverse
 _FULL = 2.0
@@ -25,17 +25,16 @@ _ON_PALE, _ON_STRONG = "#141519", "#fcfcfb"
 Cell = tuple[float, bool]
 
 
-def grids(cases: Sequence[Case]) -> dict[str, dict[tuple[str, str], list[Case]]]:
-    """By variant, then by (op, layer): the cases with a speed-up of it, two ranks or more."""
-    found: dict[str, dict[tuple[str, str], list[Case]]] = {}
+def grids(cases: Sequence[Case]) -> dict[str, dict[str, list[Case]]]:
+    """By variant, then by matmul: the cases with a speed-up of it, two ranks or more."""
+    found: dict[str, dict[str, list[Case]]] = {}
     for name in variants(row for case in cases for row in case.measured.values()):
-        by_op: dict[tuple[str, str], list[Case]] = {}
+        by_op: dict[str, list[Case]] = {}
         for case in cases:
-            row = case.first
-            if name != BASELINE and row.world_size > 1 and case.speedup(name) is not None:
-                by_op.setdefault((row.op, row.layer), []).append(case)
+            if name != BASELINE and case.first.world_size > 1 and case.speedup(name) is not None:
+                by_op.setdefault(case.matmul, []).append(case)
         if by_op:
-            found[name] = dict(sorted(by_op.items(), key=lambda item: (position(item[0][0], OPS), item[0][1])))
+            found[name] = by_op
     return found
 
 
@@ -48,32 +47,35 @@ def figure(cases: Sequence[Case]) -> Any:
     """One direction and model; None without a speed-up. Within `theme.style`."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
 
     by_variant = grids(cases)
     if not by_variant:
         return None
-    columns = sorted(
-        {key for by_op in by_variant.values() for key in by_op}, key=lambda key: (position(key[0], OPS), key[1])
-    )
+    columns = matmuls(case for by_op in by_variant.values() for members in by_op.values() for case in members)
     ranks = sorted({case.first.world_size for by_op in by_variant.values() for m in by_op.values() for case in m})
     lines = {
         name: max(len({_label(case) for case in members}) for members in by_op.values())
         for name, by_op in by_variant.items()
     }
-    height = sum(0.215 * count + 0.62 for count in lines.values()) + 0.4
+    height = sum(0.215 * count + 0.75 for count in lines.values()) + 0.4
     drawn = Figure(figsize=(9.2, height), layout="constrained")
     axes = drawn.subplots(len(by_variant), len(columns), squeeze=False, height_ratios=[*lines.values()])
     for down, (name, by_op) in enumerate(by_variant.items()):
         for across, key in enumerate(columns):
             axis = axes[down][across]
-            axis.set_title(f"{name}: {key[1] or TITLES.get(key[0], key[0])}", fontsize=8.5)
+            axis.set_title(f"{name}\n{key}", fontsize=8.5)
             _panel(axis, by_op.get(key, []), name, ranks, lines[name])
             if down == len(by_variant) - 1:
                 axis.set_xlabel("ranks")
             if across == 0 and cases[0].first.model:
                 axis.set_ylabel("tokens")
-    handle = Line2D([], [], color=theme.colour("ink"), linewidth=2.4)
-    drawn.legend([handle], ["crossover: 1.00x"], loc="outside upper left")
+    handles = [
+        Patch(facecolor=_shade(_FULL)[0], label="faster than unfused"),
+        Patch(facecolor=_shade(1 / _FULL)[0], label="slower"),
+        Line2D([], [], label="crossover, 1.00x", **_border()),
+    ]
+    drawn.legend(handles=handles, loc="outside upper left", ncols=3)
     return drawn
 
 
@@ -96,8 +98,10 @@ def _panel(axis: Any, cases: Sequence[Case], name: str, ranks: Sequence[int], li
     for line, column in ((line, column) for line in range(len(labels)) for column in range(len(ranks))):
         if (line, column) not in cells:
             axis.text(column, line, "-", ha="center", va="center", fontsize=7, color=theme.colour("muted"))
-    for ends in crossover({place: value for place, (value, _) in cells.items()}):
-        axis.plot(*ends, color=theme.colour("ink"), linewidth=2.4, solid_capstyle="butt", zorder=3)
+    dtypes = {_label(case): case.first.dtype for case in cases}
+    kinds = [dtypes[label] for label in labels]
+    for ends in crossover({place: value for place, (value, _) in cells.items()}, kinds):
+        axis.plot(*ends, zorder=3, **_border())
     axis.set_xlim(-0.5, len(ranks) - 0.5)
     axis.set_ylim(lines - 0.5, -0.5)
     axis.set_xticks(range(len(ranks)), [str(size) for size in ranks])
@@ -107,17 +111,30 @@ def _panel(axis: Any, cases: Sequence[Case], name: str, ranks: Sequence[int], li
         side.set_visible(False)
 
 
+def _border() -> dict[str, Any]:
+    # dark with a pale edge, as cells are pale or strong on any page
+    from matplotlib.patheffects import withStroke
+
+    edge = withStroke(linewidth=4.2, foreground=_ON_STRONG)
+    return {"color": _ON_PALE, "linewidth": 2.2, "solid_capstyle": "projecting", "path_effects": [edge]}
+
+
 def _by_size(case: Case) -> tuple[object, ...]:
     row = case.first
-    return row.M, row.N * row.K, row.N, row.dtype
+    return position(row.dtype, DTYPES), row.M, row.N * row.K, row.N
 
 
-def crossover(ratios: dict[tuple[int, int], float]) -> list[tuple[tuple[float, float], tuple[float, float]]]:
-    """The borders, as (two x, two y), between cells (line, column) at or above 1 and their neighbours below it."""
+def crossover(
+    ratios: dict[tuple[int, int], float], kinds: Sequence[str]
+) -> list[tuple[tuple[float, float], tuple[float, float]]]:
+    """The borders, as (two x, two y), between cells (line, column) at or above 1 and their neighbours below it.
+
+    kinds: of each line; lines of different kinds (dtypes) are no neighbours.
+    """
     borders = []
     for (line, column), value in ratios.items():
         below, right = ratios.get((line + 1, column)), ratios.get((line, column + 1))
-        if below is not None and (below >= 1.0) != (value >= 1.0):
+        if below is not None and kinds[line] == kinds[line + 1] and (below >= 1.0) != (value >= 1.0):
             borders.append(((column - 0.5, column + 0.5), (line + 0.5, line + 0.5)))
         if right is not None and (right >= 1.0) != (value >= 1.0):
             borders.append(((column + 0.5, column + 0.5), (line - 0.5, line + 0.5)))

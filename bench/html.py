@@ -22,8 +22,10 @@ _HOW = (
     "one that is wrong gets no number. Then all variants of a case take turns, round by round, and a round's time is "
     "that of its slowest rank. Shown are medians over rounds. <b>unfused</b> runs the collective and the matmul one "
     "after the other through torch.distributed, and the others are measured against it; <b>decomposed</b> multiplies "
-    "chunk by chunk while the next one travels; <b>fused</b> does both in one kernel. Sizes are global: y[M, N] = "
-    "x[M, K] w[N, K]<sup>T</sup>."
+    "chunk by chunk while the next one travels; <b>fused</b> does both in one kernel.</p>\n<p>Sizes are global, "
+    "y = x w<sup>T</sup> with x [M, K] and w [N, K]. <b>All-gather + matmul</b>: every rank collects all rows of x and "
+    "multiplies them by its rows of w. <b>Matmul + reduce-scatter</b>: every rank multiplies its part of K, the "
+    "partial results are added up, and each keeps its rows of the sum; with <b>all-reduce</b> each keeps all of it."
 )
 
 
@@ -56,7 +58,7 @@ def page_of(rows: Sequence[Row], cases: Sequence[Case], sections: Iterable[Secti
     title = f"Tensor-parallel matmuls on {'; '.join(machines) or 'no machine yet'}"
     parts = [
         ("short", "In short", _short(cases)),
-        ("sizes", "From which size on each schedule wins", tables.standings(cases)),
+        ("sizes", "From which size on each schedule is faster", tables.standings(cases)),
         *((each.name, each.title, _pictures(each, cases)) for each in sections),
         ("refused", "Refused or not run", tables.refused(rows)),
         ("checked", "Checked, not timed", tables.checked(rows)),
@@ -132,10 +134,10 @@ def _facts(rows: Sequence[Row], timed: Sequence[Row]) -> str:
 
 
 def _short(cases: Sequence[Case]) -> str:
-    lines = [*digest.headlines(cases), *digest.hidden(cases)]
-    if not lines:
+    lines = digest.headlines(cases)
+    if not digest.overall(cases):
         return tables.missing(f"no case has both {BASELINE} and another schedule timed with 2 or more ranks")
-    return "<ul>\n" + "\n".join(f"<li>{escape(line)}</li>" for line in lines) + "\n</ul>"
+    return "\n".join(f"<p>{escape(line)}</p>" for line in lines) + tables.summary(cases)
 
 
 def _pictures(section: Section, cases: Sequence[Case]) -> str:

@@ -10,12 +10,13 @@ _STYLE = """
 @media (prefers-color-scheme: dark) { :root { DARK } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.5 var(--font); }
-main { max-width: 62rem; margin: 0 auto; padding: 1.5rem 1.25rem 4rem; }
+main { max-width: 72rem; margin: 0 auto; padding: 1.5rem 1.25rem 4rem; }
 h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .25rem; }
 h2 { font-size: 1.2rem; margin: 2.75rem 0 .5rem; padding-top: .5rem; border-top: 1px solid var(--line); }
 p, li { max-width: 46rem; }
 ul { padding-left: 1.2rem; }
 a { color: var(--decomposed); }
+sup { line-height: 0; }
 nav { display: flex; flex-wrap: wrap; gap: .25rem 1.1rem; margin: 1rem 0; font-size: .9rem; }
 code { font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: .9em; }
 .muted, figcaption, .missing { color: var(--muted); }
@@ -23,21 +24,25 @@ code { font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: .9em
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: .75rem 0; font-size: .9rem; }
 dt { color: var(--muted); }
 dd { margin: 0; overflow-wrap: anywhere; }
-figure { margin: 1rem 0 1.5rem; }
+figure { margin: .4rem 0; }
+details[open] { margin-bottom: 1.25rem; }
 figure h3, summary { font-size: .95rem; font-weight: 600; margin: .25rem 0; }
 summary { cursor: pointer; }
 .picture { overflow-x: auto; }
 .picture svg { display: block; max-width: 100%; min-width: 44rem; height: auto; }
 .scroll { overflow: auto; max-width: 100%; }
+.tall .scroll { max-height: 26rem; }
 #rows .scroll { max-height: 36rem; border: 1px solid var(--line); border-radius: 4px; }
-@media (min-width: 75rem) { #rows .scroll { width: min(96vw, 100rem); position: relative; left: 50%;
+@media (min-width: 80rem) { #rows .scroll { width: min(96vw, 100rem); position: relative; left: 50%;
   transform: translateX(-50%); max-width: none; } }
 table { border-collapse: collapse; font-size: .82rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .6rem; text-align: left; white-space: nowrap; border-bottom: 1px solid var(--line); }
 th { color: var(--muted); font-weight: 600; }
 td.number, th.number { text-align: right; }
-.wrapping td:last-child { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 18rem; }
-#rows thead th { position: sticky; top: 0; background: var(--paper); z-index: 1; }
+.wrapping td { white-space: pre-wrap; overflow-wrap: break-word; vertical-align: top; }
+.wrapping td:not(.number) { min-width: 6rem; }
+.wrapping td:last-child { min-width: 11rem; }
+#rows thead th, .tall thead th { position: sticky; top: 0; background: var(--paper); z-index: 1; }
 th button { all: unset; cursor: pointer; color: inherit; }
 th button:focus-visible, summary:focus-visible { outline: 2px solid var(--decomposed); outline-offset: 2px; }
 th button::after { content: " \\2195"; opacity: .35; }

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from . import digest
-from .digest import BASELINE, Case
+from .digest import BASELINE, Case, Standing
 from .report import SHORT_DTYPES, TITLES
 from .store import Row
 
@@ -72,27 +72,55 @@ def missing(why: str) -> str:
     return f'<p class="missing">Not here: {escape(why)}.</p>'
 
 
+def summary(cases: Sequence[Case]) -> str:
+    """Each schedule over all its cases with two ranks or more."""
+    columns = (
+        ("schedule", False), ("direction", False), ("cases", True), ("faster / same / slower", True), ("mean", True),
+        ("best", True), ("worst", True), ("communication hidden", True),
+    )  # fmt: skip
+    lines = []
+    for each in digest.overall(cases):
+        (_, best), (_, worst), share = each.best, each.worst, digest.hidden(each)
+        ratios = (f"{value:.2f}x" for value in (each.mean, best.ratio, worst.ratio))
+        told = "" if share is None else f"{share:.0%}"
+        lines.append((each.variant, each.first.direction, len(each.members), _counts(each), *ratios, told))
+    words = (
+        f"Speed-ups are over {BASELINE}, the mean is geometric. Faster and slower are counted where the 95 % interval "
+        f"of the ratio leaves out 1. Communication hidden: of what {BASELINE} spends beyond the matmul, the share that "
+        "a schedule does not, in the median case; negative where it spends more."
+    )
+    return f'{grid(columns, lines)}<p class="muted">{words}</p>'
+
+
+def _counts(each: Standing) -> str:
+    return f"{each.won} / {len(each.members) - each.won - each.lost} / {each.lost}"
+
+
 def standings(cases: Sequence[Case]) -> str:
     """From which size on each schedule wins, by op, direction and number of ranks."""
     found = digest.standings(cases)
     if not found:
         return missing(f"no case has both {BASELINE} and another schedule timed with 2 or more ranks")
     columns = (
-        ("op", False), ("direction", False), ("ranks", True), ("schedule", False), ("faster / same / slower", True),
-        ("mean", True), ("best", True), ("worst", True), ("worst at", False), ("shorter median than unfused", False),
+        ("model", False), ("matmul", False), ("direction", False), ("ranks", True), ("schedule", False),
+        ("faster / same / slower", True), ("mean", True), ("shorter median", False), ("worst", False),
     )  # fmt: skip
     lines = []
     for each in found:
-        row, (_, best), (worst, at_worst) = each.first, each.best, each.worst
-        counts = f"{each.won} / {len(each.members) - each.won - each.lost} / {each.lost}"
-        ratios = (f"{value:.2f}x" for value in (each.mean, best.ratio, at_worst.ratio))
-        op = TITLES.get(row.op, row.op)
-        lines.append((op, row.direction, row.world_size, each.variant, counts, *ratios, worst.where, each.crossover()))
+        row, (worst, at_worst) = each.first, each.worst
+        lines.append(
+            (
+                row.model, worst.matmul, row.direction, row.world_size, each.variant, _counts(each),
+                f"{each.mean:.2f}x", each.crossover(), f"{at_worst.ratio:.2f}x at {worst.where}",
+            )
+        )  # fmt: skip
     words = (
-        "Sizes in the order of a rank's arithmetic. Faster and slower are counted where the 95 % interval of the ratio "
-        "to unfused leaves out 1; the mean is geometric."
+        "Sizes in the order of a rank's arithmetic; counts and means as above. Shorter median: from which size on a "
+        "schedule's median is below that of unfused at every size."
     )
-    return f'<p class="muted">{words}</p>{grid(columns, lines)}'
+    begin = 0 if any(line[0] for line in lines) else 1
+    table = grid(columns[begin:], [line[begin:] for line in lines])
+    return f'<p class="muted">{words}</p><div class="tall">{table}</div>'
 
 
 def totals(cases: Sequence[Case]) -> str:
