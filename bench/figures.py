@@ -92,6 +92,7 @@ def _section(name: str, title: str, caption: str, drawings: Iterator[_Drawing], 
         for which, words, draw in drawings:
             figure = draw()
             if figure is not None:
+                theme.laid_out(figure)
                 stem = slug(f"{name} {which}")
                 drawn = theme.svg(figure, stem, f"{title}: {words}")
                 pictures.append(Picture(stem, words, drawn, theme.png(figure), not pictures))

@@ -95,7 +95,7 @@ def page_of(rows: Sequence[Row], cases: Sequence[Case], sections: Iterable[Secti
 
 
 def _machine(row: Row) -> str:
-    return f"{row.num_gpus}x {row.gpu}" if row.gpu else f"{row.cpu or row.machine} ({row.cores} cores)"
+    return f"{row.num_gpus}x {row.gpu}" if row.gpu else f"{row.cpu or row.machine}, {row.cores} cores"
 
 
 def _when(timed: Sequence[Row]) -> str:
