@@ -1,4 +1,4 @@
-"""The command line: `fusedtp sweep | report | doctor`. Heavy imports wait until a command needs them."""
+"""The command line: `fusedtp sweep | report | compare | doctor`. Heavy imports wait until a command needs them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from . import cli_predict, cli_tune
+from . import cli_predict, cli_report, cli_tune
+from .arguments import console as _console
+from .arguments import names as _names
+from .arguments import numbers as _numbers
+from .arguments import progress as _progress
+from .arguments import rows as _rows
+from .arguments import shape as _shape
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
-    from .cases import Shape
     from .jobs import Job
     from .store import Row
 
@@ -25,54 +28,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 cli_predict.register(app)
+app.add_typer(cli_report.app)
 cli_tune.register(app)
-
-
-def _console() -> Console:
-    console = Console()
-    # a table folded to 80 columns cannot be read in a log either
-    return console if console.is_terminal else Console(width=180)
-
-
-def _names(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    unknown = [name for name in names if name not in known]
-    if unknown or not names:
-        raise typer.BadParameter(f"{what} must be among {', '.join(known)}, got {text!r}")
-    return names
-
-
-def _numbers(text: str, what: str) -> tuple[int, ...]:
-    try:
-        numbers = tuple(int(part) for part in text.replace("x", ",").split(","))
-    except ValueError:
-        raise typer.BadParameter(f"{what} must be integers, got {text!r}") from None
-    if min(numbers) < 1:
-        raise typer.BadParameter(f"{what} must be positive, got {text!r}")
-    return numbers
-
-
-def _shape(text: str) -> Shape:
-    numbers = _numbers(text, "--shape")
-    if len(numbers) != 3:
-        raise typer.BadParameter(f"--shape must be M,N,K, got {text!r}")
-    return numbers[0], numbers[1], numbers[2]
-
-
-def _progress(console: Console) -> Progress:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    return Progress(*columns, console=console, transient=True, disable=console.quiet)
-
-
-def _rows(path: Path) -> list[Row]:
-    from . import store
-
-    try:
-        return store.read(path)
-    except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
 
 
 @app.command()
@@ -190,33 +147,6 @@ def _keep(rows: list[Row], together: list[Row], path: Path, console: Console) ->
     if num_failed := sum(row.failed for row in rows):
         console.print(f"[bold red]{num_failed} of {len(rows)} rows did not pass the check[/]")
         raise typer.Exit(1)
-
-
-@app.command()
-def report(
-    rows: Annotated[list[Path] | None, typer.Argument(help="CSV files of rows; default this machine's.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder the rows are under.")] = Path("results"),
-    readme: Annotated[Path | None, typer.Option(help="Document whose measured table is written again.")] = None,
-) -> None:
-    """Print the table and draw the picture again from stored rows, each picture beside its file."""
-    from . import generated
-    from . import report as drawing
-    from .machine import describe
-
-    console = _console()
-    for path in rows or [out / describe().name / "sweep.csv"]:
-        stored = _rows(path)
-        drawing.show(stored, console)
-        if drawing.plain_forward(drawing.timed_cases(stored)):
-            drawing.picture(stored, path.with_suffix(".png"))
-            console.print(f"picture: {path.with_suffix('.png')}")
-        if readme is not None:
-            try:
-                text = generated.replaced(readme.read_text(), "measured", generated.measured_table(stored))
-            except (ValueError, OSError) as error:
-                raise typer.BadParameter(str(error)) from error
-            readme.write_text(text)
-            console.print(f"table: {readme}")
 
 
 def _lengths(text: str | None, option: str) -> dict[str, int] | None:

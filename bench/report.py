@@ -49,10 +49,10 @@ class CaseRows:
 
 
 def timed_cases(rows: Iterable[Row]) -> list[CaseRows]:
-    """Cases with a number, in the order of direction, op, world size, model, dtype and arithmetic."""
+    """Cases with a measured number, in the order of direction, op, world size, model, dtype and arithmetic."""
     cases: dict[Any, CaseRows] = {}
     for row in rows:
-        if row.median_ms is not None:
+        if row.median_ms is not None and not row.predicted:
             cases.setdefault(row.case, CaseRows(row)).rows[row.variant] = row
     return sorted(cases.values(), key=_order)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from triton._C.libtriton import interpreter
 
+from . import trace
 from .kernels import signal
 from .kernels.steps import step
 
@@ -73,7 +74,8 @@ class HostSteps:
         address = self._slot(self._ws.rank, src, slot)
         if wrapping_difference(load_acquire(address), self.epoch) >= 0:
             return
-        self._wait_slowly(lambda: load_acquire(address), src, slot)
+        with trace.span("wait", src):
+            self._wait_slowly(lambda: load_acquire(address), src, slot)
 
     def _wait_slowly(self, poll: Callable[[], int], src: int, slot: int) -> None:
         ws = self._ws

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
 from fusedtp.bench.ranks import Pending, RankPool
+from fusedtp.bench.store import Row
 from torch.distributed import ProcessGroup
 
 import fusedtp
@@ -52,3 +54,18 @@ def pool() -> Iterator[RankPool]:
     """Four ranks, started by the first test that asks; `world_size=` of a call takes the first few of them."""
     with PoisonedPool(4, timeout=300) as ranks:
         yield ranks
+
+
+@pytest.fixture(scope="session")
+def make_row() -> Callable[..., Row]:
+    """A row of a measured case from the columns given; the others are empty, or say that it passed its check."""
+
+    def make(**values: Any) -> Row:
+        nothing = {"str": "", "int": 0, "bool": False, "float | None": None}
+        given = {"op": "all_gather_matmul", "variant": "unfused", "M": 1024, "N": 1024, "K": 1024, "dtype": "float32"}
+        given |= {"world_size": 2, "direction": "forward", "gate": "passed", "machine": "cpu-some-2c"} | values
+        if (median := given.get("median_ms")) is not None:
+            given = {"p20_ms": 0.98 * median, "p80_ms": 1.02 * median, "rounds": 20} | given
+        return Row(**{field.name: given.pop(field.name, nothing[str(field.type)]) for field in fields(Row)}, **given)
+
+    return make

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .. import workspace
+from .. import trace, workspace
 from ..kernels.signal import FIRST_SLOT
 from ..shards import even_sizes, offsets
 from ..workspace import Workspace
@@ -89,16 +89,17 @@ def all_gather_matmul(
     with gathering(ws, "all_gather_matmul", a, sizes, gather_dim) as chunks:
         for i, (src, chunk) in enumerate(chunks):
             part = slice(begins[src], begins[src + 1])
-            if gather_dim == 0 and transposed:
-                _matmul_into(b.t(), chunk.t(), out[:, part], None if bias is None else bias[part])
-            elif gather_dim == 0:
-                _matmul_into(chunk, b, out[part], bias)
-            else:
-                left, right = (b[part].t(), chunk.t()) if transposed else (chunk, b[part])
-                if i == 0:
-                    _matmul_into(left, right, out, bias)
+            with trace.span("multiply", src):
+                if gather_dim == 0 and transposed:
+                    _matmul_into(b.t(), chunk.t(), out[:, part], None if bias is None else bias[part])
+                elif gather_dim == 0:
+                    _matmul_into(chunk, b, out[part], bias)
                 else:
-                    out.addmm_(left, right)
+                    left, right = (b[part].t(), chunk.t()) if transposed else (chunk, b[part])
+                    if i == 0:
+                        _matmul_into(left, right, out, bias)
+                    else:
+                        out.addmm_(left, right)
     return out
 
 
@@ -117,11 +118,12 @@ def all_gather_two_matmuls(
     with gathering(ws, "all_gather_matmul", a, sizes, 0) as chunks:
         for i, (src, chunk) in enumerate(chunks):
             part = slice(begins[src], begins[src + 1])
-            _matmul_into(chunk, b, first[part])
-            if i == 0:
-                _matmul_into(chunk.t(), right[part], second)
-            else:
-                second.addmm_(chunk.t(), right[part])
+            with trace.span("multiply", src):
+                _matmul_into(chunk, b, first[part])
+                if i == 0:
+                    _matmul_into(chunk.t(), right[part], second)
+                else:
+                    second.addmm_(chunk.t(), right[part])
     return first, second
 
 
@@ -131,7 +133,8 @@ def _is_narrow(x: Tensor) -> bool:
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
     left, right = (b.t(), a.t()) if transposed else (a, b)
-    return torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
+    with trace.span("multiply"):
+        return torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
 
 
 def _scatter_partials(
@@ -143,7 +146,8 @@ def _scatter_partials(
     if ws.in_place and scatter_dim == 0 and max(sizes) < FEW_ROWS:
         # One matmul into the own arena, from which every owner reads its rows.
         shape = (a.shape[0], b.shape[1])
-        _matmul_into(a, b, ws.view(ws.rank, steps.epoch, 0, shape, a.dtype))
+        with trace.span("multiply"):
+            _matmul_into(a, b, ws.view(ws.rank, steps.epoch, 0, shape, a.dtype))
         for i in range(1, ws.world_size):
             steps.signal((ws.rank - i) % ws.world_size, FIRST_SLOT.value)
         own = slice(begins[ws.rank], begins[ws.rank + 1])
@@ -157,7 +161,8 @@ def _scatter_partials(
         left, right = (a[part], b) if scatter_dim == 0 else (a, b[:, part])
         slot = ws.view(dst, steps.epoch, ws.rank * stride, (left.shape[0], right.shape[1]), a.dtype)
         if ws.in_place or dst == ws.rank:
-            _matmul_into(left, right, slot)
+            with trace.span("multiply", dst):
+                _matmul_into(left, right, slot)
             steps.signal(dst, FIRST_SLOT.value)
         else:
             partial = torch.mm(left, right)
@@ -185,7 +190,8 @@ def matmul_reduce_scatter(
     with op(ws, "matmul_reduce_scatter", ws.world_size * stride, 1) as steps:
         parts = _scatter_partials(ws, steps, a, b, scatter_dim, sizes, stride)
         out = torch.empty_like(parts[0])
-        _sum_into(parts, bias, out)
+        with trace.span("add"):
+            _sum_into(parts, bias, out)
         settle(ws)
     return out
 
@@ -237,7 +243,8 @@ def _share_rows(ws: Workspace, steps: Steps, mine: Tensor, out: Tensor, sizes: t
         src = (ws.rank + i) % ws.world_size
         shape = (sizes[src], out.shape[1])
         rows = published(ws, steps, src, shape, out.dtype, FIRST_SLOT.value + 1, offset + begins[src] * row_bytes)
-        out[begins[src] : begins[src + 1]] = rows
+        with trace.span("travel", src):
+            out[begins[src] : begins[src + 1]] = rows
 
 
 def matmul_all_reduce(
@@ -256,7 +263,8 @@ def matmul_all_reduce(
     with op(ws, "matmul_all_reduce", ws.world_size * stride + out_bytes, 2) as steps:
         parts = _scatter_partials(ws, steps, a, b, 0, sizes, stride)
         mine = out[begin : begin + sizes[ws.rank]]
-        _sum_into(parts, bias, mine)
+        with trace.span("add"):
+            _sum_into(parts, bias, mine)
         _share_rows(ws, steps, mine, out, sizes, ws.world_size * stride)
         settle(ws)
     return out
@@ -268,7 +276,8 @@ def _one_shot(ws: Workspace, name: str, fill: Callable[[Tensor], object], bias: 
     stride = aligned(out.numel() * out.element_size())
     with op(ws, name, ws.world_size * stride, 1) as steps:
         mine = ws.view(ws.rank, steps.epoch, ws.rank * stride, shape, out.dtype)
-        fill(mine)
+        with trace.span("multiply" if name == "matmul_all_reduce" else "travel"):
+            fill(mine)
         if ws.in_place:
             for i in range(1, ws.world_size):
                 steps.signal((ws.rank - i) % ws.world_size, FIRST_SLOT.value)
@@ -278,7 +287,8 @@ def _one_shot(ws: Workspace, name: str, fill: Callable[[Tensor], object], bias: 
             mine if src == ws.rank else published(ws, steps, src, shape, out.dtype, FIRST_SLOT.value, src * stride)
             for src in range(ws.world_size)
         ]
-        _sum_into(parts, bias, out)
+        with trace.span("add"):
+            _sum_into(parts, bias, out)
         settle(ws)
     return out
 
@@ -303,7 +313,8 @@ def _gather(x: Tensor, sizes: tuple[int, ...], group: ProcessGroup, name: str) -
     out = x.new_empty(sum(sizes), x.shape[1])
     with gathering(ws, name, x, sizes, 0) as chunks:
         for src, chunk in chunks:
-            out[begins[src] : begins[src + 1]] = chunk
+            with trace.span("travel", src):
+                out[begins[src] : begins[src + 1]] = chunk
     return out
 
 
@@ -314,7 +325,8 @@ def _scatter_rows(ws: Workspace, steps: Steps, x: Tensor, sizes: tuple[int, ...]
         for i in range(1, ws.world_size):
             dst = (ws.rank + i) % ws.world_size
             rows = x[begins[dst] : begins[dst + 1]]
-            ws.view(dst, steps.epoch, ws.rank * stride, (rows.shape[0], rows.shape[1]), x.dtype).copy_(rows)
+            with trace.span("travel", dst):
+                ws.view(dst, steps.epoch, ws.rank * stride, (rows.shape[0], rows.shape[1]), x.dtype).copy_(rows)
             steps.signal(dst, FIRST_SLOT.value)
     parts = []
     for src in range(ws.world_size):
@@ -335,7 +347,9 @@ def reduce_scatter(x: Tensor, *, sizes: tuple[int, ...], group: ProcessGroup, al
     out = x.new_empty(sizes[ws.rank], x.shape[1])
     stride = aligned(max(sizes) * x.shape[1] * x.element_size())
     with op(ws, "reduce_scatter", ws.world_size * stride, 1) as steps:
-        _sum_into(_scatter_rows(ws, steps, x, sizes, stride), None, out)
+        parts = _scatter_rows(ws, steps, x, sizes, stride)
+        with trace.span("add"):
+            _sum_into(parts, None, out)
         settle(ws)
     return out
 
@@ -354,7 +368,9 @@ def all_reduce(x: Tensor, *, group: ProcessGroup, algorithm: str = "auto") -> Te
     begin, stride = offsets(sizes)[ws.rank], aligned(max(sizes) * x.shape[1] * x.element_size())
     with op(ws, "all_reduce", ws.world_size * stride + out_bytes, 2) as steps:
         mine = out[begin : begin + sizes[ws.rank]]
-        _sum_into(_scatter_rows(ws, steps, x, sizes, stride), None, mine)
+        parts = _scatter_rows(ws, steps, x, sizes, stride)
+        with trace.span("add"):
+            _sum_into(parts, None, mine)
         _share_rows(ws, steps, mine, out, sizes, ws.world_size * stride)
         settle(ws)
     return out

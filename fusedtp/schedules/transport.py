@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from .. import trace
 from ..kernels.signal import FIRST_SLOT
 from ..steps import DeviceSteps, HostSteps
 from ..workspace import Workspace
@@ -63,7 +64,8 @@ def publish(ws: Workspace, steps: Steps, x: Tensor, slot: int, offset: int) -> N
     """Make x [rows, cols] readable by every peer: in the own arena, or in each peer's at this rank's place."""
     shape = (x.shape[0], x.shape[1])
     if ws.in_place:
-        ws.view(ws.rank, steps.epoch, offset, shape, x.dtype).copy_(x)
+        with trace.span("travel", ws.rank):
+            ws.view(ws.rank, steps.epoch, offset, shape, x.dtype).copy_(x)
         for i in range(1, ws.world_size):
             steps.signal((ws.rank - i) % ws.world_size, slot)
         return

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .. import trace
+
 _c10d = torch.ops._c10d_functional
 
 
@@ -78,9 +80,10 @@ def matmul_all_reduce(
     _only_auto("matmul_all_reduce", algorithm)
     if group.size() == 1:
         return _matmul(a, b, bias)
-    out = torch.mm(a, b)
+    out = _matmul(a, b, None)
     if out.numel():
-        out = _c10d.wait_tensor(_c10d.all_reduce_(out, "sum", group.group_name))
+        with trace.span("collective"):
+            out = _c10d.wait_tensor(_c10d.all_reduce_(out, "sum", group.group_name))
     return out if bias is None else out.add_(bias)
 
 
@@ -110,7 +113,8 @@ def all_reduce(x: Tensor, *, group: ProcessGroup, algorithm: str = "auto") -> Te
     _only_auto("all_reduce", algorithm)
     if group.size() == 1 or not x.numel():
         return _copy(x)
-    out: Tensor = _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), "sum", group.group_name))
+    with trace.span("collective"):
+        out: Tensor = _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), "sum", group.group_name))
     return out
 
 
@@ -127,7 +131,8 @@ def _copy(x: Tensor) -> Tensor:
 
 
 def _matmul(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+    with trace.span("multiply"):
+        return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
 
 
 def _gather(x: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
@@ -150,8 +155,10 @@ def _start_gather(x: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tenso
 
 
 def _finish_gather(arriving: Tensor, sizes: Sequence[int]) -> Tensor:
-    longest = max(sizes)
-    gathered: Tensor = _c10d.wait_tensor(arriving) if arriving.numel() else arriving
+    longest, gathered = max(sizes), arriving
+    if arriving.numel():
+        with trace.span("collective"):
+            gathered = _c10d.wait_tensor(arriving)
     if all(size == longest for size in sizes):
         return gathered
     return torch.cat([chunk[:size] for chunk, size in zip(gathered.split(longest), sizes, strict=True)])
@@ -162,7 +169,8 @@ def _scatter(x: Tensor, group: ProcessGroup) -> Tensor:
     world_size = group.size()
     if not x.numel():
         return x.new_empty(x.shape[0] // world_size, x.shape[1])
-    out: Tensor = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(x, "sum", world_size, group.group_name))
+    with trace.span("collective"):
+        out: Tensor = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(x, "sum", world_size, group.group_name))
     return out
 
 
@@ -171,9 +179,10 @@ def _matmul_scatter_rows(a: Tensor, b: Tensor, sizes: Sequence[int], group: Proc
         return torch.mm(a, b)
     longest = max(sizes)
     if all(size == longest for size in sizes):
-        return _scatter(torch.mm(a, b), group)
+        return _scatter(_matmul(a, b, None), group)
     # Each chunk is multiplied into its padded place; what the padding holds is summed too, and cut off with it.
     padded = a.new_empty(longest * len(sizes), b.shape[1])
     for peer, chunk in enumerate(a.split(list(sizes))):
-        torch.mm(chunk, b, out=padded[peer * longest :][: sizes[peer]])
+        with trace.span("multiply", peer):
+            torch.mm(chunk, b, out=padded[peer * longest :][: sizes[peer]])
     return _copy(_scatter(padded, group)[: sizes[group.rank()]])

@@ -1,0 +1,123 @@
+"""The commands that read rows: `fusedtp report | compare`; what is drawn and printed comes from rows alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import arguments
+
+app = typer.Typer()
+
+
+@app.command()
+def report(
+    rows: Annotated[list[Path] | None, typer.Argument(help="CSV files of rows; default this machine's.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder the rows are under.")] = Path("results"),
+    readme: Annotated[Path | None, typer.Option(help="Document whose measured table is written again.")] = None,
+    predicted: Annotated[
+        list[Path] | None, typer.Option(help="CSV file of predicted rows to draw beside them.")
+    ] = None,
+) -> None:
+    """Print the table; draw the picture and write the page again from stored rows, both beside their file.
+
+    sweep.csv gives sweep.png, sweep.html, which needs no other file, and its pictures as PNGs in sweep-figures/. A
+    timeline.json beside it is drawn on the page too.
+    """
+    from . import generated, html
+    from . import report as drawing
+    from .machine import describe
+
+    console = arguments.console()
+    expected = [row for path in predicted or () for row in arguments.rows(path)]
+    if not all(row.predicted for row in expected):
+        raise typer.BadParameter("--predicted takes files of predicted rows, and some of these were measured")
+    for path in rows or [out / describe().name / "sweep.csv"]:
+        stored = arguments.rows(path)
+        drawing.show(stored, console)
+        if drawing.plain_forward(drawing.timed_cases(stored)):
+            drawing.picture(stored, path.with_suffix(".png"))
+            console.print(f"picture: {path.with_suffix('.png')}")
+        if readme is not None:
+            try:
+                text = generated.replaced(readme.read_text(), "measured", generated.measured_table(stored))
+            except (ValueError, OSError) as error:
+                raise typer.BadParameter(str(error)) from error
+            readme.write_text(text)
+            console.print(f"table: {readme}")
+        html.write([*stored, *expected], path)
+        console.print(f"page: {path.with_suffix('.html')}, its pictures: {html.folder_of(path)}/", highlight=False)
+
+
+@app.command()
+def compare(
+    before: Annotated[Path, typer.Argument(metavar="A", help="CSV file of rows: before.")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="CSV file of rows: after.")],
+    absolute: Annotated[bool, typer.Option(help="Compare times; default is their ratio to unfused in each file.")] = (
+        False
+    ),
+    confidence: Annotated[float, typer.Option(min=0.5, max=0.9999, help="Share that an interval covers.")] = 0.95,
+    across_machines: Annotated[bool, typer.Option(help="Compare rows of different machines all the same.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="List what did not change too.")] = False,
+) -> None:
+    """Say what got faster and what slower from A to B, with confidence intervals.
+
+    Exits with 2 where the files come from different machines or have no case in common, whatever the times say.
+    """
+    from . import compare as comparing
+
+    console = arguments.console()
+    old, new = arguments.rows(before), arguments.rows(after)
+    where = [", ".join(sorted(comparing.machines(rows))) for rows in (old, new)]
+    if where[0] != where[1]:
+        text = f"A was measured on {where[0] or 'no machine'}, B on {where[1] or 'no machine'}"
+        if not across_machines:
+            raise typer.BadParameter(f"{text}: give --across-machines to compare them all the same")
+        console.print(f"[bold yellow]Careful:[/] {text}; the differences are the machines' too.", highlight=False)
+    for line in comparing.conditions(old, new):
+        console.print(f"[yellow]differs:[/] {line}", highlight=False)
+    found = comparing.compare(old, new, absolute=absolute, confidence=confidence)
+    comparing.show(found, console, absolute=absolute, confidence=confidence, everything=everything)
+    if not found.changes:
+        console.print("Nothing was measured in both files.")
+        raise typer.Exit(2)
+
+
+@app.command()
+def timeline(
+    op: Annotated[str, typer.Option(help="The op.")] = "all_gather_matmul",
+    shape: Annotated[str, typer.Option(help="Global size M,N,K.")] = "2048,512,2048",
+    world_size: Annotated[int, typer.Option(min=2, help="Number of ranks.")] = 2,
+    schedule: Annotated[str, typer.Option(help="Schedules that run from the host.")] = "decomposed,unfused",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    rounds: Annotated[int, typer.Option(min=1, help="Calls recorded; the median one is shown.")] = 9,
+    out: Annotated[Path, typer.Option(help="Folder of results, one folder a machine.")] = Path("results"),
+) -> None:
+    """Record when each rank multiplies, copies and waits in one call: timeline.json for Perfetto, timeline.png."""
+    from . import timeline as recorded
+    from .cases import DTYPES, OPS, Case
+    from .machine import describe
+    from .ranks import RankError
+
+    console, machine = arguments.console(), describe()
+    if machine.num_gpus:
+        raise typer.BadParameter(
+            "a timeline shows what the host does, and with a GPU the host only issues work: use torch.profiler"
+        )
+    if "fused" in schedule.split(","):
+        raise typer.BadParameter("schedule 'fused' is one kernel: the host cannot see what happens inside")
+    schedules = arguments.names(schedule, recorded.SCHEDULES, "--schedule")
+    (op,) = arguments.names(op, OPS, "--op")[:1]
+    (dtype,) = arguments.names(dtype, DTYPES, "--dtype")[:1]
+    case = Case(op, *arguments.shape(shape), dtype, world_size)
+    try:
+        found = recorded.timeline(case, schedules, rounds, machine)
+    except RankError as error:
+        console.print(str(error), markup=False, highlight=False)
+        raise typer.Exit(1) from error
+    path = out / machine.name / "timeline.json"
+    recorded.write(found, path)
+    recorded.picture(found, path.with_suffix(".png"))
+    console.print(f"trace, for ui.perfetto.dev or chrome://tracing: {path}\npicture: {path.with_suffix('.png')}")

@@ -1,0 +1,227 @@
+"""When each rank multiplied, copied and waited in one call of an op: a trace for Perfetto and a picture.
+
+The schedules mark what they do (`fusedtp.trace`). Here they run on ranks of their own, each behind the gate and a few
+warm-up calls, then some recorded rounds that all ranks enter through a barrier; shown is the round whose slowest rank
+is the median. Only what the host does can be recorded: on a CPU that is everything but interpreted kernels. On a GPU
+the host issues work and leaves, so there is nothing to show there; use torch.profiler.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+from . import theme
+from .cases import Case, Problem
+from .machine import Machine
+from .report import SHORT_DTYPES, TITLES
+from .store import replace
+
+# recorded by the host: see the module's docstring
+SCHEDULES = ("decomposed", "unfused")
+WARM_CALLS = 3
+_NAMES = {"travel": "copy", "multiply": "multiply", "wait": "wait", "add": "add up", "collective": "collective"}
+_FORMAT = "fusedtp timeline 1"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One of trace.KINDS, or "call" for the whole; begin and length in microseconds from the round's first call."""
+
+    schedule: str
+    rank: int
+    kind: str
+    peer: int
+    begin_us: float
+    length_us: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """`about`: the case, the machine, the commit and the number of rounds, as the trace's otherData has them."""
+
+    about: dict[str, Any]
+    marks: tuple[Mark, ...]
+
+    @property
+    def schedules(self) -> list[str]:
+        return list(dict.fromkeys(mark.schedule for mark in self.marks))
+
+    def of(self, schedule: str, kind: str | None = None) -> list[Mark]:
+        return [mark for mark in self.marks if mark.schedule == schedule and kind in (None, mark.kind)]
+
+    def title(self) -> str:
+        about = self.about
+        size = f"{about['M']} x {about['N']} x {about['K']} {SHORT_DTYPES.get(about['dtype'], about['dtype'])}"
+        return f"{TITLES.get(about['op'], about['op'])}, {size} on {about['world_size']} ranks"
+
+
+def record(
+    group: ProcessGroup, case: Case, schedules: Sequence[str], rounds: int
+) -> dict[str, list[list[tuple[str, int, int, int]]]]:
+    """This rank's spans (kind, peer, begin, end in ns) of every round by schedule, the whole call last; collective."""
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    from fusedtp import trace
+
+    from .timing import gate
+
+    problem = Problem(case, group, torch.device("cpu"))
+    found: dict[str, list[list[tuple[str, int, int, int]]]] = {}
+    with torch.no_grad():
+        for schedule in schedules:
+            if error := gate(problem, (schedule,), group)[schedule].error:
+                raise AssertionError(error)
+            run = problem.runner(schedule)
+            for _ in range(WARM_CALLS):
+                run()
+            found[schedule] = []
+            for _ in range(rounds):
+                dist.barrier(group=group)
+                with trace.recording() as spans:
+                    begin = time.perf_counter_ns()
+                    result = run()
+                    end = time.perf_counter_ns()
+                del result
+                found[schedule].append([*((*span,) for span in spans), ("call", -1, begin, end)])
+    return found
+
+
+def timeline(
+    case: Case, schedules: Sequence[str], rounds: int, machine: Machine, *, timeout: float = 120.0
+) -> Timeline:
+    """Record on ranks started here. RankError where one fails, with the gate's words where a result is wrong."""
+    from .ranks import RankPool
+
+    with RankPool(case.world_size, timeout=timeout) as pool:
+        ranks = pool.run(record, case, tuple(schedules), rounds)
+    marks: list[Mark] = []
+    for schedule in schedules:
+        times = []
+        for turn in range(rounds):
+            calls = [rank[schedule][turn][-1] for rank in ranks]
+            times.append((max(end for *_, end in calls) - min(begin for *_, begin, _ in calls), turn))
+        _, turn = sorted(times)[(rounds - 1) // 2]
+        start = min(rank[schedule][turn][-1][2] for rank in ranks)
+        for rank, recorded in enumerate(ranks):
+            for kind, peer, begin, end in recorded[schedule][turn]:
+                marks.append(Mark(schedule, rank, kind, peer, (begin - start) / 1e3, (end - begin) / 1e3))
+    about = {**asdict(case), **asdict(machine), "rounds": rounds, "format": _FORMAT}
+    return Timeline(about, tuple(marks))
+
+
+def _label(mark: Mark) -> str:
+    name = "call" if mark.kind == "call" else _NAMES.get(mark.kind, mark.kind)
+    if mark.peer < 0:
+        return name
+    return f"{name} for rank {mark.peer}" if mark.kind == "wait" else f"{name}, chunk of rank {mark.peer}"
+
+
+def write(found: Timeline, path: Path) -> None:
+    """The trace-event format that ui.perfetto.dev and chrome://tracing open: a process a schedule, a thread a rank."""
+    events: list[dict[str, Any]] = []
+    for pid, schedule in enumerate(found.schedules):
+        events.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": schedule}})
+        events.append({"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}})
+        for rank in sorted({mark.rank for mark in found.of(schedule)}):
+            events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": rank, "args": {"name": f"rank {rank}"}})
+        for mark in found.of(schedule):
+            events.append(
+                {
+                    "ph": "X",
+                    "name": _label(mark),
+                    "cat": mark.kind,
+                    "pid": pid,
+                    "tid": mark.rank,
+                    "ts": mark.begin_us,
+                    "dur": mark.length_us,
+                    "args": {"peer": mark.peer},
+                }
+            )
+    content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": found.about}
+    replace(path, json.dumps(content, indent=1).encode())
+
+
+def read(path: Path) -> Timeline:
+    """What `write` wrote; ValueError for anything else."""
+    try:
+        content = json.loads(path.read_text())
+        about, events = content["otherData"], content["traceEvents"]
+        if about["format"] != _FORMAT:
+            raise ValueError(f"format {about['format']!r}")
+        schedules = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+        marks = tuple(
+            Mark(
+                schedules[event["pid"]], int(event["tid"]), event["cat"], int(event["args"]["peer"]),
+                float(event["ts"]), float(event["dur"]),
+            )
+            for event in events
+            if event["ph"] == "X"
+        )  # fmt: skip
+        found = Timeline(about, marks)
+        found.title()
+    except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not a timeline of ours: {error}") from error
+    return found
+
+
+def figure(found: Timeline) -> Any:
+    """A panel a schedule, a line a rank, all on one axis of time; to be called and saved within `theme.style`.
+
+    A number on a bar is the rank whose chunk it is.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    schedules = found.schedules
+    ranks = sorted({mark.rank for mark in found.marks})
+    height = 0.34 * len(ranks) + 0.62
+    longest_us = max(mark.begin_us + mark.length_us for mark in found.marks)
+    drawn = Figure(figsize=(9.2, height * len(schedules) + 0.75), layout="constrained")
+    axes = drawn.subplots(len(schedules), 1, sharex=True, squeeze=False)[:, 0]
+    for axis, schedule in zip(axes, schedules, strict=True):
+        for mark in found.of(schedule):
+            place = (mark.begin_us / 1e3, mark.length_us / 1e3)
+            if mark.kind == "call":
+                axis.broken_barh([place], (mark.rank - 0.42, 0.84), facecolor=theme.colour("line"), zorder=1)
+                continue
+            hatch = "////" if mark.kind == "wait" else None
+            axis.broken_barh(
+                [place], (mark.rank - 0.36, 0.72), facecolor=theme.colour(mark.kind), hatch=hatch, zorder=2,
+                edgecolor=theme.colour("muted") if hatch else theme.colour("paper"), linewidth=0.0 if hatch else 0.6,
+            )  # fmt: skip
+            if mark.peer >= 0 and mark.kind != "wait" and mark.length_us > 0.03 * longest_us:
+                middle = (mark.begin_us + mark.length_us / 2) / 1e3
+                text = {"ha": "center", "va": "center_baseline", "fontsize": 7.5, "color": theme.colour("on-bar")}
+                axis.text(middle, mark.rank, f"{mark.peer}", zorder=3, **text)
+        last = max(mark.begin_us + mark.length_us for mark in found.of(schedule)) / 1e3
+        axis.axvline(last, color=theme.colour("ink"), linewidth=1.0, ymin=0.02, ymax=0.98)
+        axis.set_title(f"{schedule}: {last:.3g} ms")
+        axis.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
+        axis.set_ylim(len(ranks) - 0.4, -0.6)
+        axis.tick_params(axis="y", length=0)
+        axis.spines["left"].set_visible(False)
+    axes[-1].set_xlabel("ms from the first rank's call")
+    axes[-1].set_xlim(left=0)
+    kinds = [kind for kind in _NAMES if any(mark.kind == kind for mark in found.marks)]
+    handles = [
+        Patch(facecolor=theme.colour(kind), hatch="////" if kind == "wait" else None, label=_NAMES[kind])
+        for kind in kinds
+    ]
+    handles.append(Patch(facecolor=theme.colour("line"), label="the rest of the call"))
+    drawn.legend(handles=handles, loc="outside upper left", ncols=len(handles), title=found.title(), alignment="left")
+    return drawn
+
+
+def picture(found: Timeline, path: Path) -> None:
+    """The figure as a PNG."""
+    with theme.style():
+        replace(path, theme.png(figure(found)))

@@ -1,0 +1,147 @@
+"""The interval covers what it promises, a change is flagged, no change is mostly not, and machines are not mixed up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fusedtp.bench import store
+from fusedtp.bench.cli import app
+from fusedtp.bench.compare import compare, conditions
+from fusedtp.bench.intervals import measured, ratio
+from fusedtp.bench.store import Row
+from typer.testing import CliRunner, Result
+
+MakeRow = Callable[..., Row]
+SIZES = (256, 512, 1024, 2048, 4096)
+
+
+def drawn(make_row: MakeRow, rng: np.random.Generator, centre: float, rounds: int, **values: object) -> Row:
+    """A row of rounds drawn around `centre` ms, 8 % apart, with one in ten three times as far: a shared machine."""
+    spread = 0.08 * np.where(rng.random(rounds) < 0.1, 3.0, 1.0)
+    p20, median, p80 = np.quantile(centre * np.exp(spread * rng.standard_normal(rounds)), [0.2, 0.5, 0.8])
+    return make_row(median_ms=median, p20_ms=p20, p80_ms=p80, rounds=rounds, **values)
+
+
+def run(make_row: MakeRow, seed: int, *, slow: float = 1.0, machine: float = 1.0) -> list[Row]:
+    """Fifteen cases in two variants; `slow` is what the decomposed one is slowed by, `machine` what everything is."""
+    rng, rows = np.random.default_rng(seed), []
+    for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
+        for size in SIZES:
+            for variant, factor in (("unfused", 1.0), ("decomposed", 0.7 * slow)):
+                centre = machine * factor * size / 100
+                rows.append(drawn(make_row, rng, centre, 20, op=op, M=size, variant=variant))
+    return rows
+
+
+@pytest.mark.parametrize("rounds", [3, 5, 20])
+def test_interval_covers_the_true_ratio(make_row: MakeRow, rounds: int) -> None:
+    rng, inside, trials = np.random.default_rng(rounds), {2: 0, 4: 0}, 1500
+    for _ in range(trials):
+        a, b, c, d = (drawn(make_row, rng, centre, rounds) for centre in (3.0, 2.0, 5.0, 7.0))
+        for terms, true, interval in ((2, 1.5, ratio([a], [b])), (4, 15 / 14, ratio([a, c], [b, d]))):
+            inside[terms] += interval.low <= true <= interval.high
+    for terms, count in inside.items():
+        # three standard errors of the share below 95 %; far wider than need be would be no interval either
+        assert 0.933 <= count / trials <= 0.997, f"{terms} terms: {count / trials:.3f}"
+
+
+def test_confidence_widens_the_interval_and_the_normal_limit_is_met(make_row: MakeRow) -> None:
+    a, b = (make_row(median_ms=median, rounds=10_000) for median in (3.0, 2.0))
+    widths = [math.log(each.high / each.low) for each in (ratio([a], [b], level) for level in (0.8, 0.95, 0.99))]
+    sigma = math.log(1.02 / 0.98) / 1.6832
+    error = math.sqrt(2) * math.sqrt(math.pi / 2) * sigma / math.sqrt(10_000)
+    # 200 degrees of freedom are the most: within 1 % of the normal's quantile
+    assert widths == pytest.approx([2 * z * error for z in (1.2816, 1.9600, 2.5758)], rel=0.012)
+    with pytest.raises(ValueError, match="confidence must be"):
+        ratio([a], [b], 1.0)
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_planted_slowdown_is_flagged_and_nothing_else(make_row: MakeRow, absolute: bool) -> None:
+    for seed in range(10):
+        found = compare(run(make_row, seed), run(make_row, seed + 100, slow=1.3), absolute=absolute)
+        verdicts = {change.after.variant: [] for change in found.changes}
+        for change in found.changes:
+            verdicts[change.after.variant].append(change.verdict)
+        assert verdicts["decomposed"] == ["slower"] * 15
+        assert verdicts.get("unfused", []).count("") >= 12 * absolute
+        back = compare(run(make_row, seed + 100, slow=1.3), run(make_row, seed))
+        assert [change.verdict for change in back.changes] == ["faster"] * 15
+
+
+def test_equal_runs_are_mostly_not_flagged(make_row: MakeRow) -> None:
+    verdicts = [
+        change.verdict
+        for seed in range(40)
+        for change in compare(run(make_row, seed), run(make_row, seed + 1000)).changes
+    ]
+    assert len(verdicts) == 600
+    flagged = sum(verdict != "" for verdict in verdicts)
+    assert 1 <= flagged <= 0.07 * len(verdicts)
+
+
+def test_slower_machine_moves_times_and_not_ratios(make_row: MakeRow) -> None:
+    before, after = run(make_row, 1), run(make_row, 2, machine=1.4)
+    found = compare(before, after)
+    assert sum(change.verdict != "" for change in found.changes) <= 2
+    assert found.drift == pytest.approx(1.4, rel=0.05)
+    assert {change.verdict for change in compare(before, after, absolute=True).changes} == {"slower"}
+
+
+def test_what_cannot_be_compared_is_kept_apart(make_row: MakeRow) -> None:
+    base, ours = make_row(median_ms=2.0), make_row(median_ms=1.0, variant="decomposed")
+    old_only, new_only = replace(base, M=7), replace(base, M=8)
+    refused = replace(ours, median_ms=None, p20_ms=None, p80_ms=None, rounds=0, gate="wrong")
+    alone = make_row(median_ms=1.0, variant="decomposed", M=9)
+    predicted = replace(ours, predicted=True, median_ms=50.0)
+    found = compare([base, ours, old_only, alone], [base, refused, new_only, alone, predicted])
+    assert found.changes == ()
+    assert (found.only_before, found.only_after) == ((old_only,), (new_only,))
+    assert found.lost == ((ours, refused),)
+    assert found.without_baseline == (alone,)
+    assert [change.after for change in compare([alone], [alone], absolute=True).changes] == [alone]
+    assert not measured(predicted)
+    # another direction of the same matmul is another case
+    assert compare([base, ours], [replace(row, direction="backward") for row in (base, ours)]).changes == ()
+
+
+def test_conditions_that_differ_are_named(make_row: MakeRow) -> None:
+    a = make_row(median_ms=1.0, threads=1, torch="2.13.0")
+    assert conditions([a], [a]) == []
+    assert conditions([a], [replace(a, threads=2)]) == ["threads: 1 in A, 2 in B"]
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["compare", *map(str, arguments)])
+
+
+def test_command(make_row: MakeRow, tmp_path: Path) -> None:
+    a, b, elsewhere, foreign = (tmp_path / name for name in ("a.csv", "b.csv", "elsewhere.csv", "foreign.csv"))
+    store.write(a, run(make_row, 3))
+    slower = run(make_row, 4, slow=1.3)
+    store.write(b, [*slower, make_row(median_ms=1.0, M=3)])
+    store.write(elsewhere, [replace(row, machine="cpu-other-8c") for row in slower])
+    foreign.write_text("name,price\napple,3\n")
+
+    done = invoke(a, b)
+    assert done.exit_code == 0, done.output
+    text = " ".join(done.output.split())
+    for part in ("slower in B: 15", "15 compared: 15 slower, 0 faster", "only in B: all-gather + matmul 3 x 1024"):
+        assert part in text
+    assert "30 compared" in " ".join(invoke(a, b, "--absolute").output.split())
+    assert "no difference to be seen in B" in invoke(a, a, "--all").output
+
+    done = invoke(a, elsewhere)
+    assert done.exit_code == 2
+    assert "give --across-machines" in " ".join(done.output.replace("\u2502", " ").split())
+    done = invoke(a, elsewhere, "--across-machines")
+    assert done.exit_code == 0
+    assert "Careful" in done.output
+    assert invoke(a, foreign).exit_code == 2
+    store.write(b, [make_row(median_ms=1.0, M=3)])
+    assert invoke(a, b).exit_code == 2

@@ -1,0 +1,275 @@
+"""The page says what rows say, is whole HTML that fetches nothing, and gives a reason for what it leaves out."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from fusedtp.bench import bars, curves, digest, figures, heatmap, html, page, store, theme
+from fusedtp.bench.cli import app
+from fusedtp.bench.store import Row
+from fusedtp.bench.timeline import Mark, Timeline
+from fusedtp.bench.timeline import write as write_timeline
+from typer.testing import CliRunner, Result
+
+MakeRow = Callable[..., Row]
+VOID = {"meta", "link", "br", "input"}
+# 512: clearly slower, 1024: the same within its interval, 2048 and 4096: clearly faster
+RATIOS = {512: 0.8, 1024: 1.003, 2048: 1.25, 4096: 1.6}
+
+
+@pytest.fixture(scope="session")
+def rows(make_row: MakeRow) -> list[Row]:
+    """Square gathers, a model's block of two matmuls, predictions, a refusal and a check."""
+    found = []
+    for size, ratio in RATIOS.items():
+        at = {"M": size, "N": size, "K": size}
+        unfused = size / 100
+        times = {"matmul": 0.5 * unfused, "comm": 0.4 * unfused, "unfused": unfused, "decomposed": unfused / ratio}
+        found += [make_row(variant=name, median_ms=ms, **at) for name, ms in times.items()]
+        found.append(make_row(variant="decomposed", median_ms=0.9 * unfused, rounds=0, predicted=True, **at))
+    for op, layer, share in (("all_gather_matmul", "up", 1.0), ("matmul_reduce_scatter", "down", 3.0)):
+        at = {"op": op, "model": "tiny", "layer": layer, "tokens": 64, "M": 64, "N": 128, "K": 96}
+        for name, ms in (("matmul", 1.0), ("comm", 3.0), ("unfused", 4.0), ("decomposed", 2.0), ("dtensor", 5.0)):
+            if (name, layer) != ("dtensor", "down"):
+                found.append(make_row(variant=name, median_ms=share * ms, **at))
+    refused = '[0] 3 of 4 elements are wrong: 1 < 2 & "so"'
+    found.append(make_row(variant="fused", M=96, gate=refused, interpreted=True))
+    found.append(make_row(variant="fused", M=97, error_ratio=0.25, interpreted=True))
+    return found
+
+
+class Page(HTMLParser):
+    """Fails on a tag that is not closed in order; keeps ids, links, text and attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        names = [name for name, _ in attrs]
+        assert len(names) == len(set(names)), (tag, attrs)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        self.ids += [value or "" for name, value in attrs if name == "id"]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, tag
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+@pytest.fixture(scope="session")
+def written(rows: list[Row], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("report") / "sweep.csv"
+    store.write(path, rows)
+    about = {"op": "all_gather_matmul", "M": 4, "N": 5, "K": 6, "dtype": "float32", "world_size": 2}
+    marks = (Mark("decomposed", 0, "call", -1, 0.0, 90.0), Mark("decomposed", 0, "wait", 1, 10.0, 50.0))
+    write_timeline(Timeline({**about, "format": "fusedtp timeline 1"}, marks), path.with_name("timeline.json"))
+    html.write(rows, path)
+    return path
+
+
+def test_page_is_whole_and_fetches_nothing(written: Path) -> None:
+    text = written.with_suffix(".html").read_text()
+    found = Page(text)
+    assert len(found.ids) == len(set(found.ids))
+    for tag, name, value in found.attributes:
+        if name in ("href", "xlink:href") and value.startswith("#"):
+            assert value[1:] in found.ids, value
+        elif name in ("src", "href", "xlink:href", "data", "srcset"):
+            assert value == "data:,", (tag, name, value)
+        for target in re.findall(r"url\((.*?)\)", value):
+            assert target.lstrip("#") in found.ids, target
+    # addresses are only names of XML's namespaces
+    assert set(re.findall(r"https?://[^\s\"'<]+", text)) <= {
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1999/xlink",
+    }
+    assert "@import" not in text
+    assert "@font-face" not in text
+
+
+def test_every_figure_is_there_with_a_caption_and_as_png(written: Path) -> None:
+    found = Page(written.with_suffix(".html").read_text())
+    drawn = {path.stem for path in html.folder_of(written).iterdir()}
+    assert drawn == {
+        "time-single-matmuls-forward-fp32",
+        "speedup-tiny-forward",
+        "speedup-single-matmuls-forward",
+        "parts-tiny-forward-2-ranks",
+        "parts-single-matmuls-forward-2-ranks",
+        "blocks-tiny-fp32-cpu-some-2c",
+        "timeline-call",
+    }
+    assert drawn <= set(found.ids)
+    labels = [value for tag, name, value in found.attributes if (tag, name) == ("svg", "aria-label")]
+    assert len(labels) == len(drawn)
+    for path in html.folder_of(written).iterdir():
+        assert path.read_bytes().startswith(b"\x89PNG")
+    for words in ("Each marker is the median", "thick line parts the two", "ceiling, the longer of", "added up"):
+        assert words in found.text
+
+
+def test_words_come_from_the_rows(written: Path) -> None:
+    found = Page(written.with_suffix(".html").read_text())
+    # the square sizes and the block's two matmuls, each of which is twice as fast
+    mean = math.exp((sum(map(math.log, RATIOS.values())) + 2 * math.log(2)) / 6)
+    assert f"decomposed is the fastest on average, at {mean:.2f}x the speed of unfused" in found.text
+    assert "over 6 cases with 2 or more ranks; from 0.80x to 2.00x" in found.text
+    assert "It is faster in 4, slower in 1, and cannot be told apart in 1." in found.text
+    assert "from 1024 x 1024 x 1024 fp32" in found.text
+    # a gate's words are text, not markup
+    assert '3 of 4 elements are wrong: 1 < 2 & "so"' in found.text
+    assert "1 of 31 rows have no number" in found.text
+
+
+def test_missing_kinds_say_why(make_row: MakeRow, rows: list[Row], tmp_path: Path) -> None:
+    path = tmp_path / "sweep.csv"
+    html.write([row for row in rows if row.interpreted], path)
+    found = Page(path.with_suffix(".html").read_text())
+    for reason in (
+        "no two sizes of one problem were timed",
+        "no case has both unfused and another schedule timed",
+        "no case has the matmul alone and unfused both timed",
+        "no row belongs to a model",
+        "no timeline.json is beside the rows",
+    ):
+        assert f"Not here: {reason}" in found.text
+    assert "Nothing was timed" in found.text
+    assert not html.folder_of(path).exists()
+    path.with_name("timeline.json").write_text("{}")
+    html.write([make_row(variant="comm", median_ms=1.0)], path)
+    found = Page(path.with_suffix(".html").read_text())
+    assert "is not a timeline of ours" in found.text
+    assert "None: all 1 rows passed" in found.text
+
+
+def test_standing_and_crossover(rows: list[Row]) -> None:
+    standing = next(each for each in digest.standings(digest.cases(rows)) if not each.first.model)
+    assert (standing.won, standing.lost, len(standing.members)) == (2, 1, 4)
+    assert standing.mean == pytest.approx(digest.geometric_mean(list(RATIOS.values())), rel=1e-9)
+    assert standing.since is not None
+    assert standing.since.first.M == 1024
+    assert standing.worst[0].first.M == 512
+
+
+@pytest.mark.parametrize(
+    ("ratios", "words"),
+    [((0.5, 0.9), "never"), ((1.1, 1.2), "always"), ((0.5, 1.2), "from 2048 x"), ((1.1, 0.9), "at 1 of 2, not the")],
+)
+def test_crossover_in_words(make_row: MakeRow, ratios: tuple[float, float], words: str) -> None:
+    found = []
+    for size, ratio in zip((1024, 2048), ratios, strict=True):
+        at = {"M": size, "N": size, "K": size}
+        found += [make_row(median_ms=1.0, **at), make_row(variant="fused", median_ms=1.0 / ratio, **at)]
+    (standing,) = digest.standings(digest.cases(found))
+    assert standing.crossover().startswith(words)
+
+
+def test_crossover_line_parts_faster_from_slower_within_a_dtype() -> None:
+    ratios = {(0, 0): 0.9, (1, 0): 1.1, (0, 1): 1.2, (1, 1): 1.3, (2, 0): 0.8}
+    below, right = ((-0.5, 0.5), (0.5, 0.5)), ((0.5, 0.5), (-0.5, 0.5))
+    assert sorted(heatmap.crossover(ratios, ["a", "a", "b"])) == sorted([below, right])
+    assert len(heatmap.crossover(ratios, ["a", "a", "a"])) == 3
+
+
+def test_parts_of_a_time_add_up() -> None:
+    assert bars.parts(10.0, 6.0, 3.0) == (6.0, 3.0, 1.0)
+    assert bars.parts(7.0, 6.0, 3.0) == (6.0, 1.0, 0.0)
+    assert bars.parts(5.0, 6.0, 3.0) == (5.0, 0.0, 0.0)
+    assert bars.parts(10.0, 6.0, None) == (6.0, 0.0, 4.0)
+
+
+def test_block_total_needs_every_layer(rows: list[Row]) -> None:
+    (total,) = digest.totals(digest.cases(rows))
+    assert total.layers == ("up", "down")
+    assert total.ms == {"matmul": 4.0, "unfused": 16.0, "decomposed": 8.0}
+    assert total.incomplete == {"dtensor": ("down",)}
+
+
+def test_predicted_is_drawn_dashed_and_never_counted(rows: list[Row]) -> None:
+    cases = [case for case in digest.cases(rows) if not case.first.model]
+    with theme.style():
+        drawn = theme.svg(curves.figure(cases), "x", "x")
+        measured = [row for row in rows if not row.predicted and not row.model]
+        without = theme.svg(curves.figure(digest.cases(measured)), "x", "x")
+    assert "decomposed, predicted" in drawn
+    assert "stroke-dasharray: 4" in drawn
+    assert "predicted" not in without
+    assert "stroke-dasharray: 4" not in without
+    assert [each.mean for each in digest.standings(cases)] == [
+        each.mean for each in digest.standings(digest.cases(measured))
+    ]
+
+
+def test_pictures_take_the_page_s_colours(written: Path) -> None:
+    text = written.with_suffix(".html").read_text()
+    light, dark = theme.variables()
+    assert light in page.style()
+    assert f"@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}" in page.style()
+    # the style sheet has each colour once; a picture has variables in their place
+    pictures = text[text.index("<svg") :].lower()
+    every = {**theme.INK, **theme.SERIES, **theme.PARTS}
+    assert [name for name, each in every.items() if each.light in pictures] == []
+    for name in ("ink", "unfused", "decomposed", "wait", "multiply"):
+        assert f"var(--{name})" in pictures
+    assert len({theme.marker(name) for name in theme.SERIES}) == len(theme.SERIES)
+
+
+def test_table_has_every_row_and_its_numbers(written: Path, rows: list[Row]) -> None:
+    text = written.with_suffix(".html").read_text()
+    table = text[text.index('<table id="all-rows">') :]
+    assert table.count("<tr") == 1 + len(rows)
+    assert table.count('<tr class="predicted">') == sum(row.predicted for row in rows)
+    assert 'data-value="5.12">5.12<' in table
+    # a column that no row has is left out
+    assert "busbw" not in table[: table.index("</thead>")]
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+
+
+def test_command(make_row: MakeRow, tmp_path: Path) -> None:
+    measured, expected = tmp_path / "sweep.csv", tmp_path / "expected.csv"
+    at = {"M": 64, "N": 64, "K": 64}
+    store.write(measured, [make_row(median_ms=1.0, **at), make_row(variant="decomposed", median_ms=0.5, **at)])
+    store.write(expected, [make_row(variant="fused", median_ms=0.4, predicted=True, **at)])
+    done = invoke(measured, "--predicted", expected)
+    assert done.exit_code == 0, done.output
+    found = Page((tmp_path / "sweep.html").read_text())
+    assert "at 2.00x the speed of unfused" in found.text
+    assert "3, of which 2 timed" in found.text
+    assert (tmp_path / "sweep-figures" / "speedup-single-matmuls-forward.png").exists()
+    assert (tmp_path / "sweep.png").exists()
+    done = invoke(measured, "--predicted", measured)
+    assert done.exit_code == 2
+    assert "takes files of predicted rows" in " ".join(done.output.replace("\u2502", " ").split())
+
+
+def test_sections_are_those_of_the_page() -> None:
+    assert [each.name for each in figures.sections([], "why")] == ["time", "speedup", "parts", "blocks", "timeline"]

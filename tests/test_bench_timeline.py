@@ -1,0 +1,168 @@
+"""Spans cost next to nothing unless recorded, cover what ranks do, and survive the trace file."""
+
+from __future__ import annotations
+
+import json
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from fusedtp.bench import timeline as recorded
+from fusedtp.bench.cases import Case
+from fusedtp.bench.cli import app
+from fusedtp.bench.ranks import RankPool
+from fusedtp.bench.timeline import Mark, Timeline
+from torch.distributed import ProcessGroup
+from typer.testing import CliRunner
+
+from fusedtp import trace
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def test_span_costs_well_under_a_microsecond_unless_recorded() -> None:
+    def nanoseconds() -> float:
+        start = time.perf_counter_ns()
+        for _ in range(2000):
+            with trace.span("multiply", 1):
+                pass
+        return (time.perf_counter_ns() - start) / 2000
+
+    assert trace.span("multiply", 1) is trace.span("wait")
+    # the least of many: what interrupts a run is not the span's
+    assert min(nanoseconds() for _ in range(30)) < 1000
+
+
+def test_recording_keeps_order_and_ends() -> None:
+    with trace.span("add"), trace.recording() as spans:
+        with trace.span("wait", 3), trace.span("travel"):
+            pass
+        with pytest.raises(RuntimeError, match="one recording at a time"), trace.recording():
+            pass
+        with pytest.raises(ZeroDivisionError), trace.span("multiply", 1):
+            _ = 1 // 0
+    with trace.span("add"):
+        pass
+    assert [(span.kind, span.peer) for span in spans] == [("travel", -1), ("wait", 3), ("multiply", 1)]
+    assert all(span.begin_ns <= span.end_ns for span in spans)
+    assert spans[1].begin_ns <= spans[0].begin_ns
+    assert spans[0].end_ns <= spans[1].end_ns
+
+
+def late(group: ProcessGroup, case: Case, seconds: float) -> dict[str, list[list[tuple[str, int, int, int]]]]:
+    """As `timeline.record`, with rank 1 late for each of its copies into shared memory."""
+    from fusedtp.bench import timeline
+
+    from fusedtp.schedules import transport
+
+    if group.rank() == 1:
+        ready = transport.publish
+
+        def publish(*arguments: object) -> None:
+            time.sleep(seconds)
+            ready(*arguments)
+
+        transport.publish = publish
+    try:
+        return timeline.record(group, case, ("decomposed",), 2)
+    finally:
+        if group.rank() == 1:
+            transport.publish = ready
+
+
+def kinds(spans: list[tuple[str, int, int, int]]) -> list[tuple[str, int]]:
+    return [(kind, peer) for kind, peer, *_ in spans if kind != "wait"]
+
+
+def test_gather_copies_its_own_and_multiplies_every_chunk(pool: RankPool) -> None:
+    case = Case("all_gather_matmul", 1056, 48, 64, "float32", 2)
+    ranks = pool.run(late, case, 0.05, world_size=2)
+    for rank, found in enumerate(ranks):
+        assert list(found) == ["decomposed"]
+        for spans in found["decomposed"]:
+            copies = [("travel", rank)]
+            assert kinds(spans) == [*copies, ("multiply", rank), ("multiply", 1 - rank), ("call", -1)]
+            *parts, call = spans
+            assert call[2] <= parts[0][2]
+            assert parts[-1][3] <= call[3]
+            assert all(before[3] <= after[2] for before, after in pairwise(parts))
+    # rank 0 waited for rank 1, for about as long as that one slept, and the clocks of both agree on when it was over
+    for spans, others in zip(ranks[0]["decomposed"], ranks[1]["decomposed"], strict=True):
+        (wait,) = [span for span in spans if span[0] == "wait" and span[3] - span[2] > 30e6]
+        (copy,) = [span for span in others if span[0] == "travel"]
+        assert wait[1] == 1
+        assert wait[2] < copy[2] < wait[3]
+        assert copy[3] <= wait[3]
+
+
+@pytest.mark.parametrize(
+    ("op", "decomposed", "unfused"),
+    [
+        (
+            "matmul_reduce_scatter",
+            [("multiply", 1), ("multiply", 0), ("add", -1), ("call", -1)],
+            [("multiply", -1), ("collective", -1), ("call", -1)],
+        ),
+        (
+            "matmul_all_reduce",
+            [("multiply", 1), ("multiply", 0), ("add", -1), ("travel", 0), ("travel", 1), ("call", -1)],
+            [("multiply", -1), ("collective", -1), ("call", -1)],
+        ),
+        ("all_gather_matmul", None, [("collective", -1), ("multiply", -1), ("call", -1)]),
+    ],
+)
+def test_parts_of_each_op(
+    pool: RankPool, op: str, decomposed: list[tuple[str, int]] | None, unfused: list[tuple[str, int]]
+) -> None:
+    schedules = ("unfused", "decomposed") if decomposed else ("unfused",)
+    found = pool.run(recorded.record, Case(op, 1056, 48, 64, "float32", 2), schedules, 1, world_size=2)[0]
+    assert kinds(found["unfused"][0]) == unfused
+    if decomposed:
+        assert kinds(found["decomposed"][0]) == decomposed
+
+
+@pytest.fixture
+def found() -> Timeline:
+    about = {"op": "all_gather_matmul", "M": 4, "N": 5, "K": 6, "dtype": "float32", "world_size": 2}
+    marks = [Mark("decomposed", rank, "call", -1, 0.5 * rank, 90.0) for rank in (0, 1)]
+    marks += [Mark("decomposed", rank, "multiply", rank, 10.25, 70.0) for rank in (0, 1)]
+    marks += [Mark("unfused", 0, "call", -1, 0.0, 80.0), Mark("unfused", 0, "collective", -1, 1.0, 20.0)]
+    return Timeline({**about, "commit": "0123", "format": "fusedtp timeline 1"}, tuple(marks))
+
+
+def test_trace_file_round_trip_and_format(found: Timeline, tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    recorded.write(found, path)
+    assert recorded.read(path) == found
+    events = json.loads(path.read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] in ("process_name", "thread_name")}
+    assert names == {"decomposed", "unfused", "rank 0", "rank 1"}
+    slices = [event for event in events if event["ph"] == "X"]
+    assert {event["name"] for event in slices} >= {"call", "multiply, chunk of rank 1", "collective"}
+    assert all({"pid", "tid", "ts", "dur", "cat"} <= set(event) for event in slices)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"traceEvents": [], "otherData": {"format": "other"}}', "\xff"])
+def test_foreign_file_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "timeline.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match="is not a timeline of ours"):
+        recorded.read(path)
+
+
+def test_command(tmp_path: Path) -> None:
+    arguments = ["timeline", "--shape", "64,48,32", "--rounds", "3", "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    (path,) = tmp_path.glob("*/timeline.json")
+    assert path.with_suffix(".png").read_bytes().startswith(PNG)
+    found = recorded.read(path)
+    assert found.schedules == ["decomposed", "unfused"]
+    assert found.title() == "all-gather + matmul, 64 x 48 x 32 fp32 on 2 ranks"
+    assert found.about["rounds"] == 3
+    assert min(mark.begin_us for mark in found.of("decomposed", "call")) == 0.0
+    for bad, message in ((["--schedule", "fused"], "one kernel"), (["--op", "matmul"], "--op must be among")):
+        done = CliRunner().invoke(app, [*arguments, *bad])
+        assert done.exit_code == 2
+        assert message in " ".join(done.output.replace("\u2502", " ").split())
