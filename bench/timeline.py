@@ -17,7 +17,8 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from . import theme
-from .cases import Case, Problem
+from .cases import Case
+from .problem import Problem
 from .machine import Machine
 from .report import SHORT_DTYPES, TITLES
 from .store import replace

@@ -11,11 +11,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
 
 def wanted() -> bool:
     """Whether torch.distributed checks in detail."""
-    return dist.get_debug_level() == dist.DebugLevel.DETAIL
+    return get_debug_level() == DebugLevel.DETAIL
 
 
 def check(op: str, group: ProcessGroup, x: Tensor, *operands: Tensor | None, **options: Any) -> None:

@@ -18,7 +18,7 @@ def named(name: str) -> dist.ProcessGroup:
     """The group of a name that `resolve` has seen: fast, for every call. Errors as in `resolve`."""
     try:
         assert _by_name is not None
-        return _by_name(name)  # type: ignore[no-any-return]
+        return _by_name(name)  # type: ignore[arg-type]
     except (RuntimeError, KeyError, ValueError, AssertionError):
         return resolve(name)
 
@@ -49,7 +49,7 @@ def resolve(group: Group = None) -> dist.ProcessGroup:
     if isinstance(group, str):
         try:
             assert _by_name is not None
-            return _by_name(group)  # type: ignore[no-any-return]
+            return _by_name(group)  # type: ignore[arg-type]
         except (RuntimeError, KeyError, ValueError) as error:
             raise ValueError(f"group {group!r} is not the name of a process group of this process") from error
     raise TypeError(f"group must be a ProcessGroup, its name, a 1-D DeviceMesh or None, got {type(group).__name__}")

@@ -18,7 +18,7 @@ from . import agreement, dispatch, groups, schedules
 def _run(op: str, schedule: str, x: Tensor, group_name: str, *operands: Tensor | None, **options: Any) -> Tensor:
     group = groups.resolve(group_name)
     if agreement.wanted():
-        agreement.check(op, group, *operands, **options)
+        agreement.check(op, group, x, *operands[1:], **options)
     shape = dispatch.travels(op, x, operands[1:], options) if schedule == "auto" else None
     path = dispatch.choose(op, schedule, device=x.device, dtype=x.dtype, group=group, shape=shape)
     out: Tensor = getattr(schedules.load(path.schedule), op)(*operands, group=group, **options)

@@ -84,7 +84,7 @@ def _positive(placement: Placement, ndim: int) -> Placement:
     return Shard(placement.dim % ndim) if isinstance(placement, Shard) else placement
 
 
-def _local(parameter: Tensor | None) -> Tensor | None:
+def _local(parameter: Tensor) -> Tensor:
     # Its gradient has its own layout: whole where it is replicated, because backward has reduced it.
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
@@ -97,7 +97,7 @@ class FusedColwiseLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         to = self.layouts
         x, placement, sizes = to.receive(input)
-        weight, bias = _local(self.weight), _local(self.bias)
+        weight, bias = _local(self.weight), None if self.bias is None else _local(self.bias)
         if isinstance(placement, Shard):
             y = functional.all_gather_linear(
                 x, weight, bias, group=to.group, gather_dim=placement.dim, sizes=sizes, schedule=to.schedule
@@ -115,7 +115,7 @@ class FusedRowwiseLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         to = self.layouts
         x, _, _ = to.receive(input, wanted=Shard(-1))
-        weight, bias = _local(self.weight), _local(self.bias)
+        weight, bias = _local(self.weight), None if self.bias is None else _local(self.bias)
         shape = (*x.shape[:-1], self.out_features)
         made = _positive(to.output, x.ndim)
         if isinstance(made, Shard):
