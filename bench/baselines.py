@@ -13,15 +13,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from .cases import BASELINES, Case
-
-if TYPE_CHECKING:
-    from .problem import Problem, Runner
+from .operands import Operands, Runner, passes
 
 # Where compiled async TP must have put torch's fused ops: op and direction -> what has to be in the code.
 _FUSED = {
@@ -48,24 +45,22 @@ def missing(variant: str, case: Case, direction: str, num_gpus: int) -> str:
     return ""
 
 
-def runner(problem: Problem, variant: str, direction: str) -> Runner:
+def runner(operands: Operands, variant: str, direction: str) -> Runner:
     """The closure of a baseline that is not `missing`. Collective."""
     make = {"dtensor": _dtensor, "torch_symm_mem": _symm_mem, "async_tp": _async_tp}[variant]
-    return make(problem, direction)
+    return make(operands, direction)
 
 
-def _dtensor(problem: Problem, direction: str) -> Runner:
+def _dtensor(operands: Operands, direction: str) -> Runner:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    from .problem import passes
-
-    mesh = DeviceMesh.from_group(problem.group, problem.device.type, mesh_dim_names=("tp",))
-    gathers = problem.case.op == "all_gather_matmul"
-    layer = nn.Linear(problem.case.K, problem.case.N, bias=False, device="meta")
+    mesh = DeviceMesh.from_group(operands.group, operands.device.type, mesh_dim_names=("tp",))
+    gathers = operands.case.op == "all_gather_matmul"
+    layer = nn.Linear(operands.case.K, operands.case.N, bias=False, device="meta")
     # The shard is here already: the style would scatter a whole weight from rank 0.
-    weight = DTensor.from_local(problem.w, mesh, [Shard(0 if gathers else 1)], run_check=False)
+    weight = DTensor.from_local(operands.w, mesh, [Shard(0 if gathers else 1)], run_check=False)
     layer.weight = nn.Parameter(weight)
     style = ColwiseParallel(input_layouts=Shard(0)) if gathers else RowwiseParallel(output_layouts=Shard(0))
     parallel = parallelize_module(layer, mesh, style)
@@ -73,10 +68,10 @@ def _dtensor(problem: Problem, direction: str) -> Runner:
     def local(x: Tensor) -> Tensor:
         return x.to_local() if isinstance(x, DTensor) else x
 
-    return passes(lambda x, w: parallel(x), problem.x, layer.weight, problem, direction, local)
+    return passes(lambda x, w: parallel(x), operands.x, layer.weight, operands, direction, local)
 
 
-def _enable_symm_mem(problem: Problem) -> None:
+def _enable_symm_mem(operands: Operands) -> None:
     from torch.distributed import _symmetric_memory
 
     # Deprecated, and still what makes the compiler fuse on torch 2.11 to 2.13.
@@ -84,14 +79,12 @@ def _enable_symm_mem(problem: Problem) -> None:
     if enable is not None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            enable(problem.group.group_name)
+            enable(operands.group.group_name)
 
 
-def _symm_mem(problem: Problem, direction: str) -> Runner:
-    from .problem import passes
-
-    _enable_symm_mem(problem)
-    name = problem.group.group_name
+def _symm_mem(operands: Operands, direction: str) -> Runner:
+    _enable_symm_mem(operands)
+    name = operands.group.group_name
 
     def gather(x: Tensor, w: Tensor) -> Tensor:
         _, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [w.t()], 0, name, return_A=False)
@@ -100,18 +93,16 @@ def _symm_mem(problem: Problem, direction: str) -> Runner:
     def scatter(x: Tensor, w: Tensor) -> Tensor:
         return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w.t(), "sum", 0, name)  # type: ignore[no-any-return]
 
-    call = gather if problem.case.op == "all_gather_matmul" else scatter
-    return passes(call, problem.x, problem.w, problem, direction)
+    call = gather if operands.case.op == "all_gather_matmul" else scatter
+    return passes(call, operands.x, operands.w, operands, direction)
 
 
-def _async_tp(problem: Problem, direction: str) -> Runner:
+def _async_tp(operands: Operands, direction: str) -> Runner:
     from torch._inductor import config
     from torch.distributed._functional_collectives import all_gather_tensor_autograd, reduce_scatter_tensor_autograd
 
-    from .problem import passes
-
-    _enable_symm_mem(problem)
-    group = problem.group
+    _enable_symm_mem(operands)
+    group = operands.group
 
     def gather(x: Tensor, w: Tensor) -> Tensor:
         return torch.mm(all_gather_tensor_autograd(x, 0, group), w.t())
@@ -119,12 +110,12 @@ def _async_tp(problem: Problem, direction: str) -> Runner:
     def scatter(x: Tensor, w: Tensor) -> Tensor:
         return reduce_scatter_tensor_autograd(torch.mm(x, w.t()), "sum", 0, group)  # type: ignore[no-any-return]
 
-    call = torch.compile(gather if problem.case.op == "all_gather_matmul" else scatter, fullgraph=True, dynamic=False)
+    call = torch.compile(gather if operands.case.op == "all_gather_matmul" else scatter, fullgraph=True, dynamic=False)
     # One whole pass compiles what the timed one needs: the gradients' graph is compiled with the forward one's.
     whole = "forward" if direction == "forward" else "both"
     with config.patch(_micro_pipeline_tp=True):
-        compiles(passes(call, problem.x, problem.w, problem, whole), _FUSED[problem.case.op, whole])
-    return passes(call, problem.x, problem.w, problem, direction)
+        compiles(passes(call, operands.x, operands.w, operands, whole), _FUSED[operands.case.op, whole])
+    return passes(call, operands.x, operands.w, operands, direction)
 
 
 def compiles(run: Callable[[], object], wanted: tuple[str, ...]) -> None:

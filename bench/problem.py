@@ -1,8 +1,4 @@
-"""One rank's operands of a case, the closures to time, and the check each result must pass.
-
-Every rank draws the same whole x, w and dy, standard normal, from the case's seed and cuts its shards out of them (as
-even as can be where W does not divide), so each can compare its own part of y, dx and dw with the unsharded products in
-float64. Inputs of ones would let a chunk taken for another pass.
+"""What each variant of a case runs on one rank, and the check that its results must pass.
 
 A closure returns a tuple whose parts are named by `Problem.parts`: y, dx, dw are this rank's shards of the results;
 y_partial, dx_partial its term of a sum over ranks, as matmuls alone leave it; x, dy what a gather alone gives.
@@ -20,15 +16,11 @@ from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp import functional, reference
-from fusedtp.shards import even_sizes
 
 from . import baselines
 from .cases import BASELINES, BOUNDS, WHOLE, Case, check_direction
+from .operands import Operands, Results, Runner, passes
 from .oracle import Product
-
-# A list is one tensor that lies in several places, one below the other.
-Results = tuple[Tensor | list[Tensor], ...]
-Runner = Callable[[], Results]
 
 # (matmuls alone, collectives alone) of each op's passes: the parts that they give.
 _FORWARD = {
@@ -43,50 +35,13 @@ _BACKWARD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-class Problem:
-    """The operands of `case` on this rank of `group`. Making one sends nothing; `runner` and `check` are collective."""
+class Problem(Operands):
+    """The operands of `case` on this rank of `group`, with their variants. `runner` and `check` are collective."""
 
     def __init__(self, case: Case, group: ProcessGroup, device: torch.device) -> None:
-        self.case, self.group, self.device = case, group, device
-        rank, world_size = group.rank(), group.size()
-        self.dtype: torch.dtype = getattr(torch, case.dtype)
-        self.m_sizes, self.n_sizes, self.k_sizes = (even_sizes(size, world_size) for size in (case.M, case.N, case.K))
-        self._generator = torch.Generator().manual_seed(case.seed)
-        self.x_whole = self._normal(case.M, case.K)  # [M, K]
-        self.w_whole = self._normal(case.N, case.K)  # [N, K]
-        if case.op == "all_gather_matmul":
-            self.x = reference.chunk(self.x_whole, 0, rank, self.m_sizes).clone()
-            self.w = reference.chunk(self.w_whole, 0, rank, self.n_sizes).clone()
-        else:
-            self.x = reference.chunk(self.x_whole, 1, rank, self.k_sizes).contiguous()
-            self.w = reference.chunk(self.w_whole, 1, rank, self.k_sizes).contiguous()
-        self._dy: tuple[Tensor, Tensor] | None = None
+        super().__init__(case, group, device)
         self._products: dict[str, Product] = {}
         self._runners: dict[tuple[str, str], Runner] = {}
-
-    def _normal(self, rows: int, cols: int) -> Tensor:
-        return torch.randn(rows, cols, generator=self._generator).to(self.device, self.dtype)
-
-    @property
-    def dy(self) -> Tensor:
-        """This rank's shard of the gradient of y, sharded as y is. Drawn when a backward pass asks for it."""
-        return self._gradient()[0]
-
-    @property
-    def dy_whole(self) -> Tensor:
-        """The gradient of the whole y [M, N]."""
-        return self._gradient()[1]
-
-    def _gradient(self) -> tuple[Tensor, Tensor]:
-        if self._dy is None:
-            whole, rank = self._normal(self.case.M, self.case.N), self.group.rank()
-            mine = whole
-            if self.case.op == "all_gather_matmul":
-                mine = reference.chunk(whole, 1, rank, self.n_sizes).contiguous()
-            elif self.case.op == "matmul_reduce_scatter":
-                mine = reference.chunk(whole, 0, rank, self.m_sizes).clone()
-            self._dy = mine, whole
-        return self._dy
 
     def parts(self, variant: str, direction: str = "forward") -> tuple[str, ...]:
         """What a variant's closure returns, by name."""
@@ -109,7 +64,7 @@ class Problem:
             # Late: it brings the kernels in, which must not be imported before the interpreter is chosen.
             from . import own
 
-            return own.runner(self, direction)
+            return own.runner(self, self.parts(variant, direction))
         if variant in BOUNDS:
             alone = self._matmul if variant == "matmul" else self._collective
             steps = [alone(name) for name in self.parts(variant, direction)]
@@ -211,40 +166,3 @@ class Problem:
     def forget_runners(self) -> None:
         """Free what closures hold: graphs, gathered tensors, arenas."""
         self._runners = {}
-
-
-def passes(
-    call: Callable[[Tensor, Tensor], Tensor],
-    x: Tensor,
-    w: Tensor,
-    problem: Problem,
-    direction: str,
-    local: Callable[[Tensor], Tensor] | None = None,
-) -> Runner:
-    """The closure of one direction of y = call(x, w). backward differentiates one y again and again: collective here.
-
-    `local` takes this rank's shard out of a gradient that is not a plain tensor.
-    """
-
-    def forward() -> Results:
-        with torch.no_grad():
-            return (call(x, w),)
-
-    if direction == "forward":
-        return forward
-    leaves = [each if each.requires_grad else each.detach().requires_grad_() for each in (x, w)]
-
-    def differentiate(y: Tensor, keep: bool) -> Results:
-        grads = torch.autograd.grad(y, leaves, problem.dy, retain_graph=keep)
-        return grads if local is None else tuple([local(grad) for grad in grads])
-
-    def both() -> Results:
-        with torch.enable_grad():
-            y = call(*leaves)
-        return (y.detach(), *differentiate(y, False))
-
-    if direction == "both":
-        return both
-    with torch.enable_grad():
-        y = call(*leaves)
-    return lambda: differentiate(y, True)

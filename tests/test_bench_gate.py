@@ -10,7 +10,8 @@ from fusedtp.bench import oracle, problem
 from fusedtp.bench.cases import BOUNDS, DIRECTIONS, DTYPES, OPS, Case
 from fusedtp.bench.jobs import Job, missing
 from fusedtp.bench.machine import describe
-from fusedtp.bench.problem import Problem, Results, Runner
+from fusedtp.bench.operands import Results, Runner
+from fusedtp.bench.problem import Problem
 from fusedtp.bench.ranks import RankPool
 from fusedtp.bench.rows import Outcome, rows_of
 from fusedtp.bench.sweep import run_job
