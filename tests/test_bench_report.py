@@ -37,7 +37,7 @@ def rows(make_row: MakeRow) -> list[Row]:
         for name, ms in (("matmul", 1.0), ("comm", 3.0), ("unfused", 4.0), ("decomposed", 2.0), ("dtensor", 5.0)):
             if (name, layer) != ("dtensor", "down"):
                 found.append(make_row(variant=name, median_ms=share * ms, **at))
-    refused = '[0] 3 of 4 elements are wrong: 1 < 2 & "so"'
+    refused = '[0] 3 of 4 elements are wrong: <i>1 & "so"'
     found.append(make_row(variant="fused", M=96, gate=refused, interpreted=True))
     found.append(make_row(variant="fused", M=97, error_ratio=0.25, interpreted=True))
     return found
@@ -143,7 +143,7 @@ def test_words_come_from_the_rows(written: Path) -> None:
     assert "It is faster in 4, slower in 1, and cannot be told apart in 1." in found.text
     assert "from 1024 x 1024 x 1024 fp32" in found.text
     # a gate's words are text, not markup
-    assert '3 of 4 elements are wrong: 1 < 2 & "so"' in found.text
+    assert '3 of 4 elements are wrong: <i>1 & "so"' in found.text
     assert "1 of 31 rows have no number" in found.text
 
 
