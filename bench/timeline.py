@@ -18,8 +18,8 @@ from torch.distributed import ProcessGroup
 
 from . import theme
 from .cases import Case
-from .problem import Problem
 from .machine import Machine
+from .problem import Problem
 from .report import SHORT_DTYPES, TITLES
 from .store import replace
 
