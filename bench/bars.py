@@ -13,7 +13,7 @@ from typing import Any
 from . import theme
 from .blocks import Total
 from .cases import DIRECTIONS, WHOLE
-from .digest import BASELINE, Case, matmuls, variants
+from .digest import BASELINE, Case, matmuls, milliseconds, variants
 from .report import SHORT_DTYPES
 
 PARTS = (("multiply", "matmul"), ("collective", "exposed communication"), ("wait", "the rest"))
@@ -82,7 +82,7 @@ def _panel(axis: Any, cases: Sequence[Case], lines: float) -> None:
                 left += share
             # behind the ceiling where that is further on, not across it
             style = {"fontsize": 6.5, "va": "center_baseline", "color": theme.colour("muted")}
-            axis.text(max(left, across) + 2, at, f"{total:.3g} ms", **style)
+            axis.text(max(left, across) + 2, at, f"{milliseconds(total)} ms", **style)
             ticks.append(at)
             labels.append(name)
         if ceiling is not None:
@@ -126,7 +126,9 @@ def blocks(found: Sequence[Total]) -> Any:
                 paint = theme.colour("ink" if alone else theme.series(name, others))
                 share = 100 * ms / _whole(total)
                 axis.barh(at, share, height=0.35 if alone else 0.8, color=paint, linewidth=0)
-                words = f"{ms:.3g} ms" + ("" if gain is None or name in ("matmul", BASELINE) else f", {gain:.2f}x")
+                words = f"{milliseconds(ms)} ms" + (
+                    "" if gain is None or name in ("matmul", BASELINE) else f", {gain:.2f}x"
+                )
                 style = {"fontsize": 6.5, "va": "center_baseline", "color": theme.colour("muted")}
                 axis.text(share + 2, at, words, **style)
                 ticks.append(at)

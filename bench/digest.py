@@ -109,6 +109,11 @@ def matmuls(found: Iterable[Case]) -> list[str]:
     return sorted(places, key=lambda name: places[name])
 
 
+def milliseconds(value: float) -> str:
+    """Three digits, and no power of ten."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def geometric_mean(ratios: Sequence[float]) -> float:
     return math.exp(sum(math.log(each) for each in ratios) / len(ratios))
 

@@ -192,7 +192,8 @@ def checked(rows: Sequence[Row]) -> str:
 
 
 def everything(rows: Sequence[Row]) -> str:
-    """All rows, with the columns that any of them has; the page's script sorts and filters them."""
+    """All rows, timed ones first, with the columns that any has; the page's script sorts and filters them."""
+    rows = sorted(rows, key=lambda row: row.median_ms is None)
     shown = [column for column in _COLUMNS if any(getattr(row, column[0]) not in ("", 0, None) for row in rows)]
     head = "".join(
         f'<th{_class(spec is not None)} scope="col"><button type="button">{escape(words)}</button></th>'
