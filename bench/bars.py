@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import theme
-from .digest import BASELINE, Case, Total, matmuls, variants
+from .blocks import Total
+from .cases import DIRECTIONS, WHOLE
+from .digest import BASELINE, Case, matmuls, milliseconds, variants
 from .report import SHORT_DTYPES
 
 PARTS = (("multiply", "matmul"), ("collective", "exposed communication"), ("wait", "the rest"))
@@ -80,7 +82,7 @@ def _panel(axis: Any, cases: Sequence[Case], lines: float) -> None:
                 left += share
             # behind the ceiling where that is further on, not across it
             style = {"fontsize": 6.5, "va": "center_baseline", "color": theme.colour("muted")}
-            axis.text(max(left, across) + 2, at, f"{total:.3g} ms", **style)
+            axis.text(max(left, across) + 2, at, f"{milliseconds(total)} ms", **style)
             ticks.append(at)
             labels.append(name)
         if ceiling is not None:
@@ -107,34 +109,36 @@ def blocks(found: Sequence[Total]) -> Any:
     """One model and dtype: a column a direction, a group of bars a number of tokens and ranks. Within `theme.style`."""
     from matplotlib.figure import Figure
 
-    directions = list(dict.fromkeys(total.first.direction for total in found))
-    others = tuple(sorted({name for total in found for name in total.ms} - set(theme.SERIES) - {"matmul"}))
-    by_direction = {name: [total for total in found if total.first.direction == name] for name in directions}
-    lines = max(sum(len(total.ms) + 1.6 for total in members) for members in by_direction.values())
+    directions = [name for name in DIRECTIONS if any(total.direction == name for total in found)]
+    by_direction = {name: [total for total in found if total.direction == name] for name in directions}
+    others = tuple(sorted({name for total in found for name in _shown(total)} - set(theme.SERIES) - {"matmul"}))
+    lines = max(sum(len(_shown(total)) + 1.6 for total in members) for members in by_direction.values())
     drawn = Figure(figsize=(9.2, 0.155 * lines + 0.8), layout="constrained")
     axes = drawn.subplots(1, len(directions), squeeze=False)[0]
     for axis, (direction, members) in zip(axes, by_direction.items(), strict=True):
         at, ticks, labels = 0.0, [], []
-        shares = [100 * ms / _whole(total) for total in members for ms in total.ms.values()]
         for total in members:
-            size, whole = total.first.world_size, _whole(total)
-            ranks = f"{size} rank" + "s" * (size > 1)
-            axis.text(0.0, at, f"{total.first.tokens} tokens, {ranks}", fontsize=7, va="center")
-            for name, ms in total.ms.items():
+            ranks = f"{total.world_size} rank" + "s" * (total.world_size > 1)
+            axis.text(0.0, at, f"{total.tokens} tokens, {ranks}", fontsize=7, va="center")
+            for name in _shown(total):
                 at += 1
-                alone = name == "matmul"
+                alone, ms, gain = name == "matmul", total.medians[name], total.speedup(name)
                 paint = theme.colour("ink" if alone else theme.series(name, others))
-                axis.barh(at, 100 * ms / whole, height=0.35 if alone else 0.8, color=paint, linewidth=0)
-                gain = "" if alone or name == BASELINE or BASELINE not in total.ms else f", {whole / ms:.2f}x"
+                share = 100 * ms / _whole(total)
+                axis.barh(at, share, height=0.35 if alone else 0.8, color=paint, linewidth=0)
+                words = f"{milliseconds(ms)} ms" + (
+                    "" if gain is None or name in ("matmul", BASELINE) else f", {gain:.2f}x"
+                )
                 style = {"fontsize": 6.5, "va": "center_baseline", "color": theme.colour("muted")}
-                axis.text(100 * ms / whole + 2, at, f"{ms:.3g} ms{gain}", **style)
+                axis.text(share + 2, at, words, **style)
                 ticks.append(at)
                 labels.append("matmul alone" if alone else name)
             at += 1.6
         axis.set_yticks(ticks, labels, fontsize=6.5)
         axis.tick_params(axis="y", length=0)
         axis.set_ylim(lines - 0.5, -0.8)
-        axis.set_xlim(0, max(145.0, 1.4 * max(shares)))
+        longest = max(total.medians[name] / _whole(total) for total in members for name in _shown(total))
+        axis.set_xlim(0, max(145.0, 140 * longest))
         axis.set_xlabel("% of unfused")
         axis.set_title(direction)
         axis.grid(axis="x")
@@ -142,6 +146,11 @@ def blocks(found: Sequence[Total]) -> Any:
     return drawn
 
 
+def _shown(total: Total) -> list[str]:
+    """The matmul alone, then what runs the whole block."""
+    return [name for name in ("matmul", *WHOLE) if name in total.medians]
+
+
 def _whole(total: Total) -> float:
     """What is 100 %: unfused, or the longest where that was not timed."""
-    return total.ms.get(BASELINE) or max(total.ms.values())
+    return total.medians.get(BASELINE) or max(total.medians.values())

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from . import intervals
-from .cases import BOUNDS, DTYPES, OPS
+from .cases import BOUNDS, DIRECTIONS, DTYPES, OPS
 from .intervals import Interval
 from .report import SHORT_DTYPES, TITLES
 from .store import CaseKey, Row
@@ -19,7 +19,6 @@ from .store import CaseKey, Row
 BASELINE = "unfused"
 # what no schedule is held against as a rival: the bounds, and our kernel without its waits
 ALONE = (*BOUNDS, "own_matmul")
-DIRECTIONS = ("forward", "backward", "both")
 _ORDER = (*ALONE, BASELINE, "decomposed", "fused", "auto")
 
 
@@ -108,6 +107,11 @@ def matmuls(found: Iterable[Case]) -> list[str]:
         op = position(case.first.op, OPS)
         places.setdefault(case.matmul, (1, case.place) if case.first.layer else (0, op))
     return sorted(places, key=lambda name: places[name])
+
+
+def milliseconds(value: float) -> str:
+    """Three digits, and no power of ten."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def geometric_mean(ratios: Sequence[float]) -> float:
@@ -240,44 +244,3 @@ def hidden(each: Standing) -> float | None:
         share for case, _ in each.members if (share := case.measured[each.variant].overlap_efficiency) is not None
     )
     return shares[len(shares) // 2] if shares else None
-
-
-@dataclass(frozen=True)
-class Total:
-    """The matmuls of one transformer block together, in ms by variant; a variant that lacks one of them is left out."""
-
-    first: Row
-    layers: tuple[str, ...]
-    ms: dict[str, float]
-    incomplete: dict[str, tuple[str, ...]]
-
-
-def totals(found: Sequence[Case]) -> list[Total]:
-    """Sums over a block's layers, by model, direction, tokens, ranks and dtype."""
-    groups: dict[tuple[object, ...], list[Case]] = {}
-    for case in found:
-        row = case.first
-        if row.model:
-            block = (row.machine, row.model, row.direction, row.tokens, row.world_size, row.dtype)
-            groups.setdefault(block, []).append(case)
-    blocks = []
-    for group in groups.values():
-        members = sorted((case for case in group if case.measured), key=lambda case: case.place)
-        if not members:
-            continue
-        names = variants(row for case in members for row in case.measured.values())
-        sums, incomplete = {}, {}
-        for name in ("matmul", *names):
-            times = [case.ms(name) for case in members]
-            lacking = tuple(case.first.layer for case, ms in zip(members, times, strict=True) if ms is None)
-            if lacking:
-                incomplete[name] = lacking
-            else:
-                sums[name] = sum(ms for ms in times if ms is not None)
-        blocks.append(Total(members[0].first, tuple(case.first.layer for case in members), sums, incomplete))
-    return sorted(blocks, key=_block_order)
-
-
-def _block_order(each: Total) -> tuple[object, ...]:
-    row = each.first
-    return row.machine, row.model, position(row.direction, DIRECTIONS), row.tokens, row.world_size

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from . import bars, curves, heatmap, theme, timeline
-from .digest import DIRECTIONS, Case, position, totals
+from . import bars, blocks, curves, heatmap, theme, timeline
+from .cases import DIRECTIONS
+from .digest import Case, position
 from .machine import slug
 from .report import SHORT_DTYPES
 from .timeline import Timeline
@@ -76,7 +77,7 @@ def sections(cases: Sequence[Case], recorded: Timeline | str) -> Iterator[Sectio
         "parts", "Where the time goes", _PARTS, _parts(cases),
         "no case has the matmul alone and unfused both timed with 2 or more ranks",
     )  # fmt: skip
-    yield _section("blocks", "A model's block", _BLOCKS, _blocks(cases), "no row belongs to a model")
+    yield _section("blocks", "A model's block", _BLOCKS, _blocks(cases), "no model has every matmul of its block timed")
     yield _section(
         "timeline", "Timeline of one call", _TIMELINE, _timeline(recorded),
         recorded if isinstance(recorded, str) else "",
@@ -141,15 +142,9 @@ def _parts(cases: Sequence[Case]) -> Iterator[_Drawing]:
 
 
 def _blocks(cases: Sequence[Case]) -> Iterator[_Drawing]:
-    found = totals(_measured(cases))
-    for machine, model, dtype in dict.fromkeys(
-        (each.first.machine, each.first.model, each.first.dtype) for each in found
-    ):
-        members = [
-            each
-            for each in found
-            if (each.first.machine, each.first.model, each.first.dtype) == (machine, model, dtype)
-        ]
+    found = blocks.totals(row for case in cases for row in case.measured.values())
+    for machine, model, dtype in dict.fromkeys((each.machine, each.model, each.dtype) for each in found):
+        members = [each for each in found if (each.machine, each.model, each.dtype) == (machine, model, dtype)]
         words = f"{model}, {SHORT_DTYPES.get(dtype, dtype)}"
         yield f"{words} {machine}", words, lambda members=members: bars.blocks(members)  # type: ignore[misc]
 

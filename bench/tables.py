@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from . import digest
+from . import blocks, digest
+from .cases import WHOLE
 from .digest import BASELINE, Case, Standing
-from .report import SHORT_DTYPES, TITLES
+from .report import SHORT_DTYPES, TITLES, not_run
 from .store import Row
 
 # attribute, heading, and the format of a number; None for text
@@ -127,70 +128,72 @@ def totals(cases: Sequence[Case]) -> str:
     """A block's matmuls added up."""
     columns = (
         ("model", False), ("direction", False), ("tokens", True), ("ranks", True), ("dtype", False),
-        ("variant", False), ("block, ms", True), ("over unfused", True), ("", False),
+        ("variant", False), ("block, ms", True), ("over unfused", True),
     )  # fmt: skip
-    lines: list[tuple[object, ...]] = []
-    for each in digest.totals(cases):
-        row, base = each.first, each.ms.get(BASELINE)
-        block = (row.model, row.direction, row.tokens, row.world_size, _short(row.dtype))
-        for name, ms in each.ms.items():
-            gain = f"{base / ms:.2f}x" if base and name != BASELINE else ""
-            lines.append((*block, name, f"{ms:.4g}", gain, ""))
-        for name, lacking in each.incomplete.items():
-            lines.append((*block, name, "", "", f"not timed: {', '.join(lacking)}"))
-    return grid(columns, lines)
+    lines = []
+    for each in blocks.totals(row for case in cases for row in case.measured.values()):
+        block = (each.model, each.direction, each.tokens, each.world_size, _short(each.dtype))
+        for name, ms in each.medians.items():
+            gain = each.speedup(name) if name in WHOLE and name != BASELINE else None
+            lines.append((*block, name, f"{ms:.4g}", "" if gain is None else f"{gain:.2f}x"))
+    return f'<div class="tall">{grid(columns, lines)}</div>'
 
 
 def refused(rows: Sequence[Row]) -> str:
-    """Rows without a number, and why."""
-    bad = [row for row in rows if not row.passed]
-    if not bad:
-        return f"<p>None: all {len(rows)} rows passed their check.</p>"
-    columns = (
-        ("op", False), ("variant", False), ("size", False), ("direction", False), ("ranks", True), ("why", False),
-    )  # fmt: skip
-    words = (
-        f"{len(bad)} of {len(rows)} rows have no number: a wrong result is not timed, and what cannot run on this "
-        "machine says so."
-    )
-    lines = (
-        (
-            TITLES.get(row.op, row.op), row.variant, f"{row.M} x {row.N} x {row.K} {_short(row.dtype)}", row.direction,
-            row.world_size, row.gate,
-        )
-        for row in bad
-    )  # fmt: skip
-    return f'<p>{words}</p><div class="wrapping">{grid(columns, lines)}</div>'
+    """What ran and was wrong, row by row; what could not run here, by reason."""
+    wrong, notes = [row for row in rows if row.failed], not_run(rows)
+    parts = []
+    if wrong:
+        columns = (
+            ("op", False), ("variant", False), ("size", False), ("direction", False), ("ranks", True), ("why", False),
+        )  # fmt: skip
+        lines = (
+            (
+                TITLES.get(row.op, row.op), row.variant, f"{row.M} x {row.N} x {row.K} {_short(row.dtype)}",
+                row.direction, row.world_size, row.gate,
+            )
+            for row in wrong
+        )  # fmt: skip
+        words = f"{len(wrong)} of {len(rows)} rows were refused: a wrong result, or a call that fails, has no time."
+        parts.append(f'<p>{words}</p><div class="wrapping">{grid(columns, lines)}</div>')
+    else:
+        parts.append("<p>Refused: none; every result that was computed passed its check.</p>")
+    if notes:
+        listed = "\n".join(f"<li>{escape(note)}</li>" for note in notes)
+        parts.append(f"<p>Not run here:</p>\n<ul>\n{listed}\n</ul>")
+    return "\n".join(parts)
 
 
 def checked(rows: Sequence[Row]) -> str:
     """What was compared with the float64 product and not timed."""
-    groups: dict[tuple[str, str, int, bool], list[Row]] = {}
+    groups: dict[tuple[str, str, str, int, bool], list[Row]] = {}
     for row in rows:
         if row.passed and row.median_ms is None:
-            groups.setdefault((row.op, row.variant, row.world_size, row.interpreted), []).append(row)
+            kind = (row.op, row.direction, row.variant, row.world_size, row.interpreted)
+            groups.setdefault(kind, []).append(row)
     if not groups:
         return missing("every row that passed its check was timed")
     columns = (
-        ("op", False), ("variant", False), ("ranks", True), ("how", False), ("checks passed", True),
-        ("largest error / allowed", True),
+        ("op", False), ("direction", False), ("variant", False), ("ranks", True), ("how", False),
+        ("checks passed", True), ("largest error / allowed", True),
     )  # fmt: skip
     lines = (
         (
-            TITLES.get(op, op), variant, world_size, "interpreted" if interpreted else "compiled", len(members),
-            f"{max(row.error_ratio or 0.0 for row in members):.3f}",
+            TITLES.get(op, op), direction, variant, world_size, "interpreted" if interpreted else "compiled",
+            len(members), f"{max(row.error_ratio or 0.0 for row in members):.3f}",
         )
-        for (op, variant, world_size, interpreted), members in groups.items()
+        for (op, direction, variant, world_size, interpreted), members in groups.items()
     )  # fmt: skip
     words = (
         "Compared with the float64 product and not timed: a kernel in Triton's interpreter computes what it would on a "
         "GPU, at a speed that says nothing."
     )
-    return f'<p class="muted">{words}</p>{grid(columns, lines)}'
+    return f'<p class="muted">{words}</p><div class="tall">{grid(columns, lines)}</div>'
 
 
 def everything(rows: Sequence[Row]) -> str:
-    """All rows, with the columns that any of them has; the page's script sorts and filters them."""
+    """All rows, timed ones first, with the columns that any has; the page's script sorts and filters them."""
+    rows = sorted(rows, key=lambda row: row.median_ms is None)
     shown = [column for column in _COLUMNS if any(getattr(row, column[0]) not in ("", 0, None) for row in rows)]
     head = "".join(
         f'<th{_class(spec is not None)} scope="col"><button type="button">{escape(words)}</button></th>'

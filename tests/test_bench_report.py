@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 from fusedtp.bench import bars, curves, digest, figures, heatmap, html, page, store, theme
+from fusedtp.bench.cases import OPS
 from fusedtp.bench.cli import app
+from fusedtp.bench.models import LAYERS
 from fusedtp.bench.store import Row
 from fusedtp.bench.timeline import Mark, Timeline
 from fusedtp.bench.timeline import write as write_timeline
@@ -32,14 +34,16 @@ def rows(make_row: MakeRow) -> list[Row]:
         times = {"matmul": 0.5 * unfused, "comm": 0.4 * unfused, "unfused": unfused, "decomposed": unfused / ratio}
         found += [make_row(variant=name, median_ms=ms, **at) for name, ms in times.items()]
         found.append(make_row(variant="decomposed", median_ms=0.9 * unfused, rounds=0, predicted=True, **at))
-    for op, layer, share in (("all_gather_matmul", "up", 1.0), ("matmul_reduce_scatter", "down", 3.0)):
+    for place, layer in enumerate(LAYERS):
+        op, share = OPS[place % 2], 1.0 + place
         at = {"op": op, "model": "tiny", "layer": layer, "tokens": 64, "M": 64, "N": 128, "K": 96}
         for name, ms in (("matmul", 1.0), ("comm", 3.0), ("unfused", 4.0), ("decomposed", 2.0), ("dtensor", 5.0)):
-            if (name, layer) != ("dtensor", "down"):
+            if (name, layer) != ("dtensor", "mlp down"):
                 found.append(make_row(variant=name, median_ms=share * ms, **at))
-    refused = '[0] 3 of 4 elements are wrong: 1 < 2 & "so"'
+    refused = '[0] 3 of 4 elements are wrong: <i>1 & "so"'
     found.append(make_row(variant="fused", M=96, gate=refused, interpreted=True))
     found.append(make_row(variant="fused", M=97, error_ratio=0.25, interpreted=True))
+    found.append(make_row(variant="async_tp", M=98, gate="not run: its fused ops need CUDA"))
     return found
 
 
@@ -134,17 +138,18 @@ def test_every_figure_is_there_with_a_caption_and_as_png(written: Path) -> None:
         assert words in found.text
 
 
-def test_words_come_from_the_rows(written: Path) -> None:
+def test_words_come_from_the_rows(written: Path, rows: list[Row]) -> None:
     found = Page(written.with_suffix(".html").read_text())
-    # the square sizes and the block's two matmuls, each of which is twice as fast
-    mean = math.exp((sum(map(math.log, RATIOS.values())) + 2 * math.log(2)) / 6)
+    # the square sizes and the block's four matmuls, each of which is twice as fast
+    mean = math.exp((sum(map(math.log, RATIOS.values())) + 4 * math.log(2)) / 8)
     assert f"decomposed is the fastest on average, at {mean:.2f}x the speed of unfused" in found.text
-    assert "over 6 cases with 2 or more ranks; from 0.80x to 2.00x" in found.text
-    assert "It is faster in 4, slower in 1, and cannot be told apart in 1." in found.text
+    assert "over 8 cases with 2 or more ranks; from 0.80x to 2.00x" in found.text
+    assert "It is faster in 6, slower in 1, and cannot be told apart in 1." in found.text
     assert "from 1024 x 1024 x 1024 fp32" in found.text
     # a gate's words are text, not markup
-    assert '3 of 4 elements are wrong: 1 < 2 & "so"' in found.text
-    assert "1 of 31 rows have no number" in found.text
+    assert '3 of 4 elements are wrong: <i>1 & "so"' in found.text
+    assert f"1 of {len(rows)} rows were refused" in found.text
+    assert "async_tp: its fused ops need CUDA" in found.text
 
 
 def test_missing_kinds_say_why(make_row: MakeRow, rows: list[Row], tmp_path: Path) -> None:
@@ -155,7 +160,7 @@ def test_missing_kinds_say_why(make_row: MakeRow, rows: list[Row], tmp_path: Pat
         "no two sizes of one problem were timed",
         "no case has both unfused and another schedule timed",
         "no case has the matmul alone and unfused both timed",
-        "no row belongs to a model",
+        "no model has every matmul of its block timed",
         "no timeline.json is beside the rows",
     ):
         assert f"Not here: {reason}" in found.text
@@ -165,7 +170,7 @@ def test_missing_kinds_say_why(make_row: MakeRow, rows: list[Row], tmp_path: Pat
     html.write([make_row(variant="comm", median_ms=1.0)], path)
     found = Page(path.with_suffix(".html").read_text())
     assert "is not a timeline of ours" in found.text
-    assert "None: all 1 rows passed" in found.text
+    assert "Refused: none" in found.text
 
 
 def test_standing_and_crossover(rows: list[Row]) -> None:
@@ -204,11 +209,13 @@ def test_parts_of_a_time_add_up() -> None:
     assert bars.parts(10.0, 6.0, None) == (6.0, 0.0, 4.0)
 
 
-def test_block_total_needs_every_layer(rows: list[Row]) -> None:
-    (total,) = digest.totals(digest.cases(rows))
-    assert total.layers == ("up", "down")
-    assert total.ms == {"matmul": 4.0, "unfused": 16.0, "decomposed": 8.0}
-    assert total.incomplete == {"dtensor": ("down",)}
+def test_block_is_drawn_and_listed_only_where_it_is_whole(written: Path, rows: list[Row]) -> None:
+    text = written.with_suffix(".html").read_text()
+    begin = text.index('<section id="blocks">')
+    block = Page(text[begin : text.index("</section>", begin) + len("</section>")])
+    assert "decomposed 20 2.00x" in block.text
+    # dtensor was not timed for one of the four
+    assert "dtensor" not in block.text
 
 
 def test_predicted_is_drawn_dashed_and_never_counted(rows: list[Row]) -> None:
