@@ -71,9 +71,22 @@ def kernels(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """pytest-benchmark timings."""
+    """pytest-benchmark timings, saved under results/<machine>/benchmarks. Arguments after -- go to pytest."""
     install(session)
-    session.run("pytest", "-m", "bench", *session.posargs, env=ONE_THREAD)
+    # -P: this folder's fusedtp/ is not the installed package
+    name = session.run(
+        "python", "-P", "-c", "from fusedtp.bench.machine import describe; print(describe().name)", silent=True
+    )
+    folder = f"results/{str(name).strip()}/benchmarks"
+    options = ("--benchmark-autosave", f"--benchmark-storage={folder}")
+    session.run("pytest", "-m", "bench", *options, *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def regress(session: nox.Session) -> None:
+    """Fail if a schedule is slower than this machine's baseline. Arguments after --: --save, --plant decomposed=1.3."""
+    install(session)
+    session.run("python", "-P", "-m", "fusedtp.bench.regress", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(venv_backend="none")

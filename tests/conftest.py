@@ -1,15 +1,20 @@
-"""One pool of rank processes for the whole run, with uninitialised memory that no test can mistake for a result."""
+"""One pool of rank processes for the whole run, with uninitialised memory that no test can mistake for a result.
+
+Timings that pytest-benchmark saves carry the machine as rows do, and are not compared with another machine's.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, fields
 from typing import Any
 
 import pytest
 import torch
+from fusedtp.bench.machine import describe
 from fusedtp.bench.ranks import Pending, RankPool
+from fusedtp.bench.regress import differences
 from fusedtp.bench.store import Row
 from torch.distributed import ProcessGroup
 
@@ -69,3 +74,17 @@ def make_row() -> Callable[..., Row]:
         return Row(**{field.name: given.pop(field.name, nothing[str(field.type)]) for field in fields(Row)}, **given)
 
     return make
+
+
+# Optional: a GPU machine's own environment may be without pytest-benchmark.
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_generate_machine_info() -> dict[str, Any]:
+    return {name: value for name, value in asdict(describe()).items() if name not in ("commit", "dirty")}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_compare_machine_info(
+    machine_info: Mapping[str, Any], compared_benchmark: Mapping[str, Any]
+) -> None:
+    if different := differences(compared_benchmark["machine_info"], machine_info):
+        raise pytest.UsageError(f"saved on another machine: {different}")

@@ -1,23 +1,32 @@
-"""pytest-benchmark timings of the schedules: what is saved and compared is the slowest rank's time, not the pool's.
+"""pytest-benchmark timings of what `bench/tracked.py` tracks: the slowest rank's time on its device, not the pool's.
 
-`nox -s bench` runs these; arguments after -- go to pytest (`--benchmark-autosave`, `--benchmark-compare`).
+`nox -s bench` runs and saves these; arguments after -- go to pytest (`--benchmark-compare`). Each carries its row, from
+rounds in which all variants took turns. To be told of regressions there is `nox -s regress`: on a machine that does
+something else too, times of two runs differ more than code does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import cache
 from typing import Any
 
 import pytest
-import torch
-from fusedtp.bench.cases import OPS, Case
-from fusedtp.bench.problem import Problem
+from fusedtp.bench.jobs import Job
+from fusedtp.bench.machine import describe
 from fusedtp.bench.ranks import RankPool
-from fusedtp.bench.timing import gate, measure
-from torch.distributed import ProcessGroup
+from fusedtp.bench.rows import rows_of
+from fusedtp.bench.store import Row
+from fusedtp.bench.sweep import rank_environment, run_job
+from fusedtp.bench.tracked import CALL_SECONDS, Tracked, cases, num_gpus, rounds_of, schedules
 
+pytest.importorskip("pytest_benchmark")
 pytestmark = pytest.mark.bench
 
 ROUNDS = 7
+GPUS = num_gpus()
+VARIANTS = ("matmul", *schedules(GPUS))
 
 
 class Stopwatch:
@@ -32,27 +41,49 @@ class Stopwatch:
 STOPWATCH = Stopwatch()
 
 
-def slowest(group: ProcessGroup, case: Case, variant: str, first: bool) -> float:
-    # One round, gated before the first; the same number on every rank, in ms.
-    device = torch.device("cpu")
-    problem = Problem(case, group, device)
-    if first and (error := gate(problem, (variant,), group)[variant].error):
-        raise AssertionError(error)
-    return measure({variant: problem.runner(variant)}, group, device, rounds=1)[variant].median_ms
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    # not the tests' pool: its ranks fill all fresh memory, which takes time
+    num_ranks = max(each.case.world_size for each in cases(GPUS))
+    with RankPool(num_ranks, timeout=CALL_SECONDS, env=rank_environment(GPUS, num_ranks)) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def rows(ranks: RankPool) -> Callable[[Tracked], dict[str, Row]]:
+    machine = describe()
+
+    @cache
+    def gated_and_timed(tracked: Tracked) -> dict[str, Row]:
+        job = Job(tracked.case, VARIANTS, True, directions=(tracked.direction,), num_gpus=GPUS)
+        outcomes = ranks.run(run_job, job, world_size=tracked.case.world_size)[0]
+        return {row.variant: row for row in rows_of(tracked.case, outcomes, machine)}
+
+    return gated_and_timed
 
 
 @pytest.mark.benchmark(timer=STOPWATCH)
-@pytest.mark.parametrize("schedule", ["unfused", "decomposed"])
-@pytest.mark.parametrize("op", OPS)
-def test_schedule(benchmark: Any, pool: RankPool, op: str, schedule: str) -> None:
-    case = Case(op, 1024, 1024, 1024, "float32", 2)
-    benchmark.group = str(case)
-    benchmark.extra_info |= {"op": op, "schedule": schedule, "world_size": case.world_size, "dtype": case.dtype}
-    slowest_ms = pool.run(slowest, case, schedule, True, world_size=2)[0]
-    assert slowest_ms > 0
+@pytest.mark.parametrize(
+    ("tracked", "variant"), [pytest.param(each, name, id=each.id(name)) for each in cases(GPUS) for name in VARIANTS]
+)
+def test_variant(
+    benchmark: Any,
+    ranks: RankPool,
+    rows: Callable[[Tracked], dict[str, Row]],
+    tracked: Tracked,
+    variant: str,
+) -> None:
+    row = rows(tracked)[variant]
+    assert row.passed, row.gate
+    benchmark.group = f"{tracked.case}, {tracked.direction}"
+    benchmark.extra_info |= asdict(row)
+    measured = []
 
     def round_of_ranks() -> None:
-        STOPWATCH.seconds += pool.run(slowest, case, schedule, False, world_size=2)[0] / 1e3
+        (times,) = ranks.run(rounds_of, tracked, (variant,), 1, {}, False, world_size=tracked.case.world_size)[0]
+        measured.append(times[variant] / 1e3)
+        STOPWATCH.seconds += measured[-1]
 
     benchmark.pedantic(round_of_ranks, rounds=ROUNDS, iterations=1)
-    assert benchmark.stats.stats.min > 0
+    assert len(measured) >= ROUNDS
+    assert benchmark.stats.stats.total == pytest.approx(sum(measured[:ROUNDS]))

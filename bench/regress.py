@@ -1,0 +1,267 @@
+"""Is the present code as fast as the stored baseline of this machine? `nox -s regress`, exit status 1 if it is not.
+
+Times on a shared machine differ by more from hour to hour than a regression does, so none is stored. A schedule's ratio
+is the median over rounds of its time over the matmul's of the same round (`tracked`); its slowdown is that ratio over
+the baseline's. Two limits: the geometric mean of a schedule's slowdowns over all cases, where the noise of the cases
+averages out, and, further off, the slowdown of one case. What is over its limit is measured again on fresh ranks, and
+is a regression when it was over it in every one of LAUNCHES launches.
+
+The baseline is results/<machine>/regress.json. There is no comparing with another machine's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import typer
+
+from . import store
+from .machine import Machine, describe
+
+if TYPE_CHECKING:
+    from .tracked import Tracked
+
+# One launch is enough to pass and all of them are needed to fail: below the middle between 1 and 1.3.
+SCHEDULE_LIMIT, CASE_LIMIT = 1.12, 1.25
+LAUNCHES, BASELINE_LAUNCHES = 4, 4
+FORMAT = 1
+# What makes two machines one: a driver or a version may be the very change that is to be judged.
+IDENTITY = ("name", "cpu", "cores", "gpu", "num_gpus", "links")
+
+# By id: schedule over matmul, one number a round.
+Samples: TypeAlias = dict[str, list[float]]
+
+
+class NotComparable(ValueError):
+    """A baseline that this run cannot be held against: malformed, another machine's, or of other cases."""
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Ratios by id, and what they were measured on. `spread`: the launches' lowest and highest geometric mean."""
+
+    machine: dict[str, Any]
+    time_utc: str
+    ratios: dict[str, float]
+    rounds: int
+    spread: dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How much slower than the baseline, 1 being as fast: every id, and every schedule over all of its ids."""
+
+    cases: dict[str, float]
+    schedules: dict[str, float]
+
+    @property
+    def excess(self) -> dict[str, float]:
+        """What is over its limit."""
+        over = {name: by for name, by in self.schedules.items() if by > SCHEDULE_LIMIT}
+        return over | {name: by for name, by in self.cases.items() if by > CASE_LIMIT}
+
+    def least(self, other: Verdict) -> Verdict:
+        """The smaller slowdown of each: what is over its limit in both is over it here."""
+        return Verdict(
+            {name: min(by, other.cases[name]) for name, by in self.cases.items()},
+            {name: min(by, other.schedules[name]) for name, by in self.schedules.items()},
+        )
+
+
+def schedule_of(key: str) -> str:
+    return key.rpartition("-")[2]
+
+
+def schedule_means(values: Mapping[str, float]) -> dict[str, float]:
+    """The geometric mean over the ids of each schedule."""
+    names = dict.fromkeys(schedule_of(key) for key in values)
+    return {name: geometric_mean(value for key, value in values.items() if schedule_of(key) == name) for name in names}
+
+
+def ratios_of(launched: Mapping[Tracked, Sequence[Mapping[str, float]]]) -> Samples:
+    """What a launch gives: every schedule over the matmul of its round."""
+    return {
+        tracked.id(schedule): [times[schedule] / times["matmul"] for times in rounds]
+        for tracked, rounds in launched.items()
+        for schedule in rounds[0]
+        if schedule != "matmul"
+    }
+
+
+def judge(samples: Samples, ratios: Mapping[str, float]) -> Verdict:
+    """The samples' medians against the baseline's. NotComparable unless both have the same ids."""
+    if samples.keys() != ratios.keys():
+        new, gone = sorted(samples.keys() - ratios.keys()), sorted(ratios.keys() - samples.keys())
+        raise NotComparable(f"the baseline is of other cases (it lacks {new}, only it has {gone}): --save a new one")
+    slowdowns = {key: median(values) / ratios[key] for key, values in samples.items()}
+    return Verdict(slowdowns, schedule_means(slowdowns))
+
+
+def baseline_of(launches: Sequence[Samples], machine: Machine) -> Baseline:
+    """The baseline that these launches give. NotComparable where they do not agree with each other."""
+    pooled = {key: [value for samples in launches for value in samples[key]] for key in launches[0]}
+    means = [schedule_means({key: median(values) for key, values in samples.items()}) for samples in launches]
+    spread = {name: [min(each[name] for each in means), max(each[name] for each in means)] for name in means[0]}
+    for name, (low, high) in spread.items():
+        if high > low * SCHEDULE_LIMIT:
+            raise NotComparable(
+                f"no baseline: {name} took {low:.2f} to {high:.2f} times the matmul in {len(launches)} launches, "
+                f"too far apart to find a regression by {SCHEDULE_LIMIT:g}; try again when less else runs"
+            )
+    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    ratios = {key: median(values) for key, values in pooled.items()}
+    return Baseline(asdict(machine), now, ratios, min(map(len, pooled.values())), spread)
+
+
+def write(path: Path, baseline: Baseline) -> None:
+    """Replace `path` by this baseline, atomically."""
+    rounded = {
+        "ratios": {key: round(value, 4) for key, value in baseline.ratios.items()},
+        "spread": {name: [round(value, 4) for value in ends] for name, ends in baseline.spread.items()},
+    }
+    store.replace(path, (json.dumps({"format": FORMAT, **asdict(baseline), **rounded}, indent=1) + "\n").encode())
+
+
+def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """What tells two machines apart, in words; empty for one machine, whatever its versions are."""
+    pairs = {name: (theirs.get(name), ours.get(name)) for name in IDENTITY}
+    return ", ".join(f"{name} {their!r} there, {our!r} here" for name, (their, our) in pairs.items() if their != our)
+
+
+def read(path: Path, machine: Machine) -> Baseline:
+    """The baseline at `path`, which is not touched. NotComparable unless it is one, and this machine's."""
+    try:
+        content = json.loads(path.read_bytes())
+        found = content.pop("format")
+        if found != FORMAT:
+            raise ValueError(f"format {found!r}, expected {FORMAT}")
+        baseline = Baseline(**content)
+        if not baseline.ratios or not all(math.isfinite(ratio) and ratio > 0 for ratio in baseline.ratios.values()):
+            raise ValueError("ratios must be positive numbers")
+        different = differences(baseline.machine, asdict(machine))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise NotComparable(f"{path} is not a baseline ({error}); move it away to write a new one") from error
+    if different:
+        raise NotComparable(f"{path} is another machine's: {different}. Ratios of two machines cannot be compared")
+    return baseline
+
+
+def compare(baseline: Baseline, plant: Mapping[str, float], say: Callable[[str], None]) -> Verdict:
+    """Measure until nothing was over its limit in every launch, at most LAUNCHES launches."""
+    from . import tracked
+
+    gpus = tracked.num_gpus()
+    cases = tracked.cases(gpus)
+    verdict: Verdict | None = None
+    for number in range(1, LAUNCHES + 1):
+        new = judge(ratios_of(tracked.launch(cases, gpus, plant=plant)), baseline.ratios)
+        verdict = verdict.least(new) if verdict else new
+        if not verdict.excess:
+            break
+        over = ", ".join(f"{name} {by:.2f}" for name, by in verdict.excess.items())
+        say(f"over the limit in {number} of {LAUNCHES} launches: {over}")
+    assert verdict is not None
+    return verdict
+
+
+def show(verdict: Verdict, say: Callable[[str], None]) -> None:
+    """The slowdowns, what is over a limit marked."""
+    for name, by in (verdict.schedules | verdict.cases).items():
+        limit = SCHEDULE_LIMIT if name in verdict.schedules else CASE_LIMIT
+        say(f"{by:6.3f} of {limit:g} {'SLOWER' if by > limit else '      '} {name}")
+
+
+def planted(text: str, known: Sequence[str]) -> dict[str, float]:
+    """{"decomposed": 1.3} from "decomposed=1.3". ValueError for another schedule, or a factor that is not above 1."""
+    plant = {}
+    for part in filter(None, text.split(",")):
+        name, _, factor = part.partition("=")
+        try:
+            plant[name] = float(factor)
+        except ValueError:
+            plant[name] = math.nan
+        if name not in known or not 1 < plant[name] < math.inf:
+            raise ValueError(f"--plant takes SCHEDULE=FACTOR, one of {', '.join(known)} and above 1, got {part!r}")
+    return plant
+
+
+def save(path: Path, machine: Machine) -> Baseline:
+    """Measure a baseline and write it."""
+    from . import tracked
+
+    gpus = tracked.num_gpus()
+    launches = [ratios_of(tracked.launch(tracked.cases(gpus), gpus)) for _ in range(BASELINE_LAUNCHES)]
+    baseline = baseline_of(launches, machine)
+    write(path, baseline)
+    return baseline
+
+
+def regress(
+    save_baseline: Annotated[bool, typer.Option("--save", help="Measure this machine's baseline anew.")] = False,
+    plant: Annotated[
+        str, typer.Option(help="Make a schedule slower to see the alarm, for example decomposed=1.3.")
+    ] = "",
+    repeat: Annotated[int, typer.Option(min=1, help="Judge so many times, and count.")] = 1,
+    baseline: Annotated[Path | None, typer.Option(help="The baseline; default this machine's.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder of results, one folder a machine.")] = Path("results"),
+) -> None:
+    """Hold every schedule's time, in multiples of the matmul's, against this machine's stored baseline.
+
+    Exits with 1 for a regression, 2 for a baseline that cannot be compared with. Without a baseline one is measured.
+    """
+    from . import tracked
+
+    machine = describe()
+    path = baseline or out / machine.name / "regress.json"
+    try:
+        factors = planted(plant, tracked.schedules(tracked.num_gpus()))
+        if factors and save_baseline:
+            raise ValueError("--plant makes the code slower on purpose, which is nothing to --save")
+        if factors and not path.exists():
+            raise ValueError(f"--plant needs a baseline, and there is no {path}: run without it first")
+        if baseline is not None and not baseline.exists() and not save_baseline:
+            raise ValueError(f"there is no {baseline}")
+        # also before it is replaced: what is not ours stays
+        stored = read(path, machine) if path.exists() else None
+        if stored is None or save_baseline:
+            typer.echo(f"{'new' if stored else 'no'} baseline for {machine.name}: measuring one, then {path}")
+            stored = save(path, machine)
+            for name, (low, high) in stored.spread.items():
+                typer.echo(f"{name}: {low:.3f} to {high:.3f} times the matmul over {BASELINE_LAUNCHES} launches")
+            return
+        typer.echo(f"baseline: {path}, commit {stored.machine.get('commit')}, {stored.time_utc}")
+        passed = 0
+        for number in range(1, repeat + 1):
+            verdict = compare(stored, factors, typer.echo)
+            show(verdict, typer.echo)
+            passed += not verdict.excess
+            if repeat > 1:
+                typer.echo(f"{passed} of {number} passed")
+    except ValueError as error:
+        typer.echo(f"{error}", err=True)
+        raise typer.Exit(2) from error
+    if passed < repeat:
+        load, cores = os.getloadavg()[0], machine.cores
+        typer.echo(
+            f"slower than the baseline in {repeat - passed} of {repeat}; load average {load:.1f} on {cores} cores"
+        )
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """`python -m fusedtp.bench.regress`."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(regress)
+    app()
+
+
+if __name__ == "__main__":
+    main()
