@@ -1,10 +1,13 @@
 """Is the present code as fast as the stored baseline of this machine? `nox -s regress`, exit status 1 if it is not.
 
-Times on a shared machine differ by more from hour to hour than a regression does, so none is stored. A schedule's ratio
-is the median over rounds of its time over the matmul's of the same round (`tracked`); its slowdown is that ratio over
-the baseline's. Two limits: the geometric mean of a schedule's slowdowns over all cases, where the noise of the cases
-averages out, and, further off, the slowdown of one case. What is over its limit is measured again on fresh ranks, and
-is a regression when it was over it in every one of LAUNCHES launches.
+Times on a shared machine differ by more from hour to hour than a regression does, so what is held against the baseline
+are ratios, each the median over rounds of two times of one round (`tracked`): of every schedule to the matmul
+alone, and to `unfused`. A busy machine moves either by itself: ranks that wait for each other lose more than a matmul
+does; a schedule's slowdown is the lesser of both. What slows all schedules alike is therefore reported as `unfused`.
+
+Two limits: for the geometric mean of a schedule's slowdowns over all cases, where the noise of the cases averages out,
+and, further off, for one case. What is over its limit is measured again on fresh ranks, and is a regression when it was
+over it in every one of LAUNCHES launches.
 
 The baseline is results/<machine>/regress.json. There is no comparing with another machine's.
 """
@@ -13,7 +16,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -32,11 +34,15 @@ if TYPE_CHECKING:
 # One launch is enough to pass and all of them are needed to fail: below the middle between 1 and 1.3.
 SCHEDULE_LIMIT, CASE_LIMIT = 1.12, 1.25
 LAUNCHES, BASELINE_LAUNCHES = 4, 4
+REFERENCES = ("matmul", "unfused")
+# A matmul that takes so many times as long as the baseline's is worth a remark where something is slower.
+BUSY = 1.5
 FORMAT = 1
 # What makes two machines one: a driver or a version may be the very change that is to be judged.
 IDENTITY = ("name", "cpu", "cores", "gpu", "num_gpus", "links")
 
-# By id: schedule over matmul, one number a round.
+# The rounds of a launch, and by "id / reference" one ratio a round.
+Launch: TypeAlias = "Mapping[Tracked, Sequence[Mapping[str, float]]]"
 Samples: TypeAlias = dict[str, list[float]]
 
 
@@ -46,21 +52,30 @@ class NotComparable(ValueError):
 
 @dataclass(frozen=True)
 class Baseline:
-    """Ratios by id, and what they were measured on. `spread`: the launches' lowest and highest geometric mean."""
+    """Ratios by "id / reference", and what they were measured on.
+
+    matmul_ms: the geometric mean over cases of the matmul alone. spread: the launches' lowest and highest geometric
+    mean of each schedule's ratios.
+    """
 
     machine: dict[str, Any]
     time_utc: str
-    ratios: dict[str, float]
+    matmul_ms: float
     rounds: int
+    ratios: dict[str, float]
     spread: dict[str, list[float]]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How much slower than the baseline, 1 being as fast: every id, and every schedule over all of its ids."""
+    """How much slower than the baseline, 1 being as fast: every id, and every schedule over all of its ids.
+
+    `matmul` is that of the matmul alone, in ms and so of the machine as it is now: no limit is on it.
+    """
 
     cases: dict[str, float]
     schedules: dict[str, float]
+    matmul: float
 
     @property
     def excess(self) -> dict[str, float]:
@@ -73,6 +88,7 @@ class Verdict:
         return Verdict(
             {name: min(by, other.cases[name]) for name, by in self.cases.items()},
             {name: min(by, other.schedules[name]) for name, by in self.schedules.items()},
+            min(self.matmul, other.matmul),
         )
 
 
@@ -81,49 +97,65 @@ def schedule_of(key: str) -> str:
 
 
 def schedule_means(values: Mapping[str, float]) -> dict[str, float]:
-    """The geometric mean over the ids of each schedule."""
+    """From "id / reference" to "schedule / reference": geometric means over the cases."""
     names = dict.fromkeys(schedule_of(key) for key in values)
     return {name: geometric_mean(value for key, value in values.items() if schedule_of(key) == name) for name in names}
 
 
-def ratios_of(launched: Mapping[Tracked, Sequence[Mapping[str, float]]]) -> Samples:
-    """What a launch gives: every schedule over the matmul of its round."""
+def lesser(values: Mapping[str, float]) -> dict[str, float]:
+    """From "name / reference" to "name": the least over references."""
+    names = dict.fromkeys(key.partition(" / ")[0] for key in values)
+    return {name: min(value for key, value in values.items() if key.partition(" / ")[0] == name) for name in names}
+
+
+def ratios_of(launched: Launch) -> Samples:
+    """Every schedule over the references of its round."""
     return {
-        tracked.id(schedule): [times[schedule] / times["matmul"] for times in rounds]
+        f"{tracked.id(schedule)} / {reference}": [times[schedule] / times[reference] for times in rounds]
         for tracked, rounds in launched.items()
         for schedule in rounds[0]
-        if schedule != "matmul"
+        for reference in REFERENCES
+        if schedule not in ("matmul", reference)
     }
 
 
-def judge(samples: Samples, ratios: Mapping[str, float]) -> Verdict:
-    """The samples' medians against the baseline's. NotComparable unless both have the same ids."""
+def matmul_ms(launched: Launch) -> float:
+    """The matmul alone, the geometric mean over cases of the medians over rounds."""
+    return geometric_mean(median(times["matmul"] for times in rounds) for rounds in launched.values())
+
+
+def judge(launched: Launch, baseline: Baseline) -> Verdict:
+    """A launch's medians against the baseline's. NotComparable unless both have the same ids."""
+    samples, ratios = ratios_of(launched), baseline.ratios
     if samples.keys() != ratios.keys():
         new, gone = sorted(samples.keys() - ratios.keys()), sorted(ratios.keys() - samples.keys())
         raise NotComparable(f"the baseline is of other cases (it lacks {new}, only it has {gone}): --save a new one")
     slowdowns = {key: median(values) / ratios[key] for key, values in samples.items()}
-    return Verdict(slowdowns, schedule_means(slowdowns))
+    return Verdict(lesser(slowdowns), lesser(schedule_means(slowdowns)), matmul_ms(launched) / baseline.matmul_ms)
 
 
-def baseline_of(launches: Sequence[Samples], machine: Machine) -> Baseline:
+def baseline_of(launches: Sequence[Launch], machine: Machine) -> Baseline:
     """The baseline that these launches give. NotComparable where they do not agree with each other."""
-    pooled = {key: [value for samples in launches for value in samples[key]] for key in launches[0]}
-    means = [schedule_means({key: median(values) for key, values in samples.items()}) for samples in launches]
+    found = [ratios_of(launched) for launched in launches]
+    pooled = {key: [value for samples in found for value in samples[key]] for key in found[0]}
+    means = [schedule_means({key: median(values) for key, values in samples.items()}) for samples in found]
     spread = {name: [min(each[name] for each in means), max(each[name] for each in means)] for name in means[0]}
     for name, (low, high) in spread.items():
         if high > low * SCHEDULE_LIMIT:
             raise NotComparable(
-                f"no baseline: {name} took {low:.2f} to {high:.2f} times the matmul in {len(launches)} launches, "
+                f"no baseline: {name} was {low:.2f} to {high:.2f} in {len(launches)} launches, "
                 f"too far apart to find a regression by {SCHEDULE_LIMIT:g}; try again when less else runs"
             )
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     ratios = {key: median(values) for key, values in pooled.items()}
-    return Baseline(asdict(machine), now, ratios, min(map(len, pooled.values())), spread)
+    alone_ms = median(matmul_ms(launched) for launched in launches)
+    return Baseline(asdict(machine), now, alone_ms, min(map(len, pooled.values())), ratios, spread)
 
 
 def write(path: Path, baseline: Baseline) -> None:
     """Replace `path` by this baseline, atomically."""
     rounded = {
+        "matmul_ms": round(baseline.matmul_ms, 4),
         "ratios": {key: round(value, 4) for key, value in baseline.ratios.items()},
         "spread": {name: [round(value, 4) for value in ends] for name, ends in baseline.spread.items()},
     }
@@ -144,8 +176,9 @@ def read(path: Path, machine: Machine) -> Baseline:
         if found != FORMAT:
             raise ValueError(f"format {found!r}, expected {FORMAT}")
         baseline = Baseline(**content)
-        if not baseline.ratios or not all(math.isfinite(ratio) and ratio > 0 for ratio in baseline.ratios.values()):
-            raise ValueError("ratios must be positive numbers")
+        numbers = [*baseline.ratios.values(), baseline.matmul_ms]
+        if not baseline.ratios or not all(math.isfinite(number) and number > 0 for number in numbers):
+            raise ValueError("ratios and matmul_ms must be positive numbers")
         different = differences(baseline.machine, asdict(machine))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise NotComparable(f"{path} is not a baseline ({error}); move it away to write a new one") from error
@@ -162,7 +195,7 @@ def compare(baseline: Baseline, plant: Mapping[str, float], say: Callable[[str],
     cases = tracked.cases(gpus)
     verdict: Verdict | None = None
     for number in range(1, LAUNCHES + 1):
-        new = judge(ratios_of(tracked.launch(cases, gpus, plant=plant)), baseline.ratios)
+        new = judge(tracked.launch(cases, gpus, plant=plant), baseline)
         verdict = verdict.least(new) if verdict else new
         if not verdict.excess:
             break
@@ -198,7 +231,7 @@ def save(path: Path, machine: Machine) -> Baseline:
     from . import tracked
 
     gpus = tracked.num_gpus()
-    launches = [ratios_of(tracked.launch(tracked.cases(gpus), gpus)) for _ in range(BASELINE_LAUNCHES)]
+    launches = [tracked.launch(tracked.cases(gpus), gpus) for _ in range(BASELINE_LAUNCHES)]
     baseline = baseline_of(launches, machine)
     write(path, baseline)
     return baseline
@@ -213,7 +246,7 @@ def regress(
     baseline: Annotated[Path | None, typer.Option(help="The baseline; default this machine's.")] = None,
     out: Annotated[Path, typer.Option(help="Folder of results, one folder a machine.")] = Path("results"),
 ) -> None:
-    """Hold every schedule's time, in multiples of the matmul's, against this machine's stored baseline.
+    """Hold every schedule's time, in multiples of others of the same run, against this machine's stored baseline.
 
     Exits with 1 for a regression, 2 for a baseline that cannot be compared with. Without a baseline one is measured.
     """
@@ -235,24 +268,26 @@ def regress(
             typer.echo(f"{'new' if stored else 'no'} baseline for {machine.name}: measuring one, then {path}")
             stored = save(path, machine)
             for name, (low, high) in stored.spread.items():
-                typer.echo(f"{name}: {low:.3f} to {high:.3f} times the matmul over {BASELINE_LAUNCHES} launches")
+                typer.echo(f"{name}: {low:.3f} to {high:.3f} in {BASELINE_LAUNCHES} launches")
             return
         typer.echo(f"baseline: {path}, commit {stored.machine.get('commit')}, {stored.time_utc}")
-        passed = 0
+        failures: list[Verdict] = []
         for number in range(1, repeat + 1):
             verdict = compare(stored, factors, typer.echo)
             show(verdict, typer.echo)
-            passed += not verdict.excess
+            failures += [verdict] if verdict.excess else []
             if repeat > 1:
-                typer.echo(f"{passed} of {number} passed")
+                typer.echo(f"{number - len(failures)} of {number} passed")
     except ValueError as error:
         typer.echo(f"{error}", err=True)
         raise typer.Exit(2) from error
-    if passed < repeat:
-        load, cores = os.getloadavg()[0], machine.cores
-        typer.echo(
-            f"slower than the baseline in {repeat - passed} of {repeat}; load average {load:.1f} on {cores} cores"
-        )
+    if failures:
+        typer.echo(f"slower than the baseline in {len(failures)} of {repeat}")
+        if (busier := failures[-1].matmul) > BUSY:
+            typer.echo(
+                f"The matmul alone takes {busier:.1f} times as long as for the baseline: this machine does more now, "
+                "which costs ranks that wait for each other more. Try again when it is quiet"
+            )
         raise typer.Exit(1)
 
 
