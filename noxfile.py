@@ -73,11 +73,11 @@ def kernels(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """pytest-benchmark timings, saved under results/<machine>/benchmarks. Arguments after -- go to pytest."""
     install(session)
-    # -P: this folder's fusedtp/ is not the installed package
+    # -P: this folder's fusedtp/ is not the installed package. Its name is the last word, behind any warning.
     name = session.run(
         "python", "-P", "-c", "from fusedtp.bench.machine import describe; print(describe().name)", silent=True
     )
-    folder = f"results/{str(name).strip()}/benchmarks"
+    folder = f"results/{str(name).split()[-1]}/benchmarks"
     options = ("--benchmark-autosave", f"--benchmark-storage={folder}")
     session.run("pytest", "-m", "bench", *options, *session.posargs, env=ONE_THREAD)
 
