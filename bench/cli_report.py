@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,8 +18,8 @@ def report(
     rows: Annotated[list[Path] | None, typer.Argument(help="CSV files of rows; default this machine's.")] = None,
     out: Annotated[Path, typer.Option(help="Folder the rows are under.")] = Path("results"),
     readme: Annotated[Path | None, typer.Option(help="Document whose measured table is written again.")] = None,
-    predicted: Annotated[
-        list[Path] | None, typer.Option(help="CSV file of predicted rows to draw beside them.")
+    hardware: Annotated[
+        str | None, typer.Option(help="Draw the cost model's times beside them: a name of predict --list, or here.")
     ] = None,
 ) -> None:
     """Print the table; draw the picture and write the page again from stored rows, both beside their file.
@@ -28,14 +29,17 @@ def report(
     """
     from . import generated, html
     from . import report as drawing
+    from .cli_predict import hardware_of
     from .machine import describe
+    from .predicted import predictions
 
     console = arguments.console()
-    expected = [row for path in predicted or () for row in arguments.rows(path)]
-    if not all(row.predicted for row in expected):
-        raise typer.BadParameter("--predicted takes files of predicted rows, and some of these were measured")
     for path in rows or [out / describe().name / "sweep.csv"]:
         stored = arguments.rows(path)
+        try:
+            modelled = predictions(stored, partial(hardware_of, hardware)) if hardware is not None else []
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
         drawing.show(stored, console)
         if drawing.plain_forward(drawing.timed_cases(stored)):
             drawing.picture(stored, path.with_suffix(".png"))
@@ -47,7 +51,7 @@ def report(
                 raise typer.BadParameter(str(error)) from error
             readme.write_text(text)
             console.print(f"table: {readme}")
-        html.write([*stored, *expected], path)
+        html.write([*stored, *modelled], path)
         console.print(f"page: {path.with_suffix('.html')}, its pictures: {html.folder_of(path)}/", highlight=False)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,10 +14,14 @@ from fusedtp.bench import bars, curves, digest, figures, heatmap, html, page, st
 from fusedtp.bench.cases import OPS
 from fusedtp.bench.cli import app
 from fusedtp.bench.models import LAYERS
+from fusedtp.bench.predicted import predictions
 from fusedtp.bench.store import Row
 from fusedtp.bench.timeline import Mark, Timeline
 from fusedtp.bench.timeline import write as write_timeline
 from typer.testing import CliRunner, Result
+
+from fusedtp import cost
+from fusedtp.hardware import HARDWARE
 
 MakeRow = Callable[..., Row]
 VOID = {"meta", "link", "br", "input"}
@@ -261,21 +266,34 @@ def invoke(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["report", *map(str, arguments)])
 
 
-def test_command(make_row: MakeRow, tmp_path: Path) -> None:
-    measured, expected = tmp_path / "sweep.csv", tmp_path / "expected.csv"
-    at = {"M": 64, "N": 64, "K": 64}
-    store.write(measured, [make_row(median_ms=1.0, **at), make_row(variant="decomposed", median_ms=0.5, **at)])
-    store.write(expected, [make_row(variant="fused", median_ms=0.4, predicted=True, **at)])
-    done = invoke(measured, "--predicted", expected)
+def test_command_and_the_cost_model_beside_what_was_measured(make_row: MakeRow, tmp_path: Path) -> None:
+    at = {"M": 4096, "N": 4096, "K": 8192, "dtype": "bfloat16", "world_size": 8}
+    measured = [make_row(median_ms=1.0, **at), make_row(variant="fused", median_ms=0.5, **at)]
+    base = measured[0]
+    left_out = [replace(base, world_size=1), replace(base, direction="backward"), replace(base, variant="auto")]
+    found = predictions([*measured, *left_out], lambda ranks: HARDWARE["h100"])
+    model = cost.predict("all_gather_matmul", M=4096, N=4096, K=8192, world_size=8, hardware="h100")
+    assert [(row.variant, row.median_ms) for row in found] == [
+        ("unfused", model.unfused_us / 1e3),
+        ("fused", (model.fused_us or 0.0) / 1e3),
+    ]
+    kept = {(row.predicted, row.case, row.rounds, row.p20_ms, row.speedup_vs_unfused) for row in found}
+    assert kept == {(True, base.case, 0, None, None)}
+
+    path = tmp_path / "sweep.csv"
+    store.write(path, measured)
+    done = invoke(path, "--hardware", "h100")
     assert done.exit_code == 0, done.output
-    found = Page((tmp_path / "sweep.html").read_text())
-    assert "at 2.00x the speed of unfused" in found.text
-    assert "3, of which 2 timed" in found.text
+    text = Page((tmp_path / "sweep.html").read_text()).text
+    assert "4, of which 2 timed" in text
+    assert "at 2.00x the speed of unfused" in text
     assert (tmp_path / "sweep-figures" / "speedup-single-matmuls-forward.png").exists()
     assert (tmp_path / "sweep.png").exists()
-    done = invoke(measured, "--predicted", measured)
+    # a prediction is drawn, not kept
+    assert store.read(path) == measured
+    done = invoke(path, "--hardware", "abacus")
     assert done.exit_code == 2
-    assert "takes files of predicted rows" in " ".join(done.output.replace("\u2502", " ").split())
+    assert "abacus" in done.output
 
 
 def test_sections_are_those_of_the_page() -> None:
