@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -108,15 +108,34 @@ def lesser(values: Mapping[str, float]) -> dict[str, float]:
     return {name: min(value for key, value in values.items() if key.partition(" / ")[0] == name) for name in names}
 
 
+def keys_of(cases: Iterable[Tracked], schedules: Sequence[str]) -> dict[str, tuple[Tracked, str, str]]:
+    """By "id / reference": the case, the schedule and the reference of every ratio."""
+    return {
+        f"{each.id(schedule)} / {reference}": (each, schedule, reference)
+        for each in cases
+        for schedule in schedules
+        for reference in REFERENCES
+        if schedule != reference
+    }
+
+
 def ratios_of(launched: Launch) -> Samples:
     """Every schedule over the references of its round."""
+    schedules = [name for rounds in launched.values() for name in rounds[0] if name != "matmul"]
     return {
-        f"{tracked.id(schedule)} / {reference}": [times[schedule] / times[reference] for times in rounds]
-        for tracked, rounds in launched.items()
-        for schedule in rounds[0]
-        for reference in REFERENCES
-        if schedule not in ("matmul", reference)
+        key: [times[schedule] / times[reference] for times in launched[each]]
+        for key, (each, schedule, reference) in keys_of(launched, list(dict.fromkeys(schedules))).items()
     }
+
+
+def check_cases(baseline: Baseline, keys: Iterable[str]) -> None:
+    """NotComparable unless the baseline has these ratios and no others."""
+    new, gone = sorted(set(keys) - set(baseline.ratios)), sorted(set(baseline.ratios) - set(keys))
+    if new or gone:
+        lacks = (
+            f"it lacks {len(new)}, such as {new[0]}" if new else f"{len(gone)} are not measured now, such as {gone[0]}"
+        )
+        raise NotComparable(f"the baseline is of other cases ({lacks}): --save a new one")
 
 
 def matmul_ms(launched: Launch) -> float:
@@ -125,12 +144,8 @@ def matmul_ms(launched: Launch) -> float:
 
 
 def judge(launched: Launch, baseline: Baseline) -> Verdict:
-    """A launch's medians against the baseline's. NotComparable unless both have the same ids."""
-    samples, ratios = ratios_of(launched), baseline.ratios
-    if samples.keys() != ratios.keys():
-        new, gone = sorted(samples.keys() - ratios.keys()), sorted(ratios.keys() - samples.keys())
-        raise NotComparable(f"the baseline is of other cases (it lacks {new}, only it has {gone}): --save a new one")
-    slowdowns = {key: median(values) / ratios[key] for key, values in samples.items()}
+    """A launch's medians against the baseline's, which has the same ids."""
+    slowdowns = {key: median(values) / baseline.ratios[key] for key, values in ratios_of(launched).items()}
     return Verdict(lesser(slowdowns), lesser(schedule_means(slowdowns)), matmul_ms(launched) / baseline.matmul_ms)
 
 
@@ -188,11 +203,15 @@ def read(path: Path, machine: Machine) -> Baseline:
 
 
 def compare(baseline: Baseline, plant: Mapping[str, float], say: Callable[[str], None]) -> Verdict:
-    """Measure until nothing was over its limit in every launch, at most LAUNCHES launches."""
+    """Measure until nothing was over its limit in every launch, at most LAUNCHES launches.
+
+    NotComparable, before anything is measured, for a baseline of other cases.
+    """
     from . import tracked
 
     gpus = tracked.num_gpus()
     cases = tracked.cases(gpus)
+    check_cases(baseline, keys_of(cases, tracked.schedules(gpus)))
     verdict: Verdict | None = None
     for number in range(1, LAUNCHES + 1):
         new = judge(tracked.launch(cases, gpus, plant=plant), baseline)

@@ -96,15 +96,6 @@ def test_faster_is_no_regression() -> None:
     assert not judge(noisy({"decomposed": 0.5, "unfused": 0.5}, 0), baseline()).excess
 
 
-def test_other_cases_cannot_be_judged() -> None:
-    rounds = noisy({}, 0)
-    with pytest.raises(NotComparable, match=rf"only it has \['{IDS[1]} / matmul', .*'{IDS[0]} / matmul'\]"):
-        judge({each: times for each, times in rounds.items() if each != CASES[0]}, baseline())
-    other = Tracked(replace(CASES[0].case, M=96), "forward")
-    with pytest.raises(NotComparable, match=r"it lacks \['all_gather_matmul-96x.*-decomposed / matmul'"):
-        judge({**rounds, other: rounds[CASES[0]]}, baseline())
-
-
 class Launches:
     """A `launch` that gives these in turn, the last one again and again, in place of ranks; counts its calls."""
 
@@ -115,6 +106,28 @@ class Launches:
         slower = self.slower[min(self.num_calls, len(self.slower) - 1)]
         self.num_calls += 1
         return noisy({**slower, **(plant or {})}, self.num_calls)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "message"),
+    [
+        (
+            {key: ratio for key, ratio in RATIOS.items() if not key.startswith(IDS[1])},
+            f"it lacks 2, such as {IDS[1]} / m",
+        ),
+        (RATIOS | {"other-fused / matmul": 1.0}, "1 are not measured now, such as other-fused"),
+    ],
+    ids=["lacks", "has"],
+)
+def test_other_cases_cannot_be_compared(
+    ratios: dict[str, float], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = Launches({})
+    monkeypatch.setattr(tracked, "launch", launch)
+    monkeypatch.setattr(tracked, "num_gpus", lambda: 0)
+    with pytest.raises(NotComparable, match=message):
+        regress.compare(replace(baseline(), ratios=ratios), {}, print)
+    assert launch.num_calls == 0
 
 
 @pytest.mark.parametrize(
