@@ -40,16 +40,27 @@ def resolve(group: Group = None) -> dist.ProcessGroup:
         return world
     if isinstance(group, dist.ProcessGroup):
         return group
+    # What new_group returns to a rank that it leaves out; a plain number.
+    if isinstance(group, int) and not isinstance(group, bool) and group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"group must have this rank in it, got {group}, GroupMember.NON_GROUP_MEMBER of new_group")
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
                 f"group must be a 1-D mesh, got {group.ndim} dimensions {group.mesh_dim_names}: pick one, mesh['name']"
             )
+        check_mesh("group", group)
         return group.get_group()
     if isinstance(group, str):
         try:
             assert _by_name is not None
             return _by_name(group)  # type: ignore[arg-type]
         except (RuntimeError, KeyError, ValueError) as error:
-            raise ValueError(f"group {group!r} is not the name of a process group of this process") from error
+            gone = "it may have been destroyed, or this rank is not in it"
+            raise ValueError(f"group {group!r} is not the name of a process group of this process: {gone}") from error
     raise TypeError(f"group must be a ProcessGroup, its name, a 1-D DeviceMesh or None, got {type(group).__name__}")
+
+
+def check_mesh(name: str, mesh: DeviceMesh) -> None:
+    """ValueError for a mesh without this rank."""
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"{name} must have this rank, {dist.get_rank()}, in it, got {mesh}")

@@ -27,7 +27,7 @@ LAYERS = (
     ("agreement", "dispatch", "tuning"),
     ("execute",),
     ("ops", "sharded"),
-    ("functional",),
+    ("arguments", "functional"),
     ("layers",),
     ("parallel",),
     ("",),  # the package itself
