@@ -5,7 +5,7 @@ Each rank takes lengths from its own tensors. Ranks that take different ones wou
 which shared memory cannot notice; comparing them costs a round trip to the group's store an op, so it is for finding
 such a mistake.
 
-Calls are counted, group by group. A rank leaves the record of its n-th call in the group's store, then reads the n-th of
+Calls are counted, group by group. A rank leaves the record of its n-th call in the group's store, then reads that of
 every peer: no collective, which would hang where a rank makes another call or none, but a wait with an end.
 """
 
@@ -32,7 +32,7 @@ _GAVE_UP = "gave up on rank"
 @dataclass
 class _Records:
     # What this rank has written into a group's store. Generations keep a group apart from an earlier one of its name.
-    store: dist.Store
+    store: Any
     generation: int
     calls: int = 0
 
@@ -82,7 +82,7 @@ def _exchange(op: str, group: ProcessGroup, mine: dict[str, str]) -> tuple[list[
     records = _records.get(group)
     if records is None:
         # There is no public way to a group's own store.
-        store = dist.distributed_c10d._get_process_group_store(group)  # type: ignore[attr-defined]
+        store = dist.distributed_c10d._get_process_group_store(group)
         records = _records[group] = _Records(store, store.add(f"fusedtp/debug/{group.rank()}", 1))
     records.calls += 1
     store, rank, call = records.store, group.rank(), records.calls

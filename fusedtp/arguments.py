@@ -6,6 +6,7 @@ out, that the ranks were given different ones, is `agreement`'s.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from . import dispatch
+from . import dispatch, groups
 from .shards import check_count, check_sizes, even_sizes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -61,7 +62,7 @@ def check_tensor(name: str, value: object, x: Tensor | None = None, *, than: str
 def _check_kind(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
-    if isinstance(value, nn.parameter.UninitializedTensorMixin):
+    if nn.parameter.is_lazy(value):
         raise ValueError(f"{name} must have values, got an {type(value).__name__}: a lazy module's first call makes it")
     # Late: it brings DTensor in, which most callers do not have.
     from torch.distributed.tensor import DTensor
@@ -127,8 +128,14 @@ def check_options(schedule: str, debug: bool, x: Tensor) -> None:
         raise ValueError(f"schedule 'fused' multiplies {names}, got {x.dtype}: use 'decomposed' or 'unfused'")
 
 
-def check_extent(schedule: str, x: Tensor, num_ranks: int, *lengths: int) -> None:
-    """Lengths, rows flattened, that kernels can count: they do so in int32, up to the longest shard a rank."""
+def check_reach(schedule: str, x: Tensor, groups_used: Sequence[ProcessGroup], *lengths: int) -> None:
+    """Groups that carry x, and lengths, rows flattened, that kernels can count: in int32, with the ranks' regions."""
+    # A graph that is being traced is run by the same groups as the call that it is traced from.
+    if torch.compiler.is_compiling():
+        return
+    for group in groups_used:
+        groups.check_device(group, x.device.type)
+    num_ranks = math.prod(group.size() for group in groups_used)
     if num_ranks * max(lengths) >= 2**31 and (schedule == "fused" or (schedule == "auto" and x.is_cuda)):
         raise ValueError(
             f"schedule {schedule!r} has kernels for less than 2**31 rows or columns on all ranks together, got lengths "

@@ -40,8 +40,7 @@ def resolve(group: Group = None) -> dist.ProcessGroup:
         return world
     if isinstance(group, dist.ProcessGroup):
         return group
-    # What new_group returns to a rank that it leaves out; a plain number.
-    if isinstance(group, int) and not isinstance(group, bool) and group == dist.GroupMember.NON_GROUP_MEMBER:
+    if _leaves_out(group):
         raise ValueError(f"group must have this rank in it, got {group}, GroupMember.NON_GROUP_MEMBER of new_group")
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
@@ -58,6 +57,29 @@ def resolve(group: Group = None) -> dist.ProcessGroup:
             gone = "it may have been destroyed, or this rank is not in it"
             raise ValueError(f"group {group!r} is not the name of a process group of this process: {gone}") from error
     raise TypeError(f"group must be a ProcessGroup, its name, a 1-D DeviceMesh or None, got {type(group).__name__}")
+
+
+def _leaves_out(group: object) -> bool:
+    # What new_group returns to a rank that it leaves out: a plain number.
+    return isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER
+
+
+# Of which group and kind of device it is known: asking the group takes longer.
+_carried: set[tuple[str, str]] = set()
+
+
+def check_device(group: dist.ProcessGroup, kind: str) -> None:
+    """ValueError for a group whose backends do not carry tensors of that kind of device."""
+    key = (group.group_name, kind)
+    if key in _carried or kind == "meta":
+        return
+    kinds = {device.type for device in group._device_types}
+    if kind not in kinds:
+        raise ValueError(
+            f"group must carry {kind} tensors, got one of {', '.join(sorted(kinds))} only, with backend "
+            f"{dist.get_backend(group)}: make it with init_process_group or new_group(backend='cpu:gloo,cuda:nccl')"
+        )
+    _carried.add(key)
 
 
 def check_mesh(name: str, mesh: DeviceMesh) -> None:

@@ -79,8 +79,7 @@ def all_gather(
     x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str, debug: bool = False
 ) -> Tensor:
     """x [sizes[rank], C] -> [sum(sizes), C]."""
-    options = {"sizes": tuple(sizes), "algorithm": algorithm}
-    return _run("all_gather", schedule, x, group_name, x, debug=debug, **options)
+    return _run("all_gather", schedule, x, group_name, x, debug=debug, sizes=tuple(sizes), algorithm=algorithm)
 
 
 @all_gather.register_fake
@@ -93,8 +92,7 @@ def reduce_scatter(
     x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str, debug: bool = False
 ) -> Tensor:
     """x [sum(sizes), C] summed over ranks -> [sizes[rank], C]."""
-    options = {"sizes": tuple(sizes), "algorithm": algorithm}
-    return _run("reduce_scatter", schedule, x, group_name, x, debug=debug, **options)
+    return _run("reduce_scatter", schedule, x, group_name, x, debug=debug, sizes=tuple(sizes), algorithm=algorithm)
 
 
 @reduce_scatter.register_fake

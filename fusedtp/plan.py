@@ -16,14 +16,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from numbers import Real
 from typing import Literal, TypeAlias
 
 from .candidates import Problem, choose, product
 from .errors import NotationError
 from .notation import Dim, Spec, Tensor, parse
 from .redistribute import Sizes, Step, moved
-from .shards import check_count
+from .shards import check_count, check_number
 
 # An H100 by its data sheet: 990 TFLOP/s of dense bf16 over 450 GB/s of NVLink one way.
 FLOPS_PER_BYTE = 2200.0
@@ -207,8 +206,7 @@ def plan(
     spec = parse(str(spec) if isinstance(spec, Spec) else spec)
     if len(spec.mesh_axes) > MAX_AXES:
         raise NotationError(f"a spec is planned over at most {MAX_AXES} mesh axes, got {len(spec.mesh_axes)} in {spec}")
-    if isinstance(flops_per_byte, bool) or not isinstance(flops_per_byte, Real):
-        raise TypeError(f"flops_per_byte must be a number, got {flops_per_byte!r}")
+    check_number("flops_per_byte", flops_per_byte)
     if not 0 < flops_per_byte < math.inf:
         raise ValueError(f"flops_per_byte must be above 0 and finite, got {flops_per_byte!r}")
     start_bytes = check_count("start_bytes", start_bytes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Set
 from itertools import accumulate
+from numbers import Real
 
 
 def even_sizes(length: int, world_size: int) -> tuple[int, ...]:
@@ -73,3 +74,9 @@ def check_count(name: str, value: object, *, least: int = 0) -> int:
     if not least <= count < 2**63:
         raise ValueError(f"{name} must be {least} or more and below 2**63, got {value!r}")
     return count
+
+
+def check_number(name: str, value: object) -> None:
+    """TypeError unless `value` is a real number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")

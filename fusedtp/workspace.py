@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from numbers import Real
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from .kernels.launch import Channel
 from .memory import Arena, Memory, Unreachable
 from .memory.cuda import CudaMemory
 from .memory.posix import PosixMemory
-from .shards import offsets
+from .shards import check_number, offsets
 from .steps import DeviceSteps, HostSteps, load_acquire
 
 _MIN_SLOTS = 64
@@ -288,8 +287,7 @@ def set_timeout(seconds: float) -> None:
     Raises ValueError unless 0 < seconds <= 2,000,000 (the clock is an int32 of milliseconds), TypeError for no number.
     """
     global _seconds
-    if isinstance(seconds, bool) or not isinstance(seconds, Real):
-        raise TypeError(f"seconds must be a number, got {seconds!r}")
+    check_number("seconds", seconds)
     if not 0 < seconds <= 2_000_000:
         raise ValueError(f"seconds must be above 0 and at most 2,000,000, got {seconds!r}")
     _seconds = float(seconds)
