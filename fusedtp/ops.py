@@ -33,8 +33,8 @@ def all_gather_matmul(
     a: Tensor, b: Tensor, bias: Tensor | None, gather_dim: int, sizes: Sequence[int], group_name: str, schedule: str
 ) -> Tensor:
     """a [sizes[rank], K] @ b [K, N], or a [M, sizes[rank]] @ b [sum(sizes), N] for gather_dim 1 -> [M, N]."""
-    options = {"gather_dim": gather_dim, "sizes": tuple(sizes)}
-    return _run("all_gather_matmul", schedule, a, group_name, a, b, bias, **options)
+    sizes = tuple(sizes)
+    return _run("all_gather_matmul", schedule, a, group_name, a, b, bias, gather_dim=gather_dim, sizes=sizes)
 
 
 @all_gather_matmul.register_fake
@@ -49,8 +49,8 @@ def matmul_reduce_scatter(
     a: Tensor, b: Tensor, bias: Tensor | None, scatter_dim: int, sizes: Sequence[int], group_name: str, schedule: str
 ) -> Tensor:
     """a [M, K_r] @ b [K_r, N] summed over ranks -> [sizes[rank], N], or [M, sizes[rank]] for scatter_dim 1."""
-    options = {"scatter_dim": scatter_dim, "sizes": tuple(sizes)}
-    return _run("matmul_reduce_scatter", schedule, a, group_name, a, b, bias, **options)
+    sizes = tuple(sizes)
+    return _run("matmul_reduce_scatter", schedule, a, group_name, a, b, bias, scatter_dim=scatter_dim, sizes=sizes)
 
 
 @matmul_reduce_scatter.register_fake
