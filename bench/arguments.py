@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +16,10 @@ if TYPE_CHECKING:
 
     from .cases import Shape
     from .store import Row
+
+
+# More than the GPUs of a machine: a process each.
+MAX_RANKS = 256
 
 
 def console() -> Console:
@@ -31,15 +38,57 @@ def names(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]:
     return found
 
 
-def numbers(text: str, what: str) -> tuple[int, ...]:
-    """Positive integers separated by commas or x; BadParameter for anything else."""
+def numbers(text: str, what: str, most: int = 2**31 - 1) -> tuple[int, ...]:
+    """Integers from 1 to `most`, separated by commas or x; BadParameter for anything else."""
     try:
         found = tuple(int(part) for part in text.replace("x", ",").split(","))
     except ValueError:
         raise typer.BadParameter(f"{what} must be integers, got {text!r}") from None
     if min(found) < 1:
         raise typer.BadParameter(f"{what} must be positive, got {text!r}")
+    if max(found) > most:
+        raise typer.BadParameter(f"{what} must be at most {most}, got {text!r}")
     return found
+
+
+def ranks(text: str) -> tuple[int, ...]:
+    """Numbers of ranks that may be started on one machine."""
+    return numbers(text, "--world-size", MAX_RANKS)
+
+
+def lengths(text: str | None, option: str) -> dict[str, int] | None:
+    """NAME=NUMBER, comma-separated, each name once; BadParameter for anything else."""
+    if text is None:
+        return None
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\w+)\s*=\s*(-?[0-9]+)\s*", part)
+        if match is None:
+            raise typer.BadParameter(f"{option} takes NAME=NUMBER, comma-separated, got {text!r}")
+        if match[1] in found:
+            raise typer.BadParameter(f"{option} must have each name once, got {match[1]} twice in {text!r}")
+        found[match[1]] = int(match[2])
+    return found
+
+
+def at_least(least: float, value: float | None, option: str, *, most: float = math.inf) -> None:
+    """BadParameter unless `value`, where it is given, is a finite number from `least` to `most`."""
+    if value is None or (least <= value <= most and math.isfinite(value)):
+        return
+    limits = f"a number of {least} or more" if most == math.inf else f"from {least} to {most}"
+    raise typer.BadParameter(f"{option} must be {limits}, got {value}")
+
+
+def folder(out: Path, name: str) -> Path:
+    """`out`/`name`, made if it is not there; BadParameter where nothing can be written, before anything is measured."""
+    path = out / name
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(f"--out must be a folder that can be written, got {str(out)!r}: {error}") from error
+    if not os.access(path, os.W_OK):
+        raise typer.BadParameter(f"--out must be a folder that can be written, got {str(out)!r}")
+    return path
 
 
 def shape(text: str) -> Shape:

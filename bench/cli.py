@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from . import cli_predict, cli_report, cli_tune
+from . import arguments, cli_predict, cli_report, cli_tune
 from .arguments import console as _console
 from .arguments import names as _names
 from .arguments import numbers as _numbers
@@ -52,8 +52,8 @@ def sweep(
         str | None, typer.Option(help="Time the matmuls of a block of these models, for example llama3-8b.")
     ] = None,
     tokens: Annotated[str | None, typer.Option(help="Tokens of the models' blocks; default 2048.")] = None,
-    seconds: Annotated[float, typer.Option(min=0.0, help="Time for the rounds of one case.")] = 1.0,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of each case, in place of --seconds.")] = None,
+    seconds: Annotated[float, typer.Option(help="Time for the rounds of one case.")] = 1.0,
+    rounds: Annotated[int | None, typer.Option(help="Rounds of each case, in place of --seconds.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the operands.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for rows and pictures, one folder a machine.")] = Path("results"),
 ) -> None:
@@ -67,36 +67,39 @@ def sweep(
     from .machine import describe
     from .sweep import launched, run_launched, run_spawned
 
+    arguments.at_least(0, seconds, "--seconds")
+    arguments.at_least(1, rounds, "--rounds")
+    arguments.at_least(0, seed, "--seed", most=2**63 - 1)
     machine = describe()
     is_launched = launched()
     if is_launched:
-        launched_size = int(os.environ["WORLD_SIZE"])
-        world_size = world_size or str(launched_size)
+        (launched_size,) = _numbers(os.environ["WORLD_SIZE"], "WORLD_SIZE of the environment")[:1]
+        world_size = str(launched_size) if world_size is None else world_size
         if max(_numbers(world_size, "--world-size")) > launched_size:
             raise typer.BadParameter(f"--world-size {world_size}: {launched_size} ranks were launched")
     if model and (shape or shapes):
         raise typer.BadParameter("--model gives the sizes: leave --shape and --shapes out")
-    if tokens and not model:
+    if tokens is not None and not model:
         raise typer.BadParameter("--tokens is for the blocks of --model")
     every_schedule = (*cases.SCHEDULES, "auto")
     request = Request(
-        world_sizes=_numbers(world_size, "--world-size") if world_size else None,
-        ops=_names(op, cases.OPS, "--op") if op else cases.OPS,
-        schedules=_names(schedule, every_schedule, "--schedule") if schedule else every_schedule,
+        world_sizes=arguments.ranks(world_size) if world_size is not None else None,
+        ops=_names(op, cases.OPS, "--op") if op is not None else cases.OPS,
+        schedules=_names(schedule, every_schedule, "--schedule") if schedule is not None else every_schedule,
         baselines=_baselines(baseline),
-        directions=_names(direction, cases.DIRECTIONS, "--direction") if direction else None,
-        dtypes=_names(dtype, cases.DTYPES, "--dtype") if dtype else None,
-        shape_sets=_names(shapes, tuple(cases.SHAPES), "--shapes") if shapes else None,
+        directions=_names(direction, cases.DIRECTIONS, "--direction") if direction is not None else None,
+        dtypes=_names(dtype, cases.DTYPES, "--dtype") if dtype is not None else None,
+        shape_sets=_names(shapes, tuple(cases.SHAPES), "--shapes") if shapes is not None else None,
         shapes=tuple(_shape(text) for text in shape or ()),
-        models=_names(model, tuple(models.MODELS), "--model") if model else (),
-        tokens=_numbers(tokens or "2048", "--tokens"),
+        models=_names(model, tuple(models.MODELS), "--model") if model is not None else (),
+        tokens=_numbers("2048" if tokens is None else tokens, "--tokens"),
         seconds=seconds,
         rounds=rounds,
         seed=seed,
     )
     speaks = not is_launched or os.environ["RANK"] == "0"
     console = _console() if speaks else Console(quiet=True)
-    path = out / machine.name / "sweep.csv"
+    path = arguments.folder(out, machine.name) / "sweep.csv"
     if path.exists():
         # before minutes are spent on rows that could not be added to it
         _rows(path)
@@ -149,16 +152,6 @@ def _keep(rows: list[Row], together: list[Row], path: Path, console: Console) ->
         raise typer.Exit(1)
 
 
-def _lengths(text: str | None, option: str) -> dict[str, int] | None:
-    if text is None:
-        return None
-    try:
-        pairs = [part.split("=") for part in text.split(",")]
-        return {name.strip(): int(value) for name, value in pairs}
-    except ValueError:
-        raise typer.BadParameter(f"{option} takes NAME=NUMBER, comma-separated, got {text!r}") from None
-
-
 @app.command()
 def explain(
     spec: Annotated[str | None, typer.Argument(help="A notation string, or a named layer such as FSDP.")] = None,
@@ -187,25 +180,27 @@ def explain(
                 raise typer.BadParameter(str(error)) from error
         return
     try:
-        lengths, ranks = _lengths(sizes, "--sizes"), _lengths(mesh, "--mesh")
+        lengths, ranks = arguments.lengths(sizes, "--sizes"), arguments.lengths(mesh, "--mesh")
         typer.echo(str(describe(spec, sizes=lengths, mesh=ranks, dtype=dtype, hardware=hardware)))
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         typer.echo(f"{error}", err=True)
         raise typer.Exit(2) from error
 
 
 @app.command()
 def train(
-    steps: Annotated[int, typer.Option(min=1, help="Steps of every run.")] = 50,
-    fused_steps: Annotated[int, typer.Option(min=1, help="Steps with interpreted kernels.")] = 10,
+    steps: Annotated[int, typer.Option(help="Steps of every run.")] = 50,
+    fused_steps: Annotated[int, typer.Option(help="Steps with interpreted kernels.")] = 10,
     out: Annotated[Path, typer.Option(help="Folder for the curves, one folder a machine.")] = Path("results"),
 ) -> None:
     """Train a small decoder on a 2 x 2 mesh with every schedule and in one process: losses must agree."""
     from .machine import describe
     from .train import Settings, compare
 
+    arguments.at_least(1, steps, "--steps")
+    arguments.at_least(1, fused_steps, "--fused-steps")
     console = _console()
-    folder = out / describe().name
+    folder = arguments.folder(out, describe().name)
     curves = compare(Settings(steps=steps), min(fused_steps, steps), folder)
     reference, *_ = curves.values()
     for name, losses in curves.items():
@@ -216,8 +211,8 @@ def train(
 
 @app.command()
 def mlp(
-    world_size: Annotated[int, typer.Option(min=2, help="Number of ranks.")] = 2,
-    seconds: Annotated[float, typer.Option(min=0.0, help="Time for the rounds of one size.")] = 10.0,
+    world_size: Annotated[int, typer.Option(help="Number of ranks.")] = 2,
+    seconds: Annotated[float, typer.Option(help="Time for the rounds of one size.")] = 10.0,
     out: Annotated[Path, typer.Option(help="Folder for the rows, one folder a machine.")] = Path("results"),
 ) -> None:
     """Time a tensor-parallel MLP, forward and backward, against torch's DTensor styles."""
@@ -225,14 +220,16 @@ def mlp(
     from .mlp import SIZES, compare, write
     from .ranks import RankPool
 
+    arguments.at_least(2, world_size, "--world-size", most=arguments.MAX_RANKS)
+    arguments.at_least(0, seconds, "--seconds")
     console, results = _console(), []
+    path = arguments.folder(out, describe().name) / "mlp.csv"
     with RankPool(world_size, timeout=300) as pool:
         for size in SIZES:
             result = pool.run(compare, *size, seconds)[0]
             results.append(result)
             medians = "  ".join(f"{name} {each.median_ms:.2f}" for name, each in result.timings.items())
             console.print(f"M, D, F = {size}: {medians} ms, {result.speedup:.2f}x dtensor", highlight=False)
-    path = out / describe().name / "mlp.csv"
     write(results, path)
     console.print(f"rows: {path}")
 

@@ -33,6 +33,8 @@ def report(
     from .machine import describe
     from .predicted import predictions
 
+    if readme is not None and not readme.is_file():
+        raise typer.BadParameter(f"--readme must be a file, got {str(readme)!r}")
     console = arguments.console()
     for path in rows or [out / describe().name / "sweep.csv"]:
         stored = arguments.rows(path)
@@ -93,10 +95,10 @@ def compare(
 def timeline(
     op: Annotated[str, typer.Option(help="The op.")] = "all_gather_matmul",
     shape: Annotated[str, typer.Option(help="Global size M,N,K.")] = "2048,512,2048",
-    world_size: Annotated[int, typer.Option(min=2, help="Number of ranks.")] = 2,
+    world_size: Annotated[int, typer.Option(help="Number of ranks.")] = 2,
     schedule: Annotated[str, typer.Option(help="Schedules that run from the host.")] = "decomposed,unfused",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    rounds: Annotated[int, typer.Option(min=1, help="Calls recorded; the median one is shown.")] = 9,
+    rounds: Annotated[int, typer.Option(help="Calls recorded; the median one is shown.")] = 9,
     out: Annotated[Path, typer.Option(help="Folder of results, one folder a machine.")] = Path("results"),
 ) -> None:
     """Record when each rank multiplies, copies and waits in one call: timeline.json for Perfetto, timeline.png."""
@@ -105,6 +107,8 @@ def timeline(
     from .machine import describe
     from .ranks import RankError
 
+    arguments.at_least(2, world_size, "--world-size", most=arguments.MAX_RANKS)
+    arguments.at_least(1, rounds, "--rounds")
     console, machine = arguments.console(), describe()
     if machine.num_gpus:
         raise typer.BadParameter(
@@ -116,12 +120,12 @@ def timeline(
     (op,) = arguments.names(op, OPS, "--op")[:1]
     (dtype,) = arguments.names(dtype, DTYPES, "--dtype")[:1]
     case = Case(op, *arguments.shape(shape), dtype, world_size)
+    path = arguments.folder(out, machine.name) / "timeline.json"
     try:
         found = recorded.timeline(case, schedules, rounds, machine)
     except RankError as error:
         console.print(str(error), markup=False, highlight=False)
         raise typer.Exit(1) from error
-    path = out / machine.name / "timeline.json"
     recorded.write(found, path)
     recorded.picture(found, path.with_suffix(".png"))
     console.print(f"trace, for ui.perfetto.dev or chrome://tracing: {path}\npicture: {path.with_suffix('.png')}")

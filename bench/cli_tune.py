@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from .arguments import at_least, ranks
+
 if TYPE_CHECKING:
     from fusedtp.tuning import Table as Measurements
 
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 def tune(
     world_size: Annotated[str | None, typer.Option(help="Numbers of ranks, default 2,4 or 2..8 GPUs.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Default float32 on a CPU, bfloat16 on GPUs.")] = None,
-    seconds: Annotated[float, typer.Option(min=0.0, help="Time for the rounds of one size.")] = 0.5,
+    seconds: Annotated[float, typer.Option(help="Time for the rounds of one size.")] = 0.5,
     out: Annotated[Path | None, typer.Option(help="The file, default where auto reads it.")] = None,
     show: Annotated[bool, typer.Option(help="Print the table that is there, measure nothing.")] = False,
 ) -> None:
@@ -25,6 +27,7 @@ def tune(
     """
     from fusedtp import tuning
 
+    at_least(0, seconds, "--seconds")
     console = Console()
     console = console if console.is_terminal else Console(width=140)
     target = out or tuning.path()
@@ -40,8 +43,8 @@ def tune(
 
     machine = tuning.identity()
     num_gpus = machine["num_gpus"]
-    world_sizes = _numbers(world_size) if world_size else tuple(n for n in (2, 4, 8) if n <= (num_gpus or 4))
-    dtypes = tuple((dtype or ("bfloat16" if num_gpus else "float32")).split(","))
+    world_sizes = ranks(world_size) if world_size is not None else tuple(n for n in (2, 4, 8) if n <= (num_gpus or 4))
+    dtypes = tuple((("bfloat16" if num_gpus else "float32") if dtype is None else dtype).split(","))
     if unknown := [name for name in dtypes if name not in ("float32", "bfloat16", "float16")]:
         raise typer.BadParameter(f"--dtype must be among float32, bfloat16, float16, got {unknown[0]!r}")
     if not world_sizes or min(world_sizes) < 2 or (num_gpus and max(world_sizes) > num_gpus):
@@ -59,13 +62,6 @@ def tune(
     tuning.write(target, tuning.dump(table))
     show_table(table, console)
     console.print(f"{len(table.samples)} measurements in {target}, {len(samples)} of them new", highlight=False)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise typer.BadParameter(f"--world-size must be integers, got {text!r}") from None
 
 
 def show_table(measured: Measurements, console: Console) -> None:

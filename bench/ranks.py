@@ -53,6 +53,7 @@ class RankProcess:
         self.rank = rank
         self.pipe, theirs = Pipe(duplex=True)
         self.stacks_fd = os.memfd_create(f"stacks of rank {rank}")
+        os.fchmod(self.stacks_fd, 0o600)
         fds = (theirs.fileno(), self.stacks_fd)
         command = [
             sys.executable,

@@ -8,7 +8,9 @@ that case, so the rows that are compared with each other come from one interleav
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -16,9 +18,15 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from fusedtp.files import read_text
+
 PASSED = "passed"
 # how the gate of a variant begins that cannot run here; the reason follows
 NOT_RUN = "not run: "
+# a few hundred thousand rows
+MAX_BYTES = 64 << 20
+_INT = re.compile(r"[0-9]{1,18}")
+_FLOAT = re.compile(r"-?[0-9]+(\.[0-9]+)?(e[+-]?[0-9]{1,2})?")
 # what a spreadsheet takes for the beginning of a formula
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
@@ -109,16 +117,27 @@ def _bool(text: str) -> bool:
 
 
 def _text(text: str) -> str:
+    if "\0" in text:
+        raise ValueError(text)
     return text[1:] if text.startswith("'") and text[1:].startswith((*_FORMULA, "'")) else text
 
 
+def _int(text: str) -> int:
+    # int() takes spaces, underscores and digits of any script as well
+    if not _INT.fullmatch(text):
+        raise ValueError(text)
+    return int(text)
+
+
 def _optional(text: str) -> float | None:
+    if text and not _FLOAT.fullmatch(text):
+        raise ValueError(text)
     return float(text) if text else None
 
 
 _READERS: dict[str, Callable[[str], Any]] = {
     "str": _text,
-    "int": int,
+    "int": _int,
     "float | None": _optional,
     "bool": _bool,
 }
@@ -128,7 +147,8 @@ COLUMNS = tuple(_KINDS)
 
 
 def _cell(value: object, kind: str) -> str:
-    if value is None:
+    # what is not finite is no number either
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return ""
     if kind == "str":
         # a bare carriage return would end the line for some readers
@@ -171,9 +191,9 @@ def read(path: Path) -> list[Row]:
     import pandas as pd
 
     try:
-        text = path.read_bytes().decode()
+        text = read_text(path, max_bytes=MAX_BYTES)
         table = pd.read_csv(StringIO(text), dtype=str, keep_default_na=False, na_filter=False)
-    except (UnicodeDecodeError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
+    except (ValueError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
         raise ValueError(f"{path} is not a table of sweep rows: {error}; move it away to write a new one") from error
     if tuple(table.columns) != COLUMNS:
         missing = [name for name in COLUMNS if name not in table.columns]
@@ -187,7 +207,7 @@ def read(path: Path) -> list[Row]:
             try:
                 values[name] = _READERS[kind](cell)
             except (ValueError, TypeError):
-                raise ValueError(f"{path}, row {line + 1}, column {name}: {cell!r} is not {kind}") from None
+                raise ValueError(f"{path}, row {line + 1}, column {name}: {cell[:80]!r} is not {kind}") from None
         rows.append(Row(**values))
     return rows
 

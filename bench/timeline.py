@@ -16,12 +16,14 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
+from fusedtp.files import read_text
+
 from . import theme
 from .cases import Case
 from .machine import Machine
 from .problem import Problem
 from .report import SHORT_DTYPES, TITLES
-from .store import replace
+from .store import MAX_BYTES, replace
 
 # recorded by the host: see the module's docstring
 SCHEDULES = ("decomposed", "unfused")
@@ -154,7 +156,7 @@ def write(found: Timeline, path: Path) -> None:
 def read(path: Path) -> Timeline:
     """What `write` wrote; ValueError for anything else."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(read_text(path, max_bytes=MAX_BYTES))
         about, events = content["otherData"], content["traceEvents"]
         if about["format"] != _FORMAT:
             raise ValueError(f"format {about['format']!r}")
@@ -169,7 +171,7 @@ def read(path: Path) -> Timeline:
         )  # fmt: skip
         found = Timeline(about, marks)
         found.title()
-    except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a timeline of ours: {error}") from error
     return found
 

@@ -46,18 +46,20 @@ class Named:
 
 @dataclass(frozen=True)
 class Runner:
-    """What every step needs: the shards' lengths, the group of each axis, and the schedule that was asked for."""
+    """What every step needs: the shards' lengths, the group of each axis, and what was asked for."""
 
     partition: Partition
     groups: Mapping[str, ProcessGroup]
     schedule: str
     algorithm: str = "auto"
+    debug: bool = False
 
     def call(self, op: str, axis: str, x: Tensor, *operands: Tensor | None, **options: Any) -> Any:
         """One op over one axis, by the schedule that dispatch chooses."""
         group = self.groups[axis]
-        if agreement.wanted():
-            agreement.check(op, group, x, *operands, **options)
+        if self.debug or agreement.wanted():
+            asked_for = {"schedule": self.schedule, "algorithm": self.algorithm}
+            agreement.check(op, group, x, *operands, **asked_for, **options)
         if op == "matmul_all_reduce":
             options["algorithm"] = self.algorithm
         shape = dispatch.travels(op, x, operands, options) if self.schedule == "auto" else None

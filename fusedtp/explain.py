@@ -132,7 +132,7 @@ def explain(
     hardware: a name of `fusedtp.hardware.HARDWARE`. Steps then have predicted times, and the plan weighs bytes by that
     machine unless told otherwise. ValueError for another name, and for hardware without sizes.
     """
-    spec = parse(NAMED.get(str(spec), str(spec)))
+    spec = parse(str(spec) if isinstance(spec, Spec) else NAMED.get(spec, spec) if isinstance(spec, str) else spec)
     machine = None if hardware is None else find(hardware)
     if machine is not None and sizes is None:
         raise ValueError(f"times on {machine.name} need sizes and mesh")

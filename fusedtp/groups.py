@@ -40,16 +40,49 @@ def resolve(group: Group = None) -> dist.ProcessGroup:
         return world
     if isinstance(group, dist.ProcessGroup):
         return group
+    if _leaves_out(group):
+        raise ValueError(f"group must have this rank in it, got {group}, GroupMember.NON_GROUP_MEMBER of new_group")
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
                 f"group must be a 1-D mesh, got {group.ndim} dimensions {group.mesh_dim_names}: pick one, mesh['name']"
             )
+        check_mesh("group", group)
         return group.get_group()
     if isinstance(group, str):
         try:
             assert _by_name is not None
             return _by_name(group)  # type: ignore[arg-type]
         except (RuntimeError, KeyError, ValueError) as error:
-            raise ValueError(f"group {group!r} is not the name of a process group of this process") from error
+            gone = "it may have been destroyed, or this rank is not in it"
+            raise ValueError(f"group {group!r} is not the name of a process group of this process: {gone}") from error
     raise TypeError(f"group must be a ProcessGroup, its name, a 1-D DeviceMesh or None, got {type(group).__name__}")
+
+
+def _leaves_out(group: object) -> bool:
+    # What new_group returns to a rank that it leaves out: a plain number.
+    return isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER
+
+
+# Of which group and kind of device it is known: asking the group takes longer.
+_carried: set[tuple[str, str]] = set()
+
+
+def check_device(group: dist.ProcessGroup, kind: str) -> None:
+    """ValueError for a group whose backends do not carry tensors of that kind of device."""
+    key = (group.group_name, kind)
+    if key in _carried or kind == "meta":
+        return
+    kinds = {device.type for device in group._device_types}
+    if kind not in kinds:
+        raise ValueError(
+            f"group must carry {kind} tensors, got one of {', '.join(sorted(kinds))} only, with backend "
+            f"{dist.get_backend(group)}: make it with init_process_group or new_group(backend='cpu:gloo,cuda:nccl')"
+        )
+    _carried.add(key)
+
+
+def check_mesh(name: str, mesh: DeviceMesh) -> None:
+    """ValueError for a mesh without this rank."""
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"{name} must have this rank, {dist.get_rank()}, in it, got {mesh}")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from . import dispatch, functional, groups
+from . import arguments, dispatch, functional, groups
 from .groups import Group
 from .shards import check_sizes, even_sizes, offsets
 
@@ -30,7 +30,13 @@ Device = torch.device | str | int | None
 
 
 def linear_of_replicated(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group: Group = None, schedule: str = "auto"
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: Group = None,
+    schedule: str = "auto",
+    debug: bool = False,
 ) -> Tensor:
     """`F.linear` of an x that is whole on every rank and a weight and bias that are this rank's columns.
 
@@ -38,12 +44,12 @@ def linear_of_replicated(
     `all_gather_linear`.
     """
     process_group = groups.resolve(group)
-    x, weight, bias = functional._autocast(x, weight, bias)
-    functional._check_linear(x, weight, bias, schedule)
-    functional._check_features(x.shape[-1], "x has", weight)
+    x, weight, bias = arguments.autocast(x, weight, bias)
+    arguments.check_linear(x, weight, bias, schedule, debug)
+    arguments.check_features(x.shape[-1], "x has", weight)
     splits = {"N": (weight.shape[0],) * process_group.size()}
     spec = functional._spec(x, None, "K", "K, N_X", "N_X", x_split=True)
-    return functional._linear(x, weight, bias, spec, splits, process_group, schedule)
+    return functional._linear(x, weight, bias, spec, splits, process_group, schedule, debug)
 
 
 class _ShardedLinear(nn.Module):
@@ -61,11 +67,16 @@ class _ShardedLinear(nn.Module):
         group: Group,
         feature_sizes: Sequence[int] | None,
         schedule: str,
+        debug: bool,
     ) -> None:
         super().__init__()
         dispatch.check_schedule(schedule)
+        arguments.flag("bias", bias)
+        arguments.parameter_options(device, dtype)
         self.group: ProcessGroup = groups.resolve(group)
-        self.in_features, self.out_features, self.schedule = in_features, out_features, schedule
+        in_features, out_features = arguments.features(in_features=in_features, out_features=out_features)
+        self.in_features, self.out_features = in_features, out_features
+        self.schedule, self.debug = schedule, arguments.flag("debug", debug)
         rank, world_size = self.group.rank(), self.group.size()
         shape = [out_features, in_features]
         if feature_sizes is None:
@@ -133,17 +144,22 @@ class ColumnParallelLinear(_ShardedLinear):
         feature_sizes: Sequence[int] | None = None,
         sequence_sizes: Sequence[int] | None = None,
         schedule: str = "auto",
+        debug: bool = False,
     ) -> None:
-        super().__init__(in_features, out_features, bias, device, dtype, group, feature_sizes, schedule)
-        self.sequence_parallel, self.gather_dim = sequence_parallel, _sequence_dim("gather_dim", gather_dim)
-        self.sequence_sizes = sequence_sizes
+        super().__init__(in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, debug)
+        self.sequence_parallel = arguments.flag("sequence_parallel", sequence_parallel)
+        self.gather_dim = arguments.sequence_dim("gather_dim", gather_dim)
+        self.sequence_sizes = arguments.sequence_sizes(sequence_sizes, self.group)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.sequence_parallel:
-            return linear_of_replicated(x, self.weight, self.bias, group=self.group, schedule=self.schedule)
+            return linear_of_replicated(
+                x, self.weight, self.bias, group=self.group, schedule=self.schedule, debug=self.debug
+            )
         return functional.all_gather_linear(
             x, self.weight, self.bias,
             group=self.group, gather_dim=self.gather_dim, sizes=self.sequence_sizes, schedule=self.schedule,
+            debug=self.debug,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
@@ -178,17 +194,22 @@ class RowParallelLinear(_ShardedLinear):
         feature_sizes: Sequence[int] | None = None,
         sequence_sizes: Sequence[int] | None = None,
         schedule: str = "auto",
+        debug: bool = False,
     ) -> None:
-        super().__init__(in_features, out_features, bias, device, dtype, group, feature_sizes, schedule)
-        self.sequence_parallel, self.scatter_dim = sequence_parallel, _sequence_dim("scatter_dim", scatter_dim)
-        self.sequence_sizes = sequence_sizes
+        super().__init__(in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, debug)
+        self.sequence_parallel = arguments.flag("sequence_parallel", sequence_parallel)
+        self.scatter_dim = arguments.sequence_dim("scatter_dim", scatter_dim)
+        self.sequence_sizes = arguments.sequence_sizes(sequence_sizes, self.group)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.sequence_parallel:
-            return functional.linear_all_reduce(x, self.weight, self.bias, group=self.group, schedule=self.schedule)
+            return functional.linear_all_reduce(
+                x, self.weight, self.bias, group=self.group, schedule=self.schedule, debug=self.debug
+            )
         return functional.linear_reduce_scatter(
             x, self.weight, self.bias,
             group=self.group, scatter_dim=self.scatter_dim, sizes=self.sequence_sizes, schedule=self.schedule,
+            debug=self.debug,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
@@ -215,13 +236,15 @@ class FSDPLinear(_ShardedLinear):
         group: Group = None,
         feature_sizes: Sequence[int] | None = None,
         schedule: str = "auto",
+        debug: bool = False,
     ) -> None:
-        super().__init__(in_features, out_features, bias, device, dtype, group, feature_sizes, schedule)
+        super().__init__(in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, debug)
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.fsdp_linear(
-            x, self.weight, self.bias, group=self.group, sizes=self.feature_sizes, schedule=self.schedule
-        )
+            x, self.weight, self.bias,
+            group=self.group, sizes=self.feature_sizes, schedule=self.schedule, debug=self.debug,
+        )  # fmt: skip
 
 
 class _GateUpLinear(ColumnParallelLinear):
@@ -262,11 +285,15 @@ class ParallelMLP(nn.Module):
         feature_sizes: Sequence[int] | None = None,
         sequence_sizes: Sequence[int] | None = None,
         schedule: str = "auto",
+        debug: bool = False,
     ) -> None:
         super().__init__()
         if activation not in ("gelu", "swiglu"):
             raise ValueError(f"activation must be gelu or swiglu, got {activation!r}")
-        _sequence_dim("sequence_dim", sequence_dim)
+        arguments.sequence_dim("sequence_dim", sequence_dim)
+        hidden_size, intermediate_size = arguments.features(
+            hidden_size=hidden_size, intermediate_size=intermediate_size
+        )  # fmt: skip
         group = groups.resolve(group)
         length = {"world_size": group.size(), "length": intermediate_size}
         if feature_sizes is None:
@@ -278,6 +305,7 @@ class ParallelMLP(nn.Module):
             "sequence_parallel": sequence_parallel,
             "sequence_sizes": sequence_sizes,
             "schedule": schedule,
+            "debug": debug,
         }
         wide: dict[str, Any] = {**options, "gather_dim": sequence_dim}
         if activation == "swiglu":
@@ -299,9 +327,3 @@ class ParallelMLP(nn.Module):
             return self.down_proj(F.gelu(self.up_proj(x)))  # type: ignore[no-any-return]
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
-
-
-def _sequence_dim(name: str, value: int) -> int:
-    if value not in (0, 1):
-        raise ValueError(f"{name} must be 0, for [sequence, batch, features], or 1, for [batch, ...], got {value!r}")
-    return value

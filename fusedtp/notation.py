@@ -23,6 +23,8 @@ from typing import NoReturn
 
 from .errors import NotationError
 
+MAX_LENGTH = 1000
+
 _NAME = re.compile(r"[A-Z][A-Za-z0-9]*", re.ASCII)
 _AXIS = re.compile(r"[A-Za-z][A-Za-z0-9_]*", re.ASCII)
 _LETTERS = re.compile(r"[A-Z]+", re.ASCII)
@@ -124,7 +126,9 @@ def parse(text: str) -> Spec:
     NotationError shows the string with a caret below the character that is wrong and says what would be valid.
     """
     if not isinstance(text, str):
-        raise TypeError(f"a notation string is expected, not {type(text).__name__}")
+        raise TypeError(f"spec must be a notation string, not {type(text).__name__}: got {text!r:.80}")
+    if len(text) > MAX_LENGTH:
+        raise NotationError(f"a spec has at most {MAX_LENGTH} characters, got {len(text)}: {text[:40]!r}...")
     return _parse(text)
 
 

@@ -15,10 +15,12 @@ from torch import Tensor
 from . import agreement, dispatch, groups, schedules
 
 
-def _run(op: str, schedule: str, x: Tensor, group_name: str, *operands: Tensor | None, **options: Any) -> Tensor:
+def _run(
+    op: str, schedule: str, x: Tensor, group_name: str, *operands: Tensor | None, debug: bool = False, **options: Any
+) -> Tensor:
     group = groups.resolve(group_name)
-    if agreement.wanted():
-        agreement.check(op, group, x, *operands[1:], **options)
+    if debug or agreement.wanted():
+        agreement.check(op, group, x, *operands[1:], schedule=schedule, **options)
     shape = dispatch.travels(op, x, operands[1:], options) if schedule == "auto" else None
     path = dispatch.choose(op, schedule, device=x.device, dtype=x.dtype, group=group, shape=shape)
     out: Tensor = getattr(schedules.load(path.schedule), op)(*operands, group=group, **options)
@@ -31,8 +33,8 @@ def all_gather_matmul(
     a: Tensor, b: Tensor, bias: Tensor | None, gather_dim: int, sizes: Sequence[int], group_name: str, schedule: str
 ) -> Tensor:
     """a [sizes[rank], K] @ b [K, N], or a [M, sizes[rank]] @ b [sum(sizes), N] for gather_dim 1 -> [M, N]."""
-    options = {"gather_dim": gather_dim, "sizes": tuple(sizes)}
-    return _run("all_gather_matmul", schedule, a, group_name, a, b, bias, **options)
+    sizes = tuple(sizes)
+    return _run("all_gather_matmul", schedule, a, group_name, a, b, bias, gather_dim=gather_dim, sizes=sizes)
 
 
 @all_gather_matmul.register_fake
@@ -47,8 +49,8 @@ def matmul_reduce_scatter(
     a: Tensor, b: Tensor, bias: Tensor | None, scatter_dim: int, sizes: Sequence[int], group_name: str, schedule: str
 ) -> Tensor:
     """a [M, K_r] @ b [K_r, N] summed over ranks -> [sizes[rank], N], or [M, sizes[rank]] for scatter_dim 1."""
-    options = {"scatter_dim": scatter_dim, "sizes": tuple(sizes)}
-    return _run("matmul_reduce_scatter", schedule, a, group_name, a, b, bias, **options)
+    sizes = tuple(sizes)
+    return _run("matmul_reduce_scatter", schedule, a, group_name, a, b, bias, scatter_dim=scatter_dim, sizes=sizes)
 
 
 @matmul_reduce_scatter.register_fake
@@ -73,35 +75,39 @@ def _(a: Tensor, b: Tensor, bias: Tensor | None, group_name: str, schedule: str,
 
 
 @torch.library.custom_op("fusedtp::all_gather", mutates_args=())
-def all_gather(x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str) -> Tensor:
+def all_gather(
+    x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str, debug: bool = False
+) -> Tensor:
     """x [sizes[rank], C] -> [sum(sizes), C]."""
-    return _run("all_gather", schedule, x, group_name, x, sizes=tuple(sizes), algorithm=algorithm)
+    return _run("all_gather", schedule, x, group_name, x, debug=debug, sizes=tuple(sizes), algorithm=algorithm)
 
 
 @all_gather.register_fake
-def _(x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str) -> Tensor:
+def _(x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str, debug: bool = False) -> Tensor:
     return x.new_empty(sum(sizes), x.shape[1])
 
 
 @torch.library.custom_op("fusedtp::reduce_scatter", mutates_args=())
-def reduce_scatter(x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str) -> Tensor:
+def reduce_scatter(
+    x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str, debug: bool = False
+) -> Tensor:
     """x [sum(sizes), C] summed over ranks -> [sizes[rank], C]."""
-    return _run("reduce_scatter", schedule, x, group_name, x, sizes=tuple(sizes), algorithm=algorithm)
+    return _run("reduce_scatter", schedule, x, group_name, x, debug=debug, sizes=tuple(sizes), algorithm=algorithm)
 
 
 @reduce_scatter.register_fake
-def _(x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str) -> Tensor:
+def _(x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str, debug: bool = False) -> Tensor:
     return x.new_empty(sizes[groups.resolve(group_name).rank()], x.shape[1])
 
 
 @torch.library.custom_op("fusedtp::all_reduce", mutates_args=())
-def all_reduce(x: Tensor, group_name: str, schedule: str, algorithm: str) -> Tensor:
+def all_reduce(x: Tensor, group_name: str, schedule: str, algorithm: str, debug: bool = False) -> Tensor:
     """x [R, C] summed over ranks -> [R, C] on every rank."""
-    return _run("all_reduce", schedule, x, group_name, x, algorithm=algorithm)
+    return _run("all_reduce", schedule, x, group_name, x, debug=debug, algorithm=algorithm)
 
 
 @all_reduce.register_fake
-def _(x: Tensor, group_name: str, schedule: str, algorithm: str) -> Tensor:
+def _(x: Tensor, group_name: str, schedule: str, algorithm: str, debug: bool = False) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -110,7 +116,7 @@ def _(x: Tensor, group_name: str, schedule: str, algorithm: str) -> Tensor:
 
 
 def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.sizes, ctx.group_name, ctx.schedule, _ = inputs
+    _, ctx.sizes, ctx.group_name, ctx.schedule, _, ctx.debug = inputs
 
 
 def _setup_all_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -118,15 +124,15 @@ def _setup_all_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 
 def _through_reduce_scatter(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return reduce_scatter(grad, ctx.sizes, ctx.group_name, ctx.schedule, "auto"), None, None, None, None
+    return reduce_scatter(grad, ctx.sizes, ctx.group_name, ctx.schedule, "auto", ctx.debug), *[None] * 5
 
 
 def _through_all_gather(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return all_gather(grad, ctx.sizes, ctx.group_name, ctx.schedule, "auto"), None, None, None, None
+    return all_gather(grad, ctx.sizes, ctx.group_name, ctx.schedule, "auto", ctx.debug), *[None] * 5
 
 
 def _as_it_is(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return grad, None, None, None
+    return grad, *[None] * 4
 
 
 all_gather.register_autograd(_through_reduce_scatter, setup_context=_setup_gather)

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from . import dispatch, functional
+from . import arguments, dispatch, functional, groups
 from .layers import linear_of_replicated
 
 
@@ -37,6 +37,7 @@ class _Layouts:
     output: Placement
     use_local_output: bool
     schedule: str
+    debug: bool
 
     @property
     def group(self) -> ProcessGroup:
@@ -50,8 +51,14 @@ class _Layouts:
 
     def receive(self, x: Tensor, wanted: Placement | None = None) -> tuple[Tensor, Placement, tuple[int, ...] | None]:
         """The local part of x, its layout (`wanted` if given), and the ranks' lengths where the global one is known."""
-        placement = _positive(self.input, x.ndim)
+        if not isinstance(x, Tensor):
+            raise TypeError(f"input must be a tensor, got {type(x).__name__}")
+        placement = _positive(self.input, x.ndim, "input_layouts")
+        # Of as many dims as x: what is made of it must not be found wrong after it was sent.
+        _positive(self.output, x.ndim, "output_layouts")
         if isinstance(x, DTensor):
+            if x.device_mesh != self.mesh:
+                raise ValueError(f"input must be on the module's mesh, {self.mesh}, got a DTensor on {x.device_mesh}")
             (placement,) = x.placements
         wanted = None if wanted is None else _positive(wanted, x.ndim)
         if wanted is None and placement.is_partial():
@@ -80,8 +87,12 @@ class _Layouts:
         return out.to_local() if self.use_local_output else out
 
 
-def _positive(placement: Placement, ndim: int) -> Placement:
-    return Shard(placement.dim % ndim) if isinstance(placement, Shard) else placement
+def _positive(placement: Placement, ndim: int, name: str = "layout") -> Placement:
+    if not isinstance(placement, Shard):
+        return placement
+    if not -ndim <= placement.dim < ndim:
+        raise ValueError(f"{name} must shard one of {ndim} dimensions, got {placement!r}")
+    return Shard(placement.dim % ndim)
 
 
 def _local(parameter: Tensor) -> Tensor:
@@ -100,10 +111,12 @@ class FusedColwiseLinear(nn.Linear):
         weight, bias = _local(self.weight), None if self.bias is None else _local(self.bias)
         if isinstance(placement, Shard):
             y = functional.all_gather_linear(
-                x, weight, bias, group=to.group, gather_dim=placement.dim, sizes=sizes, schedule=to.schedule
-            )
+                x, weight, bias,
+                group=to.group, gather_dim=placement.dim, sizes=sizes, schedule=to.schedule,
+                debug=to.debug,
+            )  # fmt: skip
         else:
-            y = linear_of_replicated(x, weight, bias, group=to.group, schedule=to.schedule)
+            y = linear_of_replicated(x, weight, bias, group=to.group, schedule=to.schedule, debug=to.debug)
         return to.hand_out(y, Shard(-1), (*y.shape[:-1], self.out_features))
 
 
@@ -122,9 +135,10 @@ class FusedRowwiseLinear(nn.Linear):
             y = functional.linear_reduce_scatter(
                 x, weight, bias,
                 group=to.group, scatter_dim=made.dim, sizes=to.sizes(shape[made.dim]), schedule=to.schedule,
+                debug=to.debug,
             )  # fmt: skip
         else:
-            y = functional.linear_all_reduce(x, weight, bias, group=to.group, schedule=to.schedule)
+            y = functional.linear_all_reduce(x, weight, bias, group=to.group, schedule=to.schedule, debug=to.debug)
         return to.hand_out(y, made, shape)
 
 
@@ -143,10 +157,13 @@ class _FusedStyle(ParallelStyle):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
         schedule: str = "auto",
+        debug: bool = False,
     ) -> None:
         super().__init__()
-        self.input_layouts, self.output_layouts = input_layouts or self._input, output_layouts or self._output
-        self.use_local_output, self.schedule = use_local_output, schedule
+        self.input_layouts = self._input if input_layouts is None else input_layouts
+        self.output_layouts = self._output if output_layouts is None else output_layouts
+        self.use_local_output = arguments.flag("use_local_output", use_local_output)
+        self.schedule, self.debug = schedule, arguments.flag("debug", debug)
         for name, placement in (("input_layouts", self.input_layouts), ("output_layouts", self.output_layouts)):
             if not isinstance(placement, Shard | Replicate):
                 raise ValueError(f"{name} must be Shard(dim) or Replicate(), got {placement!r}")
@@ -157,6 +174,9 @@ class _FusedStyle(ParallelStyle):
             raise NotImplementedError(
                 f"{type(self).__name__} is for nn.Linear, got {type(module).__name__}: torch's own styles serve others"
             )
+        if not isinstance(device_mesh, DeviceMesh):
+            raise TypeError(f"device_mesh must be a DeviceMesh, got {type(device_mesh).__name__}")
+        groups.check_mesh("device_mesh", device_mesh)
         if device_mesh.ndim != 1:
             raise ValueError(
                 f"device_mesh must have one dimension, got {device_mesh.ndim}, {device_mesh.mesh_dim_names}: "
@@ -169,7 +189,7 @@ class _FusedStyle(ParallelStyle):
                 setattr(module, name, nn.Parameter(value, requires_grad=parameter.requires_grad))
         module.__class__ = self._linear
         module.layouts = _Layouts(  # type: ignore[assignment]
-            device_mesh, self.input_layouts, self.output_layouts, self.use_local_output, self.schedule
+            device_mesh, self.input_layouts, self.output_layouts, self.use_local_output, self.schedule, self.debug
         )
         return module
 
@@ -185,6 +205,7 @@ class FusedColwiseParallel(_FusedStyle):
     output_layouts    by default Shard(-1)
     use_local_output  return this rank's tensor rather than a DTensor
     schedule          of the matmul: auto, fused, decomposed or unfused
+    debug             compare every op with the other ranks' before it runs
 
     A plain input that is sharded is taken to be as long on every rank; a DTensor knows its length.
     """
@@ -200,6 +221,7 @@ class FusedRowwiseParallel(_FusedStyle):
     output_layouts    by default Replicate()
     use_local_output  return this rank's tensor rather than a DTensor
     schedule          of the matmul: auto, fused, decomposed or unfused
+    debug             compare every op with the other ranks' before it runs
     """
 
     _input, _output, _weight, _bias = Shard(-1), Replicate(), Shard(1), Replicate()

@@ -55,6 +55,7 @@ class Problem:
     by_size: bool
     schedule: str
     algorithm: str
+    debug: bool = False
 
     @classmethod
     def of(cls, spec: str, group_names: str, lengths: Sequence[int], splits: Sequence[int], *rest: Any) -> Problem:
@@ -112,7 +113,7 @@ class Problem:
             axes = self.parsed.mesh_axes
             kind = _Shapes if fake else Runner
             by_axis = dict(zip(axes, members, strict=True))
-            runner = self._runners[fake] = kind(self.partition(), by_axis, self.schedule, self.algorithm)
+            runner = self._runners[fake] = kind(self.partition(), by_axis, self.schedule, self.algorithm, self.debug)
         return runner
 
 
@@ -285,19 +286,19 @@ def _bias_gradient(run: Runner, spec: Spec, dy: Named) -> Tensor:
 @torch.library.custom_op("fusedtp::sharded_matmul", mutates_args=())
 def sharded_matmul(
     x: Tensor, w: Tensor, bias: Tensor | None, spec: str, group_names: str, lengths: Sequence[int],
-    splits: Sequence[int], w_transposed: bool, by_size: bool, schedule: str, algorithm: str,
+    splits: Sequence[int], w_transposed: bool, by_size: bool, schedule: str, algorithm: str, debug: bool = False,
 ) -> Tensor:  # fmt: skip
     """y = x @ w + bias on shards; the arguments after the tensors are those of `Problem`."""
-    problem = Problem.of(spec, group_names, lengths, splits, w_transposed, by_size, schedule, algorithm)
+    problem = Problem.of(spec, group_names, lengths, splits, w_transposed, by_size, schedule, algorithm, debug)
     return _forward(x, w, bias, problem)
 
 
 @sharded_matmul.register_fake
 def _(
     x: Tensor, w: Tensor, bias: Tensor | None, spec: str, group_names: str, lengths: Sequence[int],
-    splits: Sequence[int], w_transposed: bool, by_size: bool, schedule: str, algorithm: str,
+    splits: Sequence[int], w_transposed: bool, by_size: bool, schedule: str, algorithm: str, debug: bool = False,
 ) -> Tensor:  # fmt: skip
-    problem = Problem.of(spec, group_names, lengths, splits, w_transposed, by_size, schedule, algorithm)
+    problem = Problem.of(spec, group_names, lengths, splits, w_transposed, by_size, schedule, algorithm, debug)
     return _forward(x, w, bias, problem, fake=True)
 
 
@@ -305,10 +306,10 @@ def _(
 def sharded_matmul_backward(
     dy: Tensor, x: Tensor, w: Tensor, needs_x: bool, needs_w: bool, needs_bias: bool, spec: str,
     group_names: str, lengths: Sequence[int], splits: Sequence[int], w_transposed: bool, by_size: bool,
-    schedule: str, algorithm: str,
+    schedule: str, algorithm: str, debug: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dx, dw, db), each [0] where it is not needed; so may x and w be."""
-    problem = Problem.of(spec, group_names, lengths, splits, w_transposed, by_size, schedule, algorithm)
+    problem = Problem.of(spec, group_names, lengths, splits, w_transposed, by_size, schedule, algorithm, debug)
     return _backward(dy, x, w, (needs_x, needs_w, needs_bias), problem)
 
 
@@ -316,9 +317,9 @@ def sharded_matmul_backward(
 def _(
     dy: Tensor, x: Tensor, w: Tensor, needs_x: bool, needs_w: bool, needs_bias: bool, spec: str,
     group_names: str, lengths: Sequence[int], splits: Sequence[int], w_transposed: bool, by_size: bool,
-    schedule: str, algorithm: str,
+    schedule: str, algorithm: str, debug: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    problem = Problem.of(spec, group_names, lengths, splits, w_transposed, by_size, schedule, algorithm)
+    problem = Problem.of(spec, group_names, lengths, splits, w_transposed, by_size, schedule, algorithm, debug)
     return _backward(dy, x, w, (needs_x, needs_w, needs_bias), problem, fake=True)
 
 
@@ -338,19 +339,26 @@ class _Eager(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         x, w = (dy.new_empty(0) if saved is None else saved for saved in ctx.saved_tensors)
-        dx, dw, db = _backward(dy, x, w, (needs_x, needs_w, needs_bias), ctx.problem)
+        dx, dw, db = _backward(dy.resolve_neg(), x, w, (needs_x, needs_w, needs_bias), ctx.problem)
         return dx if needs_x else None, dw if needs_w else None, db if needs_bias else None, None
 
 
 def apply(x: Tensor, w: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
     """The operator; where nobody could tell, without the dispatcher. The arguments are those of `Problem.of`."""
     plain = type(x) in _PLAIN and type(w) in _PLAIN and (bias is None or type(bias) in _PLAIN)
-    if not plain or torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or _transforms_active():
+    if not plain or torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or _transforms_active() or x.is_meta:
         out: Tensor = sharded_matmul(x, w, bias, *arguments)
         return out
+    # A kernel reads memory, which torch's bit for a negated view does not change.
+    if x.is_neg() or w.is_neg() or (bias is not None and bias.is_neg()):
+        x, w, bias = x.resolve_neg(), w.resolve_neg(), None if bias is None else bias.resolve_neg()
     problem = Problem.of(*arguments)
     if not torch.is_grad_enabled():
         return _forward(x, w, bias, problem)
+    # Autograd would say so after the op has run.
+    if (x.is_inference() and w.requires_grad) or (w.is_inference() and x.requires_grad):
+        which = "first operand" if x.is_inference() else "weight"
+        raise ValueError(f"the {which} was made in torch.inference_mode and cannot be kept for a gradient: clone() it")
     eager: Tensor = _Eager.apply(x, w, bias, problem)  # type: ignore[no-untyped-call]
     return eager
 

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from itertools import accumulate
+from numbers import Real
 
 
 def even_sizes(length: int, world_size: int) -> tuple[int, ...]:
@@ -38,9 +39,14 @@ def check_sizes(
     Checks one non-negative int per rank, the sum against `length` and this rank's entry against `local`, each where
     it is given.
     """
-    if isinstance(sizes, str | bytes) or not isinstance(sizes, Iterable):
-        raise ValueError(f"{name} must be one length per rank, got {sizes!r}")
-    given = tuple(sizes)
+    # A mapping's keys and a set have no order of ranks.
+    if isinstance(sizes, str | bytes | Mapping | Set) or not isinstance(sizes, Iterable):
+        raise ValueError(f"{name} must be one length per rank, in their order, got {sizes!r}")
+    try:
+        given = tuple(sizes)
+    except TypeError:
+        # A tensor or array of no dimension says that it can be iterated.
+        raise ValueError(f"{name} must be one length per rank, in their order, got {sizes!r}") from None
     checked: list[int] = []
     for peer, size in enumerate(given):
         try:
@@ -57,3 +63,20 @@ def check_sizes(
     if rank is not None and local is not None and checked[rank] != local:
         raise ValueError(f"{name}[{rank}] must be this rank's own length, {local}, got {checked[rank]}: {given}")
     return tuple(checked)
+
+
+def check_count(name: str, value: object, *, least: int = 0) -> int:
+    """`value` as an int of at least `least` that a tensor's length can be; TypeError or ValueError naming it."""
+    try:
+        count = operator.index(value if not isinstance(value, bool) else None)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {value!r}") from None
+    if not least <= count < 2**63:
+        raise ValueError(f"{name} must be {least} or more and below 2**63, got {value!r}")
+    return count
+
+
+def check_number(name: str, value: object) -> None:
+    """TypeError unless `value` is a real number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")

@@ -28,10 +28,13 @@ import torch
 
 from . import hardware
 from .cost import OPS, Prediction, Work, estimate
+from .files import read_text
 from .hardware import Hardware
 from .plan import ITEMSIZE
 
 FORMAT = 1
+# Hundreds of times what is written.
+MAX_BYTES = 1 << 20
 ENVIRONMENT = "FUSEDTP_TUNING"
 # How far apart two predictions are before they say which schedule is faster: tests/test_cost.py has the model's errors.
 _MODEL_ERROR = 1.1
@@ -187,7 +190,7 @@ def load(target: Path | None = None) -> tuple[Table | None, str, str]:
     try:
         if target is None or not target.exists():
             return None, "", ""
-        text = target.read_text()
+        text = read_text(target, max_bytes=MAX_BYTES)
         table = parse(text)
     except (OSError, ValueError) as error:
         return None, "", f"{target} is ignored, {error}: run `fusedtp tune` again"

@@ -16,14 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import clock
+from . import clock, groups
 from .errors import PeerTimeout
+from .groups import Group
 from .kernels import signal
 from .kernels.launch import Channel
 from .memory import Arena, Memory, Unreachable
 from .memory.cuda import CudaMemory
 from .memory.posix import PosixMemory
-from .shards import offsets
+from .shards import check_number, offsets
 from .steps import DeviceSteps, HostSteps, load_acquire
 
 _MIN_SLOTS = 64
@@ -274,13 +275,19 @@ def reachable(group: dist.ProcessGroup, device: torch.device) -> tuple[bool, str
     return True, "ranks share memory" if device.type == "cpu" else "ranks reach each other's GPU memory"
 
 
+def timeout() -> float:
+    """The budget of a wait, in seconds, as `set_timeout` has set it."""
+    return _seconds
+
+
 def set_timeout(seconds: float) -> None:
     """How long a wait for a peer may take before `PeerTimeout`, in seconds (30 at first): every group of this process,
     from now on.
 
-    Raises ValueError unless 0 < seconds <= 2,000,000 (the clock is an int32 of milliseconds).
+    Raises ValueError unless 0 < seconds <= 2,000,000 (the clock is an int32 of milliseconds), TypeError for no number.
     """
     global _seconds
+    check_number("seconds", seconds)
     if not 0 < seconds <= 2_000_000:
         raise ValueError(f"seconds must be above 0 and at most 2,000,000, got {seconds!r}")
     _seconds = float(seconds)
@@ -288,12 +295,16 @@ def set_timeout(seconds: float) -> None:
         workspace.set_timeout(_seconds)
 
 
-def destroy(group: dist.ProcessGroup | None = None) -> None:
+def destroy(group: Group = None) -> None:
     """Give back the symmetric memory of `group`, or of every group of this process.
 
-    A later op makes it anew, collectively.
+    A later op makes it anew, collectively. Errors for what is no group as in the functions; one that torch.distributed
+    has destroyed already is one still.
     """
-    for key in [key for key in _workspaces if group is None or key[0] == str(group.group_name)]:
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        group = groups.resolve(group)
+    name = None if group is None else str(group.group_name)
+    for key in [key for key in _workspaces if name in (None, key[0])]:
         _workspaces.pop(key).close()
-    for key in [key for key in _unreachable if group is None or key[0] == str(group.group_name)]:
+    for key in [key for key in _unreachable if name in (None, key[0])]:
         del _unreachable[key]

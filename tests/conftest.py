@@ -6,6 +6,7 @@ Timings that pytest-benchmark saves carry the machine as rows do, and are not co
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fusedtp.bench.machine import describe
+from fusedtp.bench.rank_main import load_module
 from fusedtp.bench.ranks import Pending, RankPool
 from fusedtp.bench.regress import differences
 from fusedtp.bench.store import Row
@@ -88,3 +90,48 @@ def pytest_benchmark_compare_machine_info(
 ) -> None:
     if different := differences(compared_benchmark["machine_info"], machine_info):
         raise pytest.UsageError(f"saved on another machine: {different}")
+
+
+def started(group: ProcessGroup) -> tuple[int, dict[Any, int]]:
+    """What every collective of `group` and every op over shared memory would change."""
+    from fusedtp import workspace
+
+    return group._get_sequence_number_for_group(), {key: ws.epoch for key, ws in workspace._workspaces.items()}
+
+
+def good(group: ProcessGroup) -> None:
+    """A call of both kinds: over shared memory and over the backend."""
+    for schedule in ("decomposed", "unfused"):
+        out = fusedtp.all_gather(torch.full((1, 1), float(group.rank())), group=group, schedule=schedule)
+        assert out.flatten().tolist() == [float(rank) for rank in range(group.size())]
+
+
+def refuse(group: ProcessGroup, name: str, file: str) -> list[tuple[str, str]]:
+    """The kind and text of the error of every call in a test file's table BAD, each followed by good calls."""
+    # torch warns that some kinds of tensors are young, and some old.
+    warnings.simplefilter("ignore")
+    module = load_module(name, file)
+    here, errors = module.Here(group), []
+    good(group)
+    for what, call, _, _ in module.BAD:
+        before = started(group)
+        try:
+            call(here)
+        except Exception as error:
+            errors.append((type(error).__name__, str(error)))
+        else:
+            errors.append(("", "nothing was raised"))
+        assert started(group) == before, f"{what}: something was started before it was refused"
+        good(group)
+    here.close()
+    return errors
+
+
+@pytest.fixture(scope="module")
+def refusals(pool: RankPool, request: pytest.FixtureRequest) -> dict[str, list[tuple[str, str]]]:
+    """By the name of each row of this test file's table, the error's kind and text on each rank."""
+    module = request.module
+    names = [row[0] for row in module.BAD]
+    assert len(set(names)) == len(names)
+    by_rank = pool.run(refuse, module.__name__, module.__file__)
+    return dict(zip(names, zip(*by_rank, strict=True), strict=True))

@@ -149,29 +149,6 @@ def test_under_torchrun(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--op", "matmul"], "--op must be among all_gather_matmul"),
-        (["--world-size", "0"], "--world-size must be positive"),
-        (["--world-size", "two"], "--world-size must be integers"),
-        (["--shape", "4,4"], "--shape must be M,N,K"),
-        (["--shapes", "huge"], "--shapes must be among small"),
-        (["--dtype", "int8"], "--dtype must be among float32"),
-        (["--direction", "sideways"], "--direction must be among forward"),
-        (["--baseline", "nccl"], "--baseline must be among dtensor"),
-        (["--model", "llama3-9b"], "--model must be among llama3-8b"),
-        (["--model", "llama3-8b", "--world-size", "3"], "32 attention heads, which 3 ranks cannot share"),
-        (["--model", "llama3-8b", "--shape", "4,4,4"], "--model gives the sizes"),
-        (["--tokens", "512"], "--tokens is for the blocks of --model"),
-    ],
-)
-def test_wrong_options_are_refused(arguments: list[str], message: str) -> None:
-    result = invoke("sweep", *arguments)
-    assert result.exit_code == 2
-    assert message in " ".join(result.output.replace("\u2502", " ").split())
-
-
 def test_a_models_block_gives_rows_and_totals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(models.MODELS, "llama3-8b", Model(32, 48, 4, 2, 8, 1, True, "made up"))
     block = ["--model", "llama3-8b", "--tokens", "24", "--world-size", "2", "--rounds", "3"]

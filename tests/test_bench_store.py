@@ -121,21 +121,6 @@ def test_foreign_file_is_refused_and_untouched(path: Path, content: bytes, messa
         assert path.read_bytes() == content
 
 
-@pytest.mark.parametrize(("column", "cell"), [("M", "many"), ("median_ms", "fast"), ("dirty", "yes"), ("rounds", "")])
-def test_malformed_cell_is_named(path: Path, column: str, cell: str) -> None:
-    store.write(path, [ROW, ROW])
-    header, first, second = path.read_text().splitlines()
-    cells = [
-        "" if name == "cpu" or value is None else str(value)
-        for name, value in zip(COLUMNS, vars(ROW).values(), strict=True)
-    ]
-    cells[COLUMNS.index(column)] = cell
-    path.write_text("\n".join([header, first, ",".join(cells)]) + "\n")
-    with pytest.raises(ValueError, match=rf"row 2, column {column}: '{cell}'"):
-        store.read(path)
-    assert second != ",".join(cells)
-
-
 def test_row_cut_short_is_refused(path: Path) -> None:
     store.write(path, [ROW, ROW])
     path.write_text(path.read_text()[:-40])

@@ -1,7 +1,9 @@
-"""The public functions: what they refuse, and that good calls give the unsharded result on the baseline schedule."""
+"""The public functions: good calls give the unsharded result on the baseline schedule. What they refuse:
+test_bad_input.py."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,178 +19,9 @@ from fusedtp.shards import even_sizes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
-X, W, B = (4, 6), (5, 6), (5,)  # shapes of a shard, a weight and a bias that fit
-
 
 def ones(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
     return torch.ones(shape, dtype=dtype, device=device)
-
-
-Call = Callable[[ProcessGroup], object]
-BAD: dict[str, tuple[Call, type[Exception], str]] = {
-    "x is no tensor": (
-        lambda g: fusedtp.all_gather_linear([1.0], ones(*W), group=g),  # type: ignore[arg-type]
-        TypeError,
-        "x must be a tensor, got list",
-    ),
-    "weight is no tensor": (
-        lambda g: fusedtp.linear_all_reduce(ones(*X), None, group=g),  # type: ignore[arg-type]
-        TypeError,
-        "weight must be a tensor, got NoneType",
-    ),
-    "x has one dimension": (
-        lambda g: fusedtp.all_gather_linear(ones(6), ones(*W), group=g),
-        ValueError,
-        "x must have at least 2 dimensions, [..., K], got shape (6,)",
-    ),
-    "weight has three": (
-        lambda g: fusedtp.linear_reduce_scatter(ones(*X), ones(1, *W), group=g),
-        ValueError,
-        "weight must have 2 dimensions, [N, K], got shape (1, 5, 6)",
-    ),
-    "integers": (
-        lambda g: fusedtp.all_reduce(ones(3, dtype=torch.int64), group=g),
-        ValueError,
-        "x must be one of torch.float32, torch.bfloat16, torch.float16, torch.float64, got torch.int64",
-    ),
-    "weight in another dtype": (
-        lambda g: fusedtp.linear_all_reduce(ones(*X), ones(*W, dtype=torch.bfloat16), group=g),
-        ValueError,
-        "weight must have x's dtype, torch.float32, got torch.bfloat16",
-    ),
-    "bias in another dtype": (
-        lambda g: fusedtp.linear_all_reduce(ones(*X), ones(*W), ones(*B, dtype=torch.float64), group=g),
-        ValueError,
-        "bias must have x's dtype, torch.float32, got torch.float64",
-    ),
-    "weight elsewhere": (
-        lambda g: fusedtp.all_gather_linear(ones(*X), ones(*W, device="meta"), group=g),
-        ValueError,
-        "weight must be on x's device, cpu, got meta",
-    ),
-    "bias too long": (
-        lambda g: fusedtp.all_gather_linear(ones(*X), ones(*W), ones(6), group=g),
-        ValueError,
-        "bias must have shape (5,), weight's rows, got (6,)",
-    ),
-    "K differs": (
-        lambda g: fusedtp.all_gather_linear(ones(*X), ones(5, 7), group=g),
-        ValueError,
-        "weight must have as many columns as x has features, 6, got (5, 7)",
-    ),
-    "K differs, scattering": (
-        lambda g: fusedtp.linear_reduce_scatter(ones(*X), ones(5, 7), group=g),
-        ValueError,
-        "weight must have as many columns as x has features, 6, got (5, 7)",
-    ),
-    "K differs, gathering features": (
-        lambda g: fusedtp.all_gather_linear(ones(*X), ones(*W), group=g, gather_dim=-1),
-        ValueError,
-        "weight must have as many columns as x has in all features, 12, got (5, 6)",
-    ),
-    "gather_dim out of range": (
-        lambda g: fusedtp.all_gather_linear(ones(*X), ones(*W), group=g, gather_dim=2),
-        ValueError,
-        "gather_dim must be in [-2, 1] for x of shape (4, 6), got 2",
-    ),
-    "scatter_dim out of range": (
-        lambda g: fusedtp.reduce_scatter(ones(*X), group=g, scatter_dim=-3),
-        ValueError,
-        "scatter_dim must be in [-2, 1] for x of shape (4, 6), got -3",
-    ),
-    "gather_dim is no int": (
-        lambda g: fusedtp.all_gather(ones(*X), group=g, gather_dim="rows"),  # type: ignore[arg-type]
-        TypeError,
-        "gather_dim must be an int, got 'rows'",
-    ),
-    "sizes for another world": (
-        lambda g: fusedtp.all_gather_linear(ones(*X), ones(*W), group=g, sizes=(4, 4, 4)),
-        ValueError,
-        "sizes must have one entry per rank, 2, got 3: (4, 4, 4)",
-    ),
-    "sizes do not add up": (
-        lambda g: fusedtp.linear_reduce_scatter(ones(*X), ones(*W), group=g, sizes=(1, 2)),
-        ValueError,
-        "sizes must add up to 4, got 3: (1, 2)",
-    ),
-    "negative size": (
-        lambda g: fusedtp.linear_reduce_scatter(ones(*X), ones(*W), group=g, sizes=(5, -1)),
-        ValueError,
-        "sizes[1] must not be negative, got -1 in (5, -1)",
-    ),
-    "size is no int": (
-        lambda g: fusedtp.reduce_scatter(ones(*X), group=g, sizes=(2.0, 2.0)),  # type: ignore[arg-type]
-        ValueError,
-        "sizes[0] must be an int, got 2.0 in (2.0, 2.0)",
-    ),
-    "unknown schedule": (
-        lambda g: fusedtp.linear_all_reduce(ones(*X), ones(*W), group=g, schedule="fast"),
-        ValueError,
-        "schedule must be one of auto, fused, decomposed, unfused, got 'fast'",
-    ),
-    "fused float64": (
-        lambda g: fusedtp.linear_all_reduce(
-            ones(*X, dtype=torch.float64), ones(*W, dtype=torch.float64), group=g, schedule="fused"
-        ),
-        ValueError,
-        "schedule 'fused' multiplies torch.float32, torch.bfloat16, torch.float16, got torch.float64",
-    ),
-    "unknown algorithm": (
-        lambda g: fusedtp.linear_all_reduce(ones(*X), ones(*W), group=g, algorithm="tree"),
-        ValueError,
-        "algorithm must be one of auto, one_shot, two_shot, got 'tree'",
-    ),
-    "unknown algorithm, gathering": (
-        lambda g: fusedtp.all_gather(ones(*X), group=g, algorithm="two_shot"),
-        ValueError,
-        "algorithm must be one of auto, direct, ring, got 'two_shot'",
-    ),
-    "algorithm that the backend picks": (
-        lambda g: fusedtp.all_reduce(ones(*X), group=g, schedule="unfused", algorithm="ring"),
-        ValueError,
-        "schedule 'unfused' has no algorithm 'ring'",
-    ),
-    "scalar": (
-        lambda g: fusedtp.all_reduce(ones(), group=g),
-        ValueError,
-        "x must have at least 1 dimension, got a scalar",
-    ),
-    "unknown group": (
-        lambda g: fusedtp.all_reduce(ones(*X), group="nobody"),
-        ValueError,
-        "group 'nobody' is not the name of a process group of this process",
-    ),
-    "group of another kind": (
-        lambda g: fusedtp.all_reduce(ones(*X), group=[0, 1]),  # type: ignore[arg-type]
-        TypeError,
-        "group must be a ProcessGroup, its name, a 1-D DeviceMesh or None, got list",
-    ),
-}
-
-
-def refused(group: ProcessGroup, name: str) -> tuple[str, str, float]:
-    """The error of a bad call, and the result of the good call after it."""
-    try:
-        BAD[name][0](group)
-    except Exception as error:
-        good = fusedtp.all_reduce(ones(1, 1), group=group, schedule="unfused")
-        return type(error).__name__, str(error), good.item()
-    raise AssertionError(f"{name}: nothing was raised")
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_arguments_are_refused_alike_on_every_rank(pool: RankPool, name: str) -> None:
-    _, kind, message = BAD[name]
-    first, second = pool.run(refused, name, world_size=2)
-    assert first == second
-    assert first[0] == kind.__name__
-    assert message in first[1]
-    assert first[2] == 2
-
-
-def test_without_a_process_group_the_remedy_is_named() -> None:
-    with pytest.raises(RuntimeError, match="init_process_group"):
-        fusedtp.all_reduce(ones(2, 2))
 
 
 def fresh_memory(group: ProcessGroup) -> bool:
@@ -441,3 +274,66 @@ def autocasted(group: ProcessGroup) -> None:
 
 def test_autocast(pool: RankPool) -> None:
     pool.run(autocasted, world_size=2)
+
+
+def test_without_a_process_group_the_remedy_is_named() -> None:
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        fusedtp.all_reduce(ones(2, 2))
+
+
+def empty_everything(group: ProcessGroup) -> None:
+    """What has no elements is no mistake, whichever length is 0."""
+    world_size = group.size()
+    for schedule, (rows, n, k) in itertools.product(
+        ("decomposed", "unfused", "fused"), ((0, 5, 6), (4, 0, 6), (4, 5, 0), (0, 0, 0))
+    ):
+        options: dict[str, Any] = {"group": group, "schedule": schedule}
+        x, weight = ones(rows, k), ones(n, k)
+        gathered = fusedtp.all_gather_linear(x, weight, **options)
+        assert torch.equal(gathered, torch.full((rows * world_size, n), float(k)))
+        total = torch.full((rows, n), float(world_size * k))
+        assert torch.equal(fusedtp.linear_all_reduce(x, weight, **options), total)
+        kept = fusedtp.linear_reduce_scatter(x, weight, **options)
+        assert torch.equal(kept, total[: rows // world_size])
+        assert fusedtp.all_reduce(x, **options).shape == x.shape
+
+
+def test_nothing_is_no_mistake(pool: RankPool) -> None:
+    pool.run(empty_everything, world_size=2)
+
+
+def negated(group: ProcessGroup) -> None:
+    """torch's lazily negated views: kernels read memory, which the bit that says so does not change."""
+    torch.manual_seed(5)
+    x, dy = (torch.randn(rows, 6, dtype=torch.complex64).conj().imag for rows in (4, 8))
+    assert x.is_neg()
+    assert dy.is_neg()
+    found = []
+    for x_here, dy_here in ((x, dy), (x.clone(), dy.clone())):
+        x_here, weight = x_here.detach().requires_grad_(), torch.eye(6, requires_grad=True)
+        y = fusedtp.all_gather_linear(x_here, weight, group=group, schedule="fused")
+        y.backward(dy_here)
+        found.append((y, x_here.grad, weight.grad))
+    for lazy, plain in zip(*found, strict=True):
+        assert torch.equal(lazy, plain)
+
+
+def test_negated_views_are_what_they_stand_for(pool: RankPool) -> None:
+    pool.run(negated, world_size=2)
+
+
+def on_meta(group: ProcessGroup) -> list[tuple[int, ...]]:
+    """Shapes without values or a message."""
+    before = group._get_sequence_number_for_group()
+    x, weight = ones(8, 6, device="meta"), ones(5, 6, device="meta")
+    outs = [
+        fusedtp.all_gather_linear(x, weight, group=group),
+        fusedtp.linear_reduce_scatter(x, weight, group=group),
+        fusedtp.all_gather(x, group=group),
+    ]
+    assert group._get_sequence_number_for_group() == before
+    return [tuple(out.shape) for out in outs]
+
+
+def test_meta_tensors_have_shapes(pool: RankPool) -> None:
+    assert pool.run(on_meta, world_size=2) == [[(16, 5), (4, 5), (16, 6)]] * 2

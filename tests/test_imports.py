@@ -17,7 +17,7 @@ FOLDERS = {"fusedtp": ROOT / "fusedtp", "fusedtp.kernels": ROOT / "kernels", "fu
 
 # Lowest first: a module imports from lower layers, or from its own. A folder counts as one.
 LAYERS = (
-    ("errors", "shards", "trace"),
+    ("errors", "files", "shards", "trace"),
     ("notation", "redistribute", "candidates", "plan", "hardware", "cost", "explain"),
     ("partition",),
     ("groups", "reference"),
@@ -27,7 +27,7 @@ LAYERS = (
     ("agreement", "dispatch", "tuning"),
     ("execute",),
     ("ops", "sharded"),
-    ("functional",),
+    ("arguments", "functional"),
     ("layers",),
     ("parallel",),
     ("",),  # the package itself

@@ -253,33 +253,3 @@ def copies(group: ProcessGroup) -> None:
 
 def test_copies(pool: RankPool) -> None:
     pool.run(copies, world_size=2)
-
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "gather_dim": ({"gather_dim": 2}, "gather_dim must be 0, for [sequence, batch, features], or 1"),
-    "feature_sizes": ({"feature_sizes": (1, 2)}, "feature_sizes must add up to 6, got 3: (1, 2)"),
-    "schedule": ({"schedule": "fast"}, "schedule must be one of auto, fused, decomposed, unfused, got 'fast'"),
-}
-
-
-def refused(group: ProcessGroup, name: str) -> str:
-    try:
-        fusedtp.ColumnParallelLinear(4, 6, group=group, **REFUSED[name][0])
-    except ValueError as error:
-        return str(error)
-    return "nothing was raised"
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_bad_arguments_are_refused(pool: RankPool, name: str) -> None:
-    assert all(REFUSED[name][1] in message for message in pool.run(refused, name, world_size=2))
-
-
-def unknown_activation(group: ProcessGroup) -> str:
-    with pytest.raises(ValueError, match="activation must be gelu or swiglu, got 'relu'") as caught:
-        fusedtp.ParallelMLP(4, 6, activation="relu", group=group)  # type: ignore[arg-type]
-    return str(caught.value)
-
-
-def test_unknown_activation_is_refused(pool: RankPool) -> None:
-    pool.run(unknown_activation, world_size=1)

@@ -199,39 +199,6 @@ def test_data_parallel_on_the_other_axis(pool: RankPool, wrap: Callable[[DeviceM
     pool.run(on_two_axes, wrap)
 
 
-def refused(group: ProcessGroup, name: str) -> tuple[str, str]:
-    from torch.distributed.tensor import Partial
-
-    mesh = tp_mesh(group)
-    wide = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"))
-    calls: dict[str, Callable[[], Any]] = {
-        "partial": lambda: fusedtp.FusedRowwiseParallel(output_layouts=Partial()),
-        "schedule": lambda: fusedtp.FusedColwiseParallel(schedule="fast"),
-        "embedding": lambda: parallelize_module(nn.Embedding(4, 4), mesh, fusedtp.FusedColwiseParallel()),
-        "mesh": lambda: parallelize_module(nn.Linear(4, 4), wide, fusedtp.FusedColwiseParallel()),
-    }
-    try:
-        calls[name]()
-    except (ValueError, NotImplementedError) as error:
-        return type(error).__name__, str(error)
-    return "", "nothing was raised"
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "message"),
-    [
-        ("partial", "ValueError", "output_layouts must be Shard(dim) or Replicate(), got Partial("),
-        ("schedule", "ValueError", "schedule must be one of auto"),
-        ("embedding", "NotImplementedError", "FusedColwiseParallel is for nn.Linear, got Embedding"),
-        ("mesh", "ValueError", "device_mesh must have one dimension, got 2, ('dp', 'tp')"),
-    ],
-)
-def test_bad_plans_are_refused(pool: RankPool, name: str, kind: str, message: str) -> None:
-    for got_kind, got_message in pool.run(refused, name):
-        assert got_kind == kind
-        assert message in got_message
-
-
 def bias_of_rows(group: ProcessGroup) -> float:
     """The gradient of a row bias under an output split by rows: that of all rows, on every rank."""
     model = parallelize_module(nn.Linear(8, 4), tp_mesh(group), fusedtp.FusedRowwiseParallel(output_layouts=Shard(0)))

@@ -158,7 +158,7 @@ def test_a_plan_depends_on_its_arguments_only() -> None:
         ({"sizes": {"M": 1, "K": 1, "N": 1, "Q": 1}, "mesh": {"X": 2}}, "M, K, N"),
         ({"sizes": {"M": 1, "K": 1, "N": 1}, "mesh": {"Y": 2}}, "no axis X"),
         ({"sizes": {"M": -1, "K": 1, "N": 1}, "mesh": {"X": 2}}, "0 or more"),
-        ({"sizes": {"M": 1, "K": 1, "N": 1}, "mesh": {"X": 0}}, "a rank or more"),
+        ({"sizes": {"M": 1, "K": 1, "N": 1}, "mesh": {"X": 0}}, "1 or more"),
         ({"sizes": {"M": 1, "K": 1, "N": 1}, "mesh": {"X": 2}, "dtype": "int8"}, "int8"),
     ],
 )

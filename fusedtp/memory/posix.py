@@ -52,11 +52,17 @@ class PosixMemory:
     def allocate(self, num_bytes: int, header: Tensor) -> Arena:
         """See `Memory.allocate`. Raises `Unreachable` on every rank if any two ranks are not on one machine."""
         num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        there = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+        # A file in memory may be larger than the memory: the ranks would be killed when they fill it.
+        if num_bytes > there:
+            raise MemoryError(f"an arena of {num_bytes} bytes a rank is more than this machine's memory, {there} bytes")
         mappings: list[mmap.mmap | None] = [None] * self.world_size
         tensors: list[Tensor | None] = [None] * self.world_size
         with contextlib.ExitStack() as stack:
             fd = os.memfd_create("fusedtp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             stack.callback(os.close, fd)
+            # Made with all permissions: /proc lets no other user's process reach it, and this would stop it once more.
+            os.fchmod(fd, 0o600)
             os.ftruncate(fd, num_bytes)
             fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
             mappings[self.rank], own = _map(fd, num_bytes)

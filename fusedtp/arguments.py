@@ -1,0 +1,218 @@
+"""What the functions and layers refuse: each argument is checked once, before anything is sent, alike on every rank.
+
+A TypeError or ValueError names the argument and shows its value. What needs more than this rank's arguments to be found
+out, that the ranks were given different ones, is `agreement`'s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from . import dispatch, groups
+from .shards import check_count, check_sizes, even_sizes
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# On meta there are shapes only: nothing is sent, and nothing computed.
+DEVICES = ("cpu", "cuda", "meta")
+ALGORITHMS = {
+    "all_gather": ("auto", "direct", "ring"),
+    "reduce_scatter": ("auto", "direct", "ring"),
+    "all_reduce": ("auto", "one_shot", "two_shot", "ring"),
+    "matmul_all_reduce": ("auto", "one_shot", "two_shot"),
+}
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def autocast(*tensors: Any) -> tuple[Any, ...]:
+    """The tensors in the dtype that torch.autocast asks of a matmul here; as they are outside of it, or in float64."""
+    first = tensors[0]
+    if not isinstance(first, Tensor) or first.device.type not in ("cpu", "cuda"):
+        return tensors
+    if not torch.is_autocast_enabled(first.device.type) or first.dtype not in DTYPES[:3]:
+        return tensors
+    dtype = torch.get_autocast_dtype(first.device.type)
+    return tuple(each.to(dtype) if isinstance(each, Tensor) and each.is_floating_point() else each for each in tensors)
+
+
+def check_tensor(name: str, value: object, x: Tensor | None = None, *, than: str = "x") -> None:
+    """A dense tensor of a dtype that we multiply; of x's dtype and on its device, where x is given."""
+    if type(value) not in _PLAIN:
+        _check_kind(name, value)
+    assert isinstance(value, Tensor)
+    if value.dtype not in DTYPES:
+        raise ValueError(f"{name} must be one of {', '.join(map(str, DTYPES))}, got {value.dtype}")
+    if value.layout != torch.strided or value.is_nested:
+        kind = "a nested tensor" if value.is_nested else value.layout
+        raise ValueError(f"{name} must be dense, with layout torch.strided, got {kind}: use {name}.to_dense()")
+    if x is not None and value.dtype != x.dtype:
+        raise ValueError(f"{name} must have {than}'s dtype, {x.dtype}, got {value.dtype}")
+    if x is not None and value.device != x.device:
+        raise ValueError(f"{name} must be on {than}'s device, {x.device}, got {value.device}")
+    if value.device.type not in DEVICES:
+        raise ValueError(f"{name} must be on a CPU or a CUDA device, got {value.device}")
+
+
+def _check_kind(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    if nn.parameter.is_lazy(value):
+        raise ValueError(f"{name} must have values, got an {type(value).__name__}: a lazy module's first call makes it")
+    # Late: it brings DTensor in, which most callers do not have.
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(value, DTensor):
+        raise TypeError(
+            f"{name} must be this rank's own tensor, got a DTensor of placements {value.placements}: use "
+            f"{name}.to_local(), or the styles FusedColwiseParallel and FusedRowwiseParallel"
+        )
+
+
+def check_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    schedule: str,
+    debug: bool,
+    *,
+    num_out: int | None = None,
+    name: str = "weight",
+) -> None:
+    """x [..., K], weight [N, K] (called `name`), bias [N] or [num_out], and a schedule that multiplies them."""
+    check_tensor("x", x)
+    check_tensor(name, weight, x)
+    if x.ndim < 2:
+        raise ValueError(f"x must have at least 2 dimensions, [..., K], got shape {tuple(x.shape)}")
+    check_matrix(weight, name)
+    if bias is not None:
+        check_tensor("bias", bias, x)
+        num_out = weight.shape[0] if num_out is None else num_out
+        if bias.shape != (num_out,):
+            raise ValueError(f"bias must have shape ({num_out},), {name}'s rows, got {tuple(bias.shape)}")
+    check_options(schedule, debug, x)
+
+
+def check_matrix(weight: Tensor, name: str = "weight") -> None:
+    """A weight of two dimensions."""
+    if weight.ndim != 2:
+        raise ValueError(f"{name} must have 2 dimensions, [N, K], got shape {tuple(weight.shape)}")
+
+
+def check_features(num_in: int, who: str, weight: Tensor, name: str = "weight") -> None:
+    """A weight of `num_in` columns."""
+    if weight.shape[1] != num_in:
+        raise ValueError(f"{name} must have as many columns as {who} features, {num_in}, got {tuple(weight.shape)}")
+
+
+def check_collective(op: str, x: Tensor, schedule: str, algorithm: str, debug: bool) -> None:
+    """What a collective alone takes."""
+    check_tensor("x", x)
+    if x.ndim < 1:
+        raise ValueError("x must have at least 1 dimension, got a scalar")
+    check_options(schedule, debug, x)
+    check_algorithm(op, algorithm, schedule, x)
+
+
+def check_options(schedule: str, debug: bool, x: Tensor) -> None:
+    """A schedule there is, that works in x's dtype, and a flag."""
+    flag("debug", debug)
+    dispatch.check_schedule(schedule)
+    if schedule == "fused" and x.dtype not in dispatch.FUSED_DTYPES:
+        names = ", ".join(map(str, dispatch.FUSED_DTYPES))
+        raise ValueError(f"schedule 'fused' multiplies {names}, got {x.dtype}: use 'decomposed' or 'unfused'")
+
+
+def check_reach(schedule: str, x: Tensor, groups_used: Sequence[ProcessGroup], *lengths: int) -> None:
+    """Groups that carry x, and lengths, rows flattened, that kernels can count: in int32, with the ranks' regions."""
+    # A graph that is being traced is run by the same groups as the call that it is traced from.
+    if torch.compiler.is_compiling():
+        return
+    for group in groups_used:
+        groups.check_device(group, x.device.type)
+    num_ranks = math.prod(group.size() for group in groups_used)
+    if num_ranks * max(lengths) >= 2**31 and (schedule == "fused" or (schedule == "auto" and x.is_cuda)):
+        raise ValueError(
+            f"schedule {schedule!r} has kernels for less than 2**31 rows or columns on all ranks together, got lengths "
+            f"{lengths} on {num_ranks} ranks: use 'decomposed' or 'unfused'"
+        )
+
+
+def check_algorithm(op: str, algorithm: str, schedule: str, x: Tensor) -> None:
+    """An algorithm that the op has, in this schedule."""
+    if algorithm not in ALGORITHMS[op]:
+        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS[op])}, got {algorithm!r}")
+    if algorithm != "auto" and schedule == "unfused":
+        raise ValueError(
+            f"algorithm must be 'auto', as schedule 'unfused' has no algorithm {algorithm!r}: the process group's "
+            "backend picks its own; or use schedule 'decomposed' or 'fused'"
+        )
+    if algorithm == "ring" and (schedule == "decomposed" or (schedule == "auto" and x.device.type == "cpu")):
+        raise ValueError(f"algorithm 'ring' is a kernel, got schedule {schedule!r}: use it with schedule 'fused'")
+
+
+def dim(name: str, value: int, x: Tensor) -> int:
+    """One of x's dims, counted from the front."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if not -x.ndim <= value < x.ndim:
+        raise ValueError(f"{name} must be in [{-x.ndim}, {x.ndim - 1}] for x of shape {tuple(x.shape)}, got {value}")
+    return value % x.ndim
+
+
+def sequence_dim(name: str, value: int) -> int:
+    """The dim that a layer's input or output is split along: 0 or 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value not in (0, 1):
+        raise ValueError(f"{name} must be 0, for [sequence, batch, features], or 1, for [batch, ...], got {value!r}")
+    return value
+
+
+def sequence_sizes(sizes: Sequence[int] | None, group: ProcessGroup) -> tuple[int, ...] | None:
+    """A layer's lengths of the sequence on every rank; None for what each call brings."""
+    return None if sizes is None else check_sizes(sizes, world_size=group.size(), name="sequence_sizes")
+
+
+def flag(name: str, value: bool) -> bool:
+    """True or False, and nothing that would pass for one of them."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
+def features(**lengths: int) -> tuple[int, ...]:
+    """Lengths that a parameter can have, by their names."""
+    return tuple(check_count(name, length) for name, length in lengths.items())
+
+
+def parameter_options(device: torch.device | str | int | None, dtype: torch.dtype | None) -> None:
+    """Where and in what dtype a layer's parameters can be; None for torch's default."""
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
+    if device is not None:
+        try:
+            kind = torch.device(device).type
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"device must be a torch.device, its name or its number, got {device!r}") from error
+        if kind not in DEVICES:
+            raise ValueError(f"device must be one of {', '.join(DEVICES)}, got {device!r}")
+
+
+def gather_sizes(sizes: Sequence[int] | None, group: ProcessGroup, local: int) -> tuple[int, ...]:
+    """The ranks' lengths of what is gathered, by default this rank's on all."""
+    if sizes is None:
+        return (local,) * group.size()
+    return check_sizes(sizes, world_size=group.size(), rank=group.rank(), local=local)
+
+
+def scatter_sizes(sizes: Sequence[int] | None, group: ProcessGroup, length: int) -> tuple[int, ...]:
+    """The ranks' lengths of what is scattered, by default as even as can be."""
+    if sizes is None:
+        return even_sizes(length, group.size())
+    return check_sizes(sizes, world_size=group.size(), length=length)

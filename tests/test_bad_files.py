@@ -1,0 +1,274 @@
+"""Bad plans, options and files, one a row: each is refused with the argument and its value, before anything is started.
+
+Calls on ranks: test_bad_input.py, test_bad_modules.py.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fusedtp.bench import cli, store, timeline
+from fusedtp.bench.ranks import RankPool
+from typer.testing import CliRunner
+
+import fusedtp
+from fusedtp import NotationError, tuning
+
+SIZES, MESH = {"M": 8, "K": 6, "N": 5}, {"X": 2}
+SPEC = "[M_X, K] @ [K, N] -> [M, N]"
+
+# What is wrong, the spec, the other arguments in place of these, the error's kind, and what it says.
+PLANS: list[tuple[str, Any, dict[str, Any], type[Exception], str]] = [
+    ("spec is a number", 3, {}, TypeError, "spec must be a notation string, not int: got 3"),
+    ("spec is None", None, {}, TypeError, "spec must be a notation string, not NoneType: got None"),
+    ("spec is empty", "", {}, NotationError, "expected '['"),
+    ("spec is long", "X" * 100_000, {}, NotationError, "a spec has at most 1000 characters, got 100000: 'XXX"),
+    ("six axes", "[M_UVW, K] @ [K, N_XYZ] -> [M, N]", {}, NotationError, "at most 5 mesh axes, got 6 in [M_UVW, K]"),
+    ("sizes alone", SPEC, {"mesh": None}, ValueError, "sizes and mesh go together"),
+    ("length is a float", SPEC, {"sizes": {**SIZES, "M": 8.0}}, TypeError, "sizes['M'] must be an int, got 8.0"),
+    ("length is NaN", SPEC, {"sizes": {**SIZES, "K": float("nan")}}, TypeError, "sizes['K'] must be an int, got nan"),
+    ("length is a flag", SPEC, {"sizes": {**SIZES, "N": True}}, TypeError, "sizes['N'] must be an int, got True"),
+    ("length is text", SPEC, {"sizes": {**SIZES, "M": "8"}}, TypeError, "sizes['M'] must be an int, got '8'"),
+    ("length is negative", SPEC, {"sizes": {**SIZES, "M": -8}}, ValueError, "sizes['M'] must be 0 or more and below"),
+    ("length is huge", SPEC, {"sizes": {**SIZES, "M": 2**64}}, ValueError, f"below 2**63, got {2**64}"),
+    (
+        "a length is missing",
+        SPEC,
+        {"sizes": {"M": 8}},
+        ValueError,
+        "sizes must give the length of M, K, N, got {'M': 8}",
+    ),
+    ("sizes are a list", SPEC, {"sizes": [8, 6, 5]}, TypeError, "sizes must map names to numbers, got [8, 6, 5]"),
+    ("mesh is a number", SPEC, {"mesh": 8}, TypeError, "mesh must map names to numbers, got 8"),
+    ("mesh has no rank", SPEC, {"mesh": {"X": 0}}, ValueError, "mesh['X'] must be 1 or more and below 2**63, got 0"),
+    ("mesh has half a rank", SPEC, {"mesh": {"X": 2.5}}, TypeError, "mesh['X'] must be an int, got 2.5"),
+    ("mesh has another axis", SPEC, {"mesh": {"Y": 2}}, ValueError, "mesh has no axis X"),
+    ("dtype of integers", SPEC, {"dtype": torch.int8}, ValueError, "dtype must be one of float64, float32, bfloat16"),
+    ("dtype is None", SPEC, {"dtype": None}, ValueError, "got None"),
+    ("a rate of NaN", SPEC, {"flops_per_byte": float("nan")}, ValueError, "flops_per_byte must be above 0 and finite"),
+    ("a negative rate", SPEC, {"flops_per_byte": -1}, ValueError, "flops_per_byte must be above 0 and finite, got -1"),
+    ("a rate of text", SPEC, {"flops_per_byte": "1"}, TypeError, "flops_per_byte must be a number, got '1'"),
+    ("negative start_bytes", SPEC, {"start_bytes": -1}, ValueError, "start_bytes must be 0 or more and below"),
+    ("half a start byte", SPEC, {"start_bytes": 1.5}, TypeError, "start_bytes must be an int, got 1.5"),
+]
+
+
+@pytest.mark.parametrize(("spec", "given", "kind", "text"), [row[1:] for row in PLANS], ids=[row[0] for row in PLANS])
+@pytest.mark.parametrize("call", [fusedtp.plan, fusedtp.explain])
+def test_bad_plan(call: Callable[..., object], spec: Any, given: Any, kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind) as caught:
+        call(spec, **{"sizes": SIZES, "mesh": MESH, **given})
+    assert type(caught.value) is kind
+    assert text in str(caught.value)
+    assert call(SPEC, sizes=SIZES, mesh=MESH) is not None
+
+
+def test_unknown_hardware() -> None:
+    with pytest.raises(ValueError, match=r"hardware must be one of .* got 'abacus'"):
+        fusedtp.explain(SPEC, sizes=SIZES, mesh=MESH, hardware="abacus")
+
+
+# The command and its options; what is said.
+OPTIONS: list[tuple[str, str]] = [
+    ("sweep --op matmul", "--op must be among all_gather_matmul"),
+    ("sweep --op ''", "--op must be among all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, got ''"),
+    ("sweep --op ,", "--op must be among all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, got ','"),
+    ("sweep --schedule fast", "--schedule must be among unfused, decomposed, fused, auto, got 'fast'"),
+    ("sweep --dtype int8", "--dtype must be among float32, bfloat16, float16, got 'int8'"),
+    ("sweep --dtype ''", "--dtype must be among float32, bfloat16, float16, got ''"),
+    ("sweep --shapes huge", "--shapes must be among small"),
+    ("sweep --shapes ''", "--shapes must be among small"),
+    ("sweep --direction sideways", "--direction must be among forward"),
+    ("sweep --baseline nccl", "--baseline must be among dtensor"),
+    ("sweep --model llama3-9b", "--model must be among llama3-8b"),
+    ("sweep --model llama3-8b --world-size 3", "32 attention heads, which 3 ranks cannot share"),
+    ("sweep --model llama3-8b --shape 4,4,4", "--model gives the sizes"),
+    ("sweep --tokens 512", "--tokens is for the blocks of --model"),
+    ("sweep --model llama3-8b --tokens many", "--tokens must be integers, got 'many'"),
+    ("sweep --shape 4,4", "--shape must be M,N,K, got '4,4'"),
+    ("sweep --shape 4,4,4,4", "--shape must be M,N,K, got '4,4,4,4'"),
+    ("sweep --shape 0,4,4", "--shape must be positive, got '0,4,4'"),
+    ("sweep --shape=-1,4,4", "--shape must be positive, got '-1,4,4'"),
+    ("sweep --shape 4.0,4,4", "--shape must be integers, got '4.0,4,4'"),
+    ("sweep --shape 99999999999,4,4", "--shape must be at most 2147483647, got '99999999999,4,4'"),
+    ("sweep --world-size 0", "--world-size must be positive, got '0'"),
+    ("sweep --world-size two", "--world-size must be integers, got 'two'"),
+    ("sweep --world-size ''", "--world-size must be integers, got ''"),
+    ("sweep --world-size 1000000", "--world-size must be at most 256, got '1000000'"),
+    ("sweep --seconds nan", "--seconds must be a number of 0 or more, got nan"),
+    ("sweep --seconds inf", "--seconds must be a number of 0 or more, got inf"),
+    ("sweep --seconds=-1", "--seconds must be a number of 0 or more, got -1.0"),
+    ("sweep --rounds 0", "--rounds must be a number of 1 or more, got 0"),
+    ("sweep --rounds many", "'--rounds'"),
+    ("sweep --seed=-1", "--seed must be from 0 to 9223372036854775807, got -1"),
+    ("sweep --seed 99999999999999999999", "--seed must be from 0 to 9223372036854775807, got 99999999999999999999"),
+    ("sweep --nonsense", "No such option: --nonsense"),
+    ("sweep --out FILE", "--out must be a folder that can be written, got 'FILE'"),
+    ("mlp --out FILE", "--out must be a folder that can be written, got 'FILE'"),
+    ("mlp --world-size 1", "--world-size must be from 2 to 256, got 1"),
+    ("mlp --seconds nan", "--seconds must be a number of 0 or more, got nan"),
+    ("train --out FILE", "--out must be a folder that can be written, got 'FILE'"),
+    ("train --steps 0", "--steps must be a number of 1 or more, got 0"),
+    ("train --fused-steps=-1", "--fused-steps must be a number of 1 or more, got -1"),
+    ("tune --seconds nan", "--seconds must be a number of 0 or more, got nan"),
+    ("tune --world-size 1000000", "--world-size must be at most 256, got '1000000'"),
+    ("tune --dtype int8", "--dtype must be among float32, bfloat16, float16, got 'int8'"),
+    ("tune --show --out FILE", "FILE is ignored, not a table of fusedtp tune"),
+    ("timeline --world-size 1", "--world-size must be from 2 to 256, got 1"),
+    ("timeline --rounds 0", "--rounds must be a number of 1 or more, got 0"),
+    ("timeline --out FILE", "--out must be a folder that can be written, got 'FILE'"),
+    ("report missing.csv", "No such file or directory: 'missing.csv'"),
+    ("report .", ". is not a regular file"),
+    ("report FILE", "FILE is not a table of sweep rows"),
+    ("report /dev/zero", "/dev/zero is not a regular file"),
+    ("report --readme missing.md", "--readme must be a file, got 'missing.md'"),
+    ("compare FILE FILE", "FILE is not a table of sweep rows"),
+    ("predict matmul", "op must be one of"),
+    ("predict all_gather --world-size 0", "--world-size takes positive integers"),
+    ("predict all_gather --hardware abacus", "hardware must be one of"),
+    ("explain", "give a notation string, or --table, or --write FILE"),
+    ("explain FSDP --table", "give a notation string, or --table, or --write FILE"),
+    ("explain fsdp", "expected '['"),
+    ("explain FSDP --sizes M=8,K=4,N=4", "sizes and mesh go together"),
+    (
+        "explain FSDP --sizes M=8,M=9,K=4,N=4 --mesh X=2",
+        "--sizes must have each name once, got M twice in 'M=8,M=9,K=4,N=4'",
+    ),
+    (
+        "explain FSDP --sizes M=8=9,K=4,N=4 --mesh X=2",
+        "--sizes takes NAME=NUMBER, comma-separated, got 'M=8=9,K=4,N=4'",
+    ),
+    (
+        "explain FSDP --sizes M=1_0,K=4,N=4 --mesh X=2",
+        "--sizes takes NAME=NUMBER, comma-separated, got 'M=1_0,K=4,N=4'",
+    ),
+    ("explain FSDP --sizes M=\u0663,K=4,N=4 --mesh X=2", "--sizes takes NAME=NUMBER, comma-separated, got 'M=\u0663"),
+    ("explain FSDP --sizes M=-8,K=4,N=4 --mesh X=2", "sizes['M'] must be 0 or more and below 2**63, got -8"),
+    ("explain FSDP --sizes M=8,K=4,N=4 --mesh X=0", "mesh['X'] must be 1 or more and below 2**63, got 0"),
+    ("explain --write missing.md", "No such file or directory: 'missing.md'"),
+    ("frobnicate", "No such command 'frobnicate'"),
+]
+
+
+@pytest.mark.parametrize(("command", "text"), OPTIONS, ids=[command for command, _ in OPTIONS])
+def test_bad_option(command: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(self: RankPool) -> None:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(RankPool, "_started", nothing)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE").write_text("text\n")
+    result = CliRunner().invoke(cli.app, [part.strip("'") for part in command.split(" ")])
+    assert result.exit_code == 2, result.output
+    # In a frame, folded to its width: only spaces differ.
+    assert "".join(text.split()) in "".join(result.output.replace("\u2502", "").split())
+    assert sorted(path.name for path in tmp_path.rglob("*")) in (["FILE"], ["FILE", *made(tmp_path)])
+
+
+def made(folder: Path) -> list[str]:
+    """The folders that a sweep makes first: empty."""
+    return sorted(path.name for path in folder.rglob("*") if path.is_dir())
+
+
+def test_launched_in_an_odd_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    result = CliRunner().invoke(cli.app, ["sweep", "--out", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "WORLD_SIZE of the environment must be integers, got 'two'" in " ".join(result.output.split())
+
+
+NUMBERS = {"int": "1", "float | None": "1.5", "bool": "False", "str": "text"}
+CELLS = {field.name: NUMBERS[str(field.type)] for field in fields(store.Row)}
+HEAD, LINE = ",".join(CELLS), ",".join(CELLS.values())
+
+
+def table(**cells: str) -> bytes:
+    return f"{HEAD}\n{','.join({**CELLS, **cells}.values())}\n".encode()
+
+
+# What is in a file of rows; what is said of it.
+ROWS: list[tuple[str, bytes, str]] = [
+    ("nothing", b"", "is not a table of sweep rows"),
+    ("another table", b"name,price\napple,3\n", "not known: ['name', 'price']"),
+    ("JSON", b'{"rows": []}', "is not a table of sweep rows"),
+    ("a pickle", pickle.dumps([1]), "is not a table of sweep rows"),
+    ("not UTF-8", table(cpu="Som\u00e9").decode().encode("latin1"), "is not a table of sweep rows"),
+    ("no header", f"{LINE}\n".encode(), "is not a table of sweep rows"),
+    ("a column twice", f"{HEAD},M\n{LINE},1\n".encode(), "not known: ['M.1']"),
+    ("a cell too many", f"{HEAD}\n{LINE},1\n".encode(), "is not"),
+    ("cells missing", f"{HEAD}\na,b\n".encode(), "row 1, column M: '' is not int"),
+    ("a quote left open", f'{HEAD}\n"{LINE}\n'.encode(), "row 1, column"),
+    ("a word for a length", table(M="many"), "row 1, column M: 'many' is not int"),
+    ("a negative length", table(M="-1"), "row 1, column M: '-1' is not int"),
+    ("a length with underscores", table(M="1_000"), "row 1, column M: '1_000' is not int"),
+    ("a length with spaces", table(M=" 7 "), "row 1, column M: ' 7 ' is not int"),
+    ("a length in other digits", table(M="\u0663"), "row 1, column M: '\u0663' is not int"),
+    ("a length of a thousand digits", table(M="9" * 1000), f"row 1, column M: '{'9' * 80}' is not int"),
+    ("a half", table(cores="1.5"), "row 1, column cores: '1.5' is not int"),
+    ("a time of NaN", table(median_ms="nan"), "row 1, column median_ms: 'nan' is not float"),
+    ("a time without end", table(median_ms="inf"), "row 1, column median_ms: 'inf' is not float"),
+    ("a time beyond floats", table(median_ms="1e999"), "row 1, column median_ms: '1e999' is not float"),
+    ("a time with underscores", table(median_ms="1_0.0"), "row 1, column median_ms: '1_0.0' is not float"),
+    ("a flag of another language", table(dirty="true"), "row 1, column dirty: 'true' is not bool"),
+    ("a zero byte", table(cpu="a\0b"), "row 1, column cpu: 'a\\x00b' is not str"),
+    ("more than is read", b" " * (store.MAX_BYTES + 1), f"larger than the {store.MAX_BYTES} bytes that are read"),
+]
+
+
+@pytest.mark.parametrize(("content", "text"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])
+def test_bad_rows(tmp_path: Path, content: bytes, text: str) -> None:
+    path = tmp_path / "sweep.csv"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(str(path))) as caught:
+        store.read(path)
+    assert text in str(caught.value)
+    assert path.read_bytes() == content
+    path.write_bytes(table())
+    assert len(store.read(path)) == 1
+
+
+READERS: list[Callable[[Path], object]] = [store.read, timeline.read, lambda path: tuning.load(path)[2] or None]
+
+
+@pytest.mark.parametrize("reader", READERS, ids=["rows", "timeline", "tuning"])
+def test_no_reader_waits_or_reads_without_end(reader: Callable[[Path], object], tmp_path: Path) -> None:
+    pipe, large = tmp_path / "pipe", tmp_path / "large"
+    os.mkfifo(pipe)
+    with large.open("wb") as file:
+        file.truncate(1 << 40)  # sparse: no such space is used
+    for path, text in (
+        (pipe, "is not a regular file"),
+        (Path("/dev/zero"), "not a regular"),
+        (large, "is larger than"),
+    ):
+        try:
+            said = str(reader(path))
+        except ValueError as error:
+            said = str(error)
+        assert text in said
+
+
+@pytest.mark.parametrize("content", ["", "[]", "null", "[" * 100_000, '{"format": 1}', '{"format": NaN}', "\udcff"])
+def test_bad_tuning_table(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "tuning.json"
+    path.write_bytes(content.encode(errors="surrogateescape"))
+    found, _, why = tuning.load(path)
+    assert found is None
+    assert why.startswith(f"{path} is ignored")
+
+
+@pytest.mark.parametrize("content", ["", "[]", "null", "[" * 100_000, '{"otherData": 1, "traceEvents": []}'])
+def test_bad_timeline(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match="is not a timeline of ours"):
+        timeline.read(path)

@@ -1,0 +1,305 @@
+"""Bad calls of functions, one a row: each gets an error naming the argument and its value, on all ranks alike, before
+anything is sent, and the next good call works. Layers and styles: test_bad_modules.py; what needs no ranks:
+test_bad_files.py."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+import fusedtp
+
+WORLD_SIZE = 4
+X, W = (8, 6), (5, 6)  # this rank's rows and a weight that fit
+SPEC = "[M_X, K] @ [K, N] -> [M, N]"
+HUGE = 2**70
+
+
+def ones(*shape: int, **options: Any) -> Tensor:
+    return torch.ones(shape, **options)
+
+
+class Here:
+    """One rank: its groups and meshes, and the functions with arguments that fit but for those given."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+        self.mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("X",))
+        self.wide = DeviceMesh("cpu", torch.arange(WORLD_SIZE).view(2, 2), mesh_dim_names=("X", "Y"))
+        self.closed, self.on_gpus = dist.new_group(), dist.new_group(backend="cuda:gloo")
+        dist.destroy_process_group(self.closed)
+        alone = [DeviceMesh("cpu", [rank], mesh_dim_names=("X",)) for rank in (0, 1)]
+        self.foreign = alone[int(group.rank() == 0)]
+
+    def linear(self, linear: Callable[..., Tensor], x: Any, weight: Any, *bias: Any, **options: Any) -> object:
+        x, weight = ones(*X) if x is None else x, ones(*W) if weight is None else weight
+        return linear(x, weight, *bias, **{"group": self.group, **options})
+
+    def gather(self, x: Any = None, weight: Any = None, bias: Any = None, **options: Any) -> object:
+        return self.linear(fusedtp.all_gather_linear, x, weight, bias, **options)
+
+    def scatter(self, x: Any = None, weight: Any = None, bias: Any = None, **options: Any) -> object:
+        return self.linear(fusedtp.linear_reduce_scatter, x, weight, bias, **options)
+
+    def reduce(self, x: Any = None, weight: Any = None, bias: Any = None, **options: Any) -> object:
+        return self.linear(fusedtp.linear_all_reduce, x, weight, bias, **options)
+
+    def fsdp(self, x: Any = None, weight: Any = None, bias: Any = None, **options: Any) -> object:
+        return self.linear(fusedtp.fsdp_linear, x, weight, bias, **options)
+
+    def sharded(self, a: Any = None, b: Any = None, spec: Any = SPEC, mesh: Any = None, **options: Any) -> object:
+        a, b = ones(*X) if a is None else a, ones(6, 5) if b is None else b
+        return fusedtp.sharded_matmul(a, b, spec, self.mesh if mesh is None else mesh, **options)
+
+    def all_reduce(self, x: Any = None, **options: Any) -> object:
+        return fusedtp.all_reduce(ones(*X) if x is None else x, **{"group": self.group, **options})
+
+    def all_gather(self, x: Any = None, **options: Any) -> object:
+        return fusedtp.all_gather(ones(*X) if x is None else x, **{"group": self.group, **options})
+
+    def close(self) -> None:
+        dist.destroy_process_group(self.on_gpus)
+
+
+def made_in_inference() -> Tensor:
+    with torch.inference_mode():
+        return ones(*X)
+
+
+NO_DENSE = "must be dense, with layout torch.strided, got"
+DTYPES = "must be one of torch.float32, torch.bfloat16, torch.float16, torch.float64, got"
+SCHEDULES = "schedule must be one of auto, fused, decomposed, unfused, got"
+NO_GROUP = "group must be a ProcessGroup, its name, a 1-D DeviceMesh or None, got"
+GONE = "is not the name of a process group of this process"
+FP64 = "schedule 'fused' multiplies torch.float32, torch.bfloat16, torch.float16, got torch.float64"
+
+# What is wrong, the call, the error's kind, and what it says.
+# fmt: off
+BAD: list[tuple[str, Callable[[Here], object], type[Exception], str]] = [
+    # Tensors.
+    ("x is a list", lambda h: h.gather([1.0]), TypeError, "x must be a tensor, got list"),
+    ("x is an array", lambda h: h.gather(np.ones(X)), TypeError, "x must be a tensor, got ndarray"),
+    ("weight is None", lambda h: fusedtp.linear_all_reduce(ones(*X), None, group=h.group),
+     TypeError, "weight must be a tensor, got NoneType"),
+    ("bias is a flag", lambda h: h.gather(bias=False), TypeError, "bias must be a tensor, got bool"),
+    ("weight_shard is a list", lambda h: h.fsdp(weight=[1]), TypeError, "weight_shard must be a tensor, got list"),
+    ("a is None", lambda h: fusedtp.sharded_matmul(None, ones(6, 5), SPEC, h.mesh),
+     TypeError, "a must be a tensor, got NoneType"),
+    ("b is a number", lambda h: h.sharded(b=2.0), TypeError, "b must be a tensor, got float"),
+    ("sparse x", lambda h: h.gather(ones(*X).to_sparse()), ValueError, f"x {NO_DENSE} torch.sparse_coo"),
+    ("sparse weight", lambda h: h.reduce(weight=ones(*W).to_sparse_csr()),
+     ValueError, f"weight {NO_DENSE} torch.sparse_csr"),
+    ("sparse bias", lambda h: h.gather(bias=ones(5).to_sparse()), ValueError, f"bias {NO_DENSE} torch.sparse_coo"),
+    ("sparse, alone", lambda h: h.all_reduce(ones(*X).to_sparse()), ValueError, f"x {NO_DENSE} torch.sparse_coo"),
+    ("sparse a", lambda h: h.sharded(ones(*X).to_sparse()), ValueError, f"a {NO_DENSE} torch.sparse_coo"),
+    ("mkldnn", lambda h: h.all_reduce(ones(*X).to_mkldnn()), ValueError, f"x {NO_DENSE} torch._mkldnn"),
+    ("nested", lambda h: h.gather(torch.nested.nested_tensor([ones(2, 6), ones(3, 6)], layout=torch.jagged)),
+     ValueError, f"x {NO_DENSE} a nested tensor"),
+    ("DTensor", lambda h: h.gather(DTensor.from_local(ones(*X), h.mesh, [Shard(0)])),
+     TypeError, "x must be this rank's own tensor, got a DTensor of placements (Shard(dim=0),)"),
+    ("DTensor weight", lambda h: h.gather(weight=DTensor.from_local(ones(*W), h.mesh, [Shard(0)])),
+     TypeError, "weight must be this rank's own tensor, got a DTensor"),
+    ("DTensor, alone", lambda h: h.all_gather(DTensor.from_local(ones(*X), h.mesh, [Shard(0)])),
+     TypeError, "use x.to_local()"),
+    ("lazy weight", lambda h: h.gather(weight=nn.LazyLinear(5).weight),
+     ValueError, "weight must have values, got an UninitializedParameter"),
+    ("integers", lambda h: h.all_reduce(ones(3, dtype=torch.int64)), ValueError, f"x {DTYPES} torch.int64"),
+    ("booleans", lambda h: h.gather(ones(*X).bool()), ValueError, f"x {DTYPES} torch.bool"),
+    ("complex", lambda h: h.gather(ones(*X, dtype=torch.complex64).conj()), ValueError, f"x {DTYPES} torch.complex64"),
+    ("float8", lambda h: h.gather(ones(*X).to(torch.float8_e4m3fn)), ValueError, f"x {DTYPES} torch.float8_e4m3fn"),
+    ("quantized", lambda h: h.gather(torch.quantize_per_tensor(ones(*X), 1.0, 0, torch.qint8)),
+     ValueError, f"x {DTYPES} torch.qint8"),
+    ("weight in bfloat16", lambda h: h.reduce(weight=ones(*W).bfloat16()),
+     ValueError, "weight must have x's dtype, torch.float32, got torch.bfloat16"),
+    ("bias in float64", lambda h: h.reduce(bias=ones(5).double()),
+     ValueError, "bias must have x's dtype, torch.float32, got torch.float64"),
+    ("b in float16", lambda h: h.sharded(b=ones(6, 5).half()),
+     ValueError, "b must have a's dtype, torch.float32, got torch.float16"),
+    ("weight on meta", lambda h: h.gather(weight=ones(*W, device="meta")),
+     ValueError, "weight must be on x's device, cpu, got meta"),
+    ("bias on meta", lambda h: h.gather(bias=ones(5, device="meta")),
+     ValueError, "bias must be on x's device, cpu, got meta"),
+    ("x from inference mode", lambda h: h.gather(made_in_inference(), ones(*W, requires_grad=True)),
+     ValueError, "the first operand was made in torch.inference_mode"),
+    # Shapes.
+    ("x of one dim", lambda h: h.gather(ones(6)),
+     ValueError, "x must have at least 2 dimensions, [..., K], got shape (6,)"),
+    ("x of none", lambda h: h.scatter(ones()), ValueError, "x must have at least 2 dimensions, [..., K], got shape ()"),
+    ("x of one dim, fsdp", lambda h: h.fsdp(ones(6)),
+     ValueError, "x must have at least 2 dimensions, [..., K], got shape (6,)"),
+    ("scalar", lambda h: h.all_reduce(ones()), ValueError, "x must have at least 1 dimension, got a scalar"),
+    ("weight of three dims", lambda h: h.scatter(weight=ones(1, *W)),
+     ValueError, "weight must have 2 dimensions, [N, K], got shape (1, 5, 6)"),
+    ("weight_shard of none", lambda h: h.fsdp(weight=ones()),
+     ValueError, "weight_shard must have 2 dimensions, [N, K], got shape ()"),
+    ("bias too long", lambda h: h.gather(bias=ones(6)),
+     ValueError, "bias must have shape (5,), weight's rows, got (6,)"),
+    ("bias of none", lambda h: h.gather(bias=ones()), ValueError, "bias must have shape (5,), weight's rows, got ()"),
+    ("bias of a shard", lambda h: h.fsdp(bias=ones(5)),
+     ValueError, "bias must have shape (20,), weight_shard's rows, got (5,)"),
+    ("K differs", lambda h: h.gather(weight=ones(5, 7)),
+     ValueError, "weight must have as many columns as x has features, 6, got (5, 7)"),
+    ("K differs, scattering", lambda h: h.scatter(weight=ones(5, 7)),
+     ValueError, "weight must have as many columns as x has features, 6, got (5, 7)"),
+    ("K differs, fsdp", lambda h: h.fsdp(ones(8, 7)),
+     ValueError, "weight_shard must have as many columns as x has features, 7, got (5, 6)"),
+    ("K differs, gathering features", lambda h: h.gather(gather_dim=-1),
+     ValueError, "weight must have as many columns as x has in all features, 24, got (5, 6)"),
+    ("more rows than kernels count", lambda h: h.all_gather(torch.empty(2**31, 0), schedule="fused"),
+     ValueError, "less than 2**31 rows or columns on all ranks together, got lengths (8589934592, 0) on 4 ranks"),
+    ("more columns than that", lambda h: h.reduce(torch.empty(0, 0), torch.empty(2**31, 0), schedule="fused"),
+     ValueError, "got lengths (0, 0, 2147483648) on 4 ranks"),
+    # Dims and sizes.
+    ("gather_dim out of range", lambda h: h.gather(gather_dim=2),
+     ValueError, "gather_dim must be in [-2, 1] for x of shape (8, 6), got 2"),
+    ("scatter_dim out of range", lambda h: h.scatter(scatter_dim=-3),
+     ValueError, "scatter_dim must be in [-2, 1] for x of shape (8, 6), got -3"),
+    ("gather_dim is huge", lambda h: h.gather(gather_dim=HUGE), ValueError, f"for x of shape (8, 6), got {HUGE}"),
+    ("gather_dim is a name", lambda h: h.all_gather(gather_dim="rows"),
+     TypeError, "gather_dim must be an int, got 'rows'"),
+    ("gather_dim is a flag", lambda h: h.gather(gather_dim=True), TypeError, "gather_dim must be an int, got True"),
+    ("gather_dim is None", lambda h: h.gather(gather_dim=None), TypeError, "gather_dim must be an int, got None"),
+    ("scatter_dim is a float", lambda h: h.scatter(scatter_dim=0.0), TypeError, "scatter_dim must be an int, got 0.0"),
+    ("sizes of another world", lambda h: h.gather(sizes=(8, 8, 8)),
+     ValueError, "sizes must have one entry per rank, 4, got 3: (8, 8, 8)"),
+    ("no sizes", lambda h: h.gather(sizes=()), ValueError, "sizes must have one entry per rank, 4, got 0: ()"),
+    ("sizes do not add up", lambda h: h.scatter(sizes=(1, 2, 0, 0)),
+     ValueError, "sizes must add up to 8, got 3: (1, 2, 0, 0)"),
+    ("sizes of others", lambda h: h.gather(sizes=(7, 7, 7, 7)),
+     ValueError, "must be this rank's own length, 8, got 7: (7, 7, 7, 7)"),
+    ("negative size", lambda h: h.scatter(sizes=(9, -1, 0, 0)),
+     ValueError, "sizes[1] must not be negative, got -1 in (9, -1, 0, 0)"),
+    ("huge sizes", lambda h: h.scatter(sizes=(HUGE, -HUGE, 8, 0)),
+     ValueError, f"sizes[1] must not be negative, got {-HUGE}"),
+    ("size is a float", lambda h: h.scatter(sizes=(2.0, 2.0, 2.0, 2.0)),
+     ValueError, "sizes[0] must be an int, got 2.0 in"),
+    ("size is a flag", lambda h: h.scatter(sizes=(True, 7, 0, 0)), ValueError, "sizes[0] must be an int, got True in"),
+    ("size is None", lambda h: h.gather(sizes=(None, 8, 8, 8)), ValueError, "sizes[0] must be an int, got None in"),
+    ("sizes are floats in a tensor", lambda h: h.gather(sizes=torch.full((4,), 8.0)),
+     ValueError, "sizes[0] must be an int, got tensor(8.)"),
+    ("sizes are one number", lambda h: h.gather(sizes=8),
+     ValueError, "sizes must be one length per rank, in their order, got 8"),
+    ("sizes are a scalar tensor", lambda h: h.gather(sizes=torch.tensor(8)),
+     ValueError, "in their order, got tensor(8)"),
+    ("sizes are text", lambda h: h.gather(sizes="8888"), ValueError, "in their order, got '8888'"),
+    ("sizes are a set", lambda h: h.scatter(sizes={1, 2, 5, 0}),
+     ValueError, "sizes must be one length per rank, in their order, got {"),
+    ("sizes are a dict", lambda h: h.gather(sizes=dict.fromkeys(range(4), 8)),
+     ValueError, "in their order, got {0: 8, 1: 8, 2: 8, 3: 8}"),
+    # Schedules, algorithms, flags.
+    ("unknown schedule", lambda h: h.reduce(schedule="fast"), ValueError, f"{SCHEDULES} 'fast'"),
+    ("schedule is None", lambda h: h.gather(schedule=None), ValueError, f"{SCHEDULES} None"),
+    ("schedule is a list", lambda h: h.all_reduce(schedule=["fused"]), ValueError, f"{SCHEDULES} ['fused']"),
+    ("schedule is bytes", lambda h: h.sharded(schedule=b"fused"), ValueError, f"{SCHEDULES} b'fused'"),
+    ("fused float64", lambda h: h.reduce(ones(*X).double(), ones(*W).double(), schedule="fused"), ValueError, FP64),
+    ("fused float64, alone", lambda h: h.all_reduce(ones(*X).double(), schedule="fused"), ValueError, FP64),
+    ("fused float64, nothing to send",
+     lambda h: h.sharded(ones(*X).double(), ones(6, 5).double(), "[M_X, K] @ [K, N] -> [M_X, N]", schedule="fused"),
+     ValueError, FP64),
+    ("unknown algorithm", lambda h: h.reduce(algorithm="tree"),
+     ValueError, "algorithm must be one of auto, one_shot, two_shot, got 'tree'"),
+    ("algorithm of another op", lambda h: h.all_gather(algorithm="two_shot"),
+     ValueError, "algorithm must be one of auto, direct, ring, got 'two_shot'"),
+    ("algorithm is None", lambda h: h.all_reduce(algorithm=None),
+     ValueError, "algorithm must be one of auto, one_shot, two_shot, ring, got None"),
+    ("algorithm that the backend picks", lambda h: h.all_reduce(schedule="unfused", algorithm="ring"),
+     ValueError, "schedule 'unfused' has no algorithm 'ring'"),
+    ("one_shot that the backend picks", lambda h: h.reduce(schedule="unfused", algorithm="one_shot"),
+     ValueError, "schedule 'unfused' has no algorithm 'one_shot'"),
+    ("ring without a kernel", lambda h: h.all_gather(schedule="decomposed", algorithm="ring"),
+     ValueError, "algorithm 'ring' is a kernel, got schedule 'decomposed'"),
+    ("ring, auto on a CPU", lambda h: h.all_reduce(algorithm="ring"),
+     ValueError, "algorithm 'ring' is a kernel, got schedule 'auto'"),
+    ("debug is a number", lambda h: h.gather(debug=1), TypeError, "debug must be True or False, got 1"),
+    ("debug is text", lambda h: h.all_reduce(debug="no"), TypeError, "debug must be True or False, got 'no'"),
+    ("no such argument", lambda h: h.gather(dim=0), TypeError, "unexpected keyword argument 'dim'"),
+    # Groups and meshes.
+    ("unknown group", lambda h: h.all_reduce(group="nobody"), ValueError, f"group 'nobody' {GONE}"),
+    ("group without a name", lambda h: h.gather(group=""), ValueError, f"group '' {GONE}"),
+    ("group is a list", lambda h: h.all_reduce(group=[0, 1]), TypeError, f"{NO_GROUP} list"),
+    ("group is a number", lambda h: h.gather(group=0), TypeError, f"{NO_GROUP} int"),
+    ("group is a flag", lambda h: h.scatter(group=True), TypeError, f"{NO_GROUP} bool"),
+    ("group without this rank", lambda h: h.gather(group=dist.GroupMember.NON_GROUP_MEMBER),
+     ValueError, "group must have this rank in it, got -100"),
+    ("destroyed group", lambda h: h.gather(group=h.closed), ValueError, f"{GONE}: it may have been destroyed"),
+    ("destroyed group, alone", lambda h: h.all_reduce(group=h.closed),
+     ValueError, f"{GONE}: it may have been destroyed"),
+    ("group for other devices", lambda h: h.gather(group=h.on_gpus),
+     ValueError, "group must carry cpu tensors, got one of cuda only"),
+    ("group for other devices, alone", lambda h: h.all_reduce(group=h.on_gpus, schedule="unfused"),
+     ValueError, "group must carry cpu tensors, got one of cuda only"),
+    ("mesh of two dims", lambda h: h.gather(group=h.wide),
+     ValueError, "group must be a 1-D mesh, got 2 dimensions ('X', 'Y')"),
+    ("mesh without this rank", lambda h: h.gather(group=h.foreign), ValueError, "in it, got DeviceMesh("),
+    ("sharded on a mesh without this rank", lambda h: h.sharded(mesh=h.foreign),
+     ValueError, "mesh must have this rank"),
+    ("mesh is a group", lambda h: h.sharded(mesh=h.group), TypeError, "mesh must be a DeviceMesh, got ProcessGroup"),
+    ("mesh is a dict", lambda h: h.sharded(mesh={"X": 4}), TypeError, "mesh must be a DeviceMesh, got dict"),
+    ("mesh without that axis", lambda h: h.sharded(spec="[M_{tp}, K] @ [K, N] -> [M, N]"),
+     ValueError, "mesh must have the dimensions tp of"),
+    ("mesh without names", lambda h: h.sharded(mesh=DeviceMesh.from_group(h.group, "cpu")),
+     ValueError, "mesh must have the dimensions X of"),
+    ("destroy a number", lambda h: fusedtp.destroy(5), TypeError, f"{NO_GROUP} int"),
+    ("destroy an unknown group", lambda h: fusedtp.destroy("nobody"), ValueError, f"group 'nobody' {GONE}"),
+    ("destroy a mesh of two dims", lambda h: fusedtp.destroy(h.wide),
+     ValueError, "group must be a 1-D mesh, got 2 dimensions"),
+    *[(f"timeout of {wrong!r}", lambda h, wrong=wrong: fusedtp.set_timeout(wrong),
+     ValueError, f"seconds must be above 0 and at most 2,000,000, got {wrong!r}")
+      for wrong in (0, -1, float("nan"), float("inf"), 3e6)],
+    *[(f"timeout {wrong!r}", lambda h, wrong=wrong: fusedtp.set_timeout(wrong),
+     TypeError, f"seconds must be a number, got {wrong!r}")
+      for wrong in ("30", None, True, [1], 1j, torch.tensor(3.0))],
+    # Notation on shards.
+    ("spec is None", lambda h: h.sharded(spec=None),
+     TypeError, "spec must be a notation string, not NoneType: got None"),
+    ("spec is bytes", lambda h: h.sharded(spec=SPEC.encode()), TypeError, "spec must be a notation string, not bytes"),
+    ("spec is parsed", lambda h: h.sharded(spec=fusedtp.plan(SPEC).spec),
+     TypeError, "spec must be a notation string, not Spec"),
+    ("spec in Cyrillic", lambda h: h.sharded(spec="[\u041c_X, K] @ [K, N] -> [\u041c, N]"),
+     fusedtp.NotationError, "expected a dim: a capital letter"),
+    ("spec too long", lambda h: h.sharded(spec="[" * 5000),
+     fusedtp.NotationError, "a spec has at most 1000 characters, got 5000: '[[["),
+    ("a of three dims", lambda h: h.sharded(ones(1, *X)),
+     ValueError, "a must have 2 dimensions, [M_X, K], got (1, 8, 6)"),
+    ("b of one dim", lambda h: h.sharded(b=ones(6)), ValueError, "b must have 2 dimensions, [K, N], got (6,)"),
+    ("K differs between a and b", lambda h: h.sharded(ones(8, 7)),
+     ValueError, "a must have this rank's shape (8, 6) as [M_X, K], of {'M': 32, 'K': 6, 'N': 5} in all, got (8, 7)"),
+    ("sizes of an unknown dim", lambda h: h.sharded(sizes={"Q": 1}),
+     ValueError, "sizes names Q, which [M_X, K] @ [K, N] -> [M, N] does not have"),
+    ("sizes of a number", lambda h: h.sharded(sizes={3: 8, "Q": 1}), ValueError, "sizes names 3, Q, which"),
+    ("sizes that do not fit", lambda h: h.sharded(sizes={"K": 7}),
+     ValueError, "a must have this rank's shape (8, 7) as [M_X, K]"),
+    ("huge length", lambda h: h.sharded(sizes={"M": HUGE}),
+     ValueError, f"sizes['M'] must be 0 or more and below 2**63, got {HUGE}"),
+    ("negative length", lambda h: h.sharded(sizes={"M": -1}),
+     ValueError, "sizes['M'] must be 0 or more and below 2**63, got -1"),
+    ("length is a float", lambda h: h.sharded(sizes={"M": 32.0}), TypeError, "sizes['M'] must be an int, got 32.0"),
+    ("length is a flag", lambda h: h.sharded(sizes={"M": True}), TypeError, "sizes['M'] must be an int, got True"),
+    ("length is None", lambda h: h.sharded(sizes={"M": None}), TypeError, "sizes['M'] must be an int, got None"),
+    ("length is text", lambda h: h.sharded(sizes={"M": "32"}),
+     ValueError, "sizes['M'] must be one length per rank, in their order, got '32'"),
+    ("lengths of another world", lambda h: h.sharded(sizes={"M": (16, 16)}),
+     ValueError, "sizes['M'] must have one entry per rank, 4, got 2: (16, 16)"),
+    ("lengths of a whole dim", lambda h: h.sharded(sizes={"K": (3, 3)}), ValueError, "sizes['K'] must be one length"),
+    ("sizes without names", lambda h: h.sharded(sizes=[32, 6, 5]),
+     TypeError, "sizes must map dims to lengths, got [32, 6, 5]"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("name", "kind", "text"), [(name, kind, text) for name, _, kind, text in BAD])
+def test_bad_call(refusals: dict[str, list[tuple[str, str]]], name: str, kind: type[Exception], text: str) -> None:
+    for got_kind, got_text in refusals[name]:
+        assert (got_kind, text in got_text) == (kind.__name__, True), got_text
+    # Where a rank stands, and which mesh leaves it out, is its own.
+    assert len({re.sub(r"sizes\[\d\]|rank, \d,|DeviceMesh\(\(X=1\).*", "", text) for _, text in refusals[name]}) == 1

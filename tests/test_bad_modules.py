@@ -1,0 +1,190 @@
+"""Bad calls of layers and of styles for parallelize_module, one a row: see test_bad_input.py."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from fusedtp import ColumnParallelLinear, FSDPLinear, FusedColwiseParallel, FusedRowwiseParallel, ParallelMLP
+from fusedtp import RowParallelLinear as RowLinear
+
+WORLD_SIZE = 4
+X = (8, 6)
+HUGE = 2**70
+
+
+def ones(*shape: int, **options: Any) -> Tensor:
+    return torch.ones(shape, **options)
+
+
+class Here:
+    """One rank: its meshes, layers with arguments that fit but for those given, and linears that have a style."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+        self.mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("X",))
+        self.wide = DeviceMesh("cpu", torch.arange(WORLD_SIZE).view(2, 2), mesh_dim_names=("X", "Y"))
+        alone = [DeviceMesh("cpu", [rank], mesh_dim_names=("X",)) for rank in (0, 1)]
+        self.foreign = alone[int(group.rank() == 0)]
+        # What a style does to a module sends parameters: it is done before any call is watched.
+        self.columnwise, self.rowwise = self.styled(FusedColwiseParallel()), self.styled(FusedRowwiseParallel())
+        self.odd_input = self.styled(FusedColwiseParallel(input_layouts=Shard(5)))
+        self.odd_output = self.styled(FusedRowwiseParallel(output_layouts=Shard(-7)))
+        self.cut = nn.Linear(8, 8)
+        self.cut.weight = nn.Parameter(distribute_tensor(self.cut.weight.data, self.mesh, [Shard(1)]))
+
+    def column(self, *sizes: Any, **options: Any) -> ColumnParallelLinear:
+        return ColumnParallelLinear(*(sizes or (6, 8)), **{"group": self.group, **options})
+
+    def row(self, *sizes: Any, **options: Any) -> RowLinear:
+        return RowLinear(*(sizes or (6, 8)), **{"group": self.group, **options})
+
+    def mlp(self, *sizes: Any, **options: Any) -> ParallelMLP:
+        return ParallelMLP(*(sizes or (6, 8)), **{"group": self.group, **options})
+
+    def styled(self, style: Any, mesh: Any = None, module: Any = None) -> Any:
+        return style._apply(nn.Linear(8, 8) if module is None else module, self.mesh if mesh is None else mesh)
+
+    def close(self) -> None:
+        pass
+
+
+def loaded(here: Here) -> object:
+    return here.column().load_state_dict({"weight": ones(8, 6), "bias": ones(8)})
+
+
+def changed(here: Here) -> object:
+    layer = here.column()
+    layer.sequence_sizes = (1, 2)
+    return layer(ones(*X))
+
+
+DTYPES = "must be one of torch.float32, torch.bfloat16, torch.float16, torch.float64, got"
+SCHEDULES = "schedule must be one of auto, fused, decomposed, unfused, got"
+NO_GROUP = "group must be a ProcessGroup, its name, a 1-D DeviceMesh or None, got"
+
+# What is wrong, the call, the error's kind, and what it says.
+# fmt: off
+BAD: list[tuple[str, Callable[[Here], object], type[Exception], str]] = [
+    # Layers.
+    ("in_features is a float", lambda h: h.column(6.0, 8), TypeError, "in_features must be an int, got 6.0"),
+    ("out_features is None", lambda h: h.column(6, None), TypeError, "out_features must be an int, got None"),
+    ("in_features is text", lambda h: h.row("6", 8), TypeError, "in_features must be an int, got '6'"),
+    ("out_features is a flag", lambda h: FSDPLinear(6, True, group=h.group),
+     TypeError, "out_features must be an int, got True"),
+    ("negative in_features", lambda h: h.row(-6, 8),
+     ValueError, "in_features must be 0 or more and below 2**63, got -6"),
+    ("huge out_features", lambda h: h.column(6, HUGE),
+     ValueError, f"out_features must be 0 or more and below 2**63, got {HUGE}"),
+    ("hidden_size is a float", lambda h: h.mlp(6.0, 8), TypeError, "hidden_size must be an int, got 6.0"),
+    ("negative intermediate_size", lambda h: h.mlp(6, -8),
+     ValueError, "intermediate_size must be 0 or more and below 2**63, got -8"),
+    ("bias is text", lambda h: h.column(bias="no"), TypeError, "bias must be True or False, got 'no'"),
+    ("bias is a tensor", lambda h: h.row(6, 8, ones(8)), TypeError, "bias must be True or False, got tensor("),
+    ("bias is None, fsdp", lambda h: FSDPLinear(6, 8, None, group=h.group),
+     TypeError, "bias must be True or False, got None"),
+    ("integer parameters", lambda h: h.column(dtype=torch.int32), ValueError, f"dtype {DTYPES} torch.int32"),
+    ("complex parameters", lambda h: h.mlp(dtype=torch.complex64), ValueError, f"dtype {DTYPES} torch.complex64"),
+    ("dtype is a name", lambda h: h.row(dtype="float32"), TypeError, "dtype must be a torch.dtype, got 'float32'"),
+    ("unknown device", lambda h: h.column(device="tpu"),
+     ValueError, "device must be a torch.device, its name or its number, got 'tpu'"),
+    ("device is a float", lambda h: h.column(device=3.5),
+     ValueError, "device must be a torch.device, its name or its number, got 3.5"),
+    ("device of another maker", lambda h: h.column(device="xpu"),
+     ValueError, "device must be one of cpu, cuda, meta, got 'xpu'"),
+    ("a layer's unknown schedule", lambda h: h.column(schedule="fast"), ValueError, f"{SCHEDULES} 'fast'"),
+    ("a layer's group", lambda h: h.mlp(group=7), TypeError, f"{NO_GROUP} int"),
+    ("a layer's debug", lambda h: h.mlp(debug=None), TypeError, "debug must be True or False, got None"),
+    ("sequence_parallel is text", lambda h: h.column(sequence_parallel="no"),
+     TypeError, "sequence_parallel must be True or False, got 'no'"),
+    ("sequence_parallel is a number", lambda h: h.mlp(sequence_parallel=1),
+     TypeError, "sequence_parallel must be True or False, got 1"),
+    ("a layer's gather_dim", lambda h: h.column(gather_dim=2),
+     ValueError, "gather_dim must be 0, for [sequence, batch, features], or 1, for [batch, ...], got 2"),
+    ("a layer's gather_dim is a flag", lambda h: h.column(gather_dim=True),
+     ValueError, "gather_dim must be 0, for [sequence, batch, features], or 1, for [batch, ...], got True"),
+    ("a layer's scatter_dim is a float", lambda h: h.row(scatter_dim=0.0), ValueError, "scatter_dim must be 0, for"),
+    ("sequence_dim", lambda h: h.mlp(sequence_dim=-1),
+     ValueError, "sequence_dim must be 0, for [sequence, batch, features], or 1, for [batch, ...], got -1"),
+    ("feature_sizes do not add up", lambda h: h.column(feature_sizes=(1, 2, 0, 0)),
+     ValueError, "feature_sizes must add up to 8, got 3: (1, 2, 0, 0)"),
+    ("feature_sizes is a number", lambda h: h.mlp(feature_sizes=8),
+     ValueError, "feature_sizes must be one length per rank, in their order, got 8"),
+    ("sequence_sizes is text", lambda h: h.column(sequence_sizes="8888"),
+     ValueError, "sequence_sizes must be one length per rank, in their order, got '8888'"),
+    ("negative sequence_sizes", lambda h: h.row(sequence_sizes=(-1, 9, 0, 0)),
+     ValueError, "sequence_sizes[0] must not be negative, got -1"),
+    ("sequence_sizes of another world", lambda h: h.mlp(sequence_sizes=(8,)),
+     ValueError, "sequence_sizes must have one entry per rank, 4, got 1: (8,)"),
+    ("sequence_sizes set too few", changed, ValueError, "sizes must have one entry per rank, 4, got 2: (1, 2)"),
+    ("unknown activation", lambda h: h.mlp(activation="relu"),
+     ValueError, "activation must be gelu or swiglu, got 'relu'"),
+    ("activation is None", lambda h: h.mlp(activation=None), ValueError, "activation must be gelu or swiglu, got None"),
+    ("a layer called with a list", lambda h: h.column()([1.0]), TypeError, "x must be a tensor, got list"),
+    ("a layer's features", lambda h: h.column()(ones(8, 7)),
+     ValueError, "weight must have as many columns as x has features, 7, got (2, 6)"),
+    ("a layer moved to bfloat16", lambda h: h.column().bfloat16()(ones(*X)),
+     ValueError, "weight must have x's dtype, torch.float32, got torch.bfloat16"),
+    ("a layer on meta", lambda h: h.column(device="meta")(ones(*X)),
+     ValueError, "weight must be on x's device, cpu, got meta"),
+    ("the whole state in a shard", loaded,
+     RuntimeError, "size mismatch for weight: copying a param with shape torch.Size([8, 6]) from checkpoint, the "
+     "shape in current model is torch.Size([2, 6])"),
+    # Styles of parallelize_module.
+    ("layout is a name", lambda h: FusedColwiseParallel(input_layouts="Shard(0)"),
+     ValueError, "input_layouts must be Shard(dim) or Replicate(), got 'Shard(0)'"),
+    ("layout is empty", lambda h: FusedColwiseParallel(input_layouts=()),
+     ValueError, "input_layouts must be Shard(dim) or Replicate(), got ()"),
+    ("layout is a number", lambda h: FusedRowwiseParallel(input_layouts=0),
+     ValueError, "input_layouts must be Shard(dim) or Replicate(), got 0"),
+    ("layout is a list", lambda h: FusedRowwiseParallel(output_layouts=[Shard(0)]),
+     ValueError, "output_layouts must be Shard(dim) or Replicate(), got [Shard(dim=0)]"),
+    ("layout is partial", lambda h: FusedRowwiseParallel(output_layouts=Partial()),
+     ValueError, "output_layouts must be Shard(dim) or Replicate(), got Partial("),
+    ("use_local_output is text", lambda h: FusedColwiseParallel(use_local_output="no"),
+     TypeError, "use_local_output must be True or False, got 'no'"),
+    ("a style's schedule", lambda h: FusedColwiseParallel(schedule="fast"), ValueError, f"{SCHEDULES} 'fast'"),
+    ("a style's debug", lambda h: FusedRowwiseParallel(debug=0), TypeError, "debug must be True or False, got 0"),
+    ("a style on an embedding", lambda h: parallelize_module(nn.Embedding(4, 4), h.mesh, FusedColwiseParallel()),
+     NotImplementedError, "FusedColwiseParallel is for nn.Linear, got Embedding"),
+    ("a style twice", lambda h: h.styled(FusedRowwiseParallel(), module=h.rowwise),
+     NotImplementedError, "FusedRowwiseParallel is for nn.Linear, got FusedRowwiseLinear"),
+    ("a style on two axes", lambda h: parallelize_module(nn.Linear(8, 8), h.wide, FusedColwiseParallel()),
+     ValueError, "device_mesh must have one dimension, got 2, ('X', 'Y')"),
+    ("a style on a group", lambda h: h.styled(FusedColwiseParallel(), h.group),
+     TypeError, "device_mesh must be a DeviceMesh, got ProcessGroup"),
+    ("a style on a name", lambda h: h.styled(FusedRowwiseParallel(), "cpu"),
+     TypeError, "device_mesh must be a DeviceMesh, got str"),
+    ("a style on a mesh without this rank", lambda h: h.styled(FusedRowwiseParallel(), h.foreign),
+     ValueError, "device_mesh must have this rank"),
+    ("a style on a sharded weight", lambda h: h.styled(FusedColwiseParallel(), module=h.cut),
+     ValueError, "placements (Shard(dim=1),)"),
+    ("input layout out of range", lambda h: h.odd_input(ones(4, 8)),
+     ValueError, "input_layouts must shard one of 2 dimensions, got Shard(dim=5)"),
+    ("output layout out of range", lambda h: h.odd_output(ones(4, 2)),
+     ValueError, "output_layouts must shard one of 2 dimensions, got Shard(dim=-7)"),
+    ("a styled linear called with a list", lambda h: h.columnwise([1]), TypeError, "input must be a tensor, got list"),
+    ("a styled linear's features", lambda h: h.rowwise(ones(4, 5)),
+     ValueError, "weight must have as many columns as x has features, 5, got (8, 2)"),
+    ("a styled linear on another mesh",
+     lambda h: h.columnwise(DTensor.from_local(ones(4, 8), h.wide, [Replicate(), Replicate()])),
+     ValueError, "input must be on the module's mesh, DeviceMesh((X=4)"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("name", "kind", "text"), [(name, kind, text) for name, _, kind, text in BAD])
+def test_bad_call(refusals: dict[str, list[tuple[str, str]]], name: str, kind: type[Exception], text: str) -> None:
+    for got_kind, got_text in refusals[name]:
+        assert (got_kind, text in got_text) == (kind.__name__, True), got_text
+    # Which mesh leaves a rank out is its own.
+    assert len({re.sub(r"rank, \d,|DeviceMesh\(\(X=1\).*", "", text) for _, text in refusals[name]}) == 1
