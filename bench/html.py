@@ -127,6 +127,7 @@ def _facts(rows: Sequence[Row], timed: Sequence[Row]) -> str:
         "links": every("links"),
         "torch.distributed": every("backend"),
         "versions": ", ".join(versions),
+        "predictions": ", ".join(sorted({row.path for row in rows if row.predicted})),
     }
     return (
         "<dl>" + "\n".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in facts.items() if text) + "</dl>"

@@ -286,6 +286,7 @@ def test_command_and_the_cost_model_beside_what_was_measured(make_row: MakeRow, 
     assert done.exit_code == 0, done.output
     text = Page((tmp_path / "sweep.html").read_text()).text
     assert "4, of which 2 timed" in text
+    assert "predictions cost model, h100" in text
     assert "at 2.00x the speed of unfused" in text
     assert (tmp_path / "sweep-figures" / "speedup-single-matmuls-forward.png").exists()
     assert (tmp_path / "sweep.png").exists()
