@@ -1,12 +1,14 @@
 """The protocol's steps for schedules that run from the host: enter, signal, wait, leave.
 
-On a CPU they are done right here, with the atomics that Triton's interpreter uses for kernels, so that host and kernels
-follow one memory model. On a GPU each is a one-program kernel on the current stream.
+On a CPU they are done right here, as acquiring loads and releasing stores of the words that kernels in Triton's
+interpreter wait on and signal with atomics. On a GPU each is a one-program kernel on the current stream.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import time
 from collections.abc import Callable
 from functools import lru_cache
@@ -24,8 +26,11 @@ if TYPE_CHECKING:
 
 # How long a wait polls before it sleeps between polls; less where ranks outnumber cores, as polling then takes a core
 # from the rank that is waited for; and the longest sleep.
-_SPIN_SECONDS, _SPIN_SECONDS_CROWDED, _SLEEP_SECONDS = 300e-6, 50e-6, 500e-6
+_SPIN_SECONDS, _SPIN_SECONDS_CROWDED, _SLEEP_SECONDS = 1e-3, 50e-6, 500e-6
 _CORES = len(os.sched_getaffinity(0))
+
+# Every aligned load of an x86 acquires and every store releases, so plain ones do there, in a tenth of the time.
+_PLAIN_WORDS = platform.machine().lower() in ("x86_64", "amd64")
 
 _TRUE = np.ones(1, dtype=bool)
 _ZERO = np.zeros(1, dtype=np.int32)
@@ -36,14 +41,24 @@ def _at(address: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
     return np.array([address], dtype=np.uint64)
 
 
+@lru_cache(maxsize=1 << 14)
+def _word(address: int) -> ctypes.c_int32:
+    return ctypes.c_int32.from_address(address)
+
+
 def load_acquire(address: int) -> int:
     """The int32 at `address`; what its writer stored before releasing it is visible afterwards."""
+    if _PLAIN_WORDS:
+        return _word(address).value
     at = _at(address)
     return int(interpreter.atomic_rmw(interpreter.RMW_OP.ADD, at, _ZERO, _TRUE, interpreter.MEM_SEMANTIC.ACQUIRE)[0])
 
 
 def store_release(address: int, value: int) -> None:
     """Write the int32 at `address` after everything stored before."""
+    if _PLAIN_WORDS:
+        _word(address).value = value
+        return
     at = _at(address)
     word = np.array([value], dtype=np.int32)
     interpreter.atomic_rmw(interpreter.RMW_OP.XCHG, at, word, _TRUE, interpreter.MEM_SEMANTIC.RELEASE)
