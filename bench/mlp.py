@@ -121,6 +121,7 @@ def write(results: Sequence[Result], path: Path) -> None:
     import pandas as pd
 
     from .machine import describe
+    from .store import escaped
 
     machine = asdict(describe())
     layer = "ParallelMLP, GELU, no bias, sequence-parallel, forward + backward"
@@ -130,6 +131,6 @@ def write(results: Sequence[Result], path: Path) -> None:
         for variant, timing in each.timings.items():
             speedup = {"speedup_vs_dtensor": each.timings["dtensor"].median_ms / timing.median_ms}
             row = {"layer": layer, **size, "variant": variant, **asdict(timing), **speedup, "gate": "passed", **machine}
-            rows.append(row)
+            rows.append({name: escaped(cell) if isinstance(cell, str) else cell for name, cell in row.items()})
     path.parent.mkdir(parents=True, exist_ok=True)
     pd.DataFrame(rows).to_csv(path, index=False)

@@ -146,15 +146,20 @@ _KINDS: dict[str, str] = {field.name: str(field.type) for field in fields(Row)}
 COLUMNS = tuple(_KINDS)
 
 
+def escaped(text: str) -> str:
+    """A cell that no spreadsheet takes for a formula."""
+    # a bare carriage return would end the line for some readers
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    # an apostrophe of the text's own is escaped too, so that reading takes away exactly what writing added
+    return "'" + text if text.startswith((*_FORMULA, "'")) else text
+
+
 def _cell(value: object, kind: str) -> str:
     # what is not finite is no number either
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return ""
     if kind == "str":
-        # a bare carriage return would end the line for some readers
-        text = str(value).replace("\r\n", "\n").replace("\r", "\n")
-        # an apostrophe of the text's own is escaped too, so that reading takes away exactly what writing added
-        return "'" + text if text.startswith((*_FORMULA, "'")) else text
+        return escaped(str(value))
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 

@@ -31,13 +31,15 @@ _GAVE_UP = "gave up on rank"
 
 @dataclass
 class _Records:
-    # What this rank has written into a group's store. Generations keep a group apart from an earlier one of its name.
+    # What this rank has written into a group's store. `born` keeps a group apart from an earlier one of its name, and
+    # `generation` what came after a `destroy` from what came before: calls are counted anew.
     store: Any
+    born: int
     generation: int
     calls: int = 0
 
     def key(self, call: int, rank: int) -> str:
-        return f"fusedtp/debug/{self.generation}/{call}/{rank}"
+        return f"fusedtp/debug/{self.born}/{self.generation}/{call}/{rank}"
 
 
 _records: WeakKeyDictionary[ProcessGroup, _Records] = WeakKeyDictionary()
@@ -52,7 +54,8 @@ def check(op: str, group: ProcessGroup, x: Tensor, *operands: Tensor | None, **o
     """Compare what the ranks of `group` must have in common in this call.
 
     ValueError on every rank alike, with each rank's value of what differs, and the rank that stands alone with it.
-    PeerTimeout where a rank has not made as many calls on this group within the time that `set_timeout` allows.
+    PeerTimeout where a rank has not made as many calls on this group within the time that `set_timeout` allows; the
+    ranks may then count differently until all have called `destroy`.
     """
     if group.size() == 1:
         return
@@ -79,11 +82,13 @@ def _exchange(op: str, group: ProcessGroup, mine: dict[str, str]) -> tuple[list[
     # Late: what maps shared memory need not be there where nothing else asks for it.
     from . import workspace
 
-    records = _records.get(group)
+    records, generation = _records.get(group), workspace.generation(group.group_name)
     if records is None:
         # There is no public way to a group's own store.
         store = dist.distributed_c10d._get_process_group_store(group)
-        records = _records[group] = _Records(store, store.add(f"fusedtp/debug/{group.rank()}", 1))
+        records = _records[group] = _Records(store, store.add(f"fusedtp/debug/{group.rank()}", 1), generation)
+    if records.generation != generation:
+        records.generation, records.calls = generation, 0
     records.calls += 1
     store, rank, call = records.store, group.rank(), records.calls
     store.set(records.key(call, rank), json.dumps(mine))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,6 +36,8 @@ _MAX_VIEWS = 1024
 _seconds = 30.0
 _workspaces: dict[tuple[str, torch.device], Workspace] = {}
 _unreachable: dict[tuple[str, torch.device], str] = {}
+# How often each group was destroyed; None: all of them.
+_destroyed: Counter[str | None] = Counter()
 
 
 def _wrap(epoch: int) -> int:
@@ -295,6 +298,11 @@ def set_timeout(seconds: float) -> None:
         workspace.set_timeout(_seconds)
 
 
+def generation(name: str) -> int:
+    """How often `destroy` has been called for the group of that name: the same on all ranks that call it alike."""
+    return _destroyed[None] + _destroyed[name]
+
+
 def destroy(group: Group = None) -> None:
     """Give back the symmetric memory of `group`, or of every group of this process.
 
@@ -304,6 +312,7 @@ def destroy(group: Group = None) -> None:
     if group is not None and not isinstance(group, dist.ProcessGroup):
         group = groups.resolve(group)
     name = None if group is None else str(group.group_name)
+    _destroyed[name] += 1
     for key in [key for key in _workspaces if name in (None, key[0])]:
         _workspaces.pop(key).close()
     for key in [key for key in _unreachable if name in (None, key[0])]:

@@ -4,7 +4,6 @@ test_bad_input.py."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -214,45 +213,6 @@ def opchecked(group: ProcessGroup) -> None:
 
 def test_ops_and_their_fakes(pool: RankPool) -> None:
     pool.run(opchecked, world_size=2)
-
-
-def disagreeing(group: ProcessGroup, name: str) -> str:
-    """The error of a call whose lengths each rank takes from its own tensors, which differ."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
-
-    rows = 3 + group.rank()
-    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("X",))
-    calls: dict[str, Callable[[int], object]] = {
-        "all_gather_linear": lambda rows: fusedtp.all_gather_linear(ones(rows, 6), ones(5, 6), group=group),
-        "linear_all_reduce": lambda rows: fusedtp.linear_all_reduce(ones(rows, 6), ones(5, 6), group=group),
-        "sharded_matmul": lambda rows: fusedtp.sharded_matmul(
-            ones(rows, 6), ones(6, 5), "[M_X, K] @ [K, N] -> [M, N]", mesh
-        ),
-        "all_gather": lambda rows: fusedtp.all_gather(ones(rows, 6), group=group),
-    }
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
-    try:
-        calls[name](4)  # alike everywhere: nothing to say
-        with pytest.raises(ValueError, match="the ranks do not agree") as caught:
-            calls[name](rows)
-        calls[name](4)
-    finally:
-        dist.set_debug_level(dist.DebugLevel.OFF)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("all_gather_linear", "all_gather_matmul: the ranks do not agree on sizes: (3, 3) on rank 0, (4, 4) on rank 1"),
-        ("linear_all_reduce", "matmul_all_reduce: the ranks do not agree on M: 3 on rank 0, 4 on rank 1"),
-        ("sharded_matmul", "all_gather: the ranks do not agree on sizes: (3, 3) on rank 0, (4, 4) on rank 1"),
-        ("all_gather", "all_gather: the ranks do not agree on sizes: (3, 3) on rank 0, (4, 4) on rank 1"),
-    ],
-)
-def test_ranks_that_mean_different_things_are_told_in_debug_mode(pool: RankPool, name: str, text: str) -> None:
-    assert pool.run(disagreeing, name, world_size=2) == [text, text]
 
 
 def autocasted(group: ProcessGroup) -> None:

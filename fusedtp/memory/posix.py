@@ -1,7 +1,7 @@
 """Arenas for processes of one machine: anonymous files in memory, opened by the peers through /proc.
 
 `memfd_create` makes a file without a name, sealed against resizing; a peer opens it as /proc/<pid>/fd/<fd>, which the
-kernel allows only to a process that may inspect this one. The descriptors are closed once every peer has mapped them.
+kernel allows only to a process that may inspect this one. The descriptors go with the mappings, which keep copies.
 So there is nothing in /dev/shm, nothing to unlink, and nothing left when every process is killed. (man 2 memfd_create,
 man 5 proc.)
 """

@@ -1,0 +1,204 @@
+"""`debug=True` and TORCH_DISTRIBUTED_DEBUG=DETAIL: ranks that mean different things are told so before an op runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fusedtp.bench.ranks import RankPool
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+
+import fusedtp
+from fusedtp import agreement
+
+SECONDS = 1.0
+FSDP = "[M_X, K] @ [K_X, N] -> [M_X, N]"
+ODD = ": rank 1 against 2 that agree"
+
+
+def ones(*shape: int, **options: Any) -> Tensor:
+    return torch.ones(shape, **options)
+
+
+class Here:
+    """One rank; `odd` on the one that is to differ."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.options: dict[str, Any] = {"group": group, "debug": True}
+        self.mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("X",))
+        self.column = fusedtp.ColumnParallelLinear(6, 6, **self.options)
+        self.mlp = fusedtp.ParallelMLP(6, 6, **self.options)
+        style = fusedtp.FusedRowwiseParallel(output_layouts=Shard(0), debug=True)
+        self.styled = style._apply(nn.Linear(6, 6), self.mesh)
+        self.replicated = fusedtp.FusedRowwiseParallel(output_layouts=Replicate(), debug=True)._apply(
+            nn.Linear(6, 6), self.mesh
+        )
+
+
+# A call that differs on one of three ranks where `odd`, and what is said on all of them.
+CALLS: dict[str, tuple[Callable[[Here, bool], object], str]] = {
+    "rows to gather": (
+        lambda h, odd: fusedtp.all_gather_linear(ones(3 + odd, 6), ones(5, 6), **h.options),
+        f"all_gather_matmul: the ranks do not agree on sizes: (3, 3, 3) on rank 0, (4, 4, 4) on rank 1, "
+        f"(3, 3, 3) on rank 2{ODD}",
+    ),
+    "rows to reduce": (
+        lambda h, odd: fusedtp.linear_all_reduce(ones(3 + odd, 6), ones(5, 6), **h.options),
+        f"matmul_all_reduce: the ranks do not agree on M: 3 on rank 0, 4 on rank 1, 3 on rank 2{ODD}",
+    ),
+    "columns": (
+        lambda h, odd: fusedtp.linear_reduce_scatter(ones(3, 6), ones(5 + odd, 6), **h.options),
+        f"the ranks do not agree on N: 5 on rank 0, 6 on rank 1, 5 on rank 2{ODD}",
+    ),
+    "bias": (
+        lambda h, odd: fusedtp.linear_all_reduce(ones(3, 6), ones(5, 6), None if odd else ones(5), **h.options),
+        f"the ranks do not agree on bias: given on rank 0, none on rank 1, given on rank 2{ODD}",
+    ),
+    "dtype": (
+        lambda h, odd: fusedtp.all_gather(ones(3, 6).to(torch.float16 if odd else torch.float32), **h.options),
+        "all_gather: the ranks do not agree on dtype: torch.float32 on rank 0, torch.float16 on rank 1",
+    ),
+    "schedule": (
+        lambda h, odd: fusedtp.all_reduce(ones(3), schedule="unfused" if odd else "decomposed", **h.options),
+        f"on schedule: decomposed on rank 0, unfused on rank 1, decomposed on rank 2{ODD}",
+    ),
+    "algorithm": (
+        lambda h, odd: fusedtp.all_reduce(ones(3), algorithm="two_shot" if odd else "one_shot", **h.options),
+        f"on algorithm: one_shot on rank 0, two_shot on rank 1, one_shot on rank 2{ODD}",
+    ),
+    "op": (
+        lambda h, odd: (fusedtp.reduce_scatter if odd else fusedtp.all_gather)(ones(3, 6), **h.options),
+        f"the ranks do not agree on the op: all_gather on rank 0, reduce_scatter on rank 1, all_gather on rank 2{ODD}",
+    ),
+    "which rank's weight": (
+        lambda h, odd: fusedtp.fsdp_linear(ones(3, 6), ones(5 + odd, 6), **h.options),
+        f"do not agree on sizes: (5, 5, 5) on rank 0, (6, 6, 6) on rank 1, (5, 5, 5) on rank 2{ODD}",
+    ),
+    "spec": (
+        lambda h, odd: fusedtp.sharded_matmul(
+            ones(3, 6 if odd else 18), ones(6, 6), "[M_X, K] @ [K, N] -> [M, N]" if odd else FSDP, h.mesh, debug=True
+        ),
+        "the ranks do not agree on the op",
+    ),
+    "a layer": (
+        lambda h, odd: h.column(ones(3 + odd, 6)),
+        "all_gather_matmul: the ranks do not agree on sizes: (3, 3, 3) on rank 0",
+    ),
+    "layers of layers": (lambda h, odd: h.mlp(ones(3 + odd, 6)), "do not agree on sizes: (3, 3, 3) on rank 0"),
+    "a style": (lambda h, odd: h.styled(ones(3 + odd, 2)), "the ranks do not agree on sizes"),
+    "a style that all-reduces": (lambda h, odd: h.replicated(ones(3 + odd, 2)), "do not agree on M: 3 on rank 0, 4"),
+    "the gradients that are needed": (
+        lambda h, odd: h.column(ones(3, 6, requires_grad=not odd)).sum().backward(),
+        "the ranks do not agree on the op",
+    ),
+}
+
+
+def disagreed(group: ProcessGroup) -> dict[str, str]:
+    """The error of each call, after one that is alike everywhere and before another."""
+    fusedtp.set_timeout(60)
+    here, found = Here(group), {}
+    for name, (call, _) in CALLS.items():
+        call(here, False)
+        with pytest.raises(ValueError, match="the ranks do not agree") as caught:
+            call(here, group.rank() == 1)
+        call(here, False)
+        found[name] = str(caught.value)
+    return found
+
+
+@pytest.fixture(scope="module")
+def said(pool: RankPool) -> list[dict[str, str]]:
+    found: list[dict[str, str]] = pool.run(disagreed, world_size=3)
+    return found
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_all_ranks_are_told_who_differs(said: list[dict[str, str]], name: str) -> None:
+    first, *others = (each[name] for each in said)
+    assert CALLS[name][1] in first
+    assert others == [first] * 2
+
+
+def in_detail(group: ProcessGroup) -> tuple[str, bool]:
+    """The switch of torch.distributed, for calls that do not ask themselves."""
+    before = len(agreement._records)
+    fusedtp.all_gather(ones(4, 6), group=group)
+    quiet = len(agreement._records) == before
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        with pytest.raises(ValueError, match="the ranks do not agree") as caught:
+            fusedtp.all_gather(ones(3 + group.rank(), 6), group=group)
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+    return str(caught.value), quiet
+
+
+def test_torchs_own_switch(pool: RankPool) -> None:
+    text = "all_gather: the ranks do not agree on sizes: (3, 3) on rank 0, (4, 4) on rank 1"
+    assert pool.run(in_detail, world_size=2) == [(text, True)] * 2
+
+
+def one_call_fewer(group: ProcessGroup) -> tuple[Any, ...]:
+    """Rank 1 leaves a call out; the others name it in time, and after `destroy` all count from one again."""
+    fusedtp.set_timeout(60)
+    options: dict[str, Any] = {"group": group, "debug": True}
+    fusedtp.destroy(group)
+    fusedtp.all_reduce(ones(3), **options)
+    dist.barrier(group)
+    fusedtp.set_timeout(SECONDS)
+    error, elapsed = None, 0.0
+    if group.rank() != 1:
+        started = time.monotonic()
+        with pytest.raises(fusedtp.PeerTimeout) as caught:
+            fusedtp.all_reduce(ones(3), **options)
+        error, elapsed = caught.value, time.monotonic() - started
+    fusedtp.set_timeout(60)
+    fusedtp.destroy(group)
+    again = fusedtp.all_reduce(ones(3), **options).tolist()
+    if error is None:
+        return again, None
+    return again, (error.op, error.rank, error.peer, error.seconds), str(error), elapsed
+
+
+def test_a_call_left_out_is_a_timeout_naming_the_rank(pool: RankPool) -> None:
+    for rank, reply in enumerate(pool.run(one_call_fewer, world_size=3)):
+        assert reply[0] == [3.0] * 3
+        if rank != 1:
+            assert reply[1] == ("all_reduce", rank, 1, SECONDS)
+            assert "comparing call 2 of group" in reply[2]
+            assert SECONDS <= reply[3] < SECONDS + 5
+
+
+def late(group: ProcessGroup) -> tuple[int, str, list[float]]:
+    """Rank 1 makes its call after rank 0 has given up on it: both are told, and both are in step again."""
+    fusedtp.set_timeout(60)
+    options: dict[str, Any] = {"group": group, "debug": True}
+    fusedtp.all_reduce(ones(2), **options)
+    store = dist.distributed_c10d._get_process_group_store(group)
+    key = f"gave up {agreement._records[group].calls}"
+    if group.rank() == 0:
+        fusedtp.set_timeout(0.2)
+    else:
+        store.wait([key])
+    with pytest.raises(fusedtp.PeerTimeout) as caught:
+        fusedtp.all_reduce(ones(2), **options)
+    fusedtp.set_timeout(60)
+    store.set(key, "")
+    out: list[float] = fusedtp.all_reduce(ones(2), **options).tolist()
+    return caught.value.peer, str(caught.value), out
+
+
+def test_a_late_rank_is_told_that_it_was_given_up(pool: RankPool) -> None:
+    (peer, text, out), (late_peer, late_text, late_out) = pool.run(late, world_size=2)
+    assert (peer, late_peer) == (1, 0)
+    assert "which that rank has not made in debug mode" in text
+    assert "it had given up on rank 1 in call" in late_text
+    assert out == late_out == [2.0, 2.0]

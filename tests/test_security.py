@@ -1,0 +1,188 @@
+"""docs/security.md: a test of each thing that it promises."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import fcntl
+import os
+import stat
+import subprocess
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fusedtp.bench import store
+from fusedtp.bench.ranks import RankPool
+from torch.distributed import ProcessGroup
+
+import fusedtp
+from fusedtp.memory.posix import PosixMemory
+
+ROOT = Path(__file__).parent.parent
+DOCUMENT = ROOT / "docs" / "security.md"
+NOBODY = 65534
+GET_SEALS, SEALED = 1034, 0x1 | 0x2 | 0x4  # linux/fcntl.h: no more seals, no shrinking, no growing
+
+
+def arenas() -> list[int]:
+    """The descriptors of this process's arenas."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        if os.path.islink(f"/proc/self/fd/{fd}") and "memfd:fusedtp" in os.readlink(f"/proc/self/fd/{fd}"):
+            found.append(int(fd))
+    return found
+
+
+class Watched(PosixMemory):
+    """Looks at the arenas' files while their descriptors are open: from making them to when all have mapped them."""
+
+    def _exchange(self, mine: list[int]) -> list[list[int]]:
+        self.seen = [look(fd) for fd in arenas()]
+        return super()._exchange(mine)
+
+
+def look(fd: int) -> dict[str, Any]:
+    about, path = os.fstat(fd), f"/proc/{os.getpid()}/fd/{fd}"
+    seen: dict[str, Any] = {
+        "mode": stat.S_IMODE(about.st_mode),
+        "names": about.st_nlink,
+        "seals": fcntl.fcntl(fd, GET_SEALS),
+        "closed on exec": not os.get_inheritable(fd),
+    }
+    if os.getuid() == 0:
+        other = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
+        read = subprocess.run(["head", "-c", "1", path], capture_output=True, text=True, check=False, **other)
+        seen["another user"] = (read.returncode != 0, "Permission denied" in read.stderr)
+    return seen
+
+
+def made(group: ProcessGroup) -> tuple[list[dict[str, Any]], list[bool], list[int]]:
+    fusedtp.destroy()
+    memory = Watched(group)
+    arena = memory.allocate(1 << 16, torch.zeros(64, dtype=torch.int32))
+    kept = [os.get_inheritable(fd) for fd in arenas()]
+    arena.release()
+    return memory.seen, kept, arenas()
+
+
+def test_arenas_have_no_name_and_one_user(pool: RankPool) -> None:
+    before = sorted(os.listdir("/dev/shm"))
+    for seen, kept, left in pool.run(made, world_size=2):
+        assert seen
+        for arena in seen:
+            assert arena["mode"] == 0o600
+            assert arena["names"] == 0
+            assert arena["seals"] == SEALED
+            assert arena["closed on exec"]
+            assert arena.get("another user", (True, True)) == (True, True)
+        assert not any(kept)
+        assert left == []
+    assert sorted(os.listdir("/dev/shm")) == before
+
+
+def sockets() -> list[str]:
+    """The inodes of this process's sockets."""
+    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    targets = [os.readlink(link) for link in links if os.path.islink(link)]
+    return [target.removeprefix("socket:[").removesuffix("]") for target in targets if target.startswith("socket:[")]
+
+
+def listening() -> list[str]:
+    """The addresses, in the kernel's hexadecimal, that this process listens on over TCP."""
+    own, found = set(sockets()), []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and inode in own:
+                found.append(local.partition(":")[0])
+    return found
+
+
+def listens(group: ProcessGroup) -> list[str]:
+    fusedtp.all_reduce(torch.ones(2), group=group, schedule="unfused")
+    return listening()
+
+
+def is_loopback(address: str) -> bool:
+    # 127.x.x.x, ::1, and ::ffff:127.x.x.x, in the byte order of the machine
+    return address.endswith("7F") or address in ("0" * 24 + "01000000", "0" * 31 + "1")
+
+
+def test_ranks_and_their_store_listen_on_loopback_alone() -> None:
+    with RankPool(2, timeout=60) as ranks:
+        addresses = [address for each in ranks.run(listens) for address in each]
+        own = listening()
+    assert own, "the store listens in this process"
+    for address in [*own, *addresses]:
+        assert is_loopback(address), address
+
+
+def modules() -> list[Path]:
+    return [path for folder in ("fusedtp", "kernels", "bench") for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+UNPICKLING = {"pickle", "marshal", "shelve", "dill", "joblib", "cloudpickle"}
+# Their pipe is between processes that one has started, and has no name.
+PRIVATE_PIPE = {"bench/ranks.py", "bench/rank_main.py"}
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_file_is_unpickled_or_run(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        if str(path.relative_to(ROOT)) not in PRIVATE_PIPE:
+            assert not UNPICKLING & {name.partition(".")[0] for name in names}, names
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            assert called not in ("eval", "exec", "torch.load", "torch.save", "np.load", "pd.read_pickle"), called
+            assert not called.startswith(("os.system", "os.popen")), called
+            assert not any(keyword.arg == "shell" for keyword in node.keywords), called
+
+
+def test_a_private_pipe_is_inherited_by_its_rank_alone() -> None:
+    with RankPool(1, timeout=60) as ranks:
+        (pid,) = ranks.pids
+        assert ranks._ranks is not None
+        (process,) = ranks._ranks.processes
+        for fd in (process.pipe.fileno(), process.stacks_fd):
+            assert not os.get_inheritable(fd)
+        assert stat.S_IMODE(os.fstat(process.stacks_fd).st_mode) == 0o600
+        assert os.stat(f"/proc/{pid}").st_uid == os.getuid()
+
+
+DANGEROUS = ["=HYPERLINK(1)", "+1", "-1", "@SUM(A1)", "\t=1", "../../etc/passwd", 'a,b"c', "x\r\n=1"]
+
+
+@pytest.mark.parametrize("text", DANGEROUS)
+def test_a_cell_is_no_formula_and_no_second_cell(text: str, tmp_path: Path) -> None:
+    values = {"int": 1, "float | None": None, "bool": False, "str": text}
+    row = store.Row(**{field.name: values[str(field.type)] for field in fields(store.Row)})
+    path = tmp_path / "sweep.csv"
+    store.write(path, [row])
+    with path.open(newline="") as file:
+        (cells,) = csv.DictReader(file)
+    assert not cells["gpu"].startswith(("=", "+", "-", "@", "\t", "\r"))
+    assert None not in cells
+    assert store.read(path)[0].gpu == text.replace("\r\n", "\n")
+
+
+def test_a_machines_name_is_one_folder() -> None:
+    from fusedtp.bench.machine import slug
+
+    for name in ("../../etc", "/etc/passwd", "..", "a/b\0c", "C:\\x"):
+        assert set(slug(name)) <= set("abcdefghijklmnopqrstuvwxyz0123456789-"), slug(name)
+
+
+def test_every_promise_has_its_test() -> None:
+    named = [
+        line.rpartition("`")[0].rpartition("`")[2] for line in DOCUMENT.read_text().splitlines() if "`test_" in line
+    ]
+    assert len(named) >= 8
+    here = Path(__file__).read_text() + (ROOT / "tests" / "test_bad_files.py").read_text()
+    here += (ROOT / "tests" / "test_workspace.py").read_text()
+    for name in named:
+        assert f"def {name}(" in here, name
