@@ -1,0 +1,219 @@
+"""The ops that the protocol is checked on, each as small as it can be while every phase of it has work to do."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+import fusedtp.workspace
+from fusedtp.kernels.launch import Config
+from fusedtp.memory.local import local_memories
+from fusedtp.schedules import decomposed, fused
+from fusedtp.workspace import Workspace
+
+from .record import Advance, Event, Kernel, Raise, Recorder, Wait
+
+CPU = torch.device("cpu")
+# Tiles of 2 x 2: the sizes below have up to two tiles, and two programs share them.
+TINY = Config(block_m=2, block_n=2, block_k=2, group_m=2, programs=2, pushers=2, copy_rows=2, copy_cols=2)
+COLS = 2
+
+
+@dataclass
+class _Group:
+    """As much of a process group as the schedules look at."""
+
+    rank: Callable[[], int]
+    size: Callable[[], int]
+    group_name: str = "protocol"
+
+
+# One rank's op: (workspace, sizes, group).
+Op = Callable[[Workspace, tuple[int, ...], _Group], object]
+
+
+def _normal(*shape: int) -> torch.Tensor:
+    return torch.ones(shape)
+
+
+def _gather(dim: int = 0, *, split: bool = False, strided: bool = False, kept: bool = False) -> Op:
+    def op(ws: Workspace, sizes: tuple[int, ...], group: _Group) -> object:
+        mine, whole = sizes[ws.rank], sum(sizes)
+        a = _normal(mine, COLS) if dim == 0 else _normal(COLS, mine)
+        if strided:
+            a = a.t().contiguous().t()
+        gathered = _normal(whole, COLS) if kept else None
+        phases = fused.gather_matmul_phases(
+            ws, a, _normal(COLS if dim == 0 else whole, COLS), None, dim, sizes, split=split, gathered=gathered
+        )
+        return fused.run(ws, "all_gather_matmul", phases)
+
+    return op
+
+
+def _scatter(dim: int = 0) -> Op:
+    def op(ws: Workspace, sizes: tuple[int, ...], group: _Group) -> object:
+        a, b = (_normal(sum(sizes), 1), _normal(1, COLS)) if dim == 0 else (_normal(COLS, 1), _normal(1, sum(sizes)))
+        return fused.run(ws, "matmul_reduce_scatter", fused.matmul_scatter_phases(ws, a, b, None, dim, sizes))
+
+    return op
+
+
+def _scatter_and_gather(ws: Workspace, sizes: tuple[int, ...], group: _Group) -> object:
+    phases = fused.matmul_scatter_and_gather_phases(
+        ws, _normal(sum(sizes), 1), _normal(1, COLS), _normal(sizes[ws.rank], COLS), sizes, _normal(sum(sizes), COLS)
+    )
+    return fused.run(ws, "matmul_reduce_scatter", phases)
+
+
+def _matmul_all_reduce(algorithm: str) -> Op:
+    return lambda ws, sizes, group: fused.run(
+        ws, "matmul_all_reduce",
+        fused.matmul_all_reduce_phases(ws, _normal(sum(sizes), 1), _normal(1, COLS), None, algorithm),
+    )  # fmt: skip
+
+
+def _collective(name: str, algorithm: str) -> Op:
+    def op(ws: Workspace, sizes: tuple[int, ...], group: _Group) -> object:
+        if name == "all_gather":
+            return fused.run(ws, name, fused.all_gather_phases(ws, _normal(sizes[ws.rank], COLS), sizes, algorithm))
+        x = _normal(sum(sizes), COLS)
+        if name == "reduce_scatter":
+            return fused.run(ws, name, fused.reduce_scatter_phases(ws, x, sizes, algorithm))
+        return fused.run(ws, name, fused.all_reduce_phases(ws, x, algorithm))
+
+    return op
+
+
+def _host(name: str, *, algorithm: str = "auto", dim: int = 0, copies: bool = False, few_rows: bool = False) -> Op:
+    def op(ws: Workspace, sizes: tuple[int, ...], group: _Group) -> object:
+        ws.in_place = not copies
+        decomposed.FEW_ROWS = 256 if few_rows else 0
+        whole, mine = sum(sizes), sizes[ws.rank]
+        call = getattr(decomposed, name)
+        if name == "all_gather_matmul":
+            a = _normal(mine, COLS) if dim == 0 else _normal(COLS, mine)
+            b = _normal(COLS if dim == 0 else whole, COLS)
+            return call(a, b, None, gather_dim=dim, sizes=sizes, group=group)
+        if name == "all_gather_two_matmuls":
+            return call(_normal(mine, COLS), _normal(COLS, 1), _normal(whole, 1), sizes=sizes, group=group)
+        if name == "matmul_reduce_scatter":
+            a, b = (_normal(whole, 1), _normal(1, COLS)) if dim == 0 else (_normal(COLS, 1), _normal(1, whole))
+            return call(a, b, None, scatter_dim=dim, sizes=sizes, group=group)
+        if name == "matmul_scatter_and_gather":
+            a, x = _normal(whole, 1), _normal(mine, COLS)
+            return call(a, _normal(1, COLS), _normal(1, whole), x, sizes=sizes, group=group)
+        if name == "matmul_all_reduce":
+            return call(_normal(whole, 1), _normal(1, COLS), None, group=group, algorithm=algorithm)
+        if name == "all_reduce":
+            return call(_normal(whole, COLS), group=group, algorithm=algorithm)
+        return call(_normal(mine if name == "all_gather" else whole, COLS), sizes=sizes, group=group)
+
+    return op
+
+
+FUSED: dict[str, Op] = {
+    "gather rows": _gather(),
+    "gather rows, pushed before": _gather(split=True),
+    "gather rows, own through the arena": _gather(strided=True),
+    "gather rows, kept": _gather(kept=True),
+    "gather contraction": _gather(1),
+    "scatter rows": _scatter(),
+    "scatter columns": _scatter(1),
+    "scatter and gather": _scatter_and_gather,
+    "matmul one_shot": _matmul_all_reduce("one_shot"),
+    "matmul two_shot": _matmul_all_reduce("two_shot"),
+    "all_gather": _collective("all_gather", "direct"),
+    "ring all_gather": _collective("all_gather", "ring"),
+    "reduce_scatter": _collective("reduce_scatter", "direct"),
+    "ring reduce_scatter": _collective("reduce_scatter", "ring"),
+    "one_shot": _collective("all_reduce", "one_shot"),
+    "two_shot": _collective("all_reduce", "two_shot"),
+    "ring all_reduce": _collective("all_reduce", "ring"),
+}
+
+
+def _host_ops(copies: bool) -> dict[str, Op]:
+    ops = {
+        "gather rows": _host("all_gather_matmul", copies=copies),
+        "gather rows, few": _host("all_gather_matmul", copies=copies, few_rows=True),
+        "gather contraction": _host("all_gather_matmul", dim=1, copies=copies),
+        "gather rows, two matmuls": _host("all_gather_two_matmuls", copies=copies),
+        "scatter rows": _host("matmul_reduce_scatter", copies=copies),
+        "scatter rows, few": _host("matmul_reduce_scatter", copies=copies, few_rows=True),
+        "scatter columns": _host("matmul_reduce_scatter", dim=1, copies=copies),
+        "scatter and gather": _host("matmul_scatter_and_gather", copies=copies),
+        "matmul one_shot": _host("matmul_all_reduce", algorithm="one_shot", copies=copies),
+        "matmul two_shot": _host("matmul_all_reduce", algorithm="two_shot", copies=copies),
+        "all_gather": _host("all_gather", copies=copies),
+        "reduce_scatter": _host("reduce_scatter", copies=copies),
+        "one_shot": _host("all_reduce", algorithm="one_shot", copies=copies),
+        "two_shot": _host("all_reduce", algorithm="two_shot", copies=copies),
+    }
+    return {f"{'copy' if copies else 'in place'}: {name}": op for name, op in ops.items()}
+
+
+COPY, IN_PLACE = _host_ops(True), _host_ops(False)
+OPS = FUSED | COPY | IN_PLACE
+
+
+@contextlib.contextmanager
+def virtual_ranks(world_size: int, epoch: int = 0) -> Iterator[list[Workspace]]:
+    """A workspace a rank, all in this process, with tiny tiles."""
+    ranks = [Workspace(memory, CPU, epoch=epoch) for memory in local_memories(world_size, CPU)]
+    few_rows, config_for, get = decomposed.FEW_ROWS, fused.config_for, fusedtp.workspace.get
+    fused.config_for = lambda device, dtype: TINY  # type: ignore[assignment]
+    fusedtp.workspace.get = lambda group, device: ranks[group.rank()]  # type: ignore[assignment]
+    try:
+        for ws in ranks:
+            ws.set_timeout(0.05)
+        yield ranks
+    finally:
+        decomposed.FEW_ROWS, fused.config_for, fusedtp.workspace.get = few_rows, config_for, get
+        for ws in ranks:
+            ws.close()
+
+
+def record(names: Sequence[str], sizes: tuple[int, ...], epoch: int = 0) -> list[list[list[Kernel]]]:
+    """[rank][call] -> the kernels of a sequence of ops, every rank recorded alone; the first call's epoch is
+    epoch + 1.
+    """
+    traces = []
+    with virtual_ranks(len(sizes), epoch) as ranks:
+        for rank, ws in enumerate(ranks):
+            group = _Group(lambda rank=rank: rank, lambda: len(sizes))  # type: ignore[misc]
+            calls = []
+            for name in names:
+                with Recorder(ranks, rank, side_stream=not name.startswith("in place")) as recorder:
+                    calls.append(recorder.call(lambda ws=ws, name=name, group=group: OPS[name](ws, sizes, group)))  # type: ignore[misc]
+            traces.append(calls)
+    return traces
+
+
+_both_parities = cache(record)
+
+
+def sequence(names: Sequence[str], sizes: tuple[int, ...]) -> list[list[list[Kernel]]]:
+    """`record` of any sequence of ops, put together from recordings of each op on its own, once on each half."""
+    return [
+        [
+            [shifted(kernel, call - call % 2) for kernel in _both_parities((name, name), sizes)[rank][call % 2]]
+            for call, name in enumerate(names)
+        ]
+        for rank in range(len(sizes))
+    ]
+
+
+def shifted(kernel: Kernel, by: int) -> Kernel:
+    """The same kernel `by` epochs later."""
+
+    def later(event: Event) -> Event:
+        if isinstance(event, (Raise, Wait, Advance)):
+            return event._replace(epoch=(event.epoch + by + 2**31) % 2**32 - 2**31)
+        return event
+
+    return replace(kernel, programs=[[later(event) for event in events] for events in kernel.programs])

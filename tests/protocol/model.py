@@ -1,0 +1,282 @@
+"""The protocol as a finite transition system, built from recordings, and every state of it explored.
+
+Memory is weak, and the model asks the most of it. An access (a `Window` here: accesses of one program between two of
+its synchronisations) may take effect from the moment at which its program comes to it until something forces it: a
+release that a barrier separates from it, or the end of its kernel. A signal may become visible to its reader at any
+time after its program has raised it, while that program goes on. Until then nothing is settled, so what is explored is
+the order of exactly these settling moments, the `Commit`s: a signal becomes visible, a kernel ends, a wait passes.
+Windows are open as long as they can be, which covers every order in which the accesses inside could take effect.
+
+A state is the set of commits so far. It is wrong when a window opens before one that must come first has closed:
+
+- a load before every store of its own call to these cells has settled (an old chunk, or half a new one);
+- an access of a later call before those of the call before it to the same cells (overwritten while it is read).
+
+A state that is not final and has no commit left is a deadlock. Commits that settle nothing that matters, and waits
+whose condition stays true once it is, only ever open windows earlier: they are taken at once (`eager`) where taking
+them later reaches nothing new, and are explored like the others where a signal's word may go back.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from .record import Access, Advance, Arrive, Barrier, Event, Kernel, Raise, Wait
+
+# What a wait that expects `epoch` makes of a word, by the word's distance to it.
+Accepts = Callable[[int], bool]
+
+
+@dataclass
+class Commit:
+    """A moment that orders something. `need`: the commits (bits) after which it can come."""
+
+    name: str
+    need: int
+    kind: str  # "signal", "wait", "end", "start"
+    word: tuple[int, int, int] | None = None
+    epoch: int = 0
+    # Of a start: the programs of the kernel before this one, each as the commits that end it, and how many may run.
+    earlier: tuple[int, ...] = ()
+    residency: int = 0
+
+
+@dataclass
+class Window:
+    """Cells that a program accesses at some time after `need` (bits), before any of `closers` (bits)."""
+
+    name: str
+    call: int
+    program: tuple[int, int, int, int]
+    segment: int
+    one_thread: bool
+    write: bool
+    need: int
+    cells: set[tuple[int, int]]
+    closers: int = 0
+
+
+@dataclass
+class Model:
+    """All ranks' calls. `faults` are what is wrong whatever the order is."""
+
+    modulus: int
+    accepts: Accepts
+    first_epoch: int
+    commits: list[Commit] = field(default_factory=list)
+    windows: list[Window] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+    def commit(self, name: str, need: int, kind: str, **more: object) -> int:
+        """A new commit's bit."""
+        self.commits.append(Commit(name, need, kind, **more))  # type: ignore[arg-type]
+        return 1 << (len(self.commits) - 1)
+
+    def accepted(self, seen: int, expected: int) -> bool:
+        """Whether a wait for `expected` ends at `seen`, as epochs are compared in a word of `modulus` values."""
+        half = self.modulus // 2
+        return self.accepts((seen - expected + half) % self.modulus - half)
+
+
+class _Program:
+    """Walks one program's events."""
+
+    def __init__(self, model: Model, name: str, key: tuple[int, int, int, int], kernel: Kernel, need: int) -> None:
+        self._model, self._name, self._key, self._kernel = model, name, key, kernel
+        # After what an access may come, and after what the next synchronisation (a wait that does not acquire differs).
+        self.access_need = self.need = need
+        self.commits = self._raised = self._unordered = 0
+        self.windows: list[Window] = []
+        self._current: dict[bool, Window] = {}
+        self._segment = 0
+        self.fenced = True
+
+    def walk(self, events: Sequence[Event]) -> None:
+        """Add the windows and commits of `events`."""
+        for event in events:
+            if isinstance(event, Access):
+                self._access(event)
+            elif isinstance(event, Barrier):
+                self._current.clear()
+                self._segment += 1
+                self._raised, self._unordered = self._raised | self._unordered, 0
+                self.fenced = True
+            elif isinstance(event, Raise):
+                self._raise(event)
+            elif isinstance(event, Wait):
+                self._current.clear()
+                name = f"{self._name} has seen slot {event.slot} of rank {event.source}"
+                word = (self._key[0], event.slot, event.source)
+                bit = self._model.commit(name, self.need, "wait", word=word, epoch=event.epoch)
+                self.commits |= bit
+                self.need |= bit
+                if event.acquire:
+                    self.access_need |= bit
+
+    def _access(self, event: Access) -> None:
+        self.fenced = False
+        if event.write not in self._current:
+            window = Window(
+                f"{self._name} {'stores to' if event.write else 'loads from'} rank {event.owner}",
+                self._key[1], self._key, self._segment, self._kernel.one_thread, event.write, self.access_need, set(),
+            )  # fmt: skip
+            self._current[event.write] = window
+            self.windows.append(window)
+        self._current[event.write].cells |= {(event.owner, cell) for cell in event.cells}
+
+    def _raise(self, event: Raise) -> None:
+        # A release comes after what a barrier has put before it; one thread needs none between its own atomics.
+        need = self.need | (self._raised if event.release else 0)
+        name = f"{self._name} signals slot {event.slot} of rank {event.owner}"
+        word = (event.owner, event.slot, event.source)
+        bit = self._model.commit(name, need, "signal", word=word, epoch=event.epoch)
+        self.commits |= bit
+        self._unordered |= bit
+        for window in self.windows:
+            if event.release and window.segment < self._segment and not window.closers & need:
+                window.closers |= bit
+
+
+def build(
+    calls: Sequence[Sequence[Sequence[Kernel]]], *, modulus: int = 8, residency: int = 0, accepts: Accepts | None = None,
+    first_epoch: int = 0,
+) -> Model:  # fmt: skip
+    """The model of calls[rank][call]. `residency` programs of a kernel run at a time, in their order (0: all);
+    `accepts` is what a wait makes of a word (default: what comes after the wrapping comparison in `kernels.signal`).
+    """
+    model = Model(modulus, accepts or (lambda distance: distance >= 0), first_epoch)
+    for rank, ops in enumerate(calls):
+        last = {0: 0, 1: 0}
+        for call, kernels in enumerate(ops):
+            ends: list[int] = []
+            before = last[0]
+            for index, kernel in enumerate(kernels):
+                start = last[kernel.stream] | (0 if kernel.after else before)
+                for each in kernel.after:
+                    start |= ends[each]
+                end = _add_kernel(model, (rank, call, index), kernel, start, residency)
+                ends.append(end)
+                last[kernel.stream] = end
+            _check_end(model, rank, call, kernels)
+    return model
+
+
+def _add_kernel(model: Model, key: tuple[int, int, int], kernel: Kernel, start: int, residency: int) -> int:
+    # The bit of the kernel's end.
+    rank, call, _ = key
+    title = f"rank {rank}, call {call}, {kernel.name}"
+    inside, need, windows, ended, tails = 0, start, [], [], []
+    for number, events in enumerate(kernel.programs):
+        name = f"{title} program {number}"
+        begin = start
+        if 0 < residency < len(kernel.programs):
+            begin |= model.commit(f"{name} starts", start, "start", earlier=tuple(ended), residency=residency)
+        arrived = next((i for i, event in enumerate(events) if isinstance(event, Arrive)), len(events))
+        program = _Program(model, name, (*key, number), kernel, begin)
+        program.walk(events[:arrived])
+        if arrived < len(events) and not program.fenced:
+            model.faults.append(f"{name} arrives without a barrier after its last access")
+        tails.append(events[arrived + 1 :])
+        windows += program.windows
+        inside |= program.commits | begin
+        ended.append(program.need)
+        need |= program.need
+    # Whichever program is the last to arrive does what the recording saw the last one do.
+    if any(tails):
+        if any(tails[:-1]):
+            model.faults.append(f"{title}: a program that is not the last to arrive leaves")
+        tail = _Program(model, f"{title} leaving", (*key, -1), kernel, need)
+        tail.walk(tails[-1])
+        inside |= tail.commits
+    end = model.commit(f"{title} ends", inside | need, "end")
+    for window in windows:
+        window.closers |= end
+    model.windows += windows
+    return end
+
+
+def _check_end(model: Model, rank: int, call: int, kernels: Sequence[Kernel]) -> None:
+    # The epoch moves on once a call, by one, in the last kernel, after all programs have arrived and all other kernels
+    # have ended.
+    where = [
+        (number, (event.epoch - model.first_epoch - call - 1) % 2**32 == 0)
+        for number, kernel in enumerate(kernels)
+        for events in kernel.programs
+        for position, event in enumerate(events)
+        if isinstance(event, Advance) and (kernel.one_thread or any(isinstance(e, Arrive) for e in events[:position]))
+    ]
+    if where != [(len(kernels) - 1, True)]:
+        model.faults.append(f"rank {rank}, call {call}: the epoch does not move on once, by one, at the end")
+    ended, left = {len(kernels) - 1}, [len(kernels) - 1]
+    while left:
+        last = left.pop()
+        stream = kernels[last].stream
+        for each in (*kernels[last].after, *(n for n in range(last) if kernels[n].stream == stream)):
+            if each not in ended:
+                ended.add(each)
+                left.append(each)
+    for number in set(range(len(kernels))) - ended:
+        model.faults.append(f"rank {rank}, call {call}: {kernels[number].name} may still run when the epoch moves on")
+
+
+def bits(mask: int) -> Iterator[int]:
+    """The numbers of the bits set."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+def closure(commits: Sequence[Commit]) -> list[int]:
+    """Per commit, everything that comes before it in every order (a commit needs only earlier numbers)."""
+    before: list[int] = []
+    for commit in commits:
+        mask = commit.need
+        for number in bits(commit.need):
+            mask |= before[number]
+        before.append(mask)
+    return before
+
+
+def required(model: Model) -> dict[int, list[int]]:
+    """Window -> the windows that must have closed when it opens, without those that always have."""
+    before = closure(model.commits)
+
+    def always(first: Window, second: Window) -> bool:
+        if first.program == second.program:
+            return first.one_thread or first.segment < second.segment
+        needed = second.need
+        for number in bits(second.need):
+            needed |= before[number]
+        return bool(first.closers & needed)
+
+    users: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for number, window in enumerate(model.windows):
+        for cell in window.cells:
+            users[cell].append(number)
+    pairs: set[tuple[int, int]] = set()
+    twice: set[tuple[int, int]] = set()
+    unwritten: set[int] = set()
+    for numbers in map(tuple, {tuple(each) for each in users.values()}):
+        earlier: list[int] = []
+        for call in sorted({model.windows[number].call for number in numbers}):
+            here = [number for number in numbers if model.windows[number].call == call]
+            stores = [number for number in here if model.windows[number].write]
+            loads = [number for number in here if not model.windows[number].write]
+            twice |= {(one, two) for one in stores for two in stores if one < two}
+            if not stores:
+                unwritten |= set(loads)
+            pairs |= {(store, load) for store in stores for load in loads}
+            pairs |= {(old, store) for old in earlier for store in stores}
+            earlier = here
+    for one, two in sorted(twice):
+        model.faults.append(f"{model.windows[one].name} and {model.windows[two].name} the same cells in one call")
+    for number in sorted(unwritten):
+        model.faults.append(f"{model.windows[number].name} cells that nobody stores to in this call")
+    found: dict[int, list[int]] = defaultdict(list)
+    for first, second in sorted(pairs):
+        if not always(model.windows[first], model.windows[second]):
+            found[second].append(first)
+    return found

@@ -1,0 +1,189 @@
+"""Planted protocol bugs: one-line edits of the real kernels and schedules, undone afterwards.
+
+Each edit names the function and the text that it replaces, which must be there: a bug cannot quietly stop being one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import linecache
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import fusedtp.workspace
+from fusedtp import steps
+from fusedtp.kernels import gather_matmul, push, signal
+from fusedtp.schedules import fused, transport
+
+
+@dataclass(frozen=True)
+class Edit:
+    """In function `name` of `owner` (a module or class), `old` becomes `new` wherever it stands."""
+
+    owner: Any
+    name: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A bug, the op and shards it shows on, and how many programs run at a time there (0: all)."""
+
+    bug: str
+    op: str
+    edits: tuple[Edit, ...]
+    sizes: tuple[int, ...] = (3, 1)
+    residency: int = 0
+    # Part of what the checker says, and whether the race detector finds it: a deadlock is no race.
+    says: str = ""
+    races: bool = True
+
+
+def _edit(owner: Any, name: str, old: str, new: str) -> tuple[Edit, ...]:
+    return (Edit(owner, name, old, new),)
+
+
+MUTANTS = (
+    Mutant(
+        "no barrier before the release", "gather rows",
+        _edit(signal, "raise_signal", "tl.debug_barrier()", "pass"), says="chunk is read",
+    ),
+    Mutant(
+        "relaxed signal", "scatter rows",
+        _edit(signal, "raise_signal", 'sem="release"', 'sem="relaxed"'), says="chunk is read",
+    ),
+    Mutant(
+        "signal for the own device only", "two_shot",
+        _edit(signal, "raise_signal", 'scope="sys"', 'scope="gpu"'), says="chunk is read",
+    ),
+    Mutant(
+        "relaxed poll", "all_gather", _edit(signal, "wait", 'sem="acquire"', 'sem="relaxed"'),
+        says="chunk is read",
+    ),
+    Mutant(
+        "signal before the stores", "all_gather",
+        (
+            Edit(push, "push_rows", "raise_signal(link, dst, piece + first_slot)", "pass"),
+            Edit(push, "push_rows", "    send_block(", "    raise_signal(link, dst, piece + first_slot)\n        send_block("),
+        ),
+        says="chunk is read",
+    ),
+    Mutant(
+        "one half instead of two", "gather rows", _edit(signal, "half", "link.epoch & 1", "link.epoch & 0"),
+        says="overwritten",
+    ),
+    Mutant(
+        "one half instead of two, host", "in place: all_gather",
+        _edit(fusedtp.workspace.Workspace, "view", "(epoch & 1) *", "(epoch & 0) *"), says="overwritten",
+    ),
+    Mutant(
+        "flag reset after the wait", "gather rows",
+        _edit(signal, "wait", "return (", "tl.store(signal, 0)\n    return ("), says="deadlock", races=False,
+    ),
+    Mutant(
+        "flag reset after the wait, host", "in place: two_shot",
+        _edit(
+            steps.HostSteps, "wait", "self._wait_slowly(lambda: load_acquire(address), src, slot)",
+            "self._wait_slowly(lambda: load_acquire(address), src, slot)\n    store_release(address, 0)",
+        ),
+        says="deadlock", races=False,
+    ),
+    Mutant(
+        "wait for the epoch before", "scatter rows",
+        _edit(signal, "wait", "seen - link.epoch", "seen + 1 - link.epoch"), says="chunk is read",
+    ),
+    Mutant(
+        "wait for the epoch before, host", "copy: gather rows",
+        _edit(steps.HostSteps, "wait", "self.epoch) >= 0", "self.epoch) >= -1"), says="chunk is read",
+    ),
+    Mutant(
+        "wait for a later program", "gather rows",
+        _edit(
+            gather_matmul, "_gather_matmul_programs", "pid = tl.program_id(0)",
+            "pid = tl.num_programs(0) - 1 - tl.program_id(0)",
+        ),
+        residency=1, says="deadlock", races=False,
+    ),
+    Mutant(
+        "no signal for an empty shard", "gather contraction",
+        _edit(
+            push, "push_rows", "        raise_signal(",
+            "        if src.cols > 0:\n            raise_signal(",
+        ),
+        sizes=(3, 0), says="deadlock", races=False,
+    ),
+    Mutant(
+        "no signal for an empty shard, host", "copy: all_gather",
+        _edit(transport, "publish", "if ws.in_place:", "if x.numel() == 0:\n        return\n    if ws.in_place:"),
+        sizes=(3, 0), says="deadlock", races=False,
+    ),
+    Mutant(
+        "leaves without its peers' entry", "all_gather",
+        _edit(signal, "leave", "range(1, link.WORLD_SIZE)", "range(1, 1)"), says="overwritten",
+        sizes=(3, 0),
+    ),
+    Mutant(
+        "nobody enters", "ring reduce_scatter", _edit(signal, "enter", "pid == 0", "pid < 0"),
+        says="deadlock", races=False,
+    ),
+    Mutant(
+        "all pieces under one slot", "gather rows",
+        _edit(push, "push_rows", "piece + first_slot", "first_slot"), says="chunk is read",
+    ),
+    Mutant(
+        "two phases under the same slots", "two_shot",
+        _edit(
+            fused, "_reduce_and_collect", "FIRST_SLOT.value + _tiles(region_rows, out.shape[1], config)",
+            "FIRST_SLOT.value",
+        ),
+        says="chunk is read",
+    ),
+    Mutant(
+        "read without a wait", "copy: two_shot", _edit(transport, "published", "steps.wait(src, slot)", "pass"),
+        says="chunk is read",
+    ),
+    Mutant(
+        "the first to arrive leaves", "scatter rows",
+        _edit(signal, "leave", "arrived == num_programs - 1", "arrived == 0"), says="not the last to arrive",
+        races=False,
+    ),
+    Mutant(
+        "ends before its side stream", "scatter and gather",
+        _edit(fused, "matmul_scatter_and_gather_phases", "settle(ws)", "pass"), says="may still run", races=False,
+    ),
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def planted(mutant: Mutant) -> Iterator[None]:
+    """With the bug in place, wherever the function is known by its name."""
+    with contextlib.ExitStack() as stack:
+        for edit in mutant.edits:
+            _plant(edit, stack)
+        yield
+
+
+def _plant(edit: Edit, stack: contextlib.ExitStack) -> None:
+    original = inspect.getattr_static(edit.owner, edit.name)
+    function = getattr(original, "fn", original)
+    source = textwrap.dedent(inspect.getsource(function))
+    assert edit.old in source, f"{edit.name} has no {edit.old!r} any more"
+    source = source.replace(edit.old, edit.new)
+    # Triton reads the source of what it interprets.
+    file = f"<{edit.name} with {edit.new!r}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    stack.callback(linecache.cache.pop, file, None)
+    names: dict[str, Any] = {}
+    exec(compile(source, file, "exec"), function.__globals__, names)
+    owners = [edit.owner] if inspect.isclass(edit.owner) else [
+        module for name, module in list(sys.modules.items()) if name.startswith("fusedtp.")
+    ]  # fmt: skip
+    for owner in owners:
+        if owner.__dict__.get(edit.name) is original:
+            stack.callback(setattr, owner, edit.name, original)
+            setattr(owner, edit.name, names[edit.name])

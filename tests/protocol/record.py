@@ -1,0 +1,369 @@
+"""What a rank does to symmetric memory, recorded from the real code: kernels in the interpreter, host steps, torch ops.
+
+`Recorder` watches one rank's workspace while an op runs on it and returns the op's `Kernel`s: per program the data that
+it loads and stores in any arena, its barriers, the signals that it raises and waits for, and where it leaves. Nothing
+is written by hand, so that the model which is built from it (`model`) cannot drift apart from the kernels.
+
+A rank can be recorded alone: with `alone` a poll does not look into memory but is shown one epoch after another, from
+two before the op's own on, until the wait ends. What it was shown last is what the wait waits for. (The control flow of
+an op depends on shapes only, never on data or on the time at which a signal arrives.) Without `alone` polls are real
+and the recording is that of one real run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton._C.libtriton import ir
+from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
+
+import fusedtp.workspace
+from fusedtp import steps
+from fusedtp.kernels import signal
+from fusedtp.schedules import decomposed, fused, transport
+from fusedtp.workspace import Workspace
+
+# Cells are the elements of an arena's data; recordings use float32 only.
+CELL_BYTES = 4
+
+
+class Access(NamedTuple):
+    """Cells of rank `owner`'s arena loaded or stored by one instruction. Cells are counted from the start of the data,
+    so both halves have their own.
+    """
+
+    write: bool
+    owner: int
+    cells: frozenset[int]
+
+
+class Barrier(NamedTuple):
+    """All threads of the program have come here."""
+
+
+class Raise(NamedTuple):
+    """The signal (slot, source) in rank `owner`'s arena set to `epoch`; a `release` orders what a barrier put before
+    it.
+    """
+
+    owner: int
+    slot: int
+    source: int
+    epoch: int
+    release: bool
+
+
+class Wait(NamedTuple):
+    """Wait until the own signal (slot, source) has reached `epoch`; without `acquire` nothing is ordered after it."""
+
+    slot: int
+    source: int
+    epoch: int
+    acquire: bool
+
+
+class Arrive(NamedTuple):
+    """One program of the op's last kernel has finished; what follows is done by the last one only."""
+
+
+class Advance(NamedTuple):
+    """The own epoch is set: the op ends."""
+
+    epoch: int
+
+
+Event = Access | Barrier | Raise | Wait | Arrive | Advance
+
+
+@dataclass
+class Kernel:
+    """Programs that run side by side once the kernels `after` (indices) have ended. A host-driven stretch is a kernel
+    of one program and one thread: there every release orders what came before it.
+    """
+
+    name: str
+    stream: int
+    after: tuple[int, ...]
+    one_thread: bool
+    programs: list[list[Event]] = field(default_factory=list)
+
+
+class Recorder:
+    """Records the ops of one rank of `workspaces`; use as a context manager, one op a `call`."""
+
+    def __init__(self, workspaces: list[Workspace], rank: int, *, alone: bool = True, side_stream: bool = True) -> None:
+        self.ws, self.rank, self.alone, self._side_stream = workspaces[rank], rank, alone, side_stream
+        self._stack = contextlib.ExitStack()
+        self._polled: int | None = None
+        self._first_shown = 0
+        self._acquires = True
+        self._word: tuple[int, int] | None = None
+        self._open = False
+
+    def __enter__(self) -> Recorder:
+        self._patch_interpreter()
+        self._patch_host()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def call(self, op: Callable[[], object]) -> list[Kernel]:
+        """The kernels of one op."""
+        self.kernels: list[Kernel] = []
+        self._stream, self._last, self._pending = 0, {0: (), 1: ()}, {0: (), 1: ()}
+        self.epoch = self.ws.epoch + 1
+        self._program: list[Event] | None = None
+        self._open = True
+        with _TorchAccesses(self):
+            op()
+        self._open = False
+        return self.kernels
+
+    # Kernels and programs.
+
+    def begin_kernel(self, name: str, one_thread: bool) -> None:
+        """What follows belongs to a new kernel on the current stream."""
+        after = tuple(sorted({*self._last[self._stream], *self._pending[self._stream]}))
+        self.kernels.append(Kernel(name, self._stream, after, one_thread))
+        self._last[self._stream], self._pending[self._stream] = (len(self.kernels) - 1,), ()
+        self._program = None
+
+    def begin_program(self) -> None:
+        """What follows belongs to the next program of the current kernel."""
+        self._program = []
+        self.kernels[-1].programs.append(self._program)
+
+    def host_event(self, event: Event) -> None:
+        """An event of the host's own, in the stretch that is open on the current stream, or a new one."""
+        if self._program is None:
+            self.begin_kernel("host", one_thread=True)
+            self.begin_program()
+        if isinstance(event, Raise):
+            self.add(Barrier())
+        self.add(event)
+
+    def add(self, event: Event) -> None:
+        """Append to the current program."""
+        assert self._program is not None
+        self._program.append(event)
+
+    @contextlib.contextmanager
+    def side(self, _: Workspace) -> Iterator[None]:
+        """`travelling` as on a GPU: the side stream follows what the main one has been given so far."""
+        self._pending[1] = (*self._pending[1], *self._last[0])
+        self._stream, self._program = 1, None
+        try:
+            yield
+        finally:
+            self._stream, self._program = 0, None
+
+    def settle(self, _: Workspace) -> None:
+        """`settle` as on a GPU: the main stream waits for the side stream."""
+        self._pending[0] = (*self._pending[0], *self._last[1])
+        self._program = None
+
+    # Addresses.
+
+    def locate(self, address: int) -> tuple[int, int] | None:
+        """(rank, bytes into its arena), or None for memory that is not symmetric."""
+        for owner, begin in enumerate(self.ws.addresses):
+            if begin <= address < begin + self.ws.data_offset + 2 * self.ws.half_bytes:
+                return owner, address - begin
+        return None
+
+    def touched(self, addresses: np.ndarray[Any, Any], write: bool, emit: Callable[[Event], None]) -> None:
+        """Elements at `addresses` are loaded or stored; those of one access lie in one arena."""
+        place = self.locate(int(addresses[0])) if self._open and addresses.size else None
+        if place is None:
+            return
+        owner, offset = place
+        if offset >= self.ws.data_offset:
+            first = self.ws.addresses[owner] + self.ws.data_offset
+            cells = (addresses.astype(np.int64) - first) // CELL_BYTES
+            emit(Access(write, owner, frozenset(cells.tolist())))
+        elif write:
+            self.header_stored(owner, offset // 4, emit)
+
+    def header_stored(self, owner: int, word: int, emit: Callable[[Event], None], release: bool = False) -> None:
+        """A header word has been written: a signal, or the own epoch."""
+        view = self.ws._arena.tensors[owner][4 * word : 4 * word + 4].view(torch.int32)  # type: ignore[union-attr]
+        if word >= signal.SIGNALS.value:
+            slot, source = divmod(word - signal.SIGNALS.value, self.ws.world_size)
+            emit(Raise(owner, slot, source, int(view), release))
+        elif word == signal.EPOCH.value:
+            emit(Advance(int(view)))
+
+    # Polls.
+
+    def shown(self, word: int) -> int | None:
+        """What a poll of the own header's `word` sees when the rank is recorded alone; None: look into memory."""
+        self._word = divmod(word - signal.SIGNALS.value, self.ws.world_size)
+        if not self.alone:
+            return None
+        self._polled = self._first_shown if self._polled is None else min(self._polled + 1, self.epoch + 2)
+        return _wrap(self._polled)
+
+    def whole_wait(self, wait: Callable[..., Any], emit: Callable[[Event], None]) -> Callable[..., Any]:
+        """`wait`, recorded once it has ended."""
+
+        def recorded(*args: Any) -> Any:
+            if not self._open:
+                return wait(*args)
+            begin = 0 if self._program is None else len(self._program)
+            seen = []
+            # A wait's first look may be another piece of code than the later ones: show it the last epoch first, too.
+            for first in (self.epoch - 1, self.epoch - 2) if self.alone else (0,):
+                if self._program is not None:
+                    del self._program[begin:]
+                self._word = self._polled = None
+                self._acquires, self._first_shown = True, first
+                result = wait(*args)
+                if self._polled is not None:
+                    seen.append(self._polled)
+            if self._word is not None:
+                emit(Wait(*self._word, _wrap(min(seen)), self._acquires))
+                # What it did once it had seen the signal comes after.
+                self._program.insert(begin, self._program.pop())  # type: ignore[union-attr]
+            return result
+
+        return recorded
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        self._stack.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, value)
+
+    def _patch_interpreter(self) -> None:
+        load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+        atomic_rmw, set_grid_idx = InterpreterBuilder.create_atomic_rmw, InterpreterBuilder.set_grid_idx
+        launch = GridExecutor.__call__
+        recorder = self
+
+        def create_masked_load(self: Any, ptrs: Any, mask: Any, *args: Any) -> Any:
+            recorder.touched(np.broadcast_to(ptrs.data, mask.data.shape)[mask.data], False, recorder.add)
+            return load(self, ptrs, mask, *args)
+
+        def create_masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *args: Any) -> Any:
+            result = store(self, ptrs, value, mask, *args)
+            recorder.touched(np.broadcast_to(ptrs.data, mask.data.shape)[mask.data], True, recorder.add)
+            return result
+
+        def create_atomic_rmw(self: Any, op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
+            place = recorder.locate(int(ptr.data.flat[0])) if recorder._open else None
+            if place is None:
+                return atomic_rmw(self, op, ptr, val, mask, sem, scope)
+            owner, word = place[0], place[1] // 4
+            acquires = sem in (ir.MEM_SEMANTIC.ACQUIRE, ir.MEM_SEMANTIC.ACQUIRE_RELEASE)
+            releases = sem in (ir.MEM_SEMANTIC.RELEASE, ir.MEM_SEMANTIC.ACQUIRE_RELEASE)
+            system = scope == ir.MEM_SYNC_SCOPE.SYSTEM
+            if word >= signal.SIGNALS.value and op == ir.ATOMIC_OP.ADD and owner == recorder.rank:
+                shown = recorder.shown(word)
+                recorder._acquires = acquires and system
+                if shown is not None:
+                    return TensorHandle(np.full_like(val.data, shown), val.dtype)
+                result = atomic_rmw(self, op, ptr, val, mask, sem, scope)
+                recorder._polled = int(result.data.flat[0])
+                return result
+            result = atomic_rmw(self, op, ptr, val, mask, sem, scope)
+            if word == signal.ARRIVED.value and owner == recorder.rank:
+                recorder.add(Arrive())
+            elif op == ir.ATOMIC_OP.XCHG:
+                recorder.header_stored(owner, word, recorder.add, releases and system)
+            return result
+
+        def create_barrier(self: Any) -> None:
+            if recorder._open:
+                recorder.add(Barrier())
+
+        def next_program(self: Any, *index: int) -> None:
+            set_grid_idx(self, *index)
+            if recorder._open:
+                recorder.begin_program()
+
+        def launched(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if recorder._open:
+                recorder.begin_kernel(self.fn.__name__.strip("_").removesuffix("_kernel"), one_thread=False)
+            result = launch(self, *args, **kwargs)
+            recorder._program = None
+            return result
+
+        for name, value in (
+            ("create_masked_load", create_masked_load), ("create_masked_store", create_masked_store),
+            ("create_atomic_rmw", create_atomic_rmw), ("create_barrier", create_barrier),
+            ("set_grid_idx", next_program),
+        ):  # fmt: skip
+            self._replace(InterpreterBuilder, name, value)
+        self._replace(GridExecutor, "__call__", launched)
+        wait = signal.wait
+        for module in [each for name, each in sys.modules.items() if name.startswith("fusedtp.kernels.")]:
+            if getattr(module, "wait", None) is wait:
+                self._replace(module, "wait", self.whole_wait(wait, self.add))
+
+    def _patch_host(self) -> None:
+        load_acquire, store_release = steps.load_acquire, steps.store_release
+        host_wait = steps.HostSteps.wait
+
+        def load(address: int) -> int:
+            place = self.locate(address) if self._open else None
+            if place is not None and place[0] == self.rank and place[1] // 4 >= signal.SIGNALS.value:
+                shown = self.shown(place[1] // 4)
+                if shown is None:
+                    shown = self._polled = load_acquire(address)
+                return shown
+            return load_acquire(address)
+
+        def store(address: int, value: int) -> None:
+            store_release(address, value)
+            place = self.locate(address) if self._open else None
+            if place is not None:
+                self.header_stored(place[0], place[1] // 4, self.host_event, release=True)
+
+        self._replace(steps, "load_acquire", load)
+        self._replace(fusedtp.workspace, "load_acquire", load)
+        self._replace(steps, "store_release", store)
+        self._replace(steps.HostSteps, "wait", self.whole_wait(host_wait, self.host_event))
+        if self._side_stream:
+            for module in (fused, decomposed, transport):
+                self._replace(module, "travelling", self.side)
+                self._replace(module, "settle", self.settle)
+
+
+class _TorchAccesses(TorchDispatchMode):
+    """Torch ops that read or write arenas, as loads and stores of the host."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.is_view:
+            return result
+        values = {**dict(zip((each.name for each in func._schema.arguments), args, strict=False)), **kwargs}
+        for argument in func._schema.arguments:
+            value = values.get(argument.name)
+            write = argument.alias_info is not None and argument.alias_info.is_write
+            for each in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(each, Tensor) and each.numel():
+                    self._recorder.touched(_addresses(each), write, self._recorder.host_event)
+        return result
+
+
+def _addresses(x: Tensor) -> np.ndarray[Any, Any]:
+    offsets = np.zeros((), dtype=np.int64)
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        offsets = np.add.outer(offsets, np.arange(size) * stride)
+    return x.data_ptr() + x.element_size() * offsets.reshape(-1)
+
+
+def _wrap(epoch: int) -> int:
+    return (epoch + 2**31) % 2**32 - 2**31
