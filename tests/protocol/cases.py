@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
+from fusedtp.kernels.launch import Config
 
 import fusedtp.workspace
-from fusedtp.kernels.launch import Config
 from fusedtp.memory.local import local_memories
 from fusedtp.schedules import decomposed, fused
 from fusedtp.workspace import Workspace
@@ -36,19 +36,19 @@ class _Group:
 Op = Callable[[Workspace, tuple[int, ...], _Group], object]
 
 
-def _normal(*shape: int) -> torch.Tensor:
+def _ones(*shape: int) -> torch.Tensor:
     return torch.ones(shape)
 
 
 def _gather(dim: int = 0, *, split: bool = False, strided: bool = False, kept: bool = False) -> Op:
     def op(ws: Workspace, sizes: tuple[int, ...], group: _Group) -> object:
         mine, whole = sizes[ws.rank], sum(sizes)
-        a = _normal(mine, COLS) if dim == 0 else _normal(COLS, mine)
+        a = _ones(mine, COLS) if dim == 0 else _ones(COLS, mine)
         if strided:
             a = a.t().contiguous().t()
-        gathered = _normal(whole, COLS) if kept else None
+        gathered = _ones(whole, COLS) if kept else None
         phases = fused.gather_matmul_phases(
-            ws, a, _normal(COLS if dim == 0 else whole, COLS), None, dim, sizes, split=split, gathered=gathered
+            ws, a, _ones(COLS if dim == 0 else whole, COLS), None, dim, sizes, split=split, gathered=gathered
         )
         return fused.run(ws, "all_gather_matmul", phases)
 
@@ -57,7 +57,7 @@ def _gather(dim: int = 0, *, split: bool = False, strided: bool = False, kept: b
 
 def _scatter(dim: int = 0) -> Op:
     def op(ws: Workspace, sizes: tuple[int, ...], group: _Group) -> object:
-        a, b = (_normal(sum(sizes), 1), _normal(1, COLS)) if dim == 0 else (_normal(COLS, 1), _normal(1, sum(sizes)))
+        a, b = (_ones(sum(sizes), 1), _ones(1, COLS)) if dim == 0 else (_ones(COLS, 1), _ones(1, sum(sizes)))
         return fused.run(ws, "matmul_reduce_scatter", fused.matmul_scatter_phases(ws, a, b, None, dim, sizes))
 
     return op
@@ -65,7 +65,7 @@ def _scatter(dim: int = 0) -> Op:
 
 def _scatter_and_gather(ws: Workspace, sizes: tuple[int, ...], group: _Group) -> object:
     phases = fused.matmul_scatter_and_gather_phases(
-        ws, _normal(sum(sizes), 1), _normal(1, COLS), _normal(sizes[ws.rank], COLS), sizes, _normal(sum(sizes), COLS)
+        ws, _ones(sum(sizes), 1), _ones(1, COLS), _ones(sizes[ws.rank], COLS), sizes, _ones(sum(sizes), COLS)
     )
     return fused.run(ws, "matmul_reduce_scatter", phases)
 
@@ -73,15 +73,15 @@ def _scatter_and_gather(ws: Workspace, sizes: tuple[int, ...], group: _Group) ->
 def _matmul_all_reduce(algorithm: str) -> Op:
     return lambda ws, sizes, group: fused.run(
         ws, "matmul_all_reduce",
-        fused.matmul_all_reduce_phases(ws, _normal(sum(sizes), 1), _normal(1, COLS), None, algorithm),
+        fused.matmul_all_reduce_phases(ws, _ones(sum(sizes), 1), _ones(1, COLS), None, algorithm),
     )  # fmt: skip
 
 
 def _collective(name: str, algorithm: str) -> Op:
     def op(ws: Workspace, sizes: tuple[int, ...], group: _Group) -> object:
         if name == "all_gather":
-            return fused.run(ws, name, fused.all_gather_phases(ws, _normal(sizes[ws.rank], COLS), sizes, algorithm))
-        x = _normal(sum(sizes), COLS)
+            return fused.run(ws, name, fused.all_gather_phases(ws, _ones(sizes[ws.rank], COLS), sizes, algorithm))
+        x = _ones(sum(sizes), COLS)
         if name == "reduce_scatter":
             return fused.run(ws, name, fused.reduce_scatter_phases(ws, x, sizes, algorithm))
         return fused.run(ws, name, fused.all_reduce_phases(ws, x, algorithm))
@@ -96,22 +96,22 @@ def _host(name: str, *, algorithm: str = "auto", dim: int = 0, copies: bool = Fa
         whole, mine = sum(sizes), sizes[ws.rank]
         call = getattr(decomposed, name)
         if name == "all_gather_matmul":
-            a = _normal(mine, COLS) if dim == 0 else _normal(COLS, mine)
-            b = _normal(COLS if dim == 0 else whole, COLS)
+            a = _ones(mine, COLS) if dim == 0 else _ones(COLS, mine)
+            b = _ones(COLS if dim == 0 else whole, COLS)
             return call(a, b, None, gather_dim=dim, sizes=sizes, group=group)
         if name == "all_gather_two_matmuls":
-            return call(_normal(mine, COLS), _normal(COLS, 1), _normal(whole, 1), sizes=sizes, group=group)
+            return call(_ones(mine, COLS), _ones(COLS, 1), _ones(whole, 1), sizes=sizes, group=group)
         if name == "matmul_reduce_scatter":
-            a, b = (_normal(whole, 1), _normal(1, COLS)) if dim == 0 else (_normal(COLS, 1), _normal(1, whole))
+            a, b = (_ones(whole, 1), _ones(1, COLS)) if dim == 0 else (_ones(COLS, 1), _ones(1, whole))
             return call(a, b, None, scatter_dim=dim, sizes=sizes, group=group)
         if name == "matmul_scatter_and_gather":
-            a, x = _normal(whole, 1), _normal(mine, COLS)
-            return call(a, _normal(1, COLS), _normal(1, whole), x, sizes=sizes, group=group)
+            a, x = _ones(whole, 1), _ones(mine, COLS)
+            return call(a, _ones(1, COLS), _ones(1, whole), x, sizes=sizes, group=group)
         if name == "matmul_all_reduce":
-            return call(_normal(whole, 1), _normal(1, COLS), None, group=group, algorithm=algorithm)
+            return call(_ones(whole, 1), _ones(1, COLS), None, group=group, algorithm=algorithm)
         if name == "all_reduce":
-            return call(_normal(whole, COLS), group=group, algorithm=algorithm)
-        return call(_normal(mine if name == "all_gather" else whole, COLS), sizes=sizes, group=group)
+            return call(_ones(whole, COLS), group=group, algorithm=algorithm)
+        return call(_ones(mine if name == "all_gather" else whole, COLS), sizes=sizes, group=group)
 
     return op
 
@@ -188,7 +188,7 @@ def record(names: Sequence[str], sizes: tuple[int, ...], epoch: int = 0) -> list
             group = _Group(lambda rank=rank: rank, lambda: len(sizes))  # type: ignore[misc]
             calls = []
             for name in names:
-                with Recorder(ranks, rank, side_stream=not name.startswith("in place")) as recorder:
+                with Recorder(ws, side_stream=not name.startswith("in place")) as recorder:
                     calls.append(recorder.call(lambda ws=ws, name=name, group=group: OPS[name](ws, sizes, group)))  # type: ignore[misc]
             traces.append(calls)
     return traces

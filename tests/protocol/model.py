@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 
 from .record import Access, Advance, Arrive, Barrier, Event, Kernel, Raise, Wait
 
+# [rank][call] -> the kernels of that call.
+Calls = Sequence[Sequence[Sequence[Kernel]]]
 # What a wait that expects `epoch` makes of a word, by the word's distance to it.
 Accepts = Callable[[int], bool]
 
@@ -140,9 +142,8 @@ class _Program:
 
 
 def build(
-    calls: Sequence[Sequence[Sequence[Kernel]]], *, modulus: int = 8, residency: int = 0, accepts: Accepts | None = None,
-    first_epoch: int = 0,
-) -> Model:  # fmt: skip
+    calls: Calls, *, modulus: int = 8, residency: int = 0, accepts: Accepts | None = None, first_epoch: int = 0
+) -> Model:
     """The model of calls[rank][call]. `residency` programs of a kernel run at a time, in their order (0: all);
     `accepts` is what a wait makes of a word (default: what comes after the wrapping comparison in `kernels.signal`).
     """

@@ -20,14 +20,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from fusedtp.kernels import signal
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton._C.libtriton import ir
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
+import fusedtp
 import fusedtp.workspace
 from fusedtp import steps
-from fusedtp.kernels import signal
 from fusedtp.schedules import decomposed, fused, transport
 from fusedtp.workspace import Workspace
 
@@ -97,10 +99,12 @@ class Kernel:
 
 
 class Recorder:
-    """Records the ops of one rank of `workspaces`; use as a context manager, one op a `call`."""
+    """Records the ops of one rank, whose workspace this is; use as a context manager, one op a `call`. With
+    `side_stream` the schedules' side stream runs beside the main one, as on a GPU.
+    """
 
-    def __init__(self, workspaces: list[Workspace], rank: int, *, alone: bool = True, side_stream: bool = True) -> None:
-        self.ws, self.rank, self.alone, self._side_stream = workspaces[rank], rank, alone, side_stream
+    def __init__(self, ws: Workspace, *, alone: bool = True, side_stream: bool = True) -> None:
+        self.ws, self.rank, self.alone, self._side_stream = ws, ws.rank, alone, side_stream
         self._stack = contextlib.ExitStack()
         self._polled: int | None = None
         self._first_shown = 0
@@ -230,7 +234,9 @@ class Recorder:
                 if self._polled is not None:
                     seen.append(self._polled)
             if self._word is not None:
-                emit(Wait(*self._word, _wrap(min(seen)), self._acquires))
+                # In a real run the peer may have gone on already, which is not what was waited for.
+                epoch = min(seen) if self.alone else self.epoch + min(0, steps.wrapping_difference(seen[0], self.epoch))
+                emit(Wait(*self._word, _wrap(epoch), self._acquires))
                 # What it did once it had seen the signal comes after.
                 self._program.insert(begin, self._program.pop())  # type: ignore[union-attr]
             return result
@@ -363,6 +369,29 @@ def _addresses(x: Tensor) -> np.ndarray[Any, Any]:
     for size, stride in zip(x.shape, x.stride(), strict=True):
         offsets = np.add.outer(offsets, np.arange(size) * stride)
     return x.data_ptr() + x.element_size() * offsets.reshape(-1)
+
+
+def live(group: ProcessGroup, name: str, calls: int) -> list[list[Kernel]]:
+    """What this rank does in `calls` calls of the op `name`, run for real on every rank of `group`."""
+    rank, world_size = group.rank(), group.size()
+    rows = tuple(70 if peer == 0 else 3 * peer for peer in range(world_size))
+    x, weight = torch.randn(rows[rank], 8), torch.randn(6, 8)
+    whole = torch.randn(sum(rows), 8)
+    gather = fusedtp.all_gather_linear
+    ops: dict[str, Callable[[], object]] = {
+        "all_gather_matmul": lambda: gather(x, weight, group=group, sizes=rows, schedule="fused"),
+        "matmul_reduce_scatter": lambda: fusedtp.linear_reduce_scatter(
+            whole, weight, group=group, sizes=rows, schedule="fused"
+        ),
+        "ring": lambda: fusedtp.all_reduce(whole, group=group, schedule="fused", algorithm="ring"),
+        "two_shot": lambda: fusedtp.all_reduce(whole, group=group, schedule="fused", algorithm="two_shot"),
+        # Below the operator, inside of which torch ops cannot be watched.
+        "decomposed": lambda: decomposed.all_gather(x, sizes=rows, group=group),
+    }
+    ws = fusedtp.workspace.get(group, torch.device("cpu"))
+    ops[name]()  # makes room
+    with Recorder(ws, alone=False, side_stream=False) as recorder:
+        return [recorder.call(ops[name]) for _ in range(calls)]
 
 
 def _wrap(epoch: int) -> int:

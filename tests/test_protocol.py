@@ -1,0 +1,200 @@
+"""The protocol of `kernels.signal`, checked in every order of its steps: as all ops follow it, and with bugs planted.
+
+What is checked is recorded from the real kernels and schedules (`protocol.record`), so the slots, halves, epochs and
+waits are theirs. FUSEDTP_PROTOCOL=large checks every pair of ops, four ranks and more calls, in minutes; the table of
+docs/protocol.md is written by FUSEDTP_PROTOCOL=write.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fusedtp.bench import generated
+from fusedtp.bench.ranks import RankPool
+from fusedtp.kernels.steps import step
+
+from fusedtp import PeerTimeout
+from fusedtp.steps import HostSteps
+
+from .protocol import cases, record
+from .protocol.explore import Verdict, explore
+from .protocol.model import Calls, build
+from .protocol.mutants import MUTANTS, Mutant, planted
+from .protocol.naive import explore_naively, random_calls
+from .protocol.races import find_races
+
+LARGE = os.environ.get("FUSEDTP_PROTOCOL") == "large"
+DOCUMENT = Path(__file__).parent.parent / "docs" / "protocol.md"
+
+# Two programs share three rows in two tiles; an empty shard, first, last or between.
+TWO = [(3, 1), (3, 0), *([(3, 3), (5, 2), (0, 3)] if LARGE else [])]
+THREE = [(3, 0, 1), *([(1, 3, 0), (3, 3, 3), (1, 1, 1, 1), (2, 0, 1, 3)] if LARGE else [])]
+# One of each kind of producer and consumer, for the pairs.
+MIXED = (
+    "gather rows", "gather contraction", "scatter rows", "scatter and gather", "matmul one_shot", "two_shot",
+    "all_gather", "ring all_reduce", "copy: gather rows", "copy: scatter and gather", "copy: two_shot",
+    "in place: scatter rows, few", "in place: two_shot",
+)  # fmt: skip
+
+
+def check(calls: Calls, what: str, **options: int) -> Verdict:
+    """No order is wrong and no two accesses race."""
+    verdict = explore(build(calls, **options))
+    assert not verdict.wrong, f"{what}: {verdict.wrong}\n" + "\n".join(verdict.path)
+    races, stuck = find_races(calls)
+    assert not races, f"{what}: {races[0]}"
+    assert not stuck, f"{what}: {stuck}"
+    return verdict
+
+
+def report(what: str, verdicts: Sequence[Verdict], started: float) -> None:
+    states, seconds = sum(each.states for each in verdicts), sum(each.seconds for each in verdicts)
+    print(
+        f"{what}: {len(verdicts)} models, {states} states, the largest {max(each.states for each in verdicts)}, "
+        f"{seconds:.2f} s exploring, {time.perf_counter() - started:.2f} s in all"
+    )
+
+
+@pytest.mark.parametrize("sizes", TWO + THREE, ids=str)
+@pytest.mark.parametrize("family", ["fused", "copy", "in place"])
+def test_every_order_of_every_op_is_right(family: str, sizes: tuple[int, ...]) -> None:
+    ops = {"fused": cases.FUSED, "copy": cases.COPY, "in place": cases.IN_PLACE}[family]
+    started, verdicts = time.perf_counter(), []
+    for name in ops:
+        calls = cases.sequence([name] * (4 if LARGE else 3), sizes)
+        # All programs at once, and one after another as in the interpreter.
+        for residency in (0, 1):
+            verdicts.append(check(calls, f"{name}, {sizes}, residency {residency}", residency=residency))
+    report(f"{family}, rows {sizes}", verdicts, started)
+
+
+def test_every_order_of_mixed_ops_is_right() -> None:
+    started, verdicts = time.perf_counter(), []
+    names = tuple(cases.OPS) if LARGE else MIXED
+    for one, two in itertools.combinations(names, 2):
+        # Each after the other, on the other half and on the same one.
+        verdicts.append(check(cases.sequence([one, two, two, one], (3, 1)), f"{one}, {two}"))
+    report("pairs", verdicts, started)
+
+
+def test_sequences_are_what_a_run_of_them_records() -> None:
+    """Also around the epochs' wrap, where the kernels and the host compare them."""
+    names, first = ("gather rows", "in place: two_shot", "scatter rows", "copy: all_gather"), 2**31 - 3
+    run = cases.record(names, (3, 1), first - 1)
+    put_together = cases.sequence(names, (3, 1))
+    for rank, ops in enumerate(put_together):
+        for call, kernels in enumerate(ops):
+            assert [cases.shifted(each, first - 1) for each in kernels] == run[rank][call], (rank, names[call])
+
+
+@pytest.mark.parametrize("distance", [-4, -3, -2, -1, 0, 1])
+def test_waits_accept_what_the_model_does(distance: int) -> None:
+    """The model's modulus is 8: 4 is as far from an epoch as 2^31 is. Both kinds of wait, at the wrap of int32 too."""
+    far = distance if distance > -4 else -(2**31)
+    model = build(cases.sequence(["in place: all_gather"], (3, 1)))
+    for epoch in (0, 2**31 - 2):
+        for wait in ("kernel", "host"):
+            with cases.virtual_ranks(2, epoch) as ranks:
+                ws, slot = ranks[0], record.signal.FIRST_SLOT.value
+                word = record.signal.SIGNALS.value + slot * ws.world_size + 1
+                ws.words[word] = (epoch + 1 + far + 2**31) % 2**32 - 2**31
+                try:
+                    if wait == "kernel":
+                        step(ws.channel(), "all_gather", "wait", 1, slot)
+                    else:
+                        HostSteps(ws, "all_gather").wait(1, slot)
+                    ws.check()
+                    accepted = True
+                except PeerTimeout:
+                    accepted = False
+            assert accepted == model.accepted(distance, 0), f"{wait}, epoch {epoch}"
+
+
+def test_taking_nothing_for_eager_finds_the_same() -> None:
+    """What the exploration leaves out changes no verdict."""
+    for name in ("gather contraction", "all_gather", "in place: scatter rows", "copy: all_gather"):
+        calls = cases.sequence([name] * 2, (3, 0))
+        whole, reduced = explore(build(calls), at_once=False), explore(build(calls))
+        assert (whole.wrong, reduced.wrong) == ("", ""), name
+        assert whole.states > 2 * reduced.states
+    for mutant in MUTANTS[:9]:
+        with planted(mutant):
+            model = build(cases.record([mutant.op] * 2, mutant.sizes), residency=mutant.residency)
+        assert bool(explore(model, at_once=False).wrong) == bool(explore(model).wrong), mutant.bug
+
+
+def test_random_programs_against_store_buffers() -> None:
+    """The model of windows finds a wrong order exactly where one shows that executes each access on its own."""
+    found = [0, 0]
+    for seed in range(2000 if LARGE else 250):
+        calls = random_calls(seed)
+        naive, verdict = explore_naively(calls), explore(build(calls))
+        assert bool(verdict.wrong) == bool(naive), f"seed {seed}: {verdict.wrong!r} but {naive!r}"
+        found[bool(naive)] += 1
+    assert min(found) > 30, found
+
+
+def examined(mutant: Mutant) -> tuple[Verdict, list[str]]:
+    """What the checker and the race detector say of a planted bug, in three calls."""
+    with planted(mutant):
+        calls = cases.record([mutant.op] * 3, mutant.sizes)
+    races, _ = find_races(calls)
+    return explore(build(calls, residency=mutant.residency)), [str(each) for each in races]
+
+
+ROWS: dict[str, str] = {}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.bug)
+def test_planted_bug_is_found(mutant: Mutant) -> None:
+    verdict, races = examined(mutant)
+    assert mutant.says in verdict.wrong, verdict.wrong or "nothing was found"
+    assert bool(races) == mutant.races, races
+    check(cases.sequence([mutant.op] * 3, mutant.sizes), mutant.op, residency=mutant.residency)
+    found = verdict.wrong.split(":")[0] if verdict.states else "without exploring: " + verdict.wrong.split(": ")[-1]
+    ROWS[mutant.bug] = f"| {mutant.bug} | {mutant.op} | {found} | {verdict.states} | {'yes' if races else 'no'} |"
+    print(f"{ROWS[mutant.bug]} {verdict.seconds * 1000:.1f} ms")
+
+
+def test_the_table_of_planted_bugs_is_in_the_document() -> None:
+    if len(ROWS) < len(MUTANTS):
+        pytest.skip("comes with the tests of all planted bugs")
+    lines = [
+        "| planted bug | in | checker | states until then | race detector |",
+        "|---|---|---|---:|---|",
+        *(ROWS[each.bug] for each in MUTANTS),
+    ]
+    text = DOCUMENT.read_text()
+    written = generated.replaced(text, "planted", "\n".join(lines))
+    if os.environ.get("FUSEDTP_PROTOCOL") == "write":
+        DOCUMENT.write_text(written)
+    else:
+        assert text == written, "FUSEDTP_PROTOCOL=write writes it anew"
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "ring", "two_shot", "decomposed"])
+def test_real_ranks_do_not_race(pool: RankPool, op: str) -> None:
+    """Real processes, real polls; each rank's log by itself, put together afterwards."""
+    calls = pool.run(record.live, op, 3, world_size=3)
+    first_epoch = min(
+        event.epoch for kernel in calls[0][0] for events in kernel.programs for event in events
+        if isinstance(event, record.Advance)
+    ) - 1  # fmt: skip
+    races, stuck = find_races(calls, first_epoch)
+    assert not races, races[0]
+    assert not stuck
+    # The same logs as if no program had passed a barrier.
+    bare = [[[_without_barriers(kernel) for kernel in kernels] for kernels in ops] for ops in calls]
+    races, _ = find_races(bare, first_epoch)
+    assert races
+
+
+def _without_barriers(kernel: record.Kernel) -> record.Kernel:
+    programs = [[event for event in events if not isinstance(event, record.Barrier)] for events in kernel.programs]
+    return replace(kernel, programs=programs)
