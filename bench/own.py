@@ -14,7 +14,7 @@ from fusedtp.kernels.gather_matmul import gather_matmul
 from fusedtp.kernels.launch import config_for, pitch_of
 from fusedtp.kernels.matmul import matmul
 from fusedtp.kernels.matmul_scatter import matmul_scatter
-from fusedtp.kernels.signal import CLOCK_MS, FIRST_SLOT, SIGNALS
+from fusedtp.kernels.signal import CLOCK_MS, FIRST_SLOT, LEAD, SIGNALS
 from torch import Tensor
 
 from fusedtp import clock
@@ -23,8 +23,8 @@ from fusedtp.workspace import Workspace
 
 from .operands import Operands, Results, Runner
 
-# Far enough ahead of the epoch for any number of ops, and less than half the int32 range.
-AHEAD = 1 << 30
+# As far ahead of the epoch as still counts as raised: for that many ops.
+AHEAD = LEAD.value - 2
 
 
 def runner(operands: Operands, parts: tuple[str, ...]) -> Runner:

@@ -54,6 +54,12 @@ def wrapping_difference(a: int, b: int) -> int:
     return (a - b + 2**31) % 2**32 - 2**31
 
 
+def raised(seen: int, epoch: int) -> bool:
+    """Whether a signal that holds `seen` has been raised for `epoch`: see `kernels.signal.LEAD`."""
+    lead: int = signal.LEAD.value
+    return 0 <= wrapping_difference(seen, epoch) < lead
+
+
 class HostSteps:
     """The steps on a CPU. `op` names the op in a report."""
 
@@ -72,7 +78,7 @@ class HostSteps:
     def wait(self, src: int, slot: int) -> None:
         """Wait until rank `src` has raised `slot`; PeerTimeout when the budget is spent."""
         address = self._slot(self._ws.rank, src, slot)
-        if wrapping_difference(load_acquire(address), self.epoch) >= 0:
+        if raised(load_acquire(address), self.epoch):
             return
         with trace.span("wait", src):
             self._wait_slowly(lambda: load_acquire(address), src, slot)
@@ -82,7 +88,7 @@ class HostSteps:
         ws.host_words[signal.WAITING_FOR.value] = src + 1
         start, nap = time.monotonic(), 25e-6
         spin = _SPIN_SECONDS if ws.world_size <= _CORES else _SPIN_SECONDS_CROWDED
-        while wrapping_difference(seen := poll(), self.epoch) < 0:
+        while not raised(seen := poll(), self.epoch):
             waited = time.monotonic() - start
             if waited > ws.seconds:
                 ws.give_up(self._op, src, slot, self.epoch, seen)

@@ -5,7 +5,9 @@ int64 table in device memory: the address of every rank's arena as seen from her
 
 Ordering. A producer stores, passes a CTA barrier, and releases a signal at system scope; a consumer acquires it at
 system scope before it loads. Signals carry the epoch, one monotonic int32 an op, compared by wrapping subtraction, so
-that nothing is ever reset and a captured graph replays. An op at epoch e uses half e % 2.
+that nothing is ever reset and a captured graph replays. A wait finds the signal of its epoch, or of the next one, as a
+peer is at most one ahead; a slot that was last raised 2^31 epochs ago or more, and looks later by sign, is still old
+(`LEAD`). An op at epoch e uses half e % 2.
 
 Reuse. `enter` tells every peer that this rank has begun epoch e; `leave` does not let an op end before every peer has
 begun it too. So a rank at epoch e + 2 knows that its peers have left epoch e, and may write their half e % 2 without
@@ -48,6 +50,10 @@ SIGNALS = tl.constexpr(
 
 ENTRY_SLOT = tl.constexpr(0)  # "this rank has begun the epoch"; the slots of an op's own signals start after it
 FIRST_SLOT = tl.constexpr(1)
+
+# A signal this far or farther ahead of the epoch that is waited for is an old one. A peer is never more than one ahead;
+# the rest is for timing a kernel whose signals have all been raised in advance.
+LEAD = tl.constexpr(1 << 20)
 
 # Words (int32) of the host block: in host memory, one a workspace.
 CLOCK_MS = tl.constexpr(0)
@@ -126,13 +132,14 @@ def wait(link, src, slot):
     words = header(link.peers, link.rank)
     signal = words + SIGNALS + slot * link.WORLD_SIZE + src
     seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
-    if seen - link.epoch < 0:
+    # Not 0 <= seen - epoch < LEAD.
+    if ((seen - link.epoch) & -LEAD) != 0:
         host = tl.load(link.peers + link.WORLD_SIZE).to(tl.pointer_type(tl.int32))
         budget = tl.load(words + BUDGET_MS)
         start = tl.load(host + CLOCK_MS, cache_modifier=".cv")
         waiting = 1
         polls = 0
-        while (seen - link.epoch < 0) & (waiting != 0):
+        while (((seen - link.epoch) & -LEAD) != 0) & (waiting != 0):
             seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
             polls += 1
             if polls == POLLS_PER_LOOK:
@@ -141,11 +148,11 @@ def wait(link, src, slot):
                 given_up = tl.atomic_add(words + GIVEN_UP, 0, sem="relaxed", scope="gpu")
                 elapsed = tl.load(host + CLOCK_MS, cache_modifier=".cv") - start
                 waiting = ((given_up == 0) & (elapsed < budget)).to(tl.int32)
-        if seen - link.epoch < 0:
+        if ((seen - link.epoch) & -LEAD) != 0:
             _give_up(words, host, link.OP, src, slot, link.epoch, seen)
         else:
             tl.store(words + WAITING_FOR, 0)
-    return (seen - link.epoch >= 0).to(tl.int32)
+    return (((seen - link.epoch) & -LEAD) == 0).to(tl.int32)
 
 
 @triton.jit
