@@ -68,8 +68,8 @@ def test_every_order_of_every_op_is_right(family: str, sizes: tuple[int, ...]) -
     started, verdicts = time.perf_counter(), []
     for name in ops:
         calls = cases.sequence([name] * (4 if LARGE else 3), sizes)
-        # All programs at once, and one after another as in the interpreter.
-        for residency in (0, 1):
+        # All programs of a kernel at once, and one after another as in the interpreter.
+        for residency in (0, 1) if family == "fused" else (0,):
             verdicts.append(check(calls, f"{name}, {sizes}, residency {residency}", residency=residency))
     report(f"{family}, rows {sizes}", verdicts, started)
 
@@ -93,11 +93,16 @@ def test_sequences_are_what_a_run_of_them_records() -> None:
             assert [cases.shifted(each, first - 1) for each in kernels] == run[rank][call], (rank, names[call])
 
 
-@pytest.mark.parametrize("distance", [-4, -3, -2, -1, 0, 1])
-def test_waits_accept_what_the_model_does(distance: int) -> None:
-    """The model's modulus is 8: 4 is as far from an epoch as 2^31 is. Both kinds of wait, at the wrap of int32 too."""
-    far = distance if distance > -4 else -(2**31)
-    model = build(cases.sequence(["in place: all_gather"], (3, 1)))
+LEAD = record.signal.LEAD.value
+
+
+@pytest.mark.parametrize(
+    ("distance", "far"),
+    [(-4, -(2**31)), (-3, -LEAD), (-2, -2), (-1, -1), (0, 0), (1, 1), (1, LEAD - 1), (2, LEAD), (3, 2**31 - 1)],
+)
+def test_waits_accept_what_the_model_does(distance: int, far: int) -> None:
+    """Of the model's words, of modulus 8, and the real ones: both kinds of wait, at the wrap of int32 too."""
+    model = build(cases.sequence(["in place: all_gather"], (3, 1)), modulus=8)
     for epoch in (0, 2**31 - 2):
         for wait in ("kernel", "host"):
             with cases.virtual_ranks(2, epoch) as ranks:
@@ -114,6 +119,26 @@ def test_waits_accept_what_the_model_does(distance: int) -> None:
                 except PeerTimeout:
                     accepted = False
             assert accepted == model.accepted(distance, 0), f"{wait}, epoch {epoch}"
+
+
+def test_nobody_is_two_epochs_ahead() -> None:
+    """A wait that took no signal but that of its epoch or the next would miss none: LEAD is not what keeps it alive."""
+    started, verdicts = time.perf_counter(), []
+    for name in cases.OPS:
+        verdicts.append(explore(build(cases.sequence([name] * 3, (3, 1)), modulus=8)))
+        assert not verdicts[-1].wrong, f"{name}: {verdicts[-1].wrong}"
+    report("a lead of one", verdicts, started)
+
+
+@pytest.mark.parametrize("idle", range(1, 8))
+def test_slots_that_few_ops_use_grow_old(idle: int) -> None:
+    """The second op of many slots comes after `idle` of few. With the words' sign alone to tell old from new, a slot
+    unused for half the modulus (2^31 epochs) passed for raised; with `LEAD` it takes all of it, less the lead.
+    """
+    calls = cases.sequence(["gather rows", *["in place: all_gather"] * idle, "gather rows"], (3, 1))
+    by_sign = explore(build(calls, modulus=8, accepts=lambda distance: distance >= 0))
+    assert ("is read" in by_sign.wrong) == (idle + 1 > 4)
+    assert bool(explore(build(calls, modulus=8)).wrong) == (idle + 1 > 8 - 2)
 
 
 def test_taking_nothing_for_eager_finds_the_same() -> None:

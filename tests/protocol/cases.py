@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from unittest import mock
 
 import torch
 from fusedtp.kernels.launch import Config
@@ -165,17 +166,19 @@ OPS = FUSED | COPY | IN_PLACE
 def virtual_ranks(world_size: int, epoch: int = 0) -> Iterator[list[Workspace]]:
     """A workspace a rank, all in this process, with tiny tiles."""
     ranks = [Workspace(memory, CPU, epoch=epoch) for memory in local_memories(world_size, CPU)]
-    few_rows, config_for, get = decomposed.FEW_ROWS, fused.config_for, fusedtp.workspace.get
-    fused.config_for = lambda device, dtype: TINY  # type: ignore[assignment]
-    fusedtp.workspace.get = lambda group, device: ranks[group.rank()]  # type: ignore[assignment]
-    try:
-        for ws in ranks:
-            ws.set_timeout(0.05)
-        yield ranks
-    finally:
-        decomposed.FEW_ROWS, fused.config_for, fusedtp.workspace.get = few_rows, config_for, get
-        for ws in ranks:
-            ws.close()
+    few_rows = decomposed.FEW_ROWS
+    with (
+        mock.patch.object(fused, "config_for", return_value=TINY),
+        mock.patch.object(fusedtp.workspace, "get", lambda group, device: ranks[group.rank()]),
+    ):
+        try:
+            for ws in ranks:
+                ws.set_timeout(0.05)
+            yield ranks
+        finally:
+            decomposed.FEW_ROWS = few_rows
+            for ws in ranks:
+                ws.close()
 
 
 def record(names: Sequence[str], sizes: tuple[int, ...], epoch: int = 0) -> list[list[list[Kernel]]]:

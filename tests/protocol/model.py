@@ -142,12 +142,12 @@ class _Program:
 
 
 def build(
-    calls: Calls, *, modulus: int = 8, residency: int = 0, accepts: Accepts | None = None, first_epoch: int = 0
+    calls: Calls, *, modulus: int = 16, residency: int = 0, accepts: Accepts | None = None, first_epoch: int = 0
 ) -> Model:
     """The model of calls[rank][call]. `residency` programs of a kernel run at a time, in their order (0: all);
-    `accepts` is what a wait makes of a word (default: what comes after the wrapping comparison in `kernels.signal`).
+    `accepts` is what a wait makes of a word; by default what `kernels.signal` does, with a LEAD of modulus / 4.
     """
-    model = Model(modulus, accepts or (lambda distance: distance >= 0), first_epoch)
+    model = Model(modulus, accepts or (lambda distance: 0 <= distance < modulus // 4), first_epoch)
     for rank, ops in enumerate(calls):
         last = {0: 0, 1: 0}
         for call, kernels in enumerate(ops):
@@ -168,7 +168,10 @@ def _add_kernel(model: Model, key: tuple[int, int, int], kernel: Kernel, start: 
     # The bit of the kernel's end.
     rank, call, _ = key
     title = f"rank {rank}, call {call}, {kernel.name}"
-    inside, need, windows, ended, tails = 0, start, [], [], []
+    inside, need = 0, start
+    windows: list[Window] = []
+    ended: list[int] = []
+    tails: list[Sequence[Event]] = []
     for number, events in enumerate(kernel.programs):
         name = f"{title} program {number}"
         begin = start

@@ -103,7 +103,11 @@ MUTANTS = (
     ),
     Mutant(
         "wait for the epoch before, host", "copy: gather rows",
-        _edit(steps.HostSteps, "wait", "self.epoch) >= 0", "self.epoch) >= -1"), says="is read",
+        _edit(
+            steps.HostSteps, "wait", "raised(load_acquire(address), self.epoch)",
+            "raised(load_acquire(address), self.epoch - 1)",
+        ),
+        says="is read",
     ),
     Mutant(
         "wait for a later program", "gather rows",

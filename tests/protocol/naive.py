@@ -7,7 +7,7 @@ in some order. Memory holds the number of the call that wrote it last. This is w
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from .model import Calls
 from .record import Access, Advance, Barrier, Event, Kernel, Raise, Wait
@@ -73,7 +73,7 @@ def explore_naively(calls: Calls) -> str:
     return ""
 
 
-def _begin(ops: list[list[Kernel]], call: int) -> tuple[tuple[int, frozenset[int]], ...]:
+def _begin(ops: Sequence[Sequence[Kernel]], call: int) -> tuple[tuple[int, frozenset[int]], ...]:
     return tuple((0, frozenset()) for _ in ops[call][0].programs) if call < len(ops) else ()
 
 

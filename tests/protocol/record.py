@@ -123,7 +123,10 @@ class Recorder:
     def call(self, op: Callable[[], object]) -> list[Kernel]:
         """The kernels of one op."""
         self.kernels: list[Kernel] = []
-        self._stream, self._last, self._pending = 0, {0: (), 1: ()}, {0: (), 1: ()}
+        # Per stream, the kernel that its next one follows, and what else that one waits for.
+        self._stream = 0
+        self._last: list[tuple[int, ...]] = [(), ()]
+        self._pending: list[tuple[int, ...]] = [(), ()]
         self.epoch = self.ws.epoch + 1
         self._program: list[Event] | None = None
         self._open = True
@@ -214,7 +217,7 @@ class Recorder:
         if not self.alone:
             return None
         self._polled = self._first_shown if self._polled is None else min(self._polled + 1, self.epoch + 2)
-        return _wrap(self._polled)
+        return steps.wrapping_difference(self._polled, 0)
 
     def whole_wait(self, wait: Callable[..., Any], emit: Callable[[Event], None]) -> Callable[..., Any]:
         """`wait`, recorded once it has ended."""
@@ -223,7 +226,7 @@ class Recorder:
             if not self._open:
                 return wait(*args)
             begin = 0 if self._program is None else len(self._program)
-            seen = []
+            seen: list[int] = []
             # A wait's first look may be another piece of code than the later ones: show it the last epoch first, too.
             for first in (self.epoch - 1, self.epoch - 2) if self.alone else (0,):
                 if self._program is not None:
@@ -231,12 +234,13 @@ class Recorder:
                 self._word = self._polled = None
                 self._acquires, self._first_shown = True, first
                 result = wait(*args)
-                if self._polled is not None:
-                    seen.append(self._polled)
+                polled: int | None = self._polled
+                if polled is not None:
+                    seen.append(polled)
             if self._word is not None:
                 # In a real run the peer may have gone on already, which is not what was waited for.
                 epoch = min(seen) if self.alone else self.epoch + min(0, steps.wrapping_difference(seen[0], self.epoch))
-                emit(Wait(*self._word, _wrap(epoch), self._acquires))
+                emit(Wait(*self._word, steps.wrapping_difference(epoch, 0), self._acquires))
                 # What it did once it had seen the signal comes after.
                 self._program.insert(begin, self._program.pop())  # type: ignore[union-attr]
             return result
@@ -392,7 +396,3 @@ def live(group: ProcessGroup, name: str, calls: int) -> list[list[Kernel]]:
     ops[name]()  # makes room
     with Recorder(ws, alone=False, side_stream=False) as recorder:
         return [recorder.call(ops[name]) for _ in range(calls)]
-
-
-def _wrap(epoch: int) -> int:
-    return (epoch + 2**31) % 2**32 - 2**31
