@@ -105,19 +105,22 @@ def flat_sizes(sizes: tuple[int, ...], names: tuple[str, ...], x: Named, dim: st
 
 
 @dataclass(frozen=True)
-class _Matrix:
-    # A tensor as a matrix, worked out once: the order of its dims, and the shape where there are more than two.
+class Matrix:
+    """A tensor as a matrix, worked out once: the order of its dims, and the shape where there are more than two."""
+
     order: tuple[int, ...] | None
     shape: tuple[int, int] | None
 
     @classmethod
-    def of(cls, x: Named, rows: tuple[str, ...], cols: tuple[str, ...]) -> _Matrix:
+    def of(cls, x: Named, rows: tuple[str, ...], cols: tuple[str, ...]) -> Matrix:
+        """The view [rows, cols] of x, each a flattened list of dims."""
         dims = (*rows, *cols)
         shape = (math.prod(x.length(name) for name in rows), math.prod(x.length(name) for name in cols))
         order = None if dims == x.dims else tuple(x.dims.index(name) for name in dims)
         return cls(order, None if len(rows) == len(cols) == 1 else shape)
 
     def view(self, x: Tensor) -> Tensor:
+        """A tensor like the one that it was made for; a copy only where dims do not lie one behind the other."""
         x = x if self.order is None else x.permute(self.order)
         return x if self.shape is None else x.reshape(self.shape)
 
@@ -128,8 +131,8 @@ class _Product:
 
     swapped: bool  # the plan's second operand is the operator's first
     turned: bool  # the transposed problem, right.T @ left.T
-    left: _Matrix
-    right: _Matrix
+    left: Matrix
+    right: Matrix
     op: str
     axis: str
     options: Mapping[str, Any]
@@ -190,8 +193,8 @@ def _product(
         swapped=swapped,
         # Without a gather either way round is the same op: the transposed problem scatters the other dim.
         turned=flipped and op != "all_gather_matmul",
-        left=_Matrix.of(a, rows, contraction),
-        right=_Matrix.of(b, contraction, cols),
+        left=Matrix.of(a, rows, contraction),
+        right=Matrix.of(b, contraction, cols),
         op=op,
         axis=step.axis if step is not None else "",
         options=options,

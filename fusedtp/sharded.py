@@ -23,8 +23,9 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import groups, notation
-from .execute import Named, Runner, execute, flat_sizes, outermost
+from .execute import Named, Runner, execute
 from .notation import Spec, parse
+from .pairs import pair
 from .partition import Partition
 from .plan import Plan, plan
 from .redistribute import Step, moved
@@ -210,17 +211,16 @@ def _backward(
     # x and w are [0] where they are not needed; so is a gradient that nobody asked for. needs: of x, of w, of the bias.
     dims_x, dims_w, dims_y = problem.dims
     run, plans = problem.runner(fake), problem.plan(dy.dtype)
-    # Three tensors: an operator's results may not share memory.
-    dx, dw, db = (dy.new_empty(0) for _ in range(3))
     needs_x, needs_w, needs_bias = needs
     named = Named(dy, dims_y)
-    if needs_bias:
-        db = _bias_gradient(run, problem.parsed, named)
+    # A tensor for each: an operator's results may not share memory.
+    db = _bias_gradient(run, problem.parsed, named) if needs_bias else dy.new_empty(0)
     done: tuple[Step, ...] = ()
-    if needs_x and needs_w and (plans.together or plans.side_by_side):
-        both = _gathered_once if plans.together else _side_by_side
-        named_dx, named_dw = both(run, plans, named, Named(x, dims_x), Named(w, dims_w))
+    both = pair(run, plans, named, Named(x, dims_x), Named(w, dims_w)) if needs_x and needs_w else None
+    if both is not None:
+        named_dx, named_dw = both.run(run, dy, x, w)
         return named_dx.ordered(dims_x), named_dw.ordered(dims_w), db
+    dx, dw = dy.new_empty(0), dy.new_empty(0)
     if needs_x and needs_w and plans.shared:
         done = plans.shared
         for step, before, _ in plans.dx.walk():
@@ -231,43 +231,6 @@ def _backward(
     if needs_w:
         dw = execute(run, plans.dw, Named(x, dims_x), named, wanted=dims_w, done=done).ordered(dims_w)
     return dx, dw, db
-
-
-def _gathered_once(run: Runner, plans: Plan, dy: Named, x: Named, w: Named) -> tuple[Named, Named]:
-    """dx and dw from one gather of dy inside the matmuls: `plans.together`."""
-    assert plans.together is not None
-    spec, (step, before) = plans.spec, plans.together
-    sizes = run.sizes(step, before)
-    rows = outermost(tuple(name for name in dy.dims if name != spec.n), step.dim)
-    x_matrix, w_matrix = x.matrix(rows, (spec.k,)), w.matrix((spec.n,), (spec.k,))
-    if step.dim == spec.n:
-        # dy.T is gathered by rows: dw.T = dy.T @ x, dx = dy @ w.T.
-        left = dy.matrix((spec.n,), rows)
-        dw, dx = run.call("all_gather_two_matmuls", step.axis, left, x_matrix, w_matrix, sizes=sizes)
-    else:
-        left, sizes = dy.matrix(rows, (spec.n,)), flat_sizes(sizes, rows, dy, step.dim)
-        dx, dw = run.call("all_gather_two_matmuls", step.axis, left, w_matrix, x_matrix, sizes=sizes)
-    shape = [*(x.length(name) for name in rows), x.length(spec.k)]
-    return Named(dx.view(shape), (*rows, spec.k)), Named(dw, (spec.n, spec.k))
-
-
-def _side_by_side(run: Runner, plans: Plan, dy: Named, x: Named, w: Named) -> tuple[Named, Named]:
-    """One gradient reduce-scattered while the operand of the other is gathered: `plans.side_by_side`."""
-    assert plans.side_by_side is not None
-    spec, ((step, before), _) = plans.spec, plans.side_by_side
-    sizes = run.sizes(step, before)
-    rows = outermost(tuple(name for name in dy.dims if name != spec.n), step.dim)
-    columns, by_columns = dy.matrix((spec.n,), rows), dy.matrix(rows, (spec.n,))
-    x_matrix, w_matrix = x.matrix(rows, (spec.k,)), w.matrix((spec.n,), (spec.k,))
-    shape = [*(x.length(name) for name in rows), x.length(spec.k)]
-    if step.tensor == "dx":
-        sizes = flat_sizes(sizes, rows, dy, step.dim)
-        operands, gathered = (by_columns, w_matrix, columns), x_matrix
-        dx, dw = run.call("matmul_scatter_and_gather", step.axis, *operands, gathered, sizes=sizes)
-    else:
-        operands, gathered = (columns, x_matrix, by_columns), w_matrix
-        dw, dx = run.call("matmul_scatter_and_gather", step.axis, *operands, gathered, sizes=sizes)
-    return Named(dx.view(shape), (*rows, spec.k)), Named(dw, (spec.n, spec.k))
 
 
 def _bias_gradient(run: Runner, spec: Spec, dy: Named) -> Tensor:

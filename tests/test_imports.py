@@ -25,7 +25,7 @@ LAYERS = (
     ("workspace", "steps", "clock"),
     ("schedules",),
     ("agreement", "dispatch", "tuning"),
-    ("execute",),
+    ("execute", "pairs"),
     ("ops", "sharded"),
     ("arguments", "functional"),
     ("layers",),
