@@ -59,6 +59,7 @@ class Workspace:
         self._arena: Arena | None = None
         self._tables: dict[tuple[int, ...], Tensor] = {}
         self._views: dict[tuple[Any, ...], Tensor] = {}
+        self._scratch = torch.empty(0, dtype=torch.uint8)
         # What dispatch knows of and has decided for this group: it is agreed anew with every workspace.
         self.choices: dict[Any, Any] = {}
         self._first_epoch = self._mirror = epoch
@@ -152,6 +153,15 @@ class Workspace:
                 self._views.clear()
             view = self._views[key] = part.view(dtype).view(shape)
         return view
+
+    def scratch(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """[rows, cols] to use until the next op begins: on a CPU the same pages every time, not fresh ones."""
+        if self.device.type != "cpu":
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if self._scratch.numel() < num_bytes:
+            self._scratch = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._scratch[:num_bytes].view(dtype).view(shape)
 
     def steps(self, op: str) -> HostSteps | DeviceSteps:
         """The protocol's steps for an op driven from the host."""

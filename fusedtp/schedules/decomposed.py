@@ -80,7 +80,7 @@ def all_gather_matmul(
         return _product(a, b, bias, transposed)
     # Nor must a narrow dtype be rounded once a chunk of the contraction.
     if max(sizes) < FEW_ROWS or (gather_dim == 1 and _is_narrow(a)):
-        gathered = _gather(a if gather_dim == 0 else a.t(), sizes, group, "all_gather_matmul")
+        gathered = _gather(a if gather_dim == 0 else a.t(), sizes, group, "all_gather_matmul", to_keep=False)
         return _product(gathered if gather_dim == 0 else gathered.t(), b, bias, transposed)
     ws = workspace.get(group, a.device)
     begins = offsets(sizes)
@@ -110,7 +110,7 @@ def all_gather_two_matmuls(
     if group.size() == 1:
         return torch.mm(a, b), torch.mm(a.t(), right)
     if max(sizes) < FEW_ROWS or _is_narrow(a):
-        whole = _gather(a, sizes, group, "all_gather_matmul")
+        whole = _gather(a, sizes, group, "all_gather_matmul", to_keep=False)
         return torch.mm(whole, b), torch.mm(whole.t(), right)
     ws = workspace.get(group, a.device)
     begins = offsets(sizes)
@@ -215,7 +215,7 @@ def matmul_scatter_and_gather(
         scattered = torch.empty_like(parts[0])
         _sum_into(parts, None, scattered)
         product = x.new_empty(left.shape[0], cols)
-        whole = x.new_empty(sum(sizes) if at_once else 0, cols)
+        whole = ws.scratch((sum(sizes) if at_once else 0, cols), x.dtype)
         for i in range(ws.world_size):
             src = (ws.rank + i) % ws.world_size
             chunk = x
@@ -306,11 +306,12 @@ def all_gather(x: Tensor, *, sizes: tuple[int, ...], group: ProcessGroup, algori
     return _gather(x, sizes, group, "all_gather")
 
 
-def _gather(x: Tensor, sizes: tuple[int, ...], group: ProcessGroup, name: str) -> Tensor:
-    # Every rank's rows, one below the other, as part of the op `name`.
+def _gather(x: Tensor, sizes: tuple[int, ...], group: ProcessGroup, name: str, *, to_keep: bool = True) -> Tensor:
+    # Every rank's rows, one below the other, as part of the op `name`; good until the next op unless `to_keep`.
     ws = workspace.get(group, x.device)
     begins = offsets(sizes)
-    out = x.new_empty(sum(sizes), x.shape[1])
+    shape = (sum(sizes), x.shape[1])
+    out = x.new_empty(shape) if to_keep else ws.scratch(shape, x.dtype)
     with gathering(ws, name, x, sizes, 0) as chunks:
         for src, chunk in chunks:
             with trace.span("travel", src):
