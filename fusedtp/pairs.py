@@ -52,7 +52,11 @@ def pair(run: Runner, plans: Plan, dy: Named, x: Named, w: Named) -> Pair | None
 
 def _pair(run: Runner, plans: Plan, dy: Named, x: Named, w: Named) -> Pair:
     spec, n, k = plans.spec, (plans.spec.n,), (plans.spec.k,)
-    step, before = plans.together or (plans.side_by_side or ())[0]
+    placed = plans.together
+    if placed is None:
+        assert plans.side_by_side is not None
+        placed = plans.side_by_side[0]
+    step, before = placed
     sizes = run.sizes(step, before)
     rows = outermost(tuple(name for name in dy.dims if name != spec.n), step.dim)
     dy_columns, dy_rows = (0, Matrix.of(dy, n, rows)), (0, Matrix.of(dy, rows, n))
