@@ -46,17 +46,20 @@ def check_tensor(name: str, value: object, x: Tensor | None = None, *, than: str
     if type(value) not in _PLAIN:
         _check_kind(name, value)
     assert isinstance(value, Tensor)
-    if value.dtype not in DTYPES:
-        raise ValueError(f"{name} must be one of {', '.join(map(str, DTYPES))}, got {value.dtype}")
-    if value.layout != torch.strided or value.is_nested:
+    dtype, device = value.dtype, value.device
+    if dtype not in DTYPES:
+        raise ValueError(f"{name} must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
+    if value.layout is not torch.strided or value.is_nested:
         kind = "a nested tensor" if value.is_nested else value.layout
         raise ValueError(f"{name} must be dense, with layout torch.strided, got {kind}: use {name}.to_dense()")
-    if x is not None and value.dtype != x.dtype:
-        raise ValueError(f"{name} must have {than}'s dtype, {x.dtype}, got {value.dtype}")
-    if x is not None and value.device != x.device:
-        raise ValueError(f"{name} must be on {than}'s device, {x.device}, got {value.device}")
-    if value.device.type not in DEVICES:
-        raise ValueError(f"{name} must be on a CPU or a CUDA device, got {value.device}")
+    if x is None:
+        if device.type not in DEVICES:
+            raise ValueError(f"{name} must be on a CPU or a CUDA device, got {device}")
+        return
+    if dtype != x.dtype:
+        raise ValueError(f"{name} must have {than}'s dtype, {x.dtype}, got {dtype}")
+    if device != x.device:
+        raise ValueError(f"{name} must be on {than}'s device, {x.device}, got {device}")
 
 
 def _check_kind(name: str, value: object) -> None:
@@ -121,22 +124,27 @@ def check_collective(op: str, x: Tensor, schedule: str, algorithm: str, debug: b
 
 def check_options(schedule: str, debug: bool, x: Tensor) -> None:
     """A schedule there is, that works in x's dtype, and a flag."""
-    flag("debug", debug)
+    if debug is not False:
+        flag("debug", debug)
     dispatch.check_schedule(schedule)
     if schedule == "fused" and x.dtype not in dispatch.FUSED_DTYPES:
         names = ", ".join(map(str, dispatch.FUSED_DTYPES))
         raise ValueError(f"schedule 'fused' multiplies {names}, got {x.dtype}: use 'decomposed' or 'unfused'")
 
 
-def check_reach(schedule: str, x: Tensor, groups_used: Sequence[ProcessGroup], *lengths: int) -> None:
-    """Groups that carry x, and lengths, rows flattened, that kernels can count: in int32, with the ranks' regions."""
+def check_reach(schedule: str, x: Tensor, groups_used: Sequence[ProcessGroup], lengths: Sequence[int]) -> None:
+    """Groups that carry x, and lengths, of rows, K and N, that kernels can count: in int32, with the ranks' regions."""
     # A graph that is being traced is run by the same groups as the call that it is traced from.
     if torch.compiler.is_compiling():
         return
+    kind = x.device.type
     for group in groups_used:
-        groups.check_device(group, x.device.type)
+        groups.check_device(group, kind)
+    if schedule != "fused" and (schedule != "auto" or kind != "cuda"):
+        return
     num_ranks = math.prod(group.size() for group in groups_used)
-    if num_ranks * max(lengths) >= 2**31 and (schedule == "fused" or (schedule == "auto" and x.is_cuda)):
+    lengths = (math.prod(lengths[:-2]), *lengths[-2:])
+    if num_ranks * max(lengths) >= 2**31:
         raise ValueError(
             f"schedule {schedule!r} has kernels for less than 2**31 rows or columns on all ranks together, got lengths "
             f"{lengths} on {num_ranks} ranks: use 'decomposed' or 'unfused'"

@@ -65,7 +65,7 @@ def sharded_matmul(
     groups_of = {axis: mesh.get_group(axis) for axis in parsed.mesh_axes}
     lengths, splits = _lengths(parsed, a, b, {axis: group.size() for axis, group in groups_of.items()}, sizes)
     names = tuple(group.group_name for group in groups_of.values())
-    arguments.check_reach(schedule, a, list(groups_of.values()), math.prod(lengths[:-2]), *lengths[-2:])
+    arguments.check_reach(schedule, a, list(groups_of.values()), lengths)
     problem = Problem(str(parsed), names, tuple(lengths), _flat(splits), False, True, schedule, "auto", debug)
     partition = problem.partition()
     for name, tensor, sharding in (("a", a, parsed.a), ("b", b, parsed.b)):
@@ -129,7 +129,7 @@ def _linear(
     # The dims are those of `_spec`; nothing is parsed here, torch.compile could not trace it.
     local = {f"R{i}": length for i, length in enumerate(x.shape[:-1])} | {"K": x.shape[-1], "N": weight.shape[0]}
     lengths = [sum(splits[name]) if name in splits else local[name] for name in local]
-    arguments.check_reach(schedule, x, [group], math.prod(lengths[:-2]), *lengths[-2:])
+    arguments.check_reach(schedule, x, [group], lengths)
     flat = _flat([splits.get(name, ()) for name in local])
     return sharded.apply(
         x, weight, bias, spec, group.group_name, lengths, flat, True, False, schedule, algorithm, debug
@@ -280,7 +280,7 @@ def all_gather(
     dim = arguments.dim("gather_dim", gather_dim, x)
     sizes = arguments.gather_sizes(sizes, process_group, x.shape[dim])
     moved = x.movedim(dim, 0)
-    arguments.check_reach(schedule, x, [process_group], sum(sizes), math.prod(moved.shape[1:]))
+    arguments.check_reach(schedule, x, [process_group], (sum(sizes), 0, math.prod(moved.shape[1:])))
     rows = moved.reshape(moved.shape[0], math.prod(moved.shape[1:]))
     out: Tensor = ops.all_gather(rows, list(sizes), process_group.group_name, schedule, algorithm, debug)
     return out.view(sum(sizes), *moved.shape[1:]).movedim(0, dim)
@@ -302,7 +302,7 @@ def reduce_scatter(
     dim = arguments.dim("scatter_dim", scatter_dim, x)
     sizes = arguments.scatter_sizes(sizes, process_group, x.shape[dim])
     moved = x.movedim(dim, 0)
-    arguments.check_reach(schedule, x, [process_group], sum(sizes), math.prod(moved.shape[1:]))
+    arguments.check_reach(schedule, x, [process_group], (sum(sizes), 0, math.prod(moved.shape[1:])))
     rows = moved.reshape(moved.shape[0], math.prod(moved.shape[1:]))
     out: Tensor = ops.reduce_scatter(rows, list(sizes), process_group.group_name, schedule, algorithm, debug)
     return out.view(sizes[process_group.rank()], *moved.shape[1:]).movedim(0, dim)
@@ -314,7 +314,7 @@ def all_reduce(
     """The ranks' x summed, on every rank. `algorithm`: auto, one_shot (fewest steps), two_shot, ring (fewest bytes)."""
     process_group = groups.resolve(group)
     arguments.check_collective("all_reduce", x, schedule, algorithm, debug)
-    arguments.check_reach(schedule, x, [process_group], x.shape[0], math.prod(x.shape[1:]))
+    arguments.check_reach(schedule, x, [process_group], (x.shape[0], 0, math.prod(x.shape[1:])))
     rows = x.reshape(x.shape[0], math.prod(x.shape[1:]))
     out: Tensor = ops.all_reduce(rows, process_group.group_name, schedule, algorithm, debug)
     return out.view(x.shape)

@@ -319,7 +319,7 @@ def apply(x: Tensor, w: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
     if not torch.is_grad_enabled():
         return _forward(x, w, bias, problem)
     # Autograd would say so after the op has run.
-    if (x.is_inference() and w.requires_grad) or (w.is_inference() and x.requires_grad):
+    if (w.requires_grad and x.is_inference()) or (x.requires_grad and w.is_inference()):
         which = "first operand" if x.is_inference() else "weight"
         raise ValueError(f"the {which} was made in torch.inference_mode and cannot be kept for a gradient: clone() it")
     eager: Tensor = _Eager.apply(x, w, bias, problem)  # type: ignore[no-untyped-call]

@@ -156,7 +156,7 @@ BAD: list[tuple[str, Callable[[Here], object], type[Exception], str]] = [
     ("K differs, gathering features", lambda h: h.gather(gather_dim=-1),
      ValueError, "weight must have as many columns as x has in all features, 24, got (5, 6)"),
     ("more rows than kernels count", lambda h: h.all_gather(torch.empty(2**31, 0), schedule="fused"),
-     ValueError, "less than 2**31 rows or columns on all ranks together, got lengths (8589934592, 0) on 4 ranks"),
+     ValueError, "less than 2**31 rows or columns on all ranks together, got lengths (8589934592, 0, 0) on 4 ranks"),
     ("more columns than that", lambda h: h.reduce(torch.empty(0, 0), torch.empty(2**31, 0), schedule="fused"),
      ValueError, "got lengths (0, 0, 2147483648) on 4 ranks"),
     # Dims and sizes.
