@@ -60,6 +60,7 @@ def look(fd: int) -> dict[str, Any]:
 
 
 def made(group: ProcessGroup) -> tuple[list[dict[str, Any]], list[bool], list[int]]:
+    # Every group's, so on all ranks of the pool: one that keeps its end would wait for the others' later.
     fusedtp.destroy()
     memory = Watched(group)
     arena = memory.allocate(1 << 16, torch.zeros(64, dtype=torch.int32))
@@ -70,7 +71,7 @@ def made(group: ProcessGroup) -> tuple[list[dict[str, Any]], list[bool], list[in
 
 def test_arenas_have_no_name_and_one_user(pool: RankPool) -> None:
     before = sorted(os.listdir("/dev/shm"))
-    for seen, kept, left in pool.run(made, world_size=2):
+    for seen, kept, left in pool.run(made):
         assert seen
         for arena in seen:
             assert arena["mode"] == 0o600

@@ -47,8 +47,8 @@ def test_check_sizes_returns_plain_ints() -> None:
         ((3, 4.0, 0), r"sizes\[1\] must be an int, got 4\.0"),
         ((3, "4", 0), r"sizes\[1\] must be an int, got '4'"),
         ((True, 6, 0), r"sizes\[0\] must be an int, got True"),
-        (7, r"sizes must be one length per rank, got 7"),
-        ("340", r"sizes must be one length per rank, got '340'"),
+        (7, r"sizes must be one length per rank, in their order, got 7"),
+        ("340", r"sizes must be one length per rank, in their order, got '340'"),
         ((4, 3, 0), r"sizes\[0\] must be this rank's own length, 3, got 4"),
     ],
 )
