@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
+from fusedtp.files import read_text
+
 from . import store
 from .machine import Machine, describe
 
@@ -186,7 +188,7 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
 def read(path: Path, machine: Machine) -> Baseline:
     """The baseline at `path`, which is not touched. NotComparable unless it is one, and this machine's."""
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_text(path, max_bytes=store.MAX_BYTES))
         found = content.pop("format")
         if found != FORMAT:
             raise ValueError(f"format {found!r}, expected {FORMAT}")
@@ -195,7 +197,7 @@ def read(path: Path, machine: Machine) -> Baseline:
         if not baseline.ratios or not all(math.isfinite(number) and number > 0 for number in numbers):
             raise ValueError("ratios and matmul_ms must be positive numbers")
         different = differences(baseline.machine, asdict(machine))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise NotComparable(f"{path} is not a baseline ({error}); move it away to write a new one") from error
     if different:
         raise NotComparable(f"{path} is another machine's: {different}. Ratios of two machines cannot be compared")

@@ -115,6 +115,39 @@ def test_unreachable_memory_runs_unfused_and_says_so_once(pool: RankPool) -> Non
         assert clean
 
 
+def exhausted(group: ProcessGroup) -> tuple[str, list[str]]:
+    """Rank 1 has no descriptors left."""
+    from fusedtp import workspace
+
+    fusedtp.destroy()
+    make = os.memfd_create
+
+    def none_left(name: str, flags: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    if group.rank() == 1:
+        os.memfd_create = none_left  # type: ignore[assignment]
+    try:
+        fusedtp.all_reduce(torch.ones(3), group=group, schedule="decomposed")
+        said = ""
+    except workspace.Unreachable as error:
+        said = str(error)
+    os.memfd_create = make
+    fusedtp.destroy()
+    left = _arena_files()
+    assert fusedtp.all_reduce(torch.ones(3), group=group, schedule="decomposed").tolist() == [3.0] * 3
+    fusedtp.destroy()
+    return said, left
+
+
+def test_a_rank_without_descriptors_keeps_nobody_waiting(pool: RankPool) -> None:
+    (first, left), *others = pool.run(exhausted, world_size=3)
+    assert first.startswith("rank 1 cannot make an arena of ")
+    assert first.endswith("bytes: Too many open files")
+    assert left == []
+    assert others == [(first, left)] * 2
+
+
 def test_views_of_the_two_halves_do_not_overlap() -> None:
     (ws,) = (Workspace(memory, CPU) for memory in local_memories(1, CPU))
     ws.require(1 << 20, 500)

@@ -9,6 +9,7 @@ man 5 proc.)
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -36,6 +37,17 @@ def _map(fd: int, num_bytes: int) -> tuple[mmap.mmap, Tensor]:
     return mapping, torch.frombuffer(mapping, dtype=torch.uint8)
 
 
+def _file(stack: contextlib.ExitStack, num_bytes: int) -> int:
+    # A new file in memory, open until `stack` ends.
+    fd = os.memfd_create("fusedtp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    stack.callback(os.close, fd)
+    # Made with all permissions: /proc lets no other user's process reach it, and this would stop it once more.
+    os.fchmod(fd, 0o600)
+    os.ftruncate(fd, num_bytes)
+    fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+    return fd
+
+
 class PosixMemory:
     """Arenas shared by the processes of `group`, whose backend must carry CPU tensors (gloo)."""
 
@@ -50,7 +62,8 @@ class PosixMemory:
         return [each.tolist() for each in rows]
 
     def allocate(self, num_bytes: int, header: Tensor) -> Arena:
-        """See `Memory.allocate`. Raises `Unreachable` on every rank if any two ranks are not on one machine."""
+        """See `Memory.allocate`. Raises `Unreachable` on every rank if any two are not on one machine or any
+        has no descriptor or memory left, MemoryError for more than the machine has."""
         num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         there = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
         # A file in memory may be larger than the memory: the ranks would be killed when they fill it.
@@ -59,18 +72,19 @@ class PosixMemory:
         mappings: list[mmap.mmap | None] = [None] * self.world_size
         tensors: list[Tensor | None] = [None] * self.world_size
         with contextlib.ExitStack() as stack:
-            fd = os.memfd_create("fusedtp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            stack.callback(os.close, fd)
-            # Made with all permissions: /proc lets no other user's process reach it, and this would stop it once more.
-            os.fchmod(fd, 0o600)
-            os.ftruncate(fd, num_bytes)
-            fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
-            mappings[self.rank], own = _map(fd, num_bytes)
-            own[: header.numel() * 4].view(torch.int32).copy_(header)
-            tensors[self.rank] = own
-            rows = self._exchange([os.getpid(), fd, os.fstat(fd).st_ino, _machine()])
-            failed = 0
-            for peer, (pid, peer_fd, inode, machine) in enumerate(rows):
+            mine = [os.getpid(), -1, 0, _machine(), 0]
+            try:
+                fd = _file(stack, num_bytes)
+                mappings[self.rank], own = _map(fd, num_bytes)
+                own[: header.numel() * 4].view(torch.int32).copy_(header)
+                tensors[self.rank] = own
+                mine[1:3] = fd, os.fstat(fd).st_ino
+            except OSError as error:
+                # No descriptor or no memory left here: the peers must not wait for what will not come.
+                mine[4] = error.errno or errno.EIO
+            rows = self._exchange(mine)
+            failed = next((peer + 1 for peer, row in enumerate(rows) if row[4]), 0)
+            for peer, (pid, peer_fd, inode, machine, _) in enumerate(rows):
                 if peer == self.rank or failed:
                     continue
                 try:
@@ -95,9 +109,11 @@ class PosixMemory:
                         mapping.close()
 
         if failures:
-            del own
+            own = torch.empty(0)
             release()
             rank, peer = failures[0]
+            if code := rows[peer][4]:
+                raise Unreachable(f"rank {peer} cannot make an arena of {num_bytes} bytes: {os.strerror(code)}")
             raise Unreachable(
                 f"rank {rank} cannot map the memory of rank {peer}: not the same machine and pid namespace"
             )
