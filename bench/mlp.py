@@ -58,12 +58,14 @@ class Dense(nn.Module):
 
 def _step(model: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], list[Tensor]]:
     # Forward and backward; returns y, dx and the gradients of up and down, and leaves none behind.
+    parameters = list(model.parameters())
+
     def run() -> list[Tensor]:
         leaf = x.detach().requires_grad_()
         y = model(leaf)
         y.backward(dy)
-        grads = [parameter.grad for parameter in model.parameters()]
-        for parameter in model.parameters():
+        grads = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
             parameter.grad = None
         assert leaf.grad is not None
         return [y.detach(), leaf.grad, *(grad for grad in grads if grad is not None)]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from . import dispatch, groups
+from .sharded import PLAIN
 from .shards import check_count, check_sizes, even_sizes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -26,8 +27,6 @@ ALGORITHMS = {
     "all_reduce": ("auto", "one_shot", "two_shot", "ring"),
     "matmul_all_reduce": ("auto", "one_shot", "two_shot"),
 }
-
-_PLAIN = (Tensor, nn.Parameter)
 
 
 def autocast(*tensors: Any) -> tuple[Any, ...]:
@@ -43,7 +42,7 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
 
 def check_tensor(name: str, value: object, x: Tensor | None = None, *, than: str = "x") -> None:
     """A dense tensor of a dtype that we multiply; of x's dtype and on its device, where x is given."""
-    if type(value) not in _PLAIN:
+    if type(value) not in PLAIN:
         _check_kind(name, value)
     assert isinstance(value, Tensor)
     dtype, device = value.dtype, value.device

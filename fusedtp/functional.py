@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import arguments, groups, ops, sharded
+from . import arguments, groups, ops, repeated, sharded
 from .groups import Group
 from .notation import Spec, parse
 from .sharded import Problem
@@ -114,30 +115,30 @@ def _flat(splits: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(number for split in splits for number in (len(split), *split))
 
 
-def _linear(
+def layer(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
     spec: str,
     splits: Mapping[str, tuple[int, ...]],
     group: ProcessGroup,
     schedule: str,
     debug: bool,
     algorithm: str = "auto",
-) -> Tensor:
-    # One layer: a spec over axis X, with the ranks' lengths of the dims that are split and this rank's of the others.
-    # The dims are those of `_spec`; nothing is parsed here, torch.compile could not trace it.
+) -> tuple[Any, ...]:
+    """The arguments of `sharded.apply` for a spec over axis X with the dims of `layer_spec`.
+
+    splits: the ranks' lengths of the dims that are split; of the others this rank's hold.
+    """
+    # Nothing is parsed here, torch.compile could not trace it.
     local = {f"R{i}": length for i, length in enumerate(x.shape[:-1])} | {"K": x.shape[-1], "N": weight.shape[0]}
     lengths = [sum(splits[name]) if name in splits else local[name] for name in local]
     arguments.check_reach(schedule, x, [group], lengths)
     flat = _flat([splits.get(name, ()) for name in local])
-    return sharded.apply(
-        x, weight, bias, spec, group.group_name, lengths, flat, True, False, schedule, algorithm, debug
-    )
+    return spec, group.group_name, lengths, flat, True, False, schedule, algorithm, debug
 
 
-def _spec(x: Tensor, dim: int | None, contraction: str, weight: str, columns: str, *, x_split: bool) -> str:
-    # "[.., R1_X, .., K] @ .. -> ..": dim `dim` of x's rows is split in x (x_split) or in the result.
+def layer_spec(x: Tensor, dim: int | None, contraction: str, weight: str, columns: str, *, x_split: bool) -> str:
+    """ "[.., R1_X, .., K] @ .. -> ..": dim `dim` of x's rows is split in x (x_split) or in the result."""
     rows = [f"R{i}" for i in range(x.ndim - 1)]
     cut = [f"{name}_X" if i == dim else name for i, name in enumerate(rows)]
     before, after = (cut, rows) if x_split else (rows, cut)
@@ -168,16 +169,29 @@ def all_gather_linear(
     """
     process_group = groups.resolve(group)
     x, weight, bias = arguments.autocast(x, weight, bias)
+    return repeated.call(_all_gather_linear, x, weight, bias, process_group, gather_dim, sizes, schedule, debug)
+
+
+def _all_gather_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: ProcessGroup,
+    gather_dim: int,
+    sizes: Sequence[int] | None,
+    schedule: str,
+    debug: bool,
+) -> tuple[Any, ...]:
     arguments.check_linear(x, weight, bias, schedule, debug)
     dim = arguments.dim("gather_dim", gather_dim, x)
-    sizes = arguments.gather_sizes(sizes, process_group, x.shape[dim])
+    sizes = arguments.gather_sizes(sizes, group, x.shape[dim])
     on_features = dim == x.ndim - 1
     arguments.check_features(
         sum(sizes) if on_features else x.shape[-1], "x has in all" if on_features else "x has", weight
     )
-    splits = {"N": (weight.shape[0],) * process_group.size(), "K" if on_features else f"R{dim}": sizes}
-    spec = _spec(x, None if on_features else dim, "K_X" if on_features else "K", "K, N_X", "N_X", x_split=True)
-    return _linear(x, weight, bias, spec, splits, process_group, schedule, debug)
+    splits = {"N": (weight.shape[0],) * group.size(), "K" if on_features else f"R{dim}": sizes}
+    spec = layer_spec(x, None if on_features else dim, "K_X" if on_features else "K", "K, N_X", "N_X", x_split=True)
+    return layer(x, weight, spec, splits, group, schedule, debug)
 
 
 def linear_reduce_scatter(
@@ -200,14 +214,27 @@ def linear_reduce_scatter(
     """
     process_group = groups.resolve(group)
     x, weight, bias = arguments.autocast(x, weight, bias)
+    return repeated.call(_linear_reduce_scatter, x, weight, bias, process_group, scatter_dim, sizes, schedule, debug)
+
+
+def _linear_reduce_scatter(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: ProcessGroup,
+    scatter_dim: int,
+    sizes: Sequence[int] | None,
+    schedule: str,
+    debug: bool,
+) -> tuple[Any, ...]:
     arguments.check_linear(x, weight, bias, schedule, debug)
     arguments.check_features(x.shape[-1], "x has", weight)
     dim = arguments.dim("scatter_dim", scatter_dim, x)
     on_features = dim == x.ndim - 1
-    sizes = arguments.scatter_sizes(sizes, process_group, weight.shape[0] if on_features else x.shape[dim])
-    splits = {"K": (x.shape[-1],) * process_group.size(), "N" if on_features else f"R{dim}": sizes}
-    spec = _spec(x, None if on_features else dim, "K_X", "K_X, N", "N_X" if on_features else "N", x_split=False)
-    return _linear(x, weight, bias, spec, splits, process_group, schedule, debug)
+    sizes = arguments.scatter_sizes(sizes, group, weight.shape[0] if on_features else x.shape[dim])
+    splits = {"K": (x.shape[-1],) * group.size(), "N" if on_features else f"R{dim}": sizes}
+    spec = layer_spec(x, None if on_features else dim, "K_X", "K_X, N", "N_X" if on_features else "N", x_split=False)
+    return layer(x, weight, spec, splits, group, schedule, debug)
 
 
 def linear_all_reduce(
@@ -228,12 +255,18 @@ def linear_all_reduce(
     """
     process_group = groups.resolve(group)
     x, weight, bias = arguments.autocast(x, weight, bias)
+    return repeated.call(_linear_all_reduce, x, weight, bias, process_group, schedule, algorithm, debug)
+
+
+def _linear_all_reduce(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, schedule: str, algorithm: str, debug: bool
+) -> tuple[Any, ...]:
     arguments.check_linear(x, weight, bias, schedule, debug)
     arguments.check_features(x.shape[-1], "x has", weight)
     arguments.check_algorithm("matmul_all_reduce", algorithm, schedule, x)
-    splits = {"K": (x.shape[-1],) * process_group.size()}
-    spec = _spec(x, None, "K_X", "K_X, N", "N", x_split=False)
-    return _linear(x, weight, bias, spec, splits, process_group, schedule, debug, algorithm)
+    splits = {"K": (x.shape[-1],) * group.size()}
+    spec = layer_spec(x, None, "K_X", "K_X, N", "N", x_split=False)
+    return layer(x, weight, spec, splits, group, schedule, debug, algorithm)
 
 
 def fsdp_linear(
@@ -254,14 +287,26 @@ def fsdp_linear(
     """
     process_group = groups.resolve(group)
     x, weight_shard, bias = arguments.autocast(x, weight_shard, bias)
+    return repeated.call(_fsdp_linear, x, weight_shard, bias, process_group, sizes, schedule, debug)
+
+
+def _fsdp_linear(
+    x: Tensor,
+    weight_shard: Tensor,
+    bias: Tensor | None,
+    group: ProcessGroup,
+    sizes: Sequence[int] | None,
+    schedule: str,
+    debug: bool,
+) -> tuple[Any, ...]:
     arguments.check_tensor("weight_shard", weight_shard)
     arguments.check_matrix(weight_shard, "weight_shard")
-    sizes = arguments.gather_sizes(sizes, process_group, weight_shard.shape[0])
+    sizes = arguments.gather_sizes(sizes, group, weight_shard.shape[0])
     arguments.check_linear(x, weight_shard, bias, schedule, debug, num_out=sum(sizes), name="weight_shard")
     arguments.check_features(x.shape[-1], "x has", weight_shard, "weight_shard")
-    splits = {"N": sizes, "R0": (x.shape[0],) * process_group.size()}
-    spec = _spec(x, 0, "K", "K, N_X", "N", x_split=True).replace("-> [R0,", "-> [R0_X,")
-    return _linear(x, weight_shard, bias, spec, splits, process_group, schedule, debug)
+    splits = {"N": sizes, "R0": (x.shape[0],) * group.size()}
+    spec = layer_spec(x, 0, "K", "K, N_X", "N", x_split=True).replace("-> [R0,", "-> [R0_X,")
+    return layer(x, weight_shard, spec, splits, group, schedule, debug)
 
 
 def all_gather(

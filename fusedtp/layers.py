@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from . import arguments, dispatch, functional, groups
+from . import arguments, dispatch, functional, groups, repeated
 from .groups import Group
 from .shards import check_sizes, even_sizes, offsets
 
@@ -45,11 +45,17 @@ def linear_of_replicated(
     """
     process_group = groups.resolve(group)
     x, weight, bias = arguments.autocast(x, weight, bias)
+    return repeated.call(_linear_of_replicated, x, weight, bias, process_group, schedule, debug)
+
+
+def _linear_of_replicated(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, schedule: str, debug: bool
+) -> tuple[Any, ...]:
     arguments.check_linear(x, weight, bias, schedule, debug)
     arguments.check_features(x.shape[-1], "x has", weight)
-    splits = {"N": (weight.shape[0],) * process_group.size()}
-    spec = functional._spec(x, None, "K", "K, N_X", "N_X", x_split=True)
-    return functional._linear(x, weight, bias, spec, splits, process_group, schedule, debug)
+    splits = {"N": (weight.shape[0],) * group.size()}
+    spec = functional.layer_spec(x, None, "K", "K, N_X", "N_X", x_split=True)
+    return functional.layer(x, weight, spec, splits, group, schedule, debug)
 
 
 class _ShardedLinear(nn.Module):

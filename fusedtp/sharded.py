@@ -34,7 +34,7 @@ from .redistribute import Step, moved
 SEPARATOR = "\n"
 
 # Neither DTensor, nor a fake, nor another subclass that the dispatcher would have to be asked about.
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)
 # What autograd.Function itself asks; there is no public way.
 _transforms_active = torch._C._are_functorch_transforms_active
 
@@ -107,14 +107,17 @@ class Problem:
 
     def runner(self, fake: bool) -> Runner:
         """What runs the steps, or their shapes."""
-        members = [groups.named(name) for name in self.group_names]
         runner = self._runners.get(fake)
-        # A group that was destroyed may have been made anew under its name.
-        if runner is None or any(one is not other for one, other in zip(runner.groups.values(), members, strict=True)):
-            axes = self.parsed.mesh_axes
-            kind = _Shapes if fake else Runner
-            by_axis = dict(zip(axes, members, strict=True))
-            runner = self._runners[fake] = kind(self.partition(), by_axis, self.schedule, self.algorithm, self.debug)
+        if runner is not None:
+            for name, group in zip(self.group_names, runner.groups.values(), strict=True):
+                # A group that was destroyed may have been made anew under its name.
+                if groups.named(name) is not group:
+                    break
+            else:
+                return runner
+        by_axis = dict(zip(self.parsed.mesh_axes, map(groups.named, self.group_names), strict=True))
+        kind = _Shapes if fake else Runner
+        runner = self._runners[fake] = kind(self.partition(), by_axis, self.schedule, self.algorithm, self.debug)
         return runner
 
 
@@ -298,24 +301,37 @@ class _Eager(torch.autograd.Function):
         return _forward(x, w, bias, problem)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        # Only with create_graph=True: then a second derivative is refused, which takes longer than the rest of this.
+        return _Eager._once(ctx, dy) if torch.is_grad_enabled() else _Eager._gradients(ctx, dy)
+
+    @staticmethod
+    def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         x, w = (dy.new_empty(0) if saved is None else saved for saved in ctx.saved_tensors)
         dx, dw, db = _backward(dy.resolve_neg(), x, w, (needs_x, needs_w, needs_bias), ctx.problem)
         return dx if needs_x else None, dw if needs_w else None, db if needs_bias else None, None
 
+    _once = once_differentiable(_gradients)
+
 
 def apply(x: Tensor, w: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
     """The operator; where nobody could tell, without the dispatcher. The arguments are those of `Problem.of`."""
-    plain = type(x) in _PLAIN and type(w) in _PLAIN and (bias is None or type(bias) in _PLAIN)
-    if not plain or torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or _transforms_active() or x.is_meta:
+    plain = type(x) in PLAIN and type(w) in PLAIN and (bias is None or type(bias) in PLAIN)
+    if not plain or torch.compiler.is_compiling():
         out: Tensor = sharded_matmul(x, w, bias, *arguments)
+        return out
+    return run(x, w, bias, Problem.of(*arguments))
+
+
+def run(x: Tensor, w: Tensor, bias: Tensor | None, problem: Problem) -> Tensor:
+    """`apply` of tensors of no subclass, where no compiler traces."""
+    if is_in_torch_dispatch_mode() or _transforms_active() or x.is_meta:
+        out: Tensor = sharded_matmul(x, w, bias, *problem.arguments)
         return out
     # A kernel reads memory, which torch's bit for a negated view does not change.
     if x.is_neg() or w.is_neg() or (bias is not None and bias.is_neg()):
         x, w, bias = x.resolve_neg(), w.resolve_neg(), None if bias is None else bias.resolve_neg()
-    problem = Problem.of(*arguments)
     if not torch.is_grad_enabled():
         return _forward(x, w, bias, problem)
     # Autograd would say so after the op has run.

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from .workspace import Workspace
 
 # How long a wait polls before it sleeps between polls; less where ranks outnumber cores, as polling then takes a core
-# from the rank that is waited for; and the longest sleep.
-_SPIN_SECONDS, _SPIN_SECONDS_CROWDED, _SLEEP_SECONDS = 1e-3, 50e-6, 500e-6
+# from the rank that is waited for. A sleep is this part of what was waited so far, so that no wait is longer by more,
+# and at most so long.
+_SPIN_SECONDS, _SPIN_SECONDS_CROWDED, _SLEEP_PART, _SLEEP_SECONDS = 1e-3, 50e-6, 1 / 16, 500e-6
 _CORES = len(os.sched_getaffinity(0))
 
 # Every aligned load of an x86 acquires and every store releases, so plain ones do there, in a tenth of the time.
@@ -101,7 +102,7 @@ class HostSteps:
     def _wait_slowly(self, poll: Callable[[], int], src: int, slot: int) -> None:
         ws = self._ws
         ws.host_words[signal.WAITING_FOR.value] = src + 1
-        start, nap = time.monotonic(), 25e-6
+        start = time.monotonic()
         spin = _SPIN_SECONDS if ws.world_size <= _CORES else _SPIN_SECONDS_CROWDED
         while not raised(seen := poll(), self.epoch):
             waited = time.monotonic() - start
@@ -110,8 +111,7 @@ class HostSteps:
             if waited < spin:
                 os.sched_yield()
             else:
-                time.sleep(nap)
-                nap = min(2 * nap, _SLEEP_SECONDS)
+                time.sleep(min(_SLEEP_PART * waited, _SLEEP_SECONDS))
         ws.host_words[signal.WAITING_FOR.value] = 0
 
     def enter(self) -> None:

@@ -60,6 +60,7 @@ class Workspace:
         self._tables: dict[tuple[int, ...], Tensor] = {}
         self._views: dict[tuple[Any, ...], Tensor] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch_views: dict[tuple[tuple[int, int], torch.dtype], Tensor] = {}
         # What dispatch knows of and has decided for this group: it is agreed anew with every workspace.
         self.choices: dict[Any, Any] = {}
         self._first_epoch = self._mirror = epoch
@@ -113,7 +114,10 @@ class Workspace:
         return _wrap(self._mirror + 1)
 
     def require(self, half_bytes: int, slots: int) -> None:
-        """Grow until a half holds `half_bytes` and there are `slots` signals a source. Collective where it grows."""
+        """What every op begins with: grow until a half holds `half_bytes` and there are `slots` signals a source.
+
+        Collective where it grows. Raises what an earlier op has reported.
+        """
         self._check()
         if half_bytes <= self.half_bytes and slots <= self.slots:
             return
@@ -158,33 +162,45 @@ class Workspace:
         """[rows, cols] to use until the next op begins: on a CPU the same pages every time, not fresh ones."""
         if self.device.type != "cpu":
             return torch.empty(shape, dtype=dtype, device=self.device)
-        num_bytes = math.prod(shape) * dtype.itemsize
-        if self._scratch.numel() < num_bytes:
-            self._scratch = torch.empty(num_bytes, dtype=torch.uint8)
-        return self._scratch[:num_bytes].view(dtype).view(shape)
+        view = self._scratch_views.get((shape, dtype))
+        if view is None:
+            num_bytes = math.prod(shape) * dtype.itemsize
+            if self._scratch.numel() < num_bytes or len(self._scratch_views) >= _MAX_VIEWS:
+                self._scratch_views.clear()
+                self._scratch = torch.empty(max(num_bytes, self._scratch.numel()), dtype=torch.uint8)
+            view = self._scratch_views[shape, dtype] = self._scratch[:num_bytes].view(dtype).view(shape)
+        return view
 
     def steps(self, op: str) -> HostSteps | DeviceSteps:
         """The protocol's steps for an op driven from the host."""
         return HostSteps(self, op) if self.device.type == "cpu" else DeviceSteps(self, op)
 
+    def begin(self) -> None:
+        """Before what an op issues: chains streams."""
+        if self.device.type == "cpu" or torch.cuda.is_current_stream_capturing():
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if self._done is not None and stream != self._last_stream:
+            stream.wait_event(self._done)
+        self._last_stream = stream
+
+    def end(self) -> None:
+        """After every op that has not raised: raises what it has reported by now."""
+        if self.device.type != "cpu":
+            capturing = torch.cuda.is_current_stream_capturing()
+            if not capturing:
+                self._done = self._done or torch.cuda.Event()
+                self._done.record(self._last_stream)
+            # A captured op advances the device's epoch at every replay, which the host does not see.
+            self._mirror, self._mirror_is_exact = _wrap(self._mirror + 1), self._mirror_is_exact and not capturing
+        self._check()
+
     @contextlib.contextmanager
-    def running(self, op: str) -> Iterator[None]:
-        """Around every op: refuses a workspace that has failed, chains streams, and raises what the op reported."""
-        self._check()
-        on_gpu = self.device.type == "cuda"
-        capturing = on_gpu and torch.cuda.is_current_stream_capturing()
-        if on_gpu and not capturing:
-            stream = torch.cuda.current_stream(self.device)
-            if self._done is not None and stream != self._last_stream:
-                stream.wait_event(self._done)
-            self._last_stream = stream
+    def running(self) -> Iterator[None]:
+        """`begin` and `end` around an op."""
+        self.begin()
         yield
-        if on_gpu and not capturing:
-            self._done = self._done or torch.cuda.Event()
-            self._done.record(self._last_stream)
-        # A captured op advances the device's epoch at every replay, which the host does not see.
-        self._mirror, self._mirror_is_exact = _wrap(self._mirror + 1), self._mirror_is_exact and not capturing
-        self._check()
+        self.end()
 
     def _check(self) -> None:
         """Raise what a kernel has reported, and again at every later use. On a GPU: what has arrived by now."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp import reference
+from fusedtp import reference, repeated
 from fusedtp.shards import even_sizes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -297,3 +297,71 @@ def on_meta(group: ProcessGroup) -> list[tuple[int, ...]]:
 
 def test_meta_tensors_have_shapes(pool: RankPool) -> None:
     assert pool.run(on_meta, world_size=2) == [[(16, 5), (4, 5), (16, 6)]] * 2
+
+
+def near_misses(group: ProcessGroup) -> list[str]:
+    """What a good call, made before, is mistaken for."""
+    x, weight, bias = ones(2, 3), ones(4, 3), ones(4)
+    good: dict[str, Any] = {"x": x, "weight": weight, "bias": bias, "gather_dim": 1, "sizes": (1, 1), "debug": False}
+    good |= {"x": ones(5, 1, 3), "schedule": "decomposed"}
+
+    def call(**changed: Any) -> Tensor:
+        given = {**good, **changed}
+        return fusedtp.all_gather_linear(
+            given.pop("x"), given.pop("weight"), given.pop("bias"), group=group, **given
+        )  # fmt: skip
+
+    taken = []
+    for name, changed in {
+        "another x": {"x": ones(5, 2, 3)},
+        "another dtype of x": {"x": ones(5, 1, 3).double()},
+        "a sparse x": {"x": ones(5, 1, 3).to_sparse()},
+        "a nested x": {"x": torch.nested.nested_tensor([ones(1, 3)] * 5)},
+        "x without dimensions": {"x": ones(3)},
+        "another weight": {"weight": ones(4, 2)},
+        "another dtype of the weight": {"weight": weight.double()},
+        "a sparse weight": {"weight": weight.to_sparse()},
+        "another bias": {"bias": ones(3)},
+        "another dtype of the bias": {"bias": bias.double()},
+        "a flag for a dim": {"gather_dim": True},
+        "a float for a dim": {"gather_dim": 1.0},
+        "floats for sizes": {"sizes": (1.0, 1.0)},
+        "flags for sizes": {"sizes": (True, True)},
+        "other sizes": {"sizes": (2, 0)},
+        "sizes of another group": {"sizes": (1, 1, 0)},
+        "a number for a flag": {"debug": 0},
+        "another schedule": {"schedule": "Decomposed"},
+    }.items():
+        assert call().shape == (5, 2, 4)
+        try:
+            call(**changed)
+            taken.append(name)
+        except (TypeError, ValueError):
+            pass
+    return taken
+
+
+def test_a_repeated_call_is_told_from_one_that_looks_like_it(pool: RankPool) -> None:
+    assert pool.run(near_misses, world_size=2) == [[], []]
+
+
+class Named:
+    """What a group says of itself."""
+
+    def __init__(self, name: str, size: int, rank: int) -> None:
+        self.group_name, self._size, self._rank = name, size, rank
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+
+def test_a_group_made_anew_is_another() -> None:
+    keys = [
+        repeated._key(str, ones(2, 3), ones(4, 3), None, Named(*group), (0, None, "auto", False))  # type: ignore[arg-type]
+        for group in (("1", 2, 0), ("1", 2, 0), ("1", 3, 0), ("1", 2, 1), ("2", 2, 0))
+    ]
+    assert keys[0] == keys[1]
+    assert len(set(keys)) == 4

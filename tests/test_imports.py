@@ -27,7 +27,7 @@ LAYERS = (
     ("agreement", "dispatch", "tuning"),
     ("execute", "pairs"),
     ("ops", "sharded"),
-    ("arguments", "functional"),
+    ("arguments", "functional", "repeated"),
     ("layers",),
     ("parallel",),
     ("",),  # the package itself

@@ -6,9 +6,11 @@ import contextlib
 import errno
 import os
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from fusedtp.bench.ranks import RankPool
 from torch.distributed import ProcessGroup
@@ -28,6 +30,17 @@ def _arena_files() -> list[str]:
         with contextlib.suppress(FileNotFoundError):
             files.append(os.readlink(f"/proc/self/fd/{fd}"))
     return [each for each in files if "memfd:fusedtp" in each]
+
+
+def forget(group: ProcessGroup) -> None:
+    fusedtp.destroy()
+
+
+@pytest.fixture(autouse=True)
+def _destroyed_on_all_ranks(pool: RankPool) -> Iterator[None]:
+    """Tests here destroy what every group has, on some ranks only: the others must follow."""
+    yield
+    pool.run(forget)
 
 
 def life(group: ProcessGroup) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from .. import trace, workspace
 from ..kernels.signal import FIRST_SLOT
 from ..shards import even_sizes, offsets
 from ..workspace import Workspace
-from .transport import Steps, aligned, gathering, op, publish, published, settle, travelling
+from .transport import Epoch, Gathering, Steps, aligned, publish, published, settle, travelling
 
 # A one-shot all-reduce reads every peer's whole partial; beyond this size reducing a slice each and sharing it moves
 # less.
@@ -86,7 +86,7 @@ def all_gather_matmul(
     begins = offsets(sizes)
     M = sum(sizes) if gather_dim == 0 else a.shape[0]
     out = a.new_empty((b.shape[1], M) if transposed else (M, b.shape[1]))
-    with gathering(ws, "all_gather_matmul", a, sizes, gather_dim) as chunks:
+    with Gathering(ws, "all_gather_matmul", a, sizes, gather_dim) as chunks:
         for i, (src, chunk) in enumerate(chunks):
             part = slice(begins[src], begins[src + 1])
             with trace.span("multiply", src):
@@ -115,7 +115,7 @@ def all_gather_two_matmuls(
     ws = workspace.get(group, a.device)
     begins = offsets(sizes)
     first, second = a.new_empty(sum(sizes), b.shape[1]), a.new_empty(a.shape[1], right.shape[1])
-    with gathering(ws, "all_gather_matmul", a, sizes, 0) as chunks:
+    with Gathering(ws, "all_gather_matmul", a, sizes, 0) as chunks:
         for i, (src, chunk) in enumerate(chunks):
             part = slice(begins[src], begins[src + 1])
             with trace.span("multiply", src):
@@ -187,7 +187,7 @@ def matmul_reduce_scatter(
     stride = aligned(max(sizes) * other * a.element_size())
     if bias is not None and scatter_dim == 1:
         bias = bias.split(sizes)[ws.rank]
-    with op(ws, "matmul_reduce_scatter", ws.world_size * stride, 1) as steps:
+    with Epoch(ws, "matmul_reduce_scatter", ws.world_size * stride, 1) as steps:
         parts = _scatter_partials(ws, steps, a, b, scatter_dim, sizes, stride)
         out = torch.empty_like(parts[0])
         with trace.span("add"):
@@ -209,7 +209,7 @@ def matmul_scatter_and_gather(
     slot = FIRST_SLOT.value + 1
     # As in `all_gather_matmul`: whole where chunks would be small, or would round a narrow sum once each.
     at_once = max(sizes) < FEW_ROWS or _is_narrow(x)
-    with op(ws, "matmul_reduce_scatter", base + ws.world_size * stride, 2) as steps:
+    with Epoch(ws, "matmul_reduce_scatter", base + ws.world_size * stride, 2) as steps:
         publish(ws, steps, x, slot, base + ws.rank * stride)
         parts = _scatter_partials(ws, steps, a, b, 0, sizes, partial)
         scattered = torch.empty_like(parts[0])
@@ -260,7 +260,7 @@ def matmul_all_reduce(
         return _one_shot(ws, "matmul_all_reduce", lambda place: _matmul_into(a, b, place), bias, out)
     sizes = even_sizes(a.shape[0], ws.world_size)
     begin, stride = offsets(sizes)[ws.rank], aligned(max(sizes) * b.shape[1] * a.element_size())
-    with op(ws, "matmul_all_reduce", ws.world_size * stride + out_bytes, 2) as steps:
+    with Epoch(ws, "matmul_all_reduce", ws.world_size * stride + out_bytes, 2) as steps:
         parts = _scatter_partials(ws, steps, a, b, 0, sizes, stride)
         mine = out[begin : begin + sizes[ws.rank]]
         with trace.span("add"):
@@ -274,7 +274,7 @@ def _one_shot(ws: Workspace, name: str, fill: Callable[[Tensor], object], bias: 
     # Every rank shows its whole partial, which `fill` writes, and sums everybody's.
     shape = (out.shape[0], out.shape[1])
     stride = aligned(out.numel() * out.element_size())
-    with op(ws, name, ws.world_size * stride, 1) as steps:
+    with Epoch(ws, name, ws.world_size * stride, 1) as steps:
         mine = ws.view(ws.rank, steps.epoch, ws.rank * stride, shape, out.dtype)
         with trace.span("multiply" if name == "matmul_all_reduce" else "travel"):
             fill(mine)
@@ -312,7 +312,7 @@ def _gather(x: Tensor, sizes: tuple[int, ...], group: ProcessGroup, name: str, *
     begins = offsets(sizes)
     shape = (sum(sizes), x.shape[1])
     out = x.new_empty(shape) if to_keep else ws.scratch(shape, x.dtype)
-    with gathering(ws, name, x, sizes, 0) as chunks:
+    with Gathering(ws, name, x, sizes, 0) as chunks:
         for src, chunk in chunks:
             with trace.span("travel", src):
                 out[begins[src] : begins[src + 1]] = chunk
@@ -347,7 +347,7 @@ def reduce_scatter(x: Tensor, *, sizes: tuple[int, ...], group: ProcessGroup, al
     ws = workspace.get(group, x.device)
     out = x.new_empty(sizes[ws.rank], x.shape[1])
     stride = aligned(max(sizes) * x.shape[1] * x.element_size())
-    with op(ws, "reduce_scatter", ws.world_size * stride, 1) as steps:
+    with Epoch(ws, "reduce_scatter", ws.world_size * stride, 1) as steps:
         parts = _scatter_rows(ws, steps, x, sizes, stride)
         with trace.span("add"):
             _sum_into(parts, None, out)
@@ -367,7 +367,7 @@ def all_reduce(x: Tensor, *, group: ProcessGroup, algorithm: str = "auto") -> Te
         return _one_shot(ws, "all_reduce", lambda place: place.copy_(x), None, out)
     sizes = even_sizes(x.shape[0], ws.world_size)
     begin, stride = offsets(sizes)[ws.rank], aligned(max(sizes) * x.shape[1] * x.element_size())
-    with op(ws, "all_reduce", ws.world_size * stride + out_bytes, 2) as steps:
+    with Epoch(ws, "all_reduce", ws.world_size * stride + out_bytes, 2) as steps:
         mine = out[begin : begin + sizes[ws.rank]]
         parts = _scatter_rows(ws, steps, x, sizes, stride)
         with trace.span("add"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -29,15 +30,31 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-@contextlib.contextmanager
-def op(ws: Workspace, name: str, half_bytes: int, slots: int) -> Iterator[Steps]:
-    """One epoch: room for the op, entry, the op itself, exit."""
-    with ws.running(name):
-        ws.require(half_bytes, FIRST_SLOT.value + slots)
-        steps = ws.steps(name)
-        steps.enter()
-        yield steps
-        steps.leave()
+class Epoch:
+    """One epoch, as a context: room for the op `name`, entry, the op itself by the steps it is given, exit.
+
+    Nothing is undone where the op raises: its workspace has failed then, or its peers will find that it has not come.
+    """
+
+    # A class, and `Gathering` too, as contextlib's generators take longer than a small op's steps.
+
+    def __init__(self, ws: Workspace, name: str, half_bytes: int, slots: int) -> None:
+        self._ws, self._name, self._half_bytes, self._slots = ws, name, half_bytes, FIRST_SLOT.value + slots
+
+    def __enter__(self) -> Steps:
+        ws = self._ws
+        ws.begin()
+        ws.require(self._half_bytes, self._slots)
+        self._steps = ws.steps(self._name)
+        self._steps.enter()
+        return self._steps
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._steps.leave()
+            self._ws.end()
 
 
 @contextlib.contextmanager
@@ -84,22 +101,33 @@ def published(
     return ws.view(src if ws.in_place else ws.rank, steps.epoch, offset, shape, dtype)
 
 
-@contextlib.contextmanager
-def gathering(
-    ws: Workspace, name: str, x: Tensor, sizes: tuple[int, ...], dim: int
-) -> Iterator[Iterator[tuple[int, Tensor]]]:
-    """One gather of x [rows, cols] along `dim`: (rank, its shard) of every rank, the own first, then as they arrive."""
-    rows, cols = x.shape
-    stride = aligned(max(sizes) * (cols if dim == 0 else rows) * x.element_size())
+class Gathering(Epoch):
+    """One gather of x [rows, cols] along `dim` as the op `name`: in it, (rank, its shard) of every rank, the own first,
+    then as they arrive.
+    """
 
-    def chunks(steps: Steps) -> Iterator[tuple[int, Tensor]]:
+    def __init__(self, ws: Workspace, name: str, x: Tensor, sizes: tuple[int, ...], dim: int) -> None:
+        self._x, self._sizes, self._dim = x, sizes, dim
+        self._stride = aligned(max(sizes) * x.shape[1 - dim] * x.element_size())
+        super().__init__(ws, name, ws.world_size * self._stride, 1)
+
+    def __enter__(self) -> Iterator[tuple[int, Tensor]]:  # type: ignore[override]
+        steps = super().__enter__()
+        publish(self._ws, steps, self._x, FIRST_SLOT.value, self._ws.rank * self._stride)
+        return self._chunks(steps)
+
+    def _chunks(self, steps: Steps) -> Iterator[tuple[int, Tensor]]:
+        ws, x = self._ws, self._x
         yield ws.rank, x
+        rows, cols = x.shape
         for i in range(1, ws.world_size):
             src = (ws.rank + i) % ws.world_size
-            shape = (sizes[src], cols) if dim == 0 else (rows, sizes[src])
-            yield src, published(ws, steps, src, shape, x.dtype, FIRST_SLOT.value, src * stride)
+            shape = (self._sizes[src], cols) if self._dim == 0 else (rows, self._sizes[src])
+            yield src, published(ws, steps, src, shape, x.dtype, FIRST_SLOT.value, src * self._stride)
 
-    with op(ws, name, ws.world_size * stride, 1) as steps:
-        publish(ws, steps, x, FIRST_SLOT.value, ws.rank * stride)
-        yield chunks(steps)
-        settle(ws)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            settle(self._ws)
+        super().__exit__(kind, error, trace)
