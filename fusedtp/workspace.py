@@ -59,8 +59,6 @@ class Workspace:
         self._arena: Arena | None = None
         self._tables: dict[tuple[int, ...], Tensor] = {}
         self._views: dict[tuple[Any, ...], Tensor] = {}
-        self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._scratch_views: dict[tuple[tuple[int, int], torch.dtype], Tensor] = {}
         # What dispatch knows of and has decided for this group: it is agreed anew with every workspace.
         self.choices: dict[Any, Any] = {}
         self._first_epoch = self._mirror = epoch
@@ -156,19 +154,6 @@ class Workspace:
             if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
             view = self._views[key] = part.view(dtype).view(shape)
-        return view
-
-    def scratch(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """[rows, cols] to use until the next op begins: on a CPU the same pages every time, not fresh ones."""
-        if self.device.type != "cpu":
-            return torch.empty(shape, dtype=dtype, device=self.device)
-        view = self._scratch_views.get((shape, dtype))
-        if view is None:
-            num_bytes = math.prod(shape) * dtype.itemsize
-            if self._scratch.numel() < num_bytes or len(self._scratch_views) >= _MAX_VIEWS:
-                self._scratch_views.clear()
-                self._scratch = torch.empty(max(num_bytes, self._scratch.numel()), dtype=torch.uint8)
-            view = self._scratch_views[shape, dtype] = self._scratch[:num_bytes].view(dtype).view(shape)
         return view
 
     def steps(self, op: str) -> HostSteps | DeviceSteps:

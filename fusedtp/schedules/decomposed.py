@@ -20,7 +20,7 @@ from .. import trace, workspace
 from ..kernels.signal import FIRST_SLOT
 from ..shards import even_sizes, offsets
 from ..workspace import Workspace
-from .transport import Epoch, Gathering, Steps, aligned, publish, published, settle, travelling
+from .transport import Epoch, Gathering, Steps, aligned, gathered, publish, published, settle, travelling
 
 # A one-shot all-reduce reads every peer's whole partial; beyond this size reducing a slice each and sharing it moves
 # less.
@@ -80,8 +80,8 @@ def all_gather_matmul(
         return _product(a, b, bias, transposed)
     # Nor must a narrow dtype be rounded once a chunk of the contraction.
     if max(sizes) < FEW_ROWS or (gather_dim == 1 and _is_narrow(a)):
-        gathered = _gather(a if gather_dim == 0 else a.t(), sizes, group, "all_gather_matmul", to_keep=False)
-        return _product(gathered if gather_dim == 0 else gathered.t(), b, bias, transposed)
+        rows = _gather_at_once(a if gather_dim == 0 else a.t(), sizes, group)
+        return _product(rows if gather_dim == 0 else rows.t(), b, bias, transposed)
     ws = workspace.get(group, a.device)
     begins = offsets(sizes)
     M = sum(sizes) if gather_dim == 0 else a.shape[0]
@@ -110,7 +110,7 @@ def all_gather_two_matmuls(
     if group.size() == 1:
         return torch.mm(a, b), torch.mm(a.t(), right)
     if max(sizes) < FEW_ROWS or _is_narrow(a):
-        whole = _gather(a, sizes, group, "all_gather_matmul", to_keep=False)
+        whole = _gather_at_once(a, sizes, group)
         return torch.mm(whole, b), torch.mm(whole.t(), right)
     ws = workspace.get(group, a.device)
     begins = offsets(sizes)
@@ -125,6 +125,15 @@ def all_gather_two_matmuls(
                 else:
                     second.addmm_(chunk.t(), right[part])
     return first, second
+
+
+def _gather_at_once(a: Tensor, sizes: tuple[int, ...], group: ProcessGroup) -> Tensor:
+    # All ranks' rows of an all_gather_matmul, in symmetric memory: good until the next op begins.
+    ws = workspace.get(group, a.device)
+    with Epoch(ws, "all_gather_matmul", sum(sizes) * a.shape[1] * a.element_size(), 1) as steps:
+        rows = gathered(ws, steps, a, sizes, FIRST_SLOT.value, 0)()
+        settle(ws)
+    return rows
 
 
 def _is_narrow(x: Tensor) -> bool:
@@ -210,26 +219,24 @@ def matmul_scatter_and_gather(
     # As in `all_gather_matmul`: whole where chunks would be small, or would round a narrow sum once each.
     at_once = max(sizes) < FEW_ROWS or _is_narrow(x)
     with Epoch(ws, "matmul_reduce_scatter", base + ws.world_size * stride, 2) as steps:
-        publish(ws, steps, x, slot, base + ws.rank * stride)
+        if at_once:
+            whole = gathered(ws, steps, x, sizes, slot, base)
+        else:
+            publish(ws, steps, x, slot, base + ws.rank * stride)
         parts = _scatter_partials(ws, steps, a, b, 0, sizes, partial)
         scattered = torch.empty_like(parts[0])
         _sum_into(parts, None, scattered)
         product = x.new_empty(left.shape[0], cols)
-        whole = ws.scratch((sum(sizes) if at_once else 0, cols), x.dtype)
-        for i in range(ws.world_size):
+        for i in range(0 if at_once else ws.world_size):
             src = (ws.rank + i) % ws.world_size
-            chunk = x
-            if src != ws.rank:
-                chunk = published(ws, steps, src, (sizes[src], cols), x.dtype, slot, base + src * stride)
-            part = slice(begins[src], begins[src + 1])
-            if at_once:
-                whole[part] = chunk
-            elif i == 0:
+            part, chunk = slice(begins[src], begins[src + 1]), x
+            if i == 0:
                 _matmul_into(left[:, part], chunk, product)
-            else:
-                product.addmm_(left[:, part], chunk)
+                continue
+            chunk = published(ws, steps, src, (sizes[src], cols), x.dtype, slot, base + src * stride)
+            product.addmm_(left[:, part], chunk)
         if at_once:
-            _matmul_into(left, whole, product)
+            _matmul_into(left, whole(), product)
         settle(ws)
     return scattered, product
 
@@ -303,16 +310,10 @@ def all_gather(x: Tensor, *, sizes: tuple[int, ...], group: ProcessGroup, algori
     _refuse_ring(algorithm)
     if group.size() == 1:
         return x.clone(memory_format=torch.contiguous_format)
-    return _gather(x, sizes, group, "all_gather")
-
-
-def _gather(x: Tensor, sizes: tuple[int, ...], group: ProcessGroup, name: str, *, to_keep: bool = True) -> Tensor:
-    # Every rank's rows, one below the other, as part of the op `name`; good until the next op unless `to_keep`.
     ws = workspace.get(group, x.device)
     begins = offsets(sizes)
-    shape = (sum(sizes), x.shape[1])
-    out = x.new_empty(shape) if to_keep else ws.scratch(shape, x.dtype)
-    with Gathering(ws, name, x, sizes, 0) as chunks:
+    out = x.new_empty(sum(sizes), x.shape[1])
+    with Gathering(ws, "all_gather", x, sizes, 0) as chunks:
         for src, chunk in chunks:
             with trace.span("travel", src):
                 out[begins[src] : begins[src + 1]] = chunk

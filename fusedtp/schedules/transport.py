@@ -7,7 +7,7 @@ published is pushed into every peer's arena by the copy engine, on a side stream
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import trace
 from ..kernels.signal import FIRST_SLOT
+from ..shards import offsets
 from ..steps import DeviceSteps, HostSteps
 from ..workspace import Workspace
 
@@ -99,6 +100,32 @@ def published(
     """What rank src has published, once it has."""
     steps.wait(src, slot)
     return ws.view(src if ws.in_place else ws.rank, steps.epoch, offset, shape, dtype)
+
+
+def gathered(
+    ws: Workspace, steps: Steps, x: Tensor, sizes: tuple[int, ...], slot: int, offset: int
+) -> Callable[[], Tensor]:
+    """Publish x [sizes[rank], cols], and return what waits for all ranks' rows and gives them one below the other.
+
+    They lie in this rank's own half from `offset` on and are good until its next op begins.
+    """
+    begins, cols = offsets(sizes), x.shape[1]
+    at = [offset + begin * cols * x.element_size() for begin in begins]
+    if not ws.in_place:
+        ws.view(ws.rank, steps.epoch, at[ws.rank], (x.shape[0], cols), x.dtype).copy_(x)
+    publish(ws, steps, x, slot, at[ws.rank])
+
+    def whole() -> Tensor:
+        rows = ws.view(ws.rank, steps.epoch, offset, (begins[-1], cols), x.dtype)
+        for i in range(1, ws.world_size):
+            src = (ws.rank + i) % ws.world_size
+            theirs = published(ws, steps, src, (sizes[src], cols), x.dtype, slot, at[src])
+            if ws.in_place:
+                with trace.span("travel", src):
+                    rows[begins[src] : begins[src + 1]] = theirs
+        return rows
+
+    return whole
 
 
 class Gathering(Epoch):
