@@ -7,13 +7,18 @@ dim of each: an axis on the rows of one and the columns of the other would leave
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from math import prod
+from operator import itemgetter
+from typing import TypeAlias
 
 from .notation import Dim, Tensor
 from .redistribute import Route, Sizes, Step, moved, operand_routes, result_routes
+
+_Axes: TypeAlias = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class Way:
 
     @property
     def cost(self) -> int:
-        return sum(route.cost for route in self.routes)
+        return self.a.cost + self.b.cost + self.c.cost
 
     @property
     def sent(self) -> int:
@@ -102,23 +107,25 @@ def choose(
     For `usual`, stand-in sizes, the cost in bytes decides, then FLOPs. With `sizes` it is bytes * flops_per_byte plus
     FLOPs, and the usual way wins where nothing is cheaper.
     """
-    ways = sorted(_ways(problem, axes, usual), key=lambda way: (way.cost, way.flops, way.ties))
+    ways = _in_order(_ways(problem, axes, usual), lambda way: (way.cost, way.flops))
+    best = next(ways)
     if sizes is None:
-        if other := _runner_up(ways):
-            return ways[0], f"the usual way, sizes being unknown; the next is {_text(other)}", other.steps
-        return ways[0], "the only way", ()
+        if other := _runner_up(best, ways):
+            return best, f"the usual way, sizes being unknown; the next is {_text(other)}", other.steps
+        return best, "the only way", ()
     # Its routes can differ from the cheapest ones for these sizes: it is priced as it stands.
-    usual_way = _priced(problem, ways[0], sizes)
+    usual_way = _priced(problem, best, sizes)
 
-    def cost(way: Way) -> tuple[object, ...]:
-        return way.cost * flops_per_byte + way.flops, way.steps != usual_way.steps, way.ties
+    def cost(way: Way) -> tuple[float, bool]:
+        return way.cost * flops_per_byte + way.flops, way.steps != usual_way.steps
 
-    ways = sorted([usual_way, *_ways(problem, axes, sizes)], key=cost)
-    if ways[0].steps != usual_way.steps:
-        return ways[0], f"cheaper than the usual way: {_against(ways[0], usual_way)}", usual_way.steps
-    if other := _runner_up(ways):
-        return ways[0], f"the usual way: {_against(ways[0], other)}", other.steps
-    return ways[0], "the only way", ()
+    ways = _in_order([usual_way, *_ways(problem, axes, sizes)], cost)
+    best = next(ways)
+    if best.steps != usual_way.steps:
+        return best, f"cheaper than the usual way: {_against(best, usual_way)}", usual_way.steps
+    if other := _runner_up(best, ways):
+        return best, f"the usual way: {_against(best, other)}", other.steps
+    return best, "the only way", ()
 
 
 def quantity(value: float, unit: str) -> str:
@@ -135,19 +142,48 @@ def _gathers_last(route: Route) -> bool:
 
 
 def _ways(problem: Problem, axes: tuple[str, ...], sizes: Sizes) -> Iterator[Way]:
+    # Every sharding of a with every one of b that splits the contraction alike: what depends on one of them alone is
+    # worked out beforehand, or three axes would take a second.
     a_name, b_name, c_name = problem.names
     contraction = problem.contraction
-    results = result_routes(problem.c, c_name, axes, sizes)
-    by_contraction: dict[tuple[tuple[str, ...], ...], list[tuple[Tensor, Route]]] = {}
+    places = [_places(operand, problem.c.names) for operand in (problem.a, problem.b)]
+    contracted = [_places(operand, contraction) for operand in (problem.a, problem.b)]
+    # Which of the result's dims come from b; the others are a's.
+    from_b = [place >= 0 for place in places[1]]
+    results = {
+        (tuple(dim.axes for dim in c.dims), c.partial): route
+        for c, route in result_routes(problem.c, c_name, axes, sizes).items()
+    }
+    by_contraction: dict[tuple[tuple[str, ...], ...], list[tuple[_Axes, int, Route]]] = {}
     for b, route in operand_routes(problem.b, b_name, axes, sizes).items():
-        by_contraction.setdefault(tuple(b.axes(name) for name in contraction), []).append((b, route))
+        split = _axes_at(b, contracted[1])
+        columns = prod(sizes.shard(dim.name, dim.axes) for dim in b.dims if dim.name not in contraction)
+        by_contraction.setdefault(split, []).append((_axes_at(b, places[1]), columns, route))
     for a, a_route in operand_routes(problem.a, a_name, axes, sizes).items():
-        split = tuple(a.axes(name) for name in contraction)
-        for b, b_route in by_contraction.get(split, ()):
-            result = product(a, b, problem.c.names)
+        split = _axes_at(a, contracted[0])
+        partial = tuple(sorted(axis for each in split for axis in each))
+        a_axes, a_numel = _axes_at(a, places[0]), sizes.numel(a)
+        for b_axes, columns, b_route in by_contraction.get(split, ()):
+            shards = tuple([b if second else a for a, b, second in zip(a_axes, b_axes, from_b, strict=True)])
             # An axis on the rows of one and the columns of the other makes a product that no route starts from.
-            if result in results:
-                yield Way(a_route, b_route, results[result], flops(a, b, sizes))
+            if c_route := results.get((shards, partial)):
+                yield Way(a_route, b_route, c_route, 2 * a_numel * columns)
+
+
+def _places(operand: Tensor, names: tuple[str, ...]) -> list[int]:
+    # Which of the operand's dims each name is; -1 for none.
+    return [operand.names.index(name) if name in operand.names else -1 for name in names]
+
+
+def _axes_at(operand: Tensor, places: list[int]) -> _Axes:
+    return tuple([operand.dims[place].axes if place >= 0 else () for place in places])
+
+
+def _in_order(ways: Iterable[Way], price: Callable[[Way], tuple[float, ...]]) -> Iterator[Way]:
+    """The cheapest first; `Way.ties` are asked for only where prices are alike."""
+    priced = sorted(((price(way), way) for way in ways), key=itemgetter(0))
+    for _, alike in groupby(priced, key=itemgetter(0)):
+        yield from sorted((way for _, way in alike), key=lambda way: way.ties)
 
 
 def _priced(problem: Problem, way: Way, sizes: Sizes) -> Way:
@@ -168,9 +204,9 @@ def _priced(problem: Problem, way: Way, sizes: Sizes) -> Way:
     return Way(a_route, b_route, c_route, flops(a, b, sizes))
 
 
-def _runner_up(ways: list[Way]) -> Way | None:
+def _runner_up(best: Way, others: Iterable[Way]) -> Way | None:
     """The next way that communicates differently, not merely slices elsewhere."""
-    return next((way for way in ways if way.collectives != ways[0].collectives), None)
+    return next((way for way in others if way.collectives != best.collectives), None)
 
 
 def _against(best: Way, other: Way) -> str:

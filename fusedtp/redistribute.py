@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Literal, TypeAlias
 
@@ -64,14 +64,23 @@ class Sizes:
     def of(cls, lengths: Mapping[str, int], mesh: Mapping[str, int], itemsize: int, start_bytes: int) -> Sizes:
         return cls(tuple(sorted(lengths.items())), tuple(sorted(mesh.items())), itemsize, start_bytes)
 
+    @cached_property
+    def _ranks(self) -> dict[str, int]:
+        return dict(self.mesh)
+
+    @cached_property
+    def _shards(self) -> dict[tuple[str, tuple[str, ...]], int]:
+        # Planning asks for the same few lengths thousands of times.
+        return {(name, ()): length for name, length in self.lengths}
+
     def ranks(self, axis: str) -> int:
-        return dict(self.mesh)[axis]
+        return self._ranks[axis]
 
     def shard(self, name: str, axes: tuple[str, ...]) -> int:
         """The largest length of dim `name` on a rank when `axes` split it in turn, each like torch.tensor_split."""
-        length = dict(self.lengths)[name]
-        for axis in axes:
-            length = -(-length // self.ranks(axis))
+        length = self._shards.get((name, axes))
+        if length is None:
+            length = self._shards[name, axes] = -(-self.shard(name, axes[:-1]) // self._ranks[axes[-1]])
         return length
 
     def numel(self, tensor: Tensor) -> int:
