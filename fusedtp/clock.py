@@ -19,8 +19,21 @@ TICK_SECONDS = 0.01
 _lock = threading.Lock()
 # By address: the word, and the tensor that keeps it alive while it is written.
 _words: dict[int, tuple[ctypes.c_int32, Tensor]] = {}
-_thread: threading.Thread | None = None
-_stop = threading.Event()
+
+
+class _Clock(threading.Thread):
+    def __init__(self) -> None:
+        super().__init__(name="fusedtp-clock", daemon=True)
+        self.ended = threading.Event()
+
+    def run(self) -> None:
+        while not self.ended.wait(TICK_SECONDS):
+            with _lock:
+                for word, _ in _words.values():
+                    word.value = now_ms()
+
+
+_clock: _Clock | None = None
 
 
 def now_ms() -> int:
@@ -28,38 +41,43 @@ def now_ms() -> int:
     return ctypes.c_int32(time.monotonic_ns() // 1_000_000).value
 
 
-def _run() -> None:
-    while not _stop.wait(TICK_SECONDS):
-        with _lock:
-            for word, _ in _words.values():
-                word.value = now_ms()
-
-
 def drive(block: Tensor) -> None:
     """Write the time to the first element of `block` (int32, in host memory) from now on."""
-    global _thread
+    global _clock
     word = ctypes.c_int32.from_address(block.data_ptr())
     word.value = now_ms()
     with _lock:
         _words[block.data_ptr()] = (word, block)
-        if _thread is None or not _thread.is_alive():
-            _stop.clear()
-            _thread = threading.Thread(target=_run, name="fusedtp-clock", daemon=True)
-            _thread.start()
+        if _clock is None or not _clock.is_alive():
+            _clock = _Clock()
+            _clock.start()
 
 
 def release(block: Tensor) -> None:
     """Stop writing to `block`; with the last one the thread ends."""
     with _lock:
         _words.pop(block.data_ptr(), None)
-        last = not _words
-    if last:
-        stop()
+        clock = None if _words else _detached()
+    _end(clock)
 
 
 @atexit.register
 def stop() -> None:
-    """End the thread; nothing is written after this returns."""
-    _stop.set()
-    if _thread is not None and _thread is not threading.current_thread():
-        _thread.join()
+    """End the thread; nothing is written after this returns, unless another block is driven."""
+    with _lock:
+        clock = _detached()
+    _end(clock)
+
+
+def _detached() -> _Clock | None:
+    # With the lock held: whoever drives a block from here on starts a thread of its own, which this end does not touch.
+    global _clock
+    clock, _clock = _clock, None
+    return clock
+
+
+def _end(clock: _Clock | None) -> None:
+    # Without the lock, which the thread may be waiting for.
+    if clock is not None:
+        clock.ended.set()
+        clock.join()

@@ -67,6 +67,17 @@ def shared_files(group, tensor):
     return [line for line in [*opened, *Path("/proc/self/maps").read_text().splitlines()] if "/dev/shm" in line]
 
 
+def gloo_workers(group):
+    """How many groups this process has, and how many threads run their collectives."""
+    names = [task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return len(dist.distributed_c10d._world.pg_map), names.count("pt_gloo_runloop")
+
+
+def with_another_group(group):
+    dist.barrier(dist.new_group([0, 1]))
+    return gloo_workers(group)
+
+
 def open_fds() -> list[str]:
     return sorted(os.listdir("/proc/self/fd"), key=int)
 
@@ -96,6 +107,12 @@ def test_environment_and_threads(two):
     replies = two.run(environment)
     assert [reply[0] for reply in replies] == two.pids
     assert {reply[1:3] for reply in replies} == {("1", 1)}
+
+
+def test_a_group_runs_its_collectives_in_one_thread(two):
+    """Also a group that a function makes. See `one_gloo_worker`: two threads corrupt the heap."""
+    for groups, workers in (*two.run(gloo_workers), *two.run(with_another_group)):
+        assert workers == groups > 0
 
 
 def test_large_messages_and_nothing_in_dev_shm(two):

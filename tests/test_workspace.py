@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -192,3 +193,38 @@ def test_clock_follows_the_time_and_stops() -> None:
     stopped = int(word)
     torch.randn(300, 300) @ torch.randn(300, 300)
     assert int(word) == stopped
+
+
+class _LockThen:
+    """A lock that calls `then` as soon as it has been released for the first time."""
+
+    def __init__(self, lock: Any, then: Callable[[], object]) -> None:
+        self._lock, self._then = lock, [then]
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        if self._then:
+            self._then.pop()()
+
+
+def test_clock_driven_while_the_last_word_is_released_goes_on() -> None:
+    """Another thread may drive a block between the release of the last one and the end of the clock's thread."""
+    first, second = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    others = [block for _, block in clock._words.values()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clock, "_words", {})
+        clock.drive(first)
+        patch.setattr(clock, "_lock", _LockThen(clock._lock, lambda: clock.drive(second)))
+        clock.release(first)
+        second[0] = before = clock.now_ms() - 1_000_000
+        deadline = time.monotonic() + 5
+        while int(second) == before and time.monotonic() < deadline:
+            os.sched_yield()
+        goes_on = int(second) != before
+        clock.release(second)
+    for block in others:
+        clock.drive(block)
+    assert goes_on
