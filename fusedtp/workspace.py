@@ -258,8 +258,8 @@ def _key(group: dist.ProcessGroup, device: torch.device) -> tuple[str, torch.dev
     return str(group.group_name), device
 
 
-def get(group: dist.ProcessGroup, device: torch.device) -> Workspace:
-    """The workspace of `group` on `device`, made on first use (collective).
+def get(group: dist.ProcessGroup, device: torch.device, *, epoch: int = 0) -> Workspace:
+    """The workspace of `group` on `device`, made on first use (collective), its next op at `epoch` + 1.
 
     Raises `Unreachable` where ranks share no memory.
     """
@@ -269,7 +269,7 @@ def get(group: dist.ProcessGroup, device: torch.device) -> Workspace:
     if key not in _workspaces:
         memory = PosixMemory(group) if device.type == "cpu" else CudaMemory(group, device)
         try:
-            _workspaces[key] = Workspace(memory, key[1])
+            _workspaces[key] = Workspace(memory, key[1], epoch=epoch)
         except Unreachable as error:
             _unreachable[key] = str(error)
             raise
