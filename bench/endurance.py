@@ -10,20 +10,21 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed import ProcessGroup
 
 import fusedtp
 
-from .mixed import Operands, draw
+from .mixed import Call, Operands, draw
 
 # Ranks on fewer cores, interpreted kernels among them: a peer may be late, but not this late.
 WAIT_SECONDS = 120.0
-# What memory may grow by from the second quarter of a run to the last, in bytes a rank. Pages that the allocator and
-# Python have not handed back come and go by this much; a tensor of ours that was kept at every call, the smallest of
-# them 1 KiB with its bookkeeping, would be 5 MiB over the half of 10,000 calls that lies between.
+# What memory may grow by from the second quarter of a run to the last, in bytes a rank. What is kept for a shape
+# (plans, views, a library's primitives) is all there after the first, as shapes come again from then on. Pages that the
+# allocator and Python have not handed back come and go by this much; a tensor of ours that was kept at every call, the
+# smallest of them 1 KiB with its bookkeeping, would be 5 MiB over the 5,000 calls of 10,000 that lie between.
 NOISE_BYTES = 4 << 20
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -43,7 +44,15 @@ def delay(seed: int, number: int, rank: int) -> float:
     return 10.0 ** source.uniform(-5, -2.3) if source.random() < 0.4 else 0.0
 
 
-def make_calls(group: ProcessGroup, seed: int, first: int, count: int, epoch: int | None) -> Sample:
+def drawn(seed: int, number: int, num_shapes: int, world_size: int) -> Call:
+    """Call `number` of a seed: after `num_shapes` calls they come again, with other values in them."""
+    call = draw(random.Random(f"{seed}/{number % num_shapes}"), world_size)
+    return replace(call, seed=call.seed + number)
+
+
+def make_calls(
+    group: ProcessGroup, seed: int, num_shapes: int, first: int, count: int, epoch: int | None
+) -> Sample:  # fmt: skip
     """Make calls `first` to `first + count - 1` on this rank and check them; `epoch`: of a new workspace, None to go
     on with the old one.
     """
@@ -55,7 +64,7 @@ def make_calls(group: ProcessGroup, seed: int, first: int, count: int, epoch: in
         fusedtp.set_timeout(WAIT_SECONDS)
         workspace.get(group, cpu, epoch=epoch)
     for number in range(first, first + count):
-        call = draw(random.Random(f"{seed}/{number}"), group.size())
+        call = drawn(seed, number, num_shapes, group.size())
         try:
             operands = Operands(call, rank)
             time.sleep(delay(seed, number, rank))

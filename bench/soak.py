@@ -31,11 +31,16 @@ def soak(
     calls: int,
     seed: int,
     *,
+    num_shapes: int | None = None,
     first: int = 0,
     world_size: int | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[list[Sample]]:
-    """Each rank's samples, after `calls` calls. Raises RankError, with how to replay, where one fails."""
+    """Each rank's samples, after `calls` calls. Raises RankError, with how to replay, where one fails.
+
+    num_shapes: after how many calls they come again with other values; by default after a quarter of them.
+    """
+    num_shapes = max(1, calls // 4) if num_shapes is None else num_shapes
     world_size = pool.world_size if world_size is None else world_size
     by_rank: list[list[Sample]] = [[] for _ in range(world_size)]
     # Two calls of three take an epoch or more, so the wrap comes in the first half.
@@ -44,13 +49,14 @@ def soak(
         count = min(step, first + calls - begin)
         try:
             samples = pool.run(
-                make_calls, seed, begin, count, epoch if begin == first else None,
+                make_calls, seed, num_shapes, begin, count, epoch if begin == first else None,
                 world_size=world_size, timeout=WAIT_SECONDS + 10.0 * count,
             )  # fmt: skip
         except RankError as error:
+            before = min(begin, BEFORE)
             error.add_note(
                 f"among calls {begin} to {begin + count - 1}; again: nox -s soak -- --seed {seed} --world-size "
-                f"{world_size} --first {max(0, begin - BEFORE)} --calls {min(begin, BEFORE) + count}"
+                f"{world_size} --shapes {num_shapes} --first {begin - before} --calls {before + count}"
             )
             raise
         for each, sample in zip(by_rank, samples, strict=True):
@@ -68,6 +74,7 @@ def command(
     calls: Annotated[int, typer.Option(min=1, help="How many calls.")] = 10_000,
     seed: Annotated[int | None, typer.Option(help="Which calls; by default others every time.")] = None,
     world_size: Annotated[int, typer.Option(min=2, help="Number of ranks.")] = 4,
+    shapes: Annotated[int | None, typer.Option(min=1, help="Different shapes; by default a quarter of calls.")] = None,
     first: Annotated[int, typer.Option(min=0, help="The number of the first call, to begin again near a failure.")] = 0,
 ) -> None:
     """Make thousands of mixed calls, check every result, and that neither memory nor descriptors grow."""
@@ -75,7 +82,7 @@ def command(
     typer.echo(f"seed {seed}: {calls} calls from {first} on {world_size} ranks")
     try:
         with RankPool(world_size, timeout=300.0) as pool:
-            by_rank = soak(pool, calls, seed, first=first, say=typer.echo)
+            by_rank = soak(pool, calls, seed, num_shapes=shapes, first=first, say=typer.echo)
     except RankError as error:
         typer.echo("\n".join([str(error), "", *error.__notes__]), err=True)
         raise typer.Exit(1) from error

@@ -84,7 +84,9 @@ class Failing:
     def __init__(self, wrong: int) -> None:
         self.wrong = wrong
 
-    def run(self, fn: object, seed: int, first: int, count: int, *args: object, **options: object) -> list[Sample]:
+    def run(
+        self, fn: object, seed: int, num_shapes: int, first: int, count: int, *args: object, **options: object
+    ) -> list[Sample]:
         if first <= self.wrong < first + count:
             raise RankError({1: "raised"})
         return [Sample(1, 1, 1)] * 2
@@ -94,7 +96,9 @@ def test_a_failure_says_how_to_make_it_again() -> None:
     with pytest.raises(RankError) as caught:
         soak(Failing(wrong=77), 40 * SAMPLES, seed=5)  # type: ignore[arg-type]
     (note,) = caught.value.__notes__
-    assert note == "among calls 40 to 79; again: nox -s soak -- --seed 5 --world-size 2 --first 20 --calls 60"
+    assert (
+        note == "among calls 40 to 79; again: nox -s soak -- --seed 5 --world-size 2 --shapes 400 --first 20 --calls 60"
+    )
 
 
 def samples(resident: list[float], num_fds: list[int]) -> list[Sample]:

@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -390,8 +391,6 @@ def test_memory_that_a_captured_graph_uses_outlives_growth(pool: RankPool) -> No
 
 def captured(group: ProcessGroup) -> tuple[int, int]:
     # Arenas that are mapped, after growth with a capture before it and without one.
-    from pathlib import Path
-
     def arenas() -> int:
         return Path("/proc/self/maps").read_text().count("memfd:fusedtp")
 
@@ -413,3 +412,13 @@ def captured(group: ProcessGroup) -> tuple[int, int]:
         del old
         assert arenas() == 0
     return seen[0], seen[1]
+
+
+def test_every_case_has_its_test() -> None:
+    folder = Path(__file__).parent
+    text = (folder.parent / "docs" / "processes.md").read_text()
+    named = re.findall(r"`(test_\w+)`", text)
+    assert len(named) >= 13
+    tests = "".join(path.read_text() for path in folder.glob("test_*.py"))
+    for name in named:
+        assert f"def {name}(" in tests, name
