@@ -89,6 +89,16 @@ def regress(session: nox.Session) -> None:
     session.run("python", "-P", "-m", "fusedtp.bench.regress", *session.posargs, env=ONE_THREAD)
 
 
+@nox.session
+def soak(session: nox.Session) -> None:
+    """10,000 mixed calls on four ranks, then 1,000 sequences across two groups. After --: --calls, --seed, ..."""
+    install(session)
+    session.run("python", "-P", "-m", "fusedtp.bench.soak", *session.posargs, env=ONE_THREAD)
+    # What was asked for may be the replay of a few calls.
+    if not session.posargs:
+        session.run("pytest", "tests/test_two_groups.py", env={**ONE_THREAD, "FUSEDTP_SOAK": "large"})
+
+
 @nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
     """What needs a CUDA GPU, run with the torch and Triton of the interpreter at hand; several ranks share a GPU."""

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
+from . import budgets
 from .errors import PeerTimeout
 
 _GAVE_UP = "gave up on rank"
@@ -93,7 +94,7 @@ def _exchange(op: str, group: ProcessGroup, mine: dict[str, str]) -> tuple[list[
     store, rank, call = records.store, group.rank(), records.calls
     store.set(records.key(call, rank), json.dumps(mine))
     everyone: list[dict[str, str]] = []
-    start, seconds = time.monotonic(), workspace.timeout()
+    start, seconds = time.monotonic(), budgets.of(group)
     for peer in range(group.size()):
         waited = time.monotonic() - start
         try:

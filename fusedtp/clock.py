@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import os
 import threading
 import time
 
@@ -59,6 +60,16 @@ def release(block: Tensor) -> None:
         _words.pop(block.data_ptr(), None)
         clock = None if _words else _detached()
     _end(clock)
+
+
+def _after_fork() -> None:
+    # A child has no such thread, the words are its parent's, and the lock may have been held when it was made.
+    global _lock, _stop, _thread
+    _lock, _stop, _thread = threading.Lock(), threading.Event(), None
+    _words.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 @atexit.register

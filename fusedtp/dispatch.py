@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from . import schedules, tuning
+from . import schedules, tuning, turns
 from .hardware import Hardware, of_gpu
 from .memory import Unreachable
 
@@ -33,6 +33,9 @@ FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # An op that does more than one that is measured is decided as that one.
 _MEASURED_AS = {"all_gather_two_matmuls": "all_gather_matmul", "matmul_scatter_and_gather": "matmul_reduce_scatter"}
+
+# Shapes may never repeat. What is forgotten is decided anew, alike on all ranks, from what they know alike.
+_MAX_CHOICES = 4096
 
 _last: Path | None = None
 _said: set[str] = set()
@@ -111,8 +114,25 @@ def choose(
         knowledge = choices.get(Knowledge)
         if knowledge is None:
             knowledge = choices[Knowledge] = _share(group, on_gpu)
+        if len(choices) >= _MAX_CHOICES:
+            choices.clear()
+            choices[Knowledge] = knowledge
         path = choices[key] = _decide(op, dtype, group.size(), shape, knowledge, on_gpu, capturing)
     return path
+
+
+def run(op: str, schedule: str, group: ProcessGroup, x: Tensor, *operands: Tensor | None, **options: Any) -> Any:
+    """The op on x and `operands` by the schedule that is chosen for it, which is recorded."""
+    shape = travels(op, x, operands, options) if schedule == "auto" else None
+    path = choose(op, schedule, device=x.device, dtype=x.dtype, group=group, shape=shape)
+    function = getattr(schedules.load(path.schedule), op)
+    if path.schedule == "fused" and x.device.type == "cpu":
+        with turns.of_interpreter(op):
+            out = function(x, *operands, group=group, **options)
+    else:
+        out = function(x, *operands, group=group, **options)
+    record(path)
+    return out
 
 
 @cache

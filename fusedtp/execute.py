@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from . import agreement, dispatch, notation, schedules
+from . import agreement, dispatch, notation, turns
 from .partition import Partition
 from .plan import MatmulPlan
 from .redistribute import Step
@@ -57,16 +57,13 @@ class Runner:
     def call(self, op: str, axis: str, x: Tensor, *operands: Tensor | None, **options: Any) -> Any:
         """One op over one axis, by the schedule that dispatch chooses."""
         group = self.groups[axis]
-        if self.debug or agreement.wanted():
-            asked_for = {"schedule": self.schedule, "algorithm": self.algorithm}
-            agreement.check(op, group, x, *operands, **asked_for, **options)
-        if op == "matmul_all_reduce":
-            options["algorithm"] = self.algorithm
-        shape = dispatch.travels(op, x, operands, options) if self.schedule == "auto" else None
-        path = dispatch.choose(op, self.schedule, device=x.device, dtype=x.dtype, group=group, shape=shape)
-        out = getattr(schedules.load(path.schedule), op)(x, *operands, group=group, **options)
-        dispatch.record(path)
-        return out
+        with turns.of_group(group.group_name, op):
+            if self.debug or agreement.wanted():
+                asked_for = {"schedule": self.schedule, "algorithm": self.algorithm}
+                agreement.check(op, group, x, *operands, **asked_for, **options)
+            if op == "matmul_all_reduce":
+                options["algorithm"] = self.algorithm
+            return dispatch.run(op, self.schedule, group, x, *operands, **options)
 
     def sizes(self, step: Step, before: notation.Tensor) -> tuple[int, ...]:
         """The ranks' lengths of the dim that a step gathers, slices or scatters."""

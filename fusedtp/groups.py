@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+import os
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,8 +15,31 @@ Group: TypeAlias = "dist.ProcessGroup | DeviceMesh | str | None"
 _by_name = dist.distributed_c10d._resolve_process_group if dist.is_available() else None  # type: ignore[attr-defined]
 
 
+# The world that this process was forked with, if it was: its connections and its memory are the parent's.
+_inherited: Any = None
+
+
+def _after_fork() -> None:
+    global _inherited
+    _inherited = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _check_fork() -> None:
+    if _inherited is not None and dist.is_initialized() and dist.group.WORLD is _inherited:
+        raise RuntimeError(
+            f"process {os.getpid()} was forked after torch.distributed was initialised: the process groups and the "
+            "memory behind them are its parent's. Start processes before init_process_group, or with "
+            "multiprocessing.get_context('spawn'), and call init_process_group in each"
+        )
+
+
 def named(name: str) -> dist.ProcessGroup:
     """The group of a name that `resolve` has seen: fast, for every call. Errors as in `resolve`."""
+    if _inherited is not None:
+        _check_fork()
     try:
         assert _by_name is not None
         return _by_name(name)  # type: ignore[arg-type]
@@ -26,14 +50,15 @@ def named(name: str) -> dist.ProcessGroup:
 def resolve(group: Group = None) -> dist.ProcessGroup:
     """The process group meant by `group`: itself, its name, a 1-D mesh, or None for the world.
 
-    Raises RuntimeError where torch.distributed is not initialised, ValueError for a mesh of more dimensions or an
-    unknown name, TypeError for anything else.
+    Raises RuntimeError where torch.distributed is not initialised, or was before this process was forked, ValueError
+    for a mesh of more dimensions or an unknown name, TypeError for anything else.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "torch.distributed is not initialised: start the ranks with torchrun and call "
             "torch.distributed.init_process_group('gloo') (or 'nccl') before this"
         )
+    _check_fork()
     if group is None:
         world = dist.group.WORLD
         assert world is not None

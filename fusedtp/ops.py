@@ -12,19 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import agreement, dispatch, groups, schedules
+from . import agreement, dispatch, groups, turns
 
 
 def _run(
     op: str, schedule: str, x: Tensor, group_name: str, *operands: Tensor | None, debug: bool = False, **options: Any
 ) -> Tensor:
     group = groups.resolve(group_name)
-    if debug or agreement.wanted():
-        agreement.check(op, group, x, *operands[1:], schedule=schedule, **options)
-    shape = dispatch.travels(op, x, operands[1:], options) if schedule == "auto" else None
-    path = dispatch.choose(op, schedule, device=x.device, dtype=x.dtype, group=group, shape=shape)
-    out: Tensor = getattr(schedules.load(path.schedule), op)(*operands, group=group, **options)
-    dispatch.record(path)
+    with turns.of_group(group_name, op):
+        if debug or agreement.wanted():
+            agreement.check(op, group, x, *operands, schedule=schedule, **options)
+        out: Tensor = dispatch.run(op, schedule, group, x, *operands, **options)
     return out
 
 
@@ -34,7 +32,7 @@ def all_gather_matmul(
 ) -> Tensor:
     """a [sizes[rank], K] @ b [K, N], or a [M, sizes[rank]] @ b [sum(sizes), N] for gather_dim 1 -> [M, N]."""
     sizes = tuple(sizes)
-    return _run("all_gather_matmul", schedule, a, group_name, a, b, bias, gather_dim=gather_dim, sizes=sizes)
+    return _run("all_gather_matmul", schedule, a, group_name, b, bias, gather_dim=gather_dim, sizes=sizes)
 
 
 @all_gather_matmul.register_fake
@@ -50,7 +48,7 @@ def matmul_reduce_scatter(
 ) -> Tensor:
     """a [M, K_r] @ b [K_r, N] summed over ranks -> [sizes[rank], N], or [M, sizes[rank]] for scatter_dim 1."""
     sizes = tuple(sizes)
-    return _run("matmul_reduce_scatter", schedule, a, group_name, a, b, bias, scatter_dim=scatter_dim, sizes=sizes)
+    return _run("matmul_reduce_scatter", schedule, a, group_name, b, bias, scatter_dim=scatter_dim, sizes=sizes)
 
 
 @matmul_reduce_scatter.register_fake
@@ -66,7 +64,7 @@ def matmul_all_reduce(
     a: Tensor, b: Tensor, bias: Tensor | None, group_name: str, schedule: str, algorithm: str
 ) -> Tensor:
     """a [M, K_r] @ b [K_r, N] summed over ranks -> [M, N] on every rank."""
-    return _run("matmul_all_reduce", schedule, a, group_name, a, b, bias, algorithm=algorithm)
+    return _run("matmul_all_reduce", schedule, a, group_name, b, bias, algorithm=algorithm)
 
 
 @matmul_all_reduce.register_fake
@@ -79,7 +77,7 @@ def all_gather(
     x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str, debug: bool = False
 ) -> Tensor:
     """x [sizes[rank], C] -> [sum(sizes), C]."""
-    return _run("all_gather", schedule, x, group_name, x, debug=debug, sizes=tuple(sizes), algorithm=algorithm)
+    return _run("all_gather", schedule, x, group_name, debug=debug, sizes=tuple(sizes), algorithm=algorithm)
 
 
 @all_gather.register_fake
@@ -92,7 +90,7 @@ def reduce_scatter(
     x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str, debug: bool = False
 ) -> Tensor:
     """x [sum(sizes), C] summed over ranks -> [sizes[rank], C]."""
-    return _run("reduce_scatter", schedule, x, group_name, x, debug=debug, sizes=tuple(sizes), algorithm=algorithm)
+    return _run("reduce_scatter", schedule, x, group_name, debug=debug, sizes=tuple(sizes), algorithm=algorithm)
 
 
 @reduce_scatter.register_fake
@@ -103,7 +101,7 @@ def _(x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm
 @torch.library.custom_op("fusedtp::all_reduce", mutates_args=())
 def all_reduce(x: Tensor, group_name: str, schedule: str, algorithm: str, debug: bool = False) -> Tensor:
     """x [R, C] summed over ranks -> [R, C] on every rank."""
-    return _run("all_reduce", schedule, x, group_name, x, debug=debug, algorithm=algorithm)
+    return _run("all_reduce", schedule, x, group_name, debug=debug, algorithm=algorithm)
 
 
 @all_reduce.register_fake

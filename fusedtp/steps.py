@@ -102,12 +102,14 @@ class HostSteps:
     def _wait_slowly(self, poll: Callable[[], int], src: int, slot: int) -> None:
         ws = self._ws
         ws.host_words[signal.WAITING_FOR.value] = src + 1
-        start = time.monotonic()
+        start, left = time.monotonic(), ws.addresses[src] + 4 * signal.LEFT.value
         spin = _SPIN_SECONDS if ws.world_size <= _CORES else _SPIN_SECONDS_CROWDED
         while not raised(seen := poll(), self.epoch):
             waited = time.monotonic() - start
-            if waited > ws.seconds:
-                ws.give_up(self._op, src, slot, self.epoch, seen)
+            # Read before the last look: whoever leaves has raised all its signals before.
+            has_left = waited >= spin and load_acquire(left)
+            if waited > ws.seconds or (has_left and not raised(poll(), self.epoch)):
+                ws.give_up(self._op, src, slot, self.epoch, seen, waited)
             if waited < spin:
                 os.sched_yield()
             else:

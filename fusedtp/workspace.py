@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import clock, groups
+from . import budgets, clock, groups, turns
 from .errors import PeerTimeout
 from .groups import Group
 from .kernels import signal
@@ -25,19 +26,19 @@ from .kernels.launch import Channel
 from .memory import Arena, Memory, Unreachable
 from .memory.cuda import CudaMemory
 from .memory.posix import PosixMemory
-from .shards import check_number, offsets
-from .steps import DeviceSteps, HostSteps, load_acquire
+from .shards import offsets
+from .steps import DeviceSteps, HostSteps, load_acquire, store_release
 
 _MIN_SLOTS = 64
 _MIN_HALF_BYTES = 1 << 16
 # Making a view takes longer than looking one up; a layer asks for the same few again and again.
 _MAX_VIEWS = 1024
 
-_seconds = 30.0
 _workspaces: dict[tuple[str, torch.device], Workspace] = {}
 _unreachable: dict[tuple[str, torch.device], str] = {}
-# How often each group was destroyed; None: all of them.
-_destroyed: Counter[str | None] = Counter()
+# For which group either was made: torch gives the name of one that is destroyed to another.
+_made_for: dict[tuple[str, torch.device], dist.ProcessGroup] = {}
+_destroyed: Counter[str | None] = Counter()  # how often each group was; None: all of them
 
 
 def _wrap(epoch: int) -> int:
@@ -47,17 +48,20 @@ def _wrap(epoch: int) -> int:
 class Workspace:
     """One rank's end of a group's symmetric memory."""
 
-    def __init__(self, memory: Memory, device: torch.device, *, epoch: int = 0) -> None:
+    def __init__(self, memory: Memory, device: torch.device, *, epoch: int = 0, seconds: float | None = None) -> None:
         self.rank, self.world_size = memory.rank, memory.world_size
         self.device, self.count_bytes = device, False
         # On a CPU a peer's memory is as near as the own one; on a GPU a matmul must not read it again and again.
         self.in_place = device.type == "cpu"
         self.slots = self.half_bytes = 0
-        self.seconds = _seconds
-        self.failure: PeerTimeout | None = None
+        self.seconds = budgets.of(None) if seconds is None else seconds
+        self.failure: RuntimeError | None = None
+        self._begun = False  # whether peers may have seen something of the op that is running
         self._memory = memory
         self._arena: Arena | None = None
         self._tables: dict[tuple[int, ...], Tensor] = {}
+        # What graphs that were captured here go on reading and writing, however the workspace has changed since.
+        self._captured: list[Any] = []
         self._views: dict[tuple[Any, ...], Tensor] = {}
         # What dispatch knows of and has decided for this group: it is agreed anew with every workspace.
         self.choices: dict[Any, Any] = {}
@@ -89,7 +93,7 @@ class Workspace:
         self.addresses = [each.data_ptr() for each in self._arena.tensors]
         table = torch.tensor([*self.addresses, self.host_block.data_ptr()], dtype=torch.int64)
         self.peers = table.to(self.device)
-        if old is not None:
+        if old is not None and not self._captured:
             # Nobody reads it any more: a peer only got here after finishing its last op, which read none of ours later
             # than its own.
             old.release()
@@ -103,7 +107,7 @@ class Workspace:
         """The epoch of the op that the host is about to drive."""
         if self.device.type == "cpu":
             return _wrap(load_acquire(self.addresses[self.rank] + 4 * signal.EPOCH.value) + 1)
-        if torch.cuda.is_current_stream_capturing():
+        if self._capturing():
             raise RuntimeError(
                 "schedule 'decomposed' copies to addresses chosen on the host and cannot be captured: use 'fused'"
             )
@@ -119,12 +123,12 @@ class Workspace:
         self._check()
         if half_bytes <= self.half_bytes and slots <= self.slots:
             return
+        if self._capturing():
+            raise RuntimeError(
+                f"the workspace must grow to halves of {half_bytes} bytes, which a graph capture does not allow: "
+                "run the same op once before capturing"
+            )
         if self.device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    f"the workspace must grow to halves of {half_bytes} bytes, which a graph capture does not allow: "
-                    "run the same op once before capturing"
-                )
             torch.cuda.synchronize(self.device)
         grown = (
             max(self.half_bytes, -(-max(half_bytes, self.half_bytes * 3 // 2) // 4096) * 4096)
@@ -135,13 +139,19 @@ class Workspace:
 
     def channel(self) -> Channel:
         """What a kernel's launcher needs."""
+        self._begun = True
         return Channel(self.peers, self.rank, self.world_size, self.half_bytes, self.data_offset, self.count_bytes)
 
     def table(self, sizes: tuple[int, ...]) -> Tensor:
         """The row offsets of `sizes` on the device (int32, world_size + 1)."""
-        if sizes not in self._tables:
-            self._tables[sizes] = torch.tensor(offsets(sizes), dtype=torch.int32, device=self.device)
-        return self._tables[sizes]
+        table = self._tables.get(sizes)
+        if table is None:
+            if len(self._tables) >= _MAX_VIEWS:
+                self._tables.clear()
+            table = self._tables[sizes] = torch.tensor(offsets(sizes), dtype=torch.int32, device=self.device)
+        if self._capturing():
+            self._captured.append(table)
+        return table
 
     def view(self, peer: int, epoch: int, offset: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """[rows, cols] of `dtype`, contiguous, `offset` bytes into rank `peer`'s half for `epoch`."""
@@ -158,11 +168,17 @@ class Workspace:
 
     def steps(self, op: str) -> HostSteps | DeviceSteps:
         """The protocol's steps for an op driven from the host."""
-        return HostSteps(self, op) if self.device.type == "cpu" else DeviceSteps(self, op)
+        steps = HostSteps(self, op) if self.device.type == "cpu" else DeviceSteps(self, op)
+        self._begun = True
+        return steps
 
     def begin(self) -> None:
         """Before what an op issues: chains streams."""
-        if self.device.type == "cpu" or torch.cuda.is_current_stream_capturing():
+        self._begun = False
+        if self.device.type == "cpu":
+            return
+        if self._capturing():
+            self._captured.append((self._arena, self.peers))
             return
         stream = torch.cuda.current_stream(self.device)
         if self._done is not None and stream != self._last_stream:
@@ -170,9 +186,9 @@ class Workspace:
         self._last_stream = stream
 
     def end(self) -> None:
-        """After every op that has not raised: raises what it has reported by now."""
+        """After all that an op issues: raises what it has reported by now."""
         if self.device.type != "cpu":
-            capturing = torch.cuda.is_current_stream_capturing()
+            capturing = self._capturing()
             if not capturing:
                 self._done = self._done or torch.cuda.Event()
                 self._done.record(self._last_stream)
@@ -180,12 +196,39 @@ class Workspace:
             self._mirror, self._mirror_is_exact = _wrap(self._mirror + 1), self._mirror_is_exact and not capturing
         self._check()
 
+    def interrupted(self, op: str, error: BaseException) -> None:
+        """In place of `end` where the op raises, whatever it is: half way it fails the workspace, as its peers are in
+        the middle of it. What is raised before the first signal leaves no trace: the same call may be made again.
+        """
+        if self._begun and self.failure is None:
+            self._abandon(op, error)
+
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """`begin` and `end` around an op."""
+    def running(self, op: str) -> Iterator[None]:
+        """`begin` and `end`, or `interrupted`, around an op."""
         self.begin()
-        yield
-        self.end()
+        try:
+            yield
+            self.end()
+        except BaseException as error:
+            self.interrupted(op, error)
+            raise
+
+    def _capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _abandon(self, op: str, error: BaseException) -> None:
+        # The peers may have this rank's part or not: the next op would take what they send of this one for its own.
+        self._leave(2)
+        self.failure = RuntimeError(
+            f"{op}: rank {self.rank} left it unfinished ({type(error).__name__}: {error}), and its peers are in the "
+            "middle of it: call fusedtp.destroy for this group on every rank before its next op"
+        )
+
+    def _leave(self, why: int) -> None:
+        # For the peers to see, where memory is the host's.
+        if self.device.type == "cpu":
+            store_release(self.addresses[self.rank] + 4 * signal.LEFT.value, why)
 
     def _check(self) -> None:
         """Raise what a kernel has reported, and again at every later use. On a GPU: what has arrived by now."""
@@ -202,32 +245,39 @@ class Workspace:
             torch.cuda.synchronize(self.device)
         self._check()
 
-    def give_up(self, op: str, peer: int, slot: int, expected: int, seen: int) -> None:
-        """A wait on the host has spent its budget: tell the peers who look, and raise."""
+    def give_up(self, op: str, peer: int, slot: int, expected: int, seen: int, seconds: float) -> None:
+        """A wait on the host has spent its budget, or its peer has left: tell the peers who look, and raise."""
         self.words[signal.GIVEN_UP.value] = 1
         self.words[signal.MISSING.value] = peer
-        self._fail(op, peer, slot, expected, seen)
+        self._fail(op, peer, slot, expected, seen, max(0.001, round(seconds, 3)))
 
-    def _fail(self, op: str, peer: int, slot: int, expected: int, seen: int) -> None:
+    def _fail(self, op: str, peer: int, slot: int, expected: int, seen: int, seconds: float | None = None) -> None:
         missing = self._really_missing(peer)
         detail = f"signal slot {slot}: epoch {expected} expected, {seen} seen"
         if missing != peer:
             detail += f"; rank {peer} was itself waiting for rank {missing}"
-        self.failure = PeerTimeout(op, self.rank, missing, self.seconds, detail)
+        if left := self._header(missing)[signal.LEFT.value]:
+            what = "has called fusedtp.destroy" if left == 1 else "has raised an error in the middle of an op"
+            detail += f"; rank {missing} {what}: call fusedtp.destroy for this group on every rank, then the op again"
+        self.failure = PeerTimeout(op, self.rank, missing, seconds or self.seconds, detail)
         raise self.failure
 
     def _really_missing(self, peer: int) -> int:
         """Follow who waits for whom: a peer that is stuck behind another one is not the one to name."""
-        assert self._arena is not None
         chain = [self.rank]
         while peer not in chain:
             chain.append(peer)
-            words = self._arena.tensors[peer][: 4 * signal.SIGNALS.value].view(torch.int32).tolist()
+            words = self._header(peer)
             if words[signal.GIVEN_UP.value]:
                 peer = words[signal.MISSING.value]
             elif words[signal.WAITING_FOR.value]:
                 peer = words[signal.WAITING_FOR.value] - 1
         return chain[-1]
+
+    def _header(self, peer: int) -> list[int]:
+        assert self._arena is not None
+        words: list[int] = self._arena.tensors[peer][: 4 * signal.SIGNALS.value].view(torch.int32).tolist()
+        return words
 
     def bytes_sent(self) -> int:
         """Bytes stored into peers' arenas since `count_bytes` was set; resets the count."""
@@ -247,10 +297,12 @@ class Workspace:
         if self._arena is not None:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
+            self._leave(1)
             arena, self._arena = self._arena, None
             self._views.clear()
             del self.words, self.host_words
             arena.release()
+            self._captured.clear()
 
 
 def _key(group: dist.ProcessGroup, device: torch.device) -> tuple[str, torch.device]:
@@ -259,18 +311,21 @@ def _key(group: dist.ProcessGroup, device: torch.device) -> tuple[str, torch.dev
     return str(group.group_name), device
 
 
-def get(group: dist.ProcessGroup, device: torch.device) -> Workspace:
-    """The workspace of `group` on `device`, made on first use (collective).
+def get(group: dist.ProcessGroup, device: torch.device, *, epoch: int = 0) -> Workspace:
+    """The workspace of `group` on `device`, made on first use (collective), its next op at `epoch` + 1.
 
     Raises `Unreachable` where ranks share no memory.
     """
     key = _key(group, device)
+    if _made_for.get(key) is not group:
+        _forget(key)
+        _made_for[key] = group
     if key in _unreachable:
         raise Unreachable(_unreachable[key])
     if key not in _workspaces:
         memory = PosixMemory(group) if device.type == "cpu" else CudaMemory(group, device)
         try:
-            _workspaces[key] = Workspace(memory, key[1])
+            _workspaces[key] = Workspace(memory, key[1], epoch=epoch, seconds=budgets.of(group))
         except Unreachable as error:
             _unreachable[key] = str(error)
             raise
@@ -289,24 +344,19 @@ def reachable(group: dist.ProcessGroup, device: torch.device) -> tuple[bool, str
     return True, "ranks share memory" if device.type == "cpu" else "ranks reach each other's GPU memory"
 
 
-def timeout() -> float:
-    """The budget of a wait, in seconds, as `set_timeout` has set it."""
-    return _seconds
+def set_timeout(seconds: float, group: Group = None) -> None:
+    """How long a wait for a peer may take before `PeerTimeout`, in seconds (30 at first), from now on: in `group`, or,
+    where none is given, in every group of this process, those that had a budget of their own as well.
 
+    It is the budget of every wait in shared memory and of debug mode. What goes through the backend, the schedule
+    `unfused` and the making of a workspace, has the timeout of init_process_group or new_group.
 
-def set_timeout(seconds: float) -> None:
-    """How long a wait for a peer may take before `PeerTimeout`, in seconds (30 at first): every group of this process,
-    from now on.
-
-    Raises ValueError unless 0 < seconds <= 2,000,000 (the clock is an int32 of milliseconds), TypeError for no number.
+    Raises ValueError unless 0 < seconds <= 2,000,000 (the clock is an int32 of milliseconds), TypeError for no number;
+    for what is no group as in the functions.
     """
-    global _seconds
-    check_number("seconds", seconds)
-    if not 0 < seconds <= 2_000_000:
-        raise ValueError(f"seconds must be above 0 and at most 2,000,000, got {seconds!r}")
-    _seconds = float(seconds)
-    for workspace in _workspaces.values():
-        workspace.set_timeout(_seconds)
+    budgets.set_for(None if group is None else groups.resolve(group), seconds)
+    for key, workspace in _workspaces.items():
+        workspace.set_timeout(budgets.of(_made_for[key]))
 
 
 def generation(name: str) -> int:
@@ -317,14 +367,41 @@ def generation(name: str) -> int:
 def destroy(group: Group = None) -> None:
     """Give back the symmetric memory of `group`, or of every group of this process.
 
-    A later op makes it anew, collectively. Errors for what is no group as in the functions; one that torch.distributed
-    has destroyed already is one still.
+    A later op makes it anew, collectively: every rank of a group calls this after the same op, or none does. A rank
+    that goes on with the old memory is told which one has left it (`PeerTimeout`). It waits for nobody, and may come
+    before or after torch.distributed.destroy_process_group, or not at all. Graphs that were captured before cannot be
+    replayed after it.
+
+    Errors for what is no group as in the functions; one that torch.distributed has destroyed already is one still.
+    RuntimeError while an op of the group is under way in another thread.
     """
     if group is not None and not isinstance(group, dist.ProcessGroup):
         group = groups.resolve(group)
     name = None if group is None else str(group.group_name)
-    _destroyed[name] += 1
-    for key in [key for key in _workspaces if name in (None, key[0])]:
+    keys = [key for key in _made_for if name in (None, key[0])]
+    with contextlib.ExitStack() as stack:
+        for each in dict.fromkeys(key[0] for key in keys):
+            stack.enter_context(turns.of_group(each, "destroy"))
+        _destroyed[name] += 1
+        for key in keys:
+            _forget(key)
+
+
+def _forget(key: tuple[str, torch.device]) -> None:
+    _made_for.pop(key, None)
+    _unreachable.pop(key, None)
+    if key in _workspaces:
         _workspaces.pop(key).close()
-    for key in [key for key in _unreachable if name in (None, key[0])]:
-        del _unreachable[key]
+
+
+# A child's copies of its parent's workspaces: never used, and not given back either, which may need its parent's GPU.
+_of_parent: list[Workspace] = []
+
+
+def _after_fork() -> None:
+    _of_parent.extend(_workspaces.values())
+    for each in (_workspaces, _unreachable, _made_for):
+        each.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

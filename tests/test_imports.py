@@ -20,7 +20,7 @@ LAYERS = (
     ("errors", "files", "shards", "trace"),
     ("notation", "redistribute", "candidates", "plan", "hardware", "cost", "explain"),
     ("partition",),
-    ("groups", "reference"),
+    ("groups", "reference", "turns", "budgets"),
     ("kernels", "memory"),
     ("workspace", "steps", "clock"),
     ("schedules",),

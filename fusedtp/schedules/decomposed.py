@@ -20,7 +20,7 @@ from .. import trace, workspace
 from ..kernels.signal import FIRST_SLOT
 from ..shards import even_sizes, offsets
 from ..workspace import Workspace
-from .transport import Epoch, Gathering, Steps, aligned, gathered, publish, published, settle, travelling
+from .transport import Epoch, Gathering, Steps, aligned, gathered, publish, published, travelling
 
 # A one-shot all-reduce reads every peer's whole partial; beyond this size reducing a slice each and sharing it moves
 # less.
@@ -132,7 +132,6 @@ def _gather_at_once(a: Tensor, sizes: tuple[int, ...], group: ProcessGroup) -> T
     ws = workspace.get(group, a.device)
     with Epoch(ws, "all_gather_matmul", sum(sizes) * a.shape[1] * a.element_size(), 1) as steps:
         rows = gathered(ws, steps, a, sizes, FIRST_SLOT.value, 0)()
-        settle(ws)
     return rows
 
 
@@ -201,7 +200,6 @@ def matmul_reduce_scatter(
         out = torch.empty_like(parts[0])
         with trace.span("add"):
             _sum_into(parts, bias, out)
-        settle(ws)
     return out
 
 
@@ -237,7 +235,6 @@ def matmul_scatter_and_gather(
             product.addmm_(left[:, part], chunk)
         if at_once:
             _matmul_into(left, whole(), product)
-        settle(ws)
     return scattered, product
 
 
@@ -273,7 +270,6 @@ def matmul_all_reduce(
         with trace.span("add"):
             _sum_into(parts, bias, mine)
         _share_rows(ws, steps, mine, out, sizes, ws.world_size * stride)
-        settle(ws)
     return out
 
 
@@ -296,7 +292,6 @@ def _one_shot(ws: Workspace, name: str, fill: Callable[[Tensor], object], bias: 
         ]
         with trace.span("add"):
             _sum_into(parts, bias, out)
-        settle(ws)
     return out
 
 
@@ -352,7 +347,6 @@ def reduce_scatter(x: Tensor, *, sizes: tuple[int, ...], group: ProcessGroup, al
         parts = _scatter_rows(ws, steps, x, sizes, stride)
         with trace.span("add"):
             _sum_into(parts, None, out)
-        settle(ws)
     return out
 
 
@@ -374,5 +368,4 @@ def all_reduce(x: Tensor, *, group: ProcessGroup, algorithm: str = "auto") -> Te
         with trace.span("add"):
             _sum_into(parts, None, mine)
         _share_rows(ws, steps, mine, out, sizes, ws.world_size * stride)
-        settle(ws)
     return out

@@ -36,7 +36,7 @@ ONE_SHOT_BYTES = 256 << 10
 
 def run(ws: Workspace, op: str, phases: Phases) -> Tensor:
     """Issue every phase of one rank's op."""
-    with ws.running():
+    with ws.running(op):
         while True:
             try:
                 next(phases)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,30 +33,42 @@ def aligned(num_bytes: int) -> int:
 
 
 class Epoch:
-    """One epoch, as a context: room for the op `name`, entry, the op itself by the steps it is given, exit.
-
-    Nothing is undone where the op raises: its workspace has failed then, or its peers will find that it has not come.
-    """
+    """One epoch, as a context: room for the op `name`, entry, the op itself by the steps it is given, exit."""
 
     # A class, and `Gathering` too, as contextlib's generators take longer than a small op's steps.
 
     def __init__(self, ws: Workspace, name: str, half_bytes: int, slots: int) -> None:
         self._ws, self._name, self._half_bytes, self._slots = ws, name, half_bytes, FIRST_SLOT.value + slots
 
-    def __enter__(self) -> Steps:
+    def __enter__(self) -> Any:
         ws = self._ws
         ws.begin()
-        ws.require(self._half_bytes, self._slots)
-        self._steps = ws.steps(self._name)
-        self._steps.enter()
-        return self._steps
+        try:
+            ws.require(self._half_bytes, self._slots)
+            self._steps = ws.steps(self._name)
+            self._steps.enter()
+            return self._entered(self._steps)
+        except BaseException as error:
+            ws.interrupted(self._name, error)
+            raise
+
+    def _entered(self, steps: Steps) -> Any:
+        return steps
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
+        ws = self._ws
+        if error is not None:
+            ws.interrupted(self._name, error)
+            return
+        try:
+            settle(ws)
             self._steps.leave()
-            self._ws.end()
+            ws.end()
+        except BaseException as raised:
+            ws.interrupted(self._name, raised)
+            raise
 
 
 @contextlib.contextmanager
@@ -138,8 +151,7 @@ class Gathering(Epoch):
         self._stride = aligned(max(sizes) * x.shape[1 - dim] * x.element_size())
         super().__init__(ws, name, ws.world_size * self._stride, 1)
 
-    def __enter__(self) -> Iterator[tuple[int, Tensor]]:  # type: ignore[override]
-        steps = super().__enter__()
+    def _entered(self, steps: Steps) -> Iterator[tuple[int, Tensor]]:
         publish(self._ws, steps, self._x, FIRST_SLOT.value, self._ws.rank * self._stride)
         return self._chunks(steps)
 
@@ -151,10 +163,3 @@ class Gathering(Epoch):
             src = (ws.rank + i) % ws.world_size
             shape = (self._sizes[src], cols) if self._dim == 0 else (rows, self._sizes[src])
             yield src, published(ws, steps, src, shape, x.dtype, FIRST_SLOT.value, src * self._stride)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            settle(self._ws)
-        super().__exit__(kind, error, trace)

@@ -1,0 +1,227 @@
+"""Any call of the library, drawn at random: its operands, its result and gradients, and what they must be.
+
+Calls are drawn from a seed and a number alone, so every rank draws the same ones and any of them can be made again.
+Sizes are a tile of the interpreter's or two at most; shards are even, uneven or empty. Every rank draws the whole
+operands, cuts its shards out of them, and compares its part of y, and of the gradients where the call has a backward
+pass, with the unsharded products in float64, within the errors that `fusedtp.reference` derives.
+
+The shapes, x @ weight.T + bias of M rows, N output and K input features, and `_X` for a dim that ranks share:
+
+    all_gather_linear       x [M_X, K] or [M, K_X]   weight [N_X, K]   ->  y [M, N_X]
+    linear_reduce_scatter   x [M, K_X]               weight [N, K_X]   ->  y [M_X, N] or [M, N_X]
+    linear_all_reduce       x [M, K_X]               weight [N, K_X]   ->  y [M, N]
+    fsdp_linear             x [M_X, K]               weight [N_X, K]   ->  y [M_X, N]
+    all_gather              x [M_X, N]                                 ->  y [M, N]
+    reduce_scatter          x [M, N], a term each                      ->  y [M_X, N]
+    all_reduce              x [M, N], a term each                      ->  y [M, N]
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import fusedtp
+from fusedtp import reference
+from fusedtp.shards import even_sizes
+
+ALGORITHMS: dict[str, dict[str, tuple[str, ...]]] = {
+    "all_gather": {"fused": ("direct", "ring"), "decomposed": ("direct",)},
+    "reduce_scatter": {"fused": ("direct", "ring"), "decomposed": ("direct",)},
+    "all_reduce": {"fused": ("one_shot", "two_shot", "ring"), "decomposed": ("one_shot", "two_shot")},
+    "linear_all_reduce": {"fused": ("one_shot", "two_shot"), "decomposed": ("one_shot", "two_shot")},
+}
+MATMULS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce", "fsdp_linear")
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+OPS = (*MATMULS, *COLLECTIVES)
+DTYPES = {
+    "fused": ("float32", "bfloat16", "float16"),
+    "decomposed": ("float32", "bfloat16", "float16", "float64"),
+    "unfused": ("float32", "bfloat16", "float16", "float64"),
+}
+# An interpreted kernel takes as long as a hundred calls of the other schedules.
+WEIGHTS = {"decomposed": 11, "unfused": 6, "fused": 3}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call: `sizes` are the ranks' lengths of M, N and K; dim is the one gathered or scattered, 0 or -1."""
+
+    op: str
+    schedule: str
+    algorithm: str
+    dtype: str
+    dim: int
+    sizes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+    bias: bool
+    backward: bool
+    seed: int
+
+
+def _split(source: random.Random, world_size: int) -> tuple[int, ...]:
+    # A length, mostly within a tile, and how ranks share it: as even as can be, anyhow, or all of it on one.
+    length = source.randint(0, 40) if source.random() < 0.95 else source.randint(64, 131)
+    if source.random() < 0.3:
+        return even_sizes(length, world_size)
+    if source.random() < 0.1:
+        owner = source.randrange(world_size)
+        return tuple(length if rank == owner else 0 for rank in range(world_size))
+    ends = [0, *sorted(source.randint(0, length) for _ in range(world_size - 1)), length]
+    return tuple(end - begin for begin, end in pairwise(ends))
+
+
+def draw(source: random.Random, world_size: int) -> Call:
+    """A call of any op on any schedule."""
+    (schedule,) = source.choices(list(WEIGHTS), list(WEIGHTS.values()))
+    op = source.choice(OPS)
+    m_sizes, n_sizes, k_sizes = (_split(source, world_size) for _ in range(3))
+    return Call(
+        op=op, schedule=schedule,
+        algorithm=source.choice(("auto", *ALGORITHMS.get(op, {}).get(schedule, ()))),
+        dtype=source.choice(DTYPES[schedule]),
+        dim=source.choice((0, -1)) if op in ("all_gather_linear", "linear_reduce_scatter") else 0,
+        sizes=(m_sizes, n_sizes, k_sizes),
+        bias=op in MATMULS and source.random() < 0.5, backward=source.random() < 0.3, seed=source.getrandbits(31),
+    )  # fmt: skip
+
+
+class Expected:
+    """What a result must be, and the error that rounding may leave, by the result's name."""
+
+    def __init__(self, name: str, whole: Tensor, allowed: Tensor) -> None:
+        self.name, self.whole, self.allowed = name, whole, allowed
+
+    def part(self, dim: int, rank: int, sizes: Sequence[int]) -> Expected:
+        """Rank `rank`'s of the ranks' parts along `dim`."""
+        return Expected(self.name, *(reference.chunk(each, dim, rank, sizes) for each in (self.whole, self.allowed)))
+
+
+class Operands:
+    """A call's operands on one rank, as leaves, and what its result and their gradients must be there."""
+
+    def __init__(self, call: Call, rank: int) -> None:
+        self.call, self.rank = call, rank
+        self.dtype: torch.dtype = getattr(torch, call.dtype)
+        self._random = torch.Generator().manual_seed(call.seed)
+        # A backend sums in the operands' dtype, and a ring sends its running sum in it; all else sums in float32.
+        by_dtype = call.schedule == "unfused" or call.algorithm == "ring"
+        self._sum_dtype = self.dtype if by_dtype else torch.float32
+        self.bias: Tensor | None = None
+        self.weight: Tensor | None = None
+        self.expected: list[Expected] = []
+        if call.op in MATMULS:
+            self._matmul()
+        else:
+            self._collective()
+        leaves = [each for each in (self.x, self.weight, self.bias) if each is not None]
+        self.leaves = [each.clone().requires_grad_(call.backward) for each in leaves]
+
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._random).to(self.dtype)
+
+    def _product(self, name: str, a: Tensor, b: Tensor, bias: Tensor | None = None, cut: Any = None) -> Expected:
+        # a @ b + bias; `cut`: the ranks' lengths of the contraction, where their products are summed.
+        bound = reference.bound(a, b, self.dtype, k_sizes=cut, bias=bias, sum_dtype=self._sum_dtype)
+        return Expected(name, reference.matmul(a, b, bias), bound)
+
+    def _total(self, name: str, parts: Sequence[Tensor]) -> Expected:
+        bound = reference.total_bound(parts, self.dtype, sum_dtype=self._sum_dtype)
+        return Expected(name, reference.total(parts), bound)
+
+    def _exact(self, name: str, whole: Tensor) -> Expected:
+        return Expected(name, whole.double(), torch.zeros_like(whole, dtype=torch.float64))
+
+    def _matmul(self) -> None:
+        call, rank = self.call, self.rank
+        m, n, k = call.sizes
+        M, N, K = map(sum, call.sizes)
+        x, w, dy = self._normal(M, K), self._normal(N, K), self._normal(M, N)
+        bias = self._normal(N) if call.bias else None
+        ones = torch.ones(1, M, dtype=self.dtype)
+        cut = reference.chunk
+        y = self._product("y", x, w.t(), bias, None if call.op in ("all_gather_linear", "fsdp_linear") else k)
+        if call.op == "all_gather_linear":
+            # Every rank has its own output features; dx is the sum over them.
+            self.x = cut(x, 0, rank, m) if call.dim == 0 else cut(x, 1, rank, k)
+            self.weight, self.bias = cut(w, 0, rank, n), None if bias is None else cut(bias, 0, rank, n)
+            self.dy = cut(dy, 1, rank, n)
+            dx = self._product("dx", dy, w, None, n)
+            self.expected = [
+                y.part(1, rank, n), dx.part(0, rank, m) if call.dim == 0 else dx.part(1, rank, k),
+                self._product("dw", self.dy.t(), x), self._product("db", ones, self.dy),
+            ]  # fmt: skip
+        elif call.op == "fsdp_linear":
+            self.x, self.weight, self.bias = cut(x, 0, rank, m), cut(w, 0, rank, n), bias
+            self.dy = cut(dy, 0, rank, m)
+            self.expected = [
+                y.part(0, rank, m), self._product("dx", self.dy, w),
+                self._product("dw", dy.t(), x, None, m).part(0, rank, n), self._product("db", ones, dy, None, m),
+            ]  # fmt: skip
+        else:
+            self.x, self.weight, self.bias = cut(x, 1, rank, k), cut(w, 1, rank, k), bias
+            self.dy = dy
+            if call.op == "linear_reduce_scatter":
+                dim, sizes = (0, m) if call.dim == 0 else (1, n)
+                y, self.dy = y.part(dim, rank, sizes), cut(dy, dim, rank, sizes)
+            # Each rank sums the bias's gradient over its own part of dy, if that is not whole.
+            over_ranks = m if call.op == "linear_reduce_scatter" and call.dim == 0 else None
+            self.expected = [
+                y, self._product("dx", dy, self.weight), self._product("dw", dy.t(), self.x),
+                self._product("db", ones, dy, None, over_ranks),
+            ]  # fmt: skip
+
+    def _collective(self) -> None:
+        call, rank = self.call, self.rank
+        m, n, _ = call.sizes
+        M, N, world_size = sum(m), sum(n), len(m)
+        if call.op == "all_gather":
+            whole, grads = self._normal(M, N), [self._normal(M, N) for _ in range(world_size)]
+            self.x, self.dy = reference.chunk(whole, 0, rank, m), grads[rank]
+            self.expected = [self._exact("y", whole), self._total("dx", grads).part(0, rank, m)]
+            return
+        terms, dy = [self._normal(M, N) for _ in range(world_size)], self._normal(M, N)
+        self.x, self.dy, y = terms[rank], dy, self._total("y", terms)
+        if call.op == "reduce_scatter":
+            y, self.dy = y.part(0, rank, m), reference.chunk(dy, 0, rank, m)
+        self.expected = [y, self._exact("dx", dy)]
+
+    def call_on(self, group: ProcessGroup) -> Tensor:
+        """The result; differentiable where the call has a backward pass."""
+        call, function = self.call, getattr(fusedtp, self.call.op)
+        options: dict[str, Any] = {"group": group, "schedule": call.schedule}
+        m, n, k = call.sizes
+        if call.op == "all_gather_linear":
+            options |= {"gather_dim": call.dim, "sizes": m if call.dim == 0 else k}
+        elif call.op == "linear_reduce_scatter":
+            options |= {"scatter_dim": call.dim, "sizes": m if call.dim == 0 else n}
+        elif call.op == "fsdp_linear":
+            options |= {"sizes": n}
+        elif call.op in ("all_gather", "reduce_scatter"):
+            options |= {"sizes": m}
+        if call.op in ALGORITHMS:
+            options |= {"algorithm": call.algorithm}
+        out: Tensor = function(*self.leaves, **options)
+        return out
+
+    def run(self, group: ProcessGroup, between: Callable[[], None] = lambda: None) -> list[Tensor]:
+        """y, and after `between` the gradients of x, weight and bias, as far as there are any."""
+        y = self.call_on(group)
+        if not self.call.backward:
+            return [y]
+        between()
+        return [y.detach(), *torch.autograd.grad(y, self.leaves, self.dy)]
+
+    def check(self, results: Sequence[Tensor]) -> None:
+        """AssertionError where a result is wrong in dtype, shape or an element."""
+        for out, want in zip(results, self.expected, strict=False):
+            what = f"{want.name} of {self.call} on rank {self.rank}"
+            assert out.dtype == self.dtype, f"{what}: {out.dtype}"
+            whole = want.whole[0] if want.name == "db" else want.whole
+            reference.check(out, whole, want.allowed[0] if want.name == "db" else want.allowed, what)

@@ -1,0 +1,106 @@
+"""Thousands of mixed calls on end: every result right, memory and descriptors flat, epochs past their wrap-around.
+
+    python -P -m fusedtp.bench.soak --calls 10000 --seed 7        (nox -s soak)
+
+Ranks make the same calls, which a seed and a number decide (`mixed`), each after a delay of its own, and check every
+result. Nothing is set up anew on the way: one workspace serves the whole run, and its epoch wraps in the middle of it.
+A wrong result, an error or a rank that does not answer ends the run with the call's number and the command that
+begins again shortly before it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+from .endurance import WAIT_SECONDS, Sample, check_flat, check_wrapped, growth, make_calls
+from .ranks import RankError, RankPool
+
+# Samples of memory and descriptors in a run.
+SAMPLES = 40
+# Calls before a failed one that are made again in a replay: the failure may need what went before.
+BEFORE = 20
+
+
+def soak(
+    pool: RankPool,
+    calls: int,
+    seed: int,
+    *,
+    num_shapes: int | None = None,
+    first: int = 0,
+    world_size: int | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> list[list[Sample]]:
+    """Each rank's samples, after `calls` calls. Raises RankError, with how to replay, where one fails.
+
+    num_shapes: after how many calls they come again with other values; by default after a quarter of them.
+    """
+    num_shapes = max(1, calls // 4) if num_shapes is None else num_shapes
+    world_size = pool.world_size if world_size is None else world_size
+    by_rank: list[list[Sample]] = [[] for _ in range(world_size)]
+    # Two calls of three take an epoch or more, so the wrap comes in the first half.
+    epoch, step, started = 2**31 - 1 - calls // 4, max(1, calls // SAMPLES), time.monotonic()
+    for begin in range(first, first + calls, step):
+        count = min(step, first + calls - begin)
+        try:
+            samples = pool.run(
+                make_calls, seed, num_shapes, begin, count, epoch if begin == first else None,
+                world_size=world_size, timeout=WAIT_SECONDS + 10.0 * count,
+            )  # fmt: skip
+        except RankError as error:
+            before = min(begin, BEFORE)
+            error.add_note(
+                f"among calls {begin} to {begin + count - 1}; again: nox -s soak -- --seed {seed} --world-size "
+                f"{world_size} --shapes {num_shapes} --first {begin - before} --calls {before + count}"
+            )
+            raise
+        for each, sample in zip(by_rank, samples, strict=True):
+            each.append(sample)
+        done, seconds = begin + count - first, time.monotonic() - started
+        resident = ", ".join(f"{sample.resident_bytes / 2**20:.0f}" for sample in samples)
+        say(
+            f"{done:6d} of {calls} calls right, {done / seconds:.1f} a second; resident MiB {resident}; "
+            f"descriptors {samples[0].num_fds}; epoch {samples[0].epoch}"
+        )
+    return by_rank
+
+
+def command(
+    calls: Annotated[int, typer.Option(min=1, help="How many calls.")] = 10_000,
+    seed: Annotated[int | None, typer.Option(help="Which calls; by default others every time.")] = None,
+    world_size: Annotated[int, typer.Option(min=2, help="Number of ranks.")] = 4,
+    shapes: Annotated[int | None, typer.Option(min=1, help="Different shapes; by default a quarter of calls.")] = None,
+    first: Annotated[int, typer.Option(min=0, help="The number of the first call, to begin again near a failure.")] = 0,
+) -> None:
+    """Make thousands of mixed calls, check every result, and that neither memory nor descriptors grow."""
+    seed = secrets.randbelow(10**9) if seed is None else seed
+    typer.echo(f"seed {seed}: {calls} calls from {first} on {world_size} ranks")
+    try:
+        with RankPool(world_size, timeout=300.0) as pool:
+            by_rank = soak(pool, calls, seed, num_shapes=shapes, first=first, say=typer.echo)
+    except RankError as error:
+        typer.echo("\n".join([str(error), "", *error.__notes__]), err=True)
+        raise typer.Exit(1) from error
+    # A replay of a few calls has no quarters.
+    if calls >= SAMPLES:
+        check_wrapped(by_rank)
+        check_flat(by_rank)
+        for rank, samples in enumerate(by_rank):
+            grown_bytes, _ = growth(samples)
+            typer.echo(f"rank {rank}: {grown_bytes / 2**20:+.2f} MiB from the second quarter to the last")
+
+
+def main() -> None:
+    """`python -m fusedtp.bench.soak`."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(command)
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""The end of a process, in any order, and of a test run, also one that is killed: no word, no process, no file left.
+
+Under `python -W error`: whatever is said on stderr at the end, by a destructor or a thread, fails the test.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ENV = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "FUSEDTP_TUNING": "off"}
+
+# Imported once; every process of every scenario is a fork of this one, made before there is any group.
+SCENARIOS = """
+import atexit, json, os, sys, threading, time, traceback
+import torch, torch.distributed as dist
+import fusedtp
+from fusedtp import workspace
+from fusedtp.schedules import decomposed, fused, unfused
+from fusedtp.kernels import signal
+
+folder, CPU = sys.argv[1], torch.device("cpu")
+x = torch.ones(3, 3, requires_grad=True)
+
+def init(name, rank):
+    store = dist.FileStore(f"{folder}/{name}", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+
+def use(schedules=("decomposed", "unfused")):
+    for schedule in schedules:
+        out = fusedtp.all_reduce(x, schedule=schedule)
+        assert (out == 2).all()
+    return out
+
+def live(rank):
+    use(("fused", "decomposed"))
+
+def ours_first(rank):
+    use()
+    fusedtp.destroy()
+    dist.destroy_process_group()
+
+def theirs_first(rank):
+    use()
+    dist.destroy_process_group()
+    fusedtp.destroy()
+
+def theirs_alone(rank):
+    use()
+    dist.destroy_process_group()
+
+def at_exit(rank):
+    atexit.register(dist.destroy_process_group)
+    atexit.register(fusedtp.destroy)
+    use()
+
+def graph_alive(rank):
+    global y
+    weight = torch.ones(2, 3, requires_grad=True)
+    y = fusedtp.all_gather_linear(x, weight, schedule="decomposed")
+    fusedtp.destroy()
+
+def raised(rank):
+    use()
+    raise ValueError("planted")
+
+def waiting_thread(rank):
+    use()
+    if rank == 0:
+        # Its peer never comes: the thread is in the middle of an op when the process ends.
+        threading.Thread(target=use, args=(("decomposed",),), daemon=True).start()
+        while not workspace.get(dist.group.WORLD, CPU).host_words[signal.WAITING_FOR.value]:
+            time.sleep(0.001)
+
+def again(rank):
+    use()
+    first = workspace.get(dist.group.WORLD, CPU)
+    names = [dist.group.WORLD.group_name]
+    dist.destroy_process_group()
+    # Ranks have changed places; the name of the group has not.
+    init("again, the second time", 1 - rank)
+    names.append(dist.group.WORLD.group_name)
+    assert names[0] == names[1]
+    out = fusedtp.all_gather(torch.full((1, 1), float(dist.get_rank())), schedule="decomposed")
+    assert out.flatten().tolist() == [0, 1]
+    assert workspace.get(dist.group.WORLD, CPU) is not first
+    assert workspace.get(dist.group.WORLD, CPU).rank == 1 - rank
+
+def forked(rank):
+    use()
+    if os.fork() == 0:
+        # A child that does nothing ends like any process.
+        return
+    pid, status = os.wait()
+    assert status == 0, status
+    use()
+
+ends = live, ours_first, theirs_first, theirs_alone, at_exit, graph_alive, raised, waiting_thread, again, forked
+started = {}
+for scenario in ends:
+    for rank in range(2):
+        pid = os.fork()
+        if pid == 0:
+            fd = os.open(f"{folder}/{scenario.__name__}.{rank}.stderr", os.O_CREAT | os.O_WRONLY)
+            os.dup2(fd, 2)
+            os.close(fd)
+            started = None
+            break
+        started[pid] = (scenario.__name__, rank)
+    if started is None:
+        break
+    # One after another: there are more scenarios than cores.
+    for _ in range(2):
+        pid, status = os.wait()
+        name, rank = started.pop(pid)
+        with open(f"{folder}/{name}.{rank}.stderr") as said:
+            print(json.dumps([name, rank, os.waitstatus_to_exitcode(status), said.read()]), flush=True)
+if started is None:
+    init(scenario.__name__, rank)
+    scenario(rank)
+"""
+ENDS = [
+    "live", "ours_first", "theirs_first", "theirs_alone", "at_exit", "graph_alive", "raised", "waiting_thread", "again",
+    "forked",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], tuple[int, str]]:
+    folder = tmp_path_factory.mktemp("ends")
+    script = folder / "scenarios.py"
+    script.write_text(SCENARIOS)
+    command = [sys.executable, "-W", "error", "-P", str(script), str(folder)]
+    done = subprocess.run(command, env={**os.environ, **ENV}, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    return {(name, rank): (status, said) for name, rank, status, said in rows}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_process_ends_without_a_word(ends: dict[tuple[str, int], tuple[int, str]], name: str) -> None:
+    for rank in range(2):
+        status, said = ends[name, rank]
+        if name == "raised":
+            assert status == 1, said
+            assert said.startswith("Traceback (most recent call last):\n")
+            assert said.endswith("\nValueError: planted\n")
+            assert said.count("Traceback") == 1
+        else:
+            assert (status, said) == (0, "")
+
+
+def test_every_end_was_tried(ends: dict[tuple[str, int], tuple[int, str]]) -> None:
+    assert sorted(ends) == sorted((name, rank) for name in ENDS for rank in range(2))
+
+
+# Adopts whatever loses its parent (PR_SET_CHILD_SUBREAPER), so that it sees every process that outlives the run.
+SUPERVISOR = """
+import ctypes, json, os, signal, subprocess, sys, time
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+kill, log, *command = sys.argv[1:]
+with open(log, "w") as out:
+    run = subprocess.Popen(command, stdout=out, stderr=out)
+def running():
+    # The ranks that are in the middle of a call say so.
+    with open(log) as text:
+        return text.read().count("in the middle")
+deadline = time.monotonic() + 120
+while kill == "kill" and running() < 2 and run.poll() is None and time.monotonic() < deadline:
+    time.sleep(0.02)
+if kill == "kill":
+    run.send_signal(signal.SIGKILL)
+status, orphans = run.wait(timeout=120), {}
+deadline = time.monotonic() + 20
+while time.monotonic() < deadline:
+    try:
+        pid, ended = os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        break
+    if pid:
+        orphans[pid] = os.waitstatus_to_exitcode(ended)
+    else:
+        time.sleep(0.02)
+left = []
+for folder in os.listdir("/proc"):
+    if folder.isdigit():
+        try:
+            with open(f"/proc/{folder}/stat") as stat:
+                fields = stat.read().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == os.getpid():
+            left.append([int(folder), fields[0]])
+print(json.dumps({"status": status, "orphans": list(orphans.values()), "left": left}))
+"""
+
+SMALL_RUN = """
+import os, sys, time
+import pytest, torch
+import fusedtp
+from fusedtp.bench.ranks import RankPool
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(2, timeout=60) as ranks:
+        yield ranks
+
+def use(group, schedule):
+    out = fusedtp.all_reduce(torch.ones(3, 3), group=group, schedule=schedule)
+    return out.tolist()
+
+def never_ends(group):
+    use(group, "decomposed")
+    os.write(2, b"in the middle\\n")
+    while True:
+        time.sleep(0.1)
+
+@pytest.mark.parametrize("schedule", ["decomposed", "fused", "unfused"])
+def test_use(pool, schedule):
+    assert pool.run(use, schedule) == [[[2.0] * 3] * 3] * 2
+
+@pytest.mark.skipif("KILLED" not in os.environ, reason="is killed here")
+def test_that_is_killed(pool):
+    pool.run(never_ends)
+"""
+
+
+def small_run(folder: Path, kill: bool) -> tuple[dict[str, Any], str, list[str]]:
+    """What is left of a run of pytest, what it said, and the files in its folder of temporary files."""
+    test, temporary, log = folder / "test_small.py", folder / "tmp", folder / "log"
+    test.write_text(SMALL_RUN)
+    temporary.mkdir()
+    command = [sys.executable, "-W", "error", "-P", "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", str(test)]
+    env = {**os.environ, **ENV, "TMPDIR": str(temporary), **({"KILLED": "1"} if kill else {})}
+    supervisor = [sys.executable, "-c", SUPERVISOR, "kill" if kill else "", str(log), *command]
+    done = subprocess.run(supervisor, env=env, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    files = [str(path.relative_to(temporary)) for path in temporary.rglob("*")]
+    return json.loads(done.stdout), log.read_text(), files
+
+
+@pytest.mark.parametrize("kill", [False, True], ids=["to its end", "killed"])
+def test_a_test_run_leaves_nothing(tmp_path: Path, kill: bool) -> None:
+    shared = sorted(os.listdir("/dev/shm"))
+    report, said, files = small_run(tmp_path, kill)
+    if kill:
+        assert report["status"] == -9, said
+        # Both ranks were orphaned, and were killed with their parent.
+        assert report["orphans"] == [-9, -9], said
+    else:
+        assert report["status"] == 0, said
+        assert "3 passed, 1 skipped" in said
+        assert report["orphans"] == []
+    assert report["left"] == []
+    assert files == []
+    assert sorted(os.listdir("/dev/shm")) == shared

@@ -1,0 +1,127 @@
+"""The soak, 300 calls long, and that it would notice: wrong results, growth, open files, an epoch that does not wrap.
+
+Ten thousand calls are `nox -s soak`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from fusedtp.bench.endurance import NOISE_BYTES, Sample, check_flat, check_wrapped, delay, growth
+from fusedtp.bench.mixed import DTYPES, OPS, Operands, draw
+from fusedtp.bench.ranks import RankError, RankPool
+from fusedtp.bench.soak import SAMPLES, soak
+
+import fusedtp
+
+CALLS = [draw(random.Random(f"here/{number}"), 3) for number in range(200)]
+
+
+@pytest.fixture
+def as_before(pool: RankPool) -> Iterator[RankPool]:
+    """The pool, whose ranks get their own budget and epochs back."""
+    yield pool
+    pool.run(give_back)
+
+
+def give_back(group: torch.distributed.ProcessGroup) -> None:
+    fusedtp.destroy()
+    fusedtp.set_timeout(110)
+
+
+def test_300_mixed_calls(as_before: RankPool) -> None:
+    said: list[str] = []
+    by_rank = soak(as_before, 300, seed=20, say=said.append)
+    assert len(by_rank) == 4
+    assert said[-1].startswith("   300 of 300 calls right")
+    check_wrapped(by_rank)
+    check_flat(by_rank)
+
+
+def test_every_kind_of_call_is_drawn() -> None:
+    assert {(call.op, call.schedule) for call in CALLS} == {(op, schedule) for op in OPS for schedule in DTYPES}
+    assert {(call.schedule, call.dtype) for call in CALLS} == {
+        (schedule, dtype) for schedule, dtypes in DTYPES.items() for dtype in dtypes
+    }
+    sizes = [each for call in CALLS for each in call.sizes]
+    assert any(0 in each and sum(each) for each in sizes)
+    assert any(not sum(each) for each in sizes)
+    assert any(len(set(each)) == 3 for each in sizes)
+    assert {call.algorithm for call in CALLS} == {"auto", "direct", "ring", "one_shot", "two_shot"}
+    assert {(call.bias, call.backward) for call in CALLS} == {(a, b) for a in (False, True) for b in (False, True)}
+    late = [delay(1, number, 0) for number in range(200)]
+    assert late != [delay(1, number, 1) for number in range(200)]
+    assert 0 in late
+    assert max(late) < 0.006
+
+
+def test_a_wrong_element_is_found_in_any_result() -> None:
+    for call in CALLS:
+        operands = Operands(call, 1)
+        # y alone, or y and a gradient of each operand.
+        names = [each.name for each in operands.expected]
+        results = [
+            (each.whole[0] if each.name == "db" else each.whole).to(operands.dtype) for each in operands.expected
+        ]
+        operands.check(results)
+        for index, out in enumerate(results):
+            if out.numel():
+                wrong = out.clone()
+                wrong.view(-1)[-1] += 30
+                with pytest.raises(AssertionError, match=f"{names[index]} of Call.* on rank 1: 1 of {out.numel()}"):
+                    operands.check([*results[:index], wrong])
+
+
+class Failing:
+    """A pool in which the call with the number `wrong` fails."""
+
+    world_size = 2
+
+    def __init__(self, wrong: int) -> None:
+        self.wrong = wrong
+
+    def run(
+        self, fn: object, seed: int, num_shapes: int, first: int, count: int, *args: object, **options: object
+    ) -> list[Sample]:
+        if first <= self.wrong < first + count:
+            raise RankError({1: "raised"})
+        return [Sample(1, 1, 1)] * 2
+
+
+def test_a_failure_says_how_to_make_it_again() -> None:
+    with pytest.raises(RankError) as caught:
+        soak(Failing(wrong=77), 40 * SAMPLES, seed=5)  # type: ignore[arg-type]
+    (note,) = caught.value.__notes__
+    assert (
+        note == "among calls 40 to 79; again: nox -s soak -- --seed 5 --world-size 2 --shapes 400 --first 20 --calls 60"
+    )
+
+
+def samples(resident: list[float], num_fds: list[int]) -> list[Sample]:
+    return [Sample(int(mib * 2**20), fds, 1) for mib, fds in zip(resident, num_fds, strict=True)]
+
+
+def test_growth_is_told_from_what_is_filled_once() -> None:
+    # Caches fill in the first quarter; one sample is a peak.
+    resident = [300 + min(number, 10) * 5 + (80 if number == 35 else 0) for number in range(40)]
+    flat = samples(resident, [30] * 40)
+    check_flat([flat])
+    assert growth(flat) == (0, 0)
+    noise = NOISE_BYTES / 2**20
+    with pytest.raises(AssertionError, match=r"rank 1 has grown by .* MiB"):
+        check_flat([flat, samples([300 + number * noise / 19 for number in range(40)], [30] * 40)])
+    with pytest.raises(AssertionError, match=r"rank 0 has \+1 descriptors"):
+        check_flat([samples([300] * 40, [30] * 20 + [31] * 20)])
+
+
+def test_epochs_must_wrap_alike() -> None:
+    wrapped = [Sample(0, 0, epoch) for epoch in (2**31 - 2, -(2**31), -(2**31) + 2)]
+    check_wrapped([wrapped, wrapped])
+    with pytest.raises(AssertionError, match="rank 0 did not wrap"):
+        check_wrapped([wrapped[:1]])
+    with pytest.raises(AssertionError, match="rank 1 has other epochs"):
+        check_wrapped([wrapped, [*wrapped[:2], replace(wrapped[2], epoch=-(2**31) + 1)]])
