@@ -64,8 +64,8 @@ def release(block: Tensor) -> None:
 
 def _after_fork() -> None:
     # A child has no such thread, the words are its parent's, and the lock may have been held when it was made.
-    global _lock, _stop, _thread
-    _lock, _stop, _thread = threading.Lock(), threading.Event(), None
+    global _lock, _clock
+    _lock, _clock = threading.Lock(), None
     _words.clear()
 
 

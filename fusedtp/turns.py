@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import threading
 
-_SAME_GROUP = (
-    "on the same group, {name!r}: ranks would run the two in different orders. Use a group for each thread, "
-    "torch.distributed.new_group(), or let one thread wait for the other on all ranks alike"
-)
-_SAME_INTERPRETER = (
-    "in Triton's {name}, which runs one kernel at a time in a process: use schedule 'decomposed' or 'unfused' in "
-    "several threads, or 'fused' in one"
-)
+_REFUSALS = {
+    "group": "on the same group, {name!r}: ranks would run the two in different orders. Use a group for each thread, "
+    "torch.distributed.new_group(), or let one thread wait for the other on all ranks alike",
+    "interpreter": "in Triton's interpreter, which runs one kernel at a time in a process: use schedule 'decomposed' "
+    "or 'unfused' in several threads, or 'fused' in one",
+}
 
 # By what is taken, and its name: the op that has it, and its thread.
 _taken: dict[tuple[str, str], tuple[str, threading.Thread]] = {}
@@ -27,19 +25,17 @@ class _Turn:
     # Not a generator: every op passes here.
     __slots__ = ("_key", "_op")
 
-    def __init__(self, refusal: str, name: str, op: str) -> None:
-        self._key, self._op = (refusal, name), op
+    def __init__(self, what: str, name: str, op: str) -> None:
+        self._key, self._op = (what, name), op
 
     def __enter__(self) -> None:
         mine = (self._op, threading.current_thread())
         # One step of the dict's: whichever thread comes first finds its own.
         holder = _taken.setdefault(self._key, mine)
         if holder is not mine:
-            refusal, name = self._key
-            op, thread = holder
-            raise RuntimeError(
-                f"{self._op}: {op} is under way in thread {thread.name!r} {refusal.format(name=name)}"
-            )  # fmt: skip
+            (what, name), (op, thread) = self._key, holder
+            refusal = _REFUSALS[what].format(name=name)
+            raise RuntimeError(f"{self._op}: {op} is under way in thread {thread.name!r} {refusal}")
 
     def __exit__(self, *_: object) -> None:
         del _taken[self._key]
@@ -50,9 +46,9 @@ def of_group(name: str, op: str) -> _Turn:
 
     The peers of a rank that is refused wait for it until their budget is spent.
     """
-    return _Turn(_SAME_GROUP, name, op)
+    return _Turn("group", name, op)
 
 
 def of_interpreter(op: str) -> _Turn:
     """A context: the only interpreted op of this process, as Triton's interpreter has one state. Errors as above."""
-    return _Turn(_SAME_INTERPRETER, "interpreter", op)
+    return _Turn("interpreter", "", op)

@@ -181,7 +181,7 @@ def one_interpreter(group: ProcessGroup) -> str:
             reduce(of, "decomposed")
         if group.rank() == 0:
             there = InThread(lambda: reduce(group, "fused"))
-            until(lambda: "interpreter" in turns._taken)
+            until(lambda: ("interpreter", "") in turns._taken)
             try:
                 reduce(other, "fused")
             except RuntimeError as error:
