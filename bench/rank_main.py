@@ -93,13 +93,13 @@ def call(groups: dict[int, Any], request: bytes) -> bytes:
         return failure(error)
 
 
-def one_gloo_worker() -> None:
-    """Give every gloo group that this process makes from here on one worker thread instead of two.
+def set_gloo_workers(num_workers: int) -> None:
+    """Let every gloo group that this process makes from here on have `num_workers` threads; torch gives it two.
 
-    Each worker notes the name of the collective that it has ended in a std::string of their group, and takes no lock
+    Each thread notes the name of the collective that it has ended in a std::string of their group, and takes no lock
     for it (ProcessGroupGloo::runLoop of torch 2.13). Two that end at once free that string's memory twice when the name
     is longer than the 15 characters that a string holds in itself, as ALLGATHER_COALESCED is, which DTensor starts: a
-    rank dies of it in one out of many thousand collectives. With one worker a group's collectives run in the order in
+    process dies of it in one out of many thousand collectives. One thread runs a group's collectives in the order in
     which they were started. torch.distributed has no option for it.
     """
     from torch.distributed import distributed_c10d
@@ -107,22 +107,23 @@ def one_gloo_worker() -> None:
     gloo: Any = distributed_c10d.ProcessGroupGloo
     make = gloo.__init__
 
-    def with_one_worker(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    def make_with(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         options = gloo._Options()
         options._devices = [gloo.create_device(interface=os.environ["GLOO_SOCKET_IFNAME"])]
-        options._threads, options._timeout = 1, timeout
+        options._threads, options._timeout = num_workers, timeout
         make(self, store, rank, size, options)
 
-    gloo.__init__ = with_one_worker
+    gloo.__init__ = make_with
 
 
-def join(rank: int, world_size: int, port: int, seconds: float) -> dict[int, Any]:
+def join(rank: int, world_size: int, port: int, seconds: float, gloo_workers: int | None) -> dict[int, Any]:
     """A process group of every size 1..world_size over the first ranks (making one is collective over all ranks)."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    one_gloo_worker()
+    if gloo_workers is not None:
+        set_gloo_workers(gloo_workers)
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())

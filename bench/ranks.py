@@ -137,7 +137,9 @@ class Raised:
 class Ranks:
     """One generation of processes with their store; `stop` leaves no process and no descriptor."""
 
-    def __init__(self, world_size: int, seconds: float, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, world_size: int, seconds: float, env: Mapping[str, str], gloo_workers: int | None = None
+    ) -> None:
         import torch.distributed as dist
 
         # TCPStore on its own would listen on every interface
@@ -157,7 +159,7 @@ class Ranks:
                 self.processes.append(RankProcess(rank, env))
             for process in self.processes:
                 with contextlib.suppress(OSError):
-                    process.pipe.send_bytes(pickle.dumps((process.rank, world_size, port, seconds)))
+                    process.pipe.send_bytes(pickle.dumps((process.rank, world_size, port, seconds, gloo_workers)))
             failed = failures(collect(self.processes, START_SECONDS, grace=GRACE_SECONDS))
             if failed:
                 raise RankError({rank: f"(starting) {text}" for rank, text in failed.items()})
@@ -239,13 +241,21 @@ class RankPool:
     """`world_size` rank processes, started at the first call. `timeout` in seconds is each call's, and the group's.
 
     `env` is added to the children's environment before they import torch (TRITON_INTERPRET, ...). One call at a time.
+    `gloo_workers`: threads of a gloo group, where it shall not be torch's two; see `rank_main.set_gloo_workers`.
     """
 
-    def __init__(self, world_size: int, *, timeout: float = 60.0, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        timeout: float = 60.0,
+        env: Mapping[str, str] | None = None,
+        gloo_workers: int | None = None,
+    ) -> None:
         if world_size < 1:
             raise ValueError(f"world_size is {world_size}, at least 1 is needed")
         self.world_size, self.timeout = world_size, timeout
-        self.env = dict(env or {})
+        self.env, self.gloo_workers = dict(env or {}), gloo_workers
         self._ranks: Ranks | None = None
         self._finalizer: weakref.finalize[[], RankPool] | None = None
         self._pending: Pending | None = None
@@ -257,7 +267,7 @@ class RankPool:
             one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
             # gloo would pick its interface by resolving the host's name
             env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **one_thread, **self.env}
-            self._ranks = Ranks(self.world_size, self.timeout, env)
+            self._ranks = Ranks(self.world_size, self.timeout, env, self.gloo_workers)
             # runs at interpreter exit as well
             self._finalizer = weakref.finalize(self, self._ranks.stop)
         return self._ranks

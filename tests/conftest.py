@@ -46,7 +46,9 @@ class PoisonedPool(RankPool):
     def start(self, fn: Callable[..., Any], *args: Any, world_size: int | None = None) -> Pending:
         if self._poisoned != self.pids:
             self._poisoned = self.pids
-            super().start(poison).wait()
+            for reply in super().start(poison).wait():
+                if isinstance(reply, BaseException):
+                    raise reply
         return super().start(fn, *args, world_size=world_size)
 
 
@@ -59,8 +61,20 @@ def _poisoned_parent() -> None:
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
     """Four ranks, started by the first test that asks; `world_size=` of a call takes the first few of them."""
-    with PoisonedPool(4, timeout=300) as ranks:
+    # Thousands of DTensor's all-gathers come before the last test; two workers would not always survive them.
+    with PoisonedPool(4, timeout=300, gloo_workers=1) as ranks:
         yield ranks
+
+
+@pytest.fixture(scope="module")
+def within_bounds(pool: RankPool) -> Iterator[None]:
+    """The pool's ranks check every address that a kernel touches; see `bounds`."""
+    # Not at the top: ranks load this file on its own, for `poison`.
+    from .bounds import unwatch, watch
+
+    pool.run(watch)
+    yield
+    pool.run(unwatch)
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,8 @@ from fusedtp.schedules import decomposed, fused
 from fusedtp.shards import even_sizes
 from fusedtp.steps import DeviceSteps
 
+pytestmark = pytest.mark.usefixtures("within_bounds")
+
 CPU = torch.device("cpu")
 Option = int | str
 
@@ -288,3 +290,20 @@ def test_decomposed_as_on_a_gpu(pool: RankPool, flavour: str, world_size: int, d
     schedules = ["decomposed"] if flavour == "pushed" else ["decomposed", "decomposed", "decomposed", "fused"]
     drawn = data.draw(st.lists(any_calls(world_size, schedules, SMALL_LENGTHS), min_size=5, max_size=10))
     pool.run(run_calls, drawn, flavour, data.draw(st.booleans()), world_size=world_size, timeout=400.0)
+
+
+def collectives(group: ProcessGroup) -> set[str]:
+    """What `unfused` asks of the backend, by the names of c10d's operators."""
+    x, name, sizes = torch.ones(4 * group.size(), 3), group.group_name, (4,) * group.size()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+        ops.all_gather(x[:4], sizes, name, "unfused", "auto")
+        ops.reduce_scatter(x, sizes, name, "unfused", "auto")
+        ops.all_reduce(x, name, "unfused", "auto")
+    return {event.name for event in profiled.events() if event.name.startswith("c10d::")}
+
+
+def test_unfused_ends_nothing_under_a_long_name(pool: RankPool) -> None:
+    """See `unfused._start_gather`. A scatter is an all-reduce to gloo, whatever it is called here."""
+    for names in pool.run(collectives, world_size=2):
+        assert {"c10d::_allgather_base_", "c10d::allreduce_"} <= names
+        assert not {"c10d::allgather_into_tensor_coalesced_", "c10d::allreduce_coalesced_"} & names

@@ -19,6 +19,8 @@ from fusedtp.schedules.fused import Phases, run_together
 from fusedtp.shards import even_sizes
 from fusedtp.workspace import Workspace
 
+from .bounds import Bounds
+
 CPU = torch.device("cpu")
 # What one op is on virtual ranks: rank -> its phases; and per rank what it must give, with the error allowed.
 Op = tuple[Callable[[Workspace, int], Phases], list[Tensor], list[Tensor]]
@@ -28,6 +30,13 @@ OPS = (
 )  # fmt: skip
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 Make = Callable[..., list[Workspace]]
+
+
+@pytest.fixture(autouse=True)
+def _within_bounds() -> Iterator[None]:
+    with Bounds() as bounds:
+        yield
+    assert bounds.accesses
 
 
 @pytest.fixture

@@ -150,7 +150,10 @@ def _start_gather(x: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tenso
     else:
         sent = x.new_empty(longest, columns)
         sent[: x.shape[0]] = x
-    arriving: Tensor = _c10d.all_gather_into_tensor(sent, len(sizes), group.group_name)
+    # With `out` it is a plain gather. Without, it is a coalesced one, and the name of that is too long for gloo: both
+    # threads of a group may free it (torch 2.13, ProcessGroupGloo::runLoop), and the heap with it is broken.
+    arriving = sent.new_empty(longest * len(sizes), columns)
+    _c10d.all_gather_into_tensor_out(sent, len(sizes), group.group_name, out=arriving)
     return arriving
 
 

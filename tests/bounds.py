@@ -1,0 +1,175 @@
+"""Checks every address that an interpreted kernel touches: it must lie in an operand of the launch, or in an arena.
+
+    with Bounds() as bounds: ...            # or, in a rank process, watch() and later unwatch()
+
+Operands are taken element by element, so what lies between the rows of a slice is outside; only what a kernel is given
+as `c_ptr` or `out_ptr` may be stored to. A kernel reaches the arenas, and the host block, of the workspace whose table
+of peers it was given, and no other. Lanes that are masked off touch nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from fusedtp.kernels import signal
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
+
+from fusedtp.workspace import Workspace
+
+OUTPUTS = ("c_ptr", "out_ptr")
+
+Addresses = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class OutOfBounds(AssertionError):
+    """A kernel touched memory that it was not given."""
+
+
+class _Operand:
+    # The elements of a tensor, whatever its strides.
+    def __init__(self, name: str, x: Tensor) -> None:
+        self.name, self.begin, self.itemsize, self.empty = name, x.data_ptr(), x.element_size(), x.numel() == 0
+        # From the outermost dim inwards; an element has one place only if no dim reaches into the next outer one.
+        self._dims = sorted(
+            ((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1 and stride),
+            reverse=True,
+        )
+        reach = 0
+        for stride, size in reversed(self._dims):
+            assert stride > reach, f"{name}: strides {x.stride()} of {tuple(x.shape)} overlap"
+            reach += stride * (size - 1)
+
+    def holds(self, at: Addresses, itemsize: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Which of `at` are elements."""
+        if self.empty or itemsize != self.itemsize:
+            return np.zeros(at.shape, dtype=bool)
+        place, odd = np.divmod(at - self.begin, itemsize)
+        inside = (odd == 0) & (place >= 0)
+        for stride, size in self._dims:
+            index, place = np.divmod(place, stride)
+            inside &= index < size
+        return inside & (place == 0)
+
+
+class Bounds:
+    """Watches every launch while it is entered; `accesses` counts what was checked. Raises `OutOfBounds`."""
+
+    def __init__(self) -> None:
+        self.accesses = 0
+        self._stack = contextlib.ExitStack()
+        # By the address of its table of peers.
+        self._workspaces: weakref.WeakValueDictionary[int, Workspace] = weakref.WeakValueDictionary()
+        self._kernel = ""
+        self._loaded: list[_Operand] = []
+        self._stored: list[_Operand] = []
+        self._regions: list[tuple[int, int]] = []
+
+    def __enter__(self) -> Bounds:
+        bounds = self
+        channel, launch = Workspace.channel, GridExecutor.__call__
+        load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+        rmw, cas = InterpreterBuilder.create_atomic_rmw, InterpreterBuilder.create_atomic_cas
+
+        def known(self: Workspace) -> Any:
+            bounds._workspaces[self.peers.data_ptr()] = self
+            return channel(self)
+
+        def launched(self: Any, *args: Any, **kwargs: Any) -> Any:
+            bounds._begin(self.fn, args, kwargs)
+            return launch(self, *args, **kwargs)
+
+        def create_masked_load(self: Any, ptrs: Any, mask: Any, *args: Any) -> Any:
+            bounds._check("loads", ptrs, mask, bounds._loaded)
+            return load(self, ptrs, mask, *args)
+
+        def create_masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *args: Any) -> Any:
+            assert value.data.dtype.itemsize == _itemsize(ptrs), f"{bounds._kernel} stores {value.data.dtype}"
+            bounds._check("stores", ptrs, mask, bounds._stored)
+            return store(self, ptrs, value, mask, *args)
+
+        def create_atomic_rmw(self: Any, op: Any, ptrs: Any, value: Any, mask: Any, *args: Any) -> Any:
+            bounds._check("atomically changes", ptrs, mask, ())
+            return rmw(self, op, ptrs, value, mask, *args)
+
+        def create_atomic_cas(self: Any, ptrs: Any, *args: Any) -> Any:
+            bounds._check("atomically changes", ptrs, None, ())
+            return cas(self, ptrs, *args)
+
+        for owner, name, value in (
+            (Workspace, "channel", known), (GridExecutor, "__call__", launched),
+            (InterpreterBuilder, "create_masked_load", create_masked_load),
+            (InterpreterBuilder, "create_masked_store", create_masked_store),
+            (InterpreterBuilder, "create_atomic_rmw", create_atomic_rmw),
+            (InterpreterBuilder, "create_atomic_cas", create_atomic_cas),
+        ):  # fmt: skip
+            self._stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _begin(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # What this launch may touch.
+        names = inspect.getfullargspec(kernel).args
+        tensors = {name: x for name, x in (*zip(names, args, strict=False), *kwargs.items()) if isinstance(x, Tensor)}
+        self._kernel = kernel.__name__
+        self._loaded = [_Operand(name, x) for name, x in tensors.items()]
+        self._stored = [each for each in self._loaded if each.name in OUTPUTS]
+        self._regions = []
+        if "peers" in tensors:
+            ws = self._workspaces[tensors["peers"].data_ptr()]
+            size = ws.data_offset + 2 * ws.half_bytes
+            self._regions = [(begin, begin + size) for begin in ws.addresses]
+            self._regions.append((ws.host_block.data_ptr(), ws.host_block.data_ptr() + 4 * signal.HOST_WORDS))
+
+    def _check(self, does: str, ptrs: Any, mask: Any, operands: Iterable[_Operand]) -> None:
+        at = ptrs.data.reshape(-1) if mask is None else np.broadcast_to(ptrs.data, mask.data.shape)[mask.data]
+        left, itemsize = at.astype(np.int64), _itemsize(ptrs)
+        self.accesses += left.size
+        for begin, end in self._regions:
+            if left.size:
+                left = left[(left < begin) | (left > end - itemsize) | (left % itemsize != 0)]
+        for operand in operands:
+            if left.size:
+                left = left[~operand.holds(left, itemsize)]
+        if left.size:
+            raise OutOfBounds(
+                f"{self._kernel} {does} {itemsize} bytes at {left[0]:#x}, one of {left.size} places of {at.size} "
+                f"outside its operands ({', '.join(each.name for each in operands)}) and the arenas"
+            )
+
+
+def _itemsize(ptrs: Any) -> int:
+    return int(ptrs.get_element_ty().primitive_bitwidth) // 8
+
+
+_watching: Bounds | None = None
+
+
+def watch(group: ProcessGroup) -> None:
+    """Check every kernel of this rank from now on."""
+    global _watching
+    assert _watching is None, "the rank is checked already"
+    _watching = Bounds().__enter__()
+
+
+def checked(group: ProcessGroup) -> int:
+    """How many accesses of this rank have been checked so far."""
+    assert _watching is not None, "the rank was started anew and is no longer checked"
+    return _watching.accesses
+
+
+def unwatch(group: ProcessGroup) -> None:
+    """Stop checking."""
+    global _watching
+    assert _watching is not None, "the rank was started anew and is no longer checked"
+    _watching.__exit__()
+    _watching = None

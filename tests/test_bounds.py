@@ -1,0 +1,83 @@
+"""The check of every address that kernels touch finds what it is there for. The tests of the ops run under it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fusedtp.bench.ranks import RankPool
+from fusedtp.kernels import matmul, push
+from fusedtp.kernels.launch import INTERPRETER
+from triton.runtime.errors import InterpreterError
+
+from fusedtp.memory.local import local_memories
+from fusedtp.schedules.fused import run_together
+from fusedtp.workspace import Workspace
+
+from .bounds import Bounds, checked
+from .protocol.mutants import Edit, Mutant, planted
+from .protocol.record import live
+from .test_ops_local import CPU, problem
+
+# Of each: what is said, the op it shows on, and the edit.
+PLANTED = [
+    (
+        "_gather_matmul_kernel stores 4 bytes", "gather rows",
+        Edit(matmul, "store_rows", "(offs_n < ctx.N)[None", "(offs_n <= ctx.N)[None"),
+    ),
+    (
+        # The next column of another rank's shard, between the rows of this one.
+        "_push_kernel loads 4 bytes", "gather contraction",
+        Edit(push, "send_block", "(offs_c < cols - col)", "(offs_c <= cols - col)"),
+    ),
+    (
+        "_matmul_scatter_kernel loads 4 bytes", "scatter rows",
+        Edit(matmul, "multiply", "offs_k[None, :] < left", "offs_k[None, :] <= left"),
+    ),
+    (
+        "_collect_kernel stores 4 bytes", "all_gather",
+        Edit(push, "_collect_programs", "(offs_m < first + rows - row)", "(offs_m <= first + rows - row)"),
+    ),
+    (
+        # An operand that is not there to be written.
+        "_push_kernel stores 4 bytes", "reduce_scatter",
+        Edit(push, "send_block", "tl.store(dst_ptr +", "tl.store(src_ptr +"),
+    ),
+    (
+        "_matmul_scatter_kernel loads 4 bytes", "scatter columns",
+        Edit(matmul, "locate_in_chunks", "tl.load(table + chunk + 1)", "tl.load(table + chunk + 2)"),
+    ),
+    (
+        "_push_kernel atomically changes 4 bytes", "one_shot",
+        Edit(push, "push_rows", "raise_signal(link, dst, piece + first_slot)",
+             "raise_signal(link, dst, piece + first_slot + (1 << 24))"),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("says", "op", "edit"), PLANTED)
+def test_planted_access_is_found(says: str, op: str, edit: Edit) -> None:
+    ranks = [Workspace(memory, CPU) for memory in local_memories(3, CPU)]
+    start, _, _ = problem(op, 3, torch.float32, 0)
+    with planted(Mutant(says, op, (edit,))), Bounds(), pytest.raises(InterpreterError, match=says):
+        run_together([start(ws, rank) for rank, ws in enumerate(ranks)])
+    for ws in ranks:
+        ws.close()
+
+
+def test_between_the_rows_of_a_slice_is_outside() -> None:
+    """The plain matmul, told that C has no gaps where it has."""
+    a, b = torch.randn(5, 7), torch.randn(7, 3)
+    c = torch.zeros(5, 2 * 3)[:, :3]
+    with Bounds() as bounds:
+        matmul.matmul(a, b, c, None, config=INTERPRETER, upcast=True)
+        assert bounds.accesses > 0
+        stride = Edit(matmul, "store_rows", "* ctx.stride_cm", "* ctx.N")
+        with planted(Mutant("", "", (stride,))), pytest.raises(InterpreterError, match="one of 6 places of 15 outside"):
+            matmul.matmul(a, b, c, None, config=INTERPRETER, upcast=True)
+
+
+@pytest.mark.usefixtures("within_bounds")
+def test_kernels_of_ranks_are_checked(pool: RankPool) -> None:
+    assert pool.run(checked, world_size=2) == [0, 0]
+    pool.run(live, "all_gather_matmul", 1, world_size=2)
+    assert all(pool.run(checked, world_size=2))
