@@ -25,7 +25,7 @@ from fusedtp.kernels import signal
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp import clock, groups, turns, workspace
+from fusedtp import clock, dispatch, groups, turns, workspace
 from fusedtp.memory.local import local_memories
 from fusedtp.schedules import decomposed
 from fusedtp.workspace import Workspace
@@ -372,6 +372,20 @@ def test_tables_of_lengths_do_not_pile_up() -> None:
         assert ws.table((length,)).tolist() == [0, length]
     assert len(ws._tables) <= 1024
     ws.close()
+
+
+def many_shapes(group: ProcessGroup) -> list[int]:
+    fusedtp.destroy(group)
+    with mock.patch.object(dispatch, "_MAX_CHOICES", 4):
+        for rows in (*range(1, 9), *range(1, 9)):
+            out = fusedtp.all_gather(torch.ones(rows, 2), group=group)
+            assert out.shape == (rows * group.size(), 2)
+    return [len(workspace.get(group, CPU).choices)]
+
+
+def test_choices_of_shapes_do_not_pile_up(pool: RankPool) -> None:
+    for (num_choices,) in pool.run(many_shapes, world_size=2):
+        assert 2 <= num_choices <= 5
 
 
 def test_growth_during_a_capture_is_refused() -> None:
