@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch.distributed import ProcessGroup
@@ -68,7 +69,7 @@ def make_calls(
         try:
             operands = Operands(call, rank)
             time.sleep(delay(seed, number, rank))
-            operands.check(operands.run(group, lambda number=number: time.sleep(delay(seed, -number, rank))))
+            operands.check(operands.run(group, partial(time.sleep, delay(seed, -number, rank))))
         except Exception as error:
             error.add_note(f"in call {number} of seed {seed}: {call}")
             raise

@@ -249,7 +249,7 @@ class Workspace:
         """A wait on the host has spent its budget, or its peer has left: tell the peers who look, and raise."""
         self.words[signal.GIVEN_UP.value] = 1
         self.words[signal.MISSING.value] = peer
-        self._fail(op, peer, slot, expected, seen, max(0.001, round(seconds, 3)))
+        self._fail(op, peer, slot, expected, seen, min(self.seconds, max(0.001, round(seconds, 3))))
 
     def _fail(self, op: str, peer: int, slot: int, expected: int, seen: int, seconds: float | None = None) -> None:
         missing = self._really_missing(peer)
@@ -365,12 +365,11 @@ def generation(name: str) -> int:
 
 
 def destroy(group: Group = None) -> None:
-    """Give back the symmetric memory of `group`, or of every group of this process.
+    """Give back the symmetric memory of `group`, or of every group of this process. Waits for nobody.
 
     A later op makes it anew, collectively: every rank of a group calls this after the same op, or none does. A rank
-    that goes on with the old memory is told which one has left it (`PeerTimeout`). It waits for nobody, and may come
-    before or after torch.distributed.destroy_process_group, or not at all. Graphs that were captured before cannot be
-    replayed after it.
+    that goes on with the old memory is told which one has left it (`PeerTimeout`). It may come before or after
+    torch.distributed.destroy_process_group, or not at all. Graphs captured before it cannot be replayed.
 
     Errors for what is no group as in the functions; one that torch.distributed has destroyed already is one still.
     RuntimeError while an op of the group is under way in another thread.

@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import re
+import signal as signal_of_posix
 import threading
 import time
 import warnings
@@ -24,7 +25,7 @@ from fusedtp.kernels import signal
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp import clock, groups, turns, workspace
+from fusedtp import clock, dispatch, groups, turns, workspace
 from fusedtp.memory.local import local_memories
 from fusedtp.schedules import decomposed
 from fusedtp.workspace import Workspace
@@ -254,18 +255,20 @@ def destroyed_alone(group: ProcessGroup) -> tuple[str, float]:
     flags, text, elapsed = Flags("destroyed alone"), "", 0.0
     fusedtp.all_reduce(X, group=group, schedule="decomposed")
     if group.rank() == 0:
-        fusedtp.destroy()
+        fusedtp.destroy(group)
         flags.wait("noticed")
     else:
+        fusedtp.set_timeout(40, group)
         started = time.monotonic()
         with pytest.raises(fusedtp.PeerTimeout) as caught:
             fusedtp.all_reduce(X, group=group, schedule="decomposed")
         assert (caught.value.peer, caught.value.rank) == (0, 1)
-        assert caught.value.seconds < 60
+        assert caught.value.seconds < 40
         text = str(caught.value)
         elapsed = time.monotonic() - started
         flags.raise_("noticed")
-        fusedtp.destroy()
+        fusedtp.destroy(group)
+        fusedtp.set_timeout(110)
     assert (fusedtp.all_reduce(X, group=group, schedule="decomposed") == 2).all()
     return text, elapsed
 
@@ -312,6 +315,7 @@ def forked(group: ProcessGroup) -> list[str]:
         pid = os.fork()
     if pid == 0:
         text = "the child failed"
+        signal_of_posix.alarm(50)
         try:
             text = "\n".join(child())
         finally:
@@ -330,7 +334,7 @@ def forked(group: ProcessGroup) -> list[str]:
 
 
 def test_a_fork_after_init_is_refused_and_its_parent_goes_on(pool: RankPool) -> None:
-    for texts in pool.run(forked, world_size=2):
+    for texts in pool.run(forked, world_size=2, timeout=100):
         assert len(texts) == 3
         for text in texts:
             assert text.startswith("process PID was forked after torch.distributed was initialised")
@@ -370,6 +374,20 @@ def test_tables_of_lengths_do_not_pile_up() -> None:
     ws.close()
 
 
+def many_shapes(group: ProcessGroup) -> list[int]:
+    fusedtp.destroy(group)
+    with mock.patch.object(dispatch, "_MAX_CHOICES", 4):
+        for rows in (*range(1, 9), *range(1, 9)):
+            out = fusedtp.all_gather(torch.ones(rows, 2), group=group)
+            assert out.shape == (rows * group.size(), 2)
+    return [len(workspace.get(group, CPU).choices)]
+
+
+def test_choices_of_shapes_do_not_pile_up(pool: RankPool) -> None:
+    for (num_choices,) in pool.run(many_shapes, world_size=2):
+        assert 2 <= num_choices <= 5
+
+
 def test_growth_during_a_capture_is_refused() -> None:
     (ws,) = (Workspace(memory, CPU) for memory in local_memories(1, CPU))
     before = ws.half_bytes, ws.addresses
@@ -396,21 +414,22 @@ def captured(group: ProcessGroup) -> tuple[int, int]:
 
     seen = []
     for graph in (True, False):
-        fusedtp.destroy()
+        fusedtp.destroy(group)
+        others = arenas()
         ws = workspace.get(group, CPU)
         with mock.patch.object(ws, "_capturing", return_value=graph), ws.running("op"):
             table = ws.table((1,) * group.size())
         old = ws._arena
         assert old is not None
         ws.require(1 << 20, 100)
-        seen.append(arenas())
+        seen.append(arenas() - others)
         if graph:
             # As a replay would.
             assert old.tensors[1 - group.rank()].sum() >= 0
             assert any(each is table for each in ws._captured)
-        fusedtp.destroy()
+        fusedtp.destroy(group)
         del old
-        assert arenas() == 0
+        assert arenas() == others
     return seen[0], seen[1]
 
 
