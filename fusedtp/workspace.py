@@ -26,7 +26,7 @@ from .memory import Arena, Memory, Unreachable
 from .memory.cuda import CudaMemory
 from .memory.posix import PosixMemory
 from .shards import check_number, offsets
-from .steps import DeviceSteps, HostSteps, load_acquire
+from .steps import DeviceSteps, HostSteps, load_acquire, raised
 
 _MIN_SLOTS = 64
 _MIN_HALF_BYTES = 1 << 16
@@ -54,7 +54,8 @@ class Workspace:
         self.in_place = device.type == "cpu"
         self.slots = self.half_bytes = 0
         self.seconds = _seconds
-        self.failure: PeerTimeout | None = None
+        self.failure: RuntimeError | None = None
+        self._begun = False
         self._memory = memory
         self._arena: Arena | None = None
         self._tables: dict[tuple[int, ...], Tensor] = {}
@@ -102,6 +103,7 @@ class Workspace:
 
     def next_epoch(self) -> int:
         """The epoch of the op that the host is about to drive."""
+        self._begun = True
         if self.device.type == "cpu":
             return _wrap(load_acquire(self.addresses[self.rank] + 4 * signal.EPOCH.value) + 1)
         if torch.cuda.is_current_stream_capturing():
@@ -133,6 +135,7 @@ class Workspace:
 
     def channel(self) -> Channel:
         """What a kernel's launcher needs."""
+        self._begun = True
         return Channel(self.peers, self.rank, self.world_size, self.half_bytes, self.data_offset, self.count_bytes)
 
     def table(self, sizes: tuple[int, ...]) -> Tensor:
@@ -169,8 +172,12 @@ class Workspace:
 
     @contextlib.contextmanager
     def running(self, op: str) -> Iterator[None]:
-        """Around every op: refuses a workspace that has failed, chains streams, and raises what the op reported."""
+        """Around every op: refuses a workspace that has failed, chains streams, and raises what the op reported.
+
+        An exception in the middle of an op fails the workspace: the peers may go on to the next epoch, this rank not.
+        """
         self._check()
+        self._begun = False
         on_gpu = self.device.type == "cuda"
         capturing = on_gpu and torch.cuda.is_current_stream_capturing()
         if on_gpu and not capturing:
@@ -178,7 +185,13 @@ class Workspace:
             if self._done is not None and stream != self._last_stream:
                 stream.wait_event(self._done)
             self._last_stream = stream
-        yield
+        try:
+            yield
+        except BaseException as error:
+            # Before its first signal an op leaves no trace: the same call may be made again.
+            if self._begun and self.failure is None:
+                self._abandon(op, error)
+            raise
         if on_gpu and not capturing:
             self._done = self._done or torch.cuda.Event()
             self._done.record(self._last_stream)
@@ -207,25 +220,51 @@ class Workspace:
         self.words[signal.MISSING.value] = peer
         self._fail(op, peer, slot, expected, seen)
 
+    def _abandon(self, op: str, error: BaseException) -> None:
+        # Only the text: the exception would keep its frames alive, and with them views of the arena.
+        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        self.failure = RuntimeError(
+            f"{op}: an exception left rank {self.rank} in the middle of the op, out of step with its peers: call "
+            f"fusedtp.destroy on all ranks ({what})"
+        )
+        if self.device.type == "cpu":
+            # The peers who look must name this rank, and not whom it was waiting for.
+            self.host_words[signal.MISSING.value] = self.rank
+            self.host_words[signal.GIVEN_UP.value] = 1
+
     def _fail(self, op: str, peer: int, slot: int, expected: int, seen: int) -> None:
         missing = self._really_missing(peer)
         detail = f"signal slot {slot}: epoch {expected} expected, {seen} seen"
+        words = self._header(missing)
         if missing != peer:
             detail += f"; rank {peer} was itself waiting for rank {missing}"
+        if words[signal.GIVEN_UP.value]:
+            given_up = words[signal.MISSING.value]
+            detail += f"; rank {missing} had " + (
+                "left an op with an exception" if given_up == missing else f"given up on rank {given_up}"
+            )
         self.failure = PeerTimeout(op, self.rank, missing, self.seconds, detail)
         raise self.failure
 
+    def _header(self, peer: int) -> list[int]:
+        assert self._arena is not None
+        words: list[int] = self._arena.tensors[peer][: self.data_offset].view(torch.int32).tolist()
+        return words
+
     def _really_missing(self, peer: int) -> int:
         """Follow who waits for whom: a peer that is stuck behind another one is not the one to name."""
-        assert self._arena is not None
         chain = [self.rank]
         while peer not in chain:
             chain.append(peer)
-            words = self._arena.tensors[peer][: 4 * signal.SIGNALS.value].view(torch.int32).tolist()
+            words = self._header(peer)
             if words[signal.GIVEN_UP.value]:
                 peer = words[signal.MISSING.value]
             elif words[signal.WAITING_FOR.value]:
-                peer = words[signal.WAITING_FOR.value] - 1
+                source, slot = words[signal.WAITING_FOR.value] - 1, words[signal.WAITING_SLOT.value]
+                seen = words[signal.SIGNALS.value + slot * self.world_size + source]
+                # A rank that has what it says it is waiting for was stopped or killed there.
+                if not raised(seen, _wrap(words[signal.EPOCH.value] + 1)):
+                    peer = source
         return chain[-1]
 
     def bytes_sent(self) -> int:
