@@ -37,6 +37,14 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def faults(session: nox.Session) -> None:
+    """Every fault between any two steps of every op; `nox -s tests` injects some of them. A quarter of an hour."""
+    install(session)
+    env = {**ONE_THREAD, "FUSEDTP_FAULTS": "all"}
+    session.run("pytest", "tests/test_faults.py", "-rP", *session.posargs, env=env)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Formatting and lint."""
     session.install("-c", "constraints.txt", "ruff")

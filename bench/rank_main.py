@@ -52,10 +52,13 @@ def load_module(name: str, file: str) -> ModuleType:
         raise ImportError(f"cannot load {file} as a module")
     module = importlib.util.module_from_spec(spec)
     # unpickling a class of "tests.test_x" imports "tests" first, which is a folder without a package
-    parent, _, _ = name.rpartition(".")
+    parent, folder = name.rpartition(".")[0], os.path.dirname(file)
     while parent and parent not in sys.modules:
-        sys.modules[parent] = ModuleType(parent)
-        parent, _, _ = parent.rpartition(".")
+        package = ModuleType(parent)
+        # it may import its neighbours
+        package.__path__ = [folder]
+        sys.modules[parent] = package
+        parent, folder = parent.rpartition(".")[0], os.path.dirname(folder)
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)

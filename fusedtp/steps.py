@@ -101,15 +101,18 @@ class HostSteps:
 
     def _wait_slowly(self, poll: Callable[[], int], src: int, slot: int) -> None:
         ws = self._ws
+        ws.host_words[signal.WAITING_SLOT.value] = slot
         ws.host_words[signal.WAITING_FOR.value] = src + 1
-        start, left = time.monotonic(), ws.addresses[src] + 4 * signal.LEFT.value
+        start, left, waited = time.monotonic(), ws.addresses[src] + 4 * signal.LEFT.value, 0.0
         spin = _SPIN_SECONDS if ws.world_size <= _CORES else _SPIN_SECONDS_CROWDED
         while not raised(seen := poll(), self.epoch):
-            waited = time.monotonic() - start
             # Read before the last look: whoever leaves has raised all its signals before.
             has_left = waited >= spin and load_acquire(left)
+            # The time before the poll: a rank that was itself stopped meanwhile finds what has arrived in that time.
             if waited > ws.seconds or (has_left and not raised(poll(), self.epoch)):
+                self._take_back_entry()
                 ws.give_up(self._op, src, slot, self.epoch, seen, waited)
+            waited = time.monotonic() - start
             if waited < spin:
                 os.sched_yield()
             else:
@@ -120,6 +123,13 @@ class HostSteps:
         """Tell every peer that this rank has begun the epoch."""
         for i in range(1, self._ws.world_size):
             self.signal((self._ws.rank + i) % self._ws.world_size, signal.ENTRY_SLOT.value)
+
+    def _take_back_entry(self) -> None:
+        # As in `kernels.signal`: no peer ends an op that this rank has given up.
+        for peer in range(self._ws.world_size):
+            if peer != self._ws.rank:
+                old = wrapping_difference(self.epoch, signal.LEAD.value)
+                store_release(self._slot(peer, self._ws.rank, signal.ENTRY_SLOT.value), old)
 
     def leave(self) -> None:
         """Wait for every peer's entry and end the epoch."""

@@ -27,7 +27,7 @@ from .memory import Arena, Memory, Unreachable
 from .memory.cuda import CudaMemory
 from .memory.posix import PosixMemory
 from .shards import offsets
-from .steps import DeviceSteps, HostSteps, load_acquire, store_release
+from .steps import DeviceSteps, HostSteps, load_acquire, raised, store_release
 
 _MIN_SLOTS = 64
 _MIN_HALF_BYTES = 1 << 16
@@ -220,9 +220,11 @@ class Workspace:
     def _abandon(self, op: str, error: BaseException) -> None:
         # The peers may have this rank's part or not: the next op would take what they send of this one for its own.
         self._leave(2)
+        # Only the text: the exception would keep its frames alive, and with them views of the arena.
+        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         self.failure = RuntimeError(
-            f"{op}: rank {self.rank} left it unfinished ({type(error).__name__}: {error}), and its peers are in the "
-            "middle of it: call fusedtp.destroy for this group on every rank before its next op"
+            f"{op}: an exception left rank {self.rank} in the middle of the op, out of step with its peers: call "
+            f"fusedtp.destroy for this group on every rank before its next op ({what})"
         )
 
     def _leave(self, why: int) -> None:
@@ -254,13 +256,21 @@ class Workspace:
     def _fail(self, op: str, peer: int, slot: int, expected: int, seen: int, seconds: float | None = None) -> None:
         missing = self._really_missing(peer)
         detail = f"signal slot {slot}: epoch {expected} expected, {seen} seen"
+        words = self._header(missing)
         if missing != peer:
             detail += f"; rank {peer} was itself waiting for rank {missing}"
-        if left := self._header(missing)[signal.LEFT.value]:
-            what = "has called fusedtp.destroy" if left == 1 else "has raised an error in the middle of an op"
+        if left := words[signal.LEFT.value]:
+            what = "has called fusedtp.destroy" if left == 1 else "left an op with an exception"
             detail += f"; rank {missing} {what}: call fusedtp.destroy for this group on every rank, then the op again"
+        elif words[signal.GIVEN_UP.value]:
+            detail += f"; rank {missing} had given up on rank {words[signal.MISSING.value]}"
         self.failure = PeerTimeout(op, self.rank, missing, seconds or self.seconds, detail)
         raise self.failure
+
+    def _header(self, peer: int) -> list[int]:
+        assert self._arena is not None
+        words: list[int] = self._arena.tensors[peer][: self.data_offset].view(torch.int32).tolist()
+        return words
 
     def _really_missing(self, peer: int) -> int:
         """Follow who waits for whom: a peer that is stuck behind another one is not the one to name."""
@@ -268,16 +278,17 @@ class Workspace:
         while peer not in chain:
             chain.append(peer)
             words = self._header(peer)
+            if words[signal.LEFT.value]:
+                break
             if words[signal.GIVEN_UP.value]:
                 peer = words[signal.MISSING.value]
             elif words[signal.WAITING_FOR.value]:
-                peer = words[signal.WAITING_FOR.value] - 1
+                source, slot = words[signal.WAITING_FOR.value] - 1, words[signal.WAITING_SLOT.value]
+                seen = words[signal.SIGNALS.value + slot * self.world_size + source]
+                # A rank that has what it says it is waiting for was stopped or killed there.
+                if not raised(seen, _wrap(words[signal.EPOCH.value] + 1)):
+                    peer = source
         return chain[-1]
-
-    def _header(self, peer: int) -> list[int]:
-        assert self._arena is not None
-        words: list[int] = self._arena.tensors[peer][: 4 * signal.SIGNALS.value].view(torch.int32).tolist()
-        return words
 
     def bytes_sent(self) -> int:
         """Bytes stored into peers' arenas since `count_bytes` was set; resets the count."""

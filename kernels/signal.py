@@ -15,7 +15,9 @@ asking.
 
 Bounded waits. The host block holds a clock in milliseconds that the host advances (a program cannot read the time
 portably). A wait whose budget is spent reports itself there and falls through; the host raises PeerTimeout from the
-report.
+report. Before it falls through it takes this rank's `enter` back from every peer, and none follows: what a rank does
+after it has given up, with NaN for what is missing or two epochs on in a half that a late peer still reads, is before
+the end of no peer's op, and no peer returns it.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ BUDGET_MS = tl.constexpr(2)
 WAITING_FOR = tl.constexpr(3)  # a rank + 1 that some program has been waiting for, or 0
 GIVEN_UP = tl.constexpr(4)  # 1 once a wait has been given up; the workspace is not used again
 MISSING = tl.constexpr(5)  # the rank that it was given up for
-LEFT = tl.constexpr(6)  # why this rank raises no more signals here: 1 destroyed, 2 an op was left unfinished; or 0
+WAITING_SLOT = tl.constexpr(6)  # the slot that WAITING_FOR's program waits on
+LEFT = tl.constexpr(7)  # why this rank raises no more signals here: 1 destroyed, 2 an op left by an exception; or 0
 BYTES_SENT = tl.constexpr(8)  # int64, counted only by kernels compiled with COUNT
 SIGNALS = tl.constexpr(
     16
@@ -111,14 +114,19 @@ def raise_signal(link, dst, slot):
 
 
 @triton.jit
-def _give_up(words, host, op, src, slot, expected, seen):
-    # Only the first wait that gives up reports itself. The report's own word is released after the others.
+def _give_up(link, words, host, src, slot, seen):
+    # Every wait that gives up takes the entry back, as it does not know how far the first has come with that; to an
+    # epoch so old that those of later ops are old as well.
+    for i in range(1, link.WORLD_SIZE):
+        entry = header(link.peers, (link.rank + i) % link.WORLD_SIZE) + SIGNALS + ENTRY_SLOT * link.WORLD_SIZE
+        tl.atomic_xchg(entry + link.rank, link.epoch - LEAD, sem="release", scope="sys")
+    # Only the first one reports itself. The report's own word is released after the others.
     if tl.atomic_cas(words + GIVEN_UP, 0, 1, sem="relaxed", scope="gpu") == 0:
         tl.store(words + MISSING, src)
-        tl.store(host + REPORT_OP, op)
+        tl.store(host + REPORT_OP, link.OP)
         tl.store(host + REPORT_PEER, src)
         tl.store(host + REPORT_SLOT, slot)
-        tl.store(host + REPORT_EXPECTED, expected)
+        tl.store(host + REPORT_EXPECTED, link.epoch)
         tl.store(host + REPORT_SEEN, seen)
         tl.debug_barrier()
         tl.atomic_xchg(host + REPORT, 1, sem="release", scope="sys")
@@ -138,19 +146,22 @@ def wait(link, src, slot):
         host = tl.load(link.peers + link.WORLD_SIZE).to(tl.pointer_type(tl.int32))
         budget = tl.load(words + BUDGET_MS)
         start = tl.load(host + CLOCK_MS, cache_modifier=".cv")
-        waiting = 1
+        # A rank that has given up before does not wait again, be it in this op or in one that was issued after it.
+        waiting = (tl.atomic_add(words + GIVEN_UP, 0, sem="relaxed", scope="gpu") == 0).to(tl.int32)
         polls = 0
         while (((seen - link.epoch) & -LEAD) != 0) & (waiting != 0):
-            seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
             polls += 1
             if polls == POLLS_PER_LOOK:
                 polls = 0
+                tl.store(words + WAITING_SLOT, slot)
                 tl.store(words + WAITING_FOR, src + 1)
                 given_up = tl.atomic_add(words + GIVEN_UP, 0, sem="relaxed", scope="gpu")
                 elapsed = tl.load(host + CLOCK_MS, cache_modifier=".cv") - start
                 waiting = ((given_up == 0) & (elapsed < budget)).to(tl.int32)
+            # After the look at the clock: a rank that was itself stopped meanwhile finds what has arrived in that time.
+            seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
         if ((seen - link.epoch) & -LEAD) != 0:
-            _give_up(words, host, link.OP, src, slot, link.epoch, seen)
+            _give_up(link, words, host, src, slot, seen)
         else:
             tl.store(words + WAITING_FOR, 0)
     return (((seen - link.epoch) & -LEAD) == 0).to(tl.int32)
@@ -158,10 +169,15 @@ def wait(link, src, slot):
 
 @triton.jit
 def enter(link, pid):
-    """Tell every peer that this rank has begun the epoch: program 0 of an op's first kernel does, before it waits."""
+    """Tell every peer that this rank has begun the epoch: program 0 of an op's first kernel does, before it waits.
+
+    A rank that has given up enters no more: its host may have issued ops before it heard of that.
+    """
     if pid == 0:
-        for i in range(1, link.WORLD_SIZE):
-            raise_signal(link, (link.rank + i) % link.WORLD_SIZE, ENTRY_SLOT)
+        # In two steps, as Triton's `and` would load on every program.
+        if tl.load(header(link.peers, link.rank) + GIVEN_UP) == 0:
+            for i in range(1, link.WORLD_SIZE):
+                raise_signal(link, (link.rank + i) % link.WORLD_SIZE, ENTRY_SLOT)
 
 
 @triton.jit

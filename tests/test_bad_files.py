@@ -22,6 +22,8 @@ from typer.testing import CliRunner
 import fusedtp
 from fusedtp import NotationError, tuning
 
+from . import test_bad_input, test_bad_modules
+
 SIZES, MESH = {"M": 8, "K": 6, "N": 5}, {"X": 2}
 SPEC = "[M_X, K] @ [K, N] -> [M, N]"
 
@@ -268,3 +270,10 @@ def test_bad_timeline(content: str, tmp_path: Path) -> None:
     path.write_text(content)
     with pytest.raises(ValueError, match="is not a timeline of ours"):
         timeline.read(path)
+
+
+def test_the_tables_stay_long() -> None:
+    """150 bad calls of functions, layers and styles, as many of them different, and 100 plans, options and files."""
+    calls = [(module.__name__, row[0]) for module in (test_bad_input, test_bad_modules) for row in module.BAD]
+    assert len(set(calls)) == len(calls) >= 150
+    assert len(PLANS) + len(OPTIONS) + len(ROWS) >= 100

@@ -228,3 +228,25 @@ def test_what_never_arrives_is_nan_and_named(make: Make, name: str) -> None:
     )
     # What did arrive is right, and the rest is not half right.
     reference.check(torch.where(late, expected[2].float(), out), expected[2], torch.full_like(expected[2], 1e-3), name)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_what_comes_after_a_wait_given_up_is_nobodys_result(make: Make, name: str) -> None:
+    """Rank 0 gives up on rank 1, which is late, and as on a GPU goes on with what its host had issued already: two more
+    ops, whose rows lie where those of the first did. Rank 1 is told, and does not take them for those of the first.
+    """
+    ranks = make(2)
+    for ws in ranks:
+        ws.set_timeout(0.05)
+    late = problem(name, 2, torch.float32, 0)[0](ranks[1], 1)
+    for seed in range(3):
+        phases = problem(name, 2, torch.float32, seed)[0](ranks[0], 0)
+        next(phases)
+        if seed == 0:
+            next(late)
+            ranks[0]._check = lambda: None  # type: ignore[method-assign]
+        run_together([phases])
+    assert ranks[0].epoch == 3
+    run_together([late])
+    with pytest.raises(PeerTimeout, match=r"rank 1 waited 0.05 s for rank 0, .* rank 0 had given up on rank 1"):
+        ranks[1].check()

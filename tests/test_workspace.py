@@ -162,6 +162,37 @@ def test_a_rank_without_descriptors_keeps_nobody_waiting(pool: RankPool) -> None
     assert others == [(first, left)] * 2
 
 
+def unlike(group: ProcessGroup) -> list[str]:
+    """Both ranks grow, by different amounts; then one grows and the other begins anew."""
+    fusedtp.destroy(group)
+    said = []
+
+    def gather(rows: int) -> None:
+        fusedtp.all_gather(torch.ones(rows, 1000), group=group, schedule="decomposed")
+
+    for rows, anew in (((200, 400), False), ((600, 100), True)):
+        gather(3)
+        if anew and group.rank() == 1:
+            fusedtp.destroy(group)
+        try:
+            gather(rows[group.rank()])
+        except ValueError as error:
+            said.append(str(error))
+    fusedtp.destroy(group)
+    gather(3)
+    return said
+
+
+def test_ranks_whose_arenas_differ_are_told(pool: RankPool) -> None:
+    first, second = pool.run(unlike, world_size=2)
+    assert first == second
+    grown, begun = first
+    assert grown.startswith("the ranks do not agree on the bytes of an arena: ")
+    assert "from epoch 1 on rank 0, " in grown
+    assert "from epoch 2 on rank 0, " in begun
+    assert "from epoch 0 on rank 1: " in begun
+
+
 def test_views_of_the_two_halves_do_not_overlap() -> None:
     (ws,) = (Workspace(memory, CPU) for memory in local_memories(1, CPU))
     ws.require(1 << 20, 500)

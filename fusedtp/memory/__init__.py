@@ -35,5 +35,8 @@ class Memory(Protocol):
     world_size: int
 
     def allocate(self, num_bytes: int, header: Tensor) -> Arena:
-        """Arenas of at least `num_bytes`, zeroed, the own one starting with `header`. Every rank calls this alike."""
+        """Arenas of at least `num_bytes`, zeroed, the own one starting with `header`, whose first word is the epoch.
+
+        Every rank calls this alike.
+        """
         ...

@@ -61,9 +61,19 @@ class PosixMemory:
         dist.all_gather(rows, row, group=self._group)
         return [each.tolist() for each in rows]
 
+    def _check_alike(self, rows: list[list[int]]) -> None:
+        # Ranks that make different calls meet here by chance: a rank that grows, say, and one that begins anew.
+        if any(row != rows[0] for row in rows):
+            each = ", ".join(f"{size} from epoch {epoch} on rank {rank}" for rank, (size, epoch) in enumerate(rows))
+            raise ValueError(
+                f"the ranks do not agree on the bytes of an arena: {each}: they make different calls, which debug=True "
+                "compares, or not all of them have called fusedtp.destroy"
+            )
+
     def allocate(self, num_bytes: int, header: Tensor) -> Arena:
         """See `Memory.allocate`. Raises `Unreachable` on every rank if any two are not on one machine or any
-        has no descriptor or memory left, MemoryError for more than the machine has."""
+        has no descriptor or memory left, ValueError on every rank if they do not ask alike, MemoryError for more than
+        the machine has."""
         num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         there = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
         # A file in memory may be larger than the memory: the ranks would be killed when they fill it.
@@ -72,7 +82,7 @@ class PosixMemory:
         mappings: list[mmap.mmap | None] = [None] * self.world_size
         tensors: list[Tensor | None] = [None] * self.world_size
         with contextlib.ExitStack() as stack:
-            mine = [os.getpid(), -1, 0, _machine(), 0]
+            mine = [os.getpid(), -1, 0, _machine(), 0, num_bytes, int(header[0])]
             try:
                 fd = _file(stack, num_bytes)
                 mappings[self.rank], own = _map(fd, num_bytes)
@@ -83,8 +93,9 @@ class PosixMemory:
                 # No descriptor or no memory left here: the peers must not wait for what will not come.
                 mine[4] = error.errno or errno.EIO
             rows = self._exchange(mine)
+            self._check_alike([row[5:] for row in rows])
             failed = next((peer + 1 for peer, row in enumerate(rows) if row[4]), 0)
-            for peer, (pid, peer_fd, inode, machine, _) in enumerate(rows):
+            for peer, (pid, peer_fd, inode, machine, *_) in enumerate(rows):
                 if peer == self.rank or failed:
                     continue
                 try:

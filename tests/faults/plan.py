@@ -1,0 +1,54 @@
+"""Which faults are injected: all of them, or the few of a default run, spread over kinds, ops, ranks and steps."""
+
+from __future__ import annotations
+
+import itertools
+
+from . import disagree
+from .cases import CASES, COMPARING
+from .disagree import Disagreement
+from .inject import Injection
+from .verdict import HARMLESS
+
+WORLD_SIZES = (2, 3, 4)
+LIVING = ("raises", "is interrupted", "is late", "is too late", "is stopped", "is stopped too long")
+DEADLY = ("is killed", "is killed in a wait", "is killed", "is stopped for good")
+# A timeout that no fault is to reach, and the one that the others wait for.
+AMPLE, SECONDS = 20.0, 0.5
+WHERE = (0.0, 0.3, 0.5, 0.8, 1.0)
+
+
+def living(world_size: int) -> list[Injection]:
+    """Every kind in every case, the rank, the step and the half another each time."""
+    injections = []
+    for (i, case), (j, kind) in itertools.product(enumerate(CASES), enumerate(LIVING)):
+        seconds = AMPLE if kind in HARMLESS else SECONDS
+        rank, where, before = (i + j) % world_size, WHERE[(i + j) % len(WHERE)], 1 + (i // 2 + j) % 2
+        injections.append(Injection(kind, case, world_size, rank, where, before, seconds))
+    return injections
+
+
+def in_a_wait() -> list[Injection]:
+    """A rank stopped while it waits, for longer than its own budget, and continued: it finds what it waited for."""
+    return [Injection("is stopped in a wait", case, 3, i % 3, 0, 1, 4 * SECONDS) for i, case in enumerate(CASES)]
+
+
+def deadly(seconds: float = 2 * SECONDS) -> list[list[Injection]]:
+    """Each list takes three of four ranks away, one by one: world sizes 4, 3 and 2."""
+    lists = []
+    for first, case in enumerate(CASES):
+        chain = []
+        for number, world_size in enumerate((4, 3, 2)):
+            where = WHERE[(first + 2 * number) % len(WHERE)]
+            kind = DEADLY[(first + number) % len(DEADLY)]
+            chain.append(Injection(kind, case, world_size, (first + number) % world_size, where, 1, seconds))
+        lists.append(chain)
+    return lists
+
+
+def disagreements(world_size: int) -> list[Disagreement]:
+    """Every kind in every case of a public function."""
+    return [
+        Disagreement(kind, case, world_size, (i + j) % world_size, 2 * SECONDS)
+        for (i, case), (j, kind) in itertools.product(enumerate(COMPARING), enumerate(disagree.KINDS))
+    ]

@@ -1,0 +1,78 @@
+"""What must come out of an injection: right numbers, or the right exception with the right rank in it, in time."""
+
+from __future__ import annotations
+
+import fusedtp
+
+from .cases import CASES
+from .inject import CALLS, RAISING, Injection, Outcome
+
+# What nobody is to notice.
+HARMLESS = ("is late", "is stopped", "is stopped in a wait")
+# Beyond the budgets: what a busy machine takes for the steps of an op and the polls between two looks at the clock.
+SLACK = 5.0
+
+
+def starved(injection: Injection, outcomes: list[Outcome]) -> bool:
+    """Whether an honest rank was kept from running for so long that its peers were right to give up on it."""
+    honest = [each.own_seconds for each in outcomes if each.rank != injection.rank]
+    return max(honest) > injection.seconds / 2
+
+
+def wrong(injection: Injection, outcomes: list[Outcome]) -> str:
+    """What is not as it must be, or nothing. Outcomes of the ranks that live, the guilty one's among them."""
+    # A call that ends before its first signal was made again.
+    harmless = injection.kind in HARMLESS or (
+        injection.kind in RAISING and any(each.step == "require" for each in outcomes if each.rank == injection.rank)
+    )
+    for each in outcomes:
+        if harmless and not each.wrong and (each.error, each.right) != (None, CALLS):
+            return f"{injection}: rank {each.rank} noticed what it should not: {each}"
+        said = _wrong_number(injection, each) or (
+            "" if harmless else _guilty(injection, each) if each.rank == injection.rank else _survivor(injection, each)
+        )
+        if said:
+            return f"{injection}: rank {each.rank} {said}: {each}"
+    return ""
+
+
+def _wrong_number(injection: Injection, outcome: Outcome) -> str:
+    if outcome.wrong:
+        return "returned a wrong number"
+    if outcome.left:
+        return "has left memory"
+    return "" if outcome.recovered else "was not right after destroy"
+
+
+def _survivor(injection: Injection, outcome: Outcome) -> str:
+    error = outcome.error
+    if not isinstance(error, fusedtp.PeerTimeout):
+        return "has another error"
+    expected = (CASES[injection.case].op, outcome.rank, injection.rank)
+    if (error.op, error.rank, error.peer) != expected:
+        return f"does not say {expected}"
+    # It waits once for the guilty rank, and at the end of the op once for a peer that gave up before it.
+    if not outcome.seconds < 2 * injection.seconds + SLACK:
+        return "was not in time"
+    return "" if _same(outcome) else "was not refused with the same words"
+
+
+def _guilty(injection: Injection, outcome: Outcome) -> str:
+    error, again = outcome.error, outcome.again
+    if injection.kind in RAISING:
+        planted = isinstance(error, KeyboardInterrupt) or "Planted" in repr(error)
+        if not planted:
+            return "has another error"
+        said = type(again) is RuntimeError and CASES[injection.case].op in str(again) and "destroy" in str(again)
+        return "" if said else "could call again"
+    if not isinstance(error, fusedtp.PeerTimeout):
+        return "has another error"
+    if error.peer == injection.rank or (error.op, error.rank) != (CASES[injection.case].op, outcome.rank):
+        return "names another"
+    if f"had given up on rank {injection.rank}" not in str(error):
+        return "is not told that it was given up"
+    return "" if _same(outcome) else "was not refused with the same words"
+
+
+def _same(outcome: Outcome) -> bool:
+    return type(outcome.again) is type(outcome.error) and str(outcome.again) == str(outcome.error)
