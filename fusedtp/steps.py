@@ -103,13 +103,14 @@ class HostSteps:
         ws = self._ws
         ws.host_words[signal.WAITING_SLOT.value] = slot
         ws.host_words[signal.WAITING_FOR.value] = src + 1
-        start, left, waited = time.monotonic(), ws.addresses[src] + 4 * signal.LEFT.value, 0.0
+        start, waited = time.monotonic(), 0.0
+        gone = [ws.addresses[src] + 4 * word.value for word in (signal.GIVEN_UP, signal.LEFT)]
         spin = _SPIN_SECONDS if ws.world_size <= _CORES else _SPIN_SECONDS_CROWDED
         while not raised(seen := poll(), self.epoch):
-            # Read before the last look: whoever leaves has raised all its signals before.
-            has_left = waited >= spin and load_acquire(left)
+            # Read before the last look: whoever gives up or leaves has raised all its signals before.
+            is_gone = waited >= spin and any(map(load_acquire, gone))
             # The time before the poll: a rank that was itself stopped meanwhile finds what has arrived in that time.
-            if waited > ws.seconds or (has_left and not raised(poll(), self.epoch)):
+            if waited > ws.seconds or (is_gone and not raised(poll(), self.epoch)):
                 self._take_back_entry()
                 ws.give_up(self._op, src, slot, self.epoch, seen, waited)
             waited = time.monotonic() - start
@@ -125,11 +126,11 @@ class HostSteps:
             self.signal((self._ws.rank + i) % self._ws.world_size, signal.ENTRY_SLOT.value)
 
     def _take_back_entry(self) -> None:
-        # As in `kernels.signal`: no peer ends an op that this rank has given up.
+        # As in `kernels.signal`, no peer ends an op that this rank has given up. It may end the one before.
         for peer in range(self._ws.world_size):
             if peer != self._ws.rank:
-                old = wrapping_difference(self.epoch, signal.LEAD.value)
-                store_release(self._slot(peer, self._ws.rank, signal.ENTRY_SLOT.value), old)
+                before = wrapping_difference(self.epoch, 1)
+                store_release(self._slot(peer, self._ws.rank, signal.ENTRY_SLOT.value), before)
 
     def leave(self) -> None:
         """Wait for every peer's entry and end the epoch."""

@@ -259,11 +259,11 @@ class Workspace:
         words = self._header(missing)
         if missing != peer:
             detail += f"; rank {peer} was itself waiting for rank {missing}"
+        if words[signal.GIVEN_UP.value]:
+            detail += f"; rank {missing} had given up on rank {words[signal.MISSING.value]}"
         if left := words[signal.LEFT.value]:
             what = "has called fusedtp.destroy" if left == 1 else "left an op with an exception"
             detail += f"; rank {missing} {what}: call fusedtp.destroy for this group on every rank, then the op again"
-        elif words[signal.GIVEN_UP.value]:
-            detail += f"; rank {missing} had given up on rank {words[signal.MISSING.value]}"
         self.failure = PeerTimeout(op, self.rank, missing, seconds or self.seconds, detail)
         raise self.failure
 
@@ -278,10 +278,10 @@ class Workspace:
         while peer not in chain:
             chain.append(peer)
             words = self._header(peer)
-            if words[signal.LEFT.value]:
-                break
             if words[signal.GIVEN_UP.value]:
                 peer = words[signal.MISSING.value]
+            elif words[signal.LEFT.value]:
+                break
             elif words[signal.WAITING_FOR.value]:
                 source, slot = words[signal.WAITING_FOR.value] - 1, words[signal.WAITING_SLOT.value]
                 seen = words[signal.SIGNALS.value + slot * self.world_size + source]

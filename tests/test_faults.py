@@ -25,7 +25,7 @@ from .faults.inject import Injection, Outcome
 
 ALL = os.environ.get("FUSEDTP_FAULTS") == "all"
 # Every so many of the list, of each world size, for a default run.
-EVERY, EVERY_DISAGREEMENT = (1, 1) if ALL else (13, 24)
+EVERY, EVERY_DISAGREEMENT = (1, 1) if ALL else (14, 24)
 CHAINS = plan.deadly() if ALL else [plan.deadly()[i] for i in (0, 3, 7, 12)]
 # How many times as long the timeouts are where ranks were kept from running.
 PATIENCE = (1, 4, 16)

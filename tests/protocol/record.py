@@ -343,6 +343,7 @@ class Recorder:
         if self._side_stream:
             for module in (fused, decomposed, transport):
                 self._replace(module, "travelling", self.side)
+            for module in (fused, transport):
                 self._replace(module, "settle", self.settle)
 
 
