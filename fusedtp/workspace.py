@@ -216,8 +216,7 @@ class Workspace:
 
     def give_up(self, op: str, peer: int, slot: int, expected: int, seen: int) -> None:
         """A wait on the host has spent its budget: tell the peers who look, and raise."""
-        self.words[signal.GIVEN_UP.value] = 1
-        self.words[signal.MISSING.value] = peer
+        self.words[signal.GIVEN_UP.value] = peer + 1
         self._fail(op, peer, slot, expected, seen)
 
     def _abandon(self, op: str, error: BaseException) -> None:
@@ -229,8 +228,7 @@ class Workspace:
         )
         if self.device.type == "cpu":
             # The peers who look must name this rank, and not whom it was waiting for.
-            self.host_words[signal.MISSING.value] = self.rank
-            self.host_words[signal.GIVEN_UP.value] = 1
+            self.host_words[signal.GIVEN_UP.value] = self.rank + 1
 
     def _fail(self, op: str, peer: int, slot: int, expected: int, seen: int) -> None:
         missing = self._really_missing(peer)
@@ -239,7 +237,7 @@ class Workspace:
         if missing != peer:
             detail += f"; rank {peer} was itself waiting for rank {missing}"
         if words[signal.GIVEN_UP.value]:
-            given_up = words[signal.MISSING.value]
+            given_up = words[signal.GIVEN_UP.value] - 1
             detail += f"; rank {missing} had " + (
                 "left an op with an exception" if given_up == missing else f"given up on rank {given_up}"
             )
@@ -258,7 +256,7 @@ class Workspace:
             chain.append(peer)
             words = self._header(peer)
             if words[signal.GIVEN_UP.value]:
-                peer = words[signal.MISSING.value]
+                peer = words[signal.GIVEN_UP.value] - 1
             elif words[signal.WAITING_FOR.value]:
                 source, slot = words[signal.WAITING_FOR.value] - 1, words[signal.WAITING_SLOT.value]
                 seen = words[signal.SIGNALS.value + slot * self.world_size + source]
