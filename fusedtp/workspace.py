@@ -248,9 +248,8 @@ class Workspace:
         self._check()
 
     def give_up(self, op: str, peer: int, slot: int, expected: int, seen: int, seconds: float) -> None:
-        """A wait on the host has spent its budget, or its peer has left: tell the peers who look, and raise."""
-        self.words[signal.GIVEN_UP.value] = 1
-        self.words[signal.MISSING.value] = peer
+        """A wait on the host has spent its budget, or its peer is gone: tell the peers who look, and raise."""
+        self.words[signal.GIVEN_UP.value] = peer + 1
         self._fail(op, peer, slot, expected, seen, min(self.seconds, max(0.001, round(seconds, 3))))
 
     def _fail(self, op: str, peer: int, slot: int, expected: int, seen: int, seconds: float | None = None) -> None:
@@ -260,7 +259,7 @@ class Workspace:
         if missing != peer:
             detail += f"; rank {peer} was itself waiting for rank {missing}"
         if words[signal.GIVEN_UP.value]:
-            detail += f"; rank {missing} had given up on rank {words[signal.MISSING.value]}"
+            detail += f"; rank {missing} had given up on rank {words[signal.GIVEN_UP.value] - 1}"
         if left := words[signal.LEFT.value]:
             what = "has called fusedtp.destroy" if left == 1 else "left an op with an exception"
             detail += f"; rank {missing} {what}: call fusedtp.destroy for this group on every rank, then the op again"
@@ -274,12 +273,27 @@ class Workspace:
 
     def _really_missing(self, peer: int) -> int:
         """Follow who waits for whom: a peer that is stuck behind another one is not the one to name."""
+        first = self._follow(peer)
+        if self._given_up(first) != self.rank:
+            return first
+        # It waited for this rank, which may have been stuck behind a third one itself: whom did the others give up on?
+        for other in range(self.world_size):
+            if other != self.rank and self._given_up(other) not in (None, self.rank):
+                return self._follow(other)
+        return first
+
+    def _given_up(self, peer: int) -> int | None:
+        # Whom that rank has given up on.
+        word = self._header(peer)[signal.GIVEN_UP.value]
+        return word - 1 if word else None
+
+    def _follow(self, peer: int) -> int:
         chain = [self.rank]
         while peer not in chain:
             chain.append(peer)
             words = self._header(peer)
             if words[signal.GIVEN_UP.value]:
-                peer = words[signal.MISSING.value]
+                peer = words[signal.GIVEN_UP.value] - 1
             elif words[signal.LEFT.value]:
                 break
             elif words[signal.WAITING_FOR.value]:

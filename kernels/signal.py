@@ -43,10 +43,10 @@ EPOCH = tl.constexpr(0)  # the last op that this rank has finished
 ARRIVED = tl.constexpr(1)  # programs of the running op that have finished
 BUDGET_MS = tl.constexpr(2)
 WAITING_FOR = tl.constexpr(3)  # a rank + 1 that some program has been waiting for, or 0
-GIVEN_UP = tl.constexpr(4)  # 1 once a wait has been given up; the workspace is not used again
-MISSING = tl.constexpr(5)  # the rank that it was given up for
-WAITING_SLOT = tl.constexpr(6)  # the slot that WAITING_FOR's program waits on
-LEFT = tl.constexpr(7)  # why this rank raises no more signals here: 1 destroyed, 2 an op left by an exception; or 0
+# 0, or the rank + 1 that a wait was given up for: it is not followed by another, and the workspace is not used again.
+GIVEN_UP = tl.constexpr(4)
+WAITING_SLOT = tl.constexpr(5)  # the slot that WAITING_FOR's program waits on
+LEFT = tl.constexpr(6)  # why this rank raises no more signals here: 1 destroyed, 2 an op left by an exception; or 0
 BYTES_SENT = tl.constexpr(8)  # int64, counted only by kernels compiled with COUNT
 SIGNALS = tl.constexpr(
     16
@@ -121,8 +121,7 @@ def _give_up(link, words, host, src, slot, seen):
         entry = header(link.peers, (link.rank + i) % link.WORLD_SIZE) + SIGNALS + ENTRY_SLOT * link.WORLD_SIZE
         tl.atomic_xchg(entry + link.rank, link.epoch - LEAD, sem="release", scope="sys")
     # Only the first one reports itself. The report's own word is released after the others.
-    if tl.atomic_cas(words + GIVEN_UP, 0, 1, sem="relaxed", scope="gpu") == 0:
-        tl.store(words + MISSING, src)
+    if tl.atomic_cas(words + GIVEN_UP, 0, src + 1, sem="relaxed", scope="gpu") == 0:
         tl.store(host + REPORT_OP, link.OP)
         tl.store(host + REPORT_PEER, src)
         tl.store(host + REPORT_SLOT, slot)

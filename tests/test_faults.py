@@ -2,7 +2,8 @@
 
 Every survivor has the right exception with the right rank in it, in time; nobody hangs or returns a wrong number; and
 after `destroy` the same processes work again, as the same group and as a fresh one. Here is a fixed spread of all that
-`faults.plan` lists; `nox -s faults` (FUSEDTP_FAULTS=all) injects every one.
+`faults.plan` lists; `nox -s faults` (FUSEDTP_FAULTS=all) injects every one. FUSEDTP_FAULTS=write counts them in the
+document.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fusedtp.bench import generated
 from fusedtp.bench.ranks import RankError, RankPool
 
 from .faults import disagree, inject, plan, verdict
@@ -23,9 +25,10 @@ from .faults.cases import CASES
 from .faults.disagree import Disagreement
 from .faults.inject import Injection, Outcome
 
+DOCUMENT = Path(__file__).parent.parent / "docs" / "faults.md"
 ALL = os.environ.get("FUSEDTP_FAULTS") == "all"
 # Every so many of the list, of each world size, for a default run.
-EVERY, EVERY_DISAGREEMENT = (1, 1) if ALL else (14, 24)
+EVERY, EVERY_OTHER = (1, 1) if ALL else (17, 25)
 CHAINS = plan.deadly() if ALL else [plan.deadly()[i] for i in (0, 3, 7, 12)]
 # How many times as long the timeouts are where ranks were kept from running.
 PATIENCE = (1, 4, 16)
@@ -81,9 +84,9 @@ def test_a_rank_is_stopped_while_it_waits(pool: RankPool) -> None:
 
 @pytest.mark.parametrize("world_size", plan.WORLD_SIZES)
 def test_a_rank_calls_something_else(pool: RankPool, world_size: int) -> None:
-    started, every = time.monotonic(), plan.disagreements(world_size)
+    started = time.monotonic()
     # Another kind for each case.
-    every = every if ALL else every[world_size :: EVERY_DISAGREEMENT + 1]
+    every = plan.disagreements(world_size)[world_size % EVERY_OTHER :: EVERY_OTHER]
     by_rank = pool.run(disagree.in_turn, every, f"faults/{next(numbers)}", world_size=world_size, timeout=1500)
     wrong = [disagree.wrong(each, list(said)) for each, *said in zip(every, *by_rank, strict=True)]
     assert not any(wrong), "\n".join(filter(None, wrong))
@@ -119,5 +122,18 @@ def test_the_spread_has_every_kind_and_op() -> None:
     assert {each.kind for each in here} == set(plan.LIVING)
     assert {CASES[each.case].op for each in here} == {case.op for case in CASES.values()}
     assert {each.where for each in here} == set(plan.WHERE)
+
+
+def test_the_document_counts_what_is_injected() -> None:
     every = [each for size in plan.WORLD_SIZES for each in (*plan.living(size), *plan.disagreements(size))]
-    assert len(every) + 3 * len(plan.deadly()) >= 300
+    every += [*plan.in_a_wait(), *itertools.chain(*plan.deadly())]
+    assert len(every) >= 300
+    counts = Counter((each.kind, each.world_size) for each in every)
+    lines = ["| a rank | " + " | ".join(f"of {size}" for size in plan.WORLD_SIZES) + " |", "|---|" + "---:|" * 3]
+    for kind in dict.fromkeys(each.kind for each in every):
+        of = " | ".join(str(counts[kind, size]) for size in plan.WORLD_SIZES)
+        lines.append(f"| {'differs: ' if kind in disagree.KINDS else ''}{kind} | {of} |")
+    table = "\n".join([*lines, "", f"{len(every)} in all, in {len(CASES)} forms of the ops."])
+    if os.environ.get("FUSEDTP_FAULTS") == "write":
+        DOCUMENT.write_text(generated.replaced(DOCUMENT.read_text(), "injections", table))
+    assert generated.replaced(text := DOCUMENT.read_text(), "injections", table) == text
