@@ -43,6 +43,7 @@ BUDGET_MS = tl.constexpr(2)
 WAITING_FOR = tl.constexpr(3)  # a rank + 1 that some program has been waiting for, or 0
 GIVEN_UP = tl.constexpr(4)  # 1 once a wait has been given up; the workspace is not used again
 MISSING = tl.constexpr(5)  # the rank that it was given up for
+HARDWARE = tl.constexpr(6)  # what this rank's GPU is (`hardware.number_of`): all go by rank 0's
 BYTES_SENT = tl.constexpr(8)  # int64, counted only by kernels compiled with COUNT
 SIGNALS = tl.constexpr(
     16
