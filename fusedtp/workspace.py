@@ -72,6 +72,8 @@ class Workspace:
         self._report = self.host_block.numpy()
         # How the fused schedule sends what it gathers: `auto`, or one of `overlap.PRODUCERS`.
         self.producer = "auto"
+        # Programs of a kernel where virtual ranks share a device; 0: as many as the device wants.
+        self.programs = 0
         # Called behind each copy with its bytes: an emulated link takes its time there.
         self.pace: Callable[[int], None] | None = None
         self._gpu = hardware.number_of(hardware.of_gpu(torch.cuda.get_device_name(device)) if on_gpu else None)

@@ -7,6 +7,7 @@ Each op is written as a generator (`phases`): it makes room, then issues one ker
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -28,6 +29,11 @@ from ..workspace import Workspace
 from .phases import Phases, run
 from .producer import choose, finish, piece_rows, produce, with_pushers
 from .transport import one_shot, settle
+
+
+def _config(ws: Workspace, x: Tensor) -> Config:
+    config = config_for(x.device, x.dtype)
+    return replace(config, programs=ws.programs) if ws.programs else config
 
 
 def _tiles(rows: int, cols: int, config: Config) -> int:
@@ -68,7 +74,7 @@ def gather_matmul_phases(
         if gathered is not None:
             gathered.copy_(a)
         return _local(a, b, bias, transposed=transposed)
-    op, config = "all_gather_matmul", config_for(a.device, a.dtype)
+    op, config = "all_gather_matmul", _config(ws, a)
     M, K = (sum(sizes), a.shape[1]) if gather_dim == 0 else (a.shape[0], sum(sizes))
     pitch = pitch_of(K if gather_dim == 0 else max(sizes), a.dtype)
     rows = M if gather_dim == 0 else ws.world_size * M
@@ -115,7 +121,7 @@ def matmul_scatter_phases(
     """The own chunk of sum over ranks of a @ b, plus bias. Columns are rows of the transposed problem."""
     if ws.world_size == 1:
         return _local(a, b, bias)
-    op, config = "matmul_reduce_scatter", config_for(a.device, a.dtype)
+    op, config = "matmul_reduce_scatter", _config(ws, a)
     out = a.new_empty((sizes[ws.rank], b.shape[1]) if scatter_dim == 0 else (a.shape[0], sizes[ws.rank]))
     if scatter_dim == 1:
         a, b = b.t(), a.t()
@@ -144,7 +150,7 @@ def matmul_scatter_and_gather_phases(
     ws: Workspace, a: Tensor, b: Tensor, x: Tensor, sizes: tuple[int, ...], gathered: Tensor, *, producer: str = "auto"
 ) -> Phases:
     """The own chunk of sum over ranks of a @ b; fills `gathered` [M, C] with gather(x), sent beside a @ b."""
-    op, config = "matmul_reduce_scatter", config_for(a.device, a.dtype)
+    op, config = "matmul_reduce_scatter", _config(ws, a)
     out = a.new_empty(sizes[ws.rank], b.shape[1])
     N, cols, region_rows, begin = b.shape[1], x.shape[1], max(sizes), sum(sizes[: ws.rank])
     pitch, x_pitch = pitch_of(N, a.dtype), pitch_of(cols, x.dtype)
@@ -185,7 +191,7 @@ def matmul_all_reduce_phases(ws: Workspace, a: Tensor, b: Tensor, bias: Tensor |
     """
     if ws.world_size == 1:
         return _local(a, b, bias)
-    op, config = "matmul_all_reduce", config_for(a.device, a.dtype)
+    op, config = "matmul_all_reduce", _config(ws, a)
     (M, _), N = a.shape, b.shape[1]
     out = a.new_empty(M, N)
     pitch = pitch_of(N, a.dtype)
@@ -239,7 +245,7 @@ def all_gather_phases(
     """x [sizes[rank], C] of every rank, one below the other."""
     if ws.world_size == 1:
         return x.clone(memory_format=torch.contiguous_format)
-    op, config = "all_gather", config_for(x.device, x.dtype)
+    op, config = "all_gather", _config(ws, x)
     cols, begin = x.shape[1], sum(sizes[: ws.rank])
     out = x.new_empty(sum(sizes), cols)
     pitch, table = pitch_of(cols, x.dtype), ws.table(sizes)
@@ -268,7 +274,7 @@ def reduce_scatter_phases(
     """The own rows of the sum over ranks of x [sum(sizes), C]."""
     if ws.world_size == 1:
         return x.clone(memory_format=torch.contiguous_format)
-    op, config = "reduce_scatter", config_for(x.device, x.dtype)
+    op, config = "reduce_scatter", _config(ws, x)
     cols, begin, region_rows = x.shape[1], sum(sizes[: ws.rank]), max(sizes)
     out = x.new_empty(sizes[ws.rank], cols)
     pitch, table = pitch_of(cols, x.dtype), ws.table(sizes)
@@ -296,7 +302,7 @@ def all_reduce_phases(ws: Workspace, x: Tensor, algorithm: str, *, producer: str
     """The sum over ranks of x [R, C], on every rank."""
     if ws.world_size == 1:
         return x.clone(memory_format=torch.contiguous_format)
-    op, config = "all_reduce", config_for(x.device, x.dtype)
+    op, config = "all_reduce", _config(ws, x)
     rows, cols = x.shape
     out = x.new_empty(rows, cols)
     pitch, sizes = pitch_of(cols, x.dtype), even_sizes(rows, ws.world_size)

@@ -9,6 +9,7 @@ consumer, so that nothing waits for what comes later and the kernels need not ru
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator, Sequence
 
 import torch
@@ -30,36 +31,45 @@ def run(ws: Workspace, op: str, phases: Phases) -> Tensor:
                 return out
 
 
-def run_together(phases: Sequence[Phases]) -> list[Tensor]:
-    """Phased: the same op of several virtual ranks phase by phase; their results in rank order."""
+def run_together(phases: Sequence[Phases], streams: Sequence[torch.cuda.Stream] = ()) -> list[Tensor]:
+    """Phased: the same op of several virtual ranks phase by phase; their results in rank order.
+
+    With `streams` each rank's phase runs on its own, and a phase begins when all have ended the one before.
+    """
     results: dict[int, Tensor] = {}
     while len(results) < len(phases):
         for rank, each in enumerate(phases):
             if rank not in results:
                 try:
-                    next(each)
+                    with torch.cuda.stream(streams[rank]) if streams else contextlib.nullcontext():
+                        next(each)
                 except StopIteration as stop:
                     results[rank] = stop.value
+        _join(streams)
     return [results[rank] for rank in range(len(phases))]
 
 
 def run_concurrently(
     ranks: Sequence[Workspace], op: str, phases: Sequence[Phases], streams: Sequence[torch.cuda.Stream]
 ) -> list[Tensor]:
-    """Concurrent: the op of every virtual rank on its own stream, in rank order; the current stream waits for all.
+    """Concurrent: the op of every virtual rank on its own stream, issued in rank order.
 
-    Nothing may allocate device memory anew or wait for the host while kernels spin, and all programs of all ranks must
-    fit on the device at once: run the op phased before, and give each rank its part of the SMs.
+    While kernels wait nothing may allocate device memory anew or make the host wait, and all programs of all ranks must
+    fit on the device at once: run the op phased before, and give each rank its part of the SMs (`Workspace.programs`).
     """
-    main = torch.cuda.current_stream(ranks[0].device)
-    results = []
     for each in phases:
         # Room is made alike by all, before any rank signals.
         next(each)
+    results = []
     for ws, each, stream in zip(ranks, phases, streams, strict=True):
-        stream.wait_stream(main)
         with torch.cuda.stream(stream):
             results.append(run(ws, op, each))
-    for stream in streams:
-        main.wait_stream(stream)
     return results
+
+
+def _join(streams: Sequence[torch.cuda.Stream]) -> None:
+    # What is issued on any of them next comes after what all have been given.
+    for stream in streams:
+        for other in streams:
+            if other is not stream:
+                stream.wait_stream(other)

@@ -82,7 +82,8 @@ def with_pushers(ws: Workspace, config: Config) -> Config:
     """The configuration with as many pushing programs as the link takes; on a CPU those it has."""
     if ws.device.type == "cpu":
         return config
-    return replace(config, pushers=num_pushers(ws.hardware, ws.world_size))
+    pushers = num_pushers(ws.hardware, ws.world_size)
+    return replace(config, pushers=min(pushers, max(1, ws.programs // 4)) if ws.programs else pushers)
 
 
 def produce(
