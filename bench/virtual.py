@@ -112,7 +112,7 @@ def copy_gbps(device: torch.device, num_bytes: int = 64 << 20, copies: int = 10)
         target.copy_(source)
     end.record()
     end.synchronize()
-    return copies * num_bytes / (begin.elapsed_time(end) * 1e6)
+    return float(copies * num_bytes / (begin.elapsed_time(end) * 1e6))
 
 
 def clock_mhz(cycles: int = 100_000_000) -> float:
@@ -123,7 +123,7 @@ def clock_mhz(cycles: int = 100_000_000) -> float:
     torch.cuda._sleep(cycles)
     end.record()
     end.synchronize()
-    return cycles / (begin.elapsed_time(end) * 1e3)
+    return float(cycles / (begin.elapsed_time(end) * 1e3))
 
 
 class _Clock:
