@@ -109,7 +109,10 @@ def soak(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
-    """What needs a CUDA GPU, run with the torch and Triton of the interpreter at hand; several ranks share a GPU."""
+    """What needs a CUDA GPU, run with the torch and Triton of the interpreter at hand; several ranks share a GPU.
+
+    With --measure not the tests but emulated links on one GPU with virtual ranks; what follows goes to that.
+    """
     found = (
         "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'nox -s gpu: torch finds no CUDA device')"
     )
@@ -129,4 +132,10 @@ def gpu(session: nox.Session) -> None:
             # Deterministic mode, which poisons fresh memory in the tests, asks cuBLAS for it.
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         }
+        if "--measure" in session.posargs:
+            # A queue for each stream, and every kernel loaded before one waits.
+            env |= {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
+            rest = [argument for argument in session.posargs if argument != "--measure"]
+            session.run("python", "-m", "fusedtp.bench.virtual", *rest, env=env)
+            return
         session.run("python", "-m", "pytest", "-m", "gpu", *session.posargs, env=env)

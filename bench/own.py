@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fusedtp import clock
 from fusedtp.memory.local import local_memories
+from fusedtp.schedules.producer import piece_rows
 from fusedtp.workspace import Workspace
 
 from .operands import Operands, Results, Runner
@@ -82,7 +83,8 @@ def _gathered(operands: Operands, shard: Tensor, whole: Tensor, b: Tensor) -> Ca
     # whole @ b, of which this rank's kernel reads its own rows from `shard`.
     sizes, config = operands.m_sizes, config_for(shard.device, shard.dtype)
     pitch = pitch_of(whole.shape[1], shard.dtype)
-    ws = _workspace(operands, whole.shape[0], pitch, FIRST_SLOT.value + -(-max(sizes) // config.block_m))
+    piece = piece_rows(pitch * shard.element_size(), config)
+    ws = _workspace(operands, whole.shape[0], pitch, FIRST_SLOT.value + -(-max(sizes) // piece))
     for epoch in (0, 1):
         ws.view(ws.rank, epoch, 0, (whole.shape[0], pitch), whole.dtype)[:, : whole.shape[1]] = whole
 
@@ -90,7 +92,7 @@ def _gathered(operands: Operands, shard: Tensor, whole: Tensor, b: Tensor) -> Ca
         out = shard.new_empty(whole.shape[0], b.shape[1])
         gather_matmul(
             ws.channel(), shard, b, out, None, ws.table(sizes), sizes,
-            gather_dim=0, pitch=pitch, pushed=True, config=config, upcast=INTERPRETED,
+            gather_dim=0, pitch=pitch, piece_rows=piece, pushed=True, config=config, upcast=INTERPRETED,
         )  # fmt: skip
         return out
 

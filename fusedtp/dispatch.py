@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -43,11 +43,12 @@ _said: set[str] = set()
 
 @dataclass(frozen=True)
 class Path:
-    """What ran: the op's name, the schedule's, and why that one."""
+    """What ran: the op's name, the schedule's, and why that one. producer: how `fused` sent what it gathered."""
 
     op: str
     schedule: str
     reason: str
+    producer: str = ""
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,8 @@ def choose(
     if on_gpu and dtype not in FUSED_DTYPES:
         return Path(op, "unfused", f"no fused kernel for {dtype}")
     try:
-        choices = _workspace().get(group, device).choices
+        ws = _workspace().get(group, device)
+        choices = ws.choices
     except Unreachable as error:
         return _unreachable(op, str(error))
     capturing = on_gpu and torch.cuda.is_current_stream_capturing()
@@ -114,6 +116,8 @@ def choose(
         knowledge = choices.get(Knowledge)
         if knowledge is None:
             knowledge = choices[Knowledge] = _share(group, on_gpu)
+            if not on_gpu and knowledge.table is not None:
+                ws.hardware = knowledge.table.hardware(group.size()) or ws.hardware
         if len(choices) >= _MAX_CHOICES:
             choices.clear()
             choices[Knowledge] = knowledge
@@ -197,7 +201,8 @@ def _share(group: ProcessGroup, on_gpu: bool) -> Knowledge:
 def record(path: Path) -> None:
     """Remember `path` as the last one taken."""
     global _last
-    _last = path
+    producer = schedules.load("producer").taken() if path.schedule == "fused" else ""
+    _last = replace(path, producer=producer) if producer else path
 
 
 def last_path() -> Path | None:

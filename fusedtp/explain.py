@@ -13,9 +13,10 @@ from math import prod
 from typing import Literal
 
 from .candidates import flops, quantity
-from .cost import Prediction, Work, estimate
+from .cost import Prediction, estimate
 from .hardware import Hardware, find
 from .notation import Spec, Tensor, parse
+from .overlap import Work
 from .plan import FLOPS_PER_BYTE, START_BYTES, MatmulPlan, Plan, measure, plan
 from .redistribute import Sizes, Step
 

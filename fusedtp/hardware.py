@@ -184,6 +184,16 @@ def of_gpu(name: str) -> Hardware | None:
     return None
 
 
+def number_of(machine: Hardware | None) -> int:
+    """A number that stands for a machine of the table, 0 for none."""
+    return 0 if machine is None else 1 + list(HARDWARE).index(machine.name)
+
+
+def numbered(number: int) -> Hardware | None:
+    """The machine that `number_of` gave this number."""
+    return list(HARDWARE.values())[number - 1] if number else None
+
+
 def measured_cpu(
     name: str, *, matrix_tflops: Mapping[str, float], memory_gbps: float, host_us: float, flag_us: float,
     collective_start_us: float, collective_gbps: float, source: str,
@@ -206,3 +216,10 @@ def measured_cpu(
         kernel_fraction=1.0, overlap_slowdown=0.0, collective_start_us=collective_start_us, copy_start_us=0.0,
         flag_us=flag_us, launch_us=host_us, in_place=True,
     )  # fmt: skip
+
+
+# Ranks of a CPU that nobody has measured, where they must decide alike.
+CPU = measured_cpu(
+    "cpu", matrix_tflops={"float32": 0.07}, memory_gbps=18.7, host_us=170.0, flag_us=16.0, collective_start_us=1264.0,
+    collective_gbps=0.8, source="this project's rows of 2 cores of an AMD EPYC; flag: two ranks behind a gloo barrier",
+)  # fmt: skip

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from triton._C.libtriton import interpreter
 
 from . import trace
@@ -91,6 +92,9 @@ class HostSteps:
         """Release everything stored for rank `dst`, under `slot`."""
         store_release(self._slot(dst, self._ws.rank, slot), self.epoch)
 
+    # Of the host's own steps there is one kind.
+    write = signal
+
     def wait(self, src: int, slot: int) -> None:
         """Wait until rank `src` has raised `slot`; PeerTimeout when the budget is spent."""
         address = self._slot(self._ws.rank, src, slot)
@@ -149,6 +153,16 @@ class DeviceSteps:
     def signal(self, dst: int, slot: int) -> None:
         """Release what this stream has stored for rank `dst`, under `slot`."""
         step(self._ws.channel(), self._op, "signal", dst, slot)
+
+    def write(self, dst: int, slot: int) -> None:
+        """Like `signal`, by the stream itself: it needs no SM.
+
+        torch writes by cuStreamWriteValue32, which fences what the stream has done before at system scope (CUDA driver
+        API, "Stream Memory Operations").
+        """
+        word = signal.SIGNALS.value + slot * self._ws.world_size + self._ws.rank
+        words = self._ws.signal_words(dst)
+        torch.ops.symm_mem.stream_write_value32_(words, word, self.epoch % 2**32)
 
     def wait(self, src: int, slot: int) -> None:
         """Hold this stream until rank `src` has raised `slot`."""

@@ -27,9 +27,10 @@ from typing import Any, Literal
 import torch
 
 from . import hardware
-from .cost import OPS, Prediction, Work, estimate
+from .cost import OPS, Prediction, estimate
 from .files import read_text
 from .hardware import Hardware
+from .overlap import Work
 from .plan import ITEMSIZE
 
 FORMAT = 1

@@ -11,16 +11,17 @@ import contextlib
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import budgets, clock, groups, turns
+from . import budgets, clock, groups, hardware, turns
 from .errors import PeerTimeout
 from .groups import Group
+from .hardware import Hardware
 from .kernels import signal
 from .kernels.launch import Channel
 from .memory import Arena, Memory, Unreachable
@@ -72,7 +73,16 @@ class Workspace:
         on_gpu = device.type == "cuda"
         self.host_block = torch.zeros(signal.HOST_WORDS, dtype=torch.int32, pin_memory=on_gpu)
         self._report = self.host_block.numpy()
+        # How the fused schedule sends what it gathers: `auto`, or one of `overlap.PRODUCERS`.
+        self.producer = "auto"
+        # Programs of a kernel where virtual ranks share a device; 0: as many as the device wants.
+        self.programs = 0
+        # Called behind each copy with its bytes: an emulated link takes its time there.
+        self.pace: Callable[[int], None] | None = None
+        self._gpu = hardware.number_of(hardware.of_gpu(torch.cuda.get_device_name(device)) if on_gpu else None)
         self._allocate(_MIN_HALF_BYTES, _MIN_SLOTS)
+        # What ranks decide by what the machine can do they must decide alike: by rank 0's.
+        self.hardware = self._shared_hardware()
         clock.drive(self.host_block[signal.CLOCK_MS.value :])
 
     def _allocate(self, half_bytes: int, slots: int) -> None:
@@ -83,6 +93,7 @@ class Workspace:
         header[signal.SIGNALS.value :] = epoch
         header[signal.EPOCH.value] = epoch
         header[signal.BUDGET_MS.value] = math.ceil(self.seconds * 1000)
+        header[signal.HARDWARE.value] = self._gpu
         old = self._arena
         self._views.clear()
         self._arena = self._memory.allocate(header.numel() * 4 + 2 * half_bytes, header)
@@ -98,6 +109,14 @@ class Workspace:
             # than its own.
             old.release()
 
+    def _shared_hardware(self) -> Hardware:
+        if self.device.type == "cpu":
+            return hardware.CPU
+        assert self._arena is not None
+        words = self._arena.tensors[0][: 4 * signal.SIGNALS.value].view(torch.int32)
+        # A GPU that the table does not have is taken for an H100.
+        return hardware.numbered(int(words[signal.HARDWARE.value])) or hardware.find("h100")
+
     @property
     def epoch(self) -> int:
         """The last epoch that this rank has finished. On a GPU this waits for the device."""
@@ -109,7 +128,7 @@ class Workspace:
             return _wrap(load_acquire(self.addresses[self.rank] + 4 * signal.EPOCH.value) + 1)
         if self._capturing():
             raise RuntimeError(
-                "schedule 'decomposed' copies to addresses chosen on the host and cannot be captured: use 'fused'"
+                "copies go to addresses chosen on the host and cannot be captured: use schedule 'fused', which pushes"
             )
         if not self._mirror_is_exact:
             self._mirror, self._mirror_is_exact = self.epoch, True
@@ -303,6 +322,21 @@ class Workspace:
                 if not raised(seen, _wrap(words[signal.EPOCH.value] + 1)):
                     peer = source
         return chain[-1]
+
+    def signal_words(self, peer: int) -> Tensor:
+        """Rank `peer`'s header as torch's stream operations want it: flat, uint32."""
+        assert self._arena is not None
+        return self._arena.tensors[peer][: self.data_offset].view(torch.uint32)
+
+    def sent(self, num_bytes: int, dst: int) -> None:
+        """The host has issued a copy of `num_bytes` to rank `dst`."""
+        if dst == self.rank:
+            return
+        if self.count_bytes:
+            counter = self.words[signal.BYTES_SENT.value : signal.BYTES_SENT.value + 2].view(torch.int64)
+            counter += num_bytes
+        if self.pace is not None:
+            self.pace(num_bytes)
 
     def bytes_sent(self) -> int:
         """Bytes stored into peers' arenas since `count_bytes` was set; resets the count."""

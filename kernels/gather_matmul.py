@@ -5,8 +5,8 @@ Gathering the contraction: c[M, N] from a_shard [M, K_r], b [K, N]; a tile visit
 inside its K loop.
 
 The producer is either the kernel's own first programs (`push`: they store the own rows into the peers' arenas and never
-wait) or a copy issued before the kernel. The own shard is read where it lies when its rows are contiguous, else it goes
-through the own arena.
+wait), or a kernel or copies issued before this one. The own shard is read where it lies when its rows are contiguous,
+else it goes through the own arena.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import triton.language as tl
 
 from .launch import Channel, Config, options
 from .matmul import Operand, RightOperand, bias_along, locate_in_chunks, locate_whole, matmul_tiles, store_rows
-from .push import Rows, push_to_all
-from .signal import FIRST_SLOT, OPS, Link, begin, enter, half, leave, wait
+from .push import Rows, push_to_all, wait_for_rows
+from .signal import FIRST_SLOT, OPS, Link, begin, enter, half, leave
 
 
 class Gathered(NamedTuple):
@@ -41,6 +41,7 @@ class Gathered(NamedTuple):
     OWN_IN_PLACE: tl.constexpr
     ALIGNED: tl.constexpr
     K: tl.tensor
+    PIECE: tl.constexpr
     BLOCK_M: tl.constexpr
     BLOCK_N: tl.constexpr
     GROUP_M: tl.constexpr
@@ -55,31 +56,32 @@ def _locate_own_chunk_first(ctx, tile):
 
 
 @triton.jit
-def _arrived_or_own(ctx, src, piece, own_row, arena_row):
-    # Where row `own_row` of the own shard lies if `src` is this rank, else row `arena_row` of the own half, once it has
-    # arrived.
+def _arrived_or_own(ctx, src, tile, arena_row):
+    # Where a tile's rows of rank src's shard lie: the own shard in place, another from row `arena_row` of the own half
+    # on, once they have arrived.
     stride = tl.full((), 0, tl.int64) + ctx.pitch
     ok = 1
     if ctx.OWN_IN_PLACE and src == ctx.link.rank:
         stride = tl.full((), 0, tl.int64) + ctx.stride_am
-        ptr = ctx.a_ptr + own_row.to(tl.int64) * ctx.stride_am
+        ptr = ctx.a_ptr + tile.row.to(tl.int64) * ctx.stride_am
     else:
-        # Raised by rank src's pushing programs (or its copy), one a piece of BLOCK_M rows.
-        ok = wait(ctx.link, src, piece + FIRST_SLOT)
+        # Raised by rank src's pushing programs, or behind its copies.
+        end_row = min(tile.row + ctx.BLOCK_M, tile.rows)
+        ok = wait_for_rows(ctx.link, src, tile.row, end_row, FIRST_SLOT, ctx.PIECE)
         ptr = half(ctx.link, ctx.link.rank, ctx.a_ptr.dtype.element_ty) + arena_row.to(tl.int64) * ctx.pitch
     return ptr, stride, ok
 
 
 @triton.jit
 def _a_gathered_rows(ctx, tile, i):
-    ptr, stride, ok = _arrived_or_own(ctx, tile.chunk, tile.index, tile.row, tile.begin + tile.row)
+    ptr, stride, ok = _arrived_or_own(ctx, tile.chunk, tile, tile.begin + tile.row)
     return Operand(ptr, stride, 1, 0, ctx.K, ok)
 
 
 @triton.jit
 def _a_gathered_contraction(ctx, tile, i):
     src = (ctx.link.rank + i) % ctx.link.WORLD_SIZE
-    ptr, stride, ok = _arrived_or_own(ctx, src, tile.index, tile.row, src * ctx.M + tile.row)
+    ptr, stride, ok = _arrived_or_own(ctx, src, tile, src * ctx.M + tile.row)
     k_begin = tl.load(ctx.table + src)
     k_len = tl.load(ctx.table + src + 1) - k_begin
     if ctx.ALIGNED:
@@ -107,7 +109,7 @@ def _gather_matmul_programs(
     if pid < PUSHERS:
         push_to_all(
             ctx.link, shard, ctx.table, pid, PUSHERS, num_rows, dst_row, ctx.pitch,
-            FIRST_SLOT, False, not ctx.OWN_IN_PLACE, ctx.BLOCK_M, BLOCK_R, BLOCK_C,
+            FIRST_SLOT, False, not ctx.OWN_IN_PLACE, ctx.PIECE, BLOCK_R, BLOCK_C,
         )  # fmt: skip
     elif CONTRACTION:
         matmul_tiles(
@@ -131,20 +133,20 @@ def _gather_matmul_kernel(
     stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn, pitch, half_bytes, data_offset,
     WORLD_SIZE: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, BIAS: tl.constexpr, OWN_IN_PLACE: tl.constexpr,
     ALIGNED: tl.constexpr, PUSHERS: tl.constexpr, CONTRACTION: tl.constexpr, LAST: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Programs 0 .. PUSHERS - 1 push the own shard and signal each piece, without waiting; the others multiply.
 
     A multiplying program waits for pieces of other ranks' shards (of its own too, without OWN_IN_PLACE), which programs
-    with lower ids raise before anything else, or which a kernel issued earlier has raised (PUSHERS = 0). It ends the
+    with lower ids raise before anything else, or which what was issued earlier raises (PUSHERS = 0). It ends the
     epoch if LAST.
     """
     _gather_matmul_programs(
         Gathered(
             Link(peers, rank, begin(peers, rank), half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
             a_ptr, stride_am, table, pitch, c_ptr, stride_cm, stride_cn, bias_ptr, M, N,
-            BIAS, OWN_IN_PLACE, ALIGNED, K, BLOCK_M, BLOCK_N, GROUP_M, UPCAST,
+            BIAS, OWN_IN_PLACE, ALIGNED, K, PIECE, BLOCK_M, BLOCK_N, GROUP_M, UPCAST,
         ),
         Rows(a_ptr, stride_am, stride_ak, shard_cols),
         RightOperand(b_ptr, stride_bk, stride_bn, N),
@@ -168,6 +170,7 @@ def gather_matmul(
     *,
     gather_dim: int,
     pitch: int,
+    piece_rows: int,
     pushed: bool,
     config: Config,
     upcast: bool,
@@ -176,13 +179,14 @@ def gather_matmul(
 ) -> None:
     """c [M, N] = gather(a, gather_dim) @ b + bias [N], or [M] if `transposed`.
 
-    With `pushed` the pieces are already under way; else the kernel's programs push them. `last` ends the epoch.
+    With `pushed` the pieces of `piece_rows` rows are already under way; else config.pushers of the kernel's programs
+    push them, or as many as there are pieces. `last` ends the epoch.
     """
     (M, N), K = c.shape, b.shape[0]
     rank = channel.rank
     chunks = sizes if gather_dim == 0 else (M,)
     num_tiles = sum(-(-rows // config.block_m) for rows in chunks) * -(-N // config.block_n)
-    pieces = -(-a.shape[0] // config.block_m)
+    pieces = -(-a.shape[0] // piece_rows) * channel.world_size
     pushers = 0 if pushed else max(1, min(config.pushers, pieces))
     dst_row = sum(sizes[:rank]) if gather_dim == 0 else rank * M
     _gather_matmul_kernel[(config.programs + pushers,)](
@@ -191,6 +195,6 @@ def gather_matmul(
         *a.stride(), *b.stride(), *c.stride(), pitch, channel.half_bytes, channel.data_offset,
         channel.world_size, OPS.index("all_gather_matmul"), channel.count_bytes, bias_along(bias, transposed),
         own_in_place(a),        all(size % 16 == 0 for size in sizes), pushers, gather_dim == 1, last,
-        config.block_m, config.block_n, config.block_k, config.group_m, config.copy_rows, config.copy_cols, upcast,
-        **options(config),
+        piece_rows, config.block_m, config.block_n, config.block_k, config.group_m, config.copy_rows, config.copy_cols,
+        upcast, **options(config),
     )  # fmt: skip

@@ -1,8 +1,10 @@
 """Producers and collectors: the programs that move rows between a rank's tensors and its peers' arenas.
 
 `push_rows` stores rows of a local tensor into a peer's half, a piece of PIECE rows at a time, and raises one signal a
-piece. `collect` waits for pieces (or for tiles that a reduction has broadcast) and copies them out of the own arena.
-Rows in an arena are contiguous and `pitch` elements apart, whatever the strides of the tensor they came from.
+piece; `wait_for_rows` waits for the pieces that hold some rows. `collect` waits for pieces (or for tiles that a
+reduction has broadcast) and copies them out of the own arena. Rows in an arena are contiguous and `pitch` elements
+apart, whatever the strides of the tensor they came from. Who fills a piece, these programs or copies that the host has
+issued, is all the same to those who wait.
 """
 
 from __future__ import annotations
@@ -49,8 +51,7 @@ def push_rows(
 ):  # fmt: skip
     """Store rows first .. first + num_rows of `src` into rank `dst`'s half, from its row `dst_row` on.
 
-    Program `pid` of `num_pushers` stores the pieces pid, pid + num_pushers, .. and raises slot first_slot + piece at
-    `dst` for each.
+    The pieces pid, pid + num_pushers, .. of them; raises slot first_slot + piece at `dst` for each.
     """
     dtype: tl.constexpr = src.ptr.dtype.element_ty
     base = half(link, dst, dtype)
@@ -73,20 +74,36 @@ def push_to_all(
     """Push to every peer: all `num_rows` rows of `src`, or with SCATTER the rows that `table` gives to that peer.
 
     WITH_OWN pushes to this rank's own arena too, first. The peer that wants these rows soonest comes next: it visits
-    the ranks in the order of its own rank, the next one, ..
+    the ranks in the order of its own rank, the next one, .. The pieces for all of them are dealt out in turn, so that
+    no program is idle because a shard has few.
     """
+    turn = pid
     for i in range(0 if WITH_OWN else 1, link.WORLD_SIZE):
         dst = (link.rank + link.WORLD_SIZE - i) % link.WORLD_SIZE
         if SCATTER:
             first = tl.load(table + dst)
             rows = tl.load(table + dst + 1) - first
             push_rows(
-                link, src, pid, num_pushers, first, rows, dst, dst_row, pitch, first_slot, PIECE, BLOCK_R, BLOCK_C
+                link, src, turn, num_pushers, first, rows, dst, dst_row, pitch, first_slot, PIECE, BLOCK_R, BLOCK_C
             )
+            turn = (turn + num_pushers - cdiv(rows, PIECE) % num_pushers) % num_pushers
         else:
             push_rows(
-                link, src, pid, num_pushers, 0, num_rows, dst, dst_row, pitch, first_slot, PIECE, BLOCK_R, BLOCK_C
+                link, src, turn, num_pushers, 0, num_rows, dst, dst_row, pitch, first_slot, PIECE, BLOCK_R, BLOCK_C
             )
+            turn = (turn + num_pushers - cdiv(num_rows, PIECE) % num_pushers) % num_pushers
+
+
+@triton.jit
+def wait_for_rows(link, src, begin_row, end_row, first_slot, PIECE: tl.constexpr):
+    """Wait until rows begin_row .. end_row - 1 of what rank `src` pushes are here; 1, or 0 if the budget was spent.
+
+    Waits for: a slot a piece from `first_slot` on, raised by rank src's `push_rows`, or behind its copies.
+    """
+    ok = 1
+    for piece in range(begin_row // PIECE, cdiv(end_row, PIECE)):
+        ok &= wait(link, src, first_slot + piece)
+    return ok
 
 
 @triton.jit
@@ -128,25 +145,26 @@ def push(
     scatter: bool,
     with_own: bool,
     config: Config,
+    piece_rows: int,
     first_slot: int = FIRST_SLOT.value,
 ) -> None:
     """Enter the epoch and push x [rows, cols] to every peer's half at row `dst_row` (with scatter: each peer its rows
-    of `table`), a signal a piece from `first_slot` on.
+    of `table`), a signal for every `piece_rows` rows from `first_slot` on.
     """
     rows, cols = x.shape
-    pieces = max(1, -(-rows // config.block_m))
-    _push_kernel[(min(config.pushers, pieces),)](
+    pieces = -(-rows // piece_rows) * (1 if scatter else channel.world_size)
+    _push_kernel[(max(1, min(config.pushers, pieces)),)](
         x, table, channel.peers, channel.rank, rows, dst_row, first_slot, cols, x.stride(0), x.stride(1), pitch,
         channel.half_bytes, channel.data_offset, channel.world_size, OPS.index(op), channel.count_bytes, scatter,
         with_own,
-        config.block_m, config.copy_rows, config.copy_cols,
+        piece_rows, config.copy_rows, config.copy_cols,
     )  # fmt: skip
 
 
 @triton.jit
 def _collect_programs(
     link, out, table, first_slot, region_row, pitch,
-    PER_TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PER_TILE: tl.constexpr, PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     num_programs = tl.num_programs(0)
@@ -160,9 +178,12 @@ def _collect_programs(
         first = tl.load(table + src)
         rows = tl.load(table + src + 1) - first
         for index in range(pid, cdiv(rows, BLOCK_M) * num_tiles_n, num_programs):
-            # A broadcast tile has a signal of its own; a pushed piece has one for all its columns.
-            ok = wait(link, src, first_slot + (index if PER_TILE else index // num_tiles_n))
             row = first + index // num_tiles_n * BLOCK_M
+            # A broadcast tile has a signal of its own; a pushed piece has one for all its columns.
+            if PER_TILE:
+                ok = wait(link, src, first_slot + index)
+            else:
+                ok = wait_for_rows(link, src, row - first, min(row - first + BLOCK_M, rows), first_slot, PIECE)
             col = index % num_tiles_n * BLOCK_N
             mask = (offs_m < first + rows - row)[:, None] & (offs_n < out.cols - col)[None, :]
             at_m = (row + offs_m).to(tl.int64)[:, None]
@@ -176,18 +197,18 @@ def _collect_programs(
 @triton.jit(do_not_specialize=["rank", "first_slot"])
 def _collect_kernel(
     out_ptr, table, peers, rank, first_slot, region_row, cols, stride_om, stride_on, pitch, half_bytes, data_offset,
-    WORLD_SIZE: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, PER_TILE: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, PER_TILE: tl.constexpr, PIECE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """An op's last kernel: copies the peers' chunks out of the own arena, and leaves the epoch.
 
-    Waits for: pieces raised by the peers' `_push_kernel`, or with PER_TILE tiles raised by their `_reduce_kernel`, both
-    kernels that were issued before this one on every rank.
+    Waits for: pieces raised by the peers' `_push_kernel` or behind their copies, or with PER_TILE tiles raised by their
+    `_reduce_kernel`: all issued before this kernel on every rank.
     """
     _collect_programs(
         Link(peers, rank, begin(peers, rank), half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
         Rows(out_ptr, stride_om, stride_on, cols),
-        table, first_slot, region_row, pitch, PER_TILE, BLOCK_M, BLOCK_N,
+        table, first_slot, region_row, pitch, PER_TILE, PIECE, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 
 
@@ -202,11 +223,15 @@ def collect(
     pitch: int,
     per_tile: bool,
     config: Config,
+    piece_rows: int = 0,
 ) -> None:
-    """Copy the peers' chunks of out [sum(sizes), cols] from row `region_row` of the own half on; ends the epoch."""
+    """Copy the peers' chunks of out [sum(sizes), cols] from row `region_row` of the own half on; ends the epoch.
+
+    They came in tiles with a slot each (`per_tile`), or in pieces of `piece_rows` rows.
+    """
     _collect_kernel[(config.programs,)](
         out, table, channel.peers, channel.rank, first_slot, region_row, out.shape[1], out.stride(0), out.stride(1),
         pitch,
         channel.half_bytes, channel.data_offset, channel.world_size, OPS.index(op), channel.count_bytes, per_tile,
-        config.block_m, config.block_n, **options(config),
+        piece_rows, config.block_m, config.block_n, **options(config),
     )  # fmt: skip

@@ -47,6 +47,7 @@ WAITING_FOR = tl.constexpr(3)  # a rank + 1 that some program has been waiting f
 GIVEN_UP = tl.constexpr(4)
 WAITING_SLOT = tl.constexpr(5)  # the slot that WAITING_FOR's program waits on
 LEFT = tl.constexpr(6)  # why this rank raises no more signals here: 1 destroyed, 2 an op left by an exception; or 0
+HARDWARE = tl.constexpr(7)  # what this rank's GPU is (`hardware.number_of`): all go by rank 0's
 BYTES_SENT = tl.constexpr(8)  # int64, counted only by kernels compiled with COUNT
 SIGNALS = tl.constexpr(
     16

@@ -10,8 +10,8 @@ import pytest
 from fusedtp.bench.cli import app
 from typer.testing import CliRunner, Result
 
-from fusedtp import cost
-from fusedtp.hardware import HARDWARE, NUMBERS, Hardware, measured_cpu, of_gpu
+from fusedtp import cost, overlap
+from fusedtp.hardware import CPU, HARDWARE, NUMBERS, Hardware, measured_cpu, of_gpu
 
 # All-gather + matmul in bfloat16 on 8 H100 (HBM2e) with NVSwitch, microseconds: M, the library's matmul, Triton's, the
 # library's matmul behind NCCL's all-gather, fused. github.com/yifuwang/symm-mem-recipes, README.md, N a rank and K.
@@ -158,13 +158,13 @@ def test_recursion_by_hand() -> None:
 
 def test_decomposed_multiplies_short_chunks_when_all_are_there() -> None:
     machine = plain(matrix_tflops={"float32": 1000, "bfloat16": 1000})
-    sizes: dict[str, Any] = {"M": 4 * cost.FEW_ROWS, "N": 4096, "K": 4 * cost.FEW_ROWS, "world_size": 4}
+    sizes: dict[str, Any] = {"M": 4 * overlap.FEW_ROWS, "N": 4096, "K": 4 * overlap.FEW_ROWS, "world_size": 4}
     for changes, gathers_first in (
         ({}, False),
-        ({"M": 4 * cost.FEW_ROWS - 4}, True),
+        ({"M": 4 * overlap.FEW_ROWS - 4}, True),
         ({"gather_dim": 1}, False),
         ({"gather_dim": 1, "M": 64}, False),
-        ({"gather_dim": 1, "K": 4 * cost.FEW_ROWS - 4}, True),
+        ({"gather_dim": 1, "K": 4 * overlap.FEW_ROWS - 4}, True),
         ({"gather_dim": 1, "dtype": "bfloat16"}, True),
     ):
         found = cost.predict("all_gather_matmul", hardware=machine, **({"dtype": "float32"} | sizes | changes))
@@ -176,9 +176,12 @@ def test_decomposed_multiplies_short_chunks_when_all_are_there() -> None:
 def test_all_reduce_takes_few_steps_when_small_and_few_bytes_when_large() -> None:
     used = [
         cost.predict("matmul_all_reduce", M=M, N=8192, K=8192, world_size=8, hardware="h100").algorithm
-        for M in (1, 16, 17, 4096)
+        for M in (1, 16, 512, 4096)
     ]
     assert used == ["one_shot", "one_shot", "two_shot", "two_shot"]
+    # Two ranks send as many bytes either way, in one step or in two.
+    found = cost.predict("all_reduce", M=8192, N=8192, world_size=2, hardware="h100")
+    assert found.algorithm == "one_shot"
     one, two, ring = (
         cost.predict("all_reduce", M=8192, N=8192, world_size=8, algorithm=each).fused_us
         for each in ("one_shot", "two_shot", "ring")
@@ -262,12 +265,44 @@ def test_replicas_share_the_gradient() -> None:
     assert any("16 replicas" in text for text in found.assumptions)
 
 
-def test_the_model_uses_the_schedules_own_thresholds() -> None:
-    from fusedtp.schedules import decomposed, fused
+def test_the_model_uses_the_schedules_own_threshold() -> None:
+    from fusedtp.schedules import decomposed
 
-    assert cost.FEW_ROWS == decomposed.FEW_ROWS
-    ours = {"fused": fused.ONE_SHOT_BYTES, "decomposed": decomposed.ONE_SHOT_BYTES}
-    assert ours == cost.ONE_SHOT_BYTES
+    assert overlap.FEW_ROWS == decomposed.FEW_ROWS
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("schedule", ["fused", "decomposed"])
+@pytest.mark.parametrize("machine", [*HARDWARE.values(), CPU], ids=lambda machine: machine.name)
+def test_one_shot_gives_way_once_and_sooner_with_more_ranks(machine: Hardware, schedule: str, alone: bool) -> None:
+    limits = []
+    for n in (2, 4, 8):
+        wins = [
+            overlap.one_shot_wins(64, 1 << power, n, "float32", machine, schedule, alone=alone)
+            for power in range(20)
+        ]  # fmt: skip
+        # Small ones always, and from some size on never.
+        assert wins[0]
+        assert wins == sorted(wins, reverse=True)
+        limits.append(sum(wins))
+    assert limits[0] >= limits[1] >= limits[2]
+    assert limits[2] < 20
+
+
+def test_copies_pay_for_large_shards_and_programs_push_small_ones() -> None:
+    for name in ("h100", "h200", "a100", "b200"):
+        fastest = []
+        for M in (64, 128, 16384, 65536):
+            work = cost.work_of("all_gather_matmul", M=M, N=28672, K=8192, world_size=8)
+            times = overlap.producers(work, HARDWARE[name])
+            fastest.append(min(times, key=lambda producer: times[producer]))
+        assert fastest == ["push", "push", "copy", "copy"], name
+
+
+def test_the_link_decides_how_many_programs_push() -> None:
+    # 0.76 of 300 GB/s and of 64 by programs of 10 each; of 900 a quarter of the SMs.
+    pushers = [overlap.num_pushers(HARDWARE[name], 8) for name in ("a100", "h100-pcie", "b200")]
+    assert pushers == [23, 5, 148 // 4]
 
 
 def test_every_number_has_a_source() -> None:

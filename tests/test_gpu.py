@@ -165,3 +165,85 @@ def replay(group: ProcessGroup, times: int) -> None:
 
 def test_graph_replays_with_changing_inputs(gpu_pool: RankPool) -> None:
     gpu_pool.run(replay, 50, world_size=2, timeout=280)
+
+
+def replay_a_layer(group: ProcessGroup, times: int) -> None:
+    # An MLP's forward and backward in one graph: both gathers and both scatters, with new inputs at every replay.
+    workspace.set_timeout(120)
+    rank, world_size = group.rank(), group.size()
+    random = torch.Generator().manual_seed(rank)
+    rows, features, hidden = 64, 48, 40
+    up, down = (
+        _leaf(torch.randn(shape, generator=random).bfloat16()) for shape in ((hidden, features), (features, hidden))
+    )
+    x = _leaf(torch.randn(rows, features, generator=random).bfloat16())
+    dy = torch.empty(rows, features, dtype=torch.bfloat16, device="cuda")
+
+    def step(schedule: str) -> list[Tensor]:
+        h = fusedtp.all_gather_linear(x, up, group=group, schedule=schedule)
+        y = fusedtp.linear_reduce_scatter(torch.relu(h), down, group=group, schedule=schedule)
+        return [y, *torch.autograd.grad(y, (x, up, down), dy)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step("fused")
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step("fused")
+    for i in range(times):
+        random.manual_seed(i * world_size + rank)
+        with torch.no_grad():
+            x.copy_(torch.randn(rows, features, generator=random))
+            dy.copy_(torch.randn(rows, features, generator=random))
+        graph.replay()
+        for got, want, what in zip(found, step("unfused"), ("y", "dx", "dup", "ddown"), strict=True):
+            torch.testing.assert_close(got, want, rtol=0.05, atol=1.0, msg=lambda text, what=what: f"{what}: {text}")
+    fusedtp.destroy()
+
+
+def test_a_graph_of_forward_and_backward_replays(gpu_pool: RankPool) -> None:
+    gpu_pool.run(replay_a_layer, 20, world_size=2, timeout=280)
+
+
+def copied(group: ProcessGroup) -> list[str]:
+    """Layers whose gathers are copied, on rank 0 only and on all; in a graph copies are refused."""
+    seen = []
+    workspace.set_timeout(120)
+    ws = workspace.get(group, torch.device("cuda", torch.cuda.current_device()))
+    for everybody in (False, True):
+        ws.producer = "copy" if everybody or group.rank() == 0 else "push"
+        for seed, (M, N, K) in enumerate(SIZES):
+            _layers(group, M, N, K, torch.bfloat16, "fused", seed)
+        fusedtp.all_gather(torch.ones(4, 8, device="cuda"), group=group, schedule="fused")
+        path = fusedtp.last_path()
+        assert path is not None
+        seen.append(path.producer)
+    ws.check()
+    fusedtp.destroy()
+    return seen
+
+
+# Several ranks share one GPU here: its copy engines and stream writes are real, its links are not.
+def test_layers_whose_gathers_are_copied(gpu_pool: RankPool) -> None:
+    assert gpu_pool.run(copied, world_size=2, timeout=280) == [["copy", "copy"], ["push", "copy"]]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_virtual_ranks_at_once(world_size: int) -> None:
+    """One GPU with 8 SMs a rank or more, one process: consumers wait for copies behind an emulated link."""
+    from fusedtp.bench import virtual
+    from fusedtp.bench.cases import Case
+    from fusedtp.bench.machine import describe
+
+    if torch.cuda.get_device_properties(0).multi_processor_count < 8 * world_size:
+        pytest.skip("needs 8 SMs a virtual rank")
+    rows = virtual.measure(Case("all_gather_matmul", 1024, 1024, 512, "bfloat16", world_size), [50], 3, describe())
+    assert all(row.passed and virtual.LABEL in row.links for row in rows)
+    times = {row.variant: row.median_ms for row in rows}
+    # 1 MB over 50 GB/s, and a shard of it already there.
+    assert times["comm"] > (world_size - 1) / world_size * 1024 * 512 * 2 / 50e6
+    assert times["concurrent"] < 1.2 * times["phased"]

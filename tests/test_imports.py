@@ -18,7 +18,7 @@ FOLDERS = {"fusedtp": ROOT / "fusedtp", "fusedtp.kernels": ROOT / "kernels", "fu
 # Lowest first: a module imports from lower layers, or from its own. A folder counts as one.
 LAYERS = (
     ("errors", "files", "shards", "trace"),
-    ("notation", "redistribute", "candidates", "plan", "hardware", "cost", "explain"),
+    ("notation", "redistribute", "candidates", "plan", "hardware", "overlap", "cost", "explain"),
     ("partition",),
     ("groups", "reference", "turns", "budgets"),
     ("kernels", "memory"),

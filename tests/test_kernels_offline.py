@@ -58,6 +58,7 @@ def _variants() -> list[tuple[str, str, dict[str, Any], bool, bool]]:
         ("gather_matmul", "_gather_matmul_kernel", gather | {"OWN_IN_PLACE": False}, True, True),
         ("gather_matmul", "_gather_matmul_kernel", gather | {"PUSHERS": 0, "BIAS": "rows", "LAST": False}, True, True),
         ("gather_matmul", "_gather_matmul_kernel", gather | {"CONTRACTION": True}, True, True),
+        ("gather_matmul", "_gather_matmul_kernel", gather | {"CONTRACTION": True, "PIECE": 16}, True, True),
         ("matmul_scatter", "_matmul_scatter_kernel", scatter, True, False),
         ("matmul_scatter", "_matmul_scatter_kernel", scatter | {"TO_ALL": True}, True, False),
         ("reduce", "_reduce_kernel", reduce, False, True),

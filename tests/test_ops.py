@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fusedtp import ops, reference, workspace
-from fusedtp.schedules import decomposed, fused
+from fusedtp.schedules import decomposed, fused, transport
 from fusedtp.shards import even_sizes
 from fusedtp.steps import DeviceSteps
 
@@ -161,6 +161,10 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     return out.copy_(x)
 
 
+def _small_enough(rows: int, cols: int, *_: object, **__: object) -> bool:
+    return rows * cols <= 128
+
+
 @contextlib.contextmanager
 def running_as(group: ProcessGroup, flavour: str) -> Iterator[None]:
     """Ways to run the same schedules: other tiles, any chunk by chunk, as on a GPU (pushing, its steps as kernels)."""
@@ -168,8 +172,7 @@ def running_as(group: ProcessGroup, flavour: str) -> Iterator[None]:
         if flavour == "small tiles":
             stack.enter_context(mock.patch.object(fused, "config_for", return_value=SMALL_TILES))
             # `auto` has both its choices at the sizes drawn here.
-            stack.enter_context(mock.patch.object(fused, "ONE_SHOT_BYTES", 512))
-            stack.enter_context(mock.patch.object(decomposed, "ONE_SHOT_BYTES", 512))
+            stack.enter_context(mock.patch.object(transport, "one_shot_wins", _small_enough))
         elif flavour != "plain":
             # Few rows would be multiplied at once.
             stack.enter_context(mock.patch.object(decomposed, "FEW_ROWS", 0))

@@ -1,4 +1,5 @@
-"""The fused ops on virtual ranks in one process: up to eight ranks, epochs that wrap, growth, halves full of NaN.
+"""The fused ops on virtual ranks in one process, phased: up to eight ranks, both producers, epochs that wrap, growth,
+halves full of NaN.
 
 All ranks' kernels of a phase run one after another here, so an op that needed two ranks at once would time out. The
 ring is the one that does: it waits and signals in one kernel, and is left to real processes.
@@ -7,15 +8,17 @@ ring is the one that does: it waits and signals in one kernel, and is left to re
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 import torch
+from fusedtp.kernels import launch
 from torch import Tensor
 
-from fusedtp import PeerTimeout, reference
+from fusedtp import PeerTimeout, overlap, reference
 from fusedtp.memory.local import local_memories
-from fusedtp.schedules import fused
-from fusedtp.schedules.fused import Phases, run_together
+from fusedtp.schedules import fused, producer
+from fusedtp.schedules.phases import Phases, run_together
 from fusedtp.shards import even_sizes
 from fusedtp.workspace import Workspace
 
@@ -28,6 +31,9 @@ OPS = (
     "gather rows", "gather contraction", "scatter rows", "scatter columns", "matmul one_shot", "matmul two_shot",
     "scatter and gather", "all_gather", "reduce_scatter", "one_shot", "two_shot",
 )  # fmt: skip
+# Those whose rows are sent by a producer; elsewhere the matmul itself stores to the peers.
+PRODUCED = ("gather rows", "gather contraction", "scatter and gather", "all_gather", "reduce_scatter", "one_shot",
+            "two_shot")  # fmt: skip
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 Make = Callable[..., list[Workspace]]
 
@@ -64,8 +70,13 @@ def uneven(length: int, world_size: int) -> tuple[int, ...]:
     return tuple(share)
 
 
-def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, scale: int = 1) -> Op:
-    """The op `name` on random operands of about 40 * scale by 20 by 30, sizes prime or nearly so."""
+def problem(
+    name: str, world_size: int, dtype: torch.dtype, seed: int, scale: int = 1, by: tuple[str, ...] = ("push",)
+) -> Op:
+    """The op `name` on random operands of about 40 * scale by 20 by 30, sizes prime or nearly so.
+
+    by: the producer of each rank, in turn.
+    """
     random = torch.Generator().manual_seed(seed)
     M, N, K = 43 * scale, 19, 37
 
@@ -89,7 +100,9 @@ def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, scale: in
         # The contraction's shards are slices with gaps between their rows; row shards come transposed on odd ranks.
         mine = [x if dim or rank % 2 else x.t().contiguous().t() for rank, x in enumerate(shards)]
         return (
-            lambda ws, rank: fused.gather_matmul_phases(ws, mine[rank], b, bias, dim, sizes, split=True),
+            lambda ws, rank: fused.gather_matmul_phases(
+                ws, mine[rank], b, bias, dim, sizes, split=True, producer=by[rank % len(by)]
+            ),
             everywhere(ref), everywhere(allowed),
         )  # fmt: skip
     if name == "scatter and gather":
@@ -99,7 +112,7 @@ def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, scale: in
         def phases(ws: Workspace, rank: int) -> Phases:
             gathered = cut_m[rank].new_empty(M, K)
             out = yield from fused.matmul_scatter_and_gather_phases(
-                ws, cut_k[rank], rows_of_b[rank], cut_m[rank], m_sizes, gathered
+                ws, cut_k[rank], rows_of_b[rank], cut_m[rank], m_sizes, gathered, producer=by[rank % len(by)]
             )
             return torch.cat([out.flatten(), gathered.flatten()])
 
@@ -120,23 +133,29 @@ def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, scale: in
         )  # fmt: skip
     if name == "all_gather":
         return (
-            lambda ws, rank: fused.all_gather_phases(ws, cut_m[rank], m_sizes, "direct"),
+            lambda ws, rank: fused.all_gather_phases(
+                ws, cut_m[rank], m_sizes, "direct", producer=by[rank % len(by)]
+            ),
             everywhere(a.double()), everywhere(torch.zeros(M, K, dtype=torch.float64)),
         )  # fmt: skip
     if name == "reduce_scatter":
         return (
-            lambda ws, rank: fused.reduce_scatter_phases(ws, parts[rank], m_sizes, "direct"),
+            lambda ws, rank: fused.reduce_scatter_phases(
+                ws, parts[rank], m_sizes, "direct", producer=by[rank % len(by)]
+            ),
             list(total.split(m_sizes)), list(total_allowed.split(m_sizes)),
         )  # fmt: skip
     return (
-        lambda ws, rank: fused.all_reduce_phases(ws, parts[rank], name),
+        lambda ws, rank: fused.all_reduce_phases(ws, parts[rank], name, producer=by[rank % len(by)]),
         everywhere(total), everywhere(total_allowed),
     )  # fmt: skip
 
 
-def run(ranks: list[Workspace], name: str, dtype: torch.dtype, seed: int, scale: int = 1) -> None:
+def run(
+    ranks: list[Workspace], name: str, dtype: torch.dtype, seed: int, scale: int = 1, by: tuple[str, ...] = ("push",)
+) -> None:
     """One op on all virtual ranks, its halves full of NaN before it, checked on each; the epoch moves on by one."""
-    start, expected, allowed = problem(name, len(ranks), dtype, seed, scale)
+    start, expected, allowed = problem(name, len(ranks), dtype, seed, scale, by)
     before = ranks[0].epoch
     phases = [start(ws, rank) for rank, ws in enumerate(ranks)]
     for each in phases:
@@ -148,7 +167,8 @@ def run(ranks: list[Workspace], name: str, dtype: torch.dtype, seed: int, scale:
     outs = run_together(phases)
     for rank, ws in enumerate(ranks):
         ws.check()
-        reference.check(outs[rank], expected[rank], allowed[rank], f"{name}, {dtype}, rank {rank} of {len(ranks)}")
+        what = f"{name} by {'/'.join(by)}, {dtype}, rank {rank} of {len(ranks)}"
+        reference.check(outs[rank], expected[rank], allowed[rank], what)
         assert (ws.epoch - before) % 2**32 == 1, f"{name}: epoch {before} -> {ws.epoch}"
 
 
@@ -159,12 +179,51 @@ def test_every_op(make: Make, world_size: int) -> None:
         run(ranks, name, DTYPES[world_size % 3], seed)
 
 
+@pytest.mark.parametrize("world_size", range(2, 9))
+def test_every_op_with_copies(make: Make, world_size: int) -> None:
+    """Copied by all ranks."""
+    ranks = make(world_size)
+    for seed, name in enumerate(PRODUCED):
+        run(ranks, name, DTYPES[world_size % 3], seed, by=("copy",))
+
+
+def test_every_rank_chooses_its_producer(make: Make) -> None:
+    """Some push and some copy: the slots are the same."""
+    ranks = make(3)
+    for seed, name in enumerate(PRODUCED):
+        run(ranks, name, torch.float16, seed, by=("copy", "push"))
+
+
+@pytest.mark.parametrize("by", ["push", "copy"])
+def test_shards_in_many_pieces(make: Make, by: str) -> None:
+    """Pieces of a quarter of a tile, copies of two of them: shards of several tiles and of less than a piece."""
+    ranks = make(3)
+    with mock.patch.object(producer, "PIECE_BYTES", 1), mock.patch.object(producer, "COPY_BYTES", 2 * 16 * 160):
+        assert producer.piece_rows(160, launch.INTERPRETER) == 16
+        assert producer.part_rows(160, 16) == 32
+        for seed, name in enumerate(("gather rows", "gather contraction", "scatter and gather", "all_gather")):
+            run(ranks, name, torch.float32, seed, scale=5, by=(by,))
+
+
+def test_pieces_and_parts() -> None:
+    """A tile's rows to a piece, halved while they are long; whole pieces to a copy, of COPY_BYTES or a little more."""
+    config = launch.Config(block_m=128)
+    assert [producer.piece_rows(row_bytes, config) for row_bytes in (16, 8192, 8208, 16384, 16400, 1 << 20)] == [
+        128, 128, 64, 64, 32, 32,
+    ]  # fmt: skip
+    for row_bytes in (16, 4096, 16384, 1 << 20):
+        piece = producer.piece_rows(row_bytes, config)
+        part = producer.part_rows(row_bytes, piece)
+        assert part % piece == 0
+        assert overlap.COPY_BYTES <= part * row_bytes < overlap.COPY_BYTES + piece * row_bytes
+
+
 def test_epochs_wrap_around(make: Make) -> None:
     ranks = make(3, epoch=2**31 - 3)
     for seed, name in enumerate(
         ("gather rows", "two_shot", "scatter rows", "all_gather", "matmul two_shot", "one_shot")
     ):
-        run(ranks, name, torch.bfloat16, seed)
+        run(ranks, name, torch.bfloat16, seed, by=("copy", "push"))
     assert [ws.epoch for ws in ranks] == [-(2**31) + 3] * 3
 
 
@@ -250,3 +309,15 @@ def test_what_comes_after_a_wait_given_up_is_nobodys_result(make: Make, name: st
     run_together([late])
     with pytest.raises(PeerTimeout, match=r"rank 1 waited 0.05 s for rank 0, .* rank 0 had given up on rank 1"):
         ranks[1].check()
+
+
+def test_copies_leave_behind_their_peers_entry(make: Make) -> None:
+    """Behind copies the host ends the op, and raises itself: rank 0 has made room and done nothing."""
+    ranks = make(2, epoch=2**31 - 1)
+    start, _, _ = problem("gather rows", 2, torch.float32, 0, by=("copy",))
+    phases = [start(ws, rank) for rank, ws in enumerate(ranks)]
+    for ws, each in zip(ranks, phases, strict=True):
+        ws.set_timeout(0.1)
+        next(each)
+    with pytest.raises(PeerTimeout, match=r"rank 1 waited 0.1 s for rank 0"):
+        run_together(phases[1:])

@@ -38,7 +38,8 @@ THREE = [(3, 0, 1), *([(1, 3, 0), (3, 3, 3), (1, 1, 1, 1), (2, 0, 1, 3)] if LARG
 # One of each kind of producer and consumer, for the pairs.
 MIXED = (
     "gather rows", "gather contraction", "scatter rows", "scatter and gather", "matmul one_shot", "two_shot",
-    "all_gather", "ring all_reduce", "copy: gather rows", "copy: scatter and gather", "copy: two_shot",
+    "all_gather", "ring all_reduce", "copied: gather rows", "copied: scatter and gather",
+    "copy: gather rows", "copy: scatter and gather", "copy: two_shot",
     "in place: scatter rows, few", "in place: two_shot",
 )  # fmt: skip
 
@@ -62,14 +63,14 @@ def report(what: str, verdicts: Sequence[Verdict], started: float) -> None:
 
 
 @pytest.mark.parametrize("sizes", TWO + THREE, ids=str)
-@pytest.mark.parametrize("family", ["fused", "copy", "in place"])
+@pytest.mark.parametrize("family", ["fused", "copied", "copy", "in place"])
 def test_every_order_of_every_op_is_right(family: str, sizes: tuple[int, ...]) -> None:
-    ops = {"fused": cases.FUSED, "copy": cases.COPY, "in place": cases.IN_PLACE}[family]
+    ops = {"fused": cases.FUSED, "copied": cases.COPIED, "copy": cases.COPY, "in place": cases.IN_PLACE}[family]
     started, verdicts = time.perf_counter(), []
     for name in ops:
         calls = cases.sequence([name] * (4 if LARGE else 3), sizes)
         # All programs of a kernel at once, and one after another as in the interpreter.
-        for residency in (0, 1) if family == "fused" else (0,):
+        for residency in (0, 1) if family in ("fused", "copied") else (0,):
             verdicts.append(check(calls, f"{name}, {sizes}, residency {residency}", residency=residency))
     report(f"{family}, rows {sizes}", verdicts, started)
 

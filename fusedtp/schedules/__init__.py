@@ -32,6 +32,6 @@ NAMES = ("fused", "decomposed", "unfused")
 
 @cache
 def load(name: str) -> ModuleType:
-    """The schedule's module, imported on first use: `fused` brings Triton in."""
-    assert name in NAMES, name
+    """The schedule's module, or `producer`, imported on first use: `fused` brings Triton in."""
+    assert name in (*NAMES, "producer"), name
     return importlib.import_module(f"{__name__}.{name}")

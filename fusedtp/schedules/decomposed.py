@@ -20,11 +20,7 @@ from .. import trace, workspace
 from ..kernels.signal import FIRST_SLOT
 from ..shards import even_sizes, offsets
 from ..workspace import Workspace
-from .transport import Epoch, Gathering, Steps, aligned, gathered, publish, published, travelling
-
-# A one-shot all-reduce reads every peer's whole partial; beyond this size reducing a slice each and sharing it moves
-# less.
-ONE_SHOT_BYTES = 64 << 10
+from .transport import Epoch, Gathering, Steps, aligned, gathered, one_shot, publish, published, travelling
 
 # Rows are summed in blocks of about this size, so that a float32 sum of narrower parts stays in cache between its
 # terms.
@@ -260,7 +256,7 @@ def matmul_all_reduce(
     ws = workspace.get(group, a.device)
     out = a.new_empty(a.shape[0], b.shape[1])
     out_bytes = out.numel() * out.element_size()
-    if algorithm == "one_shot" or (algorithm == "auto" and out_bytes <= ONE_SHOT_BYTES):
+    if one_shot(ws, "decomposed", algorithm, out, alone=False):
         return _one_shot(ws, "matmul_all_reduce", lambda place: _matmul_into(a, b, place), bias, out)
     sizes = even_sizes(a.shape[0], ws.world_size)
     begin, stride = offsets(sizes)[ws.rank], aligned(max(sizes) * b.shape[1] * a.element_size())
@@ -358,7 +354,7 @@ def all_reduce(x: Tensor, *, group: ProcessGroup, algorithm: str = "auto") -> Te
     ws = workspace.get(group, x.device)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     out_bytes = out.numel() * out.element_size()
-    if algorithm == "one_shot" or (algorithm == "auto" and out_bytes <= ONE_SHOT_BYTES):
+    if one_shot(ws, "decomposed", algorithm, out, alone=True):
         return _one_shot(ws, "all_reduce", lambda place: place.copy_(x), None, out)
     sizes = even_sizes(x.shape[0], ws.world_size)
     begin, stride = offsets(sizes)[ws.rank], aligned(max(sizes) * x.shape[1] * x.element_size())

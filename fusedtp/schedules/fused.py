@@ -1,14 +1,13 @@
 """One persistent Triton kernel an op, its collective inside, over symmetric memory. Contract: the header of
 `kernels.signal`.
 
-Each op is written as a generator: it makes room, then issues one kernel between two yields. With one process a rank
-they run straight through; virtual ranks in one process run them in step, so that all have made room before the first
-signal, and every producer is issued before the first consumer (`run_together`).
+Each op is written as a generator (`phases`): it makes room, then issues one kernel between two yields.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,42 +19,21 @@ from ..kernels.gather_matmul import gather_matmul, own_in_place
 from ..kernels.launch import Config, config_for, pitch_of
 from ..kernels.matmul import matmul
 from ..kernels.matmul_scatter import matmul_scatter
-from ..kernels.push import collect, push
+from ..kernels.push import collect
 from ..kernels.reduce import reduce
 from ..kernels.ring import ring
 from ..kernels.signal import FIRST_SLOT
+from ..overlap import Work
 from ..shards import even_sizes
 from ..workspace import Workspace
-from .transport import settle, travelling
-
-Phases = Generator[None, None, Tensor]
-
-# Up to this many bytes of result a one-shot all-reduce sends less latency than it costs in bytes.
-ONE_SHOT_BYTES = 256 << 10
+from .phases import Phases, run
+from .producer import choose, finish, piece_rows, produce, with_pushers
+from .transport import one_shot, settle
 
 
-def run(ws: Workspace, op: str, phases: Phases) -> Tensor:
-    """Issue every phase of one rank's op."""
-    with ws.running(op):
-        while True:
-            try:
-                next(phases)
-            except StopIteration as stop:
-                out: Tensor = stop.value
-                return out
-
-
-def run_together(phases: Sequence[Phases]) -> list[Tensor]:
-    """Issue the same op of several virtual ranks phase by phase; their results in rank order."""
-    results: dict[int, Tensor] = {}
-    while len(results) < len(phases):
-        for rank, each in enumerate(phases):
-            if rank not in results:
-                try:
-                    next(each)
-                except StopIteration as stop:
-                    results[rank] = stop.value
-    return [results[rank] for rank in range(len(phases))]
+def _config(ws: Workspace, x: Tensor) -> Config:
+    config = config_for(x.device, x.dtype)
+    return replace(config, programs=ws.programs) if ws.programs else config
 
 
 def _tiles(rows: int, cols: int, config: Config) -> int:
@@ -86,41 +64,55 @@ def gather_matmul_phases(
     transposed: bool = False,
     gathered: Tensor | None = None,
     split: bool = False,
+    producer: str = "auto",
 ) -> Phases:
     """gather(a) @ b + bias, or its transpose. `gathered` [M, K] is filled with gather(a), for gather_dim 0.
 
-    With `split` the pushing programs are a kernel of their own, issued first.
+    producer: see `producer`. With `split` the programs that push are a kernel of their own, issued first.
     """
     if ws.world_size == 1:
         if gathered is not None:
             gathered.copy_(a)
         return _local(a, b, bias, transposed=transposed)
-    op, config = "all_gather_matmul", config_for(a.device, a.dtype)
+    op, config = "all_gather_matmul", _config(ws, a)
     M, K = (sum(sizes), a.shape[1]) if gather_dim == 0 else (a.shape[0], sum(sizes))
     pitch = pitch_of(K if gather_dim == 0 else max(sizes), a.dtype)
     rows = M if gather_dim == 0 else ws.world_size * M
-    pieces = -(-(max(sizes) if gather_dim == 0 else M) // config.block_m)
+    piece = piece_rows(pitch * a.element_size(), config)
+    pieces = -(-(max(sizes) if gather_dim == 0 else M) // piece)
     ws.require(rows * pitch * a.element_size(), FIRST_SLOT.value + pieces)
     yield
     out, c = _out(a, M, b.shape[1], transposed)
+    producer = choose(ws, _gather_work(ws, a, M, b.shape[1], K, by_depth=gather_dim == 1), asked_for=producer)
     table, begin = ws.table(sizes), sum(sizes[: ws.rank])
-    if split:
-        push(
-            ws.channel(), op, a, table, dst_row=begin if gather_dim == 0 else ws.rank * M,
-            pitch=pitch, scatter=False, with_own=not own_in_place(a), config=config,
+    issued = split or producer == "copy"
+    if issued:
+        produce(
+            ws, op, a, sizes, producer=producer, dst_row=begin if gather_dim == 0 else ws.rank * M, pitch=pitch,
+            config=config, piece=piece, with_own=not own_in_place(a),
         )  # fmt: skip
         yield
     gather_matmul(
-        ws.channel(), a, b, c, bias, table, sizes, gather_dim=gather_dim, pitch=pitch, pushed=split, config=config,
-        upcast=INTERPRETED, transposed=transposed, last=gathered is None,
+        ws.channel(), a, b, c, bias, table, sizes, gather_dim=gather_dim, pitch=pitch, piece_rows=piece, pushed=issued,
+        config=with_pushers(ws, config), upcast=INTERPRETED, transposed=transposed,
+        last=gathered is None and producer != "copy",
     )  # fmt: skip
     if gathered is not None:
         gathered[begin : begin + sizes[ws.rank]].copy_(a)
+        settle(ws)
         collect(
-            ws.channel(), op, gathered, table,
-            first_slot=FIRST_SLOT.value, region_row=0, pitch=pitch, per_tile=False, config=config,
+            ws.channel(), op, gathered, table, first_slot=FIRST_SLOT.value, region_row=0, pitch=pitch, per_tile=False,
+            piece_rows=piece, config=config,
         )  # fmt: skip
+    elif producer == "copy":
+        finish(ws, op)
     return out
+
+
+def _gather_work(ws: Workspace, a: Tensor, M: int, N: int, K: int, *, by_depth: bool = False) -> Work:
+    # The cost model's words for a gather of a [M, K] in front of a matmul with N columns, 0 for none.
+    dtype = str(a.dtype).removeprefix("torch.")
+    return Work("gather", M if N else 0, N, K if N else 0, M * K, ws.world_size, dtype, by_depth=by_depth)
 
 
 def matmul_scatter_phases(
@@ -129,7 +121,7 @@ def matmul_scatter_phases(
     """The own chunk of sum over ranks of a @ b, plus bias. Columns are rows of the transposed problem."""
     if ws.world_size == 1:
         return _local(a, b, bias)
-    op, config = "matmul_reduce_scatter", config_for(a.device, a.dtype)
+    op, config = "matmul_reduce_scatter", _config(ws, a)
     out = a.new_empty((sizes[ws.rank], b.shape[1]) if scatter_dim == 0 else (a.shape[0], sizes[ws.rank]))
     if scatter_dim == 1:
         a, b = b.t(), a.t()
@@ -155,24 +147,26 @@ def matmul_scatter_phases(
 
 
 def matmul_scatter_and_gather_phases(
-    ws: Workspace, a: Tensor, b: Tensor, x: Tensor, sizes: tuple[int, ...], gathered: Tensor
+    ws: Workspace, a: Tensor, b: Tensor, x: Tensor, sizes: tuple[int, ...], gathered: Tensor, *, producer: str = "auto"
 ) -> Phases:
-    """The own chunk of sum over ranks of a @ b; fills `gathered` [M, C] with gather(x), pushed before a @ b."""
-    op, config = "matmul_reduce_scatter", config_for(a.device, a.dtype)
+    """The own chunk of sum over ranks of a @ b; fills `gathered` [M, C] with gather(x), sent beside a @ b."""
+    op, config = "matmul_reduce_scatter", _config(ws, a)
     out = a.new_empty(sizes[ws.rank], b.shape[1])
     N, cols, region_rows, begin = b.shape[1], x.shape[1], max(sizes), sum(sizes[: ws.rank])
     pitch, x_pitch = pitch_of(N, a.dtype), pitch_of(cols, x.dtype)
     # x's region follows the partial sums', and its signals theirs.
     x_row = -(-ws.world_size * region_rows * pitch // max(1, x_pitch))
     x_slot = FIRST_SLOT.value + _tiles(region_rows, N, config)
-    pieces = -(-region_rows // config.block_m)
+    piece = piece_rows(x_pitch * x.element_size(), config)
+    pieces = -(-region_rows // piece)
     ws.require((x_row + sum(sizes)) * x_pitch * a.element_size(), x_slot + pieces)
     yield
-    with travelling(ws):
-        push(
-            ws.channel(), op, x, ws.table(sizes), dst_row=x_row + begin, pitch=x_pitch, scatter=False, with_own=False,
-            config=config, first_slot=x_slot,
-        )  # fmt: skip
+    # What it can hide behind is the product: rows of every rank by N columns.
+    producer = choose(ws, _gather_work(ws, x, sum(sizes), N, cols), asked_for=producer)
+    produce(
+        ws, op, x, sizes, producer=producer, dst_row=x_row + begin, pitch=x_pitch, config=config, piece=piece,
+        first_slot=x_slot, beside=True,
+    )  # fmt: skip
     matmul_scatter(
         ws.channel(), op, a, b, ws.table(sizes), sizes,
         region_rows=region_rows, pitch=pitch, to_all=False, config=config, upcast=INTERPRETED,
@@ -186,13 +180,9 @@ def matmul_scatter_and_gather_phases(
     settle(ws)
     collect(
         ws.channel(), op, gathered, ws.table(sizes),
-        first_slot=x_slot, region_row=x_row, pitch=x_pitch, per_tile=False, config=config,
+        first_slot=x_slot, region_row=x_row, pitch=x_pitch, per_tile=False, piece_rows=piece, config=config,
     )  # fmt: skip
     return out
-
-
-def _one_shot(algorithm: str, rows: int, cols: int, itemsize: int) -> bool:
-    return algorithm == "one_shot" or (algorithm == "auto" and rows * cols * itemsize <= ONE_SHOT_BYTES)
 
 
 def matmul_all_reduce_phases(ws: Workspace, a: Tensor, b: Tensor, bias: Tensor | None, algorithm: str) -> Phases:
@@ -201,23 +191,23 @@ def matmul_all_reduce_phases(ws: Workspace, a: Tensor, b: Tensor, bias: Tensor |
     """
     if ws.world_size == 1:
         return _local(a, b, bias)
-    op, config = "matmul_all_reduce", config_for(a.device, a.dtype)
+    op, config = "matmul_all_reduce", _config(ws, a)
     (M, _), N = a.shape, b.shape[1]
     out = a.new_empty(M, N)
     pitch = pitch_of(N, a.dtype)
-    one_shot = _one_shot(algorithm, M, N, a.element_size())
+    at_once = one_shot(ws, "fused", algorithm, out, alone=False)
     sizes = even_sizes(M, ws.world_size)
-    region_rows = M if one_shot else max(sizes)
+    region_rows = M if at_once else max(sizes)
     first, tiles = FIRST_SLOT.value, _tiles(region_rows, N, config)
     result_row = ws.world_size * region_rows
-    ws.require((result_row + (0 if one_shot else M)) * pitch * a.element_size(), first + 2 * tiles)
+    ws.require((result_row + (0 if at_once else M)) * pitch * a.element_size(), first + 2 * tiles)
     yield
     matmul_scatter(
         ws.channel(), op, a, b, ws.table(sizes), sizes,
-        region_rows=region_rows, pitch=pitch, to_all=one_shot, config=config, upcast=INTERPRETED,
+        region_rows=region_rows, pitch=pitch, to_all=at_once, config=config, upcast=INTERPRETED,
     )  # fmt: skip
     yield
-    if one_shot:
+    if at_once:
         reduce(
             ws.channel(), op, out, bias, region_rows=region_rows, pitch=pitch, per_tile=True, config=config,
             upcast=INTERPRETED,
@@ -249,35 +239,42 @@ def _reduce_and_collect(
     )  # fmt: skip
 
 
-def all_gather_phases(ws: Workspace, x: Tensor, sizes: tuple[int, ...], algorithm: str) -> Phases:
+def all_gather_phases(
+    ws: Workspace, x: Tensor, sizes: tuple[int, ...], algorithm: str, *, producer: str = "auto"
+) -> Phases:
     """x [sizes[rank], C] of every rank, one below the other."""
     if ws.world_size == 1:
         return x.clone(memory_format=torch.contiguous_format)
-    op, config = "all_gather", config_for(x.device, x.dtype)
+    op, config = "all_gather", _config(ws, x)
     cols, begin = x.shape[1], sum(sizes[: ws.rank])
     out = x.new_empty(sum(sizes), cols)
     pitch, table = pitch_of(cols, x.dtype), ws.table(sizes)
-    slots = FIRST_SLOT.value + len(sizes) * _tiles(max(sizes), cols, config)
-    ws.require(sum(sizes) * pitch * x.element_size(), slots)
+    piece = piece_rows(pitch * x.element_size(), config)
+    slots = max(len(sizes) * _tiles(max(sizes), cols, config), -(-max(sizes) // piece))
+    ws.require(sum(sizes) * pitch * x.element_size(), FIRST_SLOT.value + slots)
     yield
     if algorithm == "ring":
         ring(ws.channel(), op, x, out, table, sizes, pitch=pitch, config=config, upcast=INTERPRETED)
         return out
-    push(ws.channel(), op, x, table, dst_row=begin, pitch=pitch, scatter=False, with_own=False, config=config)
+    producer = choose(ws, _gather_work(ws, x, sum(sizes), 0, cols), asked_for=producer)
+    produce(ws, op, x, sizes, producer=producer, dst_row=begin, pitch=pitch, config=config, piece=piece)
     out[begin : begin + sizes[ws.rank]].copy_(x)
     yield
+    settle(ws)
     collect(
         ws.channel(), op, out, table, first_slot=FIRST_SLOT.value, region_row=0, pitch=pitch, per_tile=False,
-        config=config,
+        piece_rows=piece, config=config,
     )  # fmt: skip
     return out
 
 
-def reduce_scatter_phases(ws: Workspace, x: Tensor, sizes: tuple[int, ...], algorithm: str) -> Phases:
+def reduce_scatter_phases(
+    ws: Workspace, x: Tensor, sizes: tuple[int, ...], algorithm: str, *, producer: str = "push"
+) -> Phases:
     """The own rows of the sum over ranks of x [sum(sizes), C]."""
     if ws.world_size == 1:
         return x.clone(memory_format=torch.contiguous_format)
-    op, config = "reduce_scatter", config_for(x.device, x.dtype)
+    op, config = "reduce_scatter", _config(ws, x)
     cols, begin, region_rows = x.shape[1], sum(sizes[: ws.rank]), max(sizes)
     out = x.new_empty(sizes[ws.rank], cols)
     pitch, table = pitch_of(cols, x.dtype), ws.table(sizes)
@@ -287,11 +284,12 @@ def reduce_scatter_phases(ws: Workspace, x: Tensor, sizes: tuple[int, ...], algo
     if algorithm == "ring":
         ring(ws.channel(), op, x, out, table, sizes, pitch=pitch, config=config, upcast=INTERPRETED)
         return out
-    push(
-        ws.channel(), op, x, table, dst_row=ws.rank * region_rows, pitch=pitch, scatter=True, with_own=False,
-        config=config,
+    produce(
+        ws, op, x, sizes, producer=producer, dst_row=ws.rank * region_rows, pitch=pitch, config=config,
+        piece=config.block_m, scatter=True,
     )  # fmt: skip
     yield
+    settle(ws)
     reduce(
         ws.channel(), op, out, None, region_rows=region_rows, pitch=pitch, per_tile=False, config=config,
         upcast=INTERPRETED,
@@ -300,28 +298,29 @@ def reduce_scatter_phases(ws: Workspace, x: Tensor, sizes: tuple[int, ...], algo
     return out
 
 
-def all_reduce_phases(ws: Workspace, x: Tensor, algorithm: str) -> Phases:
+def all_reduce_phases(ws: Workspace, x: Tensor, algorithm: str, *, producer: str = "push") -> Phases:
     """The sum over ranks of x [R, C], on every rank."""
     if ws.world_size == 1:
         return x.clone(memory_format=torch.contiguous_format)
-    op, config = "all_reduce", config_for(x.device, x.dtype)
+    op, config = "all_reduce", _config(ws, x)
     rows, cols = x.shape
     out = x.new_empty(rows, cols)
     pitch, sizes = pitch_of(cols, x.dtype), even_sizes(rows, ws.world_size)
-    one_shot = _one_shot(algorithm, rows, cols, x.element_size())
-    region_rows = rows if one_shot else max(sizes)
+    at_once = one_shot(ws, "fused", algorithm, out, alone=True)
+    region_rows = rows if at_once else max(sizes)
     slots = FIRST_SLOT.value + 2 * len(sizes) * _tiles(region_rows, cols, config)
     ws.require((ws.world_size * region_rows + rows) * pitch * x.element_size(), slots)
     yield
     if algorithm == "ring":
         ring(ws.channel(), op, x, out, ws.table(sizes), sizes, pitch=pitch, config=config, upcast=INTERPRETED)
         return out
-    push(
-        ws.channel(), op, x, ws.table(sizes),
-        dst_row=ws.rank * region_rows, pitch=pitch, scatter=not one_shot, with_own=False, config=config,
+    produce(
+        ws, op, x, sizes, producer=producer, dst_row=ws.rank * region_rows, pitch=pitch, config=config,
+        piece=config.block_m, scatter=not at_once,
     )  # fmt: skip
     yield
-    if one_shot:
+    settle(ws)
+    if at_once:
         reduce(
             ws.channel(), op, out, None, region_rows=rows, pitch=pitch, per_tile=False, config=config,
             upcast=INTERPRETED, own=x,

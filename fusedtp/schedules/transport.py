@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import trace
 from ..kernels.signal import FIRST_SLOT
+from ..overlap import one_shot_wins
 from ..shards import offsets
 from ..steps import DeviceSteps, HostSteps
 from ..workspace import Workspace
@@ -24,12 +25,28 @@ Steps = HostSteps | DeviceSteps
 
 _ALIGNMENT = 64
 
-_side_streams: dict[torch.device, torch.cuda.Stream] = {}
+# One beside each stream that ops are issued on: virtual ranks of one process must not wait for each other's copies.
+_side_streams: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
 
 
 def aligned(num_bytes: int) -> int:
     """Rounded up to where the next region may begin."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def one_shot(ws: Workspace, schedule: str, algorithm: str, out: Tensor, *, alone: bool) -> bool:
+    """Whether an all-reduce to `out` is one-shot: as the caller says, else what the cost model finds faster.
+
+    It goes by what all ranks share, so all decide alike.
+    """
+    if algorithm != "auto":
+        return algorithm == "one_shot"
+    rows, cols = out.shape
+    dtype = str(out.dtype).removeprefix("torch.")
+    key = ("one_shot", schedule, rows, cols, dtype, alone, ws.hardware.name)
+    if key not in ws.choices:
+        ws.choices[key] = one_shot_wins(rows, cols, ws.world_size, dtype, ws.hardware, schedule, alone=alone)
+    return bool(ws.choices[key])
 
 
 class Epoch:
@@ -77,9 +94,10 @@ def travelling(ws: Workspace) -> Iterator[None]:
     if ws.device.type == "cpu":
         yield
         return
-    if ws.device not in _side_streams:
-        _side_streams[ws.device] = torch.cuda.Stream(ws.device, priority=-1)
-    side, main = _side_streams[ws.device], torch.cuda.current_stream(ws.device)
+    main = torch.cuda.current_stream(ws.device)
+    if main not in _side_streams:
+        _side_streams[main] = torch.cuda.Stream(ws.device, priority=-1)
+    side = _side_streams[main]
     side.wait_stream(main)
     with torch.cuda.stream(side):
         yield
@@ -87,8 +105,8 @@ def travelling(ws: Workspace) -> Iterator[None]:
 
 def settle(ws: Workspace) -> None:
     """The op must not end, nor its inputs be reused, before the side stream has read them."""
-    if ws.device in _side_streams:
-        torch.cuda.current_stream(ws.device).wait_stream(_side_streams[ws.device])
+    if ws.device.type == "cuda" and (main := torch.cuda.current_stream(ws.device)) in _side_streams:
+        main.wait_stream(_side_streams[main])
 
 
 def publish(ws: Workspace, steps: Steps, x: Tensor, slot: int, offset: int) -> None:

@@ -13,7 +13,7 @@ from fusedtp.kernels.launch import Config
 
 import fusedtp.workspace
 from fusedtp.memory.local import local_memories
-from fusedtp.schedules import decomposed, fused
+from fusedtp.schedules import decomposed, fused, producer
 from fusedtp.workspace import Workspace
 
 from .record import Advance, Event, Kernel, Raise, Recorder, Wait
@@ -41,7 +41,17 @@ def _ones(*shape: int) -> torch.Tensor:
     return torch.ones(shape)
 
 
-def _gather(dim: int = 0, *, split: bool = False, strided: bool = False, kept: bool = False) -> Op:
+def _pieces(op: Op) -> Op:
+    """The op with a slot a row, and a copy a row."""
+
+    def in_pieces(ws: Workspace, sizes: tuple[int, ...], group: _Group) -> object:
+        with mock.patch.object(producer, "PIECE_BYTES", 1), mock.patch.object(producer, "COPY_BYTES", 1):
+            return op(ws, sizes, group)
+
+    return in_pieces
+
+
+def _gather(dim: int = 0, *, split: bool = False, strided: bool = False, kept: bool = False, by: str = "push") -> Op:
     def op(ws: Workspace, sizes: tuple[int, ...], group: _Group) -> object:
         mine, whole = sizes[ws.rank], sum(sizes)
         a = _ones(mine, COLS) if dim == 0 else _ones(COLS, mine)
@@ -49,7 +59,15 @@ def _gather(dim: int = 0, *, split: bool = False, strided: bool = False, kept: b
             a = a.t().contiguous().t()
         gathered = _ones(whole, COLS) if kept else None
         phases = fused.gather_matmul_phases(
-            ws, a, _ones(COLS if dim == 0 else whole, COLS), None, dim, sizes, split=split, gathered=gathered
+            ws,
+            a,
+            _ones(COLS if dim == 0 else whole, COLS),
+            None,
+            dim,
+            sizes,
+            split=split,
+            gathered=gathered,
+            producer=by,
         )
         return fused.run(ws, "all_gather_matmul", phases)
 
@@ -64,11 +82,14 @@ def _scatter(dim: int = 0) -> Op:
     return op
 
 
-def _scatter_and_gather(ws: Workspace, sizes: tuple[int, ...], group: _Group) -> object:
-    phases = fused.matmul_scatter_and_gather_phases(
-        ws, _ones(sum(sizes), 1), _ones(1, COLS), _ones(sizes[ws.rank], COLS), sizes, _ones(sum(sizes), COLS)
-    )
-    return fused.run(ws, "matmul_reduce_scatter", phases)
+def _scatter_and_gather(by: str) -> Op:
+    def op(ws: Workspace, sizes: tuple[int, ...], group: _Group) -> object:
+        a, b, x = _ones(sum(sizes), 1), _ones(1, COLS), _ones(sizes[ws.rank], COLS)
+        gathered = _ones(sum(sizes), COLS)
+        phases = fused.matmul_scatter_and_gather_phases(ws, a, b, x, sizes, gathered, producer=by)
+        return fused.run(ws, "matmul_reduce_scatter", phases)
+
+    return op
 
 
 def _matmul_all_reduce(algorithm: str) -> Op:
@@ -78,14 +99,15 @@ def _matmul_all_reduce(algorithm: str) -> Op:
     )  # fmt: skip
 
 
-def _collective(name: str, algorithm: str) -> Op:
+def _collective(name: str, algorithm: str, by: str = "push") -> Op:
     def op(ws: Workspace, sizes: tuple[int, ...], group: _Group) -> object:
         if name == "all_gather":
-            return fused.run(ws, name, fused.all_gather_phases(ws, _ones(sizes[ws.rank], COLS), sizes, algorithm))
+            shard = _ones(sizes[ws.rank], COLS)
+            return fused.run(ws, name, fused.all_gather_phases(ws, shard, sizes, algorithm, producer=by))
         x = _ones(sum(sizes), COLS)
         if name == "reduce_scatter":
-            return fused.run(ws, name, fused.reduce_scatter_phases(ws, x, sizes, algorithm))
-        return fused.run(ws, name, fused.all_reduce_phases(ws, x, algorithm))
+            return fused.run(ws, name, fused.reduce_scatter_phases(ws, x, sizes, algorithm, producer=by))
+        return fused.run(ws, name, fused.all_reduce_phases(ws, x, algorithm, producer=by))
 
     return op
 
@@ -125,7 +147,7 @@ FUSED: dict[str, Op] = {
     "gather contraction": _gather(1),
     "scatter rows": _scatter(),
     "scatter columns": _scatter(1),
-    "scatter and gather": _scatter_and_gather,
+    "scatter and gather": _scatter_and_gather("push"),
     "matmul one_shot": _matmul_all_reduce("one_shot"),
     "matmul two_shot": _matmul_all_reduce("two_shot"),
     "all_gather": _collective("all_gather", "direct"),
@@ -135,6 +157,20 @@ FUSED: dict[str, Op] = {
     "one_shot": _collective("all_reduce", "one_shot"),
     "two_shot": _collective("all_reduce", "two_shot"),
     "ring all_reduce": _collective("all_reduce", "ring"),
+    "gather rows, in pieces": _pieces(_gather()),
+}
+# The producer is the copy engine: copies and signals on the side stream, kernels that only wait.
+COPIED: dict[str, Op] = {
+    "copied: gather rows": _gather(by="copy"),
+    "copied: gather rows, in pieces": _pieces(_gather(by="copy")),
+    "copied: gather rows, own through the arena": _gather(strided=True, by="copy"),
+    "copied: gather rows, kept": _gather(kept=True, by="copy"),
+    "copied: gather contraction": _gather(1, by="copy"),
+    "copied: scatter and gather": _scatter_and_gather("copy"),
+    "copied: all_gather": _collective("all_gather", "direct", "copy"),
+    "copied: reduce_scatter": _collective("reduce_scatter", "direct", "copy"),
+    "copied: one_shot": _collective("all_reduce", "one_shot", "copy"),
+    "copied: two_shot": _collective("all_reduce", "two_shot", "copy"),
 }
 
 
@@ -159,7 +195,7 @@ def _host_ops(copies: bool) -> dict[str, Op]:
 
 
 COPY, IN_PLACE = _host_ops(True), _host_ops(False)
-OPS = FUSED | COPY | IN_PLACE
+OPS = FUSED | COPIED | COPY | IN_PLACE
 
 
 @contextlib.contextmanager

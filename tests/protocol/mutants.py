@@ -18,7 +18,7 @@ from fusedtp.kernels import gather_matmul, push, signal
 
 import fusedtp.workspace
 from fusedtp import steps
-from fusedtp.schedules import fused, transport
+from fusedtp.schedules import fused, producer, transport
 
 
 @dataclass(frozen=True)
@@ -159,6 +159,39 @@ MUTANTS = (
         "the first to arrive leaves", "scatter rows",
         _edit(signal, "leave", "arrived == num_programs - 1", "arrived == 0"), says="not the last to arrive",
         races=False,
+    ),
+    Mutant(
+        "waits for the first piece of a tile", "gather rows, in pieces",
+        _edit(push, "wait_for_rows", "cdiv(end_row, PIECE)", "begin_row // PIECE + 1"), says="is read",
+    ),
+    Mutant(
+        "signal before the copy", "copied: gather rows",
+        (
+            Edit(producer, "_copy", "steps.write(dst, first_slot + slot)", "pass"),
+            Edit(
+                producer, "_copy", "            if cols:\n",
+                "            for slot in range(begin // piece, -(-end // piece)):\n"
+                "                steps.write(dst, first_slot + slot)\n            if cols:\n",
+            ),
+        ),
+        says="is read",
+    ),
+    Mutant(
+        "no signal for copies of nothing", "copied: gather contraction",
+        _edit(producer, "_copy", "range(0, count, part)", "range(0, count if cols else 0, part)"),
+        sizes=(3, 0), says="deadlock", races=False,
+    ),
+    Mutant(
+        "one signal for all pieces of a copy", "copied: gather rows",
+        _edit(producer, "_copy", "-(-end // piece))", "begin // piece + 1)"), says="deadlock", races=False,
+    ),
+    Mutant(
+        "copies to the half before", "copied: gather rows",
+        _edit(producer, "_copy", "ws.view(dst, steps.epoch,", "ws.view(dst, steps.epoch + 1,"), says="",
+    ),
+    Mutant(
+        "ends before its copies", "copied: gather rows",
+        _edit(producer, "finish", "settle(ws)", "pass"), says="may still run", races=False,
     ),
     Mutant(
         "ends before its side stream", "scatter and gather",

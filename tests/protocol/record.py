@@ -30,7 +30,7 @@ from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorH
 import fusedtp
 import fusedtp.workspace
 from fusedtp import steps
-from fusedtp.schedules import decomposed, fused, transport
+from fusedtp.schedules import decomposed, fused, producer, transport
 from fusedtp.workspace import Workspace
 
 # Cells are the elements of an arena's data; recordings use float32 only.
@@ -341,10 +341,10 @@ class Recorder:
         self._replace(steps, "store_release", store)
         self._replace(steps.HostSteps, "wait", self.whole_wait(host_wait, self.host_event))
         if self._side_stream:
-            for module in (fused, decomposed, transport):
-                self._replace(module, "travelling", self.side)
-            for module in (fused, transport):
-                self._replace(module, "settle", self.settle)
+            for module in (fused, decomposed, producer, transport):
+                for name, value in (("travelling", self.side), ("settle", self.settle)):
+                    if hasattr(module, name):
+                        self._replace(module, name, value)
 
 
 class _TorchAccesses(TorchDispatchMode):

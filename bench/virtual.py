@@ -1,0 +1,307 @@
+"""All-gather + matmul on one GPU, its ranks virtual and its link emulated: what overlap looks like, not how fast it is.
+
+Every virtual rank has its arena, its streams and its part of the SMs on the one device. Copies between their arenas
+stay in its memory, a dozen times as fast as a link: behind each one its stream spins for what the link would have taken
+longer, so that a peer's shard arrives at the link's rate. The same kernels then run *phased* (all copies, then all
+matmuls) and *concurrent* (the matmuls wait for copies that are on their way), and the difference is what overlap hides.
+
+Rows say "one GPU, virtual ranks" wherever they are shown: neither NVLink nor several GPUs have been measured, and ranks
+share the memory's bandwidth. Run as `nox -s gpu -- --measure`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from torch import Tensor
+
+from fusedtp import reference
+from fusedtp.memory.local import local_memories
+from fusedtp.schedules.fused import gather_matmul_phases
+from fusedtp.schedules.phases import Phases, run_concurrently, run_together
+from fusedtp.schedules.transport import settle
+from fusedtp.shards import even_sizes
+from fusedtp.workspace import Workspace
+
+from . import arguments, store
+from .cases import Case
+from .machine import Machine, describe
+from .rows import Outcome, rows_of
+from .store import Row
+from .timing import Timing, Verdict
+
+LABEL = "one GPU, virtual ranks"
+OP = "all_gather_matmul"
+# comm and matmul: the two phases; phased: one behind the other; concurrent: one behind the other's back.
+VARIANTS = ("comm", "matmul", "phased", "concurrent")
+DTYPES = ("bfloat16", "float16", "float32")
+MAX_RANKS = 8
+
+
+@dataclass(frozen=True)
+class Problem:
+    """x [M, K] in W row shards and one w [K, N / W] for all ranks; what each must give, and the error allowed."""
+
+    shards: list[Tensor]
+    w: Tensor
+    sizes: tuple[int, ...]
+    expected: Tensor
+    allowed: Tensor
+
+    def phases(self, ranks: Sequence[Workspace]) -> list[Phases]:
+        """The op of every rank, its shard copied."""
+        return [
+            gather_matmul_phases(ws, self.shards[ws.rank], self.w, None, 0, self.sizes, producer="copy")
+            for ws in ranks
+        ]  # fmt: skip
+
+    def check(self, outs: Sequence[Tensor], what: str) -> None:
+        """AssertionError naming the rank whose result is wrong."""
+        for rank, out in enumerate(outs):
+            reference.check(out.cpu(), self.expected, self.allowed, f"{what}, rank {rank}")
+
+
+def problem(case: Case, device: torch.device) -> Problem:
+    """The operands of a case from its seed."""
+    random = torch.Generator().manual_seed(case.seed)
+    dtype: torch.dtype = getattr(torch, case.dtype)
+    cols = case.N // case.world_size
+    x, w = (torch.randn(shape, generator=random).to(dtype) for shape in ((case.M, case.K), (case.K, cols)))
+    sizes = even_sizes(case.M, case.world_size)
+    shards = [each.clone().to(device) for each in x.split(sizes)]
+    return Problem(shards, w.to(device), sizes, reference.matmul(x, w), reference.bound(x, w, dtype))
+
+
+def programs_of(num_sms: int, world_size: int) -> int:
+    """Programs of each virtual rank: an equal part of the SMs, of which one a rank is left to the link's spinning."""
+    programs = num_sms // world_size - 1
+    if programs < 1:
+        raise ValueError(f"{world_size} virtual ranks need two SMs each, and there are {num_sms}")
+    return programs
+
+
+def pause_us(num_bytes: int, link_gbps: float, copy_gbps: float) -> float:
+    """Microseconds that a link takes longer for `num_bytes` than a copy inside the device's memory."""
+    return max(0.0, num_bytes / (link_gbps * 1e3) - num_bytes / (copy_gbps * 1e3))
+
+
+def pacing(link_gbps: float, copy_gbps: float, clock_mhz: float) -> Callable[[int], None]:
+    """What holds the current stream after each copy, for `Workspace.pace`."""
+
+    def pace(num_bytes: int) -> None:
+        # Spins for so many cycles of the SMs' clock.
+        torch.cuda._sleep(int(pause_us(num_bytes, link_gbps, copy_gbps) * clock_mhz))
+
+    return pace
+
+
+def copy_gbps(device: torch.device, num_bytes: int = 64 << 20, copies: int = 10) -> float:
+    """What a copy inside the device's memory moves, GB/s."""
+    source, target = (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
+    target.copy_(source)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(copies):
+        target.copy_(source)
+    end.record()
+    end.synchronize()
+    return float(copies * num_bytes / (begin.elapsed_time(end) * 1e6))
+
+
+def clock_mhz(cycles: int = 100_000_000) -> float:
+    """Cycles a microsecond of the clock that `pacing` counts, as they pass now."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(cycles)
+    begin.record()
+    torch.cuda._sleep(cycles)
+    end.record()
+    end.synchronize()
+    return float(cycles / (begin.elapsed_time(end) * 1e3))
+
+
+class _Clock:
+    # Milliseconds between marks that wait for all streams.
+    def __init__(self, streams: Sequence[torch.cuda.Stream]) -> None:
+        self._streams = streams
+        self._marks: list[torch.cuda.Event] = []
+
+    def mark(self) -> None:
+        main = torch.cuda.current_stream()
+        for stream in self._streams:
+            main.wait_stream(stream)
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(main)
+        self._marks.append(event)
+        for stream in self._streams:
+            stream.wait_stream(main)
+
+    def lapses(self) -> list[float]:
+        self._marks[-1].synchronize()
+        return [one.elapsed_time(two) for one, two in zip(self._marks, self._marks[1:], strict=False)]
+
+
+def phased_round(ranks: Sequence[Workspace], given: Problem, streams: Sequence[torch.cuda.Stream]) -> list[float]:
+    """Milliseconds of all copies, then of all matmuls."""
+    phases = given.phases(ranks)
+    clock = _Clock(streams)
+    with contextlib.ExitStack() as stack:
+        for ws, stream in zip(ranks, streams, strict=True):
+            with torch.cuda.stream(stream):
+                stack.enter_context(ws.running(OP))
+        for each in phases:
+            next(each)
+        clock.mark()
+        for stream, each in zip(streams, phases, strict=True):
+            with torch.cuda.stream(stream):
+                next(each)
+                settle(ranks[0])
+        clock.mark()
+        run_together(phases, streams)
+        clock.mark()
+    return clock.lapses()
+
+
+def concurrent_round(ranks: Sequence[Workspace], given: Problem, streams: Sequence[torch.cuda.Stream]) -> list[float]:
+    """Milliseconds of the op on all ranks at once."""
+    clock = _Clock(streams)
+    clock.mark()
+    run_concurrently(ranks, OP, given.phases(ranks), streams)
+    clock.mark()
+    return clock.lapses()
+
+
+def measure(case: Case, link_gbps: Sequence[float], rounds: int, machine: Machine) -> list[Row]:
+    """Rows of every variant behind every link: checked first, then timed in turns. Needs a CUDA device."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    given = problem(case, device)
+    ranks = [Workspace(memory, device) for memory in local_memories(case.world_size, device)]
+    try:
+        streams = [torch.cuda.Stream(device) for _ in ranks]
+        programs = programs_of(torch.cuda.get_device_properties(device).multi_processor_count, case.world_size)
+        copies, clock = copy_gbps(device), clock_mhz()
+        rows: list[Row] = []
+        for gbps in link_gbps:
+            for ws in ranks:
+                ws.programs, ws.pace = programs, pacing(gbps, copies, clock)
+            # Everything is compiled, loaded and allocated by the phased rounds, before anything waits for real.
+            for _ in range(2):
+                phased_round(ranks, given, streams)
+            verdict = _verdict(ranks, given, streams)
+            times: dict[str, list[float]] = {name: [] for name in VARIANTS}
+            for _ in range(rounds if not verdict.error else 0):
+                comm, matmul = phased_round(ranks, given, streams)
+                (both,) = concurrent_round(ranks, given, streams)
+                for name, time in zip(VARIANTS, (comm, matmul, comm + matmul, both), strict=True):
+                    times[name].append(time)
+            for ws in ranks:
+                ws.check()
+            rows += rows_for(case, gbps, times, verdict, machine)
+        return rows
+    finally:
+        for ws in ranks:
+            ws.close()
+
+
+def _verdict(ranks: Sequence[Workspace], given: Problem, streams: Sequence[torch.cuda.Stream]) -> Verdict:
+    try:
+        outs = run_concurrently(ranks, OP, given.phases(ranks), streams)
+        torch.cuda.synchronize()
+        given.check(outs, "concurrent")
+    except AssertionError as error:
+        return Verdict(float("nan"), float("nan"), str(error))
+    return Verdict(0.0, 0.0)
+
+
+def rows_for(
+    case: Case, link_gbps: float, times: dict[str, list[float]], verdict: Verdict, machine: Machine
+) -> list[Row]:  # fmt: skip
+    """Rows of one link's times in ms by variant, each with the label where the link is named and where the path is."""
+    outcomes = [
+        Outcome(
+            name, "forward", verdict, _timing(times[name]) if times[name] else None, f"fused, copy, {name}; {LABEL}"
+        )
+        for name in VARIANTS
+    ]
+    emulated = replace(machine, links=f"emulated link of {link_gbps:g} GB/s; {LABEL}")
+    medians = {name: statistics.median(each) for name, each in times.items() if each}
+    hidden = None
+    if len(medians) == len(VARIANTS) and medians["phased"] > medians["matmul"]:
+        exposed = medians["concurrent"] - medians["matmul"]
+        hidden = 1 - exposed / (medians["phased"] - medians["matmul"])
+    rows = rows_of(case, outcomes, emulated)
+    # A model name tells the links' rows apart in a file that keeps one run of each case.
+    return [
+        replace(
+            row, model=f"link {link_gbps:g} GB/s", layer=LABEL,
+            overlap_efficiency=hidden if row.variant == "concurrent" else None,
+        )
+        for row in rows
+    ]  # fmt: skip
+
+
+def _timing(times: Sequence[float]) -> Timing:
+    values = torch.tensor(times, dtype=torch.float64)
+    p20, median, p80 = torch.quantile(values, torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
+    return Timing(median, p20, p80, sum(times), len(times))
+
+
+def shown(rows: Sequence[Row]) -> list[str]:
+    """The rows as lines of text, under their label."""
+    lines = [f"{LABEL}: emulated links, times of all ranks together"]
+    for row in rows:
+        time = "not timed" if row.median_ms is None else f"{row.median_ms:8.3f} ms"
+        hidden = "" if row.overlap_efficiency is None else f"  {row.overlap_efficiency:.0%} of comm hidden"
+        failed = f"  {row.gate}" if row.failed else ""
+        lines.append(f"{row.model:16} {row.variant:10} {time}{hidden}{failed}")
+    return lines
+
+
+def virtual(
+    world_size: Annotated[int, typer.Option(help="Virtual ranks.")] = 4,
+    shape: Annotated[
+        str, typer.Option(help="M,N,K: rows of all ranks, columns of each, contraction.")
+    ] = "8192,3584,8192",
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
+    link_gbps: Annotated[str, typer.Option(help="Links to emulate, GB/s, comma-separated.")] = "50,100,200,400",
+    rounds: Annotated[int, typer.Option(help="Timed rounds.")] = 20,
+    out: Annotated[Path, typer.Option(help="Folder for the rows, one folder a machine.")] = Path("results"),
+) -> None:
+    """Time all-gather + matmul on one GPU with virtual ranks behind emulated links: phased against concurrent."""
+    arguments.at_least(2, world_size, "--world-size", most=MAX_RANKS)
+    arguments.at_least(1, rounds, "--rounds")
+    (dtype,) = arguments.names(dtype, DTYPES, "--dtype")
+    links = arguments.numbers(link_gbps, "--link-gbps")
+    sizes = arguments.numbers(shape, "--shape")
+    if len(sizes) != 3:
+        raise typer.BadParameter(f"--shape must be three numbers M,N,K, got {shape!r}")
+    if sizes[1] % world_size:
+        raise typer.BadParameter(f"N must divide by the {world_size} ranks, got {sizes[1]}")
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("this needs a CUDA device, and torch finds none")
+    machine = describe()
+    case = Case(OP, *sizes, dtype, world_size)
+    rows = measure(case, links, rounds, machine)
+    path = arguments.folder(out, machine.name) / "virtual.csv"
+    store.update(path, rows)
+    for line in (*shown(rows), f"rows: {path}"):
+        typer.echo(line)
+    if any(row.failed for row in rows):
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """`python -m fusedtp.bench.virtual`."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(virtual)
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Ops in phases: one rank straight through, or all virtual ranks of a process in step or side by side.
+
+An op is a generator that makes room up to its first yield and then issues one kernel, or the copies of a producer,
+between two yields. A process that is one rank runs it straight through. Virtual ranks of one process (`memory.local`)
+run either *phased*: all have made room before the first signal, and every rank's producer is issued before any rank's
+consumer, so that nothing waits for what comes later and the kernels need not run at once, nor even on a GPU; or
+*concurrent*: each on a stream of its own, where consumers wait for producers that run beside them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..workspace import Workspace
+
+Phases = Generator[None, None, Tensor]
+
+
+def run(ws: Workspace, op: str, phases: Phases) -> Tensor:
+    """Issue every phase of one rank's op."""
+    with ws.running(op):
+        while True:
+            try:
+                next(phases)
+            except StopIteration as stop:
+                out: Tensor = stop.value
+                return out
+
+
+def run_together(phases: Sequence[Phases], streams: Sequence[torch.cuda.Stream] = ()) -> list[Tensor]:
+    """Phased: the same op of several virtual ranks phase by phase; their results in rank order.
+
+    With `streams` each rank's phase runs on its own, and a phase begins when all have ended the one before.
+    """
+    results: dict[int, Tensor] = {}
+    while len(results) < len(phases):
+        for rank, each in enumerate(phases):
+            if rank not in results:
+                try:
+                    with torch.cuda.stream(streams[rank]) if streams else contextlib.nullcontext():
+                        next(each)
+                except StopIteration as stop:
+                    results[rank] = stop.value
+        _join(streams)
+    return [results[rank] for rank in range(len(phases))]
+
+
+def run_concurrently(
+    ranks: Sequence[Workspace], op: str, phases: Sequence[Phases], streams: Sequence[torch.cuda.Stream]
+) -> list[Tensor]:
+    """Concurrent: the op of every virtual rank on its own stream, issued in rank order.
+
+    While kernels wait nothing may allocate device memory anew or make the host wait, and all programs of all ranks must
+    fit on the device at once: run the op phased before, and give each rank its part of the SMs (`Workspace.programs`).
+    """
+    for each in phases:
+        # Room is made alike by all, before any rank signals.
+        next(each)
+    results = []
+    for ws, each, stream in zip(ranks, phases, streams, strict=True):
+        with torch.cuda.stream(stream):
+            results.append(run(ws, op, each))
+    return results
+
+
+def _join(streams: Sequence[torch.cuda.Stream]) -> None:
+    # What is issued on any of them next comes after what all have been given.
+    for stream in streams:
+        for other in streams:
+            if other is not stream:
+                stream.wait_stream(other)

@@ -1,0 +1,167 @@
+"""How the fused schedule gets rows into the peers' arenas: pushed by programs, or copied by the copy engine.
+
+`push` takes programs of the kernel that multiplies, or of one issued before it, and works in a captured graph. `copy`
+takes no SM: the host issues copies and a signal behind each on a high-priority side stream, before the kernel that
+waits for them. Rows travel in pieces with a slot each, the same for both, so a rank chooses by itself; the cost model
+compares the time that pushing programs take from the matmul with what each copy costs to start.
+
+Signals behind copies are written by the stream itself (`DeviceSteps.write`). A kernel that signals could wait forever
+for room on an SM, behind kernels that wait for its peers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..kernels.launch import Config
+from ..kernels.push import push
+from ..kernels.signal import FIRST_SLOT
+from ..overlap import COPY_BYTES, Work, num_pushers, producers
+from ..shards import offsets
+from ..workspace import Workspace
+from .transport import settle, travelling
+
+# A tile waits for all pieces that hold its rows. One a tile costs the fewest polls; but a program sends a piece by
+# itself, about 0.1 ms a megabyte, so pieces are cut down to this, to a quarter of a tile's rows at the least.
+PIECE_BYTES = 1 << 20
+_PIECES_A_TILE = 4
+
+_last = ""
+
+
+def piece_rows(row_bytes: int, config: Config) -> int:
+    """Rows a slot stands for, the same on all ranks: a tile's, or half or a quarter of them where rows are long."""
+    rows = config.block_m
+    while rows * row_bytes > PIECE_BYTES and rows > max(1, config.block_m // _PIECES_A_TILE):
+        rows //= 2
+    return rows
+
+
+def part_rows(row_bytes: int, piece: int) -> int:
+    """Rows that one copy takes: whole pieces, of COPY_BYTES together or a little more."""
+    return piece * max(1, -(-COPY_BYTES // max(1, piece * row_bytes)))
+
+
+def choose(ws: Workspace, work: Work, *, asked_for: str = "auto") -> str:
+    """`push` or `copy` for a gather, on this rank. A caller's choice, then the workspace's, wins over the model's.
+
+    Raises RuntimeError for copies in a graph capture: their addresses are chosen on the host.
+    """
+    wanted = ws.producer if asked_for == "auto" else asked_for
+    capturing = ws.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if wanted == "copy" and capturing:
+        raise RuntimeError("producer 'copy' copies to addresses chosen on the host and cannot be captured: use 'push'")
+    if wanted == "auto":
+        # Interpreted programs and host copies are checked, neither is fast. HIP has no stream writes in torch.
+        fixed = ws.device.type == "cpu" or capturing or torch.version.hip is not None
+        wanted = "push" if fixed else _by_model(ws, work)
+    global _last
+    _last = wanted
+    return wanted
+
+
+def taken() -> str:
+    """The producer of this process's last fused op, told once; empty where it had none to choose."""
+    global _last
+    last, _last = _last, ""
+    return last
+
+
+def _by_model(ws: Workspace, work: Work) -> str:
+    choice: str | None = ws.choices.get(work)
+    if choice is None:
+        times = producers(work, ws.hardware)
+        choice = ws.choices[work] = min(times, key=lambda name: times[name])
+    return choice
+
+
+def with_pushers(ws: Workspace, config: Config) -> Config:
+    """The configuration with as many pushing programs as the link takes; on a CPU those it has."""
+    if ws.device.type == "cpu":
+        return config
+    pushers = num_pushers(ws.hardware, ws.world_size)
+    return replace(config, pushers=min(pushers, max(1, ws.programs // 4)) if ws.programs else pushers)
+
+
+def produce(
+    ws: Workspace,
+    op: str,
+    x: Tensor,
+    sizes: tuple[int, ...],
+    *,
+    producer: str,
+    dst_row: int,
+    pitch: int,
+    config: Config,
+    piece: int,
+    scatter: bool = False,
+    with_own: bool = False,
+    first_slot: int = FIRST_SLOT.value,
+    beside: bool = False,
+) -> None:
+    """Enter the epoch and send x [rows, cols] to every peer's half, from its row `dst_row` on.
+
+    scatter: each peer its rows of `sizes`. with_own: to the own half too. beside: a kernel that pushes runs on the side
+    stream, as copies always do, until `settle`.
+    """
+    if producer == "copy":
+        _copy(ws, op, x, sizes, dst_row, pitch, piece, scatter, with_own, first_slot)
+        return
+    kernel_config = with_pushers(ws, config)
+
+    def issue() -> None:
+        push(
+            ws.channel(), op, x, ws.table(sizes), dst_row=dst_row, pitch=pitch, scatter=scatter, with_own=with_own,
+            config=kernel_config, piece_rows=piece, first_slot=first_slot,
+        )  # fmt: skip
+
+    if beside:
+        with travelling(ws):
+            issue()
+    else:
+        issue()
+
+
+def _copy(
+    ws: Workspace, op: str, x: Tensor, sizes: tuple[int, ...], dst_row: int, pitch: int, piece: int, scatter: bool,
+    with_own: bool, first_slot: int,
+) -> None:  # fmt: skip
+    # The copy engine moves one block: rows as far apart as in an arena. Anything else is laid out so first, on the main
+    # stream; a kernel that copies would wait for an SM, as one that signals would.
+    (rows, cols), itemsize = x.shape, x.element_size()
+    row_bytes = pitch * itemsize
+    if not x.is_contiguous() or cols != pitch:
+        laid_out = x.new_zeros(rows, pitch)
+        laid_out[:, :cols] = x
+        x = laid_out
+    steps = ws.steps(op)
+    steps.enter()
+    begins = offsets(sizes)
+
+    def send(dst: int) -> None:
+        first, count = (begins[dst], sizes[dst]) if scatter else (0, rows)
+        part = part_rows(row_bytes, piece)
+        for begin in range(0, count, part):
+            end = min(begin + part, count)
+            if cols:
+                view = ws.view(dst, steps.epoch, (dst_row + begin) * row_bytes, (end - begin, pitch), x.dtype)
+                view.copy_(x[first + begin : first + end])
+                ws.sent((end - begin) * row_bytes, dst)
+            for slot in range(begin // piece, -(-end // piece)):
+                steps.write(dst, first_slot + slot)
+
+    if with_own:
+        send(ws.rank)
+    with travelling(ws):
+        for i in range(1, ws.world_size):
+            # First the rank before this one: it wants these rows soonest.
+            send((ws.rank - i) % ws.world_size)
+
+
+def finish(ws: Workspace, op: str) -> None:
+    """End the epoch of an op whose copies may be on their way still, so that its kernel could not."""
+    settle(ws)
+    ws.steps(op).leave()

@@ -1,0 +1,137 @@
+"""Who sends what a fused op gathers: real ranks that push, copy, or choose each by itself; and what they choose."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from fusedtp.bench.ranks import RankPool
+from fusedtp.kernels.signal import SIGNALS
+from torch.distributed import ProcessGroup
+
+import fusedtp
+from fusedtp import hardware, reference, workspace
+from fusedtp.memory.local import local_memories
+from fusedtp.overlap import Work
+from fusedtp.schedules import producer
+from fusedtp.steps import DeviceSteps
+from fusedtp.workspace import Workspace
+
+CPU = torch.device("cpu")
+SIZES = (70, 0, 3, 12)
+
+
+def gathers(group: ProcessGroup, by: tuple[str, ...]) -> list[str]:
+    """Forward and backward of a layer that gathers rows, twice, by this rank's producer; who it was, each time."""
+    rank, sizes = group.rank(), SIZES[: group.size()]
+    ws = workspace.get(group, CPU)
+    random = torch.Generator().manual_seed(5)
+    x, grad = (torch.randn(sum(sizes), cols, generator=random) for cols in (9, 6 * group.size()))
+    weight = torch.randn(6 * group.size(), 9, generator=random)
+    seen = []
+    with mock.patch.object(ws, "producer", by[rank % len(by)]):
+        for _ in range(2):
+            mine = reference.chunk(x, 0, rank, sizes).clone().requires_grad_()
+            w = weight[6 * rank : 6 * (rank + 1)].clone().requires_grad_()
+            y = fusedtp.all_gather_linear(mine, w, group=group, sizes=sizes, schedule="fused")
+            seen.append(fusedtp.last_path().producer)
+            reference.check(y, reference.matmul(x, w.t()), reference.bound(x, w.t(), x.dtype), f"y, rank {rank}")
+            y.backward(grad[:, 6 * rank : 6 * (rank + 1)])
+            seen.append(fusedtp.last_path().producer)
+            dy = grad[:, 6 * rank : 6 * (rank + 1)]
+            reference.check(
+                w.grad, reference.matmul(dy.t(), x), reference.bound(dy.t(), x, x.dtype), f"dw, rank {rank}"
+            )
+            dx, bound = (
+                reference.matmul(grad, weight),
+                reference.bound(grad, weight, x.dtype, k_sizes=(6,) * len(sizes)),
+            )
+            rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+            reference.check(mine.grad, dx[rows], bound[rows], f"dx, rank {rank}")
+    return seen
+
+
+@pytest.mark.parametrize("by", [("copy",), ("push", "copy"), ("auto",)], ids="-".join)
+def test_a_layer_by_each_producer(pool: RankPool, by: tuple[str, ...]) -> None:
+    for rank, seen in enumerate(pool.run(gathers, by, world_size=3)):
+        wanted = by[rank % len(by)]
+        # A CPU has neither links nor a copy engine: its kernels are checked as they would run in a graph.
+        assert set(seen) == {"push" if wanted == "auto" else wanted}, f"rank {rank}"
+
+
+def test_only_the_gathers_of_kernels_have_a_producer(pool: RankPool) -> None:
+    assert pool.run(paths, world_size=2) == [["push", "", ""]] * 2
+
+
+def paths(group: ProcessGroup) -> list[str]:
+    found, x = [], torch.ones(4, 4)
+    for schedule, algorithm in (("fused", "direct"), ("fused", "ring"), ("decomposed", "direct")):
+        fusedtp.all_gather(x, group=group, schedule=schedule, algorithm=algorithm)
+        found.append(fusedtp.last_path().producer)
+    return found
+
+
+@pytest.fixture
+def rank() -> Workspace:
+    ranks = [Workspace(memory, CPU) for memory in local_memories(2, CPU)]
+    yield ranks[1]
+    for ws in ranks:
+        ws.close()
+
+
+def test_the_model_chooses_on_a_gpu(rank: Workspace) -> None:
+    """As on an H100, without one: the workspace says that it is on a GPU, the stream that it is not captured."""
+    rank.hardware = hardware.find("h100")
+    small, large = (Work("gather", M, 3584, 8192, M * 8192, 8, "bfloat16") for M in (128, 16384))
+    with (
+        mock.patch.object(rank, "device", torch.device("cuda")),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
+        mock.patch.object(torch.version, "hip", None),
+    ):
+        assert [producer.choose(rank, work) for work in (small, large)] == ["push", "copy"]
+        assert producer.choose(rank, small, asked_for="copy") == "copy"
+        rank.producer = "push"
+        assert producer.choose(rank, large) == "push"
+        rank.producer = "auto"
+        with mock.patch.object(torch.version, "hip", "6.4"):
+            assert producer.choose(rank, large) == "push"
+        with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+            assert producer.choose(rank, large) == "push"
+            with pytest.raises(RuntimeError, match="cannot be captured: use 'push'"):
+                producer.choose(rank, large, asked_for="copy")
+    assert producer.choose(rank, large) == "push"
+
+
+def test_what_a_stream_is_told_to_write(rank: Workspace) -> None:
+    """The word of this rank under the slot in the peer's header, as torch takes it: flat, unsigned, wrapped."""
+    written = []
+    rank._mirror = -5
+    with (
+        mock.patch.object(rank, "device", torch.device("cuda")),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
+        mock.patch.object(torch.ops, "symm_mem", mock.Mock(stream_write_value32_=lambda *a: written.append(a))),
+    ):
+        steps = DeviceSteps(rank, "all_gather")
+        steps.write(0, 7)
+    ((words, offset, value),) = written
+    assert (words.dtype, words.dim(), words.is_contiguous()) == (torch.uint32, 1, True)
+    assert words.data_ptr() == rank.addresses[0]
+    assert offset == SIGNALS.value + 7 * 2 + 1
+    assert value == 2**32 - 4
+    # Torch knows an operator of that name and takes these.
+    schema = torch.ops.symm_mem.stream_write_value32_.default._schema
+    assert [argument.name for argument in schema.arguments] == ["input", "offset", "val"]
+
+
+def test_ranks_go_by_the_hardware_of_rank_0(rank: Workspace) -> None:
+    assert rank.hardware is hardware.CPU
+    for machine in hardware.HARDWARE.values():
+        assert hardware.numbered(hardware.number_of(machine)) is machine
+    assert hardware.numbered(hardware.number_of(None)) is None
+    rank._arena.tensors[0][:256].view(torch.int32)[6] = hardware.number_of(hardware.find("b200"))
+    rank._arena.tensors[1][:256].view(torch.int32)[6] = hardware.number_of(hardware.find("a100"))
+    with mock.patch.object(rank, "device", torch.device("cuda")):
+        assert rank._shared_hardware().name == "b200"
+        rank._arena.tensors[0][:256].view(torch.int32)[6] = 0
+        assert rank._shared_hardware().name == "h100"
