@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import budgets, clock, groups, hardware, turns
+from . import budgets, clock, groups, hardware, missing, turns
 from .errors import PeerTimeout
 from .groups import Group
 from .hardware import Hardware
@@ -28,7 +28,7 @@ from .memory import Arena, Memory, Unreachable
 from .memory.cuda import CudaMemory
 from .memory.posix import PosixMemory
 from .shards import offsets
-from .steps import DeviceSteps, HostSteps, load_acquire, raised, store_release
+from .steps import DeviceSteps, HostSteps, load_acquire, store_release
 
 _MIN_SLOTS = 64
 _MIN_HALF_BYTES = 1 << 16
@@ -272,56 +272,16 @@ class Workspace:
         self._fail(op, peer, slot, expected, seen, min(self.seconds, max(0.001, round(seconds, 3))))
 
     def _fail(self, op: str, peer: int, slot: int, expected: int, seen: int, seconds: float | None = None) -> None:
-        missing = self._really_missing(peer)
+        who = missing.really_missing(self.rank, self.world_size, self._header, peer)
         detail = f"signal slot {slot}: epoch {expected} expected, {seen} seen"
-        words = self._header(missing)
-        if missing != peer:
-            detail += f"; rank {peer} was itself waiting for rank {missing}"
-        if words[signal.GIVEN_UP.value]:
-            detail += f"; rank {missing} had given up on rank {words[signal.GIVEN_UP.value] - 1}"
-        if left := words[signal.LEFT.value]:
-            what = "has called fusedtp.destroy" if left == 1 else "left an op with an exception"
-            detail += f"; rank {missing} {what}: call fusedtp.destroy for this group on every rank, then the op again"
-        self.failure = PeerTimeout(op, self.rank, missing, seconds or self.seconds, detail)
+        detail += missing.explain(self._header, peer, who)
+        self.failure = PeerTimeout(op, self.rank, who, seconds or self.seconds, detail)
         raise self.failure
 
     def _header(self, peer: int) -> list[int]:
         assert self._arena is not None
         words: list[int] = self._arena.tensors[peer][: self.data_offset].view(torch.int32).tolist()
         return words
-
-    def _really_missing(self, peer: int) -> int:
-        """Follow who waits for whom: a peer that is stuck behind another one is not the one to name."""
-        first = self._follow(peer)
-        if self._given_up(first) != self.rank:
-            return first
-        # It waited for this rank, which may have been stuck behind a third one itself: whom did the others give up on?
-        for other in range(self.world_size):
-            if other != self.rank and self._given_up(other) not in (None, self.rank):
-                return self._follow(other)
-        return first
-
-    def _given_up(self, peer: int) -> int | None:
-        # Whom that rank has given up on.
-        word = self._header(peer)[signal.GIVEN_UP.value]
-        return word - 1 if word else None
-
-    def _follow(self, peer: int) -> int:
-        chain = [self.rank]
-        while peer not in chain:
-            chain.append(peer)
-            words = self._header(peer)
-            if words[signal.GIVEN_UP.value]:
-                peer = words[signal.GIVEN_UP.value] - 1
-            elif words[signal.LEFT.value]:
-                break
-            elif words[signal.WAITING_FOR.value]:
-                source, slot = words[signal.WAITING_FOR.value] - 1, words[signal.WAITING_SLOT.value]
-                seen = words[signal.SIGNALS.value + slot * self.world_size + source]
-                # A rank that has what it says it is waiting for was stopped or killed there.
-                if not raised(seen, _wrap(words[signal.EPOCH.value] + 1)):
-                    peer = source
-        return chain[-1]
 
     def signal_words(self, peer: int) -> Tensor:
         """Rank `peer`'s header as torch's stream operations want it: flat, uint32."""

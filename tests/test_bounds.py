@@ -10,7 +10,7 @@ from fusedtp.kernels.launch import INTERPRETER
 from triton.runtime.errors import InterpreterError
 
 from fusedtp.memory.local import local_memories
-from fusedtp.schedules.fused import run_together
+from fusedtp.schedules.phases import run_together
 from fusedtp.workspace import Workspace
 
 from .bounds import Bounds, checked

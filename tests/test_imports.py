@@ -22,7 +22,7 @@ LAYERS = (
     ("partition",),
     ("groups", "reference", "turns", "budgets"),
     ("kernels", "memory"),
-    ("workspace", "steps", "clock"),
+    ("workspace", "steps", "clock", "missing"),
     ("schedules",),
     ("agreement", "dispatch", "tuning"),
     ("execute", "pairs"),

@@ -1,0 +1,66 @@
+"""Whom to name when a wait is given up: not the peer that was waited for where that one was stuck behind another.
+
+All of it is read from the ranks' headers (`kernels.signal`), which say whom a rank waits for and on which slot, whom it
+has given up on, and whether it has left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from .kernels import signal
+from .steps import raised, wrapping_difference
+
+# A rank's header, int32 by int32, with the signals that it has seen.
+Header: TypeAlias = Callable[[int], list[int]]
+
+
+def really_missing(rank: int, world_size: int, header: Header, peer: int) -> int:
+    """The rank that `rank`, which waited for `peer` in vain, should name."""
+    first = _follow(rank, world_size, header, peer)
+    if _given_up(header, first) != rank:
+        return first
+    # It waited for this rank, which may have been stuck behind a third one itself: whom did the others give up on?
+    for other in range(world_size):
+        if other != rank and _given_up(header, other) not in (None, rank):
+            return _follow(rank, world_size, header, other)
+    return first
+
+
+def explain(header: Header, peer: int, missing: int) -> str:
+    """What is known of rank `missing`, named in place of `peer`, behind a message."""
+    words, text = header(missing), ""
+    if missing != peer:
+        text += f"; rank {peer} was itself waiting for rank {missing}"
+    if words[signal.GIVEN_UP.value]:
+        text += f"; rank {missing} had given up on rank {words[signal.GIVEN_UP.value] - 1}"
+    if left := words[signal.LEFT.value]:
+        what = "has called fusedtp.destroy" if left == 1 else "left an op with an exception"
+        text += f"; rank {missing} {what}: call fusedtp.destroy for this group on every rank, then the op again"
+    return text
+
+
+def _given_up(header: Header, peer: int) -> int | None:
+    # Whom that rank has given up on.
+    word = header(peer)[signal.GIVEN_UP.value]
+    return word - 1 if word else None
+
+
+def _follow(rank: int, world_size: int, header: Header, peer: int) -> int:
+    # From each rank to the one that it waits for, to the last one of which there is nothing to say.
+    chain = [rank]
+    while peer not in chain:
+        chain.append(peer)
+        words = header(peer)
+        if words[signal.GIVEN_UP.value]:
+            peer = words[signal.GIVEN_UP.value] - 1
+        elif words[signal.LEFT.value]:
+            break
+        elif words[signal.WAITING_FOR.value]:
+            source, slot = words[signal.WAITING_FOR.value] - 1, words[signal.WAITING_SLOT.value]
+            seen = words[signal.SIGNALS.value + slot * world_size + source]
+            # A rank that has what it says it is waiting for was stopped or killed there.
+            if not raised(seen, wrapping_difference(words[signal.EPOCH.value], -1)):
+                peer = source
+    return chain[-1]
