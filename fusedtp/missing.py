@@ -6,26 +6,45 @@ has given up on, and whether it has left.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TypeAlias
 
 from .kernels import signal
 from .steps import raised, wrapping_difference
 
+# How long who is alive may take to say so.
+GRACE_SECONDS = 1.0
+
 # A rank's header, int32 by int32, with the signals that it has seen.
 Header: TypeAlias = Callable[[int], list[int]]
 
 
 def really_missing(rank: int, world_size: int, header: Header, peer: int) -> int:
-    """The rank that `rank`, which waited for `peer` in vain, should name."""
-    first = _follow(rank, world_size, header, peer)
-    if _given_up(header, first) != rank:
-        return first
-    # It waited for this rank, which may have been stuck behind a third one itself: whom did the others give up on?
-    for other in range(world_size):
-        if other != rank and _given_up(header, other) not in (None, rank):
-            return _follow(rank, world_size, header, other)
-    return first
+    """The rank that `rank`, which waited for `peer` in vain, should name.
+
+    That is the one at the end of the chain of those who wait for each other. Where another rank has given up on yet
+    another one, the two are told apart by what they say of themselves: who is alive will soon wait, or give up.
+    """
+    deadline = time.monotonic() + GRACE_SECONDS
+    while True:
+        first = _follow(rank, world_size, header, peer)
+        givers = [
+            other for other in range(world_size) if other != rank and _given_up(header, other) not in (None, rank)
+        ]
+        ends = [_follow(rank, world_size, header, giver) for giver in givers]
+        rivals = [end for end in ends if end != first and _is_silent(world_size, header, end)]
+        if not _is_silent(world_size, header, first):
+            # It waits for this rank, or has given up on it: this rank is late itself, or was stuck behind a third one.
+            if rivals:
+                return rivals[0]
+            if not givers:
+                return first
+        elif not rivals:
+            return first
+        if time.monotonic() > deadline:
+            return first
+        time.sleep(0.01)
 
 
 def explain(header: Header, peer: int, missing: int) -> str:
@@ -47,6 +66,23 @@ def _given_up(header: Header, peer: int) -> int | None:
     return word - 1 if word else None
 
 
+def _is_silent(world_size: int, header: Header, peer: int) -> bool:
+    # Whether that rank neither waits nor has given up, as one that is dead, stopped, gone or busy.
+    words = header(peer)
+    if words[signal.GIVEN_UP.value] or words[signal.LEFT.value]:
+        return not words[signal.GIVEN_UP.value]
+    return _waits_for(world_size, words) is None
+
+
+def _waits_for(world_size: int, words: list[int]) -> int | None:
+    if not words[signal.WAITING_FOR.value]:
+        return None
+    source, slot = words[signal.WAITING_FOR.value] - 1, words[signal.WAITING_SLOT.value]
+    seen = words[signal.SIGNALS.value + slot * world_size + source]
+    # A rank that has what it says it is waiting for was stopped or killed there.
+    return None if raised(seen, wrapping_difference(words[signal.EPOCH.value], -1)) else source
+
+
 def _follow(rank: int, world_size: int, header: Header, peer: int) -> int:
     # From each rank to the one that it waits for, to the last one of which there is nothing to say.
     chain = [rank]
@@ -57,10 +93,6 @@ def _follow(rank: int, world_size: int, header: Header, peer: int) -> int:
             peer = words[signal.GIVEN_UP.value] - 1
         elif words[signal.LEFT.value]:
             break
-        elif words[signal.WAITING_FOR.value]:
-            source, slot = words[signal.WAITING_FOR.value] - 1, words[signal.WAITING_SLOT.value]
-            seen = words[signal.SIGNALS.value + slot * world_size + source]
-            # A rank that has what it says it is waiting for was stopped or killed there.
-            if not raised(seen, wrapping_difference(words[signal.EPOCH.value], -1)):
-                peer = source
+        elif (source := _waits_for(world_size, words)) is not None:
+            peer = source
     return chain[-1]

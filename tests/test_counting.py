@@ -139,7 +139,7 @@ def test_what_a_layer_sends_and_keeps(pool: RankPool, name: str, needs: str) -> 
 
 # What starts the gather and what multiplies first, in each schedule.
 STARTS = {"unfused": ("_start_gather", "torch.mm"), "decomposed": ("gathered", "_matmul_into"),
-          "fused": ("push", "matmul_scatter")}  # fmt: skip
+          "fused": ("fusedtp.schedules.producer.push", "matmul_scatter")}  # fmt: skip
 
 
 def order_of_backward(group: ProcessGroup, name: str, schedule: str) -> list[str]:

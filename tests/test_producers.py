@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from fusedtp.bench.ranks import RankPool
-from fusedtp.kernels.signal import SIGNALS
+from fusedtp.kernels.signal import HARDWARE, SIGNALS
 from torch.distributed import ProcessGroup
 
 import fusedtp
@@ -129,9 +129,9 @@ def test_ranks_go_by_the_hardware_of_rank_0(rank: Workspace) -> None:
     for machine in hardware.HARDWARE.values():
         assert hardware.numbered(hardware.number_of(machine)) is machine
     assert hardware.numbered(hardware.number_of(None)) is None
-    rank._arena.tensors[0][:256].view(torch.int32)[6] = hardware.number_of(hardware.find("b200"))
-    rank._arena.tensors[1][:256].view(torch.int32)[6] = hardware.number_of(hardware.find("a100"))
+    rank._arena.tensors[0][:256].view(torch.int32)[HARDWARE.value] = hardware.number_of(hardware.find("b200"))
+    rank._arena.tensors[1][:256].view(torch.int32)[HARDWARE.value] = hardware.number_of(hardware.find("a100"))
     with mock.patch.object(rank, "device", torch.device("cuda")):
         assert rank._shared_hardware().name == "b200"
-        rank._arena.tensors[0][:256].view(torch.int32)[6] = 0
+        rank._arena.tensors[0][:256].view(torch.int32)[HARDWARE.value] = 0
         assert rank._shared_hardware().name == "h100"
