@@ -131,7 +131,7 @@ def run(op: str, schedule: str, group: ProcessGroup, x: Tensor, *operands: Tenso
     path = choose(op, schedule, device=x.device, dtype=x.dtype, group=group, shape=shape)
     function = getattr(schedules.load(path.schedule), op)
     if path.schedule == "fused" and x.device.type == "cpu":
-        with turns.of_interpreter(op):
+        with turns.Turn("interpreter", "", op):
             out = function(x, *operands, group=group, **options)
     else:
         out = function(x, *operands, group=group, **options)

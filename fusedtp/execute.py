@@ -57,7 +57,7 @@ class Runner:
     def call(self, op: str, axis: str, x: Tensor, *operands: Tensor | None, **options: Any) -> Any:
         """One op over one axis, by the schedule that dispatch chooses."""
         group = self.groups[axis]
-        with turns.of_group(group.group_name, op):
+        with turns.Turn("group", group.group_name, op):
             if self.debug or agreement.wanted():
                 asked_for = {"schedule": self.schedule, "algorithm": self.algorithm}
                 agreement.check(op, group, x, *operands, **asked_for, **options)
@@ -198,6 +198,13 @@ def _product(
         shape=None if len(dims) == 2 else tuple(lengths[name] for name in dims),
         dims=dims,
     )
+
+
+def only_product(run: Runner, plan: MatmulPlan, a: tuple[str, ...], b: tuple[str, ...], has_bias: bool) -> Any:
+    """What `execute` has run of operands with these dims, where that was one op with its result as it is wanted."""
+    before, _, after = plan.stages()
+    product: _Product | None = run.partition.products.get((plan, a, b, None, (), not has_bias))
+    return product if product is not None and not before and not after and product.dims == plan.c.names else None
 
 
 def execute(

@@ -19,7 +19,7 @@ def _run(
     op: str, schedule: str, x: Tensor, group_name: str, *operands: Tensor | None, debug: bool = False, **options: Any
 ) -> Tensor:
     group = groups.resolve(group_name)
-    with turns.of_group(group_name, op):
+    with turns.Turn("group", group_name, op):
         if debug or agreement.wanted():
             agreement.check(op, group, x, *operands, schedule=schedule, **options)
         out: Tensor = dispatch.run(op, schedule, group, x, *operands, **options)

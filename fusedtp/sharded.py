@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import groups, notation
-from .execute import Named, Runner, execute
+from .execute import Named, Runner, execute, only_product
 from .notation import Spec, parse
 from .pairs import pair
 from .partition import Partition
@@ -120,6 +120,24 @@ class Problem:
         runner = self._runners[fake] = kind(self.partition(), by_axis, self.schedule, self.algorithm, self.debug)
         return runner
 
+    @cached_property
+    def _ready(self) -> dict[tuple[Any, ...], tuple[Runner, Any]]:
+        return {}
+
+    def ready(self, key: tuple[Any, ...]) -> tuple[Runner, Any] | None:
+        """What `keep` was given under that key, while its groups are those of their names."""
+        kept = self._ready.get(key)
+        if kept is not None:
+            for name, group in zip(self.group_names, kept[0].groups.values(), strict=True):
+                if groups.named(name) is not group:
+                    return None
+        return kept
+
+    def keep(self, key: tuple[Any, ...], runner: Runner, op: Any) -> None:
+        """A call that is one op and nothing else, for the calls to come."""
+        if op is not None:
+            self._ready[key] = runner, op
+
 
 # A layer makes the same call again and again: what depends on its arguments alone is made once.
 
@@ -196,10 +214,17 @@ class _Shapes(Runner):
 
 
 def _forward(x: Tensor, w: Tensor, bias: Tensor | None, problem: Problem, *, fake: bool = False) -> Tensor:
+    ready = problem.ready(("forward", x.dtype, bias is None)) if not fake else None
+    if ready is not None:
+        runner, product = ready
+        only: Tensor = product.run(runner, x, w, bias).tensor
+        return only
     dims_x, dims_w, dims_y = problem.dims
-    plan = problem.plan(x.dtype).forward
-    out = execute(problem.runner(fake), plan, Named(x, dims_x), Named(w, dims_w), bias=bias)
-    return out.ordered(dims_y)
+    plan, run = problem.plan(x.dtype).forward, problem.runner(fake)
+    out = execute(run, plan, Named(x, dims_x), Named(w, dims_w), bias=bias).ordered(dims_y)
+    if not fake and plan.c.names == dims_y:
+        problem.keep(("forward", x.dtype, bias is None), run, only_product(run, plan, dims_x, dims_w, bias is not None))
+    return out
 
 
 def _backward(
@@ -213,14 +238,20 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     # x and w are [0] where they are not needed; so is a gradient that nobody asked for. needs: of x, of w, of the bias.
     dims_x, dims_w, dims_y = problem.dims
-    run, plans = problem.runner(fake), problem.plan(dy.dtype)
     needs_x, needs_w, needs_bias = needs
+    ready = problem.ready(("pair", dy.dtype)) if needs_x and needs_w and not needs_bias and not fake else None
+    if ready is not None:
+        named_dx, named_dw = ready[1].run(ready[0], dy, x, w)
+        return named_dx.ordered(dims_x), named_dw.ordered(dims_w), dy.new_empty(0)
+    run, plans = problem.runner(fake), problem.plan(dy.dtype)
     named = Named(dy, dims_y)
     # A tensor for each: an operator's results may not share memory.
     db = _bias_gradient(run, problem.parsed, named) if needs_bias else dy.new_empty(0)
     done: tuple[Step, ...] = ()
     both = pair(run, plans, named, Named(x, dims_x), Named(w, dims_w)) if needs_x and needs_w else None
     if both is not None:
+        if not fake:
+            problem.keep(("pair", dy.dtype), run, both)
         named_dx, named_dw = both.run(run, dy, x, w)
         return named_dx.ordered(dims_x), named_dw.ordered(dims_w), db
     dx, dw = dy.new_empty(0), dy.new_empty(0)

@@ -34,6 +34,8 @@ _CORES = len(os.sched_getaffinity(0))
 # Every aligned load of an x86 acquires and every store releases, so plain ones do there, in a tenth of the time.
 _PLAIN_WORDS = platform.machine().lower() in ("x86_64", "amd64")
 
+_SIGNALS: int = signal.SIGNALS.value
+
 _TRUE = np.ones(1, dtype=bool)
 _ZERO = np.zeros(1, dtype=np.int32)
 
@@ -84,20 +86,18 @@ class HostSteps:
         self._ws, self._op = workspace, op
         self.epoch = workspace.next_epoch()
 
-    def _slot(self, owner: int, source: int, slot: int) -> int:
-        word: int = signal.SIGNALS.value + slot * self._ws.world_size + source
-        return self._ws.addresses[owner] + 4 * word
-
     def signal(self, dst: int, slot: int) -> None:
         """Release everything stored for rank `dst`, under `slot`."""
-        store_release(self._slot(dst, self._ws.rank, slot), self.epoch)
+        ws = self._ws
+        store_release(ws.addresses[dst] + 4 * (_SIGNALS + slot * ws.world_size + ws.rank), self.epoch)
 
     # Of the host's own steps there is one kind.
     write = signal
 
     def wait(self, src: int, slot: int) -> None:
         """Wait until rank `src` has raised `slot`; PeerTimeout when the budget is spent."""
-        address = self._slot(self._ws.rank, src, slot)
+        ws = self._ws
+        address = ws.addresses[ws.rank] + 4 * (_SIGNALS + slot * ws.world_size + src)
         if raised(load_acquire(address), self.epoch):
             return
         with trace.span("wait", src):
@@ -131,10 +131,11 @@ class HostSteps:
 
     def _take_back_entry(self) -> None:
         # As in `kernels.signal`, no peer ends an op that this rank has given up. It may end the one before.
-        for peer in range(self._ws.world_size):
-            if peer != self._ws.rank:
-                before = wrapping_difference(self.epoch, 1)
-                store_release(self._slot(peer, self._ws.rank, signal.ENTRY_SLOT.value), before)
+        ws, before = self._ws, wrapping_difference(self.epoch, 1)
+        for peer in range(ws.world_size):
+            if peer != ws.rank:
+                entry = _SIGNALS + signal.ENTRY_SLOT.value * ws.world_size + ws.rank
+                store_release(ws.addresses[peer] + 4 * entry, before)
 
     def leave(self) -> None:
         """Wait for every peer's entry and end the epoch."""

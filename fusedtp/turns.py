@@ -17,11 +17,17 @@ _REFUSALS = {
     "or 'unfused' in several threads, or 'fused' in one",
 }
 
-# By what is taken, and its name: the op that has it, and its thread.
-_taken: dict[tuple[str, str], tuple[str, threading.Thread]] = {}
+# By what is taken, and its name: the op that has it, and its thread's number.
+_taken: dict[tuple[str, str], tuple[str, int]] = {}
 
 
-class _Turn:
+class Turn:
+    """A context: the only op that has `what` of that name in this process. RuntimeError where there is another.
+
+    what: "group", or "interpreter" under any name, as Triton's interpreter has one state. Nothing has been sent when it
+    is refused; the peers of such a rank wait for it until their budget is spent.
+    """
+
     # Not a generator: every op passes here.
     __slots__ = ("_key", "_op")
 
@@ -29,26 +35,14 @@ class _Turn:
         self._key, self._op = (what, name), op
 
     def __enter__(self) -> None:
-        mine = (self._op, threading.current_thread())
+        mine = (self._op, threading.get_ident())
         # One step of the dict's: whichever thread comes first finds its own.
         holder = _taken.setdefault(self._key, mine)
         if holder is not mine:
-            (what, name), (op, thread) = self._key, holder
+            (what, name), (op, number) = self._key, holder
+            thread = next((each.name for each in threading.enumerate() if each.ident == number), "one that has ended")
             refusal = _REFUSALS[what].format(name=name)
-            raise RuntimeError(f"{self._op}: {op} is under way in thread {thread.name!r} {refusal}")
+            raise RuntimeError(f"{self._op}: {op} is under way in thread {thread!r} {refusal}")
 
     def __exit__(self, *_: object) -> None:
         del _taken[self._key]
-
-
-def of_group(name: str, op: str) -> _Turn:
-    """A context: the only op of that group in this process. RuntimeError, before anything is sent, where it is not.
-
-    The peers of a rank that is refused wait for it until their budget is spent.
-    """
-    return _Turn("group", name, op)
-
-
-def of_interpreter(op: str) -> _Turn:
-    """A context: the only interpreted op of this process, as Triton's interpreter has one state. Errors as above."""
-    return _Turn("interpreter", "", op)

@@ -39,6 +39,8 @@ _workspaces: dict[tuple[str, torch.device], Workspace] = {}
 _unreachable: dict[tuple[str, torch.device], str] = {}
 # For which group either was made: torch gives the name of one that is destroyed to another.
 _made_for: dict[tuple[str, torch.device], dist.ProcessGroup] = {}
+# Both once more, by what can be looked up in no time.
+_found: dict[tuple[int, torch.device], tuple[dist.ProcessGroup, Workspace]] = {}
 _destroyed: Counter[str | None] = Counter()  # how often each group was; None: all of them
 
 
@@ -335,6 +337,10 @@ def get(group: dist.ProcessGroup, device: torch.device, *, epoch: int = 0) -> Wo
 
     Raises `Unreachable` where ranks share no memory.
     """
+    # A group that lives on has no other's number.
+    found = _found.get((id(group), device))
+    if found is not None and found[0] is group:
+        return found[1]
     key = _key(group, device)
     if _made_for.get(key) is not group:
         _forget(key)
@@ -348,6 +354,7 @@ def get(group: dist.ProcessGroup, device: torch.device, *, epoch: int = 0) -> Wo
         except Unreachable as error:
             _unreachable[key] = str(error)
             raise
+    _found[id(group), device] = group, _workspaces[key]
     return _workspaces[key]
 
 
@@ -399,13 +406,14 @@ def destroy(group: Group = None) -> None:
     keys = [key for key in _made_for if name in (None, key[0])]
     with contextlib.ExitStack() as stack:
         for each in dict.fromkeys(key[0] for key in keys):
-            stack.enter_context(turns.of_group(each, "destroy"))
+            stack.enter_context(turns.Turn("group", each, "destroy"))
         _destroyed[name] += 1
         for key in keys:
             _forget(key)
 
 
 def _forget(key: tuple[str, torch.device]) -> None:
+    _found.clear()
     _made_for.pop(key, None)
     _unreachable.pop(key, None)
     if key in _workspaces:
@@ -418,7 +426,7 @@ _of_parent: list[Workspace] = []
 
 def _after_fork() -> None:
     _of_parent.extend(_workspaces.values())
-    for each in (_workspaces, _unreachable, _made_for):
+    for each in (_workspaces, _unreachable, _made_for, _found):
         each.clear()
 
 

@@ -107,7 +107,7 @@ def all_gather_two_matmuls(
         return torch.mm(a, b), torch.mm(a.t(), right)
     if max(sizes) < FEW_ROWS or _is_narrow(a):
         whole = _gather_at_once(a, sizes, group)
-        return torch.mm(whole, b), torch.mm(whole.t(), right)
+        return _product(whole, b, None, False), _product(whole.t(), right, None, False)
     ws = workspace.get(group, a.device)
     begins = offsets(sizes)
     first, second = a.new_empty(sum(sizes), b.shape[1]), a.new_empty(a.shape[1], right.shape[1])
@@ -137,8 +137,9 @@ def _is_narrow(x: Tensor) -> bool:
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
     left, right = (b.t(), a.t()) if transposed else (a, b)
-    with trace.span("multiply"):
-        return torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
+    if bias is None:
+        return trace.timed("multiply", -1, torch.mm, left, right)
+    return trace.timed("multiply", -1, torch.addmm, bias, left, right)
 
 
 def _scatter_partials(
@@ -150,8 +151,7 @@ def _scatter_partials(
     if ws.in_place and scatter_dim == 0 and max(sizes) < FEW_ROWS:
         # One matmul into the own arena, from which every owner reads its rows.
         shape = (a.shape[0], b.shape[1])
-        with trace.span("multiply"):
-            _matmul_into(a, b, ws.view(ws.rank, steps.epoch, 0, shape, a.dtype))
+        trace.timed("multiply", -1, _matmul_into, a, b, ws.view(ws.rank, steps.epoch, 0, shape, a.dtype))
         for i in range(1, ws.world_size):
             steps.signal((ws.rank - i) % ws.world_size, FIRST_SLOT.value)
         own = slice(begins[ws.rank], begins[ws.rank + 1])
@@ -194,8 +194,7 @@ def matmul_reduce_scatter(
     with Epoch(ws, "matmul_reduce_scatter", ws.world_size * stride, 1) as steps:
         parts = _scatter_partials(ws, steps, a, b, scatter_dim, sizes, stride)
         out = torch.empty_like(parts[0])
-        with trace.span("add"):
-            _sum_into(parts, bias, out)
+        trace.timed("add", -1, _sum_into, parts, bias, out)
     return out
 
 
@@ -263,8 +262,7 @@ def matmul_all_reduce(
     with Epoch(ws, "matmul_all_reduce", ws.world_size * stride + out_bytes, 2) as steps:
         parts = _scatter_partials(ws, steps, a, b, 0, sizes, stride)
         mine = out[begin : begin + sizes[ws.rank]]
-        with trace.span("add"):
-            _sum_into(parts, bias, mine)
+        trace.timed("add", -1, _sum_into, parts, bias, mine)
         _share_rows(ws, steps, mine, out, sizes, ws.world_size * stride)
     return out
 
@@ -286,8 +284,7 @@ def _one_shot(ws: Workspace, name: str, fill: Callable[[Tensor], object], bias: 
             mine if src == ws.rank else published(ws, steps, src, shape, out.dtype, FIRST_SLOT.value, src * stride)
             for src in range(ws.world_size)
         ]
-        with trace.span("add"):
-            _sum_into(parts, bias, out)
+        trace.timed("add", -1, _sum_into, parts, bias, out)
     return out
 
 
@@ -341,8 +338,7 @@ def reduce_scatter(x: Tensor, *, sizes: tuple[int, ...], group: ProcessGroup, al
     stride = aligned(max(sizes) * x.shape[1] * x.element_size())
     with Epoch(ws, "reduce_scatter", ws.world_size * stride, 1) as steps:
         parts = _scatter_rows(ws, steps, x, sizes, stride)
-        with trace.span("add"):
-            _sum_into(parts, None, out)
+        trace.timed("add", -1, _sum_into, parts, None, out)
     return out
 
 
@@ -361,7 +357,6 @@ def all_reduce(x: Tensor, *, group: ProcessGroup, algorithm: str = "auto") -> Te
     with Epoch(ws, "all_reduce", ws.world_size * stride + out_bytes, 2) as steps:
         mine = out[begin : begin + sizes[ws.rank]]
         parts = _scatter_rows(ws, steps, x, sizes, stride)
-        with trace.span("add"):
-            _sum_into(parts, None, mine)
+        trace.timed("add", -1, _sum_into, parts, None, mine)
         _share_rows(ws, steps, mine, out, sizes, ws.world_size * stride)
     return out

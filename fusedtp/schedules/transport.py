@@ -62,9 +62,9 @@ class Epoch:
         ws.begin()
         try:
             ws.require(self._half_bytes, self._slots)
-            self._steps = ws.steps(self._name)
-            self._steps.enter()
-            return self._entered(self._steps)
+            self._steps = steps = ws.steps(self._name)
+            steps.enter()
+            return self._entered(steps)
         except BaseException as error:
             ws.interrupted(self._name, error)
             raise
@@ -113,8 +113,7 @@ def publish(ws: Workspace, steps: Steps, x: Tensor, slot: int, offset: int) -> N
     """Make x [rows, cols] readable by every peer: in the own arena, or in each peer's at this rank's place."""
     shape = (x.shape[0], x.shape[1])
     if ws.in_place:
-        with trace.span("travel", ws.rank):
-            ws.view(ws.rank, steps.epoch, offset, shape, x.dtype).copy_(x)
+        trace.timed("travel", ws.rank, ws.view(ws.rank, steps.epoch, offset, shape, x.dtype).copy_, x)
         for i in range(1, ws.world_size):
             steps.signal((ws.rank - i) % ws.world_size, slot)
         return
@@ -152,8 +151,7 @@ def gathered(
             src = (ws.rank + i) % ws.world_size
             theirs = published(ws, steps, src, (sizes[src], cols), x.dtype, slot, at[src])
             if ws.in_place:
-                with trace.span("travel", src):
-                    rows[begins[src] : begins[src + 1]] = theirs
+                trace.timed("travel", src, rows[begins[src] : begins[src + 1]].copy_, theirs)
         return rows
 
     return whole

@@ -1,0 +1,69 @@
+"""Whom a rank names that has waited in vain, from what the ranks' headers say."""
+
+from __future__ import annotations
+
+import pytest
+from fusedtp.kernels import signal
+
+from fusedtp import missing
+
+WORLD_SIZE = 4
+
+
+def says(
+    *, waits_for: int | None = None, has_it: bool = False, gave_up_on: int | None = None, left: int = 0
+) -> list[int]:
+    """A header at epoch 7, in its eighth op, waiting in slot 2."""
+    words = [0] * (signal.SIGNALS.value + 3 * WORLD_SIZE)
+    words[signal.EPOCH.value] = 7
+    words[signal.LEFT.value] = left
+    if waits_for is not None:
+        words[signal.WAITING_FOR.value], words[signal.WAITING_SLOT.value] = waits_for + 1, 2
+        words[signal.SIGNALS.value + 2 * WORLD_SIZE + waits_for] = 8 if has_it else 7
+    if gave_up_on is not None:
+        words[signal.GIVEN_UP.value] = gave_up_on + 1
+    return words
+
+
+BUSY = says()
+# (what ranks 0, 1 and 2 say, whom rank 3 names that has waited for rank 2)
+NAMED = {
+    "nobody says anything": ((BUSY, BUSY, BUSY), 2),
+    "each waits for the one before": ((BUSY, says(waits_for=0), says(waits_for=1)), 0),
+    "each has given up on the one before": ((BUSY, says(gave_up_on=0), says(gave_up_on=1)), 0),
+    "killed with what it was waiting for": ((BUSY, BUSY, says(waits_for=1, has_it=True)), 2),
+    "all have given up on the one that asks": ((says(gave_up_on=3), says(gave_up_on=3), says(gave_up_on=3)), 2),
+    "it waits for the one that asks": ((BUSY, BUSY, says(waits_for=3)), 2),
+    "stuck behind a third": ((BUSY, says(gave_up_on=0), says(gave_up_on=3)), 0),
+    "left by an exception": ((BUSY, says(waits_for=2), says(waits_for=1, left=2)), 2),
+    "left, having given up": ((BUSY, says(gave_up_on=0), says(gave_up_on=1, left=1)), 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_who_is_named(case: str) -> None:
+    words, expected = NAMED[case]
+    assert missing.really_missing(3, WORLD_SIZE, lambda peer: [*words, BUSY][peer], 2) == expected
+
+
+@pytest.mark.parametrize(("speaks", "expected"), [(2, 0), (0, 2), (None, 2)])
+def test_who_is_alive_says_so_in_time(monkeypatch: pytest.MonkeyPatch, speaks: int | None, expected: int) -> None:
+    """Rank 3 waited for rank 2, rank 1 for rank 0, and neither says anything: the one that lives gives up on rank 3."""
+    monkeypatch.setattr(missing, "GRACE_SECONDS", 0.2)
+    looks = 0
+
+    def header(peer: int) -> list[int]:
+        nonlocal looks
+        looks += 1
+        if peer == speaks and looks > 20:
+            return says(gave_up_on=3)
+        return says(gave_up_on=0) if peer == 1 else BUSY
+
+    assert missing.really_missing(3, WORLD_SIZE, header, 2) == expected
+
+
+def test_what_is_known_is_told() -> None:
+    words = [says(gave_up_on=1, left=1), BUSY, BUSY, BUSY]
+    text = missing.explain(lambda peer: words[peer], 2, 0)
+    assert text.startswith("; rank 2 was itself waiting for rank 0; rank 0 had given up on rank 1; rank 0 has called ")
+    assert missing.explain(lambda peer: words[peer], 2, 2) == ""
