@@ -133,7 +133,11 @@ class Workspace:
 
     def channel(self) -> Channel:
         """What a kernel's launcher needs."""
-        return Channel(self.peers, self.rank, self.world_size, self.half_bytes, self.data_offset, self.count_bytes)
+        assert self._arena is not None
+        data = self._arena.tensors[self.rank][self.data_offset :]
+        return Channel(
+            self.peers, data, self.rank, self.world_size, self.half_bytes, self.data_offset, self.count_bytes
+        )
 
     def table(self, sizes: tuple[int, ...]) -> Tensor:
         """The row offsets of `sizes` on the device (int32, world_size + 1)."""

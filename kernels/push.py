@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Channel, Config, options
+from .launch import Channel, Config, moving_options
 from .matmul import or_nan
 from .signal import FIRST_SLOT, OPS, Link, begin, cdiv, count_sent, enter, half, leave, raise_signal, wait
 
@@ -208,5 +208,5 @@ def collect(
         out, table, channel.peers, channel.rank, first_slot, region_row, out.shape[1], out.stride(0), out.stride(1),
         pitch,
         channel.half_bytes, channel.data_offset, channel.world_size, OPS.index(op), channel.count_bytes, per_tile,
-        config.block_m, config.block_n, **options(config),
+        config.block_m, config.block_n, **moving_options(config),
     )  # fmt: skip

@@ -65,7 +65,8 @@ def _tiles(rows: int, cols: int, config: Config) -> int:
 def _local(a: Tensor, b: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
     # a @ b without communication; the result is (a @ b).T, contiguous, if transposed.
     out, c = _out(a, a.shape[0], b.shape[1], transposed)
-    matmul(a, b, c, bias, config=config_for(a.device, a.dtype), upcast=INTERPRETED, transposed=transposed)
+    config = config_for(a.device, a.dtype, *c.shape)
+    matmul(a, b, c, bias, config=config, upcast=INTERPRETED, transposed=transposed)
     return out
 
 
@@ -95,11 +96,12 @@ def gather_matmul_phases(
         if gathered is not None:
             gathered.copy_(a)
         return _local(a, b, bias, transposed=transposed)
-    op, config = "all_gather_matmul", config_for(a.device, a.dtype)
+    most_rows = max(sizes) if gather_dim == 0 else a.shape[0]
+    op, config = "all_gather_matmul", config_for(a.device, a.dtype, most_rows, b.shape[1])
     M, K = (sum(sizes), a.shape[1]) if gather_dim == 0 else (a.shape[0], sum(sizes))
     pitch = pitch_of(K if gather_dim == 0 else max(sizes), a.dtype)
     rows = M if gather_dim == 0 else ws.world_size * M
-    pieces = -(-(max(sizes) if gather_dim == 0 else M) // config.block_m)
+    pieces = -(-most_rows // config.block_m)
     ws.require(rows * pitch * a.element_size(), FIRST_SLOT.value + pieces)
     yield
     out, c = _out(a, M, b.shape[1], transposed)
@@ -129,13 +131,13 @@ def matmul_scatter_phases(
     """The own chunk of sum over ranks of a @ b, plus bias. Columns are rows of the transposed problem."""
     if ws.world_size == 1:
         return _local(a, b, bias)
-    op, config = "matmul_reduce_scatter", config_for(a.device, a.dtype)
     out = a.new_empty((sizes[ws.rank], b.shape[1]) if scatter_dim == 0 else (a.shape[0], sizes[ws.rank]))
     if scatter_dim == 1:
         a, b = b.t(), a.t()
         if bias is not None:
             bias = bias.split(sizes)[ws.rank]
     N, region_rows = b.shape[1], max(sizes)
+    op, config = "matmul_reduce_scatter", config_for(a.device, a.dtype, region_rows, N)
     pitch = pitch_of(N, a.dtype)
     ws.require(
         ws.world_size * region_rows * pitch * a.element_size(), FIRST_SLOT.value + _tiles(region_rows, N, config)
@@ -158,7 +160,7 @@ def matmul_scatter_and_gather_phases(
     ws: Workspace, a: Tensor, b: Tensor, x: Tensor, sizes: tuple[int, ...], gathered: Tensor
 ) -> Phases:
     """The own chunk of sum over ranks of a @ b; fills `gathered` [M, C] with gather(x), pushed before a @ b."""
-    op, config = "matmul_reduce_scatter", config_for(a.device, a.dtype)
+    op, config = "matmul_reduce_scatter", config_for(a.device, a.dtype, max(sizes), b.shape[1])
     out = a.new_empty(sizes[ws.rank], b.shape[1])
     N, cols, region_rows, begin = b.shape[1], x.shape[1], max(sizes), sum(sizes[: ws.rank])
     pitch, x_pitch = pitch_of(N, a.dtype), pitch_of(cols, x.dtype)
@@ -201,8 +203,8 @@ def matmul_all_reduce_phases(ws: Workspace, a: Tensor, b: Tensor, bias: Tensor |
     """
     if ws.world_size == 1:
         return _local(a, b, bias)
-    op, config = "matmul_all_reduce", config_for(a.device, a.dtype)
     (M, _), N = a.shape, b.shape[1]
+    op, config = "matmul_all_reduce", config_for(a.device, a.dtype, M, N)
     out = a.new_empty(M, N)
     pitch = pitch_of(N, a.dtype)
     one_shot = _one_shot(algorithm, M, N, a.element_size())
