@@ -52,17 +52,18 @@ SHAPES = ("many", "few columns", "few rows")
 
 _NARROW = Config(num_stages=4)
 _LOW = Config(block_m=64, num_warps=4, num_stages=4, pointer_warps=4, moving_warps=4)
-_WIDE = Config(block_n=256, pointer_warps=16, moving_warps=16)
+_WIDE = Config(block_n=256, flatten=True, pointer_warps=16, moving_warps=16)
 
 # Of 16-bit elements.
 TABLE: dict[str, dict[str, Config]] = {
     "sm_80": {"many": Config(), "few columns": Config(), "few rows": _LOW},
     "sm_90": {
-        shape: replace(config, descriptors=True, flatten=True)
+        shape: replace(config, descriptors=True)
         for shape, config in (("many", _WIDE), ("few columns", _NARROW), ("few rows", _LOW))
     },
+    # Its accumulators are in a memory of their own, which four or eight warps can reach.
     "sm_100": {
-        shape: replace(config, descriptors=True, flatten=True)
+        shape: replace(config, descriptors=True, pointer_warps=min(8, config.pointer_warps))
         for shape, config in (("many", _WIDE), ("few columns", _NARROW), ("few rows", _LOW))
     },
     "gfx942": {

@@ -67,8 +67,8 @@ def described_right(b: torch.Tensor, config: Config) -> Described:
 def described_gathered(
     a: torch.Tensor, channel: Channel, rows: int, cols: int, pitch: int, config: Config
 ) -> tuple[str, TensorDescriptor | None, TensorDescriptor | None]:
-    """How the gathered A is read: the own shard where it lies, [1, M, K], and the own arena, [2, rows, cols]: the halves
-    of even and of odd epochs. Both or neither, as one loop reads them in turn.
+    """How the gathered A is read: by "rows", with a descriptor [1, M, K] of the own shard where it lies and one of the
+    own arena, [2, rows, cols], the halves of even and of odd epochs; or all by "pointers", as one loop reads both.
 
     A shard that is not read where it lies, or is empty, has the arena's descriptor in its place.
     """

@@ -20,7 +20,16 @@ import triton.language as tl
 
 from .descriptors import described_gathered, described_right
 from .launch import Channel, Config, flattened, options
-from .matmul import Operand, RightOperand, b_source, bias_along, locate_in_chunks, locate_whole, matmul_tiles, store_rows
+from .matmul import (
+    Operand,
+    RightOperand,
+    b_source,
+    bias_along,
+    locate_in_chunks,
+    locate_whole,
+    matmul_tiles,
+    store_rows,
+)
 from .push import Rows, push_to_all
 from .signal import FIRST_SLOT, OPS, Link, before_descriptor, begin, enter, half, leave, wait
 
@@ -117,7 +126,7 @@ def _gather_matmul_programs(
     num_programs = tl.num_programs(0)
     if PUSHERS > 0:
         enter(ctx.link, pid)
-    if pid < PUSHERS:
+    if PUSHERS > 0 and pid < PUSHERS:
         push_to_all(
             ctx.link, shard, ctx.table, pid, PUSHERS, num_rows, dst_row, ctx.pitch,
             FIRST_SLOT, False, not ctx.OWN_IN_PLACE, ctx.BLOCK_M, BLOCK_R, BLOCK_C,
@@ -140,11 +149,12 @@ def _gather_matmul_programs(
 
 @triton.jit(do_not_specialize=["rank", "num_rows", "dst_row", "num_tiles"])
 def _gather_matmul_kernel(
-    a_ptr, b_ptr, c_ptr, bias_ptr, own_desc, arena_desc, b_desc, table, peers, rank, num_rows, dst_row, num_tiles, M, N, K, shard_cols,
+    a_ptr, b_ptr, c_ptr, bias_ptr, own_desc, arena_desc, b_desc, table, peers, rank, num_rows, dst_row, num_tiles,
+    M, N, K, shard_cols,
     stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn, pitch, half_bytes, data_offset,
     WORLD_SIZE: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, A_BY: tl.constexpr, B_BY: tl.constexpr,
-    BIAS: tl.constexpr, OWN_IN_PLACE: tl.constexpr,
-    ALIGNED: tl.constexpr, PUSHERS: tl.constexpr, CONTRACTION: tl.constexpr, LAST: tl.constexpr,
+    BIAS: tl.constexpr, OWN_IN_PLACE: tl.constexpr, ALIGNED: tl.constexpr, PUSHERS: tl.constexpr,
+    CONTRACTION: tl.constexpr, LAST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, FLATTEN: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -206,11 +216,10 @@ def gather_matmul(
     a_by, own_desc, arena_desc = described_gathered(a, channel, rows, cols, pitch, reading)
     b_by, b_desc = described_right(b, reading)
     _gather_matmul_kernel[(config.programs + pushers,)](
-        a, b, c, c if bias is None else bias, own_desc, arena_desc, b_desc, table, channel.peers, rank, a.shape[0], dst_row, num_tiles, M, N, K,
-        a.shape[1],
-        *a.stride(), *b.stride(), *c.stride(), pitch, channel.half_bytes, channel.data_offset,
-        channel.world_size, OPS.index("all_gather_matmul"), channel.count_bytes, a_by, b_by, bias_along(bias, transposed),
-        own_in_place(a), all(size % 16 == 0 for size in sizes), pushers, gather_dim == 1, last,
-        config.block_m, config.block_n, config.block_k, config.group_m, config.copy_rows, config.copy_cols,
+        a, b, c, c if bias is None else bias, own_desc, arena_desc, b_desc, table, channel.peers, rank, a.shape[0],
+        dst_row, num_tiles, M, N, K, a.shape[1], *a.stride(), *b.stride(), *c.stride(), pitch, channel.half_bytes,
+        channel.data_offset, channel.world_size, OPS.index("all_gather_matmul"), channel.count_bytes, a_by, b_by,
+        bias_along(bias, transposed), own_in_place(a), all(size % 16 == 0 for size in sizes), pushers, gather_dim == 1,
+        last, config.block_m, config.block_n, config.block_k, config.group_m, config.copy_rows, config.copy_cols,
         flattened(config, a_by, b_by), upcast, **options(config, a_by, b_by),
     )  # fmt: skip

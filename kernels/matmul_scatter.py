@@ -138,9 +138,8 @@ def matmul_scatter(
     a_by, a_desc = described_left(a, config)
     b_by, b_desc = described_right(b, config)
     _matmul_scatter_kernel[(config.programs,)](
-        a, b, a_desc, b_desc, table, channel.peers, channel.rank, channel.rank * region_rows, num_tiles, M, N, K, *a.stride(),
-        *b.stride(), pitch,
-        channel.half_bytes, channel.data_offset, channel.world_size, OPS.index(op), channel.count_bytes,
-        a_by, b_by, to_all,
+        a, b, a_desc, b_desc, table, channel.peers, channel.rank, channel.rank * region_rows, num_tiles, M, N, K,
+        *a.stride(), *b.stride(), pitch, channel.half_bytes, channel.data_offset, channel.world_size, OPS.index(op),
+        channel.count_bytes, a_by, b_by, to_all,
         config.block_m, config.block_n, config.block_k, config.group_m, upcast, **options(config, a_by, b_by),
     )  # fmt: skip

@@ -135,7 +135,9 @@ def gathered(dim: int, sizes: tuple[int, ...], strided: bool, config: Config, dt
         (1, (33, 1, 62), False, False),
     ],
 )
-def test_a_gather_reads_alike(loads: list[int], dim: int, sizes: tuple[int, ...], strided: bool, described: bool) -> None:
+def test_a_gather_reads_alike(
+    loads: list[int], dim: int, sizes: tuple[int, ...], strided: bool, described: bool
+) -> None:
     dtype = torch.bfloat16 if dim == 0 else torch.float16
     by_pointers = gathered(dim, sizes, strided, POINTERS, dtype)
     assert not loads
