@@ -65,9 +65,11 @@ def flattened(config: Config, a_by: str, b_by: str) -> bool:
     return config.flatten and "pointers" not in (a_by, b_by)
 
 
-def options(config: Config, a_by: str, b_by: str) -> dict[str, int]:
-    """The compiler's options of a kernel that multiplies, as launch arguments: by how it reads A and B."""
-    warps = config.pointer_warps if "pointers" in (a_by, b_by) else config.num_warps
+def options(config: Config, a_by: str, b_by: str, *, to_all: bool = False) -> dict[str, int]:
+    """The compiler's options of a kernel that multiplies, as launch arguments: by how it reads A and B, and whether it
+    stores `to_all` ranks, whose addresses are pointers too.
+    """
+    warps = config.pointer_warps if to_all or "pointers" in (a_by, b_by) else config.num_warps
     return {"num_warps": warps, "num_stages": config.num_stages}
 
 

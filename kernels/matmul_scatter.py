@@ -141,5 +141,6 @@ def matmul_scatter(
         a, b, a_desc, b_desc, table, channel.peers, channel.rank, channel.rank * region_rows, num_tiles, M, N, K,
         *a.stride(), *b.stride(), pitch, channel.half_bytes, channel.data_offset, channel.world_size, OPS.index(op),
         channel.count_bytes, a_by, b_by, to_all,
-        config.block_m, config.block_n, config.block_k, config.group_m, upcast, **options(config, a_by, b_by),
+        config.block_m, config.block_n, config.block_k, config.group_m, upcast,
+        **options(config, a_by, b_by, to_all=to_all),
     )  # fmt: skip

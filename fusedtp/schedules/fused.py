@@ -204,10 +204,11 @@ def matmul_all_reduce_phases(ws: Workspace, a: Tensor, b: Tensor, bias: Tensor |
     if ws.world_size == 1:
         return _local(a, b, bias)
     (M, _), N = a.shape, b.shape[1]
-    op, config = "matmul_all_reduce", config_for(a.device, a.dtype, M, N)
+    one_shot = _one_shot(algorithm, M, N, a.element_size())
+    # Every tile of a one-shot sum is stored to all ranks: a narrow one leaves room for their addresses.
+    op, config = "matmul_all_reduce", config_for(a.device, a.dtype, M, 0 if one_shot else N)
     out = a.new_empty(M, N)
     pitch = pitch_of(N, a.dtype)
-    one_shot = _one_shot(algorithm, M, N, a.element_size())
     sizes = even_sizes(M, ws.world_size)
     region_rows = M if one_shot else max(sizes)
     first, tiles = FIRST_SLOT.value, _tiles(region_rows, N, config)

@@ -161,7 +161,9 @@ def launch_options(case: Case, config: Any) -> dict[str, int]:
         return {"num_warps": 1}
     if case.variant.startswith("push"):
         return {}
-    return options(config, case.a_by, case.b_by) if VARIANTS[case.variant].multiplies else moving_options(config)
+    if not VARIANTS[case.variant].multiplies:
+        return moving_options(config)
+    return options(config, case.a_by, case.b_by, to_all=VARIANTS[case.variant].flags.get("TO_ALL", False))
 
 
 def is_flattened(case: Case) -> bool:
@@ -285,7 +287,8 @@ def cases() -> list[Case]:
                 if name in ("collect pieces", "reduce", "reduce pieces and broadcast"):
                     found.append(of(name))
             else:
-                found.append(main(name))
+                # A tile that goes to all ranks is narrow.
+                found.append(main(name, shape="few columns" if name == "scatter to all" else "many"))
             if name in ("matmul", "gather rows", "scatter"):
                 found += [
                     main(name, shape="few columns"),

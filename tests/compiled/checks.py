@@ -18,9 +18,12 @@ MORE_REGISTERS = {
     ("sm_90", "gather rows", "many", "pointers"): 1.13,
     ("sm_90", "scatter", "many", "pointers"): 1.06,
     ("sm_90", "scatter", "few columns", "rows"): 1.08,
-    ("sm_90", "scatter to all", "many", "rows"): 1.07,
     ("sm_90", "gather rows", "few columns", "rows"): 1.07,
     ("sm_100", "gather rows", "few rows", "rows"): 1.08,
+    ("sm_100", "scatter", "many", "rows"): 1.12,
+    ("sm_100", "scatter", "few columns", "rows"): 1.08,
+    # It holds the addresses of eight arenas.
+    ("sm_90", "scatter to all", "few columns", "rows"): 1.21,
     ("gfx942", "gather rows", "few rows", "pointers"): 1.09,
 }
 
@@ -122,7 +125,7 @@ def acquires(built: Built) -> None:
 
 
 def widths(built: Built) -> None:
-    """16-bit data is stored and loaded 16 bytes at a time. AMD's stores may be of 8: its matrix instructions leave fours."""
+    """16-bit data is stored and loaded 16 bytes at a time; on AMD, whose matrix instructions leave fours, 8 or 16."""
     case, code, variant = built.case, built.ordered, VARIANTS[built.case.variant]
     if case.dtype == torch.float32:
         return

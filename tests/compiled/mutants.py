@@ -70,7 +70,7 @@ MUTANTS = (
         (("signal", "    tl.debug_barrier()\n    signal =", "    signal ="),),
     ),
     Mutant(
-        "the barrier before the stores", checks.releases, (_by("push", "sm_90"), _by("push", "gfx942")),
+        "the barrier before the stores", checks.releases, (Case("push", "sm_90"), Case("push", "gfx942")),
         (
             ("signal", "    tl.debug_barrier()\n    signal =", "    signal ="),
             ("push", "        row = piece * PIECE\n", "        row = piece * PIECE\n        tl.debug_barrier()\n"),
@@ -92,7 +92,7 @@ MUTANTS = (
             'tl.atomic_add(signal, 0, sem="relaxed", scope="sys")'),),
     ),
     Mutant(
-        "no signal", checks.atomics, (_by("scatter", "sm_90"), _by("push", "gfx942")),
+        "no signal", checks.atomics, (_by("scatter", "sm_90"), Case("push", "gfx942")),
         (("signal", '    tl.atomic_xchg(signal, link.epoch, sem="release", scope="sys")', "    pass"),),
     ),
     Mutant(
@@ -103,7 +103,7 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "the wait after the load", checks.acquires, (_by("reduce", "sm_90"), _by("reduce", "gfx942")),
+        "the wait after the load", checks.acquires, (Case("reduce", "sm_90"), Case("reduce", "gfx942")),
         (
             ("reduce", _SUM, ""),
             ("reduce", "            if OWN_IN_PLACE:\n", f"{_SUM}            if OWN_IN_PLACE:\n"),
@@ -115,7 +115,7 @@ MUTANTS = (
         (("gather_matmul", "row = before_descriptor(arena_row, ok)", "row = arena_row"),),
     ),
     Mutant(
-        "an address of unknown alignment", checks.widths, _SCATTER,
+        "an address of unknown alignment", checks.widths, (_by("scatter", "sm_80"), _by("scatter", "sm_90")),
         (("signal", "tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)", "address.to(tl.pointer_type(dtype))"),),
     ),
     Mutant(
