@@ -21,6 +21,7 @@ MORE_REGISTERS = {
     ("sm_90", "gather rows", "few columns", "rows"): 1.07,
     ("sm_100", "gather rows", "few rows", "rows"): 1.08,
     ("sm_100", "scatter", "many", "rows"): 1.12,
+    ("sm_100", "scatter", "many", "columns"): 1.12,
     ("sm_100", "scatter", "few columns", "rows"): 1.08,
     # It holds the addresses of eight arenas.
     ("sm_90", "scatter to all", "few columns", "rows"): 1.21,
