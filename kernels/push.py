@@ -103,8 +103,8 @@ def wait_for_rows(link, src, begin_row, end_row, first_slot, PIECE: tl.constexpr
     """
     ok = 1
     piece = begin_row // PIECE
-    # Not `range`: as a loop that may have no turn it would be a way around the wait, and the compiler makes one loop of
-    # those that it finds beside the contraction's.
+    # Not `range`: as a loop that may have no turn it would be a way around the wait, which no look at the compiled code
+    # could tell from a load too early.
     more = 1
     while more != 0:
         ok &= wait(link, src, piece + first_slot)

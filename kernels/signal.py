@@ -143,9 +143,14 @@ def _give_up(link, words, host, src, slot, seen):
     #
     # Every wait that gives up takes the entry back, as it does not know how far the first has come with that; to an
     # epoch so old that those of later ops are old as well.
-    for i in range(1, link.WORLD_SIZE):
-        entry = header(link.peers, (link.rank + i) % link.WORLD_SIZE) + SIGNALS + ENTRY_SLOT * link.WORLD_SIZE
+    #
+    # Not `range`: the compiler would write out its turns and keep every peer's place in registers from one tile to the
+    # next.
+    dst = (link.rank + 1) % link.WORLD_SIZE
+    while dst != link.rank:
+        entry = header(link.peers, dst) + SIGNALS + ENTRY_SLOT * link.WORLD_SIZE
         tl.atomic_xchg(entry + link.rank, link.epoch - LEAD, sem="release", scope="sys")
+        dst = (dst + 1) % link.WORLD_SIZE
     # Only the first one reports itself. The report's own word is released after the others.
     if tl.atomic_cas(words + GIVEN_UP, 0, src + 1, sem="relaxed", scope="gpu") == 0:
         tl.atomic_xchg(host + REPORT_OP, link.OP, sem="relaxed", scope="sys")
