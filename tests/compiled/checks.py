@@ -17,8 +17,11 @@ REGISTERS = 1.05
 MORE_REGISTERS = {
     ("sm_90", "gather rows", "many", "pointers"): 1.13,
     ("sm_90", "scatter", "many", "pointers"): 1.06,
+    ("sm_90", "scatter", "many", "columns"): 1.07,
     ("sm_90", "scatter", "few columns", "rows"): 1.08,
-    ("sm_90", "gather rows", "few columns", "rows"): 1.07,
+    # Of 130 for the plain one: more than 128 leave room for one program of eight warps all the same.
+    ("sm_90", "gather rows", "few columns", "rows"): 1.21,
+    ("sm_100", "gather rows transposed, own pushed", "many", "rows"): 1.13,
     ("sm_100", "gather rows", "few rows", "rows"): 1.08,
     ("sm_100", "scatter", "many", "rows"): 1.12,
     ("sm_100", "scatter", "many", "columns"): 1.12,
