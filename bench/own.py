@@ -58,7 +58,7 @@ def _step(operands: Operands, name: str) -> Callable[[], Tensor | list[Tensor]]:
 
 
 def _plain(a: Tensor, b: Tensor) -> Callable[[], Tensor]:
-    config = config_for(a.device, a.dtype)
+    config = config_for(a.device, a.dtype, a.shape[0], b.shape[1])
 
     def step() -> Tensor:
         out = a.new_empty(a.shape[0], b.shape[1])
@@ -81,7 +81,8 @@ def _workspace(operands: Operands, rows: int, pitch: int, slots: int) -> Workspa
 
 def _gathered(operands: Operands, shard: Tensor, whole: Tensor, b: Tensor) -> Callable[[], Tensor]:
     # whole @ b, of which this rank's kernel reads its own rows from `shard`.
-    sizes, config = operands.m_sizes, config_for(shard.device, shard.dtype)
+    sizes = operands.m_sizes
+    config = config_for(shard.device, shard.dtype, max(sizes), b.shape[1])
     pitch = pitch_of(whole.shape[1], shard.dtype)
     piece = piece_rows(pitch * shard.element_size(), config)
     ws = _workspace(operands, whole.shape[0], pitch, FIRST_SLOT.value + -(-max(sizes) // piece))
@@ -101,7 +102,8 @@ def _gathered(operands: Operands, shard: Tensor, whole: Tensor, b: Tensor) -> Ca
 
 def _scattered(operands: Operands, a: Tensor, b: Tensor) -> Callable[[], list[Tensor]]:
     # a @ b [M, N], each owner's rows in its own arena. The kernel that adds up is left out, so the epoch stays.
-    sizes, config, N = operands.m_sizes, config_for(a.device, a.dtype), b.shape[1]
+    sizes, N = operands.m_sizes, b.shape[1]
+    config = config_for(a.device, a.dtype, max(sizes), N)
     pitch, region_rows = pitch_of(N, a.dtype), max(sizes)
     tiles = -(-region_rows // config.block_m) * -(-N // config.block_n)
     ws = _workspace(operands, len(sizes) * region_rows, pitch, FIRST_SLOT.value + tiles)

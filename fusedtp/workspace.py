@@ -101,6 +101,7 @@ class Workspace:
         self._arena = self._memory.allocate(header.numel() * 4 + 2 * half_bytes, header)
         self.half_bytes, self.slots, self.data_offset = half_bytes, slots, header.numel() * 4
         self.words = self._arena.tensors[self.rank][: self.data_offset].view(torch.int32)
+        self.data = self._arena.tensors[self.rank][self.data_offset : self.data_offset + 2 * half_bytes]
         # The same words for the host, where it can reach them: an element of a tensor takes ten times as long.
         self.host_words = (self.words if self.device.type == "cpu" else torch.zeros(0)).numpy()
         self.addresses = [each.data_ptr() for each in self._arena.tensors]
@@ -161,7 +162,9 @@ class Workspace:
     def channel(self) -> Channel:
         """What a kernel's launcher needs."""
         self._begun = True
-        return Channel(self.peers, self.rank, self.world_size, self.half_bytes, self.data_offset, self.count_bytes)
+        return Channel(
+            self.peers, self.data, self.rank, self.world_size, self.half_bytes, self.data_offset, self.count_bytes
+        )
 
     def table(self, sizes: tuple[int, ...]) -> Tensor:
         """The row offsets of `sizes` on the device (int32, world_size + 1)."""
@@ -321,7 +324,7 @@ class Workspace:
             self._leave(1)
             arena, self._arena = self._arena, None
             self._views.clear()
-            del self.words, self.host_words
+            del self.words, self.host_words, self.data
             arena.release()
             self._captured.clear()
 

@@ -11,16 +11,27 @@ else it goes through the own arena.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from .launch import Channel, Config, options
-from .matmul import Operand, RightOperand, bias_along, locate_in_chunks, locate_whole, matmul_tiles, store_rows
+from .descriptors import described_gathered, described_right
+from .launch import Channel, Config, flattened, options
+from .matmul import (
+    Operand,
+    RightOperand,
+    b_source,
+    bias_along,
+    locate_in_chunks,
+    locate_whole,
+    matmul_tiles,
+    store_rows,
+)
 from .push import Rows, push_to_all, wait_for_rows
-from .signal import FIRST_SLOT, OPS, Link, begin, enter, half, leave
+from .signal import FIRST_SLOT, OPS, Link, before_descriptor, begin, enter, half, leave
 
 
 class Gathered(NamedTuple):
@@ -28,6 +39,8 @@ class Gathered(NamedTuple):
 
     link: Link
     a_ptr: tl.tensor
+    own_desc: tl.tensor
+    arena_desc: tl.tensor
     stride_am: tl.tensor
     table: tl.tensor
     pitch: tl.tensor
@@ -37,6 +50,7 @@ class Gathered(NamedTuple):
     bias_ptr: tl.tensor
     M: tl.tensor
     N: tl.tensor
+    A_BY: tl.constexpr
     BIAS: tl.constexpr
     OWN_IN_PLACE: tl.constexpr
     ALIGNED: tl.constexpr
@@ -56,39 +70,47 @@ def _locate_own_chunk_first(ctx, tile):
 
 
 @triton.jit
-def _arrived_or_own(ctx, src, tile, arena_row):
-    # Where a tile's rows of rank src's shard lie: the own shard in place, another from row `arena_row` of the own half
-    # on, once they have arrived.
+def _arrived_or_own(ctx, src, tile, arena_row, k_begin, k_len):
+    # Where a tile's rows of rank src's shard lie: the own shard's in place, another's from row `arena_row` of the own
+    # half on, once they have arrived.
     stride = tl.full((), 0, tl.int64) + ctx.pitch
     ok = 1
+    layer = 0
+    row = tile.row
     if ctx.OWN_IN_PLACE and src == ctx.link.rank:
-        stride = tl.full((), 0, tl.int64) + ctx.stride_am
-        ptr = ctx.a_ptr + tile.row.to(tl.int64) * ctx.stride_am
+        if ctx.A_BY == "pointers":
+            stride = tl.full((), 0, tl.int64) + ctx.stride_am
+            source = ctx.a_ptr + tile.row.to(tl.int64) * ctx.stride_am
+        else:
+            source = ctx.own_desc
     else:
         # Raised by rank src's pushing programs, or behind its copies.
         end_row = min(tile.row + ctx.BLOCK_M, tile.rows)
         ok = wait_for_rows(ctx.link, src, tile.row, end_row, FIRST_SLOT, ctx.PIECE)
-        ptr = half(ctx.link, ctx.link.rank, ctx.a_ptr.dtype.element_ty) + arena_row.to(tl.int64) * ctx.pitch
-    return ptr, stride, ok
+        if ctx.A_BY == "pointers":
+            source = half(ctx.link, ctx.link.rank, ctx.a_ptr.dtype.element_ty) + arena_row.to(tl.int64) * ctx.pitch
+        else:
+            source = ctx.arena_desc
+            layer = ctx.link.epoch & 1
+            row = before_descriptor(arena_row, ok)
+    return Operand(source, stride, 1, layer, row, k_begin, k_len, ok)
 
 
 @triton.jit
 def _a_gathered_rows(ctx, tile, i):
-    ptr, stride, ok = _arrived_or_own(ctx, tile.chunk, tile, tile.begin + tile.row)
-    return Operand(ptr, stride, 1, 0, ctx.K, ok)
+    return _arrived_or_own(ctx, tile.chunk, tile, tile.begin + tile.row, 0, ctx.K)
 
 
 @triton.jit
 def _a_gathered_contraction(ctx, tile, i):
     src = (ctx.link.rank + i) % ctx.link.WORLD_SIZE
-    ptr, stride, ok = _arrived_or_own(ctx, src, tile, src * ctx.M + tile.row)
     k_begin = tl.load(ctx.table + src)
     k_len = tl.load(ctx.table + src + 1) - k_begin
     if ctx.ALIGNED:
         # Without the hint, numbers from a table allow loads of one element only.
         k_begin = tl.multiple_of(k_begin, 16)
         k_len = tl.multiple_of(k_len, 16)
-    return Operand(ptr, stride, 1, k_begin, k_len, ok)
+    return _arrived_or_own(ctx, src, tile, src * ctx.M + tile.row, k_begin, k_len)
 
 
 @triton.jit
@@ -100,13 +122,13 @@ def _store_gathered(ctx, tile, acc, ok):
 def _gather_matmul_programs(
     ctx, shard, b, num_rows, dst_row, num_tiles,
     PUSHERS: tl.constexpr, CONTRACTION: tl.constexpr, LAST: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     num_programs = tl.num_programs(0)
     if PUSHERS > 0:
         enter(ctx.link, pid)
-    if pid < PUSHERS:
+    if PUSHERS > 0 and pid < PUSHERS:
         push_to_all(
             ctx.link, shard, ctx.table, pid, PUSHERS, num_rows, dst_row, ctx.pitch,
             FIRST_SLOT, False, not ctx.OWN_IN_PLACE, ctx.PIECE, BLOCK_R, BLOCK_C,
@@ -115,13 +137,13 @@ def _gather_matmul_programs(
         matmul_tiles(
             ctx, b, pid - PUSHERS, num_programs - PUSHERS, num_tiles,
             locate_whole, _a_gathered_contraction, _store_gathered, ctx.link.WORLD_SIZE,
-            ctx.BLOCK_M, ctx.BLOCK_N, BLOCK_K, ctx.UPCAST,
+            ctx.BLOCK_M, ctx.BLOCK_N, BLOCK_K, ctx.UPCAST, FLATTEN,
         )  # fmt: skip
     else:
         matmul_tiles(
             ctx, b, pid - PUSHERS, num_programs - PUSHERS, num_tiles,
             _locate_own_chunk_first, _a_gathered_rows, _store_gathered, 1,
-            ctx.BLOCK_M, ctx.BLOCK_N, BLOCK_K, ctx.UPCAST,
+            ctx.BLOCK_M, ctx.BLOCK_N, BLOCK_K, ctx.UPCAST, FLATTEN,
         )  # fmt: skip
     if LAST:
         leave(ctx.link, num_programs)
@@ -129,12 +151,14 @@ def _gather_matmul_programs(
 
 @triton.jit(do_not_specialize=["rank", "num_rows", "dst_row", "num_tiles"])
 def _gather_matmul_kernel(
-    a_ptr, b_ptr, c_ptr, bias_ptr, table, peers, rank, num_rows, dst_row, num_tiles, M, N, K, shard_cols,
+    a_ptr, b_ptr, c_ptr, bias_ptr, own_desc, arena_desc, b_desc, table, peers, rank, num_rows, dst_row, num_tiles,
+    M, N, K, shard_cols,
     stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn, pitch, half_bytes, data_offset,
-    WORLD_SIZE: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, BIAS: tl.constexpr, OWN_IN_PLACE: tl.constexpr,
-    ALIGNED: tl.constexpr, PUSHERS: tl.constexpr, CONTRACTION: tl.constexpr, LAST: tl.constexpr,
-    PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, UPCAST: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, A_BY: tl.constexpr, B_BY: tl.constexpr,
+    BIAS: tl.constexpr, OWN_IN_PLACE: tl.constexpr, ALIGNED: tl.constexpr, PUSHERS: tl.constexpr,
+    CONTRACTION: tl.constexpr, LAST: tl.constexpr, PIECE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, FLATTEN: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Programs 0 .. PUSHERS - 1 push the own shard and signal each piece, without waiting; the others multiply.
 
@@ -145,12 +169,12 @@ def _gather_matmul_kernel(
     _gather_matmul_programs(
         Gathered(
             Link(peers, rank, begin(peers, rank), half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
-            a_ptr, stride_am, table, pitch, c_ptr, stride_cm, stride_cn, bias_ptr, M, N,
-            BIAS, OWN_IN_PLACE, ALIGNED, K, PIECE, BLOCK_M, BLOCK_N, GROUP_M, UPCAST,
+            a_ptr, own_desc, arena_desc, stride_am, table, pitch, c_ptr, stride_cm, stride_cn, bias_ptr, M, N,
+            A_BY, BIAS, OWN_IN_PLACE, ALIGNED, K, PIECE, BLOCK_M, BLOCK_N, GROUP_M, UPCAST,
         ),
         Rows(a_ptr, stride_am, stride_ak, shard_cols),
-        RightOperand(b_ptr, stride_bk, stride_bn, N),
-        num_rows, dst_row, num_tiles, PUSHERS, CONTRACTION, LAST, BLOCK_K, BLOCK_R, BLOCK_C,
+        RightOperand(b_source(b_ptr, b_desc, B_BY), stride_bk, stride_bn, N, B_BY),
+        num_rows, dst_row, num_tiles, PUSHERS, CONTRACTION, LAST, BLOCK_K, BLOCK_R, BLOCK_C, FLATTEN,
     )  # fmt: skip
 
 
@@ -189,12 +213,17 @@ def gather_matmul(
     pieces = -(-a.shape[0] // piece_rows) * channel.world_size
     pushers = 0 if pushed else max(1, min(config.pushers, pieces))
     dst_row = sum(sizes[:rank]) if gather_dim == 0 else rank * M
+    rows, cols = (M, K) if gather_dim == 0 else (channel.world_size * M, max(sizes))
+    # A chunk that ends inside a block of K would be multiplied with rows of B that belong to the next one.
+    whole_blocks = gather_dim == 0 or all(size % config.block_k == 0 for size in sizes)
+    reading = config if whole_blocks else replace(config, descriptors=False)
+    a_by, own_desc, arena_desc = described_gathered(a, channel, rows, cols, pitch, reading)
+    b_by, b_desc = described_right(b, reading)
     _gather_matmul_kernel[(config.programs + pushers,)](
-        a, b, c, c if bias is None else bias, table, channel.peers, rank, a.shape[0], dst_row, num_tiles, M, N, K,
-        a.shape[1],
-        *a.stride(), *b.stride(), *c.stride(), pitch, channel.half_bytes, channel.data_offset,
-        channel.world_size, OPS.index("all_gather_matmul"), channel.count_bytes, bias_along(bias, transposed),
-        own_in_place(a),        all(size % 16 == 0 for size in sizes), pushers, gather_dim == 1, last,
-        piece_rows, config.block_m, config.block_n, config.block_k, config.group_m, config.copy_rows, config.copy_cols,
-        upcast, **options(config),
+        a, b, c, c if bias is None else bias, own_desc, arena_desc, b_desc, table, channel.peers, rank, a.shape[0],
+        dst_row, num_tiles, M, N, K, a.shape[1], *a.stride(), *b.stride(), *c.stride(), pitch, channel.half_bytes,
+        channel.data_offset, channel.world_size, OPS.index("all_gather_matmul"), channel.count_bytes, a_by, b_by,
+        bias_along(bias, transposed), own_in_place(a), all(size % 16 == 0 for size in sizes), pushers, gather_dim == 1,
+        last, piece_rows, config.block_m, config.block_n, config.block_k, config.group_m, config.copy_rows,
+        config.copy_cols, flattened(config, a_by, b_by), upcast, **options(config, a_by, b_by),
     )  # fmt: skip

@@ -8,6 +8,10 @@ from functools import cache
 import torch
 
 from . import INTERPRETED
+from .configs import INTERPRETER, compiled_config, nearest_target, shape_class
+from .configs import Config as Config
+
+_MANY = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -15,11 +19,12 @@ class Channel:
     """One rank's end of a workspace, as kernels see it.
 
     `peers` is the device table of arena addresses (int64, world_size + 1, the last one the clock's); data starts
-    `data_offset` bytes into an arena, in two halves of `half_bytes`. With `count_bytes` the kernels add up what they
-    store into peers' arenas.
+    `data_offset` bytes into an arena, in two halves of `half_bytes`; `data` is both halves of the own arena (uint8).
+    With `count_bytes` the kernels add up what they store into peers' arenas.
     """
 
     peers: torch.Tensor
+    data: torch.Tensor
     rank: int
     world_size: int
     half_bytes: int
@@ -27,44 +32,26 @@ class Channel:
     count_bytes: bool = False
 
 
-@dataclass(frozen=True)
-class Config:
-    """Tile shape and launch shape of a kernel. `programs` and `pushers` of 0 mean: as many as the device wants."""
-
-    block_m: int = 128
-    block_n: int = 128
-    block_k: int = 64
-    group_m: int = 8
-    num_warps: int = 8
-    num_stages: int = 3
-    programs: int = 0
-    pushers: int = 16
-    copy_rows: int = 8
-    copy_cols: int = 512
-
-
-# Few large tiles: the interpreter's cost is per operation, not per element. Two programs, so that their order matters.
-INTERPRETER = Config(block_m=64, block_n=64, block_k=64, group_m=2, programs=2, pushers=2, copy_rows=64, copy_cols=128)
-
-
 @cache
 def _num_multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def compiled_config(dtype: torch.dtype) -> Config:
-    """The configuration of a compiled kernel; the device adds the number of programs."""
-    if dtype == torch.float32:
-        # No tensor cores, and twice the bytes a tile: smaller tiles keep it out of local memory.
-        return Config(block_m=64, block_n=64, block_k=32, num_warps=8)
-    return Config()
+@cache
+def _target(device: torch.device) -> str:
+    return nearest_target(None if torch.version.hip else torch.cuda.get_device_capability(device)[0])
 
 
-def config_for(device: torch.device, dtype: torch.dtype) -> Config:
-    """The configuration for a device, with the number of programs filled in."""
+def config_for(device: torch.device, dtype: torch.dtype, rows: int = _MANY, cols: int = 0) -> Config:
+    """The configuration for a device, with the number of programs filled in.
+
+    For a matmul, `rows` is the largest number of rows of a chunk, on which the ranks must agree, and `cols` the columns
+    of C, on which they must where they exchange its tiles. What only moves rows has neither.
+    """
     if INTERPRETED:
         return INTERPRETER
-    return replace(compiled_config(dtype), programs=_num_multiprocessors(device))
+    config = compiled_config(_target(device), dtype.itemsize, shape_class(rows, cols))
+    return replace(config, programs=_num_multiprocessors(device))
 
 
 def pitch_of(cols: int, dtype: torch.dtype) -> int:
@@ -73,6 +60,19 @@ def pitch_of(cols: int, dtype: torch.dtype) -> int:
     return -(-cols // per_16_bytes) * per_16_bytes
 
 
-def options(config: Config) -> dict[str, int]:
-    """The compiler's options as launch arguments."""
-    return {"num_warps": config.num_warps, "num_stages": config.num_stages}
+def flattened(config: Config, a_by: str, b_by: str) -> bool:
+    """Whether tiles and contraction become one loop: pointers would have to live from one tile to the next."""
+    return config.flatten and "pointers" not in (a_by, b_by)
+
+
+def options(config: Config, a_by: str, b_by: str, *, to_all: bool = False) -> dict[str, int]:
+    """The compiler's options of a kernel that multiplies, as launch arguments: by how it reads A and B, and whether it
+    stores `to_all` ranks, whose addresses are pointers too.
+    """
+    warps = config.pointer_warps if to_all or "pointers" in (a_by, b_by) else config.num_warps
+    return {"num_warps": warps, "num_stages": config.num_stages}
+
+
+def moving_options(config: Config) -> dict[str, int]:
+    """The compiler's options of a kernel that moves or adds whole tiles."""
+    return {"num_warps": config.moving_warps, "num_stages": config.num_stages}

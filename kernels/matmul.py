@@ -19,7 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Config, options
+from .descriptors import described_left, described_right
+from .launch import Config, flattened, options
 from .signal import cdiv
 
 
@@ -37,25 +38,30 @@ class Tile(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """A's rows of a tile along one chunk of the contraction: pointer to the first element, strides, the chunk's place
-    in K.
+    """A's rows of a tile along one chunk of the contraction, which is the columns k_begin .. k_begin + k_len of A.
+
+    Read by pointers, the first element is where `source` points, with these strides. Read by a descriptor, `source` is
+    that, and the first element is (layer, row, 0) of it.
     """
 
-    ptr: tl.tensor
+    source: tl.tensor
     stride_m: tl.tensor
     stride_k: tl.tensor
+    layer: tl.tensor
+    row: tl.tensor
     k_begin: tl.tensor
     k_len: tl.tensor
     ok: tl.tensor
 
 
 class RightOperand(NamedTuple):
-    """B [K, N], whole and local on every rank."""
+    """B [K, N], whole and local on every rank; `source` and BY as for A."""
 
-    ptr: tl.tensor
+    source: tl.tensor
     stride_k: tl.tensor
     stride_n: tl.tensor
     N: tl.tensor
+    BY: tl.constexpr
 
 
 @triton.jit
@@ -111,7 +117,7 @@ def locate_in_chunks(
     begin = tl.load(table + chunk)
     rows = tl.load(table + chunk + 1) - begin
     left = tile
-    for _ in range(1, WORLD_SIZE):
+    for _ in tl.static_range(1, WORLD_SIZE):
         tiles = cdiv(rows, BLOCK_M) * num_tiles_n
         if left >= tiles:
             left -= tiles
@@ -124,57 +130,81 @@ def locate_in_chunks(
 
 @triton.jit
 def multiply(
-    acc, a, tile, b, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr
-):
+    acc, a, tile, b, A_BY: tl.constexpr, B_BY: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """acc[BLOCK_M, BLOCK_N] += a[rows of the tile, its K chunk] @ b[the same K chunk, columns of the tile]."""
-    # Rows and columns past the end wrap around to valid ones: the loads need no mask for them and the store drops them.
-    offs_m = (tl.arange(0, BLOCK_M) % (tile.rows - tile.row)).to(tl.int64)
-    offs_n = ((tile.col + tl.arange(0, BLOCK_N)) % b.N).to(tl.int64)
     offs_k = tl.arange(0, BLOCK_K)
-    a_ptrs = a.ptr + offs_m[:, None] * a.stride_m + offs_k[None, :].to(tl.int64) * a.stride_k
-    b_ptrs = b.ptr + (a.k_begin + offs_k)[:, None].to(tl.int64) * b.stride_k + offs_n[None, :] * b.stride_n
+    # Pointers to rows and columns past the end wrap around to valid ones, and descriptors read zeros there or rows of
+    # another chunk: no mask in the loop, and the store drops what comes of it.
+    if A_BY == "pointers":
+        offs_m = (tl.arange(0, BLOCK_M) % (tile.rows - tile.row)).to(tl.int64)
+        a_ptrs = a.source + offs_m[:, None] * a.stride_m + offs_k[None, :].to(tl.int64) * a.stride_k
+    if B_BY == "pointers":
+        offs_n = ((tile.col + tl.arange(0, BLOCK_N)) % b.N).to(tl.int64)
+        b_ptrs = b.source + (a.k_begin + offs_k)[:, None].to(tl.int64) * b.stride_k + offs_n[None, :] * b.stride_n
     for k in range(0, cdiv(a.k_len, BLOCK_K)):
-        left = a.k_len - k * BLOCK_K
-        a_block = tl.load(a_ptrs, mask=offs_k[None, :] < left, other=0.0)
-        b_block = tl.load(b_ptrs, mask=offs_k[:, None] < left, other=0.0)
+        if A_BY == "pointers":
+            a_block = tl.load(a_ptrs, mask=offs_k[None, :] < a.k_len - k * BLOCK_K, other=0.0)
+            a_ptrs += BLOCK_K * a.stride_k
+        elif A_BY == "rows":
+            a_block = a.source.load([a.layer, a.row, k * BLOCK_K]).reshape(BLOCK_M, BLOCK_K)
+        else:
+            a_block = a.source.load([a.layer, k * BLOCK_K, a.row]).reshape(BLOCK_K, BLOCK_M).T
+        if B_BY == "pointers":
+            b_block = tl.load(b_ptrs, mask=offs_k[:, None] < a.k_len - k * BLOCK_K, other=0.0)
+            b_ptrs += BLOCK_K * b.stride_k
+        elif B_BY == "rows":
+            b_block = b.source.load([a.k_begin + k * BLOCK_K, tile.col])
+        else:
+            b_block = b.source.load([tile.col, a.k_begin + k * BLOCK_K]).T
         acc = dot(a_block, b_block, acc, UPCAST)
-        a_ptrs += BLOCK_K * a.stride_k
-        b_ptrs += BLOCK_K * b.stride_k
     return acc
 
 
 @triton.jit
+def _matmul_tile(
+    ctx, b, index, LOCATE: tl.constexpr, A_CHUNK: tl.constexpr, STORE: tl.constexpr, NUM_K_CHUNKS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    tile = LOCATE(ctx, index)
+    acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
+    ok = 1
+    for i in range(0, NUM_K_CHUNKS):
+        a = A_CHUNK(ctx, tile, i)
+        ok &= a.ok
+        acc = multiply(acc, a, tile, b, ctx.A_BY, b.BY, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST)
+    STORE(ctx, tile, acc, ok)
+
+
+@triton.jit
 def matmul_tiles(
-    ctx,
-    b,
-    pid,
-    num_programs,
-    num_tiles,
-    LOCATE: tl.constexpr,
-    A_CHUNK: tl.constexpr,
-    STORE: tl.constexpr,
-    NUM_K_CHUNKS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """The tiles pid, pid + num_programs, .. of a matmul, in the order that LOCATE gives them."""
-    for index in range(pid, num_tiles, num_programs):
-        tile = LOCATE(ctx, index)
-        acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
-        ok = 1
-        for i in range(0, NUM_K_CHUNKS):
-            a = A_CHUNK(ctx, tile, i)
-            ok &= a.ok
-            acc = multiply(acc, a, tile, b, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST)
-        STORE(ctx, tile, acc, ok)
+    ctx, b, pid, num_programs, num_tiles,
+    LOCATE: tl.constexpr, A_CHUNK: tl.constexpr, STORE: tl.constexpr, NUM_K_CHUNKS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """The tiles pid, pid + num_programs, .. of a matmul, in the order that LOCATE gives them.
+
+    With FLATTEN the compiler makes one loop of the tiles' and the contraction's: the first loads of the next tile are
+    under way while this one is stored.
+    """
+    if FLATTEN:
+        for index in tl.range(pid, num_tiles, num_programs, flatten=True):
+            _matmul_tile(
+                ctx, b, index, LOCATE, A_CHUNK, STORE, NUM_K_CHUNKS, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST
+            )  # fmt: skip
+    else:
+        for index in range(pid, num_tiles, num_programs):
+            _matmul_tile(
+                ctx, b, index, LOCATE, A_CHUNK, STORE, NUM_K_CHUNKS, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST
+            )  # fmt: skip
 
 
 class Whole(NamedTuple):
     """The plain matmul's operands: A and C whole and local."""
 
     a_ptr: tl.tensor
+    a_desc: tl.tensor
     stride_am: tl.tensor
     stride_ak: tl.tensor
     c_ptr: tl.tensor
@@ -184,6 +214,7 @@ class Whole(NamedTuple):
     M: tl.tensor
     N: tl.tensor
     K: tl.tensor
+    A_BY: tl.constexpr
     BIAS: tl.constexpr
     BLOCK_M: tl.constexpr
     BLOCK_N: tl.constexpr
@@ -216,9 +247,18 @@ def locate_whole(ctx, tile):
 
 
 @triton.jit
+def a_local(ctx, row, A_BY: tl.constexpr):
+    """A's rows from `row` on and all of K, for a kernel whose A is whole and local. Waits for nothing."""
+    if A_BY == "pointers":
+        source = ctx.a_ptr + row.to(tl.int64) * ctx.stride_am
+    else:
+        source = ctx.a_desc
+    return Operand(source, ctx.stride_am, ctx.stride_ak, 0, row, 0, ctx.K, 1)
+
+
+@triton.jit
 def _a_whole(ctx, tile, i):
-    a_ptr = ctx.a_ptr + tile.row.to(tl.int64) * ctx.stride_am
-    return Operand(a_ptr, ctx.stride_am, ctx.stride_ak, 0, ctx.K, 1)
+    return a_local(ctx, tile.row, ctx.A_BY)
 
 
 @triton.jit
@@ -227,23 +267,32 @@ def _store_whole(ctx, tile, acc, ok):
 
 
 @triton.jit
+def b_source(b_ptr, b_desc, B_BY: tl.constexpr):
+    """What `RightOperand` reads B from."""
+    if B_BY == "pointers":
+        return b_ptr
+    else:
+        return b_desc
+
+
+@triton.jit
 def _matmul_kernel(
-    a_ptr, b_ptr, c_ptr, bias_ptr, M, N, K,
+    a_ptr, b_ptr, c_ptr, bias_ptr, a_desc, b_desc, M, N, K,
     stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
-    BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    UPCAST: tl.constexpr,
+    A_BY: tl.constexpr, B_BY: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, FLATTEN: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """The plain matmul. Nobody waits and nobody signals."""
     num_tiles = cdiv(M, BLOCK_M) * cdiv(N, BLOCK_N)
     # Built in the call: a tuple that is assigned to a name loses its constants.
     matmul_tiles(
         Whole(
-            a_ptr, stride_am, stride_ak, c_ptr, stride_cm, stride_cn, bias_ptr, M, N, K,
-            BIAS, BLOCK_M, BLOCK_N, GROUP_M, UPCAST,
+            a_ptr, a_desc, stride_am, stride_ak, c_ptr, stride_cm, stride_cn, bias_ptr, M, N, K,
+            A_BY, BIAS, BLOCK_M, BLOCK_N, GROUP_M, UPCAST,
         ),
-        RightOperand(b_ptr, stride_bk, stride_bn, N),
+        RightOperand(b_source(b_ptr, b_desc, B_BY), stride_bk, stride_bn, N, B_BY),
         tl.program_id(0), tl.num_programs(0), num_tiles,
-        locate_whole, _a_whole, _store_whole, 1, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST,
+        locate_whole, _a_whole, _store_whole, 1, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST, FLATTEN,
     )  # fmt: skip
 
 
@@ -264,8 +313,11 @@ def matmul(
 ) -> None:
     """c [M, N] = a [M, K] @ b [K, N] + bias [N], or [M] if `transposed`; any strides, no communication."""
     (M, K), N = a.shape, b.shape[1]
+    a_by, a_desc = described_left(a, config)
+    b_by, b_desc = described_right(b, config)
     _matmul_kernel[(config.programs,)](
-        a, b, c, c if bias is None else bias, M, N, K, *a.stride(), *b.stride(), *c.stride(),
-        bias_along(bias, transposed), config.block_m, config.block_n, config.block_k, config.group_m, upcast,
-        **options(config),
+        a, b, c, c if bias is None else bias, a_desc, b_desc, M, N, K, *a.stride(), *b.stride(), *c.stride(),
+        a_by, b_by, bias_along(bias, transposed),
+        config.block_m, config.block_n, config.block_k, config.group_m, flattened(config, a_by, b_by), upcast,
+        **options(config, a_by, b_by),
     )  # fmt: skip

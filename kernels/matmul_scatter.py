@@ -14,8 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from .descriptors import described_left, described_right
 from .launch import Channel, Config, options
-from .matmul import Operand, RightOperand, locate_in_chunks, locate_whole, matmul_tiles, round_to
+from .matmul import RightOperand, a_local, b_source, locate_in_chunks, locate_whole, matmul_tiles, round_to
 from .signal import FIRST_SLOT, OPS, Link, begin, cdiv, count_sent, enter, half, raise_signal
 
 
@@ -24,6 +25,7 @@ class Partial(NamedTuple):
 
     link: Link
     a_ptr: tl.tensor
+    a_desc: tl.tensor
     stride_am: tl.tensor
     stride_ak: tl.tensor
     table: tl.tensor
@@ -32,6 +34,7 @@ class Partial(NamedTuple):
     K: tl.tensor
     region_row: tl.tensor
     pitch: tl.tensor
+    A_BY: tl.constexpr
     BLOCK_M: tl.constexpr
     BLOCK_N: tl.constexpr
     GROUP_M: tl.constexpr
@@ -47,8 +50,7 @@ def _locate_own_chunk_last(ctx, tile):
 
 @triton.jit
 def _a_local(ctx, tile, i):
-    a_ptr = ctx.a_ptr + (tile.begin + tile.row).to(tl.int64) * ctx.stride_am
-    return Operand(a_ptr, ctx.stride_am, ctx.stride_ak, 0, ctx.K, 1)
+    return a_local(ctx, tile.begin + tile.row, ctx.A_BY)
 
 
 @triton.jit
@@ -80,32 +82,35 @@ def _store_to_all(ctx, tile, acc, ok):
 def _matmul_scatter_programs(ctx, b, num_tiles, TO_ALL: tl.constexpr, BLOCK_K: tl.constexpr):
     pid = tl.program_id(0)
     enter(ctx.link, pid)
+    # Not flattened: the compiler does not pipeline a loop with a barrier in it, and every tile's signal needs one.
     if TO_ALL:
         matmul_tiles(
             ctx, b, pid, tl.num_programs(0), num_tiles, locate_whole, _a_local, _store_to_all, 1,
-            ctx.BLOCK_M, ctx.BLOCK_N, BLOCK_K, ctx.UPCAST,
+            ctx.BLOCK_M, ctx.BLOCK_N, BLOCK_K, ctx.UPCAST, False,
         )  # fmt: skip
     else:
         matmul_tiles(
             ctx, b, pid, tl.num_programs(0), num_tiles, _locate_own_chunk_last, _a_local, _store_to_owner, 1,
-            ctx.BLOCK_M, ctx.BLOCK_N, BLOCK_K, ctx.UPCAST,
+            ctx.BLOCK_M, ctx.BLOCK_N, BLOCK_K, ctx.UPCAST, False,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rank", "region_row", "num_tiles"])
 def _matmul_scatter_kernel(
-    a_ptr, b_ptr, table, peers, rank, region_row, num_tiles, M, N, K,
+    a_ptr, b_ptr, a_desc, b_desc, table, peers, rank, region_row, num_tiles, M, N, K,
     stride_am, stride_ak, stride_bk, stride_bn, pitch, half_bytes, data_offset,
-    WORLD_SIZE: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, TO_ALL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, UPCAST: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, A_BY: tl.constexpr, B_BY: tl.constexpr,
+    TO_ALL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Multiply, store every tile into its owner's half (TO_ALL: into all), signal each tile. Waits for nothing."""
     _matmul_scatter_programs(
         Partial(
             Link(peers, rank, begin(peers, rank), half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
-            a_ptr, stride_am, stride_ak, table, M, N, K, region_row, pitch, BLOCK_M, BLOCK_N, GROUP_M, UPCAST,
+            a_ptr, a_desc, stride_am, stride_ak, table, M, N, K, region_row, pitch,
+            A_BY, BLOCK_M, BLOCK_N, GROUP_M, UPCAST,
         ),
-        RightOperand(b_ptr, stride_bk, stride_bn, N),
+        RightOperand(b_source(b_ptr, b_desc, B_BY), stride_bk, stride_bn, N, B_BY),
         num_tiles, TO_ALL, BLOCK_K,
     )  # fmt: skip
 
@@ -130,9 +135,12 @@ def matmul_scatter(
     (M, K), N = a.shape, b.shape[1]
     chunks = (M,) if to_all else sizes
     num_tiles = sum(-(-rows // config.block_m) for rows in chunks) * -(-N // config.block_n)
+    a_by, a_desc = described_left(a, config)
+    b_by, b_desc = described_right(b, config)
     _matmul_scatter_kernel[(config.programs,)](
-        a, b, table, channel.peers, channel.rank, channel.rank * region_rows, num_tiles, M, N, K, *a.stride(),
-        *b.stride(), pitch,
-        channel.half_bytes, channel.data_offset, channel.world_size, OPS.index(op), channel.count_bytes, to_all,
-        config.block_m, config.block_n, config.block_k, config.group_m, upcast, **options(config),
+        a, b, a_desc, b_desc, table, channel.peers, channel.rank, channel.rank * region_rows, num_tiles, M, N, K,
+        *a.stride(), *b.stride(), pitch, channel.half_bytes, channel.data_offset, channel.world_size, OPS.index(op),
+        channel.count_bytes, a_by, b_by, to_all,
+        config.block_m, config.block_n, config.block_k, config.group_m, upcast,
+        **options(config, a_by, b_by, to_all=to_all),
     )  # fmt: skip

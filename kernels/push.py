@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Channel, Config, options
+from .launch import Channel, Config, moving_options
 from .matmul import or_nan
 from .signal import FIRST_SLOT, OPS, Link, begin, cdiv, count_sent, enter, half, leave, raise_signal, wait
 
@@ -96,13 +96,20 @@ def push_to_all(
 
 @triton.jit
 def wait_for_rows(link, src, begin_row, end_row, first_slot, PIECE: tl.constexpr):
-    """Wait until rows begin_row .. end_row - 1 of what rank `src` pushes are here; 1, or 0 if the budget was spent.
+    """Wait until rows begin_row .. end_row - 1, one at least, of what rank `src` pushes are here; 1, or 0 if the budget
+    was spent.
 
     Waits for: a slot a piece from `first_slot` on, raised by rank src's `push_rows`, or behind its copies.
     """
     ok = 1
-    for piece in range(begin_row // PIECE, cdiv(end_row, PIECE)):
-        ok &= wait(link, src, first_slot + piece)
+    piece = begin_row // PIECE
+    # Not `range`: as a loop that may have no turn it would be a way around the wait, which no look at the compiled code
+    # could tell from a load too early.
+    more = 1
+    while more != 0:
+        ok &= wait(link, src, piece + first_slot)
+        piece += 1
+        more = (piece * PIECE < end_row).to(tl.int32)
     return ok
 
 
@@ -233,5 +240,5 @@ def collect(
         out, table, channel.peers, channel.rank, first_slot, region_row, out.shape[1], out.stride(0), out.stride(1),
         pitch,
         channel.half_bytes, channel.data_offset, channel.world_size, OPS.index(op), channel.count_bytes, per_tile,
-        piece_rows, config.block_m, config.block_n, **options(config),
+        piece_rows, config.block_m, config.block_n, **moving_options(config),
     )  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Channel, Config, options
+from .launch import Channel, Config, moving_options
 from .matmul import or_nan, round_to
 from .push import Rows
 from .signal import FIRST_SLOT, OPS, Link, begin, cdiv, count_sent, half, leave, raise_signal, wait
@@ -118,5 +118,5 @@ def reduce(
         local.stride(0), local.stride(1), out.stride(0), out.stride(1), pitch, channel.half_bytes, channel.data_offset,
         channel.world_size, OPS.index(op), channel.count_bytes, "none" if bias is None else bias_along, per_tile,
         own is not None, result_row is not None, last and result_row is None,
-        config.block_m, config.block_n, upcast, **options(config),
+        config.block_m, config.block_n, upcast, **moving_options(config),
     )  # fmt: skip

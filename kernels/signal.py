@@ -27,6 +27,11 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from . import INTERPRETED
+
+# As kernels see it.
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
 # Names of the ops by the number that kernels carry and status words hold.
 OPS = (
     "matmul",
@@ -115,20 +120,44 @@ def raise_signal(link, dst, slot):
 
 
 @triton.jit
+def before_descriptor(index, ok):
+    """`index`, to be used as a coordinate of a descriptor's load of what the wait that gave `ok` has waited for.
+
+    Such a load runs in the asynchronous proxy, which an acquire does not order: a proxy fence must follow it (PTX ISA,
+    "Memory consistency model", proxies). Nothing else emits that fence. The coordinate passes through it, so no load
+    can be moved before it.
+    """
+    if _INTERPRETED:
+        return index
+    else:
+        return tl.inline_asm_elementwise(
+            "fence.proxy.async.global; mov.b32 $0, $1;", "=r,r,r", [index, ok],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
 def _give_up(link, words, host, src, slot, seen):
+    # Atomics all through, so that one thread does all of it: a barrier here, inside the loop over the tiles, would keep
+    # the compiler from pipelining that loop.
+    #
     # Every wait that gives up takes the entry back, as it does not know how far the first has come with that; to an
     # epoch so old that those of later ops are old as well.
-    for i in range(1, link.WORLD_SIZE):
-        entry = header(link.peers, (link.rank + i) % link.WORLD_SIZE) + SIGNALS + ENTRY_SLOT * link.WORLD_SIZE
+    #
+    # Not `range`: the compiler would write out its turns and keep every peer's place in registers from one tile to the
+    # next.
+    dst = (link.rank + 1) % link.WORLD_SIZE
+    while dst != link.rank:
+        entry = header(link.peers, dst) + SIGNALS + ENTRY_SLOT * link.WORLD_SIZE
         tl.atomic_xchg(entry + link.rank, link.epoch - LEAD, sem="release", scope="sys")
+        dst = (dst + 1) % link.WORLD_SIZE
     # Only the first one reports itself. The report's own word is released after the others.
     if tl.atomic_cas(words + GIVEN_UP, 0, src + 1, sem="relaxed", scope="gpu") == 0:
-        tl.store(host + REPORT_OP, link.OP)
-        tl.store(host + REPORT_PEER, src)
-        tl.store(host + REPORT_SLOT, slot)
-        tl.store(host + REPORT_EXPECTED, link.epoch)
-        tl.store(host + REPORT_SEEN, seen)
-        tl.debug_barrier()
+        tl.atomic_xchg(host + REPORT_OP, link.OP, sem="relaxed", scope="sys")
+        tl.atomic_xchg(host + REPORT_PEER, src, sem="relaxed", scope="sys")
+        tl.atomic_xchg(host + REPORT_SLOT, slot, sem="relaxed", scope="sys")
+        tl.atomic_xchg(host + REPORT_EXPECTED, link.epoch, sem="relaxed", scope="sys")
+        tl.atomic_xchg(host + REPORT_SEEN, seen, sem="relaxed", scope="sys")
         tl.atomic_xchg(host + REPORT, 1, sem="release", scope="sys")
 
 

@@ -85,9 +85,10 @@ class Bounds:
             bounds._begin(self.fn, args, kwargs)
             return launch(self, *args, **kwargs)
 
-        def create_masked_load(self: Any, ptrs: Any, mask: Any, *args: Any) -> Any:
+        # A descriptor's load ends here too, masked to the descriptor's shape.
+        def create_masked_load(self: Any, ptrs: Any, mask: Any, *args: Any, **options: Any) -> Any:
             bounds._check("loads", ptrs, mask, bounds._loaded)
-            return load(self, ptrs, mask, *args)
+            return load(self, ptrs, mask, *args, **options)
 
         def create_masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *args: Any) -> Any:
             assert value.data.dtype.itemsize == _itemsize(ptrs), f"{bounds._kernel} stores {value.data.dtype}"
@@ -131,7 +132,12 @@ class Bounds:
             self._regions.append((ws.host_block.data_ptr(), ws.host_block.data_ptr() + 4 * signal.HOST_WORDS))
 
     def _check(self, does: str, ptrs: Any, mask: Any, operands: Iterable[_Operand]) -> None:
-        at = ptrs.data.reshape(-1) if mask is None else np.broadcast_to(ptrs.data, mask.data.shape)[mask.data]
+        if mask is None:
+            at = ptrs.data.reshape(-1)
+        else:
+            # The interpreter's own tensor, or an array.
+            wanted = np.asarray(mask.data)
+            at = np.broadcast_to(ptrs.data, wanted.shape)[wanted]
         left, itemsize = at.astype(np.int64), _itemsize(ptrs)
         self.accesses += left.size
         for begin, end in self._regions:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from fusedtp.bench.ranks import RankPool
-from fusedtp.kernels import matmul, push
+from fusedtp.kernels import descriptors, matmul, push
 from fusedtp.kernels.launch import INTERPRETER
 from triton.runtime.errors import InterpreterError
 
@@ -31,7 +33,7 @@ PLANTED = [
     ),
     (
         "_matmul_scatter_kernel loads 4 bytes", "scatter rows",
-        Edit(matmul, "multiply", "offs_k[None, :] < left", "offs_k[None, :] <= left"),
+        Edit(matmul, "multiply", "offs_k[None, :] < a.k_len", "offs_k[None, :] <= a.k_len"),
     ),
     (
         "_collect_kernel stores 4 bytes", "all_gather",
@@ -74,6 +76,26 @@ def test_between_the_rows_of_a_slice_is_outside() -> None:
         stride = Edit(matmul, "store_rows", "* ctx.stride_cm", "* ctx.N")
         with planted(Mutant("", "", (stride,))), pytest.raises(InterpreterError, match="one of 6 places of 15 outside"):
             matmul.matmul(a, b, c, None, config=INTERPRETER, upcast=True)
+
+
+@pytest.mark.parametrize(
+    ("says", "old", "new"),
+    [
+        ("one of 80 places of 880", "[1, M, K], [", "[1, M, K + 2], ["),
+        ("one of 20 places of 820", "[1, M, K], [", "[1, M + 1, K], ["),
+    ],
+)
+def test_a_descriptor_that_is_too_large_is_found(says: str, old: str, new: str) -> None:
+    a, b = torch.randn(40, 24).bfloat16()[:, :20], torch.randn(24, 16).bfloat16()[:20]
+    c = torch.zeros(40, 16).bfloat16()
+    config = replace(INTERPRETER, descriptors=True)
+    with Bounds() as bounds:
+        matmul.matmul(a, b, c, None, config=config, upcast=True)
+        # Both operands and the result, in one tile.
+        assert bounds.accesses == 40 * 20 + 20 * 16 + 40 * 16
+        larger = Edit(descriptors, "described_left", old, new)
+        with planted(Mutant("", "", (larger,))), pytest.raises(InterpreterError, match=says):
+            matmul.matmul(a, b, c, None, config=config, upcast=True)
 
 
 @pytest.mark.usefixtures("within_bounds")

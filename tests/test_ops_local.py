@@ -15,7 +15,7 @@ import torch
 from fusedtp.kernels import launch
 from torch import Tensor
 
-from fusedtp import PeerTimeout, overlap, reference
+from fusedtp import PeerTimeout, reference
 from fusedtp.memory.local import local_memories
 from fusedtp.schedules import fused, producer
 from fusedtp.schedules.phases import Phases, run_together
@@ -203,19 +203,6 @@ def test_shards_in_many_pieces(make: Make, by: str) -> None:
         assert producer.part_rows(160, 16) == 32
         for seed, name in enumerate(("gather rows", "gather contraction", "scatter and gather", "all_gather")):
             run(ranks, name, torch.float32, seed, scale=5, by=(by,))
-
-
-def test_pieces_and_parts() -> None:
-    """A tile's rows to a piece, halved while they are long; whole pieces to a copy, of COPY_BYTES or a little more."""
-    config = launch.Config(block_m=128)
-    assert [producer.piece_rows(row_bytes, config) for row_bytes in (16, 8192, 8208, 16384, 16400, 1 << 20)] == [
-        128, 128, 64, 64, 32, 32,
-    ]  # fmt: skip
-    for row_bytes in (16, 4096, 16384, 1 << 20):
-        piece = producer.piece_rows(row_bytes, config)
-        part = producer.part_rows(row_bytes, piece)
-        assert part % piece == 0
-        assert overlap.COPY_BYTES <= part * row_bytes < overlap.COPY_BYTES + piece * row_bytes
 
 
 def test_epochs_wrap_around(make: Make) -> None:

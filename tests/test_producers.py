@@ -7,11 +7,12 @@ from unittest import mock
 import pytest
 import torch
 from fusedtp.bench.ranks import RankPool
+from fusedtp.kernels.configs import Config
 from fusedtp.kernels.signal import HARDWARE, SIGNALS
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp import hardware, reference, workspace
+from fusedtp import hardware, overlap, reference, workspace
 from fusedtp.memory.local import local_memories
 from fusedtp.overlap import Work
 from fusedtp.schedules import producer
@@ -135,3 +136,16 @@ def test_ranks_go_by_the_hardware_of_rank_0(rank: Workspace) -> None:
         assert rank._shared_hardware().name == "b200"
         rank._arena.tensors[0][:256].view(torch.int32)[HARDWARE.value] = 0
         assert rank._shared_hardware().name == "h100"
+
+
+def test_pieces_and_parts() -> None:
+    """A tile's rows to a piece, halved while they are long; whole pieces to a copy, of COPY_BYTES or a little more."""
+    config = Config(block_m=128)
+    assert [producer.piece_rows(row_bytes, config) for row_bytes in (16, 8192, 8208, 16384, 16400, 1 << 20)] == [
+        128, 128, 64, 64, 32, 32,
+    ]  # fmt: skip
+    for row_bytes in (16, 4096, 16384, 1 << 20):
+        piece = producer.piece_rows(row_bytes, config)
+        part = producer.part_rows(row_bytes, piece)
+        assert part % piece == 0
+        assert overlap.COPY_BYTES <= part * row_bytes < overlap.COPY_BYTES + piece * row_bytes

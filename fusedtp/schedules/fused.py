@@ -31,8 +31,9 @@ from .producer import choose, finish, piece_rows, produce, with_pushers
 from .transport import one_shot, settle
 
 
-def _config(ws: Workspace, x: Tensor) -> Config:
-    config = config_for(x.device, x.dtype)
+def _config(ws: Workspace, x: Tensor, *shape: int) -> Config:
+    # Of a matmul's shape, if any, as in `config_for`.
+    config = config_for(x.device, x.dtype, *shape)
     return replace(config, programs=ws.programs) if ws.programs else config
 
 
@@ -43,7 +44,8 @@ def _tiles(rows: int, cols: int, config: Config) -> int:
 def _local(a: Tensor, b: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
     # a @ b without communication; the result is (a @ b).T, contiguous, if transposed.
     out, c = _out(a, a.shape[0], b.shape[1], transposed)
-    matmul(a, b, c, bias, config=config_for(a.device, a.dtype), upcast=INTERPRETED, transposed=transposed)
+    config = config_for(a.device, a.dtype, *c.shape)
+    matmul(a, b, c, bias, config=config, upcast=INTERPRETED, transposed=transposed)
     return out
 
 
@@ -74,12 +76,13 @@ def gather_matmul_phases(
         if gathered is not None:
             gathered.copy_(a)
         return _local(a, b, bias, transposed=transposed)
-    op, config = "all_gather_matmul", _config(ws, a)
+    most_rows = max(sizes) if gather_dim == 0 else a.shape[0]
+    op, config = "all_gather_matmul", _config(ws, a, most_rows, b.shape[1])
     M, K = (sum(sizes), a.shape[1]) if gather_dim == 0 else (a.shape[0], sum(sizes))
     pitch = pitch_of(K if gather_dim == 0 else max(sizes), a.dtype)
     rows = M if gather_dim == 0 else ws.world_size * M
     piece = piece_rows(pitch * a.element_size(), config)
-    pieces = -(-(max(sizes) if gather_dim == 0 else M) // piece)
+    pieces = -(-most_rows // piece)
     ws.require(rows * pitch * a.element_size(), FIRST_SLOT.value + pieces)
     yield
     out, c = _out(a, M, b.shape[1], transposed)
@@ -121,13 +124,13 @@ def matmul_scatter_phases(
     """The own chunk of sum over ranks of a @ b, plus bias. Columns are rows of the transposed problem."""
     if ws.world_size == 1:
         return _local(a, b, bias)
-    op, config = "matmul_reduce_scatter", _config(ws, a)
     out = a.new_empty((sizes[ws.rank], b.shape[1]) if scatter_dim == 0 else (a.shape[0], sizes[ws.rank]))
     if scatter_dim == 1:
         a, b = b.t(), a.t()
         if bias is not None:
             bias = bias.split(sizes)[ws.rank]
     N, region_rows = b.shape[1], max(sizes)
+    op, config = "matmul_reduce_scatter", _config(ws, a, region_rows, N)
     pitch = pitch_of(N, a.dtype)
     ws.require(
         ws.world_size * region_rows * pitch * a.element_size(), FIRST_SLOT.value + _tiles(region_rows, N, config)
@@ -150,7 +153,7 @@ def matmul_scatter_and_gather_phases(
     ws: Workspace, a: Tensor, b: Tensor, x: Tensor, sizes: tuple[int, ...], gathered: Tensor, *, producer: str = "auto"
 ) -> Phases:
     """The own chunk of sum over ranks of a @ b; fills `gathered` [M, C] with gather(x), sent beside a @ b."""
-    op, config = "matmul_reduce_scatter", _config(ws, a)
+    op, config = "matmul_reduce_scatter", _config(ws, a, max(sizes), b.shape[1])
     out = a.new_empty(sizes[ws.rank], b.shape[1])
     N, cols, region_rows, begin = b.shape[1], x.shape[1], max(sizes), sum(sizes[: ws.rank])
     pitch, x_pitch = pitch_of(N, a.dtype), pitch_of(cols, x.dtype)
@@ -191,13 +194,14 @@ def matmul_all_reduce_phases(ws: Workspace, a: Tensor, b: Tensor, bias: Tensor |
     """
     if ws.world_size == 1:
         return _local(a, b, bias)
-    op, config = "matmul_all_reduce", _config(ws, a)
     (M, _), N = a.shape, b.shape[1]
     out = a.new_empty(M, N)
     pitch = pitch_of(N, a.dtype)
     at_once = one_shot(ws, "fused", algorithm, out, alone=False)
     sizes = even_sizes(M, ws.world_size)
     region_rows = M if at_once else max(sizes)
+    # Every tile of a one-shot sum is stored to all ranks: a narrow one leaves room for their addresses.
+    op, config = "matmul_all_reduce", _config(ws, a, region_rows, 0 if at_once else N)
     first, tiles = FIRST_SLOT.value, _tiles(region_rows, N, config)
     result_row = ws.world_size * region_rows
     ws.require((result_row + (0 if at_once else M)) * pitch * a.element_size(), first + 2 * tiles)

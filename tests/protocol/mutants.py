@@ -162,7 +162,7 @@ MUTANTS = (
     ),
     Mutant(
         "waits for the first piece of a tile", "gather rows, in pieces",
-        _edit(push, "wait_for_rows", "cdiv(end_row, PIECE)", "begin_row // PIECE + 1"), says="is read",
+        _edit(push, "wait_for_rows", "piece * PIECE < end_row", "piece < begin_row"), says="is read",
     ),
     Mutant(
         "signal before the copy", "copied: gather rows",

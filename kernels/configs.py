@@ -1,0 +1,97 @@
+"""Tile configurations, by target, kind of element and shape class. A table: the library never tunes while it runs.
+
+Ranks must agree on a tile's rows, as pieces and signals are counted in them, so `block_m` depends only on what they
+agree on, the rows of a chunk; a rank's own number of columns may choose `block_n`. All of this is asserted of the whole
+table, for kernels compiled without a GPU (`nox -s kernels`): no spill, no stack, shared memory within the target's.
+
+Where the values come from. 16-bit tiles are those that persistent Triton matmuls have settled on: 128 x 256 x 64 with
+three stages and eight warps where descriptors leave the registers to the accumulator (sm_90, sm_100), 128 x 128 x 64
+where pointers take their share (sm_80; Triton's tutorials 3 and 9 tune over the same), two stages on gfx942, whose
+64 KiB of shared memory hold no third. Few rows: half the tile's rows rather than multiplying padding, and more stages,
+as the loop is then bound by loads. Few columns: no tile wider than they are. float32 is multiplied in full precision,
+without tensor cores, and has twice the bytes: small tiles keep it out of local memory. Columns of GROUP_M = 8 tile rows
+keep the operands that programs share in L2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile shape and launch shape of a kernel. `programs` of 0 means: as many as the device has multiprocessors.
+
+    `descriptors` reads operands by tensor descriptors where they allow it; `flatten` makes one loop of tiles and
+    contraction then, so that the next tile is loaded while one is stored. Pointers take registers from the accumulator:
+    a kernel that reads by them has `pointer_warps`. `moving_warps` is for kernels that move or add whole tiles.
+    """
+
+    block_m: int = 128
+    block_n: int = 128
+    block_k: int = 64
+    group_m: int = 8
+    num_warps: int = 8
+    num_stages: int = 3
+    programs: int = 0
+    pushers: int = 16
+    copy_rows: int = 8
+    copy_cols: int = 512
+    descriptors: bool = False
+    flatten: bool = False
+    pointer_warps: int = 8
+    moving_warps: int = 8
+
+
+# Few large tiles: the interpreter's cost is per operation, not per element. Two programs, so that their order matters.
+INTERPRETER = Config(block_m=64, block_n=64, block_k=64, group_m=2, programs=2, pushers=2, copy_rows=64, copy_cols=128)
+
+# Up to so many rows of a chunk, or columns, are few.
+FEW_ROWS, FEW_COLUMNS = 64, 128
+SHAPES = ("many", "few columns", "few rows")
+
+_NARROW = Config(num_stages=4)
+_LOW = Config(block_m=64, num_warps=4, num_stages=4, pointer_warps=4, moving_warps=4)
+_WIDE = Config(block_n=256, flatten=True, pointer_warps=16, moving_warps=16)
+
+# Of 16-bit elements.
+TABLE: dict[str, dict[str, Config]] = {
+    "sm_80": {"many": Config(), "few columns": Config(), "few rows": _LOW},
+    "sm_90": {
+        shape: replace(config, descriptors=True)
+        for shape, config in (("many", _WIDE), ("few columns", _NARROW), ("few rows", _LOW))
+    },
+    # Accumulators are in a memory of their own, which four or eight warps can reach. Eight are kept to 128 registers
+    # for the narrow tile, too few for a kernel that gathers.
+    "sm_100": {
+        shape: replace(config, descriptors=True, pointer_warps=min(8, config.pointer_warps))
+        for shape, config in (("many", _WIDE), ("few columns", replace(_NARROW, num_warps=4)), ("few rows", _LOW))
+    },
+    "gfx942": {
+        shape: replace(config, num_stages=2)
+        for shape, config in (("many", Config()), ("few columns", Config()), ("few rows", _LOW))
+    },
+}
+FLOAT32 = Config(block_m=64, block_n=64, block_k=32)
+
+
+def shape_class(rows: int, cols: int) -> str:
+    """Of a matmul whose chunks have up to `rows` rows, by a rank's `cols` columns of C."""
+    return "few rows" if rows <= FEW_ROWS else "few columns" if cols <= FEW_COLUMNS else "many"
+
+
+def compiled_config(target: str, itemsize: int, shape: str) -> Config:
+    """The configuration of a compiled kernel; the device adds the number of programs."""
+    if itemsize > 2:
+        return FLOAT32 if target != "gfx942" else replace(FLOAT32, num_stages=2)
+    return TABLE[target][shape]
+
+
+def nearest_target(cuda_major: int | None, gcn_arch: str = "") -> str:
+    """The target of the table for a device: of CUDA capability `cuda_major`, or else of AMD's `gcn_arch`.
+
+    Capabilities 11 and 12 have neither the tensor memory nor the shared memory of 10: they run what 8 runs.
+    """
+    if cuda_major is None:
+        return "gfx942"
+    return {9: "sm_90", 10: "sm_100"}.get(cuda_major, "sm_80")

@@ -1,0 +1,83 @@
+"""Tensor descriptors: how a matmul's operand is read, decided on the host for each launch.
+
+A descriptor lets the copy engine of an SM (TMA; sm_90 and later) fetch a whole tile into shared memory: no pointers in
+registers, no masks, zeros past the end. It needs a base and strides of 16 bytes' multiples and one dimension whose
+elements are adjacent; any other operand is read by masked pointers. "rows" reads [R, C] with adjacent columns,
+"columns" with adjacent rows, tile by transposed tile.
+
+Descriptors are made on the host and travel as kernel arguments, by value: there is no scratch memory to allocate, no
+fence at a program's start, and nothing that could be stale, also in a captured graph. Chunks of rows that end inside a
+tile need no descriptor of their own: what is read beyond is never stored.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .launch import Channel, Config
+
+_ALIGNMENT_BYTES = 16
+# Coordinates are int32.
+_MAX_LENGTH = 2**31
+
+Described = tuple[str, TensorDescriptor | None]
+_POINTERS: Described = ("pointers", None)
+
+
+def _describable(rows: int, cols: int, itemsize: int, config: Config) -> bool:
+    # float32 is multiplied in full precision, not by tensor cores: its tiles have no business in shared memory.
+    return config.descriptors and itemsize == 2 and 0 < min(rows, cols) and max(rows, cols) < _MAX_LENGTH
+
+
+def read_by(x: torch.Tensor, config: Config) -> str:
+    """How a kernel reads the matrix x [R, C]: "rows" or "columns" by a descriptor, or "pointers"."""
+    (rows, cols), (stride_r, stride_c), per_unit = x.shape, x.stride(), _ALIGNMENT_BYTES // x.element_size()
+    if not _describable(rows, cols, x.element_size(), config) or x.data_ptr() % _ALIGNMENT_BYTES:
+        return "pointers"
+    if stride_c == 1 and stride_r >= cols and stride_r % per_unit == 0:
+        return "rows"
+    if stride_r == 1 and stride_c >= rows and stride_c % per_unit == 0:
+        return "columns"
+    return "pointers"
+
+
+def described_left(a: torch.Tensor, config: Config) -> Described:
+    """How A [M, K] is read, and its descriptor [1, M, K] or [1, K, M]."""
+    by = read_by(a, config)
+    if by == "pointers":
+        return _POINTERS
+    (M, K), block = a.shape, [1, config.block_m, config.block_k]
+    if by == "rows":
+        return by, TensorDescriptor(a, [1, M, K], [a.stride(0), a.stride(0), 1], block)
+    return by, TensorDescriptor(a, [1, K, M], [a.stride(1), a.stride(1), 1], [1, config.block_k, config.block_m])
+
+
+def described_right(b: torch.Tensor, config: Config) -> Described:
+    """How B [K, N] is read, and its descriptor [K, N] or [N, K]."""
+    by = read_by(b, config)
+    if by == "pointers":
+        return _POINTERS
+    (K, N), block = b.shape, [config.block_k, config.block_n]
+    if by == "rows":
+        return by, TensorDescriptor(b, [K, N], [b.stride(0), 1], block)
+    return by, TensorDescriptor(b, [N, K], [b.stride(1), 1], block[::-1])
+
+
+def described_gathered(
+    a: torch.Tensor, channel: Channel, rows: int, cols: int, pitch: int, config: Config
+) -> tuple[str, TensorDescriptor | None, TensorDescriptor | None]:
+    """How the gathered A is read: by "rows", with a descriptor [1, M, K] of the own shard where it lies and one of the
+    own arena, [2, rows, cols], the halves of even and of odd epochs; or all by "pointers", as one loop reads both.
+
+    A shard that is not read where it lies, or is empty, has the arena's descriptor in its place.
+    """
+    if not _describable(rows, cols, a.element_size(), config):
+        return "pointers", None, None
+    # Pitch and halves are multiples of 16 bytes, and an arena begins at one.
+    half, block = channel.half_bytes // a.element_size(), [1, config.block_m, config.block_k]
+    received = TensorDescriptor(channel.data.view(a.dtype), [2, rows, cols], [half, pitch, 1], block)
+    if a.numel() == 0 or a.stride(1) != 1:
+        return "rows", received, received
+    by, own = described_left(a, config)
+    return ("rows", own, received) if by == "rows" else ("pointers", None, None)

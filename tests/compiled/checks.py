@@ -1,0 +1,182 @@
+"""What must hold of a compiled kernel. Each check raises AssertionError; `mutants` shows each of them do so."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import torch
+
+from .assembly import sources
+from .build import TARGETS, VARIANTS, Built, Case, config_of
+
+# What a fused kernel may need beyond the plain matmul of the same tile.
+REGISTERS = 1.05
+# Where it needs more than that: by target, kernel, shape class and how A is read. A program has a multiprocessor to
+# itself and none spills, so the compiler has no cause to save registers there.
+MORE_REGISTERS = {
+    ("sm_90", "gather rows", "many", "pointers"): 1.13,
+    ("sm_90", "scatter", "many", "pointers"): 1.06,
+    ("sm_90", "scatter", "many", "columns"): 1.07,
+    ("sm_90", "scatter", "few columns", "rows"): 1.08,
+    # Of 130 for the plain one: more than 128 leave room for one program of eight warps all the same.
+    ("sm_90", "gather rows", "few columns", "rows"): 1.21,
+    ("sm_100", "gather rows transposed, own pushed", "many", "rows"): 1.13,
+    ("sm_100", "gather rows", "few rows", "rows"): 1.08,
+    ("sm_100", "scatter", "many", "rows"): 1.12,
+    ("sm_100", "scatter", "many", "columns"): 1.12,
+    ("sm_100", "scatter", "few columns", "rows"): 1.08,
+    # It holds the addresses of eight arenas.
+    ("sm_90", "scatter to all", "few columns", "rows"): 1.21,
+    ("gfx942", "gather rows", "few rows", "pointers"): 1.09,
+}
+
+
+def _is_ptx(built: Built) -> bool:
+    return TARGETS[built.case.target].backend[0] == "cuda"
+
+
+def resources(built: Built) -> None:
+    """Nothing of a program lives in local memory, and its shared memory is there."""
+    assert (built.spill_bytes, built.stack_bytes) == (0, 0), "spills or stack"
+    assert built.shared_bytes <= TARGETS[built.case.target].shared_bytes, "more shared memory than there is"
+
+
+def multiplication(built: Built) -> None:
+    """16-bit operands go to tensor cores, in a loop that loads ahead: by TMA what is described, else 16 bytes."""
+    case, target, config = built.case, TARGETS[built.case.target], config_of(built.case)
+    if not VARIANTS[case.variant].multiplies or case.dtype == torch.float32:
+        return
+    loop = built.code.inner_loop(target.multiplies)
+    assert loop, "no tensor core instruction in a loop"
+    described = (case.a_by != "pointers") + (case.b_by != "pointers")
+    assert sum("UTMALDG" in line for line in loop) == described, "operands loaded by TMA in the loop"
+    # Two stages have one buffer where registers hold the other; a descriptor's loads have a buffer a stage.
+    buffers = config.num_stages if described == 2 else config.num_stages - 1
+    tiles = (config.block_m + config.block_n) * config.block_k * case.dtype.itemsize
+    assert built.shared_bytes >= buffers * tiles, "the loop is not pipelined"
+    if described < 2 and _is_ptx(built):
+        copies = [line for line in loop if "LDGSTS" in line]
+        assert copies, "no asynchronous copy in the loop"
+        assert all(".128" in line for line in copies), "a copy of less than 16 bytes"
+
+
+def atomics(built: Built) -> None:
+    """Every wait and signal of the source is there, at system scope; what has device scope stays on the device."""
+    variant, code = VARIANTS[built.case.variant], built.ordered
+    # A wait looks once, then in a loop; it may take the entry back and report, both released too. An op's last kernel
+    # counts arrivals.
+    looks, releases = 2 * variant.waits, variant.raises + 2 * variant.waits
+    arrivals = 1 if variant.flags.get("LAST") or variant.flags.get("STEP") == "leave" else 0
+    arrivals += variant.name.startswith(("collect", "ring"))
+    if _is_ptx(built):
+        acquired = code.count(r"\bld\.global\.sys\.acquire")
+        released = code.count(r"\batom\.global\.sys\.release\.exch")
+        ordered = set(re.findall(r"(?:atom|ld|red)\.global\.\S*(?:acq|rel(?!axed))\S*", "\n".join(code.lines)))
+        system = {each for each in ordered if ".sys." in each}
+        narrow = [i for each in ordered - system for i in code.matching(re.escape(each))]
+        assert all("gpu.acq_rel.add" in code.lines[i] for i in narrow), "a signal for the own device only"
+    else:
+        acquired, released = code.count(r"^buffer_inv sc0 sc1"), code.count(r"^buffer_wbl2 sc0 sc1")
+        narrow = code.matching(r"^buffer_wbl2 sc1")
+        assert code.count(r"^buffer_inv sc1") == len(narrow), "a signal for the own device only"
+    assert len(narrow) == arrivals, "arrivals lost, or a signal for the own device only"
+    assert acquired >= looks, f"{acquired} acquires for {variant.waits} waits"
+    assert released >= releases, f"{released} releases for {variant.raises} signals and {variant.waits} waits"
+    assert (acquired > 0, released > 0) == (looks > 0, releases > 0), "ordered atomics that the source has not"
+
+
+def releases(built: Built) -> None:
+    """Between a program's last store of data and the signal that releases it lies a barrier of all its threads."""
+    if not VARIANTS[built.case.variant].raises or VARIANTS[built.case.variant].module == "steps":
+        return
+    if _is_ptx(built):
+        store, barrier, release = r"\bst\.global\.(v\d|b16)", r"\bbar\.sync|\bbarrier\.sync", r"\.release\.exch"
+    else:
+        store, barrier, release = r"^global_store_(dwordx|short)", r"^s_barrier", r"^buffer_wbl2 sc0 sc1"
+    assert built.ordered.matching(store), "no store of data"
+    assert built.ordered.matching(release), "no release"
+    assert not built.ordered.reaches(store, release, without=barrier), "a release that does not follow a barrier"
+
+
+def acquires(built: Built) -> None:
+    """Nothing that arrives is loaded before the acquire of the signal for it. Of variants where every tile waits."""
+    case, code = built.case, built.ordered
+    if not case.variant.startswith(("gather rows, split", "gather contraction, split", "collect pieces")) and (
+        case.variant != "reduce"
+    ):
+        return
+    if case.a_by != "pointers":
+        # TMA reads past the acquire: each row that it reads from is a number that comes out of a proxy fence, and
+        # no fence comes without an acquire of its own.
+        fence, look = r"\bfence\.proxy\.async\.global", r"\bld\.global\.sys\.acquire"
+        loads = code.matching(r"\bcp\.async\.bulk\.tensor\.3d\S*global\.")
+        assert loads, "no load by a descriptor"
+        for i in loads:
+            (row,) = re.findall(r"\{%\w+, (%\w+), %\w+\}", code.lines[i])
+            # The 0 that it begins with is for a program without a tile, which loads nothing.
+            others = {
+                each for each in sources(code, row, through=fence) if not re.search(r"^mov\.b32\s+%\w+, 0$", each)
+            }
+            assert not others, f"a load from a row that no fence has given: {others}"
+        assert not code.reaches(None, fence, without=look), "the first fence without an acquire"
+        assert not code.reaches(fence, fence, without=look), "a fence without an acquire"
+        return
+    if _is_ptx(built):
+        look, load, store = r"\.sys\.acquire", r"\bcp\.async\.c[ag]|\bld\.global\.v", r"\bst\.global\.(v\d|b16)"
+    else:
+        look, load, store = r"^buffer_inv sc0 sc1", r"^(global|buffer)_load_dwordx4", r"^global_store_(dwordx|short)"
+    assert code.matching(load), "no load"
+    assert not code.reaches(None, load, without=look), "a load before the first acquire"
+    assert not code.reaches(store, load, without=look), "the next tile's load before its acquire"
+
+
+def widths(built: Built) -> None:
+    """16-bit data is stored and loaded 16 bytes at a time; on AMD, whose matrix instructions leave fours, 8 or 16."""
+    case, code, variant = built.case, built.ordered, VARIANTS[built.case.variant]
+    if case.dtype == torch.float32:
+        return
+    text = "\n".join(code.lines)
+    if _is_ptx(built):
+        # The protocol's words are single, the table of addresses 8 bytes.
+        stores = set(re.findall(r"\bst\.global\.(\S+)", text)) - {"b32"}
+        loads = set(re.findall(r"\bld\.global\.((?!sys|gpu|cv|relaxed)\S+)", text)) - {"b32", "b64"}
+        wide = {"v4.b32"}
+    else:
+        stores = set(re.findall(r"^global_store_(\S+)", text, re.MULTILINE)) - {"dword"}
+        loads = set(re.findall(r"^(?:global|buffer)_load_(\S+)", text, re.MULTILINE)) - {"dword", "dwordx2"}
+        wide = {"dwordx2", "dwordx4"} & (stores or {"dwordx4"})
+    if "BIAS" in variant.flags:
+        # A bias is local, and a number a thread where the tile's layout has it so.
+        loads -= {"b16", "ushort"}
+    assert stores == wide, f"stores: {stores}"
+    assert loads <= {"v4.b32", "dwordx4"}, f"loads: {loads}"
+
+
+def against_plain(built: Built, plain: Built) -> None:
+    """A kernel that gathers or scatters rows multiplies as the plain one does: the same inner loop and registers.
+
+    Made one loop, it carries the next tile's place (layer, row, descriptor, ok) through the loop in registers, which is
+    all that it may add there.
+    """
+    case, carried = built.case, {"mov.b32", "mov.b64", "setp.ge.s32", "or.pred"} if built.flattened else set()
+    added = built.loop_as_asked() - plain.loop_as_asked()
+    if case.target != "gfx942":
+        assert set(added) <= carried, f"the inner loop has more than the plain one: {added}"
+    assert built.registers <= allowed(case) * plain.registers, f"{built.registers} registers for {plain.registers}"
+
+
+def allowed(case: Case) -> float:
+    """Registers for one of the plain matmul's."""
+    return MORE_REGISTERS.get((case.target, case.variant, case.shape, case.a_by), REGISTERS)
+
+
+CHECKS: tuple[Callable[[Built], None], ...] = (
+    resources, multiplication, atomics, releases, acquires, widths,
+)  # fmt: skip
+
+
+def compares(built: Built) -> bool:
+    """Whether a kernel is compared with the plain one: where the inner loop is made of tensor core instructions."""
+    case = built.case
+    return case.variant.startswith(("gather rows", "scatter")) and case.dtype != torch.float32

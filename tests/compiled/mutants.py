@@ -1,0 +1,158 @@
+"""Kernels broken on purpose: edits of a copy of the package's source, each of which one check must find."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import itertools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import fusedtp.kernels
+
+from . import checks
+from .build import Built, Case
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """What is broken, the check that finds it, in which kernels, and the edits (module, old, new) that break it."""
+
+    bug: str
+    check: Callable[..., None]
+    cases: tuple[Case, ...]
+    edits: tuple[tuple[str, str, str], ...]
+
+
+def load(edits: tuple[tuple[str, str, str], ...], folder: Path) -> str:
+    """The name of a package with the kernels' modules, `edits` made in them. What is replaced must be there."""
+    source = Path(inspect.getfile(fusedtp.kernels)).parent
+    for path in source.glob("*.py"):
+        (folder / path.name).write_text(path.read_text())
+    # The package's own refuses another name than its own.
+    (folder / "__init__.py").write_text("INTERPRETED = False\n")
+    for module, old, new in edits:
+        path = folder / f"{module}.py"
+        text = path.read_text()
+        assert old in text, f"{module} has no {old!r}"
+        path.write_text(text.replace(old, new))
+    name = f"mutated_kernels_{next(_numbers)}"
+    spec = importlib.util.spec_from_file_location(
+        name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module_of = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module_of)
+    return name
+
+
+def _by(variant: str, target: str, shape: str = "many") -> Case:
+    if target in ("sm_90", "sm_100"):
+        return Case(variant, target, shape=shape, a_by="rows", b_by="columns")
+    return Case(variant, target, shape=shape)
+
+
+_SPLIT = tuple(_by("gather rows, split", target) for target in ("sm_80", "sm_90", "gfx942"))
+_SCATTER = tuple(_by("scatter", target) for target in ("sm_90", "gfx942"))
+_SUM = "            acc += tl.load(part, mask=mask, other=0.0).to(tl.float32)\n"
+_DOT = "        acc = dot(a_block, b_block, acc, UPCAST)\n"
+_STORE = "    store_rows(ctx, tile.begin"
+_WAIT = "        ok = wait_for_rows(ctx.link, src, tile.row, end_row, FIRST_SLOT, ctx.PIECE)\n"
+_WAIT_LATE = "    ok = wait_for_rows(ctx.link, tile.chunk, tile.row, tile.row + 1, FIRST_SLOT, ctx.PIECE)\n"
+_REPORT = "        tl.atomic_xchg(host + REPORT, 1,"
+
+MUTANTS = (
+    Mutant(
+        "no barrier before the release", checks.releases, _SCATTER,
+        (("signal", "    tl.debug_barrier()\n    signal =", "    signal ="),),
+    ),
+    Mutant(
+        "the barrier before the stores", checks.releases, (Case("push", "sm_90"), Case("push", "gfx942")),
+        (
+            ("signal", "    tl.debug_barrier()\n    signal =", "    signal ="),
+            ("push", "        row = piece * PIECE\n", "        row = piece * PIECE\n        tl.debug_barrier()\n"),
+        ),
+    ),
+    Mutant(
+        "a signal for the own device only", checks.atomics, _SCATTER,
+        (("signal", 'tl.atomic_xchg(signal, link.epoch, sem="release", scope="sys")',
+            'tl.atomic_xchg(signal, link.epoch, sem="release", scope="gpu")'),),
+    ),
+    Mutant(
+        "a poll on the own device only", checks.atomics, _SPLIT,
+        (("signal", 'tl.atomic_add(signal, 0, sem="acquire", scope="sys")',
+            'tl.atomic_add(signal, 0, sem="acquire", scope="gpu")'),),
+    ),
+    Mutant(
+        "a relaxed poll", checks.atomics, _SPLIT,
+        (("signal", 'tl.atomic_add(signal, 0, sem="acquire", scope="sys")',
+            'tl.atomic_add(signal, 0, sem="relaxed", scope="sys")'),),
+    ),
+    Mutant(
+        "no signal", checks.atomics, (_by("scatter", "sm_90"), Case("push", "gfx942")),
+        (("signal", '    tl.atomic_xchg(signal, link.epoch, sem="release", scope="sys")', "    pass"),),
+    ),
+    Mutant(
+        "the wait after the multiplication", checks.acquires, _SPLIT,
+        (
+            ("gather_matmul", _WAIT, ""),
+            ("gather_matmul", _STORE, f"{_WAIT_LATE}{_STORE}"),
+        ),
+    ),
+    Mutant(
+        "the wait after the load", checks.acquires, (Case("reduce", "sm_90"), Case("reduce", "gfx942")),
+        (
+            ("reduce", _SUM, ""),
+            ("reduce", "            if OWN_IN_PLACE:\n", f"{_SUM}            if OWN_IN_PLACE:\n"),
+        ),
+    ),
+    Mutant(
+        "a wait that may be passed by", checks.acquires,
+        (_by("gather rows, split, in pieces", "sm_90"), Case("collect pieces of a quarter", "gfx942")),
+        (("push", "    more = 1\n", "    more = (begin_row < end_row).to(tl.int32)\n"),),
+    ),
+    Mutant(
+        "no proxy fence", checks.acquires,
+        (_by("gather rows, split", "sm_90"), _by("gather contraction, split", "sm_100")),
+        (("gather_matmul", "row = before_descriptor(arena_row, ok)", "row = arena_row"),),
+    ),
+    Mutant(
+        "an address of unknown alignment", checks.widths, (_by("scatter", "sm_80"), _by("scatter", "sm_90")),
+        (("signal", "tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)", "address.to(tl.pointer_type(dtype))"),),
+    ),
+    Mutant(
+        "a bound checked in the inner loop", checks.against_plain,
+        (_by("gather rows", "sm_90"), _by("scatter", "sm_90")),
+        (("matmul", _DOT, f"{_DOT}        acc = tl.where(k < a.k_len - tile.row, acc, acc + 1.0)\n"),),
+    ),
+    Mutant(
+        "a barrier in a loop made one", checks.multiplication, (_by("gather rows, split", "sm_90"),),
+        (("gather_matmul", _STORE, f"    tl.debug_barrier()\n{_STORE}"),),
+    ),
+    Mutant(
+        "a barrier where a wait is given up", checks.multiplication, (_by("gather rows, split", "sm_90"),),
+        (("signal", _REPORT, f"        tl.debug_barrier()\n{_REPORT}"),),
+    ),
+    Mutant(
+        "pointers instead of descriptors", checks.multiplication, (_by("gather rows", "sm_90", "few columns"),),
+        (("matmul", 'if B_BY == "pointers":\n        return b_ptr', "if True:\n        return b_ptr"),
+         ("matmul", "b.BY, BLOCK_M", '"pointers", BLOCK_M')),
+    ),
+)  # fmt: skip
+
+
+def found(mutant: Mutant, built: Built, plain: Built) -> str:
+    """What the mutant's check says of a kernel, or nothing."""
+    try:
+        if mutant.check is checks.against_plain:
+            mutant.check(built, plain)
+        else:
+            mutant.check(built)
+    except AssertionError as error:
+        return str(error)
+    return ""

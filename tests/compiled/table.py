@@ -1,0 +1,85 @@
+"""What was found in compiled kernels: a row a case in results/kernels/offline.csv, and a table of docs/kernels.md."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from fusedtp.bench.generated import replaced
+
+from . import checks
+from .build import DTYPES, TARGETS, VARIANTS, Built, build, plain
+
+ROOT = Path(__file__).parent.parent.parent
+ROWS, DOCUMENT = ROOT / "results" / "kernels" / "offline.csv", ROOT / "docs" / "kernels.md"
+COLUMNS = (
+    "triton", "target", "kernel", "dtype", "shape", "a_by", "b_by", "tile", "warps", "stages", "one_loop", "registers",
+    "spill_bytes", "stack_bytes", "shared_bytes", "tensor_core", "tma_loads", "inner_loop", "plain_inner_loop",
+    "plain_registers",
+)  # fmt: skip
+
+
+def row(built: Built) -> dict[str, str]:
+    """One kernel. Instructions are counted in the machine's code; an inner loop only where tensor cores are in it."""
+    import triton
+
+    case, beside = built.case, build(plain(built.case)) if checks.compares(built) else None
+    multiplies = VARIANTS[case.variant].multiplies
+    by = (case.a_by, case.b_by) if multiplies else ("", "")
+    values = (
+        triton.__version__, case.target, case.variant, DTYPES[case.dtype], case.shape, *by, built.block,
+        built.num_warps, built.num_stages, int(built.flattened) if multiplies else "", built.registers,
+        built.spill_bytes, built.stack_bytes, built.shared_bytes, built.code.count(TARGETS[case.target].multiplies),
+        built.code.count("UTMALDG"), len(built.inner_loop) or "",
+        "" if beside is None else len(beside.inner_loop), "" if beside is None else beside.registers,
+    )  # fmt: skip
+    return dict(zip(COLUMNS, map(str, values), strict=True))
+
+
+def as_csv(rows: Sequence[dict[str, str]]) -> str:
+    """The file's text."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def as_markdown(rows: Sequence[dict[str, str]]) -> str:
+    """The multiplying kernels of bfloat16 at the table's tile for many rows and columns, as they are launched."""
+    lines = [
+        "| target | kernel | tile | warps, stages | reads A, B | registers (plain) | shared | loop (plain) | TMA |",
+        "|---|---|---|---|---|---:|---:|---:|---:|",
+    ]
+    for each in rows:
+        main = ("rows", "columns") if TARGETS[each["target"]].described else ("pointers", "pointers")
+        if (each["dtype"], each["shape"], each["a_by"], each["b_by"]) != (DTYPES[torch.bfloat16], "many", *main):
+            continue
+        beside = {name: f" ({each[name]})" if each[name] else "" for name in ("plain_registers", "plain_inner_loop")}
+        lines.append(
+            f"| {each['target']} | {each['kernel']} | {each['tile']} | {each['warps']}, {each['stages']} | "
+            f"{each['a_by']}, {each['b_by']} | {each['registers']}{beside['plain_registers']} | "
+            f"{each['shared_bytes']} | {each['inner_loop']}{beside['plain_inner_loop']} | {each['tma_loads']} |"
+        )
+    lines += ["", f"Triton {rows[0]['triton']}. No kernel spills or has a stack."]
+    return "\n".join(lines)
+
+
+def compare_or_write(built: Sequence[Built]) -> None:
+    """Write both, with FUSEDTP_KERNELS=write, or fail where they differ from what is there."""
+    rows = [row(each) for each in built]
+    text, document = as_csv(rows), replaced(DOCUMENT.read_text(), "compiled", as_markdown(rows))
+    if os.environ.get("FUSEDTP_KERNELS") == "write":
+        ROWS.parent.mkdir(parents=True, exist_ok=True)
+        ROWS.write_text(text)
+        DOCUMENT.write_text(document)
+    written = ROWS.read_text()
+    if (there := next(csv.DictReader(io.StringIO(written)))["triton"]) != rows[0]["triton"]:
+        pytest.skip(f"written with Triton {there}")
+    assert written == text, "run `FUSEDTP_KERNELS=write nox -s kernels`"
+    assert DOCUMENT.read_text() == document, "run `FUSEDTP_KERNELS=write nox -s kernels`"

@@ -1,0 +1,172 @@
+"""Operands read by tensor descriptors and by pointers: the same bits, also where chunks end inside a tile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from fusedtp.kernels.configs import Config
+from fusedtp.kernels.descriptors import read_by
+from fusedtp.kernels.matmul import matmul
+from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder
+
+from fusedtp import reference
+from fusedtp.memory.local import local_memories
+from fusedtp.schedules import fused
+from fusedtp.schedules.phases import Phases, run_together
+from fusedtp.workspace import Workspace
+
+from .bounds import Bounds
+
+CPU = torch.device("cpu")
+POINTERS = Config(block_m=32, block_n=32, block_k=32, group_m=2, programs=2, pushers=2, copy_rows=32, copy_cols=64)
+DESCRIPTORS = replace(POINTERS, descriptors=True)
+M, N, K = 43, 37, 45
+
+
+@pytest.fixture
+def loads() -> Iterator[list[int]]:
+    """One entry a tile that was loaded by a descriptor. Every address is checked."""
+    seen: list[int] = []
+    load = InterpreterBuilder.create_descriptor_load
+
+    def counted(*args: object) -> object:
+        seen.append(1)
+        return load(*args)
+
+    with mock.patch.object(InterpreterBuilder, "create_descriptor_load", counted), Bounds():
+        yield seen
+
+
+def stored(x: Tensor, by: str) -> Tensor:
+    """The same matrix with rows ("rows") or columns 16 bytes' multiples apart, what lies between full of NaN."""
+    if by == "columns":
+        return stored(x.t(), "rows").t()
+    rows, cols = x.shape
+    out = x.new_full((rows, -(-cols // 8) * 8 + 8), torch.nan)[:, :cols]
+    return out.copy_(x)
+
+
+def operands(dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    # Whole numbers: their sums are exact, in whatever order the interpreter's BLAS takes for a layout.
+    random = torch.Generator().manual_seed(seed)
+    a, b, bias = (torch.randint(-3, 4, shape, generator=random) for shape in ((M, K), (K, N), (N,)))
+    return a.to(dtype), b.to(dtype), bias.to(dtype)
+
+
+@pytest.mark.parametrize("b_by", ["rows", "columns", "pointers"])
+@pytest.mark.parametrize("a_by", ["rows", "columns", "pointers"])
+def test_a_matmul_reads_alike(loads: list[int], a_by: str, b_by: str) -> None:
+    dtype = torch.bfloat16 if a_by == b_by else torch.float16
+    a, b, bias = operands(dtype)
+    by_pointers = matmul_of(a, b, bias, POINTERS)
+    assert not loads
+    a, b = (x if by == "pointers" else stored(x, by) for x, by in ((a, a_by), (b, b_by)))
+    assert (read_by(a, DESCRIPTORS), read_by(b, DESCRIPTORS)) == (a_by, b_by)
+    assert torch.equal(matmul_of(a, b, bias, DESCRIPTORS), by_pointers)
+    # Four tiles of two blocks of K.
+    assert len(loads) == 8 * ((a_by != "pointers") + (b_by != "pointers"))
+    reference.check(by_pointers, reference.matmul(a, b, bias), reference.bound(a, b, dtype, bias=bias), "matmul")
+
+
+def matmul_of(a: Tensor, b: Tensor, bias: Tensor, config: Config) -> Tensor:
+    out = a.new_empty(M, N)
+    matmul(a, b, out, bias, config=config, upcast=True)
+    return out
+
+
+def test_what_no_descriptor_can_read() -> None:
+    whole = torch.zeros(64, 64, dtype=torch.bfloat16)
+    assert read_by(whole, DESCRIPTORS) == "rows"
+    assert read_by(whole.t(), DESCRIPTORS) == "columns"
+    refused = {
+        "odd pitch": whole.view(-1)[: 63 * 65].view(63, 65),
+        "unaligned base": whole[:, 1:],
+        "no adjacent elements": whole[:, ::2],
+        "rows on top of each other": whole[:1].expand(8, 64),
+        "no rows": whole[:0],
+        "float32": whole.float(),
+    }
+    assert {name: read_by(x, DESCRIPTORS) for name, x in refused.items()} == dict.fromkeys(refused, "pointers")
+    assert read_by(whole, POINTERS) == "pointers"
+
+
+def gathered(dim: int, sizes: tuple[int, ...], strided: bool, config: Config, dtype: torch.dtype) -> list[Tensor]:
+    """gather(a) @ b on virtual ranks, on halves full of NaN, twice: once on each half."""
+    a, b, bias = operands(dtype)
+    if dim == 1:
+        a, b = a.repeat(1, 3)[:, : sum(sizes)], b.repeat(3, 1)[: sum(sizes)]
+    shards = [stored(x, "columns" if strided else "rows") for x in a.split(sizes, dim)]
+    b = stored(b, "columns")
+    ranks = [Workspace(memory, CPU) for memory in local_memories(len(sizes), CPU)]
+    outs: list[Tensor] = []
+
+    def phases(ws: Workspace) -> Phases:
+        return fused.gather_matmul_phases(ws, shards[ws.rank], b, bias, dim, sizes, split=True)
+
+    with mock.patch.object(fused, "config_for", return_value=config):
+        for _ in range(2):
+            started = [phases(ws) for ws in ranks]
+            for each in started:
+                next(each)
+            for ws in ranks:
+                ws.set_timeout(2.0)
+                ws.view(ws.rank, 0, 0, (2, ws.half_bytes), torch.uint8).fill_(0xFF)
+            outs += run_together(started)
+    for ws in ranks:
+        ws.check()
+        ws.close()
+    for out in outs:
+        reference.check(out, reference.matmul(a, b, bias), reference.bound(a, b, dtype, bias=bias), "gather")
+    return outs
+
+
+@pytest.mark.parametrize(
+    ("dim", "sizes", "strided", "described"),
+    [
+        (0, (40, 0, 3), False, True),
+        (0, (0, 33, 10), False, True),
+        # The own shard goes through the arena.
+        (0, (40, 0, 3), True, True),
+        (1, (32, 0, 64), False, True),
+        # Chunks of K that end inside a block.
+        (1, (33, 1, 62), False, False),
+    ],
+)
+def test_a_gather_reads_alike(
+    loads: list[int], dim: int, sizes: tuple[int, ...], strided: bool, described: bool
+) -> None:
+    dtype = torch.bfloat16 if dim == 0 else torch.float16
+    by_pointers = gathered(dim, sizes, strided, POINTERS, dtype)
+    assert not loads
+    by_descriptors = gathered(dim, sizes, strided, DESCRIPTORS, dtype)
+    assert bool(loads) == described
+    for one, other in zip(by_pointers, by_descriptors, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_scatter_reads_alike(loads: list[int]) -> None:
+    sizes, dtype = (40, 0, 3), torch.bfloat16
+    a, b, bias = operands(dtype)
+    k_sizes = (24, 16, 5)
+    mine = [(stored(x, "rows"), stored(y, "rows")) for x, y in zip(a.split(k_sizes, 1), b.split(k_sizes), strict=True)]
+
+    def run(config: Config) -> Tensor:
+        ranks = [Workspace(memory, CPU) for memory in local_memories(3, CPU)]
+        with mock.patch.object(fused, "config_for", return_value=config):
+            outs = run_together([fused.matmul_scatter_phases(ws, *mine[ws.rank], bias, 0, sizes) for ws in ranks])
+        for ws in ranks:
+            ws.check()
+            ws.close()
+        return torch.cat(outs)
+
+    by_pointers = run(POINTERS)
+    assert not loads
+    assert torch.equal(run(DESCRIPTORS), by_pointers)
+    assert loads
+    allowed = reference.bound(a, b, dtype, k_sizes=k_sizes, bias=bias)
+    reference.check(by_pointers, reference.matmul(a, b, bias), allowed, "scatter")
