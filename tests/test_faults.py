@@ -29,7 +29,7 @@ DOCUMENT = Path(__file__).parent.parent / "docs" / "faults.md"
 ALL = os.environ.get("FUSEDTP_FAULTS") == "all"
 # Every so many of the list, of each world size, for a default run.
 EVERY, EVERY_OTHER = (1, 1) if ALL else (17, 25)
-CHAINS = plan.deadly() if ALL else [plan.deadly()[i] for i in (0, 7, 12)]
+CHAINS = [*plan.deadly(), *plan.killed_of_three()] if ALL else [plan.deadly()[i] for i in (0, 12)]
 # How many times as long the timeouts are where ranks were kept from running.
 PATIENCE = (1, 4, 16)
 # Of what the ranks run: a name is used once in a group's store.
@@ -106,7 +106,12 @@ def in_chain(chain: list[Injection]) -> list[list[Outcome]]:
     return outcomes
 
 
-@pytest.mark.parametrize("chain", CHAINS, ids=lambda chain: chain[0].case)
+def name(chain: list[Injection]) -> str:
+    first = chain[0]
+    return f"{first.case}, {first.world_size} ranks, at {first.where}"
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids=name)
 def test_ranks_are_killed_one_by_one(chain: list[Injection]) -> None:
     for factor in PATIENCE:
         longer = [replace(each, seconds=each.seconds * factor) for each in chain]
@@ -126,7 +131,7 @@ def test_the_spread_has_every_kind_and_op() -> None:
 
 def test_the_document_counts_what_is_injected() -> None:
     every = [each for size in plan.WORLD_SIZES for each in (*plan.living(size), *plan.disagreements(size))]
-    every += [*plan.in_a_wait(), *itertools.chain(*plan.deadly())]
+    every += [*plan.in_a_wait(), *itertools.chain(*plan.deadly(), *plan.killed_of_three())]
     assert len(every) >= 300
     counts = Counter((each.kind, each.world_size) for each in every)
     lines = ["| a rank | " + " | ".join(f"of {size}" for size in plan.WORLD_SIZES) + " |", "|---|" + "---:|" * 3]

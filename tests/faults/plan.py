@@ -46,6 +46,16 @@ def deadly(seconds: float = 2 * SECONDS) -> list[list[Injection]]:
     return lists
 
 
+def killed_of_three(seconds: float = 2 * SECONDS) -> list[list[Injection]]:
+    """One of three ranks killed before, amid and after the steps of each matmul that is fused with a collective."""
+    cases = ("fused: gather rows", "fused: scatter rows", "fused: matmul, two shots")
+    return [
+        [Injection("is killed", case, 3, i, where, 1, seconds)]
+        for case in cases
+        for i, where in enumerate((0.0, 0.5, 1.0))
+    ]
+
+
 def disagreements(world_size: int) -> list[Disagreement]:
     """Every kind in every case of a public function."""
     return [
