@@ -40,7 +40,7 @@ class Pointer:
 
 def plain(*functions: Any) -> dict[str, Callable[..., Any]]:
     """Device functions as Python functions of integers, by name."""
-    language = SimpleNamespace(load=lambda pointer: pointer.offsets[pointer.index])
+    language = SimpleNamespace(load=lambda pointer: pointer.offsets[pointer.index], static_range=range)
     names: dict[str, Any] = {"tl": language, "Tile": Tile}
     for function in functions:
         lines = textwrap.dedent(inspect.getsource(function.fn)).splitlines()
