@@ -76,3 +76,12 @@ def options(config: Config, a_by: str, b_by: str, *, to_all: bool = False) -> di
 def moving_options(config: Config) -> dict[str, int]:
     """The compiler's options of a kernel that moves or adds whole tiles."""
     return {"num_warps": config.moving_warps, "num_stages": config.num_stages}
+
+
+def ring_options(config: Config) -> dict[str, int]:
+    """Those of a ring, which adds a tile to what has arrived: sixteen warps for a tile of 128 x 128 elements or more.
+
+    Eight would keep part of their loops' state in local memory, on sm_90.
+    """
+    many = config.block_m * config.block_n >= 128 * 128
+    return moving_options(config) | ({"num_warps": 16} if many else {})

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Channel, Config, moving_options
+from .launch import Channel, Config, ring_options
 from .matmul import or_nan, round_to
 from .push import Rows
 from .signal import FIRST_SLOT, OPS, Link, begin, cdiv, count_sent, enter, half, leave, raise_signal, wait
@@ -188,5 +188,5 @@ def ring(
         FIRST_SLOT.value + (len(sizes) * max_pieces if reduces else 0), cols, *x.stride(), *out.stride(), pitch,
         channel.half_bytes, channel.data_offset, channel.world_size, OPS.index(op), channel.count_bytes, reduces,
         gathers,
-        config.block_m, config.block_n, upcast, **moving_options(config),
+        config.block_m, config.block_n, upcast, **ring_options(config),
     )  # fmt: skip

@@ -165,14 +165,14 @@ def config_of(case: Case) -> Any:
 
 def launch_options(case: Case, config: Any) -> dict[str, int]:
     """What the launcher of a case gives to the compiler."""
-    from fusedtp.kernels.launch import moving_options, options
+    from fusedtp.kernels.launch import moving_options, options, ring_options
 
     if VARIANTS[case.variant].module == "steps":
         return {"num_warps": 1}
     if case.variant.startswith("push"):
         return {}
     if not VARIANTS[case.variant].multiplies:
-        return moving_options(config)
+        return (ring_options if case.variant.startswith("ring") else moving_options)(config)
     return options(config, case.a_by, case.b_by, to_all=VARIANTS[case.variant].flags.get("TO_ALL", False))
 
 

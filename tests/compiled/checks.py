@@ -22,13 +22,16 @@ MORE_REGISTERS = {
     # Of 130 for the plain one: more than 128 leave room for one program of eight warps all the same.
     ("sm_90", "gather rows", "few columns", "rows"): 1.21,
     ("sm_100", "gather rows transposed, own pushed", "many", "rows"): 1.13,
-    ("sm_100", "gather rows", "few rows", "rows"): 1.08,
+    ("sm_90", "gather rows", "few rows", "rows"): 1.11,
+    ("sm_100", "gather rows", "few rows", "rows"): 1.12,
     ("sm_100", "scatter", "many", "rows"): 1.12,
     ("sm_100", "scatter", "many", "columns"): 1.12,
     ("sm_100", "scatter", "few columns", "rows"): 1.08,
     # It holds the addresses of eight arenas.
     ("sm_90", "scatter to all", "few columns", "rows"): 1.21,
     ("gfx942", "gather rows", "few rows", "pointers"): 1.09,
+    ("gfx942", "gather rows", "many", "pointers"): 1.06,
+    ("gfx942", "gather rows transposed, own pushed", "many", "pointers"): 1.06,
 }
 
 
