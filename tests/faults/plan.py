@@ -47,10 +47,10 @@ def deadly(seconds: float = 2 * SECONDS) -> list[list[Injection]]:
 
 
 def killed_of_three(seconds: float = 2 * SECONDS) -> list[list[Injection]]:
-    """One of three ranks killed before, amid and after the steps of each matmul that is fused with a collective."""
+    """One of three ranks, then one of two, killed before, amid and after the steps of each fused matmul."""
     cases = ("fused: gather rows", "fused: scatter rows", "fused: matmul, two shots")
     return [
-        [Injection("is killed", case, 3, i, where, 1, seconds)]
+        [Injection("is killed", case, size, i % size, where, 1, seconds) for size in (3, 2)]
         for case in cases
         for i, where in enumerate((0.0, 0.5, 1.0))
     ]
