@@ -12,6 +12,8 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.progress import Progress
 
     from .cases import Shape
@@ -115,3 +117,10 @@ def rows(path: Path) -> list[Row]:
         return store.read(path)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def run(command: Callable[..., None]) -> None:
+    """The command of a module that is run by itself, with `python -m`."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(command)
+    app()

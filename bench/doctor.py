@@ -98,10 +98,10 @@ def reachable(group: Any) -> tuple[bool, str]:
     """Whether these ranks reach each other's memory, in the product's own words."""
     import torch
 
-    from fusedtp import workspace
+    from fusedtp import workspaces
 
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    return workspace.reachable(group, device)
+    return workspaces.reachable(group, device)
 
 
 def schedule_lines() -> Iterator[tuple[str, str]]:

@@ -27,7 +27,7 @@ import typer
 
 from fusedtp.files import read_text
 
-from . import store
+from . import arguments, store
 from .machine import Machine, describe
 
 if TYPE_CHECKING:
@@ -312,12 +312,5 @@ def regress(
         raise typer.Exit(1)
 
 
-def main() -> None:
-    """`python -m fusedtp.bench.regress`."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(regress)
-    app()
-
-
 if __name__ == "__main__":
-    main()
+    arguments.run(regress)

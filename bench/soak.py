@@ -17,6 +17,7 @@ from typing import Annotated
 
 import typer
 
+from . import arguments
 from .endurance import WAIT_SECONDS, Sample, check_flat, check_wrapped, growth, make_calls
 from .ranks import RankError, RankPool
 
@@ -95,12 +96,5 @@ def command(
             typer.echo(f"rank {rank}: {grown_bytes / 2**20:+.2f} MiB from the second quarter to the last")
 
 
-def main() -> None:
-    """`python -m fusedtp.bench.soak`."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(command)
-    app()
-
-
 if __name__ == "__main__":
-    main()
+    arguments.run(command)

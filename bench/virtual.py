@@ -296,12 +296,5 @@ def virtual(
         raise typer.Exit(1)
 
 
-def main() -> None:
-    """`python -m fusedtp.bench.virtual`."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(virtual)
-    app()
-
-
 if __name__ == "__main__":
-    main()
+    arguments.run(virtual)

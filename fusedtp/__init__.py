@@ -26,7 +26,7 @@ from .plan import plan
 
 if TYPE_CHECKING:
     from .parallel import FusedColwiseParallel, FusedRowwiseParallel
-    from .workspace import destroy, set_timeout
+    from .workspaces import destroy, set_timeout
 
 __all__ = [
     "ColumnParallelLinear",
@@ -58,9 +58,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # The workspace brings Triton in, which an import of the package must not.
     if name in ("destroy", "set_timeout"):
-        from . import workspace
+        from . import workspaces
 
-        return getattr(workspace, name)
+        return getattr(workspaces, name)
     # The styles bring DTensor in.
     if name in ("FusedColwiseParallel", "FusedRowwiseParallel"):
         from . import parallel

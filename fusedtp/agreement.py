@@ -81,9 +81,9 @@ def _odd_one_out(values: list[str]) -> str:
 def _exchange(op: str, group: ProcessGroup, mine: dict[str, str]) -> tuple[list[dict[str, str]], int]:
     # Every rank's record of this call, and the number of the call.
     # Late: what maps shared memory need not be there where nothing else asks for it.
-    from . import workspace
+    from . import workspaces
 
-    records, generation = _records.get(group), workspace.generation(group.group_name)
+    records, generation = _records.get(group), workspaces.generation(group.group_name)
     if records is None:
         # There is no public way to a group's own store.
         store = dist.distributed_c10d._get_process_group_store(group)

@@ -19,7 +19,7 @@ def of(group: ProcessGroup | None) -> float:
 
 
 def set_for(group: ProcessGroup | None, seconds: float) -> None:
-    """Of `group`, or of every group: see `workspace.set_timeout` for the errors."""
+    """Of `group`, or of every group: see `workspaces.set_timeout` for the errors."""
     global _seconds
     check_number("seconds", seconds)
     if not 0 < seconds <= 2_000_000:

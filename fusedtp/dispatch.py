@@ -105,7 +105,7 @@ def choose(
     if on_gpu and dtype not in FUSED_DTYPES:
         return Path(op, "unfused", f"no fused kernel for {dtype}")
     try:
-        ws = _workspace().get(group, device)
+        ws = _workspaces().get(group, device)
         choices = ws.choices
     except Unreachable as error:
         return _unreachable(op, str(error))
@@ -149,11 +149,11 @@ def _asked_for(op: str, schedule: str, dtype: torch.dtype) -> Path:
 
 
 @cache
-def _workspace() -> ModuleType:
+def _workspaces() -> ModuleType:
     # Late: schedules that need no shared memory must not load what maps it.
-    from . import workspace
+    from . import workspaces
 
-    return workspace
+    return workspaces
 
 
 def _unreachable(op: str, detail: str) -> Path:

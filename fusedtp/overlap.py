@@ -15,7 +15,8 @@ from typing import Literal
 from .hardware import Hardware
 from .plan import ITEMSIZE
 
-# A chunk of fewer rows is not worth a matmul of its own: `schedules.decomposed` then gathers first.
+# A matmul of fewer rows is bound by reading the weight, which every chunk would read again: `schedules.decomposed` puts
+# such chunks together and multiplies at once.
 FEW_ROWS = 256
 
 # How the fused schedule sends what is gathered: by programs of the kernel itself, or by the copy engine beside it.

@@ -77,6 +77,17 @@ def within_bounds(pool: RankPool) -> Iterator[None]:
     pool.run(unwatch)
 
 
+def destroy_all(group: ProcessGroup) -> None:
+    fusedtp.destroy()
+
+
+@pytest.fixture
+def destroyed_on_all_ranks(pool: RankPool) -> Iterator[None]:
+    """After a test that destroys what every group has on some ranks only: the others follow."""
+    yield
+    pool.run(destroy_all)
+
+
 @pytest.fixture(scope="session")
 def make_row() -> Callable[..., Row]:
     """A row of a measured case from the columns given; the others are empty, or say that it passed its check."""
@@ -108,9 +119,9 @@ def pytest_benchmark_compare_machine_info(
 
 def started(group: ProcessGroup) -> tuple[int, dict[Any, int]]:
     """What every collective of `group` and every op over shared memory would change."""
-    from fusedtp import workspace
+    from fusedtp import workspaces
 
-    return group._get_sequence_number_for_group(), {key: ws.epoch for key, ws in workspace._workspaces.items()}
+    return group._get_sequence_number_for_group(), {key: ws.epoch for key, ws in workspaces._workspaces.items()}
 
 
 def good(group: ProcessGroup) -> None:

@@ -29,7 +29,7 @@ FORMS = {
 
 
 def sent(group: ProcessGroup) -> dict[tuple[str, str], int]:
-    from fusedtp import workspace
+    from fusedtp import workspaces
     from fusedtp.schedules import fused
 
     n = group.size()
@@ -62,7 +62,7 @@ def sent(group: ProcessGroup) -> dict[tuple[str, str], int]:
             calls[op, algorithm] = lambda a=algorithm: fused.matmul_all_reduce(
                 left, right, None, group=group, algorithm=a
             )
-    ws = workspace.get(group, torch.device("cpu"))
+    ws = workspaces.get(group, torch.device("cpu"))
     counts = {}
     ws.count_bytes = True
     for key, call in calls.items():

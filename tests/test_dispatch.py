@@ -171,14 +171,14 @@ def test_what_the_caller_asks_for_wins_over_the_table(pool: RankPool, tmp_path: 
 
 
 def alone(group: ProcessGroup) -> tuple[str, str, bool]:
-    from fusedtp import workspace
+    from fusedtp import workspaces
 
     # Of this group only: the other ranks keep what they have of the others.
     fusedtp.destroy(group)
     fusedtp.all_gather_linear(torch.ones(4, 4), torch.ones(4, 4), group=group)
     path = fusedtp.last_path()
     assert path is not None
-    return path.schedule, path.reason, any(name == group.group_name for name, _ in workspace._workspaces)
+    return path.schedule, path.reason, any(name == group.group_name for name, _ in workspaces._workspaces)
 
 
 def test_one_rank_needs_no_memory(pool: RankPool) -> None:

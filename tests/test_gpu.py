@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp import reference, workspace
+from fusedtp import reference, workspaces
 from fusedtp.schedules import fused
 
 pytestmark = pytest.mark.gpu
@@ -99,12 +99,12 @@ def _dw(dy: Tensor, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def layers(group: ProcessGroup, schedule: str) -> int:
-    workspace.set_timeout(120)
+    workspaces.set_timeout(120)
     count = 0
     for (M, N, K), dtype, again in itertools.product(SIZES, DTYPES, range(2)):
         _layers(group, M, N, K, dtype, schedule, seed=count + again)
         count += 1
-    workspace.get(group, torch.device("cuda", torch.cuda.current_device())).check()
+    workspaces.get(group, torch.device("cuda", torch.cuda.current_device())).check()
     fusedtp.destroy()
     return count
 
@@ -119,7 +119,7 @@ def test_layers(gpu_pool: RankPool, schedule: str, world_size: int) -> None:
 
 
 def collectives(group: ProcessGroup) -> None:
-    workspace.set_timeout(120)
+    workspaces.set_timeout(120)
     rank, world_size = group.rank(), group.size()
     for dtype, (R, C) in itertools.product(DTYPES, ((7, 5), (260, 300))):
         random = torch.Generator().manual_seed(R)
@@ -146,7 +146,7 @@ def test_collectives(gpu_pool: RankPool, world_size: int) -> None:
 
 def replay(group: ProcessGroup, times: int) -> None:
     # One captured op advances the device's epoch at every replay, so the halves alternate though the addresses do not.
-    workspace.set_timeout(120)
+    workspaces.set_timeout(120)
     x, weight = torch.randn(96, 64, device="cuda").bfloat16(), torch.randn(80, 64, device="cuda").bfloat16()
     with torch.no_grad():
         fusedtp.linear_all_reduce(x, weight, group=group, schedule="fused")
@@ -169,7 +169,7 @@ def test_graph_replays_with_changing_inputs(gpu_pool: RankPool) -> None:
 
 def replay_a_layer(group: ProcessGroup, times: int) -> None:
     # An MLP's forward and backward in one graph: both gathers and both scatters, with new inputs at every replay.
-    workspace.set_timeout(120)
+    workspaces.set_timeout(120)
     rank, world_size = group.rank(), group.size()
     random = torch.Generator().manual_seed(rank)
     rows, features, hidden = 64, 48, 40
@@ -212,8 +212,8 @@ def test_a_graph_of_forward_and_backward_replays(gpu_pool: RankPool) -> None:
 def copied(group: ProcessGroup) -> list[str]:
     """Layers whose gathers are copied, on rank 0 only and on all; in a graph copies are refused."""
     seen = []
-    workspace.set_timeout(120)
-    ws = workspace.get(group, torch.device("cuda", torch.cuda.current_device()))
+    workspaces.set_timeout(120)
+    ws = workspaces.get(group, torch.device("cuda", torch.cuda.current_device()))
     for everybody in (False, True):
         ws.producer = "copy" if everybody or group.rank() == 0 else "push"
         for seed, (M, N, K) in enumerate(SIZES):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from unittest import mock
 
@@ -22,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fusedtp import ops, reference, workspace
+from fusedtp import ops, reference, workspaces
 from fusedtp.schedules import decomposed, fused, transport
 from fusedtp.shards import even_sizes
 from fusedtp.steps import DeviceSteps
@@ -177,7 +176,7 @@ def running_as(group: ProcessGroup, flavour: str) -> Iterator[None]:
             # Few rows would be multiplied at once.
             stack.enter_context(mock.patch.object(decomposed, "FEW_ROWS", 0))
         if flavour.startswith("pushed"):
-            ws = workspace.get(group, CPU)
+            ws = workspaces.get(group, CPU)
             stack.enter_context(mock.patch.object(ws, "in_place", False))
             if flavour == "pushed by kernels":
                 stack.enter_context(mock.patch.object(ws, "steps", lambda op: DeviceSteps(ws, op)))
@@ -187,9 +186,8 @@ def running_as(group: ProcessGroup, flavour: str) -> Iterator[None]:
 def run_calls(group: ProcessGroup, calls: Sequence[Call], flavour: str, fresh: bool) -> None:
     """All calls in a row on one workspace, then all checks. A `fresh` one must grow, and its epoch soon wraps."""
     if fresh:
-        workspace.destroy(group)
-        with mock.patch.object(workspace, "Workspace", partial(workspace.Workspace, epoch=2**31 - 3)):
-            workspace.get(group, CPU)
+        workspaces.destroy(group)
+        workspaces.get(group, CPU, epoch=2**31 - 3)
     operands = [Operands(call, group.rank()) for call in calls]
     with running_as(group, flavour):
         outs = [each.issue(group) for each in operands]

@@ -12,7 +12,7 @@ from fusedtp.kernels.signal import HARDWARE, SIGNALS
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp import hardware, overlap, reference, workspace
+from fusedtp import hardware, overlap, reference, workspaces
 from fusedtp.memory.local import local_memories
 from fusedtp.overlap import Work
 from fusedtp.schedules import producer
@@ -26,7 +26,7 @@ SIZES = (70, 0, 3, 12)
 def gathers(group: ProcessGroup, by: tuple[str, ...]) -> list[str]:
     """Forward and backward of a layer that gathers rows, twice, by this rank's producer; who it was, each time."""
     rank, sizes = group.rank(), SIZES[: group.size()]
-    ws = workspace.get(group, CPU)
+    ws = workspaces.get(group, CPU)
     random = torch.Generator().manual_seed(5)
     x, grad = (torch.randn(sum(sizes), cols, generator=random) for cols in (9, 6 * group.size()))
     weight = torch.randn(6 * group.size(), 9, generator=random)

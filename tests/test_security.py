@@ -8,7 +8,6 @@ import fcntl
 import os
 import stat
 import subprocess
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,9 @@ from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp.memory.posix import PosixMemory
+
+# Tests here destroy what every group has, on some ranks only.
+pytestmark = pytest.mark.usefixtures("destroyed_on_all_ranks")
 
 ROOT = Path(__file__).parent.parent
 DOCUMENT = ROOT / "docs" / "security.md"
@@ -58,17 +60,6 @@ def look(fd: int) -> dict[str, Any]:
         read = subprocess.run(["head", "-c", "1", path], capture_output=True, text=True, check=False, **other)
         seen["another user"] = (read.returncode != 0, "Permission denied" in read.stderr)
     return seen
-
-
-def forget(group: ProcessGroup) -> None:
-    fusedtp.destroy()
-
-
-@pytest.fixture(autouse=True)
-def _destroyed_on_all_ranks(pool: RankPool) -> Iterator[None]:
-    """Tests here destroy what every group has, on some ranks only: the others must follow."""
-    yield
-    pool.run(forget)
 
 
 def made(group: ProcessGroup) -> tuple[list[dict[str, Any]], list[bool], list[int]]:

@@ -21,7 +21,7 @@ SCENARIOS = """
 import atexit, json, os, sys
 import torch, torch.distributed as dist
 import fusedtp
-from fusedtp import workspace
+from fusedtp import workspaces
 from fusedtp.schedules import decomposed, fused, unfused
 
 folder, CPU = sys.argv[1], torch.device("cpu")
@@ -71,7 +71,7 @@ def raised(rank):
 
 def again(rank):
     use()
-    first = workspace.get(dist.group.WORLD, CPU)
+    first = workspaces.get(dist.group.WORLD, CPU)
     names = [dist.group.WORLD.group_name]
     dist.destroy_process_group()
     # Ranks have changed places; the name of the group has not.
@@ -81,8 +81,8 @@ def again(rank):
     here = torch.full((1, 1), float(dist.get_rank()))
     out = fusedtp.all_gather_linear(here, torch.ones(1, 1), schedule="decomposed")
     assert out.flatten().tolist() == [0, 1]
-    assert workspace.get(dist.group.WORLD, CPU) is not first
-    assert workspace.get(dist.group.WORLD, CPU).rank == 1 - rank
+    assert workspaces.get(dist.group.WORLD, CPU) is not first
+    assert workspaces.get(dist.group.WORLD, CPU).rank == 1 - rank
 
 def forked(rank):
     use()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,10 +19,13 @@ from fusedtp.bench.ranks import RankPool
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp import clock
+from fusedtp import clock, dispatch, workspaces
 from fusedtp.memory.local import local_memories
 from fusedtp.steps import wrapping_difference
 from fusedtp.workspace import Workspace
+
+# Tests here destroy what every group has, on some ranks only.
+pytestmark = pytest.mark.usefixtures("destroyed_on_all_ranks")
 
 CPU = torch.device("cpu")
 
@@ -33,25 +38,12 @@ def _arena_files() -> list[str]:
     return [each for each in files if "memfd:fusedtp" in each]
 
 
-def forget(group: ProcessGroup) -> None:
-    fusedtp.destroy()
-
-
-@pytest.fixture(autouse=True)
-def _destroyed_on_all_ranks(pool: RankPool) -> Iterator[None]:
-    """Tests here destroy what every group has, on some ranks only: the others must follow."""
-    yield
-    pool.run(forget)
-
-
 def life(group: ProcessGroup) -> dict[str, Any]:
-    from fusedtp import workspace
-
     fusedtp.destroy()
     shm = os.listdir("/dev/shm")
     x = torch.randn(8, 8)
     fusedtp.all_reduce(x, group=group, schedule="decomposed")
-    ws = workspace.get(group, CPU)
+    ws = workspaces.get(group, CPU)
     first = ws.half_bytes
     big = torch.ones(512, 1024)
     whole = fusedtp.all_gather(big, group=group, schedule="decomposed")
@@ -94,7 +86,6 @@ def test_posix_arenas_grow_are_sealed_and_leave_nothing(pool: RankPool) -> None:
 
 
 def elsewhere(group: ProcessGroup) -> tuple[bool, str, str, list[str], bool]:
-    from fusedtp import workspace
     from fusedtp.memory import posix
 
     fusedtp.destroy()
@@ -109,7 +100,7 @@ def elsewhere(group: ProcessGroup) -> tuple[bool, str, str, list[str], bool]:
     try:
         fusedtp.all_gather_linear(x, weight, group=group, schedule="decomposed")
         refused = ""
-    except workspace.Unreachable as error:
+    except workspaces.Unreachable as error:
         refused = str(error)
     posix._machine = machine
     fusedtp.destroy()
@@ -131,8 +122,6 @@ def test_unreachable_memory_runs_unfused_and_says_so_once(pool: RankPool) -> Non
 
 def exhausted(group: ProcessGroup) -> tuple[str, list[str]]:
     """Rank 1 has no descriptors left."""
-    from fusedtp import workspace
-
     fusedtp.destroy()
     make = os.memfd_create
 
@@ -144,7 +133,7 @@ def exhausted(group: ProcessGroup) -> tuple[str, list[str]]:
     try:
         fusedtp.all_reduce(torch.ones(3), group=group, schedule="decomposed")
         said = ""
-    except workspace.Unreachable as error:
+    except workspaces.Unreachable as error:
         said = str(error)
     os.memfd_create = make
     fusedtp.destroy()
@@ -259,3 +248,70 @@ def test_clock_driven_while_the_last_word_is_released_goes_on() -> None:
     for block in others:
         clock.drive(block)
     assert goes_on
+
+
+def test_tables_of_lengths_do_not_pile_up() -> None:
+    (ws,) = (Workspace(memory, CPU) for memory in local_memories(1, CPU))
+    for length in range(3000):
+        assert ws.table((length,)).tolist() == [0, length]
+    assert len(ws._tables) <= 1024
+    ws.close()
+
+
+def many_shapes(group: ProcessGroup) -> list[int]:
+    fusedtp.destroy(group)
+    with mock.patch.object(dispatch, "_MAX_CHOICES", 4):
+        for rows in (*range(1, 9), *range(1, 9)):
+            out = fusedtp.all_gather(torch.ones(rows, 2), group=group)
+            assert out.shape == (rows * group.size(), 2)
+    return [len(workspaces.get(group, CPU).choices)]
+
+
+def test_choices_of_shapes_do_not_pile_up(pool: RankPool) -> None:
+    for (num_choices,) in pool.run(many_shapes, world_size=2):
+        assert 2 <= num_choices <= 5
+
+
+def test_growth_during_a_capture_is_refused() -> None:
+    (ws,) = (Workspace(memory, CPU) for memory in local_memories(1, CPU))
+    before = ws.half_bytes, ws.addresses
+    with mock.patch.object(ws, "_capturing", return_value=True):
+        with pytest.raises(RuntimeError, match=re.escape("run the same op once before capturing")), ws.running("op"):
+            ws.require(1 << 20, 100)
+        ws.require(*before[:1], 1)
+    assert (ws.half_bytes, ws.addresses) == before
+    # Refused before anything was sent: the workspace goes on, and may grow now.
+    with ws.running("op"):
+        ws.require(1 << 20, 100)
+    assert ws.half_bytes >= 1 << 20
+    ws.close()
+
+
+def test_memory_that_a_captured_graph_uses_outlives_growth(pool: RankPool) -> None:
+    assert pool.run(captured, world_size=2) == [(4, 2)] * 2
+
+
+def captured(group: ProcessGroup) -> tuple[int, int]:
+    # Arenas that are mapped, after growth with a capture before it and without one.
+    def arenas() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:fusedtp")
+
+    seen = []
+    for graph in (True, False):
+        fusedtp.destroy(group)
+        others = arenas()
+        ws = workspaces.get(group, CPU)
+        with mock.patch.object(ws, "_capturing", return_value=graph), ws.running("op"):
+            table = ws.table((1,) * group.size())
+        old = ws._arena
+        assert old is not None
+        ws.require(1 << 20, 100)
+        seen.append(arenas() - others)
+        if graph:
+            # As a replay would.
+            assert old.tensors[1 - group.rank()].sum() >= 0
+            assert any(each is table for each in ws._captured)
+        fusedtp.destroy(group)
+        del old
+        assert arenas() == others
+    return seen[0], seen[1]

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .. import trace, workspace
+from .. import trace, workspaces
 from ..kernels.signal import FIRST_SLOT
+from ..overlap import FEW_ROWS
 from ..shards import even_sizes, offsets
 from ..workspace import Workspace
 from .transport import Epoch, Gathering, Steps, aligned, gathered, one_shot, publish, published, travelling
@@ -25,10 +26,6 @@ from .transport import Epoch, Gathering, Steps, aligned, gathered, one_shot, pub
 # Rows are summed in blocks of about this size, so that a float32 sum of narrower parts stays in cache between its
 # terms.
 _SUM_BLOCK_BYTES = 256 << 10
-
-# A matmul of fewer rows is bound by reading the weight, which every chunk would read again: such chunks are put
-# together and multiplied at once.
-FEW_ROWS = 256
 
 
 def _matmul_into(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
@@ -78,7 +75,7 @@ def all_gather_matmul(
     if max(sizes) < FEW_ROWS or (gather_dim == 1 and _is_narrow(a)):
         rows = _gather_at_once(a if gather_dim == 0 else a.t(), sizes, group)
         return _product(rows if gather_dim == 0 else rows.t(), b, bias, transposed)
-    ws = workspace.get(group, a.device)
+    ws = workspaces.get(group, a.device)
     begins = offsets(sizes)
     M = sum(sizes) if gather_dim == 0 else a.shape[0]
     out = a.new_empty((b.shape[1], M) if transposed else (M, b.shape[1]))
@@ -108,7 +105,7 @@ def all_gather_two_matmuls(
     if max(sizes) < FEW_ROWS or _is_narrow(a):
         whole = _gather_at_once(a, sizes, group)
         return _product(whole, b, None, False), _product(whole.t(), right, None, False)
-    ws = workspace.get(group, a.device)
+    ws = workspaces.get(group, a.device)
     begins = offsets(sizes)
     first, second = a.new_empty(sum(sizes), b.shape[1]), a.new_empty(a.shape[1], right.shape[1])
     with Gathering(ws, "all_gather_matmul", a, sizes, 0) as chunks:
@@ -125,7 +122,7 @@ def all_gather_two_matmuls(
 
 def _gather_at_once(a: Tensor, sizes: tuple[int, ...], group: ProcessGroup) -> Tensor:
     # All ranks' rows of an all_gather_matmul, in symmetric memory: good until the next op begins.
-    ws = workspace.get(group, a.device)
+    ws = workspaces.get(group, a.device)
     with Epoch(ws, "all_gather_matmul", sum(sizes) * a.shape[1] * a.element_size(), 1) as steps:
         rows = gathered(ws, steps, a, sizes, FIRST_SLOT.value, 0)()
     return rows
@@ -186,7 +183,7 @@ def matmul_reduce_scatter(
     """See `schedules`."""
     if group.size() == 1:
         return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
-    ws = workspace.get(group, a.device)
+    ws = workspaces.get(group, a.device)
     other = b.shape[1] if scatter_dim == 0 else a.shape[0]
     stride = aligned(max(sizes) * other * a.element_size())
     if bias is not None and scatter_dim == 1:
@@ -204,7 +201,7 @@ def matmul_scatter_and_gather(
     """See `schedules`."""
     if group.size() == 1:
         return torch.mm(a, b), torch.mm(left, x)
-    ws = workspace.get(group, a.device)
+    ws = workspaces.get(group, a.device)
     begins, cols = offsets(sizes), x.shape[1]
     partial = aligned(max(sizes) * b.shape[1] * a.element_size())
     stride, base = aligned(max(sizes) * cols * x.element_size()), ws.world_size * partial
@@ -252,7 +249,7 @@ def matmul_all_reduce(
     """See `schedules`."""
     if group.size() == 1:
         return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
-    ws = workspace.get(group, a.device)
+    ws = workspaces.get(group, a.device)
     out = a.new_empty(a.shape[0], b.shape[1])
     out_bytes = out.numel() * out.element_size()
     if one_shot(ws, "decomposed", algorithm, out, alone=False):
@@ -298,7 +295,7 @@ def all_gather(x: Tensor, *, sizes: tuple[int, ...], group: ProcessGroup, algori
     _refuse_ring(algorithm)
     if group.size() == 1:
         return x.clone(memory_format=torch.contiguous_format)
-    ws = workspace.get(group, x.device)
+    ws = workspaces.get(group, x.device)
     begins = offsets(sizes)
     out = x.new_empty(sum(sizes), x.shape[1])
     with Gathering(ws, "all_gather", x, sizes, 0) as chunks:
@@ -333,7 +330,7 @@ def reduce_scatter(x: Tensor, *, sizes: tuple[int, ...], group: ProcessGroup, al
     _refuse_ring(algorithm)
     if group.size() == 1:
         return x.clone(memory_format=torch.contiguous_format)
-    ws = workspace.get(group, x.device)
+    ws = workspaces.get(group, x.device)
     out = x.new_empty(sizes[ws.rank], x.shape[1])
     stride = aligned(max(sizes) * x.shape[1] * x.element_size())
     with Epoch(ws, "reduce_scatter", ws.world_size * stride, 1) as steps:
@@ -347,7 +344,7 @@ def all_reduce(x: Tensor, *, group: ProcessGroup, algorithm: str = "auto") -> Te
     _refuse_ring(algorithm)
     if group.size() == 1:
         return x.clone(memory_format=torch.contiguous_format)
-    ws = workspace.get(group, x.device)
+    ws = workspaces.get(group, x.device)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     out_bytes = out.numel() * out.element_size()
     if one_shot(ws, "decomposed", algorithm, out, alone=True):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .. import workspace
+from .. import workspaces
 from ..kernels import INTERPRETED
 from ..kernels.gather_matmul import gather_matmul, own_in_place
 from ..kernels.launch import Config, config_for, pitch_of
@@ -339,7 +339,7 @@ def all_gather_matmul(
     transposed: bool = False,
 ) -> Tensor:  # fmt: skip
     """See `schedules`."""
-    ws = workspace.get(group, a.device)
+    ws = workspaces.get(group, a.device)
     phases = gather_matmul_phases(ws, a, b, bias, gather_dim, sizes, transposed=transposed)
     return run(ws, "all_gather_matmul", phases)
 
@@ -348,7 +348,7 @@ def all_gather_two_matmuls(
     a: Tensor, b: Tensor, right: Tensor, *, sizes: tuple[int, ...], group: ProcessGroup
 ) -> tuple[Tensor, Tensor]:
     """See `schedules`."""
-    ws = workspace.get(group, a.device)
+    ws = workspaces.get(group, a.device)
     gathered = a.new_empty(sum(sizes), a.shape[1])
     first = run(ws, "all_gather_matmul", gather_matmul_phases(ws, a, b, None, 0, sizes, gathered=gathered))
     return first, _local(gathered.t(), right)
@@ -358,7 +358,7 @@ def matmul_reduce_scatter(
     a: Tensor, b: Tensor, bias: Tensor | None, *, scatter_dim: int, sizes: tuple[int, ...], group: ProcessGroup
 ) -> Tensor:
     """See `schedules`."""
-    ws = workspace.get(group, a.device)
+    ws = workspaces.get(group, a.device)
     return run(ws, "matmul_reduce_scatter", matmul_scatter_phases(ws, a, b, bias, scatter_dim, sizes))
 
 
@@ -366,7 +366,7 @@ def matmul_scatter_and_gather(
     a: Tensor, b: Tensor, left: Tensor, x: Tensor, *, sizes: tuple[int, ...], group: ProcessGroup
 ) -> tuple[Tensor, Tensor]:
     """See `schedules`."""
-    ws = workspace.get(group, a.device)
+    ws = workspaces.get(group, a.device)
     if ws.world_size == 1:
         return _local(a, b), _local(left, x)
     gathered = x.new_empty(sum(sizes), x.shape[1])
@@ -378,23 +378,23 @@ def matmul_all_reduce(
     a: Tensor, b: Tensor, bias: Tensor | None, *, group: ProcessGroup, algorithm: str = "auto"
 ) -> Tensor:
     """See `schedules`."""
-    ws = workspace.get(group, a.device)
+    ws = workspaces.get(group, a.device)
     return run(ws, "matmul_all_reduce", matmul_all_reduce_phases(ws, a, b, bias, algorithm))
 
 
 def all_gather(x: Tensor, *, sizes: tuple[int, ...], group: ProcessGroup, algorithm: str = "auto") -> Tensor:
     """See `schedules`."""
-    ws = workspace.get(group, x.device)
+    ws = workspaces.get(group, x.device)
     return run(ws, "all_gather", all_gather_phases(ws, x, sizes, algorithm))
 
 
 def reduce_scatter(x: Tensor, *, sizes: tuple[int, ...], group: ProcessGroup, algorithm: str = "auto") -> Tensor:
     """See `schedules`."""
-    ws = workspace.get(group, x.device)
+    ws = workspaces.get(group, x.device)
     return run(ws, "reduce_scatter", reduce_scatter_phases(ws, x, sizes, algorithm))
 
 
 def all_reduce(x: Tensor, *, group: ProcessGroup, algorithm: str = "auto") -> Tensor:
     """See `schedules`."""
-    ws = workspace.get(group, x.device)
+    ws = workspaces.get(group, x.device)
     return run(ws, "all_reduce", all_reduce_phases(ws, x, algorithm))

@@ -24,7 +24,7 @@ from fusedtp.kernels.signal import WAITING_FOR as _WAITING_FOR
 from torch.distributed import ProcessGroup
 
 import fusedtp
-import fusedtp.workspace
+import fusedtp.workspaces
 from fusedtp.workspace import Workspace
 
 from .cases import CASES
@@ -175,7 +175,7 @@ def inject(group: ProcessGroup, injection: Injection, name: str) -> Outcome:
         in_wait = injection.kind.endswith("in a wait")
         if guilty and in_wait:
             fusedtp.set_timeout(injection.seconds)
-            ws = fusedtp.workspace.get(group, torch.device("cpu"))
+            ws = fusedtp.workspaces.get(group, torch.device("cpu"))
             threading.Thread(target=fault.strike_in_wait, args=(ws,), daemon=True).start()
         elif guilty:
             steps = len(watch.steps) // injection.before

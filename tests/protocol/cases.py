@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from fusedtp.kernels.launch import Config
 
-import fusedtp.workspace
+import fusedtp.workspaces
 from fusedtp.memory.local import local_memories
 from fusedtp.schedules import decomposed, fused, producer
 from fusedtp.workspace import Workspace
@@ -205,7 +205,7 @@ def virtual_ranks(world_size: int, epoch: int = 0) -> Iterator[list[Workspace]]:
     few_rows = decomposed.FEW_ROWS
     with (
         mock.patch.object(fused, "config_for", return_value=TINY),
-        mock.patch.object(fusedtp.workspace, "get", lambda group, device: ranks[group.rank()]),
+        mock.patch.object(fusedtp.workspaces, "get", lambda group, device: ranks[group.rank()]),
     ):
         try:
             for ws in ranks:

@@ -29,6 +29,7 @@ from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorH
 
 import fusedtp
 import fusedtp.workspace
+import fusedtp.workspaces
 from fusedtp import steps
 from fusedtp.schedules import decomposed, fused, producer, transport
 from fusedtp.workspace import Workspace
@@ -393,7 +394,7 @@ def live(group: ProcessGroup, name: str, calls: int) -> list[list[Kernel]]:
         # Below the operator, inside of which torch ops cannot be watched.
         "decomposed": lambda: decomposed.all_gather(x, sizes=rows, group=group),
     }
-    ws = fusedtp.workspace.get(group, torch.device("cpu"))
+    ws = fusedtp.workspaces.get(group, torch.device("cpu"))
     ops[name]()  # makes room
     with Recorder(ws, alone=False, side_stream=False) as recorder:
         return [recorder.call(ops[name]) for _ in range(calls)]

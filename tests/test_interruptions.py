@@ -1,0 +1,183 @@
+"""Interruptions, forks and lone destroys: what was left behind is nobody's, and each rank is told by whom."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal as signal_of_posix
+import time
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from fusedtp.bench.ranks import RankPool
+from fusedtp.kernels import signal
+from torch.distributed import ProcessGroup
+
+import fusedtp
+from fusedtp import clock, groups, workspaces
+from fusedtp.schedules import decomposed
+
+from .beside import CPU, Flags, X, own_group, until
+
+
+def interrupted(group: ProcessGroup, schedule: str) -> tuple[str, str, float]:
+    """Rank 0 is interrupted in the middle of an op, when the others have its part, and they finish without it."""
+    from fusedtp.schedules import fused
+
+    fusedtp.destroy(group)
+
+    def reduce() -> torch.Tensor:
+        return fusedtp.all_reduce(X, group=group, schedule=schedule, algorithm="one_shot")
+
+    reduce()
+    first, what = "", "_sum_into" if schedule == "decomposed" else "reduce"
+    if group.rank() == 0:
+        module = decomposed if schedule == "decomposed" else fused
+        with mock.patch.object(module, what, side_effect=KeyboardInterrupt), contextlib.suppress(KeyboardInterrupt):
+            reduce()
+    else:
+        assert (reduce() == group.size()).all()
+        # Kernels look at the budget alone.
+        fusedtp.set_timeout(60 if schedule == "decomposed" else 1, group)
+    started = time.monotonic()
+    try:
+        reduce()
+    except RuntimeError as error:
+        first = f"{type(error).__name__}: {error}"
+    elapsed = time.monotonic() - started
+    dist.barrier(group)
+    fusedtp.set_timeout(110)
+    fusedtp.destroy(group)
+    assert (reduce() == group.size()).all()
+    return first, schedule, elapsed
+
+
+@pytest.mark.parametrize("schedule", ["decomposed", "fused"])
+def test_an_op_that_was_interrupted_is_not_taken_for_the_next(pool: RankPool, schedule: str) -> None:
+    (first, _, _), *others = pool.run(interrupted, schedule, world_size=3)
+    assert first.startswith("RuntimeError: all_reduce: an exception left rank 0 in the middle of the op")
+    assert "call fusedtp.destroy" in first
+    for text, _, elapsed in others:
+        assert text.startswith("PeerTimeout: all_reduce: rank ")
+        assert "rank 0 left an op with an exception" in text
+        # At once, not after the budget of 60 s.
+        assert elapsed < 20
+
+
+def destroyed_alone(group: ProcessGroup) -> tuple[str, float]:
+    flags, text, elapsed = Flags("destroyed alone"), "", 0.0
+    fusedtp.all_reduce(X, group=group, schedule="decomposed")
+    if group.rank() == 0:
+        fusedtp.destroy(group)
+        flags.wait("noticed")
+    else:
+        fusedtp.set_timeout(40, group)
+        started = time.monotonic()
+        with pytest.raises(fusedtp.PeerTimeout) as caught:
+            fusedtp.all_reduce(X, group=group, schedule="decomposed")
+        assert (caught.value.peer, caught.value.rank) == (0, 1)
+        assert caught.value.seconds < 40
+        text = str(caught.value)
+        elapsed = time.monotonic() - started
+        flags.raise_("noticed")
+        fusedtp.destroy(group)
+        fusedtp.set_timeout(110)
+    assert (fusedtp.all_reduce(X, group=group, schedule="decomposed") == 2).all()
+    return text, elapsed
+
+
+def test_a_rank_that_destroys_alone_is_named_at_once(pool: RankPool) -> None:
+    _, (text, elapsed) = pool.run(destroyed_alone, world_size=2)
+    assert "rank 0 has called fusedtp.destroy: call fusedtp.destroy for this group on every rank" in text
+    assert elapsed < 20
+
+
+def forked(group: ProcessGroup) -> list[str]:
+    """A child of every rank tries what it may not; its parent goes on."""
+
+    def reduce(schedule: str) -> torch.Tensor:
+        return fusedtp.all_reduce(X, group=group, schedule=schedule)
+
+    def child() -> list[str]:
+        texts = []
+        for schedule in ("decomposed", "unfused", "auto"):
+            try:
+                reduce(schedule)
+            except RuntimeError as error:
+                texts.append(str(error))
+        with contextlib.suppress(RuntimeError):
+            torch.ops.fusedtp.all_reduce(X, group.group_name, "unfused", "auto")
+            texts.append("the operator ran")
+        # Nor does what waits for nobody touch the parent's memory.
+        fusedtp.set_timeout(5)
+        fusedtp.destroy()
+        # The lock was held, and the thread is not there.
+        word = torch.zeros(1, dtype=torch.int32)
+        clock.drive(word)
+        before = clock.now_ms()
+        until(lambda: int(word) - before > 30)
+        clock.release(word)
+        return texts
+
+    reduce("decomposed")
+    ws, name = workspaces.get(group, CPU), str(os.getpid())
+    read, write = os.pipe()
+    with warnings.catch_warnings(), clock._lock:
+        # Python 3.12 warns of what this test is about.
+        warnings.simplefilter("ignore")
+        pid = os.fork()
+    if pid == 0:
+        text = "the child failed"
+        signal_of_posix.alarm(50)
+        try:
+            text = "\n".join(child())
+        finally:
+            os.write(write, text.encode())
+            os._exit(0)
+    os.close(write)
+    with open(read) as pipe:
+        texts = pipe.read().split("\n")
+    assert os.waitpid(pid, 0)[1] == 0
+    assert ws is workspaces.get(group, CPU)
+    assert ws.host_words[signal.BUDGET_MS.value] == ws.seconds * 1000 != 5000
+    assert not ws.host_words[signal.LEFT.value]
+    assert (reduce("decomposed") == group.size()).all()
+    assert (reduce("unfused") == group.size()).all()
+    return [text.replace(str(pid), "PID") for text in texts] if name != str(pid) else []
+
+
+def test_a_fork_after_init_is_refused_and_its_parent_goes_on(pool: RankPool) -> None:
+    for texts in pool.run(forked, world_size=2, timeout=100):
+        assert len(texts) == 3
+        for text in texts:
+            assert text.startswith("process PID was forked after torch.distributed was initialised")
+            assert "before init_process_group, or with multiprocessing.get_context('spawn')" in text
+
+
+def test_a_fork_before_init_is_a_process_like_any_other() -> None:
+    with mock.patch.object(groups, "_inherited", "of before"):
+        groups._after_fork()
+        assert groups._inherited is None
+        groups._check_fork()
+
+
+def budgets_of_groups(group: ProcessGroup) -> list[float]:
+    fusedtp.set_timeout(110)
+    with own_group(group) as other:
+        fusedtp.set_timeout(77, other)
+        seen = [workspaces.get(each, CPU).seconds for each in (group, other)]
+        fusedtp.set_timeout(88, other.group_name)
+        seen += [workspaces.get(each, CPU).seconds for each in (group, other)]
+        fusedtp.destroy(other)
+        # It is the group's, not its memory's.
+        seen.append(workspaces.get(other, CPU).host_words[signal.BUDGET_MS.value] / 1000)
+        fusedtp.set_timeout(110)
+        seen += [workspaces.get(each, CPU).seconds for each in (group, other)]
+    return seen
+
+
+def test_a_group_may_have_a_budget_of_its_own(pool: RankPool) -> None:
+    assert pool.run(budgets_of_groups) == [[110, 77, 110, 88, 88, 110, 110]] * 4
