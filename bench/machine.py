@@ -66,12 +66,17 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)", " ", text.lower())).strip("-")
 
 
-def cpu_model() -> str:
+def cpu_model(info: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name; with its family and model where the name has no number, as where a host hides it."""
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        lines = info.read_text().partition("\n\n")[0].splitlines()
     except OSError:
-        found = None
-    return found.group(1).strip() if found else platform.machine()
+        lines = []
+    about = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    name = about.get("model name", "")
+    if not name or re.search(r"\d", name) or "cpu family" not in about:
+        return name or platform.machine()
+    return f"{name} (family {about['cpu family']}, model {about.get('model', '?')})"
 
 
 def links(num_gpus: int) -> str:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from . import agreement, dispatch, groups, turns
+from .operator import operator
 
 
 def _run(
@@ -26,7 +26,13 @@ def _run(
     return out
 
 
-@torch.library.custom_op("fusedtp::all_gather_matmul", mutates_args=())
+def _fake_all_gather_matmul(
+    a: Tensor, b: Tensor, bias: Tensor | None, gather_dim: int, sizes: Sequence[int], group_name: str, schedule: str
+) -> Tensor:
+    return a.new_empty(sum(sizes) if gather_dim == 0 else a.shape[0], b.shape[1])
+
+
+@operator("all_gather_matmul", _fake_all_gather_matmul)
 def all_gather_matmul(
     a: Tensor, b: Tensor, bias: Tensor | None, gather_dim: int, sizes: Sequence[int], group_name: str, schedule: str
 ) -> Tensor:
@@ -35,14 +41,14 @@ def all_gather_matmul(
     return _run("all_gather_matmul", schedule, a, group_name, b, bias, gather_dim=gather_dim, sizes=sizes)
 
 
-@all_gather_matmul.register_fake
-def _(
-    a: Tensor, b: Tensor, bias: Tensor | None, gather_dim: int, sizes: Sequence[int], group_name: str, schedule: str
+def _fake_matmul_reduce_scatter(
+    a: Tensor, b: Tensor, bias: Tensor | None, scatter_dim: int, sizes: Sequence[int], group_name: str, schedule: str
 ) -> Tensor:
-    return a.new_empty(sum(sizes) if gather_dim == 0 else a.shape[0], b.shape[1])
+    local = sizes[groups.resolve(group_name).rank()]
+    return a.new_empty((local, b.shape[1]) if scatter_dim == 0 else (a.shape[0], local))
 
 
-@torch.library.custom_op("fusedtp::matmul_reduce_scatter", mutates_args=())
+@operator("matmul_reduce_scatter", _fake_matmul_reduce_scatter)
 def matmul_reduce_scatter(
     a: Tensor, b: Tensor, bias: Tensor | None, scatter_dim: int, sizes: Sequence[int], group_name: str, schedule: str
 ) -> Tensor:
@@ -51,62 +57,18 @@ def matmul_reduce_scatter(
     return _run("matmul_reduce_scatter", schedule, a, group_name, b, bias, scatter_dim=scatter_dim, sizes=sizes)
 
 
-@matmul_reduce_scatter.register_fake
-def _(
-    a: Tensor, b: Tensor, bias: Tensor | None, scatter_dim: int, sizes: Sequence[int], group_name: str, schedule: str
+def _fake_matmul_all_reduce(
+    a: Tensor, b: Tensor, bias: Tensor | None, group_name: str, schedule: str, algorithm: str
 ) -> Tensor:
-    local = sizes[groups.resolve(group_name).rank()]
-    return a.new_empty((local, b.shape[1]) if scatter_dim == 0 else (a.shape[0], local))
+    return a.new_empty(a.shape[0], b.shape[1])
 
 
-@torch.library.custom_op("fusedtp::matmul_all_reduce", mutates_args=())
+@operator("matmul_all_reduce", _fake_matmul_all_reduce)
 def matmul_all_reduce(
     a: Tensor, b: Tensor, bias: Tensor | None, group_name: str, schedule: str, algorithm: str
 ) -> Tensor:
     """a [M, K_r] @ b [K_r, N] summed over ranks -> [M, N] on every rank."""
     return _run("matmul_all_reduce", schedule, a, group_name, b, bias, algorithm=algorithm)
-
-
-@matmul_all_reduce.register_fake
-def _(a: Tensor, b: Tensor, bias: Tensor | None, group_name: str, schedule: str, algorithm: str) -> Tensor:
-    return a.new_empty(a.shape[0], b.shape[1])
-
-
-@torch.library.custom_op("fusedtp::all_gather", mutates_args=())
-def all_gather(
-    x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str, debug: bool = False
-) -> Tensor:
-    """x [sizes[rank], C] -> [sum(sizes), C]."""
-    return _run("all_gather", schedule, x, group_name, debug=debug, sizes=tuple(sizes), algorithm=algorithm)
-
-
-@all_gather.register_fake
-def _(x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str, debug: bool = False) -> Tensor:
-    return x.new_empty(sum(sizes), x.shape[1])
-
-
-@torch.library.custom_op("fusedtp::reduce_scatter", mutates_args=())
-def reduce_scatter(
-    x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str, debug: bool = False
-) -> Tensor:
-    """x [sum(sizes), C] summed over ranks -> [sizes[rank], C]."""
-    return _run("reduce_scatter", schedule, x, group_name, debug=debug, sizes=tuple(sizes), algorithm=algorithm)
-
-
-@reduce_scatter.register_fake
-def _(x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str, debug: bool = False) -> Tensor:
-    return x.new_empty(sizes[groups.resolve(group_name).rank()], x.shape[1])
-
-
-@torch.library.custom_op("fusedtp::all_reduce", mutates_args=())
-def all_reduce(x: Tensor, group_name: str, schedule: str, algorithm: str, debug: bool = False) -> Tensor:
-    """x [R, C] summed over ranks -> [R, C] on every rank."""
-    return _run("all_reduce", schedule, x, group_name, debug=debug, algorithm=algorithm)
-
-
-@all_reduce.register_fake
-def _(x: Tensor, group_name: str, schedule: str, algorithm: str, debug: bool = False) -> Tensor:
-    return x.new_empty(x.shape)
 
 
 # The gradient of a gather is the scatter of its sum and the other way round. The sum of an all-reduce is the same
@@ -133,6 +95,39 @@ def _as_it_is(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad, *[None] * 4
 
 
-all_gather.register_autograd(_through_reduce_scatter, setup_context=_setup_gather)
-reduce_scatter.register_autograd(_through_all_gather, setup_context=_setup_gather)
-all_reduce.register_autograd(_as_it_is, setup_context=_setup_all_reduce)
+def _fake_all_gather(
+    x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str, debug: bool = False
+) -> Tensor:
+    return x.new_empty(sum(sizes), x.shape[1])
+
+
+@operator("all_gather", _fake_all_gather, _through_reduce_scatter, _setup_gather)
+def all_gather(
+    x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str, debug: bool = False
+) -> Tensor:
+    """x [sizes[rank], C] -> [sum(sizes), C]."""
+    return _run("all_gather", schedule, x, group_name, debug=debug, sizes=tuple(sizes), algorithm=algorithm)
+
+
+def _fake_reduce_scatter(
+    x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str, debug: bool = False
+) -> Tensor:
+    return x.new_empty(sizes[groups.resolve(group_name).rank()], x.shape[1])
+
+
+@operator("reduce_scatter", _fake_reduce_scatter, _through_all_gather, _setup_gather)
+def reduce_scatter(
+    x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str, debug: bool = False
+) -> Tensor:
+    """x [sum(sizes), C] summed over ranks -> [sizes[rank], C]."""
+    return _run("reduce_scatter", schedule, x, group_name, debug=debug, sizes=tuple(sizes), algorithm=algorithm)
+
+
+def _fake_all_reduce(x: Tensor, group_name: str, schedule: str, algorithm: str, debug: bool = False) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@operator("all_reduce", _fake_all_reduce, _as_it_is, _setup_all_reduce)
+def all_reduce(x: Tensor, group_name: str, schedule: str, algorithm: str, debug: bool = False) -> Tensor:
+    """x [R, C] summed over ranks -> [R, C] on every rank."""
+    return _run("all_reduce", schedule, x, group_name, debug=debug, algorithm=algorithm)

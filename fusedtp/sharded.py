@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from . import groups, notation
 from .execute import Named, Runner, execute, only_product
 from .notation import Spec, parse
+from .operator import operator
 from .pairs import pair
 from .partition import Partition
 from .plan import Plan, plan
@@ -87,10 +88,6 @@ class Problem:
         out: Partition = _cached(_partition, self, places)
         return out
 
-    @cached_property
-    def _runners(self) -> dict[bool, Runner]:
-        return {}
-
     def plan(self, dtype: torch.dtype) -> Plan:
         """The plan that every rank makes alike."""
         sizes = tuple(groups.named(name).size() for name in self.group_names) if self.by_size else ()
@@ -107,17 +104,13 @@ class Problem:
 
     def runner(self, fake: bool) -> Runner:
         """What runs the steps, or their shapes."""
-        runner = self._runners.get(fake)
-        if runner is not None:
-            for name, group in zip(self.group_names, runner.groups.values(), strict=True):
-                # A group that was destroyed may have been made anew under its name.
-                if groups.named(name) is not group:
-                    break
-            else:
-                return runner
+        kept = self.ready(("runner", fake))
+        if kept is not None:
+            return kept[0]
         by_axis = dict(zip(self.parsed.mesh_axes, map(groups.named, self.group_names), strict=True))
         kind = _Shapes if fake else Runner
-        runner = self._runners[fake] = kind(self.partition(), by_axis, self.schedule, self.algorithm, self.debug)
+        runner = kind(self.partition(), by_axis, self.schedule, self.algorithm, self.debug)
+        self._ready["runner", fake] = runner, None
         return runner
 
     @cached_property
@@ -125,10 +118,11 @@ class Problem:
         return {}
 
     def ready(self, key: tuple[Any, ...]) -> tuple[Runner, Any] | None:
-        """What `keep` was given under that key, while its groups are those of their names."""
+        """What is kept under that key, while its groups are those of their names."""
         kept = self._ready.get(key)
         if kept is not None:
             for name, group in zip(self.group_names, kept[0].groups.values(), strict=True):
+                # One that was destroyed may have been made anew under its name.
                 if groups.named(name) is not group:
                     return None
         return kept
@@ -280,7 +274,30 @@ def _bias_gradient(run: Runner, spec: Spec, dy: Named) -> Tensor:
     return db.tensor
 
 
-@torch.library.custom_op("fusedtp::sharded_matmul", mutates_args=())
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, w, _, *ctx.problem = inputs
+    needs_x, needs_w = ctx.needs_input_grad[:2]
+    # Local shards only, and only those that a gradient will be made of.
+    ctx.save_for_backward(x if needs_w else None, w if needs_x else None)
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
+    x, w = (dy.new_empty(0) if saved is None else saved for saved in ctx.saved_tensors)
+    out = sharded_matmul_backward(dy, x, w, needs_x, needs_w, needs_bias, *ctx.problem)
+    wanted = zip(out, (needs_x, needs_w, needs_bias), strict=True)
+    return (*(grad if needed else None for grad, needed in wanted), *(None for _ in ctx.problem))
+
+
+def _fake(
+    x: Tensor, w: Tensor, bias: Tensor | None, spec: str, group_names: str, lengths: Sequence[int],
+    splits: Sequence[int], w_transposed: bool, by_size: bool, schedule: str, algorithm: str, debug: bool = False,
+) -> Tensor:  # fmt: skip
+    problem = Problem.of(spec, group_names, lengths, splits, w_transposed, by_size, schedule, algorithm, debug)
+    return _forward(x, w, bias, problem, fake=True)
+
+
+@operator("sharded_matmul", _fake, _gradients, _setup)
 def sharded_matmul(
     x: Tensor, w: Tensor, bias: Tensor | None, spec: str, group_names: str, lengths: Sequence[int],
     splits: Sequence[int], w_transposed: bool, by_size: bool, schedule: str, algorithm: str, debug: bool = False,
@@ -290,16 +307,16 @@ def sharded_matmul(
     return _forward(x, w, bias, problem)
 
 
-@sharded_matmul.register_fake
-def _(
-    x: Tensor, w: Tensor, bias: Tensor | None, spec: str, group_names: str, lengths: Sequence[int],
-    splits: Sequence[int], w_transposed: bool, by_size: bool, schedule: str, algorithm: str, debug: bool = False,
-) -> Tensor:  # fmt: skip
+def _fake_backward(
+    dy: Tensor, x: Tensor, w: Tensor, needs_x: bool, needs_w: bool, needs_bias: bool, spec: str,
+    group_names: str, lengths: Sequence[int], splits: Sequence[int], w_transposed: bool, by_size: bool,
+    schedule: str, algorithm: str, debug: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     problem = Problem.of(spec, group_names, lengths, splits, w_transposed, by_size, schedule, algorithm, debug)
-    return _forward(x, w, bias, problem, fake=True)
+    return _backward(dy, x, w, (needs_x, needs_w, needs_bias), problem, fake=True)
 
 
-@torch.library.custom_op("fusedtp::sharded_matmul_backward", mutates_args=())
+@operator("sharded_matmul_backward", _fake_backward)
 def sharded_matmul_backward(
     dy: Tensor, x: Tensor, w: Tensor, needs_x: bool, needs_w: bool, needs_bias: bool, spec: str,
     group_names: str, lengths: Sequence[int], splits: Sequence[int], w_transposed: bool, by_size: bool,
@@ -308,16 +325,6 @@ def sharded_matmul_backward(
     """(dx, dw, db), each [0] where it is not needed; so may x and w be."""
     problem = Problem.of(spec, group_names, lengths, splits, w_transposed, by_size, schedule, algorithm, debug)
     return _backward(dy, x, w, (needs_x, needs_w, needs_bias), problem)
-
-
-@sharded_matmul_backward.register_fake
-def _(
-    dy: Tensor, x: Tensor, w: Tensor, needs_x: bool, needs_w: bool, needs_bias: bool, spec: str,
-    group_names: str, lengths: Sequence[int], splits: Sequence[int], w_transposed: bool, by_size: bool,
-    schedule: str, algorithm: str, debug: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    problem = Problem.of(spec, group_names, lengths, splits, w_transposed, by_size, schedule, algorithm, debug)
-    return _backward(dy, x, w, (needs_x, needs_w, needs_bias), problem, fake=True)
 
 
 class _Eager(torch.autograd.Function):
@@ -371,21 +378,3 @@ def run(x: Tensor, w: Tensor, bias: Tensor | None, problem: Problem) -> Tensor:
         raise ValueError(f"the {which} was made in torch.inference_mode and cannot be kept for a gradient: clone() it")
     eager: Tensor = _Eager.apply(x, w, bias, problem)  # type: ignore[no-untyped-call]
     return eager
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, w, _, *ctx.problem = inputs
-    needs_x, needs_w = ctx.needs_input_grad[:2]
-    # Local shards only, and only those that a gradient will be made of.
-    ctx.save_for_backward(x if needs_w else None, w if needs_x else None)
-
-
-def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
-    x, w = (dy.new_empty(0) if saved is None else saved for saved in ctx.saved_tensors)
-    out = sharded_matmul_backward(dy, x, w, needs_x, needs_w, needs_bias, *ctx.problem)
-    wanted = zip(out, (needs_x, needs_w, needs_bias), strict=True)
-    return (*(grad if needed else None for grad, needed in wanted), *(None for _ in ctx.problem))
-
-
-sharded_matmul.register_autograd(_gradients, setup_context=_setup)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import platform
 import subprocess
 import sys
 from dataclasses import replace
@@ -190,6 +191,23 @@ def test_machine_names() -> None:
     assert about.name
     assert about.cores >= 1
     assert about.commit
+
+
+def test_a_processor_whose_name_says_little_is_told_by_its_family(tmp_path: Path) -> None:
+    """Two generations of one maker must not pass for one machine."""
+    info = tmp_path / "cpuinfo"
+
+    def named(name: str, family: int) -> str:
+        core = f"processor\t: 0\ncpu family\t: {family}\nmodel\t\t: 2\nmodel name\t: {name}\nstepping\t: 1\n"
+        info.write_text(f"{core}\n{core.replace(': 2', ': 3')}")
+        return machine.cpu_model(info)
+
+    assert named("AMD EPYC", 26) == "AMD EPYC (family 26, model 2)"
+    assert named("AMD EPYC", 25) != named("AMD EPYC", 26)
+    assert machine.slug(f"cpu {named('AMD EPYC', 26)} 2c") == "cpu-amd-epyc-family-26-model-2-2c"
+    assert named("Intel(R) Xeon(R) Platinum 8480C", 6) == "Intel(R) Xeon(R) Platinum 8480C"
+    info.write_text("processor\t: 0\nCPU implementer\t: 0x41\n")
+    assert machine.cpu_model(info) == machine.cpu_model(tmp_path / "none") == platform.machine()
 
 
 def test_explain_shows_steps_bytes_and_flops() -> None:

@@ -200,5 +200,6 @@ def check_ranks(by_rank: list[dict[str, Tensor]]) -> None:
         for name, out in outs.items():
             if name.startswith(("all_gather ", "all_reduce", "matmul_all_reduce")) or name == "all_gather":
                 same_bits(out, by_rank[0][name], f"{name} on rank {rank} and on rank 0")
-        for op in ("all_reduce", "matmul_all_reduce"):
-            same_bits(outs[f"{op} one_shot"], outs[f"{op} two_shot"], f"{op}, one shot and two")
+        # Of a matmul only the exact ones, above: partials may have other bits where their tiles begin elsewhere, and
+        # those of NumPy, which the interpreter takes, have them on some processors.
+        same_bits(outs["all_reduce one_shot"], outs["all_reduce two_shot"], "all_reduce, one shot and two")

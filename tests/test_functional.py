@@ -215,6 +215,17 @@ def test_ops_and_their_fakes(pool: RankPool) -> None:
     pool.run(opchecked, world_size=2)
 
 
+def refuses_a_gradient(group: ProcessGroup) -> None:
+    a, b = torch.randn(2, 2, requires_grad=True), torch.randn(2, 2)
+    out = torch.ops.fusedtp.matmul_all_reduce(a, b, None, group.group_name, "unfused", "auto")
+    with pytest.raises(RuntimeError, match="matmul_all_reduce has no gradient of its own"):
+        out.sum().backward()
+
+
+def test_an_op_without_a_gradient_says_so(pool: RankPool) -> None:
+    pool.run(refuses_a_gradient, world_size=2)
+
+
 def autocasted(group: ProcessGroup) -> None:
     """Like F.linear's: operands in bfloat16, the result too, gradients in the parameters' dtype."""
     x, weight, bias = torch.randn(4, 6, requires_grad=True), torch.randn(5, 6, requires_grad=True), torch.randn(5)

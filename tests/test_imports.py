@@ -17,12 +17,12 @@ FOLDERS = {"fusedtp": ROOT / "fusedtp", "fusedtp.kernels": ROOT / "kernels", "fu
 
 # Lowest first: a module imports from lower layers, or from its own. A folder counts as one.
 LAYERS = (
-    ("errors", "files", "shards", "trace"),
+    ("errors", "files", "operator", "shards", "trace"),
     ("notation", "redistribute", "candidates", "plan", "hardware", "overlap", "cost", "explain"),
     ("partition",),
     ("groups", "reference", "turns", "budgets"),
     ("kernels", "memory"),
-    ("workspace", "steps", "clock", "missing"),
+    ("workspaces", "workspace", "steps", "clock", "missing"),
     ("schedules",),
     ("agreement", "dispatch", "tuning"),
     ("execute", "pairs"),
@@ -128,6 +128,20 @@ def test_importing_the_package_is_light() -> None:
     done = run(f"import sys, fusedtp; print([name for name in {HEAVY} if name in sys.modules])")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
+
+
+def test_the_first_call_does_not_load_the_compiler() -> None:
+    """It takes as long as all the rest of torch, in every rank."""
+    code = """
+import sys, torch, torch.distributed as dist, fusedtp
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+x = torch.ones(2, 2, requires_grad=True)
+fusedtp.ColumnParallelLinear(2, 2)(fusedtp.all_gather(x)).sum().backward()
+print("torch._dynamo" in sys.modules)
+"""
+    done = run(code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "False"
 
 
 @pytest.mark.parametrize("folder", ["kernels", "bench"])
