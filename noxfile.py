@@ -23,6 +23,8 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def install(session: nox.Session, *more: str) -> None:
+    # pytest and torch's compiler keep what they write there: in .nox, not in the machine's folder.
+    session.create_tmp()
     # A wheel is built from build/, where a module that is gone from the sources would live on.
     shutil.rmtree("build", ignore_errors=True)
     session.install("-c", "constraints.txt", "torch", *more)

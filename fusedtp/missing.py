@@ -71,14 +71,17 @@ def _is_silent(world_size: int, header: Header, peer: int) -> bool:
     words = header(peer)
     if words[signal.GIVEN_UP.value] or words[signal.LEFT.value]:
         return not words[signal.GIVEN_UP.value]
-    return _waits_for(world_size, words) is None
+    return _waits_for(world_size, header, words) is None
 
 
-def _waits_for(world_size: int, words: list[int]) -> int | None:
+def _waits_for(world_size: int, header: Header, words: list[int]) -> int | None:
     if not words[signal.WAITING_FOR.value]:
         return None
     source, slot = words[signal.WAITING_FOR.value] - 1, words[signal.WAITING_SLOT.value]
-    seen = words[signal.SIGNALS.value + slot * world_size + source]
+    if slot == signal.GROWTH_SLOT.value:
+        seen = header(source)[signal.GROWING.value]
+    else:
+        seen = words[signal.SIGNALS.value + slot * world_size + source]
     # A rank that has what it says it is waiting for was stopped or killed there.
     return None if raised(seen, wrapping_difference(words[signal.EPOCH.value], -1)) else source
 
@@ -93,6 +96,6 @@ def _follow(rank: int, world_size: int, header: Header, peer: int) -> int:
             peer = words[signal.GIVEN_UP.value] - 1
         elif words[signal.LEFT.value]:
             break
-        elif (source := _waits_for(world_size, words)) is not None:
+        elif (source := _waits_for(world_size, header, words)) is not None:
             peer = source
     return chain[-1]

@@ -11,7 +11,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -102,6 +102,20 @@ class HostSteps:
             return
         with trace.span("wait", src):
             self._wait_slowly(lambda: load_acquire(address), src, slot)
+
+    def meet(self) -> None:
+        """Wait until every peer has come to grow the workspace before this epoch, or has left it; else PeerTimeout."""
+        ws, word = self._ws, 4 * signal.GROWING.value
+        store_release(ws.addresses[ws.rank] + word, self.epoch)
+
+        def come(peer: int) -> int:
+            # Who has left will make a workspace anew, where it is told of the difference.
+            has_left = load_acquire(ws.addresses[peer] + 4 * signal.LEFT.value) == 1
+            return self.epoch if has_left else load_acquire(ws.addresses[peer] + word)
+
+        for i in range(1, ws.world_size):
+            peer = (ws.rank + i) % ws.world_size
+            self._wait_slowly(partial(come, peer), peer, signal.GROWTH_SLOT.value)
 
     def _wait_slowly(self, poll: Callable[[], int], src: int, slot: int) -> None:
         ws = self._ws

@@ -79,7 +79,7 @@ class Workspace:
         header = torch.zeros(-(-words // 64) * 64, dtype=torch.int32)
         # Signals start at the present epoch, not at 0: near the wrap 0 could pass for a later one.
         header[signal.SIGNALS.value :] = epoch
-        header[signal.EPOCH.value] = epoch
+        header[signal.EPOCH.value] = header[signal.GROWING.value] = epoch
         header[signal.BUDGET_MS.value] = math.ceil(self.seconds * 1000)
         header[signal.HARDWARE.value] = self._gpu
         old = self._arena
@@ -126,7 +126,7 @@ class Workspace:
     def require(self, half_bytes: int, slots: int) -> None:
         """What every op begins with: grow until a half holds `half_bytes` and there are `slots` signals a source.
 
-        Collective where it grows. Raises what an earlier op has reported.
+        Collective where it grows: PeerTimeout where a peer does not come. Raises what an earlier op has reported.
         """
         self._check()
         if half_bytes <= self.half_bytes and slots <= self.slots:
@@ -143,6 +143,8 @@ class Workspace:
             if half_bytes > self.half_bytes
             else self.half_bytes
         )
+        if self._memory.waits:
+            HostSteps(self, "workspace growth").meet()
         self._allocate(grown, max(self.slots, 2 * slots) if slots > self.slots else self.slots)
 
     def channel(self) -> Channel:
@@ -264,7 +266,8 @@ class Workspace:
 
     def _fail(self, op: str, peer: int, slot: int, expected: int, seen: int, seconds: float | None = None) -> None:
         who = missing.really_missing(self.rank, self.world_size, self._header, peer)
-        detail = f"signal slot {slot}: epoch {expected} expected, {seen} seen"
+        what = "its memory to grow" if slot == signal.GROWTH_SLOT.value else f"signal slot {slot}"
+        detail = f"{what}: epoch {expected} expected, {seen} seen"
         detail += missing.explain(self._header, peer, who)
         self.failure = PeerTimeout(op, self.rank, who, seconds or self.seconds, detail)
         raise self.failure

@@ -74,7 +74,8 @@ def set_timeout(seconds: float, group: Group = None) -> None:
     where none is given, in every group of this process, those that had a budget of their own as well.
 
     It is the budget of every wait in shared memory and of debug mode. What goes through the backend, the schedule
-    `unfused` and the making of a workspace, has the timeout of init_process_group or new_group.
+    `unfused` and the making of a workspace (on a GPU its growth too), has the timeout of init_process_group or
+    new_group.
 
     Raises ValueError unless 0 < seconds <= 2,000,000 (the clock is an int32 of milliseconds), TypeError for no number;
     for what is no group as in the functions.

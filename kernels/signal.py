@@ -54,12 +54,14 @@ WAITING_SLOT = tl.constexpr(5)  # the slot that WAITING_FOR's program waits on
 LEFT = tl.constexpr(6)  # why this rank raises no more signals here: 1 destroyed, 2 an op left by an exception; or 0
 HARDWARE = tl.constexpr(7)  # what this rank's GPU is (`hardware.number_of`): all go by rank 0's
 BYTES_SENT = tl.constexpr(8)  # int64, counted only by kernels compiled with COUNT
+GROWING = tl.constexpr(10)  # the epoch before which this rank has come to grow the workspace; the host's alone
 SIGNALS = tl.constexpr(
     16
 )  # first signal word; the signal of (slot, source) is word SIGNALS + slot * world_size + source
 
 ENTRY_SLOT = tl.constexpr(0)  # "this rank has begun the epoch"; the slots of an op's own signals start after it
 FIRST_SLOT = tl.constexpr(1)
+GROWTH_SLOT = tl.constexpr(-1)  # in WAITING_SLOT, for a wait that is not for a signal but for GROWING
 
 # A signal this far or farther ahead of the epoch that is waited for is an old one. A peer is never more than one ahead;
 # the rest is for timing a kernel whose signals have all been raised in advance.

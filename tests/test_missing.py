@@ -25,6 +25,13 @@ def says(
     return words
 
 
+def grows(behind: int) -> list[int]:
+    """The same, before its eighth op, until rank `behind` comes to grow the workspace too."""
+    words = says(waits_for=behind)
+    words[signal.WAITING_SLOT.value] = signal.GROWTH_SLOT.value
+    return words
+
+
 BUSY = says()
 # (what ranks 0, 1 and 2 say, whom rank 3 names that has waited for rank 2)
 NAMED = {
@@ -36,6 +43,7 @@ NAMED = {
     "it waits for the one that asks": ((BUSY, BUSY, says(waits_for=3)), 2),
     "stuck behind a third": ((BUSY, says(gave_up_on=0), says(gave_up_on=3)), 0),
     "left by an exception": ((BUSY, says(waits_for=2), says(waits_for=1, left=2)), 2),
+    "about to grow behind a third": ((BUSY, BUSY, grows(behind=0)), 0),
     "left, having given up": ((BUSY, says(gave_up_on=0), says(gave_up_on=1, left=1)), 0),
 }  # fmt: skip
 

@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from fusedtp.bench.ranks import RankPool
 from torch.distributed import ProcessGroup
 
@@ -180,6 +181,39 @@ def test_ranks_whose_arenas_differ_are_told(pool: RankPool) -> None:
     assert "from epoch 1 on rank 0, " in grown
     assert "from epoch 2 on rank 0, " in begun
     assert "from epoch 0 on rank 1: " in begun
+
+
+def grows_alone(group: ProcessGroup, other_op: bool) -> tuple[str, float]:
+    """Rank 0 must grow; rank 1 calls nothing, or something that fits."""
+    fusedtp.destroy(group)
+    fusedtp.set_timeout(1.0, group)
+    fits, grows = torch.ones(3, 3), torch.ones(600, 1000)
+    fusedtp.all_gather(fits, group=group, schedule="decomposed")
+    begin, said = time.monotonic(), ""
+    if group.rank() == 0 or other_op:
+        with pytest.raises(fusedtp.PeerTimeout) as caught:
+            fusedtp.all_gather(grows if group.rank() == 0 else fits, group=group, schedule="decomposed")
+        assert caught.value.peer == 1 - group.rank()
+        said = str(caught.value)
+    seconds = time.monotonic() - begin
+    dist.barrier(group)
+    fusedtp.destroy(group)
+    fusedtp.set_timeout(110.0)
+    whole = fusedtp.all_gather(grows, group=group, schedule="decomposed")
+    assert whole.shape[0] == grows.shape[0] * group.size()
+    return said, seconds
+
+
+@pytest.mark.parametrize("other_op", [False, True])
+def test_growth_does_not_wait_longer_than_an_op(pool: RankPool, other_op: bool) -> None:
+    """The backend's own timeout is half an hour by default."""
+    for rank, (said, seconds) in enumerate(pool.run(grows_alone, other_op, world_size=2, timeout=60)):
+        assert seconds < 10
+        if rank == 0:
+            assert said.startswith("workspace growth: rank 0 waited ")
+            assert "its memory to grow: epoch 2 expected, 0 seen" in said
+        elif other_op:
+            assert said.startswith("all_gather: rank 1 waited ")
 
 
 def test_views_of_the_two_halves_do_not_overlap() -> None:

@@ -33,6 +33,8 @@ class Memory(Protocol):
 
     rank: int
     world_size: int
+    # Whether `allocate` waits for the peers, for as long as it takes, where the host can see in an arena who comes.
+    waits: bool
 
     def allocate(self, num_bytes: int, header: Tensor) -> Arena:
         """Arenas of at least `num_bytes`, zeroed, the own one starting with `header`, whose first word is the epoch.

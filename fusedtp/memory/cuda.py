@@ -17,6 +17,8 @@ from . import Arena, Unreachable
 class CudaMemory:
     """Arenas of the ranks of `group` on `device`."""
 
+    waits = False
+
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
         self.rank, self.world_size = group.rank(), group.size()

@@ -29,6 +29,8 @@ class LocalMemory:
     All ranks must have allocated before any of them signals.
     """
 
+    waits = False
+
     def __init__(self, rank: int, shared: _Shared) -> None:
         self.rank, self.world_size, self._shared, self._generation = rank, shared.world_size, shared, 0
 

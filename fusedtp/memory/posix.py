@@ -51,6 +51,8 @@ def _file(stack: contextlib.ExitStack, num_bytes: int) -> int:
 class PosixMemory:
     """Arenas shared by the processes of `group`, whose backend must carry CPU tensors (gloo)."""
 
+    waits = True
+
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self.rank, self.world_size = group.rank(), group.size()
