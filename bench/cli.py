@@ -1,4 +1,4 @@
-"""The command line: `fusedtp sweep | report | compare | doctor`. Heavy imports wait until a command needs them."""
+"""The command line, `fusedtp`. Heavy imports wait until a command needs them."""
 
 from __future__ import annotations
 

@@ -48,5 +48,9 @@ def measured_table(rows: Sequence[Row], *, world_size: int = 2, dtype: str = "fl
         raise ValueError(f"no timed case with {world_size} ranks in {dtype}")
     where = f"{world_size} ranks, one thread each, {SHORT_DTYPES[dtype]}, {first.cpu} ({first.cores} cores)"
     what = "Medians in ms over interleaved rounds, the slowest rank of each"
-    lines += ["", f"{what}: {where}, torch {first.torch}, commit {', '.join(commits)}."]
+    columns = (
+        "Speed-up: unfused / decomposed. Of matmul: the matmul alone / decomposed; 1 where all communication is "
+        "hidden, more where chunks suit the caches better than the whole."
+    )
+    lines += ["", f"{what}: {where}, torch {first.torch}, commit {', '.join(commits)}. {columns}"]
     return "\n".join(lines)

@@ -102,19 +102,6 @@ def pacing(link_gbps: float, copy_gbps: float, clock_mhz: float) -> Callable[[in
     return pace
 
 
-def copy_gbps(device: torch.device, num_bytes: int = 64 << 20, copies: int = 10) -> float:
-    """What a copy inside the device's memory moves, GB/s."""
-    source, target = (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
-    target.copy_(source)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(copies):
-        target.copy_(source)
-    end.record()
-    end.synchronize()
-    return float(copies * num_bytes / (begin.elapsed_time(end) * 1e6))
-
-
 def clock_mhz(cycles: int = 100_000_000) -> float:
     """Cycles a microsecond of the clock that `pacing` counts, as they pass now."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -145,6 +132,23 @@ class _Clock:
     def lapses(self) -> list[float]:
         self._marks[-1].synchronize()
         return [one.elapsed_time(two) for one, two in zip(self._marks, self._marks[1:], strict=False)]
+
+
+def copy_gbps(
+    device: torch.device, streams: Sequence[torch.cuda.Stream], num_bytes: int = 64 << 20, copies: int = 10
+) -> float:
+    """What a copy inside the device's memory moves, GB/s, while each of `streams` makes such copies, as ranks do."""
+    memory = torch.zeros(len(streams), 2, num_bytes, dtype=torch.uint8, device=device)
+    clock = _Clock(streams)
+    # The first time is for what happens once.
+    for _ in range(2):
+        clock.mark()
+        for stream, (source, target) in zip(streams, memory, strict=True):
+            with torch.cuda.stream(stream):
+                for _ in range(copies):
+                    target.copy_(source)
+    clock.mark()
+    return float(copies * num_bytes / (clock.lapses()[-1] * 1e6))
 
 
 def phased_round(ranks: Sequence[Workspace], given: Problem, streams: Sequence[torch.cuda.Stream]) -> list[float]:
@@ -185,7 +189,7 @@ def measure(case: Case, link_gbps: Sequence[float], rounds: int, machine: Machin
     try:
         streams = [torch.cuda.Stream(device) for _ in ranks]
         programs = programs_of(torch.cuda.get_device_properties(device).multi_processor_count, case.world_size)
-        copies, clock = copy_gbps(device), clock_mhz()
+        copies, clock = copy_gbps(device, streams), clock_mhz()
         rows: list[Row] = []
         for gbps in link_gbps:
             for ws in ranks:

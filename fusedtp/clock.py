@@ -16,6 +16,8 @@ import time
 from torch import Tensor
 
 TICK_SECONDS = 0.01
+# `budgets` has none over 2,000,000 s; the difference of two times is an int32.
+_BEYOND_ANY_BUDGET_MS = 2_050_000_000
 
 _lock = threading.Lock()
 # By address: the word, and the tensor that keeps it alive while it is written.
@@ -74,10 +76,15 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @atexit.register
 def stop() -> None:
-    """End the thread; nothing is written after this returns, unless another block is driven."""
+    """End the thread; nothing is written after this returns, unless another block is driven.
+
+    What still waits on a device has spent its budget then, or the process could not end.
+    """
     with _lock:
-        clock = _detached()
+        clock, left = _detached(), [word for word, _ in _words.values()]
     _end(clock)
+    for word in left:
+        word.value = ctypes.c_int32(now_ms() + _BEYOND_ANY_BUDGET_MS).value
 
 
 def _detached() -> _Clock | None:

@@ -111,7 +111,10 @@ class Prediction:
 
     @property
     def ceiling_us(self) -> float:
-        """No schedule that hides one behind the other is faster than the longer of the two."""
+        """The longer of the library's matmul and its collective: what hiding one behind the other would take.
+
+        A schedule that sends faster than the library's collective can be below it.
+        """
         return max(self.matmul_us, self.comm_us)
 
     @property

@@ -1,10 +1,10 @@
 """Which schedule runs an op, and why. The choice is the same on every rank and is never silent.
 
 A name the caller gives wins, or is refused. `auto` takes what `fusedtp tune` measured to be the fastest at the nearest
-size on this machine, corrected to the size at hand by the cost model; without a measurement, on a GPU what the cost
-model predicts, and on a CPU the decomposed schedule: Triton's interpreter checks kernels there, it does not speed them
-up. All but `unfused` need ranks that can reach each other's memory; where they cannot, it runs and a warning says so
-once.
+size on this machine, corrected to the size at hand by the cost model. Without a measurement it takes on a GPU what the
+cost model predicts, or the fused schedule where the hardware table does not have that GPU, and on a CPU the decomposed
+schedule: Triton's interpreter checks kernels there, it does not speed them up. All but `unfused` need ranks that can
+reach each other's memory; where they cannot, it runs and a warning says so once.
 
 Ranks agree because they decide from the same: rank 0 reads the file of measurements and broadcasts it, once a group,
 with the first `auto`. Each choice is then made once and looked up.

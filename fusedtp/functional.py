@@ -3,7 +3,7 @@
 Weights follow torch.nn.Linear, [N, K] with y = x @ weight.T + bias. In shapes M is rows, K input features, N output
 features, _X marks the dimension that is split over the ranks; M may stand for several leading dimensions.
 
-    sharded_matmul           anything that the notation can write
+    sharded_matmul           anything that the notation can write; operands lie as the spec says, so w is [K, N]
     all_gather_linear        x [M_X, K], weight [N, K] -> [M, N];    gather_dim=-1: x [M, K_X], weight [N, K] -> [M, N]
     linear_reduce_scatter    x [M, K_X], weight [N, K_X] -> [M_X, N];  scatter_dim=-1: -> [M, N_X]
     linear_all_reduce        x [M, K_X], weight [N, K_X] -> [M, N]
@@ -165,7 +165,8 @@ def all_gather_linear(
     dw.
 
     Raises ValueError or TypeError for arguments that do not fit, RuntimeError where torch.distributed is not
-    initialised, PeerTimeout where a rank is lost.
+    initialised or the ranks of a schedule that is asked for cannot reach each other's memory, PeerTimeout where a rank
+    is lost.
     """
     process_group = groups.resolve(group)
     x, weight, bias = arguments.autocast(x, weight, bias)
@@ -319,7 +320,11 @@ def all_gather(
     schedule: str = "auto",
     debug: bool = False,
 ) -> Tensor:
-    """The ranks' x joined along `gather_dim` in rank order, bit by bit. `algorithm`: auto, direct or ring."""
+    """The ranks' x joined along `gather_dim` in rank order, bit for bit, differentiable.
+
+    `algorithm`: auto, direct or ring, which only kernels have: with schedule 'fused', or 'auto' on a GPU. Errors as in
+    `all_gather_linear`.
+    """
     process_group = groups.resolve(group)
     arguments.check_collective("all_gather", x, schedule, algorithm, debug)
     dim = arguments.dim("gather_dim", gather_dim, x)
@@ -341,7 +346,10 @@ def reduce_scatter(
     schedule: str = "auto",
     debug: bool = False,
 ) -> Tensor:
-    """The ranks' x summed; this rank keeps `sizes[rank]` along `scatter_dim`. `algorithm`: auto, direct or ring."""
+    """The ranks' x summed; this rank keeps `sizes[rank]` along `scatter_dim`, by default as even as can be.
+
+    Differentiable. `algorithm` and errors as in `all_gather`.
+    """
     process_group = groups.resolve(group)
     arguments.check_collective("reduce_scatter", x, schedule, algorithm, debug)
     dim = arguments.dim("scatter_dim", scatter_dim, x)
@@ -356,7 +364,11 @@ def reduce_scatter(
 def all_reduce(
     x: Tensor, *, group: Group = None, algorithm: str = "auto", schedule: str = "auto", debug: bool = False
 ) -> Tensor:
-    """The ranks' x summed, on every rank. `algorithm`: auto, one_shot (fewest steps), two_shot, ring (fewest bytes)."""
+    """The ranks' x summed, on every rank, differentiable.
+
+    `algorithm`: auto, one_shot (fewest steps), two_shot, or ring (fewest bytes), which only kernels have, as in
+    `all_gather`. Errors as there.
+    """
     process_group = groups.resolve(group)
     arguments.check_collective("all_reduce", x, schedule, algorithm, debug)
     arguments.check_reach(schedule, x, [process_group], (x.shape[0], 0, math.prod(x.shape[1:])))

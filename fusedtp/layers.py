@@ -9,7 +9,8 @@ A layer is a line of notation; its backward is planned from it. N output feature
 `weight` is this rank's shard, a plain parameter, out features first as in nn.Linear. With the same seed on every rank a
 layer starts as its shard of what nn.Linear would have drawn, whatever the number of ranks: each rank draws the whole
 matrix and keeps its part, so for that moment it holds both. A matrix too large for that is made on `device="meta"` and
-filled from a checkpoint. Gradients are those of the sum of the ranks' losses.
+filled from a checkpoint. Where ranks hold different rows, gradients are those of the sum of their losses; a result
+that is whole on every rank is one tensor, and its loss counts once.
 """
 
 from __future__ import annotations

@@ -120,13 +120,14 @@ class Workspace:
                 "copies go to addresses chosen on the host and cannot be captured: use schedule 'fused', which pushes"
             )
         if not self._mirror_is_exact:
-            self._mirror, self._mirror_is_exact = self.epoch, True
+            # Every replay of a graph advances the device's epoch, which the host does not see.
+            self._mirror, self._mirror_is_exact = self.epoch, not self._captured
         return _wrap(self._mirror + 1)
 
     def require(self, half_bytes: int, slots: int) -> None:
         """What every op begins with: grow until a half holds `half_bytes` and there are `slots` signals a source.
 
-        Collective where it grows: PeerTimeout where a peer does not come. Raises what an earlier op has reported.
+        Collective where it grows: on a CPU PeerTimeout where a peer does not come. Raises what an earlier op reported.
         """
         self._check()
         if half_bytes <= self.half_bytes and slots <= self.slots:
@@ -306,10 +307,13 @@ class Workspace:
 
     def close(self) -> None:
         """Give the memory back. The peers may still use theirs."""
-        clock.release(self.host_block[signal.CLOCK_MS.value :])
-        if self._arena is not None:
-            if self.device.type == "cuda":
+        try:
+            # Kernels that still wait for a lost peer end by the clock: it goes on until they have.
+            if self._arena is not None and self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
+        finally:
+            clock.release(self.host_block[signal.CLOCK_MS.value :])
+        if self._arena is not None:
             self._leave(1)
             arena, self._arena = self._arena, None
             self._views.clear()

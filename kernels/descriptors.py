@@ -49,8 +49,9 @@ def described_left(a: torch.Tensor, config: Config) -> Described:
         return _POINTERS
     (M, K), block = a.shape, [1, config.block_m, config.block_k]
     if by == "rows":
-        return by, TensorDescriptor(a, [1, M, K], [a.stride(0), a.stride(0), 1], block)
-    return by, TensorDescriptor(a, [1, K, M], [a.stride(1), a.stride(1), 1], [1, config.block_k, config.block_m])
+        return by, TensorDescriptor(a, [1, M, K], [M * a.stride(0), a.stride(0), 1], block)
+    block = [1, config.block_k, config.block_m]
+    return by, TensorDescriptor(a, [1, K, M], [K * a.stride(1), a.stride(1), 1], block)
 
 
 def described_right(b: torch.Tensor, config: Config) -> Described:

@@ -13,6 +13,8 @@ from typer.testing import CliRunner, Result
 from fusedtp import cost, overlap
 from fusedtp.hardware import CPU, HARDWARE, NUMBERS, Hardware, measured_cpu, of_gpu
 
+from . import published
+
 # All-gather + matmul in bfloat16 on 8 H100 (HBM2e) with NVSwitch, microseconds: M, the library's matmul, Triton's, the
 # library's matmul behind NCCL's all-gather, fused. github.com/yifuwang/symm-mem-recipes, README.md, N a rank and K.
 PUBLISHED = {
@@ -53,11 +55,8 @@ def test_published_times(
     assert alone.winner == "fused"
 
 
-RESULTS = Path(__file__).parent.parent / "results" / "cpu-amd-epyc-2c" / "sweep.csv"
-
-
-def cpu_rows() -> pd.DataFrame:
-    rows = pd.read_csv(RESULTS)
+def cpu_rows(path: Path) -> pd.DataFrame:
+    rows = pd.read_csv(path)
     if "direction" in rows:
         rows = rows[rows.direction == "forward"]
     return rows[(rows.dtype == "float32") & rows.median_ms.notna()]
@@ -87,8 +86,8 @@ def cpu_rates(rows: pd.DataFrame) -> Hardware:
     )  # fmt: skip
 
 
-def test_measured_rows_of_a_cpu() -> None:
-    rows = cpu_rows()
+def test_measured_rows_of_a_cpu(tmp_path: Path) -> None:
+    rows = cpu_rows(published.rows(tmp_path))
     machine = cpu_rates(rows)
     two = rows[rows.world_size == 2].pivot_table(index=["op", "M", "N", "K"], columns="variant", values="median_ms")
     two = two[two.decomposed.notna()]

@@ -112,10 +112,9 @@ def layers(group: ProcessGroup, schedule: str) -> int:
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("schedule", ["fused", "decomposed"])
 def test_layers(gpu_pool: RankPool, schedule: str, world_size: int) -> None:
-    assert (
-        gpu_pool.run(layers, schedule, world_size=world_size, timeout=280)
-        == [len(SIZES) * len(DTYPES) * 2] * world_size
-    )
+    # Most of it is compiling: a hundred variants of the kernels on each rank.
+    counts = gpu_pool.run(layers, schedule, world_size=world_size, timeout=900)
+    assert counts == [len(SIZES) * len(DTYPES) * 2] * world_size
 
 
 def collectives(group: ProcessGroup) -> None:
@@ -141,7 +140,7 @@ def collectives(group: ProcessGroup) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_collectives(gpu_pool: RankPool, world_size: int) -> None:
-    gpu_pool.run(collectives, world_size=world_size, timeout=280)
+    gpu_pool.run(collectives, world_size=world_size, timeout=900)
 
 
 def replay(group: ProcessGroup, times: int) -> None:
@@ -160,11 +159,14 @@ def replay(group: ProcessGroup, times: int) -> None:
             expected = fusedtp.linear_all_reduce(x, weight, group=group, schedule="unfused")
             torch.cuda.synchronize()
             torch.testing.assert_close(y, expected, rtol=0.05, atol=0.5)
+            # An op that the host drives must know how far the replays have come.
+            driven = fusedtp.linear_all_reduce(x, weight, group=group, schedule="decomposed")
+            torch.testing.assert_close(driven, expected, rtol=0.05, atol=0.5)
     fusedtp.destroy()
 
 
 def test_graph_replays_with_changing_inputs(gpu_pool: RankPool) -> None:
-    gpu_pool.run(replay, 50, world_size=2, timeout=280)
+    gpu_pool.run(replay, 50, world_size=2, timeout=900)
 
 
 def replay_a_layer(group: ProcessGroup, times: int) -> None:
@@ -191,9 +193,11 @@ def replay_a_layer(group: ProcessGroup, times: int) -> None:
             step("fused")
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step("fused")
+    # Twice, on one stream: the second begins with an op that leaves alone the side stream that the first has used.
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = step("fused")
     for i in range(times):
         random.manual_seed(i * world_size + rank)
         with torch.no_grad():
@@ -206,7 +210,7 @@ def replay_a_layer(group: ProcessGroup, times: int) -> None:
 
 
 def test_a_graph_of_forward_and_backward_replays(gpu_pool: RankPool) -> None:
-    gpu_pool.run(replay_a_layer, 20, world_size=2, timeout=280)
+    gpu_pool.run(replay_a_layer, 20, world_size=2, timeout=900)
 
 
 def copied(group: ProcessGroup) -> list[str]:
@@ -229,21 +233,24 @@ def copied(group: ProcessGroup) -> list[str]:
 
 # Several ranks share one GPU here: its copy engines and stream writes are real, its links are not.
 def test_layers_whose_gathers_are_copied(gpu_pool: RankPool) -> None:
-    assert gpu_pool.run(copied, world_size=2, timeout=280) == [["copy", "copy"], ["push", "copy"]]
+    assert gpu_pool.run(copied, world_size=2, timeout=900) == [["copy", "copy"], ["push", "copy"]]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_virtual_ranks_at_once(world_size: int) -> None:
-    """One GPU with 8 SMs a rank or more, one process: consumers wait for copies behind an emulated link."""
+    """One GPU with 8 SMs a rank or more, one process: consumers wait for copies behind an emulated link, which is so
+    slow that issuing the work is not what is timed.
+    """
     from fusedtp.bench import virtual
     from fusedtp.bench.cases import Case
     from fusedtp.bench.machine import describe
 
     if torch.cuda.get_device_properties(0).multi_processor_count < 8 * world_size:
         pytest.skip("needs 8 SMs a virtual rank")
-    rows = virtual.measure(Case("all_gather_matmul", 1024, 1024, 512, "bfloat16", world_size), [50], 3, describe())
+    M, N, K, gbps = 4096, 1024, 2048, 2
+    rows = virtual.measure(Case("all_gather_matmul", M, N, K, "bfloat16", world_size), [gbps], 3, describe())
     assert all(row.passed and virtual.LABEL in row.links for row in rows)
     times = {row.variant: row.median_ms for row in rows}
-    # 1 MB over 50 GB/s, and a shard of it already there.
-    assert times["comm"] > (world_size - 1) / world_size * 1024 * 512 * 2 / 50e6
+    # All of x but the own shard, 2 bytes an element.
+    assert times["comm"] > (world_size - 1) / world_size * M * K * 2 / (gbps * 1e6)
     assert times["concurrent"] < 1.2 * times["phased"]

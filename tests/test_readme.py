@@ -10,8 +10,8 @@ from pathlib import Path
 
 from fusedtp.bench import generated, store
 
-ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+from . import published
+from .published import README
 
 
 def test_example_runs_on_two_ranks(tmp_path: Path) -> None:
@@ -28,11 +28,8 @@ def test_example_runs_on_two_ranks(tmp_path: Path) -> None:
         assert done.stdout.count(expected) == 2, done.stdout
 
 
-def test_measured_table_and_picture_come_from_results() -> None:
-    found = re.search(r"!\[[^]]*\]\((results/[^)]+)/sweep\.png\)", README)
-    assert found is not None
-    folder = ROOT / found[1]
-    assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
-    rows = store.read(folder / "sweep.csv")
+def test_measured_table_and_picture_come_from_results(tmp_path: Path) -> None:
+    assert (published.folder() / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    rows = store.read(published.rows(tmp_path))
     assert not any(row.failed for row in rows)
     assert generated.replaced(README, "measured", generated.measured_table(rows)) == README

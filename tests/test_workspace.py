@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fusedtp.bench.ranks import RankPool
+from fusedtp.kernels import signal
 from torch.distributed import ProcessGroup
 
 import fusedtp
@@ -349,3 +350,47 @@ def captured(group: ProcessGroup) -> tuple[int, int]:
         del old
         assert arenas() == others
     return seen[0], seen[1]
+
+
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Workspace:
+    """A workspace in the host's memory that takes itself for one on a GPU."""
+    (ws,) = (Workspace(memory, CPU) for memory in local_memories(1, CPU))
+    ws.device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    return ws
+
+
+def test_the_clock_goes_on_until_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that waits for a lost peer ends by it: `destroy` would wait for that kernel forever."""
+    ws, driven = as_on_a_gpu(monkeypatch), []
+    address = ws.host_block.data_ptr()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: driven.append(address in clock._words))
+    ws.close()
+    assert driven == [True]
+    assert address not in clock._words
+
+
+def test_the_clock_is_left_at_the_end_of_every_wait() -> None:
+    block = torch.zeros(1, dtype=torch.int32)
+    clock.drive(block)
+    try:
+        clock.stop()
+        assert wrapping_difference(int(block), clock.now_ms()) > 2_000_000_000
+    finally:
+        clock.release(block)
+
+
+def test_the_host_asks_for_the_epoch_as_long_as_there_is_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every replay advances it on the device alone."""
+    ws = as_on_a_gpu(monkeypatch)
+    assert ws.next_epoch() == 1
+    ws.words[signal.EPOCH.value] = 5
+    # Without a graph nothing advances it but the host's own ops.
+    assert ws.next_epoch() == 1
+    ws._captured.append(None)
+    ws._mirror_is_exact = False
+    assert ws.next_epoch() == 6
+    ws.words[signal.EPOCH.value] = 7
+    assert ws.next_epoch() == 8
+    ws.close()

@@ -34,6 +34,10 @@ class CudaMemory:
             # The header must be in place before the rendezvous lets a peer reach it.
             torch.cuda.synchronize(self._device)
             handle = symm_mem.rendezvous(own, self._group.group_name)
+            # It may know the memory from before and meet nobody: peers must not signal before the header is there.
+            met = torch.zeros(1, device=self._device)
+            dist.all_reduce(met, group=self._group)
+            met.item()
         except RuntimeError as error:
             raise Unreachable(f"torch's symmetric memory refused: {error}") from error
         tensors = [

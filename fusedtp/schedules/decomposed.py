@@ -21,7 +21,18 @@ from ..kernels.signal import FIRST_SLOT
 from ..overlap import FEW_ROWS
 from ..shards import even_sizes, offsets
 from ..workspace import Workspace
-from .transport import Epoch, Gathering, Steps, aligned, gathered, one_shot, publish, published, travelling
+from .transport import (
+    Epoch,
+    Gathering,
+    GatheringWhole,
+    Steps,
+    aligned,
+    gathered,
+    one_shot,
+    publish,
+    published,
+    travelling,
+)
 
 # Rows are summed in blocks of about this size, so that a float32 sum of narrower parts stays in cache between its
 # terms.
@@ -40,22 +51,27 @@ def _matmul_into(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) 
 
 def _sum_into(parts: list[Tensor], bias: Tensor | None, out: Tensor) -> None:
     # In rank order, in float32 (float64 stays itself), rounded once.
+    terms = parts if bias is None else [*parts, bias.expand_as(out)]
     rows = max(1, _SUM_BLOCK_BYTES // max(1, out.shape[1] * 4))
-    wide = torch.promote_types(out.dtype, torch.float32)
+    if rows >= out.shape[0]:
+        _add_into(terms, out)
+        return
     for begin in range(0, out.shape[0], rows):
-        block = out[begin : begin + rows]
-        terms = [part[begin : begin + rows] for part in parts] + ([] if bias is None else [bias.expand_as(block)])
-        if len(terms) == 1:
-            block.copy_(terms[0])
-        elif wide == out.dtype:
-            torch.add(terms[0], terms[1], out=block)
-            for term in terms[2:]:
-                block.add_(term)
-        else:
-            total = terms[0].to(wide)
-            for term in terms[1:]:
-                total.add_(term)
-            block.copy_(total)
+        _add_into([term[begin : begin + rows] for term in terms], out[begin : begin + rows])
+
+
+def _add_into(terms: list[Tensor], out: Tensor) -> None:
+    if len(terms) == 1:
+        out.copy_(terms[0])
+    elif not _is_narrow(out):
+        torch.add(terms[0], terms[1], out=out)
+        for term in terms[2:]:
+            out.add_(term)
+    else:
+        total = terms[0].to(torch.float32)
+        for term in terms[1:]:
+            total.add_(term)
+        out.copy_(total)
 
 
 def all_gather_matmul(
@@ -71,11 +87,11 @@ def all_gather_matmul(
     """See `schedules`."""
     if group.size() == 1:
         return _product(a, b, bias, transposed)
+    ws = workspaces.get(group, a.device)
     # Nor must a narrow dtype be rounded once a chunk of the contraction.
     if max(sizes) < FEW_ROWS or (gather_dim == 1 and _is_narrow(a)):
-        rows = _gather_at_once(a if gather_dim == 0 else a.t(), sizes, group)
-        return _product(rows if gather_dim == 0 else rows.t(), b, bias, transposed)
-    ws = workspaces.get(group, a.device)
+        with GatheringWhole(ws, "all_gather_matmul", a if gather_dim == 0 else a.t(), sizes) as rows:
+            return _product(rows if gather_dim == 0 else rows.t(), b, bias, transposed)
     begins = offsets(sizes)
     M = sum(sizes) if gather_dim == 0 else a.shape[0]
     out = a.new_empty((b.shape[1], M) if transposed else (M, b.shape[1]))
@@ -102,10 +118,10 @@ def all_gather_two_matmuls(
     """See `schedules`."""
     if group.size() == 1:
         return torch.mm(a, b), torch.mm(a.t(), right)
-    if max(sizes) < FEW_ROWS or _is_narrow(a):
-        whole = _gather_at_once(a, sizes, group)
-        return _product(whole, b, None, False), _product(whole.t(), right, None, False)
     ws = workspaces.get(group, a.device)
+    if max(sizes) < FEW_ROWS or _is_narrow(a):
+        with GatheringWhole(ws, "all_gather_matmul", a, sizes) as whole:
+            return _product(whole, b, None, False), _product(whole.t(), right, None, False)
     begins = offsets(sizes)
     first, second = a.new_empty(sum(sizes), b.shape[1]), a.new_empty(a.shape[1], right.shape[1])
     with Gathering(ws, "all_gather_matmul", a, sizes, 0) as chunks:
@@ -118,14 +134,6 @@ def all_gather_two_matmuls(
                 else:
                     second.addmm_(chunk.t(), right[part])
     return first, second
-
-
-def _gather_at_once(a: Tensor, sizes: tuple[int, ...], group: ProcessGroup) -> Tensor:
-    # All ranks' rows of an all_gather_matmul, in symmetric memory: good until the next op begins.
-    ws = workspaces.get(group, a.device)
-    with Epoch(ws, "all_gather_matmul", sum(sizes) * a.shape[1] * a.element_size(), 1) as steps:
-        rows = gathered(ws, steps, a, sizes, FIRST_SLOT.value, 0)()
-    return rows
 
 
 def _is_narrow(x: Tensor) -> bool:
@@ -190,7 +198,7 @@ def matmul_reduce_scatter(
         bias = bias.split(sizes)[ws.rank]
     with Epoch(ws, "matmul_reduce_scatter", ws.world_size * stride, 1) as steps:
         parts = _scatter_partials(ws, steps, a, b, scatter_dim, sizes, stride)
-        out = torch.empty_like(parts[0])
+        out = a.new_empty(parts[0].shape)
         trace.timed("add", -1, _sum_into, parts, bias, out)
     return out
 
@@ -214,7 +222,7 @@ def matmul_scatter_and_gather(
         else:
             publish(ws, steps, x, slot, base + ws.rank * stride)
         parts = _scatter_partials(ws, steps, a, b, 0, sizes, partial)
-        scattered = torch.empty_like(parts[0])
+        scattered = a.new_empty(parts[0].shape)
         _sum_into(parts, None, scattered)
         product = x.new_empty(left.shape[0], cols)
         for i in range(0 if at_once else ws.world_size):

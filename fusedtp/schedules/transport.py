@@ -106,7 +106,13 @@ def travelling(ws: Workspace) -> Iterator[None]:
 def settle(ws: Workspace) -> None:
     """The op must not end, nor its inputs be reused, before the side stream has read them."""
     if ws.device.type == "cuda" and (main := torch.cuda.current_stream(ws.device)) in _side_streams:
-        main.wait_stream(_side_streams[main])
+        side = _side_streams[main]
+        if torch.cuda.is_current_stream_capturing():
+            # It is in the capture only where this op, or one before it there, has gone to it.
+            with torch.cuda.stream(side):
+                if not torch.cuda.is_current_stream_capturing():
+                    return
+        main.wait_stream(side)
 
 
 def publish(ws: Workspace, steps: Steps, x: Tensor, slot: int, offset: int) -> None:
@@ -137,7 +143,7 @@ def gathered(
 ) -> Callable[[], Tensor]:
     """Publish x [sizes[rank], cols], and return what waits for all ranks' rows and gives them one below the other.
 
-    They lie in this rank's own half from `offset` on and are good until its next op begins.
+    They lie in this rank's own half from `offset` on, until this op ends.
     """
     begins, cols = offsets(sizes), x.shape[1]
     at = [offset + begin * cols * x.element_size() for begin in begins]
@@ -179,3 +185,17 @@ class Gathering(Epoch):
             src = (ws.rank + i) % ws.world_size
             shape = (self._sizes[src], cols) if self._dim == 0 else (rows, self._sizes[src])
             yield src, published(ws, steps, src, shape, x.dtype, FIRST_SLOT.value, src * self._stride)
+
+
+class GatheringWhole(Epoch):
+    """One gather of x [sizes[rank], cols] as the op `name`: in it, all ranks' rows, one below the other.
+
+    They lie in symmetric memory: the op must not end before they have been read.
+    """
+
+    def __init__(self, ws: Workspace, name: str, x: Tensor, sizes: tuple[int, ...]) -> None:
+        self._x, self._sizes = x, sizes
+        super().__init__(ws, name, sum(sizes) * x.shape[1] * x.element_size(), 1)
+
+    def _entered(self, steps: Steps) -> Tensor:
+        return gathered(self._ws, steps, self._x, self._sizes, FIRST_SLOT.value, 0)()

@@ -1,0 +1,32 @@
+"""The measured rows that README shows."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from fusedtp.bench.machine import git
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def folder() -> Path:
+    """Where README's picture is."""
+    found = re.search(r"!\[[^]]*\]\((results/[^)]+)/sweep\.png\)", README)
+    assert found is not None
+    return ROOT / found[1]
+
+
+def rows(scratch: Path) -> Path:
+    """The file of README's rows; as it is committed, in `scratch`, unless README is about to change with it.
+
+    Who sweeps on such a machine has rows of his own in that place.
+    """
+    path = folder() / "sweep.csv"
+    if not git(ROOT, "status", "--porcelain", "--", "README.md"):
+        text = git(ROOT, "show", f"HEAD:{path.relative_to(ROOT)}")
+        if text:
+            path = scratch / path.name
+            path.write_text(text + "\n")
+    return path
