@@ -24,6 +24,8 @@ import fusedtp
 
 # What was measured on this machine must not decide which schedules the tests of the others take.
 os.environ["FUSEDTP_TUNING"] = "off"
+# typer folds what it says of an error, paths too, to the width of the terminal.
+os.environ["TERMINAL_WIDTH"] = "1000"
 
 
 def poison(group: ProcessGroup | None = None) -> None:
