@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from . import agreement, dispatch, groups, turns
-from .operator import operator
+from .registered import operator
 
 
 def _run(

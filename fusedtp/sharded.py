@@ -25,11 +25,11 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from . import groups, notation
 from .execute import Named, Runner, execute, only_product
 from .notation import Spec, parse
-from .operator import operator
 from .pairs import pair
 from .partition import Partition
 from .plan import Plan, plan
 from .redistribute import Step, moved
+from .registered import operator
 
 # Between the group names, which an operator takes as one string.
 SEPARATOR = "\n"

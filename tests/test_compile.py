@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fusedtp.bench.ranks import RankPool
-from torch import Tensor
+from torch import Tensor, library
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
@@ -135,10 +135,10 @@ def opchecked(group: ProcessGroup) -> None:
         (*tensors((4, 6), (5, 6)), None, "[R0_X, K] @ [K, N_X] -> [R0_X, N]", (8, 6, 10), (0, 0, 0)),
     ):  # fmt: skip
         args = (x, w, b, spec, name, lengths, splits, *tail)
-        torch.library.opcheck(torch.ops.fusedtp.sharded_matmul, args)
+        library.opcheck(torch.ops.fusedtp.sharded_matmul, args)
         y = sharded.sharded_matmul(*args).detach()
         backward = (y, x.detach(), w.detach(), -1 if b is None else 5, True, True, *args[3:])
-        torch.library.opcheck(
+        library.opcheck(
             torch.ops.fusedtp.sharded_matmul_backward, backward, test_utils=("test_schema", "test_faketensor")
         )
 

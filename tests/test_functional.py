@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fusedtp.bench.ranks import RankPool
-from torch import Tensor
+from torch import Tensor, library
 from torch.distributed import ProcessGroup
 
 import fusedtp
@@ -208,7 +208,7 @@ def opchecked(group: ProcessGroup) -> None:
         (ops.reduce_scatter, (a.t().contiguous().t(), sizes, name, "unfused", "auto")),
         (ops.all_reduce, (a.t(), name, "unfused", "auto")),
     ):
-        torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+        library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_ops_and_their_fakes(pool: RankPool) -> None:

@@ -1,6 +1,6 @@
 """Registering an operator with torch: opaque to the compiler, with an exact fake and maybe an autograd formula.
 
-torch.library.custom_op does the same, but the first call of such an operator imports the compiler, a second for every
+torch's custom_op does the same, but the first call of such an operator imports the compiler, a second for every
 process whether it compiles or not.
 """
 
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
 import torch
+from torch import library
 
 Formula: TypeAlias = Callable[..., Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -21,17 +22,17 @@ def operator(
     """A decorator: `torch.ops.fusedtp.<name>.default`, which runs the function on any device.
 
     It mutates none of its arguments, and its results share no memory with them. fake: the same function on shapes
-    alone. backward, setup: those of torch.library.register_autograd; without them the result has no gradient.
+    alone. backward, setup: those of torch's register_autograd; without them the result has no gradient.
     """
 
     def register(function: Function) -> Function:
         qualified = f"fusedtp::{name}"
-        schema = torch.library.infer_schema(function, mutates_args=())
-        torch.library.define(qualified, schema, tags=(torch.Tag.pt2_compliant_tag,))
-        torch.library.impl(qualified, "CompositeExplicitAutograd", function)
-        torch.library.register_fake(qualified, fake)
+        schema = library.infer_schema(function, mutates_args=())
+        library.define(qualified, schema, tags=(torch.Tag.pt2_compliant_tag,))
+        library.impl(qualified, "CompositeExplicitAutograd", function)
+        library.register_fake(qualified, fake)
         formula = backward if backward is not None else _refuse(qualified)
-        torch.library.register_autograd(qualified, formula, setup_context=setup)
+        library.register_autograd(qualified, formula, setup_context=setup)
         registered: Function = getattr(torch.ops.fusedtp, name).default
         return registered
 
