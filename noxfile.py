@@ -19,7 +19,7 @@ nox.options.sessions = ["tests", "lint", "types"]
 
 FOLDERS = ("fusedtp", "kernels", "bench", "tests", "noxfile.py")
 # Ranks are processes: more threads each would only take the cores from one another.
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
 def install(session: nox.Session, *more: str) -> None:

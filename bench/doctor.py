@@ -94,14 +94,14 @@ def memory_lines() -> Iterator[tuple[str, str]]:
     yield "local", "virtual ranks of one process: always"
 
 
-def reachable(group: Any) -> tuple[bool, str]:
-    """Whether these ranks reach each other's memory, in the product's own words."""
+def reachable(group: Any) -> tuple[bool, str, str]:
+    """Whether these ranks reach each other's memory, in the product's own words; what a CPU multiplies with."""
     import torch
 
-    from fusedtp import workspaces
+    from fusedtp import blas, workspaces
 
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    return workspaces.reachable(group, device)
+    return *workspaces.reachable(group, device), "by {}: {}".format(*blas.choice())
 
 
 def schedule_lines() -> Iterator[tuple[str, str]]:
@@ -114,10 +114,12 @@ def schedule_lines() -> Iterator[tuple[str, str]]:
     machine = describe()
     try:
         with RankPool(2, timeout=60.0, env=rank_environment(machine.num_gpus, 2)) as pool:
-            shared, detail = pool.run(reachable)[0]
+            shared, detail, multiplies = pool.run(reachable)[0]
     except RankError as error:
-        shared, detail = False, f"trying it failed: {error}"
+        shared, detail, multiplies = False, f"trying it failed: {error}", ""
     yield "two ranks", detail if shared else f"cannot reach each other's memory: {detail}"
+    if not machine.num_gpus and multiplies:
+        yield "matmuls", multiplies
     yield "unfused", "runs: torch.distributed alone"
     yield "decomposed", "runs" if shared else "does not run: it needs memory that the ranks share"
     if not shared:

@@ -2,7 +2,8 @@
 
 y = gelu(gather(x) @ up.T) @ down.T, reduce-scattered; x and y [M / W, D], up [F, D], down [D, F], all gradients. Both
 start from the same weights, are checked against the dense MLP in float64, and take turns in the rounds of `timing`.
-`local` is the same arithmetic without communication: what nobody can beat.
+`local` and `local_fusedtp` are a rank's share of the same arithmetic without communication, by torch's matmuls and by
+those of `fusedtp.blas`, which our schedules use: what DTensor and we would take if sending cost nothing.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from fusedtp import blas
 from fusedtp.layers import ParallelMLP
 from fusedtp.reference import chunk
 from fusedtp.shards import even_sizes
@@ -31,7 +34,7 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Result:
-    """The timings of one size by variant: dtensor, fusedtp, local."""
+    """The timings of one size by variant: dtensor, fusedtp, local, local_fusedtp."""
 
     M: int
     D: int
@@ -45,14 +48,32 @@ class Result:
         return self.timings["dtensor"].median_ms / self.timings["fusedtp"].median_ms
 
 
-class Dense(nn.Module):
-    """The MLP in one process, drawn like ParallelMLP."""
+class _Multiply(torch.autograd.Function):
+    # x @ w.T and its gradients by `fusedtp.blas`.
 
-    def __init__(self, D: int, F_: int) -> None:
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return blas.mm(x, w.t())
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return blas.mm(dy, w), blas.mm(dy.t(), x)
+
+
+class Dense(nn.Module):
+    """The MLP in one process, drawn like ParallelMLP. by_blas: multiplied by `fusedtp.blas`."""
+
+    def __init__(self, D: int, F_: int, *, by_blas: bool = False) -> None:
         super().__init__()
+        self.by_blas = by_blas
         self.up_proj, self.down_proj = nn.Linear(D, F_, bias=False), nn.Linear(F_, D, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.by_blas:
+            up, down = self.up_proj.weight, self.down_proj.weight
+            return _Multiply.apply(F.gelu(_Multiply.apply(x, up)), down)  # type: ignore[no-untyped-call, no-any-return]
         return self.down_proj(F.gelu(self.up_proj(x)))  # type: ignore[no-any-return]
 
 
@@ -100,6 +121,7 @@ def compare(group: ProcessGroup, M: int, D: int, F_: int, seconds: float, schedu
         "dtensor": _step(dtensor, mine, dmine),
         "fusedtp": _step(ours, mine, dmine),
         "local": _step(Dense(D, features[rank]), x, dy),
+        "local_fusedtp": _step(Dense(D, features[rank], by_blas=True), x, dy),
     }
     y, dx, dup, ddown = _step(copy.deepcopy(dense).double(), x.double(), dy.double())()
     expected = [

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp import functional, reference
+from fusedtp import blas, functional, reference
 
 from . import baselines
 from .cases import BASELINES, BOUNDS, WHOLE, Case, check_direction
@@ -86,11 +86,11 @@ class Problem(Operands):
         # The library's, every operand as it is when all communication is done already.
         gathers = self.case.op == "all_gather_matmul"
         if name.startswith("y"):
-            return partial(torch.mm, self.x_whole if gathers else self.x, self.w.t())
+            return partial(blas.mm, self.x_whole if gathers else self.x, self.w.t())
         dy = self.dy if gathers else self.dy_whole
         if name.startswith("dx"):
-            return partial(torch.mm, dy, self.w)
-        return partial(torch.mm, dy.t(), self.x_whole if gathers else self.x)
+            return partial(blas.mm, dy, self.w)
+        return partial(blas.mm, dy.t(), self.x_whole if gathers else self.x)
 
     def _collective(self, name: str) -> Callable[[], Tensor]:
         # The backend's, every term of a sum made already.

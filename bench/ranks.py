@@ -264,7 +264,7 @@ class RankPool:
         if self._ranks is not None and not self._ranks.alive():
             self.close()
         if self._ranks is None:
-            one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+            one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
             # gloo would pick its interface by resolving the host's name
             env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **one_thread, **self.env}
             self._ranks = Ranks(self.world_size, self.timeout, env, self.gloo_workers)

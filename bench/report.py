@@ -83,7 +83,8 @@ def show(rows: Sequence[Row], console: Console) -> None:
             "Medians in ms, the slowest rank of each round; +- is half the 20-80 % range. M x N x K are global sizes.\n"
             "matmul, comm: the unsplit library matmul and the backend's collective, each alone. speed-up: over\n"
             "unfused in the same rounds. of matmul: the matmul's time over the schedule's (1: only that is left).\n"
-            "hidden: the part of what unfused adds to the matmul that is gone. ceiling: the longer of matmul and comm.",
+            "hidden: the part of what unfused adds to the matmul that is gone. ceiling: the longer of matmul, comm.\n"
+            "dtensor multiplies with torch's library, which is not always the faster one on a CPU: docs/choosing.md.",
             style="dim",
         )
     if totals := blocks.totals(rows):

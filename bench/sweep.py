@@ -44,8 +44,7 @@ def run_job(group: Any, job: Job) -> list[Outcome]:
             variants = job.variants_of(direction)
             for variant in variants:
                 verdicts |= gate(problem, (variant,), group, direction, once=job.is_long)
-                taken = fusedtp.last_path() if variant in (*SCHEDULES, "auto") else None
-                paths[variant] = f"{taken.schedule}: {taken.reason}" if taken else ""
+                paths[variant] = _path(variant, device.type, job.case.dtype)
             correct = [name for name in variants if job.timed and not verdicts[name].error]
             runners = {name: problem.runner(name, direction) for name in correct}
             timings = measure(runners, group, device, seconds=job.seconds, rounds=job.rounds)
@@ -53,6 +52,17 @@ def run_job(group: Any, job: Job) -> list[Outcome]:
             del runners
             problem.forget_runners()
     return outcomes
+
+
+def _path(variant: str, device: str, dtype: str) -> str:
+    # What has just run: a schedule and why, or with which library the matmul alone.
+    import fusedtp
+    from fusedtp import blas
+
+    if variant == "matmul":
+        return ": ".join(blas.choice()) if (device, dtype) == ("cpu", "float32") else ""
+    taken = fusedtp.last_path() if variant in (*SCHEDULES, "auto") else None
+    return f"{taken.schedule}: {taken.reason}" if taken else ""
 
 
 def failed(job: Job, text: str) -> list[Outcome]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fusedtp import functional, reference
+from fusedtp import blas, functional, reference
 from fusedtp.shards import even_sizes
 from fusedtp.tuning import Sample
 
@@ -71,7 +71,7 @@ class Operands:
     def runner(self, schedule: str) -> Callable[[], Tensor]:
         x, w, group, sizes = self.x, self.w, self.group, self.sizes
         if schedule == "matmul":
-            return lambda: torch.mm(self.whole, w.t())
+            return lambda: blas.mm(self.whole, w.t())
         if self.op == "all_gather_matmul":
             return lambda: functional.all_gather_linear(x, w, group=group, sizes=sizes, schedule=schedule)
         if self.op == "matmul_reduce_scatter":

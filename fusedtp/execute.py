@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from . import agreement, dispatch, notation, turns
+from . import agreement, blas, dispatch, notation, turns
 from .partition import Partition
 from .plan import MatmulPlan
 from .redistribute import Step
@@ -142,10 +141,8 @@ class _Product:
         left, right = self.left.view(a), self.right.view(b)
         if self.turned:
             left, right = right.t(), left.t()
-        if self.op:
-            out = run.call(self.op, self.axis, left, right, bias, **self.options)
-        else:
-            out = torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
+        fused = bool(self.op)
+        out = run.call(self.op, self.axis, left, right, bias, **self.options) if fused else blas.mm(left, right, bias)
         return Named(out if self.shape is None else out.view(self.shape), self.dims)
 
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fusedtp import ops, reference, workspaces
+from fusedtp import blas, ops, reference, workspaces
 from fusedtp.schedules import decomposed, fused, transport
 from fusedtp.shards import even_sizes
 from fusedtp.steps import DeviceSteps
@@ -166,12 +166,18 @@ def _small_enough(rows: int, cols: int, *_: object, **__: object) -> bool:
 
 @contextlib.contextmanager
 def running_as(group: ProcessGroup, flavour: str) -> Iterator[None]:
-    """Ways to run the same schedules: other tiles, any chunk by chunk, as on a GPU (pushing, its steps as kernels)."""
+    """Ways to run the same schedules.
+
+    Other tiles, any chunk by chunk, multiplied by NumPy whatever the size, as on a GPU (pushing, its steps as kernels).
+    """
     with contextlib.ExitStack() as stack:
         if flavour == "small tiles":
             stack.enter_context(mock.patch.object(fused, "config_for", return_value=SMALL_TILES))
             # `auto` has both its choices at the sizes drawn here.
             stack.enter_context(mock.patch.object(transport, "one_shot_wins", _small_enough))
+        elif flavour == "by NumPy":
+            stack.enter_context(mock.patch.object(blas, "_chosen", return_value=True))
+            stack.enter_context(mock.patch.object(blas, "SHORTEST", 1))
         elif flavour != "plain":
             # Few rows would be multiplied at once.
             stack.enter_context(mock.patch.object(decomposed, "FEW_ROWS", 0))
@@ -249,7 +255,8 @@ def run_every_variant(pool: RankPool, schedule: str, dtype: str, world_size: int
     variants = data.draw(st.permutations(VARIANTS[schedule]))
     drawn = [data.draw(calls(world_size, schedule, dtype, each, lengths_for(dtype))) for each in variants]
     twice = [again for each in drawn for again in (each, replace(each, seed=each.seed + 1))]
-    for flavour in ("plain", "by chunk") if schedule == "decomposed" else ("plain",):
+    flavours = ["plain", *(["by chunk"] if schedule == "decomposed" else [])]
+    for flavour in flavours if dtype != "float32" or schedule == "fused" else [*flavours, "by NumPy"]:
         pool.run(run_calls, twice, flavour, data.draw(st.booleans()), world_size=world_size, timeout=400.0)
 
 

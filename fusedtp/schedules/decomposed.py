@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .. import trace, workspaces
+from .. import blas, trace, workspaces
 from ..kernels.signal import FIRST_SLOT
 from ..overlap import FEW_ROWS
 from ..shards import even_sizes, offsets
@@ -40,13 +40,8 @@ _SUM_BLOCK_BYTES = 256 << 10
 
 
 def _matmul_into(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
-    # out may lie in an arena or be a slice of columns; only rows with a unit stride are written without a copy.
-    if out.numel() == 0:
-        return
-    if bias is not None:
-        torch.addmm(bias, a, b, out=out)
-    else:
-        torch.mm(a, b, out=out)
+    if out.numel():
+        blas.mm_into(a, b, out, bias)
 
 
 def _sum_into(parts: list[Tensor], bias: Tensor | None, out: Tensor) -> None:
@@ -108,7 +103,7 @@ def all_gather_matmul(
                     if i == 0:
                         _matmul_into(left, right, out, bias)
                     else:
-                        out.addmm_(left, right)
+                        blas.add_mm_into(left, right, out)
     return out
 
 
@@ -117,7 +112,7 @@ def all_gather_two_matmuls(
 ) -> tuple[Tensor, Tensor]:
     """See `schedules`."""
     if group.size() == 1:
-        return torch.mm(a, b), torch.mm(a.t(), right)
+        return blas.mm(a, b), blas.mm(a.t(), right)
     ws = workspaces.get(group, a.device)
     if max(sizes) < FEW_ROWS or _is_narrow(a):
         with GatheringWhole(ws, "all_gather_matmul", a, sizes) as whole:
@@ -132,7 +127,7 @@ def all_gather_two_matmuls(
                 if i == 0:
                     _matmul_into(chunk.t(), right[part], second)
                 else:
-                    second.addmm_(chunk.t(), right[part])
+                    blas.add_mm_into(chunk.t(), right[part], second)
     return first, second
 
 
@@ -142,9 +137,7 @@ def _is_narrow(x: Tensor) -> bool:
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
     left, right = (b.t(), a.t()) if transposed else (a, b)
-    if bias is None:
-        return trace.timed("multiply", -1, torch.mm, left, right)
-    return trace.timed("multiply", -1, torch.addmm, bias, left, right)
+    return trace.timed("multiply", -1, blas.mm, left, right, bias)
 
 
 def _scatter_partials(
@@ -174,7 +167,7 @@ def _scatter_partials(
                 _matmul_into(left, right, slot)
             steps.signal(dst, FIRST_SLOT.value)
         else:
-            partial = torch.mm(left, right)
+            partial = blas.mm(left, right)
             with travelling(ws):
                 slot.copy_(partial)
                 if partial.is_cuda:
@@ -190,7 +183,7 @@ def matmul_reduce_scatter(
 ) -> Tensor:
     """See `schedules`."""
     if group.size() == 1:
-        return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+        return blas.mm(a, b, bias)
     ws = workspaces.get(group, a.device)
     other = b.shape[1] if scatter_dim == 0 else a.shape[0]
     stride = aligned(max(sizes) * other * a.element_size())
@@ -208,7 +201,7 @@ def matmul_scatter_and_gather(
 ) -> tuple[Tensor, Tensor]:
     """See `schedules`."""
     if group.size() == 1:
-        return torch.mm(a, b), torch.mm(left, x)
+        return blas.mm(a, b), blas.mm(left, x)
     ws = workspaces.get(group, a.device)
     begins, cols = offsets(sizes), x.shape[1]
     partial = aligned(max(sizes) * b.shape[1] * a.element_size())
@@ -232,7 +225,7 @@ def matmul_scatter_and_gather(
                 _matmul_into(left[:, part], chunk, product)
                 continue
             chunk = published(ws, steps, src, (sizes[src], cols), x.dtype, slot, base + src * stride)
-            product.addmm_(left[:, part], chunk)
+            blas.add_mm_into(left[:, part], chunk, product)
         if at_once:
             _matmul_into(left, whole(), product)
     return scattered, product
@@ -256,7 +249,7 @@ def matmul_all_reduce(
 ) -> Tensor:
     """See `schedules`."""
     if group.size() == 1:
-        return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+        return blas.mm(a, b, bias)
     ws = workspaces.get(group, a.device)
     out = a.new_empty(a.shape[0], b.shape[1])
     out_bytes = out.numel() * out.element_size()

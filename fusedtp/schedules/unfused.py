@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .. import trace
+from .. import blas, trace
 
 _c10d = torch.ops._c10d_functional
 
@@ -44,7 +44,7 @@ def all_gather_two_matmuls(
 ) -> tuple[Tensor, Tensor]:
     """a [sizes[rank], K] gathered once -> gather(a) @ b [M, N] and gather(a).T @ right [K, R]."""
     whole = _gather(a, sizes, group)
-    return torch.mm(whole, b), torch.mm(whole.t(), right)
+    return blas.mm(whole, b), blas.mm(whole.t(), right)
 
 
 def matmul_reduce_scatter(
@@ -67,10 +67,10 @@ def matmul_scatter_and_gather(
 ) -> tuple[Tensor, Tensor]:
     """reduce_scatter(a @ b) [sizes[rank], N] and left @ gather(x) [L, C]; the gather is under way during a @ b."""
     if group.size() == 1:
-        return torch.mm(a, b), torch.mm(left, x)
+        return blas.mm(a, b), blas.mm(left, x)
     arriving = _start_gather(x, sizes, group)
     scattered = _matmul_scatter_rows(a, b, sizes, group)
-    return scattered, torch.mm(left, _finish_gather(arriving, sizes))
+    return scattered, blas.mm(left, _finish_gather(arriving, sizes))
 
 
 def matmul_all_reduce(
@@ -132,7 +132,7 @@ def _copy(x: Tensor) -> Tensor:
 
 def _matmul(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     with trace.span("multiply"):
-        return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+        return blas.mm(a, b, bias)
 
 
 def _gather(x: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
@@ -179,7 +179,7 @@ def _scatter(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def _matmul_scatter_rows(a: Tensor, b: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
     if group.size() == 1:
-        return torch.mm(a, b)
+        return blas.mm(a, b)
     longest = max(sizes)
     if all(size == longest for size in sizes):
         return _scatter(_matmul(a, b, None), group)
@@ -187,5 +187,5 @@ def _matmul_scatter_rows(a: Tensor, b: Tensor, sizes: Sequence[int], group: Proc
     padded = a.new_empty(longest * len(sizes), b.shape[1])
     for peer, chunk in enumerate(a.split(list(sizes))):
         with trace.span("multiply", peer):
-            torch.mm(chunk, b, out=padded[peer * longest :][: sizes[peer]])
+            blas.mm_into(chunk, b, padded[peer * longest :][: sizes[peer]])
     return _copy(_scatter(padded, group)[: sizes[group.rank()]])
