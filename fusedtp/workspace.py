@@ -250,9 +250,9 @@ class Workspace:
         if self.failure is not None:
             raise self.failure
         if self._report[signal.REPORT.value]:
-            report = self._report[signal.REPORT_OP.value : signal.REPORT_SEEN.value + 1]
-            op, peer, slot, expected, seen = report.tolist()
-            self._fail(signal.OPS[op], peer, slot, expected, seen)
+            peer, wait, expected, seen = self._report[signal.REPORT.value : signal.REPORT_SEEN.value + 1].tolist()
+            slot, op = divmod(wait, len(signal.OPS))
+            self._fail(signal.OPS[op], peer - 1, slot, expected, seen)
 
     def check(self) -> None:
         """Wait for the device and raise PeerTimeout if any op so far has reported one."""

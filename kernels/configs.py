@@ -7,10 +7,10 @@ table, for kernels compiled without a GPU (`nox -s kernels`): no spill, no stack
 Where the values come from. 16-bit tiles are those that persistent Triton matmuls have settled on: 128 x 256 x 64 with
 three stages and eight warps where descriptors leave the registers to the accumulator (sm_90, sm_100), 128 x 128 x 64
 where pointers take their share (sm_80; Triton's tutorials 3 and 9 tune over the same), two stages on gfx942, whose
-64 KiB of shared memory hold no third. Few rows: half the tile's rows rather than multiplying padding, and more stages,
-as the loop is then bound by loads. Few columns: no tile wider than they are. float32 is multiplied in full precision,
-without tensor cores, and has twice the bytes: small tiles keep it out of local memory. Columns of GROUP_M = 8 tile rows
-keep the operands that programs share in L2.
+64 KiB of shared memory hold no third; eight warps always, two waves a SIMD there. Few rows: half the tile's rows
+rather than multiplying padding, and more stages, as the loop is then bound by loads. Few columns: no tile wider than
+they are. float32 is multiplied in full precision, without tensor cores, and has twice the bytes: small tiles keep it
+out of local memory. Columns of GROUP_M = 8 tile rows keep the operands that programs share in L2.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ class Config:
     `descriptors` reads operands by tensor descriptors where they allow it; `flatten` makes one loop of tiles and
     contraction then, so that the next tile is loaded while one is stored. Pointers take registers from the accumulator:
     a kernel that reads by them has `pointer_warps`. `moving_warps` is for kernels that move or add whole tiles.
+    `gather_registers` and `scatter_registers` are the most that a thread of a kernel that gathers or scatters rows may
+    have where descriptors read both operands and rows are stored 16 elements at a time, 0 for as many as the compiler
+    likes: it is to get by with what the plain matmul has.
     """
 
     block_m: int = 128
@@ -41,6 +44,8 @@ class Config:
     flatten: bool = False
     pointer_warps: int = 8
     moving_warps: int = 8
+    gather_registers: int = 0
+    scatter_registers: int = 0
 
 
 # Few large tiles: the interpreter's cost is per operation, not per element. Two programs, so that their order matters.
@@ -58,18 +63,36 @@ _WIDE = Config(block_n=256, flatten=True, pointer_warps=16, moving_warps=16)
 TABLE: dict[str, dict[str, Config]] = {
     "sm_80": {"many": Config(), "few columns": Config(), "few rows": _LOW},
     "sm_90": {
-        shape: replace(config, descriptors=True)
-        for shape, config in (("many", _WIDE), ("few columns", _NARROW), ("few rows", _LOW))
+        shape: replace(config, descriptors=True, gather_registers=gather, scatter_registers=scatter)
+        for shape, config, gather, scatter in (
+            ("many", _WIDE, 0, 200),
+            ("few columns", _NARROW, 136, 136),
+            ("few rows", _LOW, 0, 0),
+        )
     },
     # Accumulators are in a memory of their own, which four or eight warps can reach. Eight are kept to 128 registers
     # for the narrow tile, too few for a kernel that gathers.
     "sm_100": {
-        shape: replace(config, descriptors=True, pointer_warps=min(8, config.pointer_warps))
-        for shape, config in (("many", _WIDE), ("few columns", replace(_NARROW, num_warps=4)), ("few rows", _LOW))
+        shape: replace(
+            config,
+            descriptors=True,
+            pointer_warps=min(8, config.pointer_warps),
+            gather_registers=gather,
+            scatter_registers=scatter,
+        )
+        for shape, config, gather, scatter in (
+            ("many", _WIDE, 200, 208),
+            ("few columns", replace(_NARROW, num_warps=4), 0, 208),
+            ("few rows", _LOW, 128, 0),
+        )
     },
     "gfx942": {
         shape: replace(config, num_stages=2)
-        for shape, config in (("many", Config()), ("few columns", Config()), ("few rows", _LOW))
+        for shape, config in (
+            ("many", Config()),
+            ("few columns", Config()),
+            ("few rows", replace(_LOW, num_warps=8, pointer_warps=8)),
+        )
     },
 }
 FLOAT32 = Config(block_m=64, block_n=64, block_k=32)

@@ -29,6 +29,7 @@ from .matmul import (
     locate_whole,
     matmul_tiles,
     store_rows,
+    unpack,
 )
 from .push import Rows, push_to_all, wait_for_rows
 from .signal import FIRST_SLOT, OPS, Link, before_descriptor, begin, enter, half, leave
@@ -70,11 +71,10 @@ def _locate_own_chunk_first(ctx, tile):
 
 
 @triton.jit
-def _arrived_or_own(ctx, src, tile, arena_row, k_begin, k_len):
+def _arrived_or_own(ctx, src, tile, packed, arena_row, k_begin, k_len):
     # Where a tile's rows of rank src's shard lie: the own shard's in place, another's from row `arena_row` of the own
     # half on, once they have arrived.
     stride = tl.full((), 0, tl.int64) + ctx.pitch
-    ok = 1
     layer = 0
     row = tile.row
     if ctx.OWN_IN_PLACE and src == ctx.link.rank:
@@ -86,23 +86,23 @@ def _arrived_or_own(ctx, src, tile, arena_row, k_begin, k_len):
     else:
         # Raised by rank src's pushing programs, or behind its copies.
         end_row = min(tile.row + ctx.BLOCK_M, tile.rows)
-        ok = wait_for_rows(ctx.link, src, tile.row, end_row, FIRST_SLOT, ctx.PIECE)
+        packed = wait_for_rows(ctx.link, src, tile.row, end_row, FIRST_SLOT, packed, ctx.BLOCK_M, ctx.PIECE)
         if ctx.A_BY == "pointers":
             source = half(ctx.link, ctx.link.rank, ctx.a_ptr.dtype.element_ty) + arena_row.to(tl.int64) * ctx.pitch
         else:
             source = ctx.arena_desc
             layer = ctx.link.epoch & 1
-            row = before_descriptor(arena_row, ok)
-    return Operand(source, stride, 1, layer, row, k_begin, k_len, ok)
+            row = before_descriptor(arena_row, packed)
+    return Operand(source, stride, 1, layer, row, k_begin, k_len, packed)
 
 
 @triton.jit
-def _a_gathered_rows(ctx, tile, i):
-    return _arrived_or_own(ctx, tile.chunk, tile, tile.begin + tile.row, 0, ctx.K)
+def _a_gathered_rows(ctx, tile, i, packed):
+    return _arrived_or_own(ctx, tile.chunk, tile, packed, tile.begin + tile.row, 0, ctx.K)
 
 
 @triton.jit
-def _a_gathered_contraction(ctx, tile, i):
+def _a_gathered_contraction(ctx, tile, i, packed):
     src = (ctx.link.rank + i) % ctx.link.WORLD_SIZE
     k_begin = tl.load(ctx.table + src)
     k_len = tl.load(ctx.table + src + 1) - k_begin
@@ -110,12 +110,13 @@ def _a_gathered_contraction(ctx, tile, i):
         # Without the hint, numbers from a table allow loads of one element only.
         k_begin = tl.multiple_of(k_begin, 16)
         k_len = tl.multiple_of(k_len, 16)
-    return _arrived_or_own(ctx, src, tile, src * ctx.M + tile.row, k_begin, k_len)
+    return _arrived_or_own(ctx, src, tile, packed, src * ctx.M + tile.row, k_begin, k_len)
 
 
 @triton.jit
-def _store_gathered(ctx, tile, acc, ok):
-    store_rows(ctx, tile.begin + tile.row, tile, acc, ok)
+def _store_gathered(ctx, tile, packed, acc):
+    col, left, ok = unpack(packed, ctx.BLOCK_M, ctx.BLOCK_N)
+    store_rows(ctx, tile.begin + tile.row, col, left, acc, ok)
 
 
 @triton.jit
@@ -219,11 +220,13 @@ def gather_matmul(
     reading = config if whole_blocks else replace(config, descriptors=False)
     a_by, own_desc, arena_desc = described_gathered(a, channel, rows, cols, pitch, reading)
     b_by, b_desc = described_right(b, reading)
+    stored_whole = c.stride(1) == 1 and N % 16 == c.stride(0) % 16 == 0
     _gather_matmul_kernel[(config.programs + pushers,)](
         a, b, c, c if bias is None else bias, own_desc, arena_desc, b_desc, table, channel.peers, rank, a.shape[0],
         dst_row, num_tiles, M, N, K, a.shape[1], *a.stride(), *b.stride(), *c.stride(), pitch, channel.half_bytes,
         channel.data_offset, channel.world_size, OPS.index("all_gather_matmul"), channel.count_bytes, a_by, b_by,
         bias_along(bias, transposed), own_in_place(a), all(size % 16 == 0 for size in sizes), pushers, gather_dim == 1,
         last, piece_rows, config.block_m, config.block_n, config.block_k, config.group_m, config.copy_rows,
-        config.copy_cols, flattened(config, a_by, b_by), upcast, **options(config, a_by, b_by),
+        config.copy_cols, flattened(config, a_by, b_by), upcast,
+        **options(config, a_by, b_by, registers=config.gather_registers if gather_dim == 0 and stored_whole else 0),
     )  # fmt: skip

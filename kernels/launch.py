@@ -65,12 +65,15 @@ def flattened(config: Config, a_by: str, b_by: str) -> bool:
     return config.flatten and "pointers" not in (a_by, b_by)
 
 
-def options(config: Config, a_by: str, b_by: str, *, to_all: bool = False) -> dict[str, int]:
-    """The compiler's options of a kernel that multiplies, as launch arguments: by how it reads A and B, and whether it
-    stores `to_all` ranks, whose addresses are pointers too.
+def options(config: Config, a_by: str, b_by: str, *, registers: int = 0) -> dict[str, int]:
+    """The compiler's options of a kernel that multiplies, as launch arguments: by how it reads A and B.
+
+    registers: the most of a thread where descriptors read both, or 0; only the table's NVIDIA targets have any.
     """
-    warps = config.pointer_warps if to_all or "pointers" in (a_by, b_by) else config.num_warps
-    return {"num_warps": warps, "num_stages": config.num_stages}
+    if "pointers" in (a_by, b_by):
+        return {"num_warps": config.pointer_warps, "num_stages": config.num_stages}
+    most = {"maxnreg": registers} if registers else {}
+    return {"num_warps": config.num_warps, "num_stages": config.num_stages, **most}
 
 
 def moving_options(config: Config) -> dict[str, int]:

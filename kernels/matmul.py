@@ -2,13 +2,14 @@
 
 c[M, N] = a[M, K] @ b[K, N], accumulated in float32. A fused kernel is this loop plus its hooks:
 
-    LOCATE(ctx, tile)          -> Tile: where a tile lies. Orders the tiles (own chunk first or last, swizzled inside
-    each chunk). A_CHUNK(ctx, tile, i)      -> Operand: where the i-th chunk of A's contraction lies for this tile;
-    waits for it if it travels. STORE(ctx, tile, acc, ok)  -> stores a finished tile and signals it if somebody waits
-    for it.
+    LOCATE(ctx, tile) -> Tile         where a tile lies; orders them, own chunk first or last, swizzled inside each
+    A_CHUNK(ctx, tile, i, packed) -> Operand
+                                      where the i-th chunk of A's contraction lies for a tile; waits if it travels
+    STORE(ctx, tile, packed, acc)     stores a finished tile, and signals it if somebody waits for it
 
-`ok` is 0 if a wait of this tile was given up; hooks store NaN then, so that a tile made of missing data cannot pass for
-a result.
+`packed` is a tile's column, its number of rows and whether all its waits went well, in one number: where the loops of
+tiles and contraction are made one, what the store needs is carried through every step from the tile's first loads to
+there. A tile with a wait that was given up is stored as NaN: what is made of missing data cannot pass for a result.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Operand(NamedTuple):
     row: tl.tensor
     k_begin: tl.tensor
     k_len: tl.tensor
-    ok: tl.tensor
+    packed: tl.tensor
 
 
 class RightOperand(NamedTuple):
@@ -92,6 +93,21 @@ def round_to(x, dtype: tl.constexpr, UPCAST: tl.constexpr):
 def or_nan(x, ok):
     """x, or NaN everywhere if a wait it depends on was given up: missing data must not pass for a result."""
     return tl.where(ok != 0, x, tl.full((), float("nan"), tl.float32).to(x.dtype))
+
+
+@triton.jit
+def pack(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A tile's column, how many of its rows there are, 1 or more, and that it is ok, its bit BLOCK_M, in one number.
+
+    An int32 holds it where a tile is not higher than wide: two ranks have less than 2**30 columns each.
+    """
+    return tile.col // BLOCK_N * (2 * BLOCK_M) + BLOCK_M + min(tile.rows - tile.row, BLOCK_M) - 1
+
+
+@triton.jit
+def unpack(packed, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(column, rows, 0 if not ok) of what `pack` made."""
+    return packed // (2 * BLOCK_M) * BLOCK_N, packed % BLOCK_M + 1, packed & BLOCK_M
 
 
 @triton.jit
@@ -169,12 +185,13 @@ def _matmul_tile(
 ):  # fmt: skip
     tile = LOCATE(ctx, index)
     acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
-    ok = 1
+    packed = pack(tile, BLOCK_M, BLOCK_N)
     for i in range(0, NUM_K_CHUNKS):
-        a = A_CHUNK(ctx, tile, i)
-        ok &= a.ok
+        # Through the waits: the compiler would otherwise pack at the store, and carry what goes into it.
+        a = A_CHUNK(ctx, tile, i, packed)
+        packed = a.packed
         acc = multiply(acc, a, tile, b, ctx.A_BY, b.BY, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST)
-    STORE(ctx, tile, acc, ok)
+    STORE(ctx, tile, packed, acc)
 
 
 @triton.jit
@@ -223,16 +240,16 @@ class Whole(NamedTuple):
 
 
 @triton.jit
-def store_rows(ctx, c_row, tile, acc, ok):
-    """Store a tile to C at row `c_row`, with the bias, rounded once."""
+def store_rows(ctx, row, col, left, acc, ok):
+    """Store the first `left` rows of a tile to C at (row, col), with the bias, rounded once."""
     offs_m = tl.arange(0, ctx.BLOCK_M)
-    offs_n = tile.col + tl.arange(0, ctx.BLOCK_N)
-    mask = (offs_m < tile.rows - tile.row)[:, None] & (offs_n < ctx.N)[None, :]
-    rows = (c_row + offs_m).to(tl.int64)
+    offs_n = col + tl.arange(0, ctx.BLOCK_N)
+    mask = (offs_m < left)[:, None] & (offs_n < ctx.N)[None, :]
+    rows = (row + offs_m).to(tl.int64)
     if ctx.BIAS == "columns":
         acc += tl.load(ctx.bias_ptr + offs_n, mask=offs_n < ctx.N, other=0.0).to(tl.float32)[None, :]
     if ctx.BIAS == "rows":
-        acc += tl.load(ctx.bias_ptr + rows, mask=offs_m < tile.rows - tile.row, other=0.0).to(tl.float32)[:, None]
+        acc += tl.load(ctx.bias_ptr + rows, mask=offs_m < left, other=0.0).to(tl.float32)[:, None]
     acc = or_nan(acc, ok)
     c_ptrs = ctx.c_ptr + rows[:, None] * ctx.stride_cm + offs_n[None, :].to(tl.int64) * ctx.stride_cn
     tl.store(c_ptrs, round_to(acc, ctx.c_ptr.dtype.element_ty, ctx.UPCAST), mask=mask)
@@ -247,23 +264,23 @@ def locate_whole(ctx, tile):
 
 
 @triton.jit
-def a_local(ctx, row, A_BY: tl.constexpr):
+def a_local(ctx, row, packed, A_BY: tl.constexpr):
     """A's rows from `row` on and all of K, for a kernel whose A is whole and local. Waits for nothing."""
     if A_BY == "pointers":
         source = ctx.a_ptr + row.to(tl.int64) * ctx.stride_am
     else:
         source = ctx.a_desc
-    return Operand(source, ctx.stride_am, ctx.stride_ak, 0, row, 0, ctx.K, 1)
+    return Operand(source, ctx.stride_am, ctx.stride_ak, 0, row, 0, ctx.K, packed)
 
 
 @triton.jit
-def _a_whole(ctx, tile, i):
-    return a_local(ctx, tile.row, ctx.A_BY)
+def _a_whole(ctx, tile, i, packed):
+    return a_local(ctx, tile.row, packed, ctx.A_BY)
 
 
 @triton.jit
-def _store_whole(ctx, tile, acc, ok):
-    store_rows(ctx, tile.row, tile, acc, ok)
+def _store_whole(ctx, tile, packed, acc):
+    store_rows(ctx, tile.row, tile.col, tile.rows - tile.row, acc, 1)
 
 
 @triton.jit

@@ -49,17 +49,17 @@ def _locate_own_chunk_last(ctx, tile):
 
 
 @triton.jit
-def _a_local(ctx, tile, i):
-    return a_local(ctx, tile.begin + tile.row, ctx.A_BY)
+def _a_local(ctx, tile, i, packed):
+    return a_local(ctx, tile.begin + tile.row, packed, ctx.A_BY)
 
 
 @triton.jit
 def _store_to(ctx, dst, tile, partial):
     dtype: tl.constexpr = partial.dtype
-    offs_m = tile.row + tl.arange(0, ctx.BLOCK_M)
+    offs_m = tl.arange(0, ctx.BLOCK_M)
     offs_n = tile.col + tl.arange(0, ctx.BLOCK_N)
-    mask = (offs_m < tile.rows)[:, None] & (offs_n < ctx.N)[None, :]
-    rows = (ctx.region_row + offs_m).to(tl.int64)
+    mask = (offs_m < tile.rows - tile.row)[:, None] & (offs_n < ctx.N)[None, :]
+    rows = (ctx.region_row + tile.row + offs_m).to(tl.int64)
     tl.store(half(ctx.link, dst, dtype) + rows[:, None] * ctx.pitch + offs_n[None, :], partial, mask=mask)
     count_sent(ctx.link, dst, mask, dtype)
     # The reduction visits the owner's tiles row by row; a tile's signal has its place in that order.
@@ -67,14 +67,15 @@ def _store_to(ctx, dst, tile, partial):
 
 
 @triton.jit
-def _store_to_owner(ctx, tile, acc, ok):
+def _store_to_owner(ctx, tile, packed, acc):
     _store_to(ctx, tile.chunk, tile, round_to(acc, ctx.a_ptr.dtype.element_ty, ctx.UPCAST))
 
 
 @triton.jit
-def _store_to_all(ctx, tile, acc, ok):
+def _store_to_all(ctx, tile, packed, acc):
     partial = round_to(acc, ctx.a_ptr.dtype.element_ty, ctx.UPCAST)
-    for i in tl.static_range(1, ctx.link.WORLD_SIZE + 1):
+    # Not unrolled: the addresses of eight arenas at once take registers.
+    for i in range(1, ctx.link.WORLD_SIZE + 1):
         _store_to(ctx, (ctx.link.rank + i) % ctx.link.WORLD_SIZE, tile, partial)
 
 
@@ -142,5 +143,5 @@ def matmul_scatter(
         *a.stride(), *b.stride(), pitch, channel.half_bytes, channel.data_offset, channel.world_size, OPS.index(op),
         channel.count_bytes, a_by, b_by, to_all,
         config.block_m, config.block_n, config.block_k, config.group_m, upcast,
-        **options(config, a_by, b_by, to_all=to_all),
+        **options(config, a_by, b_by, registers=0 if to_all or pitch % 16 else config.scatter_registers),
     )  # fmt: skip

@@ -95,22 +95,21 @@ def push_to_all(
 
 
 @triton.jit
-def wait_for_rows(link, src, begin_row, end_row, first_slot, PIECE: tl.constexpr):
-    """Wait until rows begin_row .. end_row - 1, one at least, of what rank `src` pushes are here; 1, or 0 if the budget
-    was spent.
+def wait_for_rows(link, src, begin_row, end_row, first_slot, state, OK: tl.constexpr, PIECE: tl.constexpr):
+    """Wait until rows begin_row .. end_row - 1, one at least, of what rank `src` pushes are here; `state`, its bit `OK`
+    cleared if the budget was spent.
 
     Waits for: a slot a piece from `first_slot` on, raised by rank src's `push_rows`, or behind its copies.
     """
-    ok = 1
     piece = begin_row // PIECE
     # Not `range`: as a loop that may have no turn it would be a way around the wait, which no look at the compiled code
     # could tell from a load too early.
     more = 1
     while more != 0:
-        ok &= wait(link, src, piece + first_slot)
+        state = tl.where(wait(link, src, piece + first_slot) != 0, state, state & ~OK)
         piece += 1
         more = (piece * PIECE < end_row).to(tl.int32)
-    return ok
+    return state
 
 
 @triton.jit
@@ -180,6 +179,7 @@ def _collect_programs(
     num_tiles_n = cdiv(out.cols, BLOCK_N)
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
+    one = tl.full((), 1, tl.int32)
     for i in range(1, link.WORLD_SIZE):
         src = (link.rank + i) % link.WORLD_SIZE
         first = tl.load(table + src)
@@ -190,7 +190,8 @@ def _collect_programs(
             if PER_TILE:
                 ok = wait(link, src, first_slot + index)
             else:
-                ok = wait_for_rows(link, src, row - first, min(row - first + BLOCK_M, rows), first_slot, PIECE)
+                end_row = min(row - first + BLOCK_M, rows)
+                ok = wait_for_rows(link, src, row - first, end_row, first_slot, one, 1, PIECE)
             col = index % num_tiles_n * BLOCK_N
             mask = (offs_m < first + rows - row)[:, None] & (offs_n < out.cols - col)[None, :]
             at_m = (row + offs_m).to(tl.int64)[:, None]

@@ -42,6 +42,7 @@ OPS = (
     "reduce_scatter",
     "all_reduce",
 )
+NUM_OPS = tl.constexpr(len(OPS))
 
 # Header words (int32) of an arena. Peers read them only to find out who is really missing.
 EPOCH = tl.constexpr(0)  # the last op that this rank has finished
@@ -69,12 +70,10 @@ LEAD = tl.constexpr(1 << 20)
 
 # Words (int32) of the host block: in host memory, one a workspace.
 CLOCK_MS = tl.constexpr(0)
-REPORT = tl.constexpr(1)  # 0, or 1 once the words after it describe a wait that was given up:
-REPORT_OP = tl.constexpr(2)
-REPORT_PEER = tl.constexpr(3)
-REPORT_SLOT = tl.constexpr(4)
-REPORT_EXPECTED = tl.constexpr(5)
-REPORT_SEEN = tl.constexpr(6)
+REPORT = tl.constexpr(1)  # 0, or 1 + the peer of a wait that was given up once the words after it describe that:
+REPORT_WAIT = tl.constexpr(2)  # the slot times the number of ops, plus the op's place among them
+REPORT_EXPECTED = tl.constexpr(3)
+REPORT_SEEN = tl.constexpr(4)
 HOST_WORDS = 16
 
 # Polls between two looks at the clock. Looking costs a trip to host memory on a GPU, so it is rare beside the polls.
@@ -147,20 +146,19 @@ def _give_up(link, words, host, src, slot, seen):
     # epoch so old that those of later ops are old as well.
     #
     # Not `range`: the compiler would write out its turns and keep every peer's place in registers from one tile to the
-    # next.
+    # next. So it would the epoch and constants that are stored: one is read anew, the others are made of what varies.
+    epoch = begin(link.peers, link.rank)
     dst = (link.rank + 1) % link.WORLD_SIZE
     while dst != link.rank:
         entry = header(link.peers, dst) + SIGNALS + ENTRY_SLOT * link.WORLD_SIZE
-        tl.atomic_xchg(entry + link.rank, link.epoch - LEAD, sem="release", scope="sys")
+        tl.atomic_xchg(entry + link.rank, epoch - LEAD, sem="release", scope="sys")
         dst = (dst + 1) % link.WORLD_SIZE
     # Only the first one reports itself. The report's own word is released after the others.
     if tl.atomic_cas(words + GIVEN_UP, 0, src + 1, sem="relaxed", scope="gpu") == 0:
-        tl.atomic_xchg(host + REPORT_OP, link.OP, sem="relaxed", scope="sys")
-        tl.atomic_xchg(host + REPORT_PEER, src, sem="relaxed", scope="sys")
-        tl.atomic_xchg(host + REPORT_SLOT, slot, sem="relaxed", scope="sys")
-        tl.atomic_xchg(host + REPORT_EXPECTED, link.epoch, sem="relaxed", scope="sys")
+        tl.atomic_xchg(host + REPORT_WAIT, slot * NUM_OPS + link.OP, sem="relaxed", scope="sys")
+        tl.atomic_xchg(host + REPORT_EXPECTED, epoch, sem="relaxed", scope="sys")
         tl.atomic_xchg(host + REPORT_SEEN, seen, sem="relaxed", scope="sys")
-        tl.atomic_xchg(host + REPORT, 1, sem="release", scope="sys")
+        tl.atomic_xchg(host + REPORT, src + 1, sem="release", scope="sys")
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from .compiled import checks, table
-from .compiled.build import TARGETS, Case, build, cases, compile_case, examine, plain
+from .compiled.build import TARGETS, Case, build, cases, compile_case, config_of, examine, launch_options, plain
 from .compiled.mutants import MUTANTS, Mutant, found, load
 
 pytestmark = pytest.mark.offline
@@ -47,6 +47,19 @@ def test_one_loop_adds_nothing_as_two(variant: str, target: str) -> None:
     assert not built.flattened
     checks.multiplication(built)
     assert not built.loop_as_asked() - beside.loop_as_asked()
+
+
+CAPPED = [
+    case for case in CASES
+    if "maxnreg" in launch_options(case, config_of(case)) and case.variant in ("gather rows", "scatter")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CAPPED, ids=str)
+def test_a_limit_of_registers_is_enough_for_any_other_lengths(case: Case) -> None:
+    """Where rows are stored 16 elements at a time; elsewhere the launchers set no limit."""
+    aligned = ("pitch",) if case.variant == "scatter" else ("N", "stride_cm")
+    checks.resources(examine(case, compile_case(case, aligned=aligned)))
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.bug)

@@ -8,6 +8,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def _variants() -> dict[str, Variant]:
         Variant("gather contraction, split, in pieces", "gather_matmul", "_gather_matmul_kernel",
             gather | split | in_pieces | {"CONTRACTION": True}, True, 2, 0),
         Variant("scatter", "matmul_scatter", "_matmul_scatter_kernel", scatter, True, 0, 2),
-        Variant("scatter to all", "matmul_scatter", "_matmul_scatter_kernel", scatter | {"TO_ALL": True}, True, 0, 9),
+        Variant("scatter to all", "matmul_scatter", "_matmul_scatter_kernel", scatter | {"TO_ALL": True}, True, 0, 2),
         Variant("push", "push", "_push_kernel", push, False, 0, 2),
         Variant("push a scatter", "push", "_push_kernel", push | {"SCATTER": True, "WITH_OWN": True}, False, 0, 2),
         Variant("push in pieces", "push", "_push_kernel", push | in_pieces, False, 0, 2),
@@ -173,7 +174,12 @@ def launch_options(case: Case, config: Any) -> dict[str, int]:
         return {}
     if not VARIANTS[case.variant].multiplies:
         return (ring_options if case.variant.startswith("ring") else moving_options)(config)
-    return options(config, case.a_by, case.b_by, to_all=VARIANTS[case.variant].flags.get("TO_ALL", False))
+    registers = 0
+    if case.variant.startswith("gather rows"):
+        registers = config.gather_registers
+    elif case.variant == "scatter":
+        registers = config.scatter_registers
+    return options(config, case.a_by, case.b_by, registers=registers)
 
 
 def is_flattened(case: Case) -> bool:
@@ -185,8 +191,16 @@ def is_flattened(case: Case) -> bool:
     return case.flatten and flattened(config_of(case), case.a_by, case.b_by)
 
 
-def compile_case(case: Case, package: str = PACKAGE, options: dict[str, int] | None = None) -> Any:
-    """Triton's compiled kernel, for unit inner strides and 16-byte aligned everything else."""
+def compile_case(
+    case: Case,
+    package: str = PACKAGE,
+    options: dict[str, int] | None = None,
+    *,
+    aligned: Collection[str] | None = None,
+) -> Any:
+    """Triton's compiled kernel, for unit inner strides and aligned pointers. aligned: which lengths and strides are
+    multiples of 16, None for all.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -225,7 +239,10 @@ def compile_case(case: Case, package: str = PACKAGE, options: dict[str, int] | N
     attrs = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(fn.arg_names)
-        if signature[name] != "constexpr" and name not in described and name not in _NOT_SPECIALIZED
+        if signature[name] != "constexpr"
+        and name not in described
+        and name not in _NOT_SPECIALIZED
+        and (aligned is None or name in aligned or signature[name].startswith("*"))
     }
     target = GPUTarget(*TARGETS[case.target].backend)
     options = launch_options(case, config) if options is None else options

@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 
 import torch
 
 from .assembly import sources
-from .build import TARGETS, VARIANTS, Built, Case, config_of
+from .build import TARGETS, VARIANTS, Built, config_of
 
 # What a fused kernel may need beyond the plain matmul of the same tile.
 REGISTERS = 1.05
-# Where it needs more than that: by target, kernel, shape class and how A is read. A program has a multiprocessor to
-# itself and none spills, so the compiler has no cause to save registers there.
-MORE_REGISTERS = {
-    ("sm_90", "gather rows", "many", "pointers"): 1.13,
-    ("sm_90", "scatter", "many", "pointers"): 1.06,
-    ("sm_90", "scatter", "many", "columns"): 1.07,
-    ("sm_90", "scatter", "few columns", "rows"): 1.08,
-    # Of 130 for the plain one: more than 128 leave room for one program of eight warps all the same.
-    ("sm_90", "gather rows", "few columns", "rows"): 1.21,
-    ("sm_100", "gather rows transposed, own pushed", "many", "rows"): 1.13,
-    ("sm_90", "gather rows", "few rows", "rows"): 1.11,
-    ("sm_100", "gather rows", "few rows", "rows"): 1.12,
-    ("sm_100", "scatter", "many", "rows"): 1.12,
-    ("sm_100", "scatter", "many", "columns"): 1.12,
-    ("sm_100", "scatter", "few columns", "rows"): 1.08,
-    # It holds the addresses of eight arenas.
-    ("sm_90", "scatter to all", "few columns", "rows"): 1.21,
-    ("gfx942", "gather rows", "few rows", "pointers"): 1.09,
-    ("gfx942", "gather rows", "many", "pointers"): 1.06,
-    ("gfx942", "gather rows transposed, own pushed", "many", "pointers"): 1.06,
-}
+# What one loop of tiles and contraction adds, once: no wait is made for a tile after the last.
+GUARD = Counter({"setp.ge.s32": 1, "or.pred": 1})
 
 
 def _is_ptx(built: Built) -> bool:
@@ -159,19 +141,11 @@ def widths(built: Built) -> None:
 def against_plain(built: Built, plain: Built) -> None:
     """A kernel that gathers or scatters rows multiplies as the plain one does: the same inner loop and registers.
 
-    Made one loop, it carries the next tile's place (layer, row, descriptor, ok) through the loop in registers, which is
-    all that it may add there.
+    Made one loop, it looks whether there is a next tile before it waits for that, which is all that it may add.
     """
-    case, carried = built.case, {"mov.b32", "mov.b64", "setp.ge.s32", "or.pred"} if built.flattened else set()
     added = built.loop_as_asked() - plain.loop_as_asked()
-    if case.target != "gfx942":
-        assert set(added) <= carried, f"the inner loop has more than the plain one: {added}"
-    assert built.registers <= allowed(case) * plain.registers, f"{built.registers} registers for {plain.registers}"
-
-
-def allowed(case: Case) -> float:
-    """Registers for one of the plain matmul's."""
-    return MORE_REGISTERS.get((case.target, case.variant, case.shape, case.a_by), REGISTERS)
+    assert not added - (GUARD if built.flattened else Counter()), f"the inner loop has more than the plain one: {added}"
+    assert built.registers <= REGISTERS * plain.registers, f"{built.registers} registers for {plain.registers}"
 
 
 CHECKS: tuple[Callable[[Built], None], ...] = (

@@ -62,9 +62,9 @@ _SCATTER = tuple(_by("scatter", target) for target in ("sm_90", "gfx942"))
 _SUM = "            acc += tl.load(part, mask=mask, other=0.0).to(tl.float32)\n"
 _DOT = "        acc = dot(a_block, b_block, acc, UPCAST)\n"
 _STORE = "    store_rows(ctx, tile.begin"
-_WAIT = "        ok = wait_for_rows(ctx.link, src, tile.row, end_row, FIRST_SLOT, ctx.PIECE)\n"
-_WAIT_LATE = "    ok = wait_for_rows(ctx.link, tile.chunk, tile.row, tile.row + 1, FIRST_SLOT, ctx.PIECE)\n"
-_REPORT = "        tl.atomic_xchg(host + REPORT, 1,"
+_WAIT = "        packed = wait_for_rows(ctx.link, src, tile.row, end_row, FIRST_SLOT, packed, ctx.BLOCK_M, ctx.PIECE)\n"
+_WAIT_LATE = _WAIT.removeprefix("    ").replace("src", "tile.chunk").replace("end_row", "tile.row + 1")
+_REPORT = "        tl.atomic_xchg(host + REPORT, src + 1,"
 
 MUTANTS = (
     Mutant(
@@ -119,7 +119,7 @@ MUTANTS = (
     Mutant(
         "no proxy fence", checks.acquires,
         (_by("gather rows, split", "sm_90"), _by("gather contraction, split", "sm_100")),
-        (("gather_matmul", "row = before_descriptor(arena_row, ok)", "row = arena_row"),),
+        (("gather_matmul", "row = before_descriptor(arena_row, packed)", "row = arena_row"),),
     ),
     Mutant(
         "an address of unknown alignment", checks.widths, (_by("scatter", "sm_80"), _by("scatter", "sm_90")),
@@ -129,6 +129,23 @@ MUTANTS = (
         "a bound checked in the inner loop", checks.against_plain,
         (_by("gather rows", "sm_90"), _by("scatter", "sm_90")),
         (("matmul", _DOT, f"{_DOT}        acc = tl.where(k < a.k_len - tile.row, acc, acc + 1.0)\n"),),
+    ),
+    Mutant(
+        "what the store needs carried as it is", checks.against_plain, (_by("gather rows", "sm_90"),),
+        (("gather_matmul", "    col, left, ok = unpack(packed, ctx.BLOCK_M, ctx.BLOCK_N)\n",
+            "    col, left, ok = tile.col, tile.rows - tile.row, packed\n"),),
+    ),
+    Mutant(
+        "the addresses of all arenas at once", checks.against_plain, (_by("scatter to all", "sm_90", "few columns"),),
+        (("matmul_scatter", "in range(1, ctx.link.WORLD_SIZE + 1)", "in tl.static_range(1, ctx.link.WORLD_SIZE + 1)"),),
+    ),
+    Mutant(
+        "constants of a report kept in registers", checks.against_plain, (Case("gather rows", "gfx942"),),
+        (("signal", "(host + REPORT_EXPECTED, epoch", "(host + REPORT_EXPECTED, link.epoch"),
+         ("signal", "epoch - LEAD, sem", "link.epoch - LEAD, sem"),
+         ("signal", "slot * NUM_OPS + link.OP, sem", "link.OP, sem"),
+         ("push", "= tl.where(wait(link, src, piece + first_slot) != 0, state, state & ~OK)",
+            "&= -wait(link, src, piece + first_slot) | ~OK")),
     ),
     Mutant(
         "a barrier in a loop made one", checks.multiplication, (_by("gather rows, split", "sm_90"),),
