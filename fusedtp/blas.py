@@ -1,10 +1,10 @@
 """Matmuls of one rank, alone: torch's, or NumPy's where that is the faster of the two that are installed.
 
 torch multiplies on an x86 CPU with MKL, whose best code is for Intel's processors; NumPy's wheels bring OpenBLAS. On
-one core of an EPYC of family 26 in float32 OpenBLAS reaches 110-115 GFLOP/s where MKL reaches 92, at every shape and
-layout with no side below 64 (torch 2.13, NumPy 2.4); in float64 and in narrower matmuls neither is ahead. Every
-schedule, `unfused` too, and the bounds of the benchmarks multiply by these functions, so that what is compared is
-never the library.
+one core of an EPYC of family 26 in float32 OpenBLAS reaches 110-115 GFLOP/s where MKL reaches 92, and is ahead down to
+sides of 24, or 16 where B's rows are contiguous, as in both gradients of a linear layer (torch 2.13, NumPy 2.4); in
+float64 neither is. Every schedule, `unfused` too, and the bounds of the benchmarks multiply by these functions, so that
+what is compared is never the library.
 
 OpenBLAS has threads of its own, which `torch.set_num_threads` does not reach, so it is used by ranks of one thread, as
 torchrun starts them (OMP_NUM_THREADS=1). What decides is the machine, the environment and shapes, never a clock:
@@ -22,8 +22,10 @@ import torch
 from torch import Tensor
 
 ENVIRONMENT = "FUSEDTP_CPU_MATMUL"
-# No side of what NumPy multiplies is shorter.
-SHORTEST = 64
+# No side of what NumPy multiplies is shorter; where B's columns are contiguous.
+SHORTEST, SHORTEST_BY_COLUMNS = 16, 24
+# Nor are there fewer multiplications: a call through NumPy takes 3 us more.
+FEWEST = 1 << 20
 # Neither fakes nor other subclasses, whose matmuls torch must see.
 _PLAIN = (Tensor, torch.nn.Parameter)
 # What OpenBLAS takes its number of threads from, the first that is set.
@@ -89,12 +91,14 @@ def add_mm_into(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 
 def _by_numpy(a: Tensor, b: Tensor) -> bool:
+    (m, k), n = a.shape, b.shape[1]
     return (
-        a.dtype is torch.float32
+        m * k * n >= FEWEST
+        and a.dtype is torch.float32
         and a.is_cpu
         and type(a) in _PLAIN
         and type(b) in _PLAIN
-        and min(a.shape[0], a.shape[1], b.shape[1]) >= SHORTEST
+        and min(m, k, n) >= (SHORTEST if b.stride(1) == 1 else SHORTEST_BY_COLUMNS)
         and _chosen()
         and torch.get_num_threads() == 1
         and _lies_well(a)

@@ -126,7 +126,10 @@ def test_the_rest_is_torchs(machine: pytest.MonkeyPatch) -> None:
         out = torch.empty(70, 260)[:, ::2]
         blas.mm_into(a, b, out)
         assert torch.equal(out, torch.mm(a, b))
-        assert torch.equal(blas.mm(a[:63], b), torch.mm(a[:63], b))
+        assert torch.equal(blas.mm(a[:15].repeat(1, 4), b.repeat(4, 1)), torch.mm(a[:15].repeat(1, 4), b.repeat(4, 1)))
+        by_columns = b.repeat(4, 1).t().contiguous().t()
+        assert torch.equal(blas.mm(a[:23].repeat(1, 4), by_columns), torch.mm(a[:23].repeat(1, 4), by_columns))
+        assert torch.equal(blas.mm(a[:40], b), torch.mm(a[:40], b))
         assert torch.equal(blas.mm(a[:, :0], b[:0]), torch.zeros(70, 130))
         for dtype in (torch.float64, torch.bfloat16, torch.float16):
             assert torch.equal(blas.mm(a.to(dtype), b.to(dtype)), torch.mm(a.to(dtype), b.to(dtype)))
@@ -136,6 +139,16 @@ def test_the_rest_is_torchs(machine: pytest.MonkeyPatch) -> None:
         machine.setattr(torch, "get_num_threads", lambda: 2)
         assert torch.equal(blas.mm(a, b), torch.mm(a, b))
     multiply.assert_not_called()
+
+
+@torch.no_grad()
+def test_few_rows_are_numpys_where_they_are_many_numbers(machine: pytest.MonkeyPatch) -> None:
+    a, b, _ = operands(16, 600, 130)
+    with mock.patch.object(blas, "_multiply", wraps=blas._multiply) as multiply:
+        blas.mm(a, b)
+        blas.mm(b.t(), a.t().contiguous())
+        blas.mm(torch.cat([a, a]), b.t().contiguous().t())
+    assert multiply.call_count == 3
 
 
 @torch.no_grad()

@@ -177,7 +177,7 @@ def running_as(group: ProcessGroup, flavour: str) -> Iterator[None]:
             stack.enter_context(mock.patch.object(transport, "one_shot_wins", _small_enough))
         elif flavour == "by NumPy":
             stack.enter_context(mock.patch.object(blas, "_chosen", return_value=True))
-            stack.enter_context(mock.patch.object(blas, "SHORTEST", 1))
+            stack.enter_context(mock.patch.multiple(blas, SHORTEST=1, SHORTEST_BY_COLUMNS=1, FEWEST=1))
         elif flavour != "plain":
             # Few rows would be multiplied at once.
             stack.enter_context(mock.patch.object(decomposed, "FEW_ROWS", 0))
