@@ -56,10 +56,10 @@ def test_published_times(
 
 
 def cpu_rows(path: Path) -> pd.DataFrame:
+    """What was measured at the commit of README's sizes: the rates of one run are not another's."""
     rows = pd.read_csv(path)
-    if "direction" in rows:
-        rows = rows[rows.direction == "forward"]
-    return rows[(rows.dtype == "float32") & rows.median_ms.notna()]
+    together = rows.commit == rows[rows.model.isna()].commit.iloc[-1]
+    return rows[together & (rows.direction == "forward") & (rows.dtype == "float32") & rows.median_ms.notna()]
 
 
 def cpu_rates(rows: pd.DataFrame) -> Hardware:
