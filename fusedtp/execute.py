@@ -141,8 +141,7 @@ class _Product:
         left, right = self.left.view(a), self.right.view(b)
         if self.turned:
             left, right = right.t(), left.t()
-        fused = bool(self.op)
-        out = run.call(self.op, self.axis, left, right, bias, **self.options) if fused else blas.mm(left, right, bias)
+        out = run.call(self.op, self.axis, left, right, bias, **self.options) if self.op else blas.mm(left, right, bias)
         return Named(out if self.shape is None else out.view(self.shape), self.dims)
 
 

@@ -41,32 +41,31 @@ def test_openblas_on_a_processor_that_is_not_intels(machine: pytest.MonkeyPatch)
 
 
 def test_torch_everywhere_else_and_why(machine: pytest.MonkeyPatch) -> None:
-    def why(patch: pytest.MonkeyPatch) -> str:
+    def why() -> str:
         library, text = blas.choice()
         assert library == "torch"
-        patch.undo()
         return text
 
     with machine.context() as patch:
         patch.setenv(blas.ENVIRONMENT, "torch")
-        assert why(patch) == "FUSEDTP_CPU_MATMUL=torch"
+        assert why() == "FUSEDTP_CPU_MATMUL=torch"
     with machine.context() as patch:
         patch.setattr(torch.backends.mkl, "is_available", lambda: False)
-        assert why(patch) == "this torch multiplies without MKL"
+        assert why() == "this torch multiplies without MKL"
     for vendor, text in (("GenuineIntel", "GenuineIntel"), ("", "an unknown vendor")):
         with machine.context() as patch:
             patch.setattr(blas, "_vendor", lambda vendor=vendor: vendor)
-            assert why(patch) == f"MKL on a processor of {text}"
+            assert why() == f"MKL on a processor of {text}"
     for name, text in (("mkl-sdl", "mkl-sdl"), ("", "an unknown library")):
         with machine.context() as patch:
             patch.setattr(blas, "_blas_of_numpy", lambda name=name: name)
-            assert why(patch) == f"NumPy multiplies with {text}, not with OpenBLAS"
+            assert why() == f"NumPy multiplies with {text}, not with OpenBLAS"
     with machine.context() as patch:
         patch.setenv("OPENBLAS_NUM_THREADS", "4")
-        assert "OpenBLAS may use several threads: OMP_NUM_THREADS is 4" in why(patch)
+        assert "OpenBLAS may use several threads: OMP_NUM_THREADS is 4" in why()
     with machine.context() as patch:
         patch.delenv("OMP_NUM_THREADS")
-        assert "OMP_NUM_THREADS is not set" in why(patch)
+        assert "OMP_NUM_THREADS is not set" in why()
 
 
 def test_a_choice_that_there_is_not_is_told_on_import() -> None:
