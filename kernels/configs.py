@@ -15,7 +15,8 @@ out of local memory. Columns of GROUP_M = 8 tile rows keep the operands that pro
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,10 @@ class Config:
     `descriptors` reads operands by tensor descriptors where they allow it; `flatten` makes one loop of tiles and
     contraction then, so that the next tile is loaded while one is stored. Pointers take registers from the accumulator:
     a kernel that reads by them has `pointer_warps`. `moving_warps` is for kernels that move or add whole tiles.
-    `gather_registers` and `scatter_registers` are the most that a thread of a kernel that gathers or scatters rows may
-    have where descriptors read both operands and rows are stored 16 elements at a time, 0 for as many as the compiler
-    likes: it is to get by with what the plain matmul has.
+    `registers` is the most that a thread of a kernel that multiplies may have; the compiler decides where there is no
+    entry. "" holds for all of them. A fused kernel is to get by with what the plain matmul has, and has an entry of its
+    own where that takes one, for the target's main way to read operands: "gather" and "scatter" where rows are stored
+    16 elements at a time, "gather transposed" where every length and stride is a multiple of 16.
     """
 
     block_m: int = 128
@@ -44,8 +46,7 @@ class Config:
     flatten: bool = False
     pointer_warps: int = 8
     moving_warps: int = 8
-    gather_registers: int = 0
-    scatter_registers: int = 0
+    registers: Mapping[str, int] = field(default_factory=dict, hash=False)
 
 
 # Few large tiles: the interpreter's cost is per operation, not per element. Two programs, so that their order matters.
@@ -58,32 +59,32 @@ SHAPES = ("many", "few columns", "few rows")
 _NARROW = Config(num_stages=4)
 _LOW = Config(block_m=64, num_warps=4, num_stages=4, pointer_warps=4, moving_warps=4)
 _WIDE = Config(block_n=256, flatten=True, pointer_warps=16, moving_warps=16)
+# A thread's: a persistent kernel has its multiprocessor to itself, and nothing is won where the compiler, left alone,
+# keeps a value in local memory to make room for another program.
+_ALL = {"": 255}
 
 # Of 16-bit elements.
 TABLE: dict[str, dict[str, Config]] = {
-    "sm_80": {"many": Config(), "few columns": Config(), "few rows": _LOW},
+    "sm_80": {
+        shape: replace(config, registers=_ALL)
+        for shape, config in (("many", Config()), ("few columns", Config()), ("few rows", _LOW))
+    },
     "sm_90": {
-        shape: replace(config, descriptors=True, gather_registers=gather, scatter_registers=scatter)
-        for shape, config, gather, scatter in (
-            ("many", _WIDE, 0, 200),
-            ("few columns", _NARROW, 136, 136),
-            ("few rows", _LOW, 0, 0),
+        shape: replace(config, descriptors=True, registers=_ALL | registers)
+        for shape, config, registers in (
+            ("many", _WIDE, {"gather transposed": 192, "scatter": 200}),
+            ("few columns", _NARROW, {"gather": 136, "gather transposed": 131, "scatter": 136}),
+            ("few rows", _LOW, {"gather": 130, "gather transposed": 130, "scatter": 136}),
         )
     },
     # Accumulators are in a memory of their own, which four or eight warps can reach. Eight are kept to 128 registers
     # for the narrow tile, too few for a kernel that gathers.
     "sm_100": {
-        shape: replace(
-            config,
-            descriptors=True,
-            pointer_warps=min(8, config.pointer_warps),
-            gather_registers=gather,
-            scatter_registers=scatter,
-        )
-        for shape, config, gather, scatter in (
-            ("many", _WIDE, 200, 208),
-            ("few columns", replace(_NARROW, num_warps=4), 0, 208),
-            ("few rows", _LOW, 128, 0),
+        shape: replace(config, descriptors=True, pointer_warps=min(8, config.pointer_warps), registers=registers)
+        for shape, config, registers in (
+            ("many", _WIDE, {"gather": 200, "scatter": 208}),
+            ("few columns", replace(_NARROW, num_warps=4), {"scatter": 208}),
+            ("few rows", _LOW, _ALL | {"gather": 128, "gather transposed": 136}),
         )
     },
     "gfx942": {

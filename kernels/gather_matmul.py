@@ -55,6 +55,7 @@ class Gathered(NamedTuple):
     BIAS: tl.constexpr
     OWN_IN_PLACE: tl.constexpr
     ALIGNED: tl.constexpr
+    ROWS_ALIGNED: tl.constexpr
     K: tl.tensor
     PIECE: tl.constexpr
     BLOCK_M: tl.constexpr
@@ -97,8 +98,17 @@ def _arrived_or_own(ctx, src, tile, packed, arena_row, k_begin, k_len):
 
 
 @triton.jit
+def _row(ctx, tile):
+    # Of all chunks. Without the hint, what comes from a table allows stores of one element only to contiguous columns.
+    row = tile.begin + tile.row
+    if ctx.ROWS_ALIGNED:
+        row = tl.multiple_of(row, 16)
+    return row
+
+
+@triton.jit
 def _a_gathered_rows(ctx, tile, i, packed):
-    return _arrived_or_own(ctx, tile.chunk, tile, packed, tile.begin + tile.row, 0, ctx.K)
+    return _arrived_or_own(ctx, tile.chunk, tile, packed, _row(ctx, tile), 0, ctx.K)
 
 
 @triton.jit
@@ -115,8 +125,8 @@ def _a_gathered_contraction(ctx, tile, i, packed):
 
 @triton.jit
 def _store_gathered(ctx, tile, packed, acc):
-    col, left, ok = unpack(packed, ctx.BLOCK_M, ctx.BLOCK_N)
-    store_rows(ctx, tile.begin + tile.row, col, left, acc, ok)
+    col, left, ok = unpack(packed, ctx.BLOCK_M, ctx.BLOCK_N, ctx.ROWS_ALIGNED)
+    store_rows(ctx, _row(ctx, tile), col, left, acc, ok)
 
 
 @triton.jit
@@ -156,8 +166,8 @@ def _gather_matmul_kernel(
     M, N, K, shard_cols,
     stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn, pitch, half_bytes, data_offset,
     WORLD_SIZE: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, A_BY: tl.constexpr, B_BY: tl.constexpr,
-    BIAS: tl.constexpr, OWN_IN_PLACE: tl.constexpr, ALIGNED: tl.constexpr, PUSHERS: tl.constexpr,
-    CONTRACTION: tl.constexpr, LAST: tl.constexpr, PIECE: tl.constexpr,
+    BIAS: tl.constexpr, OWN_IN_PLACE: tl.constexpr, ALIGNED: tl.constexpr, ROWS_ALIGNED: tl.constexpr,
+    PUSHERS: tl.constexpr, CONTRACTION: tl.constexpr, LAST: tl.constexpr, PIECE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, FLATTEN: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -171,7 +181,7 @@ def _gather_matmul_kernel(
         Gathered(
             Link(peers, rank, begin(peers, rank), half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
             a_ptr, own_desc, arena_desc, stride_am, table, pitch, c_ptr, stride_cm, stride_cn, bias_ptr, M, N,
-            A_BY, BIAS, OWN_IN_PLACE, ALIGNED, K, PIECE, BLOCK_M, BLOCK_N, GROUP_M, UPCAST,
+            A_BY, BIAS, OWN_IN_PLACE, ALIGNED, ROWS_ALIGNED, K, PIECE, BLOCK_M, BLOCK_N, GROUP_M, UPCAST,
         ),
         Rows(a_ptr, stride_am, stride_ak, shard_cols),
         RightOperand(b_source(b_ptr, b_desc, B_BY), stride_bk, stride_bn, N, B_BY),
@@ -182,6 +192,16 @@ def _gather_matmul_kernel(
 def own_in_place(a: torch.Tensor) -> bool:
     """Whether the kernel can read this shard where it lies: its rows must be contiguous, as they are in an arena."""
     return a.stride(1) == 1
+
+
+def _limit(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, pitch: int, aligned: bool) -> str:
+    # Which limit of registers is known to be enough for a kernel that gathers rows.
+    N, K = c.shape[1], b.shape[0]
+    if c.stride(1) == 1 and N % 16 == c.stride(0) % 16 == 0:
+        return "gather"
+    strides = [stride for x in (a, b, c) for stride in x.stride() if stride != 1]
+    whole = aligned and not any(length % 16 for length in (N, K, pitch, *strides))
+    return "gather transposed" if whole and c.stride(0) == 1 else ""
 
 
 def gather_matmul(
@@ -220,13 +240,14 @@ def gather_matmul(
     reading = config if whole_blocks else replace(config, descriptors=False)
     a_by, own_desc, arena_desc = described_gathered(a, channel, rows, cols, pitch, reading)
     b_by, b_desc = described_right(b, reading)
-    stored_whole = c.stride(1) == 1 and N % 16 == c.stride(0) % 16 == 0
+    aligned = all(size % 16 == 0 for size in sizes)
+    rows_aligned = aligned if gather_dim == 0 else M % 16 == 0
     _gather_matmul_kernel[(config.programs + pushers,)](
         a, b, c, c if bias is None else bias, own_desc, arena_desc, b_desc, table, channel.peers, rank, a.shape[0],
         dst_row, num_tiles, M, N, K, a.shape[1], *a.stride(), *b.stride(), *c.stride(), pitch, channel.half_bytes,
         channel.data_offset, channel.world_size, OPS.index("all_gather_matmul"), channel.count_bytes, a_by, b_by,
-        bias_along(bias, transposed), own_in_place(a), all(size % 16 == 0 for size in sizes), pushers, gather_dim == 1,
-        last, piece_rows, config.block_m, config.block_n, config.block_k, config.group_m, config.copy_rows,
-        config.copy_cols, flattened(config, a_by, b_by), upcast,
-        **options(config, a_by, b_by, registers=config.gather_registers if gather_dim == 0 and stored_whole else 0),
+        bias_along(bias, transposed), own_in_place(a), aligned, rows_aligned, pushers, gather_dim == 1, last,
+        piece_rows, config.block_m, config.block_n, config.block_k, config.group_m, config.copy_rows, config.copy_cols,
+        flattened(config, a_by, b_by), upcast,
+        **options(config, a_by, b_by, limit="" if gather_dim == 1 else _limit(a, b, c, pitch, aligned)),
     )  # fmt: skip

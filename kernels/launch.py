@@ -65,15 +65,18 @@ def flattened(config: Config, a_by: str, b_by: str) -> bool:
     return config.flatten and "pointers" not in (a_by, b_by)
 
 
-def options(config: Config, a_by: str, b_by: str, *, registers: int = 0) -> dict[str, int]:
+def options(config: Config, a_by: str, b_by: str, *, limit: str = "") -> dict[str, int]:
     """The compiler's options of a kernel that multiplies, as launch arguments: by how it reads A and B.
 
-    registers: the most of a thread where descriptors read both, or 0; only the table's NVIDIA targets have any.
+    limit: which of the configuration's limits of registers holds beside that for all kernels, "" for none.
     """
-    if "pointers" in (a_by, b_by):
-        return {"num_warps": config.pointer_warps, "num_stages": config.num_stages}
-    most = {"maxnreg": registers} if registers else {}
-    return {"num_warps": config.num_warps, "num_stages": config.num_stages, **most}
+    by_pointers = "pointers" in (a_by, b_by)
+    warps, most = config.pointer_warps if by_pointers else config.num_warps, config.registers.get("")
+    # A multiprocessor has 64 Ki registers (CUDA C++ programming guide, technical specifications).
+    most = None if most is None else min(most, (64 << 10) // (32 * warps))
+    if limit and by_pointers != config.descriptors:
+        most = config.registers.get(limit, most)
+    return {"num_warps": warps, "num_stages": config.num_stages, **({} if most is None else {"maxnreg": most})}
 
 
 def moving_options(config: Config) -> dict[str, int]:

@@ -105,9 +105,12 @@ def pack(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def unpack(packed, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(column, rows, 0 if not ok) of what `pack` made."""
-    return packed // (2 * BLOCK_M) * BLOCK_N, packed % BLOCK_M + 1, packed & BLOCK_M
+def unpack(packed, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr):
+    """(column, rows, 0 if not ok) of what `pack` made; ALIGNED if rows are always a multiple of 16."""
+    rows = packed % BLOCK_M + 1
+    if ALIGNED:
+        rows = tl.multiple_of(rows, 16)
+    return packed // (2 * BLOCK_M) * BLOCK_N, rows, packed & BLOCK_M
 
 
 @triton.jit

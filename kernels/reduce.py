@@ -21,7 +21,7 @@ from .signal import FIRST_SLOT, OPS, Link, begin, cdiv, count_sent, half, leave,
 def _reduce_programs(
     link, own, out, bias_ptr, num_rows, region_rows, result_row, pitch, second_slot,
     BIAS: tl.constexpr, PER_TILE: tl.constexpr, OWN_IN_PLACE: tl.constexpr, BROADCAST: tl.constexpr, LAST: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UPCAST: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     num_programs = tl.num_programs(0)
@@ -33,7 +33,11 @@ def _reduce_programs(
     for index in range(pid, cdiv(num_rows, BLOCK_M) * num_tiles_n, num_programs):
         row = index // num_tiles_n * BLOCK_M
         col = index % num_tiles_n * BLOCK_N
-        mask = (offs_m < num_rows - row)[:, None] & (offs_n < out.cols - col)[None, :]
+        left = num_rows - row
+        if ALIGNED:
+            # Without the hint, contiguous columns are stored one element at a time.
+            left = tl.multiple_of(left, 16)
+        mask = (offs_m < left)[:, None] & (offs_n < out.cols - col)[None, :]
         at_m = (row + offs_m).to(tl.int64)[:, None]
         at_n = (col + offs_n).to(tl.int64)[None, :]
         acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
@@ -69,8 +73,8 @@ def _reduce_kernel(
     x_ptr, out_ptr, bias_ptr, peers, rank, num_rows, region_rows, result_row, second_slot, cols,
     stride_xm, stride_xn, stride_om, stride_on, pitch, half_bytes, data_offset,
     WORLD_SIZE: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, BIAS: tl.constexpr, PER_TILE: tl.constexpr,
-    OWN_IN_PLACE: tl.constexpr, BROADCAST: tl.constexpr, LAST: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, UPCAST: tl.constexpr,
+    OWN_IN_PLACE: tl.constexpr, BROADCAST: tl.constexpr, LAST: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Sum the regions of the own half into `out`; with BROADCAST store the sums into the peers' halves too and signal
     each tile.
@@ -82,7 +86,7 @@ def _reduce_kernel(
         Link(peers, rank, begin(peers, rank), half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
         Rows(x_ptr, stride_xm, stride_xn, cols), Rows(out_ptr, stride_om, stride_on, cols), bias_ptr,
         num_rows, region_rows, result_row, pitch, second_slot,
-        BIAS, PER_TILE, OWN_IN_PLACE, BROADCAST, LAST, BLOCK_M, BLOCK_N, UPCAST,
+        BIAS, PER_TILE, OWN_IN_PLACE, BROADCAST, LAST, ALIGNED, BLOCK_M, BLOCK_N, UPCAST,
     )  # fmt: skip
 
 
@@ -117,6 +121,6 @@ def reduce(
         second_slot, cols,
         local.stride(0), local.stride(1), out.stride(0), out.stride(1), pitch, channel.half_bytes, channel.data_offset,
         channel.world_size, OPS.index(op), channel.count_bytes, "none" if bias is None else bias_along, per_tile,
-        own is not None, result_row is not None, last and result_row is None,
+        own is not None, result_row is not None, last and result_row is None, rows % 16 == 0,
         config.block_m, config.block_n, upcast, **moving_options(config),
     )  # fmt: skip

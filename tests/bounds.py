@@ -1,4 +1,6 @@
 """Checks every address that an interpreted kernel touches: it must lie in an operand of the launch, or in an arena.
+Checks every hint of alignment too: the interpreter takes none, and a compiled kernel that is given a wrong one stores
+where it should not.
 
     with Bounds() as bounds: ...            # or, in a rank process, watch() and later unwatch()
 
@@ -19,7 +21,7 @@ import numpy as np
 from fusedtp.kernels import signal
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
+from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
 from fusedtp.workspace import Workspace
 
@@ -58,11 +60,17 @@ class _Operand:
         return inside & (place == 0)
 
 
+class UntrueHint(AssertionError):
+    """A kernel told the compiler of an alignment that a number has not."""
+
+
 class Bounds:
-    """Watches every launch while it is entered; `accesses` counts what was checked. Raises `OutOfBounds`."""
+    """Watches every launch while it is entered; `accesses` and `hints` count what was checked. Raises `OutOfBounds` and
+    `UntrueHint`.
+    """
 
     def __init__(self) -> None:
-        self.accesses = 0
+        self.accesses = self.hints = 0
         self._stack = contextlib.ExitStack()
         # By the address of its table of peers.
         self._workspaces: weakref.WeakValueDictionary[int, Workspace] = weakref.WeakValueDictionary()
@@ -76,6 +84,7 @@ class Bounds:
         channel, launch = Workspace.channel, GridExecutor.__call__
         load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
         rmw, cas = InterpreterBuilder.create_atomic_rmw, InterpreterBuilder.create_atomic_cas
+        set_attr = TensorHandle.set_attr
 
         def known(self: Workspace) -> Any:
             bounds._workspaces[self.peers.data_ptr()] = self
@@ -103,12 +112,21 @@ class Bounds:
             bounds._check("atomically changes", ptrs, None, ())
             return cas(self, ptrs, *args)
 
+        def hinted(self: Any, key: str, values: list[int]) -> None:
+            if key == "tt.divisibility":
+                bounds.hints += 1
+                odd = self.data[self.data % values[-1] != 0]
+                if odd.size:
+                    raise UntrueHint(f"{bounds._kernel} takes {odd[0]} for a multiple of {values[-1]}")
+            set_attr(self, key, values)
+
         for owner, name, value in (
             (Workspace, "channel", known), (GridExecutor, "__call__", launched),
             (InterpreterBuilder, "create_masked_load", create_masked_load),
             (InterpreterBuilder, "create_masked_store", create_masked_store),
             (InterpreterBuilder, "create_atomic_rmw", create_atomic_rmw),
             (InterpreterBuilder, "create_atomic_cas", create_atomic_cas),
+            (TensorHandle, "set_attr", hinted),
         ):  # fmt: skip
             self._stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)

@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 from fusedtp.bench.ranks import RankPool
-from fusedtp.kernels import descriptors, matmul, push
+from fusedtp.kernels import descriptors, gather_matmul, matmul, push, reduce
 from fusedtp.kernels.launch import INTERPRETER
 from triton.runtime.errors import InterpreterError
 
 from fusedtp.memory.local import local_memories
+from fusedtp.schedules import fused
 from fusedtp.schedules.phases import run_together
+from fusedtp.shards import even_sizes
 from fusedtp.workspace import Workspace
 
 from .bounds import Bounds, checked
@@ -96,6 +98,65 @@ def test_a_descriptor_that_is_too_large_is_found(says: str, old: str, new: str) 
         larger = Edit(descriptors, "described_left", old, new)
         with planted(Mutant("", "", (larger,))), pytest.raises(InterpreterError, match=says):
             matmul.matmul(a, b, c, None, config=config, upcast=True)
+
+
+def lengths(M: int, N: int, K: int, chunks: tuple[int, ...]) -> None:
+    """All-gather + matmul of rows and of the contraction, both ways round, and matmul + reduce-scatter of columns."""
+    ranks = [Workspace(memory, CPU) for memory in local_memories(len(chunks), CPU)]
+    random = torch.Generator().manual_seed(M)
+    a, b = torch.randn(M, K, generator=random), torch.randn(K, N, generator=random)
+    for dim in (0, 1) if sum(chunks) == M == K else (0,) if sum(chunks) == M else (1,):
+        shards = [part.contiguous() for part in a.split(chunks, dim)]
+        for transposed in (False, True):
+            outs = run_together([
+                fused.gather_matmul_phases(ws, shards[ws.rank], b, None, dim, chunks, transposed=transposed, split=True)
+                for ws in ranks
+            ])  # fmt: skip
+            for out in outs:
+                torch.testing.assert_close(out.t() if transposed else out, a @ b)
+    if sum(chunks) == K:
+        # M columns, N rows.
+        sizes = even_sizes(M, len(chunks))
+        left, right = b.t().split(chunks, 1), a.t().split(chunks)
+        outs = run_together([
+            fused.matmul_scatter_phases(ws, left[ws.rank], right[ws.rank], None, 1, sizes) for ws in ranks
+        ])  # fmt: skip
+        torch.testing.assert_close(torch.cat(outs, 1), (a @ b).t())
+    for ws in ranks:
+        ws.close()
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "K", "chunks"),
+    [
+        (96, 16, 96, (32, 48, 16)), (96, 19, 96, (0, 80, 16)), (100, 16, 96, (32, 48, 16)), (96, 16, 100, (16, 0, 80)),
+        (97, 16, 97, (48, 32, 17)), (41, 16, 96, (64, 16, 16)), (160, 32, 160, (144, 0, 16)),
+    ],
+)  # fmt: skip
+def test_hints_are_true_of_all_lengths(M: int, N: int, K: int, chunks: tuple[int, ...]) -> None:
+    with Bounds() as bounds:
+        lengths(M, N, K, chunks)
+    assert bounds.hints
+
+
+@pytest.mark.parametrize(
+    ("says", "case", "edit"),
+    [
+        # The chunks of the contraction say nothing about the rows.
+        ("_gather_matmul_kernel takes 41", (41, 16, 96, (64, 16, 16)),
+            Edit(gather_matmul, "_store_gathered", "ctx.ROWS_ALIGNED", "ctx.ALIGNED")),
+        ("_gather_matmul_kernel takes 17", (97, 16, 97, (48, 32, 17)),
+            Edit(gather_matmul, "_store_gathered", "ctx.ROWS_ALIGNED", "True")),
+        ("_gather_matmul_kernel takes 25", (41, 16, 41, (9, 16, 16)),
+            Edit(gather_matmul, "_row", "if ctx.ROWS_ALIGNED", "if True")),
+        ("_reduce_kernel takes 14", (41, 16, 96, (64, 16, 16)),
+            Edit(reduce, "_reduce_programs", "if ALIGNED", "if True")),
+    ],
+)  # fmt: skip
+def test_an_untrue_hint_is_found(says: str, case: tuple[int, int, int, tuple[int, ...]], edit: Edit) -> None:
+    lengths(*case)
+    with planted(Mutant(says, "", (edit,))), Bounds(), pytest.raises(InterpreterError, match=says):
+        lengths(*case)
 
 
 @pytest.mark.usefixtures("within_bounds")

@@ -12,9 +12,10 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from .compiled import checks, table
-from .compiled.build import TARGETS, Case, build, cases, compile_case, config_of, examine, launch_options, plain
+from .compiled.build import TARGETS, Case, build, cases, compile_case, config_of, examine, limit_of, plain
 from .compiled.mutants import MUTANTS, Mutant, found, load
 
 pytestmark = pytest.mark.offline
@@ -39,7 +40,7 @@ def test_compiled(case: Case) -> None:
 
 
 @pytest.mark.parametrize("target", [name for name, target in TARGETS.items() if target.described])
-@pytest.mark.parametrize("variant", ["matmul", "gather rows"])
+@pytest.mark.parametrize("variant", ["matmul", "gather rows", "gather rows transposed"])
 def test_one_loop_adds_nothing_as_two(variant: str, target: str) -> None:
     """What gathering adds to the inner loop is there because the tiles' loop is made one with it, not in the source."""
     case = Case(variant, target, a_by="rows", b_by="columns", flatten=False)
@@ -49,17 +50,31 @@ def test_one_loop_adds_nothing_as_two(variant: str, target: str) -> None:
     assert not built.loop_as_asked() - beside.loop_as_asked()
 
 
-CAPPED = [
-    case for case in CASES
-    if "maxnreg" in launch_options(case, config_of(case)) and case.variant in ("gather rows", "scatter")
-]  # fmt: skip
+def limited(case: Case) -> bool:
+    """Whether a case is one of those for which a limit of registers is in the table."""
+    described = "pointers" not in (case.a_by, case.b_by)
+    return described and limit_of(case) in config_of(case).registers and case.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("case", CAPPED, ids=str)
+LIMITED = [case for case in CASES if case.variant in ("gather rows", "gather rows transposed", "scatter")
+    and limited(case)]  # fmt: skip
+ROWS_WHOLE = {"gather": ("N", "stride_cm"), "scatter": ("pitch",)}
+
+
+@pytest.mark.parametrize("case", [case for case in LIMITED if limit_of(case) in ROWS_WHOLE], ids=str)
 def test_a_limit_of_registers_is_enough_for_any_other_lengths(case: Case) -> None:
     """Where rows are stored 16 elements at a time; elsewhere the launchers set no limit."""
-    aligned = ("pitch",) if case.variant == "scatter" else ("N", "stride_cm")
-    checks.resources(examine(case, compile_case(case, aligned=aligned)))
+    checks.resources(examine(case, compile_case(case, aligned=ROWS_WHOLE[limit_of(case)])))
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "none"])
+@pytest.mark.parametrize("flags", [{}, {"LAST": False}, {"OWN_IN_PLACE": False}, {"OWN_IN_PLACE": False, "PUSHERS": 0}],
+    ids=["first to last", "not last", "own pushed", "pushed before"])  # fmt: skip
+@pytest.mark.parametrize("case", [case for case in LIMITED if case.variant.startswith("gather")], ids=str)
+def test_a_limit_of_registers_is_enough_for_every_way_to_gather(
+    case: Case, flags: dict[str, object], bias: bool
+) -> None:
+    checks.resources(examine(case, compile_case(case, flags=flags | ({} if bias else {"BIAS": "none"}))))
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.bug)

@@ -8,7 +8,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,9 @@ _NOT_SPECIALIZED = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel with its flags: whether it multiplies, and at how many places of its source it waits and raises."""
+    """A kernel with its flags: whether it multiplies, at how many places of its source it waits and raises, and whether
+    the columns of its result are contiguous, not the rows.
+    """
 
     name: str
     module: str
@@ -55,13 +57,15 @@ class Variant:
     multiplies: bool = False
     waits: int = 0
     raises: int = 0
+    transposed: bool = False
 
 
 def _variants() -> dict[str, Variant]:
-    gather = {"BIAS": "columns", "LAST": True, "OWN_IN_PLACE": True, "ALIGNED": True, "PUSHERS": 16,
-        "CONTRACTION": False}  # fmt: skip
+    gather = {"BIAS": "columns", "LAST": True, "OWN_IN_PLACE": True, "ALIGNED": True, "ROWS_ALIGNED": True,
+        "PUSHERS": 16, "CONTRACTION": False}  # fmt: skip
     push, scatter = {"SCATTER": False, "WITH_OWN": False}, {"TO_ALL": False}
-    reduce = {"BIAS": "columns", "PER_TILE": True, "OWN_IN_PLACE": False, "BROADCAST": False, "LAST": True}
+    reduce = {"BIAS": "columns", "PER_TILE": True, "OWN_IN_PLACE": False, "BROADCAST": False, "LAST": True,
+        "ALIGNED": True}  # fmt: skip
     ring, split = {"REDUCE": True, "GATHER": True}, {"OWN_IN_PLACE": False, "PUSHERS": 0}
     # A quarter of a tile's rows, the least that a piece has.
     in_pieces = {"PIECE": 32}
@@ -69,13 +73,17 @@ def _variants() -> dict[str, Variant]:
     # too: every tile waits.
     all_of = [
         Variant("matmul", "matmul", "_matmul_kernel", {"BIAS": "columns"}, True),
+        Variant("matmul transposed", "matmul", "_matmul_kernel", {"BIAS": "rows"}, True,
+            transposed=True),
         Variant("gather rows", "gather_matmul", "_gather_matmul_kernel", gather, True, 2, 2),
         Variant("gather rows, split", "gather_matmul", "_gather_matmul_kernel",
             gather | split | {"LAST": False}, True, 1, 0),
         Variant("gather rows, split, in pieces", "gather_matmul", "_gather_matmul_kernel",
             gather | split | in_pieces | {"LAST": False}, True, 1, 0),
-        Variant("gather rows transposed, own pushed", "gather_matmul", "_gather_matmul_kernel",
-            gather | {"OWN_IN_PLACE": False, "BIAS": "rows"}, True, 2, 2),
+        Variant("gather rows, own pushed", "gather_matmul", "_gather_matmul_kernel",
+            gather | {"OWN_IN_PLACE": False}, True, 2, 2),
+        Variant("gather rows transposed", "gather_matmul", "_gather_matmul_kernel",
+            gather | {"BIAS": "rows"}, True, 2, 2, transposed=True),
         Variant("gather contraction", "gather_matmul", "_gather_matmul_kernel", gather | {"CONTRACTION": True}, True,
             2, 2),
         Variant("gather contraction, split", "gather_matmul", "_gather_matmul_kernel",
@@ -93,7 +101,7 @@ def _variants() -> dict[str, Variant]:
         Variant("reduce", "reduce", "_reduce_kernel", reduce, False, 2),
         Variant("reduce pieces and broadcast", "reduce", "_reduce_kernel", reduce | {"OWN_IN_PLACE": True,
             "PER_TILE": False, "BROADCAST": True, "BIAS": "none", "LAST": False}, False, 1, 1),
-        Variant("reduce transposed", "reduce", "_reduce_kernel", reduce | {"BIAS": "rows"}, False, 2),
+        Variant("reduce transposed", "reduce", "_reduce_kernel", reduce | {"BIAS": "rows"}, False, 2, transposed=True),
         Variant("ring all-reduce", "ring", "_ring_kernel", ring, False, 3, 4),
         Variant("ring all-gather", "ring", "_ring_kernel", ring | {"REDUCE": False}, False, 2, 3),
         Variant("ring reduce-scatter", "ring", "_ring_kernel", ring | {"GATHER": False}, False, 2, 2),
@@ -164,6 +172,13 @@ def config_of(case: Case) -> Any:
     return compiled_config(case.target, case.dtype.itemsize, case.shape)
 
 
+def limit_of(case: Case) -> str:
+    """Which limit of registers holds for a case, as the launchers choose it: of aligned lengths and strides."""
+    if case.variant.startswith("gather rows"):
+        return "gather transposed" if VARIANTS[case.variant].transposed else "gather"
+    return "scatter" if case.variant == "scatter" else ""
+
+
 def launch_options(case: Case, config: Any) -> dict[str, int]:
     """What the launcher of a case gives to the compiler."""
     from fusedtp.kernels.launch import moving_options, options, ring_options
@@ -174,12 +189,7 @@ def launch_options(case: Case, config: Any) -> dict[str, int]:
         return {}
     if not VARIANTS[case.variant].multiplies:
         return (ring_options if case.variant.startswith("ring") else moving_options)(config)
-    registers = 0
-    if case.variant.startswith("gather rows"):
-        registers = config.gather_registers
-    elif case.variant == "scatter":
-        registers = config.scatter_registers
-    return options(config, case.a_by, case.b_by, registers=registers)
+    return options(config, case.a_by, case.b_by, limit=limit_of(case))
 
 
 def is_flattened(case: Case) -> bool:
@@ -197,9 +207,10 @@ def compile_case(
     options: dict[str, int] | None = None,
     *,
     aligned: Collection[str] | None = None,
+    flags: Mapping[str, Any] | None = None,
 ) -> Any:
     """Triton's compiled kernel, for unit inner strides and aligned pointers. aligned: which lengths and strides are
-    multiples of 16, None for all.
+    multiples of 16, None for all. flags: others than the variant's.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -220,8 +231,10 @@ def compile_case(
         "FLATTEN": is_flattened(case),
         "stride_am" if case.a_by == "columns" else "stride_ak": 1,
         "stride_bn" if case.b_by == "rows" else "stride_bk": 1,
-        "stride_cn": 1, "stride_xn": 1, "stride_on": 1,
-        **{name: None for name, (by, _) in described.items() if by == "pointers"}, **_LINK, **variant.flags,
+        "stride_xn": 1,
+        **dict.fromkeys(("stride_cm", "stride_om") if variant.transposed else ("stride_cn", "stride_on"), 1),
+        **{name: None for name, (by, _) in described.items() if by == "pointers"},
+        **_LINK, **variant.flags, **(flags or {}),
     }  # fmt: skip
     others = {"table": "*i32", "peers": "*i64", "half_bytes": "i64"}
     signature = {}
@@ -294,11 +307,14 @@ def build(case: Case) -> Built:
 
 def plain(case: Case) -> Case:
     """The matmul that a fused one is compared with: the same tile, read alike, with as many loops."""
-    return replace(case, variant="matmul", flatten=case.flatten and not case.variant.startswith("scatter"))
+    variant = "matmul transposed" if VARIANTS[case.variant].transposed else "matmul"
+    return replace(case, variant=variant, flatten=case.flatten and not case.variant.startswith("scatter"))
 
 
 def cases() -> list[Case]:
     """All that is compiled."""
+    from fusedtp.kernels.configs import SHAPES
+
     found = []
     for target, its in TARGETS.items():
         of = functools.partial(Case, target=target)
@@ -311,22 +327,19 @@ def cases() -> list[Case]:
             elif not variant.multiplies:
                 # A collective's tile, and the widest.
                 found.append(of(name, shape="few columns"))
-                if name in ("collect pieces", "reduce", "reduce pieces and broadcast"):
+                if name in ("collect pieces", "reduce", "reduce transposed", "reduce pieces and broadcast"):
                     found.append(of(name))
+            elif name.endswith("in pieces"):
+                found.append(main(name))
             else:
                 # A tile that goes to all ranks is narrow.
-                found.append(main(name, shape="few columns" if name == "scatter to all" else "many"))
-                if name == "scatter to all":
-                    found.append(main(name, shape="few rows"))
+                found += [main(name, shape=shape) for shape in SHAPES if (name, shape) != ("scatter to all", "many")]
             if name in ("matmul", "gather rows", "scatter"):
-                found += [
-                    main(name, shape="few columns"),
-                    main(name, shape="few rows"),
-                    main(name, dtype=torch.float16),
-                ]
-                if its.described:
-                    # Weights as they lie, and rows that no descriptor can read.
-                    found += [of(name, a_by="rows" if name == "gather rows" else "columns", b_by="rows"), of(name)]
-            if name in ("matmul", "gather rows", "gather contraction", "scatter", "reduce", "ring all-reduce"):
+                found.append(main(name, dtype=torch.float16))
+            if its.described and name in ("matmul", "gather rows", "gather rows transposed", "scatter"):
+                # Weights as they lie, and rows that no descriptor can read.
+                found += [of(name, a_by="rows" if name.startswith("gather") else "columns", b_by="rows"), of(name)]
+            if name in ("matmul", "gather rows", "gather rows transposed", "gather contraction", "scatter", "reduce",
+                "ring all-reduce"):  # fmt: skip
                 found.append(of(name, dtype=torch.float32))
     return found

@@ -131,6 +131,9 @@ def widths(built: Built) -> None:
         stores = set(re.findall(r"^global_store_(\S+)", text, re.MULTILINE)) - {"dword"}
         loads = set(re.findall(r"^(?:global|buffer)_load_(\S+)", text, re.MULTILINE)) - {"dword", "dwordx2"}
         wide = {"dwordx2", "dwordx4"} & (stores or {"dwordx4"})
+        if variant.multiplies and variant.transposed:
+            # The fours lie along the rows, so a result with contiguous columns gets them one by one: it is local.
+            wide |= {"short"}
     if "BIAS" in variant.flags:
         # A bias is local, and a number a thread where the tile's layout has it so.
         loads -= {"b16", "ushort"}

@@ -59,9 +59,10 @@ def _by(variant: str, target: str, shape: str = "many") -> Case:
 
 _SPLIT = tuple(_by("gather rows, split", target) for target in ("sm_80", "sm_90", "gfx942"))
 _SCATTER = tuple(_by("scatter", target) for target in ("sm_90", "gfx942"))
+_TURNED = tuple(_by("gather rows transposed", target) for target in ("sm_80", "sm_90"))
 _SUM = "            acc += tl.load(part, mask=mask, other=0.0).to(tl.float32)\n"
 _DOT = "        acc = dot(a_block, b_block, acc, UPCAST)\n"
-_STORE = "    store_rows(ctx, tile.begin"
+_STORE = "    store_rows(ctx, _row"
 _WAIT = "        packed = wait_for_rows(ctx.link, src, tile.row, end_row, FIRST_SLOT, packed, ctx.BLOCK_M, ctx.PIECE)\n"
 _WAIT_LATE = _WAIT.removeprefix("    ").replace("src", "tile.chunk").replace("end_row", "tile.row + 1")
 _REPORT = "        tl.atomic_xchg(host + REPORT, src + 1,"
@@ -126,13 +127,26 @@ MUTANTS = (
         (("signal", "tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)", "address.to(tl.pointer_type(dtype))"),),
     ),
     Mutant(
+        "a row of unknown alignment", checks.widths, _TURNED,
+        (("gather_matmul", "        row = tl.multiple_of(row, 16)\n", "        pass\n"),),
+    ),
+    Mutant(
+        "rows of unknown number", checks.widths, _TURNED,
+        (("matmul", "        rows = tl.multiple_of(rows, 16)\n", "        pass\n"),),
+    ),
+    Mutant(
+        "a sum's rows of unknown number", checks.widths,
+        (Case("reduce transposed", "sm_90"), Case("reduce transposed", "gfx942")),
+        (("reduce", "            left = tl.multiple_of(left, 16)\n", "            pass\n"),),
+    ),
+    Mutant(
         "a bound checked in the inner loop", checks.against_plain,
         (_by("gather rows", "sm_90"), _by("scatter", "sm_90")),
         (("matmul", _DOT, f"{_DOT}        acc = tl.where(k < a.k_len - tile.row, acc, acc + 1.0)\n"),),
     ),
     Mutant(
         "what the store needs carried as it is", checks.against_plain, (_by("gather rows", "sm_90"),),
-        (("gather_matmul", "    col, left, ok = unpack(packed, ctx.BLOCK_M, ctx.BLOCK_N)\n",
+        (("gather_matmul", "    col, left, ok = unpack(packed, ctx.BLOCK_M, ctx.BLOCK_N, ctx.ROWS_ALIGNED)\n",
             "    col, left, ok = tile.col, tile.rows - tile.row, packed\n"),),
     ),
     Mutant(
