@@ -68,13 +68,15 @@ def flattened(config: Config, a_by: str, b_by: str) -> bool:
 def options(config: Config, a_by: str, b_by: str, *, limit: str = "") -> dict[str, int]:
     """The compiler's options of a kernel that multiplies, as launch arguments: by how it reads A and B.
 
-    limit: which of the configuration's limits of registers holds beside that for all kernels, "" for none.
+    limit: which of the configuration's limits of registers holds instead of that for all kernels, "" for none. Read
+    otherwise than the target mainly does, a kernel has the one for all.
     """
     by_pointers = "pointers" in (a_by, b_by)
+    mainly = by_pointers != config.descriptors
     warps, most = config.pointer_warps if by_pointers else config.num_warps, config.registers.get("")
     # A multiprocessor has 64 Ki registers (CUDA C++ programming guide, technical specifications).
     most = None if most is None else min(most, (64 << 10) // (32 * warps))
-    if limit and by_pointers != config.descriptors:
+    if limit and mainly:
         most = config.registers.get(limit, most)
     return {"num_warps": warps, "num_stages": config.num_stages, **({} if most is None else {"maxnreg": most})}
 

@@ -121,6 +121,6 @@ def reduce(
         second_slot, cols,
         local.stride(0), local.stride(1), out.stride(0), out.stride(1), pitch, channel.half_bytes, channel.data_offset,
         channel.world_size, OPS.index(op), channel.count_bytes, "none" if bias is None else bias_along, per_tile,
-        own is not None, result_row is not None, last and result_row is None, rows % 16 == 0,
+        own is not None, result_row is not None, last and result_row is None, rows % 16 == 0 and out.stride(0) == 1,
         config.block_m, config.block_n, upcast, **moving_options(config),
     )  # fmt: skip

@@ -1,5 +1,5 @@
 """Checks every address that an interpreted kernel touches: it must lie in an operand of the launch, or in an arena.
-Checks every hint of alignment too: the interpreter takes none, and a compiled kernel that is given a wrong one stores
+Checks every hint of alignment too: the interpreter ignores them, and a compiled kernel that is given a wrong one stores
 where it should not.
 
     with Bounds() as bounds: ...            # or, in a rank process, watch() and later unwatch()

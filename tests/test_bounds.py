@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -100,63 +101,64 @@ def test_a_descriptor_that_is_too_large_is_found(says: str, old: str, new: str) 
             matmul.matmul(a, b, c, None, config=config, upcast=True)
 
 
-def lengths(M: int, N: int, K: int, chunks: tuple[int, ...]) -> None:
-    """All-gather + matmul of rows and of the contraction, both ways round, and matmul + reduce-scatter of columns."""
-    ranks = [Workspace(memory, CPU) for memory in local_memories(len(chunks), CPU)]
+# M, N, K, every rank's length of what is gathered, and which dims are: M (0), K (1) or both in turn.
+Lengths = tuple[int, int, int, tuple[int, ...], tuple[int, ...]]
+
+
+def run_hinted(M: int, N: int, K: int, sizes: tuple[int, ...], dims: tuple[int, ...]) -> None:
+    """All-gather + matmul [M, K] @ [K, N], result as it is and transposed, and matmul + reduce-scatter of columns."""
+    ranks = [Workspace(memory, CPU) for memory in local_memories(len(sizes), CPU)]
     random = torch.Generator().manual_seed(M)
     a, b = torch.randn(M, K, generator=random), torch.randn(K, N, generator=random)
-    for dim in (0, 1) if sum(chunks) == M == K else (0,) if sum(chunks) == M else (1,):
-        shards = [part.contiguous() for part in a.split(chunks, dim)]
-        for transposed in (False, True):
-            outs = run_together([
-                fused.gather_matmul_phases(ws, shards[ws.rank], b, None, dim, chunks, transposed=transposed, split=True)
-                for ws in ranks
-            ])  # fmt: skip
-            for out in outs:
-                torch.testing.assert_close(out.t() if transposed else out, a @ b)
-    if sum(chunks) == K:
-        # M columns, N rows.
-        sizes = even_sizes(M, len(chunks))
-        left, right = b.t().split(chunks, 1), a.t().split(chunks)
-        outs = run_together([
-            fused.matmul_scatter_phases(ws, left[ws.rank], right[ws.rank], None, 1, sizes) for ws in ranks
-        ])  # fmt: skip
-        torch.testing.assert_close(torch.cat(outs, 1), (a @ b).t())
+    for dim, transposed in itertools.product(dims, (False, True)):
+        shards = [part.contiguous() for part in a.split(sizes, dim)]
+        for out in run_together([
+            fused.gather_matmul_phases(ws, shards[ws.rank], b, None, dim, sizes, transposed=transposed, split=True)
+            for ws in ranks
+        ]):  # fmt: skip
+            torch.testing.assert_close(out.t() if transposed else out, a @ b)
+    columns, inner = even_sizes(M, len(sizes)), even_sizes(K, len(sizes))
+    left, right = b.t().split(inner, 1), a.t().split(inner)
+    outs = run_together([
+        fused.matmul_scatter_phases(ws, left[ws.rank], right[ws.rank], None, 1, columns) for ws in ranks
+    ])  # fmt: skip
+    torch.testing.assert_close(torch.cat(outs, 1), (a @ b).t())
     for ws in ranks:
         ws.close()
 
 
 @pytest.mark.parametrize(
-    ("M", "N", "K", "chunks"),
+    "lengths",
     [
-        (96, 16, 96, (32, 48, 16)), (96, 19, 96, (0, 80, 16)), (100, 16, 96, (32, 48, 16)), (96, 16, 100, (16, 0, 80)),
-        (97, 16, 97, (48, 32, 17)), (41, 16, 96, (64, 16, 16)), (160, 32, 160, (144, 0, 16)),
+        (96, 16, 96, (32, 48, 16), (0, 1)), (96, 19, 96, (0, 80, 16), (0, 1)), (100, 16, 96, (32, 48, 16), (1,)),
+        (96, 16, 100, (16, 0, 80), (0,)), (97, 16, 97, (48, 32, 17), (0, 1)), (41, 16, 96, (64, 16, 16), (1,)),
+        (160, 32, 160, (144, 0, 16), (0, 1)),
     ],
 )  # fmt: skip
-def test_hints_are_true_of_all_lengths(M: int, N: int, K: int, chunks: tuple[int, ...]) -> None:
+def test_hints_are_true(lengths: Lengths) -> None:
     with Bounds() as bounds:
-        lengths(M, N, K, chunks)
+        run_hinted(*lengths)
     assert bounds.hints
 
 
 @pytest.mark.parametrize(
-    ("says", "case", "edit"),
+    ("says", "lengths", "edit"),
     [
         # The chunks of the contraction say nothing about the rows.
-        ("_gather_matmul_kernel takes 41", (41, 16, 96, (64, 16, 16)),
+        ("_gather_matmul_kernel takes 41", (41, 16, 96, (64, 16, 16), (1,)),
             Edit(gather_matmul, "_store_gathered", "ctx.ROWS_ALIGNED", "ctx.ALIGNED")),
-        ("_gather_matmul_kernel takes 17", (97, 16, 97, (48, 32, 17)),
+        ("_gather_matmul_kernel takes 17", (97, 16, 97, (48, 32, 17), (0,)),
             Edit(gather_matmul, "_store_gathered", "ctx.ROWS_ALIGNED", "True")),
-        ("_gather_matmul_kernel takes 25", (41, 16, 41, (9, 16, 16)),
+        ("_gather_matmul_kernel takes 25", (41, 16, 41, (9, 16, 16), (0,)),
             Edit(gather_matmul, "_row", "if ctx.ROWS_ALIGNED", "if True")),
-        ("_reduce_kernel takes 14", (41, 16, 96, (64, 16, 16)),
+        ("_reduce_kernel takes 14", (41, 16, 96, (64, 16, 16), (1,)),
             Edit(reduce, "_reduce_programs", "if ALIGNED", "if True")),
     ],
 )  # fmt: skip
-def test_an_untrue_hint_is_found(says: str, case: tuple[int, int, int, tuple[int, ...]], edit: Edit) -> None:
-    lengths(*case)
+def test_an_untrue_hint_is_found(says: str, lengths: Lengths, edit: Edit) -> None:
+    run_hinted(*lengths)
     with planted(Mutant(says, "", (edit,))), Bounds(), pytest.raises(InterpreterError, match=says):
-        lengths(*case)
+        run_hinted(*lengths)
 
 
 @pytest.mark.usefixtures("within_bounds")

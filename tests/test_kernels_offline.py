@@ -8,14 +8,28 @@ found to results/kernels/offline.csv and to the table of docs/kernels.md, which 
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from fusedtp.kernels.configs import SHAPES
 
 from .compiled import checks, table
-from .compiled.build import TARGETS, Case, build, cases, compile_case, config_of, examine, limit_of, plain
+from .compiled.build import (
+    TARGETS,
+    Case,
+    build,
+    cases,
+    compile_case,
+    config_of,
+    examine,
+    launch_options,
+    limit_of,
+    plain,
+)
 from .compiled.mutants import MUTANTS, Mutant, found, load
 
 pytestmark = pytest.mark.offline
@@ -50,31 +64,42 @@ def test_one_loop_adds_nothing_as_two(variant: str, target: str) -> None:
     assert not built.loop_as_asked() - beside.loop_as_asked()
 
 
-def limited(case: Case) -> bool:
-    """Whether a case is one of those for which a limit of registers is in the table."""
-    described = "pointers" not in (case.a_by, case.b_by)
-    return described and limit_of(case) in config_of(case).registers and case.dtype == torch.bfloat16
+def limited() -> list[Any]:
+    """Every kernel for which a limit of registers is in the table, in all the ways in which launchers apply it: how A
+    and B are read, flags of its own, and which lengths and strides are multiples of 16, None for all.
+    """
+    ways_to_gather = (
+        {}, {"LAST": False}, {"OWN_IN_PLACE": False}, {"PUSHERS": 0}, {"PUSHERS": 0, "OWN_IN_PLACE": False},
+    )  # fmt: skip
+    uneven = {"ALIGNED": False, "ROWS_ALIGNED": False}
+    found: list[tuple[Case, dict[str, Any], tuple[str, ...] | None]] = []
+    for target, shape, a_by, b_by, dtype in itertools.product(
+        TARGETS, SHAPES, ("rows", "columns"), ("rows", "columns"), (torch.bfloat16, torch.float16)
+    ):
+        for variant in ("gather rows", "gather rows transposed", "scatter"):
+            case = Case(variant, target, dtype, shape, a_by, b_by)
+            if limit_of(case) not in config_of(case).registers or (a_by == "columns" and variant != "scatter"):
+                continue
+            found.append((case, {}, None))
+            if variant == "scatter":
+                found.append((case, {}, ("pitch",)))
+            elif dtype == torch.bfloat16:
+                found += [(case, way | bias, None) for way in ways_to_gather for bias in ({}, {"BIAS": "none"})][1:]
+                if variant == "gather rows":
+                    found.append((case, uneven, ("N", "stride_cm")))
+    return [
+        pytest.param(case, flags, aligned, id=f"{case} {flags} {'any lengths' if aligned else ''}")
+        for case, flags, aligned in found
+    ]
 
 
-LIMITED = [case for case in CASES if case.variant in ("gather rows", "gather rows transposed", "scatter")
-    and limited(case)]  # fmt: skip
-ROWS_WHOLE = {"gather": ("N", "stride_cm"), "scatter": ("pitch",)}
-
-
-@pytest.mark.parametrize("case", [case for case in LIMITED if limit_of(case) in ROWS_WHOLE], ids=str)
-def test_a_limit_of_registers_is_enough_for_any_other_lengths(case: Case) -> None:
-    """Where rows are stored 16 elements at a time; elsewhere the launchers set no limit."""
-    checks.resources(examine(case, compile_case(case, aligned=ROWS_WHOLE[limit_of(case)])))
-
-
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "none"])
-@pytest.mark.parametrize("flags", [{}, {"LAST": False}, {"OWN_IN_PLACE": False}, {"OWN_IN_PLACE": False, "PUSHERS": 0}],
-    ids=["first to last", "not last", "own pushed", "pushed before"])  # fmt: skip
-@pytest.mark.parametrize("case", [case for case in LIMITED if case.variant.startswith("gather")], ids=str)
-def test_a_limit_of_registers_is_enough_for_every_way_to_gather(
-    case: Case, flags: dict[str, object], bias: bool
-) -> None:
-    checks.resources(examine(case, compile_case(case, flags=flags | ({} if bias else {"BIAS": "none"}))))
+@pytest.mark.parametrize(("case", "flags", "aligned"), limited())
+def test_a_limit_of_registers_is_enough(case: Case, flags: dict[str, Any], aligned: tuple[str, ...] | None) -> None:
+    """Nothing spills; where not all is aligned the launchers have the limit too if rows are stored 16 elements at a
+    time.
+    """
+    assert launch_options(case, config_of(case))["maxnreg"] == config_of(case).registers[limit_of(case)]
+    checks.resources(examine(case, compile_case(case, flags=flags, aligned=aligned)))
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.bug)

@@ -8,7 +8,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def _variants() -> dict[str, Variant]:
         "PUSHERS": 16, "CONTRACTION": False}  # fmt: skip
     push, scatter = {"SCATTER": False, "WITH_OWN": False}, {"TO_ALL": False}
     reduce = {"BIAS": "columns", "PER_TILE": True, "OWN_IN_PLACE": False, "BROADCAST": False, "LAST": True,
-        "ALIGNED": True}  # fmt: skip
+        "ALIGNED": False}  # fmt: skip
     ring, split = {"REDUCE": True, "GATHER": True}, {"OWN_IN_PLACE": False, "PUSHERS": 0}
     # A quarter of a tile's rows, the least that a piece has.
     in_pieces = {"PIECE": 32}
@@ -80,6 +80,8 @@ def _variants() -> dict[str, Variant]:
             gather | split | {"LAST": False}, True, 1, 0),
         Variant("gather rows, split, in pieces", "gather_matmul", "_gather_matmul_kernel",
             gather | split | in_pieces | {"LAST": False}, True, 1, 0),
+        Variant("gather rows, pushed before", "gather_matmul", "_gather_matmul_kernel",
+            gather | {"PUSHERS": 0, "LAST": False}, True, 1, 0),
         Variant("gather rows, own pushed", "gather_matmul", "_gather_matmul_kernel",
             gather | {"OWN_IN_PLACE": False}, True, 2, 2),
         Variant("gather rows transposed", "gather_matmul", "_gather_matmul_kernel",
@@ -101,7 +103,8 @@ def _variants() -> dict[str, Variant]:
         Variant("reduce", "reduce", "_reduce_kernel", reduce, False, 2),
         Variant("reduce pieces and broadcast", "reduce", "_reduce_kernel", reduce | {"OWN_IN_PLACE": True,
             "PER_TILE": False, "BROADCAST": True, "BIAS": "none", "LAST": False}, False, 1, 1),
-        Variant("reduce transposed", "reduce", "_reduce_kernel", reduce | {"BIAS": "rows"}, False, 2, transposed=True),
+        Variant("reduce transposed", "reduce", "_reduce_kernel", reduce | {"BIAS": "rows", "ALIGNED": True}, False, 2,
+            transposed=True),
         Variant("ring all-reduce", "ring", "_ring_kernel", ring, False, 3, 4),
         Variant("ring all-gather", "ring", "_ring_kernel", ring | {"REDUCE": False}, False, 2, 3),
         Variant("ring reduce-scatter", "ring", "_ring_kernel", ring | {"GATHER": False}, False, 2, 2),
@@ -207,10 +210,10 @@ def compile_case(
     options: dict[str, int] | None = None,
     *,
     aligned: Collection[str] | None = None,
-    flags: Mapping[str, Any] | None = None,
+    flags: dict[str, Any] | None = None,
 ) -> Any:
     """Triton's compiled kernel, for unit inner strides and aligned pointers. aligned: which lengths and strides are
-    multiples of 16, None for all. flags: others than the variant's.
+    multiples of 16, None for all. flags: those that are not the variant's.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -220,6 +223,9 @@ def compile_case(
     fn = getattr(importlib.import_module(f"{package}.{variant.module}"), variant.kernel)
     a_block, b_block = [config.block_m, config.block_k], [config.block_k, config.block_n]
     a_shape = [1, *(a_block if case.a_by == "rows" else a_block[::-1])]
+    flags = variant.flags | (flags or {})
+    # A shard that is pushed to the own rank too is one whose rows are not contiguous.
+    turned = case.a_by == "columns" or (flags.get("PUSHERS", 0) > 0 and not flags["OWN_IN_PLACE"])
     described = {
         "a_desc": (case.a_by, a_shape), "own_desc": (case.a_by, a_shape), "arena_desc": (case.a_by, a_shape),
         "b_desc": (case.b_by, b_block if case.b_by == "rows" else b_block[::-1]),
@@ -229,12 +235,11 @@ def compile_case(
         "BLOCK_R": config.copy_rows, "BLOCK_C": config.copy_cols, "PIECE": config.block_m, "UPCAST": False,
         "A_BY": case.a_by, "B_BY": case.b_by,
         "FLATTEN": is_flattened(case),
-        "stride_am" if case.a_by == "columns" else "stride_ak": 1,
+        "stride_am" if turned else "stride_ak": 1,
         "stride_bn" if case.b_by == "rows" else "stride_bk": 1,
         "stride_xn": 1,
         **dict.fromkeys(("stride_cm", "stride_om") if variant.transposed else ("stride_cn", "stride_on"), 1),
-        **{name: None for name, (by, _) in described.items() if by == "pointers"},
-        **_LINK, **variant.flags, **(flags or {}),
+        **{name: None for name, (by, _) in described.items() if by == "pointers"}, **_LINK, **flags,
     }  # fmt: skip
     others = {"table": "*i32", "peers": "*i64", "half_bytes": "i64"}
     signature = {}

@@ -1,0 +1,157 @@
+"""What launchers give to the compiler is what `nox -s kernels` compiles: how operands are read, constants, options."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from fusedtp.kernels import gather_matmul, matmul, matmul_scatter
+from fusedtp.kernels.configs import INTERPRETER, SHAPES, TABLE, compiled_config
+from fusedtp.kernels.launch import Channel, Config, options, pitch_of
+from torch import Tensor
+
+from fusedtp.memory.local import local_memories
+from fusedtp.workspace import Workspace
+
+from .compiled.build import TARGETS, VARIANTS, Case, is_flattened, launch_options
+
+CPU = torch.device("cpu")
+CHUNKS = (128, 64, 0)
+
+
+@pytest.fixture
+def channel() -> Any:
+    """Of rank 0 of three, with halves large enough for every matrix here."""
+    ranks = [Workspace(memory, CPU) for memory in local_memories(len(CHUNKS), CPU)]
+    ranks[0].require(1 << 20, 4096)
+    yield ranks[0].channel()
+    for ws in ranks:
+        ws.close()
+
+
+def launched(module: ModuleType, kernel: str, launcher: Any, *args: Any, **given: Any) -> dict[str, Any]:
+    """What a launcher starts its kernel with, by name."""
+    names = list(inspect.signature(getattr(module, kernel).fn).parameters)
+    with mock.patch.object(module, kernel, mock.MagicMock()) as started:
+        launcher(*args, **given)
+    (call,) = started.__getitem__.return_value.call_args_list
+    return dict(zip(names, call.args, strict=True)) | call.kwargs
+
+
+def config_for(target: str, shape: str) -> Config:
+    return replace(compiled_config(target, 2, shape), programs=4)
+
+
+def operands(target: str, M: int, N: int, K: int) -> tuple[Tensor, Tensor, str, str]:
+    """A [M, K] and B [K, N], bfloat16, as the target mainly reads them, and the two ways."""
+    by = ("rows", "columns") if TARGETS[target].described else ("pointers", "pointers")
+    return torch.zeros(M, K, dtype=torch.bfloat16), torch.zeros(N, K, dtype=torch.bfloat16).t(), *by
+
+
+def gather(channel: Channel, config: Config, a: Tensor, b: Tensor, *, transposed: bool) -> dict[str, Any]:
+    M, N = sum(CHUNKS), b.shape[1]
+    out = a.new_empty((N, M) if transposed else (M, N))
+    return launched(
+        gather_matmul, "_gather_matmul_kernel", gather_matmul.gather_matmul,
+        channel, a, b, out.t() if transposed else out, a.new_empty(M if transposed else N),
+        torch.zeros(4, dtype=torch.int32), CHUNKS, gather_dim=0, pitch=pitch_of(a.shape[1], a.dtype), piece_rows=64,
+        pushed=False, config=config, upcast=False, transposed=transposed,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("target", TABLE)
+def test_a_gather_is_launched_as_it_is_compiled(channel: Channel, target: str, shape: str, transposed: bool) -> None:
+    a, b, a_by, b_by = operands(target, CHUNKS[0], 96, 128)
+    config = config_for(target, shape)
+    case = Case("gather rows transposed" if transposed else "gather rows", target, shape=shape, a_by=a_by, b_by=b_by)
+    found = gather(channel, config, a, b, transposed=transposed)
+    constants = {name: value for name, value in VARIANTS[case.variant].flags.items() if name != "PUSHERS"}
+    expected = constants | launch_options(case, config) | {"A_BY": a_by, "B_BY": b_by, "FLATTEN": is_flattened(case)}
+    assert {name: found.get(name) for name in expected} == expected
+    assert found["PUSHERS"] > 0
+    assert ("maxnreg" in found) == ("maxnreg" in expected)
+    unit = {"stride_ak", "stride_bk", "stride_cm" if transposed else "stride_cn"}
+    assert {name for name in found if name.startswith("stride_") and found[name] == 1} == unit
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+def test_limits_of_registers_hold_only_where_they_are_known_to_be_enough(channel: Channel, target: str) -> None:
+    def limit(N: int, K: int, *, transposed: bool, shape: str = "few rows", contiguous: bool = True) -> int | None:
+        a, b, _, _ = operands(target, CHUNKS[0], N, K)
+        config = config_for(target, shape)
+        if not contiguous:
+            b = torch.zeros(K, 2 * N, dtype=torch.bfloat16)[:, ::2]
+        most: int | None = gather(channel, config, a, b, transposed=transposed).get("maxnreg")
+        return most
+
+    registers = compiled_config(target, 2, "few rows").registers
+    everywhere = registers[""]
+    assert limit(96, 128, transposed=False) == limit(96, 24, transposed=False) == registers["gather"] < everywhere
+    assert limit(96, 128, transposed=True) == registers["gather transposed"] < everywhere
+    # Rows of 97 elements, columns beside 97 others, a contraction of 24: not multiples of 16; B by pointers.
+    assert limit(97, 128, transposed=False) == everywhere
+    assert limit(97, 128, transposed=True) == everywhere
+    assert limit(96, 24, transposed=True) == everywhere
+    assert limit(96, 128, transposed=False, contiguous=False) == everywhere
+    with mock.patch(f"{__name__}.CHUNKS", (128, 63, 1)):
+        assert limit(96, 128, transposed=True) == everywhere
+
+
+@pytest.mark.parametrize("N", [96, 88, 97])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("target", TABLE)
+def test_a_scatter_is_launched_as_it_is_compiled(channel: Channel, target: str, shape: str, N: int) -> None:
+    a, b, a_by, b_by = operands(target, sum(CHUNKS), N, 128)
+    config, pitch = config_for(target, shape), pitch_of(N, torch.bfloat16)
+    for to_all in (False, True):
+        case = Case("scatter to all" if to_all or pitch % 16 else "scatter", target, shape=shape, a_by=a_by, b_by=b_by)
+        found = launched(
+            matmul_scatter, "_matmul_scatter_kernel", matmul_scatter.matmul_scatter,
+            channel, "matmul_all_reduce" if to_all else "matmul_reduce_scatter", a, b,
+            torch.zeros(4, dtype=torch.int32), CHUNKS, region_rows=192, pitch=pitch, to_all=to_all, config=config,
+            upcast=False,
+        )  # fmt: skip
+        expected = launch_options(case, config) | {"A_BY": a_by, "B_BY": b_by, "TO_ALL": to_all}
+        assert {name: found.get(name) for name in expected} == expected
+        assert ("maxnreg" in found) == ("maxnreg" in expected)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("target", TABLE)
+def test_a_matmul_is_launched_as_it_is_compiled(target: str, shape: str, transposed: bool) -> None:
+    a, b, a_by, b_by = operands(target, 192, 96, 128)
+    out = a.new_empty((96, 192) if transposed else (192, 96))
+    case = Case("matmul transposed" if transposed else "matmul", target, shape=shape, a_by=a_by, b_by=b_by)
+    config = config_for(target, shape)
+    found = launched(
+        matmul, "_matmul_kernel", matmul.matmul, a, b, out.t() if transposed else out,
+        a.new_empty(192 if transposed else 96), config=config, upcast=False, transposed=transposed,
+    )  # fmt: skip
+    expected = VARIANTS[case.variant].flags | launch_options(case, config) | {"A_BY": a_by, "B_BY": b_by}
+    expected |= {"FLATTEN": is_flattened(case)}
+    assert {name: found.get(name) for name in expected} == expected
+    assert ("maxnreg" in found) == ("maxnreg" in expected)
+
+
+@pytest.mark.parametrize("by", ["rows", "pointers"])
+@pytest.mark.parametrize("limit", ["", "gather", "gather transposed", "scatter"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_a_multiprocessor_has_the_registers_of_a_program(target: str, shape: str, limit: str, by: str) -> None:
+    """Or the launch fails: 64 Ki of them, given to a warp in units of 256."""
+    given = options(compiled_config(target, 2, shape), by, by, limit=limit)
+    assert -(-32 * given.get("maxnreg", 0) // 256) * 256 * given["num_warps"] <= 64 << 10
+
+
+def test_float32_and_what_is_interpreted_have_no_limit() -> None:
+    assert not INTERPRETER.registers
+    assert not any(compiled_config(target, 4, shape).registers for target in TABLE for shape in SHAPES)
+    assert not any(config.registers for config in TABLE["gfx942"].values())
