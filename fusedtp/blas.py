@@ -26,6 +26,8 @@ ENVIRONMENT = "FUSEDTP_CPU_MATMUL"
 SHORTEST, SHORTEST_BY_COLUMNS = 16, 24
 # Nor are there fewer multiplications: a call through NumPy takes 3 us more.
 FEWEST = 1 << 20
+# What a product that is added is held in: so many bytes, or so many rows where that is more.
+ADDED_BYTES, ADDED_ROWS = 4 << 20, 64
 # Neither fakes nor other subclasses, whose matmuls torch must see.
 _PLAIN = (Tensor, torch.nn.Parameter)
 # What OpenBLAS takes its number of threads from, the first that is set.
@@ -85,7 +87,13 @@ def mm_into(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> No
 def add_mm_into(a: Tensor, b: Tensor, out: Tensor) -> None:
     """out += a @ b."""
     if _by_numpy(a, b):
-        out.add_(mm(a, b))
+        # NumPy has no matmul that adds. By rows, so that what is added is still in the cache.
+        rows = min(a.shape[0], max(ADDED_ROWS, ADDED_BYTES // (b.shape[1] * a.element_size())))
+        products = a.new_empty(rows, b.shape[1])
+        for part, whole in zip(a.split(rows), out.split(rows), strict=True):
+            product = products[: part.shape[0]]
+            _multiply(part, b, product)
+            whole.add_(product)
     else:
         out.addmm_(a, b)
 

@@ -116,6 +116,28 @@ def test_every_layout_gives_the_product(machine: pytest.MonkeyPatch) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(("room", "blocks"), [(64 * 130 * 4, 3), (100 * 130 * 4, 2), (1, 3), (1 << 20, 1)])
+def test_what_is_added_is_held_in_little_room(machine: pytest.MonkeyPatch, room: int, blocks: int) -> None:
+    """A gradient is as large as its weight: a whole product beside it would be too."""
+    a, b, _ = operands(m=150)
+    out = torch.ones(150, 130)
+    allowed = reference.bound(a, b, torch.float32, k_sizes=(200,))
+    machine.setattr(blas, "ADDED_BYTES", room)
+    with mock.patch.object(blas, "_multiply", wraps=blas._multiply) as multiply:
+        for name, left in layouts(a).items():
+            for right in layouts(b).values():
+                multiply.reset_mock()
+                out.fill_(1)
+                blas.add_mm_into(left, right, out)
+                reference.check(out, reference.matmul(a, b) + 1, 2 * allowed, f"{name} added")
+                assert multiply.call_count == blocks
+                products = {product.untyped_storage().data_ptr() for (_, _, product), _ in multiply.call_args_list}
+                assert len(products) == 1
+                (_, _, product), _ = multiply.call_args
+                assert product.untyped_storage().nbytes() <= max(room, 64 * 130 * 4)
+
+
+@torch.no_grad()
 def test_the_rest_is_torchs(machine: pytest.MonkeyPatch) -> None:
     a, b, _ = operands()
     with mock.patch.object(blas, "_multiply") as multiply:
