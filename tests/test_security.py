@@ -6,6 +6,7 @@ import ast
 import csv
 import fcntl
 import os
+import re
 import stat
 import subprocess
 from dataclasses import fields
@@ -20,6 +21,7 @@ from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp.memory.posix import PosixMemory
+from fusedtp.rendezvous import StoreExchange
 
 # Tests here destroy what every group has, on some ranks only.
 pytestmark = pytest.mark.usefixtures("destroyed_on_all_ranks")
@@ -39,12 +41,12 @@ def arenas() -> list[int]:
     return found
 
 
-class Watched(PosixMemory):
-    """Looks at the arenas' files while their descriptors are open: from making them to when all have mapped them."""
+class Watched(StoreExchange):
+    """Looks at the arena's file while its descriptor is open: from making it to when all have mapped it."""
 
-    def _exchange(self, mine: list[int]) -> list[list[int]]:
+    def outcomes(self, mine: list[int]) -> list[list[int]] | None:
         self.seen = [look(fd) for fd in arenas()]
-        return super()._exchange(mine)
+        return super().outcomes(mine)
 
 
 def look(fd: int) -> dict[str, Any]:
@@ -65,11 +67,13 @@ def look(fd: int) -> dict[str, Any]:
 def made(group: ProcessGroup) -> tuple[list[dict[str, Any]], list[bool], list[int]]:
     # Every group's, so on all ranks of the pool: one that keeps its end would wait for the others' later.
     fusedtp.destroy()
-    memory = Watched(group)
-    arena = memory.allocate(1 << 16, torch.zeros(64, dtype=torch.int32))
+    exchange = Watched(group)
+    memory = PosixMemory(group.rank(), group.size())
+    arena = memory.allocate(1 << 16, torch.zeros(64, dtype=torch.int32), exchange)
+    exchange.ended()
     kept = [os.get_inheritable(fd) for fd in arenas()]
     arena.release()
-    return memory.seen, kept, arenas()
+    return exchange.seen, kept, arenas()
 
 
 def test_arenas_have_no_name_and_one_user(pool: RankPool) -> None:
@@ -182,11 +186,8 @@ def test_a_machines_name_is_one_folder() -> None:
 
 
 def test_every_promise_has_its_test() -> None:
-    named = [
-        line.rpartition("`")[0].rpartition("`")[2] for line in DOCUMENT.read_text().splitlines() if "`test_" in line
-    ]
-    assert len(named) >= 8
-    here = Path(__file__).read_text() + (ROOT / "tests" / "test_bad_files.py").read_text()
-    here += (ROOT / "tests" / "test_workspace.py").read_text()
+    named = re.findall(r"`(test_\w+)`", DOCUMENT.read_text())
+    assert len(named) >= 10
+    here = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
     for name in named:
         assert f"def {name}(" in here, name
