@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal as signal_of_posix
+import subprocess
 import time
 import warnings
 from unittest import mock
@@ -181,3 +182,30 @@ def budgets_of_groups(group: ProcessGroup) -> list[float]:
 
 def test_a_group_may_have_a_budget_of_its_own(pool: RankPool) -> None:
     assert pool.run(budgets_of_groups) == [[110, 77, 110, 88, 88, 110, 110]] * 4
+
+
+def suspended(group: ProcessGroup, schedule: str) -> bool:
+    """Both ranks are stopped for longer than the budget while one waits for the other, and continued one by one."""
+    flags = Flags(f"suspended {schedule}")
+
+    def reduce() -> bool:
+        return bool((fusedtp.all_reduce(X, group=group, schedule=schedule) == group.size()).all())
+
+    fusedtp.destroy(group)
+    assert reduce()
+    fusedtp.set_timeout(3.0, group)
+    flags._store.set(f"suspended {schedule}/{group.rank()}", str(os.getpid()))
+    pids = [int(flags._store.get(f"suspended {schedule}/{rank}")) for rank in range(2)]
+    if group.rank() == 1:
+        first, second = pids
+        stop = f"sleep 0.5; kill -STOP {first} {second}; sleep 5; kill -CONT {first}; sleep 0.5; kill -CONT {second}"
+        with subprocess.Popen(["sh", "-c", stop]):
+            time.sleep(1)
+    right = reduce()
+    fusedtp.set_timeout(110)
+    return right
+
+
+@pytest.mark.parametrize("schedule", ["decomposed", "fused"])
+def test_a_suspended_job_goes_on(pool: RankPool, schedule: str) -> None:
+    assert pool.run(suspended, schedule, world_size=2) == [True, True]
