@@ -174,10 +174,14 @@ def _rates(entry: Entry) -> dict[str, Any]:
 def _sample(entry: Entry) -> Sample:
     entry.only("op", "world_size", "dtype", "rows", "cols", "third", "ms")
     return Sample(
-        entry.text("op", among=OPS), entry.integer("world_size", 1, MOST_RANKS), entry.text("dtype", among=ITEMSIZE),
-        *(entry.integer(name, name != "third", MOST_LENGTH) for name in ("rows", "cols", "third")),
-        entry.numbers("ms", LEAST_MS, MOST_MS, among=schedules.NAMES),
-    )  # fmt: skip
+        op=entry.text("op", among=OPS),
+        world_size=entry.integer("world_size", 1, MOST_RANKS),
+        dtype=entry.text("dtype", among=ITEMSIZE),
+        rows=entry.integer("rows", 1, MOST_LENGTH),
+        cols=entry.integer("cols", 1, MOST_LENGTH),
+        third=entry.integer("third", 0, MOST_LENGTH),
+        ms=entry.numbers("ms", LEAST_MS, MOST_MS, among=schedules.NAMES),
+    )
 
 
 def load(target: Path | None = None) -> tuple[Table | None, str, str]:
