@@ -49,6 +49,8 @@ def report(
         if readme is not None:
             try:
                 generated.rewrite(readme, "measured", generated.measured_table(stored))
+            except generated.NoCase as error:
+                raise typer.BadParameter(f"{path}: {error}") from error
             except (ValueError, OSError) as error:
                 raise typer.BadParameter(str(error)) from error
             console.print(f"table: {readme}")

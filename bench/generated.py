@@ -15,6 +15,10 @@ from .report import SHORT_DTYPES, TITLES, plain_forward, timed_cases
 from .store import MAX_BYTES, Row
 
 
+class NoCase(ValueError):
+    """Rows without what a table is made of."""
+
+
 def replaced(document: str, name: str, content: str) -> str:
     """The document with the part `name` replaced; ValueError where it does not have exactly one.
 
@@ -69,7 +73,7 @@ def measured_table(rows: Sequence[Row], *, world_size: int = 2, dtype: str = "fl
     commits = sorted({case.first.commit[:12] for case in cases})
     first = cases[0].first if cases else None
     if first is None:
-        raise ValueError(f"no timed case with {world_size} ranks in {dtype}")
+        raise NoCase(f"no timed case with {world_size} ranks in {dtype}")
     where = f"{world_size} ranks, one thread each, {SHORT_DTYPES[dtype]}, {_plain(first.cpu)} ({first.cores} cores)"
     what = "Medians in ms over interleaved rounds, the slowest rank of each"
     columns = (

@@ -26,7 +26,8 @@ NOT_RUN = "not run: "
 # a few hundred thousand rows
 MAX_BYTES = 64 << 20
 _INT = re.compile(r"[0-9]{1,18}")
-_FLOAT = re.compile(r"-?[0-9]+(\.[0-9]+)?(e[+-]?[0-9]{1,2})?")
+# no more digits than are finite
+_FLOAT = re.compile(r"-?[0-9]{1,30}(\.[0-9]{1,30})?(e[+-]?[0-9]{1,2})?")
 # what a spreadsheet takes for the beginning of a formula
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 

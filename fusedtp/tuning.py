@@ -38,6 +38,8 @@ MAX_BYTES = 1 << 20
 ENVIRONMENT = "FUSEDTP_TUNING"
 # How far apart two predictions are before they say which schedule is faster: tests/test_cost.py has the model's errors.
 _MODEL_ERROR = 1.1
+# What nothing is faster than, an op on empty tensors of a machine without latencies either.
+_LEAST_US = 1e-6
 _RATES = ("memory_gbps", "collective_gbps")
 _LATENCIES = ("host_us", "flag_us", "collective_start_us")
 # Of a file: numbers beyond these were not measured.
@@ -261,7 +263,9 @@ def _corrected(predicted: float, there: float, measured: float) -> float:
 
     What it is off is taken for latency: it stays at a larger size, and shrinks in proportion at a smaller one.
     """
-    return predicted + (measured - there) * min(1.0, predicted / there)
+    # The measurement last: beside a prediction far larger it must not be rounded away, as times are divided by.
+    corrected = measured * (predicted / there) if predicted < there else (predicted - there) + measured
+    return max(corrected, _LEAST_US)
 
 
 def _times(prediction: Prediction, allowed: Sequence[str]) -> dict[str, float]:

@@ -216,6 +216,7 @@ ROWS: list[tuple[str, bytes, str]] = [
     ("a time of NaN", table(median_ms="nan"), "row 1, column median_ms: 'nan' is not float"),
     ("a time without end", table(median_ms="inf"), "row 1, column median_ms: 'inf' is not float"),
     ("a time beyond floats", table(median_ms="1e999"), "row 1, column median_ms: '1e999' is not float"),
+    ("a time of 400 digits", table(total_ms="9" * 400), "row 1, column total_ms: '9999"),
     ("a time with underscores", table(median_ms="1_0.0"), "row 1, column median_ms: '1_0.0' is not float"),
     ("a flag of another language", table(dirty="true"), "row 1, column dirty: 'true' is not bool"),
     ("a time of nothing", table(median_ms="0"), "line 2, row 1, column median_ms: '0' is not from 1e-09 to 1e+09"),
