@@ -118,9 +118,16 @@ def choose(
     if path is None:
         knowledge = choices.get(Knowledge)
         if knowledge is None:
-            knowledge = choices[Knowledge] = _share(group, on_gpu)
+            shared, ignored, interruption = _share(group, on_gpu)
+            knowledge = choices[Knowledge] = shared
             if not on_gpu and knowledge.table is not None:
                 ws.hardware = knowledge.table.hardware(group.size()) or ws.hardware
+            # Only now, when this rank too knows what its peers were told, and asks them no more.
+            if interruption is not None:
+                raise interruption
+            if ignored and ignored not in _said:
+                _said.add(ignored)
+                warnings.warn(f"fusedtp chooses schedules without measurements: {ignored}", stacklevel=3)
         if len(choices) >= _MAX_CHOICES:
             choices.clear()
             choices[Knowledge] = knowledge
@@ -222,19 +229,25 @@ def _decide(
     return Path(op, "decomposed", f"ranks share memory; nothing was measured here for {op} in {name}")
 
 
-def _share(group: ProcessGroup, on_gpu: bool) -> Knowledge:
-    """Rank 0's table and the name of its GPU, on all ranks; collective. What it cannot use it warns of once."""
-    message, ignored = [""], ""
+def _share(group: ProcessGroup, on_gpu: bool) -> tuple[Knowledge, str, BaseException | None]:
+    """Rank 0's table and the name of its GPU, on all ranks; why there is no table; what interrupted. Collective.
+
+    Whatever goes wrong on rank 0, its peers wait for a message and get one.
+    """
+    message, ignored, interruption = [""], "", None
     if group.rank() == 0:
-        _, text, ignored = tuning.load()
-        message = [json.dumps({"table": text, "gpu": torch.cuda.get_device_name() if on_gpu else ""})]
+        text, gpu = "", ""
+        try:
+            gpu = torch.cuda.get_device_name() if on_gpu else ""
+            _, text, ignored = tuning.load()
+        except BaseException as error:
+            ignored = f"{type(error).__name__}: {error}"
+            interruption = None if isinstance(error, Exception) else error
+        message = [json.dumps({"table": text, "gpu": gpu})]
     dist.broadcast_object_list(message, dist.get_global_rank(group, 0), group)
-    # Only now: where warnings are errors the peers must not be left waiting.
-    if ignored and ignored not in _said:
-        _said.add(ignored)
-        warnings.warn(f"fusedtp chooses schedules without measurements: {ignored}", stacklevel=4)
     shared = json.loads(message[0])
-    return Knowledge(tuning.parse(shared["table"]) if shared["table"] else None, of_gpu(shared["gpu"]))
+    table = tuning.parse(shared["table"]) if shared["table"] else None
+    return Knowledge(table, of_gpu(shared["gpu"])), ignored, interruption
 
 
 def record(path: Path) -> None:

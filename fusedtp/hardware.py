@@ -158,6 +158,9 @@ _TABLE = (
 
 HARDWARE: dict[str, Hardware] = {each.name: each for each in _TABLE}
 
+# Rates and latencies beyond these are none, and what is computed from them may overflow or be divided by 0.
+LEAST_RATE, MOST_RATE, MOST_US = 1e-9, 1e9, 1e9
+
 # What the numbers of a machine are; the rest of Hardware says what kind of machine it is.
 NUMBERS = tuple(
     each.name for each in fields(Hardware) if each.name not in ("name", "title", "sources", "in_place")
@@ -208,8 +211,9 @@ def measured_cpu(
     numbers |= {f"matrix_tflops of {dtype}": rate for dtype, rate in matrix_tflops.items()}
     latencies = {"host_us": host_us, "flag_us": flag_us, "collective_start_us": collective_start_us}
     for what, value in {**numbers, **latencies}.items():
-        if not (0 if what in latencies else 1e-9) <= value < float("inf"):
-            raise ValueError(f"{what} must be a positive number, a latency may be 0: got {value!r}")
+        least, most = (0, MOST_US) if what in latencies else (LEAST_RATE, MOST_RATE)
+        if not least <= value <= most:
+            raise ValueError(f"{what} must be a number from {least:g} to {most:g}, got {value!r}")
     return Hardware(
         name, name, collective_gbps, memory_gbps, dict(matrix_tflops), 0, 1 << 16, collective_gbps, 1.0,
         dict.fromkeys(NUMBERS, source), collective_fraction=1.0, copy_fraction=1.0, store_fraction=1.0,
