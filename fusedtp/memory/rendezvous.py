@@ -76,11 +76,13 @@ def meet(rendezvous: Callable[[str], Handle], group: dist.ProcessGroup, name: st
     does not come within `seconds`.
     """
     # There is no public way to a group's own store.
-    store = PrefixStore(name, _get_process_group_store(group))
-    private = dist.ProcessGroup(RenumberedStore(store, seconds), group.rank(), group.size())
-    # torch looks groups up by name, and holds them weakly.
+    store = RenumberedStore(PrefixStore(name, _get_process_group_store(group)), seconds)
+    private = dist.ProcessGroup(store, group.rank(), group.size())
+    # torch looks groups up by name and holds them weakly, and a store without its Python object has no methods: both
+    # are kept until the end.
     _register_process_group(GroupName(name), private)
     try:
         return rendezvous(name)
     finally:
         _unregister_process_group(GroupName(name))
+        del private, store
