@@ -104,8 +104,8 @@ class Workspace:
             return hardware.CPU
         assert self._arena is not None
         words = self._arena.tensors[0][: 4 * signal.SIGNALS.value].view(torch.int32)
-        # A GPU that the table does not have is taken for an H100.
-        return hardware.numbered(int(words[signal.HARDWARE.value])) or hardware.find("h100")
+        known = hardware.numbered(int(words[signal.HARDWARE.value]))
+        return known or hardware.assumed("" if self._gpu else torch.cuda.get_device_name(self.device))
 
     @property
     def epoch(self) -> int:
