@@ -57,6 +57,20 @@ def functions(group: ProcessGroup, schedule: str, up: Tensor, down: Tensor) -> A
     return call, ours
 
 
+class Own(torch.autograd.Function):
+    """This rank's rows of what is whole."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: ProcessGroup, schedule: str) -> Tensor:
+        ctx.given = group, schedule
+        return fusedtp.reduce_scatter(whole, group=group, schedule=schedule) / group.size()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        group, schedule = ctx.given
+        return fusedtp.all_gather(grad, group=group, schedule=schedule), None, None
+
+
 def reduced(group: ProcessGroup, schedule: str, up: Tensor, down: Tensor) -> Any:
     """The same by a matmul + all-reduce and by collectives alone."""
     ours = part(up, 0, group).requires_grad_(), part(down, 1, group).requires_grad_()
@@ -65,8 +79,8 @@ def reduced(group: ProcessGroup, schedule: str, up: Tensor, down: Tensor) -> Any
     def call(x: Tensor) -> Tensor:
         h = fusedtp.all_gather(x, **options) @ ours[0].t()
         whole = fusedtp.linear_all_reduce(h, ours[1], **options)
-        # Equal on all ranks: what each has a part of, summed, is once the whole times the ranks.
-        return fusedtp.reduce_scatter(whole, **options) / group.size()
+        # Its gradient must be whole on every rank: all gather the other ranks' rows of dy.
+        return Own.apply(whole, group, schedule)  # type: ignore[no-any-return]
 
     return call, ours
 
