@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from . import dispatch, groups
 from .overlap import PRODUCERS
-from .sharded import PLAIN
+from .parameters import PLAIN
 from .shards import check_count, check_sizes, even_sizes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import arguments, groups, ops, repeated, sharded
+from . import arguments, eager, groups, ops, repeated
 from .groups import Group
 from .notation import Spec, parse
 from .sharded import Problem
@@ -74,7 +74,7 @@ def sharded_matmul(
         if tuple(tensor.shape) != partition.shape(sharding):
             expected = f"{partition.shape(sharding)} as {sharding}, of {dict(partition.lengths)} in all"
             raise ValueError(f"{name} must have this rank's shape {expected}, got {tuple(tensor.shape)}")
-    return sharded.apply(a, b, None, *problem.arguments)
+    return eager.apply(a, b, None, *problem.arguments)
 
 
 def _lengths(
@@ -127,7 +127,7 @@ def layer(
     algorithm: str = "auto",
     producer: str = "auto",
 ) -> tuple[Any, ...]:
-    """The arguments of `sharded.apply` for a spec over axis X with the dims of `layer_spec`.
+    """The arguments of `eager.apply` for a spec over axis X with the dims of `layer_spec`.
 
     splits: the ranks' lengths of the dims that are split; of the others this rank's hold.
     """
@@ -175,11 +175,11 @@ def all_gather_linear(
     process_group = groups.resolve(group)
     x, weight, bias = arguments.autocast(x, weight, bias)
     return repeated.call(
-        _all_gather_linear, x, weight, bias, process_group, gather_dim, sizes, schedule, debug, producer
+        all_gather_problem, x, weight, bias, process_group, gather_dim, sizes, schedule, debug, producer
     )
 
 
-def _all_gather_linear(
+def all_gather_problem(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -188,8 +188,9 @@ def _all_gather_linear(
     sizes: Sequence[int] | None,
     schedule: str,
     debug: bool,
-    producer: str,
+    producer: str = "auto",
 ) -> tuple[Any, ...]:
+    """`all_gather_linear`, checked and described for `repeated`."""
     arguments.check_linear(x, weight, bias, schedule, debug, producer=producer)
     dim = arguments.dim("gather_dim", gather_dim, x)
     sizes = arguments.gather_sizes(sizes, group, x.shape[dim])
@@ -224,11 +225,11 @@ def linear_reduce_scatter(
     process_group = groups.resolve(group)
     x, weight, bias = arguments.autocast(x, weight, bias)
     return repeated.call(
-        _linear_reduce_scatter, x, weight, bias, process_group, scatter_dim, sizes, schedule, debug, producer
+        reduce_scatter_problem, x, weight, bias, process_group, scatter_dim, sizes, schedule, debug, producer
     )
 
 
-def _linear_reduce_scatter(
+def reduce_scatter_problem(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -237,8 +238,9 @@ def _linear_reduce_scatter(
     sizes: Sequence[int] | None,
     schedule: str,
     debug: bool,
-    producer: str,
+    producer: str = "auto",
 ) -> tuple[Any, ...]:
+    """`linear_reduce_scatter`, checked and described for `repeated`."""
     arguments.check_linear(x, weight, bias, schedule, debug, producer=producer)
     arguments.check_features(x.shape[-1], "x has", weight)
     dim = arguments.dim("scatter_dim", scatter_dim, x)
@@ -267,12 +269,13 @@ def linear_all_reduce(
     """
     process_group = groups.resolve(group)
     x, weight, bias = arguments.autocast(x, weight, bias)
-    return repeated.call(_linear_all_reduce, x, weight, bias, process_group, schedule, algorithm, debug)
+    return repeated.call(all_reduce_problem, x, weight, bias, process_group, schedule, algorithm, debug)
 
 
-def _linear_all_reduce(
+def all_reduce_problem(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, schedule: str, algorithm: str, debug: bool
 ) -> tuple[Any, ...]:
+    """`linear_all_reduce`, checked and described for `repeated`."""
     arguments.check_linear(x, weight, bias, schedule, debug)
     arguments.check_features(x.shape[-1], "x has", weight)
     arguments.check_algorithm("matmul_all_reduce", algorithm, schedule, x)
@@ -300,10 +303,10 @@ def fsdp_linear(
     """
     process_group = groups.resolve(group)
     x, weight_shard, bias = arguments.autocast(x, weight_shard, bias)
-    return repeated.call(_fsdp_linear, x, weight_shard, bias, process_group, sizes, schedule, debug, producer)
+    return repeated.call(fsdp_problem, x, weight_shard, bias, process_group, sizes, schedule, debug, producer)
 
 
-def _fsdp_linear(
+def fsdp_problem(
     x: Tensor,
     weight_shard: Tensor,
     bias: Tensor | None,
@@ -311,8 +314,9 @@ def _fsdp_linear(
     sizes: Sequence[int] | None,
     schedule: str,
     debug: bool,
-    producer: str,
+    producer: str = "auto",
 ) -> tuple[Any, ...]:
+    """`fsdp_linear`, checked and described for `repeated`."""
     arguments.check_tensor("weight_shard", weight_shard)
     arguments.check_matrix(weight_shard, "weight_shard")
     sizes = arguments.gather_sizes(sizes, group, weight_shard.shape[0])

@@ -38,6 +38,9 @@ def _wrap(epoch: int) -> int:
 class Workspace:
     """One rank's end of a group's symmetric memory."""
 
+    # What is kept for later ops is made outside of inference mode, whatever mode the op that needs it first runs in: a
+    # tensor of that mode may be neither written nor viewed by an op that is trained with.
+    @torch.inference_mode(False)
     def __init__(self, memory: Memory, device: torch.device, *, epoch: int = 0, seconds: float | None = None) -> None:
         self.rank, self.world_size = memory.rank, memory.world_size
         self.device, self.count_bytes = device, False
@@ -74,6 +77,7 @@ class Workspace:
         self.hardware = self._shared_hardware()
         clock.drive(self.host_block[signal.CLOCK_MS.value :])
 
+    @torch.inference_mode(False)
     def _allocate(self, half_bytes: int, slots: int) -> None:
         epoch = self.epoch if self._arena is not None else self._first_epoch
         words = signal.SIGNALS.value + slots * self.world_size
@@ -165,7 +169,8 @@ class Workspace:
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)
                 self._tables.clear()
-            table = self._tables[sizes] = torch.tensor(offsets(sizes), dtype=torch.int32, device=self.device)
+            with torch.inference_mode(False):
+                table = self._tables[sizes] = torch.tensor(offsets(sizes), dtype=torch.int32, device=self.device)
         if self._capturing():
             self._captured.append(table)
         return table
@@ -177,10 +182,11 @@ class Workspace:
         if view is None:
             assert self._arena is not None
             begin = self.data_offset + (epoch & 1) * self.half_bytes + offset
-            part = self._arena.tensors[peer][begin : begin + math.prod(shape) * dtype.itemsize]
             if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
-            view = self._views[key] = part.view(dtype).view(shape)
+            with torch.inference_mode(False):
+                part = self._arena.tensors[peer][begin : begin + math.prod(shape) * dtype.itemsize]
+                view = self._views[key] = part.view(dtype).view(shape)
         return view
 
     def steps(self, op: str) -> HostSteps | DeviceSteps:

@@ -27,6 +27,8 @@ LAYERS = (
     ("agreement", "dispatch", "tuning"),
     ("execute", "pairs"),
     ("ops", "sharded"),
+    ("parameters",),
+    ("eager",),
     ("arguments", "functional", "repeated"),
     ("layers",),
     ("parallel",),
