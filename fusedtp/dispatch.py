@@ -151,6 +151,8 @@ def run(
     shape = travels(op, x, operands, options) if schedule == "auto" else None
     path = choose(op, schedule, device=x.device, dtype=x.dtype, group=group, shape=shape)
     function = getattr(schedules.load(path.schedule), op)
+    if path.schedule != "unfused" and group.size() > 1:
+        _workspaces().get(group, x.device).mean(op, path.schedule, x, operands, options)
     if path.schedule == "fused":
         if producer != "auto" and op in _GATHERING:
             options["producer"] = producer

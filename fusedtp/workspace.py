@@ -9,26 +9,29 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from . import budgets, clock, hardware, missing
-from .errors import PeerTimeout
+from . import budgets, clock, disagreement, hardware, meaning, missing
+from .errors import PeerTimeout, RanksDisagree
 from .hardware import Hardware
 from .kernels import signal
 from .kernels.launch import Channel
 from .kernels.loading import check_device
 from .memory import Arena, Memory
 from .shards import offsets
-from .steps import DeviceSteps, HostSteps, load_acquire, store_release
+from .steps import DeviceSteps, HostSteps, fingerprint_place, load_acquire, raised, store_release
 
 _MIN_SLOTS = 64
 _MIN_HALF_BYTES = 1 << 16
 # Making a view takes longer than looking one up; a layer asks for the same few again and again.
 _MAX_VIEWS = 1024
+_MAX_MEANINGS = 4096
+_NOTHING = meaning.Meaning({})
 
 
 def _wrap(epoch: int) -> int:
@@ -48,7 +51,11 @@ class Workspace:
         self.in_place = device.type == "cpu"
         self.slots = self.half_bytes = 0
         self.seconds = budgets.of(None) if seconds is None else seconds
-        self.failure: RuntimeError | None = None
+        self.failure: RuntimeError | RanksDisagree | None = None
+        # What this rank means by the op at hand; those that it has meant, by what they were made of and by fingerprint.
+        self.meaning = _NOTHING
+        self._meanings: dict[Any, meaning.Meaning] = {}
+        self._meant: dict[int, meaning.Meaning] = {}
         self._begun = False  # whether peers may have seen something of the op that is running
         self._memory = memory
         self._arena: Arena | None = None
@@ -81,9 +88,9 @@ class Workspace:
     def _allocate(self, half_bytes: int, slots: int) -> None:
         epoch = self.epoch if self._arena is not None else self._first_epoch
         words = signal.SIGNALS.value + slots * self.world_size
-        header = torch.zeros(-(-words // 64) * 64, dtype=torch.int32)
+        header = torch.zeros(-(-words // 64) * 64 + disagreement.TEXT_BYTES // 4, dtype=torch.int32)
         # Signals start at the present epoch, not at 0: near the wrap 0 could pass for a later one.
-        header[signal.SIGNALS.value :] = epoch
+        header[signal.SIGNALS.value : -disagreement.TEXT_BYTES // 4] = epoch
         header[signal.EPOCH.value] = header[signal.GROWING.value] = epoch
         header[signal.BUDGET_MS.value] = math.ceil(self.seconds * 1000)
         header[signal.HARDWARE.value] = self._gpu
@@ -157,8 +164,23 @@ class Workspace:
         """What a kernel's launcher needs."""
         self._begun = True
         return Channel(
-            self.peers, self.data, self.rank, self.world_size, self.half_bytes, self.data_offset, self.count_bytes
-        )
+            self.peers, self.data, self.rank, self.world_size, self.half_bytes, self.data_offset, self.count_bytes,
+            self.meaning.fingerprint,
+        )  # fmt: skip
+
+    def mean(
+        self, op: str, schedule: str, x: Tensor, operands: Sequence[Tensor | None], options: Mapping[str, Any]
+    ) -> None:
+        """Before an op: what it means, which its ranks compare."""
+        key = meaning.key(op, schedule, x, operands, options)
+        made = self._meanings.get(key)
+        if made is None:
+            if len(self._meanings) >= _MAX_MEANINGS:
+                self._meanings.clear()
+                self._meant.clear()
+            made = self._meanings[key] = meaning.of(op, schedule, x, operands, options)
+            self._meant[made.fingerprint] = made
+        self.meaning = made
 
     def table(self, sizes: tuple[int, ...]) -> Tensor:
         """The row offsets of `sizes` on the device (int32, world_size + 1)."""
@@ -281,7 +303,31 @@ class Workspace:
         self.words[signal.GIVEN_UP.value] = peer + 1
         self._fail(op, peer, slot, expected, seen, min(self.seconds, max(0.001, round(seconds, 3))))
 
+    def disagree(self, op: str, peer: int, epoch: int) -> None:
+        """Rank `peer` means something else by the op of this epoch: tell all that, and what this rank means; raise."""
+        self.words[signal.GIVEN_UP.value] = peer + 1
+        words = self._header(self.rank)
+        own = fingerprint_place(epoch, self.rank, self.world_size)
+        fingerprint = int(np.array(words[own : own + 2], dtype=np.int32).view(np.int64)[0])
+        disagreement.say(self._text(self.rank), self._meant.get(fingerprint, self.meaning).values)
+        entries = signal.SIGNALS.value + signal.ENTRY_SLOT.value * self.world_size
+        meant = disagreement.everyone(
+            self._text, self.rank, self.world_size, lambda src: raised(words[entries + src], epoch), self.seconds
+        )
+        text = meaning.difference(op, meant) or f"{op}: the ranks do not agree, rank {peer} means something else"
+        text += ". Call fusedtp.destroy for this group on every rank before its next op"
+        self.failure = RanksDisagree(text, op, self.rank, meant)
+        raise self.failure
+
+    def _text(self, peer: int) -> Tensor:
+        assert self._arena is not None
+        return self._arena.tensors[peer][self.data_offset - disagreement.TEXT_BYTES : self.data_offset]
+
     def _fail(self, op: str, peer: int, slot: int, expected: int, seen: int, seconds: float | None = None) -> None:
+        others = [other for other in range(self.world_size) if other != self.rank]
+        differing = disagreement.differing(self._header(self.rank), self.rank, self.world_size, expected)
+        if differing := differing or [other for other in others if disagreement.heard(self._text(other)) is not None]:
+            self.disagree(op, differing[0], expected)
         who = missing.really_missing(self.rank, self.world_size, self._header, peer)
         what = "its memory to grow" if slot == signal.GROWTH_SLOT.value else f"signal slot {slot}"
         detail = f"{what}: epoch {expected} expected, {seen} seen"

@@ -1,7 +1,7 @@
 """What torch does to a model's parameters, done to layers: each must be what it is for the same dense layer.
 
-Checkpoints between numbers of ranks, dense states in and out, clip_grad_norm_, optimizers, FSDP2 on the other mesh axis,
-copies, dtypes, layers made on meta.
+Checkpoints between numbers of ranks, dense states in and out, clip_grad_norm_, optimizers, FSDP2 on the other mesh
+axis, copies, dtypes, layers made on meta.
 """
 
 from __future__ import annotations

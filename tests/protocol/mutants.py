@@ -18,7 +18,7 @@ from fusedtp.kernels import gather_matmul, push, signal
 
 import fusedtp.workspace
 from fusedtp import steps
-from fusedtp.schedules import fused, producer, transport
+from fusedtp.schedules import fused, fused_collectives, producer, transport
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ MUTANTS = (
     Mutant(
         "two phases under the same slots", "two_shot",
         _edit(
-            fused, "_reduce_and_collect", "FIRST_SLOT.value + _tiles(region_rows, out.shape[1], config)",
+            fused_collectives, "reduce_and_collect", "FIRST_SLOT.value + num_tiles(region_rows, out.shape[1], config)",
             "FIRST_SLOT.value",
         ),
         says="is read",
