@@ -244,6 +244,29 @@ def test_torchs_socket_is_looked_at_before(tmp_path: Path, monkeypatch: pytest.M
     assert "cannot make its socket" in gpus.socket_refusal()
 
 
+def left_over(group: ProcessGroup, folder: str) -> tuple[str, str, int]:
+    """An allocation where a process with rank 1's number was killed in the rendezvous."""
+    before, os.environ["TMPDIR"] = os.environ.get("TMPDIR"), folder
+    socket = Path(folder) / f"symm_mem-{os.getpid()}"
+    gpu = FakeGpu(group.rank())
+    try:
+        if group.rank() == 1:
+            socket.touch()
+        return *allocate(group, CudaMemory(group, torch.device("cpu"), gpu, seconds=1.0)), gpu.entered
+    finally:
+        socket.unlink(missing_ok=True)
+        if before is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = before
+
+
+def test_every_rank_is_told_of_a_socket_that_is_in_the_way(pool: RankPool, tmp_path: Path) -> None:
+    for kind, said, entered in pool.run(left_over, str(tmp_path), world_size=3):
+        assert (kind, entered) == ("Unreachable", 0)
+        assert said.startswith(f"rank 1: torch's socket {tmp_path}/symm_mem-")
+
+
 def answering(p2p: dict[tuple[int, int, int], int], modes: dict[int, int], error: int = 0) -> Any:
     """A driver's library whose device n is called 10 + n."""
 
