@@ -235,8 +235,13 @@ def gather_matmul(
     # A chunk that ends inside a block of K would be multiplied with rows of B that belong to the next one.
     whole_blocks = gather_dim == 0 or all(size % config.block_k == 0 for size in sizes)
     aligned = all(size % 16 == 0 for size in sizes)
-    config = fitted_to(config if whole_blocks else replace(config, descriptors=False), a, b, result=c)
-    if gather_dim == 1 and not aligned:
+    config = fitted_to(
+        config if whole_blocks else replace(config, descriptors=False),
+        *((a, b) if own_in_place(a) else (b,)),
+        result=c,
+    )
+    # What lies in the arena.
+    if not config.descriptors and (pitch % 16 or (gather_dim == 1 and not aligned)):
         config = fitted(config, stored=True, read=False)
     num_tiles = sum(-(-rows // config.block_m) for rows in chunks) * -(-N // config.block_n)
     a_by, own_desc, arena_desc = described_gathered(a, channel, rows, cols, pitch, config)

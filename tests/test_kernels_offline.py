@@ -110,6 +110,8 @@ def test_a_limit_of_registers_is_enough(case: Case) -> None:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.bug)
 def test_a_broken_kernel_is_found(mutant: Mutant, tmp_path: Path) -> None:
+    if mutant.check is checks.against_plain and not checks.as_pinned():
+        pytest.skip("registers are compared more closely with the pinned Triton")
     package = load(mutant.edits, tmp_path)
     for case in mutant.cases:
         beside = build(plain(case)) if mutant.check is checks.against_plain else build(case)

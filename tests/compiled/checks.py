@@ -29,7 +29,8 @@ def _is_ptx(built: Built) -> bool:
 
 
 @functools.cache
-def _as_pinned() -> bool:
+def as_pinned() -> bool:
+    """Whether this is the Triton that constraints.txt pins."""
     import triton
 
     pins = (Path(__file__).parent.parent.parent / "constraints.txt").read_text()
@@ -43,7 +44,7 @@ def resources(built: Built) -> None:
     sm_90 may, but nothing in an inner loop.
     """
     assert built.shared_bytes <= TARGETS[built.case.target].shared_bytes, "more shared memory than there is"
-    if _as_pinned() and built.case.aligned != ():
+    if as_pinned() and built.case.aligned != ():
         assert (built.spill_bytes, built.stack_bytes) == (0, 0), "spills or stack"
     elif built.case.target in ("sm_80", "sm_90"):
         assert built.spill_bytes + built.stack_bytes <= STACK, f"{built.stack_bytes} bytes of stack: spills"
@@ -186,7 +187,7 @@ def against_plain(built: Built, plain: Built) -> None:
     """
     added = built.loop_as_asked() - plain.loop_as_asked()
     assert not added - (GUARD if built.flattened else Counter()), f"the inner loop has more than the plain one: {added}"
-    most = (REGISTERS if _as_pinned() else REGISTERS_ELSEWHERE) * plain.registers
+    most = (REGISTERS if as_pinned() else REGISTERS_ELSEWHERE) * plain.registers
     assert built.registers <= most, f"{built.registers} registers for {plain.registers}"
 
 
