@@ -7,8 +7,10 @@ installed and not the folders beside this file.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
+from pathlib import Path
 
 import nox
 
@@ -22,19 +24,39 @@ FOLDERS = ("fusedtp", "kernels", "bench", "tests", "noxfile.py")
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
-def install(session: nox.Session, *more: str) -> None:
+# The Triton that constraints.txt pins, and the oldest that is supported.
+PINNED, OLDEST = re.findall(r"(?m)^triton==(.*)$", Path("constraints.txt").read_text())[0], "3.6.0"
+
+
+def constraints(session: nox.Session, triton: str = PINNED) -> str:
+    """The name of a file with the versions of constraints.txt, but this Triton."""
+    text = Path("constraints.txt").read_text().replace(f"\ntriton=={PINNED}\n", f"\ntriton=={triton}\n")
+    path = Path(session.create_tmp()) / "constraints.txt"
+    path.write_text(text)
+    return str(path)
+
+
+def install(session: nox.Session, *more: str, triton: str = PINNED) -> None:
     # pytest and torch's compiler keep what they write there: in .nox, not in the machine's folder.
     session.create_tmp()
     # A wheel is built from build/, where a module that is gone from the sources would live on.
     shutil.rmtree("build", ignore_errors=True)
-    session.install("-c", "constraints.txt", "torch", *more)
-    session.install("-c", "constraints.txt", ".[test]")
+    pins = constraints(session, triton)
+    session.install("-c", pins, "torch", *more)
+    session.install("-c", pins, ".[test]")
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
     """Everything that runs without a GPU: real ranks, real shared memory, kernels in Triton's interpreter."""
     install(session)
+    session.run("pytest", "-m", "not gpu and not offline and not bench", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def tests_oldest(session: nox.Session) -> None:
+    """The same with the oldest Triton that is supported."""
+    install(session, triton=OLDEST)
     session.run("pytest", "-m", "not gpu and not offline and not bench", *session.posargs, env=ONE_THREAD)
 
 
@@ -72,9 +94,10 @@ def sweep(session: nox.Session) -> None:
 
 
 @nox.session
-def kernels(session: nox.Session) -> None:
+@nox.parametrize("triton", [PINNED, OLDEST])
+def kernels(session: nox.Session, triton: str) -> None:
     """Compile every kernel for GPUs that need not be there, and assert what the compiler made of it."""
-    install(session)
+    install(session, triton=triton)
     # The interpreter replaces the compiler for the whole process.
     session.run("pytest", "-m", "offline", *session.posargs, env={**ONE_THREAD, "TRITON_INTERPRET": "0"})
 

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .descriptors import described_left, described_right
+from .descriptors import described_left, described_right, fitted_to
 from .launch import Config, flattened, options
 from .loading import launch
 from .signal import cdiv
@@ -334,6 +334,7 @@ def matmul(
 ) -> None:
     """c [M, N] = a [M, K] @ b [K, N] + bias [N], or [M] if `transposed`; any strides, no communication."""
     (M, K), N = a.shape, b.shape[1]
+    config = fitted_to(config, a, b, result=c)
     a_by, a_desc = described_left(a, config)
     b_by, b_desc = described_right(b, config)
     launch(_matmul_kernel, (config.programs,))(

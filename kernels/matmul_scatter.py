@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .descriptors import described_left, described_right
+from .descriptors import described_left, described_right, fitted_to
 from .launch import Channel, Config, options
 from .loading import launch
 from .matmul import RightOperand, a_local, b_source, locate_in_chunks, locate_whole, matmul_tiles, round_to
@@ -135,6 +135,8 @@ def matmul_scatter(
     `region_rows`.
     """
     (M, K), N = a.shape, b.shape[1]
+    # The owners count tiles, so their rows and columns are not this rank's to choose.
+    config = fitted_to(config, a, b)
     chunks = (M,) if to_all else sizes
     num_tiles = sum(-(-rows // config.block_m) for rows in chunks) * -(-N // config.block_n)
     a_by, a_desc = described_left(a, config)

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Channel, Config, moving_options
+from .launch import Channel, Config, moving_options, strip_of
 from .loading import launch
 from .matmul import or_nan
 from .signal import FIRST_SLOT, OPS, Link, begin, cdiv, count_sent, enter, half, leave, raise_signal, wait
@@ -171,14 +171,14 @@ def push(
 @triton.jit
 def _collect_programs(
     link, out, table, first_slot, region_row, pitch,
-    PER_TILE: tl.constexpr, PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PER_TILE: tl.constexpr, PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     num_programs = tl.num_programs(0)
     dtype: tl.constexpr = out.ptr.dtype.element_ty
     base = half(link, link.rank, dtype)
     num_tiles_n = cdiv(out.cols, BLOCK_N)
-    offs_m = tl.arange(0, BLOCK_M)
+    offs_m = tl.arange(0, STRIP)
     offs_n = tl.arange(0, BLOCK_N)
     one = tl.full((), 1, tl.int32)
     for i in range(1, link.WORLD_SIZE):
@@ -194,12 +194,14 @@ def _collect_programs(
                 end_row = min(row - first + BLOCK_M, rows)
                 ok = wait_for_rows(link, src, row - first, end_row, first_slot, one, 1, PIECE)
             col = index % num_tiles_n * BLOCK_N
-            mask = (offs_m < first + rows - row)[:, None] & (offs_n < out.cols - col)[None, :]
-            at_m = (row + offs_m).to(tl.int64)[:, None]
             at_n = (col + offs_n).to(tl.int64)[None, :]
-            block = tl.load(base + (region_row + at_m) * pitch + at_n, mask=mask, other=0.0)
-            block = or_nan(block, ok)
-            tl.store(out.ptr + at_m * out.stride_m + at_n * out.stride_n, block, mask=mask)
+            # A strip of the tile at a time: where nothing is aligned every element has an address of its own.
+            for strip in range(0, BLOCK_M, STRIP):
+                mask = (offs_m < first + rows - row - strip)[:, None] & (offs_n < out.cols - col)[None, :]
+                at_m = (row + strip + offs_m).to(tl.int64)[:, None]
+                block = tl.load(base + (region_row + at_m) * pitch + at_n, mask=mask, other=0.0)
+                block = or_nan(block, ok)
+                tl.store(out.ptr + at_m * out.stride_m + at_n * out.stride_n, block, mask=mask)
     leave(link, num_programs)
 
 
@@ -208,7 +210,7 @@ def _collect_kernel(
     out_ptr, table, peers, rank, fingerprint: tl.int64, first_slot, region_row, cols, stride_om, stride_on, pitch,
     half_bytes, data_offset,
     WORLD_SIZE: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, PER_TILE: tl.constexpr, PIECE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
     """An op's last kernel: copies the peers' chunks out of the own arena, and leaves the epoch.
 
@@ -218,7 +220,7 @@ def _collect_kernel(
     _collect_programs(
         Link(peers, rank, begin(peers, rank), fingerprint, half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
         Rows(out_ptr, stride_om, stride_on, cols),
-        table, first_slot, region_row, pitch, PER_TILE, PIECE, BLOCK_M, BLOCK_N,
+        table, first_slot, region_row, pitch, PER_TILE, PIECE, BLOCK_M, BLOCK_N, STRIP,
     )  # fmt: skip
 
 
@@ -243,5 +245,5 @@ def collect(
         out, table, channel.peers, channel.rank, channel.fingerprint, first_slot, region_row, out.shape[1],
         out.stride(0), out.stride(1), pitch,
         channel.half_bytes, channel.data_offset, channel.world_size, OPS.index(op), channel.count_bytes, per_tile,
-        piece_rows, config.block_m, config.block_n, **moving_options(config),
+        piece_rows, config.block_m, config.block_n, strip_of(config), **moving_options(config),
     )  # fmt: skip

@@ -21,9 +21,9 @@ The entry is not taken back then: every rank is to find out.
 Bounded waits. The host block holds a clock in milliseconds that the host advances (a program cannot read the time
 portably). A wait whose budget is spent reports itself there and falls through; the host raises PeerTimeout from the
 report. What a wait decides by, clock, budget and epoch too, one thread reads and tells the others (`read`). Before it
-falls through it takes this rank's `enter` back from every peer, and none follows: what a rank does
-after it has given up, with NaN for what is missing or two epochs on in a half that a late peer still reads, is before
-the end of no peer's op, and no peer returns it.
+falls through it takes this rank's `enter` back from every peer, and none follows: what a rank does after it has given
+up, with NaN for what is missing or two epochs on in a half that a late peer still reads, is before the end of no peer's
+op, and no peer returns it.
 """
 
 from __future__ import annotations

@@ -40,7 +40,8 @@ PLANTED = [
     ),
     (
         "_collect_kernel stores 4 bytes", "all_gather",
-        Edit(push, "_collect_programs", "(offs_m < first + rows - row)", "(offs_m <= first + rows - row)"),
+        Edit(push, "_collect_programs", "(offs_m < first + rows - row - strip)",
+            "(offs_m <= first + rows - row - strip)"),
     ),
     (
         # An operand that is not there to be written.

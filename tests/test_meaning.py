@@ -13,6 +13,7 @@ from fusedtp.bench.ranks import RankPool
 from torch.distributed import ProcessGroup
 
 import fusedtp
+
 from .test_agreement import CALLS, Here
 
 SECONDS = 20.0

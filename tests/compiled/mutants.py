@@ -13,7 +13,8 @@ from pathlib import Path
 import fusedtp.kernels
 
 from . import checks
-from .build import Built, Case
+from .build import Built
+from .cases import Case
 
 _numbers = itertools.count()
 
@@ -65,7 +66,9 @@ _ENTERS = (_by("scatter", "sm_90"), Case("push", "sm_80"), Case("push", "gfx942"
 _SPLIT = tuple(_by("gather rows, split", target) for target in ("sm_80", "sm_90", "gfx942"))
 _SCATTER = tuple(_by("scatter", target) for target in ("sm_90", "gfx942"))
 _TURNED = tuple(_by("gather rows transposed", target) for target in ("sm_80", "sm_90"))
-_SUM = "            acc += tl.load(part, mask=mask, other=0.0).to(tl.float32)\n"
+_PARTS = (
+    "        ok = _wait_for_parts(link, (index if PER_TILE else index // num_tiles_n) + FIRST_SLOT, OWN_IN_PLACE)\n"
+)
 _DOT = "        acc = dot(a_block, b_block, acc, UPCAST)\n"
 _STORE = "    store_rows(ctx, _row"
 _WAIT = "        packed = wait_for_rows(ctx.link, src, tile.row, end_row, FIRST_SLOT, packed, ctx.BLOCK_M, ctx.PIECE)\n"
@@ -113,8 +116,8 @@ MUTANTS = (
     Mutant(
         "the wait after the load", checks.acquires, (Case("reduce", "sm_90"), Case("reduce", "gfx942")),
         (
-            ("reduce", _SUM, ""),
-            ("reduce", "            if OWN_IN_PLACE:\n", f"{_SUM}            if OWN_IN_PLACE:\n"),
+            ("reduce", _PARTS, ""),
+            ("reduce", "            result = round_to", f"    {_PARTS}            result = round_to"),
         ),
     ),
     Mutant(
