@@ -27,6 +27,7 @@ from torch.distributed import ProcessGroup
 
 from . import schedules, tuning, turns
 from .hardware import Hardware, of_gpu
+from .meaning import Meaning
 from .memory import Unreachable
 
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -142,17 +143,18 @@ def run(
     x: Tensor,
     *operands: Tensor | None,
     producer: str = "auto",
+    meanings: dict[Any, Meaning] | None = None,
     **options: Any,
 ) -> Any:
     """The op on x and `operands` by the schedule that is chosen for it, which is recorded.
 
-    producer: how `fused` sends what the op gathers, where it does.
+    producer: how `fused` sends what the op gathers, where it does. meanings: see `Workspace.mean`.
     """
     shape = travels(op, x, operands, options) if schedule == "auto" else None
     path = choose(op, schedule, device=x.device, dtype=x.dtype, group=group, shape=shape)
     function = getattr(schedules.load(path.schedule), op)
     if path.schedule != "unfused" and group.size() > 1:
-        _workspaces().get(group, x.device).mean(op, path.schedule, x, operands, options)
+        _workspaces().get(group, x.device).mean(op, path.schedule, x, operands, options, meanings)
     if path.schedule == "fused":
         if producer != "auto" and op in _GATHERING:
             options["producer"] = producer

@@ -54,9 +54,9 @@ def of(op: str, schedule: str, x: Tensor, operands: Sequence[Tensor | None], opt
 
 
 def key(op: str, schedule: str, x: Tensor, operands: Sequence[Tensor | None], options: Mapping[str, Any]) -> Any:
-    """What `of` looks at: calls with the same key have the same meaning."""
-    shapes = (None if each is None else each.shape for each in operands)
-    return (op, schedule, _graph_task() == -1, x.dtype, x.device.type, x.shape, *shapes, *options.values())
+    """What `of` looks at: calls on one device with the same key have the same meaning."""
+    shapes = [None if each is None else each.shape for each in operands]
+    return (op, schedule, _graph_task() == -1, x.dtype, x.shape, *shapes, *options.values())
 
 
 def difference(op: str, everyone: Sequence[Mapping[str, str] | None], call: str = "") -> str:

@@ -56,6 +56,16 @@ def _fingerprint(address: int) -> ctypes.c_int64:
     return ctypes.c_int64.from_address(address)
 
 
+def load_fingerprint(address: int) -> int:
+    """The int64 at `address`, of a rank whose entry has been seen."""
+    return _fingerprint(address).value
+
+
+def store_fingerprint(address: int, value: int) -> None:
+    """Write the int64 at `address`, before an entry is raised."""
+    _fingerprint(address).value = value
+
+
 def fingerprint_place(epoch: int, source: int, world_size: int) -> int:
     """The word of a header at which the fingerprint of rank `source` for an epoch begins."""
     return _SIGNALS + (_FINGERPRINTS + 2 * (epoch & 1)) * world_size + 2 * source
@@ -155,17 +165,17 @@ class HostSteps:
         """Tell every peer that this rank has begun the epoch, and by a fingerprint what it means by it."""
         ws = self._ws
         place, fingerprint = 4 * fingerprint_place(self.epoch, ws.rank, ws.world_size), ws.meaning.fingerprint
-        _fingerprint(ws.addresses[ws.rank] + place).value = fingerprint
+        store_fingerprint(ws.addresses[ws.rank] + place, fingerprint)
         for i in range(1, ws.world_size):
             dst = (ws.rank + i) % ws.world_size
-            _fingerprint(ws.addresses[dst] + place).value = fingerprint
+            store_fingerprint(ws.addresses[dst] + place, fingerprint)
             self.signal(dst, signal.ENTRY_SLOT.value)
 
     def _disagrees(self, src: int) -> bool:
         # Whether that rank, whose entry is there, means something else.
         ws = self._ws
         place = ws.addresses[ws.rank] + 4 * fingerprint_place(self.epoch, src, ws.world_size)
-        return _fingerprint(place).value != ws.meaning.fingerprint
+        return load_fingerprint(place) != ws.meaning.fingerprint
 
     def _has_entered(self, src: int) -> bool:
         ws = self._ws

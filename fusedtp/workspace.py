@@ -169,18 +169,28 @@ class Workspace:
         )  # fmt: skip
 
     def mean(
-        self, op: str, schedule: str, x: Tensor, operands: Sequence[Tensor | None], options: Mapping[str, Any]
+        self,
+        op: str,
+        schedule: str,
+        x: Tensor,
+        operands: Sequence[Tensor | None],
+        options: Mapping[str, Any],
+        known: dict[Any, meaning.Meaning] | None,
     ) -> None:
-        """Before an op: what it means, which its ranks compare."""
-        key = meaning.key(op, schedule, x, operands, options)
-        made = self._meanings.get(key)
+        """Before an op: what it means, which its ranks compare. known: those of calls that differ in no length."""
+        if known is None:
+            known, key = self._meanings, meaning.key(op, schedule, x, operands, options)
+        else:
+            key = schedule, meaning.in_backward(), x.dtype
+        made = known.get(key)
         if made is None:
-            if len(self._meanings) >= _MAX_MEANINGS:
-                self._meanings.clear()
+            if len(known) >= _MAX_MEANINGS:
+                known.clear()
+            made = known[key] = meaning.of(op, schedule, x, operands, options)
+        if self.meaning is not made:
+            if len(self._meant) >= _MAX_MEANINGS:
                 self._meant.clear()
-            made = self._meanings[key] = meaning.of(op, schedule, x, operands, options)
-            self._meant[made.fingerprint] = made
-        self.meaning = made
+            self.meaning = self._meant[made.fingerprint] = made
 
     def table(self, sizes: tuple[int, ...]) -> Tensor:
         """The row offsets of `sizes` on the device (int32, world_size + 1)."""

@@ -160,8 +160,9 @@ def fingerprint_words(link, dst, src):
 @triton.jit
 def _store_fingerprint(link, dst):
     words = fingerprint_words(link, dst, link.rank)
-    tl.store(words, _low(link))
-    tl.store(words + 1, _high(link))
+    # Atomics, as two kernels of one op may enter side by side.
+    tl.atomic_xchg(words, _low(link), sem="relaxed", scope="sys")
+    tl.atomic_xchg(words + 1, _high(link), sem="relaxed", scope="sys")
 
 
 @triton.jit

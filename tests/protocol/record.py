@@ -31,7 +31,7 @@ import fusedtp
 import fusedtp.workspace
 import fusedtp.workspaces
 from fusedtp import steps
-from fusedtp.schedules import decomposed, fused, producer, transport
+from fusedtp.schedules import decomposed, fused, fused_collectives, producer, transport
 from fusedtp.workspace import Workspace
 
 # Cells are the elements of an arena's data; recordings use float32 only.
@@ -130,6 +130,7 @@ class Recorder:
         self._pending: list[tuple[int, ...]] = [(), ()]
         self.epoch = self.ws.epoch + 1
         self._program: list[Event] | None = None
+        self._fingerprints: set[tuple[int, int]] = set()
         self._open = True
         with _TorchAccesses(self):
             op()
@@ -204,11 +205,31 @@ class Recorder:
     def header_stored(self, owner: int, word: int, emit: Callable[[Event], None], release: bool = False) -> None:
         """A header word has been written: a signal, or the own epoch."""
         view = self.ws._arena.tensors[owner][4 * word : 4 * word + 4].view(torch.int32)  # type: ignore[union-attr]
-        if word >= signal.SIGNALS.value:
+        if self.is_fingerprint(word):
+            self.fingerprint_stored(owner, word, emit)
+        elif word >= signal.SIGNALS.value:
             slot, source = divmod(word - signal.SIGNALS.value, self.ws.world_size)
             emit(Raise(owner, slot, source, int(view), release))
         elif word == signal.EPOCH.value:
             emit(Advance(int(view)))
+
+    def is_fingerprint(self, word: int) -> bool:
+        """Whether a header's word is half of a fingerprint: memory that an entry's signal orders, as it does data."""
+        slot = (word - signal.SIGNALS.value) // self.ws.world_size
+        return signal.FINGERPRINT_SLOT.value <= slot < signal.FIRST_SLOT.value
+
+    def fingerprint_stored(self, owner: int, word: int, emit: Callable[[Event], None]) -> None:
+        """Half of a fingerprint has been stored; a second kernel of an op that enters stores the same once more."""
+        if (owner, word) not in self._fingerprints:
+            self._fingerprints.add((owner, word))
+            emit(Access(True, owner, frozenset([-1 - word])))
+
+    def own_fingerprint(self, word: int) -> int:
+        """What a peer that agrees has written to that word: the same as this rank to its own place."""
+        first = signal.SIGNALS.value + signal.FINGERPRINT_SLOT.value * self.ws.world_size
+        parity, half = (word - first) // (2 * self.ws.world_size), (word - first) % 2
+        own = first + 2 * (parity * self.ws.world_size + self.rank) + half
+        return int(self.ws.words[own])
 
     # Polls.
 
@@ -275,6 +296,12 @@ class Recorder:
             acquires = sem in (ir.MEM_SEMANTIC.ACQUIRE, ir.MEM_SEMANTIC.ACQUIRE_RELEASE)
             releases = sem in (ir.MEM_SEMANTIC.RELEASE, ir.MEM_SEMANTIC.ACQUIRE_RELEASE)
             system = scope == ir.MEM_SYNC_SCOPE.SYSTEM
+            if recorder.is_fingerprint(word) and op == ir.ATOMIC_OP.XCHG:
+                recorder.fingerprint_stored(owner, word, recorder.add)
+                return atomic_rmw(self, op, ptr, val, mask, sem, scope)
+            if recorder.is_fingerprint(word):
+                recorder.add(Access(False, owner, frozenset([-1 - word])))
+                return TensorHandle(np.full_like(val.data, recorder.own_fingerprint(word)), val.dtype)
             if word >= signal.SIGNALS.value and op == ir.ATOMIC_OP.ADD and owner == recorder.rank:
                 shown = recorder.shown(word)
                 recorder._acquires = acquires and system
@@ -337,12 +364,27 @@ class Recorder:
             if place is not None:
                 self.header_stored(place[0], place[1] // 4, self.host_event, release=True)
 
+        def load_fingerprint(address: int) -> int:
+            owner, offset = self.locate(address) or (self.rank, 0)
+            if self._open:
+                self.host_event(Access(False, owner, frozenset([-1 - offset // 4, -2 - offset // 4])))
+            return self.ws.meaning.fingerprint
+
+        def store_fingerprint(address: int, value: int) -> None:
+            owner, offset = self.locate(address) or (self.rank, 0)
+            steps._fingerprint(address).value = value
+            if self._open:
+                for word in (offset // 4, offset // 4 + 1):
+                    self.fingerprint_stored(owner, word, self.host_event)
+
+        self._replace(steps, "load_fingerprint", load_fingerprint)
+        self._replace(steps, "store_fingerprint", store_fingerprint)
         self._replace(steps, "load_acquire", load)
         self._replace(fusedtp.workspace, "load_acquire", load)
         self._replace(steps, "store_release", store)
         self._replace(steps.HostSteps, "wait", self.whole_wait(host_wait, self.host_event))
         if self._side_stream:
-            for module in (fused, decomposed, producer, transport):
+            for module in (fused, fused_collectives, decomposed, producer, transport):
                 for name, value in (("travelling", self.side), ("settle", self.settle)):
                     if hasattr(module, name):
                         self._replace(module, name, value)
