@@ -170,12 +170,15 @@ def read(path: Path) -> Timeline:
         schedules: dict[int, str] = {}
         marks = []
         for event in content.entries("traceEvents"):
+            pid, rank = event.integer("pid", 0, MAX_RANKS), event.integer("tid", 0, world_size - 1)
             if event.text("name") == "process_name":
                 name = event.entry("args").text("name", among=SCHEDULES)
-                if schedules.setdefault(event.integer("pid", 0, MAX_RANKS), name) != name:
-                    raise ValueError(f"{event.where('pid')} is already that of {schedules[event.values['pid']]}")
+                if schedules.setdefault(pid, name) != name:
+                    raise ValueError(f"{event.where('pid')} is already that of {schedules[pid]}")
             if event.text("ph", among=("M", "X")) == "X":
-                marks.append(_mark(event, schedules, world_size))
+                if pid not in schedules:
+                    raise ValueError(f"{event.where('pid')} {pid} has no process_name before it")
+                marks.append(_mark(event, schedules[pid], rank, world_size))
         if not any(mark.kind == "call" for mark in marks):
             raise ValueError("traceEvents has no call")
     except ValueError as error:
@@ -183,12 +186,9 @@ def read(path: Path) -> Timeline:
     return Timeline(about.values, tuple(marks))
 
 
-def _mark(event: Entry, schedules: dict[int, str], world_size: int) -> Mark:
-    pid = event.integer("pid", 0, MAX_RANKS)
-    if pid not in schedules:
-        raise ValueError(f"{event.where('pid')} {pid} has no process_name before it")
+def _mark(event: Entry, schedule: str, rank: int, world_size: int) -> Mark:
     return Mark(
-        schedules[pid], event.integer("tid", 0, world_size - 1), event.text("cat", among=("call", *trace.KINDS)),
+        schedule, rank, event.text("cat", among=("call", *trace.KINDS)),
         event.entry("args").integer("peer", -1, world_size - 1), event.number("ts", 0, _MOST_US),
         event.number("dur", 0, _MOST_US),
     )  # fmt: skip

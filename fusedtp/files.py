@@ -33,7 +33,11 @@ def read_text(path: Path, *, max_bytes: int) -> str:
             raise ValueError(f"{path} is larger than the {max_bytes} bytes that are read of such a file")
     finally:
         os.close(descriptor)
-    return content.decode()
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        line = 1 + content.count(b"\n", 0, error.start)
+        raise ValueError(f"line {line} is not UTF-8: {error}") from error
 
 
 def replace(path: Path, content: bytes) -> None:

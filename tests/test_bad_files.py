@@ -24,6 +24,7 @@ from fusedtp import NotationError, tuning
 
 from . import test_bad_input, test_bad_modules
 
+ROOT = Path(__file__).parent.parent
 SIZES, MESH = {"M": 8, "K": 6, "N": 5}, {"X": 2}
 SPEC = "[M_X, K] @ [K, N] -> [M, N]"
 
@@ -282,6 +283,81 @@ def test_bad_timeline(content: str, tmp_path: Path) -> None:
     path.write_text(content)
     with pytest.raises(ValueError, match="is not a timeline of ours"):
         timeline.read(path)
+
+
+# What a timeline or a baseline of ours is changed by, and what is said of it.
+TIMELINES: list[tuple[str, str, str]] = [
+    ('"cat": "travel"', '"cat": "nonsense"', "].cat must be one of call, travel, multiply, wait, add, collective, got"),
+    ('"cat": "travel",', "", "].cat is missing"),
+    ('"name": "decomposed"', '"name": "faster"', "traceEvents[0].args.name must be one of decomposed, unfused"),
+    ('"tid": 1', '"tid": 2', "].tid must be an integer from 0 to 1, got 2"),
+    ('"tid": 1', f'"tid": {"7" * 400}', "].tid must be an integer from 0 to 1, got inf"),
+    ('"dur": ', '"dur": -', "].dur must be a number from 0 to"),
+    ('"M": ', '"M": "x", "M": ', "'M' is there twice"),
+    ('"displayTimeUnit": "ms",', "", "displayTimeUnit is missing"),
+    ('"ts": ', '"ts" ', "Expecting ':' delimiter: line "),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "text"), TIMELINES)
+def test_timelines_that_mean_nothing(old: str, new: str, text: str, tmp_path: Path) -> None:
+    path, (stored,) = tmp_path / "timeline.json", (ROOT / "results").glob("*/timeline.json")
+    content = stored.read_text()
+    assert old in content
+    path.write_text(content.replace(old, new, 1))
+    with pytest.raises(ValueError, match=re.escape(f"{path} is not a timeline of ours: ")) as caught:
+        timeline.read(path)
+    assert text in str(caught.value)
+    assert timeline.read(stored).marks
+
+
+def test_cells_are_no_markup_no_mathematics_and_no_document(tmp_path: Path, make_row: Callable[..., store.Row]) -> None:
+    odd = {"model": "[/] :boom: $\\frac", "layer": "[bold", "driver": "[red]", "cpu": "<!-- measured:end -->\n[x"}
+    path, readme = tmp_path / "sweep.csv", tmp_path / "README.md"
+    readme.write_bytes(b"before\r\n<!-- measured:begin -->\r\nold\r\n<!-- measured:end -->\r\nbehind")
+    readme.chmod(0o604)
+    (tmp_path / "link.md").symlink_to(readme)
+    whole = {"speedup_vs_unfused": 1.0, "matmul_fraction": 0.5, "median_ms": 2.0}
+    store.write(path, [make_row(variant=name, **odd, **whole) for name in ("unfused", "decomposed", "matmul")])
+    other = tmp_path / "other.csv"
+    store.write(other, [make_row(variant=name, **odd | {"driver": ""}, **whole) for name in ("unfused", "decomposed")])
+    for command, said in (
+        (["report", path, "--readme", tmp_path / "link.md"], "[/] :boom: $\\frac [bold"),
+        (["compare", path, other, "--all"], "[/] :boom: $\\frac [bold at 0 tokens"),
+        (["compare", path, other, "--all"], "differs: driver: [red] in A,  in B"),
+    ):
+        result = CliRunner().invoke(cli.app, list(map(str, command)))
+        assert result.exit_code == 0, result.output
+        assert said in result.output
+    text = readme.read_bytes()
+    assert (tmp_path / "link.md").is_symlink()
+    assert readme.stat().st_mode & 0o777 == 0o604
+    assert text.startswith(b"before\r\n<!-- measured:begin -->\r\n| op ")
+    assert text.endswith(b"\r\n<!-- measured:end -->\r\nbehind")
+    assert text.count(b"\n") == text.count(b"\r\n")
+    assert b"&lt;!-- measured:end --&gt; [x" in text
+
+
+# A document, and what is said of it.
+DOCUMENTS: list[tuple[bytes, str]] = [
+    (b"no marks\n", "there must be one line with <!-- table:begin -->, got 0"),
+    (b"<!-- table:begin -->\n<!-- table:begin -->\n<!-- table:end -->\n", "got 2 in lines 1, 2"),
+    (b"<!-- table:end -->\n<!-- table:begin -->\n", "line 2 with <!-- table:begin --> must come before line 1"),
+    (b"x <!-- table:begin -->\n<!-- table:end -->\n", "line 1 must be <!-- table:begin --> and no more"),
+    (b"\xff\n<!-- table:begin -->\n", "line 1 is not UTF-8"),
+]
+
+
+@pytest.mark.parametrize(("content", "text"), DOCUMENTS)
+def test_documents_whose_part_is_not_clear_stay(content: bytes, text: str, tmp_path: Path) -> None:
+    path = tmp_path / "sharding.md"
+    path.write_bytes(content)
+    result = CliRunner().invoke(cli.app, ["explain", "--write", str(path)])
+    assert result.exit_code == 2, result.output
+    for part in (f"{path} stays as it is: ", text):
+        assert "".join(part.split()) in "".join(result.output.replace("\u2502", "").split())
+    assert path.read_bytes() == content
+    assert os.listdir(tmp_path) == ["sharding.md"]
 
 
 def test_the_tables_stay_long() -> None:

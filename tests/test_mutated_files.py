@@ -84,7 +84,7 @@ def refused(error: str, path: Path, *place: str) -> None:
 
 
 # What no JSON file of ours is as a whole, and of whose bytes it is not known which was wrong.
-WHOLE = ("the whole must be", "codec can't decode", "brackets in brackets", "is there twice", "not a regular file")
+WHOLE = ("the whole must be", "brackets in brackets", "is there twice", "not a regular file")
 KEY = (r"[\w\])'}] (is missing|is not known|must be|is empty|has no|is already)", *WHOLE)
 
 
@@ -172,7 +172,9 @@ TEXTS = {field.name for field in fields(Row) if str(field.type) == "str"} - {"op
 
 
 @pytest.mark.parametrize("how", [of_bytes, of_cell])
-def test_rows(how: Callable[..., Any], make_row: MakeRow, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+def test_rows_at_random(
+    how: Callable[..., Any], make_row: MakeRow, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
     right, path, document = rows(make_row), tmp_path / "sweep.csv", tmp_path / "README.md"
     store.write(path, right)
     content = path.read_bytes()
@@ -182,7 +184,7 @@ def test_rows(how: Callable[..., Any], make_row: MakeRow, tmp_path: Path, recwar
         try:
             found = store.read(path)
         except ValueError as error:
-            refused(str(error), path, "columns? missing", "not known", "another order", "codec can't", "csv", "newline")
+            refused(str(error), path, "columns? missing", "not known", "another order", "csv", "newline")
         else:
             assert column in TEXTS or column == "", f"{number}: {column} of {made!r}"
             used(found, right)
@@ -235,9 +237,7 @@ def test_timelines(how: Callable[..., Any], make_row: MakeRow, tmp_path: Path) -
             refused(str(error), path, *KEY)
         else:
             # The machine, and what Perfetto shows of an event, are not read.
-            free = place[:1] == ("otherData",) or {"name", "sort_index", "displayTimeUnit", "pid", "tid", "args"} & {
-                *place
-            }
+            free = place[:1] == ("otherData",) or {"name", "sort_index", "displayTimeUnit", "args"} & {*place}
             assert not place or free, f"{number}: {place} of {made!r}"
             assert found.title()
             assert all(mark.kind in (*trace.KINDS, "call") and 0 <= mark.rank < 2 for mark in found.marks)
@@ -285,7 +285,7 @@ def test_documents(tmp_path: Path) -> None:
         try:
             generated.rewrite(path, "measured", "new\nlines")
         except ValueError as error:
-            refused(str(error), path, r"must be one line with <!-- measured:(begin|end) -->, got", "codec can't decode")
+            refused(str(error), path, r"must be one line with <!-- measured:(begin|end) -->, got")
             assert path.read_bytes() == made
         else:
             # What was before the mark and behind the other is there byte for byte, and what was between is not.
