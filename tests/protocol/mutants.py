@@ -140,6 +140,18 @@ MUTANTS = (
         says="deadlock", races=False,
     ),
     Mutant(
+        "fingerprint behind the entry", "all_gather",
+        _edit(
+            signal, "enter", "_store_fingerprint(link, dst)\n                raise_signal(link, dst, ENTRY_SLOT)",
+            "raise_signal(link, dst, ENTRY_SLOT)\n                _store_fingerprint(link, dst)",
+        ),
+        sizes=(3, 0), says="is read",
+    ),
+    Mutant(
+        "one place for all fingerprints", "gather rows",
+        _edit(signal, "fingerprint_words", "2 * (link.epoch & 1)", "0"), says="overwritten",
+    ),
+    Mutant(
         "all pieces under one slot", "gather rows",
         _edit(push, "push_rows", "piece + first_slot", "first_slot"), says="is read", races=False,
     ),

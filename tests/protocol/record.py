@@ -21,18 +21,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from fusedtp.kernels import signal
-from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton._C.libtriton import ir
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
-import fusedtp
 import fusedtp.workspace
-import fusedtp.workspaces
 from fusedtp import steps
 from fusedtp.schedules import decomposed, fused, fused_collectives, producer, transport
 from fusedtp.workspace import Workspace
+
+from .accesses import TorchAccesses
 
 # Cells are the elements of an arena's data; recordings use float32 only.
 CELL_BYTES = 4
@@ -132,7 +129,7 @@ class Recorder:
         self._program: list[Event] | None = None
         self._fingerprints: set[tuple[int, int]] = set()
         self._open = True
-        with _TorchAccesses(self):
+        with TorchAccesses(self.touched, self.host_event):
             op()
         self._open = False
         return self.kernels
@@ -224,12 +221,11 @@ class Recorder:
             self._fingerprints.add((owner, word))
             emit(Access(True, owner, frozenset([-1 - word])))
 
-    def own_fingerprint(self, word: int) -> int:
-        """What a peer that agrees has written to that word: the same as this rank to its own place."""
-        first = signal.SIGNALS.value + signal.FINGERPRINT_SLOT.value * self.ws.world_size
-        parity, half = (word - first) // (2 * self.ws.world_size), (word - first) % 2
-        own = first + 2 * (parity * self.ws.world_size + self.rank) + half
-        return int(self.ws.words[own])
+    def agreed(self, word: int) -> int:
+        """What a peer that agrees has written to that half: this rank's own."""
+        low = (word - signal.SIGNALS.value - signal.FINGERPRINT_SLOT.value * self.ws.world_size) % 2 == 0
+        fingerprint = self.ws.meaning.fingerprint
+        return steps.wrapping_difference(fingerprint if low else fingerprint >> 32, 0)
 
     # Polls.
 
@@ -301,7 +297,7 @@ class Recorder:
                 return atomic_rmw(self, op, ptr, val, mask, sem, scope)
             if recorder.is_fingerprint(word):
                 recorder.add(Access(False, owner, frozenset([-1 - word])))
-                return TensorHandle(np.full_like(val.data, recorder.own_fingerprint(word)), val.dtype)
+                return TensorHandle(np.full_like(val.data, recorder.agreed(word)), val.dtype)
             if word >= signal.SIGNALS.value and op == ir.ATOMIC_OP.ADD and owner == recorder.rank:
                 shown = recorder.shown(word)
                 recorder._acquires = acquires and system
@@ -388,55 +384,3 @@ class Recorder:
                 for name, value in (("travelling", self.side), ("settle", self.settle)):
                     if hasattr(module, name):
                         self._replace(module, name, value)
-
-
-class _TorchAccesses(TorchDispatchMode):
-    """Torch ops that read or write arenas, as loads and stores of the host."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if func.is_view:
-            return result
-        values = {**dict(zip((each.name for each in func._schema.arguments), args, strict=False)), **kwargs}
-        for argument in func._schema.arguments:
-            value = values.get(argument.name)
-            write = argument.alias_info is not None and argument.alias_info.is_write
-            for each in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(each, Tensor) and each.numel():
-                    self._recorder.touched(_addresses(each), write, self._recorder.host_event)
-        return result
-
-
-def _addresses(x: Tensor) -> np.ndarray[Any, Any]:
-    offsets = np.zeros((), dtype=np.int64)
-    for size, stride in zip(x.shape, x.stride(), strict=True):
-        offsets = np.add.outer(offsets, np.arange(size) * stride)
-    return x.data_ptr() + x.element_size() * offsets.reshape(-1)
-
-
-def live(group: ProcessGroup, name: str, calls: int) -> list[list[Kernel]]:
-    """What this rank does in `calls` calls of the op `name`, run for real on every rank of `group`."""
-    rank, world_size = group.rank(), group.size()
-    rows = tuple(70 if peer == 0 else 3 * peer for peer in range(world_size))
-    x, weight = torch.randn(rows[rank], 8), torch.randn(6, 8)
-    whole = torch.randn(sum(rows), 8)
-    gather = fusedtp.all_gather_linear
-    ops: dict[str, Callable[[], object]] = {
-        "all_gather_matmul": lambda: gather(x, weight, group=group, sizes=rows, schedule="fused"),
-        "matmul_reduce_scatter": lambda: fusedtp.linear_reduce_scatter(
-            whole, weight, group=group, sizes=rows, schedule="fused"
-        ),
-        "ring": lambda: fusedtp.all_reduce(whole, group=group, schedule="fused", algorithm="ring"),
-        "two_shot": lambda: fusedtp.all_reduce(whole, group=group, schedule="fused", algorithm="two_shot"),
-        # Below the operator, inside of which torch ops cannot be watched.
-        "decomposed": lambda: decomposed.all_gather(x, sizes=rows, group=group),
-    }
-    ws = fusedtp.workspaces.get(group, torch.device("cpu"))
-    ops[name]()  # makes room
-    with Recorder(ws, alone=False, side_stream=False) as recorder:
-        return [recorder.call(ops[name]) for _ in range(calls)]
