@@ -19,7 +19,6 @@ from .parameters import PLAIN, as_gradient, local, part
 from .registered import refuse_forward_mode, transforms_active
 from .sharded import Problem, backward, forward, sharded_matmul, sharded_matmul_backward
 
-
 # What is_grads_batched makes of a gradient, whose memory is not that of one; there is no public way.
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
 
