@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import agreement, dispatch, groups, turns
@@ -81,7 +82,7 @@ def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _setup_all_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    pass
+    _, ctx.group_name, ctx.schedule, _, ctx.debug = inputs
 
 
 def _through_reduce_scatter(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -95,7 +96,28 @@ def _through_all_gather(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _as_it_is(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    if torch.is_grad_enabled():
+        # With create_graph=True: from here on it is each rank's own, and a second gradient is the sum of theirs.
+        grad = as_it_is(grad, ctx.group_name, ctx.schedule, ctx.debug)
     return grad, *[None] * 4
+
+
+def _summed(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return all_reduce(grad, ctx.group_name, ctx.schedule, "auto", ctx.debug), *[None] * 3
+
+
+def _setup_as_it_is(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.group_name, ctx.schedule, ctx.debug = inputs
+
+
+def _fake_as_it_is(x: Tensor, group_name: str, schedule: str, debug: bool = False) -> Tensor:
+    return torch.empty_like(x)
+
+
+@operator("as_it_is", _fake_as_it_is, _summed, _setup_as_it_is)
+def as_it_is(x: Tensor, group_name: str, schedule: str, debug: bool = False) -> Tensor:
+    """x [R, C], the same on every rank; what is computed with it is each rank's own."""
+    return x.clone()
 
 
 def _fake_all_gather(

@@ -121,7 +121,9 @@ def local(parameter: Any, ndim: int) -> Tensor:
     """The same, differentiable."""
     if not torch.compiler.is_compiling() and transforms_active():
         return part(_untransformed(parameter), ndim)
-    return _flat(parameter.to_local() if hasattr(parameter, "to_local") else parameter, ndim)
+    from torch.distributed.tensor import DTensor
+
+    return _flat(parameter.to_local() if isinstance(parameter, DTensor) else parameter, ndim)
 
 
 def _untransformed(parameter: Any) -> Any:
