@@ -33,7 +33,7 @@ class Config:
     most that a thread may have; the compiler decides where there is no entry. "" holds for all kernels. A fused one is
     to get by with what the plain matmul has, and has an entry of its own where that takes one, for the target's main
     way to read operands: "gather" and "scatter" where rows are stored 16 elements at a time, "gather transposed" where
-    every length and stride is a multiple of 16.
+    every length and stride is a multiple of 16. 0 leaves it to the compiler: "scatter any" is for other rows.
     """
 
     block_m: int = 128
@@ -80,7 +80,7 @@ TABLE: dict[str, dict[str, Config]] = {
         for shape, config in (("many", Config()), ("few columns", Config()), ("few rows", _LOW))
     },
     "sm_90": {
-        shape: replace(config, descriptors=True, registers=_ALL | registers)
+        shape: replace(config, descriptors=True, registers=_ALL | {"scatter any": 0} | registers)
         for shape, config, registers in (
             ("many", _WIDE, {"gather transposed": 192, "scatter": 200}),
             ("few columns", _NARROW, {"gather": 136, "gather transposed": 131, "scatter": 136}),

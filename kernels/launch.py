@@ -104,12 +104,10 @@ def options(config: Config, a_by: str, b_by: str, *, limit: str = "") -> dict[st
     by_pointers = "pointers" in (a_by, b_by)
     mainly = by_pointers != config.descriptors
     warps = config.pointer_warps if by_pointers else config.num_warps
-    return {
-        "num_warps": warps,
-        "num_stages": config.num_stages,
-        **_limit(config, warps),
-        **({"maxnreg": config.registers[limit]} if limit and mainly and limit in config.registers else {}),
-    }
+    found = _limit(config, warps)
+    if limit and mainly and limit in config.registers:
+        found = {"maxnreg": config.registers[limit]} if config.registers[limit] else {}
+    return {"num_warps": warps, "num_stages": config.num_stages, **found}
 
 
 def strip_of(config: Config, tensors: int = 1) -> int:

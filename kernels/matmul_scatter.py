@@ -147,5 +147,5 @@ def matmul_scatter(
         *a.stride(), *b.stride(), pitch, channel.half_bytes, channel.data_offset, channel.world_size, OPS.index(op),
         channel.count_bytes, a_by, b_by, to_all,
         config.block_m, config.block_n, config.block_k, config.group_m, upcast,
-        **options(config, a_by, b_by, limit="" if to_all or pitch % 16 else "scatter"),
+        **options(config, a_by, b_by, limit="" if to_all else "scatter any" if pitch % 16 else "scatter"),
     )  # fmt: skip
