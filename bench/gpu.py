@@ -67,8 +67,8 @@ def stages() -> dict[int, Stage]:
 
     def ranks(count: int, word: str) -> Stage:
         what = f"{word} ranks on one GPU: layers, gradients, collectives" + (", captures" if count == 2 else "")
-        run, verdicts = (functools.partial(each, count) for each in (gpu_checks.stage, gpu_checks.verdicts))
-        return Stage(what, f"gpu-{word}-ranks.csv", run, verdicts)
+        run = functools.partial(gpu_checks.stage, count)
+        return Stage(what, f"gpu-{word}-ranks.csv", run, functools.partial(gpu_checks.verdicts, count))
 
     return {
         1: Stage("doctor; the plain matmul right, and beside torch.mm", "gpu-matmul.csv", first, gpu_matmul.verdicts),
@@ -117,7 +117,9 @@ def bounded(command: Sequence[str], seconds: float, env: dict[str, str]) -> int 
             process.wait()
 
 
-def conduct(number: int, out: Path, *, emulate: bool, seconds: float, start: Callable[..., int | None] = bounded) -> str:
+def conduct(
+    number: int, out: Path, *, emulate: bool, seconds: float, start: Callable[..., int | None] = bounded
+) -> str:
     """Run a stage in processes until nothing is left, or no time; how it went."""
     from .gpu_rows import LEFT_OVER, LOST, WRONG, now
 
@@ -136,7 +138,11 @@ def conduct(number: int, out: Path, *, emulate: bool, seconds: float, start: Cal
             break
         code = process(left)
         if code is not None and not code & (LOST | 1) and code >= 0:
-            words = [word for bit, word in ((WRONG, "something is wrong"), (LEFT_OVER, "something is left over")) if code & bit]
+            words = [
+                word
+                for bit, word in ((WRONG, "something is wrong"), (LEFT_OVER, "something is left over"))
+                if code & bit
+            ]
             return " and ".join(words) or "right"
         print(f"stage {number}: its process ended by {'its limit' if code is None else code}", flush=True)
     process(0)
@@ -154,7 +160,9 @@ def gpu(
     emulate: Annotated[
         bool, typer.Option(help="A dry run without a GPU: interpreted, tiny, its rows never kept under results.")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder for the rows, one folder a machine; default results.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the rows, one folder a machine; default results.")
+    ] = None,
     seconds: Annotated[float, typer.Option(help="Limit of each stage.")] = STAGE_SECONDS,
     kernels: Annotated[Path | None, typer.Option(help="A folder that --compile-for has made.")] = None,
     compile_for: Annotated[str | None, typer.Option(help="Compile for a GPU that is not there: sm_90.")] = None,
@@ -175,7 +183,7 @@ def gpu(
         raise typer.BadParameter(f"--stage must be from 1 to {len(stages())}, got {unknown[0]}")
     arguments.at_least(0, seconds, "--seconds", most=STAGE_SECONDS)
     if inside_:
-        assert out is not None and len(numbers) == 1
+        assert out is not None
         raise typer.Exit(inside(numbers[0], out, emulate, seconds, since))
     if emulate and out is not None and "results" in out.resolve().parts:
         raise typer.BadParameter(f"a dry run measures nothing that is to be kept in {out}: give --out another folder")
@@ -220,7 +228,9 @@ def _compile(target: str | None, into: Path | None, here: bool) -> None:
 
     if target not in gpu_compiled.TARGETS or into is None:
         names = ", ".join(gpu_compiled.TARGETS)
-        raise typer.BadParameter(f"--compile-for takes one of {names} and needs --into a folder, got {target!r}, {into}")
+        raise typer.BadParameter(
+            f"--compile-for takes one of {names} and needs --into a folder, got {target!r}, {into}"
+        )
     if here:
         print(f"{gpu_compiled.compile_all(target, into)} kernels compiled for {target}: {into}")
         return

@@ -23,15 +23,15 @@ from typing import Any
 
 import torch
 import triton
+from fusedtp.kernels import INTERPRETED, launch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import triton_key
 from triton.runtime.driver import driver
 
-from fusedtp.kernels import INTERPRETED, launch
-
-from . import gpu_kernels, gpu_matmul
+from . import gpu_kernels, gpu_links, gpu_matmul
 
 TARGETS = {"sm_80": 80, "sm_90": 90, "sm_100": 100}
+STAGES = (gpu_matmul, gpu_kernels, gpu_links)
 ABOUT = "about.json"
 _GROUP = "__grp__"
 # What a program of these may have; CUDA C++ programming guide, technical specifications by compute capability.
@@ -110,7 +110,7 @@ def compile_all(target: str, into: Path) -> int:
     assert Path(triton.knobs.cache.dir).resolve() == into.resolve(), (triton.knobs.cache.dir, into)
     counted = Counted()
     with absent(target) as device:
-        for stage in (gpu_matmul, gpu_kernels):
+        for stage in STAGES:
             stage.compile_only(device)
     (into / ABOUT).write_text(json.dumps({"target": target, **compiler()}, indent=1) + "\n")
     return counted.compiled + counted.found

@@ -68,7 +68,10 @@ def items(*, emulate: bool = False) -> list[Item]:
             for ranks, M, N, K in shapes[:1] if emulate else shapes:
                 size = (2, 90, 83, 61 if K else 0) if emulate else (ranks, M, N, K)
                 found.append(Item(name, *size[1:], dtype, size[0]))
-    return [*found, *(Item(STEPS, world_size=2 if emulate else ranks, dtype="int32") for ranks in (2, 4)[: 1 if emulate else 2])]
+    return [
+        *found,
+        *(Item(STEPS, world_size=2 if emulate else ranks, dtype="int32") for ranks in (2, 4)[: 1 if emulate else 2]),
+    ]
 
 
 def build(item: Item, device: torch.device, seed: int = 0) -> Preset:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 
+import torch
+
+from . import gpu_moves, gpu_preset
 from .cases import ITEMSIZE, Case
 from .gpu_rows import Item, Run
 from .store import Row
@@ -61,3 +64,12 @@ def check(median_ms: Mapping[str, float], case: Case, gbps: float) -> None:
 def verdicts(rows: Sequence[Row]) -> list[str]:
     """The rows in words."""
     return [f"{row.world_size} ranks  {line}" for row in rows for line in shown([row])[1:]] or ["links: nothing timed"]
+
+
+def compile_only(device: torch.device) -> None:
+    """Launch what this stage launches, without a look at what comes out."""
+    for world_size, item in {item.world_size: item for item in items()}.items():
+        dtype: torch.dtype = getattr(torch, item.dtype)
+        sizes = item.M, item.N // world_size, item.K
+        gpu_preset.gather(device, dtype, world_size, *sizes, last=False, turned=True).launch()
+        gpu_moves.steps(device, world_size, item.op).launch()

@@ -11,11 +11,10 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import Tensor
-
 from fusedtp.kernels import INTERPRETED
 from fusedtp.kernels.launch import config_for
 from fusedtp.kernels.matmul import matmul
+from torch import Tensor
 
 from .gpu_rows import Found, Item, Run
 from .gpu_timing import measure, timer
@@ -48,9 +47,7 @@ def items(*, emulate: bool = False) -> list[Item]:
 def draw(M: int, N: int, K: int, dtype: str, device: torch.device, seed: int) -> tuple[Tensor, Tensor]:
     """x [M, K] and a weight [N, K] as torch has it, transposed to [K, N]: standard normal."""
     random = torch.Generator(device).manual_seed(seed)
-    x, w = (
-        torch.randn(shape, generator=random, device=device).to(getattr(torch, dtype)) for shape in ((M, K), (N, K))
-    )
+    x, w = (torch.randn(shape, generator=random, device=device).to(getattr(torch, dtype)) for shape in ((M, K), (N, K)))
     return x, w.t()
 
 
@@ -120,9 +117,7 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
             continue
         mean = geometric_mean(speeds.values())
         word = "yes" if mean >= LEAST_SPEED else "NO"
-        lines.append(
-            f"own matmul {dtype} >= {LEAST_SPEED} of torch.mm: {word}, {mean:.3f} over {len(speeds)} shapes"
-        )
+        lines.append(f"own matmul {dtype} >= {LEAST_SPEED} of torch.mm: {word}, {mean:.3f} over {len(speeds)} shapes")
         slow = {name: speed for name, speed in speeds.items() if speed < LEAST_SPEED}
         lines += [f"  slower: {name} {speed:.3f}" for name, speed in sorted(slow.items(), key=lambda each: each[1])]
     return lines

@@ -6,9 +6,6 @@ What they should move at is the memory's rate, of which they are no more than a 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-
-from fusedtp import reference
 from fusedtp.kernels import INTERPRETED
 from fusedtp.kernels.launch import config_for, pitch_of
 from fusedtp.kernels.push import collect, push
@@ -16,6 +13,9 @@ from fusedtp.kernels.reduce import reduce
 from fusedtp.kernels.ring import ring
 from fusedtp.kernels.signal import ENTRY_SLOT, SIGNALS
 from fusedtp.kernels.steps import step
+from torch import Tensor
+
+from fusedtp import reference
 from fusedtp.schedules.producer import piece_rows
 from fusedtp.shards import even_sizes, offsets
 

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-
-from fusedtp import clock
 from fusedtp.kernels import INTERPRETED, signal
 from fusedtp.kernels.gather_matmul import gather_matmul
 from fusedtp.kernels.launch import Channel, Config, config_for, pitch_of
 from fusedtp.kernels.matmul_scatter import matmul_scatter
+from torch import Tensor
+
+from fusedtp import clock
 from fusedtp.schedules.producer import piece_rows
 from fusedtp.shards import even_sizes, offsets
 
@@ -112,11 +112,15 @@ def table(device: torch.device, sizes: tuple[int, ...]) -> Tensor:
 
 def gather(
     device: torch.device, dtype: torch.dtype, world_size: int, M: int, N: int, K: int, *, along: int = 0,
-    transposed: bool = False, pushed: bool = True, in_place: bool = True, last: bool = True, seed: int = 0,
+    transposed: bool = False, pushed: bool = True, in_place: bool = True, last: bool = True, turned: bool = False,
+    seed: int = 0,
 ) -> Preset:  # fmt: skip
-    """all-gather + matmul, x [M, K] cut along rows or contraction. pushed: by nobody, else by its own programs."""
+    """all-gather + matmul, x [M, K] cut along rows or contraction. pushed: before this kernel, not by its own programs;
+    last: it ends the op; in_place: the own shard is read where it lies; turned: B has adjacent columns.
+    """
     whole = normal(device, dtype, M, K, seed=seed)
     b = normal(device, dtype, N, K, seed=seed + 1).t()
+    b = b.contiguous() if turned else b
     sizes = even_sizes((M, K)[along], world_size)
     begin = offsets(sizes)[RANK]
     shard = whole.narrow(along, begin, sizes[RANK]).clone()
@@ -171,7 +175,9 @@ def scatter(
     sizes = even_sizes(M, world_size)
     region_rows, pitch = M if to_all else max(sizes), pitch_of(N, dtype)
     config = config_for(device, dtype, region_rows, 0 if to_all else N)
-    arenas = Arenas(device, world_size, world_size * region_rows * pitch * dtype.itemsize, slots(config, region_rows, N))
+    arenas = Arenas(
+        device, world_size, world_size * region_rows * pitch * dtype.itemsize, slots(config, region_rows, N)
+    )
     at = table(device, sizes)
 
     def launch() -> None:
@@ -183,7 +189,9 @@ def scatter(
 
     def check() -> Checked:
         product, row = Product(a, b, (K,)), RANK * region_rows
-        parts = [arenas.view(rank, 1, row, M if to_all else size, pitch, dtype)[:, :N] for rank, size in enumerate(sizes)]
+        parts = [
+            arenas.view(rank, 1, row, M if to_all else size, pitch, dtype)[:, :N] for rank, size in enumerate(sizes)
+        ]
         found = [product.check(part, dtype, "on a rank") for part in (parts if to_all else [torch.cat(parts)])]
         return max(error for error, _ in found), max(ratio for _, ratio in found)
 
@@ -192,7 +200,7 @@ def scatter(
 
 def slots(config: Config, rows: int, cols: int) -> int:
     """Slots of an op with a signal a tile, twice over."""
-    return FIRST + 2 * -(-rows // config.block_m) * -(-cols // config.block_n)
+    return int(FIRST + 2 * -(-rows // config.block_m) * -(-cols // config.block_n))
 
 
 def exact(got: Tensor, want: Tensor, name: str) -> Checked:
@@ -206,5 +214,7 @@ def close(got: Tensor, want: Tensor, allowed: Tensor, name: str) -> Checked:
     error = (got.double() - want).abs()
     ratio = torch.nan_to_num(error / allowed, nan=math.inf).max().item() if error.numel() else 0.0
     wrong = int((~(error <= allowed)).sum())
-    assert not wrong, f"{name}: {wrong} of {want.numel()} elements are wrong, the worst by {ratio:.3g} of what is allowed"
+    assert not wrong, (
+        f"{name}: {wrong} of {want.numel()} elements are wrong, the worst by {ratio:.3g} of what is allowed"
+    )
     return error.max().item() if error.numel() else 0.0, ratio

@@ -1,11 +1,12 @@
 """What ranks check when they share a GPU: layers and gradients, collectives, captured graphs, against float64.
 
-Each function is run by every rank of a `RankPool` (`tests/test_gpu.py`, stages 4 and 5 of `bench.gpu`), on the CPU where
-there is no GPU, with the kernels interpreted. Ranks that share a GPU are time-sliced, so nothing is timed.
+Each function is run by every rank of a `RankPool` (`tests/test_gpu.py`, stages 4 and 5 of `bench.gpu`), where there is
+no GPU on the CPU, with the kernels interpreted. Ranks that share a GPU are time-sliced, so nothing is timed.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -224,7 +225,7 @@ def replays_of_a_layer(group: ProcessGroup, times: int, tiny: bool = False) -> N
             dy.copy_(torch.randn(rows, features, generator=random))
         replay()
         for got, want, what in zip(found, step("unfused"), ("y", "dx", "dup", "ddown"), strict=True):
-            torch.testing.assert_close(got, want, rtol=0.05, atol=1.0, msg=lambda text, what=what: f"{what}: {text}")
+            torch.testing.assert_close(got, want, rtol=0.05, atol=1.0, msg=functools.partial("{}: {}".format, what))
     fusedtp.destroy()
 
 

@@ -171,9 +171,7 @@ def _on(streams: Sequence[torch.cuda.Stream], rank: int) -> contextlib.AbstractC
     return torch.cuda.stream(streams[rank]) if streams else contextlib.nullcontext()
 
 
-def at_once(
-    ranks: Sequence[Workspace], given: Problem, streams: Sequence[torch.cuda.Stream]
-) -> list[Tensor]:
+def at_once(ranks: Sequence[Workspace], given: Problem, streams: Sequence[torch.cuda.Stream]) -> list[Tensor]:
     """The op on all ranks at once; on a CPU, where nothing runs beside anything else, phase by phase."""
     if streams:
         return run_concurrently(ranks, OP, given.phases(ranks), streams)
