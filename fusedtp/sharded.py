@@ -58,6 +58,7 @@ class Problem:
     schedule: str
     algorithm: str
     debug: bool = False
+    producer: str = "auto"
 
     @classmethod
     def of(cls, spec: str, group_names: str, lengths: Sequence[int], splits: Sequence[int], *rest: Any) -> Problem:
@@ -109,7 +110,7 @@ class Problem:
             return kept[0]
         by_axis = dict(zip(self.parsed.mesh_axes, map(groups.named, self.group_names), strict=True))
         kind = _Shapes if fake else Runner
-        runner = kind(self.partition(), by_axis, self.schedule, self.algorithm, self.debug)
+        runner = kind(self.partition(), by_axis, self.schedule, self.algorithm, self.debug, self.producer)
         self._ready["runner", fake] = runner, None
         return runner
 
@@ -292,8 +293,11 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 def _fake(
     x: Tensor, w: Tensor, bias: Tensor | None, spec: str, group_names: str, lengths: Sequence[int],
     splits: Sequence[int], w_transposed: bool, by_size: bool, schedule: str, algorithm: str, debug: bool = False,
+    producer: str = "auto",
 ) -> Tensor:  # fmt: skip
-    problem = Problem.of(spec, group_names, lengths, splits, w_transposed, by_size, schedule, algorithm, debug)
+    problem = Problem.of(
+        spec, group_names, lengths, splits, w_transposed, by_size, schedule, algorithm, debug, producer
+    )
     return _forward(x, w, bias, problem, fake=True)
 
 
@@ -301,9 +305,12 @@ def _fake(
 def sharded_matmul(
     x: Tensor, w: Tensor, bias: Tensor | None, spec: str, group_names: str, lengths: Sequence[int],
     splits: Sequence[int], w_transposed: bool, by_size: bool, schedule: str, algorithm: str, debug: bool = False,
+    producer: str = "auto",
 ) -> Tensor:  # fmt: skip
     """y = x @ w + bias on shards; the arguments after the tensors are those of `Problem`."""
-    problem = Problem.of(spec, group_names, lengths, splits, w_transposed, by_size, schedule, algorithm, debug)
+    problem = Problem.of(
+        spec, group_names, lengths, splits, w_transposed, by_size, schedule, algorithm, debug, producer
+    )
     return _forward(x, w, bias, problem)
 
 
@@ -311,8 +318,11 @@ def _fake_backward(
     dy: Tensor, x: Tensor, w: Tensor, needs_x: bool, needs_w: bool, needs_bias: bool, spec: str,
     group_names: str, lengths: Sequence[int], splits: Sequence[int], w_transposed: bool, by_size: bool,
     schedule: str, algorithm: str, debug: bool = False,
+    producer: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    problem = Problem.of(spec, group_names, lengths, splits, w_transposed, by_size, schedule, algorithm, debug)
+    problem = Problem.of(
+        spec, group_names, lengths, splits, w_transposed, by_size, schedule, algorithm, debug, producer
+    )
     return _backward(dy, x, w, (needs_x, needs_w, needs_bias), problem, fake=True)
 
 
@@ -321,9 +331,12 @@ def sharded_matmul_backward(
     dy: Tensor, x: Tensor, w: Tensor, needs_x: bool, needs_w: bool, needs_bias: bool, spec: str,
     group_names: str, lengths: Sequence[int], splits: Sequence[int], w_transposed: bool, by_size: bool,
     schedule: str, algorithm: str, debug: bool = False,
+    producer: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dx, dw, db), each [0] where it is not needed; so may x and w be."""
-    problem = Problem.of(spec, group_names, lengths, splits, w_transposed, by_size, schedule, algorithm, debug)
+    problem = Problem.of(
+        spec, group_names, lengths, splits, w_transposed, by_size, schedule, algorithm, debug, producer
+    )
     return _backward(dy, x, w, (needs_x, needs_w, needs_bias), problem)
 
 

@@ -20,6 +20,7 @@ from .errors import PeerTimeout
 from .hardware import Hardware
 from .kernels import signal
 from .kernels.launch import Channel
+from .kernels.loading import check_device
 from .memory import Arena, Memory
 from .shards import offsets
 from .steps import DeviceSteps, HostSteps, load_acquire, store_release
@@ -159,7 +160,10 @@ class Workspace:
         """The row offsets of `sizes` on the device (int32, world_size + 1)."""
         table = self._tables.get(sizes)
         if table is None:
-            if len(self._tables) >= _MAX_VIEWS:
+            if len(self._tables) >= _MAX_VIEWS and not self._capturing():
+                # A kernel on another stream may be reading one still.
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
                 self._tables.clear()
             table = self._tables[sizes] = torch.tensor(offsets(sizes), dtype=torch.int32, device=self.device)
         if self._capturing():
@@ -190,6 +194,7 @@ class Workspace:
         self._begun = False
         if self.device.type == "cpu":
             return
+        check_device(self.data)
         if self._capturing():
             self._captured.append((self._arena, self.peers))
             return
@@ -226,6 +231,11 @@ class Workspace:
         except BaseException as error:
             self.interrupted(op, error)
             raise
+
+    @property
+    def loads_for_capture(self) -> bool:
+        """Whether what runs here now may be captured in a graph later."""
+        return self.device.type == "cuda" and not self._capturing()
 
     def _capturing(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
