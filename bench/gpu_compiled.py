@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import triton
 from fusedtp.kernels import INTERPRETED, launch
+from fusedtp.kernels.loading import only_loading
 from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import triton_key
 from triton.runtime.driver import driver
@@ -64,7 +65,7 @@ class AbsentDriver:
 
 @contextlib.contextmanager
 def absent(target: str) -> Iterator[torch.device]:
-    """Inside, kernels that are launched on the device that this gives are compiled for `target` and not run.
+    """Inside, kernels that are launched on the device that this gives are compiled for `target` and not started.
 
     RuntimeError in a process whose kernels are interpreted.
     """
@@ -74,7 +75,8 @@ def absent(target: str) -> Iterator[torch.device]:
     driver.set_active(AbsentDriver(target))
     launch._target, launch._num_multiprocessors = lambda device: target, lambda device: 1  # type: ignore[assignment]
     try:
-        yield torch.device("meta")
+        with only_loading():
+            yield torch.device("meta")
     finally:
         driver._active, launch._target, launch._num_multiprocessors = before
 

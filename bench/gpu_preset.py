@@ -7,6 +7,7 @@ the plain matmul that it is held against, if it multiplies.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -93,6 +94,7 @@ class Preset:
     launch: Callable[[], object]
     check: Callable[[], Checked]
     plain: Callable[[], object] | None = None
+    check_plain: Callable[[], Checked] | None = None
     moved_bytes: int = 0
     bounded: bool = True
 
@@ -146,13 +148,16 @@ def gather(
         )  # fmt: skip
 
     def check() -> Checked:
-        found = Product(whole, b, (K,)).check(out, dtype, "result")
+        found = product().check(out, dtype, "result")
         if not pushed:
             _check_pushed(arenas, shard, begin if along == 0 else RANK * M, pitch)
         return found
 
-    plain = own(whole, b, poisoned(whole, N, M).t() if transposed else poisoned(whole, M, N))
-    return Preset(arenas, launch, check, plain, bounded=pushed)
+    twin = poisoned(whole, N, M).t() if transposed else poisoned(whole, M, N)
+    product = functools.cache(lambda: Product(whole, b, (K,)))
+    return Preset(
+        arenas, launch, check, own(whole, b, twin), lambda: product().check(twin, dtype, "own matmul"), bounded=pushed
+    )
 
 
 def _check_pushed(arenas: Arenas, x: Tensor, row: int, pitch: int) -> None:
@@ -188,14 +193,18 @@ def scatter(
         )  # fmt: skip
 
     def check() -> Checked:
-        product, row = Product(a, b, (K,)), RANK * region_rows
+        row = RANK * region_rows
         parts = [
             arenas.view(rank, 1, row, M if to_all else size, pitch, dtype)[:, :N] for rank, size in enumerate(sizes)
         ]
-        found = [product.check(part, dtype, "on a rank") for part in (parts if to_all else [torch.cat(parts)])]
+        found = [product().check(part, dtype, "on a rank") for part in (parts if to_all else [torch.cat(parts)])]
         return max(error for error, _ in found), max(ratio for _, ratio in found)
 
-    return Preset(arenas, launch, check, own(a, b, poisoned(a, M, N)), bounded=not to_all)
+    twin = poisoned(a, M, N)
+    product = functools.cache(lambda: Product(a, b, (K,)))
+    return Preset(
+        arenas, launch, check, own(a, b, twin), lambda: product().check(twin, dtype, "own matmul"), bounded=not to_all
+    )
 
 
 def slots(config: Config, rows: int, cols: int) -> int:
