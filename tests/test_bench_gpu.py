@@ -31,7 +31,7 @@ RIGHT = Found("own_matmul", Verdict(0.5, 0.1), Timing(1.0, 0.9, 1.1, 10.0, 10))
 ITEM = Item("matmul", 70, 83, 61, "bfloat16", 4, "llama3-8b", 8192, "mlp up")
 
 
-def command(*arguments: str, seconds: float = 300.0) -> subprocess.CompletedProcess[str]:
+def command(*arguments: str, seconds: float = 540.0) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-P", "-m", "fusedtp.bench.gpu", *arguments]
     return subprocess.run(words, capture_output=True, text=True, timeout=seconds)
 
