@@ -64,7 +64,8 @@ def _load(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Non
 
 def _start(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     check_device(args[0])
-    if torch.cuda.is_current_stream_capturing() and kernel.warmup(*args, grid=grid, **options).module is None:
+    capturing = args[0].is_cuda and torch.cuda.is_current_stream_capturing()
+    if capturing and kernel.warmup(*args, grid=grid, **options).module is None:
         raise RuntimeError(
             f"{kernel.__name__} is not loaded, and a graph capture cannot load it: run the same call, with tensors of "
             "these shapes, strides and alignment, once before capturing"

@@ -133,15 +133,18 @@ def test_loading_starts_nothing_and_ends() -> None:
 
 
 def test_a_capture_refuses_what_is_not_loaded() -> None:
-    kernel = mock.MagicMock(__name__="_some_kernel")
+    kernel, x = mock.MagicMock(__name__="_some_kernel"), SimpleNamespace(is_cuda=True, device=torch.device("cuda:0"))
     kernel.warmup.return_value = SimpleNamespace(module=None)
-    capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True)
-    with mock.patch.object(loading, "INTERPRETED", False), capturing:
+    with (
+        mock.patch.object(loading, "INTERPRETED", False),
+        mock.patch.object(torch.cuda, "current_device", return_value=0),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
+    ):
         with pytest.raises(RuntimeError, match=r"_some_kernel is not loaded, .* once before capturing"):
-            loading.launch(kernel, (3,))(torch.zeros(1), num_warps=4)
+            loading.launch(kernel, (3,))(x, num_warps=4)
         kernel.__getitem__.assert_not_called()
         kernel.warmup.return_value = SimpleNamespace(module=object())
-        loading.launch(kernel, (3,))(torch.zeros(1), num_warps=4)
+        loading.launch(kernel, (3,))(x, num_warps=4)
         kernel.__getitem__.return_value.assert_called_once()
 
 
