@@ -32,8 +32,14 @@ Starts = list[tuple[Any, ...]]
 
 def described(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
     # What a kernel is compiled for, and more: numbers as they are, tensors by what the compiler knows of them.
-    known = [(x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor) else x for x in args]
-    return kernel.fn.__name__, grid, tuple(known), tuple(sorted(options.items()))
+    return kernel.fn.__name__, grid, tuple(map(known, args)), tuple(sorted(options.items()))
+
+
+def known(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.dtype, x.data_ptr() % 16
+    # A fingerprint is what it is for this call and no other.
+    return "fingerprint" if isinstance(x, int) and abs(x) >= 2**31 else x
 
 
 @contextlib.contextmanager

@@ -137,7 +137,7 @@ MUTANTS = (
     ),
     Mutant(
         "nobody enters", "ring reduce_scatter", _edit(signal, "enter", "pid == 0", "pid < 0"),
-        says="deadlock", races=False,
+        says="that nobody stores to in this call", races=False,
     ),
     Mutant(
         "fingerprint behind the entry", "all_gather",

@@ -96,6 +96,10 @@ class Kernel:
     programs: list[list[Event]] = field(default_factory=list)
 
 
+def _of_fingerprint(event: Event) -> bool:
+    return isinstance(event, Access) and any(cell < 0 for cell in event.cells)
+
+
 class Recorder:
     """Records the ops of one rank, whose workspace this is; use as a context manager, one op a `call`. With
     `side_stream` the schedules' side stream runs beside the main one, as on a GPU.
@@ -128,10 +132,17 @@ class Recorder:
         self.epoch = self.ws.epoch + 1
         self._program: list[Event] | None = None
         self._fingerprints: set[tuple[int, int]] = set()
+        self._enters_twice = False
         self._open = True
         with TorchAccesses(self.touched, self.host_event):
             op()
         self._open = False
+        if self._enters_twice:
+            # Each kernel that enters stores its fingerprint before its own entry, which one of them has raised. Which,
+            # cells cannot tell: that order is looked at in the ops that enter once.
+            for kernel in self.kernels:
+                for number, program in enumerate(kernel.programs):
+                    kernel.programs[number] = [event for event in program if not _of_fingerprint(event)]
         return self.kernels
 
     # Kernels and programs.
@@ -216,10 +227,10 @@ class Recorder:
         return signal.FINGERPRINT_SLOT.value <= slot < signal.FIRST_SLOT.value
 
     def fingerprint_stored(self, owner: int, word: int, emit: Callable[[Event], None]) -> None:
-        """Half of a fingerprint has been stored; a second kernel of an op that enters stores the same once more."""
-        if (owner, word) not in self._fingerprints:
-            self._fingerprints.add((owner, word))
-            emit(Access(True, owner, frozenset([-1 - word])))
+        """Half of a fingerprint has been stored."""
+        self._enters_twice |= (owner, word) in self._fingerprints
+        self._fingerprints.add((owner, word))
+        emit(Access(True, owner, frozenset([-1 - word])))
 
     def agreed(self, word: int) -> int:
         """What a peer that agrees has written to that half: this rank's own."""
