@@ -20,7 +20,8 @@ from .errors import PeerTimeout
 from .hardware import Hardware
 from .kernels import signal
 from .kernels.launch import Channel
-from .memory import Arena, Memory
+from .memory import Arena, Exchange, Memory, Unreachable
+from .rendezvous import ArenaExchange
 from .shards import offsets
 from .steps import DeviceSteps, HostSteps, load_acquire, store_release
 
@@ -28,6 +29,10 @@ _MIN_SLOTS = 64
 _MIN_HALF_BYTES = 1 << 16
 # Making a view takes longer than looking one up; a layer asks for the same few again and again.
 _MAX_VIEWS = 1024
+
+# What an op has come to: none is under way, nothing has been sent, or peers may have seen something of it. Each is one
+# store, of the last before anything is sent, of the first after everything: an interruption finds one or the other.
+_NO_OP, _NOTHING_SENT, _SENT = 0, 1, 2
 
 
 def _wrap(epoch: int) -> int:
@@ -37,15 +42,32 @@ def _wrap(epoch: int) -> int:
 class Workspace:
     """One rank's end of a group's symmetric memory."""
 
-    def __init__(self, memory: Memory, device: torch.device, *, epoch: int = 0, seconds: float | None = None) -> None:
+    half_bytes: int
+    slots: int
+    data_offset: int
+    words: Tensor
+    host_words: Any
+    data: Tensor
+    addresses: list[int]
+    peers: Tensor
+
+    def __init__(
+        self,
+        memory: Memory,
+        device: torch.device,
+        *,
+        epoch: int = 0,
+        seconds: float | None = None,
+        make: bool = True,
+    ) -> None:
         self.rank, self.world_size = memory.rank, memory.world_size
         self.device, self.count_bytes = device, False
         # On a CPU a peer's memory is as near as the own one; on a GPU a matmul must not read it again and again.
         self.in_place = device.type == "cpu"
-        self.slots = self.half_bytes = 0
         self.seconds = budgets.of(None) if seconds is None else seconds
         self.failure: RuntimeError | None = None
-        self._begun = False  # whether peers may have seen something of the op that is running
+        self.made = False
+        self._op, self._progress = "", _NO_OP
         self._memory = memory
         self._arena: Arena | None = None
         self._tables: dict[tuple[int, ...], Tensor] = {}
@@ -54,7 +76,7 @@ class Workspace:
         self._views: dict[tuple[Any, ...], Tensor] = {}
         # What dispatch knows of and has decided for this group: it is agreed anew with every workspace.
         self.choices: dict[Any, Any] = {}
-        self._first_epoch = self._mirror = epoch
+        self._mirror = epoch
         self._mirror_is_exact = True
         self._last_stream: torch.cuda.Stream | None = None
         self._done: torch.cuda.Event | None = None
@@ -68,31 +90,45 @@ class Workspace:
         # Called behind each copy with its bytes: an emulated link takes its time there.
         self.pace: Callable[[int], None] | None = None
         self._gpu = hardware.number_of(hardware.of_gpu(torch.cuda.get_device_name(device)) if on_gpu else None)
-        self._allocate(_MIN_HALF_BYTES, _MIN_SLOTS)
+        if make:
+            self.make()
+
+    def make(self, exchange: Exchange | None = None) -> None:
+        """Make the arenas, collectively. Until then, and where it raises, there is nothing but to `close`."""
+        self._allocate(_MIN_HALF_BYTES, _MIN_SLOTS, self._mirror, exchange)
         # What ranks decide by what the machine can do they must decide alike: by rank 0's.
         self.hardware = self._shared_hardware()
         clock.drive(self.host_block[signal.CLOCK_MS.value :])
+        self.made = True
 
-    def _allocate(self, half_bytes: int, slots: int) -> None:
-        epoch = self.epoch if self._arena is not None else self._first_epoch
+    def _allocate(self, half_bytes: int, slots: int, epoch: int, exchange: Exchange | None) -> None:
         words = signal.SIGNALS.value + slots * self.world_size
         header = torch.zeros(-(-words // 64) * 64, dtype=torch.int32)
         # Signals start at the present epoch, not at 0: near the wrap 0 could pass for a later one.
         header[signal.SIGNALS.value :] = epoch
-        header[signal.EPOCH.value] = header[signal.GROWING.value] = epoch
-        header[signal.BUDGET_MS.value] = math.ceil(self.seconds * 1000)
+        header[signal.EPOCH.value] = epoch
         header[signal.HARDWARE.value] = self._gpu
+        data_offset = header.numel() * 4
+        arena = self._memory.allocate(data_offset + 2 * half_bytes, header, exchange)
+        own, addresses = arena.tensors[self.rank], [each.data_ptr() for each in arena.tensors]
+        on_host = own[:data_offset].view(torch.int32) if self.device.type == "cpu" else torch.zeros(0)
         old = self._arena
-        self._views.clear()
-        self._arena = self._memory.allocate(header.numel() * 4 + 2 * half_bytes, header)
-        self.half_bytes, self.slots, self.data_offset = half_bytes, slots, header.numel() * 4
-        self.words = self._arena.tensors[self.rank][: self.data_offset].view(torch.int32)
-        self.data = self._arena.tensors[self.rank][self.data_offset : self.data_offset + 2 * half_bytes]
-        # The same words for the host, where it can reach them: an element of a tensor takes ten times as long.
-        self.host_words = (self.words if self.device.type == "cpu" else torch.zeros(0)).numpy()
-        self.addresses = [each.data_ptr() for each in self._arena.tensors]
-        table = torch.tensor([*self.addresses, self.host_block.data_ptr()], dtype=torch.int64)
-        self.peers = table.to(self.device)
+        # In one step: an interruption finds the old memory or the new, and a thread that sets a timeout too.
+        vars(self).update(
+            _arena=arena,
+            _views={},
+            half_bytes=half_bytes,
+            slots=slots,
+            data_offset=data_offset,
+            words=own[:data_offset].view(torch.int32),
+            # The same words for the host, where it can reach them: an element of a tensor takes ten times as long.
+            host_words=on_host.numpy(),
+            data=own[data_offset : data_offset + 2 * half_bytes],
+            addresses=addresses,
+            peers=torch.tensor([*addresses, self.host_block.data_ptr()], dtype=torch.int64).to(self.device),
+        )
+        # Only now, as it may have been set meanwhile.
+        self.words[signal.BUDGET_MS.value] = math.ceil(self.seconds * 1000)
         if old is not None and not self._captured:
             # Nobody reads it any more: a peer only got here after finishing its last op, which read none of ours later
             # than its own.
@@ -114,7 +150,7 @@ class Workspace:
     def next_epoch(self) -> int:
         """The epoch of the op that the host is about to drive."""
         if self.device.type == "cpu":
-            return _wrap(load_acquire(self.addresses[self.rank] + 4 * signal.EPOCH.value) + 1)
+            return _wrap((self._mirror if self._progress else self._last_epoch()) + 1)
         if self._capturing():
             raise RuntimeError(
                 "copies go to addresses chosen on the host and cannot be captured: use schedule 'fused', which pushes"
@@ -123,6 +159,9 @@ class Workspace:
             # Every replay of a graph advances the device's epoch, which the host does not see.
             self._mirror, self._mirror_is_exact = self.epoch, not self._captured
         return _wrap(self._mirror + 1)
+
+    def _last_epoch(self) -> int:
+        return load_acquire(self.addresses[self.rank] + 4 * signal.EPOCH.value)
 
     def require(self, half_bytes: int, slots: int) -> None:
         """What every op begins with: grow until a half holds `half_bytes` and there are `slots` signals a source.
@@ -144,13 +183,30 @@ class Workspace:
             if half_bytes > self.half_bytes
             else self.half_bytes
         )
-        if self._memory.waits:
-            HostSteps(self, "workspace growth").meet()
-        self._allocate(grown, max(self.slots, 2 * slots) if slots > self.slots else self.slots)
+        slots = max(self.slots, 2 * slots) if slots > self.slots else self.slots
+        if not self._memory.exchanges:
+            self._allocate(grown, slots, self.epoch, None)
+            return
+        try:
+            self._allocate(grown, slots, self._last_epoch(), ArenaExchange(self))
+        except (Unreachable, ValueError) as error:
+            # It is every rank's, and each goes on with the memory that it has.
+            self._progress = min(self._progress, _NOTHING_SENT)
+            text = f"the workspace cannot grow from halves of {self.half_bytes} bytes to {grown}: {error}"
+            raise type(error)(text) from error
+        self._progress = min(self._progress, _NOTHING_SENT)
+
+    def tell_peers(self) -> None:
+        """Before the first that a peer may see of an op: it cannot be broken off in silence from here on."""
+        if self._progress:
+            self._progress = _SENT
+        else:
+            # Virtual ranks, which end no op here.
+            self._mirror_is_exact = False
 
     def channel(self) -> Channel:
         """What a kernel's launcher needs."""
-        self._begun = True
+        self.tell_peers()
         return Channel(
             self.peers, self.data, self.rank, self.world_size, self.half_bytes, self.data_offset, self.count_bytes
         )
@@ -182,13 +238,21 @@ class Workspace:
     def steps(self, op: str) -> HostSteps | DeviceSteps:
         """The protocol's steps for an op driven from the host."""
         steps = HostSteps(self, op) if self.device.type == "cpu" else DeviceSteps(self, op)
-        self._begun = True
+        self.tell_peers()
         return steps
 
-    def begin(self) -> None:
-        """Before what an op issues: chains streams."""
-        self._begun = False
+    def begin(self, op: str) -> None:
+        """Before what an op issues: chains streams. RuntimeError where the last one has not ended."""
+        if self._progress == _SENT and self.failure is None:
+            # Interrupted where nothing was there to notice it.
+            self._abandon(self._op, None)
+            self._check()
+        self._op, self._progress = op, _NOTHING_SENT
         if self.device.type == "cpu":
+            epoch = self._last_epoch()
+            if epoch != self._mirror and self._mirror_is_exact and self.failure is None:
+                self._refuse_epoch(epoch)
+            self._mirror, self._mirror_is_exact = epoch, True
             return
         if self._capturing():
             self._captured.append((self._arena, self.peers))
@@ -206,20 +270,25 @@ class Workspace:
                 self._done = self._done or torch.cuda.Event()
                 self._done.record(self._last_stream)
             # A captured op advances the device's epoch at every replay, which the host does not see.
-            self._mirror, self._mirror_is_exact = _wrap(self._mirror + 1), self._mirror_is_exact and not capturing
+            self._mirror_is_exact = self._mirror_is_exact and not capturing
         self._check()
+        if self._progress == _SENT or self.device.type != "cpu":
+            self._mirror = _wrap(self._mirror + 1)
+        self._progress = _NO_OP
 
     def interrupted(self, op: str, error: BaseException) -> None:
         """In place of `end` where the op raises, whatever it is: half way it fails the workspace, as its peers are in
         the middle of it. What is raised before the first signal leaves no trace: the same call may be made again.
         """
-        if self._begun and self.failure is None:
+        if self._progress != _SENT:
+            self._progress = _NO_OP
+        elif self.failure is None:
             self._abandon(op, error)
 
     @contextlib.contextmanager
     def running(self, op: str) -> Iterator[None]:
         """`begin` and `end`, or `interrupted`, around an op."""
-        self.begin()
+        self.begin(op)
         try:
             yield
             self.end()
@@ -230,20 +299,28 @@ class Workspace:
     def _capturing(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    def _abandon(self, op: str, error: BaseException) -> None:
+    def _abandon(self, op: str, error: BaseException | None) -> None:
         # The peers may have this rank's part or not: the next op would take what they send of this one for its own.
         self._leave(2)
         # Only the text: the exception would keep its frames alive, and with them views of the arena.
-        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        what = "an interruption" if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
         self.failure = RuntimeError(
             f"{op}: an exception left rank {self.rank} in the middle of the op, out of step with its peers: call "
             f"fusedtp.destroy for this group on every rank before its next op ({what})"
         )
 
+    def _refuse_epoch(self, epoch: int) -> None:
+        self._leave(2)
+        self.failure = RuntimeError(
+            f"{self._op}: rank {self.rank} finds epoch {epoch} in its memory, where its last op left {self._mirror}: "
+            "something else has written there. Call fusedtp.destroy for this group on every rank before its next op"
+        )
+        raise self.failure
+
     def _leave(self, why: int) -> None:
         # For the peers to see, where memory is the host's.
-        if self.device.type == "cpu":
-            store_release(self.addresses[self.rank] + 4 * signal.LEFT.value, why)
+        if self.device.type == "cpu" and (arena := self._arena) is not None:
+            store_release(arena.tensors[self.rank].data_ptr() + 4 * signal.LEFT.value, why)
 
     def _check(self) -> None:
         """Raise what a kernel has reported, and again at every later use. On a GPU: what has arrived by now."""
@@ -267,9 +344,9 @@ class Workspace:
 
     def _fail(self, op: str, peer: int, slot: int, expected: int, seen: int, seconds: float | None = None) -> None:
         who = missing.really_missing(self.rank, self.world_size, self._header, peer)
-        what = "its memory to grow" if slot == signal.GROWTH_SLOT.value else f"signal slot {slot}"
-        detail = f"{what}: epoch {expected} expected, {seen} seen"
-        detail += missing.explain(self._header, peer, who)
+        what = "its memory to grow: step" if slot == signal.GROWTH_SLOT.value else f"signal slot {slot}: epoch"
+        detail = f"{what} {expected} expected, {seen} seen"
+        detail += missing.explain(self.world_size, self._header, peer, who)
         self.failure = PeerTimeout(op, self.rank, who, seconds or self.seconds, detail)
         raise self.failure
 
@@ -303,7 +380,10 @@ class Workspace:
     def set_timeout(self, seconds: float) -> None:
         """The budget of every wait from the next op on."""
         self.seconds = seconds
-        self.words[signal.BUDGET_MS.value] = math.ceil(seconds * 1000)
+        # Another thread may end the workspace meanwhile: what it has had stays mapped as long as this shows it.
+        words = getattr(self, "words", None)
+        if words is not None:
+            words[signal.BUDGET_MS.value] = math.ceil(seconds * 1000)
 
     def close(self) -> None:
         """Give the memory back. The peers may still use theirs."""
@@ -313,10 +393,8 @@ class Workspace:
                 torch.cuda.synchronize(self.device)
         finally:
             clock.release(self.host_block[signal.CLOCK_MS.value :])
-        if self._arena is not None:
+        if (arena := self._arena) is not None:
             self._leave(1)
-            arena, self._arena = self._arena, None
-            self._views.clear()
-            del self.words, self.host_words, self.data
+            vars(self).update(_arena=None, words=None, host_words=None, data=None, _views={})
             arena.release()
             self._captured.clear()

@@ -11,19 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import Arena, Unreachable
+from . import Arena, Exchange, Unreachable
 
 
 class CudaMemory:
     """Arenas of the ranks of `group` on `device`."""
 
-    waits = False
+    exchanges = False
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
         self.rank, self.world_size = group.rank(), group.size()
 
-    def allocate(self, num_bytes: int, header: Tensor) -> Arena:
+    def allocate(self, num_bytes: int, header: Tensor, exchange: Exchange | None = None) -> Arena:
         """See `Memory.allocate`. Raises `Unreachable` where torch cannot map the peers' memory."""
         import torch.distributed._symmetric_memory as symm_mem
 
