@@ -13,6 +13,7 @@ with the first `auto`. Each choice is then made once and looked up.
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -131,6 +132,12 @@ def run(op: str, schedule: str, group: ProcessGroup, x: Tensor, *operands: Tenso
     path = choose(op, schedule, device=x.device, dtype=x.dtype, group=group, shape=shape)
     function = getattr(schedules.load(path.schedule), op)
     if path.schedule == "fused" and x.device.type == "cpu":
+        if not _is_interpreted():
+            raise RuntimeError(
+                f"{op}: schedule 'fused' runs on a CPU in Triton's interpreter alone, which TRITON_INTERPRET="
+                f"{os.environ.get('TRITON_INTERPRET', '')} keeps out of this process: unset it before fusedtp or "
+                "triton is imported, or use 'decomposed' or 'unfused'"
+            )
         with turns.Turn("interpreter", "", op):
             out = function(x, *operands, group=group, **options)
     else:
@@ -146,6 +153,14 @@ def _asked_for(op: str, schedule: str, dtype: torch.dtype) -> Path:
         names = ", ".join(str(each) for each in FUSED_DTYPES)
         raise ValueError(f"{op}: schedule 'fused' multiplies {names}, got {dtype}: use 'decomposed' or 'unfused'")
     return Path(op, schedule, "asked for")
+
+
+@cache
+def _is_interpreted() -> bool:
+    # Late: it loads Triton.
+    from .kernels import INTERPRETED
+
+    return INTERPRETED
 
 
 @cache

@@ -91,8 +91,11 @@ class StoreExchange:
                     return None
                 outcomes.append(outcome[1])
             self._tidy_up()
-        _unfinished.discard(self._group)
         return outcomes
+
+    def ended(self) -> None:
+        """This rank has what it came for, or knows as all do that it cannot be had."""
+        _unfinished.discard(self._group)
 
     def _tidy_up(self) -> None:
         # A row is of somebody who still comes. It is not deleted, which a peer might be about to read; an outcome is when

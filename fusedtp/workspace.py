@@ -192,8 +192,7 @@ class Workspace:
         except (Unreachable, ValueError) as error:
             # It is every rank's, and each goes on with the memory that it has.
             self._progress = min(self._progress, _NOTHING_SENT)
-            text = f"the workspace cannot grow from halves of {self.half_bytes} bytes to {grown}: {error}"
-            raise type(error)(text) from error
+            raise type(error)(f"the workspace cannot grow: {error}") from error
         self._progress = min(self._progress, _NOTHING_SENT)
 
     def tell_peers(self) -> None:

@@ -63,13 +63,18 @@ def _make(group: dist.ProcessGroup, key: tuple[str, torch.device], epoch: int) -
     memory = PosixMemory(group.rank(), group.size()) if on_host else CudaMemory(group, device)
     # It has its place first: what an interruption leaves there is not lost, and the peers hear that it is left.
     ws = _workspaces[key] = Workspace(memory, device, epoch=epoch, seconds=budgets.of(group), make=False)
+    exchange = StoreExchange(group) if on_host else None
     try:
-        ws.make(StoreExchange(group) if on_host else None)
+        ws.make(exchange)
     except BaseException as error:
         _discard(key)
         if isinstance(error, Unreachable):
             _unreachable[key] = str(error)
+        if exchange is not None and isinstance(error, (Unreachable, ValueError)):
+            exchange.ended()
         raise
+    if exchange is not None:
+        exchange.ended()
 
 
 def reachable(group: dist.ProcessGroup, device: torch.device) -> tuple[bool, str]:
