@@ -1,6 +1,7 @@
 """A KeyboardInterrupt before any line of ours that a rank runs in an op, in the making of a workspace and in its growth.
 
-What the rank does then is what its own count of ops says: the same call again, or the next one. Its peers know nothing.
+The rank makes the same call again where its peers have nothing of it, or else goes on with the next one, as after an op
+that has ended: whichever would be right if the workspace took no notice. Its peers know nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from fusedtp.kernels import signal
 from torch.distributed import ProcessGroup
 
 import fusedtp
@@ -75,10 +77,18 @@ def interrupted(number: int, call: Callable[[], object]) -> tuple[str, bool]:
     return place, False
 
 
-def _count(group: ProcessGroup) -> int:
-    # How many ops this rank has ended, as it counts itself.
+def _epoch(group: ProcessGroup) -> int:
     ws = workspaces._workspaces.get((group.group_name, CPU))
     return ws.epoch if ws is not None and ws.made else 0
+
+
+def _has_sent(group: ProcessGroup, before: int) -> bool:
+    # Whether the peer has anything of the op behind epoch `before`.
+    ws = workspaces._workspaces.get((group.group_name, CPU))
+    if ws is None or not ws.made:
+        return False
+    entry = signal.SIGNALS.value + signal.ENTRY_SLOT.value * ws.world_size + ws.rank
+    return ws._header(1 - ws.rank)[entry] != before or bool(ws._header(ws.rank)[signal.GROWING.value])
 
 
 def _goes_on(case: Callable[[int], bool], seen: Seen, numbers: list[int]) -> None:
@@ -106,11 +116,11 @@ def at_line(group: ProcessGroup, lines: Lines, number: int, meeting: Meeting) ->
         fusedtp.destroy(group)
     fusedtp.set_timeout(SECONDS)
     meeting.all("ready")
-    before, numbers = _count(group), [2, 3]
+    before, numbers = _epoch(group), [2, 3]
     call = lambda n: case(group, n, more_rows=rows)  # noqa: E731
     if guilty:
         seen.place, raised = interrupted(number, lambda: call(2))
-        if not raised or _count(group) == before + 1:
+        if not raised or _has_sent(group, before):
             numbers = [3]
         seen.again = "next" if numbers == [3] else "again"
     _goes_on(call, seen, numbers)
