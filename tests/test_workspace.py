@@ -7,10 +7,8 @@ import errno
 import gc
 import os
 import re
-import threading
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -251,59 +249,6 @@ def test_epochs_are_compared_around_the_wrap() -> None:
     assert wrapping_difference(5, 5) == 0
 
 
-def test_clock_follows_the_time_and_stops() -> None:
-    word = torch.zeros(1, dtype=torch.int32)
-    clock.drive(word)
-    first = clock.now_ms()
-    deadline = 100
-    while wrapping_difference(int(word), first) < 50 and deadline:
-        torch.randn(100, 100) @ torch.randn(100, 100)
-        deadline -= wrapping_difference(clock.now_ms(), first) > 2000
-    assert 50 <= wrapping_difference(int(word), first) < 5000
-    clock.release(word)
-    stopped = int(word)
-    torch.randn(300, 300) @ torch.randn(300, 300)
-    assert int(word) == stopped
-
-
-class _LockThen:
-    """A lock that calls `then` as soon as it has been released for the first time."""
-
-    def __init__(self, lock: Any, then: Callable[[], object]) -> None:
-        self._lock, self._then, self.acquire = lock, [then], lock.acquire
-
-    def __enter__(self) -> None:
-        self.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def release(self) -> None:
-        self._lock.release()
-        if self._then and threading.current_thread() is threading.main_thread():
-            self._then.pop()()
-
-
-def test_clock_driven_while_the_last_word_is_released_goes_on() -> None:
-    """Another thread may drive a block between the release of the last one and the end of the clock's thread."""
-    first, second = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    others = [block for _, block in clock._words.values()]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clock, "_words", {})
-        clock.drive(first)
-        patch.setattr(clock, "_lock", _LockThen(clock._lock, lambda: clock.drive(second)))
-        clock.release(first)
-        second[0] = before = clock.now_ms() - 1_000_000
-        deadline = time.monotonic() + 5
-        while int(second) == before and time.monotonic() < deadline:
-            os.sched_yield()
-        goes_on = int(second) != before
-        clock.release(second)
-    for block in others:
-        clock.drive(block)
-    assert goes_on
-
-
 def test_tables_of_lengths_do_not_pile_up() -> None:
     (ws,) = (Workspace(memory, CPU) for memory in local_memories(1, CPU))
     for length in range(3000):
@@ -389,16 +334,6 @@ def test_the_clock_goes_on_until_the_device_is_done(monkeypatch: pytest.MonkeyPa
     ws.close()
     assert driven == [True]
     assert address not in clock._words
-
-
-def test_the_clock_is_left_at_the_end_of_every_wait() -> None:
-    block = torch.zeros(1, dtype=torch.int32)
-    clock.drive(block)
-    try:
-        clock.stop()
-        assert wrapping_difference(int(block), clock.now_ms()) > 2_000_000_000
-    finally:
-        clock.release(block)
 
 
 def test_the_host_asks_for_the_epoch_as_long_as_there_is_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,8 +98,9 @@ class PosixMemory:
 
     def _own(self, stack: ExitStack, num_bytes: int, header: Tensor) -> tuple[Tensor, Row]:
         # The own arena, and what the peers need to know of it; nothing, and why, where there is no room for one.
-        own, fd, inode, code = torch.empty(0, dtype=torch.uint8), -1, 0, 0
+        own, fd, inode, code, machine = torch.empty(0, dtype=torch.uint8), -1, 0, 0, (0, 0)
         try:
+            machine = _machine()
             fd = _file(stack, num_bytes)
             own, inode = _map(fd, num_bytes), os.fstat(fd).st_ino
             own[: header.numel() * 4].view(torch.int32).copy_(header)
@@ -109,7 +110,7 @@ class PosixMemory:
         except MemoryError:
             code = errno.ENOMEM
         users = os.geteuid(), os.stat("/proc/self").st_uid
-        return own, Row(os.getpid(), fd, inode, *_machine(), *users, code, num_bytes, int(header[0]))
+        return own, Row(os.getpid(), fd, inode, *machine, *users, code, num_bytes, int(header[0]))
 
     def _map_all(self, own: Tensor, rows: list[Row]) -> tuple[list[Tensor], list[int]]:
         # All arenas, and [0, 0]; or some of them, and [the rank that failed + 1, why].
