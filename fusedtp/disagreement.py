@@ -23,12 +23,13 @@ _LENGTH_BYTES = 4
 _MOST_CHARACTERS = 96
 
 
+def _shortened(value: str) -> str:
+    return value if len(value) <= _MOST_CHARACTERS else f"{value[:_MOST_CHARACTERS]}.."
+
+
 def say(place: Tensor, values: Mapping[str, str]) -> None:
     """Write what this rank meant to its `place`, uint8 [TEXT_BYTES]."""
-    short = {
-        name: value if len(value) <= _MOST_CHARACTERS else f"{value[:_MOST_CHARACTERS]}.."
-        for name, value in values.items()
-    }
+    short = {name: _shortened(value) for name, value in values.items()}
     text = json.dumps(short).encode()[: TEXT_BYTES - _LENGTH_BYTES]
     place[_LENGTH_BYTES : _LENGTH_BYTES + len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
     # Behind it: on x86, and on a GPU's stream, stores are seen in the order in which they were made.
@@ -64,7 +65,7 @@ def differing(headers: Sequence[int], rank: int, world_size: int, epoch: int) ->
 
 
 def everyone(
-    places: Callable[[int], Tensor], rank: int, world_size: int, entered: Callable[[int], bool], seconds: float
+    places: Callable[[int], Tensor], world_size: int, entered: Callable[[int], bool], seconds: float
 ) -> tuple[dict[str, str] | None, ...]:
     """What every rank has said, waiting for those that have entered, `seconds` at most."""
     deadline = time.monotonic() + seconds

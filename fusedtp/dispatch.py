@@ -13,6 +13,7 @@ with the first `auto`. Each choice is then made once and looked up.
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -148,19 +149,25 @@ def run(
 ) -> Any:
     """The op on x and `operands` by the schedule that is chosen for it, which is recorded.
 
-    producer: how `fused` sends what the op gathers, where it does. meanings: see `Workspace.mean`.
+    producer: how `fused` sends what the op gathers, where it does. meanings: see `Meanings.take`.
     """
     shape = travels(op, x, operands, options) if schedule == "auto" else None
     path = choose(op, schedule, device=x.device, dtype=x.dtype, group=group, shape=shape)
     function = getattr(schedules.load(path.schedule), op)
     if path.schedule != "unfused" and group.size() > 1:
-        _workspaces().get(group, x.device).mean(op, path.schedule, x, operands, options, meanings)
+        _workspaces().get(group, x.device).meanings.take(op, path.schedule, x, operands, options, meanings)
     if path.schedule == "fused":
         if producer != "auto" and op in _GATHERING:
             options["producer"] = producer
     elif schedule == "auto" and group.size() > 1:
         _load_for_capture(op, group, x, operands, options, shape)
     if path.schedule == "fused" and x.device.type == "cpu":
+        if not _is_interpreted():
+            raise RuntimeError(
+                f"{op}: schedule 'fused' runs on a CPU in Triton's interpreter alone, which TRITON_INTERPRET="
+                f"{os.environ.get('TRITON_INTERPRET', '')} keeps out of this process: unset it before fusedtp or "
+                "triton is imported, or use 'decomposed' or 'unfused'"
+            )
         with turns.Turn("interpreter", "", op):
             out = function(x, *operands, group=group, **options)
     else:
@@ -196,6 +203,14 @@ def _asked_for(op: str, schedule: str, dtype: torch.dtype) -> Path:
         names = ", ".join(str(each) for each in FUSED_DTYPES)
         raise ValueError(f"{op}: schedule 'fused' multiplies {names}, got {dtype}: use 'decomposed' or 'unfused'")
     return Path(op, schedule, "asked for")
+
+
+@cache
+def _is_interpreted() -> bool:
+    # Late: it loads Triton.
+    from .kernels import INTERPRETED
+
+    return INTERPRETED
 
 
 @cache

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -49,18 +50,25 @@ class Runner:
     """What every step needs: the shards' lengths, the group of each axis, and what was asked for."""
 
     partition: Partition
-    groups: Mapping[str, ProcessGroup]
+    # A runner is kept for the next call: the groups, which torch.distributed may destroy meanwhile, are not.
+    groups: Mapping[str, ref[ProcessGroup]]
     schedule: str
     algorithm: str = "auto"
     debug: bool = False
     producer: str = "auto"
 
+    def group(self, axis: str) -> ProcessGroup:
+        """The group of an axis."""
+        group = self.groups[axis]()
+        assert group is not None
+        return group
+
     def call(
         self, op: str, axis: str, x: Tensor, *operands: Tensor | None, meanings: dict[Any, Meaning] | None = None,
         **options: Any,
     ) -> Any:  # fmt: skip
-        """One op over one axis, by the schedule that dispatch chooses. meanings: see `Workspace.mean`."""
-        group = self.groups[axis]
+        """One op over one axis, by the schedule that dispatch chooses. meanings: see `Meanings.take`."""
+        group = self.group(axis)
         with turns.Turn("group", group.group_name, op):
             if self.debug or agreement.wanted():
                 asked_for = {"schedule": self.schedule, "algorithm": self.algorithm}

@@ -18,6 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Shapes may never repeat. What is forgotten is worked out anew.
+_MAX_KEPT = 4096
+
 # Inside a backward pass there is a graph task; there is no public way to ask.
 _graph_task = torch._C._current_graph_task_id
 
@@ -57,6 +60,44 @@ def key(op: str, schedule: str, x: Tensor, operands: Sequence[Tensor | None], op
     """What `of` looks at: calls on one device with the same key have the same meaning."""
     shapes = [None if each is None else each.shape for each in operands]
     return (op, schedule, _graph_task() == -1, x.dtype, x.shape, *shapes, *options.values())
+
+
+class Meanings:
+    """What one rank means by its ops of one group."""
+
+    def __init__(self) -> None:
+        self.now = Meaning({})  # by the op at hand
+        self._of_calls: dict[Any, Meaning] = {}
+        self._by_fingerprint: dict[int, Meaning] = {}
+
+    def take(
+        self,
+        op: str,
+        schedule: str,
+        x: Tensor,
+        operands: Sequence[Tensor | None],
+        options: Mapping[str, Any],
+        known: dict[Any, Meaning] | None,
+    ) -> None:
+        """Before an op: what it means. known: the meanings of calls that differ from this one in no length."""
+        call: Any
+        if known is None:
+            known, call = self._of_calls, key(op, schedule, x, operands, options)
+        else:
+            call = schedule, _graph_task() == -1, x.dtype
+        made = known.get(call)
+        if made is None:
+            if len(known) >= _MAX_KEPT:
+                known.clear()
+            made = known[call] = of(op, schedule, x, operands, options)
+        if self.now is not made:
+            if len(self._by_fingerprint) >= _MAX_KEPT:
+                self._by_fingerprint.clear()
+            self.now = self._by_fingerprint[made.fingerprint] = made
+
+    def by_fingerprint(self, fingerprint: int) -> Meaning:
+        """What was meant by an op that has that fingerprint; by the op at hand where that is forgotten."""
+        return self._by_fingerprint.get(fingerprint, self.now)
 
 
 def difference(op: str, everyone: Sequence[Mapping[str, str] | None], call: str = "") -> str:

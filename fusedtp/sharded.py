@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -101,7 +102,9 @@ class Problem:
         kept = self.ready(("runner", fake))
         if kept is not None:
             return kept[0]
-        by_axis = dict(zip(self.parsed.mesh_axes, map(groups.named, self.group_names), strict=True))
+        by_axis = {
+            axis: ref(groups.named(name)) for axis, name in zip(self.parsed.mesh_axes, self.group_names, strict=True)
+        }
         kind = _Shapes if fake else Runner
         runner = kind(self.partition(), by_axis, self.schedule, self.algorithm, self.debug, self.producer)
         self._ready["runner", fake] = runner, None
@@ -117,7 +120,7 @@ class Problem:
         if kept is not None:
             for name, group in zip(self.group_names, kept[0].groups.values(), strict=True):
                 # One that was destroyed may have been made anew under its name.
-                if groups.named(name) is not group:
+                if groups.named(name) is not group():
                     return None
         return kept
 
@@ -174,7 +177,7 @@ class _Shapes(Runner):
     """Runs no collective: makes tensors of the shapes and strides that one would give."""
 
     def call(self, op: str, axis: str, x: Tensor, *operands: Tensor | None, **options: Any) -> Any:
-        sizes, rank = options.get("sizes", ()), self.groups[axis].rank()
+        sizes, rank = options.get("sizes", ()), self.group(axis).rank()
         if op == "all_reduce":
             return x.new_empty(x.shape)
         if op == "all_gather":

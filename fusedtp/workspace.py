@@ -9,54 +9,72 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from . import budgets, clock, disagreement, hardware, meaning, missing
-from .errors import PeerTimeout, RanksDisagree
+from . import budgets, clock, disagreement, hardware
+from .errors import RanksDisagree
+from .failing import Failing
 from .hardware import Hardware
 from .kernels import signal
 from .kernels.launch import Channel
 from .kernels.loading import check_device
-from .memory import Arena, Memory
+from .meaning import Meanings
+from .memory import Arena, Exchange, Memory, Unreachable
+from .rendezvous import ArenaExchange
 from .shards import offsets
-from .steps import DeviceSteps, HostSteps, fingerprint_place, load_acquire, raised, store_release
+from .steps import DeviceSteps, HostSteps, load_acquire
 
 _MIN_SLOTS = 64
 _MIN_HALF_BYTES = 1 << 16
 # Making a view takes longer than looking one up; a layer asks for the same few again and again.
 _MAX_VIEWS = 1024
-_MAX_MEANINGS = 4096
-_NOTHING = meaning.Meaning({})
+
+# What an op has come to: none is under way, nothing has been sent, or peers may have seen something of it. Each is one
+# store, of the last before anything is sent, of the first after everything: an interruption finds one or the other.
+_NO_OP, _NOTHING_SENT, _SENT = 0, 1, 2
 
 
 def _wrap(epoch: int) -> int:
     return (epoch + 2**31) % 2**32 - 2**31
 
 
-class Workspace:
+class Workspace(Failing):
     """One rank's end of a group's symmetric memory."""
+
+    half_bytes: int
+    slots: int
+    data_offset: int
+    words: Tensor
+    host_words: Any
+    data: Tensor
+    addresses: list[int]
+    peers: Tensor
 
     # What is kept for later ops is made outside of inference mode, whatever mode the op that needs it first runs in: a
     # tensor of that mode may be neither written nor viewed by an op that is trained with.
     @torch.inference_mode(False)
-    def __init__(self, memory: Memory, device: torch.device, *, epoch: int = 0, seconds: float | None = None) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        device: torch.device,
+        *,
+        epoch: int = 0,
+        seconds: float | None = None,
+        make: bool = True,
+    ) -> None:
         self.rank, self.world_size = memory.rank, memory.world_size
         self.device, self.count_bytes = device, False
         # On a CPU a peer's memory is as near as the own one; on a GPU a matmul must not read it again and again.
         self.in_place = device.type == "cpu"
-        self.slots = self.half_bytes = 0
         self.seconds = budgets.of(None) if seconds is None else seconds
         self.failure: RuntimeError | RanksDisagree | None = None
-        # What this rank means by the op at hand; those that it has meant, by what they were made of and by fingerprint.
-        self.meaning = _NOTHING
-        self._meanings: dict[Any, meaning.Meaning] = {}
-        self._meant: dict[int, meaning.Meaning] = {}
-        self._begun = False  # whether peers may have seen something of the op that is running
+        self.meanings = Meanings()
+        self.made = False
+        self._op, self._progress = "", _NO_OP
         self._memory = memory
         self._arena: Arena | None = None
         self._tables: dict[tuple[int, ...], Tensor] = {}
@@ -65,7 +83,7 @@ class Workspace:
         self._views: dict[tuple[Any, ...], Tensor] = {}
         # What dispatch knows of and has decided for this group: it is agreed anew with every workspace.
         self.choices: dict[Any, Any] = {}
-        self._first_epoch = self._mirror = epoch
+        self._mirror = epoch
         self._mirror_is_exact = True
         self._last_stream: torch.cuda.Stream | None = None
         self._done: torch.cuda.Event | None = None
@@ -79,32 +97,46 @@ class Workspace:
         # Called behind each copy with its bytes: an emulated link takes its time there.
         self.pace: Callable[[int], None] | None = None
         self._gpu = hardware.number_of(hardware.of_gpu(torch.cuda.get_device_name(device)) if on_gpu else None)
-        self._allocate(_MIN_HALF_BYTES, _MIN_SLOTS)
+        if make:
+            self.make()
+
+    def make(self, exchange: Exchange | None = None) -> None:
+        """Make the arenas, collectively. Until then, and where it raises, there is nothing but to `close`."""
+        self._allocate(_MIN_HALF_BYTES, _MIN_SLOTS, self._mirror, exchange)
         # What ranks decide by what the machine can do they must decide alike: by rank 0's.
         self.hardware = self._shared_hardware()
         clock.drive(self.host_block[signal.CLOCK_MS.value :])
+        self.made = True
 
     @torch.inference_mode(False)
-    def _allocate(self, half_bytes: int, slots: int) -> None:
-        epoch = self.epoch if self._arena is not None else self._first_epoch
+    def _allocate(self, half_bytes: int, slots: int, epoch: int, exchange: Exchange | None) -> None:
         words = signal.SIGNALS.value + slots * self.world_size
         header = torch.zeros(-(-words // 64) * 64 + disagreement.TEXT_BYTES // 4, dtype=torch.int32)
         # Signals start at the present epoch, not at 0: near the wrap 0 could pass for a later one.
         header[signal.SIGNALS.value : -disagreement.TEXT_BYTES // 4] = epoch
-        header[signal.EPOCH.value] = header[signal.GROWING.value] = epoch
-        header[signal.BUDGET_MS.value] = math.ceil(self.seconds * 1000)
+        header[signal.EPOCH.value] = epoch
         header[signal.HARDWARE.value] = self._gpu
+        data_offset = header.numel() * 4
+        arena = self._memory.allocate(data_offset + 2 * half_bytes, header, exchange)
+        own, addresses = arena.tensors[self.rank], [each.data_ptr() for each in arena.tensors]
+        on_host = own[:data_offset].view(torch.int32) if self.device.type == "cpu" else torch.zeros(0)
         old = self._arena
-        self._views.clear()
-        self._arena = self._memory.allocate(header.numel() * 4 + 2 * half_bytes, header)
-        self.half_bytes, self.slots, self.data_offset = half_bytes, slots, header.numel() * 4
-        self.words = self._arena.tensors[self.rank][: self.data_offset].view(torch.int32)
-        self.data = self._arena.tensors[self.rank][self.data_offset : self.data_offset + 2 * half_bytes]
-        # The same words for the host, where it can reach them: an element of a tensor takes ten times as long.
-        self.host_words = (self.words if self.device.type == "cpu" else torch.zeros(0)).numpy()
-        self.addresses = [each.data_ptr() for each in self._arena.tensors]
-        table = torch.tensor([*self.addresses, self.host_block.data_ptr()], dtype=torch.int64)
-        self.peers = table.to(self.device)
+        # In one step: an interruption finds the old memory or the new, and a thread that sets a timeout too.
+        vars(self).update(
+            _arena=arena,
+            _views={},
+            half_bytes=half_bytes,
+            slots=slots,
+            data_offset=data_offset,
+            words=own[:data_offset].view(torch.int32),
+            # The same words for the host, where it can reach them: an element of a tensor takes ten times as long.
+            host_words=on_host.numpy(),
+            data=own[data_offset : data_offset + 2 * half_bytes],
+            addresses=addresses,
+            peers=torch.tensor([*addresses, self.host_block.data_ptr()], dtype=torch.int64).to(self.device),
+        )
+        # Only now, as it may have been set meanwhile.
+        self.words[signal.BUDGET_MS.value] = math.ceil(self.seconds * 1000)
         if old is not None and not self._captured:
             # Nobody reads it any more: a peer only got here after finishing its last op, which read none of ours later
             # than its own.
@@ -126,7 +158,7 @@ class Workspace:
     def next_epoch(self) -> int:
         """The epoch of the op that the host is about to drive."""
         if self.device.type == "cpu":
-            return _wrap(load_acquire(self.addresses[self.rank] + 4 * signal.EPOCH.value) + 1)
+            return _wrap((self._mirror if self._progress else self._last_epoch()) + 1)
         if self._capturing():
             raise RuntimeError(
                 "copies go to addresses chosen on the host and cannot be captured: use schedule 'fused', which pushes"
@@ -135,6 +167,9 @@ class Workspace:
             # Every replay of a graph advances the device's epoch, which the host does not see.
             self._mirror, self._mirror_is_exact = self.epoch, not self._captured
         return _wrap(self._mirror + 1)
+
+    def _last_epoch(self) -> int:
+        return load_acquire(self.addresses[self.rank] + 4 * signal.EPOCH.value)
 
     def require(self, half_bytes: int, slots: int) -> None:
         """What every op begins with: grow until a half holds `half_bytes` and there are `slots` signals a source.
@@ -156,41 +191,33 @@ class Workspace:
             if half_bytes > self.half_bytes
             else self.half_bytes
         )
-        if self._memory.waits:
-            HostSteps(self, "workspace growth").meet()
-        self._allocate(grown, max(self.slots, 2 * slots) if slots > self.slots else self.slots)
+        slots = max(self.slots, 2 * slots) if slots > self.slots else self.slots
+        if not self._memory.exchanges:
+            self._allocate(grown, slots, self.epoch, None)
+            return
+        try:
+            self._allocate(grown, slots, self._last_epoch(), ArenaExchange(self))
+        except (Unreachable, ValueError) as error:
+            # It is every rank's, and each goes on with the memory that it has.
+            self._progress = min(self._progress, _NOTHING_SENT)
+            raise type(error)(f"the workspace cannot grow: {error}") from error
+        self._progress = min(self._progress, _NOTHING_SENT)
+
+    def tell_peers(self) -> None:
+        """Before the first that a peer may see of an op: it cannot be broken off in silence from here on."""
+        if self._progress:
+            self._progress = _SENT
+        else:
+            # Virtual ranks, which end no op here.
+            self._mirror_is_exact = False
 
     def channel(self) -> Channel:
         """What a kernel's launcher needs."""
-        self._begun = True
+        self.tell_peers()
         return Channel(
             self.peers, self.data, self.rank, self.world_size, self.half_bytes, self.data_offset, self.count_bytes,
-            self.meaning.fingerprint,
+            self.meanings.now.fingerprint,
         )  # fmt: skip
-
-    def mean(
-        self,
-        op: str,
-        schedule: str,
-        x: Tensor,
-        operands: Sequence[Tensor | None],
-        options: Mapping[str, Any],
-        known: dict[Any, meaning.Meaning] | None,
-    ) -> None:
-        """Before an op: what it means, which its ranks compare. known: those of calls that differ in no length."""
-        if known is None:
-            known, key = self._meanings, meaning.key(op, schedule, x, operands, options)
-        else:
-            key = schedule, meaning.in_backward(), x.dtype
-        made = known.get(key)
-        if made is None:
-            if len(known) >= _MAX_MEANINGS:
-                known.clear()
-            made = known[key] = meaning.of(op, schedule, x, operands, options)
-        if self.meaning is not made:
-            if len(self._meant) >= _MAX_MEANINGS:
-                self._meant.clear()
-            self.meaning = self._meant[made.fingerprint] = made
 
     def table(self, sizes: tuple[int, ...]) -> Tensor:
         """The row offsets of `sizes` on the device (int32, world_size + 1)."""
@@ -224,13 +251,21 @@ class Workspace:
     def steps(self, op: str) -> HostSteps | DeviceSteps:
         """The protocol's steps for an op driven from the host."""
         steps = HostSteps(self, op) if self.device.type == "cpu" else DeviceSteps(self, op)
-        self._begun = True
+        self.tell_peers()
         return steps
 
-    def begin(self) -> None:
-        """Before what an op issues: chains streams."""
-        self._begun = False
+    def begin(self, op: str) -> None:
+        """Before what an op issues: chains streams. RuntimeError where the last one has not ended."""
+        if self._progress == _SENT and self.failure is None:
+            # Interrupted where nothing was there to notice it.
+            self._abandon(self._op, None)
+            self._check()
+        self._op, self._progress = op, _NOTHING_SENT
         if self.device.type == "cpu":
+            epoch = self._last_epoch()
+            if epoch != self._mirror and self._mirror_is_exact and self.failure is None:
+                self._refuse_epoch(epoch)
+            self._mirror, self._mirror_is_exact = epoch, True
             return
         check_device(self.data)
         if self._capturing():
@@ -249,20 +284,25 @@ class Workspace:
                 self._done = self._done or torch.cuda.Event()
                 self._done.record(self._last_stream)
             # A captured op advances the device's epoch at every replay, which the host does not see.
-            self._mirror, self._mirror_is_exact = _wrap(self._mirror + 1), self._mirror_is_exact and not capturing
+            self._mirror_is_exact = self._mirror_is_exact and not capturing
         self._check()
+        if self._progress == _SENT or self.device.type != "cpu":
+            self._mirror = _wrap(self._mirror + 1)
+        self._progress = _NO_OP
 
     def interrupted(self, op: str, error: BaseException) -> None:
         """In place of `end` where the op raises, whatever it is: half way it fails the workspace, as its peers are in
         the middle of it. What is raised before the first signal leaves no trace: the same call may be made again.
         """
-        if self._begun and self.failure is None:
+        if self._progress != _SENT:
+            self._progress = _NO_OP
+        elif self.failure is None:
             self._abandon(op, error)
 
     @contextlib.contextmanager
     def running(self, op: str) -> Iterator[None]:
         """`begin` and `end`, or `interrupted`, around an op."""
-        self.begin()
+        self.begin(op)
         try:
             yield
             self.end()
@@ -278,77 +318,11 @@ class Workspace:
     def _capturing(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    def _abandon(self, op: str, error: BaseException) -> None:
-        # The peers may have this rank's part or not: the next op would take what they send of this one for its own.
-        self._leave(2)
-        # Only the text: the exception would keep its frames alive, and with them views of the arena.
-        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        self.failure = RuntimeError(
-            f"{op}: an exception left rank {self.rank} in the middle of the op, out of step with its peers: call "
-            f"fusedtp.destroy for this group on every rank before its next op ({what})"
-        )
-
-    def _leave(self, why: int) -> None:
-        # For the peers to see, where memory is the host's.
-        if self.device.type == "cpu":
-            store_release(self.addresses[self.rank] + 4 * signal.LEFT.value, why)
-
-    def _check(self) -> None:
-        """Raise what a kernel has reported, and again at every later use. On a GPU: what has arrived by now."""
-        if self.failure is not None:
-            raise self.failure
-        if self._report[signal.REPORT.value]:
-            peer, wait, expected, seen = self._report[signal.REPORT.value : signal.REPORT_SEEN.value + 1].tolist()
-            slot, op = divmod(wait, len(signal.OPS))
-            self._fail(signal.OPS[op], peer - 1, slot, expected, seen)
-
     def check(self) -> None:
         """Wait for the device and raise PeerTimeout if any op so far has reported one."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._check()
-
-    def give_up(self, op: str, peer: int, slot: int, expected: int, seen: int, seconds: float) -> None:
-        """A wait on the host has spent its budget, or its peer is gone: tell the peers who look, and raise."""
-        self.words[signal.GIVEN_UP.value] = peer + 1
-        self._fail(op, peer, slot, expected, seen, min(self.seconds, max(0.001, round(seconds, 3))))
-
-    def disagree(self, op: str, peer: int, epoch: int) -> None:
-        """Rank `peer` means something else by the op of this epoch: tell all that, and what this rank means; raise."""
-        self.words[signal.GIVEN_UP.value] = peer + 1
-        words = self._header(self.rank)
-        own = fingerprint_place(epoch, self.rank, self.world_size)
-        fingerprint = int(np.array(words[own : own + 2], dtype=np.int32).view(np.int64)[0])
-        disagreement.say(self._text(self.rank), self._meant.get(fingerprint, self.meaning).values)
-        entries = signal.SIGNALS.value + signal.ENTRY_SLOT.value * self.world_size
-        meant = disagreement.everyone(
-            self._text, self.rank, self.world_size, lambda src: raised(words[entries + src], epoch), self.seconds
-        )
-        text = meaning.difference(op, meant) or f"{op}: the ranks do not agree, rank {peer} means something else"
-        text += ". Call fusedtp.destroy for this group on every rank before its next op"
-        self.failure = RanksDisagree(text, op, self.rank, meant)
-        raise self.failure
-
-    def _text(self, peer: int) -> Tensor:
-        assert self._arena is not None
-        return self._arena.tensors[peer][self.data_offset - disagreement.TEXT_BYTES : self.data_offset]
-
-    def _fail(self, op: str, peer: int, slot: int, expected: int, seen: int, seconds: float | None = None) -> None:
-        others = [other for other in range(self.world_size) if other != self.rank]
-        differing = disagreement.differing(self._header(self.rank), self.rank, self.world_size, expected)
-        if differing := differing or [other for other in others if disagreement.heard(self._text(other)) is not None]:
-            self.disagree(op, differing[0], expected)
-        who = missing.really_missing(self.rank, self.world_size, self._header, peer)
-        what = "its memory to grow" if slot == signal.GROWTH_SLOT.value else f"signal slot {slot}"
-        detail = f"{what}: epoch {expected} expected, {seen} seen"
-        detail += missing.explain(self._header, peer, who)
-        self.failure = PeerTimeout(op, self.rank, who, seconds or self.seconds, detail)
-        raise self.failure
-
-    def _header(self, peer: int) -> list[int]:
-        assert self._arena is not None
-        words: list[int] = self._arena.tensors[peer][: self.data_offset].view(torch.int32).tolist()
-        return words
 
     def signal_words(self, peer: int) -> Tensor:
         """Rank `peer`'s header as torch's stream operations want it: flat, uint32."""
@@ -375,7 +349,10 @@ class Workspace:
     def set_timeout(self, seconds: float) -> None:
         """The budget of every wait from the next op on."""
         self.seconds = seconds
-        self.words[signal.BUDGET_MS.value] = math.ceil(seconds * 1000)
+        # Another thread may end the workspace meanwhile: what it has had stays mapped as long as this shows it.
+        words = getattr(self, "words", None)
+        if words is not None:
+            words[signal.BUDGET_MS.value] = math.ceil(seconds * 1000)
 
     def close(self) -> None:
         """Give the memory back. The peers may still use theirs."""
@@ -385,10 +362,8 @@ class Workspace:
                 torch.cuda.synchronize(self.device)
         finally:
             clock.release(self.host_block[signal.CLOCK_MS.value :])
-        if self._arena is not None:
+        if (arena := self._arena) is not None:
             self._leave(1)
-            arena, self._arena = self._arena, None
-            self._views.clear()
-            del self.words, self.host_words, self.data
+            vars(self).update(_arena=None, words=None, host_words=None, data=None, _views={})
             arena.release()
             self._captured.clear()

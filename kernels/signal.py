@@ -61,7 +61,8 @@ WAITING_SLOT = tl.constexpr(5)  # the slot that WAITING_FOR's program waits on
 LEFT = tl.constexpr(6)  # why this rank raises no more signals here: 1 destroyed, 2 an op left by an exception; or 0
 HARDWARE = tl.constexpr(7)  # what this rank's GPU is (`hardware.number_of`): all go by rank 0's
 BYTES_SENT = tl.constexpr(8)  # int64, counted only by kernels compiled with COUNT
-GROWING = tl.constexpr(10)  # the epoch before which this rank has come to grow the workspace; the host's alone
+GROWING = tl.constexpr(10)  # how many steps this rank has come in growing the workspace; the host's alone
+OUTCOME = tl.constexpr(11)  # two words, what came of the last growth on this rank; the host's alone
 SIGNALS = tl.constexpr(
     16
 )  # first signal word; the signal of (slot, source) is word SIGNALS + slot * world_size + source

@@ -22,7 +22,7 @@ LAYERS = (
     ("partition",),
     ("groups", "reference", "turns", "budgets"),
     ("kernels", "memory"),
-    ("workspaces", "workspace", "steps", "clock", "missing"),
+    ("workspaces", "workspace", "rendezvous", "steps", "clock", "missing"),
     ("schedules",),
     ("agreement", "dispatch", "tuning"),
     ("execute", "pairs"),

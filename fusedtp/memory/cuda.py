@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import Arena, Unreachable
+from . import Arena, Exchange, Unreachable
 from .gpus import Gpu, Place, link_refusal, refusal, socket_refusal
 from .rendezvous import SECONDS, meet
 
@@ -36,7 +36,7 @@ class _Offer:
 class CudaMemory:
     """Arenas of the ranks of `group` on `device`."""
 
-    waits = False
+    exchanges = False
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, gpu: Gpu | None = None, seconds: float = SECONDS
@@ -44,7 +44,7 @@ class CudaMemory:
         self._group, self._gpu, self._seconds = group, gpu or Gpu(device), seconds
         self.rank, self.world_size = group.rank(), group.size()
 
-    def allocate(self, num_bytes: int, header: Tensor) -> Arena:
+    def allocate(self, num_bytes: int, header: Tensor, exchange: Exchange | None = None) -> Arena:
         """See `Memory.allocate`. Raises `Unreachable` on every rank, with one reason, where any rank has no memory left
         or is where another cannot map it, ValueError on every rank if they do not ask alike; what the device itself
         reports (torch.AcceleratorError) on the rank that it happens to."""

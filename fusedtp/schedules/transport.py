@@ -59,7 +59,7 @@ class Epoch:
 
     def __enter__(self) -> Any:
         ws = self._ws
-        ws.begin()
+        ws.begin(self._name)
         try:
             ws.require(self._half_bytes, self._slots)
             self._steps = steps = ws.steps(self._name)

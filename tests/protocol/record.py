@@ -235,7 +235,7 @@ class Recorder:
     def agreed(self, word: int) -> int:
         """What a peer that agrees has written to that half: this rank's own."""
         low = (word - signal.SIGNALS.value - signal.FINGERPRINT_SLOT.value * self.ws.world_size) % 2 == 0
-        fingerprint = self.ws.meaning.fingerprint
+        fingerprint = self.ws.meanings.now.fingerprint
         return steps.wrapping_difference(fingerprint if low else fingerprint >> 32, 0)
 
     # Polls.
@@ -375,7 +375,7 @@ class Recorder:
             owner, offset = self.locate(address) or (self.rank, 0)
             if self._open:
                 self.host_event(Access(False, owner, frozenset([-1 - offset // 4, -2 - offset // 4])))
-            return self.ws.meaning.fingerprint
+            return self.ws.meanings.now.fingerprint
 
         def store_fingerprint(address: int, value: int) -> None:
             owner, offset = self.locate(address) or (self.rank, 0)
