@@ -2,9 +2,8 @@
 longer than a small matmul.
 
 A layer's weight and bias are DTensors. The op takes them as they are, multiplies their local parts and hands DTensors
-back as gradients: one node of the graph, where DTensor.to_local would add one for each, with a DTensor to be made from
-its parts behind it (at 1 rank, 8 x 8: 11 us a forward and 55 us a backward pass more than for plain tensors; to_local
-12 and 370).
+back as gradients: one node of the graph, where DTensor.to_local would add one for each. Forward and backward of a small
+layer take 290 us so, 440 by to_local and 190 with plain tensors (one rank, 8 x 64 x 64, with bias, an EPYC core).
 """
 
 from __future__ import annotations

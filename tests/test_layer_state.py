@@ -28,7 +28,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn import functional as F
 
 import fusedtp
@@ -289,6 +290,63 @@ def with_fsdp(group: ProcessGroup, on_meta: bool) -> None:
 @pytest.mark.parametrize("on_meta", [False, True])
 def test_fsdp_on_the_other_axis(pool: RankPool, on_meta: bool) -> None:
     pool.run(with_fsdp, on_meta)
+
+
+class WithNorm(nn.Module):
+    """A layer beside parameters of nn.Module's own, which every rank has alike."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(HIDDEN), mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(self.norm(x))  # type: ignore[no-any-return]
+
+
+def clipped_beside_plain(group: ProcessGroup) -> None:
+    torch.manual_seed(2)
+    ours = WithNorm(fusedtp.ParallelMLP(HIDDEN, INNER, group=group))
+    torch.manual_seed(2)
+    theirs = WithNorm(nn.Sequential(nn.Linear(HIDDEN, INNER), nn.GELU(), nn.Linear(INNER, HIDDEN)))
+    x, dy = inputs(0)
+    theirs(x).backward(dy)
+    ours(mine(x, group)).backward(mine(dy, group))
+    for p in ours.norm.parameters():
+        assert p.grad is not None
+        p.grad = fusedtp.all_reduce(p.grad, group=group)
+    with implicit_replication():
+        norm = nn.utils.clip_grad_norm_(ours.parameters(), 0.5)
+    assert isinstance(norm, DTensor)
+    close(norm.full_tensor(), nn.utils.clip_grad_norm_(theirs.parameters(), 0.5), "norm")
+    for p, ref in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert p.grad is not None
+        assert ref.grad is not None
+        close(p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad, ref.grad, "clipped gradient")
+
+
+def test_clipping_beside_plain_parameters(pool: RankPool) -> None:
+    pool.run(clipped_beside_plain, world_size=2)
+
+
+def over_four(group: ProcessGroup) -> None:
+    mesh = DeviceMesh("cpu", torch.arange(4).view(4, 1), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(2)
+    plain = fusedtp.ParallelMLP(HIDDEN, 12, activation="swiglu", group=mesh["tp"])
+    ours = copy.deepcopy(plain)
+    fully_shard(ours, mesh=mesh["dp"], shard_placement_fn=lambda p: Shard(1 if p.ndim == 3 else 0))
+    assert ours.gate_up_proj.weight.to_local().shape == (2, 3, HIDDEN)
+    x = inputs(0)[0]
+    y, expected = ours(x), plain(x)
+    assert torch.equal(y, expected)
+    # Equal on all ranks, and averaged.
+    for each in (y, expected):
+        each.sum().backward()
+    for (name, p), ref in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        close(whole(p.grad), whole(ref.grad), f"gradient of {name}")
+
+
+def test_gate_and_up_are_cut_along_their_rows(pool: RankPool) -> None:
+    pool.run(over_four)
 
 
 def own_sizes(group: ProcessGroup, path: str, sizes: tuple[int, int]) -> Tensor:
