@@ -42,6 +42,9 @@ class Lowered:
         """Where an operand of `kind` is: a register, or a constant (below 0)."""
         if text in self.registers[kind] or text in _SPECIAL:
             return self.registers[kind][text]
+        if text == "_":
+            # A sink: PTX, mov: what goes there is dropped.
+            return self.registers[kind].setdefault(text, len(self.registers[kind]))
         if text.startswith("%") or text in self.source.kinds:
             if self.source.kind(text) != kind:
                 raise CannotExecute(f"{text} is no operand of kind {kind}")

@@ -54,7 +54,8 @@ static void drain_lane(Cta *c, Entry *e, int l);
 static void drain_older(Cta *c, const Entry *e, u64 at) {
   // Stores of one thread to one place are in order (PTX, Coherence Order).
   for (int i = 0; i < c->num_entries && c->entries[i] != e; i++)
-    EACH(k, c->entries[i]->mask) if (c->entries[i]->address[k] >> 4 == at) drain_lane(c, c->entries[i], k);
+    if (c->entries[i]->lowest >> 4 <= at && at <= c->entries[i]->highest >> 4)
+      EACH(k, c->entries[i]->mask) if (c->entries[i]->address[k] >> 4 == at) drain_lane(c, c->entries[i], k);
 }
 static void drain_lane(Cta *c, Entry *e, int l) {
   u64 a = e->address[l];
@@ -84,6 +85,7 @@ static void drain_own(u64 a, int len, int lane) {
   int drained = 0;
   for (int i = 0; i < C->num_entries; i++) {
     Entry *e = C->entries[i];
+    if (e->lowest >= a + len || a >= e->highest + e->len) continue;
     EACH(l, e->mask & ordered(e, lane))
       if (e->address[l] < a + len && a < e->address[l] + e->len) drain_lane(C, e, l), drained = 1;
   }
@@ -148,13 +150,16 @@ static void load(u64 a, int len, i64 view, void *out, int lane, int proxy) {
 static void store(const u64 *base, u32 m, int len, u8 (*data)[16]) {
   if (!m) return;
   if (C->num_entries == MOST_ENTRIES) { drain(C, C->entries[rnd() % MOST_ENTRIES], ALL); sweep(C); }
+  C->polls = 0;
   Entry *e = malloc(sizeof *e);
   C->entries[C->num_entries++] = e;
-  e->warp = W->id; e->phase = W->phase; e->len = len; e->mask = e->marked = 0; e->when = 0;
+  e->warp = W->id; e->phase = W->phase; e->len = len; e->mask = e->marked = 0; e->when = 0; e->lowest = ~0ull; e->highest = 0;
   EACH(l, m) {
     u64 a = base[l] + I->imm;
     Region *r = checked(a, len, 1, "store", l);
     e->address[l] = a;
+    if (a < e->lowest) e->lowest = a;
+    if (a > e->highest) e->highest = a;
     e->mask |= 1u << l;
     r->pending[granule(r, a)]++;
     memcpy(e->data[l], data[l], len);
@@ -167,6 +172,7 @@ static void strong(int lane, u64 a, int len, int flags, const u32 *x, const u32 
   Region *r = checked(a, len, !reads, "strong access", lane);
   if (r->pending[granule(r, a)]) drain_own(a, len, lane);
   Message *place = message(a);
+  C->polls = reads;
   u64 was = 0, to;
   memcpy(&was, (void *)a, len);
   *out = was;

@@ -166,6 +166,8 @@ static void schedule(const Plan *plan) {
     happen();
     if (++idle > 200000) fail("deadlock: nobody can run");
     if (!W->live || W->waiting) continue;
+    // Who polls in vain has fewer turns: nothing else changes until others run.
+    if (C->polls && rnd() % 8) continue;
     if ((C->rank == slow_rank || C->index == slow_cta || W->id == slow_warp) && rnd() % 64) continue;
     for (int n = 1 + (int)(rnd() % quantum); n && W->live && !W->waiting; n--) step();
     idle = 0;
