@@ -101,12 +101,16 @@ def regress(session: nox.Session) -> None:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """10,000 mixed calls on four ranks, then 1,000 sequences across two groups. After --: --calls, --seed, ..."""
+    """10,000 mixed calls on four ranks, 1,000 sequences across two groups, 1,000 mutated files of each kind.
+
+    After --: --calls, --seed, ...
+    """
     install(session)
     session.run("python", "-P", "-m", "fusedtp.bench.soak", *session.posargs, env=ONE_THREAD)
     # What was asked for may be the replay of a few calls.
     if not session.posargs:
-        session.run("pytest", "tests/test_two_groups.py", env={**ONE_THREAD, "FUSEDTP_SOAK": "large"})
+        files = ("tests/test_two_groups.py", "tests/test_mutated_files.py")
+        session.run("pytest", *files, env={**ONE_THREAD, "FUSEDTP_SOAK": "large"})
 
 
 @nox.session(venv_backend="none")

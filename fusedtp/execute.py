@@ -52,6 +52,7 @@ class Runner:
     schedule: str
     algorithm: str = "auto"
     debug: bool = False
+    producer: str = "auto"
 
     def call(self, op: str, axis: str, x: Tensor, *operands: Tensor | None, **options: Any) -> Any:
         """One op over one axis, by the schedule that dispatch chooses."""
@@ -62,7 +63,7 @@ class Runner:
                 agreement.check(op, group, x, *operands, **asked_for, **options)
             if op == "matmul_all_reduce":
                 options["algorithm"] = self.algorithm
-            return dispatch.run(op, self.schedule, group, x, *operands, **options)
+            return dispatch.run(op, self.schedule, group, x, *operands, producer=self.producer, **options)
 
     def sizes(self, step: Step, before: notation.Tensor) -> tuple[int, ...]:
         """The ranks' lengths of the dim that a step gathers, slices or scatters."""

@@ -16,13 +16,14 @@ from .registered import operator
 
 
 def _run(
-    op: str, schedule: str, x: Tensor, group_name: str, *operands: Tensor | None, debug: bool = False, **options: Any
-) -> Tensor:
+    op: str, schedule: str, x: Tensor, group_name: str, *operands: Tensor | None, debug: bool = False,
+    producer: str = "auto", **options: Any,
+) -> Tensor:  # fmt: skip
     group = groups.resolve(group_name)
     with turns.Turn("group", group_name, op):
         if debug or agreement.wanted():
             agreement.check(op, group, x, *operands, schedule=schedule, **options)
-        out: Tensor = dispatch.run(op, schedule, group, x, *operands, **options)
+        out: Tensor = dispatch.run(op, schedule, group, x, *operands, producer=producer, **options)
     return out
 
 
@@ -76,7 +77,7 @@ def matmul_all_reduce(
 
 
 def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.sizes, ctx.group_name, ctx.schedule, _, ctx.debug = inputs
+    _, ctx.sizes, ctx.group_name, ctx.schedule, _, ctx.debug, *ctx.more = inputs
 
 
 def _setup_all_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -84,7 +85,9 @@ def _setup_all_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 
 def _through_reduce_scatter(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return reduce_scatter(grad, ctx.sizes, ctx.group_name, ctx.schedule, "auto", ctx.debug), *[None] * 5
+    return reduce_scatter(grad, ctx.sizes, ctx.group_name, ctx.schedule, "auto", ctx.debug), *[None] * (
+        5 + len(ctx.more)
+    )
 
 
 def _through_all_gather(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -96,17 +99,20 @@ def _as_it_is(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _fake_all_gather(
-    x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str, debug: bool = False
-) -> Tensor:
+    x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str, debug: bool = False,
+    producer: str = "auto",
+) -> Tensor:  # fmt: skip
     return x.new_empty(sum(sizes), x.shape[1])
 
 
 @operator("all_gather", _fake_all_gather, _through_reduce_scatter, _setup_gather)
 def all_gather(
-    x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str, debug: bool = False
-) -> Tensor:
+    x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str, debug: bool = False,
+    producer: str = "auto",
+) -> Tensor:  # fmt: skip
     """x [sizes[rank], C] -> [sum(sizes), C]."""
-    return _run("all_gather", schedule, x, group_name, debug=debug, sizes=tuple(sizes), algorithm=algorithm)
+    options = {"sizes": tuple(sizes), "algorithm": algorithm}
+    return _run("all_gather", schedule, x, group_name, debug=debug, producer=producer, **options)
 
 
 def _fake_reduce_scatter(

@@ -20,6 +20,7 @@ from .errors import PeerTimeout
 from .hardware import Hardware
 from .kernels import signal
 from .kernels.launch import Channel
+from .kernels.loading import check_device
 from .memory import Arena, Memory
 from .shards import offsets
 from .steps import DeviceSteps, HostSteps, load_acquire, store_release
@@ -37,6 +38,9 @@ def _wrap(epoch: int) -> int:
 class Workspace:
     """One rank's end of a group's symmetric memory."""
 
+    # What is kept for later ops is made outside of inference mode, whatever mode the op that needs it first runs in: a
+    # tensor of that mode may be neither written nor viewed by an op that is trained with.
+    @torch.inference_mode(False)
     def __init__(self, memory: Memory, device: torch.device, *, epoch: int = 0, seconds: float | None = None) -> None:
         self.rank, self.world_size = memory.rank, memory.world_size
         self.device, self.count_bytes = device, False
@@ -73,6 +77,7 @@ class Workspace:
         self.hardware = self._shared_hardware()
         clock.drive(self.host_block[signal.CLOCK_MS.value :])
 
+    @torch.inference_mode(False)
     def _allocate(self, half_bytes: int, slots: int) -> None:
         epoch = self.epoch if self._arena is not None else self._first_epoch
         words = signal.SIGNALS.value + slots * self.world_size
@@ -103,8 +108,8 @@ class Workspace:
             return hardware.CPU
         assert self._arena is not None
         words = self._arena.tensors[0][: 4 * signal.SIGNALS.value].view(torch.int32)
-        # A GPU that the table does not have is taken for an H100.
-        return hardware.numbered(int(words[signal.HARDWARE.value])) or hardware.find("h100")
+        known = hardware.numbered(int(words[signal.HARDWARE.value]))
+        return known or hardware.assumed("" if self._gpu else torch.cuda.get_device_name(self.device))
 
     @property
     def epoch(self) -> int:
@@ -159,9 +164,13 @@ class Workspace:
         """The row offsets of `sizes` on the device (int32, world_size + 1)."""
         table = self._tables.get(sizes)
         if table is None:
-            if len(self._tables) >= _MAX_VIEWS:
+            if len(self._tables) >= _MAX_VIEWS and not self._capturing():
+                # A kernel on another stream may be reading one still.
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
                 self._tables.clear()
-            table = self._tables[sizes] = torch.tensor(offsets(sizes), dtype=torch.int32, device=self.device)
+            with torch.inference_mode(False):
+                table = self._tables[sizes] = torch.tensor(offsets(sizes), dtype=torch.int32, device=self.device)
         if self._capturing():
             self._captured.append(table)
         return table
@@ -173,10 +182,11 @@ class Workspace:
         if view is None:
             assert self._arena is not None
             begin = self.data_offset + (epoch & 1) * self.half_bytes + offset
-            part = self._arena.tensors[peer][begin : begin + math.prod(shape) * dtype.itemsize]
             if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
-            view = self._views[key] = part.view(dtype).view(shape)
+            with torch.inference_mode(False):
+                part = self._arena.tensors[peer][begin : begin + math.prod(shape) * dtype.itemsize]
+                view = self._views[key] = part.view(dtype).view(shape)
         return view
 
     def steps(self, op: str) -> HostSteps | DeviceSteps:
@@ -190,6 +200,7 @@ class Workspace:
         self._begun = False
         if self.device.type == "cpu":
             return
+        check_device(self.data)
         if self._capturing():
             self._captured.append((self._arena, self.peers))
             return
@@ -226,6 +237,11 @@ class Workspace:
         except BaseException as error:
             self.interrupted(op, error)
             raise
+
+    @property
+    def loads_for_capture(self) -> bool:
+        """Whether what runs here now may be captured in a graph later."""
+        return self.device.type == "cuda" and not self._capturing()
 
     def _capturing(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

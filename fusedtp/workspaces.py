@@ -47,7 +47,7 @@ def get(group: dist.ProcessGroup, device: torch.device, *, epoch: int = 0) -> Wo
     if key in _unreachable:
         raise Unreachable(_unreachable[key])
     if key not in _workspaces:
-        memory = PosixMemory(group) if device.type == "cpu" else CudaMemory(group, device)
+        memory = PosixMemory(group) if device.type == "cpu" else CudaMemory(group, key[1])
         try:
             _workspaces[key] = Workspace(memory, key[1], epoch=epoch, seconds=budgets.of(group))
         except Unreachable as error:

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from .descriptors import described_gathered, described_right
 from .launch import Channel, Config, flattened, options
+from .loading import launch
 from .matmul import (
     Operand,
     RightOperand,
@@ -242,7 +243,7 @@ def gather_matmul(
     b_by, b_desc = described_right(b, reading)
     aligned = all(size % 16 == 0 for size in sizes)
     rows_aligned = aligned if gather_dim == 0 else M % 16 == 0
-    _gather_matmul_kernel[(config.programs + pushers,)](
+    launch(_gather_matmul_kernel, (config.programs + pushers,))(
         a, b, c, c if bias is None else bias, own_desc, arena_desc, b_desc, table, channel.peers, rank, a.shape[0],
         dst_row, num_tiles, M, N, K, a.shape[1], *a.stride(), *b.stride(), *c.stride(), pitch, channel.half_bytes,
         channel.data_offset, channel.world_size, OPS.index("all_gather_matmul"), channel.count_bytes, a_by, b_by,

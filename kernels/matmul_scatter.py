@@ -16,6 +16,7 @@ import triton.language as tl
 
 from .descriptors import described_left, described_right
 from .launch import Channel, Config, options
+from .loading import launch
 from .matmul import RightOperand, a_local, b_source, locate_in_chunks, locate_whole, matmul_tiles, round_to
 from .signal import FIRST_SLOT, OPS, Link, begin, cdiv, count_sent, enter, half, raise_signal
 
@@ -138,7 +139,7 @@ def matmul_scatter(
     num_tiles = sum(-(-rows // config.block_m) for rows in chunks) * -(-N // config.block_n)
     a_by, a_desc = described_left(a, config)
     b_by, b_desc = described_right(b, config)
-    _matmul_scatter_kernel[(config.programs,)](
+    launch(_matmul_scatter_kernel, (config.programs,))(
         a, b, a_desc, b_desc, table, channel.peers, channel.rank, channel.rank * region_rows, num_tiles, M, N, K,
         *a.stride(), *b.stride(), pitch, channel.half_bytes, channel.data_offset, channel.world_size, OPS.index(op),
         channel.count_bytes, a_by, b_by, to_all,

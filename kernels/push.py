@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from .launch import Channel, Config, moving_options
+from .loading import launch
 from .matmul import or_nan
 from .signal import FIRST_SLOT, OPS, Link, begin, cdiv, count_sent, enter, half, leave, raise_signal, wait
 
@@ -159,7 +160,7 @@ def push(
     """
     rows, cols = x.shape
     pieces = -(-rows // piece_rows) * (1 if scatter else channel.world_size)
-    _push_kernel[(max(1, min(config.pushers, pieces)),)](
+    launch(_push_kernel, (max(1, min(config.pushers, pieces)),))(
         x, table, channel.peers, channel.rank, rows, dst_row, first_slot, cols, x.stride(0), x.stride(1), pitch,
         channel.half_bytes, channel.data_offset, channel.world_size, OPS.index(op), channel.count_bytes, scatter,
         with_own,
@@ -237,7 +238,7 @@ def collect(
 
     They came in tiles with a slot each (`per_tile`), or in pieces of `piece_rows` rows.
     """
-    _collect_kernel[(config.programs,)](
+    launch(_collect_kernel, (config.programs,))(
         out, table, channel.peers, channel.rank, first_slot, region_row, out.shape[1], out.stride(0), out.stride(1),
         pitch,
         channel.half_bytes, channel.data_offset, channel.world_size, OPS.index(op), channel.count_bytes, per_tile,

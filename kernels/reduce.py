@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from .launch import Channel, Config, moving_options
+from .loading import launch
 from .matmul import or_nan, round_to
 from .push import Rows
 from .signal import FIRST_SLOT, OPS, Link, begin, cdiv, count_sent, half, leave, raise_signal, wait
@@ -116,7 +117,7 @@ def reduce(
     """
     rows, cols = out.shape
     local = out if own is None else own
-    _reduce_kernel[(config.programs,)](
+    launch(_reduce_kernel, (config.programs,))(
         local, out, out if bias is None else bias, channel.peers, channel.rank, rows, region_rows, result_row or 0,
         second_slot, cols,
         local.stride(0), local.stride(1), out.stride(0), out.stride(1), pitch, channel.half_bytes, channel.data_offset,

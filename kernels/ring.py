@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from .launch import Channel, Config, ring_options
+from .loading import launch
 from .matmul import or_nan, round_to
 from .push import Rows
 from .signal import FIRST_SLOT, OPS, Link, begin, cdiv, count_sent, enter, half, leave, raise_signal, wait
@@ -183,7 +184,7 @@ def ring(
     cols = x.shape[1]
     max_pieces = max(-(-rows // config.block_m) for rows in sizes) * -(-cols // config.block_n)
     reduces, gathers = op != "all_gather", op != "reduce_scatter"
-    _ring_kernel[(config.programs,)](
+    launch(_ring_kernel, (config.programs,))(
         x, out, table, channel.peers, channel.rank, max_pieces, sum(sizes) if reduces else 0,
         FIRST_SLOT.value + (len(sizes) * max_pieces if reduces else 0), cols, *x.stride(), *out.stride(), pitch,
         channel.half_bytes, channel.data_offset, channel.world_size, OPS.index(op), channel.count_bytes, reduces,

@@ -15,7 +15,8 @@ asking.
 
 Bounded waits. The host block holds a clock in milliseconds that the host advances (a program cannot read the time
 portably). A wait whose budget is spent reports itself there and falls through; the host raises PeerTimeout from the
-report. Before it falls through it takes this rank's `enter` back from every peer, and none follows: what a rank does
+report. What a wait decides by, clock, budget and epoch too, one thread reads and tells the others (`read`). Before it
+falls through it takes this rank's `enter` back from every peer, and none follows: what a rank does
 after it has given up, with NaN for what is missing or two epochs on in a half that a late peer still reads, is before
 the end of no peer's op, and no peer returns it.
 """
@@ -106,9 +107,19 @@ def header(peers, rank):
 
 
 @triton.jit
+def read(word):
+    """What an int32 that others write holds now: one thread reads it and all are told, so that all decide alike.
+
+    Of a plain load every thread makes its own, whatever its cache modifier, and at a change of the word some warps see
+    the old value and some the new one: they leave a loop apart and meet barriers that are not the same.
+    """
+    return tl.atomic_add(word, 0, sem="relaxed", scope="sys")
+
+
+@triton.jit
 def begin(peers, rank):
     """The epoch of the op that this program belongs to."""
-    return tl.load(header(peers, rank) + EPOCH) + 1
+    return read(header(peers, rank) + EPOCH) + 1
 
 
 @triton.jit
@@ -173,10 +184,10 @@ def wait(link, src, slot):
     # Not 0 <= seen - epoch < LEAD.
     if ((seen - link.epoch) & -LEAD) != 0:
         host = tl.load(link.peers + link.WORLD_SIZE).to(tl.pointer_type(tl.int32))
-        budget = tl.load(words + BUDGET_MS)
-        start = tl.load(host + CLOCK_MS, cache_modifier=".cv")
+        budget = read(words + BUDGET_MS)
+        start = read(host + CLOCK_MS)
         # A rank that has given up before does not wait again, be it in this op or in one that was issued after it.
-        waiting = (tl.atomic_add(words + GIVEN_UP, 0, sem="relaxed", scope="gpu") == 0).to(tl.int32)
+        waiting = (read(words + GIVEN_UP) == 0).to(tl.int32)
         polls = 0
         while (((seen - link.epoch) & -LEAD) != 0) & (waiting != 0):
             polls += 1
@@ -184,8 +195,8 @@ def wait(link, src, slot):
                 polls = 0
                 tl.store(words + WAITING_SLOT, slot)
                 tl.store(words + WAITING_FOR, src + 1)
-                given_up = tl.atomic_add(words + GIVEN_UP, 0, sem="relaxed", scope="gpu")
-                elapsed = tl.load(host + CLOCK_MS, cache_modifier=".cv") - start
+                given_up = read(words + GIVEN_UP)
+                elapsed = read(host + CLOCK_MS) - start
                 waiting = ((given_up == 0) & (elapsed < budget)).to(tl.int32)
             # After the look at the clock: a rank that was itself stopped meanwhile finds what has arrived in that time.
             seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
@@ -204,7 +215,7 @@ def enter(link, pid):
     """
     if pid == 0:
         # In two steps, as Triton's `and` would load on every program.
-        if tl.load(header(link.peers, link.rank) + GIVEN_UP) == 0:
+        if read(header(link.peers, link.rank) + GIVEN_UP) == 0:
             for i in range(1, link.WORLD_SIZE):
                 raise_signal(link, (link.rank + i) % link.WORLD_SIZE, ENTRY_SLOT)
 

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from .launch import Channel
+from .loading import launch
 from .signal import OPS, Link, begin, enter, leave, raise_signal, wait
 
 
@@ -35,7 +36,7 @@ def _step_kernel(
 
 def step(channel: Channel, op: str, name: str, peer: int = 0, slot: int = 0) -> None:
     """Issue `name` (enter, signal, wait or leave) on the current stream; `peer` and `slot` for signal and wait."""
-    _step_kernel[(1,)](
+    launch(_step_kernel, (1,))(
         channel.peers, channel.rank, peer, slot, channel.half_bytes, channel.data_offset,
         channel.world_size, OPS.index(op), channel.count_bytes, name, num_warps=1,
     )  # fmt: skip

@@ -185,7 +185,8 @@ def test_launched_in_an_odd_environment(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 NUMBERS = {"int": "1", "float | None": "1.5", "bool": "False", "str": "text"}
-CELLS = {field.name: NUMBERS[str(field.type)] for field in fields(store.Row)}
+NAMES = {"op": "all_gather_matmul", "direction": "forward", "dtype": "float32", "gate": "passed"}
+CELLS = {field.name: NUMBERS[str(field.type)] for field in fields(store.Row)} | NAMES
 HEAD, LINE = ",".join(CELLS), ",".join(CELLS.values())
 
 
@@ -201,9 +202,9 @@ ROWS: list[tuple[str, bytes, str]] = [
     ("a pickle", pickle.dumps([1]), "is not a table of sweep rows"),
     ("not UTF-8", table(cpu="Som\u00e9").decode().encode("latin1"), "is not a table of sweep rows"),
     ("no header", f"{LINE}\n".encode(), "is not a table of sweep rows"),
-    ("a column twice", f"{HEAD},M\n{LINE},1\n".encode(), "not known: ['M.1']"),
-    ("a cell too many", f"{HEAD}\n{LINE},1\n".encode(), "is not"),
-    ("cells missing", f"{HEAD}\na,b\n".encode(), "row 1, column M: '' is not int"),
+    ("a column twice", f"{HEAD},M\n{LINE},1\n".encode(), "is not a table of sweep rows"),
+    ("a cell too many", f"{HEAD}\n{LINE},1\n".encode(), "line 2, row 1, column time_utc: 46 cells, not 45"),
+    ("cells missing", f"{HEAD}\na,b\n".encode(), "line 2, row 1, column M: 2 cells, not 45"),
     ("a quote left open", f'{HEAD}\n"{LINE}\n'.encode(), "is not a table of sweep rows"),
     ("a word for a length", table(M="many"), "row 1, column M: 'many' is not int"),
     ("a negative length", table(M="-1"), "row 1, column M: '-1' is not int"),
@@ -215,8 +216,19 @@ ROWS: list[tuple[str, bytes, str]] = [
     ("a time of NaN", table(median_ms="nan"), "row 1, column median_ms: 'nan' is not float"),
     ("a time without end", table(median_ms="inf"), "row 1, column median_ms: 'inf' is not float"),
     ("a time beyond floats", table(median_ms="1e999"), "row 1, column median_ms: '1e999' is not float"),
+    ("a time of 400 digits", table(total_ms="9" * 400), "row 1, column total_ms: '9999"),
     ("a time with underscores", table(median_ms="1_0.0"), "row 1, column median_ms: '1_0.0' is not float"),
     ("a flag of another language", table(dirty="true"), "row 1, column dirty: 'true' is not bool"),
+    ("a time of nothing", table(median_ms="0"), "line 2, row 1, column median_ms: '0' is not from 1e-09 to 1e+09"),
+    ("a time of ages", table(median_ms="1e99"), "row 1, column median_ms: '1e99' is not from"),
+    ("a length of nothing", table(M="0"), "row 1, column M: '0' is not from 1 to"),
+    ("no ranks", table(world_size="0"), "row 1, column world_size: '0' is not from 1 to"),
+    ("an unknown op", table(op="matmul"), "row 1, column op: 'matmul' is not one of all_gather_matmul,"),
+    ("an unknown direction", table(direction="up"), "row 1, column direction: 'up' is not one of forward, backward"),
+    ("an unknown dtype", table(dtype="int8"), "row 1, column dtype: 'int8' is not one of float32, bfloat16"),
+    ("a time outside its own spread", table(p20_ms="1.6"), "column median_ms: 1.5 is not between p20_ms 1.6 and"),
+    ("a time of what was refused", table(gate="wrong"), "column gate: 'wrong', and yet there is a time"),
+    ("a row twice", table() + table().splitlines()[1], "line 3, row 2: the same case and variant as row 1"),
     ("a zero byte", table(cpu="a\0b"), "row 1, column cpu: 'a\\x00b' is not str"),
     ("more than is read", b" " * (store.MAX_BYTES + 1), f"larger than the {store.MAX_BYTES} bytes that are read"),
 ]

@@ -17,7 +17,7 @@ FOLDERS = {"fusedtp": ROOT / "fusedtp", "fusedtp.kernels": ROOT / "kernels", "fu
 
 # Lowest first: a module imports from lower layers, or from its own. A folder counts as one.
 LAYERS = (
-    ("blas", "errors", "files", "registered", "shards", "trace"),
+    ("blas", "entries", "errors", "files", "registered", "shards", "trace"),
     ("notation", "redistribute", "candidates", "plan", "hardware", "overlap", "cost", "explain"),
     ("partition",),
     ("groups", "reference", "turns", "budgets"),
@@ -27,6 +27,8 @@ LAYERS = (
     ("agreement", "dispatch", "tuning"),
     ("execute", "pairs"),
     ("ops", "sharded"),
+    ("parameters",),
+    ("eager",),
     ("arguments", "functional", "repeated"),
     ("layers",),
     ("parallel",),

@@ -129,8 +129,8 @@ def ptx(text: str) -> Code:
     return _graph(items, r"\bbra(?:\.uni)?\s+(\$L__\w+)", r"^(ret|trap|exit)\b", r"^bra")
 
 
-def amdgcn(text: str) -> Code:
-    """Of AMD's assembly."""
+def amdgcn(text: str, *, masked: bool = False) -> Code:
+    """Of AMD's assembly. masked: with the ways that are taken where no lane of a wave has anything to do."""
     items = []
     for line in text.split(".section\t.rodata")[0].splitlines():
         line = line.split(";")[0].rstrip()
@@ -138,9 +138,8 @@ def amdgcn(text: str) -> Code:
             items.append(("label", label[1]))
         elif re.match(r"\t[a-z]", line):
             items.append(("line", line.strip()))
-    return _graph(
-        items, r"^s_c?branch\w*\s+(\.LBB\w+)", r"^s_endpgm", r"^s_branch", never=r"^s_cbranch_execz"
-    )  # fmt: skip
+    never = r"(?!)" if masked else r"^s_cbranch_execz"
+    return _graph(items, r"^s_c?branch\w*\s+(\.LBB\w+)", r"^s_endpgm", r"^s_branch", never)
 
 
 def sources(code: Code, register: str, through: str) -> set[str]:

@@ -141,11 +141,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Built:
-    """A compiled kernel. `code` is the machine's own; `ordered` is where memory order is asked for: PTX, AMD's code."""
+    """A compiled kernel. `code` is the machine's own; `ordered` is where memory order is asked for: PTX, AMD's code;
+    `decided` is that with the ways that a wave takes where no lane of it has anything to do.
+    """
 
     case: Case
     code: assembly.Code
     ordered: assembly.Code
+    decided: assembly.Code
     registers: int
     spill_bytes: int
     stack_bytes: int
@@ -296,11 +299,14 @@ def _of_amd(compiled: Any) -> tuple[assembly.Code, tuple[int, int, int]]:
 def examine(case: Case, compiled: Any) -> Built:
     """What came out."""
     code, (registers, spills, stack) = (_of_nvidia if "ptx" in compiled.asm else _of_amd)(compiled)
-    ordered = assembly.ptx(compiled.asm["ptx"]) if "ptx" in compiled.asm else code
+    if "ptx" in compiled.asm:
+        ordered = decided = assembly.ptx(compiled.asm["ptx"])
+    else:
+        ordered, decided = code, assembly.amdgcn(compiled.asm["amdgcn"], masked=True)
     metadata, config = compiled.metadata, config_of(case)
     return Built(
-        case, code, ordered, registers, spills, stack, metadata.shared, metadata.num_warps, metadata.num_stages,
-        f"{config.block_m}x{config.block_n}x{config.block_k}", is_flattened(case),
+        case, code, ordered, decided, registers, spills, stack, metadata.shared, metadata.num_warps,
+        metadata.num_stages, f"{config.block_m}x{config.block_n}x{config.block_k}", is_flattened(case),
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import torch
 
 from .assembly import sources
 from .build import TARGETS, VARIANTS, Built, config_of
+from .uniform import AMDGCN, PTX, barriers_apart
 
 # What a fused kernel may need beyond the plain matmul of the same tile.
 REGISTERS = 1.05
@@ -116,6 +117,13 @@ def acquires(built: Built) -> None:
     assert not code.reaches(store, load, without=look), "the next tile's load before its acquire"
 
 
+def decisions(built: Built) -> None:
+    """No branch that threads may take apart has a barrier on one of its ways only."""
+    found = barriers_apart(built.decided, PTX if _is_ptx(built) else AMDGCN)
+    lines = built.decided.lines
+    assert not found, f"threads may part at {[lines[branch] for branch, _ in found]}, before {lines[found[0][1]]}"
+
+
 def widths(built: Built) -> None:
     """16-bit data is stored and loaded 16 bytes at a time; on AMD, whose matrix instructions leave fours, 8 or 16."""
     case, code, variant = built.case, built.ordered, VARIANTS[built.case.variant]
@@ -152,7 +160,7 @@ def against_plain(built: Built, plain: Built) -> None:
 
 
 CHECKS: tuple[Callable[[Built], None], ...] = (
-    resources, multiplication, atomics, releases, acquires, widths,
+    resources, multiplication, atomics, releases, acquires, decisions, widths,
 )  # fmt: skip
 
 

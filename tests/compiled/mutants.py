@@ -57,6 +57,11 @@ def _by(variant: str, target: str, shape: str = "many") -> Case:
     return Case(variant, target, shape=shape)
 
 
+_WAITS = (
+    _by("gather rows, split", "sm_90"), Case("collect pieces", "sm_80"), Case("collect pieces", "gfx942"),
+    _by("gather rows, split", "gfx942"),
+)  # fmt: skip
+_ENTERS = (_by("scatter", "sm_90"), Case("push", "sm_80"), Case("push", "gfx942"))
 _SPLIT = tuple(_by("gather rows, split", target) for target in ("sm_80", "sm_90", "gfx942"))
 _SCATTER = tuple(_by("scatter", target) for target in ("sm_90", "gfx942"))
 _TURNED = tuple(_by("gather rows transposed", target) for target in ("sm_80", "sm_90"))
@@ -121,6 +126,31 @@ MUTANTS = (
         "no proxy fence", checks.acquires,
         (_by("gather rows, split", "sm_90"), _by("gather contraction, split", "sm_100")),
         (("gather_matmul", "row = before_descriptor(arena_row, packed)", "row = arena_row"),),
+    ),
+    Mutant(
+        "a clock that every thread loads", checks.decisions, _WAITS,
+        (("signal", "read(host + CLOCK_MS) - start", 'tl.load(host + CLOCK_MS, cache_modifier=".cv") - start'),),
+    ),
+    Mutant(
+        "a clock's start that every thread loads", checks.decisions, _WAITS,
+        (("signal", "start = read(host + CLOCK_MS)", 'start = tl.load(host + CLOCK_MS, cache_modifier=".cv")'),),
+    ),
+    Mutant(
+        "a budget that every thread loads", checks.decisions, _WAITS,
+        (("signal", "budget = read(words + BUDGET_MS)", "budget = tl.load(words + BUDGET_MS)"),),
+    ),
+    Mutant(
+        "a wait given up that every thread loads", checks.decisions, _WAITS,
+        (("signal", "given_up = read(words + GIVEN_UP)", "given_up = tl.load(words + GIVEN_UP, volatile=True)"),),
+    ),
+    Mutant(
+        "an epoch that every thread loads", checks.decisions, _WAITS,
+        (("signal", "read(header(peers, rank) + EPOCH)", "tl.load(header(peers, rank) + EPOCH)"),),
+    ),
+    Mutant(
+        "an entry that every thread decides", checks.decisions, _ENTERS,
+        (("signal", "        if read(header(link.peers, link.rank) + GIVEN_UP) == 0",
+            "        if tl.load(header(link.peers, link.rank) + GIVEN_UP) == 0"),),
     ),
     Mutant(
         "an address of unknown alignment", checks.widths, (_by("scatter", "sm_80"), _by("scatter", "sm_90")),
