@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fusedtp import clock, reference
 from fusedtp.memory.local import local_memories
-from fusedtp.schedules import fused, producer
+from fusedtp.schedules import fused, fused_collectives, producer
 from fusedtp.schedules.phases import Phases, run_together
 from fusedtp.shards import even_sizes
 from fusedtp.workspace import Workspace
@@ -172,16 +172,16 @@ def _collective(
         whole = parts[0].double()
         shards = list(parts[0].split(sizes))
         return (
-            lambda ws, rank: fused.all_gather_phases(ws, shards[rank], sizes, how), [whole] * world_size,
+            lambda ws, rank: fused_collectives.all_gather_phases(ws, shards[rank], sizes, how), [whole] * world_size,
             [torch.zeros_like(whole)] * world_size,
         )  # fmt: skip
     if kind == "reduce_scatter":
         return (
-            lambda ws, rank: fused.reduce_scatter_phases(ws, parts[rank], sizes, how), list(total.split(sizes)),
+            lambda ws, rank: fused_collectives.reduce_scatter_phases(ws, parts[rank], sizes, how), list(total.split(sizes)),
             list(allowed.split(sizes)),
         )  # fmt: skip
     return (
-        lambda ws, rank: fused.all_reduce_phases(ws, parts[rank], how), [total] * world_size, [allowed] * world_size,
+        lambda ws, rank: fused_collectives.all_reduce_phases(ws, parts[rank], how), [total] * world_size, [allowed] * world_size,
     )  # fmt: skip
 
 

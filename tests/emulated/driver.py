@@ -5,8 +5,7 @@ the launch waits on the machine's stream of the rank that is current.
 from __future__ import annotations
 
 import contextlib
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -54,8 +53,9 @@ class _Launcher:
         self.metadata = metadata
         self.maps = list(getattr(metadata, "tensordesc_meta", None) or [])
 
-    def __call__(self, x: int, y: int, z: int, stream: int, program: Program, *rest: Any) -> None:
+    def __call__(self, x: int, y: int, z: int, stream: int, function: tuple[str, str], *rest: Any) -> None:
         assert (y, z) == (1, 1)
+        program = active().program(*function)
         # Packed metadata, launch metadata, two hooks.
         args, maps = rest[4:], iter(self.maps)
         values: list[int] = []
@@ -117,9 +117,9 @@ class EmulatedDriver(GPUDriver):  # type: ignore[misc]
 
     def __init__(self, capability: int) -> None:
         self.capability, self.machine, self.rank = capability, Machine(), 0
-        self.programs: dict[bytes, Program] = {}
-        self.names: dict[bytes, str] = {}
-        self.rewrite: Any = None
+        self.programs: dict[str, Program] = {}
+        # Kernels are changed by it before they are launched: (name, PTX) -> PTX.
+        self.rewrite: Callable[[str, str], str] | None = None
         self.launcher_cls = _Launcher
         self.utils = SimpleNamespace(
             load_binary=self._load, get_device_properties=lambda device: {"max_shared_mem": _SHARED_BYTES[capability]}
@@ -131,11 +131,15 @@ class EmulatedDriver(GPUDriver):  # type: ignore[misc]
         self.set_current_device = lambda device: None
 
     def _load(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, ...]:
-        if binary not in self.programs:
-            text = binary.decode()
-            self.programs[binary] = Program(self.rewrite(name, text) if self.rewrite else text, op_of)
-            self.names[binary] = name
-        return None, self.programs[binary], 0, 0, 1024
+        return None, (name, binary.decode()), 0, 0, 1024
+
+    def program(self, name: str, text: str) -> Program:
+        """A kernel's PTX, read once."""
+        if self.rewrite:
+            text = self.rewrite(name, text)
+        if text not in self.programs:
+            self.programs[text] = Program(name, text, op_of)
+        return self.programs[text]
 
     @staticmethod
     def is_active() -> bool:
@@ -194,6 +198,8 @@ def device(capability: int, programs: int = 3) -> Iterator[EmulatedDriver]:
     with (
         mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: divmod(capability, 10)),
         mock.patch.object(torch.cuda, "get_device_properties", lambda device=None: properties),
+        # A torch without CUDA cannot say.
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
     ):
         try:
             config.set_active(_active)

@@ -230,8 +230,8 @@ def _lower(low: Lowered, s: Statement) -> dict[str, Any]:
 class Program:
     """A kernel as the machine has it."""
 
-    def __init__(self, text: str, op_of: Callable[[str], int]) -> None:
-        self.source = parse(text)
+    def __init__(self, name: str, text: str, op_of: Callable[[str], int]) -> None:
+        self.name, self.source = name, parse(text)
         low = Lowered(self.source, op_of)
         self.instructions = np.zeros(len(self.source.statements), INSTRUCTION)
         for i, s in enumerate(self.source.statements):

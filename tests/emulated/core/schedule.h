@@ -135,7 +135,7 @@ static void happen(void) {
 }
 static void schedule(const Plan *plan) {
   int ranks = 0, slow_rank = -1, slow_cta = -1, slow_warp = -1, quantum = plan->quantum;
-  u64 idle = 0;
+  u64 idle = 0, held = 0;
   rng = plan->seed * 0x9e3779b97f4a7c15ull + 88172645463325252ull;
   for (int i = 0; i < 8; i++) rnd();
   elected = rnd() % LANES;
@@ -153,7 +153,6 @@ static void schedule(const Plan *plan) {
       p_async = (double[]){.01, .1, .5}[rnd() % 3];
       p_drain = plan->drain * (double[]){.1, 1, 4}[rnd() % 3];
     }
-    if (plan->num_clocks && chance(plan->tick)) tick_clocks(plan);
     int ci = (int)(rnd() % num_resident);
     C = resident[ci];
     W = C->warps + rnd() % C->num_warps;
@@ -161,7 +160,10 @@ static void schedule(const Plan *plan) {
     if (C->rank == plan->held) {
       u32 t;
       memcpy(&t, (void *)plan->clocks[0], 4);
-      if ((int)(t - (u32)plan->held_until) < 0) { executed++; continue; }
+      if ((int)(t - (u32)plan->held_until) < 0) {
+        if (++held > 100000) tick_clocks(plan), held = 0;
+        continue;
+      }
     }
     happen();
     if (++idle > 200000) fail("deadlock: nobody can run");
@@ -170,7 +172,8 @@ static void schedule(const Plan *plan) {
     if (C->polls && rnd() % 8) continue;
     if ((C->rank == slow_rank || C->index == slow_cta || W->id == slow_warp) && rnd() % 64) continue;
     for (int n = 1 + (int)(rnd() % quantum); n && W->live && !W->waiting; n--) step();
-    idle = 0;
+    idle = held = 0;
+    if (plan->num_clocks && chance(plan->tick)) tick_clocks(plan);
     if (C->done == C->num_warps) {
       // The next kernel of a stream begins when all CTAs of this one have ended, and sees what they did.
       Launch *launch = C->launch;
