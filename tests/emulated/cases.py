@@ -158,9 +158,7 @@ def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, shape: Sh
     )  # fmt: skip
 
 
-def _collective(
-    name: str, sizes: tuple[int, ...], dtype: torch.dtype, normal: Callable[..., Tensor], cols: int
-) -> Op:
+def _collective(name: str, sizes: tuple[int, ...], dtype: torch.dtype, normal: Callable[..., Tensor], cols: int) -> Op:
     kind, how = name.split()
     world_size, M = len(sizes), sum(sizes)
     parts = [normal(M, cols) for _ in range(world_size)]
@@ -275,7 +273,9 @@ def in_phases(
             ran.append(driver.run(ranks, schedule))
         for ws in ranks:
             ws.check()
-            reference.check(value_of(outs[ws.rank]), expected[ws.rank], allowed[ws.rank], f"{name} by {by}, rank {ws.rank}")
+            reference.check(
+                value_of(outs[ws.rank]), expected[ws.rank], allowed[ws.rank], f"{name} by {by}, rank {ws.rank}"
+            )
     return Ran(*(sum(values) for values in zip(*((r.executed, r.stale, r.late) for r in ran), strict=True)))
 
 

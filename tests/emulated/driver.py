@@ -21,7 +21,7 @@ from triton.backends.driver import GPUDriver
 from fusedtp.workspace import Workspace
 
 from .lower import Program
-from .machine import Machine, Memory, Ran, Schedule, _Waiting, op_of
+from .machine import Machine, Memory, Ran, Schedule, Waiting, op_of
 
 # Shared memory of a program: CUDA C++ programming guide, technical specifications.
 _SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
@@ -41,7 +41,9 @@ def _without_assembly(*given: Any) -> tuple[str, str] | None:
 
 
 def _extent(x: Tensor) -> int:
-    return (1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))) * x.element_size() if x.numel() else 0
+    return (
+        (1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))) * x.element_size() if x.numel() else 0
+    )
 
 
 class _Launcher:
@@ -86,7 +88,7 @@ class _Launcher:
         names = [name for name, _ in program.source.params]
         assert len(names) == len(values), (names, values)
         active().machine.launch(
-            _Waiting(
+            Waiting(
                 self.metadata.name, program, dict(zip(names, values, strict=True)), touches, stream, x,
                 self.metadata.num_warps, self.metadata.shared, keep,
             )

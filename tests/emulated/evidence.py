@@ -20,6 +20,7 @@ from .machine import Schedule
 
 TARGETS = (80, 90)
 SEEDS = 20
+_WORLDS = (2, 3, 4, 2)
 
 
 @dataclass(frozen=True)
@@ -87,22 +88,23 @@ def _execute(unit: Unit, driver: EmulatedDriver, done: Done) -> None:
     dtype = DTYPES[unit.dtype]
     shape, fewer = small(unit.target, dtype), small(unit.target, dtype, "empty")
     for seed in range(unit.seeds):
-        world_size = 2 + seed % 3
         which = fewer if seed % 5 == 4 else shape
+        # Every third run has two epochs one behind the other, every seventh passes the wrap of the epoch.
+        ops = [unit.op] * (1 + (seed % 3 == 0))
         epoch = 2**31 - 2 if seed % 7 == 6 else 0
-        ops = [unit.op] * (1 + (seed + 1) % 2 + (seed % 6 == 5))
-        _add(done, run(driver, ops, world_size, dtype, which, _schedule(seed), epoch=epoch))
-    # Rows of more columns than are sent at once; rows that are narrow, or few; pieces of tiles.
-    for i, other in enumerate((replace(shape, N=520, K=80), replace(shape, N=88), replace(shape, M=48))[: unit.seeds]):
-        _add(done, run(driver, [unit.op], 2, dtype, other, _schedule(100 + i), piece_bytes=1 if i == 2 else None))
-    for seed in range(min(unit.seeds, 6)):
-        _add(done, giveups.missing(driver, unit.op, 2 + seed % 3, dtype, shape, _schedule_of_giving_up(seed)))
-        for by in (seed % 3 - 1, 3 + seed):
+        _add(done, run(driver, ops, _WORLDS[seed % len(_WORLDS)], dtype, which, _schedule(seed), epoch=epoch))
+    if unit.dtype == "bfloat16":
+        # More columns than are sent at once; few columns; few rows, in pieces of a tile.
+        for i, other in enumerate((replace(shape, N=520, K=80), replace(shape, N=88), replace(shape, M=48))):
+            _add(done, run(driver, [unit.op], 2, dtype, other, _schedule(100 + i), piece_bytes=1 if i == 2 else None))
+        if unit.op in ("gather rows", "gather contraction", "all_gather direct"):
+            _add(done, in_phases(driver, unit.op, 3, dtype, shape, _schedule(0), "copy"))
+    for seed in range(min(unit.seeds, 4)):
+        world_size, how = _WORLDS[seed], _schedule_of_giving_up(seed)
+        _add(done, giveups.missing(driver, unit.op, world_size, dtype, shape, how))
+        for by in (seed % 3 - 1, 3 + 2 * seed):
             done.runs += 1
-            done.gave_up += giveups.late(driver, unit.op, 2 + seed % 3, dtype, shape, _schedule_of_giving_up(seed), by)
-    if unit.op in ("gather rows", "gather contraction", "all_gather direct"):
-        for seed in range(min(unit.seeds, 3)):
-            _add(done, in_phases(driver, unit.op, 2 + seed, dtype, shape, _schedule(seed), "copy"))
+            done.gave_up += giveups.late(driver, unit.op, world_size, dtype, shape, how, by)
 
 
 def _schedule_of_giving_up(seed: int) -> Schedule:
@@ -124,7 +126,8 @@ def work(unit: Unit) -> Done:
                     for each in mutants.mutants(name, text)
                 ]  # fmt: skip
                 done.found = [
-                    (each, mutants.find(driver, unit.op, dtype, each, unit.seeds)) for each in every[unit.part :: unit.of]
+                    (each, mutants.find(driver, unit.op, dtype, each, unit.seeds))
+                    for each in every[unit.part :: unit.of]
                 ]
             else:
                 _execute(unit, driver, done)

@@ -40,7 +40,9 @@ def missing(
         others = [ws for ws in ranks if ws.rank != absent]
         late = phases[absent]
         next(late)
-        outs = dict(zip([ws.rank for ws in others], issue(driver, others, [phases[ws.rank] for ws in others]), strict=True))
+        outs = dict(
+            zip([ws.rank for ws in others], issue(driver, others, [phases[ws.rank] for ws in others]), strict=True)
+        )
         first = driver.run(ranks, schedule)
         for ws in others:
             what = f"{name}, rank {ws.rank} of {world_size} without {absent}, seed {schedule.seed}"
@@ -53,7 +55,14 @@ def missing(
         second = driver.run(ranks, replace(schedule, seed=schedule.seed + 1))
         with pytest.raises(PeerTimeout, match=f"rank {absent} waited"):
             ranks[absent].check()
-    return Ran(*(a + b for a, b in zip((first.executed, first.stale, first.late), (second.executed, second.stale, second.late), strict=True)))
+    return Ran(
+        *(
+            a + b
+            for a, b in zip(
+                (first.executed, first.stale, first.late), (second.executed, second.stale, second.late), strict=True
+            )
+        )
+    )
 
 
 def late(

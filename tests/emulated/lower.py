@@ -100,7 +100,9 @@ def _load_or_store(low: Lowered, s: Statement) -> dict[str, Any]:
         kind = "w" if bits == 32 or signed else "d"
         op = "sext64" if signed else f"mov_{bits}"
         return low.make(op, [(s.operands[0], "d" if bits == 64 else "w"), (name, kind)], bits)
-    known = {"global", "shared", "b8", "b16", "b32", "b64", "v2", "v4"} | {f"{t}{b}" for t in "uf" for b in (16, 32, 64)}
+    known = {"global", "shared", "b8", "b16", "b32", "b64", "v2", "v4"} | {
+        f"{t}{b}" for t in "uf" for b in (16, 32, 64)
+    }
     weak = set(mods) - {mods[0]} <= known
     if space not in ("global", "shared"):
         raise CannotExecute("state space")
@@ -108,7 +110,13 @@ def _load_or_store(low: Lowered, s: Statement) -> dict[str, Any]:
     values, (base, offset) = vector(value), address(place)
     kind = _kind(width)
     if not weak:
-        if s.name != "ld" or space != "global" or len(values) != 1 or not {"acquire", "relaxed"} & set(mods) or width != 4:
+        if (
+            s.name != "ld"
+            or space != "global"
+            or len(values) != 1
+            or not {"acquire", "relaxed"} & set(mods)
+            or width != 4
+        ):
             raise CannotExecute("a strong access of this kind")
         return low.make("ld_strong", [(values[0], kind), (base, "d")], width=width, imm=offset, flags=_flags(mods))
     if low.source.kind(values[0]) != kind if values[0].startswith("%") else False:
@@ -124,7 +132,11 @@ def _atom(low: Lowered, s: Statement) -> dict[str, Any]:
     if mods[0] != "global":
         raise CannotExecute("state space")
     width, what = _bytes(mods[-1]), mods[-2]
-    if what not in ("exch", "cas", "add") or width not in (4, 8) or (width == 8 and (what != "add" or _flags(mods) & 3)):
+    if (
+        what not in ("exch", "cas", "add")
+        or width not in (4, 8)
+        or (width == 8 and (what != "add" or _flags(mods) & 3))
+    ):
         raise CannotExecute("atomic operation")
     base, offset = address(s.operands[1])
     op = {"exch": "atom_exch", "cas": "atom_cas", "add": "atom_add_64" if width == 8 else "atom_add"}[what]
@@ -187,7 +199,9 @@ def _matrix(low: Lowered, s: Statement) -> dict[str, Any]:
         found = re.fullmatch(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16|f16)\.\1\.f32", s.opcode)
         if not found:
             raise CannotExecute("matrix multiplication")
-        return low.make("mma", words(each for group in s.operands for each in vector(group)), flags=BF16 * (found[1] == "bf16"))
+        return low.make(
+            "mma", words(each for group in s.operands for each in vector(group)), flags=BF16 * (found[1] == "bf16")
+        )
     if s.modifiers[0] == "mma_async":
         found = re.fullmatch(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(bf16|f16)\.\2", s.opcode)
         d = vector(s.operands[0])
@@ -260,6 +274,8 @@ class Program:
             mask = (1 << 64) - 1 if kind == "d" else (1 << 32) - 1
             column = np.array([each & mask for each in found], dtype)
             made.append(
-                column * np.uint32(mask) if kind == "p" else np.ascontiguousarray(np.repeat(column[:, None], 32, axis=1))
+                column * np.uint32(mask)
+                if kind == "p"
+                else np.ascontiguousarray(np.repeat(column[:, None], 32, axis=1))
             )
         return made

@@ -88,7 +88,7 @@ class Memory:
 
 
 @dataclass
-class _Waiting:
+class Waiting:
     name: str
     program: Program
     values: dict[str, int]
@@ -113,13 +113,13 @@ class Machine:
     """Launches wait, a stream a rank, until `run` executes them all, interleaved as the schedule's seed has it."""
 
     def __init__(self) -> None:
-        self.waiting: list[_Waiting] = []
+        self.waiting: list[Waiting] = []
         # Watched besides what a launch is given: every rank's arena, each rank's host block, clocks by address.
         self.arenas: list[Memory] = []
         self.blocks: list[Memory] = []
         self.clocks: list[int] = []
 
-    def launch(self, waiting: _Waiting) -> None:
+    def launch(self, waiting: Waiting) -> None:
         self.waiting.append(waiting)
 
     def _regions(self) -> list[Memory]:
@@ -147,7 +147,9 @@ class Machine:
         def spans(pieces: Sequence[Memory]) -> Array:
             found = np.zeros(len(pieces), SPAN)
             for i, piece in enumerate(pieces):
-                (of,) = (n for n, r in zip(numbers, regions, strict=True) if r.begin <= piece.begin and piece.end <= r.end)
+                (of,) = (
+                    n for n, r in zip(numbers, regions, strict=True) if r.begin <= piece.begin and piece.end <= r.end
+                )
                 found[i] = (piece.begin, piece.end, of, piece.writable)
             return found
 
@@ -178,7 +180,7 @@ class Machine:
         return Ran(*map(int, stats))
 
     @staticmethod
-    def _explained(text: str, waiting: Sequence[_Waiting]) -> str:
+    def _explained(text: str, waiting: Sequence[Waiting]) -> str:
         # The core knows instructions by number, and registers by their place.
         found = re.match(r"rank (\d+), launch (\d+), CTA \d+, warp -?\d+, ins (-?\d+)", text)
         if not found:

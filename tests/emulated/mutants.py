@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+import fusedtp.kernels
 import pytest
 import torch
 
@@ -30,17 +35,20 @@ class Kind:
 
 @dataclass(frozen=True)
 class Mutant:
-    """The n-th place of a kind in a kernel, whose source line is `where`."""
+    """A place of a kind in a kernel. `where`: its source line and those that it was called from; `inside`: the functions
+    that they are in.
+    """
 
     kind: str
     kernel: str
     where: str
+    inside: str
     begin: int
     end: int
     instead: str
 
     def __str__(self) -> str:
-        return f"{self.kind}, {self.kernel} ({self.where})"
+        return f"{self.kind}, {self.kernel} ({self.where}: {self.inside})"
 
     def applied(self, name: str, text: str) -> str:
         """The kernel's PTX with this place broken; other kernels as they are."""
@@ -56,6 +64,20 @@ def _turned(match: re.Match[str]) -> str:
 
 
 _FRAMES = 4
+# Why runs that go right with a mutant do not speak against them: kinds, where, the reason.
+EQUIVALENT = (
+    (r"release", r"raise_signal < enter\b", "nothing is stored before an entry, and what kernels before it did is "
+     "there for all when they have ended"),
+    (r"no barrier", r"raise_signal < enter\b", "nothing is stored before an entry"),
+    (r"release", r"_give_up\b", "nothing is stored before an entry that is taken back, and here the host reads a "
+     "report when the kernel has ended"),
+    (r"arrival", r"leave\b", "what the last arrival is followed by touches the rank's own header only; all else is there "
+     "for who comes next as the kernel has ended"),
+    (r"acquire", r"leave\b", "nothing is read behind the wait for entries"),
+    (r"mask of a store", r"^(wait|leave|_give_up)\b", "every thread would store the same value"),
+    (r"no barrier", r"", "between it and the barriers beside it no two warps touch the same shared memory, and nothing "
+     "is released: the checks see every access"),
+)  # fmt: skip
 
 # Descriptor constants of wgmma: a swizzle of 128 bytes, and what is added for the next 16 of k.
 _SWIZZLED = 1 << 62
@@ -94,20 +116,45 @@ KINDS = (
 )
 
 
+@functools.cache
+def _functions(file: str) -> list[tuple[int, int, str]]:
+    path = Path(inspect.getfile(fusedtp.kernels)).parent / file
+    if not path.exists():
+        return []
+    defined = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+    return [(node.lineno, node.end_lineno or 0, node.name) for node in defined]
+
+
+def _inside(where: str) -> str:
+    """The functions that the lines of a place are in."""
+    found = []
+    for file, line in re.findall(r"([\w.]+):(\d+)", where):
+        names = [name for first, last, name in _functions(file) if first <= int(line) <= last]
+        found.append(names[-1] if names else file)
+    return " < ".join(found)
+
+
 def mutants(name: str, text: str) -> Iterator[Mutant]:
-    """One mutant a kind and line of the source."""
+    """One mutant a kind and line of the source, with the lines it was called from: the last place of each."""
     # With where it was called from: a function that is inlined twice is two places.
     found = re.finditer(r"\.loc[^\n]*//\s*([^\n]*)", text)
     lines = [(m.start(), " < ".join(re.findall(r"(\w+\.py:\d+)", m[1])[:_FRAMES])) for m in found]
     for kind in KINDS:
-        seen = set()
+        last: dict[str, re.Match[str]] = {}
         for match in re.finditer(kind.pattern, text):
             where = next((where for start, where in reversed(lines) if start < match.start()), "")
-            if where in seen:
-                continue
-            seen.add(where)
+            last[where] = match
+        for where, match in last.items():
             instead = kind.change(match) if callable(kind.change) else match.expand(kind.change)
-            yield Mutant(kind.name, name, where, match.start(), match.end(), instead)
+            yield Mutant(kind.name, name, where, _inside(where), match.start(), match.end(), instead)
+
+
+def reason(mutant: Mutant) -> str:
+    """Why a mutant that no run finds is no other kernel, or nothing."""
+    for kind, inside, why in EQUIVALENT:
+        if re.search(kind, mutant.kind) and re.search(inside, mutant.inside):
+            return why
+    return ""
 
 
 def sources(driver: EmulatedDriver, op: str, dtype: torch.dtype) -> dict[str, str]:

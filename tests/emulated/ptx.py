@@ -1,4 +1,4 @@
-"""PTX as Triton emits it, read into statements: opcode, guard, operands, labels, and the line of the source they are of."""
+"""PTX as Triton emits it, read into statements: opcode, guard, operands, labels, and the source's line they are of."""
 
 from __future__ import annotations
 

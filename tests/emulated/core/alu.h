@@ -31,7 +31,8 @@
   X(min_u32, W, W, W, N, x < y ? x : y) X(max_u32, W, W, W, N, x > y ? x : y) \
   X(min_s64, D, D, D, N, (i64)x < (i64)y ? x : y) X(max_s64, D, D, D, N, (i64)x > (i64)y ? x : y) \
   X(min_u64, D, D, D, N, x < y ? x : y) X(max_u64, D, D, D, N, x > y ? x : y) \
-  X(div_s32, W, W, W, N, y ? (u32)((i64)(int)x / (int)y) : ALL) X(rem_s32, W, W, W, N, y ? (u32)((i64)(int)x % (int)y) : x) \
+  X(div_s32, W, W, W, N, y ? (u32)((i64)(int)x / (int)y) : ALL) \
+  X(rem_s32, W, W, W, N, y ? (u32)((i64)(int)x % (int)y) : x) \
   X(div_u32, W, W, W, N, y ? x / y : ALL) X(rem_u32, W, W, W, N, y ? x % y : x) \
   X(div_s64, D, D, D, N, y ? ((i64)y == -1 ? 0 - x : (u64)((i64)x / (i64)y)) : ~0ull) \
   X(rem_s64, D, D, D, N, y ? ((i64)y == -1 ? 0 : (u64)((i64)x % (i64)y)) : x) \
@@ -47,11 +48,15 @@
   X(sext16_32, W, W, N, N, (int)(int16_t)x) X(low8, W, W, N, N, x & 0xff) \
   X(low32, W, D, N, N, (u32)x) X(zext64, D, W, N, N, x) X(sext64, D, W, N, N, (i64)(int)x) \
   X(eq_32, P, W, W, N, x == y) X(ne_32, P, W, W, N, x != y) X(lt_s32, P, W, W, N, (int)x < (int)y) \
-  X(le_s32, P, W, W, N, (int)x <= (int)y) X(gt_s32, P, W, W, N, (int)x > (int)y) X(ge_s32, P, W, W, N, (int)x >= (int)y) \
-  X(lt_u32, P, W, W, N, x < y) X(le_u32, P, W, W, N, x <= y) X(gt_u32, P, W, W, N, x > y) X(ge_u32, P, W, W, N, x >= y) \
+  X(le_s32, P, W, W, N, (int)x <= (int)y) X(gt_s32, P, W, W, N, (int)x > (int)y) \
+  X(ge_s32, P, W, W, N, (int)x >= (int)y) \
+  X(lt_u32, P, W, W, N, x < y) X(le_u32, P, W, W, N, x <= y) X(gt_u32, P, W, W, N, x > y) \
+  X(ge_u32, P, W, W, N, x >= y) \
   X(eq_64, P, D, D, N, x == y) X(ne_64, P, D, D, N, x != y) X(lt_s64, P, D, D, N, (i64)x < (i64)y) \
-  X(le_s64, P, D, D, N, (i64)x <= (i64)y) X(gt_s64, P, D, D, N, (i64)x > (i64)y) X(ge_s64, P, D, D, N, (i64)x >= (i64)y) \
-  X(lt_u64, P, D, D, N, x < y) X(le_u64, P, D, D, N, x <= y) X(gt_u64, P, D, D, N, x > y) X(ge_u64, P, D, D, N, x >= y) \
+  X(le_s64, P, D, D, N, (i64)x <= (i64)y) X(gt_s64, P, D, D, N, (i64)x > (i64)y) \
+  X(ge_s64, P, D, D, N, (i64)x >= (i64)y) \
+  X(lt_u64, P, D, D, N, x < y) X(le_u64, P, D, D, N, x <= y) X(gt_u64, P, D, D, N, x > y) \
+  X(ge_u64, P, D, D, N, x >= y) \
   X(add_f32, W, W, W, N, bits(flt(x) + flt(y))) X(sub_f32, W, W, W, N, bits(flt(x) - flt(y))) \
   X(mul_f32, W, W, W, N, bits(flt(x) * flt(y))) X(fma_f32, W, W, W, W, bits(fmaf(flt(x), flt(y), flt(z)))) \
   X(cvt_f32_bf16, W, W, N, N, from_bf16(x)) X(cvt_bf16_f32, W, W, N, N, to_bf16(x)) \

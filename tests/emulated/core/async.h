@@ -47,7 +47,8 @@ static Mbarrier *mbarrier(u32 a, int lane) {
 }
 static void mbarrier_check(Mbarrier *b) {
   if (b->pending < 0) fail("mbarrier at %#x: more arrivals than the %d of its phase", b->address, b->count);
-  if (b->tx > (1 << 20) - 1 || b->tx < -((1 << 20) - 1)) fail("mbarrier at %#x: tx-count %lld", b->address, (long long)b->tx);
+  if (b->tx > (1 << 20) - 1 || b->tx < -((1 << 20) - 1))
+    fail("mbarrier at %#x: tx-count %lld", b->address, (long long)b->tx);
   if (b->pending || b->tx) return;
   b->phase ^= 1;
   b->pending = b->count;
@@ -67,7 +68,7 @@ static void mbarrier_init(u32 a, int count, int lane) {
 static void mbarrier_inval(u32 a, int lane) {
   Mbarrier *b = mbarrier(a, lane);
   for (int i = 0; i < C->num_tmas; i++)
-    if (C->tmas[i].bar == b->address) fail("mbarrier at %#x is invalidated while copies that count there are under way", b->address);
+    if (C->tmas[i].bar == b->address) fail("mbarrier at %#x is invalidated while copies count there", b->address);
   if (b->tx) fail("mbarrier at %#x is invalidated with a tx-count of %lld", b->address, (long long)b->tx);
   b->valid = 0;
   wrote(b->address, 8, (u16)(W->id << 5 | lane));
@@ -110,7 +111,8 @@ static void tma_data(const Tma *t) {
       u8 data[16] = {0};
       i64 at = first + j / size, n = 16 / size;
       // Out of bounds are zeros, at both ends.
-      if (inside && at >= 0 && at + n <= map->dim[0] && (from + at * size) % 16 == 0) load(from + at * size, 16, t->view, data, 0, 1);
+      if (inside && at >= 0 && at + n <= map->dim[0] && (from + at * size) % 16 == 0)
+        load(from + at * size, 16, t->view, data, 0, 1);
       else if (inside)
         for (int k = 0; k < n; k++)
           if (at + k >= 0 && at + k < map->dim[0]) load(from + (at + k) * size, size, t->view, data + k * size, 0, 1);

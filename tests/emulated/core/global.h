@@ -153,7 +153,8 @@ static void store(const u64 *base, u32 m, int len, u8 (*data)[16]) {
   C->polls = 0;
   Entry *e = malloc(sizeof *e);
   C->entries[C->num_entries++] = e;
-  e->warp = W->id; e->phase = W->phase; e->len = len; e->mask = e->marked = 0; e->when = 0; e->lowest = ~0ull; e->highest = 0;
+  e->warp = W->id; e->phase = W->phase; e->len = len; e->mask = e->marked = 0; e->when = 0;
+  e->lowest = ~0ull; e->highest = 0;
   EACH(l, m) {
     u64 a = base[l] + I->imm;
     Region *r = checked(a, len, 1, "store", l);

@@ -95,7 +95,8 @@ static void leave(u32 m) {
     return;
   }
   if (C->num_tmas) fail("a CTA ends while its TMA copies are under way");
-  for (int i = 0; i < C->num_bars; i++) if (C->bars[i].valid) fail("an mbarrier at %#x is never invalidated", C->bars[i].address);
+  for (int i = 0; i < C->num_bars; i++)
+    if (C->bars[i].valid) fail("an mbarrier at %#x is never invalidated", C->bars[i].address);
 }
 
 static void step(void) {
@@ -130,7 +131,8 @@ static void step(void) {
   case OP_bar_sync: bar_sync(m); break;
   case OP_ld_global: case OP_st_global: ld_st_global(o, m); break;
   case OP_ld_shared: case OP_st_shared: ld_st_shared(o, m); break;
-  case OP_ld_strong: case OP_atom_exch: case OP_atom_cas: case OP_atom_add: case OP_atom_add_64: strong_all(o, m); break;
+  case OP_ld_strong: case OP_atom_exch: case OP_atom_cas: case OP_atom_add: case OP_atom_add_64:
+    strong_all(o, m); break;
   case OP_cp_async: {
     const u32 *dst = word(o[0], m), *given = word(o[2], m); const u64 *src = dbl(o[1], m);
     EACH(l, m) cp_async(dst[l] + (u32)I->imm, src[l], I->width, (int)given[l], l);
@@ -152,7 +154,8 @@ static void step(void) {
     set_word(o[0], m, t); break; }
   case OP_fence_proxy_global: fence_proxy(m, 0); break;
   case OP_fence_proxy_shared: fence_proxy(m, 1); break;
-  case OP_mbarrier_init: { const u32 *a = word(o[0], m); EACH(l, m) mbarrier_init(a[l] + (u32)I->imm, I->width, l); break; }
+  case OP_mbarrier_init: {
+    const u32 *a = word(o[0], m); EACH(l, m) mbarrier_init(a[l] + (u32)I->imm, I->width, l); break; }
   case OP_mbarrier_inval: { const u32 *a = word(o[0], m); EACH(l, m) mbarrier_inval(a[l] + (u32)I->imm, l); break; }
   case OP_mbarrier_expect: {
     const u32 *a = word(o[0], m); EACH(l, m) mbarrier_expect(a[l] + (u32)I->imm, I->width, l); break; }
@@ -183,6 +186,7 @@ static void step(void) {
   EACH(l, W->live) if (W->pc[l] != W->at) W->diverged = 1;
 }
 
+size_t size_of_instruction(void) { return sizeof(Ins); }
 int op_of(const char *name) {
   for (int i = 0; i < NUM_OPS; i++) if (!strcmp(op_names[i], name)) return i;
   return -1;

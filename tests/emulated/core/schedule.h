@@ -2,8 +2,8 @@
 static void step(void);
 static u32 elected;
 
-// How one run goes. `clock` is a word of the host's memory that advances while kernels run, at a chance of `tick` a turn,
-// by up to `most_tick`. `held` is a rank that does nothing until the clock has come to `held_until`.
+// How one run goes. `clocks` are words of the host's memory that advance while kernels run, at a chance of `tick` a
+// turn, by up to `most_tick`. `held` is a rank that does nothing until the clock has come to `held_until`.
 typedef struct {
   u64 seed, limit, idle_limit;
   double stale, drain, tick;
@@ -15,7 +15,11 @@ static int num_launches, first_launch[MOST_RANKS], num_ctas;
 enum { MOST_LAUNCHES = 4096, MOST_RESIDENT = 1024 };
 
 void reset(int most_regions) {
-  if (!launches) { make_f16_table(); launches = malloc(MOST_LAUNCHES * sizeof *launches); resident = malloc(MOST_RESIDENT * sizeof *resident); }
+  if (!launches) {
+    make_f16_table();
+    launches = malloc(MOST_LAUNCHES * sizeof *launches);
+    resident = malloc(MOST_RESIDENT * sizeof *resident);
+  }
   regions = calloc(most_regions, sizeof *regions);
   num_regions = num_launches = num_resident = num_ctas = 0;
   now = 0;
@@ -25,14 +29,17 @@ void reset(int most_regions) {
 }
 int add_region(u64 base, u64 len, int rank) {
   u64 first = base >> 4, n = ((base + len + 15) >> 4) - first;
-  regions[num_regions] = (Region){base, len, first, rank, calloc(n, 16), calloc(n, 8), calloc(n, 4), calloc(n, 4), calloc(n, 2)};
+  regions[num_regions] = (Region){
+      base, len, first, rank, calloc(n, 16), calloc(n, 8), calloc(n, 4), calloc(n, 4), calloc(n, 2)};
   for (u64 i = 0; i < n; i++) regions[num_regions].who[i] = ALL;
   return num_regions++;
 }
 // Kernels of one rank run one after another, as on one stream.
-void launch(const Kernel *k, const void *words, const void *doubles, const void *preds, const Span *spans, int num_spans,
-            int rank, int grid, int num_warps, u32 shared_bytes) {
-  launches[num_launches++] = (Launch){k, {words, doubles, preds}, spans, num_spans, rank, grid, num_warps, 0, grid, shared_bytes};
+void launch(const Kernel *k, const void *words, const void *doubles, const void *preds, const Span *spans,
+            int num_spans, int rank, int grid, int num_warps, u32 shared_bytes) {
+  if (num_launches == MOST_LAUNCHES) abort();
+  launches[num_launches++] = (Launch){
+      k, {words, doubles, preds}, spans, num_spans, rank, grid, num_warps, 0, grid, shared_bytes};
 }
 
 static Cta *start(Launch *launch) {
@@ -72,7 +79,10 @@ static void finish(Cta *c) {
 }
 static void clear(void) {
   for (int i = 0; i < num_resident; i++) finish(resident[i]);
-  for (int i = 0; i < num_regions; i++) { Region *r = regions + i; free(r->old); free(r->when); free(r->who); free(r->phase); free(r->pending); }
+  for (int i = 0; i < num_regions; i++) {
+    Region *r = regions + i;
+    free(r->old); free(r->when); free(r->who); free(r->phase); free(r->pending);
+  }
   free(regions);
   regions = NULL;
   num_resident = num_regions = 0;
@@ -82,8 +92,10 @@ static void where(char *to, size_t size) {
   int n = 0;
   for (int i = 0; i < num_resident && n < (int)size - 64; i++) {
     n += snprintf(to + n, size - n, "%srank %d CTA %d:", i ? "; " : " | ", resident[i]->rank, resident[i]->id);
-    for (int j = 0; j < resident[i]->num_warps && n < (int)size - 64; j++)
-      n += snprintf(to + n, size - n, " %s%d", resident[i]->warps[j].live ? resident[i]->warps[j].waiting ? "b" : "" : "x", resident[i]->warps[j].at);
+    for (int j = 0; j < resident[i]->num_warps && n < (int)size - 64; j++) {
+      const Warp *w = resident[i]->warps + j;
+      n += snprintf(to + n, size - n, " %s%d", !w->live ? "x" : w->waiting ? "b" : "", w->at);
+    }
   }
 }
 
@@ -92,13 +104,15 @@ static void where(char *to, size_t size) {
 static int fill(const Plan *plan, int ranks) {
   int left = 0;
   for (int r = 0; r < ranks; r++) {
-    while (first_launch[r] < num_launches && (launches[first_launch[r]].rank != r || !launches[first_launch[r]].left)) first_launch[r]++;
+    int *first = first_launch + r;
+    while (*first < num_launches && (launches[*first].rank != r || !launches[*first].left)) ++*first;
     if (first_launch[r] == num_launches) continue;
     left = 1;
     Launch *launch = launches + first_launch[r];
     int here = 0;
     for (int i = 0; i < num_resident; i++) here += resident[i]->rank == r;
-    while (launch->next < launch->grid && here < plan->residents && num_resident < MOST_RESIDENT) resident[num_resident++] = start(launch), here++;
+    for (; launch->next < launch->grid && here < plan->residents && num_resident < MOST_RESIDENT; here++)
+      resident[num_resident++] = start(launch);
   }
   return left;
 }
@@ -185,6 +199,7 @@ static void schedule(const Plan *plan) {
       fill(plan, ranks);
     }
     if (executed > plan->limit) fail("not finished after %llu instructions", (unsigned long long)executed);
-    if (executed - progress_at > plan->idle_limit) fail("deadlock: nothing has changed for %llu instructions", (unsigned long long)plan->idle_limit);
+    if (executed - progress_at > plan->idle_limit)
+      fail("deadlock: nothing has changed for %llu instructions", (unsigned long long)plan->idle_limit);
   }
 }

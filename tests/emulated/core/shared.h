@@ -38,7 +38,8 @@ static void not_read_by_wgmma(u32 at, int len) {
   for (int i = 0; i < C->num_ranges; i++) {
     Range *r = C->ranges + i;
     if (r->begin < at + len && at < r->end && (r->when > C->barrier_at) && r->warp != W->id)
-      fail("race: shared memory at %#x is written and was read by a wgmma of warp %d since the last barrier", at, r->warp);
+      fail("race: shared memory at %#x is written and was read by a wgmma of warp %d since the last barrier", at,
+           r->warp);
   }
   if (!C->reading) return;
   for (int w = 0; w < C->num_warps; w++)
@@ -59,8 +60,8 @@ static inline void may_write(u32 at, int len, int lane, const u8 *data) {
         who_wrote(h, at, "written");
     }
     if (h->read > C->barrier_at && h->readers & ~(1u << W->id))
-      fail("race: shared memory at %#x is written by warp %d and was read by warps %#x since the last barrier", at, W->id,
-           h->readers);
+      fail("race: shared memory at %#x is written by warp %d and was read by warps %#x since the last barrier", at,
+           W->id, h->readers);
   }
   not_read_by_wgmma(at, len);
 }

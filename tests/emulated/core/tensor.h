@@ -90,7 +90,8 @@ static void readable(u32 at) {
   }
 }
 // Eight adjacent elements at a time; `to` gets [k][mn].
-static void operand(const Matrix *x, int across, int first, int count, int bf, float *to, int pitch, int check, Range *range) {
+static void operand(const Matrix *x, int across, int first, int count, int bf, float *to, int pitch, int check,
+                    Range *range) {
   for (int i = 0; i < count * 2; i++) {
     int mn = across ? i / 16 * 8 : i / 2, k = across ? i % 16 : i % 2 * 8;
     u32 a = element(x, across, first + mn, k);

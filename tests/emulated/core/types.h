@@ -47,7 +47,13 @@ typedef struct {
 } Launch;
 
 // Stores of one instruction that are not seen by others yet: by lane. `marked` were released at gpu scope, at `when`.
-typedef struct { int warp, phase, len; u32 mask, marked; i64 when; u64 lowest, highest, address[LANES]; u8 data[LANES][16]; } Entry;
+typedef struct {
+  int warp, phase, len;
+  u32 mask, marked;
+  i64 when;
+  u64 lowest, highest, address[LANES];
+  u8 data[LANES][16];
+} Entry;
 typedef struct { u32 dst; u64 src; int bytes, given, group, lane, done; i64 view; } Copy;
 // What wgmma reads, or has read up to a time.
 typedef struct { u32 begin, end, when; int warp; } Range;
