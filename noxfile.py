@@ -103,6 +103,14 @@ def kernels(session: nox.Session, triton: str) -> None:
 
 
 @nox.session
+def emulate(session: nox.Session) -> None:
+    """Execute compiled kernels on a CPU, under a weak memory and hostile schedules; under 10 minutes on two cores."""
+    install(session)
+    env = {**ONE_THREAD, "TRITON_INTERPRET": "0", "FUSEDTP_EMULATION": os.environ.get("FUSEDTP_EMULATION", "all")}
+    session.run("pytest", "-m", "emulated", *session.posargs, env=env)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """pytest-benchmark timings, saved under results/<machine>/benchmarks. Arguments after -- go to pytest."""
     install(session)
