@@ -138,7 +138,7 @@ def interrupted_making(group: ProcessGroup, destroys: bool) -> bool:
             raise KeyboardInterrupt
 
         rendezvous.StoreExchange.outcomes = interrupted  # type: ignore[method-assign, assignment]
-        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        with pytest.raises(KeyboardInterrupt):
             gather(group, 3)
         rendezvous.StoreExchange.outcomes = outcomes  # type: ignore[method-assign]
         if destroys:
