@@ -25,7 +25,7 @@ class Entry:
 
     def where(self, name: str) -> str:
         """The place of a key, as refusals name it."""
-        name = name if name.isprintable() else repr(name)
+        name = name if name.isprintable() and name.strip() == name != "" else repr(name)
         return f"{self.at}.{name}" if self.at else name
 
     def only(self, *names: str) -> Entry:
