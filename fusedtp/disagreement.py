@@ -49,19 +49,23 @@ def heard(place: Tensor) -> dict[str, str] | None:
     return {str(name): str(value) for name, value in values.items()} if isinstance(values, dict) else None
 
 
-def differing(headers: Sequence[int], rank: int, world_size: int, epoch: int) -> list[int]:
-    """The ranks that have entered `epoch` with another fingerprint than this one, by its own header's words."""
-    entries = signal.SIGNALS.value + signal.ENTRY_SLOT.value * world_size
-    own, found = fingerprint_place(epoch, rank, world_size), []
-    for peer in range(world_size):
-        theirs = fingerprint_place(epoch, peer, world_size)
-        if (
-            peer != rank
-            and raised(headers[entries + peer], epoch)
-            and headers[theirs : theirs + 2] != headers[own : own + 2]
-        ):
-            found.append(peer)
-    return found
+def has_entered(header: Sequence[int], peer: int, world_size: int, epoch: int) -> bool:
+    """Whether rank `peer` has entered `epoch`, by the words of the header at which it says so."""
+    return raised(header[signal.SIGNALS.value + signal.ENTRY_SLOT.value * world_size + peer], epoch)
+
+
+def differing(header: Sequence[int], rank: int, world_size: int, epoch: int) -> list[int]:
+    """The ranks that have entered `epoch` with another fingerprint than `rank`, whose header this is."""
+
+    def fingerprint(source: int) -> Sequence[int]:
+        begin = fingerprint_place(epoch, source, world_size)
+        return header[begin : begin + 2]
+
+    return [
+        peer
+        for peer in range(world_size)
+        if peer != rank and has_entered(header, peer, world_size, epoch) and fingerprint(peer) != fingerprint(rank)
+    ]
 
 
 def everyone(

@@ -13,7 +13,7 @@ from .errors import PeerTimeout, RanksDisagree
 from .kernels import signal
 from .meaning import Meanings
 from .memory import Arena
-from .steps import fingerprint_place, raised, store_release
+from .steps import fingerprint_place, store_release
 
 
 class Failing:
@@ -78,9 +78,13 @@ class Failing:
         # On a GPU the host may have issued other ops since.
         meant = self.meanings.now if self.device.type == "cpu" else self.meanings.by_fingerprint(fingerprint)
         disagreement.say(self._text(self.rank), meant.values)
-        entries = signal.SIGNALS.value + signal.ENTRY_SLOT.value * self.world_size
+        op = meant.values.get("op", op)
         everyone = disagreement.everyone(
-            self._text, self.world_size, lambda src: raised(words[entries + src], epoch), self.seconds
+            self._text,
+            self.world_size,
+            lambda peer: disagreement.has_entered(words, peer, self.world_size, epoch),
+            # A kernel there may find out when its budget is spent.
+            1.25 * self.seconds + 1,
         )
         text = meaning.difference(op, everyone) or f"{op}: the ranks do not agree, rank {peer} means something else"
         text += ". Call fusedtp.destroy for this group on every rank before its next op"
@@ -100,6 +104,10 @@ class Failing:
         what = "its memory to grow: step" if slot == signal.GROWTH_SLOT.value else f"signal slot {slot}: epoch"
         detail = f"{what} {expected} expected, {seen} seen"
         detail += missing.explain(self.world_size, self._header, peer, who)
+        if self.meanings.now.values.get("pass") == "backward" and not disagreement.has_entered(
+            self._header(self.rank), who, self.world_size, expected
+        ):
+            detail += f"; in a backward pass, which rank {who} makes only where it wants the same gradients as this one"
         self.failure = PeerTimeout(op, self.rank, who, seconds or self.seconds, detail)
         raise self.failure
 

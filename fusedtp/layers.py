@@ -87,15 +87,17 @@ class _ShardedLinear(nn.Module):
         feature_sizes: Sequence[int] | None,
         schedule: str,
         debug: bool,
+        producer: str,
     ) -> None:
         super().__init__()
         dispatch.check_schedule(schedule)
+        arguments.check_producer(producer, schedule)
         arguments.flag("bias", bias)
         arguments.parameter_options(device, dtype)
         self.group: ProcessGroup = groups.resolve(group)
         in_features, out_features = arguments.features(in_features=in_features, out_features=out_features)
         self.in_features, self.out_features = in_features, out_features
-        self.schedule, self.debug = schedule, arguments.flag("debug", debug)
+        self.schedule, self.debug, self.producer = schedule, arguments.flag("debug", debug), producer
         self.feature_sizes = self._sizes_of(feature_sizes, (out_features, in_features)[self._dim])
         lead = (self._matrices,) * (self._matrices > 1)
         rows = out_features // self._matrices
@@ -208,8 +210,11 @@ class ColumnParallelLinear(_ShardedLinear):
         sequence_sizes: Sequence[int] | None = None,
         schedule: str = "auto",
         debug: bool = False,
+        producer: str = "auto",
     ) -> None:
-        super().__init__(in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, debug)
+        super().__init__(
+            in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, debug, producer
+        )
         self.sequence_parallel = arguments.flag("sequence_parallel", sequence_parallel)
         self.gather_dim = arguments.sequence_dim("gather_dim", gather_dim)
         self.sequence_sizes = arguments.sequence_sizes(sequence_sizes, self.group)
@@ -218,7 +223,8 @@ class ColumnParallelLinear(_ShardedLinear):
         if not self.sequence_parallel:
             return self._linear(replicated_problem, x, self.schedule, self.debug)
         describe = functional.all_gather_problem
-        return self._linear(describe, x, self.gather_dim, self.sequence_sizes, self.schedule, self.debug)
+        options = self.gather_dim, self.sequence_sizes, self.schedule, self.debug, self.producer
+        return self._linear(describe, x, *options)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, sequence_parallel={self.sequence_parallel}, gather_dim={self.gather_dim}"
@@ -253,8 +259,11 @@ class RowParallelLinear(_ShardedLinear):
         sequence_sizes: Sequence[int] | None = None,
         schedule: str = "auto",
         debug: bool = False,
+        producer: str = "auto",
     ) -> None:
-        super().__init__(in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, debug)
+        super().__init__(
+            in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, debug, producer
+        )
         self.sequence_parallel = arguments.flag("sequence_parallel", sequence_parallel)
         self.scatter_dim = arguments.sequence_dim("scatter_dim", scatter_dim)
         self.sequence_sizes = arguments.sequence_sizes(sequence_sizes, self.group)
@@ -263,7 +272,8 @@ class RowParallelLinear(_ShardedLinear):
         if not self.sequence_parallel:
             return self._linear(functional.all_reduce_problem, x, self.schedule, "auto", self.debug)
         describe = functional.reduce_scatter_problem
-        return self._linear(describe, x, self.scatter_dim, self.sequence_sizes, self.schedule, self.debug)
+        options = self.scatter_dim, self.sequence_sizes, self.schedule, self.debug, self.producer
+        return self._linear(describe, x, *options)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, sequence_parallel={self.sequence_parallel}, scatter_dim={self.scatter_dim}"
@@ -290,11 +300,15 @@ class FSDPLinear(_ShardedLinear):
         feature_sizes: Sequence[int] | None = None,
         schedule: str = "auto",
         debug: bool = False,
+        producer: str = "auto",
     ) -> None:
-        super().__init__(in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, debug)
+        super().__init__(
+            in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, debug, producer
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._linear(functional.fsdp_problem, x, self.feature_sizes, self.schedule, self.debug)
+        options = self.feature_sizes, self.schedule, self.debug, self.producer
+        return self._linear(functional.fsdp_problem, x, *options)
 
 
 class _GateUpLinear(ColumnParallelLinear):
@@ -332,6 +346,7 @@ class ParallelMLP(nn.Module):
         sequence_sizes: Sequence[int] | None = None,
         schedule: str = "auto",
         debug: bool = False,
+        producer: str = "auto",
     ) -> None:
         super().__init__()
         if activation not in ("gelu", "swiglu"):
@@ -353,6 +368,7 @@ class ParallelMLP(nn.Module):
             "sequence_sizes": sequence_sizes,
             "schedule": schedule,
             "debug": debug,
+            "producer": producer,
         }
         wide: dict[str, Any] = {**options, "gather_dim": sequence_dim}
         if activation == "swiglu":

@@ -39,6 +39,7 @@ class _Layouts:
     use_local_output: bool
     schedule: str
     debug: bool
+    producer: str
 
     @property
     def group(self) -> ProcessGroup:
@@ -106,7 +107,7 @@ class FusedColwiseLinear(nn.Linear):
         ours = self.weight, self.bias, to.group
         if isinstance(placement, Shard):
             describe = functional.all_gather_problem
-            y = repeated.of_parameters(describe, x, *ours, placement.dim, sizes, to.schedule, to.debug)
+            y = repeated.of_parameters(describe, x, *ours, placement.dim, sizes, to.schedule, to.debug, to.producer)
         else:
             y = repeated.of_parameters(replicated_problem, x, *ours, to.schedule, to.debug)
         return to.hand_out(y, Shard(-1), (*y.shape[:-1], self.out_features))
@@ -125,7 +126,7 @@ class FusedRowwiseLinear(nn.Linear):
         made = _positive(to.output, x.ndim)
         if isinstance(made, Shard):
             describe, sizes = functional.reduce_scatter_problem, to.sizes(shape[made.dim])
-            y = repeated.of_parameters(describe, x, *ours, made.dim, sizes, to.schedule, to.debug)
+            y = repeated.of_parameters(describe, x, *ours, made.dim, sizes, to.schedule, to.debug, to.producer)
         else:
             y = repeated.of_parameters(functional.all_reduce_problem, x, *ours, to.schedule, "auto", to.debug)
         return to.hand_out(y, made, shape)
@@ -147,12 +148,14 @@ class _FusedStyle(ParallelStyle):
         use_local_output: bool = True,
         schedule: str = "auto",
         debug: bool = False,
+        producer: str = "auto",
     ) -> None:
         super().__init__()
         self.input_layouts = self._input if input_layouts is None else input_layouts
         self.output_layouts = self._output if output_layouts is None else output_layouts
         self.use_local_output = arguments.flag("use_local_output", use_local_output)
-        self.schedule, self.debug = schedule, arguments.flag("debug", debug)
+        arguments.check_producer(producer, schedule)
+        self.schedule, self.debug, self.producer = schedule, arguments.flag("debug", debug), producer
         for name, placement in (("input_layouts", self.input_layouts), ("output_layouts", self.output_layouts)):
             if not isinstance(placement, Shard | Replicate):
                 raise ValueError(f"{name} must be Shard(dim) or Replicate(), got {placement!r}")
@@ -178,7 +181,13 @@ class _FusedStyle(ParallelStyle):
                 setattr(module, name, nn.Parameter(value, requires_grad=parameter.requires_grad))
         module.__class__ = self._linear
         module.layouts = _Layouts(  # type: ignore[assignment]
-            device_mesh, self.input_layouts, self.output_layouts, self.use_local_output, self.schedule, self.debug
+            device_mesh,
+            self.input_layouts,
+            self.output_layouts,
+            self.use_local_output,
+            self.schedule,
+            self.debug,
+            self.producer,
         )
         return module
 
@@ -195,6 +204,7 @@ class FusedColwiseParallel(_FusedStyle):
     use_local_output  return this rank's tensor rather than a DTensor
     schedule          of the matmul: auto, fused, decomposed or unfused
     debug             compare every op with the other ranks' before it runs
+    producer          how the fused schedule sends what it gathers: auto, push or copy
 
     A plain input that is sharded is taken to be as long on every rank; a DTensor knows its length.
     """
@@ -211,6 +221,7 @@ class FusedRowwiseParallel(_FusedStyle):
     use_local_output  return this rank's tensor rather than a DTensor
     schedule          of the matmul: auto, fused, decomposed or unfused
     debug             compare every op with the other ranks' before it runs
+    producer          how the fused schedule sends what it gathers: auto, push or copy
     """
 
     _input, _output, _weight, _bias = Shard(-1), Replicate(), Shard(1), Replicate()

@@ -197,6 +197,8 @@ class Workspace(Failing):
             return
         try:
             self._allocate(grown, slots, self._last_epoch(), ArenaExchange(self))
+        except RanksDisagree:
+            raise
         except (Unreachable, ValueError) as error:
             # It is every rank's, and each goes on with the memory that it has.
             self._progress = min(self._progress, _NOTHING_SENT)

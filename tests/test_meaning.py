@@ -10,7 +10,10 @@ import time
 import pytest
 import torch
 from fusedtp.bench.ranks import RankPool
+from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 import fusedtp
 
@@ -55,3 +58,64 @@ def test_all_ranks_are_told_who_differs(pool: RankPool, schedule: str) -> None:
         if name in told and expected.split(": rank 1 against")[0] not in (said := told[name][0])
     }
     assert not wrong
+
+
+def uneven(group: ProcessGroup, schedule: str) -> list[str]:
+    """Plain tokens of a sequence-parallel style, 7 over 2 ranks, whose lengths torch takes to be even; and a rank that
+    has to grow its memory where the other has not.
+    """
+    fusedtp.set_timeout(5.0, group)
+    said, rank = [], group.rank()
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("X",))
+    style = fusedtp.FusedColwiseParallel(input_layouts=Shard(0), schedule=schedule)
+    linear = style._apply(nn.Linear(6, 4), mesh)
+    for call in (
+        lambda: linear(torch.ones(4 - rank, 6)),
+        lambda: fusedtp.all_gather(torch.ones(4 + 4000 * rank, 64), group=group, schedule=schedule),
+        lambda: fusedtp.all_gather(torch.ones(9000 * (1 + rank), 64), group=group, schedule=schedule),
+    ):
+        begin = time.monotonic()
+        with pytest.raises((ValueError, fusedtp.PeerTimeout)) as caught:
+            call()
+        # A kernel that waits for one that grows finds out when its budget is spent, and tells the other then.
+        assert time.monotonic() - begin < SECONDS
+        said.append(str(caught.value))
+        fusedtp.destroy(group)
+        assert fusedtp.all_gather(torch.ones(2, 2), group=group, schedule=schedule).shape == (4, 2)
+    return said
+
+
+@pytest.mark.parametrize("schedule", ["decomposed", "fused"])
+def test_lengths_that_are_not_those_of_the_others(pool: RankPool, schedule: str) -> None:
+    tokens, growth, both_grow = zip(*pool.run(uneven, schedule, world_size=2), strict=True)
+    assert tokens[0] == tokens[1]
+    assert "do not agree on sizes: (4, 4) on rank 0, (3, 3) on rank 1" in tokens[0]
+    assert growth[0] == growth[1]
+    assert "do not agree on sizes: (4, 4) on rank 0, (4004, 4004) on rank 1" in growth[0]
+    # Whoever is told first may have called destroy before the other has looked.
+    assert any("do not agree on the bytes of an arena" in each for each in both_grow)
+    assert all("do not agree" in each or "has called fusedtp.destroy" in each for each in both_grow)
+
+
+def late_gradient(group: ProcessGroup) -> str:
+    """A gradient that only rank 0 wants, and what it is told."""
+    fusedtp.set_timeout(2.0, group)
+    x = torch.ones(4, 6, requires_grad=group.rank() == 0)
+    y = fusedtp.all_gather_linear(x, torch.ones(5, 6), group=group, schedule="decomposed")
+    if group.rank() == 1:
+        return ""
+    with pytest.raises(fusedtp.PeerTimeout) as caught:
+        y.sum().backward()
+    return str(caught.value)
+
+
+def test_a_backward_that_only_one_rank_makes(pool: RankPool) -> None:
+    first, _ = pool.run(late_gradient, world_size=2)
+    pool.run(forget, world_size=2)
+    assert "in a backward pass" in first
+    assert "which rank 1 makes only where it wants the same gradients" in first
+
+
+def forget(group: ProcessGroup) -> None:
+    fusedtp.destroy()
+    fusedtp.set_timeout(110)
