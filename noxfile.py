@@ -65,7 +65,7 @@ def faults(session: nox.Session) -> None:
     """Every fault between any two steps of every op; `nox -s tests` injects some of them. A quarter of an hour."""
     install(session)
     env = {**ONE_THREAD, "FUSEDTP_FAULTS": "all"}
-    session.run("pytest", "tests/test_faults.py", "-rP", *session.posargs, env=env)
+    session.run("pytest", "tests/test_faults.py", "tests/test_lines.py", "-rP", *session.posargs, env=env)
 
 
 @nox.session

@@ -98,7 +98,7 @@ class StoreExchange:
         _unfinished.discard(self._group)
 
     def _tidy_up(self) -> None:
-        # A row is of somebody who still comes. It is not deleted, which a peer might be about to read; an outcome is
+        # A row is of somebody who still comes. It is not deleted, as a peer might be about to read it; an outcome is
         # when all have come to the next one.
         self._store.set(self._key("row", self._rank), "null")
         before = self._number - 1

@@ -45,15 +45,6 @@ def _wrap(epoch: int) -> int:
 class Workspace(Failing):
     """One rank's end of a group's symmetric memory."""
 
-    half_bytes: int
-    slots: int
-    data_offset: int
-    words: Tensor
-    host_words: Any
-    data: Tensor
-    addresses: list[int]
-    peers: Tensor
-
     # What is kept for later ops is made outside of inference mode, whatever mode the op that needs it first runs in: a
     # tensor of that mode may be neither written nor viewed by an op that is trained with.
     @torch.inference_mode(False)
@@ -70,6 +61,7 @@ class Workspace(Failing):
         self.device, self.count_bytes = device, False
         # On a CPU a peer's memory is as near as the own one; on a GPU a matmul must not read it again and again.
         self.in_place = device.type == "cpu"
+        self.slots = self.half_bytes = 0
         self.seconds = budgets.of(None) if seconds is None else seconds
         self.failure: RuntimeError | RanksDisagree | None = None
         self.meanings = Meanings()
@@ -119,22 +111,15 @@ class Workspace(Failing):
         data_offset = header.numel() * 4
         arena = self._memory.allocate(data_offset + 2 * half_bytes, header, exchange)
         own, addresses = arena.tensors[self.rank], [each.data_ptr() for each in arena.tensors]
-        on_host = own[:data_offset].view(torch.int32) if self.device.type == "cpu" else torch.zeros(0)
-        old = self._arena
-        # In one step: an interruption finds the old memory or the new, and a thread that sets a timeout too.
-        vars(self).update(
-            _arena=arena,
-            _views={},
-            half_bytes=half_bytes,
-            slots=slots,
-            data_offset=data_offset,
-            words=own[:data_offset].view(torch.int32),
-            # The same words for the host, where it can reach them: an element of a tensor takes ten times as long.
-            host_words=on_host.numpy(),
-            data=own[data_offset : data_offset + 2 * half_bytes],
-            addresses=addresses,
-            peers=torch.tensor([*addresses, self.host_block.data_ptr()], dtype=torch.int64).to(self.device),
-        )
+        old, self._arena = self._arena, arena
+        # An interruption from here on leaves a workspace that refuses all use and goes by its arena alone.
+        self._views = {}
+        self.half_bytes, self.slots, self.data_offset = half_bytes, slots, data_offset
+        self.words = own[:data_offset].view(torch.int32)
+        # The same words for the host, where it can reach them: an element of a tensor takes ten times as long.
+        self.host_words = (self.words if self.device.type == "cpu" else torch.zeros(0)).numpy()
+        self.data, self.addresses = own[data_offset : data_offset + 2 * half_bytes], addresses
+        self.peers = torch.tensor([*addresses, self.host_block.data_ptr()], dtype=torch.int64).to(self.device)
         # Only now, as it may have been set meanwhile.
         self.words[signal.BUDGET_MS.value] = math.ceil(self.seconds * 1000)
         if old is not None and not self._captured:
@@ -261,11 +246,12 @@ class Workspace(Failing):
         if self._progress == _SENT and self.failure is None:
             # Interrupted where nothing was there to notice it.
             self._abandon(self._op, None)
-            self._check()
+        if self.failure is not None:
+            raise self.failure
         self._op, self._progress = op, _NOTHING_SENT
         if self.device.type == "cpu":
             epoch = self._last_epoch()
-            if epoch != self._mirror and self._mirror_is_exact and self.failure is None:
+            if epoch != self._mirror and self._mirror_is_exact:
                 self._refuse_epoch(epoch)
             self._mirror, self._mirror_is_exact = epoch, True
             return
@@ -366,6 +352,7 @@ class Workspace(Failing):
             clock.release(self.host_block[signal.CLOCK_MS.value :])
         if (arena := self._arena) is not None:
             self._leave(1)
-            vars(self).update(_arena=None, words=None, host_words=None, data=None, _views={})
+            self._arena, self._views = None, {}
+            del self.words, self.host_words, self.data
             arena.release()
             self._captured.clear()

@@ -1,5 +1,5 @@
-"""A workspace that must grow, or is made, while a rank is interrupted, late, killed or stopped: no wrong number, no
-wait beyond the budget, and whoever is missing is named.
+"""A workspace that must grow, or is made, while a rank is interrupted, late or killed: no wrong number, no wait beyond
+the budget, and whoever is missing is named.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal as signal_of_posix
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -61,7 +62,6 @@ def all_right(group: ProcessGroup) -> None:
 @contextlib.contextmanager
 def a_real_interruption(condition: Any) -> Iterator[None]:
     """SIGINT as soon as `condition` holds, looked at from a thread."""
-    import threading
 
     def strike() -> None:
         until(condition)
@@ -71,10 +71,7 @@ def a_real_interruption(condition: Any) -> Iterator[None]:
     thread = threading.Thread(target=strike)
     thread.start()
     try:
-        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
-            yield
-            # It may come a moment after a call that ended by itself.
-            time.sleep(5)
+        yield
     finally:
         thread.join()
         signal_of_posix.signal(signal_of_posix.SIGINT, before)
@@ -86,7 +83,7 @@ def interrupted_growth(group: ProcessGroup, rows: int) -> str:
     small(group, 60.0)
     if group.rank() == 0:
         ws = workspaces.get(group, CPU)
-        with a_real_interruption(lambda: ws.host_words[signal.WAITING_FOR.value]):
+        with a_real_interruption(lambda: ws.host_words[signal.WAITING_FOR.value]), pytest.raises(KeyboardInterrupt):
             gather(group, LARGE)
         flags.raise_("interrupted")
         said = refused(group, rows, 5.0)

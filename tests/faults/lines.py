@@ -1,5 +1,4 @@
-"""A KeyboardInterrupt before any line of ours that a rank runs in an op, in the making of a workspace and in its
-growth.
+"""A KeyboardInterrupt before any line of ours that a rank runs in an op, in making a workspace and in its growth.
 
 The rank makes the same call again where its peers have nothing of it, or else goes on with the next one, as after an op
 that has ended: whichever would be right if the workspace took no notice. Its peers know nothing.
