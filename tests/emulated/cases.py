@@ -250,12 +250,12 @@ def run(
 def in_phases(
     driver: EmulatedDriver, name: str, world_size: int, dtype: torch.dtype, shape: Shape, schedule: Schedule, by: str
 ) -> Ran:
-    """The op with what the host copies between kernels: each phase of all ranks runs to its end."""
+    """The op with rows that the host copies: each kernel runs to its end when it is launched."""
+    ran: list[Ran] = []
     with virtual_ranks(world_size) as ranks:
         start, expected, allowed = problem(name, world_size, dtype, schedule.seed, shape, by)
-        ran = []
 
-        def stepped(ws: Workspace) -> Phases:
+        def on_its_rank(ws: Workspace) -> Phases:
             phases = start(ws, ws.rank)
             while True:
                 try:
@@ -265,17 +265,16 @@ def in_phases(
                     out: Tensor = stop.value
                     return out
                 yield
-                if ws.rank == 0 and driver.machine.waiting:
-                    ran.append(driver.run(ranks, schedule))
 
-        outs = run_together([stepped(ws) for ws in ranks])
-        if driver.machine.waiting:
-            ran.append(driver.run(ranks, schedule))
+        driver.launched = lambda: ran.append(driver.run(ranks, schedule))
+        try:
+            outs = run_together([on_its_rank(ws) for ws in ranks])
+        finally:
+            driver.launched = None
         for ws in ranks:
             ws.check()
-            reference.check(
-                value_of(outs[ws.rank]), expected[ws.rank], allowed[ws.rank], f"{name} by {by}, rank {ws.rank}"
-            )
+            what = f"{name} by {by}, rank {ws.rank}"
+            reference.check(value_of(outs[ws.rank]), expected[ws.rank], allowed[ws.rank], what)
     return Ran(*(sum(values) for values in zip(*((r.executed, r.stale, r.late) for r in ran), strict=True)))
 
 

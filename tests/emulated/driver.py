@@ -93,6 +93,8 @@ class _Launcher:
                 self.metadata.num_warps, self.metadata.shared, keep,
             )
         )  # fmt: skip
+        if (launched := active().launched) is not None:
+            launched()
 
 
 def tensor_map(described: Any, meta: dict[str, Any]) -> Any:
@@ -122,6 +124,8 @@ class EmulatedDriver(GPUDriver):  # type: ignore[misc]
         self.programs: dict[str, Program] = {}
         # Kernels are changed by it before they are launched: (name, PTX) -> PTX.
         self.rewrite: Callable[[str, str], str] | None = None
+        # Called behind each launch: where the host goes on with what a kernel has done, it must have run.
+        self.launched: Callable[[], object] | None = None
         self.launcher_cls = _Launcher
         self.utils = SimpleNamespace(
             load_binary=self._load, get_device_properties=lambda device: {"max_shared_mem": _SHARED_BYTES[capability]}
