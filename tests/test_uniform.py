@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 
 from .compiled.assembly import amdgcn, ptx
+from .compiled.blocks import with_tails_made_one
 from .compiled.uniform import AMDGCN, PTX, barriers_apart
 
 # A word of the table's first arena in %rd2, and whether this is the first thread in %p1.
@@ -98,10 +99,33 @@ _AMD_BRANCH = """
 .LBB0_3:
 """
 
+# Lanes part, and the branch on an argument that all take alike is there twice.
+_AMD_TAILS = """
+\ts_load_dword s8, s[0:1], 0x8
+\tv_cmp_eq_u32_e64 s[4:5], 0, v0
+\ts_and_saveexec_b64 s[6:7], s[4:5]
+\ts_cbranch_execnz .LBB0_5
+\ts_or_b64 exec, exec, s[6:7]
+\ts_cmp_lg_u32 s8, 0
+\ts_cbranch_scc1 .LBB0_7
+\ts_branch .LBB0_6
+.LBB0_5:
+\tv_mov_b32_e32 v5, 0
+\ts_or_b64 exec, exec, s[6:7]
+\ts_cmp_lg_u32 s8, 0
+\ts_cbranch_scc1 .LBB0_7
+.LBB0_6:
+\ts_barrier
+.LBB0_7:
+"""
+
 
 @pytest.mark.parametrize(
     ("body", "apart"),
     [
+        pytest.param(_AMD_TAILS, False, id="a tail that is there twice"),
+        pytest.param(_AMD_TAILS.replace("v5, 0\n\ts_or_b64 exec, exec, s[6:7]\n\ts_cmp_lg_u32 s8",
+            "v5, 0\n\ts_or_b64 exec, exec, s[6:7]\n\ts_cmp_lg_u32 s9"), True, id="tails of two kinds"),
         pytest.param(_AMD_LOOP.format(_AMD_ALONE), True, id="a loop left by a word that each has loaded"),
         pytest.param(_AMD_LOOP.format(_AMD_ALONE + "\n\tv_readfirstlane_b32 s8, v4\n\tv_mov_b32_e32 v4, s8"), True,
             id="by a word that each wave has loaded"),
@@ -112,4 +136,4 @@ _AMD_BRANCH = """
     ],
 )  # fmt: skip
 def test_waves_that_may_part_before_a_barrier(body: str, apart: bool) -> None:
-    assert bool(barriers_apart(amdgcn(_AMD_BEGIN.format(body), masked=True), AMDGCN)) == apart
+    assert bool(barriers_apart(with_tails_made_one(amdgcn(_AMD_BEGIN.format(body), masked=True)), AMDGCN)) == apart

@@ -30,6 +30,10 @@ class Code:
     def reaches(self, first: str | None, then: str, without: str) -> bool:
         """Whether some way leads from an instruction `first` (None: the entry) to one `then` and meets no `without`."""
         start = [0] if first is None else [j for i in self.matching(first) for j in self.after[i]]
+        return self.leads(start, then, without)
+
+    def leads(self, start: list[int], then: str, without: str) -> bool:
+        """The same of a way that begins with one of the instructions `start`."""
         seen, queue = set(start), deque(start)
         while queue:
             i = queue.popleft()

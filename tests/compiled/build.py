@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from . import assembly, uniform
+from .blocks import with_tails_made_one
 from .cases import DTYPES, TARGETS, VARIANTS, Case
 
 PACKAGE = "fusedtp.kernels"
@@ -196,7 +197,7 @@ def examine(case: Case, compiled: Any) -> Built:
     if "ptx" in compiled.asm:
         ordered = decided = assembly.ptx(compiled.asm["ptx"])
     else:
-        ordered, decided = code, assembly.amdgcn(compiled.asm["amdgcn"], masked=True)
+        ordered, decided = code, with_tails_made_one(assembly.amdgcn(compiled.asm["amdgcn"], masked=True))
     apart = uniform.barriers_apart(decided, uniform.PTX if "ptx" in compiled.asm else uniform.AMDGCN)
     parted = [(decided.lines[branch], decided.lines[barrier]) for branch, barrier in apart]
     metadata, config = compiled.metadata, config_of(case)

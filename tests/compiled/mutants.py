@@ -70,6 +70,7 @@ _PARTS = (
     "        ok = _wait_for_parts(link, (index if PER_TILE else index // num_tiles_n) + FIRST_SLOT, OWN_IN_PLACE)\n"
 )
 _DOT = "        acc = dot(a_block, b_block, acc, UPCAST)\n"
+_ROWS = "                ok = wait_for_rows(link, src, row - first, end_row, first_slot, one, 1, PIECE)\n"
 _STORE = "    store_rows(ctx, _row"
 _WAIT = "        packed = wait_for_rows(ctx.link, src, tile.row, end_row, FIRST_SLOT, packed, ctx.BLOCK_M, ctx.PIECE)\n"
 _WAIT_LATE = _WAIT.removeprefix("    ").replace("src", "tile.chunk").replace("end_row", "tile.row + 1")
@@ -119,6 +120,11 @@ MUTANTS = (
             ("reduce", _PARTS, ""),
             ("reduce", "            result = round_to", f"    {_PARTS}            result = round_to"),
         ),
+    ),
+    Mutant(
+        "a wait for the first tile only", checks.acquires,
+        (Case("collect pieces", "sm_90"), Case("collect pieces", "gfx942")),
+        (("push", _ROWS, f"                ok = one\n                if index == pid:\n    {_ROWS}"),),
     ),
     Mutant(
         "a wait that may be passed by", checks.acquires,

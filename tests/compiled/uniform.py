@@ -21,31 +21,12 @@ from operator import or_
 
 from . import amd, nvidia
 from .assembly import Code
+from .blocks import Block
+from .blocks import blocks as all_blocks
 from .flow import ANY, ARGUMENTS, DIFFERS, LOADED, Instruction, State
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Instructions `first` .. `last` that run one after another, and the blocks that may follow."""
-
-    first: int
-    last: int
-    after: tuple[int, ...]
-
-
-def _blocks(code: Code) -> list[_Block]:
-    size = len(code.lines)
-    starts = {0} | {j for i in range(size) if code.after[i] != (i + 1,) for j in (*code.after[i], i + 1) if j < size}
-    order = sorted(starts)
-    number = {start: i for i, start in enumerate(order)}
-    ends = [*(start - 1 for start in order[1:]), size - 1]
-    return [
-        _Block(first, last, tuple(number[j] for j in code.after[last]))
-        for first, last in zip(order, ends, strict=True)
-    ]  # fmt: skip
-
-
-def _meeting_places(blocks: list[_Block]) -> list[set[int]]:
+def _meeting_places(blocks: list[Block]) -> list[set[int]]:
     """For each block those that lie on every way from its end to the end of the program."""
     everything = set(range(len(blocks)))
     on_all_ways = [set(everything) for _ in blocks]
@@ -60,7 +41,7 @@ def _meeting_places(blocks: list[_Block]) -> list[set[int]]:
     return on_all_ways
 
 
-def _between(blocks: list[_Block], start: int, meet: set[int]) -> set[int]:
+def _between(blocks: list[Block], start: int, meet: set[int]) -> set[int]:
     """The blocks that some way from the end of `start` comes through before all its ways have met."""
     found: set[int] = set()
     queue = deque(j for j in blocks[start].after if j not in meet)
@@ -126,8 +107,8 @@ def _deciding(instructions: list[Instruction], branches: Iterable[int]) -> set[i
 
 
 def _flow(
-    code: Code, dialect: Dialect, blocks: list[_Block], instructions: list[list[Instruction]], apart: set[int]
-) -> tuple[list[_Block], list[State]]:
+    code: Code, dialect: Dialect, blocks: list[Block], instructions: list[list[Instruction]], apart: set[int]
+) -> tuple[list[Block], list[State]]:
     """The blocks with the ways that may be taken, and what is known at the end of each; what is written in blocks
     `apart` may differ.
     """
@@ -157,7 +138,7 @@ def _flow(
 
 def _apart(code: Code, dialect: Dialect) -> Iterator[tuple[int, set[int]]]:
     """Branches that threads may take apart, each with the instructions that are then run apart."""
-    blocks, instructions = _blocks(code), [dialect.decode(line) for line in code.lines]
+    blocks, instructions = all_blocks(code), [dialect.decode(line) for line in code.lines]
     deciding = _deciding(instructions, [block.last for block in blocks if len(block.after) > 1])
     in_block = [
         [instructions[k] for k in range(block.first, block.last + 1) if k in deciding] for block in blocks
