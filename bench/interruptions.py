@@ -14,11 +14,11 @@ from types import FrameType
 from typing import Any
 
 import torch
+from fusedtp.kernels import signal
 from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp import workspaces
-from fusedtp.kernels import signal
 
 FOLDERS = tuple(f"{Path(module.__file__ or '').parent}/" for module in (fusedtp, sys.modules["fusedtp.kernels"]))
 # Installed it lies in the first of them.

@@ -12,7 +12,6 @@ import faulthandler
 import itertools
 import json
 import os
-import random
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,7 +60,7 @@ class Performer:
         self._name = f"programs/{next(_runs)}/{seed}/{number}"
         self._store: Any = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
         self._groups: list[ProcessGroup | None] = []
-        self._kept: deque[tuple[int, Operands, Tensor]] = deque()
+        self._kept: deque[tuple[Operands, Tensor]] = deque()
         self.counts: Counter[str] = Counter()
         self.steps = 0
 
@@ -101,7 +100,7 @@ class Performer:
             self._backward()
         elif group is not None and step.kind == "kept":
             operands = Operands(step.call, group.rank())
-            self._kept.append((step.axis, operands, operands.call_on(group)))
+            self._kept.append((operands, operands.call_on(group)))
         elif group is not None and step.kind == "thread":
             self._beside_a_thread(step, group)
         elif group is not None and step.kind in ("call", "growth"):
@@ -113,7 +112,7 @@ class Performer:
 
     def _backward(self) -> None:
         if self._kept:
-            axis, operands, y = self._kept.popleft()
+            operands, y = self._kept.popleft()
             grads = torch.autograd.grad(y, operands.leaves, operands.dy)
             operands.check([y.detach(), *grads])
 
