@@ -132,14 +132,17 @@ def regress(session: nox.Session) -> None:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """10,000 mixed calls on four ranks, 1,000 sequences across two groups, 1,000 mutated files of each kind.
+    """10,000 mixed calls on four ranks, 100,000 of random programs, sequences across two groups, mutated files.
 
-    After --: --calls, --seed, ...
+    After --: --calls, --seed, --programs, ...
     """
     install(session)
     session.run("python", "-P", "-m", "fusedtp.bench.soak", *session.posargs, env=ONE_THREAD)
     # What was asked for may be the replay of a few calls.
     if not session.posargs:
+        for size in (2, 4):
+            options = ("--programs", "--calls", "50000", "--world-size", str(size))
+            session.run("python", "-P", "-m", "fusedtp.bench.soak", *options, env=ONE_THREAD)
         files = ("tests/test_two_groups.py", "tests/test_mutated_files.py")
         session.run("pytest", *files, env={**ONE_THREAD, "FUSEDTP_SOAK": "large"})
 
