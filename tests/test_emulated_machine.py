@@ -91,7 +91,8 @@ REFUSED = {
     ),
     "copy not waited for": (
         SHARED + "	shl.b32 %r7, %r1, 4;\n	add.s32 %r8, %r6, %r7;\n	@%p1 cp.async.cg.shared.global [ %r8 + 0 ], "
-        "[ %rd1 + 0 ], 0x10;\n	cp.async.commit_group;\n	@%p1 ld.shared.b32 %r5, [%r8];\n", 1, "a copy to it is under way",
+        "[ %rd1 + 0 ], 0x10;\n	cp.async.commit_group;\n	@%p1 ld.shared.b32 %r5, [%r8];\n", 1,
+        "a copy to it is under way",
     ),
     "copy left under way": (
         SHARED + "	@%p1 cp.async.cg.shared.global [ %r6 + 0 ], [ %rd1 + 0 ], 0x10;\n", 1, "while its copies",
@@ -104,8 +105,9 @@ REFUSED = {
     "mbarrier left": (SHARED + "	@%p1 mbarrier.init.shared::cta.b64 [%r6], 1;\n", 1, "never invalidated"),
     "deadlock": (litmus.POLL, 1, "deadlock"),
     "wgmma without fence": (
-        "	mov.b32 %r9, 0;\n	mov.b64 %rd4, 4611686293305294848;\n	wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
-        "{%r9,%r10,%r11,%r12}, %rd4, %rd4, 0, 1, 1, 0, 0;\n", 4, "wgmma without wgmma.fence",
+        "	mov.b32 %r9, 0;\n	mov.b64 %rd4, 4611686293305294848;\n"
+        "	wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r9,%r10,%r11,%r12}, %rd4, %rd4, 0, 1, 1, 0, 0;\n", 4,
+        "wgmma without wgmma.fence",
     ),
 }  # fmt: skip
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 if os.environ.get("TRITON_INTERPRET") != "0":
     pytest.skip("Triton's interpreter is chosen for this process; nox -s emulate", allow_module_level=True)
 
-from .emulated import evidence, giveups, mutants, report
+from .emulated import evidence, giveups, layers, mutants, report
 from .emulated.cases import DTYPES, Shape, run, small
 from .emulated.driver import EmulatedDriver, device
 from .emulated.machine import Failed, Schedule
@@ -52,7 +53,8 @@ def test_right_under_hostile_schedules(target: int, dtype: str, op: str) -> None
     ("kind", "op", "targets"),
     [
         ("release at gpu scope", "gather rows", (80, 90)), ("acquire made relaxed", "gather rows", (80, 90)),
-        ("no proxy fence, global", "gather rows", (90,)), ("cp.async waited for too late", "gather rows", (80,)),
+        ("no proxy fence, global", "gather rows", (90,)),
+        ("cp.async waited for too late", "gather rows", (80,)),
         ("mbarrier not waited for", "gather rows", (90,)), ("operand of ldmatrix", "gather rows", (80,)),
     ],
 )  # fmt: skip
@@ -76,6 +78,24 @@ def test_what_a_kernel_is_launched_with_is_all_that_it_may_touch(driver: Emulate
     with pytest.raises((Failed, NotImplementedError)):
         run(driver, ["all_gather direct"], 2, dtype, Shape(40, 24, 24), Schedule())
     driver.machine.waiting.clear()
+
+
+@pytest.mark.parametrize("name", layers.FUNCTIONS)
+def test_forward_and_every_gradient(driver: EmulatedDriver, name: str) -> None:
+    """Of what layers call, between torch's own operations: threads of virtual ranks meet at every fused op."""
+    seeds = evidence.SEEDS if os.environ.get("FUSEDTP_EMULATION") in ("all", "write") else 1
+    for seed in range(seeds):
+        dtype = DTYPES[("bfloat16", "float32", "float16")[seed % 3]]
+        compared = layers.check(driver, name, 2 + seed % 3, dtype, seed)
+        assert compared == ["y", "dx", "dw"] * (2 + seed % 3)
+
+
+def test_operands_in_every_layout(driver: EmulatedDriver) -> None:
+    """Read by descriptors of rows and of columns, and by pointers."""
+    dtype, shape = DTYPES["bfloat16"], small(driver.capability, DTYPES["bfloat16"])
+    for i, (a, b) in enumerate((("rows", "rows"), ("columns", "columns"), ("strided", "columns"), ("rows", "strided"))):
+        for op in ("gather rows", "scatter rows"):
+            run(driver, [op], 2, dtype, replace(shape, a=a, b=b), Schedule(i))
 
 
 @whole

@@ -27,8 +27,8 @@ from .machine import Machine, Memory, Ran, Schedule, Waiting, op_of
 _SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
 # Rule 7 of the kernels: they store to operands of these names only, and to arenas.
 _STORED = ("c_ptr", "out_ptr")
-MAP = np.dtype([("ndim", "i8"), ("swizzle", "i8"), ("base", "i8"), ("size", "i8"), ("dim", "i8", 5), ("stride", "i8", 5),
-                ("box", "i8", 5)])  # fmt: skip
+MAP = np.dtype([("ndim", "i8"), ("swizzle", "i8"), ("base", "i8"), ("size", "i8"), ("dim", "i8", 5),
+                ("stride", "i8", 5), ("box", "i8", 5)])  # fmt: skip
 
 
 def _without_assembly(*given: Any) -> tuple[str, str] | None:
@@ -202,10 +202,10 @@ def device(capability: int, programs: int = 3) -> Iterator[EmulatedDriver]:
     config = triton.runtime.driver
     known = config._active
     with (
-        mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: divmod(capability, 10)),
-        mock.patch.object(torch.cuda, "get_device_properties", lambda device=None: properties),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(capability, 10)),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
         # A torch without CUDA cannot say.
-        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
     ):
         try:
             config.set_active(_active)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import multiprocessing
 import os
@@ -9,9 +10,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
+
+from fusedtp.schedules import producer
 
 from . import giveups, mutants
 from .cases import COLLECTIVES, DTYPES, MATMULS, in_phases, run, small
@@ -41,7 +45,7 @@ class Unit:
 
 @dataclass
 class Done:
-    """What a unit has executed, by kernel and its PTX: which instructions; what it ran; mutants and how each was found."""
+    """What a unit has executed, by kernel and its PTX: which instructions; what it ran; how each mutant was found."""
 
     unit: Unit
     executed: dict[tuple[str, str], Any]
@@ -88,17 +92,21 @@ def _execute(unit: Unit, driver: EmulatedDriver, done: Done) -> None:
     dtype = DTYPES[unit.dtype]
     shape, fewer = small(unit.target, dtype), small(unit.target, dtype, "empty")
     for seed in range(unit.seeds):
-        which = fewer if seed % 5 == 4 else shape
+        which, world_size = (fewer, 2) if seed % 5 == 4 else (shape, _WORLDS[seed % len(_WORLDS)])
         # Every third run has two epochs one behind the other, every seventh passes the wrap of the epoch.
         ops = [unit.op] * (1 + (seed % 3 == 0))
         epoch = 2**31 - 2 if seed % 7 == 6 else 0
-        _add(done, run(driver, ops, _WORLDS[seed % len(_WORLDS)], dtype, which, _schedule(seed), epoch=epoch))
+        _add(done, run(driver, ops, world_size, dtype, which, _schedule(seed), epoch=epoch))
     if unit.dtype == "bfloat16":
         # More columns than are sent at once; few columns; few rows, in pieces of a tile.
-        for i, other in enumerate((replace(shape, N=520, K=80), replace(shape, N=88), replace(shape, M=48))):
-            _add(done, run(driver, [unit.op], 2, dtype, other, _schedule(100 + i), piece_bytes=1 if i == 2 else None))
+        for i, other in enumerate((replace(shape, N=528, K=80), replace(shape, N=96), replace(shape, M=48))):
+            pieces = mock.patch.object(producer, "PIECE_BYTES", 1) if i == 2 else contextlib.nullcontext()
+            with pieces:
+                _add(done, run(driver, [unit.op], 2, dtype, other, _schedule(100 + i)))
+                _add(done, giveups.missing(driver, unit.op, 2, dtype, other, _schedule_of_giving_up(i)))
         if unit.op in ("gather rows", "gather contraction", "all_gather direct"):
             _add(done, in_phases(driver, unit.op, 3, dtype, shape, _schedule(0), "copy"))
+    _add(done, giveups.missing(driver, unit.op, 2, dtype, fewer, _schedule_of_giving_up(4)))
     for seed in range(min(unit.seeds, 4)):
         world_size, how = _WORLDS[seed], _schedule_of_giving_up(seed)
         _add(done, giveups.missing(driver, unit.op, world_size, dtype, shape, how))

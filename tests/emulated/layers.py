@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,7 +43,6 @@ def check(
     x, w, bias = normal(M, K), normal(N, K), normal(N)
     m_sizes = split(M, world_size, "uneven")
     n_sizes, k_sizes = split(N, world_size, "uneven", 16), split(K, world_size, "uneven", 16)
-    inputs: Callable[[int], tuple[Tensor, Tensor, Tensor]]
     expected: list[Checked] = []
     if name == "all_gather_linear":
         dy = normal(M, N)
@@ -87,7 +85,9 @@ def check(
     compared = []
     for rank, got in enumerate(found):
         for what, (ref, allowed) in expected[rank].items():
-            reference.check(got[what], ref, allowed, f"{name} {what}, {dtype}, rank {rank} of {world_size}, seed {seed}")
+            reference.check(
+                got[what], ref, allowed, f"{name} {what}, {dtype}, rank {rank} of {world_size}, seed {seed}"
+            )
             compared.append(what)
     assert ran
     return compared

@@ -37,8 +37,8 @@ class Kind:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A place of a kind in a kernel. `where`: its source line and those that it was called from; `inside`: the functions
-    that they are in.
+    """A place of a kind in a kernel. `where`: its source line and those that it was called from; `inside`: the
+    functions that they are in.
     """
 
     kind: str
@@ -61,6 +61,10 @@ def _more(match: re.Match[str]) -> str:
     return f"{match[1]}{int(match[2]) + 1};"
 
 
+def _beside(match: re.Match[str]) -> str:
+    return f"{match[1]}+{int(match[2] or 0) + 16}]"
+
+
 def _turned(match: re.Match[str]) -> str:
     return "{" + ", ".join(re.findall(r"%\w+", match[1])[::-1]) + "}], ["
 
@@ -73,13 +77,13 @@ EQUIVALENT = (
     (r"no barrier", r"raise_signal < enter\b", "nothing is stored before an entry"),
     (r"release", r"_give_up\b", "nothing is stored before an entry that is taken back, and here the host reads a "
      "report when the kernel has ended"),
-    (r"arrival", r"leave\b", "what the last arrival is followed by touches the rank's own header only; all else is there "
-     "for who comes next as the kernel has ended"),
+    (r"arrival", r"leave\b", "what the last arrival is followed by touches the rank's own header only; all else is "
+     "there for who comes next as the kernel has ended"),
     (r"acquire", r"leave\b", "nothing is read behind the wait for entries"),
     (r"mask of a store", r"^(wait|leave|_give_up)\b", "every thread would store the same value"),
     (r"mask of a load", r"", "what is read beyond the mask is in the same operand or arena, and is never stored"),
-    (r"no barrier", r"^(?!raise_signal)", "between it and the barriers beside it no two warps touch the same shared memory, and nothing "
-     "is released: the checks see every access"),
+    (r"no barrier", r"^(?!raise_signal)", "between it and the barriers beside it no two warps touch the same shared "
+     "memory, and nothing is released: the checks see every access"),
 )  # fmt: skip
 
 # Descriptor constants of wgmma: a swizzle of 128 bytes, and what is added for the next 16 of k.
@@ -106,8 +110,8 @@ KINDS = (
     Kind("coordinates of TMA turned", r"\{(%\w+(?:, %\w+)+)\}\], \[", _turned),
     Kind("swizzle of wgmma", r"(or\.b64[^;]*, )(4611686\d+);", lambda m: f"{m[1]}{int(m[2]) ^ 3 * _SWIZZLED};"),
     Kind("k step of wgmma", r"(add\.s64[^;]*, )(4611686\d+);", lambda m: f"{m[1]}{int(m[2]) + 2};"),
-    Kind("operand of ldmatrix", r"(ldmatrix[^;]*\[%r\d+)(?:\+(\d+))?\]", lambda m: f"{m[1]}+{int(m[2] or 0) + 16}]"),
-    Kind("place of stmatrix", r"(stmatrix[^;]*\[%r\d+)(?:\+(\d+))?\]", lambda m: f"{m[1]}+{int(m[2] or 0) + 16}]"),
+    Kind("operand of ldmatrix", r"(ldmatrix[^;]*\[%r\d+)(?:\+(\d+))?\]", _beside),
+    Kind("place of stmatrix", r"(stmatrix[^;]*\[%r\d+)(?:\+(\d+))?\]", _beside),
     Kind("end of k not masked", r"(cp\.async\.cg[^;]*, 0x10), %r\d+;", r"\1, 0x10;"),
     Kind("mask of a store away", r"@!?%p\d+ (st\.global\.(?:v4\.)?b(?:16|32))", r"\1"),
     Kind("mask of a store turned", r"@(%p\d+) (st\.global\.(?:v4\.)?b(?:16|32))", r"@!\1 \2", first=True),

@@ -96,7 +96,7 @@ def run_ranks(
         with (
             mock.patch.object(workspaces, "get", get),
             mock.patch.object(fused, "run", run),
-            mock.patch.object(turns, "Turn", lambda *_: contextlib.nullcontext()),
+            mock.patch.object(turns, "Turn", return_value=contextlib.nullcontext()),
         ):
             threads = [threading.Thread(target=thread, args=(rank,)) for rank in range(world_size)]
             for each in threads:
@@ -106,4 +106,3 @@ def run_ranks(
     for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
         raise error
     return results, ran
-

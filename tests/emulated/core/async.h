@@ -97,6 +97,7 @@ static i64 box_bytes(const TensorMap *map) {
   return n;
 }
 static void tma_data(const Tma *t) {
+  own_fenced = t->own;
   const TensorMap *map = t->map;
   i64 bytes = box_bytes(map), size = map->size, row = map->box[0] * size;
   for (i64 begin = 0; begin < bytes; begin += row) {
@@ -145,7 +146,7 @@ static void tma_load(const TensorMap *map, u32 dst, u32 bar, const int *at, int 
       fail("TMA writes shared memory at %#x, which warp %d wrote, without fence.proxy.async", a, h->writer >> 5);
   }
   not_read_by_wgmma(to, (int)bytes);
-  Tma t = {map, {0}, to, mbarrier(bar, lane)->address, W->async_view[lane]};
+  Tma t = {map, {0}, to, mbarrier(bar, lane)->address, W->async_view[lane], W->own_fenced_at[lane]};
   memcpy(t.at, at, ndim * sizeof(int));
   wrote(to, (int)bytes, UNDER_WAY);
   memset(C->shared + to, 0xff, bytes);
@@ -159,7 +160,7 @@ static void fence_proxy(u32 m, int shared) {
     // What this thread has stored, or others before a barrier, is there for the asynchronous proxy.
     for (int i = 0; i < C->num_entries; i++) EACH(l, m) drain(C, C->entries[i], ordered(C->entries[i], l));
     sweep(C);
-    EACH(l, m) W->async_view[l] = now;
+    EACH(l, m) W->own_fenced_at[l] = now;
     return;
   }
   for (int w = 0; w < C->num_warps; w++) {

@@ -139,8 +139,8 @@ static void load(u64 a, int len, i64 view, void *out, int lane, int proxy) {
   u64 g = granule(r, a);
   if (r->pending[g]) drain_own(a, len, lane);
   int sure = r->when[g] <= view;
-  if (!sure && !proxy && (int)(r->who[g] >> 10) == C->index)
-    sure = r->phase[g] < (u32)W->phase || r->who[g] == thread_of(lane);
+  if (!sure && (int)(r->who[g] >> 10) == C->index)
+    sure = proxy ? r->when[g] <= own_fenced : r->phase[g] < (u32)W->phase || r->who[g] == thread_of(lane);
   if (!sure && chance(p_stale)) {
     memcpy(out, r->old + 16 * g + (a & 15), len);
     stale_reads++;

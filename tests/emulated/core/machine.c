@@ -65,20 +65,21 @@ static void bar_sync(u32 m) {
   if (m != W->live || W->live != ALL) fail("barrier reached by lanes %#x of %#x", m, W->live);
   W->waiting = 1;
   if (++C->arrived < C->num_warps) return;
-  i64 view = 0, async = 0;
+  i64 view = 0, async = 0, own = 0;
   u32 seen = 0, fenced[MOST_WARPS] = {0};
   for (int i = 0; i < C->num_warps; i++) {
     const Warp *w = C->warps + i;
     for (int l = 0; l < LANES; l++) {
       if (w->view[l] > view) view = w->view[l];
       if (w->async_view[l] > async) async = w->async_view[l];
+      if (w->own_fenced_at[l] > own) own = w->own_fenced_at[l];
     }
     if (w->tma_seen > seen) seen = w->tma_seen;
     for (int j = 0; j < C->num_warps; j++) if (w->fenced[j] > fenced[j]) fenced[j] = w->fenced[j];
   }
   for (int i = 0; i < C->num_warps; i++) {
     Warp *w = C->warps + i;
-    for (int l = 0; l < LANES; l++) w->view[l] = view, w->async_view[l] = async;
+    for (int l = 0; l < LANES; l++) w->view[l] = view, w->async_view[l] = async, w->own_fenced_at[l] = own;
     w->waiting = 0; w->phase++; w->tma_seen = seen;
     memcpy(w->fenced, fenced, sizeof fenced);
   }

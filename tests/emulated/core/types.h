@@ -60,7 +60,7 @@ typedef struct { u32 begin, end, when; int warp; } Range;
 typedef struct { const Ins *ins; u64 a, b; int add, group, done; Range reads[2]; } Wgmma;
 // A tensor map: innermost dimension first, strides in bytes.
 typedef struct { i64 ndim, swizzle, base, size, dim[5], stride[5], box[5]; } TensorMap;
-typedef struct { const TensorMap *map; int at[5]; u32 dst, bar; i64 view; } Tma;
+typedef struct { const TensorMap *map; int at[5]; u32 dst, bar; i64 view, own; } Tma;
 typedef struct { u32 address; int valid, count, pending, phase; i64 tx; u32 since, completed; int warp; } Mbarrier;
 
 // Half a word of shared memory: when it was last written and by which thread, when last read and by which warps.
@@ -75,6 +75,8 @@ typedef struct {
   u32 live;
   // What each lane is sure to see: all that was committed up to then, by ordinary accesses and by asynchronous ones.
   i64 view[LANES], async_view[LANES];
+  // Up to when its CTA's own stores were brought out for the asynchronous proxy.
+  i64 own_fenced_at[LANES];
   u64 steps, fenced_at;
   u32 tma_seen, fenced[MOST_WARPS];
   Copy *copies;
@@ -111,6 +113,8 @@ static Warp *W;
 static const Ins *I;
 static i64 now;
 static u64 rng, executed, progress_at, stale_reads, late_drains;
+// For the TMA copy that is carried out: its CTA's stores that a fence has brought out.
+static i64 own_fenced;
 static double p_stale, p_drain, p_async;
 static char error[4096];
 static jmp_buf failed;
