@@ -13,7 +13,7 @@ import itertools
 import json
 import os
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -60,7 +60,7 @@ class Performer:
         self._name = f"programs/{next(_runs)}/{seed}/{number}"
         self._store: Any = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
         self._groups: list[ProcessGroup | None] = []
-        self._kept: deque[tuple[Operands, Tensor]] = deque()
+        self._kept: list[tuple[int, Operands, Tensor]] = []
         self.counts: Counter[str] = Counter()
         self.steps = 0
 
@@ -97,10 +97,10 @@ class Performer:
         elif step.kind == "destroy":
             fusedtp.destroy(None if step.where < 0.3 else group)
         elif step.kind == "backward":
-            self._backward()
+            self._backward(step.axis)
         elif group is not None and step.kind == "kept":
             operands = Operands(step.call, group.rank())
-            self._kept.append((operands, operands.call_on(group)))
+            self._kept.append((step.axis, operands, operands.call_on(group)))
         elif group is not None and step.kind == "thread":
             self._beside_a_thread(step, group)
         elif group is not None and step.kind in ("call", "growth"):
@@ -110,15 +110,18 @@ class Performer:
             return
         self.counts[f"{step.kind}: right"] += 1
 
-    def _backward(self) -> None:
-        if self._kept:
-            operands, y = self._kept.popleft()
-            grads = torch.autograd.grad(y, operands.leaves, operands.dy)
-            operands.check([y.detach(), *grads])
+    def _backward(self, axis: int) -> None:
+        # Of the first of that axis whose backward pass is still to come: not all ranks are in the others.
+        for index, (of, operands, y) in enumerate(self._kept):
+            if of == axis:
+                del self._kept[index]
+                grads = torch.autograd.grad(y, operands.leaves, operands.dy)
+                operands.check([y.detach(), *grads])
+                return
 
     def _all_backward(self) -> None:
         while self._kept:
-            self._backward()
+            self._backward(self._kept[0][0])
 
     def _made_anew(self, axis: int) -> None:
         # By torch alone: nobody calls `fusedtp.destroy`.

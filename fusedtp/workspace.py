@@ -187,7 +187,12 @@ class Workspace(Failing):
         except (Unreachable, ValueError) as error:
             # It is every rank's, and each goes on with the memory that it has.
             self._progress = min(self._progress, _NOTHING_SENT)
-            raise type(error)(f"the workspace cannot grow: {error}") from error
+            text = f"the workspace cannot grow: {error}"
+            if isinstance(error, Unreachable):
+                raise Unreachable(text) from error
+            ranks, meant = range(self.world_size), self.meanings.now.values
+            told = tuple(meant if rank == self.rank else None for rank in ranks)
+            raise RanksDisagree(text, self._op, self.rank, told) from error
         self._progress = min(self._progress, _NOTHING_SENT)
 
     def tell_peers(self) -> None:

@@ -169,9 +169,11 @@ def unlike(group: ProcessGroup) -> list[str]:
 
     assert gather(3)
     for _ in range(2):
-        with pytest.raises(ValueError, match="do not agree") as differs:
+        with pytest.raises(fusedtp.RanksDisagree, match="do not agree") as differs:
             gather((200, 400)[group.rank()])
         said.append(str(differs.value))
+        assert (differs.value.op, differs.value.rank) == ("all_gather", group.rank())
+        assert [meant is not None for meant in differs.value.meant] == [rank == group.rank() for rank in range(2)]
         # No rank has sent anything of the op: they go on with the memory that they have, or grow alike.
         assert gather(3)
     assert gather(50)
