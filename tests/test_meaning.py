@@ -5,10 +5,13 @@ The calls are those of `test_agreement`, which makes them in debug mode.
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
+from fusedtp.bench import generated
 from fusedtp.bench.ranks import RankPool
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -20,6 +23,9 @@ import fusedtp
 from .test_agreement import CALLS, Here
 
 SECONDS = 20.0
+DOCUMENT = Path(__file__).parent.parent / "docs" / "faults.md"
+# By schedule, the calls whose difference every rank was told.
+TOLD: dict[str, set[str]] = {}
 # A bias's values and the schedule that is asked for are told in debug mode only.
 NOT_TOLD = ("values of a bias", "schedule")
 
@@ -58,6 +64,22 @@ def test_all_ranks_are_told_who_differs(pool: RankPool, schedule: str) -> None:
         if name in told and expected.split(": rank 1 against")[0] not in (said := told[name][0])
     }
     assert not wrong
+    TOLD[schedule] = {name for name in CALLS if all(name in told for told in found)}
+
+
+def test_the_table_is_in_the_document() -> None:
+    """FUSEDTP_MEANING=write writes it."""
+    if len(TOLD) < 2:
+        pytest.skip("comes with the tests of both schedules")
+    lines = ["| what rank 1 does otherwise | by default | with `debug=True` |", "|---|---|---|"]
+    for name in CALLS:
+        by_default = "all ranks are told" if all(name in told for told in TOLD.values()) else "not compared"
+        lines.append(f"| {name} | {by_default} | all ranks are told |")
+    table, text = "\n".join(lines), DOCUMENT.read_text()
+    if os.environ.get("FUSEDTP_MEANING") == "write":
+        generated.rewrite(DOCUMENT, "meanings", table)
+        return
+    assert generated.replaced(text, "meanings", table) == text
 
 
 def uneven(group: ProcessGroup, schedule: str) -> list[str]:
