@@ -114,7 +114,7 @@ class Run:
 
     def rows(self) -> list[Row]:
         """What is kept of this stage at this commit."""
-        kept = store.read(self.path) if self.path.exists() else []
+        kept = store.read(self.path, of_ops=False) if self.path.exists() else []
         return [row for row in kept if row.commit == self.machine.commit and row.machine == self.machine.name]
 
     def do(
@@ -136,7 +136,7 @@ class Run:
             self._say(f"left over {item}")
             self.outcome |= LEFT_OVER
             return
-        store.update(self.path, [self._row(item, Found("begun", Verdict(0, 0, BEGUN)))])
+        store.update(self.path, [self._row(item, Found("begun", Verdict(0, 0, BEGUN)))], of_ops=False)
         begin, error = time.monotonic(), None
         if self._watched:
             faulthandler.dump_traceback_later(min(most, max(1.0, self.left())), exit=True)
@@ -149,7 +149,7 @@ class Run:
         finally:
             if self._watched:
                 faulthandler.cancel_dump_traceback_later()
-        store.update(self.path, found)
+        store.update(self.path, found, of_ops=False)
         self._tell(item, found, time.monotonic() - begin)
         if error is not None and not isinstance(error, AssertionError):
             self._say("".join(traceback.format_exception(error)))

@@ -183,8 +183,11 @@ def write(path: Path, rows: Iterable[Row]) -> None:
     replace(path, text.getvalue().encode())
 
 
-def read(path: Path) -> list[Row]:
-    """The rows of a file, or ValueError saying where it is not what `write` writes. The file is not touched."""
+def read(path: Path, *, of_ops: bool = True) -> list[Row]:
+    """The rows of a file, or ValueError saying where it is not what `write` writes. The file is not touched.
+
+    of_ops: of the package's ops, at sizes; else of anything else that is timed or checked, as `gpu_rows` has it.
+    """
     try:
         reader = csv.reader(StringIO(read_text(path, max_bytes=MAX_BYTES), newline=""), strict=True)
         header = next(reader, [])
@@ -200,7 +203,7 @@ def read(path: Path) -> list[Row]:
     found: dict[object, int] = {}
     for number, (line, cells) in enumerate(lines, 1):
         try:
-            row = _row(cells)
+            row = _row(cells, of_ops)
         except ValueError as error:
             raise ValueError(f"{path}, line {line}, row {number}, column {error}") from None
         key = row.machine, row.case, row.variant, row.predicted
@@ -210,7 +213,7 @@ def read(path: Path) -> list[Row]:
     return rows
 
 
-def _row(cells: Sequence[str]) -> Row:
+def _row(cells: Sequence[str], of_ops: bool) -> Row:
     # ValueError beginning with the column's name.
     if len(cells) != len(COLUMNS):
         last = COLUMNS[min(len(cells), len(COLUMNS) - 1)]
@@ -221,9 +224,10 @@ def _row(cells: Sequence[str]) -> Row:
             values[name] = _READERS[kind](cell)
         except ValueError:
             raise ValueError(f"{name}: {cell[:80]!r} is not {kind}") from None
-        if name in _KNOWN and values[name] not in _KNOWN[name]:
+        if of_ops and name in _KNOWN and values[name] not in _KNOWN[name]:
             raise ValueError(f"{name}: {cell[:80]!r} is not one of {', '.join(_KNOWN[name])}")
         least, most = _LIMITS.get(name, (-math.inf, math.inf))
+        least = least if of_ops else min(least, 0)
         if values[name] is not None and name in _LIMITS and not least <= values[name] <= most:
             raise ValueError(f"{name}: {cell[:80]!r} is not from {least:g} to {most:g}")
     row = Row(**values)
@@ -237,10 +241,10 @@ def _row(cells: Sequence[str]) -> Row:
     return row
 
 
-def update(path: Path, rows: Sequence[Row]) -> list[Row]:
-    """Write `rows` into the file in place of its rows of the same cases; all its rows, old and new."""
+def update(path: Path, rows: Sequence[Row], *, of_ops: bool = True) -> list[Row]:
+    """Write `rows` in place of the file's rows of the same cases; all its rows, old and new. of_ops: as in `read`."""
     measured = {row.case for row in rows}
-    kept = [row for row in read(path) if row.case not in measured] if path.exists() else []
+    kept = [row for row in read(path, of_ops=of_ops) if row.case not in measured] if path.exists() else []
     together = [*kept, *rows]
     write(path, together)
     return together
