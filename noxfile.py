@@ -7,8 +7,10 @@ installed and not the folders beside this file.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
+from pathlib import Path
 
 import nox
 
@@ -22,19 +24,39 @@ FOLDERS = ("fusedtp", "kernels", "bench", "tests", "noxfile.py")
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
-def install(session: nox.Session, *more: str) -> None:
+# The Triton that constraints.txt pins, and the oldest that is supported.
+PINNED, OLDEST = re.findall(r"(?m)^triton==(.*)$", Path("constraints.txt").read_text())[0], "3.6.0"
+
+
+def constraints(session: nox.Session, triton: str = PINNED) -> str:
+    """The name of a file with the versions of constraints.txt, but this Triton."""
+    text = Path("constraints.txt").read_text().replace(f"\ntriton=={PINNED}\n", f"\ntriton=={triton}\n")
+    path = Path(session.create_tmp()) / "constraints.txt"
+    path.write_text(text)
+    return str(path)
+
+
+def install(session: nox.Session, *more: str, triton: str = PINNED) -> None:
     # pytest and torch's compiler keep what they write there: in .nox, not in the machine's folder.
     session.create_tmp()
     # A wheel is built from build/, where a module that is gone from the sources would live on.
     shutil.rmtree("build", ignore_errors=True)
-    session.install("-c", "constraints.txt", "torch", *more)
-    session.install("-c", "constraints.txt", ".[test]")
+    pins = constraints(session, triton)
+    session.install("-c", pins, "torch", *more)
+    session.install("-c", pins, ".[test]")
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
     """Everything that runs without a GPU: real ranks, real shared memory, kernels in Triton's interpreter."""
     install(session)
+    session.run("pytest", "-m", "not gpu and not offline and not bench", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def tests_oldest(session: nox.Session) -> None:
+    """The same with the oldest Triton that is supported."""
+    install(session, triton=OLDEST)
     session.run("pytest", "-m", "not gpu and not offline and not bench", *session.posargs, env=ONE_THREAD)
 
 
@@ -72,11 +94,20 @@ def sweep(session: nox.Session) -> None:
 
 
 @nox.session
-def kernels(session: nox.Session) -> None:
+@nox.parametrize("triton", [PINNED, OLDEST])
+def kernels(session: nox.Session, triton: str) -> None:
     """Compile every kernel for GPUs that need not be there, and assert what the compiler made of it."""
-    install(session)
+    install(session, triton=triton)
     # The interpreter replaces the compiler for the whole process.
     session.run("pytest", "-m", "offline", *session.posargs, env={**ONE_THREAD, "TRITON_INTERPRET": "0"})
+
+
+@nox.session
+def emulate(session: nox.Session) -> None:
+    """Execute compiled kernels on a CPU, under a weak memory and hostile schedules; under 10 minutes on two cores."""
+    install(session)
+    env = {**ONE_THREAD, "TRITON_INTERPRET": "0", "FUSEDTP_EMULATION": os.environ.get("FUSEDTP_EMULATION", "all")}
+    session.run("pytest", "-m", "emulated", *session.posargs, env=env)
 
 
 @nox.session
@@ -101,25 +132,33 @@ def regress(session: nox.Session) -> None:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """10,000 mixed calls on four ranks, then 1,000 sequences across two groups. After --: --calls, --seed, ..."""
+    """10,000 mixed calls on four ranks, 100,000 of random programs, sequences across two groups, mutated files.
+
+    After --: --calls, --seed, --programs, ...
+    """
     install(session)
     session.run("python", "-P", "-m", "fusedtp.bench.soak", *session.posargs, env=ONE_THREAD)
     # What was asked for may be the replay of a few calls.
     if not session.posargs:
-        session.run("pytest", "tests/test_two_groups.py", env={**ONE_THREAD, "FUSEDTP_SOAK": "large"})
+        for size in (2, 4):
+            options = ("--programs", "--calls", "50000", "--world-size", str(size))
+            session.run("python", "-P", "-m", "fusedtp.bench.soak", *options, env=ONE_THREAD)
+        files = ("tests/test_two_groups.py", "tests/test_mutated_files.py")
+        session.run("pytest", *files, env={**ONE_THREAD, "FUSEDTP_SOAK": "large"})
 
 
 @nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
-    """What needs a CUDA GPU, run with the torch and Triton of the interpreter at hand; several ranks share a GPU.
+    """The first half hour on a CUDA GPU, with the torch and Triton of the interpreter at hand: `fusedtp.bench.gpu`.
 
-    With --measure not the tests but emulated links on one GPU with virtual ranks; what follows goes to that.
+    Arguments after -- go to that: --list, --stage 2, --emulate. With --tests tests/test_gpu.py instead, with --measure
+    emulated links alone; what follows goes to either.
     """
-    found = (
-        "import numpy, pandas, pytest, rich, setuptools, sys, torch, triton, typer; "
-        "sys.exit(None if torch.cuda.is_available() else 'nox -s gpu: torch finds no CUDA device')"
-    )
-    session.run("python", "-c", found)
+    needed = "matplotlib, numpy, pandas, pytest, rich, setuptools, torch, triton, typer"
+    session.run("python", "-c", f"import {needed}")
+    posargs = list(session.posargs)
+    kind = next((each for each in ("--tests", "--measure") if each in posargs), "")
+    rest = [each for each in posargs if each != kind]
     with tempfile.TemporaryDirectory() as site:
         # Beside the environment, not into it, and without the network: a GPU machine brings its own builds.
         flags = ("--quiet", "--no-deps", "--no-build-isolation", "--target", site)
@@ -130,17 +169,20 @@ def gpu(session: nox.Session) -> None:
             "PYTHONPATH": os.pathsep.join(filter(None, (site, os.environ.get("PYTHONPATH")))),
             # `python -m` puts this folder first otherwise, and its fusedtp/ has no kernels in it.
             "PYTHONSAFEPATH": "1",
+        }
+        if not kind:
+            session.run("python", "-m", "fusedtp.bench.gpu", *rest, env=env)
+            return
+        # As fusedtp.bench.gpu, which says why, starts its stages.
+        env |= {
             "TRITON_INTERPRET": "0",
             "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
-            # Deterministic mode, which poisons fresh memory in the tests, asks cuBLAS for it.
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-            # For virtual ranks at once: a queue for each stream, and every kernel loaded before one waits.
             "CUDA_DEVICE_MAX_CONNECTIONS": "32",
             "CUDA_MODULE_LOADING": "EAGER",
         }
-        if "--measure" in session.posargs:
-            rest = [argument for argument in session.posargs if argument != "--measure"]
+        if kind == "--measure":
             session.run("python", "-m", "fusedtp.bench.virtual", *rest, env=env)
-            return
-        # That file alone: the others need what such a machine may not have.
-        session.run("python", "-m", "pytest", "tests/test_gpu.py", "-m", "gpu", *session.posargs, env=env)
+        else:
+            # That file alone: the others need what such a machine may not have.
+            session.run("python", "-m", "pytest", "tests/test_gpu.py", "-m", "gpu", *rest, env=env)

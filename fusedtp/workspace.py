@@ -15,15 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import budgets, clock, hardware, missing
-from .errors import PeerTimeout
+from . import budgets, clock, disagreement, hardware
+from .errors import RanksDisagree
+from .failing import Failing
 from .hardware import Hardware
 from .kernels import signal
 from .kernels.launch import Channel
+from .kernels.loading import check_device
+from .meaning import Meanings
 from .memory import Arena, Exchange, Memory, Unreachable
 from .rendezvous import ArenaExchange
 from .shards import offsets
-from .steps import DeviceSteps, HostSteps, load_acquire, store_release
+from .steps import DeviceSteps, HostSteps, load_acquire
 
 _MIN_SLOTS = 64
 _MIN_HALF_BYTES = 1 << 16
@@ -39,9 +42,12 @@ def _wrap(epoch: int) -> int:
     return (epoch + 2**31) % 2**32 - 2**31
 
 
-class Workspace:
+class Workspace(Failing):
     """One rank's end of a group's symmetric memory."""
 
+    # What is kept for later ops is made outside of inference mode, whatever mode the op that needs it first runs in: a
+    # tensor of that mode may be neither written nor viewed by an op that is trained with.
+    @torch.inference_mode(False)
     def __init__(
         self,
         memory: Memory,
@@ -57,7 +63,8 @@ class Workspace:
         self.in_place = device.type == "cpu"
         self.slots = self.half_bytes = 0
         self.seconds = budgets.of(None) if seconds is None else seconds
-        self.failure: RuntimeError | None = None
+        self.failure: RuntimeError | RanksDisagree | None = None
+        self.meanings = Meanings()
         self.made = False
         self._op, self._progress = "", _NO_OP
         self._memory = memory
@@ -93,11 +100,12 @@ class Workspace:
         clock.drive(self.host_block[signal.CLOCK_MS.value :])
         self.made = True
 
+    @torch.inference_mode(False)
     def _allocate(self, half_bytes: int, slots: int, epoch: int, exchange: Exchange | None) -> None:
         words = signal.SIGNALS.value + slots * self.world_size
-        header = torch.zeros(-(-words // 64) * 64, dtype=torch.int32)
+        header = torch.zeros(-(-words // 64) * 64 + disagreement.TEXT_BYTES // 4, dtype=torch.int32)
         # Signals start at the present epoch, not at 0: near the wrap 0 could pass for a later one.
-        header[signal.SIGNALS.value :] = epoch
+        header[signal.SIGNALS.value : -disagreement.TEXT_BYTES // 4] = epoch
         header[signal.EPOCH.value] = epoch
         header[signal.HARDWARE.value] = self._gpu
         data_offset = header.numel() * 4
@@ -124,8 +132,8 @@ class Workspace:
             return hardware.CPU
         assert self._arena is not None
         words = self._arena.tensors[0][: 4 * signal.SIGNALS.value].view(torch.int32)
-        # A GPU that the table does not have is taken for an H100.
-        return hardware.numbered(int(words[signal.HARDWARE.value])) or hardware.find("h100")
+        known = hardware.numbered(int(words[signal.HARDWARE.value]))
+        return known or hardware.assumed("" if self._gpu else torch.cuda.get_device_name(self.device))
 
     @property
     def epoch(self) -> int:
@@ -174,10 +182,17 @@ class Workspace:
             return
         try:
             self._allocate(grown, slots, self._last_epoch(), ArenaExchange(self))
+        except RanksDisagree:
+            raise
         except (Unreachable, ValueError) as error:
             # It is every rank's, and each goes on with the memory that it has.
             self._progress = min(self._progress, _NOTHING_SENT)
-            raise type(error)(f"the workspace cannot grow: {error}") from error
+            text = f"the workspace cannot grow: {error}"
+            if isinstance(error, Unreachable):
+                raise Unreachable(text) from error
+            ranks, meant = range(self.world_size), dict(self.meanings.now.values)
+            told = tuple(meant if rank == self.rank else None for rank in ranks)
+            raise RanksDisagree(text, self._op, self.rank, told) from error
         self._progress = min(self._progress, _NOTHING_SENT)
 
     def tell_peers(self) -> None:
@@ -192,16 +207,21 @@ class Workspace:
         """What a kernel's launcher needs."""
         self.tell_peers()
         return Channel(
-            self.peers, self.data, self.rank, self.world_size, self.half_bytes, self.data_offset, self.count_bytes
-        )
+            self.peers, self.data, self.rank, self.world_size, self.half_bytes, self.data_offset, self.count_bytes,
+            self.meanings.now.fingerprint,
+        )  # fmt: skip
 
     def table(self, sizes: tuple[int, ...]) -> Tensor:
         """The row offsets of `sizes` on the device (int32, world_size + 1)."""
         table = self._tables.get(sizes)
         if table is None:
-            if len(self._tables) >= _MAX_VIEWS:
+            if len(self._tables) >= _MAX_VIEWS and not self._capturing():
+                # A kernel on another stream may be reading one still.
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
                 self._tables.clear()
-            table = self._tables[sizes] = torch.tensor(offsets(sizes), dtype=torch.int32, device=self.device)
+            with torch.inference_mode(False):
+                table = self._tables[sizes] = torch.tensor(offsets(sizes), dtype=torch.int32, device=self.device)
         if self._capturing():
             self._captured.append(table)
         return table
@@ -213,10 +233,11 @@ class Workspace:
         if view is None:
             assert self._arena is not None
             begin = self.data_offset + (epoch & 1) * self.half_bytes + offset
-            part = self._arena.tensors[peer][begin : begin + math.prod(shape) * dtype.itemsize]
             if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
-            view = self._views[key] = part.view(dtype).view(shape)
+            with torch.inference_mode(False):
+                part = self._arena.tensors[peer][begin : begin + math.prod(shape) * dtype.itemsize]
+                view = self._views[key] = part.view(dtype).view(shape)
         return view
 
     def steps(self, op: str) -> HostSteps | DeviceSteps:
@@ -239,6 +260,7 @@ class Workspace:
                 self._refuse_epoch(epoch)
             self._mirror, self._mirror_is_exact = epoch, True
             return
+        check_device(self.data)
         if self._capturing():
             self._captured.append((self._arena, self.peers))
             return
@@ -281,64 +303,19 @@ class Workspace:
             self.interrupted(op, error)
             raise
 
+    @property
+    def loads_for_capture(self) -> bool:
+        """Whether what runs here now may be captured in a graph later."""
+        return self.device.type == "cuda" and not self._capturing()
+
     def _capturing(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-    def _abandon(self, op: str, error: BaseException | None) -> None:
-        # The peers may have this rank's part or not: the next op would take what they send of this one for its own.
-        self._leave(2)
-        # Only the text: the exception would keep its frames alive, and with them views of the arena.
-        what = "an interruption" if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
-        self.failure = RuntimeError(
-            f"{op}: an exception left rank {self.rank} in the middle of the op, out of step with its peers: call "
-            f"fusedtp.destroy for this group on every rank before its next op ({what})"
-        )
-
-    def _refuse_epoch(self, epoch: int) -> None:
-        self._leave(2)
-        self.failure = RuntimeError(
-            f"{self._op}: rank {self.rank} finds epoch {epoch} in its memory, where its last op left {self._mirror}: "
-            "something else has written there. Call fusedtp.destroy for this group on every rank before its next op"
-        )
-        raise self.failure
-
-    def _leave(self, why: int) -> None:
-        # For the peers to see, where memory is the host's.
-        if self.device.type == "cpu" and (arena := self._arena) is not None:
-            store_release(arena.tensors[self.rank].data_ptr() + 4 * signal.LEFT.value, why)
-
-    def _check(self) -> None:
-        """Raise what a kernel has reported, and again at every later use. On a GPU: what has arrived by now."""
-        if self.failure is not None:
-            raise self.failure
-        if self._report[signal.REPORT.value]:
-            peer, wait, expected, seen = self._report[signal.REPORT.value : signal.REPORT_SEEN.value + 1].tolist()
-            slot, op = divmod(wait, len(signal.OPS))
-            self._fail(signal.OPS[op], peer - 1, slot, expected, seen)
 
     def check(self) -> None:
         """Wait for the device and raise PeerTimeout if any op so far has reported one."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._check()
-
-    def give_up(self, op: str, peer: int, slot: int, expected: int, seen: int, seconds: float) -> None:
-        """A wait on the host has spent its budget, or its peer is gone: tell the peers who look, and raise."""
-        self.words[signal.GIVEN_UP.value] = peer + 1
-        self._fail(op, peer, slot, expected, seen, min(self.seconds, max(0.001, round(seconds, 3))))
-
-    def _fail(self, op: str, peer: int, slot: int, expected: int, seen: int, seconds: float | None = None) -> None:
-        who = missing.really_missing(self.rank, self.world_size, self._header, peer)
-        what = "its memory to grow: step" if slot == signal.GROWTH_SLOT.value else f"signal slot {slot}: epoch"
-        detail = f"{what} {expected} expected, {seen} seen"
-        detail += missing.explain(self.world_size, self._header, peer, who)
-        self.failure = PeerTimeout(op, self.rank, who, seconds or self.seconds, detail)
-        raise self.failure
-
-    def _header(self, peer: int) -> list[int]:
-        assert self._arena is not None
-        words: list[int] = self._arena.tensors[peer][: self.data_offset].view(torch.int32).tolist()
-        return words
 
     def signal_words(self, peer: int) -> Tensor:
         """Rank `peer`'s header as torch's stream operations want it: flat, uint32."""

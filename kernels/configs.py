@@ -2,7 +2,8 @@
 
 Ranks must agree on a tile's rows, as pieces and signals are counted in them, so `block_m` depends only on what they
 agree on, the rows of a chunk; a rank's own number of columns may choose `block_n`. All of this is asserted of the whole
-table, for kernels compiled without a GPU (`nox -s kernels`): no spill, no stack, shared memory within the target's.
+table, for kernels compiled without a GPU (`nox -s kernels`): no spill, no stack, shared memory within the target's; at
+lengths that are no multiples of 16, where elements are moved one by one, next to none.
 
 Where the values come from. 16-bit tiles are those that persistent Triton matmuls have settled on: 128 x 256 x 64 with
 three stages and eight warps where descriptors leave the registers to the accumulator (sm_90, sm_100), 128 x 128 x 64
@@ -25,11 +26,14 @@ class Config:
 
     `descriptors` reads operands by tensor descriptors where they allow it; `flatten` makes one loop of tiles and
     contraction then, so that the next tile is loaded while one is stored. Pointers take registers from the accumulator:
-    a kernel that reads by them has `pointer_warps`. `moving_warps` is for kernels that move or add whole tiles.
-    `registers` is the most that a thread of a kernel that multiplies may have; the compiler decides where there is no
-    entry. "" holds for all of them. A fused kernel is to get by with what the plain matmul has, and has an entry of its
-    own where that takes one, for the target's main way to read operands: "gather" and "scatter" where rows are stored
-    16 elements at a time, "gather transposed" where every length and stride is a multiple of 16.
+    a kernel that reads by them has `pointer_warps`. `moving_warps` is for kernels that move or add tiles, `strip_rows`
+    rows of them at a time. Where elements are read or stored one by one, each has an address of its own: where a result
+    is stored so, tiles have at most `loose_cols` columns, if the ranks need not agree on them; where an operand is read
+    so, blocks have at most `loose_block_k` of the contraction, and programs eight warps or more. `registers` is the
+    most that a thread may have; the compiler decides where there is no entry. "" holds for all kernels. A fused one is
+    to get by with what the plain matmul has, and has an entry of its own where that takes one, for the target's main
+    way to read operands: "gather" and "scatter" where rows are stored 16 elements at a time, "gather transposed" where
+    every length and stride is a multiple of 16. 0 leaves it to the compiler: "scatter any" is for other rows.
     """
 
     block_m: int = 128
@@ -46,18 +50,24 @@ class Config:
     flatten: bool = False
     pointer_warps: int = 8
     moving_warps: int = 8
+    strip_rows: int = 32
+    loose_cols: int = 128
+    loose_block_k: int = 32
     registers: Mapping[str, int] = field(default_factory=dict, hash=False)
 
 
 # Few large tiles: the interpreter's cost is per operation, not per element. Two programs, so that their order matters.
-INTERPRETER = Config(block_m=64, block_n=64, block_k=64, group_m=2, programs=2, pushers=2, copy_rows=64, copy_cols=128)
+INTERPRETER = Config(
+    block_m=64, block_n=64, block_k=64, group_m=2, programs=2, pushers=2, copy_rows=64, copy_cols=128, strip_rows=128,
+    loose_block_k=64,
+)  # fmt: skip
 
 # Up to so many rows of a chunk, or columns, are few.
 FEW_ROWS, FEW_COLUMNS = 64, 128
 SHAPES = ("many", "few columns", "few rows")
 
 _NARROW = Config(num_stages=4)
-_LOW = Config(block_m=64, num_warps=4, num_stages=4, pointer_warps=4, moving_warps=4)
+_LOW = Config(block_m=64, num_warps=4, num_stages=4, pointer_warps=4)
 _WIDE = Config(block_n=256, flatten=True, pointer_warps=16, moving_warps=16)
 # As many as a thread can have. Left alone, the compiler stops at 168 for few rows on sm_80, with which three programs
 # fit a multiprocessor, and keeps a value in local memory: a persistent kernel has no use for three.
@@ -70,7 +80,7 @@ TABLE: dict[str, dict[str, Config]] = {
         for shape, config in (("many", Config()), ("few columns", Config()), ("few rows", _LOW))
     },
     "sm_90": {
-        shape: replace(config, descriptors=True, registers=_ALL | registers)
+        shape: replace(config, descriptors=True, registers=_ALL | {"scatter any": 0} | registers)
         for shape, config, registers in (
             ("many", _WIDE, {"gather transposed": 192, "scatter": 200}),
             ("few columns", _NARROW, {"gather": 136, "gather transposed": 131, "scatter": 136}),

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .launch import Channel, Config
+from .launch import Channel, Config, fitted, in_16_bytes
 
 _ALIGNMENT_BYTES = 16
 # Coordinates are int32.
@@ -40,6 +40,12 @@ def read_by(x: torch.Tensor, config: Config) -> str:
     if stride_r == 1 and stride_c >= rows and stride_c % per_unit == 0:
         return "columns"
     return "pointers"
+
+
+def fitted_to(config: Config, *operands: torch.Tensor, result: torch.Tensor | None = None) -> Config:
+    """The configuration of a kernel that reads these operands and stores this result, None: in tiles to arenas."""
+    by_pointers = [x for x in operands if read_by(x, config) == "pointers"]
+    return fitted(config, stored=result is None or in_16_bytes(result), read=in_16_bytes(*by_pointers))
 
 
 def described_left(a: torch.Tensor, config: Config) -> Described:

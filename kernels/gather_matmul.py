@@ -18,8 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .descriptors import described_gathered, described_right
-from .launch import Channel, Config, flattened, options
+from .descriptors import described_gathered, described_right, fitted_to
+from .launch import Channel, Config, fitted, flattened, in_16_bytes, options
+from .loading import launch
 from .matmul import (
     Operand,
     RightOperand,
@@ -160,9 +161,10 @@ def _gather_matmul_programs(
         leave(ctx.link, num_programs)
 
 
-@triton.jit(do_not_specialize=["rank", "num_rows", "dst_row", "num_tiles"])
+@triton.jit(do_not_specialize=["rank", "fingerprint", "num_rows", "dst_row", "num_tiles"])
 def _gather_matmul_kernel(
-    a_ptr, b_ptr, c_ptr, bias_ptr, own_desc, arena_desc, b_desc, table, peers, rank, num_rows, dst_row, num_tiles,
+    a_ptr, b_ptr, c_ptr, bias_ptr, own_desc, arena_desc, b_desc, table, peers, rank, fingerprint: tl.int64,
+    num_rows, dst_row, num_tiles,
     M, N, K, shard_cols,
     stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn, pitch, half_bytes, data_offset,
     WORLD_SIZE: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, A_BY: tl.constexpr, B_BY: tl.constexpr,
@@ -179,7 +181,7 @@ def _gather_matmul_kernel(
     """
     _gather_matmul_programs(
         Gathered(
-            Link(peers, rank, begin(peers, rank), half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
+            Link(peers, rank, begin(peers, rank), fingerprint, half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
             a_ptr, own_desc, arena_desc, stride_am, table, pitch, c_ptr, stride_cm, stride_cn, bias_ptr, M, N,
             A_BY, BIAS, OWN_IN_PLACE, ALIGNED, ROWS_ALIGNED, K, PIECE, BLOCK_M, BLOCK_N, GROUP_M, UPCAST,
         ),
@@ -196,11 +198,9 @@ def own_in_place(a: torch.Tensor) -> bool:
 
 def _limit(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, pitch: int, aligned: bool) -> str:
     # Which limit of registers is known to be enough for a kernel that gathers rows.
-    N, K = c.shape[1], b.shape[0]
-    if c.stride(1) == 1 and N % 16 == c.stride(0) % 16 == 0:
+    if c.stride(1) == 1 and c.shape[1] % 16 == c.stride(0) % 16 == c.data_ptr() % 16 == 0:
         return "gather"
-    strides = [stride for x in (a, b, c) for stride in x.stride() if stride != 1]
-    whole = aligned and not any(length % 16 for length in (N, K, pitch, *strides))
+    whole = aligned and pitch % 16 == 0 and in_16_bytes(b, c) and not any(n % 16 for n in a.stride() if n != 1)
     return "gather transposed" if whole and c.stride(0) == 1 else ""
 
 
@@ -230,20 +230,28 @@ def gather_matmul(
     (M, N), K = c.shape, b.shape[0]
     rank = channel.rank
     chunks = sizes if gather_dim == 0 else (M,)
-    num_tiles = sum(-(-rows // config.block_m) for rows in chunks) * -(-N // config.block_n)
     pieces = -(-a.shape[0] // piece_rows) * channel.world_size
     pushers = 0 if pushed else max(1, min(config.pushers, pieces))
     dst_row = sum(sizes[:rank]) if gather_dim == 0 else rank * M
     rows, cols = (M, K) if gather_dim == 0 else (channel.world_size * M, max(sizes))
     # A chunk that ends inside a block of K would be multiplied with rows of B that belong to the next one.
     whole_blocks = gather_dim == 0 or all(size % config.block_k == 0 for size in sizes)
-    reading = config if whole_blocks else replace(config, descriptors=False)
-    a_by, own_desc, arena_desc = described_gathered(a, channel, rows, cols, pitch, reading)
-    b_by, b_desc = described_right(b, reading)
     aligned = all(size % 16 == 0 for size in sizes)
+    config = fitted_to(
+        config if whole_blocks else replace(config, descriptors=False),
+        *((a, b) if own_in_place(a) else (b,)),
+        result=c,
+    )
+    # What lies in the arena.
+    if not config.descriptors and (pitch % 16 or (gather_dim == 1 and not aligned)):
+        config = fitted(config, stored=True, read=False)
+    num_tiles = sum(-(-rows // config.block_m) for rows in chunks) * -(-N // config.block_n)
+    a_by, own_desc, arena_desc = described_gathered(a, channel, rows, cols, pitch, config)
+    b_by, b_desc = described_right(b, config)
     rows_aligned = aligned if gather_dim == 0 else M % 16 == 0
-    _gather_matmul_kernel[(config.programs + pushers,)](
-        a, b, c, c if bias is None else bias, own_desc, arena_desc, b_desc, table, channel.peers, rank, a.shape[0],
+    launch(_gather_matmul_kernel, (config.programs + pushers,))(
+        a, b, c, c if bias is None else bias, own_desc, arena_desc, b_desc, table, channel.peers, rank,
+        channel.fingerprint, a.shape[0],
         dst_row, num_tiles, M, N, K, a.shape[1], *a.stride(), *b.stride(), *c.stride(), pitch, channel.half_bytes,
         channel.data_offset, channel.world_size, OPS.index("all_gather_matmul"), channel.count_bytes, a_by, b_by,
         bias_along(bias, transposed), own_in_place(a), aligned, rows_aligned, pushers, gather_dim == 1, last,

@@ -6,6 +6,9 @@ between its polls. It also patches the language's functions anew at every call o
 where one patch at the launch is enough, as all our device functions see the same `triton.language`; it computes every
 integer operation once more in 64 bits for an overflow check that it then leaves out (it belongs to debug mode); and it
 looks up NumPy's name of a type in a table that it builds anew each time.
+
+Triton 3.6 makes the bounds of a loop with `int` of an array of one element, which NumPy refuses from 2.4 on, as it
+does any such array that is not 0-dimensional.
 """
 
 from __future__ import annotations
@@ -68,8 +71,19 @@ def _leave_out_needless_work() -> None:
     interpreter._get_np_dtype = lambda dtype: pointer if dtype.scalar.is_ptr() else of_scalar(dtype.scalar)
 
 
+def _take_bounds_from_arrays() -> None:
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch
+
+
 def prepare() -> None:
     """Called once, where kernels are interpreted, before the first of them runs."""
     _give_way_after_atomics()
     _patch_once_a_launch()
     _leave_out_needless_work()
+    _take_bounds_from_arrays()

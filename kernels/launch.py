@@ -20,6 +20,7 @@ class Channel:
 
     `peers` is the device table of arena addresses (int64, world_size + 1, the last one the clock's); data starts
     `data_offset` bytes into an arena, in two halves of `half_bytes`; `data` is both halves of the own arena (uint8).
+    `fingerprint` (int64) is the op's: see `signal`.
     With `count_bytes` the kernels add up what they store into peers' arenas.
     """
 
@@ -30,6 +31,7 @@ class Channel:
     half_bytes: int
     data_offset: int
     count_bytes: bool = False
+    fingerprint: int = 0
 
 
 @cache
@@ -60,9 +62,37 @@ def pitch_of(cols: int, dtype: torch.dtype) -> int:
     return -(-cols // per_16_bytes) * per_16_bytes
 
 
+def in_16_bytes(*matrices: torch.Tensor) -> bool:
+    """Whether kernels read and store these matrices 16 bytes at a time. What they know of lengths and strides is
+    whether those are multiples of 16, and of pointers the same.
+    """
+    return all(
+        x.data_ptr() % 16 == 0 and 1 in x.stride() and not any(n % 16 for n in (*x.shape, *x.stride()) if n != 1)
+        for x in matrices
+    )
+
+
+def fitted(config: Config, *, stored: bool, read: bool) -> Config:
+    """The configuration of a kernel that stores its result, and reads what it reads by pointers, 16 bytes at a time, or
+    not: `Config` says what that takes.
+    """
+    if not stored:
+        config = replace(config, block_n=min(config.block_n, config.loose_cols))
+    if not read:
+        block_k, warps = min(config.block_k, config.loose_block_k), max(8, config.pointer_warps)
+        config = replace(config, block_k=block_k, pointer_warps=warps)
+    return config
+
+
 def flattened(config: Config, a_by: str, b_by: str) -> bool:
     """Whether tiles and contraction become one loop: pointers would have to live from one tile to the next."""
     return config.flatten and "pointers" not in (a_by, b_by)
+
+
+def _limit(config: Config, warps: int) -> dict[str, int]:
+    # A multiprocessor has 64 Ki registers (CUDA C++ programming guide, technical specifications).
+    most = config.registers.get("")
+    return {} if most is None else {"maxnreg": min(most, (64 << 10) // (32 * warps))}
 
 
 def options(config: Config, a_by: str, b_by: str, *, limit: str = "") -> dict[str, int]:
@@ -73,23 +103,20 @@ def options(config: Config, a_by: str, b_by: str, *, limit: str = "") -> dict[st
     """
     by_pointers = "pointers" in (a_by, b_by)
     mainly = by_pointers != config.descriptors
-    warps, most = config.pointer_warps if by_pointers else config.num_warps, config.registers.get("")
-    # A multiprocessor has 64 Ki registers (CUDA C++ programming guide, technical specifications).
-    most = None if most is None else min(most, (64 << 10) // (32 * warps))
-    if limit and mainly:
-        most = config.registers.get(limit, most)
-    return {"num_warps": warps, "num_stages": config.num_stages, **({} if most is None else {"maxnreg": most})}
+    warps = config.pointer_warps if by_pointers else config.num_warps
+    found = _limit(config, warps)
+    if limit and mainly and limit in config.registers:
+        found = {"maxnreg": config.registers[limit]} if config.registers[limit] else {}
+    return {"num_warps": warps, "num_stages": config.num_stages, **found}
+
+
+def strip_of(config: Config, tensors: int = 1) -> int:
+    """The rows of a tile that a kernel which moves or adds tiles has in its registers at a time: the fewer the more
+    tensors have addresses there.
+    """
+    return min(config.strip_rows // tensors, config.block_m)
 
 
 def moving_options(config: Config) -> dict[str, int]:
     """The compiler's options of a kernel that moves or adds whole tiles."""
-    return {"num_warps": config.moving_warps, "num_stages": config.num_stages}
-
-
-def ring_options(config: Config) -> dict[str, int]:
-    """Those of a ring, which adds a tile to what has arrived: sixteen warps for a tile of 128 x 128 elements or more.
-
-    Eight would keep part of their loops' state in local memory, on sm_90.
-    """
-    many = config.block_m * config.block_n >= 128 * 128
-    return moving_options(config) | ({"num_warps": 16} if many else {})
+    return {"num_warps": config.moving_warps, "num_stages": config.num_stages, **_limit(config, config.moving_warps)}

@@ -11,70 +11,89 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Channel, Config, moving_options
+from .launch import Channel, Config, moving_options, strip_of
+from .loading import launch
 from .matmul import or_nan, round_to
 from .push import Rows
 from .signal import FIRST_SLOT, OPS, Link, begin, cdiv, count_sent, half, leave, raise_signal, wait
 
 
 @triton.jit
+def _wait_for_parts(link, slot, OWN_IN_PLACE: tl.constexpr):
+    ok = 1
+    for src in range(0, link.WORLD_SIZE):
+        if OWN_IN_PLACE:
+            if src != link.rank:
+                ok &= wait(link, src, slot)
+        else:
+            ok &= wait(link, src, slot)
+    return ok
+
+
+@triton.jit
+def _sum_of_parts(link, base, own, at_m, at_n, mask, region_rows, pitch, OWN_IN_PLACE: tl.constexpr):
+    acc = tl.full(mask.shape, 0.0, tl.float32)
+    for src in range(0, link.WORLD_SIZE):
+        part = base + (src * region_rows + at_m) * pitch + at_n
+        if OWN_IN_PLACE:
+            if src == link.rank:
+                part = own.ptr + at_m * own.stride_m + at_n * own.stride_n
+        acc += tl.load(part, mask=mask, other=0.0).to(tl.float32)
+    return acc
+
+
+@triton.jit
 def _reduce_programs(
     link, own, out, bias_ptr, num_rows, region_rows, result_row, pitch, second_slot,
     BIAS: tl.constexpr, PER_TILE: tl.constexpr, OWN_IN_PLACE: tl.constexpr, BROADCAST: tl.constexpr, LAST: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UPCAST: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     num_programs = tl.num_programs(0)
     dtype: tl.constexpr = out.ptr.dtype.element_ty
     base = half(link, link.rank, dtype)
     num_tiles_n = cdiv(out.cols, BLOCK_N)
-    offs_m = tl.arange(0, BLOCK_M)
+    offs_m = tl.arange(0, STRIP)
     offs_n = tl.arange(0, BLOCK_N)
     for index in range(pid, cdiv(num_rows, BLOCK_M) * num_tiles_n, num_programs):
-        row = index // num_tiles_n * BLOCK_M
         col = index % num_tiles_n * BLOCK_N
-        left = num_rows - row
-        if ALIGNED:
-            # Without the hint, contiguous columns are stored one element at a time.
-            left = tl.multiple_of(left, 16)
-        mask = (offs_m < left)[:, None] & (offs_n < out.cols - col)[None, :]
-        at_m = (row + offs_m).to(tl.int64)[:, None]
         at_n = (col + offs_n).to(tl.int64)[None, :]
-        acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
-        ok = 1
-        for src in range(0, link.WORLD_SIZE):
-            part = base + (src * region_rows + at_m) * pitch + at_n
-            if OWN_IN_PLACE:
-                if src == link.rank:
-                    part = own.ptr + at_m * own.stride_m + at_n * own.stride_n
-                else:
-                    ok &= wait(link, src, (index if PER_TILE else index // num_tiles_n) + FIRST_SLOT)
-            else:
-                ok &= wait(link, src, (index if PER_TILE else index // num_tiles_n) + FIRST_SLOT)
-            acc += tl.load(part, mask=mask, other=0.0).to(tl.float32)
-        if BIAS == "columns":
-            acc += tl.load(bias_ptr + at_n, mask=at_n < out.cols, other=0.0).to(tl.float32)
-        if BIAS == "rows":
-            acc += tl.load(bias_ptr + at_m, mask=at_m < num_rows, other=0.0).to(tl.float32)
-        result = round_to(or_nan(acc, ok), dtype, UPCAST)
-        tl.store(out.ptr + at_m * out.stride_m + at_n * out.stride_n, result, mask=mask)
+        ok = _wait_for_parts(link, (index if PER_TILE else index // num_tiles_n) + FIRST_SLOT, OWN_IN_PLACE)
+        # A strip of the tile at a time: where nothing is aligned every element has an address of its own.
+        for strip in range(0, BLOCK_M, STRIP):
+            row = index // num_tiles_n * BLOCK_M + strip
+            left = num_rows - row
+            if ALIGNED:
+                # Without the hint, contiguous columns are stored one element at a time.
+                left = tl.multiple_of(left, 16)
+            mask = (offs_m < left)[:, None] & (offs_n < out.cols - col)[None, :]
+            at_m = (row + offs_m).to(tl.int64)[:, None]
+            acc = _sum_of_parts(link, base, own, at_m, at_n, mask, region_rows, pitch, OWN_IN_PLACE)
+            if BIAS == "columns":
+                acc += tl.load(bias_ptr + at_n, mask=at_n < out.cols, other=0.0).to(tl.float32)
+            if BIAS == "rows":
+                acc += tl.load(bias_ptr + at_m, mask=at_m < num_rows, other=0.0).to(tl.float32)
+            result = round_to(or_nan(acc, ok), dtype, UPCAST)
+            tl.store(out.ptr + at_m * out.stride_m + at_n * out.stride_n, result, mask=mask)
+            if BROADCAST:
+                for i in range(1, link.WORLD_SIZE):
+                    dst = (link.rank + i) % link.WORLD_SIZE
+                    tl.store(half(link, dst, dtype) + (result_row + at_m) * pitch + at_n, result, mask=mask)
+                    count_sent(link, dst, mask, dtype)
         if BROADCAST:
             for i in range(1, link.WORLD_SIZE):
-                dst = (link.rank + i) % link.WORLD_SIZE
-                tl.store(half(link, dst, dtype) + (result_row + at_m) * pitch + at_n, result, mask=mask)
-                count_sent(link, dst, mask, dtype)
-                raise_signal(link, dst, second_slot + index)
+                raise_signal(link, (link.rank + i) % link.WORLD_SIZE, second_slot + index)
     if LAST:
         leave(link, num_programs)
 
 
-@triton.jit(do_not_specialize=["rank", "num_rows", "region_rows", "result_row", "second_slot"])
+@triton.jit(do_not_specialize=["rank", "fingerprint", "num_rows", "region_rows", "result_row", "second_slot"])
 def _reduce_kernel(
-    x_ptr, out_ptr, bias_ptr, peers, rank, num_rows, region_rows, result_row, second_slot, cols,
+    x_ptr, out_ptr, bias_ptr, peers, rank, fingerprint: tl.int64, num_rows, region_rows, result_row, second_slot, cols,
     stride_xm, stride_xn, stride_om, stride_on, pitch, half_bytes, data_offset,
     WORLD_SIZE: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, BIAS: tl.constexpr, PER_TILE: tl.constexpr,
     OWN_IN_PLACE: tl.constexpr, BROADCAST: tl.constexpr, LAST: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Sum the regions of the own half into `out`; with BROADCAST store the sums into the peers' halves too and signal
     each tile.
@@ -83,10 +102,10 @@ def _reduce_kernel(
     It ends the epoch if LAST: not where it broadcasts or a gather is still to be collected, whose kernel does.
     """
     _reduce_programs(
-        Link(peers, rank, begin(peers, rank), half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
+        Link(peers, rank, begin(peers, rank), fingerprint, half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
         Rows(x_ptr, stride_xm, stride_xn, cols), Rows(out_ptr, stride_om, stride_on, cols), bias_ptr,
         num_rows, region_rows, result_row, pitch, second_slot,
-        BIAS, PER_TILE, OWN_IN_PLACE, BROADCAST, LAST, ALIGNED, BLOCK_M, BLOCK_N, UPCAST,
+        BIAS, PER_TILE, OWN_IN_PLACE, BROADCAST, LAST, ALIGNED, BLOCK_M, BLOCK_N, STRIP, UPCAST,
     )  # fmt: skip
 
 
@@ -116,11 +135,12 @@ def reduce(
     """
     rows, cols = out.shape
     local = out if own is None else own
-    _reduce_kernel[(config.programs,)](
-        local, out, out if bias is None else bias, channel.peers, channel.rank, rows, region_rows, result_row or 0,
+    launch(_reduce_kernel, (config.programs,))(
+        local, out, out if bias is None else bias, channel.peers, channel.rank, channel.fingerprint, rows,
+        region_rows, result_row or 0,
         second_slot, cols,
         local.stride(0), local.stride(1), out.stride(0), out.stride(1), pitch, channel.half_bytes, channel.data_offset,
         channel.world_size, OPS.index(op), channel.count_bytes, "none" if bias is None else bias_along, per_tile,
         own is not None, result_row is not None, last and result_row is None, rows % 16 == 0 and out.stride(0) == 1,
-        config.block_m, config.block_n, upcast, **moving_options(config),
+        config.block_m, config.block_n, strip_of(config), upcast, **moving_options(config),
     )  # fmt: skip

@@ -15,7 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Channel, Config, ring_options
+from .launch import Channel, Config, moving_options, strip_of
+from .loading import launch
 from .matmul import or_nan, round_to
 from .push import Rows
 from .signal import FIRST_SLOT, OPS, Link, begin, cdiv, count_sent, enter, half, leave, raise_signal, wait
@@ -31,16 +32,30 @@ class Ring(NamedTuple):
     gather_slot: tl.tensor
     BLOCK_M: tl.constexpr
     BLOCK_N: tl.constexpr
+    STRIP: tl.constexpr
     UPCAST: tl.constexpr
 
 
 @triton.jit
-def _send(link, ring, row, at_m, at_n, mask, block, slot):
+def _send(link, ring, row, at_m, at_n, mask, block):
     dst = (link.rank + 1) % link.WORLD_SIZE
     dtype: tl.constexpr = block.dtype
     tl.store(half(link, dst, dtype) + (row + at_m) * ring.pitch + at_n, block, mask=mask)
     count_sent(link, dst, mask, dtype)
-    raise_signal(link, dst, slot)
+
+
+@triton.jit
+def _signal_next(link, slot):
+    raise_signal(link, (link.rank + 1) % link.WORLD_SIZE, slot)
+
+
+@triton.jit
+def _strip_of_tile(ring, index, strip, rows, cols):
+    """Rows and columns of a chunk that a strip of its tile `index` has, and which of them there are."""
+    num_tiles_n = cdiv(cols, ring.BLOCK_N)
+    at_m = (index // num_tiles_n * ring.BLOCK_M + strip + tl.arange(0, ring.STRIP)).to(tl.int64)[:, None]
+    at_n = (index % num_tiles_n * ring.BLOCK_N + tl.arange(0, ring.BLOCK_N)).to(tl.int64)[None, :]
+    return at_m, at_n, (at_m < rows) & (at_n < cols)
 
 
 @triton.jit
@@ -56,32 +71,29 @@ def _reduce_phase(link, ring, x, out, out_row, pid, num_programs, KEEP: tl.const
         rows = tl.load(ring.table + chunk + 1) - first
         for index in range(pid, cdiv(rows, ring.BLOCK_M) * num_tiles_n, num_programs):
             slot = chunk * ring.max_pieces + index + FIRST_SLOT
-            at_m = (index // num_tiles_n * ring.BLOCK_M + tl.arange(0, ring.BLOCK_M)).to(tl.int64)[:, None]
-            at_n = (index % num_tiles_n * ring.BLOCK_N + tl.arange(0, ring.BLOCK_N)).to(tl.int64)[None, :]
-            mask = (at_m < rows) & (at_n < x.cols)
-            block = tl.load(x.ptr + (first + at_m) * x.stride_m + at_n * x.stride_n, mask=mask, other=0.0)
+            ok = 1
             if step > 0:
                 # Raised by the previous rank's program of this id, one step earlier.
                 ok = wait(link, prev, slot)
-                total = tl.load(received + (first + at_m) * ring.pitch + at_n, mask=mask, other=0.0).to(tl.float32)
-                total += block.to(tl.float32)
-                block = round_to(or_nan(total, ok), dtype, ring.UPCAST)
+            # A strip of the tile at a time: where nothing is aligned every element has an address of its own.
+            for strip in range(0, ring.BLOCK_M, ring.STRIP):
+                at_m, at_n, mask = _strip_of_tile(ring, index, strip, rows, x.cols)
+                block = tl.load(x.ptr + (first + at_m) * x.stride_m + at_n * x.stride_n, mask=mask, other=0.0)
+                if step > 0:
+                    total = tl.load(received + (first + at_m) * ring.pitch + at_n, mask=mask, other=0.0).to(tl.float32)
+                    total += block.to(tl.float32)
+                    block = round_to(or_nan(total, ok), dtype, ring.UPCAST)
+                if step < link.WORLD_SIZE - 1:
+                    _send(link, ring, first, at_m, at_n, mask, block)
+                else:
+                    tl.store(out.ptr + (out_row + at_m) * out.stride_m + at_n * out.stride_n, block, mask=mask)
+                    if KEEP:
+                        # The gathering phase sends this block next, from the same program.
+                        _send(link, ring, ring.gather_row + first, at_m, at_n, mask, block)
             if step < link.WORLD_SIZE - 1:
-                _send(link, ring, first, at_m, at_n, mask, block, slot)
-            else:
-                tl.store(out.ptr + (out_row + at_m) * out.stride_m + at_n * out.stride_n, block, mask=mask)
-                if KEEP:
-                    # The gathering phase sends this block next, from the same program.
-                    _send(
-                        link,
-                        ring,
-                        ring.gather_row + first,
-                        at_m,
-                        at_n,
-                        mask,
-                        block,
-                        ring.gather_slot + chunk * ring.max_pieces + index,
-                    )
+                _signal_next(link, slot)
+            elif KEEP:
+                _signal_next(link, ring.gather_slot + chunk * ring.max_pieces + index)
 
 
 @triton.jit
@@ -97,16 +109,17 @@ def _gather_phase(link, ring, out, pid, num_programs):
         rows = tl.load(ring.table + chunk + 1) - first
         for index in range(pid, cdiv(rows, ring.BLOCK_M) * num_tiles_n, num_programs):
             slot = ring.gather_slot + chunk * ring.max_pieces + index
-            at_m = (index // num_tiles_n * ring.BLOCK_M + tl.arange(0, ring.BLOCK_M)).to(tl.int64)[:, None]
-            at_n = (index % num_tiles_n * ring.BLOCK_N + tl.arange(0, ring.BLOCK_N)).to(tl.int64)[None, :]
-            mask = (at_m < rows) & (at_n < out.cols)
             # Raised by the previous rank's program of this id, one step earlier (by its owner in step 0).
             ok = wait(link, prev, slot)
-            block = tl.load(received + (ring.gather_row + first + at_m) * ring.pitch + at_n, mask=mask, other=0.0)
-            block = or_nan(block, ok)
-            tl.store(out.ptr + (first + at_m) * out.stride_m + at_n * out.stride_n, block, mask=mask)
+            for strip in range(0, ring.BLOCK_M, ring.STRIP):
+                at_m, at_n, mask = _strip_of_tile(ring, index, strip, rows, out.cols)
+                block = tl.load(received + (ring.gather_row + first + at_m) * ring.pitch + at_n, mask=mask, other=0.0)
+                block = or_nan(block, ok)
+                tl.store(out.ptr + (first + at_m) * out.stride_m + at_n * out.stride_n, block, mask=mask)
+                if step < link.WORLD_SIZE - 2:
+                    _send(link, ring, ring.gather_row + first, at_m, at_n, mask, block)
             if step < link.WORLD_SIZE - 2:
-                _send(link, ring, ring.gather_row + first, at_m, at_n, mask, block, slot)
+                _signal_next(link, slot)
 
 
 @triton.jit
@@ -115,21 +128,12 @@ def _send_own(link, ring, x, out, pid, num_programs):
     rows = tl.load(ring.table + link.rank + 1) - first
     num_tiles_n = cdiv(x.cols, ring.BLOCK_N)
     for index in range(pid, cdiv(rows, ring.BLOCK_M) * num_tiles_n, num_programs):
-        at_m = (index // num_tiles_n * ring.BLOCK_M + tl.arange(0, ring.BLOCK_M)).to(tl.int64)[:, None]
-        at_n = (index % num_tiles_n * ring.BLOCK_N + tl.arange(0, ring.BLOCK_N)).to(tl.int64)[None, :]
-        mask = (at_m < rows) & (at_n < x.cols)
-        block = tl.load(x.ptr + at_m * x.stride_m + at_n * x.stride_n, mask=mask, other=0.0)
-        tl.store(out.ptr + (first + at_m) * out.stride_m + at_n * out.stride_n, block, mask=mask)
-        _send(
-            link,
-            ring,
-            ring.gather_row + first,
-            at_m,
-            at_n,
-            mask,
-            block,
-            ring.gather_slot + link.rank * ring.max_pieces + index,
-        )
+        for strip in range(0, ring.BLOCK_M, ring.STRIP):
+            at_m, at_n, mask = _strip_of_tile(ring, index, strip, rows, x.cols)
+            block = tl.load(x.ptr + at_m * x.stride_m + at_n * x.stride_n, mask=mask, other=0.0)
+            tl.store(out.ptr + (first + at_m) * out.stride_m + at_n * out.stride_n, block, mask=mask)
+            _send(link, ring, ring.gather_row + first, at_m, at_n, mask, block)
+        _signal_next(link, ring.gather_slot + link.rank * ring.max_pieces + index)
 
 
 @triton.jit
@@ -147,12 +151,12 @@ def _ring_programs(link, ring, x, out, REDUCE: tl.constexpr, GATHER: tl.constexp
     leave(link, num_programs)
 
 
-@triton.jit(do_not_specialize=["rank", "max_pieces", "gather_row", "gather_slot"])
+@triton.jit(do_not_specialize=["rank", "fingerprint", "max_pieces", "gather_row", "gather_slot"])
 def _ring_kernel(
-    x_ptr, out_ptr, table, peers, rank, max_pieces, gather_row, gather_slot, cols,
+    x_ptr, out_ptr, table, peers, rank, fingerprint: tl.int64, max_pieces, gather_row, gather_slot, cols,
     stride_xm, stride_xn, stride_om, stride_on, pitch, half_bytes, data_offset,
     WORLD_SIZE: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, REDUCE: tl.constexpr, GATHER: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Reduce phase, gather phase, or both. Program p handles the tiles p, p + programs, .. of every chunk, on every
     rank alike.
@@ -161,8 +165,8 @@ def _ring_kernel(
     of the first phase waits for nothing, so by induction over the steps every wait ends.
     """
     _ring_programs(
-        Link(peers, rank, begin(peers, rank), half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
-        Ring(table, max_pieces, pitch, gather_row, gather_slot, BLOCK_M, BLOCK_N, UPCAST),
+        Link(peers, rank, begin(peers, rank), fingerprint, half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
+        Ring(table, max_pieces, pitch, gather_row, gather_slot, BLOCK_M, BLOCK_N, STRIP, UPCAST),
         Rows(x_ptr, stride_xm, stride_xn, cols), Rows(out_ptr, stride_om, stride_on, cols), REDUCE, GATHER,
     )  # fmt: skip
 
@@ -183,10 +187,10 @@ def ring(
     cols = x.shape[1]
     max_pieces = max(-(-rows // config.block_m) for rows in sizes) * -(-cols // config.block_n)
     reduces, gathers = op != "all_gather", op != "reduce_scatter"
-    _ring_kernel[(config.programs,)](
-        x, out, table, channel.peers, channel.rank, max_pieces, sum(sizes) if reduces else 0,
+    launch(_ring_kernel, (config.programs,))(
+        x, out, table, channel.peers, channel.rank, channel.fingerprint, max_pieces, sum(sizes) if reduces else 0,
         FIRST_SLOT.value + (len(sizes) * max_pieces if reduces else 0), cols, *x.stride(), *out.stride(), pitch,
         channel.half_bytes, channel.data_offset, channel.world_size, OPS.index(op), channel.count_bytes, reduces,
         gathers,
-        config.block_m, config.block_n, upcast, **ring_options(config),
+        config.block_m, config.block_n, strip_of(config, 2), upcast, **moving_options(config),
     )  # fmt: skip

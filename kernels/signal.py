@@ -13,11 +13,17 @@ Reuse. `enter` tells every peer that this rank has begun epoch e; `leave` does n
 begun it too. So a rank at epoch e + 2 knows that its peers have left epoch e, and may write their half e % 2 without
 asking.
 
+Agreement. With its entry a rank tells every peer a fingerprint of what all ranks must mean alike by the op, 64 bits
+that the host makes; two places for it take turns, as the halves do. `leave` compares, and so does a wait that takes
+long. Where a peer means something else this rank reports that, as it would a wait, and the host asks what was meant.
+The entry is not taken back then: every rank is to find out.
+
 Bounded waits. The host block holds a clock in milliseconds that the host advances (a program cannot read the time
 portably). A wait whose budget is spent reports itself there and falls through; the host raises PeerTimeout from the
-report. Before it falls through it takes this rank's `enter` back from every peer, and none follows: what a rank does
-after it has given up, with NaN for what is missing or two epochs on in a half that a late peer still reads, is before
-the end of no peer's op, and no peer returns it.
+report. What a wait decides by, clock, budget and epoch too, one thread reads and tells the others (`read`). Before it
+falls through it takes this rank's `enter` back from every peer, and none follows: what a rank does after it has given
+up, with NaN for what is missing or two epochs on in a half that a late peer still reads, is before the end of no peer's
+op, and no peer returns it.
 """
 
 from __future__ import annotations
@@ -61,8 +67,10 @@ SIGNALS = tl.constexpr(
     16
 )  # first signal word; the signal of (slot, source) is word SIGNALS + slot * world_size + source
 
-ENTRY_SLOT = tl.constexpr(0)  # "this rank has begun the epoch"; the slots of an op's own signals start after it
-FIRST_SLOT = tl.constexpr(1)
+ENTRY_SLOT = tl.constexpr(0)  # "this rank has begun the epoch"
+# Four slots that hold no signals but fingerprints, 64 bits a source: those of even epochs, then those of odd ones.
+FINGERPRINT_SLOT = tl.constexpr(1)
+FIRST_SLOT = tl.constexpr(5)  # the slots of an op's own signals
 GROWTH_SLOT = tl.constexpr(-1)  # in WAITING_SLOT, for a wait that is not for a signal but for GROWING
 
 # A signal this far or farther ahead of the epoch that is waited for is an old one. A peer is never more than one ahead;
@@ -87,6 +95,7 @@ class Link(NamedTuple):
     peers: tl.tensor
     rank: tl.tensor
     epoch: tl.tensor
+    fingerprint: tl.tensor
     half_bytes: tl.tensor
     data_offset: tl.tensor
     WORLD_SIZE: tl.constexpr
@@ -107,9 +116,19 @@ def header(peers, rank):
 
 
 @triton.jit
+def read(word):
+    """What an int32 that others write holds now: one thread reads it and all are told, so that all decide alike.
+
+    Of a plain load every thread makes its own, whatever its cache modifier, and at a change of the word some warps see
+    the old value and some the new one: they leave a loop apart and meet barriers that are not the same.
+    """
+    return tl.atomic_add(word, 0, sem="relaxed", scope="sys")
+
+
+@triton.jit
 def begin(peers, rank):
     """The epoch of the op that this program belongs to."""
-    return tl.load(header(peers, rank) + EPOCH) + 1
+    return read(header(peers, rank) + EPOCH) + 1
 
 
 @triton.jit
@@ -119,6 +138,41 @@ def raise_signal(link, dst, slot):
     tl.debug_barrier()
     signal = header(link.peers, dst) + SIGNALS + slot * link.WORLD_SIZE + link.rank
     tl.atomic_xchg(signal, link.epoch, sem="release", scope="sys")
+
+
+@triton.jit
+def _low(link):
+    return link.fingerprint.to(tl.int32)
+
+
+@triton.jit
+def _high(link):
+    # The interpreter takes a small number for an int32.
+    return (link.fingerprint.to(tl.int64) >> 32).to(tl.int32)
+
+
+@triton.jit
+def fingerprint_words(link, dst, src):
+    """Where rank `dst` finds the low half of `src`'s fingerprint for this epoch; the high half is behind it."""
+    place = (FINGERPRINT_SLOT + 2 * (link.epoch & 1)) * link.WORLD_SIZE + 2 * src
+    return header(link.peers, dst) + SIGNALS + place
+
+
+@triton.jit
+def _store_fingerprint(link, dst):
+    words = fingerprint_words(link, dst, link.rank)
+    # Atomics, as two kernels of one op may enter side by side.
+    tl.atomic_xchg(words, _low(link), sem="relaxed", scope="sys")
+    tl.atomic_xchg(words + 1, _high(link), sem="relaxed", scope="sys")
+
+
+@triton.jit
+def disagrees(link, src):
+    """1 if rank `src`, whose entry has been seen, means another op than this rank, or 0."""
+    words = fingerprint_words(link, link.rank, src)
+    low = read(words) ^ _low(link)
+    high = read(words + 1) ^ _high(link)
+    return ((low | high) != 0).to(tl.int32)
 
 
 @triton.jit
@@ -139,7 +193,7 @@ def before_descriptor(index, ok):
 
 
 @triton.jit
-def _give_up(link, words, host, src, slot, seen):
+def _give_up(link, words, host, src, slot, seen, take_back):
     # Atomics all through, so that one thread does all of it: a barrier here, inside the loop over the tiles, would keep
     # the compiler from pipelining that loop.
     #
@@ -149,7 +203,7 @@ def _give_up(link, words, host, src, slot, seen):
     # Not `range`: the compiler would write out its turns and keep every peer's place in registers from one tile to the
     # next. So it would the epoch and constants that are stored: one is read anew, the others are made of what varies.
     epoch = begin(link.peers, link.rank)
-    dst = (link.rank + 1) % link.WORLD_SIZE
+    dst = (link.rank + take_back) % link.WORLD_SIZE
     while dst != link.rank:
         entry = header(link.peers, dst) + SIGNALS + ENTRY_SLOT * link.WORLD_SIZE
         tl.atomic_xchg(entry + link.rank, epoch - LEAD, sem="release", scope="sys")
@@ -174,24 +228,28 @@ def wait(link, src, slot):
     # Not 0 <= seen - epoch < LEAD.
     if ((seen - link.epoch) & -LEAD) != 0:
         host = tl.load(link.peers + link.WORLD_SIZE).to(tl.pointer_type(tl.int32))
-        budget = tl.load(words + BUDGET_MS)
-        start = tl.load(host + CLOCK_MS, cache_modifier=".cv")
+        budget = read(words + BUDGET_MS)
+        start = read(host + CLOCK_MS)
         # A rank that has given up before does not wait again, be it in this op or in one that was issued after it.
-        waiting = (tl.atomic_add(words + GIVEN_UP, 0, sem="relaxed", scope="gpu") == 0).to(tl.int32)
+        waiting = (read(words + GIVEN_UP) == 0).to(tl.int32)
         polls = 0
+        differs = 0
         while (((seen - link.epoch) & -LEAD) != 0) & (waiting != 0):
             polls += 1
             if polls == POLLS_PER_LOOK:
                 polls = 0
                 tl.store(words + WAITING_SLOT, slot)
                 tl.store(words + WAITING_FOR, src + 1)
-                given_up = tl.atomic_add(words + GIVEN_UP, 0, sem="relaxed", scope="gpu")
-                elapsed = tl.load(host + CLOCK_MS, cache_modifier=".cv") - start
-                waiting = ((given_up == 0) & (elapsed < budget)).to(tl.int32)
+                given_up = read(words + GIVEN_UP)
+                elapsed = read(host + CLOCK_MS) - start
+                entry = words + SIGNALS + ENTRY_SLOT * link.WORLD_SIZE + src
+                entered = tl.atomic_add(entry, 0, sem="acquire", scope="sys")
+                differs = disagrees(link, src) * (((entered - link.epoch) & -LEAD) == 0).to(tl.int32)
+                waiting = ((given_up == 0) & (elapsed < budget) & (differs == 0)).to(tl.int32)
             # After the look at the clock: a rank that was itself stopped meanwhile finds what has arrived in that time.
             seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
         if ((seen - link.epoch) & -LEAD) != 0:
-            _give_up(link, words, host, src, slot, seen)
+            _give_up(link, words, host, src, slot, seen, 1 - differs)
         else:
             tl.store(words + WAITING_FOR, 0)
     return (((seen - link.epoch) & -LEAD) == 0).to(tl.int32)
@@ -205,9 +263,13 @@ def enter(link, pid):
     """
     if pid == 0:
         # In two steps, as Triton's `and` would load on every program.
-        if tl.load(header(link.peers, link.rank) + GIVEN_UP) == 0:
+        if read(header(link.peers, link.rank) + GIVEN_UP) == 0:
+            # The own one is for the host, which may have issued other ops since when it is asked about this one.
+            _store_fingerprint(link, link.rank)
             for i in range(1, link.WORLD_SIZE):
-                raise_signal(link, (link.rank + i) % link.WORLD_SIZE, ENTRY_SLOT)
+                dst = (link.rank + i) % link.WORLD_SIZE
+                _store_fingerprint(link, dst)
+                raise_signal(link, dst, ENTRY_SLOT)
 
 
 @triton.jit
@@ -221,7 +283,11 @@ def leave(link, num_programs):
     arrived = tl.atomic_add(words + ARRIVED, 1, sem="acq_rel", scope="gpu")
     if arrived == num_programs - 1:
         for i in range(1, link.WORLD_SIZE):
-            wait(link, (link.rank + i) % link.WORLD_SIZE, ENTRY_SLOT)
+            src = (link.rank + i) % link.WORLD_SIZE
+            if wait(link, src, ENTRY_SLOT) != 0:
+                if disagrees(link, src) != 0:
+                    host = tl.load(link.peers + link.WORLD_SIZE).to(tl.pointer_type(tl.int32))
+                    _give_up(link, words, host, src, ENTRY_SLOT, link.epoch, 0)
         tl.store(words + ARRIVED, 0)
         tl.store(words + EPOCH, link.epoch)
 

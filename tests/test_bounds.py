@@ -19,8 +19,8 @@ from fusedtp.shards import even_sizes
 from fusedtp.workspace import Workspace
 
 from .bounds import Bounds, checked
+from .protocol.live import live
 from .protocol.mutants import Edit, Mutant, planted
-from .protocol.record import live
 from .test_ops_local import CPU, problem
 
 # Of each: what is said, the op it shows on, and the edit.
@@ -40,7 +40,8 @@ PLANTED = [
     ),
     (
         "_collect_kernel stores 4 bytes", "all_gather",
-        Edit(push, "_collect_programs", "(offs_m < first + rows - row)", "(offs_m <= first + rows - row)"),
+        Edit(push, "_collect_programs", "(offs_m < first + rows - row - strip)",
+            "(offs_m <= first + rows - row - strip)"),
     ),
     (
         # An operand that is not there to be written.

@@ -18,7 +18,8 @@ from torch import Tensor
 from fusedtp.memory.local import local_memories
 from fusedtp.workspace import Workspace
 
-from .compiled.build import TARGETS, VARIANTS, Case, is_flattened, launch_options
+from .compiled.build import config_of, is_flattened, launch_options
+from .compiled.cases import TARGETS, VARIANTS, Case
 
 CPU = torch.device("cpu")
 CHUNKS = (128, 64, 0)
@@ -112,13 +113,17 @@ def test_a_scatter_is_launched_as_it_is_compiled(channel: Channel, target: str, 
     config, pitch = config_for(target, shape), pitch_of(N, torch.bfloat16)
     for to_all in (False, True):
         case = Case("scatter to all" if to_all or pitch % 16 else "scatter", target, shape=shape, a_by=a_by, b_by=b_by)
+        if N % 16:
+            case = replace(case, variant="scatter to all" if to_all else "scatter", aligned=())
         found = launched(
             matmul_scatter, "_matmul_scatter_kernel", matmul_scatter.matmul_scatter,
             channel, "matmul_all_reduce" if to_all else "matmul_reduce_scatter", a, b,
             torch.zeros(4, dtype=torch.int32), CHUNKS, region_rows=192, pitch=pitch, to_all=to_all, config=config,
             upcast=False,
         )  # fmt: skip
-        expected = launch_options(case, config) | {"A_BY": a_by, "B_BY": b_by, "TO_ALL": to_all}
+        fitted = config_of(case) if N % 16 else config
+        expected = launch_options(case, fitted) | {"A_BY": a_by, "B_BY": b_by, "TO_ALL": to_all}
+        expected |= {"BLOCK_N": config.block_n, "BLOCK_K": fitted.block_k}
         assert {name: found.get(name) for name in expected} == expected
         assert ("maxnreg" in found) == ("maxnreg" in expected)
 
@@ -139,6 +144,47 @@ def test_a_matmul_is_launched_as_it_is_compiled(target: str, shape: str, transpo
     expected |= {"FLATTEN": is_flattened(case)}
     assert {name: found.get(name) for name in expected} == expected
     assert ("maxnreg" in found) == ("maxnreg" in expected)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("target", TABLE)
+def test_lengths_that_are_no_multiples_of_16_have_smaller_tiles(
+    channel: Channel, target: str, shape: str, transposed: bool
+) -> None:
+    M, N, K = sum(CHUNKS), 97, 129
+    a, b = torch.zeros(M, K, dtype=torch.bfloat16), torch.zeros(K, N, dtype=torch.bfloat16)
+    config = config_for(target, shape)
+    out = a.new_empty((N, M) if transposed else (M, N))
+    variant = " transposed" if transposed else ""
+    multiplied = launched(
+        matmul, "_matmul_kernel", matmul.matmul, a, b, out.t() if transposed else out, None, config=config,
+        upcast=False, transposed=transposed,
+    )  # fmt: skip
+    gathered = gather(channel, config, a[: CHUNKS[0]], b, transposed=transposed)
+    for found, name in ((multiplied, "matmul"), (gathered, "gather rows")):
+        case = Case(name + variant, target, shape=shape, aligned=())
+        fitted = config_of(case)
+        expected = launch_options(case, fitted) | {"A_BY": "pointers", "B_BY": "pointers", "FLATTEN": False}
+        expected |= {"BLOCK_M": config.block_m, "BLOCK_N": fitted.block_n, "BLOCK_K": fitted.block_k}
+        assert {name: found.get(name) for name in expected} == expected
+        assert ("maxnreg" in found) == ("maxnreg" in expected)
+        assert fitted.block_n <= 128
+        assert fitted.block_k == 32
+        assert found["num_warps"] >= 8
+
+
+@pytest.mark.parametrize(
+    ("columns", "offset", "stored"), [(96, 0, True), (96, 16, True), (96, 1, False), (88, 0, False)]
+)  # fmt: skip
+def test_a_result_is_stored_16_bytes_at_a_time_or_not(columns: int, offset: int, stored: bool) -> None:
+    config = config_for("sm_90", "many")
+    whole = torch.zeros(64 * 96 + 16, dtype=torch.bfloat16)
+    out = whole[offset : offset + 64 * columns].view(64, columns)
+    a, b = torch.zeros(64, 128, dtype=torch.bfloat16), torch.zeros(columns, 128, dtype=torch.bfloat16).t()
+    found = launched(matmul, "_matmul_kernel", matmul.matmul, a, b, out, None, config=config, upcast=False)
+    assert found["BLOCK_N"] == (config.block_n if stored else 128)
+    assert (found["A_BY"], found["B_BY"], found["BLOCK_K"]) == ("rows", "columns", config.block_k)
 
 
 @pytest.mark.parametrize("by", ["rows", "pointers"])

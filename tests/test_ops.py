@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fusedtp import blas, ops, reference, workspaces
-from fusedtp.schedules import decomposed, fused, transport
+from fusedtp.schedules import decomposed, fused_collectives, transport
 from fusedtp.shards import even_sizes
 from fusedtp.steps import DeviceSteps
 
@@ -56,6 +56,7 @@ SMALL_LENGTHS = (17, 50, 0, 33, 3)
 # Many tiles, pieces and swizzle groups a program at sizes that the interpreter can bear.
 SMALL_TILES = Config(
     block_m=16, block_n=16, block_k=16, group_m=2, programs=3, pushers=3, copy_rows=8, copy_cols=16,
+    strip_rows=8,
 )  # fmt: skip
 LAYOUTS = ("plain", "transposed", "sliced", "strided")
 
@@ -172,7 +173,7 @@ def running_as(group: ProcessGroup, flavour: str) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         if flavour == "small tiles":
-            stack.enter_context(mock.patch.object(fused, "config_for", return_value=SMALL_TILES))
+            stack.enter_context(mock.patch.object(fused_collectives, "config_for", return_value=SMALL_TILES))
             # `auto` has both its choices at the sizes drawn here.
             stack.enter_context(mock.patch.object(transport, "one_shot_wins", _small_enough))
         elif flavour == "by NumPy":

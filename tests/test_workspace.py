@@ -169,9 +169,11 @@ def unlike(group: ProcessGroup) -> list[str]:
 
     assert gather(3)
     for _ in range(2):
-        with pytest.raises(ValueError, match="do not agree") as differs:
+        with pytest.raises(fusedtp.RanksDisagree, match="do not agree") as differs:
             gather((200, 400)[group.rank()])
         said.append(str(differs.value))
+        assert (differs.value.op, differs.value.rank) == ("all_gather", group.rank())
+        assert [meant is not None for meant in differs.value.meant] == [rank == group.rank() for rank in range(2)]
         # No rank has sent anything of the op: they go on with the memory that they have, or grow alike.
         assert gather(3)
     assert gather(50)
@@ -206,9 +208,10 @@ def grows_alone(group: ProcessGroup, other_op: bool) -> tuple[str, float]:
     fusedtp.all_gather(fits, group=group, schedule="decomposed")
     begin, said = time.monotonic(), ""
     if group.rank() == 0 or other_op:
-        with pytest.raises(fusedtp.PeerTimeout) as caught:
+        kind = fusedtp.RanksDisagree if other_op else fusedtp.PeerTimeout
+        with pytest.raises(kind) as caught:
             fusedtp.all_gather(grows if group.rank() == 0 else fits, group=group, schedule="decomposed")
-        assert caught.value.peer == 1 - group.rank()
+        assert other_op or caught.value.peer == 1
         said = str(caught.value)
     seconds = time.monotonic() - begin
     dist.barrier(group)
@@ -224,11 +227,11 @@ def test_growth_does_not_wait_longer_than_an_op(pool: RankPool, other_op: bool) 
     """The backend's own timeout is half an hour by default."""
     for rank, (said, seconds) in enumerate(pool.run(grows_alone, other_op, world_size=2, timeout=60)):
         assert seconds < 10
-        if rank == 0:
+        if other_op:
+            assert "do not agree on sizes: (600, 600) on rank 0, (3, 3) on rank 1" in said
+        elif rank == 0:
             assert said.startswith("workspace growth: rank 0 waited ")
             assert "its memory to grow: step 1 expected, 0 seen" in said
-        elif other_op:
-            assert said.startswith("all_gather: rank 1 waited ")
 
 
 def test_views_of_the_two_halves_do_not_overlap() -> None:

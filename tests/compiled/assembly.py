@@ -30,6 +30,10 @@ class Code:
     def reaches(self, first: str | None, then: str, without: str) -> bool:
         """Whether some way leads from an instruction `first` (None: the entry) to one `then` and meets no `without`."""
         start = [0] if first is None else [j for i in self.matching(first) for j in self.after[i]]
+        return self.leads(start, then, without)
+
+    def leads(self, start: list[int], then: str, without: str) -> bool:
+        """The same of a way that begins with one of the instructions `start`."""
         seen, queue = set(start), deque(start)
         while queue:
             i = queue.popleft()
@@ -129,8 +133,8 @@ def ptx(text: str) -> Code:
     return _graph(items, r"\bbra(?:\.uni)?\s+(\$L__\w+)", r"^(ret|trap|exit)\b", r"^bra")
 
 
-def amdgcn(text: str) -> Code:
-    """Of AMD's assembly."""
+def amdgcn(text: str, *, masked: bool = False) -> Code:
+    """Of AMD's assembly. masked: with the ways that are taken where no lane of a wave has anything to do."""
     items = []
     for line in text.split(".section\t.rodata")[0].splitlines():
         line = line.split(";")[0].rstrip()
@@ -138,9 +142,8 @@ def amdgcn(text: str) -> Code:
             items.append(("label", label[1]))
         elif re.match(r"\t[a-z]", line):
             items.append(("line", line.strip()))
-    return _graph(
-        items, r"^s_c?branch\w*\s+(\.LBB\w+)", r"^s_endpgm", r"^s_branch", never=r"^s_cbranch_execz"
-    )  # fmt: skip
+    never = r"(?!)" if masked else r"^s_cbranch_execz"
+    return _graph(items, r"^s_c?branch\w*\s+(\.LBB\w+)", r"^s_endpgm", r"^s_branch", never)
 
 
 def sources(code: Code, register: str, through: str) -> set[str]:

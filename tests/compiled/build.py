@@ -2,150 +2,41 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
+import os
 import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import torch
+from . import assembly, uniform
+from .blocks import with_tails_made_one
+from .cases import DTYPES, TARGETS, VARIANTS, Case
 
-from . import assembly
-
-
-@dataclass(frozen=True)
-class Target:
-    """What a kernel is compiled for, and what is looked for in its code."""
-
-    backend: tuple[str, Any, int]
-    multiplies: str
-    shared_bytes: int
-    described: bool = False
-
-
-# Shared memory of a program: CUDA C++ programming guide, technical specifications by compute capability; CDNA3 ISA.
-TARGETS = {
-    "sm_80": Target(("cuda", 80, 32), r"\bHMMA", 163 << 10),
-    "sm_90": Target(("cuda", 90, 32), r"\bHGMMA", 227 << 10, described=True),
-    "sm_100": Target(("cuda", 100, 32), r"\bUTC\w*MMA", 227 << 10, described=True),
-    "gfx942": Target(("hip", "gfx942", 64), r"\bv_mfma", 64 << 10),
-}
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 PACKAGE = "fusedtp.kernels"
 _LINK = {"WORLD_SIZE": 8, "OP": 1, "COUNT": False}
 _NOT_SPECIALIZED = {
-    "rank", "num_rows", "dst_row", "num_tiles", "region_row", "first_slot", "second_slot", "result_row", "region_rows",
-    "max_pieces", "gather_row", "gather_slot", "peer", "slot",
+    "rank", "fingerprint", "num_rows", "dst_row", "num_tiles", "region_row", "first_slot", "second_slot", "result_row",
+    "region_rows", "max_pieces", "gather_row", "gather_slot", "peer", "slot",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Variant:
-    """A kernel with its flags: whether it multiplies, at how many places of its source it waits and raises, and whether
-    the columns of its result are contiguous, not the rows.
-    """
-
-    name: str
-    module: str
-    kernel: str
-    flags: dict[str, Any] = field(hash=False)
-    multiplies: bool = False
-    waits: int = 0
-    raises: int = 0
-    transposed: bool = False
-
-
-def _variants() -> dict[str, Variant]:
-    gather = {"BIAS": "columns", "LAST": True, "OWN_IN_PLACE": True, "ALIGNED": True, "ROWS_ALIGNED": True,
-        "PUSHERS": 16, "CONTRACTION": False}  # fmt: skip
-    push, scatter = {"SCATTER": False, "WITH_OWN": False}, {"TO_ALL": False}
-    reduce = {"BIAS": "columns", "PER_TILE": True, "OWN_IN_PLACE": False, "BROADCAST": False, "LAST": True,
-        "ALIGNED": False}  # fmt: skip
-    ring, split = {"REDUCE": True, "GATHER": True}, {"OWN_IN_PLACE": False, "PUSHERS": 0}
-    # A quarter of a tile's rows, the least that a piece has.
-    in_pieces = {"PIECE": 32}
-    # Raised: the entry, and pieces or tiles. Waited for: they. What is `split` pushes in a kernel before, the own shard
-    # too: every tile waits.
-    all_of = [
-        Variant("matmul", "matmul", "_matmul_kernel", {"BIAS": "columns"}, True),
-        Variant("matmul transposed", "matmul", "_matmul_kernel", {"BIAS": "rows"}, True,
-            transposed=True),
-        Variant("gather rows", "gather_matmul", "_gather_matmul_kernel", gather, True, 2, 2),
-        Variant("gather rows, split", "gather_matmul", "_gather_matmul_kernel",
-            gather | split | {"LAST": False}, True, 1, 0),
-        Variant("gather rows, split, in pieces", "gather_matmul", "_gather_matmul_kernel",
-            gather | split | in_pieces | {"LAST": False}, True, 1, 0),
-        Variant("gather rows, pushed before", "gather_matmul", "_gather_matmul_kernel",
-            gather | {"PUSHERS": 0, "LAST": False}, True, 1, 0),
-        Variant("gather rows, own pushed", "gather_matmul", "_gather_matmul_kernel",
-            gather | {"OWN_IN_PLACE": False}, True, 2, 2),
-        Variant("gather rows transposed", "gather_matmul", "_gather_matmul_kernel",
-            gather | {"BIAS": "rows"}, True, 2, 2, transposed=True),
-        Variant("gather contraction", "gather_matmul", "_gather_matmul_kernel", gather | {"CONTRACTION": True}, True,
-            2, 2),
-        Variant("gather contraction, split", "gather_matmul", "_gather_matmul_kernel",
-            gather | split | {"CONTRACTION": True}, True, 2, 0),
-        Variant("gather contraction, split, in pieces", "gather_matmul", "_gather_matmul_kernel",
-            gather | split | in_pieces | {"CONTRACTION": True}, True, 2, 0),
-        Variant("scatter", "matmul_scatter", "_matmul_scatter_kernel", scatter, True, 0, 2),
-        Variant("scatter to all", "matmul_scatter", "_matmul_scatter_kernel", scatter | {"TO_ALL": True}, True, 0, 2),
-        Variant("push", "push", "_push_kernel", push, False, 0, 2),
-        Variant("push a scatter", "push", "_push_kernel", push | {"SCATTER": True, "WITH_OWN": True}, False, 0, 2),
-        Variant("push in pieces", "push", "_push_kernel", push | in_pieces, False, 0, 2),
-        Variant("collect pieces", "push", "_collect_kernel", {"PER_TILE": False}, False, 2),
-        Variant("collect pieces of a quarter", "push", "_collect_kernel", in_pieces | {"PER_TILE": False}, False, 2),
-        Variant("collect tiles", "push", "_collect_kernel", {"PER_TILE": True}, False, 2),
-        Variant("reduce", "reduce", "_reduce_kernel", reduce, False, 2),
-        Variant("reduce pieces and broadcast", "reduce", "_reduce_kernel", reduce | {"OWN_IN_PLACE": True,
-            "PER_TILE": False, "BROADCAST": True, "BIAS": "none", "LAST": False}, False, 1, 1),
-        Variant("reduce transposed", "reduce", "_reduce_kernel", reduce | {"BIAS": "rows", "ALIGNED": True}, False, 2,
-            transposed=True),
-        Variant("ring all-reduce", "ring", "_ring_kernel", ring, False, 3, 4),
-        Variant("ring all-gather", "ring", "_ring_kernel", ring | {"REDUCE": False}, False, 2, 3),
-        Variant("ring reduce-scatter", "ring", "_ring_kernel", ring | {"GATHER": False}, False, 2, 2),
-        *(
-            Variant(f"step {name}", "steps", "_step_kernel", {"STEP": name}, False, name in ("wait", "leave"),
-                name in ("enter", "signal"))
-            for name in ("enter", "signal", "wait", "leave")
-        ),
-    ]  # fmt: skip
-    return {each.name: each for each in all_of}
-
-
-VARIANTS = _variants()
-
-
-@dataclass(frozen=True)
-class Case:
-    """A variant, where and of what it is compiled, its shape class, and how it reads A and B."""
-
-    variant: str
-    target: str
-    dtype: torch.dtype = torch.bfloat16
-    shape: str = "many"
-    a_by: str = "pointers"
-    b_by: str = "pointers"
-    flatten: bool = True
-
-    def __str__(self) -> str:
-        parts = [self.target, self.variant, DTYPES[self.dtype], self.shape]
-        if VARIANTS[self.variant].multiplies:
-            parts += [f"{self.a_by} {self.b_by}"]
-        return "-".join(parts) + ("" if self.flatten else "-two loops")
-
-
-@dataclass(frozen=True)
 class Built:
-    """A compiled kernel. `code` is the machine's own; `ordered` is where memory order is asked for: PTX, AMD's code."""
+    """A compiled kernel. `code` is the machine's own; `ordered` is where memory order is asked for: PTX, AMD's code.
+    `parted`: decisions that threads may not share, each with a barrier that some of them pass by.
+    """
 
     case: Case
     code: assembly.Code
     ordered: assembly.Code
+    parted: list[tuple[str, str]]
     registers: int
     spill_bytes: int
     stack_bytes: int
@@ -153,7 +44,6 @@ class Built:
     num_warps: int
     num_stages: int
     block: str
-
     flattened: bool
 
     @property
@@ -169,14 +59,24 @@ class Built:
 
 
 def config_of(case: Case) -> Any:
-    """The configuration that the table has for a case. What only moves rows has the narrow tile, and the widest."""
+    """The configuration that the table has for a case, as launchers fit it to what is aligned. What only moves rows has
+    the narrow tile, and the widest.
+    """
     from fusedtp.kernels.configs import compiled_config
+    from fusedtp.kernels.launch import fitted
 
-    return compiled_config(case.target, case.dtype.itemsize, case.shape)
+    config = compiled_config(case.target, case.dtype.itemsize, case.shape)
+    if case.aligned != () or not VARIANTS[case.variant].multiplies:
+        return config
+    # The tiles of a scatter are counted by their owners.
+    stored = VARIANTS[case.variant].module == "matmul_scatter"
+    return fitted(config, stored=stored, read="pointers" not in (case.a_by, case.b_by))
 
 
 def limit_of(case: Case) -> str:
-    """Which limit of registers holds for a case, as the launchers choose it: of aligned lengths and strides."""
+    """Which limit of registers holds for a case, as the launchers choose it."""
+    if case.aligned == ():
+        return "scatter any" if case.variant == "scatter" else ""
     if case.variant.startswith("gather rows"):
         return "gather transposed" if VARIANTS[case.variant].transposed else "gather"
     return "scatter" if case.variant == "scatter" else ""
@@ -184,14 +84,14 @@ def limit_of(case: Case) -> str:
 
 def launch_options(case: Case, config: Any) -> dict[str, int]:
     """What the launcher of a case gives to the compiler."""
-    from fusedtp.kernels.launch import moving_options, options, ring_options
+    from fusedtp.kernels.launch import moving_options, options
 
     if VARIANTS[case.variant].module == "steps":
         return {"num_warps": 1}
     if case.variant.startswith("push"):
         return {}
     if not VARIANTS[case.variant].multiplies:
-        return (ring_options if case.variant.startswith("ring") else moving_options)(config)
+        return moving_options(config)
     return options(config, case.a_by, case.b_by, limit=limit_of(case))
 
 
@@ -199,23 +99,15 @@ def is_flattened(case: Case) -> bool:
     """Whether the kernel of a case has one loop of tiles and contraction."""
     from fusedtp.kernels.launch import flattened
 
-    if VARIANTS[case.variant].module == "matmul_scatter" or VARIANTS[case.variant].flags.get("CONTRACTION"):
+    if VARIANTS[case.variant].module == "matmul_scatter" or case.all_flags.get("CONTRACTION"):
         return False
     return case.flatten and flattened(config_of(case), case.a_by, case.b_by)
 
 
-def compile_case(
-    case: Case,
-    package: str = PACKAGE,
-    options: dict[str, int] | None = None,
-    *,
-    aligned: Collection[str] | None = None,
-    flags: dict[str, Any] | None = None,
-) -> Any:
-    """Triton's compiled kernel, for unit inner strides and aligned pointers. aligned: which lengths and strides are
-    multiples of 16, None for all. flags: those that are not the variant's.
-    """
+def compile_case(case: Case, package: str = PACKAGE, options: dict[str, int] | None = None) -> Any:
+    """Triton's compiled kernel, for unit inner strides."""
     import triton
+    from fusedtp.kernels.launch import strip_of
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -223,7 +115,7 @@ def compile_case(
     fn = getattr(importlib.import_module(f"{package}.{variant.module}"), variant.kernel)
     a_block, b_block = [config.block_m, config.block_k], [config.block_k, config.block_n]
     a_shape = [1, *(a_block if case.a_by == "rows" else a_block[::-1])]
-    flags = variant.flags | (flags or {})
+    flags = case.all_flags
     # A shard that is pushed to the own rank too is one whose rows are not contiguous.
     turned = case.a_by == "columns" or (flags.get("PUSHERS", 0) > 0 and not flags["OWN_IN_PLACE"])
     described = {
@@ -233,6 +125,7 @@ def compile_case(
     known = {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group_m,
         "BLOCK_R": config.copy_rows, "BLOCK_C": config.copy_cols, "PIECE": config.block_m, "UPCAST": False,
+        "STRIP": strip_of(config, 2 if variant.module == "ring" else 1),
         "A_BY": case.a_by, "B_BY": case.b_by,
         "FLATTEN": is_flattened(case),
         "stride_am" if turned else "stride_ak": 1,
@@ -241,7 +134,7 @@ def compile_case(
         **dict.fromkeys(("stride_cm", "stride_om") if variant.transposed else ("stride_cn", "stride_on"), 1),
         **{name: None for name, (by, _) in described.items() if by == "pointers"}, **_LINK, **flags,
     }  # fmt: skip
-    others = {"table": "*i32", "peers": "*i64", "half_bytes": "i64"}
+    others = {"table": "*i32", "peers": "*i64", "half_bytes": "i64", "fingerprint": "i64"}
     signature = {}
     for name in fn.arg_names:
         if name in known:
@@ -260,11 +153,16 @@ def compile_case(
         if signature[name] != "constexpr"
         and name not in described
         and name not in _NOT_SPECIALIZED
-        and (aligned is None or name in aligned or signature[name].startswith("*"))
+        and (case.aligned is None or name in case.aligned or _is_aligned(name, case))
     }
     target = GPUTarget(*TARGETS[case.target].backend)
     options = launch_options(case, config) if options is None else options
     return triton.compile(ASTSource(fn, signature, constants, attrs), target=target, options=options)
+
+
+def _is_aligned(name: str, case: Case) -> bool:
+    # Tables are the package's own.
+    return name in ("table", "peers") or (name.endswith("_ptr") and case.aligned != ())
 
 
 def _of_nvidia(compiled: Any) -> tuple[assembly.Code, tuple[int, int, int]]:
@@ -296,55 +194,33 @@ def _of_amd(compiled: Any) -> tuple[assembly.Code, tuple[int, int, int]]:
 def examine(case: Case, compiled: Any) -> Built:
     """What came out."""
     code, (registers, spills, stack) = (_of_nvidia if "ptx" in compiled.asm else _of_amd)(compiled)
-    ordered = assembly.ptx(compiled.asm["ptx"]) if "ptx" in compiled.asm else code
+    if "ptx" in compiled.asm:
+        ordered = decided = assembly.ptx(compiled.asm["ptx"])
+    else:
+        ordered, decided = code, with_tails_made_one(assembly.amdgcn(compiled.asm["amdgcn"], masked=True))
+    apart = uniform.barriers_apart(decided, uniform.PTX if "ptx" in compiled.asm else uniform.AMDGCN)
+    parted = [(decided.lines[branch], decided.lines[barrier]) for branch, barrier in apart]
     metadata, config = compiled.metadata, config_of(case)
     return Built(
-        case, code, ordered, registers, spills, stack, metadata.shared, metadata.num_warps, metadata.num_stages,
-        f"{config.block_m}x{config.block_n}x{config.block_k}", is_flattened(case),
+        case, code, ordered, parted, registers, spills, stack, metadata.shared, metadata.num_warps,
+        metadata.num_stages, f"{config.block_m}x{config.block_n}x{config.block_k}", is_flattened(case),
     )  # fmt: skip
 
 
-@functools.cache
+_built: dict[Case, Built] = {}
+
+
 def build(case: Case) -> Built:
     """A case of the package, compiled once a run."""
-    return examine(case, compile_case(case))
+    if case not in _built:
+        _built[case] = examine(case, compile_case(case))
+    return _built[case]
 
 
-def plain(case: Case) -> Case:
-    """The matmul that a fused one is compared with: the same tile, read alike, with as many loops."""
-    variant = "matmul transposed" if VARIANTS[case.variant].transposed else "matmul"
-    return replace(case, variant=variant, flatten=case.flatten and not case.variant.startswith("scatter"))
-
-
-def cases() -> list[Case]:
-    """All that is compiled."""
-    from fusedtp.kernels.configs import SHAPES
-
-    found = []
-    for target, its in TARGETS.items():
-        of = functools.partial(Case, target=target)
-        main = functools.partial(of, a_by="rows", b_by="columns") if its.described else of
-        for variant in VARIANTS.values():
-            name = variant.name
-            if variant.module == "steps":
-                # No operand: one element type says all.
-                found.append(of(name, dtype=torch.float32))
-            elif not variant.multiplies:
-                # A collective's tile, and the widest.
-                found.append(of(name, shape="few columns"))
-                if name in ("collect pieces", "reduce", "reduce transposed", "reduce pieces and broadcast"):
-                    found.append(of(name))
-            elif name.endswith("in pieces"):
-                found.append(main(name))
-            else:
-                # A tile that goes to all ranks is narrow.
-                found += [main(name, shape=shape) for shape in SHAPES if (name, shape) != ("scatter to all", "many")]
-            if name in ("matmul", "gather rows", "scatter"):
-                found.append(main(name, dtype=torch.float16))
-            if its.described and name in ("matmul", "gather rows", "gather rows transposed", "scatter"):
-                # Weights as they lie, and rows that no descriptor can read.
-                found += [of(name, a_by="rows" if name.startswith("gather") else "columns", b_by="rows"), of(name)]
-            if name in ("matmul", "gather rows", "gather rows transposed", "gather contraction", "scatter", "reduce",
-                "ring all-reduce"):  # fmt: skip
-                found.append(of(name, dtype=torch.float32))
-    return found
+def build_all(cases: Iterable[Case]) -> None:
+    """Compile these beforehand, by as many processes as there are cores: compiling is all but all of the time."""
+    missing = [case for case in dict.fromkeys(cases) if case not in _built]
+    if len(missing) < 2:
+        return
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("fork")) as pool:
+        _built.update(zip(missing, pool.map(build, missing), strict=True))

@@ -13,7 +13,8 @@ from pathlib import Path
 import fusedtp.kernels
 
 from . import checks
-from .build import Built, Case
+from .build import Built
+from .cases import Case
 
 _numbers = itertools.count()
 
@@ -57,11 +58,19 @@ def _by(variant: str, target: str, shape: str = "many") -> Case:
     return Case(variant, target, shape=shape)
 
 
+_WAITS = (
+    _by("gather rows, split", "sm_90"), Case("collect pieces", "sm_80"), Case("collect pieces", "gfx942"),
+    _by("gather rows, split", "gfx942"),
+)  # fmt: skip
+_ENTERS = (_by("scatter", "sm_90"), Case("push", "sm_80"), Case("push", "gfx942"))
 _SPLIT = tuple(_by("gather rows, split", target) for target in ("sm_80", "sm_90", "gfx942"))
 _SCATTER = tuple(_by("scatter", target) for target in ("sm_90", "gfx942"))
 _TURNED = tuple(_by("gather rows transposed", target) for target in ("sm_80", "sm_90"))
-_SUM = "            acc += tl.load(part, mask=mask, other=0.0).to(tl.float32)\n"
+_PARTS = (
+    "        ok = _wait_for_parts(link, (index if PER_TILE else index // num_tiles_n) + FIRST_SLOT, OWN_IN_PLACE)\n"
+)
 _DOT = "        acc = dot(a_block, b_block, acc, UPCAST)\n"
+_ROWS = "                ok = wait_for_rows(link, src, row - first, end_row, first_slot, one, 1, PIECE)\n"
 _STORE = "    store_rows(ctx, _row"
 _WAIT = "        packed = wait_for_rows(ctx.link, src, tile.row, end_row, FIRST_SLOT, packed, ctx.BLOCK_M, ctx.PIECE)\n"
 _WAIT_LATE = _WAIT.removeprefix("    ").replace("src", "tile.chunk").replace("end_row", "tile.row + 1")
@@ -108,9 +117,14 @@ MUTANTS = (
     Mutant(
         "the wait after the load", checks.acquires, (Case("reduce", "sm_90"), Case("reduce", "gfx942")),
         (
-            ("reduce", _SUM, ""),
-            ("reduce", "            if OWN_IN_PLACE:\n", f"{_SUM}            if OWN_IN_PLACE:\n"),
+            ("reduce", _PARTS, ""),
+            ("reduce", "            result = round_to", f"    {_PARTS}            result = round_to"),
         ),
+    ),
+    Mutant(
+        "a wait for the first tile only", checks.acquires,
+        (Case("collect pieces", "sm_90"), Case("collect pieces", "gfx942")),
+        (("push", _ROWS, f"                ok = one\n                if index == pid:\n    {_ROWS}"),),
     ),
     Mutant(
         "a wait that may be passed by", checks.acquires,
@@ -121,6 +135,31 @@ MUTANTS = (
         "no proxy fence", checks.acquires,
         (_by("gather rows, split", "sm_90"), _by("gather contraction, split", "sm_100")),
         (("gather_matmul", "row = before_descriptor(arena_row, packed)", "row = arena_row"),),
+    ),
+    Mutant(
+        "a clock that every thread loads", checks.decisions, _WAITS,
+        (("signal", "read(host + CLOCK_MS) - start", 'tl.load(host + CLOCK_MS, cache_modifier=".cv") - start'),),
+    ),
+    Mutant(
+        "a clock's start that every thread loads", checks.decisions, _WAITS,
+        (("signal", "start = read(host + CLOCK_MS)", 'start = tl.load(host + CLOCK_MS, cache_modifier=".cv")'),),
+    ),
+    Mutant(
+        "a budget that every thread loads", checks.decisions, _WAITS,
+        (("signal", "budget = read(words + BUDGET_MS)", "budget = tl.load(words + BUDGET_MS)"),),
+    ),
+    Mutant(
+        "a wait given up that every thread loads", checks.decisions, _WAITS,
+        (("signal", "given_up = read(words + GIVEN_UP)", "given_up = tl.load(words + GIVEN_UP, volatile=True)"),),
+    ),
+    Mutant(
+        "an epoch that every thread loads", checks.decisions, _WAITS,
+        (("signal", "read(header(peers, rank) + EPOCH)", "tl.load(header(peers, rank) + EPOCH)"),),
+    ),
+    Mutant(
+        "an entry that every thread decides", checks.decisions, _ENTERS,
+        (("signal", "        if read(header(link.peers, link.rank) + GIVEN_UP) == 0",
+            "        if tl.load(header(link.peers, link.rank) + GIVEN_UP) == 0"),),
     ),
     Mutant(
         "an address of unknown alignment", checks.widths, (_by("scatter", "sm_80"), _by("scatter", "sm_90")),

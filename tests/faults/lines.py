@@ -6,25 +6,17 @@ that has ended: whichever would be right if the workspace took no notice. Its pe
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import FrameType
-from typing import Any
 
-import torch
-from fusedtp.kernels import signal
+from fusedtp.bench import interruptions
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp import workspaces
 
 from .cases import CASES
 from .inject import Meeting
 
-FOLDERS = tuple(f"{Path(module.__file__ or '').parent}/" for module in (fusedtp, sys.modules["fusedtp.kernels"]))
-CPU = torch.device("cpu")
 # What the call meets: a workspace that fits, none, or one that must grow for these rows.
 MEETS = {"a workspace": 0, "no workspace": 0, "one too small": 4096}
 SECONDS = 4.0
@@ -52,45 +44,6 @@ class Seen:
     recovered: bool = True
 
 
-def interrupted(number: int, call: Callable[[], object]) -> tuple[str, bool]:
-    """(before which line, whether `call` raised it): a KeyboardInterrupt before the `number`-th line of ours."""
-    count, place = 0, ""
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal count, place
-        if not frame.f_code.co_filename.startswith(FOLDERS) or place:
-            return None
-        count += event == "line"
-        if count == number and event == "line":
-            place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-            raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    except KeyboardInterrupt:
-        return place, True
-    finally:
-        sys.settrace(before)
-    return place, False
-
-
-def _epoch(group: ProcessGroup) -> int:
-    ws = workspaces._workspaces.get((group.group_name, CPU))
-    return ws.epoch if ws is not None and ws.made else 0
-
-
-def _has_sent(group: ProcessGroup, before: int) -> bool:
-    # Whether the peer has anything of the op behind epoch `before`.
-    ws = workspaces._workspaces.get((group.group_name, CPU))
-    if ws is None or not ws.made:
-        return False
-    entry = signal.SIGNALS.value + signal.ENTRY_SLOT.value * ws.world_size + ws.rank
-    return ws._header(1 - ws.rank)[entry] != before or bool(ws._header(ws.rank)[signal.GROWING.value])
-
-
 def _goes_on(case: Callable[[int], bool], seen: Seen, numbers: list[int]) -> None:
     for number in numbers:
         try:
@@ -116,11 +69,11 @@ def at_line(group: ProcessGroup, lines: Lines, number: int, meeting: Meeting) ->
         fusedtp.destroy(group)
     fusedtp.set_timeout(SECONDS)
     meeting.all("ready")
-    before, numbers = _epoch(group), [2, 3]
+    before, numbers = interruptions.epoch(group), [2, 3]
     call = lambda n: case(group, n, more_rows=rows)  # noqa: E731
     if guilty:
-        seen.place, raised = interrupted(number, lambda: call(2))
-        if not raised or _has_sent(group, before):
+        seen.place, raised = interruptions.before_line(number, lambda: call(2))
+        if not raised or interruptions.has_sent(group, before):
             numbers = [3]
         seen.again = "next" if numbers == [3] else "again"
     _goes_on(call, seen, numbers)

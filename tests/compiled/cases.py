@@ -1,0 +1,188 @@
+"""What is compiled: targets, the kernels with their flags, and each of them where, of what and how it reads."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a kernel is compiled for, and what is looked for in its code."""
+
+    backend: tuple[str, Any, int]
+    multiplies: str
+    shared_bytes: int
+    described: bool = False
+
+
+# Shared memory of a program: CUDA C++ programming guide, technical specifications by compute capability; CDNA3 ISA.
+TARGETS = {
+    "sm_80": Target(("cuda", 80, 32), r"\bHMMA", 163 << 10),
+    "sm_90": Target(("cuda", 90, 32), r"\bHGMMA", 227 << 10, described=True),
+    "sm_100": Target(("cuda", 100, 32), r"\bUTC\w*MMA", 227 << 10, described=True),
+    "gfx942": Target(("hip", "gfx942", 64), r"\bv_mfma", 64 << 10),
+}
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel with its flags: whether it multiplies, at how many places of its source it waits and raises, and whether
+    the columns of its result are contiguous, not the rows.
+    """
+
+    name: str
+    module: str
+    kernel: str
+    flags: dict[str, Any] = field(hash=False)
+    multiplies: bool = False
+    waits: int = 0
+    raises: int = 0
+    transposed: bool = False
+
+
+def _variants() -> dict[str, Variant]:
+    gather = {"BIAS": "columns", "LAST": True, "OWN_IN_PLACE": True, "ALIGNED": True, "ROWS_ALIGNED": True,
+        "PUSHERS": 16, "CONTRACTION": False}  # fmt: skip
+    push, scatter = {"SCATTER": False, "WITH_OWN": False}, {"TO_ALL": False}
+    reduce = {"BIAS": "columns", "PER_TILE": True, "OWN_IN_PLACE": False, "BROADCAST": False, "LAST": True,
+        "ALIGNED": False}  # fmt: skip
+    ring, split = {"REDUCE": True, "GATHER": True}, {"OWN_IN_PLACE": False, "PUSHERS": 0}
+    # A quarter of a tile's rows, the least that a piece has.
+    in_pieces = {"PIECE": 32}
+    # Raised: the entry, and pieces or tiles. Waited for: they. What is `split` pushes in a kernel before, the own shard
+    # too: every tile waits.
+    all_of = [
+        Variant("matmul", "matmul", "_matmul_kernel", {"BIAS": "columns"}, True),
+        Variant("matmul transposed", "matmul", "_matmul_kernel", {"BIAS": "rows"}, True,
+            transposed=True),
+        Variant("gather rows", "gather_matmul", "_gather_matmul_kernel", gather, True, 2, 2),
+        Variant("gather rows, split", "gather_matmul", "_gather_matmul_kernel",
+            gather | split | {"LAST": False}, True, 1, 0),
+        Variant("gather rows, split, in pieces", "gather_matmul", "_gather_matmul_kernel",
+            gather | split | in_pieces | {"LAST": False}, True, 1, 0),
+        Variant("gather rows, pushed before", "gather_matmul", "_gather_matmul_kernel",
+            gather | {"PUSHERS": 0, "LAST": False}, True, 1, 0),
+        Variant("gather rows, own pushed", "gather_matmul", "_gather_matmul_kernel",
+            gather | {"OWN_IN_PLACE": False}, True, 2, 2),
+        Variant("gather rows transposed", "gather_matmul", "_gather_matmul_kernel",
+            gather | {"BIAS": "rows"}, True, 2, 2, transposed=True),
+        Variant("gather contraction", "gather_matmul", "_gather_matmul_kernel", gather | {"CONTRACTION": True}, True,
+            2, 2),
+        Variant("gather contraction, split", "gather_matmul", "_gather_matmul_kernel",
+            gather | split | {"CONTRACTION": True}, True, 2, 0),
+        Variant("gather contraction, split, in pieces", "gather_matmul", "_gather_matmul_kernel",
+            gather | split | in_pieces | {"CONTRACTION": True}, True, 2, 0),
+        Variant("scatter", "matmul_scatter", "_matmul_scatter_kernel", scatter, True, 0, 2),
+        Variant("scatter to all", "matmul_scatter", "_matmul_scatter_kernel", scatter | {"TO_ALL": True}, True, 0, 2),
+        Variant("push", "push", "_push_kernel", push, False, 0, 2),
+        Variant("push a scatter", "push", "_push_kernel", push | {"SCATTER": True, "WITH_OWN": True}, False, 0, 2),
+        Variant("push in pieces", "push", "_push_kernel", push | in_pieces, False, 0, 2),
+        Variant("collect pieces", "push", "_collect_kernel", {"PER_TILE": False}, False, 2),
+        Variant("collect pieces of a quarter", "push", "_collect_kernel", in_pieces | {"PER_TILE": False}, False, 2),
+        Variant("collect tiles", "push", "_collect_kernel", {"PER_TILE": True}, False, 2),
+        Variant("reduce", "reduce", "_reduce_kernel", reduce, False, 2),
+        Variant("reduce pieces and broadcast", "reduce", "_reduce_kernel", reduce | {"OWN_IN_PLACE": True,
+            "PER_TILE": False, "BROADCAST": True, "BIAS": "none", "LAST": False}, False, 1, 1),
+        Variant("reduce transposed", "reduce", "_reduce_kernel", reduce | {"BIAS": "rows", "ALIGNED": True}, False, 2,
+            transposed=True),
+        Variant("ring all-reduce", "ring", "_ring_kernel", ring, False, 3, 4),
+        Variant("ring all-gather", "ring", "_ring_kernel", ring | {"REDUCE": False}, False, 2, 3),
+        Variant("ring reduce-scatter", "ring", "_ring_kernel", ring | {"GATHER": False}, False, 2, 2),
+        *(
+            Variant(f"step {name}", "steps", "_step_kernel", {"STEP": name}, False, name in ("wait", "leave"),
+                name in ("enter", "signal"))
+            for name in ("enter", "signal", "wait", "leave")
+        ),
+    ]  # fmt: skip
+    return {each.name: each for each in all_of}
+
+
+VARIANTS = _variants()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A variant, where and of what it is compiled, its shape class, and how it reads A and B. flags: those that are not
+    the variant's. aligned: which lengths, strides and pointers are multiples of 16, None for all.
+    """
+
+    variant: str
+    target: str
+    dtype: torch.dtype = torch.bfloat16
+    shape: str = "many"
+    a_by: str = "pointers"
+    b_by: str = "pointers"
+    flatten: bool = True
+    flags: tuple[tuple[str, Any], ...] = ()
+    aligned: tuple[str, ...] | None = None
+
+    def __str__(self) -> str:
+        parts = [self.target, self.variant, DTYPES[self.dtype], self.shape]
+        if VARIANTS[self.variant].multiplies:
+            parts += [f"{self.a_by} {self.b_by}"]
+        parts += [] if self.flatten else ["two loops"]
+        parts += [] if self.aligned is None else [" ".join(("any lengths", *(f"but {name}" for name in self.aligned)))]
+        return "-".join([*parts, *(f"{name}={value}" for name, value in self.flags)])
+
+    @property
+    def all_flags(self) -> dict[str, Any]:
+        """The variant's and the case's own; where nothing is aligned, none that says so."""
+        flags = VARIANTS[self.variant].flags
+        known = {} if self.aligned != () else {name: False for name in ("ALIGNED", "ROWS_ALIGNED") if name in flags}
+        return flags | known | dict(self.flags)
+
+
+def plain(case: Case) -> Case:
+    """The matmul that a fused one is compared with: the same tile, read alike, with as many loops."""
+    variant = "matmul transposed" if VARIANTS[case.variant].transposed else "matmul"
+    return replace(case, variant=variant, flags=(), flatten=case.flatten and not case.variant.startswith("scatter"))
+
+
+def cases() -> list[Case]:
+    """All that is compiled where everything is aligned."""
+    from fusedtp.kernels.configs import SHAPES
+
+    found = []
+    for target, its in TARGETS.items():
+        of = functools.partial(Case, target=target)
+        main = functools.partial(of, a_by="rows", b_by="columns") if its.described else of
+        for variant in VARIANTS.values():
+            name = variant.name
+            if variant.module == "steps":
+                # No operand: one element type says all.
+                found.append(of(name, dtype=torch.float32))
+            elif not variant.multiplies:
+                # A collective's tile, and the widest.
+                found.append(of(name, shape="few columns"))
+                if name in ("collect pieces", "reduce", "reduce transposed", "reduce pieces and broadcast"):
+                    found += [of(name), of(name, shape="few rows")]
+            elif name.endswith("in pieces"):
+                found.append(main(name))
+            else:
+                # A tile that goes to all ranks is narrow.
+                found += [main(name, shape=shape) for shape in SHAPES if (name, shape) != ("scatter to all", "many")]
+            if name in ("matmul", "gather rows", "scatter"):
+                found.append(main(name, dtype=torch.float16))
+            if its.described and name in ("matmul", "gather rows", "gather rows transposed", "scatter"):
+                # Weights as they lie, and rows that no descriptor can read.
+                found += [of(name, a_by="rows" if name.startswith("gather") else "columns", b_by="rows"), of(name)]
+            if name in ("matmul", "gather rows", "gather rows transposed", "gather contraction", "scatter", "reduce",
+                "ring all-reduce"):  # fmt: skip
+                found.append(of(name, dtype=torch.float32))
+    return found
+
+
+def loose_cases() -> list[Case]:
+    """The same where nothing is known of lengths, strides and the operands' addresses, on the targets for which it is
+    promised that such kernels keep what they need in registers.
+    """
+    return [
+        replace(case, aligned=())
+        for case in cases()
+        if case.target in ("sm_80", "sm_90") and VARIANTS[case.variant].module != "steps"
+    ]

@@ -1,0 +1,139 @@
+"""The data flow that finds decisions which threads do not share, on programs of a few lines; `test_kernels_offline`
+asks it of every compiled kernel and of broken ones.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from .compiled.assembly import amdgcn, ptx
+from .compiled.blocks import with_tails_made_one
+from .compiled.uniform import AMDGCN, PTX, barriers_apart
+
+# A word of the table's first arena in %rd2, and whether this is the first thread in %p1.
+_BEGIN = """
+ld.param.b64 %rd1, [table];
+ld.global.b64 {{ %rd2 }}, [ %rd1 + 0 ];
+mov.u32 %r1, %tid.x;
+setp.eq.b32 %p1, %r1, 0;
+{}
+ret;
+"""
+_ALONE = "ld.global.b32 {{ %r2 }}, [ {} + 8 ];"
+_TOLD = "@%p1 ld.global.sys.relaxed.b32 %r3, [ %rd2 + 8 ];\n@%p1 st.shared.b32 [ %r9 + 0 ], %r3;\nbar.sync 0;\n"
+_TOLD += "ld.shared.b32 %r2, [global_smem];"
+_LOOP = """
+$L__1:
+bar.sync 0;
+{}
+setp.ne.b32 %p2, %r2, 0;
+@%p2 bra $L__1;
+"""
+_BRANCH = """
+setp.ne.b32 %p2, {}, 0;
+@%p2 bra $L__2;
+{}
+$L__2:
+{}
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "apart"),
+    [
+        pytest.param(_LOOP.format(_ALONE.format("%rd2")), True, id="a loop left by a word that each has loaded"),
+        pytest.param(_LOOP.format(_TOLD), False, id="by a word that one has loaded"),
+        pytest.param(_LOOP.format(_ALONE.format("%rd1")), False, id="by a table of the launch"),
+        pytest.param(_TOLD + _LOOP.format("add.s32 %r2, %r2, 1;"), False, id="by a count"),
+        pytest.param(_BRANCH.format("%r1", "bar.sync 0;", ""), True, id="a barrier for some threads"),
+        pytest.param(_BRANCH.format("%r1", "add.s32 %r4, %r1, 1;", "bar.sync 0;"), False, id="one where all meet"),
+        pytest.param(
+            "mov.b32 %r4, 0;" + _BRANCH.format("%r1", "mov.b32 %r4, 1;", "") + _BRANCH.format("%r4", "bar.sync 0;", "")
+            .replace("L__2", "L__3"), True, id="a decision made of one"),
+        pytest.param(
+            _BRANCH.format("%r1", "mov.b32 %r4, 1;", "mov.b32 %r4, 1;") + _BRANCH.format("%r4", "bar.sync 0;", "")
+            .replace("L__2", "L__3"), False, id="a decision made anew"),
+    ],
+)  # fmt: skip
+def test_threads_that_may_part_before_a_barrier(body: str, apart: bool) -> None:
+    assert bool(barriers_apart(ptx(_BEGIN.format(body)), PTX)) == apart
+
+
+# The first arena's address in v[2:3].
+_AMD_BEGIN = """
+\ts_load_dwordx2 s[2:3], s[0:1], 0x0
+\tv_mov_b32_e32 v1, 0
+\tglobal_load_dwordx2 v[2:3], v1, s[2:3]
+{}
+\ts_endpgm
+"""
+_AMD_ALONE = "\tglobal_load_dword v4, v[2:3], off offset:8"
+_AMD_TOLD = """
+\tv_cmp_eq_u32_e64 s[4:5], 0, v0
+\ts_and_saveexec_b64 s[6:7], s[4:5]
+\ts_cbranch_execz .LBB0_9
+\tglobal_load_dword v4, v[2:3], off offset:8 sc0 sc1
+\tds_write_b32 v1, v4
+.LBB0_9:
+\ts_or_b64 exec, exec, s[6:7]
+\ts_barrier
+\tds_read_b32 v4, v1
+"""
+_AMD_LOOP = """
+.LBB0_1:
+\ts_barrier
+{}
+\tv_cmp_ne_u32_e32 vcc, 0, v4
+\ts_cbranch_vccnz .LBB0_1
+"""
+_AMD_BRANCH = """
+\ts_mov_b64 s[8:9], {}
+\ts_andn2_b64 vcc, exec, s[8:9]
+\tv_readfirstlane_b32 s10, v0
+\ts_cbranch_vccnz .LBB0_2
+\ts_mov_b32 s10, 0
+.LBB0_2:
+\ts_cmp_lg_u32 s10, 0
+\ts_cbranch_scc1 .LBB0_3
+\ts_barrier
+.LBB0_3:
+"""
+
+# Lanes part, and the branch on an argument that all take alike is there twice.
+_AMD_TAILS = """
+\ts_load_dword s8, s[0:1], 0x8
+\tv_cmp_eq_u32_e64 s[4:5], 0, v0
+\ts_and_saveexec_b64 s[6:7], s[4:5]
+\ts_cbranch_execnz .LBB0_5
+\ts_or_b64 exec, exec, s[6:7]
+\ts_cmp_lg_u32 s8, 0
+\ts_cbranch_scc1 .LBB0_7
+\ts_branch .LBB0_6
+.LBB0_5:
+\tv_mov_b32_e32 v5, 0
+\ts_or_b64 exec, exec, s[6:7]
+\ts_cmp_lg_u32 s8, 0
+\ts_cbranch_scc1 .LBB0_7
+.LBB0_6:
+\ts_barrier
+.LBB0_7:
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "apart"),
+    [
+        pytest.param(_AMD_TAILS, False, id="a tail that is there twice"),
+        pytest.param(_AMD_TAILS.replace("v5, 0\n\ts_or_b64 exec, exec, s[6:7]\n\ts_cmp_lg_u32 s8",
+            "v5, 0\n\ts_or_b64 exec, exec, s[6:7]\n\ts_cmp_lg_u32 s9"), True, id="tails of two kinds"),
+        pytest.param(_AMD_LOOP.format(_AMD_ALONE), True, id="a loop left by a word that each has loaded"),
+        pytest.param(_AMD_LOOP.format(_AMD_ALONE + "\n\tv_readfirstlane_b32 s8, v4\n\tv_mov_b32_e32 v4, s8"), True,
+            id="by a word that each wave has loaded"),
+        pytest.param(_AMD_LOOP.format(_AMD_TOLD), False, id="by a word that one has loaded"),
+        pytest.param(_AMD_TOLD.replace("\tds_write", "\ts_barrier\n\tds_write"), True, id="a barrier for some lanes"),
+        pytest.param(_AMD_BRANCH.format("-1"), False, id="a way that is never taken"),
+        pytest.param(_AMD_BRANCH.format("0"), True, id="the way that is always taken"),
+    ],
+)  # fmt: skip
+def test_waves_that_may_part_before_a_barrier(body: str, apart: bool) -> None:
+    assert bool(barriers_apart(with_tails_made_one(amdgcn(_AMD_BEGIN.format(body), masked=True)), AMDGCN)) == apart
