@@ -6,16 +6,24 @@ makes again.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import pytest
 from fusedtp.bench.mixed import OPS
-from fusedtp.bench.performing import wrong
+from fusedtp.bench.performing import CANNOT_GROW, perform, wrong
 from fusedtp.bench.programs import AXES, SLOW, STEADY, STEPS, WRONG, program
 from fusedtp.bench.ranks import RankError, RankPool
 from fusedtp.bench.soak import WEIGHTS, run_programs
+from torch.distributed import ProcessGroup
+
+from fusedtp import disagreement
+from fusedtp.steps import HostSteps
+from fusedtp.workspace import Workspace
 
 SEED = 20
 
@@ -39,7 +47,10 @@ def test_2000_calls_of_random_programs(own_pool: RankPool) -> None:
     for kind in ("line", "signal", "late"):
         assert came[f"{kind}: right"]
     assert came["line: told"] + came["signal: told"]
-    assert counts["differs, on a rank: RanksDisagree"] > counts["differs, on a rank: PeerTimeout"]
+    assert (
+        counts["differs, on a rank: RanksDisagree"] + counts[f"differs, on a rank: {CANNOT_GROW}"]
+        > counts["differs, on a rank: PeerTimeout"]
+    )
 
 
 def test_every_kind_of_step_is_drawn_alike_on_every_rank() -> None:
@@ -56,6 +67,32 @@ def test_every_kind_of_step_is_drawn_alike_on_every_rank() -> None:
             assert all(len(sizes) == len(AXES[world_size][step.axis][0]) for sizes in step.call.sizes)
             # One that differs means something else by it.
             assert step.kind != "differs" or step.other != step.call
+
+
+def planted(group: ProcessGroup, what: str, *args: Any) -> None:
+    """Programs of ranks that do not compare what they mean, or take no notice of an op that was interrupted."""
+    with contextlib.ExitStack() as stack:
+        if what == "not compared":
+            stack.enter_context(mock.patch.object(HostSteps, "_disagrees", return_value=False))
+            # Nor where a wait has been given up.
+            stack.enter_context(mock.patch.object(disagreement, "differing", return_value=[]))
+        else:
+            stack.enter_context(mock.patch.object(Workspace, "_abandon"))
+        perform(group, *args)
+
+
+@pytest.mark.parametrize(
+    ("what", "fault"),
+    [
+        ("not compared", "a number though the ranks disagree|a wrong number"),
+        ("not noticed", "an error on some ranks alone|a wrong number|rank [01] had given up on rank"),
+    ],
+)
+def test_a_planted_bug_is_found(own_pool: RankPool, what: str, fault: str) -> None:
+    with pytest.raises(RankError, match=fault) as caught:
+        own_pool.run(planted, what, SEED, 0, 20, dict(WEIGHTS), False, timeout=100.0)
+    # One that has not failed may have been left waiting.
+    assert f"of seed {SEED}, behind" in str(caught.value)
 
 
 RIGHT, TOLD = ["right", "right"], ["right", "PeerTimeout"]
