@@ -67,7 +67,7 @@ class Performer:
     def __init__(self, world: ProcessGroup, seed: int, number: int) -> None:
         self._world, self._rank = world, world.rank()
         self._name = f"programs/{next(_runs)}/{seed}/{number}"
-        self._store: Any = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+        self._store: Any = dist.distributed_c10d._get_default_store()
         self._groups: list[ProcessGroup | None] = []
         self._kept: list[tuple[int, Operands, Tensor]] = []
         self.counts: Counter[str] = Counter()
