@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from fusedtp.kernels import INTERPRETED
 from fusedtp.kernels.gather_matmul import gather_matmul
 from fusedtp.kernels.launch import config_for, pitch_of
