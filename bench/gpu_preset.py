@@ -47,6 +47,8 @@ class Arenas:
         headers = self.memory[:, : self._begin].view(torch.int32)
         headers.zero_()
         headers[:, signal.SIGNALS.value :] = signal.LEAD.value - 2
+        # The fingerprint of a channel that is given none.
+        headers[:, signal.SIGNALS.value + signal.FINGERPRINT_SLOT.value * world_size :][:, : 4 * world_size] = 0
         headers[:, signal.BUDGET_MS.value] = BUDGET_MS
         self.host = torch.zeros(signal.HOST_WORDS, dtype=torch.int32, pin_memory=device.type == "cuda")
         addresses = [each.data_ptr() for each in self.memory]

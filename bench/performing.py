@@ -36,6 +36,8 @@ LONG_SECONDS, SHORT_SECONDS = 60.0, 4.0
 LATE_SECONDS = 0.2
 # No step waits twice as long as the longest budget. One that does is a hang, and ends the rank with its stacks.
 WATCH_SECONDS = 2.5 * LONG_SECONDS
+# What an error begins with after which nothing need be destroyed.
+CANNOT_GROW = "the workspace cannot grow"
 # Steps that a failure shows.
 LAST = 8
 _runs = itertools.count()
@@ -45,11 +47,18 @@ def told(error: Exception) -> str:
     """The kind of an error that says that ranks have lost each other; raises any other."""
     from fusedtp.memory import Unreachable
 
+    if str(error).startswith(CANNOT_GROW) and isinstance(error, (fusedtp.RanksDisagree, Unreachable)):
+        return CANNOT_GROW
     if isinstance(error, (fusedtp.PeerTimeout, fusedtp.RanksDisagree, Unreachable)):
         return type(error).__name__
     if isinstance(error, RuntimeError) and "call fusedtp.destroy for this group on every rank" in str(error):
         return "left in the middle"
     raise error
+
+
+def of_all(step: Step) -> bool:
+    """Whether it gives back the memory of every group, not only of its axis."""
+    return step.kind == "destroy" and step.where < 0.3
 
 
 class Performer:
@@ -72,7 +81,7 @@ class Performer:
         for step in steps:
             self.steps += 1
             group = self._groups[step.axis]
-            if group is not None or step.kind == "torch":
+            if group is not None or step.kind == "torch" or of_all(step):
                 faulthandler.dump_traceback_later(WATCH_SECONDS, exit=True)
                 self._step(step, group)
         self._all_backward()
@@ -95,7 +104,7 @@ class Performer:
         if step.kind == "torch":
             self._made_anew(step.axis)
         elif step.kind == "destroy":
-            fusedtp.destroy(None if step.where < 0.3 else group)
+            fusedtp.destroy(None if of_all(step) else group)
         elif step.kind == "backward":
             self._backward(step.axis)
         elif group is not None and step.kind == "kept":
@@ -157,7 +166,7 @@ class Performer:
         for each in mine:
             self.counts[f"{step.kind}, on a rank: {each}"] += 1
         # Where memory could not grow all go on with what they have; else the ranks are out of step.
-        if came != {"right"} and (came != {"Unreachable"} or step.fresh):
+        if came not in ({"right"}, {CANNOT_GROW}):
             fusedtp.destroy(group)
         fusedtp.set_timeout(LONG_SECONDS, group)
         call_right(probe(step.call.seed + 1, group.size()), group)

@@ -190,8 +190,8 @@ class Workspace(Failing):
             text = f"the workspace cannot grow: {error}"
             if isinstance(error, Unreachable):
                 raise Unreachable(text) from error
-            ranks, meant = range(self.world_size), dict(self.meanings.now.values)
-            told = tuple(meant if rank == self.rank else None for rank in ranks)
+            ranks, meant = range(self.world_size), self.meanings.now.values
+            told = tuple(dict(meant) if rank == self.rank else None for rank in ranks)
             raise RanksDisagree(text, self._op, self.rank, told) from error
         self._progress = min(self._progress, _NOTHING_SENT)
 

@@ -6,16 +6,23 @@ makes again.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import pytest
 from fusedtp.bench.mixed import OPS
-from fusedtp.bench.performing import wrong
+from fusedtp.bench.performing import CANNOT_GROW, perform, wrong
 from fusedtp.bench.programs import AXES, SLOW, STEADY, STEPS, WRONG, program
 from fusedtp.bench.ranks import RankError, RankPool
 from fusedtp.bench.soak import WEIGHTS, run_programs
+from torch.distributed import ProcessGroup
+
+from fusedtp import disagreement
+from fusedtp.steps import HostSteps
 
 SEED = 20
 
@@ -30,16 +37,19 @@ def own_pool() -> Iterator[RankPool]:
 def test_2000_calls_of_random_programs(own_pool: RankPool) -> None:
     counts = run_programs(own_pool, 2000, SEED, slow=False)
     came = Counter({what: count for what, count in counts.items() if "on a rank" not in what})
-    # On two ranks, less what is drawn for groups that a rank is not in.
+    # Of two ranks, each of which is in every group.
     assert came.total() == 2 * 2000
     assert {what.partition(":")[0] for what in came} == {*STEADY, *WRONG}
-    # Who disagrees, or has no memory left, is always told; an interruption may go unnoticed where it did no harm.
+    # Who disagrees is always told; an interruption may go unnoticed, or a limit where no memory was wanted.
     assert not came["differs: right"]
-    assert not came["limit: right"]
+    assert came["limit: told"]
     for kind in ("line", "signal", "late"):
         assert came[f"{kind}: right"]
     assert came["line: told"] + came["signal: told"]
-    assert counts["differs, on a rank: RanksDisagree"] > counts["differs, on a rank: PeerTimeout"]
+    assert (
+        counts["differs, on a rank: RanksDisagree"] + counts[f"differs, on a rank: {CANNOT_GROW}"]
+        > counts["differs, on a rank: PeerTimeout"]
+    )
 
 
 def test_every_kind_of_step_is_drawn_alike_on_every_rank() -> None:
@@ -56,6 +66,31 @@ def test_every_kind_of_step_is_drawn_alike_on_every_rank() -> None:
             assert all(len(sizes) == len(AXES[world_size][step.axis][0]) for sizes in step.call.sizes)
             # One that differs means something else by it.
             assert step.kind != "differs" or step.other != step.call
+
+
+def planted(group: ProcessGroup, what: str, *args: Any) -> None:
+    """Programs of ranks that do not compare what they mean, or do not wait for each other either."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(HostSteps, "_disagrees", return_value=False))
+        # Nor where a wait has been given up.
+        stack.enter_context(mock.patch.object(disagreement, "differing", return_value=[]))
+        if what == "not waited for":
+            stack.enter_context(mock.patch.object(HostSteps, "wait"))
+        perform(group, *args)
+
+
+@pytest.mark.parametrize(
+    ("what", "fault"),
+    [
+        ("not compared", "a number though the ranks disagree|a wrong number"),
+        ("not waited for", "(y|d[xwb]) of Call"),
+    ],
+)
+def test_a_planted_bug_is_found(own_pool: RankPool, what: str, fault: str) -> None:
+    with pytest.raises(RankError, match=fault) as caught:
+        own_pool.run(planted, what, SEED, 0, 20, dict(WEIGHTS), False, timeout=100.0)
+    # One that has not failed may have been left waiting.
+    assert f"of seed {SEED}, behind" in str(caught.value)
 
 
 RIGHT, TOLD = ["right", "right"], ["right", "PeerTimeout"]
