@@ -26,8 +26,11 @@ _BENCH = f"{Path(__file__).parent}/"
 _CPU = torch.device("cpu")
 
 
-def before_line(number: int, call: Callable[[], object]) -> tuple[str, bool]:
-    """(before which line, whether `call` raised it): a KeyboardInterrupt before the `number`-th line of ours."""
+def before_line(number: int, call: Callable[[], object], within: str = "") -> tuple[str, bool]:
+    """(before which line, whether `call` raised it): a KeyboardInterrupt before the `number`-th line of ours.
+
+    within: count the lines of functions of that name alone.
+    """
     count, place = 0, ""
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -35,8 +38,10 @@ def before_line(number: int, call: Callable[[], object]) -> tuple[str, bool]:
         file = frame.f_code.co_filename
         if not file.startswith(FOLDERS) or file.startswith(_BENCH) or place:
             return None
-        count += event == "line"
-        if count == number and event == "line":
+        if event != "line" or (within and frame.f_code.co_name != within):
+            return trace
+        count += 1
+        if count == number:
             place = f"{Path(file).name}:{frame.f_lineno}"
             raise KeyboardInterrupt
         return trace

@@ -134,5 +134,6 @@ def _end(clock: _Clock | None) -> None:
     # Without the lock, which the thread may be waiting for.
     if clock is not None:
         clock.ended.set()
-        if clock is not threading.current_thread():
+        # Whoever was to start it may have been interrupted before.
+        if clock.is_alive() and clock is not threading.current_thread():
             clock.join()

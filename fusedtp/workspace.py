@@ -358,6 +358,8 @@ class Workspace(Failing):
         if (arena := self._arena) is not None:
             self._leave(1)
             self._arena, self._views = None, {}
-            del self.words, self.host_words, self.data
+            for name in ("words", "host_words", "data"):
+                # One that was interrupted while it was made has not all of them.
+                vars(self).pop(name, None)
             arena.release()
             self._captured.clear()

@@ -45,17 +45,13 @@ def test_an_interruption_at_any_line_of_an_op(pool: RankPool, rank: int) -> None
     assert 0 < right < count
 
 
-def test_an_interruption_at_the_end_of_an_op(pool: RankPool) -> None:
-    """Around the step that ends it, line by line: there it has been sent, and may have been counted."""
-    from fusedtp.schedules import transport
-
-    name = "decomposed: all_reduce, one shot"
-    by_rank = pool.run(lines.every_line, Lines(name, "a workspace", 0), f"lines/{next(numbers)}", world_size=2)
-    both = list(zip(*by_rank, strict=True))
-    said = [lines.wrong(Lines(name, "a workspace", 0), one) for one in both]
-    assert not any(said), "\n".join(filter(None, said))
-    lines_of_exit = {f"transport.py:{line}" for *_, line in transport.Epoch.__exit__.__code__.co_lines()}
-    assert len({one[0].place for one in both} & lines_of_exit) >= 3
+@pytest.mark.parametrize("within", ["__enter__", "begin", "enter", "leave", "end", "__exit__"])
+def test_an_interruption_where_an_op_begins_and_ends(pool: RankPool, within: str) -> None:
+    """Line by line: there it has been sent, and may have been counted."""
+    count, _ = run(
+        pool, [Lines("decomposed: all_reduce, one shot", "a workspace", rank, within=within) for rank in (0, 1)]
+    )
+    assert count >= 8
 
 
 @pytest.mark.parametrize("meets", ["no workspace", "one too small"])

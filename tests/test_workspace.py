@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from fusedtp.bench import interruptions
 from fusedtp.bench.ranks import RankPool
 from fusedtp.kernels import signal
 from torch.distributed import ProcessGroup
@@ -250,6 +251,18 @@ def test_epochs_are_compared_around_the_wrap() -> None:
     assert wrapping_difference(-(2**31), 2**31 - 1) == 1
     assert wrapping_difference(2**31 - 1, -(2**31)) == -1
     assert wrapping_difference(5, 5) == 0
+
+
+def test_a_workspace_that_is_interrupted_while_it_is_made_can_be_closed() -> None:
+    number = 0
+    place = "somewhere"
+    while place:
+        number += 1
+        (ws,) = (Workspace(memory, CPU, make=False) for memory in local_memories(1, CPU))
+        place, raised = interruptions.before_line(number, ws.make)
+        assert bool(place) == raised == (not ws.made)
+        ws.close()
+    assert number > 20
 
 
 def test_tables_of_lengths_do_not_pile_up() -> None:

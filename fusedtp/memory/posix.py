@@ -40,8 +40,7 @@ def _map(fd: int, num_bytes: int) -> Tensor:
 
 def _file(stack: ExitStack, num_bytes: int) -> int:
     # A new file in memory, open until `stack` ends.
-    fd = os.memfd_create("fusedtp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    stack.callback(os.close, fd)
+    stack.callback(os.close, fd := os.memfd_create("fusedtp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     # Made with all permissions: /proc lets no other user's process reach it, and this would stop it once more.
     os.fchmod(fd, 0o600)
     os.ftruncate(fd, num_bytes)
@@ -53,13 +52,11 @@ def _map_of(peer: Row, mine: Row) -> Tensor:
     # OSError with one of the codes of `causes`, or the system's own.
     if (peer.boot, peer.namespace) != (mine.boot, mine.namespace):
         raise OSError(OTHER_MACHINE if peer.boot != mine.boot else OTHER_NAMESPACE, "")
-    fd = os.open(f"/proc/{peer.pid}/fd/{peer.fd}", os.O_RDWR | os.O_CLOEXEC)
-    try:
+    with ExitStack() as stack:
+        stack.callback(os.close, fd := os.open(f"/proc/{peer.pid}/fd/{peer.fd}", os.O_RDWR | os.O_CLOEXEC))
         if os.fstat(fd).st_ino != peer.inode:
             raise OSError(OTHER_FILE, "")
         return _map(fd, peer.num_bytes)
-    finally:
-        os.close(fd)
 
 
 class PosixMemory:

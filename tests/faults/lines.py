@@ -20,17 +20,20 @@ from .inject import Meeting
 # What the call meets: a workspace that fits, none, or one that must grow for these rows.
 MEETS = {"a workspace": 0, "no workspace": 0, "one too small": 4096}
 SECONDS = 4.0
+# So many lines behind a call's last one there is none that waiting brings.
+BEYOND = 40
 
 
 @dataclass(frozen=True)
 class Lines:
-    """Every line of `case` from `first` on, `every` so many, on rank `rank` of two."""
+    """Every line of `case` from `first` on, `every` so many, on rank `rank` of two; of functions named `within`."""
 
     case: str
     meets: str
     rank: int
     first: int = 1
     every: int = 1
+    within: str = ""
 
 
 @dataclass
@@ -72,7 +75,7 @@ def at_line(group: ProcessGroup, lines: Lines, number: int, meeting: Meeting) ->
     before, numbers = interruptions.epoch(group), [2, 3]
     call = lambda n: case(group, n, more_rows=rows)  # noqa: E731
     if guilty:
-        seen.place, raised = interruptions.before_line(number, lambda: call(2))
+        seen.place, raised = interruptions.before_line(number, lambda: call(2), lines.within)
         if not raised or interruptions.has_sent(group, before):
             numbers = [3]
         seen.again = "next" if numbers == [3] else "again"
@@ -88,16 +91,16 @@ def at_line(group: ProcessGroup, lines: Lines, number: int, meeting: Meeting) ->
 
 
 def every_line(group: ProcessGroup, each: Lines, name: str) -> list[Seen]:
-    """Line by line, until the call has no more."""
+    """Line by line, until the call has no more: it has more of them where it waits longer."""
     seen: list[Seen] = []
-    number = each.first
-    while True:
+    number, missed = each.first, 0
+    while missed < (1 if each.within else max(2, BEYOND // each.every)):
         meeting = Meeting(group, f"{name}/{number}")
         seen.append(at_line(group, each, number, meeting))
         meeting.tell("place", seen[-1].place)
-        if not meeting.hear("place", [each.rank])[0]:
-            return seen[:-1]
+        missed = 0 if meeting.hear("place", [each.rank])[0] else missed + 1
         number += each.every
+    return seen
 
 
 def wrong(each: Lines, both: tuple[Seen, Seen]) -> str:
