@@ -15,7 +15,6 @@ import fcntl
 import mmap
 import os
 import zlib
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -38,25 +37,40 @@ def _map(fd: int, num_bytes: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
 
 
-def _file(stack: ExitStack, num_bytes: int) -> int:
-    # A new file in memory, open until `stack` ends.
-    stack.callback(os.close, fd := os.memfd_create("fusedtp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+class _Descriptor:
+    # Closed with the last reference to it, whatever an interruption has kept from being done.
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def close(self) -> None:
+        number, self.number = self.number, -1
+        if number >= 0:
+            os.close(number)
+
+    __del__ = close
+
+
+def _file(num_bytes: int) -> _Descriptor:
+    # A new file in memory.
+    file = _Descriptor(os.memfd_create("fusedtp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     # Made with all permissions: /proc lets no other user's process reach it, and this would stop it once more.
-    os.fchmod(fd, 0o600)
-    os.ftruncate(fd, num_bytes)
-    fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
-    return fd
+    os.fchmod(file.number, 0o600)
+    os.ftruncate(file.number, num_bytes)
+    fcntl.fcntl(file.number, _F_ADD_SEALS, _SEALS)
+    return file
 
 
 def _map_of(peer: Row, mine: Row) -> Tensor:
     # OSError with one of the codes of `causes`, or the system's own.
     if (peer.boot, peer.namespace) != (mine.boot, mine.namespace):
         raise OSError(OTHER_MACHINE if peer.boot != mine.boot else OTHER_NAMESPACE, "")
-    with ExitStack() as stack:
-        stack.callback(os.close, fd := os.open(f"/proc/{peer.pid}/fd/{peer.fd}", os.O_RDWR | os.O_CLOEXEC))
-        if os.fstat(fd).st_ino != peer.inode:
+    file = _Descriptor(os.open(f"/proc/{peer.pid}/fd/{peer.fd}", os.O_RDWR | os.O_CLOEXEC))
+    try:
+        if os.fstat(file.number).st_ino != peer.inode:
             raise OSError(OTHER_FILE, "")
-        return _map(fd, peer.num_bytes)
+        return _map(file.number, peer.num_bytes)
+    finally:
+        file.close()
 
 
 class PosixMemory:
@@ -77,15 +91,18 @@ class PosixMemory:
         # A file in memory may be larger than the memory: the ranks would be killed when they fill it.
         if num_bytes > there:
             raise MemoryError(f"an arena of {num_bytes} bytes a rank is more than this machine's memory, {there} bytes")
-        # The own file stays open until every rank has opened it.
-        with ExitStack() as stack:
-            own, mine = self._own(stack, num_bytes, header)
+        own, file, mine = self._own(num_bytes, header)
+        try:
             while True:
                 rows = [Row(*row) for row in exchange.rows(list(mine))]
                 tensors, outcome = self._map_all(own, rows)
                 # Every rank learns of every failure.
                 if (outcomes := exchange.outcomes(outcome)) is not None:
                     break
+        finally:
+            # Not before every rank has opened it.
+            if file is not None:
+                file.close()
         failed = [(rank, peer - 1, code) for rank, (peer, code) in enumerate(outcomes) if peer]
         if failed and failed[0][2] == DIFFERS:
             raise ValueError(cause(*failed[0], rows))
@@ -93,13 +110,13 @@ class PosixMemory:
             raise Unreachable(cause(*failed[0], rows))
         return Arena(tensors, tensors.clear)
 
-    def _own(self, stack: ExitStack, num_bytes: int, header: Tensor) -> tuple[Tensor, Row]:
-        # The own arena, and what the peers need to know of it; nothing, and why, where there is no room for one.
-        own, fd, inode, code, machine = torch.empty(0, dtype=torch.uint8), -1, 0, 0, (0, 0)
+    def _own(self, num_bytes: int, header: Tensor) -> tuple[Tensor, _Descriptor | None, Row]:
+        # The own arena, its file, and what the peers need to know of it; nothing, and why, where there is no room.
+        own, file, inode, code, machine = torch.empty(0, dtype=torch.uint8), None, 0, 0, (0, 0)
         try:
             machine = _machine()
-            fd = _file(stack, num_bytes)
-            own, inode = _map(fd, num_bytes), os.fstat(fd).st_ino
+            file = _file(num_bytes)
+            own, inode = _map(file.number, num_bytes), os.fstat(file.number).st_ino
             own[: header.numel() * 4].view(torch.int32).copy_(header)
         except OSError as error:
             # The peers must not wait for what will not come.
@@ -107,7 +124,8 @@ class PosixMemory:
         except MemoryError:
             code = errno.ENOMEM
         users = os.geteuid(), os.stat("/proc/self").st_uid
-        return own, Row(os.getpid(), fd, inode, *machine, *users, code, num_bytes, int(header[0]))
+        fd = -1 if file is None else file.number
+        return own, file, Row(os.getpid(), fd, inode, *machine, *users, code, num_bytes, int(header[0]))
 
     def _map_all(self, own: Tensor, rows: list[Row]) -> tuple[list[Tensor], list[int]]:
         # All arenas, and [0, 0]; or some of them, and [the rank that failed + 1, why].
