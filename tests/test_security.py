@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp.memory.posix import PosixMemory
+from fusedtp.rendezvous import StoreExchange
 
 # Tests here destroy what every group has, on some ranks only.
 pytestmark = pytest.mark.usefixtures("destroyed_on_all_ranks")
@@ -39,12 +40,12 @@ def arenas() -> list[int]:
     return found
 
 
-class Watched(PosixMemory):
+class Watched(StoreExchange):
     """Looks at the arenas' files while their descriptors are open: from making them to when all have mapped them."""
 
-    def _exchange(self, mine: list[int]) -> list[list[int]]:
+    def rows(self, mine: list[int]) -> list[list[int]]:
         self.seen = [look(fd) for fd in arenas()]
-        return super()._exchange(mine)
+        return super().rows(mine)
 
 
 def look(fd: int) -> dict[str, Any]:
@@ -65,11 +66,13 @@ def look(fd: int) -> dict[str, Any]:
 def made(group: ProcessGroup) -> tuple[list[dict[str, Any]], list[bool], list[int]]:
     # Every group's, so on all ranks of the pool: one that keeps its end would wait for the others' later.
     fusedtp.destroy()
-    memory = Watched(group)
-    arena = memory.allocate(1 << 16, torch.zeros(64, dtype=torch.int32))
+    exchange = Watched(group)
+    memory = PosixMemory(group.rank(), group.size())
+    arena = memory.allocate(1 << 16, torch.zeros(64, dtype=torch.int32), exchange)
+    exchange.ended()
     kept = [os.get_inheritable(fd) for fd in arenas()]
     arena.release()
-    return memory.seen, kept, arenas()
+    return exchange.seen, kept, arenas()
 
 
 def test_arenas_have_no_name_and_one_user(pool: RankPool) -> None:
