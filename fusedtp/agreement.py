@@ -62,9 +62,10 @@ def check(op: str, group: ProcessGroup, x: Tensor, *operands: Tensor | None, **o
     """
     if group.size() == 1:
         return
-    mine = meaning.of(op, str(options.pop("schedule")), x, operands, options).values
-    everyone, call = _exchange(op, group, {**mine, **_values(op, operands, options)})
-    if text := meaning.difference(op, everyone, f"call {call} of group {group.group_name!r}"):
+    schedule, call = options.pop("schedule"), options.pop("call")
+    mine = meaning.of(op, schedule, x, operands, options, call).values
+    everyone, number = _exchange(op, group, {**mine, **_values(op, operands, options)})
+    if text := meaning.difference(op, everyone, f"call {number} of group {group.group_name!r}"):
         raise RanksDisagree(text, op, group.rank(), tuple(everyone))
 
 

@@ -184,6 +184,14 @@ def dim(name: str, value: int, x: Tensor) -> int:
     return value % x.ndim
 
 
+def call_of(along: int | None, x: Tensor) -> str:
+    """What the ranks must have in common of a collective that its matrix does not show: the dim, and the others."""
+    # A graph that is being traced may leave lengths open.
+    if torch.compiler.is_compiling():
+        return ""
+    return "x of " + " x ".join(f"{'any' if at == along else length}" for at, length in enumerate(x.shape))
+
+
 def sequence_dim(name: str, value: int) -> int:
     """The dim that a layer's input or output is split along: 0 or 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value not in (0, 1):

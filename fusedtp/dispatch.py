@@ -144,18 +144,20 @@ def run(
     x: Tensor,
     *operands: Tensor | None,
     producer: str = "auto",
+    call: str = "",
     meanings: dict[Any, Meaning] | None = None,
     **options: Any,
 ) -> Any:
     """The op on x and `operands` by the schedule that is chosen for it, which is recorded.
 
-    producer: how `fused` sends what the op gathers, where it does. meanings: see `Meanings.take`.
+    producer: how `fused` sends what the op gathers, where it does. call, meanings: see `meaning`.
     """
     shape = travels(op, x, operands, options) if schedule == "auto" else None
     path = choose(op, schedule, device=x.device, dtype=x.dtype, group=group, shape=shape)
     function = getattr(schedules.load(path.schedule), op)
     if path.schedule != "unfused" and group.size() > 1:
-        _workspaces().get(group, x.device).meanings.take(op, path.schedule, x, operands, options, meanings)
+        ws = _workspaces().get(group, x.device)
+        ws.meanings.take(op, path.schedule, x, operands, options, call, meanings)
     if path.schedule == "fused":
         if producer != "auto" and op in _GATHERING:
             options["producer"] = producer

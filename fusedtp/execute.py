@@ -56,6 +56,8 @@ class Runner:
     algorithm: str = "auto"
     debug: bool = False
     producer: str = "auto"
+    # What the ranks have in common that the matrices of an op do not show: see `meaning`.
+    said: str = ""
 
     def group(self, axis: str) -> ProcessGroup:
         """The group of an axis."""
@@ -71,13 +73,14 @@ class Runner:
         group = self.group(axis)
         with turns.Turn("group", group.group_name, op):
             if self.debug or agreement.wanted():
-                asked_for = {"schedule": self.schedule, "algorithm": self.algorithm}
+                asked_for = {"schedule": self.schedule, "algorithm": self.algorithm, "call": self.said}
                 agreement.check(op, group, x, *operands, **asked_for, **options)
             if op == "matmul_all_reduce":
                 options["algorithm"] = self.algorithm
             return dispatch.run(
-                op, self.schedule, group, x, *operands, producer=self.producer, meanings=meanings, **options
-            )
+                op, self.schedule, group, x, *operands,
+                producer=self.producer, call=self.said, meanings=meanings, **options,
+            )  # fmt: skip
 
     def sizes(self, step: Step, before: notation.Tensor) -> tuple[int, ...]:
         """The ranks' lengths of the dim that a step gathers, slices or scatters."""

@@ -352,7 +352,8 @@ def all_gather(
     moved = x.movedim(dim, 0)
     arguments.check_reach(schedule, x, [process_group], (sum(sizes), 0, math.prod(moved.shape[1:])))
     rows = moved.reshape(moved.shape[0], math.prod(moved.shape[1:]))
-    out: Tensor = ops.all_gather(rows, list(sizes), process_group.group_name, schedule, algorithm, debug, producer)
+    how = schedule, algorithm, debug, producer, arguments.call_of(dim, x)
+    out: Tensor = ops.all_gather(rows, list(sizes), process_group.group_name, *how)
     return out.view(sum(sizes), *moved.shape[1:]).movedim(0, dim)
 
 
@@ -377,7 +378,8 @@ def reduce_scatter(
     moved = x.movedim(dim, 0)
     arguments.check_reach(schedule, x, [process_group], (sum(sizes), 0, math.prod(moved.shape[1:])))
     rows = moved.reshape(moved.shape[0], math.prod(moved.shape[1:]))
-    out: Tensor = ops.reduce_scatter(rows, list(sizes), process_group.group_name, schedule, algorithm, debug)
+    how = schedule, algorithm, debug, arguments.call_of(dim, x)
+    out: Tensor = ops.reduce_scatter(rows, list(sizes), process_group.group_name, *how)
     return out.view(sizes[process_group.rank()], *moved.shape[1:]).movedim(0, dim)
 
 
@@ -393,5 +395,5 @@ def all_reduce(
     arguments.check_collective("all_reduce", x, schedule, algorithm, debug)
     arguments.check_reach(schedule, x, [process_group], (x.shape[0], 0, math.prod(x.shape[1:])))
     rows = x.reshape(x.shape[0], math.prod(x.shape[1:]))
-    out: Tensor = ops.all_reduce(rows, process_group.group_name, schedule, algorithm, debug)
+    out: Tensor = ops.all_reduce(rows, process_group.group_name, schedule, algorithm, debug, arguments.call_of(None, x))
     return out.view(x.shape)

@@ -42,8 +42,10 @@ def in_backward() -> bool:
     return bool(_graph_task() != -1)
 
 
-def of(op: str, schedule: str, x: Tensor, operands: Sequence[Tensor | None], options: Mapping[str, Any]) -> Meaning:
-    """The meaning of `op` on x and `operands`, here and now."""
+def of(
+    op: str, schedule: str, x: Tensor, operands: Sequence[Tensor | None], options: Mapping[str, Any], call: str = ""
+) -> Meaning:
+    """The meaning of `op` on x and `operands`, here and now. call: what it is part of, which matrices do not show."""
     values = {
         "op": op,
         "pass": "backward" if in_backward() else "forward",
@@ -52,6 +54,7 @@ def of(op: str, schedule: str, x: Tensor, operands: Sequence[Tensor | None], opt
         "schedule": schedule,
         **options,
         **_lengths(op, x, *operands, **options),
+        "call": call,
     }
     return Meaning({name: str(value) for name, value in values.items()})
 
@@ -77,19 +80,20 @@ class Meanings:
         x: Tensor,
         operands: Sequence[Tensor | None],
         options: Mapping[str, Any],
+        call_of: str,
         known: dict[Any, Meaning] | None,
     ) -> None:
-        """Before an op: what it means. known: the meanings of calls that differ from this one in no length."""
+        """Before an op: what it means, as `of` does. known: the meanings of calls that differ from it in no length."""
         call: Any
         if known is None:
-            known, call = self._of_calls, key(op, schedule, x, operands, options)
+            known, call = self._of_calls, (call_of, key(op, schedule, x, operands, options))
         else:
             call = schedule, _graph_task() == -1, x.dtype
         made = known.get(call)
         if made is None:
             if len(known) >= _MAX_KEPT:
                 known.clear()
-            made = known[call] = of(op, schedule, x, operands, options)
+            made = known[call] = of(op, schedule, x, operands, options, call_of)
         if self.now is not made:
             if len(self._by_fingerprint) >= _MAX_KEPT:
                 self._by_fingerprint.clear()

@@ -18,13 +18,13 @@ from .registered import operator
 
 def _run(
     op: str, schedule: str, x: Tensor, group_name: str, *operands: Tensor | None, debug: bool = False,
-    producer: str = "auto", **options: Any,
+    producer: str = "auto", call: str = "", **options: Any,
 ) -> Tensor:  # fmt: skip
     group = groups.resolve(group_name)
     with turns.Turn("group", group_name, op):
         if debug or agreement.wanted():
-            agreement.check(op, group, x, *operands, schedule=schedule, **options)
-        out: Tensor = dispatch.run(op, schedule, group, x, *operands, producer=producer, **options)
+            agreement.check(op, group, x, *operands, schedule=schedule, call=call, **options)
+        out: Tensor = dispatch.run(op, schedule, group, x, *operands, producer=producer, call=call, **options)
     return out
 
 
@@ -82,7 +82,7 @@ def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _setup_all_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.group_name, ctx.schedule, _, ctx.debug = inputs
+    _, ctx.group_name, ctx.schedule, _, ctx.debug, _ = inputs
 
 
 def _through_reduce_scatter(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -92,14 +92,14 @@ def _through_reduce_scatter(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]
 
 
 def _through_all_gather(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return all_gather(grad, ctx.sizes, ctx.group_name, ctx.schedule, "auto", ctx.debug), *[None] * 5
+    return all_gather(grad, ctx.sizes, ctx.group_name, ctx.schedule, "auto", ctx.debug), *[None] * (5 + len(ctx.more))
 
 
 def _as_it_is(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if torch.is_grad_enabled():
         # With create_graph=True: from here on it is each rank's own, and a second gradient is the sum of theirs.
         grad = as_it_is(grad, ctx.group_name, ctx.schedule, ctx.debug)
-    return grad, *[None] * 4
+    return grad, *[None] * 5
 
 
 def _summed(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -122,7 +122,7 @@ def as_it_is(x: Tensor, group_name: str, schedule: str, debug: bool = False) -> 
 
 def _fake_all_gather(
     x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str, debug: bool = False,
-    producer: str = "auto",
+    producer: str = "auto", call: str = "",
 ) -> Tensor:  # fmt: skip
     return x.new_empty(sum(sizes), x.shape[1])
 
@@ -130,32 +130,37 @@ def _fake_all_gather(
 @operator("all_gather", _fake_all_gather, _through_reduce_scatter, _setup_gather)
 def all_gather(
     x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str, debug: bool = False,
-    producer: str = "auto",
+    producer: str = "auto", call: str = "",
 ) -> Tensor:  # fmt: skip
-    """x [sizes[rank], C] -> [sum(sizes), C]."""
-    options = {"sizes": tuple(sizes), "algorithm": algorithm}
-    return _run("all_gather", schedule, x, group_name, debug=debug, producer=producer, **options)
+    """x [sizes[rank], C] -> [sum(sizes), C]. call: see `meaning`."""
+    options: dict[str, Any] = {"sizes": tuple(sizes), "algorithm": algorithm}
+    return _run("all_gather", schedule, x, group_name, debug=debug, producer=producer, call=call, **options)
 
 
 def _fake_reduce_scatter(
-    x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str, debug: bool = False
+    x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str, debug: bool = False, call: str = ""
 ) -> Tensor:
     return x.new_empty(sizes[groups.resolve(group_name).rank()], x.shape[1])
 
 
 @operator("reduce_scatter", _fake_reduce_scatter, _through_all_gather, _setup_gather)
 def reduce_scatter(
-    x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str, debug: bool = False
+    x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str, debug: bool = False, call: str = ""
 ) -> Tensor:
     """x [sum(sizes), C] summed over ranks -> [sizes[rank], C]."""
-    return _run("reduce_scatter", schedule, x, group_name, debug=debug, sizes=tuple(sizes), algorithm=algorithm)
+    options: dict[str, Any] = {"sizes": tuple(sizes), "algorithm": algorithm}
+    return _run("reduce_scatter", schedule, x, group_name, debug=debug, call=call, **options)
 
 
-def _fake_all_reduce(x: Tensor, group_name: str, schedule: str, algorithm: str, debug: bool = False) -> Tensor:
+def _fake_all_reduce(
+    x: Tensor, group_name: str, schedule: str, algorithm: str, debug: bool = False, call: str = ""
+) -> Tensor:
     return x.new_empty(x.shape)
 
 
 @operator("all_reduce", _fake_all_reduce, _as_it_is, _setup_all_reduce)
-def all_reduce(x: Tensor, group_name: str, schedule: str, algorithm: str, debug: bool = False) -> Tensor:
+def all_reduce(
+    x: Tensor, group_name: str, schedule: str, algorithm: str, debug: bool = False, call: str = ""
+) -> Tensor:
     """x [R, C] summed over ranks -> [R, C] on every rank."""
-    return _run("all_reduce", schedule, x, group_name, debug=debug, algorithm=algorithm)
+    return _run("all_reduce", schedule, x, group_name, debug=debug, call=call, algorithm=algorithm)

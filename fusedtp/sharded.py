@@ -106,9 +106,20 @@ class Problem:
             axis: ref(groups.named(name)) for axis, name in zip(self.parsed.mesh_axes, self.group_names, strict=True)
         }
         kind = _Shapes if fake else Runner
-        runner = kind(self.partition(), by_axis, self.schedule, self.algorithm, self.debug, self.producer)
+        said = "" if fake else self._said()
+        runner = kind(self.partition(), by_axis, self.schedule, self.algorithm, self.debug, self.producer, said)
         self._ready["runner", fake] = runner, None
         return runner
+
+    def _said(self) -> str:
+        # The spec, which names the dims of rows, and the lengths of those that are whole; not where a rank has rows of
+        # its own, as in a fully sharded layer.
+        spec, lengths = self.parsed, dict(zip(self.parsed.dim_names, self.lengths, strict=True))
+        rows = [name for name in spec.a.names if name != spec.k]
+        if any(spec.a.axes(name) and spec.a.axes(name) == spec.c.axes(name) for name in rows):
+            return self.spec
+        whole = [name for name in rows if not spec.a.axes(name) and not spec.c.axes(name)]
+        return ", ".join((self.spec, *(f"{name}={lengths[name]}" for name in whole)))
 
     @cached_property
     def _ready(self) -> dict[tuple[Any, ...], tuple[Runner, Any]]:

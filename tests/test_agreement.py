@@ -94,6 +94,26 @@ CALLS: dict[str, tuple[Callable[[Here, bool], object], str]] = {
         ),
         "the ranks do not agree on the op",
     ),
+    "the dim to gather": (
+        lambda h, odd: fusedtp.all_gather_linear(ones(3, 3, 6), ones(5, 6), gather_dim=int(odd), **h.options),
+        "do not agree on call: [R0_X, R1, K] @ [K, N_X] -> [R0, R1, N_X], R1=3 on rank 0, [R0, R1_X, K] @",
+    ),
+    "the dim to scatter": (
+        lambda h, odd: fusedtp.linear_reduce_scatter(ones(3, 3, 6), ones(5, 6), scatter_dim=int(odd), **h.options),
+        "do not agree on call: [R0, R1, K_X] @ [K_X, N] -> [R0_X, R1, N], R1=3 on rank 0, [R0, R1, K_X] @",
+    ),
+    "the shape of as many rows": (
+        lambda h, odd: fusedtp.linear_all_reduce(ones(6, 2, 6) if odd else ones(3, 4, 6), ones(5, 6), **h.options),
+        "do not agree on call: [R0, R1, K_X] @ [K_X, N] -> [R0, R1, N], R0=3, R1=4 on rank 0, [R0, R1, K_X] @",
+    ),
+    "the dim of a collective": (
+        lambda h, odd: fusedtp.all_gather(ones(3, 3, 6), gather_dim=int(odd), **h.options),
+        "do not agree on call: x of any x 3 x 6 on rank 0, x of 3 x any x 6 on rank 1",
+    ),
+    "the shape of what is reduced": (
+        lambda h, odd: fusedtp.all_reduce(ones(3, 6, 2) if odd else ones(3, 4, 3), **h.options),
+        "do not agree on call: x of 3 x 4 x 3 on rank 0, x of 3 x 6 x 2 on rank 1",
+    ),
     "a layer": (
         lambda h, odd: h.column(ones(3 + odd, 6)),
         "all_gather_matmul: the ranks do not agree on sizes: (3, 3, 3) on rank 0",

@@ -201,7 +201,7 @@ def without_atomics(group: ProcessGroup) -> tuple[str, list[str], str]:
     links = (True, group.rank() != 1)
     memory = CudaMemory(group, torch.device("cpu"), FakeGpu(group.rank(), links=links))
     fusedtp.destroy(group)
-    real, workspaces.PosixMemory = workspaces.PosixMemory, lambda _: memory  # type: ignore[misc,assignment]
+    real, workspaces.PosixMemory = workspaces.PosixMemory, lambda *_: memory  # type: ignore[misc,assignment]
     x, weight = torch.ones(2, 3), torch.ones(4, 3)
     try:
         with warnings.catch_warnings(record=True) as said:

@@ -27,7 +27,7 @@ from .beside import CPU, Flags, X, own_group, until
 
 def interrupted(group: ProcessGroup, schedule: str) -> tuple[str, str, float]:
     """Rank 0 is interrupted in the middle of an op, when the others have its part, and they finish without it."""
-    from fusedtp.schedules import fused
+    from fusedtp.schedules import fused_collectives as fused
 
     fusedtp.destroy(group)
 

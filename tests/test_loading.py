@@ -171,7 +171,7 @@ def test_tensors_of_another_device_are_refused(rank: Workspace) -> None:
     kernel.__getitem__.assert_not_called()
     on_gpu, data = mock.patch.object(rank, "device", torch.device("cuda:1")), mock.patch.object(rank, "data", x)
     with on_gpu, data, current, pytest.raises(ValueError, match=refusal):
-        rank.begin()
+        rank.begin("all_gather")
     with mock.patch.object(torch.cuda, "current_device", return_value=1):
         loading.check_device(x)
 

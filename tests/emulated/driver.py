@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import GPUDriver
 
+from fusedtp import dispatch
 from fusedtp.workspace import Workspace
 
 from .lower import Program
@@ -206,6 +207,8 @@ def device(capability: int, programs: int = 3) -> Iterator[EmulatedDriver]:
         mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
         # A torch without CUDA cannot say.
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
+        # The tensors are a CPU's, which otherwise runs fused in the interpreter alone.
+        mock.patch.object(dispatch, "_is_interpreted", return_value=True),
     ):
         try:
             config.set_active(_active)

@@ -110,7 +110,7 @@ def _of_calls(what: Disagreement, said: Said, first: Said) -> str:
         return "was not told"
     for error, same in zip(said.errors, first.errors, strict=True):
         text = str(error)
-        if type(error) is not ValueError or text != str(same):
+        if not isinstance(error, fusedtp.RanksDisagree) or text != str(same):
             return "was told something else"
         odd = f"rank {what.rank} against {what.world_size - 1} that agree"
         if f" on rank {what.rank}" not in text or (what.world_size > 2 and odd not in text):
