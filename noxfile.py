@@ -65,7 +65,7 @@ def faults(session: nox.Session) -> None:
     """Every fault between any two steps of every op; `nox -s tests` injects some of them. A quarter of an hour."""
     install(session)
     env = {**ONE_THREAD, "FUSEDTP_FAULTS": "all"}
-    session.run("pytest", "tests/test_faults.py", "-rP", *session.posargs, env=env)
+    session.run("pytest", "tests/test_faults.py", "tests/test_lines.py", "-rP", *session.posargs, env=env)
 
 
 @nox.session
@@ -103,6 +103,14 @@ def kernels(session: nox.Session, triton: str) -> None:
 
 
 @nox.session
+def emulate(session: nox.Session) -> None:
+    """Execute compiled kernels on a CPU, under a weak memory and hostile schedules; under 10 minutes on two cores."""
+    install(session)
+    env = {**ONE_THREAD, "TRITON_INTERPRET": "0", "FUSEDTP_EMULATION": os.environ.get("FUSEDTP_EMULATION", "all")}
+    session.run("pytest", "-m", "emulated", *session.posargs, env=env)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """pytest-benchmark timings, saved under results/<machine>/benchmarks. Arguments after -- go to pytest."""
     install(session)
@@ -124,25 +132,33 @@ def regress(session: nox.Session) -> None:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """10,000 mixed calls on four ranks, then 1,000 sequences across two groups. After --: --calls, --seed, ..."""
+    """10,000 mixed calls on four ranks, 100,000 of random programs, sequences across two groups, mutated files.
+
+    After --: --calls, --seed, --programs, ...
+    """
     install(session)
     session.run("python", "-P", "-m", "fusedtp.bench.soak", *session.posargs, env=ONE_THREAD)
     # What was asked for may be the replay of a few calls.
     if not session.posargs:
-        session.run("pytest", "tests/test_two_groups.py", env={**ONE_THREAD, "FUSEDTP_SOAK": "large"})
+        for size in (2, 4):
+            options = ("--programs", "--calls", "50000", "--world-size", str(size))
+            session.run("python", "-P", "-m", "fusedtp.bench.soak", *options, env=ONE_THREAD)
+        files = ("tests/test_two_groups.py", "tests/test_mutated_files.py")
+        session.run("pytest", *files, env={**ONE_THREAD, "FUSEDTP_SOAK": "large"})
 
 
 @nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
-    """What needs a CUDA GPU, run with the torch and Triton of the interpreter at hand; several ranks share a GPU.
+    """The first half hour on a CUDA GPU, with the torch and Triton of the interpreter at hand: `fusedtp.bench.gpu`.
 
-    With --measure not the tests but emulated links on one GPU with virtual ranks; what follows goes to that.
+    Arguments after -- go to that: --list, --stage 2, --emulate. With --tests tests/test_gpu.py instead, with --measure
+    emulated links alone; what follows goes to either.
     """
-    found = (
-        "import numpy, pandas, pytest, rich, setuptools, sys, torch, triton, typer; "
-        "sys.exit(None if torch.cuda.is_available() else 'nox -s gpu: torch finds no CUDA device')"
-    )
-    session.run("python", "-c", found)
+    needed = "matplotlib, numpy, pandas, pytest, rich, setuptools, torch, triton, typer"
+    session.run("python", "-c", f"import {needed}")
+    posargs = list(session.posargs)
+    kind = next((each for each in ("--tests", "--measure") if each in posargs), "")
+    rest = [each for each in posargs if each != kind]
     with tempfile.TemporaryDirectory() as site:
         # Beside the environment, not into it, and without the network: a GPU machine brings its own builds.
         flags = ("--quiet", "--no-deps", "--no-build-isolation", "--target", site)
@@ -153,17 +169,20 @@ def gpu(session: nox.Session) -> None:
             "PYTHONPATH": os.pathsep.join(filter(None, (site, os.environ.get("PYTHONPATH")))),
             # `python -m` puts this folder first otherwise, and its fusedtp/ has no kernels in it.
             "PYTHONSAFEPATH": "1",
+        }
+        if not kind:
+            session.run("python", "-m", "fusedtp.bench.gpu", *rest, env=env)
+            return
+        # As fusedtp.bench.gpu, which says why, starts its stages.
+        env |= {
             "TRITON_INTERPRET": "0",
             "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
-            # Deterministic mode, which poisons fresh memory in the tests, asks cuBLAS for it.
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-            # For virtual ranks at once: a queue for each stream, and every kernel loaded before one waits.
             "CUDA_DEVICE_MAX_CONNECTIONS": "32",
             "CUDA_MODULE_LOADING": "EAGER",
         }
-        if "--measure" in session.posargs:
-            rest = [argument for argument in session.posargs if argument != "--measure"]
+        if kind == "--measure":
             session.run("python", "-m", "fusedtp.bench.virtual", *rest, env=env)
-            return
-        # That file alone: the others need what such a machine may not have.
-        session.run("python", "-m", "pytest", "tests/test_gpu.py", "-m", "gpu", *session.posargs, env=env)
+        else:
+            # That file alone: the others need what such a machine may not have.
+            session.run("python", "-m", "pytest", "tests/test_gpu.py", "-m", "gpu", *rest, env=env)

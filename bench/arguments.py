@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 MAX_RANKS = 256
 
 
-def console() -> Console:
-    """Standard output, wide enough for a table also where it is no terminal."""
-    terminal = Console()
+def console(width: int = 180) -> Console:
+    """Standard output, so wide also where it is no terminal. What is printed is text: [bold] is six letters."""
+    # Much of it comes out of files, and is no markup however it looks.
+    terminal = Console(markup=False, emoji=False)
     # a table folded to 80 columns cannot be read in a log either
-    return terminal if terminal.is_terminal else Console(width=180)
+    return terminal if terminal.is_terminal else Console(width=width, markup=False, emoji=False)
 
 
 def names(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]:

@@ -148,7 +148,7 @@ def _keep(rows: list[Row], together: list[Row], path: Path, console: Console) ->
         report.picture(together, path.with_suffix(".png"))
         console.print(f"picture: {path.with_suffix('.png')}")
     if num_failed := sum(row.failed for row in rows):
-        console.print(f"[bold red]{num_failed} of {len(rows)} rows did not pass the check[/]")
+        console.print(f"{num_failed} of {len(rows)} rows did not pass the check", style="bold red")
         raise typer.Exit(1)
 
 
@@ -175,7 +175,7 @@ def explain(
             typer.echo(table_markdown())
         if write is not None:
             try:
-                write.write_text(generated.replaced(write.read_text(), "table", table_markdown()))
+                generated.rewrite(write, "table", table_markdown())
             except (ValueError, OSError) as error:
                 raise typer.BadParameter(str(error)) from error
         return

@@ -7,9 +7,12 @@ from itertools import product
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
+
+from . import arguments
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from fusedtp.cost import Prediction
     from fusedtp.hardware import Hardware
 
@@ -64,9 +67,7 @@ def predict(
     """Predict an op's time by each schedule, from its sizes and a table of hardware. Nothing is measured."""
     from fusedtp import cost
 
-    console = Console()
-    # a table folded to 80 columns cannot be read in a log either
-    console = console if console.is_terminal else Console(width=160)
+    console = arguments.console(160)
     if list_:
         show_hardware(console)
         return

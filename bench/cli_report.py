@@ -48,10 +48,11 @@ def report(
             console.print(f"picture: {path.with_suffix('.png')}")
         if readme is not None:
             try:
-                text = generated.replaced(readme.read_text(), "measured", generated.measured_table(stored))
+                generated.rewrite(readme, "measured", generated.measured_table(stored))
+            except generated.NoCase as error:
+                raise typer.BadParameter(f"{path}: {error}") from error
             except (ValueError, OSError) as error:
                 raise typer.BadParameter(str(error)) from error
-            readme.write_text(text)
             console.print(f"table: {readme}")
         html.write([*stored, *modelled], path)
         console.print(f"page: {path.with_suffix('.html')}, its pictures: {html.folder_of(path)}/", highlight=False)
@@ -81,9 +82,11 @@ def compare(
         text = f"A was measured on {where[0] or 'no machine'}, B on {where[1] or 'no machine'}"
         if not across_machines:
             raise typer.BadParameter(f"{text}: give --across-machines to compare them all the same")
-        console.print(f"[bold yellow]Careful:[/] {text}; the differences are the machines' too.", highlight=False)
+        console.print("Careful:", style="bold yellow", end=" ")
+        console.print(f"{text}; the differences are the machines' too.", highlight=False)
     for line in comparing.conditions(old, new):
-        console.print(f"[yellow]differs:[/] {line}", highlight=False)
+        console.print("differs:", style="yellow", end=" ")
+        console.print(line, highlight=False)
     found = comparing.compare(old, new, absolute=absolute, confidence=confidence)
     comparing.show(found, console, absolute=absolute, confidence=confidence, everything=everything)
     if not found.changes:

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
+from . import arguments
 from .arguments import at_least, ranks
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from fusedtp.tuning import Table as Measurements
 
 
@@ -28,9 +30,11 @@ def tune(
     from fusedtp import tuning
 
     at_least(0, seconds, "--seconds")
-    console = Console()
-    console = console if console.is_terminal else Console(width=140)
-    target = out or tuning.path()
+    console = arguments.console(140)
+    try:
+        target = out or tuning.path()
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     if target is None:
         raise typer.BadParameter(f"{tuning.ENVIRONMENT} is off: give --out")
     if show:

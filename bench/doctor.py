@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+import sysconfig
 from collections.abc import Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,13 @@ if TYPE_CHECKING:
 
 PACKAGES = ("fusedtp", "torch", "triton", "numpy", "pandas", "typer", "rich", "matplotlib")
 
+UNKNOWN = "not in the hardware table: numbers of an H100 decide what the schedules choose by themselves"
+MODES = {
+    "exclusive process": ": one process at a time; ranks that share this GPU cannot start, nor can a rank while "
+    "another process has it. `nvidia-smi -c DEFAULT` (as root) lets several",
+    "prohibited": ": no process may use it. `nvidia-smi -c DEFAULT` (as root) lets them",
+}
+
 
 def examine(console: Console) -> None:
     """Print the findings; starts two ranks for a few seconds to try their shared memory."""
@@ -25,6 +34,8 @@ def examine(console: Console) -> None:
     for title, lines in (
         ("Machine", machine_lines()),
         ("Versions", version_lines()),
+        ("Compiler", compiler_lines()),
+        ("GPUs", mode_lines()),
         ("Links", link_lines()),
         ("Memory", memory_lines()),
         ("Schedules", schedule_lines()),
@@ -57,16 +68,77 @@ def version_lines() -> Iterator[tuple[str, str]]:
     yield "cuda", torch.version.cuda or "this torch is built without it"
 
 
+def compiler() -> tuple[str, str]:
+    """(C compiler, what is missing), either "": what Triton builds kernels' launchers with when they first run.
+
+    As triton/runtime/build.py chooses it in 3.6 and 3.7: $CC, one word, else gcc, else clang, and Python's headers.
+    """
+    chosen = os.environ.get("CC")
+    if chosen is None:
+        chosen = shutil.which("gcc") or shutil.which("clang")
+        if chosen is None:
+            return "", "no C compiler: install gcc or clang, or name one in CC"
+    elif shutil.which(chosen) is None:
+        return "", f"CC names {chosen!r}, which is no program here; it takes no options"
+    scheme = sysconfig.get_default_scheme()
+    paths = sysconfig.get_paths(scheme="posix_prefix" if scheme == "posix_local" else scheme)
+    headers = os.path.join(paths["include"], "Python.h")
+    if not os.path.exists(headers):
+        return chosen, f"no {headers}: install Python's development files (python3-dev)"
+    return chosen, ""
+
+
+def compiler_lines() -> Iterator[tuple[str, str]]:
+    chosen, missing = compiler()
+    if chosen:
+        yield "C compiler", chosen
+    if missing:
+        yield "missing", f"{missing}; without it Triton runs no kernel on a GPU"
+
+
+def mode_lines() -> Iterator[tuple[str, str]]:
+    """What each GPU is taken for, and which processes may use it."""
+    import torch
+
+    from fusedtp.hardware import of_gpu
+    from fusedtp.memory.gpus import Driver
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        yield "none", "that torch can use"
+    for device in range(count):
+        name = torch.cuda.get_device_name(device)
+        known = of_gpu(name)
+        yield f"gpu {device}", f"{name}, {f'predicted as {known.title}' if known else UNKNOWN}"
+        try:
+            mode = "" if torch.version.hip else Driver().compute_mode(device)
+        except RuntimeError as error:
+            mode = f"unknown: {error}"
+        if mode not in ("", "default"):
+            yield "compute mode", f"{mode}{MODES.get(mode, '')}"
+
+
 def link_lines() -> Iterator[tuple[str, str]]:
     import torch
+
+    from fusedtp.memory.gpus import Driver
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < 2:
         yield "gpu to gpu", "fewer than two GPUs"
         return
-    for device in range(count):
-        peers = [peer for peer in range(count) if peer != device and torch.cuda.can_device_access_peer(device, peer)]
-        yield f"gpu {device}", f"can read and write the memory of {', '.join(map(str, peers)) or 'no other GPU'}"
+    try:
+        driver = Driver()
+        for device in range(count):
+            ways = {peer: driver.peers(device, peer) for peer in range(count) if peer != device}
+            peers = [str(peer) for peer, (access, atomics) in ways.items() if access and atomics]
+            yield f"gpu {device}", f"can read, write and signal in the memory of {', '.join(peers) or 'no other GPU'}"
+            lacking = [str(peer) for peer, (access, atomics) in ways.items() if access and not atomics]
+            if lacking:
+                without = "without native atomics, as over PCIe: these run unfused"
+                yield "", f"can read and write that of {', '.join(lacking)}, {without}"
+    except RuntimeError as error:
+        yield "gpu to gpu", f"unknown: {error}"
     try:
         done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -124,6 +196,8 @@ def schedule_lines() -> Iterator[tuple[str, str]]:
     yield "decomposed", "runs" if shared else "does not run: it needs memory that the ranks share"
     if not shared:
         yield "fused", "does not run: it needs memory that the ranks share"
+    elif machine.num_gpus and (missing := compiler()[1]):
+        yield "fused", f"does not run: {missing}"
     elif machine.num_gpus == 0:
         yield "fused", "interpreted (TRITON_INTERPRET=1): checked, never timed"
     elif machine.num_gpus == 1:

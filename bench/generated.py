@@ -5,22 +5,50 @@ README's table of measured rows comes from results/, the table of collectives fr
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from fusedtp.files import read_text, replace
 
 from .report import SHORT_DTYPES, TITLES, plain_forward, timed_cases
-from .store import Row
+from .store import MAX_BYTES, Row
+
+
+class NoCase(ValueError):
+    """Rows without what a table is made of."""
 
 
 def replaced(document: str, name: str, content: str) -> str:
-    """The document with the part `name` replaced; ValueError where it does not have exactly one."""
-    marks = rf"(<!-- {re.escape(name)}:begin -->\n).*?(<!-- {re.escape(name)}:end -->)"
-    text, count = re.subn(marks, lambda found: f"{found[1]}{content.strip()}\n{found[2]}", document, flags=re.DOTALL)
-    if count != 1:
-        raise ValueError(
-            f"the document must have one part between <!-- {name}:begin --> and <!-- {name}:end -->, got {count}"
-        )
-    return text
+    """The document with the part `name` replaced; ValueError where it does not have exactly one.
+
+    The ends of its lines stay as they are.
+    """
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    lines = document.splitlines(keepends=True)
+    places = [[at for at, line in enumerate(lines) if mark in line] for mark in (begin, end)]
+    for mark, found in zip((begin, end), places, strict=True):
+        if len(found) != 1 or document.count(mark) != 1:
+            where = f" in lines {', '.join(str(at + 1) for at in found[:8])}" if found else ""
+            raise ValueError(f"there must be one line with {mark}, got {document.count(mark)}{where}")
+    (first,), (last,) = places
+    if first >= last:
+        raise ValueError(f"line {first + 1} with {begin} must come before line {last + 1} with {end}")
+    for mark, at in ((begin, first), (end, last)):
+        if lines[at].strip() != mark:
+            raise ValueError(f"line {at + 1} must be {mark} and no more, got {lines[at].strip()[:80]!r}")
+    ending = "\r\n" if lines[first].endswith("\r\n") else "\n"
+    made = "".join(line + ending for line in content.strip().splitlines())
+    return "".join((*lines[: first + 1], made, *lines[last:]))
+
+
+def rewrite(path: Path, name: str, content: str) -> None:
+    """Replace the document at `path`, as a whole, by one with the part `name` replaced; ValueError naming it."""
+    try:
+        text = replaced(read_text(path, max_bytes=MAX_BYTES), name, content)
+    except ValueError as error:
+        raise ValueError(f"{path} stays as it is: {error}") from error
+    replace(path, text.encode())
 
 
 def measured_table(rows: Sequence[Row], *, world_size: int = 2, dtype: str = "float32") -> str:
@@ -45,12 +73,17 @@ def measured_table(rows: Sequence[Row], *, world_size: int = 2, dtype: str = "fl
     commits = sorted({case.first.commit[:12] for case in cases})
     first = cases[0].first if cases else None
     if first is None:
-        raise ValueError(f"no timed case with {world_size} ranks in {dtype}")
-    where = f"{world_size} ranks, one thread each, {SHORT_DTYPES[dtype]}, {first.cpu} ({first.cores} cores)"
+        raise NoCase(f"no timed case with {world_size} ranks in {dtype}")
+    where = f"{world_size} ranks, one thread each, {SHORT_DTYPES[dtype]}, {_plain(first.cpu)} ({first.cores} cores)"
     what = "Medians in ms over interleaved rounds, the slowest rank of each"
     columns = (
         "Speed-up: unfused / decomposed. Of matmul: the matmul alone / decomposed; 1 where all communication is "
         "hidden, more where chunks suit the caches better than the whole."
     )
-    lines += ["", f"{what}: {where}, torch {first.torch}, commit {', '.join(commits)}. {columns}"]
+    lines += ["", f"{what}: {where}, torch {_plain(first.torch)}, commit {_plain(', '.join(commits))}. {columns}"]
     return "\n".join(lines)
+
+
+def _plain(text: str) -> str:
+    # Rows may come from elsewhere: no element, no mark, no line of a document comes out of a cell.
+    return escape(" ".join(text.split()), quote=False)

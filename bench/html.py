@@ -11,11 +11,13 @@ from html import escape
 from importlib.metadata import version
 from pathlib import Path
 
+from fusedtp.files import replace
+
 from . import digest, figures, page, tables, timeline
 from .digest import BASELINE, Case
 from .figures import Section
 from .report import SHORT_DTYPES, TITLES
-from .store import Row, replace
+from .store import Row
 
 _HOW = (
     "Every rank is a process of its own. A variant's result is first compared with the unsharded product in float64; "
@@ -41,7 +43,7 @@ def write(rows: Sequence[Row], path: Path) -> None:
     if beside.exists():
         try:
             recorded = timeline.read(beside)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             recorded = str(error)
     cases = digest.cases(rows)
     sections = list(figures.sections(cases, recorded))

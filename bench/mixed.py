@@ -19,7 +19,7 @@ The shapes, x @ weight.T + bias of M rows, N output and K input features, and `_
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -77,9 +77,9 @@ def _split(source: random.Random, world_size: int) -> tuple[int, ...]:
     return tuple(end - begin for begin, end in pairwise(ends))
 
 
-def draw(source: random.Random, world_size: int) -> Call:
-    """A call of any op on any schedule."""
-    (schedule,) = source.choices(list(WEIGHTS), list(WEIGHTS.values()))
+def draw(source: random.Random, world_size: int, weights: Mapping[str, float] = WEIGHTS) -> Call:
+    """A call of any op on any schedule; `weights`: how often each schedule."""
+    (schedule,) = source.choices(list(weights), list(weights.values()))
     op = source.choice(OPS)
     m_sizes, n_sizes, k_sizes = (_split(source, world_size) for _ in range(3))
     return Call(

@@ -14,7 +14,7 @@ from fusedtp.kernels.gather_matmul import gather_matmul
 from fusedtp.kernels.launch import config_for, pitch_of
 from fusedtp.kernels.matmul import matmul
 from fusedtp.kernels.matmul_scatter import matmul_scatter
-from fusedtp.kernels.signal import CLOCK_MS, FIRST_SLOT, LEAD, SIGNALS
+from fusedtp.kernels.signal import CLOCK_MS, FINGERPRINT_SLOT, FIRST_SLOT, LEAD, SIGNALS
 from torch import Tensor
 
 from fusedtp import clock
@@ -76,6 +76,10 @@ def _workspace(operands: Operands, rows: int, pitch: int, slots: int) -> Workspa
     clock.release(ws.host_block[CLOCK_MS.value :])
     ws.require(rows * pitch * operands.x.element_size(), slots)
     ws.words[SIGNALS.value :] = ws.epoch + AHEAD
+    # Every peer means the same.
+    fingerprint = torch.tensor([ws.meanings.now.fingerprint]).view(torch.int32)
+    fingerprints = ws.words[SIGNALS.value + FINGERPRINT_SLOT.value * ws.world_size :][: 4 * ws.world_size]
+    fingerprints.copy_(fingerprint.repeat(2 * ws.world_size))
     return ws
 
 

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from fusedtp.files import read_text
+from fusedtp.entries import Entry, brief, entry_of
+from fusedtp.files import read_text, replace
 
 from . import arguments, store
 from .machine import Machine, describe
@@ -40,6 +41,8 @@ REFERENCES = ("matmul", "unfused")
 # A matmul that takes so many times as long as the baseline's is worth a remark where something is slower.
 BUSY = 1.5
 FORMAT = 1
+# Of a file: ratios and times beyond these were not measured.
+_LIMITS = (1e-9, 1e9)
 # What makes two machines one: a driver or a version may be the very change that is to be judged.
 IDENTITY = ("name", "cpu", "cores", "gpu", "num_gpus", "links")
 
@@ -176,7 +179,7 @@ def write(path: Path, baseline: Baseline) -> None:
         "ratios": {key: round(value, 4) for key, value in baseline.ratios.items()},
         "spread": {name: [round(value, 4) for value in ends] for name, ends in baseline.spread.items()},
     }
-    store.replace(path, (json.dumps({"format": FORMAT, **asdict(baseline), **rounded}, indent=1) + "\n").encode())
+    replace(path, (json.dumps({"format": FORMAT, **asdict(baseline), **rounded}, indent=1) + "\n").encode())
 
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
@@ -188,20 +191,34 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
 def read(path: Path, machine: Machine) -> Baseline:
     """The baseline at `path`, which is not touched. NotComparable unless it is one, and this machine's."""
     try:
-        content = json.loads(read_text(path, max_bytes=store.MAX_BYTES))
-        found = content.pop("format")
-        if found != FORMAT:
-            raise ValueError(f"format {found!r}, expected {FORMAT}")
-        baseline = Baseline(**content)
-        numbers = [*baseline.ratios.values(), baseline.matmul_ms]
-        if not baseline.ratios or not all(math.isfinite(number) and number > 0 for number in numbers):
-            raise ValueError("ratios and matmul_ms must be positive numbers")
+        content = entry_of(read_text(path, max_bytes=store.MAX_BYTES))
+        content.only("format", "machine", "time_utc", "matmul_ms", "rounds", "ratios", "spread")
+        content.integer("format", FORMAT, FORMAT)
+        theirs = content.entry("machine").only(*asdict(machine))
+        theirs.text("commit")
+        spread = content.entry("spread")
+        baseline = Baseline(
+            theirs.values, content.text("time_utc"), content.number("matmul_ms", *_LIMITS),
+            content.integer("rounds", 1, 2**31), content.numbers("ratios", *_LIMITS),
+            {name: _ends(spread, name) for name in spread.values},
+        )  # fmt: skip
         different = differences(baseline.machine, asdict(machine))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise NotComparable(f"{path} is not a baseline ({error}); move it away to write a new one") from error
     if different:
         raise NotComparable(f"{path} is another machine's: {different}. Ratios of two machines cannot be compared")
     return baseline
+
+
+def _ends(spread: Entry, name: str) -> list[float]:
+    ends = spread.value(name)
+    if not isinstance(ends, list) or len(ends) != 2:
+        raise ValueError(f"{spread.where(name)} must be a list of two numbers, got {brief(ends)}")
+    pair = Entry({"[0]": ends[0], "[1]": ends[1]}, spread.where(name))
+    low, high = (pair.number(end, *_LIMITS) for end in pair.values)
+    if low > high:
+        raise ValueError(f"{spread.where(name)} must be low and high, got {low} and {high}")
+    return [low, high]
 
 
 def compare(baseline: Baseline, plant: Mapping[str, float], say: Callable[[str], None]) -> Verdict:

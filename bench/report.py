@@ -8,8 +8,10 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fusedtp.files import replace
+
 from .cases import BASELINES, DIRECTIONS, DTYPES, OPS, SCHEDULES, WHOLE
-from .store import NOT_RUN, Row, replace
+from .store import NOT_RUN, Row
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -96,12 +98,9 @@ def show(rows: Sequence[Row], console: Console) -> None:
         console.print(f"not run: {note}", style="dim", highlight=False)
     for row in rows:
         if row.failed:
-            console.print(
-                f"[bold red]FAILED[/] {row.op} {row.direction} {row.variant} {row.M}x{row.N}x{row.K} {row.dtype} "
-                f"on {row.world_size}: ",
-                end="",
-            )
-            console.print(row.gate, markup=False, highlight=False)
+            size = f"{row.M}x{row.N}x{row.K} {row.dtype} on {row.world_size}"
+            console.print("FAILED", style="bold red", end=" ")
+            console.print(f"{row.op} {row.direction} {row.variant} {size}: {row.gate}", highlight=False)
 
 
 def not_run(rows: Iterable[Row]) -> list[str]:
@@ -252,6 +251,7 @@ def picture(rows: Sequence[Row], path: Path) -> None:
     cases = plain_forward(timed_cases(rows))
     if not cases:
         raise ValueError("no forward row has a time: nothing to draw")
+    import matplotlib
     from matplotlib.figure import Figure
 
     sizes = sorted({case.first.world_size for case in cases})
@@ -260,22 +260,26 @@ def picture(rows: Sequence[Row], path: Path) -> None:
         (op, size): [c for c in cases if (c.first.op, c.first.world_size) == (op, size)] for op in ops for size in sizes
     }
     heights = [max(len(panels[op, size]) for op in ops) for size in sizes]
-    figure = Figure(figsize=(5.0 * len(ops) + 0.5, 0.27 * sum(heights) + 0.75 * len(sizes) + 1.1), layout="constrained")
-    axes = figure.subplots(len(sizes), len(ops), sharex=True, squeeze=False, height_ratios=heights)
-    for across, op in enumerate(ops):
-        for down, size in enumerate(sizes):
-            _panel(axes[down][across], panels[op, size], heights[down])
-            ranks = f"{size} rank" + "s" * (size > 1)
-            axes[down][across].set_title(f"{TITLES[op]}, {ranks}", fontsize=10, loc="left")
-        axes[-1][across].set_xlabel("time, ms (log scale)")
-    handles: dict[str, Any] = {}
-    for axis in figure.axes:
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    figure.legend(handles.values(), handles.keys(), loc="outside upper left", ncols=len(handles), frameon=False)
-    figure.supxlabel(_origin(rows), fontsize=8, color="#555555", x=0.01, ha="left")
-    drawn = BytesIO()
-    figure.savefig(drawn, format="png", dpi=130)
+    # Names come out of files: a dollar sign is one.
+    with matplotlib.rc_context({"text.parse_math": False}):
+        figure = Figure(
+            figsize=(5.0 * len(ops) + 0.5, 0.27 * sum(heights) + 0.75 * len(sizes) + 1.1), layout="constrained"
+        )
+        axes = figure.subplots(len(sizes), len(ops), sharex=True, squeeze=False, height_ratios=heights)
+        for across, op in enumerate(ops):
+            for down, size in enumerate(sizes):
+                _panel(axes[down][across], panels[op, size], heights[down])
+                ranks = f"{size} rank" + "s" * (size > 1)
+                axes[down][across].set_title(f"{TITLES[op]}, {ranks}", fontsize=10, loc="left")
+            axes[-1][across].set_xlabel("time, ms (log scale)")
+        handles: dict[str, Any] = {}
+        for axis in figure.axes:
+            for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+                handles.setdefault(label, handle)
+        figure.legend(handles.values(), handles.keys(), loc="outside upper left", ncols=len(handles), frameon=False)
+        figure.supxlabel(_origin(rows), fontsize=8, color="#555555", x=0.01, ha="left")
+        drawn = BytesIO()
+        figure.savefig(drawn, format="png", dpi=130)
     replace(path, drawn.getvalue())
 
 

@@ -6,25 +6,37 @@ Ranks make the same calls, which a seed and a number decide (`mixed`), each afte
 result. Nothing is set up anew on the way: one workspace serves the whole run, and its epoch wraps in the middle of it.
 A wrong result, an error or a rank that does not answer ends the run with the call's number and the command that
 begins again shortly before it.
+
+    python -P -m fusedtp.bench.soak --programs --calls 100000 --seed 7
+
+With `--programs` the calls are those of random programs (`programs`), in which now and then something goes wrong on a
+rank: every number is right, or every rank of the group is told. What came of the steps is counted by kind.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Annotated
 
 import typer
 
 from . import arguments
 from .endurance import WAIT_SECONDS, Sample, check_flat, check_wrapped, growth, make_calls
+from .performing import perform
+from .programs import STEPS
 from .ranks import RankError, RankPool
 
 # Samples of memory and descriptors in a run.
 SAMPLES = 40
 # Calls before a failed one that are made again in a replay: the failure may need what went before.
 BEFORE = 20
+# Of the schedules, in programs.
+WEIGHTS = {"decomposed": 40.0, "unfused": 8.0, "fused": 0.5}
+# Programs between two words about them, and seconds that one may take on a busy machine.
+PROGRAMS, PROGRAM_SECONDS = 10, 120.0
 
 
 def soak(
@@ -71,17 +83,56 @@ def soak(
     return by_rank
 
 
+def run_programs(
+    pool: RankPool,
+    calls: int,
+    seed: int,
+    *,
+    first: int = 0,
+    world_size: int | None = None,
+    weights: Mapping[str, float] = WEIGHTS,
+    slow: bool = True,
+    say: Callable[[str], None] = lambda text: None,
+) -> Counter[str]:
+    """How many steps of `calls` came out how, on all ranks. Raises RankError, with how to replay, where one fails."""
+    world_size = pool.world_size if world_size is None else world_size
+    counts: Counter[str] = Counter()
+    last = first - (-calls // STEPS)
+    for begin in range(first, last, PROGRAMS):
+        count = min(PROGRAMS, last - begin)
+        try:
+            by_rank = pool.run(
+                perform, seed, begin, count, dict(weights), slow,
+                world_size=world_size, timeout=PROGRAM_SECONDS * count,
+            )  # fmt: skip
+        except RankError as error:
+            error.add_note(
+                f"among programs {begin} to {begin + count - 1}, the one that failed is named above; again: nox -s "
+                f"soak -- --programs --seed {seed} --world-size {world_size} --first NUMBER --calls {STEPS}"
+            )
+            raise
+        counts = sum(by_rank, counts)
+        say(f"{(begin + count - first) * STEPS:6d} of {calls} calls: right, or every rank told")
+    return counts
+
+
 def command(
     calls: Annotated[int, typer.Option(min=1, help="How many calls.")] = 10_000,
     seed: Annotated[int | None, typer.Option(help="Which calls; by default others every time.")] = None,
     world_size: Annotated[int, typer.Option(min=2, help="Number of ranks.")] = 4,
     shapes: Annotated[int | None, typer.Option(min=1, help="Different shapes; by default a quarter of calls.")] = None,
     first: Annotated[int, typer.Option(min=0, help="The number of the first call, to begin again near a failure.")] = 0,
+    programs: Annotated[bool, typer.Option("--programs", help="Random programs; --first is one's number.")] = False,
 ) -> None:
     """Make thousands of mixed calls, check every result, and that neither memory nor descriptors grow."""
     seed = secrets.randbelow(10**9) if seed is None else seed
     typer.echo(f"seed {seed}: {calls} calls from {first} on {world_size} ranks")
     try:
+        if programs:
+            with RankPool(world_size, timeout=300.0) as pool:
+                counts = run_programs(pool, calls, seed, first=first, say=typer.echo)
+            typer.echo("\n".join(f"{count:8d}  {what}" for what, count in sorted(counts.items())))
+            return
         with RankPool(world_size, timeout=300.0) as pool:
             by_rank = soak(pool, calls, seed, num_shapes=shapes, first=first, say=typer.echo)
     except RankError as error:

@@ -7,18 +7,18 @@ that case, so the rows that are compared with each other come from one interleav
 
 from __future__ import annotations
 
-import contextlib
+import csv
 import math
-import os
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from io import StringIO
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from fusedtp.files import read_text
+from fusedtp.files import read_text, replace
+
+from .cases import DIRECTIONS, DTYPES, OPS
 
 PASSED = "passed"
 # how the gate of a variant begins that cannot run here; the reason follows
@@ -26,7 +26,8 @@ NOT_RUN = "not run: "
 # a few hundred thousand rows
 MAX_BYTES = 64 << 20
 _INT = re.compile(r"[0-9]{1,18}")
-_FLOAT = re.compile(r"-?[0-9]+(\.[0-9]+)?(e[+-]?[0-9]{1,2})?")
+# no more digits than are finite
+_FLOAT = re.compile(r"-?[0-9]{1,30}(\.[0-9]{1,30})?(e[+-]?[0-9]{1,2})?")
 # what a spreadsheet takes for the beginning of a formula
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
@@ -145,6 +146,16 @@ _READERS: dict[str, Callable[[str], Any]] = {
 _KINDS: dict[str, str] = {field.name: str(field.type) for field in fields(Row)}
 COLUMNS = tuple(_KINDS)
 
+# What a name may be, and what a number: beyond these a file means nothing that could be drawn or compared.
+_KNOWN = {"op": OPS, "direction": DIRECTIONS, "dtype": DTYPES}
+_LIMITS: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("M", "N", "K", "world_size"), (1, 2**40)),
+    **dict.fromkeys(("median_ms", "p20_ms", "p80_ms", "ceiling_ms"), (1e-9, 1e9)),
+    **dict.fromkeys(("speedup_vs_unfused", "matmul_fraction"), (1e-18, 1e18)),
+    **dict.fromkeys(("tflops", "algbw_gbps", "busbw_gbps"), (0, 1e12)),
+    **dict.fromkeys(("total_ms", "max_error", "error_ratio"), (0, math.inf)),
+}
+
 
 def escaped(text: str) -> str:
     """A cell that no spreadsheet takes for a formula."""
@@ -165,62 +176,75 @@ def _cell(value: object, kind: str) -> str:
 
 def write(path: Path, rows: Iterable[Row]) -> None:
     """Replace `path` by these rows, atomically; folders are made as needed."""
-    import pandas as pd
+    text = StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    writer.writerows([_cell(getattr(row, name), kind) for name, kind in _KINDS.items()] for row in rows)
+    replace(path, text.getvalue().encode())
 
-    cells = [[_cell(getattr(row, name), kind) for name, kind in _KINDS.items()] for row in rows]
-    replace(path, pd.DataFrame(cells, columns=list(COLUMNS), dtype=str).to_csv(index=False).encode())
 
+def read(path: Path, *, of_ops: bool = True) -> list[Row]:
+    """The rows of a file, or ValueError saying where it is not what `write` writes. The file is not touched.
 
-def replace(path: Path, content: bytes) -> None:
-    """Put `content` at `path` so that a reader sees the old file or the new one, never half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    of_ops: of the package's ops, at sizes; else of anything else that is timed or checked, as `gpu_rows` has it.
+    """
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp's files are private; these are to be read by others like any file written here
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
-
-
-def read(path: Path) -> list[Row]:
-    """The rows of a file, or ValueError saying where it is not what `write` writes. The file is not touched."""
-    import pandas as pd
-
-    try:
-        text = read_text(path, max_bytes=MAX_BYTES)
-        table = pd.read_csv(StringIO(text), dtype=str, keep_default_na=False, na_filter=False)
-    except (ValueError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
+        reader = csv.reader(StringIO(read_text(path, max_bytes=MAX_BYTES), newline=""), strict=True)
+        header = next(reader, [])
+        lines = [(reader.line_num, cells) for cells in reader if cells]
+    except (ValueError, csv.Error) as error:
         raise ValueError(f"{path} is not a table of sweep rows: {error}; move it away to write a new one") from error
-    if tuple(table.columns) != COLUMNS:
-        missing = [name for name in COLUMNS if name not in table.columns]
-        foreign = [str(name) for name in table.columns if name not in COLUMNS]
+    if tuple(header) != COLUMNS:
+        missing = [name for name in COLUMNS if name not in header]
+        foreign = [name[:80] for name in header if name not in COLUMNS][:8]
         what = f"columns missing: {missing}, not known: {foreign}" if missing or foreign else "columns in another order"
         raise ValueError(f"{path} is not a table of sweep rows ({what}); move it away to write a new one")
-    rows = []
-    for line, cells in enumerate(table.itertuples(index=False, name=None)):
-        values = {}
-        for (name, kind), cell in zip(_KINDS.items(), cells, strict=True):
-            try:
-                values[name] = _READERS[kind](cell)
-            except (ValueError, TypeError):
-                raise ValueError(f"{path}, row {line + 1}, column {name}: {cell[:80]!r} is not {kind}") from None
-        rows.append(Row(**values))
+    rows: list[Row] = []
+    found: dict[object, int] = {}
+    for number, (line, cells) in enumerate(lines, 1):
+        try:
+            row = _row(cells, of_ops)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {line}, row {number}, column {error}") from None
+        key = row.machine, row.case, row.variant, row.predicted
+        if (before := found.setdefault(key, number)) != number:
+            raise ValueError(f"{path}, line {line}, row {number}: the same case and variant as row {before}")
+        rows.append(row)
     return rows
 
 
-def update(path: Path, rows: Sequence[Row]) -> list[Row]:
-    """Write `rows` into the file in place of its rows of the same cases; all its rows, old and new."""
+def _row(cells: Sequence[str], of_ops: bool) -> Row:
+    # ValueError beginning with the column's name.
+    if len(cells) != len(COLUMNS):
+        last = COLUMNS[min(len(cells), len(COLUMNS) - 1)]
+        raise ValueError(f"{last}: {len(cells)} cells, not {len(COLUMNS)}")
+    values = {}
+    for (name, kind), cell in zip(_KINDS.items(), cells, strict=True):
+        try:
+            values[name] = _READERS[kind](cell)
+        except ValueError:
+            raise ValueError(f"{name}: {cell[:80]!r} is not {kind}") from None
+        if of_ops and name in _KNOWN and values[name] not in _KNOWN[name]:
+            raise ValueError(f"{name}: {cell[:80]!r} is not one of {', '.join(_KNOWN[name])}")
+        least, most = _LIMITS.get(name, (-math.inf, math.inf))
+        least = least if of_ops else min(least, 0)
+        if values[name] is not None and name in _LIMITS and not least <= values[name] <= most:
+            raise ValueError(f"{name}: {cell[:80]!r} is not from {least:g} to {most:g}")
+    row = Row(**values)
+    low, middle, high = row.p20_ms, row.median_ms, row.p80_ms
+    if middle is not None and not (low if low is not None else middle) <= middle <= (
+        high if high is not None else middle
+    ):
+        raise ValueError(f"median_ms: {middle} is not between p20_ms {low} and p80_ms {high}")
+    if middle is not None and not row.passed:
+        raise ValueError(f"gate: {row.gate[:80]!r}, and yet there is a time")
+    return row
+
+
+def update(path: Path, rows: Sequence[Row], *, of_ops: bool = True) -> list[Row]:
+    """Write `rows` in place of the file's rows of the same cases; all its rows, old and new. of_ops: as in `read`."""
     measured = {row.case for row in rows}
-    kept = [row for row in read(path) if row.case not in measured] if path.exists() else []
+    kept = [row for row in read(path, of_ops=of_ops) if row.case not in measured] if path.exists() else []
     together = [*kept, *rows]
     write(path, together)
     return together

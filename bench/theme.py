@@ -120,6 +120,8 @@ def style() -> Iterator[None]:
         "hatch.linewidth": 0.5,
         "svg.fonttype": "none",
         "svg.hashsalt": "fusedtp",
+        # names come out of files: a dollar sign is one
+        "text.parse_math": False,
     }
     with matplotlib.rc_context(settings):
         yield

@@ -16,20 +16,25 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from fusedtp.files import read_text
+from fusedtp import trace
+from fusedtp.entries import Entry, entry_of
+from fusedtp.files import read_text, replace
 
 from . import theme
-from .cases import Case
+from .arguments import MAX_RANKS
+from .cases import DTYPES, OPS, Case
 from .machine import Machine
 from .problem import Problem
 from .report import SHORT_DTYPES, TITLES
-from .store import MAX_BYTES, replace
+from .store import MAX_BYTES
 
 # recorded by the host: see the module's docstring
 SCHEDULES = ("decomposed", "unfused")
 WARM_CALLS = 3
 _NAMES = {"travel": "copy", "multiply": "multiply", "wait": "wait", "add": "add up", "collective": "collective"}
 _FORMAT = "fusedtp timeline 1"
+# Of a file: an hour.
+_MOST_US = 3.6e9
 
 
 @dataclass(frozen=True)
@@ -72,8 +77,6 @@ def record(
 
     import torch
     import torch.distributed as dist
-
-    from fusedtp import trace
 
     from .timing import gate
 
@@ -154,26 +157,41 @@ def write(found: Timeline, path: Path) -> None:
 
 
 def read(path: Path) -> Timeline:
-    """What `write` wrote; ValueError for anything else."""
+    """What `write` wrote; ValueError, with the key, for anything else."""
     try:
-        content = json.loads(read_text(path, max_bytes=MAX_BYTES))
-        about, events = content["otherData"], content["traceEvents"]
-        if about["format"] != _FORMAT:
-            raise ValueError(f"format {about['format']!r}")
-        schedules = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-        marks = tuple(
-            Mark(
-                schedules[event["pid"]], int(event["tid"]), event["cat"], int(event["args"]["peer"]),
-                float(event["ts"]), float(event["dur"]),
-            )
-            for event in events
-            if event["ph"] == "X"
-        )  # fmt: skip
-        found = Timeline(about, marks)
-        found.title()
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        content = entry_of(read_text(path, max_bytes=MAX_BYTES)).only("traceEvents", "displayTimeUnit", "otherData")
+        about = content.entry("otherData")
+        about.text("format", among=(_FORMAT,))
+        about.text("op", among=OPS)
+        about.text("dtype", among=DTYPES)
+        for name in ("M", "N", "K"):
+            about.integer(name, 1, 2**40)
+        world_size = about.integer("world_size", 1, MAX_RANKS)
+        schedules: dict[int, str] = {}
+        marks = []
+        for event in content.entries("traceEvents"):
+            pid, rank = event.integer("pid", 0, MAX_RANKS), event.integer("tid", 0, world_size - 1)
+            if event.text("name") == "process_name":
+                name = event.entry("args").text("name", among=SCHEDULES)
+                if schedules.setdefault(pid, name) != name:
+                    raise ValueError(f"{event.where('pid')} is already that of {schedules[pid]}")
+            if event.text("ph", among=("M", "X")) == "X":
+                if pid not in schedules:
+                    raise ValueError(f"{event.where('pid')} {pid} has no process_name before it")
+                marks.append(_mark(event, schedules[pid], rank, world_size))
+        if not any(mark.kind == "call" for mark in marks):
+            raise ValueError("traceEvents has no call")
+    except ValueError as error:
         raise ValueError(f"{path} is not a timeline of ours: {error}") from error
-    return found
+    return Timeline(about.values, tuple(marks))
+
+
+def _mark(event: Entry, schedule: str, rank: int, world_size: int) -> Mark:
+    return Mark(
+        schedule, rank, event.text("cat", among=("call", *trace.KINDS)),
+        event.entry("args").integer("peer", -1, world_size - 1), event.number("ts", 0, _MOST_US),
+        event.number("dur", 0, _MOST_US),
+    )  # fmt: skip
 
 
 def figure(found: Timeline) -> Any:

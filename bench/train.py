@@ -161,8 +161,12 @@ def _add_gradients(model: Decoder, loss: Tensor, data: ProcessGroup, tensor: Pro
     for parameter in model.parameters():
         grad = parameter.grad
         assert grad is not None
-        if id(parameter) in whole:
-            grad = fusedtp.all_reduce(grad, group=tensor, schedule=schedule)
+        # The layers' parameters are DTensors over the tensor axis; over the data axis their parts are added in place.
+        if id(parameter) not in whole:
+            part = grad.to_local()  # type: ignore[attr-defined]
+            part.copy_(fusedtp.all_reduce(part, group=data, schedule=schedule))
+            continue
+        grad = fusedtp.all_reduce(grad, group=tensor, schedule=schedule)
         parameter.grad = fusedtp.all_reduce(grad, group=data, schedule=schedule)
     return fusedtp.all_reduce(fusedtp.all_reduce(loss, group=tensor, schedule=schedule), group=data, schedule=schedule)
 

@@ -12,6 +12,7 @@ share the memory's bandwidth. Run as `nox -s gpu -- --measure`.
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -32,10 +33,11 @@ from fusedtp.workspace import Workspace
 
 from . import arguments, store
 from .cases import Case
+from .gpu_timing import Marks, summary
 from .machine import Machine, describe
 from .rows import Outcome, rows_of
 from .store import Row
-from .timing import Timing, Verdict
+from .timing import Verdict
 
 LABEL = "one GPU, virtual ranks"
 OP = "all_gather_matmul"
@@ -65,7 +67,7 @@ class Problem:
     def check(self, outs: Sequence[Tensor], what: str) -> None:
         """AssertionError naming the rank whose result is wrong."""
         for rank, out in enumerate(outs):
-            reference.check(out.cpu(), self.expected, self.allowed, f"{what}, rank {rank}")
+            reference.check(out, self.expected, self.allowed, f"{what}, rank {rank}")
 
 
 def problem(case: Case, device: torch.device) -> Problem:
@@ -76,7 +78,8 @@ def problem(case: Case, device: torch.device) -> Problem:
     x, w = (torch.randn(shape, generator=random).to(dtype) for shape in ((case.M, case.K), (case.K, cols)))
     sizes = even_sizes(case.M, case.world_size)
     shards = [each.clone().to(device) for each in x.split(sizes)]
-    return Problem(shards, w.to(device), sizes, reference.matmul(x, w), reference.bound(x, w, dtype))
+    x, w = x.to(device), w.to(device)
+    return Problem(shards, w, sizes, reference.matmul(x, w), reference.bound(x, w, dtype))
 
 
 def programs_of(num_sms: int, world_size: int) -> int:
@@ -104,6 +107,8 @@ def pacing(link_gbps: float, copy_gbps: float, clock_mhz: float) -> Callable[[in
 
 def clock_mhz(cycles: int = 100_000_000) -> float:
     """Cycles a microsecond of the clock that `pacing` counts, as they pass now."""
+    if not torch.cuda.is_available():
+        return 1.0
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(cycles)
     begin.record()
@@ -113,33 +118,14 @@ def clock_mhz(cycles: int = 100_000_000) -> float:
     return float(cycles / (begin.elapsed_time(end) * 1e3))
 
 
-class _Clock:
-    # Milliseconds between marks that wait for all streams.
-    def __init__(self, streams: Sequence[torch.cuda.Stream]) -> None:
-        self._streams = streams
-        self._marks: list[torch.cuda.Event] = []
-
-    def mark(self) -> None:
-        main = torch.cuda.current_stream()
-        for stream in self._streams:
-            main.wait_stream(stream)
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(main)
-        self._marks.append(event)
-        for stream in self._streams:
-            stream.wait_stream(main)
-
-    def lapses(self) -> list[float]:
-        self._marks[-1].synchronize()
-        return [one.elapsed_time(two) for one, two in zip(self._marks, self._marks[1:], strict=False)]
-
-
 def copy_gbps(
     device: torch.device, streams: Sequence[torch.cuda.Stream], num_bytes: int = 64 << 20, copies: int = 10
 ) -> float:
     """What a copy inside the device's memory moves, GB/s, while each of `streams` makes such copies, as ranks do."""
+    if not streams:
+        return math.inf
     memory = torch.zeros(len(streams), 2, num_bytes, dtype=torch.uint8, device=device)
-    clock = _Clock(streams)
+    clock = Marks(streams)
     # The first time is for what happens once.
     for _ in range(2):
         clock.mark()
@@ -154,16 +140,16 @@ def copy_gbps(
 def phased_round(ranks: Sequence[Workspace], given: Problem, streams: Sequence[torch.cuda.Stream]) -> list[float]:
     """Milliseconds of all copies, then of all matmuls."""
     phases = given.phases(ranks)
-    clock = _Clock(streams)
+    clock = Marks(streams)
     with contextlib.ExitStack() as stack:
-        for ws, stream in zip(ranks, streams, strict=True):
-            with torch.cuda.stream(stream):
+        for ws in ranks:
+            with _on(streams, ws.rank):
                 stack.enter_context(ws.running(OP))
         for each in phases:
             next(each)
         clock.mark()
-        for stream, each in zip(streams, phases, strict=True):
-            with torch.cuda.stream(stream):
+        for rank, each in enumerate(phases):
+            with _on(streams, rank):
                 next(each)
                 settle(ranks[0])
         clock.mark()
@@ -174,26 +160,41 @@ def phased_round(ranks: Sequence[Workspace], given: Problem, streams: Sequence[t
 
 def concurrent_round(ranks: Sequence[Workspace], given: Problem, streams: Sequence[torch.cuda.Stream]) -> list[float]:
     """Milliseconds of the op on all ranks at once."""
-    clock = _Clock(streams)
+    clock = Marks(streams)
     clock.mark()
-    run_concurrently(ranks, OP, given.phases(ranks), streams)
+    at_once(ranks, given, streams)
     clock.mark()
     return clock.lapses()
 
 
+def _on(streams: Sequence[torch.cuda.Stream], rank: int) -> contextlib.AbstractContextManager[object]:
+    return torch.cuda.stream(streams[rank]) if streams else contextlib.nullcontext()
+
+
+def at_once(ranks: Sequence[Workspace], given: Problem, streams: Sequence[torch.cuda.Stream]) -> list[Tensor]:
+    """The op on all ranks at once; on a CPU, where nothing runs beside anything else, phase by phase."""
+    if streams:
+        return run_concurrently(ranks, OP, given.phases(ranks), streams)
+    return run_together(given.phases(ranks))
+
+
 def measure(case: Case, link_gbps: Sequence[float], rounds: int, machine: Machine) -> list[Row]:
-    """Rows of every variant behind every link: checked first, then timed in turns. Needs a CUDA device."""
-    device = torch.device("cuda", torch.cuda.current_device())
+    """Rows of every variant behind every link: checked first, then timed in turns. Without a CUDA device nothing runs
+    at once and nothing is paced, so that only a dry run can show the times.
+    """
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     given = problem(case, device)
     ranks = [Workspace(memory, device) for memory in local_memories(case.world_size, device)]
     try:
-        streams = [torch.cuda.Stream(device) for _ in ranks]
-        programs = programs_of(torch.cuda.get_device_properties(device).multi_processor_count, case.world_size)
+        streams = [torch.cuda.Stream(device) for _ in ranks] if on_gpu else []
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 2 * case.world_size
+        programs = programs_of(num_sms, case.world_size)
         copies, clock = copy_gbps(device, streams), clock_mhz()
         rows: list[Row] = []
         for gbps in link_gbps:
             for ws in ranks:
-                ws.programs, ws.pace = programs, pacing(gbps, copies, clock)
+                ws.programs, ws.pace = programs, pacing(gbps, copies, clock) if on_gpu else None
             # Everything is compiled, loaded and allocated by the phased rounds, before anything waits for real.
             for _ in range(2):
                 phased_round(ranks, given, streams)
@@ -215,8 +216,9 @@ def measure(case: Case, link_gbps: Sequence[float], rounds: int, machine: Machin
 
 def _verdict(ranks: Sequence[Workspace], given: Problem, streams: Sequence[torch.cuda.Stream]) -> Verdict:
     try:
-        outs = run_concurrently(ranks, OP, given.phases(ranks), streams)
-        torch.cuda.synchronize()
+        outs = at_once(ranks, given, streams)
+        if streams:
+            torch.cuda.synchronize()
         given.check(outs, "concurrent")
     except AssertionError as error:
         return Verdict(float("nan"), float("nan"), str(error))
@@ -229,7 +231,7 @@ def rows_for(
     """Rows of one link's times in ms by variant, each with the label where the link is named and where the path is."""
     outcomes = [
         Outcome(
-            name, "forward", verdict, _timing(times[name]) if times[name] else None, f"fused, copy, {name}; {LABEL}"
+            name, "forward", verdict, summary(times[name]) if times[name] else None, f"fused, copy, {name}; {LABEL}"
         )
         for name in VARIANTS
     ]
@@ -248,12 +250,6 @@ def rows_for(
         )
         for row in rows
     ]  # fmt: skip
-
-
-def _timing(times: Sequence[float]) -> Timing:
-    values = torch.tensor(times, dtype=torch.float64)
-    p20, median, p80 = torch.quantile(values, torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
-    return Timing(median, p20, p80, sum(times), len(times))
 
 
 def shown(rows: Sequence[Row]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import cost
 from .dispatch import Path, last_path
-from .errors import NotationError, PeerTimeout
+from .errors import NotationError, PeerTimeout, RanksDisagree
 from .explain import explain
 from .functional import (
     all_gather,
@@ -37,6 +37,7 @@ __all__ = [
     "ParallelMLP",
     "Path",
     "PeerTimeout",
+    "RanksDisagree",
     "RowParallelLinear",
     "all_gather",
     "all_gather_linear",

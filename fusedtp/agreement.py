@@ -13,19 +13,21 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
-from . import budgets
-from .errors import PeerTimeout
+from . import budgets, meaning
+from .errors import PeerTimeout, RanksDisagree
 
 _GAVE_UP = "gave up on rank"
 
@@ -54,28 +56,27 @@ def wanted() -> bool:
 def check(op: str, group: ProcessGroup, x: Tensor, *operands: Tensor | None, **options: Any) -> None:
     """Compare what the ranks of `group` must have in common in this call.
 
-    ValueError on every rank alike, with each rank's value of what differs, and the rank that stands alone with it.
+    RanksDisagree on every rank alike, with each rank's value of what differs, and the rank that stands alone with it.
     PeerTimeout where a rank has not made as many calls on this group within the time that `set_timeout` allows; the
     ranks may then count differently until all have called `destroy`.
     """
     if group.size() == 1:
         return
-    mine = {"op": op, "device": x.device.type, "dtype": x.dtype, **options, **_lengths(op, x, *operands, **options)}
-    everyone, call = _exchange(op, group, {name: str(value) for name, value in mine.items()})
-    for name in dict.fromkeys(name for each in everyone for name in each):
-        values = [each.get(name, "not given") for each in everyone]
-        if len(set(values)) > 1:
-            what = (op, name) if name != "op" else (f"call {call} of group {group.group_name!r}", "the op")
-            each_rank = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
-            raise ValueError(f"{what[0]}: the ranks do not agree on {what[1]}: {each_rank}{_odd_one_out(values)}")
+    mine = meaning.of(op, str(options.pop("schedule")), x, operands, options).values
+    everyone, call = _exchange(op, group, {**mine, **_values(op, operands, options)})
+    if text := meaning.difference(op, everyone, f"call {call} of group {group.group_name!r}"):
+        raise RanksDisagree(text, op, group.rank(), tuple(everyone))
 
 
-def _odd_one_out(values: list[str]) -> str:
-    usual, count = Counter(values).most_common(1)[0]
-    odd = [rank for rank, value in enumerate(values) if value != usual]
-    if count <= len(values) / 2 or len(values) < 3:
-        return ""
-    return f": {'rank' if len(odd) == 1 else 'ranks'} {', '.join(map(str, odd))} against {count} that agree"
+def _values(op: str, operands: tuple[Tensor | None, ...], options: Mapping[str, Any]) -> dict[str, str]:
+    # What every rank holds a copy of: a bias along a dim that is whole. A checksum of it, which a GPU has to wait for.
+    if op not in ("matmul_reduce_scatter", "matmul_all_reduce") and not options.get("transposed"):
+        return {}
+    bias = operands[1]
+    if bias is None:
+        return {}
+    held = bias.detach().contiguous().view(torch.uint8).cpu()
+    return {"the bias's values, which have the checksum": f"{zlib.crc32(held.numpy().tobytes()):#010x}"}
 
 
 def _exchange(op: str, group: ProcessGroup, mine: dict[str, str]) -> tuple[list[dict[str, str]], int]:
@@ -111,19 +112,3 @@ def _exchange(op: str, group: ProcessGroup, mine: dict[str, str]) -> tuple[list[
     if call > 1:
         store.delete_key(records.key(call - 1, rank))
     return everyone, call
-
-
-def _lengths(op: str, x: Tensor, *operands: Tensor | None, **options: Any) -> dict[str, Any]:
-    # What is neither a rank's own nor one of `sizes`.
-    if op in ("all_gather", "reduce_scatter", "all_gather_two_matmuls"):
-        return {"columns": x.shape[1]}
-    if op == "all_gather_matmul":
-        return {"K": x.shape[1]} if options["gather_dim"] == 0 else {"M": x.shape[0]}
-    if op == "all_reduce":
-        return {"M": x.shape[0], "N": x.shape[1]}
-    b, *rest = operands
-    assert b is not None
-    if op == "matmul_scatter_and_gather":
-        gathered = rest[1].shape[1] if rest[1] is not None else 0
-        return {"M": x.shape[0], "N": b.shape[1], "columns gathered": gathered}
-    return {"M": x.shape[0], "N": b.shape[1], "bias": "none" if rest[0] is None else "given"}

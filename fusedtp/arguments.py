@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from . import dispatch, groups
-from .sharded import PLAIN
+from .overlap import PRODUCERS
+from .parameters import PLAIN
 from .shards import check_count, check_sizes, even_sizes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -85,6 +86,7 @@ def check_linear(
     *,
     num_out: int | None = None,
     name: str = "weight",
+    producer: str = "auto",
 ) -> None:
     """x [..., K], weight [N, K] (called `name`), bias [N] or [num_out], and a schedule that multiplies them."""
     check_tensor("x", x)
@@ -97,7 +99,7 @@ def check_linear(
         num_out = weight.shape[0] if num_out is None else num_out
         if bias.shape != (num_out,):
             raise ValueError(f"bias must have shape ({num_out},), {name}'s rows, got {tuple(bias.shape)}")
-    check_options(schedule, debug, x)
+    check_options(schedule, debug, x, producer)
 
 
 def check_matrix(weight: Tensor, name: str = "weight") -> None:
@@ -112,23 +114,33 @@ def check_features(num_in: int, who: str, weight: Tensor, name: str = "weight") 
         raise ValueError(f"{name} must have as many columns as {who} features, {num_in}, got {tuple(weight.shape)}")
 
 
-def check_collective(op: str, x: Tensor, schedule: str, algorithm: str, debug: bool) -> None:
+def check_collective(op: str, x: Tensor, schedule: str, algorithm: str, debug: bool, producer: str = "auto") -> None:
     """What a collective alone takes."""
     check_tensor("x", x)
     if x.ndim < 1:
         raise ValueError("x must have at least 1 dimension, got a scalar")
-    check_options(schedule, debug, x)
+    check_options(schedule, debug, x, producer)
     check_algorithm(op, algorithm, schedule, x)
 
 
-def check_options(schedule: str, debug: bool, x: Tensor) -> None:
-    """A schedule there is, that works in x's dtype, and a flag."""
+def check_options(schedule: str, debug: bool, x: Tensor, producer: str = "auto") -> None:
+    """A schedule there is, that works in x's dtype, a flag, and a producer where the schedule may have one."""
     if debug is not False:
         flag("debug", debug)
     dispatch.check_schedule(schedule)
+    if producer != "auto":
+        check_producer(producer, schedule)
     if schedule == "fused" and x.dtype not in dispatch.FUSED_DTYPES:
         names = ", ".join(map(str, dispatch.FUSED_DTYPES))
         raise ValueError(f"schedule 'fused' multiplies {names}, got {x.dtype}: use 'decomposed' or 'unfused'")
+
+
+def check_producer(producer: str, schedule: str) -> None:
+    """A way to send what is gathered, of a schedule that may have several."""
+    if producer not in ("auto", *PRODUCERS):
+        raise ValueError(f"producer must be one of {', '.join(('auto', *PRODUCERS))}, got {producer!r}")
+    if producer != "auto" and schedule not in ("auto", "fused"):
+        raise ValueError(f"producer {producer!r} is for schedule 'fused', got schedule {schedule!r}")
 
 
 def check_reach(schedule: str, x: Tensor, groups_used: Sequence[ProcessGroup], lengths: Sequence[int]) -> None:

@@ -3,6 +3,9 @@
 A program on a GPU has no portable way to read the time, and one in the interpreter none at all, so the host writes it
 into a word of each workspace's host block (pinned memory with a GPU). One daemon thread serves the process; it runs
 while there are workspaces.
+
+A budget is spent by time in which this process runs. After a while in which it did not, stopped with its whole job say,
+its peers get as long again to run too, up to a second, before more of the budget is spent.
 """
 
 from __future__ import annotations
@@ -18,30 +21,63 @@ from torch import Tensor
 TICK_SECONDS = 0.01
 # `budgets` has none over 2,000,000 s; the difference of two times is an int32.
 _BEYOND_ANY_BUDGET_MS = 2_050_000_000
+# Who looks at the time finds at most so much passed since it last did: the rest of a longer gap it was kept from
+# running. What a wait and the thread here do between two looks takes milliseconds.
+_GAP_SECONDS, _GRACE_SECONDS = 0.1, 1.0
 
-_lock = threading.Lock()
+# The end of a workspace, which drives no more, may come at any allocation.
+_lock = threading.RLock()
 # By address: the word, and the tensor that keeps it alive while it is written.
 _words: dict[int, tuple[ctypes.c_int32, Tensor]] = {}
+
+
+class Stopwatch:
+    """The time in which this process has run since it was made, if `seconds` is called every few milliseconds."""
+
+    __slots__ = ("_free_until", "_last", "_seconds")
+
+    def __init__(self) -> None:
+        self._last, self._free_until, self._seconds = time.monotonic(), 0.0, 0.0
+
+    def seconds(self) -> float:
+        now = time.monotonic()
+        passed, self._last = now - self._last, now
+        if passed > _GAP_SECONDS:
+            self._free_until = now + min(passed, _GRACE_SECONDS)
+            passed = _GAP_SECONDS
+        elif now < self._free_until:
+            passed = 0.0
+        self._seconds += passed
+        return self._seconds
 
 
 class _Clock(threading.Thread):
     def __init__(self) -> None:
         super().__init__(name="fusedtp-clock", daemon=True)
         self.ended = threading.Event()
+        self._begun_ms, self._ran = _now_ms, Stopwatch()
 
     def run(self) -> None:
+        global _now_ms
         while not self.ended.wait(TICK_SECONDS):
-            with _lock:
-                for word, _ in _words.values():
+            # Whoever holds the lock may be waiting for this thread's end.
+            if not _lock.acquire(timeout=TICK_SECONDS):
+                continue
+            try:
+                _now_ms = self._begun_ms + int(1000 * self._ran.seconds())
+                for word, _ in list(_words.values()):
                     word.value = now_ms()
+            finally:
+                _lock.release()
 
 
 _clock: _Clock | None = None
+_now_ms = time.monotonic_ns() // 1_000_000
 
 
 def now_ms() -> int:
-    """Milliseconds on the monotonic clock, wrapped to int32."""
-    return ctypes.c_int32(time.monotonic_ns() // 1_000_000).value
+    """Milliseconds in which the thread has run, from some time on, wrapped to int32."""
+    return ctypes.c_int32(_now_ms).value
 
 
 def drive(block: Tensor) -> None:
@@ -67,7 +103,7 @@ def release(block: Tensor) -> None:
 def _after_fork() -> None:
     # A child has no such thread, the words are its parent's, and the lock may have been held when it was made.
     global _lock, _clock
-    _lock, _clock = threading.Lock(), None
+    _lock, _clock = threading.RLock(), None
     _words.clear()
 
 
@@ -98,4 +134,5 @@ def _end(clock: _Clock | None) -> None:
     # Without the lock, which the thread may be waiting for.
     if clock is not None:
         clock.ended.set()
-        clock.join()
+        if clock is not threading.current_thread():
+            clock.join()

@@ -13,6 +13,7 @@ with the first `auto`. Each choice is then made once and looked up.
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,12 +28,16 @@ from torch.distributed import ProcessGroup
 
 from . import schedules, tuning, turns
 from .hardware import Hardware, of_gpu
+from .meaning import Meaning
 from .memory import Unreachable
 
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # An op that does more than one that is measured is decided as that one.
 _MEASURED_AS = {"all_gather_two_matmuls": "all_gather_matmul", "matmul_scatter_and_gather": "matmul_reduce_scatter"}
+
+# Those whose fused form has a producer.
+_GATHERING = ("all_gather_matmul", "all_gather_two_matmuls", "matmul_scatter_and_gather", "all_gather")
 
 # Shapes may never repeat. What is forgotten is decided anew, alike on all ranks, from what they know alike.
 _MAX_CHOICES = 4096
@@ -115,9 +120,16 @@ def choose(
     if path is None:
         knowledge = choices.get(Knowledge)
         if knowledge is None:
-            knowledge = choices[Knowledge] = _share(group, on_gpu)
+            shared, ignored, interruption = _share(group, on_gpu)
+            knowledge = choices[Knowledge] = shared
             if not on_gpu and knowledge.table is not None:
                 ws.hardware = knowledge.table.hardware(group.size()) or ws.hardware
+            # Only now, when this rank too knows what its peers were told, and asks them no more.
+            if interruption is not None:
+                raise interruption
+            if ignored and ignored not in _said:
+                _said.add(ignored)
+                warnings.warn(f"fusedtp chooses schedules without measurements: {ignored}", stacklevel=3)
         if len(choices) >= _MAX_CHOICES:
             choices.clear()
             choices[Knowledge] = knowledge
@@ -125,18 +137,63 @@ def choose(
     return path
 
 
-def run(op: str, schedule: str, group: ProcessGroup, x: Tensor, *operands: Tensor | None, **options: Any) -> Any:
-    """The op on x and `operands` by the schedule that is chosen for it, which is recorded."""
+def run(
+    op: str,
+    schedule: str,
+    group: ProcessGroup,
+    x: Tensor,
+    *operands: Tensor | None,
+    producer: str = "auto",
+    meanings: dict[Any, Meaning] | None = None,
+    **options: Any,
+) -> Any:
+    """The op on x and `operands` by the schedule that is chosen for it, which is recorded.
+
+    producer: how `fused` sends what the op gathers, where it does. meanings: see `Meanings.take`.
+    """
     shape = travels(op, x, operands, options) if schedule == "auto" else None
     path = choose(op, schedule, device=x.device, dtype=x.dtype, group=group, shape=shape)
     function = getattr(schedules.load(path.schedule), op)
+    if path.schedule != "unfused" and group.size() > 1:
+        _workspaces().get(group, x.device).meanings.take(op, path.schedule, x, operands, options, meanings)
+    if path.schedule == "fused":
+        if producer != "auto" and op in _GATHERING:
+            options["producer"] = producer
+    elif schedule == "auto" and group.size() > 1:
+        _load_for_capture(op, group, x, operands, options, shape)
     if path.schedule == "fused" and x.device.type == "cpu":
+        if not _is_interpreted():
+            raise RuntimeError(
+                f"{op}: schedule 'fused' runs on a CPU in Triton's interpreter alone, which TRITON_INTERPRET="
+                f"{os.environ.get('TRITON_INTERPRET', '')} keeps out of this process: unset it before fusedtp or "
+                "triton is imported, or use 'decomposed' or 'unfused'"
+            )
         with turns.Turn("interpreter", "", op):
             out = function(x, *operands, group=group, **options)
     else:
         out = function(x, *operands, group=group, **options)
     record(path)
     return out
+
+
+def _load_for_capture(
+    op: str, group: ProcessGroup, x: Tensor, operands: Sequence[Tensor | None], options: Mapping[str, Any],
+    shape: tuple[int, int] | None,
+) -> None:  # fmt: skip
+    """Before an op that runs here in a way that a capture would not take: load the kernels that one would, once."""
+    workspaces = _workspaces()
+    if x.dtype not in FUSED_DTYPES or not workspaces.reachable(group, x.device)[0]:
+        return
+    ws = workspaces.get(group, x.device)
+    if not ws.loads_for_capture:
+        return
+    key = ("loaded", op, shape, *options.items(), *schedules.load("producer").alike(x, *operands))
+    if key in ws.choices:
+        return
+    path = _decide(op, x.dtype, group.size(), shape, ws.choices[Knowledge], True, True)
+    if path.schedule == "fused":
+        schedules.load("fused").load(op, x, *operands, group=group, **options)
+    ws.choices[key] = path
 
 
 @cache
@@ -146,6 +203,14 @@ def _asked_for(op: str, schedule: str, dtype: torch.dtype) -> Path:
         names = ", ".join(str(each) for each in FUSED_DTYPES)
         raise ValueError(f"{op}: schedule 'fused' multiplies {names}, got {dtype}: use 'decomposed' or 'unfused'")
     return Path(op, schedule, "asked for")
+
+
+@cache
+def _is_interpreted() -> bool:
+    # Late: it loads Triton.
+    from .kernels import INTERPRETED
+
+    return INTERPRETED
 
 
 @cache
@@ -183,19 +248,25 @@ def _decide(
     return Path(op, "decomposed", f"ranks share memory; nothing was measured here for {op} in {name}")
 
 
-def _share(group: ProcessGroup, on_gpu: bool) -> Knowledge:
-    """Rank 0's table and the name of its GPU, on all ranks; collective. What it cannot use it warns of once."""
-    message, ignored = [""], ""
+def _share(group: ProcessGroup, on_gpu: bool) -> tuple[Knowledge, str, BaseException | None]:
+    """Rank 0's table and the name of its GPU, on all ranks; why there is no table; what interrupted. Collective.
+
+    Whatever goes wrong on rank 0, its peers wait for a message and get one.
+    """
+    message, ignored, interruption = [""], "", None
     if group.rank() == 0:
-        _, text, ignored = tuning.load()
-        message = [json.dumps({"table": text, "gpu": torch.cuda.get_device_name() if on_gpu else ""})]
+        text, gpu = "", ""
+        try:
+            gpu = torch.cuda.get_device_name() if on_gpu else ""
+            _, text, ignored = tuning.load()
+        except BaseException as error:
+            ignored = f"{type(error).__name__}: {error}"
+            interruption = None if isinstance(error, Exception) else error
+        message = [json.dumps({"table": text, "gpu": gpu})]
     dist.broadcast_object_list(message, dist.get_global_rank(group, 0), group)
-    # Only now: where warnings are errors the peers must not be left waiting.
-    if ignored and ignored not in _said:
-        _said.add(ignored)
-        warnings.warn(f"fusedtp chooses schedules without measurements: {ignored}", stacklevel=4)
     shared = json.loads(message[0])
-    return Knowledge(tuning.parse(shared["table"]) if shared["table"] else None, of_gpu(shared["gpu"]))
+    table = tuning.parse(shared["table"]) if shared["table"] else None
+    return Knowledge(table, of_gpu(shared["gpu"])), ignored, interruption
 
 
 def record(path: Path) -> None:

@@ -19,5 +19,21 @@ class PeerTimeout(RuntimeError):
         return type(self), (self.op, self.rank, self.peer, self.seconds, self.detail)
 
 
+class RanksDisagree(ValueError):
+    """The ranks of a group mean different things by one call; every rank is told, and what differs.
+
+    Attributes: `op` (the operator's name), `rank` (who tells it), `meant` (by rank, what that one meant: names and
+    values as text; None where it has not said). Unless it was found before the op began (`debug=True`, or as its ranks
+    wanted memory of different sizes), the group's workspace refuses use until `fusedtp.destroy(group)` on every rank.
+    """
+
+    def __init__(self, text: str, op: str, rank: int, meant: tuple[dict[str, str] | None, ...]) -> None:
+        self.op, self.rank, self.meant = op, rank, meant
+        super().__init__(text)
+
+    def __reduce__(self) -> tuple[type, tuple[str, str, int, tuple[dict[str, str] | None, ...]]]:
+        return type(self), (str(self), self.op, self.rank, self.meant)
+
+
 class NotationError(ValueError):
     """A sharding notation string that cannot be parsed or has no valid plan; the message points at the character."""

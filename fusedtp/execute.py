@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from . import agreement, blas, dispatch, notation, turns
+from .meaning import Meaning
 from .partition import Partition
 from .plan import MatmulPlan
 from .redistribute import Step
@@ -48,21 +50,34 @@ class Runner:
     """What every step needs: the shards' lengths, the group of each axis, and what was asked for."""
 
     partition: Partition
-    groups: Mapping[str, ProcessGroup]
+    # A runner is kept for the next call: the groups, which torch.distributed may destroy meanwhile, are not.
+    groups: Mapping[str, ref[ProcessGroup]]
     schedule: str
     algorithm: str = "auto"
     debug: bool = False
+    producer: str = "auto"
 
-    def call(self, op: str, axis: str, x: Tensor, *operands: Tensor | None, **options: Any) -> Any:
-        """One op over one axis, by the schedule that dispatch chooses."""
-        group = self.groups[axis]
+    def group(self, axis: str) -> ProcessGroup:
+        """The group of an axis."""
+        group = self.groups[axis]()
+        assert group is not None
+        return group
+
+    def call(
+        self, op: str, axis: str, x: Tensor, *operands: Tensor | None, meanings: dict[Any, Meaning] | None = None,
+        **options: Any,
+    ) -> Any:  # fmt: skip
+        """One op over one axis, by the schedule that dispatch chooses. meanings: see `Meanings.take`."""
+        group = self.group(axis)
         with turns.Turn("group", group.group_name, op):
             if self.debug or agreement.wanted():
                 asked_for = {"schedule": self.schedule, "algorithm": self.algorithm}
                 agreement.check(op, group, x, *operands, **asked_for, **options)
             if op == "matmul_all_reduce":
                 options["algorithm"] = self.algorithm
-            return dispatch.run(op, self.schedule, group, x, *operands, **options)
+            return dispatch.run(
+                op, self.schedule, group, x, *operands, producer=self.producer, meanings=meanings, **options
+            )
 
     def sizes(self, step: Step, before: notation.Tensor) -> tuple[int, ...]:
         """The ranks' lengths of the dim that a step gathers, slices or scatters."""
@@ -134,6 +149,7 @@ class _Product:
     options: Mapping[str, Any]
     shape: tuple[int, ...] | None
     dims: tuple[str, ...]
+    meanings: dict[Any, Meaning] = field(default_factory=dict, compare=False, repr=False)
 
     def run(self, run: Runner, a: Tensor, b: Tensor, bias: Tensor | None) -> Named:
         if self.swapped:
@@ -141,7 +157,10 @@ class _Product:
         left, right = self.left.view(a), self.right.view(b)
         if self.turned:
             left, right = right.t(), left.t()
-        out = run.call(self.op, self.axis, left, right, bias, **self.options) if self.op else blas.mm(left, right, bias)
+        if self.op:
+            out = run.call(self.op, self.axis, left, right, bias, meanings=self.meanings, **self.options)
+        else:
+            out = blas.mm(left, right, bias)
         return Named(out if self.shape is None else out.view(self.shape), self.dims)
 
 

@@ -1,9 +1,15 @@
-"""Reading files that others may have written: regular ones of a limited size, as text. Nothing of ours is unpickled."""
+"""Reading files that others may have written, regular ones of a limited size, as text; replacing files as a whole.
+
+Nothing of ours is unpickled.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 
@@ -27,4 +33,39 @@ def read_text(path: Path, *, max_bytes: int) -> str:
             raise ValueError(f"{path} is larger than the {max_bytes} bytes that are read of such a file")
     finally:
         os.close(descriptor)
-    return content.decode()
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        line = 1 + content.count(b"\n", 0, error.start)
+        raise ValueError(f"line {line} is not UTF-8: {error}") from error
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Put `content` at `path` so that a reader sees the old file or the new one, never half of it.
+
+    Folders are made as needed. The mode of a file that is there stays, a link still leads to what is replaced, and what
+    must not be written is not: OSError, and nothing has changed.
+    """
+    path = path.resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        if not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    except FileNotFoundError:
+        umask = os.umask(0)
+        os.umask(umask)
+        mode = 0o666 & ~umask
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp's files are private
+        os.chmod(temporary, mode)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise

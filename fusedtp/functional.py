@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import arguments, groups, ops, repeated, sharded
+from . import arguments, eager, groups, ops, repeated
 from .groups import Group
 from .notation import Spec, parse
 from .sharded import Problem
@@ -41,6 +41,7 @@ def sharded_matmul(
     sizes: Mapping[str, int | Sequence[int]] | None = None,
     schedule: str = "auto",
     debug: bool = False,
+    producer: str = "auto",
 ) -> Tensor:
     """The matmul that `spec` writes down, differentiable: `"[M_X, K] @ [K, N_X] -> [M, N_X]"`.
 
@@ -55,7 +56,7 @@ def sharded_matmul(
     a, b = arguments.autocast(a, b)
     arguments.check_tensor("a", a)
     arguments.check_tensor("b", b, a, than="a")
-    arguments.check_options(schedule, debug, a)
+    arguments.check_options(schedule, debug, a, producer)
     parsed = parse(spec)
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
@@ -67,13 +68,13 @@ def sharded_matmul(
     lengths, splits = _lengths(parsed, a, b, {axis: group.size() for axis, group in groups_of.items()}, sizes)
     names = tuple(group.group_name for group in groups_of.values())
     arguments.check_reach(schedule, a, list(groups_of.values()), lengths)
-    problem = Problem(str(parsed), names, tuple(lengths), _flat(splits), False, True, schedule, "auto", debug)
+    problem = Problem(str(parsed), names, tuple(lengths), _flat(splits), False, True, schedule, "auto", debug, producer)
     partition = problem.partition()
     for name, tensor, sharding in (("a", a, parsed.a), ("b", b, parsed.b)):
         if tuple(tensor.shape) != partition.shape(sharding):
             expected = f"{partition.shape(sharding)} as {sharding}, of {dict(partition.lengths)} in all"
             raise ValueError(f"{name} must have this rank's shape {expected}, got {tuple(tensor.shape)}")
-    return sharded.apply(a, b, None, *problem.arguments)
+    return eager.apply(a, b, None, *problem.arguments)
 
 
 def _lengths(
@@ -124,8 +125,9 @@ def layer(
     schedule: str,
     debug: bool,
     algorithm: str = "auto",
+    producer: str = "auto",
 ) -> tuple[Any, ...]:
-    """The arguments of `sharded.apply` for a spec over axis X with the dims of `layer_spec`.
+    """The arguments of `eager.apply` for a spec over axis X with the dims of `layer_spec`.
 
     splits: the ranks' lengths of the dims that are split; of the others this rank's hold.
     """
@@ -134,7 +136,7 @@ def layer(
     lengths = [sum(splits[name]) if name in splits else local[name] for name in local]
     arguments.check_reach(schedule, x, [group], lengths)
     flat = _flat([splits.get(name, ()) for name in local])
-    return spec, group.group_name, lengths, flat, True, False, schedule, algorithm, debug
+    return spec, group.group_name, lengths, flat, True, False, schedule, algorithm, debug, producer
 
 
 def layer_spec(x: Tensor, dim: int | None, contraction: str, weight: str, columns: str, *, x_split: bool) -> str:
@@ -155,6 +157,7 @@ def all_gather_linear(
     sizes: Sequence[int] | None = None,
     schedule: str = "auto",
     debug: bool = False,
+    producer: str = "auto",
 ) -> Tensor:
     """`F.linear(all_gather(x, gather_dim), weight, bias)` in one op, differentiable.
 
@@ -162,7 +165,8 @@ def all_gather_linear(
     [..., N] with the whole of `gather_dim`. gather_dim=-1 gathers the features: x [..., sizes[rank]] against a weight
     [N, sum(sizes)]. `sizes` is the length on every rank, by default this rank's length on all. A gathered dim that is
     neither first nor last comes back as a transposed view. Backward: dx is reduce-scattered, x is gathered again for
-    dw.
+    dw. `producer` says how `fused` sends x: auto, push (by programs of the kernel), or copy (by the copy engine, which
+    a graph capture cannot take).
 
     Raises ValueError or TypeError for arguments that do not fit, RuntimeError where torch.distributed is not
     initialised or the ranks of a schedule that is asked for cannot reach each other's memory, PeerTimeout where a rank
@@ -170,10 +174,12 @@ def all_gather_linear(
     """
     process_group = groups.resolve(group)
     x, weight, bias = arguments.autocast(x, weight, bias)
-    return repeated.call(_all_gather_linear, x, weight, bias, process_group, gather_dim, sizes, schedule, debug)
+    return repeated.call(
+        all_gather_problem, x, weight, bias, process_group, gather_dim, sizes, schedule, debug, producer
+    )
 
 
-def _all_gather_linear(
+def all_gather_problem(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -182,8 +188,10 @@ def _all_gather_linear(
     sizes: Sequence[int] | None,
     schedule: str,
     debug: bool,
+    producer: str = "auto",
 ) -> tuple[Any, ...]:
-    arguments.check_linear(x, weight, bias, schedule, debug)
+    """`all_gather_linear`, checked and described for `repeated`."""
+    arguments.check_linear(x, weight, bias, schedule, debug, producer=producer)
     dim = arguments.dim("gather_dim", gather_dim, x)
     sizes = arguments.gather_sizes(sizes, group, x.shape[dim])
     on_features = dim == x.ndim - 1
@@ -192,7 +200,7 @@ def _all_gather_linear(
     )
     splits = {"N": (weight.shape[0],) * group.size(), "K" if on_features else f"R{dim}": sizes}
     spec = layer_spec(x, None if on_features else dim, "K_X" if on_features else "K", "K, N_X", "N_X", x_split=True)
-    return layer(x, weight, spec, splits, group, schedule, debug)
+    return layer(x, weight, spec, splits, group, schedule, debug, producer=producer)
 
 
 def linear_reduce_scatter(
@@ -205,6 +213,7 @@ def linear_reduce_scatter(
     sizes: Sequence[int] | None = None,
     schedule: str = "auto",
     debug: bool = False,
+    producer: str = "auto",
 ) -> Tensor:
     """`reduce_scatter(F.linear(x, weight), scatter_dim) + bias` in one op, differentiable.
 
@@ -215,10 +224,12 @@ def linear_reduce_scatter(
     """
     process_group = groups.resolve(group)
     x, weight, bias = arguments.autocast(x, weight, bias)
-    return repeated.call(_linear_reduce_scatter, x, weight, bias, process_group, scatter_dim, sizes, schedule, debug)
+    return repeated.call(
+        reduce_scatter_problem, x, weight, bias, process_group, scatter_dim, sizes, schedule, debug, producer
+    )
 
 
-def _linear_reduce_scatter(
+def reduce_scatter_problem(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -227,15 +238,17 @@ def _linear_reduce_scatter(
     sizes: Sequence[int] | None,
     schedule: str,
     debug: bool,
+    producer: str = "auto",
 ) -> tuple[Any, ...]:
-    arguments.check_linear(x, weight, bias, schedule, debug)
+    """`linear_reduce_scatter`, checked and described for `repeated`."""
+    arguments.check_linear(x, weight, bias, schedule, debug, producer=producer)
     arguments.check_features(x.shape[-1], "x has", weight)
     dim = arguments.dim("scatter_dim", scatter_dim, x)
     on_features = dim == x.ndim - 1
     sizes = arguments.scatter_sizes(sizes, group, weight.shape[0] if on_features else x.shape[dim])
     splits = {"K": (x.shape[-1],) * group.size(), "N" if on_features else f"R{dim}": sizes}
     spec = layer_spec(x, None if on_features else dim, "K_X", "K_X, N", "N_X" if on_features else "N", x_split=False)
-    return layer(x, weight, spec, splits, group, schedule, debug)
+    return layer(x, weight, spec, splits, group, schedule, debug, producer=producer)
 
 
 def linear_all_reduce(
@@ -256,12 +269,13 @@ def linear_all_reduce(
     """
     process_group = groups.resolve(group)
     x, weight, bias = arguments.autocast(x, weight, bias)
-    return repeated.call(_linear_all_reduce, x, weight, bias, process_group, schedule, algorithm, debug)
+    return repeated.call(all_reduce_problem, x, weight, bias, process_group, schedule, algorithm, debug)
 
 
-def _linear_all_reduce(
+def all_reduce_problem(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, schedule: str, algorithm: str, debug: bool
 ) -> tuple[Any, ...]:
+    """`linear_all_reduce`, checked and described for `repeated`."""
     arguments.check_linear(x, weight, bias, schedule, debug)
     arguments.check_features(x.shape[-1], "x has", weight)
     arguments.check_algorithm("matmul_all_reduce", algorithm, schedule, x)
@@ -279,6 +293,7 @@ def fsdp_linear(
     sizes: Sequence[int] | None = None,
     schedule: str = "auto",
     debug: bool = False,
+    producer: str = "auto",
 ) -> Tensor:
     """`F.linear(x, all_gather(weight_shard), bias)` in one op, differentiable: a fully sharded weight.
 
@@ -288,10 +303,10 @@ def fsdp_linear(
     """
     process_group = groups.resolve(group)
     x, weight_shard, bias = arguments.autocast(x, weight_shard, bias)
-    return repeated.call(_fsdp_linear, x, weight_shard, bias, process_group, sizes, schedule, debug)
+    return repeated.call(fsdp_problem, x, weight_shard, bias, process_group, sizes, schedule, debug, producer)
 
 
-def _fsdp_linear(
+def fsdp_problem(
     x: Tensor,
     weight_shard: Tensor,
     bias: Tensor | None,
@@ -299,15 +314,19 @@ def _fsdp_linear(
     sizes: Sequence[int] | None,
     schedule: str,
     debug: bool,
+    producer: str = "auto",
 ) -> tuple[Any, ...]:
+    """`fsdp_linear`, checked and described for `repeated`."""
     arguments.check_tensor("weight_shard", weight_shard)
     arguments.check_matrix(weight_shard, "weight_shard")
     sizes = arguments.gather_sizes(sizes, group, weight_shard.shape[0])
-    arguments.check_linear(x, weight_shard, bias, schedule, debug, num_out=sum(sizes), name="weight_shard")
+    arguments.check_linear(
+        x, weight_shard, bias, schedule, debug, num_out=sum(sizes), name="weight_shard", producer=producer
+    )
     arguments.check_features(x.shape[-1], "x has", weight_shard, "weight_shard")
     splits = {"N": sizes, "R0": (x.shape[0],) * group.size()}
     spec = layer_spec(x, 0, "K", "K, N_X", "N", x_split=True).replace("-> [R0,", "-> [R0_X,")
-    return layer(x, weight_shard, spec, splits, group, schedule, debug)
+    return layer(x, weight_shard, spec, splits, group, schedule, debug, producer=producer)
 
 
 def all_gather(
@@ -319,6 +338,7 @@ def all_gather(
     algorithm: str = "auto",
     schedule: str = "auto",
     debug: bool = False,
+    producer: str = "auto",
 ) -> Tensor:
     """The ranks' x joined along `gather_dim` in rank order, bit for bit, differentiable.
 
@@ -326,13 +346,13 @@ def all_gather(
     `all_gather_linear`.
     """
     process_group = groups.resolve(group)
-    arguments.check_collective("all_gather", x, schedule, algorithm, debug)
+    arguments.check_collective("all_gather", x, schedule, algorithm, debug, producer)
     dim = arguments.dim("gather_dim", gather_dim, x)
     sizes = arguments.gather_sizes(sizes, process_group, x.shape[dim])
     moved = x.movedim(dim, 0)
     arguments.check_reach(schedule, x, [process_group], (sum(sizes), 0, math.prod(moved.shape[1:])))
     rows = moved.reshape(moved.shape[0], math.prod(moved.shape[1:]))
-    out: Tensor = ops.all_gather(rows, list(sizes), process_group.group_name, schedule, algorithm, debug)
+    out: Tensor = ops.all_gather(rows, list(sizes), process_group.group_name, schedule, algorithm, debug, producer)
     return out.view(sum(sizes), *moved.shape[1:]).movedim(0, dim)
 
 

@@ -7,6 +7,8 @@ number; an entry that begins with "assumed" was not measured on that machine. Pr
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
@@ -158,6 +160,9 @@ _TABLE = (
 
 HARDWARE: dict[str, Hardware] = {each.name: each for each in _TABLE}
 
+# Rates and latencies beyond these are none, and what is computed from them may overflow or be divided by 0.
+LEAST_RATE, MOST_RATE, MOST_US = 1e-9, 1e9, 1e9
+
 # What the numbers of a machine are; the rest of Hardware says what kind of machine it is.
 NUMBERS = tuple(
     each.name for each in fields(Hardware) if each.name not in ("name", "title", "sources", "in_place")
@@ -175,13 +180,34 @@ def find(hardware: str | Hardware) -> Hardware:
 
 def of_gpu(name: str) -> Hardware | None:
     """The hardware that a driver calls `name` ("NVIDIA H100 80GB HBM3"), None where it is not in the table."""
-    upper = name.upper()
+    # Whole words: an RTX A1000 is no A100, a GH200 no H200.
+    words = re.split("[^A-Z0-9]+", name.upper())
     for model, pcie in (("A100", True), ("H100", True), ("H200", False), ("H800", False), ("GB200", False),
                         ("B200", False), ("MI300X", False), ("L40S", False)):  # fmt: skip
-        if model in upper:
+        if model in words:
             key = {"GB200": "gb200-nvl72"}.get(model, model.lower())
-            return HARDWARE[f"{key}-pcie" if pcie and "PCIE" in upper else key]
+            return HARDWARE[f"{key}-pcie" if pcie and "PCIE" in words else key]
     return None
+
+
+_said: set[str] = set()
+
+
+def assumed(name: str) -> Hardware:
+    """What a GPU that the table does not have is taken for, an H100, with a warning, once for each `name`.
+
+    name: as its driver calls it, "" where it is rank 0's and unlike this rank's own.
+    """
+    which = f"{name!r}" if name else "rank 0's GPU"
+    if which not in _said:
+        _said.add(which)
+        warnings.warn(
+            f"fusedtp does not know {which}: how many programs push, whether copies are better and when an all-reduce "
+            "is one-shot all ranks decide by an H100's numbers, which may cost time. `fusedtp tune` measures which "
+            "schedule is fastest here",
+            stacklevel=4,
+        )
+    return find("h100")
 
 
 def number_of(machine: Hardware | None) -> int:
@@ -208,8 +234,9 @@ def measured_cpu(
     numbers |= {f"matrix_tflops of {dtype}": rate for dtype, rate in matrix_tflops.items()}
     latencies = {"host_us": host_us, "flag_us": flag_us, "collective_start_us": collective_start_us}
     for what, value in {**numbers, **latencies}.items():
-        if not (0 if what in latencies else 1e-9) <= value < float("inf"):
-            raise ValueError(f"{what} must be a positive number, a latency may be 0: got {value!r}")
+        least, most = (0, MOST_US) if what in latencies else (LEAST_RATE, MOST_RATE)
+        if not least <= value <= most:
+            raise ValueError(f"{what} must be a number from {least:g} to {most:g}, got {value!r}")
     return Hardware(
         name, name, collective_gbps, memory_gbps, dict(matrix_tflops), 0, 1 << 16, collective_gbps, 1.0,
         dict.fromkeys(NUMBERS, source), collective_fraction=1.0, copy_fraction=1.0, store_fraction=1.0,

@@ -6,11 +6,17 @@ A layer is a line of notation; its backward is planned from it. N output feature
     RowParallelLinear      [S, K_X] @ [K_X, N] -> [S_X, N]     sequence_parallel=False: [S, K_X] @ [K_X, N] -> [S, N]
     FSDPLinear             [S_X, K] @ [K, N_X] -> [S_X, N]
 
-`weight` is this rank's shard, a plain parameter, out features first as in nn.Linear. With the same seed on every rank a
-layer starts as its shard of what nn.Linear would have drawn, whatever the number of ranks: each rank draws the whole
-matrix and keeps its part, so for that moment it holds both. A matrix too large for that is made on `device="meta"` and
-filled from a checkpoint. Where ranks hold different rows, gradients are those of the sum of their losses; a result
-that is whole on every rank is one tensor, and its loss counts once.
+`weight` and `bias` are DTensors of nn.Linear's shapes, out features first, `weight.to_local()` this rank's shard: what
+checkpoints, optimizers, clip_grad_norm_ and fully_shard do to the layer they do to the whole matrix (`parameters`).
+They lie on `group` where that is a DeviceMesh, which fully_shard on another axis of it needs, or on a mesh made of it.
+With the same seed on every rank a layer starts as its shard of what nn.Linear would have drawn, whatever the number of
+ranks: each rank draws the whole matrix and keeps its part, so for that moment it holds both. A matrix too large for
+that is made on `device="meta"` and filled from a checkpoint. Where ranks hold different rows, gradients are those of
+the sum of their losses; a result that is whole on every rank is one tensor, and its loss counts once.
+
+By default features are split as DTensor splits them, in pieces of the length rounded up: such a layer can be saved by
+any number of ranks and loaded by any other. With `feature_sizes` of another kind the parameters are padded to the
+longest shard and hold for these ranks and sizes only; loading them into other ones is an error.
 """
 
 from __future__ import annotations
@@ -23,9 +29,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from . import arguments, dispatch, functional, groups, repeated
+from . import arguments, dispatch, functional, groups, parameters, repeated
 from .groups import Group
-from .shards import check_sizes, even_sizes, offsets
+from .repeated import Prepare
+from .shards import check_sizes, chunk_sizes
 
 Device = torch.device | str | int | None
 
@@ -46,12 +53,13 @@ def linear_of_replicated(
     """
     process_group = groups.resolve(group)
     x, weight, bias = arguments.autocast(x, weight, bias)
-    return repeated.call(_linear_of_replicated, x, weight, bias, process_group, schedule, debug)
+    return repeated.call(replicated_problem, x, weight, bias, process_group, schedule, debug)
 
 
-def _linear_of_replicated(
+def replicated_problem(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, schedule: str, debug: bool
 ) -> tuple[Any, ...]:
+    """`linear_of_replicated`, checked and described for `repeated`."""
     arguments.check_linear(x, weight, bias, schedule, debug)
     arguments.check_features(x.shape[-1], "x has", weight)
     splits = {"N": (weight.shape[0],) * group.size()}
@@ -60,9 +68,13 @@ def _linear_of_replicated(
 
 
 class _ShardedLinear(nn.Module):
-    # What the layers share: this rank's shard of nn.Linear's parameters, weight cut along `_dim`.
+    # What the layers share: nn.Linear's parameters, the weight split along its out features (`_dim` 0) or its in
+    # features (1). `_matrices` of one shape below each other have a dim of their own in front: DTensor could not cut
+    # each of them otherwise.
     _dim = 0
     _bias_is_split = False
+    _matrices = 1
+    padded_sizes: Tensor
 
     def __init__(
         self,
@@ -75,40 +87,86 @@ class _ShardedLinear(nn.Module):
         feature_sizes: Sequence[int] | None,
         schedule: str,
         debug: bool,
+        producer: str,
     ) -> None:
         super().__init__()
         dispatch.check_schedule(schedule)
+        arguments.check_producer(producer, schedule)
         arguments.flag("bias", bias)
         arguments.parameter_options(device, dtype)
         self.group: ProcessGroup = groups.resolve(group)
         in_features, out_features = arguments.features(in_features=in_features, out_features=out_features)
         self.in_features, self.out_features = in_features, out_features
-        self.schedule, self.debug = schedule, arguments.flag("debug", debug)
-        rank, world_size = self.group.rank(), self.group.size()
-        shape = [out_features, in_features]
-        if feature_sizes is None:
-            self.feature_sizes = even_sizes(shape[self._dim], world_size)
-        else:
-            self.feature_sizes = check_sizes(
-                feature_sizes, world_size=world_size, length=shape[self._dim], name="feature_sizes"
-            )
-        shape[self._dim] = self.feature_sizes[rank]
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        length = shape[0] if self._bias_is_split else out_features
-        self.bias = nn.Parameter(torch.empty(length, device=device, dtype=dtype)) if bias else None
+        self.schedule, self.debug, self.producer = schedule, arguments.flag("debug", debug), producer
+        self.feature_sizes = self._sizes_of(feature_sizes, (out_features, in_features)[self._dim])
+        lead = (self._matrices,) * (self._matrices > 1)
+        rows = out_features // self._matrices
+        # How each matrix is cut, and along which dims of the parameters.
+        self._sizes = tuple(size // self._matrices for size in self.feature_sizes)
+        self._dims = {"weight": len(lead) + self._dim, "bias": len(lead) if self._bias_is_split else None}
+        mesh = parameters.mesh_of(group, self.group, device)
+        made = mesh, device, dtype
+        self.weight = parameters.sharded((*lead, rows, in_features), len(lead) + self._dim, self._sizes, *made)
+        self.bias: nn.Parameter | None = None
+        if bias and self._bias_is_split:
+            self.bias = parameters.sharded((*lead, rows), len(lead), self._sizes, *made)
+        elif bias:
+            self.bias = parameters.whole((out_features,), *made)
+        if parameters.is_padded(self._sizes):
+            # Also in the state, where it is compared: the shapes alone would fit other sizes as long.
+            self.register_buffer("padded_sizes", torch.tensor(self._sizes, device=device))
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Draw what nn.Linear would draw, on every rank alike, and keep this rank's shard."""
-        self._draw(self.weight, self.bias, self.out_features, self.feature_sizes)
+    def _sizes_of(self, sizes: Sequence[int] | None, length: int) -> tuple[int, ...]:
+        world_size = self.group.size()
+        if sizes is None:
+            return tuple(self._matrices * size for size in chunk_sizes(length // self._matrices, world_size))
+        return check_sizes(sizes, world_size=world_size, length=length, name="feature_sizes")
 
     @torch.no_grad()
-    def _draw(self, weight: Tensor, bias: Tensor | None, out_features: int, sizes: Sequence[int]) -> None:
-        rank = self.group.rank()
-        whole = nn.Linear(self.in_features, out_features, bias is not None, weight.device, weight.dtype)
-        weight.copy_(whole.weight.narrow(self._dim, offsets(sizes)[rank], sizes[rank]))
-        if bias is not None:
-            bias.copy_(whole.bias.narrow(0, offsets(sizes)[rank], sizes[rank]) if self._bias_is_split else whole.bias)
+    def reset_parameters(self) -> None:
+        """Draw what nn.Linear would draw, on every rank alike, and keep this rank's part.
+
+        The seed must be the same on every rank. A parameter on the meta device draws nothing.
+        """
+        if parameters.is_padded(self._sizes):
+            self.padded_sizes.copy_(torch.tensor(self._sizes))
+        rows, weight, bias = self.out_features // self._matrices, self.weight, self.bias
+        drawn = [
+            nn.Linear(self.in_features, rows, bias is not None, weight.device, weight.dtype)
+            for _ in range(self._matrices)
+        ]
+        for name, parameter in (("weight", weight), ("bias", bias)):
+            if parameter is not None and not parameter.is_meta:
+                values = [getattr(each, name) for each in drawn]
+                parameters.fill(
+                    parameter, values[0] if len(values) == 1 else torch.stack(values), self._dims[name], self._sizes
+                )
+
+    def _linear(self, prepare: Prepare, x: Tensor, *options: Any) -> Tensor:
+        if not parameters.is_padded(self._sizes):
+            return repeated.of_parameters(prepare, x, self.weight, self.bias, self.group, *options)
+        size = self._sizes[self.group.rank()]
+        weight = self._own("weight", self.weight, size, 2)
+        bias = None if self.bias is None else self._own("bias", self.bias, size, 1)
+        return repeated.call(prepare, *arguments.autocast(x, weight, bias), self.group, *options)
+
+    def _own(self, name: str, parameter: Tensor, size: int, ndim: int) -> Tensor:
+        value, dim = parameters.local(parameter, parameter.ndim), self._dims[name]
+        return parameters.local(value if dim is None else value.narrow(dim, 0, size), ndim)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], strict: bool, missing: list[str],
+        unexpected: list[str], errors: list[str],
+    ) -> None:  # fmt: skip
+        theirs = state_dict.get(f"{prefix}padded_sizes")
+        if theirs is not None and parameters.is_padded(self._sizes) and theirs.tolist() != list(self._sizes):
+            errors.append(
+                f"{prefix}weight is padded for shards of {tuple(theirs.tolist())}, this layer's are {self._sizes}: "
+                "feature_sizes that are not as DTensor splits them hold for the same ranks only"
+            )
+            return
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
 
     def extra_repr(self) -> str:
         split = ", ".join(map(str, self.feature_sizes))
@@ -126,13 +184,13 @@ class _ShardedLinear(nn.Module):
 class ColumnParallelLinear(_ShardedLinear):
     """y = x @ weight.T + bias, this rank's columns of y.
 
-    weight [feature_sizes[rank], in_features], bias [feature_sizes[rank]]
+    weight [out_features, in_features], bias [out_features], of each of which this rank has feature_sizes[rank] rows
     sequence_parallel     x is this rank's part along `gather_dim`, y whole; dx is reduce-scattered, x gathered for dw
     without               x and y are whole along the sequence; dx is all-reduced
 
     gather_dim: 0 for [sequence, batch, features], 1 for [batch, sequence, features]. feature_sizes: out_features on
-    every rank, by default as even as can be. sequence_sizes: x's length on every rank, by default this rank's on all;
-    it may be set anew between calls.
+    every rank, by default as DTensor splits them. sequence_sizes: x's length on every rank, by default this rank's on
+    all; it may be set anew between calls.
     """
 
     _bias_is_split = True
@@ -152,22 +210,21 @@ class ColumnParallelLinear(_ShardedLinear):
         sequence_sizes: Sequence[int] | None = None,
         schedule: str = "auto",
         debug: bool = False,
+        producer: str = "auto",
     ) -> None:
-        super().__init__(in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, debug)
+        super().__init__(
+            in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, debug, producer
+        )
         self.sequence_parallel = arguments.flag("sequence_parallel", sequence_parallel)
         self.gather_dim = arguments.sequence_dim("gather_dim", gather_dim)
         self.sequence_sizes = arguments.sequence_sizes(sequence_sizes, self.group)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.sequence_parallel:
-            return linear_of_replicated(
-                x, self.weight, self.bias, group=self.group, schedule=self.schedule, debug=self.debug
-            )
-        return functional.all_gather_linear(
-            x, self.weight, self.bias,
-            group=self.group, gather_dim=self.gather_dim, sizes=self.sequence_sizes, schedule=self.schedule,
-            debug=self.debug,
-        )  # fmt: skip
+            return self._linear(replicated_problem, x, self.schedule, self.debug)
+        describe = functional.all_gather_problem
+        options = self.gather_dim, self.sequence_sizes, self.schedule, self.debug, self.producer
+        return self._linear(describe, x, *options)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, sequence_parallel={self.sequence_parallel}, gather_dim={self.gather_dim}"
@@ -176,13 +233,13 @@ class ColumnParallelLinear(_ShardedLinear):
 class RowParallelLinear(_ShardedLinear):
     """y = sum over ranks of x @ weight.T, + bias; x holds this rank's features.
 
-    weight [out_features, feature_sizes[rank]], bias [out_features], whole and the same on every rank
+    weight [out_features, in_features], of which this rank has feature_sizes[rank] columns, bias [out_features], whole
     sequence_parallel     y is this rank's part along `scatter_dim`; dy is gathered once for dx and dw
     without               y is whole on every rank; backward sends nothing
 
     scatter_dim: 0 for [sequence, batch, features], 1 for [batch, sequence, features]. feature_sizes: in_features on
-    every rank, by default as even as can be. sequence_sizes: y's length on every rank, by default as even as can be; it
-    may be set anew between calls.
+    every rank, by default as DTensor splits them. sequence_sizes: y's length on every rank, by default as even as can
+    be; it may be set anew between calls.
     """
 
     _dim = 1
@@ -202,22 +259,21 @@ class RowParallelLinear(_ShardedLinear):
         sequence_sizes: Sequence[int] | None = None,
         schedule: str = "auto",
         debug: bool = False,
+        producer: str = "auto",
     ) -> None:
-        super().__init__(in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, debug)
+        super().__init__(
+            in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, debug, producer
+        )
         self.sequence_parallel = arguments.flag("sequence_parallel", sequence_parallel)
         self.scatter_dim = arguments.sequence_dim("scatter_dim", scatter_dim)
         self.sequence_sizes = arguments.sequence_sizes(sequence_sizes, self.group)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.sequence_parallel:
-            return functional.linear_all_reduce(
-                x, self.weight, self.bias, group=self.group, schedule=self.schedule, debug=self.debug
-            )
-        return functional.linear_reduce_scatter(
-            x, self.weight, self.bias,
-            group=self.group, scatter_dim=self.scatter_dim, sizes=self.sequence_sizes, schedule=self.schedule,
-            debug=self.debug,
-        )  # fmt: skip
+            return self._linear(functional.all_reduce_problem, x, self.schedule, "auto", self.debug)
+        describe = functional.reduce_scatter_problem
+        options = self.scatter_dim, self.sequence_sizes, self.schedule, self.debug, self.producer
+        return self._linear(describe, x, *options)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, sequence_parallel={self.sequence_parallel}, scatter_dim={self.scatter_dim}"
@@ -226,10 +282,10 @@ class RowParallelLinear(_ShardedLinear):
 class FSDPLinear(_ShardedLinear):
     """y = x @ all_gather(weight).T + bias; x and y are this rank's own rows.
 
-    weight [feature_sizes[rank], in_features], bias [out_features], whole and the same on every rank
+    weight [out_features, in_features], of which this rank has feature_sizes[rank] rows, bias [out_features], whole
     forward gathers the weight and keeps only its shard; backward gathers it again and reduce-scatters dw
 
-    feature_sizes: out_features on every rank, by default as even as can be.
+    feature_sizes: out_features on every rank, by default as DTensor splits them.
     """
 
     def __init__(
@@ -244,25 +300,21 @@ class FSDPLinear(_ShardedLinear):
         feature_sizes: Sequence[int] | None = None,
         schedule: str = "auto",
         debug: bool = False,
+        producer: str = "auto",
     ) -> None:
-        super().__init__(in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, debug)
+        super().__init__(
+            in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, debug, producer
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.fsdp_linear(
-            x, self.weight, self.bias,
-            group=self.group, sizes=self.feature_sizes, schedule=self.schedule, debug=self.debug,
-        )  # fmt: skip
+        options = self.feature_sizes, self.schedule, self.debug, self.producer
+        return self._linear(functional.fsdp_problem, x, *options)
 
 
 class _GateUpLinear(ColumnParallelLinear):
-    # Two column-parallel matrices below each other, gate's shard then up's: one gather of x serves both.
-
-    def reset_parameters(self) -> None:
-        # What two nn.Linear would draw, one after the other.
-        sizes = [size // 2 for size in self.feature_sizes]
-        halves = zip(self.weight.chunk(2), (None, None) if self.bias is None else self.bias.chunk(2), strict=True)
-        for weight, bias in halves:
-            self._draw(weight, bias, self.out_features // 2, sizes)
+    # Two column-parallel matrices, gate's shard then up's below it: one gather of x serves both. They start as two
+    # nn.Linear would, drawn one after the other.
+    _matrices = 2
 
 
 class ParallelMLP(nn.Module):
@@ -271,10 +323,11 @@ class ParallelMLP(nn.Module):
     gelu      down_proj(gelu(up_proj(x)))
     swiglu    down_proj(silu(gate) * up), gate and up being the halves of gate_up_proj(x)
 
-    up_proj and gate_up_proj are ColumnParallelLinear, down_proj is RowParallelLinear. gate_up_proj.weight is this
-    rank's rows of the gate's [intermediate_size, hidden_size] matrix, then its rows of up's: x is gathered once for
-    both. x and y are [S_X, ..., hidden_size], S along `sequence_dim` (0 or 1); whole without sequence_parallel.
-    feature_sizes splits intermediate_size; the other arguments are those of the linears.
+    up_proj and gate_up_proj are ColumnParallelLinear, down_proj is RowParallelLinear. x is gathered once for gate and
+    up: gate_up_proj.weight is both matrices stacked, [2, intermediate_size, hidden_size], its bias [2,
+    intermediate_size], and each rank has the same rows of both. x and y are [S_X, ..., hidden_size], S along
+    `sequence_dim` (0 or 1); whole without sequence_parallel. feature_sizes splits intermediate_size; the other
+    arguments are those of the linears.
     """
 
     def __init__(
@@ -293,6 +346,7 @@ class ParallelMLP(nn.Module):
         sequence_sizes: Sequence[int] | None = None,
         schedule: str = "auto",
         debug: bool = False,
+        producer: str = "auto",
     ) -> None:
         super().__init__()
         if activation not in ("gelu", "swiglu"):
@@ -301,11 +355,12 @@ class ParallelMLP(nn.Module):
         hidden_size, intermediate_size = arguments.features(
             hidden_size=hidden_size, intermediate_size=intermediate_size
         )  # fmt: skip
-        group = groups.resolve(group)
-        length = {"world_size": group.size(), "length": intermediate_size}
+        world_size = groups.resolve(group).size()
         if feature_sizes is None:
-            feature_sizes = even_sizes(intermediate_size, group.size())
-        feature_sizes = check_sizes(feature_sizes, **length, name="feature_sizes")
+            feature_sizes = chunk_sizes(intermediate_size, world_size)
+        feature_sizes = check_sizes(
+            feature_sizes, world_size=world_size, length=intermediate_size, name="feature_sizes"
+        )  # fmt: skip
         self.activation = activation
         options: dict[str, Any] = {
             "group": group,
@@ -313,6 +368,7 @@ class ParallelMLP(nn.Module):
             "sequence_sizes": sequence_sizes,
             "schedule": schedule,
             "debug": debug,
+            "producer": producer,
         }
         wide: dict[str, Any] = {**options, "gather_dim": sequence_dim}
         if activation == "swiglu":

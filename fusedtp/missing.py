@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import TypeAlias
 
+from .clock import Stopwatch
 from .kernels import signal
 from .steps import raised, wrapping_difference
 
@@ -26,11 +27,13 @@ def really_missing(rank: int, world_size: int, header: Header, peer: int) -> int
     That is the one at the end of the chain of those who wait for each other. Where another rank has given up on yet
     another one, the two are told apart by what they say of themselves: who is alive will soon wait, or give up.
     """
-    deadline = time.monotonic() + GRACE_SECONDS
+    ran = Stopwatch()
     while True:
         first = _follow(rank, world_size, header, peer)
         givers = [
-            other for other in range(world_size) if other != rank and _given_up(header, other) not in (None, rank)
+            other
+            for other in range(world_size)
+            if other != rank and _given_up(world_size, header, other) not in (None, rank)
         ]
         ends = [_follow(rank, world_size, header, giver) for giver in givers]
         rivals = [end for end in ends if end != first and _is_silent(world_size, header, end)]
@@ -42,48 +45,58 @@ def really_missing(rank: int, world_size: int, header: Header, peer: int) -> int
                 return first
         elif not rivals:
             return first
-        if time.monotonic() > deadline:
+        if ran.seconds() > GRACE_SECONDS:
             return first
         time.sleep(0.01)
 
 
-def explain(header: Header, peer: int, missing: int) -> str:
+def explain(world_size: int, header: Header, peer: int, missing: int) -> str:
     """What is known of rank `missing`, named in place of `peer`, behind a message."""
     words, text = header(missing), ""
     if missing != peer:
         text += f"; rank {peer} was itself waiting for rank {missing}"
-    if words[signal.GIVEN_UP.value]:
-        text += f"; rank {missing} had given up on rank {words[signal.GIVEN_UP.value] - 1}"
-    if left := words[signal.LEFT.value]:
+    if (lost := _rank_in(words, signal.GIVEN_UP.value, world_size)) is not None:
+        text += f"; rank {missing} had given up on rank {lost}"
+    if (left := words[signal.LEFT.value]) in (1, 2):
         what = "has called fusedtp.destroy" if left == 1 else "left an op with an exception"
         text += f"; rank {missing} {what}: call fusedtp.destroy for this group on every rank, then the op again"
     return text
 
 
-def _given_up(header: Header, peer: int) -> int | None:
+def _given_up(world_size: int, header: Header, peer: int) -> int | None:
     # Whom that rank has given up on.
-    word = header(peer)[signal.GIVEN_UP.value]
-    return word - 1 if word else None
+    return _rank_in(header(peer), signal.GIVEN_UP.value, world_size)
 
 
 def _is_silent(world_size: int, header: Header, peer: int) -> bool:
     # Whether that rank neither waits nor has given up, as one that is dead, stopped, gone or busy.
     words = header(peer)
-    if words[signal.GIVEN_UP.value] or words[signal.LEFT.value]:
-        return not words[signal.GIVEN_UP.value]
+    if _rank_in(words, signal.GIVEN_UP.value, world_size) is not None:
+        return False
+    if words[signal.LEFT.value]:
+        return True
     return _waits_for(world_size, header, words) is None
 
 
 def _waits_for(world_size: int, header: Header, words: list[int]) -> int | None:
-    if not words[signal.WAITING_FOR.value]:
+    source = _rank_in(words, signal.WAITING_FOR.value, world_size)
+    if source is None:
         return None
-    source, slot = words[signal.WAITING_FOR.value] - 1, words[signal.WAITING_SLOT.value]
+    slot, expected = words[signal.WAITING_SLOT.value], wrapping_difference(words[signal.EPOCH.value], -1)
+    word = signal.SIGNALS.value + slot * world_size + source
     if slot == signal.GROWTH_SLOT.value:
-        seen = header(source)[signal.GROWING.value]
+        seen, expected = header(source)[signal.GROWING.value], words[signal.GROWING.value]
+    elif slot < 0 or word >= len(words):
+        return None
     else:
-        seen = words[signal.SIGNALS.value + slot * world_size + source]
+        seen = words[word]
     # A rank that has what it says it is waiting for was stopped or killed there.
-    return None if raised(seen, wrapping_difference(words[signal.EPOCH.value], -1)) else source
+    return None if raised(seen, expected) else source
+
+
+def _rank_in(words: list[int], word: int, world_size: int) -> int | None:
+    # A rank is written as its number + 1. What is no rank was written by nobody who keeps to that, and says nothing.
+    return words[word] - 1 if 0 < words[word] <= world_size else None
 
 
 def _follow(rank: int, world_size: int, header: Header, peer: int) -> int:
@@ -92,8 +105,8 @@ def _follow(rank: int, world_size: int, header: Header, peer: int) -> int:
     while peer not in chain:
         chain.append(peer)
         words = header(peer)
-        if words[signal.GIVEN_UP.value]:
-            peer = words[signal.GIVEN_UP.value] - 1
+        if (lost := _rank_in(words, signal.GIVEN_UP.value, world_size)) is not None:
+            peer = lost
         elif words[signal.LEFT.value]:
             break
         elif (source := _waits_for(world_size, header, words)) is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import agreement, dispatch, groups, turns
@@ -16,13 +17,14 @@ from .registered import operator
 
 
 def _run(
-    op: str, schedule: str, x: Tensor, group_name: str, *operands: Tensor | None, debug: bool = False, **options: Any
-) -> Tensor:
+    op: str, schedule: str, x: Tensor, group_name: str, *operands: Tensor | None, debug: bool = False,
+    producer: str = "auto", **options: Any,
+) -> Tensor:  # fmt: skip
     group = groups.resolve(group_name)
     with turns.Turn("group", group_name, op):
         if debug or agreement.wanted():
             agreement.check(op, group, x, *operands, schedule=schedule, **options)
-        out: Tensor = dispatch.run(op, schedule, group, x, *operands, **options)
+        out: Tensor = dispatch.run(op, schedule, group, x, *operands, producer=producer, **options)
     return out
 
 
@@ -76,15 +78,17 @@ def matmul_all_reduce(
 
 
 def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.sizes, ctx.group_name, ctx.schedule, _, ctx.debug = inputs
+    _, ctx.sizes, ctx.group_name, ctx.schedule, _, ctx.debug, *ctx.more = inputs
 
 
 def _setup_all_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    pass
+    _, ctx.group_name, ctx.schedule, _, ctx.debug = inputs
 
 
 def _through_reduce_scatter(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return reduce_scatter(grad, ctx.sizes, ctx.group_name, ctx.schedule, "auto", ctx.debug), *[None] * 5
+    return reduce_scatter(grad, ctx.sizes, ctx.group_name, ctx.schedule, "auto", ctx.debug), *[None] * (
+        5 + len(ctx.more)
+    )
 
 
 def _through_all_gather(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -92,21 +96,45 @@ def _through_all_gather(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _as_it_is(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    if torch.is_grad_enabled():
+        # With create_graph=True: from here on it is each rank's own, and a second gradient is the sum of theirs.
+        grad = as_it_is(grad, ctx.group_name, ctx.schedule, ctx.debug)
     return grad, *[None] * 4
 
 
+def _summed(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return all_reduce(grad, ctx.group_name, ctx.schedule, "auto", ctx.debug), *[None] * 3
+
+
+def _setup_as_it_is(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.group_name, ctx.schedule, ctx.debug = inputs
+
+
+def _fake_as_it_is(x: Tensor, group_name: str, schedule: str, debug: bool = False) -> Tensor:
+    return torch.empty_like(x)
+
+
+@operator("as_it_is", _fake_as_it_is, _summed, _setup_as_it_is)
+def as_it_is(x: Tensor, group_name: str, schedule: str, debug: bool = False) -> Tensor:
+    """x [R, C], the same on every rank; what is computed with it is each rank's own."""
+    return x.clone()
+
+
 def _fake_all_gather(
-    x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str, debug: bool = False
-) -> Tensor:
+    x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str, debug: bool = False,
+    producer: str = "auto",
+) -> Tensor:  # fmt: skip
     return x.new_empty(sum(sizes), x.shape[1])
 
 
 @operator("all_gather", _fake_all_gather, _through_reduce_scatter, _setup_gather)
 def all_gather(
-    x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str, debug: bool = False
-) -> Tensor:
+    x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str, debug: bool = False,
+    producer: str = "auto",
+) -> Tensor:  # fmt: skip
     """x [sizes[rank], C] -> [sum(sizes), C]."""
-    return _run("all_gather", schedule, x, group_name, debug=debug, sizes=tuple(sizes), algorithm=algorithm)
+    options = {"sizes": tuple(sizes), "algorithm": algorithm}
+    return _run("all_gather", schedule, x, group_name, debug=debug, producer=producer, **options)
 
 
 def _fake_reduce_scatter(

@@ -6,11 +6,13 @@ Everything but the tensors is worked out once for the lengths at hand.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
 from .execute import Matrix, Named, Runner, flat_sizes, outermost
+from .meaning import Meaning
 from .plan import Plan
 
 
@@ -29,11 +31,12 @@ class Pair:
     dw_first: bool
     shape: tuple[int, ...] | None
     dims: tuple[tuple[str, ...], tuple[str, ...]]
+    meanings: dict[Any, Meaning] = field(default_factory=dict, compare=False, repr=False)
 
     def run(self, run: Runner, *tensors: Tensor) -> tuple[Named, Named]:
         """dx and dw from this rank's shards of dy, x and w."""
         operands = [matrix.view(tensors[which]) for which, matrix in self.operands]
-        dx, dw = run.call(self.op, self.axis, *operands, sizes=self.sizes)
+        dx, dw = run.call(self.op, self.axis, *operands, meanings=self.meanings, sizes=self.sizes)
         if self.dw_first:
             dx, dw = dw, dx
         return Named(dx if self.shape is None else dx.view(self.shape), self.dims[0]), Named(dw, self.dims[1])

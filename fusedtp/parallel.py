@@ -25,8 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from . import arguments, dispatch, functional, groups
-from .layers import linear_of_replicated
+from . import arguments, dispatch, functional, groups, repeated
+from .layers import replicated_problem
+from .shards import chunk_sizes
 
 
 @dataclass(frozen=True)
@@ -38,16 +39,15 @@ class _Layouts:
     use_local_output: bool
     schedule: str
     debug: bool
+    producer: str
 
     @property
     def group(self) -> ProcessGroup:
         return self.mesh.get_group()
 
     def sizes(self, length: int) -> tuple[int, ...]:
-        """How DTensor cuts a dim: in pieces of the length rounded up, so the last ranks may get less or nothing."""
-        world_size = self.mesh.size()
-        piece = -(-length // world_size)
-        return tuple(max(0, min(piece, length - rank * piece)) for rank in range(world_size))
+        """How DTensor cuts a dim."""
+        return chunk_sizes(length, self.mesh.size())
 
     def receive(self, x: Tensor, wanted: Placement | None = None) -> tuple[Tensor, Placement, tuple[int, ...] | None]:
         """The local part of x, its layout (`wanted` if given), and the ranks' lengths where the global one is known."""
@@ -95,11 +95,6 @@ def _positive(placement: Placement, ndim: int, name: str = "layout") -> Placemen
     return Shard(placement.dim % ndim)
 
 
-def _local(parameter: Tensor) -> Tensor:
-    # Its gradient has its own layout: whole where it is replicated, because backward has reduced it.
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
 class FusedColwiseLinear(nn.Linear):
     """What FusedColwiseParallel makes of an nn.Linear: `[.., R_X, .., K] @ [K, N_X] -> [.., N_X]`, or R whole."""
 
@@ -108,15 +103,13 @@ class FusedColwiseLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         to = self.layouts
         x, placement, sizes = to.receive(input)
-        weight, bias = _local(self.weight), None if self.bias is None else _local(self.bias)
+        # A parameter's gradient has its own layout: whole where it is replicated, because backward has reduced it.
+        ours = self.weight, self.bias, to.group
         if isinstance(placement, Shard):
-            y = functional.all_gather_linear(
-                x, weight, bias,
-                group=to.group, gather_dim=placement.dim, sizes=sizes, schedule=to.schedule,
-                debug=to.debug,
-            )  # fmt: skip
+            describe = functional.all_gather_problem
+            y = repeated.of_parameters(describe, x, *ours, placement.dim, sizes, to.schedule, to.debug, to.producer)
         else:
-            y = linear_of_replicated(x, weight, bias, group=to.group, schedule=to.schedule, debug=to.debug)
+            y = repeated.of_parameters(replicated_problem, x, *ours, to.schedule, to.debug)
         return to.hand_out(y, Shard(-1), (*y.shape[:-1], self.out_features))
 
 
@@ -128,17 +121,14 @@ class FusedRowwiseLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         to = self.layouts
         x, _, _ = to.receive(input, wanted=Shard(-1))
-        weight, bias = _local(self.weight), None if self.bias is None else _local(self.bias)
+        ours = self.weight, self.bias, to.group
         shape = (*x.shape[:-1], self.out_features)
         made = _positive(to.output, x.ndim)
         if isinstance(made, Shard):
-            y = functional.linear_reduce_scatter(
-                x, weight, bias,
-                group=to.group, scatter_dim=made.dim, sizes=to.sizes(shape[made.dim]), schedule=to.schedule,
-                debug=to.debug,
-            )  # fmt: skip
+            describe, sizes = functional.reduce_scatter_problem, to.sizes(shape[made.dim])
+            y = repeated.of_parameters(describe, x, *ours, made.dim, sizes, to.schedule, to.debug, to.producer)
         else:
-            y = functional.linear_all_reduce(x, weight, bias, group=to.group, schedule=to.schedule, debug=to.debug)
+            y = repeated.of_parameters(functional.all_reduce_problem, x, *ours, to.schedule, "auto", to.debug)
         return to.hand_out(y, made, shape)
 
 
@@ -158,12 +148,14 @@ class _FusedStyle(ParallelStyle):
         use_local_output: bool = True,
         schedule: str = "auto",
         debug: bool = False,
+        producer: str = "auto",
     ) -> None:
         super().__init__()
         self.input_layouts = self._input if input_layouts is None else input_layouts
         self.output_layouts = self._output if output_layouts is None else output_layouts
         self.use_local_output = arguments.flag("use_local_output", use_local_output)
-        self.schedule, self.debug = schedule, arguments.flag("debug", debug)
+        arguments.check_producer(producer, schedule)
+        self.schedule, self.debug, self.producer = schedule, arguments.flag("debug", debug), producer
         for name, placement in (("input_layouts", self.input_layouts), ("output_layouts", self.output_layouts)):
             if not isinstance(placement, Shard | Replicate):
                 raise ValueError(f"{name} must be Shard(dim) or Replicate(), got {placement!r}")
@@ -189,7 +181,13 @@ class _FusedStyle(ParallelStyle):
                 setattr(module, name, nn.Parameter(value, requires_grad=parameter.requires_grad))
         module.__class__ = self._linear
         module.layouts = _Layouts(  # type: ignore[assignment]
-            device_mesh, self.input_layouts, self.output_layouts, self.use_local_output, self.schedule, self.debug
+            device_mesh,
+            self.input_layouts,
+            self.output_layouts,
+            self.use_local_output,
+            self.schedule,
+            self.debug,
+            self.producer,
         )
         return module
 
@@ -206,6 +204,7 @@ class FusedColwiseParallel(_FusedStyle):
     use_local_output  return this rank's tensor rather than a DTensor
     schedule          of the matmul: auto, fused, decomposed or unfused
     debug             compare every op with the other ranks' before it runs
+    producer          how the fused schedule sends what it gathers: auto, push or copy
 
     A plain input that is sharded is taken to be as long on every rank; a DTensor knows its length.
     """
@@ -222,6 +221,7 @@ class FusedRowwiseParallel(_FusedStyle):
     use_local_output  return this rank's tensor rather than a DTensor
     schedule          of the matmul: auto, fused, decomposed or unfused
     debug             compare every op with the other ranks' before it runs
+    producer          how the fused schedule sends what it gathers: auto, push or copy
     """
 
     _input, _output, _weight, _bias = Shard(-1), Replicate(), Shard(1), Replicate()

@@ -1,25 +1,33 @@
 """Registering an operator with torch: opaque to the compiler, with an exact fake and maybe an autograd formula.
 
 torch's custom_op does the same, but the first call of such an operator imports the compiler, a second for every
-process whether it compiles or not.
+process whether it compiles or not. Inside torch.func's transforms, which take an operator for one without a tangent and
+without a batch, the same function and formula run as an autograd.Function that torch.func knows: `grad`, `vjp`,
+`jacrev` and `vmap` are right there (a batch is a loop, so that ranks make the same calls), forward mode is refused.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
 import torch
-from torch import library
+from torch import Tensor, library
+from torch.autograd import forward_ad
 
 Formula: TypeAlias = Callable[..., Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+# What autograd.Function itself asks; there is no public way.
+transforms_active = torch._C._are_functorch_transforms_active
 
 
 def operator(
     name: str, fake: Formula, backward: Formula | None = None, setup: Formula | None = None
 ) -> Callable[[Function], Function]:
-    """A decorator: `torch.ops.fusedtp.<name>.default`, which runs the function on any device.
+    """A decorator: registers `torch.ops.fusedtp.<name>`, which runs the function on any device, and calls it.
 
     It mutates none of its arguments, and its results share no memory with them. fake: the same function on shapes
     alone. backward, setup: those of torch's register_autograd; without them the result has no gradient.
@@ -33,10 +41,62 @@ def operator(
         library.register_fake(qualified, fake)
         formula = backward if backward is not None else _refuse(qualified)
         library.register_autograd(qualified, formula, setup_context=setup)
-        registered: Function = getattr(torch.ops.fusedtp, name).default
-        return registered
+        registered = getattr(torch.ops.fusedtp, name).default
+        transformed = _transformed(name, registered, formula, setup)
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def call(*args: Any) -> Any:
+            if torch.compiler.is_compiling() or not (transforms_active() or forward_ad._current_level >= 0):
+                return registered(*args)
+            given = signature.bind(*args)
+            given.apply_defaults()
+            return transformed.apply(*given.args)
+
+        return call  # type: ignore[return-value]
 
     return register
+
+
+def refuse_forward_mode(*args: Any) -> Any:
+    """The `jvp` of an autograd.Function that has none."""
+    raise NotImplementedError(
+        "forward-mode differentiation (torch.func.jvp, jacfwd, hessian, dual tensors) of fusedtp's ops is not "
+        "implemented: use reverse mode (torch.func.vjp, jacrev, grad, backward)"
+    )
+
+
+def _transformed(name: str, registered: Formula, formula: Formula, setup: Formula | None) -> Any:
+    function: Any = None
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        if setup is not None:
+            setup(ctx, inputs, output)
+
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        outs = []
+        for i in range(info.batch_size):
+            batched = (isinstance(arg, Tensor) and dim is not None for arg, dim in zip(args, in_dims, strict=True))
+            each = (
+                arg.select(dim, i) if is_batched else arg
+                for arg, dim, is_batched in zip(args, in_dims, batched, strict=True)
+            )
+            # Maybe inside another transform.
+            outs.append(function.apply(*each) if transforms_active() else registered(*each))
+        if isinstance(outs[0], Tensor):
+            return torch.stack(outs), 0
+        stacked = tuple(torch.stack(parts) for parts in zip(*outs, strict=True))
+        return stacked, (0,) * len(stacked)
+
+    methods: dict[str, Callable[..., Any]] = {
+        "forward": registered,
+        "setup_context": setup_context,
+        "backward": formula,
+        "vmap": vmap,
+        "jvp": refuse_forward_mode,
+    }
+    function = type(name, (torch.autograd.Function,), {key: staticmethod(each) for key, each in methods.items()})
+    return function
 
 
 def _refuse(name: str) -> Formula:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from . import sharded
-from .sharded import PLAIN, Problem
+from . import arguments, eager
+from .parameters import PLAIN, local, part
+from .sharded import Problem
 
-# From (x, weight, bias, group, *options) to the arguments of `sharded.apply` after its tensors.
+# From (x, weight, bias, group, *options) to the arguments of `eager.apply` after its tensors.
 Prepare: TypeAlias = Callable[..., tuple[Any, ...]]
 
 _MAX_CALLS = 4096
@@ -29,15 +30,34 @@ def call(
 ) -> Tensor:
     """The layer that `prepare` checks the arguments of and describes, once for all calls that are alike."""
     key = _key(prepare, x, weight, bias, group, options)
-    problem = None if key is None else _calls.get(key)
-    if problem is not None:
-        return sharded.run(x, weight, bias, problem)
-    arguments = prepare(x, weight, bias, group, *options)
-    if key is not None:
-        if len(_calls) >= _MAX_CALLS:
-            _calls.clear()
-        _calls[key] = Problem.of(*arguments)
-    return sharded.apply(x, weight, bias, *arguments)
+    if key is None:
+        return eager.apply(x, weight, bias, *prepare(x, weight, bias, group, *options))
+    problem = _calls.get(key) or _known(key, prepare(x, weight, bias, group, *options))
+    return eager.run(x, weight, bias, problem)
+
+
+def of_parameters(
+    prepare: Prepare, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, *options: Any
+) -> Tensor:
+    """`call` of a layer: its weight and bias are DTensors, or plain where torch.func has put other ones in place."""
+    if type(weight) in PLAIN:
+        weight, bias = local(weight, 2), None if bias is None else local(bias, 1)
+    key = None
+    if type(x) in PLAIN and not torch.compiler.is_compiling() and not torch.is_autocast_enabled(x.device.type):
+        w_part, bias_part = part(weight, 2), None if bias is None else part(bias, 1)
+        key = _key(prepare, x, w_part, bias_part, group, options)
+    if key is None:
+        weight, bias = local(weight, 2), None if bias is None else local(bias, 1)
+        return call(prepare, *arguments.autocast(x, weight, bias), group, *options)
+    problem = _calls.get(key) or _known(key, prepare(x, w_part, bias_part, group, *options))
+    return eager.run(x, weight, bias, problem)
+
+
+def _known(key: tuple[Any, ...], described: tuple[Any, ...]) -> Problem:
+    if len(_calls) >= _MAX_CALLS:
+        _calls.clear()
+    problem = _calls[key] = Problem.of(*described)
+    return problem
 
 
 def _key(

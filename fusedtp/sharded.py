@@ -16,11 +16,10 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import groups, notation
 from .execute import Named, Runner, execute, only_product
@@ -33,11 +32,6 @@ from .registered import operator
 
 # Between the group names, which an operator takes as one string.
 SEPARATOR = "\n"
-
-# Neither DTensor, nor a fake, nor another subclass that the dispatcher would have to be asked about.
-PLAIN = (Tensor, torch.nn.Parameter)
-# What autograd.Function itself asks; there is no public way.
-_transforms_active = torch._C._are_functorch_transforms_active
 
 
 @dataclass(frozen=True)
@@ -58,6 +52,7 @@ class Problem:
     schedule: str
     algorithm: str
     debug: bool = False
+    producer: str = "auto"
 
     @classmethod
     def of(cls, spec: str, group_names: str, lengths: Sequence[int], splits: Sequence[int], *rest: Any) -> Problem:
@@ -107,9 +102,11 @@ class Problem:
         kept = self.ready(("runner", fake))
         if kept is not None:
             return kept[0]
-        by_axis = dict(zip(self.parsed.mesh_axes, map(groups.named, self.group_names), strict=True))
+        by_axis = {
+            axis: ref(groups.named(name)) for axis, name in zip(self.parsed.mesh_axes, self.group_names, strict=True)
+        }
         kind = _Shapes if fake else Runner
-        runner = kind(self.partition(), by_axis, self.schedule, self.algorithm, self.debug)
+        runner = kind(self.partition(), by_axis, self.schedule, self.algorithm, self.debug, self.producer)
         self._ready["runner", fake] = runner, None
         return runner
 
@@ -123,7 +120,7 @@ class Problem:
         if kept is not None:
             for name, group in zip(self.group_names, kept[0].groups.values(), strict=True):
                 # One that was destroyed may have been made anew under its name.
-                if groups.named(name) is not group:
+                if groups.named(name) is not group():
                     return None
         return kept
 
@@ -180,7 +177,7 @@ class _Shapes(Runner):
     """Runs no collective: makes tensors of the shapes and strides that one would give."""
 
     def call(self, op: str, axis: str, x: Tensor, *operands: Tensor | None, **options: Any) -> Any:
-        sizes, rank = options.get("sizes", ()), self.groups[axis].rank()
+        sizes, rank = options.get("sizes", ()), self.group(axis).rank()
         if op == "all_reduce":
             return x.new_empty(x.shape)
         if op == "all_gather":
@@ -207,7 +204,8 @@ class _Shapes(Runner):
         return x.new_empty(rows, cols)
 
 
-def _forward(x: Tensor, w: Tensor, bias: Tensor | None, problem: Problem, *, fake: bool = False) -> Tensor:
+def forward(x: Tensor, w: Tensor, bias: Tensor | None, problem: Problem, *, fake: bool = False) -> Tensor:
+    """y on this rank, or its shape, without a gradient."""
     ready = problem.ready(("forward", x.dtype, bias is None)) if not fake else None
     if ready is not None:
         runner, product = ready
@@ -221,7 +219,7 @@ def _forward(x: Tensor, w: Tensor, bias: Tensor | None, problem: Problem, *, fak
     return out
 
 
-def _backward(
+def backward(
     dy: Tensor,
     x: Tensor,
     w: Tensor,
@@ -230,7 +228,10 @@ def _backward(
     *,
     fake: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # x and w are [0] where they are not needed; so is a gradient that nobody asked for. needs: of x, of w, of the bias.
+    """(dx, dw, db) on this rank; needs: of which of them.
+
+    x and w are [0] where they are not needed; so is a gradient that nobody asked for.
+    """
     dims_x, dims_w, dims_y = problem.dims
     needs_x, needs_w, needs_bias = needs
     ready = problem.ready(("pair", dy.dtype)) if needs_x and needs_w and not needs_bias and not fake else None
@@ -292,89 +293,55 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 def _fake(
     x: Tensor, w: Tensor, bias: Tensor | None, spec: str, group_names: str, lengths: Sequence[int],
     splits: Sequence[int], w_transposed: bool, by_size: bool, schedule: str, algorithm: str, debug: bool = False,
+    producer: str = "auto",
 ) -> Tensor:  # fmt: skip
-    problem = Problem.of(spec, group_names, lengths, splits, w_transposed, by_size, schedule, algorithm, debug)
-    return _forward(x, w, bias, problem, fake=True)
+    problem = Problem.of(
+        spec, group_names, lengths, splits, w_transposed, by_size, schedule, algorithm, debug, producer
+    )
+    return forward(x, w, bias, problem, fake=True)
 
 
 @operator("sharded_matmul", _fake, _gradients, _setup)
 def sharded_matmul(
     x: Tensor, w: Tensor, bias: Tensor | None, spec: str, group_names: str, lengths: Sequence[int],
     splits: Sequence[int], w_transposed: bool, by_size: bool, schedule: str, algorithm: str, debug: bool = False,
+    producer: str = "auto",
 ) -> Tensor:  # fmt: skip
     """y = x @ w + bias on shards; the arguments after the tensors are those of `Problem`."""
-    problem = Problem.of(spec, group_names, lengths, splits, w_transposed, by_size, schedule, algorithm, debug)
-    return _forward(x, w, bias, problem)
+    problem = Problem.of(
+        spec, group_names, lengths, splits, w_transposed, by_size, schedule, algorithm, debug, producer
+    )
+    return forward(x, w, bias, problem)
 
 
 def _fake_backward(
     dy: Tensor, x: Tensor, w: Tensor, needs_x: bool, needs_w: bool, needs_bias: bool, spec: str,
     group_names: str, lengths: Sequence[int], splits: Sequence[int], w_transposed: bool, by_size: bool,
     schedule: str, algorithm: str, debug: bool = False,
+    producer: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    problem = Problem.of(spec, group_names, lengths, splits, w_transposed, by_size, schedule, algorithm, debug)
-    return _backward(dy, x, w, (needs_x, needs_w, needs_bias), problem, fake=True)
+    problem = Problem.of(
+        spec, group_names, lengths, splits, w_transposed, by_size, schedule, algorithm, debug, producer
+    )
+    return backward(dy, x, w, (needs_x, needs_w, needs_bias), problem, fake=True)
 
 
-@operator("sharded_matmul_backward", _fake_backward)
+def _refuse_second(ctx: Any, *grads: Tensor) -> Any:
+    raise NotImplementedError(
+        "second derivatives of fusedtp's matmuls are not implemented: what was computed with create_graph=True can be "
+        "used, but not differentiated with respect to what they were given"
+    )
+
+
+@operator("sharded_matmul_backward", _fake_backward, _refuse_second)
 def sharded_matmul_backward(
     dy: Tensor, x: Tensor, w: Tensor, needs_x: bool, needs_w: bool, needs_bias: bool, spec: str,
     group_names: str, lengths: Sequence[int], splits: Sequence[int], w_transposed: bool, by_size: bool,
     schedule: str, algorithm: str, debug: bool = False,
+    producer: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dx, dw, db), each [0] where it is not needed; so may x and w be."""
-    problem = Problem.of(spec, group_names, lengths, splits, w_transposed, by_size, schedule, algorithm, debug)
-    return _backward(dy, x, w, (needs_x, needs_w, needs_bias), problem)
-
-
-class _Eager(torch.autograd.Function):
-    """The operator's own forward and backward without the dispatcher, which takes longer than a small matmul."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, problem: Problem) -> Tensor:
-        needs_x, needs_w = ctx.needs_input_grad[:2]
-        # As in `_setup`.
-        ctx.save_for_backward(x if needs_w else None, w if needs_x else None)
-        ctx.problem = problem
-        return _forward(x, w, bias, problem)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        # Only with create_graph=True: then a second derivative is refused, which takes longer than the rest of this.
-        return _Eager._once(ctx, dy) if torch.is_grad_enabled() else _Eager._gradients(ctx, dy)
-
-    @staticmethod
-    def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
-        x, w = (dy.new_empty(0) if saved is None else saved for saved in ctx.saved_tensors)
-        dx, dw, db = _backward(dy.resolve_neg(), x, w, (needs_x, needs_w, needs_bias), ctx.problem)
-        return dx if needs_x else None, dw if needs_w else None, db if needs_bias else None, None
-
-    _once = once_differentiable(_gradients)
-
-
-def apply(x: Tensor, w: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
-    """The operator; where nobody could tell, without the dispatcher. The arguments are those of `Problem.of`."""
-    plain = type(x) in PLAIN and type(w) in PLAIN and (bias is None or type(bias) in PLAIN)
-    if not plain or torch.compiler.is_compiling():
-        out: Tensor = sharded_matmul(x, w, bias, *arguments)
-        return out
-    return run(x, w, bias, Problem.of(*arguments))
-
-
-def run(x: Tensor, w: Tensor, bias: Tensor | None, problem: Problem) -> Tensor:
-    """`apply` of tensors of no subclass, where no compiler traces."""
-    if is_in_torch_dispatch_mode() or _transforms_active() or x.is_meta:
-        out: Tensor = sharded_matmul(x, w, bias, *problem.arguments)
-        return out
-    # A kernel reads memory, which torch's bit for a negated view does not change.
-    if x.is_neg() or w.is_neg() or (bias is not None and bias.is_neg()):
-        x, w, bias = x.resolve_neg(), w.resolve_neg(), None if bias is None else bias.resolve_neg()
-    if not torch.is_grad_enabled():
-        return _forward(x, w, bias, problem)
-    # Autograd would say so after the op has run.
-    if (w.requires_grad and x.is_inference()) or (x.requires_grad and w.is_inference()):
-        which = "first operand" if x.is_inference() else "weight"
-        raise ValueError(f"the {which} was made in torch.inference_mode and cannot be kept for a gradient: clone() it")
-    eager: Tensor = _Eager.apply(x, w, bias, problem)  # type: ignore[no-untyped-call]
-    return eager
+    problem = Problem.of(
+        spec, group_names, lengths, splits, w_transposed, by_size, schedule, algorithm, debug, producer
+    )
+    return backward(dy, x, w, (needs_x, needs_w, needs_bias), problem)

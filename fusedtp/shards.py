@@ -20,6 +20,15 @@ def even_sizes(length: int, world_size: int) -> tuple[int, ...]:
     return tuple([base + 1 if rank < extra else base for rank in range(world_size)])
 
 
+def chunk_sizes(length: int, world_size: int) -> tuple[int, ...]:
+    """The split of `torch.chunk`, which is DTensor's: pieces of the length rounded up, the last ranks less or nothing.
+
+    The longest piece is no longer than that of `even_sizes`.
+    """
+    piece = -(-length // world_size)
+    return tuple([max(0, min(piece, length - rank * piece)) for rank in range(world_size)])
+
+
 def offsets(sizes: Iterable[int]) -> tuple[int, ...]:
     """Where each shard begins, and at the end the whole length: world_size + 1 numbers, the first 0."""
     return tuple(accumulate(sizes, initial=0))

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from triton._C.libtriton import interpreter
 
-from . import trace
+from . import clock, trace
 from .kernels import signal
 from .kernels.steps import step
 
@@ -35,6 +35,7 @@ _CORES = len(os.sched_getaffinity(0))
 _PLAIN_WORDS = platform.machine().lower() in ("x86_64", "amd64")
 
 _SIGNALS: int = signal.SIGNALS.value
+_FINGERPRINTS: int = signal.FINGERPRINT_SLOT.value
 
 _TRUE = np.ones(1, dtype=bool)
 _ZERO = np.zeros(1, dtype=np.int32)
@@ -48,6 +49,26 @@ def _at(address: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
 @lru_cache(maxsize=1 << 14)
 def _word(address: int) -> ctypes.c_int32:
     return ctypes.c_int32.from_address(address)
+
+
+@lru_cache(maxsize=1 << 14)
+def _fingerprint(address: int) -> ctypes.c_int64:
+    return ctypes.c_int64.from_address(address)
+
+
+def load_fingerprint(address: int) -> int:
+    """The int64 at `address`, of a rank whose entry has been seen."""
+    return _fingerprint(address).value
+
+
+def store_fingerprint(address: int, value: int) -> None:
+    """Write the int64 at `address`, before an entry is raised."""
+    _fingerprint(address).value = value
+
+
+def fingerprint_place(epoch: int, source: int, world_size: int) -> int:
+    """The word of a header at which the fingerprint of rank `source` for an epoch begins."""
+    return _SIGNALS + (_FINGERPRINTS + 2 * (epoch & 1)) * world_size + 2 * source
 
 
 def load_acquire(address: int) -> int:
@@ -101,37 +122,47 @@ class HostSteps:
         if raised(load_acquire(address), self.epoch):
             return
         with trace.span("wait", src):
-            self._wait_slowly(lambda: load_acquire(address), src, slot)
+            self._wait_slowly(lambda: load_acquire(address), src, slot, self.epoch)
 
     def meet(self) -> None:
-        """Wait until every peer has come to grow the workspace before this epoch, or has left it; else PeerTimeout."""
+        """Tell every peer that this rank has come one step further in growing the workspace, and wait until all have.
+
+        PeerTimeout where one does not come, or is gone, though it was there.
+        """
         ws, word = self._ws, 4 * signal.GROWING.value
-        store_release(ws.addresses[ws.rank] + word, self.epoch)
+        step = load_acquire(ws.addresses[ws.rank] + word) + 1
+        store_release(ws.addresses[ws.rank] + word, step)
 
         def come(peer: int) -> int:
-            # Who has left will make a workspace anew, where it is told of the difference.
-            has_left = load_acquire(ws.addresses[peer] + 4 * signal.LEFT.value) == 1
-            return self.epoch if has_left else load_acquire(ws.addresses[peer] + word)
+            # In this order: whoever gives up has come before.
+            seen = load_acquire(ws.addresses[peer] + word)
+            return 0 if any(map(load_acquire, self._gone(peer))) else seen
 
         for i in range(1, ws.world_size):
             peer = (ws.rank + i) % ws.world_size
-            self._wait_slowly(partial(come, peer), peer, signal.GROWTH_SLOT.value)
+            self._wait_slowly(partial(come, peer), peer, signal.GROWTH_SLOT.value, step)
 
-    def _wait_slowly(self, poll: Callable[[], int], src: int, slot: int) -> None:
+    def _gone(self, peer: int) -> list[int]:
+        # The words in which that rank says that it raises no more signals.
+        return [self._ws.addresses[peer] + 4 * word.value for word in (signal.GIVEN_UP, signal.LEFT)]
+
+    def _wait_slowly(self, poll: Callable[[], int], src: int, slot: int, expected: int) -> None:
         ws = self._ws
         ws.host_words[signal.WAITING_SLOT.value] = slot
         ws.host_words[signal.WAITING_FOR.value] = src + 1
-        start, waited = time.monotonic(), 0.0
-        gone = [ws.addresses[src] + 4 * word.value for word in (signal.GIVEN_UP, signal.LEFT)]
+        ran, waited = clock.Stopwatch(), 0.0
+        gone = self._gone(src)
         spin = _SPIN_SECONDS if ws.world_size <= _CORES else _SPIN_SECONDS_CROWDED
-        while not raised(seen := poll(), self.epoch):
+        while not raised(seen := poll(), expected):
             # Read before the last look: whoever gives up or leaves has raised all its signals before.
             is_gone = waited >= spin and any(map(load_acquire, gone))
+            if waited >= spin and self._has_entered(src) and self._disagrees(src):
+                ws.disagree(self._op, src, self.epoch)
             # The time before the poll: a rank that was itself stopped meanwhile finds what has arrived in that time.
-            if waited > ws.seconds or (is_gone and not raised(poll(), self.epoch)):
-                self._take_back_entry()
-                ws.give_up(self._op, src, slot, self.epoch, seen, waited)
-            waited = time.monotonic() - start
+            if waited > ws.seconds or (is_gone and not raised(poll(), expected)):
+                self._take_back()
+                ws.give_up(self._op, src, slot, expected, seen, waited)
+            waited = ran.seconds()
             if waited < spin:
                 os.sched_yield()
             else:
@@ -139,22 +170,43 @@ class HostSteps:
         ws.host_words[signal.WAITING_FOR.value] = 0
 
     def enter(self) -> None:
-        """Tell every peer that this rank has begun the epoch."""
-        for i in range(1, self._ws.world_size):
-            self.signal((self._ws.rank + i) % self._ws.world_size, signal.ENTRY_SLOT.value)
+        """Tell every peer that this rank has begun the epoch, and by a fingerprint what it means by it."""
+        ws = self._ws
+        place, fingerprint = 4 * fingerprint_place(self.epoch, ws.rank, ws.world_size), ws.meanings.now.fingerprint
+        store_fingerprint(ws.addresses[ws.rank] + place, fingerprint)
+        for i in range(1, ws.world_size):
+            dst = (ws.rank + i) % ws.world_size
+            store_fingerprint(ws.addresses[dst] + place, fingerprint)
+            self.signal(dst, signal.ENTRY_SLOT.value)
 
-    def _take_back_entry(self) -> None:
-        # As in `kernels.signal`, no peer ends an op that this rank has given up. It may end the one before.
+    def _disagrees(self, src: int) -> bool:
+        # Whether that rank, whose entry is there, means something else.
+        ws = self._ws
+        place = ws.addresses[ws.rank] + 4 * fingerprint_place(self.epoch, src, ws.world_size)
+        return load_fingerprint(place) != ws.meanings.now.fingerprint
+
+    def _has_entered(self, src: int) -> bool:
+        ws = self._ws
+        entry = _SIGNALS + signal.ENTRY_SLOT.value * ws.world_size + src
+        return raised(load_acquire(ws.addresses[ws.rank] + 4 * entry), self.epoch)
+
+    def _take_back(self) -> None:
+        # As in `kernels.signal`, no peer ends an op that this rank has given up. It may end the one before. Nor does it
+        # find this rank where the memory grows.
         ws, before = self._ws, wrapping_difference(self.epoch, 1)
         for peer in range(ws.world_size):
             if peer != ws.rank:
                 entry = _SIGNALS + signal.ENTRY_SLOT.value * ws.world_size + ws.rank
                 store_release(ws.addresses[peer] + 4 * entry, before)
+        store_release(ws.addresses[ws.rank] + 4 * signal.GROWING.value, 0)
 
     def leave(self) -> None:
-        """Wait for every peer's entry and end the epoch."""
+        """Wait for every peer's entry, compare what they mean with what this rank does, and end the epoch."""
         for i in range(1, self._ws.world_size):
-            self.wait((self._ws.rank + i) % self._ws.world_size, signal.ENTRY_SLOT.value)
+            src = (self._ws.rank + i) % self._ws.world_size
+            self.wait(src, signal.ENTRY_SLOT.value)
+            if self._disagrees(src):
+                self._ws.disagree(self._op, src, self.epoch)
         store_release(self._ws.addresses[self._ws.rank] + 4 * signal.EPOCH.value, self.epoch)
 
 

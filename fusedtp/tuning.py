@@ -11,12 +11,10 @@ taken from the nearest measurement, and without one to be that of an MLP, four t
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import platform
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -26,9 +24,10 @@ from typing import Any, Literal
 
 import torch
 
-from . import hardware
+from . import hardware, schedules
 from .cost import OPS, Prediction, estimate
-from .files import read_text
+from .entries import Entry, entry_of
+from .files import read_text, replace
 from .hardware import Hardware
 from .overlap import Work
 from .plan import ITEMSIZE
@@ -39,7 +38,12 @@ MAX_BYTES = 1 << 20
 ENVIRONMENT = "FUSEDTP_TUNING"
 # How far apart two predictions are before they say which schedule is faster: tests/test_cost.py has the model's errors.
 _MODEL_ERROR = 1.1
-_RATES = ("memory_gbps", "host_us", "flag_us", "collective_start_us", "collective_gbps")
+# What nothing is faster than, an op on empty tensors of a machine without latencies either.
+_LEAST_US = 1e-6
+_RATES = ("memory_gbps", "collective_gbps")
+_LATENCIES = ("host_us", "flag_us", "collective_start_us")
+# Of a file: numbers beyond these were not measured.
+MOST_RANKS, MOST_LENGTH, LEAST_MS, MOST_MS = 1 << 16, 1 << 40, 1e-9, 1e9
 
 
 @dataclass(frozen=True)
@@ -112,12 +116,17 @@ def identity() -> dict[str, Any]:
 
 
 def path() -> Path | None:
-    """Where this machine's table is kept; None where the user wants none."""
+    """Where this machine's table is kept; None where the user wants none. ValueError for a home that nobody has."""
     given = os.environ.get(ENVIRONMENT)
-    if given is not None:
-        return None if given.strip().lower() in ("", "off") else Path(given).expanduser()
+    if given is not None and given.strip().lower() in ("", "off"):
+        return None
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "fusedtp" / "tuning.json"
+    name, wanted = (ENVIRONMENT, given) if given is not None else ("XDG_CACHE_HOME", cache)
+    try:
+        target = Path(wanted).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{name} is {wanted!r}, and whose home that is nobody knows") from error
+    return target if given is not None else target / "fusedtp" / "tuning.json"
 
 
 def dump(table: Table) -> str:
@@ -133,53 +142,48 @@ def dump(table: Table) -> str:
 
 def write(target: Path, text: str) -> None:
     """Put the text at `target`: a reader sees the old file or the new one, never half of it."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, target)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
+    replace(target, text.encode())
 
 
 def parse(text: str) -> Table:
-    """The table of a file's text; ValueError saying what is not as `dump` writes it."""
+    """The table of a file's text; ValueError saying what is not as `dump` writes it, and where."""
     try:
-        content = json.loads(text)
-        if content["format"] != FORMAT:
-            raise ValueError(f"format {content['format']!r}, not {FORMAT}")
-        machine = {str(name): value for name, value in content["machine"].items()}
-        samples = tuple(_sample(each) for each in content["samples"])
-        rates = {}
-        for size, values in content["rates"].items():
-            tflops = {str(dtype): float(rate) for dtype, rate in values["matrix_tflops"].items()}
-            rates[int(size)] = {"matrix_tflops": tflops, **{name: float(values[name]) for name in _RATES}}
-            if int(size) < 1:
-                raise ValueError(f"rates of {size} ranks")
-        table = Table(machine, samples, rates)
-        for num_ranks in rates:
-            table.hardware(num_ranks)
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise ValueError(f"not a table of fusedtp tune: {type(error).__name__}: {error}") from error
-    return table
+        content = entry_of(text).only("format", "machine", "rates", "samples")
+        content.integer("format", FORMAT, FORMAT)
+        machine = content.entry("machine")
+        samples = tuple(_sample(each) for each in content.entries("samples"))
+        listed, rates = content.entry("rates"), {}
+        for size in listed.values:
+            if not re.fullmatch("[1-9][0-9]{0,5}", size) or int(size) > MOST_RANKS:
+                raise ValueError(f"{listed.where(size[:80])} must be of 1 to {MOST_RANKS} ranks")
+            machine.text("cpu")
+            rates[int(size)] = _rates(listed.entry(size))
+    except ValueError as error:
+        raise ValueError(f"not a table of fusedtp tune: {error}") from error
+    return Table(machine.values, samples, rates)
 
 
-def _sample(values: Mapping[str, Any]) -> Sample:
-    ms = {str(schedule): float(time) for schedule, time in values["ms"].items()}
-    numbers = {name: values[name] for name in ("world_size", "rows", "cols", "third")}
-    if any(type(number) is not int or number < (name != "third") for name, number in numbers.items()):
-        raise ValueError(f"a sample of {numbers}")
-    if not ms or any(not 0 < time < float("inf") for time in ms.values()):
-        raise ValueError(f"times {ms}")
-    if values["op"] not in OPS or values["dtype"] not in ITEMSIZE:
-        raise ValueError(f"a sample of {values['op']!r} in {values['dtype']!r}")
-    return Sample(values["op"], dtype=values["dtype"], ms=ms, **numbers)
+def _rates(entry: Entry) -> dict[str, Any]:
+    entry.only("matrix_tflops", *_RATES, *_LATENCIES)
+    least, most = hardware.LEAST_RATE, hardware.MOST_RATE
+    return {
+        "matrix_tflops": entry.numbers("matrix_tflops", least, most, among=ITEMSIZE),
+        **{name: entry.number(name, least, most) for name in _RATES},
+        **{name: entry.number(name, 0, hardware.MOST_US) for name in _LATENCIES},
+    }
+
+
+def _sample(entry: Entry) -> Sample:
+    entry.only("op", "world_size", "dtype", "rows", "cols", "third", "ms")
+    return Sample(
+        op=entry.text("op", among=OPS),
+        world_size=entry.integer("world_size", 1, MOST_RANKS),
+        dtype=entry.text("dtype", among=ITEMSIZE),
+        rows=entry.integer("rows", 1, MOST_LENGTH),
+        cols=entry.integer("cols", 1, MOST_LENGTH),
+        third=entry.integer("third", 0, MOST_LENGTH),
+        ms=entry.numbers("ms", LEAST_MS, MOST_MS, among=schedules.NAMES),
+    )
 
 
 def load(target: Path | None = None) -> tuple[Table | None, str, str]:
@@ -187,7 +191,10 @@ def load(target: Path | None = None) -> tuple[Table | None, str, str]:
 
     A file that cannot be read, is malformed, or was measured on another machine or with other versions is not used.
     """
-    target = path() if target is None else target
+    try:
+        target = path() if target is None else target
+    except ValueError as error:
+        return None, "", str(error)
     try:
         if target is None or not target.exists():
             return None, "", ""
@@ -256,7 +263,9 @@ def _corrected(predicted: float, there: float, measured: float) -> float:
 
     What it is off is taken for latency: it stays at a larger size, and shrinks in proportion at a smaller one.
     """
-    return predicted + (measured - there) * min(1.0, predicted / there)
+    # The measurement last: beside a prediction far larger it must not be rounded away, as times are divided by.
+    corrected = measured * (predicted / there) if predicted < there else (predicted - there) + measured
+    return max(corrected, _LEAST_US)
 
 
 def _times(prediction: Prediction, allowed: Sequence[str]) -> dict[str, float]:

@@ -8,7 +8,9 @@ turn, if the program orders them alike on all ranks.
 
 from __future__ import annotations
 
+import sys
 import threading
+from types import FrameType
 
 _REFUSALS = {
     "group": "on the same group, {name!r}: ranks would run the two in different orders. Use a group for each thread, "
@@ -17,8 +19,9 @@ _REFUSALS = {
     "or 'unfused' in several threads, or 'fused' in one",
 }
 
-# By what is taken, and its name: the op that has it, and its thread's number.
-_taken: dict[tuple[str, str], tuple[str, int]] = {}
+# By what is taken, and its name: who has it.
+_taken: dict[tuple[str, str], Turn] = {}
+_finding = threading.Lock()
 
 
 class Turn:
@@ -26,23 +29,43 @@ class Turn:
 
     what: "group", or "interpreter" under any name, as Triton's interpreter has one state. Nothing has been sent when it
     is refused; the peers of such a rank wait for it until their budget is spent.
+
+    Made by the function that enters it. An interruption may strike between any two steps, also just before the turn is
+    given back: it is still its holder's only while that function runs, which another one that wants it looks up.
     """
 
     # Not a generator: every op passes here.
-    __slots__ = ("_key", "_op")
+    __slots__ = ("_frame", "_key", "_op", "_thread")
 
     def __init__(self, what: str, name: str, op: str) -> None:
         self._key, self._op = (what, name), op
+        self._thread = threading.get_ident()
+        self._frame: FrameType | None = sys._getframe(1)
 
     def __enter__(self) -> None:
-        mine = (self._op, threading.get_ident())
         # One step of the dict's: whichever thread comes first finds its own.
-        holder = _taken.setdefault(self._key, mine)
-        if holder is not mine:
-            (what, name), (op, number) = self._key, holder
-            thread = next((each.name for each in threading.enumerate() if each.ident == number), "one that has ended")
-            refusal = _REFUSALS[what].format(name=name)
-            raise RuntimeError(f"{self._op}: {op} is under way in thread {thread!r} {refusal}")
+        while (holder := _taken.setdefault(self._key, self)) is not self:
+            if holder._is_held():
+                self._refuse(holder)
+            with _finding:
+                if _taken.get(self._key) is holder:
+                    del _taken[self._key]
 
     def __exit__(self, *_: object) -> None:
         del _taken[self._key]
+        self._frame = None
+
+    def _is_held(self) -> bool:
+        # Whether the function that took it still runs: a traceback may keep one that does not.
+        frame = sys._current_frames().get(self._thread)
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        # Given back meanwhile, it has none.
+        return frame is not None
+
+    def _refuse(self, holder: Turn) -> None:
+        self._frame = None
+        (what, name), number = self._key, holder._thread
+        thread = next((each.name for each in threading.enumerate() if each.ident == number), "one that has ended")
+        refusal = _REFUSALS[what].format(name=name)
+        raise RuntimeError(f"{self._op}: {holder._op} is under way in thread {thread!r} {refusal}")

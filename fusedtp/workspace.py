@@ -15,37 +15,58 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import budgets, clock, hardware, missing
-from .errors import PeerTimeout
+from . import budgets, clock, disagreement, hardware
+from .errors import RanksDisagree
+from .failing import Failing
 from .hardware import Hardware
 from .kernels import signal
 from .kernels.launch import Channel
-from .memory import Arena, Memory
+from .kernels.loading import check_device
+from .meaning import Meanings
+from .memory import Arena, Exchange, Memory, Unreachable
+from .rendezvous import ArenaExchange
 from .shards import offsets
-from .steps import DeviceSteps, HostSteps, load_acquire, store_release
+from .steps import DeviceSteps, HostSteps, load_acquire
 
 _MIN_SLOTS = 64
 _MIN_HALF_BYTES = 1 << 16
 # Making a view takes longer than looking one up; a layer asks for the same few again and again.
 _MAX_VIEWS = 1024
 
+# What an op has come to: none is under way, nothing has been sent, or peers may have seen something of it. Each is one
+# store, of the last before anything is sent, of the first after everything: an interruption finds one or the other.
+_NO_OP, _NOTHING_SENT, _SENT = 0, 1, 2
+
 
 def _wrap(epoch: int) -> int:
     return (epoch + 2**31) % 2**32 - 2**31
 
 
-class Workspace:
+class Workspace(Failing):
     """One rank's end of a group's symmetric memory."""
 
-    def __init__(self, memory: Memory, device: torch.device, *, epoch: int = 0, seconds: float | None = None) -> None:
+    # What is kept for later ops is made outside of inference mode, whatever mode the op that needs it first runs in: a
+    # tensor of that mode may be neither written nor viewed by an op that is trained with.
+    @torch.inference_mode(False)
+    def __init__(
+        self,
+        memory: Memory,
+        device: torch.device,
+        *,
+        epoch: int = 0,
+        seconds: float | None = None,
+        make: bool = True,
+    ) -> None:
         self.rank, self.world_size = memory.rank, memory.world_size
         self.device, self.count_bytes = device, False
         # On a CPU a peer's memory is as near as the own one; on a GPU a matmul must not read it again and again.
         self.in_place = device.type == "cpu"
         self.slots = self.half_bytes = 0
         self.seconds = budgets.of(None) if seconds is None else seconds
-        self.failure: RuntimeError | None = None
-        self._begun = False  # whether peers may have seen something of the op that is running
+        self.failure: RuntimeError | RanksDisagree | None = None
+        self.meanings = Meanings()
+        self.made = False
+        self._op, self._progress = "", _NO_OP
         self._memory = memory
         self._arena: Arena | None = None
         self._tables: dict[tuple[int, ...], Tensor] = {}
@@ -54,7 +75,7 @@ class Workspace:
         self._views: dict[tuple[Any, ...], Tensor] = {}
         # What dispatch knows of and has decided for this group: it is agreed anew with every workspace.
         self.choices: dict[Any, Any] = {}
-        self._first_epoch = self._mirror = epoch
+        self._mirror = epoch
         self._mirror_is_exact = True
         self._last_stream: torch.cuda.Stream | None = None
         self._done: torch.cuda.Event | None = None
@@ -68,31 +89,39 @@ class Workspace:
         # Called behind each copy with its bytes: an emulated link takes its time there.
         self.pace: Callable[[int], None] | None = None
         self._gpu = hardware.number_of(hardware.of_gpu(torch.cuda.get_device_name(device)) if on_gpu else None)
-        self._allocate(_MIN_HALF_BYTES, _MIN_SLOTS)
+        if make:
+            self.make()
+
+    def make(self, exchange: Exchange | None = None) -> None:
+        """Make the arenas, collectively. Until then, and where it raises, there is nothing but to `close`."""
+        self._allocate(_MIN_HALF_BYTES, _MIN_SLOTS, self._mirror, exchange)
         # What ranks decide by what the machine can do they must decide alike: by rank 0's.
         self.hardware = self._shared_hardware()
         clock.drive(self.host_block[signal.CLOCK_MS.value :])
+        self.made = True
 
-    def _allocate(self, half_bytes: int, slots: int) -> None:
-        epoch = self.epoch if self._arena is not None else self._first_epoch
+    @torch.inference_mode(False)
+    def _allocate(self, half_bytes: int, slots: int, epoch: int, exchange: Exchange | None) -> None:
         words = signal.SIGNALS.value + slots * self.world_size
-        header = torch.zeros(-(-words // 64) * 64, dtype=torch.int32)
+        header = torch.zeros(-(-words // 64) * 64 + disagreement.TEXT_BYTES // 4, dtype=torch.int32)
         # Signals start at the present epoch, not at 0: near the wrap 0 could pass for a later one.
-        header[signal.SIGNALS.value :] = epoch
-        header[signal.EPOCH.value] = header[signal.GROWING.value] = epoch
-        header[signal.BUDGET_MS.value] = math.ceil(self.seconds * 1000)
+        header[signal.SIGNALS.value : -disagreement.TEXT_BYTES // 4] = epoch
+        header[signal.EPOCH.value] = epoch
         header[signal.HARDWARE.value] = self._gpu
-        old = self._arena
-        self._views.clear()
-        self._arena = self._memory.allocate(header.numel() * 4 + 2 * half_bytes, header)
-        self.half_bytes, self.slots, self.data_offset = half_bytes, slots, header.numel() * 4
-        self.words = self._arena.tensors[self.rank][: self.data_offset].view(torch.int32)
-        self.data = self._arena.tensors[self.rank][self.data_offset : self.data_offset + 2 * half_bytes]
+        data_offset = header.numel() * 4
+        arena = self._memory.allocate(data_offset + 2 * half_bytes, header, exchange)
+        own, addresses = arena.tensors[self.rank], [each.data_ptr() for each in arena.tensors]
+        old, self._arena = self._arena, arena
+        # An interruption from here on leaves a workspace that refuses all use and goes by its arena alone.
+        self._views = {}
+        self.half_bytes, self.slots, self.data_offset = half_bytes, slots, data_offset
+        self.words = own[:data_offset].view(torch.int32)
         # The same words for the host, where it can reach them: an element of a tensor takes ten times as long.
         self.host_words = (self.words if self.device.type == "cpu" else torch.zeros(0)).numpy()
-        self.addresses = [each.data_ptr() for each in self._arena.tensors]
-        table = torch.tensor([*self.addresses, self.host_block.data_ptr()], dtype=torch.int64)
-        self.peers = table.to(self.device)
+        self.data, self.addresses = own[data_offset : data_offset + 2 * half_bytes], addresses
+        self.peers = torch.tensor([*addresses, self.host_block.data_ptr()], dtype=torch.int64).to(self.device)
+        # Only now, as it may have been set meanwhile.
+        self.words[signal.BUDGET_MS.value] = math.ceil(self.seconds * 1000)
         if old is not None and not self._captured:
             # Nobody reads it any more: a peer only got here after finishing its last op, which read none of ours later
             # than its own.
@@ -103,8 +132,8 @@ class Workspace:
             return hardware.CPU
         assert self._arena is not None
         words = self._arena.tensors[0][: 4 * signal.SIGNALS.value].view(torch.int32)
-        # A GPU that the table does not have is taken for an H100.
-        return hardware.numbered(int(words[signal.HARDWARE.value])) or hardware.find("h100")
+        known = hardware.numbered(int(words[signal.HARDWARE.value]))
+        return known or hardware.assumed("" if self._gpu else torch.cuda.get_device_name(self.device))
 
     @property
     def epoch(self) -> int:
@@ -114,7 +143,7 @@ class Workspace:
     def next_epoch(self) -> int:
         """The epoch of the op that the host is about to drive."""
         if self.device.type == "cpu":
-            return _wrap(load_acquire(self.addresses[self.rank] + 4 * signal.EPOCH.value) + 1)
+            return _wrap((self._mirror if self._progress else self._last_epoch()) + 1)
         if self._capturing():
             raise RuntimeError(
                 "copies go to addresses chosen on the host and cannot be captured: use schedule 'fused', which pushes"
@@ -123,6 +152,9 @@ class Workspace:
             # Every replay of a graph advances the device's epoch, which the host does not see.
             self._mirror, self._mirror_is_exact = self.epoch, not self._captured
         return _wrap(self._mirror + 1)
+
+    def _last_epoch(self) -> int:
+        return load_acquire(self.addresses[self.rank] + 4 * signal.EPOCH.value)
 
     def require(self, half_bytes: int, slots: int) -> None:
         """What every op begins with: grow until a half holds `half_bytes` and there are `slots` signals a source.
@@ -144,24 +176,52 @@ class Workspace:
             if half_bytes > self.half_bytes
             else self.half_bytes
         )
-        if self._memory.waits:
-            HostSteps(self, "workspace growth").meet()
-        self._allocate(grown, max(self.slots, 2 * slots) if slots > self.slots else self.slots)
+        slots = max(self.slots, 2 * slots) if slots > self.slots else self.slots
+        if not self._memory.exchanges:
+            self._allocate(grown, slots, self.epoch, None)
+            return
+        try:
+            self._allocate(grown, slots, self._last_epoch(), ArenaExchange(self))
+        except RanksDisagree:
+            raise
+        except (Unreachable, ValueError) as error:
+            # It is every rank's, and each goes on with the memory that it has.
+            self._progress = min(self._progress, _NOTHING_SENT)
+            text = f"the workspace cannot grow: {error}"
+            if isinstance(error, Unreachable):
+                raise Unreachable(text) from error
+            ranks, meant = range(self.world_size), self.meanings.now.values
+            told = tuple(dict(meant) if rank == self.rank else None for rank in ranks)
+            raise RanksDisagree(text, self._op, self.rank, told) from error
+        self._progress = min(self._progress, _NOTHING_SENT)
+
+    def tell_peers(self) -> None:
+        """Before the first that a peer may see of an op: it cannot be broken off in silence from here on."""
+        if self._progress:
+            self._progress = _SENT
+        else:
+            # Virtual ranks, which end no op here.
+            self._mirror_is_exact = False
 
     def channel(self) -> Channel:
         """What a kernel's launcher needs."""
-        self._begun = True
+        self.tell_peers()
         return Channel(
-            self.peers, self.data, self.rank, self.world_size, self.half_bytes, self.data_offset, self.count_bytes
-        )
+            self.peers, self.data, self.rank, self.world_size, self.half_bytes, self.data_offset, self.count_bytes,
+            self.meanings.now.fingerprint,
+        )  # fmt: skip
 
     def table(self, sizes: tuple[int, ...]) -> Tensor:
         """The row offsets of `sizes` on the device (int32, world_size + 1)."""
         table = self._tables.get(sizes)
         if table is None:
-            if len(self._tables) >= _MAX_VIEWS:
+            if len(self._tables) >= _MAX_VIEWS and not self._capturing():
+                # A kernel on another stream may be reading one still.
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
                 self._tables.clear()
-            table = self._tables[sizes] = torch.tensor(offsets(sizes), dtype=torch.int32, device=self.device)
+            with torch.inference_mode(False):
+                table = self._tables[sizes] = torch.tensor(offsets(sizes), dtype=torch.int32, device=self.device)
         if self._capturing():
             self._captured.append(table)
         return table
@@ -173,23 +233,34 @@ class Workspace:
         if view is None:
             assert self._arena is not None
             begin = self.data_offset + (epoch & 1) * self.half_bytes + offset
-            part = self._arena.tensors[peer][begin : begin + math.prod(shape) * dtype.itemsize]
             if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
-            view = self._views[key] = part.view(dtype).view(shape)
+            with torch.inference_mode(False):
+                part = self._arena.tensors[peer][begin : begin + math.prod(shape) * dtype.itemsize]
+                view = self._views[key] = part.view(dtype).view(shape)
         return view
 
     def steps(self, op: str) -> HostSteps | DeviceSteps:
         """The protocol's steps for an op driven from the host."""
         steps = HostSteps(self, op) if self.device.type == "cpu" else DeviceSteps(self, op)
-        self._begun = True
+        self.tell_peers()
         return steps
 
-    def begin(self) -> None:
-        """Before what an op issues: chains streams."""
-        self._begun = False
+    def begin(self, op: str) -> None:
+        """Before what an op issues: chains streams. RuntimeError where the last one has not ended."""
+        if self._progress == _SENT and self.failure is None:
+            # Interrupted where nothing was there to notice it.
+            self._abandon(self._op, None)
+        if self.failure is not None:
+            raise self.failure
+        self._op, self._progress = op, _NOTHING_SENT
         if self.device.type == "cpu":
+            epoch = self._last_epoch()
+            if epoch != self._mirror and self._mirror_is_exact:
+                self._refuse_epoch(epoch)
+            self._mirror, self._mirror_is_exact = epoch, True
             return
+        check_device(self.data)
         if self._capturing():
             self._captured.append((self._arena, self.peers))
             return
@@ -206,20 +277,25 @@ class Workspace:
                 self._done = self._done or torch.cuda.Event()
                 self._done.record(self._last_stream)
             # A captured op advances the device's epoch at every replay, which the host does not see.
-            self._mirror, self._mirror_is_exact = _wrap(self._mirror + 1), self._mirror_is_exact and not capturing
+            self._mirror_is_exact = self._mirror_is_exact and not capturing
         self._check()
+        if self._progress == _SENT or self.device.type != "cpu":
+            self._mirror = _wrap(self._mirror + 1)
+        self._progress = _NO_OP
 
     def interrupted(self, op: str, error: BaseException) -> None:
         """In place of `end` where the op raises, whatever it is: half way it fails the workspace, as its peers are in
         the middle of it. What is raised before the first signal leaves no trace: the same call may be made again.
         """
-        if self._begun and self.failure is None:
+        if self._progress != _SENT:
+            self._progress = _NO_OP
+        elif self.failure is None:
             self._abandon(op, error)
 
     @contextlib.contextmanager
     def running(self, op: str) -> Iterator[None]:
         """`begin` and `end`, or `interrupted`, around an op."""
-        self.begin()
+        self.begin(op)
         try:
             yield
             self.end()
@@ -227,56 +303,19 @@ class Workspace:
             self.interrupted(op, error)
             raise
 
+    @property
+    def loads_for_capture(self) -> bool:
+        """Whether what runs here now may be captured in a graph later."""
+        return self.device.type == "cuda" and not self._capturing()
+
     def _capturing(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-    def _abandon(self, op: str, error: BaseException) -> None:
-        # The peers may have this rank's part or not: the next op would take what they send of this one for its own.
-        self._leave(2)
-        # Only the text: the exception would keep its frames alive, and with them views of the arena.
-        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        self.failure = RuntimeError(
-            f"{op}: an exception left rank {self.rank} in the middle of the op, out of step with its peers: call "
-            f"fusedtp.destroy for this group on every rank before its next op ({what})"
-        )
-
-    def _leave(self, why: int) -> None:
-        # For the peers to see, where memory is the host's.
-        if self.device.type == "cpu":
-            store_release(self.addresses[self.rank] + 4 * signal.LEFT.value, why)
-
-    def _check(self) -> None:
-        """Raise what a kernel has reported, and again at every later use. On a GPU: what has arrived by now."""
-        if self.failure is not None:
-            raise self.failure
-        if self._report[signal.REPORT.value]:
-            peer, wait, expected, seen = self._report[signal.REPORT.value : signal.REPORT_SEEN.value + 1].tolist()
-            slot, op = divmod(wait, len(signal.OPS))
-            self._fail(signal.OPS[op], peer - 1, slot, expected, seen)
 
     def check(self) -> None:
         """Wait for the device and raise PeerTimeout if any op so far has reported one."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._check()
-
-    def give_up(self, op: str, peer: int, slot: int, expected: int, seen: int, seconds: float) -> None:
-        """A wait on the host has spent its budget, or its peer is gone: tell the peers who look, and raise."""
-        self.words[signal.GIVEN_UP.value] = peer + 1
-        self._fail(op, peer, slot, expected, seen, min(self.seconds, max(0.001, round(seconds, 3))))
-
-    def _fail(self, op: str, peer: int, slot: int, expected: int, seen: int, seconds: float | None = None) -> None:
-        who = missing.really_missing(self.rank, self.world_size, self._header, peer)
-        what = "its memory to grow" if slot == signal.GROWTH_SLOT.value else f"signal slot {slot}"
-        detail = f"{what}: epoch {expected} expected, {seen} seen"
-        detail += missing.explain(self._header, peer, who)
-        self.failure = PeerTimeout(op, self.rank, who, seconds or self.seconds, detail)
-        raise self.failure
-
-    def _header(self, peer: int) -> list[int]:
-        assert self._arena is not None
-        words: list[int] = self._arena.tensors[peer][: self.data_offset].view(torch.int32).tolist()
-        return words
 
     def signal_words(self, peer: int) -> Tensor:
         """Rank `peer`'s header as torch's stream operations want it: flat, uint32."""
@@ -303,7 +342,10 @@ class Workspace:
     def set_timeout(self, seconds: float) -> None:
         """The budget of every wait from the next op on."""
         self.seconds = seconds
-        self.words[signal.BUDGET_MS.value] = math.ceil(seconds * 1000)
+        # Another thread may end the workspace meanwhile: what it has had stays mapped as long as this shows it.
+        words = getattr(self, "words", None)
+        if words is not None:
+            words[signal.BUDGET_MS.value] = math.ceil(seconds * 1000)
 
     def close(self) -> None:
         """Give the memory back. The peers may still use theirs."""
@@ -313,10 +355,9 @@ class Workspace:
                 torch.cuda.synchronize(self.device)
         finally:
             clock.release(self.host_block[signal.CLOCK_MS.value :])
-        if self._arena is not None:
+        if (arena := self._arena) is not None:
             self._leave(1)
-            arena, self._arena = self._arena, None
-            self._views.clear()
+            self._arena, self._views = None, {}
             del self.words, self.host_words, self.data
             arena.release()
             self._captured.clear()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections import Counter
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -14,14 +16,16 @@ from .groups import Group
 from .memory import Unreachable
 from .memory.cuda import CudaMemory
 from .memory.posix import PosixMemory
+from .rendezvous import StoreExchange
 from .workspace import Workspace
 
 _workspaces: dict[tuple[str, torch.device], Workspace] = {}
 _unreachable: dict[tuple[str, torch.device], str] = {}
-# For which group either was made: torch gives the name of one that is destroyed to another.
-_made_for: dict[tuple[str, torch.device], dist.ProcessGroup] = {}
+# For which group either was made: torch gives the name of one that is destroyed to another. Nothing here keeps a group,
+# with its threads and connections, that torch.distributed and the program have done with.
+_made_for: dict[tuple[str, torch.device], ref[dist.ProcessGroup]] = {}
 # Those of groups that are in use, by what is looked up in no time.
-_found: dict[tuple[int, torch.device], tuple[dist.ProcessGroup, Workspace]] = {}
+_found: dict[tuple[int, torch.device], tuple[ref[dist.ProcessGroup], Workspace]] = {}
 _destroyed: Counter[str | None] = Counter()  # how often each group was; None: all of them
 
 
@@ -38,23 +42,39 @@ def get(group: dist.ProcessGroup, device: torch.device, *, epoch: int = 0) -> Wo
     """
     # A group that lives on has no other's number.
     found = _found.get((id(group), device))
-    if found is not None and found[0] is group:
+    if found is not None and found[0]() is group:
         return found[1]
     key = _key(group, device)
-    if _made_for.get(key) is not group:
+    made_for = _made_for.get(key)
+    if made_for is None or made_for() is not group:
         _forget(key)
-        _made_for[key] = group
+        made_for = _made_for[key] = ref(group, _group_gone)
     if key in _unreachable:
         raise Unreachable(_unreachable[key])
-    if key not in _workspaces:
-        memory = PosixMemory(group) if device.type == "cpu" else CudaMemory(group, device)
-        try:
-            _workspaces[key] = Workspace(memory, key[1], epoch=epoch, seconds=budgets.of(group))
-        except Unreachable as error:
-            _unreachable[key] = str(error)
-            raise
-    _found[id(group), key[1]] = group, _workspaces[key]
+    if key not in _workspaces or not _workspaces[key].made:
+        _make(group, key, epoch)
+    _found[id(group), key[1]] = made_for, _workspaces[key]
     return _workspaces[key]
+
+
+def _make(group: dist.ProcessGroup, key: tuple[str, torch.device], epoch: int) -> None:
+    _discard(key)
+    on_host, device = key[1].type == "cpu", key[1]
+    memory = PosixMemory(group.rank(), group.size()) if on_host else CudaMemory(group, device)
+    # It has its place first: what an interruption leaves there is not lost, and the peers hear that it is left.
+    ws = _workspaces[key] = Workspace(memory, device, epoch=epoch, seconds=budgets.of(group), make=False)
+    exchange = StoreExchange(group) if on_host else None
+    try:
+        ws.make(exchange)
+    except BaseException as error:
+        _discard(key)
+        if isinstance(error, Unreachable):
+            _unreachable[key] = str(error)
+        if exchange is not None and isinstance(error, (Unreachable, ValueError)):
+            exchange.ended()
+        raise
+    if exchange is not None:
+        exchange.ended()
 
 
 def reachable(group: dist.ProcessGroup, device: torch.device) -> tuple[bool, str]:
@@ -81,8 +101,9 @@ def set_timeout(seconds: float, group: Group = None) -> None:
     for what is no group as in the functions.
     """
     budgets.set_for(None if group is None else groups.resolve(group), seconds)
-    for key, workspace in _workspaces.items():
-        workspace.set_timeout(budgets.of(_made_for[key]))
+    for key, workspace in list(_workspaces.items()):
+        made_for = _made_for.get(key)
+        workspace.set_timeout(budgets.of(made_for() if made_for is not None else None))
 
 
 def generation(name: str) -> int:
@@ -95,7 +116,8 @@ def destroy(group: Group = None) -> None:
 
     A later op makes it anew, collectively: every rank of a group calls this after the same op, or none does. A rank
     that goes on with the old memory is told which one has left it (`PeerTimeout`). It may come before or after
-    torch.distributed.destroy_process_group, or not at all. Graphs captured before it cannot be replayed.
+    torch.distributed.destroy_process_group, or not at all: the memory goes with the group. Graphs captured before it
+    cannot be replayed.
 
     Errors for what is no group as in the functions; one that torch.distributed has destroyed already is one still.
     RuntimeError while an op of the group is under way in another thread.
@@ -103,21 +125,36 @@ def destroy(group: Group = None) -> None:
     if group is not None and not isinstance(group, dist.ProcessGroup):
         group = groups.resolve(group)
     name = None if group is None else str(group.group_name)
-    keys = [key for key in _made_for if name in (None, key[0])]
+    keys = [key for key in list(_made_for) if name in (None, key[0])]
     with contextlib.ExitStack() as stack:
         for each in dict.fromkeys(key[0] for key in keys):
             stack.enter_context(turns.Turn("group", each, "destroy"))
-        _destroyed[name] += 1
         for key in keys:
             _forget(key)
+        # Last: a call that is interrupted is made again.
+        _destroyed[name] += 1
 
 
 def _forget(key: tuple[str, torch.device]) -> None:
-    _found.clear()
-    _made_for.pop(key, None)
+    _discard(key)
     _unreachable.pop(key, None)
-    if key in _workspaces:
-        _workspaces.pop(key).close()
+    _made_for.pop(key, None)
+
+
+def _discard(key: tuple[str, torch.device]) -> None:
+    _found.clear()
+    if (ws := _workspaces.get(key)) is not None:
+        # In this order: one that is interrupted is found again.
+        ws.close()
+        _workspaces.pop(key, None)
+
+
+def _group_gone(made_for: ref[dist.ProcessGroup]) -> None:
+    # torch.distributed has destroyed a group and nobody else has kept it.
+    if sys.is_finalizing():
+        return
+    for key in [key for key, each in list(_made_for.items()) if each is made_for]:
+        _forget(key)
 
 
 # A child's copies of its parent's workspaces: never used, and not given back either, which may need its parent's GPU.

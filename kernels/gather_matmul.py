@@ -20,6 +20,7 @@ import triton.language as tl
 
 from .descriptors import described_gathered, described_right, fitted_to
 from .launch import Channel, Config, fitted, flattened, in_16_bytes, options
+from .loading import launch
 from .matmul import (
     Operand,
     RightOperand,
@@ -160,9 +161,10 @@ def _gather_matmul_programs(
         leave(ctx.link, num_programs)
 
 
-@triton.jit(do_not_specialize=["rank", "num_rows", "dst_row", "num_tiles"])
+@triton.jit(do_not_specialize=["rank", "fingerprint", "num_rows", "dst_row", "num_tiles"])
 def _gather_matmul_kernel(
-    a_ptr, b_ptr, c_ptr, bias_ptr, own_desc, arena_desc, b_desc, table, peers, rank, num_rows, dst_row, num_tiles,
+    a_ptr, b_ptr, c_ptr, bias_ptr, own_desc, arena_desc, b_desc, table, peers, rank, fingerprint: tl.int64,
+    num_rows, dst_row, num_tiles,
     M, N, K, shard_cols,
     stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn, pitch, half_bytes, data_offset,
     WORLD_SIZE: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, A_BY: tl.constexpr, B_BY: tl.constexpr,
@@ -179,7 +181,7 @@ def _gather_matmul_kernel(
     """
     _gather_matmul_programs(
         Gathered(
-            Link(peers, rank, begin(peers, rank), half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
+            Link(peers, rank, begin(peers, rank), fingerprint, half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
             a_ptr, own_desc, arena_desc, stride_am, table, pitch, c_ptr, stride_cm, stride_cn, bias_ptr, M, N,
             A_BY, BIAS, OWN_IN_PLACE, ALIGNED, ROWS_ALIGNED, K, PIECE, BLOCK_M, BLOCK_N, GROUP_M, UPCAST,
         ),
@@ -247,8 +249,9 @@ def gather_matmul(
     a_by, own_desc, arena_desc = described_gathered(a, channel, rows, cols, pitch, config)
     b_by, b_desc = described_right(b, config)
     rows_aligned = aligned if gather_dim == 0 else M % 16 == 0
-    _gather_matmul_kernel[(config.programs + pushers,)](
-        a, b, c, c if bias is None else bias, own_desc, arena_desc, b_desc, table, channel.peers, rank, a.shape[0],
+    launch(_gather_matmul_kernel, (config.programs + pushers,))(
+        a, b, c, c if bias is None else bias, own_desc, arena_desc, b_desc, table, channel.peers, rank,
+        channel.fingerprint, a.shape[0],
         dst_row, num_tiles, M, N, K, a.shape[1], *a.stride(), *b.stride(), *c.stride(), pitch, channel.half_bytes,
         channel.data_offset, channel.world_size, OPS.index("all_gather_matmul"), channel.count_bytes, a_by, b_by,
         bias_along(bias, transposed), own_in_place(a), aligned, rows_aligned, pushers, gather_dim == 1, last,

@@ -20,6 +20,7 @@ class Channel:
 
     `peers` is the device table of arena addresses (int64, world_size + 1, the last one the clock's); data starts
     `data_offset` bytes into an arena, in two halves of `half_bytes`; `data` is both halves of the own arena (uint8).
+    `fingerprint` (int64) is the op's: see `signal`.
     With `count_bytes` the kernels add up what they store into peers' arenas.
     """
 
@@ -30,6 +31,7 @@ class Channel:
     half_bytes: int
     data_offset: int
     count_bytes: bool = False
+    fingerprint: int = 0
 
 
 @cache

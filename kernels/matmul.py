@@ -22,6 +22,7 @@ import triton.language as tl
 
 from .descriptors import described_left, described_right, fitted_to
 from .launch import Config, flattened, options
+from .loading import launch
 from .signal import cdiv
 
 
@@ -336,7 +337,7 @@ def matmul(
     config = fitted_to(config, a, b, result=c)
     a_by, a_desc = described_left(a, config)
     b_by, b_desc = described_right(b, config)
-    _matmul_kernel[(config.programs,)](
+    launch(_matmul_kernel, (config.programs,))(
         a, b, c, c if bias is None else bias, a_desc, b_desc, M, N, K, *a.stride(), *b.stride(), *c.stride(),
         a_by, b_by, bias_along(bias, transposed),
         config.block_m, config.block_n, config.block_k, config.group_m, flattened(config, a_by, b_by), upcast,

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from .descriptors import described_left, described_right, fitted_to
 from .launch import Channel, Config, options
+from .loading import launch
 from .matmul import RightOperand, a_local, b_source, locate_in_chunks, locate_whole, matmul_tiles, round_to
 from .signal import FIRST_SLOT, OPS, Link, begin, cdiv, count_sent, enter, half, raise_signal
 
@@ -96,9 +97,9 @@ def _matmul_scatter_programs(ctx, b, num_tiles, TO_ALL: tl.constexpr, BLOCK_K: t
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rank", "region_row", "num_tiles"])
+@triton.jit(do_not_specialize=["rank", "fingerprint", "region_row", "num_tiles"])
 def _matmul_scatter_kernel(
-    a_ptr, b_ptr, a_desc, b_desc, table, peers, rank, region_row, num_tiles, M, N, K,
+    a_ptr, b_ptr, a_desc, b_desc, table, peers, rank, fingerprint: tl.int64, region_row, num_tiles, M, N, K,
     stride_am, stride_ak, stride_bk, stride_bn, pitch, half_bytes, data_offset,
     WORLD_SIZE: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, A_BY: tl.constexpr, B_BY: tl.constexpr,
     TO_ALL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
@@ -107,7 +108,7 @@ def _matmul_scatter_kernel(
     """Multiply, store every tile into its owner's half (TO_ALL: into all), signal each tile. Waits for nothing."""
     _matmul_scatter_programs(
         Partial(
-            Link(peers, rank, begin(peers, rank), half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
+            Link(peers, rank, begin(peers, rank), fingerprint, half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
             a_ptr, a_desc, stride_am, stride_ak, table, M, N, K, region_row, pitch,
             A_BY, BLOCK_M, BLOCK_N, GROUP_M, UPCAST,
         ),
@@ -140,8 +141,9 @@ def matmul_scatter(
     num_tiles = sum(-(-rows // config.block_m) for rows in chunks) * -(-N // config.block_n)
     a_by, a_desc = described_left(a, config)
     b_by, b_desc = described_right(b, config)
-    _matmul_scatter_kernel[(config.programs,)](
-        a, b, a_desc, b_desc, table, channel.peers, channel.rank, channel.rank * region_rows, num_tiles, M, N, K,
+    launch(_matmul_scatter_kernel, (config.programs,))(
+        a, b, a_desc, b_desc, table, channel.peers, channel.rank, channel.fingerprint,
+        channel.rank * region_rows, num_tiles, M, N, K,
         *a.stride(), *b.stride(), pitch, channel.half_bytes, channel.data_offset, channel.world_size, OPS.index(op),
         channel.count_bytes, a_by, b_by, to_all,
         config.block_m, config.block_n, config.block_k, config.group_m, upcast,

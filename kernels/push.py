@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from .launch import Channel, Config, moving_options, strip_of
+from .loading import launch
 from .matmul import or_nan
 from .signal import FIRST_SLOT, OPS, Link, begin, cdiv, count_sent, enter, half, leave, raise_signal, wait
 
@@ -125,16 +126,16 @@ def _push_programs(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rank", "num_rows", "dst_row", "first_slot"])
+@triton.jit(do_not_specialize=["rank", "fingerprint", "num_rows", "dst_row", "first_slot"])
 def _push_kernel(
-    x_ptr, table, peers, rank, num_rows, dst_row, first_slot, cols, stride_xm, stride_xn, pitch, half_bytes,
-    data_offset,
+    x_ptr, table, peers, rank, fingerprint: tl.int64, num_rows, dst_row, first_slot, cols, stride_xm, stride_xn, pitch,
+    half_bytes, data_offset,
     WORLD_SIZE: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, SCATTER: tl.constexpr, WITH_OWN: tl.constexpr,
     PIECE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """An op's first kernel: enters the epoch and pushes rows. Signals pieces; waits for nothing."""
     _push_programs(
-        Link(peers, rank, begin(peers, rank), half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
+        Link(peers, rank, begin(peers, rank), fingerprint, half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
         Rows(x_ptr, stride_xm, stride_xn, cols),
         table, num_rows, dst_row, pitch, first_slot, SCATTER, WITH_OWN, PIECE, BLOCK_R, BLOCK_C,
     )  # fmt: skip
@@ -159,10 +160,10 @@ def push(
     """
     rows, cols = x.shape
     pieces = -(-rows // piece_rows) * (1 if scatter else channel.world_size)
-    _push_kernel[(max(1, min(config.pushers, pieces)),)](
-        x, table, channel.peers, channel.rank, rows, dst_row, first_slot, cols, x.stride(0), x.stride(1), pitch,
-        channel.half_bytes, channel.data_offset, channel.world_size, OPS.index(op), channel.count_bytes, scatter,
-        with_own,
+    launch(_push_kernel, (max(1, min(config.pushers, pieces)),))(
+        x, table, channel.peers, channel.rank, channel.fingerprint, rows, dst_row, first_slot, cols, x.stride(0),
+        x.stride(1), pitch, channel.half_bytes, channel.data_offset, channel.world_size, OPS.index(op),
+        channel.count_bytes, scatter, with_own,
         piece_rows, config.copy_rows, config.copy_cols,
     )  # fmt: skip
 
@@ -204,9 +205,10 @@ def _collect_programs(
     leave(link, num_programs)
 
 
-@triton.jit(do_not_specialize=["rank", "first_slot"])
+@triton.jit(do_not_specialize=["rank", "fingerprint", "first_slot"])
 def _collect_kernel(
-    out_ptr, table, peers, rank, first_slot, region_row, cols, stride_om, stride_on, pitch, half_bytes, data_offset,
+    out_ptr, table, peers, rank, fingerprint: tl.int64, first_slot, region_row, cols, stride_om, stride_on, pitch,
+    half_bytes, data_offset,
     WORLD_SIZE: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, PER_TILE: tl.constexpr, PIECE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
@@ -216,7 +218,7 @@ def _collect_kernel(
     `_reduce_kernel`: all issued before this kernel on every rank.
     """
     _collect_programs(
-        Link(peers, rank, begin(peers, rank), half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
+        Link(peers, rank, begin(peers, rank), fingerprint, half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
         Rows(out_ptr, stride_om, stride_on, cols),
         table, first_slot, region_row, pitch, PER_TILE, PIECE, BLOCK_M, BLOCK_N, STRIP,
     )  # fmt: skip
@@ -239,9 +241,9 @@ def collect(
 
     They came in tiles with a slot each (`per_tile`), or in pieces of `piece_rows` rows.
     """
-    _collect_kernel[(config.programs,)](
-        out, table, channel.peers, channel.rank, first_slot, region_row, out.shape[1], out.stride(0), out.stride(1),
-        pitch,
+    launch(_collect_kernel, (config.programs,))(
+        out, table, channel.peers, channel.rank, channel.fingerprint, first_slot, region_row, out.shape[1],
+        out.stride(0), out.stride(1), pitch,
         channel.half_bytes, channel.data_offset, channel.world_size, OPS.index(op), channel.count_bytes, per_tile,
         piece_rows, config.block_m, config.block_n, strip_of(config), **moving_options(config),
     )  # fmt: skip

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from .launch import Channel, Config, moving_options, strip_of
+from .loading import launch
 from .matmul import or_nan, round_to
 from .push import Rows
 from .signal import FIRST_SLOT, OPS, Link, begin, cdiv, count_sent, half, leave, raise_signal, wait
@@ -86,9 +87,9 @@ def _reduce_programs(
         leave(link, num_programs)
 
 
-@triton.jit(do_not_specialize=["rank", "num_rows", "region_rows", "result_row", "second_slot"])
+@triton.jit(do_not_specialize=["rank", "fingerprint", "num_rows", "region_rows", "result_row", "second_slot"])
 def _reduce_kernel(
-    x_ptr, out_ptr, bias_ptr, peers, rank, num_rows, region_rows, result_row, second_slot, cols,
+    x_ptr, out_ptr, bias_ptr, peers, rank, fingerprint: tl.int64, num_rows, region_rows, result_row, second_slot, cols,
     stride_xm, stride_xn, stride_om, stride_on, pitch, half_bytes, data_offset,
     WORLD_SIZE: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, BIAS: tl.constexpr, PER_TILE: tl.constexpr,
     OWN_IN_PLACE: tl.constexpr, BROADCAST: tl.constexpr, LAST: tl.constexpr, ALIGNED: tl.constexpr,
@@ -101,7 +102,7 @@ def _reduce_kernel(
     It ends the epoch if LAST: not where it broadcasts or a gather is still to be collected, whose kernel does.
     """
     _reduce_programs(
-        Link(peers, rank, begin(peers, rank), half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
+        Link(peers, rank, begin(peers, rank), fingerprint, half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
         Rows(x_ptr, stride_xm, stride_xn, cols), Rows(out_ptr, stride_om, stride_on, cols), bias_ptr,
         num_rows, region_rows, result_row, pitch, second_slot,
         BIAS, PER_TILE, OWN_IN_PLACE, BROADCAST, LAST, ALIGNED, BLOCK_M, BLOCK_N, STRIP, UPCAST,
@@ -134,8 +135,9 @@ def reduce(
     """
     rows, cols = out.shape
     local = out if own is None else own
-    _reduce_kernel[(config.programs,)](
-        local, out, out if bias is None else bias, channel.peers, channel.rank, rows, region_rows, result_row or 0,
+    launch(_reduce_kernel, (config.programs,))(
+        local, out, out if bias is None else bias, channel.peers, channel.rank, channel.fingerprint, rows,
+        region_rows, result_row or 0,
         second_slot, cols,
         local.stride(0), local.stride(1), out.stride(0), out.stride(1), pitch, channel.half_bytes, channel.data_offset,
         channel.world_size, OPS.index(op), channel.count_bytes, "none" if bias is None else bias_along, per_tile,

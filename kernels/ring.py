@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from .launch import Channel, Config, moving_options, strip_of
+from .loading import launch
 from .matmul import or_nan, round_to
 from .push import Rows
 from .signal import FIRST_SLOT, OPS, Link, begin, cdiv, count_sent, enter, half, leave, raise_signal, wait
@@ -150,9 +151,9 @@ def _ring_programs(link, ring, x, out, REDUCE: tl.constexpr, GATHER: tl.constexp
     leave(link, num_programs)
 
 
-@triton.jit(do_not_specialize=["rank", "max_pieces", "gather_row", "gather_slot"])
+@triton.jit(do_not_specialize=["rank", "fingerprint", "max_pieces", "gather_row", "gather_slot"])
 def _ring_kernel(
-    x_ptr, out_ptr, table, peers, rank, max_pieces, gather_row, gather_slot, cols,
+    x_ptr, out_ptr, table, peers, rank, fingerprint: tl.int64, max_pieces, gather_row, gather_slot, cols,
     stride_xm, stride_xn, stride_om, stride_on, pitch, half_bytes, data_offset,
     WORLD_SIZE: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, REDUCE: tl.constexpr, GATHER: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr, UPCAST: tl.constexpr,
@@ -164,7 +165,7 @@ def _ring_kernel(
     of the first phase waits for nothing, so by induction over the steps every wait ends.
     """
     _ring_programs(
-        Link(peers, rank, begin(peers, rank), half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
+        Link(peers, rank, begin(peers, rank), fingerprint, half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
         Ring(table, max_pieces, pitch, gather_row, gather_slot, BLOCK_M, BLOCK_N, STRIP, UPCAST),
         Rows(x_ptr, stride_xm, stride_xn, cols), Rows(out_ptr, stride_om, stride_on, cols), REDUCE, GATHER,
     )  # fmt: skip
@@ -186,8 +187,8 @@ def ring(
     cols = x.shape[1]
     max_pieces = max(-(-rows // config.block_m) for rows in sizes) * -(-cols // config.block_n)
     reduces, gathers = op != "all_gather", op != "reduce_scatter"
-    _ring_kernel[(config.programs,)](
-        x, out, table, channel.peers, channel.rank, max_pieces, sum(sizes) if reduces else 0,
+    launch(_ring_kernel, (config.programs,))(
+        x, out, table, channel.peers, channel.rank, channel.fingerprint, max_pieces, sum(sizes) if reduces else 0,
         FIRST_SLOT.value + (len(sizes) * max_pieces if reduces else 0), cols, *x.stride(), *out.stride(), pitch,
         channel.half_bytes, channel.data_offset, channel.world_size, OPS.index(op), channel.count_bytes, reduces,
         gathers,

@@ -13,6 +13,11 @@ Reuse. `enter` tells every peer that this rank has begun epoch e; `leave` does n
 begun it too. So a rank at epoch e + 2 knows that its peers have left epoch e, and may write their half e % 2 without
 asking.
 
+Agreement. With its entry a rank tells every peer a fingerprint of what all ranks must mean alike by the op, 64 bits
+that the host makes; two places for it take turns, as the halves do. `leave` compares, and so does a wait that takes
+long. Where a peer means something else this rank reports that, as it would a wait, and the host asks what was meant.
+The entry is not taken back then: every rank is to find out.
+
 Bounded waits. The host block holds a clock in milliseconds that the host advances (a program cannot read the time
 portably). A wait whose budget is spent reports itself there and falls through; the host raises PeerTimeout from the
 report. What a wait decides by, clock, budget and epoch too, one thread reads and tells the others (`read`). Before it
@@ -56,13 +61,16 @@ WAITING_SLOT = tl.constexpr(5)  # the slot that WAITING_FOR's program waits on
 LEFT = tl.constexpr(6)  # why this rank raises no more signals here: 1 destroyed, 2 an op left by an exception; or 0
 HARDWARE = tl.constexpr(7)  # what this rank's GPU is (`hardware.number_of`): all go by rank 0's
 BYTES_SENT = tl.constexpr(8)  # int64, counted only by kernels compiled with COUNT
-GROWING = tl.constexpr(10)  # the epoch before which this rank has come to grow the workspace; the host's alone
+GROWING = tl.constexpr(10)  # how many steps this rank has come in growing the workspace; the host's alone
+OUTCOME = tl.constexpr(11)  # two words, what came of the last growth on this rank; the host's alone
 SIGNALS = tl.constexpr(
     16
 )  # first signal word; the signal of (slot, source) is word SIGNALS + slot * world_size + source
 
-ENTRY_SLOT = tl.constexpr(0)  # "this rank has begun the epoch"; the slots of an op's own signals start after it
-FIRST_SLOT = tl.constexpr(1)
+ENTRY_SLOT = tl.constexpr(0)  # "this rank has begun the epoch"
+# Four slots that hold no signals but fingerprints, 64 bits a source: those of even epochs, then those of odd ones.
+FINGERPRINT_SLOT = tl.constexpr(1)
+FIRST_SLOT = tl.constexpr(5)  # the slots of an op's own signals
 GROWTH_SLOT = tl.constexpr(-1)  # in WAITING_SLOT, for a wait that is not for a signal but for GROWING
 
 # A signal this far or farther ahead of the epoch that is waited for is an old one. A peer is never more than one ahead;
@@ -87,6 +95,7 @@ class Link(NamedTuple):
     peers: tl.tensor
     rank: tl.tensor
     epoch: tl.tensor
+    fingerprint: tl.tensor
     half_bytes: tl.tensor
     data_offset: tl.tensor
     WORLD_SIZE: tl.constexpr
@@ -132,6 +141,41 @@ def raise_signal(link, dst, slot):
 
 
 @triton.jit
+def _low(link):
+    return link.fingerprint.to(tl.int32)
+
+
+@triton.jit
+def _high(link):
+    # The interpreter takes a small number for an int32.
+    return (link.fingerprint.to(tl.int64) >> 32).to(tl.int32)
+
+
+@triton.jit
+def fingerprint_words(link, dst, src):
+    """Where rank `dst` finds the low half of `src`'s fingerprint for this epoch; the high half is behind it."""
+    place = (FINGERPRINT_SLOT + 2 * (link.epoch & 1)) * link.WORLD_SIZE + 2 * src
+    return header(link.peers, dst) + SIGNALS + place
+
+
+@triton.jit
+def _store_fingerprint(link, dst):
+    words = fingerprint_words(link, dst, link.rank)
+    # Atomics, as two kernels of one op may enter side by side.
+    tl.atomic_xchg(words, _low(link), sem="relaxed", scope="sys")
+    tl.atomic_xchg(words + 1, _high(link), sem="relaxed", scope="sys")
+
+
+@triton.jit
+def disagrees(link, src):
+    """1 if rank `src`, whose entry has been seen, means another op than this rank, or 0."""
+    words = fingerprint_words(link, link.rank, src)
+    low = read(words) ^ _low(link)
+    high = read(words + 1) ^ _high(link)
+    return ((low | high) != 0).to(tl.int32)
+
+
+@triton.jit
 def before_descriptor(index, ok):
     """`index`, to be used as a coordinate of a descriptor's load of what the wait that gave `ok` has waited for.
 
@@ -149,7 +193,7 @@ def before_descriptor(index, ok):
 
 
 @triton.jit
-def _give_up(link, words, host, src, slot, seen):
+def _give_up(link, words, host, src, slot, seen, take_back):
     # Atomics all through, so that one thread does all of it: a barrier here, inside the loop over the tiles, would keep
     # the compiler from pipelining that loop.
     #
@@ -159,7 +203,7 @@ def _give_up(link, words, host, src, slot, seen):
     # Not `range`: the compiler would write out its turns and keep every peer's place in registers from one tile to the
     # next. So it would the epoch and constants that are stored: one is read anew, the others are made of what varies.
     epoch = begin(link.peers, link.rank)
-    dst = (link.rank + 1) % link.WORLD_SIZE
+    dst = (link.rank + take_back) % link.WORLD_SIZE
     while dst != link.rank:
         entry = header(link.peers, dst) + SIGNALS + ENTRY_SLOT * link.WORLD_SIZE
         tl.atomic_xchg(entry + link.rank, epoch - LEAD, sem="release", scope="sys")
@@ -189,6 +233,7 @@ def wait(link, src, slot):
         # A rank that has given up before does not wait again, be it in this op or in one that was issued after it.
         waiting = (read(words + GIVEN_UP) == 0).to(tl.int32)
         polls = 0
+        differs = 0
         while (((seen - link.epoch) & -LEAD) != 0) & (waiting != 0):
             polls += 1
             if polls == POLLS_PER_LOOK:
@@ -197,11 +242,14 @@ def wait(link, src, slot):
                 tl.store(words + WAITING_FOR, src + 1)
                 given_up = read(words + GIVEN_UP)
                 elapsed = read(host + CLOCK_MS) - start
-                waiting = ((given_up == 0) & (elapsed < budget)).to(tl.int32)
+                entry = words + SIGNALS + ENTRY_SLOT * link.WORLD_SIZE + src
+                entered = tl.atomic_add(entry, 0, sem="acquire", scope="sys")
+                differs = disagrees(link, src) * (((entered - link.epoch) & -LEAD) == 0).to(tl.int32)
+                waiting = ((given_up == 0) & (elapsed < budget) & (differs == 0)).to(tl.int32)
             # After the look at the clock: a rank that was itself stopped meanwhile finds what has arrived in that time.
             seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
         if ((seen - link.epoch) & -LEAD) != 0:
-            _give_up(link, words, host, src, slot, seen)
+            _give_up(link, words, host, src, slot, seen, 1 - differs)
         else:
             tl.store(words + WAITING_FOR, 0)
     return (((seen - link.epoch) & -LEAD) == 0).to(tl.int32)
@@ -216,8 +264,12 @@ def enter(link, pid):
     if pid == 0:
         # In two steps, as Triton's `and` would load on every program.
         if read(header(link.peers, link.rank) + GIVEN_UP) == 0:
+            # The own one is for the host, which may have issued other ops since when it is asked about this one.
+            _store_fingerprint(link, link.rank)
             for i in range(1, link.WORLD_SIZE):
-                raise_signal(link, (link.rank + i) % link.WORLD_SIZE, ENTRY_SLOT)
+                dst = (link.rank + i) % link.WORLD_SIZE
+                _store_fingerprint(link, dst)
+                raise_signal(link, dst, ENTRY_SLOT)
 
 
 @triton.jit
@@ -231,7 +283,11 @@ def leave(link, num_programs):
     arrived = tl.atomic_add(words + ARRIVED, 1, sem="acq_rel", scope="gpu")
     if arrived == num_programs - 1:
         for i in range(1, link.WORLD_SIZE):
-            wait(link, (link.rank + i) % link.WORLD_SIZE, ENTRY_SLOT)
+            src = (link.rank + i) % link.WORLD_SIZE
+            if wait(link, src, ENTRY_SLOT) != 0:
+                if disagrees(link, src) != 0:
+                    host = tl.load(link.peers + link.WORLD_SIZE).to(tl.pointer_type(tl.int32))
+                    _give_up(link, words, host, src, ENTRY_SLOT, link.epoch, 0)
         tl.store(words + ARRIVED, 0)
         tl.store(words + EPOCH, link.epoch)
 

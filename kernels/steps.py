@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from .launch import Channel
+from .loading import launch
 from .signal import OPS, Link, begin, enter, leave, raise_signal, wait
 
 
@@ -21,21 +22,24 @@ def _step(link, peer, slot, STEP: tl.constexpr):
         leave(link, 1)
 
 
-@triton.jit(do_not_specialize=["rank", "peer", "slot"])
+@triton.jit(do_not_specialize=["rank", "fingerprint", "peer", "slot"])
 def _step_kernel(
-    peers, rank, peer, slot, half_bytes, data_offset,
+    peers, rank, fingerprint: tl.int64, peer, slot, half_bytes, data_offset,
     WORLD_SIZE: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """One step, ordered with the work before and after it by the stream.
 
     A wait's kernel ends when the signal is there, or its budget.
     """
-    _step(Link(peers, rank, begin(peers, rank), half_bytes, data_offset, WORLD_SIZE, OP, COUNT), peer, slot, STEP)
+    _step(
+        Link(peers, rank, begin(peers, rank), fingerprint, half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
+        peer, slot, STEP,
+    )  # fmt: skip
 
 
 def step(channel: Channel, op: str, name: str, peer: int = 0, slot: int = 0) -> None:
     """Issue `name` (enter, signal, wait or leave) on the current stream; `peer` and `slot` for signal and wait."""
-    _step_kernel[(1,)](
-        channel.peers, channel.rank, peer, slot, channel.half_bytes, channel.data_offset,
+    launch(_step_kernel, (1,))(
+        channel.peers, channel.rank, channel.fingerprint, peer, slot, channel.half_bytes, channel.data_offset,
         channel.world_size, OPS.index(op), channel.count_bytes, name, num_warps=1,
     )  # fmt: skip

@@ -26,6 +26,9 @@ import fusedtp
 os.environ["FUSEDTP_TUNING"] = "off"
 # typer folds what it says of an error, paths too, to the width of the terminal.
 os.environ["TERMINAL_WIDTH"] = "1000"
+# Compiled kernels are executed where Triton's interpreter has not been chosen: `nox -s emulate`, `test_emulated.py`.
+if os.environ.get("TRITON_INTERPRET") != "0":
+    collect_ignore = ["test_emulated_machine.py", "test_emulated_ops.py"]
 
 
 def poison(group: ProcessGroup | None = None) -> None:

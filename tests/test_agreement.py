@@ -30,16 +30,19 @@ def ones(*shape: int, **options: Any) -> Tensor:
 class Here:
     """One rank; `odd` on the one that is to differ."""
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self.options: dict[str, Any] = {"group": group, "debug": True}
+    def __init__(self, group: ProcessGroup, **how: Any) -> None:
+        # A layer's bias is compared too, and layers draw theirs on every rank.
+        torch.manual_seed(3)
+        how = how or {"debug": True}
+        self.options: dict[str, Any] = {"group": group, **how}
+        self.how = how
         self.mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("X",))
         self.column = fusedtp.ColumnParallelLinear(6, 6, **self.options)
         self.mlp = fusedtp.ParallelMLP(6, 6, **self.options)
-        style = fusedtp.FusedRowwiseParallel(output_layouts=Shard(0), debug=True)
+        style = fusedtp.FusedRowwiseParallel(output_layouts=Shard(0), **how)
         self.styled = style._apply(nn.Linear(6, 6), self.mesh)
-        self.replicated = fusedtp.FusedRowwiseParallel(output_layouts=Replicate(), debug=True)._apply(
-            nn.Linear(6, 6), self.mesh
-        )
+        style = fusedtp.FusedRowwiseParallel(output_layouts=Replicate(), **how)
+        self.replicated = style._apply(nn.Linear(6, 6), self.mesh)
 
 
 # A call that differs on one of three ranks where `odd`, and what is said on all of them.
@@ -60,6 +63,10 @@ CALLS: dict[str, tuple[Callable[[Here, bool], object], str]] = {
     "bias": (
         lambda h, odd: fusedtp.linear_all_reduce(ones(3, 6), ones(5, 6), None if odd else ones(5), **h.options),
         f"the ranks do not agree on bias: given on rank 0, none on rank 1, given on rank 2{ODD}",
+    ),
+    "values of a bias": (
+        lambda h, odd: fusedtp.linear_all_reduce(ones(3, 6), ones(5, 6), ones(5) + odd, **h.options),
+        "the ranks do not agree on the bias's values, which have the checksum: 0x",
     ),
     "dtype": (
         lambda h, odd: fusedtp.all_gather(ones(3, 6).to(torch.float16 if odd else torch.float32), **h.options),
@@ -83,7 +90,7 @@ CALLS: dict[str, tuple[Callable[[Here, bool], object], str]] = {
     ),
     "spec": (
         lambda h, odd: fusedtp.sharded_matmul(
-            ones(3, 6 if odd else 18), ones(6, 6), "[M_X, K] @ [K, N] -> [M, N]" if odd else FSDP, h.mesh, debug=True
+            ones(3, 6 if odd else 18), ones(6, 6), "[M_X, K] @ [K, N] -> [M, N]" if odd else FSDP, h.mesh, **h.how
         ),
         "the ranks do not agree on the op",
     ),

@@ -24,6 +24,7 @@ from fusedtp import NotationError, tuning
 
 from . import test_bad_input, test_bad_modules
 
+ROOT = Path(__file__).parent.parent
 SIZES, MESH = {"M": 8, "K": 6, "N": 5}, {"X": 2}
 SPEC = "[M_X, K] @ [K, N] -> [M, N]"
 
@@ -185,7 +186,8 @@ def test_launched_in_an_odd_environment(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 NUMBERS = {"int": "1", "float | None": "1.5", "bool": "False", "str": "text"}
-CELLS = {field.name: NUMBERS[str(field.type)] for field in fields(store.Row)}
+NAMES = {"op": "all_gather_matmul", "direction": "forward", "dtype": "float32", "gate": "passed"}
+CELLS = {field.name: NUMBERS[str(field.type)] for field in fields(store.Row)} | NAMES
 HEAD, LINE = ",".join(CELLS), ",".join(CELLS.values())
 
 
@@ -201,9 +203,9 @@ ROWS: list[tuple[str, bytes, str]] = [
     ("a pickle", pickle.dumps([1]), "is not a table of sweep rows"),
     ("not UTF-8", table(cpu="Som\u00e9").decode().encode("latin1"), "is not a table of sweep rows"),
     ("no header", f"{LINE}\n".encode(), "is not a table of sweep rows"),
-    ("a column twice", f"{HEAD},M\n{LINE},1\n".encode(), "not known: ['M.1']"),
-    ("a cell too many", f"{HEAD}\n{LINE},1\n".encode(), "is not"),
-    ("cells missing", f"{HEAD}\na,b\n".encode(), "row 1, column M: '' is not int"),
+    ("a column twice", f"{HEAD},M\n{LINE},1\n".encode(), "is not a table of sweep rows"),
+    ("a cell too many", f"{HEAD}\n{LINE},1\n".encode(), "line 2, row 1, column time_utc: 46 cells, not 45"),
+    ("cells missing", f"{HEAD}\na,b\n".encode(), "line 2, row 1, column M: 2 cells, not 45"),
     ("a quote left open", f'{HEAD}\n"{LINE}\n'.encode(), "is not a table of sweep rows"),
     ("a word for a length", table(M="many"), "row 1, column M: 'many' is not int"),
     ("a negative length", table(M="-1"), "row 1, column M: '-1' is not int"),
@@ -215,8 +217,19 @@ ROWS: list[tuple[str, bytes, str]] = [
     ("a time of NaN", table(median_ms="nan"), "row 1, column median_ms: 'nan' is not float"),
     ("a time without end", table(median_ms="inf"), "row 1, column median_ms: 'inf' is not float"),
     ("a time beyond floats", table(median_ms="1e999"), "row 1, column median_ms: '1e999' is not float"),
+    ("a time of 400 digits", table(total_ms="9" * 400), "row 1, column total_ms: '9999"),
     ("a time with underscores", table(median_ms="1_0.0"), "row 1, column median_ms: '1_0.0' is not float"),
     ("a flag of another language", table(dirty="true"), "row 1, column dirty: 'true' is not bool"),
+    ("a time of nothing", table(median_ms="0"), "line 2, row 1, column median_ms: '0' is not from 1e-09 to 1e+09"),
+    ("a time of ages", table(median_ms="1e99"), "row 1, column median_ms: '1e99' is not from"),
+    ("a length of nothing", table(M="0"), "row 1, column M: '0' is not from 1 to"),
+    ("no ranks", table(world_size="0"), "row 1, column world_size: '0' is not from 1 to"),
+    ("an unknown op", table(op="matmul"), "row 1, column op: 'matmul' is not one of all_gather_matmul,"),
+    ("an unknown direction", table(direction="up"), "row 1, column direction: 'up' is not one of forward, backward"),
+    ("an unknown dtype", table(dtype="int8"), "row 1, column dtype: 'int8' is not one of float32, bfloat16"),
+    ("a time outside its own spread", table(p20_ms="1.6"), "column median_ms: 1.5 is not between p20_ms 1.6 and"),
+    ("a time of what was refused", table(gate="wrong"), "column gate: 'wrong', and yet there is a time"),
+    ("a row twice", table() + table().splitlines()[1], "line 3, row 2: the same case and variant as row 1"),
     ("a zero byte", table(cpu="a\0b"), "row 1, column cpu: 'a\\x00b' is not str"),
     ("more than is read", b" " * (store.MAX_BYTES + 1), f"larger than the {store.MAX_BYTES} bytes that are read"),
 ]
@@ -270,6 +283,81 @@ def test_bad_timeline(content: str, tmp_path: Path) -> None:
     path.write_text(content)
     with pytest.raises(ValueError, match="is not a timeline of ours"):
         timeline.read(path)
+
+
+# What a timeline or a baseline of ours is changed by, and what is said of it.
+TIMELINES: list[tuple[str, str, str]] = [
+    ('"cat": "travel"', '"cat": "nonsense"', "].cat must be one of call, travel, multiply, wait, add, collective, got"),
+    ('"cat": "travel",', "", "].cat is missing"),
+    ('"name": "decomposed"', '"name": "faster"', "traceEvents[0].args.name must be one of decomposed, unfused"),
+    ('"tid": 1', '"tid": 2', "].tid must be an integer from 0 to 1, got 2"),
+    ('"tid": 1', f'"tid": {"7" * 400}', "].tid must be an integer from 0 to 1, got inf"),
+    ('"dur": ', '"dur": -', "].dur must be a number from 0 to"),
+    ('"M": ', '"M": "x", "M": ', "'M' is there twice"),
+    ('"displayTimeUnit": "ms",', "", "displayTimeUnit is missing"),
+    ('"ts": ', '"ts" ', "Expecting ':' delimiter: line "),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "text"), TIMELINES)
+def test_timelines_that_mean_nothing(old: str, new: str, text: str, tmp_path: Path) -> None:
+    path, (stored,) = tmp_path / "timeline.json", (ROOT / "results").glob("*/timeline.json")
+    content = stored.read_text()
+    assert old in content
+    path.write_text(content.replace(old, new, 1))
+    with pytest.raises(ValueError, match=re.escape(f"{path} is not a timeline of ours: ")) as caught:
+        timeline.read(path)
+    assert text in str(caught.value)
+    assert timeline.read(stored).marks
+
+
+def test_cells_are_no_markup_no_mathematics_and_no_document(tmp_path: Path, make_row: Callable[..., store.Row]) -> None:
+    odd = {"model": "[/] :boom: $\\frac", "layer": "[bold", "driver": "[red]", "cpu": "<!-- measured:end -->\n[x"}
+    path, readme = tmp_path / "sweep.csv", tmp_path / "README.md"
+    readme.write_bytes(b"before\r\n<!-- measured:begin -->\r\nold\r\n<!-- measured:end -->\r\nbehind")
+    readme.chmod(0o604)
+    (tmp_path / "link.md").symlink_to(readme)
+    whole = {"speedup_vs_unfused": 1.0, "matmul_fraction": 0.5, "median_ms": 2.0}
+    store.write(path, [make_row(variant=name, **odd, **whole) for name in ("unfused", "decomposed", "matmul")])
+    other = tmp_path / "other.csv"
+    store.write(other, [make_row(variant=name, **odd | {"driver": ""}, **whole) for name in ("unfused", "decomposed")])
+    for command, said in (
+        (["report", path, "--readme", tmp_path / "link.md"], "[/] :boom: $\\frac [bold"),
+        (["compare", path, other, "--all"], "[/] :boom: $\\frac [bold at 0 tokens"),
+        (["compare", path, other, "--all"], "differs: driver: [red] in A,  in B"),
+    ):
+        result = CliRunner().invoke(cli.app, list(map(str, command)))
+        assert result.exit_code == 0, result.output
+        assert said in result.output
+    text = readme.read_bytes()
+    assert (tmp_path / "link.md").is_symlink()
+    assert readme.stat().st_mode & 0o777 == 0o604
+    assert text.startswith(b"before\r\n<!-- measured:begin -->\r\n| op ")
+    assert text.endswith(b"\r\n<!-- measured:end -->\r\nbehind")
+    assert text.count(b"\n") == text.count(b"\r\n")
+    assert b"&lt;!-- measured:end --&gt; [x" in text
+
+
+# A document, and what is said of it.
+DOCUMENTS: list[tuple[bytes, str]] = [
+    (b"no marks\n", "there must be one line with <!-- table:begin -->, got 0"),
+    (b"<!-- table:begin -->\n<!-- table:begin -->\n<!-- table:end -->\n", "got 2 in lines 1, 2"),
+    (b"<!-- table:end -->\n<!-- table:begin -->\n", "line 2 with <!-- table:begin --> must come before line 1"),
+    (b"x <!-- table:begin -->\n<!-- table:end -->\n", "line 1 must be <!-- table:begin --> and no more"),
+    (b"\xff\n<!-- table:begin -->\n", "line 1 is not UTF-8"),
+]
+
+
+@pytest.mark.parametrize(("content", "text"), DOCUMENTS)
+def test_documents_whose_part_is_not_clear_stay(content: bytes, text: str, tmp_path: Path) -> None:
+    path = tmp_path / "sharding.md"
+    path.write_bytes(content)
+    result = CliRunner().invoke(cli.app, ["explain", "--write", str(path)])
+    assert result.exit_code == 2, result.output
+    for part in (f"{path} stays as it is: ", text):
+        assert "".join(part.split()) in "".join(result.output.replace("\u2502", "").split())
+    assert path.read_bytes() == content
+    assert os.listdir(tmp_path) == ["sharding.md"]
 
 
 def test_the_tables_stay_long() -> None:

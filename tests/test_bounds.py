@@ -19,8 +19,8 @@ from fusedtp.shards import even_sizes
 from fusedtp.workspace import Workspace
 
 from .bounds import Bounds, checked
+from .protocol.live import live
 from .protocol.mutants import Edit, Mutant, planted
-from .protocol.record import live
 from .test_ops_local import CPU, problem
 
 # Of each: what is said, the op it shows on, and the edit.

@@ -16,7 +16,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from fusedtp import reference
 from fusedtp.memory.local import local_memories
-from fusedtp.schedules import fused
+from fusedtp.schedules import fused, fused_collectives
 from fusedtp.schedules.phases import Phases, run_together
 from fusedtp.workspace import Workspace
 
@@ -108,7 +108,7 @@ def gathered(dim: int, sizes: tuple[int, ...], strided: bool, config: Config, dt
     def phases(ws: Workspace) -> Phases:
         return fused.gather_matmul_phases(ws, shards[ws.rank], b, bias, dim, sizes, split=True)
 
-    with mock.patch.object(fused, "config_for", return_value=config):
+    with mock.patch.object(fused_collectives, "config_for", return_value=config):
         for _ in range(2):
             started = [phases(ws) for ws in ranks]
             for each in started:
@@ -157,7 +157,7 @@ def test_a_scatter_reads_alike(loads: list[int]) -> None:
 
     def run(config: Config) -> Tensor:
         ranks = [Workspace(memory, CPU) for memory in local_memories(3, CPU)]
-        with mock.patch.object(fused, "config_for", return_value=config):
+        with mock.patch.object(fused_collectives, "config_for", return_value=config):
             outs = run_together([fused.matmul_scatter_phases(ws, *mine[ws.rank], bias, 0, sizes) for ws in ranks])
         for ws in ranks:
             ws.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Callable
@@ -116,6 +117,81 @@ def test_a_file_that_cannot_be_used_is_named_once(pool: RankPool, tmp_path: Path
         assert small == large
         for op in OPS:
             assert small[op] == ("decomposed", f"ranks share memory; nothing was measured here for {op} in float32")
+
+
+FAULTS = ("nobody's home", "400 digits", "slower than time", "a reader that fails")
+
+
+def faulty(group: ProcessGroup, file: str) -> tuple[list[Any], list[str]]:
+    """`with_tables` where rank 0's own reader raises for a file that is called so."""
+    right = tuning.load
+
+    def fails() -> tuple[None, str, str]:
+        raise MemoryError("no room for a table")
+
+    if file == FAULTS[-1] and group.rank() == 0:
+        tuning.load = fails  # type: ignore[assignment]
+    try:
+        return with_tables(group, [file, "off"], [SMALL])
+    finally:
+        tuning.load = right
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_whatever_fails_while_rank_0_reads_is_told_to_all(fault: str, pool: RankPool, tmp_path: Path) -> None:
+    content = json.loads(planted("unfused", "unfused"))
+    rates = {"memory_gbps": 10.0, "collective_gbps": 1.0, "flag_us": 1.0, "collective_start_us": 1.0, "host_us": 1e300}
+    path, why = str(tmp_path / "table"), f"{fault} in"
+    if fault == "nobody's home":
+        path, why = "~nosuchuser/x", "FUSEDTP_TUNING is '~nosuchuser/x'"
+    elif fault == "400 digits":
+        content["samples"][3]["ms"]["unfused"], why = int("7" * 400), "samples[3].ms.unfused must be a number from"
+    elif fault == "slower than time":
+        content["rates"], why = {"2": {"matrix_tflops": {"float32": 1.0}, **rates}}, "rates.2.host_us must be a number"
+    else:
+        path, why = fault, "MemoryError: no room for a table"
+    (tmp_path / "table").write_text(json.dumps(content))
+    first, second = pool.run(faulty, path, world_size=2, timeout=60)
+    assert second == (first[0], [])
+    (said,) = first[1]
+    assert said.startswith("fusedtp chooses schedules without measurements: ")
+    assert why in said
+    assert {schedule for schedule, _ in first[0][0].values()} == {"decomposed"}
+
+
+def again(group: ProcessGroup, file: str, kind: type[BaseException]) -> tuple[int, list[float]]:
+    """How often a first op raised on this rank, and its result when it was called until it did not."""
+    fusedtp.destroy(group)
+    dispatch._said.clear()
+    os.environ["FUSEDTP_TUNING"] = file
+    right, raised = tuning.load, 0
+
+    def interrupted() -> tuple[tuning.Table | None, str, str]:
+        tuning.load = right
+        raise kind("in the middle of the file")
+
+    if kind is KeyboardInterrupt and group.rank() == 0:
+        tuning.load = interrupted  # type: ignore[assignment]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            while True:
+                try:
+                    results = [fusedtp.all_reduce(torch.ones(2), group=group)[0].item() for _ in range(3)]
+                    return raised, results
+                except kind:
+                    raised += 1
+    finally:
+        os.environ["FUSEDTP_TUNING"] = "off"
+        fusedtp.destroy(group)
+
+
+@pytest.mark.parametrize("kind", [UserWarning, KeyboardInterrupt])
+def test_rank_0_may_call_again_after_its_table_raised(
+    kind: type[BaseException], pool: RankPool, tmp_path: Path
+) -> None:
+    (tmp_path / "bad").write_text("{]")
+    assert pool.run(again, str(tmp_path / "bad"), kind, world_size=2, timeout=60) == [(1, [2.0] * 3), (0, [2.0] * 3)]
 
 
 def uneven(group: ProcessGroup, file: str) -> tuple[str, float]:

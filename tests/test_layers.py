@@ -13,11 +13,12 @@ import torch
 from fusedtp.bench.ranks import RankPool
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
 import fusedtp
 from fusedtp import reference
-from fusedtp.shards import even_sizes
+from fusedtp.shards import chunk_sizes, even_sizes
 
 BATCH, IN, OUT = 3, 10, 9
 KINDS = ("column", "column, x whole", "row", "row, y whole", "fsdp")
@@ -50,6 +51,17 @@ def part(whole: Tensor, dim: int | None, rank: int, sizes: Sequence[int]) -> Ten
     return whole if dim is None else reference.chunk(whole, dim, rank, sizes)
 
 
+def local(p: Tensor, dim: int | None, size: int) -> Tensor:
+    """This rank's part of a parameter or a gradient, of which `size` along `dim` are not padding."""
+    assert isinstance(p, DTensor)
+    assert p.placements == ((Replicate() if dim is None else Shard(dim)),)
+    value = p.to_local()
+    if dim is None:
+        return value
+    assert not value.narrow(dim, size, value.shape[dim] - size).any()
+    return value.narrow(dim, 0, size)
+
+
 def linear(
     group: ProcessGroup, kind: str, dim: int, bias: bool, dtype: torch.dtype, uneven: bool, schedule: str
 ) -> None:
@@ -58,7 +70,7 @@ def linear(
     name = f"{kind}, dim {dim}, bias {bias}, uneven {uneven}"
     length = 7 if uneven else 12
     split = IN if kind.startswith("row") else OUT
-    features = lopsided(split, world_size) if uneven else even_sizes(split, world_size)
+    features = lopsided(split, world_size) if uneven else chunk_sizes(split, world_size)
     rows = lopsided(length, world_size) if uneven else even_sizes(length, world_size)
     options: dict[str, Any] = {"group": group, "schedule": schedule, "feature_sizes": features if uneven else None}
     whole = kind.endswith("whole")
@@ -78,10 +90,13 @@ def linear(
     torch.manual_seed(5)
     dense = nn.Linear(IN, OUT, bias, dtype=dtype)
     assert torch.equal(after, torch.rand(1)), f"{name}: drew another number of random values than nn.Linear"
-    assert list(layer.state_dict()) == list(dense.state_dict())
+    padded = ["padded_sizes"] * (features != chunk_sizes(split, world_size))
+    assert list(layer.state_dict()) == [*dense.state_dict(), *padded]
     for key, value in layer.named_parameters():
         expected = part(dense.get_parameter(key), cuts[key], rank, features)
-        assert torch.equal(value, expected), f"{name}: {key} starts with other values than nn.Linear's"
+        assert torch.equal(local(value, cuts[key], features[rank]), expected), (
+            f"{name}: {key} starts with other values than nn.Linear's"
+        )
 
     dense = dense.double()
     shape = (length, BATCH) if dim == 0 else (BATCH, length)
@@ -98,7 +113,7 @@ def linear(
         got: list[tuple[str, Tensor | None, Tensor, int | None, Sequence[int]]] = [
             ("y", y, y_ref, cuts["y"], sizes[cuts["y"]]),
             ("dx", x_part.grad, x_ref.grad, cuts["x"], sizes[cuts["x"]]),
-            *((f"d{key}", p.grad, dense.get_parameter(key).grad, cuts[key], features)
+            *((f"d{key}", local(p.grad, cuts[key], features[rank]), dense.get_parameter(key).grad, cuts[key], features)
               for key, p in layer.named_parameters()),
         ]  # fmt: skip
         for what, out, ref, cut, cut_sizes in got:
@@ -150,8 +165,16 @@ def shards(dense: DenseMLP, rank: int, sizes: Sequence[int], *, grad: bool) -> d
         assert value is not None
         out[f"down_proj.{key}"] = reference.chunk(value, 1, rank, sizes) if key == "weight" else value
         values = [getattr(each, key).grad if grad else getattr(each, key) for each in wide]
-        out[f"{name}.{key}"] = torch.cat([reference.chunk(value, 0, rank, sizes) for value in values])
+        parts = [reference.chunk(value, 0, rank, sizes) for value in values]
+        out[f"{name}.{key}"] = parts[0] if len(parts) == 1 else torch.stack(parts)
     return out
+
+
+def mlp_cut(key: str) -> int | None:
+    """The dim along which ParallelMLP splits a parameter."""
+    if key.startswith("down"):
+        return 1 if key.endswith("weight") else None
+    return int(key.startswith("gate"))
 
 
 def mlp(
@@ -166,7 +189,7 @@ def mlp(
     rank, world_size = group.rank(), group.size()
     name = f"{activation}, dim {dim}, bias {bias}, sequence parallel {sequence_parallel}, uneven {uneven}"
     hidden, intermediate, length = 6, 13, 7 if uneven else 12
-    features = lopsided(intermediate, world_size) if uneven else even_sizes(intermediate, world_size)
+    features = lopsided(intermediate, world_size) if uneven else chunk_sizes(intermediate, world_size)
     rows = lopsided(length, world_size) if uneven else even_sizes(length, world_size)
     torch.manual_seed(8)
     layer = fusedtp.ParallelMLP(
@@ -177,9 +200,12 @@ def mlp(
     torch.manual_seed(8)
     dense = DenseMLP(hidden, intermediate, bias, activation, dtype)
     expected = shards(dense, rank, features, grad=False)
-    assert set(expected) == set(layer.state_dict())
-    for key, value in layer.state_dict().items():
-        assert torch.equal(value, expected[key]), f"{name}: {key} starts with other values than nn.Linear's"
+    parameters = dict(layer.named_parameters())
+    assert set(expected) == set(parameters)
+    for key, value in parameters.items():
+        assert torch.equal(local(value, mlp_cut(key), features[rank]), expected[key]), (
+            f"{name}: {key} starts with other values than nn.Linear's"
+        )
     dense = dense.double()
     x = torch.randn((length, BATCH, hidden) if dim == 0 else (BATCH, length, hidden)).to(dtype)
     dy = torch.randn(x.shape).to(dtype)
@@ -197,7 +223,8 @@ def mlp(
     check(x_part.grad, part(x_ref.grad, cut, rank, rows), f"dx of {name}", dtype, longest, 4)
     grads = shards(dense, rank, features, grad=True)
     for key, p in layer.named_parameters():
-        check(p.grad, grads[key], f"d {key} of {name}", dtype, longest, 4)
+        assert p.grad is not None
+        check(local(p.grad, mlp_cut(key), features[rank]), grads[key], f"d {key} of {name}", dtype, longest, 4)
 
 
 def mlps(group: ProcessGroup, dtype: torch.dtype) -> None:

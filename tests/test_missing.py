@@ -28,7 +28,7 @@ def says(
 def grows(behind: int) -> list[int]:
     """The same, before its eighth op, until rank `behind` comes to grow the workspace too."""
     words = says(waits_for=behind)
-    words[signal.WAITING_SLOT.value] = signal.GROWTH_SLOT.value
+    words[signal.WAITING_SLOT.value], words[signal.GROWING.value] = signal.GROWTH_SLOT.value, 1
     return words
 
 
@@ -70,8 +70,25 @@ def test_who_is_alive_says_so_in_time(monkeypatch: pytest.MonkeyPatch, speaks: i
     assert missing.really_missing(3, WORLD_SIZE, header, 2) == expected
 
 
+def test_garbage_in_a_header_names_who_was_waited_for() -> None:
+    """Whatever a peer has written into its own memory: no other exception, and a rank that there is."""
+    words = [[seed * 2654435761 % 2**32 - 2**31 for seed in range(rank, rank + len(BUSY))] for rank in range(3)]
+    for value in (-5, WORLD_SIZE + 1, 2**31 - 1):
+        waits = says(waits_for=0)
+        waits[signal.WAITING_FOR.value] = value
+        gave_up = says(waits_for=0)
+        gave_up[signal.GIVEN_UP.value] = value
+        far = says(waits_for=0)
+        far[signal.WAITING_SLOT.value] = value
+        for peers in ([waits] * 3, [gave_up] * 3, [far] * 3, words):
+            each = [*peers, BUSY]
+            named = missing.really_missing(3, WORLD_SIZE, each.__getitem__, 2)
+            assert 0 <= named < WORLD_SIZE
+            missing.explain(WORLD_SIZE, each.__getitem__, 2, named)
+
+
 def test_what_is_known_is_told() -> None:
     words = [says(gave_up_on=1, left=1), BUSY, BUSY, BUSY]
-    text = missing.explain(lambda peer: words[peer], 2, 0)
+    text = missing.explain(WORLD_SIZE, lambda peer: words[peer], 2, 0)
     assert text.startswith("; rank 2 was itself waiting for rank 0; rank 0 had given up on rank 1; rank 0 has called ")
-    assert missing.explain(lambda peer: words[peer], 2, 2) == ""
+    assert missing.explain(WORLD_SIZE, lambda peer: words[peer], 2, 2) == ""

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fusedtp import blas, ops, reference, workspaces
-from fusedtp.schedules import decomposed, fused, transport
+from fusedtp.schedules import decomposed, fused_collectives, transport
 from fusedtp.shards import even_sizes
 from fusedtp.steps import DeviceSteps
 
@@ -173,7 +173,7 @@ def running_as(group: ProcessGroup, flavour: str) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         if flavour == "small tiles":
-            stack.enter_context(mock.patch.object(fused, "config_for", return_value=SMALL_TILES))
+            stack.enter_context(mock.patch.object(fused_collectives, "config_for", return_value=SMALL_TILES))
             # `auto` has both its choices at the sizes drawn here.
             stack.enter_context(mock.patch.object(transport, "one_shot_wins", _small_enough))
         elif flavour == "by NumPy":

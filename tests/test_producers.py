@@ -9,7 +9,10 @@ import torch
 from fusedtp.bench.ranks import RankPool
 from fusedtp.kernels.configs import Config
 from fusedtp.kernels.signal import HARDWARE, SIGNALS
+from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 import fusedtp
 from fusedtp import hardware, overlap, reference, workspaces
@@ -132,10 +135,12 @@ def test_ranks_go_by_the_hardware_of_rank_0(rank: Workspace) -> None:
     assert hardware.numbered(hardware.number_of(None)) is None
     rank._arena.tensors[0][:256].view(torch.int32)[HARDWARE.value] = hardware.number_of(hardware.find("b200"))
     rank._arena.tensors[1][:256].view(torch.int32)[HARDWARE.value] = hardware.number_of(hardware.find("a100"))
-    with mock.patch.object(rank, "device", torch.device("cuda")):
+    on_gpu = mock.patch.object(rank, "device", torch.device("cuda"))
+    with on_gpu, mock.patch.object(torch.cuda, "get_device_name", return_value="NVIDIA Unheard-of"):
         assert rank._shared_hardware().name == "b200"
         rank._arena.tensors[0][:256].view(torch.int32)[HARDWARE.value] = 0
-        assert rank._shared_hardware().name == "h100"
+        with pytest.warns(UserWarning, match="does not know .*Unheard-of"):
+            assert rank._shared_hardware().name == "h100"
 
 
 def test_pieces_and_parts() -> None:
@@ -149,3 +154,41 @@ def test_pieces_and_parts() -> None:
         part = producer.part_rows(row_bytes, piece)
         assert part % piece == 0
         assert overlap.COPY_BYTES <= part * row_bytes < overlap.COPY_BYTES + piece * row_bytes
+
+
+def asked_for(group: ProcessGroup) -> list[str]:
+    """The producer of the last op of each call that asks for copies, forward, or backward where that gathers."""
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("X",))
+    how = {"schedule": "fused", "producer": "copy"}
+    x, w = torch.ones(4, 6), torch.ones(5, 6)
+    style = fusedtp.FusedColwiseParallel(input_layouts=Shard(0), **how)
+    forward = [
+        lambda: fusedtp.all_gather_linear(x, w, group=group, **how),
+        lambda: fusedtp.fsdp_linear(x, w, group=group, **how),
+        lambda: fusedtp.all_gather(x, group=group, **how),
+        lambda: fusedtp.sharded_matmul(x, w.t(), "[M_X, K] @ [K, N_X] -> [M, N_X]", mesh, **how),
+        lambda: fusedtp.ColumnParallelLinear(6, 4, group=group, **how)(x),
+        lambda: fusedtp.FSDPLinear(6, 4, group=group, **how)(x),
+        lambda: style._apply(nn.Linear(6, 4), mesh)(x),
+    ]
+    y = fusedtp.RowParallelLinear(12, 4, group=group, **how)(x.clone().requires_grad_())
+    seen = []
+    for call in (*forward, lambda: y.sum().backward()):
+        call()
+        seen.append(fusedtp.last_path().producer)
+    for given, schedule, said in (
+        ("pull", "fused", "must be one of auto, push, copy"),
+        ("copy", "unfused", "is for"),
+    ):
+        for make in (fusedtp.ColumnParallelLinear, fusedtp.FSDPLinear, fusedtp.ParallelMLP):
+            with pytest.raises(ValueError, match=said):
+                make(6, 4, group=group, producer=given, schedule=schedule)
+        with pytest.raises(ValueError, match=said):
+            fusedtp.all_gather_linear(x, w, group=group, producer=given, schedule=schedule)
+        with pytest.raises(ValueError, match=said):
+            fusedtp.FusedRowwiseParallel(producer=given, schedule=schedule)
+    return seen
+
+
+def test_a_caller_may_ask_for_a_producer(pool: RankPool) -> None:
+    assert pool.run(asked_for, world_size=2) == [["copy"] * 8] * 2

@@ -24,6 +24,7 @@ from fusedtp.steps import HostSteps
 
 from .protocol import cases, record
 from .protocol.explore import Verdict, explore
+from .protocol.live import live
 from .protocol.model import Calls, build
 from .protocol.mutants import MUTANTS, Mutant, planted
 from .protocol.naive import explore_naively, random_calls
@@ -207,7 +208,7 @@ def test_the_table_of_planted_bugs_is_in_the_document() -> None:
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "ring", "two_shot", "decomposed"])
 def test_real_ranks_do_not_race(pool: RankPool, op: str) -> None:
     """Real processes, real polls; each rank's log by itself, put together afterwards."""
-    calls = pool.run(record.live, op, 3, world_size=3)
+    calls = pool.run(live, op, 3, world_size=3)
     first_epoch = min(
         event.epoch for kernel in calls[0][0] for events in kernel.programs for event in events
         if isinstance(event, record.Advance)

@@ -1,7 +1,7 @@
 """Where arenas come from. A memory makes one arena a rank, of equal size, and lets every rank address all of them.
 
-    allocate(num_bytes, header) -> Arena    collective; `header` (int32) is in place in the own arena before any peer
-    can reach it
+    allocate(num_bytes, header, exchange) -> Arena    collective; `header` (int32) is in place in the own arena before
+    any peer can reach it
 
 `posix` maps one file in memory into several processes, `cuda` is torch's symmetric memory, `local` holds W virtual
 ranks in one process. Nothing above this package knows which one it has.
@@ -28,15 +28,27 @@ class Arena:
     release: Callable[[], None]
 
 
+class Exchange(Protocol):
+    """How the ranks tell each other a few numbers while they make arenas. Each wait has an end."""
+
+    def rows(self, mine: list[int]) -> list[list[int]]:
+        """Every rank's, in rank order."""
+        ...
+
+    def outcomes(self, mine: list[int]) -> list[list[int]] | None:
+        """What came of the rows, of every rank; None where one has begun anew since: ask for the rows again."""
+        ...
+
+
 class Memory(Protocol):
     """A source of arenas for one rank of a group."""
 
     rank: int
     world_size: int
-    # Whether `allocate` waits for the peers, for as long as it takes, where the host can see in an arena who comes.
-    waits: bool
+    # Whether `allocate` needs an exchange; else what it is made of has one of its own.
+    exchanges: bool
 
-    def allocate(self, num_bytes: int, header: Tensor) -> Arena:
+    def allocate(self, num_bytes: int, header: Tensor, exchange: Exchange | None = None) -> Arena:
         """Arenas of at least `num_bytes`, zeroed, the own one starting with `header`, whose first word is the epoch.
 
         Every rank calls this alike.

@@ -1,52 +1,133 @@
 """Arenas on GPUs of one NVLink domain: torch's symmetric memory (`torch.distributed._symmetric_memory`, docs of torch
 >= 2.11).
 
+torch's rendezvous waits without end for a rank that is on another host or has failed, so ranks agree first, through
+their group, that all of them have their memory and can reach the others', and afterwards that all have succeeded.
+
 Signals live inside the arena: torch's own signal pad is shared by every group of a process, and two groups collide on
 it. Several ranks on one GPU are allowed with TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1, for tests.
 """
 
 from __future__ import annotations
 
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import Arena, Unreachable
+from . import Arena, Exchange, Unreachable
+from .gpus import Gpu, Place, link_refusal, refusal, socket_refusal
+from .rendezvous import SECONDS, meet
+
+
+@dataclass(frozen=True)
+class _Offer:
+    # What a rank tells the others before they meet. The name, rank 0's, is that of the group in which they will.
+    place: Place
+    num_bytes: int
+    epoch: int
+    why_not: str
+    name: str
 
 
 class CudaMemory:
     """Arenas of the ranks of `group` on `device`."""
 
-    waits = False
+    exchanges = False
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self._device = group, device
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, gpu: Gpu | None = None, seconds: float = SECONDS
+    ) -> None:
+        self._group, self._gpu, self._seconds = group, gpu or Gpu(device), seconds
         self.rank, self.world_size = group.rank(), group.size()
 
-    def allocate(self, num_bytes: int, header: Tensor) -> Arena:
-        """See `Memory.allocate`. Raises `Unreachable` where torch cannot map the peers' memory."""
-        import torch.distributed._symmetric_memory as symm_mem
-
-        try:
-            own = symm_mem.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            own.zero_()
-            own[: header.numel() * 4].view(torch.int32).copy_(header)
-            # The header must be in place before the rendezvous lets a peer reach it.
-            torch.cuda.synchronize(self._device)
-            handle = symm_mem.rendezvous(own, self._group.group_name)
-            # It may know the memory from before and meet nobody: peers must not signal before the header is there.
-            met = torch.zeros(1, device=self._device)
-            dist.all_reduce(met, group=self._group)
-            met.item()
-        except RuntimeError as error:
-            raise Unreachable(f"torch's symmetric memory refused: {error}") from error
+    def allocate(self, num_bytes: int, header: Tensor, exchange: Exchange | None = None) -> Arena:
+        """See `Memory.allocate`. Raises `Unreachable` on every rank, with one reason, where any rank has no memory left
+        or is where another cannot map it, ValueError on every rank if they do not ask alike; what the device itself
+        reports (torch.AcceleratorError) on the rank that it happens to."""
+        own, why_not = self._own(num_bytes, header)
+        name = f"fusedtp/{uuid.uuid4().hex}"
+        # Behind this no rank's header is missing: peers must not signal before it is there.
+        offers = self._exchange(_Offer(self._gpu.place(), num_bytes, int(header[0]), why_not, name))
+        _check_alike(offers)
+        _raise_first([each.why_not for each in offers])
+        places = [each.place for each in offers]
+        if reason := refusal(places):
+            raise Unreachable(reason)
+        _raise_first(self._exchange(link_refusal(places, self.rank, self._gpu)))
+        assert own is not None
+        handle = self._meet(own, offers[0].name)
         tensors = [
             own if peer == self.rank else handle.get_buffer(peer, (num_bytes,), torch.uint8)
             for peer in range(self.world_size)
         ]
+        kept = [handle]
 
         def release() -> None:
-            # The tensors of the peers, and with them the handle that keeps their memory mapped.
+            # The tensors of the peers, and the handle that keeps their memory mapped.
             tensors.clear()
+            kept.clear()
 
         return Arena(tensors, release)
+
+    def _own(self, num_bytes: int, header: Tensor) -> tuple[Tensor | None, str]:
+        # This rank's memory with the header in place, or why there is none.
+        try:
+            own = self._gpu.empty(num_bytes)
+        except torch.AcceleratorError:
+            # The device is broken, and so is whatever would tell the peers.
+            raise
+        except RuntimeError as error:
+            return None, f"it cannot make an arena of {num_bytes} bytes on its GPU: {_first_line(error)}"
+        own.zero_()
+        own[: header.numel() * 4].view(torch.int32).copy_(header)
+        self._gpu.synchronize()
+        return own, socket_refusal()
+
+    def _meet(self, own: Tensor, name: str) -> Any:
+        handle, failure = None, None
+        try:
+            handle = meet(lambda group: self._gpu.rendezvous(own, group), self._group, name, self._seconds)
+        except RuntimeError as error:
+            failure = error
+        # Who waited in vain is not who failed, and is named only where nobody says more.
+        outcome = "" if failure is None else f"torch's rendezvous failed: {_first_line(failure)}"
+        waited = isinstance(failure, dist.DistStoreError)
+        outcomes = self._exchange((outcome, waited))
+        try:
+            _raise_first(["" if waited else reason for reason, waited in outcomes])
+            _raise_first([reason for reason, _ in outcomes])
+        except Unreachable as agreed:
+            # Of the device itself, which no other schedule would mend.
+            raise failure if isinstance(failure, torch.AcceleratorError) else agreed from failure
+        return handle
+
+    def _exchange(self, mine: Any) -> list[Any]:
+        everyone: list[Any] = [None] * self.world_size
+        with self._gpu.current():
+            dist.all_gather_object(everyone, mine, group=self._group)
+        return everyone
+
+
+def _first_line(error: RuntimeError) -> str:
+    # torch appends advice and its C++ stack.
+    return str(error).partition("\n")[0]
+
+
+def _raise_first(reasons: list[str]) -> None:
+    for rank, reason in enumerate(reasons):
+        if reason:
+            raise Unreachable(f"rank {rank}: {reason}")
+
+
+def _check_alike(offers: list[_Offer]) -> None:
+    # Ranks that make different calls meet here by chance: a rank that grows, say, and one that begins anew.
+    if any((each.num_bytes, each.epoch) != (offers[0].num_bytes, offers[0].epoch) for each in offers):
+        each_rank = ", ".join(f"{each.num_bytes} from epoch {each.epoch} on rank {r}" for r, each in enumerate(offers))
+        raise ValueError(
+            f"the ranks do not agree on the bytes of an arena: {each_rank}: they make different calls, which "
+            "debug=True compares, or not all of them have called fusedtp.destroy"
+        )

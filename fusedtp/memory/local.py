@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import Arena
+from . import Arena, Exchange
 
 
 class _Shared:
@@ -29,12 +29,12 @@ class LocalMemory:
     All ranks must have allocated before any of them signals.
     """
 
-    waits = False
+    exchanges = False
 
     def __init__(self, rank: int, shared: _Shared) -> None:
         self.rank, self.world_size, self._shared, self._generation = rank, shared.world_size, shared, 0
 
-    def allocate(self, num_bytes: int, header: Tensor) -> Arena:
+    def allocate(self, num_bytes: int, header: Tensor, exchange: Exchange | None = None) -> Arena:
         """See `Memory.allocate`; the ranks may call one after another."""
         num_bytes = -(-num_bytes // 4096) * 4096
         self._generation += 1

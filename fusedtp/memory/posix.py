@@ -4,40 +4,41 @@
 kernel allows only to a process that may inspect this one. The descriptors go with the mappings, which keep copies.
 So there is nothing in /dev/shm, nothing to unlink, and nothing left when every process is killed. (man 2 memfd_create,
 man 5 proc.)
+
+A mapping is never closed, which torch would not notice: it goes with the last tensor that shows it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import mmap
 import os
 import zlib
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from . import Arena, Unreachable
+from . import Arena, Exchange, Unreachable
+from .causes import DIFFERS, OTHER_FILE, OTHER_MACHINE, OTHER_NAMESPACE, Row, cause
 
 # linux/fcntl.h; the fcntl module has F_ADD_SEALS but names it only on some builds.
 _F_ADD_SEALS, _SEALS = 1033, 0x1 | 0x2 | 0x4
 
 
-def _machine() -> int:
+def _machine() -> tuple[int, int]:
     # The boot's id and the pid namespace: processes that agree on both see each other in /proc under the same number.
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return zlib.crc32(f"{boot} {os.readlink('/proc/self/ns/pid')}".encode())
+    return zlib.crc32(boot.encode()), zlib.crc32(os.readlink("/proc/self/ns/pid").encode())
 
 
-def _map(fd: int, num_bytes: int) -> tuple[mmap.mmap, Tensor]:
-    mapping = mmap.mmap(fd, num_bytes)
-    return mapping, torch.frombuffer(mapping, dtype=torch.uint8)
+def _map(fd: int, num_bytes: int) -> Tensor:
+    return torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
 
 
-def _file(stack: contextlib.ExitStack, num_bytes: int) -> int:
+def _file(stack: ExitStack, num_bytes: int) -> int:
     # A new file in memory, open until `stack` ends.
     fd = os.memfd_create("fusedtp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     stack.callback(os.close, fd)
@@ -48,86 +49,81 @@ def _file(stack: contextlib.ExitStack, num_bytes: int) -> int:
     return fd
 
 
+def _map_of(peer: Row, mine: Row) -> Tensor:
+    # OSError with one of the codes of `causes`, or the system's own.
+    if (peer.boot, peer.namespace) != (mine.boot, mine.namespace):
+        raise OSError(OTHER_MACHINE if peer.boot != mine.boot else OTHER_NAMESPACE, "")
+    fd = os.open(f"/proc/{peer.pid}/fd/{peer.fd}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.fstat(fd).st_ino != peer.inode:
+            raise OSError(OTHER_FILE, "")
+        return _map(fd, peer.num_bytes)
+    finally:
+        os.close(fd)
+
+
 class PosixMemory:
-    """Arenas shared by the processes of `group`, whose backend must carry CPU tensors (gloo)."""
+    """Arenas shared by the processes of a group, of which this one is rank `rank`."""
 
-    waits = True
+    exchanges = True
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self.rank, self.world_size = group.rank(), group.size()
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
 
-    def _exchange(self, mine: list[int]) -> list[list[int]]:
-        row = torch.tensor(mine, dtype=torch.int64)
-        rows = [torch.empty_like(row) for _ in range(self.world_size)]
-        dist.all_gather(rows, row, group=self._group)
-        return [each.tolist() for each in rows]
-
-    def _check_alike(self, rows: list[list[int]]) -> None:
-        # Ranks that make different calls meet here by chance: a rank that grows, say, and one that begins anew.
-        if any(row != rows[0] for row in rows):
-            each = ", ".join(f"{size} from epoch {epoch} on rank {rank}" for rank, (size, epoch) in enumerate(rows))
-            raise ValueError(
-                f"the ranks do not agree on the bytes of an arena: {each}: they make different calls, which debug=True "
-                "compares, or not all of them have called fusedtp.destroy"
-            )
-
-    def allocate(self, num_bytes: int, header: Tensor) -> Arena:
-        """See `Memory.allocate`. Raises `Unreachable` on every rank if any two are not on one machine or any
+    def allocate(self, num_bytes: int, header: Tensor, exchange: Exchange | None = None) -> Arena:
+        """See `Memory.allocate`. Raises `Unreachable` on every rank if any two cannot map each other's memory or any
         has no descriptor or memory left, ValueError on every rank if they do not ask alike, MemoryError for more than
-        the machine has."""
+        the machine has; and what the exchange raises."""
+        assert exchange is not None
         num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         there = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
         # A file in memory may be larger than the memory: the ranks would be killed when they fill it.
         if num_bytes > there:
             raise MemoryError(f"an arena of {num_bytes} bytes a rank is more than this machine's memory, {there} bytes")
-        mappings: list[mmap.mmap | None] = [None] * self.world_size
-        tensors: list[Tensor | None] = [None] * self.world_size
-        with contextlib.ExitStack() as stack:
-            mine = [os.getpid(), -1, 0, _machine(), 0, num_bytes, int(header[0])]
+        # The own file stays open until every rank has opened it.
+        with ExitStack() as stack:
+            own, mine = self._own(stack, num_bytes, header)
+            while True:
+                rows = [Row(*row) for row in exchange.rows(list(mine))]
+                tensors, outcome = self._map_all(own, rows)
+                # Every rank learns of every failure.
+                if (outcomes := exchange.outcomes(outcome)) is not None:
+                    break
+        failed = [(rank, peer - 1, code) for rank, (peer, code) in enumerate(outcomes) if peer]
+        if failed and failed[0][2] == DIFFERS:
+            raise ValueError(cause(*failed[0], rows))
+        if failed:
+            raise Unreachable(cause(*failed[0], rows))
+        return Arena(tensors, tensors.clear)
+
+    def _own(self, stack: ExitStack, num_bytes: int, header: Tensor) -> tuple[Tensor, Row]:
+        # The own arena, and what the peers need to know of it; nothing, and why, where there is no room for one.
+        own, fd, inode, code, machine = torch.empty(0, dtype=torch.uint8), -1, 0, 0, (0, 0)
+        try:
+            machine = _machine()
+            fd = _file(stack, num_bytes)
+            own, inode = _map(fd, num_bytes), os.fstat(fd).st_ino
+            own[: header.numel() * 4].view(torch.int32).copy_(header)
+        except OSError as error:
+            # The peers must not wait for what will not come.
+            code = error.errno or errno.EIO
+        except MemoryError:
+            code = errno.ENOMEM
+        users = os.geteuid(), os.stat("/proc/self").st_uid
+        return own, Row(os.getpid(), fd, inode, *machine, *users, code, num_bytes, int(header[0]))
+
+    def _map_all(self, own: Tensor, rows: list[Row]) -> tuple[list[Tensor], list[int]]:
+        # All arenas, and [0, 0]; or some of them, and [the rank that failed + 1, why].
+        tensors: list[Tensor] = []
+        for peer, row in enumerate(rows):
             try:
-                fd = _file(stack, num_bytes)
-                mappings[self.rank], own = _map(fd, num_bytes)
-                own[: header.numel() * 4].view(torch.int32).copy_(header)
-                tensors[self.rank] = own
-                mine[1:3] = fd, os.fstat(fd).st_ino
+                if row.code:
+                    raise OSError(row.code, "")
+                if row.asked != rows[0].asked:
+                    raise OSError(DIFFERS, "")
+                tensors.append(own if peer == self.rank else _map_of(row, rows[self.rank]))
             except OSError as error:
-                # No descriptor or no memory left here: the peers must not wait for what will not come.
-                mine[4] = error.errno or errno.EIO
-            rows = self._exchange(mine)
-            self._check_alike([row[5:] for row in rows])
-            failed = next((peer + 1 for peer, row in enumerate(rows) if row[4]), 0)
-            for peer, (pid, peer_fd, inode, machine, *_) in enumerate(rows):
-                if peer == self.rank or failed:
-                    continue
-                try:
-                    if machine != rows[self.rank][3]:
-                        raise OSError("another machine or pid namespace")
-                    opened = os.open(f"/proc/{pid}/fd/{peer_fd}", os.O_RDWR | os.O_CLOEXEC)
-                    stack.callback(os.close, opened)
-                    if os.fstat(opened).st_ino != inode:
-                        raise OSError("not the file that the peer announced")
-                    mappings[peer], tensors[peer] = _map(opened, num_bytes)
-                except OSError:
-                    failed = peer + 1
-            # Every rank learns of every failure, and nobody closes a descriptor before all have opened it.
-            failures = [(rank, row[0] - 1) for rank, row in enumerate(self._exchange([failed])) if row[0]]
-
-        def release() -> None:
-            tensors.clear()
-            for mapping in mappings:
-                # A tensor that still shows this memory keeps it mapped until it goes.
-                with contextlib.suppress(BufferError):
-                    if mapping is not None:
-                        mapping.close()
-
-        if failures:
-            own = torch.empty(0)
-            release()
-            rank, peer = failures[0]
-            if code := rows[peer][4]:
-                raise Unreachable(f"rank {peer} cannot make an arena of {num_bytes} bytes: {os.strerror(code)}")
-            raise Unreachable(
-                f"rank {rank} cannot map the memory of rank {peer}: not the same machine and pid namespace"
-            )
-        return Arena([each for each in tensors if each is not None], release)
+                return tensors, [peer + 1, error.errno or errno.EIO]
+            except MemoryError:
+                return tensors, [peer + 1, errno.ENOMEM]
+        return tensors, [0, 0]

@@ -34,8 +34,8 @@ from .transport import (
     travelling,
 )
 
-# Rows are summed in blocks of about this size, so that a float32 sum of narrower parts stays in cache between its
-# terms.
+# On a CPU rows are summed in blocks of about this size, so that a float32 sum of narrower parts stays in cache between
+# its terms. On a GPU each block would be a launch for each term.
 _SUM_BLOCK_BYTES = 256 << 10
 
 
@@ -48,7 +48,7 @@ def _sum_into(parts: list[Tensor], bias: Tensor | None, out: Tensor) -> None:
     # In rank order, in float32 (float64 stays itself), rounded once.
     terms = parts if bias is None else [*parts, bias.expand_as(out)]
     rows = max(1, _SUM_BLOCK_BYTES // max(1, out.shape[1] * 4))
-    if rows >= out.shape[0]:
+    if rows >= out.shape[0] or not out.is_cpu:
         _add_into(terms, out)
         return
     for begin in range(0, out.shape[0], rows):

@@ -11,23 +11,29 @@ for room on an SM, behind kernels that wait for its peers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..kernels.launch import Config
+from ..kernels.loading import is_only_loading, only_loading
 from ..kernels.push import push
 from ..kernels.signal import FIRST_SLOT
 from ..overlap import COPY_BYTES, Work, num_pushers, producers
 from ..shards import offsets
 from ..workspace import Workspace
-from .transport import settle, travelling
+from .transport import settle, side_stream, travelling
 
 # A tile waits for all pieces that hold its rows. One a tile costs the fewest polls; but a program sends a piece by
 # itself, about 0.1 ms a megabyte, so pieces are cut down to this, to a quarter of a tile's rows at the least.
 PIECE_BYTES = 1 << 20
 _PIECES_A_TILE = 4
+
+# Triton compiles a kernel for pointers of this alignment apart from others.
+_KNOWN_ALIGNMENT = 16
 
 _last = ""
 
@@ -50,6 +56,8 @@ def choose(ws: Workspace, work: Work, *, asked_for: str = "auto") -> str:
 
     Raises RuntimeError for copies in a graph capture: their addresses are chosen on the host.
     """
+    if is_only_loading():
+        return "push"
     wanted = ws.producer if asked_for == "auto" else asked_for
     capturing = ws.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if wanted == "copy" and capturing:
@@ -107,18 +115,19 @@ def produce(
     scatter: each peer its rows of `sizes`. with_own: to the own half too. beside: a kernel that pushes runs on the side
     stream, as copies always do, until `settle`.
     """
-    if producer == "copy":
-        _copy(ws, op, x, sizes, dst_row, pitch, piece, scatter, with_own, first_slot)
-        return
-    kernel_config = with_pushers(ws, config)
+    # Made on the main stream, as it is kept.
+    kernel_config, table = with_pushers(ws, config), ws.table(sizes)
 
     def issue() -> None:
         push(
-            ws.channel(), op, x, ws.table(sizes), dst_row=dst_row, pitch=pitch, scatter=scatter, with_own=with_own,
+            ws.channel(), op, x, table, dst_row=dst_row, pitch=pitch, scatter=scatter, with_own=with_own,
             config=kernel_config, piece_rows=piece, first_slot=first_slot,
         )  # fmt: skip
 
-    if beside:
+    if producer == "copy":
+        load_for_capture(ws, issue, "push", op, sizes, scatter, with_own, first_slot, alike(x))
+        _copy(ws, op, x, sizes, dst_row, pitch, piece, scatter, with_own, first_slot)
+    elif beside:
         with travelling(ws):
             issue()
     else:
@@ -137,6 +146,9 @@ def _copy(
         laid_out = x.new_zeros(rows, pitch)
         laid_out[:, :cols] = x
         x = laid_out
+        if ws.device.type == "cuda":
+            # It is read there after this op has let go of it.
+            x.record_stream(side_stream(ws))
     steps = ws.steps(op)
     steps.enter()
     begins = offsets(sizes)
@@ -159,6 +171,23 @@ def _copy(
         for i in range(1, ws.world_size):
             # First the rank before this one: it wants these rows soonest.
             send((ws.rank - i) % ws.world_size)
+
+
+def load_for_capture(ws: Workspace, issue: Callable[[], None], *key: Any) -> None:
+    """Load what `issue` would start, once for a `key`: a capture pushes what is copied now, and can load nothing."""
+    key = ("loaded", *key)
+    if ws.loads_for_capture and key not in ws.choices:
+        with only_loading():
+            issue()
+        ws.choices[key] = True
+
+
+def alike(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """What kernels are compiled for of these tensors, and more: the same for calls that load the same kernels."""
+    return tuple(
+        None if each is None else (each.shape, each.stride(), each.dtype, each.data_ptr() % _KNOWN_ALIGNMENT)
+        for each in tensors
+    )
 
 
 def finish(ws: Workspace, op: str) -> None:

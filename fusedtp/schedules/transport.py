@@ -59,7 +59,7 @@ class Epoch:
 
     def __enter__(self) -> Any:
         ws = self._ws
-        ws.begin()
+        ws.begin(self._name)
         try:
             ws.require(self._half_bytes, self._slots)
             self._steps = steps = ws.steps(self._name)
@@ -88,17 +88,22 @@ class Epoch:
             raise
 
 
+def side_stream(ws: Workspace) -> torch.cuda.Stream:
+    """The stream beside the current one."""
+    main = torch.cuda.current_stream(ws.device)
+    if main not in _side_streams:
+        _side_streams[main] = torch.cuda.Stream(ws.device, priority=-1)
+    return _side_streams[main]
+
+
 @contextlib.contextmanager
 def travelling(ws: Workspace) -> Iterator[None]:
     """On a GPU, what is issued inside runs on a side stream, beside the matmuls that follow."""
     if ws.device.type == "cpu":
         yield
         return
-    main = torch.cuda.current_stream(ws.device)
-    if main not in _side_streams:
-        _side_streams[main] = torch.cuda.Stream(ws.device, priority=-1)
-    side = _side_streams[main]
-    side.wait_stream(main)
+    side = side_stream(ws)
+    side.wait_stream(torch.cuda.current_stream(ws.device))
     with torch.cuda.stream(side):
         yield
 

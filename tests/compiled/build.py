@@ -22,8 +22,8 @@ from .cases import DTYPES, TARGETS, VARIANTS, Case
 PACKAGE = "fusedtp.kernels"
 _LINK = {"WORLD_SIZE": 8, "OP": 1, "COUNT": False}
 _NOT_SPECIALIZED = {
-    "rank", "num_rows", "dst_row", "num_tiles", "region_row", "first_slot", "second_slot", "result_row", "region_rows",
-    "max_pieces", "gather_row", "gather_slot", "peer", "slot",
+    "rank", "fingerprint", "num_rows", "dst_row", "num_tiles", "region_row", "first_slot", "second_slot", "result_row",
+    "region_rows", "max_pieces", "gather_row", "gather_slot", "peer", "slot",
 }  # fmt: skip
 
 
@@ -134,7 +134,7 @@ def compile_case(case: Case, package: str = PACKAGE, options: dict[str, int] | N
         **dict.fromkeys(("stride_cm", "stride_om") if variant.transposed else ("stride_cn", "stride_on"), 1),
         **{name: None for name, (by, _) in described.items() if by == "pointers"}, **_LINK, **flags,
     }  # fmt: skip
-    others = {"table": "*i32", "peers": "*i64", "half_bytes": "i64"}
+    others = {"table": "*i32", "peers": "*i64", "half_bytes": "i64", "fingerprint": "i64"}
     signature = {}
     for name in fn.arg_names:
         if name in known:

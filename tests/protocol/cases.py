@@ -13,7 +13,7 @@ from fusedtp.kernels.launch import Config
 
 import fusedtp.workspaces
 from fusedtp.memory.local import local_memories
-from fusedtp.schedules import decomposed, fused, producer
+from fusedtp.schedules import decomposed, fused, fused_collectives, producer
 from fusedtp.workspace import Workspace
 
 from .record import Advance, Event, Kernel, Raise, Recorder, Wait
@@ -204,7 +204,7 @@ def virtual_ranks(world_size: int, epoch: int = 0) -> Iterator[list[Workspace]]:
     ranks = [Workspace(memory, CPU, epoch=epoch) for memory in local_memories(world_size, CPU)]
     few_rows = decomposed.FEW_ROWS
     with (
-        mock.patch.object(fused, "config_for", return_value=TINY),
+        mock.patch.object(fused_collectives, "config_for", return_value=TINY),
         mock.patch.object(fusedtp.workspaces, "get", lambda group, device: ranks[group.rank()]),
     ):
         try:

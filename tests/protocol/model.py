@@ -194,6 +194,7 @@ def _add_kernel(model: Model, key: tuple[int, int, int], kernel: Kernel, start: 
         tail = _Program(model, f"{title} leaving", (*key, -1), kernel, need)
         tail.walk(tails[-1])
         inside |= tail.commits
+        windows += tail.windows
     end = model.commit(f"{title} ends", inside | need, "end")
     for window in windows:
         window.closers |= end

@@ -18,7 +18,7 @@ from fusedtp.kernels import gather_matmul, push, signal
 
 import fusedtp.workspace
 from fusedtp import steps
-from fusedtp.schedules import fused, producer, transport
+from fusedtp.schedules import fused, fused_collectives, producer, transport
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,19 @@ MUTANTS = (
     ),
     Mutant(
         "nobody enters", "ring reduce_scatter", _edit(signal, "enter", "pid == 0", "pid < 0"),
-        says="deadlock", races=False,
+        says="that nobody stores to in this call", races=False,
+    ),
+    Mutant(
+        "fingerprint behind the entry", "all_gather",
+        _edit(
+            signal, "enter", "_store_fingerprint(link, dst)\n                raise_signal(link, dst, ENTRY_SLOT)",
+            "raise_signal(link, dst, ENTRY_SLOT)\n                _store_fingerprint(link, dst)",
+        ),
+        sizes=(3, 0), says="is read",
+    ),
+    Mutant(
+        "one place for all fingerprints", "gather rows",
+        _edit(signal, "fingerprint_words", "2 * (link.epoch & 1)", "0"), says="overwritten",
     ),
     Mutant(
         "all pieces under one slot", "gather rows",
@@ -146,7 +158,7 @@ MUTANTS = (
     Mutant(
         "two phases under the same slots", "two_shot",
         _edit(
-            fused, "_reduce_and_collect", "FIRST_SLOT.value + _tiles(region_rows, out.shape[1], config)",
+            fused_collectives, "reduce_and_collect", "FIRST_SLOT.value + num_tiles(region_rows, out.shape[1], config)",
             "FIRST_SLOT.value",
         ),
         says="is read",

@@ -21,18 +21,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from fusedtp.kernels import signal
-from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton._C.libtriton import ir
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
-import fusedtp
 import fusedtp.workspace
-import fusedtp.workspaces
 from fusedtp import steps
-from fusedtp.schedules import decomposed, fused, producer, transport
+from fusedtp.schedules import decomposed, fused, fused_collectives, producer, transport
 from fusedtp.workspace import Workspace
+
+from .accesses import TorchAccesses
 
 # Cells are the elements of an arena's data; recordings use float32 only.
 CELL_BYTES = 4
@@ -99,6 +96,10 @@ class Kernel:
     programs: list[list[Event]] = field(default_factory=list)
 
 
+def _of_fingerprint(event: Event) -> bool:
+    return isinstance(event, Access) and any(cell < 0 for cell in event.cells)
+
+
 class Recorder:
     """Records the ops of one rank, whose workspace this is; use as a context manager, one op a `call`. With
     `side_stream` the schedules' side stream runs beside the main one, as on a GPU.
@@ -130,10 +131,18 @@ class Recorder:
         self._pending: list[tuple[int, ...]] = [(), ()]
         self.epoch = self.ws.epoch + 1
         self._program: list[Event] | None = None
+        self._fingerprints: set[tuple[int, int]] = set()
+        self._enters_twice = False
         self._open = True
-        with _TorchAccesses(self):
+        with TorchAccesses(self.touched, self.host_event):
             op()
         self._open = False
+        if self._enters_twice:
+            # Each kernel that enters stores its fingerprint before its own entry, which one of them has raised. Which,
+            # cells cannot tell: that order is looked at in the ops that enter once.
+            for kernel in self.kernels:
+                for number, program in enumerate(kernel.programs):
+                    kernel.programs[number] = [event for event in program if not _of_fingerprint(event)]
         return self.kernels
 
     # Kernels and programs.
@@ -204,11 +213,30 @@ class Recorder:
     def header_stored(self, owner: int, word: int, emit: Callable[[Event], None], release: bool = False) -> None:
         """A header word has been written: a signal, or the own epoch."""
         view = self.ws._arena.tensors[owner][4 * word : 4 * word + 4].view(torch.int32)  # type: ignore[union-attr]
-        if word >= signal.SIGNALS.value:
+        if self.is_fingerprint(word):
+            self.fingerprint_stored(owner, word, emit)
+        elif word >= signal.SIGNALS.value:
             slot, source = divmod(word - signal.SIGNALS.value, self.ws.world_size)
             emit(Raise(owner, slot, source, int(view), release))
         elif word == signal.EPOCH.value:
             emit(Advance(int(view)))
+
+    def is_fingerprint(self, word: int) -> bool:
+        """Whether a header's word is half of a fingerprint: memory that an entry's signal orders, as it does data."""
+        slot = (word - signal.SIGNALS.value) // self.ws.world_size
+        return signal.FINGERPRINT_SLOT.value <= slot < signal.FIRST_SLOT.value
+
+    def fingerprint_stored(self, owner: int, word: int, emit: Callable[[Event], None]) -> None:
+        """Half of a fingerprint has been stored."""
+        self._enters_twice |= (owner, word) in self._fingerprints
+        self._fingerprints.add((owner, word))
+        emit(Access(True, owner, frozenset([-1 - word])))
+
+    def agreed(self, word: int) -> int:
+        """What a peer that agrees has written to that half: this rank's own."""
+        low = (word - signal.SIGNALS.value - signal.FINGERPRINT_SLOT.value * self.ws.world_size) % 2 == 0
+        fingerprint = self.ws.meanings.now.fingerprint
+        return steps.wrapping_difference(fingerprint if low else fingerprint >> 32, 0)
 
     # Polls.
 
@@ -275,6 +303,12 @@ class Recorder:
             acquires = sem in (ir.MEM_SEMANTIC.ACQUIRE, ir.MEM_SEMANTIC.ACQUIRE_RELEASE)
             releases = sem in (ir.MEM_SEMANTIC.RELEASE, ir.MEM_SEMANTIC.ACQUIRE_RELEASE)
             system = scope == ir.MEM_SYNC_SCOPE.SYSTEM
+            if recorder.is_fingerprint(word) and op == ir.ATOMIC_OP.XCHG:
+                recorder.fingerprint_stored(owner, word, recorder.add)
+                return atomic_rmw(self, op, ptr, val, mask, sem, scope)
+            if recorder.is_fingerprint(word):
+                recorder.add(Access(False, owner, frozenset([-1 - word])))
+                return TensorHandle(np.full_like(val.data, recorder.agreed(word)), val.dtype)
             if word >= signal.SIGNALS.value and op == ir.ATOMIC_OP.ADD and owner == recorder.rank:
                 shown = recorder.shown(word)
                 recorder._acquires = acquires and system
@@ -337,64 +371,27 @@ class Recorder:
             if place is not None:
                 self.header_stored(place[0], place[1] // 4, self.host_event, release=True)
 
+        def load_fingerprint(address: int) -> int:
+            owner, offset = self.locate(address) or (self.rank, 0)
+            if self._open:
+                self.host_event(Access(False, owner, frozenset([-1 - offset // 4, -2 - offset // 4])))
+            return self.ws.meanings.now.fingerprint
+
+        def store_fingerprint(address: int, value: int) -> None:
+            owner, offset = self.locate(address) or (self.rank, 0)
+            steps._fingerprint(address).value = value
+            if self._open:
+                for word in (offset // 4, offset // 4 + 1):
+                    self.fingerprint_stored(owner, word, self.host_event)
+
+        self._replace(steps, "load_fingerprint", load_fingerprint)
+        self._replace(steps, "store_fingerprint", store_fingerprint)
         self._replace(steps, "load_acquire", load)
         self._replace(fusedtp.workspace, "load_acquire", load)
         self._replace(steps, "store_release", store)
         self._replace(steps.HostSteps, "wait", self.whole_wait(host_wait, self.host_event))
         if self._side_stream:
-            for module in (fused, decomposed, producer, transport):
+            for module in (fused, fused_collectives, decomposed, producer, transport):
                 for name, value in (("travelling", self.side), ("settle", self.settle)):
                     if hasattr(module, name):
                         self._replace(module, name, value)
-
-
-class _TorchAccesses(TorchDispatchMode):
-    """Torch ops that read or write arenas, as loads and stores of the host."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if func.is_view:
-            return result
-        values = {**dict(zip((each.name for each in func._schema.arguments), args, strict=False)), **kwargs}
-        for argument in func._schema.arguments:
-            value = values.get(argument.name)
-            write = argument.alias_info is not None and argument.alias_info.is_write
-            for each in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(each, Tensor) and each.numel():
-                    self._recorder.touched(_addresses(each), write, self._recorder.host_event)
-        return result
-
-
-def _addresses(x: Tensor) -> np.ndarray[Any, Any]:
-    offsets = np.zeros((), dtype=np.int64)
-    for size, stride in zip(x.shape, x.stride(), strict=True):
-        offsets = np.add.outer(offsets, np.arange(size) * stride)
-    return x.data_ptr() + x.element_size() * offsets.reshape(-1)
-
-
-def live(group: ProcessGroup, name: str, calls: int) -> list[list[Kernel]]:
-    """What this rank does in `calls` calls of the op `name`, run for real on every rank of `group`."""
-    rank, world_size = group.rank(), group.size()
-    rows = tuple(70 if peer == 0 else 3 * peer for peer in range(world_size))
-    x, weight = torch.randn(rows[rank], 8), torch.randn(6, 8)
-    whole = torch.randn(sum(rows), 8)
-    gather = fusedtp.all_gather_linear
-    ops: dict[str, Callable[[], object]] = {
-        "all_gather_matmul": lambda: gather(x, weight, group=group, sizes=rows, schedule="fused"),
-        "matmul_reduce_scatter": lambda: fusedtp.linear_reduce_scatter(
-            whole, weight, group=group, sizes=rows, schedule="fused"
-        ),
-        "ring": lambda: fusedtp.all_reduce(whole, group=group, schedule="fused", algorithm="ring"),
-        "two_shot": lambda: fusedtp.all_reduce(whole, group=group, schedule="fused", algorithm="two_shot"),
-        # Below the operator, inside of which torch ops cannot be watched.
-        "decomposed": lambda: decomposed.all_gather(x, sizes=rows, group=group),
-    }
-    ws = fusedtp.workspaces.get(group, torch.device("cpu"))
-    ops[name]()  # makes room
-    with Recorder(ws, alone=False, side_stream=False) as recorder:
-        return [recorder.call(ops[name]) for _ in range(calls)]

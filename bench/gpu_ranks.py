@@ -1,0 +1,261 @@
+"""What ranks check when they share a GPU: layers and gradients, collectives, captured graphs, against float64.
+
+Each function is run by every rank of a `RankPool` (`tests/test_gpu.py`, stages 4 and 5 of `bench.gpu`), where there is
+no GPU on the CPU, with the kernels interpreted. Ranks that share a GPU are time-sliced, so nothing is timed.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import fusedtp
+from fusedtp import reference, workspaces
+from fusedtp.schedules import fused
+
+DTYPES = ("bfloat16", "float16", "float32")
+# M, N, K: one tile and less; tiles that do not divide; several waves of tiles.
+SIZES = ((64, 48, 40), (300, 264, 200), (1024, 1536, 512))
+TINY = ((21, 18, 14),)
+# Of each wait in a kernel: far under what a check may take.
+WAIT_SECONDS = 100
+
+
+def device_here() -> torch.device:
+    """The GPU of this rank, or the CPU."""
+    on_gpu = torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def prepare() -> torch.device:
+    """What every check begins with. The derived bound is one of float32 accumulation, which cuBLAS may leave unless it
+    is told; fresh memory is NaN, so that what nothing wrote fails.
+    """
+    matmuls = torch.backends.cuda.matmul
+    matmuls.allow_bf16_reduced_precision_reduction = False
+    matmuls.allow_fp16_reduced_precision_reduction = False
+    matmuls.allow_tf32 = False
+    # Deterministic mode is what makes the allocator fill; its own refusals are turned into warnings.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    workspaces.set_timeout(WAIT_SECONDS)
+    return device_here()
+
+
+def poisoned(group: ProcessGroup) -> bool:
+    """Whether fresh memory is NaN on this rank."""
+    device = prepare()
+    # Twice: the second takes what the first gives back.
+    for _ in range(2):
+        fresh = torch.empty(1 << 12, device=device)
+        if not bool(fresh.isnan().all()):
+            return False
+        fresh.zero_()
+        del fresh
+    return True
+
+
+def cut(length: int, world_size: int) -> tuple[int, ...]:
+    """Uneven on purpose, rank 1 empty where there are more than two."""
+    sizes = [length // world_size] * world_size
+    sizes[0] += length - sum(sizes)
+    if world_size > 2:
+        sizes[0] += sizes[1]
+        sizes[1] = 0
+    return tuple(sizes)
+
+
+def _leaf(x: Tensor, device: torch.device) -> Tensor:
+    return x.detach().clone().to(device).requires_grad_()
+
+
+def _dw(dy: Tensor, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return reference.matmul(dy.t(), x), reference.bound(dy.t(), x, dtype)
+
+
+def _layers(group: ProcessGroup, M: int, N: int, K: int, dtype: torch.dtype, schedule: str, seed: int) -> None:
+    # Column- and row-parallel with split rows, forward and all gradients.
+    rank, world_size, device = group.rank(), group.size(), device_here()
+    random = torch.Generator().manual_seed(seed)
+    rows, cols, features = cut(M, world_size), cut(K, world_size), cut(N, world_size)
+    x, up, down = (torch.randn(*shape, generator=random).to(dtype) for shape in ((M, K), (N, K), (K, N)))
+    chunk = reference.chunk
+    name = f"{schedule} {M}x{N}x{K} {dtype} rank {rank} of {world_size}"
+
+    mine, weight = _leaf(chunk(x, 0, rank, rows), device), _leaf(chunk(up, 0, rank, features), device)
+    y = fusedtp.all_gather_linear(mine, weight, group=group, sizes=rows, schedule=schedule)
+    w = chunk(up, 0, rank, features)
+    reference.check(y.cpu(), reference.matmul(x, w.t()), reference.bound(x, w.t(), dtype), f"{name} gather: y")
+    grad = torch.randn(M, N, generator=random).to(dtype)
+    y.backward(chunk(grad, 1, rank, features).to(device))
+    dx, allowed = reference.matmul(grad, up), reference.bound(grad, up, dtype, k_sizes=features)
+    for got, ref, bound, what in (
+        (mine.grad, chunk(dx, 0, rank, rows), chunk(allowed, 0, rank, rows), "dx"),
+        (weight.grad, *_dw(chunk(grad, 1, rank, features), x, dtype), "dw"),
+    ):
+        assert got is not None
+        reference.check(got.cpu(), ref, bound, f"{name} gather: {what}")
+
+    part, weight = _leaf(chunk(x, 1, rank, cols), device), _leaf(chunk(down.t(), 1, rank, cols), device)
+    y = fusedtp.linear_reduce_scatter(part, weight, group=group, sizes=rows, schedule=schedule)
+    ref, bound = reference.matmul(x, down), reference.bound(x, down, dtype, k_sizes=cols)
+    reference.check(y.cpu(), chunk(ref, 0, rank, rows), chunk(bound, 0, rank, rows), f"{name} scatter: y")
+    y.backward(chunk(grad, 0, rank, rows).to(device))
+    own = chunk(down, 0, rank, cols)
+    for got, want, what in (
+        (part.grad, (reference.matmul(grad, own.t()), reference.bound(grad, own.t(), dtype)), "dx"),
+        (weight.grad, _dw(grad, chunk(x, 1, rank, cols), dtype), "dw"),
+    ):
+        assert got is not None
+        reference.check(got.cpu(), *want, f"{name} scatter: {what}")
+
+    for algorithm in ("one_shot", "two_shot") if schedule != "unfused" else ("auto",):
+        y = fusedtp.linear_all_reduce(
+            part.detach(), weight.detach(), group=group, schedule=schedule, algorithm=algorithm
+        )  # fmt: skip
+        reference.check(y.cpu(), ref, bound, f"{name} {algorithm}: y")
+
+
+def layers(group: ProcessGroup, schedule: str, dtype: str, tiny: bool = False) -> int:
+    """Both linear layers and the all-reduce at every size, twice in a row on one workspace; how many that were."""
+    device, count = prepare(), 0
+    for (M, N, K), again in itertools.product(TINY if tiny else SIZES, range(2)):
+        _layers(group, M, N, K, getattr(torch, dtype), schedule, seed=count + again)
+        count += 1
+    workspaces.get(group, device).check()
+    fusedtp.destroy()
+    return count
+
+
+def collectives(group: ProcessGroup, dtype: str, tiny: bool = False) -> None:
+    """All-gather and all-reduce by every algorithm: bit for bit, or within the bound and alike in two runs."""
+    device = prepare()
+    rank, world_size = group.rank(), group.size()
+    for R, C in ((7, 5), (260, 300))[: 1 if tiny else 2]:
+        random = torch.Generator().manual_seed(R)
+        parts = [torch.randn(R, C, generator=random).to(getattr(torch, dtype)) for _ in range(world_size)]
+        sizes = cut(R, world_size)
+        x, shard = parts[rank].to(device), reference.chunk(parts[0], 0, rank, sizes).to(device)
+        for algorithm in ("direct", "ring"):
+            out = fused.all_gather(shard, sizes=sizes, group=group, algorithm=algorithm)
+            assert torch.equal(out.cpu(), parts[0]), f"all_gather {algorithm}"
+        for algorithm in ("one_shot", "two_shot", "ring"):
+            first, again = (fused.all_reduce(x, group=group, algorithm=algorithm).cpu() for _ in range(2))
+            assert torch.equal(first, again), f"all_reduce {algorithm}: other bits in a second run"
+            bound = reference.total_bound(parts, first.dtype, sum_dtype=first.dtype)
+            reference.check(first, reference.total(parts), bound, f"all_reduce {algorithm}")
+    fusedtp.destroy()
+
+
+def captured(step: Callable[[], list[Tensor]], device: torch.device) -> tuple[Callable[[], Any], list[Tensor]]:
+    """What replays `step`, and the tensors that a replay fills. A CPU has no graphs: there the step runs again."""
+    if device.type == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = step()
+        return graph.replay, found
+    found = step()
+
+    def again() -> None:
+        for old, new in zip(found, step(), strict=True):
+            old.detach().copy_(new.detach())
+
+    return again, found
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def replays(group: ProcessGroup, times: int, tiny: bool = False) -> None:
+    """One captured op advances the device's epoch at every replay, so halves alternate though addresses do not."""
+    device, M, K, N = prepare(), *((9, 8, 7) if tiny else (96, 64, 80))
+    x, weight = (torch.randn(shape, device=device).bfloat16() for shape in ((M, K), (N, K)))
+
+    def once(schedule: str = "fused") -> Tensor:
+        return fusedtp.linear_all_reduce(x, weight, group=group, schedule=schedule)
+
+    with torch.no_grad():
+        once()
+        _synchronize(device)
+        replay, (y,) = captured(lambda: [once()], device)
+        for i in range(times):
+            x.copy_(torch.randn(M, K, generator=torch.Generator().manual_seed(i * 100 + group.rank())))
+            replay()
+            expected = once("unfused")
+            _synchronize(device)
+            torch.testing.assert_close(y, expected, rtol=0.05, atol=0.5)
+            # An op that the host drives must know how far the replays have come.
+            torch.testing.assert_close(once("decomposed"), expected, rtol=0.05, atol=0.5)
+    fusedtp.destroy()
+
+
+def replays_of_a_layer(group: ProcessGroup, times: int, tiny: bool = False) -> None:
+    """An MLP's forward and backward in one graph: both gathers and both scatters, new inputs at every replay."""
+    device, rank, world_size = prepare(), group.rank(), group.size()
+    random = torch.Generator().manual_seed(rank)
+    rows, features, hidden = (8, 6, 5) if tiny else (64, 48, 40)
+    up, down = (
+        _leaf(torch.randn(shape, generator=random).bfloat16(), device)
+        for shape in ((hidden, features), (features, hidden))
+    )
+    x = _leaf(torch.randn(rows, features, generator=random).bfloat16(), device)
+    dy = torch.zeros(rows, features, dtype=torch.bfloat16, device=device)
+
+    def step(schedule: str = "fused") -> list[Tensor]:
+        h = fusedtp.all_gather_linear(x, up, group=group, schedule=schedule)
+        y = fusedtp.linear_reduce_scatter(torch.relu(h), down, group=group, schedule=schedule)
+        return [y, *torch.autograd.grad(y, (x, up, down), dy)]
+
+    _warm_up(step, device)
+    # Twice, on one stream: the second begins with an op that leaves alone the side stream that the first has used.
+    for _ in range(2):
+        replay, found = captured(step, device)
+    for i in range(times):
+        random.manual_seed(i * world_size + rank)
+        with torch.no_grad():
+            x.copy_(torch.randn(rows, features, generator=random))
+            dy.copy_(torch.randn(rows, features, generator=random))
+        replay()
+        for got, want, what in zip(found, step("unfused"), ("y", "dx", "dup", "ddown"), strict=True):
+            torch.testing.assert_close(got, want, rtol=0.05, atol=1.0, msg=functools.partial("{}: {}".format, what))
+    fusedtp.destroy()
+
+
+def _warm_up(step: Callable[[], object], device: torch.device) -> None:
+    if device.type != "cuda":
+        step()
+        return
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+
+
+def copies(group: ProcessGroup, tiny: bool = False) -> list[str]:
+    """Layers whose gathers are copied, on rank 0 only and on all; what each said it took."""
+    device, seen = prepare(), []
+    ws = workspaces.get(group, device)
+    for everybody in (False, True):
+        ws.producer = "copy" if everybody or group.rank() == 0 else "push"
+        for seed, (M, N, K) in enumerate(TINY if tiny else SIZES):
+            _layers(group, M, N, K, torch.bfloat16, "fused", seed)
+        fusedtp.all_gather(torch.ones(4, 8, device=device), group=group, schedule="fused")
+        path = fusedtp.last_path()
+        assert path is not None
+        seen.append(path.producer)
+    ws.check()
+    fusedtp.destroy()
+    want = ["copy" if group.rank() == 0 else "push", "copy"]
+    assert seen == want, f"rank {group.rank()}: gathered by {seen}, not by {want}"
+    return seen

@@ -1,0 +1,202 @@
+"""What a stage of `bench.gpu` has found, written at once: an item is checked, timed and kept before the next begins.
+
+Rows lie in results/<machine>/gpu-<stage>.csv. An item that passed at this commit is not measured again; one that failed
+is, by the next command. It is down as "did not end" while it runs, so a process that dies leaves a row that says where.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import hashlib
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import UTC, datetime
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from . import store
+from .machine import SOURCES, Machine, describe
+from .store import PASSED, Row
+from .timing import Timing, Verdict
+
+BEGUN = "did not end"
+EMULATED = "emulated: interpreted kernels at tiny sizes, nothing measured"
+# Of an item that nothing else bounds.
+ITEM_SECONDS = 90.0
+# How a stage's process ends, added up; a signal or Python's own 1 is taken for LOST.
+WRONG, LEFT_OVER, LOST = 16, 32, 64
+
+
+@dataclass(frozen=True)
+class Item:
+    """What a stage does by itself: the columns that its rows share."""
+
+    op: str
+    M: int = 0
+    N: int = 0
+    K: int = 0
+    dtype: str = ""
+    world_size: int = 1
+    model: str = ""
+    tokens: int = 0
+    layer: str = ""
+
+    def __str__(self) -> str:
+        size = f"{self.M}x{self.N}x{self.K}" if self.M else ""
+        ranks = f"on {self.world_size}" if self.world_size > 1 else ""
+        tokens = f"{self.tokens} tokens" if self.tokens else ""
+        return " ".join(filter(None, (self.op, self.model, self.layer, tokens, size, self.dtype, ranks)))
+
+
+@dataclass(frozen=True)
+class Found:
+    """One variant of an item."""
+
+    variant: str
+    verdict: Verdict
+    timing: Timing | None = None
+    tflops: float | None = None
+    gbps: float | None = None
+    # the bound's median over this one's
+    fraction: float | None = None
+    path: str = ""
+
+
+_NOTHING: dict[str, object] = {"str": "", "int": 0, "bool": False, "float | None": None}
+_EMPTY = {field.name: _NOTHING[str(field.type)] for field in fields(Row)}
+
+
+class DeviceLost(RuntimeError):
+    """The device takes no more work from this process."""
+
+
+def sources() -> str:
+    """A digest of the files that run: what names them where no commit does."""
+    digest = hashlib.sha256()
+    for name in SOURCES:
+        (at,) = import_module(name if name == "fusedtp" else f"fusedtp.{name}").__path__
+        for path in sorted(Path(at).rglob("*.py")):
+            parts = path.relative_to(at).parts
+            # Installed, the first of the folders holds the others.
+            if name != "fusedtp" or parts[0] not in SOURCES:
+                digest.update("/".join((name, *parts)).encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def machine_here(*, emulate: bool) -> Machine:
+    """This machine and what runs on it: the commit, or the digest of the files where they are not those of one."""
+    here = describe()
+    if here.dirty or here.commit.startswith("version "):
+        here = replace(here, commit=f"{here.commit} files {sources()}", dirty=here.dirty)
+    return replace(here, name="emulated", links=EMULATED) if emulate else here
+
+
+class Run:
+    """One process of a stage: where its rows go, what it need not do, and how long it has."""
+
+    def __init__(
+        self, path: Path, device: torch.device, machine: Machine, seconds: float, *, since: str = "",
+        watched: bool = False, say: Callable[[str], None] = print,
+    ) -> None:  # fmt: skip
+        """since: what has failed later than that is not tried again. watched: the process ends with a late item."""
+        self.path, self.device, self.machine = path, device, machine
+        self.emulate = machine.name == "emulated"
+        self.outcome = 0
+        self._deadline, self._since, self._watched, self._say = time.monotonic() + seconds, since, watched, say
+
+    def left(self) -> float:
+        """Seconds until this process should end."""
+        return self._deadline - time.monotonic()
+
+    def rows(self) -> list[Row]:
+        """What is kept of this stage at this commit."""
+        kept = store.read(self.path, of_ops=False) if self.path.exists() else []
+        return [row for row in kept if row.commit == self.machine.commit and row.machine == self.machine.name]
+
+    def do(
+        self, item: Item, work: Callable[[], Sequence[Found] | Sequence[Row]], *, needs: float = 20.0,
+        most: float = ITEM_SECONDS,
+    ) -> None:  # fmt: skip
+        """`work`, unless its rows are there or fewer than `needs` seconds are left. Raises only `DeviceLost`.
+
+        After `most` seconds the process shows its stacks and ends, if it is watched.
+        """
+        key = self._row(item, Found("", Verdict(0, 0))).case
+        there = [row for row in self.rows() if row.case == key]
+        if any(row.passed or (row.time_utc >= self._since and self._since) for row in there):
+            self._say(f"have      {item}")
+            # One that this command has tried, in a process that ended: it counts as wrong still.
+            self.outcome |= 0 if all(row.passed for row in there) else WRONG
+            return
+        if self.left() < needs:
+            self._say(f"left over {item}")
+            self.outcome |= LEFT_OVER
+            return
+        store.update(self.path, [self._row(item, Found("begun", Verdict(0, 0, BEGUN)))], of_ops=False)
+        begin, error = time.monotonic(), None
+        if self._watched:
+            faulthandler.dump_traceback_later(min(most, max(1.0, self.left())), exit=True)
+        try:
+            found = [self._marked(each) if isinstance(each, Row) else self._row(item, each) for each in work()]
+        except Exception as raised:
+            error = raised
+            text = str(raised) if isinstance(raised, AssertionError) else f"{type(raised).__name__}: {raised}"
+            found = [self._row(item, Found("none", Verdict(0, 0, text or type(raised).__name__)))]
+        finally:
+            if self._watched:
+                faulthandler.cancel_dump_traceback_later()
+        store.update(self.path, found, of_ops=False)
+        self._tell(item, found, time.monotonic() - begin)
+        if error is not None and not isinstance(error, AssertionError):
+            self._say("".join(traceback.format_exception(error)))
+        if error is not None:
+            self._still_there()
+
+    def _tell(self, item: Item, found: Sequence[Row], seconds: float) -> None:
+        wrong = [row for row in found if not row.passed]
+        self.outcome |= WRONG if wrong else 0
+        times = "".join(f"  {row.variant} {row.median_ms:.4g} ms" for row in found if row.median_ms is not None)
+        self._say(f"{'WRONG' if wrong else 'right':9} {item}{times}  ({seconds:.1f} s)")
+        for row in wrong:
+            self._say(f"          {row.variant}: {row.gate}")
+
+    def _still_there(self) -> None:
+        if self.device.type != "cuda":
+            return
+        try:
+            torch.cuda.synchronize(self.device)
+            torch.zeros(1, device=self.device).item()
+        except RuntimeError as error:
+            raise DeviceLost(str(error)) from error
+
+    def _marked(self, row: Row) -> Row:
+        # One that another module has made.
+        row = replace(row, commit=self.machine.commit)
+        return replace(row, interpreted=True, path=f"{row.path}; {EMULATED}") if self.emulate else row
+
+    def _row(self, item: Item, found: Found) -> Row:
+        timing, verdict = found.timing, found.verdict
+        checked = not verdict.error
+        machine = asdict(self.machine)
+        machine["machine"] = machine.pop("name")
+        path = "; ".join(filter(None, (found.path, EMULATED if self.emulate else "")))
+        values = _EMPTY | machine | asdict(item) | {
+            "variant": found.variant, "direction": "forward", "gate": verdict.error or PASSED, "path": path,
+            "interpreted": self.emulate, "tflops": found.tflops, "algbw_gbps": found.gbps,
+            "matmul_fraction": found.fraction,
+            "max_error": verdict.max_error if checked else None,
+            "error_ratio": verdict.error_ratio if checked else None,
+            "time_utc": now(),
+        }  # fmt: skip
+        if timing is not None:
+            values |= asdict(timing)
+        return Row(**values)  # type: ignore[arg-type]
+
+
+def now() -> str:
+    """The time as rows have it."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

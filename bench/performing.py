@@ -1,0 +1,287 @@
+"""What a rank does of a random program, and what must come of it: right numbers, or every rank of the group told.
+
+Wherever something goes wrong the ranks go on for one call more, in which whoever has not heard of it must, and then
+tell each other in torch's store what each has seen. A number that is wrong, an error on some ranks alone, an exception
+that is none of ours and a wait beyond the budget fail the program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import itertools
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import fusedtp
+
+from . import strikes
+from .mixed import Call, Operands
+from .programs import AXES, Step, probe, program
+
+# The budget of calls that nothing is wrong with, ranks being on fewer cores, and of those in which something may be.
+LONG_SECONDS, SHORT_SECONDS = 60.0, 4.0
+# Where a rank is late its peers are to give up, or nearly.
+LATE_SECONDS = 0.2
+# No step waits twice as long as the longest budget. One that does is a hang, and ends the rank with its stacks.
+WATCH_SECONDS = 2.5 * LONG_SECONDS
+# What an error begins with after which nothing need be destroyed.
+CANNOT_GROW = "the workspace cannot grow"
+# Steps that a failure shows.
+LAST = 8
+_runs = itertools.count()
+
+
+def told(error: Exception) -> str:
+    """The kind of an error that says that ranks have lost each other; raises any other."""
+    from fusedtp.memory import Unreachable
+
+    if str(error).startswith(CANNOT_GROW) and isinstance(error, (fusedtp.RanksDisagree, Unreachable)):
+        return CANNOT_GROW
+    if isinstance(error, (fusedtp.PeerTimeout, fusedtp.RanksDisagree, Unreachable)):
+        return type(error).__name__
+    if isinstance(error, RuntimeError) and "call fusedtp.destroy for this group on every rank" in str(error):
+        return "left in the middle"
+    raise error
+
+
+def of_all(step: Step) -> bool:
+    """Whether it gives back the memory of every group, not only of its axis."""
+    return step.kind == "destroy" and step.where < 0.3
+
+
+class Performer:
+    """One rank of a program: its groups, results whose backward pass is still to come, and what came of each step."""
+
+    def __init__(self, world: ProcessGroup, seed: int, number: int) -> None:
+        self._world, self._rank = world, world.rank()
+        self._name = f"programs/{next(_runs)}/{seed}/{number}"
+        self._store: Any = dist.distributed_c10d._get_default_store()
+        self._groups: list[ProcessGroup | None] = []
+        self._kept: list[tuple[int, Operands, Tensor]] = []
+        self.counts: Counter[str] = Counter()
+        self.steps = 0
+
+    def perform(self, steps: Sequence[Step]) -> None:
+        """All of it, in memory made anew."""
+        fusedtp.destroy()
+        fusedtp.set_timeout(LONG_SECONDS)
+        self._groups = [self._world, *(self._made(axis) for axis in range(1, len(self._axes)))]
+        for step in steps:
+            self.steps += 1
+            group = self._groups[step.axis]
+            if group is not None or step.kind == "torch" or of_all(step):
+                faulthandler.dump_traceback_later(WATCH_SECONDS, exit=True)
+                self._step(step, group)
+        self._all_backward()
+        fusedtp.destroy()
+        for group in self._groups[1:]:
+            if group is not None:
+                dist.destroy_process_group(group)
+        faulthandler.cancel_dump_traceback_later()
+
+    @property
+    def _axes(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        return AXES[self._world.size()]
+
+    def _made(self, axis: int) -> ProcessGroup | None:
+        # Of all ranks, in one order.
+        made = [dist.new_group(list(ranks), timeout=timedelta(seconds=LONG_SECONDS)) for ranks in self._axes[axis]]
+        return next((group for ranks, group in zip(self._axes[axis], made, strict=True) if self._rank in ranks), None)
+
+    def _step(self, step: Step, group: ProcessGroup | None) -> None:
+        if step.kind == "torch":
+            self._made_anew(step.axis)
+        elif step.kind == "destroy":
+            fusedtp.destroy(None if of_all(step) else group)
+        elif step.kind == "backward":
+            self._backward(step.axis)
+        elif group is not None and step.kind == "kept":
+            operands = Operands(step.call, group.rank())
+            self._kept.append((step.axis, operands, operands.call_on(group)))
+        elif group is not None and step.kind == "thread":
+            self._beside_a_thread(step, group)
+        elif group is not None and step.kind in ("call", "growth"):
+            call_right(step.call, group, step.mode)
+        elif group is not None:
+            self._struck(step, group)
+            return
+        self.counts[f"{step.kind}: right"] += 1
+
+    def _backward(self, axis: int) -> None:
+        # Of the first of that axis whose backward pass is still to come: not all ranks are in the others.
+        for index, (of, operands, y) in enumerate(self._kept):
+            if of == axis:
+                del self._kept[index]
+                grads = torch.autograd.grad(y, operands.leaves, operands.dy)
+                operands.check([y.detach(), *grads])
+                return
+
+    def _all_backward(self) -> None:
+        while self._kept:
+            self._backward(self._kept[0][0])
+
+    def _made_anew(self, axis: int) -> None:
+        # By torch alone: nobody calls `fusedtp.destroy`.
+        if axis == 0:
+            return
+        self._all_backward()
+        group, self._groups[axis] = self._groups[axis], None
+        if group is not None:
+            dist.destroy_process_group(group)
+            del group
+        self._groups[axis] = self._made(axis)
+
+    def _beside_a_thread(self, step: Step, group: ProcessGroup) -> None:
+        with strikes.setting_timeouts(group, step.call.seed):
+            fusedtp.destroy(group)
+            for number in range(3):
+                call_right(probe(number, group.size()), group)
+            if step.where < 0.5:
+                fusedtp.destroy(group)
+            call_right(step.call, group)
+        fusedtp.set_timeout(LONG_SECONDS)
+
+    def _struck(self, step: Step, group: ProcessGroup) -> None:
+        if step.fresh:
+            fusedtp.destroy(group)
+        fusedtp.set_timeout(LATE_SECONDS if step.kind == "late" else SHORT_SECONDS, group)
+        mine = self._attempts(step, group)
+        everyone = self._told(step, group, mine)
+        fault = wrong(step, everyone)
+        assert not fault, f"{fault}: {everyone}"
+        came = {each[-1] for each in everyone}
+        self.counts[f"{step.kind}: {'right' if came == {'right'} else 'told'}"] += 1
+        for each in mine:
+            self.counts[f"{step.kind}, on a rank: {each}"] += 1
+        # Where memory could not grow all go on with what they have; else the ranks are out of step.
+        if came not in ({"right"}, {CANNOT_GROW}):
+            fusedtp.destroy(group)
+        fusedtp.set_timeout(LONG_SECONDS, group)
+        call_right(probe(step.call.seed + 1, group.size()), group)
+
+    def _attempts(self, step: Step, group: ProcessGroup) -> list[str]:
+        # What came of this rank's calls, up to an error.
+        guilty, call = group.rank() == step.rank, attempt(step.call, group)
+        if step.kind == "pause":
+            if guilty:
+                strikes.pause(self._told_pids(), 1.5 * SHORT_SECONDS)
+            return calls_in_turn([attempt(probe(number, group.size()), group, 0.01) for number in range(40)])
+        calls: list[Callable[[], str]] = [call]
+        if guilty and step.kind == "differs":
+            assert step.other is not None
+            calls = [attempt(step.other, group)]
+        elif guilty and step.kind in ("line", "signal"):
+            calls = strikes.interrupted(step.kind, step.where, call, group)
+        elif guilty and step.kind == "late":
+            calls = [attempt(step.call, group, step.where)]
+        elif guilty and step.kind == "limit":
+            calls = [partial(strikes.limited, ("RLIMIT_NOFILE", "RLIMIT_FSIZE")[int(step.where)], call)]
+        return calls_in_turn([*calls, partial(self._probe, step, group)])
+
+    def _probe(self, step: Step, group: ProcessGroup) -> str:
+        # Whoever has gone is heard of at once; who is only slow is waited for.
+        fusedtp.set_timeout(LONG_SECONDS, group)
+        return attempt(probe(step.call.seed, group.size()), group)()
+
+    def _told_pids(self) -> list[int]:
+        return [int(self._store.get(f"{self._name}/pid/{rank}")) for rank in range(self._world.size())]
+
+    def tell_pid(self) -> None:
+        """Before the first step: for who stops the whole job."""
+        self._store.set(f"{self._name}/pid/{self._rank}", str(os.getpid()))
+
+    def _told(self, step: Step, group: ProcessGroup, mine: list[str]) -> list[list[str]]:
+        ranks = dist.get_process_group_ranks(group)
+        key = f"{self._name}/{self.steps}"
+        self._store.set(f"{key}/{self._rank}", json.dumps(mine))
+        keys = [f"{key}/{rank}" for rank in ranks]
+        self._store.wait(keys, timedelta(seconds=1.5 * LONG_SECONDS))
+        return [json.loads(self._store.get(each)) for each in keys]
+
+
+@contextlib.contextmanager
+def _mode(mode: str) -> Iterator[None]:
+    with torch.no_grad() if mode == "no_grad" else torch.inference_mode(mode in ("inference", "made in inference")):
+        yield
+
+
+def call_right(call: Call, group: ProcessGroup, mode: str = "grad") -> None:
+    """Make it and check it."""
+    with _mode(mode if mode == "made in inference" else "grad"):
+        operands = Operands(call, group.rank())
+    with _mode(mode):
+        results = operands.run(group)
+    operands.check(results)
+
+
+def attempt(call: Call, group: ProcessGroup, late_seconds: float = 0.0) -> Callable[[], str]:
+    """The call with its operands at hand; it returns what came of it: "right", "wrong: ..." or what it was told."""
+    operands = Operands(call, group.rank())
+
+    def made() -> str:
+        time.sleep(late_seconds)
+        try:
+            results = operands.run(group)
+        except (RuntimeError, ValueError) as error:
+            return told(error)
+        try:
+            operands.check(results)
+        except AssertionError as error:
+            return f"wrong: {error}"
+        return "right"
+
+    return made
+
+
+def calls_in_turn(calls: Sequence[Callable[[], str]]) -> list[str]:
+    """Until one is not right."""
+    came: list[str] = []
+    for call in calls:
+        came.append(call())
+        if came[-1] not in ("right", "interrupted"):
+            break
+    return came
+
+
+def wrong(step: Step, everyone: Sequence[Sequence[str]]) -> str:
+    """What is not as it must be in what the ranks of a group have seen, or nothing."""
+    if any(each.startswith("wrong") for came in everyone for each in came):
+        return "a wrong number"
+    if step.kind == "differs" and any(came[0] == "right" for came in everyone):
+        return "a number though the ranks disagree"
+    if len({came[-1] == "right" for came in everyone}) > 1:
+        return "an error on some ranks alone"
+    return ""
+
+
+def perform(
+    world: ProcessGroup, seed: int, first: int, count: int, weights: Mapping[str, float], slow: bool
+) -> Counter[str]:
+    """Programs `first` to `first + count - 1` on this rank. How many steps came out how."""
+    counts: Counter[str] = Counter()
+    for number in range(first, first + count):
+        steps = program(seed, number, world.size(), weights=weights, slow=slow)
+        performer = Performer(world, seed, number)
+        performer.tell_pid()
+        dist.barrier(world)
+        try:
+            performer.perform(steps)
+        except BaseException as error:
+            last = steps[max(0, performer.steps - LAST) : performer.steps]
+            shown = "\n".join(f"  {performer.steps - len(last) + i}: {each}" for i, each in enumerate(last, 1))
+            error.add_note(f"in step {performer.steps} of program {number} of seed {seed}, behind\n{shown}")
+            raise
+        counts += performer.counts
+    return counts

@@ -1,0 +1,117 @@
+"""What goes wrong with a workspace: how its rank finds it out, tells its peers, and raises it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import disagreement, meaning, missing
+from .errors import PeerTimeout, RanksDisagree
+from .kernels import signal
+from .meaning import Meanings
+from .memory import Arena
+from .steps import fingerprint_place, store_release
+
+
+class Failing:
+    """The part of a `Workspace` that fails. A failure stays: whoever comes again is told the same."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    seconds: float
+    words: Tensor
+    data_offset: int
+    failure: RuntimeError | RanksDisagree | None
+    meanings: Meanings
+    _arena: Arena | None
+    _report: Any
+    _op: str
+    _mirror: int
+
+    def _abandon(self, op: str, error: BaseException | None) -> None:
+        # The peers may have this rank's part or not: the next op would take what they send of this one for its own.
+        self._leave(2)
+        # Only the text: the exception would keep its frames alive, and with them views of the arena.
+        what = "an interruption" if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
+        self.failure = RuntimeError(
+            f"{op}: an exception left rank {self.rank} in the middle of the op, out of step with its peers: call "
+            f"fusedtp.destroy for this group on every rank before its next op ({what})"
+        )
+
+    def _refuse_epoch(self, epoch: int) -> None:
+        self._leave(2)
+        self.failure = RuntimeError(
+            f"{self._op}: rank {self.rank} finds epoch {epoch} in its memory, where its last op left {self._mirror}: "
+            "something else has written there. Call fusedtp.destroy for this group on every rank before its next op"
+        )
+        raise self.failure
+
+    def _leave(self, why: int) -> None:
+        # For the peers to see, where memory is the host's.
+        if self.device.type == "cpu" and (arena := self._arena) is not None:
+            store_release(arena.tensors[self.rank].data_ptr() + 4 * signal.LEFT.value, why)
+
+    def _check(self) -> None:
+        """Raise what a kernel has reported, and again at every later use. On a GPU: what has arrived by now."""
+        if self.failure is not None:
+            raise self.failure
+        if self._report[signal.REPORT.value]:
+            peer, wait, expected, seen = self._report[signal.REPORT.value : signal.REPORT_SEEN.value + 1].tolist()
+            slot, op = divmod(wait, len(signal.OPS))
+            self._fail(signal.OPS[op], peer - 1, slot, expected, seen)
+
+    def give_up(self, op: str, peer: int, slot: int, expected: int, seen: int, seconds: float) -> None:
+        """A wait on the host has spent its budget, or its peer is gone: tell the peers who look, and raise."""
+        self.words[signal.GIVEN_UP.value] = peer + 1
+        self._fail(op, peer, slot, expected, seen, min(self.seconds, max(0.001, round(seconds, 3))))
+
+    def disagree(self, op: str, peer: int, epoch: int) -> None:
+        """Rank `peer` means something else by the op of this epoch: tell all that, and what this rank means; raise."""
+        self.words[signal.GIVEN_UP.value] = peer + 1
+        words = self._header(self.rank)
+        own = fingerprint_place(epoch, self.rank, self.world_size)
+        fingerprint = int(np.array(words[own : own + 2], dtype=np.int32).view(np.int64)[0])
+        # On a GPU the host may have issued other ops since.
+        meant = self.meanings.now if self.device.type == "cpu" else self.meanings.by_fingerprint(fingerprint)
+        disagreement.say(self._text(self.rank), meant.values)
+        op = meant.values.get("op", op)
+        everyone = disagreement.everyone(
+            self._text,
+            self.world_size,
+            lambda peer: disagreement.has_entered(words, peer, self.world_size, epoch),
+            # A kernel there may find out when its budget is spent.
+            1.25 * self.seconds + 1,
+        )
+        text = meaning.difference(op, everyone) or f"{op}: the ranks do not agree, rank {peer} means something else"
+        text += ". Call fusedtp.destroy for this group on every rank before its next op"
+        self.failure = RanksDisagree(text, op, self.rank, everyone)
+        raise self.failure
+
+    def _text(self, peer: int) -> Tensor:
+        assert self._arena is not None
+        return self._arena.tensors[peer][self.data_offset - disagreement.TEXT_BYTES : self.data_offset]
+
+    def _fail(self, op: str, peer: int, slot: int, expected: int, seen: int, seconds: float | None = None) -> None:
+        others = [other for other in range(self.world_size) if other != self.rank]
+        differing = disagreement.differing(self._header(self.rank), self.rank, self.world_size, expected)
+        if differing := differing or [other for other in others if disagreement.heard(self._text(other)) is not None]:
+            self.disagree(op, differing[0], expected)
+        who = missing.really_missing(self.rank, self.world_size, self._header, peer)
+        what = "its memory to grow: step" if slot == signal.GROWTH_SLOT.value else f"signal slot {slot}: epoch"
+        detail = f"{what} {expected} expected, {seen} seen"
+        detail += missing.explain(self.world_size, self._header, peer, who)
+        if self.meanings.now.values.get("pass") == "backward" and not disagreement.has_entered(
+            self._header(self.rank), who, self.world_size, expected
+        ):
+            detail += f"; in a backward pass, which rank {who} makes only where it wants the same gradients as this one"
+        self.failure = PeerTimeout(op, self.rank, who, seconds or self.seconds, detail)
+        raise self.failure
+
+    def _header(self, peer: int) -> list[int]:
+        assert self._arena is not None
+        words: list[int] = self._arena.tensors[peer][: self.data_offset].view(torch.int32).tolist()
+        return words

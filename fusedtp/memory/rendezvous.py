@@ -1,0 +1,88 @@
+"""torch's rendezvous of symmetric memory, for ranks that have not met in the same groups before.
+
+torch numbers its exchanges by process, not by group: the keys it leaves in a group's store are
+`CUDASymmetricMemory/<number>/<rank>`, where each rank counts on from whatever it has exchanged so far (`StoreExchange`
+in torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryUtils.hpp of 2.11 to 2.13; pytorch issue 196082). Ranks of
+different histories would wait for keys that nobody writes. So they meet in a group made for one rendezvous, whose store
+numbers by itself: the n-th number that torch uses there is n on every rank. Where torch counts by store, as since
+pytorch pull 196350, that changes nothing.
+
+A group of its own has a second use: torch remembers, by the group's name, with whom a piece of memory has met.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, _register_process_group, _unregister_process_group
+from torch.distributed.distributed_c10d import GroupName, _get_process_group_store
+
+# What a rank does between two exchanges takes milliseconds; one that failed there never comes to the next.
+SECONDS = 60.0
+
+# torch 2.11 uses <kind>/<number>/<rank>, 2.13 also <kind>/<number>/num_members and last_member (`Store::barrier`).
+_NUMBERED = re.compile(r"(.*)/(\d+)/([^/]+)")
+
+Handle = TypeVar("Handle")
+
+
+class RenumberedStore(Store):
+    """`store` for one rendezvous, under numbers that count what is exchanged there. No wait is longer than `seconds`.
+
+    torch's C++ code calls these methods; those that are missing it never calls.
+    """
+
+    def __init__(self, store: Store, seconds: float = SECONDS) -> None:
+        super().__init__()
+        self._store, self._limit = store, timedelta(seconds=seconds)
+        self._numbers: dict[str, dict[str, int]] = {}
+
+    def _key(self, key: str) -> str:
+        match = _NUMBERED.fullmatch(key)
+        if match is None:
+            return key
+        kind, number, what = match.groups()
+        # An exchange begins with this rank's own entry, so numbers are first seen in the order of the exchanges.
+        seen = self._numbers.setdefault(kind, {})
+        return f"{kind}/{seen.setdefault(number, len(seen))}/{what}"
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(self._key(key), value)
+
+    def add(self, key: str, value: int) -> int:
+        return self._store.add(self._key(key), value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._store.get(self._key(key))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        self.wait(keys)
+        return self._store.multi_get([self._key(key) for key in keys])
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        # torch's own limit, where it gives one, is five minutes.
+        self._store.wait([self._key(key) for key in keys], min(timeout or self._limit, self._limit))
+
+
+def meet(rendezvous: Callable[[str], Handle], group: dist.ProcessGroup, name: str, seconds: float = SECONDS) -> Handle:
+    """What `rendezvous` returns, given the name of a group of the ranks of `group` that is there for this call only.
+
+    Collective. name: the same on all ranks, and never used before. RuntimeError (torch's DistStoreError) where a peer
+    does not come within `seconds`.
+    """
+    # There is no public way to a group's own store.
+    store = RenumberedStore(PrefixStore(name, _get_process_group_store(group)), seconds)
+    private = dist.ProcessGroup(store, group.rank(), group.size())
+    # torch looks groups up by name and holds them weakly, and a store without its Python object has no methods: both
+    # are kept until the end.
+    _register_process_group(GroupName(name), private)
+    try:
+        return rendezvous(name)
+    finally:
+        _unregister_process_group(GroupName(name))
+        del private, store

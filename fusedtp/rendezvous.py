@@ -1,0 +1,169 @@
+"""How the ranks of a group meet to make their arenas: through the group's store at first, then through those they have.
+
+Neither is a collective of the backend, which would hang where a rank never comes, and pair the wrong calls where one
+was interrupted and comes again.
+
+The store. A rank takes a number, higher than any that it had, and leaves its row under it; when it has used all rows it
+leaves the numbers of those with what came of it. All are done when all have used the same rows. Who is interrupted and
+comes again has another number, for which the others, if they still wait, use the new row.
+
+The arenas. A rank writes its row into its half for the op to come, which that op uses when all have read it, and then
+counts GROWING up; then so for what came of it, which a peer may read later than that, in the header.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from . import budgets
+from .clock import Stopwatch
+from .errors import PeerTimeout
+from .kernels import signal
+from .steps import HostSteps, load_acquire, store_release
+
+if TYPE_CHECKING:
+    from .workspace import Workspace
+
+_FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 0.5e-3, 20e-3
+_MAKING = "making the workspace"
+
+# Groups in which this rank has begun to make a workspace and not heard how that ended.
+_unfinished: WeakSet[ProcessGroup] = WeakSet()
+
+
+@contextlib.contextmanager
+def _lost_store(rank: int) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, PeerTimeout):
+            raise
+        raise RuntimeError(
+            f"{_MAKING}: rank {rank} has lost torch.distributed's store, which is in the process of rank 0 unless "
+            f"torchrun or the program has put it elsewhere: that process has ended, or cannot be reached ({error})"
+        ) from error
+
+
+class StoreExchange:
+    """An `Exchange` through the store of `group`.
+
+    Rows are waited for as long as the group's timeout, as the first op of a group may come at any time, and the rest as
+    long as its budget. PeerTimeout then, with the rank that is missing.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        # There is no public way to a group's own store.
+        self._store: Any = dist.distributed_c10d._get_process_group_store(group)
+        self._rank, self._world_size = group.rank(), group.size()
+        self._group, self._number = group, 0
+        self._numbers: list[int] = []
+
+    def rows(self, mine: list[int]) -> list[list[int]]:
+        """See `Exchange`."""
+        with _lost_store(self._rank):
+            seconds = self._patience()
+            _unfinished.add(self._group)
+            if not self._number:
+                self._number = self._store.add(self._key("number", self._rank), 1)
+                self._store.set(self._key("row", self._rank), json.dumps([self._number, *mine]))
+            rows = [self._waited("row", peer, seconds) for peer in range(self._world_size)]
+        self._numbers = [row[0] for row in rows]
+        return [row[1:] for row in rows]
+
+    def outcomes(self, mine: list[int]) -> list[list[int]] | None:
+        """See `Exchange`."""
+        with _lost_store(self._rank):
+            self._store.set(self._key("outcome", self._rank, self._number), json.dumps([self._numbers, mine]))
+            outcomes = []
+            for peer in range(self._world_size):
+                outcome = self._waited("outcome", peer, budgets.of(self._group))
+                if outcome is None:
+                    return None
+                outcomes.append(outcome[1])
+            self._tidy_up()
+        return outcomes
+
+    def ended(self) -> None:
+        """This rank has what it came for, or knows as all do that it cannot be had."""
+        _unfinished.discard(self._group)
+
+    def _tidy_up(self) -> None:
+        # A row is of somebody who still comes. It is not deleted, as a peer might be about to read it; an outcome is
+        # when all have come to the next one.
+        self._store.set(self._key("row", self._rank), "null")
+        before = self._number - 1
+        while before and self._store.delete_key(self._key("outcome", self._rank, before)):
+            before -= 1
+
+    def _patience(self) -> float:
+        # Where this rank broke off the last time its peers may be through with it, and wait for it elsewhere.
+        if self._group in _unfinished:
+            return budgets.of(self._group)
+        options = self._group._get_backend(torch.device("cpu")).options
+        return float(options._timeout.total_seconds())
+
+    def _key(self, *parts: str | int) -> str:
+        return "/".join(map(str, ("fusedtp/arenas", *parts)))
+
+    def _read(self, *parts: str | int) -> Any:
+        key = self._key(*parts)
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def _waited(self, what: str, peer: int, seconds: float) -> Any:
+        # The row of that peer; or what came of the rows that this rank has used, None where one of those is another.
+        ran, poll = Stopwatch(), _FIRST_POLL_SECONDS
+        while True:
+            found = self._read("row", peer) if what == "row" else self._outcome(peer)
+            if found is not None:
+                return found
+            if what == "outcome" and self._is_outdated():
+                # Who is done has left what came of it before its row went.
+                return self._outcome(peer)
+            if (waited := ran.seconds()) > seconds:
+                come = "has not come" if what == "row" else "has not come to its end"
+                raise PeerTimeout(_MAKING, self._rank, peer, round(waited, 3), f"it {come}")
+            time.sleep(poll)
+            poll = min(2 * poll, _LAST_POLL_SECONDS)
+
+    def _outcome(self, peer: int) -> Any:
+        outcome = self._read("outcome", peer, self._numbers[peer])
+        return outcome if outcome is not None and outcome[0] == self._numbers else None
+
+    def _is_outdated(self) -> bool:
+        rows = [self._read("row", peer) for peer in range(self._world_size)]
+        return any(row is None or row[0] != number for row, number in zip(rows, self._numbers, strict=True))
+
+
+class ArenaExchange:
+    """An `Exchange` through the arenas that the ranks of `ws` have, for larger ones. Waits have the budget of an op."""
+
+    def __init__(self, ws: Workspace) -> None:
+        self._ws, self._steps = ws, HostSteps(ws, "workspace growth")
+
+    def rows(self, mine: list[int]) -> list[list[int]]:
+        """See `Exchange`."""
+        ws = self._ws
+        row = partial(ws.view, epoch=self._steps.epoch, offset=0, shape=(1, len(mine)), dtype=torch.int64)
+        ws.tell_peers()
+        row(ws.rank).copy_(torch.tensor(mine))
+        self._steps.meet()
+        return [row(peer)[0].tolist() for peer in range(ws.world_size)]
+
+    def outcomes(self, mine: list[int]) -> list[list[int]] | None:
+        """See `Exchange`."""
+        ws, first = self._ws, signal.OUTCOME.value
+        words = [[address + 4 * (first + i) for i in range(len(mine))] for address in ws.addresses]
+        for word, value in zip(words[ws.rank], mine, strict=True):
+            store_release(word, value)
+        self._steps.meet()
+        return [list(map(load_acquire, each)) for each in words]

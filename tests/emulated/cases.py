@@ -1,0 +1,289 @@
+"""The fused ops on virtual ranks: what each is, on which operands, and what must come out.
+
+Every rank's kernels wait on its own stream; all of them run together, several epochs one behind the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from fusedtp.kernels import signal
+from torch import Tensor
+
+from fusedtp import clock, reference
+from fusedtp.memory.local import local_memories
+from fusedtp.schedules import fused, fused_collectives
+from fusedtp.schedules.phases import Phases, run_together
+from fusedtp.shards import even_sizes
+from fusedtp.workspace import Workspace
+
+from .driver import EmulatedDriver
+from .machine import Ran, Schedule
+
+CPU = torch.device("cpu")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# An op on virtual ranks: rank -> its phases; and per rank what it must give, with the error allowed.
+Op = tuple[Callable[[Workspace, int], Phases], list[Tensor], list[Tensor]]
+MATMULS = (
+    "gather rows", "gather rows split", "gather rows transposed", "gather rows own pushed", "gather rows and keep",
+    "gather contraction", "gather contraction split", "scatter rows", "scatter columns", "matmul one_shot",
+    "matmul two_shot", "scatter and gather",
+)  # fmt: skip
+COLLECTIVES = ("all_gather direct", "all_gather ring", "reduce_scatter direct", "reduce_scatter ring",
+               "all_reduce one_shot", "all_reduce two_shot", "all_reduce ring")  # fmt: skip
+OPS = MATMULS + COLLECTIVES
+
+
+class _Both(tuple[Tensor, Tensor]):
+    """Two results of an op, which nothing has written yet."""
+
+
+def value_of(result: Tensor) -> Tensor:
+    """What an op has given, in one tensor."""
+    return torch.cat([each.flatten() for each in result]) if isinstance(result, _Both) else result
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the whole problem, how rows are split ("even", "uneven", "empty"), and how operands lie in memory.
+
+    a, b: "rows" or "columns", which of them are contiguous; "strided", none.
+    """
+
+    M: int
+    N: int
+    K: int
+    split: str = "uneven"
+    a: str = "rows"
+    b: str = "columns"
+    bias: bool = True
+
+
+def split(length: int, world_size: int, how: str, unit: int = 1) -> tuple[int, ...]:
+    """Shares of `length`: rank 1 has nothing in "empty", less than half of its share in "uneven"."""
+    share = [unit * n for n in even_sizes(length // unit, world_size)]
+    share[0] += length - sum(share)
+    if how != "even":
+        moved = share[1] if how == "empty" else share[1] // (2 * unit) * unit
+        share[0], share[1] = share[0] + moved, share[1] - moved
+    return tuple(share)
+
+
+def laid_out(x: Tensor, how: str) -> Tensor:
+    """The same values, with contiguous rows or columns, or neither."""
+    if how == "strided":
+        return torch.stack([x, x], -1).flatten(1)[:, ::2] if x.numel() else x
+    return x.contiguous() if how == "rows" else x.t().contiguous().t()
+
+
+def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, shape: Shape, by: str = "push") -> Op:
+    """The op `name` on random operands."""
+    random = torch.Generator().manual_seed(seed)
+    M, N, K = shape.M, shape.N, shape.K
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=random).to(dtype)
+
+    def everywhere(x: Tensor) -> list[Tensor]:
+        return [x] * world_size
+
+    unit = 1 if shape.split == "empty" else 16
+    m_sizes = split(M, world_size, shape.split, unit)
+    kind, _, how = name.partition(" ")
+    if kind in ("all_gather", "reduce_scatter", "all_reduce"):
+        return _collective(name, m_sizes, dtype, normal, N)
+    k_sizes = split(K, world_size, shape.split, unit)
+    a, b, bias = normal(M, K), normal(K, N), normal(N) if shape.bias else None
+    right = laid_out(b, shape.b)
+    shards_m = [laid_out(x.clone(), shape.a) for x in a.split(m_sizes)]
+    shards_k = [laid_out(x.clone(), shape.a) for x in a.split(k_sizes, 1)]
+    rights_k = [laid_out(x.clone(), shape.b) for x in b.split(k_sizes)]
+    ref = reference.matmul(a, b, bias)
+    allowed = reference.bound(a, b, dtype, bias=bias)
+    summed = reference.bound(a, b, dtype, k_sizes=k_sizes, bias=bias)
+    if kind == "gather":
+        dim = 0 if how.startswith("rows") else 1
+        mine = [laid_out(x, "columns") for x in shards_m] if how == "rows own pushed" else shards_m
+        turned, split_off, keep = how.endswith("transposed"), how.endswith("split"), how.endswith("and keep")
+        if turned:
+            # The transposed problem's bias has an element a row.
+            along = normal(M) if shape.bias else None
+            ref = a.double() @ b.double() + (0 if along is None else along.double()[:, None])
+            allowed = allowed + 2 * torch.finfo(dtype).eps * ref.abs()
+            bias_of = along
+        else:
+            bias_of = bias
+        expected, error = (ref.t(), allowed.t()) if turned else (ref, allowed)
+
+        def gather(ws: Workspace, rank: int) -> Phases:
+            kept = a.new_empty(M, K) if keep else None
+            shard, sizes = (mine[rank], m_sizes) if dim == 0 else (shards_k[rank], k_sizes)
+            out = yield from fused.gather_matmul_phases(
+                ws, shard, right, bias_of, dim, sizes, transposed=turned, gathered=kept, split=split_off, producer=by
+            )
+            return out if kept is None else _Both((out, kept))
+
+        if keep:
+            expected = torch.cat([ref.flatten(), a.double().flatten()])
+            error = torch.cat([allowed.flatten(), torch.zeros(M * K, dtype=torch.float64)])
+        return gather, everywhere(expected), everywhere(error)
+    if name == "scatter and gather":
+        shares = ref if bias is None else ref - bias.double()
+        rows = reference.bound(a, b, dtype, k_sizes=k_sizes)
+
+        def both(ws: Workspace, rank: int) -> Phases:
+            kept = a.new_empty(M, K)
+            out = yield from fused.matmul_scatter_and_gather_phases(
+                ws, shards_k[rank], rights_k[rank], shards_m[rank], m_sizes, kept, producer=by
+            )
+            return _Both((out, kept))
+
+        exact = torch.zeros(M * K, dtype=torch.float64)
+        return (
+            both, [torch.cat([x.flatten(), a.double().flatten()]) for x in shares.split(m_sizes)],
+            [torch.cat([x.flatten(), exact]) for x in rows.split(m_sizes)],
+        )  # fmt: skip
+    if kind == "scatter":
+        dim, sizes = (0, m_sizes) if how == "rows" else (1, split(N, world_size, shape.split, unit))
+        return (
+            lambda ws, rank: fused.matmul_scatter_phases(ws, shards_k[rank], rights_k[rank], bias, dim, sizes),
+            list(ref.split(sizes, dim)), list(summed.split(sizes, dim)),
+        )  # fmt: skip
+    return (
+        lambda ws, rank: fused.matmul_all_reduce_phases(ws, shards_k[rank], rights_k[rank], bias, how),
+        everywhere(ref), everywhere(summed),
+    )  # fmt: skip
+
+
+def _collective(name: str, sizes: tuple[int, ...], dtype: torch.dtype, normal: Callable[..., Tensor], cols: int) -> Op:
+    kind, how = name.split()
+    world_size, M = len(sizes), sum(sizes)
+    parts = [normal(M, cols) for _ in range(world_size)]
+    total, allowed = reference.total(parts), reference.total_bound(parts, dtype)
+    if how == "ring":
+        # It sends its running sum, rounded at every hop.
+        allowed = reference.total_bound(parts, dtype, sum_dtype=dtype)
+    if kind == "all_gather":
+        whole = parts[0].double()
+        shards = list(parts[0].split(sizes))
+        return (
+            lambda ws, rank: fused_collectives.all_gather_phases(ws, shards[rank], sizes, how), [whole] * world_size,
+            [torch.zeros_like(whole)] * world_size,
+        )  # fmt: skip
+    if kind == "reduce_scatter":
+        return (
+            lambda ws, rank: fused_collectives.reduce_scatter_phases(ws, parts[rank], sizes, how),
+            list(total.split(sizes)), list(allowed.split(sizes)),
+        )  # fmt: skip
+    return (
+        lambda ws, rank: fused_collectives.all_reduce_phases(ws, parts[rank], how),
+        [total] * world_size, [allowed] * world_size,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def virtual_ranks(
+    world_size: int, *, epoch: int = 0, seconds: float = 1e6, half_bytes: int = 1 << 19, slots: int = 256,
+    programs: int = 2, clock_ms: int = 0,
+) -> Iterator[list[Workspace]]:  # fmt: skip
+    """A workspace a virtual rank, with arenas full of NaN, and a clock that only the machine advances."""
+    ranks = [Workspace(memory, CPU, epoch=epoch, seconds=seconds) for memory in local_memories(world_size, CPU)]
+    try:
+        for ws in ranks:
+            clock.release(ws.host_block[signal.CLOCK_MS.value :])
+            ws.host_block[signal.CLOCK_MS.value] = clock_ms
+            ws.programs = programs
+        for ws in ranks:
+            ws.require(half_bytes, slots)
+        for ws in ranks:
+            ws.data.fill_(0xFF)
+        yield ranks
+    finally:
+        for ws in ranks:
+            ws.close()
+
+
+def issue(driver: EmulatedDriver, ranks: Sequence[Workspace], phases: Sequence[Phases]) -> list[Tensor]:
+    """Every rank's launches onto its stream, one after another: nothing runs yet."""
+    results = []
+    for each in phases:
+        next(each)
+    for ws, each in zip(ranks, phases, strict=True):
+        with driver.on(ws.rank):
+            while True:
+                try:
+                    next(each)
+                except StopIteration as stop:
+                    results.append(stop.value)
+                    break
+    return results
+
+
+def run(
+    driver: EmulatedDriver, names: Sequence[str], world_size: int, dtype: torch.dtype, shape: Shape,
+    schedule: Schedule, *, programs: int = 2, epoch: int = 0,
+) -> Ran:  # fmt: skip
+    """The ops `names`, one an epoch, all ranks and epochs under way together; each checked on each rank."""
+    seed = schedule.seed
+    # So late that the clock passes its wrap.
+    with virtual_ranks(world_size, programs=programs, epoch=epoch, clock_ms=2**31 - 1 - seed % 64) as ranks:
+        issued = []
+        for i, name in enumerate(names):
+            start, expected, allowed = problem(name, world_size, dtype, 97 * seed + i, shape)
+            outs = issue(driver, ranks, [start(ws, ws.rank) for ws in ranks])
+            issued.append((name, outs, expected, allowed))
+        ran = driver.run(ranks, schedule)
+        for i, (name, outs, expected, allowed) in enumerate(issued):
+            for ws in ranks:
+                what = f"{name}, op {i}, {dtype}, sm_{driver.capability}, rank {ws.rank} of {world_size}, seed {seed}"
+                ws.check()
+                # The results are in a reduced dtype, and may be transposed.
+                reference.check(value_of(outs[ws.rank]), expected[ws.rank], allowed[ws.rank], what)
+        for ws in ranks:
+            assert (ws.epoch - epoch) % 2**32 == len(names), f"epoch {epoch} -> {ws.epoch}"
+    return ran
+
+
+def in_phases(
+    driver: EmulatedDriver, name: str, world_size: int, dtype: torch.dtype, shape: Shape, schedule: Schedule, by: str
+) -> Ran:
+    """The op with rows that the host copies: each kernel runs to its end when it is launched."""
+    ran: list[Ran] = []
+    with virtual_ranks(world_size) as ranks:
+        start, expected, allowed = problem(name, world_size, dtype, schedule.seed, shape, by)
+
+        def on_its_rank(ws: Workspace) -> Phases:
+            phases = start(ws, ws.rank)
+            while True:
+                try:
+                    with driver.on(ws.rank):
+                        next(phases)
+                except StopIteration as stop:
+                    out: Tensor = stop.value
+                    return out
+                yield
+
+        driver.launched = lambda: ran.append(driver.run(ranks, schedule))
+        try:
+            outs = run_together([on_its_rank(ws) for ws in ranks])
+        finally:
+            driver.launched = None
+        for ws in ranks:
+            ws.check()
+            what = f"{name} by {by}, rank {ws.rank}"
+            reference.check(value_of(outs[ws.rank]), expected[ws.rank], allowed[ws.rank], what)
+    return Ran(*(sum(values) for values in zip(*((r.executed, r.stale, r.late) for r in ran), strict=True)))
+
+
+def small(target: int, dtype: torch.dtype, how: str = "uneven") -> Shape:
+    """A problem of few tiles, the last of them parts of tiles, and two or three steps of k.
+
+    With "uneven" shards every length is a multiple of 16, as most are; with "empty" ones hardly any.
+    """
+    if dtype == torch.float32:
+        return Shape(96, 80, 80, how) if how == "uneven" else Shape(88, 72, 72, how)
+    odd = 8 * (how != "uneven")
+    return Shape(176 - odd, (144 if target == 80 else 272) - odd, 144 - odd, how)

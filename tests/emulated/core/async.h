@@ -1,0 +1,170 @@
+// Copies that run late, and what their end is told by: cp.async, mbarriers, TMA.
+
+// cp.async (PTX, Data Movement and Conversion: Non-bulk copy). Nobody may touch the target until the thread that issued
+// the copy has waited for its group; what is read, is read at any time until then.
+static void copy_data(Copy *c) {
+  u8 data[16] = {0};
+  if (c->given == c->bytes && c->src % c->bytes == 0) load(c->src, c->given, c->view, data, c->lane, 0);
+  else if (c->given) fail("cp.async of %d bytes of %d from %#llx", c->given, c->bytes, (unsigned long long)c->src);
+  memcpy(C->shared + c->dst, data, c->bytes);
+  c->done = 1;
+}
+static void cp_async(u32 dst, u64 src, int bytes, int given, int lane) {
+  u32 at = place(dst, bytes, lane);
+  may_write(at, bytes, lane, NULL);
+  wrote(at, bytes, UNDER_WAY);
+  memset(C->shared + at, 0xff, bytes);
+  if (W->num_copies == W->most_copies) {
+    W->most_copies = W->most_copies ? 2 * W->most_copies : 1024;
+    W->copies = realloc(W->copies, W->most_copies * sizeof(Copy));
+  }
+  W->copies[W->num_copies++] = (Copy){at, src, bytes, given, W->group, lane, 0, W->view[lane]};
+}
+static void cp_async_wait(int leave) {
+  int n = 0;
+  for (int i = 0; i < W->num_copies; i++) {
+    Copy *c = W->copies + i;
+    if (c->group < W->group - leave) {
+      if (!c->done) copy_data(c);
+      wrote(c->dst, c->bytes, (u16)(W->id << 5 | c->lane));
+    } else W->copies[n++] = *c;
+  }
+  W->num_copies = n;
+}
+
+// mbarrier (PTX, Parallel Synchronization: mbarrier; tx-count; phases).
+static Mbarrier *mbarrier(u32 a, int lane) {
+  u32 at = place(a, 8, lane);
+  for (int i = 0; i < C->num_bars; i++)
+    if (C->bars[i].address == at && C->bars[i].valid) {
+      Mbarrier *b = C->bars + i;
+      if (b->since > C->barrier_at && b->warp != W->id)
+        fail("race: the mbarrier at %#x was initialised by warp %d since the last barrier", at, b->warp);
+      return b;
+    }
+  fail("no mbarrier at %#x", at);
+  return NULL;
+}
+static void mbarrier_check(Mbarrier *b) {
+  if (b->pending < 0) fail("mbarrier at %#x: more arrivals than the %d of its phase", b->address, b->count);
+  if (b->tx > (1 << 20) - 1 || b->tx < -((1 << 20) - 1))
+    fail("mbarrier at %#x: tx-count %lld", b->address, (long long)b->tx);
+  if (b->pending || b->tx) return;
+  b->phase ^= 1;
+  b->pending = b->count;
+  b->completed = tick();
+  progress_at = executed;
+}
+static void mbarrier_init(u32 a, int count, int lane) {
+  u32 at = place(a, 8, lane);
+  may_write(at, 8, lane, NULL);
+  wrote(at, 8, IS_MBARRIER);
+  int i = 0;
+  while (i < C->num_bars && C->bars[i].valid) i++;
+  if (i == MOST_BARS) fail("more than %d mbarriers", MOST_BARS);
+  if (i == C->num_bars) C->num_bars++;
+  C->bars[i] = (Mbarrier){at, 1, count, count, 0, 0, C->clock, 0, W->id};
+}
+static void mbarrier_inval(u32 a, int lane) {
+  Mbarrier *b = mbarrier(a, lane);
+  for (int i = 0; i < C->num_tmas; i++)
+    if (C->tmas[i].bar == b->address) fail("mbarrier at %#x is invalidated while copies count there", b->address);
+  if (b->tx) fail("mbarrier at %#x is invalidated with a tx-count of %lld", b->address, (long long)b->tx);
+  b->valid = 0;
+  wrote(b->address, 8, (u16)(W->id << 5 | lane));
+}
+static void mbarrier_expect(u32 a, int bytes, int lane) {
+  Mbarrier *b = mbarrier(a, lane);
+  b->tx += bytes;
+  b->pending--;
+  mbarrier_check(b);
+}
+static int mbarrier_try_wait(u32 a, int parity, int lane) {
+  Mbarrier *b = mbarrier(a, lane);
+  if (b->phase == parity) return 0;
+  // It may say no although the phase is complete: it waits for a time that the system chooses.
+  if (chance(.05)) return 0;
+  if (b->completed > W->tma_seen) W->tma_seen = b->completed;
+  return 1;
+}
+
+// TMA: cp.async.bulk.tensor, tiled, global to shared memory (PTX, Data Movement: Tensor copy; Tensors: Tiled mode,
+// Swizzling modes). It runs in the asynchronous proxy.
+static u32 swizzled(u32 a, int mode) { return a ^ (a >> 7 & (mode == 3 ? 7 : mode == 2 ? 3 : mode == 1 ? 1 : 0)) << 4; }
+static i64 box_bytes(const TensorMap *map) {
+  i64 n = map->size;
+  for (int i = 0; i < map->ndim; i++) n *= map->box[i];
+  return n;
+}
+static void tma_data(const Tma *t) {
+  own_fenced = t->own;
+  const TensorMap *map = t->map;
+  i64 bytes = box_bytes(map), size = map->size, row = map->box[0] * size;
+  for (i64 begin = 0; begin < bytes; begin += row) {
+    i64 rest = begin / row, from = map->base, inside = 1, first = t->at[0];
+    for (int i = 1; i < map->ndim; i++) {
+      i64 at = t->at[i] + rest % map->box[i];
+      rest /= map->box[i];
+      from += at * map->stride[i];
+      inside &= at >= 0 && at < map->dim[i];
+    }
+    for (i64 j = 0; j < row; j += 16) {
+      u8 data[16] = {0};
+      i64 at = first + j / size, n = 16 / size;
+      // Out of bounds are zeros, at both ends.
+      if (inside && at >= 0 && at + n <= map->dim[0] && (from + at * size) % 16 == 0)
+        load(from + at * size, 16, t->view, data, 0, 1);
+      else if (inside)
+        for (int k = 0; k < n; k++)
+          if (at + k >= 0 && at + k < map->dim[0]) load(from + (at + k) * size, size, t->view, data + k * size, 0, 1);
+      memcpy(C->shared + swizzled(t->dst + (u32)(begin + j) + SHARED_BASE, map->swizzle) - SHARED_BASE, data, 16);
+    }
+  }
+  wrote(t->dst, (int)bytes, ARRIVED_BY_TMA);
+  progress_at = executed;
+  for (int i = 0; i < C->num_bars; i++)
+    if (C->bars[i].address == t->bar && C->bars[i].valid) {
+      C->bars[i].tx -= bytes;
+      mbarrier_check(C->bars + i);
+      return;
+    }
+  fail("TMA counts at %#x, where no mbarrier is", t->bar);
+}
+static void tma_load(const TensorMap *map, u32 dst, u32 bar, const int *at, int ndim, int lane) {
+  if (map->ndim != ndim) fail("TMA of %d dimensions by a tensor map of %d", ndim, (int)map->ndim);
+  if (C->num_tmas == MOST_TMA) fail("more than %d TMA copies under way", MOST_TMA);
+  i64 bytes = box_bytes(map);
+  u32 to = dst - SHARED_BASE;
+  if (dst % 128 || dst < SHARED_BASE || to + bytes > C->shared_bytes)
+    fail("TMA to shared memory at %#x, %d bytes", to, (int)bytes);
+  for (u32 a = to; a < to + bytes; a += 2) {
+    const Half *h = C->halves + a / 2;
+    if (h->writer == ARRIVED_BY_TMA && h->written <= W->tma_seen && (h->read <= C->barrier_at || !h->readers)) continue;
+    may_write(a, 2, lane, NULL);
+    // A write of the ordinary proxy before one of the asynchronous takes a proxy fence.
+    if (h->writer < THREADS && h->written > W->fenced[h->writer >> 5])
+      fail("TMA writes shared memory at %#x, which warp %d wrote, without fence.proxy.async", a, h->writer >> 5);
+  }
+  not_read_by_wgmma(to, (int)bytes);
+  Tma t = {map, {0}, to, mbarrier(bar, lane)->address, W->async_view[lane], W->own_fenced_at[lane]};
+  memcpy(t.at, at, ndim * sizeof(int));
+  wrote(to, (int)bytes, UNDER_WAY);
+  memset(C->shared + to, 0xff, bytes);
+  C->tmas[C->num_tmas++] = t;
+}
+
+// fence.proxy.async (PTX, membar / fence: Proxy fence).
+static void fence_proxy(u32 m, int shared) {
+  EACH(l, m) W->async_view[l] = W->view[l];
+  if (!shared) {
+    // What this thread has stored, or others before a barrier, is there for the asynchronous proxy.
+    for (int i = 0; i < C->num_entries; i++) EACH(l, m) drain(C, C->entries[i], ordered(C->entries[i], l));
+    sweep(C);
+    EACH(l, m) W->own_fenced_at[l] = now;
+    return;
+  }
+  for (int w = 0; w < C->num_warps; w++) {
+    u32 upto = w == W->id ? C->clock : C->barrier_at;
+    if (upto > W->fenced[w]) W->fenced[w] = upto;
+  }
+}

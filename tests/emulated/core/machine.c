@@ -1,0 +1,207 @@
+// Executes lowered PTX: ranks, CTAs, warps of 32 lanes, scheduled at random over a weak memory.
+#include "types.h"
+#include "alu.h"
+#include "global.h"
+#include "shared.h"
+#include "async.h"
+#include "tensor.h"
+#include "schedule.h"
+
+static void ld_st_global(const int *o, u32 m) {
+  int n = I->width * I->vec, loads = I->op == OP_ld_global;
+  const u64 *base = dbl(o[loads ? I->vec : 0], m);
+  u8 data[LANES][16];
+  if (!loads) {
+    for (int i = 0; i < I->vec; i++)
+      if (I->width == 8) { const u64 *x = dbl(o[1 + i], m); EACH(l, m) memcpy(data[l] + 8 * i, x + l, 8); }
+      else { const u32 *x = word(o[1 + i], m); EACH(l, m) memcpy(data[l] + I->width * i, x + l, I->width); }
+    store(base, m, n, data);
+    return;
+  }
+  EACH(l, m) load(base[l] + I->imm, n, W->view[l], data[l], l, 0);
+  for (int i = 0; i < I->vec; i++)
+    if (I->width == 8) { u64 t[LANES]; EACH(l, m) memcpy(t + l, data[l] + 8 * i, 8); set_double(o[i], m, t); }
+    else { u32 t[LANES] = {0}; EACH(l, m) memcpy(t + l, data[l] + I->width * i, I->width); set_word(o[i], m, t); }
+}
+static void ld_st_shared(const int *o, u32 m) {
+  int n = I->width * I->vec, loads = I->op == OP_ld_shared;
+  const u32 *base = word(o[loads ? I->vec : 0], m);
+  u8 data[LANES][16];
+  if (!loads) {
+    for (int i = 0; i < I->vec; i++)
+      if (I->width == 8) { const u64 *x = dbl(o[1 + i], m); EACH(l, m) memcpy(data[l] + 8 * i, x + l, 8); }
+      else { const u32 *x = word(o[1 + i], m); EACH(l, m) memcpy(data[l] + I->width * i, x + l, I->width); }
+    EACH(l, m) write_shared(base[l] + (u32)I->imm, data[l], n, l);
+    return;
+  }
+  EACH(l, m) memcpy(data[l], read_shared(base[l] + (u32)I->imm, n, l), n);
+  for (int i = 0; i < I->vec; i++)
+    if (I->width == 8) { u64 t[LANES]; EACH(l, m) memcpy(t + l, data[l] + 8 * i, 8); set_double(o[i], m, t); }
+    else { u32 t[LANES] = {0}; EACH(l, m) memcpy(t + l, data[l] + I->width * i, I->width); set_word(o[i], m, t); }
+}
+static void strong_all(const int *o, u32 m) {
+  int wide = I->width == 8, reads = I->op == OP_ld_strong;
+  const u64 *base = dbl(o[1], m), *x64 = wide && !reads ? dbl(o[2], m) : NULL;
+  const u32 *x = reads || wide ? NULL : word(o[2], m), *y = I->op == OP_atom_cas ? word(o[3], m) : NULL;
+  u32 t[LANES] = {0};
+  u64 t64[LANES] = {0};
+  EACH(l, m) {
+    u64 out = 0;
+    if (wide && !reads) {
+      u64 a = base[l] + I->imm, to;
+      Region *r = checked(a, 8, 1, "strong access", l);
+      if (r->pending[granule(r, a)]) drain_own(a, 8, l);
+      memcpy(&out, (void *)a, 8);
+      to = out + x64[l];
+      commit(r, a, &to, 8, thread_of(l), W->phase);
+    } else strong(l, base[l] + I->imm, I->width, I->flags, x, y, &out);
+    t[l] = (u32)out; t64[l] = out;
+  }
+  if (wide) set_double(o[0], m, t64); else set_word(o[0], m, t);
+}
+
+// bar.sync 0 (PTX, Parallel Synchronization: bar; "aligned": all threads of a warp execute the same one).
+static void bar_sync(u32 m) {
+  if (m != W->live || W->live != ALL) fail("barrier reached by lanes %#x of %#x", m, W->live);
+  W->waiting = 1;
+  if (++C->arrived < C->num_warps) return;
+  i64 view = 0, async = 0, own = 0;
+  u32 seen = 0, fenced[MOST_WARPS] = {0};
+  for (int i = 0; i < C->num_warps; i++) {
+    const Warp *w = C->warps + i;
+    for (int l = 0; l < LANES; l++) {
+      if (w->view[l] > view) view = w->view[l];
+      if (w->async_view[l] > async) async = w->async_view[l];
+      if (w->own_fenced_at[l] > own) own = w->own_fenced_at[l];
+    }
+    if (w->tma_seen > seen) seen = w->tma_seen;
+    for (int j = 0; j < C->num_warps; j++) if (w->fenced[j] > fenced[j]) fenced[j] = w->fenced[j];
+  }
+  for (int i = 0; i < C->num_warps; i++) {
+    Warp *w = C->warps + i;
+    for (int l = 0; l < LANES; l++) w->view[l] = view, w->async_view[l] = async, w->own_fenced_at[l] = own;
+    w->waiting = 0; w->phase++; w->tma_seen = seen;
+    memcpy(w->fenced, fenced, sizeof fenced);
+  }
+  C->arrived = 0;
+  C->num_ranges = 0;
+  C->barrier_at = C->clock++;
+}
+static void leave(u32 m) {
+  W->live &= ~m;
+  if (W->live) return;
+  if (W->num_copies || W->num_wgmmas) fail("a warp ends while its copies or wgmmas are under way");
+  if (++C->done < C->num_warps) {
+    if (C->arrived) fail("a warp ends while others wait at a barrier");
+    return;
+  }
+  if (C->num_tmas) fail("a CTA ends while its TMA copies are under way");
+  for (int i = 0; i < C->num_bars; i++)
+    if (C->bars[i].valid) fail("an mbarrier at %#x is never invalidated", C->bars[i].address);
+}
+
+static void step(void) {
+  u32 m = W->live;
+  int at = W->at;
+  if (W->diverged) {
+    // The lanes that are furthest behind: they meet the others where both come (PTX leaves the order open).
+    at = 1 << 30;
+    EACH(l, W->live) if (W->pc[l] < at) at = W->pc[l];
+    m = 0;
+    EACH(l, W->live) if (W->pc[l] == at) m |= 1u << l;
+  }
+  I = C->kernel->ins + at;
+  const int *o = C->kernel->pool + I->ops;
+  const u32 here = m;
+  if (I->pred >= 0) { u32 p = pred(I->pred, m); m &= I->neg ? ~p : p; }
+  executed++; W->steps++;
+  if (m) C->kernel->count[at]++;
+  u32 jump = 0;
+  if (m || I->op == OP_bar_sync) switch (I->op) {
+    ALU(ALU_CASE)
+  case OP_unpack_32: {
+    const u32 *x = word(o[2], m); u32 lo[LANES], hi[LANES];
+    for (int l = 0; l < LANES; l++) lo[l] = LO(x[l]), hi[l] = HI(x[l]);
+    set_word(o[0], m, lo); set_word(o[1], m, hi); break; }
+  case OP_unpack_64: {
+    const u64 *x = dbl(o[2], m); u32 lo[LANES], hi[LANES];
+    for (int l = 0; l < LANES; l++) lo[l] = (u32)x[l], hi[l] = (u32)(x[l] >> 32);
+    set_word(o[0], m, lo); set_word(o[1], m, hi); break; }
+  case OP_bra: jump = m; break;
+  case OP_ret: leave(m); break;
+  case OP_bar_sync: bar_sync(m); break;
+  case OP_ld_global: case OP_st_global: ld_st_global(o, m); break;
+  case OP_ld_shared: case OP_st_shared: ld_st_shared(o, m); break;
+  case OP_ld_strong: case OP_atom_exch: case OP_atom_cas: case OP_atom_add: case OP_atom_add_64:
+    strong_all(o, m); break;
+  case OP_cp_async: {
+    const u32 *dst = word(o[0], m), *given = word(o[2], m); const u64 *src = dbl(o[1], m);
+    EACH(l, m) cp_async(dst[l] + (u32)I->imm, src[l], I->width, (int)given[l], l);
+    break; }
+  case OP_cp_async_commit: W->group++; break;
+  case OP_cp_async_wait: cp_async_wait((int)I->imm); break;
+  case OP_ldmatrix: ldmatrix(o, m); break;
+  case OP_stmatrix: stmatrix(o, m); break;
+  case OP_mma: mma(o, m); break;
+  case OP_elect: {
+    if (m != ALL) fail("elect.sync with lanes %#x only", m);
+    // One and the same for one and the same mask; which one is not said (PTX, elect.sync).
+    u32 t[LANES]; for (int l = 0; l < LANES; l++) t[l] = elected;
+    set_word(o[0], m, t); set_pred(o[1], m, 1u << elected); break; }
+  case OP_shfl_idx: {
+    if (m != ALL) fail("shfl.sync with lanes %#x only", m);
+    const u32 *x = word(o[1], m), *from = word(o[2], m); u32 t[LANES];
+    for (int l = 0; l < LANES; l++) t[l] = x[from[l] & 31];
+    set_word(o[0], m, t); break; }
+  case OP_fence_proxy_global: fence_proxy(m, 0); break;
+  case OP_fence_proxy_shared: fence_proxy(m, 1); break;
+  case OP_mbarrier_init: {
+    const u32 *a = word(o[0], m); EACH(l, m) mbarrier_init(a[l] + (u32)I->imm, I->width, l); break; }
+  case OP_mbarrier_inval: { const u32 *a = word(o[0], m); EACH(l, m) mbarrier_inval(a[l] + (u32)I->imm, l); break; }
+  case OP_mbarrier_expect: {
+    const u32 *a = word(o[0], m); EACH(l, m) mbarrier_expect(a[l] + (u32)I->imm, I->width, l); break; }
+  case OP_mbarrier_try_wait: {
+    const u32 *a = word(o[1], m), *parity = word(o[2], m); u32 t = 0;
+    EACH(l, m) t |= (u32)mbarrier_try_wait(a[l] + (u32)I->imm, parity[l] & 1, l) << l;
+    set_pred(o[0], m, t); break; }
+  case OP_tma_load: {
+    const u32 *dst = word(o[0], m), *bar = word(o[2], m); const u64 *map = dbl(o[1], m);
+    EACH(l, m) {
+      int coordinates[5];
+      for (int i = 0; i < I->vec; i++) coordinates[i] = (int)word(o[3 + i], m)[l];
+      tma_load((const TensorMap *)map[l], dst[l], bar[l], coordinates, I->vec, l);
+    }
+    break; }
+  case OP_wgmma: wgmma_issue(o, m); break;
+  case OP_wgmma_fence: W->fenced_at = W->steps; break;
+  case OP_wgmma_commit: wgmma_commit(); break;
+  case OP_wgmma_wait: wgmma_wait((int)I->imm); break;
+  default: fail("no such operation, %d", I->op);
+  }
+  if (!W->diverged && (jump == 0 || jump == here)) { W->at = jump ? (int)I->imm : at + 1; return; }
+  if (!W->diverged) for (int l = 0; l < LANES; l++) W->pc[l] = at;
+  EACH(l, here) W->pc[l] = jump >> l & 1 ? (int)I->imm : at + 1;
+  W->diverged = 0;
+  if (!W->live) return;
+  W->at = W->pc[__builtin_ctz(W->live)];
+  EACH(l, W->live) if (W->pc[l] != W->at) W->diverged = 1;
+}
+
+size_t size_of_instruction(void) { return sizeof(Ins); }
+int op_of(const char *name) {
+  for (int i = 0; i < NUM_OPS; i++) if (!strcmp(op_names[i], name)) return i;
+  return -1;
+}
+
+// Runs all that is launched to its end. 0, or 1 if something failed: what, in `out`.
+int run(const Plan *plan, char *out, size_t size, u64 *stats) {
+  error[0] = 0;
+  C = NULL; W = NULL; I = NULL;
+  int code = setjmp(failed);
+  if (!code) schedule(plan);
+  else if (C && W && I) where(error + strlen(error), sizeof error - strlen(error));
+  snprintf(out, size, "%s", error);
+  stats[0] = executed; stats[1] = stale_reads; stats[2] = late_drains;
+  clear();
+  return code;
+}

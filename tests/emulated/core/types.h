@@ -1,0 +1,196 @@
+// What the machine is made of: instructions, warps, CTAs, memory. One run at a time, all of it in one thread.
+//
+// This is a model of the PTX ISA (version 8.7, docs.nvidia.com/cuda/parallel-thread-execution), cited as "PTX" and the
+// section's name. No GPU has confirmed it.
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef uint64_t u64;
+typedef int64_t i64;
+typedef uint32_t u32;
+typedef uint16_t u16;
+typedef uint8_t u8;
+
+enum { LANES = 32, MOST_WARPS = 32, MOST_RANKS = 8, MOST_ENTRIES = 256, MOST_TMA = 64, MOST_WGMMA = 64 };
+enum { MOST_BARS = 32, MOST_RANGES = 4096 };
+// Dynamic shared memory does not begin at address 0: the system has the first KiB on sm_90.
+enum { SHARED_BASE = 1024 };
+static const u32 ALL = ~0u;
+
+// Flags of an instruction that reads or writes strongly (PTX, Memory Consistency Model: Scope, Operation types).
+enum { RELEASE = 1, ACQUIRE = 2, AT_SYS = 4, AT_GPU = 8, TRANSPOSED = 16, TYPE_BF16 = 32, TRANSPOSED_A = 64 };
+
+// pred: a predicate register or -1. ops: where its operands begin in the kernel's pool.
+typedef struct { int op, pred, neg, width, vec, flags, ops, unused; i64 imm; } Ins;
+// Registers of 32 bits and less, of 64 bits, and predicates; %tid.x, %ctaid.x, %nctaid.x are the first three words.
+typedef struct { const Ins *ins; const int *pool; int n, words, doubles, preds; u64 *count; } Kernel;
+// Operands below 0 are constants, the same for all threads of a launch.
+typedef struct { const u32 (*words)[LANES]; const u64 (*doubles)[LANES]; const u32 *preds; } Constants;
+
+// Memory is kept by granules of 16 bytes, the widest access. Of each: its bytes before the last store to it that could
+// be seen by all, when that was, and whose it was.
+typedef struct { u64 base, len, first; int rank; u8 *old; i64 *when; u32 *who, *phase; u16 *pending; } Region;
+// What one launch may touch.
+typedef struct { u64 begin, end; int region, writable; } Span;
+
+typedef struct {
+  const Kernel *kernel;
+  Constants constants;
+  const Span *spans;
+  int num_spans, rank, grid, num_warps, next, left;
+  u32 shared_bytes;
+} Launch;
+
+// Stores of one instruction that are not seen by others yet: by lane. `marked` were released at gpu scope, at `when`.
+typedef struct {
+  int warp, phase, len;
+  u32 mask, marked;
+  i64 when;
+  u64 lowest, highest, address[LANES];
+  u8 data[LANES][16];
+} Entry;
+typedef struct { u32 dst; u64 src; int bytes, given, group, lane, done; i64 view; } Copy;
+// What wgmma reads, or has read up to a time.
+typedef struct { u32 begin, end, when; int warp; } Range;
+typedef struct { const Ins *ins; u64 a, b; int add, group, done; Range reads[2]; } Wgmma;
+// A tensor map: innermost dimension first, strides in bytes.
+typedef struct { i64 ndim, swizzle, base, size, dim[5], stride[5], box[5]; } TensorMap;
+typedef struct { const TensorMap *map; int at[5]; u32 dst, bar; i64 view, own; } Tma;
+typedef struct { u32 address; int valid, count, pending, phase; i64 tx; u32 since, completed; int warp; } Mbarrier;
+
+// Half a word of shared memory: when it was last written and by which thread, when last read and by which warps.
+typedef struct { u32 written, read; u32 readers; u16 writer, spare; } Half;
+// Writers that are no threads: nobody yet, a copy under way, one that has ended, an mbarrier.
+enum { NOBODY = 0xffff, UNDER_WAY = 0xfffe, ARRIVED_BY_TMA = 0xfffd, IS_MBARRIER = 0xfffc, THREADS = 0x8000 };
+
+typedef struct {
+  u32 (*w)[LANES], *p, *has_w, *has_d, *has_p, *set_w;
+  u64 (*d)[LANES];
+  int pc[LANES], at, diverged, waiting, id, phase;
+  u32 live;
+  // What each lane is sure to see: all that was committed up to then, by ordinary accesses and by asynchronous ones.
+  i64 view[LANES], async_view[LANES];
+  // Up to when its CTA's own stores were brought out for the asynchronous proxy.
+  i64 own_fenced_at[LANES];
+  u64 steps, fenced_at;
+  u32 tma_seen, fenced[MOST_WARPS];
+  Copy *copies;
+  int num_copies, most_copies, group;
+  Wgmma wgmmas[MOST_WGMMA];
+  int num_wgmmas, wgmma_group;
+} Warp;
+
+typedef struct {
+  Launch *launch;
+  const Kernel *kernel;
+  int rank, id, index, num_warps, arrived, done, polls;
+  Warp *warps;
+  u8 *shared;
+  Half *halves;
+  u32 shared_bytes, clock, barrier_at;
+  Entry *entries[MOST_ENTRIES];
+  int num_entries;
+  Tma tmas[MOST_TMA];
+  int num_tmas;
+  Mbarrier bars[MOST_BARS];
+  int num_bars;
+  Range ranges[MOST_RANGES];
+  int num_ranges, reading;
+} Cta;
+
+static Launch *launches;
+static Region *regions;
+static int num_regions;
+static Cta **resident;
+static int num_resident;
+static Cta *C;
+static Warp *W;
+static const Ins *I;
+static i64 now;
+static u64 rng, executed, progress_at, stale_reads, late_drains;
+// For the TMA copy that is carried out: its CTA's stores that a fence has brought out.
+static i64 own_fenced;
+static double p_stale, p_drain, p_async;
+static char error[4096];
+static jmp_buf failed;
+
+static void fail(const char *what, ...) {
+  int n = 0;
+  if (C) n = snprintf(error, sizeof error, "rank %d, launch %d, CTA %d, warp %d, ins %d: ", C->rank,
+                      (int)(C->launch - launches), C->id, W ? W->id : -1, I ? (int)(I - C->kernel->ins) : -1);
+  va_list args;
+  va_start(args, what);
+  vsnprintf(error + n, sizeof error - n, what, args);
+  va_end(args);
+  longjmp(failed, 1);
+}
+
+static inline u64 rnd(void) { rng ^= rng << 13; rng ^= rng >> 7; rng ^= rng << 17; return rng; }
+static inline int chance(double p) { return p > 0 && (rnd() >> 11) * 0x1p-53 < p; }
+
+static inline float flt(u32 u) { float f; memcpy(&f, &u, 4); return f; }
+static inline u32 bits(float f) { u32 u; memcpy(&u, &f, 4); return u; }
+static inline u32 to_bf16(u32 u) {
+  return (u & 0x7fffffff) > 0x7f800000 ? 0x7fff : (u + 0x7fff + (u >> 16 & 1)) >> 16;
+}
+static inline u32 from_bf16(u32 u) { return u << 16; }
+static u32 f16_table[1 << 16];
+static inline u32 from_f16(u32 u) { return f16_table[u & 0xffff]; }
+// To nearest even; PTX, cvt: NaN becomes the canonical one.
+static inline u32 to_f16(u32 u) {
+  u32 sign = u >> 16 & 0x8000, a = u & 0x7fffffff;
+  if (a > 0x7f800000) return 0x7fff;
+  if (a >= 0x477ff000) return sign | 0x7c00;
+  if (a < 0x38800000) return sign | (u32)lrintf(flt(a) * 0x1p24f);
+  return sign | ((a + 0xfff + (a >> 13 & 1) - 0x38000000) >> 13);
+}
+static void make_f16_table(void) {
+  for (u32 u = 0; u < 1 << 16; u++) {
+    u32 e = u >> 10 & 31, f = u & 1023;
+    float x = e == 31 ? (f ? NAN : INFINITY) : e ? ldexpf(1024 + f, (int)e - 25) : ldexpf(f, -24);
+    f16_table[u] = bits(x) | (u & 0x8000) << 16;
+  }
+}
+
+// Operands of the running warp. A register that was never written, or that work under way will write, cannot be read.
+static void unwritten(char kind, int r) {
+  fail("register %c%d is read and holds nothing: never written, or written by what is not waited for", kind, r);
+}
+static inline const u32 *word(int r, u32 m) {
+  if (r < 0) return C->launch->constants.words[~r];
+  if ((W->has_w[r] & m) != m) unwritten('w', r);
+  return W->w[r];
+}
+static inline const u64 *dbl(int r, u32 m) {
+  if (r < 0) return C->launch->constants.doubles[~r];
+  if ((W->has_d[r] & m) != m) unwritten('d', r);
+  return W->d[r];
+}
+static inline u32 pred(int r, u32 m) {
+  if (r < 0) return C->launch->constants.preds[~r];
+  if ((W->has_p[r] & m) != m) unwritten('p', r);
+  return W->p[r];
+}
+static inline void set_word(int r, u32 m, const u32 *t) {
+  u32 *d = W->w[r];
+  if (m == ALL) memcpy(d, t, sizeof(u32) * LANES);
+  else for (int l = 0; l < LANES; l++) d[l] = m >> l & 1 ? t[l] : d[l];
+  W->has_w[r] |= m;
+  W->set_w[r] = (u32)W->steps;
+}
+static inline void set_double(int r, u32 m, const u64 *t) {
+  u64 *d = W->d[r];
+  if (m == ALL) memcpy(d, t, sizeof(u64) * LANES);
+  else for (int l = 0; l < LANES; l++) d[l] = m >> l & 1 ? t[l] : d[l];
+  W->has_d[r] |= m;
+}
+static inline void set_pred(int r, u32 m, u32 t) {
+  W->p[r] = (W->p[r] & ~m) | (t & m);
+  W->has_p[r] |= m;
+}
+#define EACH(l, m) for (u32 m_ = (m), l; m_ && (l = __builtin_ctz(m_), 1); m_ &= m_ - 1)

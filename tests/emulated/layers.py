@@ -1,0 +1,93 @@
+"""The differentiable functions that layers are made of, on virtual ranks: forward and every gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import fusedtp
+from fusedtp import reference
+
+from .cases import split
+from .driver import EmulatedDriver
+from .machine import Schedule
+from .threads import run_ranks
+
+# What a function gives on a rank, by name, with what it must be and the error allowed.
+Checked = dict[str, tuple[Tensor, Tensor]]
+FUNCTIONS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce", "fsdp_linear")
+
+
+def _product(a: Tensor, b: Tensor, sizes: tuple[int, ...] | None = None, bias: Tensor | None = None) -> Any:
+    """a @ b + bias and its bound; `sizes`: of the contraction, where ranks sum."""
+    return reference.matmul(a, b, bias), reference.bound(a, b, a.dtype, k_sizes=sizes, bias=bias)
+
+
+def _chunk(pair: Any, sizes: tuple[int, ...], rank: int) -> Any:
+    return tuple(each.split(sizes)[rank] for each in pair)
+
+
+def check(
+    driver: EmulatedDriver, name: str, world_size: int, dtype: torch.dtype, seed: int, rows: int = 72
+) -> list[str]:
+    """Forward and gradients of x, weight and bias, on each rank; what was compared."""
+    random = torch.Generator().manual_seed(seed)
+    M, N, K = rows, 96, 80
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=random).to(dtype)
+
+    x, w, bias = normal(M, K), normal(N, K), normal(N)
+    m_sizes = split(M, world_size, "uneven")
+    n_sizes, k_sizes = split(N, world_size, "uneven", 16), split(K, world_size, "uneven", 16)
+    expected: list[Checked] = []
+    if name == "all_gather_linear":
+        dy = normal(M, N)
+        xs, ws, bs, dys = x.split(m_sizes), w.split(n_sizes), bias.split(n_sizes), dy.split(n_sizes, 1)
+        dx = _product(dy, w, n_sizes)
+        for r in range(world_size):
+            expected.append({"y": _product(x, ws[r].t(), None, bs[r]), "dx": _chunk(dx, m_sizes, r),
+                "dw": _product(dys[r].t(), x)})  # fmt: skip
+        more: dict[str, Any] = {"sizes": m_sizes}
+    elif name == "linear_reduce_scatter":
+        dy = normal(M, N)
+        xs, ws, bs, dys = x.split(k_sizes, 1), w.split(k_sizes, 1), (bias,) * world_size, dy.split(m_sizes)
+        y = _product(x, w.t(), k_sizes, bias)
+        for r in range(world_size):
+            expected.append({"y": _chunk(y, m_sizes, r), "dx": _product(dy, ws[r]), "dw": _product(dy.t(), xs[r])})
+        more = {"sizes": m_sizes}
+    elif name == "linear_all_reduce":
+        dy = normal(M, N)
+        xs, ws, bs, dys = x.split(k_sizes, 1), w.split(k_sizes, 1), (bias,) * world_size, (dy,) * world_size
+        y = _product(x, w.t(), k_sizes, bias)
+        for r in range(world_size):
+            expected.append({"y": y, "dx": _product(dy, ws[r]), "dw": _product(dy.t(), xs[r])})
+        more = {}
+    else:
+        dy = normal(M, N)
+        xs, ws, bs, dys = x.split(m_sizes), w.split(n_sizes), (bias,) * world_size, dy.split(m_sizes)
+        dw = _product(dy.t(), x, m_sizes)
+        for r in range(world_size):
+            expected.append({"y": _product(xs[r], w.t(), None, bias), "dx": _product(dys[r], w),
+                "dw": _chunk(dw, n_sizes, r)})  # fmt: skip
+        more = {"sizes": n_sizes}
+
+    def call(rank: int, group: ProcessGroup) -> dict[str, Tensor]:
+        mine = [each[rank].clone().requires_grad_() for each in (xs, ws, bs)]
+        y = getattr(fusedtp, name)(*mine, group=group, schedule="fused", **more)
+        y.backward(dys[rank])
+        return {"y": y.detach(), "dx": mine[0].grad, "dw": mine[1].grad}
+
+    found, ran = run_ranks(driver, world_size, Schedule(seed, tick=0.001), call)
+    compared = []
+    for rank, got in enumerate(found):
+        for what, (ref, allowed) in expected[rank].items():
+            reference.check(
+                got[what], ref, allowed, f"{name} {what}, {dtype}, rank {rank} of {world_size}, seed {seed}"
+            )
+            compared.append(what)
+    assert ran
+    return compared

@@ -1,0 +1,74 @@
+"""Small kernels in PTX by hand: what the memory model allows, and what the machine refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .lower import Program
+from .machine import Machine, Memory, Ran, Schedule, Waiting, op_of
+
+Array = np.ndarray[Any, Any]
+
+_REGISTERS = """
+	.reg .pred %p<9>;
+	.reg .b16 %rs<9>;
+	.reg .b32 %r<40>;
+	.reg .b64 %rd<9>;
+"""
+# Every kernel has three addresses, %rd1 to %rd3, and its thread's number, %r1; lane 0 of warp 0 has %p1.
+_BEGIN = """	ld.param.b64 %rd1, [k_param_0];
+	ld.param.b64 %rd2, [k_param_1];
+	ld.param.b64 %rd3, [k_param_2];
+	mov.u32 %r1, %tid.x;
+	setp.eq.b32 %p1, %r1, 0;
+	setp.eq.b32 %p2, %r1, 32;
+	mov.b32 %r2, 1;
+"""
+
+POLL = """$L__poll:
+	mov.u32 %r3, 0;
+	@%p1 ld.global.sys.acquire.b32 %r3, [ %rd2 + 0 ];
+	setp.eq.b32 %p3, %r3, 0;
+	and.pred %p4, %p1, %p3;
+	@%p4 bra $L__poll;
+"""
+
+
+def kernel(body: str) -> Program:
+    """A program of the statements in `body`."""
+    params = ",\n".join(f"\t.param .u64 .ptr .global .align 1 k_param_{i}" for i in range(3))
+    text = f".visible .entry k(\n{params}\n)\n{{{_REGISTERS}{_BEGIN}{body}\tret;\n}}\n"
+    return Program("k", text, op_of)
+
+
+def run(
+    bodies: Sequence[str], places: Sequence[Array], schedule: Schedule, warps: int = 1, shared: int = 1024,
+    writable: bool = True, owner: int = 1,
+) -> Ran:  # fmt: skip
+    """One CTA of each body, on a rank of its own; all memory is rank `owner`'s."""
+    machine = Machine()
+    for rank, body in enumerate(bodies):
+        touches = [Memory(x.ctypes.data, x.ctypes.data + x.nbytes, owner, writable) for x in places]
+        values = {f"k_param_{i}": x.ctypes.data for i, x in enumerate(places)}
+        machine.launch(Waiting("k", kernel(body), values, touches, rank, 1, warps, shared))
+    return machine.run(schedule)
+
+
+def aligned(words: int) -> Array:
+    """Zeros, int32, at a multiple of 16 bytes."""
+    raw = np.zeros(4 * words + 16, np.uint8)
+    begin = -raw.ctypes.data % 16
+    return raw[begin : begin + 4 * words].view(np.int32)
+
+
+def message(producer: str, consumer: str, seeds: int, warps: int = 1) -> set[int]:
+    """What the consumer has read of a place that the producer has stored 1 to, over many schedules."""
+    seen = set()
+    for seed in range(seeds):
+        data, flag, out = (aligned(16) for _ in range(3))
+        run([producer, consumer], [data, flag, out], Schedule(seed, stale=0.8, drain=0.01, quantum=4), warps)
+        seen.add(int(out[0]))
+    return seen

@@ -1,0 +1,281 @@
+"""Statements of PTX lowered to what the machine executes: an operation, its operands as places, an immediate."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .arithmetic import arithmetic
+from .ptx import CannotExecute, Source, Statement, address, parse, vector
+
+FIELDS = ("op", "pred", "neg", "width", "vec", "flags", "ops", "unused")
+INSTRUCTION = np.dtype([(name, "i4") for name in FIELDS] + [("imm", "i8")])
+SHARED_BASE = 1024
+RELEASE, ACQUIRE, AT_SYS, AT_GPU, TRANSPOSED, BF16, TRANSPOSED_A = (1 << i for i in range(7))
+_SPECIAL = ("%tid.x", "%ctaid.x", "%nctaid.x")
+
+# A constant operand: a value, or a parameter's name.
+Key = int | str
+
+
+@dataclass
+class Lowered:
+    """Under way: registers and constants by kind, the pool of operands."""
+
+    source: Source
+    op_of: Callable[[str], int]
+    registers: dict[str, dict[str, int]] = field(default_factory=lambda: {"w": {}, "d": {}, "p": {}})
+    constants: dict[str, dict[Key, int]] = field(default_factory=lambda: {"w": {}, "d": {}, "p": {}})
+    pool: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.registers["w"] = {name: i for i, name in enumerate(_SPECIAL)}
+
+    def constant(self, kind: str, key: Key) -> int:
+        return ~self.constants[kind].setdefault(key, len(self.constants[kind]))
+
+    def operand(self, text: str, kind: str, bits: int) -> int:
+        """Where an operand of `kind` is: a register, or a constant (below 0)."""
+        if text in self.registers[kind] or text in _SPECIAL:
+            return self.registers[kind][text]
+        if text == "_":
+            # A sink: PTX, mov: what goes there is dropped.
+            return self.registers[kind].setdefault(text, len(self.registers[kind]))
+        if text.startswith("%") or text in self.source.kinds:
+            if self.source.kind(text) != kind:
+                raise CannotExecute(f"{text} is no operand of kind {kind}")
+            return self.registers[kind].setdefault(text, len(self.registers[kind]))
+        if text in dict(self.source.params):
+            return self.constant(kind, text)
+        if text == "global_smem":
+            return self.constant(kind, SHARED_BASE)
+        try:
+            value = int(text[2:], 16) if text[:2] in ("0f", "0d") else int(text, 0)
+        except ValueError:
+            raise CannotExecute(f"operand {text}") from None
+        return self.constant(kind, value & ((1 << bits) - 1))
+
+    def make(self, op: str, operands: Sequence[tuple[str, str]], bits: int = 32, **more: int) -> dict[str, Any]:
+        """operands: (text, kind)."""
+        number = self.op_of(op)
+        if number < 0:
+            raise CannotExecute(f"no operation {op}")
+        places = [self.operand(text, kind, 64 if kind == "d" else bits) for text, kind in operands]
+        row = {"op": number, "ops": len(self.pool), **more}
+        self.pool += [*places, *[0] * max(0, 4 - len(places))]
+        return row
+
+
+def _bytes(modifier: str) -> int:
+    return int(re.sub(r"\D", "", modifier)) // 8
+
+
+def _kind(width: int) -> str:
+    return "d" if width == 8 else "w"
+
+
+def _flags(modifiers: Sequence[str]) -> int:
+    flags = 0
+    if "release" in modifiers or "acq_rel" in modifiers:
+        flags |= RELEASE
+    if "acquire" in modifiers or "acq_rel" in modifiers:
+        flags |= ACQUIRE
+    # Where none is said: PTX, atom and ld: .gpu is the scope, .relaxed the semantics of atom.
+    return flags | (AT_SYS if "sys" in modifiers else AT_GPU)
+
+
+def _load_or_store(low: Lowered, s: Statement) -> dict[str, Any]:
+    mods = s.modifiers
+    space, width = mods[0].split("::")[0], _bytes(mods[-1])
+    if s.name == "ld" and space == "param":
+        bits = 64 if low.source.kind(s.operands[0]) == "d" else 32
+        name, offset = address(s.operands[1])
+        if offset or name not in dict(low.source.params):
+            raise CannotExecute("a part of a parameter")
+        signed = "s32" in mods and bits == 64
+        kind = "w" if bits == 32 or signed else "d"
+        op = "sext64" if signed else f"mov_{bits}"
+        return low.make(op, [(s.operands[0], "d" if bits == 64 else "w"), (name, kind)], bits)
+    known = {"global", "shared", "b8", "b16", "b32", "b64", "v2", "v4"} | {
+        f"{t}{b}" for t in "uf" for b in (16, 32, 64)
+    }
+    weak = set(mods) - {mods[0]} <= known
+    if space not in ("global", "shared"):
+        raise CannotExecute("state space")
+    value, place = s.operands if s.name == "ld" else s.operands[::-1]
+    values, (base, offset) = vector(value), address(place)
+    kind = _kind(width)
+    if not weak:
+        if (
+            s.name != "ld"
+            or space != "global"
+            or len(values) != 1
+            or not {"acquire", "relaxed"} & set(mods)
+            or width != 4
+        ):
+            raise CannotExecute("a strong access of this kind")
+        return low.make("ld_strong", [(values[0], kind), (base, "d")], width=width, imm=offset, flags=_flags(mods))
+    if low.source.kind(values[0]) != kind if values[0].startswith("%") else False:
+        raise CannotExecute("a register wider than what is loaded")
+    listed = [(each, kind) for each in values]
+    at = (base, "d" if space == "global" else "w")
+    operands = [*listed, at] if s.name == "ld" else [at, *listed]
+    return low.make(f"{s.name}_{space}", operands, 8 * width, width=width, vec=len(values), imm=offset)
+
+
+def _atom(low: Lowered, s: Statement) -> dict[str, Any]:
+    mods = s.modifiers
+    if mods[0] != "global":
+        raise CannotExecute("state space")
+    width, what = _bytes(mods[-1]), mods[-2]
+    if (
+        what not in ("exch", "cas", "add")
+        or width not in (4, 8)
+        or (width == 8 and (what != "add" or _flags(mods) & 3))
+    ):
+        raise CannotExecute("atomic operation")
+    base, offset = address(s.operands[1])
+    op = {"exch": "atom_exch", "cas": "atom_cas", "add": "atom_add_64" if width == 8 else "atom_add"}[what]
+    operands = [(s.operands[0], _kind(width)), (base, "d"), *((each, _kind(width)) for each in s.operands[2:])]
+    return low.make(op, operands, 8 * width, width=width, imm=offset, flags=_flags(mods))
+
+
+def _cp(low: Lowered, s: Statement) -> dict[str, Any]:
+    if s.opcode == "cp.async.commit_group":
+        return low.make("cp_async_commit", [])
+    if s.opcode in ("cp.async.wait_group", "cp.async.wait_all"):
+        return low.make("cp_async_wait", [], imm=int(s.operands[0], 0) if s.operands else 0)
+    if s.opcode.startswith("cp.async.bulk.tensor"):
+        if not re.fullmatch(
+            r"cp\.async\.bulk\.tensor\.[1-5]d\.shared::(cta|cluster)\.global\.mbarrier::complete_tx::bytes", s.opcode
+        ):
+            raise CannotExecute("bulk copy")
+        dst, source, bar = s.operands
+        found = re.fullmatch(r"\[\s*(%\w+)\s*,\s*\{([^}]*)\}\s*\]", source)
+        if not found:
+            raise CannotExecute("tensor coordinates")
+        at = vector(found[2])
+        operands = [(address(dst)[0], "w"), (found[1], "d"), (address(bar)[0], "w"), *((each, "w") for each in at)]
+        return low.make("tma_load", operands, vec=len(at))
+    if not re.fullmatch(r"cp\.async\.c[ag]\.shared(::cta)?\.global", s.opcode):
+        raise CannotExecute("copy")
+    (dst, offset), (src, also) = address(s.operands[0]), address(s.operands[1])
+    if also:
+        raise CannotExecute("an offset of the source")
+    given = s.operands[3] if len(s.operands) > 3 else s.operands[2]
+    return low.make("cp_async", [(dst, "w"), (src, "d"), (given, "w")], width=int(s.operands[2], 0), imm=offset)
+
+
+def _mbarrier(low: Lowered, s: Statement) -> dict[str, Any]:
+    what = s.modifiers[0]
+    if what == "try_wait" and s.modifiers[1] == "parity":
+        base, offset = address(s.operands[1])
+        return low.make("mbarrier_try_wait", [(s.operands[0], "p"), (base, "w"), (s.operands[2], "w")], imm=offset)
+    place, value = (s.operands[-2], int(s.operands[-1], 0)) if what != "inval" else (s.operands[-1], 0)
+    ops = {"init": "mbarrier_init", "inval": "mbarrier_inval"}
+    if what == "arrive" and s.modifiers[1] == "expect_tx" and s.operands[0] == "_":
+        ops["arrive"] = "mbarrier_expect"
+    if what not in ops:
+        raise CannotExecute("mbarrier")
+    base, offset = address(place)
+    return low.make(ops[what], [(base, "w")], imm=offset, width=value)
+
+
+def _matrix(low: Lowered, s: Statement) -> dict[str, Any]:
+    words = lambda texts: [(each, "w") for each in texts]  # noqa: E731
+    if s.name in ("ldmatrix", "stmatrix"):
+        if "m8n8" not in s.modifiers or s.modifiers[-1] != "b16":
+            raise CannotExecute("matrix")
+        value, place = s.operands if s.name == "ldmatrix" else s.operands[::-1]
+        base, offset = address(place)
+        operands = words([*vector(value), base] if s.name == "ldmatrix" else [base, *vector(value)])
+        flags = TRANSPOSED if "trans" in s.modifiers else 0
+        return low.make(s.name, operands, imm=offset, vec=len(vector(value)), flags=flags)
+    if s.name == "mma":
+        found = re.fullmatch(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16|f16)\.\1\.f32", s.opcode)
+        if not found:
+            raise CannotExecute("matrix multiplication")
+        return low.make(
+            "mma", words(each for group in s.operands for each in vector(group)), flags=BF16 * (found[1] == "bf16")
+        )
+    if s.modifiers[0] == "mma_async":
+        found = re.fullmatch(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(bf16|f16)\.\2", s.opcode)
+        d = vector(s.operands[0])
+        if not found or len(s.operands) != 8 or s.operands[4:6] != ("1", "1") or len(d) != int(found[1]) // 2:
+            raise CannotExecute("matrix multiplication")
+        flags = BF16 * (found[2] == "bf16") | TRANSPOSED_A * int(s.operands[6]) | TRANSPOSED * int(s.operands[7])
+        operands = [*words(d), (s.operands[1], "d"), (s.operands[2], "d"), (s.operands[3], "p")]
+        return low.make("wgmma", operands, bits=1, vec=len(d), flags=flags)
+    ops = {"fence": "wgmma_fence", "commit_group": "wgmma_commit", "wait_group": "wgmma_wait"}
+    return low.make(ops[s.modifiers[0]], [], imm=int(s.operands[-1], 0) if s.operands else 0)
+
+
+def _lower(low: Lowered, s: Statement) -> dict[str, Any]:
+    if s.name in ("ld", "st"):
+        return _load_or_store(low, s)
+    families = {"atom": _atom, "cp": _cp, "mbarrier": _mbarrier} | dict.fromkeys(
+        ("ldmatrix", "stmatrix", "mma", "wgmma"), _matrix
+    )
+    if s.name in families:
+        return families[s.name](low, s)
+    if s.opcode in ("bra", "bra.uni"):
+        return low.make("bra", [])
+    if s.opcode == "ret":
+        return low.make("ret", [])
+    if (s.opcode, s.operands) in (("bar.sync", ("0",)), ("barrier.sync", ("0",))):
+        return low.make("bar_sync", [])
+    if s.opcode == "fence.proxy.async.global":
+        return low.make("fence_proxy_global", [])
+    if re.fullmatch(r"fence\.proxy\.async\.shared(::cta)?", s.opcode):
+        return low.make("fence_proxy_shared", [])
+    if s.opcode == "elect.sync":
+        to, won = s.operands[0].split("|")
+        return low.make("elect", [(to, "w"), (won, "p")])
+    if s.opcode == "shfl.sync.idx.b32" and s.operands[3:] == ("31", "-1") and "|" not in s.operands[0]:
+        return low.make("shfl_idx", [(each, "w") for each in s.operands[:3]])
+    op, kinds, operands, bits = arithmetic(s)
+    return low.make(op, list(zip(operands, kinds, strict=True)), bits)
+
+
+class Program:
+    """A kernel as the machine has it."""
+
+    def __init__(self, name: str, text: str, op_of: Callable[[str], int]) -> None:
+        self.name, self.source = name, parse(text)
+        low = Lowered(self.source, op_of)
+        self.instructions = np.zeros(len(self.source.statements), INSTRUCTION)
+        for i, s in enumerate(self.source.statements):
+            try:
+                row = _lower(low, s)
+                row["pred"] = low.operand(s.guard, "p", 1) if s.guard else -1
+                if s.label:
+                    row["imm"] = self.source.labels[s.label]
+            except CannotExecute as error:
+                raise CannotExecute(f"{s.text} ({error}), {s.where}") from None
+            for name, value in row.items():
+                self.instructions[i][name] = value
+            self.instructions[i]["neg"] = s.negated
+        self.pool = np.array(low.pool + [0] * 4, np.int32)
+        self.count = np.zeros(len(self.instructions), np.uint64)
+        self.sizes = [len(low.registers[kind]) for kind in "wdp"]
+        self.names = {kind: {place: name for name, place in low.registers[kind].items()} for kind in "wdp"}
+        self.keys = {kind: list(low.constants[kind]) for kind in "wdp"}
+
+    def constants(self, values: dict[str, int]) -> list[np.ndarray[Any, Any]]:
+        """The constants of a launch, words and doubles as every lane has them; values: the parameters' by name."""
+        made = []
+        for kind, dtype in (("w", np.uint32), ("d", np.uint64), ("p", np.uint32)):
+            keys = self.keys[kind]
+            found = [values[key] if isinstance(key, str) else key for key in keys] or [0]
+            mask = (1 << 64) - 1 if kind == "d" else (1 << 32) - 1
+            column = np.array([each & mask for each in found], dtype)
+            made.append(
+                column * np.uint32(mask)
+                if kind == "p"
+                else np.ascontiguousarray(np.repeat(column[:, None], 32, axis=1))
+            )
+        return made

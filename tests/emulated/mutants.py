@@ -1,0 +1,207 @@
+"""Compiled kernels broken on purpose, one statement of PTX at a time: each must be found by some run."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import fusedtp.kernels
+import pytest
+import torch
+
+from fusedtp import PeerTimeout
+
+from . import giveups
+from .cases import run, small
+from .driver import EmulatedDriver
+from .machine import Failed, Schedule
+
+Change = str | Callable[[re.Match[str]], str]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is broken: every place that `pattern` matches, one a mutant."""
+
+    name: str
+    pattern: str
+    change: Change
+    # Which of several places in one line of the source: the first, or the last.
+    first: bool = False
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A place of a kind in a kernel. `where`: its source line and those that it was called from; `inside`: the
+    functions that they are in.
+    """
+
+    kind: str
+    kernel: str
+    where: str
+    inside: str
+    begin: int
+    end: int
+    instead: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}, {self.kernel} ({self.where}: {self.inside})"
+
+    def applied(self, name: str, text: str) -> str:
+        """The kernel's PTX with this place broken; other kernels as they are."""
+        return text[: self.begin] + self.instead + text[self.end :] if name == self.kernel else text
+
+
+def _more(match: re.Match[str]) -> str:
+    return f"{match[1]}{int(match[2]) + 1};"
+
+
+def _beside(match: re.Match[str]) -> str:
+    return f"{match[1]}+{int(match[2] or 0) + 16}]"
+
+
+def _turned(match: re.Match[str]) -> str:
+    return "{" + ", ".join(re.findall(r"%\w+", match[1])[::-1]) + "}], ["
+
+
+_FRAMES = 4
+# Why runs that go right with a mutant do not speak against them: kinds, where, the reason.
+EQUIVALENT = (
+    (r"release", r"raise_signal < enter\b", "nothing is stored before an entry, and what kernels before it did is "
+     "there for all when they have ended"),
+    (r"no barrier", r"raise_signal < enter\b", "nothing is stored before an entry"),
+    (r"release", r"_give_up\b", "nothing is stored before an entry that is taken back, and here the host reads a "
+     "report when the kernel has ended"),
+    (r"arrival", r"leave\b", "what the last arrival is followed by touches the rank's own header only; all else is "
+     "there for who comes next as the kernel has ended"),
+    (r"acquire", r"leave\b", "nothing is read behind the wait for entries"),
+    (r"mask of a store", r"^(wait|leave|_give_up)\b", "every thread would store the same value"),
+    (r"mask of a load", r"", "what is read beyond the mask is in the same operand or arena, and is never stored"),
+    (r"no barrier", r"^(?!raise_signal)", "between it and the barriers beside it no two warps touch the same shared "
+     "memory, and nothing is released: the checks see every access"),
+)  # fmt: skip
+
+# Descriptor constants of wgmma: a swizzle of 128 bytes, and what is added for the next 16 of k.
+_SWIZZLED = 1 << 62
+KINDS = (
+    Kind("release made relaxed", r"(sys)\.release(\.exch)", r"\1.relaxed\2"),
+    Kind("release at gpu scope", r"sys(\.release\.exch)", r"gpu\1"),
+    Kind("acquire made relaxed", r"(ld\.global\.sys)\.acquire", r"\1.relaxed"),
+    Kind("acquire at gpu scope", r"(ld\.global)\.sys(\.acquire)", r"\1.gpu\2"),
+    Kind("arrival without release", r"(gpu)\.acq_rel(\.add)", r"\1.acquire\2"),
+    Kind("arrival without acquire", r"(gpu)\.acq_rel(\.add)", r"\1.release\2"),
+    Kind("no barrier", r"bar\.sync\s+0;", ";"),
+    Kind("no proxy fence, global", r"fence\.proxy\.async\.global;", ";"),
+    Kind("no proxy fence, shared", r"fence\.proxy\.async\.shared::cta;", ";"),
+    Kind("cp.async waited for too late", r"(cp\.async\.wait_group\s+)(\d+);", _more),
+    Kind("wgmma waited for too late", r"(wgmma\.wait_group\.sync\.aligned )(\d+);", _more),
+    Kind("no wgmma.fence", r"wgmma\.fence\.sync\.aligned;", ";"),
+    Kind("too few bytes expected", r"(expect_tx[^;]*), (\d+);", lambda m: f"{m[1]}, {int(m[2]) // 2};"),
+    Kind("too many bytes expected", r"(expect_tx[^;]*), (\d+);", lambda m: f"{m[1]}, {int(m[2]) * 2};"),
+    Kind("two arrivals expected", r"(mbarrier\.init[^;]*), 1;", r"\1, 2;"),
+    Kind("every thread arrives", r"@%p\d+ (mbarrier\.arrive)", r"\1"),
+    Kind("mbarrier not waited for", r"@!complete bra\.uni waitLoop;", ""),
+    Kind("parity stands still", r"(try_wait\.parity[^;]*\]), %r\d+;", r"\1, 0;"),
+    Kind("coordinates of TMA turned", r"\{(%\w+(?:, %\w+)+)\}\], \[", _turned),
+    Kind("swizzle of wgmma", r"(or\.b64[^;]*, )(4611686\d+);", lambda m: f"{m[1]}{int(m[2]) ^ 3 * _SWIZZLED};"),
+    Kind("k step of wgmma", r"(add\.s64[^;]*, )(4611686\d+);", lambda m: f"{m[1]}{int(m[2]) + 2};"),
+    Kind("operand of ldmatrix", r"(ldmatrix[^;]*\[%r\d+)(?:\+(\d+))?\]", _beside),
+    Kind("place of stmatrix", r"(stmatrix[^;]*\[%r\d+)(?:\+(\d+))?\]", _beside),
+    Kind("end of k not masked", r"(cp\.async\.cg[^;]*, 0x10), %r\d+;", r"\1, 0x10;"),
+    Kind("mask of a store away", r"@!?%p\d+ (st\.global\.(?:v4\.)?b(?:16|32))", r"\1"),
+    Kind("mask of a store turned", r"@(%p\d+) (st\.global\.(?:v4\.)?b(?:16|32))", r"@!\1 \2", first=True),
+    Kind("mask of a load away", r"@!?%p\d+ (ld\.global\.(?:v4\.)?b(?:16|32))", r"\1"),
+    Kind("hint of alignment", r"(ld\.global\.v4\.b32[^;]*\[ %rd\d+ \+ )(\d+) ", lambda m: f"{m[1]}{int(m[2]) + 8} "),
+    Kind("swizzle of shared memory", r"(xor\.b32[^;]*, )(16|32|64);", lambda m: f"{m[1]}{int(m[2]) * 2};"),
+    Kind("tile order", r"(rem\.s32\s+%r\d+), (%r\d+), (%r\d+);", r"\1, \3, \2;"),
+    Kind("sum starts elsewhere", r"(mma\.sync[^;]*\{ %r\d+, %r\d+, %r\d+, )(%r\d+) (\};)", r"\g<1>0 \3"),
+)
+
+
+@functools.cache
+def _functions(file: str) -> list[tuple[int, int, str]]:
+    path = Path(inspect.getfile(fusedtp.kernels)).parent / file
+    if not path.exists():
+        return []
+    defined = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+    return [(node.lineno, node.end_lineno or 0, node.name) for node in defined]
+
+
+def _inside(where: str) -> str:
+    """The functions that the lines of a place are in."""
+    found = []
+    for file, line in re.findall(r"([\w.]+):(\d+)", where):
+        names = [name for first, last, name in _functions(file) if first <= int(line) <= last]
+        found.append(names[-1] if names else file)
+    return " < ".join(found)
+
+
+def mutants(name: str, text: str) -> Iterator[Mutant]:
+    """One mutant a kind and line of the source, with the lines it was called from."""
+    # With where it was called from: a function that is inlined twice is two places.
+    found = re.finditer(r"\.loc[^\n]*//\s*([^\n]*)", text)
+    lines = [(m.start(), " < ".join(re.findall(r"(\w+\.py:\d+)", m[1])[:_FRAMES])) for m in found]
+    for kind in KINDS:
+        last: dict[str, re.Match[str]] = {}
+        for match in re.finditer(kind.pattern, text):
+            where = next((where for start, where in reversed(lines) if start < match.start()), "")
+            if not (kind.first and where in last):
+                last[where] = match
+        for where, match in last.items():
+            instead = kind.change(match) if callable(kind.change) else match.expand(kind.change)
+            yield Mutant(kind.name, name, where, _inside(where), match.start(), match.end(), instead)
+
+
+def reason(mutant: Mutant) -> str:
+    """Why a mutant that no run finds is no other kernel, or nothing."""
+    for kind, inside, why in EQUIVALENT:
+        if re.search(kind, mutant.kind) and re.search(inside, mutant.inside):
+            return why
+    return ""
+
+
+def sources(driver: EmulatedDriver, op: str, dtype: torch.dtype) -> dict[str, str]:
+    """The kernels of an op, by name, as they are launched for the cases here."""
+    found: dict[str, str] = {}
+
+    def record(name: str, text: str) -> str:
+        found[name] = text
+        return text
+
+    driver.rewrite = record
+    try:
+        # As many ranks as a mutant has: the constants of a kernel have their number.
+        run(driver, [op], 2, dtype, small(driver.capability, dtype), Schedule())
+    finally:
+        driver.rewrite = None
+    return found
+
+
+def find(driver: EmulatedDriver, op: str, dtype: torch.dtype, mutant: Mutant, seeds: int) -> str:
+    """How a mutant is found by the first of `seeds` runs that does, or nothing."""
+    driver.rewrite = mutant.applied
+    shape = small(driver.capability, dtype)
+    # The other has less than a step of k.
+    shapes = (shape, replace(shape, K=40))
+    try:
+        for seed in range(seeds):
+            # Several kinds of schedules: how long stores wait, how many loads see the past, who is there at once.
+            how = Schedule(seed, stale=(0.5, 1.0, 0.9)[seed % 3], drain=(0.05, 0.002, 0.02)[seed % 3], tick=0.001,
+                residents=(64, 64, 1)[seed % 3], limit=20_000_000, idle_limit=2_000_000)  # fmt: skip
+            try:
+                if seed % 4 == 3:
+                    giveups.missing(driver, op, 2, dtype, shape, replace(how, tick=0.0003))
+                run(driver, [op] * 2, 2, dtype, shapes[seed % 2], how)
+            except (Failed, AssertionError, PeerTimeout) as error:
+                return f"seed {seed}: {type(error).__name__}: {error}"
+            except pytest.fail.Exception as error:
+                return f"seed {seed}: {error}"
+    finally:
+        driver.rewrite = None
+        driver.machine.waiting.clear()
+    return ""

@@ -1,0 +1,126 @@
+"""PTX as Triton emits it, read into statements: opcode, guard, operands, labels, and the source's line they are of."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+# By the type that a register is declared with: a predicate, up to 32 bits, 64 bits.
+_KINDS = {"pred": "p", "b8": "w", "b16": "w", "b32": "w", "b64": "d", "f32": "w", "f64": "d"}
+_KINDS |= {f"{sign}{bits}": "d" if bits == 64 else "w" for sign in "su" for bits in (8, 16, 32, 64)}
+_STATEMENT = re.compile(r"(?:@(!?)(%?\w+)\s+)?([a-z][\w.:]*)\s*(.*)", re.S)
+_OPERAND = re.compile(r"\{[^}]*\}|\[(?:[^\[\]{}]|\{[^}]*\})*\]|[^,\s]+")
+
+
+class CannotExecute(NotImplementedError):
+    """The machine does not know a statement, which the message has."""
+
+
+@dataclass(frozen=True)
+class Statement:
+    """An instruction. `guard` is the predicate it is executed under, if any, `negated` if where that is false."""
+
+    text: str
+    opcode: str
+    operands: tuple[str, ...]
+    guard: str | None
+    negated: bool
+    where: str
+    # Of a branch: the label, with the scope it is in.
+    label: tuple[int, str] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.opcode.split(".")[0]
+
+    @property
+    def modifiers(self) -> list[str]:
+        return self.opcode.split(".")[1:]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A kernel: statements, where labels are, parameters as (name, bytes), and the kind of each register."""
+
+    statements: list[Statement]
+    labels: dict[tuple[int, str], int]
+    params: list[tuple[str, int]]
+    kinds: dict[str, str]
+
+    def kind(self, register: str) -> str:
+        """ "p", "w" or "d": in which file of the machine it is."""
+        stem = register.rstrip("0123456789")
+        if register in self.kinds:
+            return self.kinds[register]
+        if stem not in self.kinds:
+            raise CannotExecute(f"{register} is not declared")
+        return self.kinds[stem]
+
+
+def vector(operand: str) -> list[str]:
+    """The elements of {a, b}, or the operand itself."""
+    return re.findall(r"[^{},\s]+", operand)
+
+
+def address(operand: str) -> tuple[str, int]:
+    """[register + offset], or [register]."""
+    found = re.fullmatch(r"\[\s*([%\w]+)\s*(?:\+\s*(-?\w+))?\s*\]", operand)
+    if not found:
+        raise CannotExecute(f"address {operand}")
+    return found[1], int(found[2] or "0", 0)
+
+
+def _params(text: str) -> list[tuple[str, int]]:
+    head = text[text.index(".entry") : text.index("\n{")]
+    found = re.findall(r"\.param\s+([^,\n]*?)(\w+_param_\d+)(?:\[(\d+)\])?", head)
+    sizes = {"64": 8, "32": 4, "16": 2, "8": 1}
+    return [
+        (name, int(length) if length else sizes[re.search(r"\.[usbf](\d+)", what)[1]])  # type: ignore[index]
+        for what, name, length in found
+    ]
+
+
+def parse(text: str) -> Source:
+    """One kernel's PTX."""
+    files = {number: name.rsplit("/")[-1] for number, name in re.findall(r'\.file\s+(\d+) "([^"]+)"', text)}
+    statements: list[Statement] = []
+    labels: dict[tuple[int, str], int] = {}
+    kinds: dict[str, str] = {}
+    # Labels of inline assembly are known in its braces only.
+    scopes, last, where = [0], 0, ""
+    begin = text.index("\n{")
+    for line in text[begin + 2 : text.index("\n}\n", text.index("ret;", begin))].split("\n"):
+        line = line.split("//")[0].strip()
+        if found := re.match(r"\.loc\s+(\d+) (\d+)", line):
+            where = f"{files.get(found[1], found[1])}:{found[2]}"
+            continue
+        if line.startswith("{") and (rest := line[1:].strip()) is not None and not line.endswith("},"):
+            last += 1
+            scopes.append(last)
+            line = rest
+        if line.startswith("}"):
+            scopes.pop()
+            line = line[1:].strip()
+        for part in filter(None, (each.strip() for each in line.split(";"))):
+            if found := re.match(r"\.reg\s+\.(\w+)\s+(%?\w+)", part):
+                kinds[found[2]] = _KINDS[found[1]]
+                continue
+            if part.startswith("."):
+                continue
+            if found := re.match(r"(\$?\w+):(?!:)\s*(.*)", part):
+                labels[0 if found[1][0] == "$" else scopes[-1], found[1]] = len(statements)
+                part = found[2]
+            if part:
+                statements.append(_statement(part, where, scopes[-1]))
+    return Source(statements, labels, _params(text), kinds)
+
+
+def _statement(part: str, where: str, scope: int) -> Statement:
+    found = _STATEMENT.fullmatch(part)
+    if not found:
+        raise CannotExecute(part)
+    operands = tuple(_OPERAND.findall(found[4]))
+    label = None
+    if found[3].split(".")[0] == "bra":
+        label = (0 if operands[0][0] == "$" else scope, operands[0])
+    return Statement(" ".join(part.split()), found[3], operands, found[2], found[1] == "!", where, label)

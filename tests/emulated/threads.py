@@ -1,0 +1,108 @@
+"""Virtual ranks that call differentiable functions: a thread a rank, which meet at every fused op.
+
+What a rank's thread computes on the host needs the results of the ops before; so an op's launches of all ranks are run
+when the last of them has come, and then all go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FakeProcessGroup, _register_process_group
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fusedtp import turns, workspaces
+from fusedtp.schedules import fused
+from fusedtp.schedules.phases import Phases
+from fusedtp.workspace import Workspace
+
+from .cases import virtual_ranks
+from .driver import EmulatedDriver
+from .machine import Ran, Schedule
+
+
+def _groups(world_size: int) -> list[dist.ProcessGroup]:
+    """A group a virtual rank, which knows its rank and size and communicates nothing."""
+    found = []
+    for rank in range(world_size):
+        group = dist.ProcessGroup(dist.HashStore(), rank, world_size)
+        backend = FakeProcessGroup._create_internal(rank, world_size, FakeProcessGroup.Options())
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
+        name = f"virtual {rank} of {world_size}"
+        group._set_group_name(name)
+        _register_process_group(name, group)
+        found.append(group)
+    return found
+
+
+@contextlib.contextmanager
+def _distributed() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def run_ranks(
+    driver: EmulatedDriver, world_size: int, schedule: Schedule, call: Callable[[int, dist.ProcessGroup], Any]
+) -> tuple[list[Any], list[Ran]]:
+    """call(rank, group) in a thread for each virtual rank; what each gave, and how each op ran."""
+    results: list[Any] = [None] * world_size
+    errors: list[BaseException] = []
+    ran: list[Ran] = []
+    # One thread at a time, but for those that wait for the others.
+    turn = threading.Lock()
+
+    with virtual_ranks(world_size) as ranks, _distributed():
+        groups = _groups(world_size)
+        together = threading.Barrier(world_size, lambda: ran.append(driver.run(ranks, schedule)), timeout=300)
+
+        def get(group: dist.ProcessGroup, device: torch.device, *, epoch: int = 0) -> Workspace:
+            return ranks[group.rank()]
+
+        def run(ws: Workspace, op: str, phases: Phases) -> Tensor:
+            next(phases)
+            result = None
+            with driver.on(ws.rank):
+                while result is None:
+                    try:
+                        next(phases)
+                    except StopIteration as stop:
+                        result = stop.value
+            turn.release()
+            try:
+                together.wait()
+            finally:
+                turn.acquire()
+            ws.check()
+            return result
+
+        def thread(rank: int) -> None:
+            with turn:
+                try:
+                    results[rank] = call(rank, groups[rank])
+                except BaseException as error:
+                    errors.append(error)
+                    together.abort()
+
+        with (
+            mock.patch.object(workspaces, "get", get),
+            mock.patch.object(fused, "run", run),
+            mock.patch.object(turns, "Turn", return_value=contextlib.nullcontext()),
+        ):
+            threads = [threading.Thread(target=thread, args=(rank,)) for rank in range(world_size)]
+            for each in threads:
+                each.start()
+            for each in threads:
+                each.join()
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
+    return results, ran

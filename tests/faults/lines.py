@@ -1,0 +1,113 @@
+"""A KeyboardInterrupt before any line of ours that a rank runs in an op, in making a workspace and in its growth.
+
+The rank makes the same call again where its peers have nothing of it, or else goes on with the next one, as after an op
+that has ended: whichever would be right if the workspace took no notice. Its peers know nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from fusedtp.bench import interruptions
+from torch.distributed import ProcessGroup
+
+import fusedtp
+
+from .cases import CASES
+from .inject import Meeting
+
+# What the call meets: a workspace that fits, none, or one that must grow for these rows.
+MEETS = {"a workspace": 0, "no workspace": 0, "one too small": 4096}
+SECONDS = 4.0
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Every line of `case` from `first` on, `every` so many, on rank `rank` of two."""
+
+    case: str
+    meets: str
+    rank: int
+    first: int = 1
+    every: int = 1
+
+
+@dataclass
+class Seen:
+    """What a rank saw of one interruption: where it struck, which calls were wrong, and the error after it, if any."""
+
+    place: str = ""
+    again: str = ""
+    wrong: list[int] = field(default_factory=list)
+    error: str = ""
+    recovered: bool = True
+
+
+def _goes_on(case: Callable[[int], bool], seen: Seen, numbers: list[int]) -> None:
+    for number in numbers:
+        try:
+            if not case(number):
+                seen.wrong.append(number)
+        except RuntimeError as error:
+            seen.error = f"{type(error).__name__}: {error}"
+            return
+
+
+def at_line(group: ProcessGroup, lines: Lines, number: int, meeting: Meeting) -> Seen:
+    """One interruption, on every rank; all have recovered from it afterwards."""
+    case, guilty, seen = CASES[lines.case], group.rank() == lines.rank, Seen()
+    rows = MEETS[lines.meets]
+    fresh = lines.meets != "a workspace" or number == lines.first
+    if fresh:
+        fusedtp.set_timeout(60.0)
+        meeting.all("left")
+        fusedtp.destroy(group)
+        seen.recovered = case(group, 1)
+    if lines.meets == "no workspace":
+        meeting.all("used")
+        fusedtp.destroy(group)
+    fusedtp.set_timeout(SECONDS)
+    meeting.all("ready")
+    before, numbers = interruptions.epoch(group), [2, 3]
+    call = lambda n: case(group, n, more_rows=rows)  # noqa: E731
+    if guilty:
+        seen.place, raised = interruptions.before_line(number, lambda: call(2))
+        if not raised or interruptions.has_sent(group, before):
+            numbers = [3]
+        seen.again = "next" if numbers == [3] else "again"
+    _goes_on(call, seen, numbers)
+    meeting.tell("error", seen.error)
+    if any(meeting.hear("error", [0, 1])):
+        # With memory that no rank has given up: each learns of the other's error first.
+        fusedtp.set_timeout(60.0)
+        fusedtp.destroy(group)
+        meeting.all("destroyed")
+        seen.recovered = seen.recovered and case(group, 4)
+    return seen
+
+
+def every_line(group: ProcessGroup, each: Lines, name: str) -> list[Seen]:
+    """Line by line, until the call has no more."""
+    seen: list[Seen] = []
+    number = each.first
+    while True:
+        meeting = Meeting(group, f"{name}/{number}")
+        seen.append(at_line(group, each, number, meeting))
+        meeting.tell("place", seen[-1].place)
+        if not meeting.hear("place", [each.rank])[0]:
+            return seen[:-1]
+        number += each.every
+
+
+def wrong(each: Lines, both: tuple[Seen, Seen]) -> str:
+    """What is not as it must be, or nothing."""
+    if any(seen.wrong for seen in both):
+        said = "returned a wrong number"
+    elif bool(both[0].error) != bool(both[1].error):
+        said = "ended in an error on one rank alone"
+    elif not all(seen.recovered for seen in both):
+        said = "was not right after destroy"
+    else:
+        return ""
+    return f"{each}: {said}: {both}"

@@ -1,0 +1,36 @@
+"""Recordings of real ranks, each of its own part of the same calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.distributed import ProcessGroup
+
+import fusedtp.workspaces
+from fusedtp.schedules import decomposed
+
+from .record import Kernel, Recorder
+
+
+def live(group: ProcessGroup, name: str, calls: int) -> list[list[Kernel]]:
+    """What this rank does in `calls` calls of the op `name`, run for real on every rank of `group`."""
+    rank, world_size = group.rank(), group.size()
+    rows = tuple(70 if peer == 0 else 3 * peer for peer in range(world_size))
+    x, weight = torch.randn(rows[rank], 8), torch.randn(6, 8)
+    whole = torch.randn(sum(rows), 8)
+    gather = fusedtp.all_gather_linear
+    ops: dict[str, Callable[[], object]] = {
+        "all_gather_matmul": lambda: gather(x, weight, group=group, sizes=rows, schedule="fused"),
+        "matmul_reduce_scatter": lambda: fusedtp.linear_reduce_scatter(
+            whole, weight, group=group, sizes=rows, schedule="fused"
+        ),
+        "ring": lambda: fusedtp.all_reduce(whole, group=group, schedule="fused", algorithm="ring"),
+        "two_shot": lambda: fusedtp.all_reduce(whole, group=group, schedule="fused", algorithm="two_shot"),
+        # Below the operator, inside of which torch ops cannot be watched.
+        "decomposed": lambda: decomposed.all_gather(x, sizes=rows, group=group),
+    }
+    ws = fusedtp.workspaces.get(group, torch.device("cpu"))
+    ops[name]()  # makes room
+    with Recorder(ws, alone=False, side_stream=False) as recorder:
+        return [recorder.call(ops[name]) for _ in range(calls)]

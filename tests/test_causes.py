@@ -1,0 +1,123 @@
+"""Why ranks cannot map each other's memory: told by what it is, alike on every rank, with what to do about it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+from fusedtp.bench.ranks import RankPool
+from torch.distributed import ProcessGroup
+
+import fusedtp
+from fusedtp.memory import Unreachable, causes, posix
+
+pytestmark = pytest.mark.usefixtures("destroyed_on_all_ranks")
+
+HERE = causes.Row(10, 3, 77, 1, 2, 1000, 1000, 0, 4096, 0)
+# (what differs on rank 1, the code that rank 0 met there, what it is told)
+TOLD = [
+    ({"boot": 9}, causes.OTHER_MACHINE, "on different machines: use schedule 'unfused'"),
+    ({"namespace": 9}, causes.OTHER_NAMESPACE, "in different pid namespaces"),
+    ({}, causes.OTHER_FILE, "not the file that was announced"),
+    ({"user": 0}, errno.EACCES, "Permission denied: they run as users 1000 and 0: start all ranks as one user"),
+    ({"owner": 0}, errno.EACCES, "rank 1 has changed its user since it started"),
+    ({}, errno.EPERM, "kernel.yama.ptrace_scope"),
+    ({}, errno.ENOENT, "it has ended, or /proc is mounted with hidepid"),
+    ({}, errno.EMFILE, "ulimit -n"),
+    ({}, errno.ENOMEM, "ulimit -v"),
+    ({"code": errno.EFBIG}, errno.EFBIG, "rank 1 cannot make an arena of 4096 bytes: File too large: "),
+    ({}, errno.EIO, "rank 0 cannot map the memory of rank 1: Input/output error"),
+]
+
+
+@pytest.mark.parametrize(("differs", "code", "told"), TOLD)
+def test_a_cause_is_told(differs: dict[str, int], code: int, told: str) -> None:
+    assert told in causes.cause(0, 1, code, [HERE, HERE._replace(**differs)])
+
+
+def limited(group: ProcessGroup, limit: str, growing: bool) -> str:
+    """Rank 1 has used up what the limit allows, in its first op or where its workspace must grow."""
+    fusedtp.destroy(group)
+    kind, small, large = getattr(resource, limit), torch.ones(2, 2), torch.ones(600, 1000)
+    if growing:
+        fusedtp.all_gather(small, group=group, schedule="decomposed")
+    before = resource.getrlimit(kind)
+    if group.rank() == 1:
+        # What it has by now is enough for what it has by now.
+        used = {"RLIMIT_NOFILE": len(os.listdir("/proc/self/fd")) - 1, "RLIMIT_FSIZE": 4096}[limit]
+        resource.setrlimit(kind, (used, before[1]))
+    try:
+        fusedtp.all_gather(large, group=group, schedule="decomposed")
+        said = ""
+    except Unreachable as error:
+        said = str(error)
+    resource.setrlimit(kind, before)
+    if growing:
+        # The group goes on with the memory that it has, and grows when it can.
+        assert fusedtp.all_gather(small, group=group, schedule="decomposed").shape == (2 * group.size(), 2)
+    else:
+        fusedtp.destroy(group)
+    assert fusedtp.all_gather(large, group=group, schedule="decomposed").shape == (600 * group.size(), 1000)
+    return said
+
+
+@pytest.mark.parametrize("growing", [False, True])
+@pytest.mark.parametrize(
+    ("limit", "told"),
+    [
+        ("RLIMIT_NOFILE", "Too many open files: its process has no file descriptor left: raise the limit, ulimit -n"),
+        ("RLIMIT_FSIZE", "File too large: its files may not be that large: raise the limit, ulimit -f"),
+    ],
+)
+def test_a_limit_is_told_on_every_rank(pool: RankPool, limit: str, told: str, growing: bool) -> None:
+    first, *others = pool.run(limited, limit, growing, world_size=3)
+    assert others == [first] * 2
+    assert first.startswith("the workspace cannot grow: rank " if growing else "rank ")
+    assert told in first
+
+
+def another_user(group: ProcessGroup) -> str:
+    """Rank 1 is of another user, as far as the kernel and it can tell."""
+    fusedtp.destroy(group)
+    effective, opened = os.geteuid, posix._map_of
+
+    def denied(*_: object) -> torch.Tensor:
+        raise PermissionError(errno.EACCES, "")
+
+    if group.rank() == 1:
+        os.geteuid = lambda: 4242
+        posix._map_of = denied
+    try:
+        fusedtp.all_reduce(torch.ones(2, 2), group=group, schedule="decomposed")
+        said = ""
+    except Unreachable as error:
+        said = str(error)
+    os.geteuid, posix._map_of = effective, opened
+    fusedtp.destroy(group)
+    return said
+
+
+def test_another_user_is_told_on_every_rank(pool: RankPool) -> None:
+    first, second = pool.run(another_user, world_size=2)
+    assert first == second
+    assert first.startswith("rank 1 cannot map the memory of rank 0: Permission denied: they run as users 4242 and ")
+
+
+def test_fused_without_the_interpreter_says_so() -> None:
+    code = """
+import torch, torch.distributed as dist, fusedtp
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+try:
+    fusedtp.all_gather_linear(torch.ones(2, 2), torch.ones(2, 2), schedule="fused")
+except RuntimeError as error:
+    print(error)
+"""
+    env = {**os.environ, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("all_gather_matmul: schedule 'fused' runs on a CPU in Triton's interpreter alone")
+    assert "TRITON_INTERPRET=0" in done.stdout

@@ -1,0 +1,124 @@
+"""The clock that bounds waits: it follows the time in which this process runs, and ends with the last workspace."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fusedtp import clock
+from fusedtp.steps import wrapping_difference
+
+
+def test_clock_follows_the_time_and_stops() -> None:
+    word = torch.zeros(1, dtype=torch.int32)
+    clock.drive(word)
+    first = clock.now_ms()
+    deadline = 100
+    while wrapping_difference(int(word), first) < 50 and deadline:
+        torch.randn(100, 100) @ torch.randn(100, 100)
+        deadline -= wrapping_difference(clock.now_ms(), first) > 2000
+    assert 50 <= wrapping_difference(int(word), first) < 5000
+    clock.release(word)
+    stopped = int(word)
+    torch.randn(300, 300) @ torch.randn(300, 300)
+    assert int(word) == stopped
+
+
+class _LockThen:
+    """A lock that calls `then` as soon as it has been released for the first time."""
+
+    def __init__(self, lock: Any, then: Callable[[], object]) -> None:
+        self._lock, self._then, self.acquire = lock, [then], lock.acquire
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        self._lock.release()
+        if self._then and threading.current_thread() is threading.main_thread():
+            self._then.pop()()
+
+
+def test_clock_driven_while_the_last_word_is_released_goes_on() -> None:
+    """Another thread may drive a block between the release of the last one and the end of the clock's thread."""
+    first, second = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    others = [block for _, block in clock._words.values()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clock, "_words", {})
+        clock.drive(first)
+        patch.setattr(clock, "_lock", _LockThen(clock._lock, lambda: clock.drive(second)))
+        clock.release(first)
+        second[0] = before = clock.now_ms() - 1_000_000
+        deadline = time.monotonic() + 5
+        while int(second) == before and time.monotonic() < deadline:
+            os.sched_yield()
+        goes_on = int(second) != before
+        clock.release(second)
+    for block in others:
+        clock.drive(block)
+    assert goes_on
+
+
+def test_the_clock_is_left_at_the_end_of_every_wait() -> None:
+    block = torch.zeros(1, dtype=torch.int32)
+    clock.drive(block)
+    try:
+        clock.stop()
+        assert wrapping_difference(int(block), clock.now_ms()) > 2_000_000_000
+    finally:
+        clock.release(block)
+
+
+class Time:
+    """`time.monotonic` by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_time_in_which_a_process_did_not_run_is_not_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = Time()
+    monkeypatch.setattr(clock, "time", now)
+    ran = clock.Stopwatch()
+
+    def run(seconds: float) -> None:
+        for _ in range(round(seconds / 0.01)):
+            now.now += 0.01
+            ran.seconds()
+
+    run(2)
+    assert ran.seconds() == pytest.approx(2)
+    # Stopped for a minute: its peers, which were too, have a second to run again before more is spent.
+    now.now += 60
+    assert ran.seconds() == pytest.approx(2.1)
+    run(0.9)
+    assert ran.seconds() == pytest.approx(2.1)
+    run(5)
+    assert ran.seconds() == pytest.approx(7, abs=0.05)
+
+
+def test_the_clock_of_kernels_stands_still_while_the_process_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    word, now = torch.zeros(1, dtype=torch.int32), Time()
+    monkeypatch.setattr(clock, "time", now)
+    clock.drive(word)
+    try:
+        first = int(word)
+        now.now += 3600
+        deadline = time.monotonic() + 20
+        while int(word) == first and time.monotonic() < deadline:
+            os.sched_yield()
+        assert 0 < wrapping_difference(int(word), first) <= 2 * 100
+    finally:
+        clock.release(word)

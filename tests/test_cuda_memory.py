@@ -1,0 +1,317 @@
+"""Memory on GPUs without one: ranks agree before torch's rendezvous, and after it, whatever one of them finds."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import warnings
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fusedtp.bench.ranks import RankPool
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import fusedtp
+from fusedtp import workspaces
+from fusedtp.memory import Unreachable, gpus
+from fusedtp.memory.cuda import CudaMemory
+from fusedtp.memory.gpus import SHARE_GPU, Driver, Gpu, Place
+
+from .exchange import Exchange
+
+NUM_BYTES = 4096
+
+
+@dataclass
+class Handle:
+    """Every rank's memory as it was when they met."""
+
+    buffers: list[bytes]
+
+    def get_buffer(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        assert dtype == torch.uint8
+        return torch.frombuffer(bytearray(self.buffers[peer]), dtype=torch.uint8).view(shape)
+
+
+@dataclass
+class FakeGpu(Gpu):
+    """GPU number `rank` of a host where all goes well, but for what `changes`, `fails` and `links` say."""
+
+    rank: int
+    changes: dict[str, Any] = field(default_factory=dict)
+    fails: dict[str, BaseException] = field(default_factory=dict)
+    links: tuple[bool, bool] | RuntimeError = (True, True)
+    sees_peers: bool = True
+    entered: int = 0
+
+    def place(self) -> Place:
+        return replace(Place.here(self.rank, "Some GPU", f"GPU-{self.rank}"), **self.changes)
+
+    def current(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def _do(self, what: str) -> None:
+        if what in self.fails:
+            raise self.fails[what]
+
+    def empty(self, num_bytes: int) -> Tensor:
+        self._do("empty")
+        return torch.full((num_bytes,), 0x5A, dtype=torch.uint8)
+
+    def synchronize(self) -> None:
+        self._do("synchronize")
+
+    def rendezvous(self, own: Tensor, name: str) -> Handle:
+        self.entered += 1
+        self._do("rendezvous")
+        met = Exchange("2.13", 300.0).rendezvous(name, bytes(own.tolist()).hex().encode())
+        return Handle([bytes.fromhex(each.decode()) for each in met])
+
+    def index_of(self, uuid: str) -> int | None:
+        return int(uuid.removeprefix("GPU-")) if self.sees_peers else None
+
+    def reaches(self, index: int, peer: int) -> tuple[bool, bool]:
+        if isinstance(self.links, RuntimeError):
+            raise self.links
+        return self.links
+
+
+def allocate(group: ProcessGroup, memory: CudaMemory, num_bytes: int = NUM_BYTES) -> tuple[str, str]:
+    """The kind and text of what an allocation ends with; of one that succeeds every rank's header is checked."""
+    header = torch.zeros(64, dtype=torch.int32)
+    header[0], header[5] = 3, 100 + group.rank()
+    try:
+        arena = memory.allocate(num_bytes, header)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    for rank, each in enumerate(arena.tensors):
+        words = each[:256].view(torch.int32).tolist()
+        assert (words[0], words[5], sum(words)) == (3, 100 + rank, 103 + rank)
+        assert not each[256:].any()
+    arena.release()
+    assert arena.tensors == []
+    return "", ""
+
+
+def attempt(group: ProcessGroup, unusual: dict[int, dict[str, Any]]) -> tuple[str, str, int]:
+    """What an allocation ends with on this rank, and how often it has entered torch's rendezvous."""
+    settings = dict(unusual.get(group.rank(), {}))
+    num_bytes = settings.pop("num_bytes", NUM_BYTES)
+    gpu = FakeGpu(group.rank(), **settings)
+    kind, said = allocate(group, CudaMemory(group, torch.device("cpu"), gpu, seconds=1.0), num_bytes)
+    # The group goes on: everybody has left the allocation alike.
+    assert allocate(group, CudaMemory(group, torch.device("cpu"), FakeGpu(group.rank()), seconds=60.0)) == ("", "")
+    return kind, said, gpu.entered
+
+
+OUT_OF_MEMORY = RuntimeError("CUDA driver error: out of memory\nadvice that nobody needs")
+SAME = {"index": 0, "uuid": "GPU-0"}
+WAY = "the way from its GPU 1 (Some GPU) to GPU 0 (Some GPU) of rank 0"
+
+# Of each: what is unusual on which rank, and what every rank is told, none of them having entered the rendezvous.
+REFUSED: dict[str, tuple[dict[int, dict[str, Any]], str]] = {
+    "host": ({2: {"changes": {"host": "another"}}}, "ranks 0 and 2 are on different hosts"),
+    "container": (
+        {1: {"changes": {"namespace": "pid:[1]"}}},
+        "ranks 0 and 1 are in different pid namespaces of one host, as containers are",
+    ),
+    "directory": (
+        {2: {"changes": {"directory": "/there", "directory_id": (1, 2)}}},
+        "ranks 0 and 2 do not see one directory of temporary files",
+    ),
+    "no memory": (
+        {1: {"fails": {"empty": OUT_OF_MEMORY}}},
+        f"rank 1: it cannot make an arena of {NUM_BYTES} bytes on its GPU: CUDA driver error: out of memory",
+    ),
+    "no memory by the allocator": (
+        {2: {"fails": {"empty": torch.OutOfMemoryError("CUDA out of memory")}}},
+        f"rank 2: it cannot make an arena of {NUM_BYTES} bytes on its GPU: CUDA out of memory",
+    ),
+    "one GPU": ({1: {"changes": SAME}}, f"ranks 0 and 1 share one GPU: set {SHARE_GPU}=1 on all ranks"),
+    "one GPU, switched on some ranks": (
+        {1: {"changes": {**SAME, "may_share": True}}},
+        f"ranks 0 and 1 share one GPU: set {SHARE_GPU}=1 on all ranks",
+    ),
+    "one number": ({1: {"changes": {"index": 0}}}, "ranks 0 and 1 call two GPUs cuda:0, and torch takes them for one"),
+    "unseen": ({1: {"sees_peers": False}}, "rank 1: it does not see the GPU of rank 0"),
+    "no access": ({1: {"links": (False, False)}}, f"rank 1: {WAY} has no peer access"),
+    "no atomics": ({1: {"links": (True, False)}}, f"rank 1: {WAY} has no native atomics, which signals need"),
+    "no answer": ({1: {"links": RuntimeError("the driver's cuInit failed")}}, "rank 1: the driver's cuInit failed"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_every_rank_is_told_before_any_enters_the_rendezvous(pool: RankPool, case: str) -> None:
+    unusual, expected = REFUSED[case]
+    (first, *others) = pool.run(attempt, unusual, world_size=3)
+    kind, said, entered = first
+    assert (kind, entered) == ("Unreachable", 0)
+    assert expected in said
+    assert "\n" not in said
+    assert others == [first] * 2
+
+
+def test_every_rank_is_told_when_one_fails_in_the_rendezvous(pool: RankPool) -> None:
+    failed = {1: {"fails": {"rendezvous": RuntimeError("CUDA driver error: invalid device")}}}
+    said = "rank 1: torch's rendezvous failed: CUDA driver error: invalid device"
+    # The others have waited in vain, which is not why.
+    assert pool.run(attempt, failed, world_size=3) == [("Unreachable", said, 1)] * 3
+
+
+def test_an_error_of_the_device_is_raised_where_it_happened(pool: RankPool) -> None:
+    broken = {1: {"fails": {"rendezvous": torch.AcceleratorError("CUDA error: an illegal memory access")}}}
+    first, second, third = pool.run(attempt, broken, world_size=3)
+    assert second[:2] == ("AcceleratorError", "CUDA error: an illegal memory access")
+    assert first == third == (
+        "Unreachable", "rank 1: torch's rendezvous failed: CUDA error: an illegal memory access", 1,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [("empty", TypeError("a mistake")), ("empty", torch.AcceleratorError("broken")), ("synchronize", OUT_OF_MEMORY)],
+)
+def test_what_is_no_lack_of_memory_is_not_taken_for_one(pool: RankPool, what: str, error: Exception) -> None:
+    everywhere = {rank: {"fails": {what: error}} for rank in range(2)}
+    assert pool.run(attempt, everywhere, world_size=2) == [(type(error).__name__, str(error), 0)] * 2
+
+
+def test_ranks_that_do_not_ask_alike_are_told(pool: RankPool) -> None:
+    first, second = pool.run(attempt, {1: {"num_bytes": 8192}}, world_size=2)
+    assert first == second
+    assert first[0] == "ValueError"
+    assert "4096 from epoch 3 on rank 0, 8192 from epoch 3 on rank 1" in first[1]
+
+
+def test_ranks_may_share_a_gpu_where_torch_is_told_so(pool: RankPool) -> None:
+    # No link is asked for from a GPU to itself.
+    shared = {"changes": {**SAME, "may_share": True}, "links": (False, False)}
+    assert pool.run(attempt, {rank: shared for rank in range(3)}, world_size=3) == [("", "", 1)] * 3
+
+
+def without_atomics(group: ProcessGroup) -> tuple[str, list[str], str]:
+    """The schedule that `auto` takes, what it says, and what `fused` says."""
+    links = (True, group.rank() != 1)
+    memory = CudaMemory(group, torch.device("cpu"), FakeGpu(group.rank(), links=links))
+    fusedtp.destroy(group)
+    real, workspaces.PosixMemory = workspaces.PosixMemory, lambda _: memory  # type: ignore[misc,assignment]
+    x, weight = torch.ones(2, 3), torch.ones(4, 3)
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            outs = [fusedtp.all_gather_linear(x, weight, group=group) for _ in range(2)]
+        path = fusedtp.last_path()
+        with pytest.raises(Unreachable) as refused:
+            fusedtp.all_gather_linear(x, weight, group=group, schedule="fused")
+    finally:
+        workspaces.PosixMemory = real  # type: ignore[misc]
+        fusedtp.destroy(group)
+    assert all(bool((out == 3).all()) for out in outs)
+    assert path is not None
+    return path.schedule, [str(each.message) for each in said], str(refused.value)
+
+
+def test_without_atomics_auto_runs_unfused_and_fused_says_why(pool: RankPool) -> None:
+    for schedule, said, refused in pool.run(without_atomics, world_size=2):
+        assert schedule == "unfused"
+        assert refused.startswith("rank 1: ")
+        assert "no native atomics" in refused
+        assert len(said) == 1
+        assert refused in said[0]
+
+
+def test_torchs_socket_is_looked_at_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    assert Place.here(0, "", "").directory == "/tmp"
+    monkeypatch.setenv("TEMP", str(tmp_path))
+    assert Place.here(0, "", "").directory == str(tmp_path)
+    assert gpus.socket_refusal() == ""
+    (tmp_path / f"symm_mem-{os.getpid()}").touch()
+    assert "is there already" in gpus.socket_refusal()
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setenv("TMPDIR", str(deep))
+    assert "longer than 107 bytes" in gpus.socket_refusal()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "nowhere"))
+    assert "cannot make its socket" in gpus.socket_refusal()
+
+
+def left_over(group: ProcessGroup, folder: str) -> tuple[str, str, int]:
+    """An allocation where a process with rank 1's number was killed in the rendezvous."""
+    before, os.environ["TMPDIR"] = os.environ.get("TMPDIR"), folder
+    socket = Path(folder) / f"symm_mem-{os.getpid()}"
+    gpu = FakeGpu(group.rank())
+    try:
+        if group.rank() == 1:
+            socket.touch()
+        return *allocate(group, CudaMemory(group, torch.device("cpu"), gpu, seconds=1.0)), gpu.entered
+    finally:
+        socket.unlink(missing_ok=True)
+        if before is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = before
+
+
+def test_every_rank_is_told_of_a_socket_that_is_in_the_way(pool: RankPool, tmp_path: Path) -> None:
+    for kind, said, entered in pool.run(left_over, str(tmp_path), world_size=3):
+        assert (kind, entered) == ("Unreachable", 0)
+        assert said.startswith(f"rank 1: torch's socket {tmp_path}/symm_mem-")
+
+
+def answering(p2p: dict[tuple[int, int, int], int], modes: dict[int, int], error: int = 0) -> Any:
+    """A driver's library whose device n is called 10 + n."""
+
+    def put(pointer: Any, value: int) -> int:
+        pointer._obj.value = value
+        return error
+
+    assert isinstance(ctypes.byref(ctypes.c_int())._obj, ctypes.c_int)
+    return SimpleNamespace(
+        cuInit=lambda flags: 0,
+        cuDeviceGet=lambda out, index: put(out, 10 + index),
+        cuDeviceGetP2PAttribute=lambda out, kind, a, b: put(out, p2p[kind, a, b]),
+        cuDeviceGetAttribute=lambda out, kind, a: put(out, modes[a]) if kind == 20 else 1,
+    )
+
+
+def test_the_driver_is_asked_for_access_atomics_and_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(answering({(2, 10, 13): 1, (3, 10, 13): 0, (2, 13, 10): 1, (3, 13, 10): 1}, {10: 0, 13: 3}))
+    assert driver.peers(0, 3) == (True, False)
+    assert driver.peers(3, 0) == (True, True)
+    assert [driver.compute_mode(index) for index in (0, 3)] == ["default", "exclusive process"]
+    with pytest.raises(RuntimeError, match="cuDeviceGet failed with error 101"):
+        Driver(answering({}, {}, error=101)).peers(0, 1)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError("not there")))
+    with pytest.raises(RuntimeError, match=r"libcuda.so.1 cannot be loaded: not there"):
+        Driver()
+
+
+def grown(world: ProcessGroup) -> list[tuple[str, str]]:
+    """Arenas of two ranks, then of four, then larger ones of both: one process, one count in torch."""
+    two = dist.new_group([0, 1])
+    groups = [group for group in (two, world) if isinstance(group, ProcessGroup)]
+    exchange = Exchange("2.11", 60.0)
+
+    class Counting(FakeGpu):
+        def rendezvous(self, own: Tensor, name: str) -> Handle:
+            met = exchange.rendezvous(name, bytes(own.tolist()).hex().encode())
+            return Handle([bytes.fromhex(each.decode()) for each in met])
+
+    memories = [(group, CudaMemory(group, torch.device("cpu"), Counting(group.rank()))) for group in groups]
+    ended = [allocate(group, memory, size) for size in (4096, 8192) for group, memory in memories]
+    if isinstance(two, ProcessGroup):
+        dist.destroy_process_group(two)
+    return ended
+
+
+def test_memory_of_overlapping_groups_and_its_growth(pool: RankPool) -> None:
+    assert [set(each) for each in pool.run(grown)] == [{("", "")}] * 4

@@ -1,0 +1,100 @@
+"""What `fusedtp doctor` tells of a machine that lacks something."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from fusedtp.bench import doctor
+
+from fusedtp.memory import gpus
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder that is all of PATH."""
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path
+
+
+def program(path: Path) -> None:
+    path.write_text("")
+    path.chmod(0o755)
+
+
+def test_a_missing_compiler_is_told(no_compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.compiler() == ("", "no C compiler: install gcc or clang, or name one in CC")
+    ((name, text),) = doctor.compiler_lines()
+    assert (name, text.rpartition(";")[2]) == ("missing", " without it Triton runs no kernel on a GPU")
+    program(no_compiler / "mycc")
+    for named in ("gone", "mycc -m64", ""):
+        monkeypatch.setenv("CC", named)
+        assert doctor.compiler() == ("", f"CC names {named!r}, which is no program here; it takes no options")
+
+
+def test_a_compiler_is_found_as_triton_finds_it(no_compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(no_compiler / "clang")
+    (no_compiler / "Python.h").touch()
+    monkeypatch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(no_compiler)})
+    assert doctor.compiler() == (str(no_compiler / "clang"), "")
+    program(no_compiler / "gcc")
+    assert doctor.compiler() == (str(no_compiler / "gcc"), "")
+    program(no_compiler / "mycc")
+    monkeypatch.setenv("CC", "mycc")
+    assert doctor.compiler() == ("mycc", "")
+    (no_compiler / "Python.h").unlink()
+    chosen, missing = doctor.compiler()
+    assert chosen == "mycc"
+    assert "Python's development files" in missing
+
+
+class FakeDriver:
+    """GPU 0 and 1 are linked, 2 is behind PCIe, 3 has no way to the others."""
+
+    def peers(self, index: int, peer: int) -> tuple[bool, bool]:
+        return 3 not in (index, peer), 2 not in (index, peer) and 3 not in (index, peer)
+
+    def compute_mode(self, index: int) -> str:
+        return ("default", "exclusive process", "prohibited", "default")[index]
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3", "NVIDIA RTX A1000", "NVIDIA H100 PCIe")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=0: names[device])
+    monkeypatch.setattr(gpus, "Driver", FakeDriver)
+
+
+def test_modes_and_unknown_gpus_are_told(four_gpus: None) -> None:
+    lines = list(doctor.mode_lines())
+    assert [name for name, _ in lines] == ["gpu 0", "gpu 1", "compute mode", "gpu 2", "compute mode", "gpu 3"]
+    texts = [text for _, text in lines]
+    assert texts[0] == "NVIDIA H100 80GB HBM3, predicted as NVIDIA H100 SXM"
+    assert texts[2].startswith("exclusive process: one process at a time")
+    assert texts[3] == f"NVIDIA RTX A1000, {doctor.UNKNOWN}"
+    assert texts[4].startswith("prohibited: no process may use it")
+
+
+def test_links_without_atomics_are_told(four_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    lines = list(doctor.link_lines())
+    assert lines[:2] == [
+        ("gpu 0", "can read, write and signal in the memory of 1"),
+        ("", "can read and write that of 2, without native atomics, as over PCIe: these run unfused"),
+    ]
+    assert ("gpu 3", "can read, write and signal in the memory of no other GPU") in lines
+    assert lines[-1][0] == "topology"
+
+
+def test_a_driver_that_does_not_answer_is_told(four_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent() -> FakeDriver:
+        raise RuntimeError("the driver's cuInit failed with error 999")
+
+    monkeypatch.setattr(gpus, "Driver", silent)
+    assert next(doctor.link_lines()) == ("gpu to gpu", "unknown: the driver's cuInit failed with error 999")
+    assert ("compute mode", "unknown: the driver's cuInit failed with error 999") in list(doctor.mode_lines())

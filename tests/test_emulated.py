@@ -1,0 +1,22 @@
+"""A spread of what executes compiled kernels, in a process of its own: these have Triton's interpreter.
+
+All of it, and what it says, is in docs/emulation.md: `nox -s emulate`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+FILES = ("test_emulated_machine.py", "test_emulated_ops.py")
+
+
+def test_compiled_kernels_are_executed_right() -> None:
+    env = {name: value for name, value in os.environ.items() if name != "FUSEDTP_EMULATION"} | {"TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-m", "emulated", *(str(HERE / name) for name in FILES)]
+    done = subprocess.run(command, cwd=HERE.parent, env=env, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout

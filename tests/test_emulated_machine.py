@@ -1,0 +1,152 @@
+"""The machine that executes PTX: what its memory allows and forbids, and what it refuses.
+
+In a process without Triton's interpreter: `nox -s emulate`, and `test_emulated.py` in the ordinary tests.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+if os.environ.get("TRITON_INTERPRET") != "0":
+    pytest.skip("Triton's interpreter is chosen for this process; nox -s emulate", allow_module_level=True)
+
+import subprocess
+import sys
+from pathlib import Path
+
+from .emulated import compiler, litmus
+from .emulated.lower import INSTRUCTION
+from .emulated.machine import Failed, Schedule, core
+from .emulated.ptx import CannotExecute
+
+pytestmark = pytest.mark.emulated
+
+STORE = "	@%p1 st.global.b32 [ %rd1 + 0 ], { %r2 };\n"
+RELEASE = "	@%p1 atom.global.sys.release.exch.b32 %r4, [ %rd2 + 0 ], %r2;\n"
+READ = "	@%p1 ld.global.b32 { %r5 }, [ %rd1 + 0 ];\n	@%p1 st.global.b32 [ %rd3 + 0 ], { %r5 };\n"
+OTHER_WARP = STORE.replace("%p1", "%p2")
+BARRIER = "	bar.sync 0;\n"
+
+
+def test_what_is_released_is_seen_by_who_acquires_it() -> None:
+    assert litmus.message(STORE + RELEASE, litmus.POLL + READ, 150) == {1}
+
+
+@pytest.mark.parametrize(
+    ("producer", "consumer"),
+    [
+        (STORE + RELEASE.replace("release", "relaxed"), litmus.POLL + READ),
+        (STORE + RELEASE.replace("sys", "gpu"), litmus.POLL + READ),
+        (STORE + RELEASE, litmus.POLL.replace("acquire", "relaxed") + READ),
+        (STORE + RELEASE, litmus.POLL.replace("sys", "gpu") + READ),
+        (RELEASE + STORE, litmus.POLL + READ),
+    ],
+    ids=["no release", "release at gpu scope", "no acquire", "acquire at gpu scope", "store behind the release"],
+)
+def test_what_is_not_ordered_is_seen_or_not(producer: str, consumer: str) -> None:
+    assert litmus.message(producer, consumer, 150) == {0, 1}
+
+
+def test_a_release_brings_out_what_other_warps_stored_before_a_barrier() -> None:
+    assert litmus.message(OTHER_WARP + BARRIER + RELEASE, litmus.POLL + BARRIER + READ, 100, warps=2) == {1}
+    assert litmus.message(OTHER_WARP + RELEASE, litmus.POLL + BARRIER + READ, 100, warps=2) == {0, 1}
+
+
+def test_a_seed_replays_a_run() -> None:
+    def ran(seed: int) -> tuple[int, ...]:
+        places = [litmus.aligned(16) for _ in range(3)]
+        done = litmus.run([STORE + RELEASE, litmus.POLL + READ], places, Schedule(seed, drain=0.01))
+        return done.executed, done.stale, done.late
+
+    assert [ran(seed) for seed in range(8)] == [ran(seed) for seed in range(8)]
+    assert len({ran(seed) for seed in range(8)}) > 1
+
+
+SHARED = "	mov.b32 %r6, global_smem;\n	shl.b32 %r7, %r1, 2;\n	add.s32 %r8, %r6, %r7;\n"
+# What is refused, how many warps it takes, and with which words.
+REFUSED = {
+    "out of bounds": ("	ld.global.b32 { %r5 }, [ %rd1 + 64 ];\n", 1, "out of bounds"),
+    "before the bounds": ("	st.global.b32 [ %rd1 + -4 ], { %r2 };\n", 1, "out of bounds"),
+    "misaligned": ("	ld.global.v4.b32 { %r5, %r6, %r7, %r8 }, [ %rd1 + 8 ];\n", 1, "misaligned load of 16 bytes"),
+    "shared memory out of bounds": (SHARED + "	st.shared.b32 [ %r8 + 1000 ], %r2;\n", 1, "out of bounds"),
+    "shared memory misaligned": (SHARED + "	ld.shared.v2.b32 {%r5, %r9}, [%r6+4];\n", 1, "misaligned"),
+    "uninitialised register": ("	add.s32 %r5, %r2, %r9;\n", 1, "register %r9 is read and holds nothing"),
+    "register of other lanes": (
+        "	@%p1 mov.b32 %r9, 1;\n	add.s32 %r5, %r2, %r9;\n", 1, "register %r9 is read and holds nothing"
+    ),
+    "uninitialised shared memory": (SHARED + "	ld.shared.b32 %r5, [%r8];\n", 1, "uninitialised shared memory"),
+    "race": (
+        SHARED + "	st.shared.b32 [ %r8 + 0 ], %r1;\n	xor.b32 %r9, %r7, 128;\n	add.s32 %r9, %r6, %r9;\n"
+        "	ld.shared.b32 %r5, [%r9];\n", 2, "race|uninitialised",
+    ),
+    "write over what others read": (
+        SHARED + "	st.shared.b32 [ %r8 + 0 ], %r1;\n" + BARRIER + "	xor.b32 %r9, %r7, 128;\n"
+        "	add.s32 %r9, %r6, %r9;\n	ld.shared.b32 %r5, [%r9];\n	st.shared.b32 [ %r8 + 0 ], %r5;\n", 2, "race",
+    ),
+    "divergent barrier": ("	@%p1 bra $L__end;\n" + BARRIER + "$L__end:\n", 1, "barrier reached by lanes"),
+    "barrier left alone": (
+        "	setp.lt.s32 %p5, %r1, 32;\n	@%p5 bra $L__end;\n" + BARRIER + "$L__end:\n", 2, "barrier"
+    ),
+    "copy not waited for": (
+        SHARED + "	shl.b32 %r7, %r1, 4;\n	add.s32 %r8, %r6, %r7;\n	@%p1 cp.async.cg.shared.global [ %r8 + 0 ], "
+        "[ %rd1 + 0 ], 0x10;\n	cp.async.commit_group;\n	@%p1 ld.shared.b32 %r5, [%r8];\n", 1,
+        "a copy to it is under way",
+    ),
+    "copy left under way": (
+        SHARED + "	@%p1 cp.async.cg.shared.global [ %r6 + 0 ], [ %rd1 + 0 ], 0x10;\n", 1, "while its copies",
+    ),
+    "no mbarrier": (SHARED + "	@%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r6], 16;\n", 1, "no mbarrier"),
+    "arrivals": (
+        SHARED + "	@%p1 mbarrier.init.shared::cta.b64 [%r6], 1;\n" + BARRIER
+        + "	mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r6], 16;\n", 1, "more arrivals",
+    ),
+    "mbarrier left": (SHARED + "	@%p1 mbarrier.init.shared::cta.b64 [%r6], 1;\n", 1, "never invalidated"),
+    "deadlock": (litmus.POLL, 1, "deadlock"),
+    "wgmma without fence": (
+        "	mov.b32 %r9, 0;\n	mov.b64 %rd4, 4611686293305294848;\n"
+        "	wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r9,%r10,%r11,%r12}, %rd4, %rd4, 0, 1, 1, 0, 0;\n", 4,
+        "wgmma without wgmma.fence",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused(what: str) -> None:
+    body, warps, said = REFUSED[what]
+    with pytest.raises(Failed, match=said):
+        litmus.run([body], [litmus.aligned(16) for _ in range(3)], Schedule(1, idle_limit=100_000), warps)
+
+
+def test_stores_to_what_may_only_be_read_are_refused() -> None:
+    with pytest.raises(Failed, match="store of 4 bytes out of bounds"):
+        litmus.run([STORE], [litmus.aligned(16) for _ in range(3)], Schedule(), writable=False)
+
+
+def test_a_statement_that_the_machine_does_not_know_is_named() -> None:
+    with pytest.raises(CannotExecute, match=r"vote\.sync\.all\.pred %p5, %p1, -1"):
+        litmus.kernel("	vote.sync.all.pred %p5, %p1, -1;\n")
+
+
+def test_the_core_and_what_calls_it_agree() -> None:
+    """How an instruction is laid out, in C and in NumPy."""
+    assert core().size_of_instruction() == INSTRUCTION.itemsize
+
+
+def test_the_compiler_may_be_ziglang() -> None:
+    pytest.importorskip("ziglang")
+    assert compiler.library((sys.executable, "-m", "ziglang", "cc")).exists()
+
+
+def test_files_of_the_core_are_short() -> None:
+    for path in compiler.CORE.iterdir():
+        lines = path.read_text().splitlines()
+        assert len(lines) <= 400, path.name
+        assert all(len(line) <= 120 and line.isascii() for line in lines), path.name
+
+
+def test_the_interpreter_is_not_chosen() -> None:
+    """What is imported first decides for a whole process."""
+    code = "import fusedtp.kernels as k; raise SystemExit(k.INTERPRETED)"
+    assert subprocess.run([sys.executable, "-P", "-c", code], cwd=Path(__file__).parent, check=False).returncode == 0

@@ -1,0 +1,119 @@
+"""The fused ops on compiled code, executed by a machine with a weak memory and hostile schedules; the code broken on
+purpose.
+
+In a process without Triton's interpreter: `nox -s emulate` for all of it, which docs/emulation.md is written from with
+FUSEDTP_EMULATION=write; a spread of it in `test_emulated.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+if os.environ.get("TRITON_INTERPRET") != "0":
+    pytest.skip("Triton's interpreter is chosen for this process; nox -s emulate", allow_module_level=True)
+
+from .emulated import evidence, giveups, layers, mutants, report
+from .emulated.cases import DTYPES, Shape, run, small
+from .emulated.driver import EmulatedDriver, device
+from .emulated.machine import Failed, Schedule
+
+pytestmark = pytest.mark.emulated
+
+whole = pytest.mark.skipif(
+    os.environ.get("FUSEDTP_EMULATION") not in ("all", "write"), reason="takes minutes; nox -s emulate"
+)
+# A spread: every kernel on some target, every dtype on some kernel.
+SPREAD = (
+    (80, "bfloat16", "gather rows"), (90, "bfloat16", "gather rows"), (90, "float16", "matmul two_shot"),
+    (80, "float32", "all_reduce ring"),
+)  # fmt: skip
+
+
+@pytest.fixture(params=evidence.TARGETS, ids=lambda target: f"sm_{target}")
+def driver(request: pytest.FixtureRequest) -> Iterator[EmulatedDriver]:
+    with device(request.param) as found:
+        yield found
+
+
+@pytest.mark.parametrize(("target", "dtype", "op"), SPREAD, ids=str)
+def test_right_under_hostile_schedules(target: int, dtype: str, op: str) -> None:
+    with device(target) as found:
+        shape = small(target, DTYPES[dtype])
+        for seed in range(3):
+            how = Schedule(seed, drain=(0.02, 0.2)[seed % 2], residents=(64, 1)[seed % 2], tick=0.001)
+            assert run(found, [op, op], 2, DTYPES[dtype], shape, how).executed
+        giveups.missing(found, op, 2, DTYPES[dtype], shape, Schedule(1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "op", "targets"),
+    [
+        ("release at gpu scope", "gather rows", (80, 90)), ("acquire made relaxed", "gather rows", (80, 90)),
+        ("no proxy fence, global", "gather rows", (90,)),
+        ("cp.async waited for too late", "gather rows", (80,)),
+        ("mbarrier not waited for", "gather rows", (90,)), ("operand of ldmatrix", "gather rows", (80,)),
+    ],
+)  # fmt: skip
+def test_mutants_are_found(driver: EmulatedDriver, kind: str, op: str, targets: tuple[int, ...]) -> None:
+    if driver.capability not in targets:
+        pytest.skip("its code has no such statement")
+    dtype = DTYPES["bfloat16"]
+    planted = [
+        each for name, text in mutants.sources(driver, op, dtype).items() for each in mutants.mutants(name, text)
+        if each.kind == kind and not mutants.reason(each)
+    ]  # fmt: skip
+    assert planted
+    assert mutants.find(driver, op, dtype, planted[-1], 8)
+
+
+def test_what_a_kernel_is_launched_with_is_all_that_it_may_touch(driver: EmulatedDriver) -> None:
+    """A matrix that is told to have a row more than there is."""
+    dtype = DTYPES["float32"]
+    changed = lambda name, text: text.replace("ld.global.b32", "ld.global.b64")  # noqa: E731
+    driver.rewrite = changed
+    with pytest.raises((Failed, NotImplementedError)):
+        run(driver, ["all_gather direct"], 2, dtype, Shape(40, 24, 24), Schedule())
+    driver.machine.waiting.clear()
+
+
+@pytest.mark.parametrize("name", layers.FUNCTIONS)
+def test_forward_and_every_gradient(driver: EmulatedDriver, name: str) -> None:
+    """Of what layers call, between torch's own operations: threads of virtual ranks meet at every fused op."""
+    seeds = evidence.SEEDS if os.environ.get("FUSEDTP_EMULATION") in ("all", "write") else 1
+    for seed in range(seeds):
+        dtype = DTYPES[("bfloat16", "float32", "float16")[seed % 3]]
+        compared = layers.check(driver, name, 2 + seed % 3, dtype, seed)
+        assert compared == ["y", "dx", "dw"] * (2 + seed % 3)
+
+
+def test_operands_in_every_layout(driver: EmulatedDriver) -> None:
+    """Read by descriptors of rows and of columns, and by pointers."""
+    dtype, shape = DTYPES["bfloat16"], small(driver.capability, DTYPES["bfloat16"])
+    for i, (a, b) in enumerate((("rows", "rows"), ("columns", "columns"), ("strided", "columns"), ("rows", "strided"))):
+        for op in ("gather rows", "scatter rows"):
+            run(driver, [op], 2, dtype, replace(shape, a=a, b=b), Schedule(i))
+
+
+@whole
+def test_all() -> None:
+    done = evidence.in_processes([*evidence.mutated_units(8), *evidence.units()])
+    assert not [each.failure for each in done if each.failure]
+    assert {each.unit for each in done if not each.unit.mutated} == set(evidence.units())
+    assert all(each.runs > evidence.SEEDS for each in done if not each.unit.mutated)
+    # Waits that were given up, and late ranks that were waited for.
+    assert sum(each.gave_up for each in done) > 20
+    unexecuted = {key: (ran, total) for key, (_, total, ran) in evidence.shares(done).items() if ran < 0.95 * total}
+    assert not unexecuted
+    planted = report.planted(done)
+    missed = [str(mutant) for mutant, how, _ in planted if not how and not mutants.reason(mutant)]
+    assert not missed
+    found = [mutant for mutant, how, _ in planted if how]
+    assert len(found) >= 60
+    assert len(found) >= 0.6 * len(planted)
+    # Every kind is found somewhere.
+    assert {mutant.kind for mutant in found} == {mutant.kind for mutant, _, _ in planted}
+    report.compare_or_write(done)

@@ -1,0 +1,170 @@
+"""A workspace that must grow, or is made, while a rank is interrupted, late or killed: no wrong number, no wait beyond
+the budget, and whoever is missing is named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal as signal_of_posix
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fusedtp.bench.ranks import RankError, RankPool
+from fusedtp.kernels import signal
+from torch.distributed import ProcessGroup
+
+import fusedtp
+from fusedtp import rendezvous, workspaces
+from fusedtp.memory import posix
+
+from .beside import CPU, Flags, until
+
+pytestmark = pytest.mark.usefixtures("destroyed_on_all_ranks")
+LARGE = 600
+
+
+def gather(group: ProcessGroup, rows: int, value: float = 1.0) -> bool:
+    """Whether every rank's rows are there."""
+    mine = torch.full((rows, 1000), value + group.rank())
+    whole = fusedtp.all_gather(mine, group=group, schedule="decomposed").view(group.size(), -1)
+    return all(bool((each == value + rank).all()) for rank, each in enumerate(whole))
+
+
+def small(group: ProcessGroup, seconds: float) -> None:
+    """A workspace that has been used and fits a few rows."""
+    fusedtp.set_timeout(110.0)
+    fusedtp.destroy(group)
+    assert gather(group, 3)
+    fusedtp.set_timeout(seconds, group)
+
+
+def refused(group: ProcessGroup, rows: int, value: float = 1.0) -> str:
+    try:
+        assert gather(group, rows, value)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def all_right(group: ProcessGroup) -> None:
+    dist.barrier(group)
+    fusedtp.set_timeout(110.0)
+    fusedtp.destroy(group)
+    assert gather(group, LARGE)
+
+
+@contextlib.contextmanager
+def a_real_interruption(condition: Any) -> Iterator[None]:
+    """SIGINT as soon as `condition` holds, looked at from a thread."""
+
+    def strike() -> None:
+        until(condition)
+        signal_of_posix.raise_signal(signal_of_posix.SIGINT)
+
+    before = signal_of_posix.signal(signal_of_posix.SIGINT, signal_of_posix.default_int_handler)
+    thread = threading.Thread(target=strike)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+        signal_of_posix.signal(signal_of_posix.SIGINT, before)
+
+
+def interrupted_growth(group: ProcessGroup, rows: int) -> str:
+    """Rank 0 waits for its peer to grow, and is interrupted there; then it makes another call."""
+    flags = Flags(f"interrupted growth {rows}")
+    small(group, 60.0)
+    if group.rank() == 0:
+        ws = workspaces.get(group, CPU)
+        with a_real_interruption(lambda: ws.host_words[signal.WAITING_FOR.value]), pytest.raises(KeyboardInterrupt):
+            gather(group, LARGE)
+        flags.raise_("interrupted")
+        said = refused(group, rows, 5.0)
+    else:
+        flags.wait("interrupted")
+        began = time.monotonic()
+        said = refused(group, LARGE)
+        assert time.monotonic() - began < 30
+    all_right(group)
+    return said
+
+
+@pytest.mark.parametrize("rows", [3, LARGE])
+def test_an_interrupted_growth_is_not_taken_for_the_next(pool: RankPool, rows: int) -> None:
+    first, second = pool.run(interrupted_growth, rows, world_size=2)
+    assert first.startswith("RuntimeError: all_gather: an exception left rank 0 in the middle of the op")
+    assert second.startswith("PeerTimeout: workspace growth: rank 1 waited ")
+    assert "rank 0 left an op with an exception" in second
+
+
+def late_growth(group: ProcessGroup) -> str:
+    flags = Flags("late growth")
+    small(group, 1.0)
+    if group.rank() == 1:
+        flags.wait("given up")
+    began = time.monotonic()
+    said = refused(group, LARGE)
+    assert time.monotonic() - began < 20
+    flags.raise_("given up")
+    all_right(group)
+    return said
+
+
+def test_a_rank_that_comes_late_to_a_growth_does_not_wait(pool: RankPool) -> None:
+    first, second = pool.run(late_growth, world_size=2)
+    assert first.startswith("PeerTimeout: workspace growth: rank 0 waited ")
+    assert second.startswith("PeerTimeout: workspace growth: rank 1 waited ")
+    assert "rank 0 had given up on rank 1" in second
+
+
+def interrupted_making(group: ProcessGroup, destroys: bool) -> bool:
+    """Rank 0 is interrupted between the two exchanges of its first op, and calls it again."""
+    fusedtp.destroy(group)
+    dist.barrier(group)
+    if group.rank() == 0:
+        outcomes = rendezvous.StoreExchange.outcomes
+
+        def interrupted(self: Any, mine: list[int]) -> None:
+            raise KeyboardInterrupt
+
+        rendezvous.StoreExchange.outcomes = interrupted  # type: ignore[method-assign, assignment]
+        with pytest.raises(KeyboardInterrupt):
+            gather(group, 3)
+        rendezvous.StoreExchange.outcomes = outcomes  # type: ignore[method-assign]
+        if destroys:
+            fusedtp.destroy(group)
+    return gather(group, 3) and gather(group, 5)
+
+
+@pytest.mark.parametrize("destroys", [False, True])
+def test_a_first_op_that_was_interrupted_may_be_called_again(pool: RankPool, destroys: bool) -> None:
+    assert pool.run(interrupted_making, destroys, world_size=3) == [True] * 3
+
+
+def killed(group: ProcessGroup, growing: bool) -> str:
+    """The last rank is killed when all have come, before what came of it."""
+    fusedtp.destroy(group)
+    if growing:
+        small(group, 2.0)
+    fusedtp.set_timeout(2.0, group)
+    if group.rank() == group.size() - 1:
+        posix._map_of = lambda *_: os.kill(os.getpid(), signal_of_posix.SIGKILL)  # type: ignore[assignment,return-value]
+    return refused(group, LARGE)
+
+
+@pytest.mark.parametrize("growing", [False, True])
+def test_a_rank_killed_while_memory_is_made_is_named(growing: bool) -> None:
+    with RankPool(3, timeout=60) as pool:
+        *said, gone = pool.start(killed, growing).wait()
+    assert isinstance(gone, RankError)
+    for rank, text in enumerate(said):
+        what = "workspace growth" if growing else "making the workspace"
+        assert text.startswith(f"PeerTimeout: {what}: rank {rank} waited ")
+        assert " s for rank 2, which did not answer" in text

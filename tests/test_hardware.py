@@ -1,0 +1,43 @@
+"""Which GPU a driver's name stands for, and what is said of one that the table does not have."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fusedtp.kernels import signal
+
+from fusedtp.hardware import HARDWARE, Hardware, number_of, of_gpu
+from fusedtp.workspace import Workspace
+
+
+def test_only_whole_words_name_a_gpu() -> None:
+    named = {
+        "NVIDIA A100-PCIE-40GB": "a100-pcie", "NVIDIA A100-SXM4-80GB": "a100", "NVIDIA H200": "h200",
+        "AMD Instinct MI300X": "mi300x", "NVIDIA L40S": "l40s",
+    }  # fmt: skip
+    assert {name: of_gpu(name) for name in named} == {name: HARDWARE[key] for name, key in named.items()}
+    for other in ("NVIDIA RTX A1000 Laptop GPU", "NVIDIA GH200 480GB", "NVIDIA L40", "NVIDIA A10", ""):
+        assert of_gpu(other) is None
+
+
+def test_an_unknown_gpu_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks go by rank 0's, whose number lies in its arena; 0 is one that the table does not have."""
+    words = torch.zeros(signal.SIGNALS.value, dtype=torch.int32)
+
+    def shared(rank0: str, own: str) -> Hardware:
+        words[signal.HARDWARE.value] = number_of(of_gpu(rank0))
+        arena = SimpleNamespace(tensors=[words.view(torch.uint8)])
+        rank = SimpleNamespace(device=torch.device("cuda", 1), _arena=arena, _gpu=number_of(of_gpu(own)))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: own)
+        return Workspace._shared_hardware(rank)  # type: ignore[arg-type]
+
+    assert shared("NVIDIA A100-SXM4-80GB", "NVIDIA L4") is HARDWARE["a100"]
+    with pytest.warns(UserWarning, match=r"does not know 'NVIDIA L4'.* an H100's numbers") as said:
+        assert shared("NVIDIA L4", "NVIDIA L4") is HARDWARE["h100"]
+    assert len(said) == 1
+    with pytest.warns(UserWarning, match="does not know rank 0's GPU"):
+        assert shared("NVIDIA L4", "NVIDIA A100-SXM4-80GB") is HARDWARE["h100"]
+    # Warnings are errors here: neither is said again.
+    assert shared("NVIDIA L4", "NVIDIA L4") is shared("NVIDIA L4", "NVIDIA H100") is HARDWARE["h100"]

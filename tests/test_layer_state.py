@@ -1,0 +1,369 @@
+"""What torch does to a model's parameters, done to layers: each must be what it is for the same dense layer.
+
+Checkpoints between numbers of ranks, dense states in and out, clip_grad_norm_, optimizers, FSDP2 on the other axis,
+copies, dtypes, layers made on meta.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from fusedtp.bench.ranks import RankError, RankPool
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.nn import functional as F
+
+import fusedtp
+
+from .test_checkpoint import assert_same, whole
+
+# Features of which 2 and 4 ranks have unlike shards; over 4 ranks the last has none of INNER's 9.
+HIDDEN, INNER, ROWS = 6, 9, 8
+OPTIONS = {"foreach": False, "lr": 0.02, "weight_decay": 0.1}
+
+
+class Dense(nn.Module):
+    """The model in one process, with parameters under the names and in the order of the parallel one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, INNER), nn.Linear(INNER, HIDDEN)
+        self.mix = nn.Linear(HIDDEN, HIDDEN)
+        self.gate_up = nn.ModuleList([nn.Linear(HIDDEN, INNER), nn.Linear(HIDDEN, INNER)])
+        self.out = nn.Linear(INNER, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(F.gelu(self.up(x)))
+        x = self.mix(x)
+        gate, up = (each(x) for each in self.gate_up)
+        y: Tensor = x + self.out(F.silu(gate) * up)
+        return y
+
+    def state(self) -> dict[str, Tensor]:
+        """As the parallel model's whole state."""
+        gate, up = self.gate_up
+        stacked = {f"mlp.gate_up_proj.{key}": torch.stack([getattr(each, key).data for each in (gate, up)])  # type: ignore[list-item]
+                   for key in ("weight", "bias")}  # fmt: skip
+        linears = {"up": self.up, "down": self.down, "mix": self.mix, "mlp.down_proj": self.out}
+        whole = {f"{name}.{key}": p.data for name, each in linears.items() for key, p in each.named_parameters()}
+        return stacked | whole
+
+
+class Parallel(nn.Module):
+    """A layer of each kind, tokens split over the ranks."""
+
+    def __init__(self, group: ProcessGroup | DeviceMesh, device: str = "cpu") -> None:
+        super().__init__()
+        options: dict[str, Any] = {"group": group, "device": device}
+        self.up = fusedtp.ColumnParallelLinear(HIDDEN, INNER, **options)
+        self.down = fusedtp.RowParallelLinear(INNER, HIDDEN, **options)
+        self.mix = fusedtp.FSDPLinear(HIDDEN, HIDDEN, **options)
+        self.mlp = fusedtp.ParallelMLP(HIDDEN, INNER, activation="swiglu", **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(F.gelu(self.up(x)))
+        x = self.mix(x)
+        return x + self.mlp(x)  # type: ignore[no-any-return]
+
+
+def model(group: ProcessGroup | DeviceMesh, seed: int, device: str = "cpu") -> Parallel:
+    torch.manual_seed(seed)
+    return Parallel(group, device)
+
+
+def dense(seed: int) -> Dense:
+    torch.manual_seed(seed)
+    return Dense()
+
+
+def inputs(step: int) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(step)
+    return torch.randn(ROWS, HIDDEN, generator=random), torch.randn(ROWS, HIDDEN, generator=random)
+
+
+def mine(x: Tensor, group: ProcessGroup) -> Tensor:
+    return x.chunk(group.size())[group.rank()].clone()
+
+
+def close(got: Tensor, expected: Tensor, name: str) -> None:
+    """float32, a few matmuls of less than ten terms, a few steps."""
+    torch.testing.assert_close(got, expected, rtol=2e-4, atol=2e-5, msg=lambda text: f"{name}: {text}")
+
+
+def trained(
+    model: nn.Module, group: ProcessGroup | None, optimizer: torch.optim.Optimizer, steps: int, clip: float | None
+) -> list[float]:
+    """The gradient's norm at every step; the loss is the sum over all rows, each rank's its own."""
+    norms = []
+    for step in range(steps):
+        x, target = inputs(step)
+        if group is not None:
+            x, target = mine(x, group), mine(target, group)
+        optimizer.zero_grad()
+        (model(x) - target).square().sum().backward()
+        if clip is not None:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+            norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
+        optimizer.step()
+    return norms
+
+
+def made(group: ProcessGroup, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    ours = model(group, seed)
+    optimizer = torch.optim.AdamW(ours.parameters(), **OPTIONS)  # type: ignore[arg-type]
+    trained(ours, group, optimizer, 2, None)
+    return ours, optimizer
+
+
+def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state}
+
+
+def save(group: ProcessGroup, path: str) -> tuple[dict[str, Any], list[Tensor]]:
+    """The whole state, and y of all ranks after one more step."""
+    ours, optimizer = made(group, 0)
+    saved = state(ours, optimizer)
+    dcp.save(saved, checkpoint_id=path, process_group=group)
+    return copy.deepcopy(whole(saved)), after(group, ours, optimizer)
+
+
+def after(group: ProcessGroup, ours: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    trained(ours, group, optimizer, 1, 1.0)
+    with torch.inference_mode():
+        return [ours(mine(inputs(9)[0], group))]
+
+
+def load(group: ProcessGroup, path: str) -> tuple[dict[str, Any], list[Tensor]]:
+    ours, optimizer = made(group, 1)
+    loaded = state(ours, optimizer)
+    dcp.load(loaded, checkpoint_id=path, process_group=group)
+    set_state_dict(ours, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    return copy.deepcopy(whole(state(ours, optimizer))), after(group, ours, optimizer)
+
+
+@pytest.mark.parametrize("world_size", [4, 2, 1])
+def test_saved_by_two_ranks(pool: RankPool, tmp_path: Path, world_size: int) -> None:
+    """Parameters and AdamW's moments arrive bit by bit; the next step and its outputs are the same."""
+    replies = pool.run(save, str(tmp_path), world_size=2)
+    saved, y = replies[0][0], torch.cat([reply[1][0] for reply in replies])
+    replies = pool.run(load, str(tmp_path), world_size=world_size)
+    for loaded, _ in replies:
+        assert_same(loaded, saved, "")
+    close(torch.cat([reply[1][0] for reply in replies]), y, "y after one more step")
+
+
+def dense_states(group: ProcessGroup) -> None:
+    """A whole state out, into a model of another seed on the ranks, and by load_state_dict of DTensors."""
+    options = StateDictOptions(full_state_dict=True)
+    ours, expected = model(group, 3), dense(3).state()
+    out = get_model_state_dict(ours, options=options)
+    assert set(out) == set(expected)
+    for key, value in expected.items():
+        assert torch.equal(out[key], value), key
+    # Rank 0's state is sent to the whole world.
+    for broadcast in (False, True) if group.size() == dist.get_world_size() else (False,):
+        other = model(group, 4)
+        given = copy.deepcopy(expected) if not broadcast or group.rank() == 0 else {}
+        set_model_state_dict(
+            other, given, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+        )
+        assert_same(whole(other.state_dict()), out, f"broadcast {broadcast}")
+    other = model(group, 4)
+    other.load_state_dict(ours.state_dict())
+    assert_same(whole(other.state_dict()), out, "load_state_dict")
+
+
+@pytest.mark.parametrize("world_size", [4, 1])
+def test_dense_states(pool: RankPool, world_size: int) -> None:
+    pool.run(dense_states, world_size=world_size)
+
+
+def trained_alike(group: ProcessGroup, name: str, options: dict[str, Any]) -> None:
+    kind = getattr(torch.optim, name)
+    ours, theirs = model(group, 5), dense(5)
+    norms = trained(ours, group, kind(ours.parameters(), **options), 4, 0.5)
+    expected = trained(theirs, None, kind(theirs.parameters(), **options), 4, 0.5)
+    torch.testing.assert_close(norms, expected, rtol=1e-4, atol=0)
+    got = whole(ours.state_dict())
+    for key, value in theirs.state().items():
+        close(got[key], value, f"{key} by {name} {options}")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("AdamW", {"lr": 0.01, "foreach": False}),
+        ("AdamW", {"lr": 0.01, "foreach": True}),
+        ("SGD", {"lr": 0.01, "momentum": 0.9, "foreach": True}),
+    ],
+)
+def test_trained_with_clipping_as_in_one_process(pool: RankPool, name: str, options: dict[str, Any]) -> None:
+    pool.run(trained_alike, name, options, world_size=4)
+
+
+def copied(group: ProcessGroup) -> None:
+    ours, x = model(group, 6), mine(inputs(0)[0], group)
+    y = ours(x)
+    for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert torch.equal(other(x), y)
+        assert_same(whole(other.state_dict()), whole(ours.state_dict()), "copy")
+        other(x).sum().backward()
+        trained(other, group, torch.optim.AdamW(other.parameters()), 1, 1.0)
+        assert not torch.equal(other(x), y)
+        assert torch.equal(ours(x), y), "a copy shares memory with what it was made of"
+        assert all(p.grad is None for p in ours.parameters())
+    double = copy.deepcopy(ours).to(torch.float64)
+    for key, p in double.named_parameters():
+        assert isinstance(p, DTensor), key
+        assert p.dtype == p.to_local().dtype == torch.float64, key
+    y_double = double(x.double())
+    close(y_double.float(), y, "y in float64")
+    y_double.sum().backward()
+    assert {p.grad.dtype for p in double.parameters() if p.grad is not None} == {torch.float64}
+    # Made without values, then with those of the same seed.
+    empty = model(group, 6, "meta").to_empty(device="cpu")
+    torch.manual_seed(6)
+    for each in (empty.up, empty.down, empty.mix, empty.mlp.gate_up_proj, empty.mlp.down_proj):
+        each.reset_parameters()
+    assert torch.equal(empty(x), y)
+
+
+def test_copies_dtypes_and_meta(pool: RankPool) -> None:
+    pool.run(copied, world_size=2)
+
+
+def with_fsdp(group: ProcessGroup, on_meta: bool) -> None:
+    """FSDP2 over one axis, our layers over the other: as one process on the whole batch."""
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"))
+    dp, tp = mesh.get_local_rank("dp"), mesh.get_local_rank("tp")
+    ours, theirs = model(mesh["tp"], 7, "meta" if on_meta else "cpu"), dense(7)
+    layers = (ours.up, ours.down, ours.mix, ours.mlp.gate_up_proj, ours.mlp.down_proj)
+    for each in layers:
+        fully_shard(each, mesh=mesh["dp"])
+    fully_shard(ours, mesh=mesh["dp"])
+    if on_meta:
+        ours.to_empty(device="cpu")
+        torch.manual_seed(7)
+        for each in layers:
+            each.reset_parameters()
+    kind, options = torch.optim.AdamW, {"lr": 0.01, "foreach": False}
+    adam, dense_adam = kind(ours.parameters(), **options), kind(theirs.parameters(), **options)  # type: ignore[arg-type]
+    for step in range(3):
+        x, target = inputs(step)
+        rows = slice(4 * dp + 2 * tp, 4 * dp + 2 * tp + 2)
+        y, y_ref = ours(x[rows]), theirs(x)
+        close(y, y_ref[rows], f"y at step {step}")
+        # FSDP averages over its axis.
+        (y - target[rows]).square().sum().backward()
+        ((y_ref - target).square().sum() / 2).backward()
+        norm = nn.utils.clip_grad_norm_(ours.parameters(), 0.5)
+        assert isinstance(norm, DTensor)
+        close(norm.full_tensor(), nn.utils.clip_grad_norm_(theirs.parameters(), 0.5), f"norm at step {step}")
+        for optimizer in (adam, dense_adam):
+            optimizer.step()
+            optimizer.zero_grad()
+    got = whole(ours.state_dict())
+    for key, value in theirs.state().items():
+        close(got[key], value, key)
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_fsdp_on_the_other_axis(pool: RankPool, on_meta: bool) -> None:
+    pool.run(with_fsdp, on_meta)
+
+
+class WithNorm(nn.Module):
+    """A layer beside parameters of nn.Module's own, which every rank has alike."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(HIDDEN), mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(self.norm(x))  # type: ignore[no-any-return]
+
+
+def clipped_beside_plain(group: ProcessGroup) -> None:
+    torch.manual_seed(2)
+    ours = WithNorm(fusedtp.ParallelMLP(HIDDEN, INNER, group=group))
+    torch.manual_seed(2)
+    theirs = WithNorm(nn.Sequential(nn.Linear(HIDDEN, INNER), nn.GELU(), nn.Linear(INNER, HIDDEN)))
+    x, dy = inputs(0)
+    theirs(x).backward(dy)
+    ours(mine(x, group)).backward(mine(dy, group))
+    for p in ours.norm.parameters():
+        assert p.grad is not None
+        p.grad = fusedtp.all_reduce(p.grad, group=group)
+    with implicit_replication():
+        norm = nn.utils.clip_grad_norm_(ours.parameters(), 0.5)
+    assert isinstance(norm, DTensor)
+    close(norm.full_tensor(), nn.utils.clip_grad_norm_(theirs.parameters(), 0.5), "norm")
+    for p, ref in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert p.grad is not None
+        assert ref.grad is not None
+        close(p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad, ref.grad, "clipped gradient")
+
+
+def test_clipping_beside_plain_parameters(pool: RankPool) -> None:
+    pool.run(clipped_beside_plain, world_size=2)
+
+
+def over_four(group: ProcessGroup) -> None:
+    mesh = DeviceMesh("cpu", torch.arange(4).view(4, 1), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(2)
+    plain = fusedtp.ParallelMLP(HIDDEN, 12, activation="swiglu", group=mesh["tp"])
+    ours = copy.deepcopy(plain)
+    fully_shard(ours, mesh=mesh["dp"], shard_placement_fn=lambda p: Shard(1 if p.ndim == 3 else 0))
+    assert ours.gate_up_proj.weight.to_local().shape == (2, 3, HIDDEN)
+    x = inputs(0)[0]
+    y, expected = ours(x), plain(x)
+    assert torch.equal(y, expected)
+    # Equal on all ranks, and averaged.
+    for each in (y, expected):
+        each.sum().backward()
+    for (name, p), ref in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        close(whole(p.grad), whole(ref.grad), f"gradient of {name}")
+
+
+def test_gate_and_up_are_cut_along_their_rows(pool: RankPool) -> None:
+    pool.run(over_four)
+
+
+def own_sizes(group: ProcessGroup, path: str, sizes: tuple[int, int]) -> Tensor:
+    torch.manual_seed(8)
+    layer = fusedtp.ColumnParallelLinear(HIDDEN, INNER, group=group, feature_sizes=sizes)
+    loaded = {"model": layer.state_dict()}
+    if sizes == (7, 2):
+        dcp.save(loaded, checkpoint_id=path, process_group=group)
+    else:
+        with warnings.catch_warnings():
+            dcp.load(loaded, checkpoint_id=path, process_group=group)
+        layer.load_state_dict(loaded["model"])
+    return layer(torch.ones(1, HIDDEN)).detach()
+
+
+def test_own_sizes_are_not_loaded_into_others(pool: RankPool, tmp_path: Path) -> None:
+    """As long a shard on the longest rank, so that the shapes would fit."""
+    pool.run(own_sizes, str(tmp_path), (7, 2), world_size=2)
+    with pytest.raises(RankError, match=r"padded for shards of \(7, 2\), this layer's are \(2, 7\)"):
+        pool.run(own_sizes, str(tmp_path), (2, 7), world_size=2)

@@ -1,0 +1,68 @@
+"""An interruption before any line of any op that is driven from the host, on one of two ranks: the numbers are right,
+or both ranks have an error, and after `destroy` the next op is right. Here is a spread; `nox -s faults`
+(FUSEDTP_FAULTS=all) takes every line.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import pytest
+from fusedtp.bench.ranks import RankPool
+
+from .faults import lines
+from .faults.cases import CASES
+from .faults.lines import Lines
+
+ALL = os.environ.get("FUSEDTP_FAULTS") == "all"
+HOST_DRIVEN = [name for name, case in CASES.items() if case.schedule == "decomposed"]
+numbers = itertools.count()
+
+
+def run(pool: RankPool, every: list[Lines]) -> tuple[int, int]:
+    """How many interruptions, and after how many of them every number was right."""
+    count = right = 0
+    for each in every:
+        name = f"lines/{next(numbers)}"
+        by_rank = pool.run(lines.every_line, each, name, world_size=2, timeout=1500)
+        both = list(zip(*by_rank, strict=True))
+        assert both
+        said = [lines.wrong(each, one) for one in both]
+        assert not any(said), "\n".join(filter(None, said))
+        count += len(both)
+        right += sum(not one[0].error for one in both)
+    return count, right
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_interruption_at_any_line_of_an_op(pool: RankPool, rank: int) -> None:
+    every = 1 if ALL else 37
+    cases = HOST_DRIVEN if ALL else HOST_DRIVEN[rank::2]
+    spread = [Lines(name, "a workspace", rank, 1 + i % every, every) for i, name in enumerate(cases)]
+    count, right = run(pool, spread)
+    # Where nothing has been sent yet, or everything, nobody notices.
+    assert 0 < right < count
+
+
+def test_an_interruption_at_the_end_of_an_op(pool: RankPool) -> None:
+    """Around the step that ends it, line by line: there it has been sent, and may have been counted."""
+    from fusedtp.schedules import transport
+
+    name = "decomposed: all_reduce, one shot"
+    by_rank = pool.run(lines.every_line, Lines(name, "a workspace", 0), f"lines/{next(numbers)}", world_size=2)
+    both = list(zip(*by_rank, strict=True))
+    said = [lines.wrong(Lines(name, "a workspace", 0), one) for one in both]
+    assert not any(said), "\n".join(filter(None, said))
+    lines_of_exit = {f"transport.py:{line}" for *_, line in transport.Epoch.__exit__.__code__.co_lines()}
+    assert len({one[0].place for one in both} & lines_of_exit) >= 3
+
+
+@pytest.mark.parametrize("meets", ["no workspace", "one too small"])
+def test_an_interruption_while_memory_is_made(pool: RankPool, meets: str) -> None:
+    every = 1 if ALL else 23
+    spread = [
+        Lines("decomposed: all_gather", meets, rank, 1 + first, every) for rank, first in ((0, 0), (1, every // 2))
+    ]
+    count, right = run(pool, spread)
+    assert 0 < right < count

@@ -1,0 +1,264 @@
+"""What a graph capture will start is loaded by the eager call before it, whichever way that takes; and what is refused
+where a kernel starts. Kernels are interpreted here: which are started, and with what, is what is looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from fusedtp.bench.ranks import RankPool
+from fusedtp.kernels import loading
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fusedtp
+from fusedtp import workspaces
+from fusedtp.memory.local import local_memories
+from fusedtp.schedules import decomposed, fused, producer
+from fusedtp.workspace import Workspace
+
+CPU = torch.device("cpu")
+SIZES = (9, 5)
+
+Starts = list[tuple[Any, ...]]
+
+
+def described(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+    # What a kernel is compiled for, and more: numbers as they are, tensors by what the compiler knows of them.
+    return kernel.fn.__name__, grid, tuple(map(known, args)), tuple(sorted(options.items()))
+
+
+def known(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.dtype, x.data_ptr() % 16
+    # A fingerprint is what it is for this call and no other.
+    return "fingerprint" if isinstance(x, int) and abs(x) >= 2**31 else x
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[tuple[Starts, Starts]]:
+    """What is started and what is loaded inside."""
+    started: Starts = []
+    loaded: Starts = []
+    start = loading._starter
+
+    def starter(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            started.append(described(kernel, grid, args, options))
+            return start(kernel, grid)(*args, **options)
+
+        return call
+
+    def load(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        loaded.append(described(kernel, grid, args, options))
+
+    with mock.patch.object(loading, "_starter", starter), mock.patch.object(loading, "_load", load):
+        yield started, loaded
+
+
+CALLS: dict[str, Callable[..., Tensor]] = {
+    "gather rows": lambda x, w, **given: fusedtp.all_gather_linear(x, w, w[:, 0], sizes=SIZES, **given),
+    "gather features": lambda x, w, **given: fusedtp.all_gather_linear(
+        x.t(), w.new_ones(6, sum(SIZES)), gather_dim=-1, sizes=SIZES, **given
+    ),
+    "scatter": lambda x, w, **given: fusedtp.linear_reduce_scatter(w, w.new_ones(5, w.shape[1]), **given),
+    "all-reduce": lambda x, w, **given: fusedtp.linear_all_reduce(w, w.new_ones(5, w.shape[1]), **given),
+    "gather alone": lambda x, w, **given: fusedtp.all_gather(x, sizes=SIZES, **given),
+    "fully sharded": lambda x, w, **given: fusedtp.fsdp_linear(w, x, sizes=SIZES, **given),
+}
+
+
+def train(name: str, x: Tensor, w: Tensor, **given: Any) -> list[Tensor]:
+    """The call's result and gradients."""
+    x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+    y = CALLS[name](x, w, **given)
+    y.backward(torch.ones_like(y))
+    return [y.detach(), *(each.grad for each in (x, w) if each.grad is not None)]
+
+
+def loads(group: ProcessGroup, by: str, name: str) -> list[str]:
+    """Kernels that a capture of this call starts and that neither the eager one started nor any load had loaded."""
+    ws = workspaces.get(group, CPU)
+    random = torch.Generator().manual_seed(group.rank())
+    x, w = torch.randn(SIZES[group.rank()], 8, generator=random), torch.randn(6, 8, generator=random)
+    eager = {"schedule": "auto"} if by == "auto" else {"schedule": "fused", "producer": "copy"}
+    if name in ("scatter", "all-reduce") and by != "auto":
+        eager = {"schedule": "fused"}
+    with mock.patch.object(Workspace, "loads_for_capture", True):
+        with watched() as (started, loaded):
+            train(name, x, w, group=group, **eager)
+            size, again = ws.half_bytes, len(loaded)
+            train(name, x, w, group=group, **eager)
+        assert len(loaded) == again, "loaded once more by a call like the one before"
+        assert loaded or by != "auto", "nothing was loaded"
+        if by == "auto":
+            assert not started
+        with watched() as (captured, _):
+            train(name, x, w, group=group, schedule="fused")
+        assert ws.half_bytes == size, "no room had been made"
+    there = {*started, *loaded}
+    return [start[0] for start in captured if start not in there]
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("by", ["auto", "copy"])
+def test_what_a_capture_starts_is_loaded_before(pool: RankPool, by: str, name: str) -> None:
+    """Forward and backward, where `auto` is decomposed when eager, and where what is gathered is copied."""
+    pool.run(forget)
+    assert pool.run(loads, by, name, world_size=2) == [[], []]
+
+
+def forget(group: ProcessGroup) -> None:
+    fusedtp.destroy()
+
+
+@pytest.fixture
+def rank() -> Iterator[Workspace]:
+    ranks = [Workspace(memory, CPU) for memory in local_memories(2, CPU)]
+    yield ranks[0]
+    for ws in ranks:
+        ws.close()
+
+
+def test_loading_starts_nothing_and_ends() -> None:
+    kernel = mock.MagicMock()
+    with loading.only_loading():
+        loading.launch(kernel, (1,))(torch.zeros(1))
+        assert loading.is_only_loading()
+    assert not loading.is_only_loading()
+    kernel.__getitem__.assert_not_called()
+    loading.launch(kernel, (1,))(torch.zeros(1))
+    kernel.__getitem__.assert_called_once_with((1,))
+
+
+def test_a_capture_refuses_what_is_not_loaded() -> None:
+    kernel, x = mock.MagicMock(__name__="_some_kernel"), SimpleNamespace(is_cuda=True, device=torch.device("cuda:0"))
+    kernel.warmup.return_value = SimpleNamespace(module=None)
+    with (
+        mock.patch.object(loading, "INTERPRETED", False),
+        mock.patch.object(torch.cuda, "current_device", return_value=0),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
+    ):
+        with pytest.raises(RuntimeError, match=r"_some_kernel is not loaded, .* once before capturing"):
+            loading.launch(kernel, (3,))(x, num_warps=4)
+        kernel.__getitem__.assert_not_called()
+        kernel.warmup.return_value = SimpleNamespace(module=object())
+        loading.launch(kernel, (3,))(x, num_warps=4)
+        kernel.__getitem__.return_value.assert_called_once()
+
+
+def test_loading_on_a_gpu_compiles_and_loads() -> None:
+    kernel, x = mock.MagicMock(), torch.zeros(1)
+    with mock.patch.object(loading, "INTERPRETED", False), loading.only_loading():
+        loading.launch(kernel, (3,))(x, num_warps=4)
+    kernel.warmup.assert_called_once_with(x, grid=(3,), num_warps=4)
+    kernel.warmup.return_value.__getitem__.assert_called_once_with((3, 1, 1))
+
+
+def test_tensors_of_another_device_are_refused(rank: Workspace) -> None:
+    """By what starts kernels, and by an op before it begins."""
+    x, kernel = SimpleNamespace(is_cuda=True, device=torch.device("cuda:1")), mock.MagicMock()
+    current, refusal = mock.patch.object(torch.cuda, "current_device", return_value=0), r"on cuda:1 .*set_device\(1\)"
+    with mock.patch.object(loading, "INTERPRETED", False), current, pytest.raises(ValueError, match=refusal):
+        loading.launch(kernel, (1,))(x)
+    kernel.__getitem__.assert_not_called()
+    on_gpu, data = mock.patch.object(rank, "device", torch.device("cuda:1")), mock.patch.object(rank, "data", x)
+    with on_gpu, data, current, pytest.raises(ValueError, match=refusal):
+        rank.begin()
+    with mock.patch.object(torch.cuda, "current_device", return_value=1):
+        loading.check_device(x)
+
+
+def test_one_rank_starts_no_kernel(pool: RankPool) -> None:
+    pool.run(alone, world_size=1)
+
+
+def alone(group: ProcessGroup) -> None:
+    a, b = torch.randn(3, 4), torch.randn(4, 5)
+    with watched() as (started, _):
+        out = fused.all_gather_matmul(a, b, None, gather_dim=0, sizes=(3,), group=group)
+        both = fused.matmul_scatter_and_gather(a, b, b.t(), a.t(), sizes=(3,), group=group)
+    assert torch.equal(out, a @ b)
+    assert torch.equal(both[0], a @ b)
+    assert not started
+
+
+def test_a_product_that_sends_nothing_is_the_librarys(pool: RankPool) -> None:
+    assert pool.run(second_products, world_size=2) == [[]] * 2
+
+
+def second_products(group: ProcessGroup) -> list[str]:
+    x, w = (torch.randn(*shape, requires_grad=True) for shape in ((4, 6), (5, 6)))
+    with watched() as (started, _):
+        fusedtp.all_gather_linear(x, w, group=group, schedule="fused").sum().backward()
+        fusedtp.linear_reduce_scatter(x, w, group=group, schedule="fused").sum().backward()
+    return [start[0] for start in started if start[0] == "_matmul_kernel"]
+
+
+class Count(TorchDispatchMode):
+    """Operators that run inside."""
+
+    num_ops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_ops += "aten.slice" not in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_a_sum_on_a_gpu_is_one_launch_a_term(num_ranks: int) -> None:
+    """Of a rank's part of 8192 x 8192 in bfloat16. (Of shapes alone: what is not a CPU's is a GPU's.)"""
+    parts = [torch.empty(8192 // num_ranks, 8192, dtype=torch.bfloat16, device="meta") for _ in range(num_ranks)]
+    out = torch.empty_like(parts[0])
+    with Count() as count:
+        decomposed._sum_into(parts, None, out)
+    # Widened, added, and rounded into the result.
+    assert count.num_ops <= num_ranks + 2
+
+
+def test_what_a_side_stream_reads_is_not_reused_before() -> None:
+    """A shard that had to be laid out anew is read by copies when the op has let go of it."""
+    recorded, x = [], torch.empty(4, 3, dtype=torch.bfloat16)
+    ws = mock.MagicMock(rank=0, world_size=2, device=torch.device("cuda:0"))
+    ws.view.return_value = torch.empty(4, 8, dtype=torch.bfloat16)
+    with (
+        mock.patch.object(producer, "travelling", return_value=contextlib.nullcontext()),
+        mock.patch.object(producer, "side_stream", return_value="beside"),
+        mock.patch.object(Tensor, "record_stream", lambda x, stream: recorded.append((x.shape, stream))),
+    ):
+        producer._copy(ws, "all_gather", x, (4, 4), 0, 8, 4, False, False, 1)
+    assert recorded == [((4, 8), "beside")]
+
+
+def test_a_table_is_made_on_the_main_stream(rank: Workspace) -> None:
+    beside = False
+
+    @contextlib.contextmanager
+    def travelling(ws: Workspace) -> Iterator[None]:
+        nonlocal beside
+        beside = True
+        yield
+
+    def table(sizes: tuple[int, ...]) -> Tensor:
+        assert not beside
+        return torch.tensor([0, 4, 8], dtype=torch.int32)
+
+    config = fused.config_of(rank, torch.zeros(1))
+    with (
+        mock.patch.object(producer, "travelling", travelling),
+        mock.patch.object(rank, "table", table),
+        mock.patch.object(producer, "push") as pushed,
+    ):
+        x = torch.zeros(4, 4)
+        producer.produce(
+            rank, "all_gather", x, (4, 4), producer="push", dst_row=0, pitch=4, config=config, piece=4, beside=True
+        )
+    pushed.assert_called_once()
+    assert beside

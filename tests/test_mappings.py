@@ -1,0 +1,171 @@
+"""An arena is mapped as long as anything shows it, and no longer; it goes with its group, whoever destroys that."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from fusedtp.bench.ranks import RankPool
+from fusedtp.kernels import signal
+from torch.distributed import ProcessGroup
+
+import fusedtp
+from fusedtp import workspaces
+
+from .beside import CPU, X
+
+pytestmark = pytest.mark.usefixtures("destroyed_on_all_ranks")
+
+
+def mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:fusedtp")
+
+
+def reduce(group: ProcessGroup) -> bool:
+    return bool((fusedtp.all_reduce(X, group=group, schedule="decomposed") == group.size()).all())
+
+
+def locals_of(error: BaseException) -> list[torch.Tensor]:
+    """Every tensor that a traceback with locals would show."""
+    # Not of the test itself: what its frame is asked for it keeps.
+    assert error.__traceback__ is not None
+    tensors, traceback = [], error.__traceback__.tb_next
+    while traceback is not None:
+        for value in traceback.tb_frame.f_locals.values():
+            tensors += [value] if isinstance(value, torch.Tensor) else []
+            tensors += [each for each in value if isinstance(each, torch.Tensor)] if isinstance(value, list) else []
+        traceback = traceback.tb_next
+    return tensors
+
+
+def kept_error(group: ProcessGroup) -> bool:
+    """An exception of an op outlives `destroy`, and is shown with its locals."""
+    fusedtp.destroy()
+    gc.collect()
+    assert reduce(group)
+    ws = workspaces.get(group, CPU)
+    view = ws.view(ws.rank, 0, 8192, (16, 16), torch.float32)
+    view.fill_(7)
+    mine = ws._arena
+    assert mine is not None
+    kept, words = [*mine.tensors], ws.host_words
+    if group.rank() == 0:
+        fusedtp.set_timeout(1.0, group)
+        with pytest.raises(fusedtp.PeerTimeout) as caught:
+            reduce(group)
+        fusedtp.destroy(group)
+        assert "tensor(" in "".join(map(repr, locals_of(caught.value)))
+        del caught
+    else:
+        fusedtp.destroy(group)
+    # All of it can still be read and written.
+    assert float(view.sum()) == 7 * 256
+    assert all(int(each.sum()) >= 0 for each in kept)
+    words[signal.BUDGET_MS.value] = 5
+    # The workspace keeps the exception that it raises again.
+    del view, kept, words, mine, ws
+    gc.collect()
+    gone = mappings() == 0
+    dist.barrier(group)
+    fusedtp.set_timeout(110)
+    return reduce(group) and gone
+
+
+def test_what_an_exception_shows_stays_mapped(pool: RankPool) -> None:
+    assert pool.run(kept_error, world_size=2) == [True] * 2
+
+
+def timeouts_beside(group: ProcessGroup) -> bool:
+    """A thread sets timeouts while workspaces are made, grow and are destroyed."""
+    fusedtp.destroy()
+    done = threading.Event()
+
+    def set_all_the_time() -> None:
+        while not done.is_set():
+            fusedtp.set_timeout(110.0)
+
+    thread = threading.Thread(target=set_all_the_time)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    thread.start()
+    try:
+        for number in range(12):
+            assert reduce(group)
+            whole = fusedtp.all_gather(torch.ones(100 + number, 500), group=group, schedule="decomposed")
+            assert (whole == 1).all()
+            assert workspaces.get(group, CPU).host_words[signal.BUDGET_MS.value] == 110_000
+            fusedtp.destroy(group)
+    finally:
+        done.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    return True
+
+
+def test_timeouts_are_set_beside_growth_and_destroy(pool: RankPool) -> None:
+    assert pool.run(timeouts_beside, world_size=2) == [True] * 2
+
+
+def destroyed_by_torch(group: ProcessGroup) -> list[tuple[int, int, int]]:
+    """(descriptors, threads, mappings) before and after groups that only torch.distributed has destroyed."""
+
+    def held() -> tuple[int, int, int]:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), mappings()
+
+    fusedtp.destroy()
+    ranks = dist.get_process_group_ranks(group)
+
+    def use() -> None:
+        made = dist.new_group(ranks)
+        assert reduce(made)
+        weight = torch.ones(2, 4)
+        assert fusedtp.all_gather_linear(X, weight, group=made, schedule="decomposed").shape == (4 * len(ranks), 2)
+        # A layer would keep its group, as it may be used again; nothing else does.
+        dist.barrier(made)
+        dist.destroy_process_group(made)
+
+    use()
+    before = held()
+    for _ in range(5):
+        use()
+    deadline = time.monotonic() + 10
+    while held() != before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return [before, held()]
+
+
+def test_groups_that_torch_destroys_leave_nothing(pool: RankPool) -> None:
+    for before, after in pool.run(destroyed_by_torch):
+        assert after == before
+        assert after[2] == 0
+
+
+def strayed(group: ProcessGroup) -> str:
+    """Something writes into rank 0's memory where its epoch is."""
+    fusedtp.destroy()
+    assert reduce(group)
+    if group.rank() == 0:
+        workspaces.get(group, CPU).words[signal.EPOCH.value] = 5
+    try:
+        said = str(reduce(group))
+    except RuntimeError as error:
+        said = f"{type(error).__name__}: {error}"
+    dist.barrier(group)
+    fusedtp.destroy(group)
+    assert reduce(group)
+    return said
+
+
+def test_a_stray_write_to_the_epoch_is_noticed(pool: RankPool) -> None:
+    first, second = pool.run(strayed, world_size=2)
+    assert first.startswith("RuntimeError: all_reduce: rank 0 finds epoch 5 in its memory, where its last op left 1: ")
+    assert "PeerTimeout: all_reduce: rank 1 waited " in second
+    assert "rank 0 left an op with an exception" in second

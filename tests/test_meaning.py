@@ -1,0 +1,143 @@
+"""Ranks that mean different things are told so by default, by every schedule over shared memory: never a wrong number.
+
+The calls are those of `test_agreement`, which makes them in debug mode.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from fusedtp.bench import generated
+from fusedtp.bench.ranks import RankPool
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+import fusedtp
+
+from .test_agreement import CALLS, Here
+
+SECONDS = 20.0
+DOCUMENT = Path(__file__).parent.parent / "docs" / "faults.md"
+# By schedule, the calls whose difference every rank was told.
+TOLD: dict[str, set[str]] = {}
+# A bias's values and the schedule that is asked for are told in debug mode only.
+NOT_TOLD = ("values of a bias", "schedule")
+
+
+def disagreed(group: ProcessGroup, schedule: str) -> dict[str, tuple[str, float]]:
+    """The error of each call and how long it took, after one that is alike everywhere; all destroy what failed."""
+    fusedtp.set_timeout(SECONDS, group)
+    found = {}
+    for name, (call, _) in CALLS.items():
+        if name in NOT_TOLD:
+            continue
+        here = Here(group, schedule=schedule)
+        call(here, False)
+        begin = time.monotonic()
+        try:
+            call(here, group.rank() == 1)
+        except fusedtp.RanksDisagree as error:
+            found[name] = str(error), time.monotonic() - begin
+            with pytest.raises(fusedtp.RanksDisagree):
+                fusedtp.all_gather(torch.ones(1, 1), group=group, schedule="decomposed")
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}", time.monotonic() - begin
+        else:
+            found[name] = "a number", 0.0
+        fusedtp.destroy(group)
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["decomposed", "fused"])
+def test_all_ranks_are_told_who_differs(pool: RankPool, schedule: str) -> None:
+    found = pool.run(disagreed, schedule, world_size=3)
+    wrong = {
+        name: (said, expected)
+        for name, (_, expected) in CALLS.items()
+        for told in found
+        if name in told and expected.split(": rank 1 against")[0] not in (said := told[name][0])
+    }
+    assert not wrong
+    TOLD[schedule] = {name for name in CALLS if all(name in told for told in found)}
+
+
+def test_the_table_is_in_the_document() -> None:
+    """FUSEDTP_MEANING=write writes it."""
+    if len(TOLD) < 2:
+        pytest.skip("comes with the tests of both schedules")
+    lines = ["| what rank 1 does otherwise | by default | with `debug=True` |", "|---|---|---|"]
+    for name in CALLS:
+        by_default = "all ranks are told" if all(name in told for told in TOLD.values()) else "not compared"
+        lines.append(f"| {name} | {by_default} | all ranks are told |")
+    table, text = "\n".join(lines), DOCUMENT.read_text()
+    if os.environ.get("FUSEDTP_MEANING") == "write":
+        generated.rewrite(DOCUMENT, "meanings", table)
+        return
+    assert generated.replaced(text, "meanings", table) == text
+
+
+def uneven(group: ProcessGroup, schedule: str) -> list[str]:
+    """Plain tokens of a sequence-parallel style, 7 over 2 ranks, whose lengths torch takes to be even; and a rank that
+    has to grow its memory where the other has not.
+    """
+    fusedtp.set_timeout(5.0, group)
+    said, rank = [], group.rank()
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("X",))
+    style = fusedtp.FusedColwiseParallel(input_layouts=Shard(0), schedule=schedule)
+    linear = style._apply(nn.Linear(6, 4), mesh)
+    for call in (
+        lambda: linear(torch.ones(4 - rank, 6)),
+        lambda: fusedtp.all_gather(torch.ones(4 + 4000 * rank, 64), group=group, schedule=schedule),
+        lambda: fusedtp.all_gather(torch.ones(9000 * (1 + rank), 64), group=group, schedule=schedule),
+    ):
+        begin = time.monotonic()
+        with pytest.raises((ValueError, fusedtp.PeerTimeout)) as caught:
+            call()
+        # A kernel that waits for one that grows finds out when its budget is spent, and tells the other then.
+        assert time.monotonic() - begin < SECONDS
+        said.append(str(caught.value))
+        fusedtp.destroy(group)
+        assert fusedtp.all_gather(torch.ones(2, 2), group=group, schedule=schedule).shape == (4, 2)
+    return said
+
+
+@pytest.mark.parametrize("schedule", ["decomposed", "fused"])
+def test_lengths_that_are_not_those_of_the_others(pool: RankPool, schedule: str) -> None:
+    tokens, growth, both_grow = zip(*pool.run(uneven, schedule, world_size=2), strict=True)
+    assert tokens[0] == tokens[1]
+    assert "do not agree on sizes: (4, 4) on rank 0, (3, 3) on rank 1" in tokens[0]
+    assert growth[0] == growth[1]
+    assert "do not agree on sizes: (4, 4) on rank 0, (4004, 4004) on rank 1" in growth[0]
+    # Whoever is told first may have called destroy before the other has looked.
+    assert any("do not agree on the bytes of an arena" in each for each in both_grow)
+    assert all("do not agree" in each or "has called fusedtp.destroy" in each for each in both_grow)
+
+
+def late_gradient(group: ProcessGroup) -> str:
+    """A gradient that only rank 0 wants, and what it is told."""
+    fusedtp.set_timeout(2.0, group)
+    x = torch.ones(4, 6, requires_grad=group.rank() == 0)
+    y = fusedtp.all_gather_linear(x, torch.ones(5, 6), group=group, schedule="decomposed")
+    if group.rank() == 1:
+        return ""
+    with pytest.raises(fusedtp.PeerTimeout) as caught:
+        y.sum().backward()
+    return str(caught.value)
+
+
+def test_a_backward_that_only_one_rank_makes(pool: RankPool) -> None:
+    first, _ = pool.run(late_gradient, world_size=2)
+    pool.run(forget, world_size=2)
+    assert "in a backward pass" in first
+    assert "which rank 1 makes only where it wants the same gradients" in first
+
+
+def forget(group: ProcessGroup) -> None:
+    fusedtp.destroy()
+    fusedtp.set_timeout(110)

@@ -1,0 +1,300 @@
+"""Files mutated at random: refused with file and place, or taken for what they are; no traceback, no hang.
+
+40 of each kind here, 1,000 with FUSEDTP_SOAK=large (nox -s soak). What is taken is used as the commands use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import random
+import re
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, fields
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fusedtp.bench import cases, cli, compare, digest, generated, html, regress, report, store, timeline
+from fusedtp.bench.cli_tune import show_table
+from fusedtp.bench.machine import Machine
+from fusedtp.bench.store import Row
+from fusedtp.bench.timeline import Mark, Timeline
+from rich.console import Console
+from typer.testing import CliRunner
+
+from fusedtp import cost, trace, tuning
+
+from .mutations import of_bytes, of_cell, of_json
+
+MakeRow = Callable[..., Row]
+
+EXAMPLES = 1000 if os.environ.get("FUSEDTP_SOAK") == "large" else 40
+# A command draws for seconds.
+EVERY = EXAMPLES // 4
+SECONDS = 60
+MACHINE = Machine("cpu-some-2c", "Some", 2, "", 0, "shared memory", "", "3.11", "2.13", "3.7", "0123456789ab", False)
+
+
+class TookTooLong(BaseException):
+    """No handler of errors takes it for one."""
+
+
+def too_long(*_: object) -> None:
+    raise TookTooLong
+
+
+@pytest.fixture(autouse=True)
+def in_time() -> Iterator[None]:
+    before = signal.signal(signal.SIGALRM, too_long)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def examples(kind: str) -> Iterator[tuple[int, random.Random]]:
+    """Numbers and what decides each mutation. Each has its own time."""
+    for number in range(EXAMPLES):
+        signal.setitimer(signal.ITIMER_REAL, SECONDS)
+        yield number, random.Random(f"{kind}/{number}")
+
+
+def console() -> Console:
+    return Console(file=StringIO(), width=180, markup=False, emoji=False)
+
+
+def command(*arguments: object) -> str:
+    """What a command says that must succeed or refuse."""
+    result = CliRunner().invoke(cli.app, list(map(str, arguments)))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code in (0, 2), result.output
+    return result.output
+
+
+def refused(error: str, path: Path, *place: str) -> None:
+    """The file is named, and in it a line, a column or a key."""
+    assert str(path) in error
+    assert len(error) < 2000, len(error)
+    assert any(re.search(each, error) for each in (r"\bline \d", *place)), error
+
+
+# What no JSON file of ours is as a whole, and of whose bytes it is not known which was wrong.
+WHOLE = ("the whole must be", "brackets in brackets", "is there twice", "not a regular file")
+KEY = (r"[\w\])'}] (is missing|is not known|must be|is empty|has no|is already)", *WHOLE)
+
+
+def tuning_table() -> bytes:
+    ms = {"unfused": 2.0, "decomposed": 1.0}
+    samples = [
+        tuning.Sample(op, n, "float32", 256, 512, 64 if "matmul" in op else 0, ms) for op in cost.OPS for n in (2, 4)
+    ]
+    rates = {"matrix_tflops": {"float32": 0.1, "bfloat16": 0.2}, "memory_gbps": 10.0, "host_us": 100.0}
+    rates |= {"flag_us": 20.0, "collective_start_us": 1000.0, "collective_gbps": 1.0}
+    return tuning.dump(tuning.Table(tuning.identity(), tuple(samples), {2: rates, 4: rates})).encode()
+
+
+def left_out(made: bytes, place: tuple[Any, ...]) -> bool:
+    holder = json.loads(made)
+    for key in place[:-1]:
+        holder = holder[key]
+    return place[-2] in ("ms", "matrix_tflops", "rates") and place[-1] not in holder
+
+
+def decided(table: tuning.Table) -> None:
+    """Whatever a table says, every op is decided."""
+    for op in cost.OPS:
+        for dtype in ("float32", "bfloat16"):
+            for n in (2, 7, 256):
+                for rows, cols in ((0, 5), (1, 1), (300, 7), (1 << 20, 1 << 15)):
+                    made = tuning.decide(table, None, op, dtype, n, rows, cols, ("decomposed", "unfused"))
+                    assert made is None or made[0] in ("decomposed", "unfused")
+                    assert made is None or not re.search(r"\b(nan|inf)\b", made[1]), made
+    show_table(table, console())
+
+
+@pytest.mark.parametrize("how", [of_bytes, of_json])
+def test_tuning_tables(how: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content, path, used = tuning_table(), tmp_path / "tuning.json", 0
+    monkeypatch.setenv("FUSEDTP_TUNING", str(path))
+    for number, rng in examples(f"tuning {how.__name__}"):
+        made, place = how(content, rng) if how is of_json else (how(content, rng), ())
+        path.write_bytes(made)
+        table, text, why = tuning.load()
+        if table is None:
+            refused(why, path, *KEY, "measured with")
+        else:
+            # A schedule, a dtype or a number of ranks fewer is a smaller table.
+            assert not place or left_out(made, place), f"{number}: {place} of {made!r}"
+            assert tuning.parse(tuning.dump(table)) == table == tuning.parse(text)
+            decided(table)
+            used += 1
+        if number % EVERY == 0:
+            command("tune", "--show")
+    assert used < EXAMPLES / 2
+
+
+def test_tables_at_their_limits_are_decided() -> None:
+    most, least = tuning.hardware.MOST_RATE, tuning.hardware.LEAST_RATE
+    for bits in range(64):
+        tflops, memory, host, flag, start, gbps = (bits >> place & 1 for place in range(6))
+        rates = {"matrix_tflops": {"float32": most if tflops else least}, "memory_gbps": most if memory else least}
+        rates |= {"host_us": host * 1e9, "flag_us": flag * 1e9, "collective_start_us": start * 1e9}
+        rates |= {"collective_gbps": most if gbps else least}
+        times = {"unfused": (1e-9, 1e9)[bits & 1], "decomposed": (1e-9, 1e9)[bits >> 1 & 1]}
+        size = (1, tuning.MOST_LENGTH)[bits >> 2 & 1]
+        samples = tuple(
+            tuning.Sample(op, 2, "float32", size, size, size if "matmul" in op else 0, times) for op in cost.OPS
+        )
+        decided(tuning.parse(tuning.dump(tuning.Table({"cpu": "any"}, samples, {2: rates}))))
+
+
+def rows(make_row: MakeRow) -> list[Row]:
+    found = []
+    for direction in ("forward", "backward"):
+        for M in (256, 1024):
+            at = {"M": M, "direction": direction, "cpu": 'Some, "CPU"', "cores": 2, "torch": "2.13", "commit": "01"}
+            for variant, ms in (("matmul", 1.0), ("comm", 0.5), ("unfused", 2.0), ("decomposed", 1.4)):
+                whole = {"speedup_vs_unfused": 2.0 / ms, "matmul_fraction": 1 / ms}
+                found.append(make_row(variant=variant, median_ms=ms, **at, **whole))
+            found.append(make_row(variant="fused", interpreted=True, error_ratio=0.1, max_error=0.01, **at))
+            found.append(make_row(variant="dtensor", gate="3 of 4 elements\nare wrong", **at))
+            found.append(make_row(variant="async_tp", gate=f"{store.NOT_RUN}no GPU", **at))
+    found += [make_row(model="llama3-8b", layer=layer, tokens=64, median_ms=3.0) for layer in ("mlp up", "mlp down")]
+    return [*found, make_row(variant="unfused", predicted=True, median_ms=2.5, path="predicted for [h100]")]
+
+
+TEXTS = {field.name for field in fields(Row) if str(field.type) == "str"} - {"op", "direction", "dtype"}
+
+
+@pytest.mark.parametrize("how", [of_bytes, of_cell])
+def test_rows_at_random(
+    how: Callable[..., Any], make_row: MakeRow, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    right, path, document = rows(make_row), tmp_path / "sweep.csv", tmp_path / "README.md"
+    store.write(path, right)
+    content = path.read_bytes()
+    for number, rng in examples(f"rows {how.__name__}"):
+        made, column = how(content, rng) if how is of_cell else (how(content, rng), "")
+        path.write_bytes(made)
+        try:
+            found = store.read(path)
+        except ValueError as error:
+            refused(str(error), path, "columns? missing", "not known", "another order", "csv", "newline")
+        else:
+            assert column in TEXTS or column == "", f"{number}: {column} of {made!r}"
+            used(found, right)
+        if number % EVERY == 0:
+            document.write_text("<!-- measured:begin -->\n<!-- measured:end -->\n")
+            for said in (command("report", path, "--readme", document), command("compare", path, path)):
+                assert "Traceback" not in said
+    # Of matplotlib, about a name in letters that its font has not.
+    assert all("Glyph" in str(each.message) for each in recwarn.list)
+
+
+def used(found: list[Row], right: list[Row]) -> None:
+    """Every table that is made of rows, but for pictures."""
+    assert all(row.op in cases.OPS and row.direction in cases.DIRECTIONS for row in found)
+    times = [row.median_ms for row in found if row.median_ms is not None]
+    assert all(math.isfinite(time) and time > 0 for time in times)
+    report.show(found, console())
+    for absolute in (False, True):
+        for pair in ((found, right), (right, found)):
+            changes = compare.compare(*pair, absolute=absolute)
+            compare.show(changes, console(), absolute=absolute, confidence=0.95, everything=True)
+    page = html.page_of(found, digest.cases(found), [])
+    assert page.count("<section") == page.count("</section>") == 5
+    with contextlib.suppress(generated.NoCase):
+        assert "<!--" not in generated.measured_table(found)
+
+
+def a_timeline() -> Timeline:
+    about = {**asdict(cases.Case("all_gather_matmul", 64, 32, 16, "float32", 2)), **asdict(MACHINE), "rounds": 3}
+    kinds = (*trace.KINDS, "call")
+    marks = [
+        Mark(schedule, rank, kind, -1 if kind in ("add", "call") else 1 - rank, 10.0 * at, 8.0)
+        for schedule in timeline.SCHEDULES for rank in range(2) for at, kind in enumerate(kinds)
+    ]  # fmt: skip
+    return Timeline(about | {"format": "fusedtp timeline 1"}, tuple(marks))
+
+
+@pytest.mark.parametrize("how", [of_bytes, of_json])
+def test_timelines(how: Callable[..., Any], make_row: MakeRow, tmp_path: Path) -> None:
+    path, table = tmp_path / "timeline.json", tmp_path / "sweep.csv"
+    timeline.write(a_timeline(), path)
+    content = path.read_bytes()
+    store.write(table, rows(make_row)[:4])
+    for number, rng in examples(f"timeline {how.__name__}"):
+        made, place = how(content, rng) if how is of_json else (how(content, rng), ())
+        path.write_bytes(made)
+        try:
+            found = timeline.read(path)
+        except ValueError as error:
+            refused(str(error), path, *KEY)
+        else:
+            # The machine, and what Perfetto shows of an event, are not read.
+            free = place[:1] == ("otherData",) or {"name", "sort_index", "displayTimeUnit", "args"} & {*place}
+            assert not place or free, f"{number}: {place} of {made!r}"
+            assert found.title()
+            assert all(mark.kind in (*trace.KINDS, "call") and 0 <= mark.rank < 2 for mark in found.marks)
+            if number % (EVERY // 5) == 0:
+                timeline.picture(found, tmp_path / "timeline.png")
+        if number % EVERY == 0:
+            command("report", table)
+
+
+def test_baselines(tmp_path: Path) -> None:
+    path = tmp_path / "regress.json"
+    ratios = {f"case-{number}-decomposed / {of}": 1.5 for number in range(3) for of in regress.REFERENCES}
+    spread = {f"decomposed / {of}": [1.25, 1.5] for of in regress.REFERENCES}
+    regress.write(path, regress.Baseline(asdict(MACHINE), "2026-01-02T03:04:05Z", 6.5, 128, ratios, spread))
+    content = path.read_bytes()
+    assert regress.read(path, MACHINE).ratios == ratios
+    for how in (of_bytes, of_json):
+        for number, rng in examples(f"baseline {how.__name__}"):
+            made, place = how(content, rng) if how is of_json else (how(content, rng), ())
+            path.write_bytes(made)
+            try:
+                found = regress.read(path, MACHINE)
+            except regress.NotComparable as error:
+                refused(str(error), path, *KEY, "another machine's")
+                continue
+            # A driver or a version may be the very change that is judged; a case may have another name.
+            renamed = place[:1] in (("ratios",), ("spread",)) and place[-1] not in json.loads(made)[place[0]]
+            assert not place or place[0] == "machine" or renamed, f"{number}: {place} of {made!r}"
+            assert all(math.isfinite(ratio) and ratio > 0 for ratio in (*found.ratios.values(), found.matmul_ms))
+            assert not found.ratios.keys() - ratios.keys() or ratios.keys() - found.ratios.keys()
+
+
+DOCUMENT = (
+    "# T\u00eates\r\n\r\ntext\r\n<!-- measured:begin -->\r\nold\r\n<!-- measured:end -->\r\nmore\r\n"
+    "<!-- other:begin -->\nkept\n<!-- other:end -->\n"
+)
+
+
+def test_documents(tmp_path: Path) -> None:
+    path, content = tmp_path / "README.md", DOCUMENT.encode()
+    for number, rng in examples("document"):
+        made = of_bytes(content, rng)
+        path.write_bytes(made)
+        path.chmod(0o640)
+        try:
+            generated.rewrite(path, "measured", "new\nlines")
+        except ValueError as error:
+            refused(str(error), path, r"must be one line with <!-- measured:(begin|end) -->, got")
+            assert path.read_bytes() == made
+        else:
+            # What was before the mark and behind the other is there byte for byte, and what was between is not.
+            begin, end = b"<!-- measured:begin -->", b"<!-- measured:end -->"
+            first, last = made.index(begin), made.index(end)
+            after = path.read_bytes()
+            assert after.startswith(made[: first + len(begin)]), number
+            assert after.endswith(made[last:]), number
+            between = after[first + len(begin) : after.index(end)]
+            assert between.split() == [b"new", b"lines"], number
+        assert path.stat().st_mode & 0o777 == 0o640
+        assert os.listdir(tmp_path) == ["README.md"]

@@ -1,0 +1,130 @@
+"""Random programs, 2,000 calls on two ranks: every number is right, or every rank is told. And that one would notice.
+
+100,000 are `nox -s soak`; a failure names its program, which `nox -s soak -- --programs --seed S --first N --calls 40`
+makes again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+from fusedtp.bench.mixed import OPS
+from fusedtp.bench.performing import CANNOT_GROW, perform, wrong
+from fusedtp.bench.programs import AXES, SLOW, STEADY, STEPS, WRONG, program
+from fusedtp.bench.ranks import RankError, RankPool
+from fusedtp.bench.soak import WEIGHTS, run_programs
+from torch.distributed import ProcessGroup
+
+from fusedtp import disagreement
+from fusedtp.steps import HostSteps
+
+SEED = 20
+
+
+@pytest.fixture(scope="module")
+def own_pool() -> Iterator[RankPool]:
+    """Ranks of its own: some of what goes wrong in them is meant to."""
+    with RankPool(2, timeout=300.0, gloo_workers=1) as ranks:
+        yield ranks
+
+
+def test_2000_calls_of_random_programs(own_pool: RankPool) -> None:
+    counts = run_programs(own_pool, 2000, SEED, slow=False)
+    came = Counter({what: count for what, count in counts.items() if "on a rank" not in what})
+    # Of two ranks, each of which is in every group.
+    assert came.total() == 2 * 2000
+    assert {what.partition(":")[0] for what in came} == {*STEADY, *WRONG}
+    # Who disagrees is always told; an interruption may go unnoticed, or a limit where no memory was wanted.
+    assert not came["differs: right"]
+    assert came["limit: told"]
+    for kind in ("line", "signal", "late"):
+        assert came[f"{kind}: right"]
+    assert came["line: told"] + came["signal: told"]
+    assert (
+        counts["differs, on a rank: RanksDisagree"] + counts[f"differs, on a rank: {CANNOT_GROW}"]
+        > counts["differs, on a rank: PeerTimeout"]
+    )
+
+
+def test_every_kind_of_step_is_drawn_alike_on_every_rank() -> None:
+    for world_size in AXES:
+        drawn = [program(7, number, world_size, slow=True) for number in range(100)]
+        assert drawn == [program(7, number, world_size, slow=True) for number in range(100)]
+        steps = [step for steps in drawn for step in steps]
+        assert len(steps) == 100 * STEPS
+        assert {step.kind for step in steps} == {*STEADY, *WRONG, *SLOW}
+        assert {step.call.op for step in steps} == set(OPS)
+        assert {step.mode for step in steps} == {"grad", "no_grad", "inference", "made in inference"}
+        assert {step.call.schedule for step in steps} == set(WEIGHTS)
+        for step in steps:
+            assert all(len(sizes) == len(AXES[world_size][step.axis][0]) for sizes in step.call.sizes)
+            # One that differs means something else by it.
+            assert step.kind != "differs" or step.other != step.call
+
+
+def planted(group: ProcessGroup, what: str, *args: Any) -> None:
+    """Programs of ranks that do not compare what they mean, or do not wait for each other either."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(HostSteps, "_disagrees", return_value=False))
+        # Nor where a wait has been given up.
+        stack.enter_context(mock.patch.object(disagreement, "differing", return_value=[]))
+        if what == "not waited for":
+            stack.enter_context(mock.patch.object(HostSteps, "wait"))
+        perform(group, *args)
+
+
+@pytest.mark.parametrize(
+    ("what", "fault"),
+    [
+        ("not compared", "a number though the ranks disagree|a wrong number"),
+        ("not waited for", "(y|d[xwb]) of Call"),
+    ],
+)
+def test_a_planted_bug_is_found(own_pool: RankPool, what: str, fault: str) -> None:
+    with pytest.raises(RankError, match=fault) as caught:
+        own_pool.run(planted, what, SEED, 0, 20, dict(WEIGHTS), False, timeout=100.0)
+    # One that has not failed may have been left waiting.
+    assert f"of seed {SEED}, behind" in str(caught.value)
+
+
+RIGHT, TOLD = ["right", "right"], ["right", "PeerTimeout"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "everyone", "fault"),
+    [
+        ("late", [RIGHT, RIGHT], ""),
+        ("late", [TOLD, ["PeerTimeout"]], ""),
+        ("late", [RIGHT, TOLD], "an error on some ranks alone"),
+        ("line", [["interrupted", "right"], RIGHT], ""),
+        ("line", [["interrupted", "wrong: y"], RIGHT], "a wrong number"),
+        ("differs", [["RanksDisagree"], ["RanksDisagree"]], ""),
+        ("differs", [TOLD, ["RanksDisagree"]], "a number though the ranks disagree"),
+    ],
+)
+def test_what_must_come_of_a_step(kind: str, everyone: list[list[str]], fault: str) -> None:
+    (step, *_) = program(1, 1, 2)
+    assert wrong(replace(step, kind=kind), everyone) == fault
+
+
+class Failing:
+    """A pool in which some program fails."""
+
+    world_size = 2
+
+    def run(self, fn: object, *args: object, **options: object) -> list[Counter[str]]:
+        raise RankError({1: "raised"})
+
+
+def test_a_failure_says_how_to_make_it_again() -> None:
+    with pytest.raises(RankError) as caught:
+        run_programs(Failing(), 400, seed=5, first=30)  # type: ignore[arg-type]
+    (note,) = caught.value.__notes__
+    assert "among programs 30 to 39" in note
+    assert note.endswith("nox -s soak -- --programs --seed 5 --world-size 2 --first NUMBER --calls 40")

@@ -1,0 +1,164 @@
+"""What lies beside an operand's rows reaches no result, even where a library's matmul multiplies it.
+
+On processors with AMX, oneDNN multiplies bfloat16 and float16 in steps of 32 along K and, in the versions that torch
+2.11 to 2.13 bring, lets zeros on the other side cancel what it reads beside a row; NaN times 0 is NaN
+(github.com/uxlfoundation/oneDNN issue 5717, pull requests 5603 and 5723). Here every matmul of the library does so, on
+any processor, while arenas and fresh memory hold nothing but NaN.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from fusedtp.bench.mixed import OPS, Call, Operands, draw
+from fusedtp.bench.ranks import RankPool
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fusedtp import blas, workspaces
+from fusedtp.schedules import decomposed, transport
+
+STEP = 32
+CPU = torch.device("cpu")
+
+
+def beside(x: Tensor) -> Tensor | None:
+    """What is read beside the rows of x [rows, K] up to a whole step of K; None for rows that are read as they are.
+
+    The library itself copies the last rows, as it may not read past the end.
+    """
+    rows, K = x.shape
+    if x.stride(1) != 1 or K % STEP == 0 or rows < 2 or x.stride(0) <= K:
+        return None
+    read = min(-(-K // STEP) * STEP, x.stride(0)) - K
+    return x.as_strided((rows - 1, read), x.stride(), x.storage_offset() + K)
+
+
+def leak(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """Add to out = a @ b what is beside the rows of a, and of b as the library sees it transposed, times 0."""
+    for operand, result in ((a, out), (b.t(), out.t())):
+        if operand.dtype in (torch.bfloat16, torch.float16) and (read := beside(operand)) is not None:
+            result[:-1] += (read * 0).sum(1, keepdim=True)
+
+
+@contextmanager
+def leaking() -> Iterator[list[int]]:
+    """Every matmul of `blas` multiplies padding too. Counted are the narrow ones, and those of them out of an arena."""
+    counts = [0, 0]
+    right = blas.mm, blas.mm_into, blas.add_mm_into
+
+    def into(which: int) -> Callable[..., None]:
+        def call(a: Tensor, b: Tensor, out: Tensor, *bias: Any) -> None:
+            right[which](a, b, out, *bias)
+            watched(a, b, out)
+
+        return call
+
+    def mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+        out = right[0](a, b, bias)
+        watched(a, b, out)
+        return out
+
+    def watched(a: Tensor, b: Tensor, out: Tensor) -> None:
+        counts[0] += a.dtype != torch.float32
+        counts[1] += a.dtype != torch.float32 and any(in_an_arena(each) for each in (a, b))
+        leak(a, b, out)
+
+    with mock.patch.multiple(blas, mm=mm, mm_into=into(1), add_mm_into=into(2)):
+        yield counts
+
+
+def in_an_arena(x: Tensor) -> bool:
+    return any(
+        arena.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+        for ws in workspaces._workspaces.values()
+        for arena in ws._arena.tensors
+    )
+
+
+def poison(group: ProcessGroup) -> None:
+    """NaN, in any dtype, all over this rank's arena but for its signals, while no rank is in an op."""
+    dist.barrier(group=group)
+    ws = workspaces.get(group, CPU)
+    ws._arena.tensors[ws.rank][ws.data_offset :].fill_(0xFF)
+    dist.barrier(group=group)
+
+
+def calls(seed: int, number: int, world_size: int, schedules: tuple[str, ...]) -> list[Call]:
+    """Every op by every schedule, at random sizes of which few are whole steps."""
+    found = []
+    for at in range(number):
+        rng = random.Random(f"{seed}/{at}")
+        call = draw(rng, world_size)
+        while call.op != OPS[at % len(OPS)]:
+            call = draw(rng, world_size)
+        schedule, dtype = schedules[at // len(OPS) % len(schedules)], ("bfloat16", "float16")[at // 3 % 2]
+        found.append(replace(call, schedule=schedule, dtype=dtype, algorithm="auto", backward=True))
+    return found
+
+
+def run(group: ProcessGroup, number: int, schedules: tuple[str, ...], padded: bool) -> list[int]:
+    """`leaking`'s counts, and wrong results, of every call three times over poison.
+
+    With `padded` what is taken out of an arena has poison beside its rows, and results may be wrong.
+    """
+    published, wrong = transport.published, 0
+
+    def beside_poison(*arguments: Any) -> Tensor:
+        chunk = published(*arguments)
+        wide = chunk.new_full((chunk.shape[0], chunk.shape[1] + 3), float("nan"))
+        wide[:, :-3] = chunk
+        return wide[:, :-3]
+
+    with (
+        leaking() as counts,
+        mock.patch.multiple(decomposed, published=beside_poison if padded else published),
+        mock.patch.object(transport, "published", beside_poison if padded else published),
+    ):
+        for call in calls(7, number, group.size(), schedules):
+            operands = Operands(call, group.rank())
+            # The first makes room: fresh room is zeros. Few rows are multiplied together, more by chunk.
+            for few_rows in (decomposed.FEW_ROWS, decomposed.FEW_ROWS, 2):
+                poison(group)
+                with mock.patch.object(decomposed, "FEW_ROWS", few_rows):
+                    results = operands.run(group)
+                try:
+                    operands.check(results)
+                except AssertionError:
+                    if not padded:
+                        raise
+                    wrong += 1
+    dist.barrier(group=group)
+    return [*counts, wrong]
+
+
+def test_the_model_of_the_library_leaks() -> None:
+    wide = torch.ones(4, 9, dtype=torch.bfloat16)
+    wide[:, 5:] = float("nan")
+    w = torch.ones(5, 3, dtype=torch.bfloat16)
+    with leaking():
+        assert blas.mm(wide[:, :5], w).isnan().sum(1).tolist() == [3, 3, 3, 0]
+        assert blas.mm(wide[:, :5].contiguous(), w).tolist() == [[5.0] * 3] * 4
+        assert blas.mm(w.t(), wide[:, :5].t()).isnan().sum(0).tolist() == [3, 3, 3, 0]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_poison_beside_rows_reaches_no_result(world_size: int, pool: RankPool) -> None:
+    everywhere = 4 * len(OPS)
+    for counts in pool.run(run, everywhere, ("decomposed", "unfused"), False, world_size=world_size):
+        assert counts[0] > everywhere
+        assert counts[1] > len(OPS), "matmuls out of an arena"
+    pool.run(run, len(OPS), ("fused",), False, world_size=world_size)
+
+
+def test_rows_of_an_arena_with_poison_beside_them_are_found(pool: RankPool) -> None:
+    wrong = [counts[2] for counts in pool.run(run, 2 * len(OPS), ("decomposed",), True, world_size=2)]
+    assert min(wrong) > 0

@@ -1,0 +1,87 @@
+"""A turn of whoever is gone is given back: interrupted at any line, in any thread."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from fusedtp import turns
+
+from .beside import InThread, until
+
+
+def interrupted(number: int, call: Callable[[], None]) -> BaseException | None:
+    """What `call` raises where a KeyboardInterrupt is raised before its line `number` in `turns`."""
+    seen = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal seen
+        if frame.f_code.co_filename != turns.__file__ and frame.f_code is not call.__code__:
+            return None
+        if event == "line":
+            seen += 1
+            if seen == number:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt as error:
+        return error
+    finally:
+        sys.settrace(before)
+    return None
+
+
+def taken() -> None:
+    with turns.Turn("group", "one", "op"):
+        assert ("group", "one") in turns._taken
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_taken() -> Iterator[None]:
+    assert not turns._taken
+    yield
+    turns._taken.clear()
+
+
+def test_a_turn_is_free_after_an_interruption_at_any_line() -> None:
+    # A traceback keeps the frames, and in them the turn, for as long as somebody holds the exception.
+    kept = []
+    while (error := interrupted(len(kept) + 1, taken)) is not None:
+        kept.append(error)
+        taken()
+        assert not turns._taken
+    assert len(kept) > 8
+
+
+def test_a_turn_of_a_thread_that_has_ended_is_free() -> None:
+    InThread(lambda: turns.Turn("group", "one", "op").__enter__()).result()
+    assert turns._taken
+    taken()
+
+
+def test_a_turn_that_is_held_is_not_free() -> None:
+    with turns.Turn("group", "one", "first"), pytest.raises(RuntimeError, match=r"^op: first is under way in thread"):
+        taken()
+    entered, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with turns.Turn("group", "one", "first"):
+            entered.set()
+            until(done.is_set)
+
+    there = InThread(hold)
+    entered.wait(60)
+    with pytest.raises(RuntimeError, match="'the other thread'"):
+        taken()
+    done.set()
+    there.result()
+    taken()
