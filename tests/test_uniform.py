@@ -124,6 +124,10 @@ _AMD_TAILS = """
     ("body", "apart"),
     [
         pytest.param(_AMD_TAILS, False, id="a tail that is there twice"),
+        pytest.param(_AMD_TAILS.replace("s_cbranch_scc1 .LBB0_7\n.LBB0_6:",
+            "s_cbranch_scc0 .LBB0_6\n\ts_branch .LBB0_7\n.LBB0_6:"), False, id="asked the other way round"),
+        pytest.param(_AMD_TAILS.replace("s_cbranch_scc1 .LBB0_7\n.LBB0_6", "s_cbranch_scc0 .LBB0_7\n.LBB0_6"),
+            True, id="that goes the other way"),
         pytest.param(_AMD_TAILS.replace("v5, 0\n\ts_or_b64 exec, exec, s[6:7]\n\ts_cmp_lg_u32 s8",
             "v5, 0\n\ts_or_b64 exec, exec, s[6:7]\n\ts_cmp_lg_u32 s9"), True, id="tails of two kinds"),
         pytest.param(_AMD_LOOP.format(_AMD_ALONE), True, id="a loop left by a word that each has loaded"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import dataclass, replace
 
 from .assembly import Code
@@ -79,10 +80,14 @@ def with_tails_made_one(code: Code) -> Code:
             (i,) = code.after[i]
         return i
 
-    ends: dict[tuple[str, frozenset[int]], list[int]] = {}
+    # By what is asked, where that leads if it holds, and where if not.
+    ends: dict[tuple[str, int, int], list[int]] = {}
     for i, after in enumerate(code.after):
-        if len(after) == 2:
-            ends.setdefault((code.lines[i], frozenset(map(destination, after))), []).append(i)
+        asked = re.match(r"s_cbranch_(vcc|scc|exec)(n?z|[01])", code.lines[i])
+        if asked and len(after) == 2:
+            goes_on, jumps = map(destination, after)
+            holds, else_ = (jumps, goes_on) if asked[2] in ("nz", "1") else (goes_on, jumps)
+            ends.setdefault((asked[1], holds, else_), []).append(i)
     moved: dict[int, int] = {}
     for same in ends.values():
         for i, j in itertools.pairwise(same):
