@@ -68,7 +68,9 @@ def sharded_matmul(
     lengths, splits = _lengths(parsed, a, b, {axis: group.size() for axis, group in groups_of.items()}, sizes)
     names = tuple(group.group_name for group in groups_of.values())
     arguments.check_reach(schedule, a, list(groups_of.values()), lengths)
-    problem = Problem(str(parsed), names, tuple(lengths), _flat(splits), False, True, schedule, "auto", debug, producer)
+    ranks = tuple(group.rank() for group in groups_of.values())
+    what = (str(parsed), names, ranks, tuple(lengths), _flat(splits), False, True)
+    problem = Problem(*what, schedule, "auto", debug, producer)
     partition = problem.partition()
     for name, tensor, sharding in (("a", a, parsed.a), ("b", b, parsed.b)):
         if tuple(tensor.shape) != partition.shape(sharding):
@@ -136,7 +138,7 @@ def layer(
     lengths = [sum(splits[name]) if name in splits else local[name] for name in local]
     arguments.check_reach(schedule, x, [group], lengths)
     flat = _flat([splits.get(name, ()) for name in local])
-    return spec, group.group_name, lengths, flat, True, False, schedule, algorithm, debug, producer
+    return spec, group.group_name, (group.rank(),), lengths, flat, True, False, schedule, algorithm, debug, producer
 
 
 def layer_spec(x: Tensor, dim: int | None, contraction: str, weight: str, columns: str, *, x_split: bool) -> str:
@@ -353,7 +355,7 @@ def all_gather(
     arguments.check_reach(schedule, x, [process_group], (sum(sizes), 0, math.prod(moved.shape[1:])))
     rows = moved.reshape(moved.shape[0], math.prod(moved.shape[1:]))
     how = schedule, algorithm, debug, producer, arguments.call_of(dim, x)
-    out: Tensor = ops.all_gather(rows, list(sizes), process_group.group_name, *how)
+    out: Tensor = ops.all_gather(rows, list(sizes), process_group.rank(), process_group.group_name, *how)
     return out.view(sum(sizes), *moved.shape[1:]).movedim(0, dim)
 
 
@@ -379,7 +381,7 @@ def reduce_scatter(
     arguments.check_reach(schedule, x, [process_group], (sum(sizes), 0, math.prod(moved.shape[1:])))
     rows = moved.reshape(moved.shape[0], math.prod(moved.shape[1:]))
     how = schedule, algorithm, debug, arguments.call_of(dim, x)
-    out: Tensor = ops.reduce_scatter(rows, list(sizes), process_group.group_name, *how)
+    out: Tensor = ops.reduce_scatter(rows, list(sizes), process_group.rank(), process_group.group_name, *how)
     return out.view(sizes[process_group.rank()], *moved.shape[1:]).movedim(0, dim)
 
 

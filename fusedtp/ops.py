@@ -44,15 +44,29 @@ def all_gather_matmul(
 
 
 def _fake_matmul_reduce_scatter(
-    a: Tensor, b: Tensor, bias: Tensor | None, scatter_dim: int, sizes: Sequence[int], group_name: str, schedule: str
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    scatter_dim: int,
+    sizes: Sequence[int],
+    rank: int,
+    group_name: str,
+    schedule: str,
 ) -> Tensor:
-    local = sizes[groups.resolve(group_name).rank()]
+    local = sizes[rank]
     return a.new_empty((local, b.shape[1]) if scatter_dim == 0 else (a.shape[0], local))
 
 
 @operator("matmul_reduce_scatter", _fake_matmul_reduce_scatter)
 def matmul_reduce_scatter(
-    a: Tensor, b: Tensor, bias: Tensor | None, scatter_dim: int, sizes: Sequence[int], group_name: str, schedule: str
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    scatter_dim: int,
+    sizes: Sequence[int],
+    rank: int,
+    group_name: str,
+    schedule: str,
 ) -> Tensor:
     """a [M, K_r] @ b [K_r, N] summed over ranks -> [sizes[rank], N], or [M, sizes[rank]] for scatter_dim 1."""
     sizes = tuple(sizes)
@@ -78,7 +92,7 @@ def matmul_all_reduce(
 
 
 def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.sizes, ctx.group_name, ctx.schedule, _, ctx.debug, *ctx.more = inputs
+    _, ctx.sizes, ctx.rank, ctx.group_name, ctx.schedule, _, ctx.debug, *ctx.more = inputs
 
 
 def _setup_all_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -86,13 +100,15 @@ def _setup_all_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 
 def _through_reduce_scatter(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return reduce_scatter(grad, ctx.sizes, ctx.group_name, ctx.schedule, "auto", ctx.debug), *[None] * (
-        5 + len(ctx.more)
+    return reduce_scatter(grad, ctx.sizes, ctx.rank, ctx.group_name, ctx.schedule, "auto", ctx.debug), *[None] * (
+        6 + len(ctx.more)
     )
 
 
 def _through_all_gather(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return all_gather(grad, ctx.sizes, ctx.group_name, ctx.schedule, "auto", ctx.debug), *[None] * (5 + len(ctx.more))
+    return all_gather(grad, ctx.sizes, ctx.rank, ctx.group_name, ctx.schedule, "auto", ctx.debug), *[None] * (
+        6 + len(ctx.more)
+    )
 
 
 def _as_it_is(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -121,7 +137,7 @@ def as_it_is(x: Tensor, group_name: str, schedule: str, debug: bool = False) -> 
 
 
 def _fake_all_gather(
-    x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str, debug: bool = False,
+    x: Tensor, sizes: Sequence[int], rank: int, group_name: str, schedule: str, algorithm: str, debug: bool = False,
     producer: str = "auto", call: str = "",
 ) -> Tensor:  # fmt: skip
     return x.new_empty(sum(sizes), x.shape[1])
@@ -129,7 +145,7 @@ def _fake_all_gather(
 
 @operator("all_gather", _fake_all_gather, _through_reduce_scatter, _setup_gather)
 def all_gather(
-    x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str, debug: bool = False,
+    x: Tensor, sizes: Sequence[int], rank: int, group_name: str, schedule: str, algorithm: str, debug: bool = False,
     producer: str = "auto", call: str = "",
 ) -> Tensor:  # fmt: skip
     """x [sizes[rank], C] -> [sum(sizes), C]. call: see `meaning`."""
@@ -138,14 +154,28 @@ def all_gather(
 
 
 def _fake_reduce_scatter(
-    x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str, debug: bool = False, call: str = ""
+    x: Tensor,
+    sizes: Sequence[int],
+    rank: int,
+    group_name: str,
+    schedule: str,
+    algorithm: str,
+    debug: bool = False,
+    call: str = "",
 ) -> Tensor:
-    return x.new_empty(sizes[groups.resolve(group_name).rank()], x.shape[1])
+    return x.new_empty(sizes[rank], x.shape[1])
 
 
 @operator("reduce_scatter", _fake_reduce_scatter, _through_all_gather, _setup_gather)
 def reduce_scatter(
-    x: Tensor, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str, debug: bool = False, call: str = ""
+    x: Tensor,
+    sizes: Sequence[int],
+    rank: int,
+    group_name: str,
+    schedule: str,
+    algorithm: str,
+    debug: bool = False,
+    call: str = "",
 ) -> Tensor:
     """x [sum(sizes), C] summed over ranks -> [sizes[rank], C]."""
     options: dict[str, Any] = {"sizes": tuple(sizes), "algorithm": algorithm}

@@ -38,13 +38,15 @@ SEPARATOR = "\n"
 class Problem:
     """Everything about one call but its tensors, as the operator's plain arguments carry it.
 
-    group_names: one a mesh axis, in the spec's order. lengths: one a dim, in the spec's order. splits: for each dim the
-    number of explicit lengths, then those. w_transposed: w is stored [N, K]. by_size: plan by bytes and FLOPs, not the
-    usual way.
+    group_names: one a mesh axis, in the spec's order. ranks: this rank's number in each; uneven shapes hang on it, and
+    what a compiler has kept of one rank's graph, on disk too, must not be taken for another's. lengths: one a dim, in
+    the spec's order. splits: for each dim the number of explicit lengths, then those. w_transposed: w is stored [N, K].
+    by_size: plan by bytes and FLOPs, not the usual way.
     """
 
     spec: str
     group_names: tuple[str, ...]
+    ranks: tuple[int, ...]
     lengths: tuple[int, ...]
     splits: tuple[int, ...]
     w_transposed: bool
@@ -55,8 +57,16 @@ class Problem:
     producer: str = "auto"
 
     @classmethod
-    def of(cls, spec: str, group_names: str, lengths: Sequence[int], splits: Sequence[int], *rest: Any) -> Problem:
-        out: Problem = _cached(_problem, spec, group_names, tuple(lengths), tuple(splits), *rest)
+    def of(
+        cls,
+        spec: str,
+        group_names: str,
+        ranks: Sequence[int],
+        lengths: Sequence[int],
+        splits: Sequence[int],
+        *rest: Any,
+    ) -> Problem:
+        out: Problem = _cached(_problem, spec, group_names, tuple(ranks), tuple(lengths), tuple(splits), *rest)
         return out
 
     @property
@@ -79,7 +89,7 @@ class Problem:
     def partition(self) -> Partition:
         """This rank's view of the lengths."""
         members = (groups.resolve(name) for name in self.group_names)
-        places = tuple((group.rank(), group.size()) for group in members)
+        places = tuple((rank, group.size()) for rank, group in zip(self.ranks, members, strict=True))
         out: Partition = _cached(_partition, self, places)
         return out
 
@@ -155,8 +165,8 @@ def _cached(make: Any, *args: Any) -> Any:
 
 
 @lru_cache(maxsize=4096)
-def _problem(spec: str, group_names: str, lengths: tuple[int, ...], splits: tuple[int, ...], *rest: Any) -> Problem:
-    return Problem(spec, tuple(group_names.split(SEPARATOR)) if group_names else (), lengths, splits, *rest)
+def _problem(spec: str, group_names: str, *rest: Any) -> Problem:
+    return Problem(spec, tuple(group_names.split(SEPARATOR)) if group_names else (), *rest)
 
 
 @lru_cache(maxsize=4096)
@@ -188,7 +198,7 @@ class _Shapes(Runner):
     """Runs no collective: makes tensors of the shapes and strides that one would give."""
 
     def call(self, op: str, axis: str, x: Tensor, *operands: Tensor | None, **options: Any) -> Any:
-        sizes, rank = options.get("sizes", ()), self.group(axis).rank()
+        sizes, rank = options.get("sizes", ()), self.partition.place[axis][0]
         if op == "all_reduce":
             return x.new_empty(x.shape)
         if op == "all_gather":
@@ -302,37 +312,36 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 
 
 def _fake(
-    x: Tensor, w: Tensor, bias: Tensor | None, spec: str, group_names: str, lengths: Sequence[int],
-    splits: Sequence[int], w_transposed: bool, by_size: bool, schedule: str, algorithm: str, debug: bool = False,
-    producer: str = "auto",
+    x: Tensor, w: Tensor, bias: Tensor | None, spec: str, group_names: str, ranks: Sequence[int],
+    lengths: Sequence[int], splits: Sequence[int], w_transposed: bool, by_size: bool, schedule: str, algorithm: str,
+    debug: bool = False, producer: str = "auto",
 ) -> Tensor:  # fmt: skip
     problem = Problem.of(
-        spec, group_names, lengths, splits, w_transposed, by_size, schedule, algorithm, debug, producer
+        spec, group_names, ranks, lengths, splits, w_transposed, by_size, schedule, algorithm, debug, producer
     )
     return forward(x, w, bias, problem, fake=True)
 
 
 @operator("sharded_matmul", _fake, _gradients, _setup)
 def sharded_matmul(
-    x: Tensor, w: Tensor, bias: Tensor | None, spec: str, group_names: str, lengths: Sequence[int],
-    splits: Sequence[int], w_transposed: bool, by_size: bool, schedule: str, algorithm: str, debug: bool = False,
-    producer: str = "auto",
+    x: Tensor, w: Tensor, bias: Tensor | None, spec: str, group_names: str, ranks: Sequence[int],
+    lengths: Sequence[int], splits: Sequence[int], w_transposed: bool, by_size: bool, schedule: str, algorithm: str,
+    debug: bool = False, producer: str = "auto",
 ) -> Tensor:  # fmt: skip
     """y = x @ w + bias on shards; the arguments after the tensors are those of `Problem`."""
     problem = Problem.of(
-        spec, group_names, lengths, splits, w_transposed, by_size, schedule, algorithm, debug, producer
+        spec, group_names, ranks, lengths, splits, w_transposed, by_size, schedule, algorithm, debug, producer
     )
     return forward(x, w, bias, problem)
 
 
 def _fake_backward(
     dy: Tensor, x: Tensor, w: Tensor, needs_x: bool, needs_w: bool, needs_bias: bool, spec: str,
-    group_names: str, lengths: Sequence[int], splits: Sequence[int], w_transposed: bool, by_size: bool,
-    schedule: str, algorithm: str, debug: bool = False,
-    producer: str = "auto",
+    group_names: str, ranks: Sequence[int], lengths: Sequence[int], splits: Sequence[int], w_transposed: bool,
+    by_size: bool, schedule: str, algorithm: str, debug: bool = False, producer: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     problem = Problem.of(
-        spec, group_names, lengths, splits, w_transposed, by_size, schedule, algorithm, debug, producer
+        spec, group_names, ranks, lengths, splits, w_transposed, by_size, schedule, algorithm, debug, producer
     )
     return backward(dy, x, w, (needs_x, needs_w, needs_bias), problem, fake=True)
 
@@ -347,12 +356,11 @@ def _refuse_second(ctx: Any, *grads: Tensor) -> Any:
 @operator("sharded_matmul_backward", _fake_backward, _refuse_second)
 def sharded_matmul_backward(
     dy: Tensor, x: Tensor, w: Tensor, needs_x: bool, needs_w: bool, needs_bias: bool, spec: str,
-    group_names: str, lengths: Sequence[int], splits: Sequence[int], w_transposed: bool, by_size: bool,
-    schedule: str, algorithm: str, debug: bool = False,
-    producer: str = "auto",
+    group_names: str, ranks: Sequence[int], lengths: Sequence[int], splits: Sequence[int], w_transposed: bool,
+    by_size: bool, schedule: str, algorithm: str, debug: bool = False, producer: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dx, dw, db), each [0] where it is not needed; so may x and w be."""
     problem = Problem.of(
-        spec, group_names, lengths, splits, w_transposed, by_size, schedule, algorithm, debug, producer
+        spec, group_names, ranks, lengths, splits, w_transposed, by_size, schedule, algorithm, debug, producer
     )
     return backward(dy, x, w, (needs_x, needs_w, needs_bias), problem)

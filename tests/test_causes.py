@@ -48,9 +48,10 @@ def limited(group: ProcessGroup, limit: str, growing: bool) -> str:
         fusedtp.all_gather(small, group=group, schedule="decomposed")
     before = resource.getrlimit(kind)
     if group.rank() == 1:
-        # What it has by now is enough for what it has by now.
-        used = {"RLIMIT_NOFILE": len(os.listdir("/proc/self/fd")) - 1, "RLIMIT_FSIZE": 4096}[limit]
-        resource.setrlimit(kind, (used, before[1]))
+        # It limits the numbers of descriptors: the lowest that is free is the next one's.
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(kind, ({"RLIMIT_NOFILE": free, "RLIMIT_FSIZE": 4096}[limit], before[1]))
     try:
         fusedtp.all_gather(large, group=group, schedule="decomposed")
         said = ""

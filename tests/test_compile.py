@@ -36,7 +36,7 @@ def local(value: Tensor | None) -> Tensor:
     return value.to_local()
 
 
-def results(call: Callable[[Tensor], Tensor], layer: fusedtp.ParallelMLP, x: Tensor) -> dict[str, Tensor]:
+def results(call: Callable[[Tensor], Tensor], layer: torch.nn.Module, x: Tensor) -> dict[str, Tensor]:
     """y, dx and every parameter's gradient of one forward and backward of a loss that tells elements apart."""
     layer.zero_grad()
     x = x.detach().requires_grad_()
@@ -99,6 +99,26 @@ def test_compiled_with_the_sequence_whole(pool: RankPool) -> None:
         assert ops == ["fusedtp.sharded_matmul.default"] * 2
 
 
+def compiled_in_turn(group: ProcessGroup) -> None:
+    """One rank compiles while the other does not, then the other way round, finding what the first kept on disk."""
+    from torch._inductor import config as inductor
+
+    torch.manual_seed(5)
+    layer = fusedtp.FSDPLinear(4, 5, bias=False, group=group)
+    x = torch.randn(3, 4, requires_grad=True)
+    expected = results(layer, layer, x)
+    with inductor.patch(compile_threads=1, cpp_cache_precompile_headers=False):
+        for rank in range(group.size()):
+            torch._dynamo.reset()
+            equal(results(torch.compile(layer) if rank == group.rank() else layer, layer, x), expected)
+    torch._dynamo.reset()
+
+
+def test_a_rank_does_not_take_the_graph_that_another_has_compiled(pool: RankPool) -> None:
+    """Rank 0 holds three of five rows, rank 1 two: graphs that differ in nothing but whose they are."""
+    pool.run(compiled_in_turn, world_size=2, timeout=120)
+
+
 def compiled_for_any_length(group: ProcessGroup) -> int:
     layer, graphs = model(group), 0
 
@@ -141,7 +161,7 @@ def opchecked(group: ProcessGroup) -> None:
         (*tensors((4, 6), (5, 6)), None, "[R0, K] @ [K, N_X] -> [R0, N_X]", (4, 6, 10), (0, 0, 0)),
         (*tensors((4, 6), (5, 6)), None, "[R0_X, K] @ [K, N_X] -> [R0_X, N]", (8, 6, 10), (0, 0, 0)),
     ):  # fmt: skip
-        args = (x, w, b, spec, name, lengths, splits, *tail)
+        args = (x, w, b, spec, name, [group.rank()], lengths, splits, *tail)
         library.opcheck(torch.ops.fusedtp.sharded_matmul, args)
         y = sharded.sharded_matmul(*args).detach()
         backward = (y, x.detach(), w.detach(), -1 if b is None else 5, True, True, *args[3:])

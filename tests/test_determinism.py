@@ -112,10 +112,10 @@ def sums_are_literal(group: ProcessGroup, schedule: str, dtype: str) -> None:
     mine = a[rank], b[rank]
     for dim, sizes in ((0, rows), (1, cols)):
         for each, whole in ((bias, with_bias), (None, without)):
-            out = ops.matmul_reduce_scatter(*mine, each, dim, sizes, name, schedule)
+            out = ops.matmul_reduce_scatter(*mine, each, dim, sizes, rank, name, schedule)
             same_bits(out, reference.chunk(whole, dim, rank, sizes), f"matmul_reduce_scatter, dim {dim}")
     same_bits(
-        ops.reduce_scatter(parts[rank], rows, name, schedule, "direct"),
+        ops.reduce_scatter(parts[rank], rows, rank, name, schedule, "direct"),
         reference.chunk(without, 0, rank, rows), "reduce_scatter",
     )  # fmt: skip
     for algorithm in ("one_shot", "two_shot", "auto"):
@@ -162,17 +162,17 @@ def random_calls(group: ProcessGroup, schedule: str, dtype: torch.dtype) -> dict
     calls = {
         "all_gather_matmul 0": lambda: ops.all_gather_matmul(a_shard_m, b, bias, 0, m_sizes, name, schedule),
         "all_gather_matmul 1": lambda: ops.all_gather_matmul(a_shard_k, b, bias, 1, k_sizes, name, schedule),
-        "matmul_reduce_scatter 0": lambda: ops.matmul_reduce_scatter(*mine, 0, m_sizes, name, schedule),
-        "matmul_reduce_scatter 1": lambda: ops.matmul_reduce_scatter(*mine, 1, n_sizes, name, schedule),
-        "all_gather": lambda: ops.all_gather(a_shard_m, m_sizes, name, schedule, "auto"),
-        "reduce_scatter": lambda: ops.reduce_scatter(x, m_sizes, name, schedule, "direct"),
+        "matmul_reduce_scatter 0": lambda: ops.matmul_reduce_scatter(*mine, 0, m_sizes, rank, name, schedule),
+        "matmul_reduce_scatter 1": lambda: ops.matmul_reduce_scatter(*mine, 1, n_sizes, rank, name, schedule),
+        "all_gather": lambda: ops.all_gather(a_shard_m, m_sizes, rank, name, schedule, "auto"),
+        "reduce_scatter": lambda: ops.reduce_scatter(x, m_sizes, rank, name, schedule, "direct"),
     }  # fmt: skip
     for each in ("one_shot", "two_shot"):
         calls[f"matmul_all_reduce {each}"] = lambda each=each: ops.matmul_all_reduce(*mine, name, schedule, each)
         calls[f"all_reduce {each}"] = lambda each=each: ops.all_reduce(x, name, schedule, each)
     if schedule == "fused":
-        calls["all_gather ring"] = lambda: ops.all_gather(a_shard_m, m_sizes, name, schedule, "ring")
-        calls["reduce_scatter ring"] = lambda: ops.reduce_scatter(x, m_sizes, name, schedule, "ring")
+        calls["all_gather ring"] = lambda: ops.all_gather(a_shard_m, m_sizes, rank, name, schedule, "ring")
+        calls["reduce_scatter ring"] = lambda: ops.reduce_scatter(x, m_sizes, rank, name, schedule, "ring")
         calls["all_reduce ring"] = lambda: ops.all_reduce(x, name, schedule, "ring")
     return calls
 

@@ -194,18 +194,18 @@ def test_results_are_fresh(pool: RankPool, world_size: int) -> None:
 
 def opchecked(group: ProcessGroup) -> None:
     """Schemas hold, and fakes have the shape, dtype and strides of what the ops return."""
-    ops, name = torch.ops.fusedtp, group.group_name
+    ops, rank, name = torch.ops.fusedtp, group.rank(), group.group_name
     a, b, bias, sizes = torch.randn(4, 6), torch.randn(6, 5), torch.randn(5), [3, 1]
     a_shard_m = a[: sizes[group.rank()]]
     a_shard_k = torch.randn(sizes[group.rank()], 4).t()
     for op, args in (
         (ops.all_gather_matmul, (a_shard_m, b, bias, 0, sizes, name, "unfused")),
         (ops.all_gather_matmul, (a_shard_k, b[:4], None, 1, sizes, name, "unfused")),
-        (ops.matmul_reduce_scatter, (a, b, bias, 0, sizes, name, "unfused")),
-        (ops.matmul_reduce_scatter, (a, b, bias, 1, [0, 5], name, "unfused")),
+        (ops.matmul_reduce_scatter, (a, b, bias, 0, sizes, rank, name, "unfused")),
+        (ops.matmul_reduce_scatter, (a, b, bias, 1, [0, 5], rank, name, "unfused")),
         (ops.matmul_all_reduce, (a, b, bias, name, "unfused", "auto")),
-        (ops.all_gather, (a_shard_m, sizes, name, "unfused", "auto")),
-        (ops.reduce_scatter, (a.t().contiguous().t(), sizes, name, "unfused", "auto")),
+        (ops.all_gather, (a_shard_m, sizes, rank, name, "unfused", "auto")),
+        (ops.reduce_scatter, (a.t().contiguous().t(), sizes, rank, name, "unfused", "auto")),
         (ops.all_reduce, (a.t(), name, "unfused", "auto")),
     ):
         library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))

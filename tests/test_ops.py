@@ -126,18 +126,18 @@ class Operands:
 
     def issue(self, group: ProcessGroup) -> Tensor:
         """The registered op on these operands."""
-        call, name = self.call, group.group_name
+        call, rank, name = self.call, group.rank(), group.group_name
         if call.op == "all_gather_matmul":
             sizes = call.m_sizes if call.option == 0 else call.k_sizes
             return ops.all_gather_matmul(self.a, self.b, self.bias, call.option, sizes, name, call.schedule)
         if call.op == "matmul_reduce_scatter":
             sizes = call.m_sizes if call.option == 0 else call.n_sizes
-            return ops.matmul_reduce_scatter(self.a, self.b, self.bias, call.option, sizes, name, call.schedule)
+            return ops.matmul_reduce_scatter(self.a, self.b, self.bias, call.option, sizes, rank, name, call.schedule)
         if call.op == "matmul_all_reduce":
             return ops.matmul_all_reduce(self.a, self.b, self.bias, name, call.schedule, call.option)
         if call.op == "all_reduce":
             return ops.all_reduce(self.a, name, call.schedule, call.option)
-        return getattr(ops, call.op)(self.a, call.m_sizes, name, call.schedule, call.option)
+        return getattr(ops, call.op)(self.a, call.m_sizes, rank, name, call.schedule, call.option)
 
     def check(self, out: Tensor, name: str) -> None:
         reference.check(out, self.expected, self.allowed, name)
@@ -303,10 +303,11 @@ def test_decomposed_as_on_a_gpu(pool: RankPool, flavour: str, world_size: int, d
 
 def collectives(group: ProcessGroup) -> set[str]:
     """What `unfused` asks of the backend, by the names of c10d's operators."""
-    x, name, sizes = torch.ones(4 * group.size(), 3), group.group_name, (4,) * group.size()
+    x, sizes = torch.ones(4 * group.size(), 3), (4,) * group.size()
+    rank, name = group.rank(), group.group_name
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
-        ops.all_gather(x[:4], sizes, name, "unfused", "auto")
-        ops.reduce_scatter(x, sizes, name, "unfused", "auto")
+        ops.all_gather(x[:4], sizes, rank, name, "unfused", "auto")
+        ops.reduce_scatter(x, sizes, rank, name, "unfused", "auto")
         ops.all_reduce(x, name, "unfused", "auto")
     return {event.name for event in profiled.events() if event.name.startswith("c10d::")}
 

@@ -37,22 +37,22 @@ def _map(fd: int, num_bytes: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
 
 
-class _Descriptor:
-    # Closed with the last reference to it, whatever an interruption has kept from being done.
-    def __init__(self, number: int) -> None:
-        self.number = number
+class _Descriptor(list[int]):
+    # The one number that is open, or none. Closed with the last reference, whatever an interruption has kept from being
+    # done: no line lies between opening and keeping it, nor between giving it up and closing it.
+    @property
+    def number(self) -> int:
+        return self[0]
 
     def close(self) -> None:
-        number, self.number = self.number, -1
-        if number >= 0:
-            os.close(number)
+        _ = self and os.close(self.pop())
 
     __del__ = close
 
 
 def _file(num_bytes: int) -> _Descriptor:
     # A new file in memory.
-    file = _Descriptor(os.memfd_create("fusedtp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+    file = _Descriptor([os.memfd_create("fusedtp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)])
     # Made with all permissions: /proc lets no other user's process reach it, and this would stop it once more.
     os.fchmod(file.number, 0o600)
     os.ftruncate(file.number, num_bytes)
@@ -64,7 +64,7 @@ def _map_of(peer: Row, mine: Row) -> Tensor:
     # OSError with one of the codes of `causes`, or the system's own.
     if (peer.boot, peer.namespace) != (mine.boot, mine.namespace):
         raise OSError(OTHER_MACHINE if peer.boot != mine.boot else OTHER_NAMESPACE, "")
-    file = _Descriptor(os.open(f"/proc/{peer.pid}/fd/{peer.fd}", os.O_RDWR | os.O_CLOEXEC))
+    file = _Descriptor([os.open(f"/proc/{peer.pid}/fd/{peer.fd}", os.O_RDWR | os.O_CLOEXEC)])
     try:
         if os.fstat(file.number).st_ino != peer.inode:
             raise OSError(OTHER_FILE, "")

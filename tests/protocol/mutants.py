@@ -92,8 +92,8 @@ MUTANTS = (
     Mutant(
         "flag reset after the wait, host", "in place: two_shot",
         _edit(
-            steps.HostSteps, "wait", "self._wait_slowly(lambda: load_acquire(address), src, slot)",
-            "self._wait_slowly(lambda: load_acquire(address), src, slot)\n    store_release(address, 0)",
+            steps.HostSteps, "wait", "self._wait_slowly(lambda: load_acquire(address), src, slot, self.epoch)",
+            "self._wait_slowly(lambda: load_acquire(address), src, slot, self.epoch)\n    store_release(address, 0)",
         ),
         says="deadlock", races=False,
     ),
