@@ -176,6 +176,13 @@ def disagrees(link, src):
 
 
 @triton.jit
+def _entered_otherwise(link, words, src):
+    # 1 if rank `src` has entered this epoch, with another op than this rank.
+    entered = tl.atomic_add(words + SIGNALS + ENTRY_SLOT * link.WORLD_SIZE + src, 0, sem="acquire", scope="sys")
+    return disagrees(link, src) * (((entered - link.epoch) & -LEAD) == 0).to(tl.int32)
+
+
+@triton.jit
 def before_descriptor(index, ok):
     """`index`, to be used as a coordinate of a descriptor's load of what the wait that gave `ok` has waited for.
 
@@ -242,9 +249,7 @@ def wait(link, src, slot):
                 tl.store(words + WAITING_FOR, src + 1)
                 given_up = read(words + GIVEN_UP)
                 elapsed = read(host + CLOCK_MS) - start
-                entry = words + SIGNALS + ENTRY_SLOT * link.WORLD_SIZE + src
-                entered = tl.atomic_add(entry, 0, sem="acquire", scope="sys")
-                differs = disagrees(link, src) * (((entered - link.epoch) & -LEAD) == 0).to(tl.int32)
+                differs = _entered_otherwise(link, words, src)
                 waiting = ((given_up == 0) & (elapsed < budget) & (differs == 0)).to(tl.int32)
             # After the look at the clock: a rank that was itself stopped meanwhile finds what has arrived in that time.
             seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")

@@ -237,6 +237,9 @@ def _lower(low: Lowered, s: Statement) -> dict[str, Any]:
         return low.make("elect", [(to, "w"), (won, "p")])
     if s.opcode == "shfl.sync.idx.b32" and s.operands[3:] == ("31", "-1") and "|" not in s.operands[0]:
         return low.make("shfl_idx", [(each, "w") for each in s.operands[:3]])
+    if s.opcode == "cvt.s64.s32" and low.source.kind(s.operands[1]) == "d":
+        # PTX, Operand Size Exceeding Instruction-Type Size: of a wider register the low bits are converted.
+        return low.make("sext64_low", [(each, "d") for each in s.operands])
     op, kinds, operands, bits = arithmetic(s)
     return low.make(op, list(zip(operands, kinds, strict=True)), bits)
 

@@ -88,7 +88,8 @@ EQUIVALENT = (
      "report when the kernel has ended"),
     (r"arrival", r"leave\b", "what the last arrival is followed by touches the rank's own header only; all else is "
      "there for who comes next as the kernel has ended"),
-    (r"acquire", r"leave\b", "nothing is read behind the wait for entries"),
+    (r"acquire", r"leave\b|^_entered_otherwise\b", "what is read behind an entry are fingerprints, by strong loads, and "
+     "those of the machine read the newest value: it cannot show what this one is for"),
     (r"mask of a store", r"^(wait|leave|_give_up)\b", "every thread would store the same value"),
     (r"mask of a load", r"", "what is read beyond the mask is in the same operand or arena, and is never stored"),
     (r"no barrier", r"^(?!raise_signal)", "between it and the barriers beside it no two warps touch the same shared "
