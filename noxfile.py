@@ -132,7 +132,8 @@ def regress(session: nox.Session) -> None:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """10,000 mixed calls on four ranks, 100,000 of random programs, sequences across two groups, mutated files.
+    """10,000 mixed calls on four ranks, 100,000 of random programs, sequences across two groups, mutated files, every
+    sharding over two axes.
 
     After --: --calls, --seed, --programs, ...
     """
@@ -143,7 +144,7 @@ def soak(session: nox.Session) -> None:
         for size in (2, 4):
             options = ("--programs", "--calls", "50000", "--world-size", str(size))
             session.run("python", "-P", "-m", "fusedtp.bench.soak", *options, env=ONE_THREAD)
-        files = ("tests/test_two_groups.py", "tests/test_mutated_files.py")
+        files = ("tests/test_two_groups.py", "tests/test_mutated_files.py", "tests/test_sharded.py")
         session.run("pytest", *files, env={**ONE_THREAD, "FUSEDTP_SOAK": "large"})
 
 

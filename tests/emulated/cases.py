@@ -74,8 +74,12 @@ def split(length: int, world_size: int, how: str, unit: int = 1) -> tuple[int, .
 
 def laid_out(x: Tensor, how: str) -> Tensor:
     """The same values, with contiguous rows or columns, or neither."""
+    if not x.numel():
+        # As a part of what has some, or torch would take any strides and other code would be compiled for it alone.
+        whole = laid_out(x.new_empty([length or 16 for length in x.shape]), how)
+        return whole[: x.shape[0], : x.shape[1]]
     if how == "strided":
-        return torch.stack([x, x], -1).flatten(1)[:, ::2] if x.numel() else x
+        return torch.stack([x, x], -1).flatten(1)[:, ::2]
     return x.contiguous() if how == "rows" else x.t().contiguous().t()
 
 
@@ -208,18 +212,20 @@ def virtual_ranks(
 
 def issue(driver: EmulatedDriver, ranks: Sequence[Workspace], phases: Sequence[Phases]) -> list[Tensor]:
     """Every rank's launches onto its stream, one after another: nothing runs yet."""
-    results = []
     for each in phases:
         next(each)
-    for ws, each in zip(ranks, phases, strict=True):
-        with driver.on(ws.rank):
-            while True:
-                try:
-                    next(each)
-                except StopIteration as stop:
-                    results.append(stop.value)
-                    break
-    return results
+    return [finish(driver, ws, each) for ws, each in zip(ranks, phases, strict=True)]
+
+
+def finish(driver: EmulatedDriver, ws: Workspace, phases: Phases) -> Tensor:
+    """What is left of a rank's launches."""
+    with driver.on(ws.rank):
+        while True:
+            try:
+                next(phases)
+            except StopIteration as stop:
+                out: Tensor = stop.value
+                return out
 
 
 def run(

@@ -59,6 +59,8 @@ class _Launcher:
     def __call__(self, x: int, y: int, z: int, stream: int, function: tuple[str, str], *rest: Any) -> None:
         assert (y, z) == (1, 1)
         program = active().program(*function)
+        if (launches := active().launches) and not launches(stream, function[0]):
+            return
         # Packed metadata, launch metadata, two hooks.
         args, maps = rest[4:], iter(self.maps)
         values: list[int] = []
@@ -83,6 +85,7 @@ class _Launcher:
             else:
                 assert kind[0] in "iu", kind
                 values.append(int(value))
+        program.whole = program.whole or all(arg.numel() for arg in args if isinstance(arg, Tensor))
         # Scratch memory, which these kernels have none of.
         assert not self.metadata.global_scratch_size
         values += [0, 0]
@@ -125,6 +128,8 @@ class EmulatedDriver(GPUDriver):  # type: ignore[misc]
         self.programs: dict[str, Program] = {}
         # Kernels are changed by it before they are launched: (name, PTX) -> PTX.
         self.rewrite: Callable[[str, str], str] | None = None
+        # Whether a rank launches a kernel of that name: (rank, name) -> bool.
+        self.launches: Callable[[int, str], bool] | None = None
         # Called behind each launch: where the host goes on with what a kernel has done, it must have run.
         self.launched: Callable[[], object] | None = None
         self.launcher_cls = _Launcher

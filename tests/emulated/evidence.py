@@ -8,7 +8,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -25,6 +25,8 @@ from .machine import Schedule
 
 TARGETS = (80, 90)
 SEEDS = 20
+# Ops with a kernel that collects what one before it has waited for.
+COLLECTING = ("gather rows and keep", "scatter and gather")
 _WORLDS = (2, 3, 4, 2)
 
 
@@ -50,6 +52,7 @@ class Done:
 
     unit: Unit
     executed: dict[tuple[str, str], Any]
+    whole: set[tuple[str, str]] = field(default_factory=set)
     runs: int = 0
     instructions: int = 0
     stale: int = 0
@@ -104,31 +107,43 @@ def _execute(unit: Unit, driver: EmulatedDriver, done: Done) -> None:
             run(driver, ops, world_size, dtype, _deep(which, seed), _schedule(seed), epoch=epoch, programs=programs),
         )
     if unit.dtype == "bfloat16":
-        # More columns than are sent at once; few columns; few rows, in pieces of a tile.
-        for i, other in enumerate((replace(shape, N=528, K=80), replace(shape, N=96), replace(shape, M=48))):
+        # More columns than are sent at once; few columns; few rows, in pieces of a tile; long rows of odd lengths.
+        others = replace(shape, N=528, K=80), replace(shape, N=96), replace(shape, M=48), replace(fewer, N=520, K=536)
+        for i, other in enumerate(others):
             piece_bytes = 1 if i == 2 else producer.PIECE_BYTES
             for depth in range(3):
                 how, given_up = _schedule(100 + 3 * i + depth), _schedule_of_giving_up(depth)
                 with mock.patch.object(producer, "PIECE_BYTES", piece_bytes):
                     _add(done, run(driver, [unit.op], 2, dtype, _deep(other, depth), how))
-                    _add(done, giveups.missing(driver, unit.op, 2, dtype, _deep(other, depth), given_up))
+                    _give_up(done, driver, 2, _deep(other, depth), given_up)
         if unit.op in ("gather rows", "gather contraction", "all_gather direct"):
             _add(done, in_phases(driver, unit.op, 3, dtype, shape, _schedule(0), "copy"))
-    for depth in range(3):
-        _add(done, giveups.missing(driver, unit.op, 2, dtype, _deep(fewer, depth), _schedule_of_giving_up(depth)))
+    for seed in range(6):
+        _give_up(done, driver, 2, _deep(fewer, seed // 2), _schedule_of_giving_up(seed))
     for seed in range(min(unit.seeds, 9)):
         world_size, how = 2 + seed // 3, _schedule_of_giving_up(seed)
-        _add(done, giveups.missing(driver, unit.op, world_size, dtype, _deep(shape, seed), how))
+        _give_up(done, driver, world_size, _deep(shape, seed), how)
         if seed % 3 == 0:
             for by in (seed // 3 - 1, 3 + 2 * seed // 3):
                 done.runs += 1
                 done.gave_up += giveups.late(driver, unit.op, world_size, dtype, shape, how, by)
 
 
+def _give_up(done: Done, driver: EmulatedDriver, world_size: int, shape: Shape, how: Schedule) -> None:
+    what = driver, done.unit.op, world_size, DTYPES[done.unit.dtype], shape, how
+    _add(done, giveups.missing(*what))
+    _add(done, giveups.disagreeing(*what))
+    if done.unit.op in COLLECTING:
+        _add(done, giveups.alone(*what, "_collect_kernel"))
+    done.runs += 1
+    done.gave_up += giveups.stopped(*what)
+
+
 def _deep(shape: Shape, seed: int) -> Shape:
     """With more, less than one, or two steps of k: what a loop begins with may be all that it has."""
     odd = shape.K % 16
-    return replace(shape, K=(shape.K, shape.K // 3 // 16 * 16 + odd, shape.K * 5 // 9 // 16 * 16 + odd)[seed % 3])
+    # The last is a multiple of 16 also where the others are not: a rank without any has one, whichever they are.
+    return replace(shape, K=(shape.K, shape.K // 3 // 16 * 16 + odd, shape.K * 5 // 9 // 16 * 16)[seed % 3])
 
 
 def _schedule_of_giving_up(seed: int) -> Schedule:
@@ -183,6 +198,8 @@ def work(unit: Unit) -> Done:
                 key = program.name, hashlib.sha256(text.encode()).hexdigest()
                 kept = ~without_contraction(program)
                 done.executed[key] = (program.count > 0)[kept]
+                if program.whole:
+                    done.whole.add(key)
                 done.left_out += int(np.count_nonzero(~kept))
     return done
 
@@ -194,17 +211,21 @@ def in_processes(every: Sequence[Unit]) -> list[Done]:
         return list(pool.imap_unordered(work, every, chunksize=1))
 
 
-def shares(done: Iterable[Done]) -> dict[tuple[int, str], tuple[int, int, int]]:
+def shares(done: Iterable[Done], *, whole: bool = True) -> dict[tuple[int, str], tuple[int, int, int]]:
     """By target and kernel: how many different PTX it has, how many instructions they have and how many were executed
-    in some run."""
+    in some run. Without `whole` of the PTX that is compiled for ranks alone that have nothing of some operand.
+    """
     executed: dict[tuple[int, str, str], Any] = {}
+    launched: set[tuple[int, str, str]] = set()
     for each in done:
+        launched |= {(each.unit.target, *key) for key in each.whole}
         for (name, digest), ran in each.executed.items():
             key = each.unit.target, name, digest
             executed[key] = executed[key] | ran if key in executed else ran
     found: dict[tuple[int, str], list[Any]] = defaultdict(list)
-    for (target, name, _), ran in executed.items():
-        found[target, name].append(ran)
+    for (target, name, digest), ran in executed.items():
+        if ((target, name, digest) in launched) == whole:
+            found[target, name].append(ran)
     return {
         key: (len(each), sum(len(ran) for ran in each), sum(int(np.count_nonzero(ran)) for ran in each))
         for key, each in sorted(found.items())

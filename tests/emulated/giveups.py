@@ -1,16 +1,21 @@
-"""Waits that are given up: a rank is missing, or comes when the budget of the others is just being spent."""
+"""Waits that are given up: a rank is missing, stops amid an op, comes when the budget of the others is just being
+spent, or means another op.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from fusedtp import PeerTimeout, reference
+from fusedtp import PeerTimeout, RanksDisagree, disagreement, reference
+from fusedtp.meaning import Meaning
+from fusedtp.workspace import Workspace
 
-from .cases import Shape, issue, problem, value_of, virtual_ranks
+from .cases import Shape, finish, issue, problem, value_of, virtual_ranks
 from .driver import EmulatedDriver
 from .machine import Ran, Schedule
 
@@ -65,6 +70,100 @@ def missing(
     )
 
 
+def stopped(
+    driver: EmulatedDriver, name: str, world_size: int, dtype: torch.dtype, shape: Shape, schedule: Schedule
+) -> bool:
+    """One rank issues the first kernel of its op and no other until the rest have ended: each rank has the right
+    result, or has given up, and then what it has is right or NaN. Whether any gave up.
+    """
+    held = schedule.seed % world_size
+    schedule = replace(schedule, tick=schedule.tick or 0.0003)
+    with virtual_ranks(world_size, seconds=BUDGET_MS / 1000, clock_ms=_CLOCK_MS) as ranks:
+        start, expected, allowed = problem(name, world_size, dtype, schedule.seed, shape)
+        phases = [start(ws, ws.rank) for ws in ranks]
+        next(phases[held])
+        others = [ws for ws in ranks if ws.rank != held]
+        outs = dict(
+            zip([ws.rank for ws in others], issue(driver, others, [phases[ws.rank] for ws in others]), strict=True)
+        )
+        with driver.on(held):
+            try:
+                next(phases[held])
+            except StopIteration as stop:
+                outs[held] = stop.value
+        driver.run(ranks, schedule)
+        if held not in outs:
+            outs[held] = finish(driver, ranks[held], phases[held])
+            driver.run(ranks, replace(schedule, seed=schedule.seed + 1))
+        return _right_or_given_up(ranks, outs, expected, allowed, f"{name}, {held} stopped, seed {schedule.seed}")
+
+
+def alone(
+    driver: EmulatedDriver, name: str, world_size: int, dtype: torch.dtype, shape: Shape, schedule: Schedule, last: str
+) -> Ran:
+    """One rank launches nothing but the kernel `last`, of an op whose kernels before it would have waited for it, and
+    the others come when it waits: they give up, each of its elements is right or NaN.
+    """
+    odd = schedule.seed % world_size
+    with virtual_ranks(world_size, seconds=4 * BUDGET_MS / 1000, clock_ms=_CLOCK_MS) as ranks:
+        start, expected, allowed = problem(name, world_size, dtype, schedule.seed, shape)
+        driver.launches = lambda rank, kernel: rank != odd or kernel == last
+        try:
+            outs = issue(driver, ranks, [start(ws, ws.rank) for ws in ranks])
+        finally:
+            driver.launches = None
+        until = (_CLOCK_MS + 2 * BUDGET_MS + 2**31) % 2**32 - 2**31
+        held = (odd + 1 + schedule.seed % (world_size - 1)) % world_size
+        ran = driver.run(ranks, replace(schedule, tick=0.0003, held=held, held_until=until))
+        for ws in ranks:
+            if ws.rank != odd:
+                with pytest.raises(PeerTimeout, match=f"rank {ws.rank} waited .* for rank "):
+                    ws.check()
+            what = f"{name}, rank {ws.rank} of {world_size}, {last} alone on {odd}, seed {schedule.seed}"
+            _never_wrong(value_of(outs[ws.rank]), expected[ws.rank], allowed[ws.rank], what)
+    return ran
+
+
+def disagreeing(
+    driver: EmulatedDriver, name: str, world_size: int, dtype: torch.dtype, shape: Shape, schedule: Schedule
+) -> Ran:
+    """One rank means another op by it, which sends the same: every rank is told, at the latest where it leaves."""
+    odd = schedule.seed % world_size
+    with virtual_ranks(world_size, clock_ms=_CLOCK_MS) as ranks:
+        start, expected, allowed = problem(name, world_size, dtype, schedule.seed, shape)
+        for ws in ranks:
+            ws.meanings.now = Meaning({"op": name, "call": "another" if ws.rank == odd else "this"})
+        outs = issue(driver, ranks, [start(ws, ws.rank) for ws in ranks])
+        ran = driver.run(ranks, schedule)
+        # As real ranks would by themselves.
+        for ws in ranks:
+            disagreement.say(ws._text(ws.rank), ws.meanings.now.values)
+        for ws in ranks:
+            what = f"{name}, rank {ws.rank} of {world_size}, {odd} means another op, seed {schedule.seed}"
+            with pytest.raises(RanksDisagree, match=r"the ranks do not agree on call: .*another on rank"):
+                ws.check()
+            _never_wrong(value_of(outs[ws.rank]), expected[ws.rank], allowed[ws.rank], what)
+    return ran
+
+
+def _right_or_given_up(
+    ranks: Sequence[Workspace], outs: Mapping[int, Tensor], expected: Sequence[Tensor], allowed: Sequence[Tensor],
+    what: str,
+) -> bool:  # fmt: skip
+    gave_up = False
+    for ws in ranks:
+        here = f"{what}, rank {ws.rank} of {ws.world_size}"
+        out = value_of(outs[ws.rank])
+        try:
+            ws.check()
+        except PeerTimeout:
+            gave_up = True
+            _never_wrong(out, expected[ws.rank], allowed[ws.rank], here)
+        else:
+            reference.check(out, expected[ws.rank], allowed[ws.rank], here)
+    return gave_up
+
+
 def late(
     driver: EmulatedDriver, name: str, world_size: int, dtype: torch.dtype, shape: Shape, schedule: Schedule, by: int
 ) -> bool:
@@ -74,19 +173,10 @@ def late(
     held = schedule.seed % world_size
     until = (_CLOCK_MS + BUDGET_MS + by + 2**31) % 2**32 - 2**31
     schedule = replace(schedule, tick=schedule.tick or 0.0003, held=held, held_until=until)
-    gave_up = []
     with virtual_ranks(world_size, seconds=BUDGET_MS / 1000, clock_ms=_CLOCK_MS) as ranks:
         start, expected, allowed = problem(name, world_size, dtype, schedule.seed, shape)
         outs = issue(driver, ranks, [start(ws, ws.rank) for ws in ranks])
         driver.run(ranks, schedule)
-        for ws in ranks:
-            what = f"{name}, rank {ws.rank} of {world_size}, {held} late by {by} ms, seed {schedule.seed}"
-            out = value_of(outs[ws.rank])
-            try:
-                ws.check()
-            except PeerTimeout:
-                gave_up.append(ws.rank)
-                _never_wrong(out, expected[ws.rank], allowed[ws.rank], what)
-            else:
-                reference.check(out, expected[ws.rank], allowed[ws.rank], what)
-    return bool(gave_up)
+        return _right_or_given_up(
+            ranks, dict(enumerate(outs)), expected, allowed, f"{name}, {held} late by {by} ms, seed {schedule.seed}"
+        )

@@ -264,6 +264,8 @@ class Program:
             self.instructions[i]["neg"] = s.negated
         self.pool = np.array(low.pool + [0] * 4, np.int32)
         self.count = np.zeros(len(self.instructions), np.uint64)
+        # Whether a rank has launched it that had something of every operand.
+        self.whole = False
         self.sizes = [len(low.registers[kind]) for kind in "wdp"]
         self.names = {kind: {place: name for name, place in low.registers[kind].items()} for kind in "wdp"}
         self.keys = {kind: list(low.constants[kind]) for kind in "wdp"}
