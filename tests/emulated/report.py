@@ -38,8 +38,9 @@ def _executed(done: Sequence[Done]) -> list[str]:
     apart = [sum(values) for values in zip(*shares(done, whole=False).values(), strict=True)]
     if apart:
         lines += [
-            f"{apart[0]} variants more, of {apart[1]} instructions, are launched by ranks alone that have nothing of some "
-            f"operand: what they would do with it never runs. {1000 * apart[2] // apart[1] / 10} % of these were executed."
+            f"{apart[0]} variants more, of {apart[1]} instructions, are launched by ranks alone that have nothing of "
+            "some operand: what they would do with it never runs. "
+            f"{1000 * apart[2] // apart[1] / 10} % of these were executed."
         ]
     lines += [
         "",
