@@ -119,6 +119,25 @@ def test_refused(what: str) -> None:
         litmus.run([body], [litmus.aligned(16) for _ in range(3)], Schedule(1, idle_limit=100_000), warps)
 
 
+@pytest.mark.parametrize(
+    ("statements", "expected"),
+    [
+        # Bytes 2, 3, 6, 7 of b:a; then the sign of byte 3 in place of the lowest.
+        ("mov.b32 %r6, 0x83112233; mov.b32 %r7, 0x44556677; prmt.b32 %r5, %r6, %r7, 0x7632U;", 0x44558311),
+        ("mov.b32 %r6, 0x83112233; mov.b32 %r7, 0x44556677; prmt.b32 %r5, %r6, %r7, 0x763b;", 0x445583FF),
+        # Of a wider register the low bits are converted.
+        (
+            "mov.b64 %rd4, 0x7ffffffff; cvt.s64.s32 %rd5, %rd4; shr.s64 %rd6, %rd5, 32; cvt.u32.u64 %r5, %rd6;",
+            2**32 - 1,
+        ),
+    ],
+)
+def test_arithmetic(statements: str, expected: int) -> None:
+    places = [litmus.aligned(16) for _ in range(3)]
+    litmus.run([statements.replace("; ", ";\n") + "\n" + STORE.replace("%r2", "%r5")], places, Schedule())
+    assert int(places[0][0]) % 2**32 == expected
+
+
 def test_stores_to_what_may_only_be_read_are_refused() -> None:
     with pytest.raises(Failed, match="store of 4 bytes out of bounds"):
         litmus.run([STORE], [litmus.aligned(16) for _ in range(3)], Schedule(), writable=False)

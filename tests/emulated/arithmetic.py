@@ -18,6 +18,7 @@ _BY_NAME = {
     "fma.rn.f32": ("fma_f32", "wwww"), "fma.rn.bf16x2": ("fma_bf16x2", "wwww"), "fma.rn.bf16": ("fma_bf16", "wwww"),
     "neg.s32": ("neg_32", "ww"), "neg.s64": ("neg_64", "dd"), "abs.s32": ("abs_32", "ww"),
     "mul.hi.u32": ("mulhi_u32", "www"), "mul.hi.s32": ("mulhi_s32", "www"),
+    "prmt.b32": ("prmt", "wwww"),
     "bfe.u32": ("bfe_u32", "wwww"), "bfe.s32": ("bfe_s32", "wwww"),
     "bfe.s64": ("bfe_s64", "ddww"), "bfe.u64": ("bfe_u64", "ddww"),
 }  # fmt: skip

@@ -17,7 +17,7 @@ import torch
 
 from fusedtp.schedules import producer
 
-from . import giveups, mutants
+from . import giveups, layers, mutants
 from .cases import COLLECTIVES, DTYPES, MATMULS, Shape, in_phases, run, small
 from .driver import EmulatedDriver, device
 from .lower import Program
@@ -65,6 +65,11 @@ class Done:
 def units(seeds: int = SEEDS) -> list[Unit]:
     """Every op, dtype and target."""
     return [Unit(t, dtype, op, seeds) for op in MATMULS + COLLECTIVES for t in TARGETS for dtype in DTYPES]
+
+
+def layer_units(seeds: int = SEEDS) -> list[Unit]:
+    """Forward and every gradient of each function that layers are made of, dtypes and numbers of ranks in turn."""
+    return [Unit(target, "all", name, seeds) for name in layers.FUNCTIONS for target in TARGETS]
 
 
 # Where mutants are planted: together these have every kernel, and on sm_90 every kind of instruction.
@@ -139,6 +144,14 @@ def _give_up(done: Done, driver: EmulatedDriver, world_size: int, shape: Shape, 
     done.gave_up += giveups.stopped(*what)
 
 
+def _differentiate(unit: Unit, driver: EmulatedDriver, done: Done) -> None:
+    for seed in range(unit.seeds):
+        dtype = DTYPES[("bfloat16", "float32", "float16")[seed % 3]]
+        compared = layers.check(driver, unit.op, 2 + seed % 3, dtype, seed)
+        assert compared == ["y", "dx", "dw"] * (2 + seed % 3)
+        done.runs += 1
+
+
 def _deep(shape: Shape, seed: int) -> Shape:
     """With more, less than one, or two steps of k: what a loop begins with may be all that it has."""
     odd = shape.K % 16
@@ -177,10 +190,12 @@ def work(unit: Unit) -> Done:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     done = Done(unit, {})
-    dtype = DTYPES[unit.dtype]
     with device(unit.target) as driver:
         try:
-            if unit.mutated:
+            if unit.op in layers.FUNCTIONS:
+                _differentiate(unit, driver, done)
+            elif unit.mutated:
+                dtype = DTYPES[unit.dtype]
                 every = [
                     each for name, text in sorted(mutants.sources(driver, unit.op, dtype).items())
                     for each in mutants.mutants(name, text)

@@ -54,7 +54,7 @@ class Lowered:
         if text == "global_smem":
             return self.constant(kind, SHARED_BASE)
         try:
-            value = int(text[2:], 16) if text[:2] in ("0f", "0d") else int(text, 0)
+            value = int(text[2:], 16) if text[:2] in ("0f", "0d") else int(text.removesuffix("U"), 0)
         except ValueError:
             raise CannotExecute(f"operand {text}") from None
         return self.constant(kind, value & ((1 << bits) - 1))

@@ -44,7 +44,8 @@ def _executed(done: Sequence[Done]) -> list[str]:
         ]
     lines += [
         "",
-        f"{len(plain)} ops by dtype and target, {sum(each.runs for each in plain)} runs, "
+        f"{len(plain)} ops, and functions with their gradients, by dtype and target, "
+        f"{sum(each.runs for each in plain)} runs, "
         f"{sum(each.instructions for each in plain) // 10**6} million instructions of warps, "
         f"{sum(each.stale for each in plain)} loads that saw the past, all results right; "
         f"a budget was spent in {sum(each.gave_up for each in plain)} runs with a late rank. "

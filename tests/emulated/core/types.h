@@ -135,6 +135,15 @@ static inline int chance(double p) { return p > 0 && (rnd() >> 11) * 0x1p-53 < p
 
 static inline float flt(u32 u) { float f; memcpy(&f, &u, 4); return f; }
 static inline u32 bits(float f) { u32 u; memcpy(&u, &f, 4); return u; }
+// PTX, prmt, default mode: each nibble of c picks one of eight bytes, or its sign.
+static inline u32 prmt(u32 a, u32 b, u32 c) {
+  u32 d = 0;
+  for (int i = 0; i < 4; i++) {
+    u32 pick = c >> 4 * i & 15, byte = (u32)(((u64)b << 32 | a) >> 8 * (pick & 7)) & 255;
+    d |= (pick & 8 ? (byte & 128 ? 255u : 0) : byte) << 8 * i;
+  }
+  return d;
+}
 static inline u32 to_bf16(u32 u) {
   return (u & 0x7fffffff) > 0x7f800000 ? 0x7fff : (u + 0x7fff + (u >> 16 & 1)) >> 16;
 }
