@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import GPUDriver
 
-from fusedtp import dispatch
+from fusedtp import dispatch, missing
 from fusedtp.workspace import Workspace
 
 from .lower import Program
@@ -214,6 +214,8 @@ def device(capability: int, programs: int = 3) -> Iterator[EmulatedDriver]:
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
         # The tensors are a CPU's, which otherwise runs fused in the interpreter alone.
         mock.patch.object(dispatch, "_is_interpreted", return_value=True),
+        # Nobody does anything while one looks who is missing.
+        mock.patch.object(missing, "GRACE_SECONDS", 0.0),
     ):
         try:
             config.set_active(_active)

@@ -102,7 +102,8 @@ def _execute(unit: Unit, driver: EmulatedDriver, done: Done) -> None:
     dtype = DTYPES[unit.dtype]
     shape, fewer = small(unit.target, dtype), small(unit.target, dtype, "empty")
     for seed in range(unit.seeds):
-        which, world_size = (fewer, 2) if seed % 5 == 4 else (shape, _WORLDS[seed % len(_WORLDS)])
+        # With three ranks one has nothing, and two have something for each other.
+        which, world_size = (fewer, 3) if seed % 5 == 4 else (shape, _WORLDS[seed % len(_WORLDS)])
         # Every third run has two epochs one behind the other, every seventh passes the wrap of the epoch.
         ops = [unit.op] * (1 + (seed % 3 == 0))
         epoch = 2**31 - 2 if seed % 7 == 6 else 0
@@ -119,12 +120,14 @@ def _execute(unit: Unit, driver: EmulatedDriver, done: Done) -> None:
             for depth in range(3):
                 how, given_up = _schedule(100 + 3 * i + depth), _schedule_of_giving_up(depth)
                 with mock.patch.object(producer, "PIECE_BYTES", piece_bytes):
-                    _add(done, run(driver, [unit.op], 2, dtype, _deep(other, depth), how))
-                    _give_up(done, driver, 2, _deep(other, depth), given_up)
+                    world_size = 3 if other.split == "empty" else 2
+                    _add(done, run(driver, [unit.op], world_size, dtype, _deep(other, depth), how))
+                    if depth < 2:
+                        _give_up(done, driver, world_size, _deep(other, depth), given_up)
         if unit.op in ("gather rows", "gather contraction", "all_gather direct"):
             _add(done, in_phases(driver, unit.op, 3, dtype, shape, _schedule(0), "copy"))
     for seed in range(6):
-        _give_up(done, driver, 2, _deep(fewer, seed // 2), _schedule_of_giving_up(seed))
+        _give_up(done, driver, 3, _deep(fewer, seed // 2), _schedule_of_giving_up(seed))
     for seed in range(min(unit.seeds, 9)):
         world_size, how = 2 + seed // 3, _schedule_of_giving_up(seed)
         _give_up(done, driver, world_size, _deep(shape, seed), how)
@@ -137,7 +140,12 @@ def _execute(unit: Unit, driver: EmulatedDriver, done: Done) -> None:
 def _give_up(done: Done, driver: EmulatedDriver, world_size: int, shape: Shape, how: Schedule) -> None:
     what = driver, done.unit.op, world_size, DTYPES[done.unit.dtype], shape, how
     _add(done, giveups.missing(*what))
-    _add(done, giveups.disagreeing(*what))
+    whole = giveups.disagreeing(*what)
+    _add(done, whole)
+    # Amid the op, for longer than the others wait, and for less.
+    for by, tenths in ((3, (5, 7, 9)), (-1, (9, 4, 7))):
+        done.runs += 1
+        done.gave_up += giveups.late(*what, by, whole.executed * tenths[how.seed % 3] // 10)
     if done.unit.op in COLLECTING:
         _add(done, giveups.alone(*what, "_collect_kernel"))
     done.runs += 1

@@ -105,16 +105,16 @@ def alone(
     the others come when it waits: they give up, each of its elements is right or NaN.
     """
     odd = schedule.seed % world_size
-    with virtual_ranks(world_size, seconds=4 * BUDGET_MS / 1000, clock_ms=_CLOCK_MS) as ranks:
+    with virtual_ranks(world_size, seconds=6 * BUDGET_MS / 1000, clock_ms=_CLOCK_MS) as ranks:
         start, expected, allowed = problem(name, world_size, dtype, schedule.seed, shape)
         driver.launches = lambda rank, kernel: rank != odd or kernel == last
         try:
             outs = issue(driver, ranks, [start(ws, ws.rank) for ws in ranks])
         finally:
             driver.launches = None
-        until = (_CLOCK_MS + 2 * BUDGET_MS + 2**31) % 2**32 - 2**31
+        until = (_CLOCK_MS + 3 * BUDGET_MS + 2**31) % 2**32 - 2**31
         held = (odd + 1 + schedule.seed % (world_size - 1)) % world_size
-        ran = driver.run(ranks, replace(schedule, tick=0.0003, held=held, held_until=until))
+        ran = driver.run(ranks, replace(schedule, tick=0.0001, held=held, held_until=until))
         for ws in ranks:
             if ws.rank != odd:
                 with pytest.raises(PeerTimeout, match=f"rank {ws.rank} waited .* for rank "):
@@ -165,14 +165,16 @@ def _right_or_given_up(
 
 
 def late(
-    driver: EmulatedDriver, name: str, world_size: int, dtype: torch.dtype, shape: Shape, schedule: Schedule, by: int
-) -> bool:
-    """One rank begins `by` ms after the others' budget is spent, or before where that is negative: each rank has the
-    right result, or has given up, and then what it has is right or NaN. Whether any gave up.
+    driver: EmulatedDriver, name: str, world_size: int, dtype: torch.dtype, shape: Shape, schedule: Schedule, by: int,
+    after: int = 0,
+) -> bool:  # fmt: skip
+    """One rank begins `by` ms after the others' budget is spent, or before where that is negative; or stops for as long
+    when `after` instructions have been executed. Each rank has the right result, or has given up, and then what it has
+    is right or NaN. Whether any gave up.
     """
     held = schedule.seed % world_size
-    until = (_CLOCK_MS + BUDGET_MS + by + 2**31) % 2**32 - 2**31
-    schedule = replace(schedule, tick=schedule.tick or 0.0003, held=held, held_until=until)
+    until = BUDGET_MS + by if after else (_CLOCK_MS + BUDGET_MS + by + 2**31) % 2**32 - 2**31
+    schedule = replace(schedule, tick=schedule.tick or 0.0003, held=held, held_until=until, held_after=after)
     with virtual_ranks(world_size, seconds=BUDGET_MS / 1000, clock_ms=_CLOCK_MS) as ranks:
         start, expected, allowed = problem(name, world_size, dtype, schedule.seed, shape)
         outs = issue(driver, ranks, [start(ws, ws.rank) for ws in ranks])

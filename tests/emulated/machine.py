@@ -29,7 +29,7 @@ class _Kernel(ctypes.Structure):
 
 
 class _Plan(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint64) for name in ("seed", "limit", "idle_limit")]
+    _fields_ = [(name, ctypes.c_uint64) for name in ("seed", "limit", "idle_limit", "held_after")]
     _fields_ += [(name, ctypes.c_double) for name in ("stale", "drain", "tick")]
     _fields_ += [
         (name, ctypes.c_int)
@@ -61,7 +61,8 @@ class Schedule:
 
     stale, drain: chances that a racing load sees the past, and that something stored is seen by others. quantum: turns
     have up to 2 ** quantum instructions. residents: CTAs of a rank that are there at once. Clocks advance at a chance
-    of `tick` a turn, by up to `most_tick`; rank `held` does nothing until they have come to `held_until`.
+    of `tick` a turn, by up to `most_tick`; rank `held` does nothing until they have come to `held_until`, or from when
+    `held_after` instructions have been executed on for `held_until` ticks.
     """
 
     seed: int = 0
@@ -73,6 +74,7 @@ class Schedule:
     residents: int = 64
     held: int = -1
     held_until: int = 0
+    held_after: int = 0
     limit: int = 400_000_000
     idle_limit: int = 20_000_000
 
@@ -170,7 +172,7 @@ class Machine:
             )  # fmt: skip
         clocks = np.array(self.clocks or [0], np.uint64)
         plan = _Plan(
-            schedule.seed, schedule.limit, schedule.idle_limit, schedule.stale, schedule.drain, schedule.tick,
+            schedule.seed, schedule.limit, schedule.idle_limit, schedule.held_after, schedule.stale, schedule.drain, schedule.tick,
             schedule.quantum, schedule.residents, schedule.most_tick, schedule.held, schedule.held_until,
             len(self.clocks), clocks.ctypes.data,
         )  # fmt: skip

@@ -3,9 +3,10 @@ static void step(void);
 static u32 elected;
 
 // How one run goes. `clocks` are words of the host's memory that advance while kernels run, at a chance of `tick` a
-// turn, by up to `most_tick`. `held` is a rank that does nothing until the clock has come to `held_until`.
+// turn, by up to `most_tick`. `held` is a rank that does nothing until the clock has come to `held_until`; or
+// from when `held_after` instructions have been executed on, for `held_until` of its ticks.
 typedef struct {
-  u64 seed, limit, idle_limit;
+  u64 seed, limit, idle_limit, held_after;
   double stale, drain, tick;
   int quantum, residents, most_tick, held, held_until, num_clocks;
   const u64 *clocks;
@@ -150,6 +151,8 @@ static void happen(void) {
 static void schedule(const Plan *plan) {
   int ranks = 0, slow_rank = -1, slow_cta = -1, slow_warp = -1, quantum = plan->quantum;
   u64 idle = 0, held = 0;
+  u32 until = (u32)plan->held_until;
+  int holding = !plan->held_after;
   rng = plan->seed * 0x9e3779b97f4a7c15ull + 88172645463325252ull;
   for (int i = 0; i < 8; i++) rnd();
   elected = rnd() % LANES;
@@ -171,10 +174,11 @@ static void schedule(const Plan *plan) {
     C = resident[ci];
     W = C->warps + rnd() % C->num_warps;
     I = C->kernel->ins + W->at;
-    if (C->rank == plan->held) {
+    if (C->rank == plan->held && executed >= plan->held_after) {
       u32 t;
       memcpy(&t, (void *)plan->clocks[0], 4);
-      if ((int)(t - (u32)plan->held_until) < 0) {
+      if (!holding) until += t, holding = 1;
+      if ((int)(t - until) < 0) {
         if (++held > 100000) tick_clocks(plan), held = 0;
         continue;
       }
