@@ -19,6 +19,7 @@ from .steps import fingerprint_place, raised
 # At the end of a header: the text's length as an int32, 0 before there is one, then the text.
 TEXT_BYTES = 1024
 _LENGTH_BYTES = 4
+GRACE_SECONDS = 1.0
 # Of each value at most so many characters: all that differ together fit, long lists of sizes too.
 _MOST_CHARACTERS = 96
 
@@ -71,11 +72,13 @@ def differing(header: Sequence[int], rank: int, world_size: int, epoch: int) -> 
 def everyone(
     places: Callable[[int], Tensor], world_size: int, entered: Callable[[int], bool], seconds: float
 ) -> tuple[dict[str, str] | None, ...]:
-    """What every rank has said, waiting for those that have entered, `seconds` at most."""
-    deadline = time.monotonic() + seconds
+    """What every rank has said, waiting for those that have entered, `seconds` at most; for others, which may be gone,
+    GRACE_SECONDS, so that a rank that is merely slower is in the message of all.
+    """
+    begin = time.monotonic()
     while True:
         said = tuple(heard(places(peer)) for peer in range(world_size))
-        late = [peer for peer in range(world_size) if said[peer] is None and entered(peer)]
-        if not late or time.monotonic() > deadline:
+        waited, silent = time.monotonic() - begin, [peer for peer in range(world_size) if said[peer] is None]
+        if not silent or waited > (seconds if any(map(entered, silent)) else min(seconds, GRACE_SECONDS)):
             return said
         time.sleep(0.002)

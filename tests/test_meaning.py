@@ -6,6 +6,7 @@ The calls are those of `test_agreement`, which makes them in debug mode.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 import fusedtp
+from fusedtp import disagreement
 
 from .test_agreement import CALLS, Here
 
@@ -65,6 +67,22 @@ def test_all_ranks_are_told_who_differs(pool: RankPool, schedule: str) -> None:
     }
     assert not wrong
     TOLD[schedule] = {name for name in CALLS if all(name in told for told in found)}
+
+
+@pytest.mark.parametrize("seconds", [0.2, None])
+def test_a_rank_that_has_not_come_yet_is_waited_for_a_little(
+    monkeypatch: pytest.MonkeyPatch, seconds: float | None
+) -> None:
+    """It says what it means when it comes; or it is gone, and the others do not wait out their budget for it."""
+    monkeypatch.setattr(disagreement, "GRACE_SECONDS", 0.6)
+    places = [torch.zeros(disagreement.TEXT_BYTES, dtype=torch.uint8) for _ in range(2)]
+    disagreement.say(places[0], {"M": "3"})
+    if seconds is not None:
+        threading.Timer(seconds, disagreement.say, (places[1], {"M": "4"})).start()
+    begin = time.monotonic()
+    said = disagreement.everyone(places.__getitem__, 2, lambda peer: False, 30.0)
+    assert said == ({"M": "3"}, None if seconds is None else {"M": "4"})
+    assert time.monotonic() - begin < 10
 
 
 def test_the_table_is_in_the_document() -> None:
