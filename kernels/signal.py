@@ -215,6 +215,11 @@ def _give_up(link, words, host, src, slot, seen, take_back):
         entry = header(link.peers, dst) + SIGNALS + ENTRY_SLOT * link.WORLD_SIZE
         tl.atomic_xchg(entry + link.rank, epoch - LEAD, sem="release", scope="sys")
         dst = (dst + 1) % link.WORLD_SIZE
+    _report(link, words, host, src, slot, seen, epoch)
+
+
+@triton.jit
+def _report(link, words, host, src, slot, seen, epoch):
     # Only the first one reports itself. The report's own word is released after the others.
     if tl.atomic_cas(words + GIVEN_UP, 0, src + 1, sem="relaxed", scope="gpu") == 0:
         tl.atomic_xchg(host + REPORT_WAIT, slot * NUM_OPS + link.OP, sem="relaxed", scope="sys")
@@ -292,7 +297,7 @@ def leave(link, num_programs):
             if wait(link, src, ENTRY_SLOT) != 0:
                 if disagrees(link, src) != 0:
                     host = tl.load(link.peers + link.WORLD_SIZE).to(tl.pointer_type(tl.int32))
-                    _give_up(link, words, host, src, ENTRY_SLOT, link.epoch, 0)
+                    _report(link, words, host, src, ENTRY_SLOT, link.epoch, link.epoch)
         tl.store(words + ARRIVED, 0)
         tl.store(words + EPOCH, link.epoch)
 
