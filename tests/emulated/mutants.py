@@ -85,8 +85,8 @@ EQUIVALENT = (
      "the machine are seen at once: it cannot show what this one is for; what kernels before it did is there for all "
      "when they have ended"),
     (r"no barrier", r"raise_signal < enter\b", "before an entry a fingerprint is stored, by the same thread"),
-    (r"release", r"_give_up\b", "nothing is stored before an entry that is taken back, and here the host reads a "
-     "report when the kernel has ended"),
+    (r"release", r"(_give_up|_report)\b", "nothing is stored before an entry that is taken back, and here the host "
+     "reads a report when the kernel has ended"),
     (r"arrival", r"leave\b", "what the last arrival is followed by touches the rank's own header only; all else is "
      "there for who comes next as the kernel has ended"),
     (r"acquire", r"leave\b|^_entered_otherwise\b", "behind an entry fingerprints are read, by strong loads, and "

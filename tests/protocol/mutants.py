@@ -149,7 +149,7 @@ MUTANTS = (
     ),
     Mutant(
         "one place for all fingerprints", "gather rows",
-        _edit(signal, "fingerprint_words", "2 * (link.epoch & 1)", "0"), says="overwritten",
+        _edit(signal, "fingerprint_words", "2 * (epoch & 1)", "0"), says="overwritten",
     ),
     Mutant(
         "all pieces under one slot", "gather rows",
