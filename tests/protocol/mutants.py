@@ -142,8 +142,9 @@ MUTANTS = (
     Mutant(
         "fingerprint behind the entry", "all_gather",
         _edit(
-            signal, "enter", "_store_fingerprint(link, dst)\n                raise_signal(link, dst, ENTRY_SLOT)",
-            "raise_signal(link, dst, ENTRY_SLOT)\n                _store_fingerprint(link, dst)",
+            signal, "enter",
+            "_store_fingerprint(link, epoch, dst)\n                raise_signal(link, dst, ENTRY_SLOT)",
+            "raise_signal(link, dst, ENTRY_SLOT)\n                _store_fingerprint(link, epoch, dst)",
         ),
         sizes=(3, 0), says="is read",
     ),
