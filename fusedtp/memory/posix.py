@@ -45,7 +45,8 @@ class _Descriptor(list[int]):
         return self[0]
 
     def close(self) -> None:
-        _ = self and os.close(self.pop())
+        if self:
+            os.close(self.pop())
 
     __del__ = close
 
