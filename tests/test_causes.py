@@ -119,6 +119,6 @@ except RuntimeError as error:
     print(error)
 """
     env = {**os.environ, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, timeout=120)
     assert done.stdout.startswith("all_gather_matmul: schedule 'fused' runs on a CPU in Triton's interpreter alone")
     assert "TRITON_INTERPRET=0" in done.stdout
