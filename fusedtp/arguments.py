@@ -7,7 +7,7 @@ out, that the ranks were given different ones, is `agreement`'s.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from . import dispatch, groups
+from .notation import Spec
 from .overlap import PRODUCERS
 from .parameters import PLAIN
 from .shards import check_count, check_sizes, even_sizes
@@ -243,3 +244,38 @@ def scatter_sizes(sizes: Sequence[int] | None, group: ProcessGroup, length: int)
     if sizes is None:
         return even_sizes(length, group.size())
     return check_sizes(sizes, world_size=group.size(), length=length)
+
+
+def lengths(
+    spec: Spec, a: Tensor, b: Tensor, ranks: Mapping[str, int], sizes: Mapping[str, int | Sequence[int]] | None
+) -> tuple[list[int], list[tuple[int, ...]]]:
+    """The global length of every dim of the spec, and its explicit split, () for none."""
+    for name, tensor, sharding in (("a", a, spec.a), ("b", b, spec.b)):
+        if tensor.ndim != len(sharding.dims):
+            raise ValueError(f"{name} must have {len(sharding.dims)} dimensions, {sharding}, got {tuple(tensor.shape)}")
+    if sizes is not None and not isinstance(sizes, Mapping):
+        raise TypeError(f"sizes must map dims to lengths, got {sizes!r}")
+    given = dict(sizes or {})
+    if unknown := set(given) - set(spec.dim_names):
+        raise ValueError(f"sizes names {', '.join(sorted(map(str, unknown)))}, which {spec} does not have")
+    here: dict[str, tuple[int, int]] = {}  # dim -> (number of parts, length): the most whole one that is here
+    for tensor, sharding in ((a, spec.a), (b, spec.b)):
+        for length, dim in zip(tensor.shape, sharding.dims, strict=True):
+            parts = math.prod(ranks[axis] for axis in dim.axes)
+            here[dim.name] = min(here.get(dim.name, (parts, parts * length)), (parts, parts * length))
+    whole: list[int] = []
+    splits: list[tuple[int, ...]] = []
+    for name in spec.dim_names:
+        value = given.get(name)
+        if value is None or not isinstance(value, Iterable):
+            whole.append(here[name][1] if name not in given else check_count(f"sizes[{name!r}]", value))
+            splits.append(())
+            continue
+        tensors = [sharding for sharding in (spec.a, spec.b, spec.c) if name in sharding.names]
+        first = {axes[0] for axes in (sharding.axes(name) for sharding in tensors) if axes}
+        if len(first) != 1:
+            raise ValueError(f"sizes[{name!r}] must be one length: {spec} has no one axis that splits it first")
+        explicit = check_sizes(value, world_size=ranks[first.pop()], name=f"sizes[{name!r}]")
+        whole.append(sum(explicit))
+        splits.append(explicit)
+    return whole, splits

@@ -18,7 +18,7 @@ TORCH_DISTRIBUTED_DEBUG=DETAIL (`agreement`). Under torch.autocast operands are 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -27,9 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import arguments, eager, groups, ops, repeated
 from .groups import Group
-from .notation import Spec, parse
+from .notation import parse
 from .sharded import Problem
-from .shards import check_count, check_sizes
 
 
 def sharded_matmul(
@@ -65,7 +64,7 @@ def sharded_matmul(
     if missing := [axis for axis in parsed.mesh_axes if axis not in names]:
         raise ValueError(f"mesh must have the dimensions {', '.join(missing)} of {spec}, it has {tuple(names)}")
     groups_of = {axis: mesh.get_group(axis) for axis in parsed.mesh_axes}
-    lengths, splits = _lengths(parsed, a, b, {axis: group.size() for axis, group in groups_of.items()}, sizes)
+    lengths, splits = arguments.lengths(parsed, a, b, {axis: group.size() for axis, group in groups_of.items()}, sizes)
     names = tuple(group.group_name for group in groups_of.values())
     arguments.check_reach(schedule, a, list(groups_of.values()), lengths)
     ranks = tuple(group.rank() for group in groups_of.values())
@@ -77,41 +76,6 @@ def sharded_matmul(
             expected = f"{partition.shape(sharding)} as {sharding}, of {dict(partition.lengths)} in all"
             raise ValueError(f"{name} must have this rank's shape {expected}, got {tuple(tensor.shape)}")
     return eager.apply(a, b, None, *problem.arguments)
-
-
-def _lengths(
-    spec: Spec, a: Tensor, b: Tensor, ranks: Mapping[str, int], sizes: Mapping[str, int | Sequence[int]] | None
-) -> tuple[list[int], list[tuple[int, ...]]]:
-    # The global length of every dim of the spec, and its explicit split, () for none.
-    for name, tensor, sharding in (("a", a, spec.a), ("b", b, spec.b)):
-        if tensor.ndim != len(sharding.dims):
-            raise ValueError(f"{name} must have {len(sharding.dims)} dimensions, {sharding}, got {tuple(tensor.shape)}")
-    if sizes is not None and not isinstance(sizes, Mapping):
-        raise TypeError(f"sizes must map dims to lengths, got {sizes!r}")
-    given = dict(sizes or {})
-    if unknown := set(given) - set(spec.dim_names):
-        raise ValueError(f"sizes names {', '.join(sorted(map(str, unknown)))}, which {spec} does not have")
-    here: dict[str, tuple[int, int]] = {}  # dim -> (number of parts, length): the most whole one that is here
-    for tensor, sharding in ((a, spec.a), (b, spec.b)):
-        for length, dim in zip(tensor.shape, sharding.dims, strict=True):
-            parts = math.prod(ranks[axis] for axis in dim.axes)
-            here[dim.name] = min(here.get(dim.name, (parts, parts * length)), (parts, parts * length))
-    lengths: list[int] = []
-    splits: list[tuple[int, ...]] = []
-    for name in spec.dim_names:
-        value = given.get(name)
-        if value is None or not isinstance(value, Iterable):
-            lengths.append(here[name][1] if name not in given else check_count(f"sizes[{name!r}]", value))
-            splits.append(())
-            continue
-        tensors = [sharding for sharding in (spec.a, spec.b, spec.c) if name in sharding.names]
-        first = {axes[0] for axes in (sharding.axes(name) for sharding in tensors) if axes}
-        if len(first) != 1:
-            raise ValueError(f"sizes[{name!r}] must be one length: {spec} has no one axis that splits it first")
-        explicit = check_sizes(value, world_size=ranks[first.pop()], name=f"sizes[{name!r}]")
-        lengths.append(sum(explicit))
-        splits.append(explicit)
-    return lengths, splits
 
 
 def _flat(splits: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
@@ -331,6 +295,14 @@ def fsdp_problem(
     return layer(x, weight_shard, spec, splits, group, schedule, debug, producer=producer)
 
 
+def _rows(x: Tensor, dim: int, rows: int, schedule: str, group: ProcessGroup) -> tuple[Tensor, tuple[int, ...]]:
+    # x as rows of everything but `dim`, and the lengths of that, for an op of so many rows over all ranks.
+    moved = x.movedim(dim, 0)
+    others = tuple(moved.shape[1:])
+    arguments.check_reach(schedule, x, [group], (rows, 0, math.prod(others)))
+    return moved.reshape(moved.shape[0], math.prod(others)), others
+
+
 def all_gather(
     x: Tensor,
     *,
@@ -351,12 +323,10 @@ def all_gather(
     arguments.check_collective("all_gather", x, schedule, algorithm, debug, producer)
     dim = arguments.dim("gather_dim", gather_dim, x)
     sizes = arguments.gather_sizes(sizes, process_group, x.shape[dim])
-    moved = x.movedim(dim, 0)
-    arguments.check_reach(schedule, x, [process_group], (sum(sizes), 0, math.prod(moved.shape[1:])))
-    rows = moved.reshape(moved.shape[0], math.prod(moved.shape[1:]))
+    rows, others = _rows(x, dim, sum(sizes), schedule, process_group)
     how = schedule, algorithm, debug, producer, arguments.call_of(dim, x)
     out: Tensor = ops.all_gather(rows, list(sizes), process_group.rank(), process_group.group_name, *how)
-    return out.view(sum(sizes), *moved.shape[1:]).movedim(0, dim)
+    return out.view(sum(sizes), *others).movedim(0, dim)
 
 
 def reduce_scatter(
@@ -377,12 +347,10 @@ def reduce_scatter(
     arguments.check_collective("reduce_scatter", x, schedule, algorithm, debug)
     dim = arguments.dim("scatter_dim", scatter_dim, x)
     sizes = arguments.scatter_sizes(sizes, process_group, x.shape[dim])
-    moved = x.movedim(dim, 0)
-    arguments.check_reach(schedule, x, [process_group], (sum(sizes), 0, math.prod(moved.shape[1:])))
-    rows = moved.reshape(moved.shape[0], math.prod(moved.shape[1:]))
+    rows, others = _rows(x, dim, sum(sizes), schedule, process_group)
     how = schedule, algorithm, debug, arguments.call_of(dim, x)
     out: Tensor = ops.reduce_scatter(rows, list(sizes), process_group.rank(), process_group.group_name, *how)
-    return out.view(sizes[process_group.rank()], *moved.shape[1:]).movedim(0, dim)
+    return out.view(sizes[process_group.rank()], *others).movedim(0, dim)
 
 
 def all_reduce(
@@ -395,7 +363,6 @@ def all_reduce(
     """
     process_group = groups.resolve(group)
     arguments.check_collective("all_reduce", x, schedule, algorithm, debug)
-    arguments.check_reach(schedule, x, [process_group], (x.shape[0], 0, math.prod(x.shape[1:])))
-    rows = x.reshape(x.shape[0], math.prod(x.shape[1:]))
+    rows, _ = _rows(x, 0, x.shape[0], schedule, process_group)
     out: Tensor = ops.all_reduce(rows, process_group.group_name, schedule, algorithm, debug, arguments.call_of(None, x))
     return out.view(x.shape)

@@ -28,8 +28,11 @@ def _run(
     return out
 
 
+# Fakes: the shapes of results. What an operator takes beside that is told once, by its own signature.
+
+
 def _fake_all_gather_matmul(
-    a: Tensor, b: Tensor, bias: Tensor | None, gather_dim: int, sizes: Sequence[int], group_name: str, schedule: str
+    a: Tensor, b: Tensor, bias: Tensor | None, gather_dim: int, sizes: Sequence[int], *_: object
 ) -> Tensor:
     return a.new_empty(sum(sizes) if gather_dim == 0 else a.shape[0], b.shape[1])
 
@@ -44,14 +47,7 @@ def all_gather_matmul(
 
 
 def _fake_matmul_reduce_scatter(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    scatter_dim: int,
-    sizes: Sequence[int],
-    rank: int,
-    group_name: str,
-    schedule: str,
+    a: Tensor, b: Tensor, bias: Tensor | None, scatter_dim: int, sizes: Sequence[int], rank: int, *_: object
 ) -> Tensor:
     local = sizes[rank]
     return a.new_empty((local, b.shape[1]) if scatter_dim == 0 else (a.shape[0], local))
@@ -73,9 +69,7 @@ def matmul_reduce_scatter(
     return _run("matmul_reduce_scatter", schedule, a, group_name, b, bias, scatter_dim=scatter_dim, sizes=sizes)
 
 
-def _fake_matmul_all_reduce(
-    a: Tensor, b: Tensor, bias: Tensor | None, group_name: str, schedule: str, algorithm: str
-) -> Tensor:
+def _fake_matmul_all_reduce(a: Tensor, b: Tensor, *_: object) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[1])
 
 
@@ -126,7 +120,7 @@ def _setup_as_it_is(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, ctx.group_name, ctx.schedule, ctx.debug = inputs
 
 
-def _fake_as_it_is(x: Tensor, group_name: str, schedule: str, debug: bool = False) -> Tensor:
+def _fake_as_it_is(x: Tensor, *_: object) -> Tensor:
     return torch.empty_like(x)
 
 
@@ -136,10 +130,7 @@ def as_it_is(x: Tensor, group_name: str, schedule: str, debug: bool = False) -> 
     return x.clone()
 
 
-def _fake_all_gather(
-    x: Tensor, sizes: Sequence[int], rank: int, group_name: str, schedule: str, algorithm: str, debug: bool = False,
-    producer: str = "auto", call: str = "",
-) -> Tensor:  # fmt: skip
+def _fake_all_gather(x: Tensor, sizes: Sequence[int], *_: object) -> Tensor:
     return x.new_empty(sum(sizes), x.shape[1])
 
 
@@ -153,16 +144,7 @@ def all_gather(
     return _run("all_gather", schedule, x, group_name, debug=debug, producer=producer, call=call, **options)
 
 
-def _fake_reduce_scatter(
-    x: Tensor,
-    sizes: Sequence[int],
-    rank: int,
-    group_name: str,
-    schedule: str,
-    algorithm: str,
-    debug: bool = False,
-    call: str = "",
-) -> Tensor:
+def _fake_reduce_scatter(x: Tensor, sizes: Sequence[int], rank: int, *_: object) -> Tensor:
     return x.new_empty(sizes[rank], x.shape[1])
 
 
@@ -182,9 +164,7 @@ def reduce_scatter(
     return _run("reduce_scatter", schedule, x, group_name, debug=debug, call=call, **options)
 
 
-def _fake_all_reduce(
-    x: Tensor, group_name: str, schedule: str, algorithm: str, debug: bool = False, call: str = ""
-) -> Tensor:
+def _fake_all_reduce(x: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape)
 
 

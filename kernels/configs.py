@@ -32,8 +32,9 @@ class Config:
     so, blocks have at most `loose_block_k` of the contraction, and programs eight warps or more. `registers` is the
     most that a thread may have; the compiler decides where there is no entry. "" holds for all kernels. A fused one is
     to get by with what the plain matmul has, and has an entry of its own where that takes one, for the target's main
-    way to read operands: "gather" and "scatter" where rows are stored 16 elements at a time, "gather transposed" where
-    every length and stride is a multiple of 16. 0 leaves it to the compiler: "scatter any" is for other rows.
+    way to read operands: "gather" and "scatter" where rows are stored 16 elements at a time, "gather transposed", and
+    "gather" by pointers, where every length and stride is a multiple of 16. 0 leaves it to the compiler: "scatter any"
+    is for other rows.
     """
 
     block_m: int = 128
@@ -76,15 +77,19 @@ _ALL = {"": 255}
 # Of 16-bit elements.
 TABLE: dict[str, dict[str, Config]] = {
     "sm_80": {
-        shape: replace(config, registers=_ALL)
-        for shape, config in (("many", Config()), ("few columns", Config()), ("few rows", _LOW))
+        shape: replace(config, registers=_ALL | registers)
+        for shape, config, registers in (
+            ("many", Config(), {"gather": 184}),
+            ("few columns", Config(), {"gather": 184}),
+            ("few rows", _LOW, {"gather": 192}),
+        )
     },
     "sm_90": {
         shape: replace(config, descriptors=True, registers=_ALL | {"scatter any": 0} | registers)
         for shape, config, registers in (
             ("many", _WIDE, {"gather transposed": 192, "scatter": 200}),
-            ("few columns", _NARROW, {"gather": 136, "gather transposed": 131, "scatter": 136}),
-            ("few rows", _LOW, {"gather": 130, "gather transposed": 130, "scatter": 136}),
+            ("few columns", _NARROW, {"gather": 132, "gather transposed": 134, "scatter": 136}),
+            ("few rows", _LOW, {"gather": 130, "gather transposed": 130, "scatter": 132}),
         )
     },
     # Accumulators are in a memory of their own, which four or eight warps can reach. Eight are kept to 128 registers
@@ -92,9 +97,9 @@ TABLE: dict[str, dict[str, Config]] = {
     "sm_100": {
         shape: replace(config, descriptors=True, pointer_warps=min(8, config.pointer_warps), registers=registers)
         for shape, config, registers in (
-            ("many", _WIDE, {"gather": 200, "scatter": 208}),
+            ("many", _WIDE, {"": 200, "gather": 200, "scatter": 184}),
             ("few columns", replace(_NARROW, num_warps=4), {"scatter": 208}),
-            ("few rows", _LOW, _ALL | {"gather": 128, "gather transposed": 136}),
+            ("few rows", _LOW, _ALL | {"gather": 128, "gather transposed": 140}),
         )
     },
     "gfx942": {
@@ -106,7 +111,7 @@ TABLE: dict[str, dict[str, Config]] = {
         )
     },
 }
-FLOAT32 = Config(block_m=64, block_n=64, block_k=32)
+FLOAT32 = Config(block_m=64, block_n=64, block_k=32, registers=_ALL)
 
 
 def shape_class(rows: int, cols: int) -> str:
@@ -117,7 +122,7 @@ def shape_class(rows: int, cols: int) -> str:
 def compiled_config(target: str, itemsize: int, shape: str) -> Config:
     """The configuration of a compiled kernel; the device adds the number of programs."""
     if itemsize > 2:
-        return FLOAT32 if target != "gfx942" else replace(FLOAT32, num_stages=2)
+        return FLOAT32 if target != "gfx942" else replace(FLOAT32, num_stages=2, registers={})
     return TABLE[target][shape]
 
 

@@ -196,11 +196,12 @@ def own_in_place(a: torch.Tensor) -> bool:
     return a.stride(1) == 1
 
 
-def _limit(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, pitch: int, aligned: bool) -> str:
+def _limit(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, pitch: int, aligned: bool, described: bool) -> str:
     # Which limit of registers is known to be enough for a kernel that gathers rows.
-    if c.stride(1) == 1 and c.shape[1] % 16 == c.stride(0) % 16 == c.data_ptr() % 16 == 0:
-        return "gather"
     whole = aligned and pitch % 16 == 0 and in_16_bytes(b, c) and not any(n % 16 for n in a.stride() if n != 1)
+    # What descriptors read needs no alignment.
+    if (described or whole) and c.stride(1) == 1 and c.shape[1] % 16 == c.stride(0) % 16 == c.data_ptr() % 16 == 0:
+        return "gather"
     return "gather transposed" if whole and c.stride(0) == 1 else ""
 
 
@@ -249,6 +250,7 @@ def gather_matmul(
     a_by, own_desc, arena_desc = described_gathered(a, channel, rows, cols, pitch, config)
     b_by, b_desc = described_right(b, config)
     rows_aligned = aligned if gather_dim == 0 else M % 16 == 0
+    limit = "" if gather_dim == 1 else _limit(a, b, c, pitch, aligned, config.descriptors)
     launch(_gather_matmul_kernel, (config.programs + pushers,))(
         a, b, c, c if bias is None else bias, own_desc, arena_desc, b_desc, table, channel.peers, rank,
         channel.fingerprint, a.shape[0],
@@ -257,5 +259,5 @@ def gather_matmul(
         bias_along(bias, transposed), own_in_place(a), aligned, rows_aligned, pushers, gather_dim == 1, last,
         piece_rows, config.block_m, config.block_n, config.block_k, config.group_m, config.copy_rows, config.copy_cols,
         flattened(config, a_by, b_by), upcast,
-        **options(config, a_by, b_by, limit="" if gather_dim == 1 else _limit(a, b, c, pitch, aligned)),
+        **options(config, a_by, b_by, limit=limit),
     )  # fmt: skip

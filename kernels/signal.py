@@ -67,9 +67,10 @@ SIGNALS = tl.constexpr(
     16
 )  # first signal word; the signal of (slot, source) is word SIGNALS + slot * world_size + source
 
-ENTRY_SLOT = tl.constexpr(0)  # "this rank has begun the epoch"
-# Four slots that hold no signals but fingerprints, 64 bits a source: those of even epochs, then those of odd ones.
-FINGERPRINT_SLOT = tl.constexpr(1)
+# Four slots that hold no signals but fingerprints, 64 bits a source: those of even epochs, then those of odd ones. They
+# come first, so that every fingerprint is aligned.
+FINGERPRINT_SLOT = tl.constexpr(0)
+ENTRY_SLOT = tl.constexpr(4)  # "this rank has begun the epoch"
 FIRST_SLOT = tl.constexpr(5)  # the slots of an op's own signals
 GROWTH_SLOT = tl.constexpr(-1)  # in WAITING_SLOT, for a wait that is not for a signal but for GROWING
 
@@ -117,7 +118,7 @@ def header(peers, rank):
 
 @triton.jit
 def read(word):
-    """What an int32 that others write holds now: one thread reads it and all are told, so that all decide alike.
+    """What an integer that others write holds now: one thread reads it and all are told, so that all decide alike.
 
     Of a plain load every thread makes its own, whatever its cache modifier, and at a change of the word some warps see
     the old value and some the new one: they leave a loop apart and meet barriers that are not the same.
@@ -141,51 +142,31 @@ def raise_signal(link, dst, slot):
 
 
 @triton.jit
-def _low(fingerprint):
-    return fingerprint.to(tl.int32)
+def fingerprint_of(link, dst, src):
+    """Where rank `dst` finds the fingerprint of `src` for this epoch."""
+    place = (FINGERPRINT_SLOT + 2 * (link.epoch & 1)) * link.WORLD_SIZE + 2 * src
+    return (header(link.peers, dst) + SIGNALS + place).to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
-def _high(fingerprint):
-    # The interpreter takes a small number for an int32.
-    return (fingerprint.to(tl.int64) >> 32).to(tl.int32)
+def _store_fingerprint(link, dst):
+    # An atomic, as two kernels of one op may enter side by side. (The interpreter takes a small number for an int32.)
+    place = fingerprint_of(link, dst, link.rank)
+    tl.atomic_xchg(place, link.fingerprint.to(tl.int64), sem="relaxed", scope="sys")
 
 
 @triton.jit
-def fingerprint_words(link, epoch, dst, src):
-    """Where rank `dst` finds the low half of `src`'s fingerprint for an epoch; the high half is behind it."""
-    place = (FINGERPRINT_SLOT + 2 * (epoch & 1)) * link.WORLD_SIZE + 2 * src
-    return header(link.peers, dst) + SIGNALS + place
+def disagrees(link, src):
+    """1 if rank `src`, whose entry has been seen, means another op than this rank, or 0."""
+    theirs = read(fingerprint_of(link, link.rank, src))
+    return (theirs != link.fingerprint.to(tl.int64)).to(tl.int32)
 
 
 @triton.jit
-def _store_fingerprint(link, epoch, dst):
-    words = fingerprint_words(link, epoch, dst, link.rank)
-    # Read anew, an epoch is not known to be the same: the compiler would keep what is made here in registers, to the
-    # end of the kernel, where it is wanted again.
-    fingerprint = link.fingerprint.to(tl.int64) + (epoch - link.epoch)
-    # Atomics, as two kernels of one op may enter side by side.
-    tl.atomic_xchg(words, _low(fingerprint), sem="relaxed", scope="sys")
-    tl.atomic_xchg(words + 1, _high(fingerprint), sem="relaxed", scope="sys")
-
-
-@triton.jit
-def disagrees(link, epoch, src):
-    """1 if rank `src`, whose entry of this epoch has been seen, means another op than this rank, or 0."""
-    words = fingerprint_words(link, epoch, link.rank, src)
-    low = read(words) ^ _low(link.fingerprint)
-    high = read(words + 1) ^ _high(link.fingerprint)
-    return ((low | high) != 0).to(tl.int32)
-
-
-@triton.jit
-def _entered_otherwise(link, signal, slot, src):
-    # 1 if rank `src`, which is to raise `signal`, its `slot`, has entered this epoch with another op than this rank.
-    # What is read anew, and made of what varies, is not kept in registers from one tile to the next: see `_give_up`.
-    epoch = begin(link.peers, link.rank)
-    entry = signal - (slot - ENTRY_SLOT) * link.WORLD_SIZE
-    entered = tl.atomic_add(entry, 0, sem="acquire", scope="sys")
-    return disagrees(link, epoch, src) * (((entered - epoch) & -LEAD) == 0).to(tl.int32)
+def _entered_otherwise(link, words, src):
+    # 1 if rank `src` has entered this epoch, with another op than this rank.
+    entered = tl.atomic_add(words + SIGNALS + ENTRY_SLOT * link.WORLD_SIZE + src, 0, sem="acquire", scope="sys")
+    return disagrees(link, src) * (((entered - link.epoch) & -LEAD) == 0).to(tl.int32)
 
 
 @triton.jit
@@ -260,7 +241,7 @@ def wait(link, src, slot):
                 tl.store(words + WAITING_FOR, src + 1)
                 given_up = read(words + GIVEN_UP)
                 elapsed = read(host + CLOCK_MS) - start
-                differs = _entered_otherwise(link, signal, slot, src)
+                differs = _entered_otherwise(link, words, src)
                 waiting = ((given_up == 0) & (elapsed < budget) & (differs == 0)).to(tl.int32)
             # After the look at the clock: a rank that was itself stopped meanwhile finds what has arrived in that time.
             seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
@@ -281,12 +262,11 @@ def enter(link, pid):
         # In two steps, as Triton's `and` would load on every program.
         if read(header(link.peers, link.rank) + GIVEN_UP) == 0:
             # The own one is for the host, which may have issued other ops since when it is asked about this one.
-            epoch = begin(link.peers, link.rank)
-            _store_fingerprint(link, epoch, link.rank)
-            # Not `range`, which the compiler would write out: see `_give_up`.
+            for dst in range(link.WORLD_SIZE):
+                _store_fingerprint(link, dst)
+            # Not `range`, which the compiler would write out, barriers too.
             dst = (link.rank + 1) % link.WORLD_SIZE
             while dst != link.rank:
-                _store_fingerprint(link, epoch, dst)
                 raise_signal(link, dst, ENTRY_SLOT)
                 dst = (dst + 1) % link.WORLD_SIZE
 
@@ -304,7 +284,7 @@ def leave(link, num_programs):
         for i in range(1, link.WORLD_SIZE):
             src = (link.rank + i) % link.WORLD_SIZE
             if wait(link, src, ENTRY_SLOT) != 0:
-                if disagrees(link, link.epoch, src) != 0:
+                if disagrees(link, src) != 0:
                     host = tl.load(link.peers + link.WORLD_SIZE).to(tl.pointer_type(tl.int32))
                     _report(link, words, host, src, ENTRY_SLOT, link.epoch, link.epoch)
         tl.store(words + ARRIVED, 0)

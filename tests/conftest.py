@@ -31,6 +31,14 @@ if os.environ.get("TRITON_INTERPRET") != "0":
     collect_ignore = ["test_emulated_machine.py", "test_emulated_ops.py"]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Two processes run the tests: the one pool of ranks belongs to one of them, and a file's fixtures are made once."""
+    uses_pool = {item.path for item in items if "pool" in getattr(item, "fixturenames", ())}
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("pool" if item.path in uses_pool else item.path.stem))
+
+
 def poison(group: ProcessGroup | None = None) -> None:
     """Fill what `empty` returns with NaN from now on, so an element that nothing wrote fails every comparison.
 

@@ -81,9 +81,11 @@ def limited() -> list[Case]:
     )  # fmt: skip
     uneven = (("ALIGNED", False), ("ROWS_ALIGNED", False))
     found: list[Case] = []
-    for target, shape, a_by, b_by, dtype in itertools.product(
-        TARGETS, SHAPES, ("rows", "columns"), ("rows", "columns"), (torch.bfloat16, torch.float16)
-    ):
+    read_by = {True: ("rows", "columns"), False: ("pointers",)}
+    read = [
+        (name, *by) for name, each in TARGETS.items() for by in itertools.product(read_by[each.described], repeat=2)
+    ]
+    for (target, a_by, b_by), shape, dtype in itertools.product(read, SHAPES, (torch.bfloat16, torch.float16)):
         for variant in ("gather rows", "gather rows transposed", "scatter"):
             case = Case(variant, target, dtype, shape, a_by, b_by)
             if limit_of(case) not in config_of(case).registers or (a_by == "columns" and variant != "scatter"):
@@ -94,7 +96,7 @@ def limited() -> list[Case]:
             elif dtype == torch.bfloat16:
                 ways = [tuple((way | bias).items()) for way in ways_to_gather for bias in ({}, {"BIAS": "none"})]
                 found += [replace(case, flags=way) for way in ways[1:]]
-                if variant == "gather rows":
+                if variant == "gather rows" and TARGETS[target].described:
                     found.append(replace(case, flags=uneven, aligned=("N", "stride_cm")))
     return found
 

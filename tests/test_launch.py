@@ -197,7 +197,10 @@ def test_a_multiprocessor_has_the_registers_of_a_program(target: str, shape: str
     assert -(-32 * given.get("maxnreg", 0) // 256) * 256 * given["num_warps"] <= 64 << 10
 
 
-def test_float32_and_what_is_interpreted_have_no_limit() -> None:
+def test_what_has_no_limit_of_registers() -> None:
+    """What is interpreted and what AMD's compiler makes; float32 has as many as a thread can have."""
     assert not INTERPRETER.registers
-    assert not any(compiled_config(target, 4, shape).registers for target in TABLE for shape in SHAPES)
+    for target in TABLE:
+        limits = {} if target == "gfx942" else {"": 255}
+        assert all(compiled_config(target, 4, shape).registers == limits for shape in SHAPES)
     assert not any(config.registers for config in TABLE["gfx942"].values())

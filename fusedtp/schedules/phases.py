@@ -24,12 +24,17 @@ Phases = Generator[None, None, Tensor]
 def run(ws: Workspace, op: str, phases: Phases) -> Tensor:
     """Issue every phase of one rank's op; inside `only_loading` make room for it and load its kernels."""
     with contextlib.nullcontext() if is_only_loading() else ws.running(op):
-        while True:
-            try:
-                next(phases)
-            except StopIteration as stop:
-                out: Tensor = stop.value
-                return out
+        return finish(phases)
+
+
+def finish(phases: Phases) -> Tensor:
+    """Issue what is left of an op; its result."""
+    while True:
+        try:
+            next(phases)
+        except StopIteration as stop:
+            out: Tensor = stop.value
+            return out
 
 
 def run_together(phases: Sequence[Phases], streams: Sequence[torch.cuda.Stream] = ()) -> list[Tensor]:

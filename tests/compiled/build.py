@@ -77,6 +77,8 @@ def limit_of(case: Case) -> str:
     """Which limit of registers holds for a case, as the launchers choose it."""
     if case.aligned == ():
         return "scatter any" if case.variant == "scatter" else ""
+    if case.aligned and case.variant != "scatter" and "pointers" in (case.a_by, case.b_by):
+        return ""
     if case.variant.startswith("gather rows"):
         return "gather transposed" if VARIANTS[case.variant].transposed else "gather"
     return "scatter" if case.variant == "scatter" else ""

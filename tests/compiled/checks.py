@@ -15,14 +15,19 @@ from .blocks import loops
 from .build import Built, config_of
 from .cases import TARGETS, VARIANTS
 
-# What a fused kernel may need beyond the plain matmul of the same tile. Up to 1.05 without fingerprints.
-REGISTERS = 1.11
+# What a fused kernel may need beyond the plain matmul of the same tile.
+REGISTERS = 1.05
+# Three that have more since ops carry fingerprints. On sm_90 it changes nothing: registers are given out by the eight,
+# and 16 warps can have 128. On sm_100 four warps can have 255.
+REGISTERS_OF = {
+    ("gather rows transposed", "sm_90", "few columns", "rows"): 1.06,
+    ("gather rows transposed", "sm_100", "few columns", "rows"): 1.11,
+    ("scatter", "sm_90", "many", "pointers"): 1.09,
+}
 # With another Triton than the one that the table of configurations was made with.
 REGISTERS_ELSEWHERE = 1.12
 # Bytes of a thread's stack where not all is aligned, or with another Triton.
 STACK = 64
-# With the pinned Triton and all aligned: what fingerprints cost where registers are short.
-STACK_PINNED = 16
 # What one loop of tiles and contraction adds, once: no wait is made for a tile after the last.
 GUARD = Counter({"setp.ge.s32": 1, "or.pred": 1})
 
@@ -48,8 +53,7 @@ def resources(built: Built) -> None:
     """
     assert built.shared_bytes <= TARGETS[built.case.target].shared_bytes, "more shared memory than there is"
     if as_pinned() and built.case.aligned != ():
-        assert not built.spill_bytes, "spills"
-        assert built.stack_bytes <= STACK_PINNED, f"{built.stack_bytes} bytes of stack"
+        assert (built.spill_bytes, built.stack_bytes) == (0, 0), "spills or stack"
     elif built.case.target in ("sm_80", "sm_90"):
         assert built.spill_bytes + built.stack_bytes <= STACK, f"{built.stack_bytes} bytes of stack: spills"
     spilled = [line for line in built.inner_loop if re.search(r"\b(LDL|STL)\b|^scratch_", line)]
@@ -85,11 +89,13 @@ def _next_atomic(code: Code, i: int) -> str:
 def atomics(built: Built) -> None:
     """Every wait and signal of the source is there, at system scope; what has device scope stays on the device."""
     variant, code = VARIANTS[built.case.variant], built.ordered
+    # An op's last kernel counts arrivals, and may report a peer that means another op.
+    ends = 1 if variant.flags.get("LAST") or variant.flags.get("STEP") == "leave" else 0
+    ends += variant.name.startswith(("collect", "ring"))
     # A wait looks once, then in a loop, there at the entry too; it may take the entry back and report, both released
-    # too. An op's last kernel counts arrivals.
-    looks, releases = 3 * variant.waits, variant.raises + 2 * variant.waits
-    arrivals = 1 if variant.flags.get("LAST") or variant.flags.get("STEP") == "leave" else 0
-    arrivals += variant.name.startswith(("collect", "ring"))
+    # too. The compiler makes copies of it, each with a report of its own.
+    copies = max(variant.waits, code.count(r"^(?:@!?%p\d+ )?(atom\.\S*\.cas|global_atomic_cmpswap)") - ends)
+    looks, releases = 3 * copies if variant.waits else 0, variant.raises + 2 * variant.waits
     if _is_ptx(built):
         acquired = code.count(r"\bld\.global\.sys\.acquire")
         released = code.count(r"\batom\.global\.sys\.release\.exch")
@@ -103,8 +109,8 @@ def atomics(built: Built) -> None:
         assert code.count(r"^buffer_inv sc1") == len(narrow), "a signal for the own device only"
         # Triton 3.6 orders a compare-and-swap that is to be relaxed, that of the flag of a wait which was given up.
         narrow = [i for i in narrow if not _next_atomic(code, i).startswith("global_atomic_cmpswap")]
-    assert len(narrow) == arrivals, "arrivals lost, or a signal for the own device only"
-    assert acquired >= looks, f"{acquired} acquires for {variant.waits} waits"
+    assert len(narrow) == ends, "arrivals lost, or a signal for the own device only"
+    assert acquired >= looks, f"{acquired} acquires for {copies} waits"
     assert released >= releases, f"{released} releases for {variant.raises} signals and {variant.waits} waits"
     assert (acquired > 0, released > 0) == (looks > 0, releases > 0), "ordered atomics that the source has not"
 
@@ -200,7 +206,9 @@ def against_plain(built: Built, plain: Built) -> None:
     """
     added = built.loop_as_asked() - plain.loop_as_asked()
     assert not added - (GUARD if built.flattened else Counter()), f"the inner loop has more than the plain one: {added}"
-    most = (REGISTERS if as_pinned() else REGISTERS_ELSEWHERE) * plain.registers
+    case = built.case
+    allowed = REGISTERS_OF.get((case.variant, case.target, case.shape, case.a_by), REGISTERS)
+    most = (allowed if as_pinned() else REGISTERS_ELSEWHERE) * plain.registers
     assert built.registers <= most, f"{built.registers} registers for {plain.registers}"
 
 

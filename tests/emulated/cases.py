@@ -17,6 +17,7 @@ from fusedtp import clock, reference
 from fusedtp.memory.local import local_memories
 from fusedtp.schedules import fused, fused_collectives
 from fusedtp.schedules.phases import Phases, run_together
+from fusedtp.schedules.phases import finish as finish_phases
 from fusedtp.shards import even_sizes
 from fusedtp.workspace import Workspace
 
@@ -220,12 +221,7 @@ def issue(driver: EmulatedDriver, ranks: Sequence[Workspace], phases: Sequence[P
 def finish(driver: EmulatedDriver, ws: Workspace, phases: Phases) -> Tensor:
     """What is left of a rank's launches."""
     with driver.on(ws.rank):
-        while True:
-            try:
-                next(phases)
-            except StopIteration as stop:
-                out: Tensor = stop.value
-                return out
+        return finish_phases(phases)
 
 
 def run(

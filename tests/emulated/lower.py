@@ -115,7 +115,7 @@ def _load_or_store(low: Lowered, s: Statement) -> dict[str, Any]:
             or space != "global"
             or len(values) != 1
             or not {"acquire", "relaxed"} & set(mods)
-            or width != 4
+            or width not in (4, 8)
         ):
             raise CannotExecute("a strong access of this kind")
         return low.make("ld_strong", [(values[0], kind), (base, "d")], width=width, imm=offset, flags=_flags(mods))
@@ -132,16 +132,11 @@ def _atom(low: Lowered, s: Statement) -> dict[str, Any]:
     if mods[0] != "global":
         raise CannotExecute("state space")
     width, what = _bytes(mods[-1]), mods[-2]
-    if (
-        what not in ("exch", "cas", "add")
-        or width not in (4, 8)
-        or (width == 8 and (what != "add" or _flags(mods) & 3))
-    ):
+    if what not in ("exch", "cas", "add") or width not in (4, 8):
         raise CannotExecute("atomic operation")
     base, offset = address(s.operands[1])
-    op = {"exch": "atom_exch", "cas": "atom_cas", "add": "atom_add_64" if width == 8 else "atom_add"}[what]
     operands = [(s.operands[0], _kind(width)), (base, "d"), *((each, _kind(width)) for each in s.operands[2:])]
-    return low.make(op, operands, 8 * width, width=width, imm=offset, flags=_flags(mods))
+    return low.make(f"atom_{what}", operands, 8 * width, width=width, imm=offset, flags=_flags(mods))
 
 
 def _cp(low: Lowered, s: Statement) -> dict[str, Any]:

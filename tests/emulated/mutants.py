@@ -194,9 +194,9 @@ def sources(driver: EmulatedDriver, op: str, dtype: torch.dtype) -> dict[str, st
 
 
 def find(driver: EmulatedDriver, op: str, dtype: torch.dtype, mutant: Mutant, seeds: int) -> str:
-    """How a mutant is found by the first of `seeds` runs that does, or nothing. One with a reason has half of them."""
+    """How a mutant is found by the first of `seeds` runs that does, or nothing. One with a reason has an eighth."""
     if reason(mutant):
-        seeds = -(-seeds // 2)
+        seeds = -(-seeds // 8)
     driver.rewrite = mutant.applied
     shape = small(driver.capability, dtype)
     # With less than a step of k too, and more than are under way at once; all are multiples of 16, which the same code

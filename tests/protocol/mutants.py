@@ -142,15 +142,15 @@ MUTANTS = (
     Mutant(
         "fingerprint behind the entry", "all_gather",
         _edit(
-            signal, "enter",
-            "_store_fingerprint(link, epoch, dst)\n                raise_signal(link, dst, ENTRY_SLOT)",
-            "raise_signal(link, dst, ENTRY_SLOT)\n                _store_fingerprint(link, epoch, dst)",
+            signal, "enter", "for dst in range(link.WORLD_SIZE):\n                _store_fingerprint(link, dst)\n",
+            "raise_signal(link, (link.rank + 1) % link.WORLD_SIZE, ENTRY_SLOT)\n"
+            "            for dst in range(link.WORLD_SIZE):\n                _store_fingerprint(link, dst)\n",
         ),
         sizes=(3, 0), says="is read",
     ),
     Mutant(
         "one place for all fingerprints", "gather rows",
-        _edit(signal, "fingerprint_words", "2 * (epoch & 1)", "0"), says="overwritten",
+        _edit(signal, "fingerprint_of", "2 * (link.epoch & 1)", "0"), says="overwritten",
     ),
     Mutant(
         "all pieces under one slot", "gather rows",

@@ -224,21 +224,15 @@ class Recorder:
             emit(Advance(int(view)))
 
     def is_fingerprint(self, word: int) -> bool:
-        """Whether a header's word is half of a fingerprint: memory that an entry's signal orders, as it does data."""
+        """Whether a fingerprint begins at a header's word: memory that an entry's signal orders, as it does data."""
         slot = (word - signal.SIGNALS.value) // self.ws.world_size
-        return signal.FINGERPRINT_SLOT.value <= slot < signal.FIRST_SLOT.value
+        return signal.FINGERPRINT_SLOT.value <= slot < signal.ENTRY_SLOT.value
 
     def fingerprint_stored(self, owner: int, word: int, emit: Callable[[Event], None]) -> None:
-        """Half of a fingerprint has been stored."""
+        """A fingerprint has been stored."""
         self._enters_twice |= (owner, word) in self._fingerprints
         self._fingerprints.add((owner, word))
         emit(Access(True, owner, frozenset([-1 - word])))
-
-    def agreed(self, word: int) -> int:
-        """What a peer that agrees has written to that half: this rank's own."""
-        low = (word - signal.SIGNALS.value - signal.FINGERPRINT_SLOT.value * self.ws.world_size) % 2 == 0
-        fingerprint = self.ws.meanings.now.fingerprint
-        return steps.wrapping_difference(fingerprint if low else fingerprint >> 32, 0)
 
     # Polls.
 
@@ -310,7 +304,8 @@ class Recorder:
                 return atomic_rmw(self, op, ptr, val, mask, sem, scope)
             if recorder.is_fingerprint(word):
                 recorder.add(Access(False, owner, frozenset([-1 - word])))
-                return TensorHandle(np.full_like(val.data, recorder.agreed(word)), val.dtype)
+                # What a peer that agrees has written is this rank's own.
+                return TensorHandle(np.full_like(val.data, recorder.ws.meanings.now.fingerprint), val.dtype)
             if word >= signal.SIGNALS.value and op == ir.ATOMIC_OP.ADD and owner == recorder.rank:
                 shown = recorder.shown(word)
                 recorder._acquires = acquires and system
@@ -376,15 +371,14 @@ class Recorder:
         def load_fingerprint(address: int) -> int:
             owner, offset = self.locate(address) or (self.rank, 0)
             if self._open:
-                self.host_event(Access(False, owner, frozenset([-1 - offset // 4, -2 - offset // 4])))
+                self.host_event(Access(False, owner, frozenset([-1 - offset // 4])))
             return self.ws.meanings.now.fingerprint
 
         def store_fingerprint(address: int, value: int) -> None:
             owner, offset = self.locate(address) or (self.rank, 0)
             steps._fingerprint(address).value = value
             if self._open:
-                for word in (offset // 4, offset // 4 + 1):
-                    self.fingerprint_stored(owner, word, self.host_event)
+                self.fingerprint_stored(owner, offset // 4, self.host_event)
 
         self._replace(steps, "load_fingerprint", load_fingerprint)
         self._replace(steps, "store_fingerprint", store_fingerprint)

@@ -168,7 +168,7 @@ static void store(const u64 *base, u32 m, int len, u8 (*data)[16]) {
 }
 
 // Strong operations of one lane (PTX, Operation types; Atomicity).
-static void strong(int lane, u64 a, int len, int flags, const u32 *x, const u32 *y, u64 *out) {
+static u64 strong(int lane, u64 a, int len, int flags, u64 x, u64 y) {
   int reads = I->op == OP_ld_strong;
   Region *r = checked(a, len, !reads, "strong access", lane);
   if (r->pending[granule(r, a)]) drain_own(a, len, lane);
@@ -176,11 +176,11 @@ static void strong(int lane, u64 a, int len, int flags, const u32 *x, const u32 
   C->polls = reads;
   u64 was = 0, to;
   memcpy(&was, (void *)a, len);
-  *out = was;
   if (!reads) {
     if (flags & RELEASE) release(lane, flags, place);
-    to = I->op == OP_atom_exch ? x[lane] : I->op == OP_atom_cas ? (was == x[lane] ? y[lane] : was) : was + x[lane];
+    to = I->op == OP_atom_exch ? x : I->op == OP_atom_cas ? (was == x ? y : was) : was + x;
     commit(r, a, &to, len, thread_of(lane), W->phase);
   }
   if (flags & ACQUIRE) acquire(lane, flags, place);
+  return was;
 }

@@ -40,24 +40,15 @@ static void ld_st_shared(const int *o, u32 m) {
     else { u32 t[LANES] = {0}; EACH(l, m) memcpy(t + l, data[l] + I->width * i, I->width); set_word(o[i], m, t); }
 }
 static void strong_all(const int *o, u32 m) {
-  int wide = I->width == 8, reads = I->op == OP_ld_strong;
-  const u64 *base = dbl(o[1], m), *x64 = wide && !reads ? dbl(o[2], m) : NULL;
-  const u32 *x = reads || wide ? NULL : word(o[2], m), *y = I->op == OP_atom_cas ? word(o[3], m) : NULL;
-  u32 t[LANES] = {0};
-  u64 t64[LANES] = {0};
-  EACH(l, m) {
-    u64 out = 0;
-    if (wide && !reads) {
-      u64 a = base[l] + I->imm, to;
-      Region *r = checked(a, 8, 1, "strong access", l);
-      if (r->pending[granule(r, a)]) drain_own(a, 8, l);
-      memcpy(&out, (void *)a, 8);
-      to = out + x64[l];
-      commit(r, a, &to, 8, thread_of(l), W->phase);
-    } else strong(l, base[l] + I->imm, I->width, I->flags, x, y, &out);
-    t[l] = (u32)out; t64[l] = out;
-  }
-  if (wide) set_double(o[0], m, t64); else set_word(o[0], m, t);
+  int wide = I->width == 8, values = I->op == OP_ld_strong ? 0 : I->op == OP_atom_cas ? 2 : 1;
+  const u64 *base = dbl(o[1], m);
+  u64 v[2][LANES] = {0}, was[LANES] = {0};
+  for (int i = 0; i < values; i++)
+    if (wide) { const u64 *x = dbl(o[2 + i], m); EACH(l, m) v[i][l] = x[l]; }
+    else { const u32 *x = word(o[2 + i], m); EACH(l, m) v[i][l] = x[l]; }
+  EACH(l, m) was[l] = strong(l, base[l] + I->imm, I->width, I->flags, v[0][l], v[1][l]);
+  if (wide) set_double(o[0], m, was);
+  else { u32 t[LANES] = {0}; EACH(l, m) t[l] = (u32)was[l]; set_word(o[0], m, t); }
 }
 
 // bar.sync 0 (PTX, Parallel Synchronization: bar; "aligned": all threads of a warp execute the same one).
@@ -132,7 +123,7 @@ static void step(void) {
   case OP_bar_sync: bar_sync(m); break;
   case OP_ld_global: case OP_st_global: ld_st_global(o, m); break;
   case OP_ld_shared: case OP_st_shared: ld_st_shared(o, m); break;
-  case OP_ld_strong: case OP_atom_exch: case OP_atom_cas: case OP_atom_add: case OP_atom_add_64:
+  case OP_ld_strong: case OP_atom_exch: case OP_atom_cas: case OP_atom_add:
     strong_all(o, m); break;
   case OP_cp_async: {
     const u32 *dst = word(o[0], m), *given = word(o[2], m); const u64 *src = dbl(o[1], m);
