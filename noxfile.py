@@ -23,6 +23,8 @@ FOLDERS = ("fusedtp", "kernels", "bench", "tests", "noxfile.py")
 # Ranks are processes: more threads each would only take the cores from one another.
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
+# In two processes, of which one has the pool of ranks: much of what it does waits. Timings are not for such a run.
+TESTS = ("-n", "2", "--dist", "loadgroup", "--benchmark-disable", "-m", "not gpu and not offline and not bench")
 
 # The Triton that constraints.txt pins, and the oldest that is supported.
 PINNED, OLDEST = re.findall(r"(?m)^triton==(.*)$", Path("constraints.txt").read_text())[0], "3.6.0"
@@ -50,14 +52,14 @@ def install(session: nox.Session, *more: str, triton: str = PINNED) -> None:
 def tests(session: nox.Session) -> None:
     """Everything that runs without a GPU: real ranks, real shared memory, kernels in Triton's interpreter."""
     install(session)
-    session.run("pytest", "-m", "not gpu and not offline and not bench", *session.posargs, env=ONE_THREAD)
+    session.run("pytest", *TESTS, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
 def tests_oldest(session: nox.Session) -> None:
     """The same with the oldest Triton that is supported."""
     install(session, triton=OLDEST)
-    session.run("pytest", "-m", "not gpu and not offline and not bench", *session.posargs, env=ONE_THREAD)
+    session.run("pytest", *TESTS, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
