@@ -1,19 +1,23 @@
 """What one rank process of a `RankPool` runs: join the group, then serve calls until the pipe to the parent closes.
 
-Started as a script, `python -P rank_main.py <pipe fd> <stacks fd> <parent pid>`, so nothing of the parent's `__main__`
-runs again, and a broken import of the package shows as that rank's traceback. A call is (module, file, qualified name,
+Forked from a process that is started as a script, `python -P rank_main.py <socket fd> <parent pid>`, and has imported
+torch, so nothing of the parent's `__main__` runs again, and a broken import of the package shows as that rank's
+traceback. A call is (module, file, qualified name,
 pickled arguments, group size); the module is loaded before the arguments are unpickled, so that its classes arrive too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import importlib
 import importlib.util
 import os
 import pickle
+import select
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -140,11 +144,8 @@ def join(rank: int, world_size: int, port: int, seconds: float, gloo_workers: in
     return {**groups, world_size: dist.group.WORLD}
 
 
-def main() -> None:
-    pipe_fd, stacks_fd, parent = (int(value) for value in sys.argv[1:4])
-    die_with_parent(parent)
-    os.set_inheritable(pipe_fd, False)
-    os.set_inheritable(stacks_fd, False)
+def main(server: int, pipe_fd: int, stacks_fd: int) -> None:
+    die_with_parent(server)
     # C-level handlers: they answer also when Python code cannot run
     faulthandler.enable(file=stacks_fd)
     faulthandler.register(signal.SIGUSR1, file=stacks_fd, all_threads=True)
@@ -170,5 +171,49 @@ def main() -> None:
         os._exit(0)
 
 
+def serve(requests: socket.socket) -> None:
+    """Fork a rank for each request, and write each one's exit status to who has asked for it."""
+    # What nobody has imported yet is imported once for all; where that is broken each rank says so.
+    for name in ("torch", "triton", "numpy"):
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake)
+    server, statuses = os.getpid(), dict[int, int]()
+    while True:
+        ready, _, _ = select.select([requests.fileno(), woken], [], [])
+        if woken in ready:
+            os.read(woken, 1 << 10)
+            for pid in list(statuses):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    place = statuses.pop(pid)
+                    with contextlib.suppress(BrokenPipeError):
+                        os.write(place, str(os.waitstatus_to_exitcode(status)).encode())
+                    os.close(place)
+        if requests.fileno() in ready:
+            message, given, _, _ = socket.recv_fds(requests, 16, 8)
+            if not message:
+                return
+            *fds, place = given
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                requests.close()
+                for fd in (woken, wake, place, *statuses.values()):
+                    os.close(fd)
+                os.setsid()
+                main(server, *fds)
+            for fd in fds:
+                os.close(fd)
+            statuses[pid] = place
+            pidfd = os.pidfd_open(pid)
+            socket.send_fds(requests, [str(pid).encode()], [pidfd])
+            os.close(pidfd)
+
+
 if __name__ == "__main__":
-    main()
+    die_with_parent(int(sys.argv[2]))
+    serve(socket.socket(fileno=int(sys.argv[1])))

@@ -3,9 +3,10 @@
     with RankPool(4) as pool:
         results = pool.run(fn, *args)            # [fn(group, *args) on rank 0, ..., rank 3]
 
-Ranks are fresh interpreters with one thread each, joined in a gloo process group (plus NCCL where every rank has a GPU)
-through a store that this process hosts on 127.0.0.1. Functions are shipped by name, arguments and results by value over
-a private pipe, so nothing has a name in the file system. A rank that raises, dies or is late never hangs the caller:
+Ranks are processes of one thread each, forked from an interpreter that has imported torch and nothing of this process
+(`forks`), joined in a gloo process group (plus NCCL where every rank has a GPU) through a store that this process hosts
+on 127.0.0.1. Functions are shipped by name, arguments and results by value over a private pipe, so nothing has a name
+in the file system. A rank that raises, dies or is late never hangs the caller:
 `RankError` names it, with its traceback or a dump of its stacks, and the next call starts fresh ranks where the old
 ones may be out of step. The ranks die with the thread that started them (PR_SET_PDEATHSIG).
 """
@@ -24,9 +25,10 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Pipe, wait
-from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from .forks import ForkServer
 
 START_SECONDS = 180.0
 # after a first failure the other ranks get this long to report theirs: they may hang in a collective without it
@@ -49,24 +51,13 @@ class RankError(RuntimeError):
 class RankProcess:
     """One rank: its interpreter, the pipe to it, and the anonymous file its stack dumps go to."""
 
-    def __init__(self, rank: int, env: Mapping[str, str]) -> None:
+    def __init__(self, rank: int, server: ForkServer) -> None:
         self.rank = rank
         self.pipe, theirs = Pipe(duplex=True)
         self.stacks_fd = os.memfd_create(f"stacks of rank {rank}")
         os.fchmod(self.stacks_fd, 0o600)
-        fds = (theirs.fileno(), self.stacks_fd)
-        command = [
-            sys.executable,
-            "-P",
-            str(Path(__file__).with_name("rank_main.py")),
-            *map(str, fds),
-            str(os.getpid()),
-        ]
         try:
-            # its own session: Ctrl-C reaches the parent only, which then ends the ranks
-            self.process = subprocess.Popen(
-                command, env=dict(env), stdin=subprocess.DEVNULL, pass_fds=fds, start_new_session=True
-            )
+            self.process = server.fork((theirs.fileno(), self.stacks_fd))
         except BaseException:
             self.pipe.close()
             os.close(self.stacks_fd)
@@ -137,9 +128,7 @@ class Raised:
 class Ranks:
     """One generation of processes with their store; `stop` leaves no process and no descriptor."""
 
-    def __init__(
-        self, world_size: int, seconds: float, env: Mapping[str, str], gloo_workers: int | None = None
-    ) -> None:
+    def __init__(self, world_size: int, seconds: float, server: ForkServer, gloo_workers: int | None = None) -> None:
         import torch.distributed as dist
 
         # TCPStore on its own would listen on every interface
@@ -156,7 +145,7 @@ class Ranks:
         self.processes: list[RankProcess] = []
         try:
             for rank in range(world_size):
-                self.processes.append(RankProcess(rank, env))
+                self.processes.append(RankProcess(rank, server))
             for process in self.processes:
                 with contextlib.suppress(OSError):
                     process.pipe.send_bytes(pickle.dumps((process.rank, world_size, port, seconds, gloo_workers)))
@@ -234,7 +223,7 @@ class Pending:
         finally:
             self._pool._pending = None
             if not in_step:
-                self._pool.close()
+                self._pool._end_ranks()
 
 
 class RankPool:
@@ -256,20 +245,26 @@ class RankPool:
             raise ValueError(f"world_size is {world_size}, at least 1 is needed")
         self.world_size, self.timeout = world_size, timeout
         self.env, self.gloo_workers = dict(env or {}), gloo_workers
+        # Ranks may be started anew more than once; what they are forked from ends with `close`.
+        self._server: ForkServer | None = None
         self._ranks: Ranks | None = None
-        self._finalizer: weakref.finalize[[], RankPool] | None = None
+        self._finalizers: list[weakref.finalize[[], RankPool]] = []
         self._pending: Pending | None = None
 
     def _started(self) -> Ranks:
         if self._ranks is not None and not self._ranks.alive():
-            self.close()
+            self._end_ranks()
         if self._ranks is None:
             one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
             # gloo would pick its interface by resolving the host's name
             env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **one_thread, **self.env}
-            self._ranks = Ranks(self.world_size, self.timeout, env, self.gloo_workers)
-            # runs at interpreter exit as well
-            self._finalizer = weakref.finalize(self, self._ranks.stop)
+            if self._server is None or not self._server.serves(env):
+                self.close()
+                # What is finalized runs at interpreter exit as well, the last first.
+                self._server = ForkServer(env)
+                self._finalizers = [weakref.finalize(self, self._server.close)]
+            self._ranks = Ranks(self.world_size, self.timeout, self._server, self.gloo_workers)
+            self._finalizers.append(weakref.finalize(self, self._ranks.stop))
         return self._ranks
 
     @property
@@ -323,9 +318,14 @@ class RankPool:
     def close(self) -> None:
         """End the ranks: no process, descriptor or file is left. The pool can be used again."""
         self._pending = None
-        if self._finalizer is not None:
-            self._finalizer()
-        self._ranks = self._finalizer = None
+        while self._finalizers:
+            self._finalizers.pop()()
+        self._ranks = self._server = None
+
+    def _end_ranks(self) -> None:
+        if self._ranks is not None:
+            self._finalizers.pop()()
+            self._ranks = None
 
     def __enter__(self) -> RankPool:
         return self

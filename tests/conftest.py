@@ -33,7 +33,7 @@ if os.environ.get("TRITON_INTERPRET") != "0":
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two processes run the tests: the one pool of ranks belongs to one of them, and a file's fixtures are made once."""
+    """Where two processes run the tests one has the pool of ranks, and a file's fixtures are made once."""
     uses_pool = {item.path for item in items if "pool" in getattr(item, "fixturenames", ())}
     for item in items:
         item.add_marker(pytest.mark.xdist_group("pool" if item.path in uses_pool else item.path.stem))

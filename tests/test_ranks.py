@@ -57,6 +57,10 @@ def stuck_on_one(group):
         time.sleep(0.1)
 
 
+def forked_from(group):
+    return os.getppid()
+
+
 def large(group, tensor):
     return tensor * (dist.get_rank(group) + 1)
 
@@ -246,3 +250,25 @@ def test_ranks_end_with_their_parent_and_do_not_rerun_it(tmp_path, end):
     while running([int(pid) for pid in pids.split()]) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not running([int(pid) for pid in pids.split()])
+
+
+def test_ranks_are_forked_from_one_process_also_when_they_start_anew():
+    with RankPool(2, timeout=20) as pool:
+        (server,) = set(pool.run(forked_from))
+        assert server != os.getpid()
+        pids = pool.pids
+        with pytest.raises(RankError, match="killed by SIGKILL"):
+            pool.run(dying, 0, "kill")
+        assert pool.run(forked_from) == [server] * 2
+        assert not set(pids) & set(pool.pids)
+    assert running([server]) == []
+
+
+def test_a_pool_whose_forking_process_is_gone_starts_another():
+    with RankPool(1, timeout=20) as pool:
+        (server,) = pool.run(forked_from)
+        pids = pool.pids
+        os.kill(server, signal.SIGKILL)
+        while running(pids):
+            time.sleep(0.01)
+        assert pool.run(forked_from) != [server]
