@@ -1,8 +1,4 @@
-"""A KeyboardInterrupt in a call: before one of our own lines, or by a real signal, wherever that finds it.
-
-What a rank does next depends on what its peers have of the call, which `has_sent` looks up in their memory: the same
-call again, or the one that comes after it.
-"""
+"""A KeyboardInterrupt in a call: before one of our own lines, or by a real signal, wherever that finds it."""
 
 from __future__ import annotations
 
@@ -14,18 +10,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
-from fusedtp.kernels import signal
-from torch.distributed import ProcessGroup
+import fusedtp.kernels
 
 import fusedtp
-from fusedtp import workspaces
 
-FOLDERS = tuple(f"{Path(module.__file__ or '').parent}/" for module in (fusedtp, sys.modules["fusedtp.kernels"]))
+FOLDERS = tuple(f"{Path(module.__file__ or '').parent}/" for module in (fusedtp, fusedtp.kernels))
 # Installed it lies in the first of them.
 _BENCH = f"{Path(__file__).parent}/"
 _LOCKS = ("with _lock:", "with _finding:")
-_CPU = torch.device("cpu")
 
 
 def before_line(number: int, call: Callable[[], object], within: str = "") -> tuple[str, bool]:
@@ -79,19 +71,3 @@ def by_signal(seconds: float, call: Callable[[], object]) -> bool:
     finally:
         signal_of_posix.signal(signal_of_posix.SIGALRM, before)
     return False
-
-
-def epoch(group: ProcessGroup) -> int:
-    """The last epoch that this rank has ended in `group`, 0 where it has no memory there."""
-    ws = workspaces._workspaces.get((group.group_name, _CPU))
-    return ws.epoch if ws is not None and ws.made else 0
-
-
-def has_sent(group: ProcessGroup, before: int) -> bool:
-    """Whether a peer has anything of the op behind epoch `before`."""
-    ws = workspaces._workspaces.get((group.group_name, _CPU))
-    if ws is None or not ws.made:
-        return False
-    entry = signal.SIGNALS.value + signal.ENTRY_SLOT.value * ws.world_size + ws.rank
-    peers = [peer for peer in range(ws.world_size) if peer != ws.rank]
-    return any(ws._header(peer)[entry] != before for peer in peers) or bool(ws._header(ws.rank)[signal.GROWING.value])

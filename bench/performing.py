@@ -183,7 +183,7 @@ class Performer:
             assert step.other is not None
             calls = [attempt(step.other, group)]
         elif guilty and step.kind in ("line", "signal"):
-            calls = strikes.interrupted(step.kind, step.where, call, group)
+            calls = strikes.interrupted(step.kind, step.where, call)
         elif guilty and step.kind == "late":
             calls = [attempt(step.call, group, step.where)]
         elif guilty and step.kind == "limit":

@@ -17,20 +17,20 @@ import fusedtp
 from . import interruptions
 
 
-def interrupted(kind: str, where: float, call: Callable[[], str], group: ProcessGroup) -> list[Callable[[], str]]:
-    """The attempts of a rank whose `call` is interrupted: it makes it again where no peer has anything of it."""
+def interrupted(kind: str, where: float, call: Callable[[], str]) -> list[Callable[[], str]]:
+    """The attempts of a rank whose `call` is interrupted: it has no result, and makes it again."""
     again = False
 
     def struck() -> str:
         nonlocal again
-        before, came = interruptions.epoch(group), list[str]()
+        came = list[str]()
         if kind == "line":
             _, raised = interruptions.before_line(int(where), lambda: came.append(call()))
         else:
             raised = interruptions.by_signal(where, lambda: came.append(call()))
         if not raised:
             return came[0]
-        again = not interruptions.has_sent(group, before)
+        again = True
         return "interrupted"
 
     return [struck, lambda: call() if again else "right"]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from .calls import Call, one
 from .parameters import PLAIN, as_gradient, local, part
 from .registered import refuse_forward_mode, transforms_active
 from .sharded import Problem, backward, forward, sharded_matmul, sharded_matmul_backward
@@ -37,43 +38,58 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        needs_x, needs_w, needs_bias = needs = ctx.needs_input_grad[:3]
-        x, w = (dy.new_empty(0) if saved is None else saved for saved in ctx.saved_tensors)
-        batched = transforms_active() or _is_batched(dy)
-        # With create_graph=True, or for a batch of gradients at once (is_grads_batched): the operator knows how.
-        if torch.is_grad_enabled() or batched:
-            if batched and not (ctx.w is None and ctx.bias is None):
-                raise NotImplementedError(
-                    "a batch of gradients at once (is_grads_batched, vmap) is not implemented for parameters that are "
-                    "DTensors: go through it in a loop"
-                )
-            if needs_x and ctx.w is not None:
-                w = local(ctx.w, 2)
-            dx, dw, db = sharded_matmul_backward(dy, x, w, *needs, *ctx.problem.arguments)
-        else:
-            dx, dw, db = backward(dy.resolve_neg(), x, w, needs, ctx.problem)
-        if needs_w and ctx.w is not None:
-            dw = as_gradient(dw, ctx.w)
-        if needs_bias and ctx.bias is not None:
-            db = as_gradient(db, ctx.bias)
-        return dx if needs_x else None, dw if needs_w else None, db if needs_bias else None, None
+        with Call():
+            return _gradients(ctx, dy)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         refuse_forward_mode()
 
 
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    needs_x, needs_w, needs_bias = needs = ctx.needs_input_grad[:3]
+    x, w = (dy.new_empty(0) if saved is None else saved for saved in ctx.saved_tensors)
+    batched = transforms_active() or _is_batched(dy)
+    # With create_graph=True, or for a batch of gradients at once (is_grads_batched): the operator knows how.
+    if torch.is_grad_enabled() or batched:
+        if batched and not (ctx.w is None and ctx.bias is None):
+            raise NotImplementedError(
+                "a batch of gradients at once (is_grads_batched, vmap) is not implemented for parameters that are "
+                "DTensors: go through it in a loop"
+            )
+        if needs_x and ctx.w is not None:
+            w = local(ctx.w, 2)
+        dx, dw, db = sharded_matmul_backward(dy, x, w, *needs, *ctx.problem.arguments)
+    else:
+        dx, dw, db = backward(dy.resolve_neg(), x, w, needs, ctx.problem)
+    if needs_w and ctx.w is not None:
+        dw = as_gradient(dw, ctx.w)
+    if needs_bias and ctx.bias is not None:
+        db = as_gradient(db, ctx.bias)
+    return dx if needs_x else None, dw if needs_w else None, db if needs_bias else None, None
+
+
 def apply(x: Tensor, w: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
     """The operator; where nobody could tell, without the dispatcher. The arguments are those of `Problem.of`."""
     plain = type(x) in PLAIN and type(w) in PLAIN and (bias is None or type(bias) in PLAIN)
     if not plain or torch.compiler.is_compiling():
-        out: Tensor = sharded_matmul(x, w, bias, *arguments)
-        return out
+        return _dispatched(x, w, bias, *arguments)
     return run(x, w, bias, Problem.of(*arguments))
+
+
+@one
+def _dispatched(x: Tensor, w: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
+    out: Tensor = sharded_matmul(x, w, bias, *arguments)
+    return out
 
 
 def run(x: Tensor, w: Tensor, bias: Tensor | None, problem: Problem) -> Tensor:
     """`apply` where no compiler traces, of an x of no subclass; w and bias may be a layer's DTensors."""
+    with Call():
+        return _run(x, w, bias, problem)
+
+
+def _run(x: Tensor, w: Tensor, bias: Tensor | None, problem: Problem) -> Tensor:
     if is_in_torch_dispatch_mode() or transforms_active() or x.is_meta:
         bias = None if bias is None else local(bias, 1)
         out: Tensor = sharded_matmul(x, local(w, 2), bias, *problem.arguments)

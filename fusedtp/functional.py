@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import arguments, eager, groups, ops, repeated
+from . import arguments, calls, eager, groups, ops, repeated
 from .groups import Group
 from .notation import parse
 from .sharded import Problem
@@ -303,6 +303,7 @@ def _rows(x: Tensor, dim: int, rows: int, schedule: str, group: ProcessGroup) ->
     return moved.reshape(moved.shape[0], math.prod(others)), others
 
 
+@calls.one
 def all_gather(
     x: Tensor,
     *,
@@ -329,6 +330,7 @@ def all_gather(
     return out.view(sum(sizes), *others).movedim(0, dim)
 
 
+@calls.one
 def reduce_scatter(
     x: Tensor,
     *,
@@ -353,6 +355,7 @@ def reduce_scatter(
     return out.view(sizes[process_group.rank()], *others).movedim(0, dim)
 
 
+@calls.one
 def all_reduce(
     x: Tensor, *, group: Group = None, algorithm: str = "auto", schedule: str = "auto", debug: bool = False
 ) -> Tensor:

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import agreement, dispatch, groups, turns
+from . import agreement, calls, dispatch, groups, turns
 from .registered import operator
 
 
+@calls.one
 def _run(
     op: str, schedule: str, x: Tensor, group_name: str, *operands: Tensor | None, debug: bool = False,
     producer: str = "auto", call: str = "", **options: Any,

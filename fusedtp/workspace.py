@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import budgets, clock, disagreement, hardware
+from . import budgets, calls, clock, disagreement, hardware
 from .errors import RanksDisagree
 from .failing import Failing
 from .hardware import Hardware
@@ -67,6 +67,8 @@ class Workspace(Failing):
         self.meanings = Meanings()
         self.made = False
         self._op, self._progress = "", _NO_OP
+        # The call that the last op which peers have seen something of was in.
+        self._call: calls.Call | None = None
         self._memory = memory
         self._arena: Arena | None = None
         self._tables: dict[tuple[int, ...], Tensor] = {}
@@ -247,8 +249,11 @@ class Workspace(Failing):
         return steps
 
     def begin(self, op: str) -> None:
-        """Before what an op issues: chains streams. RuntimeError where the last one has not ended."""
-        if self._progress == _SENT and self.failure is None:
+        """Before what an op issues: chains streams. RuntimeError where the last one has not ended, or the call that it
+        was in has not returned.
+        """
+        unreturned = self._call is not None and not self._call.returned and not self._call.is_open()
+        if (self._progress == _SENT or unreturned) and self.failure is None:
             # Interrupted where nothing was there to notice it.
             self._abandon(self._op, None)
         if self.failure is not None:
@@ -281,6 +286,7 @@ class Workspace(Failing):
         self._check()
         if self._progress == _SENT or self.device.type != "cpu":
             self._mirror = _wrap(self._mirror + 1)
+            self._call = calls.current()
         self._progress = _NO_OP
 
     def interrupted(self, op: str, error: BaseException) -> None:

@@ -20,7 +20,7 @@ LAYERS = (
     ("blas", "entries", "errors", "files", "registered", "shards", "trace"),
     ("notation", "redistribute", "candidates", "plan", "hardware", "overlap", "cost", "explain"),
     ("partition",),
-    ("groups", "reference", "turns", "budgets"),
+    ("groups", "reference", "turns", "calls", "budgets"),
     ("kernels", "memory"),
     ("meaning",),
     ("workspaces", "workspace", "failing", "disagreement", "rendezvous", "steps", "clock", "missing"),

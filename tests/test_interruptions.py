@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import warnings
+from types import FrameType
 from unittest import mock
 
 import pytest
@@ -67,6 +68,72 @@ def test_an_op_that_was_interrupted_is_not_taken_for_the_next(pool: RankPool, sc
         assert "rank 0 left an op with an exception" in text
         # At once, not after the budget of 60 s.
         assert elapsed < 20
+
+
+def struck_as_it_returns(group: ProcessGroup, schedule: str, function: str) -> tuple[str, str]:
+    """An interruption on rank 1 as `function` returns, when the op has ended but nobody has its result: what the two
+    ranks see of a call made again.
+    """
+    rank, seen = group.rank(), ["", ""]
+    fusedtp.destroy(group)
+    weight = torch.ones(1, 1, requires_grad=function != "_run")
+
+    def call(step: int) -> list[float]:
+        mine = torch.full((1, 1), 10.0 * step + rank)
+        if function == "all_gather":
+            return fusedtp.all_gather(mine, group=group, schedule=schedule).flatten().tolist()
+        out = fusedtp.all_gather_linear(mine.requires_grad_(), weight, group=group, schedule=schedule)
+        if function == "_gradients":
+            out.backward(mine.detach().repeat(2, 1))
+            assert mine.grad is not None
+            return mine.grad.flatten().tolist()
+        return out.flatten().tolist()
+
+    def right(step: int) -> list[float]:
+        return [20.0 * step + 1] if function == "_gradients" else [10.0 * step, 10.0 * step + 1]
+
+    def trace(frame: FrameType, event: str, _: object) -> object:
+        if frame.f_code.co_name != function or not frame.f_code.co_filename.endswith(("eager.py", "functional.py")):
+            return None
+        if event == "return":
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    call(0)
+    if rank == 1:
+        sys.settrace(trace)
+        try:
+            call(1)
+            seen[0] = "returned"
+        except KeyboardInterrupt:
+            seen[0] = "interrupted"
+        finally:
+            sys.settrace(None)
+    fusedtp.set_timeout(2, group)
+    for step in (1, 2, 3) if rank == 0 else (1, 2):
+        try:
+            if (got := call(step)) != right(step):
+                seen[1] = f"step {step}: {got} for {right(step)}"
+        except (RuntimeError, fusedtp.PeerTimeout) as error:
+            seen[1] = f"{type(error).__name__}: {error}"
+            break
+    fusedtp.set_timeout(110)
+    dist.barrier(group)
+    fusedtp.destroy(group)
+    assert call(4) == right(4)
+    return seen[0], seen[1]
+
+
+@pytest.mark.parametrize("function", ["forward", "_run", "all_gather", "_gradients"])
+@pytest.mark.parametrize("schedule", ["decomposed", "fused"])
+def test_an_op_whose_result_nobody_has_is_not_taken_for_the_next(pool: RankPool, schedule: str, function: str) -> None:
+    (_, first), (struck, again) = pool.run(struck_as_it_returns, schedule, function, world_size=2)
+    assert struck == "interrupted"
+    assert first.startswith("PeerTimeout: ")
+    assert "left an op with an exception" in first
+    assert again.startswith("RuntimeError: ")
+    assert "an exception left rank 1 in the middle of the op" in again
 
 
 def destroyed_alone(group: ProcessGroup) -> tuple[str, float]:

@@ -1,7 +1,6 @@
 """A KeyboardInterrupt before any line of ours that a rank runs in an op, in making a workspace and in its growth.
 
-The rank makes the same call again where its peers have nothing of it, or else goes on with the next one, as after an op
-that has ended: whichever would be right if the workspace took no notice. Its peers know nothing.
+The rank makes the same call again, as it has no result of it, whatever its peers have. They know nothing.
 """
 
 from __future__ import annotations
@@ -72,11 +71,11 @@ def at_line(group: ProcessGroup, lines: Lines, number: int, meeting: Meeting) ->
         fusedtp.destroy(group)
     fusedtp.set_timeout(SECONDS)
     meeting.all("ready")
-    before, numbers = interruptions.epoch(group), [2, 3]
+    numbers = [2, 3]
     call = lambda n: case(group, n, more_rows=rows)  # noqa: E731
     if guilty:
         seen.place, raised = interruptions.before_line(number, lambda: call(2), lines.within)
-        if not raised or interruptions.has_sent(group, before):
+        if not raised:
             numbers = [3]
         seen.again = "next" if numbers == [3] else "again"
     _goes_on(call, seen, numbers)
