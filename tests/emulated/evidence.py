@@ -122,14 +122,15 @@ def _execute(unit: Unit, driver: EmulatedDriver, done: Done) -> None:
                 with mock.patch.object(producer, "PIECE_BYTES", piece_bytes):
                     world_size = 3 if other.split == "empty" else 2
                     _add(done, run(driver, [unit.op], world_size, dtype, _deep(other, depth), how))
-                    if depth == 0:
+                    if depth < 1 + unit.op.startswith("gather"):
                         _give_up(done, driver, world_size, _deep(other, depth), given_up)
         if unit.op in ("gather rows", "gather contraction", "all_gather direct"):
             _add(done, in_phases(driver, unit.op, 3, dtype, shape, _schedule(0), "copy"))
     # The protocol's code is the same for all dtypes, but compiled for each.
     for seed in range(6 if unit.dtype == "bfloat16" else 3):
         _give_up(done, driver, 3, _deep(fewer, seed), _schedule_of_giving_up(seed))
-    for seed in range(9) if unit.dtype == "bfloat16" else (0, 3, 4, 6, 8):
+    # A kernel that gathers has copies of its waits, for a step of k each.
+    for seed in range(9) if unit.dtype == "bfloat16" or unit.op.startswith("gather") else (0, 3, 4, 6, 8):
         world_size, how = 2 + seed // 3, _schedule_of_giving_up(seed)
         _give_up(done, driver, world_size, _deep(shape, seed), how)
         if seed % 3 == 0:
