@@ -108,6 +108,8 @@ class Failing:
             self._header(self.rank), who, self.world_size, expected
         ):
             detail += f"; in a backward pass, which rank {who} makes only where it wants the same gradients as this one"
+        if "fusedtp.destroy" not in detail:
+            detail += "; every call is refused until fusedtp.destroy has been called for this group on every rank"
         self.failure = PeerTimeout(op, self.rank, who, seconds or self.seconds, detail)
         raise self.failure
 

@@ -72,7 +72,7 @@ CALLS: dict[str, tuple[Callable[[Here, bool], object], str]] = {
         lambda h, odd: fusedtp.all_gather(ones(3, 6).to(torch.float16 if odd else torch.float32), **h.options),
         "all_gather: the ranks do not agree on dtype: torch.float32 on rank 0, torch.float16 on rank 1",
     ),
-    "schedule": (
+    "schedule: `unfused`": (
         lambda h, odd: fusedtp.all_reduce(ones(3), schedule="unfused" if odd else "decomposed", **h.options),
         f"on schedule: decomposed on rank 0, unfused on rank 1, decomposed on rank 2{ODD}",
     ),

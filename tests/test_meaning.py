@@ -28,8 +28,8 @@ SECONDS = 20.0
 DOCUMENT = Path(__file__).parent.parent / "docs" / "faults.md"
 # By schedule, the calls whose difference every rank was told.
 TOLD: dict[str, set[str]] = {}
-# A bias's values and the schedule that is asked for are told in debug mode only.
-NOT_TOLD = ("values of a bias", "schedule")
+# A bias's values, and what goes through the backend instead, are told in debug mode only.
+NOT_TOLD = ("values of a bias", "schedule: `unfused`")
 
 
 def disagreed(group: ProcessGroup, schedule: str) -> dict[str, tuple[str, float]]:

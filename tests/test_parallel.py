@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -209,3 +211,21 @@ def bias_of_rows(group: ProcessGroup) -> float:
 
 def test_row_bias_gets_the_whole_gradient(pool: RankPool) -> None:
     assert pool.run(bias_of_rows, world_size=2) == [6.0, 6.0]
+
+
+def documented(group: ProcessGroup, code: str) -> tuple[Tensor, Tensor]:
+    """This rank's rows by the code, and those of the same model on one rank."""
+    rows = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
+    first, after = 3 * group.rank(), 3 * group.rank() + 3
+    scope: dict[str, Any] = {"mesh": {"tp": tp_mesh(group)}, "x": rows[first:after]}
+    exec(code, scope)
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+    return scope["y"].detach(), dense(rows)[first:after].detach()
+
+
+def test_the_plan_of_the_document_runs(pool: RankPool) -> None:
+    document = Path(__file__).parent.parent / "docs" / "layers.md"
+    (code,) = re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)
+    for ours, expected in pool.run(documented, code, world_size=2):
+        torch.testing.assert_close(ours, expected)
