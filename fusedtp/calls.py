@@ -38,8 +38,8 @@ class Call:
         if _here.call is self:
             _here.call = None
         self._frame = None
-        # Last of all: no signal is looked at between here and the caller.
-        self.returned = kind is None
+        # Last of all: no signal is looked at between here and the caller. A refusal of ours is one on every rank.
+        self.returned = kind is None or issubclass(kind, NotImplementedError)
 
     def is_open(self) -> bool:
         """Whether this thread is in it."""

@@ -5,10 +5,13 @@ Timings that pytest-benchmark saves carry the machine as rows do, and are not co
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,12 +34,24 @@ if os.environ.get("TRITON_INTERPRET") != "0":
     collect_ignore = ["test_emulated_machine.py", "test_emulated_ops.py"]
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where two processes run the tests one has the pool of ranks, and a file's fixtures are made once."""
-    uses_pool = {item.path for item in items if "pool" in getattr(item, "fixturenames", ())}
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("pool" if item.path in uses_pool else item.path.stem))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Where two processes run the tests each runs whole files, and one of them all that use the pool of ranks."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Files(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "pool" if _uses_pool(config.rootpath / file) else file
+
+    return Files(config, log)
+
+
+@functools.cache
+def _uses_pool(file: Path) -> bool:
+    # By what its tests and fixtures ask for: `pool`, or what is made of it here.
+    asked = r"def \w+\([^)]*\b(pool|refusals|within_bounds|destroyed_on_all_ranks)\b"
+    return re.search(asked, file.read_text()) is not None
 
 
 def poison(group: ProcessGroup | None = None) -> None:
