@@ -71,13 +71,14 @@ class Failing:
 
     def disagree(self, op: str, peer: int, epoch: int) -> None:
         """Rank `peer` means something else by the op of this epoch: tell all that, and what this rank means; raise."""
-        self.words[signal.GIVEN_UP.value] = peer + 1
         words = self._header(self.rank)
         own = fingerprint_place(epoch, self.rank, self.world_size)
         fingerprint = int(np.array(words[own : own + 2], dtype=np.int32).view(np.int64)[0])
         # On a GPU the host may have issued other ops since.
         meant = self.meanings.now if self.device.type == "cpu" else self.meanings.by_fingerprint(fingerprint)
         disagreement.say(self._text(self.rank), meant.values)
+        # Behind it: a peer that sees this looks for what was said.
+        self.words[signal.GIVEN_UP.value] = peer + 1
         op = meant.values.get("op", op)
         everyone = disagreement.everyone(
             self._text,

@@ -9,6 +9,8 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -105,7 +107,13 @@ def uneven(group: ProcessGroup, schedule: str) -> list[str]:
     has to grow its memory where the other has not.
     """
     fusedtp.set_timeout(5.0, group)
-    said, rank = [], group.rank()
+    said, rank, say = [], group.rank(), disagreement.say
+
+    def late(*args: Any) -> None:
+        # Whoever finds out first is long in saying what it meant.
+        time.sleep(0.1 * rank)
+        say(*args)
+
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("X",))
     style = fusedtp.FusedColwiseParallel(input_layouts=Shard(0), schedule=schedule)
     linear = style._apply(nn.Linear(6, 4), mesh)
@@ -115,7 +123,10 @@ def uneven(group: ProcessGroup, schedule: str) -> list[str]:
         lambda: fusedtp.all_gather(torch.ones(9000 * (1 + rank), 64), group=group, schedule=schedule),
     ):
         begin = time.monotonic()
-        with pytest.raises((ValueError, fusedtp.PeerTimeout)) as caught:
+        with (
+            mock.patch.object(disagreement, "say", late),
+            pytest.raises((ValueError, fusedtp.PeerTimeout)) as caught,
+        ):
             call()
         # A kernel that waits for one that grows finds out when its budget is spent, and tells the other then.
         assert time.monotonic() - begin < SECONDS
