@@ -66,5 +66,6 @@ def every_fused_op(group: ProcessGroup, dtype: torch.dtype, sizes: tuple[int, ..
         check(out, total, total_allowed, f"all_reduce, {algorithm}")
 
 
-def test_every_fused_op_with_eight_ranks(eight: RankPool) -> None:
-    eight.run(every_fused_op, torch.bfloat16, (3, 0, 1, 9, 0, 0, 4, 2))
+@pytest.mark.parametrize("sizes", [(2,) * WORLD_SIZE, (3, 0, 1, 9, 0, 0, 4, 2)], ids=["even", "uneven"])
+def test_every_fused_op_with_eight_ranks(eight: RankPool, sizes: tuple[int, ...]) -> None:
+    eight.run(every_fused_op, torch.bfloat16, sizes)

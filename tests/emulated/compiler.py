@@ -14,6 +14,8 @@ import tempfile
 from pathlib import Path
 
 CORE = Path(__file__).parent / "core"
+# The compiler of the test dependencies, for where the machine has none.
+PACKAGED = (sys.executable, "-m", "ziglang", "cc")
 # No contraction: a product and a sum that PTX rounds twice are rounded twice.
 _FLAGS = (
     "-O3",
@@ -33,7 +35,7 @@ def command() -> list[str]:
         if path := shutil.which(name):
             return [path]
     if importlib.util.find_spec("ziglang"):
-        return [sys.executable, "-m", "ziglang", "cc"]
+        return list(PACKAGED)
     raise RuntimeError("the machine is compiled at first use: install a C compiler, or ziglang with pip")
 
 
