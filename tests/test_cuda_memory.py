@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import tempfile
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -227,20 +229,27 @@ def test_without_atomics_auto_runs_unfused_and_fused_says_why(pool: RankPool) ->
         assert refused in said[0]
 
 
-def test_torchs_socket_is_looked_at_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder whose name leaves room for a socket's, however deep pytest's own folders lie."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_torchs_socket_is_looked_at_before(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR"):
         monkeypatch.delenv(name, raising=False)
     assert Place.here(0, "", "").directory == "/tmp"
-    monkeypatch.setenv("TEMP", str(tmp_path))
-    assert Place.here(0, "", "").directory == str(tmp_path)
+    monkeypatch.setenv("TEMP", str(short))
+    assert Place.here(0, "", "").directory == str(short)
     assert gpus.socket_refusal() == ""
-    (tmp_path / f"symm_mem-{os.getpid()}").touch()
+    (short / f"symm_mem-{os.getpid()}").touch()
     assert "is there already" in gpus.socket_refusal()
-    deep = tmp_path / ("d" * 100)
+    deep = short / ("d" * 100)
     deep.mkdir()
     monkeypatch.setenv("TMPDIR", str(deep))
     assert "longer than 107 bytes" in gpus.socket_refusal()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "nowhere"))
+    monkeypatch.setenv("TMPDIR", str(short / "nowhere"))
     assert "cannot make its socket" in gpus.socket_refusal()
 
 
@@ -261,10 +270,10 @@ def left_over(group: ProcessGroup, folder: str) -> tuple[str, str, int]:
             os.environ["TMPDIR"] = before
 
 
-def test_every_rank_is_told_of_a_socket_that_is_in_the_way(pool: RankPool, tmp_path: Path) -> None:
-    for kind, said, entered in pool.run(left_over, str(tmp_path), world_size=3):
+def test_every_rank_is_told_of_a_socket_that_is_in_the_way(pool: RankPool, short: Path) -> None:
+    for kind, said, entered in pool.run(left_over, str(short), world_size=3):
         assert (kind, entered) == ("Unreachable", 0)
-        assert said.startswith(f"rank 1: torch's socket {tmp_path}/symm_mem-")
+        assert said.startswith(f"rank 1: torch's socket {short}/symm_mem-")
 
 
 def answering(p2p: dict[tuple[int, int, int], int], modes: dict[int, int], error: int = 0) -> Any:
