@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 from fusedtp.kernels import INTERPRETED
-from fusedtp.kernels.launch import config_for, pitch_of
+from fusedtp.kernels.launch import config_for
+from fusedtp.kernels.layout import pitch_of
 from fusedtp.kernels.push import collect, push
 from fusedtp.kernels.reduce import reduce
 from fusedtp.kernels.ring import ring

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from fusedtp.kernels import INTERPRETED, signal
 from fusedtp.kernels.gather_matmul import gather_matmul
-from fusedtp.kernels.launch import Channel, Config, config_for, pitch_of
+from fusedtp.kernels.launch import Channel, Config, config_for
+from fusedtp.kernels.layout import pitch_of
 from fusedtp.kernels.matmul_scatter import matmul_scatter
 from torch import Tensor
 

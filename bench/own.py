@@ -12,7 +12,8 @@ from collections.abc import Callable
 import torch
 from fusedtp.kernels import INTERPRETED
 from fusedtp.kernels.gather_matmul import gather_matmul
-from fusedtp.kernels.launch import config_for, pitch_of
+from fusedtp.kernels.launch import config_for
+from fusedtp.kernels.layout import pitch_of
 from fusedtp.kernels.matmul import matmul
 from fusedtp.kernels.matmul_scatter import matmul_scatter
 from fusedtp.kernels.signal import CLOCK_MS, FINGERPRINT_SLOT, FIRST_SLOT, LEAD, SIGNALS

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
 from . import budgets, meaning
 from .errors import PeerTimeout, RanksDisagree
+from .schedules.op import Task
 
 _GAVE_UP = "gave up on rank"
 
@@ -53,8 +54,8 @@ def wanted() -> bool:
     return get_debug_level() == DebugLevel.DETAIL
 
 
-def check(op: str, group: ProcessGroup, x: Tensor, *operands: Tensor | None, **options: Any) -> None:
-    """Compare what the ranks of `group` must have in common in this call.
+def check(task: Task, group: ProcessGroup, operands: Sequence[Tensor | None], schedule: str, call: str) -> None:
+    """Compare what the ranks of `group` must have in common in this task.
 
     RanksDisagree on every rank alike, with each rank's value of what differs, and the rank that stands alone with it.
     PeerTimeout where a rank has not made as many calls on this group within the time that `set_timeout` allows; the
@@ -62,18 +63,19 @@ def check(op: str, group: ProcessGroup, x: Tensor, *operands: Tensor | None, **o
     """
     if group.size() == 1:
         return
-    schedule, call = options.pop("schedule"), options.pop("call")
-    mine = meaning.of(op, schedule, x, operands, options, call).values
-    everyone, number = _exchange(op, group, {**mine, **_values(op, operands, options)})
+    op, x = task.op.name, operands[0]
+    assert x is not None
+    mine = meaning.of(task, schedule, x.device.type, call).values
+    everyone, number = _exchange(op, group, {**mine, **_values(task, operands)})
     if text := meaning.difference(op, everyone, f"call {number} of group {group.group_name!r}"):
         raise RanksDisagree(text, op, group.rank(), tuple(everyone))
 
 
-def _values(op: str, operands: tuple[Tensor | None, ...], options: Mapping[str, Any]) -> dict[str, str]:
+def _values(task: Task, operands: Sequence[Tensor | None]) -> dict[str, str]:
     # What every rank holds a copy of: a bias along a dim that is whole. A checksum of it, which a GPU has to wait for.
-    if op not in ("matmul_reduce_scatter", "matmul_all_reduce") and not options.get("transposed"):
+    if task.op.kind == "gather" and not task.transposed:
         return {}
-    bias = operands[1]
+    bias = operands[2] if task.has(2) else None
     if bias is None:
         return {}
     held = bias.detach().contiguous().view(torch.uint8).cpu()

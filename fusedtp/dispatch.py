@@ -15,29 +15,24 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from types import ModuleType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from . import schedules, tuning, turns
+from . import agreement, meaning, schedules, stale, tuning, turns
 from .hardware import Hardware, of_gpu
 from .meaning import Meaning
 from .memory import Unreachable
+from .schedules.op import Task
+from .schedules.prepared import Prepared
 
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-# An op that does more than one that is measured is decided as that one.
-_MEASURED_AS = {"all_gather_two_matmuls": "all_gather_matmul", "matmul_scatter_and_gather": "matmul_reduce_scatter"}
-
-# Those whose fused form has a producer.
-_GATHERING = ("all_gather_matmul", "all_gather_two_matmuls", "matmul_scatter_and_gather", "all_gather")
 
 # Shapes may never repeat. What is forgotten is decided anew, alike on all ranks, from what they know alike.
 _MAX_CHOICES = 4096
@@ -70,41 +65,12 @@ def check_schedule(schedule: str) -> None:
         raise ValueError(f"schedule must be one of {', '.join(('auto', *schedules.NAMES))}, got {schedule!r}")
 
 
-def travels(
-    op: str, x: Tensor, operands: Sequence[Tensor | None], options: Mapping[str, Any]
-) -> tuple[int, int] | None:  # fmt: skip
-    """The shape of what an op sends, whole: the gathered operand, or the sum. All ranks see the same.
-
-    x: the op's first operand, operands: the others. None where the caller asks for an algorithm: `unfused` has none.
-    """
-    if options.get("algorithm", "auto") != "auto":
-        return None
-    rows, cols = x.shape
-    if op.startswith("all_gather"):
-        return sum(options["sizes"]), rows if options.get("gather_dim") else cols
-    if op.startswith("matmul"):
-        b = operands[0]
-        assert b is not None
-        return rows, b.shape[1]
-    return rows, cols
-
-
-def choose(
-    op: str,
-    schedule: str,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    group: ProcessGroup,
-    shape: tuple[int, int] | None = None,
-) -> Path:
-    """The path for one call: collective over `group` on the first call with a schedule that needs shared memory.
-
-    shape: what `travels`; without it `auto` does not look at sizes.
-    """
-    if schedule != "auto":
-        return _asked_for(op, schedule, dtype)
-    if shape is not None and group.size() == 1:
+def choose(task: Task, schedule: str, group: ProcessGroup, device: torch.device) -> Path:
+    """The path of a task: collective over `group` on the first call with a schedule that needs shared memory."""
+    op, dtype, name = task.op.name, task.dtype, schedule
+    if name != "auto":
+        return _asked_for(op, name, dtype)
+    if group.size() == 1:
         return Path(op, "unfused", "one rank has nothing to send")
     on_gpu = device.type == "cuda"
     if on_gpu and dtype not in FUSED_DTYPES:
@@ -115,7 +81,7 @@ def choose(
     except Unreachable as error:
         return _unreachable(op, str(error))
     capturing = on_gpu and torch.cuda.is_current_stream_capturing()
-    key = (op, dtype, shape, capturing)
+    key = (op, dtype, _shape(task), capturing)
     path: Path | None = choices.get(key)
     if path is None:
         knowledge = choices.get(Knowledge)
@@ -133,68 +99,100 @@ def choose(
         if len(choices) >= _MAX_CHOICES:
             choices.clear()
             choices[Knowledge] = knowledge
-        path = choices[key] = _decide(op, dtype, group.size(), shape, knowledge, on_gpu, capturing)
+        path = choices[key] = _decide(task, group.size(), knowledge, on_gpu, capturing)
     return path
 
 
-def run(
-    op: str,
-    schedule: str,
-    group: ProcessGroup,
-    x: Tensor,
-    *operands: Tensor | None,
-    producer: str = "auto",
-    call: str = "",
-    meanings: dict[Any, Meaning] | None = None,
-    **options: Any,
-) -> Any:
-    """The op on x and `operands` by the schedule that is chosen for it, which is recorded.
+def _shape(task: Task) -> tuple[int, int] | None:
+    # None where the caller asks for an algorithm, which `unfused` has none of: then nothing was measured.
+    return task.moved if task.algorithm == "auto" else None
 
-    producer: how `fused` sends what the op gathers, where it does. call, meanings: see `meaning`.
+
+class Ready:
+    """A task on one rank, by the path that was chosen for it: found once, run any number of times.
+
+    It holds until `is_stale`. call: what the task is part of, see `meaning`.
     """
-    shape = travels(op, x, operands, options) if schedule == "auto" else None
-    path = choose(op, schedule, device=x.device, dtype=x.dtype, group=group, shape=shape)
-    function = getattr(schedules.load(path.schedule), op)
-    if path.schedule != "unfused" and group.size() > 1:
-        ws = _workspaces().get(group, x.device)
-        ws.meanings.take(op, path.schedule, x, operands, options, call, meanings)
-    if path.schedule == "fused":
-        if producer != "auto" and op in _GATHERING:
-            options["producer"] = producer
-    elif schedule == "auto" and group.size() > 1:
-        _load_for_capture(op, group, x, operands, options, shape)
-    if path.schedule == "fused" and x.device.type == "cpu":
-        if not _is_interpreted():
+
+    def __init__(
+        self, task: Task, schedule: str, group: ProcessGroup, device: torch.device, *, producer: str = "auto",
+        call: str = "", debug: bool = False,
+    ) -> None:  # fmt: skip
+        self.task, self.group_name, self._schedule = task, group.group_name, schedule
+        self._device, self._debug, self._call, self._producer = device, debug, call, producer
+        self._group = stale.watch(group)
+        self.path = choose(task, schedule, group, device)
+        self._version = stale.version
+        self._capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        shares = self.path.schedule != "unfused" and group.size() > 1
+        self.ws = ws = _workspaces().get(group, device) if shares else None
+        self._prepared = Prepared(self.path.schedule, task, group, ws, producer=producer)
+        # By whether it is part of a backward pass.
+        self._meanings: dict[bool, Meaning] = {}
+        self._interpreted = shares and self.path.schedule == "fused" and device.type == "cpu"
+        if self._interpreted and not _is_interpreted():
             raise RuntimeError(
-                f"{op}: schedule 'fused' runs on a CPU in Triton's interpreter alone, which TRITON_INTERPRET="
+                f"{task.op.name}: schedule 'fused' runs on a CPU in Triton's interpreter alone, which TRITON_INTERPRET="
                 f"{os.environ.get('TRITON_INTERPRET', '')} keeps out of this process: unset it before fusedtp or "
                 "triton is imported, or use 'decomposed' or 'unfused'"
             )
-        with turns.Turn("interpreter", "", op):
-            out = function(x, *operands, group=group, **options)
-    else:
-        out = function(x, *operands, group=group, **options)
-    record(path)
-    return out
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The group, which the caller has."""
+        group: ProcessGroup | None = self._group()
+        assert group is not None
+        return group
+
+    def is_stale(self) -> bool:
+        """Whether memory has been made or given back since, or a graph is captured where none was, or none now."""
+        if self._version != stale.version:
+            return True
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing() != self._capturing
+
+    def run(self, *operands: Tensor | None) -> list[Tensor]:
+        """The task on these operands."""
+        with turns.Turn("group", self.group_name, self.task.op.name):
+            if self._debug or agreement.wanted():
+                agreement.check(self.task, self.group, operands, self._schedule, self._call)
+            if self.ws is not None:
+                backward = meaning.in_backward()
+                meant = self._meanings.get(backward)
+                if meant is None:
+                    meant = self._meanings[backward] = meaning.of(
+                        self.task, self.path.schedule, self._device.type, self._call
+                    )
+                self.ws.meanings.take(meant)
+            if self._schedule == "auto" and self._device.type == "cuda" and self.path.schedule != "fused":
+                _load_for_capture(self.task, self.group, self._device, operands)
+            if self._interpreted:
+                with turns.Turn("interpreter", "", self.task.op.name):
+                    outs = self._prepared.run(*operands)
+            else:
+                outs = self._prepared.run(*operands)
+        record(self.path, getattr(self._prepared.on, "sent_by", ""))
+        return outs
 
 
-def _load_for_capture(
-    op: str, group: ProcessGroup, x: Tensor, operands: Sequence[Tensor | None], options: Mapping[str, Any],
-    shape: tuple[int, int] | None,
-) -> None:  # fmt: skip
+def _load_for_capture(task: Task, group: ProcessGroup, device: torch.device, operands: Sequence[Tensor | None]) -> None:
     """Before an op that runs here in a way that a capture would not take: load the kernels that one would, once."""
     workspaces = _workspaces()
-    if x.dtype not in FUSED_DTYPES or not workspaces.reachable(group, x.device)[0]:
+    if task.dtype not in FUSED_DTYPES or group.size() == 1 or not workspaces.reachable(group, device)[0]:
         return
-    ws = workspaces.get(group, x.device)
+    ws = workspaces.get(group, device)
     if not ws.loads_for_capture:
         return
-    key = ("loaded", op, shape, *options.items(), *schedules.load("producer").alike(x, *operands))
+    # Late: they bring Triton in.
+    from .kernels.loading import only_loading
+    from .schedules.producer import alike
+
+    key = ("loaded", task, *alike(*operands))
     if key in ws.choices:
         return
-    path = _decide(op, x.dtype, group.size(), shape, ws.choices[Knowledge], True, True)
+    path = _decide(task, group.size(), ws.choices[Knowledge], True, True)
     if path.schedule == "fused":
-        schedules.load("fused").load(op, x, *operands, group=group, **options)
+        with only_loading():
+            Prepared("fused", task, group, ws).run(*operands)
     ws.choices[key] = path
 
 
@@ -231,18 +229,13 @@ def _unreachable(op: str, detail: str) -> Path:
     return Path(op, "unfused", reason)
 
 
-def _decide(
-    op: str, dtype: torch.dtype, world_size: int, shape: tuple[int, int] | None, knowledge: Knowledge, on_gpu: bool,
-    capturing: bool,
-) -> Path:  # fmt: skip
+def _decide(task: Task, world_size: int, knowledge: Knowledge, on_gpu: bool, capturing: bool) -> Path:
+    op, name, shape = task.op.name, task.dtype_name, _shape(task)
     # Copies to addresses chosen on the host cannot be captured; interpreted kernels are never fast.
     allowed = ("fused", "unfused") if capturing else ("fused", "decomposed", "unfused")
     allowed = allowed if on_gpu else ("decomposed", "unfused")
-    name = str(dtype).removeprefix("torch.")
     if shape is not None:
-        made = tuning.decide(
-            knowledge.table, knowledge.gpu, _MEASURED_AS.get(op, op), name, world_size, *shape, allowed
-        )  # fmt: skip
+        made = tuning.decide(knowledge.table, knowledge.gpu, op, name, world_size, *shape, allowed)
         if made is not None:
             return Path(op, *made)
     if on_gpu:
@@ -271,10 +264,9 @@ def _share(group: ProcessGroup, on_gpu: bool) -> tuple[Knowledge, str, BaseExcep
     return Knowledge(table, of_gpu(shared["gpu"])), ignored, interruption
 
 
-def record(path: Path) -> None:
-    """Remember `path` as the last one taken."""
+def record(path: Path, producer: str = "") -> None:
+    """Remember `path` as the last one taken, and how what it gathered was sent."""
     global _last
-    producer = schedules.load("producer").taken() if path.schedule == "fused" else ""
     _last = replace(path, producer=producer) if producer else path
 
 

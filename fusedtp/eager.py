@@ -8,16 +8,22 @@ layer take 290 us so, 440 by to_local and 190 with plain tensors (one rank, 8 x 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from . import arguments
+from . import call as calls_
+from .call import Call as Compiled
+from .call import Prepare
 from .calls import Call, one
+from .operators import sharded_matmul, sharded_matmul_backward
 from .parameters import PLAIN, as_gradient, local, part
 from .registered import refuse_forward_mode, transforms_active
-from .sharded import Problem, backward, forward, sharded_matmul, sharded_matmul_backward
 
 # What is_grads_batched makes of a gradient, whose memory is not that of one; there is no public way.
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
@@ -25,16 +31,16 @@ _is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 class _Eager(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, problem: Problem) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, call: Compiled) -> Tensor:
         needs_x, needs_w = ctx.needs_input_grad[:2]
         w_part = part(w, 2)
         # Local shards only, and only those that a gradient will be made of.
         ctx.save_for_backward(x if needs_w else None, w_part if needs_x else None)
-        ctx.problem = problem
+        ctx.call = call
         # Where they are plain autograd knows them by what is saved.
         ctx.w = w if type(w) not in PLAIN else None
         ctx.bias = bias if bias is not None and type(bias) not in PLAIN else None
-        return forward(x, w_part, None if bias is None else part(bias, 1), problem)
+        return call.forward(x, w_part, None if bias is None else part(bias, 1))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -59,9 +65,11 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
             )
         if needs_x and ctx.w is not None:
             w = local(ctx.w, 2)
-        dx, dw, db = sharded_matmul_backward(dy, x, w, *needs, *ctx.problem.arguments)
+        dx, dw, db = sharded_matmul_backward(
+            dy, x, w, needs_x, needs_w, needs_bias, ctx.call.settings.text, ctx.call.numbers
+        )
     else:
-        dx, dw, db = backward(dy.resolve_neg(), x, w, needs, ctx.problem)
+        dx, dw, db = ctx.call.backward(dy.resolve_neg(), x, w, needs)
     if needs_w and ctx.w is not None:
         dw = as_gradient(dw, ctx.w)
     if needs_bias and ctx.bias is not None:
@@ -69,39 +77,63 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dx if needs_x else None, dw if needs_w else None, db if needs_bias else None, None
 
 
-def apply(x: Tensor, w: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
-    """The operator; where nobody could tell, without the dispatcher. The arguments are those of `Problem.of`."""
-    plain = type(x) in PLAIN and type(w) in PLAIN and (bias is None or type(bias) in PLAIN)
-    if not plain or torch.compiler.is_compiling():
-        return _dispatched(x, w, bias, *arguments)
-    return run(x, w, bias, Problem.of(*arguments))
+def apply(prepare: Prepare, x: Tensor, w: Tensor, bias: Tensor | None, group: ProcessGroup, *options: Any) -> Tensor:
+    """The call that `prepare` checks and describes; where nobody could tell, without the dispatcher."""
+    if (
+        torch.compiler.is_compiling()
+        or type(x) not in PLAIN
+        or type(w) not in PLAIN
+        or (bias is not None and type(bias) not in PLAIN)
+    ):
+        return _dispatched(x, w, bias, *prepare(x, w, bias, group, *options))
+    return run(x, w, bias, calls_.find(prepare, x, w, bias, group, options))
+
+
+def run_described(x: Tensor, w: Tensor, bias: Tensor | None, settings: str, numbers: Sequence[int]) -> Tensor:
+    """`apply` of a call that is described already."""
+    if torch.compiler.is_compiling() or type(x) not in PLAIN or type(w) not in PLAIN:
+        return _dispatched(x, w, bias, settings, numbers)
+    return run(x, w, bias, calls_.of(settings, numbers, x.dtype))
+
+
+def of_parameters(
+    prepare: Prepare, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, *options: Any
+) -> Tensor:
+    """`apply` of a layer: its weight and bias are DTensors, or plain where torch.func has put other ones in place."""
+    if type(weight) in PLAIN:
+        weight, bias = local(weight, 2), None if bias is None else local(bias, 1)
+    if type(x) in PLAIN and not torch.compiler.is_compiling() and not torch.is_autocast_enabled(x.device.type):
+        w_part, bias_part = part(weight, 2), None if bias is None else part(bias, 1)
+        return run(x, weight, bias, calls_.find(prepare, x, w_part, bias_part, group, options))
+    weight, bias = local(weight, 2), None if bias is None else local(bias, 1)
+    return apply(prepare, *arguments.autocast(x, weight, bias), group, *options)
 
 
 @one
-def _dispatched(x: Tensor, w: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
-    out: Tensor = sharded_matmul(x, w, bias, *arguments)
+def _dispatched(x: Tensor, w: Tensor, bias: Tensor | None, settings: str, numbers: Sequence[int]) -> Tensor:
+    out: Tensor = sharded_matmul(x, w, bias, settings, numbers)
     return out
 
 
-def run(x: Tensor, w: Tensor, bias: Tensor | None, problem: Problem) -> Tensor:
+def run(x: Tensor, w: Tensor, bias: Tensor | None, call: Compiled) -> Tensor:
     """`apply` where no compiler traces, of an x of no subclass; w and bias may be a layer's DTensors."""
     with Call():
-        return _run(x, w, bias, problem)
+        return _run(x, w, bias, call)
 
 
-def _run(x: Tensor, w: Tensor, bias: Tensor | None, problem: Problem) -> Tensor:
+def _run(x: Tensor, w: Tensor, bias: Tensor | None, call: Compiled) -> Tensor:
     if is_in_torch_dispatch_mode() or transforms_active() or x.is_meta:
         bias = None if bias is None else local(bias, 1)
-        out: Tensor = sharded_matmul(x, local(w, 2), bias, *problem.arguments)
+        out: Tensor = sharded_matmul(x, local(w, 2), bias, call.settings.text, call.numbers)
         return out
     # A kernel reads memory, which torch's bit for a negated view does not change.
     if x.is_neg() or w.is_neg() or (bias is not None and bias.is_neg()):
         x, w, bias = x.resolve_neg(), w.resolve_neg(), None if bias is None else bias.resolve_neg()
     if not torch.is_grad_enabled():
-        return forward(x, part(w, 2), None if bias is None else part(bias, 1), problem)
+        return call.forward(x, part(w, 2), None if bias is None else part(bias, 1))
     # Autograd would say so after the op has run.
     if (w.requires_grad and x.is_inference()) or (x.requires_grad and w.is_inference()):
         which = "first operand" if x.is_inference() else "weight"
         raise ValueError(f"the {which} was made in torch.inference_mode and cannot be kept for a gradient: clone() it")
-    eager: Tensor = _Eager.apply(x, w, bias, problem)  # type: ignore[no-untyped-call]
+    eager: Tensor = _Eager.apply(x, w, bias, call)  # type: ignore[no-untyped-call]
     return eager

@@ -19,16 +19,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TypeAlias
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import arguments, calls, eager, groups, ops, repeated
+from . import arguments, calls, eager, groups, operators
+from .call import described
 from .groups import Group
 from .notation import parse
-from .sharded import Problem
+from .partition import Partition
+from .schedules.op import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+
+# Settings and numbers: what `call.of` takes.
+Described: TypeAlias = tuple[str, Sequence[int]]
 
 
 def sharded_matmul(
@@ -65,17 +70,19 @@ def sharded_matmul(
         raise ValueError(f"mesh must have the dimensions {', '.join(missing)} of {spec}, it has {tuple(names)}")
     groups_of = {axis: mesh.get_group(axis) for axis in parsed.mesh_axes}
     lengths, splits = arguments.lengths(parsed, a, b, {axis: group.size() for axis, group in groups_of.items()}, sizes)
-    names = tuple(group.group_name for group in groups_of.values())
     arguments.check_reach(schedule, a, list(groups_of.values()), lengths)
-    ranks = tuple(group.rank() for group in groups_of.values())
-    what = (str(parsed), names, ranks, tuple(lengths), _flat(splits), False, True)
-    problem = Problem(*what, schedule, "auto", debug, producer)
-    partition = problem.partition()
+    place = {axis: (group.rank(), group.size()) for axis, group in groups_of.items()}
+    given = {name: split for name, split in zip(parsed.dim_names, splits, strict=True) if split}
+    partition = Partition(dict(zip(parsed.dim_names, lengths, strict=True)), place, given)
     for name, tensor, sharding in (("a", a, parsed.a), ("b", b, parsed.b)):
         if tuple(tensor.shape) != partition.shape(sharding):
             expected = f"{partition.shape(sharding)} as {sharding}, of {dict(partition.lengths)} in all"
             raise ValueError(f"{name} must have this rank's shape {expected}, got {tuple(tensor.shape)}")
-    return eager.apply(a, b, None, *problem.arguments)
+    settings = described(
+        str(parsed), [group.group_name for group in groups_of.values()], [rank for rank, _ in place.values()],
+        w_transposed=False, by_size=True, schedule=schedule, debug=debug, producer=producer,
+    )  # fmt: skip
+    return eager.run_described(a, b, None, settings, (*lengths, *_flat(splits)))
 
 
 def _flat(splits: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
@@ -92,8 +99,8 @@ def layer(
     debug: bool,
     algorithm: str = "auto",
     producer: str = "auto",
-) -> tuple[Any, ...]:
-    """The arguments of `eager.apply` for a spec over axis X with the dims of `layer_spec`.
+) -> Described:
+    """What `call.of` takes, for a spec over axis X with the dims of `layer_spec`.
 
     splits: the ranks' lengths of the dims that are split; of the others this rank's hold.
     """
@@ -101,8 +108,10 @@ def layer(
     local = {f"R{i}": length for i, length in enumerate(x.shape[:-1])} | {"K": x.shape[-1], "N": weight.shape[0]}
     lengths = [sum(splits[name]) if name in splits else local[name] for name in local]
     arguments.check_reach(schedule, x, [group], lengths)
-    flat = _flat([splits.get(name, ()) for name in local])
-    return spec, group.group_name, (group.rank(),), lengths, flat, True, False, schedule, algorithm, debug, producer
+    settings = described(
+        spec, [group.group_name], [group.rank()], schedule=schedule, algorithm=algorithm, debug=debug, producer=producer
+    )
+    return settings, (*lengths, *_flat([splits.get(name, ()) for name in local]))
 
 
 def layer_spec(x: Tensor, dim: int | None, contraction: str, weight: str, columns: str, *, x_split: bool) -> str:
@@ -140,9 +149,7 @@ def all_gather_linear(
     """
     process_group = groups.resolve(group)
     x, weight, bias = arguments.autocast(x, weight, bias)
-    return repeated.call(
-        all_gather_problem, x, weight, bias, process_group, gather_dim, sizes, schedule, debug, producer
-    )
+    return eager.apply(all_gather_problem, x, weight, bias, process_group, gather_dim, sizes, schedule, debug, producer)
 
 
 def all_gather_problem(
@@ -155,8 +162,8 @@ def all_gather_problem(
     schedule: str,
     debug: bool,
     producer: str = "auto",
-) -> tuple[Any, ...]:
-    """`all_gather_linear`, checked and described for `repeated`."""
+) -> Described:
+    """`all_gather_linear`, checked and described for `call`."""
     arguments.check_linear(x, weight, bias, schedule, debug, producer=producer)
     dim = arguments.dim("gather_dim", gather_dim, x)
     sizes = arguments.gather_sizes(sizes, group, x.shape[dim])
@@ -190,7 +197,7 @@ def linear_reduce_scatter(
     """
     process_group = groups.resolve(group)
     x, weight, bias = arguments.autocast(x, weight, bias)
-    return repeated.call(
+    return eager.apply(
         reduce_scatter_problem, x, weight, bias, process_group, scatter_dim, sizes, schedule, debug, producer
     )
 
@@ -205,8 +212,8 @@ def reduce_scatter_problem(
     schedule: str,
     debug: bool,
     producer: str = "auto",
-) -> tuple[Any, ...]:
-    """`linear_reduce_scatter`, checked and described for `repeated`."""
+) -> Described:
+    """`linear_reduce_scatter`, checked and described for `call`."""
     arguments.check_linear(x, weight, bias, schedule, debug, producer=producer)
     arguments.check_features(x.shape[-1], "x has", weight)
     dim = arguments.dim("scatter_dim", scatter_dim, x)
@@ -235,13 +242,13 @@ def linear_all_reduce(
     """
     process_group = groups.resolve(group)
     x, weight, bias = arguments.autocast(x, weight, bias)
-    return repeated.call(all_reduce_problem, x, weight, bias, process_group, schedule, algorithm, debug)
+    return eager.apply(all_reduce_problem, x, weight, bias, process_group, schedule, algorithm, debug)
 
 
 def all_reduce_problem(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, schedule: str, algorithm: str, debug: bool
-) -> tuple[Any, ...]:
-    """`linear_all_reduce`, checked and described for `repeated`."""
+) -> Described:
+    """`linear_all_reduce`, checked and described for `call`."""
     arguments.check_linear(x, weight, bias, schedule, debug)
     arguments.check_features(x.shape[-1], "x has", weight)
     arguments.check_algorithm("matmul_all_reduce", algorithm, schedule, x)
@@ -269,7 +276,7 @@ def fsdp_linear(
     """
     process_group = groups.resolve(group)
     x, weight_shard, bias = arguments.autocast(x, weight_shard, bias)
-    return repeated.call(fsdp_problem, x, weight_shard, bias, process_group, sizes, schedule, debug, producer)
+    return eager.apply(fsdp_problem, x, weight_shard, bias, process_group, sizes, schedule, debug, producer)
 
 
 def fsdp_problem(
@@ -281,8 +288,8 @@ def fsdp_problem(
     schedule: str,
     debug: bool,
     producer: str = "auto",
-) -> tuple[Any, ...]:
-    """`fsdp_linear`, checked and described for `repeated`."""
+) -> Described:
+    """`fsdp_linear`, checked and described for `call`."""
     arguments.check_tensor("weight_shard", weight_shard)
     arguments.check_matrix(weight_shard, "weight_shard")
     sizes = arguments.gather_sizes(sizes, group, weight_shard.shape[0])
@@ -326,7 +333,9 @@ def all_gather(
     sizes = arguments.gather_sizes(sizes, process_group, x.shape[dim])
     rows, others = _rows(x, dim, sum(sizes), schedule, process_group)
     how = schedule, algorithm, debug, producer, arguments.call_of(dim, x)
-    out: Tensor = ops.all_gather(rows, list(sizes), process_group.rank(), process_group.group_name, *how)
+    out: Tensor = operators.collective(
+        rows, ALL_GATHER.name, list(sizes), process_group.rank(), process_group.group_name, *how
+    )
     return out.view(sum(sizes), *others).movedim(0, dim)
 
 
@@ -350,8 +359,10 @@ def reduce_scatter(
     dim = arguments.dim("scatter_dim", scatter_dim, x)
     sizes = arguments.scatter_sizes(sizes, process_group, x.shape[dim])
     rows, others = _rows(x, dim, sum(sizes), schedule, process_group)
-    how = schedule, algorithm, debug, arguments.call_of(dim, x)
-    out: Tensor = ops.reduce_scatter(rows, list(sizes), process_group.rank(), process_group.group_name, *how)
+    how = schedule, algorithm, debug, "auto", arguments.call_of(dim, x)
+    out: Tensor = operators.collective(
+        rows, REDUCE_SCATTER.name, list(sizes), process_group.rank(), process_group.group_name, *how
+    )
     return out.view(sizes[process_group.rank()], *others).movedim(0, dim)
 
 
@@ -367,5 +378,6 @@ def all_reduce(
     process_group = groups.resolve(group)
     arguments.check_collective("all_reduce", x, schedule, algorithm, debug)
     rows, _ = _rows(x, 0, x.shape[0], schedule, process_group)
-    out: Tensor = ops.all_reduce(rows, process_group.group_name, schedule, algorithm, debug, arguments.call_of(None, x))
+    how = schedule, algorithm, debug, "auto", arguments.call_of(None, x)
+    out: Tensor = operators.collective(rows, ALL_REDUCE.name, [], process_group.rank(), process_group.group_name, *how)
     return out.view(x.shape)

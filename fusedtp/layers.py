@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from . import arguments, dispatch, functional, groups, parameters, repeated
+from . import arguments, dispatch, eager, functional, groups, parameters
+from .call import Prepare
 from .groups import Group
-from .repeated import Prepare
 from .shards import check_sizes, chunk_sizes
 
 Device = torch.device | str | int | None
@@ -53,13 +53,13 @@ def linear_of_replicated(
     """
     process_group = groups.resolve(group)
     x, weight, bias = arguments.autocast(x, weight, bias)
-    return repeated.call(replicated_problem, x, weight, bias, process_group, schedule, debug)
+    return eager.apply(replicated_problem, x, weight, bias, process_group, schedule, debug)
 
 
 def replicated_problem(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, schedule: str, debug: bool
-) -> tuple[Any, ...]:
-    """`linear_of_replicated`, checked and described for `repeated`."""
+) -> functional.Described:
+    """`linear_of_replicated`, checked and described for `call`."""
     arguments.check_linear(x, weight, bias, schedule, debug)
     arguments.check_features(x.shape[-1], "x has", weight)
     splits = {"N": (weight.shape[0],) * group.size()}
@@ -145,11 +145,11 @@ class _ShardedLinear(nn.Module):
 
     def _linear(self, prepare: Prepare, x: Tensor, *options: Any) -> Tensor:
         if not parameters.is_padded(self._sizes):
-            return repeated.of_parameters(prepare, x, self.weight, self.bias, self.group, *options)
+            return eager.of_parameters(prepare, x, self.weight, self.bias, self.group, *options)
         size = self._sizes[self.group.rank()]
         weight = self._own("weight", self.weight, size, 2)
         bias = None if self.bias is None else self._own("bias", self.bias, size, 1)
-        return repeated.call(prepare, *arguments.autocast(x, weight, bias), self.group, *options)
+        return eager.apply(prepare, *arguments.autocast(x, weight, bias), self.group, *options)
 
     def _own(self, name: str, parameter: Tensor, size: int, ndim: int) -> Tensor:
         value, dim = parameters.local(parameter, parameter.ndim), self._dims[name]

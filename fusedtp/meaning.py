@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
 
 import torch
-from torch import Tensor
+
+from .schedules.op import Task
 
 # Shapes may never repeat. What is forgotten is worked out anew.
 _MAX_KEPT = 4096
@@ -42,27 +42,20 @@ def in_backward() -> bool:
     return bool(_graph_task() != -1)
 
 
-def of(
-    op: str, schedule: str, x: Tensor, operands: Sequence[Tensor | None], options: Mapping[str, Any], call: str = ""
-) -> Meaning:
-    """The meaning of `op` on x and `operands`, here and now. call: what it is part of, which matrices do not show."""
+def of(task: Task, schedule: str, device: str, call: str = "") -> Meaning:
+    """The meaning of a task here and now, on that kind of device. call: what it is part of, which matrices do not
+    show.
+    """
     values = {
-        "op": op,
+        "op": task.op.name,
         "pass": "backward" if in_backward() else "forward",
-        "device": x.device.type,
-        "dtype": x.dtype,
+        "device": device,
+        "dtype": task.dtype,
         "schedule": schedule,
-        **options,
-        **_lengths(op, x, *operands, **options),
+        **task.agreed,
         "call": call,
     }
     return Meaning({name: str(value) for name, value in values.items()})
-
-
-def key(op: str, schedule: str, x: Tensor, operands: Sequence[Tensor | None], options: Mapping[str, Any]) -> Any:
-    """What `of` looks at: calls on one device with the same key have the same meaning."""
-    shapes = [None if each is None else each.shape for each in operands]
-    return (op, schedule, _graph_task() == -1, x.dtype, x.shape, *shapes, *options.values())
 
 
 class Meanings:
@@ -70,34 +63,14 @@ class Meanings:
 
     def __init__(self) -> None:
         self.now = Meaning({})  # by the op at hand
-        self._of_calls: dict[Any, Meaning] = {}
         self._by_fingerprint: dict[int, Meaning] = {}
 
-    def take(
-        self,
-        op: str,
-        schedule: str,
-        x: Tensor,
-        operands: Sequence[Tensor | None],
-        options: Mapping[str, Any],
-        call_of: str,
-        known: dict[Any, Meaning] | None,
-    ) -> None:
-        """Before an op: what it means, as `of` does. known: the meanings of calls that differ from it in no length."""
-        call: Any
-        if known is None:
-            known, call = self._of_calls, (call_of, key(op, schedule, x, operands, options))
-        else:
-            call = schedule, _graph_task() == -1, x.dtype
-        made = known.get(call)
-        if made is None:
-            if len(known) >= _MAX_KEPT:
-                known.clear()
-            made = known[call] = of(op, schedule, x, operands, options, call_of)
-        if self.now is not made:
+    def take(self, meant: Meaning) -> None:
+        """Before an op: what it means."""
+        if self.now is not meant:
             if len(self._by_fingerprint) >= _MAX_KEPT:
                 self._by_fingerprint.clear()
-            self.now = self._by_fingerprint[made.fingerprint] = made
+            self.now = self._by_fingerprint[meant.fingerprint] = meant
 
     def by_fingerprint(self, fingerprint: int) -> Meaning:
         """What was meant by an op that has that fingerprint; by the op at hand where that is forgotten."""
@@ -127,19 +100,3 @@ def _odd_one_out(values: list[str]) -> str:
     if count <= len(values) / 2 or len(values) < 3:
         return ""
     return f": {'rank' if len(odd) == 1 else 'ranks'} {', '.join(map(str, odd))} against {count} that agree"
-
-
-def _lengths(op: str, x: Tensor, *operands: Tensor | None, **options: Any) -> dict[str, Any]:
-    # What is neither a rank's own nor one of `sizes`.
-    if op in ("all_gather", "reduce_scatter", "all_gather_two_matmuls"):
-        return {"columns": x.shape[1]}
-    if op == "all_gather_matmul":
-        return {"K": x.shape[1]} if options["gather_dim"] == 0 else {"M": x.shape[0]}
-    if op == "all_reduce":
-        return {"M": x.shape[0], "N": x.shape[1]}
-    b, *rest = operands
-    assert b is not None
-    if op == "matmul_scatter_and_gather":
-        gathered = rest[1].shape[1] if rest[1] is not None else 0
-        return {"M": x.shape[0], "N": b.shape[1], "columns gathered": gathered}
-    return {"M": x.shape[0], "N": b.shape[1], "bias": "none" if rest[0] is None else "given"}

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from . import arguments, dispatch, functional, groups, repeated
+from . import arguments, dispatch, eager, functional, groups
 from .layers import replicated_problem
 from .shards import chunk_sizes
 
@@ -107,9 +107,9 @@ class FusedColwiseLinear(nn.Linear):
         ours = self.weight, self.bias, to.group
         if isinstance(placement, Shard):
             describe = functional.all_gather_problem
-            y = repeated.of_parameters(describe, x, *ours, placement.dim, sizes, to.schedule, to.debug, to.producer)
+            y = eager.of_parameters(describe, x, *ours, placement.dim, sizes, to.schedule, to.debug, to.producer)
         else:
-            y = repeated.of_parameters(replicated_problem, x, *ours, to.schedule, to.debug)
+            y = eager.of_parameters(replicated_problem, x, *ours, to.schedule, to.debug)
         return to.hand_out(y, Shard(-1), (*y.shape[:-1], self.out_features))
 
 
@@ -126,9 +126,9 @@ class FusedRowwiseLinear(nn.Linear):
         made = _positive(to.output, x.ndim)
         if isinstance(made, Shard):
             describe, sizes = functional.reduce_scatter_problem, to.sizes(shape[made.dim])
-            y = repeated.of_parameters(describe, x, *ours, made.dim, sizes, to.schedule, to.debug, to.producer)
+            y = eager.of_parameters(describe, x, *ours, made.dim, sizes, to.schedule, to.debug, to.producer)
         else:
-            y = repeated.of_parameters(functional.all_reduce_problem, x, *ours, to.schedule, "auto", to.debug)
+            y = eager.of_parameters(functional.all_reduce_problem, x, *ours, to.schedule, "auto", to.debug)
         return to.hand_out(y, made, shape)
 
 

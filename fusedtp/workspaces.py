@@ -11,7 +11,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from . import budgets, groups, turns
+from . import budgets, groups, stale, turns
 from .groups import Group
 from .memory import Unreachable
 from .memory.cuda import CudaMemory
@@ -73,6 +73,7 @@ def _make(group: dist.ProcessGroup, key: tuple[str, torch.device], epoch: int) -
         if exchange is not None and isinstance(error, (Unreachable, ValueError)):
             exchange.ended()
         raise
+    stale.changed()
     if exchange is not None:
         exchange.ended()
 
@@ -143,6 +144,7 @@ def _forget(key: tuple[str, torch.device]) -> None:
 
 def _discard(key: tuple[str, torch.device]) -> None:
     _found.clear()
+    stale.changed()
     if (ws := _workspaces.get(key)) is not None:
         # In this order: one that is interrupted is found again.
         ws.close()

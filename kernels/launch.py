@@ -56,12 +56,6 @@ def config_for(device: torch.device, dtype: torch.dtype, rows: int = _MANY, cols
     return replace(config, programs=_num_multiprocessors(device))
 
 
-def pitch_of(cols: int, dtype: torch.dtype) -> int:
-    """Elements from one arena row to the next: `cols` rounded up to 16 bytes, so that every row starts aligned."""
-    per_16_bytes = 16 // dtype.itemsize
-    return -(-cols // per_16_bytes) * per_16_bytes
-
-
 def in_16_bytes(*matrices: torch.Tensor) -> bool:
     """Whether kernels read and store these matrices 16 bytes at a time. What they know of lengths and strides is
     whether those are multiples of 16, and of pointers the same.

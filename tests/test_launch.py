@@ -12,7 +12,8 @@ import pytest
 import torch
 from fusedtp.kernels import gather_matmul, matmul, matmul_scatter
 from fusedtp.kernels.configs import INTERPRETER, SHAPES, TABLE, compiled_config
-from fusedtp.kernels.launch import Channel, Config, options, pitch_of
+from fusedtp.kernels.launch import Channel, Config, options
+from fusedtp.kernels.layout import pitch_of
 from torch import Tensor
 
 from fusedtp.memory.local import local_memories

@@ -1,47 +1,286 @@
 """Library matmuls by chunk over symmetric memory, the next chunk on its way while one is multiplied.
 
-On a CPU nothing travels: a rank publishes its shard in its own arena and the peers multiply it where it lies, or it
-multiplies straight into the owner's arena. On a GPU shards are pushed into the peers' arenas by the copy engine on a
-side stream; partial results are multiplied locally and pushed likewise. Both publish under a signal a chunk, and wait
-chunk by chunk in the order rank, rank + 1, ..
+On a CPU nothing travels: a rank publishes its part in its own arena and the peers multiply it where it lies, or it
+multiplies straight into its own arena, from which the owners add. On a GPU parts are pushed into the peers' arenas by
+the copy engine on a side stream; terms of a sum are multiplied locally and pushed likewise. Both publish under a signal
+a part, and wait part by part in the order rank, rank + 1, ..
 
 The right choice on a CPU always, and on a GPU for large chunks (a few MB) and library matmuls better than ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from .. import blas, trace, workspaces
-from ..kernels.signal import FIRST_SLOT
+from .. import trace
+from ..kernels.layout import Layout, aligned
 from ..overlap import FEW_ROWS
-from ..shards import even_sizes, offsets
+from ..shards import offsets
 from ..workspace import Workspace
-from .transport import (
-    Epoch,
-    Gathering,
-    GatheringWhole,
-    Steps,
-    aligned,
-    gathered,
-    one_shot,
-    publish,
-    published,
-    travelling,
-)
+from . import transport
+from .forms import Product, Results
+from .library import add_mm_into, mm, mm_into
+from .op import Task
+from .transport import travelling
 
 # On a CPU rows are summed in blocks of about this size, so that a float32 sum of narrower parts stays in cache between
 # its terms. On a GPU each block would be a launch for each term.
 _SUM_BLOCK_BYTES = 256 << 10
 
 
-def _matmul_into(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
-    if out.numel():
-        blas.mm_into(a, b, out, bias)
+class Decomposed:
+    """See `forms.Verbs`."""
+
+    def __init__(self, ws: Workspace, task: Task) -> None:
+        self.ws, self.task = ws, task
+        self.rank, self.world_size = ws.rank, ws.world_size
+        self.layout = Layout()
+        self.is_narrow = task.dtype not in (torch.float32, torch.float64)
+
+    def one_shot(self, task: Task) -> bool:
+        return transport.one_shot(self.ws, "decomposed", task)
+
+    def gather(
+        self, sizes: Sequence[int], other: int, dim: int, *, products: Sequence[str] = (), result: int = 0
+    ) -> Gather:
+        return Gather(self, sizes, other, dim, products)
+
+    def scatter(self, sizes: Sequence[int], other: int, dim: int, *, to_all: bool, multiplies: bool) -> Scatter:
+        return Scatter(self, sizes, other, dim, to_all, multiplies)
+
+    def enter(self) -> None:
+        """Begin the epoch."""
+        self.steps = self.ws.steps(self.task.op.name)
+        self.steps.enter()
+
+    def leave(self) -> None:
+        """End it, behind what is still on its way."""
+        transport.settle(self.ws)
+        self.steps.leave()
+
+
+class Gather:
+    """See `forms.Gather`. Where chunks would be small, or would round a narrow sum once each, what arrives is put
+    together first and multiplied at once.
+    """
+
+    def __init__(self, on: Decomposed, sizes: Sequence[int], other: int, dim: int, products: Sequence[str]) -> None:
+        self._on, self._ws, self._sizes, self._dim = on, on.ws, sizes, dim
+        self._begins, self._shape = offsets(sizes), (sum(sizes), other)
+        self._dtype = on.task.dtype
+        few = max(sizes) < FEW_ROWS
+        self._at_once = bool(products) and (few or ("outer" in products and on.is_narrow))
+        row_bytes = other * self._dtype.itemsize
+        # Parts lie one below the other where they are to be one matrix, else each where the longest would fit.
+        whole = self._at_once or not products
+        stride = aligned(max(sizes) * row_bytes)
+        self._at = [begin * row_bytes if whole else src * stride for src, begin in enumerate(self._begins[:-1])]
+        offset, self._slot = on.layout.take(self._begins[-1] * row_bytes if whole else len(sizes) * stride)
+        self._at = [offset + at for at in self._at]
+
+    def _rows(self, x: Tensor) -> Tensor:
+        # As it lies in an arena: columns are published as they are where each chunk is multiplied by itself.
+        return x.t() if self._dim == 1 and self._at_once else x
+
+    def _arrived(self, src: int) -> Tensor:
+        # What rank src has published, once it has.
+        size, other = self._sizes[src], self._shape[1]
+        shape = (other, size) if self._dim == 1 and not self._at_once else (size, other)
+        return transport.published(self._ws, self._on.steps, src, shape, self._dtype, self._slot, self._at[src])
+
+    def start(self, x: Tensor) -> None:
+        ws, rows = self._ws, self._rows(x)
+        if self._at_once and not ws.in_place:
+            self._own_view().copy_(rows)
+        transport.publish(ws, self._on.steps, rows, self._slot, self._at[ws.rank])
+
+    start_beside = start
+
+    def _own_view(self) -> Tensor:
+        ws, own = self._ws, self._ws.rank
+        return ws.view(own, self._on.steps.epoch, self._at[own], (self._sizes[own], self._shape[1]), self._dtype)
+
+    def _others(self) -> Iterator[int]:
+        ws = self._ws
+        for i in range(1, ws.world_size):
+            yield (ws.rank + i) % ws.world_size
+
+    def _together(self) -> Tensor:
+        # All parts, one below the other in the own half, until the op ends.
+        ws, begins = self._ws, self._begins
+        rows = ws.view(ws.rank, self._on.steps.epoch, self._at[0], self._shape, self._dtype)
+        for src in self._others():
+            theirs = self._arrived(src)
+            if ws.in_place:
+                trace.timed("travel", src, rows[begins[src] : begins[src + 1]].copy_, theirs)
+        return rows
+
+    def multiply(self, x: Tensor, products: Sequence[Product]) -> Results:
+        yield
+        if self._at_once:
+            whole = self._together()
+            return [_product(whole if each.kind == "rows" else whole.t(), each) for each in products]
+        outs = [self._out(each) for each in products]
+        for i, src in enumerate((self._ws.rank, *self._others())):
+            chunk = x if i == 0 else self._arrived(src)
+            # In rows, whichever way it lies.
+            rows = chunk.t() if self._dim == 1 else chunk
+            with trace.span("multiply", src):
+                for each, out in zip(products, outs, strict=True):
+                    self._add(each, rows, slice(self._begins[src], self._begins[src + 1]), out, first=i == 0)
+        return outs
+
+    def _out(self, product: Product) -> Tensor:
+        M, N = self._shape[0 if product.kind == "rows" else 1], product.other.shape[1]
+        return product.other.new_empty((N, M) if product.transposed else (M, N))
+
+    @staticmethod
+    def _add(product: Product, rows: Tensor, part: slice, out: Tensor, *, first: bool) -> None:
+        # What the rows `part` of X give of a product.
+        bias, transposed = product.bias, product.transposed
+        if product.kind == "rows":
+            left, right = rows, product.other
+            out = out[:, part] if transposed else out[part]
+            # [M], which is every column's.
+            bias = bias[part] if bias is not None and transposed else bias
+        else:
+            left, right = rows.t(), product.other[part]
+        if transposed:
+            left, right = right.t(), left.t()
+        if first or product.kind == "rows":
+            mm_into(left, right, out, bias)
+        elif out.numel():
+            add_mm_into(left, right, out)
+
+    def whole(self, x: Tensor, out: Tensor | None = None) -> Results:
+        yield
+        begins, own = self._begins, self._ws.rank
+        if out is None:
+            out = x.new_empty(self._shape)
+            with trace.span("travel", own):
+                out[begins[own] : begins[own + 1]] = x
+        for src in self._others():
+            theirs = self._arrived(src)
+            with trace.span("travel", src):
+                out[begins[src] : begins[src + 1]] = theirs
+        return [out]
+
+
+def _product(left: Tensor, product: Product) -> Tensor:
+    right = product.other
+    if product.transposed:
+        left, right = right.t(), left.t()
+    return trace.timed("multiply", -1, mm, left, right, product.bias)
+
+
+class Scatter:
+    """See `forms.Scatter`. Terms lie by rank in the owner's half; on a CPU, of few rows, all in the own one."""
+
+    def __init__(
+        self, on: Decomposed, sizes: Sequence[int], other: int, dim: int, to_all: bool, multiplies: bool
+    ) -> None:
+        self._on, self._ws, self._dtype = on, on.ws, on.task.dtype
+        self._sizes, self._other, self._dim, self._to_all = sizes, other, dim, to_all
+        self._begins = offsets(sizes)
+        # In a one-shot sum everything is everybody's.
+        self._part = slice(0, None) if to_all else slice(self._begins[on.rank], self._begins[on.rank + 1])
+        self._stride = aligned(max(sizes) * other * self._dtype.itemsize)
+        self._in_own = multiplies and not to_all and dim == 0 and max(sizes) < FEW_ROWS and on.ws.in_place
+        num_bytes = self._begins[-1] * other * self._dtype.itemsize if self._in_own else 0
+        self._offset, self._slot = on.layout.take(max(num_bytes, on.world_size * self._stride))
+
+    def _view(self, holder: int, src: int, rows: int) -> Tensor:
+        # Rank src's terms in rank holder's half: so many rows, or columns with dim 1.
+        shape = (rows, self._other) if self._dim == 0 else (self._other, rows)
+        at = self._offset + src * self._stride
+        return self._ws.view(holder, self._on.steps.epoch, at, shape, self._dtype)
+
+    def _owners(self) -> Iterator[tuple[int, slice]]:
+        # Who has which part of the sum, this rank last.
+        ws, begins = self._ws, self._begins
+        for i in range(1, ws.world_size + 1):
+            dst = (ws.rank + i) % ws.world_size
+            yield dst, slice(begins[dst], begins[dst + 1])
+
+    def multiply(self, a: Tensor, b: Tensor) -> None:
+        ws, steps = self._ws, self._on.steps
+        if self._in_own or self._to_all:
+            mine = self._view(ws.rank, 0 if self._in_own else ws.rank, self._begins[-1])
+            trace.timed("multiply", -1, mm_into, a, b, mine)
+            self._show(mine)
+            return
+        for dst, part in self._owners():
+            left, right = (a[part], b) if self._dim == 0 else (a, b[:, part])
+            place = self._view(dst, ws.rank, self._sizes[dst])
+            if ws.in_place or dst == ws.rank:
+                with trace.span("multiply", dst):
+                    mm_into(left, right, place)
+                steps.signal(dst, self._slot)
+            else:
+                terms = mm(left, right)
+                with travelling(ws):
+                    self._send(terms, place, dst)
+
+    def put(self, x: Tensor) -> None:
+        ws = self._ws
+        if self._to_all:
+            mine = self._view(ws.rank, ws.rank, self._begins[-1])
+            trace.timed("travel", -1, mine.copy_, x)
+            self._show(mine)
+            return
+        with travelling(ws):
+            for dst, part in self._owners():
+                # The own rows are added where they are.
+                if dst != ws.rank:
+                    with trace.span("travel", dst):
+                        self._send(x[part], self._view(dst, ws.rank, self._sizes[dst]), dst)
+
+    def _send(self, terms: Tensor, place: Tensor, dst: int) -> None:
+        place.copy_(terms)
+        if terms.is_cuda:
+            terms.record_stream(torch.cuda.current_stream(self._ws.device))
+        self._on.steps.signal(dst, self._slot)
+
+    def _show(self, mine: Tensor) -> None:
+        # To everybody: where it is, or by a copy.
+        ws, steps = self._ws, self._on.steps
+        with travelling(ws):
+            for i in range(1, ws.world_size):
+                dst = (ws.rank - i) % ws.world_size
+                if ws.in_place:
+                    steps.signal(dst, self._slot)
+                else:
+                    self._send(mine, self._view(dst, ws.rank, self._begins[-1]), dst)
+
+    def _terms(self, own: Tensor | None) -> list[Tensor]:
+        # Of the own part of the sum, in rank order, once they are there; `own` are the own ones of what was put.
+        ws, steps, rank = self._ws, self._on.steps, self._ws.rank
+        for i in range(1, ws.world_size):
+            steps.wait((rank + i) % ws.world_size, self._slot)
+        if self._in_own:
+            return [self._view(src, 0, self._begins[-1])[self._part] for src in range(ws.world_size)]
+        rows = self._begins[-1] if self._to_all else self._sizes[rank]
+        in_theirs = self._to_all and ws.in_place
+        terms = [self._view(src if in_theirs else rank, src, rows) for src in range(ws.world_size)]
+        if own is not None and not self._to_all:
+            terms[rank] = own[self._part]
+        return terms
+
+    def sum(self, bias: Tensor | None, *, own: Tensor | None, last: bool) -> Tensor:
+        terms = self._terms(own)
+        out = terms[0].new_empty(terms[0].shape)
+        if bias is not None and self._dim == 1:
+            bias = bias[self._part]
+        trace.timed("add", -1, _sum_into, terms, bias, out)
+        return out
+
+    def sum_into(self, bias: Tensor | None, out: Tensor, gather: Gather, *, own: Tensor | None) -> None:
+        mine = out[self._part]
+        trace.timed("add", -1, _sum_into, self._terms(own), bias, mine)
+        gather.start(mine)
 
 
 def _sum_into(parts: list[Tensor], bias: Tensor | None, out: Tensor) -> None:
@@ -58,7 +297,7 @@ def _sum_into(parts: list[Tensor], bias: Tensor | None, out: Tensor) -> None:
 def _add_into(terms: list[Tensor], out: Tensor) -> None:
     if len(terms) == 1:
         out.copy_(terms[0])
-    elif not _is_narrow(out):
+    elif out.dtype in (torch.float32, torch.float64):
         torch.add(terms[0], terms[1], out=out)
         for term in terms[2:]:
             out.add_(term)
@@ -67,294 +306,3 @@ def _add_into(terms: list[Tensor], out: Tensor) -> None:
         for term in terms[1:]:
             total.add_(term)
         out.copy_(total)
-
-
-def all_gather_matmul(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    *,
-    gather_dim: int,
-    sizes: tuple[int, ...],
-    group: ProcessGroup,
-    transposed: bool = False,
-) -> Tensor:
-    """See `schedules`."""
-    if group.size() == 1:
-        return _product(a, b, bias, transposed)
-    ws = workspaces.get(group, a.device)
-    # Nor must a narrow dtype be rounded once a chunk of the contraction.
-    if max(sizes) < FEW_ROWS or (gather_dim == 1 and _is_narrow(a)):
-        with GatheringWhole(ws, "all_gather_matmul", a if gather_dim == 0 else a.t(), sizes) as rows:
-            return _product(rows if gather_dim == 0 else rows.t(), b, bias, transposed)
-    begins = offsets(sizes)
-    M = sum(sizes) if gather_dim == 0 else a.shape[0]
-    out = a.new_empty((b.shape[1], M) if transposed else (M, b.shape[1]))
-    with Gathering(ws, "all_gather_matmul", a, sizes, gather_dim) as chunks:
-        for i, (src, chunk) in enumerate(chunks):
-            part = slice(begins[src], begins[src + 1])
-            with trace.span("multiply", src):
-                if gather_dim == 0 and transposed:
-                    _matmul_into(b.t(), chunk.t(), out[:, part], None if bias is None else bias[part])
-                elif gather_dim == 0:
-                    _matmul_into(chunk, b, out[part], bias)
-                else:
-                    left, right = (b[part].t(), chunk.t()) if transposed else (chunk, b[part])
-                    if i == 0:
-                        _matmul_into(left, right, out, bias)
-                    else:
-                        blas.add_mm_into(left, right, out)
-    return out
-
-
-def all_gather_two_matmuls(
-    a: Tensor, b: Tensor, right: Tensor, *, sizes: tuple[int, ...], group: ProcessGroup
-) -> tuple[Tensor, Tensor]:
-    """See `schedules`."""
-    if group.size() == 1:
-        return blas.mm(a, b), blas.mm(a.t(), right)
-    ws = workspaces.get(group, a.device)
-    if max(sizes) < FEW_ROWS or _is_narrow(a):
-        with GatheringWhole(ws, "all_gather_matmul", a, sizes) as whole:
-            return _product(whole, b, None, False), _product(whole.t(), right, None, False)
-    begins = offsets(sizes)
-    first, second = a.new_empty(sum(sizes), b.shape[1]), a.new_empty(a.shape[1], right.shape[1])
-    with Gathering(ws, "all_gather_matmul", a, sizes, 0) as chunks:
-        for i, (src, chunk) in enumerate(chunks):
-            part = slice(begins[src], begins[src + 1])
-            with trace.span("multiply", src):
-                _matmul_into(chunk, b, first[part])
-                if i == 0:
-                    _matmul_into(chunk.t(), right[part], second)
-                else:
-                    blas.add_mm_into(chunk.t(), right[part], second)
-    return first, second
-
-
-def _is_narrow(x: Tensor) -> bool:
-    return x.dtype not in (torch.float32, torch.float64)
-
-
-def _product(a: Tensor, b: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    left, right = (b.t(), a.t()) if transposed else (a, b)
-    return trace.timed("multiply", -1, blas.mm, left, right, bias)
-
-
-def _scatter_partials(
-    ws: Workspace, steps: Steps, a: Tensor, b: Tensor, scatter_dim: int, sizes: tuple[int, ...], stride: int
-) -> list[Tensor]:
-    # Multiply each owner's part of a @ b into this rank's slot of its arena, own part last; the own parts, in rank
-    # order.
-    begins = offsets(sizes)
-    if ws.in_place and scatter_dim == 0 and max(sizes) < FEW_ROWS:
-        # One matmul into the own arena, from which every owner reads its rows.
-        shape = (a.shape[0], b.shape[1])
-        trace.timed("multiply", -1, _matmul_into, a, b, ws.view(ws.rank, steps.epoch, 0, shape, a.dtype))
-        for i in range(1, ws.world_size):
-            steps.signal((ws.rank - i) % ws.world_size, FIRST_SLOT.value)
-        own = slice(begins[ws.rank], begins[ws.rank + 1])
-        for i in range(1, ws.world_size):
-            steps.wait((ws.rank + i) % ws.world_size, FIRST_SLOT.value)
-        return [ws.view(src, steps.epoch, 0, shape, a.dtype)[own] for src in range(ws.world_size)]
-    shape = (sizes[ws.rank], b.shape[1]) if scatter_dim == 0 else (a.shape[0], sizes[ws.rank])
-    for i in range(1, ws.world_size + 1):
-        dst = (ws.rank + i) % ws.world_size
-        part = slice(begins[dst], begins[dst + 1])
-        left, right = (a[part], b) if scatter_dim == 0 else (a, b[:, part])
-        slot = ws.view(dst, steps.epoch, ws.rank * stride, (left.shape[0], right.shape[1]), a.dtype)
-        if ws.in_place or dst == ws.rank:
-            with trace.span("multiply", dst):
-                _matmul_into(left, right, slot)
-            steps.signal(dst, FIRST_SLOT.value)
-        else:
-            partial = blas.mm(left, right)
-            with travelling(ws):
-                slot.copy_(partial)
-                if partial.is_cuda:
-                    partial.record_stream(torch.cuda.current_stream(ws.device))
-                steps.signal(dst, FIRST_SLOT.value)
-    for i in range(1, ws.world_size):
-        steps.wait((ws.rank + i) % ws.world_size, FIRST_SLOT.value)
-    return [ws.view(ws.rank, steps.epoch, src * stride, shape, a.dtype) for src in range(ws.world_size)]
-
-
-def matmul_reduce_scatter(
-    a: Tensor, b: Tensor, bias: Tensor | None, *, scatter_dim: int, sizes: tuple[int, ...], group: ProcessGroup
-) -> Tensor:
-    """See `schedules`."""
-    if group.size() == 1:
-        return blas.mm(a, b, bias)
-    ws = workspaces.get(group, a.device)
-    other = b.shape[1] if scatter_dim == 0 else a.shape[0]
-    stride = aligned(max(sizes) * other * a.element_size())
-    if bias is not None and scatter_dim == 1:
-        bias = bias.split(sizes)[ws.rank]
-    with Epoch(ws, "matmul_reduce_scatter", ws.world_size * stride, 1) as steps:
-        parts = _scatter_partials(ws, steps, a, b, scatter_dim, sizes, stride)
-        out = a.new_empty(parts[0].shape)
-        trace.timed("add", -1, _sum_into, parts, bias, out)
-    return out
-
-
-def matmul_scatter_and_gather(
-    a: Tensor, b: Tensor, left: Tensor, x: Tensor, *, sizes: tuple[int, ...], group: ProcessGroup
-) -> tuple[Tensor, Tensor]:
-    """See `schedules`."""
-    if group.size() == 1:
-        return blas.mm(a, b), blas.mm(left, x)
-    ws = workspaces.get(group, a.device)
-    begins, cols = offsets(sizes), x.shape[1]
-    partial = aligned(max(sizes) * b.shape[1] * a.element_size())
-    stride, base = aligned(max(sizes) * cols * x.element_size()), ws.world_size * partial
-    slot = FIRST_SLOT.value + 1
-    # As in `all_gather_matmul`: whole where chunks would be small, or would round a narrow sum once each.
-    at_once = max(sizes) < FEW_ROWS or _is_narrow(x)
-    with Epoch(ws, "matmul_reduce_scatter", base + ws.world_size * stride, 2) as steps:
-        if at_once:
-            whole = gathered(ws, steps, x, sizes, slot, base)
-        else:
-            publish(ws, steps, x, slot, base + ws.rank * stride)
-        parts = _scatter_partials(ws, steps, a, b, 0, sizes, partial)
-        scattered = a.new_empty(parts[0].shape)
-        _sum_into(parts, None, scattered)
-        product = x.new_empty(left.shape[0], cols)
-        for i in range(0 if at_once else ws.world_size):
-            src = (ws.rank + i) % ws.world_size
-            part, chunk = slice(begins[src], begins[src + 1]), x
-            if i == 0:
-                _matmul_into(left[:, part], chunk, product)
-                continue
-            chunk = published(ws, steps, src, (sizes[src], cols), x.dtype, slot, base + src * stride)
-            blas.add_mm_into(left[:, part], chunk, product)
-        if at_once:
-            _matmul_into(left, whole(), product)
-    return scattered, product
-
-
-def _share_rows(ws: Workspace, steps: Steps, mine: Tensor, out: Tensor, sizes: tuple[int, ...], offset: int) -> None:
-    # The second half of a two-shot all-reduce: every rank shows its finished rows and copies the others'.
-    begins = offsets(sizes)
-    row_bytes = out.shape[1] * out.element_size()
-    publish(ws, steps, mine, FIRST_SLOT.value + 1, offset + begins[ws.rank] * row_bytes)
-    for i in range(1, ws.world_size):
-        src = (ws.rank + i) % ws.world_size
-        shape = (sizes[src], out.shape[1])
-        rows = published(ws, steps, src, shape, out.dtype, FIRST_SLOT.value + 1, offset + begins[src] * row_bytes)
-        with trace.span("travel", src):
-            out[begins[src] : begins[src + 1]] = rows
-
-
-def matmul_all_reduce(
-    a: Tensor, b: Tensor, bias: Tensor | None, *, group: ProcessGroup, algorithm: str = "auto"
-) -> Tensor:
-    """See `schedules`."""
-    if group.size() == 1:
-        return blas.mm(a, b, bias)
-    ws = workspaces.get(group, a.device)
-    out = a.new_empty(a.shape[0], b.shape[1])
-    out_bytes = out.numel() * out.element_size()
-    if one_shot(ws, "decomposed", algorithm, out, alone=False):
-        return _one_shot(ws, "matmul_all_reduce", lambda place: _matmul_into(a, b, place), bias, out)
-    sizes = even_sizes(a.shape[0], ws.world_size)
-    begin, stride = offsets(sizes)[ws.rank], aligned(max(sizes) * b.shape[1] * a.element_size())
-    with Epoch(ws, "matmul_all_reduce", ws.world_size * stride + out_bytes, 2) as steps:
-        parts = _scatter_partials(ws, steps, a, b, 0, sizes, stride)
-        mine = out[begin : begin + sizes[ws.rank]]
-        trace.timed("add", -1, _sum_into, parts, bias, mine)
-        _share_rows(ws, steps, mine, out, sizes, ws.world_size * stride)
-    return out
-
-
-def _one_shot(ws: Workspace, name: str, fill: Callable[[Tensor], object], bias: Tensor | None, out: Tensor) -> Tensor:
-    # Every rank shows its whole partial, which `fill` writes, and sums everybody's.
-    shape = (out.shape[0], out.shape[1])
-    stride = aligned(out.numel() * out.element_size())
-    with Epoch(ws, name, ws.world_size * stride, 1) as steps:
-        mine = ws.view(ws.rank, steps.epoch, ws.rank * stride, shape, out.dtype)
-        with trace.span("multiply" if name == "matmul_all_reduce" else "travel"):
-            fill(mine)
-        if ws.in_place:
-            for i in range(1, ws.world_size):
-                steps.signal((ws.rank - i) % ws.world_size, FIRST_SLOT.value)
-        else:
-            publish(ws, steps, mine, FIRST_SLOT.value, ws.rank * stride)
-        parts = [
-            mine if src == ws.rank else published(ws, steps, src, shape, out.dtype, FIRST_SLOT.value, src * stride)
-            for src in range(ws.world_size)
-        ]
-        trace.timed("add", -1, _sum_into, parts, bias, out)
-    return out
-
-
-def _refuse_ring(algorithm: str) -> None:
-    if algorithm == "ring":
-        raise ValueError("algorithm 'ring' is a kernel: use it with schedule 'fused'")
-
-
-def all_gather(x: Tensor, *, sizes: tuple[int, ...], group: ProcessGroup, algorithm: str = "auto") -> Tensor:
-    """See `schedules`."""
-    _refuse_ring(algorithm)
-    if group.size() == 1:
-        return x.clone(memory_format=torch.contiguous_format)
-    ws = workspaces.get(group, x.device)
-    begins = offsets(sizes)
-    out = x.new_empty(sum(sizes), x.shape[1])
-    with Gathering(ws, "all_gather", x, sizes, 0) as chunks:
-        for src, chunk in chunks:
-            with trace.span("travel", src):
-                out[begins[src] : begins[src + 1]] = chunk
-    return out
-
-
-def _scatter_rows(ws: Workspace, steps: Steps, x: Tensor, sizes: tuple[int, ...], stride: int) -> list[Tensor]:
-    # Copy each owner's rows of x into this rank's slot of its arena; the own rows of every rank, in rank order.
-    begins = offsets(sizes)
-    with travelling(ws):
-        for i in range(1, ws.world_size):
-            dst = (ws.rank + i) % ws.world_size
-            rows = x[begins[dst] : begins[dst + 1]]
-            with trace.span("travel", dst):
-                ws.view(dst, steps.epoch, ws.rank * stride, (rows.shape[0], rows.shape[1]), x.dtype).copy_(rows)
-            steps.signal(dst, FIRST_SLOT.value)
-    parts = []
-    for src in range(ws.world_size):
-        if src == ws.rank:
-            parts.append(x[begins[src] : begins[src + 1]])
-        else:
-            steps.wait(src, FIRST_SLOT.value)
-            parts.append(ws.view(ws.rank, steps.epoch, src * stride, (sizes[ws.rank], x.shape[1]), x.dtype))
-    return parts
-
-
-def reduce_scatter(x: Tensor, *, sizes: tuple[int, ...], group: ProcessGroup, algorithm: str = "auto") -> Tensor:
-    """See `schedules`."""
-    _refuse_ring(algorithm)
-    if group.size() == 1:
-        return x.clone(memory_format=torch.contiguous_format)
-    ws = workspaces.get(group, x.device)
-    out = x.new_empty(sizes[ws.rank], x.shape[1])
-    stride = aligned(max(sizes) * x.shape[1] * x.element_size())
-    with Epoch(ws, "reduce_scatter", ws.world_size * stride, 1) as steps:
-        parts = _scatter_rows(ws, steps, x, sizes, stride)
-        trace.timed("add", -1, _sum_into, parts, None, out)
-    return out
-
-
-def all_reduce(x: Tensor, *, group: ProcessGroup, algorithm: str = "auto") -> Tensor:
-    """See `schedules`."""
-    _refuse_ring(algorithm)
-    if group.size() == 1:
-        return x.clone(memory_format=torch.contiguous_format)
-    ws = workspaces.get(group, x.device)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    out_bytes = out.numel() * out.element_size()
-    if one_shot(ws, "decomposed", algorithm, out, alone=True):
-        return _one_shot(ws, "all_reduce", lambda place: place.copy_(x), None, out)
-    sizes = even_sizes(x.shape[0], ws.world_size)
-    begin, stride = offsets(sizes)[ws.rank], aligned(max(sizes) * x.shape[1] * x.element_size())
-    with Epoch(ws, "all_reduce", ws.world_size * stride + out_bytes, 2) as steps:
-        mine = out[begin : begin + sizes[ws.rank]]
-        parts = _scatter_rows(ws, steps, x, sizes, stride)
-        trace.timed("add", -1, _sum_into, parts, None, mine)
-        _share_rows(ws, steps, mine, out, sizes, ws.world_size * stride)
-    return out

@@ -1,290 +1,257 @@
 """One persistent Triton kernel an op, its collective inside, over symmetric memory. Contract: the header of
 `kernels.signal`.
 
-Each op is written as a generator (`phases`): it makes room, then issues one kernel between two yields.
+A gather goes by the way of the product that follows it: the first programs of its kernel push, or copies are under way
+before it. A sum takes two kernels, of which the first does not wait: tiles go to their owners, who then add them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
+import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from .. import blas, workspaces
 from ..kernels import INTERPRETED
 from ..kernels.gather_matmul import gather_matmul, own_in_place
-from ..kernels.launch import pitch_of
-from ..kernels.loading import only_loading
+from ..kernels.launch import Config, config_for
+from ..kernels.layout import Layout
 from ..kernels.matmul_scatter import matmul_scatter
 from ..kernels.push import collect
 from ..kernels.reduce import reduce
-from ..kernels.signal import FIRST_SLOT
+from ..kernels.ring import ring
+from ..overlap import Work
 from ..shards import even_sizes
 from ..workspace import Workspace
-from .fused_collectives import (
-    all_gather_phases,
-    all_reduce_phases,
-    config_of,
-    gather_work,
-    num_tiles,
-    reduce_and_collect,
-    reduce_scatter_phases,
-)
-from .phases import Phases, run
-from .producer import alike, choose, finish, load_for_capture, piece_rows, produce, with_pushers
-from .transport import one_shot, settle
+from . import producer as producers
+from . import transport
+from .alone import multiplied
+from .forms import Product, Results
+from .op import Task
 
 
-def _local(a: Tensor, b: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
-    # a @ b without communication is the library's; the result is (a @ b).T, contiguous, if transposed.
-    return blas.mm(b.t(), a.t(), bias) if transposed else blas.mm(a, b, bias)
+def num_tiles(rows: int, cols: int, config: Config) -> int:
+    """Tiles of C [rows, cols]."""
+    return -(-rows // config.block_m) * -(-cols // config.block_n)
 
 
-def _out(a: Tensor, M: int, N: int, transposed: bool) -> tuple[Tensor, Tensor]:
-    # What is returned, and the same memory as the kernel's C [M, N].
-    out = a.new_empty((N, M) if transposed else (M, N))
-    return out, out.t() if transposed else out
-
-
-def gather_matmul_phases(
-    ws: Workspace,
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    gather_dim: int,
-    sizes: tuple[int, ...],
-    *,
-    transposed: bool = False,
-    gathered: Tensor | None = None,
-    split: bool = False,
-    producer: str = "auto",
-) -> Phases:
-    """gather(a) @ b + bias, or its transpose. `gathered` [M, K] is filled with gather(a), for gather_dim 0.
-
-    producer: see `producer`. With `split` the programs that push are a kernel of their own, issued first.
+class Fused:
+    """See `forms.Verbs`. producer: how what is gathered is sent, `auto`, `push` or `copy`; with `split` programs that
+    push are a kernel of their own.
     """
-    if ws.world_size == 1:
-        if gathered is not None:
-            gathered.copy_(a)
-        return _local(a, b, bias, transposed=transposed)
-    most_rows = max(sizes) if gather_dim == 0 else a.shape[0]
-    op, config = "all_gather_matmul", config_of(ws, a, most_rows, b.shape[1])
-    M, K = (sum(sizes), a.shape[1]) if gather_dim == 0 else (a.shape[0], sum(sizes))
-    pitch = pitch_of(K if gather_dim == 0 else max(sizes), a.dtype)
-    rows = M if gather_dim == 0 else ws.world_size * M
-    piece = piece_rows(pitch * a.element_size(), config)
-    pieces = -(-most_rows // piece)
-    ws.require(rows * pitch * a.element_size(), FIRST_SLOT.value + pieces)
-    yield
-    out, c = _out(a, M, b.shape[1], transposed)
-    producer = choose(ws, gather_work(ws, a, M, b.shape[1], K, by_depth=gather_dim == 1), asked_for=producer)
-    table, begin = ws.table(sizes), sum(sizes[: ws.rank])
 
-    def multiply(*, pushed: bool, last: bool) -> None:
-        gather_matmul(
-            ws.channel(), a, b, c, bias, table, sizes, gather_dim=gather_dim, pitch=pitch, piece_rows=piece,
-            pushed=pushed, config=with_pushers(ws, config), upcast=INTERPRETED, transposed=transposed, last=last,
+    def __init__(self, ws: Workspace, task: Task, producer: str = "auto", *, split: bool = False) -> None:
+        self.ws, self.task, self.producer, self.split = ws, task, producer, split
+        self.rank, self.world_size = ws.rank, ws.world_size
+        self.layout = Layout()
+        self.config: Config | None = None
+        # How the last run sent what it gathered.
+        self.sent_by = ""
+
+    def configure(self, *shape: int) -> Config:
+        """The op's configuration, for a matmul's shape if any, as in `config_for`."""
+        if self.config is None:
+            config = config_for(self.ws.device, self.task.dtype, *shape)
+            self.config = replace(config, programs=self.ws.programs) if self.ws.programs else config
+        return self.config
+
+    def one_shot(self, task: Task) -> bool:
+        return transport.one_shot(self.ws, "fused", task)
+
+    def gather(
+        self, sizes: Sequence[int], other: int, dim: int, *, products: Sequence[str] = (), result: int = 0
+    ) -> Gather:
+        return Gather(self, tuple(sizes), other, dim, products, result)
+
+    def scatter(self, sizes: Sequence[int], other: int, dim: int, *, to_all: bool, multiplies: bool) -> Scatter:
+        return Scatter(self, tuple(sizes), other, dim, to_all, multiplies)
+
+    def enter(self) -> None:
+        """Kernels enter themselves."""
+
+    def leave(self) -> None:
+        """As they leave."""
+
+
+class Gather:
+    """See `forms.Gather`."""
+
+    def __init__(
+        self, on: Fused, sizes: tuple[int, ...], other: int, dim: int, products: Sequence[str], result: int
+    ) -> None:
+        self._on, self._ws, self._sizes, self._dim = on, on.ws, sizes, dim
+        self._shape = (sum(sizes), other)
+        self._begin = sum(sizes[: on.rank])
+        self._part = slice(self._begin, self._begin + sizes[on.rank])
+        dtype, most_rows = on.task.dtype, max(sizes) if dim == 0 else other
+        self._config = config = on.configure(*((most_rows, result) if result else ()))
+        # What a sum of tiles is shown by has their signals.
+        self._per_tile = on.task.op.kind == "all_reduce"
+        self._pushes = bool(products) and on.task.op.kind == "gather"
+        cols = other if dim == 0 else max(sizes)
+        rows = self._shape[0] if dim == 0 else on.world_size * other
+        row_bytes = cols * dtype.itemsize
+        piece = 0 if self._per_tile else producers.piece_rows(row_bytes, config)
+        slots = num_tiles(most_rows, cols, config) if self._per_tile else -(-most_rows // piece)
+        self.region = on.layout.region(rows, cols, dtype, slots=slots, piece=piece)
+        # Where this rank's rows go.
+        self.row = self.region.row + (self._begin if dim == 0 else on.rank * other)
+        M, K = self._shape if dim == 0 else (other, self._shape[0])
+        self._work = Work(
+            "gather", M if result else 0, result, K if result else 0, M * K, on.world_size, on.task.dtype_name,
+            by_depth=dim == 1,
         )  # fmt: skip
 
-    issued = split or producer == "copy"
-    if producer == "copy" and not split:
-        in_capture = partial(multiply, pushed=False, last=gathered is None)
-        load_for_capture(ws, in_capture, op, gather_dim, sizes, transposed, gathered is None, alike(a, b, bias))
-    if issued:
-        produce(
-            ws, op, a, sizes, producer=producer, dst_row=begin if gather_dim == 0 else ws.rank * M, pitch=pitch,
-            config=config, piece=piece, with_own=not own_in_place(a),
+    def _choose(self) -> str:
+        self._on.sent_by = chosen = producers.choose(self._ws, self._work, asked_for=self._on.producer)
+        return chosen
+
+    def _produce(self, x: Tensor, producer: str, *, beside: bool = False) -> None:
+        with_own = self._pushes and not own_in_place(x)
+        producers.produce(
+            self._ws, self._on.task.op.name, x, self._sizes, self.region, producer=producer, dst_row=self.row,
+            config=self._config, with_own=with_own, beside=beside,
         )  # fmt: skip
-        yield
-    multiply(pushed=issued, last=gathered is None and producer != "copy")
-    if gathered is not None:
-        gathered[begin : begin + sizes[ws.rank]].copy_(a)
-        settle(ws)
+
+    def start(self, x: Tensor) -> None:
+        self._by = self._choose()
+        if not self._pushes or self._on.split or self._by == "copy":
+            self._produce(x, self._by)
+
+    def start_beside(self, x: Tensor) -> None:
+        self._produce(x, self._choose(), beside=True)
+
+    def multiply(self, x: Tensor, products: Sequence[Product]) -> Results:
+        if not self._pushes:
+            return multiplied((yield from self.whole(x))[0], products)
+        first, *others = products
+        by, split, on, ws = self._by, self._on.split, self._on, self._ws
+        M, N = self._shape[0] if self._dim == 0 else self._shape[1], first.other.shape[1]
+        out = x.new_empty((N, M) if first.transposed else (M, N))
+        table = ws.table(self._sizes)
+
+        def launch(*, pushed: bool, last: bool) -> None:
+            gather_matmul(
+                ws.channel(), x, first.other, out.t() if first.transposed else out, first.bias, table, self._sizes,
+                gather_dim=self._dim, pitch=self.region.pitch, piece_rows=self.region.piece, pushed=pushed,
+                config=producers.with_pushers(ws, self._config), upcast=INTERPRETED, transposed=first.transposed,
+                last=last,
+            )  # fmt: skip
+
+        issued = split or by == "copy"
+        if by == "copy" and not split:
+            in_capture = partial(launch, pushed=False, last=not others)
+            producers.load_for_capture(
+                ws, in_capture, on.task, producers.alike(x, first.other, first.bias)
+            )  # fmt: skip
+        if issued:
+            yield
+        launch(pushed=issued, last=not others and by != "copy")
+        if others:
+            return [out, *multiplied(self._collected(x), others)]
+        if by == "copy":
+            producers.finish(ws, on.task.op.name)
+        return [out]
+
+    def _collected(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        # All ranks' rows in a tensor of their own; the op's last kernel.
+        ws = self._ws
+        if out is None:
+            out = x.new_empty(self._shape)
+            out[self._part].copy_(x)
+        transport.settle(ws)
         collect(
-            ws.channel(), op, gathered, table, first_slot=FIRST_SLOT.value, region_row=0, pitch=pitch, per_tile=False,
-            piece_rows=piece, config=config,
+            ws.channel(), self._on.task.op.name, out, ws.table(self._sizes), first_slot=self.region.slot,
+            region_row=self.region.row, pitch=self.region.pitch, per_tile=self._per_tile, config=self._config,
+            piece_rows=self.region.piece,
         )  # fmt: skip
-    elif producer == "copy":
-        finish(ws, op)
-    return out
+        return out
+
+    def whole(self, x: Tensor, out: Tensor | None = None) -> Results:
+        yield
+        return [self._collected(x, out)]
 
 
-def matmul_scatter_phases(
-    ws: Workspace, a: Tensor, b: Tensor, bias: Tensor | None, scatter_dim: int, sizes: tuple[int, ...]
-) -> Phases:
-    """The own chunk of sum over ranks of a @ b, plus bias. Columns are rows of the transposed problem."""
-    if ws.world_size == 1:
-        return _local(a, b, bias)
-    out = a.new_empty((sizes[ws.rank], b.shape[1]) if scatter_dim == 0 else (a.shape[0], sizes[ws.rank]))
-    if scatter_dim == 1:
-        a, b = b.t(), a.t()
-        if bias is not None:
-            bias = bias.split(sizes)[ws.rank]
-    N, region_rows = b.shape[1], max(sizes)
-    op, config = "matmul_reduce_scatter", config_of(ws, a, region_rows, N)
-    pitch = pitch_of(N, a.dtype)
-    ws.require(
-        ws.world_size * region_rows * pitch * a.element_size(), FIRST_SLOT.value + num_tiles(region_rows, N, config)
-    )
-    yield
-    matmul_scatter(
-        ws.channel(), op, a, b, ws.table(sizes), sizes,
-        region_rows=region_rows, pitch=pitch, to_all=False, config=config, upcast=INTERPRETED,
-    )  # fmt: skip
-    yield
-    reduce(
-        ws.channel(), op, out if scatter_dim == 0 else out.t(), bias,
-        bias_along="columns" if scatter_dim == 0 else "rows",
-        region_rows=region_rows, pitch=pitch, per_tile=True, config=config, upcast=INTERPRETED,
-    )  # fmt: skip
-    return out
+class Scatter:
+    """See `forms.Scatter`. Columns are rows of the transposed problem."""
 
+    def __init__(self, on: Fused, sizes: tuple[int, ...], other: int, dim: int, to_all: bool, multiplies: bool) -> None:
+        self._on, self._ws, self._sizes, self._other, self._dim = on, on.ws, sizes, other, dim
+        self._to_all, self._multiplies = to_all, multiplies
+        begin = sum(sizes[: on.rank])
+        self._part = slice(0, None) if to_all else slice(begin, begin + sizes[on.rank])
+        self._region_rows = max(sizes)
+        # Every tile of a one-shot sum is stored to all ranks: a narrow one leaves room for their addresses.
+        shape = (self._region_rows, 0 if to_all else other) if multiplies else ()
+        self._config = config = on.configure(*shape)
+        slots = num_tiles(self._region_rows, other, config)
+        piece = 0 if multiplies else config.block_m
+        self._region = on.layout.region(
+            on.world_size * self._region_rows, other, on.task.dtype, slots=slots, piece=piece
+        )
 
-def matmul_scatter_and_gather_phases(
-    ws: Workspace, a: Tensor, b: Tensor, x: Tensor, sizes: tuple[int, ...], gathered: Tensor, *, producer: str = "auto"
-) -> Phases:
-    """The own chunk of sum over ranks of a @ b; fills `gathered` [M, C] with gather(x), sent beside a @ b."""
-    op, config = "matmul_reduce_scatter", config_of(ws, a, max(sizes), b.shape[1])
-    out = a.new_empty(sizes[ws.rank], b.shape[1])
-    N, cols, region_rows, begin = b.shape[1], x.shape[1], max(sizes), sum(sizes[: ws.rank])
-    pitch, x_pitch = pitch_of(N, a.dtype), pitch_of(cols, x.dtype)
-    # x's region follows the partial sums', and its signals theirs.
-    x_row = -(-ws.world_size * region_rows * pitch // max(1, x_pitch))
-    x_slot = FIRST_SLOT.value + num_tiles(region_rows, N, config)
-    piece = piece_rows(x_pitch * x.element_size(), config)
-    pieces = -(-region_rows // piece)
-    ws.require((x_row + sum(sizes)) * x_pitch * a.element_size(), x_slot + pieces)
-    yield
-    # What it can hide behind is the product: rows of every rank by N columns.
-    producer = choose(ws, gather_work(ws, x, sum(sizes), N, cols), asked_for=producer)
-    produce(
-        ws, op, x, sizes, producer=producer, dst_row=x_row + begin, pitch=x_pitch, config=config, piece=piece,
-        first_slot=x_slot, beside=True,
-    )  # fmt: skip
-    matmul_scatter(
-        ws.channel(), op, a, b, ws.table(sizes), sizes,
-        region_rows=region_rows, pitch=pitch, to_all=False, config=config, upcast=INTERPRETED,
-    )  # fmt: skip
-    gathered[begin : begin + sizes[ws.rank]].copy_(x)
-    yield
-    reduce(
-        ws.channel(), op, out, None, region_rows=region_rows, pitch=pitch, per_tile=True, config=config,
-        upcast=INTERPRETED, last=False,
-    )  # fmt: skip
-    settle(ws)
-    collect(
-        ws.channel(), op, gathered, ws.table(sizes),
-        first_slot=x_slot, region_row=x_row, pitch=x_pitch, per_tile=False, piece_rows=piece, config=config,
-    )  # fmt: skip
-    return out
-
-
-def matmul_all_reduce_phases(ws: Workspace, a: Tensor, b: Tensor, bias: Tensor | None, algorithm: str) -> Phases:
-    """sum over ranks of a @ b, plus bias, on every rank: everybody reduces everything, or each its rows and then shows
-    them.
-    """
-    if ws.world_size == 1:
-        return _local(a, b, bias)
-    (M, _), N = a.shape, b.shape[1]
-    out = a.new_empty(M, N)
-    pitch = pitch_of(N, a.dtype)
-    at_once = one_shot(ws, "fused", algorithm, out, alone=False)
-    sizes = even_sizes(M, ws.world_size)
-    region_rows = M if at_once else max(sizes)
-    # Every tile of a one-shot sum is stored to all ranks: a narrow one leaves room for their addresses.
-    op, config = "matmul_all_reduce", config_of(ws, a, region_rows, 0 if at_once else N)
-    first, tiles = FIRST_SLOT.value, num_tiles(region_rows, N, config)
-    result_row = ws.world_size * region_rows
-    ws.require((result_row + (0 if at_once else M)) * pitch * a.element_size(), first + 2 * tiles)
-    yield
-    matmul_scatter(
-        ws.channel(), op, a, b, ws.table(sizes), sizes,
-        region_rows=region_rows, pitch=pitch, to_all=at_once, config=config, upcast=INTERPRETED,
-    )  # fmt: skip
-    yield
-    if at_once:
-        reduce(
-            ws.channel(), op, out, bias, region_rows=region_rows, pitch=pitch, per_tile=True, config=config,
+    def multiply(self, a: Tensor, b: Tensor) -> None:
+        if self._dim == 1:
+            a, b = b.t(), a.t()
+        ws = self._ws
+        matmul_scatter(
+            ws.channel(), self._on.task.op.name, a, b, ws.table(self._sizes), self._sizes,
+            region_rows=self._region_rows, pitch=self._region.pitch, to_all=self._to_all, config=self._config,
             upcast=INTERPRETED,
         )  # fmt: skip
-    else:
-        yield from reduce_and_collect(ws, op, out, bias, sizes, region_rows, pitch, config, own=None)
-    return out
+
+    def put(self, x: Tensor) -> None:
+        producer = "copy" if self._on.producer == "copy" else "push"
+        producers.produce(
+            self._ws, self._on.task.op.name, x, self._sizes, self._region, producer=producer,
+            dst_row=self._ws.rank * self._region_rows, config=self._config, scatter=not self._to_all,
+        )  # fmt: skip
+
+    def sum(self, bias: Tensor | None, *, own: Tensor | None, last: bool) -> Tensor:
+        rows = self._sizes[0] if self._to_all else self._sizes[self._ws.rank]
+        shape = (rows, self._other) if self._dim == 0 else (self._other, rows)
+        out = torch.empty(shape, dtype=self._on.task.dtype, device=self._ws.device)
+        if bias is not None and self._dim == 1:
+            bias = bias[self._part]
+        self._reduce(bias, out if self._dim == 0 else out.t(), own, last=last)
+        return out
+
+    def sum_into(self, bias: Tensor | None, out: Tensor, gather: Gather, *, own: Tensor | None) -> None:
+        self._reduce(bias, out[self._part], own, gather=gather)
+
+    def _reduce(
+        self, bias: Tensor | None, out: Tensor, own: Tensor | None, *, gather: Gather | None = None, last: bool = True
+    ) -> None:
+        transport.settle(self._ws)
+        reduce(
+            self._ws.channel(), self._on.task.op.name, out, bias,
+            bias_along="columns" if self._dim == 0 else "rows", region_rows=self._region_rows,
+            pitch=self._region.pitch, per_tile=self._multiplies, config=self._config, upcast=INTERPRETED,
+            own=None if own is None else own[self._part], result_row=None if gather is None else gather.row,
+            second_slot=0 if gather is None else gather.region.slot, last=last,
+        )  # fmt: skip
 
 
-def all_gather_matmul(
-    a: Tensor, b: Tensor, bias: Tensor | None, *, gather_dim: int, sizes: tuple[int, ...], group: ProcessGroup,
-    transposed: bool = False, producer: str = "auto",
-) -> Tensor:  # fmt: skip
-    """See `schedules`."""
-    ws = workspaces.get(group, a.device)
-    phases = gather_matmul_phases(ws, a, b, bias, gather_dim, sizes, transposed=transposed, producer=producer)
-    return run(ws, "all_gather_matmul", phases)
+class Ring:
+    """A collective as a ring, in a kernel of its own: every rank passes on what it has had from the one before."""
 
+    def __init__(self, on: Fused, task: Task) -> None:
+        self._on, self._ws, self._task = on, on.ws, task
+        rows, cols = task.moved
+        self._sizes = task.sizes or even_sizes(rows, on.world_size)
+        self._config = config = on.configure()
+        most = num_tiles(max(self._sizes), cols, config)
+        region_rows = rows + (rows if task.op.kind == "all_reduce" else 0)
+        self._region = on.layout.region(region_rows, cols, task.dtype, slots=2 * len(self._sizes) * most)
 
-def all_gather_two_matmuls(
-    a: Tensor, b: Tensor, right: Tensor, *, sizes: tuple[int, ...], group: ProcessGroup, producer: str = "auto"
-) -> tuple[Tensor, Tensor]:
-    """See `schedules`."""
-    ws = workspaces.get(group, a.device)
-    gathered = a.new_empty(sum(sizes), a.shape[1])
-    phases = gather_matmul_phases(ws, a, b, None, 0, sizes, gathered=gathered, producer=producer)
-    first = run(ws, "all_gather_matmul", phases)
-    return first, _local(gathered.t(), right)
-
-
-def matmul_reduce_scatter(
-    a: Tensor, b: Tensor, bias: Tensor | None, *, scatter_dim: int, sizes: tuple[int, ...], group: ProcessGroup
-) -> Tensor:
-    """See `schedules`."""
-    ws = workspaces.get(group, a.device)
-    return run(ws, "matmul_reduce_scatter", matmul_scatter_phases(ws, a, b, bias, scatter_dim, sizes))
-
-
-def matmul_scatter_and_gather(
-    a: Tensor, b: Tensor, left: Tensor, x: Tensor, *, sizes: tuple[int, ...], group: ProcessGroup,
-    producer: str = "auto",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See `schedules`."""
-    ws = workspaces.get(group, a.device)
-    if ws.world_size == 1:
-        return _local(a, b), _local(left, x)
-    gathered = x.new_empty(sum(sizes), x.shape[1])
-    phases = matmul_scatter_and_gather_phases(ws, a, b, x, sizes, gathered, producer=producer)
-    return run(ws, "matmul_reduce_scatter", phases), _local(left, gathered)
-
-
-def matmul_all_reduce(
-    a: Tensor, b: Tensor, bias: Tensor | None, *, group: ProcessGroup, algorithm: str = "auto"
-) -> Tensor:
-    """See `schedules`."""
-    ws = workspaces.get(group, a.device)
-    return run(ws, "matmul_all_reduce", matmul_all_reduce_phases(ws, a, b, bias, algorithm))
-
-
-def all_gather(
-    x: Tensor, *, sizes: tuple[int, ...], group: ProcessGroup, algorithm: str = "auto", producer: str = "auto"
-) -> Tensor:
-    """See `schedules`."""
-    ws = workspaces.get(group, x.device)
-    return run(ws, "all_gather", all_gather_phases(ws, x, sizes, algorithm, producer=producer))
-
-
-def reduce_scatter(x: Tensor, *, sizes: tuple[int, ...], group: ProcessGroup, algorithm: str = "auto") -> Tensor:
-    """See `schedules`."""
-    ws = workspaces.get(group, x.device)
-    return run(ws, "reduce_scatter", reduce_scatter_phases(ws, x, sizes, algorithm))
-
-
-def all_reduce(x: Tensor, *, group: ProcessGroup, algorithm: str = "auto") -> Tensor:
-    """See `schedules`."""
-    ws = workspaces.get(group, x.device)
-    return run(ws, "all_reduce", all_reduce_phases(ws, x, algorithm))
-
-
-def load(op: str, *operands: Tensor | None, **options: Any) -> None:
-    """Make room for an op of this module and load its kernels, as a graph capture will need them. Starts none."""
-    with only_loading():
-        globals()[op](*operands, **options)
+    def phases(self, x: Tensor) -> Results:
+        ws = self._ws
+        yield
+        out = x.new_empty(self._task.results(ws.rank)[0])
+        ring(
+            ws.channel(), self._task.op.name, x, out, ws.table(self._sizes), self._sizes, pitch=self._region.pitch,
+            config=self._config, upcast=INTERPRETED,
+        )  # fmt: skip
+        return [out]

@@ -11,38 +11,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Sequence
+from typing import TypeVar
 
 import torch
-from torch import Tensor
 
-from ..kernels.loading import is_only_loading
 from ..workspace import Workspace
+from .prepared import finish
 
-Phases = Generator[None, None, Tensor]
-
-
-def run(ws: Workspace, op: str, phases: Phases) -> Tensor:
-    """Issue every phase of one rank's op; inside `only_loading` make room for it and load its kernels."""
-    with contextlib.nullcontext() if is_only_loading() else ws.running(op):
-        return finish(phases)
+T = TypeVar("T")
+Phases = Generator[None, None, T]
 
 
-def finish(phases: Phases) -> Tensor:
-    """Issue what is left of an op; its result."""
-    while True:
-        try:
-            next(phases)
-        except StopIteration as stop:
-            out: Tensor = stop.value
-            return out
-
-
-def run_together(phases: Sequence[Phases], streams: Sequence[torch.cuda.Stream] = ()) -> list[Tensor]:
+def run_together(phases: Sequence[Phases[T]], streams: Sequence[torch.cuda.Stream] = ()) -> list[T]:
     """Phased: the same op of several virtual ranks phase by phase; their results in rank order.
 
     With `streams` each rank's phase runs on its own, and a phase begins when all have ended the one before.
     """
-    results: dict[int, Tensor] = {}
+    results: dict[int, T] = {}
     while len(results) < len(phases):
         for rank, each in enumerate(phases):
             if rank not in results:
@@ -56,8 +41,8 @@ def run_together(phases: Sequence[Phases], streams: Sequence[torch.cuda.Stream] 
 
 
 def run_concurrently(
-    ranks: Sequence[Workspace], op: str, phases: Sequence[Phases], streams: Sequence[torch.cuda.Stream]
-) -> list[Tensor]:
+    ranks: Sequence[Workspace], op: str, phases: Sequence[Phases[T]], streams: Sequence[torch.cuda.Stream]
+) -> list[T]:
     """Concurrent: the op of every virtual rank on its own stream, issued in rank order.
 
     While kernels wait nothing may allocate device memory anew or make the host wait, and all programs of all ranks must
@@ -68,8 +53,8 @@ def run_concurrently(
         next(each)
     results = []
     for ws, each, stream in zip(ranks, phases, streams, strict=True):
-        with torch.cuda.stream(stream):
-            results.append(run(ws, op, each))
+        with torch.cuda.stream(stream), ws.running(op):
+            results.append(finish(each))
     return results
 
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from ..kernels.launch import Config
+from ..kernels.layout import Region
 from ..kernels.loading import is_only_loading, only_loading
 from ..kernels.push import push
-from ..kernels.signal import FIRST_SLOT
 from ..overlap import COPY_BYTES, Work, num_pushers, producers
 from ..shards import offsets
 from ..workspace import Workspace
@@ -34,8 +34,6 @@ _PIECES_A_TILE = 4
 
 # Triton compiles a kernel for pointers of this alignment apart from others.
 _KNOWN_ALIGNMENT = 16
-
-_last = ""
 
 
 def piece_rows(row_bytes: int, config: Config) -> int:
@@ -66,16 +64,7 @@ def choose(ws: Workspace, work: Work, *, asked_for: str = "auto") -> str:
         # Interpreted programs and host copies are checked, neither is fast. HIP has no stream writes in torch.
         fixed = ws.device.type == "cpu" or capturing or torch.version.hip is not None
         wanted = "push" if fixed else _by_model(ws, work)
-    global _last
-    _last = wanted
     return wanted
-
-
-def taken() -> str:
-    """The producer of this process's last fused op, told once; empty where it had none to choose."""
-    global _last
-    last, _last = _last, ""
-    return last
 
 
 def _by_model(ws: Workspace, work: Work) -> str:
@@ -99,18 +88,16 @@ def produce(
     op: str,
     x: Tensor,
     sizes: tuple[int, ...],
+    region: Region,
     *,
     producer: str,
     dst_row: int,
-    pitch: int,
     config: Config,
-    piece: int,
     scatter: bool = False,
     with_own: bool = False,
-    first_slot: int = FIRST_SLOT.value,
     beside: bool = False,
 ) -> None:
-    """Enter the epoch and send x [rows, cols] to every peer's half, from its row `dst_row` on.
+    """Enter the epoch and send x [rows, cols] to `region` of every peer's half, from its row `dst_row` on.
 
     scatter: each peer its rows of `sizes`. with_own: to the own half too. beside: a kernel that pushes runs on the side
     stream, as copies always do, until `settle`.
@@ -120,13 +107,13 @@ def produce(
 
     def issue() -> None:
         push(
-            ws.channel(), op, x, table, dst_row=dst_row, pitch=pitch, scatter=scatter, with_own=with_own,
-            config=kernel_config, piece_rows=piece, first_slot=first_slot,
+            ws.channel(), op, x, table, dst_row=dst_row, pitch=region.pitch, scatter=scatter, with_own=with_own,
+            config=kernel_config, piece_rows=region.piece, first_slot=region.slot,
         )  # fmt: skip
 
     if producer == "copy":
-        load_for_capture(ws, issue, "push", op, sizes, scatter, with_own, first_slot, alike(x))
-        _copy(ws, op, x, sizes, dst_row, pitch, piece, scatter, with_own, first_slot)
+        load_for_capture(ws, issue, "push", op, sizes, scatter, with_own, region.slot, alike(x))
+        _copy(ws, op, x, sizes, dst_row, region, scatter, with_own)
     elif beside:
         with travelling(ws):
             issue()
@@ -135,13 +122,13 @@ def produce(
 
 
 def _copy(
-    ws: Workspace, op: str, x: Tensor, sizes: tuple[int, ...], dst_row: int, pitch: int, piece: int, scatter: bool,
-    with_own: bool, first_slot: int,
+    ws: Workspace, op: str, x: Tensor, sizes: tuple[int, ...], dst_row: int, region: Region, scatter: bool,
+    with_own: bool,
 ) -> None:  # fmt: skip
     # The copy engine moves one block: rows as far apart as in an arena. Anything else is laid out so first, on the main
     # stream; a kernel that copies would wait for an SM, as one that signals would.
-    (rows, cols), itemsize = x.shape, x.element_size()
-    row_bytes = pitch * itemsize
+    (rows, cols), pitch, piece = x.shape, region.pitch, region.piece
+    row_bytes = pitch * x.element_size()
     if not x.is_contiguous() or cols != pitch:
         laid_out = x.new_zeros(rows, pitch)
         laid_out[:, :cols] = x
@@ -163,7 +150,7 @@ def _copy(
                 view.copy_(x[first + begin : first + end])
                 ws.sent((end - begin) * row_bytes, dst)
             for slot in range(begin // piece, -(-end // piece)):
-                steps.write(dst, first_slot + slot)
+                steps.write(dst, region.slot + slot)
 
     if with_own:
         send(ws.rank)

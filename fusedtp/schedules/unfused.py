@@ -3,8 +3,8 @@
 It is the baseline that the other schedules are compared with and the fallback where ranks cannot reach each other's
 memory, so it makes no copy that torch.distributed does not force on it: what is scattered is multiplied straight into
 the buffer that is sent, and a transposed problem is solved transposed. It goes through `torch.ops._c10d_functional`,
-whose names are the same in every torch we support; the backend (gloo, NCCL) decides how partial sums are rounded.
-Uneven shards travel padded to the longest one.
+whose names are the same in every torch we support; the backend (gloo, NCCL) decides how terms of a sum are rounded.
+Uneven parts travel padded to the longest one.
 """
 
 from __future__ import annotations
@@ -15,177 +15,143 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .. import blas, trace
+from .. import trace
+from ..shards import offsets
+from .alone import multiplied
+from .forms import Product, Results
+from .library import mm_into
+from .op import Task
 
 _c10d = torch.ops._c10d_functional
 
 
-def all_gather_matmul(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    *,
-    gather_dim: int,
-    sizes: Sequence[int],
-    group: ProcessGroup,
-    transposed: bool = False,
-) -> Tensor:
-    """a [sizes[rank], K] @ b [K, N], or a [M, sizes[rank]] @ b [sum(sizes), N] for gather_dim 1 -> [M, N].
+class Unfused:
+    """See `forms.Verbs`."""
 
-    transposed: -> [N, M], with a bias [M].
-    """
-    # Rows are what a collective concatenates: transposing this shard is cheaper than reordering all of what arrives.
-    whole = _gather(a, sizes, group) if gather_dim == 0 else _gather(a.t(), sizes, group).t()
-    return _matmul(b.t(), whole.t(), bias) if transposed else _matmul(whole, b, bias)
+    def __init__(self, group: ProcessGroup, task: Task) -> None:
+        self.task, self.group_name = task, group.group_name
+        self.rank, self.world_size = group.rank(), group.size()
 
+    def one_shot(self, task: Task) -> bool:
+        """The backend has an all-reduce, and picks its algorithm."""
+        if task.algorithm != "auto":
+            raise ValueError(
+                f"{task.op.name}: schedule 'unfused' has no algorithm {task.algorithm!r}, the process group's backend "
+                "picks its own: use algorithm='auto', or schedule 'decomposed' or 'fused'"
+            )
+        return True
 
-def all_gather_two_matmuls(
-    a: Tensor, b: Tensor, right: Tensor, *, sizes: Sequence[int], group: ProcessGroup
-) -> tuple[Tensor, Tensor]:
-    """a [sizes[rank], K] gathered once -> gather(a) @ b [M, N] and gather(a).T @ right [K, R]."""
-    whole = _gather(a, sizes, group)
-    return blas.mm(whole, b), blas.mm(whole.t(), right)
+    def gather(
+        self, sizes: Sequence[int], other: int, dim: int, *, products: Sequence[str] = (), result: int = 0
+    ) -> Gather:
+        return Gather(self, sizes, dim)
+
+    def scatter(self, sizes: Sequence[int], other: int, dim: int, *, to_all: bool, multiplies: bool) -> Scatter:
+        return Scatter(self, sizes, other, dim, to_all)
 
 
-def matmul_reduce_scatter(
-    a: Tensor, b: Tensor, bias: Tensor | None, *, scatter_dim: int, sizes: Sequence[int], group: ProcessGroup
-) -> Tensor:
-    """a [M, K_r] @ b [K_r, N] summed over ranks -> [sizes[rank], N] for scatter_dim 0, [M, sizes[rank]] for 1."""
-    if scatter_dim == 1:
-        # The transposed problem scatters rows; only this rank's slice is turned back.
-        out = _matmul_scatter_rows(b.t(), a.t(), sizes, group).t().contiguous()  # [M, sizes[rank]]
+class Gather:
+    """See `forms.Gather`."""
+
+    def __init__(self, on: Unfused, sizes: Sequence[int], dim: int) -> None:
+        self._on, self._sizes, self._dim, self._longest = on, sizes, dim, max(sizes)
+
+    def start(self, x: Tensor) -> None:
+        # Rows are what a collective concatenates: transposing this part is cheaper than reordering all of what arrives.
+        x = x.t() if self._dim == 1 else x
+        # Every rank's rows, padded to the longest part; not there before `_arrived`.
+        longest, num_ranks, columns = self._longest, self._on.world_size, x.shape[1]
+        if longest == 0 or columns == 0:
+            self._arriving = x.new_empty(longest * num_ranks, columns)
+            return
+        if x.shape[0] == longest:
+            sent = x.contiguous()
+        else:
+            sent = x.new_empty(longest, columns)
+            sent[: x.shape[0]] = x
+        # With `out` it is a plain gather. Without, it is a coalesced one, and the name of that is too long for gloo:
+        # both threads of a group may free it (torch 2.13, ProcessGroupGloo::runLoop), and the heap with it is broken.
+        self._arriving = sent.new_empty(longest * num_ranks, columns)
+        _c10d.all_gather_into_tensor_out(sent, num_ranks, self._on.group_name, out=self._arriving)
+
+    start_beside = start
+
+    def _arrived(self) -> Tensor:
+        arriving, longest = self._arriving, self._longest
+        del self._arriving
+        gathered = arriving
+        if arriving.numel():
+            with trace.span("collective"):
+                gathered = _c10d.wait_tensor(arriving)
+        if all(size == longest for size in self._sizes):
+            return gathered
+        parts = zip(gathered.split(longest), self._sizes, strict=True)
+        return torch.cat([part[:size] for part, size in parts])
+
+    def multiply(self, x: Tensor, products: Sequence[Product]) -> Results:
+        yield
+        whole = self._arrived()
+        with trace.span("multiply"):
+            return multiplied(whole, products)
+
+    def whole(self, x: Tensor, out: Tensor | None = None) -> Results:
+        yield
+        return [self._arrived()]
+
+
+class Scatter:
+    """See `forms.Scatter`."""
+
+    def __init__(self, on: Unfused, sizes: Sequence[int], other: int, dim: int, to_all: bool) -> None:
+        self._on, self._sizes, self._other, self._dim, self._to_all = on, sizes, other, dim, to_all
+        self._begins, self._longest = offsets(sizes), max(sizes)
+        self._even = to_all or all(size == self._longest for size in sizes)
+
+    def multiply(self, a: Tensor, b: Tensor) -> None:
+        if self._dim == 1:
+            # The transposed problem scatters rows; only this rank's part is turned back.
+            a, b = b.t(), a.t()
+        num_rows = self._begins[-1] if self._even else self._longest * self._on.world_size
+        terms = a.new_empty(num_rows, b.shape[1])
+        if self._even:
+            with trace.span("multiply"):
+                mm_into(a, b, terms)
+        else:
+            # Each part is multiplied into its padded place; what the padding holds is summed too, and cut off with it.
+            for peer, part in enumerate(a.split(list(self._sizes))):
+                with trace.span("multiply", peer):
+                    mm_into(part, b, terms[peer * self._longest :][: self._sizes[peer]])
+        self._terms = terms
+
+    def put(self, x: Tensor) -> None:
+        if self._even:
+            # An all-reduce sums in place.
+            self._terms = x.clone(memory_format=torch.contiguous_format) if self._to_all else x.contiguous()
+            return
+        self._terms = x.new_empty(self._longest * self._on.world_size, x.shape[1])
+        for peer, part in enumerate(x.split(list(self._sizes))):
+            self._terms[peer * self._longest :][: self._sizes[peer]] = part
+
+    def sum(self, bias: Tensor | None, *, own: Tensor | None, last: bool) -> Tensor:
+        terms, rank = self._terms, self._on.rank
+        del self._terms
+        if not self._to_all:
+            out = self._reduced(terms)[: self._sizes[rank]]
+            # What is left of padding goes.
+            out = out.t().contiguous() if self._dim == 1 else out if self._even else out.clone()
+        elif terms.numel():
+            with trace.span("collective"):
+                out = _c10d.wait_tensor(_c10d.all_reduce_(terms, "sum", self._on.group_name))
+        else:
+            out = terms
         if bias is None:
             return out
-        first = sum(sizes[: group.rank()])
-        return out.add_(bias[first : first + sizes[group.rank()]])
-    out = _matmul_scatter_rows(a, b, sizes, group)
-    return out if bias is None else out.add_(bias)
+        return out.add_(bias[self._begins[rank] : self._begins[rank + 1]] if self._dim == 1 else bias)
 
-
-def matmul_scatter_and_gather(
-    a: Tensor, b: Tensor, left: Tensor, x: Tensor, *, sizes: Sequence[int], group: ProcessGroup
-) -> tuple[Tensor, Tensor]:
-    """reduce_scatter(a @ b) [sizes[rank], N] and left @ gather(x) [L, C]; the gather is under way during a @ b."""
-    if group.size() == 1:
-        return blas.mm(a, b), blas.mm(left, x)
-    arriving = _start_gather(x, sizes, group)
-    scattered = _matmul_scatter_rows(a, b, sizes, group)
-    return scattered, blas.mm(left, _finish_gather(arriving, sizes))
-
-
-def matmul_all_reduce(
-    a: Tensor, b: Tensor, bias: Tensor | None, *, group: ProcessGroup, algorithm: str = "auto"
-) -> Tensor:
-    """a [M, K_r] @ b [K_r, N] summed over ranks -> [M, N] on every rank."""
-    _only_auto("matmul_all_reduce", algorithm)
-    if group.size() == 1:
-        return _matmul(a, b, bias)
-    out = _matmul(a, b, None)
-    if out.numel():
+    def _reduced(self, terms: Tensor) -> Tensor:
+        num_ranks = self._on.world_size
+        if not terms.numel():
+            return terms.new_empty(terms.shape[0] // num_ranks, terms.shape[1])
         with trace.span("collective"):
-            out = _c10d.wait_tensor(_c10d.all_reduce_(out, "sum", group.group_name))
-    return out if bias is None else out.add_(bias)
-
-
-def all_gather(x: Tensor, *, sizes: Sequence[int], group: ProcessGroup, algorithm: str = "auto") -> Tensor:
-    """x [sizes[rank], C] -> [sum(sizes), C], in rank order."""
-    _only_auto("all_gather", algorithm)
-    out = _gather(x, sizes, group)
-    return _copy(out) if out is x else out
-
-
-def reduce_scatter(x: Tensor, *, sizes: Sequence[int], group: ProcessGroup, algorithm: str = "auto") -> Tensor:
-    """x [sum(sizes), C] summed over ranks -> [sizes[rank], C]."""
-    _only_auto("reduce_scatter", algorithm)
-    if group.size() == 1:
-        return _copy(x)
-    longest = max(sizes)
-    if all(size == longest for size in sizes):
-        return _scatter(x.contiguous(), group)
-    padded = x.new_empty(longest * len(sizes), x.shape[1])
-    for peer, chunk in enumerate(x.split(list(sizes))):
-        padded[peer * longest :][: sizes[peer]] = chunk
-    return _copy(_scatter(padded, group)[: sizes[group.rank()]])
-
-
-def all_reduce(x: Tensor, *, group: ProcessGroup, algorithm: str = "auto") -> Tensor:
-    """x [R, C] summed over ranks -> [R, C] on every rank."""
-    _only_auto("all_reduce", algorithm)
-    if group.size() == 1 or not x.numel():
-        return _copy(x)
-    with trace.span("collective"):
-        out: Tensor = _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), "sum", group.group_name))
-    return out
-
-
-def _only_auto(op: str, algorithm: str) -> None:
-    if algorithm != "auto":
-        raise ValueError(
-            f"{op}: schedule 'unfused' has no algorithm {algorithm!r}, the process group's backend picks its own: "
-            "use algorithm='auto', or schedule 'decomposed' or 'fused'"
-        )
-
-
-def _copy(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def _matmul(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    with trace.span("multiply"):
-        return blas.mm(a, b, bias)
-
-
-def _gather(x: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
-    """[sizes[rank], C] -> [sum(sizes), C]; x itself in a world of one."""
-    return x if group.size() == 1 else _finish_gather(_start_gather(x, sizes, group), sizes)
-
-
-def _start_gather(x: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
-    # Every rank's rows, padded to the longest shard; not there before `_finish_gather`.
-    longest, columns = max(sizes), x.shape[1]
-    if longest == 0 or columns == 0:
-        return x.new_empty(longest * len(sizes), columns)
-    if x.shape[0] == longest:
-        sent = x.contiguous()
-    else:
-        sent = x.new_empty(longest, columns)
-        sent[: x.shape[0]] = x
-    # With `out` it is a plain gather. Without, it is a coalesced one, and the name of that is too long for gloo: both
-    # threads of a group may free it (torch 2.13, ProcessGroupGloo::runLoop), and the heap with it is broken.
-    arriving = sent.new_empty(longest * len(sizes), columns)
-    _c10d.all_gather_into_tensor_out(sent, len(sizes), group.group_name, out=arriving)
-    return arriving
-
-
-def _finish_gather(arriving: Tensor, sizes: Sequence[int]) -> Tensor:
-    longest, gathered = max(sizes), arriving
-    if arriving.numel():
-        with trace.span("collective"):
-            gathered = _c10d.wait_tensor(arriving)
-    if all(size == longest for size in sizes):
-        return gathered
-    return torch.cat([chunk[:size] for chunk, size in zip(gathered.split(longest), sizes, strict=True)])
-
-
-def _scatter(x: Tensor, group: ProcessGroup) -> Tensor:
-    """[world_size * R, C] summed over ranks -> [R, C], x contiguous."""
-    world_size = group.size()
-    if not x.numel():
-        return x.new_empty(x.shape[0] // world_size, x.shape[1])
-    with trace.span("collective"):
-        out: Tensor = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(x, "sum", world_size, group.group_name))
-    return out
-
-
-def _matmul_scatter_rows(a: Tensor, b: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
-    if group.size() == 1:
-        return blas.mm(a, b)
-    longest = max(sizes)
-    if all(size == longest for size in sizes):
-        return _scatter(_matmul(a, b, None), group)
-    # Each chunk is multiplied into its padded place; what the padding holds is summed too, and cut off with it.
-    padded = a.new_empty(longest * len(sizes), b.shape[1])
-    for peer, chunk in enumerate(a.split(list(sizes))):
-        with trace.span("multiply", peer):
-            blas.mm_into(chunk, b, padded[peer * longest :][: sizes[peer]])
-    return _copy(_scatter(padded, group)[: sizes[group.rank()]])
+            out: Tensor = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(terms, "sum", num_ranks, self._on.group_name))
+        return out

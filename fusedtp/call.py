@@ -1,0 +1,264 @@
+"""A call: a sharded matmul on one rank, all that does not depend on its tensors worked out once.
+
+    y[M.., N] = x[M.., K] @ w[K, N]     forward   plan.forward
+    dx = dy @ w.T                       backward  plan.dx, if x needs a gradient
+    dw = x.T @ dy                                 plan.dw, if w needs one
+    db = sum of dy over its rows                  then over the ranks that hold other rows, if the bias needs one
+
+Forward and backward are programs (`program`), whose tasks are bound to the group, the schedule and its kernels when
+they first run (`dispatch.Ready`). A layer makes the same call at every step, and checking its arguments, planning and
+dispatch take longer than a small matmul: calls are kept in one table, by all that was looked at. An entry holds until
+`stale.version` changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from . import groups, stale
+from .dispatch import Ready
+from .notation import parse
+from .parameters import PLAIN
+from .partition import Partition
+from .plan import Plan, plan
+from .program import Named, Program
+from .schedules.op import Task
+
+_MAX_CALLS = 4096
+
+
+def described(
+    spec: str, group_names: Sequence[str], ranks: Sequence[int], *, w_transposed: bool = True, by_size: bool = False,
+    schedule: str = "auto", algorithm: str = "auto", debug: bool = False, producer: str = "auto",
+) -> str:  # fmt: skip
+    """`Settings` as one string, which a registered operator takes. No more than a compiler can trace."""
+    flags = "".join(["1" if flag else "0" for flag in (w_transposed, by_size, debug)])
+    numbers = " ".join([str(rank) for rank in ranks])
+    return "\n".join([spec, numbers, flags, schedule, algorithm, producer, *group_names])
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a call is but for tensors and lengths.
+
+    group_names: one a mesh axis, in the spec's order. ranks: this rank's number in each; uneven shapes hang on it, and
+    what a compiler has kept of one rank's graph, on disk too, must not be taken for another's. w_transposed: w is
+    stored [N, K]. by_size: plan by bytes and FLOPs, not the usual way.
+    """
+
+    text: str
+    spec: str
+    group_names: tuple[str, ...]
+    ranks: tuple[int, ...]
+    w_transposed: bool
+    by_size: bool
+    debug: bool
+    schedule: str
+    algorithm: str
+    producer: str
+
+    @staticmethod
+    @lru_cache(maxsize=_MAX_CALLS)
+    def of(text: str) -> Settings:
+        """What `described` made a string of."""
+        spec, numbers, flags, schedule, algorithm, producer, *names = text.split("\n")
+        ranks = tuple(map(int, numbers.split()))
+        w_transposed, by_size, debug = (flag == "1" for flag in flags)
+        return Settings(
+            text, spec, tuple(names), ranks, w_transposed, by_size, debug, schedule, algorithm, producer
+        )  # fmt: skip
+
+
+class Call:
+    """One call of these settings and lengths in a dtype.
+
+    numbers: the global length of each dim in the spec's order, then for each the number of explicit lengths and those.
+    """
+
+    def __init__(self, settings: Settings, numbers: Sequence[int], dtype: torch.dtype) -> None:
+        self.settings, self.numbers, self._dtype = settings, numbers, dtype
+        spec = self._spec = parse(settings.spec)
+        lengths, rest = dict(zip(spec.dim_names, numbers, strict=False)), list(numbers[len(spec.dim_names) :])
+        splits: dict[str, tuple[int, ...]] = {}
+        for name in spec.dim_names:
+            count, rest = rest[0], rest[1:]
+            if count:
+                splits[name], rest = tuple(rest[:count]), rest[count:]
+        members = [groups.named(name) for name in settings.group_names]
+        self.groups = {axis: stale.watch(group) for axis, group in zip(spec.mesh_axes, members, strict=True)}
+        places = {
+            axis: (rank, group.size())
+            for axis, rank, group in zip(spec.mesh_axes, settings.ranks, members, strict=True)
+        }
+        self.partition = Partition(lengths, places, splits)
+        self.version = stale.version
+        w = (spec.n, spec.k) if settings.w_transposed else (spec.k, spec.n)
+        self._dims = {"x": spec.a.names, "w": w, "y": spec.c.names}
+        self._plan: Plan | None = None
+        # By what they are for: has a bias; or which gradients are needed.
+        self._programs: dict[Any, Program] = {}
+        self._ready: dict[tuple[Any, int], Ready] = {}
+
+    def plan(self) -> Plan:
+        """The plan that every rank makes alike."""
+        if self._plan is None:
+            if self.settings.by_size:
+                sizes = {axis: size for axis, (_, size) in self.partition.place.items()}
+                self._plan = plan(self._spec, sizes=self.partition.lengths, mesh=sizes, dtype=self._dtype)
+            else:
+                self._plan = plan(self._spec)
+        return self._plan
+
+    def said(self) -> str:
+        """What the ranks have in common that the matrices of a task do not show: the spec, which names the dims of
+        rows, and the lengths of those that are whole; not where a rank has rows of its own, as in a fully sharded
+        layer.
+        """
+        spec, lengths = self._spec, self.partition.lengths
+        rows = [name for name in spec.a.names if name != spec.k]
+        if any(spec.a.axes(name) and spec.a.axes(name) == spec.c.axes(name) for name in rows):
+            return self.settings.spec
+        whole = [name for name in rows if not spec.a.axes(name) and not spec.c.axes(name)]
+        return ", ".join((self.settings.spec, *(f"{name}={lengths[name]}" for name in whole)))
+
+    def _named(self, name: str) -> Named:
+        # A tensor of the call as it lies on this rank.
+        spec, dims = self._spec, self._dims[name]
+        sharding = {"x": spec.a, "w": spec.b, "y": spec.c}[name]
+        lengths = tuple(self.partition.length(dim, sharding.axes(dim)) for dim in dims)
+        return Named("dy" if name == "y" else name, dims, lengths)
+
+    def _program(self, key: Any) -> Program:
+        program = self._programs.get(key)
+        if program is None:
+            program = Program(self.partition, self._dtype, self.settings.algorithm)
+            x, w, plans = self._named("x"), self._named("w"), self.plan()
+            if isinstance(key, bool):
+                out = program.matmul(plans.forward, x, w, bias="bias" if key else None)
+                program.finish([(out, self._dims["y"])])
+            else:
+                found = program.gradients(plans, self._named("y"), x, w, key)
+                dims = self._dims["x"], self._dims["w"], self._dims["y"][-1:]
+                program.finish([(each, order) for each, order in zip(found, dims, strict=True) if each is not None])
+            self._programs[key] = program
+        return program
+
+    def _run(self, key: Any, place: int, task: Task, axis: str, operands: Sequence[Tensor | None]) -> list[Tensor]:
+        ready = self._ready.get((key, place))
+        if ready is None or ready.is_stale():
+            group, x, asked = self.groups[axis](), operands[0], self.settings
+            assert group is not None
+            assert x is not None
+            ready = self._ready[key, place] = Ready(
+                task, asked.schedule, group, x.device, producer=asked.producer, call=self.said(), debug=asked.debug
+            )
+        return ready.run(*operands)
+
+    def _shapes(self, place: int, task: Task, axis: str, operands: Sequence[Tensor | None]) -> list[Tensor]:
+        # Runs nothing: tensors of the shapes and strides that the task would give.
+        x = operands[0]
+        assert x is not None
+        return [x.new_empty(shape) for shape in task.results(self.partition.place[axis][0])]
+
+    def forward(self, x: Tensor, w: Tensor, bias: Tensor | None, *, fake: bool = False) -> Tensor:
+        """y on this rank, or its shape, without a gradient."""
+        key = bias is not None
+        given = {"x": x, "w": w} if bias is None else {"x": x, "w": w, "bias": bias}
+        return self._program(key).run(given, self._shapes if fake else partial(self._run, key))[0]
+
+    def backward(
+        self, dy: Tensor, x: Tensor, w: Tensor, needs: tuple[bool, bool, bool], *, fake: bool = False
+    ) -> list[Tensor | None]:
+        """dx, dw and db on this rank, None for what is not needed; x and w are not looked at where they are not."""
+        outs = self._program(needs).run({"dy": dy, "x": x, "w": w}, self._shapes if fake else partial(self._run, needs))
+        found = iter(outs)
+        return [next(found) if needed else None for needed in needs]
+
+
+# The one table of calls, and the version that its entries are of.
+_calls: dict[Any, Call] = {}
+_version = -1
+
+
+def forget() -> None:
+    """Find every call out anew."""
+    stale.changed()
+
+
+def _kept(key: Any) -> Call | None:
+    global _version
+    if _version != stale.version:
+        _calls.clear()
+        _version = stale.version
+    return _calls.get(key)
+
+
+def _keep(key: Any, call: Call) -> Call:
+    if len(_calls) >= _MAX_CALLS:
+        _calls.clear()
+    _calls[key] = call
+    return call
+
+
+def of(text: str, numbers: Sequence[int], dtype: torch.dtype) -> Call:
+    """The call that a registered operator's arguments tell."""
+    settings = Settings.of(text)
+    try:
+        # A group that was destroyed may have been made anew under its name.
+        members = tuple(id(groups.named(name)) for name in settings.group_names)
+        key = (text, tuple(numbers), dtype, members)
+        return _kept(key) or _keep(key, Call(settings, tuple(numbers), dtype))
+    except TypeError as error:
+        # Lengths that torch.compile leaves open cannot be hashed: those calls, made once a graph, are not kept.
+        if "SymInt" not in str(error):
+            raise
+        return Call(settings, numbers, dtype)
+
+
+# From (x, weight, bias, group, *options) to what `of` takes, raising for arguments that do not fit.
+Prepare: TypeAlias = Callable[..., tuple[str, Sequence[int]]]
+
+
+def find(
+    prepare: Prepare, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, options: tuple[Any, ...]
+) -> Call:
+    """The call that `prepare` checks the arguments of and describes, once for all that are alike."""
+    key = _key(prepare, x, weight, bias, group, options)
+    call = None if key is None else _kept(key)
+    if call is None:
+        call = of(*prepare(x, weight, bias, group, *options), x.dtype)
+        if key is not None:
+            _keep(key, call)
+    return call
+
+
+_OPTIONS = (int, bool, str, type(None))
+
+
+def _key(
+    prepare: Prepare, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, options: tuple[Any, ...]
+) -> tuple[Any, ...] | None:
+    # None where a check looks at more than what is here, or where what is here could pass for something else.
+    kinds = []
+    for option in options:
+        kind = type(option)
+        kinds.append(kind)
+        if kind is tuple:
+            # (True, 2.0) is (1, 2) to a dictionary.
+            if any(type(each) is not int for each in option):
+                return None
+        elif kind not in _OPTIONS:
+            return None
+    key = (prepare, id(group), options, *kinds)
+    for each in (x, weight) if bias is None else (x, weight, bias):
+        if type(each) not in PLAIN or each.is_nested:
+            return None
+        key += each.shape, each.dtype, each.device, each.layout
+    return key

@@ -1,0 +1,340 @@
+"""A plan made ready for one rank: which tasks on which matrices make a result, in what order, every length known.
+
+Tensors carry the names of their dims, so that a weight may be stored [N, K] where the notation says [K, N]: operands
+are permuted views, never transposed copies. What a collective joins or cuts is moved to the outermost place of its rows
+(or of the contraction), because that is where ranks' parts lie one behind the other.
+
+A program is written once for a call and run with its tensors, or with fakes: then each task gives the shapes alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from . import notation
+from .partition import Partition
+from .plan import MatmulPlan, Plan
+from .redistribute import Step, moved
+from .schedules.library import mm
+from .schedules.op import ALL_GATHER_MATMUL, ALL_REDUCE, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER, OPS, Op, Task
+
+
+class Runs(Protocol):
+    """What runs a task over a mesh axis. place: which of a program's tasks it is."""
+
+    def __call__(self, place: int, task: Task, axis: str, operands: Sequence[Tensor | None]) -> list[Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Named:
+    """A tensor of a program: the names of its dims in the order of its memory's choice, and their lengths."""
+
+    name: str
+    dims: tuple[str, ...]
+    lengths: tuple[int, ...]
+
+    def length(self, dim: str) -> int:
+        return self.lengths[self.dims.index(dim)]
+
+    def numel(self, dims: Sequence[str]) -> int:
+        return math.prod([self.length(dim) for dim in dims])
+
+    def order(self, dims: tuple[str, ...]) -> tuple[int, ...] | None:
+        """The permutation that puts the dims in this order; None for the one that they are in."""
+        return None if dims == self.dims else tuple(self.dims.index(dim) for dim in dims)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A tensor seen as a matrix: its dims in an `order`, flattened to `shape` (`flat`), and then `turned`."""
+
+    name: str
+    order: tuple[int, ...] | None
+    flat: bool
+    shape: tuple[int, int]
+    turned: bool = False
+
+    @classmethod
+    def of(cls, x: Named, rows: tuple[str, ...], cols: tuple[str, ...]) -> Matrix:
+        """x as [rows, cols], each a flattened list of dims."""
+        flat = not len(rows) == len(cols) == 1
+        return cls(x.name, x.order((*rows, *cols)), flat, (x.numel(rows), x.numel(cols)))
+
+    def t(self) -> Matrix:
+        """The transposed one."""
+        return replace(self, turned=not self.turned)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """[rows, cols]."""
+        return self.shape[::-1] if self.turned else self.shape
+
+    def view(self, x: Tensor) -> Tensor:
+        """A copy only where dims do not lie one behind the other."""
+        x = x if self.order is None else x.permute(self.order)
+        x = x.reshape(self.shape) if self.flat else x
+        return x.t() if self.turned else x
+
+
+@dataclass
+class _Step:
+    # run: from tensors by name to what the step makes, which get the names `made`. frees: tensors that no later step
+    # reads.
+    run: Callable[[dict[str, Tensor], Runs], Sequence[Tensor]]
+    reads: tuple[str, ...]
+    made: tuple[str, ...]
+    frees: tuple[str, ...] = ()
+
+
+class Program:
+    """Steps from tensors that lie as `given` to results."""
+
+    def __init__(self, partition: Partition, dtype: torch.dtype, algorithm: str = "auto") -> None:
+        self._partition, self._dtype, self._algorithm = partition, dtype, algorithm
+        self._steps: list[_Step] = []
+        self._results: list[tuple[str, tuple[int, ...] | None]] = []
+        self._num_names = self.num_tasks = 0
+
+    def run(self, tensors: dict[str, Tensor], runs: Runs) -> list[Tensor]:
+        """The results, made of these tensors by name."""
+        for step in self._steps:
+            for name, out in zip(step.made, step.run(tensors, runs), strict=True):
+                tensors[name] = out
+            for name in step.frees:
+                del tensors[name]
+        return [tensors[name] if order is None else tensors[name].permute(order) for name, order in self._results]
+
+    def finish(self, results: Sequence[tuple[Named, tuple[str, ...]]]) -> Program:
+        """The program with these results, their dims in this order. Nothing is added to it afterwards."""
+        self._results = [(each.name, each.order(dims)) for each, dims in results]
+        kept = {name for name, _ in self._results}
+        for step in reversed(self._steps):
+            step.frees = tuple(
+                name for name in dict.fromkeys((*step.reads, *step.made)) if name not in kept and "." in name
+            )
+            kept.update(step.reads)
+        return self
+
+    def _add(self, run: Any, reads: Sequence[str], *made: tuple[tuple[str, ...], Sequence[int]]) -> tuple[Named, ...]:
+        tensors = []
+        for dims, lengths in made:
+            # A dot tells what a program makes from what it is given.
+            tensors.append(Named(f".{self._num_names}", dims, tuple(lengths)))
+            self._num_names += 1
+        self._steps.append(_Step(run, tuple(reads), tuple(each.name for each in tensors)))
+        return tuple(tensors)
+
+    def _task(
+        self, task: Task, axis: str, operands: Sequence[Matrix | str | None],
+        *made: tuple[tuple[str, ...], Sequence[int]],
+    ) -> tuple[Named, ...]:  # fmt: skip
+        # The task on these matrices; each result seen with these dims.
+        place, self.num_tasks = self.num_tasks, self.num_tasks + 1
+        shapes = [None if len(dims) == 2 else tuple(lengths) for dims, lengths in made]
+
+        def run(tensors: dict[str, Tensor], runs: Runs) -> list[Tensor]:
+            taken = [
+                each.view(tensors[each.name]) if isinstance(each, Matrix) else None if each is None else tensors[each]
+                for each in operands
+            ]
+            outs = runs(place, task, axis, taken)
+            return [out if shape is None else out.view(shape) for out, shape in zip(outs, shapes, strict=True)]
+
+        reads = [each if isinstance(each, str) else each.name for each in operands if each is not None]
+        return self._add(run, reads, *made)
+
+    def sizes(self, step: Step, before: notation.Tensor) -> tuple[int, ...]:
+        """The ranks' lengths of the dim that a step gathers, slices or scatters."""
+        axes = before.axes(step.dim)
+        outer = axes[:-1] if step.kind == "all_gather" else axes
+        return self._partition.sizes(step.dim, outer, step.axis)
+
+    def plain(self, step: Step, before: notation.Tensor, x: Named) -> Named:
+        """x after a slice or a collective alone; over an axis of one rank there is nothing to do."""
+        place, num_ranks = self._partition.place[step.axis]
+        if num_ranks == 1:
+            return x
+        if step.kind == "all_reduce":
+            return self._all_reduce(step.axis, x)
+        sizes, others = self.sizes(step, before), tuple(dim for dim in x.dims if dim != step.dim)
+        if step.kind == "slice":
+            at, begin, length = x.dims.index(step.dim), sum(sizes[:place]), sizes[place]
+            lengths = [length if i == at else each for i, each in enumerate(x.lengths)]
+            name = x.name
+            return self._add(
+                lambda tensors, runs: [tensors[name].narrow(at, begin, length)], (name,), (x.dims, lengths)
+            )[0]
+        matrix = Matrix.of(x, (step.dim,), others)
+        task = Task(OPS[step.kind], (matrix.size,), self._dtype, sizes)
+        length = sum(sizes) if step.kind == "all_gather" else sizes[place]
+        made = (step.dim, *others), (length, *(x.length(dim) for dim in others))
+        return self._task(task, step.axis, (matrix,), made)[0]
+
+    def _all_reduce(self, axis: str, x: Named) -> Named:
+        if not math.prod(x.lengths):
+            return x
+        matrix = Matrix(x.name, None, len(x.lengths) != 2, (math.prod(x.lengths[:-1]), x.lengths[-1]))
+        return self._task(Task(ALL_REDUCE, (matrix.size,), self._dtype), axis, (matrix,), (x.dims, x.lengths))[0]
+
+    def matmul(
+        self, plan: MatmulPlan, a: Named, b: Named, *, bias: str | None = None, wanted: tuple[str, ...] | None = None,
+        done: Sequence[Step] = (),
+    ) -> Named:  # fmt: skip
+        """One planned matmul, dims in an order of its own choice.
+
+        bias: [N] along the last dim of the result as it is after the matmul; added once. wanted: the order of dims in
+        which the result is best contiguous. done: steps that its operands have been through already.
+        """
+        before, fused, after = plan.stages(tuple(done))
+        now = {plan.names[0]: a, plan.names[1]: b}
+        for step, sharding in before:
+            now[step.tensor] = self.plain(step, sharding, now[step.tensor])
+        out = self._product(plan, now[plan.names[0]], now[plan.names[1]], fused, bias, wanted or plan.c.names)
+        for step, sharding in after:
+            out = self.plain(step, sharding, out)
+        return out
+
+    def _product(
+        self, plan: MatmulPlan, a: Named, b: Named, fused: tuple[Step, notation.Tensor] | None, bias: str | None,
+        wanted: tuple[str, ...],
+    ) -> Named:  # fmt: skip
+        # The local matmul, with the collective that is fused with it, if any.
+        step = fused[0] if fused is not None else None
+        dim = step.dim if step is not None else ""
+        sizes = self.sizes(*fused) if fused is not None and dim else ()
+        rows = outermost(tuple(name for name in plan.c.names if name in a.dims), dim)
+        cols = outermost(tuple(name for name in plan.c.names if name in b.dims), dim)
+        contraction = outermost(plan.contraction, dim)
+        # The operand that is gathered is the task's first, so where it is the second here the two change places.
+        exchanged = step is not None and step.tensor == plan.names[1]
+        if exchanged:
+            a, b, rows, cols = b, a, cols, rows
+        # The result is [rows, cols], or [cols, rows] where its last dims had better be the rows.
+        transposed = wanted[-len(rows) :] == rows and wanted[-len(cols) :] != cols
+        # A bias runs along the last dim of the notation's result, b's, and that is what `wanted` has put last.
+        assert bias is None or transposed == exchanged
+        lengths = {name: x.length(name) for names, x in ((rows, a), (cols, b)) for name in names}
+        op: Op | None = None
+        flat: tuple[int, ...] = ()
+        along = 0
+        if step is not None and step.kind == "all_gather":
+            op, along = ALL_GATHER_MATMUL, int(dim not in rows)
+            flat = flat_sizes(sizes, rows if dim in rows else contraction, a, dim)
+            lengths |= {dim: sum(sizes)} if dim in rows else {}
+        elif step is not None and step.kind == "all_reduce":
+            op = MATMUL_ALL_REDUCE
+        elif step is not None:
+            op, along = MATMUL_REDUCE_SCATTER, int((dim in cols) != transposed)
+            flat = flat_sizes(sizes, *((rows, a) if dim in rows else (cols, b)), dim)
+            lengths[dim] = sizes[self._partition.place[step.axis][0]]
+        dims = (*cols, *rows) if transposed else (*rows, *cols)
+        made = dims, [lengths[name] for name in dims]
+        left, right = Matrix.of(a, rows, contraction), Matrix.of(b, contraction, cols)
+        if transposed and op is not ALL_GATHER_MATMUL:
+            # Without a gather either way round is the same task: the transposed problem scatters the other dim.
+            left, right = right.t(), left.t()
+        if op is None or step is None:
+            return self._local(left, right, bias, made)
+        shapes = (left.size, right.size) if bias is None else (left.size, right.size, (1, made[1][-1]))
+        algorithm = self._algorithm if op is MATMUL_ALL_REDUCE else "auto"
+        task = Task(op, shapes, self._dtype, flat, along, transposed and op is ALL_GATHER_MATMUL, algorithm)
+        return self._task(task, step.axis, (left, right, bias), made)[0]
+
+    def _local(
+        self, left: Matrix, right: Matrix, bias: str | None, made: tuple[tuple[str, ...], Sequence[int]]
+    ) -> Named:
+        shape = None if len(made[0]) == 2 else tuple(made[1])
+
+        def run(tensors: dict[str, Tensor], runs: Runs) -> list[Tensor]:
+            a, b = left.view(tensors[left.name]), right.view(tensors[right.name])
+            out = mm(a, b, None if bias is None else tensors[bias])
+            return [out if shape is None else out.view(shape)]
+
+        return self._add(run, (left.name, right.name, *((bias,) if bias is not None else ())), made)[0]
+
+    def gradients(
+        self, plans: Plan, dy: Named, x: Named, w: Named, needs: tuple[bool, bool, bool]
+    ) -> list[Named | None]:
+        """dx, dw and db, those that are needed: in one task where one gather serves both (`Plan.together`), or where
+        one gradient is scattered while the operand of the other is gathered (`Plan.side_by_side`).
+        """
+        needs_x, needs_w, needs_bias = needs
+        db = self._bias_gradient(plans, dy) if needs_bias else None
+        if needs_x and needs_w and (plans.together or plans.side_by_side):
+            dx, dw = self._pair(plans, dy, x, w)
+            return [dx, dw, db]
+        done: tuple[Step, ...] = ()
+        if needs_x and needs_w and plans.shared:
+            # What both begin with.
+            done = plans.shared
+            for step, before, _ in plans.dx.walk():
+                if replace(step, fused=False) in done:
+                    dy = self.plain(step, before[0], dy)
+        return [
+            self.matmul(plans.dx, dy, w, wanted=x.dims, done=done) if needs_x else None,
+            self.matmul(plans.dw, x, dy, wanted=w.dims, done=done) if needs_w else None,
+            db,
+        ]
+
+    def _pair(self, plans: Plan, dy: Named, x: Named, w: Named) -> tuple[Named, Named]:
+        spec, n, k = plans.spec, (plans.spec.n,), (plans.spec.k,)
+        placed = plans.together
+        if placed is None:
+            assert plans.side_by_side is not None
+            placed = plans.side_by_side[0]
+        step, before = placed
+        sizes = self.sizes(step, before)
+        rows = outermost(tuple(name for name in dy.dims if name != spec.n), step.dim)
+        dy_columns, dy_rows = Matrix.of(dy, n, rows), Matrix.of(dy, rows, n)
+        x_matrix, w_matrix = Matrix.of(x, rows, k), Matrix.of(w, n, k)
+        # Along N it is dy.T that is gathered, or dw = dy.T @ x that is scattered; along a row dy, or dx = dy @ w.T.
+        on_columns = step.dim == spec.n
+        first, second = (dy_columns, dy_rows) if on_columns else (dy_rows, dy_columns)
+        one, other = (x_matrix, w_matrix) if on_columns else (w_matrix, x_matrix)
+        flat = sizes if on_columns else flat_sizes(sizes, rows, dy, step.dim)
+        operands: tuple[Matrix | None, ...]
+        if plans.together:
+            op, operands = ALL_GATHER_MATMUL, (first, one, None, other)
+        else:
+            # The second product is with what is gathered, on its right.
+            op, operands = MATMUL_REDUCE_SCATTER, (first, one, None, second, other)
+        task = Task(op, tuple(None if each is None else each.size for each in operands), self._dtype, flat)
+        dx = (*rows, spec.k), [*(x.length(name) for name in rows), x.length(spec.k)]
+        dw = (spec.n, spec.k), [w.length(spec.n), w.length(spec.k)]
+        made = self._task(task, step.axis, operands, *((dw, dx) if on_columns else (dx, dw)))
+        return (made[1], made[0]) if on_columns else (made[0], made[1])
+
+    def _bias_gradient(self, plans: Plan, dy: Named) -> Named:
+        # This rank's columns where w holds no others; of a w with all columns the bias is whole too.
+        spec = plans.spec
+        rows = tuple(name for name in spec.c.names if name != spec.n)
+        matrix = Matrix.of(dy, rows, (spec.n,))
+        db = self._add(
+            lambda tensors, runs: [matrix.view(tensors[matrix.name]).sum(0)], (matrix.name,),
+            ((spec.n,), (dy.length(spec.n),)),
+        )[0]  # fmt: skip
+        now = notation.Tensor(spec.c.dims[-1:])
+        # Ranks that hold other rows hold other terms.
+        for axis in (axis for name in rows for axis in spec.c.axes(name)):
+            db = self.plain(Step("all_reduce", "db", axis), now, db)
+        while now.used and not spec.b.axes(spec.n):
+            step = Step("all_gather", "db", now.used[-1], spec.n)
+            db, now = self.plain(step, now, db), moved(now, step)
+        return db
+
+
+def outermost(names: tuple[str, ...], first: str) -> tuple[str, ...]:
+    """The names with `first` in front, if it is one of them."""
+    return (first, *(name for name in names if name != first)) if first in names else names
+
+
+def flat_sizes(sizes: tuple[int, ...], names: tuple[str, ...], x: Named, dim: str) -> tuple[int, ...]:
+    """The ranks' lengths of the flattened dims `names` of x, `sizes` being theirs of `dim`, the outermost."""
+    per_index = x.numel([name for name in names if name != dim])
+    return tuple(size * per_index for size in sizes)

@@ -1,0 +1,78 @@
+"""One rank: nothing is sent, and the library multiplies, whichever schedule was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .forms import Product, Results
+from .library import mm
+from .op import Task
+
+
+class Alone:
+    """See `forms.Verbs`."""
+
+    rank, world_size = 0, 1
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+
+    def one_shot(self, task: Task) -> bool:
+        return True
+
+    def gather(
+        self, sizes: Sequence[int], other: int, dim: int, *, products: Sequence[str] = (), result: int = 0
+    ) -> Gather:
+        return Gather(dim)
+
+    def scatter(self, sizes: Sequence[int], other: int, dim: int, *, to_all: bool, multiplies: bool) -> Scatter:
+        return Scatter()
+
+
+class Gather:
+    """See `forms.Gather`."""
+
+    def __init__(self, dim: int) -> None:
+        self._dim = dim
+
+    def start(self, x: Tensor) -> None:
+        pass
+
+    start_beside = start
+
+    def multiply(self, x: Tensor, products: Sequence[Product]) -> Results:
+        yield
+        return multiplied(x.t() if self._dim == 1 else x, products)
+
+    def whole(self, x: Tensor, out: Tensor | None = None) -> Results:
+        yield
+        return [x.clone(memory_format=torch.contiguous_format)]
+
+
+class Scatter:
+    """See `forms.Scatter`."""
+
+    def multiply(self, a: Tensor, b: Tensor) -> None:
+        self._terms = a, b
+
+    def put(self, x: Tensor) -> None:
+        pass
+
+    def sum(self, bias: Tensor | None, *, own: Tensor | None, last: bool) -> Tensor:
+        if own is not None:
+            return own.clone(memory_format=torch.contiguous_format)
+        a, b = self._terms
+        del self._terms
+        return mm(a, b, bias)
+
+
+def multiplied(whole: Tensor, products: Sequence[Product]) -> list[Tensor]:
+    """The products with X, which is all here."""
+    outs = []
+    for each in products:
+        left, right = whole if each.kind == "rows" else whole.t(), each.other
+        outs.append(mm(right.t(), left.t(), each.bias) if each.transposed else mm(left, right, each.bias))
+    return outs

@@ -1,0 +1,180 @@
+"""The ops: one row each, with all that registration, dispatch, agreement, the cost model, tuning and the benchmark need
+to know of one. A `Task` is an op on operands of given shapes.
+
+Operands are matrices with any strides; X stands for all ranks' rows of what is gathered, one below the other, S for the
+sum over the ranks of what each of them has.
+
+    all_gather_matmul       a, b, bias, right     X @ b + bias [M, N]; with `right` also X.T @ right [K, R]
+    matmul_reduce_scatter   a, b, bias, left, x   the own rows of S = a @ b, + bias; with `x` also left @ X [L, C], the
+                                                  gather of x under way during a @ b
+    matmul_all_reduce       a, b, bias            S = a @ b, + bias [M, N] on every rank
+    all_gather              x                     X
+    reduce_scatter          x                     the own rows of S
+    all_reduce              x                     S
+
+`dim` 1: columns for rows, of a for a gather, of the result for a scatter; with `transposed` the result is the
+transposed one, and a bias has an element a row of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+
+Shape = tuple[int, int]
+Kind = Literal["gather", "scatter", "all_reduce"]
+
+
+@dataclass(frozen=True)
+class Op:
+    """What is true of every task of an op.
+
+    kind: what travels, in the cost model's words. operands: how many at the most, of which the first travels or is
+    multiplied, and the second, where it `multiplies`, is what it is multiplied with. algorithms: beside "auto".
+    results, moved, agreed: of a task, see there.
+    """
+
+    name: str
+    kind: Kind
+    operands: int
+    algorithms: tuple[str, ...]
+    results: Callable[[Task, int], tuple[Shape, ...]]
+    moved: Callable[[Task], Shape]
+    agreed: Callable[[Task], Mapping[str, Any]]
+
+    @property
+    def multiplies(self) -> bool:
+        return self.operands > 1
+
+
+@dataclass(frozen=True)
+class Task:
+    """An op on operands of these shapes (None for one that is not given) and this dtype, as one rank has them.
+
+    sizes: every rank's length of what is gathered or scattered. dim, transposed: see above. algorithm: one of the op's,
+    or "auto".
+    """
+
+    op: Op
+    shapes: tuple[Shape | None, ...]
+    dtype: torch.dtype
+    sizes: tuple[int, ...] = ()
+    dim: int = 0
+    transposed: bool = False
+    algorithm: str = "auto"
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        # Tasks are looked up at every call.
+        return hash((self.op.name, self.shapes, self.dtype, self.sizes, self.dim, self.transposed, self.algorithm))
+
+    def shape(self, operand: int) -> Shape:
+        """Of an operand that is given."""
+        shape = self.shapes[operand]
+        assert shape is not None
+        return shape
+
+    def has(self, operand: int) -> bool:
+        """Whether that operand is given."""
+        return operand < len(self.shapes) and self.shapes[operand] is not None
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def results(self, rank: int) -> tuple[Shape, ...]:
+        """The shapes of what comes out on a rank."""
+        return self.op.results(self, rank)
+
+    @cached_property
+    def moved(self) -> Shape:
+        """The shape of what travels, whole: the gathered operand, or the sum. All ranks see the same."""
+        return self.op.moved(self)
+
+    @cached_property
+    def agreed(self) -> Mapping[str, Any]:
+        """What all ranks must mean alike, by names."""
+        options: dict[str, Any] = {"sizes": self.sizes} if self.sizes else {}
+        if self.op.multiplies and self.sizes:
+            options["gather_dim" if self.op.kind == "gather" else "scatter_dim"] = self.dim
+        if self.op.name == "all_gather_matmul":
+            options["transposed"] = self.transposed
+        if self.op.algorithms:
+            options["algorithm"] = self.algorithm
+        return {**options, **self.op.agreed(self)}
+
+
+def _gathered(task: Task) -> Shape:
+    rows, cols = task.shape(0)
+    return (sum(task.sizes), cols) if task.dim == 0 else (rows, sum(task.sizes))
+
+
+def _product(task: Task) -> Shape:
+    return task.shape(0)[0], task.shape(1)[1]
+
+
+def _after_gather(task: Task, rank: int) -> tuple[Shape, ...]:
+    (M, K), N = _gathered(task), task.shape(1)[1]
+    first = (N, M) if task.transposed else (M, N)
+    return (first, (K, task.shape(3)[1])) if task.has(3) else (first,)
+
+
+def _scattered(task: Task, rank: int) -> tuple[Shape, ...]:
+    (M, N), own = _product(task), task.sizes[rank]
+    first = (own, N) if task.dim == 0 else (M, own)
+    return (first, (task.shape(3)[0], task.shape(4)[1])) if task.has(4) else (first,)
+
+
+def _agreed_of_product(task: Task) -> Mapping[str, Any]:
+    M, N = _product(task)
+    agreed: dict[str, Any] = {"M": M, "N": N}
+    if task.has(4):
+        return {**agreed, "columns gathered": task.shape(4)[1]}
+    return {**agreed, "bias": "given" if task.has(2) else "none"}
+
+
+def _agreed_of_gather(task: Task) -> Mapping[str, Any]:
+    rows, cols = task.shape(0)
+    return {"K": cols} if task.dim == 0 else {"M": rows}
+
+
+def _columns(task: Task) -> Mapping[str, Any]:
+    return {"columns": task.shape(0)[1]}
+
+
+ALL_GATHER_MATMUL = Op(
+    "all_gather_matmul", "gather", 4, (), results=_after_gather, moved=_gathered, agreed=_agreed_of_gather
+)
+MATMUL_REDUCE_SCATTER = Op(
+    "matmul_reduce_scatter", "scatter", 5, (), results=_scattered, moved=_product, agreed=_agreed_of_product
+)
+MATMUL_ALL_REDUCE = Op(
+    "matmul_all_reduce", "all_reduce", 3, ("one_shot", "two_shot"),
+    results=lambda task, rank: (_product(task),), moved=_product, agreed=_agreed_of_product,
+)  # fmt: skip
+ALL_GATHER = Op(
+    "all_gather", "gather", 1, ("direct", "ring"),
+    results=lambda task, rank: (_gathered(task),), moved=_gathered, agreed=_columns,
+)  # fmt: skip
+REDUCE_SCATTER = Op(
+    "reduce_scatter", "scatter", 1, ("direct", "ring"),
+    results=lambda task, rank: ((task.sizes[rank], task.shape(0)[1]),), moved=lambda task: task.shape(0),
+    agreed=_columns,
+)  # fmt: skip
+ALL_REDUCE = Op(
+    "all_reduce", "all_reduce", 1, ("one_shot", "two_shot", "ring"),
+    results=lambda task, rank: (task.shape(0),), moved=lambda task: task.shape(0),
+    agreed=lambda task: {"M": task.shape(0)[0], "N": task.shape(0)[1]},
+)  # fmt: skip
+
+OPS = {
+    op.name: op
+    for op in (ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, MATMUL_ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
+}
