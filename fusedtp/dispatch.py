@@ -167,10 +167,23 @@ class Ready:
                 _load_for_capture(self.task, self.group, self._device, operands)
             if self._interpreted:
                 with turns.Turn("interpreter", "", self.task.op.name):
-                    outs = self._prepared.run(*operands)
+                    outs = self._go(operands)
             else:
-                outs = self._prepared.run(*operands)
+                outs = self._go(operands)
         record(self.path, getattr(self._prepared.on, "sent_by", ""))
+        return outs
+
+    def _go(self, operands: Sequence[Tensor | None]) -> list[Tensor]:
+        ws, op = self.ws, self.task.op.name
+        if ws is None:
+            return self._prepared.run(operands)
+        ws.begin(op)
+        try:
+            outs = self._prepared.run(operands)
+            ws.end()
+        except BaseException as error:
+            ws.interrupted(op, error)
+            raise
         return outs
 
 
@@ -192,7 +205,7 @@ def _load_for_capture(task: Task, group: ProcessGroup, device: torch.device, ope
     path = _decide(task, group.size(), ws.choices[Knowledge], True, True)
     if path.schedule == "fused":
         with only_loading():
-            Prepared("fused", task, group, ws).run(*operands)
+            Prepared("fused", task, group, ws).run(operands)
     ws.choices[key] = path
 
 

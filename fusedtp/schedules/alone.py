@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .forms import Product, Results
+from .forms import Product
 from .library import mm
 from .op import Task
 
@@ -43,13 +43,11 @@ class Gather:
 
     start_beside = start
 
-    def multiply(self, x: Tensor, products: Sequence[Product]) -> Results:
-        yield
+    def multiply(self, x: Tensor, products: Sequence[Product]) -> list[Tensor]:
         return multiplied(x.t() if self._dim == 1 else x, products)
 
-    def whole(self, x: Tensor, out: Tensor | None = None) -> Results:
-        yield
-        return [x.clone(memory_format=torch.contiguous_format)]
+    def whole(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return x.clone(memory_format=torch.contiguous_format)
 
 
 class Scatter:

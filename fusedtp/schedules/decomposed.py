@@ -21,7 +21,7 @@ from ..overlap import FEW_ROWS
 from ..shards import offsets
 from ..workspace import Workspace
 from . import transport
-from .forms import Product, Results
+from .forms import Product
 from .library import add_mm_into, mm, mm_into
 from .op import Task
 from .transport import travelling
@@ -118,8 +118,7 @@ class Gather:
                 trace.timed("travel", src, rows[begins[src] : begins[src + 1]].copy_, theirs)
         return rows
 
-    def multiply(self, x: Tensor, products: Sequence[Product]) -> Results:
-        yield
+    def multiply(self, x: Tensor, products: Sequence[Product]) -> list[Tensor]:
         if self._at_once:
             whole = self._together()
             return [_product(whole if each.kind == "rows" else whole.t(), each) for each in products]
@@ -155,8 +154,7 @@ class Gather:
         elif out.numel():
             add_mm_into(left, right, out)
 
-    def whole(self, x: Tensor, out: Tensor | None = None) -> Results:
-        yield
+    def whole(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         begins, own = self._begins, self._ws.rank
         if out is None:
             out = x.new_empty(self._shape)
@@ -166,7 +164,7 @@ class Gather:
             theirs = self._arrived(src)
             with trace.span("travel", src):
                 out[begins[src] : begins[src + 1]] = theirs
-        return [out]
+        return out
 
 
 def _product(left: Tensor, product: Product) -> Tensor:

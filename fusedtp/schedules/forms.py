@@ -5,13 +5,13 @@ A schedule gives verbs. `gather` takes this rank's part of a matrix to all ranks
 rows as they arrive, or it is handed out whole. `scatter` takes what each rank has of a sum to whom it belongs, who adds
 it up. They are made for a task, which decides their room in the arenas, and then used any number of times.
 
-A form runs in phases: virtual ranks of one process go from one `yield` to the next together (`phases`). What waits for
-peers comes after a `yield`, what they wait for before it.
+A form runs in two stages, or three: what waits for peers comes in a later one than what they wait for. A rank of its
+own process runs them one after the other; virtual ranks go from one to the next together (`phases`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from ..shards import even_sizes
 from .op import Task
 
-Results = Generator[None, None, list[Tensor]]
+Operands = Sequence[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,10 @@ class Gather(Protocol):
     def start_beside(self, x: Tensor) -> None:
         """Send this rank's part now, beside what is issued next."""
 
-    def multiply(self, x: Tensor, products: Sequence[Product]) -> Results:
+    def multiply(self, x: Tensor, products: Sequence[Product]) -> list[Tensor]:
         """The products, as parts arrive. The op ends with it."""
 
-    def whole(self, x: Tensor, out: Tensor | None = None) -> Results:
+    def whole(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """All ranks' parts, in `out`, which has the own one, or in a new tensor. The op ends with it."""
 
 
@@ -91,86 +91,102 @@ class Verbs(Protocol):
 
 
 class Gathering:
-    """all_gather, and all_gather_matmul with one product or two."""
+    """all_gather, and all_gather_matmul with one product or two. Operands: x, and b, bias, right."""
 
     def __init__(self, on: Verbs, task: Task) -> None:
         rows, cols = task.shape(0)
         self._first: Literal["rows", "outer"] = "rows" if task.dim == 0 else "outer"
-        self._transposed = task.transposed
+        self._transposed, self._multiplies = task.transposed, task.has(1)
         products = ((self._first,) if task.has(1) else ()) + (("outer",) if task.has(3) else ())
         self._gather = on.gather(
             task.sizes, cols if task.dim == 0 else rows, task.dim, products=products,
             result=task.shape(1)[1] if task.has(1) else 0,
         )  # fmt: skip
+        self.stages = self._start, self._finish
 
-    def phases(
-        self, x: Tensor, b: Tensor | None = None, bias: Tensor | None = None, right: Tensor | None = None
-    ) -> Results:
-        self._gather.start(x)
-        if b is None:
-            return (yield from self._gather.whole(x))
-        products = [Product(self._first, b, bias, self._transposed)]
-        if right is not None:
-            products.append(Product("outer", right))
-        return (yield from self._gather.multiply(x, products))
+    def _start(self, operands: Operands) -> None:
+        self._gather.start(operands[0])
+
+    def _finish(self, operands: Operands) -> list[Tensor]:
+        if not self._multiplies:
+            return [self._gather.whole(operands[0])]
+        x, b, bias, *right = operands
+        products = [Product(self._first, b, bias, self._transposed), *(Product("outer", each) for each in right)]
+        return self._gather.multiply(x, products)
 
 
 class Scattering:
-    """reduce_scatter, and matmul_reduce_scatter with or without a gather beside it."""
+    """reduce_scatter, and matmul_reduce_scatter, maybe with a gather beside it. Operands: a, and b, bias, left, x."""
 
     def __init__(self, on: Verbs, task: Task) -> None:
         M, N = task.moved
+        self._multiplies, self._gathers = task.op.multiplies, task.has(4)
         self._scatter = on.scatter(
-            task.sizes, N if task.dim == 0 else M, task.dim, to_all=False, multiplies=task.op.multiplies
+            task.sizes, N if task.dim == 0 else M, task.dim, to_all=False, multiplies=self._multiplies
         )
-        if task.has(4):
+        if self._gathers:
             self._gather = on.gather(task.sizes, task.shape(4)[1], 0, products=("outer",), result=N)
+        self.stages = self._start, self._finish
 
-    def phases(
-        self, a: Tensor, b: Tensor | None = None, bias: Tensor | None = None, left: Tensor | None = None,
-        x: Tensor | None = None,
-    ) -> Results:  # fmt: skip
-        if x is not None:
-            self._gather.start_beside(x)
-        if b is None:
-            self._scatter.put(a)
+    def _start(self, operands: Operands) -> None:
+        if self._gathers:
+            self._gather.start_beside(operands[4])
+        if self._multiplies:
+            self._scatter.multiply(operands[0], operands[1])
         else:
-            self._scatter.multiply(a, b)
-        yield
-        out = self._scatter.sum(bias, own=a if b is None else None, last=x is None)
-        if left is None or x is None:
+            self._scatter.put(operands[0])
+
+    def _finish(self, operands: Operands) -> list[Tensor]:
+        if not self._multiplies:
+            return [self._scatter.sum(None, own=operands[0], last=True)]
+        out = self._scatter.sum(operands[2], own=None, last=not self._gathers)
+        if not self._gathers:
             return [out]
+        _, _, _, left, x = operands
         # left @ X
-        return [out, *(yield from self._gather.multiply(x, [Product("outer", left.t(), transposed=True)]))]
+        return [out, *self._gather.multiply(x, [Product("outer", left.t(), transposed=True)])]
 
 
 class Reducing:
-    """all_reduce and matmul_all_reduce: one-shot, or a scatter and a gather of its sums."""
+    """all_reduce and matmul_all_reduce: one-shot, or a scatter and a gather of its sums. Operands: a, and b, bias."""
 
     def __init__(self, on: Verbs, task: Task) -> None:
         M, N = task.moved
-        self._gather: Gather | None = None
+        self._multiplies = task.op.multiplies
         if on.one_shot(task):
-            self._scatter = on.scatter((M,), N, 0, to_all=True, multiplies=task.op.multiplies)
+            self._scatter = on.scatter((M,), N, 0, to_all=True, multiplies=self._multiplies)
+            self.stages: tuple[Any, ...] = self._start, self._sum
             return
         sizes = even_sizes(M, on.world_size)
-        self._scatter = on.scatter(sizes, N, 0, to_all=False, multiplies=task.op.multiplies)
+        self._scatter = on.scatter(sizes, N, 0, to_all=False, multiplies=self._multiplies)
         self._gather = on.gather(sizes, N, 0)
         begin = sum(sizes[: on.rank])
         self._shape, self._part = (M, N), slice(begin, begin + sizes[on.rank])
+        self.stages = self._start, self._show, self._finish
 
-    def phases(self, a: Tensor, b: Tensor | None = None, bias: Tensor | None = None) -> Results:
-        if b is None:
-            self._scatter.put(a)
+    def _start(self, operands: Operands) -> None:
+        if self._multiplies:
+            self._scatter.multiply(operands[0], operands[1])
         else:
-            self._scatter.multiply(a, b)
-        yield
-        own = a if b is None else None
-        if self._gather is None:
-            return [self._scatter.sum(bias, own=own, last=True)]
-        out = a.new_empty(self._shape)
-        self._scatter.sum_into(bias, out, self._gather, own=own)
-        return (yield from self._gather.whole(out[self._part], out))
+            self._scatter.put(operands[0])
+
+    def _given(self, operands: Operands) -> tuple[Tensor | None, Tensor | None]:
+        # The bias, and what was put.
+        return (operands[2], None) if self._multiplies else (None, operands[0])
+
+    def _sum(self, operands: Operands) -> list[Tensor]:
+        bias, own = self._given(operands)
+        return [self._scatter.sum(bias, own=own, last=True)]
+
+    def _show(self, operands: Operands) -> None:
+        bias, own = self._given(operands)
+        self._out = operands[0].new_empty(self._shape)
+        self._scatter.sum_into(bias, self._out, self._gather, own=own)
+
+    def _finish(self, operands: Operands) -> list[Tensor]:
+        out = self._out
+        del self._out
+        return [self._gather.whole(out[self._part], out)]
 
 
 FORMS = {"gather": Gathering, "scatter": Scattering, "all_reduce": Reducing}

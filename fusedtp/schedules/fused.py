@@ -28,7 +28,7 @@ from ..workspace import Workspace
 from . import producer as producers
 from . import transport
 from .alone import multiplied
-from .forms import Product, Results
+from .forms import Operands, Product
 from .op import Task
 
 
@@ -123,9 +123,9 @@ class Gather:
     def start_beside(self, x: Tensor) -> None:
         self._produce(x, self._choose(), beside=True)
 
-    def multiply(self, x: Tensor, products: Sequence[Product]) -> Results:
+    def multiply(self, x: Tensor, products: Sequence[Product]) -> list[Tensor]:
         if not self._pushes:
-            return multiplied((yield from self.whole(x))[0], products)
+            return multiplied(self._collected(x), products)
         first, *others = products
         by, split, on, ws = self._by, self._on.split, self._on, self._ws
         M, N = self._shape[0] if self._dim == 0 else self._shape[1], first.other.shape[1]
@@ -146,8 +146,6 @@ class Gather:
             producers.load_for_capture(
                 ws, in_capture, on.task, producers.alike(x, first.other, first.bias)
             )  # fmt: skip
-        if issued:
-            yield
         launch(pushed=issued, last=not others and by != "copy")
         if others:
             return [out, *multiplied(self._collected(x), others)]
@@ -169,9 +167,8 @@ class Gather:
         )  # fmt: skip
         return out
 
-    def whole(self, x: Tensor, out: Tensor | None = None) -> Results:
-        yield
-        return [self._collected(x, out)]
+    def whole(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return self._collected(x, out)
 
 
 class Scatter:
@@ -246,9 +243,13 @@ class Ring:
         region_rows = rows + (rows if task.op.kind == "all_reduce" else 0)
         self._region = on.layout.region(region_rows, cols, task.dtype, slots=2 * len(self._sizes) * most)
 
-    def phases(self, x: Tensor) -> Results:
-        ws = self._ws
-        yield
+        self.stages = self._start, self._finish
+
+    def _start(self, operands: Operands) -> None:
+        pass
+
+    def _finish(self, operands: Operands) -> list[Tensor]:
+        ws, x = self._ws, operands[0]
         out = x.new_empty(self._task.results(ws.rank)[0])
         ring(
             ws.channel(), self._task.op.name, x, out, ws.table(self._sizes), self._sizes, pitch=self._region.pitch,

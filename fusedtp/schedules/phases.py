@@ -10,24 +10,21 @@ consumer, so that nothing waits for what comes later and the kernels need not ru
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from ..workspace import Workspace
-from .prepared import finish
-
-T = TypeVar("T")
-Phases = Generator[None, None, T]
+from .prepared import Phases, finish
 
 
-def run_together(phases: Sequence[Phases[T]], streams: Sequence[torch.cuda.Stream] = ()) -> list[T]:
+def run_together(phases: Sequence[Phases], streams: Sequence[torch.cuda.Stream] = ()) -> list[list[Tensor]]:
     """Phased: the same op of several virtual ranks phase by phase; their results in rank order.
 
     With `streams` each rank's phase runs on its own, and a phase begins when all have ended the one before.
     """
-    results: dict[int, T] = {}
+    results: dict[int, list[Tensor]] = {}
     while len(results) < len(phases):
         for rank, each in enumerate(phases):
             if rank not in results:
@@ -41,8 +38,8 @@ def run_together(phases: Sequence[Phases[T]], streams: Sequence[torch.cuda.Strea
 
 
 def run_concurrently(
-    ranks: Sequence[Workspace], op: str, phases: Sequence[Phases[T]], streams: Sequence[torch.cuda.Stream]
-) -> list[T]:
+    ranks: Sequence[Workspace], op: str, phases: Sequence[Phases], streams: Sequence[torch.cuda.Stream]
+) -> list[list[Tensor]]:
     """Concurrent: the op of every virtual rank on its own stream, issued in rank order.
 
     While kernels wait nothing may allocate device memory anew or make the host wait, and all programs of all ranks must

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .alone import Alone
-from .forms import FORMS, Results
+from .forms import FORMS, Operands
 from .op import Task
 
 if TYPE_CHECKING:
     from ..workspace import Workspace
 
-
-T = TypeVar("T")
+Phases = Generator[None, None, list[Tensor]]
 
 
 class Prepared:
@@ -30,7 +28,9 @@ class Prepared:
         self, schedule: str, task: Task, group: ProcessGroup | None = None, ws: Workspace | None = None, *,
         producer: str = "auto", split: bool = False,
     ) -> None:  # fmt: skip
-        self.task, self.schedule, self.ws = task, schedule, ws
+        self.task, self.schedule = task, schedule
+        # One rank has nothing to share.
+        self.ws = ws if ws is not None and ws.world_size > 1 else None
         on = self.on = self._verbs(group, producer, split)
         if task.algorithm == "ring" and not isinstance(on, Alone):
             from .fused import Fused, Ring
@@ -44,7 +44,7 @@ class Prepared:
     def _verbs(self, group: ProcessGroup | None, producer: str, split: bool) -> Any:
         # Late: `fused` brings Triton in.
         ws = self.ws
-        if (group.size() if ws is None and group is not None else ws.world_size if ws is not None else 1) == 1:
+        if ws is None and (group is None or group.size() == 1):
             return Alone(self.task)
         if ws is None:
             from .unfused import Unfused
@@ -59,36 +59,42 @@ class Prepared:
 
         return Fused(ws, self.task, producer, split=split)
 
-    def phases(self, *operands: Tensor | None) -> Results:
-        """The task in the phases that virtual ranks go through together: room is made up to the first of them."""
-        on, ws = self.on, self.ws
-        if ws is None or ws.world_size == 1:
-            alone: list[Tensor] = yield from self.form.phases(*operands)
-            return alone
-        ws.require(on.layout.half_bytes, on.layout.slots)
-        yield
-        on.enter()
-        outs: list[Tensor] = yield from self.form.phases(*operands)
-        on.leave()
+    def run(self, operands: Operands) -> list[Tensor]:
+        """Every stage, on this rank of a process of its own; its epoch has begun, as `Workspace.begin` has it."""
+        if self.ws is not None:
+            on = self.on
+            self.ws.require(on.layout.half_bytes, on.layout.slots)
+            on.enter()
+        *before, last = self.form.stages
+        for stage in before:
+            stage(operands)
+        outs: list[Tensor] = last(operands)
+        if self.ws is not None:
+            on.leave()
         return outs
 
-    def run(self, *operands: Tensor | None) -> list[Tensor]:
-        """The task on this rank of a process of its own; inside `only_loading` its room and its kernels alone."""
-        ws = self.ws
-        if ws is None or ws.world_size == 1:
-            return finish(self.phases(*operands))
-        # Late, as above.
-        from ..kernels.loading import is_only_loading
+    def phases(self, *operands: Tensor | None) -> Phases:
+        """The same in phases, which virtual ranks go through together: room is made up to the first `yield`."""
+        on, ws = self.on, self.ws
+        if ws is not None:
+            ws.require(on.layout.half_bytes, on.layout.slots)
+            yield
+            on.enter()
+        *before, last = self.form.stages
+        for stage in before:
+            stage(operands)
+            yield
+        outs: list[Tensor] = last(operands)
+        if ws is not None:
+            on.leave()
+        return outs
 
-        with contextlib.nullcontext() if is_only_loading() else ws.running(self.task.op.name):
-            return finish(self.phases(*operands))
 
-
-def finish(phases: Generator[None, None, T]) -> T:
+def finish(phases: Phases) -> list[Tensor]:
     """What is left of it, straight through; its results."""
     while True:
         try:
             next(phases)
         except StopIteration as stop:
-            found: T = stop.value
-            return found
+            outs: list[Tensor] = stop.value
+            return outs

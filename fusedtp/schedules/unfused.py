@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from .. import trace
 from ..shards import offsets
 from .alone import multiplied
-from .forms import Product, Results
+from .forms import Product
 from .library import mm_into
 from .op import Task
 
@@ -88,15 +88,13 @@ class Gather:
         parts = zip(gathered.split(longest), self._sizes, strict=True)
         return torch.cat([part[:size] for part, size in parts])
 
-    def multiply(self, x: Tensor, products: Sequence[Product]) -> Results:
-        yield
+    def multiply(self, x: Tensor, products: Sequence[Product]) -> list[Tensor]:
         whole = self._arrived()
         with trace.span("multiply"):
             return multiplied(whole, products)
 
-    def whole(self, x: Tensor, out: Tensor | None = None) -> Results:
-        yield
-        return [self._arrived()]
+    def whole(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return self._arrived()
 
 
 class Scatter:
