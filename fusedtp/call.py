@@ -28,7 +28,7 @@ from .notation import parse
 from .parameters import PLAIN
 from .partition import Partition
 from .plan import Plan, plan
-from .program import Named, Program
+from .program import Named, Only, Program
 from .schedules.op import Task
 
 _MAX_CALLS = 4096
@@ -105,6 +105,7 @@ class Call:
         # By what they are for: has a bias; or which gradients are needed.
         self._programs: dict[Any, Program] = {}
         self._ready: dict[tuple[Any, int], Ready] = {}
+        self._only: dict[Any, tuple[Only, Ready]] = {}
 
     def plan(self) -> Plan:
         """The plan that every rank makes alike."""
@@ -150,16 +151,49 @@ class Call:
             self._programs[key] = program
         return program
 
-    def _run(self, key: Any, place: int, task: Task, axis: str, operands: Sequence[Tensor | None]) -> list[Tensor]:
+    def _made_ready(self, key: Any, place: int, task: Task, axis: str, device: torch.device) -> Ready:
         ready = self._ready.get((key, place))
         if ready is None or ready.is_stale():
-            group, x, asked = self.groups[axis](), operands[0], self.settings
+            group, asked = self.groups[axis](), self.settings
             assert group is not None
-            assert x is not None
             ready = self._ready[key, place] = Ready(
-                task, asked.schedule, group, x.device, producer=asked.producer, call=self.said(), debug=asked.debug
+                task, asked.schedule, group, device, producer=asked.producer, call=self.said(), debug=asked.debug
             )
-        return ready.run(*operands)
+        return ready
+
+    def _run(self, key: Any, place: int, task: Task, axis: str, operands: Sequence[Tensor | None]) -> list[Tensor]:
+        x = operands[0]
+        assert x is not None
+        return self._made_ready(key, place, task, axis, x.device).run(operands)
+
+    def _all(self, key: Any, tensors: dict[str, Any]) -> list[Tensor]:
+        # The program for `key` on these tensors. Most are one task, which runs without the rest.
+        known = self._only.get(key)
+        if known is None:
+            only = self._program(key).only
+            if only is None:
+                return self._program(key).run(tensors, partial(self._run, key))
+            known = self._only[key] = only, self._made_ready(key, 0, only.task, only.axis, tensors["w"].device)
+        only, ready = known
+        if ready.version != stale.version or ready.on_gpu:
+            ready = self._made_ready(key, 0, only.task, only.axis, tensors["w"].device)
+            self._only[key] = only, ready
+        operands: list[Tensor | None] = []
+        for each in only.operands:
+            if each is None or each.__class__ is str:
+                operands.append(tensors.get(each))  # type: ignore[arg-type]
+                continue
+            tensor, how = tensors[each.name], each.how  # type: ignore[union-attr]
+            if how == "transposed":
+                tensor = tensor.t()
+            elif how == "viewed":
+                tensor = each.view(tensor)  # type: ignore[union-attr]
+            operands.append(tensor)
+        made, outs = ready.run(operands), []
+        for at, shape, order in only.results:
+            out = made[at] if shape is None else made[at].view(shape)
+            outs.append(out if order is None else out.permute(order))
+        return outs
 
     def _shapes(self, place: int, task: Task, axis: str, operands: Sequence[Tensor | None]) -> list[Tensor]:
         # Runs nothing: tensors of the shapes and strides that the task would give.
@@ -171,14 +205,14 @@ class Call:
         """y on this rank, or its shape, without a gradient."""
         key = bias is not None
         given = {"x": x, "w": w} if bias is None else {"x": x, "w": w, "bias": bias}
-        return self._program(key).run(given, self._shapes if fake else partial(self._run, key))[0]
+        return self._program(key).run(given, self._shapes)[0] if fake else self._all(key, given)[0]
 
     def backward(
         self, dy: Tensor, x: Tensor, w: Tensor, needs: tuple[bool, bool, bool], *, fake: bool = False
     ) -> list[Tensor | None]:
         """dx, dw and db on this rank, None for what is not needed; x and w are not looked at where they are not."""
-        outs = self._program(needs).run({"dy": dy, "x": x, "w": w}, self._shapes if fake else partial(self._run, needs))
-        found = iter(outs)
+        given = {"dy": dy, "x": x, "w": w}
+        found = iter(self._program(needs).run(given, self._shapes) if fake else self._all(needs, given))
         return [next(found) if needed else None for needed in needs]
 
 

@@ -19,11 +19,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
 from . import agreement, meaning, schedules, stale, tuning, turns
 from .hardware import Hardware, of_gpu
@@ -36,6 +38,9 @@ FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Shapes may never repeat. What is forgotten is decided anew, alike on all ranks, from what they know alike.
 _MAX_CHOICES = 4096
+
+# Inside a backward pass there is a graph task; there is no public way to ask.
+_graph_task = torch._C._current_graph_task_id
 
 _last: Path | None = None
 _said: set[str] = set()
@@ -108,7 +113,7 @@ def _shape(task: Task) -> tuple[int, int] | None:
     return task.moved if task.algorithm == "auto" else None
 
 
-class Ready:
+class Ready(Prepared):
     """A task on one rank, by the path that was chosen for it: found once, run any number of times.
 
     It holds until `is_stale`. call: what the task is part of, see `meaning`.
@@ -118,15 +123,15 @@ class Ready:
         self, task: Task, schedule: str, group: ProcessGroup, device: torch.device, *, producer: str = "auto",
         call: str = "", debug: bool = False,
     ) -> None:  # fmt: skip
-        self.task, self.group_name, self._schedule = task, group.group_name, schedule
-        self._device, self._debug, self._call, self._producer = device, debug, call, producer
-        self._group = stale.watch(group)
         self.path = choose(task, schedule, group, device)
-        self._version = stale.version
-        self._capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        self.version, self.on_gpu = stale.version, device.type == "cuda"
+        self._capturing = self.on_gpu and torch.cuda.is_current_stream_capturing()
         shares = self.path.schedule != "unfused" and group.size() > 1
-        self.ws = ws = _workspaces().get(group, device) if shares else None
-        self._prepared = Prepared(self.path.schedule, task, group, ws, producer=producer)
+        ws = _workspaces().get(group, device) if shares else None
+        super().__init__(self.path.schedule, task, group, ws, producer=producer)
+        self._group, self._group_name = stale.watch(group), group.group_name
+        self._asked_for, self._device, self._debug, self._call = schedule, device, debug, call
+        self._alone = group.size() == 1
         # By whether it is part of a backward pass.
         self._meanings: dict[bool, Meaning] = {}
         self._interpreted = shares and self.path.schedule == "fused" and device.type == "cpu"
@@ -137,49 +142,44 @@ class Ready:
                 "triton is imported, or use 'decomposed' or 'unfused'"
             )
 
-    @property
-    def group(self) -> ProcessGroup:
-        """The group, which the caller has."""
-        group: ProcessGroup | None = self._group()
-        assert group is not None
-        return group
-
     def is_stale(self) -> bool:
         """Whether memory has been made or given back since, or a graph is captured where none was, or none now."""
-        if self._version != stale.version:
+        if self.version != stale.version:
             return True
-        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing() != self._capturing
+        return self.on_gpu and torch.cuda.is_current_stream_capturing() != self._capturing
 
-    def run(self, *operands: Tensor | None) -> list[Tensor]:
+    def run(self, operands: Sequence[Any]) -> list[Tensor]:
         """The task on these operands."""
-        with turns.Turn("group", self.group_name, self.task.op.name):
-            if self._debug or agreement.wanted():
-                agreement.check(self.task, self.group, operands, self._schedule, self._call)
-            if self.ws is not None:
-                backward = meaning.in_backward()
-                meant = self._meanings.get(backward)
-                if meant is None:
-                    meant = self._meanings[backward] = meaning.of(
-                        self.task, self.path.schedule, self._device.type, self._call
-                    )
-                self.ws.meanings.take(meant)
-            if self._schedule == "auto" and self._device.type == "cuda" and self.path.schedule != "fused":
-                _load_for_capture(self.task, self.group, self._device, operands)
-            if self._interpreted:
-                with turns.Turn("interpreter", "", self.task.op.name):
-                    outs = self._go(operands)
-            else:
-                outs = self._go(operands)
-        record(self.path, getattr(self._prepared.on, "sent_by", ""))
+        global _last
+        if self._alone:
+            _last = self.path
+            return self.go(operands)
+        with turns.Turn("group", self._group_name, self.task.op.name):
+            if self._debug or get_debug_level() == DebugLevel.DETAIL:
+                group: ProcessGroup | None = self._group()
+                assert group is not None
+                agreement.check(self.task, group, operands, self._asked_for, self._call)
+            if self.on_gpu and self._asked_for == "auto" and self.path.schedule != "fused":
+                _load_for_capture(self.task, self._group(), self._device, operands)  # type: ignore[arg-type]
+            outs = self._shared(operands) if self.ws is not None else self.go(operands)
+        _last = replace(self.path, producer=self.on.sent_by) if self.on.sent_by else self.path
         return outs
 
-    def _go(self, operands: Sequence[Tensor | None]) -> list[Tensor]:
-        ws, op = self.ws, self.task.op.name
-        if ws is None:
-            return self._prepared.run(operands)
-        ws.begin(op)
+    def _shared(self, operands: Sequence[Any]) -> list[Tensor]:
+        # In shared memory: inside an epoch.
+        ws, op, backward = self.ws, self.task.op.name, _graph_task() != -1
+        assert ws is not None
+        meant = self._meanings.get(backward)
+        if meant is None:
+            meant = meaning.of(self.task, self.path.schedule, self._device.type, self._call)
+            self._meanings[backward] = meant
+        ws.begin(op, meant)
         try:
-            outs = self._prepared.run(operands)
+            if self._interpreted:
+                with turns.Turn("interpreter", "", op):
+                    outs = self.go(operands)
+            else:
+                outs = self.go(operands)
             ws.end()
         except BaseException as error:
             ws.interrupted(op, error)
@@ -205,7 +205,7 @@ def _load_for_capture(task: Task, group: ProcessGroup, device: torch.device, ope
     path = _decide(task, group.size(), ws.choices[Knowledge], True, True)
     if path.schedule == "fused":
         with only_loading():
-            Prepared("fused", task, group, ws).run(operands)
+            Prepared("fused", task, group, ws).go(operands)
     ws.choices[key] = path
 
 
@@ -275,12 +275,6 @@ def _share(group: ProcessGroup, on_gpu: bool) -> tuple[Knowledge, str, BaseExcep
     shared = json.loads(message[0])
     table = tuning.parse(shared["table"]) if shared["table"] else None
     return Knowledge(table, of_gpu(shared["gpu"])), ignored, interruption
-
-
-def record(path: Path, producer: str = "") -> None:
-    """Remember `path` as the last one taken, and how what it gathered was sent."""
-    global _last
-    _last = replace(path, producer=producer) if producer else path
 
 
 def last_path() -> Path | None:

@@ -9,21 +9,23 @@ layer take 290 us so, 440 by to_local and 190 with plain tensors (one rank, 8 x 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from . import arguments
+from . import arguments, groups
 from . import call as calls_
 from .call import Call as Compiled
 from .call import Prepare
-from .calls import Call, one
+from .groups import Group
 from .operators import sharded_matmul, sharded_matmul_backward
 from .parameters import PLAIN, as_gradient, local, part
 from .registered import refuse_forward_mode, transforms_active
+from .turns import Open, one
 
 # What is_grads_batched makes of a gradient, whose memory is not that of one; there is no public way.
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
@@ -33,18 +35,19 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, call: Compiled) -> Tensor:
         needs_x, needs_w = ctx.needs_input_grad[:2]
-        w_part = part(w, 2)
-        # Local shards only, and only those that a gradient will be made of.
-        ctx.save_for_backward(x if needs_w else None, w_part if needs_x else None)
-        ctx.call = call
         # Where they are plain autograd knows them by what is saved.
-        ctx.w = w if type(w) not in PLAIN else None
-        ctx.bias = bias if bias is not None and type(bias) not in PLAIN else None
-        return call.forward(x, w_part, None if bias is None else part(bias, 1))
+        ctx.call, ctx.w, ctx.bias = call, None, None
+        if type(w) not in PLAIN:
+            ctx.w, w = w, part(w, 2)
+        if bias is not None and type(bias) not in PLAIN:
+            ctx.bias, bias = bias, part(bias, 1)
+        # Local shards only, and only those that a gradient will be made of.
+        ctx.save_for_backward(x if needs_w else None, w if needs_x else None)
+        return call.forward(x, w, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        with Call():
+        with Open():
             return _gradients(ctx, dy)
 
     @staticmethod
@@ -77,14 +80,25 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dx if needs_x else None, dw if needs_w else None, db if needs_bias else None, None
 
 
-def apply(prepare: Prepare, x: Tensor, w: Tensor, bias: Tensor | None, group: ProcessGroup, *options: Any) -> Tensor:
-    """The call that `prepare` checks and describes; where nobody could tell, without the dispatcher."""
-    if (
-        torch.compiler.is_compiling()
-        or type(x) not in PLAIN
-        or type(w) not in PLAIN
-        or (bias is not None and type(bias) not in PLAIN)
-    ):
+def apply(
+    prepare: Prepare, x: Tensor, w: Tensor, bias: Tensor | None, group: Group, options: tuple[Any, ...]
+) -> Tensor:
+    """The call that `prepare` checks and describes, under torch.autocast in its dtype; where nobody could tell, without
+    the dispatcher.
+    """
+    if type(group) is not ProcessGroup or groups.inherited() or not dist.is_initialized():
+        group = groups.resolve(group)
+    plain = type(x) in PLAIN and type(w) in PLAIN and (bias is None or type(bias) in PLAIN)
+    if not plain or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+        return _slowly(prepare, *arguments.autocast(x, w, bias), group, options)
+    return run(x, w, bias, calls_.find(prepare, x, w, bias, group, options))
+
+
+def _slowly(
+    prepare: Prepare, x: Tensor, w: Tensor, bias: Tensor | None, group: ProcessGroup, options: tuple[Any, ...]
+) -> Tensor:
+    plain = type(x) in PLAIN and type(w) in PLAIN and (bias is None or type(bias) in PLAIN)
+    if torch.compiler.is_compiling() or not plain:
         return _dispatched(x, w, bias, *prepare(x, w, bias, group, *options))
     return run(x, w, bias, calls_.find(prepare, x, w, bias, group, options))
 
@@ -106,7 +120,7 @@ def of_parameters(
         w_part, bias_part = part(weight, 2), None if bias is None else part(bias, 1)
         return run(x, weight, bias, calls_.find(prepare, x, w_part, bias_part, group, options))
     weight, bias = local(weight, 2), None if bias is None else local(bias, 1)
-    return apply(prepare, *arguments.autocast(x, weight, bias), group, *options)
+    return apply(prepare, x, weight, bias, group, options)
 
 
 @one
@@ -117,23 +131,25 @@ def _dispatched(x: Tensor, w: Tensor, bias: Tensor | None, settings: str, number
 
 def run(x: Tensor, w: Tensor, bias: Tensor | None, call: Compiled) -> Tensor:
     """`apply` where no compiler traces, of an x of no subclass; w and bias may be a layer's DTensors."""
-    with Call():
-        return _run(x, w, bias, call)
+    with Open():
+        if is_in_torch_dispatch_mode() or transforms_active() or x.is_meta:
+            bias = None if bias is None else local(bias, 1)
+            out: Tensor = sharded_matmul(x, local(w, 2), bias, call.settings.text, call.numbers)
+            return out
+        # A kernel reads memory, which torch's bit for a negated view does not change.
+        if x.is_neg() or w.is_neg() or (bias is not None and bias.is_neg()):
+            x, w, bias = x.resolve_neg(), w.resolve_neg(), None if bias is None else bias.resolve_neg()
+        if torch.is_grad_enabled():
+            # Autograd would say so after the op has run.
+            if (w.requires_grad and x.is_inference()) or (x.requires_grad and w.is_inference()):
+                _refuse_inference(x)
+            out = _Eager.apply(x, w, bias, call)  # type: ignore[no-untyped-call]
+            return out
+        if type(w) not in PLAIN:
+            w, bias = part(w, 2), None if bias is None else part(bias, 1)
+        return call.forward(x, w, bias)
 
 
-def _run(x: Tensor, w: Tensor, bias: Tensor | None, call: Compiled) -> Tensor:
-    if is_in_torch_dispatch_mode() or transforms_active() or x.is_meta:
-        bias = None if bias is None else local(bias, 1)
-        out: Tensor = sharded_matmul(x, local(w, 2), bias, call.settings.text, call.numbers)
-        return out
-    # A kernel reads memory, which torch's bit for a negated view does not change.
-    if x.is_neg() or w.is_neg() or (bias is not None and bias.is_neg()):
-        x, w, bias = x.resolve_neg(), w.resolve_neg(), None if bias is None else bias.resolve_neg()
-    if not torch.is_grad_enabled():
-        return call.forward(x, part(w, 2), None if bias is None else part(bias, 1))
-    # Autograd would say so after the op has run.
-    if (w.requires_grad and x.is_inference()) or (x.requires_grad and w.is_inference()):
-        which = "first operand" if x.is_inference() else "weight"
-        raise ValueError(f"the {which} was made in torch.inference_mode and cannot be kept for a gradient: clone() it")
-    eager: Tensor = _Eager.apply(x, w, bias, call)  # type: ignore[no-untyped-call]
-    return eager
+def _refuse_inference(x: Tensor) -> NoReturn:
+    which = "first operand" if x.is_inference() else "weight"
+    raise ValueError(f"the {which} was made in torch.inference_mode and cannot be kept for a gradient: clone() it")

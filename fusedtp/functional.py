@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import arguments, calls, eager, groups, operators
+from . import arguments, eager, groups, operators, turns
 from .call import described
 from .groups import Group
 from .notation import parse
@@ -147,9 +147,7 @@ def all_gather_linear(
     initialised or the ranks of a schedule that is asked for cannot reach each other's memory, PeerTimeout where a rank
     is lost.
     """
-    process_group = groups.resolve(group)
-    x, weight, bias = arguments.autocast(x, weight, bias)
-    return eager.apply(all_gather_problem, x, weight, bias, process_group, gather_dim, sizes, schedule, debug, producer)
+    return eager.apply(all_gather_problem, x, weight, bias, group, (gather_dim, sizes, schedule, debug, producer))
 
 
 def all_gather_problem(
@@ -195,11 +193,7 @@ def linear_reduce_scatter(
     output features. bias [N] is whole, the same on every rank, and added once. Backward: dy is gathered, once for both
     dx and dw. Errors as in `all_gather_linear`.
     """
-    process_group = groups.resolve(group)
-    x, weight, bias = arguments.autocast(x, weight, bias)
-    return eager.apply(
-        reduce_scatter_problem, x, weight, bias, process_group, scatter_dim, sizes, schedule, debug, producer
-    )
+    return eager.apply(reduce_scatter_problem, x, weight, bias, group, (scatter_dim, sizes, schedule, debug, producer))
 
 
 def reduce_scatter_problem(
@@ -240,9 +234,7 @@ def linear_all_reduce(
     `algorithm` is auto, one_shot (fewest steps) or two_shot (fewest bytes). Backward sends nothing: dy is the same on
     every rank already. Errors as in `all_gather_linear`.
     """
-    process_group = groups.resolve(group)
-    x, weight, bias = arguments.autocast(x, weight, bias)
-    return eager.apply(all_reduce_problem, x, weight, bias, process_group, schedule, algorithm, debug)
+    return eager.apply(all_reduce_problem, x, weight, bias, group, (schedule, algorithm, debug))
 
 
 def all_reduce_problem(
@@ -274,9 +266,7 @@ def fsdp_linear(
     the same on every rank; the result is [..., N]. `sizes` is by default this rank's length on all. The gathered weight
     is never kept: backward gathers it again for dx, and reduce-scatters dw. Errors as in `all_gather_linear`.
     """
-    process_group = groups.resolve(group)
-    x, weight_shard, bias = arguments.autocast(x, weight_shard, bias)
-    return eager.apply(fsdp_problem, x, weight_shard, bias, process_group, sizes, schedule, debug, producer)
+    return eager.apply(fsdp_problem, x, weight_shard, bias, group, (sizes, schedule, debug, producer))
 
 
 def fsdp_problem(
@@ -310,7 +300,7 @@ def _rows(x: Tensor, dim: int, rows: int, schedule: str, group: ProcessGroup) ->
     return moved.reshape(moved.shape[0], math.prod(others)), others
 
 
-@calls.one
+@turns.one
 def all_gather(
     x: Tensor,
     *,
@@ -339,7 +329,7 @@ def all_gather(
     return out.view(sum(sizes), *others).movedim(0, dim)
 
 
-@calls.one
+@turns.one
 def reduce_scatter(
     x: Tensor,
     *,
@@ -366,7 +356,7 @@ def reduce_scatter(
     return out.view(sizes[process_group.rank()], *others).movedim(0, dim)
 
 
-@calls.one
+@turns.one
 def all_reduce(
     x: Tensor, *, group: Group = None, algorithm: str = "auto", schedule: str = "auto", debug: bool = False
 ) -> Tensor:

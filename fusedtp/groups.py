@@ -27,6 +27,11 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
+def inherited() -> bool:
+    """Whether this process was forked with a world."""
+    return _inherited is not None
+
+
 def _check_fork() -> None:
     if _inherited is not None and dist.is_initialized() and dist.group.WORLD is _inherited:
         raise RuntimeError(

@@ -51,9 +51,7 @@ def linear_of_replicated(
     x [..., K], weight [N_r, K], bias [N_r] -> [..., N_r]. Nothing is sent; backward all-reduces dx. Errors as in
     `all_gather_linear`.
     """
-    process_group = groups.resolve(group)
-    x, weight, bias = arguments.autocast(x, weight, bias)
-    return eager.apply(replicated_problem, x, weight, bias, process_group, schedule, debug)
+    return eager.apply(replicated_problem, x, weight, bias, group, (schedule, debug))
 
 
 def replicated_problem(
@@ -149,7 +147,7 @@ class _ShardedLinear(nn.Module):
         size = self._sizes[self.group.rank()]
         weight = self._own("weight", self.weight, size, 2)
         bias = None if self.bias is None else self._own("bias", self.bias, size, 1)
-        return eager.apply(prepare, *arguments.autocast(x, weight, bias), self.group, *options)
+        return eager.apply(prepare, x, weight, bias, self.group, options)
 
     def _own(self, name: str, parameter: Tensor, size: int, ndim: int) -> Tensor:
         value, dim = parameters.local(parameter, parameter.ndim), self._dims[name]

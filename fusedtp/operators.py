@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from . import call as calls_
-from . import calls, groups
+from . import groups, turns
 from .dispatch import Ready
 from .registered import operator
 from .schedules.op import ALL_GATHER, ALL_REDUCE, OPS, REDUCE_SCATTER, Task
@@ -120,7 +120,7 @@ def collective(
     return _collective(x, op, sizes, group_name, schedule, algorithm, debug, producer, call)
 
 
-@calls.one
+@turns.one
 def _collective(
     x: Tensor, op: str, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str, debug: bool,
     producer: str, call: str,
@@ -135,7 +135,7 @@ def _collective(
             kept.clear()
         task = Task(OPS[op], (shape,), x.dtype, tuple(sizes), algorithm=algorithm)
         ready = kept[key] = Ready(task, schedule, group, x.device, producer=producer, call=call, debug=debug)
-    return ready.run(x)[0]
+    return ready.run((x,))[0]
 
 
 def _summed(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

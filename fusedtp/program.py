@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -60,6 +61,13 @@ class Matrix:
     shape: tuple[int, int]
     turned: bool = False
 
+    @cached_property
+    def how(self) -> Literal["as it is", "transposed", "viewed"]:
+        """What `view` comes to."""
+        if self.flat or self.order not in (None, (1, 0)):
+            return "viewed"
+        return "as it is" if (self.order is None) != self.turned else "transposed"
+
     @classmethod
     def of(cls, x: Named, rows: tuple[str, ...], cols: tuple[str, ...]) -> Matrix:
         """x as [rows, cols], each a flattened list of dims."""
@@ -92,6 +100,18 @@ class _Step:
     frees: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Only:
+    """A program of one task. results: which of the task's each is, its shape where it is no matrix, and the order of
+    its dims where that is not the one asked for.
+    """
+
+    task: Task
+    axis: str
+    operands: tuple[Matrix | str | None, ...]
+    results: tuple[tuple[int, tuple[int, ...] | None, tuple[int, ...] | None], ...]
+
+
 class Program:
     """Steps from tensors that lie as `given` to results."""
 
@@ -100,6 +120,7 @@ class Program:
         self._steps: list[_Step] = []
         self._results: list[tuple[str, tuple[int, ...] | None]] = []
         self._num_names = self.num_tasks = 0
+        self._last: tuple[Task, str, Sequence[Matrix | str | None], Sequence[tuple[int, ...] | None]] | None = None
 
     def run(self, tensors: dict[str, Tensor], runs: Runs) -> list[Tensor]:
         """The results, made of these tensors by name."""
@@ -120,6 +141,16 @@ class Program:
             )
             kept.update(step.reads)
         return self
+
+    @property
+    def only(self) -> Only | None:
+        """The task that is all of the program, where one is."""
+        if len(self._steps) != 1 or self._last is None:
+            return None
+        task, axis, operands, shapes = self._last
+        made = self._steps[0].made
+        results = [(made.index(name), shapes[made.index(name)], order) for name, order in self._results]
+        return Only(task, axis, tuple(operands), tuple(results))
 
     def _add(self, run: Any, reads: Sequence[str], *made: tuple[tuple[str, ...], Sequence[int]]) -> tuple[Named, ...]:
         tensors = []
@@ -147,6 +178,7 @@ class Program:
             return [out if shape is None else out.view(shape) for out, shape in zip(outs, shapes, strict=True)]
 
         reads = [each if isinstance(each, str) else each.name for each in operands if each is not None]
+        self._last = task, axis, operands, shapes
         return self._add(run, reads, *made)
 
     def sizes(self, step: Step, before: notation.Tensor) -> tuple[int, ...]:

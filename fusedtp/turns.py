@@ -1,16 +1,29 @@
-"""One op of a group at a time in a process, and one interpreted kernel.
+"""One op of a group at a time in a process, and one interpreted kernel; and calls that have not returned.
 
 Ranks must run a group's ops in the same order. Threads that run them at once would not: here one comes first, there the
 other, and two ops that have nothing to do with each other would read each other's signals. Such a call is refused, not
 queued: a queue would be in another order on every rank. Threads may use groups of their own at once, and one group in
 turn, if the program orders them alike on all ranks.
+
+Who is interrupted when an op has ended, but before he has its result, makes the call again, and would meet his peers'
+next op with it. So a call is `Open` while a function of ours runs that a caller gets a result from. A workspace
+remembers in which call its last op was, and takes no further one from another call as long as that one has not
+returned.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _REFUSALS = {
     "group": "on the same group, {name!r}: ranks would run the two in different orders. Use a group for each thread, "
@@ -69,3 +82,61 @@ class Turn:
         thread = next((each.name for each in threading.enumerate() if each.ident == number), "one that has ended")
         refusal = _REFUSALS[what].format(name=name)
         raise RuntimeError(f"{self._op}: {holder._op} is under way in thread {thread!r} {refusal}")
+
+
+class Open:
+    """A context, made by the function that enters it; within another one it is that one."""
+
+    __slots__ = ("_frame", "returned")
+
+    def __init__(self) -> None:
+        self.returned = False
+        self._frame: FrameType | None = sys._getframe(1)
+
+    def __enter__(self) -> None:
+        outer = _here.call
+        if outer is None or not outer._runs():
+            _here.call = self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if _here.call is self:
+            _here.call = None
+        self._frame = None
+        # Last of all: no signal is looked at between here and the caller. A refusal of ours is one on every rank.
+        self.returned = kind is None or issubclass(kind, NotImplementedError)
+
+    def is_open(self) -> bool:
+        """Whether this thread is in it."""
+        return _here.call is self and self._runs()
+
+    def _runs(self) -> bool:
+        # An interruption may have kept it from being closed.
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return frame is not None
+
+
+class _Here(threading.local):
+    call: Open | None = None
+
+
+_here = _Here()
+
+
+def current() -> Open | None:
+    """The call that this thread is in."""
+    return _here.call
+
+
+def one(function: Callable[P, R]) -> Callable[P, R]:
+    """A decorator: each call is one, but where a compiler traces it."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        with Open():
+            return function(*args, **kwargs)
+
+    return call

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import budgets, calls, clock, disagreement, hardware
+from . import budgets, clock, disagreement, hardware, turns
 from .errors import RanksDisagree
 from .failing import Failing
 from .hardware import Hardware
 from .kernels import signal
 from .kernels.launch import Channel
 from .kernels.loading import check_device
-from .meaning import Meanings
+from .meaning import Meaning, Meanings
 from .memory import Arena, Exchange, Memory, Unreachable
 from .rendezvous import ArenaExchange
 from .shards import offsets
@@ -68,7 +68,7 @@ class Workspace(Failing):
         self.made = False
         self._op, self._progress = "", _NO_OP
         # The call that the last op which peers have seen something of was in.
-        self._call: calls.Call | None = None
+        self._call: turns.Open | None = None
         self._memory = memory
         self._arena: Arena | None = None
         self._tables: dict[tuple[int, ...], Tensor] = {}
@@ -248,10 +248,12 @@ class Workspace(Failing):
         self.tell_peers()
         return steps
 
-    def begin(self, op: str) -> None:
-        """Before what an op issues: chains streams. RuntimeError where the last one has not ended, or the call that it
-        was in has not returned.
+    def begin(self, op: str, meant: Meaning) -> None:
+        """Before what an op issues, which means that: chains streams. RuntimeError where the last one has not ended, or
+        the call that it was in has not returned.
         """
+        if self.meanings.now is not meant:
+            self.meanings.take(meant)
         unreturned = self._call is not None and not self._call.returned and not self._call.is_open()
         if (self._progress == _SENT or unreturned) and self.failure is None:
             # Interrupted where nothing was there to notice it.
@@ -286,7 +288,7 @@ class Workspace(Failing):
         self._check()
         if self._progress == _SENT or self.device.type != "cpu":
             self._mirror = _wrap(self._mirror + 1)
-            self._call = calls.current()
+            self._call = turns.current()
         self._progress = _NO_OP
 
     def interrupted(self, op: str, error: BaseException) -> None:
@@ -301,7 +303,7 @@ class Workspace(Failing):
     @contextlib.contextmanager
     def running(self, op: str) -> Iterator[None]:
         """`begin` and `end`, or `interrupted`, around an op."""
-        self.begin(op)
+        self.begin(op, self.meanings.now)
         try:
             yield
             self.end()

@@ -15,6 +15,8 @@ from .op import Task
 class Alone:
     """See `forms.Verbs`."""
 
+    sent_by = ""
+
     rank, world_size = 0, 1
 
     def __init__(self, task: Task) -> None:

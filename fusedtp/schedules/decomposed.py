@@ -34,6 +34,8 @@ _SUM_BLOCK_BYTES = 256 << 10
 class Decomposed:
     """See `forms.Verbs`."""
 
+    sent_by = ""
+
     def __init__(self, ws: Workspace, task: Task) -> None:
         self.ws, self.task = ws, task
         self.rank, self.world_size = ws.rank, ws.world_size

@@ -59,7 +59,7 @@ class Prepared:
 
         return Fused(ws, self.task, producer, split=split)
 
-    def run(self, operands: Operands) -> list[Tensor]:
+    def go(self, operands: Operands) -> list[Tensor]:
         """Every stage, on this rank of a process of its own; its epoch has begun, as `Workspace.begin` has it."""
         if self.ws is not None:
             on = self.on

@@ -28,6 +28,8 @@ _c10d = torch.ops._c10d_functional
 class Unfused:
     """See `forms.Verbs`."""
 
+    sent_by = ""
+
     def __init__(self, group: ProcessGroup, task: Task) -> None:
         self.task, self.group_name = task, group.group_name
         self.rank, self.world_size = group.rank(), group.size()
