@@ -25,7 +25,6 @@ from torch.distributed import ProcessGroup
 from . import groups, stale
 from .dispatch import Ready
 from .notation import parse
-from .parameters import PLAIN
 from .partition import Partition
 from .plan import Plan, plan
 from .program import Named, Only, Program
@@ -216,22 +215,13 @@ class Call:
         return [next(found) if needed else None for needed in needs]
 
 
-# The one table of calls, and the version that its entries are of.
+# The one table of calls.
 _calls: dict[Any, Call] = {}
-_version = -1
-
-
-def forget() -> None:
-    """Find every call out anew."""
-    stale.changed()
 
 
 def _kept(key: Any) -> Call | None:
-    global _version
-    if _version != stale.version:
-        _calls.clear()
-        _version = stale.version
-    return _calls.get(key)
+    call = _calls.get(key)
+    return call if call is not None and call.version == stale.version else None
 
 
 def _keep(key: Any, call: Call) -> Call:
@@ -260,39 +250,33 @@ def of(text: str, numbers: Sequence[int], dtype: torch.dtype) -> Call:
 Prepare: TypeAlias = Callable[..., tuple[str, Sequence[int]]]
 
 
+_OPTIONS = (int, bool, str, type(None))
+
+
 def find(
     prepare: Prepare, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, options: tuple[Any, ...]
 ) -> Call:
     """The call that `prepare` checks the arguments of and describes, once for all that are alike."""
-    key = _key(prepare, x, weight, bias, group, options)
-    call = None if key is None else _kept(key)
-    if call is None:
-        call = of(*prepare(x, weight, bias, group, *options), x.dtype)
-        if key is not None:
-            _keep(key, call)
-    return call
-
-
-_OPTIONS = (int, bool, str, type(None))
-
-
-def _key(
-    prepare: Prepare, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, options: tuple[Any, ...]
-) -> tuple[Any, ...] | None:
-    # None where a check looks at more than what is here, or where what is here could pass for something else.
-    kinds = []
+    # One function, as every call passes here. What could pass for something else is looked at anew each time.
+    key: list[Any] | None = [prepare, id(group), options]
     for option in options:
         kind = type(option)
-        kinds.append(kind)
-        if kind is tuple:
-            # (True, 2.0) is (1, 2) to a dictionary.
-            if any(type(each) is not int for each in option):
-                return None
-        elif kind not in _OPTIONS:
-            return None
-    key = (prepare, id(group), options, *kinds)
-    for each in (x, weight) if bias is None else (x, weight, bias):
-        if type(each) not in PLAIN or each.is_nested:
-            return None
-        key += each.shape, each.dtype, each.device, each.layout
-    return key
+        key.append(kind)  # type: ignore[union-attr]
+        # (True, 2.0) is (1, 2) to a dictionary.
+        if not (kind in _OPTIONS or (kind is tuple and all(type(each) is int for each in option))):
+            key = None
+            break
+    for each in (x, weight, bias):
+        if key is None or each is None:
+            continue
+        if each.is_nested:
+            key = None
+        else:
+            key += each.shape, each.dtype, each.device, each.layout
+    if key is None:
+        return of(*prepare(x, weight, bias, group, *options), x.dtype)
+    found = tuple(key)
+    call = _calls.get(found)
+    if call is None or call.version != stale.version:
+        call = _keep(found, of(*prepare(x, weight, bias, group, *options), x.dtype))
+    return call

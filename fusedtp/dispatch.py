@@ -129,13 +129,15 @@ class Ready(Prepared):
         shares = self.path.schedule != "unfused" and group.size() > 1
         ws = _workspaces().get(group, device) if shares else None
         super().__init__(self.path.schedule, task, group, ws, producer=producer)
-        self._group, self._group_name = stale.watch(group), group.group_name
+        self._group = stale.watch(group)
         self._asked_for, self._device, self._debug, self._call = schedule, device, debug, call
         self._alone = group.size() == 1
         # By whether it is part of a backward pass.
         self._meanings: dict[bool, Meaning] = {}
-        self._interpreted = shares and self.path.schedule == "fused" and device.type == "cpu"
-        if self._interpreted and not _is_interpreted():
+        self._turn = turns.Turn("group", group.group_name, task.op.name)
+        interpreted = shares and self.path.schedule == "fused" and device.type == "cpu"
+        self._interpreter = turns.Turn("interpreter", "", task.op.name) if interpreted else None
+        if interpreted and not _is_interpreted():
             raise RuntimeError(
                 f"{task.op.name}: schedule 'fused' runs on a CPU in Triton's interpreter alone, which TRITON_INTERPRET="
                 f"{os.environ.get('TRITON_INTERPRET', '')} keeps out of this process: unset it before fusedtp or "
@@ -154,37 +156,45 @@ class Ready(Prepared):
         if self._alone:
             _last = self.path
             return self.go(operands)
-        with turns.Turn("group", self._group_name, self.task.op.name):
+        ws, op = self.ws, self.task.op.name
+        with self._turn:
             if self._debug or get_debug_level() == DebugLevel.DETAIL:
-                group: ProcessGroup | None = self._group()
-                assert group is not None
-                agreement.check(self.task, group, operands, self._asked_for, self._call)
+                agreement.check(self.task, self.group, operands, self._asked_for, self._call)
             if self.on_gpu and self._asked_for == "auto" and self.path.schedule != "fused":
-                _load_for_capture(self.task, self._group(), self._device, operands)  # type: ignore[arg-type]
-            outs = self._shared(operands) if self.ws is not None else self.go(operands)
+                _load_for_capture(self.task, self.group, self._device, operands)
+            if ws is None:
+                outs = self.go(operands)
+            else:
+                # Inside a backward pass there is a graph task.
+                meant = self._meanings.get(_graph_task() != -1) or self._means()
+                ws.begin(op, meant)
+                try:
+                    if self.half_bytes > ws.half_bytes or self.slots > ws.slots:
+                        ws.require(self.half_bytes, self.slots)
+                    outs = self.go(operands) if self._interpreter is None else self._interpreted(operands)
+                    ws.end()
+                except BaseException as error:
+                    ws.interrupted(op, error)
+                    raise
         _last = replace(self.path, producer=self.on.sent_by) if self.on.sent_by else self.path
         return outs
 
-    def _shared(self, operands: Sequence[Any]) -> list[Tensor]:
-        # In shared memory: inside an epoch.
-        ws, op, backward = self.ws, self.task.op.name, _graph_task() != -1
-        assert ws is not None
-        meant = self._meanings.get(backward)
-        if meant is None:
-            meant = meaning.of(self.task, self.path.schedule, self._device.type, self._call)
-            self._meanings[backward] = meant
-        ws.begin(op, meant)
-        try:
-            if self._interpreted:
-                with turns.Turn("interpreter", "", op):
-                    outs = self.go(operands)
-            else:
-                outs = self.go(operands)
-            ws.end()
-        except BaseException as error:
-            ws.interrupted(op, error)
-            raise
-        return outs
+    @property
+    def group(self) -> ProcessGroup:
+        """The group, which the caller has."""
+        group: ProcessGroup | None = self._group()
+        assert group is not None
+        return group
+
+    def _means(self) -> Meaning:
+        meant = meaning.of(self.task, self.path.schedule, self._device.type, self._call)
+        self._meanings[_graph_task() != -1] = meant
+        return meant
+
+    def _interpreted(self, operands: Sequence[Any]) -> list[Tensor]:
+        assert self._interpreter is not None
+        with self._interpreter:
+            return self.go(operands)
 
 
 def _load_for_capture(task: Task, group: ProcessGroup, device: torch.device, operands: Sequence[Tensor | None]) -> None:

@@ -86,7 +86,7 @@ def apply(
     """The call that `prepare` checks and describes, under torch.autocast in its dtype; where nobody could tell, without
     the dispatcher.
     """
-    if type(group) is not ProcessGroup or groups.inherited() or not dist.is_initialized():
+    if type(group) is not ProcessGroup or groups.inherited is not None or not dist.is_initialized():
         group = groups.resolve(group)
     plain = type(x) in PLAIN and type(w) in PLAIN and (bias is None or type(bias) in PLAIN)
     if not plain or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):

@@ -16,24 +16,19 @@ _by_name = dist.distributed_c10d._resolve_process_group if dist.is_available() e
 
 
 # The world that this process was forked with, if it was: its connections and its memory are the parent's.
-_inherited: Any = None
+inherited: Any = None
 
 
 def _after_fork() -> None:
-    global _inherited
-    _inherited = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    global inherited
+    inherited = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def inherited() -> bool:
-    """Whether this process was forked with a world."""
-    return _inherited is not None
-
-
 def _check_fork() -> None:
-    if _inherited is not None and dist.is_initialized() and dist.group.WORLD is _inherited:
+    if inherited is not None and dist.is_initialized() and dist.group.WORLD is inherited:
         raise RuntimeError(
             f"process {os.getpid()} was forked after torch.distributed was initialised: the process groups and the "
             "memory behind them are its parent's. Start processes before init_process_group, or with "
@@ -43,7 +38,7 @@ def _check_fork() -> None:
 
 def named(name: str) -> dist.ProcessGroup:
     """The group of a name that `resolve` has seen: fast, for every call. Errors as in `resolve`."""
-    if _inherited is not None:
+    if inherited is not None:
         _check_fork()
     try:
         assert _by_name is not None

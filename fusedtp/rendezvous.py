@@ -148,7 +148,7 @@ class ArenaExchange:
     """An `Exchange` through the arenas that the ranks of `ws` have, for larger ones. Waits have the budget of an op."""
 
     def __init__(self, ws: Workspace) -> None:
-        self._ws, self._steps = ws, HostSteps(ws, "workspace growth")
+        self._ws, self._steps = ws, HostSteps.beside(ws, "workspace growth")
 
     def rows(self, mine: list[int]) -> list[list[int]]:
         """See `Exchange`."""

@@ -36,6 +36,8 @@ _PLAIN_WORDS = platform.machine().lower() in ("x86_64", "amd64")
 
 _SIGNALS: int = signal.SIGNALS.value
 _FINGERPRINTS: int = signal.FINGERPRINT_SLOT.value
+_ENTRY: int = signal.ENTRY_SLOT.value
+_EPOCH: int = signal.EPOCH.value
 
 _TRUE = np.ones(1, dtype=bool)
 _ZERO = np.zeros(1, dtype=np.int32)
@@ -101,24 +103,50 @@ def raised(seen: int, epoch: int) -> bool:
 
 
 class HostSteps:
-    """The steps on a CPU. `op` names the op in a report."""
+    """The steps on a CPU, of the op at hand: `op` names it in a report, `epoch` is its number."""
 
-    def __init__(self, workspace: Workspace, op: str) -> None:
-        self._ws, self._op = workspace, op
-        self.epoch = workspace.next_epoch()
+    def __init__(self, workspace: Workspace) -> None:
+        self._ws = workspace
+        self.op, self.epoch = "", 0
+        self._rank, self._world_size = workspace.rank, workspace.world_size
+        self._peers = [(workspace.rank + i) % workspace.world_size for i in range(1, workspace.world_size)]
+
+    @classmethod
+    def beside(cls, workspace: Workspace, op: str) -> HostSteps:
+        """Steps of their own for the workspace's next epoch."""
+        steps = cls(workspace)
+        steps.reach(workspace.addresses)
+        steps.op, steps.epoch = op, workspace.next_epoch()
+        return steps
+
+    def reach(self, addresses: list[int]) -> None:
+        """Go by the arenas at these addresses from now on."""
+        self._addresses = addresses
+        # Each signal of this rank's, by whom it is for; and each of its own header's.
+        self._signals = [address + 4 * (_SIGNALS + self._rank) for address in addresses]
+        self._own = addresses[self._rank] + 4 * _SIGNALS
+        self._step = 4 * self._world_size
+
+    def ended(self) -> int:
+        """The last epoch that this rank has ended."""
+        address = self._addresses[self._rank] + 4 * _EPOCH
+        return _word(address).value if _PLAIN_WORDS else load_acquire(address)
 
     def signal(self, dst: int, slot: int) -> None:
         """Release everything stored for rank `dst`, under `slot`."""
-        ws = self._ws
-        store_release(ws.addresses[dst] + 4 * (_SIGNALS + slot * ws.world_size + ws.rank), self.epoch)
+        if _PLAIN_WORDS:
+            _word(self._signals[dst] + slot * self._step).value = self.epoch
+        else:
+            store_release(self._signals[dst] + slot * self._step, self.epoch)
 
     # Of the host's own steps there is one kind.
     write = signal
 
     def wait(self, src: int, slot: int) -> None:
         """Wait until rank `src` has raised `slot`; PeerTimeout when the budget is spent."""
-        ws = self._ws
-        address = ws.addresses[ws.rank] + 4 * (_SIGNALS + slot * ws.world_size + src)
+        address = self._own + slot * self._step + 4 * src
+        if _PLAIN_WORDS and _word(address).value == self.epoch:
+            return
         if raised(load_acquire(address), self.epoch):
             return
         with trace.span("wait", src):
@@ -157,11 +185,11 @@ class HostSteps:
             # Read before the last look: whoever gives up or leaves has raised all its signals before.
             is_gone = waited >= spin and any(map(load_acquire, gone))
             if waited >= spin and self._has_entered(src) and self._disagrees(src):
-                ws.disagree(self._op, src, self.epoch)
+                ws.disagree(self.op, src, self.epoch)
             # The time before the poll: a rank that was itself stopped meanwhile finds what has arrived in that time.
             if waited > ws.seconds or (is_gone and not raised(poll(), expected)):
                 self._take_back()
-                ws.give_up(self._op, src, slot, expected, seen, waited)
+                ws.give_up(self.op, src, slot, expected, seen, waited)
             waited = ran.seconds()
             if waited < spin:
                 os.sched_yield()
@@ -171,13 +199,15 @@ class HostSteps:
 
     def enter(self) -> None:
         """Tell every peer that this rank has begun the epoch, and by a fingerprint what it means by it."""
-        ws = self._ws
-        place, fingerprint = 4 * fingerprint_place(self.epoch, ws.rank, ws.world_size), ws.meanings.now.fingerprint
-        store_fingerprint(ws.addresses[ws.rank] + place, fingerprint)
-        for i in range(1, ws.world_size):
-            dst = (ws.rank + i) % ws.world_size
-            store_fingerprint(ws.addresses[dst] + place, fingerprint)
-            self.signal(dst, signal.ENTRY_SLOT.value)
+        fingerprint, addresses, epoch = self._ws.meanings.now.fingerprint, self._addresses, self.epoch
+        place = 4 * (_SIGNALS + (_FINGERPRINTS + 2 * (epoch & 1)) * self._world_size + 2 * self._rank)
+        _fingerprint(addresses[self._rank] + place).value = fingerprint
+        for dst in self._peers:
+            _fingerprint(addresses[dst] + place).value = fingerprint
+            if _PLAIN_WORDS:
+                _word(self._signals[dst] + _ENTRY * self._step).value = epoch
+            else:
+                store_release(self._signals[dst] + _ENTRY * self._step, epoch)
 
     def _disagrees(self, src: int) -> bool:
         # Whether that rank, whose entry is there, means something else.
@@ -202,12 +232,11 @@ class HostSteps:
 
     def leave(self) -> None:
         """Wait for every peer's entry, compare what they mean with what this rank does, and end the epoch."""
-        for i in range(1, self._ws.world_size):
-            src = (self._ws.rank + i) % self._ws.world_size
-            self.wait(src, signal.ENTRY_SLOT.value)
+        for src in self._peers:
+            self.wait(src, _ENTRY)
             if self._disagrees(src):
-                self._ws.disagree(self._op, src, self.epoch)
-        store_release(self._ws.addresses[self._ws.rank] + 4 * signal.EPOCH.value, self.epoch)
+                self._ws.disagree(self.op, src, self.epoch)
+        store_release(self._addresses[self._rank] + 4 * _EPOCH, self.epoch)
 
 
 class DeviceSteps:

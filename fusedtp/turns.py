@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import ParamSpec, TypeVar
+from typing import NoReturn, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
@@ -32,8 +32,9 @@ _REFUSALS = {
     "or 'unfused' in several threads, or 'fused' in one",
 }
 
-# By what is taken, and its name: who has it.
-_taken: dict[tuple[str, str], Turn] = {}
+# By what is taken, and its name: who has it, as the function that took it, its thread, and the op.
+_Holder: TypeAlias = "tuple[FrameType, int, str]"
+_taken: dict[tuple[str, str], _Holder] = {}
 _finding = threading.Lock()
 
 
@@ -43,22 +44,21 @@ class Turn:
     what: "group", or "interpreter" under any name, as Triton's interpreter has one state. Nothing has been sent when it
     is refused; the peers of such a rank wait for it until their budget is spent.
 
-    Made by the function that enters it. An interruption may strike between any two steps, also just before the turn is
-    given back: it is still its holder's only while that function runs, which another one that wants it looks up.
+    An interruption may strike between any two steps, also just before the turn is given back: whoever has it has it
+    only while the function runs that entered it, which another one that wants it looks up.
     """
 
     # Not a generator: every op passes here.
-    __slots__ = ("_frame", "_key", "_op", "_thread")
+    __slots__ = ("_key", "_op")
 
     def __init__(self, what: str, name: str, op: str) -> None:
         self._key, self._op = (what, name), op
-        self._thread = threading.get_ident()
-        self._frame: FrameType | None = sys._getframe(1)
 
     def __enter__(self) -> None:
+        mine = sys._getframe(1), threading.get_ident(), self._op
         # One step of the dict's: whichever thread comes first finds its own.
-        while (holder := _taken.setdefault(self._key, self)) is not self:
-            if holder._is_held():
+        while (holder := _taken.setdefault(self._key, mine)) is not mine:
+            if _is_held(holder):
                 self._refuse(holder)
             with _finding:
                 if _taken.get(self._key) is holder:
@@ -66,34 +66,31 @@ class Turn:
 
     def __exit__(self, *_: object) -> None:
         del _taken[self._key]
-        self._frame = None
 
-    def _is_held(self) -> bool:
-        # Whether the function that took it still runs: a traceback may keep one that does not.
-        frame = sys._current_frames().get(self._thread)
-        while frame is not None and frame is not self._frame:
-            frame = frame.f_back
-        # Given back meanwhile, it has none.
-        return frame is not None
-
-    def _refuse(self, holder: Turn) -> None:
-        self._frame = None
-        (what, name), number = self._key, holder._thread
+    def _refuse(self, holder: _Holder) -> NoReturn:
+        (what, name), number = self._key, holder[1]
         thread = next((each.name for each in threading.enumerate() if each.ident == number), "one that has ended")
         refusal = _REFUSALS[what].format(name=name)
-        raise RuntimeError(f"{self._op}: {holder._op} is under way in thread {thread!r} {refusal}")
+        raise RuntimeError(f"{self._op}: {holder[2]} is under way in thread {thread!r} {refusal}")
+
+
+def _is_held(holder: _Holder) -> bool:
+    # Whether the function that took it still runs: a traceback may keep one that does not.
+    taken_by, thread, _ = holder
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame is not taken_by:
+        frame = frame.f_back
+    return frame is not None
 
 
 class Open:
-    """A context, made by the function that enters it; within another one it is that one."""
+    """A context; within another one it is that one."""
 
-    __slots__ = ("_frame", "returned")
-
-    def __init__(self) -> None:
-        self.returned = False
-        self._frame: FrameType | None = sys._getframe(1)
+    returned = False
+    _frame: FrameType | None = None
 
     def __enter__(self) -> None:
+        self._frame = sys._getframe(1)
         outer = _here.call
         if outer is None or not outer._runs():
             _here.call = self

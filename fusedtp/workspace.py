@@ -26,7 +26,7 @@ from .meaning import Meaning, Meanings
 from .memory import Arena, Exchange, Memory, Unreachable
 from .rendezvous import ArenaExchange
 from .shards import offsets
-from .steps import DeviceSteps, HostSteps, load_acquire
+from .steps import DeviceSteps, HostSteps
 
 _MIN_SLOTS = 64
 _MIN_HALF_BYTES = 1 << 16
@@ -36,6 +36,8 @@ _MAX_VIEWS = 1024
 # What an op has come to: none is under way, nothing has been sent, or peers may have seen something of it. Each is one
 # store, of the last before anything is sent, of the first after everything: an interruption finds one or the other.
 _NO_OP, _NOTHING_SENT, _SENT = 0, 1, 2
+
+_REPORT: int = signal.REPORT.value
 
 
 def _wrap(epoch: int) -> int:
@@ -60,7 +62,7 @@ class Workspace(Failing):
         self.rank, self.world_size = memory.rank, memory.world_size
         self.device, self.count_bytes = device, False
         # On a CPU a peer's memory is as near as the own one; on a GPU a matmul must not read it again and again.
-        self.in_place = device.type == "cpu"
+        self.in_place = self._on_host = device.type == "cpu"
         self.slots = self.half_bytes = 0
         self.seconds = budgets.of(None) if seconds is None else seconds
         self.failure: RuntimeError | RanksDisagree | None = None
@@ -71,6 +73,7 @@ class Workspace(Failing):
         self._call: turns.Open | None = None
         self._memory = memory
         self._arena: Arena | None = None
+        self._host_steps = HostSteps(self)
         self._tables: dict[tuple[int, ...], Tensor] = {}
         # What graphs that were captured here go on reading and writing, however the workspace has changed since.
         self._captured: list[Any] = []
@@ -121,6 +124,7 @@ class Workspace(Failing):
         # The same words for the host, where it can reach them: an element of a tensor takes ten times as long.
         self.host_words = (self.words if self.device.type == "cpu" else torch.zeros(0)).numpy()
         self.data, self.addresses = own[data_offset : data_offset + 2 * half_bytes], addresses
+        self._host_steps.reach(addresses)
         self.peers = torch.tensor([*addresses, self.host_block.data_ptr()], dtype=torch.int64).to(self.device)
         # Only now, as it may have been set meanwhile.
         self.words[signal.BUDGET_MS.value] = math.ceil(self.seconds * 1000)
@@ -156,7 +160,7 @@ class Workspace(Failing):
         return _wrap(self._mirror + 1)
 
     def _last_epoch(self) -> int:
-        return load_acquire(self.addresses[self.rank] + 4 * signal.EPOCH.value)
+        return self._host_steps.ended()
 
     def require(self, half_bytes: int, slots: int) -> None:
         """What every op begins with: grow until a half holds `half_bytes` and there are `slots` signals a source.
@@ -244,9 +248,18 @@ class Workspace(Failing):
 
     def steps(self, op: str) -> HostSteps | DeviceSteps:
         """The protocol's steps for an op driven from the host."""
-        steps = HostSteps(self, op) if self.device.type == "cpu" else DeviceSteps(self, op)
-        self.tell_peers()
-        return steps
+        if self.device.type != "cpu":
+            steps = DeviceSteps(self, op)
+            self.tell_peers()
+            return steps
+        if self._progress:
+            own, self._progress = self._host_steps, _SENT
+            own.op, own.epoch = op, (self._mirror + 1 + 2**31) % 2**32 - 2**31
+        else:
+            # Virtual ranks, which end no op here.
+            own, self._mirror_is_exact = self._host_steps, False
+            own.op, own.epoch = op, _wrap(self._last_epoch() + 1)
+        return own
 
     def begin(self, op: str, meant: Meaning) -> None:
         """Before what an op issues, which means that: chains streams. RuntimeError where the last one has not ended, or
@@ -261,8 +274,10 @@ class Workspace(Failing):
         if self.failure is not None:
             raise self.failure
         self._op, self._progress = op, _NOTHING_SENT
-        if self.device.type == "cpu":
-            epoch = self._last_epoch()
+        if self._report[_REPORT]:
+            self._check()
+        if self._on_host:
+            epoch = self._host_steps.ended()
             if epoch != self._mirror and self._mirror_is_exact:
                 self._refuse_epoch(epoch)
             self._mirror, self._mirror_is_exact = epoch, True

@@ -115,7 +115,7 @@ def test_waits_accept_what_the_model_does(distance: int, far: int) -> None:
                     if wait == "kernel":
                         step(ws.channel(), "all_gather", "wait", 1, slot)
                     else:
-                        HostSteps(ws, "all_gather").wait(1, slot)
+                        HostSteps.beside(ws, "all_gather").wait(1, slot)
                     ws.check()
                     accepted = True
                 except PeerTimeout:

@@ -55,8 +55,8 @@ class Decomposed:
 
     def enter(self) -> None:
         """Begin the epoch."""
-        self.steps = self.ws.steps(self.task.op.name)
-        self.steps.enter()
+        self.steps = steps = self.ws.steps(self.task.op.name)
+        steps.enter()
 
     def leave(self) -> None:
         """End it, behind what is still on its way."""
@@ -77,56 +77,79 @@ class Gather:
         self._at_once = bool(products) and (few or ("outer" in products and on.is_narrow))
         row_bytes = other * self._dtype.itemsize
         # Parts lie one below the other where they are to be one matrix, else each where the longest would fit.
-        whole = self._at_once or not products
+        self._is_whole = whole = self._at_once or not products
+        self._seen: Tensor | None = None
+        self._places: list[tuple[Tensor, Tensor, list[tuple[int, Tensor]]]] = []
+        # In the order in which the others' parts are taken, and in which they want the own one.
+        self._others = [(on.rank + i) % on.world_size for i in range(1, on.world_size)]
+        self._before = [(on.rank - i) % on.world_size for i in range(1, on.world_size)]
         stride = aligned(max(sizes) * row_bytes)
         self._at = [begin * row_bytes if whole else src * stride for src, begin in enumerate(self._begins[:-1])]
         offset, self._slot = on.layout.take(self._begins[-1] * row_bytes if whole else len(sizes) * stride)
         self._at = [offset + at for at in self._at]
 
-    def _rows(self, x: Tensor) -> Tensor:
-        # As it lies in an arena: columns are published as they are where each chunk is multiplied by itself.
-        return x.t() if self._dim == 1 and self._at_once else x
+    def _lay_out(self) -> None:
+        # Where everything is in the arenas that there are now, by the half: the own part's place, all parts one below
+        # the other in the own half, and the others' parts, in the order of their arrival.
+        ws, own = self._ws, self._ws.rank
+        self._seen, self._places = ws.data, []
+        for half in (0, 1):
+            mine = self._part(half, own, own)
+            whole = ws.view(own, half, self._at[0], self._shape, self._dtype) if self._is_whole else mine
+            others = [(src, self._part(half, src if ws.in_place else own, src)) for src in self._others]
+            self._places.append((mine, whole, others))
 
-    def _arrived(self, src: int) -> Tensor:
-        # What rank src has published, once it has.
+    def _part(self, half: int, holder: int, src: int) -> Tensor:
+        # Rank src's part in rank holder's half.
         size, other = self._sizes[src], self._shape[1]
         shape = (other, size) if self._dim == 1 and not self._at_once else (size, other)
-        return transport.published(self._ws, self._on.steps, src, shape, self._dtype, self._slot, self._at[src])
+        return self._ws.view(holder, half, self._at[src], shape, self._dtype)
 
     def start(self, x: Tensor) -> None:
-        ws, rows = self._ws, self._rows(x)
-        if self._at_once and not ws.in_place:
-            self._own_view().copy_(rows)
-        transport.publish(ws, self._on.steps, rows, self._slot, self._at[ws.rank])
+        ws, steps = self._ws, self._on.steps
+        if self._seen is not ws.data:
+            self._lay_out()
+        # As it lies in an arena: columns are published as they are where each chunk is multiplied by itself.
+        rows = x.t() if self._dim == 1 and self._at_once else x
+        if not ws.in_place:
+            self._push(rows)
+            return
+        mine = self._places[steps.epoch & 1][0]
+        trace.timed("travel", ws.rank, mine.copy_, rows)
+        for dst in self._before:
+            steps.signal(dst, self._slot)
 
     start_beside = start
 
-    def _own_view(self) -> Tensor:
-        ws, own = self._ws, self._ws.rank
-        return ws.view(own, self._on.steps.epoch, self._at[own], (self._sizes[own], self._shape[1]), self._dtype)
-
-    def _others(self) -> Iterator[int]:
-        ws = self._ws
-        for i in range(1, ws.world_size):
-            yield (ws.rank + i) % ws.world_size
+    def _push(self, rows: Tensor) -> None:
+        ws, steps, half = self._ws, self._on.steps, self._on.steps.epoch & 1
+        if self._at_once:
+            self._places[half][0].copy_(rows)
+        with travelling(ws):
+            for dst in self._before:
+                self._part(half, dst, ws.rank).copy_(rows)
+                steps.signal(dst, self._slot)
 
     def _together(self) -> Tensor:
         # All parts, one below the other in the own half, until the op ends.
-        ws, begins = self._ws, self._begins
-        rows = ws.view(ws.rank, self._on.steps.epoch, self._at[0], self._shape, self._dtype)
-        for src in self._others():
-            theirs = self._arrived(src)
+        ws, begins, steps = self._ws, self._begins, self._on.steps
+        _, whole, others = self._places[steps.epoch & 1]
+        for src, theirs in others:
+            steps.wait(src, self._slot)
             if ws.in_place:
-                trace.timed("travel", src, rows[begins[src] : begins[src + 1]].copy_, theirs)
-        return rows
+                trace.timed("travel", src, whole[begins[src] : begins[src + 1]].copy_, theirs)
+        return whole
 
     def multiply(self, x: Tensor, products: Sequence[Product]) -> list[Tensor]:
         if self._at_once:
             whole = self._together()
             return [_product(whole if each.kind == "rows" else whole.t(), each) for each in products]
         outs = [self._out(each) for each in products]
-        for i, src in enumerate((self._ws.rank, *self._others())):
-            chunk = x if i == 0 else self._arrived(src)
+        steps = self._on.steps
+        parts = self._places[steps.epoch & 1][2]
+        for i, (src, chunk) in enumerate(((self._ws.rank, x), *parts)):
+            if i:
+                steps.wait(src, self._slot)
             # In rows, whichever way it lies.
             rows = chunk.t() if self._dim == 1 else chunk
             with trace.span("multiply", src):
@@ -162,8 +185,9 @@ class Gather:
             out = x.new_empty(self._shape)
             with trace.span("travel", own):
                 out[begins[own] : begins[own + 1]] = x
-        for src in self._others():
-            theirs = self._arrived(src)
+        steps = self._on.steps
+        for src, theirs in self._places[steps.epoch & 1][2]:
+            steps.wait(src, self._slot)
             with trace.span("travel", src):
                 out[begins[src] : begins[src + 1]] = theirs
         return out

@@ -110,9 +110,10 @@ class Gathering:
     def _finish(self, operands: Operands) -> list[Tensor]:
         if not self._multiplies:
             return [self._gather.whole(operands[0])]
-        x, b, bias, *right = operands
-        products = [Product(self._first, b, bias, self._transposed), *(Product("outer", each) for each in right)]
-        return self._gather.multiply(x, products)
+        products = [Product(self._first, operands[1], operands[2], self._transposed)]
+        if len(operands) > 3:
+            products.append(Product("outer", operands[3]))
+        return self._gather.multiply(operands[0], products)
 
 
 class Scattering:

@@ -40,6 +40,9 @@ class Prepared:
             self.form: Any = Ring(on, task)
         else:
             self.form = FORMS[task.op.kind](on, task)
+        *self._before, self._last = self.form.stages
+        # What it needs of a half of each arena, and of the signals.
+        self.half_bytes, self.slots = (0, 0) if self.ws is None else (on.layout.half_bytes, on.layout.slots)
 
     def _verbs(self, group: ProcessGroup | None, producer: str, split: bool) -> Any:
         # Late: `fused` brings Triton in.
@@ -60,31 +63,27 @@ class Prepared:
         return Fused(ws, self.task, producer, split=split)
 
     def go(self, operands: Operands) -> list[Tensor]:
-        """Every stage, on this rank of a process of its own; its epoch has begun, as `Workspace.begin` has it."""
+        """Every stage, on this rank of a process of its own; room is there, and the epoch the workspace's."""
         if self.ws is not None:
-            on = self.on
-            self.ws.require(on.layout.half_bytes, on.layout.slots)
-            on.enter()
-        *before, last = self.form.stages
-        for stage in before:
+            self.on.enter()
+        for stage in self._before:
             stage(operands)
-        outs: list[Tensor] = last(operands)
+        outs: list[Tensor] = self._last(operands)
         if self.ws is not None:
-            on.leave()
+            self.on.leave()
         return outs
 
     def phases(self, *operands: Tensor | None) -> Phases:
         """The same in phases, which virtual ranks go through together: room is made up to the first `yield`."""
         on, ws = self.on, self.ws
         if ws is not None:
-            ws.require(on.layout.half_bytes, on.layout.slots)
+            ws.require(self.half_bytes, self.slots)
             yield
             on.enter()
-        *before, last = self.form.stages
-        for stage in before:
+        for stage in self._before:
             stage(operands)
             yield
-        outs: list[Tensor] = last(operands)
+        outs: list[Tensor] = self._last(operands)
         if ws is not None:
             on.leave()
         return outs

@@ -1,8 +1,4 @@
-"""How a schedule driven from the host moves data: a side stream, publishing, what is published.
-
-On a CPU nothing travels: a rank publishes in its own arena and the peers read it where it lies. On a GPU what is
-published is pushed into every peer's arena by the copy engine, on a side stream.
-"""
+"""What schedules share: a side stream for what travels on a GPU beside matmuls, and one shot or two."""
 
 from __future__ import annotations
 
@@ -10,15 +6,10 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
-from .. import trace
 from ..overlap import one_shot_wins
-from ..steps import DeviceSteps, HostSteps
 from ..workspace import Workspace
 from .op import Task
-
-Steps = HostSteps | DeviceSteps
 
 # One beside each stream that ops are issued on: virtual ranks of one process must not wait for each other's copies.
 _side_streams: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
@@ -66,26 +57,3 @@ def settle(ws: Workspace) -> None:
                 if not torch.cuda.is_current_stream_capturing():
                     return
         main.wait_stream(side)
-
-
-def publish(ws: Workspace, steps: Steps, x: Tensor, slot: int, offset: int) -> None:
-    """Make x [rows, cols] readable by every peer: in the own arena, or in each peer's at this rank's place."""
-    shape = (x.shape[0], x.shape[1])
-    if ws.in_place:
-        trace.timed("travel", ws.rank, ws.view(ws.rank, steps.epoch, offset, shape, x.dtype).copy_, x)
-        for i in range(1, ws.world_size):
-            steps.signal((ws.rank - i) % ws.world_size, slot)
-        return
-    with travelling(ws):
-        for i in range(1, ws.world_size):
-            dst = (ws.rank - i) % ws.world_size
-            ws.view(dst, steps.epoch, offset, shape, x.dtype).copy_(x)
-            steps.signal(dst, slot)
-
-
-def published(
-    ws: Workspace, steps: Steps, src: int, shape: tuple[int, int], dtype: torch.dtype, slot: int, offset: int
-) -> Tensor:
-    """What rank src has published, once it has."""
-    steps.wait(src, slot)
-    return ws.view(src if ws.in_place else ws.rank, steps.epoch, offset, shape, dtype)
