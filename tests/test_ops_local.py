@@ -7,7 +7,7 @@ ring is the one that does: it waits and signals in one kernel, and is left to re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from unittest import mock
 
 import pytest
@@ -17,16 +17,17 @@ from torch import Tensor
 
 from fusedtp import PeerTimeout, reference
 from fusedtp.memory.local import local_memories
-from fusedtp.schedules import fused, producer
-from fusedtp.schedules.phases import Phases, run_together
+from fusedtp.schedules import producer
+from fusedtp.schedules.phases import run_together
 from fusedtp.shards import even_sizes
 from fusedtp.workspace import Workspace
 
+from . import direct
 from .bounds import Bounds
 
 CPU = torch.device("cpu")
 # What one op is on virtual ranks: rank -> its phases; and per rank what it must give, with the error allowed.
-Op = tuple[Callable[[Workspace, int], Phases], list[Tensor], list[Tensor]]
+Op = tuple[Callable[[Workspace, int], Generator[None, None, Tensor]], list[Tensor], list[Tensor]]
 OPS = (
     "gather rows", "gather contraction", "scatter rows", "scatter columns", "matmul one_shot", "matmul two_shot",
     "scatter and gather", "all_gather", "reduce_scatter", "one_shot", "two_shot",
@@ -100,53 +101,60 @@ def problem(
         # The contraction's shards are slices with gaps between their rows; row shards come transposed on odd ranks.
         mine = [x if dim or rank % 2 else x.t().contiguous().t() for rank, x in enumerate(shards)]
         return (
-            lambda ws, rank: fused.gather_matmul_phases(
-                ws, mine[rank], b, bias, dim, sizes, split=True, producer=by[rank % len(by)]
+            lambda ws, rank: direct.phases(
+                "all_gather_matmul", ws, mine[rank], b, bias, sizes=sizes, dim=dim, split=True,
+                producer=by[rank % len(by)],
             ),
             everywhere(ref), everywhere(allowed),
         )  # fmt: skip
     if name == "scatter and gather":
         # The chunk of one product, and all rows of another tensor: one behind the other.
         shares, row_bounds = ref - bias.double(), reference.bound(a, b, dtype, k_sizes=k_sizes)
-
-        def phases(ws: Workspace, rank: int) -> Phases:
-            gathered = cut_m[rank].new_empty(M, K)
-            out = yield from fused.matmul_scatter_and_gather_phases(
-                ws, cut_k[rank], rows_of_b[rank], cut_m[rank], m_sizes, gathered, producer=by[rank % len(by)]
-            )
-            return torch.cat([out.flatten(), gathered.flatten()])
-
+        # Multiplied with ones on a diagonal, so as it is.
+        left = torch.eye(M, dtype=dtype, device=a.device)
         expected = [torch.cat([each.flatten(), a.double().flatten()]) for each in shares.split(m_sizes)]
         exact = torch.zeros(M * K, dtype=torch.float64)
-        return phases, expected, [torch.cat([each.flatten(), exact]) for each in row_bounds.split(m_sizes)]
+        return (
+            lambda ws, rank: direct.phases(
+                "matmul_reduce_scatter", ws, cut_k[rank], rows_of_b[rank], None, left, cut_m[rank], sizes=m_sizes,
+                producer=by[rank % len(by)],
+            ),
+            expected, [torch.cat([each.flatten(), exact]) for each in row_bounds.split(m_sizes)],
+        )  # fmt: skip
     if name.startswith("scatter"):
         dim, sizes = (0, m_sizes) if name == "scatter rows" else (1, uneven(N, world_size))
         return (
-            lambda ws, rank: fused.matmul_scatter_phases(ws, cut_k[rank], rows_of_b[rank], bias, dim, sizes),
+            lambda ws, rank: direct.phases(
+                "matmul_reduce_scatter", ws, cut_k[rank], rows_of_b[rank], bias, sizes=sizes, dim=dim
+            ),
             list(ref.split(sizes, dim)), list(allowed.split(sizes, dim)),
         )  # fmt: skip
     if name.startswith("matmul"):
         algorithm = name.split()[1]
         return (
-            lambda ws, rank: fused.matmul_all_reduce_phases(ws, cut_k[rank], rows_of_b[rank], bias, algorithm),
+            lambda ws, rank: direct.phases(
+                "matmul_all_reduce", ws, cut_k[rank], rows_of_b[rank], bias, algorithm=algorithm
+            ),
             everywhere(ref), everywhere(allowed),
         )  # fmt: skip
     if name == "all_gather":
         return (
-            lambda ws, rank: fused.all_gather_phases(
-                ws, cut_m[rank], m_sizes, "direct", producer=by[rank % len(by)]
+            lambda ws, rank: direct.phases(
+                "all_gather", ws, cut_m[rank], sizes=m_sizes, algorithm="direct", producer=by[rank % len(by)]
             ),
             everywhere(a.double()), everywhere(torch.zeros(M, K, dtype=torch.float64)),
         )  # fmt: skip
     if name == "reduce_scatter":
         return (
-            lambda ws, rank: fused.reduce_scatter_phases(
-                ws, parts[rank], m_sizes, "direct", producer=by[rank % len(by)]
+            lambda ws, rank: direct.phases(
+                "reduce_scatter", ws, parts[rank], sizes=m_sizes, algorithm="direct", producer=by[rank % len(by)]
             ),
             list(total.split(m_sizes)), list(total_allowed.split(m_sizes)),
         )  # fmt: skip
     return (
-        lambda ws, rank: fused.all_reduce_phases(ws, parts[rank], name, producer=by[rank % len(by)]),
+        lambda ws, rank: direct.phases(
+            "all_reduce", ws, parts[rank], algorithm=name, producer=by[rank % len(by)]
+        ),
         everywhere(total), everywhere(total_allowed),
     )  # fmt: skip
 
@@ -242,7 +250,9 @@ def test_growth_of_the_signals_alone(make: Make) -> None:
     before = ranks[0].slots, ranks[0].half_bytes
     for seed in range(3):
         whole = torch.randn(4, 17 * 64, generator=torch.Generator().manual_seed(seed))
-        outs = run_together([fused.all_gather_phases(ws, whole[ws.rank, None], (1,) * 4, "direct") for ws in ranks])
+        outs = run_together(
+            [direct.phases("all_gather", ws, whole[ws.rank, None], sizes=(1,) * 4, algorithm="direct") for ws in ranks]
+        )
         for ws, out in zip(ranks, outs, strict=True):
             ws.check()
             assert torch.equal(out, whole), f"rank {ws.rank}"

@@ -18,7 +18,7 @@ transposed one, and a bias has an element a row of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -66,6 +66,18 @@ class Task:
     dim: int = 0
     transposed: bool = False
     algorithm: str = "auto"
+
+    @classmethod
+    def of(
+        cls, op: Op, *operands: torch.Tensor | None, sizes: Sequence[int] = (), dim: int = 0, transposed: bool = False,
+        algorithm: str = "auto",
+    ) -> Task:  # fmt: skip
+        """The task on these operands."""
+        shapes = [None if each is None else (each.shape[0], each.shape[1]) if each.ndim == 2 else (1, each.shape[0])
+                  for each in operands]  # fmt: skip
+        x = operands[0]
+        assert x is not None
+        return cls(op, tuple(shapes), x.dtype, tuple(sizes), dim, transposed, algorithm)
 
     def __hash__(self) -> int:
         return self._hash

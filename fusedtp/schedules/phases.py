@@ -10,21 +10,23 @@ consumer, so that nothing waits for what comes later and the kernels need not ru
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from ..workspace import Workspace
-from .prepared import Phases, finish
+from .prepared import finish
+
+T = TypeVar("T")
 
 
-def run_together(phases: Sequence[Phases], streams: Sequence[torch.cuda.Stream] = ()) -> list[list[Tensor]]:
+def run_together(phases: Sequence[Generator[None, None, T]], streams: Sequence[torch.cuda.Stream] = ()) -> list[T]:
     """Phased: the same op of several virtual ranks phase by phase; their results in rank order.
 
     With `streams` each rank's phase runs on its own, and a phase begins when all have ended the one before.
     """
-    results: dict[int, list[Tensor]] = {}
+    results: dict[int, T] = {}
     while len(results) < len(phases):
         for rank, each in enumerate(phases):
             if rank not in results:
@@ -38,8 +40,11 @@ def run_together(phases: Sequence[Phases], streams: Sequence[torch.cuda.Stream] 
 
 
 def run_concurrently(
-    ranks: Sequence[Workspace], op: str, phases: Sequence[Phases], streams: Sequence[torch.cuda.Stream]
-) -> list[list[Tensor]]:
+    ranks: Sequence[Workspace],
+    op: str,
+    phases: Sequence[Generator[None, None, T]],
+    streams: Sequence[torch.cuda.Stream],
+) -> list[T]:
     """Concurrent: the op of every virtual rank on its own stream, issued in rank order.
 
     While kernels wait nothing may allocate device memory anew or make the host wait, and all programs of all ranks must

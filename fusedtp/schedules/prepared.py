@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -15,6 +15,7 @@ from .op import Task
 if TYPE_CHECKING:
     from ..workspace import Workspace
 
+T = TypeVar("T")
 Phases = Generator[None, None, list[Tensor]]
 
 
@@ -42,7 +43,8 @@ class Prepared:
             self.form = FORMS[task.op.kind](on, task)
         *self._before, self._last = self.form.stages
         # What it needs of a half of each arena, and of the signals.
-        self.half_bytes, self.slots = (0, 0) if self.ws is None else (on.layout.half_bytes, on.layout.slots)
+        self.half_bytes: int = 0 if self.ws is None else on.layout.half_bytes
+        self.slots: int = 0 if self.ws is None else on.layout.slots
 
     def _verbs(self, group: ProcessGroup | None, producer: str, split: bool) -> Any:
         # Late: `fused` brings Triton in.
@@ -89,11 +91,11 @@ class Prepared:
         return outs
 
 
-def finish(phases: Phases) -> list[Tensor]:
-    """What is left of it, straight through; its results."""
+def finish(phases: Generator[None, None, T]) -> T:
+    """What is left of it, straight through; its result."""
     while True:
         try:
             next(phases)
         except StopIteration as stop:
-            outs: list[Tensor] = stop.value
-            return outs
+            found: T = stop.value
+            return found

@@ -1,0 +1,44 @@
+"""Tasks run directly, by one schedule, without the functions that people call."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fusedtp.dispatch import Ready
+from fusedtp.schedules.op import OPS, Task
+from fusedtp.schedules.prepared import Prepared
+from fusedtp.workspace import Workspace
+
+
+def run(op: str, schedule: str, group: ProcessGroup, *operands: Tensor | None, **options: Any) -> list[Tensor]:
+    """The results of a task; options: those of `Task.of`."""
+    x = operands[0]
+    assert x is not None
+    task = Task.of(OPS[op], *operands, **options)
+    return Ready(task, schedule, group, x.device).run(_all(task, operands))
+
+
+def one(op: str, schedule: str, group: ProcessGroup, *operands: Tensor | None, **options: Any) -> Tensor:
+    """The only result of a task."""
+    (out,) = run(op, schedule, group, *operands, **options)
+    return out
+
+
+def phases(
+    op: str, ws: Workspace, *operands: Tensor | None, producer: str = "auto", split: bool = False, **options: Any
+) -> Generator[None, None, Tensor]:
+    """The phases of a task's kernels on a virtual rank, which end with its result; two of them in one row."""
+    task = Task.of(OPS[op], *operands, **options)
+    prepared = Prepared("fused", task, ws=ws, producer=producer, split=split)
+    outs = yield from prepared.phases(*_all(task, operands))
+    return outs[0] if len(outs) == 1 else torch.cat([out.flatten() for out in outs])
+
+
+def _all(task: Task, operands: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    # A product's bias is an operand also where it is not given.
+    return (*operands, None) if task.op.multiplies and len(operands) == 2 else operands
