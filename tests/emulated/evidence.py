@@ -18,7 +18,7 @@ import torch
 from fusedtp.schedules import producer
 
 from . import giveups, layers, mutants
-from .cases import COLLECTIVES, DTYPES, MATMULS, Shape, in_phases, run, small
+from .cases import COLLECTIVES, DTYPES, MATMULS, Shape, in_phases, programs_of, run, small
 from .driver import EmulatedDriver, device
 from .lower import Program
 from .machine import Schedule
@@ -121,11 +121,24 @@ def _execute(unit: Unit, driver: EmulatedDriver, done: Done) -> None:
                 how, given_up = _schedule(100 + 3 * i + depth), _schedule_of_giving_up(depth)
                 with mock.patch.object(producer, "PIECE_BYTES", piece_bytes):
                     world_size = 3 if other.split == "empty" else 2
-                    _add(done, run(driver, [unit.op], world_size, dtype, _deep(other, depth), how))
+                    _add(
+                        done,
+                        run(driver, [unit.op], world_size, dtype, _deep(other, depth), how, programs=programs_of(how)),
+                    )
                     if depth < 1 + unit.op.startswith("gather"):
                         _give_up(done, driver, world_size, _deep(other, depth), given_up)
-        if unit.op in ("gather rows", "gather contraction", "all_gather direct"):
-            _add(done, in_phases(driver, unit.op, 3, dtype, shape, _schedule(0), "copy"))
+        copied = unit.op in ("gather rows", "gather contraction", "all_gather direct")
+        for seed in range(9):
+            # Whoever is missing. With one step of k the waits before a loop over steps are for tiles of many ranks.
+            how = _schedule_of_giving_up(seed)
+            if unit.op.startswith("gather"):
+                for each in (shape, *others):
+                    one_step = _deep(each, seed if "contraction" in unit.op else 1)
+                    _add(done, giveups.missing(driver, unit.op, 3, dtype, one_step, how))
+            if copied:
+                if seed % 3 == 0:
+                    _add(done, in_phases(driver, unit.op, 3, dtype, _deep(shape, seed // 3), _schedule(seed), "copy"))
+                _add(done, giveups.lost(driver, unit.op, 3, dtype, _deep(shape, 1 + seed % 2), how))
     # The protocol's code is the same for all dtypes, but compiled for each.
     for seed in range(6 if unit.dtype == "bfloat16" else 3):
         _give_up(done, driver, 3, _deep(fewer, seed), _schedule_of_giving_up(seed))

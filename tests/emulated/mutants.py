@@ -199,9 +199,9 @@ def find(driver: EmulatedDriver, op: str, dtype: torch.dtype, mutant: Mutant, se
         seeds = -(-seeds // 8)
     driver.rewrite = mutant.applied
     shape = small(driver.capability, dtype)
-    # With less than a step of k too, and more than are under way at once; all are multiples of 16, which the same code
-    # is for.
-    shapes = (shape, replace(shape, K=48), replace(shape, K=2 * shape.K))
+    # With less than a step of k too, and more than are under way at once, and with whole tiles of columns, so that what
+    # any thread reads beyond the last is out of bounds; all are multiples of 16, which the same code is for.
+    shapes = (shape, replace(shape, K=48), replace(shape, K=2 * shape.K), replace(shape, N=256))
     try:
         for seed in range(seeds):
             # Several kinds of schedules: how long stores wait, how many loads see the past, who is there at once.
@@ -210,7 +210,7 @@ def find(driver: EmulatedDriver, op: str, dtype: torch.dtype, mutant: Mutant, se
             try:
                 if seed % 4 == 3:
                     giveups.missing(driver, op, 2, dtype, shape, replace(how, tick=0.0003))
-                run(driver, [op] * 2, 2, dtype, shapes[(seed + seed // 3) % 3], how)
+                run(driver, [op] * 2, 2, dtype, shapes[(seed + seed // 4) % 4], how)
             except (Failed, AssertionError, PeerTimeout) as error:
                 return f"seed {seed}: {type(error).__name__}: {error}"
             except pytest.fail.Exception as error:
