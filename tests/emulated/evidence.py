@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,8 +19,8 @@ from fusedtp.schedules import producer
 from . import giveups, layers, mutants
 from .cases import COLLECTIVES, DTYPES, MATMULS, Shape, in_phases, programs_of, run, small
 from .driver import EmulatedDriver, device
-from .lower import Program
 from .machine import Schedule
+from .ptx import without_contraction
 
 TARGETS = (80, 90)
 SEEDS = 20
@@ -186,27 +185,6 @@ def _schedule_of_giving_up(seed: int) -> Schedule:
     return replace(_schedule(seed), tick=0.0, residents=64)
 
 
-def without_contraction(program: Program) -> Any:
-    """Which instructions of a kernel are for a contraction of no length, and only for that.
-
-    Where operands are read by descriptors no launch has one, as there is no tensor map of it (`descriptors`), but the
-    compiler makes a way around the loop over it.
-    """
-    found = np.zeros(len(program.instructions), bool)
-    if not any(size == 128 for _, size in program.source.params):
-        return found
-    tests: dict[str, Any] = {}
-    for i, s in enumerate(program.source.statements):
-        if s.opcode.startswith("setp."):
-            tests[s.operands[0]] = s
-        elif s.label and s.guard in tests and not s.negated:
-            test, target = tests[s.guard], program.source.labels[s.label]
-            # k + 63 + 63 > 126, unsigned: one step of 64 at least.
-            if re.fullmatch(r"setp\.gt\.u32 %p\d+, %r\d+, 126", test.text) and test.where == s.where and target > i:
-                found[i + 1 : target] = True
-    return found
-
-
 def work(unit: Unit) -> Done:
     """All of a unit, in this process."""
     torch.set_num_threads(1)
@@ -234,7 +212,8 @@ def work(unit: Unit) -> Done:
         if not unit.mutated:
             for text, program in driver.programs.items():
                 key = program.name, hashlib.sha256(text.encode()).hexdigest()
-                kept = ~without_contraction(program)
+                kept = np.ones(len(program.instructions), bool)
+                kept[list(without_contraction(program.source))] = False
                 done.executed[key] = (program.count > 0)[kept]
                 if program.whole:
                     done.whole.add(key)
