@@ -226,7 +226,8 @@ def test_start_up_failure_is_told():
 PARENT = """
 import os, sys
 from fusedtp.bench.ranks import RankPool
-print("body", flush=True)
+# At once: two processes share this pipe.
+os.write(1, b"body\\n")
 
 def pid(group):
     return os.getpid()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,10 +17,10 @@ import torch
 from fusedtp.schedules import producer
 
 from . import giveups, layers, mutants
-from .cases import COLLECTIVES, DTYPES, MATMULS, Shape, in_phases, run, small
+from .cases import COLLECTIVES, DTYPES, MATMULS, Shape, in_phases, programs_of, run, small
 from .driver import EmulatedDriver, device
-from .lower import Program
 from .machine import Schedule
+from .ptx import without_contraction
 
 TARGETS = (80, 90)
 SEEDS = 20
@@ -121,11 +120,24 @@ def _execute(unit: Unit, driver: EmulatedDriver, done: Done) -> None:
                 how, given_up = _schedule(100 + 3 * i + depth), _schedule_of_giving_up(depth)
                 with mock.patch.object(producer, "PIECE_BYTES", piece_bytes):
                     world_size = 3 if other.split == "empty" else 2
-                    _add(done, run(driver, [unit.op], world_size, dtype, _deep(other, depth), how))
+                    _add(
+                        done,
+                        run(driver, [unit.op], world_size, dtype, _deep(other, depth), how, programs=programs_of(how)),
+                    )
                     if depth < 1 + unit.op.startswith("gather"):
                         _give_up(done, driver, world_size, _deep(other, depth), given_up)
-        if unit.op in ("gather rows", "gather contraction", "all_gather direct"):
-            _add(done, in_phases(driver, unit.op, 3, dtype, shape, _schedule(0), "copy"))
+        copied = unit.op in ("gather rows", "gather contraction", "all_gather direct")
+        for seed in range(9):
+            # Whoever is missing. With one step of k the waits before a loop over steps are for tiles of many ranks.
+            how = _schedule_of_giving_up(seed)
+            if unit.op.startswith("gather"):
+                for each in (shape, *others):
+                    one_step = _deep(each, seed if "contraction" in unit.op else 1)
+                    _add(done, giveups.missing(driver, unit.op, 3, dtype, one_step, how))
+            if copied:
+                if seed % 3 == 0:
+                    _add(done, in_phases(driver, unit.op, 3, dtype, _deep(shape, seed // 3), _schedule(seed), "copy"))
+                _add(done, giveups.lost(driver, unit.op, 3, dtype, _deep(shape, 1 + seed % 2), how))
     # The protocol's code is the same for all dtypes, but compiled for each.
     for seed in range(6 if unit.dtype == "bfloat16" else 3):
         _give_up(done, driver, 3, _deep(fewer, seed), _schedule_of_giving_up(seed))
@@ -173,27 +185,6 @@ def _schedule_of_giving_up(seed: int) -> Schedule:
     return replace(_schedule(seed), tick=0.0, residents=64)
 
 
-def without_contraction(program: Program) -> Any:
-    """Which instructions of a kernel are for a contraction of no length, and only for that.
-
-    Where operands are read by descriptors no launch has one, as there is no tensor map of it (`descriptors`), but the
-    compiler makes a way around the loop over it.
-    """
-    found = np.zeros(len(program.instructions), bool)
-    if not any(size == 128 for _, size in program.source.params):
-        return found
-    tests: dict[str, Any] = {}
-    for i, s in enumerate(program.source.statements):
-        if s.opcode.startswith("setp."):
-            tests[s.operands[0]] = s
-        elif s.label and s.guard in tests and not s.negated:
-            test, target = tests[s.guard], program.source.labels[s.label]
-            # k + 63 + 63 > 126, unsigned: one step of 64 at least.
-            if re.fullmatch(r"setp\.gt\.u32 %p\d+, %r\d+, 126", test.text) and test.where == s.where and target > i:
-                found[i + 1 : target] = True
-    return found
-
-
 def work(unit: Unit) -> Done:
     """All of a unit, in this process."""
     torch.set_num_threads(1)
@@ -221,7 +212,8 @@ def work(unit: Unit) -> Done:
         if not unit.mutated:
             for text, program in driver.programs.items():
                 key = program.name, hashlib.sha256(text.encode()).hexdigest()
-                kept = ~without_contraction(program)
+                kept = np.ones(len(program.instructions), bool)
+                kept[list(without_contraction(program.source))] = False
                 done.executed[key] = (program.count > 0)[kept]
                 if program.whole:
                     done.whole.add(key)

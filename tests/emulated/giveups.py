@@ -4,8 +4,10 @@ spent, or means another op.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +15,10 @@ from torch import Tensor
 
 from fusedtp import PeerTimeout, RanksDisagree, disagreement, reference
 from fusedtp.meaning import Meaning
+from fusedtp.steps import HostSteps
 from fusedtp.workspace import Workspace
 
-from .cases import Shape, finish, issue, problem, value_of, virtual_ranks
+from .cases import Shape, finish, issue, problem, programs_of, run_in_phases, total, value_of, virtual_ranks
 from .driver import EmulatedDriver
 from .machine import Ran, Schedule
 
@@ -39,7 +42,9 @@ def missing(
     """
     absent = schedule.seed % world_size
     schedule = replace(schedule, tick=schedule.tick or 0.0003)
-    with virtual_ranks(world_size, seconds=BUDGET_MS / 1000, clock_ms=_CLOCK_MS) as ranks:
+    with virtual_ranks(
+        world_size, seconds=BUDGET_MS / 1000, clock_ms=_CLOCK_MS, programs=programs_of(schedule)
+    ) as ranks:
         start, expected, allowed = problem(name, world_size, dtype, schedule.seed, shape)
         phases = [start(ws, ws.rank) for ws in ranks]
         others = [ws for ws in ranks if ws.rank != absent]
@@ -60,14 +65,7 @@ def missing(
         second = driver.run(ranks, replace(schedule, seed=schedule.seed + 1))
         with pytest.raises(PeerTimeout, match=f"rank {absent} waited"):
             ranks[absent].check()
-    return Ran(
-        *(
-            a + b
-            for a, b in zip(
-                (first.executed, first.stale, first.late), (second.executed, second.stale, second.late), strict=True
-            )
-        )
-    )
+    return total([first, second])
 
 
 def stopped(
@@ -78,7 +76,9 @@ def stopped(
     """
     held = schedule.seed % world_size
     schedule = replace(schedule, tick=schedule.tick or 0.0003)
-    with virtual_ranks(world_size, seconds=BUDGET_MS / 1000, clock_ms=_CLOCK_MS) as ranks:
+    with virtual_ranks(
+        world_size, seconds=BUDGET_MS / 1000, clock_ms=_CLOCK_MS, programs=programs_of(schedule)
+    ) as ranks:
         start, expected, allowed = problem(name, world_size, dtype, schedule.seed, shape)
         phases = [start(ws, ws.rank) for ws in ranks]
         next(phases[held])
@@ -105,7 +105,9 @@ def alone(
     the others come when it waits: they give up, each of its elements is right or NaN.
     """
     odd = schedule.seed % world_size
-    with virtual_ranks(world_size, seconds=6 * BUDGET_MS / 1000, clock_ms=_CLOCK_MS) as ranks:
+    with virtual_ranks(
+        world_size, seconds=6 * BUDGET_MS / 1000, clock_ms=_CLOCK_MS, programs=programs_of(schedule)
+    ) as ranks:
         start, expected, allowed = problem(name, world_size, dtype, schedule.seed, shape)
         driver.launches = lambda rank, kernel: rank != odd or kernel == last
         try:
@@ -129,7 +131,7 @@ def disagreeing(
 ) -> Ran:
     """One rank means another op by it, which sends the same: every rank is told, at the latest where it leaves."""
     odd = schedule.seed % world_size
-    with virtual_ranks(world_size, clock_ms=_CLOCK_MS) as ranks:
+    with virtual_ranks(world_size, clock_ms=_CLOCK_MS, programs=programs_of(schedule)) as ranks:
         start, expected, allowed = problem(name, world_size, dtype, schedule.seed, shape)
         for ws in ranks:
             ws.meanings.now = Meaning({"op": name, "call": "another" if ws.rank == odd else "this"})
@@ -143,6 +145,42 @@ def disagreeing(
             with pytest.raises(RanksDisagree, match=r"the ranks do not agree on call: .*another on rank"):
                 ws.check()
             _never_wrong(value_of(outs[ws.rank]), expected[ws.rank], allowed[ws.rank], what)
+    return ran
+
+
+def lost(
+    driver: EmulatedDriver, name: str, world_size: int, dtype: torch.dtype, shape: Shape, schedule: Schedule
+) -> Ran:
+    """Rows that the host copies, where of one rank's signals every other one, or each, does not come: whoever needs
+    these rows gives up, and what it has then is right or NaN.
+    """
+    odd, step = schedule.seed % world_size, 1 + schedule.seed % 2
+    schedule = replace(schedule, tick=schedule.tick or 0.0003)
+    write, written = HostSteps.write, itertools.count(schedule.seed)
+
+    def sometimes(steps: HostSteps, dst: int, slot: int) -> None:
+        if steps._ws.rank != odd or next(written) % step:
+            write(steps, dst, slot)
+
+    with virtual_ranks(
+        world_size, seconds=BUDGET_MS / 1000, clock_ms=_CLOCK_MS, programs=programs_of(schedule)
+    ) as ranks:
+        start, expected, allowed = problem(name, world_size, dtype, schedule.seed, shape, "copy")
+        with mock.patch.object(HostSteps, "write", sometimes):
+            outs, ran = run_in_phases(driver, ranks, start, schedule)
+        gave_up = 0
+        for ws, out in zip(ranks, outs, strict=True):
+            what = f"{name}, rank {ws.rank} of {world_size}, signals of {odd} lost, seed {schedule.seed}"
+            try:
+                ws.check()
+            except PeerTimeout:
+                gave_up += 1
+                if out is not None:
+                    _never_wrong(value_of(out), expected[ws.rank], allowed[ws.rank], what)
+            else:
+                assert out is not None, what
+                reference.check(value_of(out), expected[ws.rank], allowed[ws.rank], what)
+        assert gave_up or step == 2, name
     return ran
 
 
@@ -175,7 +213,9 @@ def late(
     held = schedule.seed % world_size
     until = BUDGET_MS + by if after else (_CLOCK_MS + BUDGET_MS + by + 2**31) % 2**32 - 2**31
     schedule = replace(schedule, tick=schedule.tick or 0.0003, held=held, held_until=until, held_after=after)
-    with virtual_ranks(world_size, seconds=BUDGET_MS / 1000, clock_ms=_CLOCK_MS) as ranks:
+    with virtual_ranks(
+        world_size, seconds=BUDGET_MS / 1000, clock_ms=_CLOCK_MS, programs=programs_of(schedule)
+    ) as ranks:
         start, expected, allowed = problem(name, world_size, dtype, schedule.seed, shape)
         outs = issue(driver, ranks, [start(ws, ws.rank) for ws in ranks])
         driver.run(ranks, schedule)

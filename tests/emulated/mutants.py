@@ -21,6 +21,7 @@ from . import giveups
 from .cases import run, small
 from .driver import EmulatedDriver
 from .machine import Failed, Schedule
+from .ptx import parse, without_contraction
 
 Change = str | Callable[[re.Match[str]], str]
 
@@ -92,6 +93,8 @@ EQUIVALENT = (
     (r"acquire", r"leave\b|^_entered_otherwise\b", "behind an entry fingerprints are read, by strong loads, and "
      "those of the machine read the newest value: it cannot show what this one is for"),
     (r"mask of a store", r"^(wait|leave|_give_up)\b", "every thread would store the same value"),
+    (r"wgmma waited", r"^matmul_tiles\b", "behind the loop over tiles none is under way: each tile's are waited for "
+     "before it is rounded"),
     (r"mask of a load", r"", "what is read beyond the mask is in the same operand or arena, and is never stored"),
     (r"no barrier", r"^(?!raise_signal)", "between it and the barriers beside it no two warps touch the same shared "
      "memory, and nothing is released: the checks see every access"),
@@ -157,9 +160,14 @@ def mutants(name: str, text: str) -> Iterator[Mutant]:
     # With where it was called from: a function that is inlined twice is two places.
     found = re.finditer(r"\.loc[^\n]*//\s*([^\n]*)", text)
     lines = [(m.start(), " < ".join(re.findall(r"(\w+\.py:\d+)", m[1])[:_FRAMES])) for m in found]
+    source = parse(text)
+    # What no launch executes.
+    dead = {source.statements[i].line for i in without_contraction(source)}
     for kind in KINDS:
         last: dict[str, re.Match[str]] = {}
         for match in re.finditer(kind.pattern, text):
+            if text.count("\n", 0, match.start()) in dead:
+                continue
             where = next((where for start, where in reversed(lines) if start < match.start()), "")
             if not (kind.first and where in last):
                 last[where] = match
@@ -199,9 +207,9 @@ def find(driver: EmulatedDriver, op: str, dtype: torch.dtype, mutant: Mutant, se
         seeds = -(-seeds // 8)
     driver.rewrite = mutant.applied
     shape = small(driver.capability, dtype)
-    # With less than a step of k too, and more than are under way at once; all are multiples of 16, which the same code
-    # is for.
-    shapes = (shape, replace(shape, K=48), replace(shape, K=2 * shape.K))
+    # With less than a step of k too, and more than are under way at once, and with whole tiles, so that what
+    # any thread reads beyond the last is out of bounds; all are multiples of 16, which the same code is for.
+    shapes = (shape, replace(shape, K=48), replace(shape, K=2 * shape.K), replace(shape, M=256, N=256))
     try:
         for seed in range(seeds):
             # Several kinds of schedules: how long stores wait, how many loads see the past, who is there at once.
@@ -210,7 +218,7 @@ def find(driver: EmulatedDriver, op: str, dtype: torch.dtype, mutant: Mutant, se
             try:
                 if seed % 4 == 3:
                     giveups.missing(driver, op, 2, dtype, shape, replace(how, tick=0.0003))
-                run(driver, [op] * 2, 2, dtype, shapes[(seed + seed // 3) % 3], how)
+                run(driver, [op] * 2, 2, dtype, shapes[(seed + seed // 4) % 4], how)
             except (Failed, AssertionError, PeerTimeout) as error:
                 return f"seed {seed}: {type(error).__name__}: {error}"
             except pytest.fail.Exception as error:

@@ -28,6 +28,7 @@ class Statement:
     where: str
     # Of a branch: the label, with the scope it is in.
     label: tuple[int, str] | None = None
+    line: int = 0
 
     @property
     def name(self) -> str:
@@ -89,7 +90,8 @@ def parse(text: str) -> Source:
     # Labels of inline assembly are known in its braces only.
     scopes, last, where = [0], 0, ""
     begin = text.index("\n{")
-    for line in text[begin + 2 : text.index("\n}\n", text.index("ret;", begin))].split("\n"):
+    body = text[begin + 2 : text.index("\n}\n", text.index("ret;", begin))].split("\n")
+    for number, line in enumerate(body, text[: begin + 2].count("\n")):
         line = line.split("//")[0].strip()
         if found := re.match(r"\.loc\s+(\d+) (\d+)", line):
             where = f"{files.get(found[1], found[1])}:{found[2]}"
@@ -111,11 +113,32 @@ def parse(text: str) -> Source:
                 labels[0 if found[1][0] == "$" else scopes[-1], found[1]] = len(statements)
                 part = found[2]
             if part:
-                statements.append(_statement(part, where, scopes[-1]))
+                statements.append(_statement(part, where, scopes[-1], number))
     return Source(statements, labels, _params(text), kinds)
 
 
-def _statement(part: str, where: str, scope: int) -> Statement:
+def without_contraction(source: Source) -> set[int]:
+    """Which statements of a kernel are for a contraction of no length, and only for that.
+
+    Where operands are read by descriptors no launch has one, as there is no tensor map of it (`descriptors`), but the
+    compiler makes a way around the loop over it.
+    """
+    found: set[int] = set()
+    if not any(size == 128 for _, size in source.params):
+        return found
+    tests: dict[str, Statement] = {}
+    for i, s in enumerate(source.statements):
+        if s.opcode.startswith("setp."):
+            tests[s.operands[0]] = s
+        elif s.label and s.guard in tests and not s.negated:
+            test, target = tests[s.guard], source.labels[s.label]
+            # k + 63 + 63 > 126, unsigned: one step of 64 at least.
+            if re.fullmatch(r"setp\.gt\.u32 %p\d+, %r\d+, 126", test.text) and test.where == s.where and target > i:
+                found.update(range(i + 1, target))
+    return found
+
+
+def _statement(part: str, where: str, scope: int, line: int) -> Statement:
     found = _STATEMENT.fullmatch(part)
     if not found:
         raise CannotExecute(part)
@@ -123,4 +146,4 @@ def _statement(part: str, where: str, scope: int) -> Statement:
     label = None
     if found[3].split(".")[0] == "bra":
         label = (0 if operands[0][0] == "$" else scope, operands[0])
-    return Statement(" ".join(part.split()), found[3], operands, found[2], found[1] == "!", where, label)
+    return Statement(" ".join(part.split()), found[3], operands, found[2], found[1] == "!", where, label, line)
