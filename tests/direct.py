@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from fusedtp.dispatch import Ready
 from fusedtp.schedules.op import OPS, Task
-from fusedtp.schedules.prepared import Prepared
+from fusedtp.schedules.prepared import Phases, Prepared
 from fusedtp.workspace import Workspace
 
 
@@ -29,13 +29,17 @@ def one(op: str, schedule: str, group: ProcessGroup, *operands: Tensor | None, *
     return out
 
 
-def phases(
+def results(
     op: str, ws: Workspace, *operands: Tensor | None, producer: str = "auto", split: bool = False, **options: Any
-) -> Generator[None, None, Tensor]:
-    """The phases of a task's kernels on a virtual rank, which end with its result; two of them in one row."""
+) -> Phases:
+    """The phases of a task's kernels on a virtual rank, which end with its results."""
     task = Task.of(OPS[op], *operands, **options)
-    prepared = Prepared("fused", task, ws=ws, producer=producer, split=split)
-    outs = yield from prepared.phases(*_all(task, operands))
+    return Prepared("fused", task, ws=ws, producer=producer, split=split).phases(*_all(task, operands))
+
+
+def phases(op: str, ws: Workspace, *operands: Tensor | None, **options: Any) -> Generator[None, None, Tensor]:
+    """The same, which end with its only result; two of them in one row."""
+    outs = yield from results(op, ws, *operands, **options)
     return outs[0] if len(outs) == 1 else torch.cat([out.flatten() for out in outs])
 
 

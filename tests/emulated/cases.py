@@ -6,8 +6,10 @@ Every rank's kernels wait on its own stream; all of them run together, several e
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
 import torch
 from fusedtp.kernels import signal
@@ -15,14 +17,17 @@ from torch import Tensor
 
 from fusedtp import PeerTimeout, clock, reference
 from fusedtp.memory.local import local_memories
-from fusedtp.schedules import fused, fused_collectives
-from fusedtp.schedules.phases import Phases, run_together
-from fusedtp.schedules.phases import finish as finish_phases
+from fusedtp.schedules import fused
+from fusedtp.schedules.phases import run_together
+from fusedtp.schedules.prepared import finish as finish_phases
 from fusedtp.shards import even_sizes
 from fusedtp.workspace import Workspace
 
+from .. import direct
 from .driver import EmulatedDriver
 from .machine import Ran, Schedule
+
+Phases = Generator[None, None, Any]
 
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -84,6 +89,11 @@ def laid_out(x: Tensor, how: str) -> Tensor:
     return x.contiguous() if how == "rows" else x.t().contiguous().t()
 
 
+def _phases(op: str, ws: Workspace, *operands: Tensor | None, **options: Any) -> Phases:
+    outs = yield from direct.results(op, ws, *operands, **options)
+    return outs[0] if len(outs) == 1 else _Both(outs)
+
+
 def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, shape: Shape, by: str = "push") -> Op:
     """The op `name` on random operands."""
     random = torch.Generator().manual_seed(seed)
@@ -124,12 +134,12 @@ def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, shape: Sh
         expected, error = (ref.t(), allowed.t()) if turned else (ref, allowed)
 
         def gather(ws: Workspace, rank: int) -> Phases:
-            kept = a.new_empty(M, K) if keep else None
             shard, sizes = (mine[rank], m_sizes) if dim == 0 else (shards_k[rank], k_sizes)
-            out = yield from fused.gather_matmul_phases(
-                ws, shard, right, bias_of, dim, sizes, transposed=turned, gathered=kept, split=split_off, producer=by
-            )
-            return out if kept is None else _Both((out, kept))
+            operands = (shard, right, bias_of, a.new_empty(M, 1)) if keep else (shard, right, bias_of)
+            return _phases(
+                "all_gather_matmul", ws, *operands, sizes=sizes, dim=dim, transposed=turned, split=split_off,
+                producer=by,
+            )  # fmt: skip
 
         if keep:
             expected = torch.cat([ref.flatten(), a.double().flatten()])
@@ -139,26 +149,27 @@ def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, shape: Sh
         shares = ref if bias is None else ref - bias.double()
         rows = reference.bound(a, b, dtype, k_sizes=k_sizes)
 
-        def both(ws: Workspace, rank: int) -> Phases:
-            kept = a.new_empty(M, K)
-            out = yield from fused.matmul_scatter_and_gather_phases(
-                ws, shards_k[rank], rights_k[rank], shards_m[rank], m_sizes, kept, producer=by
-            )
-            return _Both((out, kept))
-
         exact = torch.zeros(M * K, dtype=torch.float64)
         return (
-            both, [torch.cat([x.flatten(), a.double().flatten()]) for x in shares.split(m_sizes)],
+            lambda ws, rank: _phases(
+                "matmul_reduce_scatter", ws, shards_k[rank], rights_k[rank], None, a.new_empty(1, M), shards_m[rank],
+                sizes=m_sizes, producer=by,
+            ),
+            [torch.cat([x.flatten(), a.double().flatten()]) for x in shares.split(m_sizes)],
             [torch.cat([x.flatten(), exact]) for x in rows.split(m_sizes)],
         )  # fmt: skip
     if kind == "scatter":
         dim, sizes = (0, m_sizes) if how == "rows" else (1, split(N, world_size, shape.split, unit))
         return (
-            lambda ws, rank: fused.matmul_scatter_phases(ws, shards_k[rank], rights_k[rank], bias, dim, sizes),
+            lambda ws, rank: _phases(
+                "matmul_reduce_scatter", ws, shards_k[rank], rights_k[rank], bias, sizes=sizes, dim=dim
+            ),
             list(ref.split(sizes, dim)), list(summed.split(sizes, dim)),
         )  # fmt: skip
     return (
-        lambda ws, rank: fused.matmul_all_reduce_phases(ws, shards_k[rank], rights_k[rank], bias, how),
+        lambda ws, rank: _phases(
+            "matmul_all_reduce", ws, shards_k[rank], rights_k[rank], bias, algorithm=how
+        ),
         everywhere(ref), everywhere(summed),
     )  # fmt: skip
 
@@ -177,16 +188,16 @@ def _collective(
         whole = parts[0].double()
         shards = list(parts[0].split(sizes))
         return (
-            lambda ws, rank: fused_collectives.all_gather_phases(ws, shards[rank], sizes, how, producer=by),
+            lambda ws, rank: _phases("all_gather", ws, shards[rank], sizes=sizes, algorithm=how, producer=by),
             [whole] * world_size, [torch.zeros_like(whole)] * world_size,
         )  # fmt: skip
     if kind == "reduce_scatter":
         return (
-            lambda ws, rank: fused_collectives.reduce_scatter_phases(ws, parts[rank], sizes, how),
+            lambda ws, rank: _phases("reduce_scatter", ws, parts[rank], sizes=sizes, algorithm=how),
             list(total.split(sizes)), list(allowed.split(sizes)),
         )  # fmt: skip
     return (
-        lambda ws, rank: fused_collectives.all_reduce_phases(ws, parts[rank], how),
+        lambda ws, rank: _phases("all_reduce", ws, parts[rank], algorithm=how),
         [total] * world_size, [allowed] * world_size,
     )  # fmt: skip
 
@@ -207,7 +218,9 @@ def virtual_ranks(
             ws.require(half_bytes, slots)
         for ws in ranks:
             ws.data.fill_(0xFF)
-        yield ranks
+        # What is gathered and then multiplied by the library is taken as it is: the machine runs kernels alone.
+        with mock.patch.object(fused, "multiplied", lambda whole, products: [whole]):
+            yield ranks
     finally:
         for ws in ranks:
             ws.close()

@@ -20,7 +20,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fusedtp import turns, workspaces
 from fusedtp.schedules import fused
-from fusedtp.schedules.phases import Phases
+from fusedtp.schedules.alone import multiplied as library_multiplied
+from fusedtp.schedules.prepared import Prepared, finish
 from fusedtp.workspace import Workspace
 
 from .cases import virtual_ranks
@@ -68,22 +69,26 @@ def run_ranks(
         def get(group: dist.ProcessGroup, device: torch.device, *, epoch: int = 0) -> Workspace:
             return ranks[group.rank()]
 
-        def run(ws: Workspace, op: str, phases: Phases) -> Tensor:
-            next(phases)
-            result = None
-            with driver.on(ws.rank):
-                while result is None:
-                    try:
-                        next(phases)
-                    except StopIteration as stop:
-                        result = stop.value
+        def meet() -> None:
             turn.release()
             try:
                 together.wait()
             finally:
                 turn.acquire()
+
+        def go(prepared: Prepared, operands: Any) -> list[Tensor]:
+            ws = prepared.ws
+            assert ws is not None
+            with driver.on(ws.rank):
+                outs = finish(prepared.phases(*operands))
+            meet()
             ws.check()
-            return result
+            return outs
+
+        def multiplied(whole: Tensor, products: Any) -> list[Tensor]:
+            # The library multiplies what kernels have gathered.
+            meet()
+            return library_multiplied(whole, products)
 
         def thread(rank: int) -> None:
             with turn:
@@ -95,7 +100,9 @@ def run_ranks(
 
         with (
             mock.patch.object(workspaces, "get", get),
-            mock.patch.object(fused, "run", run),
+            mock.patch.object(Prepared, "go", go),
+            mock.patch.object(fused, "multiplied", multiplied),
+            mock.patch.multiple(Workspace, begin=lambda *_: None, end=lambda *_: None),
             mock.patch.object(turns, "Turn", return_value=contextlib.nullcontext()),
         ):
             threads = [threading.Thread(target=thread, args=(rank,)) for rank in range(world_size)]
