@@ -200,14 +200,18 @@ class HostSteps:
     def enter(self) -> None:
         """Tell every peer that this rank has begun the epoch, and by a fingerprint what it means by it."""
         fingerprint, addresses, epoch = self._ws.meanings.now.fingerprint, self._addresses, self.epoch
-        place = 4 * (_SIGNALS + (_FINGERPRINTS + 2 * (epoch & 1)) * self._world_size + 2 * self._rank)
+        place = 4 * fingerprint_place(epoch, self._rank, self._world_size)
+        entry = _ENTRY * self._step
+        if not _PLAIN_WORDS:
+            store_fingerprint(addresses[self._rank] + place, fingerprint)
+            for dst in self._peers:
+                store_fingerprint(addresses[dst] + place, fingerprint)
+                store_release(self._signals[dst] + entry, epoch)
+            return
         _fingerprint(addresses[self._rank] + place).value = fingerprint
         for dst in self._peers:
             _fingerprint(addresses[dst] + place).value = fingerprint
-            if _PLAIN_WORDS:
-                _word(self._signals[dst] + _ENTRY * self._step).value = epoch
-            else:
-                store_release(self._signals[dst] + _ENTRY * self._step, epoch)
+            _word(self._signals[dst] + entry).value = epoch
 
     def _disagrees(self, src: int) -> bool:
         # Whether that rank, whose entry is there, means something else.

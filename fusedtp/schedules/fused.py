@@ -221,7 +221,9 @@ class Scatter:
     def _reduce(
         self, bias: Tensor | None, out: Tensor, own: Tensor | None, *, gather: Gather | None = None, last: bool = True
     ) -> None:
-        transport.settle(self._ws)
+        if not self._multiplies:
+            # What was put may travel by copies.
+            transport.settle(self._ws)
         reduce(
             self._ws.channel(), self._on.task.op.name, out, bias,
             bias_along="columns" if self._dim == 0 else "rows", region_rows=self._region_rows,

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 from unittest import mock
 
 import torch
@@ -13,9 +14,13 @@ from fusedtp.kernels.launch import Config
 
 import fusedtp.workspaces
 from fusedtp.memory.local import local_memories
-from fusedtp.schedules import decomposed, fused, fused_collectives, producer
+from fusedtp.schedules import decomposed, fused, producer
+from fusedtp.schedules.op import OPS as OPS_BY_NAME
+from fusedtp.schedules.op import Task
+from fusedtp.schedules.prepared import Prepared, finish
 from fusedtp.workspace import Workspace
 
+from .. import direct
 from .record import Advance, Event, Kernel, Raise, Recorder, Wait
 
 CPU = torch.device("cpu")
@@ -51,25 +56,20 @@ def _pieces(op: Op) -> Op:
     return in_pieces
 
 
+def _run(op: str, ws: Workspace, *operands: torch.Tensor | None, **options: Any) -> object:
+    with ws.running(op):
+        return finish(direct.results(op, ws, *operands, **options))
+
+
 def _gather(dim: int = 0, *, split: bool = False, strided: bool = False, kept: bool = False, by: str = "push") -> Op:
     def op(ws: Workspace, sizes: tuple[int, ...], group: _Group) -> object:
         mine, whole = sizes[ws.rank], sum(sizes)
         a = _ones(mine, COLS) if dim == 0 else _ones(COLS, mine)
         if strided:
             a = a.t().contiguous().t()
-        gathered = _ones(whole, COLS) if kept else None
-        phases = fused.gather_matmul_phases(
-            ws,
-            a,
-            _ones(COLS if dim == 0 else whole, COLS),
-            None,
-            dim,
-            sizes,
-            split=split,
-            gathered=gathered,
-            producer=by,
-        )
-        return fused.run(ws, "all_gather_matmul", phases)
+        b = _ones(COLS if dim == 0 else whole, COLS)
+        more = (None, _ones(whole, 1)) if kept else ()
+        return _run("all_gather_matmul", ws, a, b, *more, sizes=sizes, dim=dim, split=split, producer=by)
 
     return op
 
@@ -77,64 +77,60 @@ def _gather(dim: int = 0, *, split: bool = False, strided: bool = False, kept: b
 def _scatter(dim: int = 0) -> Op:
     def op(ws: Workspace, sizes: tuple[int, ...], group: _Group) -> object:
         a, b = (_ones(sum(sizes), 1), _ones(1, COLS)) if dim == 0 else (_ones(COLS, 1), _ones(1, sum(sizes)))
-        return fused.run(ws, "matmul_reduce_scatter", fused.matmul_scatter_phases(ws, a, b, None, dim, sizes))
+        return _run("matmul_reduce_scatter", ws, a, b, sizes=sizes, dim=dim)
 
     return op
 
 
 def _scatter_and_gather(by: str) -> Op:
     def op(ws: Workspace, sizes: tuple[int, ...], group: _Group) -> object:
-        a, b, x = _ones(sum(sizes), 1), _ones(1, COLS), _ones(sizes[ws.rank], COLS)
-        gathered = _ones(sum(sizes), COLS)
-        phases = fused.matmul_scatter_and_gather_phases(ws, a, b, x, sizes, gathered, producer=by)
-        return fused.run(ws, "matmul_reduce_scatter", phases)
+        a, b, x, left = _ones(sum(sizes), 1), _ones(1, COLS), _ones(sizes[ws.rank], COLS), _ones(1, sum(sizes))
+        return _run("matmul_reduce_scatter", ws, a, b, None, left, x, sizes=sizes, producer=by)
 
     return op
 
 
 def _matmul_all_reduce(algorithm: str) -> Op:
-    return lambda ws, sizes, group: fused.run(
-        ws, "matmul_all_reduce",
-        fused.matmul_all_reduce_phases(ws, _ones(sum(sizes), 1), _ones(1, COLS), None, algorithm),
-    )  # fmt: skip
+    return lambda ws, sizes, group: _run(
+        "matmul_all_reduce", ws, _ones(sum(sizes), 1), _ones(1, COLS), algorithm=algorithm
+    )
 
 
 def _collective(name: str, algorithm: str, by: str = "push") -> Op:
     def op(ws: Workspace, sizes: tuple[int, ...], group: _Group) -> object:
-        if name == "all_gather":
-            shard = _ones(sizes[ws.rank], COLS)
-            return fused.run(ws, name, fused.all_gather_phases(ws, shard, sizes, algorithm, producer=by))
-        x = _ones(sum(sizes), COLS)
-        if name == "reduce_scatter":
-            return fused.run(ws, name, fused.reduce_scatter_phases(ws, x, sizes, algorithm, producer=by))
-        return fused.run(ws, name, fused.all_reduce_phases(ws, x, algorithm, producer=by))
+        x = _ones(sizes[ws.rank] if name == "all_gather" else sum(sizes), COLS)
+        lengths = () if name == "all_reduce" else sizes
+        return _run(name, ws, x, sizes=lengths, algorithm=algorithm, producer=by)
 
     return op
 
 
-def _host(name: str, *, algorithm: str = "auto", dim: int = 0, copies: bool = False, few_rows: bool = False) -> Op:
+def _host(
+    name: str, *, algorithm: str = "auto", dim: int = 0, copies: bool = False, few_rows: bool = False,
+    second: bool = False,
+) -> Op:  # fmt: skip
+    # second: with a second product, of what is gathered.
     def op(ws: Workspace, sizes: tuple[int, ...], group: _Group) -> object:
         ws.in_place = not copies
-        decomposed.FEW_ROWS = 256 if few_rows else 0
         whole, mine = sum(sizes), sizes[ws.rank]
-        call = getattr(decomposed, name)
+        operands: tuple[torch.Tensor | None, ...]
         if name == "all_gather_matmul":
             a = _ones(mine, COLS) if dim == 0 else _ones(COLS, mine)
-            b = _ones(COLS if dim == 0 else whole, COLS)
-            return call(a, b, None, gather_dim=dim, sizes=sizes, group=group)
-        if name == "all_gather_two_matmuls":
-            return call(_ones(mine, COLS), _ones(COLS, 1), _ones(whole, 1), sizes=sizes, group=group)
-        if name == "matmul_reduce_scatter":
+            operands = a, _ones(COLS if dim == 0 else whole, COLS), None, *((_ones(whole, 1),) if second else ())
+        elif name == "matmul_reduce_scatter":
             a, b = (_ones(whole, 1), _ones(1, COLS)) if dim == 0 else (_ones(COLS, 1), _ones(1, whole))
-            return call(a, b, None, scatter_dim=dim, sizes=sizes, group=group)
-        if name == "matmul_scatter_and_gather":
-            a, x = _ones(whole, 1), _ones(mine, COLS)
-            return call(a, _ones(1, COLS), _ones(1, whole), x, sizes=sizes, group=group)
-        if name == "matmul_all_reduce":
-            return call(_ones(whole, 1), _ones(1, COLS), None, group=group, algorithm=algorithm)
-        if name == "all_reduce":
-            return call(_ones(whole, COLS), group=group, algorithm=algorithm)
-        return call(_ones(mine if name == "all_gather" else whole, COLS), sizes=sizes, group=group)
+            operands = a, b, None, *((_ones(1, whole), _ones(mine, COLS)) if second else ())
+        elif name == "matmul_all_reduce":
+            operands = _ones(whole, 1), _ones(1, COLS), None
+        else:
+            operands = (_ones(mine if name == "all_gather" else whole, COLS),)
+        lengths = () if "all_reduce" in name else sizes
+        task = Task.of(OPS_BY_NAME[name], *operands, sizes=lengths, dim=dim, algorithm=algorithm)
+        with mock.patch.object(decomposed, "FEW_ROWS", 256 if few_rows else 0):
+            prepared = Prepared("decomposed", task, ws=ws)
+        with ws.running(name):
+            ws.require(prepared.half_bytes, prepared.slots)
+            return prepared.go(operands)
 
     return op
 
@@ -179,11 +175,11 @@ def _host_ops(copies: bool) -> dict[str, Op]:
         "gather rows": _host("all_gather_matmul", copies=copies),
         "gather rows, few": _host("all_gather_matmul", copies=copies, few_rows=True),
         "gather contraction": _host("all_gather_matmul", dim=1, copies=copies),
-        "gather rows, two matmuls": _host("all_gather_two_matmuls", copies=copies),
+        "gather rows, two matmuls": _host("all_gather_matmul", second=True, copies=copies),
         "scatter rows": _host("matmul_reduce_scatter", copies=copies),
         "scatter rows, few": _host("matmul_reduce_scatter", copies=copies, few_rows=True),
         "scatter columns": _host("matmul_reduce_scatter", dim=1, copies=copies),
-        "scatter and gather": _host("matmul_scatter_and_gather", copies=copies),
+        "scatter and gather": _host("matmul_reduce_scatter", second=True, copies=copies),
         "matmul one_shot": _host("matmul_all_reduce", algorithm="one_shot", copies=copies),
         "matmul two_shot": _host("matmul_all_reduce", algorithm="two_shot", copies=copies),
         "all_gather": _host("all_gather", copies=copies),
@@ -202,9 +198,8 @@ OPS = FUSED | COPIED | COPY | IN_PLACE
 def virtual_ranks(world_size: int, epoch: int = 0) -> Iterator[list[Workspace]]:
     """A workspace a rank, all in this process, with tiny tiles."""
     ranks = [Workspace(memory, CPU, epoch=epoch) for memory in local_memories(world_size, CPU)]
-    few_rows = decomposed.FEW_ROWS
     with (
-        mock.patch.object(fused_collectives, "config_for", return_value=TINY),
+        mock.patch.object(fused, "config_for", return_value=TINY),
         mock.patch.object(fusedtp.workspaces, "get", lambda group, device: ranks[group.rank()]),
     ):
         try:
@@ -212,7 +207,6 @@ def virtual_ranks(world_size: int, epoch: int = 0) -> Iterator[list[Workspace]]:
                 ws.set_timeout(0.05)
             yield ranks
         finally:
-            decomposed.FEW_ROWS = few_rows
             for ws in ranks:
                 ws.close()
 

@@ -8,8 +8,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 import fusedtp.workspaces
-from fusedtp.schedules import decomposed
 
+from .. import direct
 from .record import Kernel, Recorder
 
 
@@ -28,7 +28,7 @@ def live(group: ProcessGroup, name: str, calls: int) -> list[list[Kernel]]:
         "ring": lambda: fusedtp.all_reduce(whole, group=group, schedule="fused", algorithm="ring"),
         "two_shot": lambda: fusedtp.all_reduce(whole, group=group, schedule="fused", algorithm="two_shot"),
         # Below the operator, inside of which torch ops cannot be watched.
-        "decomposed": lambda: decomposed.all_gather(x, sizes=rows, group=group),
+        "decomposed": lambda: direct.one("all_gather", "decomposed", group, x, sizes=rows),
     }
     ws = fusedtp.workspaces.get(group, torch.device("cpu"))
     ops[name]()  # makes room

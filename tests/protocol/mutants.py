@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fusedtp.kernels import gather_matmul, push, signal
+from fusedtp.kernels import gather_matmul, layout, push, signal
 
 import fusedtp.workspace
 from fusedtp import steps
-from fusedtp.schedules import fused, fused_collectives, producer, transport
+from fusedtp.schedules import decomposed, fused, producer
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,8 @@ MUTANTS = (
     ),
     Mutant(
         "no signal for an empty shard, host", "copy: all_gather",
-        _edit(transport, "publish", "if ws.in_place:", "if x.numel() == 0:\n        return\n    if ws.in_place:"),
+        _edit(decomposed.Gather, "_push", "with travelling(ws):",
+              "if rows.numel() == 0:\n        return\n    with travelling(ws):"),
         sizes=(3, 0), says="deadlock", races=False,
     ),
     Mutant(
@@ -158,14 +159,12 @@ MUTANTS = (
     ),
     Mutant(
         "two phases under the same slots", "two_shot",
-        _edit(
-            fused_collectives, "reduce_and_collect", "FIRST_SLOT.value + num_tiles(region_rows, out.shape[1], config)",
-            "FIRST_SLOT.value",
-        ),
+        _edit(layout.Layout, "take", "slot + slots", "slot"),
         says="is read",
     ),
     Mutant(
-        "read without a wait", "copy: two_shot", _edit(transport, "published", "steps.wait(src, slot)", "pass"),
+        "read without a wait", "copy: two_shot",
+        _edit(decomposed.Gather, "whole", "steps.wait(src, self._slot)", "pass"),
         says="is read",
     ),
     Mutant(
@@ -180,11 +179,11 @@ MUTANTS = (
     Mutant(
         "signal before the copy", "copied: gather rows",
         (
-            Edit(producer, "_copy", "steps.write(dst, first_slot + slot)", "pass"),
+            Edit(producer, "_copy", "steps.write(dst, region.slot + slot)", "pass"),
             Edit(
                 producer, "_copy", "            if cols:\n",
                 "            for slot in range(begin // piece, -(-end // piece)):\n"
-                "                steps.write(dst, first_slot + slot)\n            if cols:\n",
+                "                steps.write(dst, region.slot + slot)\n            if cols:\n",
             ),
         ),
         says="is read",
@@ -208,7 +207,7 @@ MUTANTS = (
     ),
     Mutant(
         "ends before its side stream", "scatter and gather",
-        _edit(fused, "matmul_scatter_and_gather_phases", "settle(ws)", "pass"), says="may still run", races=False,
+        _edit(fused.Gather, "_collected", "transport.settle(ws)", "pass"), says="may still run", races=False,
     ),
 )  # fmt: skip
 

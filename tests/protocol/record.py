@@ -24,9 +24,8 @@ from fusedtp.kernels import signal
 from triton._C.libtriton import ir
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
-import fusedtp.workspace
 from fusedtp import steps
-from fusedtp.schedules import decomposed, fused, fused_collectives, producer, transport
+from fusedtp.schedules import decomposed, fused, producer, transport
 from fusedtp.workspace import Workspace
 
 from .accesses import TorchAccesses
@@ -380,14 +379,15 @@ class Recorder:
             if self._open:
                 self.fingerprint_stored(owner, offset // 4, self.host_event)
 
+        # What is read and written in its place is watched by functions.
+        self._replace(steps, "_PLAIN_WORDS", False)
         self._replace(steps, "load_fingerprint", load_fingerprint)
         self._replace(steps, "store_fingerprint", store_fingerprint)
         self._replace(steps, "load_acquire", load)
-        self._replace(fusedtp.workspace, "load_acquire", load)
         self._replace(steps, "store_release", store)
         self._replace(steps.HostSteps, "wait", self.whole_wait(host_wait, self.host_event))
         if self._side_stream:
-            for module in (fused, fused_collectives, decomposed, producer, transport):
+            for module in (fused, decomposed, producer, transport):
                 for name, value in (("travelling", self.side), ("settle", self.settle)):
                     if hasattr(module, name):
                         self._replace(module, name, value)
