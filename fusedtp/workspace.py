@@ -237,13 +237,13 @@ class Workspace(Failing):
         if view is None:
             if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
-            view = self._views[key] = self._made_view(peer, epoch, offset, shape, dtype)
+            begin = self.data_offset + (epoch & 1) * self.half_bytes + offset
+            view = self._views[key] = self._made_view(peer, begin, shape, dtype)
         return view
 
     @outside_inference
-    def _made_view(self, peer: int, epoch: int, offset: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    def _made_view(self, peer: int, begin: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         assert self._arena is not None
-        begin = self.data_offset + (epoch & 1) * self.half_bytes + offset
         return self._arena.tensors[peer][begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def steps(self, op: str) -> HostSteps | DeviceSteps:
