@@ -24,6 +24,7 @@ from .kernels.launch import Channel
 from .kernels.loading import check_device
 from .meaning import Meaning, Meanings
 from .memory import Arena, Exchange, Memory, Unreachable
+from .modes import outside_inference
 from .rendezvous import ArenaExchange
 from .shards import offsets
 from .steps import DeviceSteps, HostSteps
@@ -47,9 +48,7 @@ def _wrap(epoch: int) -> int:
 class Workspace(Failing):
     """One rank's end of a group's symmetric memory."""
 
-    # What is kept for later ops is made outside of inference mode, whatever mode the op that needs it first runs in: a
-    # tensor of that mode may be neither written nor viewed by an op that is trained with.
-    @torch.inference_mode(False)
+    @outside_inference
     def __init__(
         self,
         memory: Memory,
@@ -105,7 +104,7 @@ class Workspace(Failing):
         clock.drive(self.host_block[signal.CLOCK_MS.value :])
         self.made = True
 
-    @torch.inference_mode(False)
+    @outside_inference
     def _allocate(self, half_bytes: int, slots: int, epoch: int, exchange: Exchange | None) -> None:
         words = signal.SIGNALS.value + slots * self.world_size
         header = torch.zeros(-(-words // 64) * 64 + disagreement.TEXT_BYTES // 4, dtype=torch.int32)
@@ -226,25 +225,30 @@ class Workspace(Failing):
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)
                 self._tables.clear()
-            with torch.inference_mode(False):
-                table = self._tables[sizes] = torch.tensor(offsets(sizes), dtype=torch.int32, device=self.device)
+            table = self._tables[sizes] = self._made_table(sizes)
         if self._capturing():
             self._captured.append(table)
         return table
+
+    @outside_inference
+    def _made_table(self, sizes: tuple[int, ...]) -> Tensor:
+        return torch.tensor(offsets(sizes), dtype=torch.int32, device=self.device)
 
     def view(self, peer: int, epoch: int, offset: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """[rows, cols] of `dtype`, contiguous, `offset` bytes into rank `peer`'s half for `epoch`."""
         key = (peer, epoch & 1, offset, shape, dtype)
         view = self._views.get(key)
         if view is None:
-            assert self._arena is not None
-            begin = self.data_offset + (epoch & 1) * self.half_bytes + offset
             if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
-            with torch.inference_mode(False):
-                part = self._arena.tensors[peer][begin : begin + math.prod(shape) * dtype.itemsize]
-                view = self._views[key] = part.view(dtype).view(shape)
+            begin = self.data_offset + (epoch & 1) * self.half_bytes + offset
+            view = self._views[key] = self._made_view(peer, begin, shape, dtype)
         return view
+
+    @outside_inference
+    def _made_view(self, peer: int, begin: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        assert self._arena is not None
+        return self._arena.tensors[peer][begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def steps(self, op: str) -> HostSteps | DeviceSteps:
         """The protocol's steps for an op driven from the host."""

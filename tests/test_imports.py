@@ -17,7 +17,7 @@ FOLDERS = {"fusedtp": ROOT / "fusedtp", "fusedtp.kernels": ROOT / "kernels", "fu
 
 # Lowest first: a module imports from lower layers, or from its own. A folder counts as one.
 LAYERS = (
-    ("blas", "entries", "errors", "files", "registered", "shards", "trace"),
+    ("blas", "entries", "errors", "files", "modes", "registered", "shards", "trace"),
     ("notation", "redistribute", "candidates", "plan", "hardware", "overlap", "cost", "explain"),
     ("partition",),
     ("groups", "reference", "turns", "calls", "budgets"),

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp import schedules
+from fusedtp import calls, schedules
 from fusedtp.schedules import decomposed
 
 # Pairs of what a call returned and what it must be.
@@ -98,7 +98,9 @@ def _two_matmuls(call: Call) -> Results:
     x, sizes = call.everyone(call.rows, K), (call.rows,) * call.group.size()
     b, right = call.weights(K)[call.rank].t(), whole_numbers(call.number, 7, sum(sizes), N)
     module = schedules.load(call.options["schedule"])
-    first, second = module.all_gather_two_matmuls(x[call.rank], b, right, sizes=sizes, group=call.group)
+    # As backward is, in a call of its own.
+    both = calls.one(module.all_gather_two_matmuls)
+    first, second = both(x[call.rank], b, right, sizes=sizes, group=call.group)
     return [(first, torch.cat(x) @ b), (second, torch.cat(x).t() @ right)]
 
 
@@ -107,9 +109,8 @@ def _scatter_and_gather(call: Call) -> Results:
     a, b = call.everyone(sum(sizes), K), [weight.t() for weight in call.weights(K)]
     left = whole_numbers(call.number, 7, N, sum(sizes))
     module = schedules.load(call.options["schedule"])
-    first, second = module.matmul_scatter_and_gather(
-        a[call.rank], b[call.rank], left, x[call.rank], sizes=sizes, group=call.group
-    )
+    both = calls.one(module.matmul_scatter_and_gather)
+    first, second = both(a[call.rank], b[call.rank], left, x[call.rank], sizes=sizes, group=call.group)
     total = sum((one @ other for one, other in zip(a, b, strict=True)), torch.zeros(()))
     return [(first, call.own(total)), (second, left @ torch.cat(x))]
 

@@ -1,0 +1,79 @@
+"""Whoever is interrupted while something is made for later calls is in the mode that he was in, then and afterwards."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import grad_mode
+from torch.utils import _contextlib
+
+from fusedtp import modes, workspace
+from fusedtp.memory.local import local_memories
+from fusedtp.workspace import Workspace
+
+CPU = torch.device("cpu")
+# And torch's own, where a signal strikes too.
+FILES = (modes.__file__, workspace.__file__, grad_mode.__file__, _contextlib.__file__)
+
+
+def struck(number: int, call: Callable[[], object]) -> KeyboardInterrupt | None:
+    """What `call` raises where a KeyboardInterrupt is raised before its line `number`."""
+    seen = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal seen
+        if frame.f_code.co_filename not in FILES:
+            return None
+        if event == "line":
+            seen += 1
+            if seen == number:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt as error:
+        return error
+    finally:
+        sys.settrace(before)
+    return None
+
+
+def mode() -> tuple[bool, bool]:
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+
+@pytest.mark.parametrize("entered", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("what", ["view", "table"])
+def test_an_interruption_leaves_the_mode_as_it_was(what: str, entered: Callable[[], Any]) -> None:
+    (memory,) = local_memories(1, CPU)
+    ws = Workspace(memory, CPU)
+    make = {"view": lambda: ws.view(0, 1, 0, (2, 2), torch.float32), "table": lambda: ws.table((2,))}[what]
+    try:
+        for number in itertools.count(1):
+            ws._views.clear()
+            ws._tables.clear()
+            with entered():
+                inside = mode()
+                error = struck(number, make)
+                assert mode() == inside, f"line {number}"
+            assert mode() == (True, False), f"line {number}"
+            if error is None:
+                break
+            # With it go the frames, and what they had.
+            del error
+            gc.collect()
+            assert mode() == (True, False), f"line {number}, when the exception is gone"
+        assert number > 5
+        assert not make().is_inference()
+    finally:
+        ws.close()
