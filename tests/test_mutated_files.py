@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fusedtp.bench import cases, cli, compare, digest, generated, html, regress, report, store, timeline
+from fusedtp.bench import cases, cli, compare, generated, regress, report, store, timeline
 from fusedtp.bench.cli_tune import show_table
+from fusedtp.bench.frames import frame_of
 from fusedtp.bench.machine import Machine
 from fusedtp.bench.store import Row
 from fusedtp.bench.timeline import Mark, Timeline
@@ -206,8 +207,8 @@ def used(found: list[Row], right: list[Row]) -> None:
         for pair in ((found, right), (right, found)):
             changes = compare.compare(*pair, absolute=absolute)
             compare.show(changes, console(), absolute=absolute, confidence=0.95, everything=True)
-    page = html.page_of(found, digest.cases(found), [])
-    assert page.count("<section") == page.count("</section>") == 5
+    page = report.page(frame_of(found), [])
+    assert page.count("<section") == page.count("</section>") == 6
     with contextlib.suppress(generated.NoCase):
         assert "<!--" not in generated.measured_table(found)
 
