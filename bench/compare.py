@@ -9,7 +9,7 @@ did not change one in twenty will (at 95 %).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
@@ -39,16 +39,16 @@ class Change:
         return "slower" if self.interval.above else "faster" if self.interval.below else ""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Comparison:
-    """`drift` is the geometric mean of the baselines' own B over A, None without any; `lost` is without a number."""
+    """`drifts`: the baselines' own B over A. `lost`: without a number in one of both."""
 
-    changes: tuple[Change, ...]
-    only_before: tuple[Row, ...]
-    only_after: tuple[Row, ...]
-    lost: tuple[tuple[Row, Row], ...]
-    without_baseline: tuple[Row, ...]
-    drift: float | None
+    changes: list[Change] = field(default_factory=list)
+    only_before: list[Row] = field(default_factory=list)
+    only_after: list[Row] = field(default_factory=list)
+    lost: list[tuple[Row, Row]] = field(default_factory=list)
+    without_baseline: list[Row] = field(default_factory=list)
+    drifts: list[float] = field(default_factory=list)
 
 
 def machines(rows: Iterable[Row]) -> set[str]:
@@ -71,87 +71,68 @@ def compare(
 ) -> Comparison:
     """Match and compare the measured rows of two files; slower first. Predicted rows are left out."""
     old, new = ({(row.case, row.variant): row for row in rows if not row.predicted} for rows in (before, after))
-    changes, lost, without, drifts = [], [], [], []
-    for key, b in new.items():
-        a = old.get(key)
-        mine_a, mine_b = sample(a), sample(b)
-        if a is None or not (mine_a or mine_b):
-            continue
-        if mine_a is None or mine_b is None:
-            lost.append((a, b))
+    found = Comparison()
+    found.only_before += [row for key, row in old.items() if key not in new and sample(row)]
+    found.only_after += [row for key, row in new.items() if key not in old and sample(row)]
+    for key in (key for key in new if key in old):
+        a, b = old[key], new[key]
+        time_a, time_b = sample(a), sample(b)
+        if time_a is None or time_b is None:
+            found.lost += [(a, b)] if time_a or time_b else []
             continue
         if b.variant == BASELINE:
-            drifts.append(mine_b.median / mine_a.median)
+            found.drifts.append(time_b.median / time_a.median)
+            if not absolute:
+                continue
         if not absolute:
-            if b.variant == BASELINE:
+            base_a, base_b = (sample(rows.get((b.case, BASELINE))) for rows in (old, new))
+            if base_a is None or base_b is None:
+                found.without_baseline.append(b)
                 continue
-            base_a, base_b = old.get((a.case, BASELINE)), new.get((b.case, BASELINE))
-            under, over = sample(base_a), sample(base_b)
-            if under is None or over is None:
-                without.append(b)
-                continue
-            mine_a, mine_b = mine_a.over(under), mine_b.over(over)
-        changes.append(Change(a, b, ratio(mine_b, mine_a, confidence)))
-    changes.sort(key=lambda change: -change.interval.ratio)
-    return Comparison(
-        tuple(changes),
-        tuple(row for key, row in old.items() if key not in new and sample(row)),
-        tuple(row for key, row in new.items() if key not in old and sample(row)),
-        tuple(lost),
-        tuple(without),
-        geometric_mean(drifts) if drifts else None,
-    )
+            time_a, time_b = time_a.over(base_a), time_b.over(base_b)
+        found.changes.append(Change(a, b, ratio(time_b, time_a, confidence)))
+    found.changes.sort(key=lambda change: -change.interval.ratio)
+    return found
 
 
 def described(row: Row) -> str:
-    """A row's case in one line."""
+    """A row's case and variant in one line."""
     of = f", {row.model} {row.layer} at {row.tokens} tokens" if row.model else ""
     size = f"{row.M} x {row.N} x {row.K} {SHORT_DTYPES.get(row.dtype, row.dtype)}"
-    return f"{TITLES.get(row.op, row.op)} {size}, {row.direction} on {row.world_size}{of}"
+    return f"{TITLES.get(row.op, row.op)} {size}, {row.direction} on {row.world_size}{of}, {row.variant}"
 
 
 def show(found: Comparison, console: Console, *, absolute: bool, confidence: float, everything: bool) -> None:
     """Print what changed beyond its interval (all that was compared with `everything`), then what could not be."""
     what = "B / A, time" if absolute else f"B / A, time over {BASELINE}'s"
-    for verdict in ("slower", "faster", *([""] if everything else [])):
-        members = [change for change in found.changes if change.verdict == verdict]
-        lines = []
-        for change in reversed(members) if verdict == "faster" else members:
-            a, b, at = change.before, change.after, change.interval
-            line = {
-                "case": described(b),
-                "variant": b.variant,
-                "A\nmedian, ms": a.median_ms,
-                "B\nmedian, ms": b.median_ms,
+    count, total = {"slower": 0, "faster": 0, "": 0}, len(found.changes)
+    for verdict in count:
+        lines = [
+            {
+                "case": described(each.after), "A\nmedian_ms": each.before.median_ms,
+                "B\nmedian_ms": each.after.median_ms, f"{what}\nratio": each.interval.ratio,
+                f"{confidence:.0%} interval\nfrom": each.interval.low, "\nto": each.interval.high,
             }
-            line |= {f"{what}\nratio": at.ratio, f"{confidence:.0%} interval\nfrom": at.low, "\nto": at.high}
-            lines.append(line)
-        if lines:
-            table = Table.of("", f"{verdict or 'no difference to be seen'} in B: {len(members)}", lines)
+            for each in found.changes if each.verdict == verdict
+        ]  # fmt: skip
+        count[verdict] = len(lines)
+        if lines and (verdict or everything):
+            title = f"{verdict or 'no difference to be seen'} in B: {len(lines)}"
+            table = Table.of("", title, lines[::-1] if verdict == "faster" else lines)
             console.print(table.printed(sections=False), style=None if verdict else "dim")
-    console.print(_summary(found, absolute, confidence), highlight=False)
-    told = [f"only in A: {described(row)}, {row.variant}" for row in found.only_before]
-    told += [f"only in B: {described(row)}, {row.variant}" for row in found.only_after]
+    told = [f"{total} compared: {count['slower']} slower, {count['faster']} faster beyond the interval."]
+    if total:
+        mean, by_chance = geometric_mean(each.interval.ratio for each in found.changes), total * (1 - confidence)
+        told += [f"Geometric mean B / A {mean:.3f}; without any change about {by_chance:.1f} would be flagged."]
+    if found.drifts and not absolute:
+        drift = geometric_mean(found.drifts)
+        told += [f"{BASELINE} itself: B / A {drift:.3f} on average, which the other ratios leave out."]
+    told += [f"only in A: {described(row)}" for row in found.only_before]
+    told += [f"only in B: {described(row)}" for row in found.only_after]
     for a, b in found.lost:
         name, other, row = ("A", "B", a) if sample(a) is None else ("B", "A", b)
-        why = row.gate if not row.passed else "not timed"
-        told.append(f"a number in {other}, none in {name} ({why}): {described(b)}, {b.variant}")
-    told += [
-        f"no {BASELINE} in the same case, see --absolute: {described(row)}, {row.variant}"
-        for row in found.without_baseline
-    ]
-    for text in told:
-        console.print(text, highlight=False, markup=False)
-
-
-def _summary(found: Comparison, absolute: bool, confidence: float) -> str:
-    count = {name: sum(change.verdict == name for change in found.changes) for name in ("slower", "faster")}
-    total = len(found.changes)
-    lines = [f"{total} compared: {count['slower']} slower, {count['faster']} faster beyond the interval."]
-    if total:
-        mean = geometric_mean(change.interval.ratio for change in found.changes)
-        by_chance = total * (1 - confidence)
-        lines.append(f"Geometric mean B / A {mean:.3f}; without any change about {by_chance:.1f} would be flagged.")
-    if found.drift is not None and not absolute:
-        lines.append(f"{BASELINE} itself: B / A {found.drift:.3f} on average, which the other ratios leave out.")
-    return "\n".join(lines)
+        why = "not timed" if row.passed else row.gate
+        told += [f"a number in {other}, none in {name} ({why}): {described(b)}"]
+    told += [f"no {BASELINE} in the same case, see --absolute: {described(row)}" for row in found.without_baseline]
+    for line in told:
+        console.print(line, highlight=False, markup=False)

@@ -22,35 +22,31 @@ _APART = 1.16
 
 def figure(frame: pd.DataFrame) -> Any:
     """One dtype, direction and model; None where no panel has two sizes. Within `theme.style`."""
-    from matplotlib.figure import Figure
-
     shown = frame[frame["median_ms"].notna() & ~frame["variant"].isin(("own_matmul", "comm"))]
+    shown = shown.assign(x=shown["M"].where(shown["model"] != "", shown["gflop"]).astype(float))
     # of one panel: a size alone makes no curve
     shown = shown[shown.groupby(["matmul", "world_size"], observed=True)["size"].transform("nunique") > 1]
     if shown.empty:
         return None
-    sizes = sorted(shown["world_size"].unique())
-    matmuls = list(dict.fromkeys(shown["matmul"].sort_values()))
-    drawn = Figure(figsize=(9.2, 2.15 * len(sizes) + 0.9), layout="constrained")
-    axes = drawn.subplots(len(sizes), len(matmuls), squeeze=False, sharex="col", sharey="col")
-    for across, matmul in enumerate(matmuls):
-        for down, size in enumerate(sizes):
-            axis = axes[down][across]
-            panel = shown[(shown["matmul"] == matmul) & (shown["world_size"] == size)]
+    sizes, columns = sorted(set(shown["world_size"])), list(parts(shown, "matmul"))
+    drawn, axes = theme.panels([1] * len(sizes), len(columns), line=2.15, row=0.1, sharex="col", sharey="col")
+    for across, ((matmul,), members) in enumerate(columns):
+        for axis, size in zip(axes[:, across], sizes, strict=True):
             axis.set_title(f"{matmul}, {ranks(size)}", fontsize=8.5)
-            if panel.empty:
+            if (panel := members[members["world_size"] == size]).empty:
                 axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center", color=theme.colour("muted"))
             else:
                 _panel(axis, panel)
-        _size_axis(axes[-1][across], shown[shown["matmul"] == matmul])
-    for line in axes:
-        line[0].set_ylabel("time, ms")
+        theme.log_scale(axis, "x", (1.0,))
+        is_model, values = bool(members["model"].iloc[0]), sorted(set(members["x"]))
+        axis.set_xlabel("tokens" if is_model else "GFLOP a rank")
+        # every number of tokens has its tick unless that would crowd them
+        if is_model and len(values) <= 6:
+            axis.set_xticks(values)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("time, ms")
     theme.legend(drawn)
     return drawn
-
-
-def _x(lines: pd.DataFrame) -> pd.Series[Any]:
-    return lines["M"].where(lines["model"] != "", lines["gflop"]).astype(float)
 
 
 def _panel(axis: Any, panel: pd.DataFrame) -> None:
@@ -58,31 +54,20 @@ def _panel(axis: Any, panel: pd.DataFrame) -> None:
     axis.grid()
     sides = panel[["M", "N", "K"]]
     square = (panel["model"] == "") & (sides.max(axis=1) <= _SQUARE * sides.min(axis=1))
-    lines = panel.assign(x=_x(panel), family=(panel["N"].astype(str) + " " + panel["K"].astype(str)).mask(square, ""))
-    beside = lines.groupby("x")["size"].transform(lambda sizes: pd.factorize(sizes)[0])
-    lines["x"] *= _APART**beside
+    lines = panel.assign(family=(panel["N"].astype(str) + " " + panel["K"].astype(str)).mask(square, ""))
+    lines["x"] *= _APART ** lines.groupby("x")["size"].transform(lambda sizes: pd.factorize(sizes)[0])
     for (predicted, _, variant), line in parts(lines, "predicted", "family", "variant"):
-        x, paint = line["x"], theme.colour(variant)
+        x, median, paint = line["x"], line["median_ms"], theme.colour(variant)
         style: dict[str, Any] = {"color": paint, "marker": theme.marker(variant)}
         if variant == "matmul":
             style = {"color": theme.colour("ink"), "linewidth": 0.8, "marker": "_", "markersize": 7, "zorder": 2}
-            axis.plot(x, line["median_ms"], label="matmul alone", **style)
+            axis.plot(x, median, label="matmul alone", **style)
         elif predicted:
             style |= {"linestyle": (0, (4, 2.5)), "markerfacecolor": "none", "markersize": 4.5, "linewidth": 1.1}
-            axis.plot(x, line["median_ms"], label=f"{variant}, predicted", **style)
+            axis.plot(x, median, label=f"{variant}, predicted", **style)
         else:
-            low, high = (line[name].fillna(line["median_ms"]) for name in ("p20_ms", "p80_ms"))
+            low, high = line["p20_ms"].fillna(median), line["p80_ms"].fillna(median)
             axis.fill_between(x, low, high, color=paint, alpha=0.22, linewidth=0, zorder=1)
             if len(line) == 1:
                 axis.vlines(x, low, high, color=paint, linewidth=2.5, alpha=0.35, zorder=1)
-            label = f"{variant} (20-80 %)"
-            axis.plot(x, line["median_ms"], label=label, markersize=4, linewidth=1.4, zorder=3, **style)
-
-
-def _size_axis(axis: Any, lines: pd.DataFrame) -> None:
-    theme.log_scale(axis, "x", (1.0,))
-    model, values = bool(lines["model"].iloc[0]), sorted(set(_x(lines)))
-    axis.set_xlabel("tokens" if model else "GFLOP a rank")
-    # every size has its tick unless that would crowd them
-    if model and len(values) <= 6:
-        axis.set_xticks(values)
+            axis.plot(x, median, label=f"{variant} (20-80 %)", markersize=4, linewidth=1.4, zorder=3, **style)

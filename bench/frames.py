@@ -96,10 +96,14 @@ def plain_forward(frame: pd.DataFrame) -> pd.DataFrame:
     return forward if plain.empty else plain
 
 
-def parts(frame: pd.DataFrame, *columns: str) -> Iterator[tuple[list[Any], pd.DataFrame]]:
+def parts(frame: Any, *columns: str) -> Iterator[tuple[tuple[Any, ...], pd.DataFrame]]:
     """The values of these columns and the lines that share them, in order; without the values that no line has."""
-    if not frame.empty:
-        yield from ((list(key), part) for key, part in frame.groupby(list(columns), observed=True, sort=True))
+    return iter(() if frame.empty else frame.groupby(list(columns), observed=True, sort=True))
+
+
+def each(lines: pd.DataFrame, name: str) -> str:
+    """What a column has, each once."""
+    return ", ".join(sorted({str(value) for value in lines[name]} - {"", "0"}))
 
 
 def records(frame: Any) -> list[dict[str, Any]]:

@@ -15,71 +15,65 @@ import numpy.typing as npt
 import pandas as pd
 
 from . import theme
-from .frames import compared, records
+from .frames import compared, parts, records
 
 # colours are full at this ratio, or its inverse
-_FULL = 2.0
+_FULL = np.log(2.0)
 _SHADES = ("#c96412", "#f6f6f4", "#0b5ca3")
 # on cells, which look alike on white and dark
 _ON_PALE, _ON_STRONG = "#141519", "#fcfcfb"
 
+Border: TypeAlias = tuple[tuple[float, float], tuple[float, float]]
+
 
 def figure(frame: pd.DataFrame) -> Any:
     """One direction and model; None without a speed-up. Within `theme.style`."""
-    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    shown = compared(frame)
+    shown = compared(frame).assign(label=lambda found: found["where"].str.removesuffix(" tokens"))
     if shown.empty:
         return None
-    shown = shown.assign(label=shown["where"].str.removesuffix(" tokens"))
-    variants, matmuls = (list(dict.fromkeys(shown[name].sort_values())) for name in ("variant", "matmul"))
-    ranks = sorted(shown["world_size"].unique())
-    panels = {key: panel for key, panel in shown.groupby(["variant", "matmul"], observed=True)}
-    lines = [max(panel["label"].nunique() for key, panel in panels.items() if key[0] == name) for name in variants]
-    drawn = Figure(figsize=(9.2, sum(0.215 * count + 0.75 for count in lines) + 0.4), layout="constrained")
-    axes = drawn.subplots(len(variants), len(matmuls), squeeze=False, height_ratios=lines)
-    for down, variant in enumerate(variants):
-        for across, matmul in enumerate(matmuls):
-            axis = axes[down][across]
-            axis.set_title(f"{variant}\n{matmul}", fontsize=8.5)
-            _panel(axis, panels.get((variant, matmul), shown.head(0)), ranks, lines[down])
+    ranks, matmuls = sorted(set(shown["world_size"])), [key for key, _ in parts(shown, "matmul")]
+    rows = [(variant, dict(parts(members, "matmul"))) for (variant,), members in parts(shown, "variant")]
+    lines = [max(panel["label"].nunique() for panel in panels.values()) for _, panels in rows]
+    drawn, axes = theme.panels(lines, len(matmuls), line=0.215, row=0.75)
+    for line, (variant, panels), height in zip(axes, rows, lines, strict=True):
+        for axis, matmul in zip(line, matmuls, strict=True):
+            axis.set_title(f"{variant}\n{matmul[0]}", fontsize=8.5)
+            _panel(axis, panels.get(matmul, shown.head(0)), ranks, height)
     for axis in axes[-1]:
         axis.set_xlabel("ranks")
     if shown["model"].iloc[0]:
         drawn.supylabel("tokens", fontsize=8, color=theme.colour("muted"))
-    ends = zip(("faster than unfused", "slower"), (_SHADES[2], _SHADES[0]), strict=True)
-    handles: dict[str, Any] = {label: Patch(facecolor=shade) for label, shade in ends}
+    handles = {"faster than unfused": Patch(facecolor=_SHADES[2]), "slower": Patch(facecolor=_SHADES[0])}
     theme.legend(drawn, handles | {"crossover, 1.00x": Line2D([], [], **_border())})
     return drawn
 
 
-def _panel(axis: Any, panel: pd.DataFrame, ranks: Sequence[int], lines: int) -> None:
+def _panel(axis: Any, panel: pd.DataFrame, ranks: Sequence[int], height: int) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
     kinds = panel.sort_values(["dtype", "M", "gflop"]).drop_duplicates("label").set_index("label")["dtype"]
-    labels = list(kinds.index)
-    cells = np.full((len(labels), len(ranks)), np.nan)
+    cells = np.full((len(kinds), len(ranks)), np.nan)
+    style = {"ha": "center", "va": "center_baseline", "fontsize": 7}
     for row in records(panel):
-        line, column, speedup = labels.index(row["label"]), ranks.index(row["world_size"]), row["speedup"]
+        line, column, speedup = list(kinds.index).index(row["label"]), ranks.index(row["world_size"]), row["speedup"]
         cells[line, column] = speedup
-        strong = abs(np.log(speedup)) > 0.62 * np.log(_FULL)
-        text = f"{speedup:.2f}" if row["low"] > 1 or row["high"] < 1 else f"~{speedup:.2f}"
-        style = {"ha": "center", "va": "center_baseline", "fontsize": 7}
-        axis.text(column, line, text, color=_ON_STRONG if strong else _ON_PALE, **style)
+        paint = _ON_STRONG if abs(np.log(speedup)) > 0.62 * _FULL else _ON_PALE
+        known = row["low"] > 1 or row["high"] < 1
+        axis.text(column, line, f"{speedup:.2f}" if known else f"~{speedup:.2f}", color=paint, **style)
     for line, column in np.argwhere(np.isnan(cells)):
-        axis.text(column, line, "-", ha="center", va="center", fontsize=7, color=theme.colour("muted"))
-    if labels:
-        shades, most = LinearSegmentedColormap.from_list("speed-up", _SHADES), np.log(_FULL)
-        edges = (np.arange(len(each) + 1) - 0.5 for each in (ranks, labels))
-        axis.pcolormesh(*edges, np.ma.masked_invalid(np.log(cells)), cmap=shades, vmin=-most, vmax=most)
+        axis.text(column, line, "-", color=theme.colour("muted"), **style)
+    if len(kinds):
+        shades = LinearSegmentedColormap.from_list("speed-up", _SHADES)
+        edges = [np.arange(length + 1) - 0.5 for length in reversed(cells.shape)]
+        axis.pcolormesh(*edges, np.ma.masked_invalid(np.log(cells)), cmap=shades, vmin=-_FULL, vmax=_FULL)
     for ends in crossover(cells, list(kinds)):
         axis.plot(*ends, zorder=3, **_border())
-    axis.set_xlim(-0.5, len(ranks) - 0.5)
-    axis.set_ylim(lines - 0.5, -0.5)
+    theme.named_lines(axis, dict(enumerate(kinds.index)), height)
+    axis.set(xlim=(-0.5, len(ranks) - 0.5), ylim=(height - 0.5, -0.5))
     axis.set_xticks(range(len(ranks)), [str(size) for size in ranks])
-    axis.set_yticks(range(len(labels)), labels, fontsize=6.5)
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
 
@@ -92,9 +86,6 @@ def _border() -> dict[str, Any]:
     return {"color": _ON_PALE, "linewidth": 2.2, "solid_capstyle": "projecting", "path_effects": [edge]}
 
 
-Border: TypeAlias = tuple[tuple[float, float], tuple[float, float]]
-
-
 def crossover(cells: npt.NDArray[np.float64], kinds: Sequence[str]) -> list[Border]:
     """The borders, as (two x, two y), between cells at or above 1 and their neighbours below it; NaN is neither.
 
@@ -103,7 +94,6 @@ def crossover(cells: npt.NDArray[np.float64], kinds: Sequence[str]) -> list[Bord
     won = np.where(np.isnan(cells), np.nan, cells >= 1.0)
     # a win beside a loss: they differ by one, and what is not measured by NaN
     down, right = (np.argwhere(np.abs(np.diff(won, axis=axis)) == 1) for axis in (0, 1))
-    return [
-        ((column - 0.5, column + 0.5), (line + 0.5, line + 0.5))
-        for line, column in down if kinds[line] == kinds[line + 1]
-    ] + [((column + 0.5, column + 0.5), (line - 0.5, line + 0.5)) for line, column in right]  # fmt: skip
+    alike = [(line, column) for line, column in down if kinds[line] == kinds[line + 1]]
+    across: list[Border] = [((column - 0.5, column + 0.5), (line + 0.5, line + 0.5)) for line, column in alike]
+    return across + [((column + 0.5, column + 0.5), (line - 0.5, line + 0.5)) for line, column in right]

@@ -1,39 +1,58 @@
-"""What a person reads, all of it made of rows: tables in the terminal, a picture, and a page that needs nothing else.
+"""What a person reads, all of it made of rows: tables in the terminal, pictures, and a page that needs nothing else.
 
 The page fetches nothing: no network, no fonts, no files beside it. What came from outside (a gate's words, names,
-paths) is escaped. A kind of rows that is missing leaves its section with the reason in place of pictures.
+paths) is escaped. A kind of picture that rows lack leaves its section with the reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
 
 from fusedtp.files import replace
 
-from . import figures, overview, tables, theme, timeline
-from .cases import DIRECTIONS, TITLES
-from .figures import Section
-from .frames import CASE, frame_of, parts, timed
+from . import bars, curves, heatmap, overview, tables, theme, timeline
+from .cases import DIRECTIONS, SHORT_DTYPES, TITLES
+from .frames import CASE, each, frame_of, parts, timed
+from .machine import slug
 from .standings import headlines
 from .store import Row
+from .timeline import Timeline
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
+class Picture(NamedTuple):
+    """For the page. `name`: also that of its PNG."""
+
+    name: str
+    title: str
+    svg: str
+
+
+# By section of the page: what draws a picture of rows that are alike in machine, model and these columns.
+PICTURES: Mapping[str, tuple[Callable[[pd.DataFrame], Any], tuple[str, ...]]] = {
+    "time": (curves.figure, ("direction", "dtype")),
+    "speedup": (heatmap.figure, ("direction",)),
+    "parts": (bars.figure, ("direction", "world_size")),
+    "blocks": (bars.block_figure, ("dtype",)),
+}
+
+
 def show(rows: Sequence[Row], console: Console) -> None:
     """Print the timed cases, the totals of blocks, the checks without a time, what was not run, and every failure."""
     frame = frame_of(rows)
-    timings = [make(frame, each) for each in DIRECTIONS for make in (tables.times, tables.rates)]
-    shown = [*timings, tables.totals(frame), tables.summary(frame), tables.checked(frame)]
-    for table in (each for each in shown if not each.cells.empty):
+    shown = [make(frame, direction) for direction in DIRECTIONS for make in (tables.times, tables.rates)]
+    shown += [tables.totals(frame), tables.summary(frame), tables.checked(frame)]
+    shown = [table for table in shown if not table.cells.empty]
+    for table in shown:
         console.print(table.printed())
-    for note in dict.fromkeys(each.note for each in shown if not each.cells.empty and each.note):
+    for note in dict.fromkeys(table.note for table in shown if table.note):
         console.print(note, style="dim", highlight=False)
     for line in tables.not_run(frame):
         console.print(f"not run: {line}", style="dim", highlight=False)
@@ -57,74 +76,78 @@ def folder_of(path: Path) -> Path:
 
 def write(rows: Sequence[Row], path: Path) -> None:
     """Beside the rows' file: the page, and its pictures; with the timeline that is there."""
-    recorded: timeline.Timeline | str = "no timeline.json is beside the rows; `fusedtp timeline` records one"
-    beside = path.with_name("timeline.json")
-    if beside.exists():
+    recorded: Timeline | str = "no timeline.json is beside the rows; `fusedtp timeline` records one"
+    if (beside := path.with_name("timeline.json")).exists():
         try:
             recorded = timeline.read(beside)
         except (ValueError, OSError) as error:
             recorded = str(error)
-    frame = frame_of(rows)
-    sections = figures.sections(frame, recorded)
-    for each in (drawn for section in sections for drawn in section.pictures):
-        replace(folder_of(path) / f"{each.name}.png", each.png)
-    replace(path.with_suffix(".html"), page(frame, sections).encode())
+    frame, drawn = frame_of(rows), {}
+    with theme.style():
+        for section, (draw, columns) in PICTURES.items():
+            figures = ((words, draw(part)) for words, part in _groups(frame, columns))
+            drawn[section] = [_kept(section, *pair, path) for pair in figures if pair[1] is not None]
+        calls = [] if isinstance(recorded, str) else [("call", timeline.figure(recorded))]
+        drawn["timeline"] = [_kept("timeline", *pair, path) for pair in calls]
+    replace(path.with_suffix(".html"), page(frame, drawn, str(recorded)).encode())
 
 
-def page(frame: pd.DataFrame, sections: Sequence[Section]) -> str:
+def _kept(section: str, words: str, figure: Any, path: Path) -> Picture:
+    # The layout is found once, for both files.
+    figure.get_layout_engine().execute(figure)
+    figure.set_layout_engine("none")
+    name = slug(f"{section} {words}")
+    theme.save(figure, folder_of(path) / f"{name}.png")
+    return Picture(name, words, theme.svg(figure, name, f"{section}: {words}"))
+
+
+def _groups(frame: pd.DataFrame, columns: Sequence[str]) -> Iterator[tuple[str, pd.DataFrame]]:
+    # With words for what they share; models first, as they are what was asked for.
+    found = sorted(parts(frame, "machine", "model", *columns), key=lambda group: (group[0][0], not group[0][1]))
+    for (machine, model, *values), part in found:
+        named = zip(columns, values, strict=True)
+        words = [f"{value} ranks" if name == "world_size" else SHORT_DTYPES.get(value, value) for name, value in named]
+        on = [f"on {machine}"] if frame["machine"].nunique() > 1 else []
+        yield ", ".join([model or "single matmuls", *words, *on]), part
+
+
+def page(frame: pd.DataFrame, pictures: Mapping[str, Sequence[Picture]], no_timeline: str = "") -> str:
     """The whole document."""
     from jinja2 import Environment, PackageLoader
 
     lines = timed(frame)
     environment = Environment(loader=PackageLoader("fusedtp.bench"), autoescape=True, trim_blocks=True)
     return environment.get_template("page.html").render(
-        machines=_each(frame if lines.empty else lines, "hardware", "; "),
-        when=_when(lines),
-        facts=_facts(frame, lines),
-        frame=frame,
-        sections=sections,
-        tables=tables,
-        headlines=headlines(frame),
-        directions=DIRECTIONS,
-        colours=theme.COLOURS,
-    )
-
-
-def _each(lines: pd.DataFrame, name: str, between: str = ", ") -> str:
-    # What a column has, each once.
-    return between.join(sorted({str(value) for value in lines[name]} - {"", "0"}))
-
-
-def _when(lines: pd.DataFrame) -> str:
-    if lines.empty:
-        return "Nothing was timed."
-    days = sorted({when[:10] for when in lines["time_utc"] if when})
-    span = " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "at an unknown time"
-    commits = (lines["commit"] + lines["dirty"].map({True: " with changes", False: ""})).where(
-        lines["commit"] != "", ""
-    )
-    return f"Measured {span}, commit {_each(commits.to_frame('commit'), 'commit') or 'unknown'}."
+        facts=_facts(frame, lines), frame=frame, lines=lines, each=each, tables=tables, pictures=pictures,
+        no_timeline=no_timeline, headlines=headlines(frame), directions=DIRECTIONS, colours=theme.COLOURS,
+    )  # fmt: skip
 
 
 def _facts(frame: pd.DataFrame, lines: pd.DataFrame) -> dict[str, str]:
     about = frame if lines.empty else lines
-    counts = f"{len(frame)}, none timed"
+    counts, when = f"{len(frame)}, none timed", "Nothing was timed."
     if len(lines):
-        num_cases, ranks = len(list(parts(lines, *CASE))), ", ".join(map(str, sorted(set(lines["world_size"]))))
-        counts = f"{len(frame)}, of which {len(lines)} timed: {num_cases} cases on {ranks} ranks"
-        counts += f", {spent:.0f} s on the clock" if (spent := lines["total_ms"].sum() / 1e3) else ""
-    versions = [f"fusedtp {version('fusedtp')}"]
-    versions += [
-        f"{name} {_each(about, name)}" for name in ("torch", "triton", "python", "driver") if _each(about, name)
-    ]
+        spent, days = (
+            lines["total_ms"].sum() / 1e3,
+            each(lines.assign(day=lines["time_utc"].str[:10]), "day").split(", "),
+        )
+        counts = f"{len(frame)}, of which {len(lines)} timed: {len(list(parts(lines, *CASE)))} cases on "
+        counts += f"{each(lines, 'world_size')} ranks" + (f", {spent:.0f} s on the clock" if spent else "")
+        commits = (lines["commit"] + lines["dirty"].map({True: " with changes", False: ""})).mask(lines["commit"] == "")
+        span = " to ".join(dict.fromkeys((days[0], days[-1]))) or "at an unknown time"
+        when = f"Measured {span}, commit {', '.join(sorted(set(commits.dropna()))) or 'unknown'}."
+    found = {name: each(about, name) for name in ("torch", "triton", "python", "driver")}
+    versions = [f"fusedtp {version('fusedtp')}", *(f"{name} {text}" for name, text in found.items() if text)]
     return {
+        "machines": each(about, "hardware"),
+        "when": when,
         "rows": counts,
         "ops": ", ".join(TITLES.get(op, op) for (op,), _ in parts(about, "op")),
-        "models": _each(about, "model"),
-        "dtypes": _each(about, "short_dtype"),
-        "threads a rank": _each(about, "threads"),
-        "links": _each(about, "links"),
-        "torch.distributed": _each(about, "backend"),
+        "models": each(about, "model"),
+        "dtypes": each(about, "short_dtype"),
+        "threads a rank": each(about, "threads"),
+        "links": each(about, "links"),
+        "torch.distributed": each(about, "backend"),
         "versions": ", ".join(versions),
-        "predictions": _each(frame[frame["predicted"]], "path"),
+        "predictions": each(frame[frame["predicted"]], "path"),
     }

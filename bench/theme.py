@@ -7,6 +7,7 @@ variable of the page's style sheet, which has a value for light and one for dark
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from html import escape
 from io import BytesIO, StringIO
@@ -71,7 +72,8 @@ RC: dict[str, Any] = {
     "legend.fontsize": 8,
     "hatch.color": _MUTED,
     "hatch.linewidth": 0.5,
-    "savefig.dpi": 130,
+    # also that of the layout, which is found once for all files
+    "figure.dpi": 130,
     "svg.fonttype": "none",
     "svg.hashsalt": "fusedtp",
     # names come out of files: a dollar sign is one
@@ -102,36 +104,48 @@ def bar(kind: str, **more: Any) -> dict[str, Any]:
     return {"facecolor": colour(kind), "linewidth": 0.0, **hatched, **more}
 
 
+def panels(rows: Sequence[float], num_columns: int, *, line: float, row: float, width: float = 9.2, **more: Any) -> Any:
+    """A figure and its axes, [rows, columns]: each row has so many lines, `line` inches each, and `row` beside them."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, line * sum(rows) + row * len(rows) + 0.5), layout="constrained")
+    return figure, figure.subplots(len(rows), num_columns, squeeze=False, height_ratios=rows, **more)
+
+
+def named_lines(axes: Any, names: Mapping[Any, str], lines: float) -> None:
+    """Names instead of a y axis, by place from above, of which the panel has room for `lines`."""
+    axes.set_yticks(list(names), list(names.values()))
+    axes.set_ylim(lines - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+
+
 def log_scale(axes: Any, which: str, subs: tuple[float, ...] = (1.0, 3.0)) -> None:
     """The x or y axis logarithmic, its ticks plain numbers: these multiples of powers of ten."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     axes.set(**{f"{which}scale": "log"})
     axis = getattr(axes, f"{which}axis")
-    axis.set_major_locator(LogLocator(subs=subs, numticks=8))
+    axis.set(major_locator=LogLocator(subs=subs, numticks=8), minor_locator=NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_locator(NullLocator())
 
 
-def legend(figure: Any, handles: dict[str, Any] | None = None, **options: Any) -> None:
-    """Above all panels, each label once: of `handles`, or of what the panels have."""
+def legend(figure: Any, handles: Mapping[str, Any] | None = None, **options: Any) -> None:
+    """Above all panels, each label once: of `handles`, bars of a kind or artists, or of what the panels have."""
+    from matplotlib.patches import Patch
+
     if handles is None:
         pairs = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in figure.axes]
         handles = {label: handle for panel in pairs for handle, label in panel}
-    options = {"loc": "outside upper left", "ncols": min(5, len(handles)), **options}
-    figure.legend(handles.values(), handles.keys(), **options)
-
-
-def png(figure: Any) -> bytes:
-    """On white."""
-    drawn = BytesIO()
-    figure.savefig(drawn, format="png", facecolor="white")
-    return drawn.getvalue()
+    artists = [Patch(**bar(each)) if isinstance(each, str) else each for each in handles.values()]
+    figure.legend(artists, handles, **{"loc": "outside upper left", "ncols": min(5, len(artists)), **options})
 
 
 def save(figure: Any, path: Path) -> None:
-    """As a PNG, replaced as a whole."""
-    replace(path, png(figure))
+    """As a PNG on white, replaced as a whole."""
+    drawn = BytesIO()
+    figure.savefig(drawn, format="png", facecolor="white")
+    replace(path, drawn.getvalue())
 
 
 def svg(figure: Any, name: str, label: str) -> str:

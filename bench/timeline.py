@@ -192,37 +192,27 @@ def figure(found: Timeline) -> Any:
 
     Within `theme.style`.
     """
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    ranks = sorted({mark.rank for mark in found.marks})
+    names = {mark.rank: f"rank {mark.rank}" for mark in found.marks}
     longest_us = max(mark.begin_us + mark.length_us for mark in found.marks)
-    height = (0.34 * len(ranks) + 0.62) * len(found.schedules) + 0.75
-    drawn = Figure(figsize=(9.2, height), layout="constrained")
-    axes = drawn.subplots(len(found.schedules), 1, sharex=True, squeeze=False)[:, 0]
-    for axis, schedule in zip(axes, found.schedules, strict=True):
+    drawn, axes = theme.panels([len(names)] * len(found.schedules), 1, line=0.34, row=0.65, sharex=True)
+    for axis, schedule in zip(axes[:, 0], found.schedules, strict=True):
         for mark in found.of(schedule):
             left, length = mark.begin_us / 1e3, mark.length_us / 1e3
-            if mark.kind == "call":
-                axis.barh(mark.rank, length, left=left, height=0.84, **theme.bar("line", zorder=1))
-                continue
-            edge = {} if mark.kind == "wait" else {"edgecolor": theme.colour("paper"), "linewidth": 0.6}
-            axis.barh(mark.rank, length, left=left, height=0.72, **theme.bar(mark.kind, zorder=2, **edge))
+            whole = mark.kind == "call"
+            edge = {} if whole or mark.kind == "wait" else {"edgecolor": theme.colour("paper"), "linewidth": 0.6}
+            face = theme.bar("line" if whole else mark.kind, zorder=1 if whole else 2, **edge)
+            axis.barh(mark.rank, length, left=left, height=0.84 if whole else 0.72, **face)
             if mark.peer >= 0 and mark.kind != "wait" and mark.length_us > 0.03 * longest_us:
                 style = {"ha": "center", "va": "center_baseline", "fontsize": 7.5, "color": theme.colour("on-bar")}
                 axis.text(left + length / 2, mark.rank, f"{mark.peer}", zorder=3, **style)
         last = max(mark.begin_us + mark.length_us for mark in found.of(schedule)) / 1e3
         axis.axvline(last, color=theme.colour("ink"), linewidth=1.0, ymin=0.02, ymax=0.98)
         axis.set_title(f"{schedule}: {last:.3g} ms")
-        axis.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
-        axis.set_ylim(len(ranks) - 0.4, -0.6)
-        axis.tick_params(axis="y", length=0)
-        axis.spines["left"].set_visible(False)
-    axes[-1].set_xlabel("ms from the first rank's call")
-    axes[-1].set_xlim(left=0)
+        theme.named_lines(axis, names, len(names))
+    axes[-1, 0].set_xlabel("ms from the first rank's call")
+    axes[-1, 0].set_xlim(left=0)
     kinds = {mark.kind for mark in found.marks}
-    handles = {name: Patch(**theme.bar(kind)) for kind, name in _NAMES.items() if kind in kinds}
-    handles["the rest of the call"] = Patch(**theme.bar("line"))
+    handles = {name: kind for kind, name in _NAMES.items() if kind in kinds} | {"the rest of the call": "line"}
     theme.legend(drawn, handles, title=found.title(), alignment="left")
     return drawn
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from fusedtp.bench import bars, curves, figures, heatmap, report, store, theme
+from fusedtp.bench import bars, curves, heatmap, report, store, theme
 from fusedtp.bench.cases import OPS
 from fusedtp.bench.cli import app
 from fusedtp.bench.frames import frame_of
@@ -269,7 +269,11 @@ def test_table_has_every_row_and_its_numbers(written: Path, rows: list[Row]) -> 
     text = written.with_suffix(".html").read_text()
     table = text[text.index('<table id="T_rows">') :]
     assert table.count("<tr") == 1 + len(rows)
-    assert len(re.findall(r">yes</td>", table)) == sum(row.predicted for row in rows)
+    assert table.count(">yes</td>") == sum(row.predicted + row.interpreted for row in rows)
+    # what is predicted stands in another style
+    (style,) = re.findall(r"((?:#T_rows_row\d+_col\d+,?\s*)+)\{\s*font-style: italic", text)
+    lines = {each.strip().partition("_col")[0] for each in style.split(",")}
+    assert len(lines) == sum(row.predicted for row in rows)
     assert ">5.12</td>" in table
     # a column that no row has is left out
     assert "busbw" not in table[: table.index("</thead>")]
@@ -341,11 +345,10 @@ def test_command_and_the_cost_model_beside_what_was_measured(make_row: MakeRow, 
     assert "abacus" in done.output
 
 
-def test_sections_are_those_of_the_page() -> None:
-    assert [each.name for each in figures.sections(frame_of([]), "why")] == [
-        "time",
-        "speedup",
-        "parts",
-        "blocks",
-        "timeline",
-    ]
+def test_sections_are_those_of_the_page(written: Path) -> None:
+    found = Page(written.with_suffix(".html").read_text())
+    links = [value[1:] for tag, name, value in found.attributes if (tag, name) == ("a", "href")]
+    pictures = [*report.PICTURES, "timeline"]
+    assert pictures == ["time", "speedup", "parts", "blocks", "timeline"]
+    assert links == ["short", "sizes", *pictures, "times", "refused", "checked", "rows"]
+    assert [each for each in found.ids if each in links] == links

@@ -207,7 +207,7 @@ def used(found: list[Row], right: list[Row]) -> None:
         for pair in ((found, right), (right, found)):
             changes = compare.compare(*pair, absolute=absolute)
             compare.show(changes, console(), absolute=absolute, confidence=0.95, everything=True)
-    page = report.page(frame_of(found), [])
+    page = report.page(frame_of(found), {})
     assert page.count("<section") == page.count("</section>") == 6
     with contextlib.suppress(generated.NoCase):
         assert "<!--" not in generated.measured_table(found)
