@@ -97,7 +97,7 @@ def sweep(session: nox.Session) -> None:
 
 @nox.session
 def report(session: nox.Session) -> None:
-    """Tables, picture and page, results/<machine>/sweep.html, from rows that are there. Arguments after --: files, ..."""
+    """Tables, picture and page, results/<machine>/sweep.html, from rows that are there. Arguments after --: files."""
     install(session)
     session.run("fusedtp", "report", *session.posargs, env=ONE_THREAD)
 

@@ -137,6 +137,19 @@ def pytest_benchmark_generate_machine_info() -> dict[str, Any]:
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_generate_commit_info() -> dict[str, Any]:
+    here = describe()
+    return {"id": here.commit, "dirty": here.dirty}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_scale_unit(unit: str, benchmarks: list[Mapping[str, Any]]) -> tuple[str, float] | None:
+    """Ratios are shown as they are, not in a thousandth of a unit."""
+    ratios = unit == "seconds" and all(each["name"].startswith("test_ratio") for each in benchmarks)
+    return ("", 1.0) if ratios else None
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_compare_machine_info(
     machine_info: Mapping[str, Any], compared_benchmark: Mapping[str, Any]
 ) -> None:
