@@ -36,7 +36,7 @@ class Change:
 
     @property
     def verdict(self) -> str:
-        return "slower" if self.interval.above else "faster" if self.interval.below else ""
+        return "slower" if self.interval.low > 1 else "faster" if self.interval.high < 1 else ""
 
 
 @dataclass

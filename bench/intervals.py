@@ -1,9 +1,9 @@
 """A confidence interval for the ratio of two times, by Yuen's t-test of the logarithms of their rounds.
 
-`scipy.stats.ttest_ind` with a fifth trimmed from each end: rounds that something else has struck do not count, and the
-interval covers its share from 3 rounds on, which an interval of resampled medians does not below about 10
-(`tests/test_bench_compare.py` simulates it). Of rows without their rounds, as older files have them, it is what their
-percentiles leave open: from the 20th of one time over the 80th of the other to the reverse.
+`scipy.stats.ttest_ind`, with a fifth trimmed from each end: rounds that something else has struck do not count, and it
+covers its share from 3 rounds on (`tests/test_bench_compare.py` simulates it), which resampled medians do not. Of rows
+without their rounds, as older files have them, it is what their percentiles leave open: from the 20th of one time over
+the 80th of the other to the reverse.
 
 What no such interval contains is how a machine differs from one run to the next: another clock rate, another placement
 in memory. That is why a ratio to the baseline of the same run is compared first, and why a change is best shown twice.
@@ -30,19 +30,6 @@ class Interval:
     ratio: float
     low: float
     high: float
-
-    @property
-    def above(self) -> bool:
-        """The ratio is above 1 and the whole interval too."""
-        return self.low > 1.0
-
-    @property
-    def below(self) -> bool:
-        """The ratio is below 1 and the whole interval too."""
-        return self.high < 1.0
-
-    def __str__(self) -> str:
-        return f"{self.ratio:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from fusedtp.files import replace
 
 from . import bars, curves, heatmap, overview, tables, theme, timeline
 from .cases import DIRECTIONS, SHORT_DTYPES, TITLES
-from .frames import CASE, each, frame_of, parts, timed
+from .frames import CASE, compared, each, frame_of, parts, records, timed
 from .machine import slug
-from .standings import headlines
+from .standings import overall
 from .store import Row
 from .timeline import Timeline
 
@@ -117,37 +117,15 @@ def page(frame: pd.DataFrame, pictures: Mapping[str, Sequence[Picture]], no_time
 
     lines = timed(frame)
     environment = Environment(loader=PackageLoader("fusedtp.bench"), autoescape=True, trim_blocks=True)
-    return environment.get_template("page.html").render(
-        facts=_facts(frame, lines), frame=frame, lines=lines, each=each, tables=tables, pictures=pictures,
-        no_timeline=no_timeline, headlines=headlines(frame), directions=DIRECTIONS, colours=theme.COLOURS,
-    )  # fmt: skip
-
-
-def _facts(frame: pd.DataFrame, lines: pd.DataFrame) -> dict[str, str]:
     about = frame if lines.empty else lines
-    counts, when = f"{len(frame)}, none timed", "Nothing was timed."
-    if len(lines):
-        spent, days = (
-            lines["total_ms"].sum() / 1e3,
-            each(lines.assign(day=lines["time_utc"].str[:10]), "day").split(", "),
-        )
-        counts = f"{len(frame)}, of which {len(lines)} timed: {len(list(parts(lines, *CASE)))} cases on "
-        counts += f"{each(lines, 'world_size')} ranks" + (f", {spent:.0f} s on the clock" if spent else "")
-        commits = (lines["commit"] + lines["dirty"].map({True: " with changes", False: ""})).mask(lines["commit"] == "")
-        span = " to ".join(dict.fromkeys((days[0], days[-1]))) or "at an unknown time"
-        when = f"Measured {span}, commit {', '.join(sorted(set(commits.dropna()))) or 'unknown'}."
-    found = {name: each(about, name) for name in ("torch", "triton", "python", "driver")}
-    versions = [f"fusedtp {version('fusedtp')}", *(f"{name} {text}" for name, text in found.items() if text)]
-    return {
-        "machines": each(about, "hardware"),
-        "when": when,
-        "rows": counts,
-        "ops": ", ".join(TITLES.get(op, op) for (op,), _ in parts(about, "op")),
-        "models": each(about, "model"),
-        "dtypes": each(about, "short_dtype"),
-        "threads a rank": each(about, "threads"),
-        "links": each(about, "links"),
-        "torch.distributed": each(about, "backend"),
-        "versions": ", ".join(versions),
-        "predictions": each(frame[frame["predicted"]], "path"),
-    }
+    crowded = (lines["gpu"] == "") & (lines["cores"] > 0) & (lines["world_size"] * lines["threads"] > lines["cores"])
+    commits = (lines["commit"] + lines["dirty"].map({True: " with changes", False: ""})).mask(lines["commit"] == "", "")
+    return environment.get_template("page.html").render(
+        frame=frame, lines=lines, about=about, each=each, tables=tables, pictures=pictures, no_timeline=no_timeline,
+        num_cases=len(list(parts(lines, *CASE))), ops=[TITLES.get(op, op) for (op,), _ in parts(about, "op")],
+        days=sorted({when[:10] for when in lines["time_utc"] if when}),
+        commits=each(lines.assign(commit=commits), "commit"),
+        best=records(overall(frame).pipe(lambda found: found.drop_duplicates("direction") if len(found) else found)),
+        all_rounds=compared(frame)["rounds_ms"].map(bool).all(), crowded=each(lines[crowded], "world_size"),
+        version=version("fusedtp"), directions=DIRECTIONS, colours=theme.COLOURS,
+    )  # fmt: skip

@@ -25,9 +25,6 @@ PASSED = "passed"
 NOT_RUN = "not run: "
 # a hundred thousand rows
 MAX_BYTES = 64 << 20
-_INT = re.compile(r"[0-9]{1,18}")
-# no more digits than are finite
-_FLOAT = re.compile(r"-?[0-9]{1,30}(\.[0-9]{1,30})?(e[+-]?[0-9]{1,2})?")
 # what a spreadsheet takes for the beginning of a formula
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
@@ -113,37 +110,15 @@ class Row:
         return not self.passed and not self.gate.startswith(NOT_RUN)
 
 
-def _bool(text: str) -> bool:
-    if text not in ("True", "False"):
-        raise ValueError(text)
-    return text == "True"
-
-
-def _text(text: str) -> str:
-    if "\0" in text:
-        raise ValueError(text)
-    return text[1:] if text.startswith("'") and text[1:].startswith((*_FORMULA, "'")) else text
-
-
-def _int(text: str) -> int:
-    # int() takes spaces, underscores and digits of any script as well
-    if not _INT.fullmatch(text):
-        raise ValueError(text)
-    return int(text)
-
-
-def _float(text: str) -> float:
-    if not _FLOAT.fullmatch(text):
-        raise ValueError(text)
-    return float(text)
-
-
-_READERS: dict[str, Callable[[str], Any]] = {
-    "str": _text,
-    "int": _int,
-    "float | None": lambda text: _float(text) if text else None,
-    "tuple[float, ...]": lambda text: tuple(map(_float, text.split(" "))) if text else (),
-    "bool": _bool,
+# What a cell of each kind matches, and its value. No more digits than are finite; int() alone would take spaces,
+# underscores and digits of any script as well.
+_FLOAT = r"-?[0-9]{1,30}(\.[0-9]{1,30})?(e[+-]?[0-9]{1,2})?"
+_READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "str": (r"[^\0]*", lambda text: text[1:] if text[:1] == "'" and text[1:].startswith((*_FORMULA, "'")) else text),
+    "int": ("[0-9]{1,18}", int),
+    "float | None": (f"({_FLOAT})?", lambda text: float(text) if text else None),
+    "tuple[float, ...]": (f"({_FLOAT}( {_FLOAT})*)?", lambda text: tuple(map(float, text.split()))),
+    "bool": ("True|False", "True".__eq__),
 }
 # annotations are strings here: `from __future__ import annotations`
 _KINDS: dict[str, str] = {field.name: str(field.type) for field in fields(Row)}
@@ -221,17 +196,16 @@ def _row(names: Sequence[str], cells: Sequence[str], of_ops: bool) -> Row:
         raise ValueError(f"{names[min(len(cells), len(names) - 1)]}: {len(cells)} cells, not {len(names)}")
     values: dict[str, Any] = {}
     for name, text in zip(names, cells, strict=True):
-        try:
-            value = values[name] = _READERS[_KINDS[name]](text)
-        except ValueError:
-            raise ValueError(f"{name}: {text[:80]!r} is not {_KINDS[name]}") from None
+        pattern, value_of = _READERS[_KINDS[name]]
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f"{name}: {text[:80]!r} is not {_KINDS[name]}")
+        value = values[name] = value_of(text)
         if of_ops and name in _KNOWN and value not in _KNOWN[name]:
             raise ValueError(f"{name}: {text[:80]!r} is not one of {', '.join(_KNOWN[name])}")
-        least, most = _LIMITS.get(name, (-math.inf, math.inf))
-        least = least if of_ops else min(least, 0)
-        numbers = value if isinstance(value, tuple) else () if value is None or name not in _LIMITS else (value,)
-        if not all(least <= number <= most for number in numbers):
-            raise ValueError(f"{name}: {text[:80]!r} is not from {least:g} to {most:g}")
+        if name in _LIMITS and value is not None:
+            least, most = _LIMITS[name] if of_ops else (min(_LIMITS[name][0], 0), _LIMITS[name][1])
+            if not all(least <= number <= most for number in (value if isinstance(value, tuple) else (value,))):
+                raise ValueError(f"{name}: {text[:80]!r} is not from {least:g} to {most:g}")
     row = Row(**values)
     low, middle, high = row.p20_ms, row.median_ms, row.p80_ms
     if middle is not None and not (middle if low is None else low) <= middle <= (middle if high is None else high):

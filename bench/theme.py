@@ -44,41 +44,20 @@ MARKERS = {
     "unfused": "o", "decomposed": "D", "fused": "s", "auto": "^", "own_matmul": "P", "dtensor": "v",
     "torch_symm_mem": "X", "async_tp": "<", "other": ">",
 }  # fmt: skip
-_INK, _MUTED = COLOURS["ink"][0], COLOURS["muted"][0]
 RC: dict[str, Any] = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "text.color": _INK,
-    "axes.labelcolor": _MUTED,
-    "axes.edgecolor": _MUTED,
-    "axes.titlecolor": _INK,
-    "axes.titlesize": 9,
-    "axes.titlelocation": "left",
-    # given, it need not be sought: that takes longer than drawing
-    "axes.titley": 1.0,
-    "axes.labelsize": 8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.linewidth": 0.6,
-    "axes.facecolor": "none",
-    "axes.axisbelow": True,
-    "grid.color": COLOURS["line"][0],
-    "grid.linewidth": 0.8,
-    "xtick.color": _MUTED,
-    "ytick.color": _MUTED,
-    "xtick.labelsize": 7.5,
-    "ytick.labelsize": 7.5,
-    "legend.frameon": False,
-    "legend.fontsize": 8,
-    "hatch.color": _MUTED,
-    "hatch.linewidth": 0.5,
+    "font.family": "DejaVu Sans", "font.size": 9, "text.color": COLOURS["ink"][0],
+    **dict.fromkeys(("axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), COLOURS["muted"][0]),
+    # the title's place is given, it need not be sought: that takes longer than drawing
+    "axes.titlecolor": COLOURS["ink"][0], "axes.titlesize": 9, "axes.titlelocation": "left", "axes.titley": 1.0,
+    "axes.labelsize": 8, "xtick.labelsize": 7.5, "ytick.labelsize": 7.5, "legend.fontsize": 8, "legend.frameon": False,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.6, "axes.facecolor": "none",
+    "axes.axisbelow": True, "grid.color": COLOURS["line"][0], "grid.linewidth": 0.8,
+    "hatch.color": COLOURS["muted"][0], "hatch.linewidth": 0.5,
     # also that of the layout, which is found once for all files
-    "figure.dpi": 130,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "fusedtp",
+    "figure.dpi": 130, "svg.fonttype": "none", "svg.hashsalt": "fusedtp",
     # names come out of files: a dollar sign is one
     "text.parse_math": False,
-}
+}  # fmt: skip
 
 
 def style() -> AbstractContextManager[None]:
