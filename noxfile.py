@@ -96,6 +96,13 @@ def sweep(session: nox.Session) -> None:
 
 
 @nox.session
+def report(session: nox.Session) -> None:
+    """Tables, picture and page, results/<machine>/sweep.html, from rows that are there. Arguments after --: files."""
+    install(session)
+    session.run("fusedtp", "report", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
 @nox.parametrize("triton", [PINNED, OLDEST])
 def kernels(session: nox.Session, triton: str) -> None:
     """Compile every kernel for GPUs that need not be there, and assert what the compiler made of it."""

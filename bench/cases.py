@@ -26,6 +26,13 @@ VARIANTS = ("matmul", "own_matmul", "comm", *SCHEDULES, "auto", *BASELINES)
 # Those that run the whole op, so that a speed-up means something.
 WHOLE = (*SCHEDULES, "auto", *BASELINES)
 DTYPES = ("float32", "bfloat16", "float16")
+# As people read them.
+TITLES = {
+    "all_gather_matmul": "all-gather + matmul",
+    "matmul_reduce_scatter": "matmul + reduce-scatter",
+    "matmul_all_reduce": "matmul + all-reduce",
+}
+SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 Shape = tuple[int, int, int]
@@ -85,6 +92,11 @@ class Case:
         """Whether every dim that is split is as long on every rank."""
         split = (self.M, self.N) if self.op == "all_gather_matmul" else (self.M, self.K)
         return all(length % self.world_size == 0 for length in split)
+
+
+def ranks(number: int) -> str:
+    """As people read it: "1 rank", "2 ranks"."""
+    return f"{number} rank" if number == 1 else f"{number} ranks"
 
 
 def check_direction(direction: str) -> None:

@@ -144,8 +144,7 @@ def _keep(rows: list[Row], together: list[Row], path: Path, console: Console) ->
 
     report.show(rows, console)
     console.print(f"{len(rows)} rows in {path}")
-    if report.plain_forward(report.timed_cases(together)):
-        report.picture(together, path.with_suffix(".png"))
+    if report.picture(together, path.with_suffix(".png")):
         console.print(f"picture: {path.with_suffix('.png')}")
     if num_failed := sum(row.failed for row in rows):
         console.print(f"{num_failed} of {len(rows)} rows did not pass the check", style="bold red")

@@ -22,12 +22,12 @@ def report(
         str | None, typer.Option(help="Draw the cost model's times beside them: a name of predict --list, or here.")
     ] = None,
 ) -> None:
-    """Print the table; draw the picture and write the page again from stored rows, both beside their file.
+    """Print the tables; draw the picture and write the page from stored rows, both beside their file.
 
     sweep.csv gives sweep.png, sweep.html, which needs no other file, and its pictures as PNGs in sweep-figures/. A
     timeline.json beside it is drawn on the page too.
     """
-    from . import generated, html
+    from . import generated
     from . import report as drawing
     from .cli_predict import hardware_of
     from .machine import describe
@@ -43,8 +43,7 @@ def report(
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
         drawing.show(stored, console)
-        if drawing.plain_forward(drawing.timed_cases(stored)):
-            drawing.picture(stored, path.with_suffix(".png"))
+        if drawing.picture(stored, path.with_suffix(".png")):
             console.print(f"picture: {path.with_suffix('.png')}")
         if readme is not None:
             try:
@@ -54,8 +53,8 @@ def report(
             except (ValueError, OSError) as error:
                 raise typer.BadParameter(str(error)) from error
             console.print(f"table: {readme}")
-        html.write([*stored, *modelled], path)
-        console.print(f"page: {path.with_suffix('.html')}, its pictures: {html.folder_of(path)}/", highlight=False)
+        drawing.write([*stored, *modelled], path)
+        console.print(f"page: {path.with_suffix('.html')}, its pictures: {drawing.folder_of(path)}/", highlight=False)
 
 
 @app.command()

@@ -9,10 +9,14 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+import pandas as pd
+
 from fusedtp.files import read_text, replace
 
-from .report import SHORT_DTYPES, TITLES, plain_forward, timed_cases
+from .cases import SHORT_DTYPES, TITLES
+from .frames import cases, each, frame_of, plain_forward, records
 from .store import MAX_BYTES, Row
+from .tables import milliseconds
 
 
 class NoCase(ValueError):
@@ -53,34 +57,30 @@ def rewrite(path: Path, name: str, content: str) -> None:
 
 def measured_table(rows: Sequence[Row], *, world_size: int = 2, dtype: str = "float32") -> str:
     """Markdown of the forward cases at one world size and dtype: medians in ms, speed-up, share of the matmul alone."""
+    shown = plain_forward(frame_of(rows))
+    shown = shown[(shown["world_size"] == world_size) & (shown["dtype"] == dtype)]
+    if shown.empty:
+        raise NoCase(f"no timed case with {world_size} ranks in {dtype}")
     lines = [
         "| op | M x N x K | matmul alone | unfused | decomposed | speed-up | of matmul |",
         "|---|---|---:|---:|---:|---:|---:|",
     ]
-    here = plain_forward(timed_cases(rows))
-    cases = [case for case in here if (case.first.world_size, case.first.dtype) == (world_size, dtype)]
-    for case in cases:
-        medians = [case.median(variant) for variant in ("matmul", "unfused", "decomposed")]
-        best = case.rows.get("decomposed")
-        if best is None or best.speedup_vs_unfused is None or best.matmul_fraction is None:
-            continue
-        row = case.first
-        numbers = " | ".join("" if median is None else f"{median:.3g}" for median in medians)
-        lines.append(
-            f"| {TITLES[row.op]} | {row.M} x {row.N} x {row.K} | {numbers} | {best.speedup_vs_unfused:.2f} | "
-            f"{best.matmul_fraction:.2f} |"
-        )
-    commits = sorted({case.first.commit[:12] for case in cases})
-    first = cases[0].first if cases else None
-    if first is None:
-        raise NoCase(f"no timed case with {world_size} ranks in {dtype}")
-    where = f"{world_size} ranks, one thread each, {SHORT_DTYPES[dtype]}, {_plain(first.cpu)} ({first.cores} cores)"
-    what = "Medians in ms over interleaved rounds, the slowest rank of each"
-    columns = (
-        "Speed-up: unfused / decomposed. Of matmul: the matmul alone / decomposed; 1 where all communication is "
-        "hidden, more where chunks suit the caches better than the whole."
-    )
-    lines += ["", f"{what}: {where}, torch {_plain(first.torch)}, commit {_plain(', '.join(commits))}. {columns}"]
+    for first, case in cases(shown):
+        ours = case.reindex(["decomposed"])[["speedup_vs_unfused", "matmul_fraction"]].iloc[0]
+        if ours.notna().all():
+            medians = case["median_ms"].reindex(["matmul", "unfused", "decomposed"])
+            numbers = ["" if pd.isna(median) else milliseconds(median) for median in medians]
+            numbers += [f"{ratio:.2f}" for ratio in ours]
+            lines.append(f"| {TITLES[first['op']]} | {first['size']} | {' | '.join(numbers)} |")
+    first, commits = records(shown)[0], each(shown.assign(commit=shown["commit"].str[:12]), "commit")
+    cpu = f"{_plain(first['cpu'])} ({first['cores']} cores)"
+    lines += [
+        "",
+        f"Medians in ms over interleaved rounds, the slowest rank of each: {world_size} ranks, one thread each, "
+        f"{SHORT_DTYPES[dtype]}, {cpu}, torch {_plain(first['torch'])}, commit {_plain(commits)}. Speed-up: unfused / "
+        "decomposed. Of matmul: the matmul alone / decomposed; 1 where all communication is hidden, more where chunks "
+        "suit the caches better than the whole.",
+    ]
     return "\n".join(lines)
 
 

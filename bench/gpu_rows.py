@@ -11,7 +11,7 @@ import hashlib
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
@@ -64,10 +64,6 @@ class Found:
     # the bound's median over this one's
     fraction: float | None = None
     path: str = ""
-
-
-_NOTHING: dict[str, object] = {"str": "", "int": 0, "bool": False, "float | None": None}
-_EMPTY = {field.name: _NOTHING[str(field.type)] for field in fields(Row)}
 
 
 class DeviceLost(RuntimeError):
@@ -184,7 +180,7 @@ class Run:
         machine = asdict(self.machine)
         machine["machine"] = machine.pop("name")
         path = "; ".join(filter(None, (found.path, EMULATED if self.emulate else "")))
-        values = _EMPTY | machine | asdict(item) | {
+        values = machine | asdict(item) | {
             "variant": found.variant, "direction": "forward", "gate": verdict.error or PASSED, "path": path,
             "interpreted": self.emulate, "tflops": found.tflops, "algbw_gbps": found.gbps,
             "matmul_fraction": found.fraction,
@@ -194,7 +190,7 @@ class Run:
         }  # fmt: skip
         if timing is not None:
             values |= asdict(timing)
-        return Row(**values)  # type: ignore[arg-type]
+        return Row(**values)
 
 
 def now() -> str:

@@ -85,14 +85,7 @@ def measure(variants: Mapping[str, Sequence[Call]], clock: Timer, seconds: float
     first = 1e-3 * sum([one_round() for _ in range(WARM_UP if seconds else 1)][-1])
     count = min(MAX_ROUNDS, max(MIN_ROUNDS, round(seconds / max(first, 1e-9)))) if seconds else 1
     by_name = zip(names, zip(*[one_round() for _ in range(count)], strict=True), strict=True)
-    return {name: summary(times) for name, times in by_name}
-
-
-def summary(times: Sequence[float]) -> Timing:
-    """Median, 20th and 80th percentile of times in ms."""
-    values = torch.tensor(times, dtype=torch.float64)
-    p20, median, p80 = torch.quantile(values, torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
-    return Timing(median, p20, p80, sum(times), len(times))
+    return {name: Timing.of(times) for name, times in by_name}
 
 
 class Marks:

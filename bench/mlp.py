@@ -145,7 +145,7 @@ def write(results: Sequence[Result], path: Path) -> None:
     import pandas as pd
 
     from .machine import describe
-    from .store import escaped
+    from .store import cell
 
     machine = asdict(describe())
     layer = "ParallelMLP, GELU, no bias, sequence-parallel, forward + backward"
@@ -155,6 +155,6 @@ def write(results: Sequence[Result], path: Path) -> None:
         for variant, timing in each.timings.items():
             speedup = {"speedup_vs_dtensor": each.timings["dtensor"].median_ms / timing.median_ms}
             row = {"layer": layer, **size, "variant": variant, **asdict(timing), **speedup, "gate": "passed", **machine}
-            rows.append({name: escaped(cell) if isinstance(cell, str) else cell for name, cell in row.items()})
+            rows.append({name: cell(value) if isinstance(value, str | tuple) else value for name, value in row.items()})
     path.parent.mkdir(parents=True, exist_ok=True)
     pd.DataFrame(rows).to_csv(path, index=False)

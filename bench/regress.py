@@ -1,27 +1,32 @@
 """Is the present code as fast as the stored baseline of this machine? `nox -s regress`, exit status 1 if it is not.
 
 Times on a shared machine differ by more from hour to hour than a regression does, so what is held against the baseline
-are ratios, each the median over rounds of two times of one round (`tracked`): of every schedule to the matmul
-alone, and to `unfused`. A busy machine moves either by itself: ranks that wait for each other lose more than a matmul
-does; a schedule's slowdown is the lesser of both. What slows all schedules alike is therefore reported as `unfused`.
+are ratios, each the median over rounds of two times of one round (`tracked`): of every schedule to the matmul alone,
+and to `unfused`. A busy machine moves either by itself: ranks that wait for each other lose more than a matmul does; a
+schedule's slowdown is the lesser of both. What slows all schedules alike is therefore reported as `unfused`.
 
 Two limits: for the geometric mean of a schedule's slowdowns over all cases, where the noise of the cases averages out,
 and, further off, for one case. What is over its limit is measured again on fresh ranks, and is a regression when it was
-over it in every one of LAUNCHES launches.
+over it in every one of LAUNCHES launches: where the system puts ranks and their memory changes times too, and only a
+new launch draws that again.
 
-The baseline is results/<machine>/regress.json. There is no comparing with another machine's.
+A launch is a run of the benchmarks of tests/test_bench.py, and the baseline, results/<machine>/regress.json, what
+pytest-benchmark saves of one with BASELINE_LAUNCHES of them. Its own comparison, `nox -s bench -- --benchmark-compare=
+FILE --benchmark-compare-fail=median:25%`, judges each ratio of one launch by itself. There is no comparing with another
+machine's.
 """
 
 from __future__ import annotations
 
-import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import geometric_mean, median
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
 
 import typer
 
@@ -31,24 +36,22 @@ from fusedtp.files import read_text, replace
 from . import arguments, store
 from .machine import Machine, describe
 
-if TYPE_CHECKING:
-    from .tracked import Tracked
-
 # One launch is enough to pass and all of them are needed to fail: below the middle between 1 and 1.3.
 SCHEDULE_LIMIT, CASE_LIMIT = 1.12, 1.25
 LAUNCHES, BASELINE_LAUNCHES = 4, 4
-REFERENCES = ("matmul", "unfused")
 # A matmul that takes so many times as long as the baseline's is worth a remark where something is slower.
 BUSY = 1.5
-FORMAT = 1
-# Of a file: ratios and times beyond these were not measured.
-_LIMITS = (1e-9, 1e9)
+BENCHMARKS = Path("tests/test_bench.py")
 # What makes two machines one: a driver or a version may be the very change that is to be judged.
 IDENTITY = ("name", "cpu", "cores", "gpu", "num_gpus", "links")
-
-# The rounds of a launch, and by "id / reference" one ratio a round.
-Launch: TypeAlias = "Mapping[Tracked, Sequence[Mapping[str, float]]]"
-Samples: TypeAlias = dict[str, list[float]]
+# Of a file: what is beyond these was not measured.
+_LIMITS = (1e-9, 1e9)
+# What pytest-benchmark says of a benchmark, and its statistics, of which the outliers are text.
+_KEYS = ("group", "name", "fullname", "params", "param", "extra_info", "options", "stats")
+_STATS = (
+    "min", "max", "mean", "stddev", "rounds", "median", "iqr", "q1", "q3", "iqr_outliers", "stddev_outliers", "ld15iqr",
+    "hd15iqr", "ops", "total", "iterations",
+)  # fmt: skip
 
 
 class NotComparable(ValueError):
@@ -56,84 +59,102 @@ class NotComparable(ValueError):
 
 
 @dataclass(frozen=True)
-class Baseline:
-    """Ratios by "id / reference", and what they were measured on.
+class Measured:
+    """Medians: of ratios by "id / reference", and, in s and over all cases, of the matmul alone.
 
-    matmul_ms: the geometric mean over cases of the matmul alone. spread: the launches' lowest and highest geometric
-    mean of each schedule's ratios.
+    spread: the launches' lowest and highest mean over cases by "schedule / reference". about: commit and time.
+    format: 1 for a file from before they were pytest-benchmark's.
     """
 
-    machine: dict[str, Any]
-    time_utc: str
-    matmul_ms: float
-    rounds: int
-    ratios: dict[str, float]
-    spread: dict[str, list[float]]
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """How much slower than the baseline, 1 being as fast: every id, and every schedule over all of its ids.
-
-    `matmul` is that of the matmul alone, in ms and so of the machine as it is now: no limit is on it.
-    """
-
-    cases: dict[str, float]
-    schedules: dict[str, float]
+    ratios: Mapping[str, float]
     matmul: float
-
-    @property
-    def excess(self) -> dict[str, float]:
-        """What is over its limit."""
-        over = {name: by for name, by in self.schedules.items() if by > SCHEDULE_LIMIT}
-        return over | {name: by for name, by in self.cases.items() if by > CASE_LIMIT}
-
-    def least(self, other: Verdict) -> Verdict:
-        """The smaller slowdown of each: what is over its limit in both is over it here."""
-        return Verdict(
-            {name: min(by, other.cases[name]) for name, by in self.cases.items()},
-            {name: min(by, other.schedules[name]) for name, by in self.schedules.items()},
-            min(self.matmul, other.matmul),
-        )
+    spread: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    about: str = ""
+    format: int = 2
 
 
-def schedule_of(key: str) -> str:
-    return key.rpartition("-")[2]
+def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """What tells two machines apart, in words; empty for one machine, whatever its versions are."""
+    pairs = {name: (theirs.get(name), ours.get(name)) for name in IDENTITY}
+    return ", ".join(f"{name} {their!r} there, {our!r} here" for name, (their, our) in pairs.items() if their != our)
 
 
-def schedule_means(values: Mapping[str, float]) -> dict[str, float]:
-    """From "id / reference" to "schedule / reference": geometric means over the cases."""
-    names = dict.fromkeys(schedule_of(key) for key in values)
-    return {name: geometric_mean(value for key, value in values.items() if schedule_of(key) == name) for name in names}
+def read(path: Path, machine: Machine) -> Measured:
+    """What was measured, of a file that is not touched. NotComparable unless it is ours, and this machine's."""
+    try:
+        content = entry_of(read_text(path, max_bytes=store.MAX_BYTES))
+        theirs, found = (_format_1 if "format" in content.values else _benchmarks)(content, asdict(machine))
+        different = differences(theirs, asdict(machine))
+    except (OSError, ValueError) as error:
+        raise NotComparable(f"{path} is not a baseline ({error}); move it away to write a new one") from error
+    if different:
+        raise NotComparable(f"{path} is another machine's: {different}. Ratios of two machines cannot be compared")
+    return found
+
+
+def _benchmarks(content: Entry, machine: Mapping[str, Any]) -> tuple[Mapping[str, Any], Measured]:
+    content.only("machine_info", "commit_info", "benchmarks", "datetime", "version").text("version")
+    theirs = content.entry("machine_info").only(*(name for name in machine if name not in ("commit", "dirty")))
+    commit = content.entry("commit_info").only("id", "dirty").text("id")
+    found: dict[str, dict[str, float]] = {}
+    for benchmark in content.entries("benchmarks"):
+        key, stats = benchmark.only(*_KEYS).text("param"), benchmark.entry("stats").only(*_STATS, "outliers")
+        if found.setdefault(key, {}):
+            raise ValueError(f"{benchmark.where('param')} is already another benchmark's: {key}")
+        found[key] |= {name: stats.number(name, *_LIMITS) for name in ("median", "min", "max")}
+        found[key] |= {name: stats.number(name, 0, 1e15) for name in _STATS if name not in found[key]}
+    matmul = Entry(found, "benchmarks").value("matmul")["median"]
+    spread = {key: (stats["min"], stats["max"]) for key, stats in found.items() if "-" not in key and key != "matmul"}
+    ratios = {key: stats["median"] for key, stats in found.items() if "-" in key}
+    return theirs.values, Measured(ratios, matmul, spread, f"commit {commit}, {content.text('datetime')}")
+
+
+def _format_1(content: Entry, machine: Mapping[str, Any]) -> tuple[Mapping[str, Any], Measured]:
+    content.only("format", "machine", "time_utc", "matmul_ms", "rounds", "ratios", "spread").integer("format", 1, 1)
+    theirs, spread = content.entry("machine").only(*machine), content.entry("spread")
+    for name, ends in spread.values.items():
+        if not isinstance(ends, list) or [type(end) for end in ends] != [float, float]:
+            raise ValueError(f"{spread.where(name)} must be a list of two numbers, got {brief(ends)}")
+    content.integer("rounds", 1, 2**31)
+    about = f"commit {theirs.text('commit')}, {content.text('time_utc')}"
+    matmul = content.number("matmul_ms", *_LIMITS) / 1e3
+    return theirs.values, Measured(content.numbers("ratios", *_LIMITS), matmul, spread.values, about, format=1)
+
+
+def run(folder: Path, launches: int, plant: str, against: Path | None = None) -> Path:
+    """Run the benchmarks on as many fresh sets of ranks; what pytest-benchmark has saved of them below `folder`.
+
+    It shows them beside those of the file `against`. Exits with 1 where they fail, as for a wrong result.
+    """
+    if not BENCHMARKS.exists():
+        raise ValueError(f"there is no {BENCHMARKS}: run it in the folder of a checkout")
+    options = [f"--benchmark-storage={folder}", "--benchmark-save=run", "-q", "-k", "test_ratio"]
+    options += [f"--benchmark-compare={against}", "--benchmark-sort=name"] if against else ["--benchmark-quiet"]
+    env = {**os.environ, "FUSEDTP_LAUNCHES": str(launches), "FUSEDTP_PLANT": plant}
+    # -P: this folder's fusedtp/ is not the installed package.
+    if subprocess.run([sys.executable, "-P", "-m", "pytest", str(BENCHMARKS), *options], env=env).returncode:
+        raise typer.Exit(1)
+    (saved,) = folder.rglob("*_run.json")
+    return saved
+
+
+def limit(name: str) -> float:
+    """Of an id, which has dashes, or a schedule; none is on the matmul."""
+    return CASE_LIMIT if "-" in name else math.inf if name == "matmul" else SCHEDULE_LIMIT
+
+
+def excess(slowdowns: Mapping[str, float]) -> dict[str, float]:
+    """What is over its limit."""
+    return {name: by for name, by in slowdowns.items() if by > limit(name)}
 
 
 def lesser(values: Mapping[str, float]) -> dict[str, float]:
     """From "name / reference" to "name": the least over references."""
-    names = dict.fromkeys(key.partition(" / ")[0] for key in values)
-    return {name: min(value for key, value in values.items() if key.partition(" / ")[0] == name) for name in names}
+    names = {key: key.partition(" / ")[0] for key in values}
+    return {name: min(values[key] for key in values if names[key] == name) for name in names.values()}
 
 
-def keys_of(cases: Iterable[Tracked], schedules: Sequence[str]) -> dict[str, tuple[Tracked, str, str]]:
-    """By "id / reference": the case, the schedule and the reference of every ratio."""
-    return {
-        f"{each.id(schedule)} / {reference}": (each, schedule, reference)
-        for each in cases
-        for schedule in schedules
-        for reference in REFERENCES
-        if schedule != reference
-    }
-
-
-def ratios_of(launched: Launch) -> Samples:
-    """Every schedule over the references of its round."""
-    schedules = [name for rounds in launched.values() for name in rounds[0] if name != "matmul"]
-    return {
-        key: [times[schedule] / times[reference] for times in launched[each]]
-        for key, (each, schedule, reference) in keys_of(launched, list(dict.fromkeys(schedules))).items()
-    }
-
-
-def check_cases(baseline: Baseline, keys: Iterable[str]) -> None:
+def check_cases(baseline: Measured, keys: Iterable[str]) -> None:
     """NotComparable unless the baseline has these ratios and no others."""
     new, gone = sorted(set(keys) - set(baseline.ratios)), sorted(set(baseline.ratios) - set(keys))
     if new or gone:
@@ -143,111 +164,47 @@ def check_cases(baseline: Baseline, keys: Iterable[str]) -> None:
         raise NotComparable(f"the baseline is of other cases ({lacks}): --save a new one")
 
 
-def matmul_ms(launched: Launch) -> float:
-    """The matmul alone, the geometric mean over cases of the medians over rounds."""
-    return geometric_mean(median(times["matmul"] for times in rounds) for rounds in launched.values())
+def judge(now: Measured, baseline: Measured) -> dict[str, float]:
+    """How much slower than the baseline, which has the same ids, 1 being as fast.
+
+    Every schedule over all of its ids, then every id; and `matmul` alone, in time and so of the machine as it is now.
+    """
+    from .tracked import schedule_means
+
+    by_key = {key: ratio / baseline.ratios[key] for key, ratio in now.ratios.items()}
+    return lesser(schedule_means(by_key)) | lesser(by_key) | {"matmul": now.matmul / baseline.matmul}
 
 
-def judge(launched: Launch, baseline: Baseline) -> Verdict:
-    """A launch's medians against the baseline's, which has the same ids."""
-    slowdowns = {key: median(values) / baseline.ratios[key] for key, values in ratios_of(launched).items()}
-    return Verdict(lesser(slowdowns), lesser(schedule_means(slowdowns)), matmul_ms(launched) / baseline.matmul_ms)
+def compare(path: Path, machine: Machine, plant: str, say: Callable[[str], None]) -> dict[str, float]:
+    """The least of as many launches as it takes until nothing was over its limit in all of them, at most LAUNCHES."""
+    baseline = read(path, machine)
+    least: dict[str, float] = {}
+    for number in range(1, LAUNCHES + 1):
+        with TemporaryDirectory() as folder:
+            # Where something is over its limit, pytest-benchmark shows all of it beside the baseline.
+            against = path if number > 1 and baseline.format > 1 else None
+            new = judge(read(run(Path(folder), 1, plant, against), machine), baseline)
+        least = {name: min(by, least.get(name, by)) for name, by in new.items()}
+        if not excess(least):
+            break
+        over = ", ".join(f"{name} {by:.2f}" for name, by in excess(least).items())
+        say(f"over the limit in {number} of {LAUNCHES} launches: {over}")
+    return least
 
 
-def baseline_of(launches: Sequence[Launch], machine: Machine) -> Baseline:
-    """The baseline that these launches give. NotComparable where they do not agree with each other."""
-    found = [ratios_of(launched) for launched in launches]
-    pooled = {key: [value for samples in found for value in samples[key]] for key in found[0]}
-    means = [schedule_means({key: median(values) for key, values in samples.items()}) for samples in found]
-    spread = {name: [min(each[name] for each in means), max(each[name] for each in means)] for name in means[0]}
+def save(path: Path, machine: Machine, say: Callable[[str], None]) -> None:
+    """Measure a baseline and put it at `path`. NotComparable where its launches do not agree with each other."""
+    with TemporaryDirectory() as folder:
+        saved = run(Path(folder), BASELINE_LAUNCHES, "")
+        spread, content = read(saved, machine).spread, saved.read_bytes()
     for name, (low, high) in spread.items():
         if high > low * SCHEDULE_LIMIT:
             raise NotComparable(
-                f"no baseline: {name} was {low:.2f} to {high:.2f} in {len(launches)} launches, "
+                f"no baseline: {name} was {low:.2f} to {high:.2f} in {BASELINE_LAUNCHES} launches, "
                 f"too far apart to find a regression by {SCHEDULE_LIMIT:g}; try again when less else runs"
             )
-    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    ratios = {key: median(values) for key, values in pooled.items()}
-    alone_ms = median(matmul_ms(launched) for launched in launches)
-    return Baseline(asdict(machine), now, alone_ms, min(map(len, pooled.values())), ratios, spread)
-
-
-def write(path: Path, baseline: Baseline) -> None:
-    """Replace `path` by this baseline, atomically."""
-    rounded = {
-        "matmul_ms": round(baseline.matmul_ms, 4),
-        "ratios": {key: round(value, 4) for key, value in baseline.ratios.items()},
-        "spread": {name: [round(value, 4) for value in ends] for name, ends in baseline.spread.items()},
-    }
-    replace(path, (json.dumps({"format": FORMAT, **asdict(baseline), **rounded}, indent=1) + "\n").encode())
-
-
-def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    """What tells two machines apart, in words; empty for one machine, whatever its versions are."""
-    pairs = {name: (theirs.get(name), ours.get(name)) for name in IDENTITY}
-    return ", ".join(f"{name} {their!r} there, {our!r} here" for name, (their, our) in pairs.items() if their != our)
-
-
-def read(path: Path, machine: Machine) -> Baseline:
-    """The baseline at `path`, which is not touched. NotComparable unless it is one, and this machine's."""
-    try:
-        content = entry_of(read_text(path, max_bytes=store.MAX_BYTES))
-        content.only("format", "machine", "time_utc", "matmul_ms", "rounds", "ratios", "spread")
-        content.integer("format", FORMAT, FORMAT)
-        theirs = content.entry("machine").only(*asdict(machine))
-        theirs.text("commit")
-        spread = content.entry("spread")
-        baseline = Baseline(
-            theirs.values, content.text("time_utc"), content.number("matmul_ms", *_LIMITS),
-            content.integer("rounds", 1, 2**31), content.numbers("ratios", *_LIMITS),
-            {name: _ends(spread, name) for name in spread.values},
-        )  # fmt: skip
-        different = differences(baseline.machine, asdict(machine))
-    except (OSError, ValueError) as error:
-        raise NotComparable(f"{path} is not a baseline ({error}); move it away to write a new one") from error
-    if different:
-        raise NotComparable(f"{path} is another machine's: {different}. Ratios of two machines cannot be compared")
-    return baseline
-
-
-def _ends(spread: Entry, name: str) -> list[float]:
-    ends = spread.value(name)
-    if not isinstance(ends, list) or len(ends) != 2:
-        raise ValueError(f"{spread.where(name)} must be a list of two numbers, got {brief(ends)}")
-    pair = Entry({"[0]": ends[0], "[1]": ends[1]}, spread.where(name))
-    low, high = (pair.number(end, *_LIMITS) for end in pair.values)
-    if low > high:
-        raise ValueError(f"{spread.where(name)} must be low and high, got {low} and {high}")
-    return [low, high]
-
-
-def compare(baseline: Baseline, plant: Mapping[str, float], say: Callable[[str], None]) -> Verdict:
-    """Measure until nothing was over its limit in every launch, at most LAUNCHES launches.
-
-    NotComparable, before anything is measured, for a baseline of other cases.
-    """
-    from . import tracked
-
-    gpus = tracked.num_gpus()
-    cases = tracked.cases(gpus)
-    check_cases(baseline, keys_of(cases, tracked.schedules(gpus)))
-    verdict: Verdict | None = None
-    for number in range(1, LAUNCHES + 1):
-        new = judge(tracked.launch(cases, gpus, plant=plant), baseline)
-        verdict = verdict.least(new) if verdict else new
-        if not verdict.excess:
-            break
-        over = ", ".join(f"{name} {by:.2f}" for name, by in verdict.excess.items())
-        say(f"over the limit in {number} of {LAUNCHES} launches: {over}")
-    assert verdict is not None
-    return verdict
-
-
-def show(verdict: Verdict, say: Callable[[str], None]) -> None:
-    """The slowdowns, what is over a limit marked."""
-    for name, by in (verdict.schedules | verdict.cases).items():
-        limit = SCHEDULE_LIMIT if name in verdict.schedules else CASE_LIMIT
-        say(f"{by:6.3f} of {limit:g} {'SLOWER' if by > limit else '      '} {name}")
+        say(f"{name}: {low:.3f} to {high:.3f} in {BASELINE_LAUNCHES} launches")
+    replace(path, content)
 
 
 def planted(text: str, known: Sequence[str]) -> dict[str, float]:
@@ -262,17 +219,6 @@ def planted(text: str, known: Sequence[str]) -> dict[str, float]:
         if name not in known or not 1 < plant[name] < math.inf:
             raise ValueError(f"--plant takes SCHEDULE=FACTOR, one of {', '.join(known)} and above 1, got {part!r}")
     return plant
-
-
-def save(path: Path, machine: Machine) -> Baseline:
-    """Measure a baseline and write it."""
-    from . import tracked
-
-    gpus = tracked.num_gpus()
-    launches = [tracked.launch(tracked.cases(gpus), gpus) for _ in range(BASELINE_LAUNCHES)]
-    baseline = baseline_of(launches, machine)
-    write(path, baseline)
-    return baseline
 
 
 def regress(
@@ -290,10 +236,11 @@ def regress(
     """
     from . import tracked
 
-    machine = describe()
+    gpus, machine = tracked.num_gpus(), describe()
     path = baseline or out / machine.name / "regress.json"
+    failures: list[dict[str, float]] = []
     try:
-        factors = planted(plant, tracked.schedules(tracked.num_gpus()))
+        factors = planted(plant, tracked.schedules(gpus))
         if factors and save_baseline:
             raise ValueError("--plant makes the code slower on purpose, which is nothing to --save")
         if factors and not path.exists():
@@ -304,16 +251,15 @@ def regress(
         stored = read(path, machine) if path.exists() else None
         if stored is None or save_baseline:
             typer.echo(f"{'new' if stored else 'no'} baseline for {machine.name}: measuring one, then {path}")
-            stored = save(path, machine)
-            for name, (low, high) in stored.spread.items():
-                typer.echo(f"{name}: {low:.3f} to {high:.3f} in {BASELINE_LAUNCHES} launches")
+            save(path, machine, typer.echo)
             return
-        typer.echo(f"baseline: {path}, commit {stored.machine.get('commit')}, {stored.time_utc}")
-        failures: list[Verdict] = []
+        typer.echo(f"baseline: {path}, {stored.about}")
+        check_cases(stored, tracked.keys_of(tracked.cases(gpus), tracked.schedules(gpus)))
         for number in range(1, repeat + 1):
-            verdict = compare(stored, factors, typer.echo)
-            show(verdict, typer.echo)
-            failures += [verdict] if verdict.excess else []
+            found = compare(path, machine, plant, typer.echo)
+            for name, by in found.items():
+                typer.echo(f"{by:6.3f} of {limit(name):g} {'SLOWER' if by > limit(name) else '      '} {name}")
+            failures += [found] if excess(found) else []
             if repeat > 1:
                 typer.echo(f"{number - len(failures)} of {number} passed")
     except ValueError as error:
@@ -321,7 +267,7 @@ def regress(
         raise typer.Exit(2) from error
     if failures:
         typer.echo(f"slower than the baseline in {len(failures)} of {repeat}")
-        if (busier := failures[-1].matmul) > BUSY:
+        if (busier := failures[-1]["matmul"]) > BUSY:
             typer.echo(
                 f"The matmul alone takes {busier:.1f} times as long as for the baseline: this machine does more now, "
                 "which costs ranks that wait for each other more. Try again when it is quiet"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -89,53 +89,18 @@ def rows_of(case: Case, outcomes: Iterable[Outcome], machine: Machine) -> list[R
     for outcome in outcomes:
         if outcome.timing is not None:
             medians.setdefault(outcome.direction, {})[outcome.variant] = outcome.timing.median_ms
-    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    shared = asdict(case) | asdict(machine) | {"time_utc": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")}
+    shared["machine"] = shared.pop("name")
     rows = []
     for outcome in outcomes:
         timing, verdict = outcome.timing, outcome.verdict
-        checked = verdict is not None and not verdict.error
         derived = ratios(case, outcome.direction, outcome.variant, medians.get(outcome.direction, {}))
-        rows.append(
-            Row(
-                op=case.op,
-                variant=outcome.variant,
-                M=case.M,
-                N=case.N,
-                K=case.K,
-                dtype=case.dtype,
-                world_size=case.world_size,
-                direction=outcome.direction,
-                model=case.model,
-                tokens=case.tokens,
-                layer=case.layer,
-                median_ms=timing.median_ms if timing else None,
-                p20_ms=timing.p20_ms if timing else None,
-                p80_ms=timing.p80_ms if timing else None,
-                total_ms=timing.total_ms if timing else None,
-                rounds=timing.rounds if timing else 0,
-                **vars(derived),
-                gate=outcome.gate,
-                max_error=verdict.max_error if verdict and checked else None,
-                error_ratio=verdict.error_ratio if verdict and checked else None,
-                interpreted=outcome.variant in KERNELS and verdict is not None and not machine.num_gpus,
-                predicted=False,
-                path=outcome.path,
-                seed=case.seed,
-                machine=machine.name,
-                cpu=machine.cpu,
-                cores=machine.cores,
-                gpu=machine.gpu,
-                num_gpus=machine.num_gpus,
-                links=machine.links,
-                driver=machine.driver,
-                threads=outcome.threads,
-                backend=outcome.backend,
-                python=machine.python,
-                torch=machine.torch,
-                triton=machine.triton,
-                commit=machine.commit,
-                dirty=machine.dirty,
-                time_utc=now,
-            )
-        )
+        values = shared | vars(derived) | (vars(timing) if timing else {})
+        values |= {
+            name: getattr(outcome, name) for name in ("variant", "direction", "gate", "path", "threads", "backend")
+        }
+        if verdict is not None and not verdict.error:
+            values |= {"max_error": verdict.max_error, "error_ratio": verdict.error_ratio}
+        interpreted = outcome.variant in KERNELS and verdict is not None and not machine.num_gpus
+        rows.append(Row(**values, interpreted=interpreted))
     return rows

@@ -23,26 +23,24 @@ from .cases import DIRECTIONS, DTYPES, OPS
 PASSED = "passed"
 # how the gate of a variant begins that cannot run here; the reason follows
 NOT_RUN = "not run: "
-# a few hundred thousand rows
+# a hundred thousand rows
 MAX_BYTES = 64 << 20
-_INT = re.compile(r"[0-9]{1,18}")
-# no more digits than are finite
-_FLOAT = re.compile(r"-?[0-9]{1,30}(\.[0-9]{1,30})?(e[+-]?[0-9]{1,2})?")
 # what a spreadsheet takes for the beginning of a formula
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 CaseKey: TypeAlias = tuple[str, int, int, int, str, int, str, str, int, str, bool]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """One variant of one case in one direction. Times in ms; None where there is no number.
 
     direction: forward, backward or both (one after the other, timed together). model, tokens, layer: the transformer
     block that the case is a matmul of; empty and 0 for a case of its own. variant: matmul and comm (each alone: the
     bounds), own_matmul (our kernel with every flag already raised), unfused, decomposed, fused, auto, and the
-    baselines of others. speedup_vs_unfused is the ratio of medians in this run, matmul_fraction the matmul's median
-    over this one's. tflops: a rank's floating-point rate. algbw_gbps, busbw_gbps: of `comm`, by nccl-tests'
+    baselines of others. rounds_ms: every round's time, in the order that the variants of a case share; empty in files
+    from before they were kept. speedup_vs_unfused is the ratio of medians in this run, matmul_fraction the matmul's
+    median over this one's. tflops: a rank's floating-point rate. algbw_gbps, busbw_gbps: of `comm`, by nccl-tests'
     definitions. ceiling_ms: the longer of matmul and comm. overlap_efficiency: the part of what the unfused run adds to
     the matmul that is hidden. gate: "passed", "not run: " and the reason, or what is wrong; only what passed has a
     number. error_ratio: the largest error over what rounding may leave. interpreted: ran in Triton's interpreter,
@@ -57,43 +55,44 @@ class Row:
     dtype: str
     world_size: int
     direction: str
-    model: str
-    tokens: int
-    layer: str
-    median_ms: float | None
-    p20_ms: float | None
-    p80_ms: float | None
-    total_ms: float | None
-    rounds: int
-    speedup_vs_unfused: float | None
-    matmul_fraction: float | None
-    tflops: float | None
-    algbw_gbps: float | None
-    busbw_gbps: float | None
-    ceiling_ms: float | None
-    overlap_efficiency: float | None
+    model: str = ""
+    tokens: int = 0
+    layer: str = ""
+    median_ms: float | None = None
+    p20_ms: float | None = None
+    p80_ms: float | None = None
+    total_ms: float | None = None
+    rounds: int = 0
+    rounds_ms: tuple[float, ...] = ()
+    speedup_vs_unfused: float | None = None
+    matmul_fraction: float | None = None
+    tflops: float | None = None
+    algbw_gbps: float | None = None
+    busbw_gbps: float | None = None
+    ceiling_ms: float | None = None
+    overlap_efficiency: float | None = None
     gate: str
-    max_error: float | None
-    error_ratio: float | None
-    interpreted: bool
-    predicted: bool
-    path: str
-    seed: int
-    machine: str
-    cpu: str
-    cores: int
-    gpu: str
-    num_gpus: int
-    links: str
-    driver: str
-    threads: int
-    backend: str
-    python: str
-    torch: str
-    triton: str
-    commit: str
-    dirty: bool
-    time_utc: str
+    max_error: float | None = None
+    error_ratio: float | None = None
+    interpreted: bool = False
+    predicted: bool = False
+    path: str = ""
+    seed: int = 0
+    machine: str = ""
+    cpu: str = ""
+    cores: int = 0
+    gpu: str = ""
+    num_gpus: int = 0
+    links: str = ""
+    driver: str = ""
+    threads: int = 0
+    backend: str = ""
+    python: str = ""
+    torch: str = ""
+    triton: str = ""
+    commit: str = ""
+    dirty: bool = False
+    time_utc: str = ""
 
     @property
     def case(self) -> CaseKey:
@@ -111,67 +110,45 @@ class Row:
         return not self.passed and not self.gate.startswith(NOT_RUN)
 
 
-def _bool(text: str) -> bool:
-    if text not in ("True", "False"):
-        raise ValueError(text)
-    return text == "True"
-
-
-def _text(text: str) -> str:
-    if "\0" in text:
-        raise ValueError(text)
-    return text[1:] if text.startswith("'") and text[1:].startswith((*_FORMULA, "'")) else text
-
-
-def _int(text: str) -> int:
-    # int() takes spaces, underscores and digits of any script as well
-    if not _INT.fullmatch(text):
-        raise ValueError(text)
-    return int(text)
-
-
-def _optional(text: str) -> float | None:
-    if text and not _FLOAT.fullmatch(text):
-        raise ValueError(text)
-    return float(text) if text else None
-
-
-_READERS: dict[str, Callable[[str], Any]] = {
-    "str": _text,
-    "int": _int,
-    "float | None": _optional,
-    "bool": _bool,
+# What a cell of each kind matches, and its value. No more digits than are finite; int() alone would take spaces,
+# underscores and digits of any script as well.
+_FLOAT = r"-?[0-9]{1,30}(\.[0-9]{1,30})?(e[+-]?[0-9]{1,2})?"
+_READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "str": (r"[^\0]*", lambda text: text[1:] if text[:1] == "'" and text[1:].startswith((*_FORMULA, "'")) else text),
+    "int": ("[0-9]{1,18}", int),
+    "float | None": (f"({_FLOAT})?", lambda text: float(text) if text else None),
+    "tuple[float, ...]": (f"({_FLOAT}( {_FLOAT})*)?", lambda text: tuple(map(float, text.split()))),
+    "bool": ("True|False", "True".__eq__),
 }
 # annotations are strings here: `from __future__ import annotations`
 _KINDS: dict[str, str] = {field.name: str(field.type) for field in fields(Row)}
 COLUMNS = tuple(_KINDS)
+# The columns of files from before rounds were kept.
+_WITHOUT_ROUNDS = tuple(name for name in COLUMNS if name != "rounds_ms")
 
 # What a name may be, and what a number: beyond these a file means nothing that could be drawn or compared.
 _KNOWN = {"op": OPS, "direction": DIRECTIONS, "dtype": DTYPES}
 _LIMITS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("M", "N", "K", "world_size"), (1, 2**40)),
-    **dict.fromkeys(("median_ms", "p20_ms", "p80_ms", "ceiling_ms"), (1e-9, 1e9)),
+    **dict.fromkeys(("median_ms", "p20_ms", "p80_ms", "rounds_ms", "ceiling_ms"), (1e-9, 1e9)),
     **dict.fromkeys(("speedup_vs_unfused", "matmul_fraction"), (1e-18, 1e18)),
     **dict.fromkeys(("tflops", "algbw_gbps", "busbw_gbps"), (0, 1e12)),
     **dict.fromkeys(("total_ms", "max_error", "error_ratio"), (0, math.inf)),
 }
 
 
-def escaped(text: str) -> str:
-    """A cell that no spreadsheet takes for a formula."""
-    # a bare carriage return would end the line for some readers
-    text = text.replace("\r\n", "\n").replace("\r", "\n")
-    # an apostrophe of the text's own is escaped too, so that reading takes away exactly what writing added
-    return "'" + text if text.startswith((*_FORMULA, "'")) else text
-
-
-def _cell(value: object, kind: str) -> str:
-    # what is not finite is no number either
+def cell(value: object) -> str:
+    """A value as CSV has it: six digits, empty for what is no finite number, and nothing a spreadsheet evaluates."""
+    if isinstance(value, tuple):
+        return " ".join(map(cell, value))
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return ""
-    if kind == "str":
-        return escaped(str(value))
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, str):
+        return f"{value:.6g}" if isinstance(value, float) else str(value)
+    # a bare carriage return would end the line for some readers
+    text = value.replace("\r\n", "\n").replace("\r", "\n")
+    # an apostrophe of the text's own is escaped too, so that reading takes away exactly what writing added
+    return "'" + text if text.startswith((*_FORMULA, "'")) else text
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:
@@ -179,7 +156,7 @@ def write(path: Path, rows: Iterable[Row]) -> None:
     text = StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
-    writer.writerows([_cell(getattr(row, name), kind) for name, kind in _KINDS.items()] for row in rows)
+    writer.writerows([cell(getattr(row, name)) for name in COLUMNS] for row in rows)
     replace(path, text.getvalue().encode())
 
 
@@ -190,11 +167,11 @@ def read(path: Path, *, of_ops: bool = True) -> list[Row]:
     """
     try:
         reader = csv.reader(StringIO(read_text(path, max_bytes=MAX_BYTES), newline=""), strict=True)
-        header = next(reader, [])
+        header = tuple(next(reader, []))
         lines = [(reader.line_num, cells) for cells in reader if cells]
     except (ValueError, csv.Error) as error:
         raise ValueError(f"{path} is not a table of sweep rows: {error}; move it away to write a new one") from error
-    if tuple(header) != COLUMNS:
+    if header not in (COLUMNS, _WITHOUT_ROUNDS):
         missing = [name for name in COLUMNS if name not in header]
         foreign = [name[:80] for name in header if name not in COLUMNS][:8]
         what = f"columns missing: {missing}, not known: {foreign}" if missing or foreign else "columns in another order"
@@ -203,7 +180,7 @@ def read(path: Path, *, of_ops: bool = True) -> list[Row]:
     found: dict[object, int] = {}
     for number, (line, cells) in enumerate(lines, 1):
         try:
-            row = _row(cells, of_ops)
+            row = _row(header, cells, of_ops)
         except ValueError as error:
             raise ValueError(f"{path}, line {line}, row {number}, column {error}") from None
         key = row.machine, row.case, row.variant, row.predicted
@@ -213,30 +190,29 @@ def read(path: Path, *, of_ops: bool = True) -> list[Row]:
     return rows
 
 
-def _row(cells: Sequence[str], of_ops: bool) -> Row:
+def _row(names: Sequence[str], cells: Sequence[str], of_ops: bool) -> Row:
     # ValueError beginning with the column's name.
-    if len(cells) != len(COLUMNS):
-        last = COLUMNS[min(len(cells), len(COLUMNS) - 1)]
-        raise ValueError(f"{last}: {len(cells)} cells, not {len(COLUMNS)}")
-    values = {}
-    for (name, kind), cell in zip(_KINDS.items(), cells, strict=True):
-        try:
-            values[name] = _READERS[kind](cell)
-        except ValueError:
-            raise ValueError(f"{name}: {cell[:80]!r} is not {kind}") from None
-        if of_ops and name in _KNOWN and values[name] not in _KNOWN[name]:
-            raise ValueError(f"{name}: {cell[:80]!r} is not one of {', '.join(_KNOWN[name])}")
-        least, most = _LIMITS.get(name, (-math.inf, math.inf))
-        least = least if of_ops else min(least, 0)
-        if values[name] is not None and name in _LIMITS and not least <= values[name] <= most:
-            raise ValueError(f"{name}: {cell[:80]!r} is not from {least:g} to {most:g}")
+    if len(cells) != len(names):
+        raise ValueError(f"{names[min(len(cells), len(names) - 1)]}: {len(cells)} cells, not {len(names)}")
+    values: dict[str, Any] = {}
+    for name, text in zip(names, cells, strict=True):
+        pattern, value_of = _READERS[_KINDS[name]]
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f"{name}: {text[:80]!r} is not {_KINDS[name]}")
+        value = values[name] = value_of(text)
+        if of_ops and name in _KNOWN and value not in _KNOWN[name]:
+            raise ValueError(f"{name}: {text[:80]!r} is not one of {', '.join(_KNOWN[name])}")
+        if name in _LIMITS and value is not None:
+            least, most = _LIMITS[name] if of_ops else (min(_LIMITS[name][0], 0), _LIMITS[name][1])
+            if not all(least <= number <= most for number in (value if isinstance(value, tuple) else (value,))):
+                raise ValueError(f"{name}: {text[:80]!r} is not from {least:g} to {most:g}")
     row = Row(**values)
     low, middle, high = row.p20_ms, row.median_ms, row.p80_ms
-    if middle is not None and not (low if low is not None else middle) <= middle <= (
-        high if high is not None else middle
-    ):
+    if middle is not None and not (middle if low is None else low) <= middle <= (middle if high is None else high):
         raise ValueError(f"median_ms: {middle} is not between p20_ms {low} and p80_ms {high}")
-    if middle is not None and not row.passed:
+    if row.rounds_ms and len(row.rounds_ms) != row.rounds:
+        raise ValueError(f"rounds_ms: {len(row.rounds_ms)} times of {row.rounds} rounds")
+    if (middle is not None or row.rounds_ms) and not row.passed:
         raise ValueError(f"gate: {row.gate[:80]!r}, and yet there is a time")
     return row
 

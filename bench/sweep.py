@@ -9,9 +9,10 @@ number; one that cannot run here gives a row with the reason, once an op, world 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from .cases import SCHEDULES
@@ -20,11 +21,11 @@ from .machine import Machine
 from .ranks import RankError, RankPool
 from .rows import Outcome, rows_of
 from .store import Row
-from .timing import Verdict, gate, measure
+from .timing import Verdict, gate, measure, slowed
 
 
-def run_job(group: Any, job: Job) -> list[Outcome]:
-    """One job on this rank; collective over `group`."""
+def run_job(group: Any, job: Job, plant: Mapping[str, float] = MappingProxyType({})) -> list[Outcome]:
+    """One job on this rank; collective over `group`. plant: times of variants that are made longer by a factor."""
     import torch
     import torch.distributed as dist
 
@@ -46,7 +47,9 @@ def run_job(group: Any, job: Job) -> list[Outcome]:
                 verdicts |= gate(problem, (variant,), group, direction, once=job.is_long)
                 paths[variant] = _path(variant, device.type, job.case.dtype)
             correct = [name for name in variants if job.timed and not verdicts[name].error]
-            runners = {name: problem.runner(name, direction) for name in correct}
+            runners: dict[str, Callable[[], object]] = {name: problem.runner(name, direction) for name in correct}
+            for name in runners.keys() & plant.keys():
+                runners[name] = slowed(runners[name], plant[name], device)
             timings = measure(runners, group, device, seconds=job.seconds, rounds=job.rounds)
             outcomes += [outcome(name, direction, verdicts[name], timings.get(name), paths[name]) for name in variants]
             del runners

@@ -1,220 +1,228 @@
-"""The report page's tables. Everything that a cell holds is escaped here; numbers stand at the right."""
+"""Every table that is made of rows: a frame of cells each, printed by rich or put on the page by pandas' Styler."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from html import escape
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from . import blocks, digest
-from .cases import WHOLE
-from .digest import BASELINE, Case, Standing
-from .report import SHORT_DTYPES, TITLES, not_run
-from .store import Row
+import pandas as pd
 
-# attribute, heading, and the format of a number; None for text
-_COLUMNS: tuple[tuple[str, str, str | None], ...] = (
-    ("op", "op", None),
-    ("direction", "direction", None),
-    ("model", "model", None),
-    ("layer", "layer", None),
-    ("tokens", "tokens", "d"),
-    ("world_size", "ranks", "d"),
-    ("M", "M", "d"),
-    ("N", "N", "d"),
-    ("K", "K", "d"),
-    ("dtype", "dtype", None),
-    ("variant", "variant", None),
-    ("median_ms", "median, ms", ".4g"),
-    ("p20_ms", "20 %", ".4g"),
-    ("p80_ms", "80 %", ".4g"),
-    ("rounds", "rounds", "d"),
-    ("speedup_vs_unfused", "speed-up", ".2f"),
-    ("matmul_fraction", "of matmul", ".2f"),
-    ("tflops", "TFLOP/s", ".3g"),
-    ("algbw_gbps", "algbw, GB/s", ".3g"),
-    ("busbw_gbps", "busbw, GB/s", ".3g"),
-    ("ceiling_ms", "ceiling, ms", ".4g"),
-    ("overlap_efficiency", "hidden", ".2f"),
-    ("error_ratio", "error / allowed", ".2g"),
-    ("predicted", "predicted", None),
-    ("path", "path", None),
-    ("machine", "machine", None),
-    ("commit", "commit", None),
-    ("time_utc", "when", None),
-)
-# heading, and whether numbers are below it
-Columns = Sequence[tuple[str, bool]]
+from .cases import SCHEDULES, SHORT_DTYPES, TITLES
+from .frames import ALONE, BASELINE, blocks, cases, ceiling, each, parts, records, timed
+from .standings import overall
+from .standings import standings as by_size
+from .store import COLUMNS, NOT_RUN
+
+if TYPE_CHECKING:
+    from rich.table import Table as Printed
+
+Format: TypeAlias = "str | Callable[[Any], str]"
 
 
-def _short(dtype: str) -> str:
-    return SHORT_DTYPES.get(dtype, dtype)
+def milliseconds(value: float, digits: int = 3) -> str:
+    """So many digits or more, and no power of ten."""
+    return f"{value:.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
-def grid(columns: Columns, lines: Iterable[Sequence[object]]) -> str:
-    """A table that scrolls by itself where it is wider than the page."""
-    head = "".join(f"<th{_class(number)}>{escape(name)}</th>" for name, number in columns)
-    body = "\n".join(
-        "<tr>"
-        + "".join(
-            f"<td{_class(number)}>{escape(str(cell))}</td>" for (_, number), cell in zip(columns, line, strict=True)
-        )
-        + "</tr>"
-        for line in lines
-    )
-    return f'<div class="scroll"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table></div>'
+# Of a heading, or of its last line, as a variant may have any name; other numbers have three digits.
+FORMATS: dict[str, Format] = {
+    **dict.fromkeys(("mean", "best", "worst", "speed-up"), "{:.2f}x"),
+    **dict.fromkeys(("ratio", "from", "to"), "{:.3f}"),
+    **dict.fromkeys(("median_ms", "p20_ms", "p80_ms", "ceiling_ms"), partial(milliseconds, digits=4)),
+    "communication hidden": "{:.0%}",
+    "ms, +- 20-80 %": "{}",
+}
 
 
-def _class(number: bool) -> str:
-    return ' class="number"' if number else ""
+@dataclass(frozen=True)
+class Table:
+    """`note`: how to read it."""
+
+    name: str
+    title: str
+    cells: pd.DataFrame
+    note: str = ""
+
+    @classmethod
+    def of(cls, name: str, title: str, lines: Iterable[Mapping[str, Any]] | pd.DataFrame, note: str = "") -> Table:
+        """From cells by heading, without the columns in which no line has anything."""
+        cells: Any = lines if isinstance(lines, pd.DataFrame) else pd.DataFrame(list(lines))
+        return cls(name, title, cells.loc[:, ~(cells.isna() | cells.eq("")).all()], note)
+
+    @property
+    def numbers(self) -> dict[str, Format]:
+        """The formats of the columns at the right; the others are text."""
+        known = {str(name): FORMATS.get(str(name).rpartition("\n")[2]) for name in self.cells}
+        plain = {str(name): milliseconds for name in self.cells.select_dtypes("number")}
+        return plain | {name: how for name, how in known.items() if how}
+
+    def html(self) -> str:
+        """Everything that a cell or a heading holds is escaped."""
+        from pandas.io.formats.style import Styler
+
+        formats: Any = self.numbers
+        styler = Styler(self.cells, uuid=self.name, cell_ids=False).hide(axis="index")
+        styler.format(formats, na_rep="", escape="html").format_index(escape="html", axis=1)
+        styler.set_table_styles({name: [{"selector": "", "props": "text-align: right"}] for name in formats})
+        if "predicted" in self.cells:
+            styler.apply(lambda line: ["font-style: italic" if line["predicted"] else ""] * len(line), axis=1)
+        return str(styler.to_html())
+
+    def printed(self, *, sections: bool = True) -> Printed:
+        """For the terminal, in sections by the first column."""
+        from rich import box
+        from rich.table import Table as Printed
+
+        made, formats = Printed(title=self.title, box=box.SIMPLE_HEAD), self.numbers
+        for name in map(str, self.cells):
+            made.add_column(name, justify="right" if name in formats else "left")
+        before = None
+        for line in records(self.cells):
+            first, *_ = line.values()
+            if sections and before not in (None, first):
+                made.add_section()
+            before = first
+            made.add_row(*(_text(value, formats.get(name, "{}")) for name, value in line.items()))
+        return made
 
 
-def missing(why: str) -> str:
-    """In place of what rows do not have."""
-    return f'<p class="missing">Not here: {escape(why)}.</p>'
+def _text(value: Any, how: Format) -> str:
+    return "-" if pd.isna(value) else how(value) if callable(how) else how.format(value)
 
 
-def summary(cases: Sequence[Case]) -> str:
-    """Each schedule over all its cases with two ranks or more."""
-    columns = (
-        ("schedule", False), ("direction", False), ("cases", True), ("faster / same / slower", True), ("mean", True),
-        ("best", True), ("worst", True), ("communication hidden", True),
-    )  # fmt: skip
-    lines = []
-    for each in digest.overall(cases):
-        (_, best), (_, worst), share = each.best, each.worst, digest.hidden(each)
-        ratios = (f"{value:.2f}x" for value in (each.mean, best.ratio, worst.ratio))
-        told = "" if share is None else f"{share:.0%}"
-        lines.append((each.variant, each.first.direction, len(each.members), _counts(each), *ratios, told))
-    words = (
+def summary(frame: pd.DataFrame) -> Table:
+    """Each schedule over all its cases with two ranks or more, the best first."""
+    note = (
         f"Speed-ups are over {BASELINE}, the mean is geometric. Faster and slower are counted where the 95 % interval "
         f"of the ratio leaves out 1. Communication hidden: of what {BASELINE} spends beyond the matmul, the share that "
         "a schedule does not, in the median case; negative where it spends more."
     )
-    return f'{grid(columns, lines)}<p class="muted">{words}</p>'
+    cells = overall(frame).drop(columns=["worst at", "shorter median"], errors="ignore")
+    return Table("summary", "Every schedule over all its cases", cells, note)
 
 
-def _counts(each: Standing) -> str:
-    return f"{each.won} / {len(each.members) - each.won - each.lost} / {each.lost}"
-
-
-def standings(cases: Sequence[Case]) -> str:
+def standings(frame: pd.DataFrame) -> Table:
     """From which size on each schedule wins, by op, direction and number of ranks."""
-    found = digest.standings(cases)
-    if not found:
-        return missing(f"no case has both {BASELINE} and another schedule timed with 2 or more ranks")
-    columns = (
-        ("model", False), ("matmul", False), ("direction", False), ("ranks", True), ("schedule", False),
-        ("faster / same / slower", True), ("mean", True), ("shorter median", False), ("worst", False),
-    )  # fmt: skip
-    lines = []
-    for each in found:
-        row, (worst, at_worst) = each.first, each.worst
-        lines.append(
-            (
-                row.model, worst.matmul, row.direction, row.world_size, each.variant, _counts(each),
-                f"{each.mean:.2f}x", each.crossover(), f"{at_worst.ratio:.2f}x at {worst.where}",
-            )
-        )  # fmt: skip
-    words = (
+    found = by_size(frame, "machine", "model", "direction", "matmul", "world_size").rename(
+        columns={"world_size": "ranks"}
+    )
+    columns = ["model", "matmul", "direction", "ranks", "schedule", "faster", "same", "slower", "mean"]
+    note = (
         "Sizes in the order of a rank's arithmetic; counts and means as above. Shorter median: from which size on a "
-        "schedule's median is below that of unfused at every size."
+        f"schedule's median is below that of {BASELINE} at every size."
     )
-    begin = 0 if any(line[0] for line in lines) else 1
-    table = grid(columns[begin:], [line[begin:] for line in lines])
-    return f'<p class="muted">{words}</p><div class="tall">{table}</div>'
+    cells = found.reindex(columns=[*columns, "shorter median", "worst", "worst at"])
+    return Table.of("standings", "From which size on each schedule is faster", cells, note)
 
 
-def totals(cases: Sequence[Case]) -> str:
-    """A block's matmuls added up."""
-    columns = (
-        ("model", False), ("direction", False), ("tokens", True), ("ranks", True), ("dtype", False),
-        ("variant", False), ("block, ms", True), ("over unfused", True),
-    )  # fmt: skip
+def _about(first: Mapping[str, Any]) -> dict[str, Any]:
+    # The columns that say which case it is.
+    layer, size = f"{first['model']} {first['layer']}".strip(), f"{first['size']} {first['short_dtype']}"
+    return {"op": TITLES.get(first["op"], first["op"]), "layer": layer, "ranks": first["world_size"], "M x N x K": size}
+
+
+def _spread(row: Any) -> str:
+    half = (row["p80_ms"] - row["p20_ms"]) / 2
+    return milliseconds(row["median_ms"]) + ("" if pd.isna(half) else f" +-{milliseconds(half, 2)}")
+
+
+def times(frame: pd.DataFrame, direction: str) -> Table:
+    """One line a case: times, speed-ups, how much is hidden."""
+    shown = timed(frame[frame["direction"] == direction])
+    variants = [variant for (variant,), _ in parts(shown, "variant")]
     lines = []
-    for each in blocks.totals(row for case in cases for row in case.measured.values()):
-        block = (each.model, each.direction, each.tokens, each.world_size, _short(each.dtype))
-        for name, ms in each.medians.items():
-            gain = each.speedup(name) if name in WHOLE and name != BASELINE else None
-            lines.append((*block, name, f"{ms:.4g}", "" if gain is None else f"{gain:.2f}x"))
-    return f'<div class="tall">{grid(columns, lines)}</div>'
-
-
-def refused(rows: Sequence[Row]) -> str:
-    """What ran and was wrong, row by row; what could not run here, by reason."""
-    wrong, notes = [row for row in rows if row.failed], not_run(rows)
-    parts = []
-    if wrong:
-        columns = (
-            ("op", False), ("variant", False), ("size", False), ("direction", False), ("ranks", True), ("why", False),
-        )  # fmt: skip
-        lines = (
-            (
-                TITLES.get(row.op, row.op), row.variant, f"{row.M} x {row.N} x {row.K} {_short(row.dtype)}",
-                row.direction, row.world_size, row.gate,
-            )
-            for row in wrong
-        )  # fmt: skip
-        words = f"{len(wrong)} of {len(rows)} rows were refused: a wrong result, or a call that fails, has no time."
-        parts.append(f'<p>{words}</p><div class="wrapping">{grid(columns, lines)}</div>')
-    else:
-        parts.append("<p>Refused: none; every result that was computed passed its check.</p>")
-    if notes:
-        listed = "\n".join(f"<li>{escape(note)}</li>" for note in notes)
-        parts.append(f"<p>Not run here:</p>\n<ul>\n{listed}\n</ul>")
-    return "\n".join(parts)
-
-
-def checked(rows: Sequence[Row]) -> str:
-    """What was compared with the float64 product and not timed."""
-    groups: dict[tuple[str, str, str, int, bool], list[Row]] = {}
-    for row in rows:
-        if row.passed and row.median_ms is None:
-            kind = (row.op, row.direction, row.variant, row.world_size, row.interpreted)
-            groups.setdefault(kind, []).append(row)
-    if not groups:
-        return missing("every row that passed its check was timed")
-    columns = (
-        ("op", False), ("direction", False), ("variant", False), ("ranks", True), ("how", False),
-        ("checks passed", True), ("largest error / allowed", True),
-    )  # fmt: skip
-    lines = (
-        (
-            TITLES.get(op, op), direction, variant, world_size, "interpreted" if interpreted else "compiled",
-            len(members), f"{max(row.error_ratio or 0.0 for row in members):.3f}",
-        )
-        for (op, direction, variant, world_size, interpreted), members in groups.items()
-    )  # fmt: skip
-    words = (
-        "Compared with the float64 product and not timed: a kernel in Triton's interpreter computes what it would on a "
-        "GPU, at a speed that says nothing."
+    for first, case in cases(shown):
+        line = _about(first)
+        for name in variants:
+            if name in SCHEDULES:
+                line[f"{name}\nms, +- 20-80 %"] = _spread(case.loc[name]) if name in case.index else None
+            else:
+                line[f"{name}\nms"] = case["median_ms"].get(name)
+        for name in SCHEDULES[1:]:
+            line[f"{name}\nspeed-up"] = case["speedup_vs_unfused"].get(name)
+            line[f"{name}\nof matmul"] = case["matmul_fraction"].get(name)
+            line[f"{name}\nhidden"] = case["overlap_efficiency"].get(name)
+        lines.append(line)
+    note = (
+        "Medians in ms, the slowest rank of each round; +- is half the 20-80 % range. M x N x K are global sizes. "
+        "matmul, comm: the unsplit library matmul and the backend's collective, each alone. speed-up: over unfused in "
+        "the same rounds. of matmul: the matmul's time over the schedule's (1: only that is left). hidden: the part of "
+        "what unfused adds to the matmul that is gone. ceiling: the longer of matmul, comm. dtensor multiplies with "
+        "torch's library, which is not always the faster one on a CPU: docs/choosing.md."
     )
-    return f'<p class="muted">{words}</p><div class="tall">{grid(columns, lines)}</div>'
+    title = f"Timed on this machine, {direction}; every number behind a passed check"
+    return Table.of(f"times-{direction}", title, lines, note)
 
 
-def everything(rows: Sequence[Row]) -> str:
-    """All rows, timed ones first, with the columns that any has; the page's script sorts and filters them."""
-    rows = sorted(rows, key=lambda row: row.median_ms is None)
-    shown = [column for column in _COLUMNS if any(getattr(row, column[0]) not in ("", 0, None) for row in rows)]
-    head = "".join(
-        f'<th{_class(spec is not None)} scope="col"><button type="button">{escape(words)}</button></th>'
-        for _, words, spec in shown
-    )
+def rates(frame: pd.DataFrame, direction: str) -> Table:
+    """One line a case: arithmetic and link rates, and the longer of the two bounds."""
     lines = []
-    for row in rows:
-        cells = "".join(_cell(name, getattr(row, name), spec) for name, _, spec in shown)
-        lines.append(f'<tr class="predicted">{cells}</tr>' if row.predicted else f"<tr>{cells}</tr>")
-    filtering = '<label hidden>Only rows with <input id="filter" type="search" placeholder="decomposed 2048"></label>'
-    body = "\n".join(lines)
-    return (
-        f'<p>{filtering} <span id="shown" class="muted">{len(rows)} rows</span></p>\n<div class="scroll" tabindex="0">'
-        f'<table id="all-rows">\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table></div>'
+    for first, case in cases(timed(frame[frame["direction"] == direction])):
+        line, bound = _about(first), ceiling(case)
+        line |= {f"{name}\nTFLOP/s": case["tflops"].get(name) for name in ("matmul", "own_matmul", *SCHEDULES)}
+        line |= {f"{name}, GB/s": case[f"{name}_gbps"].get("comm") for name in ("algbw", "busbw")}
+        shortest = case["median_ms"].drop(list(ALONE), errors="ignore").min()
+        lines.append(line | {"ceiling, ms": bound, "best of ceiling": bound / shortest})
+    return Table.of(f"rates-{direction}", f"Rates, {direction}", lines)
+
+
+def totals(frame: pd.DataFrame) -> Table:
+    """One line a model's block and direction: sums of its matmuls, and what the fastest schedule gains over unfused."""
+    found, lines = blocks(frame), []
+    variants = [name for name in frame["variant"].cat.categories if any(name in medians for _, medians in found)]
+    for shared, medians in found:
+        line = {"ranks" if name == "world_size" else name: value for name, value in shared.items() if name != "machine"}
+        line |= {f"{name}\nms": medians.get(name) for name in variants}
+        ours = {medians[name]: name for name in SCHEDULES if name in medians}
+        base, alone, best_ms = medians.get(BASELINE), medians.get("matmul"), min(ours, default=None)
+        line["fastest"] = ours[best_ms] if best_ms else None
+        line["speed-up"] = base / best_ms if base and best_ms else None
+        line["of matmul"] = alone / best_ms if alone and best_ms else None
+        line["auto\nspeed-up"] = base / medians["auto"] if base and "auto" in medians else None
+        lines.append(line)
+    return Table.of("totals", "The matmuls of one transformer block together, ms", lines)
+
+
+def checked(frame: pd.DataFrame) -> Table:
+    """One line an op, variant and number of ranks: what was compared with the float64 product and not timed."""
+    columns, lines = ("op", "direction", "variant", "interpreted", "world_size"), []
+    for (op, direction, variant, interpreted, ranks), members in parts(
+        frame[frame["passed"] & frame["median_ms"].isna()], *columns
+    ):
+        how, dtypes = "interpreted" if interpreted else "compiled", [dtype for (dtype,), _ in parts(members, "dtype")]
+        line = {"op": TITLES.get(op, op), "direction": direction, "variant": variant, "how": how, "ranks": ranks}
+        line |= {"checks": len(members), "dtypes": " ".join(SHORT_DTYPES.get(each, each) for each in dtypes)}
+        lines.append(line | {"error / allowed": members["error_ratio"].max()})
+    note = (
+        "Checked: compared with the float64 product and not timed. A kernel in Triton's interpreter computes what it "
+        "would on a GPU, at a speed that says nothing. error / allowed: the largest."
     )
+    return Table.of("checked", "Checked at small and uneven sizes, not timed", lines, note)
 
 
-def _cell(name: str, value: object, spec: str | None) -> str:
-    if spec is None:
-        text = ("yes" if value else "") if isinstance(value, bool) else str(value)
-        return f"<td>{escape(text)}</td>"
-    if value is None or (name in ("tokens", "rounds") and not value):
-        return '<td class="number"></td>'
-    return f'<td class="number" data-value="{value!r}">{value:{spec}}</td>'
+def refused(frame: pd.DataFrame) -> Table:
+    """What ran and was wrong, row by row."""
+    wrong = records(frame[frame["failed"]])
+    lines = [_about(row) | {name: row[name] for name in ("direction", "variant", "gate")} for row in wrong]
+    title = f"FAILED: {len(wrong)} of {len(frame)} rows were refused; a wrong result, or a call that fails, has no time"
+    return Table.of("refused", title, lines)
+
+
+def not_run(frame: pd.DataFrame) -> list[str]:
+    """What could not run here, a line for each variant and reason, with the ops and numbers of ranks it is about."""
+    lines = []
+    for (variant, gate), members in parts(frame[~frame["passed"] & ~frame["failed"]], "variant", "gate"):
+        where = "; ".join(f"{op} on {each(some, 'world_size')}" for (op,), some in parts(members, "op"))
+        lines.append(f"{variant}: {gate.removeprefix(NOT_RUN)} ({where})")
+    return lines
+
+
+def everything(frame: pd.DataFrame) -> Table:
+    """All rows, timed ones first, by the columns of their file that any has; the page's script sorts and filters."""
+    rows = frame.iloc[frame["median_ms"].isna().argsort(kind="stable")][list(COLUMNS)].drop(columns="rounds_ms")
+    for name in rows.select_dtypes("bool"):
+        rows[name] = rows[name].map({True: "yes", False: ""})
+    counts = list(rows.select_dtypes("int"))
+    return Table.of("rows", "All rows", rows.assign(**rows[counts].mask(rows[counts] == 0)))

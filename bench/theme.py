@@ -1,162 +1,141 @@
-"""How pictures look, on white paper and on a page that may be dark.
+"""How every picture looks, on white paper and on a page that may be dark, and the one place where one is saved.
 
-A picture is drawn once, in the colours of `INK` and `SERIES`. As a PNG it stays so; as SVG for a page each of those
-colours becomes a variable of the page's style sheet, which has a value for light and one for dark. Text stays text, in
-the page's font.
+A picture is drawn once, in the colours for white. As a PNG it stays so; as SVG for a page each colour becomes a
+variable of the page's style sheet, which has a value for light and one for dark, and text stays text, in its font.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from html import escape
 from io import BytesIO, StringIO
+from pathlib import Path
 from typing import Any
 
-from .report import COLOURS, MARKERS
+from fusedtp.files import replace
 
-
-@dataclass(frozen=True)
-class Colour:
-    """One colour on white, and what takes its place on a dark page."""
-
-    light: str
-    dark: str
-
-
-# what is no series: text, lesser text, lines of grids, the surface below, text on a bar
-INK: Mapping[str, Colour] = {
-    "ink": Colour("#1d1e22", "#e7e8ec"),
-    "muted": Colour("#5d616b", "#a3a8b4"),
-    "line": Colour("#e2e4e9", "#32363f"),
-    "paper": Colour("#fdfdfe", "#181a1f"),
-    "on-bar": Colour("#fefefe", "#101115"),
+# On white, and on a dark page. Series are told apart by lightness, marker and label as well as by hue.
+COLOURS = {
+    # what is no series: text, lesser text, lines of grids, the surface below, text on a bar
+    "ink": ("#1d1e22", "#e7e8ec"),
+    "muted": ("#5d616b", "#a3a8b4"),
+    "line": ("#e2e4e9", "#32363f"),
+    "paper": ("#fdfdfe", "#181a1f"),
+    "on-bar": ("#fefefe", "#101115"),
+    "unfused": ("#8a8a8a", "#a2a5ab"),
+    "decomposed": ("#0b6fb8", "#4aa8ee"),
+    "fused": ("#d1495b", "#f0788a"),
+    "auto": ("#5b3a8c", "#b598ea"),
+    "own_matmul": ("#7d5a2b", "#c9a06a"),
+    "dtensor": ("#e09b12", "#f1b843"),
+    "torch_symm_mem": ("#2b9483", "#5cc9b6"),
+    "async_tp": ("#8f4a16", "#d98c54"),
+    "other": ("#6b7f2a", "#b3c76a"),
+    # where time goes, in the bars and in the timeline
+    "multiply": ("#3f6797", "#6f9bd1"),
+    "travel": ("#e8a33d", "#f0b95f"),
+    "wait": ("#d3d6dc", "#4a4f5a"),
+    "add": ("#2f9e8f", "#55c2b2"),
+    "collective": ("#b8552f", "#e08a62"),
 }
-# Told apart by lightness, marker and label as well as by hue. Variants that are not listed share the last ones.
-SERIES: Mapping[str, Colour] = {
-    "unfused": Colour(COLOURS["unfused"], "#a2a5ab"),
-    "decomposed": Colour(COLOURS["decomposed"], "#4aa8ee"),
-    "fused": Colour(COLOURS["fused"], "#f0788a"),
-    "auto": Colour("#5b3a8c", "#b598ea"),
-    "own_matmul": Colour("#7d5a2b", "#c9a06a"),
-    "other-a": Colour("#e09b12", "#f1b843"),
-    "other-b": Colour("#2b9483", "#5cc9b6"),
-    "other-c": Colour("#8f4a16", "#d98c54"),
-}
-# where time goes, in the bars and in the timeline
-PARTS: Mapping[str, Colour] = {
-    "multiply": Colour("#3f6797", "#6f9bd1"),
-    "travel": Colour("#e8a33d", "#f0b95f"),
-    "wait": Colour("#d3d6dc", "#4a4f5a"),
-    "add": Colour("#2f9e8f", "#55c2b2"),
-    "collective": Colour("#b8552f", "#e08a62"),
-}
-_MARKERS = {**MARKERS, "auto": "^", "own_matmul": "P", "other-a": "v", "other-b": "X", "other-c": "<"}
-_FONT = "DejaVu Sans"
+MARKERS = {
+    "unfused": "o", "decomposed": "D", "fused": "s", "auto": "^", "own_matmul": "P", "dtensor": "v",
+    "torch_symm_mem": "X", "async_tp": "<", "other": ">",
+}  # fmt: skip
+RC: dict[str, Any] = {
+    "font.family": "DejaVu Sans", "font.size": 9, "text.color": COLOURS["ink"][0],
+    **dict.fromkeys(("axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), COLOURS["muted"][0]),
+    # the title's place is given, it need not be sought: that takes longer than drawing
+    "axes.titlecolor": COLOURS["ink"][0], "axes.titlesize": 9, "axes.titlelocation": "left", "axes.titley": 1.0,
+    "axes.labelsize": 8, "xtick.labelsize": 7.5, "ytick.labelsize": 7.5, "legend.fontsize": 8, "legend.frameon": False,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.6, "axes.facecolor": "none",
+    "axes.axisbelow": True, "grid.color": COLOURS["line"][0], "grid.linewidth": 0.8,
+    "hatch.color": COLOURS["muted"][0], "hatch.linewidth": 0.5,
+    # also that of the layout, which is found once for all files
+    "figure.dpi": 130, "svg.fonttype": "none", "svg.hashsalt": "fusedtp",
+    # names come out of files: a dollar sign is one
+    "text.parse_math": False,
+}  # fmt: skip
 
 
-def series(variant: str, others: tuple[str, ...]) -> str:
-    """The name in SERIES of a variant; `others` are all those that are not there, in a fixed order."""
-    if variant in SERIES:
-        return variant
-    return ("other-a", "other-b", "other-c")[others.index(variant) % 3]
-
-
-def colour(name: str) -> str:
-    """To draw with."""
-    for group in (INK, SERIES, PARTS):
-        if name in group:
-            return group[name].light
-    raise KeyError(name)
-
-
-def marker(name: str) -> str:
-    return _MARKERS[name]
-
-
-def variables() -> tuple[str, str]:
-    """CSS declarations of every colour: on white, on dark."""
-    every = {**INK, **SERIES, **PARTS}
-    return (
-        " ".join(f"--{name}: {each.light};" for name, each in every.items()),
-        " ".join(f"--{name}: {each.dark};" for name, each in every.items()),
-    )
-
-
-@contextmanager
-def style() -> Iterator[None]:
+def style() -> AbstractContextManager[None]:
     """While a figure is made and saved."""
     import matplotlib
 
-    ink, muted, line = colour("ink"), colour("muted"), colour("line")
-    settings: Any = {
-        "font.family": _FONT,
-        "font.size": 9,
-        "text.color": ink,
-        "axes.labelcolor": muted,
-        "axes.edgecolor": muted,
-        "axes.titlecolor": ink,
-        "axes.titlesize": 9,
-        "axes.titlelocation": "left",
-        # given, it need not be sought: that takes longer than drawing
-        "axes.titley": 1.0,
-        "axes.labelsize": 8,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.linewidth": 0.6,
-        "axes.facecolor": "none",
-        "grid.color": line,
-        "grid.linewidth": 0.8,
-        "axes.axisbelow": True,
-        "xtick.color": muted,
-        "ytick.color": muted,
-        "xtick.labelsize": 7.5,
-        "ytick.labelsize": 7.5,
-        "legend.frameon": False,
-        "legend.fontsize": 8,
-        "hatch.color": muted,
-        "hatch.linewidth": 0.5,
-        "svg.fonttype": "none",
-        "svg.hashsalt": "fusedtp",
-        # names come out of files: a dollar sign is one
-        "text.parse_math": False,
-    }
-    with matplotlib.rc_context(settings):
-        yield
+    settings: Any = RC
+    return matplotlib.rc_context(settings)
 
 
-def laid_out(figure: Any) -> Any:
-    """The figure with its layout found once, for all the files that it is saved as."""
-    figure.get_layout_engine().execute(figure)
-    figure.set_layout_engine("none")
-    return figure
+def colour(name: str) -> str:
+    """To draw with; of a variant without one of its own, that of all others."""
+    return COLOURS.get(name, COLOURS["other"])[0]
 
 
-def png(figure: Any) -> bytes:
-    """On white."""
+def marker(variant: str) -> str:
+    return MARKERS.get(variant, MARKERS["other"])
+
+
+def bar(kind: str, **more: Any) -> dict[str, Any]:
+    """The face of a bar of this kind of time; waiting is hatched."""
+    hatched = {"hatch": "////", "edgecolor": colour("muted")} if kind == "wait" else {}
+    return {"facecolor": colour(kind), "linewidth": 0.0, **hatched, **more}
+
+
+def panels(rows: Sequence[float], num_columns: int, *, line: float, row: float, width: float = 9.2, **more: Any) -> Any:
+    """A figure and its axes, [rows, columns]: each row has so many lines, `line` inches each, and `row` beside them."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, line * sum(rows) + row * len(rows) + 0.5), layout="constrained")
+    return figure, figure.subplots(len(rows), num_columns, squeeze=False, height_ratios=rows, **more)
+
+
+def named_lines(axes: Any, names: Mapping[Any, str], lines: float) -> None:
+    """Names instead of a y axis, by place from above, of which the panel has room for `lines`."""
+    axes.set_yticks(list(names), list(names.values()))
+    axes.set_ylim(lines - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+
+
+def log_scale(axes: Any, which: str, subs: tuple[float, ...] = (1.0, 3.0)) -> None:
+    """The x or y axis logarithmic, its ticks plain numbers: these multiples of powers of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axes.set(**{f"{which}scale": "log"})
+    axis = getattr(axes, f"{which}axis")
+    axis.set(major_locator=LogLocator(subs=subs, numticks=8), minor_locator=NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def legend(figure: Any, handles: Mapping[str, Any] | None = None, **options: Any) -> None:
+    """Above all panels, each label once: of `handles`, bars of a kind or artists, or of what the panels have."""
+    from matplotlib.patches import Patch
+
+    if handles is None:
+        pairs = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in figure.axes]
+        handles = {label: handle for panel in pairs for handle, label in panel}
+    artists = [Patch(**bar(each)) if isinstance(each, str) else each for each in handles.values()]
+    figure.legend(artists, handles, **{"loc": "outside upper left", "ncols": min(5, len(artists)), **options})
+
+
+def save(figure: Any, path: Path) -> None:
+    """As a PNG on white, replaced as a whole."""
     drawn = BytesIO()
-    figure.savefig(drawn, format="png", dpi=130, facecolor="white")
-    return drawn.getvalue()
+    figure.savefig(drawn, format="png", facecolor="white")
+    replace(path, drawn.getvalue())
 
 
 def svg(figure: Any, name: str, label: str) -> str:
     """An <svg> element for a page: colours are the page's variables, and every id begins with `name`."""
     drawn = StringIO()
-    figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    none = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    figure.savefig(drawn, format="svg", transparent=True, metadata=none)
     text = drawn.getvalue()
-    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     # several pictures share the page, and matplotlib counts from 1 in each
-    text = re.sub(r'\bid="', f'id="{name}-', text)
-    text = re.sub(r"url\(#", f"url(#{name}-", text)
-    text = re.sub(r'xlink:href="#', f'href="#{name}-', text)
-    for each in (INK, SERIES, PARTS):
-        for key, value in each.items():
-            text = re.sub(rf"{value.light}\b", f"var(--{key})", text, flags=re.IGNORECASE)
-    text = re.sub(rf"'?{_FONT}'?(, [^;\"]*)?", "var(--font)", text)
-    width = float(re.search(r'width="([\d.]+)pt"', text)[1])  # type: ignore[index]
-    head = f'<svg role="img" aria-label="{escape(label)}" style="width:{width * 4 / 3:.0f}px"'
-    text = re.sub(r'^<svg([^>]*?) width="[^"]*"', rf"{head}\1", text, count=1)
-    return re.sub(r'^(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1).strip()
+    text = re.sub(r'(\bid="|url\(#|href="#)', rf"\1{name}-", text[text.index("<svg") :])
+    for key, (light, _) in COLOURS.items():
+        text = text.replace(light, f"var(--{key})")
+    text = re.sub(r"'DejaVu Sans'[^;\"]*", "var(--font)", text)
+    return text.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1)

@@ -22,10 +22,9 @@ from fusedtp.files import read_text, replace
 
 from . import theme
 from .arguments import MAX_RANKS
-from .cases import DTYPES, OPS, Case
+from .cases import DTYPES, OPS, SHORT_DTYPES, TITLES, Case
 from .machine import Machine
 from .problem import Problem
-from .report import SHORT_DTYPES, TITLES
 from .store import MAX_BYTES
 
 # recorded by the host: see the module's docstring
@@ -135,23 +134,17 @@ def write(found: Timeline, path: Path) -> None:
     """The trace-event format that ui.perfetto.dev and chrome://tracing open: a process a schedule, a thread a rank."""
     events: list[dict[str, Any]] = []
     for pid, schedule in enumerate(found.schedules):
-        events.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": schedule}})
-        events.append({"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}})
-        for rank in sorted({mark.rank for mark in found.of(schedule)}):
-            events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": rank, "args": {"name": f"rank {rank}"}})
-        for mark in found.of(schedule):
-            events.append(
-                {
-                    "ph": "X",
-                    "name": _label(mark),
-                    "cat": mark.kind,
-                    "pid": pid,
-                    "tid": mark.rank,
-                    "ts": mark.begin_us,
-                    "dur": mark.length_us,
-                    "args": {"peer": mark.peer},
-                }
-            )
+        marks = found.of(schedule)
+        names = [("process_name", 0, {"name": schedule}), ("process_sort_index", 0, {"sort_index": pid})]
+        names += [("thread_name", rank, {"name": f"rank {rank}"}) for rank in sorted({mark.rank for mark in marks})]
+        events += [{"ph": "M", "name": name, "pid": pid, "tid": rank, "args": given} for name, rank, given in names]
+        events += [
+            {
+                "ph": "X", "name": _label(mark), "cat": mark.kind, "pid": pid, "tid": mark.rank, "ts": mark.begin_us,
+                "dur": mark.length_us, "args": {"peer": mark.peer},
+            }
+            for mark in marks
+        ]  # fmt: skip
     content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": found.about}
     replace(path, json.dumps(content, indent=1).encode())
 
@@ -195,54 +188,36 @@ def _mark(event: Entry, schedule: str, rank: int, world_size: int) -> Mark:
 
 
 def figure(found: Timeline) -> Any:
-    """A panel a schedule, a line a rank, all on one axis of time; to be called and saved within `theme.style`.
+    """A panel a schedule, a line a rank, all on one axis of time; a number on a bar is the rank whose chunk it is.
 
-    A number on a bar is the rank whose chunk it is.
+    Within `theme.style`.
     """
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    schedules = found.schedules
-    ranks = sorted({mark.rank for mark in found.marks})
-    height = 0.34 * len(ranks) + 0.62
+    names = {mark.rank: f"rank {mark.rank}" for mark in found.marks}
     longest_us = max(mark.begin_us + mark.length_us for mark in found.marks)
-    drawn = Figure(figsize=(9.2, height * len(schedules) + 0.75), layout="constrained")
-    axes = drawn.subplots(len(schedules), 1, sharex=True, squeeze=False)[:, 0]
-    for axis, schedule in zip(axes, schedules, strict=True):
+    drawn, axes = theme.panels([len(names)] * len(found.schedules), 1, line=0.34, row=0.65, sharex=True)
+    for axis, schedule in zip(axes[:, 0], found.schedules, strict=True):
         for mark in found.of(schedule):
-            place = (mark.begin_us / 1e3, mark.length_us / 1e3)
-            if mark.kind == "call":
-                axis.broken_barh([place], (mark.rank - 0.42, 0.84), facecolor=theme.colour("line"), zorder=1)
-                continue
-            hatch = "////" if mark.kind == "wait" else None
-            axis.broken_barh(
-                [place], (mark.rank - 0.36, 0.72), facecolor=theme.colour(mark.kind), hatch=hatch, zorder=2,
-                edgecolor=theme.colour("muted") if hatch else theme.colour("paper"), linewidth=0.0 if hatch else 0.6,
-            )  # fmt: skip
+            left, length = mark.begin_us / 1e3, mark.length_us / 1e3
+            whole = mark.kind == "call"
+            edge = {} if whole or mark.kind == "wait" else {"edgecolor": theme.colour("paper"), "linewidth": 0.6}
+            face = theme.bar("line" if whole else mark.kind, zorder=1 if whole else 2, **edge)
+            axis.barh(mark.rank, length, left=left, height=0.84 if whole else 0.72, **face)
             if mark.peer >= 0 and mark.kind != "wait" and mark.length_us > 0.03 * longest_us:
-                middle = (mark.begin_us + mark.length_us / 2) / 1e3
-                text = {"ha": "center", "va": "center_baseline", "fontsize": 7.5, "color": theme.colour("on-bar")}
-                axis.text(middle, mark.rank, f"{mark.peer}", zorder=3, **text)
+                style = {"ha": "center", "va": "center_baseline", "fontsize": 7.5, "color": theme.colour("on-bar")}
+                axis.text(left + length / 2, mark.rank, f"{mark.peer}", zorder=3, **style)
         last = max(mark.begin_us + mark.length_us for mark in found.of(schedule)) / 1e3
         axis.axvline(last, color=theme.colour("ink"), linewidth=1.0, ymin=0.02, ymax=0.98)
         axis.set_title(f"{schedule}: {last:.3g} ms")
-        axis.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
-        axis.set_ylim(len(ranks) - 0.4, -0.6)
-        axis.tick_params(axis="y", length=0)
-        axis.spines["left"].set_visible(False)
-    axes[-1].set_xlabel("ms from the first rank's call")
-    axes[-1].set_xlim(left=0)
-    kinds = [kind for kind in _NAMES if any(mark.kind == kind for mark in found.marks)]
-    handles = [
-        Patch(facecolor=theme.colour(kind), hatch="////" if kind == "wait" else None, label=_NAMES[kind])
-        for kind in kinds
-    ]
-    handles.append(Patch(facecolor=theme.colour("line"), label="the rest of the call"))
-    drawn.legend(handles=handles, loc="outside upper left", ncols=len(handles), title=found.title(), alignment="left")
+        theme.named_lines(axis, names, len(names))
+    axes[-1, 0].set_xlabel("ms from the first rank's call")
+    axes[-1, 0].set_xlim(left=0)
+    kinds = {mark.kind for mark in found.marks}
+    handles = {name: kind for kind, name in _NAMES.items() if kind in kinds} | {"the rest of the call": "line"}
+    theme.legend(drawn, handles, title=found.title(), alignment="left")
     return drawn
 
 
 def picture(found: Timeline, path: Path) -> None:
     """The figure as a PNG."""
     with theme.style():
-        replace(path, theme.png(figure(found)))
+        theme.save(figure(found), path)

@@ -3,7 +3,7 @@
 Per iteration: a barrier (on a GPU also a flush of its L2 cache), then the op between two clock readings. The variants
 take turns within each round, starting one further every round, so a drift of the machine meets them all alike. Rank 0
 decides how many rounds there are and broadcasts it: ranks that decide alone run different numbers and hang. An
-iteration's time is the maximum over ranks; reported are the median and the 20th and 80th percentiles over the rounds.
+iteration's time is the maximum over ranks. Every round is kept, beside the median and the 20th and 80th percentiles.
 
 The barrier's skew is part of the time: measured, a gloo barrier lets 2 ranks on 2 cores go 16 us apart, 4 ranks 90 us.
 """
@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .cases import BOUNDS
@@ -42,13 +42,22 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds over the rounds, each the slowest rank's; `total_ms` is all timed iterations together."""
+    """Milliseconds over the rounds, each the slowest rank's; `total_ms` is all timed iterations together.
+
+    rounds_ms: of each round, in their order, which the variants of a case share.
+    """
 
     median_ms: float
     p20_ms: float
     p80_ms: float
     total_ms: float
     rounds: int
+    rounds_ms: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, rounds_ms: Sequence[float]) -> Timing:
+        p20, median, p80 = np.quantile(rounds_ms, (0.2, 0.5, 0.8)).tolist()
+        return cls(median, p20, p80, sum(rounds_ms), len(rounds_ms), tuple(rounds_ms))
 
 
 def gate(
@@ -119,8 +128,29 @@ def measure(
     finally:
         if enabled:
             gc.enable()
-    slowest = _slowest(times, group, device)
-    return {name: _summary(slowest[which]) for which, name in enumerate(names)}
+    slowest = times.to(device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+    return {name: Timing.of(rounds_ms) for name, rounds_ms in zip(names, slowest.tolist(), strict=True)}
+
+
+def slowed(run: Callable[[], object], factor: float, device: torch.device) -> Callable[[], object]:
+    """`run` followed by a busy wait, together `factor` times as long: to see an alarm go off."""
+
+    def wait_for_device() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def slow() -> object:
+        wait_for_device()
+        start = time.perf_counter()
+        result = run()
+        wait_for_device()
+        end = start + factor * (time.perf_counter() - start)
+        while time.perf_counter() < end:
+            pass
+        return result
+
+    return slow
 
 
 def _agree_on_rounds(
@@ -134,17 +164,6 @@ def _agree_on_rounds(
     dist.broadcast(decided, dist.get_global_rank(group, 0), group=group)
     count, counted = decided.tolist()
     return int(count), int(counted)
-
-
-def _slowest(times: Tensor, group: ProcessGroup, device: torch.device) -> Tensor:
-    times = times.to(device)
-    dist.all_reduce(times, op=dist.ReduceOp.MAX, group=group)
-    return times.cpu()
-
-
-def _summary(times: Tensor) -> Timing:
-    p20, median, p80 = torch.quantile(times, torch.tensor([0.2, 0.5, 0.8], dtype=times.dtype)).tolist()
-    return Timing(median, p20, p80, times.sum().item(), times.numel())
 
 
 class _HostClock:

@@ -1,33 +1,21 @@
 """What regression tracking measures: times of every schedule and of the matmul alone, taken in turns.
 
-A round is one call of `timing.measure` with one counted iteration: every variant once, each the slowest rank's time, so
-that whatever else the machine does in these milliseconds meets all of them. What is tracked are ratios of two times of
-one round, and the median of those over rounds. A launch is a fresh set of ranks that goes through all cases several
-times: where the system puts ranks and their memory changes times too, and only a new launch draws that again.
+What is tracked are ratios of two times of one round (`timing`), as whatever else the machine does in these milliseconds
+meets both. `tests/test_bench.py` measures them, and makes a benchmark of pytest-benchmark of each.
 """
 
 from __future__ import annotations
 
-import gc
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import geometric_mean, median
+from typing import TypeAlias
 
 import torch
-from torch.distributed import ProcessGroup
-
-import fusedtp
 
 from .cases import OPS, SHAPES, Case
-from .problem import Problem
-from .ranks import RankPool
-from .sweep import rank_environment
-from .timing import gate, measure
 
-# What a launch does on this machine: all cases PASSES times, ROUNDS rounds each.
-PASSES, ROUNDS = 4, 8
-# How long an op waits for a peer, and a call for its ranks, on a machine with much else to do.
-WAIT_SECONDS, CALL_SECONDS = 110.0, 300.0
+REFERENCES = ("matmul", "unfused")
 
 
 @dataclass(frozen=True)
@@ -42,6 +30,10 @@ class Tracked:
         case = self.case
         size = f"{case.M}x{case.N}x{case.K}"
         return f"{case.op}-{size}-{case.dtype}-{case.world_size}-{self.direction}-{variant}"
+
+
+# Times of every variant, round by round, on one set of ranks.
+Launch: TypeAlias = Mapping[Tracked, Mapping[str, Sequence[float]]]
 
 
 def num_gpus() -> int:
@@ -69,77 +61,32 @@ def cases(gpus: int) -> tuple[Tracked, ...]:
     return tuple(found)
 
 
-def slowed(run: Callable[[], object], factor: float, device: torch.device) -> Callable[[], object]:
-    """`run` followed by a busy wait, together `factor` times as long; `run` itself for 1."""
-    if factor == 1:
-        return run
-
-    def wait_for_device() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    def slow() -> object:
-        wait_for_device()
-        start = time.perf_counter()
-        result = run()
-        wait_for_device()
-        end = start + factor * (time.perf_counter() - start)
-        while time.perf_counter() < end:
-            pass
-        return result
-
-    return slow
+def keys_of(tracked: Iterable[Tracked], names: Sequence[str]) -> dict[str, tuple[Tracked, str, str]]:
+    """By "id / reference": the case, the schedule and the reference of every ratio."""
+    return {
+        f"{each.id(schedule)} / {reference}": (each, schedule, reference)
+        for each in tracked for schedule in names for reference in REFERENCES if schedule != reference
+    }  # fmt: skip
 
 
-def rounds_of(
-    group: ProcessGroup, tracked: Tracked, variants: Sequence[str], rounds: int, plant: Mapping[str, float], check: bool
-) -> list[dict[str, float]]:
-    """On a rank: milliseconds of each variant in each round, the slowest rank's, the same on every rank.
+def schedule_means(values: Mapping[str, float]) -> dict[str, float]:
+    """From "id / reference" to "schedule / reference": geometric means over the cases."""
+    names = {key: key.rpartition("-")[2] for key in values}
+    return {name: geometric_mean(values[key] for key in values if names[key] == name) for name in names.values()}
 
-    `plant` makes variants slower by a factor. AssertionError when `check` finds a wrong result.
+
+def samples_of(launches: Sequence[Launch], names: Sequence[str]) -> dict[str, list[float]]:
+    """By benchmark: every ratio in every round; of each launch the means over cases of a schedule's medians, and, in s,
+    of the matmul's.
     """
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    fusedtp.set_timeout(WAIT_SECONDS)
-    with torch.no_grad():
-        problem = Problem(tracked.case, group, device)
-        if check:
-            for verdict in gate(problem, variants, group, tracked.direction).values():
-                if verdict.error:
-                    raise AssertionError(verdict.error)
-            problem.forget_oracle()
-        runners = {
-            name: slowed(problem.runner(name, tracked.direction), plant.get(name, 1.0), device) for name in variants
+    found: dict[str, list[float]] = {}
+    for launched in launches:
+        ratios = {
+            key: [mine / its for mine, its in zip(launched[each][schedule], launched[each][reference], strict=True)]
+            for key, (each, schedule, reference) in keys_of(launched, names).items()
         }
-        # `measure` collects garbage each time: it shall not look at all that is imported again and again
-        gc.collect()
-        gc.freeze()
-        try:
-            found = []
-            for turn in range(rounds):
-                first = turn % len(variants)
-                order = (*variants[first:], *variants[:first])
-                timings = measure({name: runners[name] for name in order}, group, device, rounds=1)
-                found.append({name: timings[name].median_ms for name in variants})
-        finally:
-            gc.unfreeze()
-    return found
-
-
-def launch(
-    tracked: Sequence[Tracked],
-    gpus: int,
-    *,
-    passes: int = PASSES,
-    rounds: int = ROUNDS,
-    plant: Mapping[str, float] | None = None,
-) -> dict[Tracked, list[dict[str, float]]]:
-    """The rounds of every case on fresh ranks. RankError for ranks that fail, also for a wrong result."""
-    num_ranks = max(each.case.world_size for each in tracked)
-    variants = ("matmul", *schedules(gpus))
-    found: dict[Tracked, list[dict[str, float]]] = {each: [] for each in tracked}
-    with RankPool(num_ranks, timeout=CALL_SECONDS, env=rank_environment(gpus, num_ranks)) as pool:
-        for turn in range(passes):
-            for each in tracked:
-                arguments = each, variants, rounds, dict(plant or {}), turn == 0
-                found[each] += pool.run(rounds_of, *arguments, world_size=each.case.world_size)[0]
+        alone = geometric_mean(median(times["matmul"]) for times in launched.values())
+        means = schedule_means({key: median(values) for key, values in ratios.items()}) | {"matmul": alone}
+        for key, values in (ratios | {name: [mean] for name, mean in means.items()}).items():
+            found.setdefault(key, []).extend(values)
     return found

@@ -33,11 +33,11 @@ from fusedtp.workspace import Workspace
 
 from . import arguments, store
 from .cases import Case
-from .gpu_timing import Marks, summary
+from .gpu_timing import Marks
 from .machine import Machine, describe
 from .rows import Outcome, rows_of
 from .store import Row
-from .timing import Verdict
+from .timing import Timing, Verdict
 
 LABEL = "one GPU, virtual ranks"
 OP = "all_gather_matmul"
@@ -231,7 +231,7 @@ def rows_for(
     """Rows of one link's times in ms by variant, each with the label where the link is named and where the path is."""
     outcomes = [
         Outcome(
-            name, "forward", verdict, summary(times[name]) if times[name] else None, f"fused, copy, {name}; {LABEL}"
+            name, "forward", verdict, Timing.of(times[name]) if times[name] else None, f"fused, copy, {name}; {LABEL}"
         )
         for name in VARIANTS
     ]

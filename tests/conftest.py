@@ -10,7 +10,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -121,12 +121,11 @@ def make_row() -> Callable[..., Row]:
     """A row of a measured case from the columns given; the others are empty, or say that it passed its check."""
 
     def make(**values: Any) -> Row:
-        nothing = {"str": "", "int": 0, "bool": False, "float | None": None}
         given = {"op": "all_gather_matmul", "variant": "unfused", "M": 1024, "N": 1024, "K": 1024, "dtype": "float32"}
         given |= {"world_size": 2, "direction": "forward", "gate": "passed", "machine": "cpu-some-2c"} | values
         if (median := given.get("median_ms")) is not None:
             given = {"p20_ms": 0.98 * median, "p80_ms": 1.02 * median, "rounds": 20} | given
-        return Row(**{field.name: given.pop(field.name, nothing[str(field.type)]) for field in fields(Row)}, **given)
+        return Row(**given)
 
     return make
 
@@ -135,6 +134,19 @@ def make_row() -> Callable[..., Row]:
 @pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_generate_machine_info() -> dict[str, Any]:
     return {name: value for name, value in asdict(describe()).items() if name not in ("commit", "dirty")}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_generate_commit_info() -> dict[str, Any]:
+    here = describe()
+    return {"id": here.commit, "dirty": here.dirty}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_scale_unit(unit: str, benchmarks: list[Mapping[str, Any]]) -> tuple[str, float] | None:
+    """Ratios are shown as they are, not in a thousandth of a unit."""
+    ratios = unit == "seconds" and all(each["name"].startswith("test_ratio") for each in benchmarks)
+    return ("", 1.0) if ratios else None
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -185,7 +185,7 @@ def test_launched_in_an_odd_environment(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "WORLD_SIZE of the environment must be integers, got 'two'" in " ".join(result.output.split())
 
 
-NUMBERS = {"int": "1", "float | None": "1.5", "bool": "False", "str": "text"}
+NUMBERS = {"int": "1", "float | None": "1.5", "tuple[float, ...]": "1.5", "bool": "False", "str": "text"}
 NAMES = {"op": "all_gather_matmul", "direction": "forward", "dtype": "float32", "gate": "passed"}
 CELLS = {field.name: NUMBERS[str(field.type)] for field in fields(store.Row)} | NAMES
 HEAD, LINE = ",".join(CELLS), ",".join(CELLS.values())
@@ -204,8 +204,8 @@ ROWS: list[tuple[str, bytes, str]] = [
     ("not UTF-8", table(cpu="Som\u00e9").decode().encode("latin1"), "is not a table of sweep rows"),
     ("no header", f"{LINE}\n".encode(), "is not a table of sweep rows"),
     ("a column twice", f"{HEAD},M\n{LINE},1\n".encode(), "is not a table of sweep rows"),
-    ("a cell too many", f"{HEAD}\n{LINE},1\n".encode(), "line 2, row 1, column time_utc: 46 cells, not 45"),
-    ("cells missing", f"{HEAD}\na,b\n".encode(), "line 2, row 1, column M: 2 cells, not 45"),
+    ("a cell too many", f"{HEAD}\n{LINE},1\n".encode(), "line 2, row 1, column time_utc: 47 cells, not 46"),
+    ("cells missing", f"{HEAD}\na,b\n".encode(), "line 2, row 1, column M: 2 cells, not 46"),
     ("a quote left open", f'{HEAD}\n"{LINE}\n'.encode(), "is not a table of sweep rows"),
     ("a word for a length", table(M="many"), "row 1, column M: 'many' is not int"),
     ("a negative length", table(M="-1"), "row 1, column M: '-1' is not int"),
@@ -228,6 +228,12 @@ ROWS: list[tuple[str, bytes, str]] = [
     ("an unknown direction", table(direction="up"), "row 1, column direction: 'up' is not one of forward, backward"),
     ("an unknown dtype", table(dtype="int8"), "row 1, column dtype: 'int8' is not one of float32, bfloat16"),
     ("a time outside its own spread", table(p20_ms="1.6"), "column median_ms: 1.5 is not between p20_ms 1.6 and"),
+    ("a word for a round", table(rounds_ms="fast"), "row 1, column rounds_ms: 'fast' is not tuple[float, ...]"),
+    ("two spaces between rounds", table(rounds_ms="1  2", rounds="3"), "column rounds_ms: '1  2' is not tuple"),
+    ("a round of NaN", table(rounds_ms="1 nan", rounds="2"), "row 1, column rounds_ms: '1 nan' is not tuple"),
+    ("a round of ages", table(rounds_ms="1 1e99", rounds="2"), "column rounds_ms: '1 1e99' is not from 1e-09 to"),
+    ("a round too many", table(rounds_ms="1 2"), "line 2, row 1, column rounds_ms: 2 times of 1 rounds"),
+    ("rounds of what was refused", table(gate="wrong", median_ms=""), "column gate: 'wrong', and yet there is a time"),
     ("a time of what was refused", table(gate="wrong"), "column gate: 'wrong', and yet there is a time"),
     ("a row twice", table() + table().splitlines()[1], "line 3, row 2: the same case and variant as row 1"),
     ("a zero byte", table(cpu="a\0b"), "row 1, column cpu: 'a\\x00b' is not str"),

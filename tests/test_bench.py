@@ -1,89 +1,120 @@
 """pytest-benchmark timings of what `bench/tracked.py` tracks: the slowest rank's time on its device, not the pool's.
 
-`nox -s bench` runs and saves these; arguments after -- go to pytest (`--benchmark-compare`). Each carries its row, from
-rounds in which all variants took turns. To be told of regressions there is `nox -s regress`: on a machine that does
-something else too, times of two runs differ more than code does.
+`nox -s bench` runs and saves these; arguments after -- go to pytest (`--benchmark-compare`). `test_variant`: seconds,
+each with its row; `test_ratio`: what `nox -s regress` holds against a baseline, ratios of two times of one round, in
+which all variants took turns. On a machine that does something else too, times of two runs differ more than code does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
-from functools import cache
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 from fusedtp.bench.jobs import Job
 from fusedtp.bench.machine import describe
 from fusedtp.bench.ranks import RankPool
-from fusedtp.bench.rows import rows_of
+from fusedtp.bench.regress import planted
+from fusedtp.bench.rows import Outcome, rows_of
 from fusedtp.bench.store import Row
 from fusedtp.bench.sweep import rank_environment, run_job
-from fusedtp.bench.tracked import CALL_SECONDS, Tracked, cases, num_gpus, rounds_of, schedules
+from fusedtp.bench.timing import Timing
+from fusedtp.bench.tracked import Tracked, cases, keys_of, num_gpus, samples_of, schedule_means, schedules
 
 pytest.importorskip("pytest_benchmark")
 pytestmark = pytest.mark.bench
 
-ROUNDS = 7
+# A launch goes through all cases several times, some rounds each.
+PASSES, ROUNDS = 4, 8
+# How long a call waits for its ranks, on a machine with much else to do.
+CALL_SECONDS = 300.0
+LAUNCHES = int(os.environ.get("FUSEDTP_LAUNCHES", "1"))
 GPUS = num_gpus()
-VARIANTS = ("matmul", *schedules(GPUS))
+SCHEDULES = schedules(GPUS)
+VARIANTS = ("matmul", *SCHEDULES)
+RATIOS = keys_of(cases(GPUS), SCHEDULES)
+KEYS = [*RATIOS, *schedule_means(dict.fromkeys(RATIOS, 1.0)), "matmul"]
 
 
-class Stopwatch:
-    """A timer that moves only by what ranks have measured."""
-
-    seconds = 0.0
-
-    def __call__(self) -> float:
-        return self.seconds
+# A timer that moves only by what ranks have measured.
+STOPWATCH = {"seconds": 0.0}
 
 
-STOPWATCH = Stopwatch()
+def stopwatch() -> float:
+    return STOPWATCH["seconds"]
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    # not the tests' pool: its ranks fill all fresh memory, which takes time
-    num_ranks = max(each.case.world_size for each in cases(GPUS))
+def together(turns: Sequence[Outcome]) -> Outcome:
+    """One outcome of all rounds, or the first that is wrong."""
+    wrong = [outcome for outcome in turns if outcome.timing is None]
+    rounds_ms = [ms for outcome in turns if outcome.timing for ms in outcome.timing.rounds_ms]
+    return wrong[0] if wrong else replace(turns[0], timing=Timing.of(rounds_ms))
+
+
+def launch() -> dict[Tracked, list[Row]]:
+    """Rows of every case, on fresh ranks; not the tests' pool: its ranks fill all fresh memory, which takes time."""
+    num_ranks, plant = (
+        max(each.case.world_size for each in cases(GPUS)),
+        planted(os.environ.get("FUSEDTP_PLANT", ""), SCHEDULES),
+    )
+    found: dict[Tracked, list[list[Outcome]]] = {each: [] for each in cases(GPUS)}
     with RankPool(num_ranks, timeout=CALL_SECONDS, env=rank_environment(GPUS, num_ranks)) as pool:
-        yield pool
+        for each in (each for _ in range(PASSES) for each in found):
+            job = Job(each.case, VARIANTS, True, rounds=ROUNDS, directions=(each.direction,), num_gpus=GPUS)
+            found[each].append(pool.run(run_job, job, plant, world_size=each.case.world_size)[0])
+    return {
+        each: rows_of(each.case, map(together, zip(*turns, strict=True)), describe()) for each, turns in found.items()
+    }
 
 
 @pytest.fixture(scope="module")
-def rows(ranks: RankPool) -> Callable[[Tracked], dict[str, Row]]:
-    machine = describe()
-
-    @cache
-    def gated_and_timed(tracked: Tracked) -> dict[str, Row]:
-        job = Job(tracked.case, VARIANTS, True, directions=(tracked.direction,), num_gpus=GPUS)
-        outcomes = ranks.run(run_job, job, world_size=tracked.case.world_size)[0]
-        return {row.variant: row for row in rows_of(tracked.case, outcomes, machine)}
-
-    return gated_and_timed
+def launches() -> list[dict[Tracked, dict[str, Row]]]:
+    found = [launch() for _ in range(LAUNCHES)]
+    wrong = [
+        f"{row.variant}: {row.gate}" for launched in found for rows in launched.values() for row in rows if row.failed
+    ]
+    assert not wrong
+    return [{each: {row.variant: row for row in rows} for each, rows in launched.items()} for launched in found]
 
 
-@pytest.mark.benchmark(timer=STOPWATCH)
+@pytest.fixture(scope="module")
+def samples(launches: list[dict[Tracked, dict[str, Row]]]) -> dict[str, list[float]]:
+    """Ratios, and the matmul alone in seconds."""
+    seconds = [
+        {
+            each: {name: [ms / 1e3 for ms in row.rounds_ms] for name, row in rows.items()}
+            for each, rows in launched.items()
+        }
+        for launched in launches
+    ]
+    return samples_of(seconds, SCHEDULES)
+
+
+def replay(benchmark: Any, values: Sequence[float]) -> None:
+    """As pytest-benchmark's rounds what was measured already."""
+    left = iter(values)
+
+    def one_round() -> None:
+        STOPWATCH["seconds"] += next(left)
+
+    benchmark.pedantic(one_round, rounds=len(values), iterations=1)
+    assert benchmark.stats is None or benchmark.stats.stats.data == pytest.approx(list(values))
+
+
+@pytest.mark.benchmark(timer=stopwatch)
 @pytest.mark.parametrize(
     ("tracked", "variant"), [pytest.param(each, name, id=each.id(name)) for each in cases(GPUS) for name in VARIANTS]
 )
-def test_variant(
-    benchmark: Any,
-    ranks: RankPool,
-    rows: Callable[[Tracked], dict[str, Row]],
-    tracked: Tracked,
-    variant: str,
-) -> None:
-    row = rows(tracked)[variant]
-    assert row.passed, row.gate
+def test_variant(benchmark: Any, launches: list[dict[Tracked, dict[str, Row]]], tracked: Tracked, variant: str) -> None:
+    rows = [launched[tracked][variant] for launched in launches]
     benchmark.group = f"{tracked.case}, {tracked.direction}"
-    benchmark.extra_info |= asdict(row)
-    measured = []
+    benchmark.extra_info |= asdict(rows[-1])
+    replay(benchmark, [ms / 1e3 for row in rows for ms in row.rounds_ms])
 
-    def round_of_ranks() -> None:
-        (times,) = ranks.run(rounds_of, tracked, (variant,), 1, {}, False, world_size=tracked.case.world_size)[0]
-        measured.append(times[variant] / 1e3)
-        STOPWATCH.seconds += measured[-1]
 
-    benchmark.pedantic(round_of_ranks, rounds=ROUNDS, iterations=1)
-    assert len(measured) >= ROUNDS
-    assert benchmark.stats.stats.total == pytest.approx(sum(measured[:ROUNDS]))
+@pytest.mark.benchmark(timer=stopwatch, group="ratios of times in one round")
+@pytest.mark.parametrize("key", KEYS)
+def test_ratio(benchmark: Any, samples: dict[str, list[float]], key: str) -> None:
+    replay(benchmark, samples[key])

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fusedtp.bench import blocks, machine, models, report, store, sweep
+from fusedtp.bench import machine, models, report, store, sweep
 from fusedtp.bench.cli import app
+from fusedtp.bench.frames import blocks, frame_of
 from fusedtp.bench.jobs import Job
 from fusedtp.bench.models import Model
 from fusedtp.bench.rows import rows_of
@@ -53,6 +54,8 @@ def test_sweep_prints_and_keeps_rows(swept: tuple[Path, Result]) -> None:
         assert row.median_ms is not None
         assert row.ceiling_ms is not None
         assert (row.rounds, row.interpreted, row.threads, row.backend) == (3, False, 1, "gloo")
+        assert sorted(row.rounds_ms)[1] == row.median_ms
+        assert len(row.rounds_ms) == row.rounds
         assert (row.direction, row.model, row.links, row.driver) == ("forward", "", "shared memory", "")
     unfused, decomposed = timed["unfused"], timed["decomposed"]
     assert unfused.speedup_vs_unfused == 1.0
@@ -162,10 +165,10 @@ def test_a_models_block_gives_rows_and_totals(tmp_path: Path, monkeypatch: pytes
         for layer, op in zip(models.LAYERS, ("all_gather_matmul", "matmul_reduce_scatter") * 2, strict=True)
         for direction in ("forward", "backward", "both")
     }
-    totals = blocks.totals(rows)
+    totals = blocks(frame_of(rows))
     assert len(totals) == 3
-    for total in totals:
-        assert set(total.medians) == {"matmul", "comm", "unfused", "decomposed", "auto", "dtensor"}
+    for _, medians in totals:
+        assert set(medians) == {"matmul", "comm", "unfused", "decomposed", "auto", "dtensor"}
     assert "The matmuls of one transformer block together" in result.output
 
 

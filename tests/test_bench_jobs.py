@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fusedtp.bench import baselines, blocks, machine
+from fusedtp.bench import baselines, machine, tables
 from fusedtp.bench.cases import BASELINES, BOUNDS, CHECK_SHAPES, DIRECTIONS, OPS, SHAPES, Case, flops, traffic
+from fusedtp.bench.frames import frame_of
 from fusedtp.bench.jobs import JOB_SECONDS, Request, missing, plan, seconds_of
 from fusedtp.bench.models import LAYERS, MODELS, block
 from fusedtp.bench.rows import Outcome, ratios, rows_of
@@ -207,22 +208,30 @@ def block_rows(refused: str = "", world_size: int = 2) -> list[Any]:
     return rows
 
 
+def totals(rows: list[Any]) -> list[dict[str, Any]]:
+    return tables.totals(frame_of(rows)).cells.to_dict("records")
+
+
 def test_block_totals_are_sums_of_rows() -> None:
-    (total,) = blocks.totals(block_rows())
-    assert total.medians == {"matmul": 40.0, "comm": 44.0, "unfused": 48.0, "decomposed": 52.0}
-    assert total.speedup("decomposed") == pytest.approx(48 / 52)
-    assert total.best == "unfused"
-    assert (total.model, total.tokens, total.world_size, total.direction) == ("llama3-8b", 512, 2, "forward")
+    (total,) = totals(block_rows())
+    assert total == {
+        "model": "llama3-8b", "tokens": 512, "ranks": 2, "dtype": "float32", "direction": "forward",
+        "matmul\nms": 40.0, "comm\nms": 44.0, "unfused\nms": 48.0, "decomposed\nms": 52.0,
+        "fastest": "unfused", "speed-up": 1.0, "of matmul": 40 / 48,
+    }  # fmt: skip
+    faster = [replace(row, median_ms=9.0) if row.variant == "decomposed" else row for row in block_rows()]
+    (total,) = totals(faster)
+    assert (total["fastest"], total["speed-up"]) == ("decomposed", 48 / 36)
 
 
 def test_block_total_needs_every_matmul_passed() -> None:
-    (total,) = blocks.totals(block_rows(refused="decomposed"))
-    assert set(total.medians) == {"matmul", "comm", "unfused"}
-    assert total.speedup("decomposed") is None
+    (total,) = totals(block_rows(refused="decomposed"))
+    assert {name for name in total if name.endswith("ms")} == {"matmul\nms", "comm\nms", "unfused\nms"}
+    assert total["fastest"] == "unfused"
     rows = block_rows()
-    assert blocks.totals([row for row in rows if row.layer != LAYERS[0]]) == []
+    assert totals([row for row in rows if row.layer != LAYERS[0]]) == []
     # rows of two commits do not add up
-    assert blocks.totals([replace(row, commit=row.layer) for row in rows]) == []
+    assert totals([replace(row, commit=row.layer) for row in rows]) == []
 
 
 def test_refused_and_absent_outcomes_have_no_number() -> None:

@@ -7,17 +7,23 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
+from io import StringIO
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
-from fusedtp.bench import bars, curves, digest, figures, heatmap, html, page, store, theme
+from fusedtp.bench import bars, curves, heatmap, report, store, theme
 from fusedtp.bench.cases import OPS
 from fusedtp.bench.cli import app
+from fusedtp.bench.frames import frame_of
 from fusedtp.bench.models import LAYERS
 from fusedtp.bench.predicted import predictions
+from fusedtp.bench.standings import standings
 from fusedtp.bench.store import Row
 from fusedtp.bench.timeline import Mark, Timeline
 from fusedtp.bench.timeline import write as write_timeline
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from fusedtp import cost
@@ -27,6 +33,7 @@ MakeRow = Callable[..., Row]
 VOID = {"meta", "link", "br", "input"}
 # 512: clearly slower, 1024: the same within its interval, 2048 and 4096: clearly faster
 RATIOS = {512: 0.8, 1024: 1.003, 2048: 1.25, 4096: 1.6}
+TINY = {"M": 8, "N": 8, "K": 8}
 
 
 @pytest.fixture(scope="session")
@@ -98,7 +105,7 @@ def written(rows: list[Row], tmp_path_factory: pytest.TempPathFactory) -> Path:
     about = {"op": "all_gather_matmul", "M": 4, "N": 5, "K": 6, "dtype": "float32", "world_size": 2}
     marks = (Mark("decomposed", 0, "call", -1, 0.0, 90.0), Mark("decomposed", 0, "wait", 1, 10.0, 50.0))
     write_timeline(Timeline({**about, "format": "fusedtp timeline 1"}, marks), path.with_name("timeline.json"))
-    html.write(rows, path)
+    report.write(rows, path)
     return path
 
 
@@ -124,20 +131,20 @@ def test_page_is_whole_and_fetches_nothing(written: Path) -> None:
 
 def test_every_figure_is_there_with_a_caption_and_as_png(written: Path) -> None:
     found = Page(written.with_suffix(".html").read_text())
-    drawn = {path.stem for path in html.folder_of(written).iterdir()}
+    drawn = {path.stem for path in report.folder_of(written).iterdir()}
     assert drawn == {
         "time-single-matmuls-forward-fp32",
         "speedup-tiny-forward",
         "speedup-single-matmuls-forward",
         "parts-tiny-forward-2-ranks",
         "parts-single-matmuls-forward-2-ranks",
-        "blocks-tiny-fp32-cpu-some-2c",
+        "blocks-tiny-fp32",
         "timeline-call",
     }
     assert drawn <= set(found.ids)
     labels = [value for tag, name, value in found.attributes if (tag, name) == ("svg", "aria-label")]
     assert len(labels) == len(drawn)
-    for path in html.folder_of(written).iterdir():
+    for path in report.folder_of(written).iterdir():
         assert path.read_bytes().startswith(b"\x89PNG")
     for words in ("Each marker is the median", "thick line parts the two", "ceiling, the longer of", "added up"):
         assert words in found.text
@@ -159,7 +166,7 @@ def test_words_come_from_the_rows(written: Path, rows: list[Row]) -> None:
 
 def test_missing_kinds_say_why(make_row: MakeRow, rows: list[Row], tmp_path: Path) -> None:
     path = tmp_path / "sweep.csv"
-    html.write([row for row in rows if row.interpreted], path)
+    report.write([row for row in rows if row.interpreted], path)
     found = Page(path.with_suffix(".html").read_text())
     for reason in (
         "no two sizes of one problem were timed",
@@ -170,21 +177,24 @@ def test_missing_kinds_say_why(make_row: MakeRow, rows: list[Row], tmp_path: Pat
     ):
         assert f"Not here: {reason}" in found.text
     assert "Nothing was timed" in found.text
-    assert not html.folder_of(path).exists()
+    assert not report.folder_of(path).exists()
     path.with_name("timeline.json").write_text("{}")
-    html.write([make_row(variant="comm", median_ms=1.0)], path)
+    report.write([make_row(variant="comm", median_ms=1.0)], path)
     found = Page(path.with_suffix(".html").read_text())
     assert "is not a timeline of ours" in found.text
     assert "Refused: none" in found.text
 
 
+MATMUL = ("model", "direction", "matmul", "world_size")
+
+
 def test_standing_and_crossover(rows: list[Row]) -> None:
-    standing = next(each for each in digest.standings(digest.cases(rows)) if not each.first.model)
-    assert (standing.won, standing.lost, len(standing.members)) == (2, 1, 4)
-    assert standing.mean == pytest.approx(digest.geometric_mean(list(RATIOS.values())), rel=1e-9)
-    assert standing.since is not None
-    assert standing.since.first.M == 1024
-    assert standing.worst[0].first.M == 512
+    found = standings(frame_of(rows), *MATMUL)
+    (standing,) = found[found["model"] == ""].to_dict("records")
+    assert (standing["faster"], standing["slower"], standing["cases"]) == (2, 1, 4)
+    assert standing["mean"] == pytest.approx(math.exp(sum(map(math.log, RATIOS.values())) / len(RATIOS)), rel=1e-9)
+    assert standing["shorter median"] == "from 1024 x 1024 x 1024 fp32"
+    assert (standing["worst at"], standing["worst"]) == ("512 x 512 x 512 fp32", pytest.approx(0.8))
 
 
 @pytest.mark.parametrize(
@@ -196,70 +206,110 @@ def test_crossover_in_words(make_row: MakeRow, ratios: tuple[float, float], word
     for size, ratio in zip((1024, 2048), ratios, strict=True):
         at = {"M": size, "N": size, "K": size}
         found += [make_row(median_ms=1.0, **at), make_row(variant="fused", median_ms=1.0 / ratio, **at)]
-    (standing,) = digest.standings(digest.cases(found))
-    assert standing.crossover().startswith(words)
+    (standing,) = standings(frame_of(found), *MATMUL).to_dict("records")
+    assert standing["shorter median"].startswith(words)
 
 
 def test_crossover_line_parts_faster_from_slower_within_a_dtype() -> None:
-    ratios = {(0, 0): 0.9, (1, 0): 1.1, (0, 1): 1.2, (1, 1): 1.3, (2, 0): 0.8}
+    ratios = np.array([[0.9, 1.2], [1.1, 1.3], [0.8, math.nan]])
     below, right = ((-0.5, 0.5), (0.5, 0.5)), ((0.5, 0.5), (-0.5, 0.5))
     assert sorted(heatmap.crossover(ratios, ["a", "a", "b"])) == sorted([below, right])
     assert len(heatmap.crossover(ratios, ["a", "a", "a"])) == 3
 
 
 def test_parts_of_a_time_add_up() -> None:
-    assert bars.parts(10.0, 6.0, 3.0) == (6.0, 3.0, 1.0)
-    assert bars.parts(7.0, 6.0, 3.0) == (6.0, 1.0, 0.0)
-    assert bars.parts(5.0, 6.0, 3.0) == (5.0, 0.0, 0.0)
-    assert bars.parts(10.0, 6.0, None) == (6.0, 0.0, 4.0)
+    def account(*times: float) -> tuple[float, ...]:
+        return tuple(bars.account(*times).values())
+
+    assert account(10.0, 6.0, 3.0) == (6.0, 3.0, 1.0)
+    assert account(7.0, 6.0, 3.0) == (6.0, 1.0, 0.0)
+    assert account(5.0, 6.0, 3.0) == (5.0, 0.0, 0.0)
+    assert account(10.0, 6.0, math.nan) == (6.0, 0.0, 4.0)
 
 
 def test_block_is_drawn_and_listed_only_where_it_is_whole(written: Path, rows: list[Row]) -> None:
     text = written.with_suffix(".html").read_text()
     begin = text.index('<section id="blocks">')
     block = Page(text[begin : text.index("</section>", begin) + len("</section>")])
-    assert "decomposed 20 2.00x" in block.text
+    # of the table: matmul, comm, unfused, decomposed, the fastest and its speed-up
+    assert "10 30 40 20 decomposed 2.00x" in block.text
     # dtensor was not timed for one of the four
     assert "dtensor" not in block.text
 
 
 def test_predicted_is_drawn_dashed_and_never_counted(rows: list[Row]) -> None:
-    cases = [case for case in digest.cases(rows) if not case.first.model]
+    plain = [row for row in rows if not row.model]
+    measured = [row for row in plain if not row.predicted]
     with theme.style():
-        drawn = theme.svg(curves.figure(cases), "x", "x")
-        measured = [row for row in rows if not row.predicted and not row.model]
-        without = theme.svg(curves.figure(digest.cases(measured)), "x", "x")
+        drawn = theme.svg(curves.figure(frame_of(plain)), "x", "x")
+        without = theme.svg(curves.figure(frame_of(measured)), "x", "x")
     assert "decomposed, predicted" in drawn
     assert "stroke-dasharray: 4" in drawn
     assert "predicted" not in without
     assert "stroke-dasharray: 4" not in without
-    assert [each.mean for each in digest.standings(cases)] == [
-        each.mean for each in digest.standings(digest.cases(measured))
-    ]
+    pd.testing.assert_frame_equal(standings(frame_of(plain), *MATMUL), standings(frame_of(measured), *MATMUL))
 
 
 def test_pictures_take_the_page_s_colours(written: Path) -> None:
     text = written.with_suffix(".html").read_text()
-    light, dark = theme.variables()
-    assert light in page.style()
-    assert f"@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}" in page.style()
-    # the style sheet has each colour once; a picture has variables in their place
-    pictures = text[text.index("<svg") :].lower()
-    every = {**theme.INK, **theme.SERIES, **theme.PARTS}
-    assert [name for name, each in every.items() if each.light in pictures] == []
+    style, pictures = text[: text.index("</style>")], text[text.index("<svg") :].lower()
+    at_dark = style.index("@media (prefers-color-scheme: dark)")
+    for name, (light, dark) in theme.COLOURS.items():
+        # the style sheet has each colour once for light and once for dark; a picture has variables in their place
+        assert f"--{name}: {light};" in style[:at_dark]
+        assert f"--{name}: {dark};" in style[at_dark:]
+        assert light not in pictures
     for name in ("ink", "unfused", "decomposed", "wait", "multiply"):
         assert f"var(--{name})" in pictures
-    assert len({theme.marker(name) for name in theme.SERIES}) == len(theme.SERIES)
+    assert set(theme.MARKERS) <= set(theme.COLOURS)
+    assert len(set(theme.MARKERS.values())) == len(theme.MARKERS)
 
 
 def test_table_has_every_row_and_its_numbers(written: Path, rows: list[Row]) -> None:
     text = written.with_suffix(".html").read_text()
-    table = text[text.index('<table id="all-rows">') :]
+    table = text[text.index('<table id="T_rows">') :]
     assert table.count("<tr") == 1 + len(rows)
-    assert table.count('<tr class="predicted">') == sum(row.predicted for row in rows)
-    assert 'data-value="5.12">5.12<' in table
+    assert table.count(">yes</td>") == sum(row.predicted + row.interpreted for row in rows)
+    # what is predicted stands in another style
+    (style,) = re.findall(r"((?:#T_rows_row\d+_col\d+,?\s*)+)\{\s*font-style: italic", text)
+    lines = {each.strip().partition("_col")[0] for each in style.split(",")}
+    assert len(lines) == sum(row.predicted for row in rows)
+    assert ">5.12</td>" in table
     # a column that no row has is left out
     assert "busbw" not in table[: table.index("</thead>")]
+
+
+def test_cells_and_headings_are_text(make_row: MakeRow, tmp_path: Path) -> None:
+    """Whatever a file calls a variant, a model or a processor: it is no markup and no column's format."""
+    odd = ["<b>bold</b>", "mean", "x\nmean", "{}", "speed-up", "ms"]
+    found = [make_row(variant=name, median_ms=2.0, cpu="<i>", **TINY) for name in ("unfused", "matmul", *odd)]
+    found += [
+        make_row(variant=name, median_ms=2.0, model="<u>", layer=layer, tokens=64, op=op)
+        for layer, op in zip(LAYERS, OPS[:2] * 2, strict=True)
+        for name in ("unfused", *odd)
+    ]
+    report.write(found, tmp_path / "sweep.csv")
+    text = (tmp_path / "sweep.html").read_text()
+    Page(text)
+    assert "&lt;b&gt;bold&lt;/b&gt;" in text
+    assert not re.search("<b>bold|<i>|<u>", text)
+    console = Console(file=StringIO(), width=300, markup=False)
+    report.show(found, console)
+    assert "<b>bold</b>" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_old_rows_are_told_apart_by_their_ranges(make_row: MakeRow) -> None:
+    """Without their rounds: 20-80 % of one against those of the other, and the page says so."""
+    base, ours = make_row(median_ms=1.0), make_row(variant="fused", median_ms=0.98)
+
+    def told(rows: list[Row]) -> bool:
+        return "without their rounds" in Page(report.page(frame_of(rows), {})).text
+
+    for low, faster in ((0.9, 0), (0.97, 1)):
+        rows = [replace(base, p20_ms=0.985), replace(ours, p20_ms=low, p80_ms=0.99 if low < 0.95 else 0.98)]
+        assert standings(frame_of(rows), *MATMUL)["faster"].tolist() == [faster]
+        assert told(rows)
+    assert not told([replace(row, rounds=5, rounds_ms=(1.0,) * 5) for row in (base, ours)])
 
 
 def invoke(*arguments: object) -> Result:
@@ -297,5 +347,10 @@ def test_command_and_the_cost_model_beside_what_was_measured(make_row: MakeRow, 
     assert "abacus" in done.output
 
 
-def test_sections_are_those_of_the_page() -> None:
-    assert [each.name for each in figures.sections([], "why")] == ["time", "speedup", "parts", "blocks", "timeline"]
+def test_sections_are_those_of_the_page(written: Path) -> None:
+    found = Page(written.with_suffix(".html").read_text())
+    links = [value[1:] for tag, name, value in found.attributes if (tag, name) == ("a", "href")]
+    pictures = [*report.PICTURES, "timeline"]
+    assert pictures == ["time", "speedup", "parts", "blocks", "timeline"]
+    assert links == ["short", "sizes", *pictures, "times", "refused", "checked", "rows"]
+    assert [each for each in found.ids if each in links] == links

@@ -28,6 +28,7 @@ ROW = Row(
     p80_ms=97.0,
     total_ms=480.5,
     rounds=5,
+    rounds_ms=(94.0, 94.5, 95.25, 97.0, 99.75),
     speedup_vs_unfused=1.625,
     matmul_fraction=0.96875,
     tflops=0.125,
@@ -66,6 +67,7 @@ REFUSED = replace(
     p80_ms=None,
     total_ms=None,
     rounds=0,
+    rounds_ms=(),
     speedup_vs_unfused=None,
     matmul_fraction=None,
     tflops=None,
@@ -88,6 +90,21 @@ def test_round_trip(path: Path) -> None:
     assert store.read(path) == [ROW, REFUSED]
     assert path.read_text().splitlines()[0] == ",".join(COLUMNS)
     assert os.listdir(path.parent) == ["sweep.csv"]
+
+
+def test_a_file_from_before_rounds_were_kept_is_read(path: Path) -> None:
+    store.write(path, [ROW, REFUSED])
+    with path.open(newline="") as file:
+        lines = [{**cells} for cells in csv.DictReader(file)]
+    old = [name for name in COLUMNS if name != "rounds_ms"]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, old, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
+    assert store.read(path) == [replace(ROW, rounds_ms=()), REFUSED]
+    # what is measured next has its rounds, beside the rows without
+    new = replace(ROW, M=8192)
+    assert store.update(path, [new]) == store.read(path) == [replace(ROW, rounds_ms=()), REFUSED, new]
 
 
 TEXTS = ["=1+1", "+1", "-1", "@x", "\tx", "\rx", "'=1", "'quoted'", "nan", "NA", "None", "a'b", 'a,"b"', "a\r\nb"]

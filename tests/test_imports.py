@@ -38,7 +38,7 @@ LAYERS = (
 )
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
 PURE = LAYERS[1]
-HEAVY = ("triton", "matplotlib", "pandas", "typer", "rich")
+HEAVY = ("triton", "matplotlib", "pandas", "scipy", "jinja2", "typer", "rich")
 
 
 def modules() -> dict[str, Path]:

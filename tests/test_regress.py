@@ -5,21 +5,31 @@ from __future__ import annotations
 import json
 import random
 import re
+import subprocess
+import sys
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 import torch
 import typer
 from fusedtp.bench import regress, tracked
+from fusedtp.bench.jobs import Job
 from fusedtp.bench.machine import Machine
 from fusedtp.bench.ranks import RankPool
-from fusedtp.bench.regress import CASE_LIMIT, LAUNCHES, SCHEDULE_LIMIT, Baseline, Launch, NotComparable, judge
-from fusedtp.bench.tracked import Tracked
+from fusedtp.bench.regress import CASE_LIMIT, LAUNCHES, SCHEDULE_LIMIT, Measured, NotComparable, excess, judge
+from fusedtp.bench.sweep import run_job
+from fusedtp.bench.timing import slowed
+from fusedtp.bench.tracked import Launch, Tracked
 
+pytest.importorskip("pytest_benchmark")
+from .saved import saved
+
+ROOT = Path(__file__).parent.parent
 HERE = Machine("cpu-some-2c", "Some", 2, "", 0, "shared memory", "", "3.11", "2.13", "3.7", "0123", False)
 CASES = tracked.cases(0)
 IDS = [each.id(schedule) for each in CASES for schedule in tracked.schedules(0)]
@@ -27,26 +37,38 @@ TRUE = {key: 1.5 + 0.1 * number for number, key in enumerate(IDS)}
 RATIOS = {f"{key} / matmul": ratio for key, ratio in TRUE.items()} | {
     f"{each.id('decomposed')} / unfused": TRUE[each.id("decomposed")] / TRUE[each.id("unfused")] for each in CASES
 }
+BASELINE = Measured(RATIOS, 3e-3)
 
 
 def noisy(slower: Mapping[str, float], seed: int, num_rounds: int = 32, noise: float = 0.2) -> Launch:
     """Rounds as a busy machine gives them, some struck by something else; `slower` by schedule or id."""
     generator = random.Random(seed)
 
-    def times_of(each: Tracked) -> dict[str, float]:
-        matmul_ms = generator.uniform(2, 4)
-        times = {"matmul": matmul_ms}
-        for name in tracked.schedules(0):
-            key = each.id(name)
-            factor = slower.get(key, slower.get(name, 1.0)) * (3 if generator.random() < 0.06 else 1)
-            times[name] = matmul_ms * TRUE[key] * factor * generator.lognormvariate(0, noise)
+    def times_of(each: Tracked) -> dict[str, list[float]]:
+        times: dict[str, list[float]] = {name: [] for name in ("matmul", *tracked.schedules(0))}
+        for _ in range(num_rounds):
+            times["matmul"].append(generator.uniform(2e-3, 4e-3))
+            for name in tracked.schedules(0):
+                key = each.id(name)
+                factor = slower.get(key, slower.get(name, 1.0)) * (3 if generator.random() < 0.06 else 1)
+                ratio = TRUE[key] * factor * generator.lognormvariate(0, noise)
+                times[name].append(times["matmul"][-1] * ratio)
         return times
 
-    return {each: [times_of(each) for _ in range(num_rounds)] for each in CASES}
+    return {each: times_of(each) for each in CASES}
 
 
-def baseline() -> Baseline:
-    return Baseline(asdict(HERE), "", 3.0, 32, RATIOS, {})
+def samples(launches: Sequence[Launch]) -> dict[str, list[float]]:
+    return tracked.samples_of(launches, tracked.schedules(0))
+
+
+def judged(slower: Mapping[str, float], seed: int, num_rounds: int = 32) -> dict[str, float]:
+    found = {key: median(values) for key, values in samples([noisy(slower, seed, num_rounds)]).items()}
+    return judge(Measured({key: found[key] for key in RATIOS}, found["matmul"]), BASELINE)
+
+
+def schedules_of(slowdowns: Mapping[str, float]) -> dict[str, float]:
+    return {name: by for name, by in slowdowns.items() if name in tracked.schedules(0)}
 
 
 def test_ids_are_those_that_are_stored() -> None:
@@ -66,48 +88,70 @@ def test_ids_are_those_that_are_stored() -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_noise_passes_and_one_slower_schedule_fails(seed: int) -> None:
-    unchanged = judge(noisy({}, seed), baseline())
-    assert not unchanged.excess
-    assert unchanged.matmul == pytest.approx(1, rel=0.2)
-    assert unchanged.schedules == pytest.approx({"unfused": 1, "decomposed": 1}, rel=0.08)
-    slower = judge(noisy({"decomposed": 1.3}, seed), baseline())
-    assert "decomposed" in slower.excess
-    assert "unfused" not in slower.excess
-    assert slower.schedules["decomposed"] == pytest.approx(1.3, rel=0.08)
+    unchanged = judged({}, seed)
+    assert not excess(unchanged)
+    assert unchanged["matmul"] == pytest.approx(1, rel=0.2)
+    assert schedules_of(unchanged) == pytest.approx({"unfused": 1, "decomposed": 1}, rel=0.08)
+    slower = judged({"decomposed": 1.3}, seed)
+    assert "decomposed" in excess(slower)
+    assert "unfused" not in excess(slower)
+    assert slower["decomposed"] == pytest.approx(1.3, rel=0.08)
 
 
 def test_one_slower_case_fails_by_its_own_name() -> None:
     key = IDS[3]
-    verdict = judge(noisy({key: 1.6}, 0, num_rounds=128), baseline())
-    assert list(verdict.excess) == [key]
-    assert verdict.cases[key] > CASE_LIMIT
+    slowdowns = judged({key: 1.6}, 0, num_rounds=128)
+    assert list(excess(slowdowns)) == [key]
+    assert slowdowns[key] > CASE_LIMIT
     # the mean over cases alone would let it pass
-    assert verdict.schedules["decomposed"] < SCHEDULE_LIMIT
+    assert slowdowns["decomposed"] < SCHEDULE_LIMIT
 
 
 def test_what_slows_all_schedules_is_said_of_the_unfused_one() -> None:
     # beside a matmul that it does not slow: other work on the machine, or code that they share
-    verdict = judge(noisy({"unfused": 1.4, "decomposed": 1.4}, 0), baseline())
-    assert [name for name in verdict.excess if name in verdict.schedules] == ["unfused"]
-    assert verdict.schedules == pytest.approx({"unfused": 1.4, "decomposed": 1}, rel=0.1)
+    slowdowns = judged({"unfused": 1.4, "decomposed": 1.4}, 0)
+    assert list(schedules_of(excess(slowdowns))) == ["unfused"]
+    assert schedules_of(slowdowns) == pytest.approx({"unfused": 1.4, "decomposed": 1}, rel=0.1)
 
 
 def test_faster_is_no_regression() -> None:
-    assert not judge(noisy({"decomposed": 0.5, "unfused": 0.5}, 0), baseline()).excess
+    assert not excess(judged({"decomposed": 0.5, "unfused": 0.5}, 0))
+
+
+def test_a_slower_matmul_is_told_and_has_no_limit() -> None:
+    slowdowns = judge(replace(BASELINE, matmul=3e-2), BASELINE)
+    assert slowdowns["matmul"] == pytest.approx(10)
+    assert not excess(slowdowns)
 
 
 class Launches:
-    """A `launch` that gives these in turn, the last one again and again, in place of ranks; counts its calls."""
+    """A `run` that gives these in turn, the last one again and again, in place of pytest; counts its calls."""
 
     def __init__(self, *slower: Mapping[str, float]) -> None:
-        self.slower, self.num_calls = slower, 0
+        self.slower, self.num_calls, self.num_launches, self.shown = slower, 0, 0, 0
 
-    def __call__(self, cases: Any, gpus: int, *, plant: Mapping[str, float] | None = None) -> Launch:
-        slower = self.slower[min(self.num_calls, len(self.slower) - 1)]
+    def __call__(self, folder: Path, launches: int, plant: str, against: Path | None = None) -> Path:
+        slower = {**self.slower[min(self.num_calls, len(self.slower) - 1)]}
+        slower |= regress.planted(plant, tracked.schedules(0))
         self.num_calls += 1
-        return noisy({**slower, **(plant or {})}, self.num_calls)
+        self.shown += against is not None
+        found = [noisy(slower, 10 * self.num_calls + each) for each in range(launches)]
+        path = folder / "0001_run.json"
+        path.write_bytes(saved(samples(found), HERE))
+        return path
 
 
+@pytest.fixture
+def session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On HERE, without GPUs."""
+    monkeypatch.setattr(regress, "describe", lambda: HERE)
+    monkeypatch.setattr(tracked, "num_gpus", lambda: 0)
+
+
+OPTIONS: dict[str, Any] = {"baseline": None, "save_baseline": False, "plant": "", "repeat": 1}
+
+
+@pytest.mark.usefixtures("session")
 @pytest.mark.parametrize(
     ("ratios", "message"),
     [
@@ -120,18 +164,25 @@ class Launches:
     ids=["lacks", "has"],
 )
 def test_other_cases_cannot_be_compared(
-    ratios: dict[str, float], message: str, monkeypatch: pytest.MonkeyPatch
+    ratios: dict[str, float],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     launch = Launches({})
-    monkeypatch.setattr(tracked, "launch", launch)
-    monkeypatch.setattr(tracked, "num_gpus", lambda: 0)
-    with pytest.raises(NotComparable, match=message):
-        regress.compare(replace(baseline(), ratios=ratios), {}, print)
+    monkeypatch.setattr(regress, "run", launch)
+    path = tmp_path / "regress.json"
+    path.write_bytes(saved({"matmul": [3e-3]} | {key: [ratio] for key, ratio in ratios.items()}, HERE))
+    with pytest.raises(typer.Exit) as left:
+        regress.regress(**OPTIONS | {"baseline": path, "out": tmp_path})
+    assert left.value.exit_code == 2
+    assert message in capsys.readouterr().err
     assert launch.num_calls == 0
 
 
 @pytest.mark.parametrize(
-    ("slower", "num_launches", "excess"),
+    ("slower", "num_launches", "expected"),
     [
         ([{}], 1, []),
         ([{"decomposed": 1.3}, {}], 2, []),
@@ -142,37 +193,128 @@ def test_other_cases_cannot_be_compared(
     ],
 )
 def test_only_an_excess_that_stays_is_a_regression(
-    slower: list[dict[str, float]], num_launches: int, excess: list[str], monkeypatch: pytest.MonkeyPatch
+    slower: list[dict[str, float]],
+    num_launches: int,
+    expected: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     launch = Launches(*slower)
-    monkeypatch.setattr(tracked, "launch", launch)
-    monkeypatch.setattr(tracked, "num_gpus", lambda: 0)
+    monkeypatch.setattr(regress, "run", launch)
     said: list[str] = []
-    verdict = regress.compare(baseline(), {}, said.append)
+    stored(tmp_path / "regress.json")
+    slowdowns = regress.compare(tmp_path / "regress.json", HERE, "", said.append)
     assert launch.num_calls == num_launches
-    assert [name for name in verdict.excess if name in verdict.schedules] == excess
+    # what is measured again is shown beside the baseline
+    assert launch.shown == num_launches - 1
+    assert list(schedules_of(excess(slowdowns))) == expected
     # every suspicion is said
-    assert len(said) == (num_launches if excess else num_launches - 1)
+    assert len(said) == (num_launches if expected else num_launches - 1)
     assert all("decomposed" in line for line in said)
 
 
 def stored(path: Path, machine: Machine = HERE) -> bytes:
-    launches = [noisy({}, seed) for seed in range(4)]
-    regress.write(path, regress.baseline_of(launches, machine))
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(saved(samples([noisy({}, seed) for seed in range(4)]), machine))
     return path.read_bytes()
 
 
-def test_baseline_survives_the_file(tmp_path: Path) -> None:
+def test_baseline_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "machine" / "regress.json"
-    assert len(stored(path)) < 4096
+    # it is committed
+    assert len(stored(path)) < 32 << 10
     read = regress.read(path, HERE)
     assert read.ratios == pytest.approx(RATIOS, rel=0.2)
-    assert read.rounds == 4 * 32
-    assert read.machine["commit"] == HERE.commit
+    assert read.matmul == pytest.approx(3e-3, rel=0.1)
+    assert {each["stats"]["rounds"] for each in json.loads(path.read_text())["benchmarks"]} == {4, 4 * 32}
+    assert read.about == f"commit {HERE.commit}, 2026-01-02T03:04:05+00:00"
+    assert list(read.spread) == ["unfused / matmul", "decomposed / matmul", "decomposed / unfused"]
     assert all(low < high for low, high in read.spread.values())
     # newer versions are what is to be judged, not another machine
     newer = replace(HERE, torch="2.14", driver="600", commit="4567")
     assert regress.read(path, newer) == read
+
+
+def test_baseline_from_before_it_was_pytest_benchmarks_is_read(tmp_path: Path) -> None:
+    (committed,) = (ROOT / "results").glob("*/regress.json")
+    content = json.loads(committed.read_text())
+    if "format" not in content:
+        pytest.skip("the committed one is newer")
+    theirs = Machine(**content["machine"])
+    read = regress.read(committed, theirs)
+    assert (read.ratios, read.matmul, read.format) == (content["ratios"], content["matmul_ms"] / 1e3, 1)
+    assert read.about == f"commit {theirs.commit}, {content['time_utc']}"
+    with pytest.raises(NotComparable, match="another machine's: name"):
+        regress.read(committed, HERE)
+    for change, said in (
+        ({"spread": {"unfused / matmul": [1.0]}}, "spread.unfused / matmul must be a list of two numbers"),
+        ({"ratios": {}}, "ratios is empty"),
+        ({"rounds": 0}, "rounds must be an integer from 1"),
+        ({"more": 1}, "more is not known"),
+    ):
+        path = tmp_path / "regress.json"
+        path.write_text(json.dumps(content | change))
+        with pytest.raises(NotComparable, match=re.escape(f"{path} is not a baseline ({said}")):
+            regress.read(path, theirs)
+
+
+STUB = """
+import json, os, pytest
+NOW = [0.0]
+def clock():
+    return NOW[0]
+SAMPLES = json.loads(os.environ["SAMPLES"])
+@pytest.mark.benchmark(timer=clock)
+@pytest.mark.parametrize("key", SAMPLES)
+def test_ratio(benchmark, key):
+    left = iter(SAMPLES[key])
+    def one_round():
+        NOW[0] += next(left)
+    benchmark.pedantic(one_round, rounds=len(SAMPLES[key]), iterations=1)
+"""
+
+
+def test_what_pytest_benchmark_saves_is_read_and_compared_by_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As `run` starts it, with these tests' conftest; the samples are made up."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_bench.py").write_text(STUB)
+    (tmp_path / "tests" / "conftest.py").write_text(
+        "from pathlib import Path\nimport importlib.util\n"
+        f"spec = importlib.util.spec_from_file_location('shared', {str(ROOT / 'tests' / 'conftest.py')!r})\n"
+        "shared = importlib.util.module_from_spec(spec)\nspec.loader.exec_module(shared)\n"
+        "globals().update({name: each for name, each in vars(shared).items() if name.startswith('pytest_benchmark')})\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    here = regress.describe()
+    for folder, factor in (("before", 1.0), ("after", 1.5)):
+        launches = [noisy({"decomposed": factor}, seed) for seed in range(2)]
+        monkeypatch.setenv("SAMPLES", json.dumps(samples(launches)))
+        against = next((tmp_path / "before").rglob("*.json"), None)
+        found = regress.read(regress.run(tmp_path / folder, 1, "", against), here)
+        expected = {key: median(values) for key, values in samples(launches).items()}
+        assert found.ratios == pytest.approx({key: expected[key] for key in RATIOS})
+        assert found.matmul == pytest.approx(expected["matmul"])
+    assert f"test_ratio[{IDS[1]} / matmul] (NOW)" in capfd.readouterr().out
+    # its own judgement, of each ratio by itself
+    command = [sys.executable, "-P", "-m", "pytest", "tests/test_bench.py", "-q"]
+    command += [f"--benchmark-compare={against}", "--benchmark-compare-fail=median:25%"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "Performance has regressed" in done.stdout + done.stderr
+
+
+def test_benchmarks_that_fail_end_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"no tests/test_bench.py: run it in the folder of a checkout"):
+        regress.run(tmp_path, 1, "")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_bench.py").write_text("def test_ratio():\n    assert False, 'a wrong result'\n")
+    with pytest.raises(typer.Exit) as left:
+        regress.run(tmp_path, 1, "")
+    assert left.value.exit_code == 1
 
 
 @pytest.mark.parametrize(
@@ -194,17 +336,29 @@ def test_another_machines_baseline_is_refused(tmp_path: Path, other: dict[str, A
     assert path.read_bytes() == before
 
 
+def changed(good: bytes, **values: Any) -> bytes:
+    return json.dumps(json.loads(good) | values).encode()
+
+
+def benchmark(good: bytes, **values: Any) -> dict[str, Any]:
+    """The first benchmark with some of its statistics changed."""
+    first, *others = json.loads(good)["benchmarks"]
+    return {"benchmarks": [first | {"stats": first["stats"] | values}, *others]}
+
+
 BROKEN = {
     "empty": lambda good: b"",
     "cut": lambda good: good[:-40],
     "binary": lambda good: b"\xff\xfe\x00",
     "list": lambda good: b"[]",
     "foreign": lambda good: b'{"name": "apple"}',
-    "newer": lambda good: good.replace(b'"format": 1', b'"format": 2'),
-    "zero": lambda good: json.dumps(json.loads(good) | {"ratios": dict.fromkeys(IDS, 0)}).encode(),
-    "text": lambda good: json.dumps(json.loads(good) | {"ratios": dict.fromkeys(IDS, "1")}).encode(),
-    "none": lambda good: json.dumps(json.loads(good) | {"ratios": {}}).encode(),
-    "machine": lambda good: json.dumps(json.loads(good) | {"machine": "mine"}).encode(),
+    "newer": lambda good: changed(good, format=2),
+    "zero": lambda good: changed(good, **benchmark(good, median=0)),
+    "text": lambda good: changed(good, **benchmark(good, median="1")),
+    "none": lambda good: changed(good, benchmarks=[]),
+    "one more statistic": lambda good: changed(good, **benchmark(good, mode=1.0)),
+    "twice": lambda good: changed(good, benchmarks=json.loads(good)["benchmarks"] * 2),
+    "machine": lambda good: changed(good, machine_info="mine"),
 }
 
 
@@ -218,32 +372,40 @@ def test_malformed_baseline_is_refused_and_untouched(
     path.write_bytes(content)
     monkeypatch.setattr(regress, "describe", lambda: HERE)
     # nothing may be measured before it is refused
-    monkeypatch.delattr(tracked, "launch")
+    monkeypatch.delattr(regress, "run")
     with pytest.raises(typer.Exit) as left:
-        regress.regress(save_baseline=save, plant="", repeat=1, baseline=None, out=tmp_path)
+        regress.regress(**OPTIONS | {"save_baseline": save, "out": tmp_path})
     assert left.value.exit_code == 2
     assert "is not a baseline" in capsys.readouterr().err
     assert path.read_bytes() == content
 
 
-def test_launches_that_disagree_are_no_baseline() -> None:
+def test_launches_that_disagree_are_no_baseline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(folder: Path, launches: int, plant: str) -> Path:
+        path = folder / "0001_run.json"
+        path.write_bytes(saved(samples([noisy({}, 0), noisy({"decomposed": 1.2}, 1)]), HERE))
+        return path
+
+    monkeypatch.setattr(regress, "run", run)
     with pytest.raises(NotComparable, match=r"decomposed / matmul was .* too far apart"):
-        regress.baseline_of([noisy({}, 0), noisy({"decomposed": 1.2}, 1)], HERE)
+        regress.save(tmp_path / "regress.json", HERE, print)
+    assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("session")
 def test_session_stores_then_passes_then_finds_what_is_planted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(regress, "describe", lambda: HERE)
-    monkeypatch.setattr(tracked, "num_gpus", lambda: 0)
-    monkeypatch.setattr(tracked, "launch", Launches({}))
-    options: dict[str, Any] = {"baseline": None, "out": tmp_path, "save_baseline": False, "plant": "", "repeat": 1}
+    monkeypatch.setattr(regress, "run", Launches({}))
+    options = OPTIONS | {"out": tmp_path}
     with pytest.raises(typer.Exit) as left:
         regress.regress(**options | {"plant": "decomposed=1.3"})
     assert left.value.exit_code == 2
     assert not any(tmp_path.iterdir())
     regress.regress(**options)
-    assert f"no baseline for {HERE.name}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"no baseline for {HERE.name}" in said
+    assert re.search(r"decomposed / matmul: \S+ to \S+ in 4 launches", said)
     path = tmp_path / HERE.name / "regress.json"
     before = path.read_bytes()
     regress.regress(**options | {"repeat": 3})
@@ -251,7 +413,9 @@ def test_session_stores_then_passes_then_finds_what_is_planted(
     with pytest.raises(typer.Exit) as left:
         regress.regress(**options | {"repeat": 2, "plant": "decomposed=1.3"})
     assert left.value.exit_code == 1
-    assert "slower than the baseline in 2 of 2" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "slower than the baseline in 2 of 2" in said
+    assert re.search(r"1\.\d+ of 1\.12 SLOWER decomposed\n", said)
     assert path.read_bytes() == before
     regress.regress(**options | {"save_baseline": True})
     assert path.read_bytes() != before
@@ -275,8 +439,7 @@ def test_what_is_planted_takes_that_much_longer() -> None:
         time.sleep(0.02)
         return "result"
 
-    assert tracked.slowed(run, 1.0, torch.device("cpu")) is run
-    slow = tracked.slowed(run, 2.0, torch.device("cpu"))
+    slow = slowed(run, 2.0, torch.device("cpu"))
     start = time.perf_counter()
     assert slow() == "result"
     # at least: sleep and the wait never end early
@@ -286,16 +449,20 @@ def test_what_is_planted_takes_that_much_longer() -> None:
 def test_rounds_on_ranks(pool: RankPool) -> None:
     variants = ("matmul", "unfused", "decomposed")
     small = Tracked(tracked.Case("matmul_reduce_scatter", 64, 64, 64, "float32", 2), "both")
-    first, second = pool.run(tracked.rounds_of, small, variants, 5, {"decomposed": 40.0}, True, world_size=2)
+    job = Job(small.case, variants, True, rounds=5, directions=(small.direction,))
+    first, second = pool.run(run_job, job, {"decomposed": 40.0}, world_size=2)
     assert first == second
-    assert len(first) == 5
-    assert all(tuple(times) == variants and min(times.values()) > 0 for times in first)
-    samples = regress.ratios_of({small: first})
-    assert samples[f"{small.id('unfused')} / matmul"] == [times["unfused"] / times["matmul"] for times in first]
+    times = {outcome.variant: outcome.timing.rounds_ms for outcome in first if outcome.timing}
+    assert tuple(times) == variants
+    assert all(len(each) == 5 and min(each) > 0 for each in times.values())
+    found = tracked.samples_of([{small: times}], variants[1:])
     pairs = [("unfused", "matmul"), ("decomposed", "matmul"), ("decomposed", "unfused")]
-    assert list(samples) == [f"{small.id(schedule)} / {reference}" for schedule, reference in pairs]
+    assert list(found)[:3] == [f"{small.id(schedule)} / {reference}" for schedule, reference in pairs]
+    assert list(found)[3:] == [*(f"{schedule} / {reference}" for schedule, reference in pairs), "matmul"]
+    for key, (schedule, reference) in zip(found, pairs, strict=False):
+        assert found[key] == [mine / its for mine, its in zip(times[schedule], times[reference], strict=True)]
     # what is planted on every rank is in the slowest rank's time
-    assert min(times["decomposed"] / times["unfused"] for times in first) > 2
+    assert min(mine / its for mine, its in zip(times["decomposed"], times["unfused"], strict=True)) > 2
 
 
 def test_saved_timings_are_not_compared_across_machines(pytestconfig: pytest.Config) -> None:

@@ -1,0 +1,145 @@
+"""Rows as one pandas frame: the grouping, the order and the names that tables, pictures and the page share.
+
+A line is a row with what follows from it: `matmul`, the op in words or the layer of a model; its `size`, and `where`
+that is among those of its matmul; a rank's `gflop`; `speedup`, the median of unfused over its own in the same
+interleaved rounds, and the interval's `low` and `high`. Names are categories, so that lines, and the parts of every
+`groupby`, come in the order in which they are shown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pandas as pd
+
+from .cases import BASELINES, DIRECTIONS, DTYPES, OPS, SCHEDULES, SHORT_DTYPES, TITLES
+from .intervals import ratio, sample
+from .models import LAYERS
+from .store import Row
+
+BASELINE = "unfused"
+# what no schedule is held against as a rival: the bounds, and our kernel without its waits
+ALONE = ("matmul", "own_matmul", "comm")
+# What the lines of one case share, in the order of cases; `place` is where the case first stands among the rows.
+CASE = ["machine", "model", "direction", "op", "world_size", "dtype", "gflop", "M", "place"]
+_KNOWN = {
+    "op": OPS,
+    "direction": DIRECTIONS,
+    "dtype": DTYPES,
+    "variant": (*ALONE, *SCHEDULES, "auto", *BASELINES),
+    "matmul": tuple(TITLES[op] for op in OPS),
+}
+
+
+def frame_of(rows: Iterable[Row]) -> pd.DataFrame:
+    """All rows, also those that are predicted and those without a time."""
+    rows = list(rows)
+    bases = {(row.machine, row.case): row for row in rows if row.variant == BASELINE and not row.predicted}
+    places: dict[Any, int] = {}
+    lines = []
+    for row in rows:
+        case = row.machine, row.case
+        lines.append(_line(row, bases.get(case)) | {"place": places.setdefault(case, len(places))})
+    # of no row: the columns without lines
+    made = pd.DataFrame(lines or [_line(_ANY, None) | {"place": 0}]).head(len(rows))
+    optional = [name for name, kind in Row.__annotations__.items() if kind == "float | None"]
+    made = made.astype(dict.fromkeys(optional, "float64"))
+    for name, known in _KNOWN.items():
+        # those that are not known: layers in the order of the rows
+        made[name] = pd.Categorical(made[name], list(dict.fromkeys((*known, *made[name]))), ordered=True)
+    return made.sort_values([*CASE, "variant", "predicted"], kind="stable", ignore_index=True)
+
+
+_ANY = Row(op=OPS[0], variant="", M=1, N=1, K=1, dtype=DTYPES[0], world_size=1, direction=DIRECTIONS[0], gate="")
+
+
+def _line(row: Row, base: Row | None) -> dict[str, Any]:
+    own, unfused = sample(row), sample(base)
+    speedup, low, high = math.nan, 0.0, math.inf
+    if own and unfused:
+        speedup, low, high = vars(ratio(unfused, own)).values()
+    elif base and base.median_ms and row.median_ms and not row.predicted:
+        speedup = base.median_ms / row.median_ms
+    size, short = f"{row.M} x {row.N} x {row.K}", SHORT_DTYPES.get(row.dtype, row.dtype)
+    return vars(row) | {
+        "passed": row.passed,
+        "failed": row.failed,
+        "matmul": row.layer or TITLES.get(row.op, row.op),
+        "short_dtype": short,
+        "size": size,
+        "where": f"{row.tokens} tokens" if row.model else f"{size} {short}",
+        "hardware": f"{row.num_gpus}x {row.gpu}" if row.gpu else f"{row.cpu or row.machine}, {row.cores} cores",
+        "gflop": 2e-9 * row.M * row.N * row.K / row.world_size,
+        "speedup": speedup,
+        "low": low,
+        "high": high,
+    }
+
+
+def timed(frame: pd.DataFrame) -> pd.DataFrame:
+    """The measured lines."""
+    return frame[frame["median_ms"].notna() & ~frame["predicted"]]
+
+
+def compared(frame: pd.DataFrame) -> pd.DataFrame:
+    """The measured schedules and baselines beside unfused, on two ranks or more."""
+    rivals = ~frame["variant"].isin((*ALONE, BASELINE))
+    return timed(frame[rivals & frame["speedup"].notna() & (frame["world_size"] > 1)])
+
+
+def plain_forward(frame: pd.DataFrame) -> pd.DataFrame:
+    """The measured forward lines that belong to no model, or all forward ones if there are no others."""
+    forward = timed(frame[frame["direction"] == "forward"])
+    plain = forward[forward["model"] == ""]
+    return forward if plain.empty else plain
+
+
+def parts(frame: Any, *columns: str) -> Iterator[tuple[tuple[Any, ...], pd.DataFrame]]:
+    """The values of these columns and the lines that share them, in order; without the values that no line has."""
+    return iter(() if frame.empty else frame.groupby(list(columns), observed=True, sort=True))
+
+
+def each(lines: pd.DataFrame, name: str) -> str:
+    """What a column has, each once."""
+    return ", ".join(sorted({str(value) for value in lines[name]} - {"", "0"}))
+
+
+def records(frame: Any) -> list[dict[str, Any]]:
+    """The lines by column."""
+    return list(frame.to_dict("records"))
+
+
+def cases(frame: pd.DataFrame) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
+    """Of every case its first line, and its lines by variant."""
+    for _, part in parts(frame, *CASE):
+        yield records(part)[0], part.set_index(part["variant"].astype(str))
+
+
+def ceiling(case: pd.DataFrame) -> float:
+    """The longer of the matmul and the communication, in ms: what no overlap gets below; NaN where it is not known."""
+    given = case["ceiling_ms"].dropna()
+    if not given.empty:
+        return float(given.iloc[0])
+    return float(case["median_ms"].reindex(["matmul", "comm"]).max(skipna=False))
+
+
+def blocks(frame: pd.DataFrame) -> list[tuple[dict[str, Any], dict[str, float]]]:
+    """Of each model's block in each direction: what its cases share, and what its matmuls take together, by variant.
+
+    In ms. A total is there only where every matmul of the block passed its check and has a time in that variant,
+    measured in one commit on one machine. What is not a matmul (norms, attention itself, activations) is in none.
+    """
+    shared = ["model", "tokens", "world_size", "dtype", "direction", "machine"]
+    lines = timed(frame)
+    lines = lines[(lines["model"] != "") & lines["layer"].isin(LAYERS)]
+    found: Any = lines.groupby([*shared, "variant"], observed=True).agg(
+        ms=("median_ms", "sum"), rows=("layer", "size"), layers=("layer", "nunique"), commits=("commit", "nunique")
+    )
+    whole = (found["rows"] == len(LAYERS)) & (found["layers"] == len(LAYERS)) & (found["commits"] == 1)
+    totals = found.loc[whole, "ms"].unstack("variant")
+    return [
+        (dict(zip(shared, key, strict=True)), {str(name): ms for name, ms in medians.dropna().items()})
+        for key, medians in totals.iterrows()
+    ]
