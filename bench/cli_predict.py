@@ -13,8 +13,8 @@ from . import arguments
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fusedtp.cost import Prediction
-    from fusedtp.hardware import Hardware
+    from fusedtp.cost.hardware import Hardware
+    from fusedtp.cost.model import Prediction
 
 
 def _numbers(text: str, option: str) -> tuple[int, ...]:
@@ -36,8 +36,8 @@ def _numbers(text: str, option: str) -> tuple[int, ...]:
 
 def hardware_of(name: str, world_size: int) -> Hardware:
     """A name of the hardware table, or `here`: this machine as `fusedtp tune` measured it."""
-    from fusedtp import tuning
-    from fusedtp.hardware import find, of_gpu
+    from fusedtp.calls import tuning
+    from fusedtp.cost.hardware import find, of_gpu
 
     if name != "here":
         return find(name)
@@ -126,7 +126,7 @@ def show(predictions: list[Prediction], sizes: list[tuple[int, int, int]], conso
 
 
 def _number_lines(machine: Hardware) -> Iterator[tuple[str, str, str]]:
-    from fusedtp.hardware import NUMBERS
+    from fusedtp.cost.hardware import NUMBERS
 
     for name in NUMBERS:
         value = getattr(machine, name)
@@ -141,8 +141,8 @@ def show_hardware(console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from fusedtp.cost import OPS
-    from fusedtp.hardware import HARDWARE
+    from fusedtp.cost.hardware import HARDWARE
+    from fusedtp.cost.model import OPS
 
     for machine in HARDWARE.values():
         table = Table(title=f"{machine.name}: {machine.title}", title_justify="left", box=box.SIMPLE)

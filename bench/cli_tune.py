@@ -13,7 +13,7 @@ from .arguments import at_least, ranks
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fusedtp.tuning import Table as Measurements
+    from fusedtp.calls.tuning import Table as Measurements
 
 
 def tune(
@@ -27,7 +27,7 @@ def tune(
 
     The file is FUSEDTP_TUNING, or fusedtp/tuning.json in the user's cache folder.
     """
-    from fusedtp import tuning
+    from fusedtp.calls import tuning
 
     at_least(0, seconds, "--seconds")
     console = arguments.console(140)

@@ -100,7 +100,7 @@ def mode_lines() -> Iterator[tuple[str, str]]:
     """What each GPU is taken for, and which processes may use it."""
     import torch
 
-    from fusedtp.hardware import of_gpu
+    from fusedtp.cost.hardware import of_gpu
     from fusedtp.memory.gpus import Driver
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -170,15 +170,16 @@ def reachable(group: Any) -> tuple[bool, str, str]:
     """Whether these ranks reach each other's memory, in the product's own words; what a CPU multiplies with."""
     import torch
 
-    from fusedtp import blas, workspaces
+    from fusedtp import blas
+    from fusedtp.workspaces import registry
 
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    return *workspaces.reachable(group, device), "by {}: {}".format(*blas.choice())
+    return *registry.reachable(group, device), "by {}: {}".format(*blas.choice())
 
 
 def schedule_lines() -> Iterator[tuple[str, str]]:
     """What a group of two ranks of this machine finds, tried with real ranks."""
-    from fusedtp import tuning
+    from fusedtp.calls import tuning
 
     from .ranks import RankError, RankPool
     from .sweep import rank_environment

@@ -57,13 +57,13 @@ def make_calls(
     """Make calls `first` to `first + count - 1` on this rank and check them; `epoch`: of a new workspace, None to go
     on with the old one.
     """
-    from fusedtp import workspaces
+    from fusedtp.workspaces import registry
 
     cpu, rank = torch.device("cpu"), group.rank()
     if epoch is not None:
         fusedtp.destroy()
         fusedtp.set_timeout(WAIT_SECONDS)
-        workspaces.get(group, cpu, epoch=epoch)
+        registry.get(group, cpu, epoch=epoch)
     for number in range(first, first + count):
         call = drawn(seed, number, num_shapes, group.size())
         try:
@@ -75,7 +75,7 @@ def make_calls(
             raise
     with open("/proc/self/statm") as file:
         resident_bytes = int(file.read().split()[1]) * _PAGE_BYTES
-    return Sample(resident_bytes, len(os.listdir("/proc/self/fd")), workspaces.get(group, cpu).epoch)
+    return Sample(resident_bytes, len(os.listdir("/proc/self/fd")), registry.get(group, cpu).epoch)
 
 
 def growth(samples: Sequence[Sample]) -> tuple[float, float]:

@@ -20,9 +20,9 @@ from fusedtp.kernels.layout import pitch_of
 from fusedtp.kernels.matmul_scatter import matmul_scatter
 from torch import Tensor
 
-from fusedtp import clock
 from fusedtp.schedules.producer import piece_rows
 from fusedtp.shards import even_sizes, offsets
+from fusedtp.workspaces import clock
 
 from .gpu_matmul import own, poisoned
 from .oracle import Product

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp import reference, workspaces
+from fusedtp import reference
 from fusedtp.schedules import fused
+from fusedtp.workspaces import registry
 
 DTYPES = ("bfloat16", "float16", "float32")
 # M, N, K: one tile and less; tiles that do not divide; several waves of tiles.
@@ -44,7 +45,7 @@ def prepare() -> torch.device:
     # Deterministic mode is what makes the allocator fill; its own refusals are turned into warnings.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    workspaces.set_timeout(WAIT_SECONDS)
+    registry.set_timeout(WAIT_SECONDS)
     return device_here()
 
 
@@ -128,7 +129,7 @@ def layers(group: ProcessGroup, schedule: str, dtype: str, tiny: bool = False) -
     for (M, N, K), again in itertools.product(TINY if tiny else SIZES, range(2)):
         _layers(group, M, N, K, getattr(torch, dtype), schedule, seed=count + again)
         count += 1
-    workspaces.get(group, device).check()
+    registry.get(group, device).check()
     fusedtp.destroy()
     return count
 
@@ -245,7 +246,7 @@ def _warm_up(step: Callable[[], object], device: torch.device) -> None:
 def copies(group: ProcessGroup, tiny: bool = False) -> list[str]:
     """Layers whose gathers are copied, on rank 0 only and on all; what each said it took."""
     device, seen = prepare(), []
-    ws = workspaces.get(group, device)
+    ws = registry.get(group, device)
     for everybody in (False, True):
         ws.producer = "copy" if everybody or group.rank() == 0 else "push"
         for seed, (M, N, K) in enumerate(TINY if tiny else SIZES):

@@ -19,10 +19,10 @@ from fusedtp.kernels.matmul_scatter import matmul_scatter
 from fusedtp.kernels.signal import CLOCK_MS, FINGERPRINT_SLOT, FIRST_SLOT, LEAD, SIGNALS
 from torch import Tensor
 
-from fusedtp import clock
 from fusedtp.memory.local import local_memories
 from fusedtp.schedules.producer import piece_rows
-from fusedtp.workspace import Workspace
+from fusedtp.workspaces import clock
+from fusedtp.workspaces.workspace import Workspace
 
 from .operands import Operands, Results, Runner
 

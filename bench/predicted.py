@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from fusedtp import cost
-from fusedtp.hardware import Hardware
+from fusedtp.cost.hardware import Hardware
 
 from .store import PASSED, Row
 

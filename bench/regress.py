@@ -30,8 +30,8 @@ from typing import Annotated, Any
 
 import typer
 
-from fusedtp.entries import Entry, brief, entry_of
 from fusedtp.files import read_text, replace
+from fusedtp.workspaces.entries import Entry, brief, entry_of
 
 from . import arguments, store
 from .machine import Machine, describe

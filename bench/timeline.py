@@ -17,8 +17,8 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from fusedtp import trace
-from fusedtp.entries import Entry, entry_of
 from fusedtp.files import read_text, replace
+from fusedtp.workspaces.entries import Entry, entry_of
 
 from . import theme
 from .arguments import MAX_RANKS

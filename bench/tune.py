@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fusedtp import blas, functional, reference
+from fusedtp.calls.tuning import Sample
 from fusedtp.shards import even_sizes
-from fusedtp.tuning import Sample
 
 from .timing import measure
 

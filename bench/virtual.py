@@ -29,7 +29,7 @@ from fusedtp.schedules.fused import gather_matmul_phases
 from fusedtp.schedules.phases import Phases, run_concurrently, run_together
 from fusedtp.schedules.transport import settle
 from fusedtp.shards import even_sizes
-from fusedtp.workspace import Workspace
+from fusedtp.workspaces.workspace import Workspace
 
 from . import arguments, store
 from .cases import Case

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import cost
-from .dispatch import Path, last_path
+from .calls.dispatch import Path, last_path
 from .errors import NotationError, PeerTimeout, RanksDisagree
 from .explain import explain
 from .functional import (
@@ -22,11 +22,11 @@ from .functional import (
     sharded_matmul,
 )
 from .layers import ColumnParallelLinear, FSDPLinear, ParallelMLP, RowParallelLinear
-from .plan import plan
+from .sharding.plan import plan
 
 if TYPE_CHECKING:
     from .parallel import FusedColwiseParallel, FusedRowwiseParallel
-    from .workspaces import destroy, set_timeout
+    from .workspaces.registry import destroy, set_timeout
 
 __all__ = [
     "ColumnParallelLinear",
@@ -59,9 +59,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # The workspace brings Triton in, which an import of the package must not.
     if name in ("destroy", "set_timeout"):
-        from . import workspaces
+        from .workspaces import registry
 
-        return getattr(workspaces, name)
+        return getattr(registry, name)
     # The styles bring DTensor in.
     if name in ("FusedColwiseParallel", "FusedRowwiseParallel"):
         from . import parallel

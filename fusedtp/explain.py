@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
-from .candidates import flops, quantity
-from .cost import Prediction, estimate
-from .hardware import Hardware, find
-from .notation import Spec, Tensor, parse
-from .overlap import Work
-from .plan import FLOPS_PER_BYTE, START_BYTES, MatmulPlan, Plan, measure, plan
-from .redistribute import Sizes, Step
+from .cost.hardware import Hardware, find
+from .cost.model import Prediction, estimate
+from .cost.overlap import Work
+from .sharding.candidates import flops, quantity
+from .sharding.notation import Spec, Tensor, parse
+from .sharding.plan import FLOPS_PER_BYTE, START_BYTES, MatmulPlan, Plan, measure, plan
+from .sharding.redistribute import Sizes, Step
 
 NAMED = {
     "column-parallel, x split by rows": "[M_X, K] @ [K, N_X] -> [M, N_X]",
@@ -130,8 +130,8 @@ def explain(
 ) -> Explanation:
     """Explain a spec, or a layer named in `NAMED`; the arguments and errors are those of `plan`.
 
-    hardware: a name of `fusedtp.hardware.HARDWARE`. Steps then have predicted times, and the plan weighs bytes by that
-    machine unless told otherwise. ValueError for another name, and for hardware without sizes.
+    hardware: a name of `fusedtp.cost.hardware.HARDWARE`. Steps then have predicted times, and the plan weighs bytes by
+    that machine unless told otherwise. ValueError for another name, and for hardware without sizes.
     """
     spec = parse(str(spec) if isinstance(spec, Spec) else NAMED.get(spec, spec) if isinstance(spec, str) else spec)
     machine = None if hardware is None else find(hardware)

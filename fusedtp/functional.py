@@ -25,12 +25,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import arguments, eager, groups, operators, turns
-from .call import described
+from . import groups, turns
+from .calls import arguments, eager, operators
+from .calls.call import described
 from .groups import Group
-from .notation import parse
-from .partition import Partition
-from .schedules.op import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from .op import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from .sharding.notation import parse
+from .sharding.partition import Partition
 
 # Settings and numbers: what `call.of` takes.
 Described: TypeAlias = tuple[str, Sequence[int]]

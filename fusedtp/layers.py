@@ -29,8 +29,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from . import arguments, dispatch, eager, functional, groups, parameters
-from .call import Prepare
+from . import functional, groups
+from .calls import arguments, dispatch, eager, parameters
+from .calls.call import Prepare
 from .groups import Group
 from .shards import check_sizes, chunk_sizes
 

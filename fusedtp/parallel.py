@@ -25,7 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from . import arguments, dispatch, eager, functional, groups
+from . import functional, groups
+from .calls import arguments, dispatch, eager
 from .layers import replicated_problem
 from .shards import chunk_sizes
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
-from fusedtp.workspace import Workspace
+from fusedtp.workspaces.workspace import Workspace
 
 OUTPUTS = ("c_ptr", "out_ptr")
 

@@ -159,9 +159,9 @@ def pytest_benchmark_compare_machine_info(
 
 def started(group: ProcessGroup) -> tuple[int, dict[Any, int]]:
     """What every collective of `group` and every op over shared memory would change."""
-    from fusedtp import workspaces
+    from fusedtp.workspaces import registry
 
-    return group._get_sequence_number_for_group(), {key: ws.epoch for key, ws in workspaces._workspaces.items()}
+    return group._get_sequence_number_for_group(), {key: ws.epoch for key, ws in registry._workspaces.items()}
 
 
 def good(group: ProcessGroup) -> None:

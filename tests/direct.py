@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fusedtp.dispatch import Ready
-from fusedtp.schedules.op import OPS, Task
+from fusedtp.calls.dispatch import Ready
+from fusedtp.op import OPS, Task
 from fusedtp.schedules.prepared import Phases, Prepared
-from fusedtp.workspace import Workspace
+from fusedtp.workspaces.workspace import Workspace
 
 
 def run(op: str, schedule: str, group: ProcessGroup, *operands: Tensor | None, **options: Any) -> list[Tensor]:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 import fusedtp
-from fusedtp import agreement
+from fusedtp.calls import agreement
 
 SECONDS = 1.0
 FSDP = "[M_X, K] @ [K_X, N] -> [M_X, N]"

@@ -20,7 +20,8 @@ from fusedtp.bench.ranks import RankPool
 from typer.testing import CliRunner
 
 import fusedtp
-from fusedtp import NotationError, tuning
+from fusedtp import NotationError
+from fusedtp.calls import tuning
 
 from . import test_bad_input, test_bad_modules
 

@@ -27,7 +27,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from fusedtp import cost
-from fusedtp.hardware import HARDWARE
+from fusedtp.cost.hardware import HARDWARE
 
 MakeRow = Callable[..., Row]
 VOID = {"meta", "link", "br", "input"}

@@ -16,7 +16,7 @@ from fusedtp.memory.local import local_memories
 from fusedtp.schedules import fused
 from fusedtp.schedules.phases import run_together
 from fusedtp.shards import even_sizes
-from fusedtp.workspace import Workspace
+from fusedtp.workspaces.workspace import Workspace
 
 from .bounds import Bounds, checked
 from .protocol.live import live

@@ -29,8 +29,8 @@ FORMS = {
 
 
 def sent(group: ProcessGroup) -> dict[tuple[str, str], int]:
-    from fusedtp import workspaces
     from fusedtp.schedules import fused
+    from fusedtp.workspaces import registry
 
     n = group.size()
     rows, cols = (ROWS // n,) * n, (COLS // n + 1,) * (COLS % n) + (COLS // n,) * (n - COLS % n)
@@ -62,7 +62,7 @@ def sent(group: ProcessGroup) -> dict[tuple[str, str], int]:
             calls[op, algorithm] = lambda a=algorithm: fused.matmul_all_reduce(
                 left, right, None, group=group, algorithm=a
             )
-    ws = workspaces.get(group, torch.device("cpu"))
+    ws = registry.get(group, torch.device("cpu"))
     counts = {}
     ws.count_bytes = True
     for key, call in calls.items():

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from fusedtp import clock
-from fusedtp.steps import wrapping_difference
+from fusedtp.workspaces import clock
+from fusedtp.workspaces.steps import wrapping_difference
 
 
 def test_clock_follows_the_time_and_stops() -> None:

@@ -10,8 +10,9 @@ import pytest
 from fusedtp.bench.cli import app
 from typer.testing import CliRunner, Result
 
-from fusedtp import cost, overlap
-from fusedtp.hardware import CPU, HARDWARE, NUMBERS, Hardware, measured_cpu, of_gpu
+from fusedtp import cost
+from fusedtp.cost import overlap
+from fusedtp.cost.hardware import CPU, HARDWARE, NUMBERS, Hardware, measured_cpu, of_gpu
 
 from . import published
 

@@ -15,15 +15,15 @@ from unittest import mock
 import pytest
 import torch
 from fusedtp.bench.ranks import RankPool
+from fusedtp.execute import Runner
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fusedtp
-from fusedtp.execute import Runner
 from fusedtp.explain import NAMED
-from fusedtp.notation import parse
-from fusedtp.plan import plan
+from fusedtp.sharding.notation import parse
+from fusedtp.sharding.plan import plan
 
 M, N, K = 24, 16, 8  # whole lengths; four ranks hold a quarter each
 Call = tuple[str, tuple[int, ...]]

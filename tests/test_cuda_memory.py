@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp import workspaces
 from fusedtp.memory import Unreachable, gpus
 from fusedtp.memory.cuda import CudaMemory
 from fusedtp.memory.gpus import SHARE_GPU, Driver, Gpu, Place
+from fusedtp.workspaces import registry
 
 from .exchange import Exchange
 
@@ -203,7 +203,7 @@ def without_atomics(group: ProcessGroup) -> tuple[str, list[str], str]:
     links = (True, group.rank() != 1)
     memory = CudaMemory(group, torch.device("cpu"), FakeGpu(group.rank(), links=links))
     fusedtp.destroy(group)
-    real, workspaces.PosixMemory = workspaces.PosixMemory, lambda *_: memory  # type: ignore[misc,assignment]
+    real, registry.PosixMemory = registry.PosixMemory, lambda *_: memory  # type: ignore[misc,assignment]
     x, weight = torch.ones(2, 3), torch.ones(4, 3)
     try:
         with warnings.catch_warnings(record=True) as said:
@@ -213,7 +213,7 @@ def without_atomics(group: ProcessGroup) -> tuple[str, list[str], str]:
         with pytest.raises(Unreachable) as refused:
             fusedtp.all_gather_linear(x, weight, group=group, schedule="fused")
     finally:
-        workspaces.PosixMemory = real  # type: ignore[misc]
+        registry.PosixMemory = real  # type: ignore[misc]
         fusedtp.destroy(group)
     assert all(bool((out == 3).all()) for out in outs)
     assert path is not None

@@ -18,7 +18,7 @@ from fusedtp import reference
 from fusedtp.memory.local import local_memories
 from fusedtp.schedules import fused, fused_collectives
 from fusedtp.schedules.phases import Phases, run_together
-from fusedtp.workspace import Workspace
+from fusedtp.workspaces.workspace import Workspace
 
 from .bounds import Bounds
 

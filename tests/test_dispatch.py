@@ -15,8 +15,8 @@ from fusedtp.bench.ranks import RankPool
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp import dispatch, tuning
-from fusedtp.tuning import Sample
+from fusedtp.calls import dispatch, tuning
+from fusedtp.calls.tuning import Sample
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_gather", "reduce_scatter", "all_reduce")
 SMALL, LARGE = 32, 512
@@ -247,14 +247,14 @@ def test_what_the_caller_asks_for_wins_over_the_table(pool: RankPool, tmp_path: 
 
 
 def alone(group: ProcessGroup) -> tuple[str, str, bool]:
-    from fusedtp import workspaces
+    from fusedtp.workspaces import registry
 
     # Of this group only: the other ranks keep what they have of the others.
     fusedtp.destroy(group)
     fusedtp.all_gather_linear(torch.ones(4, 4), torch.ones(4, 4), group=group)
     path = fusedtp.last_path()
     assert path is not None
-    return path.schedule, path.reason, any(name == group.group_name for name, _ in workspaces._workspaces)
+    return path.schedule, path.reason, any(name == group.group_name for name, _ in registry._workspaces)
 
 
 def test_one_rank_needs_no_memory(pool: RankPool) -> None:

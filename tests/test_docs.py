@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from fusedtp.bench import generated
 from fusedtp.bench.ranks import RankPool
+from fusedtp.execute import Runner
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 import fusedtp
-from fusedtp.execute import Runner
 from fusedtp.explain import NAMED, Row, explain, table, table_markdown
-from fusedtp.notation import Dim, parse
+from fusedtp.sharding.notation import Dim, parse
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "sharding.md"
 TEXT = DOCUMENT.read_text()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from fusedtp import cost
+from fusedtp.cost.hardware import HARDWARE
 from fusedtp.errors import NotationError
 from fusedtp.explain import NAMED, Row, explain, table, table_markdown
-from fusedtp.hardware import HARDWARE
-from fusedtp.notation import parse
+from fusedtp.sharding.notation import parse
 
 
 def test_bytes_and_flops() -> None:

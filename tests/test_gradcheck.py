@@ -25,8 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import fusedtp
 from fusedtp import reference
 from fusedtp.explain import NAMED
-from fusedtp.notation import parse
 from fusedtp.schedules import decomposed
+from fusedtp.sharding.notation import parse
 
 Sizes = tuple[int, ...]
 

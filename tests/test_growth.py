@@ -20,8 +20,8 @@ from fusedtp.kernels import signal
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp import rendezvous, workspaces
 from fusedtp.memory import posix
+from fusedtp.workspaces import registry, rendezvous
 
 from .beside import CPU, Flags, until
 
@@ -82,7 +82,7 @@ def interrupted_growth(group: ProcessGroup, rows: int) -> str:
     flags = Flags(f"interrupted growth {rows}")
     small(group, 60.0)
     if group.rank() == 0:
-        ws = workspaces.get(group, CPU)
+        ws = registry.get(group, CPU)
         with a_real_interruption(lambda: ws.host_words[signal.WAITING_FOR.value]), pytest.raises(KeyboardInterrupt):
             gather(group, LARGE)
         flags.raise_("interrupted")

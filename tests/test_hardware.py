@@ -8,8 +8,8 @@ import pytest
 import torch
 from fusedtp.kernels import signal
 
-from fusedtp.hardware import HARDWARE, Hardware, number_of, of_gpu
-from fusedtp.workspace import Workspace
+from fusedtp.cost.hardware import HARDWARE, Hardware, number_of, of_gpu
+from fusedtp.workspaces.workspace import Workspace
 
 
 def test_only_whole_words_name_a_gpu() -> None:

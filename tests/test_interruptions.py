@@ -20,8 +20,9 @@ from fusedtp.kernels import signal
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp import clock, groups, workspaces
+from fusedtp import groups
 from fusedtp.schedules import decomposed
+from fusedtp.workspaces import clock, registry
 
 from .beside import CPU, Flags, X, own_group, until
 
@@ -192,7 +193,7 @@ def forked(group: ProcessGroup) -> list[str]:
         return texts
 
     reduce("decomposed")
-    ws, name = workspaces.get(group, CPU), str(os.getpid())
+    ws, name = registry.get(group, CPU), str(os.getpid())
     read, write = os.pipe()
     with warnings.catch_warnings(), clock._lock:
         # Python 3.12 warns of what this test is about.
@@ -210,7 +211,7 @@ def forked(group: ProcessGroup) -> list[str]:
     with open(read) as pipe:
         texts = pipe.read().split("\n")
     assert os.waitpid(pid, 0)[1] == 0
-    assert ws is workspaces.get(group, CPU)
+    assert ws is registry.get(group, CPU)
     assert ws.host_words[signal.BUDGET_MS.value] == ws.seconds * 1000 != 5000
     assert not ws.host_words[signal.LEFT.value]
     assert (reduce("decomposed") == group.size()).all()
@@ -237,14 +238,14 @@ def budgets_of_groups(group: ProcessGroup) -> list[float]:
     fusedtp.set_timeout(110)
     with own_group(group) as other:
         fusedtp.set_timeout(77, other)
-        seen = [workspaces.get(each, CPU).seconds for each in (group, other)]
+        seen = [registry.get(each, CPU).seconds for each in (group, other)]
         fusedtp.set_timeout(88, other.group_name)
-        seen += [workspaces.get(each, CPU).seconds for each in (group, other)]
+        seen += [registry.get(each, CPU).seconds for each in (group, other)]
         fusedtp.destroy(other)
         # It is the group's, not its memory's.
-        seen.append(workspaces.get(other, CPU).host_words[signal.BUDGET_MS.value] / 1000)
+        seen.append(registry.get(other, CPU).host_words[signal.BUDGET_MS.value] / 1000)
         fusedtp.set_timeout(110)
-        seen += [workspaces.get(each, CPU).seconds for each in (group, other)]
+        seen += [registry.get(each, CPU).seconds for each in (group, other)]
     return seen
 
 

@@ -17,7 +17,7 @@ from fusedtp.kernels.layout import pitch_of
 from torch import Tensor
 
 from fusedtp.memory.local import local_memories
-from fusedtp.workspace import Workspace
+from fusedtp.workspaces.workspace import Workspace
 
 from .compiled.build import config_of, is_flattened, launch_options
 from .compiled.cases import TARGETS, VARIANTS, Case

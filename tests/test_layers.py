@@ -241,7 +241,7 @@ def test_mlp_against_the_unsharded_one(pool: RankPool, world_size: int, dtype: t
 
 def counted(group: ProcessGroup) -> list[str]:
     """The ops of one SwiGLU forward and backward, in order."""
-    from fusedtp import dispatch
+    from fusedtp.calls import dispatch
 
     seen: list[str] = []
     record = dispatch.record

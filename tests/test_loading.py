@@ -19,10 +19,10 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedtp
-from fusedtp import workspaces
 from fusedtp.memory.local import local_memories
 from fusedtp.schedules import decomposed, fused, producer
-from fusedtp.workspace import Workspace
+from fusedtp.workspaces import registry
+from fusedtp.workspaces.workspace import Workspace
 
 CPU = torch.device("cpu")
 SIZES = (9, 5)
@@ -85,7 +85,7 @@ def train(name: str, x: Tensor, w: Tensor, **given: Any) -> list[Tensor]:
 
 def loads(group: ProcessGroup, by: str, name: str) -> list[str]:
     """Kernels that a capture of this call starts and that neither the eager one started nor any load had loaded."""
-    ws = workspaces.get(group, CPU)
+    ws = registry.get(group, CPU)
     random = torch.Generator().manual_seed(group.rank())
     x, w = torch.randn(SIZES[group.rank()], 8, generator=random), torch.randn(6, 8, generator=random)
     eager = {"schedule": "auto"} if by == "auto" else {"schedule": "fused", "producer": "copy"}

@@ -17,7 +17,7 @@ from fusedtp.kernels import signal
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp import workspaces
+from fusedtp.workspaces import registry
 
 from .beside import CPU, X
 
@@ -50,7 +50,7 @@ def kept_error(group: ProcessGroup) -> bool:
     fusedtp.destroy()
     gc.collect()
     assert reduce(group)
-    ws = workspaces.get(group, CPU)
+    ws = registry.get(group, CPU)
     view = ws.view(ws.rank, 0, 8192, (16, 16), torch.float32)
     view.fill_(7)
     mine = ws._arena
@@ -100,7 +100,7 @@ def timeouts_beside(group: ProcessGroup) -> bool:
             assert reduce(group)
             whole = fusedtp.all_gather(torch.ones(100 + number, 500), group=group, schedule="decomposed")
             assert (whole == 1).all()
-            assert workspaces.get(group, CPU).host_words[signal.BUDGET_MS.value] == 110_000
+            assert registry.get(group, CPU).host_words[signal.BUDGET_MS.value] == 110_000
             fusedtp.destroy(group)
     finally:
         done.set()
@@ -153,7 +153,7 @@ def strayed(group: ProcessGroup) -> str:
     fusedtp.destroy()
     assert reduce(group)
     if group.rank() == 0:
-        workspaces.get(group, CPU).words[signal.EPOCH.value] = 5
+        registry.get(group, CPU).words[signal.EPOCH.value] = 5
     try:
         said = str(reduce(group))
     except RuntimeError as error:

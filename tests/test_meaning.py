@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 import fusedtp
-from fusedtp import disagreement
+from fusedtp.workspaces import disagreement
 
 from .test_agreement import CALLS, Here
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fusedtp.kernels import signal
 
-from fusedtp import missing
+from fusedtp.workspaces import missing
 
 WORLD_SIZE = 4
 

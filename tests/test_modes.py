@@ -14,9 +14,9 @@ import torch
 from torch.autograd import grad_mode
 from torch.utils import _contextlib
 
-from fusedtp import modes, workspace
 from fusedtp.memory.local import local_memories
-from fusedtp.workspace import Workspace
+from fusedtp.workspaces import modes, workspace
+from fusedtp.workspaces.workspace import Workspace
 
 CPU = torch.device("cpu")
 # And torch's own, where a signal strikes too.

@@ -28,7 +28,8 @@ from fusedtp.bench.timeline import Mark, Timeline
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fusedtp import cost, trace, tuning
+from fusedtp import cost, trace
+from fusedtp.calls import tuning
 
 from .mutations import of_bytes, of_cell, of_json
 

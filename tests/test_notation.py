@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusedtp.errors import NotationError
-from fusedtp.notation import Dim, Spec, Tensor, parse
+from fusedtp.sharding.notation import Dim, Spec, Tensor, parse
 
 
 def test_parts() -> None:

@@ -21,10 +21,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fusedtp import blas, ops, reference, workspaces
+from fusedtp import blas, ops, reference
 from fusedtp.schedules import decomposed, fused_collectives, transport
 from fusedtp.shards import even_sizes
-from fusedtp.steps import DeviceSteps
+from fusedtp.workspaces import registry
+from fusedtp.workspaces.steps import DeviceSteps
 
 pytestmark = pytest.mark.usefixtures("within_bounds")
 
@@ -183,7 +184,7 @@ def running_as(group: ProcessGroup, flavour: str) -> Iterator[None]:
             # Few rows would be multiplied at once.
             stack.enter_context(mock.patch.object(decomposed, "FEW_ROWS", 0))
         if flavour.startswith("pushed"):
-            ws = workspaces.get(group, CPU)
+            ws = registry.get(group, CPU)
             stack.enter_context(mock.patch.object(ws, "in_place", False))
             if flavour == "pushed by kernels":
                 stack.enter_context(mock.patch.object(ws, "steps", lambda op: DeviceSteps(ws, op)))
@@ -193,8 +194,8 @@ def running_as(group: ProcessGroup, flavour: str) -> Iterator[None]:
 def run_calls(group: ProcessGroup, calls: Sequence[Call], flavour: str, fresh: bool) -> None:
     """All calls in a row on one workspace, then all checks. A `fresh` one must grow, and its epoch soon wraps."""
     if fresh:
-        workspaces.destroy(group)
-        workspaces.get(group, CPU, epoch=2**31 - 3)
+        registry.destroy(group)
+        registry.get(group, CPU, epoch=2**31 - 3)
     operands = [Operands(call, group.rank()) for call in calls]
     with running_as(group, flavour):
         outs = [each.issue(group) for each in operands]

@@ -20,7 +20,7 @@ from fusedtp.memory.local import local_memories
 from fusedtp.schedules import producer
 from fusedtp.schedules.phases import run_together
 from fusedtp.shards import even_sizes
-from fusedtp.workspace import Workspace
+from fusedtp.workspaces.workspace import Workspace
 
 from . import direct
 from .bounds import Bounds

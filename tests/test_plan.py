@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from fusedtp.notation import parse
-from fusedtp.plan import MatmulPlan, Op, plan
-from fusedtp.redistribute import Step, moved
+from fusedtp.sharding.notation import parse
+from fusedtp.sharding.plan import MatmulPlan, Op, plan
+from fusedtp.sharding.redistribute import Step, moved
 
 COLLECTIVES = {
     "[M_X, K] @ [K, N_X] -> [M, N_X]": ("gather x M", "scatter dx M", "gather x M*"),

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedtp.errors import NotationError
-from fusedtp.notation import Tensor
-from fusedtp.plan import MatmulPlan, Plan, plan
+from fusedtp.sharding.notation import Tensor
+from fusedtp.sharding.plan import MatmulPlan, Plan, plan
 
 Array = npt.NDArray[np.float64]
 Coord = tuple[int, ...]

@@ -15,12 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 import fusedtp
-from fusedtp import hardware, overlap, reference, workspaces
+from fusedtp import reference
+from fusedtp.cost import hardware, overlap
+from fusedtp.cost.overlap import Work
 from fusedtp.memory.local import local_memories
-from fusedtp.overlap import Work
 from fusedtp.schedules import producer
-from fusedtp.steps import DeviceSteps
-from fusedtp.workspace import Workspace
+from fusedtp.workspaces import registry
+from fusedtp.workspaces.steps import DeviceSteps
+from fusedtp.workspaces.workspace import Workspace
 
 CPU = torch.device("cpu")
 SIZES = (70, 0, 3, 12)
@@ -29,7 +31,7 @@ SIZES = (70, 0, 3, 12)
 def gathers(group: ProcessGroup, by: tuple[str, ...]) -> list[str]:
     """Forward and backward of a layer that gathers rows, twice, by this rank's producer; who it was, each time."""
     rank, sizes = group.rank(), SIZES[: group.size()]
-    ws = workspaces.get(group, CPU)
+    ws = registry.get(group, CPU)
     random = torch.Generator().manual_seed(5)
     x, grad = (torch.randn(sum(sizes), cols, generator=random) for cols in (9, 6 * group.size()))
     weight = torch.randn(6 * group.size(), 9, generator=random)

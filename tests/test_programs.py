@@ -21,8 +21,8 @@ from fusedtp.bench.ranks import RankError, RankPool
 from fusedtp.bench.soak import WEIGHTS, run_programs
 from torch.distributed import ProcessGroup
 
-from fusedtp import disagreement
-from fusedtp.steps import HostSteps
+from fusedtp.workspaces import disagreement
+from fusedtp.workspaces.steps import HostSteps
 
 SEED = 20
 

@@ -20,7 +20,7 @@ from fusedtp.bench.ranks import RankPool
 from fusedtp.kernels.steps import step
 
 from fusedtp import PeerTimeout
-from fusedtp.steps import HostSteps
+from fusedtp.workspaces.steps import HostSteps
 
 from .protocol import cases, record
 from .protocol.explore import Verdict, explore

@@ -23,8 +23,9 @@ from fusedtp.bench.ranks import RankPool
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fusedtp import blas, workspaces
+from fusedtp import blas
 from fusedtp.schedules import decomposed, transport
+from fusedtp.workspaces import registry
 
 STEP = 32
 CPU = torch.device("cpu")
@@ -79,7 +80,7 @@ def leaking() -> Iterator[list[int]]:
 def in_an_arena(x: Tensor) -> bool:
     return any(
         arena.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-        for ws in workspaces._workspaces.values()
+        for ws in registry._workspaces.values()
         for arena in ws._arena.tensors
     )
 
@@ -87,7 +88,7 @@ def in_an_arena(x: Tensor) -> bool:
 def poison(group: ProcessGroup) -> None:
     """NaN, in any dtype, all over this rank's arena but for its signals, while no rank is in an op."""
     dist.barrier(group=group)
-    ws = workspaces.get(group, CPU)
+    ws = registry.get(group, CPU)
     ws._arena.tensors[ws.rank][ws.data_offset :].fill_(0xFF)
     dist.barrier(group=group)
 

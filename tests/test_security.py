@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp.memory.posix import PosixMemory
-from fusedtp.rendezvous import StoreExchange
+from fusedtp.workspaces.rendezvous import StoreExchange
 
 # Tests here destroy what every group has, on some ranks only.
 pytestmark = pytest.mark.usefixtures("destroyed_on_all_ranks")

@@ -24,9 +24,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fusedtp
-from fusedtp import NotationError, notation
-from fusedtp.notation import Spec, parse
+from fusedtp import NotationError
 from fusedtp.schedules import decomposed
+from fusedtp.sharding import notation
+from fusedtp.sharding.notation import Spec, parse
 
 # Over two axes every subset in every order.
 ONE, TWO = ("", "_X"), ("", "_X", "_Y", "_XY", "_YX")

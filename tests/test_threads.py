@@ -13,7 +13,8 @@ from fusedtp.kernels import signal
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp import turns, workspaces
+from fusedtp import turns
+from fusedtp.workspaces import registry
 
 from .beside import CPU, Flags, InThread, X, own_group, until
 
@@ -76,7 +77,7 @@ def one_group(group: ProcessGroup) -> list[str]:
     reduce()
     if group.rank() == 0:
         there = InThread(reduce)
-        until(lambda: workspaces.get(group, CPU).host_words[signal.WAITING_FOR.value])
+        until(lambda: registry.get(group, CPU).host_words[signal.WAITING_FOR.value])
         for call in (reduce, lambda: fusedtp.all_gather(X, group=group, schedule="unfused"), fusedtp.destroy):
             try:
                 call()

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from typer.testing import CliRunner
 
-from fusedtp import cost, tuning
-from fusedtp.hardware import HARDWARE
-from fusedtp.tuning import Sample, Table
+from fusedtp import cost
+from fusedtp.calls import tuning
+from fusedtp.calls.tuning import Sample, Table
+from fusedtp.cost.hardware import HARDWARE
 
 RATES: dict[str, Any] = {
     "matrix_tflops": {"float32": 0.1}, "memory_gbps": 10.0, "host_us": 100.0, "flag_us": 200.0,

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from fusedtp.memory.local import local_memories
 from fusedtp.schedules.phases import run_together
-from fusedtp.workspace import Workspace
+from fusedtp.workspaces.workspace import Workspace
 
 CASE = Case("all_gather_matmul", 46, 36, 24, "float32", 3)
 PASSED = Verdict(0.0, 0.0)

@@ -22,10 +22,11 @@ from fusedtp.kernels import signal
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp import clock, dispatch, workspaces
+from fusedtp.calls import dispatch
 from fusedtp.memory.local import local_memories
-from fusedtp.steps import wrapping_difference
-from fusedtp.workspace import Workspace
+from fusedtp.workspaces import clock, registry
+from fusedtp.workspaces.steps import wrapping_difference
+from fusedtp.workspaces.workspace import Workspace
 
 # Tests here destroy what every group has, on some ranks only.
 pytestmark = pytest.mark.usefixtures("destroyed_on_all_ranks")
@@ -48,7 +49,7 @@ def life(group: ProcessGroup) -> dict[str, Any]:
     shm = os.listdir("/dev/shm")
     x = torch.randn(8, 8)
     fusedtp.all_reduce(x, group=group, schedule="decomposed")
-    ws = workspaces.get(group, CPU)
+    ws = registry.get(group, CPU)
     first = ws.half_bytes
     big = torch.ones(512, 1024)
     whole = fusedtp.all_gather(big, group=group, schedule="decomposed")
@@ -105,7 +106,7 @@ def elsewhere(group: ProcessGroup) -> tuple[bool, str, str, list[str], bool]:
     try:
         fusedtp.all_gather_linear(x, weight, group=group, schedule="decomposed")
         refused = ""
-    except workspaces.Unreachable as error:
+    except registry.Unreachable as error:
         refused = str(error)
     posix._machine = machine
     fusedtp.destroy()
@@ -141,7 +142,7 @@ def exhausted(group: ProcessGroup) -> tuple[str, list[str]]:
     try:
         fusedtp.all_reduce(torch.ones(3), group=group, schedule="decomposed")
         said = ""
-    except workspaces.Unreachable as error:
+    except registry.Unreachable as error:
         said = str(error)
     os.memfd_create = make
     fusedtp.destroy()
@@ -279,7 +280,7 @@ def many_shapes(group: ProcessGroup) -> list[int]:
         for rows in (*range(1, 9), *range(1, 9)):
             out = fusedtp.all_gather(torch.ones(rows, 2), group=group)
             assert out.shape == (rows * group.size(), 2)
-    return [len(workspaces.get(group, CPU).choices)]
+    return [len(registry.get(group, CPU).choices)]
 
 
 def test_choices_of_shapes_do_not_pile_up(pool: RankPool) -> None:
@@ -316,7 +317,7 @@ def captured(group: ProcessGroup) -> tuple[int, int]:
         fusedtp.destroy(group)
         gc.collect()
         others = arenas()
-        ws = workspaces.get(group, CPU)
+        ws = registry.get(group, CPU)
         with mock.patch.object(ws, "_capturing", return_value=graph), ws.running("op"):
             table = ws.table((1,) * group.size())
         old = ws._arena

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..op import Task
 from .forms import Product
 from .library import mm
-from .op import Task
 
 
 class Alone:

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from .. import trace
+from ..cost.overlap import FEW_ROWS
 from ..kernels.layout import Layout, aligned
-from ..overlap import FEW_ROWS
+from ..op import Task
 from ..shards import offsets
-from ..workspace import Workspace
+from ..workspaces.workspace import Workspace
 from . import transport
 from .forms import Product
 from .library import add_mm_into, mm, mm_into
-from .op import Task
 from .transport import travelling
 
 # On a CPU rows are summed in blocks of about this size, so that a float32 sum of narrower parts stays in cache between

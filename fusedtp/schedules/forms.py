@@ -17,8 +17,8 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
+from ..op import Task
 from ..shards import even_sizes
-from .op import Task
 
 Operands = Sequence[Any]
 

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..cost.overlap import Work
 from ..kernels import INTERPRETED
 from ..kernels.gather_matmul import gather_matmul, own_in_place
 from ..kernels.launch import Config, config_for
@@ -22,14 +23,13 @@ from ..kernels.matmul_scatter import matmul_scatter
 from ..kernels.push import collect
 from ..kernels.reduce import reduce
 from ..kernels.ring import ring
-from ..overlap import Work
+from ..op import Task
 from ..shards import even_sizes
-from ..workspace import Workspace
+from ..workspaces.workspace import Workspace
 from . import producer as producers
 from . import transport
 from .alone import multiplied
 from .forms import Operands, Product
-from .op import Task
 
 
 def num_tiles(rows: int, cols: int, config: Config) -> int:

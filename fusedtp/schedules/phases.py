@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from ..workspace import Workspace
+from ..workspaces.workspace import Workspace
 from .prepared import finish
 
 T = TypeVar("T")

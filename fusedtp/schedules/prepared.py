@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..op import Task
 from .alone import Alone
 from .forms import FORMS, Operands
-from .op import Task
 
 if TYPE_CHECKING:
-    from ..workspace import Workspace
+    from ..workspaces.workspace import Workspace
 
 T = TypeVar("T")
 Phases = Generator[None, None, list[Tensor]]

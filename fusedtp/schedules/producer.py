@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..cost.overlap import COPY_BYTES, Work, num_pushers, producers
 from ..kernels.launch import Config
 from ..kernels.layout import Region
 from ..kernels.loading import is_only_loading, only_loading
 from ..kernels.push import push
-from ..overlap import COPY_BYTES, Work, num_pushers, producers
 from ..shards import offsets
-from ..workspace import Workspace
+from ..workspaces.workspace import Workspace
 from .transport import settle, side_stream, travelling
 
 # A tile waits for all pieces that hold its rows. One a tile costs the fewest polls; but a program sends a piece by

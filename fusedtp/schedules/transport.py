@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import torch
 
-from ..overlap import one_shot_wins
-from ..workspace import Workspace
-from .op import Task
+from ..cost.overlap import one_shot_wins
+from ..op import Task
+from ..workspaces.workspace import Workspace
 
 # One beside each stream that ops are issued on: virtual ranks of one process must not wait for each other's copies.
 _side_streams: dict[torch.cuda.Stream, torch.cuda.Stream] = {}

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .. import trace
+from ..op import Task
 from ..shards import offsets
 from .alone import multiplied
 from .forms import Product
 from .library import mm_into
-from .op import Task
 
 _c10d = torch.ops._c10d_functional
 

@@ -15,13 +15,14 @@ import torch
 from fusedtp.kernels import signal
 from torch import Tensor
 
-from fusedtp import PeerTimeout, clock, reference
+from fusedtp import PeerTimeout, reference
 from fusedtp.memory.local import local_memories
 from fusedtp.schedules import fused
 from fusedtp.schedules.phases import run_together
 from fusedtp.schedules.prepared import finish as finish_phases
 from fusedtp.shards import even_sizes
-from fusedtp.workspace import Workspace
+from fusedtp.workspaces import clock
+from fusedtp.workspaces.workspace import Workspace
 
 from .. import direct
 from .driver import EmulatedDriver

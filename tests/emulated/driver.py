@@ -18,8 +18,9 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import GPUDriver
 
-from fusedtp import dispatch, missing
-from fusedtp.workspace import Workspace
+from fusedtp.calls import dispatch
+from fusedtp.workspaces import missing
+from fusedtp.workspaces.workspace import Workspace
 
 from .lower import Program
 from .machine import Machine, Memory, Ran, Schedule, Waiting, op_of

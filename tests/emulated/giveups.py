@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedtp import PeerTimeout, RanksDisagree, disagreement, reference
-from fusedtp.meaning import Meaning
-from fusedtp.steps import HostSteps
-from fusedtp.workspace import Workspace
+from fusedtp import PeerTimeout, RanksDisagree, reference
+from fusedtp.workspaces import disagreement
+from fusedtp.workspaces.meaning import Meaning
+from fusedtp.workspaces.steps import HostSteps
+from fusedtp.workspaces.workspace import Workspace
 
 from .cases import Shape, finish, issue, problem, programs_of, run_in_phases, total, value_of, virtual_ranks
 from .driver import EmulatedDriver

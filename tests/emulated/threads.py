@@ -18,11 +18,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import FakeProcessGroup, _register_process_group
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fusedtp import turns, workspaces
+from fusedtp import turns
 from fusedtp.schedules import fused
 from fusedtp.schedules.alone import multiplied as library_multiplied
 from fusedtp.schedules.prepared import Prepared, finish
-from fusedtp.workspace import Workspace
+from fusedtp.workspaces import registry
+from fusedtp.workspaces.workspace import Workspace
 
 from .cases import virtual_ranks
 from .driver import EmulatedDriver
@@ -99,7 +100,7 @@ def run_ranks(
                     together.abort()
 
         with (
-            mock.patch.object(workspaces, "get", get),
+            mock.patch.object(registry, "get", get),
             mock.patch.object(Prepared, "go", go),
             mock.patch.object(fused, "multiplied", multiplied),
             mock.patch.multiple(Workspace, begin=lambda *_: None, end=lambda *_: None),

@@ -24,8 +24,8 @@ from fusedtp.kernels.signal import WAITING_FOR as _WAITING_FOR
 from torch.distributed import ProcessGroup
 
 import fusedtp
-import fusedtp.workspaces
-from fusedtp.workspace import Workspace
+from fusedtp.workspaces import registry
+from fusedtp.workspaces.workspace import Workspace
 
 from .cases import CASES
 from .points import Watch
@@ -175,7 +175,7 @@ def inject(group: ProcessGroup, injection: Injection, name: str) -> Outcome:
         in_wait = injection.kind.endswith("in a wait")
         if guilty and in_wait:
             fusedtp.set_timeout(injection.seconds)
-            ws = fusedtp.workspaces.get(group, torch.device("cpu"))
+            ws = registry.get(group, torch.device("cpu"))
             threading.Thread(target=fault.strike_in_wait, args=(ws,), daemon=True).start()
         elif guilty:
             steps = len(watch.steps) // injection.before

@@ -15,8 +15,8 @@ from typing import Any
 from fusedtp.kernels import signal
 
 from fusedtp.schedules import decomposed
-from fusedtp.steps import HostSteps
-from fusedtp.workspace import Workspace
+from fusedtp.workspaces.steps import HostSteps
+from fusedtp.workspaces.workspace import Workspace
 
 HOST = ((HostSteps, "enter"), (HostSteps, "signal"), (HostSteps, "wait"), (HostSteps, "leave"),
         (Workspace, "require"), (Workspace, "view"), (decomposed, "_sum_into"))  # fmt: skip

@@ -12,13 +12,13 @@ from unittest import mock
 import torch
 from fusedtp.kernels.launch import Config
 
-import fusedtp.workspaces
 from fusedtp.memory.local import local_memories
+from fusedtp.op import OPS as OPS_BY_NAME
+from fusedtp.op import Task
 from fusedtp.schedules import decomposed, fused, producer
-from fusedtp.schedules.op import OPS as OPS_BY_NAME
-from fusedtp.schedules.op import Task
 from fusedtp.schedules.prepared import Prepared, finish
-from fusedtp.workspace import Workspace
+from fusedtp.workspaces import registry
+from fusedtp.workspaces.workspace import Workspace
 
 from .. import direct
 from .record import Advance, Event, Kernel, Raise, Recorder, Wait
@@ -200,7 +200,7 @@ def virtual_ranks(world_size: int, epoch: int = 0) -> Iterator[list[Workspace]]:
     ranks = [Workspace(memory, CPU, epoch=epoch) for memory in local_memories(world_size, CPU)]
     with (
         mock.patch.object(fused, "config_for", return_value=TINY),
-        mock.patch.object(fusedtp.workspaces, "get", lambda group, device: ranks[group.rank()]),
+        mock.patch.object(registry, "get", lambda group, device: ranks[group.rank()]),
     ):
         try:
             for ws in ranks:

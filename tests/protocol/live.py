@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch.distributed import ProcessGroup
 
-import fusedtp.workspaces
+import fusedtp
+from fusedtp.workspaces import registry
 
 from .. import direct
 from .record import Kernel, Recorder
@@ -30,7 +31,7 @@ def live(group: ProcessGroup, name: str, calls: int) -> list[list[Kernel]]:
         # Below the operator, inside of which torch ops cannot be watched.
         "decomposed": lambda: direct.one("all_gather", "decomposed", group, x, sizes=rows),
     }
-    ws = fusedtp.workspaces.get(group, torch.device("cpu"))
+    ws = registry.get(group, torch.device("cpu"))
     ops[name]()  # makes room
     with Recorder(ws, alone=False, side_stream=False) as recorder:
         return [recorder.call(ops[name]) for _ in range(calls)]

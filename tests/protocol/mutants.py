@@ -16,9 +16,9 @@ from typing import Any
 
 from fusedtp.kernels import gather_matmul, layout, push, signal
 
-import fusedtp.workspace
-from fusedtp import steps
 from fusedtp.schedules import decomposed, fused, producer
+from fusedtp.workspaces import steps
+from fusedtp.workspaces.workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ MUTANTS = (
     ),
     Mutant(
         "one half instead of two, host", "in place: all_gather",
-        _edit(fusedtp.workspace.Workspace, "view", "(epoch & 1) *", "(epoch & 0) *"), says="overwritten",
+        _edit(Workspace, "view", "(epoch & 1) *", "(epoch & 0) *"), says="overwritten",
     ),
     Mutant(
         "flag reset after the wait", "gather rows",

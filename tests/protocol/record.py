@@ -24,9 +24,9 @@ from fusedtp.kernels import signal
 from triton._C.libtriton import ir
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
-from fusedtp import steps
 from fusedtp.schedules import decomposed, fused, producer, transport
-from fusedtp.workspace import Workspace
+from fusedtp.workspaces import steps
+from fusedtp.workspaces.workspace import Workspace
 
 from .accesses import TorchAccesses
 

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..errors import PeerTimeout, RanksDisagree
+from ..kernels import signal
+from ..memory import Arena
 from . import disagreement, meaning, missing
-from .errors import PeerTimeout, RanksDisagree
-from .kernels import signal
 from .meaning import Meanings
-from .memory import Arena
 from .steps import fingerprint_place, store_release
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..shards import even_sizes
 from .notation import Tensor
-from .shards import even_sizes
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .. import groups, turns
+from ..op import ALL_GATHER, ALL_REDUCE, OPS, REDUCE_SCATTER, Task
 from . import call as calls_
-from . import groups, turns
 from .dispatch import Ready
 from .registered import operator
-from .schedules.op import ALL_GATHER, ALL_REDUCE, OPS, REDUCE_SCATTER, Task
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from .groups import Group
+from ..groups import Group
+from ..shards import chunk_sizes, offsets
 from .registered import transforms_active
-from .shards import chunk_sizes, offsets
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement

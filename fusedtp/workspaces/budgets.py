@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 
 from torch.distributed import ProcessGroup
 
-from .shards import check_number
+from ..shards import check_number
 
 _seconds = 30.0
 # Of the groups that were given one of their own.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .kernels import signal
+from ..kernels import signal
 from .steps import fingerprint_place, raised
 
 # At the end of a header: the text's length as an int32, 0 before there is one, then the text.

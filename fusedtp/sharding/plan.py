@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal, TypeAlias
 
+from ..errors import NotationError
+from ..shards import check_count, check_number
 from .candidates import Problem, choose, product
-from .errors import NotationError
 from .notation import Dim, Spec, Tensor, parse
 from .redistribute import Sizes, Step, moved
-from .shards import check_count, check_number
 
 # An H100 by its data sheet: 990 TFLOP/s of dense bf16 over 450 GB/s of NVLink one way.
 FLOPS_PER_BYTE = 2200.0

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from . import dispatch, groups
-from .notation import Spec
-from .overlap import PRODUCERS
+from .. import groups
+from ..cost.overlap import PRODUCERS
+from ..sharding.notation import Spec
+from ..shards import check_count, check_sizes, even_sizes
+from . import dispatch
 from .parameters import PLAIN
-from .shards import check_count, check_sizes, even_sizes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # On meta there are shapes only: nothing is sent, and nothing computed.

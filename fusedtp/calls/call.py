@@ -22,13 +22,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from . import groups, stale
+from .. import groups
+from ..op import Task
+from ..sharding.notation import parse
+from ..sharding.partition import Partition
+from ..sharding.plan import Plan, plan
+from ..workspaces import stale
 from .dispatch import Ready
-from .notation import parse
-from .partition import Partition
-from .plan import Plan, plan
 from .program import Named, Only, Program
-from .schedules.op import Task
 
 _MAX_CALLS = 4096
 

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from typing import TypeAlias
 
+from ..kernels import signal
 from .clock import Stopwatch
-from .kernels import signal
 from .steps import raised, wrapping_difference
 
 # How long who is alive may take to say so.

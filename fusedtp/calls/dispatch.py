@@ -27,12 +27,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
-from . import agreement, meaning, schedules, stale, tuning, turns
-from .hardware import Hardware, of_gpu
-from .meaning import Meaning
-from .memory import Unreachable
-from .schedules.op import Task
-from .schedules.prepared import Prepared
+from .. import schedules, turns
+from ..cost.hardware import Hardware, of_gpu
+from ..memory import Unreachable
+from ..op import Task
+from ..schedules.prepared import Prepared
+from ..workspaces import meaning, stale
+from ..workspaces.meaning import Meaning
+from . import agreement, tuning
 
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -199,15 +201,15 @@ class Ready(Prepared):
 
 def _load_for_capture(task: Task, group: ProcessGroup, device: torch.device, operands: Sequence[Tensor | None]) -> None:
     """Before an op that runs here in a way that a capture would not take: load the kernels that one would, once."""
-    workspaces = _workspaces()
-    if task.dtype not in FUSED_DTYPES or group.size() == 1 or not workspaces.reachable(group, device)[0]:
+    registry = _workspaces()
+    if task.dtype not in FUSED_DTYPES or group.size() == 1 or not registry.reachable(group, device)[0]:
         return
-    ws = workspaces.get(group, device)
+    ws = registry.get(group, device)
     if not ws.loads_for_capture:
         return
     # Late: they bring Triton in.
-    from .kernels.loading import only_loading
-    from .schedules.producer import alike
+    from ..kernels.loading import only_loading
+    from ..schedules.producer import alike
 
     key = ("loaded", task, *alike(*operands))
     if key in ws.choices:
@@ -231,7 +233,7 @@ def _asked_for(op: str, schedule: str, dtype: torch.dtype) -> Path:
 @cache
 def _is_interpreted() -> bool:
     # Late: it loads Triton.
-    from .kernels import INTERPRETED
+    from ..kernels import INTERPRETED
 
     return INTERPRETED
 
@@ -239,9 +241,9 @@ def _is_interpreted() -> bool:
 @cache
 def _workspaces() -> ModuleType:
     # Late: schedules that need no shared memory must not load what maps it.
-    from . import workspaces
+    from ..workspaces import registry
 
-    return workspaces
+    return registry
 
 
 def _unreachable(op: str, detail: str) -> Path:

@@ -17,15 +17,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from . import arguments, groups
+from .. import groups
+from ..groups import Group
+from ..turns import Open, one
+from . import arguments
 from . import call as calls_
 from .call import Call as Compiled
 from .call import Prepare
-from .groups import Group
 from .operators import sharded_matmul, sharded_matmul_backward
 from .parameters import PLAIN, as_gradient, local, part
 from .registered import refuse_forward_mode, transforms_active
-from .turns import Open, one
 
 # What is_grads_batched makes of a gradient, whose memory is not that of one; there is no public way.
 _is_batched = torch._C._functorch.is_legacy_batchedtensor

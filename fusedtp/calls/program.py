@@ -18,12 +18,12 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from . import notation
-from .partition import Partition
-from .plan import MatmulPlan, Plan
-from .redistribute import Step, moved
-from .schedules.library import mm
-from .schedules.op import ALL_GATHER_MATMUL, ALL_REDUCE, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER, OPS, Op, Task
+from ..op import ALL_GATHER_MATMUL, ALL_REDUCE, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER, OPS, Op, Task
+from ..schedules.library import mm
+from ..sharding import notation
+from ..sharding.partition import Partition
+from ..sharding.plan import MatmulPlan, Plan
+from ..sharding.redistribute import Step, moved
 
 
 class Runs(Protocol):

@@ -12,8 +12,8 @@ from functools import cached_property
 from math import ceil, log2
 from typing import Literal
 
+from ..sharding.plan import ITEMSIZE
 from .hardware import Hardware
-from .plan import ITEMSIZE
 
 # A matmul of fewer rows is bound by reading the weight, which every chunk would read again: `schedules.decomposed` puts
 # such chunks together and multiplies at once.

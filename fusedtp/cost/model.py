@@ -27,9 +27,9 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
+from ..sharding.plan import ITEMSIZE
 from .hardware import Hardware, find
 from .overlap import Model, Work, one_shot_wins
-from .plan import ITEMSIZE
 
 OPS = (
     "all_gather_matmul",

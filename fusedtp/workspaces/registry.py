@@ -11,11 +11,12 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from . import budgets, groups, stale, turns
-from .groups import Group
-from .memory import Unreachable
-from .memory.cuda import CudaMemory
-from .memory.posix import PosixMemory
+from .. import groups, turns
+from ..groups import Group
+from ..memory import Unreachable
+from ..memory.cuda import CudaMemory
+from ..memory.posix import PosixMemory
+from . import budgets, stale
 from .rendezvous import StoreExchange
 from .workspace import Workspace
 

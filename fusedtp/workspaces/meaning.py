@@ -16,7 +16,7 @@ from hashlib import blake2b
 
 import torch
 
-from .schedules.op import Task
+from ..op import Task
 
 # Shapes may never repeat. What is forgotten is worked out anew.
 _MAX_KEPT = 4096

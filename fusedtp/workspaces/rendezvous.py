@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from ..errors import PeerTimeout
+from ..kernels import signal
 from . import budgets
 from .clock import Stopwatch
-from .errors import PeerTimeout
-from .kernels import signal
 from .steps import HostSteps, load_acquire, store_release
 
 if TYPE_CHECKING:

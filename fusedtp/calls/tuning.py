@@ -24,13 +24,14 @@ from typing import Any, Literal
 
 import torch
 
-from . import hardware, schedules
-from .cost import OPS, Prediction, estimate
-from .entries import Entry, entry_of
-from .files import read_text, replace
-from .hardware import Hardware
-from .overlap import Work
-from .plan import ITEMSIZE
+from .. import schedules
+from ..cost import hardware
+from ..cost.hardware import Hardware
+from ..cost.model import OPS, Prediction, estimate
+from ..cost.overlap import Work
+from ..files import read_text, replace
+from ..sharding.plan import ITEMSIZE
+from ..workspaces.entries import Entry, entry_of
 
 FORMAT = 1
 # Hundreds of times what is written.

@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
-from . import budgets, meaning
-from .errors import PeerTimeout, RanksDisagree
-from .schedules.op import Task
+from ..errors import PeerTimeout, RanksDisagree
+from ..op import Task
+from ..workspaces import budgets, meaning
 
 _GAVE_UP = "gave up on rank"
 
@@ -85,9 +85,9 @@ def _values(task: Task, operands: Sequence[Tensor | None]) -> dict[str, str]:
 def _exchange(op: str, group: ProcessGroup, mine: dict[str, str]) -> tuple[list[dict[str, str]], int]:
     # Every rank's record of this call, and the number of the call.
     # Late: what maps shared memory need not be there where nothing else asks for it.
-    from . import workspaces
+    from ..workspaces import registry
 
-    records, generation = _records.get(group), workspaces.generation(group.group_name)
+    records, generation = _records.get(group), registry.generation(group.group_name)
     if records is None:
         # There is no public way to a group's own store.
         store = dist.distributed_c10d._get_process_group_store(group)

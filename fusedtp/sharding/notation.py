@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NoReturn
 
-from .errors import NotationError
+from ..errors import NotationError
 
 MAX_LENGTH = 1000
 

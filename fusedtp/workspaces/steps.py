@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from triton._C.libtriton import interpreter
 
-from . import clock, trace
-from .kernels import signal
-from .kernels.steps import step
+from .. import trace
+from ..kernels import signal
+from ..kernels.steps import step
+from . import clock
 
 if TYPE_CHECKING:
     from .workspace import Workspace

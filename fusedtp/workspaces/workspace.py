@@ -15,18 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import budgets, clock, disagreement, hardware, turns
-from .errors import RanksDisagree
+from .. import turns
+from ..cost import hardware
+from ..cost.hardware import Hardware
+from ..errors import RanksDisagree
+from ..kernels import signal
+from ..kernels.launch import Channel
+from ..kernels.loading import check_device
+from ..memory import Arena, Exchange, Memory, Unreachable
+from ..shards import offsets
+from . import budgets, clock, disagreement
 from .failing import Failing
-from .hardware import Hardware
-from .kernels import signal
-from .kernels.launch import Channel
-from .kernels.loading import check_device
 from .meaning import Meaning, Meanings
-from .memory import Arena, Exchange, Memory, Unreachable
 from .modes import outside_inference
 from .rendezvous import ArenaExchange
-from .shards import offsets
 from .steps import DeviceSteps, HostSteps
 
 _MIN_SLOTS = 64
