@@ -29,7 +29,8 @@ class Span(NamedTuple):
     end_ns: int
 
 
-_spans: list[Span] | None = None
+# Kept while somebody records, else None.
+spans: list[Span] | None = None
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
@@ -43,18 +44,18 @@ class _Open:
         self._begin_ns = time.perf_counter_ns()
 
     def __exit__(self, *_: object) -> None:
-        if _spans is not None:
-            _spans.append(Span(self._kind, self._peer, self._begin_ns, time.perf_counter_ns()))
+        if spans is not None:
+            spans.append(Span(self._kind, self._peer, self._begin_ns, time.perf_counter_ns()))
 
 
 def span(kind: str, peer: int = -1) -> AbstractContextManager[None]:
     """Around a piece of work."""
-    return _NOTHING if _spans is None else _Open(kind, peer)
+    return _NOTHING if spans is None else _Open(kind, peer)
 
 
 def timed(kind: str, peer: int, function: Callable[..., T], *args: Any) -> T:
     """`function(*args)` in a span: for what takes hardly longer than a context."""
-    if _spans is None:
+    if spans is None:
         return function(*args)
     with _Open(kind, peer):
         return function(*args)
@@ -63,11 +64,11 @@ def timed(kind: str, peer: int, function: Callable[..., T], *args: Any) -> T:
 @contextlib.contextmanager
 def recording() -> Iterator[list[Span]]:
     """The spans that end inside, in the order of their ends. RuntimeError when somebody is recording already."""
-    global _spans
-    if _spans is not None:
+    global spans
+    if spans is not None:
         raise RuntimeError("spans are being recorded already: one recording at a time")
-    spans = _spans = []
+    kept = spans = []
     try:
-        yield spans
+        yield kept
     finally:
-        _spans = None
+        spans = None

@@ -161,18 +161,19 @@ class Call:
             )
         return ready
 
-    def _run(self, key: Any, place: int, task: Task, axis: str, operands: Sequence[Tensor | None]) -> list[Tensor]:
+    def _run_task(self, key: Any, place: int, task: Task, axis: str, operands: Sequence[Tensor | None]) -> list[Tensor]:
         x = operands[0]
         assert x is not None
         return self._made_ready(key, place, task, axis, x.device).run(operands)
 
-    def _all(self, key: Any, tensors: dict[str, Any]) -> list[Tensor]:
-        # The program for `key` on these tensors. Most are one task, which runs without the rest.
+    def run(self, key: Any, tensors: dict[str, Any]) -> list[Tensor]:
+        """The program for `key`, whether there is a bias, or which gradients are needed, on these tensors by name."""
+        # Most programs are one task, which runs without the rest.
         known = self._only.get(key)
         if known is None:
             only = self._program(key).only
             if only is None:
-                return self._program(key).run(tensors, partial(self._run, key))
+                return self._program(key).run(tensors, partial(self._run_task, key))
             known = self._only[key] = only, self._made_ready(key, 0, only.task, only.axis, tensors["w"].device)
         only, ready = known
         if ready.version != stale.version or ready.on_gpu:
@@ -205,14 +206,14 @@ class Call:
         """y on this rank, or its shape, without a gradient."""
         key = bias is not None
         given = {"x": x, "w": w} if bias is None else {"x": x, "w": w, "bias": bias}
-        return self._program(key).run(given, self._shapes)[0] if fake else self._all(key, given)[0]
+        return self._program(key).run(given, self._shapes)[0] if fake else self.run(key, given)[0]
 
     def backward(
         self, dy: Tensor, x: Tensor, w: Tensor, needs: tuple[bool, bool, bool], *, fake: bool = False
     ) -> list[Tensor | None]:
         """dx, dw and db on this rank, None for what is not needed; x and w are not looked at where they are not."""
         given = {"dy": dy, "x": x, "w": w}
-        found = iter(self._program(needs).run(given, self._shapes) if fake else self._all(needs, given))
+        found = iter(self._program(needs).run(given, self._shapes) if fake else self.run(needs, given))
         return [next(found) if needed else None for needed in needs]
 
 

@@ -44,7 +44,8 @@ class _Eager(torch.autograd.Function):
             ctx.bias, bias = bias, part(bias, 1)
         # Local shards only, and only those that a gradient will be made of.
         ctx.save_for_backward(x if needs_w else None, w if needs_x else None)
-        return call.forward(x, w, bias)
+        given = {"x": x, "w": w} if bias is None else {"x": x, "w": w, "bias": bias}
+        return call.run(bias is not None, given)[0]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -91,7 +92,8 @@ def apply(
         group = groups.resolve(group)
     plain = type(x) in PLAIN and type(w) in PLAIN and (bias is None or type(bias) in PLAIN)
     if not plain or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
-        return _slowly(prepare, *arguments.autocast(x, w, bias), group, options)
+        x, w, bias = arguments.autocast(x, w, bias)
+        return _slowly(prepare, x, w, bias, group, options)
     return run(x, w, bias, calls_.find(prepare, x, w, bias, group, options))
 
 

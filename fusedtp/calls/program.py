@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..op import ALL_GATHER_MATMUL, ALL_REDUCE, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER, OPS, Op, Task
-from ..schedules.library import mm
+from ..schedules.alone import mm
 from ..sharding import notation
 from ..sharding.partition import Partition
 from ..sharding.plan import MatmulPlan, Plan

@@ -4,8 +4,8 @@
 `decomposed`  library matmuls by chunk, the next chunk on its way while one is multiplied
 `fused`       one persistent Triton kernel
 
-Tasks are rows of the table in `op`, verbs are told in `forms`. Operands are 2-D with any strides, any size may be 0,
-`sizes` is the same tuple on every rank, results are fresh and contiguous.
+The ops are rows of the table in `op`; what a schedule gives for one is told in `verbs`. Operands are 2-D with any
+strides, any size may be 0, `sizes` is the same tuple on every rank, results are fresh and contiguous.
 """
 
 from __future__ import annotations

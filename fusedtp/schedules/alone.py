@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from ..op import Task
-from .forms import Product
-from .library import mm
+from .verbs import Product
 
 
 class Alone:
-    """See `forms.Verbs`."""
+    """See `verbs.Verbs`."""
 
     sent_by = ""
 
@@ -35,7 +34,7 @@ class Alone:
 
 
 class Gather:
-    """See `forms.Gather`."""
+    """See `verbs.Gather`."""
 
     def __init__(self, dim: int) -> None:
         self._dim = dim
@@ -53,7 +52,7 @@ class Gather:
 
 
 class Scatter:
-    """See `forms.Scatter`."""
+    """See `verbs.Scatter`."""
 
     def multiply(self, a: Tensor, b: Tensor) -> None:
         self._terms = a, b
@@ -76,3 +75,18 @@ def multiplied(whole: Tensor, products: Sequence[Product]) -> list[Tensor]:
         left, right = whole if each.kind == "rows" else whole.t(), each.other
         outs.append(mm(right.t(), left.t(), each.bias) if each.transposed else mm(left, right, each.bias))
     return outs
+
+
+def mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """a [M, K] @ b [K, N] (+ bias, [N] or as the result) -> [M, N]."""
+    return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+
+
+def mm_into(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
+    """out = a @ b (+ bias)."""
+    if not out.numel():
+        return
+    if bias is None:
+        torch.mm(a, b, out=out)
+    else:
+        torch.addmm(bias, a, b, out=out)

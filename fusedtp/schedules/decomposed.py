@@ -11,6 +11,7 @@ The right choice on a CPU always, and on a GPU for large chunks (a few MB) and l
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,9 +23,9 @@ from ..op import Task
 from ..shards import offsets
 from ..workspaces.workspace import Workspace
 from . import transport
-from .forms import Product
-from .library import add_mm_into, mm, mm_into
+from .alone import mm, mm_into
 from .transport import travelling
+from .verbs import Product
 
 # On a CPU rows are summed in blocks of about this size, so that a float32 sum of narrower parts stays in cache between
 # its terms. On a GPU each block would be a launch for each term.
@@ -32,7 +33,7 @@ _SUM_BLOCK_BYTES = 256 << 10
 
 
 class Decomposed:
-    """See `forms.Verbs`."""
+    """See `verbs.Verbs`."""
 
     sent_by = ""
 
@@ -53,19 +54,14 @@ class Decomposed:
     def scatter(self, sizes: Sequence[int], other: int, dim: int, *, to_all: bool, multiplies: bool) -> Scatter:
         return Scatter(self, sizes, other, dim, to_all, multiplies)
 
-    def enter(self) -> None:
-        """Begin the epoch."""
-        self.steps = steps = self.ws.steps(self.task.op.name)
-        steps.enter()
-
-    def leave(self) -> None:
-        """End it, behind what is still on its way."""
+    def end(self) -> None:
+        """End the epoch, behind what is still on its way."""
         transport.settle(self.ws)
-        self.steps.leave()
+        self.ws.steps.leave()
 
 
 class Gather:
-    """See `forms.Gather`. Where chunks would be small, or would round a narrow sum once each, what arrives is put
+    """See `verbs.Gather`. Where chunks would be small, or would round a narrow sum once each, what arrives is put
     together first and multiplied at once.
     """
 
@@ -106,7 +102,7 @@ class Gather:
         return self._ws.view(holder, half, self._at[src], shape, self._dtype)
 
     def start(self, x: Tensor) -> None:
-        ws, steps = self._ws, self._on.steps
+        ws, steps = self._ws, self._ws.steps
         if self._seen is not ws.data:
             self._lay_out()
         # As it lies in an arena: columns are published as they are where each chunk is multiplied by itself.
@@ -115,14 +111,17 @@ class Gather:
             self._push(rows)
             return
         mine = self._places[steps.epoch & 1][0]
-        trace.timed("travel", ws.rank, mine.copy_, rows)
+        if trace.spans is None:
+            mine.copy_(rows)
+        else:
+            trace.timed("travel", ws.rank, mine.copy_, rows)
         for dst in self._before:
             steps.signal(dst, self._slot)
 
     start_beside = start
 
     def _push(self, rows: Tensor) -> None:
-        ws, steps, half = self._ws, self._on.steps, self._on.steps.epoch & 1
+        ws, steps, half = self._ws, self._ws.steps, self._ws.steps.epoch & 1
         if self._at_once:
             self._places[half][0].copy_(rows)
         with travelling(ws):
@@ -132,7 +131,7 @@ class Gather:
 
     def _together(self) -> Tensor:
         # All parts, one below the other in the own half, until the op ends.
-        ws, begins, steps = self._ws, self._begins, self._on.steps
+        ws, begins, steps = self._ws, self._begins, self._ws.steps
         _, whole, others = self._places[steps.epoch & 1]
         for src, theirs in others:
             steps.wait(src, self._slot)
@@ -144,25 +143,25 @@ class Gather:
         if self._at_once:
             whole = self._together()
             return [_product(whole if each.kind == "rows" else whole.t(), each) for each in products]
-        outs = [self._out(each) for each in products]
-        steps = self._on.steps
+        outs = []
+        for each in products:
+            M, N = self._shape[each.kind == "outer"], each.other.shape[1]
+            outs.append(each.other.new_empty((N, M) if each.transposed else (M, N)))
+        steps = self._ws.steps
         parts = self._places[steps.epoch & 1][2]
         for i, (src, chunk) in enumerate(((self._ws.rank, x), *parts)):
             if i:
                 steps.wait(src, self._slot)
             # In rows, whichever way it lies.
             rows = chunk.t() if self._dim == 1 else chunk
-            with trace.span("multiply", src):
-                for each, out in zip(products, outs, strict=True):
-                    self._add(each, rows, slice(self._begins[src], self._begins[src + 1]), out, first=i == 0)
+            part = slice(self._begins[src], self._begins[src + 1])
+            add = self._add if trace.spans is None else partial(trace.timed, "multiply", src, self._add)
+            for each, out in zip(products, outs, strict=True):
+                add(each, rows, part, out, i == 0)
         return outs
 
-    def _out(self, product: Product) -> Tensor:
-        M, N = self._shape[0 if product.kind == "rows" else 1], product.other.shape[1]
-        return product.other.new_empty((N, M) if product.transposed else (M, N))
-
     @staticmethod
-    def _add(product: Product, rows: Tensor, part: slice, out: Tensor, *, first: bool) -> None:
+    def _add(product: Product, rows: Tensor, part: slice, out: Tensor, first: bool) -> None:
         # What the rows `part` of X give of a product.
         bias, transposed = product.bias, product.transposed
         if product.kind == "rows":
@@ -174,10 +173,14 @@ class Gather:
             left, right = rows.t(), product.other[part]
         if transposed:
             left, right = right.t(), left.t()
-        if first or product.kind == "rows":
-            mm_into(left, right, out, bias)
-        elif out.numel():
-            add_mm_into(left, right, out)
+        if not out.numel():
+            return
+        if not first and product.kind == "outer":
+            out.addmm_(left, right)
+        elif bias is None:
+            torch.mm(left, right, out=out)
+        else:
+            torch.addmm(bias, left, right, out=out)
 
     def whole(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         begins, own = self._begins, self._ws.rank
@@ -185,7 +188,7 @@ class Gather:
             out = x.new_empty(self._shape)
             with trace.span("travel", own):
                 out[begins[own] : begins[own + 1]] = x
-        steps = self._on.steps
+        steps = self._ws.steps
         for src, theirs in self._places[steps.epoch & 1][2]:
             steps.wait(src, self._slot)
             with trace.span("travel", src):
@@ -201,7 +204,7 @@ def _product(left: Tensor, product: Product) -> Tensor:
 
 
 class Scatter:
-    """See `forms.Scatter`. Terms lie by rank in the owner's half; on a CPU, of few rows, all in the own one."""
+    """See `verbs.Scatter`. Terms lie by rank in the owner's half; on a CPU, of few rows, all in the own one."""
 
     def __init__(
         self, on: Decomposed, sizes: Sequence[int], other: int, dim: int, to_all: bool, multiplies: bool
@@ -220,7 +223,7 @@ class Scatter:
         # Rank src's terms in rank holder's half: so many rows, or columns with dim 1.
         shape = (rows, self._other) if self._dim == 0 else (self._other, rows)
         at = self._offset + src * self._stride
-        return self._ws.view(holder, self._on.steps.epoch, at, shape, self._dtype)
+        return self._ws.view(holder, self._ws.steps.epoch, at, shape, self._dtype)
 
     def _owners(self) -> Iterator[tuple[int, slice]]:
         # Who has which part of the sum, this rank last.
@@ -230,7 +233,7 @@ class Scatter:
             yield dst, slice(begins[dst], begins[dst + 1])
 
     def multiply(self, a: Tensor, b: Tensor) -> None:
-        ws, steps = self._ws, self._on.steps
+        ws, steps = self._ws, self._ws.steps
         if self._in_own or self._to_all:
             mine = self._view(ws.rank, 0 if self._in_own else ws.rank, self._begins[-1])
             trace.timed("multiply", -1, mm_into, a, b, mine)
@@ -266,11 +269,11 @@ class Scatter:
         place.copy_(terms)
         if terms.is_cuda:
             terms.record_stream(torch.cuda.current_stream(self._ws.device))
-        self._on.steps.signal(dst, self._slot)
+        self._ws.steps.signal(dst, self._slot)
 
     def _show(self, mine: Tensor) -> None:
         # To everybody: where it is, or by a copy.
-        ws, steps = self._ws, self._on.steps
+        ws, steps = self._ws, self._ws.steps
         with travelling(ws):
             for i in range(1, ws.world_size):
                 dst = (ws.rank - i) % ws.world_size
@@ -281,7 +284,7 @@ class Scatter:
 
     def _terms(self, own: Tensor | None) -> list[Tensor]:
         # Of the own part of the sum, in rank order, once they are there; `own` are the own ones of what was put.
-        ws, steps, rank = self._ws, self._on.steps, self._ws.rank
+        ws, steps, rank = self._ws, self._ws.steps, self._ws.rank
         for i in range(1, ws.world_size):
             steps.wait((rank + i) % ws.world_size, self._slot)
         if self._in_own:

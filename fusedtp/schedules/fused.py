@@ -29,7 +29,7 @@ from ..workspaces.workspace import Workspace
 from . import producer as producers
 from . import transport
 from .alone import multiplied
-from .forms import Operands, Product
+from .verbs import Operands, Product
 
 
 def num_tiles(rows: int, cols: int, config: Config) -> int:
@@ -38,7 +38,7 @@ def num_tiles(rows: int, cols: int, config: Config) -> int:
 
 
 class Fused:
-    """See `forms.Verbs`. producer: how what is gathered is sent, `auto`, `push` or `copy`; with `split` programs that
+    """See `verbs.Verbs`. producer: how what is gathered is sent, `auto`, `push` or `copy`; with `split` programs that
     push are a kernel of their own.
     """
 
@@ -49,6 +49,9 @@ class Fused:
         self.config: Config | None = None
         # How the last run sent what it gathered.
         self.sent_by = ""
+
+    def end(self) -> None:
+        """Kernels end the epoch."""
 
     def configure(self, *shape: int) -> Config:
         """The op's configuration, for a matmul's shape if any, as in `config_for`."""
@@ -68,15 +71,9 @@ class Fused:
     def scatter(self, sizes: Sequence[int], other: int, dim: int, *, to_all: bool, multiplies: bool) -> Scatter:
         return Scatter(self, tuple(sizes), other, dim, to_all, multiplies)
 
-    def enter(self) -> None:
-        """Kernels enter themselves."""
-
-    def leave(self) -> None:
-        """As they leave."""
-
 
 class Gather:
-    """See `forms.Gather`."""
+    """See `verbs.Gather`."""
 
     def __init__(
         self, on: Fused, sizes: tuple[int, ...], other: int, dim: int, products: Sequence[str], result: int
@@ -150,7 +147,7 @@ class Gather:
         if others:
             return [out, *multiplied(self._collected(x), others)]
         if by == "copy":
-            producers.finish(ws, on.task.op.name)
+            producers.finish(ws)
         return [out]
 
     def _collected(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -172,7 +169,7 @@ class Gather:
 
 
 class Scatter:
-    """See `forms.Scatter`. Columns are rows of the transposed problem."""
+    """See `verbs.Scatter`. Columns are rows of the transposed problem."""
 
     def __init__(self, on: Fused, sizes: tuple[int, ...], other: int, dim: int, to_all: bool, multiplies: bool) -> None:
         self._on, self._ws, self._sizes, self._other, self._dim = on, on.ws, sizes, other, dim

@@ -1,22 +1,131 @@
-"""A task on one rank by one schedule, made once and run any number of times."""
+"""A task on one rank by one schedule, made once and run any number of times.
+
+Each op takes one of three forms, written once for all schedules, whose verbs it uses. A form runs in two stages, or
+three: what waits for peers comes in a later one than what they wait for. A rank of its own process runs them one after
+the other; virtual ranks go from one to the next together (`phases`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..op import Task
+from ..shards import even_sizes
 from .alone import Alone
-from .forms import FORMS, Operands
+from .verbs import Operands, Product, Verbs
 
 if TYPE_CHECKING:
     from ..workspaces.workspace import Workspace
 
 T = TypeVar("T")
 Phases = Generator[None, None, list[Tensor]]
+
+
+class Gathering:
+    """all_gather, and all_gather_matmul with one product or two. Operands: x, and b, bias, right."""
+
+    def __init__(self, on: Verbs, task: Task) -> None:
+        rows, cols = task.shape(0)
+        self._first: Literal["rows", "outer"] = "rows" if task.dim == 0 else "outer"
+        self._transposed, self._multiplies = task.transposed, task.has(1)
+        products = ((self._first,) if task.has(1) else ()) + (("outer",) if task.has(3) else ())
+        self._gather = on.gather(
+            task.sizes, cols if task.dim == 0 else rows, task.dim, products=products,
+            result=task.shape(1)[1] if task.has(1) else 0,
+        )  # fmt: skip
+        self.stages = self._start, self._finish
+
+    def _start(self, operands: Operands) -> None:
+        self._gather.start(operands[0])
+
+    def _finish(self, operands: Operands) -> list[Tensor]:
+        if not self._multiplies:
+            return [self._gather.whole(operands[0])]
+        products = [Product(self._first, operands[1], operands[2], self._transposed)]
+        if len(operands) > 3:
+            products.append(Product("outer", operands[3]))
+        return self._gather.multiply(operands[0], products)
+
+
+class Scattering:
+    """reduce_scatter, and matmul_reduce_scatter, maybe with a gather beside it. Operands: a, and b, bias, left, x."""
+
+    def __init__(self, on: Verbs, task: Task) -> None:
+        M, N = task.moved
+        self._multiplies, self._gathers = task.op.multiplies, task.has(4)
+        self._scatter = on.scatter(
+            task.sizes, N if task.dim == 0 else M, task.dim, to_all=False, multiplies=self._multiplies
+        )
+        if self._gathers:
+            self._gather = on.gather(task.sizes, task.shape(4)[1], 0, products=("outer",), result=N)
+        self.stages = self._start, self._finish
+
+    def _start(self, operands: Operands) -> None:
+        if self._gathers:
+            self._gather.start_beside(operands[4])
+        if self._multiplies:
+            self._scatter.multiply(operands[0], operands[1])
+        else:
+            self._scatter.put(operands[0])
+
+    def _finish(self, operands: Operands) -> list[Tensor]:
+        if not self._multiplies:
+            return [self._scatter.sum(None, own=operands[0], last=True)]
+        out = self._scatter.sum(operands[2], own=None, last=not self._gathers)
+        if not self._gathers:
+            return [out]
+        _, _, _, left, x = operands
+        # left @ X
+        return [out, *self._gather.multiply(x, [Product("outer", left.t(), transposed=True)])]
+
+
+class Reducing:
+    """all_reduce and matmul_all_reduce: one-shot, or a scatter and a gather of its sums. Operands: a, and b, bias."""
+
+    def __init__(self, on: Verbs, task: Task) -> None:
+        M, N = task.moved
+        self._multiplies = task.op.multiplies
+        if on.one_shot(task):
+            self._scatter = on.scatter((M,), N, 0, to_all=True, multiplies=self._multiplies)
+            self.stages: tuple[Any, ...] = self._start, self._sum
+            return
+        sizes = even_sizes(M, on.world_size)
+        self._scatter = on.scatter(sizes, N, 0, to_all=False, multiplies=self._multiplies)
+        self._gather = on.gather(sizes, N, 0)
+        begin = sum(sizes[: on.rank])
+        self._shape, self._part = (M, N), slice(begin, begin + sizes[on.rank])
+        self.stages = self._start, self._show, self._finish
+
+    def _start(self, operands: Operands) -> None:
+        if self._multiplies:
+            self._scatter.multiply(operands[0], operands[1])
+        else:
+            self._scatter.put(operands[0])
+
+    def _given(self, operands: Operands) -> tuple[Tensor | None, Tensor | None]:
+        # The bias, and what was put.
+        return (operands[2], None) if self._multiplies else (None, operands[0])
+
+    def _sum(self, operands: Operands) -> list[Tensor]:
+        bias, own = self._given(operands)
+        return [self._scatter.sum(bias, own=own, last=True)]
+
+    def _show(self, operands: Operands) -> None:
+        bias, own = self._given(operands)
+        self._out = operands[0].new_empty(self._shape)
+        self._scatter.sum_into(bias, self._out, self._gather, own=own)
+
+    def _finish(self, operands: Operands) -> list[Tensor]:
+        out = self._out
+        del self._out
+        return [self._gather.whole(out[self._part], out)]
+
+
+FORMS = {"gather": Gathering, "scatter": Scattering, "all_reduce": Reducing}
 
 
 class Prepared:
@@ -42,6 +151,8 @@ class Prepared:
         else:
             self.form = FORMS[task.op.kind](on, task)
         *self._before, self._last = self.form.stages
+        # Whether kernels do without the host's steps.
+        self._by_host = schedule == "decomposed"
         # What it needs of a half of each arena, and of the signals.
         self.half_bytes: int = 0 if self.ws is None else on.layout.half_bytes
         self.slots: int = 0 if self.ws is None else on.layout.slots
@@ -66,13 +177,14 @@ class Prepared:
 
     def go(self, operands: Operands) -> list[Tensor]:
         """Every stage, on this rank of a process of its own; room is there, and the epoch the workspace's."""
-        if self.ws is not None:
-            self.on.enter()
+        ws = self.ws
+        if self._by_host and ws is not None:
+            ws.steps.enter(self.task.op.name)
         for stage in self._before:
             stage(operands)
         outs: list[Tensor] = self._last(operands)
-        if self.ws is not None:
-            self.on.leave()
+        if ws is not None:
+            self.on.end()
         return outs
 
     def phases(self, *operands: Tensor | None) -> Phases:
@@ -81,13 +193,14 @@ class Prepared:
         if ws is not None:
             ws.require(self.half_bytes, self.slots)
             yield
-            on.enter()
+            if self._by_host:
+                ws.steps.enter(self.task.op.name)
         for stage in self._before:
             stage(operands)
             yield
         outs: list[Tensor] = self._last(operands)
         if ws is not None:
-            on.leave()
+            on.end()
         return outs
 
 

@@ -136,8 +136,8 @@ def _copy(
         if ws.device.type == "cuda":
             # It is read there after this op has let go of it.
             x.record_stream(side_stream(ws))
-    steps = ws.steps(op)
-    steps.enter()
+    steps = ws.steps
+    steps.enter(op)
     begins = offsets(sizes)
 
     def send(dst: int) -> None:
@@ -177,7 +177,7 @@ def alike(*tensors: Tensor | None) -> tuple[Any, ...]:
     )
 
 
-def finish(ws: Workspace, op: str) -> None:
+def finish(ws: Workspace) -> None:
     """End the epoch of an op whose copies may be on their way still, so that its kernel could not."""
     settle(ws)
-    ws.steps(op).leave()
+    ws.steps.leave()

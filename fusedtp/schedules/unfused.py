@@ -18,15 +18,14 @@ from torch.distributed import ProcessGroup
 from .. import trace
 from ..op import Task
 from ..shards import offsets
-from .alone import multiplied
-from .forms import Product
-from .library import mm_into
+from .alone import mm_into, multiplied
+from .verbs import Product
 
 _c10d = torch.ops._c10d_functional
 
 
 class Unfused:
-    """See `forms.Verbs`."""
+    """See `verbs.Verbs`."""
 
     sent_by = ""
 
@@ -53,7 +52,7 @@ class Unfused:
 
 
 class Gather:
-    """See `forms.Gather`."""
+    """See `verbs.Gather`."""
 
     def __init__(self, on: Unfused, sizes: Sequence[int], dim: int) -> None:
         self._on, self._sizes, self._dim, self._longest = on, sizes, dim, max(sizes)
@@ -100,7 +99,7 @@ class Gather:
 
 
 class Scatter:
-    """See `forms.Scatter`."""
+    """See `verbs.Scatter`."""
 
     def __init__(self, on: Unfused, sizes: Sequence[int], other: int, dim: int, to_all: bool) -> None:
         self._on, self._sizes, self._other, self._dim, self._to_all = on, sizes, other, dim, to_all

@@ -198,8 +198,9 @@ class HostSteps:
                 time.sleep(min(_SLEEP_PART * waited, _SLEEP_SECONDS))
         ws.host_words[signal.WAITING_FOR.value] = 0
 
-    def enter(self) -> None:
-        """Tell every peer that this rank has begun the epoch, and by a fingerprint what it means by it."""
+    def enter(self, op: str) -> None:
+        """Begin an epoch with that op: tell every peer, and by a fingerprint what this rank means by it."""
+        self.op, self.epoch = op, self._ws.take_epoch()
         fingerprint, addresses, epoch = self._ws.meanings.now.fingerprint, self._addresses, self.epoch
         place = 4 * fingerprint_place(epoch, self._rank, self._world_size)
         entry = _ENTRY * self._step
@@ -247,13 +248,17 @@ class HostSteps:
 class DeviceSteps:
     """The steps on a GPU's current stream; a wait that is given up reports itself, as in any kernel."""
 
-    def __init__(self, workspace: Workspace, op: str) -> None:
-        self._ws, self._op = workspace, op
-        self.epoch = workspace.next_epoch()
+    def __init__(self, workspace: Workspace) -> None:
+        self._ws = workspace
+        self.op, self.epoch = "", 0
+
+    def ended(self) -> int:
+        """The last epoch that this rank has ended; waits for the device."""
+        return self._ws.epoch
 
     def signal(self, dst: int, slot: int) -> None:
         """Release what this stream has stored for rank `dst`, under `slot`."""
-        step(self._ws.channel(), self._op, "signal", dst, slot)
+        step(self._ws.channel(), self.op, "signal", dst, slot)
 
     def write(self, dst: int, slot: int) -> None:
         """Like `signal`, by the stream itself: it needs no SM.
@@ -267,12 +272,13 @@ class DeviceSteps:
 
     def wait(self, src: int, slot: int) -> None:
         """Hold this stream until rank `src` has raised `slot`."""
-        step(self._ws.channel(), self._op, "wait", src, slot)
+        step(self._ws.channel(), self.op, "wait", src, slot)
 
-    def enter(self) -> None:
-        """Tell every peer that this rank has begun the epoch."""
-        step(self._ws.channel(), self._op, "enter")
+    def enter(self, op: str) -> None:
+        """Begin an epoch with that op, and tell every peer."""
+        self.op, self.epoch = op, self._ws.take_epoch()
+        step(self._ws.channel(), op, "enter")
 
     def leave(self) -> None:
         """Wait for every peer's entry and end the epoch."""
-        step(self._ws.channel(), self._op, "leave")
+        step(self._ws.channel(), self.op, "leave")

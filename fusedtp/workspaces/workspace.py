@@ -74,7 +74,8 @@ class Workspace(Failing):
         self._call: turns.Open | None = None
         self._memory = memory
         self._arena: Arena | None = None
-        self._host_steps = HostSteps(self)
+        # The protocol's steps for ops that are driven from the host.
+        self.steps = HostSteps(self) if self._on_host else DeviceSteps(self)
         self._tables: dict[tuple[int, ...], Tensor] = {}
         # What graphs that were captured here go on reading and writing, however the workspace has changed since.
         self._captured: list[Any] = []
@@ -125,7 +126,8 @@ class Workspace(Failing):
         # The same words for the host, where it can reach them: an element of a tensor takes ten times as long.
         self.host_words = (self.words if self.device.type == "cpu" else torch.zeros(0)).numpy()
         self.data, self.addresses = own[data_offset : data_offset + 2 * half_bytes], addresses
-        self._host_steps.reach(addresses)
+        if isinstance(self.steps, HostSteps):
+            self.steps.reach(addresses)
         self.peers = torch.tensor([*addresses, self.host_block.data_ptr()], dtype=torch.int64).to(self.device)
         # Only now, as it may have been set meanwhile.
         self.words[signal.BUDGET_MS.value] = math.ceil(self.seconds * 1000)
@@ -150,7 +152,7 @@ class Workspace(Failing):
     def next_epoch(self) -> int:
         """The epoch of the op that the host is about to drive."""
         if self.device.type == "cpu":
-            return _wrap((self._mirror if self._progress else self._last_epoch()) + 1)
+            return _wrap((self._mirror if self._progress else self.epoch) + 1)
         if self._capturing():
             raise RuntimeError(
                 "copies go to addresses chosen on the host and cannot be captured: use schedule 'fused', which pushes"
@@ -159,9 +161,6 @@ class Workspace(Failing):
             # Every replay of a graph advances the device's epoch, which the host does not see.
             self._mirror, self._mirror_is_exact = self.epoch, not self._captured
         return _wrap(self._mirror + 1)
-
-    def _last_epoch(self) -> int:
-        return self._host_steps.ended()
 
     def require(self, half_bytes: int, slots: int) -> None:
         """What every op begins with: grow until a half holds `half_bytes` and there are `slots` signals a source.
@@ -188,7 +187,7 @@ class Workspace(Failing):
             self._allocate(grown, slots, self.epoch, None)
             return
         try:
-            self._allocate(grown, slots, self._last_epoch(), ArenaExchange(self))
+            self._allocate(grown, slots, self.epoch, ArenaExchange(self))
         except RanksDisagree:
             raise
         except (Unreachable, ValueError) as error:
@@ -252,20 +251,15 @@ class Workspace(Failing):
         assert self._arena is not None
         return self._arena.tensors[peer][begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
-    def steps(self, op: str) -> HostSteps | DeviceSteps:
-        """The protocol's steps for an op driven from the host."""
-        if self.device.type != "cpu":
-            steps = DeviceSteps(self, op)
-            self.tell_peers()
-            return steps
-        if self._progress:
-            own, self._progress = self._host_steps, _SENT
-            own.op, own.epoch = op, (self._mirror + 1 + 2**31) % 2**32 - 2**31
-        else:
-            # Virtual ranks, which end no op here.
-            own, self._mirror_is_exact = self._host_steps, False
-            own.op, own.epoch = op, _wrap(self._last_epoch() + 1)
-        return own
+    def take_epoch(self) -> int:
+        """The epoch of an op that the host drives, of which peers may see something from now on."""
+        if self._on_host and self._progress:
+            # Every op passes here.
+            self._progress = _SENT
+            return (self._mirror + 1 + 2**31) % 2**32 - 2**31
+        epoch = self.next_epoch()
+        self.tell_peers()
+        return epoch
 
     def begin(self, op: str, meant: Meaning) -> None:
         """Before what an op issues, which means that: chains streams. RuntimeError where the last one has not ended, or
@@ -283,7 +277,7 @@ class Workspace(Failing):
         if self._report[_REPORT]:
             self._check()
         if self._on_host:
-            epoch = self._host_steps.ended()
+            epoch = self.steps.ended()
             if epoch != self._mirror and self._mirror_is_exact:
                 self._refuse_epoch(epoch)
             self._mirror, self._mirror_is_exact = epoch, True
