@@ -21,9 +21,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 Shape = tuple[int, int]
 Kind = Literal["gather", "scatter", "all_reduce"]
@@ -49,6 +50,11 @@ class Op:
     @property
     def multiplies(self) -> bool:
         return self.operands > 1
+
+    @property
+    def number(self) -> int:
+        """Its place in the table, by which kernels know it."""
+        return _NUMBERS[self.name]
 
 
 @dataclass(frozen=True)
@@ -186,7 +192,8 @@ ALL_REDUCE = Op(
     agreed=lambda task: {"M": task.shape(0)[0], "N": task.shape(0)[1]},
 )  # fmt: skip
 
-OPS = {
+OPS: Mapping[str, Op] = {
     op.name: op
     for op in (ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, MATMUL_ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
 }
+_NUMBERS = {name: number for number, name in enumerate(OPS)}

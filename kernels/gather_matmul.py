@@ -22,77 +22,94 @@ from .descriptors import described_gathered, described_right, fitted_to
 from .launch import Channel, Config, fitted, flattened, in_16_bytes, options
 from .loading import launch
 from .matmul import (
+    Epilogue,
     Operand,
-    RightOperand,
-    b_source,
-    bias_along,
+    Result,
+    Right,
+    Tiles,
     locate_in_chunks,
     locate_whole,
     matmul_tiles,
+    result_of,
+    right_of,
     store_rows,
+    tiles_of,
     unpack,
 )
 from .push import Rows, push_to_all, wait_for_rows
-from .signal import FIRST_SLOT, OPS, Link, before_descriptor, begin, enter, half, leave
+from .signal import FIRST_SLOT, Link, before_descriptor, begin, enter, half, leave
+
+
+class Shard(NamedTuple):
+    """The own shard of A, as `Left`; `arena_desc` reads the others'. IN_PLACE: it is read where it lies, and not from
+    the own arena.
+    """
+
+    ptr: tl.tensor
+    own_desc: tl.tensor
+    arena_desc: tl.tensor
+    stride_m: tl.tensor
+    stride_k: tl.tensor
+    cols: tl.tensor
+    BY: tl.constexpr
+    IN_PLACE: tl.constexpr
+
+
+class Chunks(NamedTuple):
+    """How the shards lie: their table, the arenas' pitch, rows a piece, and whether the lengths of shards, and of their
+    rows, are multiples of 16.
+    """
+
+    table: tl.tensor
+    pitch: tl.tensor
+    PIECE: tl.constexpr
+    ALIGNED: tl.constexpr
+    ROWS_ALIGNED: tl.constexpr
 
 
 class Gathered(NamedTuple):
-    """The hooks' context: the link, the own shard of A, the chunk table, where chunks lie in the own half, and C."""
+    """The hooks' context."""
 
     link: Link
-    a_ptr: tl.tensor
-    own_desc: tl.tensor
-    arena_desc: tl.tensor
-    stride_am: tl.tensor
-    table: tl.tensor
-    pitch: tl.tensor
-    c_ptr: tl.tensor
-    stride_cm: tl.tensor
-    stride_cn: tl.tensor
-    bias_ptr: tl.tensor
+    a: Shard
+    b: Right
+    c: Result
+    epilogue: Epilogue
+    tiles: Tiles
+    chunks: Chunks
     M: tl.tensor
-    N: tl.tensor
-    A_BY: tl.constexpr
-    BIAS: tl.constexpr
-    OWN_IN_PLACE: tl.constexpr
-    ALIGNED: tl.constexpr
-    ROWS_ALIGNED: tl.constexpr
-    K: tl.tensor
-    PIECE: tl.constexpr
-    BLOCK_M: tl.constexpr
-    BLOCK_N: tl.constexpr
-    GROUP_M: tl.constexpr
-    UPCAST: tl.constexpr
 
 
 @triton.jit
 def _locate_own_chunk_first(ctx, tile):
-    return locate_in_chunks(
-        tile, ctx.table, ctx.link.rank, ctx.N, ctx.link.WORLD_SIZE, ctx.BLOCK_M, ctx.BLOCK_N, ctx.GROUP_M
-    )
+    return locate_in_chunks(tile, ctx.chunks.table, ctx.link.rank, ctx.b.N, ctx.link.group.WORLD_SIZE, ctx.tiles)
 
 
 @triton.jit
 def _arrived_or_own(ctx, src, tile, packed, arena_row, k_begin, k_len):
     # Where a tile's rows of rank src's shard lie: the own shard's in place, another's from row `arena_row` of the own
     # half on, once they have arrived.
-    stride = tl.full((), 0, tl.int64) + ctx.pitch
+    a = ctx.a
+    stride = tl.full((), 0, tl.int64) + ctx.chunks.pitch
     layer = 0
     row = tile.row
-    if ctx.OWN_IN_PLACE and src == ctx.link.rank:
-        if ctx.A_BY == "pointers":
-            stride = tl.full((), 0, tl.int64) + ctx.stride_am
-            source = ctx.a_ptr + tile.row.to(tl.int64) * ctx.stride_am
+    if ctx.a.IN_PLACE and src == ctx.link.rank:
+        if ctx.a.BY == "pointers":
+            stride = tl.full((), 0, tl.int64) + a.stride_m
+            source = a.ptr + tile.row.to(tl.int64) * a.stride_m
         else:
-            source = ctx.own_desc
+            source = a.own_desc
     else:
         # Raised by rank src's pushing programs, or behind its copies.
-        end_row = min(tile.row + ctx.BLOCK_M, tile.rows)
-        packed = wait_for_rows(ctx.link, src, tile.row, end_row, FIRST_SLOT, packed, ctx.BLOCK_M, ctx.PIECE)
-        if ctx.A_BY == "pointers":
-            source = half(ctx.link, ctx.link.rank, ctx.a_ptr.dtype.element_ty) + arena_row.to(tl.int64) * ctx.pitch
+        end_row = min(tile.row + ctx.tiles.BLOCK_M, tile.rows)
+        packed = wait_for_rows(
+            ctx.link, src, tile.row, end_row, FIRST_SLOT, packed, ctx.tiles.BLOCK_M, ctx.chunks.PIECE
+        )
+        if ctx.a.BY == "pointers":
+            source = half(ctx.link, ctx.link.rank, a.ptr.dtype.element_ty)
+            source += arena_row.to(tl.int64) * ctx.chunks.pitch
         else:
-            source = ctx.arena_desc
+            source = a.arena_desc
             layer = ctx.link.epoch & 1
             row = before_descriptor(arena_row, packed)
     return Operand(source, stride, 1, layer, row, k_begin, k_len, packed)
@@ -102,22 +119,22 @@ def _arrived_or_own(ctx, src, tile, packed, arena_row, k_begin, k_len):
 def _row(ctx, tile):
     # Of all chunks. Without the hint, what comes from a table allows stores of one element only to contiguous columns.
     row = tile.begin + tile.row
-    if ctx.ROWS_ALIGNED:
+    if ctx.chunks.ROWS_ALIGNED:
         row = tl.multiple_of(row, 16)
     return row
 
 
 @triton.jit
 def _a_gathered_rows(ctx, tile, i, packed):
-    return _arrived_or_own(ctx, tile.chunk, tile, packed, _row(ctx, tile), 0, ctx.K)
+    return _arrived_or_own(ctx, tile.chunk, tile, packed, _row(ctx, tile), 0, ctx.b.K)
 
 
 @triton.jit
 def _a_gathered_contraction(ctx, tile, i, packed):
-    src = (ctx.link.rank + i) % ctx.link.WORLD_SIZE
-    k_begin = tl.load(ctx.table + src)
-    k_len = tl.load(ctx.table + src + 1) - k_begin
-    if ctx.ALIGNED:
+    src = (ctx.link.rank + i) % ctx.link.group.WORLD_SIZE
+    k_begin = tl.load(ctx.chunks.table + src)
+    k_len = tl.load(ctx.chunks.table + src + 1) - k_begin
+    if ctx.chunks.ALIGNED:
         # Without the hint, numbers from a table allow loads of one element only.
         k_begin = tl.multiple_of(k_begin, 16)
         k_len = tl.multiple_of(k_len, 16)
@@ -126,15 +143,14 @@ def _a_gathered_contraction(ctx, tile, i, packed):
 
 @triton.jit
 def _store_gathered(ctx, tile, packed, acc):
-    col, left, ok = unpack(packed, ctx.BLOCK_M, ctx.BLOCK_N, ctx.ROWS_ALIGNED)
+    col, left, ok = unpack(packed, ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N, ctx.chunks.ROWS_ALIGNED)
     store_rows(ctx, _row(ctx, tile), col, left, acc, ok)
 
 
 @triton.jit
 def _gather_matmul_programs(
-    ctx, shard, b, num_rows, dst_row, num_tiles,
-    PUSHERS: tl.constexpr, CONTRACTION: tl.constexpr, LAST: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, FLATTEN: tl.constexpr,
+    ctx, shard, num_rows, dst_row, num_tiles,
+    PUSHERS: tl.constexpr, CONTRACTION: tl.constexpr, LAST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     num_programs = tl.num_programs(0)
@@ -142,20 +158,18 @@ def _gather_matmul_programs(
         enter(ctx.link, pid)
     if PUSHERS > 0 and pid < PUSHERS:
         push_to_all(
-            ctx.link, shard, ctx.table, pid, PUSHERS, num_rows, dst_row, ctx.pitch,
-            FIRST_SLOT, False, not ctx.OWN_IN_PLACE, ctx.PIECE, BLOCK_R, BLOCK_C,
+            ctx.link, shard, ctx.chunks.table, pid, PUSHERS, num_rows, dst_row, ctx.chunks.pitch,
+            FIRST_SLOT, False, not ctx.a.IN_PLACE, ctx.chunks.PIECE, BLOCK_R, BLOCK_C,
         )  # fmt: skip
     elif CONTRACTION:
         matmul_tiles(
-            ctx, b, pid - PUSHERS, num_programs - PUSHERS, num_tiles,
-            locate_whole, _a_gathered_contraction, _store_gathered, ctx.link.WORLD_SIZE,
-            ctx.BLOCK_M, ctx.BLOCK_N, BLOCK_K, ctx.UPCAST, FLATTEN,
+            ctx, pid - PUSHERS, num_programs - PUSHERS, num_tiles,
+            locate_whole, _a_gathered_contraction, _store_gathered, ctx.link.group.WORLD_SIZE,
         )  # fmt: skip
     else:
         matmul_tiles(
-            ctx, b, pid - PUSHERS, num_programs - PUSHERS, num_tiles,
+            ctx, pid - PUSHERS, num_programs - PUSHERS, num_tiles,
             _locate_own_chunk_first, _a_gathered_rows, _store_gathered, 1,
-            ctx.BLOCK_M, ctx.BLOCK_N, BLOCK_K, ctx.UPCAST, FLATTEN,
         )  # fmt: skip
     if LAST:
         leave(ctx.link, num_programs)
@@ -163,31 +177,19 @@ def _gather_matmul_programs(
 
 @triton.jit(do_not_specialize=["rank", "fingerprint", "num_rows", "dst_row", "num_tiles"])
 def _gather_matmul_kernel(
-    a_ptr, b_ptr, c_ptr, bias_ptr, own_desc, arena_desc, b_desc, table, peers, rank, fingerprint: tl.int64,
-    num_rows, dst_row, num_tiles,
-    M, N, K, shard_cols,
-    stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn, pitch, half_bytes, data_offset,
-    WORLD_SIZE: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, A_BY: tl.constexpr, B_BY: tl.constexpr,
-    BIAS: tl.constexpr, OWN_IN_PLACE: tl.constexpr, ALIGNED: tl.constexpr, ROWS_ALIGNED: tl.constexpr,
-    PUSHERS: tl.constexpr, CONTRACTION: tl.constexpr, LAST: tl.constexpr, PIECE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, FLATTEN: tl.constexpr, UPCAST: tl.constexpr,
+    a, b, c, epilogue, tiles, chunks, group, rank, fingerprint: tl.int64, num_rows, dst_row, num_tiles, M,
+    PUSHERS: tl.constexpr, CONTRACTION: tl.constexpr, LAST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Programs 0 .. PUSHERS - 1 push the own shard and signal each piece, without waiting; the others multiply.
 
-    A multiplying program waits for pieces of other ranks' shards (of its own too, without OWN_IN_PLACE), which programs
+    A multiplying program waits for pieces of other ranks' shards (of its own too, without IN_PLACE), which programs
     with lower ids raise before anything else, or which what was issued earlier raises (PUSHERS = 0). It ends the
     epoch if LAST.
     """
     _gather_matmul_programs(
-        Gathered(
-            Link(peers, rank, begin(peers, rank), fingerprint, half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
-            a_ptr, own_desc, arena_desc, stride_am, table, pitch, c_ptr, stride_cm, stride_cn, bias_ptr, M, N,
-            A_BY, BIAS, OWN_IN_PLACE, ALIGNED, ROWS_ALIGNED, K, PIECE, BLOCK_M, BLOCK_N, GROUP_M, UPCAST,
-        ),
-        Rows(a_ptr, stride_am, stride_ak, shard_cols),
-        RightOperand(b_source(b_ptr, b_desc, B_BY), stride_bk, stride_bn, N, B_BY),
-        num_rows, dst_row, num_tiles, PUSHERS, CONTRACTION, LAST, BLOCK_K, BLOCK_R, BLOCK_C, FLATTEN,
+        Gathered(Link(group, rank, begin(group, rank), fingerprint), a, b, c, epilogue, tiles, chunks, M),
+        Rows(a.ptr, a.stride_m, a.stride_k, a.cols),
+        num_rows, dst_row, num_tiles, PUSHERS, CONTRACTION, LAST, BLOCK_R, BLOCK_C,
     )  # fmt: skip
 
 
@@ -207,10 +209,11 @@ def _limit(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, pitch: int, aligne
 
 def gather_matmul(
     channel: Channel,
+    op: int,
     a: torch.Tensor,
     b: torch.Tensor,
     c: torch.Tensor,
-    bias: torch.Tensor | None,
+    epilogue: Epilogue,
     table: torch.Tensor,
     sizes: tuple[int, ...],
     *,
@@ -220,10 +223,9 @@ def gather_matmul(
     pushed: bool,
     config: Config,
     upcast: bool,
-    transposed: bool = False,
     last: bool = True,
 ) -> None:
-    """c [M, N] = gather(a, gather_dim) @ b + bias [N], or [M] if `transposed`.
+    """c [M, N] = gather(a, gather_dim) @ b [K, N], and the epilogue.
 
     With `pushed` the pieces of `piece_rows` rows are already under way; else config.pushers of the kernel's programs
     push them, or as many as there are pieces. `last` ends the epoch.
@@ -251,13 +253,15 @@ def gather_matmul(
     b_by, b_desc = described_right(b, config)
     rows_aligned = aligned if gather_dim == 0 else M % 16 == 0
     limit = "" if gather_dim == 1 else _limit(a, b, c, pitch, aligned, config.descriptors)
+    flags = piece_rows, aligned, rows_aligned
     launch(_gather_matmul_kernel, (config.programs + pushers,))(
-        a, b, c, c if bias is None else bias, own_desc, arena_desc, b_desc, table, channel.peers, rank,
-        channel.fingerprint, a.shape[0],
-        dst_row, num_tiles, M, N, K, a.shape[1], *a.stride(), *b.stride(), *c.stride(), pitch, channel.half_bytes,
-        channel.data_offset, channel.world_size, OPS.index("all_gather_matmul"), channel.count_bytes, a_by, b_by,
-        bias_along(bias, transposed), own_in_place(a), aligned, rows_aligned, pushers, gather_dim == 1, last,
-        piece_rows, config.block_m, config.block_n, config.block_k, config.group_m, config.copy_rows, config.copy_cols,
-        flattened(config, a_by, b_by), upcast,
+        Shard(
+            a, own_desc, arena_desc, a.stride(0), a.stride(1), a.shape[1], tl.constexpr(a_by),
+            tl.constexpr(own_in_place(a)),
+        ),
+        right_of(b, b_by, b_desc), result_of(c), epilogue,
+        tiles_of(config, flatten=flattened(config, a_by, b_by), upcast=upcast),
+        Chunks(table, pitch, *map(tl.constexpr, flags)), channel.group(op), rank, channel.fingerprint,
+        a.shape[0], dst_row, num_tiles, M, pushers, gather_dim == 1, last, config.copy_rows, config.copy_cols,
         **options(config, a_by, b_by, limit=limit),
     )  # fmt: skip

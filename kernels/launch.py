@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
+import triton.language as tl
 
 from . import INTERPRETED
 from .configs import INTERPRETER, compiled_config, nearest_target, shape_class
 from .configs import Config as Config
+from .signal import Group
 
 _MANY = 1 << 30
 
@@ -21,7 +23,6 @@ class Channel:
     `peers` is the device table of arena addresses (int64, world_size + 1, the last one the clock's); data starts
     `data_offset` bytes into an arena, in two halves of `half_bytes`; `data` is both halves of the own arena (uint8).
     `fingerprint` (int64) is the op's: see `signal`.
-    With `count_bytes` the kernels add up what they store into peers' arenas.
     """
 
     peers: torch.Tensor
@@ -30,8 +31,12 @@ class Channel:
     world_size: int
     half_bytes: int
     data_offset: int
-    count_bytes: bool = False
     fingerprint: int = 0
+
+    def group(self, op: int) -> Group:
+        """The same for a launch of the op of that number."""
+        sizes = self.half_bytes, self.data_offset
+        return Group(self.peers, *sizes, tl.constexpr(self.world_size), tl.constexpr(op))
 
 
 @cache

@@ -63,8 +63,9 @@ def _load(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Non
 
 
 def _start(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    check_device(args[0])
-    capturing = args[0].is_cuda and torch.cuda.is_current_stream_capturing()
+    # Of any kernel the first argument begins with a tensor.
+    check_device(args[0][0])
+    capturing = args[0][0].is_cuda and torch.cuda.is_current_stream_capturing()
     if capturing and kernel.warmup(*args, grid=grid, **options).module is None:
         raise RuntimeError(
             f"{kernel.__name__} is not loaded, and a graph capture cannot load it: run the same call, with tensors of "

@@ -39,6 +39,58 @@ class Tile(NamedTuple):
     col: tl.tensor
 
 
+class Left(NamedTuple):
+    """A [M, K], whole and local: read by pointers, or by a descriptor. BY says how, as in `descriptors`."""
+
+    ptr: tl.tensor
+    desc: tl.tensor
+    stride_m: tl.tensor
+    stride_k: tl.tensor
+    BY: tl.constexpr
+
+
+class Right(NamedTuple):
+    """B [K, N], whole and local on every rank; the same."""
+
+    ptr: tl.tensor
+    desc: tl.tensor
+    stride_k: tl.tensor
+    stride_n: tl.tensor
+    K: tl.tensor
+    N: tl.tensor
+    BY: tl.constexpr
+
+
+class Result(NamedTuple):
+    """C [M, N]."""
+
+    ptr: tl.tensor
+    stride_m: tl.tensor
+    stride_n: tl.tensor
+
+
+class Epilogue(NamedTuple):
+    """What is done where a tile of the result is rounded: a bias is added, None for none, an element a row of C with
+    PER_ROW, else a column.
+    """
+
+    bias: tl.tensor
+    PER_ROW: tl.constexpr
+
+
+class Tiles(NamedTuple):
+    """The tile, in what groups of tile rows tiles are visited, whether their loop and the contraction's are made one,
+    and UPCAST, see `dot`.
+    """
+
+    BLOCK_M: tl.constexpr
+    BLOCK_N: tl.constexpr
+    BLOCK_K: tl.constexpr
+    GROUP_M: tl.constexpr
+    FLATTEN: tl.constexpr
+    UPCAST: tl.constexpr
+
+
 class Operand(NamedTuple):
     """A's rows of a tile along one chunk of the contraction, which is the columns k_begin .. k_begin + k_len of A.
 
@@ -54,16 +106,6 @@ class Operand(NamedTuple):
     k_begin: tl.tensor
     k_len: tl.tensor
     packed: tl.tensor
-
-
-class RightOperand(NamedTuple):
-    """B [K, N], whole and local on every rank; `source` and BY as for A."""
-
-    source: tl.tensor
-    stride_k: tl.tensor
-    stride_n: tl.tensor
-    N: tl.tensor
-    BY: tl.constexpr
 
 
 @triton.jit
@@ -125,44 +167,41 @@ def swizzle(tile, num_tiles_m, num_tiles_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def locate_in_chunks(
-    tile, table, first, N, WORLD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr
-):
+def locate_in_chunks(tile, table, first, N, WORLD_SIZE: tl.constexpr, tiles):
     """The tile-th tile when chunks of rows are visited in the order first, first + 1, .. around the ranks.
 
     `table` (int32, device memory) holds the chunks' row offsets, world_size + 1 of them. Tiles do not straddle chunks.
     """
-    num_tiles_n = cdiv(N, BLOCK_N)
+    num_tiles_n = cdiv(N, tiles.BLOCK_N)
     chunk = first % WORLD_SIZE
     begin = tl.load(table + chunk)
     rows = tl.load(table + chunk + 1) - begin
     left = tile
     for _ in tl.static_range(1, WORLD_SIZE):
-        tiles = cdiv(rows, BLOCK_M) * num_tiles_n
-        if left >= tiles:
-            left -= tiles
+        in_chunk = cdiv(rows, tiles.BLOCK_M) * num_tiles_n
+        if left >= in_chunk:
+            left -= in_chunk
             chunk = (chunk + 1) % WORLD_SIZE
             begin = tl.load(table + chunk)
             rows = tl.load(table + chunk + 1) - begin
-    pid_m, pid_n = swizzle(left, cdiv(rows, BLOCK_M), num_tiles_n, GROUP_M)
-    return Tile(chunk, begin, pid_m, pid_m * BLOCK_M, rows, pid_n * BLOCK_N)
+    pid_m, pid_n = swizzle(left, cdiv(rows, tiles.BLOCK_M), num_tiles_n, tiles.GROUP_M)
+    return Tile(chunk, begin, pid_m, pid_m * tiles.BLOCK_M, rows, pid_n * tiles.BLOCK_N)
 
 
 @triton.jit
-def multiply(
-    acc, a, tile, b, A_BY: tl.constexpr, B_BY: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
+def multiply(acc, a, tile, b, A_BY: tl.constexpr, tiles):
     """acc[BLOCK_M, BLOCK_N] += a[rows of the tile, its K chunk] @ b[the same K chunk, columns of the tile]."""
+    BLOCK_M: tl.constexpr = tiles.BLOCK_M
+    BLOCK_K: tl.constexpr = tiles.BLOCK_K
     offs_k = tl.arange(0, BLOCK_K)
     # Pointers to rows and columns past the end wrap around to valid ones, and descriptors read zeros there or rows of
     # another chunk: no mask in the loop, and the store drops what comes of it.
     if A_BY == "pointers":
         offs_m = (tl.arange(0, BLOCK_M) % (tile.rows - tile.row)).to(tl.int64)
         a_ptrs = a.source + offs_m[:, None] * a.stride_m + offs_k[None, :].to(tl.int64) * a.stride_k
-    if B_BY == "pointers":
-        offs_n = ((tile.col + tl.arange(0, BLOCK_N)) % b.N).to(tl.int64)
-        b_ptrs = b.source + (a.k_begin + offs_k)[:, None].to(tl.int64) * b.stride_k + offs_n[None, :] * b.stride_n
+    if b.BY == "pointers":
+        offs_n = ((tile.col + tl.arange(0, tiles.BLOCK_N)) % b.N).to(tl.int64)
+        b_ptrs = b.ptr + (a.k_begin + offs_k)[:, None].to(tl.int64) * b.stride_k + offs_n[None, :] * b.stride_n
     for k in range(0, cdiv(a.k_len, BLOCK_K)):
         if A_BY == "pointers":
             a_block = tl.load(a_ptrs, mask=offs_k[None, :] < a.k_len - k * BLOCK_K, other=0.0)
@@ -171,115 +210,105 @@ def multiply(
             a_block = a.source.load([a.layer, a.row, k * BLOCK_K]).reshape(BLOCK_M, BLOCK_K)
         else:
             a_block = a.source.load([a.layer, k * BLOCK_K, a.row]).reshape(BLOCK_K, BLOCK_M).T
-        if B_BY == "pointers":
+        if b.BY == "pointers":
             b_block = tl.load(b_ptrs, mask=offs_k[:, None] < a.k_len - k * BLOCK_K, other=0.0)
             b_ptrs += BLOCK_K * b.stride_k
-        elif B_BY == "rows":
-            b_block = b.source.load([a.k_begin + k * BLOCK_K, tile.col])
+        elif b.BY == "rows":
+            b_block = b.desc.load([a.k_begin + k * BLOCK_K, tile.col])
         else:
-            b_block = b.source.load([tile.col, a.k_begin + k * BLOCK_K]).T
-        acc = dot(a_block, b_block, acc, UPCAST)
+            b_block = b.desc.load([tile.col, a.k_begin + k * BLOCK_K]).T
+        acc = dot(a_block, b_block, acc, tiles.UPCAST)
     return acc
 
 
 @triton.jit
 def _matmul_tile(
-    ctx, b, index, LOCATE: tl.constexpr, A_CHUNK: tl.constexpr, STORE: tl.constexpr, NUM_K_CHUNKS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
+    ctx, index, LOCATE: tl.constexpr, A_CHUNK: tl.constexpr, STORE: tl.constexpr, NUM_K_CHUNKS: tl.constexpr
+):
     tile = LOCATE(ctx, index)
-    acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
-    packed = pack(tile, BLOCK_M, BLOCK_N)
+    acc = tl.full((ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N), 0.0, tl.float32)
+    packed = pack(tile, ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N)
     for i in range(0, NUM_K_CHUNKS):
         # Through the waits: the compiler would otherwise pack at the store, and carry what goes into it.
         a = A_CHUNK(ctx, tile, i, packed)
         packed = a.packed
-        acc = multiply(acc, a, tile, b, ctx.A_BY, b.BY, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST)
+        acc = multiply(acc, a, tile, ctx.b, ctx.a.BY, ctx.tiles)
     STORE(ctx, tile, packed, acc)
 
 
 @triton.jit
 def matmul_tiles(
-    ctx, b, pid, num_programs, num_tiles,
+    ctx, pid, num_programs, num_tiles,
     LOCATE: tl.constexpr, A_CHUNK: tl.constexpr, STORE: tl.constexpr, NUM_K_CHUNKS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """The tiles pid, pid + num_programs, .. of a matmul, in the order that LOCATE gives them.
 
     With FLATTEN the compiler makes one loop of the tiles' and the contraction's: the first loads of the next tile are
-    under way while this one is stored.
+    under way while this one is stored. ctx: the hooks' context, with a, b and tiles.
     """
-    if FLATTEN:
+    if ctx.tiles.FLATTEN:
         for index in tl.range(pid, num_tiles, num_programs, flatten=True):
-            _matmul_tile(
-                ctx, b, index, LOCATE, A_CHUNK, STORE, NUM_K_CHUNKS, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST
-            )  # fmt: skip
+            _matmul_tile(ctx, index, LOCATE, A_CHUNK, STORE, NUM_K_CHUNKS)
     else:
         for index in range(pid, num_tiles, num_programs):
-            _matmul_tile(
-                ctx, b, index, LOCATE, A_CHUNK, STORE, NUM_K_CHUNKS, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST
-            )  # fmt: skip
+            _matmul_tile(ctx, index, LOCATE, A_CHUNK, STORE, NUM_K_CHUNKS)
 
 
 class Whole(NamedTuple):
-    """The plain matmul's operands: A and C whole and local."""
+    """The plain matmul's context: A and C whole and local."""
 
-    a_ptr: tl.tensor
-    a_desc: tl.tensor
-    stride_am: tl.tensor
-    stride_ak: tl.tensor
-    c_ptr: tl.tensor
-    stride_cm: tl.tensor
-    stride_cn: tl.tensor
-    bias_ptr: tl.tensor
+    a: Left
+    b: Right
+    c: Result
+    epilogue: Epilogue
+    tiles: Tiles
     M: tl.tensor
-    N: tl.tensor
-    K: tl.tensor
-    A_BY: tl.constexpr
-    BIAS: tl.constexpr
-    BLOCK_M: tl.constexpr
-    BLOCK_N: tl.constexpr
-    GROUP_M: tl.constexpr
-    UPCAST: tl.constexpr
+
+
+@triton.jit
+def add_bias(acc, epilogue, rows, cols, in_rows, in_cols):
+    """acc + what the epilogue has for those rows [M, 1] and columns [1, N], where there are such."""
+    if epilogue.bias is not None:
+        if epilogue.PER_ROW:
+            acc += tl.load(epilogue.bias + rows, mask=in_rows, other=0.0).to(tl.float32)
+        else:
+            acc += tl.load(epilogue.bias + cols, mask=in_cols, other=0.0).to(tl.float32)
+    return acc
 
 
 @triton.jit
 def store_rows(ctx, row, col, left, acc, ok):
-    """Store the first `left` rows of a tile to C at (row, col), with the bias, rounded once."""
-    offs_m = tl.arange(0, ctx.BLOCK_M)
-    offs_n = col + tl.arange(0, ctx.BLOCK_N)
-    mask = (offs_m < left)[:, None] & (offs_n < ctx.N)[None, :]
-    rows = (row + offs_m).to(tl.int64)
-    if ctx.BIAS == "columns":
-        acc += tl.load(ctx.bias_ptr + offs_n, mask=offs_n < ctx.N, other=0.0).to(tl.float32)[None, :]
-    if ctx.BIAS == "rows":
-        acc += tl.load(ctx.bias_ptr + rows, mask=offs_m < left, other=0.0).to(tl.float32)[:, None]
-    acc = or_nan(acc, ok)
-    c_ptrs = ctx.c_ptr + rows[:, None] * ctx.stride_cm + offs_n[None, :].to(tl.int64) * ctx.stride_cn
-    tl.store(c_ptrs, round_to(acc, ctx.c_ptr.dtype.element_ty, ctx.UPCAST), mask=mask)
+    """Store the first `left` rows of a tile to C at (row, col), after the epilogue, rounded once."""
+    offs_m = tl.arange(0, ctx.tiles.BLOCK_M)
+    offs_n = (col + tl.arange(0, ctx.tiles.BLOCK_N))[None, :]
+    in_rows, in_cols = (offs_m < left)[:, None], offs_n < ctx.b.N
+    rows = (row + offs_m).to(tl.int64)[:, None]
+    acc = or_nan(add_bias(acc, ctx.epilogue, rows, offs_n, in_rows, in_cols), ok)
+    c_ptrs = ctx.c.ptr + rows * ctx.c.stride_m + offs_n.to(tl.int64) * ctx.c.stride_n
+    tl.store(c_ptrs, round_to(acc, ctx.c.ptr.dtype.element_ty, ctx.tiles.UPCAST), mask=in_rows & in_cols)
 
 
 @triton.jit
 def locate_whole(ctx, tile):
     """LOCATE for a C that is one chunk: plain swizzled order."""
-    num_tiles_m = cdiv(ctx.M, ctx.BLOCK_M)
-    pid_m, pid_n = swizzle(tile, num_tiles_m, cdiv(ctx.N, ctx.BLOCK_N), ctx.GROUP_M)
-    return Tile(0, 0, pid_m, pid_m * ctx.BLOCK_M, ctx.M, pid_n * ctx.BLOCK_N)
+    num_tiles_m = cdiv(ctx.M, ctx.tiles.BLOCK_M)
+    pid_m, pid_n = swizzle(tile, num_tiles_m, cdiv(ctx.b.N, ctx.tiles.BLOCK_N), ctx.tiles.GROUP_M)
+    return Tile(0, 0, pid_m, pid_m * ctx.tiles.BLOCK_M, ctx.M, pid_n * ctx.tiles.BLOCK_N)
 
 
 @triton.jit
-def a_local(ctx, row, packed, A_BY: tl.constexpr):
+def a_local(ctx, row, packed):
     """A's rows from `row` on and all of K, for a kernel whose A is whole and local. Waits for nothing."""
-    if A_BY == "pointers":
-        source = ctx.a_ptr + row.to(tl.int64) * ctx.stride_am
+    if ctx.a.BY == "pointers":
+        source = ctx.a.ptr + row.to(tl.int64) * ctx.a.stride_m
     else:
-        source = ctx.a_desc
-    return Operand(source, ctx.stride_am, ctx.stride_ak, 0, row, 0, ctx.K, packed)
+        source = ctx.a.desc
+    return Operand(source, ctx.a.stride_m, ctx.a.stride_k, 0, row, 0, ctx.b.K, packed)
 
 
 @triton.jit
 def _a_whole(ctx, tile, i, packed):
-    return a_local(ctx, tile.row, packed, ctx.A_BY)
+    return a_local(ctx, tile.row, packed)
 
 
 @triton.jit
@@ -288,58 +317,51 @@ def _store_whole(ctx, tile, packed, acc):
 
 
 @triton.jit
-def b_source(b_ptr, b_desc, B_BY: tl.constexpr):
-    """What `RightOperand` reads B from."""
-    if B_BY == "pointers":
-        return b_ptr
-    else:
-        return b_desc
-
-
-@triton.jit
-def _matmul_kernel(
-    a_ptr, b_ptr, c_ptr, bias_ptr, a_desc, b_desc, M, N, K,
-    stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
-    A_BY: tl.constexpr, B_BY: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, FLATTEN: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
+def _matmul_kernel(a, b, c, epilogue, tiles, M):
     """The plain matmul. Nobody waits and nobody signals."""
-    num_tiles = cdiv(M, BLOCK_M) * cdiv(N, BLOCK_N)
+    num_tiles = cdiv(M, tiles.BLOCK_M) * cdiv(b.N, tiles.BLOCK_N)
     # Built in the call: a tuple that is assigned to a name loses its constants.
     matmul_tiles(
-        Whole(
-            a_ptr, a_desc, stride_am, stride_ak, c_ptr, stride_cm, stride_cn, bias_ptr, M, N, K,
-            A_BY, BIAS, BLOCK_M, BLOCK_N, GROUP_M, UPCAST,
-        ),
-        RightOperand(b_source(b_ptr, b_desc, B_BY), stride_bk, stride_bn, N, B_BY),
-        tl.program_id(0), tl.num_programs(0), num_tiles,
-        locate_whole, _a_whole, _store_whole, 1, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST, FLATTEN,
+        Whole(a, b, c, epilogue, tiles, M), tl.program_id(0), tl.num_programs(0), num_tiles,
+        locate_whole, _a_whole, _store_whole, 1,
     )  # fmt: skip
 
 
-def bias_along(bias: torch.Tensor | None, transposed: bool) -> str:
-    """What a kernel is told of its bias: an element a column of the caller's result, a row where that is transposed."""
-    return "none" if bias is None else "rows" if transposed else "columns"
+def left_of(a: torch.Tensor, by: str, desc: object) -> Left:
+    """A as a launch gives it."""
+    return Left(a, desc, a.stride(0), a.stride(1), tl.constexpr(by))
+
+
+def right_of(b: torch.Tensor, by: str, desc: object) -> Right:
+    """B as a launch gives it."""
+    return Right(b, desc, b.stride(0), b.stride(1), b.shape[0], b.shape[1], tl.constexpr(by))
+
+
+def result_of(c: torch.Tensor) -> Result:
+    """C as a launch gives it."""
+    return Result(c, c.stride(0), c.stride(1))
+
+
+def epilogue_of(bias: torch.Tensor | None, *, per_row: bool) -> Epilogue:
+    """A bias as a launch gives it."""
+    return Epilogue(bias, tl.constexpr(per_row))
+
+
+def tiles_of(config: Config, *, flatten: bool, upcast: bool) -> Tiles:
+    """The tile of a configuration as a launch gives it."""
+    return Tiles(*map(tl.constexpr, (
+        config.block_m, config.block_n, config.block_k, config.group_m, flatten, upcast
+    )))  # fmt: skip
 
 
 def matmul(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    config: Config,
-    upcast: bool,
-    transposed: bool = False,
+    a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, epilogue: Epilogue, *, config: Config, upcast: bool
 ) -> None:
-    """c [M, N] = a [M, K] @ b [K, N] + bias [N], or [M] if `transposed`; any strides, no communication."""
-    (M, K), N = a.shape, b.shape[1]
+    """c [M, N] = a [M, K] @ b [K, N], and the epilogue; any strides, no communication."""
     config = fitted_to(config, a, b, result=c)
-    a_by, a_desc = described_left(a, config)
-    b_by, b_desc = described_right(b, config)
+    (a_by, a_desc), (b_by, b_desc) = described_left(a, config), described_right(b, config)
     launch(_matmul_kernel, (config.programs,))(
-        a, b, c, c if bias is None else bias, a_desc, b_desc, M, N, K, *a.stride(), *b.stride(), *c.stride(),
-        a_by, b_by, bias_along(bias, transposed),
-        config.block_m, config.block_n, config.block_k, config.group_m, flattened(config, a_by, b_by), upcast,
+        left_of(a, a_by, a_desc), right_of(b, b_by, b_desc), result_of(c), epilogue,
+        tiles_of(config, flatten=flattened(config, a_by, b_by), upcast=upcast), a.shape[0],
         **options(config, a_by, b_by),
     )  # fmt: skip

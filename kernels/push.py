@@ -18,16 +18,21 @@ import triton.language as tl
 from .launch import Channel, Config, moving_options, strip_of
 from .loading import launch
 from .matmul import or_nan
-from .signal import FIRST_SLOT, OPS, Link, begin, cdiv, count_sent, enter, half, leave, raise_signal, wait
+from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, leave, raise_signal, wait
 
 
 class Rows(NamedTuple):
-    """A local operand: pointer, strides, number of columns."""
+    """A local matrix: pointer, strides, number of columns."""
 
     ptr: tl.tensor
     stride_m: tl.tensor
     stride_n: tl.tensor
     cols: tl.tensor
+
+
+def rows_of(x: torch.Tensor) -> Rows:
+    """As a launch gives it."""
+    return Rows(x, x.stride(0), x.stride(1), x.shape[1])
 
 
 @triton.jit
@@ -42,7 +47,6 @@ def send_block(
             mask = (offs_r < rows - row)[:, None] & (offs_c < cols - col)[None, :]
             block = tl.load(src_ptr + (row + offs_r)[:, None] * src_m + (col + offs_c)[None, :] * src_n, mask=mask)
             tl.store(dst_ptr + (row + offs_r)[:, None] * pitch + (col + offs_c)[None, :], block, mask=mask)
-            count_sent(link, dst, mask, block.dtype)
 
 
 @triton.jit
@@ -79,8 +83,8 @@ def push_to_all(
     no program is idle because a shard has few.
     """
     turn = pid
-    for i in range(0 if WITH_OWN else 1, link.WORLD_SIZE):
-        dst = (link.rank + link.WORLD_SIZE - i) % link.WORLD_SIZE
+    for i in range(0 if WITH_OWN else 1, link.group.WORLD_SIZE):
+        dst = (link.rank + link.group.WORLD_SIZE - i) % link.group.WORLD_SIZE
         if SCATTER:
             first = tl.load(table + dst)
             rows = tl.load(table + dst + 1) - first
@@ -128,22 +132,19 @@ def _push_programs(
 
 @triton.jit(do_not_specialize=["rank", "fingerprint", "num_rows", "dst_row", "first_slot"])
 def _push_kernel(
-    x_ptr, table, peers, rank, fingerprint: tl.int64, num_rows, dst_row, first_slot, cols, stride_xm, stride_xn, pitch,
-    half_bytes, data_offset,
-    WORLD_SIZE: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, SCATTER: tl.constexpr, WITH_OWN: tl.constexpr,
-    PIECE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    x, table, group, rank, fingerprint: tl.int64, num_rows, dst_row, first_slot, pitch,
+    SCATTER: tl.constexpr, WITH_OWN: tl.constexpr, PIECE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """An op's first kernel: enters the epoch and pushes rows. Signals pieces; waits for nothing."""
     _push_programs(
-        Link(peers, rank, begin(peers, rank), fingerprint, half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
-        Rows(x_ptr, stride_xm, stride_xn, cols),
-        table, num_rows, dst_row, pitch, first_slot, SCATTER, WITH_OWN, PIECE, BLOCK_R, BLOCK_C,
+        Link(group, rank, begin(group, rank), fingerprint),
+        x, table, num_rows, dst_row, pitch, first_slot, SCATTER, WITH_OWN, PIECE, BLOCK_R, BLOCK_C,
     )  # fmt: skip
 
 
 def push(
     channel: Channel,
-    op: str,
+    op: int,
     x: torch.Tensor,
     table: torch.Tensor,
     *,
@@ -158,13 +159,11 @@ def push(
     """Enter the epoch and push x [rows, cols] to every peer's half at row `dst_row` (with scatter: each peer its rows
     of `table`), a signal for every `piece_rows` rows from `first_slot` on.
     """
-    rows, cols = x.shape
+    rows = x.shape[0]
     pieces = -(-rows // piece_rows) * (1 if scatter else channel.world_size)
     launch(_push_kernel, (max(1, min(config.pushers, pieces)),))(
-        x, table, channel.peers, channel.rank, channel.fingerprint, rows, dst_row, first_slot, cols, x.stride(0),
-        x.stride(1), pitch, channel.half_bytes, channel.data_offset, channel.world_size, OPS.index(op),
-        channel.count_bytes, scatter, with_own,
-        piece_rows, config.copy_rows, config.copy_cols,
+        rows_of(x), table, channel.group(op), channel.rank, channel.fingerprint, rows, dst_row, first_slot, pitch,
+        scatter, with_own, piece_rows, config.copy_rows, config.copy_cols,
     )  # fmt: skip
 
 
@@ -181,8 +180,8 @@ def _collect_programs(
     offs_m = tl.arange(0, STRIP)
     offs_n = tl.arange(0, BLOCK_N)
     one = tl.full((), 1, tl.int32)
-    for i in range(1, link.WORLD_SIZE):
-        src = (link.rank + i) % link.WORLD_SIZE
+    for i in range(1, link.group.WORLD_SIZE):
+        src = (link.rank + i) % link.group.WORLD_SIZE
         first = tl.load(table + src)
         rows = tl.load(table + src + 1) - first
         for index in range(pid, cdiv(rows, BLOCK_M) * num_tiles_n, num_programs):
@@ -207,10 +206,8 @@ def _collect_programs(
 
 @triton.jit(do_not_specialize=["rank", "fingerprint", "first_slot"])
 def _collect_kernel(
-    out_ptr, table, peers, rank, fingerprint: tl.int64, first_slot, region_row, cols, stride_om, stride_on, pitch,
-    half_bytes, data_offset,
-    WORLD_SIZE: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, PER_TILE: tl.constexpr, PIECE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr,
+    out, table, group, rank, fingerprint: tl.int64, first_slot, region_row, pitch,
+    PER_TILE: tl.constexpr, PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
     """An op's last kernel: copies the peers' chunks out of the own arena, and leaves the epoch.
 
@@ -218,15 +215,14 @@ def _collect_kernel(
     `_reduce_kernel`: all issued before this kernel on every rank.
     """
     _collect_programs(
-        Link(peers, rank, begin(peers, rank), fingerprint, half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
-        Rows(out_ptr, stride_om, stride_on, cols),
-        table, first_slot, region_row, pitch, PER_TILE, PIECE, BLOCK_M, BLOCK_N, STRIP,
+        Link(group, rank, begin(group, rank), fingerprint),
+        out, table, first_slot, region_row, pitch, PER_TILE, PIECE, BLOCK_M, BLOCK_N, STRIP,
     )  # fmt: skip
 
 
 def collect(
     channel: Channel,
-    op: str,
+    op: int,
     out: torch.Tensor,
     table: torch.Tensor,
     *,
@@ -242,8 +238,6 @@ def collect(
     They came in tiles with a slot each (`per_tile`), or in pieces of `piece_rows` rows.
     """
     launch(_collect_kernel, (config.programs,))(
-        out, table, channel.peers, channel.rank, channel.fingerprint, first_slot, region_row, out.shape[1],
-        out.stride(0), out.stride(1), pitch,
-        channel.half_bytes, channel.data_offset, channel.world_size, OPS.index(op), channel.count_bytes, per_tile,
-        piece_rows, config.block_m, config.block_n, strip_of(config), **moving_options(config),
+        rows_of(out), table, channel.group(op), channel.rank, channel.fingerprint, first_slot, region_row, pitch,
+        per_tile, piece_rows, config.block_m, config.block_n, strip_of(config), **moving_options(config),
     )  # fmt: skip

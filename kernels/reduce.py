@@ -13,15 +13,15 @@ import triton.language as tl
 
 from .launch import Channel, Config, moving_options, strip_of
 from .loading import launch
-from .matmul import or_nan, round_to
-from .push import Rows
-from .signal import FIRST_SLOT, OPS, Link, begin, cdiv, count_sent, half, leave, raise_signal, wait
+from .matmul import Epilogue, add_bias, or_nan, round_to
+from .push import rows_of
+from .signal import FIRST_SLOT, Link, begin, cdiv, half, leave, raise_signal, wait
 
 
 @triton.jit
 def _wait_for_parts(link, slot, OWN_IN_PLACE: tl.constexpr):
     ok = 1
-    for src in range(0, link.WORLD_SIZE):
+    for src in range(0, link.group.WORLD_SIZE):
         if OWN_IN_PLACE:
             if src != link.rank:
                 ok &= wait(link, src, slot)
@@ -33,7 +33,7 @@ def _wait_for_parts(link, slot, OWN_IN_PLACE: tl.constexpr):
 @triton.jit
 def _sum_of_parts(link, base, own, at_m, at_n, mask, region_rows, pitch, OWN_IN_PLACE: tl.constexpr):
     acc = tl.full(mask.shape, 0.0, tl.float32)
-    for src in range(0, link.WORLD_SIZE):
+    for src in range(0, link.group.WORLD_SIZE):
         part = base + (src * region_rows + at_m) * pitch + at_n
         if OWN_IN_PLACE:
             if src == link.rank:
@@ -44,8 +44,8 @@ def _sum_of_parts(link, base, own, at_m, at_n, mask, region_rows, pitch, OWN_IN_
 
 @triton.jit
 def _reduce_programs(
-    link, own, out, bias_ptr, num_rows, region_rows, result_row, pitch, second_slot,
-    BIAS: tl.constexpr, PER_TILE: tl.constexpr, OWN_IN_PLACE: tl.constexpr, BROADCAST: tl.constexpr, LAST: tl.constexpr,
+    link, own, out, epilogue, num_rows, region_rows, result_row, pitch, second_slot,
+    PER_TILE: tl.constexpr, OWN_IN_PLACE: tl.constexpr, BROADCAST: tl.constexpr, LAST: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -69,31 +69,25 @@ def _reduce_programs(
             mask = (offs_m < left)[:, None] & (offs_n < out.cols - col)[None, :]
             at_m = (row + offs_m).to(tl.int64)[:, None]
             acc = _sum_of_parts(link, base, own, at_m, at_n, mask, region_rows, pitch, OWN_IN_PLACE)
-            if BIAS == "columns":
-                acc += tl.load(bias_ptr + at_n, mask=at_n < out.cols, other=0.0).to(tl.float32)
-            if BIAS == "rows":
-                acc += tl.load(bias_ptr + at_m, mask=at_m < num_rows, other=0.0).to(tl.float32)
+            acc = add_bias(acc, epilogue, at_m, at_n, num_rows, out.cols)
             result = round_to(or_nan(acc, ok), dtype, UPCAST)
             tl.store(out.ptr + at_m * out.stride_m + at_n * out.stride_n, result, mask=mask)
             if BROADCAST:
-                for i in range(1, link.WORLD_SIZE):
-                    dst = (link.rank + i) % link.WORLD_SIZE
+                for i in range(1, link.group.WORLD_SIZE):
+                    dst = (link.rank + i) % link.group.WORLD_SIZE
                     tl.store(half(link, dst, dtype) + (result_row + at_m) * pitch + at_n, result, mask=mask)
-                    count_sent(link, dst, mask, dtype)
         if BROADCAST:
-            for i in range(1, link.WORLD_SIZE):
-                raise_signal(link, (link.rank + i) % link.WORLD_SIZE, second_slot + index)
+            for i in range(1, link.group.WORLD_SIZE):
+                raise_signal(link, (link.rank + i) % link.group.WORLD_SIZE, second_slot + index)
     if LAST:
         leave(link, num_programs)
 
 
 @triton.jit(do_not_specialize=["rank", "fingerprint", "num_rows", "region_rows", "result_row", "second_slot"])
 def _reduce_kernel(
-    x_ptr, out_ptr, bias_ptr, peers, rank, fingerprint: tl.int64, num_rows, region_rows, result_row, second_slot, cols,
-    stride_xm, stride_xn, stride_om, stride_on, pitch, half_bytes, data_offset,
-    WORLD_SIZE: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, BIAS: tl.constexpr, PER_TILE: tl.constexpr,
-    OWN_IN_PLACE: tl.constexpr, BROADCAST: tl.constexpr, LAST: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr, UPCAST: tl.constexpr,
+    x, out, epilogue, group, rank, fingerprint: tl.int64, num_rows, region_rows, result_row, second_slot, pitch,
+    PER_TILE: tl.constexpr, OWN_IN_PLACE: tl.constexpr, BROADCAST: tl.constexpr, LAST: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Sum the regions of the own half into `out`; with BROADCAST store the sums into the peers' halves too and signal
     each tile.
@@ -102,25 +96,23 @@ def _reduce_kernel(
     It ends the epoch if LAST: not where it broadcasts or a gather is still to be collected, whose kernel does.
     """
     _reduce_programs(
-        Link(peers, rank, begin(peers, rank), fingerprint, half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
-        Rows(x_ptr, stride_xm, stride_xn, cols), Rows(out_ptr, stride_om, stride_on, cols), bias_ptr,
-        num_rows, region_rows, result_row, pitch, second_slot,
-        BIAS, PER_TILE, OWN_IN_PLACE, BROADCAST, LAST, ALIGNED, BLOCK_M, BLOCK_N, STRIP, UPCAST,
+        Link(group, rank, begin(group, rank), fingerprint),
+        x, out, epilogue, num_rows, region_rows, result_row, pitch, second_slot,
+        PER_TILE, OWN_IN_PLACE, BROADCAST, LAST, ALIGNED, BLOCK_M, BLOCK_N, STRIP, UPCAST,
     )  # fmt: skip
 
 
 def reduce(
     channel: Channel,
-    op: str,
+    op: int,
     out: torch.Tensor,
-    bias: torch.Tensor | None,
+    epilogue: Epilogue,
     *,
     region_rows: int,
     pitch: int,
     per_tile: bool,
     config: Config,
     upcast: bool,
-    bias_along: str = "columns",
     own: torch.Tensor | None = None,
     result_row: int | None = None,
     second_slot: int = 0,
@@ -128,19 +120,13 @@ def reduce(
 ) -> None:
     """Sum W regions of [region_rows, pitch] into out [rows, cols]; this rank's part is `own` [rows, cols] if given.
 
-    `bias` has one element a column of `out`, or a row with bias_along="rows".
-
     With `result_row` the result also goes to that row of every peer's half, a signal a tile from `second_slot` on.
     Without it this ends the epoch if `last`.
     """
-    rows, cols = out.shape
-    local = out if own is None else own
+    rows = out.shape[0]
     launch(_reduce_kernel, (config.programs,))(
-        local, out, out if bias is None else bias, channel.peers, channel.rank, channel.fingerprint, rows,
-        region_rows, result_row or 0,
-        second_slot, cols,
-        local.stride(0), local.stride(1), out.stride(0), out.stride(1), pitch, channel.half_bytes, channel.data_offset,
-        channel.world_size, OPS.index(op), channel.count_bytes, "none" if bias is None else bias_along, per_tile,
-        own is not None, result_row is not None, last and result_row is None, rows % 16 == 0 and out.stride(0) == 1,
+        rows_of(out if own is None else own), rows_of(out), epilogue, channel.group(op), channel.rank,
+        channel.fingerprint, rows, region_rows, result_row or 0, second_slot, pitch, per_tile, own is not None,
+        result_row is not None, last and result_row is None, rows % 16 == 0 and out.stride(0) == 1,
         config.block_m, config.block_n, strip_of(config), upcast, **moving_options(config),
     )  # fmt: skip

@@ -18,8 +18,8 @@ import triton.language as tl
 from .launch import Channel, Config, moving_options, strip_of
 from .loading import launch
 from .matmul import or_nan, round_to
-from .push import Rows
-from .signal import FIRST_SLOT, OPS, Link, begin, cdiv, count_sent, enter, half, leave, raise_signal, wait
+from .push import rows_of
+from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, leave, raise_signal, wait
 
 
 class Ring(NamedTuple):
@@ -38,15 +38,14 @@ class Ring(NamedTuple):
 
 @triton.jit
 def _send(link, ring, row, at_m, at_n, mask, block):
-    dst = (link.rank + 1) % link.WORLD_SIZE
+    dst = (link.rank + 1) % link.group.WORLD_SIZE
     dtype: tl.constexpr = block.dtype
     tl.store(half(link, dst, dtype) + (row + at_m) * ring.pitch + at_n, block, mask=mask)
-    count_sent(link, dst, mask, dtype)
 
 
 @triton.jit
 def _signal_next(link, slot):
-    raise_signal(link, (link.rank + 1) % link.WORLD_SIZE, slot)
+    raise_signal(link, (link.rank + 1) % link.group.WORLD_SIZE, slot)
 
 
 @triton.jit
@@ -61,12 +60,12 @@ def _strip_of_tile(ring, index, strip, rows, cols):
 @triton.jit
 def _reduce_phase(link, ring, x, out, out_row, pid, num_programs, KEEP: tl.constexpr):
     # Step t sends chunk rank - 1 - t on; the last step's chunk is the own one and stays, in `out` at row `out_row`.
-    prev = (link.rank + link.WORLD_SIZE - 1) % link.WORLD_SIZE
+    prev = (link.rank + link.group.WORLD_SIZE - 1) % link.group.WORLD_SIZE
     dtype: tl.constexpr = x.ptr.dtype.element_ty
     received = half(link, link.rank, dtype)
     num_tiles_n = cdiv(x.cols, ring.BLOCK_N)
-    for step in range(0, link.WORLD_SIZE):
-        chunk = (link.rank + 2 * link.WORLD_SIZE - 1 - step) % link.WORLD_SIZE
+    for step in range(0, link.group.WORLD_SIZE):
+        chunk = (link.rank + 2 * link.group.WORLD_SIZE - 1 - step) % link.group.WORLD_SIZE
         first = tl.load(ring.table + chunk)
         rows = tl.load(ring.table + chunk + 1) - first
         for index in range(pid, cdiv(rows, ring.BLOCK_M) * num_tiles_n, num_programs):
@@ -83,14 +82,14 @@ def _reduce_phase(link, ring, x, out, out_row, pid, num_programs, KEEP: tl.const
                     total = tl.load(received + (first + at_m) * ring.pitch + at_n, mask=mask, other=0.0).to(tl.float32)
                     total += block.to(tl.float32)
                     block = round_to(or_nan(total, ok), dtype, ring.UPCAST)
-                if step < link.WORLD_SIZE - 1:
+                if step < link.group.WORLD_SIZE - 1:
                     _send(link, ring, first, at_m, at_n, mask, block)
                 else:
                     tl.store(out.ptr + (out_row + at_m) * out.stride_m + at_n * out.stride_n, block, mask=mask)
                     if KEEP:
                         # The gathering phase sends this block next, from the same program.
                         _send(link, ring, ring.gather_row + first, at_m, at_n, mask, block)
-            if step < link.WORLD_SIZE - 1:
+            if step < link.group.WORLD_SIZE - 1:
                 _signal_next(link, slot)
             elif KEEP:
                 _signal_next(link, ring.gather_slot + chunk * ring.max_pieces + index)
@@ -99,12 +98,12 @@ def _reduce_phase(link, ring, x, out, out_row, pid, num_programs, KEEP: tl.const
 @triton.jit
 def _gather_phase(link, ring, out, pid, num_programs):
     # Step t receives chunk rank - 1 - t and sends it on, except to the rank that owns it.
-    prev = (link.rank + link.WORLD_SIZE - 1) % link.WORLD_SIZE
+    prev = (link.rank + link.group.WORLD_SIZE - 1) % link.group.WORLD_SIZE
     dtype: tl.constexpr = out.ptr.dtype.element_ty
     received = half(link, link.rank, dtype)
     num_tiles_n = cdiv(out.cols, ring.BLOCK_N)
-    for step in range(0, link.WORLD_SIZE - 1):
-        chunk = (link.rank + 2 * link.WORLD_SIZE - 1 - step) % link.WORLD_SIZE
+    for step in range(0, link.group.WORLD_SIZE - 1):
+        chunk = (link.rank + 2 * link.group.WORLD_SIZE - 1 - step) % link.group.WORLD_SIZE
         first = tl.load(ring.table + chunk)
         rows = tl.load(ring.table + chunk + 1) - first
         for index in range(pid, cdiv(rows, ring.BLOCK_M) * num_tiles_n, num_programs):
@@ -116,9 +115,9 @@ def _gather_phase(link, ring, out, pid, num_programs):
                 block = tl.load(received + (ring.gather_row + first + at_m) * ring.pitch + at_n, mask=mask, other=0.0)
                 block = or_nan(block, ok)
                 tl.store(out.ptr + (first + at_m) * out.stride_m + at_n * out.stride_n, block, mask=mask)
-                if step < link.WORLD_SIZE - 2:
+                if step < link.group.WORLD_SIZE - 2:
                     _send(link, ring, ring.gather_row + first, at_m, at_n, mask, block)
-            if step < link.WORLD_SIZE - 2:
+            if step < link.group.WORLD_SIZE - 2:
                 _signal_next(link, slot)
 
 
@@ -153,10 +152,9 @@ def _ring_programs(link, ring, x, out, REDUCE: tl.constexpr, GATHER: tl.constexp
 
 @triton.jit(do_not_specialize=["rank", "fingerprint", "max_pieces", "gather_row", "gather_slot"])
 def _ring_kernel(
-    x_ptr, out_ptr, table, peers, rank, fingerprint: tl.int64, max_pieces, gather_row, gather_slot, cols,
-    stride_xm, stride_xn, stride_om, stride_on, pitch, half_bytes, data_offset,
-    WORLD_SIZE: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, REDUCE: tl.constexpr, GATHER: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr, UPCAST: tl.constexpr,
+    x, out, table, group, rank, fingerprint: tl.int64, max_pieces, gather_row, gather_slot, pitch,
+    REDUCE: tl.constexpr, GATHER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Reduce phase, gather phase, or both. Program p handles the tiles p, p + programs, .. of every chunk, on every
     rank alike.
@@ -165,32 +163,31 @@ def _ring_kernel(
     of the first phase waits for nothing, so by induction over the steps every wait ends.
     """
     _ring_programs(
-        Link(peers, rank, begin(peers, rank), fingerprint, half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
+        Link(group, rank, begin(group, rank), fingerprint),
         Ring(table, max_pieces, pitch, gather_row, gather_slot, BLOCK_M, BLOCK_N, STRIP, UPCAST),
-        Rows(x_ptr, stride_xm, stride_xn, cols), Rows(out_ptr, stride_om, stride_on, cols), REDUCE, GATHER,
+        x, out, REDUCE, GATHER,
     )  # fmt: skip
 
 
 def ring(
     channel: Channel,
-    op: str,
+    op: int,
     x: torch.Tensor,
     out: torch.Tensor,
     table: torch.Tensor,
     sizes: tuple[int, ...],
     *,
+    reduces: bool,
+    gathers: bool,
     pitch: int,
     config: Config,
     upcast: bool,
 ) -> None:
-    """The ring form of `op` (all_gather, reduce_scatter or all_reduce) from x to out, both [rows, cols]."""
+    """From x to out, both [rows, cols]: a reduce-scatter, an all-gather, or both."""
     cols = x.shape[1]
     max_pieces = max(-(-rows // config.block_m) for rows in sizes) * -(-cols // config.block_n)
-    reduces, gathers = op != "all_gather", op != "reduce_scatter"
     launch(_ring_kernel, (config.programs,))(
-        x, out, table, channel.peers, channel.rank, channel.fingerprint, max_pieces, sum(sizes) if reduces else 0,
-        FIRST_SLOT.value + (len(sizes) * max_pieces if reduces else 0), cols, *x.stride(), *out.stride(), pitch,
-        channel.half_bytes, channel.data_offset, channel.world_size, OPS.index(op), channel.count_bytes, reduces,
-        gathers,
-        config.block_m, config.block_n, strip_of(config, 2), upcast, **moving_options(config),
+        rows_of(x), rows_of(out), table, channel.group(op), channel.rank, channel.fingerprint, max_pieces,
+        sum(sizes) if reduces else 0, FIRST_SLOT.value + (len(sizes) * max_pieces if reduces else 0), pitch, reduces,
+        gathers, config.block_m, config.block_n, strip_of(config, 2), upcast, **moving_options(config),
     )  # fmt: skip

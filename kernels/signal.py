@@ -38,17 +38,8 @@ from . import INTERPRETED
 # As kernels see it.
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
-# Names of the ops by the number that kernels carry and status words hold.
-OPS = (
-    "matmul",
-    "all_gather_matmul",
-    "matmul_reduce_scatter",
-    "matmul_all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-)
-NUM_OPS = tl.constexpr(len(OPS))
+# An op is a number to kernels, less than this: reports hold it.
+NUM_OPS = tl.constexpr(16)
 
 # Header words (int32) of an arena. Peers read them only to find out who is really missing.
 EPOCH = tl.constexpr(0)  # the last op that this rank has finished
@@ -60,7 +51,6 @@ GIVEN_UP = tl.constexpr(4)
 WAITING_SLOT = tl.constexpr(5)  # the slot that WAITING_FOR's program waits on
 LEFT = tl.constexpr(6)  # why this rank raises no more signals here: 1 destroyed, 2 an op left by an exception; or 0
 HARDWARE = tl.constexpr(7)  # what this rank's GPU is (`hardware.number_of`): all go by rank 0's
-BYTES_SENT = tl.constexpr(8)  # int64, counted only by kernels compiled with COUNT
 GROWING = tl.constexpr(10)  # how many steps this rank has come in growing the workspace; the host's alone
 OUTCOME = tl.constexpr(11)  # two words, what came of the last growth on this rank; the host's alone
 SIGNALS = tl.constexpr(
@@ -90,18 +80,23 @@ HOST_WORDS = 16
 POLLS_PER_LOOK = tl.constexpr(256)
 
 
-class Link(NamedTuple):
-    """What a program needs to reach its peers: table, rank, the op's epoch, where the halves lie, constants."""
+class Group(NamedTuple):
+    """The ranks' arenas as a launch is given them: their table, where the halves lie; and the op's number."""
 
     peers: tl.tensor
-    rank: tl.tensor
-    epoch: tl.tensor
-    fingerprint: tl.tensor
     half_bytes: tl.tensor
     data_offset: tl.tensor
     WORLD_SIZE: tl.constexpr
     OP: tl.constexpr
-    COUNT: tl.constexpr
+
+
+class Link(NamedTuple):
+    """What a program needs to reach its peers: their arenas, its rank, the op's epoch and fingerprint."""
+
+    group: Group
+    rank: tl.tensor
+    epoch: tl.tensor
+    fingerprint: tl.tensor
 
 
 @triton.jit
@@ -111,9 +106,9 @@ def cdiv(a, b):
 
 
 @triton.jit
-def header(peers, rank):
+def header(group, rank):
     """The int32 words at the start of `rank`'s arena."""
-    return tl.load(peers + rank).to(tl.pointer_type(tl.int32))
+    return tl.load(group.peers + rank).to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
@@ -127,9 +122,9 @@ def read(word):
 
 
 @triton.jit
-def begin(peers, rank):
+def begin(group, rank):
     """The epoch of the op that this program belongs to."""
-    return read(header(peers, rank) + EPOCH) + 1
+    return read(header(group, rank) + EPOCH) + 1
 
 
 @triton.jit
@@ -137,15 +132,15 @@ def raise_signal(link, dst, slot):
     """Release everything that this program has stored to rank `dst`, under `slot`."""
     # The release orders one thread's stores; the barrier puts those of the whole program before it.
     tl.debug_barrier()
-    signal = header(link.peers, dst) + SIGNALS + slot * link.WORLD_SIZE + link.rank
+    signal = header(link.group, dst) + SIGNALS + slot * link.group.WORLD_SIZE + link.rank
     tl.atomic_xchg(signal, link.epoch, sem="release", scope="sys")
 
 
 @triton.jit
 def fingerprint_of(link, dst, src):
     """Where rank `dst` finds the fingerprint of `src` for this epoch."""
-    place = (FINGERPRINT_SLOT + 2 * (link.epoch & 1)) * link.WORLD_SIZE + 2 * src
-    return (header(link.peers, dst) + SIGNALS + place).to(tl.pointer_type(tl.int64))
+    place = (FINGERPRINT_SLOT + 2 * (link.epoch & 1)) * link.group.WORLD_SIZE + 2 * src
+    return (header(link.group, dst) + SIGNALS + place).to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
@@ -165,7 +160,7 @@ def disagrees(link, src):
 @triton.jit
 def _entered_otherwise(link, words, src):
     # 1 if rank `src` has entered this epoch, with another op than this rank.
-    entered = tl.atomic_add(words + SIGNALS + ENTRY_SLOT * link.WORLD_SIZE + src, 0, sem="acquire", scope="sys")
+    entered = tl.atomic_add(words + SIGNALS + ENTRY_SLOT * link.group.WORLD_SIZE + src, 0, sem="acquire", scope="sys")
     return disagrees(link, src) * (((entered - link.epoch) & -LEAD) == 0).to(tl.int32)
 
 
@@ -196,12 +191,12 @@ def _give_up(link, words, host, src, slot, seen, take_back):
     #
     # Not `range`: the compiler would write out its turns and keep every peer's place in registers from one tile to the
     # next. So it would the epoch and constants that are stored: one is read anew, the others are made of what varies.
-    epoch = begin(link.peers, link.rank)
-    dst = (link.rank + take_back) % link.WORLD_SIZE
+    epoch = begin(link.group, link.rank)
+    dst = (link.rank + take_back) % link.group.WORLD_SIZE
     while dst != link.rank:
-        entry = header(link.peers, dst) + SIGNALS + ENTRY_SLOT * link.WORLD_SIZE
+        entry = header(link.group, dst) + SIGNALS + ENTRY_SLOT * link.group.WORLD_SIZE
         tl.atomic_xchg(entry + link.rank, epoch - LEAD, sem="release", scope="sys")
-        dst = (dst + 1) % link.WORLD_SIZE
+        dst = (dst + 1) % link.group.WORLD_SIZE
     _report(link, words, host, src, slot, seen, epoch)
 
 
@@ -209,7 +204,7 @@ def _give_up(link, words, host, src, slot, seen, take_back):
 def _report(link, words, host, src, slot, seen, epoch):
     # Only the first one reports itself. The report's own word is released after the others.
     if tl.atomic_cas(words + GIVEN_UP, 0, src + 1, sem="relaxed", scope="gpu") == 0:
-        tl.atomic_xchg(host + REPORT_WAIT, slot * NUM_OPS + link.OP, sem="relaxed", scope="sys")
+        tl.atomic_xchg(host + REPORT_WAIT, slot * NUM_OPS + link.group.OP, sem="relaxed", scope="sys")
         tl.atomic_xchg(host + REPORT_EXPECTED, epoch, sem="relaxed", scope="sys")
         tl.atomic_xchg(host + REPORT_SEEN, seen, sem="relaxed", scope="sys")
         tl.atomic_xchg(host + REPORT, src + 1, sem="release", scope="sys")
@@ -221,12 +216,12 @@ def wait(link, src, slot):
 
     Waits for: `raise_signal(dst=this rank, slot)` on rank `src`.
     """
-    words = header(link.peers, link.rank)
-    signal = words + SIGNALS + slot * link.WORLD_SIZE + src
+    words = header(link.group, link.rank)
+    signal = words + SIGNALS + slot * link.group.WORLD_SIZE + src
     seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
     # Not 0 <= seen - epoch < LEAD.
     if ((seen - link.epoch) & -LEAD) != 0:
-        host = tl.load(link.peers + link.WORLD_SIZE).to(tl.pointer_type(tl.int32))
+        host = tl.load(link.group.peers + link.group.WORLD_SIZE).to(tl.pointer_type(tl.int32))
         budget = read(words + BUDGET_MS)
         start = read(host + CLOCK_MS)
         # A rank that has given up before does not wait again, be it in this op or in one that was issued after it.
@@ -260,15 +255,15 @@ def enter(link, pid):
     """
     if pid == 0:
         # In two steps, as Triton's `and` would load on every program.
-        if read(header(link.peers, link.rank) + GIVEN_UP) == 0:
+        if read(header(link.group, link.rank) + GIVEN_UP) == 0:
             # The own one is for the host, which may have issued other ops since when it is asked about this one.
-            for dst in range(link.WORLD_SIZE):
+            for dst in range(link.group.WORLD_SIZE):
                 _store_fingerprint(link, dst)
             # Not `range`, which the compiler would write out, barriers too.
-            dst = (link.rank + 1) % link.WORLD_SIZE
+            dst = (link.rank + 1) % link.group.WORLD_SIZE
             while dst != link.rank:
                 raise_signal(link, dst, ENTRY_SLOT)
-                dst = (dst + 1) % link.WORLD_SIZE
+                dst = (dst + 1) % link.group.WORLD_SIZE
 
 
 @triton.jit
@@ -277,15 +272,15 @@ def leave(link, num_programs):
 
     Called once by every program of an op's last kernel. Waits for: `enter` on every peer, raised by its program 0.
     """
-    words = header(link.peers, link.rank)
+    words = header(link.group, link.rank)
     tl.debug_barrier()
     arrived = tl.atomic_add(words + ARRIVED, 1, sem="acq_rel", scope="gpu")
     if arrived == num_programs - 1:
-        for i in range(1, link.WORLD_SIZE):
-            src = (link.rank + i) % link.WORLD_SIZE
+        for i in range(1, link.group.WORLD_SIZE):
+            src = (link.rank + i) % link.group.WORLD_SIZE
             if wait(link, src, ENTRY_SLOT) != 0:
                 if disagrees(link, src) != 0:
-                    host = tl.load(link.peers + link.WORLD_SIZE).to(tl.pointer_type(tl.int32))
+                    host = tl.load(link.group.peers + link.group.WORLD_SIZE).to(tl.pointer_type(tl.int32))
                     _report(link, words, host, src, ENTRY_SLOT, link.epoch, link.epoch)
         tl.store(words + ARRIVED, 0)
         tl.store(words + EPOCH, link.epoch)
@@ -294,18 +289,7 @@ def leave(link, num_programs):
 @triton.jit
 def half(link, rank, dtype: tl.constexpr):
     """The start of this epoch's half of `rank`'s arena, as a pointer to `dtype` known to be 16-byte aligned."""
-    address = tl.load(link.peers + rank) + link.data_offset + (link.epoch & 1).to(tl.int64) * link.half_bytes
+    group = link.group
+    address = tl.load(group.peers + rank) + group.data_offset + (link.epoch & 1).to(tl.int64) * group.half_bytes
     # An address from a table has no known alignment; without the hint every store to a peer is 2 bytes wide.
     return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
-
-
-@triton.jit
-def count_sent(link, dst, mask, dtype: tl.constexpr):
-    """Add a masked store to rank `dst` to the bytes that this rank has sent (kernels compiled with COUNT only)."""
-    if link.COUNT:
-        if dst != link.rank:
-            counter = (header(link.peers, link.rank) + BYTES_SENT).to(tl.pointer_type(tl.int64))
-            # Element by element: tl.sum, a library function, cannot be interpreted where Triton was imported before us.
-            nothing = mask.to(tl.int64) * 0
-            itemsize: tl.constexpr = dtype.primitive_bitwidth // 8
-            tl.atomic_add(counter + nothing, nothing + itemsize, mask=mask, sem="relaxed", scope="gpu")

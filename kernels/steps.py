@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .launch import Channel
 from .loading import launch
-from .signal import OPS, Link, begin, enter, leave, raise_signal, wait
+from .signal import Link, begin, enter, leave, raise_signal, wait
 
 
 @triton.jit
@@ -23,23 +23,14 @@ def _step(link, peer, slot, STEP: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rank", "fingerprint", "peer", "slot"])
-def _step_kernel(
-    peers, rank, fingerprint: tl.int64, peer, slot, half_bytes, data_offset,
-    WORLD_SIZE: tl.constexpr, OP: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
+def _step_kernel(group, rank, fingerprint: tl.int64, peer, slot, STEP: tl.constexpr):
     """One step, ordered with the work before and after it by the stream.
 
     A wait's kernel ends when the signal is there, or its budget.
     """
-    _step(
-        Link(peers, rank, begin(peers, rank), fingerprint, half_bytes, data_offset, WORLD_SIZE, OP, COUNT),
-        peer, slot, STEP,
-    )  # fmt: skip
+    _step(Link(group, rank, begin(group, rank), fingerprint), peer, slot, STEP)
 
 
-def step(channel: Channel, op: str, name: str, peer: int = 0, slot: int = 0) -> None:
+def step(channel: Channel, op: int, name: str, peer: int = 0, slot: int = 0) -> None:
     """Issue `name` (enter, signal, wait or leave) on the current stream; `peer` and `slot` for signal and wait."""
-    launch(_step_kernel, (1,))(
-        channel.peers, channel.rank, channel.fingerprint, peer, slot, channel.half_bytes, channel.data_offset,
-        channel.world_size, OPS.index(op), channel.count_bytes, name, num_warps=1,
-    )  # fmt: skip
+    launch(_step_kernel, (1,))(channel.group(op), channel.rank, channel.fingerprint, peer, slot, name, num_warps=1)

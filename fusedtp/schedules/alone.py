@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..op import Task
-from .verbs import Product
+from .verbs import Epilogue, Product
 
 
 class Alone:
@@ -60,12 +60,12 @@ class Scatter:
     def put(self, x: Tensor) -> None:
         pass
 
-    def sum(self, bias: Tensor | None, *, own: Tensor | None, last: bool) -> Tensor:
+    def sum(self, epilogue: Epilogue, *, own: Tensor | None, last: bool) -> Tensor:
         if own is not None:
             return own.clone(memory_format=torch.contiguous_format)
         a, b = self._terms
         del self._terms
-        return mm(a, b, bias)
+        return mm(a, b, epilogue.bias)
 
 
 def multiplied(whole: Tensor, products: Sequence[Product]) -> list[Tensor]:
@@ -73,7 +73,8 @@ def multiplied(whole: Tensor, products: Sequence[Product]) -> list[Tensor]:
     outs = []
     for each in products:
         left, right = whole if each.kind == "rows" else whole.t(), each.other
-        outs.append(mm(right.t(), left.t(), each.bias) if each.transposed else mm(left, right, each.bias))
+        bias = each.epilogue.bias
+        outs.append(mm(right.t(), left.t(), bias) if each.transposed else mm(left, right, bias))
     return outs
 
 

@@ -25,7 +25,7 @@ from ..workspaces.workspace import Workspace
 from . import transport
 from .alone import mm, mm_into
 from .transport import travelling
-from .verbs import Product
+from .verbs import Epilogue, Product
 
 # On a CPU rows are summed in blocks of about this size, so that a float32 sum of narrower parts stays in cache between
 # its terms. On a GPU each block would be a launch for each term.
@@ -163,7 +163,7 @@ class Gather:
     @staticmethod
     def _add(product: Product, rows: Tensor, part: slice, out: Tensor, first: bool) -> None:
         # What the rows `part` of X give of a product.
-        bias, transposed = product.bias, product.transposed
+        bias, transposed = product.epilogue.bias, product.transposed
         if product.kind == "rows":
             left, right = rows, product.other
             out = out[:, part] if transposed else out[part]
@@ -200,7 +200,7 @@ def _product(left: Tensor, product: Product) -> Tensor:
     right = product.other
     if product.transposed:
         left, right = right.t(), left.t()
-    return trace.timed("multiply", -1, mm, left, right, product.bias)
+    return trace.timed("multiply", -1, mm, left, right, product.epilogue.bias)
 
 
 class Scatter:
@@ -296,17 +296,18 @@ class Scatter:
             terms[rank] = own[self._part]
         return terms
 
-    def sum(self, bias: Tensor | None, *, own: Tensor | None, last: bool) -> Tensor:
+    def sum(self, epilogue: Epilogue, *, own: Tensor | None, last: bool) -> Tensor:
         terms = self._terms(own)
         out = terms[0].new_empty(terms[0].shape)
+        bias = epilogue.bias
         if bias is not None and self._dim == 1:
             bias = bias[self._part]
         trace.timed("add", -1, _sum_into, terms, bias, out)
         return out
 
-    def sum_into(self, bias: Tensor | None, out: Tensor, gather: Gather, *, own: Tensor | None) -> None:
+    def sum_into(self, epilogue: Epilogue, out: Tensor, gather: Gather, *, own: Tensor | None) -> None:
         mine = out[self._part]
-        trace.timed("add", -1, _sum_into, self._terms(own), bias, mine)
+        trace.timed("add", -1, _sum_into, self._terms(own), epilogue.bias, mine)
         gather.start(mine)
 
 

@@ -19,6 +19,7 @@ from ..kernels import INTERPRETED
 from ..kernels.gather_matmul import gather_matmul, own_in_place
 from ..kernels.launch import Config, config_for
 from ..kernels.layout import Layout
+from ..kernels.matmul import epilogue_of
 from ..kernels.matmul_scatter import matmul_scatter
 from ..kernels.push import collect
 from ..kernels.reduce import reduce
@@ -29,7 +30,7 @@ from ..workspaces.workspace import Workspace
 from . import producer as producers
 from . import transport
 from .alone import multiplied
-from .verbs import Operands, Product
+from .verbs import Epilogue, Operands, Product
 
 
 def num_tiles(rows: int, cols: int, config: Config) -> int:
@@ -108,7 +109,7 @@ class Gather:
     def _produce(self, x: Tensor, producer: str, *, beside: bool = False) -> None:
         with_own = self._pushes and not own_in_place(x)
         producers.produce(
-            self._ws, self._on.task.op.name, x, self._sizes, self.region, producer=producer, dst_row=self.row,
+            self._ws, self._on.task.op, x, self._sizes, self.region, producer=producer, dst_row=self.row,
             config=self._config, with_own=with_own, beside=beside,
         )  # fmt: skip
 
@@ -131,17 +132,17 @@ class Gather:
 
         def launch(*, pushed: bool, last: bool) -> None:
             gather_matmul(
-                ws.channel(), x, first.other, out.t() if first.transposed else out, first.bias, table, self._sizes,
-                gather_dim=self._dim, pitch=self.region.pitch, piece_rows=self.region.piece, pushed=pushed,
-                config=producers.with_pushers(ws, self._config), upcast=INTERPRETED, transposed=first.transposed,
-                last=last,
+                ws.channel(), on.task.op.number, x, first.other, out.t() if first.transposed else out,
+                epilogue_of(first.epilogue.bias, per_row=first.transposed), table, self._sizes, gather_dim=self._dim,
+                pitch=self.region.pitch, piece_rows=self.region.piece, pushed=pushed,
+                config=producers.with_pushers(ws, self._config), upcast=INTERPRETED, last=last,
             )  # fmt: skip
 
         issued = split or by == "copy"
         if by == "copy" and not split:
             in_capture = partial(launch, pushed=False, last=not others)
             producers.load_for_capture(
-                ws, in_capture, on.task, producers.alike(x, first.other, first.bias)
+                ws, in_capture, on.task, producers.alike(x, first.other, first.epilogue.bias)
             )  # fmt: skip
         launch(pushed=issued, last=not others and by != "copy")
         if others:
@@ -158,7 +159,7 @@ class Gather:
             out[self._part].copy_(x)
         transport.settle(ws)
         collect(
-            ws.channel(), self._on.task.op.name, out, ws.table(self._sizes), first_slot=self.region.slot,
+            ws.channel(), self._on.task.op.number, out, ws.table(self._sizes), first_slot=self.region.slot,
             region_row=self.region.row, pitch=self.region.pitch, per_tile=self._per_tile, config=self._config,
             piece_rows=self.region.piece,
         )  # fmt: skip
@@ -191,7 +192,7 @@ class Scatter:
             a, b = b.t(), a.t()
         ws = self._ws
         matmul_scatter(
-            ws.channel(), self._on.task.op.name, a, b, ws.table(self._sizes), self._sizes,
+            ws.channel(), self._on.task.op.number, a, b, ws.table(self._sizes), self._sizes,
             region_rows=self._region_rows, pitch=self._region.pitch, to_all=self._to_all, config=self._config,
             upcast=INTERPRETED,
         )  # fmt: skip
@@ -199,31 +200,31 @@ class Scatter:
     def put(self, x: Tensor) -> None:
         producer = "copy" if self._on.producer == "copy" else "push"
         producers.produce(
-            self._ws, self._on.task.op.name, x, self._sizes, self._region, producer=producer,
+            self._ws, self._on.task.op, x, self._sizes, self._region, producer=producer,
             dst_row=self._ws.rank * self._region_rows, config=self._config, scatter=not self._to_all,
         )  # fmt: skip
 
-    def sum(self, bias: Tensor | None, *, own: Tensor | None, last: bool) -> Tensor:
+    def sum(self, epilogue: Epilogue, *, own: Tensor | None, last: bool) -> Tensor:
         rows = self._sizes[0] if self._to_all else self._sizes[self._ws.rank]
         shape = (rows, self._other) if self._dim == 0 else (self._other, rows)
         out = torch.empty(shape, dtype=self._on.task.dtype, device=self._ws.device)
-        if bias is not None and self._dim == 1:
-            bias = bias[self._part]
-        self._reduce(bias, out if self._dim == 0 else out.t(), own, last=last)
+        if epilogue.bias is not None and self._dim == 1:
+            epilogue = Epilogue(epilogue.bias[self._part])
+        self._reduce(epilogue, out if self._dim == 0 else out.t(), own, last=last)
         return out
 
-    def sum_into(self, bias: Tensor | None, out: Tensor, gather: Gather, *, own: Tensor | None) -> None:
-        self._reduce(bias, out[self._part], own, gather=gather)
+    def sum_into(self, epilogue: Epilogue, out: Tensor, gather: Gather, *, own: Tensor | None) -> None:
+        self._reduce(epilogue, out[self._part], own, gather=gather)
 
     def _reduce(
-        self, bias: Tensor | None, out: Tensor, own: Tensor | None, *, gather: Gather | None = None, last: bool = True
+        self, epilogue: Epilogue, out: Tensor, own: Tensor | None, *, gather: Gather | None = None, last: bool = True
     ) -> None:
         if not self._multiplies:
             # What was put may travel by copies.
             transport.settle(self._ws)
         reduce(
-            self._ws.channel(), self._on.task.op.name, out, bias,
-            bias_along="columns" if self._dim == 0 else "rows", region_rows=self._region_rows,
+            self._ws.channel(), self._on.task.op.number, out,
+            epilogue_of(epilogue.bias, per_row=self._dim == 1), region_rows=self._region_rows,
             pitch=self._region.pitch, per_tile=self._multiplies, config=self._config, upcast=INTERPRETED,
             own=None if own is None else own[self._part], result_row=None if gather is None else gather.row,
             second_slot=0 if gather is None else gather.region.slot, last=last,
@@ -251,7 +252,8 @@ class Ring:
         ws, x = self._ws, operands[0]
         out = x.new_empty(self._task.results(ws.rank)[0])
         ring(
-            ws.channel(), self._task.op.name, x, out, ws.table(self._sizes), self._sizes, pitch=self._region.pitch,
+            ws.channel(), self._task.op.number, x, out, ws.table(self._sizes), self._sizes,
+            reduces=self._task.op.kind != "gather", gathers=self._task.op.kind != "scatter", pitch=self._region.pitch,
             config=self._config, upcast=INTERPRETED,
         )  # fmt: skip
         return [out]

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from ..op import Task
 from ..shards import even_sizes
 from .alone import Alone
-from .verbs import Operands, Product, Verbs
+from .verbs import PLAIN, Epilogue, Operands, Product, Verbs
 
 if TYPE_CHECKING:
     from ..workspaces.workspace import Workspace
@@ -45,7 +45,7 @@ class Gathering:
     def _finish(self, operands: Operands) -> list[Tensor]:
         if not self._multiplies:
             return [self._gather.whole(operands[0])]
-        products = [Product(self._first, operands[1], operands[2], self._transposed)]
+        products = [Product(self._first, operands[1], Epilogue(operands[2]), self._transposed)]
         if len(operands) > 3:
             products.append(Product("outer", operands[3]))
         return self._gather.multiply(operands[0], products)
@@ -74,8 +74,8 @@ class Scattering:
 
     def _finish(self, operands: Operands) -> list[Tensor]:
         if not self._multiplies:
-            return [self._scatter.sum(None, own=operands[0], last=True)]
-        out = self._scatter.sum(operands[2], own=None, last=not self._gathers)
+            return [self._scatter.sum(PLAIN, own=operands[0], last=True)]
+        out = self._scatter.sum(Epilogue(operands[2]), own=None, last=not self._gathers)
         if not self._gathers:
             return [out]
         _, _, _, left, x = operands
@@ -106,18 +106,18 @@ class Reducing:
         else:
             self._scatter.put(operands[0])
 
-    def _given(self, operands: Operands) -> tuple[Tensor | None, Tensor | None]:
-        # The bias, and what was put.
-        return (operands[2], None) if self._multiplies else (None, operands[0])
+    def _given(self, operands: Operands) -> tuple[Epilogue, Tensor | None]:
+        # The epilogue, and what was put.
+        return (Epilogue(operands[2]), None) if self._multiplies else (PLAIN, operands[0])
 
     def _sum(self, operands: Operands) -> list[Tensor]:
-        bias, own = self._given(operands)
-        return [self._scatter.sum(bias, own=own, last=True)]
+        epilogue, own = self._given(operands)
+        return [self._scatter.sum(epilogue, own=own, last=True)]
 
     def _show(self, operands: Operands) -> None:
-        bias, own = self._given(operands)
+        epilogue, own = self._given(operands)
         self._out = operands[0].new_empty(self._shape)
-        self._scatter.sum_into(bias, self._out, self._gather, own=own)
+        self._scatter.sum_into(epilogue, self._out, self._gather, own=own)
 
     def _finish(self, operands: Operands) -> list[Tensor]:
         out = self._out

@@ -23,6 +23,7 @@ from ..kernels.launch import Config
 from ..kernels.layout import Region
 from ..kernels.loading import is_only_loading, only_loading
 from ..kernels.push import push
+from ..op import Op
 from ..shards import offsets
 from ..workspaces.workspace import Workspace
 from .transport import settle, side_stream, travelling
@@ -85,7 +86,7 @@ def with_pushers(ws: Workspace, config: Config) -> Config:
 
 def produce(
     ws: Workspace,
-    op: str,
+    op: Op,
     x: Tensor,
     sizes: tuple[int, ...],
     region: Region,
@@ -107,13 +108,13 @@ def produce(
 
     def issue() -> None:
         push(
-            ws.channel(), op, x, table, dst_row=dst_row, pitch=region.pitch, scatter=scatter, with_own=with_own,
+            ws.channel(), op.number, x, table, dst_row=dst_row, pitch=region.pitch, scatter=scatter, with_own=with_own,
             config=kernel_config, piece_rows=region.piece, first_slot=region.slot,
         )  # fmt: skip
 
     if producer == "copy":
-        load_for_capture(ws, issue, "push", op, sizes, scatter, with_own, region.slot, alike(x))
-        _copy(ws, op, x, sizes, dst_row, region, scatter, with_own)
+        load_for_capture(ws, issue, "push", op.name, sizes, scatter, with_own, region.slot, alike(x))
+        _copy(ws, op.name, x, sizes, dst_row, region, scatter, with_own)
     elif beside:
         with travelling(ws):
             issue()
@@ -148,7 +149,8 @@ def _copy(
             if cols:
                 view = ws.view(dst, steps.epoch, (dst_row + begin) * row_bytes, (end - begin, pitch), x.dtype)
                 view.copy_(x[first + begin : first + end])
-                ws.sent((end - begin) * row_bytes, dst)
+                if ws.pace is not None and dst != ws.rank:
+                    ws.pace((end - begin) * row_bytes)
             for slot in range(begin // piece, -(-end // piece)):
                 steps.write(dst, region.slot + slot)
 

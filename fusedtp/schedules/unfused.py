@@ -19,7 +19,7 @@ from .. import trace
 from ..op import Task
 from ..shards import offsets
 from .alone import mm_into, multiplied
-from .verbs import Product
+from .verbs import Epilogue, Product
 
 _c10d = torch.ops._c10d_functional
 
@@ -131,7 +131,7 @@ class Scatter:
         for peer, part in enumerate(x.split(list(self._sizes))):
             self._terms[peer * self._longest :][: self._sizes[peer]] = part
 
-    def sum(self, bias: Tensor | None, *, own: Tensor | None, last: bool) -> Tensor:
+    def sum(self, epilogue: Epilogue, *, own: Tensor | None, last: bool) -> Tensor:
         terms, rank = self._terms, self._on.rank
         del self._terms
         if not self._to_all:
@@ -143,7 +143,7 @@ class Scatter:
                 out = _c10d.wait_tensor(_c10d.all_reduce_(terms, "sum", self._on.group_name))
         else:
             out = terms
-        if bias is None:
+        if (bias := epilogue.bias) is None:
             return out
         return out.add_(bias[self._begins[rank] : self._begins[rank + 1]] if self._dim == 1 else bias)
 

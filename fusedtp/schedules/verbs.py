@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -19,17 +19,25 @@ from ..op import Task
 Operands = Sequence[Any]
 
 
+class Epilogue(NamedTuple):
+    """What is done where a result is rounded: a bias is added, an element a column of what was asked for."""
+
+    bias: Tensor | None = None
+
+
+PLAIN = Epilogue()
+
+
 @dataclass(frozen=True, slots=True)
 class Product:
     """A product with X, the gathered matrix.
 
-    rows: X @ other + bias; outer: X.T @ other + bias. transposed: the result is the transposed one, and the bias has an
-    element a row of it.
+    rows: X @ other; outer: X.T @ other. transposed: the result is the transposed one, [other's columns, ..].
     """
 
     kind: Literal["rows", "outer"]
     other: Tensor
-    bias: Tensor | None = None
+    epilogue: Epilogue = PLAIN
     transposed: bool = False
 
 
@@ -58,11 +66,11 @@ class Scatter(Protocol):
     def put(self, x: Tensor) -> None:
         """This rank's terms are x."""
 
-    def sum(self, bias: Tensor | None, *, own: Tensor | None, last: bool) -> Tensor:
-        """The own part of the sum over ranks, + bias. last: the op ends with it."""
+    def sum(self, epilogue: Epilogue, *, own: Tensor | None, last: bool) -> Tensor:
+        """The own part of the sum over ranks, and the epilogue. last: the op ends with it."""
 
-    def sum_into(self, bias: Tensor | None, out: Tensor, gather: Any, *, own: Tensor | None) -> None:
-        """The own part of the sum, + bias, in its place in `out`, and on its way to all by `gather`."""
+    def sum_into(self, epilogue: Epilogue, out: Tensor, gather: Any, *, own: Tensor | None) -> None:
+        """The own part of the sum, and the epilogue, in its place in `out`, and on its way to all by `gather`."""
 
 
 class Verbs(Protocol):

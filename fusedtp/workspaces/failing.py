@@ -11,6 +11,7 @@ from torch import Tensor
 from ..errors import PeerTimeout, RanksDisagree
 from ..kernels import signal
 from ..memory import Arena
+from ..op import OPS
 from . import disagreement, meaning, missing
 from .meaning import Meanings
 from .steps import fingerprint_place, store_release
@@ -61,8 +62,8 @@ class Failing:
             raise self.failure
         if self._report[signal.REPORT.value]:
             peer, wait, expected, seen = self._report[signal.REPORT.value : signal.REPORT_SEEN.value + 1].tolist()
-            slot, op = divmod(wait, len(signal.OPS))
-            self._fail(signal.OPS[op], peer - 1, slot, expected, seen)
+            slot, op = divmod(wait, signal.NUM_OPS.value)
+            self._fail([*OPS][op], peer - 1, slot, expected, seen)
 
     def give_up(self, op: str, peer: int, slot: int, expected: int, seen: int, seconds: float) -> None:
         """A wait on the host has spent its budget, or its peer is gone: tell the peers who look, and raise."""

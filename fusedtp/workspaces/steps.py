@@ -21,6 +21,7 @@ from triton._C.libtriton import interpreter
 from .. import trace
 from ..kernels import signal
 from ..kernels.steps import step
+from ..op import OPS
 from . import clock
 
 if TYPE_CHECKING:
@@ -258,7 +259,7 @@ class DeviceSteps:
 
     def signal(self, dst: int, slot: int) -> None:
         """Release what this stream has stored for rank `dst`, under `slot`."""
-        step(self._ws.channel(), self.op, "signal", dst, slot)
+        step(self._ws.channel(), OPS[self.op].number, "signal", dst, slot)
 
     def write(self, dst: int, slot: int) -> None:
         """Like `signal`, by the stream itself: it needs no SM.
@@ -272,13 +273,13 @@ class DeviceSteps:
 
     def wait(self, src: int, slot: int) -> None:
         """Hold this stream until rank `src` has raised `slot`."""
-        step(self._ws.channel(), self.op, "wait", src, slot)
+        step(self._ws.channel(), OPS[self.op].number, "wait", src, slot)
 
     def enter(self, op: str) -> None:
         """Begin an epoch with that op, and tell every peer."""
         self.op, self.epoch = op, self._ws.take_epoch()
-        step(self._ws.channel(), op, "enter")
+        step(self._ws.channel(), OPS[op].number, "enter")
 
     def leave(self) -> None:
         """Wait for every peer's entry and end the epoch."""
-        step(self._ws.channel(), self.op, "leave")
+        step(self._ws.channel(), OPS[self.op].number, "leave")

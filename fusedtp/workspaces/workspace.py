@@ -61,7 +61,7 @@ class Workspace(Failing):
         make: bool = True,
     ) -> None:
         self.rank, self.world_size = memory.rank, memory.world_size
-        self.device, self.count_bytes = device, False
+        self.device = device
         # On a CPU a peer's memory is as near as the own one; on a GPU a matmul must not read it again and again.
         self.in_place = self._on_host = device.type == "cpu"
         self.slots = self.half_bytes = 0
@@ -213,7 +213,7 @@ class Workspace(Failing):
         """What a kernel's launcher needs."""
         self.tell_peers()
         return Channel(
-            self.peers, self.data, self.rank, self.world_size, self.half_bytes, self.data_offset, self.count_bytes,
+            self.peers, self.data, self.rank, self.world_size, self.half_bytes, self.data_offset,
             self.meanings.now.fingerprint,
         )  # fmt: skip
 
@@ -344,23 +344,6 @@ class Workspace(Failing):
         """Rank `peer`'s header as torch's stream operations want it: flat, uint32."""
         assert self._arena is not None
         return self._arena.tensors[peer][: self.data_offset].view(torch.uint32)
-
-    def sent(self, num_bytes: int, dst: int) -> None:
-        """The host has issued a copy of `num_bytes` to rank `dst`."""
-        if dst == self.rank:
-            return
-        if self.count_bytes:
-            counter = self.words[signal.BYTES_SENT.value : signal.BYTES_SENT.value + 2].view(torch.int64)
-            counter += num_bytes
-        if self.pace is not None:
-            self.pace(num_bytes)
-
-    def bytes_sent(self) -> int:
-        """Bytes stored into peers' arenas since `count_bytes` was set; resets the count."""
-        counter = self.words[signal.BYTES_SENT.value : signal.BYTES_SENT.value + 2].view(torch.int64)
-        count = int(counter)
-        counter.zero_()
-        return count
 
     def set_timeout(self, seconds: float) -> None:
         """The budget of every wait from the next op on."""
