@@ -32,12 +32,15 @@ ALGORITHMS = {
 }
 
 
+def autocasts(x: Tensor) -> bool:
+    """Whether torch.autocast is on for x; it knows no device but those that compute."""
+    return (x.is_cpu or x.is_cuda) and torch.is_autocast_enabled(x.device.type)
+
+
 def autocast(*tensors: Any) -> tuple[Any, ...]:
     """The tensors in the dtype that torch.autocast asks of a matmul here; as they are outside of it, or in float64."""
     first = tensors[0]
-    if not isinstance(first, Tensor) or first.device.type not in ("cpu", "cuda"):
-        return tensors
-    if not torch.is_autocast_enabled(first.device.type) or first.dtype not in DTYPES[:3]:
+    if not isinstance(first, Tensor) or not autocasts(first) or first.dtype not in DTYPES[:3]:
         return tensors
     dtype = torch.get_autocast_dtype(first.device.type)
     return tuple(each.to(dtype) if isinstance(each, Tensor) and each.is_floating_point() else each for each in tensors)

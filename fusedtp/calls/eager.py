@@ -91,7 +91,7 @@ def apply(
     if type(group) is not ProcessGroup or groups.inherited is not None or not dist.is_initialized():
         group = groups.resolve(group)
     plain = type(x) in PLAIN and type(w) in PLAIN and (bias is None or type(bias) in PLAIN)
-    if not plain or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+    if not plain or torch.compiler.is_compiling() or arguments.autocasts(x):
         x, w, bias = arguments.autocast(x, w, bias)
         return _slowly(prepare, x, w, bias, group, options)
     return run(x, w, bias, calls_.find(prepare, x, w, bias, group, options))
@@ -119,7 +119,7 @@ def of_parameters(
     """`apply` of a layer: its weight and bias are DTensors, or plain where torch.func has put other ones in place."""
     if type(weight) in PLAIN:
         weight, bias = local(weight, 2), None if bias is None else local(bias, 1)
-    if type(x) in PLAIN and not torch.compiler.is_compiling() and not torch.is_autocast_enabled(x.device.type):
+    if type(x) in PLAIN and not torch.compiler.is_compiling() and not arguments.autocasts(x):
         w_part, bias_part = part(weight, 2), None if bias is None else part(bias, 1)
         return run(x, weight, bias, calls_.find(prepare, x, w_part, bias_part, group, options))
     weight, bias = local(weight, 2), None if bias is None else local(bias, 1)
