@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fusedtp
-from fusedtp import sharded
+from fusedtp.calls import operators
+from fusedtp.calls.call import described
 
 HIDDEN, INTERMEDIATE, LENGTH, BATCH = 8, 12, 6, 2
 
@@ -149,24 +150,29 @@ def opchecked(group: ProcessGroup) -> None:
     def tensors(*shapes: tuple[int, ...]) -> list[Tensor]:
         return [torch.randn(shape, requires_grad=True) for shape in shapes]
 
-    rows = (3, 1)
-    tail = (True, False, "decomposed", "auto")
-    mine = rows[group.rank()]
+    parts = (3, 1)
+    mine = parts[group.rank()]
     for x, w, b, spec, lengths, splits in (
-        (*tensors((mine, 6), (5, 6)), bias, "[R0_X, K] @ [K, N_X] -> [R0, N_X]", (4, 6, 10), (2, *rows, 0, 0)),
+        (*tensors((mine, 6), (5, 6)), bias, "[R0_X, K] @ [K, N_X] -> [R0, N_X]", (4, 6, 10), (2, *parts, 0, 0)),
         (*tensors((2, mine, 6), (5, 6)), bias, "[R0, R1_X, K] @ [K, N_X] -> [R0, R1, N_X]",
-         (2, 4, 6, 10), (0, 2, *rows, 0, 0)),
-        (*tensors((4, 6), (5, 6)), bias, "[R0, K_X] @ [K_X, N] -> [R0_X, N]", (4, 12, 5), (2, *rows, 0, 0)),
+         (2, 4, 6, 10), (0, 2, *parts, 0, 0)),
+        (*tensors((4, 6), (5, 6)), bias, "[R0, K_X] @ [K_X, N] -> [R0_X, N]", (4, 12, 5), (2, *parts, 0, 0)),
         (*tensors((4, 6), (5, 6)), None, "[R0, K_X] @ [K_X, N] -> [R0, N]", (4, 12, 5), (0, 0, 0)),
         (*tensors((4, 6), (5, 6)), None, "[R0, K] @ [K, N_X] -> [R0, N_X]", (4, 6, 10), (0, 0, 0)),
         (*tensors((4, 6), (5, 6)), None, "[R0_X, K] @ [K, N_X] -> [R0_X, N]", (8, 6, 10), (0, 0, 0)),
     ):  # fmt: skip
-        args = (x, w, b, spec, name, [group.rank()], lengths, splits, *tail)
-        library.opcheck(torch.ops.fusedtp.sharded_matmul, args)
-        y = sharded.sharded_matmul(*args).detach()
-        backward = (y, x.detach(), w.detach(), -1 if b is None else 5, True, True, *args[3:])
+        call = described(spec, [name], [group.rank()], schedule="decomposed"), (*lengths, *splits)
+        library.opcheck(torch.ops.fusedtp.sharded_matmul, (x, w, b, *call))
+        y = operators.sharded_matmul(x, w, b, *call).detach()
+        backward = (y, x.detach(), w.detach(), True, True, b is not None, *call)
         library.opcheck(
             torch.ops.fusedtp.sharded_matmul_backward, backward, test_utils=("test_schema", "test_faketensor")
+        )
+    for op, rows, sizes in (("all_gather", mine, parts), ("reduce_scatter", 4, parts), ("all_reduce", 4, ())):
+        (x,) = tensors((rows, 6))
+        library.opcheck(
+            torch.ops.fusedtp.collective,
+            (x, op, sizes, group.rank(), name, "decomposed", "auto", False, "auto", ""),
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -15,12 +15,12 @@ from unittest import mock
 import pytest
 import torch
 from fusedtp.bench.ranks import RankPool
-from fusedtp.execute import Runner
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fusedtp
+from fusedtp.calls.dispatch import Ready
 from fusedtp.explain import NAMED
 from fusedtp.sharding.notation import parse
 from fusedtp.sharding.plan import plan
@@ -31,10 +31,12 @@ Call = tuple[str, tuple[int, ...]]
 
 @dataclass
 class Count:
-    """calls: op and shape of its first operand, either way round, in order. axes: (op, axis). saved: by autograd."""
+    """calls: op and shape of its first operand, either way round, in order. groups: (op, the group's name). saved: by
+    autograd.
+    """
 
     calls: list[Call] = field(default_factory=list)
-    axes: list[tuple[str, str]] = field(default_factory=list)
+    groups: list[tuple[str, str]] = field(default_factory=list)
     saved: list[Tensor] = field(default_factory=list)
 
     @property
@@ -44,18 +46,21 @@ class Count:
 
 @contextlib.contextmanager
 def counting() -> Iterator[Count]:
-    """Counts every op that a plan runs over a group, and every tensor that autograd saves."""
-    count, call = Count(), Runner.call
+    """Counts every task that runs over a group, and every tensor that autograd saves."""
+    count, run = Count(), Ready.run
 
-    def counted(run: Runner, op: str, axis: str, x: Tensor, *operands: Tensor | None, **options: Any) -> Any:
-        # Which way round a matmul is solved is the executor's choice.
-        each = [(op, x)]
-        if op == "matmul_scatter_and_gather":
-            assert operands[2] is not None
-            each = [("all_gather_matmul", operands[2]), ("matmul_reduce_scatter", x)]
+    def counted(ready: Ready, operands: Sequence[Any]) -> list[Tensor]:
+        # Which way round a matmul is solved is the program's choice.
+        task = ready.task
+        each = [(task.op.name, operands[0])]
+        if task.has(3) and not task.has(4):
+            # Both products of what is gathered.
+            each = [(f"{task.op.name} twice", operands[0])]
+        elif task.has(4):
+            each = [("all_gather_matmul", operands[4]), ("matmul_reduce_scatter", operands[0])]
         count.calls += [(name, tuple(sorted(operand.shape))) for name, operand in each]
-        count.axes += [(name, axis) for name, _ in each]
-        return call(run, op, axis, x, *operands, **options)
+        count.groups += [(name, ready.group.group_name) for name, _ in each]
+        return run(ready, operands)
 
     def keep(tensor: Tensor) -> Tensor:
         # What matters is the memory held on to, not the view of it.
@@ -64,7 +69,7 @@ def counting() -> Iterator[Count]:
         return tensor
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with mock.patch.object(Runner, "call", counted), hooks:
+    with mock.patch.object(Ready, "run", counted), hooks:
         yield count
 
 
@@ -100,7 +105,7 @@ LAYERS: dict[str, tuple[tuple[int, ...], tuple[int, ...], list[Call], dict[str, 
         X_K, W_K, calls(("matmul_reduce_scatter", X_K)),
         # One gather of dy for both gradients.
         {
-            "xw": calls(("all_gather_two_matmuls", DY_M)),
+            "xw": calls(("all_gather_matmul twice", DY_M)),
             "x": calls(("all_gather_matmul", DY_M)),
             "w": calls(("all_gather_matmul", DY_M)),
         },
@@ -138,8 +143,9 @@ def test_what_a_layer_sends_and_keeps(pool: RankPool, name: str, needs: str) -> 
 
 
 # What starts the gather and what multiplies first, in each schedule.
-STARTS = {"unfused": ("_start_gather", "torch.mm"), "decomposed": ("gathered", "_matmul_into"),
-          "fused": ("fusedtp.schedules.producer.push", "matmul_scatter")}  # fmt: skip
+STARTS = {"unfused": ("unfused.Gather.start_beside", "unfused.mm_into"),
+          "decomposed": ("decomposed.Gather.start_beside", "decomposed.mm_into"),
+          "fused": ("producer.push", "fused.matmul_scatter")}  # fmt: skip
 
 
 def order_of_backward(group: ProcessGroup, name: str, schedule: str) -> list[str]:
@@ -148,10 +154,9 @@ def order_of_backward(group: ProcessGroup, name: str, schedule: str) -> list[str
     x, weight = torch.randn(x_shape, requires_grad=True), torch.randn(w_shape, requires_grad=True)
     y = getattr(fusedtp, name)(x, weight, group=group, schedule=schedule)
     order: list[str] = []
-    module = f"fusedtp.schedules.{schedule}."
     with contextlib.ExitStack() as stack:
         for what, target in zip(("gather", "matmul"), STARTS[schedule], strict=True):
-            full = target if "." in target else module + target
+            full = f"fusedtp.schedules.{target}"
             real = pkgutil.resolve_name(full)
 
             def started(*args: Any, what: str = what, real: Any = real, **options: Any) -> Any:
@@ -227,6 +232,8 @@ def count_specs(group: ProcessGroup, texts: list[str], on_mesh: bool) -> None:
         else DeviceMesh.from_group(group, "cpu", mesh_dim_names=("X",))
     )
     ranks = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    names = {axis: mesh.get_group(axis).group_name for axis in ranks}
+    assert len(set(names.values())) == len(names)
     lengths = {"M": M, "K": K, "N": N}
     for text in texts:
         spec = parse(text)
@@ -251,8 +258,8 @@ def count_specs(group: ProcessGroup, texts: list[str], on_mesh: bool) -> None:
             counts.append(count)
         for count, matmul in zip(counts, plans.matmuls, strict=True):
             assert len(count.calls) == len(matmul.collectives), f"{matmul.names[2]} of {text}: {count.calls}"
-            reduced = {axis for op, axis in count.axes if op in ("all_reduce", "matmul_all_reduce")}
-            assert not reduced & set(matmul.c.used), f"{matmul.names[2]} of {text}: {count.axes}"
+            reduced = {name for op, name in count.groups if op in ("all_reduce", "matmul_all_reduce")}
+            assert not reduced & {names[axis] for axis in matmul.c.used}, f"{matmul.names[2]} of {text}: {count.groups}"
 
 
 def test_no_all_reduce_where_a_reduce_scatter_does(pool: RankPool) -> None:

@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup
 import fusedtp
 from fusedtp.calls import dispatch, tuning
 from fusedtp.calls.tuning import Sample
+from fusedtp.op import OPS, Task
 
-OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_gather", "reduce_scatter", "all_reduce")
 SMALL, LARGE = 32, 512
 
 
@@ -262,18 +262,24 @@ def test_one_rank_needs_no_memory(pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "options", "shape"),
+    ("op", "operands", "options", "shape"),
     [
-        ("all_gather_matmul", {"gather_dim": 0, "sizes": (3, 5)}, (8, 7)),
-        ("all_gather_matmul", {"gather_dim": 1, "sizes": (3, 7)}, (10, 3)),
-        ("all_gather_two_matmuls", {"sizes": (3, 5)}, (8, 7)),
-        ("matmul_reduce_scatter", {"scatter_dim": 1, "sizes": (3, 5)}, (3, 11)),
-        ("matmul_all_reduce", {"algorithm": "auto"}, (3, 11)),
-        ("matmul_all_reduce", {"algorithm": "one_shot"}, None),
-        ("all_gather", {"sizes": (3, 4), "algorithm": "auto"}, (7, 7)),
-        ("reduce_scatter", {"sizes": (1, 2), "algorithm": "auto"}, (3, 7)),
+        ("all_gather_matmul", 3, {"sizes": (3, 5)}, (8, 7)),
+        ("all_gather_matmul", 3, {"dim": 1, "sizes": (3, 7)}, (3, 10)),
+        ("all_gather_matmul", 4, {"sizes": (3, 5)}, (8, 7)),
+        ("matmul_reduce_scatter", 3, {"dim": 1, "sizes": (3, 5)}, (3, 11)),
+        ("matmul_reduce_scatter", 5, {"sizes": (1, 2)}, (3, 11)),
+        ("matmul_all_reduce", 3, {"algorithm": "auto"}, (3, 11)),
+        ("matmul_all_reduce", 3, {"algorithm": "one_shot"}, None),
+        ("all_gather", 1, {"sizes": (3, 4)}, (7, 7)),
+        ("reduce_scatter", 1, {"sizes": (1, 2)}, (3, 7)),
+        ("all_reduce", 1, {}, (3, 7)),
     ],
 )
-def test_what_travels(op: str, options: dict[str, Any], shape: tuple[int, int] | None) -> None:
-    x, b = torch.empty(3, 7), torch.empty(7, 11)
-    assert dispatch.travels(op, x, (b, None) if "matmul" in op else (), options) == shape
+def test_what_travels(op: str, operands: int, options: dict[str, Any], shape: tuple[int, int] | None) -> None:
+    """By that the table is asked; not where an algorithm is asked for, which nothing was measured with."""
+    x, b, right = torch.empty(3, 7), torch.empty(7, 11), torch.empty(8, 4)
+    given = (x, b, None, right, torch.empty(1, 11))[:operands]
+    task = Task.of(OPS[op], *given, **options)
+    assert dispatch._shape(task) == shape
+    assert task.moved == shape or shape is None
