@@ -89,16 +89,15 @@ def _locate_own_chunk_first(ctx, tile):
 def _arrived_or_own(ctx, src, tile, packed, arena_row, k_begin, k_len):
     # Where a tile's rows of rank src's shard lie: the own shard's in place, another's from row `arena_row` of the own
     # half on, once they have arrived.
-    a = ctx.a
     stride = tl.full((), 0, tl.int64) + ctx.chunks.pitch
     layer = 0
     row = tile.row
     if ctx.a.IN_PLACE and src == ctx.link.rank:
         if ctx.a.BY == "pointers":
-            stride = tl.full((), 0, tl.int64) + a.stride_m
-            source = a.ptr + tile.row.to(tl.int64) * a.stride_m
+            stride = tl.full((), 0, tl.int64) + ctx.a.stride_m
+            source = ctx.a.ptr + tile.row.to(tl.int64) * ctx.a.stride_m
         else:
-            source = a.own_desc
+            source = ctx.a.own_desc
     else:
         # Raised by rank src's pushing programs, or behind its copies.
         end_row = min(tile.row + ctx.tiles.BLOCK_M, tile.rows)
@@ -106,10 +105,10 @@ def _arrived_or_own(ctx, src, tile, packed, arena_row, k_begin, k_len):
             ctx.link, src, tile.row, end_row, FIRST_SLOT, packed, ctx.tiles.BLOCK_M, ctx.chunks.PIECE
         )
         if ctx.a.BY == "pointers":
-            source = half(ctx.link, ctx.link.rank, a.ptr.dtype.element_ty)
-            source += arena_row.to(tl.int64) * ctx.chunks.pitch
+            received = half(ctx.link, ctx.link.rank, ctx.a.ptr.dtype.element_ty)
+            source = received + arena_row.to(tl.int64) * ctx.chunks.pitch
         else:
-            source = a.arena_desc
+            source = ctx.a.arena_desc
             layer = ctx.link.epoch & 1
             row = before_descriptor(arena_row, packed)
     return Operand(source, stride, 1, layer, row, k_begin, k_len, packed)
@@ -260,7 +259,7 @@ def gather_matmul(
             tl.constexpr(own_in_place(a)),
         ),
         right_of(b, b_by, b_desc), result_of(c), epilogue,
-        tiles_of(config, flatten=flattened(config, a_by, b_by), upcast=upcast),
+        tiles_of(config, flatten=gather_dim == 0 and flattened(config, a_by, b_by), upcast=upcast),
         Chunks(table, pitch, *map(tl.constexpr, flags)), channel.group(op), rank, channel.fingerprint,
         a.shape[0], dst_row, num_tiles, M, pushers, gather_dim == 1, last, config.copy_rows, config.copy_cols,
         **options(config, a_by, b_by, limit=limit),

@@ -266,26 +266,26 @@ class Whole(NamedTuple):
 
 
 @triton.jit
-def add_bias(acc, epilogue, rows, cols, in_rows, in_cols):
-    """acc + what the epilogue has for those rows [M, 1] and columns [1, N], where there are such."""
-    if epilogue.bias is not None:
-        if epilogue.PER_ROW:
-            acc += tl.load(epilogue.bias + rows, mask=in_rows, other=0.0).to(tl.float32)
-        else:
-            acc += tl.load(epilogue.bias + cols, mask=in_cols, other=0.0).to(tl.float32)
-    return acc
+def bias_at(epilogue, at, mask):
+    """The epilogue's bias for those rows or columns, in float32; 0 where the mask says that there are none."""
+    return tl.load(epilogue.bias + at, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def store_rows(ctx, row, col, left, acc, ok):
     """Store the first `left` rows of a tile to C at (row, col), after the epilogue, rounded once."""
     offs_m = tl.arange(0, ctx.tiles.BLOCK_M)
-    offs_n = (col + tl.arange(0, ctx.tiles.BLOCK_N))[None, :]
-    in_rows, in_cols = (offs_m < left)[:, None], offs_n < ctx.b.N
-    rows = (row + offs_m).to(tl.int64)[:, None]
-    acc = or_nan(add_bias(acc, ctx.epilogue, rows, offs_n, in_rows, in_cols), ok)
-    c_ptrs = ctx.c.ptr + rows * ctx.c.stride_m + offs_n.to(tl.int64) * ctx.c.stride_n
-    tl.store(c_ptrs, round_to(acc, ctx.c.ptr.dtype.element_ty, ctx.tiles.UPCAST), mask=in_rows & in_cols)
+    offs_n = col + tl.arange(0, ctx.tiles.BLOCK_N)
+    mask = (offs_m < left)[:, None] & (offs_n < ctx.b.N)[None, :]
+    rows = (row + offs_m).to(tl.int64)
+    if ctx.epilogue.bias is not None:
+        if ctx.epilogue.PER_ROW:
+            acc += bias_at(ctx.epilogue, rows, offs_m < left)[:, None]
+        else:
+            acc += bias_at(ctx.epilogue, offs_n, offs_n < ctx.b.N)[None, :]
+    acc = or_nan(acc, ok)
+    c_ptrs = ctx.c.ptr + rows[:, None] * ctx.c.stride_m + offs_n[None, :].to(tl.int64) * ctx.c.stride_n
+    tl.store(c_ptrs, round_to(acc, ctx.c.ptr.dtype.element_ty, ctx.tiles.UPCAST), mask=mask)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .launch import Channel, Config, moving_options, strip_of
 from .loading import launch
-from .matmul import Epilogue, add_bias, or_nan, round_to
+from .matmul import Epilogue, bias_at, or_nan, round_to
 from .push import rows_of
 from .signal import FIRST_SLOT, Link, begin, cdiv, half, leave, raise_signal, wait
 
@@ -69,7 +69,11 @@ def _reduce_programs(
             mask = (offs_m < left)[:, None] & (offs_n < out.cols - col)[None, :]
             at_m = (row + offs_m).to(tl.int64)[:, None]
             acc = _sum_of_parts(link, base, own, at_m, at_n, mask, region_rows, pitch, OWN_IN_PLACE)
-            acc = add_bias(acc, epilogue, at_m, at_n, num_rows, out.cols)
+            if epilogue.bias is not None:
+                if epilogue.PER_ROW:
+                    acc += bias_at(epilogue, at_m, at_m < num_rows)
+                else:
+                    acc += bias_at(epilogue, at_n, at_n < out.cols)
             result = round_to(or_nan(acc, ok), dtype, UPCAST)
             tl.store(out.ptr + at_m * out.stride_m + at_n * out.stride_n, result, mask=mask)
             if BROADCAST:

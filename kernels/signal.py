@@ -289,7 +289,7 @@ def leave(link, num_programs):
 @triton.jit
 def half(link, rank, dtype: tl.constexpr):
     """The start of this epoch's half of `rank`'s arena, as a pointer to `dtype` known to be 16-byte aligned."""
-    group = link.group
-    address = tl.load(group.peers + rank) + group.data_offset + (link.epoch & 1).to(tl.int64) * group.half_bytes
+    begin = link.group.data_offset + (link.epoch & 1).to(tl.int64) * link.group.half_bytes
+    address = tl.load(link.group.peers + rank) + begin
     # An address from a table has no known alignment; without the hint every store to a peer is 2 bytes wide.
     return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)

@@ -77,7 +77,7 @@ def limited() -> list[Case]:
     and B are read, flags of its own, and which lengths and strides are multiples of 16.
     """
     ways_to_gather = (
-        {}, {"LAST": False}, {"OWN_IN_PLACE": False}, {"PUSHERS": 0}, {"PUSHERS": 0, "OWN_IN_PLACE": False},
+        {}, {"LAST": False}, {"IN_PLACE": False}, {"PUSHERS": 0}, {"PUSHERS": 0, "IN_PLACE": False},
     )  # fmt: skip
     uneven = (("ALIGNED", False), ("ROWS_ALIGNED", False))
     found: list[Case] = []
@@ -94,7 +94,7 @@ def limited() -> list[Case]:
             if variant == "scatter":
                 found.append(replace(case, aligned=("pitch",)))
             elif dtype == torch.bfloat16:
-                ways = [tuple((way | bias).items()) for way in ways_to_gather for bias in ({}, {"BIAS": "none"})]
+                ways = [tuple((way | bias).items()) for way in ways_to_gather for bias in ({}, {"bias_ptr": None})]
                 found += [replace(case, flags=way) for way in ways[1:]]
                 if variant == "gather rows" and TARGETS[target].described:
                     found.append(replace(case, flags=uneven, aligned=("N", "stride_cm")))

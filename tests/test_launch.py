@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -19,11 +18,13 @@ from torch import Tensor
 from fusedtp.memory.local import local_memories
 from fusedtp.workspaces.workspace import Workspace
 
+from .compiled.arguments import flat
 from .compiled.build import config_of, is_flattened, launch_options
 from .compiled.cases import TARGETS, VARIANTS, Case
 
 CPU = torch.device("cpu")
 CHUNKS = (128, 64, 0)
+PLAIN = matmul.epilogue_of(None, per_row=False)
 
 
 @pytest.fixture
@@ -38,11 +39,11 @@ def channel() -> Any:
 
 def launched(module: ModuleType, kernel: str, launcher: Any, *args: Any, **given: Any) -> dict[str, Any]:
     """What a launcher starts its kernel with, by name."""
-    names = list(inspect.signature(getattr(module, kernel).fn).parameters)
+    names = getattr(module, kernel).arg_names
     with mock.patch.object(module, kernel, mock.MagicMock()) as started:
         launcher(*args, **given)
     (call,) = started.__getitem__.return_value.call_args_list
-    return dict(zip(names, call.args, strict=True)) | call.kwargs
+    return flat(names, call.args) | call.kwargs
 
 
 def config_for(target: str, shape: str) -> Config:
@@ -60,9 +61,10 @@ def gather(channel: Channel, config: Config, a: Tensor, b: Tensor, *, transposed
     out = a.new_empty((N, M) if transposed else (M, N))
     return launched(
         gather_matmul, "_gather_matmul_kernel", gather_matmul.gather_matmul,
-        channel, a, b, out.t() if transposed else out, a.new_empty(M if transposed else N),
+        channel, 0, a, b, out.t() if transposed else out,
+        matmul.epilogue_of(a.new_empty(M if transposed else N), per_row=transposed),
         torch.zeros(4, dtype=torch.int32), CHUNKS, gather_dim=0, pitch=pitch_of(a.shape[1], a.dtype), piece_rows=64,
-        pushed=False, config=config, upcast=False, transposed=transposed,
+        pushed=False, config=config, upcast=False,
     )  # fmt: skip
 
 
@@ -118,7 +120,7 @@ def test_a_scatter_is_launched_as_it_is_compiled(channel: Channel, target: str, 
             case = replace(case, variant="scatter to all" if to_all else "scatter", aligned=())
         found = launched(
             matmul_scatter, "_matmul_scatter_kernel", matmul_scatter.matmul_scatter,
-            channel, "matmul_all_reduce" if to_all else "matmul_reduce_scatter", a, b,
+            channel, 0, a, b,
             torch.zeros(4, dtype=torch.int32), CHUNKS, region_rows=192, pitch=pitch, to_all=to_all, config=config,
             upcast=False,
         )  # fmt: skip
@@ -139,7 +141,7 @@ def test_a_matmul_is_launched_as_it_is_compiled(target: str, shape: str, transpo
     config = config_for(target, shape)
     found = launched(
         matmul, "_matmul_kernel", matmul.matmul, a, b, out.t() if transposed else out,
-        a.new_empty(192 if transposed else 96), config=config, upcast=False, transposed=transposed,
+        matmul.epilogue_of(a.new_empty(192 if transposed else 96), per_row=transposed), config=config, upcast=False,
     )  # fmt: skip
     expected = VARIANTS[case.variant].flags | launch_options(case, config) | {"A_BY": a_by, "B_BY": b_by}
     expected |= {"FLATTEN": is_flattened(case)}
@@ -159,8 +161,8 @@ def test_lengths_that_are_no_multiples_of_16_have_smaller_tiles(
     out = a.new_empty((N, M) if transposed else (M, N))
     variant = " transposed" if transposed else ""
     multiplied = launched(
-        matmul, "_matmul_kernel", matmul.matmul, a, b, out.t() if transposed else out, None, config=config,
-        upcast=False, transposed=transposed,
+        matmul, "_matmul_kernel", matmul.matmul, a, b, out.t() if transposed else out,
+        matmul.epilogue_of(None, per_row=transposed), config=config, upcast=False,
     )  # fmt: skip
     gathered = gather(channel, config, a[: CHUNKS[0]], b, transposed=transposed)
     for found, name in ((multiplied, "matmul"), (gathered, "gather rows")):
@@ -183,7 +185,7 @@ def test_a_result_is_stored_16_bytes_at_a_time_or_not(columns: int, offset: int,
     whole = torch.zeros(64 * 96 + 16, dtype=torch.bfloat16)
     out = whole[offset : offset + 64 * columns].view(64, columns)
     a, b = torch.zeros(64, 128, dtype=torch.bfloat16), torch.zeros(columns, 128, dtype=torch.bfloat16).t()
-    found = launched(matmul, "_matmul_kernel", matmul.matmul, a, b, out, None, config=config, upcast=False)
+    found = launched(matmul, "_matmul_kernel", matmul.matmul, a, b, out, PLAIN, config=config, upcast=False)
     assert found["BLOCK_N"] == (config.block_n if stored else 128)
     assert (found["A_BY"], found["B_BY"], found["BLOCK_K"]) == ("rows", "columns", config.block_k)
 

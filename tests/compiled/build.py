@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from . import assembly, uniform
+from .arguments import fields, tuples_of
 from .blocks import with_tails_made_one
 from .cases import DTYPES, TARGETS, VARIANTS, Case
 
 PACKAGE = "fusedtp.kernels"
-_LINK = {"WORLD_SIZE": 8, "OP": 1, "COUNT": False}
+_GROUP = {"WORLD_SIZE": 8, "OP": 1}
 _NOT_SPECIALIZED = {
     "rank", "fingerprint", "num_rows", "dst_row", "num_tiles", "region_row", "first_slot", "second_slot", "result_row",
     "region_rows", "max_pieces", "gather_row", "gather_slot", "peer", "slot",
@@ -119,7 +120,7 @@ def compile_case(case: Case, package: str = PACKAGE, options: dict[str, int] | N
     a_shape = [1, *(a_block if case.a_by == "rows" else a_block[::-1])]
     flags = case.all_flags
     # A shard that is pushed to the own rank too is one whose rows are not contiguous.
-    turned = case.a_by == "columns" or (flags.get("PUSHERS", 0) > 0 and not flags["OWN_IN_PLACE"])
+    turned = case.a_by == "columns" or (flags.get("PUSHERS", 0) > 0 and not flags["IN_PLACE"])
     described = {
         "a_desc": (case.a_by, a_shape), "own_desc": (case.a_by, a_shape), "arena_desc": (case.a_by, a_shape),
         "b_desc": (case.b_by, b_block if case.b_by == "rows" else b_block[::-1]),
@@ -134,25 +135,31 @@ def compile_case(case: Case, package: str = PACKAGE, options: dict[str, int] | N
         "stride_bn" if case.b_by == "rows" else "stride_bk": 1,
         "stride_xn": 1,
         **dict.fromkeys(("stride_cm", "stride_om") if variant.transposed else ("stride_cn", "stride_on"), 1),
-        **{name: None for name, (by, _) in described.items() if by == "pointers"}, **_LINK, **flags,
+        **{name: None for name, (by, _) in described.items() if by == "pointers"}, **_GROUP, **flags,
     }  # fmt: skip
     others = {"table": "*i32", "peers": "*i64", "half_bytes": "i64", "fingerprint": "i64"}
-    signature = {}
-    for name in fn.arg_names:
+    places = dict(fields(fn, package))
+    types = {}
+    for path, name in places.items():
         if name in known:
-            signature[name] = "constexpr"
+            types[path] = "constexpr"
         elif name in described:
-            signature[name] = f"tensordesc<{dtype}{described[name][1]}>".replace(" ", "")
+            types[path] = f"tensordesc<{dtype}{described[name][1]}>".replace(" ", "")
         elif name.endswith("_ptr"):
-            signature[name] = f"*{dtype}"
+            types[path] = f"*{dtype}"
         else:
             assert name in ("M", "N", "K") or not name.isupper(), f"{variant.name}: no value for the constant {name}"
-            signature[name] = others.get(name, "i32")
-    constants = {name: value for name, value in known.items() if name in signature}
+            types[path] = others.get(name, "i32")
+    tuples = tuples_of(fn, package)
+    signature: dict[str, Any] = {}
+    for i, name in enumerate(fn.arg_names):
+        of = [each for path, each in types.items() if path[0] == i]
+        signature[name] = tuples[name](*of) if name in tuples else of[0]
+    constants = {path: known[name] for path, name in places.items() if name in known}
     attrs = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(fn.arg_names)
-        if signature[name] != "constexpr"
+        path: [["tt.divisibility", 16]]
+        for path, name in places.items()
+        if types[path] != "constexpr"
         and name not in described
         and name not in _NOT_SPECIALIZED
         and (case.aligned is None or name in case.aligned or _is_aligned(name, case))

@@ -46,19 +46,19 @@ class Variant:
 
 
 def _variants() -> dict[str, Variant]:
-    gather = {"BIAS": "columns", "LAST": True, "OWN_IN_PLACE": True, "ALIGNED": True, "ROWS_ALIGNED": True,
+    gather = {"PER_ROW": False, "LAST": True, "IN_PLACE": True, "ALIGNED": True, "ROWS_ALIGNED": True,
         "PUSHERS": 16, "CONTRACTION": False}  # fmt: skip
     push, scatter = {"SCATTER": False, "WITH_OWN": False}, {"TO_ALL": False}
-    reduce = {"BIAS": "columns", "PER_TILE": True, "OWN_IN_PLACE": False, "BROADCAST": False, "LAST": True,
+    reduce = {"PER_ROW": False, "PER_TILE": True, "OWN_IN_PLACE": False, "BROADCAST": False, "LAST": True,
         "ALIGNED": False}  # fmt: skip
-    ring, split = {"REDUCE": True, "GATHER": True}, {"OWN_IN_PLACE": False, "PUSHERS": 0}
+    ring, split = {"REDUCE": True, "GATHER": True}, {"IN_PLACE": False, "PUSHERS": 0}
     # A quarter of a tile's rows, the least that a piece has.
     in_pieces = {"PIECE": 32}
     # Raised: the entry, and pieces or tiles. Waited for: they. What is `split` pushes in a kernel before, the own shard
     # too: every tile waits.
     all_of = [
-        Variant("matmul", "matmul", "_matmul_kernel", {"BIAS": "columns"}, True),
-        Variant("matmul transposed", "matmul", "_matmul_kernel", {"BIAS": "rows"}, True,
+        Variant("matmul", "matmul", "_matmul_kernel", {"PER_ROW": False}, True),
+        Variant("matmul transposed", "matmul", "_matmul_kernel", {"PER_ROW": True}, True,
             transposed=True),
         Variant("gather rows", "gather_matmul", "_gather_matmul_kernel", gather, True, 2, 2),
         Variant("gather rows, split", "gather_matmul", "_gather_matmul_kernel",
@@ -68,9 +68,9 @@ def _variants() -> dict[str, Variant]:
         Variant("gather rows, pushed before", "gather_matmul", "_gather_matmul_kernel",
             gather | {"PUSHERS": 0, "LAST": False}, True, 1, 0),
         Variant("gather rows, own pushed", "gather_matmul", "_gather_matmul_kernel",
-            gather | {"OWN_IN_PLACE": False}, True, 2, 2),
+            gather | {"IN_PLACE": False}, True, 2, 2),
         Variant("gather rows transposed", "gather_matmul", "_gather_matmul_kernel",
-            gather | {"BIAS": "rows"}, True, 2, 2, transposed=True),
+            gather | {"PER_ROW": True}, True, 2, 2, transposed=True),
         Variant("gather contraction", "gather_matmul", "_gather_matmul_kernel", gather | {"CONTRACTION": True}, True,
             2, 2),
         Variant("gather contraction, split", "gather_matmul", "_gather_matmul_kernel",
@@ -87,8 +87,8 @@ def _variants() -> dict[str, Variant]:
         Variant("collect tiles", "push", "_collect_kernel", {"PER_TILE": True}, False, 2),
         Variant("reduce", "reduce", "_reduce_kernel", reduce, False, 2),
         Variant("reduce pieces and broadcast", "reduce", "_reduce_kernel", reduce | {"OWN_IN_PLACE": True,
-            "PER_TILE": False, "BROADCAST": True, "BIAS": "none", "LAST": False}, False, 1, 1),
-        Variant("reduce transposed", "reduce", "_reduce_kernel", reduce | {"BIAS": "rows", "ALIGNED": True}, False, 2,
+            "PER_TILE": False, "BROADCAST": True, "bias_ptr": None, "LAST": False}, False, 1, 1),
+        Variant("reduce transposed", "reduce", "_reduce_kernel", reduce | {"PER_ROW": True, "ALIGNED": True}, False, 2,
             transposed=True),
         Variant("ring all-reduce", "ring", "_ring_kernel", ring, False, 3, 4),
         Variant("ring all-gather", "ring", "_ring_kernel", ring | {"REDUCE": False}, False, 2, 3),

@@ -192,7 +192,7 @@ def widths(built: Built) -> None:
         if variant.multiplies and variant.transposed:
             # The fours lie along the rows, so a result with contiguous columns gets them one by one: it is local.
             wide |= {"short"}
-    if "BIAS" in variant.flags:
+    if "PER_ROW" in variant.flags:
         # A bias is local, and a number a thread where the tile's layout has it so.
         loads -= {"b16", "ushort"}
     assert stores == wide, f"stores: {stores}"

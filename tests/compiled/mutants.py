@@ -69,10 +69,14 @@ _TURNED = tuple(_by("gather rows transposed", target) for target in ("sm_80", "s
 _PARTS = (
     "        ok = _wait_for_parts(link, (index if PER_TILE else index // num_tiles_n) + FIRST_SLOT, OWN_IN_PLACE)\n"
 )
-_DOT = "        acc = dot(a_block, b_block, acc, UPCAST)\n"
+_DOT = "        acc = dot(a_block, b_block, acc, tiles.UPCAST)\n"
 _ROWS = "                ok = wait_for_rows(link, src, row - first, end_row, first_slot, one, 1, PIECE)\n"
 _STORE = "    store_rows(ctx, _row"
-_WAIT = "        packed = wait_for_rows(ctx.link, src, tile.row, end_row, FIRST_SLOT, packed, ctx.BLOCK_M, ctx.PIECE)\n"
+_WAIT = """\
+        packed = wait_for_rows(
+            ctx.link, src, tile.row, end_row, FIRST_SLOT, packed, ctx.tiles.BLOCK_M, ctx.chunks.PIECE
+        )
+"""
 _WAIT_LATE = _WAIT.removeprefix("    ").replace("src", "tile.chunk").replace("end_row", "tile.row + 1")
 _REPORT = "        tl.atomic_xchg(host + REPORT, src + 1,"
 
@@ -154,12 +158,12 @@ MUTANTS = (
     ),
     Mutant(
         "an epoch that every thread loads", checks.decisions, _WAITS,
-        (("signal", "read(header(peers, rank) + EPOCH)", "tl.load(header(peers, rank) + EPOCH)"),),
+        (("signal", "read(header(group, rank) + EPOCH)", "tl.load(header(group, rank) + EPOCH)"),),
     ),
     Mutant(
         "an entry that every thread decides", checks.decisions, _ENTERS,
-        (("signal", "        if read(header(link.peers, link.rank) + GIVEN_UP) == 0",
-            "        if tl.load(header(link.peers, link.rank) + GIVEN_UP) == 0"),),
+        (("signal", "        if read(header(link.group, link.rank) + GIVEN_UP) == 0",
+            "        if tl.load(header(link.group, link.rank) + GIVEN_UP) == 0"),),
     ),
     Mutant(
         "an address of unknown alignment", checks.widths, (_by("scatter", "sm_80"), _by("scatter", "sm_90")),
@@ -185,18 +189,19 @@ MUTANTS = (
     ),
     Mutant(
         "what the store needs carried as it is", checks.against_plain, (_by("gather rows", "sm_90"),),
-        (("gather_matmul", "    col, left, ok = unpack(packed, ctx.BLOCK_M, ctx.BLOCK_N, ctx.ROWS_ALIGNED)\n",
+        (("gather_matmul",
+            "    col, left, ok = unpack(packed, ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N, ctx.chunks.ROWS_ALIGNED)\n",
             "    col, left, ok = tile.col, tile.rows - tile.row, packed\n"),),
     ),
     Mutant(
         "the addresses of all arenas at once", checks.against_plain, (_by("scatter to all", "sm_90", "few columns"),),
-        (("matmul_scatter", "in range(1, ctx.link.WORLD_SIZE + 1)", "in tl.static_range(1, ctx.link.WORLD_SIZE + 1)"),),
+        (("matmul_scatter", "in range(1, ctx.link.group", "in tl.static_range(1, ctx.link.group"),),
     ),
     Mutant(
         "constants of a report kept in registers", checks.against_plain, (Case("gather rows", "gfx942"),),
         (("signal", "(host + REPORT_EXPECTED, epoch", "(host + REPORT_EXPECTED, link.epoch"),
          ("signal", "epoch - LEAD, sem", "link.epoch - LEAD, sem"),
-         ("signal", "slot * NUM_OPS + link.OP, sem", "link.OP, sem"),
+         ("signal", "slot * NUM_OPS + link.group.OP, sem", "link.group.OP, sem"),
          ("push", "= tl.where(wait(link, src, piece + first_slot) != 0, state, state & ~OK)",
             "&= -wait(link, src, piece + first_slot) | ~OK")),
     ),
@@ -210,8 +215,8 @@ MUTANTS = (
     ),
     Mutant(
         "pointers instead of descriptors", checks.multiplication, (_by("gather rows", "sm_90", "few columns"),),
-        (("matmul", 'if B_BY == "pointers":\n        return b_ptr', "if True:\n        return b_ptr"),
-         ("matmul", "b.BY, BLOCK_M", '"pointers", BLOCK_M')),
+        (("matmul", 'if b.BY == "pointers":\n        offs_n', "if True:\n        offs_n"),
+         ("matmul", 'if b.BY == "pointers":\n            b_block', "if True:\n            b_block")),
     ),
 )  # fmt: skip
 

@@ -28,7 +28,7 @@ from .machine import Machine, Memory, Ran, Schedule, Waiting, op_of
 # Shared memory of a program: CUDA C++ programming guide, technical specifications.
 _SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
 # Rule 7 of the kernels: they store to operands of these names only, and to arenas.
-_STORED = ("c_ptr", "out_ptr")
+_STORED = ("c", "out")
 MAP = np.dtype([("ndim", "i8"), ("swizzle", "i8"), ("base", "i8"), ("size", "i8"), ("dim", "i8", 5),
                 ("stride", "i8", 5), ("box", "i8", 5)])  # fmt: skip
 
@@ -67,26 +67,35 @@ class _Launcher:
         values: list[int] = []
         touches: list[Memory] = []
         keep: list[Any] = [args]
+        # How many elements each tensor has.
+        tensors: list[int] = []
 
         def touch(tensor: Tensor, begin: int, size: int, writable: bool) -> None:
             if size:
                 touches.append(Memory(begin, begin + size, stream, writable))
 
-        for name, kind, value in zip(self.names, self.signature.values(), args, strict=True):
-            if kind == "constexpr":
-                continue
-            if kind.startswith("tensordesc"):
+        def take(name: str, kind: Any, value: Any) -> None:
+            if isinstance(kind, tuple):
+                for each, field in zip(kind, value, strict=True):
+                    take(name, each, field)
+            elif kind == "constexpr":
+                return
+            elif kind.startswith("tensordesc"):
                 made = tensor_map(value, next(maps))
                 keep.append(made)
-                values += [made.ctypes.data, *value.shape, *value.strides]
+                values.extend((made.ctypes.data, *value.shape, *value.strides))
                 touch(value.base, value.base.data_ptr(), _described(made), False)
             elif kind.startswith("*"):
                 values.append(value.data_ptr())
+                tensors.append(value.numel())
                 touch(value, value.data_ptr(), _extent(value), name in _STORED)
             else:
                 assert kind[0] in "iu", kind
                 values.append(int(value))
-        program.whole = program.whole or all(arg.numel() for arg in args if isinstance(arg, Tensor))
+
+        for name, kind, value in zip(self.names, self.signature.values(), args, strict=True):
+            take(name, kind, value)
+        program.whole = program.whole or all(tensors)
         # Scratch memory, which these kernels have none of.
         assert not self.metadata.global_scratch_size
         values += [0, 0]
