@@ -218,7 +218,7 @@ class Call:
 
 
 # The one table of calls.
-_calls: dict[Any, Call] = {}
+_calls: dict[Any, Call] = stale.table({})
 
 
 def _kept(key: Any) -> Call | None:

@@ -137,8 +137,8 @@ class Ready(Prepared):
         # By whether it is part of a backward pass.
         self._meanings: dict[bool, Meaning] = {}
         self._turn = turns.Turn("group", group.group_name, task.op.name)
-        interpreted = shares and self.path.schedule == "fused" and device.type == "cpu"
-        self._interpreter = turns.Turn("interpreter", "", task.op.name) if interpreted else None
+        interpreted = self.path.schedule == "fused" and device.type == "cpu"
+        self._interpreter = turns.Turn("interpreter", "", task.op.name) if interpreted and shares else None
         if interpreted and not _is_interpreted():
             raise RuntimeError(
                 f"{task.op.name}: schedule 'fused' runs on a CPU in Triton's interpreter alone, which TRITON_INTERPRET="

@@ -91,7 +91,9 @@ def apply(
     if type(group) is not ProcessGroup or groups.inherited is not None or not dist.is_initialized():
         group = groups.resolve(group)
     plain = type(x) in PLAIN and type(w) in PLAIN and (bias is None or type(bias) in PLAIN)
-    if not plain or torch.compiler.is_compiling() or arguments.autocasts(x):
+    # As `arguments.autocasts`, which every call would pass otherwise.
+    cast = plain and not x.is_meta and torch.is_autocast_enabled(x.device.type)
+    if cast or not plain or torch.compiler.is_compiling():
         x, w, bias = arguments.autocast(x, w, bias)
         return _slowly(prepare, x, w, bias, group, options)
     return run(x, w, bias, calls_.find(prepare, x, w, bias, group, options))

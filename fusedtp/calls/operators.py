@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 from .. import groups, turns
 from ..op import ALL_GATHER, ALL_REDUCE, OPS, REDUCE_SCATTER, Task
+from ..workspaces import stale
 from . import call as calls_
 from .dispatch import Ready
 from .registered import operator
@@ -81,7 +82,7 @@ def sharded_matmul_backward(
 
 
 # Collectives that have run, by group and all that was looked at.
-_ready: WeakKeyDictionary[ProcessGroup, dict[Any, Ready]] = WeakKeyDictionary()
+_ready: WeakKeyDictionary[ProcessGroup, dict[Any, Ready]] = stale.table(WeakKeyDictionary())
 _MAX_READY = 4096
 
 

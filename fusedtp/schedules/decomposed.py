@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,6 +31,10 @@ from .verbs import Epilogue, Product
 # On a CPU rows are summed in blocks of about this size, so that a float32 sum of narrower parts stays in cache between
 # its terms. On a GPU each block would be a launch for each term.
 _SUM_BLOCK_BYTES = 256 << 10
+
+# By the half: the own part's place in the arena, all parts one below the other in the own half, and the others' parts,
+# in the order of their arrival.
+Places: TypeAlias = list[tuple[Tensor, Tensor, list[tuple[int, Tensor]]]]
 
 
 class Decomposed:
@@ -74,8 +79,7 @@ class Gather:
         row_bytes = other * self._dtype.itemsize
         # Parts lie one below the other where they are to be one matrix, else each where the longest would fit.
         self._is_whole = whole = self._at_once or not products
-        self._seen: Tensor | None = None
-        self._places: list[tuple[Tensor, Tensor, list[tuple[int, Tensor]]]] = []
+        self._key = object()
         # In the order in which the others' parts are taken, and in which they want the own one.
         self._others = [(on.rank + i) % on.world_size for i in range(1, on.world_size)]
         self._before = [(on.rank - i) % on.world_size for i in range(1, on.world_size)]
@@ -84,16 +88,16 @@ class Gather:
         offset, self._slot = on.layout.take(self._begins[-1] * row_bytes if whole else len(sizes) * stride)
         self._at = [offset + at for at in self._at]
 
-    def _lay_out(self) -> None:
-        # Where everything is in the arenas that there are now, by the half: the own part's place, all parts one below
-        # the other in the own half, and the others' parts, in the order of their arrival.
+    def _lay_out(self) -> Places:
+        # The workspace keeps them, as it lets go of them with its arenas.
         ws, own = self._ws, self._ws.rank
-        self._seen, self._places = ws.data, []
+        places: Places = []
         for half in (0, 1):
             mine = self._part(half, own, own)
             whole = ws.view(own, half, self._at[0], self._shape, self._dtype) if self._is_whole else mine
             others = [(src, self._part(half, src if ws.in_place else own, src)) for src in self._others]
-            self._places.append((mine, whole, others))
+            places.append((mine, whole, others))
+        return ws.keep(self._key, places)
 
     def _part(self, half: int, holder: int, src: int) -> Tensor:
         # Rank src's part in rank holder's half.
@@ -103,14 +107,13 @@ class Gather:
 
     def start(self, x: Tensor) -> None:
         ws, steps = self._ws, self._ws.steps
-        if self._seen is not ws.data:
-            self._lay_out()
         # As it lies in an arena: columns are published as they are where each chunk is multiplied by itself.
         rows = x.t() if self._dim == 1 and self._at_once else x
         if not ws.in_place:
             self._push(rows)
             return
-        mine = self._places[steps.epoch & 1][0]
+        places = ws.views.get(self._key) or self._lay_out()
+        mine = places[steps.epoch & 1][0]
         if trace.spans is None:
             mine.copy_(rows)
         else:
@@ -123,7 +126,7 @@ class Gather:
     def _push(self, rows: Tensor) -> None:
         ws, steps, half = self._ws, self._ws.steps, self._ws.steps.epoch & 1
         if self._at_once:
-            self._places[half][0].copy_(rows)
+            (self._ws.views.get(self._key) or self._lay_out())[half][0].copy_(rows)
         with travelling(ws):
             for dst in self._before:
                 self._part(half, dst, ws.rank).copy_(rows)
@@ -132,23 +135,33 @@ class Gather:
     def _together(self) -> Tensor:
         # All parts, one below the other in the own half, until the op ends.
         ws, begins, steps = self._ws, self._begins, self._ws.steps
-        _, whole, others = self._places[steps.epoch & 1]
+        places = ws.views.get(self._key) or self._lay_out()
+        _, whole, others = places[steps.epoch & 1]
         for src, theirs in others:
             steps.wait(src, self._slot)
             if ws.in_place:
-                trace.timed("travel", src, whole[begins[src] : begins[src + 1]].copy_, theirs)
+                copy = whole[begins[src] : begins[src + 1]].copy_
+                copy(theirs) if trace.spans is None else trace.timed("travel", src, copy, theirs)
         return whole
 
     def multiply(self, x: Tensor, products: Sequence[Product]) -> list[Tensor]:
         if self._at_once:
-            whole = self._together()
-            return [_product(whole if each.kind == "rows" else whole.t(), each) for each in products]
+            whole, outs = self._together(), []
+            for each in products:
+                left, right = whole if each.kind == "rows" else whole.t(), each.other
+                if each.transposed:
+                    left, right = right.t(), left.t()
+                bias = each.epilogue.bias
+                mm = torch.mm if bias is None else partial(torch.addmm, bias)
+                outs.append(mm(left, right) if trace.spans is None else trace.timed("multiply", -1, mm, left, right))
+            return outs
         outs = []
         for each in products:
             M, N = self._shape[each.kind == "outer"], each.other.shape[1]
             outs.append(each.other.new_empty((N, M) if each.transposed else (M, N)))
         steps = self._ws.steps
-        parts = self._places[steps.epoch & 1][2]
+        places = self._ws.views.get(self._key) or self._lay_out()
+        parts = places[steps.epoch & 1][2]
         for i, (src, chunk) in enumerate(((self._ws.rank, x), *parts)):
             if i:
                 steps.wait(src, self._slot)
@@ -189,18 +202,12 @@ class Gather:
             with trace.span("travel", own):
                 out[begins[own] : begins[own + 1]] = x
         steps = self._ws.steps
-        for src, theirs in self._places[steps.epoch & 1][2]:
+        places = self._ws.views.get(self._key) or self._lay_out()
+        for src, theirs in places[steps.epoch & 1][2]:
             steps.wait(src, self._slot)
             with trace.span("travel", src):
                 out[begins[src] : begins[src + 1]] = theirs
         return out
-
-
-def _product(left: Tensor, product: Product) -> Tensor:
-    right = product.other
-    if product.transposed:
-        left, right = right.t(), left.t()
-    return trace.timed("multiply", -1, mm, left, right, product.epilogue.bias)
 
 
 class Scatter:

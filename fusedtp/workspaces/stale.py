@@ -1,22 +1,34 @@
 """When what is kept from call to call holds no more: one number, which goes up whenever a group's symmetric memory is
 made or given back, or a group that calls were prepared for is gone. What was found out under another number is found
-out anew.
+out anew, and the tables that it was kept in are emptied: with it they would keep memory that was given back.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import MutableMapping
+from typing import Any, TypeVar
 from weakref import ref
 
+Table = TypeVar("Table", bound=MutableMapping[Any, Any])
+
 version = 0
+_tables: list[MutableMapping[Any, Any]] = []
 _watched: dict[int, ref[Any]] = {}
+
+
+def table(new: Table) -> Table:
+    """It is emptied whenever the number goes up."""
+    _tables.append(new)
+    return new
 
 
 def changed() -> None:
     """Something that calls were prepared from is not as it was."""
     global version
     version += 1
+    for each in _tables:
+        each.clear()
 
 
 def watch(group: Any) -> ref[Any]:

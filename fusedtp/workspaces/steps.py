@@ -128,6 +128,8 @@ class HostSteps:
         self._signals = [address + 4 * (_SIGNALS + self._rank) for address in addresses]
         self._own = addresses[self._rank] + 4 * _SIGNALS
         self._step = 4 * self._world_size
+        # In bytes from a header's beginning, where this rank's fingerprint is, by the half.
+        self._fingerprint_at = [4 * fingerprint_place(half, self._rank, self._world_size) for half in (0, 1)]
 
     def ended(self) -> int:
         """The last epoch that this rank has ended."""
@@ -203,7 +205,7 @@ class HostSteps:
         """Begin an epoch with that op: tell every peer, and by a fingerprint what this rank means by it."""
         self.op, self.epoch = op, self._ws.take_epoch()
         fingerprint, addresses, epoch = self._ws.meanings.now.fingerprint, self._addresses, self.epoch
-        place = 4 * fingerprint_place(epoch, self._rank, self._world_size)
+        place = self._fingerprint_at[epoch & 1]
         entry = _ENTRY * self._step
         if not _PLAIN_WORDS:
             store_fingerprint(addresses[self._rank] + place, fingerprint)

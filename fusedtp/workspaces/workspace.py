@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,6 +39,8 @@ _MAX_VIEWS = 1024
 # What an op has come to: none is under way, nothing has been sent, or peers may have seen something of it. Each is one
 # store, of the last before anything is sent, of the first after everything: an interruption finds one or the other.
 _NO_OP, _NOTHING_SENT, _SENT = 0, 1, 2
+
+Kept = TypeVar("Kept")
 
 _REPORT: int = signal.REPORT.value
 
@@ -79,7 +81,8 @@ class Workspace(Failing):
         self._tables: dict[tuple[int, ...], Tensor] = {}
         # What graphs that were captured here go on reading and writing, however the workspace has changed since.
         self._captured: list[Any] = []
-        self._views: dict[tuple[Any, ...], Tensor] = {}
+        # Of the arenas, which they go with: one that is kept elsewhere keeps an arena.
+        self.views: dict[Any, Any] = {}
         # What dispatch knows of and has decided for this group: it is agreed anew with every workspace.
         self.choices: dict[Any, Any] = {}
         self._mirror = epoch
@@ -120,7 +123,7 @@ class Workspace(Failing):
         own, addresses = arena.tensors[self.rank], [each.data_ptr() for each in arena.tensors]
         old, self._arena = self._arena, arena
         # An interruption from here on leaves a workspace that refuses all use and goes by its arena alone.
-        self._views = {}
+        self.views = {}
         self.half_bytes, self.slots, self.data_offset = half_bytes, slots, data_offset
         self.words = own[:data_offset].view(torch.int32)
         # The same words for the host, where it can reach them: an element of a tensor takes ten times as long.
@@ -238,13 +241,18 @@ class Workspace(Failing):
     def view(self, peer: int, epoch: int, offset: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """[rows, cols] of `dtype`, contiguous, `offset` bytes into rank `peer`'s half for `epoch`."""
         key = (peer, epoch & 1, offset, shape, dtype)
-        view = self._views.get(key)
+        view: Tensor | None = self.views.get(key)
         if view is None:
-            if len(self._views) >= _MAX_VIEWS:
-                self._views.clear()
             begin = self.data_offset + (epoch & 1) * self.half_bytes + offset
-            view = self._views[key] = self._made_view(peer, begin, shape, dtype)
+            view = self.keep(key, self._made_view(peer, begin, shape, dtype))
         return view
+
+    def keep(self, key: object, views: Kept) -> Kept:
+        """Have them in `views` until there are too many, or other arenas."""
+        if len(self.views) >= _MAX_VIEWS:
+            self.views.clear()
+        self.views[key] = views
+        return views
 
     @outside_inference
     def _made_view(self, peer: int, begin: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -363,7 +371,7 @@ class Workspace(Failing):
             clock.release(self.host_block[signal.CLOCK_MS.value :])
         if (arena := self._arena) is not None:
             self._leave(1)
-            self._arena, self._views = None, {}
+            self._arena, self.views = None, {}
             for name in ("words", "host_words", "data"):
                 # One that was interrupted while it was made has not all of them.
                 vars(self).pop(name, None)
