@@ -60,7 +60,7 @@ def test_an_interruption_leaves_the_mode_as_it_was(what: str, entered: Callable[
     make = {"view": lambda: ws.view(0, 1, 0, (2, 2), torch.float32), "table": lambda: ws.table((2,))}[what]
     try:
         for number in itertools.count(1):
-            ws._views.clear()
+            ws.views.clear()
             ws._tables.clear()
             with entered():
                 inside = mode()
