@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp import calls, schedules
-from fusedtp.schedules import decomposed
+from fusedtp import turns
+from fusedtp.cost.overlap import FEW_ROWS
+
+from .. import direct
 
 # Pairs of what a call returned and what it must be.
 Results = list[tuple[Tensor, Tensor]]
@@ -93,24 +95,24 @@ def _all_reduce(call: Call) -> Results:
     return [(fusedtp.all_reduce(x[call.rank], group=call.group, **call.options), torch.stack(x).sum(0))]
 
 
+def _both(op: str, call: Call, *operands: Tensor | None) -> list[Tensor]:
+    # Two products at once are what backward runs, each time in a call of its own.
+    run, sizes = turns.one(direct.run), (call.rows,) * call.group.size()
+    return run(op, call.options["schedule"], call.group, *operands, sizes=sizes)
+
+
 def _two_matmuls(call: Call) -> Results:
-    # What backward runs where one gathered tensor serves both gradients.
-    x, sizes = call.everyone(call.rows, K), (call.rows,) * call.group.size()
-    b, right = call.weights(K)[call.rank].t(), whole_numbers(call.number, 7, sum(sizes), N)
-    module = schedules.load(call.options["schedule"])
-    # As backward is, in a call of its own.
-    both = calls.one(module.all_gather_two_matmuls)
-    first, second = both(x[call.rank], b, right, sizes=sizes, group=call.group)
+    x = call.everyone(call.rows, K)
+    b, right = call.weights(K)[call.rank].t(), whole_numbers(call.number, 7, call.rows * len(x), N)
+    first, second = _both("all_gather_matmul", call, x[call.rank], b, None, right)
     return [(first, torch.cat(x) @ b), (second, torch.cat(x).t() @ right)]
 
 
 def _scatter_and_gather(call: Call) -> Results:
-    x, sizes = call.everyone(call.rows, K), (call.rows,) * call.group.size()
-    a, b = call.everyone(sum(sizes), K), [weight.t() for weight in call.weights(K)]
-    left = whole_numbers(call.number, 7, N, sum(sizes))
-    module = schedules.load(call.options["schedule"])
-    both = calls.one(module.matmul_scatter_and_gather)
-    first, second = both(a[call.rank], b[call.rank], left, x[call.rank], sizes=sizes, group=call.group)
+    x = call.everyone(call.rows, K)
+    a, b = call.everyone(call.rows * len(x), K), [weight.t() for weight in call.weights(K)]
+    left = whole_numbers(call.number, 7, N, call.rows * len(x))
+    first, second = _both("matmul_reduce_scatter", call, a[call.rank], b[call.rank], None, left, x[call.rank])
     total = sum((one @ other for one, other in zip(a, b, strict=True)), torch.zeros(()))
     return [(first, call.own(total)), (second, left @ torch.cat(x))]
 
@@ -167,7 +169,7 @@ def _cases() -> list[Case]:
             ]
         cases += [Case(name, op, schedule, run, options) for name, op, run, options in forms]
     # Enough rows that chunks are multiplied one by one as they arrive.
-    rows = decomposed.FEW_ROWS
+    rows = FEW_ROWS
     return [
         *cases,
         Case("gather rows, by chunk", "all_gather_matmul", "decomposed", _gather_linear, {}, rows),

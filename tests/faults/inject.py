@@ -28,7 +28,7 @@ from fusedtp.workspaces import registry
 from fusedtp.workspaces.workspace import Workspace
 
 from .cases import CASES
-from .points import Watch
+from .points import NOTHING_SENT, Watch
 
 WAITING_FOR = _WAITING_FOR.value
 LONG = 60.0
@@ -193,7 +193,7 @@ def inject(group: ProcessGroup, injection: Injection, name: str) -> Outcome:
         watch.resume()
         while outcome.error is None and number < injection.before + CALLS:
             _call(outcome, lambda number=number: case(group, number))  # type: ignore[misc]
-            if outcome.step == "require" and injection.kind in RAISING and outcome.error is not None:
+            if outcome.step in NOTHING_SENT and injection.kind in RAISING and outcome.error is not None:
                 # Before its first signal an op has left no trace: the call may be made again.
                 outcome.error, watch.at = None, None
             else:

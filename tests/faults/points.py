@@ -1,12 +1,13 @@
 """Where a fault can strike: before every step of an op, of the kernels in Triton's interpreter and of the host.
 
-A step is one of the protocol's (enter, signal, wait, leave), the making of room, or the first touch of a chunk of some
-rank's half, which is about to be stored or loaded.
+A step is one of the protocol's (enter, signal, wait, leave), the beginning of an op, the making of room, or the first
+touch of a chunk of some rank's half, which is about to be stored or loaded.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,13 +15,24 @@ from typing import Any
 
 from fusedtp.kernels import signal
 
-from fusedtp.schedules import decomposed
+from fusedtp import trace
+from fusedtp.schedules import fused
+from fusedtp.schedules.decomposed import Gather
+from fusedtp.schedules.prepared import Prepared
 from fusedtp.workspaces.steps import HostSteps
 from fusedtp.workspaces.workspace import Workspace
 
-HOST = ((HostSteps, "enter"), (HostSteps, "signal"), (HostSteps, "wait"), (HostSteps, "leave"),
-        (Workspace, "require"), (Workspace, "view"), (decomposed, "_sum_into"))  # fmt: skip
+# Of the host: whose, what, and the name of the step.
+HOST = ((Workspace, "require", "require"), (Prepared, "go", "go"), (HostSteps, "enter", "begin"),
+        (HostSteps, "signal", "signal"), (HostSteps, "wait", "wait"), (HostSteps, "leave", "leave"),
+        (Gather, "start", "start"), (Gather, "start_beside", "start"), (Gather, "_add", "add"),
+        (trace, "timed", "timed"), (trace, "span", "span"))  # fmt: skip
+# Of kernels, which are loaded by now: one that came later would keep what is announced.
+KERNELS = [each for name, each in sys.modules.items() if name.startswith("fusedtp.kernels.")]
+assert sys.modules[fused.ring.__module__] in KERNELS
 DEVICE = ("enter", "raise_signal", "wait", "leave", "half")
+# Before these no peer has seen anything of the op.
+NOTHING_SENT = ("require", "go", "begin")
 
 
 class Watch:
@@ -54,23 +66,25 @@ class Watch:
     def watching(self) -> Iterator[None]:
         """Every step of this process is announced to `before`."""
         with contextlib.ExitStack() as stack:
-            for owner, name in HOST:
-                self._announce(stack, owner, name)
-            modules = [each for name, each in sys.modules.items() if name.startswith("fusedtp.kernels.")]
+            for owner, attribute, name in HOST:
+                self._announce(stack, owner, attribute, name)
             for name in DEVICE:
                 original = getattr(signal, name)
-                for module in [each for each in modules if getattr(each, name, None) is original]:
-                    self._announce(stack, module, name)
+                for module in [each for each in KERNELS if getattr(each, name, None) is original]:
+                    self._announce(stack, module, name, name)
             yield
 
-    def _announce(self, stack: contextlib.ExitStack, owner: Any, name: str) -> None:
-        original = getattr(owner, name)
-        stack.callback(setattr, owner, name, original)
-        setattr(owner, name, self._announced(name, original))
+    def _announce(self, stack: contextlib.ExitStack, owner: Any, attribute: str, name: str) -> None:
+        original, here = getattr(owner, attribute), inspect.getattr_static(owner, attribute)
+        stack.callback(setattr, owner, attribute, here)
+        announced = self._announced(name, original)
+        setattr(owner, attribute, staticmethod(announced) if isinstance(here, staticmethod) else announced)
 
     def _announced(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any, **options: Any) -> Any:
-            self.before(name)
+            # How often a wait is looked at is chance.
+            if not (name == "span" and args[0] == "wait"):
+                self.before(name)
             if name != "wait":
                 return original(*args, **options)
             self.pause()

@@ -6,6 +6,7 @@ import fusedtp
 
 from .cases import CASES
 from .inject import CALLS, RAISING, Injection, Outcome
+from .points import NOTHING_SENT
 
 # What nobody is to notice.
 HARMLESS = ("is late", "is stopped", "is stopped in a wait")
@@ -23,7 +24,7 @@ def wrong(injection: Injection, outcomes: list[Outcome]) -> str:
     """What is not as it must be, or nothing. Outcomes of the ranks that live, the guilty one's among them."""
     # A call that ends before its first signal was made again.
     harmless = injection.kind in HARMLESS or (
-        injection.kind in RAISING and any(each.step == "require" for each in outcomes if each.rank == injection.rank)
+        injection.kind in RAISING and any(each.step in NOTHING_SENT for each in outcomes if each.rank == injection.rank)
     )
     for each in outcomes:
         if harmless and not each.wrong and (each.error, each.right) != (None, CALLS):
