@@ -29,7 +29,7 @@ from . import groups, turns
 from .calls import arguments, eager, operators
 from .calls.call import described
 from .groups import Group
-from .op import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from .op import ALL_GATHER, ALL_REDUCE, MATMUL_ALL_REDUCE, REDUCE_SCATTER
 from .sharding.notation import parse
 from .sharding.partition import Partition
 
@@ -244,7 +244,7 @@ def all_reduce_problem(
     """`linear_all_reduce`, checked and described for `call`."""
     arguments.check_linear(x, weight, bias, schedule, debug)
     arguments.check_features(x.shape[-1], "x has", weight)
-    arguments.check_algorithm("matmul_all_reduce", algorithm, schedule, x)
+    arguments.check_algorithm(MATMUL_ALL_REDUCE, algorithm, schedule, x)
     splits = {"K": (x.shape[-1],) * group.size()}
     spec = layer_spec(x, None, "K_X", "K_X, N", "N", x_split=False)
     return layer(x, weight, spec, splits, group, schedule, debug, algorithm)
@@ -319,7 +319,7 @@ def all_gather(
     `all_gather_linear`.
     """
     process_group = groups.resolve(group)
-    arguments.check_collective("all_gather", x, schedule, algorithm, debug, producer)
+    arguments.check_collective(ALL_GATHER, x, schedule, algorithm, debug, producer)
     dim = arguments.dim("gather_dim", gather_dim, x)
     sizes = arguments.gather_sizes(sizes, process_group, x.shape[dim])
     rows, others = _rows(x, dim, sum(sizes), schedule, process_group)
@@ -346,7 +346,7 @@ def reduce_scatter(
     Differentiable. `algorithm` and errors as in `all_gather`.
     """
     process_group = groups.resolve(group)
-    arguments.check_collective("reduce_scatter", x, schedule, algorithm, debug)
+    arguments.check_collective(REDUCE_SCATTER, x, schedule, algorithm, debug)
     dim = arguments.dim("scatter_dim", scatter_dim, x)
     sizes = arguments.scatter_sizes(sizes, process_group, x.shape[dim])
     rows, others = _rows(x, dim, sum(sizes), schedule, process_group)
@@ -367,7 +367,7 @@ def all_reduce(
     `all_gather`. Errors as there.
     """
     process_group = groups.resolve(group)
-    arguments.check_collective("all_reduce", x, schedule, algorithm, debug)
+    arguments.check_collective(ALL_REDUCE, x, schedule, algorithm, debug)
     rows, _ = _rows(x, 0, x.shape[0], schedule, process_group)
     how = schedule, algorithm, debug, "auto", arguments.call_of(None, x)
     out: Tensor = operators.collective(rows, ALL_REDUCE.name, [], process_group.rank(), process_group.group_name, *how)

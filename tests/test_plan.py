@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from fusedtp.sharding.notation import parse
-from fusedtp.sharding.plan import MatmulPlan, Op, plan
+from fusedtp.calls.program import Named, Program
+from fusedtp.sharding.notation import Tensor, parse
+from fusedtp.sharding.partition import Partition
+from fusedtp.sharding.plan import MatmulPlan, plan
 from fusedtp.sharding.redistribute import Step, moved
 
 COLLECTIVES = {
@@ -42,17 +45,29 @@ def collectives(matmul: MatmulPlan) -> str:
     return ", ".join(texts)
 
 
+def task(text: str, matmul: MatmulPlan) -> str:
+    """The task that runs a plan's matmul on rank 0 of two: its op, dim, and whether its result is transposed."""
+    short = {"all_gather_matmul": "ag", "matmul_reduce_scatter": "rs", "matmul_all_reduce": "ar"}
+    partition = Partition({name: 8 for name in parse(text).dim_names}, {"X": (0, 2)}, {})
+    program = Program(partition, torch.float32)
+
+    def named(name: str, sharding: Tensor) -> Named:
+        return Named(name, sharding.names, tuple(partition.length(dim, sharding.axes(dim)) for dim in sharding.names))
+
+    out = program.matmul(matmul, named(matmul.names[0], matmul.a), named(matmul.names[1], matmul.b))
+    only = program.finish([(out, matmul.c.names)]).only
+    if only is None:
+        return ""
+    dim = "" if only.task.op.kind == "all_reduce" else str(only.task.dim)
+    return f"{short[only.task.op.name]} {dim} {'t' * only.task.transposed}".strip()
+
+
 @pytest.mark.parametrize("text", COLLECTIVES)
 def test_named_rows(text: str) -> None:
     plans = plan(text)
     assert tuple(map(collectives, plans.matmuls)) == COLLECTIVES[text]
     assert not [step for matmul in plans.matmuls for step in matmul.steps if step.kind == "slice"]
-    short = {"all_gather_matmul": "ag", "matmul_reduce_scatter": "rs", "matmul_all_reduce": "ar", "matmul": ""}
-    found = tuple(
-        f"{short[op.name]} {'' if op.dim is None else op.dim} {'t' * op.transposed}".strip()
-        for op in (matmul.op for matmul in plans.matmuls)
-    )
-    assert found == OPS[text]
+    assert tuple(task(text, matmul) for matmul in plans.matmuls) == OPS[text]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +161,9 @@ def test_a_plan_depends_on_its_arguments_only() -> None:
     one = plan(text, sizes=sizes, mesh={"X": 2, "Y": 4})
     other = plan(parse(text), sizes=dict(reversed(sizes.items())), mesh={"Z": 3, "Y": 4, "X": 2})
     assert one == other
-    assert plan(text, sizes=sizes, mesh={"X": 1, "Y": 1}).forward.op == Op("all_gather_matmul", 1, transposed=True)
+    fused = plan(text, sizes=sizes, mesh={"X": 1, "Y": 1}).forward.fused
+    assert fused is not None
+    assert (fused.kind, fused.tensor, fused.dim) == ("all_gather", "w", "K")
 
 
 @pytest.mark.parametrize(

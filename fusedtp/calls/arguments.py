@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from .. import groups
 from ..cost.overlap import PRODUCERS
+from ..op import Op
 from ..sharding.notation import Spec
 from ..shards import check_count, check_sizes, even_sizes
 from . import dispatch
@@ -24,12 +25,6 @@ from .parameters import PLAIN
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # On meta there are shapes only: nothing is sent, and nothing computed.
 DEVICES = ("cpu", "cuda", "meta")
-ALGORITHMS = {
-    "all_gather": ("auto", "direct", "ring"),
-    "reduce_scatter": ("auto", "direct", "ring"),
-    "all_reduce": ("auto", "one_shot", "two_shot", "ring"),
-    "matmul_all_reduce": ("auto", "one_shot", "two_shot"),
-}
 
 
 def autocasts(x: Tensor) -> bool:
@@ -119,7 +114,7 @@ def check_features(num_in: int, who: str, weight: Tensor, name: str = "weight") 
         raise ValueError(f"{name} must have as many columns as {who} features, {num_in}, got {tuple(weight.shape)}")
 
 
-def check_collective(op: str, x: Tensor, schedule: str, algorithm: str, debug: bool, producer: str = "auto") -> None:
+def check_collective(op: Op, x: Tensor, schedule: str, algorithm: str, debug: bool, producer: str = "auto") -> None:
     """What a collective alone takes."""
     check_tensor("x", x)
     if x.ndim < 1:
@@ -167,10 +162,11 @@ def check_reach(schedule: str, x: Tensor, groups_used: Sequence[ProcessGroup], l
         )
 
 
-def check_algorithm(op: str, algorithm: str, schedule: str, x: Tensor) -> None:
+def check_algorithm(op: Op, algorithm: str, schedule: str, x: Tensor) -> None:
     """An algorithm that the op has, in this schedule."""
-    if algorithm not in ALGORITHMS[op]:
-        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS[op])}, got {algorithm!r}")
+    algorithms = ("auto", *op.algorithms)
+    if algorithm not in algorithms:
+        raise ValueError(f"algorithm must be one of {', '.join(algorithms)}, got {algorithm!r}")
     if algorithm != "auto" and schedule == "unfused":
         raise ValueError(
             f"algorithm must be 'auto', as schedule 'unfused' has no algorithm {algorithm!r}: the process group's "

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from math import log
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -30,6 +30,7 @@ from ..cost.hardware import Hardware
 from ..cost.model import OPS, Prediction, estimate
 from ..cost.overlap import Work
 from ..files import read_text, replace
+from ..op import OPS as TABLE
 from ..sharding.plan import ITEMSIZE
 from ..workspaces.entries import Entry, entry_of
 
@@ -215,9 +216,8 @@ def load(target: Path | None = None) -> tuple[Table | None, str, str]:
 
 def share(op: str, dtype: str, world_size: int, rows: int, cols: int, third: int | None = None) -> Work:
     """A rank's share of an op by which [rows, cols] travel; without `third` that of an MLP."""
-    kind: Literal["gather", "scatter", "all_reduce"]
-    kind = "gather" if op.startswith("all_gather") else "scatter" if op.endswith("reduce_scatter") else "all_reduce"
-    if "matmul" not in op:
+    kind = TABLE[op].kind
+    if not TABLE[op].multiplies:
         return Work(kind, 0, 0, 0, rows * cols, world_size, dtype)
     third = max(1, 4 * cols // world_size) if third is None else third
     inner, outer = (cols, third) if kind == "gather" else (third, cols)

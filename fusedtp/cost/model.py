@@ -25,21 +25,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
-from typing import Literal
 
+from ..op import ALL_GATHER_MATMUL
+from ..op import OPS as TABLE
 from ..sharding.plan import ITEMSIZE
 from .hardware import Hardware, find
 from .overlap import Model, Work, one_shot_wins
 
-OPS = (
-    "all_gather_matmul",
-    "fsdp_linear",
-    "matmul_reduce_scatter",
-    "matmul_all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-)
+FSDP = "fsdp_linear"  # a gather whose weight travels, not its rows
+OPS = (ALL_GATHER_MATMUL.name, FSDP, *(name for name in TABLE if name != ALL_GATHER_MATMUL.name))
 ALGORITHMS = ("auto", "one_shot", "two_shot", "ring")
 
 
@@ -52,19 +46,18 @@ def work_of(
     name = str(dtype).removeprefix("torch.")
     if name not in ITEMSIZE:
         raise ValueError(f"dtype must be one of {', '.join(ITEMSIZE)}, got {name}")
-    if gather_dim not in (0, 1) or (gather_dim and op != "all_gather_matmul"):
-        raise ValueError(f"gather_dim must be 0, or 1 for all_gather_matmul, got {gather_dim} for {op}")
-    alone = op in ("all_gather", "reduce_scatter", "all_reduce")
+    if gather_dim not in (0, 1) or (gather_dim and op != ALL_GATHER_MATMUL.name):
+        raise ValueError(f"gather_dim must be 0, or 1 for {ALL_GATHER_MATMUL.name}, got {gather_dim} for {op}")
+    alone = op in TABLE and not TABLE[op].multiplies
     sizes = {"M": M, "N": N, "world_size": world_size, **({} if alone else {"K": K})}
     if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes.values()):
         raise ValueError(f"sizes and world_size must be positive integers, got {sizes}")
     n = world_size
-    if op == "all_gather_matmul":
+    if op == ALL_GATHER_MATMUL.name:
         return Work("gather", M, ceil(N / n), K, M * K, n, name, by_depth=gather_dim == 1)
-    if op == "fsdp_linear":
+    if op == FSDP:
         return Work("gather", N, ceil(M / n), K, N * K, n, name)
-    kind: Literal["gather", "scatter", "all_reduce"]
-    kind = "gather" if op == "all_gather" else "scatter" if op.endswith("reduce_scatter") else "all_reduce"
+    kind = TABLE[op].kind
     return Work(kind, 0, 0, 0, M * N, n, name) if alone else Work(kind, M, N, ceil(K / n), M * N, n, name)
 
 

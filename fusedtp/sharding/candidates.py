@@ -22,7 +22,7 @@ _Axes: TypeAlias = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
-class Problem:
+class Matmul:
     """A matmul of tensors `names` with shardings a and b to c. A dim that both operands name is contracted."""
 
     names: tuple[str, str, str]
@@ -100,26 +100,26 @@ def flops(a: Tensor, b: Tensor, sizes: Sizes) -> int:
 
 
 def choose(
-    problem: Problem, axes: tuple[str, ...], usual: Sizes, sizes: Sizes | None, flops_per_byte: float
+    matmul: Matmul, axes: tuple[str, ...], usual: Sizes, sizes: Sizes | None, flops_per_byte: float
 ) -> tuple[Way, str, tuple[Step, ...]]:
     """The best way, why it is, and the steps of the way that it was compared with.
 
     For `usual`, stand-in sizes, the cost in bytes decides, then FLOPs. With `sizes` it is bytes * flops_per_byte plus
     FLOPs, and the usual way wins where nothing is cheaper.
     """
-    ways = _in_order(_ways(problem, axes, usual), lambda way: (way.cost, way.flops))
+    ways = _in_order(_ways(matmul, axes, usual), lambda way: (way.cost, way.flops))
     best = next(ways)
     if sizes is None:
         if other := _runner_up(best, ways):
             return best, f"the usual way, sizes being unknown; the next is {_text(other)}", other.steps
         return best, "the only way", ()
     # Its routes can differ from the cheapest ones for these sizes: it is priced as it stands.
-    usual_way = _priced(problem, best, sizes)
+    usual_way = _priced(matmul, best, sizes)
 
     def cost(way: Way) -> tuple[float, bool]:
         return way.cost * flops_per_byte + way.flops, way.steps != usual_way.steps
 
-    ways = _in_order([usual_way, *_ways(problem, axes, sizes)], cost)
+    ways = _in_order([usual_way, *_ways(matmul, axes, sizes)], cost)
     best = next(ways)
     if best.steps != usual_way.steps:
         return best, f"cheaper than the usual way: {_against(best, usual_way)}", usual_way.steps
@@ -141,25 +141,25 @@ def _gathers_last(route: Route) -> bool:
     return bool(route.steps) and route.steps[-1].kind == "all_gather"
 
 
-def _ways(problem: Problem, axes: tuple[str, ...], sizes: Sizes) -> Iterator[Way]:
+def _ways(matmul: Matmul, axes: tuple[str, ...], sizes: Sizes) -> Iterator[Way]:
     # Every sharding of a with every one of b that splits the contraction alike: what depends on one of them alone is
     # worked out beforehand, or three axes would take a second.
-    a_name, b_name, c_name = problem.names
-    contraction = problem.contraction
-    places = [_places(operand, problem.c.names) for operand in (problem.a, problem.b)]
-    contracted = [_places(operand, contraction) for operand in (problem.a, problem.b)]
+    a_name, b_name, c_name = matmul.names
+    contraction = matmul.contraction
+    places = [_places(operand, matmul.c.names) for operand in (matmul.a, matmul.b)]
+    contracted = [_places(operand, contraction) for operand in (matmul.a, matmul.b)]
     # Which of the result's dims come from b; the others are a's.
     from_b = [place >= 0 for place in places[1]]
     results = {
         (tuple(dim.axes for dim in c.dims), c.partial): route
-        for c, route in result_routes(problem.c, c_name, axes, sizes).items()
+        for c, route in result_routes(matmul.c, c_name, axes, sizes).items()
     }
     by_contraction: dict[tuple[tuple[str, ...], ...], list[tuple[_Axes, int, Route]]] = {}
-    for b, route in operand_routes(problem.b, b_name, axes, sizes).items():
+    for b, route in operand_routes(matmul.b, b_name, axes, sizes).items():
         split = _axes_at(b, contracted[1])
         columns = prod(sizes.shard(dim.name, dim.axes) for dim in b.dims if dim.name not in contraction)
         by_contraction.setdefault(split, []).append((_axes_at(b, places[1]), columns, route))
-    for a, a_route in operand_routes(problem.a, a_name, axes, sizes).items():
+    for a, a_route in operand_routes(matmul.a, a_name, axes, sizes).items():
         split = _axes_at(a, contracted[0])
         partial = tuple(sorted(axis for each in split for axis in each))
         a_axes, a_numel = _axes_at(a, places[0]), sizes.numel(a)
@@ -186,7 +186,7 @@ def _in_order(ways: Iterable[Way], price: Callable[[Way], tuple[float, ...]]) ->
         yield from sorted((way for _, way in alike), key=lambda way: way.ties)
 
 
-def _priced(problem: Problem, way: Way, sizes: Sizes) -> Way:
+def _priced(matmul: Matmul, way: Way, sizes: Sizes) -> Way:
     """The same steps with what they cost for other sizes."""
 
     def priced(tensor: Tensor, route: Route, fusable: int) -> tuple[Route, Tensor]:
@@ -198,9 +198,9 @@ def _priced(problem: Problem, way: Way, sizes: Sizes) -> Way:
         hidden = sent[fusable] if route.fusable else 0
         return replace(route, cost=total + starts * sizes.start_bytes, sent=total, exposed=total - hidden), tensor
 
-    a_route, a = priced(problem.a, way.a, -1)
-    b_route, b = priced(problem.b, way.b, -1)
-    c_route, _ = priced(product(a, b, problem.c.names), way.c, 0)
+    a_route, a = priced(matmul.a, way.a, -1)
+    b_route, b = priced(matmul.b, way.b, -1)
+    c_route, _ = priced(product(a, b, matmul.c.names), way.c, 0)
     return Way(a_route, b_route, c_route, flops(a, b, sizes))
 
 

@@ -16,11 +16,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from ..errors import NotationError
 from ..shards import check_count, check_number
-from .candidates import Problem, choose, product
+from .candidates import Matmul, choose, product
 from .notation import Dim, Spec, Tensor, parse
 from .redistribute import Sizes, Step, moved
 
@@ -41,21 +41,7 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
-class Op:
-    """The operator that runs a plan's matmul, with its fused collective if it has one.
-
-    dim: what all_gather_matmul gathers (0 the rows of its first operand, 1 the contraction) or matmul_reduce_scatter
-    scatters (0 the rows of the result, 1 its columns), batch dims counting as rows; None for the others. transposed:
-    the gathered operand is the second, so the operator runs C.T = B.T @ A.T, in which it is the first.
-    """
-
-    name: Literal["matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
-    dim: int | None = None
-    transposed: bool = False
-
-
-@dataclass(frozen=True)
-class MatmulPlan(Problem):
+class MatmulPlan(Matmul):
     """The steps of one matmul, in the order in which they run, a fused one next to the matmul."""
 
     steps: tuple[Step, ...]
@@ -71,30 +57,13 @@ class MatmulPlan(Problem):
         """The collective that runs inside the matmul."""
         return next((step for step in self.collectives if step.fused), None)
 
-    @cached_property
-    def op(self) -> Op:
-        step = self.fused
-        if step is None:
-            return Op("matmul")
-        if step.kind == "all_gather":
-            return Op("all_gather_matmul", int(step.dim in self.contraction), step.tensor == self.names[1])
-        if step.kind == "reduce_scatter":
-            return Op("matmul_reduce_scatter", int(step.dim in self.b.names))
-        return Op("matmul_all_reduce")
-
     def stages(self, done: tuple[Step, ...] = ()) -> Stages:
         """The steps to run before the matmul, the one fused with it, and those after it, less those that are `done`."""
-        if done not in self._stages:
-            todo = [(step, prior[0]) for step, prior, _ in self.walk() if replace(step, fused=False) not in done]
-            at = next(i for i, (step, _) in enumerate(todo) if step.kind == "matmul")
-            plain = [[each for each in part if not each[0].fused] for part in (todo[:at], todo[at + 1 :])]
-            fused = next((each for each in todo if each[0].fused and each[0].is_collective), None)
-            self._stages[done] = tuple(plain[0]), fused, tuple(plain[1])
-        return self._stages[done]
-
-    @cached_property
-    def _stages(self) -> dict[tuple[Step, ...], Stages]:
-        return {}
+        todo = [(step, prior[0]) for step, prior, _ in self.walk() if replace(step, fused=False) not in done]
+        at = next(i for i, (step, _) in enumerate(todo) if step.kind == "matmul")
+        before, after = ([each for each in part if not each[0].fused] for part in (todo[:at], todo[at + 1 :]))
+        fused = next((each for each in todo if each[0].fused and each[0].is_collective), None)
+        return tuple(before), fused, tuple(after)
 
     @cached_property
     def _hash(self) -> int:
@@ -250,7 +219,7 @@ def _plan(spec: Spec, sizes: Sizes | None, flops_per_byte: float) -> Plan:
     usual = Sizes.of(alike, dict.fromkeys(spec.mesh_axes, 4), 1, start_bytes=length**3)
 
     def matmul(names: tuple[str, str, str], a: Tensor, b: Tensor, c: Tensor) -> MatmulPlan:
-        way, reason, rejected = choose(Problem(names, a, b, c), spec.mesh_axes, usual, sizes, flops_per_byte)
+        way, reason, rejected = choose(Matmul(names, a, b, c), spec.mesh_axes, usual, sizes, flops_per_byte)
         return MatmulPlan(names, a, b, c, way.sequence(names[2]), reason, rejected)
 
     return Plan(
