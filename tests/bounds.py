@@ -5,7 +5,7 @@ where it should not.
     with Bounds() as bounds: ...            # or, in a rank process, watch() and later unwatch()
 
 Operands are taken element by element, so what lies between the rows of a slice is outside; only what a kernel is given
-as `c_ptr` or `out_ptr` may be stored to. A kernel reaches the arenas, and the host block, of the workspace whose table
+as `c` or `out` may be stored to. A kernel reaches the arenas, and the host block, of the workspace whose table
 of peers it was given, and no other. Lanes that are masked off touch nothing.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorH
 
 from fusedtp.workspaces.workspace import Workspace
 
-OUTPUTS = ("c_ptr", "out_ptr")
+OUTPUTS = ("c", "out")
 
 Addresses = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -138,13 +138,14 @@ class Bounds:
     def _begin(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # What this launch may touch.
         names = inspect.getfullargspec(kernel).args
-        tensors = {name: x for name, x in (*zip(names, args, strict=False), *kwargs.items()) if isinstance(x, Tensor)}
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        tensors = dict(_tensors(given))
         self._kernel = kernel.__name__
         self._loaded = [_Operand(name, x) for name, x in tensors.items()]
         self._stored = [each for each in self._loaded if each.name in OUTPUTS]
         self._regions = []
-        if "peers" in tensors:
-            ws = self._workspaces[tensors["peers"].data_ptr()]
+        if "group" in given:
+            ws = self._workspaces[given["group"].peers.data_ptr()]
             size = ws.data_offset + 2 * ws.half_bytes
             self._regions = [(begin, begin + size) for begin in ws.addresses]
             self._regions.append((ws.host_block.data_ptr(), ws.host_block.data_ptr() + 4 * signal.HOST_WORDS))
@@ -169,6 +170,14 @@ class Bounds:
                 f"{self._kernel} {does} {itemsize} bytes at {left[0]:#x}, one of {left.size} places of {at.size} "
                 f"outside its operands ({', '.join(each.name for each in operands)}) and the arenas"
             )
+
+
+def _tensors(given: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    # Of what a kernel is given, also in its named tuples: what a matrix points to has the matrix' name.
+    for name, value in given.items():
+        for field, each in value._asdict().items() if hasattr(value, "_asdict") else (("ptr", value),):
+            if isinstance(each, Tensor):
+                yield name if field == "ptr" else f"{name}.{field}", each
 
 
 def _itemsize(ptrs: Any) -> int:

@@ -13,21 +13,23 @@ from fusedtp.kernels.launch import INTERPRETER
 from triton.runtime.errors import InterpreterError
 
 from fusedtp.memory.local import local_memories
-from fusedtp.schedules import fused
 from fusedtp.schedules.phases import run_together
 from fusedtp.shards import even_sizes
 from fusedtp.workspaces.workspace import Workspace
 
+from . import direct
 from .bounds import Bounds, checked
 from .protocol.live import live
 from .protocol.mutants import Edit, Mutant, planted
 from .test_ops_local import CPU, problem
 
+NO_BIAS = matmul.epilogue_of(None, per_row=False)
+
 # Of each: what is said, the op it shows on, and the edit.
 PLANTED = [
     (
         "_gather_matmul_kernel stores 4 bytes", "gather rows",
-        Edit(matmul, "store_rows", "(offs_n < ctx.N)[None", "(offs_n <= ctx.N)[None"),
+        Edit(matmul, "store_rows", "(offs_n < ctx.b.N)[None", "(offs_n <= ctx.b.N)[None"),
     ),
     (
         # The next column of another rank's shard, between the rows of this one.
@@ -75,11 +77,11 @@ def test_between_the_rows_of_a_slice_is_outside() -> None:
     a, b = torch.randn(5, 7), torch.randn(7, 3)
     c = torch.zeros(5, 2 * 3)[:, :3]
     with Bounds() as bounds:
-        matmul.matmul(a, b, c, None, config=INTERPRETER, upcast=True)
+        matmul.matmul(a, b, c, NO_BIAS, config=INTERPRETER, upcast=True)
         assert bounds.accesses > 0
-        stride = Edit(matmul, "store_rows", "* ctx.stride_cm", "* ctx.N")
+        stride = Edit(matmul, "store_rows", "* ctx.c.stride_m", "* ctx.b.N")
         with planted(Mutant("", "", (stride,))), pytest.raises(InterpreterError, match="one of 6 places of 15 outside"):
-            matmul.matmul(a, b, c, None, config=INTERPRETER, upcast=True)
+            matmul.matmul(a, b, c, NO_BIAS, config=INTERPRETER, upcast=True)
 
 
 @pytest.mark.parametrize(
@@ -94,12 +96,12 @@ def test_a_descriptor_that_is_too_large_is_found(says: str, old: str, new: str) 
     c = torch.zeros(40, 16).bfloat16()
     config = replace(INTERPRETER, descriptors=True)
     with Bounds() as bounds:
-        matmul.matmul(a, b, c, None, config=config, upcast=True)
+        matmul.matmul(a, b, c, NO_BIAS, config=config, upcast=True)
         # Both operands and the result, in one tile.
         assert bounds.accesses == 40 * 20 + 20 * 16 + 40 * 16
         larger = Edit(descriptors, "described_left", old, new)
         with planted(Mutant("", "", (larger,))), pytest.raises(InterpreterError, match=says):
-            matmul.matmul(a, b, c, None, config=config, upcast=True)
+            matmul.matmul(a, b, c, NO_BIAS, config=config, upcast=True)
 
 
 # M, N, K, every rank's length of what is gathered, and which dims are: M (0), K (1) or both in turn.
@@ -114,14 +116,16 @@ def run_hinted(M: int, N: int, K: int, sizes: tuple[int, ...], dims: tuple[int, 
     for dim, transposed in itertools.product(dims, (False, True)):
         shards = [part.contiguous() for part in a.split(sizes, dim)]
         for out in run_together([
-            fused.gather_matmul_phases(ws, shards[ws.rank], b, None, dim, sizes, transposed=transposed, split=True)
+            direct.phases(
+                "all_gather_matmul", ws, shards[ws.rank], b, dim=dim, sizes=sizes, transposed=transposed, split=True
+            )
             for ws in ranks
         ]):  # fmt: skip
             torch.testing.assert_close(out.t() if transposed else out, a @ b)
     columns, inner = even_sizes(M, len(sizes)), even_sizes(K, len(sizes))
     left, right = b.t().split(inner, 1), a.t().split(inner)
     outs = run_together([
-        fused.matmul_scatter_phases(ws, left[ws.rank], right[ws.rank], None, 1, columns) for ws in ranks
+        direct.phases("matmul_reduce_scatter", ws, left[ws.rank], right[ws.rank], dim=1, sizes=columns) for ws in ranks
     ])  # fmt: skip
     torch.testing.assert_close(torch.cat(outs, 1), (a @ b).t())
     for ws in ranks:
@@ -147,11 +151,11 @@ def test_hints_are_true(lengths: Lengths) -> None:
     [
         # The chunks of the contraction say nothing about the rows.
         ("_gather_matmul_kernel takes 41", (41, 16, 96, (64, 16, 16), (1,)),
-            Edit(gather_matmul, "_store_gathered", "ctx.ROWS_ALIGNED", "ctx.ALIGNED")),
+            Edit(gather_matmul, "_store_gathered", "ctx.chunks.ROWS_ALIGNED", "ctx.chunks.ALIGNED")),
         ("_gather_matmul_kernel takes 17", (97, 16, 97, (48, 32, 17), (0,)),
-            Edit(gather_matmul, "_store_gathered", "ctx.ROWS_ALIGNED", "True")),
+            Edit(gather_matmul, "_store_gathered", "ctx.chunks.ROWS_ALIGNED", "True")),
         ("_gather_matmul_kernel takes 25", (41, 16, 41, (9, 16, 16), (0,)),
-            Edit(gather_matmul, "_row", "if ctx.ROWS_ALIGNED", "if True")),
+            Edit(gather_matmul, "_row", "if ctx.chunks.ROWS_ALIGNED", "if True")),
         ("_reduce_kernel takes 14", (41, 16, 96, (64, 16, 16), (1,)),
             Edit(reduce, "_reduce_programs", "if ALIGNED", "if True")),
     ],

@@ -1,11 +1,24 @@
-"""Bytes that the kernels store into peers' arenas, counted by the kernels, against the closed forms."""
+"""Bytes that the kernels store into peers' arenas, counted where they are stored, against the closed forms."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
 import pytest
 import torch
 from fusedtp.bench.ranks import RankPool
+from torch import Tensor
 from torch.distributed import ProcessGroup
+from triton.runtime.interpreter import InterpreterBuilder
+
+from fusedtp.workspaces import registry
+from fusedtp.workspaces.workspace import Workspace
+
+from . import direct
 
 ROWS, COLS, ITEMSIZE = 24, 40, 4  # 24 rows split evenly over 2, 3 and 4 ranks
 BUFFER = ROWS * COLS * ITEMSIZE
@@ -28,49 +41,45 @@ FORMS = {
 }
 
 
-def sent(group: ProcessGroup) -> dict[tuple[str, str], int]:
-    from fusedtp.schedules import fused
-    from fusedtp.workspaces import registry
+@contextlib.contextmanager
+def counting(ws: Workspace) -> Iterator[list[int]]:
+    """A list of one number: the bytes that kernels store into the halves of the peers' arenas."""
+    count, store = [0], InterpreterBuilder.create_masked_store
+    num_bytes = 2 * ws.half_bytes
+    peers = [ws.addresses[rank] + ws.data_offset for rank in range(ws.world_size) if rank != ws.rank]
 
+    def counted(self: Any, ptrs: Any, value: Any, mask: Any, *args: Any) -> Any:
+        at = ptrs.data[np.broadcast_to(np.asarray(mask.data), ptrs.data.shape)].astype(np.int64)
+        there = sum(int(((at >= begin) & (at < begin + num_bytes)).sum()) for begin in peers)
+        count[0] += there * value.data.dtype.itemsize
+        return store(self, ptrs, value, mask, *args)
+
+    with mock.patch.object(InterpreterBuilder, "create_masked_store", counted):
+        yield count
+
+
+def sent(group: ProcessGroup) -> dict[tuple[str, str], int]:
     n = group.size()
     rows, cols = (ROWS // n,) * n, (COLS // n + 1,) * (COLS % n) + (COLS // n,) * (n - COLS % n)
     whole, shard = torch.randn(ROWS, COLS), torch.randn(ROWS // n, COLS)
     narrow = torch.randn(ROWS, cols[group.rank()])
     left, right = torch.randn(ROWS, 16), torch.randn(16, COLS)
-    calls = {
-        ("all_gather_matmul", "rows"): lambda: fused.all_gather_matmul(
-            shard, torch.randn(COLS, 8), None, gather_dim=0, sizes=rows, group=group
-        ),
-        ("all_gather_matmul", "contraction"): lambda: fused.all_gather_matmul(
-            narrow, torch.randn(COLS, 8), None, gather_dim=1, sizes=cols, group=group
-        ),
-        ("matmul_reduce_scatter", "rows"): lambda: fused.matmul_reduce_scatter(
-            left, right, None, scatter_dim=0, sizes=rows, group=group
-        ),
-        ("matmul_reduce_scatter", "columns"): lambda: fused.matmul_reduce_scatter(
-            right.t(), left.t(), None, scatter_dim=1, sizes=rows, group=group
-        ),
+    given: dict[tuple[str, str], tuple[tuple[Tensor, ...], dict[str, Any]]] = {
+        ("all_gather_matmul", "rows"): ((shard, torch.randn(COLS, 8)), {"sizes": rows}),
+        ("all_gather_matmul", "contraction"): ((narrow, torch.randn(COLS, 8)), {"sizes": cols, "dim": 1}),
+        ("matmul_reduce_scatter", "rows"): ((left, right), {"sizes": rows}),
+        ("matmul_reduce_scatter", "columns"): ((right.t(), left.t()), {"sizes": rows, "dim": 1}),
     }
-    for op, algorithm in FORMS:
-        if op == "all_gather":
-            calls[op, algorithm] = lambda a=algorithm: fused.all_gather(shard, sizes=rows, group=group, algorithm=a)
-        elif op == "reduce_scatter":
-            calls[op, algorithm] = lambda a=algorithm: fused.reduce_scatter(whole, sizes=rows, group=group, algorithm=a)
-        elif op == "all_reduce":
-            calls[op, algorithm] = lambda a=algorithm: fused.all_reduce(whole, group=group, algorithm=a)
-        elif op == "matmul_all_reduce":
-            calls[op, algorithm] = lambda a=algorithm: fused.matmul_all_reduce(
-                left, right, None, group=group, algorithm=a
-            )
-    ws = registry.get(group, torch.device("cpu"))
+    operands = {"all_gather": (shard,), "matmul_all_reduce": (left, right)}
     counts = {}
-    ws.count_bytes = True
-    for key, call in calls.items():
-        ws.require(1 << 18, 256)
-        ws.bytes_sent()
-        call()
-        counts[key] = ws.bytes_sent()
-    ws.count_bytes = False
+    for op, form in FORMS:
+        options: dict[str, Any] = {"algorithm": form} | ({} if op.endswith("all_reduce") else {"sizes": rows})
+        tensors, options = given.get((op, form), (operands.get(op, (whole,)), options))
+        # Once before: then the arenas have room.
+        for _ in range(2):
+            with counting(registry.get(group, torch.device("cpu"))) as count:
+                direct.run(op, "fused", group, *tensors, **options)
+        counts[op, form] = count[0]
     return counts
 
 

@@ -10,16 +10,17 @@ import pytest
 import torch
 from fusedtp.kernels.configs import Config
 from fusedtp.kernels.descriptors import read_by
-from fusedtp.kernels.matmul import matmul
+from fusedtp.kernels.matmul import epilogue_of, matmul
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
 from fusedtp import reference
 from fusedtp.memory.local import local_memories
-from fusedtp.schedules import fused, fused_collectives
-from fusedtp.schedules.phases import Phases, run_together
+from fusedtp.schedules import fused
+from fusedtp.schedules.phases import run_together
 from fusedtp.workspaces.workspace import Workspace
 
+from . import direct
 from .bounds import Bounds
 
 CPU = torch.device("cpu")
@@ -75,7 +76,7 @@ def test_a_matmul_reads_alike(loads: list[int], a_by: str, b_by: str) -> None:
 
 def matmul_of(a: Tensor, b: Tensor, bias: Tensor, config: Config) -> Tensor:
     out = a.new_empty(M, N)
-    matmul(a, b, out, bias, config=config, upcast=True)
+    matmul(a, b, out, epilogue_of(bias, per_row=False), config=config, upcast=True)
     return out
 
 
@@ -105,12 +106,12 @@ def gathered(dim: int, sizes: tuple[int, ...], strided: bool, config: Config, dt
     ranks = [Workspace(memory, CPU) for memory in local_memories(len(sizes), CPU)]
     outs: list[Tensor] = []
 
-    def phases(ws: Workspace) -> Phases:
-        return fused.gather_matmul_phases(ws, shards[ws.rank], b, bias, dim, sizes, split=True)
-
-    with mock.patch.object(fused_collectives, "config_for", return_value=config):
+    with mock.patch.object(fused, "config_for", return_value=config):
         for _ in range(2):
-            started = [phases(ws) for ws in ranks]
+            started = [
+                direct.phases("all_gather_matmul", ws, shards[ws.rank], b, bias, dim=dim, sizes=sizes, split=True)
+                for ws in ranks
+            ]
             for each in started:
                 next(each)
             for ws in ranks:
@@ -157,8 +158,10 @@ def test_a_scatter_reads_alike(loads: list[int]) -> None:
 
     def run(config: Config) -> Tensor:
         ranks = [Workspace(memory, CPU) for memory in local_memories(3, CPU)]
-        with mock.patch.object(fused_collectives, "config_for", return_value=config):
-            outs = run_together([fused.matmul_scatter_phases(ws, *mine[ws.rank], bias, 0, sizes) for ws in ranks])
+        with mock.patch.object(fused, "config_for", return_value=config):
+            outs = run_together([
+                direct.phases("matmul_reduce_scatter", ws, *mine[ws.rank], bias, sizes=sizes) for ws in ranks
+            ])  # fmt: skip
         for ws in ranks:
             ws.check()
             ws.close()
