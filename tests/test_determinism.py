@@ -10,6 +10,7 @@ other bits, which a test asserts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -19,9 +20,11 @@ from fusedtp.bench.ranks import RankPool
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fusedtp import ops, reference
+from fusedtp import reference
 from fusedtp.schedules import decomposed
 from fusedtp.shards import even_sizes
+
+from . import direct
 
 DTYPES = ["float32", "bfloat16", "float16"]
 SUMMING = ["fused", "decomposed"]
@@ -103,8 +106,13 @@ def test_the_operands_tell_orders_apart(dtype: str) -> None:
         assert not torch.equal(other, right), name
 
 
+def one(schedule: str, group: ProcessGroup, op: str, *operands: Tensor | None, **options: Any) -> Tensor:
+    """The result of a task."""
+    return direct.one(op, schedule, group, *operands, **options)
+
+
 def sums_are_literal(group: ProcessGroup, schedule: str, dtype: str) -> None:
-    rank, world_size, name = group.rank(), group.size(), group.group_name
+    rank, world_size, run = group.rank(), group.size(), partial(one, schedule, group)
     a, b, bias = exact_operands(world_size, getattr(torch, dtype))
     parts = partials(a, b)
     rows, cols = even_sizes(M, world_size), even_sizes(N, world_size)
@@ -112,24 +120,25 @@ def sums_are_literal(group: ProcessGroup, schedule: str, dtype: str) -> None:
     mine = a[rank], b[rank]
     for dim, sizes in ((0, rows), (1, cols)):
         for each, whole in ((bias, with_bias), (None, without)):
-            out = ops.matmul_reduce_scatter(*mine, each, dim, sizes, rank, name, schedule)
+            out = run("matmul_reduce_scatter", *mine, each, dim=dim, sizes=sizes)
             same_bits(out, reference.chunk(whole, dim, rank, sizes), f"matmul_reduce_scatter, dim {dim}")
     same_bits(
-        ops.reduce_scatter(parts[rank], rows, rank, name, schedule, "direct"),
+        run("reduce_scatter", parts[rank], sizes=rows, algorithm="direct"),
         reference.chunk(without, 0, rank, rows), "reduce_scatter",
     )  # fmt: skip
     for algorithm in ("one_shot", "two_shot", "auto"):
-        same_bits(ops.matmul_all_reduce(*mine, bias, name, schedule, algorithm), with_bias, f"{algorithm} of a matmul")
-        same_bits(ops.all_reduce(parts[rank], name, schedule, algorithm), without, algorithm)
+        out = run("matmul_all_reduce", *mine, bias, algorithm=algorithm)
+        same_bits(out, with_bias, f"{algorithm} of a matmul")
+        same_bits(run("all_reduce", parts[rank], algorithm=algorithm), without, algorithm)
     # What is gathered is not summed over ranks: one exact product, the bias, one rounding, whichever dim is gathered.
     bias = bias / SMALL
     exact = [a_r.float() @ b[0].float() + bias.float() for a_r in a[::2]]
-    out = ops.all_gather_matmul(a[rank // 2 * 2], b[0], bias, 0, (M,) * world_size, name, schedule)
+    out = run("all_gather_matmul", a[rank // 2 * 2], b[0], bias, sizes=(M,) * world_size)
     rows = [exact[peer // 2] for peer in range(world_size)]
     same_bits(out, torch.cat(rows).to(bias.dtype), f"{schedule} all_gather_matmul, rows")
     k_sizes = even_sizes(K_R, world_size)
     a_shard_k = reference.chunk(a[0], 1, rank, k_sizes)
-    out = ops.all_gather_matmul(a_shard_k, b[0], bias, 1, k_sizes, name, schedule)
+    out = run("all_gather_matmul", a_shard_k, b[0], bias, dim=1, sizes=k_sizes)
     same_bits(out, exact[0].to(bias.dtype), f"{schedule} all_gather_matmul, contraction")
 
 
@@ -150,7 +159,7 @@ def by_chunk(group: ProcessGroup, check: Callable[..., Any], *arguments: Any) ->
 
 def random_calls(group: ProcessGroup, schedule: str, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
     """Every op on random operands: rank 0 has none, the contraction is longer than a tile."""
-    rank, world_size, name = group.rank(), group.size(), group.group_name
+    rank, world_size, run = group.rank(), group.size(), partial(partial, one, schedule, group)
     random = torch.Generator().manual_seed(5)
     a, b = (torch.randn(shape, generator=random).to(dtype) for shape in ((34, 83), (83, 29)))
     bias = torch.randn(29, generator=random).to(dtype)
@@ -160,20 +169,20 @@ def random_calls(group: ProcessGroup, schedule: str, dtype: torch.dtype) -> dict
     b_shard_k, x = reference.chunk(b, 0, rank, k_sizes), parts[rank]
     mine = a_shard_k, b_shard_k, bias
     calls = {
-        "all_gather_matmul 0": lambda: ops.all_gather_matmul(a_shard_m, b, bias, 0, m_sizes, name, schedule),
-        "all_gather_matmul 1": lambda: ops.all_gather_matmul(a_shard_k, b, bias, 1, k_sizes, name, schedule),
-        "matmul_reduce_scatter 0": lambda: ops.matmul_reduce_scatter(*mine, 0, m_sizes, rank, name, schedule),
-        "matmul_reduce_scatter 1": lambda: ops.matmul_reduce_scatter(*mine, 1, n_sizes, rank, name, schedule),
-        "all_gather": lambda: ops.all_gather(a_shard_m, m_sizes, rank, name, schedule, "auto"),
-        "reduce_scatter": lambda: ops.reduce_scatter(x, m_sizes, rank, name, schedule, "direct"),
-    }  # fmt: skip
+        "all_gather_matmul 0": run("all_gather_matmul", a_shard_m, b, bias, sizes=m_sizes),
+        "all_gather_matmul 1": run("all_gather_matmul", a_shard_k, b, bias, dim=1, sizes=k_sizes),
+        "matmul_reduce_scatter 0": run("matmul_reduce_scatter", *mine, sizes=m_sizes),
+        "matmul_reduce_scatter 1": run("matmul_reduce_scatter", *mine, dim=1, sizes=n_sizes),
+        "all_gather": run("all_gather", a_shard_m, sizes=m_sizes),
+        "reduce_scatter": run("reduce_scatter", x, sizes=m_sizes, algorithm="direct"),
+    }
     for each in ("one_shot", "two_shot"):
-        calls[f"matmul_all_reduce {each}"] = lambda each=each: ops.matmul_all_reduce(*mine, name, schedule, each)
-        calls[f"all_reduce {each}"] = lambda each=each: ops.all_reduce(x, name, schedule, each)
+        calls[f"matmul_all_reduce {each}"] = run("matmul_all_reduce", *mine, algorithm=each)
+        calls[f"all_reduce {each}"] = run("all_reduce", x, algorithm=each)
     if schedule == "fused":
-        calls["all_gather ring"] = lambda: ops.all_gather(a_shard_m, m_sizes, rank, name, schedule, "ring")
-        calls["reduce_scatter ring"] = lambda: ops.reduce_scatter(x, m_sizes, rank, name, schedule, "ring")
-        calls["all_reduce ring"] = lambda: ops.all_reduce(x, name, schedule, "ring")
+        calls["all_gather ring"] = run("all_gather", a_shard_m, sizes=m_sizes, algorithm="ring")
+        calls["reduce_scatter ring"] = run("reduce_scatter", x, sizes=m_sizes, algorithm="ring")
+        calls["all_reduce ring"] = run("all_reduce", x, algorithm="ring")
     return calls
 
 

@@ -21,11 +21,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fusedtp import blas, ops, reference
-from fusedtp.schedules import decomposed, fused_collectives, transport
+from fusedtp import reference
+from fusedtp.schedules import decomposed, fused, transport
 from fusedtp.shards import even_sizes
 from fusedtp.workspaces import registry
-from fusedtp.workspaces.steps import DeviceSteps
+from fusedtp.workspaces.steps import DeviceSteps, HostSteps
+from fusedtp.workspaces.workspace import Workspace
+
+from . import direct
 
 pytestmark = pytest.mark.usefixtures("within_bounds")
 
@@ -126,19 +129,17 @@ class Operands:
         self.b = self.b if self.b is None else laid_out(self.b, layout_b)
 
     def issue(self, group: ProcessGroup) -> Tensor:
-        """The registered op on these operands."""
-        call, rank, name = self.call, group.rank(), group.group_name
-        if call.op == "all_gather_matmul":
-            sizes = call.m_sizes if call.option == 0 else call.k_sizes
-            return ops.all_gather_matmul(self.a, self.b, self.bias, call.option, sizes, name, call.schedule)
-        if call.op == "matmul_reduce_scatter":
-            sizes = call.m_sizes if call.option == 0 else call.n_sizes
-            return ops.matmul_reduce_scatter(self.a, self.b, self.bias, call.option, sizes, rank, name, call.schedule)
-        if call.op == "matmul_all_reduce":
-            return ops.matmul_all_reduce(self.a, self.b, self.bias, name, call.schedule, call.option)
-        if call.op == "all_reduce":
-            return ops.all_reduce(self.a, name, call.schedule, call.option)
-        return getattr(ops, call.op)(self.a, call.m_sizes, rank, name, call.schedule, call.option)
+        """The task on these operands."""
+        call, options = self.call, {}
+        if isinstance(call.option, str):
+            options["algorithm"] = call.option
+        elif call.option == 1:
+            options["dim"] = 1
+        if not call.op.endswith("all_reduce"):
+            others = call.k_sizes if call.op.startswith("all_gather") else call.n_sizes
+            options["sizes"] = others if call.option == 1 else call.m_sizes
+        operands = (self.a,) if self.b is None else (self.a, self.b, self.bias)
+        return direct.one(call.op, call.schedule, group, *operands, **options)
 
     def check(self, out: Tensor, name: str) -> None:
         reference.check(out, self.expected, self.allowed, name)
@@ -168,18 +169,12 @@ def _small_enough(rows: int, cols: int, *_: object, **__: object) -> bool:
 
 @contextlib.contextmanager
 def running_as(group: ProcessGroup, flavour: str) -> Iterator[None]:
-    """Ways to run the same schedules.
-
-    Other tiles, any chunk by chunk, multiplied by NumPy whatever the size, as on a GPU (pushing, its steps as kernels).
-    """
+    """Ways to run the same schedules: other tiles, any chunk by chunk, as on a GPU (pushing, its steps as kernels)."""
     with contextlib.ExitStack() as stack:
         if flavour == "small tiles":
-            stack.enter_context(mock.patch.object(fused_collectives, "config_for", return_value=SMALL_TILES))
+            stack.enter_context(mock.patch.object(fused, "config_for", return_value=SMALL_TILES))
             # `auto` has both its choices at the sizes drawn here.
             stack.enter_context(mock.patch.object(transport, "one_shot_wins", _small_enough))
-        elif flavour == "by NumPy":
-            stack.enter_context(mock.patch.object(blas, "_chosen", return_value=True))
-            stack.enter_context(mock.patch.multiple(blas, SHORTEST=1, SHORTEST_BY_COLUMNS=1, FEWEST=1))
         elif flavour != "plain":
             # Few rows would be multiplied at once.
             stack.enter_context(mock.patch.object(decomposed, "FEW_ROWS", 0))
@@ -187,8 +182,22 @@ def running_as(group: ProcessGroup, flavour: str) -> Iterator[None]:
             ws = registry.get(group, CPU)
             stack.enter_context(mock.patch.object(ws, "in_place", False))
             if flavour == "pushed by kernels":
-                stack.enter_context(mock.patch.object(ws, "steps", lambda op: DeviceSteps(ws, op)))
+                stack.enter_context(by_kernels(ws))
         yield
+
+
+@contextlib.contextmanager
+def by_kernels(ws: Workspace) -> Iterator[None]:
+    """The host's steps are those of a GPU."""
+    steps = ws.steps
+    assert isinstance(steps, HostSteps)
+    ws.steps = DeviceSteps(ws)
+    try:
+        yield
+    finally:
+        # The workspace may have grown.
+        steps.reach(ws.addresses)
+        ws.steps = steps
 
 
 def run_calls(group: ProcessGroup, calls: Sequence[Call], flavour: str, fresh: bool) -> None:
@@ -257,8 +266,7 @@ def run_every_variant(pool: RankPool, schedule: str, dtype: str, world_size: int
     variants = data.draw(st.permutations(VARIANTS[schedule]))
     drawn = [data.draw(calls(world_size, schedule, dtype, each, lengths_for(dtype))) for each in variants]
     twice = [again for each in drawn for again in (each, replace(each, seed=each.seed + 1))]
-    flavours = ["plain", *(["by chunk"] if schedule == "decomposed" else [])]
-    for flavour in flavours if dtype != "float32" or schedule == "fused" else [*flavours, "by NumPy"]:
+    for flavour in ("plain", "by chunk") if schedule == "decomposed" else ("plain",):
         pool.run(run_calls, twice, flavour, data.draw(st.booleans()), world_size=world_size, timeout=400.0)
 
 
@@ -305,16 +313,15 @@ def test_decomposed_as_on_a_gpu(pool: RankPool, flavour: str, world_size: int, d
 def collectives(group: ProcessGroup) -> set[str]:
     """What `unfused` asks of the backend, by the names of c10d's operators."""
     x, sizes = torch.ones(4 * group.size(), 3), (4,) * group.size()
-    rank, name = group.rank(), group.group_name
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
-        ops.all_gather(x[:4], sizes, rank, name, "unfused", "auto")
-        ops.reduce_scatter(x, sizes, rank, name, "unfused", "auto")
-        ops.all_reduce(x, name, "unfused", "auto")
+        direct.one("all_gather", "unfused", group, x[:4], sizes=sizes)
+        direct.one("reduce_scatter", "unfused", group, x, sizes=sizes)
+        direct.one("all_reduce", "unfused", group, x)
     return {event.name for event in profiled.events() if event.name.startswith("c10d::")}
 
 
 def test_unfused_ends_nothing_under_a_long_name(pool: RankPool) -> None:
-    """See `unfused._start_gather`. A scatter is an all-reduce to gloo, whatever it is called here."""
+    """See `unfused.Gather.start`. A scatter is an all-reduce to gloo, whatever it is called here."""
     for names in pool.run(collectives, world_size=2):
         assert {"c10d::_allgather_base_", "c10d::allreduce_"} <= names
         assert not {"c10d::allgather_into_tensor_coalesced_", "c10d::allreduce_coalesced_"} & names

@@ -9,7 +9,7 @@ any processor, while arenas and fresh memory hold nothing but NaN.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -23,9 +23,9 @@ from fusedtp.bench.ranks import RankPool
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fusedtp import blas
-from fusedtp.schedules import decomposed, transport
-from fusedtp.workspaces import registry
+from fusedtp.schedules import decomposed
+from fusedtp.schedules.verbs import Product
+from fusedtp.workspaces import registry, stale
 
 STEP = 32
 CPU = torch.device("cpu")
@@ -52,28 +52,26 @@ def leak(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 @contextmanager
 def leaking() -> Iterator[list[int]]:
-    """Every matmul of `blas` multiplies padding too. Counted are the narrow ones, and those of them out of an arena."""
+    """Every matmul of torch multiplies padding too. Counted are the narrow ones, and those of them out of an arena."""
     counts = [0, 0]
-    right = blas.mm, blas.mm_into, blas.add_mm_into
+    right_mm, right_addmm, right_addmm_ = torch.mm, torch.addmm, Tensor.addmm_
 
-    def into(which: int) -> Callable[..., None]:
-        def call(a: Tensor, b: Tensor, out: Tensor, *bias: Any) -> None:
-            right[which](a, b, out, *bias)
-            watched(a, b, out)
-
-        return call
-
-    def mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-        out = right[0](a, b, bias)
-        watched(a, b, out)
-        return out
-
-    def watched(a: Tensor, b: Tensor, out: Tensor) -> None:
+    def watched(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
         counts[0] += a.dtype != torch.float32
         counts[1] += a.dtype != torch.float32 and any(in_an_arena(each) for each in (a, b))
         leak(a, b, out)
+        return out
 
-    with mock.patch.multiple(blas, mm=mm, mm_into=into(1), add_mm_into=into(2)):
+    def mm(a: Tensor, b: Tensor, **out: Tensor) -> Tensor:
+        return watched(a, b, right_mm(a, b, **out))
+
+    def addmm(bias: Tensor, a: Tensor, b: Tensor, **out: Tensor) -> Tensor:
+        return watched(a, b, right_addmm(bias, a, b, **out))
+
+    def addmm_(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return watched(a, b, right_addmm_(out, a, b))
+
+    with mock.patch.multiple(torch, mm=mm, addmm=addmm), mock.patch.object(Tensor, "addmm_", addmm_):
         yield counts
 
 
@@ -111,25 +109,27 @@ def run(group: ProcessGroup, number: int, schedules: tuple[str, ...], padded: bo
 
     With `padded` what is taken out of an arena has poison beside its rows, and results may be wrong.
     """
-    published, wrong = transport.published, 0
+    add, wrong = decomposed.Gather._add, 0
 
-    def beside_poison(*arguments: Any) -> Tensor:
-        chunk = published(*arguments)
-        wide = chunk.new_full((chunk.shape[0], chunk.shape[1] + 3), float("nan"))
-        wide[:, :-3] = chunk
-        return wide[:, :-3]
+    def beside_poison(product: Product, rows: Tensor, *more: Any) -> None:
+        if in_an_arena(rows):
+            # As it lies there.
+            chunk = rows if rows.stride(1) == 1 else rows.t()
+            wide = chunk.new_full((chunk.shape[0], chunk.shape[1] + 3), float("nan"))
+            wide[:, :-3] = chunk
+            rows = wide[:, :-3] if chunk is rows else wide[:, :-3].t()
+        add(product, rows, *more)
 
-    with (
-        leaking() as counts,
-        mock.patch.multiple(decomposed, published=beside_poison if padded else published),
-        mock.patch.object(transport, "published", beside_poison if padded else published),
-    ):
+    patched = mock.patch.object(decomposed.Gather, "_add", staticmethod(beside_poison if padded else add))
+    with leaking() as counts, patched:
         for call in calls(7, number, group.size(), schedules):
             operands = Operands(call, group.rank())
             # The first makes room: fresh room is zeros. Few rows are multiplied together, more by chunk.
             for few_rows in (decomposed.FEW_ROWS, decomposed.FEW_ROWS, 2):
                 poison(group)
                 with mock.patch.object(decomposed, "FEW_ROWS", few_rows):
+                    # What has been prepared for another one is prepared anew.
+                    stale.changed()
                     results = operands.run(group)
                 try:
                     operands.check(results)
@@ -137,6 +137,7 @@ def run(group: ProcessGroup, number: int, schedules: tuple[str, ...], padded: bo
                     if not padded:
                         raise
                     wrong += 1
+    stale.changed()
     dist.barrier(group=group)
     return [*counts, wrong]
 
@@ -146,9 +147,9 @@ def test_the_model_of_the_library_leaks() -> None:
     wide[:, 5:] = float("nan")
     w = torch.ones(5, 3, dtype=torch.bfloat16)
     with leaking():
-        assert blas.mm(wide[:, :5], w).isnan().sum(1).tolist() == [3, 3, 3, 0]
-        assert blas.mm(wide[:, :5].contiguous(), w).tolist() == [[5.0] * 3] * 4
-        assert blas.mm(w.t(), wide[:, :5].t()).isnan().sum(0).tolist() == [3, 3, 3, 0]
+        assert torch.mm(wide[:, :5], w).isnan().sum(1).tolist() == [3, 3, 3, 0]
+        assert torch.mm(wide[:, :5].contiguous(), w).tolist() == [[5.0] * 3] * 4
+        assert torch.mm(w.t(), wide[:, :5].t()).isnan().sum(0).tolist() == [3, 3, 3, 0]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
