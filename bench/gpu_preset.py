@@ -9,38 +9,40 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from fusedtp.kernels import INTERPRETED, signal
-from fusedtp.kernels.gather_matmul import gather_matmul
-from fusedtp.kernels.launch import Channel, Config, config_for
-from fusedtp.kernels.layout import pitch_of
-from fusedtp.kernels.matmul_scatter import matmul_scatter
+from fusedtp.kernels.gather_matmul import GatherMatmul
+from fusedtp.kernels.launch import Channel, config_for
+from fusedtp.kernels.layout import Layout, pitch_of
+from fusedtp.kernels.matmul import epilogue_of, matmul
+from fusedtp.kernels.matmul_scatter import MatmulScatter
 from torch import Tensor
 
+from fusedtp.op import ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER
+from fusedtp.schedules.fused import num_tiles
 from fusedtp.schedules.producer import piece_rows
 from fusedtp.shards import even_sizes, offsets
 from fusedtp.workspaces import clock
 
-from .gpu_matmul import own, poisoned
 from .oracle import Product
 
-FIRST = signal.FIRST_SLOT.value
 # Not the first rank, so that own chunks begin somewhere.
 RANK = 1
 BUDGET_MS = 5000
 Checked = tuple[float, float]
+Fill = Callable[[Tensor], None]
 
 
 class Arenas:
-    """Arenas of `world_size` ranks on one device, all signals raised for as many ops as ever run here."""
+    """Arenas of `world_size` ranks on one device, laid out so, all signals raised for as many ops as ever run here."""
 
-    def __init__(self, device: torch.device, world_size: int, half_bytes: int, slots: int) -> None:
-        self.world_size = world_size
-        self._half_bytes = -(-half_bytes // 4096) * 4096
-        words = signal.SIGNALS.value + slots * world_size
+    def __init__(self, device: torch.device, world_size: int, layout: Layout, rank: int = RANK) -> None:
+        self.world_size, self.rank = world_size, rank
+        self._half_bytes = max(4096, layout.half_bytes)
+        words = signal.SIGNALS.value + layout.slots * world_size
         self._begin = -(-words // 64) * 64 * 4
         self.memory = torch.empty(world_size, self._begin + 2 * self._half_bytes, dtype=torch.uint8, device=device)
         # Bytes that are NaN in every dtype.
@@ -56,9 +58,9 @@ class Arenas:
         self._peers = torch.tensor([*addresses, self.host.data_ptr()], dtype=torch.int64).to(device)
 
     def channel(self) -> Channel:
-        """Rank RANK's end."""
-        data = self.memory[RANK, self._begin :]
-        return Channel(self._peers, data, RANK, self.world_size, self._half_bytes, self._begin)
+        """This rank's end."""
+        data = self.memory[self.rank, self._begin :]
+        return Channel(self._peers, data, self.rank, self.world_size, self._half_bytes, self._begin)
 
     def view(self, rank: int, parity: int, row: int, rows: int, pitch: int, dtype: torch.dtype) -> Tensor:
         """Rows `row` .. `row + rows` of a rank's half, `pitch` elements each."""
@@ -69,7 +71,14 @@ class Arenas:
     def fill(self, row: int, x: Tensor, pitch: int) -> None:
         """Put x [rows, cols] into both of the own halves."""
         for parity in range(2):
-            self.view(RANK, parity, row, x.shape[0], pitch, x.dtype)[:, : x.shape[1]] = x
+            self.view(self.rank, parity, row, x.shape[0], pitch, x.dtype)[:, : x.shape[1]] = x
+
+    def check_sent(self, x: Tensor, row: int, pitch: int) -> None:
+        """AssertionError unless every peer has x at that row, by the first op, whose epoch is odd."""
+        for rank in range(self.world_size):
+            if rank != self.rank:
+                got = self.view(rank, 1, row, x.shape[0], pitch, x.dtype)[:, : x.shape[1]]
+                exact(got, x, f"sent to rank {rank}")
 
     def run(self, launch: Callable[[], object]) -> None:
         """Launch, wait, and raise AssertionError if any wait was given up."""
@@ -82,7 +91,7 @@ class Arenas:
         finally:
             clock.release(word)
         peer, wait, expected, seen = self.host[signal.REPORT.value : signal.REPORT_SEEN.value + 1].tolist()
-        slot = wait // len(signal.OPS)
+        slot = wait // signal.NUM_OPS.value
         assert not peer, f"gave up waiting for rank {peer - 1}, slot {slot}: epoch {expected} expected, {seen} seen"
 
 
@@ -110,65 +119,123 @@ def normal(device: torch.device, dtype: torch.dtype, *shape: int, seed: int = 0)
     return torch.randn(shape, generator=random, device=device).to(dtype)
 
 
-def table(device: torch.device, sizes: tuple[int, ...]) -> Tensor:
+def table(device: torch.device, sizes: Sequence[int]) -> Tensor:
     """Row offsets as kernels take them."""
     return torch.tensor(offsets(sizes), dtype=torch.int32).to(device)
 
 
+def poisoned(like: Tensor, M: int, N: int) -> Tensor:
+    """[M, N] of NaN: what nothing writes fails every check."""
+    return like.new_full((M, N), math.nan)
+
+
+def plain(a: Tensor, b: Tensor) -> Fill:
+    """The launch of the plain matmul, which fills C."""
+    config = config_for(a.device, a.dtype, a.shape[0], b.shape[1])
+    return lambda out: matmul(a, b, out, epilogue_of(None, per_row=False), config=config, upcast=INTERPRETED)
+
+
+def gathered(
+    shard: Tensor, whole: Tensor, b: Tensor, sizes: tuple[int, ...], rank: int = RANK, *, along: int = 0,
+    transposed: bool = False, pushed: bool = True, last: bool = True,
+) -> tuple[Arenas, Fill]:  # fmt: skip
+    """The launch of whole [M, K] @ b, which fills C, where `shard` is this rank's part of the rows, or of the
+    contraction; and its arenas. The other options: see `gather`.
+    """
+    (M, K), N, dtype, world_size = whole.shape, b.shape[1], whole.dtype, len(sizes)
+    most, layout = max(sizes) if along == 0 else M, Layout()
+    config = config_for(whole.device, dtype, most, N)
+    rows, cols = (M, K) if along == 0 else (world_size * M, max(sizes))
+    piece = piece_rows(cols * dtype.itemsize, config)
+    region = layout.region(rows, cols, dtype, slots=-(-most // piece), piece=piece)
+    arenas = Arenas(whole.device, world_size, layout, rank)
+    for src, part in enumerate(whole.split(sizes, along)):
+        arenas.fill(sum(sizes[:src]) if along == 0 else src * M, part, region.pitch)
+    at, epilogue = table(whole.device, sizes), epilogue_of(None, per_row=transposed)
+    kernel = GatherMatmul(
+        ALL_GATHER_MATMUL.number, sizes, gather_dim=along, pitch=region.pitch, piece_rows=piece, config=config,
+        upcast=INTERPRETED,
+    )  # fmt: skip
+
+    def launch(out: Tensor) -> None:
+        kernel(arenas.channel(), shard, b, out, epilogue, at, pushed=pushed, last=last)
+
+    return arenas, launch
+
+
+def scattered(
+    a: Tensor, b: Tensor, sizes: tuple[int, ...], rank: int = RANK, *, to_all: bool = False
+) -> tuple[Arenas, Callable[[], None], list[Tensor]]:
+    """The launch of a [M, K] @ b whose tiles go to their owners, or `to_all`; its arenas, and each owner's part there.
+
+    The kernel that adds up is left out, so the epoch stays.
+    """
+    M, N, dtype, world_size = a.shape[0], b.shape[1], a.dtype, len(sizes)
+    region_rows, layout = M if to_all else max(sizes), Layout()
+    config = config_for(a.device, dtype, region_rows, 0 if to_all else N)
+    region = layout.region(world_size * region_rows, N, dtype, slots=num_tiles(region_rows, N, config))
+    arenas = Arenas(a.device, world_size, layout, rank)
+    op, at = MATMUL_ALL_REDUCE if to_all else MATMUL_REDUCE_SCATTER, table(a.device, sizes)
+
+    kernel = MatmulScatter(
+        op.number, sizes, region_rows=region_rows, pitch=region.pitch, to_all=to_all, config=config, upcast=INTERPRETED
+    )
+
+    def launch() -> None:
+        kernel(arenas.channel(), a, b, at)
+
+    parts = [
+        arenas.view(owner, 1, rank * region_rows, M if to_all else size, region.pitch, dtype)[:, :N]
+        for owner, size in enumerate(sizes)
+    ]
+    return arenas, launch, parts
+
+
+def _multiplying(
+    arenas: Arenas, launch: Callable[[], object], check: Callable[[Product], Checked], a: Tensor, b: Tensor,
+    *, bounded: bool, transposed: bool = False,
+) -> Preset:  # fmt: skip
+    # Beside the plain matmul of the same.
+    product = functools.cache(lambda: Product(a, b, (a.shape[1],)))
+    twin = result(a, b, transposed=transposed)
+    return Preset(
+        arenas, launch, lambda: check(product()), functools.partial(plain(a, b), twin),
+        lambda: product().check(twin, a.dtype, "own matmul"), bounded=bounded,
+    )  # fmt: skip
+
+
+def result(a: Tensor, b: Tensor, *, transposed: bool) -> Tensor:
+    """Room for a @ b, poisoned; transposed: with adjacent rows."""
+    M, N = a.shape[0], b.shape[1]
+    return poisoned(a, N, M).t() if transposed else poisoned(a, M, N)
+
+
 def gather(
     device: torch.device, dtype: torch.dtype, world_size: int, M: int, N: int, K: int, *, along: int = 0,
-    transposed: bool = False, pushed: bool = True, in_place: bool = True, last: bool = True, turned: bool = False,
-    seed: int = 0,
+    transposed: bool = False, pushed: bool = True, in_place: bool = True, last: bool = True, seed: int = 0,
 ) -> Preset:  # fmt: skip
     """all-gather + matmul, x [M, K] cut along rows or contraction. pushed: before this kernel, not by its own programs;
-    last: it ends the op; in_place: the own shard is read where it lies; turned: B has adjacent columns.
+    last: it ends the op; in_place: the own shard is read where it lies.
     """
-    whole = normal(device, dtype, M, K, seed=seed)
-    b = normal(device, dtype, N, K, seed=seed + 1).t()
-    b = b.contiguous() if turned else b
+    whole, b = normal(device, dtype, M, K, seed=seed), normal(device, dtype, N, K, seed=seed + 1).t()
     sizes = even_sizes((M, K)[along], world_size)
     begin = offsets(sizes)[RANK]
     shard = whole.narrow(along, begin, sizes[RANK]).clone()
     # Rows that are not contiguous go through the own arena.
     shard = shard if in_place else shard.t().contiguous().t()
-    config = config_for(device, dtype, max(sizes) if along == 0 else M, N)
-    pitch = pitch_of(K if along == 0 else max(sizes), dtype)
-    piece, rows = piece_rows(pitch * dtype.itemsize, config), M if along == 0 else world_size * M
-    slots = FIRST + -(-(max(sizes) if along == 0 else M) // piece)
-    arenas = Arenas(device, world_size, rows * pitch * dtype.itemsize, slots)
-    if along == 0:
-        arenas.fill(0, whole, pitch)
-    else:
-        for rank, part in enumerate(whole.split(sizes, 1)):
-            arenas.fill(rank * M, part, pitch)
-    out = poisoned(whole, N, M).t() if transposed else poisoned(whole, M, N)
-    at = table(device, sizes)
+    arenas, fill = gathered(shard, whole, b, sizes, along=along, transposed=transposed, pushed=pushed, last=last)
+    out = result(whole, b, transposed=transposed)
 
-    def launch() -> None:
-        gather_matmul(
-            arenas.channel(), shard, b, out, None, at, sizes, gather_dim=along, pitch=pitch, piece_rows=piece,
-            pushed=pushed, config=config, upcast=INTERPRETED, transposed=transposed, last=last,
-        )  # fmt: skip
-
-    def check() -> Checked:
-        found = product().check(out, dtype, "result")
+    def check(product: Product) -> Checked:
+        found = product.check(out, dtype, "result")
+        row, cols = (begin, K) if along == 0 else (RANK * M, max(sizes))
         if not pushed:
-            _check_pushed(arenas, shard, begin if along == 0 else RANK * M, pitch)
+            arenas.check_sent(shard, row, pitch_of(cols, dtype))
         return found
 
-    twin = poisoned(whole, N, M).t() if transposed else poisoned(whole, M, N)
-    product = functools.cache(lambda: Product(whole, b, (K,)))
-    return Preset(
-        arenas, launch, check, own(whole, b, twin), lambda: product().check(twin, dtype, "own matmul"), bounded=pushed
-    )
-
-
-def _check_pushed(arenas: Arenas, x: Tensor, row: int, pitch: int) -> None:
-    # By the first op, whose epoch is odd.
-    for rank in range(arenas.world_size):
-        if rank != RANK:
-            got = arenas.view(rank, 1, row, x.shape[0], pitch, x.dtype)[:, : x.shape[1]]
-            assert torch.equal(got, x), f"rank {rank} has not been sent what was pushed"
+    return _multiplying(
+        arenas, functools.partial(fill, out), check, whole, b, bounded=pushed, transposed=transposed
+    )  # fmt: skip
 
 
 def scatter(
@@ -176,43 +243,16 @@ def scatter(
     turned: bool = False, seed: int = 0,
 ) -> Preset:  # fmt: skip
     """matmul + reduce-scatter's first kernel, or a one-shot all-reduce's. turned: A has adjacent rows."""
-    a = normal(device, dtype, M, K, seed=seed)
-    b = normal(device, dtype, N, K, seed=seed + 1).t()
+    a, b = normal(device, dtype, M, K, seed=seed), normal(device, dtype, N, K, seed=seed + 1).t()
     if turned:
         a, b = a.t().contiguous().t(), b.contiguous()
-    sizes = even_sizes(M, world_size)
-    region_rows, pitch = M if to_all else max(sizes), pitch_of(N, dtype)
-    config = config_for(device, dtype, region_rows, 0 if to_all else N)
-    arenas = Arenas(
-        device, world_size, world_size * region_rows * pitch * dtype.itemsize, slots(config, region_rows, N)
-    )
-    at = table(device, sizes)
+    arenas, launch, parts = scattered(a, b, even_sizes(M, world_size), to_all=to_all)
 
-    def launch() -> None:
-        op = "matmul_all_reduce" if to_all else "matmul_reduce_scatter"
-        matmul_scatter(
-            arenas.channel(), op, a, b, at, sizes,
-            region_rows=region_rows, pitch=pitch, to_all=to_all, config=config, upcast=INTERPRETED,
-        )  # fmt: skip
-
-    def check() -> Checked:
-        row = RANK * region_rows
-        parts = [
-            arenas.view(rank, 1, row, M if to_all else size, pitch, dtype)[:, :N] for rank, size in enumerate(sizes)
-        ]
-        found = [product().check(part, dtype, "on a rank") for part in (parts if to_all else [torch.cat(parts)])]
+    def check(product: Product) -> Checked:
+        found = [product.check(part, dtype, "on a rank") for part in (parts if to_all else [torch.cat(parts)])]
         return max(error for error, _ in found), max(ratio for _, ratio in found)
 
-    twin = poisoned(a, M, N)
-    product = functools.cache(lambda: Product(a, b, (K,)))
-    return Preset(
-        arenas, launch, check, own(a, b, twin), lambda: product().check(twin, dtype, "own matmul"), bounded=not to_all
-    )
-
-
-def slots(config: Config, rows: int, cols: int) -> int:
-    """Slots of an op with a signal a tile, twice over."""
-    return int(FIRST + 2 * -(-rows // config.block_m) * -(-cols // config.block_n))
+    return _multiplying(arenas, launch, check, a, b, bounded=not to_all)
 
 
 def exact(got: Tensor, want: Tensor, name: str) -> Checked:

@@ -21,9 +21,6 @@ _ALIGNMENT_BYTES = 16
 # Coordinates are int32.
 _MAX_LENGTH = 2**31
 
-Described = tuple[str, TensorDescriptor | None]
-_POINTERS: Described = ("pointers", None)
-
 
 def _describable(rows: int, cols: int, itemsize: int, config: Config) -> bool:
     # float32 is multiplied in full precision, not by tensor cores: its tiles have no business in shared memory.
@@ -48,43 +45,39 @@ def fitted_to(config: Config, *operands: torch.Tensor, result: torch.Tensor | No
     return fitted(config, stored=result is None or in_16_bytes(result), read=in_16_bytes(*by_pointers))
 
 
-def described_left(a: torch.Tensor, config: Config) -> Described:
-    """How A [M, K] is read, and its descriptor [1, M, K] or [1, K, M]."""
-    by = read_by(a, config)
-    if by == "pointers":
-        return _POINTERS
-    (M, K), block = a.shape, [1, config.block_m, config.block_k]
-    if by == "rows":
-        return by, TensorDescriptor(a, [1, M, K], [M * a.stride(0), a.stride(0), 1], block)
-    block = [1, config.block_k, config.block_m]
-    return by, TensorDescriptor(a, [1, K, M], [K * a.stride(1), a.stride(1), 1], block)
-
-
-def described_right(b: torch.Tensor, config: Config) -> Described:
-    """How B [K, N] is read, and its descriptor [K, N] or [N, K]."""
-    by = read_by(b, config)
-    if by == "pointers":
-        return _POINTERS
-    (K, N), block = b.shape, [config.block_k, config.block_n]
-    if by == "rows":
-        return by, TensorDescriptor(b, [K, N], [b.stride(0), 1], block)
-    return by, TensorDescriptor(b, [N, K], [b.stride(1), 1], block[::-1])
-
-
-def described_gathered(
-    a: torch.Tensor, channel: Channel, rows: int, cols: int, pitch: int, config: Config
-) -> tuple[str, TensorDescriptor | None, TensorDescriptor | None]:
-    """How the gathered A is read: by "rows", with a descriptor [1, M, K] of the own shard where it lies and one of the
-    own arena, [2, rows, cols], the halves of even and of odd epochs; or all by "pointers", as one loop reads both.
-
-    A shard that is not read where it lies, or is empty, has the arena's descriptor in its place.
+def read_gathered_by(a: torch.Tensor, rows: int, cols: int, config: Config) -> str:
+    """How the gathered A [rows, cols] is read, of which `a` is the own shard: by "rows", with a descriptor of that and
+    one of the own arena, or all by "pointers", as one loop reads both.
     """
     if not _describable(rows, cols, a.element_size(), config):
-        return "pointers", None, None
+        return "pointers"
+    return "rows" if a.numel() == 0 or a.stride(1) != 1 or read_by(a, config) == "rows" else "pointers"
+
+
+def of_left(a: torch.Tensor, by: str, config: Config) -> TensorDescriptor | None:
+    """A [M, K] as [1, M, K] or [1, K, M]; None where it is read by pointers."""
+    if by == "pointers":
+        return None
+    M, K = a.shape
+    if by == "rows":
+        return TensorDescriptor(a, [1, M, K], [M * a.stride(0), a.stride(0), 1], [1, config.block_m, config.block_k])
+    return TensorDescriptor(a, [1, K, M], [K * a.stride(1), a.stride(1), 1], [1, config.block_k, config.block_m])
+
+
+def of_right(b: torch.Tensor, by: str, config: Config) -> TensorDescriptor | None:
+    """B [K, N] as it is or as [N, K]; None where it is read by pointers."""
+    if by == "pointers":
+        return None
+    K, N = b.shape
+    if by == "rows":
+        return TensorDescriptor(b, [K, N], [b.stride(0), 1], [config.block_k, config.block_n])
+    return TensorDescriptor(b, [N, K], [b.stride(1), 1], [config.block_n, config.block_k])
+
+
+def of_arena(
+    channel: Channel, dtype: torch.dtype, rows: int, cols: int, pitch: int, config: Config
+) -> TensorDescriptor:
+    """The own arena as [2, rows, cols]: the halves of even and of odd epochs."""
     # Pitch and halves are multiples of 16 bytes, and an arena begins at one.
-    half, block = channel.half_bytes // a.element_size(), [1, config.block_m, config.block_k]
-    received = TensorDescriptor(channel.data.view(a.dtype), [2, rows, cols], [half, pitch, 1], block)
-    if a.numel() == 0 or a.stride(1) != 1:
-        return "rows", received, received
-    by, own = described_left(a, config)
-    return ("rows", own, received) if by == "rows" else ("pointers", None, None)
+    half, block = channel.half_bytes // dtype.itemsize, [1, config.block_m, config.block_k]
+    return TensorDescriptor(channel.data.view(dtype), [2, rows, cols], [half, pitch, 1], block)

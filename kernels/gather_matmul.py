@@ -18,8 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .descriptors import described_gathered, described_right, fitted_to
-from .launch import Channel, Config, fitted, flattened, in_16_bytes, options
+from .descriptors import fitted_to, of_arena, of_left, of_right, read_by, read_gathered_by
+from .launch import MOST_KNOWN, Channel, Config, fitted, flattened, in_16_bytes, options
 from .loading import launch
 from .matmul import (
     Epilogue,
@@ -30,8 +30,6 @@ from .matmul import (
     locate_in_chunks,
     locate_whole,
     matmul_tiles,
-    result_of,
-    right_of,
     store_rows,
     tiles_of,
     unpack,
@@ -206,61 +204,95 @@ def _limit(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, pitch: int, aligne
     return "gather transposed" if whole and c.stride(0) == 1 else ""
 
 
-def gather_matmul(
-    channel: Channel,
-    op: int,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    epilogue: Epilogue,
-    table: torch.Tensor,
-    sizes: tuple[int, ...],
-    *,
-    gather_dim: int,
-    pitch: int,
-    piece_rows: int,
-    pushed: bool,
-    config: Config,
-    upcast: bool,
-    last: bool = True,
-) -> None:
-    """c [M, N] = gather(a, gather_dim) @ b [K, N], and the epilogue.
+class _Known(NamedTuple):
+    # What a launch comes to for operands that are laid out alike.
+    config: Config
+    a_by: str
+    b_by: str
+    arena: tuple[int, int]
+    tiles: Tiles
+    flags: tuple[tl.constexpr, ...]
+    options: dict[str, int]
+    grid: tuple[int]
+    counts: tuple[int, int, int]
+    pushers: int
 
-    With `pushed` the pieces of `piece_rows` rows are already under way; else config.pushers of the kernel's programs
-    push them, or as many as there are pieces. `last` ends the epoch.
+
+class GatherMatmul:
+    """c [M, N] = gather(a, gather_dim) @ b [K, N], and the epilogue, for shards of `sizes`.
+
+    What hangs on how operands are laid out is found out once, and looked up by that.
     """
-    (M, N), K = c.shape, b.shape[0]
-    rank = channel.rank
-    chunks = sizes if gather_dim == 0 else (M,)
-    pieces = -(-a.shape[0] // piece_rows) * channel.world_size
-    pushers = 0 if pushed else max(1, min(config.pushers, pieces))
-    dst_row = sum(sizes[:rank]) if gather_dim == 0 else rank * M
-    rows, cols = (M, K) if gather_dim == 0 else (channel.world_size * M, max(sizes))
-    # A chunk that ends inside a block of K would be multiplied with rows of B that belong to the next one.
-    whole_blocks = gather_dim == 0 or all(size % config.block_k == 0 for size in sizes)
-    aligned = all(size % 16 == 0 for size in sizes)
-    config = fitted_to(
-        config if whole_blocks else replace(config, descriptors=False),
-        *((a, b) if own_in_place(a) else (b,)),
-        result=c,
-    )
-    # What lies in the arena.
-    if not config.descriptors and (pitch % 16 or (gather_dim == 1 and not aligned)):
-        config = fitted(config, stored=True, read=False)
-    num_tiles = sum(-(-rows // config.block_m) for rows in chunks) * -(-N // config.block_n)
-    a_by, own_desc, arena_desc = described_gathered(a, channel, rows, cols, pitch, config)
-    b_by, b_desc = described_right(b, config)
-    rows_aligned = aligned if gather_dim == 0 else M % 16 == 0
-    limit = "" if gather_dim == 1 else _limit(a, b, c, pitch, aligned, config.descriptors)
-    flags = piece_rows, aligned, rows_aligned
-    launch(_gather_matmul_kernel, (config.programs + pushers,))(
-        Shard(
-            a, own_desc, arena_desc, a.stride(0), a.stride(1), a.shape[1], tl.constexpr(a_by),
-            tl.constexpr(own_in_place(a)),
-        ),
-        right_of(b, b_by, b_desc), result_of(c), epilogue,
-        tiles_of(config, flatten=gather_dim == 0 and flattened(config, a_by, b_by), upcast=upcast),
-        Chunks(table, pitch, *map(tl.constexpr, flags)), channel.group(op), rank, channel.fingerprint,
-        a.shape[0], dst_row, num_tiles, M, pushers, gather_dim == 1, last, config.copy_rows, config.copy_cols,
-        **options(config, a_by, b_by, limit=limit),
-    )  # fmt: skip
+
+    def __init__(
+        self, op: int, sizes: tuple[int, ...], *, gather_dim: int, pitch: int, piece_rows: int, config: Config,
+        upcast: bool,
+    ) -> None:  # fmt: skip
+        self._op, self._sizes, self._on_rows, self._config = op, sizes, gather_dim == 0, config
+        self._pitch, self._piece_rows, self._upcast = pitch, piece_rows, upcast
+        self._known: dict[object, _Known] = {}
+
+    def __call__(
+        self,
+        channel: Channel,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        epilogue: Epilogue,
+        table: torch.Tensor,
+        *,
+        pushed: bool,
+        last: bool = True,
+    ) -> None:
+        """Launch it. With `pushed` the pieces of `piece_rows` rows are already under way; else config.pushers of the
+        kernel's programs push them, or as many as there are pieces. `last` ends the epoch.
+        """
+        key = (
+            a.dtype, a.shape, a.stride(), a.data_ptr() % 16, b.shape, b.stride(), b.data_ptr() % 16, c.stride(),
+            c.data_ptr() % 16, pushed,
+        )  # fmt: skip
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            known = self._known[key] = self._find_out(channel, a, b, c, pushed)
+        (s0, s1), own, arena = a.stride(), None, None
+        if known.a_by != "pointers":
+            arena = of_arena(channel, a.dtype, *known.arena, self._pitch, known.config)
+            own = of_left(a, "rows", known.config) if a.numel() and s1 == 1 else arena
+        a_by, in_place, b_by, *chunks = known.flags
+        b_desc = None if known.b_by == "pointers" else of_right(b, known.b_by, known.config)
+        (b0, b1), (K, N), group = b.stride(), b.shape, channel.groups.get(self._op) or channel.group(self._op)
+        launch(_gather_matmul_kernel, known.grid)(
+            Shard(a, own, arena, s0, s1, a.shape[1], a_by, in_place), Right(b, b_desc, b0, b1, K, N, b_by),
+            Result(c, *c.stride()), epilogue, known.tiles, Chunks(table, self._pitch, *chunks), group, channel.rank,
+            channel.fingerprint, *known.counts, c.shape[0], known.pushers, not self._on_rows, last,
+            known.config.copy_rows, known.config.copy_cols, **known.options,
+        )  # fmt: skip
+
+    def _find_out(self, channel: Channel, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, pushed: bool) -> _Known:
+        (M, N), K, sizes, pitch, config = c.shape, b.shape[0], self._sizes, self._pitch, self._config
+        on_rows, rank, in_place = self._on_rows, channel.rank, own_in_place(a)
+        pieces = -(-a.shape[0] // self._piece_rows) * channel.world_size
+        pushers = 0 if pushed else max(1, min(config.pushers, pieces))
+        rows, cols = (M, K) if on_rows else (channel.world_size * M, max(sizes))
+        # A chunk that ends inside a block of K would be multiplied with rows of B that belong to the next one.
+        whole_blocks = on_rows or all(size % config.block_k == 0 for size in sizes)
+        aligned = all(size % 16 == 0 for size in sizes)
+        config = config if whole_blocks else replace(config, descriptors=False)
+        config = fitted_to(config, *((a, b) if in_place else (b,)), result=c)
+        # What lies in the arena.
+        if not config.descriptors and (pitch % 16 or (not on_rows and not aligned)):
+            config = fitted(config, stored=True, read=False)
+        num_tiles = sum(-(-rows // config.block_m) for rows in (sizes if on_rows else (M,)))
+        num_tiles *= -(-N // config.block_n)
+        a_by, b_by = read_gathered_by(a, rows, cols, config), read_by(b, config)
+        limit = _limit(a, b, c, pitch, aligned, config.descriptors) if on_rows else ""
+        rows_aligned = aligned if on_rows else M % 16 == 0
+        flags = a_by, in_place, b_by, self._piece_rows, aligned, rows_aligned
+        return _Known(
+            config, a_by, b_by, (rows, cols),
+            tiles_of(config, flatten=on_rows and flattened(config, a_by, b_by), upcast=self._upcast),
+            tuple(map(tl.constexpr, flags)), options(config, a_by, b_by, limit=limit), (config.programs + pushers,),
+            (a.shape[0], sum(sizes[:rank]) if on_rows else rank * M, num_tiles), pushers,
+        )  # fmt: skip

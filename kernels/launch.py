@@ -14,15 +14,17 @@ from .configs import Config as Config
 from .signal import Group
 
 _MANY = 1 << 30
+# Layouts of operands that a kernel of one op remembers what it comes to for.
+MOST_KNOWN = 64
 
 
-@dataclass(frozen=True)
+@dataclass
 class Channel:
     """One rank's end of a workspace, as kernels see it.
 
     `peers` is the device table of arena addresses (int64, world_size + 1, the last one the clock's); data starts
     `data_offset` bytes into an arena, in two halves of `half_bytes`; `data` is both halves of the own arena (uint8).
-    `fingerprint` (int64) is the op's: see `signal`.
+    `fingerprint` (int64) is the op's at hand: see `signal`.
     """
 
     peers: torch.Tensor
@@ -33,10 +35,16 @@ class Channel:
     data_offset: int
     fingerprint: int = 0
 
+    def __post_init__(self) -> None:
+        self.groups: dict[int, Group] = {}
+
     def group(self, op: int) -> Group:
         """The same for a launch of the op of that number."""
-        sizes = self.half_bytes, self.data_offset
-        return Group(self.peers, *sizes, tl.constexpr(self.world_size), tl.constexpr(op))
+        group = self.groups.get(op)
+        if group is None:
+            constants = tl.constexpr(self.world_size), tl.constexpr(op)
+            group = self.groups[op] = Group(self.peers, self.half_bytes, self.data_offset, *constants)
+        return group
 
 
 @cache

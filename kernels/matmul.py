@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .descriptors import described_left, described_right, fitted_to
+from .descriptors import fitted_to, of_left, of_right, read_by
 from .launch import Config, flattened, options
 from .loading import launch
 from .signal import cdiv
@@ -327,13 +327,14 @@ def _matmul_kernel(a, b, c, epilogue, tiles, M):
     )  # fmt: skip
 
 
-def left_of(a: torch.Tensor, by: str, desc: object) -> Left:
+def left_of(a: torch.Tensor, by: str, config: Config) -> Left:
     """A as a launch gives it."""
-    return Left(a, desc, a.stride(0), a.stride(1), tl.constexpr(by))
+    return Left(a, of_left(a, by, config), a.stride(0), a.stride(1), tl.constexpr(by))
 
 
-def right_of(b: torch.Tensor, by: str, desc: object) -> Right:
+def right_of(b: torch.Tensor, by: str, config: Config) -> Right:
     """B as a launch gives it."""
+    desc = of_right(b, by, config)
     return Right(b, desc, b.stride(0), b.stride(1), b.shape[0], b.shape[1], tl.constexpr(by))
 
 
@@ -359,9 +360,9 @@ def matmul(
 ) -> None:
     """c [M, N] = a [M, K] @ b [K, N], and the epilogue; any strides, no communication."""
     config = fitted_to(config, a, b, result=c)
-    (a_by, a_desc), (b_by, b_desc) = described_left(a, config), described_right(b, config)
+    a_by, b_by = read_by(a, config), read_by(b, config)
     launch(_matmul_kernel, (config.programs,))(
-        left_of(a, a_by, a_desc), right_of(b, b_by, b_desc), result_of(c), epilogue,
+        left_of(a, a_by, config), right_of(b, b_by, config), result_of(c), epilogue,
         tiles_of(config, flatten=flattened(config, a_by, b_by), upcast=upcast), a.shape[0],
         **options(config, a_by, b_by),
     )  # fmt: skip

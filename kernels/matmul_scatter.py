@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .descriptors import described_left, described_right, fitted_to
-from .launch import Channel, Config, options
+from .descriptors import fitted_to, read_by
+from .launch import MOST_KNOWN, Channel, Config, options
 from .loading import launch
 from .matmul import (
     Left,
@@ -103,32 +103,56 @@ def _matmul_scatter_kernel(
     )  # fmt: skip
 
 
-def matmul_scatter(
-    channel: Channel,
-    op: int,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    table: torch.Tensor,
-    sizes: tuple[int, ...],
-    *,
-    region_rows: int,
-    pitch: int,
-    to_all: bool,
-    config: Config,
-    upcast: bool,
-) -> None:
-    """Enter the epoch and store the tiles of a [M, K] @ b [K, N] into the owners' halves, at this rank's region of
-    `region_rows`.
+class _Known(NamedTuple):
+    # What a launch comes to for operands that are laid out alike.
+    config: Config
+    a_by: str
+    b_by: str
+    tiles: Tiles
+    num_tiles: int
+    options: dict[str, int]
+
+
+class MatmulScatter:
+    """Enters the epoch and stores the tiles of a [M, K] @ b [K, N] into the owners' halves, at this rank's region of
+    `region_rows`; `to_all` into everybody's.
+
+    What hangs on how operands are laid out is found out once, and looked up by that.
     """
-    M, N = a.shape[0], b.shape[1]
-    # The owners count tiles, so their rows and columns are not this rank's to choose.
-    config = fitted_to(config, a, b)
-    chunks = (M,) if to_all else sizes
-    num_tiles = sum(-(-rows // config.block_m) for rows in chunks) * -(-N // config.block_n)
-    (a_by, a_desc), (b_by, b_desc) = described_left(a, config), described_right(b, config)
-    # Not flattened: the compiler does not pipeline a loop with a barrier in it, and every tile's signal needs one.
-    launch(_matmul_scatter_kernel, (config.programs,))(
-        left_of(a, a_by, a_desc), right_of(b, b_by, b_desc), tiles_of(config, flatten=False, upcast=upcast), table,
-        channel.group(op), channel.rank, channel.fingerprint, channel.rank * region_rows, num_tiles, M, pitch, to_all,
-        **options(config, a_by, b_by, limit="" if to_all else "scatter any" if pitch % 16 else "scatter"),
-    )  # fmt: skip
+
+    def __init__(
+        self, op: int, sizes: tuple[int, ...], *, region_rows: int, pitch: int, to_all: bool, config: Config,
+        upcast: bool,
+    ) -> None:  # fmt: skip
+        self._op, self._sizes, self._region_rows, self._pitch = op, sizes, region_rows, pitch
+        self._to_all, self._config, self._upcast = to_all, config, upcast
+        self._known: dict[object, _Known] = {}
+
+    def __call__(self, channel: Channel, a: torch.Tensor, b: torch.Tensor, table: torch.Tensor) -> None:
+        """Launch it."""
+        key = a.dtype, a.shape, a.stride(), a.data_ptr() % 16, b.shape, b.stride(), b.data_ptr() % 16
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            known = self._known[key] = self._find_out(a, b)
+        config = known.config
+        # Not flattened: the compiler does not pipeline a loop with a barrier in it, and every tile's signal needs one.
+        group = channel.groups.get(self._op) or channel.group(self._op)
+        launch(_matmul_scatter_kernel, (config.programs,))(
+            left_of(a, known.a_by, config), right_of(b, known.b_by, config), known.tiles, table, group, channel.rank,
+            channel.fingerprint, channel.rank * self._region_rows, known.num_tiles, a.shape[0], self._pitch,
+            self._to_all, **known.options,
+        )  # fmt: skip
+
+    def _find_out(self, a: torch.Tensor, b: torch.Tensor) -> _Known:
+        # The owners count tiles, so their rows and columns are not this rank's to choose.
+        config, pitch = fitted_to(self._config, a, b), self._pitch
+        chunks = a.shape[:1] if self._to_all else self._sizes
+        num_tiles = sum(-(-rows // config.block_m) for rows in chunks) * -(-b.shape[1] // config.block_n)
+        a_by, b_by = read_by(a, config), read_by(b, config)
+        limit = "" if self._to_all else "scatter any" if pitch % 16 else "scatter"
+        return _Known(
+            config, a_by, b_by, tiles_of(config, flatten=False, upcast=self._upcast), num_tiles,
+            options(config, a_by, b_by, limit=limit),
+        )  # fmt: skip

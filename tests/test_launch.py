@@ -59,12 +59,13 @@ def operands(target: str, M: int, N: int, K: int) -> tuple[Tensor, Tensor, str, 
 def gather(channel: Channel, config: Config, a: Tensor, b: Tensor, *, transposed: bool) -> dict[str, Any]:
     M, N = sum(CHUNKS), b.shape[1]
     out = a.new_empty((N, M) if transposed else (M, N))
+    kernel = gather_matmul.GatherMatmul(
+        0, CHUNKS, gather_dim=0, pitch=pitch_of(a.shape[1], a.dtype), piece_rows=64, config=config, upcast=False
+    )
     return launched(
-        gather_matmul, "_gather_matmul_kernel", gather_matmul.gather_matmul,
-        channel, 0, a, b, out.t() if transposed else out,
+        gather_matmul, "_gather_matmul_kernel", kernel, channel, a, b, out.t() if transposed else out,
         matmul.epilogue_of(a.new_empty(M if transposed else N), per_row=transposed),
-        torch.zeros(4, dtype=torch.int32), CHUNKS, gather_dim=0, pitch=pitch_of(a.shape[1], a.dtype), piece_rows=64,
-        pushed=False, config=config, upcast=False,
+        torch.zeros(4, dtype=torch.int32), pushed=False,
     )  # fmt: skip
 
 
@@ -118,12 +119,12 @@ def test_a_scatter_is_launched_as_it_is_compiled(channel: Channel, target: str, 
         case = Case("scatter to all" if to_all or pitch % 16 else "scatter", target, shape=shape, a_by=a_by, b_by=b_by)
         if N % 16:
             case = replace(case, variant="scatter to all" if to_all else "scatter", aligned=())
+        kernel = matmul_scatter.MatmulScatter(
+            0, CHUNKS, region_rows=192, pitch=pitch, to_all=to_all, config=config, upcast=False
+        )
         found = launched(
-            matmul_scatter, "_matmul_scatter_kernel", matmul_scatter.matmul_scatter,
-            channel, 0, a, b,
-            torch.zeros(4, dtype=torch.int32), CHUNKS, region_rows=192, pitch=pitch, to_all=to_all, config=config,
-            upcast=False,
-        )  # fmt: skip
+            matmul_scatter, "_matmul_scatter_kernel", kernel, channel, a, b, torch.zeros(4, dtype=torch.int32)
+        )
         fitted = config_of(case) if N % 16 else config
         expected = launch_options(case, fitted) | {"A_BY": a_by, "B_BY": b_by, "TO_ALL": to_all}
         expected |= {"BLOCK_N": config.block_n, "BLOCK_K": fitted.block_k}

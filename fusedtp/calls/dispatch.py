@@ -173,7 +173,11 @@ class Ready(Prepared):
                 try:
                     if self.half_bytes > ws.half_bytes or self.slots > ws.slots:
                         ws.require(self.half_bytes, self.slots)
-                    outs = self.go(operands) if self._interpreter is None else self._interpreted(operands)
+                    if self._interpreter is None:
+                        outs = self.go(operands)
+                    else:
+                        with self._interpreter:
+                            outs = self.go(operands)
                     ws.end()
                 except BaseException as error:
                     ws.interrupted(op, error)
@@ -192,11 +196,6 @@ class Ready(Prepared):
         meant = meaning.of(self.task, self.path.schedule, self._device.type, self._call)
         self._meanings[_graph_task() != -1] = meant
         return meant
-
-    def _interpreted(self, operands: Sequence[Any]) -> list[Tensor]:
-        assert self._interpreter is not None
-        with self._interpreter:
-            return self.go(operands)
 
 
 def _load_for_capture(task: Task, group: ProcessGroup, device: torch.device, operands: Sequence[Tensor | None]) -> None:

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..cost.overlap import Work
 from ..kernels import INTERPRETED
-from ..kernels.gather_matmul import gather_matmul, own_in_place
+from ..kernels.gather_matmul import GatherMatmul, own_in_place
 from ..kernels.launch import Config, config_for
 from ..kernels.layout import Layout
 from ..kernels.matmul import epilogue_of
-from ..kernels.matmul_scatter import matmul_scatter
+from ..kernels.matmul_scatter import MatmulScatter
 from ..kernels.push import collect
 from ..kernels.reduce import reduce
 from ..kernels.ring import ring
@@ -85,6 +84,7 @@ class Gather:
         self._part = slice(self._begin, self._begin + sizes[on.rank])
         dtype, most_rows = on.task.dtype, max(sizes) if dim == 0 else other
         self._config = config = on.configure(*((most_rows, result) if result else ()))
+        self._launch: GatherMatmul | None = None
         # What a sum of tiles is shown by has their signals.
         self._per_tile = on.task.op.kind == "all_reduce"
         self._pushes = bool(products) and on.task.op.kind == "gather"
@@ -106,6 +106,14 @@ class Gather:
         self._on.sent_by = chosen = producers.choose(self._ws, self._work, asked_for=self._on.producer)
         return chosen
 
+    def _launcher(self) -> GatherMatmul:
+        ws, on = self._ws, self._on
+        self._launch = GatherMatmul(
+            on.task.op.number, self._sizes, gather_dim=self._dim, pitch=self.region.pitch,
+            piece_rows=self.region.piece, config=producers.with_pushers(ws, self._config), upcast=INTERPRETED,
+        )  # fmt: skip
+        return self._launch
+
     def _produce(self, x: Tensor, producer: str, *, beside: bool = False) -> None:
         with_own = self._pushes and not own_in_place(x)
         producers.produce(
@@ -114,7 +122,12 @@ class Gather:
         )  # fmt: skip
 
     def start(self, x: Tensor) -> None:
-        self._by = self._choose()
+        ws, on = self._ws, self._on
+        if ws.in_place and on.producer == ws.producer == "auto":
+            # A CPU's every call passes here.
+            self._by = on.sent_by = "push"
+        else:
+            self._by = self._choose()
         if not self._pushes or self._on.split or self._by == "copy":
             self._produce(x, self._by)
 
@@ -128,23 +141,19 @@ class Gather:
         by, split, on, ws = self._by, self._on.split, self._on, self._ws
         M, N = self._shape[0] if self._dim == 0 else self._shape[1], first.other.shape[1]
         out = x.new_empty((N, M) if first.transposed else (M, N))
-        table = ws.table(self._sizes)
-
-        def launch(*, pushed: bool, last: bool) -> None:
-            gather_matmul(
-                ws.channel(), on.task.op.number, x, first.other, out.t() if first.transposed else out,
-                epilogue_of(first.epilogue.bias, per_row=first.transposed), table, self._sizes, gather_dim=self._dim,
-                pitch=self.region.pitch, piece_rows=self.region.piece, pushed=pushed,
-                config=producers.with_pushers(ws, self._config), upcast=INTERPRETED, last=last,
-            )  # fmt: skip
-
+        c, table = out.t() if first.transposed else out, ws.table(self._sizes)
+        epilogue = epilogue_of(first.epilogue.bias, per_row=first.transposed)
+        launch = self._launch or self._launcher()
         issued = split or by == "copy"
         if by == "copy" and not split:
-            in_capture = partial(launch, pushed=False, last=not others)
-            producers.load_for_capture(
-                ws, in_capture, on.task, producers.alike(x, first.other, first.epilogue.bias)
-            )  # fmt: skip
-        launch(pushed=issued, last=not others and by != "copy")
+
+            def in_capture() -> None:
+                launch(ws.channel(), x, first.other, c, epilogue, table, pushed=False, last=not others)
+
+            producers.load_for_capture(ws, in_capture, on.task, producers.alike(x, first.other, first.epilogue.bias))
+        launch(
+            ws.channel(), x, first.other, c, epilogue, table, pushed=issued, last=not others and by != "copy"
+        )  # fmt: skip
         if others:
             return [out, *multiplied(self._collected(x), others)]
         if by == "copy":
@@ -186,16 +195,16 @@ class Scatter:
         self._region = on.layout.region(
             on.world_size * self._region_rows, other, on.task.dtype, slots=slots, piece=piece
         )
+        self._launch = MatmulScatter(
+            on.task.op.number, sizes, region_rows=self._region_rows, pitch=self._region.pitch, to_all=to_all,
+            config=config, upcast=INTERPRETED,
+        )  # fmt: skip
 
     def multiply(self, a: Tensor, b: Tensor) -> None:
         if self._dim == 1:
             a, b = b.t(), a.t()
         ws = self._ws
-        matmul_scatter(
-            ws.channel(), self._on.task.op.number, a, b, ws.table(self._sizes), self._sizes,
-            region_rows=self._region_rows, pitch=self._region.pitch, to_all=self._to_all, config=self._config,
-            upcast=INTERPRETED,
-        )  # fmt: skip
+        self._launch(ws.channel(), a, b, ws.table(self._sizes))
 
     def put(self, x: Tensor) -> None:
         producer = "copy" if self._on.producer == "copy" else "push"

@@ -131,11 +131,6 @@ class HostSteps:
         # In bytes from a header's beginning, where this rank's fingerprint is, by the half.
         self._fingerprint_at = [4 * fingerprint_place(half, self._rank, self._world_size) for half in (0, 1)]
 
-    def ended(self) -> int:
-        """The last epoch that this rank has ended."""
-        address = self._addresses[self._rank] + 4 * _EPOCH
-        return _word(address).value if _PLAIN_WORDS else load_acquire(address)
-
     def signal(self, dst: int, slot: int) -> None:
         """Release everything stored for rank `dst`, under `slot`."""
         if _PLAIN_WORDS:
@@ -254,10 +249,6 @@ class DeviceSteps:
     def __init__(self, workspace: Workspace) -> None:
         self._ws = workspace
         self.op, self.epoch = "", 0
-
-    def ended(self) -> int:
-        """The last epoch that this rank has ended; waits for the device."""
-        return self._ws.epoch
 
     def signal(self, dst: int, slot: int) -> None:
         """Release what this stream has stored for rank `dst`, under `slot`."""

@@ -43,6 +43,7 @@ _NO_OP, _NOTHING_SENT, _SENT = 0, 1, 2
 Kept = TypeVar("Kept")
 
 _REPORT: int = signal.REPORT.value
+_EPOCH: int = signal.EPOCH.value
 
 
 def _wrap(epoch: int) -> int:
@@ -132,6 +133,7 @@ class Workspace(Failing):
         if isinstance(self.steps, HostSteps):
             self.steps.reach(addresses)
         self.peers = torch.tensor([*addresses, self.host_block.data_ptr()], dtype=torch.int64).to(self.device)
+        self._channel = Channel(self.peers, self.data, self.rank, self.world_size, half_bytes, data_offset)
         # Only now, as it may have been set meanwhile.
         self.words[signal.BUDGET_MS.value] = math.ceil(self.seconds * 1000)
         if old is not None and not self._captured:
@@ -214,11 +216,12 @@ class Workspace(Failing):
 
     def channel(self) -> Channel:
         """What a kernel's launcher needs."""
-        self.tell_peers()
-        return Channel(
-            self.peers, self.data, self.rank, self.world_size, self.half_bytes, self.data_offset,
-            self.meanings.now.fingerprint,
-        )  # fmt: skip
+        if self._progress:
+            self._progress = _SENT
+        else:
+            self.tell_peers()
+        self._channel.fingerprint = self.meanings.now.fingerprint
+        return self._channel
 
     def table(self, sizes: tuple[int, ...]) -> Tensor:
         """The row offsets of `sizes` on the device (int32, world_size + 1)."""
@@ -230,7 +233,7 @@ class Workspace(Failing):
                     torch.cuda.synchronize(self.device)
                 self._tables.clear()
             table = self._tables[sizes] = self._made_table(sizes)
-        if self._capturing():
+        if not self._on_host and self._capturing():
             self._captured.append(table)
         return table
 
@@ -285,7 +288,7 @@ class Workspace(Failing):
         if self._report[_REPORT]:
             self._check()
         if self._on_host:
-            epoch = self.steps.ended()
+            epoch = int(self.host_words[_EPOCH])
             if epoch != self._mirror and self._mirror_is_exact:
                 self._refuse_epoch(epoch)
             self._mirror, self._mirror_is_exact = epoch, True
@@ -372,7 +375,7 @@ class Workspace(Failing):
         if (arena := self._arena) is not None:
             self._leave(1)
             self._arena, self.views = None, {}
-            for name in ("words", "host_words", "data"):
+            for name in ("words", "host_words", "data", "_channel"):
                 # One that was interrupted while it was made has not all of them.
                 vars(self).pop(name, None)
             arena.release()
