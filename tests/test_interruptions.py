@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp import groups
-from fusedtp.schedules import decomposed
+from fusedtp.schedules import decomposed, fused
 from fusedtp.workspaces import clock, registry
 
 from .beside import CPU, Flags, X, own_group, until
@@ -29,17 +29,14 @@ from .beside import CPU, Flags, X, own_group, until
 
 def interrupted(group: ProcessGroup, schedule: str) -> tuple[str, str, float]:
     """Rank 0 is interrupted in the middle of an op, when the others have its part, and they finish without it."""
-    from fusedtp.schedules import fused_collectives as fused
-
     fusedtp.destroy(group)
 
     def reduce() -> torch.Tensor:
         return fusedtp.all_reduce(X, group=group, schedule=schedule, algorithm="one_shot")
 
     reduce()
-    first, what = "", "_sum_into" if schedule == "decomposed" else "reduce"
+    first, (module, what) = "", (decomposed, "_sum_into") if schedule == "decomposed" else (fused, "reduce")
     if group.rank() == 0:
-        module = decomposed if schedule == "decomposed" else sys.modules[fused.all_reduce_phases.__module__]
         with mock.patch.object(module, what, side_effect=KeyboardInterrupt), contextlib.suppress(KeyboardInterrupt):
             reduce()
     else:
@@ -71,30 +68,41 @@ def test_an_op_that_was_interrupted_is_not_taken_for_the_next(pool: RankPool, sc
         assert elapsed < 20
 
 
-def struck_as_it_returns(group: ProcessGroup, schedule: str, function: str) -> tuple[str, str]:
-    """An interruption on rank 1 as `function` returns, when the op has ended but nobody has its result: what the two
+# Within a call of ours: the task, the call without and with a gradient, its gradients, and a collective.
+STRUCK = {
+    "task": ("dispatch.py", "run"),
+    "inference": ("call.py", "forward"),
+    "forward": ("eager.py", "forward"),
+    "backward": ("eager.py", "_gradients"),
+    "all_gather": ("functional.py", "all_gather"),
+}
+
+
+def struck_as_it_returns(group: ProcessGroup, schedule: str, what: str) -> tuple[str, str]:
+    """An interruption on rank 1 as a function of STRUCK returns, when the op has ended but nobody has its result: what the two
     ranks see of a call made again.
     """
-    rank, seen = group.rank(), ["", ""]
+    rank, seen, (file, function) = group.rank(), ["", ""], STRUCK[what]
     fusedtp.destroy(group)
-    weight = torch.ones(1, 1, requires_grad=function != "_run")
+    weight = torch.ones(1, 1, requires_grad=True)
 
     def call(step: int) -> list[float]:
         mine = torch.full((1, 1), 10.0 * step + rank)
-        if function == "all_gather":
+        if what == "all_gather":
             return fusedtp.all_gather(mine, group=group, schedule=schedule).flatten().tolist()
-        out = fusedtp.all_gather_linear(mine.requires_grad_(), weight, group=group, schedule=schedule)
-        if function == "_gradients":
+        with torch.set_grad_enabled(what != "inference"):
+            out = fusedtp.all_gather_linear(mine.requires_grad_(), weight, group=group, schedule=schedule)
+        if what == "backward":
             out.backward(mine.detach().repeat(2, 1))
             assert mine.grad is not None
             return mine.grad.flatten().tolist()
         return out.flatten().tolist()
 
     def right(step: int) -> list[float]:
-        return [20.0 * step + 1] if function == "_gradients" else [10.0 * step, 10.0 * step + 1]
+        return [20.0 * step + 1] if what == "backward" else [10.0 * step, 10.0 * step + 1]
 
     def trace(frame: FrameType, event: str, _: object) -> object:
-        if frame.f_code.co_name != function or not frame.f_code.co_filename.endswith(("eager.py", "functional.py")):
+        if frame.f_code.co_name != function or not frame.f_code.co_filename.endswith(f"/{file}"):
             return None
         if event == "return":
             sys.settrace(None)
@@ -126,10 +134,10 @@ def struck_as_it_returns(group: ProcessGroup, schedule: str, function: str) -> t
     return seen[0], seen[1]
 
 
-@pytest.mark.parametrize("function", ["forward", "_run", "all_gather", "_gradients"])
+@pytest.mark.parametrize("what", STRUCK)
 @pytest.mark.parametrize("schedule", ["decomposed", "fused"])
-def test_an_op_whose_result_nobody_has_is_not_taken_for_the_next(pool: RankPool, schedule: str, function: str) -> None:
-    (_, first), (struck, again) = pool.run(struck_as_it_returns, schedule, function, world_size=2)
+def test_an_op_whose_result_nobody_has_is_not_taken_for_the_next(pool: RankPool, schedule: str, what: str) -> None:
+    (_, first), (struck, again) = pool.run(struck_as_it_returns, schedule, what, world_size=2)
     assert struck == "interrupted"
     assert first.startswith("PeerTimeout: ")
     assert "left an op with an exception" in first
@@ -179,7 +187,8 @@ def forked(group: ProcessGroup) -> list[str]:
             except RuntimeError as error:
                 texts.append(str(error))
         with contextlib.suppress(RuntimeError):
-            torch.ops.fusedtp.all_reduce(X, group.group_name, "unfused", "auto")
+            how = ("unfused", "auto", False, "auto", "")
+            torch.ops.fusedtp.collective(X, "all_reduce", [], group.rank(), group.group_name, *how)
             texts.append("the operator ran")
         # Nor does what waits for nobody touch the parent's memory.
         fusedtp.set_timeout(5)
@@ -228,9 +237,9 @@ def test_a_fork_after_init_is_refused_and_its_parent_goes_on(pool: RankPool) -> 
 
 
 def test_a_fork_before_init_is_a_process_like_any_other() -> None:
-    with mock.patch.object(groups, "_inherited", "of before"):
+    with mock.patch.object(groups, "inherited", "of before"):
         groups._after_fork()
-        assert groups._inherited is None
+        assert groups.inherited is None
         groups._check_fork()
 
 

@@ -7,7 +7,6 @@ touch of a chunk of some rank's half, which is about to be stored or loaded.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,6 @@ from fusedtp.kernels import signal
 
 from fusedtp import trace
 from fusedtp.schedules import fused
-from fusedtp.schedules.decomposed import Gather
 from fusedtp.schedules.prepared import Prepared
 from fusedtp.workspaces.steps import HostSteps
 from fusedtp.workspaces.workspace import Workspace
@@ -25,7 +23,6 @@ from fusedtp.workspaces.workspace import Workspace
 # Of the host: whose, what, and the name of the step.
 HOST = ((Workspace, "require", "require"), (Prepared, "go", "go"), (HostSteps, "enter", "begin"),
         (HostSteps, "signal", "signal"), (HostSteps, "wait", "wait"), (HostSteps, "leave", "leave"),
-        (Gather, "start", "start"), (Gather, "start_beside", "start"), (Gather, "_add", "add"),
         (trace, "timed", "timed"), (trace, "span", "span"))  # fmt: skip
 # Of kernels, which are loaded by now: one that came later would keep what is announced.
 KERNELS = [each for name, each in sys.modules.items() if name.startswith("fusedtp.kernels.")]
@@ -66,6 +63,8 @@ class Watch:
     def watching(self) -> Iterator[None]:
         """Every step of this process is announced to `before`."""
         with contextlib.ExitStack() as stack:
+            # Whatever is done with a chunk is a span.
+            stack.enter_context(trace.recording())
             for owner, attribute, name in HOST:
                 self._announce(stack, owner, attribute, name)
             for name in DEVICE:
@@ -75,10 +74,9 @@ class Watch:
             yield
 
     def _announce(self, stack: contextlib.ExitStack, owner: Any, attribute: str, name: str) -> None:
-        original, here = getattr(owner, attribute), inspect.getattr_static(owner, attribute)
-        stack.callback(setattr, owner, attribute, here)
-        announced = self._announced(name, original)
-        setattr(owner, attribute, staticmethod(announced) if isinstance(here, staticmethod) else announced)
+        original = getattr(owner, attribute)
+        stack.callback(setattr, owner, attribute, original)
+        setattr(owner, attribute, self._announced(name, original))
 
     def _announced(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any, **options: Any) -> Any:
