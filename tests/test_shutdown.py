@@ -21,8 +21,8 @@ SCENARIOS = """
 import atexit, json, os, sys
 import torch, torch.distributed as dist
 import fusedtp
-from fusedtp import workspaces
 from fusedtp.schedules import decomposed, fused, unfused
+from fusedtp.workspaces import registry
 
 folder, CPU = sys.argv[1], torch.device("cpu")
 x = torch.ones(3, 3, requires_grad=True)
@@ -71,7 +71,7 @@ def raised(rank):
 
 def again(rank):
     use()
-    first = workspaces.get(dist.group.WORLD, CPU)
+    first = registry.get(dist.group.WORLD, CPU)
     names = [dist.group.WORLD.group_name]
     dist.destroy_process_group()
     # Ranks have changed places; the name of the group has not.
@@ -81,8 +81,8 @@ def again(rank):
     here = torch.full((1, 1), float(dist.get_rank()))
     out = fusedtp.all_gather_linear(here, torch.ones(1, 1), schedule="decomposed")
     assert out.flatten().tolist() == [0, 1]
-    assert workspaces.get(dist.group.WORLD, CPU) is not first
-    assert workspaces.get(dist.group.WORLD, CPU).rank == 1 - rank
+    assert registry.get(dist.group.WORLD, CPU) is not first
+    assert registry.get(dist.group.WORLD, CPU).rank == 1 - rank
 
 def forked(rank):
     use()

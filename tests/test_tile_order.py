@@ -21,7 +21,8 @@ import torch
 import triton
 import triton.language as tl
 from fusedtp.kernels import gather_matmul, matmul, matmul_scatter
-from fusedtp.kernels.matmul import Tile, locate_in_chunks
+from fusedtp.kernels.configs import Config
+from fusedtp.kernels.matmul import Tile, locate_in_chunks, tiles_of
 from fusedtp.kernels.signal import cdiv
 
 from fusedtp.shards import even_sizes, offsets
@@ -70,9 +71,11 @@ class Shape:
 
     def context(self, M: int = 0) -> Any:
         """As much of a kernel's context as LOCATE looks at."""
+        table = Pointer(tuple(offsets(self.sizes)))
         return SimpleNamespace(
-            table=Pointer(tuple(offsets(self.sizes))), N=self.N, M=M, BLOCK_M=self.block_m, BLOCK_N=self.block_n,
-            GROUP_M=self.group_m, link=SimpleNamespace(rank=self.rank, WORLD_SIZE=len(self.sizes)),
+            table=table, chunks=SimpleNamespace(table=table), b=SimpleNamespace(N=self.N), M=M,
+            tiles=SimpleNamespace(BLOCK_M=self.block_m, BLOCK_N=self.block_n, GROUP_M=self.group_m),
+            link=SimpleNamespace(rank=self.rank, group=SimpleNamespace(WORLD_SIZE=len(self.sizes))),
         )  # fmt: skip
 
     def num_tiles(self, rows: Sequence[int]) -> int:
@@ -135,12 +138,9 @@ def test_inside_a_chunk_the_order_is_the_plain_one() -> None:
 
 
 @triton.jit
-def _order_kernel(
-    out, table, first, N, num_tiles,
-    WORLD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
-):  # fmt: skip
+def _order_kernel(out, table, first, N, num_tiles, tiles, WORLD_SIZE: tl.constexpr):
     for tile in range(0, num_tiles):
-        found = locate_in_chunks(tile, table, first, N, WORLD_SIZE, BLOCK_M, BLOCK_N, GROUP_M)
+        found = locate_in_chunks(tile, table, first, N, WORLD_SIZE, tiles)
         tl.store(out + 3 * tile, found.chunk)
         tl.store(out + 3 * tile + 1, found.index)
         tl.store(out + 3 * tile + 2, found.col)
@@ -152,7 +152,8 @@ def test_an_interpreted_kernel_says_the_same(rank: int) -> None:
     tiles = shape.order("gather")
     out = torch.empty(len(tiles), 3, dtype=torch.int32)
     table = torch.tensor(offsets(shape.sizes), dtype=torch.int32)
-    _order_kernel[(1,)](out, table, rank, shape.N, len(tiles), 3, 16, 16, 2)
+    blocks = tiles_of(Config(block_m=16, block_n=16, group_m=2), flatten=False, upcast=True)
+    _order_kernel[(1,)](out, table, rank, shape.N, len(tiles), blocks, 3)
     assert out.tolist() == [[tile.chunk, tile.index, tile.col] for tile in tiles]
 
 
