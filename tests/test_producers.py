@@ -20,7 +20,7 @@ from fusedtp.cost import hardware, overlap
 from fusedtp.cost.overlap import Work
 from fusedtp.memory.local import local_memories
 from fusedtp.schedules import producer
-from fusedtp.workspaces import registry
+from fusedtp.workspaces import registry, steps
 from fusedtp.workspaces.steps import DeviceSteps
 from fusedtp.workspaces.workspace import Workspace
 
@@ -118,8 +118,10 @@ def test_what_a_stream_is_told_to_write(rank: Workspace) -> None:
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
         mock.patch.object(torch.ops, "symm_mem", mock.Mock(stream_write_value32_=lambda *a: written.append(a))),
     ):
-        steps = DeviceSteps(rank, "all_gather")
-        steps.write(0, 7)
+        device_steps = DeviceSteps(rank)
+        with mock.patch.object(steps, "step"):
+            device_steps.enter("all_gather")
+        device_steps.write(0, 7)
     ((words, offset, value),) = written
     assert (words.dtype, words.dim(), words.is_contiguous()) == (torch.uint32, 1, True)
     assert words.data_ptr() == rank.addresses[0]
