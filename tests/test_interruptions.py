@@ -79,8 +79,8 @@ STRUCK = {
 
 
 def struck_as_it_returns(group: ProcessGroup, schedule: str, what: str) -> tuple[str, str]:
-    """An interruption on rank 1 as a function of STRUCK returns, when the op has ended but nobody has its result: what the two
-    ranks see of a call made again.
+    """An interruption on rank 1 as a function of STRUCK returns, when the op has ended but nobody has its result: what
+    the two ranks see of a call made again.
     """
     rank, seen, (file, function) = group.rank(), ["", ""], STRUCK[what]
     fusedtp.destroy(group)
