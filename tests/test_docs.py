@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from fusedtp.bench import generated
 from fusedtp.bench.ranks import RankPool
-from fusedtp.execute import Runner
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 import fusedtp
+from fusedtp.calls.dispatch import Ready
 from fusedtp.explain import NAMED, Row, explain, table, table_markdown
 from fusedtp.sharding.notation import Dim, parse
 
@@ -66,18 +66,20 @@ def telling(held: Mapping[str, Tensor], before: Collection[str]) -> Iterator[lis
     stands in `before`.
     """
     told: list[str] = []
-    call = Runner.call
+    run = Ready.run
 
-    def told_call(run: Runner, op: str, axis: str, x: Tensor, *rest: Tensor | None, **options: Any) -> Any:
-        words = next(kind for kind in ("all_gather", "reduce_scatter", "all_reduce") if kind in op).replace("_", "-")
+    def told_run(ready: Ready, given: Sequence[Any]) -> list[Tensor]:
+        task, x = ready.task, given[0]
+        kinds = ("all_gather", "reduce_scatter", "all_reduce")
+        words = next(kind for kind in kinds if kind in task.op.name).replace("_", "-")
         if words == "all-gather":
             (name,) = (name for name, tensor in held.items() if sorted(tensor.shape) == sorted(x.shape))
             again = any(each.startswith(f"all-gather {name}") for each in before)
-            words += f" {name}" + " again" * again + " along the contraction" * (options.get("gather_dim") == 1)
+            words += f" {name}" + " again" * again + " along the contraction" * (task.dim == 1)
         told.append(words)
-        return call(run, op, axis, x, *rest, **options)
+        return run(ready, given)
 
-    with mock.patch.object(Runner, "call", told_call):
+    with mock.patch.object(Ready, "run", told_run):
         yield told
 
 
