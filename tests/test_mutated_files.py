@@ -28,8 +28,9 @@ from fusedtp.bench.timeline import Mark, Timeline
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fusedtp import cost, trace
+from fusedtp import trace
 from fusedtp.calls import tuning
+from fusedtp.op import OPS
 
 from .mutations import of_bytes, of_cell, of_json
 
@@ -92,9 +93,7 @@ KEY = (r"[\w\])'}] (is missing|is not known|must be|is empty|has no|is already)"
 
 def tuning_table() -> bytes:
     ms = {"unfused": 2.0, "decomposed": 1.0}
-    samples = [
-        tuning.Sample(op, n, "float32", 256, 512, 64 if "matmul" in op else 0, ms) for op in cost.OPS for n in (2, 4)
-    ]
+    samples = [tuning.Sample(op, n, "float32", 256, 512, 64 if "matmul" in op else 0, ms) for op in OPS for n in (2, 4)]
     rates = {"matrix_tflops": {"float32": 0.1, "bfloat16": 0.2}, "memory_gbps": 10.0, "host_us": 100.0}
     rates |= {"flag_us": 20.0, "collective_start_us": 1000.0, "collective_gbps": 1.0}
     return tuning.dump(tuning.Table(tuning.identity(), tuple(samples), {2: rates, 4: rates})).encode()
@@ -109,7 +108,7 @@ def left_out(made: bytes, place: tuple[Any, ...]) -> bool:
 
 def decided(table: tuning.Table) -> None:
     """Whatever a table says, every op is decided."""
-    for op in cost.OPS:
+    for op in OPS:
         for dtype in ("float32", "bfloat16"):
             for n in (2, 7, 256):
                 for rows, cols in ((0, 5), (1, 1), (300, 7), (1 << 20, 1 << 15)):
@@ -149,9 +148,7 @@ def test_tables_at_their_limits_are_decided() -> None:
         rates |= {"collective_gbps": most if gbps else least}
         times = {"unfused": (1e-9, 1e9)[bits & 1], "decomposed": (1e-9, 1e9)[bits >> 1 & 1]}
         size = (1, tuning.MOST_LENGTH)[bits >> 2 & 1]
-        samples = tuple(
-            tuning.Sample(op, 2, "float32", size, size, size if "matmul" in op else 0, times) for op in cost.OPS
-        )
+        samples = tuple(tuning.Sample(op, 2, "float32", size, size, size if "matmul" in op else 0, times) for op in OPS)
         decided(tuning.parse(tuning.dump(tuning.Table({"cpu": "any"}, samples, {2: rates}))))
 
 

@@ -27,10 +27,10 @@ import torch
 from .. import schedules
 from ..cost import hardware
 from ..cost.hardware import Hardware
-from ..cost.model import OPS, Prediction, estimate
+from ..cost.model import Prediction, estimate
 from ..cost.overlap import Work
 from ..files import read_text, replace
-from ..op import OPS as TABLE
+from ..op import OPS
 from ..sharding.plan import ITEMSIZE
 from ..workspaces.entries import Entry, entry_of
 
@@ -216,8 +216,8 @@ def load(target: Path | None = None) -> tuple[Table | None, str, str]:
 
 def share(op: str, dtype: str, world_size: int, rows: int, cols: int, third: int | None = None) -> Work:
     """A rank's share of an op by which [rows, cols] travel; without `third` that of an MLP."""
-    kind = TABLE[op].kind
-    if not TABLE[op].multiplies:
+    kind = OPS[op].kind
+    if not OPS[op].multiplies:
         return Work(kind, 0, 0, 0, rows * cols, world_size, dtype)
     third = max(1, 4 * cols // world_size) if third is None else third
     inner, outer = (cols, third) if kind == "gather" else (third, cols)
