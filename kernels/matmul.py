@@ -343,9 +343,13 @@ def result_of(c: torch.Tensor) -> Result:
     return Result(c, c.stride(0), c.stride(1))
 
 
+# As a launch gives Epilogue.PER_ROW.
+PER_ROW = (tl.constexpr(False), tl.constexpr(True))
+
+
 def epilogue_of(bias: torch.Tensor | None, *, per_row: bool) -> Epilogue:
     """A bias as a launch gives it."""
-    return Epilogue(bias, tl.constexpr(per_row))
+    return Epilogue(bias, PER_ROW[per_row])
 
 
 def tiles_of(config: Config, *, flatten: bool, upcast: bool) -> Tiles:

@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from fusedtp.bench import generated
 
 import fusedtp
 
 ROOT = Path(__file__).parent.parent
+ARCHITECTURE = ROOT / "docs/architecture.md"
 FOLDERS = {"fusedtp": ROOT / "fusedtp", "fusedtp.kernels": ROOT / "kernels", "fusedtp.bench": ROOT / "bench"}
 
 # Lowest first: a module imports from lower floors, or from its own folder. A folder counts as one.
@@ -113,6 +115,40 @@ def test_no_import_cycles() -> None:
 
     for name in graph:
         visit(name, ())
+
+
+def drawn() -> str:
+    """The imports between folders and the modules above them, in Mermaid, without those that follow from others."""
+    small = set(FLOORS[0]) | {"reference"}
+    edges = {
+        (unit(name), unit(other))
+        for name, path in MODULES.items()
+        for other in imported(name, path)
+        if other.partition(".")[0] == "fusedtp" and unit(name) != unit(other)
+    }
+    edges = {(a, b) for a, b in edges if not {a, b} & small}
+    below = {a: {b for each, b in edges if each == a} for a, _ in edges}
+
+    def reached(start: str) -> set[str]:
+        return {start}.union(*(reached(b) for b in below.get(start, ())))
+
+    kept = [(a, b) for a, b in edges if not any(b in reached(c) for c in below[a] - {b})]
+    title = {unit(name): len([each for each in MODULES if unit(each) == unit(name)]) for name in MODULES}
+
+    def node(each: str) -> str:
+        name = each or "fusedtp"
+        return f'{name}["{name}"]' if title[each] == 1 else f'{name}["{name}/<br>{title[each]} modules"]'
+
+    lines = [f"    {node(a)} --> {node(b)}" for a, b in sorted(kept, key=lambda edge: (-FLOOR[edge[0]], edge))]
+    return "\n".join(["```mermaid", "graph TD", *lines, "```"])
+
+
+def test_the_picture_of_the_imports_is_drawn_from_them() -> None:
+    text = ARCHITECTURE.read_text()
+    if os.environ.get("FUSEDTP_ARCHITECTURE") == "write":
+        generated.rewrite(ARCHITECTURE, "imports", drawn())
+        text = ARCHITECTURE.read_text()
+    assert generated.replaced(text, "imports", drawn()) == text, "FUSEDTP_ARCHITECTURE=write draws it anew"
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:

@@ -121,7 +121,8 @@ def of_parameters(
     """`apply` of a layer: its weight and bias are DTensors, or plain where torch.func has put other ones in place."""
     if type(weight) in PLAIN:
         weight, bias = local(weight, 2), None if bias is None else local(bias, 1)
-    if type(x) in PLAIN and not torch.compiler.is_compiling() and not arguments.autocasts(x):
+    plain = type(x) in PLAIN and not torch.compiler.is_compiling()
+    if plain and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
         w_part, bias_part = part(weight, 2), None if bias is None else part(bias, 1)
         return run(x, weight, bias, calls_.find(prepare, x, w_part, bias_part, group, options))
     weight, bias = local(weight, 2), None if bias is None else local(bias, 1)

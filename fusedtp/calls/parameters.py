@@ -10,6 +10,7 @@ zeros, which gradients, norms and decay leave zeros.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -50,9 +51,10 @@ def mesh_of(group: Group, process_group: ProcessGroup, device: torch.device | st
     return known[1]
 
 
-def is_padded(sizes: Sequence[int]) -> bool:
+@functools.lru_cache(maxsize=1024)
+def is_padded(sizes: tuple[int, ...]) -> bool:
     """Whether DTensor would cut otherwise."""
-    return tuple(sizes) != chunk_sizes(sum(sizes), len(sizes))
+    return sizes != chunk_sizes(sum(sizes), len(sizes))
 
 
 def sharded(
@@ -68,7 +70,7 @@ def sharded(
 
     there, here = list(shape), list(shape)
     here[dim] = sizes[mesh.get_local_rank()]
-    if is_padded(sizes):
+    if is_padded(tuple(sizes)):
         here[dim], there[dim] = max(sizes), max(sizes) * len(sizes)
     return _parameter(torch.empty(here, device=device, dtype=dtype), there, mesh, Shard(dim))
 
@@ -103,7 +105,7 @@ def fill(parameter: Tensor, values: Tensor, dim: int | None, sizes: Sequence[int
             f"this parameter is no longer the DTensor that the layer was made with, but {type(parameter).__name__}: "
             "it cannot be told which part of the whole it is"
         )
-    if dim is not None and is_padded(sizes):
+    if dim is not None and is_padded(tuple(sizes)):
         longest, given = max(sizes), values
         values = given.new_zeros(parameter.shape)
         for rank, (first, size) in enumerate(zip(offsets(sizes), sizes, strict=False)):
@@ -114,7 +116,8 @@ def fill(parameter: Tensor, values: Tensor, dim: int | None, sizes: Sequence[int
 
 def part(parameter: Any, ndim: int) -> Tensor:
     """What an op reads of a parameter, outside of any graph: the local tensor, leading dims flattened up to `ndim`."""
-    return _flat(parameter if type(parameter) in PLAIN else parameter._local_tensor, ndim)
+    tensor: Tensor = parameter if type(parameter) in PLAIN else parameter._local_tensor
+    return tensor if tensor.ndim <= ndim else tensor.flatten(0, tensor.ndim - ndim)
 
 
 def local(parameter: Any, ndim: int) -> Tensor:
@@ -123,7 +126,8 @@ def local(parameter: Any, ndim: int) -> Tensor:
         return part(_untransformed(parameter), ndim)
     from torch.distributed.tensor import DTensor
 
-    return _flat(parameter.to_local() if isinstance(parameter, DTensor) else parameter, ndim)
+    tensor: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return tensor if tensor.ndim <= ndim else tensor.flatten(0, tensor.ndim - ndim)
 
 
 def _untransformed(parameter: Any) -> Any:
@@ -138,10 +142,6 @@ def _untransformed(parameter: Any) -> Any:
             "torch.func.functional_call(layer, {name: p.to_local() for name, p in layer.named_parameters()}, x)"
         )
     return parameter
-
-
-def _flat(tensor: Tensor, ndim: int) -> Tensor:
-    return tensor if tensor.ndim <= ndim else tensor.flatten(0, tensor.ndim - ndim)
 
 
 def as_gradient(grad: Tensor, parameter: Any) -> Tensor:

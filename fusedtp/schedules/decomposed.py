@@ -152,8 +152,10 @@ class Gather:
                 if each.transposed:
                     left, right = right.t(), left.t()
                 bias = each.epilogue.bias
-                mm = torch.mm if bias is None else partial(torch.addmm, bias)
-                outs.append(mm(left, right) if trace.spans is None else trace.timed("multiply", -1, mm, left, right))
+                if trace.spans is not None:
+                    outs.append(trace.timed("multiply", -1, mm, left, right, bias))
+                else:
+                    outs.append(torch.mm(left, right) if bias is None else torch.addmm(bias, left, right))
             return outs
         outs = []
         for each in products:
@@ -243,15 +245,14 @@ class Scatter:
         ws, steps = self._ws, self._ws.steps
         if self._in_own or self._to_all:
             mine = self._view(ws.rank, 0 if self._in_own else ws.rank, self._begins[-1])
-            trace.timed("multiply", -1, mm_into, a, b, mine)
+            _multiply_into(a, b, mine, -1)
             self._show(mine)
             return
         for dst, part in self._owners():
             left, right = (a[part], b) if self._dim == 0 else (a, b[:, part])
             place = self._view(dst, ws.rank, self._sizes[dst])
             if ws.in_place or dst == ws.rank:
-                with trace.span("multiply", dst):
-                    mm_into(left, right, place)
+                _multiply_into(left, right, place, dst)
                 steps.signal(dst, self._slot)
             else:
                 terms = mm(left, right)
@@ -316,6 +317,13 @@ class Scatter:
         mine = out[self._part]
         trace.timed("add", -1, _sum_into, self._terms(own), epilogue.bias, mine)
         gather.start(mine)
+
+
+def _multiply_into(a: Tensor, b: Tensor, out: Tensor, peer: int) -> None:
+    if trace.spans is not None:
+        trace.timed("multiply", peer, mm_into, a, b, out)
+    elif out.numel():
+        torch.mm(a, b, out=out)
 
 
 def _sum_into(parts: list[Tensor], bias: Tensor | None, out: Tensor) -> None:

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from ..cost.overlap import Work
-from ..kernels import INTERPRETED
+from ..kernels import INTERPRETED, matmul
 from ..kernels.gather_matmul import GatherMatmul, own_in_place
 from ..kernels.launch import Config, config_for
 from ..kernels.layout import Layout
-from ..kernels.matmul import epilogue_of
 from ..kernels.matmul_scatter import MatmulScatter
 from ..kernels.push import collect
 from ..kernels.reduce import reduce
@@ -142,7 +141,7 @@ class Gather:
         M, N = self._shape[0] if self._dim == 0 else self._shape[1], first.other.shape[1]
         out = x.new_empty((N, M) if first.transposed else (M, N))
         c, table = out.t() if first.transposed else out, ws.table(self._sizes)
-        epilogue = epilogue_of(first.epilogue.bias, per_row=first.transposed)
+        epilogue = matmul.Epilogue(first.epilogue.bias, matmul.PER_ROW[first.transposed])
         launch = self._launch or self._launcher()
         issued = split or by == "copy"
         if by == "copy" and not split:
@@ -233,7 +232,7 @@ class Scatter:
             transport.settle(self._ws)
         reduce(
             self._ws.channel(), self._on.task.op.number, out,
-            epilogue_of(epilogue.bias, per_row=self._dim == 1), region_rows=self._region_rows,
+            matmul.Epilogue(epilogue.bias, matmul.PER_ROW[self._dim == 1]), region_rows=self._region_rows,
             pitch=self._region.pitch, per_tile=self._multiplies, config=self._config, upcast=INTERPRETED,
             own=None if own is None else own[self._part], result_row=None if gather is None else gather.row,
             second_slot=0 if gather is None else gather.region.slot, last=last,

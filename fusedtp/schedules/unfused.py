@@ -56,6 +56,7 @@ class Gather:
 
     def __init__(self, on: Unfused, sizes: Sequence[int], dim: int) -> None:
         self._on, self._sizes, self._dim, self._longest = on, sizes, dim, max(sizes)
+        self._even = all(size == self._longest for size in sizes)
 
     def start(self, x: Tensor) -> None:
         # Rows are what a collective concatenates: transposing this part is cheaper than reordering all of what arrives.
@@ -84,7 +85,7 @@ class Gather:
         if arriving.numel():
             with trace.span("collective"):
                 gathered = _c10d.wait_tensor(arriving)
-        if all(size == longest for size in self._sizes):
+        if self._even:
             return gathered
         parts = zip(gathered.split(longest), self._sizes, strict=True)
         return torch.cat([part[:size] for part, size in parts])

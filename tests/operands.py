@@ -1,0 +1,83 @@
+"""Operands of every op of the table, and what comes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedtp.shards import even_sizes
+
+M, N, K, R = 13, 10, 9, 7
+
+
+class Given(NamedTuple):
+    """One rank's operands and options, and its results in float64."""
+
+    operands: tuple[Tensor | None, ...]
+    options: dict[str, Any]
+    results: list[Tensor]
+
+
+class Whole:
+    """All ranks' matrices, the same on each of them."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size, self.rows = rank, world_size, even_sizes(M, world_size)
+        self._random = torch.Generator().manual_seed(7)
+
+    def matrix(self, *shape: int) -> Tensor:
+        """A new one, in values of float32."""
+        return torch.randn(*shape, generator=self._random).double()
+
+    def each(self, *shape: int) -> list[Tensor]:
+        """One a rank."""
+        return [self.matrix(*shape) for _ in range(self.world_size)]
+
+
+def _all_gather_matmul(whole: Whole) -> Given:
+    x, bias = whole.matrix(M, K), whole.matrix(N)
+    b, right = whole.each(K, N)[whole.rank], whole.each(M, R)[whole.rank]
+    operands = (x.split(whole.rows)[whole.rank], b, bias, right)
+    return Given(operands, {"sizes": whole.rows}, [x @ b + bias, x.t() @ right])
+
+
+def _matmul_reduce_scatter(whole: Whole) -> Given:
+    a, b, bias, x = whole.each(M, K), whole.each(K, N), whole.matrix(N), whole.matrix(M, R)
+    left = whole.each(K, M)[whole.rank]
+    total = sum(one @ other for one, other in zip(a, b, strict=True)) + bias
+    operands = (a[whole.rank], b[whole.rank], bias, left, x.split(whole.rows)[whole.rank])
+    return Given(operands, {"sizes": whole.rows}, [total.split(whole.rows)[whole.rank], left @ x])
+
+
+def _matmul_all_reduce(whole: Whole) -> Given:
+    a, b, bias = whole.each(M, K), whole.each(K, N), whole.matrix(N)
+    total = sum(one @ other for one, other in zip(a, b, strict=True)) + bias
+    return Given((a[whole.rank], b[whole.rank], bias), {}, [total])
+
+
+def _all_gather(whole: Whole) -> Given:
+    x = whole.matrix(M, K)
+    return Given((x.split(whole.rows)[whole.rank],), {"sizes": whole.rows}, [x])
+
+
+def _reduce_scatter(whole: Whole) -> Given:
+    x = whole.each(M, K)
+    return Given((x[whole.rank],), {"sizes": whole.rows}, [torch.stack(x).sum(0).split(whole.rows)[whole.rank]])
+
+
+def _all_reduce(whole: Whole) -> Given:
+    x = whole.each(M, K)
+    return Given((x[whole.rank],), {}, [torch.stack(x).sum(0)])
+
+
+OPERANDS: dict[str, Callable[[Whole], Given]] = {
+    "all_gather_matmul": _all_gather_matmul,
+    "matmul_reduce_scatter": _matmul_reduce_scatter,
+    "matmul_all_reduce": _matmul_all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_reduce": _all_reduce,
+}
