@@ -1,0 +1,96 @@
+"""What a call costs its host beside what it is for: python -P -m fusedtp.bench.overhead --out overhead.csv
+
+Small calls, warm, in microseconds: `all_gather_linear` less F.linear on one rank; on more the slowest rank's time less
+what its spans say that it waited, multiplied and copied (`fusedtp.trace`), with the recording of them in it. With
+backward both passes count, less those of F.linear. Rows of several checkouts, each run with its own interpreter, may
+stand below each other in one file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from fusedtp.bench.machine import describe
+from fusedtp.bench.ranks import RankPool
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+import fusedtp
+from fusedtp import trace
+
+ROWS, FEATURES = 8, 64
+CALLS = 200
+
+
+def _timed(call: Callable[[], object]) -> tuple[float, float]:
+    # Microseconds a call, and how many of them in spans.
+    with trace.recording() as spans:
+        begin = time.perf_counter_ns()
+        for _ in range(CALLS):
+            call()
+        end = time.perf_counter_ns()
+    inside = sum(span.end_ns - span.begin_ns for span in spans)
+    return (end - begin) / CALLS / 1e3, inside / CALLS / 1e3
+
+
+def measure(group: ProcessGroup, rounds: int) -> dict[str, list[float]]:
+    """By direction: what is beside, a round each."""
+    schedule = "decomposed" if group.size() > 1 else "auto"
+    x, weight = torch.randn(ROWS, FEATURES, requires_grad=True), torch.randn(FEATURES, FEATURES, requires_grad=True)
+    out = torch.randn(ROWS * group.size(), FEATURES)
+    whole = torch.randn(ROWS * group.size(), FEATURES, requires_grad=True)
+
+    def ours() -> Any:
+        return fusedtp.all_gather_linear(x, weight, group=group, schedule=schedule)
+
+    def linear() -> Any:
+        return F.linear(whole, weight)
+
+    found: dict[str, list[float]] = {"forward": [], "both": []}
+    for turn in range(rounds + 1):
+        for direction in found:
+            backward = direction == "both"
+            times = [
+                _timed((lambda call=call: call().backward(out)) if backward else call)  # type: ignore[misc]
+                for call in (ours, linear)
+            ]
+            # The library's own time is in no span of a single rank.
+            whole_us = times[0][0] - (times[0][1] if group.size() > 1 else 0.0)
+            library_us = times[1][0] if group.size() == 1 or backward else 0.0
+            if turn:
+                found[direction].append(whole_us - library_us)
+    return found
+
+
+def main() -> None:
+    """Append rows, one a number of ranks and a direction."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=15)
+    given = parser.parse_args()
+    machine, rows = describe(), []
+    with RankPool(2) as pool:
+        for world_size in (1, 2):
+            replies = pool.run(measure, given.rounds, world_size=world_size)
+            for direction in replies[0]:
+                slowest = [max(each) for each in zip(*(reply[direction] for reply in replies), strict=True)]
+                quarters = statistics.quantiles(slowest, n=4)
+                rows.append({
+                    "commit": machine.commit, "dirty": machine.dirty, "machine": machine.name, "torch": machine.torch,
+                    "world_size": world_size, "direction": direction, "rows": ROWS, "features": FEATURES,
+                    "beside_us": round(quarters[1], 1), "q1_us": round(quarters[0], 1), "q3_us": round(quarters[2], 1),
+                })  # fmt: skip
+    frame = pd.DataFrame(rows)
+    frame.to_csv(given.out, mode="a", header=not given.out.exists(), index=False)
+    print(frame.to_string(index=False))
+
+
+if __name__ == "__main__":
+    main()
