@@ -199,7 +199,9 @@ class Ready(Prepared):
 
 
 def _load_for_capture(task: Task, group: ProcessGroup, device: torch.device, operands: Sequence[Tensor | None]) -> None:
-    """Before an op that runs here in a way that a capture would not take: load the kernels that one would, once."""
+    """Before an op that runs here in a way that a capture would not take: make room for the one that it would, and load
+    its kernels, once.
+    """
     registry = _workspaces()
     if task.dtype not in FUSED_DTYPES or group.size() == 1 or not registry.reachable(group, device)[0]:
         return
@@ -215,8 +217,10 @@ def _load_for_capture(task: Task, group: ProcessGroup, device: torch.device, ope
         return
     path = _decide(task, group.size(), ws.choices[Knowledge], True, True)
     if path.schedule == "fused":
+        prepared = Prepared("fused", task, group, ws)
+        ws.require(prepared.half_bytes, prepared.slots)
         with only_loading():
-            Prepared("fused", task, group, ws).go(operands)
+            prepared.go(operands)
     ws.choices[key] = path
 
 
