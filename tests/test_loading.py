@@ -14,15 +14,23 @@ import pytest
 import torch
 from fusedtp.bench.ranks import RankPool
 from fusedtp.kernels import loading
+from fusedtp.kernels.launch import config_for
+from fusedtp.kernels.layout import Region
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.language import constexpr
 
 import fusedtp
+from fusedtp.calls.dispatch import Ready
 from fusedtp.memory.local import local_memories
-from fusedtp.schedules import decomposed, fused, producer
+from fusedtp.op import ALL_GATHER, MATMUL_REDUCE_SCATTER, Task
+from fusedtp.schedules import decomposed, producer
+from fusedtp.schedules.prepared import Prepared
 from fusedtp.workspaces import registry
 from fusedtp.workspaces.workspace import Workspace
+
+from . import direct
 
 CPU = torch.device("cpu")
 SIZES = (9, 5)
@@ -38,6 +46,10 @@ def described(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options
 def known(x: Any) -> Any:
     if isinstance(x, Tensor):
         return x.dtype, x.data_ptr() % 16
+    if isinstance(x, tuple):
+        return tuple(map(known, x))
+    if isinstance(x, constexpr):
+        return "constant", x.value
     # A fingerprint is what it is for this call and no other.
     return "fingerprint" if isinstance(x, int) and abs(x) >= 2**31 else x
 
@@ -61,6 +73,18 @@ def watched() -> Iterator[tuple[Starts, Starts]]:
 
     with mock.patch.object(loading, "_starter", starter), mock.patch.object(loading, "_load", load):
         yield started, loaded
+
+
+@contextlib.contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """What is ready loads for captures, of which there are none now."""
+    on_gpu = property(lambda ready: True, lambda ready, value: None)
+    with (
+        mock.patch.object(Workspace, "loads_for_capture", True),
+        mock.patch.object(Ready, "on_gpu", on_gpu, create=True),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
+    ):
+        yield
 
 
 CALLS: dict[str, Callable[..., Tensor]] = {
@@ -91,7 +115,7 @@ def loads(group: ProcessGroup, by: str, name: str) -> list[str]:
     eager = {"schedule": "auto"} if by == "auto" else {"schedule": "fused", "producer": "copy"}
     if name in ("scatter", "all-reduce") and by != "auto":
         eager = {"schedule": "fused"}
-    with mock.patch.object(Workspace, "loads_for_capture", True):
+    with as_on_a_gpu():
         with watched() as (started, loaded):
             train(name, x, w, group=group, **eager)
             size, again = ws.half_bytes, len(loaded)
@@ -113,6 +137,25 @@ def test_what_a_capture_starts_is_loaded_before(pool: RankPool, by: str, name: s
     """Forward and backward, where `auto` is decomposed when eager, and where what is gathered is copied."""
     pool.run(forget)
     assert pool.run(loads, by, name, world_size=2) == [[], []]
+
+
+def makes_room(group: ProcessGroup) -> None:
+    ws, sizes = registry.get(group, CPU), (300, 212)
+    a, b = torch.randn(sum(sizes), 3), torch.randn(3, 4096)
+    task = Task.of(MATMUL_REDUCE_SCATTER, a, b, None, sizes=sizes)
+    captured = Prepared("fused", task, group, ws)
+    assert captured.slots > ws.slots
+    with as_on_a_gpu():
+        direct.run("matmul_reduce_scatter", "auto", group, a, b, sizes=sizes)
+    assert captured.slots <= ws.slots
+    assert captured.half_bytes <= ws.half_bytes
+
+
+def test_room_for_a_capture_is_made_before(pool: RankPool) -> None:
+    """A capture cannot grow memory, and kernels have a signal a tile where library matmuls have one a part."""
+    pool.run(forget)
+    pool.run(makes_room, world_size=2)
+    pool.run(forget)
 
 
 def forget(group: ProcessGroup) -> None:
@@ -147,10 +190,10 @@ def test_a_capture_refuses_what_is_not_loaded() -> None:
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
     ):
         with pytest.raises(RuntimeError, match=r"_some_kernel is not loaded, .* once before capturing"):
-            loading.launch(kernel, (3,))(x, num_warps=4)
+            loading.launch(kernel, (3,))((x,), num_warps=4)
         kernel.__getitem__.assert_not_called()
         kernel.warmup.return_value = SimpleNamespace(module=object())
-        loading.launch(kernel, (3,))(x, num_warps=4)
+        loading.launch(kernel, (3,))((x,), num_warps=4)
         kernel.__getitem__.return_value.assert_called_once()
 
 
@@ -167,11 +210,11 @@ def test_tensors_of_another_device_are_refused(rank: Workspace) -> None:
     x, kernel = SimpleNamespace(is_cuda=True, device=torch.device("cuda:1")), mock.MagicMock()
     current, refusal = mock.patch.object(torch.cuda, "current_device", return_value=0), r"on cuda:1 .*set_device\(1\)"
     with mock.patch.object(loading, "INTERPRETED", False), current, pytest.raises(ValueError, match=refusal):
-        loading.launch(kernel, (1,))(x)
+        loading.launch(kernel, (1,))((x,))
     kernel.__getitem__.assert_not_called()
-    on_gpu, data = mock.patch.object(rank, "device", torch.device("cuda:1")), mock.patch.object(rank, "data", x)
+    on_gpu, data = mock.patch.object(rank, "_on_host", False), mock.patch.object(rank, "data", x)
     with on_gpu, data, current, pytest.raises(ValueError, match=refusal):
-        rank.begin("all_gather")
+        rank.begin("all_gather", rank.meanings.now)
     with mock.patch.object(torch.cuda, "current_device", return_value=1):
         loading.check_device(x)
 
@@ -181,12 +224,13 @@ def test_one_rank_starts_no_kernel(pool: RankPool) -> None:
 
 
 def alone(group: ProcessGroup) -> None:
-    a, b = torch.randn(3, 4), torch.randn(4, 5)
+    a, b, left, x = torch.randn(3, 4), torch.randn(4, 5), torch.randn(2, 3), torch.randn(3, 6)
     with watched() as (started, _):
-        out = fused.all_gather_matmul(a, b, None, gather_dim=0, sizes=(3,), group=group)
-        both = fused.matmul_scatter_and_gather(a, b, b.t(), a.t(), sizes=(3,), group=group)
+        out = direct.one("all_gather_matmul", "fused", group, a, b, sizes=(3,))
+        both = direct.run("matmul_reduce_scatter", "fused", group, a, b, None, left, x, sizes=(3,))
     assert torch.equal(out, a @ b)
     assert torch.equal(both[0], a @ b)
+    assert torch.equal(both[1], left @ x)
     assert not started
 
 
@@ -233,7 +277,7 @@ def test_what_a_side_stream_reads_is_not_reused_before() -> None:
         mock.patch.object(producer, "side_stream", return_value="beside"),
         mock.patch.object(Tensor, "record_stream", lambda x, stream: recorded.append((x.shape, stream))),
     ):
-        producer._copy(ws, "all_gather", x, (4, 4), 0, 8, 4, False, False, 1)
+        producer._copy(ws, "all_gather", x, (4, 4), 0, Region(0, 8, 1, 4), False, False)
     assert recorded == [((4, 8), "beside")]
 
 
@@ -250,7 +294,7 @@ def test_a_table_is_made_on_the_main_stream(rank: Workspace) -> None:
         assert not beside
         return torch.tensor([0, 4, 8], dtype=torch.int32)
 
-    config = fused.config_of(rank, torch.zeros(1))
+    config = config_for(CPU, torch.float32)
     with (
         mock.patch.object(producer, "travelling", travelling),
         mock.patch.object(rank, "table", table),
@@ -258,7 +302,7 @@ def test_a_table_is_made_on_the_main_stream(rank: Workspace) -> None:
     ):
         x = torch.zeros(4, 4)
         producer.produce(
-            rank, "all_gather", x, (4, 4), producer="push", dst_row=0, pitch=4, config=config, piece=4, beside=True
+            rank, ALL_GATHER, x, (4, 4), Region(0, 4, 1, 4), producer="push", dst_row=0, config=config, beside=True
         )
     pushed.assert_called_once()
     assert beside
