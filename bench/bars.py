@@ -104,7 +104,7 @@ def _drawn(columns: Mapping[str, list[Group]]) -> Any:
                 for kind, share in shares.items():
                     axis.barh(at, share, left=left, height=0.35 if kind == "ink" else 0.8, **theme.bar(kind))
                     left += share
-                names[at], longest = name, max(longest, left)
+                names[at], longest = name, max(longest, left, group.ceiling)
                 # behind the ceiling where that is further on, not across it
                 style = {"fontsize": 6.5, "va": "center_baseline", "color": theme.colour("muted")}
                 axis.text(max(left, group.ceiling) + 2, at, words, **style)

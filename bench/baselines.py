@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from .cases import BASELINES, Case
 from .operands import Operands, Runner, passes
@@ -45,19 +46,19 @@ def missing(variant: str, case: Case, direction: str, num_gpus: int) -> str:
     return ""
 
 
-def runner(operands: Operands, variant: str, direction: str) -> Runner:
+def runner(operands: Operands, group: ProcessGroup, variant: str, direction: str) -> Runner:
     """The closure of a baseline that is not `missing`. Collective."""
     make = {"dtensor": _dtensor, "torch_symm_mem": _symm_mem, "async_tp": _async_tp}[variant]
-    return make(operands, direction)
+    return make(operands, group, direction)
 
 
-def _dtensor(operands: Operands, direction: str) -> Runner:
+def _dtensor(operands: Operands, group: ProcessGroup, direction: str) -> Runner:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    mesh = DeviceMesh.from_group(operands.group, operands.device.type, mesh_dim_names=("tp",))
-    gathers = operands.case.op == "all_gather_matmul"
+    mesh = DeviceMesh.from_group(group, operands.device.type, mesh_dim_names=("tp",))
+    gathers = operands.gathers
     layer = nn.Linear(operands.case.K, operands.case.N, bias=False, device="meta")
     # The shard is here already: the style would scatter a whole weight from rank 0.
     weight = DTensor.from_local(operands.w, mesh, [Shard(0 if gathers else 1)], run_check=False)
@@ -71,7 +72,7 @@ def _dtensor(operands: Operands, direction: str) -> Runner:
     return passes(lambda x, w: parallel(x), operands.x, layer.weight, operands, direction, local)
 
 
-def _enable_symm_mem(operands: Operands) -> None:
+def _enable_symm_mem(group: ProcessGroup) -> None:
     from torch.distributed import _symmetric_memory
 
     # Deprecated, and still what makes the compiler fuse on torch 2.11 to 2.13.
@@ -79,12 +80,12 @@ def _enable_symm_mem(operands: Operands) -> None:
     if enable is not None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            enable(operands.group.group_name)
+            enable(group.group_name)
 
 
-def _symm_mem(operands: Operands, direction: str) -> Runner:
-    _enable_symm_mem(operands)
-    name = operands.group.group_name
+def _symm_mem(operands: Operands, group: ProcessGroup, direction: str) -> Runner:
+    _enable_symm_mem(group)
+    name = group.group_name
 
     def gather(x: Tensor, w: Tensor) -> Tensor:
         _, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [w.t()], 0, name, return_A=False)
@@ -93,16 +94,15 @@ def _symm_mem(operands: Operands, direction: str) -> Runner:
     def scatter(x: Tensor, w: Tensor) -> Tensor:
         return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w.t(), "sum", 0, name)  # type: ignore[no-any-return]
 
-    call = gather if operands.case.op == "all_gather_matmul" else scatter
+    call = gather if operands.gathers else scatter
     return passes(call, operands.x, operands.w, operands, direction)
 
 
-def _async_tp(operands: Operands, direction: str) -> Runner:
+def _async_tp(operands: Operands, group: ProcessGroup, direction: str) -> Runner:
     from torch._inductor import config
     from torch.distributed._functional_collectives import all_gather_tensor_autograd, reduce_scatter_tensor_autograd
 
-    _enable_symm_mem(operands)
-    group = operands.group
+    _enable_symm_mem(group)
 
     def gather(x: Tensor, w: Tensor) -> Tensor:
         return torch.mm(all_gather_tensor_autograd(x, 0, group), w.t())
@@ -110,7 +110,7 @@ def _async_tp(operands: Operands, direction: str) -> Runner:
     def scatter(x: Tensor, w: Tensor) -> Tensor:
         return reduce_scatter_tensor_autograd(torch.mm(x, w.t()), "sum", 0, group)  # type: ignore[no-any-return]
 
-    call = torch.compile(gather if operands.case.op == "all_gather_matmul" else scatter, fullgraph=True, dynamic=False)
+    call = torch.compile(gather if operands.gathers else scatter, fullgraph=True, dynamic=False)
     # One whole pass compiles what the timed one needs: the gradients' graph is compiled with the forward one's.
     whole = "forward" if direction == "forward" else "both"
     with config.patch(_micro_pipeline_tp=True):

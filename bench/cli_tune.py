@@ -9,6 +9,7 @@ import typer
 
 from . import arguments
 from .arguments import at_least, ranks
+from .cases import DTYPES
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,13 +49,11 @@ def tune(
     machine = tuning.identity()
     num_gpus = machine["num_gpus"]
     world_sizes = ranks(world_size) if world_size is not None else tuple(n for n in (2, 4, 8) if n <= (num_gpus or 4))
-    dtypes = tuple((("bfloat16" if num_gpus else "float32") if dtype is None else dtype).split(","))
-    if unknown := [name for name in dtypes if name not in ("float32", "bfloat16", "float16")]:
-        raise typer.BadParameter(f"--dtype must be among float32, bfloat16, float16, got {unknown[0]!r}")
+    dtypes = arguments.names(("bfloat16" if num_gpus else "float32") if dtype is None else dtype, DTYPES, "--dtype")
     if not world_sizes or min(world_sizes) < 2 or (num_gpus and max(world_sizes) > num_gpus):
         raise typer.BadParameter(f"nothing to measure with {world_sizes or 'fewer than two'} ranks on {num_gpus} GPUs")
     samples, rates = measure(
-        world_sizes, dtypes, seconds=seconds, shapes=None, num_gpus=num_gpus,
+        world_sizes, dtypes, seconds=seconds, num_gpus=num_gpus,
         said=lambda text: console.print(text, highlight=False),
     )  # fmt: skip
     table = tuning.Table(machine, tuple(samples), rates)

@@ -166,15 +166,13 @@ def memory_lines() -> Iterator[tuple[str, str]]:
     yield "local", "virtual ranks of one process: always"
 
 
-def reachable(group: Any) -> tuple[bool, str, str]:
-    """Whether these ranks reach each other's memory, in the product's own words; what a CPU multiplies with."""
-    import torch
-
-    from fusedtp import blas
+def reachable(group: Any) -> tuple[bool, str]:
+    """Whether these ranks reach each other's memory, in the product's own words."""
     from fusedtp.workspaces import registry
 
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    return *registry.reachable(group, device), "by {}: {}".format(*blas.choice())
+    from .operands import device_here
+
+    return registry.reachable(group, device_here())
 
 
 def schedule_lines() -> Iterator[tuple[str, str]]:
@@ -187,12 +185,10 @@ def schedule_lines() -> Iterator[tuple[str, str]]:
     machine = describe()
     try:
         with RankPool(2, timeout=60.0, env=rank_environment(machine.num_gpus, 2)) as pool:
-            shared, detail, multiplies = pool.run(reachable)[0]
+            shared, detail = pool.run(reachable)[0]
     except RankError as error:
-        shared, detail, multiplies = False, f"trying it failed: {error}", ""
+        shared, detail = False, f"trying it failed: {error}"
     yield "two ranks", detail if shared else f"cannot reach each other's memory: {detail}"
-    if not machine.num_gpus and multiplies:
-        yield "matmuls", multiplies
     yield "unfused", "runs: torch.distributed alone"
     yield "decomposed", "runs" if shared else "does not run: it needs memory that the ranks share"
     if not shared:

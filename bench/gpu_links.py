@@ -71,5 +71,5 @@ def compile_only(device: torch.device) -> None:
     for world_size, item in {item.world_size: item for item in items()}.items():
         dtype: torch.dtype = getattr(torch, item.dtype)
         sizes = item.M, item.N // world_size, item.K
-        gpu_preset.gather(device, dtype, world_size, *sizes, last=False, turned=True).launch()
+        gpu_preset.gather(device, dtype, world_size, *sizes, last=False).launch()
         gpu_moves.steps(device, world_size, item.op).launch()

@@ -11,11 +11,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from fusedtp.kernels import INTERPRETED
-from fusedtp.kernels.launch import config_for
-from fusedtp.kernels.matmul import matmul
 from torch import Tensor
 
+from .gpu_preset import plain, poisoned
 from .gpu_rows import Found, Item, Run
 from .gpu_timing import measure, timer
 from .models import block
@@ -51,24 +49,13 @@ def draw(M: int, N: int, K: int, dtype: str, device: torch.device, seed: int) ->
     return x, w.t()
 
 
-def poisoned(like: Tensor, M: int, N: int) -> Tensor:
-    """[M, N] of NaN: what nothing writes fails every check."""
-    return like.new_full((M, N), math.nan)
-
-
-def own(a: Tensor, b: Tensor, out: Tensor) -> Callable[[], object]:
-    """The plain matmul's launch."""
-    config = config_for(a.device, a.dtype, *out.shape)
-    return lambda: matmul(a, b, out, None, config=config, upcast=INTERPRETED)
-
-
 def work(item: Item, run: Run) -> list[Found]:
     """Check both on one draw, then time them on two."""
     M, N, K = item.M, item.N, item.K
     draws = [draw(M, N, K, item.dtype, run.device, seed) for seed in range(2)]
     outs = [poisoned(draws[0][0], M, N) for _ in draws]
     calls: dict[str, list[Callable[[], object]]] = {
-        "own_matmul": [own(a, b, out) for (a, b), out in zip(draws, outs, strict=True)],
+        "own_matmul": [functools.partial(plain(a, b), out) for (a, b), out in zip(draws, outs, strict=True)],
         "matmul": [
             functools.partial(torch.mm, a, b, out=out) for (a, b), out in zip(draws, outs, strict=True)
         ],
@@ -128,4 +115,4 @@ def compile_only(device: torch.device) -> None:
     for item in items():
         a, b = (torch.empty(shape, dtype=getattr(torch, item.dtype), device=device) for shape in
             ((item.M, item.K), (item.N, item.K)))  # fmt: skip
-        own(a, b.t(), a.new_empty(item.M, item.N))()
+        plain(a, b.t())(a.new_empty(item.M, item.N))

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from fusedtp.kernels import INTERPRETED
 from fusedtp.kernels.launch import config_for
-from fusedtp.kernels.layout import pitch_of
+from fusedtp.kernels.layout import Layout
+from fusedtp.kernels.matmul import epilogue_of
 from fusedtp.kernels.push import collect, push
 from fusedtp.kernels.reduce import reduce
 from fusedtp.kernels.ring import ring
@@ -17,35 +18,38 @@ from fusedtp.kernels.steps import step
 from torch import Tensor
 
 from fusedtp import reference
+from fusedtp.op import ALL_GATHER, ALL_REDUCE, MATMUL_REDUCE_SCATTER, OPS, REDUCE_SCATTER
+from fusedtp.schedules.fused import num_tiles
 from fusedtp.schedules.producer import piece_rows
 from fusedtp.shards import even_sizes, offsets
 
-from .gpu_matmul import poisoned
-from .gpu_preset import FIRST, RANK, Arenas, Checked, Preset, close, exact, normal, slots, table
+from .gpu_preset import RANK, Arenas, Checked, Preset, close, exact, normal, poisoned, table
 
 
 def pushes(
     device: torch.device, dtype: torch.dtype, world_size: int, M: int, C: int, *, scatter: bool = False
 ) -> Preset:
     """The own rows of x [M, C] to every peer, or to each its own."""
-    sizes = even_sizes(M, world_size)
+    sizes, layout = even_sizes(M, world_size), Layout()
     x = normal(device, dtype, M if scatter else sizes[RANK], C)
-    config, pitch = config_for(device, dtype), pitch_of(C, dtype)
-    piece = config.block_m if scatter else piece_rows(pitch * dtype.itemsize, config)
+    config = config_for(device, dtype)
+    piece = config.block_m if scatter else piece_rows(C * dtype.itemsize, config)
     row = RANK * max(sizes) if scatter else offsets(sizes)[RANK]
-    arenas = Arenas(device, world_size, (M + world_size) * pitch * dtype.itemsize, FIRST + -(-M // piece))
-    at = table(device, sizes)
+    region = layout.region(M + world_size, C, dtype, slots=-(-M // piece), piece=piece)
+    arenas, at = Arenas(device, world_size, layout), table(device, sizes)
 
     def launch() -> None:
         push(
-            arenas.channel(), "reduce_scatter" if scatter else "all_gather", x, at, dst_row=row, pitch=pitch,
-            scatter=scatter, with_own=False, config=config, piece_rows=piece,
+            arenas.channel(), (REDUCE_SCATTER if scatter else ALL_GATHER).number, x, at, dst_row=row,
+            pitch=region.pitch, scatter=scatter, with_own=False, config=config, piece_rows=piece,
         )  # fmt: skip
 
     def check() -> Checked:
-        for rank, part in enumerate(x.split(sizes) if scatter else [x] * world_size):
+        if not scatter:
+            arenas.check_sent(x, row, region.pitch)
+        for rank, part in enumerate(x.split(sizes) if scatter else ()):
             if rank != RANK:
-                exact(arenas.view(rank, 1, row, part.shape[0], pitch, dtype)[:, :C], part, f"on rank {rank}")
+                exact(arenas.view(rank, 1, row, part.shape[0], region.pitch, dtype)[:, :C], part, f"on rank {rank}")
         return 0.0, 0.0
 
     sent = (M - sizes[RANK]) * C if scatter else (world_size - 1) * sizes[RANK] * C
@@ -54,18 +58,20 @@ def pushes(
 
 def collects(device: torch.device, dtype: torch.dtype, world_size: int, M: int, C: int, *, per_tile: bool) -> Preset:
     """The peers' rows of x [M, C] out of the own arena."""
-    sizes = even_sizes(M, world_size)
-    x = normal(device, dtype, M, C)
-    config, pitch = config_for(device, dtype), pitch_of(C, dtype)
-    arenas = Arenas(device, world_size, M * pitch * dtype.itemsize, slots(config, M, C))
-    arenas.fill(0, x, pitch)
-    out, at = poisoned(x, M, C), table(device, sizes)
+    sizes, layout = even_sizes(M, world_size), Layout()
+    x, config = normal(device, dtype, M, C), config_for(device, dtype)
+    piece = 0 if per_tile else piece_rows(C * dtype.itemsize, config)
+    slots = num_tiles(max(sizes), C, config) if per_tile else -(-max(sizes) // piece)
+    region = layout.region(M, C, dtype, slots=slots, piece=piece)
+    arenas, at = Arenas(device, world_size, layout), table(device, sizes)
+    arenas.fill(0, x, region.pitch)
+    out = poisoned(x, M, C)
     own = slice(offsets(sizes)[RANK], offsets(sizes)[RANK + 1])
 
     def launch() -> None:
         collect(
-            arenas.channel(), "all_gather", out, at, first_slot=FIRST, region_row=0, pitch=pitch, per_tile=per_tile,
-            config=config, piece_rows=0 if per_tile else piece_rows(pitch * dtype.itemsize, config),
+            arenas.channel(), ALL_GATHER.number, out, at, first_slot=region.slot, region_row=0, pitch=region.pitch,
+            per_tile=per_tile, config=config, piece_rows=piece,
         )  # fmt: skip
 
     def check() -> Checked:
@@ -82,27 +88,29 @@ def reduces(
     transposed: bool = False,
 ) -> Preset:  # fmt: skip
     """The own rows of a sum, of a matmul's tiles; broadcast: pieces, whose sum goes to the peers too."""
-    rows = even_sizes(M, world_size)[RANK]
+    rows, layout = even_sizes(M, world_size)[RANK], Layout()
     parts = [normal(device, dtype, rows, C, seed=rank) for rank in range(world_size)]
-    config, pitch = config_for(device, dtype, *((rows, C) if not broadcast else ())), pitch_of(C, dtype)
-    result_row, second = world_size * rows, slots(config, rows, C)
-    arenas = Arenas(device, world_size, (result_row + rows) * pitch * dtype.itemsize, 2 * second)
+    config = config_for(device, dtype, *((rows, C) if not broadcast else ()))
+    slots = num_tiles(rows, C, config)
+    region = layout.region(world_size * rows, C, dtype, slots=slots)
+    second = layout.region(rows, C, dtype, slots=slots)
+    arenas = Arenas(device, world_size, layout)
     for rank, part in enumerate(parts):
-        arenas.fill(rank * rows, part, pitch)
+        arenas.fill(rank * rows, part, region.pitch)
     out = poisoned(parts[0], C, rows).t() if transposed else poisoned(parts[0], rows, C)
 
     def launch() -> None:
         reduce(
-            arenas.channel(), "all_reduce" if broadcast else "matmul_reduce_scatter", out, None, region_rows=rows,
-            pitch=pitch, per_tile=not broadcast, config=config, upcast=INTERPRETED,
-            own=parts[RANK] if broadcast else None, result_row=result_row if broadcast else None, second_slot=second,
+            arenas.channel(), (ALL_REDUCE if broadcast else MATMUL_REDUCE_SCATTER).number, out,
+            epilogue_of(None, per_row=transposed), region_rows=rows, pitch=region.pitch, per_tile=not broadcast,
+            config=config, upcast=INTERPRETED, own=parts[RANK] if broadcast else None,
+            result_row=second.row if broadcast else None, second_slot=second.slot,
         )  # fmt: skip
 
     def check() -> Checked:
         found = close(out, reference.total(parts), reference.total_bound(parts, dtype), "sum")
-        for rank in range(world_size if broadcast else 0):
-            if rank != RANK:
-                exact(arenas.view(rank, 1, result_row, rows, pitch, dtype)[:, :C], out, f"shown to rank {rank}")
+        if broadcast:
+            arenas.check_sent(out, second.row, region.pitch)
         return found
 
     written = world_size if broadcast else 1
@@ -111,51 +119,54 @@ def reduces(
 
 def rings(device: torch.device, dtype: torch.dtype, world_size: int, M: int, C: int, *, op: str) -> Preset:
     """One rank of a ring whose messages are there: its sum ends with what its neighbour has sent, plus its own."""
-    sizes = even_sizes(M, world_size)
-    config, pitch = config_for(device, dtype), pitch_of(C, dtype)
-    pieces = slots(config, max(sizes), C)
-    arenas = Arenas(device, world_size, 2 * M * pitch * dtype.itemsize, FIRST + 2 * world_size * pieces)
+    sizes, layout, kind = even_sizes(M, world_size), Layout(), OPS[op].kind
+    config = config_for(device, dtype)
+    region = layout.region(2 * M, C, dtype, slots=2 * world_size * num_tiles(max(sizes), C, config))
+    arenas, at = Arenas(device, world_size, layout), table(device, sizes)
     received, gathered = normal(device, dtype, M, C, seed=1), normal(device, dtype, M, C, seed=2)
-    arenas.fill(0, gathered if op == "all_gather" else received, pitch)
-    arenas.fill(M, gathered, pitch)
+    arenas.fill(0, gathered if kind == "gather" else received, region.pitch)
+    arenas.fill(M, gathered, region.pitch)
     own = slice(offsets(sizes)[RANK], offsets(sizes)[RANK + 1])
     whole = normal(device, dtype, M, C)
-    x = whole[own] if op == "all_gather" else whole
-    out = poisoned(x, sizes[RANK] if op == "reduce_scatter" else M, C)
-    at = table(device, sizes)
+    x = whole[own] if kind == "gather" else whole
+    out = poisoned(x, sizes[RANK] if kind == "scatter" else M, C)
 
     def launch() -> None:
-        ring(arenas.channel(), op, x, out, at, sizes, pitch=pitch, config=config, upcast=INTERPRETED)
+        ring(
+            arenas.channel(), OPS[op].number, x, out, at, sizes, reduces=kind != "gather", gathers=kind != "scatter",
+            pitch=region.pitch, config=config, upcast=INTERPRETED,
+        )  # fmt: skip
 
     def check() -> Checked:
-        if op == "all_gather":
+        if kind == "gather":
             return exact(out, torch.cat([gathered[: own.start], x, gathered[own.stop :]]), "gathered")
         terms = [received[own], x[own]]
-        mine = out if op == "reduce_scatter" else out[own]
+        mine = out if kind == "scatter" else out[own]
         found = close(mine, reference.total(terms), reference.total_bound(terms, dtype), "sum")
-        if op == "all_reduce":
+        if kind == "all_reduce":
             exact(out, torch.cat([gathered[: own.start], mine, gathered[own.stop :]]), "gathered")
         return found
 
-    passes = {"all_gather": 3, "reduce_scatter": 3, "all_reduce": 6}[op]
+    passes = 6 if kind == "all_reduce" else 3
     return Preset(arenas, launch, check, moved_bytes=passes * M * C * dtype.itemsize)
 
 
 def steps(device: torch.device, world_size: int, op: str) -> Preset:
     """An op that the host drives: enter, a signal, a wait, leave."""
-    arenas = Arenas(device, world_size, 4096, FIRST + 1)
+    layout = Layout()
+    _, slot = layout.take(0)
+    arenas, peer = Arenas(device, world_size, layout), (RANK + 1) % world_size
     done: Tensor = arenas.memory[RANK, :4].view(torch.int32)  # the epoch
 
     def launch() -> None:
         for name in ("enter", "signal", "wait", "leave"):
-            step(arenas.channel(), op, name, (RANK + 1) % world_size, FIRST)
+            step(arenas.channel(), OPS[op].number, name, peer, slot)
 
     def check() -> Checked:
         assert int(done), "the epoch has not advanced"
-        channel, peer = arenas.channel(), (RANK + 1) % world_size
-        words = arenas.memory[peer, : channel.data_offset].view(torch.int32)
-        for slot in (ENTRY_SLOT.value, FIRST):
-            assert int(words[SIGNALS.value + slot * world_size + RANK]) == 1, f"slot {slot} is not raised"
+        words = arenas.memory[peer, : arenas.channel().data_offset].view(torch.int32)
+        for each in (ENTRY_SLOT.value, slot):
+            assert int(words[SIGNALS.value + each * world_size + RANK]) == 1, f"slot {each} is not raised"
         return 0.0, 0.0
 
     return Preset(arenas, launch, check, moved_bytes=0)

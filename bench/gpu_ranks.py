@@ -17,8 +17,9 @@ from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp import reference
-from fusedtp.schedules import fused
 from fusedtp.workspaces import registry
+
+from .operands import device_here
 
 DTYPES = ("bfloat16", "float16", "float32")
 # M, N, K: one tile and less; tiles that do not divide; several waves of tiles.
@@ -26,12 +27,6 @@ SIZES = ((64, 48, 40), (300, 264, 200), (1024, 1536, 512))
 TINY = ((21, 18, 14),)
 # Of each wait in a kernel: far under what a check may take.
 WAIT_SECONDS = 100
-
-
-def device_here() -> torch.device:
-    """The GPU of this rank, or the CPU."""
-    on_gpu = torch.cuda.is_available()
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def prepare() -> torch.device:
@@ -144,10 +139,12 @@ def collectives(group: ProcessGroup, dtype: str, tiny: bool = False) -> None:
         sizes = cut(R, world_size)
         x, shard = parts[rank].to(device), reference.chunk(parts[0], 0, rank, sizes).to(device)
         for algorithm in ("direct", "ring"):
-            out = fused.all_gather(shard, sizes=sizes, group=group, algorithm=algorithm)
+            out = fusedtp.all_gather(shard, group=group, sizes=sizes, schedule="fused", algorithm=algorithm)
             assert torch.equal(out.cpu(), parts[0]), f"all_gather {algorithm}"
         for algorithm in ("one_shot", "two_shot", "ring"):
-            first, again = (fused.all_reduce(x, group=group, algorithm=algorithm).cpu() for _ in range(2))
+            first, again = (
+                fusedtp.all_reduce(x, group=group, schedule="fused", algorithm=algorithm).cpu() for _ in range(2)
+            )
             assert torch.equal(first, again), f"all_reduce {algorithm}: other bits in a second run"
             bound = reference.total_bound(parts, first.dtype, sum_dtype=first.dtype)
             reference.check(first, reference.total(parts), bound, f"all_reduce {algorithm}")

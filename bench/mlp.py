@@ -2,24 +2,21 @@
 
 y = gelu(gather(x) @ up.T) @ down.T, reduce-scattered; x and y [M / W, D], up [F, D], down [D, F], all gradients. Both
 start from the same weights, are checked against the dense MLP in float64, and take turns in the rounds of `timing`.
-`local` and `local_fusedtp` are a rank's share of the same arithmetic without communication, by torch's matmuls and by
-those of `fusedtp.blas`, which our schedules use: what DTensor and we would take if sending cost nothing.
+`local` is a rank's share of the same arithmetic without communication: what both would take if sending cost nothing.
 """
 
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn import functional as F
 
-from fusedtp import blas
 from fusedtp.layers import ParallelMLP
 from fusedtp.reference import chunk
 from fusedtp.shards import even_sizes
@@ -34,7 +31,7 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Result:
-    """The timings of one size by variant: dtensor, fusedtp, local, local_fusedtp."""
+    """The timings of one size by variant: dtensor, fusedtp, local."""
 
     M: int
     D: int
@@ -48,33 +45,12 @@ class Result:
         return self.timings["dtensor"].median_ms / self.timings["fusedtp"].median_ms
 
 
-class _Multiply(torch.autograd.Function):
-    # x @ w.T and its gradients by `fusedtp.blas`.
+class Dense(nn.Sequential):
+    """The MLP in one process, drawn like ParallelMLP."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return blas.mm(x, w.t())
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        x, w = ctx.saved_tensors
-        return blas.mm(dy, w), blas.mm(dy.t(), x)
-
-
-class Dense(nn.Module):
-    """The MLP in one process, drawn like ParallelMLP. by_blas: multiplied by `fusedtp.blas`."""
-
-    def __init__(self, D: int, F_: int, *, by_blas: bool = False) -> None:
-        super().__init__()
-        self.by_blas = by_blas
-        self.up_proj, self.down_proj = nn.Linear(D, F_, bias=False), nn.Linear(F_, D, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.by_blas:
-            up, down = self.up_proj.weight, self.down_proj.weight
-            return _Multiply.apply(F.gelu(_Multiply.apply(x, up)), down)  # type: ignore[no-untyped-call, no-any-return]
-        return self.down_proj(F.gelu(self.up_proj(x)))  # type: ignore[no-any-return]
+    def __init__(self, D: int, F: int) -> None:
+        up, down = nn.Linear(D, F, bias=False), nn.Linear(F, D, bias=False)
+        super().__init__(OrderedDict(up_proj=up, activation=nn.GELU(), down_proj=down))
 
 
 def _step(model: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], list[Tensor]]:
@@ -94,7 +70,7 @@ def _step(model: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], list[Tensor]]
     return run
 
 
-def compare(group: ProcessGroup, M: int, D: int, F_: int, seconds: float, schedule: str = "auto") -> Result:
+def compare(group: ProcessGroup, M: int, D: int, F: int, seconds: float, schedule: str = "auto") -> Result:
     """Check and time one size on this rank; the same result on every rank. AssertionError for a wrong gradient."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
@@ -102,7 +78,7 @@ def compare(group: ProcessGroup, M: int, D: int, F_: int, seconds: float, schedu
 
     rank, world_size = group.rank(), group.size()
     torch.manual_seed(0)
-    dense = Dense(D, F_)
+    dense = Dense(D, F)
     dtensor = parallelize_module(
         copy.deepcopy(dense),
         DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",)),
@@ -112,16 +88,15 @@ def compare(group: ProcessGroup, M: int, D: int, F_: int, seconds: float, schedu
         },
     )
     torch.manual_seed(0)
-    ours = ParallelMLP(D, F_, bias=False, group=group, schedule=schedule)
+    ours = ParallelMLP(D, F, bias=False, group=group, schedule=schedule)
     random = torch.Generator().manual_seed(1)
     x, dy = torch.randn(M, D, generator=random), torch.randn(M, D, generator=random)
-    rows, features = even_sizes(M, world_size), even_sizes(F_, world_size)
+    rows, features = even_sizes(M, world_size), even_sizes(F, world_size)
     mine, dmine = chunk(x, 0, rank, rows).clone(), chunk(dy, 0, rank, rows).clone()
     runners = {
         "dtensor": _step(dtensor, mine, dmine),
         "fusedtp": _step(ours, mine, dmine),
         "local": _step(Dense(D, features[rank]), x, dy),
-        "local_fusedtp": _step(Dense(D, features[rank], by_blas=True), x, dy),
     }
     y, dx, dup, ddown = _step(copy.deepcopy(dense).double(), x.double(), dy.double())()
     expected = [
@@ -134,8 +109,8 @@ def compare(group: ProcessGroup, M: int, D: int, F_: int, seconds: float, schedu
         for what, got, want in zip(("y", "dx", "dup", "ddown"), runners[name](), expected, strict=True):
             local = got.to_local() if isinstance(got, DTensor) else got
             error = ((local.double() - want).norm() / want.norm()).item()
-            assert error < TOLERANCE, f"{name}: {what} is off by {error:.1e} of its norm at {M}, {D}, {F_}"
-    return Result(M, D, F_, world_size, measure(runners, group, torch.device("cpu"), seconds=seconds))
+            assert error < TOLERANCE, f"{name}: {what} is off by {error:.1e} of its norm at {M}, {D}, {F}"
+    return Result(M, D, F, world_size, measure(runners, group, torch.device("cpu"), seconds=seconds))
 
 
 def write(results: Sequence[Result], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""One rank's operands of a case, and the closure of a differentiable call on them.
+"""One rank's operands of a case, what it multiplies and must find, and the closure of a differentiable call on them.
 
 Every rank draws the same whole x, w and dy, standard normal, from the case's seed and cuts its shards out of them (as
 even as can be where W does not divide), so each can compare its own part of y, dx and dw with the unsharded products in
@@ -7,64 +7,110 @@ float64. Inputs of ones would let a chunk taken for another pass.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from fusedtp import reference
 from fusedtp.shards import even_sizes
 
 from .cases import Case
+from .oracle import Product
 
 # A list is one tensor that lies in several places, one below the other.
 Results = tuple[Tensor | list[Tensor], ...]
 Runner = Callable[[], Results]
 
+# The dims along which x, w and y are split; y of an all-reduce is whole.
+_SPLIT: dict[str, tuple[int, int, int | None]] = {
+    "all_gather_matmul": (0, 0, 1),
+    "matmul_reduce_scatter": (1, 1, 0),
+    "matmul_all_reduce": (1, 1, None),
+}
+
+
+def device_here() -> torch.device:
+    """The GPU of this process, or the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
 
 class Operands:
     """x, w and dy of `case`: this rank's shards, in the layout of the op, and whole. Making them sends nothing."""
 
-    def __init__(self, case: Case, group: ProcessGroup, device: torch.device) -> None:
-        self.case, self.group, self.device = case, group, device
-        rank, world_size = group.rank(), group.size()
+    def __init__(self, case: Case, rank: int, device: torch.device) -> None:
+        self.case, self.device = case, device
         self.dtype: torch.dtype = getattr(torch, case.dtype)
-        self.m_sizes, self.n_sizes, self.k_sizes = (even_sizes(size, world_size) for size in (case.M, case.N, case.K))
+        self.gathers = case.op == "all_gather_matmul"
+        self.m_sizes, self.n_sizes, self.k_sizes = (
+            even_sizes(size, case.world_size) for size in (case.M, case.N, case.K)
+        )
         self._generator = torch.Generator().manual_seed(case.seed)
         self.x_whole = self._normal(case.M, case.K)  # [M, K]
         self.w_whole = self._normal(case.N, case.K)  # [N, K]
-        if case.op == "all_gather_matmul":
-            self.x = reference.chunk(self.x_whole, 0, rank, self.m_sizes).clone()
-            self.w = reference.chunk(self.w_whole, 0, rank, self.n_sizes).clone()
-        else:
-            self.x = reference.chunk(self.x_whole, 1, rank, self.k_sizes).contiguous()
-            self.w = reference.chunk(self.w_whole, 1, rank, self.k_sizes).contiguous()
-        self._dy: tuple[Tensor, Tensor] | None = None
+        self._dy_whole: Tensor | None = None
+        self._cut(rank)
 
     def _normal(self, rows: int, cols: int) -> Tensor:
         return torch.randn(rows, cols, generator=self._generator).to(self.device, self.dtype)
 
-    @property
-    def dy(self) -> Tensor:
-        """This rank's shard of the gradient of y, sharded as y is. Drawn when a backward pass asks for it."""
-        return self._gradient()[0]
+    def _cut(self, rank: int) -> None:
+        self.rank = rank
+        self.x = self._own(0, self.x_whole, self.m_sizes, self.k_sizes)
+        self.w = self._own(1, self.w_whole, self.n_sizes, self.k_sizes)
+        self._dy: Tensor | None = None
+        self._products: dict[str, Product] = {}
+
+    def _own(self, which: int, whole: Tensor, *sizes: tuple[int, ...]) -> Tensor:
+        dim = _SPLIT[self.case.op][which]
+        if dim is None:
+            return whole
+        return reference.chunk(whole, dim, self.rank, sizes[dim]).clone(memory_format=torch.contiguous_format)
+
+    def of_rank(self, rank: int) -> Operands:
+        """Another rank's, without drawing them again."""
+        other = copy.copy(self)
+        other._cut(rank)
+        return other
 
     @property
     def dy_whole(self) -> Tensor:
-        """The gradient of the whole y [M, N]."""
-        return self._gradient()[1]
+        """The gradient of the whole y [M, N]. Drawn when a backward pass asks for it."""
+        if self._dy_whole is None:
+            self._dy_whole = self._normal(self.case.M, self.case.N)
+        return self._dy_whole
 
-    def _gradient(self) -> tuple[Tensor, Tensor]:
+    @property
+    def dy(self) -> Tensor:
+        """This rank's shard of it, sharded as y is."""
         if self._dy is None:
-            whole, rank = self._normal(self.case.M, self.case.N), self.group.rank()
-            mine = whole
-            if self.case.op == "all_gather_matmul":
-                mine = reference.chunk(whole, 1, rank, self.n_sizes).contiguous()
-            elif self.case.op == "matmul_reduce_scatter":
-                mine = reference.chunk(whole, 0, rank, self.m_sizes).clone()
-            self._dy = mine, whole
+            self._dy = self._own(2, self.dy_whole, self.m_sizes, self.n_sizes)
         return self._dy
+
+    def factors(self, name: str) -> tuple[Tensor, Tensor]:
+        """What this rank multiplies for y, dx or dw when all that is gathered is there."""
+        if name == "y":
+            return self.x_whole if self.gathers else self.x, self.w.t()
+        dy = self.dy if self.gathers else self.dy_whole
+        return (dy, self.w) if name == "dx" else (dy.t(), self.x_whole if self.gathers else self.x)
+
+    def product(self, name: str) -> Product:
+        """What this rank's part of y, dx or dw must be, made once."""
+        if name not in self._products:
+            a, b = self.factors(name)
+            cut: tuple[int, ...] = (b.shape[0],)
+            if name == ("dx" if self.gathers else "y"):
+                # The sum over ranks of their products, and mostly this rank's rows of it.
+                a, b, cut = (
+                    (self.dy_whole, self.w_whole, self.n_sizes)
+                    if self.gathers
+                    else (self.x_whole, self.w_whole.t(), self.k_sizes)
+                )
+                if self.case.op != "matmul_all_reduce":
+                    a = reference.chunk(a, 0, self.rank, self.m_sizes)
+            self._products[name] = Product(a, b, cut)
+        return self._products[name]
 
 
 def passes(

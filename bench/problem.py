@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp import blas, functional, reference
+from fusedtp import functional, reference
 
 from . import baselines
 from .cases import BASELINES, BOUNDS, WHOLE, Case, check_direction
 from .operands import Operands, Results, Runner, passes
-from .oracle import Product
 
 # (matmuls alone, collectives alone) of each op's passes: the parts that they give.
 _FORWARD = {
@@ -39,8 +37,8 @@ class Problem(Operands):
     """The operands of `case` on this rank of `group`, with their variants. `runner` and `check` are collective."""
 
     def __init__(self, case: Case, group: ProcessGroup, device: torch.device) -> None:
-        super().__init__(case, group, device)
-        self._products: dict[str, Product] = {}
+        super().__init__(case, group.rank(), device)
+        self.group = group
         self._runners: dict[tuple[str, str], Runner] = {}
 
     def parts(self, variant: str, direction: str = "forward") -> tuple[str, ...]:
@@ -66,34 +64,25 @@ class Problem(Operands):
 
             return own.runner(self, self.parts(variant, direction))
         if variant in BOUNDS:
+            # The library's matmuls and the backend's collectives, each with what it is given there already.
             alone = self._matmul if variant == "matmul" else self._collective
             steps = [alone(name) for name in self.parts(variant, direction)]
             return lambda: tuple([step() for step in steps])
         if variant in BASELINES:
-            return baselines.runner(self, variant, direction)
+            return baselines.runner(self, self.group, variant, direction)
         assert variant in WHOLE, variant
         return passes(self._linear(variant), self.x, self.w, self, direction)
 
     def _linear(self, schedule: str) -> Callable[[Tensor, Tensor], Tensor]:
         if self.case.op == "matmul_all_reduce":
             return partial(functional.linear_all_reduce, group=self.group, schedule=schedule)
-        options: dict[str, Any] = {"group": self.group, "sizes": self.m_sizes, "schedule": schedule}
-        if self.case.op == "all_gather_matmul":
-            return partial(functional.all_gather_linear, **options)
-        return partial(functional.linear_reduce_scatter, **options)
+        call = functional.all_gather_linear if self.gathers else functional.linear_reduce_scatter
+        return partial(call, group=self.group, sizes=self.m_sizes, schedule=schedule)
 
     def _matmul(self, name: str) -> Callable[[], Tensor]:
-        # The library's, every operand as it is when all communication is done already.
-        gathers = self.case.op == "all_gather_matmul"
-        if name.startswith("y"):
-            return partial(blas.mm, self.x_whole if gathers else self.x, self.w.t())
-        dy = self.dy if gathers else self.dy_whole
-        if name.startswith("dx"):
-            return partial(blas.mm, dy, self.w)
-        return partial(blas.mm, dy.t(), self.x_whole if gathers else self.x)
+        return partial(torch.mm, *self.factors(name.removesuffix("_partial")))
 
     def _collective(self, name: str) -> Callable[[], Tensor]:
-        # The backend's, every term of a sum made already.
         if name in ("y", "dx"):
             return partial(self._sum, self._matmul(name)(), name)
         shard = self.x if name == "x" else self.dy
@@ -111,7 +100,7 @@ class Problem(Operands):
         Collective where a part is a term of a sum: it is judged by what its sum over ranks gives.
         """
         names = self.parts(variant, direction)
-        own_part = f"{self.case}, {direction}, {variant}, rank {self.group.rank()}"
+        own_part = f"{self.case}, {direction}, {variant}, rank {self.rank}"
         assert len(results) == len(names), f"{own_part}: {len(results)} results, expected {', '.join(names)}"
         # a backend may sum in the input's dtype, and so does every variant that goes through one
         taken = fusedtp.last_path()
@@ -131,37 +120,10 @@ class Problem(Operands):
                 if not torch.equal(out, whole):
                     reference.check(out, whole.double(), torch.zeros_like(whole, dtype=torch.float64), what)
                 continue
-            product = self._product(name.removesuffix("_partial"))
+            product = self.product(name.removesuffix("_partial"))
             error, share = product.check(out, self.dtype if lenient else torch.float32, what)
             largest, ratio = max(largest, error), max(ratio, share)
         return largest, ratio
-
-    def _product(self, name: str) -> Product:
-        # This rank's part of y, dx or dw, made once.
-        if name not in self._products:
-            self._products[name] = Product(*self._operands(name))
-        return self._products[name]
-
-    def _operands(self, name: str) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-        # a and b of which this rank's part is the product, and how ranks cut the contraction.
-        case, rank = self.case, self.group.rank()
-        if case.op == "all_gather_matmul":
-            if name == "y":
-                return self.x_whole, self.w.t(), (case.K,)
-            if name == "dx":
-                return reference.chunk(self.dy_whole, 0, rank, self.m_sizes), self.w_whole, self.n_sizes
-            return self.dy.t(), self.x_whole, (case.M,)
-        if name == "y":
-            scatters = case.op == "matmul_reduce_scatter"
-            rows = reference.chunk(self.x_whole, 0, rank, self.m_sizes) if scatters else self.x_whole
-            return rows, self.w_whole.t(), self.k_sizes
-        if name == "dx":
-            return self.dy_whole, self.w, (case.N,)
-        return self.dy_whole.t(), self.x, (case.M,)
-
-    def forget_oracle(self) -> None:
-        """Free the float64 tensors."""
-        self._products = {}
 
     def forget_runners(self) -> None:
         """Free what closures hold: graphs, gathered tensors, arenas."""

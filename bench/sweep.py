@@ -31,9 +31,10 @@ def run_job(group: Any, job: Job, plant: Mapping[str, float] = MappingProxyType(
 
     import fusedtp
 
+    from .operands import device_here
     from .problem import Problem
 
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = device_here()
     fusedtp.set_timeout(wait_seconds(job))
     outcome = partial(Outcome, threads=torch.get_num_threads(), backend=str(dist.get_backend(group)))
     outcomes = [outcome(each.variant, each.direction, not_run=each.reason) for each in job.absent]
@@ -45,7 +46,7 @@ def run_job(group: Any, job: Job, plant: Mapping[str, float] = MappingProxyType(
             variants = job.variants_of(direction)
             for variant in variants:
                 verdicts |= gate(problem, (variant,), group, direction, once=job.is_long)
-                paths[variant] = _path(variant, device.type, job.case.dtype)
+                paths[variant] = _path(variant)
             correct = [name for name in variants if job.timed and not verdicts[name].error]
             runners: dict[str, Callable[[], object]] = {name: problem.runner(name, direction) for name in correct}
             for name in runners.keys() & plant.keys():
@@ -57,13 +58,10 @@ def run_job(group: Any, job: Job, plant: Mapping[str, float] = MappingProxyType(
     return outcomes
 
 
-def _path(variant: str, device: str, dtype: str) -> str:
-    # What has just run: a schedule and why, or with which library the matmul alone.
+def _path(variant: str) -> str:
+    # The schedule that has just run, and why.
     import fusedtp
-    from fusedtp import blas
 
-    if variant == "matmul":
-        return ": ".join(blas.choice()) if (device, dtype) == ("cpu", "float32") else ""
     taken = fusedtp.last_path() if variant in (*SCHEDULES, "auto") else None
     return f"{taken.schedule}: {taken.reason}" if taken else ""
 

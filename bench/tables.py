@@ -149,8 +149,7 @@ def times(frame: pd.DataFrame, direction: str) -> Table:
         "Medians in ms, the slowest rank of each round; +- is half the 20-80 % range. M x N x K are global sizes. "
         "matmul, comm: the unsplit library matmul and the backend's collective, each alone. speed-up: over unfused in "
         "the same rounds. of matmul: the matmul's time over the schedule's (1: only that is left). hidden: the part of "
-        "what unfused adds to the matmul that is gone. ceiling: the longer of matmul, comm. dtensor multiplies with "
-        "torch's library, which is not always the faster one on a CPU: docs/choosing.md."
+        "what unfused adds to the matmul that is gone. ceiling: the longer of matmul, comm."
     )
     title = f"Timed on this machine, {direction}; every number behind a passed check"
     return Table.of(f"times-{direction}", title, lines, note)

@@ -15,7 +15,7 @@ import contextlib
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -23,18 +23,18 @@ import torch
 import typer
 from torch import Tensor
 
-from fusedtp import reference
 from fusedtp.memory.local import local_memories
-from fusedtp.schedules.fused import gather_matmul_phases
-from fusedtp.schedules.phases import Phases, run_concurrently, run_together
+from fusedtp.op import OPS, Task
+from fusedtp.schedules.phases import run_concurrently, run_together
+from fusedtp.schedules.prepared import Phases, Prepared
 from fusedtp.schedules.transport import settle
-from fusedtp.shards import even_sizes
 from fusedtp.workspaces.workspace import Workspace
 
 from . import arguments, store
 from .cases import Case
 from .gpu_timing import Marks
 from .machine import Machine, describe
+from .operands import Operands, device_here
 from .rows import Outcome, rows_of
 from .store import Row
 from .timing import Timing, Verdict
@@ -47,39 +47,28 @@ DTYPES = ("bfloat16", "float16", "float32")
 MAX_RANKS = 8
 
 
-@dataclass(frozen=True)
-class Problem:
-    """x [M, K] in W row shards and one w [K, N / W] for all ranks; what each must give, and the error allowed."""
-
-    shards: list[Tensor]
-    w: Tensor
-    sizes: tuple[int, ...]
-    expected: Tensor
-    allowed: Tensor
-
-    def phases(self, ranks: Sequence[Workspace]) -> list[Phases]:
-        """The op of every rank, its shard copied."""
-        return [
-            gather_matmul_phases(ws, self.shards[ws.rank], self.w, None, 0, self.sizes, producer="copy")
-            for ws in ranks
-        ]  # fmt: skip
-
-    def check(self, outs: Sequence[Tensor], what: str) -> None:
-        """AssertionError naming the rank whose result is wrong."""
-        for rank, out in enumerate(outs):
-            reference.check(out, self.expected, self.allowed, f"{what}, rank {rank}")
+def operands_of(case: Case, device: torch.device) -> list[Operands]:
+    """Those of every rank."""
+    first = Operands(case, 0, device)
+    return [first, *map(first.of_rank, range(1, case.world_size))]
 
 
-def problem(case: Case, device: torch.device) -> Problem:
-    """The operands of a case from its seed."""
-    random = torch.Generator().manual_seed(case.seed)
-    dtype: torch.dtype = getattr(torch, case.dtype)
-    cols = case.N // case.world_size
-    x, w = (torch.randn(shape, generator=random).to(dtype) for shape in ((case.M, case.K), (case.K, cols)))
-    sizes = even_sizes(case.M, case.world_size)
-    shards = [each.clone().to(device) for each in x.split(sizes)]
-    x, w = x.to(device), w.to(device)
-    return Problem(shards, w, sizes, reference.matmul(x, w), reference.bound(x, w, dtype))
+def phases_of(ranks: Sequence[Workspace], given: Sequence[Operands]) -> list[Phases]:
+    """The op of every rank, its shard copied."""
+    found = []
+    for ws, each in zip(ranks, given, strict=True):
+        task = Task.of(OPS[OP], each.x, each.w.t(), None, sizes=each.m_sizes)
+        found.append(Prepared("fused", task, ws=ws, producer="copy").phases(each.x, each.w.t(), None))
+    return found
+
+
+def check(given: Sequence[Operands], outs: Sequence[Sequence[Tensor]], what: str) -> Verdict:
+    """AssertionError naming the rank whose result is wrong."""
+    found = [
+        each.product("y").check(out, torch.float32, f"{what}, rank {each.rank}")
+        for each, (out,) in zip(given, outs, strict=True)
+    ]
+    return Verdict(max(error for error, _ in found), max(ratio for _, ratio in found))
 
 
 def programs_of(num_sms: int, world_size: int) -> int:
@@ -137,9 +126,11 @@ def copy_gbps(
     return float(copies * num_bytes / (clock.lapses()[-1] * 1e6))
 
 
-def phased_round(ranks: Sequence[Workspace], given: Problem, streams: Sequence[torch.cuda.Stream]) -> list[float]:
+def phased_round(
+    ranks: Sequence[Workspace], given: Sequence[Operands], streams: Sequence[torch.cuda.Stream]
+) -> list[float]:
     """Milliseconds of all copies, then of all matmuls."""
-    phases = given.phases(ranks)
+    phases = phases_of(ranks, given)
     clock = Marks(streams)
     with contextlib.ExitStack() as stack:
         for ws in ranks:
@@ -158,7 +149,9 @@ def phased_round(ranks: Sequence[Workspace], given: Problem, streams: Sequence[t
     return clock.lapses()
 
 
-def concurrent_round(ranks: Sequence[Workspace], given: Problem, streams: Sequence[torch.cuda.Stream]) -> list[float]:
+def concurrent_round(
+    ranks: Sequence[Workspace], given: Sequence[Operands], streams: Sequence[torch.cuda.Stream]
+) -> list[float]:
     """Milliseconds of the op on all ranks at once."""
     clock = Marks(streams)
     clock.mark()
@@ -171,20 +164,21 @@ def _on(streams: Sequence[torch.cuda.Stream], rank: int) -> contextlib.AbstractC
     return torch.cuda.stream(streams[rank]) if streams else contextlib.nullcontext()
 
 
-def at_once(ranks: Sequence[Workspace], given: Problem, streams: Sequence[torch.cuda.Stream]) -> list[Tensor]:
+def at_once(
+    ranks: Sequence[Workspace], given: Sequence[Operands], streams: Sequence[torch.cuda.Stream]
+) -> list[list[Tensor]]:
     """The op on all ranks at once; on a CPU, where nothing runs beside anything else, phase by phase."""
     if streams:
-        return run_concurrently(ranks, OP, given.phases(ranks), streams)
-    return run_together(given.phases(ranks))
+        return run_concurrently(ranks, OP, phases_of(ranks, given), streams)
+    return run_together(phases_of(ranks, given))
 
 
 def measure(case: Case, link_gbps: Sequence[float], rounds: int, machine: Machine) -> list[Row]:
     """Rows of every variant behind every link: checked first, then timed in turns. Without a CUDA device nothing runs
     at once and nothing is paced, so that only a dry run can show the times.
     """
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    given = problem(case, device)
+    device = device_here()
+    on_gpu, given = device.type == "cuda", operands_of(case, device)
     ranks = [Workspace(memory, device) for memory in local_memories(case.world_size, device)]
     try:
         streams = [torch.cuda.Stream(device) for _ in ranks] if on_gpu else []
@@ -214,15 +208,14 @@ def measure(case: Case, link_gbps: Sequence[float], rounds: int, machine: Machin
             ws.close()
 
 
-def _verdict(ranks: Sequence[Workspace], given: Problem, streams: Sequence[torch.cuda.Stream]) -> Verdict:
+def _verdict(ranks: Sequence[Workspace], given: Sequence[Operands], streams: Sequence[torch.cuda.Stream]) -> Verdict:
+    outs = at_once(ranks, given, streams)
+    if streams:
+        torch.cuda.synchronize()
     try:
-        outs = at_once(ranks, given, streams)
-        if streams:
-            torch.cuda.synchronize()
-        given.check(outs, "concurrent")
+        return check(given, outs, "concurrent")
     except AssertionError as error:
         return Verdict(float("nan"), float("nan"), str(error))
-    return Verdict(0.0, 0.0)
 
 
 def rows_for(
@@ -265,9 +258,7 @@ def shown(rows: Sequence[Row]) -> list[str]:
 
 def virtual(
     world_size: Annotated[int, typer.Option(help="Virtual ranks.")] = 4,
-    shape: Annotated[
-        str, typer.Option(help="M,N,K: rows of all ranks, columns of each, contraction.")
-    ] = "8192,3584,8192",
+    shape: Annotated[str, typer.Option(help="One global size M,N,K.")] = "8192,3584,8192",
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
     link_gbps: Annotated[str, typer.Option(help="Links to emulate, GB/s, comma-separated.")] = "50,100,200,400",
     rounds: Annotated[int, typer.Option(help="Timed rounds.")] = 20,
@@ -277,12 +268,7 @@ def virtual(
     arguments.at_least(2, world_size, "--world-size", most=MAX_RANKS)
     arguments.at_least(1, rounds, "--rounds")
     (dtype,) = arguments.names(dtype, DTYPES, "--dtype")
-    links = arguments.numbers(link_gbps, "--link-gbps")
-    sizes = arguments.numbers(shape, "--shape")
-    if len(sizes) != 3:
-        raise typer.BadParameter(f"--shape must be three numbers M,N,K, got {shape!r}")
-    if sizes[1] % world_size:
-        raise typer.BadParameter(f"N must divide by the {world_size} ranks, got {sizes[1]}")
+    links, sizes = arguments.numbers(link_gbps, "--link-gbps"), arguments.shape(shape)
     if not torch.cuda.is_available():
         raise typer.BadParameter("this needs a CUDA device, and torch finds none")
     machine = describe()

@@ -227,6 +227,16 @@ def test_parts_of_a_time_add_up() -> None:
     assert account(10.0, 6.0, math.nan) == (6.0, 0.0, 4.0)
 
 
+def test_a_ceiling_far_above_the_bars_is_drawn(make_row: MakeRow) -> None:
+    # Of a few microseconds, where communication alone takes longer than the op.
+    times = {"matmul": 1.0, "comm": 9.0, "unfused": 1.5, "decomposed": 1.4}
+    found = frame_of([make_row(variant=name, median_ms=ms) for name, ms in times.items()])
+    with theme.style():
+        drawn = bars.figure(found)
+        theme.svg(drawn, "x", "x")
+    assert drawn.axes[0].get_xlim()[1] > 100 * 9.0 / 1.5
+
+
 def test_block_is_drawn_and_listed_only_where_it_is_whole(written: Path, rows: list[Row]) -> None:
     text = written.with_suffix(".html").read_text()
     begin = text.index('<section id="blocks">')

@@ -6,6 +6,7 @@ import json
 import time
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from fusedtp.bench import timeline as recorded
@@ -13,6 +14,7 @@ from fusedtp.bench.cases import Case
 from fusedtp.bench.cli import app
 from fusedtp.bench.ranks import RankPool
 from fusedtp.bench.timeline import Mark, Timeline
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from typer.testing import CliRunner
 
@@ -52,23 +54,16 @@ def test_recording_keeps_order_and_ends() -> None:
 
 def late(group: ProcessGroup, case: Case, seconds: float) -> dict[str, list[list[tuple[str, int, int, int]]]]:
     """As `timeline.record`, with rank 1 late for each of its copies into shared memory."""
-    from fusedtp.bench import timeline
+    from fusedtp.schedules.decomposed import Gather
 
-    from fusedtp.schedules import transport
+    start = Gather.start
 
-    if group.rank() == 1:
-        ready = transport.publish
+    def start_late(self: Gather, x: Tensor) -> None:
+        time.sleep(seconds if group.rank() == 1 else 0)
+        start(self, x)
 
-        def publish(*arguments: object) -> None:
-            time.sleep(seconds)
-            ready(*arguments)
-
-        transport.publish = publish
-    try:
-        return timeline.record(group, case, ("decomposed",), 2)
-    finally:
-        if group.rank() == 1:
-            transport.publish = ready
+    with mock.patch.object(Gather, "start", start_late):
+        return recorded.record(group, case, ("decomposed",), 2)
 
 
 def kinds(spans: list[tuple[str, int, int, int]]) -> list[tuple[str, int]]:

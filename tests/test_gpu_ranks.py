@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from fusedtp.bench import gpu, gpu_checks, gpu_ranks
 from fusedtp.bench.ranks import RankError, RankPool
 from torch.distributed import ProcessGroup
 
-from fusedtp.schedules import fused
+from .planted import wrong
 
 ROOT = Path(__file__).parent.parent
 
@@ -47,16 +46,7 @@ def test_the_librarys_reductions_are_in_full_precision_where_a_bound_is_derived(
 
 def planted(group: ProcessGroup, check: str, arguments: tuple[object, ...]) -> None:
     """A check whose fused sums, or whose gathers, are off by one part in a hundred on rank 1."""
-
-    def off(phases: Any) -> Any:
-        def made(*args: Any, **options: Any) -> Any:
-            out = yield from phases(*args, **options)
-            return out * 1.01 if group.rank() == 1 else out
-
-        return made
-
-    names = [name for name in vars(fused) if name.endswith("_phases")]
-    with mock.patch.multiple(fused, **{name: off(getattr(fused, name)) for name in names}):
+    with wrong("fused", lambda out: out * 1.01 if group.rank() == 1 else out):
         getattr(gpu_ranks, check)(group, *arguments)
 
 

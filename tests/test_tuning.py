@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fusedtp.bench import tune
+from fusedtp.bench.cases import OPS, Case
 from fusedtp.bench.cli import app
+from fusedtp.bench.jobs import Job
 from fusedtp.bench.ranks import RankPool
+from fusedtp.bench.rows import Outcome
+from fusedtp.bench.sweep import run_job
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from typer.testing import CliRunner
@@ -20,6 +26,8 @@ from fusedtp import cost
 from fusedtp.calls import tuning
 from fusedtp.calls.tuning import Sample, Table
 from fusedtp.cost.hardware import HARDWARE
+
+from .planted import wrong
 
 RATES: dict[str, Any] = {
     "matrix_tflops": {"float32": 0.1}, "memory_gbps": 10.0, "host_us": 100.0, "flag_us": 200.0,
@@ -193,47 +201,48 @@ def test_shares_are_those_of_the_cost_model() -> None:
     ):
         assert tuning.share(op, "float32", 4, rows, cols, third) == cost.work_of(op, **sizes)  # type: ignore[arg-type]
         if third is not None:
-            kept = tune.sample_of(op, (4096, 3072, 1024), "float32", 4, {"matmul": 1.0, "unfused": 2.0})
+            case = Case(op, 4096, 3072, 1024, "float32", 4)
+            kept = tune.sample_of(case, {"matmul": 1.0, "unfused": 2.0})
             assert (kept.rows, kept.cols, kept.third, kept.ms) == (rows, cols, third, {"unfused": 2.0})
 
 
 def test_rates_from_times() -> None:
     # 2 ranks: of a tensor the peer's half is sent, and 1.5 of it copied, read and written.
-    shapes, mb = ((1, 1), (1001, 1000)), 4 * (1001 * 1000 - 1) / 1e6
+    sizes, mb = (4, 4 * 1001 * 1000), 4 * (1001 * 1000 - 1) / 1e6
     small, large = {"unfused": 1.0, "decomposed": 0.5}, {"unfused": 3.0, "decomposed": 1.5}
-    rates = tune.rates_of(2, 0.2, small, large, shapes, {"float32": 0.1})
+    rates = tune.rates_of(2, 0.2, small, large, sizes, {"float32": 0.1})
     assert rates["collective_start_us"] == 1000
     assert (rates["host_us"], rates["flag_us"]) == pytest.approx((200, 300))
     assert rates["collective_gbps"] == pytest.approx(mb / 2 / 2)
     assert rates["memory_gbps"] == pytest.approx(2 * 1.5 * mb)
 
 
-def wrong_schedule(group: ProcessGroup) -> tuple[dict[str, float], str]:
-    from fusedtp.schedules import decomposed
-
-    right = decomposed.all_gather_matmul
-
-    def last_row_wrong(*args: Any, **options: Any) -> Tensor:
-        out: Tensor = right(*args, **options)
+def with_a_wrong_schedule(group: ProcessGroup, job: Job) -> list[Outcome]:
+    def last_row_wrong(out: Tensor) -> Tensor:
         out[-1] += group.rank()
         return out
 
-    decomposed.all_gather_matmul = last_row_wrong
-    try:
-        return tune.time_matmul(group, "all_gather_matmul", (33, 24, 16), "float32", BOTH, 0.0)
-    finally:
-        decomposed.all_gather_matmul = right
+    with wrong("decomposed", last_row_wrong):
+        return run_job(group, job)
 
 
 def test_a_wrong_schedule_is_not_timed(pool: RankPool) -> None:
-    for ms, refused in pool.run(wrong_schedule, world_size=2):
-        assert set(ms) == {"matmul", "unfused"}
-        assert "all_gather_matmul (33, 24, 16) float32 on 2 by decomposed" in refused
+    def run(_: Callable[..., object], job: Job, **options: Any) -> Any:
+        return pool.run(with_a_wrong_schedule, job, **options)
+
+    said: list[str] = []
+    case = Case("all_gather_matmul", 33, 24, 16, "float32", 2)
+    timed, ms = tune.time_matmul(SimpleNamespace(run=run), case, BOTH, 0.0, 0, said.append)  # type: ignore[arg-type]
+    assert (timed, set(ms)) == (case, {"matmul", "unfused"})
+    assert said[0] == "all_gather_matmul 33x24x16 float32 on 2"
+    (refused,) = said[1:]
+    assert refused.startswith(f"refused: decomposed: {case}, forward, decomposed, rank 1: y: ")
+    assert "elements are wrong" in refused
 
 
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "tuning.json"
-    monkeypatch.setattr(tune, "CPU_SHAPES", dict.fromkeys(tune.MATMULS, ((32, 24, 16), (64, 64, 64))))
+    monkeypatch.setattr(tune, "CPU_SHAPES", dict.fromkeys(OPS, ((32, 24, 16), (64, 64, 64))))
     monkeypatch.setattr(tune, "COLLECTIVE_SHAPES", ((16, 16), (512, 512)))
     monkeypatch.setenv("FUSEDTP_TUNING", str(target))
     run = CliRunner().invoke
@@ -244,7 +253,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known, _, ignored = tuning.load(target)
     assert known is not None, ignored
     assert {(each.op, each.rows) for each in known.samples} == {
-        *((op, size) for op in tune.MATMULS for size in (32, 64)),
+        *((op, size) for op in OPS for size in (32, 64)),
         *((op, size) for op in tune.COLLECTIVES for size in (16, 512)),
     }
     assert all(set(each.ms) == {"unfused", "decomposed"} for each in known.samples)
