@@ -20,6 +20,7 @@ from fusedtp.bench.ranks import RankPool
 from fusedtp.kernels.steps import step
 
 from fusedtp import PeerTimeout
+from fusedtp.op import ALL_GATHER
 from fusedtp.workspaces.steps import HostSteps
 
 from .protocol import cases, record
@@ -113,7 +114,7 @@ def test_waits_accept_what_the_model_does(distance: int, far: int) -> None:
                 ws.words[word] = (epoch + 1 + far + 2**31) % 2**32 - 2**31
                 try:
                     if wait == "kernel":
-                        step(ws.channel(), "all_gather", "wait", 1, slot)
+                        step(ws.channel(), ALL_GATHER.number, "wait", 1, slot)
                     else:
                         HostSteps.beside(ws, "all_gather").wait(1, slot)
                     ws.check()

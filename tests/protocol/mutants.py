@@ -133,7 +133,7 @@ MUTANTS = (
     ),
     Mutant(
         "leaves without its peers' entry", "all_gather",
-        _edit(signal, "leave", "range(1, link.WORLD_SIZE)", "range(1, 1)"), says="overwritten",
+        _edit(signal, "leave", "range(1, link.group.WORLD_SIZE)", "range(1, 1)"), says="overwritten",
         sizes=(3, 0),
     ),
     Mutant(
@@ -143,9 +143,10 @@ MUTANTS = (
     Mutant(
         "fingerprint behind the entry", "all_gather",
         _edit(
-            signal, "enter", "for dst in range(link.WORLD_SIZE):\n                _store_fingerprint(link, dst)\n",
-            "raise_signal(link, (link.rank + 1) % link.WORLD_SIZE, ENTRY_SLOT)\n"
-            "            for dst in range(link.WORLD_SIZE):\n                _store_fingerprint(link, dst)\n",
+            signal, "enter",
+            "for dst in range(link.group.WORLD_SIZE):\n                _store_fingerprint(link, dst)\n",
+            "raise_signal(link, (link.rank + 1) % link.group.WORLD_SIZE, ENTRY_SLOT)\n"
+            "            for dst in range(link.group.WORLD_SIZE):\n                _store_fingerprint(link, dst)\n",
         ),
         sizes=(3, 0), says="is read",
     ),
