@@ -53,20 +53,20 @@ class Named:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A tensor seen as a matrix: its dims in an `order`, flattened to `shape` (`flat`), and then `turned`."""
+    """A tensor seen as a matrix: its dims in an `order`, flattened to `shape` (`flat`), and then `transposed`."""
 
     name: str
     order: tuple[int, ...] | None
     flat: bool
     shape: tuple[int, int]
-    turned: bool = False
+    transposed: bool = False
 
     @cached_property
     def how(self) -> Literal["as it is", "transposed", "viewed"]:
         """What `view` comes to."""
         if self.flat or self.order not in (None, (1, 0)):
             return "viewed"
-        return "as it is" if (self.order is None) != self.turned else "transposed"
+        return "as it is" if (self.order is None) != self.transposed else "transposed"
 
     @classmethod
     def of(cls, x: Named, rows: tuple[str, ...], cols: tuple[str, ...]) -> Matrix:
@@ -76,18 +76,18 @@ class Matrix:
 
     def t(self) -> Matrix:
         """The transposed one."""
-        return replace(self, turned=not self.turned)
+        return replace(self, transposed=not self.transposed)
 
     @property
     def size(self) -> tuple[int, int]:
         """[rows, cols]."""
-        return self.shape[::-1] if self.turned else self.shape
+        return self.shape[::-1] if self.transposed else self.shape
 
     def view(self, x: Tensor) -> Tensor:
         """A copy only where dims do not lie one behind the other."""
         x = x if self.order is None else x.permute(self.order)
         x = x.reshape(self.shape) if self.flat else x
-        return x.t() if self.turned else x
+        return x.t() if self.transposed else x
 
 
 @dataclass

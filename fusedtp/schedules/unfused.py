@@ -109,7 +109,7 @@ class Scatter:
 
     def multiply(self, a: Tensor, b: Tensor) -> None:
         if self._dim == 1:
-            # The transposed problem scatters rows; only this rank's part is turned back.
+            # The transposed problem scatters rows; only this rank's part is transposed back.
             a, b = b.t(), a.t()
         num_rows = self._begins[-1] if self._even else self._longest * self._on.world_size
         terms = a.new_empty(num_rows, b.shape[1])
