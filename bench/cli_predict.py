@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import product
 from typing import TYPE_CHECKING, Annotated
 
@@ -93,64 +92,44 @@ def predict(
     show(predictions, [size for _ in ranks for size in sizes], console)
 
 
-def _time(microseconds: float | None) -> str:
-    if microseconds is None:
-        return "-"
-    return f"{microseconds:.1f}" if microseconds < 1000 else f"{microseconds:.0f}"
-
-
 def show(predictions: list[Prediction], sizes: list[tuple[int, int, int]], console: Console) -> None:
     """The table of predictions and, once each, what they assume."""
-    from rich import box
-    from rich.table import Table
+    from .tables import Table
 
-    first = predictions[0]
-    across = any(each.network_us for each in predictions)
+    first, lines = predictions[0], []
+    for each, (M, N, K) in zip(predictions, sizes, strict=True):
+        times = {"matmul": each.matmul_us if each.flops else None}
+        times |= {name: getattr(each, f"{name}_us") for name in ("comm", "unfused", "decomposed", "fused", "ceiling")}
+        if each.network_us:
+            times |= {"network": each.network_us, "exposed": each.network_exposed_us}
+        lines.append({
+            "M": M, "N": N, "K": K, "ranks": each.work.num_ranks,
+            **{f"{name}\nus": time for name, time in times.items()}, "hidden": each.efficiency(each.winner),
+            "fastest": each.winner, "speed-up": each.speedup, "sent MB": each.sent_bytes / 1e6,
+            "GFLOP": each.flops / 1e9,
+        })  # fmt: skip
     title = f"predicted, not measured: {first.op}, {first.work.dtype}, {first.hardware}, microseconds"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE)
-    names = ("M", "N", "K", "ranks", "matmul", "comm", "unfused", "decomposed", "fused", "ceiling", "hidden", "best")
-    for name in (*names, "speed-up", "sent MB", "GFLOP", *(("network", "exposed") if across else ())):
-        table.add_column(name, justify="right", no_wrap=True)
-    for each, size in zip(predictions, sizes, strict=True):
-        hidden = each.efficiency(each.winner)
-        table.add_row(
-            *map(str, size), str(each.work.num_ranks), _time(each.matmul_us if each.flops else None),
-            _time(each.comm_us), _time(each.unfused_us), _time(each.decomposed_us), _time(each.fused_us),
-            _time(each.ceiling_us), "-" if hidden is None else f"{hidden:.0%}", each.winner, f"{each.speedup:.2f}",
-            f"{each.sent_bytes / 1e6:.4g}", f"{each.flops / 1e9:.4g}",
-            *((_time(each.network_us), _time(each.network_exposed_us)) if across else ()),
-        )  # fmt: skip
-    console.print(table)
+    console.print(Table.of("predictions", title, lines).printed(sections=False))
     for text in dict.fromkeys(text for each in predictions for text in each.assumptions):
         console.print(f"- {text}", highlight=False)
 
 
-def _number_lines(machine: Hardware) -> Iterator[tuple[str, str, str]]:
-    from fusedtp.cost.hardware import NUMBERS
-
-    for name in NUMBERS:
-        value = getattr(machine, name)
-        if value is not None:
-            rates = ", ".join(f"{dtype} {rate:g}" for dtype, rate in value.items()) if name == "matrix_tflops" else ""
-            yield name, rates or f"{value:g}", machine.sources[name]
-
-
 def show_hardware(console: Console) -> None:
     """Every machine's numbers, each with its source; and the ops."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    from fusedtp.cost.hardware import HARDWARE
+    from fusedtp.cost.hardware import HARDWARE, NUMBERS
     from fusedtp.cost.model import OPS
 
+    from .tables import Table
+
     for machine in HARDWARE.values():
-        table = Table(title=f"{machine.name}: {machine.title}", title_justify="left", box=box.SIMPLE)
-        for column in ("number", "value", "source"):
-            table.add_column(column)
-        for name, value, source in _number_lines(machine):
-            table.add_row(name, value, Text(source))
-        console.print(table)
+        values = {name: getattr(machine, name) for name in NUMBERS if getattr(machine, name) is not None}
+        rates = ", ".join(f"{dtype} {rate:g}" for dtype, rate in values["matrix_tflops"].items())
+        lines = [
+            {"number": name, "value": rates if name == "matrix_tflops" else f"{value:g}",
+             "source": machine.sources[name]}
+            for name, value in values.items()
+        ]  # fmt: skip
+        console.print(Table.of("hardware", f"{machine.name}: {machine.title}", lines).printed(sections=False))
     console.print(f"ops: {', '.join(OPS)}", highlight=False)
 
 

@@ -69,21 +69,14 @@ def tune(
 
 def show_table(measured: Measurements, console: Console) -> None:
     """The measurements, and which schedule is the fastest at each."""
-    from rich import box
-    from rich.table import Table
+    from .tables import Table
 
-    shown = Table(title="measured on this machine, ms", title_justify="left", box=box.SIMPLE)
-    names = list(dict.fromkeys(name for sample in measured.samples for name in sample.ms))
-    for column in ("op", "ranks", "dtype", "travels", "third", *names, "fastest"):
-        shown.add_column(column, justify="left" if column in ("op", "dtype", "fastest") else "right", no_wrap=True)
-    for sample in measured.samples:
-        best = min(sample.ms, key=lambda name: sample.ms[name])
-        times = (f"{sample.ms[name]:.4g}" if name in sample.ms else "-" for name in names)
-        travels = f"{sample.rows}x{sample.cols}"
-        shown.add_row(
-            sample.op, str(sample.world_size), sample.dtype, travels, str(sample.third or "-"), *times, best
-        )  # fmt: skip
-    console.print(shown)
+    lines = [
+        {"op": sample.op, "ranks": sample.world_size, "dtype": sample.dtype, "travels": f"{sample.rows}x{sample.cols}",
+         "third": sample.third or None, **sample.ms, "fastest": min(sample.ms, key=lambda name: sample.ms[name])}
+        for sample in measured.samples
+    ]  # fmt: skip
+    console.print(Table.of("tuning", "measured on this machine, ms", lines).printed(sections=False))
     for n in measured.rates:
         machine = measured.hardware(n)
         assert machine is not None

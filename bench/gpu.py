@@ -121,7 +121,8 @@ def conduct(
     number: int, out: Path, *, emulate: bool, seconds: float, start: Callable[..., int | None] = bounded
 ) -> str:
     """Run a stage in processes until nothing is left, or no time; how it went."""
-    from .gpu_rows import LEFT_OVER, LOST, WRONG, now
+    from .gpu_rows import LEFT_OVER, LOST, WRONG
+    from .rows import now
 
     deadline, since = time.monotonic() + seconds, now()
     env = ENVIRONMENT | (EMULATED if emulate else {})

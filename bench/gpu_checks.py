@@ -6,8 +6,10 @@ import functools
 from collections.abc import Sequence
 
 from . import gpu_ranks
-from .gpu_rows import Found, Item, Run
+from .cases import Item
+from .gpu_rows import Run, found
 from .ranks import RankError, RankPool
+from .rows import Outcome
 from .store import Row
 from .timing import Verdict
 
@@ -20,18 +22,18 @@ REPLAYS = 30
 def checks(world_size: int, *, tiny: bool) -> dict[str, tuple[str, tuple[object, ...]]]:
     """By name, the function of `gpu_ranks` and its arguments behind the group; what is most likely to tell first."""
     dtypes = gpu_ranks.DTYPES[: 1 if tiny else 3]
-    found: dict[str, tuple[str, tuple[object, ...]]] = {"fresh memory": ("poisoned", ())}
+    named: dict[str, tuple[str, tuple[object, ...]]] = {"fresh memory": ("poisoned", ())}
     for dtype in dtypes:
-        found[f"collectives {dtype}"] = "collectives", (dtype, tiny)
-        found |= {
+        named[f"collectives {dtype}"] = "collectives", (dtype, tiny)
+        named |= {
             f"layers {schedule} {dtype}": ("layers", (schedule, dtype, tiny)) for schedule in ("fused", "decomposed")
         }
     if world_size == 2:
         times = 2 if tiny else REPLAYS
-        found["replays"] = "replays", (times, tiny)
-        found["replays of a layer"] = "replays_of_a_layer", (times, tiny)
-        found["copies"] = "copies", (tiny,)
-    return found
+        named["replays"] = "replays", (times, tiny)
+        named["replays of a layer"] = "replays_of_a_layer", (times, tiny)
+        named["copies"] = "copies", (tiny,)
+    return named
 
 
 def items(world_size: int, *, emulate: bool = False) -> list[Item]:
@@ -39,7 +41,7 @@ def items(world_size: int, *, emulate: bool = False) -> list[Item]:
     return [Item(name, world_size=world_size) for name in checks(world_size, tiny=emulate)]
 
 
-def work(item: Item, run: Run, pool: RankPool) -> list[Found]:
+def work(item: Item, run: Run, pool: RankPool) -> list[Outcome]:
     """Run a check on all ranks; AssertionError with what each says that fails, dies or is late."""
     name, given = checks(item.world_size, tiny=run.emulate)[item.op]
     try:
@@ -47,7 +49,7 @@ def work(item: Item, run: Run, pool: RankPool) -> list[Found]:
     except RankError as error:
         raise AssertionError(str(error)) from error
     assert False not in results, f"{item.op}: {results}"
-    return [Found("ranks", Verdict(0.0, 0.0))]
+    return [found("ranks", Verdict(0.0, 0.0))]
 
 
 def stage(world_size: int, run: Run) -> None:

@@ -6,14 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-from .gpu_rows import Found, Item, Run
+from .cases import Item
+from .gpu_rows import Run, found
+from .rows import Outcome
 from .timing import Verdict
 
 ITEM = Item("doctor")
 DOCTOR_SECONDS = 80.0
 
 
-def examine(path: Path) -> list[Found]:
+def examine(path: Path) -> list[Outcome]:
     """Write it to `path`; AssertionError with its last words where it fails or is late."""
     command = [sys.executable, "-X", "faulthandler", "-m", "fusedtp.bench.cli", "doctor"]
     try:
@@ -23,7 +25,7 @@ def examine(path: Path) -> list[Found]:
     assert done.returncode == 0, f"doctor ended with status {done.returncode}: {done.stderr[-2000:]}"
     path.write_text(done.stdout)
     print(done.stdout)
-    return [Found("doctor", Verdict(0.0, 0.0))]
+    return [found("doctor", Verdict(0.0, 0.0))]
 
 
 def stage(run: Run) -> None:

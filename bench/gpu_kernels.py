@@ -14,10 +14,11 @@ import torch
 
 from . import gpu_moves as moves
 from . import gpu_preset as preset
+from .cases import Item
 from .gpu_matmul import DTYPES
 from .gpu_preset import Preset
-from .gpu_rows import Found, Item, Run
-from .gpu_timing import measure, timer
+from .gpu_rows import Run, found, time_alone
+from .rows import Outcome
 from .store import Row
 from .timing import Verdict
 
@@ -62,14 +63,14 @@ STEPS = "steps of a host-driven op"
 
 def items(*, emulate: bool = False) -> list[Item]:
     """Every kernel at its shapes in both dtypes; what multiplies first."""
-    found = []
+    made = []
     for dtype in DTYPES:
         for name, (_, shapes) in (KERNELS | MOVES).items():
             for ranks, M, N, K in shapes[:1] if emulate else shapes:
                 size = (2, 90, 83, 61 if K else 0) if emulate else (ranks, M, N, K)
-                found.append(Item(name, *size[1:], dtype, size[0]))
+                made.append(Item(name, *size[1:], dtype, size[0]))
     return [
-        *found,
+        *made,
         *(Item(STEPS, world_size=2 if emulate else ranks, dtype="int32") for ranks in (2, 4)[: 1 if emulate else 2]),
     ]
 
@@ -84,7 +85,7 @@ def build(item: Item, device: torch.device, seed: int = 0) -> Preset:
     return KERNELS[item.op][0](device, dtype, item.world_size, item.M, item.N, item.K, seed=seed)
 
 
-def work(item: Item, run: Run) -> list[Found]:
+def work(item: Item, run: Run) -> list[Outcome]:
     """Check one draw, then time two, or one of what only moves."""
     first = build(item, run.device)
     first.arenas.run(first.launch)
@@ -98,20 +99,19 @@ def work(item: Item, run: Run) -> list[Found]:
     calls = {"fused": [each.launch for each in draws]}
     if first.plain is not None:
         calls["own_matmul"] = [each.plain for each in draws if each.plain is not None]
-    times = measure(calls, timer(run.device), 0 if run.emulate else SECONDS)
+    times = time_alone(calls, run, SECONDS)
     # Whatever was timed has waited for nothing.
     for each in draws:
         each.arenas.run(lambda: None)
     fused = times["fused"].median_ms
     if first.plain is None:
         gbps = first.moved_bytes / fused / 1e6 if first.moved_bytes else None
-        return [Found("fused", verdict, times["fused"], gbps=gbps)]
-    flops = 2e-9 * item.M * item.N * item.K
-    plain = times["own_matmul"]
-    path = "" if first.bounded else "does more than the matmul"
+        return [found("fused", verdict, times["fused"], algbw_gbps=gbps)]
+    flops, plain = 2e-9 * item.M * item.N * item.K, times["own_matmul"]
+    path, fraction = "" if first.bounded else "does more than the matmul", plain.median_ms / fused
     return [
-        Found("fused", verdict, times["fused"], flops / fused, fraction=plain.median_ms / fused, path=path),
-        Found("own_matmul", plain_verdict, plain, flops / plain.median_ms),
+        found("fused", verdict, times["fused"], path, tflops=flops / fused, matmul_fraction=fraction),
+        found("own_matmul", plain_verdict, plain, tflops=flops / plain.median_ms),
     ]
 
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from . import gpu_moves, gpu_preset
-from .cases import ITEMSIZE, Case
-from .gpu_rows import Item, Run
+from .cases import ITEMSIZE, Case, Item
+from .gpu_rows import Run
 from .store import Row
 from .virtual import LABEL, OP, measure, shown
 
@@ -28,7 +28,7 @@ def items(*, emulate: bool = False) -> list[Item]:
         M, N, K = (46, 12 * world_size, 24) if emulate else (8192, 3584, 8192)
         dtype = "float32" if emulate else "bfloat16"
         links = LINKS[:1] if emulate else LINKS
-        found += [Item(OP, M, N, K, dtype, world_size, f"link {gbps} GB/s", 0, LABEL) for gbps in links]
+        found += [Item(OP, M, N, K, dtype, world_size, model=f"link {gbps} GB/s", layer=LABEL) for gbps in links]
     return found
 
 

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from .cases import Item
 from .gpu_preset import plain, poisoned
-from .gpu_rows import Found, Item, Run
-from .gpu_timing import measure, timer
+from .gpu_rows import Run, found, time_alone
 from .models import block
 from .oracle import Product
+from .rows import Outcome
 from .store import Row
 from .timing import Verdict
 
@@ -30,7 +31,7 @@ SECONDS = 0.5
 
 def items(*, emulate: bool = False) -> list[Item]:
     """The twelve shapes in both dtypes. A dry run has their names, and sizes that end inside tiles."""
-    found = []
+    made = []
     for dtype in DTYPES:
         for model, ranks, tokens, first in BLOCKS:
             for case in block(model, tokens, ranks, dtype)[first:]:
@@ -38,8 +39,10 @@ def items(*, emulate: bool = False) -> list[Item]:
                 M, N, K = case.M, case.N // (ranks if gathers else 1), case.K // (1 if gathers else ranks)
                 if emulate:
                     M, N, K = min(M, 70), min(N, 83), min(K, 61)
-                found.append(Item("matmul", M, N, K, dtype, ranks, model, tokens, case.layer))
-    return found
+                made.append(
+                    Item("matmul", M, N, K, dtype, ranks, model=model, tokens=tokens, layer=case.layer)
+                )  # fmt: skip
+    return made
 
 
 def draw(M: int, N: int, K: int, dtype: str, device: torch.device, seed: int) -> tuple[Tensor, Tensor]:
@@ -49,17 +52,16 @@ def draw(M: int, N: int, K: int, dtype: str, device: torch.device, seed: int) ->
     return x, w.t()
 
 
-def work(item: Item, run: Run) -> list[Found]:
+def work(item: Item, run: Run) -> list[Outcome]:
     """Check both on one draw, then time them on two."""
     M, N, K = item.M, item.N, item.K
     draws = [draw(M, N, K, item.dtype, run.device, seed) for seed in range(2)]
     outs = [poisoned(draws[0][0], M, N) for _ in draws]
+    pairs = list(zip(draws, outs, strict=True))
     calls: dict[str, list[Callable[[], object]]] = {
-        "own_matmul": [functools.partial(plain(a, b), out) for (a, b), out in zip(draws, outs, strict=True)],
-        "matmul": [
-            functools.partial(torch.mm, a, b, out=out) for (a, b), out in zip(draws, outs, strict=True)
-        ],
-    }  # fmt: skip
+        "own_matmul": [functools.partial(plain(a, b), out) for (a, b), out in pairs],
+        "matmul": [functools.partial(torch.mm, a, b, out=out) for (a, b), out in pairs],
+    }
     product = Product(*draws[0], (K,))
     verdicts = {}
     for name, each in calls.items():
@@ -67,12 +69,11 @@ def work(item: Item, run: Run) -> list[Found]:
         each[0]()
         verdicts[name] = Verdict(*product.check(outs[0], outs[0].dtype, name))
     del product
-    times = measure(calls, timer(run.device), 0 if run.emulate else SECONDS)
-    library = times["matmul"].median_ms
+    times = time_alone(calls, run, SECONDS)
     return [
-        Found(
+        found(
             name, verdicts[name], times[name], tflops=2e-9 * M * N * K / times[name].median_ms,
-            fraction=library / times[name].median_ms,
+            matmul_fraction=times["matmul"].median_ms / times[name].median_ms,
         )
         for name in calls
     ]  # fmt: skip

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp import reference
 from fusedtp.workspaces import registry
 
+from .mixed import ALGORITHMS, COLLECTIVES, Call, Operands
 from .operands import device_here
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -71,58 +71,21 @@ def _leaf(x: Tensor, device: torch.device) -> Tensor:
     return x.detach().clone().to(device).requires_grad_()
 
 
-def _dw(dy: Tensor, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return reference.matmul(dy.t(), x), reference.bound(dy.t(), x, dtype)
-
-
-def _layers(group: ProcessGroup, M: int, N: int, K: int, dtype: torch.dtype, schedule: str, seed: int) -> None:
-    # Column- and row-parallel with split rows, forward and all gradients.
-    rank, world_size, device = group.rank(), group.size(), device_here()
-    random = torch.Generator().manual_seed(seed)
-    rows, cols, features = cut(M, world_size), cut(K, world_size), cut(N, world_size)
-    x, up, down = (torch.randn(*shape, generator=random).to(dtype) for shape in ((M, K), (N, K), (K, N)))
-    chunk = reference.chunk
-    name = f"{schedule} {M}x{N}x{K} {dtype} rank {rank} of {world_size}"
-
-    mine, weight = _leaf(chunk(x, 0, rank, rows), device), _leaf(chunk(up, 0, rank, features), device)
-    y = fusedtp.all_gather_linear(mine, weight, group=group, sizes=rows, schedule=schedule)
-    w = chunk(up, 0, rank, features)
-    reference.check(y.cpu(), reference.matmul(x, w.t()), reference.bound(x, w.t(), dtype), f"{name} gather: y")
-    grad = torch.randn(M, N, generator=random).to(dtype)
-    y.backward(chunk(grad, 1, rank, features).to(device))
-    dx, allowed = reference.matmul(grad, up), reference.bound(grad, up, dtype, k_sizes=features)
-    for got, ref, bound, what in (
-        (mine.grad, chunk(dx, 0, rank, rows), chunk(allowed, 0, rank, rows), "dx"),
-        (weight.grad, *_dw(chunk(grad, 1, rank, features), x, dtype), "dw"),
-    ):
-        assert got is not None
-        reference.check(got.cpu(), ref, bound, f"{name} gather: {what}")
-
-    part, weight = _leaf(chunk(x, 1, rank, cols), device), _leaf(chunk(down.t(), 1, rank, cols), device)
-    y = fusedtp.linear_reduce_scatter(part, weight, group=group, sizes=rows, schedule=schedule)
-    ref, bound = reference.matmul(x, down), reference.bound(x, down, dtype, k_sizes=cols)
-    reference.check(y.cpu(), chunk(ref, 0, rank, rows), chunk(bound, 0, rank, rows), f"{name} scatter: y")
-    y.backward(chunk(grad, 0, rank, rows).to(device))
-    own = chunk(down, 0, rank, cols)
-    for got, want, what in (
-        (part.grad, (reference.matmul(grad, own.t()), reference.bound(grad, own.t(), dtype)), "dx"),
-        (weight.grad, _dw(grad, chunk(x, 1, rank, cols), dtype), "dw"),
-    ):
-        assert got is not None
-        reference.check(got.cpu(), *want, f"{name} scatter: {what}")
-
-    for algorithm in ("one_shot", "two_shot") if schedule != "unfused" else ("auto",):
-        y = fusedtp.linear_all_reduce(
-            part.detach(), weight.detach(), group=group, schedule=schedule, algorithm=algorithm
-        )  # fmt: skip
-        reference.check(y.cpu(), ref, bound, f"{name} {algorithm}: y")
+def _layers(group: ProcessGroup, M: int, N: int, K: int, dtype: str, schedule: str, seed: int) -> None:
+    # Column- and row-parallel with split rows, forward and all gradients; the all-reduce by both algorithms.
+    m, n, k = (cut(length, group.size()) for length in (M, N, K))
+    for op in ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce"):
+        for algorithm in ALGORITHMS.get(op, {}).get(schedule, ("auto",)):
+            call = Call(op, schedule, algorithm, dtype, 0, (m, n, k), False, op != "linear_all_reduce", seed)
+            operands = Operands(call, group.rank(), device_here())
+            operands.check(operands.run(group))
 
 
 def layers(group: ProcessGroup, schedule: str, dtype: str, tiny: bool = False) -> int:
     """Both linear layers and the all-reduce at every size, twice in a row on one workspace; how many that were."""
     device, count = prepare(), 0
     for (M, N, K), again in itertools.product(TINY if tiny else SIZES, range(2)):
-        _layers(group, M, N, K, getattr(torch, dtype), schedule, seed=count + again)
+        _layers(group, M, N, K, dtype, schedule, seed=count + again)
         count += 1
     registry.get(group, device).check()
     fusedtp.destroy()
@@ -130,24 +93,17 @@ def layers(group: ProcessGroup, schedule: str, dtype: str, tiny: bool = False) -
 
 
 def collectives(group: ProcessGroup, dtype: str, tiny: bool = False) -> None:
-    """All-gather and all-reduce by every algorithm: bit for bit, or within the bound and alike in two runs."""
+    """Every collective by every algorithm: bit for bit, or within the bound and alike in two runs."""
     device = prepare()
-    rank, world_size = group.rank(), group.size()
     for R, C in ((7, 5), (260, 300))[: 1 if tiny else 2]:
-        random = torch.Generator().manual_seed(R)
-        parts = [torch.randn(R, C, generator=random).to(getattr(torch, dtype)) for _ in range(world_size)]
-        sizes = cut(R, world_size)
-        x, shard = parts[rank].to(device), reference.chunk(parts[0], 0, rank, sizes).to(device)
-        for algorithm in ("direct", "ring"):
-            out = fusedtp.all_gather(shard, group=group, sizes=sizes, schedule="fused", algorithm=algorithm)
-            assert torch.equal(out.cpu(), parts[0]), f"all_gather {algorithm}"
-        for algorithm in ("one_shot", "two_shot", "ring"):
-            first, again = (
-                fusedtp.all_reduce(x, group=group, schedule="fused", algorithm=algorithm).cpu() for _ in range(2)
-            )
-            assert torch.equal(first, again), f"all_reduce {algorithm}: other bits in a second run"
-            bound = reference.total_bound(parts, first.dtype, sum_dtype=first.dtype)
-            reference.check(first, reference.total(parts), bound, f"all_reduce {algorithm}")
+        m, n = cut(R, group.size()), cut(C, group.size())
+        for op in COLLECTIVES:
+            for algorithm in ALGORITHMS[op]["fused"]:
+                call = Call(op, "fused", algorithm, dtype, 0, (m, n, n), False, False, R)
+                operands = Operands(call, group.rank(), device)
+                (first,), (again,) = operands.run(group), operands.run(group)
+                operands.check([first])
+                assert torch.equal(first, again), f"{op} {algorithm}: other bits in a second run"
     fusedtp.destroy()
 
 
@@ -247,7 +203,7 @@ def copies(group: ProcessGroup, tiny: bool = False) -> list[str]:
     for everybody in (False, True):
         ws.producer = "copy" if everybody or group.rank() == 0 else "push"
         for seed, (M, N, K) in enumerate(TINY if tiny else SIZES):
-            _layers(group, M, N, K, torch.bfloat16, "fused", seed)
+            _layers(group, M, N, K, "bfloat16", "fused", seed)
         fusedtp.all_gather(torch.ones(4, 8, device=device), group=group, schedule="fused")
         path = fusedtp.last_path()
         assert path is not None

@@ -7,21 +7,25 @@ is, by the next command. It is down as "did not end" while it runs, so a process
 from __future__ import annotations
 
 import faulthandler
+import functools
 import hashlib
+import itertools
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from . import store
+from .cases import Item
 from .machine import SOURCES, Machine, describe
-from .store import PASSED, Row
-from .timing import Timing, Verdict
+from .rows import Outcome, Ratios, rows_of
+from .store import Row
+from .timing import Timing, Verdict, measure
 
 BEGUN = "did not end"
 EMULATED = "emulated: interpreted kernels at tiny sizes, nothing measured"
@@ -31,39 +35,16 @@ ITEM_SECONDS = 90.0
 WRONG, LEFT_OVER, LOST = 16, 32, 64
 
 
-@dataclass(frozen=True)
-class Item:
-    """What a stage does by itself: the columns that its rows share."""
-
-    op: str
-    M: int = 0
-    N: int = 0
-    K: int = 0
-    dtype: str = ""
-    world_size: int = 1
-    model: str = ""
-    tokens: int = 0
-    layer: str = ""
-
-    def __str__(self) -> str:
-        size = f"{self.M}x{self.N}x{self.K}" if self.M else ""
-        ranks = f"on {self.world_size}" if self.world_size > 1 else ""
-        tokens = f"{self.tokens} tokens" if self.tokens else ""
-        return " ".join(filter(None, (self.op, self.model, self.layer, tokens, size, self.dtype, ranks)))
+def found(variant: str, verdict: Verdict, timing: Timing | None = None, path: str = "", **derived: Any) -> Outcome:
+    """One variant of an item. derived: columns of `Ratios`."""
+    return Outcome(variant, "forward", verdict, timing, path, derived=Ratios(**derived))
 
 
-@dataclass(frozen=True)
-class Found:
-    """One variant of an item."""
-
-    variant: str
-    verdict: Verdict
-    timing: Timing | None = None
-    tflops: float | None = None
-    gbps: float | None = None
-    # the bound's median over this one's
-    fraction: float | None = None
-    path: str = ""
+def time_alone(variants: Mapping[str, Sequence[Callable[[], object]]], run: Run, seconds: float) -> dict[str, Timing]:
+    """The times of variants, whose calls are the same on different inputs and take turns; one round of a dry run."""
+    turns = {name: itertools.cycle(calls) for name, calls in variants.items()}
+    runners = {name: functools.partial(lambda calls: next(calls)(), calls) for name, calls in turns.items()}
+    return measure(runners, None, run.device, seconds=seconds, rounds=1 if run.emulate else None)
 
 
 class DeviceLost(RuntimeError):
@@ -114,14 +95,15 @@ class Run:
         return [row for row in kept if row.commit == self.machine.commit and row.machine == self.machine.name]
 
     def do(
-        self, item: Item, work: Callable[[], Sequence[Found] | Sequence[Row]], *, needs: float = 20.0,
+        self, item: Item, work: Callable[[], Sequence[Outcome] | Sequence[Row]], *, needs: float = 20.0,
         most: float = ITEM_SECONDS,
     ) -> None:  # fmt: skip
         """`work`, unless its rows are there or fewer than `needs` seconds are left. Raises only `DeviceLost`.
 
         After `most` seconds the process shows its stacks and ends, if it is watched.
         """
-        key = self._row(item, Found("", Verdict(0, 0))).case
+        begun = self._rows(item, [found("begun", Verdict(0, 0, BEGUN))])
+        key = begun[0].case
         there = [row for row in self.rows() if row.case == key]
         if any(row.passed or (row.time_utc >= self._since and self._since) for row in there):
             self._say(f"have      {item}")
@@ -132,30 +114,30 @@ class Run:
             self._say(f"left over {item}")
             self.outcome |= LEFT_OVER
             return
-        store.update(self.path, [self._row(item, Found("begun", Verdict(0, 0, BEGUN)))], of_ops=False)
+        store.update(self.path, begun, of_ops=False)
         begin, error = time.monotonic(), None
         if self._watched:
             faulthandler.dump_traceback_later(min(most, max(1.0, self.left())), exit=True)
         try:
-            found = [self._marked(each) if isinstance(each, Row) else self._row(item, each) for each in work()]
+            rows = self._rows(item, work())
         except Exception as raised:
             error = raised
             text = str(raised) if isinstance(raised, AssertionError) else f"{type(raised).__name__}: {raised}"
-            found = [self._row(item, Found("none", Verdict(0, 0, text or type(raised).__name__)))]
+            rows = self._rows(item, [found("none", Verdict(0, 0, text or type(raised).__name__))])
         finally:
             if self._watched:
                 faulthandler.cancel_dump_traceback_later()
-        store.update(self.path, found, of_ops=False)
-        self._tell(item, found, time.monotonic() - begin)
+        store.update(self.path, rows, of_ops=False)
+        self._tell(item, rows, time.monotonic() - begin)
         if error is not None and not isinstance(error, AssertionError):
             self._say("".join(traceback.format_exception(error)))
         if error is not None:
             self._still_there()
 
-    def _tell(self, item: Item, found: Sequence[Row], seconds: float) -> None:
-        wrong = [row for row in found if not row.passed]
+    def _tell(self, item: Item, rows: Sequence[Row], seconds: float) -> None:
+        wrong = [row for row in rows if not row.passed]
         self.outcome |= WRONG if wrong else 0
-        times = "".join(f"  {row.variant} {row.median_ms:.4g} ms" for row in found if row.median_ms is not None)
+        times = "".join(f"  {row.variant} {row.median_ms:.4g} ms" for row in rows if row.median_ms is not None)
         self._say(f"{'WRONG' if wrong else 'right':9} {item}{times}  ({seconds:.1f} s)")
         for row in wrong:
             self._say(f"          {row.variant}: {row.gate}")
@@ -169,30 +151,12 @@ class Run:
         except RuntimeError as error:
             raise DeviceLost(str(error)) from error
 
-    def _marked(self, row: Row) -> Row:
-        # One that another module has made.
-        row = replace(row, commit=self.machine.commit)
-        return replace(row, interpreted=True, path=f"{row.path}; {EMULATED}") if self.emulate else row
-
-    def _row(self, item: Item, found: Found) -> Row:
-        timing, verdict = found.timing, found.verdict
-        checked = not verdict.error
-        machine = asdict(self.machine)
-        machine["machine"] = machine.pop("name")
-        path = "; ".join(filter(None, (found.path, EMULATED if self.emulate else "")))
-        values = machine | asdict(item) | {
-            "variant": found.variant, "direction": "forward", "gate": verdict.error or PASSED, "path": path,
-            "interpreted": self.emulate, "tflops": found.tflops, "algbw_gbps": found.gbps,
-            "matmul_fraction": found.fraction,
-            "max_error": verdict.max_error if checked else None,
-            "error_ratio": verdict.error_ratio if checked else None,
-            "time_utc": now(),
-        }  # fmt: skip
-        if timing is not None:
-            values |= asdict(timing)
-        return Row(**values)
-
-
-def now() -> str:
-    """The time as rows have it."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    def _rows(self, item: Item, made: Sequence[Outcome] | Sequence[Row]) -> list[Row]:
+        rows = [
+            row for each in made for row in ([each] if isinstance(each, Row) else rows_of(item, [each], self.machine))
+        ]
+        rows = [replace(row, commit=self.machine.commit) for row in rows]
+        if not self.emulate:
+            return rows
+        paths = ["; ".join(filter(None, (row.path, EMULATED))) for row in rows]
+        return [replace(row, interpreted=True, path=path) for row, path in zip(rows, paths, strict=True)]

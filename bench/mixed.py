@@ -106,7 +106,7 @@ class Expected:
 class Operands:
     """A call's operands on one rank, as leaves, and what its result and their gradients must be there."""
 
-    def __init__(self, call: Call, rank: int) -> None:
+    def __init__(self, call: Call, rank: int, device: torch.device | str = "cpu") -> None:
         self.call, self.rank = call, rank
         self.dtype: torch.dtype = getattr(torch, call.dtype)
         self._random = torch.Generator().manual_seed(call.seed)
@@ -116,12 +116,14 @@ class Operands:
         self.bias: Tensor | None = None
         self.weight: Tensor | None = None
         self.expected: list[Expected] = []
+        self.x = self.dy = torch.empty(0)
         if call.op in MATMULS:
             self._matmul()
         else:
             self._collective()
         leaves = [each for each in (self.x, self.weight, self.bias) if each is not None]
-        self.leaves = [each.clone().requires_grad_(call.backward) for each in leaves]
+        self.leaves = [each.clone().to(device).requires_grad_(call.backward) for each in leaves]
+        self.dy = self.dy.to(device)
 
     def _normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._random).to(self.dtype)
@@ -224,4 +226,4 @@ class Operands:
             what = f"{want.name} of {self.call} on rank {self.rank}"
             assert out.dtype == self.dtype, f"{what}: {out.dtype}"
             whole = want.whole[0] if want.name == "db" else want.whole
-            reference.check(out, whole, want.allowed[0] if want.name == "db" else want.allowed, what)
+            reference.check(out.cpu(), whole, want.allowed[0] if want.name == "db" else want.allowed, what)

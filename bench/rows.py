@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from .cases import WHOLE, Case, flops, traffic
+from .cases import WHOLE, Case, Item, flops, traffic
 from .machine import Machine
 from .store import NOT_RUN, PASSED, Row
 
@@ -21,26 +21,6 @@ _BUS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What one job found out about one variant in one direction, the same on every rank."""
-
-    variant: str
-    direction: str
-    verdict: Verdict | None = None
-    timing: Timing | None = None
-    path: str = ""
-    threads: int = 0
-    backend: str = ""
-    not_run: str = ""
-
-    @property
-    def gate(self) -> str:
-        if self.verdict is None:
-            return NOT_RUN + self.not_run
-        return self.verdict.error or PASSED
-
-
-@dataclass(frozen=True)
 class Ratios:
     """The columns that follow from the medians of one case in one direction; None where one of them is missing."""
 
@@ -51,6 +31,30 @@ class Ratios:
     busbw_gbps: float | None = None
     ceiling_ms: float | None = None
     overlap_efficiency: float | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one job found out about one variant in one direction, the same on every rank.
+
+    derived: what does not follow from the medians of the others.
+    """
+
+    variant: str
+    direction: str
+    verdict: Verdict | None = None
+    timing: Timing | None = None
+    path: str = ""
+    threads: int = 0
+    backend: str = ""
+    not_run: str = ""
+    derived: Ratios | None = None
+
+    @property
+    def gate(self) -> str:
+        if self.verdict is None:
+            return NOT_RUN + self.not_run
+        return self.verdict.error or PASSED
 
 
 def ratios(case: Case, direction: str, variant: str, medians: Mapping[str, float]) -> Ratios:
@@ -82,19 +86,22 @@ def ratios(case: Case, direction: str, variant: str, medians: Mapping[str, float
     )
 
 
-def rows_of(case: Case, outcomes: Iterable[Outcome], machine: Machine) -> list[Row]:
+def rows_of(case: Item, outcomes: Iterable[Outcome], machine: Machine) -> list[Row]:
     """The rows of a job's outcomes, with the ratios between them."""
     outcomes = list(outcomes)
     medians: dict[str, dict[str, float]] = {}
     for outcome in outcomes:
         if outcome.timing is not None:
             medians.setdefault(outcome.direction, {})[outcome.variant] = outcome.timing.median_ms
-    shared = asdict(case) | asdict(machine) | {"time_utc": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")}
+    shared = asdict(case) | asdict(machine) | {"time_utc": now()}
     shared["machine"] = shared.pop("name")
     rows = []
     for outcome in outcomes:
         timing, verdict = outcome.timing, outcome.verdict
-        derived = ratios(case, outcome.direction, outcome.variant, medians.get(outcome.direction, {}))
+        derived = outcome.derived
+        if derived is None:
+            assert isinstance(case, Case)
+            derived = ratios(case, outcome.direction, outcome.variant, medians.get(outcome.direction, {}))
         values = shared | vars(derived) | (vars(timing) if timing else {})
         values |= {
             name: getattr(outcome, name) for name in ("variant", "direction", "gate", "path", "threads", "backend")
@@ -104,3 +111,8 @@ def rows_of(case: Case, outcomes: Iterable[Outcome], machine: Machine) -> list[R
         interpreted = outcome.variant in KERNELS and verdict is not None and not machine.num_gpus
         rows.append(Row(**values, interpreted=interpreted))
     return rows
+
+
+def now() -> str:
+    """The time as rows have it."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -30,8 +30,8 @@ def milliseconds(value: float, digits: int = 3) -> str:
 FORMATS: dict[str, Format] = {
     **dict.fromkeys(("mean", "best", "worst", "speed-up"), "{:.2f}x"),
     **dict.fromkeys(("ratio", "from", "to"), "{:.3f}"),
-    **dict.fromkeys(("median_ms", "p20_ms", "p80_ms", "ceiling_ms"), partial(milliseconds, digits=4)),
-    "communication hidden": "{:.0%}",
+    **dict.fromkeys(("us", "median_ms", "p20_ms", "p80_ms", "ceiling_ms"), partial(milliseconds, digits=4)),
+    **dict.fromkeys(("communication hidden", "hidden"), "{:.0%}"),
     "ms, +- 20-80 %": "{}",
 }
 
@@ -75,7 +75,7 @@ class Table:
         from rich import box
         from rich.table import Table as Printed
 
-        made, formats = Printed(title=self.title, box=box.SIMPLE_HEAD), self.numbers
+        made, formats = Printed(title=self.title, title_justify="left", box=box.SIMPLE_HEAD), self.numbers
         for name in map(str, self.cells):
             made.add_column(name, justify="right" if name in formats else "left")
         before = None

@@ -1,6 +1,8 @@
 """The measuring protocol: gate first, then interleaved rounds whose times are the slowest rank's.
 
-Per iteration: a barrier (on a GPU also a flush of its L2 cache), then the op between two clock readings. The variants
+Per iteration: a barrier (on a GPU also a flush of its L2 cache), then the op between two clock readings. A process
+without a group has nobody to meet; its stream spins until the host has issued the call, so that on a GPU the device's
+work is timed and not the launch. The variants
 take turns within each round, starting one further every round, so a drift of the machine meets them all alike. Rank 0
 decides how many rounds there are and broadcasts it: ranks that decide alone run different numbers and hang. An
 iteration's time is the maximum over ranks. Every round is kept, beside the median and the 20th and 80th percentiles.
@@ -29,6 +31,8 @@ MIN_ROUNDS, MAX_ROUNDS = 5, 50
 KEPT_SECONDS = 0.5
 # and of rounds that take this long three are enough.
 LONG_SECONDS, LONG_ROUNDS = 2.0, 3
+# Long enough for the host to issue a launch and two events; about 0.3 ms at 1.5 GHz.
+_SPIN_CYCLES = 500_000
 
 
 @dataclass(frozen=True)
@@ -98,13 +102,13 @@ def gate(
 
 def measure(
     runners: Mapping[str, Callable[[], object]],
-    group: ProcessGroup,
+    group: ProcessGroup | None,
     device: torch.device,
     *,
     seconds: float = 1.0,
     rounds: int | None = None,
 ) -> dict[str, Timing]:
-    """Time the runners; all ranks call this with the same names and get the same numbers.
+    """Time the runners; all ranks of the group call this with the same names and get the same numbers.
 
     `seconds` is the time to spend, from which rank 0 derives the number of rounds (5 to 50) after one that is not
     counted; `rounds` fixes it instead. A first round of half a second and more does count; of 2 seconds, 3 rounds do.
@@ -129,7 +133,8 @@ def measure(
         if enabled:
             gc.enable()
     slowest = times.to(device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+    if group is not None:
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
     return {name: Timing.of(rounds_ms) for name, rounds_ms in zip(names, slowest.tolist(), strict=True)}
 
 
@@ -154,12 +159,14 @@ def slowed(run: Callable[[], object], factor: float, device: torch.device) -> Ca
 
 
 def _agree_on_rounds(
-    round_seconds: float, seconds: float, rounds: int | None, group: ProcessGroup, device: torch.device
+    round_seconds: float, seconds: float, rounds: int | None, group: ProcessGroup | None, device: torch.device
 ) -> tuple[int, int]:
     # (rounds, how many of them the first one is: 0 or 1), as rank 0 decides.
     is_long, is_kept = round_seconds >= LONG_SECONDS, round_seconds >= KEPT_SECONDS
     fitting = round(seconds / max(round_seconds, 1e-9))
     own = rounds or min(MAX_ROUNDS, max(LONG_ROUNDS if is_long else MIN_ROUNDS, fitting))
+    if group is None:
+        return own, int(is_kept)
     decided = torch.tensor([own, int(is_kept)], device=device)
     dist.broadcast(decided, dist.get_global_rank(group, 0), group=group)
     count, counted = decided.tolist()
@@ -169,12 +176,13 @@ def _agree_on_rounds(
 class _HostClock:
     """Wall time between two readings, for ops that have ended when they return."""
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup | None) -> None:
         self._group = group
 
     def iteration(self, run: Callable[[], object]) -> float:
         """Milliseconds of one call on this rank."""
-        dist.barrier(group=self._group)
+        if self._group is not None:
+            dist.barrier(group=self._group)
         start = time.perf_counter()
         result = run()
         elapsed = (time.perf_counter() - start) * 1e3
@@ -186,7 +194,7 @@ class _HostClock:
 class _CudaClock:
     """Device time between two events, behind a barrier on the stream and with a cold L2 cache."""
 
-    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
         self._group = group
         cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         self._flush = torch.empty(2 * cache_bytes, dtype=torch.int8, device=device)
@@ -196,7 +204,10 @@ class _CudaClock:
     def iteration(self, run: Callable[[], object]) -> float:
         """Milliseconds of one call on this rank."""
         self._flush.zero_()
-        dist.all_reduce(self._token, group=self._group)
+        if self._group is None:
+            torch.cuda._sleep(_SPIN_CYCLES)
+        else:
+            dist.all_reduce(self._token, group=self._group)
         self._start.record()
         result = run()
         self._end.record()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,6 @@ from fusedtp.workspaces.workspace import Workspace
 
 from . import arguments, store
 from .cases import Case
-from .gpu_timing import Marks
 from .machine import Machine, describe
 from .operands import Operands, device_here
 from .rows import Outcome, rows_of
@@ -69,6 +69,36 @@ def check(given: Sequence[Operands], outs: Sequence[Sequence[Tensor]], what: str
         for each, (out,) in zip(given, outs, strict=True)
     ]
     return Verdict(max(error for error, _ in found), max(ratio for _, ratio in found))
+
+
+class Marks:
+    """Milliseconds between marks that wait for all of some streams; on a CPU, which has none, between two readings."""
+
+    def __init__(self, streams: Sequence[torch.cuda.Stream]) -> None:
+        self._streams = streams
+        self._events: list[torch.cuda.Event] = []
+        self._readings: list[float] = []
+
+    def mark(self) -> None:
+        """Here."""
+        if not self._streams:
+            self._readings.append(time.perf_counter() * 1e3)
+            return
+        main = torch.cuda.current_stream()
+        for stream in self._streams:
+            main.wait_stream(stream)
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(main)
+        self._events.append(event)
+        for stream in self._streams:
+            stream.wait_stream(main)
+
+    def lapses(self) -> list[float]:
+        """Between each mark and the next; waits for the device."""
+        if not self._streams:
+            return [two - one for one, two in zip(self._readings, self._readings[1:], strict=False)]
+        self._events[-1].synchronize()
+        return [one.elapsed_time(two) for one, two in zip(self._events, self._events[1:], strict=False)]
 
 
 def programs_of(num_sms: int, world_size: int) -> int:

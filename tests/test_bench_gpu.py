@@ -4,6 +4,7 @@ with what is wrong, late or lost; and the checks that ranks run there, on ranks 
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import subprocess
@@ -17,18 +18,19 @@ from typing import Any
 import pytest
 import torch
 import typer
-from fusedtp.bench import gpu, gpu_kernels, gpu_links, gpu_matmul, gpu_rows, gpu_timing, store
+from fusedtp.bench import gpu, gpu_kernels, gpu_links, gpu_matmul, gpu_rows, rows, store
 from fusedtp.bench import gpu_preset as preset
-from fusedtp.bench.cases import Case
-from fusedtp.bench.gpu_rows import BEGUN, EMULATED, LEFT_OVER, LOST, WRONG, Found, Item, Run
+from fusedtp.bench.cases import Case, Item
+from fusedtp.bench.gpu_rows import BEGUN, EMULATED, LEFT_OVER, LOST, WRONG, Run, found, time_alone
+from fusedtp.bench.rows import Outcome
 from fusedtp.bench.store import Row
-from fusedtp.bench.timing import Timing, Verdict
+from fusedtp.bench.timing import MIN_ROUNDS, Timing, Verdict
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
-RIGHT = Found("own_matmul", Verdict(0.5, 0.1), Timing(1.0, 0.9, 1.1, 10.0, 10))
-ITEM = Item("matmul", 70, 83, 61, "bfloat16", 4, "llama3-8b", 8192, "mlp up")
+RIGHT = found("own_matmul", Verdict(0.5, 0.1), Timing(1.0, 0.9, 1.1, 10.0, 10))
+ITEM = Item("matmul", 70, 83, 61, "bfloat16", 4, model="llama3-8b", tokens=8192, layer="mlp up")
 
 
 def command(*arguments: str, seconds: float = 540.0) -> subprocess.CompletedProcess[str]:
@@ -118,7 +120,7 @@ def new_run(tmp_path: Path, seconds: float = 100.0, **options: Any) -> Run:
 def test_an_item_is_kept_at_once_and_done_once(tmp_path: Path) -> None:
     run, seen = new_run(tmp_path), []
 
-    def work() -> list[Found]:
+    def work() -> list[Outcome]:
         seen.append([row.gate for row in run.rows()])
         return [RIGHT]
 
@@ -137,12 +139,12 @@ def test_an_item_is_kept_at_once_and_done_once(tmp_path: Path) -> None:
 
 def test_what_fails_is_a_row_and_does_not_stop_the_next(tmp_path: Path) -> None:
     said: list[str] = []
-    run, since = new_run(tmp_path, said=said), gpu_rows.now()
+    run, since = new_run(tmp_path, said=said), rows.now()
 
-    def wrong() -> list[Found]:
+    def wrong() -> list[Outcome]:
         raise AssertionError("3 of 9 elements are wrong")
 
-    def broken() -> list[Found]:
+    def broken() -> list[Outcome]:
         raise KeyError("stride")
 
     run.do(ITEM, wrong)
@@ -176,7 +178,7 @@ def test_a_lost_device_ends_the_process(tmp_path: Path, monkeypatch: pytest.Monk
     def lost(device: torch.device) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    def work() -> list[Found]:
+    def work() -> list[Outcome]:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(torch.cuda, "synchronize", lost)
@@ -316,25 +318,21 @@ def test_a_wait_that_is_given_up_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
         each.arenas.run(each.launch)
 
 
-def test_variants_take_turns_and_inputs_rotate() -> None:
+def test_variants_take_turns_and_inputs_rotate(tmp_path: Path) -> None:
     seen: list[str] = []
-    variants = {name: [lambda name=name, i=i: seen.append(f"{name}{i}") for i in range(2)] for name in "ab"}
-    times = gpu_timing.measure(variants, gpu_timing.HostTimer(), seconds=1e-9)
-    assert set(times) == {"a", "b"}
-    assert times["a"].rounds == gpu_timing.MIN_ROUNDS
-    counted = seen[2 * gpu_timing.WARM_UP :]
-    assert len(counted) == 2 * gpu_timing.MIN_ROUNDS
-    assert {each: counted.count(each) for each in set(counted)} == {name: 5 for name in ("a0", "a1", "b0", "b1")}
-    assert [each[0] for each in counted[:4]] in (["a", "b", "b", "a"], ["b", "a", "a", "b"])
+    variants = {name: [functools.partial(seen.append, f"{name}{i}") for i in range(2)] for name in "ab"}
+    run = new_run(tmp_path)
+    assert {name: each.rounds for name, each in time_alone(variants, run, 0.0).items()} == {"a": 1, "b": 1}
+    run.emulate = False
+    seen.clear()
+    assert time_alone(variants, run, 0.0)["a"].rounds == MIN_ROUNDS == 5
+    # A first round is not counted.
+    assert seen == ["a0", "b0", "a1", "b1", "b0", "a0", "a1", "b1", "b0", "a0", "a1", "b1"]
 
 
-def test_times_are_given_to_the_variants_that_took_them() -> None:
-    class Planted:
-        def times(self, calls: Sequence[gpu_timing.Call]) -> list[float]:
-            return [float(str(call())) for call in calls]
-
-    times = gpu_timing.measure({"slow": [lambda: 7.0], "fast": [lambda: 2.0]}, Planted(), seconds=1.0)
-    assert (times["slow"].median_ms, times["fast"].median_ms) == (7.0, 2.0)
+def test_times_are_given_to_the_variants_that_took_them(tmp_path: Path) -> None:
+    times = time_alone({"slow": [lambda: time.sleep(0.02)], "fast": [lambda: None]}, new_run(tmp_path), 0.0)
+    assert times["fast"].median_ms < 10 < 20 <= times["slow"].median_ms
 
 
 def test_what_overlap_must_keep_to_has_a_margin() -> None:

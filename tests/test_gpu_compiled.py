@@ -23,7 +23,7 @@ COMPILE = """
 import sys
 from pathlib import Path
 from fusedtp.bench import gpu_compiled, gpu_kernels, gpu_links, gpu_matmul
-from fusedtp.bench.gpu_rows import Item
+from fusedtp.bench.cases import Item
 few = [Item("matmul", 512, 256, 64, "bfloat16"), Item("matmul", 500, 250, 60, "float16")]
 gpu_matmul.items = lambda: few
 kinds = [("gather rows", 512, 256, 64), ("scatter", 512, 256, 64), ("collect pieces", 64, 40, 0)]
