@@ -89,7 +89,7 @@ def _leaves_out(group: object) -> bool:
     return isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER
 
 
-# Of which group and kind of device it is known: asking the group takes longer.
+# The groups and kinds of devices that are known to fit: asking the group takes longer.
 _carried: set[tuple[str, str]] = set()
 
 

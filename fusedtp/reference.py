@@ -1,4 +1,4 @@
-"""The oracle of the tests and the sweep: the unsharded op in float64, then its chunk, and the error rounding may leave.
+"""The oracle of the tests and the sweep: the unsharded op in float64, its chunks, and the error that rounding may make.
 
 A check is `|out - ref| <= allowed` for every element. `allowed` is a worst-case bound, not a fitted tolerance. With e
 the output dtype's `eps`, e32 float32's, and the partial products p_r = a_r @ b_r over the parts of K:
@@ -12,9 +12,10 @@ the output dtype's `eps`, e32 float32's, and the partial products p_r = a_r @ b_
 
 (Higham, Accuracy and Stability of Numerical Algorithms, chapters 3 and 4.) eps, twice the unit roundoff, is used
 throughout: it covers conversions and tensor-core accumulators that truncate, and the second-order terms that the list
-leaves out. On random normal input the bound stays far under what a mistake leaves: |a||b| grows like 0.64 K, so at
-K = 8192 in float32 it allows 5 where the result has a deviation of 90 and a missing chunk of 64 leaves one of 8 in
-every element of its tile. Inputs of ones would hide a chunk taken twice for another: never gate on them.
+leaves out. On random normal input the bound stays far below the error of a mistake: |a||b| grows like 0.64 K, so at K =
+8192 in float32 the bound is 5, while the result has a standard deviation of 90 and the error of a missing chunk of 64
+one of 8, in every element of its tile. Inputs of ones would hide a chunk that is used in place of another: never gate
+on them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What this process does when: spans of the host's side of an op, kept only while somebody is `recording`.
 
-Where nobody is, `span` costs a quarter of a microsecond. Times are of `time.perf_counter_ns`, on Linux the system's
-monotonic clock, so those of several processes of one machine can be laid side by side. What a GPU does is not in them:
-there the host only issues work.
+When nobody is recording, `span` costs a quarter of a microsecond. Times are of `time.perf_counter_ns`, on Linux the
+system's monotonic clock, so those of several processes of one machine can be laid side by side. What a GPU does is not
+in them: there the host only issues work.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def span(kind: str, peer: int = -1) -> AbstractContextManager[None]:
 
 
 def timed(kind: str, peer: int, function: Callable[..., T], *args: Any) -> T:
-    """`function(*args)` in a span: for what takes hardly longer than a context."""
+    """`function(*args)` in a span, for functions that take hardly longer than entering a context manager."""
     if spans is None:
         return function(*args)
     with _Open(kind, peer):

@@ -1,9 +1,10 @@
-"""Tile configurations, by target, kind of element and shape class. A table: the library never tunes while it runs.
+"""Tile configurations by target, element type and shape class: a fixed table, the library never tunes while it runs.
 
-Ranks must agree on a tile's rows, as pieces and signals are counted in them, so `block_m` depends only on what they
-agree on, the rows of a chunk; a rank's own number of columns may choose `block_n`. All of this is asserted of the whole
-table, for kernels compiled without a GPU (`nox -s kernels`): no spill, no stack, shared memory within the target's; at
-lengths that are no multiples of 16, where elements are moved one by one, next to none.
+Ranks must agree on the rows of a tile, because pieces and signals are counted in them. So `block_m` depends only on the
+rows of a chunk, on which the ranks agree; `block_n` may depend on a rank's own number of columns. `nox -s kernels`
+compiles kernels for the whole table without a GPU and asserts: no spill, no stack, and no more shared memory than the
+target has. At lengths that are no multiples of 16, where elements are moved one by one, a few bytes of stack are
+allowed.
 
 Where the values come from. 16-bit tiles are those that persistent Triton matmuls have settled on: 128 x 256 x 64 with
 three stages and eight warps where descriptors leave the registers to the accumulator (sm_90, sm_100), 128 x 128 x 64
@@ -24,17 +25,17 @@ from dataclasses import dataclass, field, replace
 class Config:
     """Tile shape and launch shape of a kernel. `programs` of 0 means: as many as the device has multiprocessors.
 
-    `descriptors` reads operands by tensor descriptors where they allow it; `flatten` makes one loop of tiles and
-    contraction then, so that the next tile is loaded while one is stored. Pointers take registers from the accumulator:
-    a kernel that reads by them has `pointer_warps`. `moving_warps` is for kernels that move or add tiles, `strip_rows`
-    rows of them at a time. Where elements are read or stored one by one, each has an address of its own: where a result
-    is stored so, tiles have at most `loose_cols` columns, if the ranks need not agree on them; where an operand is read
-    so, blocks have at most `loose_block_k` of the contraction, and programs eight warps or more. `registers` is the
-    most that a thread may have; the compiler decides where there is no entry. "" holds for all kernels. A fused one is
-    to get by with what the plain matmul has, and has an entry of its own where that takes one, for the target's main
-    way to read operands: "gather" and "scatter" where rows are stored 16 elements at a time, "gather transposed", and
-    "gather" by pointers, where every length and stride is a multiple of 16. 0 leaves it to the compiler: "scatter any"
-    is for other rows.
+    `descriptors`: operands are read by tensor descriptors where they allow it. `flatten`: the loops over tiles and
+    contraction are then made one, so that the next tile is loaded while one is stored. `pointer_warps`: for a kernel
+    that reads by pointers, as these take registers from the accumulator. `moving_warps`: for kernels that move or add
+    tiles, `strip_rows` rows at a time. Elements that are read or stored one by one need an address each: if a result is
+    stored like that, tiles have at most `loose_cols` columns, unless ranks must agree on the columns; if an operand is
+    read like that, blocks have at most `loose_block_k` of the contraction, and programs eight warps or more.
+    `registers`: the most that a thread may have, by kind of kernel; the compiler decides where there is no entry, or 0.
+    "" is for all kernels. A fused kernel should need no more than the plain matmul; if that takes a limit of its own,
+    it has an entry, for the target's main way to read operands: "gather" and "scatter" where rows are stored 16
+    elements at a time ("gather" by pointers only where every length and stride is a multiple of 16, as always for
+    "gather transposed"); "scatter any" is for other rows.
     """
 
     block_m: int = 128
@@ -63,18 +64,18 @@ INTERPRETER = Config(
     loose_block_k=64,
 )  # fmt: skip
 
-# Up to so many rows of a chunk, or columns, are few.
+# At most so many rows of a chunk count as few, and at most so many columns.
 FEW_ROWS, FEW_COLUMNS = 64, 128
 SHAPES = ("many", "few columns", "few rows")
 
 _NARROW = Config(num_stages=4)
 _LOW = Config(block_m=64, num_warps=4, num_stages=4, pointer_warps=4)
 _WIDE = Config(block_n=256, flatten=True, pointer_warps=16, moving_warps=16)
-# As many as a thread can have. Left alone, the compiler stops at 168 for few rows on sm_80, with which three programs
-# fit a multiprocessor, and keeps a value in local memory: a persistent kernel has no use for three.
+# As many as a thread can have. Without a limit the compiler stops at 168 for few rows on sm_80, so that three programs
+# fit on a multiprocessor, and keeps a value in local memory: a persistent kernel has no use for three.
 _ALL = {"": 255}
 
-# Of 16-bit elements.
+# For 16-bit elements.
 TABLE: dict[str, dict[str, Config]] = {
     "sm_80": {
         shape: replace(config, registers=_ALL | registers)
@@ -92,8 +93,8 @@ TABLE: dict[str, dict[str, Config]] = {
             ("few rows", _LOW, {"gather": 130, "gather transposed": 130, "scatter": 132}),
         )
     },
-    # Accumulators are in a memory of their own, which four or eight warps can reach. Eight are kept to 128 registers
-    # for the narrow tile, too few for a kernel that gathers.
+    # Accumulators are in a memory of their own, which four or eight warps can reach. For the narrow tile eight warps
+    # are limited to 128 registers a thread, too few for a kernel that gathers.
     "sm_100": {
         shape: replace(config, descriptors=True, pointer_warps=min(8, config.pointer_warps), registers=registers)
         for shape, config, registers in (
@@ -115,7 +116,7 @@ FLOAT32 = Config(block_m=64, block_n=64, block_k=32, registers=_ALL)
 
 
 def shape_class(rows: int, cols: int) -> str:
-    """Of a matmul whose chunks have up to `rows` rows, by a rank's `cols` columns of C."""
+    """The class of a matmul whose chunks have up to `rows` rows and whose C has `cols` columns on this rank."""
     return "few rows" if rows <= FEW_ROWS else "few columns" if cols <= FEW_COLUMNS else "many"
 
 
@@ -127,7 +128,7 @@ def compiled_config(target: str, itemsize: int, shape: str) -> Config:
 
 
 def nearest_target(cuda_major: int | None, gcn_arch: str = "") -> str:
-    """The target of the table for a device: of CUDA capability `cuda_major`, or else of AMD's `gcn_arch`.
+    """The table's target for a device of CUDA capability `cuda_major`, or of AMD's `gcn_arch` if that is None.
 
     Capabilities 11 and 12 have neither the tensor memory nor the shared memory of 10: they run what 8 runs.
     """

@@ -1,13 +1,13 @@
 """Tensor descriptors: how a matmul's operand is read, decided on the host for each launch.
 
 A descriptor lets the copy engine of an SM (TMA; sm_90 and later) fetch a whole tile into shared memory: no pointers in
-registers, no masks, zeros past the end. It needs a base and strides of 16 bytes' multiples and one dimension whose
-elements are adjacent; any other operand is read by masked pointers. "rows" reads [R, C] with adjacent columns,
-"columns" with adjacent rows, tile by transposed tile.
+registers, no masks, zeros past the end. It needs a base and strides that are multiples of 16 bytes and one dimension
+whose elements are adjacent; any other operand is read by masked pointers. "rows" reads an [R, C] whose columns are
+adjacent, "columns" one whose rows are adjacent, in transposed tiles.
 
 Descriptors are made on the host and travel as kernel arguments, by value: there is no scratch memory to allocate, no
 fence at a program's start, and nothing that could be stale, also in a captured graph. Chunks of rows that end inside a
-tile need no descriptor of their own: what is read beyond is never stored.
+tile need no descriptor of their own: what is read beyond their end is never stored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_LENGTH = 2**31
 
 
 def _describable(rows: int, cols: int, itemsize: int, config: Config) -> bool:
-    # float32 is multiplied in full precision, not by tensor cores: its tiles have no business in shared memory.
+    # float32 is multiplied in full precision, not by tensor cores: its tiles need not be in shared memory.
     return config.descriptors and itemsize == 2 and 0 < min(rows, cols) and max(rows, cols) < _MAX_LENGTH
 
 
@@ -40,14 +40,14 @@ def read_by(x: torch.Tensor, config: Config) -> str:
 
 
 def fitted_to(config: Config, *operands: torch.Tensor, result: torch.Tensor | None = None) -> Config:
-    """The configuration of a kernel that reads these operands and stores this result, None: in tiles to arenas."""
+    """The configuration of a kernel that reads these operands and stores this result (None: tiles to arenas)."""
     by_pointers = [x for x in operands if read_by(x, config) == "pointers"]
     return fitted(config, stored=result is None or in_16_bytes(result), read=in_16_bytes(*by_pointers))
 
 
 def read_gathered_by(a: torch.Tensor, rows: int, cols: int, config: Config) -> str:
-    """How the gathered A [rows, cols] is read, of which `a` is the own shard: by "rows", with a descriptor of that and
-    one of the own arena, or all by "pointers", as one loop reads both.
+    """How the gathered A [rows, cols] is read; `a` is the own shard of it. One loop reads the own shard and the own
+    arena, so either both are read by descriptors, "rows", or both by "pointers".
     """
     if not _describable(rows, cols, a.element_size(), config):
         return "pointers"
@@ -78,6 +78,6 @@ def of_arena(
     channel: Channel, dtype: torch.dtype, rows: int, cols: int, pitch: int, config: Config
 ) -> TensorDescriptor:
     """The own arena as [2, rows, cols]: the halves of even and of odd epochs."""
-    # Pitch and halves are multiples of 16 bytes, and an arena begins at one.
+    # Pitch, halves and the address of an arena are multiples of 16 bytes.
     half, block = channel.half_bytes // dtype.itemsize, [1, config.block_m, config.block_k]
     return TensorDescriptor(channel.data.view(dtype), [2, rows, cols], [half, pitch, 1], block)

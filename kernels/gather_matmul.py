@@ -39,8 +39,8 @@ from .signal import FIRST_SLOT, Link, before_descriptor, begin, enter, half, lea
 
 
 class Shard(NamedTuple):
-    """The own shard of A, as `Left`; `arena_desc` reads the others'. IN_PLACE: it is read where it lies, and not from
-    the own arena.
+    """The own shard of A, like `Left`; `arena_desc` reads the other ranks'. IN_PLACE: the own shard is read where it
+    lies, not from the own arena.
     """
 
     ptr: tl.tensor
@@ -54,8 +54,8 @@ class Shard(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """How the shards lie: their table, the arenas' pitch, rows a piece, and whether the lengths of shards, and of their
-    rows, are multiples of 16.
+    """How the shards lie: the table of their offsets, the arenas' pitch, and the rows of a piece. ALIGNED,
+    ROWS_ALIGNED: whether the shards' lengths, and their numbers of rows, are multiples of 16.
     """
 
     table: tl.tensor
@@ -85,8 +85,8 @@ def _locate_own_chunk_first(ctx, tile):
 
 @triton.jit
 def _arrived_or_own(ctx, src, tile, packed, arena_row, k_begin, k_len):
-    # Where a tile's rows of rank src's shard lie: the own shard's in place, another's from row `arena_row` of the own
-    # half on, once they have arrived.
+    # Where the tile's rows of rank src's shard lie: in place if it is the own shard, else in the own half from row
+    # `arena_row` on, once they have arrived.
     stride = tl.full((), 0, tl.int64) + ctx.chunks.pitch
     layer = 0
     row = tile.row
@@ -114,7 +114,8 @@ def _arrived_or_own(ctx, src, tile, packed, arena_row, k_begin, k_len):
 
 @triton.jit
 def _row(ctx, tile):
-    # Of all chunks. Without the hint, what comes from a table allows stores of one element only to contiguous columns.
+    # The row counted over all chunks. Without the hint, numbers from a table allow stores of one element only where
+    # the columns of C are contiguous.
     row = tile.begin + tile.row
     if ctx.chunks.ROWS_ALIGNED:
         row = tl.multiple_of(row, 16)
@@ -179,9 +180,9 @@ def _gather_matmul_kernel(
 ):  # fmt: skip
     """Programs 0 .. PUSHERS - 1 push the own shard and signal each piece, without waiting; the others multiply.
 
-    A multiplying program waits for pieces of other ranks' shards (of its own too, without IN_PLACE), which programs
-    with lower ids raise before anything else, or which what was issued earlier raises (PUSHERS = 0). It ends the
-    epoch if LAST.
+    A multiplying program waits for pieces of other ranks' shards (of its own too, without IN_PLACE). Their signals are
+    raised by programs with lower ids, which wait for nothing, or (PUSHERS = 0) by what was issued earlier. The kernel
+    ends the epoch if LAST.
     """
     _gather_matmul_programs(
         Gathered(Link(group, rank, begin(group, rank), fingerprint), a, b, c, epilogue, tiles, chunks, M),
@@ -198,14 +199,14 @@ def own_in_place(a: torch.Tensor) -> bool:
 def _limit(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, pitch: int, aligned: bool, described: bool) -> str:
     # Which limit of registers is known to be enough for a kernel that gathers rows.
     whole = aligned and pitch % 16 == 0 and in_16_bytes(b, c) and not any(n % 16 for n in a.stride() if n != 1)
-    # What descriptors read needs no alignment.
+    # Reading by descriptors needs no further alignment.
     if (described or whole) and c.stride(1) == 1 and c.shape[1] % 16 == c.stride(0) % 16 == c.data_ptr() % 16 == 0:
         return "gather"
     return "gather transposed" if whole and c.stride(0) == 1 else ""
 
 
 class _Known(NamedTuple):
-    # What a launch comes to for operands that are laid out alike.
+    # What a launch needs, worked out once for operands that are laid out alike.
     config: Config
     a_by: str
     b_by: str
@@ -221,7 +222,7 @@ class _Known(NamedTuple):
 class GatherMatmul:
     """c [M, N] = gather(a, gather_dim) @ b [K, N], and the epilogue, for shards of `sizes`.
 
-    What hangs on how operands are laid out is found out once, and looked up by that.
+    What depends on how the operands are laid out is worked out once for each layout, then looked up.
     """
 
     def __init__(
@@ -245,7 +246,7 @@ class GatherMatmul:
         last: bool = True,
     ) -> None:
         """Launch it. With `pushed` the pieces of `piece_rows` rows are already under way; else config.pushers of the
-        kernel's programs push them, or as many as there are pieces. `last` ends the epoch.
+        kernel's programs push them, or fewer if there are fewer pieces. `last` ends the epoch.
         """
         key = (
             a.dtype, a.shape, a.stride(), a.data_ptr() % 16, b.shape, b.stride(), b.data_ptr() % 16, c.stride(),
@@ -281,7 +282,7 @@ class GatherMatmul:
         aligned = all(size % 16 == 0 for size in sizes)
         config = config if whole_blocks else replace(config, descriptors=False)
         config = fitted_to(config, *((a, b) if in_place else (b,)), result=c)
-        # What lies in the arena.
+        # The part that lies in the arena may be unaligned too.
         if not config.descriptors and (pitch % 16 or (not on_rows and not aligned)):
             config = fitted(config, stored=True, read=False)
         num_tiles = sum(-(-rows // config.block_m) for rows in (sizes if on_rows else (M,)))

@@ -1,14 +1,14 @@
 """What Triton's interpreter needs to run the protocol at a bearable pace.
 
-Ranks may outnumber cores, and a program that polls would keep its core while the rank it waits for has none: after
-every atomic the interpreter lets another process run, and a program that sees one word unchanged again and again sleeps
-between its polls. It also patches the language's functions anew at every call of a device function, a millisecond each,
-where one patch at the launch is enough, as all our device functions see the same `triton.language`; it computes every
-integer operation once more in 64 bits for an overflow check that it then leaves out (it belongs to debug mode); and it
-looks up NumPy's name of a type in a table that it builds anew each time.
+Ranks may outnumber cores, and a program that polls would keep its core while the rank it waits for has none. So here
+every atomic is followed by a chance for another process to run, and a program that sees one word unchanged again and
+again sleeps between its polls. Three costs of the interpreter are left out: it patches the language's functions anew at
+every call of a device function, a millisecond each, where once a launch is enough, as all our device functions see the
+same `triton.language`; it computes every integer operation a second time in 64 bits, for an overflow check that only
+debug mode makes; and it rebuilds its table of NumPy types at every look-up.
 
-Triton 3.6 makes the bounds of a loop with `int` of an array of one element, which NumPy refuses from 2.4 on, as it
-does any such array that is not 0-dimensional.
+Triton 3.6 takes `int` of a loop's bounds, which are arrays of one element; NumPy refuses that from 2.4 on unless an
+array is 0-dimensional.
 """
 
 from __future__ import annotations

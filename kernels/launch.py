@@ -14,7 +14,7 @@ from .configs import Config as Config
 from .signal import Group
 
 _MANY = 1 << 30
-# Layouts of operands that a kernel of one op remembers what it comes to for.
+# For how many layouts of its operands an op remembers what a launch needs.
 MOST_KNOWN = 64
 
 
@@ -24,7 +24,7 @@ class Channel:
 
     `peers` is the device table of arena addresses (int64, world_size + 1, the last one the clock's); data starts
     `data_offset` bytes into an arena, in two halves of `half_bytes`; `data` is both halves of the own arena (uint8).
-    `fingerprint` (int64) is the op's at hand: see `signal`.
+    `fingerprint` (int64) is that of the current op: see `signal`.
     """
 
     peers: torch.Tensor
@@ -39,7 +39,7 @@ class Channel:
         self.groups: dict[int, Group] = {}
 
     def group(self, op: int) -> Group:
-        """The same for a launch of the op of that number."""
+        """The arenas as a launch of op number `op` is given them."""
         group = self.groups.get(op)
         if group is None:
             constants = tl.constexpr(self.world_size), tl.constexpr(op)
@@ -60,8 +60,8 @@ def _target(device: torch.device) -> str:
 def config_for(device: torch.device, dtype: torch.dtype, rows: int = _MANY, cols: int = 0) -> Config:
     """The configuration for a device, with the number of programs filled in.
 
-    For a matmul, `rows` is the largest number of rows of a chunk, on which the ranks must agree, and `cols` the columns
-    of C, on which they must where they exchange its tiles. What only moves rows has neither.
+    For a matmul, `rows` is the largest number of rows of a chunk, the same on all ranks, and `cols` the columns of C,
+    the same on all ranks if they exchange its tiles. Kernels that only move rows give neither.
     """
     if INTERPRETED:
         return INTERPRETER
@@ -70,8 +70,8 @@ def config_for(device: torch.device, dtype: torch.dtype, rows: int = _MANY, cols
 
 
 def in_16_bytes(*matrices: torch.Tensor) -> bool:
-    """Whether kernels read and store these matrices 16 bytes at a time. What they know of lengths and strides is
-    whether those are multiples of 16, and of pointers the same.
+    """Whether kernels read and store these matrices 16 bytes at a time. All that a compiled kernel knows of lengths,
+    strides and pointers is whether they are multiples of 16.
     """
     return all(
         x.data_ptr() % 16 == 0 and 1 in x.stride() and not any(n % 16 for n in (*x.shape, *x.stride()) if n != 1)
@@ -80,8 +80,8 @@ def in_16_bytes(*matrices: torch.Tensor) -> bool:
 
 
 def fitted(config: Config, *, stored: bool, read: bool) -> Config:
-    """The configuration of a kernel that stores its result, and reads what it reads by pointers, 16 bytes at a time, or
-    not: `Config` says what that takes.
+    """The configuration of a kernel. stored, read: whether it stores its result, and reads what it reads by pointers,
+    16 bytes at a time; `Config` says what changes if not.
     """
     if not stored:
         config = replace(config, block_n=min(config.block_n, config.loose_cols))
@@ -92,7 +92,7 @@ def fitted(config: Config, *, stored: bool, read: bool) -> Config:
 
 
 def flattened(config: Config, a_by: str, b_by: str) -> bool:
-    """Whether tiles and contraction become one loop: pointers would have to live from one tile to the next."""
+    """Whether tiles and contraction become one loop: not with pointers, which would have to live from tile to tile."""
     return config.flatten and "pointers" not in (a_by, b_by)
 
 
@@ -103,10 +103,10 @@ def _limit(config: Config, warps: int) -> dict[str, int]:
 
 
 def options(config: Config, a_by: str, b_by: str, *, limit: str = "") -> dict[str, int]:
-    """The compiler's options of a kernel that multiplies, as launch arguments: by how it reads A and B.
+    """The compiler's options for a kernel that multiplies, as launch arguments. a_by, b_by: how it reads A and B.
 
-    limit: which of the configuration's limits of registers holds instead of that for all kernels, "" for none. Read
-    otherwise than the target mainly does, a kernel has the one for all.
+    limit: which of the configuration's register limits replaces the one for all kernels, "" for none. It holds only for
+    the target's main way to read operands.
     """
     by_pointers = "pointers" in (a_by, b_by)
     mainly = by_pointers != config.descriptors
@@ -118,8 +118,8 @@ def options(config: Config, a_by: str, b_by: str, *, limit: str = "") -> dict[st
 
 
 def strip_of(config: Config, tensors: int = 1) -> int:
-    """The rows of a tile that a kernel which moves or adds tiles has in its registers at a time: the fewer the more
-    tensors have addresses there.
+    """How many rows of a tile a kernel that moves or adds tiles has in its registers at a time: fewer, the more
+    tensors' addresses it keeps there.
     """
     return min(config.strip_rows // tensors, config.block_m)
 

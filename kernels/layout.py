@@ -19,7 +19,7 @@ def pitch_of(cols: int, dtype: torch.dtype) -> int:
 
 
 def aligned(num_bytes: int) -> int:
-    """Rounded up to where something else may begin."""
+    """`num_bytes` rounded up to where the next region may begin."""
     return -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
 
 
@@ -28,7 +28,7 @@ class Region:
     """Rows of a matrix in a half.
 
     row: the first one, counted from the half's beginning in rows of this pitch. pitch: elements from one row to the
-    next. slot: the first signal, of `piece` rows each, or of a tile each with a piece of 0.
+    next. slot: the first signal; there is one for every `piece` rows, or, with a piece of 0, one for every tile.
     """
 
     row: int
@@ -50,7 +50,7 @@ class Layout:
         return offset, slot
 
     def region(self, rows: int, cols: int, dtype: torch.dtype, *, slots: int, piece: int = 0) -> Region:
-        """The next so many rows of `cols` elements."""
+        """The next `rows` rows of `cols` elements."""
         pitch = pitch_of(cols, dtype)
         row_bytes = max(1, pitch * dtype.itemsize)
         # Kernels count rows from the half's beginning.

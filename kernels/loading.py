@@ -1,8 +1,8 @@
 """Starting a kernel; or only compiling and loading it, for a graph capture to come.
 
 Nothing can be loaded while a stream captures, and on Triton 3.6 a kernel that was tried there stays broken in its
-process. So an op that has run in another way than a capture would take loads what that takes beforehand, and a capture
-that meets a kernel nobody has loaded refuses before it touches it.
+process. So an op that runs otherwise than a capture would also loads, in advance, the kernels that a capture would run.
+A capture that meets a kernel that is not loaded refuses before it touches it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def is_only_loading() -> bool:
 
 
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
-    """What starts `kernel` on `grid` with the arguments that it is called with.
+    """A function that starts `kernel` on `grid` with the arguments it is called with.
 
     It raises ValueError for a tensor that is not on the current device, on whose stream Triton starts kernels, and
     RuntimeError in a graph capture for a kernel that has not been loaded.
@@ -58,12 +58,12 @@ def _starter(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
 
 def _load(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     if not INTERPRETED:
-        # Asking for what starts it loads it.
+        # Indexing the compiled kernel with a grid loads it.
         kernel.warmup(*args, grid=grid, **options)[(*grid, 1, 1)[:3]]
 
 
 def _start(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    # Of any kernel the first argument begins with a tensor.
+    # The first argument of every kernel of ours is a tuple that begins with a tensor.
     check_device(args[0][0])
     capturing = args[0][0].is_cuda and torch.cuda.is_current_stream_capturing()
     if capturing and kernel.warmup(*args, grid=grid, **options).module is None:
@@ -75,7 +75,7 @@ def _start(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
 
 def check_device(x: torch.Tensor) -> None:
-    """ValueError for a tensor of a GPU that is not the current one. An op's operands are all where its first is."""
+    """ValueError for a tensor of a GPU that is not the current one. All operands of an op are on one device."""
     if x.is_cuda and x.device.index != torch.cuda.current_device():
         raise ValueError(
             f"tensors are on {x.device} and the current device is cuda:{torch.cuda.current_device()}, on which kernels "

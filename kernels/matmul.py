@@ -7,9 +7,9 @@ c[M, N] = a[M, K] @ b[K, N], accumulated in float32. A fused kernel is this loop
                                       where the i-th chunk of A's contraction lies for a tile; waits if it travels
     STORE(ctx, tile, packed, acc)     stores a finished tile, and signals it if somebody waits for it
 
-`packed` is a tile's column, its number of rows and whether all its waits went well, in one number: where the loops of
-tiles and contraction are made one, what the store needs is carried through every step from the tile's first loads to
-there. A tile with a wait that was given up is stored as NaN: what is made of missing data cannot pass for a result.
+`packed` is a tile's column, its number of rows and whether all its waits succeeded, in one number: where the loops over
+tiles and contraction are made one, all that the store needs is carried through every step from the tile's first loads
+on. A tile with a wait that was given up is stored as NaN: missing data must not pass for a result.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .signal import cdiv
 
 
 class Tile(NamedTuple):
-    """A tile of C: from row `row` of the `rows` rows of `chunk`, which begins at row `begin` of the whole; tile row
-    `index` in it; column `col`.
+    """A tile of C. It begins at column `col` and at row `row` of `chunk`, which has `rows` rows and begins at row
+    `begin` of C; `index` is the number of its tile row in the chunk.
     """
 
     chunk: tl.tensor
@@ -50,7 +50,7 @@ class Left(NamedTuple):
 
 
 class Right(NamedTuple):
-    """B [K, N], whole and local on every rank; the same."""
+    """B [K, N], whole and local on every rank; BY as in `Left`."""
 
     ptr: tl.tensor
     desc: tl.tensor
@@ -70,8 +70,8 @@ class Result(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """What is done where a tile of the result is rounded: a bias is added, None for none, an element a row of C with
-    PER_ROW, else a column.
+    """What is done before a tile of the result is rounded: `bias` is added, None for none. It has one element for each
+    row of C with PER_ROW, else for each column.
     """
 
     bias: tl.tensor
@@ -79,8 +79,8 @@ class Epilogue(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """The tile, in what groups of tile rows tiles are visited, whether their loop and the contraction's are made one,
-    and UPCAST, see `dot`.
+    """The shape of a tile. GROUP_M: see `swizzle`; FLATTEN: whether the loops over tiles and contraction are made one;
+    UPCAST: see `dot`.
     """
 
     BLOCK_M: tl.constexpr
@@ -94,8 +94,8 @@ class Tiles(NamedTuple):
 class Operand(NamedTuple):
     """A's rows of a tile along one chunk of the contraction, which is the columns k_begin .. k_begin + k_len of A.
 
-    Read by pointers, the first element is where `source` points, with these strides. Read by a descriptor, `source` is
-    that, and the first element is (layer, row, 0) of it.
+    If it is read by pointers, `source` points to the first element. If by a descriptor, `source` is the descriptor, and
+    the first element is its (layer, row, 0).
     """
 
     source: tl.tensor
@@ -140,9 +140,9 @@ def or_nan(x, ok):
 
 @triton.jit
 def pack(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A tile's column, how many of its rows there are, 1 or more, and that it is ok, its bit BLOCK_M, in one number.
+    """In one number: a tile's column, its number of rows (1 or more), and that it is ok (bit BLOCK_M).
 
-    An int32 holds it where a tile is not higher than wide: two ranks have less than 2**30 columns each.
+    It fits in an int32 if BLOCK_M <= BLOCK_N: with two ranks or more, each has less than 2**30 columns.
     """
     return tile.col // BLOCK_N * (2 * BLOCK_M) + BLOCK_M + min(tile.rows - tile.row, BLOCK_M) - 1
 
@@ -229,7 +229,8 @@ def _matmul_tile(
     acc = tl.full((ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N), 0.0, tl.float32)
     packed = pack(tile, ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N)
     for i in range(0, NUM_K_CHUNKS):
-        # Through the waits: the compiler would otherwise pack at the store, and carry what goes into it.
+        # `packed` goes through the waits: otherwise the compiler would pack at the store and carry the parts until
+        # there.
         a = A_CHUNK(ctx, tile, i, packed)
         packed = a.packed
         acc = multiply(acc, a, tile, ctx.b, ctx.a.BY, ctx.tiles)

@@ -104,7 +104,7 @@ def _matmul_scatter_kernel(
 
 
 class _Known(NamedTuple):
-    # What a launch comes to for operands that are laid out alike.
+    # What a launch needs, worked out once for operands that are laid out alike.
     config: Config
     a_by: str
     b_by: str
@@ -114,10 +114,10 @@ class _Known(NamedTuple):
 
 
 class MatmulScatter:
-    """Enters the epoch and stores the tiles of a [M, K] @ b [K, N] into the owners' halves, at this rank's region of
-    `region_rows`; `to_all` into everybody's.
+    """Enters the epoch and stores the tiles of a [M, K] @ b [K, N] into this rank's region, of `region_rows` rows, of
+    the owners' halves; with `to_all` of every rank's half.
 
-    What hangs on how operands are laid out is found out once, and looked up by that.
+    What depends on how the operands are laid out is worked out once for each layout, then looked up.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class MatmulScatter:
         )  # fmt: skip
 
     def _find_out(self, a: torch.Tensor, b: torch.Tensor) -> _Known:
-        # The owners count tiles, so their rows and columns are not this rank's to choose.
+        # The owners count tiles, so a rank cannot choose the rows and columns of a tile by itself.
         config, pitch = fitted_to(self._config, a, b), self._pitch
         chunks = a.shape[:1] if self._to_all else self._sizes
         num_tiles = sum(-(-rows // config.block_m) for rows in chunks) * -(-b.shape[1] // config.block_n)

@@ -3,8 +3,8 @@
 `push_rows` stores rows of a local tensor into a peer's half, a piece of PIECE rows at a time, and raises one signal a
 piece; `wait_for_rows` waits for the pieces that hold some rows. `collect` waits for pieces (or for tiles that a
 reduction has broadcast) and copies them out of the own arena. Rows in an arena are contiguous and `pitch` elements
-apart, whatever the strides of the tensor they came from. Who fills a piece, these programs or copies that the host has
-issued, is all the same to those who wait.
+apart, whatever the strides of the tensor they came from. A wait does not depend on who fills a piece, these programs or
+copies that the host has issued.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ def push_to_all(
 ):  # fmt: skip
     """Push to every peer: all `num_rows` rows of `src`, or with SCATTER the rows that `table` gives to that peer.
 
-    WITH_OWN pushes to this rank's own arena too, first. The peer that wants these rows soonest comes next: it visits
-    the ranks in the order of its own rank, the next one, .. The pieces for all of them are dealt out in turn, so that
-    no program is idle because a shard has few.
+    WITH_OWN pushes to this rank's own arena too, first. The peers follow, the one that wants these rows soonest first:
+    each visits the shards in the order own rank, next rank, .. The pieces for all peers are dealt out to the programs
+    in turn, so that no program is idle because one shard has few.
     """
     turn = pid
     for i in range(0 if WITH_OWN else 1, link.group.WORLD_SIZE):
@@ -101,14 +101,14 @@ def push_to_all(
 
 @triton.jit
 def wait_for_rows(link, src, begin_row, end_row, first_slot, state, OK: tl.constexpr, PIECE: tl.constexpr):
-    """Wait until rows begin_row .. end_row - 1, one at least, of what rank `src` pushes are here; `state`, its bit `OK`
-    cleared if the budget was spent.
+    """Wait until rows begin_row .. end_row - 1, at least one, of what rank `src` pushes are here. Returns `state`, with
+    its bit `OK` cleared if the budget was spent.
 
     Waits for: a slot a piece from `first_slot` on, raised by rank src's `push_rows`, or behind its copies.
     """
     piece = begin_row // PIECE
-    # Not `range`: as a loop that may have no turn it would be a way around the wait, which no look at the compiled code
-    # could tell from a load too early.
+    # Not `range`: such a loop may run zero times, so the compiled code would have a path around the wait, which its
+    # checks could not tell from a load that is too early.
     more = 1
     while more != 0:
         state = tl.where(wait(link, src, piece + first_slot) != 0, state, state & ~OK)

@@ -97,7 +97,7 @@ def _reduce_kernel(
     each tile.
 
     Waits for: pieces or tiles raised by the peers' (and the own) previous kernel of this op, which waits for nothing.
-    It ends the epoch if LAST: not where it broadcasts or a gather is still to be collected, whose kernel does.
+    It ends the epoch if LAST; where it broadcasts or a gather is still to be collected, the collecting kernel does.
     """
     _reduce_programs(
         Link(group, rank, begin(group, rank), fingerprint),
@@ -125,7 +125,7 @@ def reduce(
     """Sum W regions of [region_rows, pitch] into out [rows, cols]; this rank's part is `own` [rows, cols] if given.
 
     With `result_row` the result also goes to that row of every peer's half, a signal a tile from `second_slot` on.
-    Without it this ends the epoch if `last`.
+    Without `result_row` the kernel ends the epoch if `last`.
     """
     rows = out.shape[0]
     launch(_reduce_kernel, (config.programs,))(

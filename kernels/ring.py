@@ -50,7 +50,7 @@ def _signal_next(link, slot):
 
 @triton.jit
 def _strip_of_tile(ring, index, strip, rows, cols):
-    """Rows and columns of a chunk that a strip of its tile `index` has, and which of them there are."""
+    """The rows and columns of a chunk in one strip of its tile `index`, and the mask of those that the chunk has."""
     num_tiles_n = cdiv(cols, ring.BLOCK_N)
     at_m = (index // num_tiles_n * ring.BLOCK_M + strip + tl.arange(0, ring.STRIP)).to(tl.int64)[:, None]
     at_n = (index % num_tiles_n * ring.BLOCK_N + tl.arange(0, ring.BLOCK_N)).to(tl.int64)[None, :]

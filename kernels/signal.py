@@ -4,26 +4,26 @@ Every rank owns one arena: a header, one int32 signal per (slot, source rank), a
 int64 table in device memory: the address of every rank's arena as seen from here, then the address of the host block.
 
 Ordering. A producer stores, passes a CTA barrier, and releases a signal at system scope; a consumer acquires it at
-system scope before it loads. Signals carry the epoch, one monotonic int32 an op, compared by wrapping subtraction, so
-that nothing is ever reset and a captured graph replays. A wait finds the signal of its epoch, or of the next one, as a
-peer is at most one ahead; a slot that was last raised 2^31 epochs ago or more, and looks later by sign, is still old
-(`LEAD`). An op at epoch e uses half e % 2.
+system scope before it loads. Signals carry the epoch, an int32 that grows by one with every op. Epochs are compared by
+wrapping subtraction, so that nothing is ever reset and a captured graph can be replayed. A wait ends when the slot
+holds its epoch or the next one: a peer is at most one ahead. A slot last raised 2^31 epochs ago or more looks later by
+its sign; as that is `LEAD` or more ahead, it still counts as old. An op at epoch e uses half e % 2.
 
 Reuse. `enter` tells every peer that this rank has begun epoch e; `leave` does not let an op end before every peer has
 begun it too. So a rank at epoch e + 2 knows that its peers have left epoch e, and may write their half e % 2 without
 asking.
 
-Agreement. With its entry a rank tells every peer a fingerprint of what all ranks must mean alike by the op, 64 bits
-that the host makes; two places for it take turns, as the halves do. `leave` compares, and so does a wait that takes
-long. Where a peer means something else this rank reports that, as it would a wait, and the host asks what was meant.
-The entry is not taken back then: every rank is to find out.
+Agreement. With its entry a rank gives every peer a fingerprint of all that the ranks must agree on for the op, 64 bits
+that the host makes; even and odd epochs have a place each, like the halves. `leave` compares fingerprints, and so does
+a wait that takes long. If a peer's differs, this rank reports that as it would a wait that was given up, and the host
+asks what was meant. The entry is not taken back then, so that every rank finds out.
 
 Bounded waits. The host block holds a clock in milliseconds that the host advances (a program cannot read the time
 portably). A wait whose budget is spent reports itself there and falls through; the host raises PeerTimeout from the
-report. What a wait decides by, clock, budget and epoch too, one thread reads and tells the others (`read`). Before it
-falls through it takes this rank's `enter` back from every peer, and none follows: what a rank does after it has given
-up, with NaN for what is missing or two epochs on in a half that a late peer still reads, is before the end of no peer's
-op, and no peer returns it.
+report. All that a wait decides by, clock, budget and epoch included, is read by one thread, which tells the others
+(`read`). Before a wait falls through it takes this rank's `enter` back from every peer, and this rank enters no more.
+So no peer can end this op or a later one, and none returns what this rank does from then on: it passes on NaN for
+missing data, and two epochs later may write to a half that a late peer still reads.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from . import INTERPRETED
 # As kernels see it.
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
-# An op is a number to kernels, less than this: reports hold it.
+# Kernels know an op by its number, which is below this: reports contain it.
 NUM_OPS = tl.constexpr(16)
 
 # Header words (int32) of an arena. Peers read them only to find out who is really missing.
@@ -46,31 +46,31 @@ EPOCH = tl.constexpr(0)  # the last op that this rank has finished
 ARRIVED = tl.constexpr(1)  # programs of the running op that have finished
 BUDGET_MS = tl.constexpr(2)
 WAITING_FOR = tl.constexpr(3)  # a rank + 1 that some program has been waiting for, or 0
-# 0, or the rank + 1 that a wait was given up for: it is not followed by another, and the workspace is not used again.
+# 0, or 1 + the rank that a wait was given up for. No wait follows, and the workspace is not used again.
 GIVEN_UP = tl.constexpr(4)
 WAITING_SLOT = tl.constexpr(5)  # the slot that WAITING_FOR's program waits on
 LEFT = tl.constexpr(6)  # why this rank raises no more signals here: 1 destroyed, 2 an op left by an exception; or 0
-HARDWARE = tl.constexpr(7)  # what this rank's GPU is (`hardware.number_of`): all go by rank 0's
-GROWING = tl.constexpr(10)  # how many steps this rank has come in growing the workspace; the host's alone
-OUTCOME = tl.constexpr(11)  # two words, what came of the last growth on this rank; the host's alone
+HARDWARE = tl.constexpr(7)  # what this rank's GPU is (`hardware.number_of`): all ranks use rank 0's
+GROWING = tl.constexpr(10)  # how many steps this rank has taken in growing the workspace; for the host only
+OUTCOME = tl.constexpr(11)  # two words, the outcome of the last growth on this rank; for the host only
 SIGNALS = tl.constexpr(
     16
 )  # first signal word; the signal of (slot, source) is word SIGNALS + slot * world_size + source
 
-# Four slots that hold no signals but fingerprints, 64 bits a source: those of even epochs, then those of odd ones. They
-# come first, so that every fingerprint is aligned.
+# Four slots that hold fingerprints instead of signals, 64 bits a source: those of even epochs, then those of odd
+# ones. They come first, so that every fingerprint is aligned.
 FINGERPRINT_SLOT = tl.constexpr(0)
 ENTRY_SLOT = tl.constexpr(4)  # "this rank has begun the epoch"
 FIRST_SLOT = tl.constexpr(5)  # the slots of an op's own signals
 GROWTH_SLOT = tl.constexpr(-1)  # in WAITING_SLOT, for a wait that is not for a signal but for GROWING
 
-# A signal this far or farther ahead of the epoch that is waited for is an old one. A peer is never more than one ahead;
-# the rest is for timing a kernel whose signals have all been raised in advance.
+# A signal this far or farther ahead of the epoch that is waited for counts as old. A peer is never more than one
+# ahead; the rest of the range is for timing a kernel whose signals have all been raised in advance.
 LEAD = tl.constexpr(1 << 20)
 
 # Words (int32) of the host block: in host memory, one a workspace.
 CLOCK_MS = tl.constexpr(0)
-REPORT = tl.constexpr(1)  # 0, or 1 + the peer of a wait that was given up once the words after it describe that:
+REPORT = tl.constexpr(1)  # 0, or 1 + the peer of a wait that was given up; written after these words, which say more:
 REPORT_WAIT = tl.constexpr(2)  # the slot times the number of ops, plus the op's place among them
 REPORT_EXPECTED = tl.constexpr(3)
 REPORT_SEEN = tl.constexpr(4)
@@ -113,10 +113,10 @@ def header(group, rank):
 
 @triton.jit
 def read(word):
-    """What an integer that others write holds now: one thread reads it and all are told, so that all decide alike.
+    """The current value of an integer that others write: one thread reads it and tells all, so that all decide alike.
 
-    Of a plain load every thread makes its own, whatever its cache modifier, and at a change of the word some warps see
-    the old value and some the new one: they leave a loop apart and meet barriers that are not the same.
+    A plain load is made by every thread, whatever its cache modifier: when the word changes, some warps see the old
+    value and some the new one. They then leave a loop at different times and meet at different barriers.
     """
     return tl.atomic_add(word, 0, sem="relaxed", scope="sys")
 
@@ -145,14 +145,15 @@ def fingerprint_of(link, dst, src):
 
 @triton.jit
 def _store_fingerprint(link, dst):
-    # An atomic, as two kernels of one op may enter side by side. (The interpreter takes a small number for an int32.)
+    # An atomic, as two kernels of one op may enter side by side. (A cast, as the interpreter takes a small number for
+    # an int32.)
     place = fingerprint_of(link, dst, link.rank)
     tl.atomic_xchg(place, link.fingerprint.to(tl.int64), sem="relaxed", scope="sys")
 
 
 @triton.jit
 def disagrees(link, src):
-    """1 if rank `src`, whose entry has been seen, means another op than this rank, or 0."""
+    """1 if rank `src`, whose entry has been seen, means another op than this rank, else 0."""
     theirs = read(fingerprint_of(link, link.rank, src))
     return (theirs != link.fingerprint.to(tl.int64)).to(tl.int32)
 
@@ -166,11 +167,12 @@ def _entered_otherwise(link, words, src):
 
 @triton.jit
 def before_descriptor(index, ok):
-    """`index`, to be used as a coordinate of a descriptor's load of what the wait that gave `ok` has waited for.
+    """`index`, to be used as a coordinate when a descriptor loads the data that was waited for; `ok`: the wait's
+    result.
 
-    Such a load runs in the asynchronous proxy, which an acquire does not order: a proxy fence must follow it (PTX ISA,
-    "Memory consistency model", proxies). Nothing else emits that fence. The coordinate passes through it, so no load
-    can be moved before it.
+    Such a load runs in the asynchronous proxy, which an acquire does not order: a proxy fence must follow the acquire
+    (PTX ISA, "Memory consistency model", proxies). Nothing else emits that fence. The coordinate passes through it, so
+    no load can be moved before it.
     """
     if _INTERPRETED:
         return index
@@ -186,11 +188,12 @@ def _give_up(link, words, host, src, slot, seen, take_back):
     # Atomics all through, so that one thread does all of it: a barrier here, inside the loop over the tiles, would keep
     # the compiler from pipelining that loop.
     #
-    # Every wait that gives up takes the entry back, as it does not know how far the first has come with that; to an
-    # epoch so old that those of later ops are old as well.
+    # Every wait that gives up takes the entry back, as it does not know how far the first one has come with that. It
+    # sets it to an epoch so old that no later op of a peer accepts it either.
     #
-    # Not `range`: the compiler would write out its turns and keep every peer's place in registers from one tile to the
-    # next. So it would the epoch and constants that are stored: one is read anew, the others are made of what varies.
+    # Not `range`: the compiler would unroll it and keep every peer's address in registers from one tile to the next.
+    # It would also keep the epoch and the constants that are stored: so the epoch is read anew, and the constants are
+    # computed from values that vary.
     epoch = begin(link.group, link.rank)
     dst = (link.rank + take_back) % link.group.WORLD_SIZE
     while dst != link.rank:
@@ -212,7 +215,7 @@ def _report(link, words, host, src, slot, seen, epoch):
 
 @triton.jit
 def wait(link, src, slot):
-    """Wait until rank `src` has raised `slot` here for this epoch; 1, or 0 if the budget was spent.
+    """Wait until rank `src` has raised `slot` here for this epoch. Returns 1, or 0 if the wait was given up.
 
     Waits for: `raise_signal(dst=this rank, slot)` on rank `src`.
     """
@@ -224,7 +227,7 @@ def wait(link, src, slot):
         host = tl.load(link.group.peers + link.group.WORLD_SIZE).to(tl.pointer_type(tl.int32))
         budget = read(words + BUDGET_MS)
         start = read(host + CLOCK_MS)
-        # A rank that has given up before does not wait again, be it in this op or in one that was issued after it.
+        # A rank that has given up before does not wait again, in this op or in a later one.
         waiting = (read(words + GIVEN_UP) == 0).to(tl.int32)
         polls = 0
         differs = 0
@@ -238,7 +241,8 @@ def wait(link, src, slot):
                 elapsed = read(host + CLOCK_MS) - start
                 differs = _entered_otherwise(link, words, src)
                 waiting = ((given_up == 0) & (elapsed < budget) & (differs == 0)).to(tl.int32)
-            # After the look at the clock: a rank that was itself stopped meanwhile finds what has arrived in that time.
+            # Polled after the look at the clock: a rank that was itself stopped in between finds what arrived
+            # meanwhile.
             seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
         if ((seen - link.epoch) & -LEAD) != 0:
             _give_up(link, words, host, src, slot, seen, 1 - differs)
@@ -249,17 +253,18 @@ def wait(link, src, slot):
 
 @triton.jit
 def enter(link, pid):
-    """Tell every peer that this rank has begun the epoch: program 0 of an op's first kernel does, before it waits.
+    """Tell every peer that this rank has begun the epoch. Program 0 of an op's first kernel does this before it waits.
 
     A rank that has given up enters no more: its host may have issued ops before it heard of that.
     """
     if pid == 0:
-        # In two steps, as Triton's `and` would load on every program.
+        # Two nested ifs: Triton's `and` would make every program load.
         if read(header(link.group, link.rank) + GIVEN_UP) == 0:
-            # The own one is for the host, which may have issued other ops since when it is asked about this one.
+            # This rank's own copy is for the host, which may have issued other ops by the time it is asked about this
+            # one.
             for dst in range(link.group.WORLD_SIZE):
                 _store_fingerprint(link, dst)
-            # Not `range`, which the compiler would write out, barriers too.
+            # Not `range`, which the compiler would unroll, barriers included.
             dst = (link.rank + 1) % link.group.WORLD_SIZE
             while dst != link.rank:
                 raise_signal(link, dst, ENTRY_SLOT)

@@ -26,7 +26,7 @@ def _step(link, peer, slot, STEP: tl.constexpr):
 def _step_kernel(group, rank, fingerprint: tl.int64, peer, slot, STEP: tl.constexpr):
     """One step, ordered with the work before and after it by the stream.
 
-    A wait's kernel ends when the signal is there, or its budget.
+    The kernel of a wait ends when the signal is there or the budget is spent.
     """
     _step(Link(group, rank, begin(group, rank), fingerprint), peer, slot, STEP)
 

@@ -69,7 +69,7 @@ class Scatter:
 
 
 def multiplied(whole: Tensor, products: Sequence[Product]) -> list[Tensor]:
-    """The products with X, which is all here."""
+    """The products with X, all of which is here."""
     outs = []
     for each in products:
         left, right = whole if each.kind == "rows" else whole.t(), each.other

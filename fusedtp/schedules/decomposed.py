@@ -2,10 +2,10 @@
 
 On a CPU nothing travels: a rank publishes its part in its own arena and the peers multiply it where it lies, or it
 multiplies straight into its own arena, from which the owners add. On a GPU parts are pushed into the peers' arenas by
-the copy engine on a side stream; terms of a sum are multiplied locally and pushed likewise. Both publish under a signal
-a part, and wait part by part in the order rank, rank + 1, ..
+the copy engine on a side stream; terms of a sum are multiplied locally and pushed likewise. On both, each part has a
+signal, and ranks wait part by part in the order rank, rank + 1, ..
 
-The right choice on a CPU always, and on a GPU for large chunks (a few MB) and library matmuls better than ours.
+Always the right choice on a CPU; on a GPU for large chunks (a few MB) and where library matmuls are better than ours.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from .verbs import Epilogue, Product
 # its terms. On a GPU each block would be a launch for each term.
 _SUM_BLOCK_BYTES = 256 << 10
 
-# By the half: the own part's place in the arena, all parts one below the other in the own half, and the others' parts,
-# in the order of their arrival.
+# For each half: this rank's part in its arena; all parts, one below the other, in its own half; and the others' parts
+# with their ranks, in the order of arrival.
 Places: TypeAlias = list[tuple[Tensor, Tensor, list[tuple[int, Tensor]]]]
 
 
@@ -66,7 +66,7 @@ class Decomposed:
 
 
 class Gather:
-    """See `verbs.Gather`. Where chunks would be small, or would round a narrow sum once each, what arrives is put
+    """See `verbs.Gather`. Where chunks would be small, or each would round a narrow sum once more, all parts are put
     together first and multiplied at once.
     """
 
@@ -77,10 +77,10 @@ class Gather:
         few = max(sizes) < FEW_ROWS
         self._at_once = bool(products) and (few or ("outer" in products and on.is_narrow))
         row_bytes = other * self._dtype.itemsize
-        # Parts lie one below the other where they are to be one matrix, else each where the longest would fit.
+        # Parts that are to be one matrix lie one below the other; otherwise each has room for the longest.
         self._is_whole = whole = self._at_once or not products
         self._key = object()
-        # In the order in which the others' parts are taken, and in which they want the own one.
+        # The other ranks, in the order in which this rank takes their parts, and in that in which they want its own.
         self._others = [(on.rank + i) % on.world_size for i in range(1, on.world_size)]
         self._before = [(on.rank - i) % on.world_size for i in range(1, on.world_size)]
         stride = aligned(max(sizes) * row_bytes)
@@ -89,7 +89,7 @@ class Gather:
         self._at = [offset + at for at in self._at]
 
     def _lay_out(self) -> Places:
-        # The workspace keeps them, as it lets go of them with its arenas.
+        # Kept by the workspace, which drops them together with its arenas.
         ws, own = self._ws, self._ws.rank
         places: Places = []
         for half in (0, 1):
@@ -107,7 +107,7 @@ class Gather:
 
     def start(self, x: Tensor) -> None:
         ws, steps = self._ws, self._ws.steps
-        # As it lies in an arena: columns are published as they are where each chunk is multiplied by itself.
+        # As x lies in an arena: columns are published as they are where each chunk is multiplied on its own.
         rows = x.t() if self._dim == 1 and self._at_once else x
         if not ws.in_place:
             self._push(rows)
@@ -167,7 +167,7 @@ class Gather:
         for i, (src, chunk) in enumerate(((self._ws.rank, x), *parts)):
             if i:
                 steps.wait(src, self._slot)
-            # In rows, whichever way it lies.
+            # As rows, whichever way the chunk lies.
             rows = chunk.t() if self._dim == 1 else chunk
             part = slice(self._begins[src], self._begins[src + 1])
             add = self._add if trace.spans is None else partial(trace.timed, "multiply", src, self._add)
@@ -177,12 +177,12 @@ class Gather:
 
     @staticmethod
     def _add(product: Product, rows: Tensor, part: slice, out: Tensor, first: bool) -> None:
-        # What the rows `part` of X give of a product.
+        # What the rows `part` of X contribute to a product.
         bias, transposed = product.epilogue.bias, product.transposed
         if product.kind == "rows":
             left, right = rows, product.other
             out = out[:, part] if transposed else out[part]
-            # [M], which is every column's.
+            # The bias has M elements, one for each column of the transposed result.
             bias = bias[part] if bias is not None and transposed else bias
         else:
             left, right = rows.t(), product.other[part]
@@ -213,7 +213,9 @@ class Gather:
 
 
 class Scatter:
-    """See `verbs.Scatter`. Terms lie by rank in the owner's half; on a CPU, of few rows, all in the own one."""
+    """See `verbs.Scatter`. Terms lie in the owner's half, by rank; on a CPU, if they have few rows, all of them lie in
+    the own half.
+    """
 
     def __init__(
         self, on: Decomposed, sizes: Sequence[int], other: int, dim: int, to_all: bool, multiplies: bool
@@ -221,7 +223,7 @@ class Scatter:
         self._on, self._ws, self._dtype = on, on.ws, on.task.dtype
         self._sizes, self._other, self._dim, self._to_all = sizes, other, dim, to_all
         self._begins = offsets(sizes)
-        # In a one-shot sum everything is everybody's.
+        # In a one-shot sum every rank owns all of it.
         self._part = slice(0, None) if to_all else slice(self._begins[on.rank], self._begins[on.rank + 1])
         self._stride = aligned(max(sizes) * other * self._dtype.itemsize)
         self._in_own = multiplies and not to_all and dim == 0 and max(sizes) < FEW_ROWS and on.ws.in_place
@@ -229,7 +231,7 @@ class Scatter:
         self._offset, self._slot = on.layout.take(max(num_bytes, on.world_size * self._stride))
 
     def _view(self, holder: int, src: int, rows: int) -> Tensor:
-        # Rank src's terms in rank holder's half: so many rows, or columns with dim 1.
+        # Rank src's terms in rank holder's half: `rows` rows, or columns with dim 1.
         shape = (rows, self._other) if self._dim == 0 else (self._other, rows)
         at = self._offset + src * self._stride
         return self._ws.view(holder, self._ws.steps.epoch, at, shape, self._dtype)
@@ -280,7 +282,7 @@ class Scatter:
         self._ws.steps.signal(dst, self._slot)
 
     def _show(self, mine: Tensor) -> None:
-        # To everybody: where it is, or by a copy.
+        # To every peer: it reads them where they are, or is sent a copy.
         ws, steps = self._ws, self._ws.steps
         with travelling(ws):
             for i in range(1, ws.world_size):
@@ -291,7 +293,8 @@ class Scatter:
                     self._send(mine, self._view(dst, ws.rank, self._begins[-1]), dst)
 
     def _terms(self, own: Tensor | None) -> list[Tensor]:
-        # Of the own part of the sum, in rank order, once they are there; `own` are the own ones of what was put.
+        # All ranks' terms of this rank's part of the sum, in rank order, once they are there. own: what this rank
+        # put.
         ws, steps, rank = self._ws, self._ws.steps, self._ws.rank
         for i in range(1, ws.world_size):
             steps.wait((rank + i) % ws.world_size, self._slot)

@@ -1,8 +1,8 @@
-"""One persistent Triton kernel an op, its collective inside, over symmetric memory. Contract: the header of
+"""One persistent Triton kernel an op, its collective inside, over symmetric memory. Its rules are in the docstring of
 `kernels.signal`.
 
-A gather goes by the way of the product that follows it: the first programs of its kernel push, or copies are under way
-before it. A sum takes two kernels, of which the first does not wait: tiles go to their owners, who then add them.
+A gather is part of the product that follows it: the first programs of that kernel push, or copies are issued before it.
+A sum takes two kernels, of which the first does not wait: it sends tiles to their owners, and the second adds them.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def num_tiles(rows: int, cols: int, config: Config) -> int:
 
 
 class Fused:
-    """See `verbs.Verbs`. producer: how what is gathered is sent, `auto`, `push` or `copy`; with `split` programs that
-    push are a kernel of their own.
+    """See `verbs.Verbs`. producer: how gathered rows are sent, `auto`, `push` or `copy`; split: the programs that push
+    are a kernel of their own.
     """
 
     def __init__(self, ws: Workspace, task: Task, producer: str = "auto", *, split: bool = False) -> None:
@@ -84,7 +84,7 @@ class Gather:
         dtype, most_rows = on.task.dtype, max(sizes) if dim == 0 else other
         self._config = config = on.configure(*((most_rows, result) if result else ()))
         self._launch: GatherMatmul | None = None
-        # What a sum of tiles is shown by has their signals.
+        # A gather of sums in an all-reduce has a signal for each tile.
         self._per_tile = on.task.op.kind == "all_reduce"
         self._pushes = bool(products) and on.task.op.kind == "gather"
         cols = other if dim == 0 else max(sizes)
@@ -123,7 +123,7 @@ class Gather:
     def start(self, x: Tensor) -> None:
         ws, on = self._ws, self._on
         if ws.in_place and on.producer == ws.producer == "auto":
-            # A CPU's every call passes here.
+            # Every call on a CPU passes here.
             self._by = on.sent_by = "push"
         else:
             self._by = self._choose()
@@ -160,7 +160,7 @@ class Gather:
         return [out]
 
     def _collected(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        # All ranks' rows in a tensor of their own; the op's last kernel.
+        # All ranks' rows in one tensor, `out` or a new one, by the op's last kernel.
         ws = self._ws
         if out is None:
             out = x.new_empty(self._shape)
@@ -186,7 +186,7 @@ class Scatter:
         begin = sum(sizes[: on.rank])
         self._part = slice(0, None) if to_all else slice(begin, begin + sizes[on.rank])
         self._region_rows = max(sizes)
-        # Every tile of a one-shot sum is stored to all ranks: a narrow one leaves room for their addresses.
+        # Every tile of a one-shot sum is stored to all ranks: a narrow tile leaves registers for their addresses.
         shape = (self._region_rows, 0 if to_all else other) if multiplies else ()
         self._config = config = on.configure(*shape)
         slots = num_tiles(self._region_rows, other, config)
@@ -228,7 +228,7 @@ class Scatter:
         self, epilogue: Epilogue, out: Tensor, own: Tensor | None, *, gather: Gather | None = None, last: bool = True
     ) -> None:
         if not self._multiplies:
-            # What was put may travel by copies.
+            # What was put may still be on its way, as copies.
             transport.settle(self._ws)
         reduce(
             self._ws.channel(), self._on.task.op.number, out,
@@ -240,7 +240,7 @@ class Scatter:
 
 
 class Ring:
-    """A collective as a ring, in a kernel of its own: every rank passes on what it has had from the one before."""
+    """A collective as a ring, in a kernel of its own: every rank passes on what it got from the one before."""
 
     def __init__(self, on: Fused, task: Task) -> None:
         self._on, self._ws, self._task = on, on.ws, task

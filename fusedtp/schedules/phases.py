@@ -61,7 +61,7 @@ def run_concurrently(
 
 
 def _join(streams: Sequence[torch.cuda.Stream]) -> None:
-    # What is issued on any of them next comes after what all have been given.
+    # What is issued next on any stream runs after all that has been issued on all of them.
     for stream in streams:
         for other in streams:
             if other is not stream:

@@ -1,8 +1,8 @@
 """A task on one rank by one schedule, made once and run any number of times.
 
-Each op takes one of three forms, written once for all schedules, whose verbs it uses. A form runs in two stages, or
-three: what waits for peers comes in a later one than what they wait for. A rank of its own process runs them one after
-the other; virtual ranks go from one to the next together (`phases`).
+Each op has one of three forms, written once for all schedules in terms of their verbs. A form runs in two or three
+stages: what waits for peers is in a later stage than what they wait for. A rank in its own process runs the stages one
+after the other; virtual ranks go from one to the next together (`phases`).
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Prepared:
         else:
             self.form = FORMS[task.op.kind](on, task)
         *self._before, self._last = self.form.stages
-        # Whether kernels do without the host's steps.
+        # Whether the host makes the protocol's steps; else kernels do.
         self._by_host = schedule == "decomposed"
         # What it needs of a half of each arena, and of the signals.
         self.half_bytes: int = 0 if self.ws is None else on.layout.half_bytes
@@ -176,7 +176,7 @@ class Prepared:
         return Fused(ws, self.task, producer, split=split)
 
     def go(self, operands: Operands) -> list[Tensor]:
-        """Every stage, on this rank of a process of its own; room is there, and the epoch the workspace's."""
+        """Every stage in turn, for a rank in its own process. The workspace has room, and has begun the op."""
         ws = self.ws
         if self._by_host and ws is not None:
             ws.steps.enter(self.task.op.name)
@@ -205,7 +205,7 @@ class Prepared:
 
 
 def finish(phases: Generator[None, None, T]) -> T:
-    """What is left of it, straight through; its result."""
+    """Run the rest of it straight through; its result."""
     while True:
         try:
             next(phases)

@@ -28,12 +28,12 @@ from ..shards import offsets
 from ..workspaces.workspace import Workspace
 from .transport import settle, side_stream, travelling
 
-# A tile waits for all pieces that hold its rows. One a tile costs the fewest polls; but a program sends a piece by
-# itself, about 0.1 ms a megabyte, so pieces are cut down to this, to a quarter of a tile's rows at the least.
+# A tile waits for all pieces that hold its rows. One piece a tile costs the fewest polls; but each piece is sent by
+# one program, about 0.1 ms a megabyte, so pieces are cut down to this size, but not below a quarter of a tile's rows.
 PIECE_BYTES = 1 << 20
 _PIECES_A_TILE = 4
 
-# Triton compiles a kernel for pointers of this alignment apart from others.
+# Triton compiles a kernel separately for pointers of this alignment.
 _KNOWN_ALIGNMENT = 16
 
 
@@ -62,7 +62,7 @@ def choose(ws: Workspace, work: Work, *, asked_for: str = "auto") -> str:
     if wanted == "copy" and capturing:
         raise RuntimeError("producer 'copy' copies to addresses chosen on the host and cannot be captured: use 'push'")
     if wanted == "auto":
-        # Interpreted programs and host copies are checked, neither is fast. HIP has no stream writes in torch.
+        # On a CPU both ways are only there to be checked, neither is fast. HIP has no stream writes in torch.
         fixed = ws.device.type == "cpu" or capturing or torch.version.hip is not None
         wanted = "push" if fixed else _by_model(ws, work)
     return wanted
@@ -77,7 +77,7 @@ def _by_model(ws: Workspace, work: Work) -> str:
 
 
 def with_pushers(ws: Workspace, config: Config) -> Config:
-    """The configuration with as many pushing programs as the link takes; on a CPU those it has."""
+    """The configuration with as many pushing programs as fill the link; on a CPU it is unchanged."""
     if ws.device.type == "cpu":
         return config
     pushers = num_pushers(ws.hardware, ws.world_size)
@@ -103,7 +103,7 @@ def produce(
     scatter: each peer its rows of `sizes`. with_own: to the own half too. beside: a kernel that pushes runs on the side
     stream, as copies always do, until `settle`.
     """
-    # Made on the main stream, as it is kept.
+    # The table is kept, so it is made on the main stream.
     kernel_config, table = with_pushers(ws, config), ws.table(sizes)
 
     def issue() -> None:
@@ -126,8 +126,8 @@ def _copy(
     ws: Workspace, op: str, x: Tensor, sizes: tuple[int, ...], dst_row: int, region: Region, scatter: bool,
     with_own: bool,
 ) -> None:  # fmt: skip
-    # The copy engine moves one block: rows as far apart as in an arena. Anything else is laid out so first, on the main
-    # stream; a kernel that copies would wait for an SM, as one that signals would.
+    # The copy engine moves one block, so rows must be as far apart as in an arena. Any other x is laid out like that
+    # first, by a kernel on the main stream: on the side stream it could wait for an SM, as one that signals could.
     (rows, cols), pitch, piece = x.shape, region.pitch, region.piece
     row_bytes = pitch * x.element_size()
     if not x.is_contiguous() or cols != pitch:
@@ -135,7 +135,7 @@ def _copy(
         laid_out[:, :cols] = x
         x = laid_out
         if ws.device.type == "cuda":
-            # It is read there after this op has let go of it.
+            # The side stream still reads it after this op has let go of it.
             x.record_stream(side_stream(ws))
     steps = ws.steps
     steps.enter(op)
@@ -163,7 +163,9 @@ def _copy(
 
 
 def load_for_capture(ws: Workspace, issue: Callable[[], None], *key: Any) -> None:
-    """Load what `issue` would start, once for a `key`: a capture pushes what is copied now, and can load nothing."""
+    """Load what `issue` would start, once for a `key`: a capture would push what is copied now, and cannot load
+    kernels.
+    """
     key = ("loaded", *key)
     if ws.loads_for_capture and key not in ws.choices:
         with only_loading():
@@ -172,7 +174,7 @@ def load_for_capture(ws: Workspace, issue: Callable[[], None], *key: Any) -> Non
 
 
 def alike(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """What kernels are compiled for of these tensors, and more: the same for calls that load the same kernels."""
+    """A key of these tensors: calls with the same key load the same kernels."""
     return tuple(
         None if each is None else (each.shape, each.stride(), each.dtype, each.data_ptr() % _KNOWN_ALIGNMENT)
         for each in tensors
@@ -180,6 +182,6 @@ def alike(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def finish(ws: Workspace) -> None:
-    """End the epoch of an op whose copies may be on their way still, so that its kernel could not."""
+    """End the epoch of an op whose kernel could not, as its copies may still be on their way."""
     settle(ws)
     ws.steps.leave()

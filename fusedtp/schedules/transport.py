@@ -18,7 +18,7 @@ _side_streams: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
 def one_shot(ws: Workspace, schedule: str, task: Task) -> bool:
     """Whether an all-reduce is one-shot: as the caller says, else what the cost model finds faster.
 
-    It goes by what all ranks share, so all decide alike.
+    The choice depends only on what all ranks share, so all decide alike.
     """
     if task.algorithm != "auto":
         return task.algorithm == "one_shot"
@@ -48,11 +48,11 @@ def travelling(ws: Workspace) -> Iterator[None]:
 
 
 def settle(ws: Workspace) -> None:
-    """The op must not end, nor its inputs be reused, before the side stream has read them."""
+    """Wait for the side stream: the op must not end, nor its inputs be reused, before it has read them."""
     if ws.device.type == "cuda" and (main := torch.cuda.current_stream(ws.device)) in _side_streams:
         side = _side_streams[main]
         if torch.cuda.is_current_stream_capturing():
-            # It is in the capture only where this op, or one before it there, has gone to it.
+            # The side stream is in the capture only if this op, or an earlier one of the capture, has used it.
             with torch.cuda.stream(side):
                 if not torch.cuda.is_current_stream_capturing():
                     return

@@ -71,8 +71,8 @@ class Gather:
         else:
             sent = x.new_empty(longest, columns)
             sent[: x.shape[0]] = x
-        # With `out` it is a plain gather. Without, it is a coalesced one, and the name of that is too long for gloo:
-        # both threads of a group may free it (torch 2.13, ProcessGroupGloo::runLoop), and the heap with it is broken.
+        # With `out` it is a plain gather. Without, it is a coalesced one, whose name is too long for gloo: both
+        # threads of a group may free the name (torch 2.13, ProcessGroupGloo::runLoop), which corrupts the heap.
         self._arriving = sent.new_empty(longest * num_ranks, columns)
         _c10d.all_gather_into_tensor_out(sent, num_ranks, self._on.group_name, out=self._arriving)
 
@@ -137,7 +137,7 @@ class Scatter:
         del self._terms
         if not self._to_all:
             out = self._reduced(terms)[: self._sizes[rank]]
-            # What is left of padding goes.
+            # A copy, so that no padding is kept.
             out = out.t().contiguous() if self._dim == 1 else out if self._even else out.clone()
         elif terms.numel():
             with trace.span("collective"):

@@ -1,9 +1,10 @@
 """What the ops are made of, written once for all schedules: a gather that products consume, a scatter that a product
 feeds, and both (`prepared`).
 
-A schedule gives verbs. `gather` takes this rank's part of a matrix to all ranks; any number of products consume its
-rows as they arrive, or it is handed out whole. `scatter` takes what each rank has of a sum to whom it belongs, who adds
-it up. They are made for a task, which decides their room in the arenas, and then used any number of times.
+A schedule provides these two verbs. `gather` sends this rank's part of a matrix to all ranks; any number of products
+consume the rows as they arrive, or the matrix is handed out whole. `scatter` sends each rank's terms of a sum to their
+owners, who add them up. Both are made for a task, which decides their room in the arenas, and then used any number of
+times.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Operands = Sequence[Any]
 
 
 class Epilogue(NamedTuple):
-    """What is done where a result is rounded: a bias is added, an element a column of what was asked for."""
+    """What is done where a result is rounded: a bias is added, one element for each column of the result asked for."""
 
     bias: Tensor | None = None
 
@@ -32,7 +33,7 @@ PLAIN = Epilogue()
 class Product:
     """A product with X, the gathered matrix.
 
-    rows: X @ other; outer: X.T @ other. transposed: the result is the transposed one, [other's columns, ..].
+    rows: X @ other; outer: X.T @ other. transposed: the result is transposed, [other's columns, ..].
     """
 
     kind: Literal["rows", "outer"]
@@ -45,7 +46,7 @@ class Gather(Protocol):
     """One gather of a task. x: this rank's part, the same in every call of a run."""
 
     def start(self, x: Tensor) -> None:
-        """Send this rank's part; it may wait for the first product, which can do it by the way."""
+        """Send this rank's part, now or with the first product, whose kernel may do it."""
 
     def start_beside(self, x: Tensor) -> None:
         """Send this rank's part now, beside what is issued next."""
@@ -67,10 +68,10 @@ class Scatter(Protocol):
         """This rank's terms are x."""
 
     def sum(self, epilogue: Epilogue, *, own: Tensor | None, last: bool) -> Tensor:
-        """The own part of the sum over ranks, and the epilogue. last: the op ends with it."""
+        """This rank's part of the sum over ranks, with the epilogue. last: the op ends with it."""
 
     def sum_into(self, epilogue: Epilogue, out: Tensor, gather: Any, *, own: Tensor | None) -> None:
-        """The own part of the sum, and the epilogue, in its place in `out`, and on its way to all by `gather`."""
+        """Put this rank's part of the sum, with the epilogue, in its place in `out`, and send it to all by `gather`."""
 
 
 class Verbs(Protocol):
@@ -82,13 +83,15 @@ class Verbs(Protocol):
     def gather(
         self, sizes: Sequence[int], other: int, dim: int, *, products: Sequence[str] = (), result: int = 0
     ) -> Gather:
-        """Of a matrix of which this rank has `sizes[rank]` rows of `other` elements, or columns with dim 1.
+        """A gather of a matrix of which rank r has `sizes[r]` rows of `other` elements, or columns with dim 1.
 
-        products: kinds of those to come; result: how many columns the first of them has.
+        products: the kinds of the products to come; result: how many columns the first one has.
         """
 
     def scatter(self, sizes: Sequence[int], other: int, dim: int, *, to_all: bool, multiplies: bool) -> Scatter:
-        """Of a sum of which rank r has `sizes[r]` rows of `other` elements, or columns with dim 1; all, `to_all`."""
+        """A scatter of a sum of which rank r owns `sizes[r]` rows of `other` elements, or columns with dim 1; with
+        `to_all` every rank owns all.
+        """
 
     def one_shot(self, task: Task) -> bool:
-        """Whether an all-reduce is one: all terms to everybody, or to owners who show their sums."""
+        """Whether an all-reduce sends all terms to every rank; else to owners, who then send out their sums."""
