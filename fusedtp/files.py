@@ -1,4 +1,4 @@
-"""Reading files that others may have written, regular ones of a limited size, as text; replacing files as a whole.
+"""Reading text files that others may have written, regular ones of a limited size; replacing files as a whole.
 
 Nothing of ours is unpickled.
 """
@@ -43,8 +43,8 @@ def read_text(path: Path, *, max_bytes: int) -> str:
 def replace(path: Path, content: bytes) -> None:
     """Put `content` at `path` so that a reader sees the old file or the new one, never half of it.
 
-    Folders are made as needed. The mode of a file that is there stays, a link still leads to what is replaced, and what
-    must not be written is not: OSError, and nothing has changed.
+    Folders are made as needed. The mode of a file that is there stays, a link still leads to the file, and a file that
+    may not be written is left alone: OSError, and nothing has changed.
     """
     path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,17 +6,17 @@ A layer is a line of notation; its backward is planned from it. N output feature
     RowParallelLinear      [S, K_X] @ [K_X, N] -> [S_X, N]     sequence_parallel=False: [S, K_X] @ [K_X, N] -> [S, N]
     FSDPLinear             [S_X, K] @ [K, N_X] -> [S_X, N]
 
-`weight` and `bias` are DTensors of nn.Linear's shapes, out features first, `weight.to_local()` this rank's shard: what
-checkpoints, optimizers, clip_grad_norm_ and fully_shard do to the layer they do to the whole matrix (`parameters`).
-They lie on `group` where that is a DeviceMesh, which fully_shard on another axis of it needs, or on a mesh made of it.
-With the same seed on every rank a layer starts as its shard of what nn.Linear would have drawn, whatever the number of
+`weight` and `bias` are DTensors of nn.Linear's shapes, out features first, `weight.to_local()` this rank's shard:
+checkpoints, optimizers, clip_grad_norm_ and fully_shard treat them as the whole matrix (`parameters`). Their mesh is
+`group` if that is a DeviceMesh, as fully_shard on another axis of the mesh needs, else one made from the group. With
+the same seed on every rank a layer starts as its shard of what nn.Linear would have drawn, whatever the number of
 ranks: each rank draws the whole matrix and keeps its part, so for that moment it holds both. A matrix too large for
 that is made on `device="meta"` and filled from a checkpoint. Where ranks hold different rows, gradients are those of
 the sum of their losses; a result that is whole on every rank is one tensor, and its loss counts once.
 
-By default features are split as DTensor splits them, in pieces of the length rounded up: such a layer can be saved by
-any number of ranks and loaded by any other. With `feature_sizes` of another kind the parameters are padded to the
-longest shard and hold for these ranks and sizes only; loading them into other ones is an error.
+By default features are split as DTensor splits them, in pieces of length / ranks rounded up: such a layer can be saved
+by any number of ranks and loaded by any other. With other `feature_sizes` the parameters are padded to the longest
+shard and fit only the same ranks and sizes; loading them into others is an error.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def replicated_problem(
 
 class _ShardedLinear(nn.Module):
     # What the layers share: nn.Linear's parameters, the weight split along its out features (`_dim` 0) or its in
-    # features (1). `_matrices` of one shape below each other have a dim of their own in front: DTensor could not cut
-    # each of them otherwise.
+    # features (1). Several `_matrices` of one shape are stacked along a leading dim: DTensor could not cut each of
+    # them otherwise.
     _dim = 0
     _bias_is_split = False
     _matrices = 1
@@ -112,7 +112,7 @@ class _ShardedLinear(nn.Module):
         elif bias:
             self.bias = parameters.whole((out_features,), *made)
         if parameters.is_padded(self._sizes):
-            # Also in the state, where it is compared: the shapes alone would fit other sizes as long.
+            # In the state too, and compared on loading: the shapes alone would fit other sizes with as long a shard.
             self.register_buffer("padded_sizes", torch.tensor(self._sizes, device=device))
         self.reset_parameters()
 

@@ -10,7 +10,7 @@ redistribution before or after it:
     FusedColwiseParallel   input Shard(d): gathered in it; Replicate: nothing to send    output Shard(-1)
     FusedRowwiseParallel   input Shard(-1)              output Shard(d): reduce-scattered; Replicate: all-reduced
 
-The local matmul's gradients come out whole: a row bias's is that of all rows, not a partial sum of them.
+The local matmul's gradients come out whole: that of a row bias is the sum over all rows, not a partial one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .shards import chunk_sizes
 
 @dataclass(frozen=True)
 class _Layouts:
-    # What a style tells the linear that it has changed.
+    # What a style tells the linear that it has converted.
     mesh: DeviceMesh
     input: Placement
     output: Placement
@@ -55,7 +55,7 @@ class _Layouts:
         if not isinstance(x, Tensor):
             raise TypeError(f"input must be a tensor, got {type(x).__name__}")
         placement = _positive(self.input, x.ndim, "input_layouts")
-        # Of as many dims as x: what is made of it must not be found wrong after it was sent.
+        # The result has as many dims as x: checked now, so that a wrong layout is not found only after sending.
         _positive(self.output, x.ndim, "output_layouts")
         if isinstance(x, DTensor):
             if x.device_mesh != self.mesh:
@@ -74,7 +74,9 @@ class _Layouts:
         return x.to_local(), placement, sizes
 
     def hand_out(self, y: Tensor, made: Placement, shape: tuple[int, ...]) -> Tensor:
-        """y, laid out as `made` of a whole `shape`, in the layout and of the kind that the style was asked for."""
+        """y, laid out as `made` of a whole tensor of `shape`, in the layout and kind of tensor that the style was asked
+        for.
+        """
         made, output = _positive(made, y.ndim), _positive(self.output, y.ndim)
         if made == output and self.use_local_output:
             return y

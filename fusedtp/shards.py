@@ -21,7 +21,8 @@ def even_sizes(length: int, world_size: int) -> tuple[int, ...]:
 
 
 def chunk_sizes(length: int, world_size: int) -> tuple[int, ...]:
-    """The split of `torch.chunk`, which is DTensor's: pieces of the length rounded up, the last ranks less or nothing.
+    """The split of `torch.chunk`, which is DTensor's: pieces of length / ranks rounded up, and less or nothing for the
+    last ranks.
 
     The longest piece is no longer than that of `even_sizes`.
     """

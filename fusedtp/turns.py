@@ -5,10 +5,9 @@ other, and two ops that have nothing to do with each other would read each other
 queued: a queue would be in another order on every rank. Threads may use groups of their own at once, and one group in
 turn, if the program orders them alike on all ranks.
 
-Who is interrupted when an op has ended, but before he has its result, makes the call again, and would meet his peers'
-next op with it. So a call is `Open` while a function of ours runs that a caller gets a result from. A workspace
-remembers in which call its last op was, and takes no further one from another call as long as that one has not
-returned.
+A caller that is interrupted after an op has ended, but before it has the result, makes the call again, and this would
+meet the peers' next op. So a call is `Open` while one of our functions runs for a caller. A workspace remembers which
+call made its last op, and takes no op from another call until that one has returned.
 """
 
 from __future__ import annotations
@@ -39,13 +38,14 @@ _finding = threading.Lock()
 
 
 class Turn:
-    """A context: the only op that has `what` of that name in this process. RuntimeError where there is another.
+    """A context manager: inside it, this is the only op in the process that has `what` of that name. RuntimeError if
+    another op has it.
 
     what: "group", or "interpreter" under any name, as Triton's interpreter has one state. Nothing has been sent when it
     is refused; the peers of such a rank wait for it until their budget is spent.
 
-    An interruption may strike between any two steps, also just before the turn is given back: whoever has it has it
-    only while the function runs that entered it, which another one that wants it looks up.
+    An interruption may strike between any two steps, also just before the turn is given back. So a turn is held only
+    while the function that entered it runs, which the next one that wants it checks.
     """
 
     # Not a generator: every op passes here.
@@ -56,7 +56,7 @@ class Turn:
 
     def __enter__(self) -> None:
         mine = sys._getframe(1), threading.get_ident(), self._op
-        # One step of the dict's: whichever thread comes first finds its own.
+        # `setdefault` is one step: the thread that comes first finds its own entry.
         while (holder := _taken.setdefault(self._key, mine)) is not mine:
             if _is_held(holder):
                 self._refuse(holder)
@@ -75,7 +75,7 @@ class Turn:
 
 
 def _is_held(holder: _Holder) -> bool:
-    # Whether the function that took it still runs: a traceback may keep one that does not.
+    # Whether the function that took it still runs: a traceback may keep the frame of one that does not.
     taken_by, thread, _ = holder
     frame = sys._current_frames().get(thread)
     while frame is not None and frame is not taken_by:
@@ -84,7 +84,7 @@ def _is_held(holder: _Holder) -> bool:
 
 
 class Open:
-    """A context; within another one it is that one."""
+    """A context manager: a call. Inside another one, the outer one counts."""
 
     returned = False
     _frame: FrameType | None = None
@@ -99,7 +99,8 @@ class Open:
         if _here.call is self:
             _here.call = None
         self._frame = None
-        # Last of all: no signal is looked at between here and the caller. A refusal of ours is one on every rank.
+        # Last of all: Python handles no signal between here and the caller. Our own refusals come on every rank
+        # alike.
         self.returned = kind is None or issubclass(kind, NotImplementedError)
 
     def is_open(self) -> bool:
@@ -127,7 +128,7 @@ def current() -> Open | None:
 
 
 def one(function: Callable[P, R]) -> Callable[P, R]:
-    """A decorator: each call is one, but where a compiler traces it."""
+    """A decorator: each call of the function is an `Open` one, except where a compiler traces it."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -2,11 +2,11 @@
 TORCH_DISTRIBUTED_DEBUG=DETAIL, torch's own switch.
 
 Each rank takes lengths from its own tensors. Ranks that take different ones would read and write at different places,
-which shared memory cannot notice; comparing them costs a round trip to the group's store an op, so it is for finding
-such a mistake.
+which shared memory cannot notice; comparing them costs a round trip to the group's store an op, so it is only for
+finding such a mistake.
 
 Calls are counted, group by group. A rank leaves the record of its n-th call in the group's store, then reads that of
-every peer: no collective, which would hang where a rank makes another call or none, but a wait with an end.
+every peer: not a collective, which would hang if a rank makes another call or none, but a wait that times out.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _GAVE_UP = "gave up on rank"
 
 @dataclass
 class _Records:
-    # What this rank has written into a group's store. `born` keeps a group apart from an earlier one of its name, and
-    # `generation` what came after a `destroy` from what came before: calls are counted anew.
+    # What this rank has written into a group's store. `born` tells a group from an earlier one of the same name, and
+    # `generation` calls after a `destroy` from calls before it: they are counted anew.
     store: Any
     born: int
     generation: int
@@ -72,7 +72,8 @@ def check(task: Task, group: ProcessGroup, operands: Sequence[Tensor | None], sc
 
 
 def _values(task: Task, operands: Sequence[Tensor | None]) -> dict[str, str]:
-    # What every rank holds a copy of: a bias along a dim that is whole. A checksum of it, which a GPU has to wait for.
+    # Values that every rank holds a copy of: a bias along a dim that is whole. Its checksum, for which a GPU is waited
+    # for.
     if task.op.kind == "gather" and not task.transposed:
         return {}
     bias = operands[2] if task.has(2) else None

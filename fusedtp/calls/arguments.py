@@ -1,7 +1,7 @@
 """What the functions and layers refuse: each argument is checked once, before anything is sent, alike on every rank.
 
-A TypeError or ValueError names the argument and shows its value. What needs more than this rank's arguments to be found
-out, that the ranks were given different ones, is `agreement`'s.
+A TypeError or ValueError names the argument and shows its value. That the ranks were given different arguments cannot
+be found here: `agreement` does that.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ DEVICES = ("cpu", "cuda", "meta")
 
 
 def autocasts(x: Tensor) -> bool:
-    """Whether torch.autocast is on for x; it knows no device but those that compute."""
+    """Whether torch.autocast is on for x; it knows only devices that compute, not meta."""
     return (x.is_cpu or x.is_cuda) and torch.is_autocast_enabled(x.device.type)
 
 
 def autocast(*tensors: Any) -> tuple[Any, ...]:
-    """The tensors in the dtype that torch.autocast asks of a matmul here; as they are outside of it, or in float64."""
+    """The tensors in the dtype that torch.autocast wants for a matmul here; unchanged without it, or in float64."""
     first = tensors[0]
     if not isinstance(first, Tensor) or not autocasts(first) or first.dtype not in DTYPES[:3]:
         return tensors
@@ -124,7 +124,7 @@ def check_collective(op: Op, x: Tensor, schedule: str, algorithm: str, debug: bo
 
 
 def check_options(schedule: str, debug: bool, x: Tensor, producer: str = "auto") -> None:
-    """A schedule there is, that works in x's dtype, a flag, and a producer where the schedule may have one."""
+    """A known schedule that works in x's dtype, a flag, and a producer that the schedule can use."""
     if debug is not False:
         flag("debug", debug)
     dispatch.check_schedule(schedule)
@@ -144,7 +144,9 @@ def check_producer(producer: str, schedule: str) -> None:
 
 
 def check_reach(schedule: str, x: Tensor, groups_used: Sequence[ProcessGroup], lengths: Sequence[int]) -> None:
-    """Groups that carry x, and lengths, of rows, K and N, that kernels can count: in int32, with the ranks' regions."""
+    """Groups that carry x, and lengths (of rows, K and N) that kernels can count in int32, over the regions of all
+    ranks.
+    """
     # A graph that is being traced is run by the same groups as the call that it is traced from.
     if torch.compiler.is_compiling():
         return
@@ -186,7 +188,7 @@ def dim(name: str, value: int, x: Tensor) -> int:
 
 
 def call_of(along: int | None, x: Tensor) -> str:
-    """What the ranks must have in common of a collective that its matrix does not show: the dim, and the others."""
+    """What ranks must have in common that a collective's matrix does not show: its dim, and the other dims."""
     # A graph that is being traced may leave lengths open.
     if torch.compiler.is_compiling():
         return ""
@@ -258,7 +260,7 @@ def lengths(
     given = dict(sizes or {})
     if unknown := set(given) - set(spec.dim_names):
         raise ValueError(f"sizes names {', '.join(sorted(map(str, unknown)))}, which {spec} does not have")
-    here: dict[str, tuple[int, int]] = {}  # dim -> (number of parts, length): the most whole one that is here
+    here: dict[str, tuple[int, int]] = {}  # dim -> (number of parts, length), from the operand with the fewest parts
     for tensor, sharding in ((a, spec.a), (b, spec.b)):
         for length, dim in zip(tensor.shape, sharding.dims, strict=True):
             parts = math.prod(ranks[axis] for axis in dim.axes)

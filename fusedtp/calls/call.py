@@ -7,7 +7,7 @@
 
 Forward and backward are programs (`program`), whose tasks are bound to the group, the schedule and its kernels when
 they first run (`dispatch.Ready`). A layer makes the same call at every step, and checking its arguments, planning and
-dispatch take longer than a small matmul: calls are kept in one table, by all that was looked at. An entry holds until
+dispatch take longer than a small matmul: calls are kept in one table, by all that was checked. An entry holds until
 `stale.version` changes.
 """
 
@@ -38,7 +38,7 @@ def described(
     spec: str, group_names: Sequence[str], ranks: Sequence[int], *, w_transposed: bool = True, by_size: bool = False,
     schedule: str = "auto", algorithm: str = "auto", debug: bool = False, producer: str = "auto",
 ) -> str:  # fmt: skip
-    """`Settings` as one string, which a registered operator takes. No more than a compiler can trace."""
+    """`Settings` as one string, which a registered operator takes. The code is such that a compiler can trace it."""
     flags = "".join(["1" if flag else "0" for flag in (w_transposed, by_size, debug)])
     numbers = " ".join([str(rank) for rank in ranks])
     return "\n".join([spec, numbers, flags, schedule, algorithm, producer, *group_names])
@@ -46,10 +46,10 @@ def described(
 
 @dataclass(frozen=True)
 class Settings:
-    """What a call is but for tensors and lengths.
+    """All of a call except its tensors and lengths.
 
-    group_names: one a mesh axis, in the spec's order. ranks: this rank's number in each; uneven shapes hang on it, and
-    what a compiler has kept of one rank's graph, on disk too, must not be taken for another's. w_transposed: w is
+    group_names: one a mesh axis, in the spec's order. ranks: this rank's number in each: uneven shapes depend on it,
+    and a graph that a compiler has cached for one rank, on disk too, must not be used by another. w_transposed: w is
     stored [N, K]. by_size: plan by bytes and FLOPs, not the usual way.
     """
 
@@ -67,7 +67,7 @@ class Settings:
     @staticmethod
     @lru_cache(maxsize=_MAX_CALLS)
     def of(text: str) -> Settings:
-        """What `described` made a string of."""
+        """The settings that `described` made a string of."""
         spec, numbers, flags, schedule, algorithm, producer, *names = text.split("\n")
         ranks = tuple(map(int, numbers.split()))
         w_transposed, by_size, debug = (flag == "1" for flag in flags)
@@ -79,7 +79,8 @@ class Settings:
 class Call:
     """One call of these settings and lengths in a dtype.
 
-    numbers: the global length of each dim in the spec's order, then for each the number of explicit lengths and those.
+    numbers: the global length of each dim in the spec's order, then for each dim the number of its explicit lengths,
+    followed by these.
     """
 
     def __init__(self, settings: Settings, numbers: Sequence[int], dtype: torch.dtype) -> None:
@@ -102,7 +103,7 @@ class Call:
         w = (spec.n, spec.k) if settings.w_transposed else (spec.k, spec.n)
         self._dims = {"x": spec.a.names, "w": w, "y": spec.c.names}
         self._plan: Plan | None = None
-        # By what they are for: has a bias; or which gradients are needed.
+        # By what they are for: whether there is a bias (forward), or which gradients are needed (backward).
         self._programs: dict[Any, Program] = {}
         self._ready: dict[tuple[Any, int], Ready] = {}
         self._only: dict[Any, tuple[Only, Ready]] = {}
@@ -119,8 +120,8 @@ class Call:
 
     def said(self) -> str:
         """What the ranks have in common that the matrices of a task do not show: the spec, which names the dims of
-        rows, and the lengths of those that are whole; not where a rank has rows of its own, as in a fully sharded
-        layer.
+        rows, and the lengths of the whole ones; without lengths where each rank has rows of its own, as in a fully
+        sharded layer.
         """
         spec, lengths = self._spec, self.partition.lengths
         rows = [name for name in spec.a.names if name != spec.k]
@@ -211,7 +212,9 @@ class Call:
     def backward(
         self, dy: Tensor, x: Tensor, w: Tensor, needs: tuple[bool, bool, bool], *, fake: bool = False
     ) -> list[Tensor | None]:
-        """dx, dw and db on this rank, None for what is not needed; x and w are not looked at where they are not."""
+        """dx, dw and db on this rank, None for what is not needed; x and w are not read where no needed gradient takes
+        them.
+        """
         given = {"dy": dy, "x": x, "w": w}
         found = iter(self._program(needs).run(given, self._shapes) if fake else self.run(needs, given))
         return [next(found) if needed else None for needed in needs]
@@ -234,7 +237,7 @@ def _keep(key: Any, call: Call) -> Call:
 
 
 def of(text: str, numbers: Sequence[int], dtype: torch.dtype) -> Call:
-    """The call that a registered operator's arguments tell."""
+    """The call that a registered operator's arguments describe."""
     settings = Settings.of(text)
     try:
         # A group that was destroyed may have been made anew under its name.
@@ -258,8 +261,8 @@ _OPTIONS = (int, bool, str, type(None))
 def find(
     prepare: Prepare, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, options: tuple[Any, ...]
 ) -> Call:
-    """The call that `prepare` checks the arguments of and describes, once for all that are alike."""
-    # One function, as every call passes here. What could pass for something else is looked at anew each time.
+    """The call that `prepare` describes after checking its arguments, once for all calls that are alike."""
+    # One function, as every call passes here. Options that could be mistaken for others are checked anew each time.
     key: list[Any] | None = [prepare, id(group), options]
     for option in options:
         kind = type(option)

@@ -6,8 +6,8 @@ cost model predicts, or the fused schedule where the hardware table does not hav
 schedule: Triton's interpreter checks kernels there, it does not speed them up. All but `unfused` need ranks that can
 reach each other's memory; where they cannot, it runs and a warning says so once.
 
-Ranks agree because they decide from the same: rank 0 reads the file of measurements and broadcasts it, once a group,
-with the first `auto`. Each choice is then made once and looked up.
+Ranks agree because they decide from the same data: rank 0 reads the file of measurements and broadcasts it, once a
+group, with the first `auto`. Each choice is then made once and looked up.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def choose(task: Task, schedule: str, group: ProcessGroup, device: torch.device)
             knowledge = choices[Knowledge] = shared
             if not on_gpu and knowledge.table is not None:
                 ws.hardware = knowledge.table.hardware(group.size()) or ws.hardware
-            # Only now, when this rank too knows what its peers were told, and asks them no more.
+            # Only now, when this rank too knows what its peers were told, and will not ask them again.
             if interruption is not None:
                 raise interruption
             if ignored and ignored not in _said:
@@ -111,7 +111,7 @@ def choose(task: Task, schedule: str, group: ProcessGroup, device: torch.device)
 
 
 def _shape(task: Task) -> tuple[int, int] | None:
-    # None where the caller asks for an algorithm, which `unfused` has none of: then nothing was measured.
+    # None where the caller asks for an algorithm: `unfused` has none, so nothing was measured to compare with.
     return task.moved if task.algorithm == "auto" else None
 
 
@@ -147,7 +147,7 @@ class Ready(Prepared):
             )
 
     def is_stale(self) -> bool:
-        """Whether memory has been made or given back since, or a graph is captured where none was, or none now."""
+        """Whether memory has been made or given back since, or a graph capture has begun or ended."""
         if self.version != stale.version:
             return True
         return self.on_gpu and torch.cuda.is_current_stream_capturing() != self._capturing
@@ -187,7 +187,7 @@ class Ready(Prepared):
 
     @property
     def group(self) -> ProcessGroup:
-        """The group, which the caller has."""
+        """The group; the caller keeps it alive."""
         group: ProcessGroup | None = self._group()
         assert group is not None
         return group
@@ -199,8 +199,8 @@ class Ready(Prepared):
 
 
 def _load_for_capture(task: Task, group: ProcessGroup, device: torch.device, operands: Sequence[Tensor | None]) -> None:
-    """Before an op that runs here in a way that a capture would not take: make room for the one that it would, and load
-    its kernels, once.
+    """To be called before an op for which a capture may choose another schedule: make room for that one, and load its
+    kernels, once.
     """
     registry = _workspaces()
     if task.dtype not in FUSED_DTYPES or group.size() == 1 or not registry.reachable(group, device)[0]:
@@ -272,7 +272,8 @@ def _decide(task: Task, world_size: int, knowledge: Knowledge, on_gpu: bool, cap
 
 
 def _share(group: ProcessGroup, on_gpu: bool) -> tuple[Knowledge, str, BaseException | None]:
-    """Rank 0's table and the name of its GPU, on all ranks; why there is no table; what interrupted. Collective.
+    """Rank 0's table and the name of its GPU, on all ranks; why there is no table; the interruption, if any.
+    Collective.
 
     Whatever goes wrong on rank 0, its peers wait for a message and get one.
     """

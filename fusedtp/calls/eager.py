@@ -28,7 +28,7 @@ from .operators import sharded_matmul, sharded_matmul_backward
 from .parameters import PLAIN, as_gradient, local, part
 from .registered import refuse_forward_mode, transforms_active
 
-# What is_grads_batched makes of a gradient, whose memory is not that of one; there is no public way.
+# Whether is_grads_batched has wrapped a gradient, whose memory is then a batch's; there is no public way to ask.
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
@@ -36,7 +36,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, call: Compiled) -> Tensor:
         needs_x, needs_w = ctx.needs_input_grad[:2]
-        # Where they are plain autograd knows them by what is saved.
+        # Autograd keeps plain tensors, among what is saved; DTensors are kept here.
         ctx.call, ctx.w, ctx.bias = call, None, None
         if type(w) not in PLAIN:
             ctx.w, w = w, part(w, 2)
@@ -85,13 +85,13 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 def apply(
     prepare: Prepare, x: Tensor, w: Tensor, bias: Tensor | None, group: Group, options: tuple[Any, ...]
 ) -> Tensor:
-    """The call that `prepare` checks and describes, under torch.autocast in its dtype; where nobody could tell, without
-    the dispatcher.
+    """Make the call that `prepare` checks and describes, under torch.autocast in its dtype; without the dispatcher
+    where that makes no visible difference.
     """
     if type(group) is not ProcessGroup or groups.inherited is not None or not dist.is_initialized():
         group = groups.resolve(group)
     plain = type(x) in PLAIN and type(w) in PLAIN and (bias is None or type(bias) in PLAIN)
-    # As `arguments.autocasts`, which every call would pass otherwise.
+    # `arguments.autocasts`, written out as every call passes here.
     cast = plain and not x.is_meta and torch.is_autocast_enabled(x.device.type)
     if cast or not plain or torch.compiler.is_compiling():
         x, w, bias = arguments.autocast(x, w, bias)
@@ -136,7 +136,7 @@ def _dispatched(x: Tensor, w: Tensor, bias: Tensor | None, settings: str, number
 
 
 def run(x: Tensor, w: Tensor, bias: Tensor | None, call: Compiled) -> Tensor:
-    """`apply` where no compiler traces, of an x of no subclass; w and bias may be a layer's DTensors."""
+    """`apply` where no compiler traces and x is of no subclass; w and bias may be a layer's DTensors."""
     with Open():
         if is_in_torch_dispatch_mode() or transforms_active() or x.is_meta:
             bias = None if bias is None else local(bias, 1)
@@ -146,7 +146,7 @@ def run(x: Tensor, w: Tensor, bias: Tensor | None, call: Compiled) -> Tensor:
         if x.is_neg() or w.is_neg() or (bias is not None and bias.is_neg()):
             x, w, bias = x.resolve_neg(), w.resolve_neg(), None if bias is None else bias.resolve_neg()
         if torch.is_grad_enabled():
-            # Autograd would say so after the op has run.
+            # Autograd would only refuse after the op has run.
             if (w.requires_grad and x.is_inference()) or (x.requires_grad and w.is_inference()):
                 _refuse_inference(x)
             out = _Eager.apply(x, w, bias, call)  # type: ignore[no-untyped-call]

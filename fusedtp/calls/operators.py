@@ -76,12 +76,12 @@ def sharded_matmul_backward(
     dy: Tensor, x: Tensor, w: Tensor, needs_x: bool, needs_w: bool, needs_bias: bool, settings: str,
     numbers: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dx, dw, db), each [0] where it is not needed; so may x and w be."""
+    """(dx, dw, db), of shape [0] where not needed; x and w may be of shape [0] where they are not needed."""
     needs = (needs_x, needs_w, needs_bias)
     return _each(calls_.of(settings, numbers, dy.dtype).backward(dy, x, w, needs), dy)
 
 
-# Collectives that have run, by group and all that was looked at.
+# Collectives that have run, by group and all that was checked.
 _ready: WeakKeyDictionary[ProcessGroup, dict[Any, Ready]] = stale.table(WeakKeyDictionary())
 _MAX_READY = 4096
 
@@ -102,7 +102,8 @@ def _setup_collective(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 def _through(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.op == ALL_REDUCE.name:
         if torch.is_grad_enabled():
-            # With create_graph=True: from here on it is each rank's own, and a second gradient is the sum of theirs.
+            # With create_graph=True: from here on the gradient is each rank's own, and its own gradient is the sum of
+            # the ranks'.
             grad = as_it_is(grad, ctx.group_name, ctx.schedule, ctx.debug)
     else:
         other = REDUCE_SCATTER if ctx.op == ALL_GATHER.name else ALL_GATHER

@@ -1,10 +1,10 @@
-"""A layer's parameters: DTensors, which checkpoints, optimizers, FSDP and norms know for parts of one tensor.
+"""A layer's parameters: DTensors, which checkpoints, optimizers, FSDP and norms treat as parts of one tensor.
 
     sharded   this rank's part along one dim; whole   the same on every rank
 
 DTensor cuts a dim in pieces of the length rounded up (`shards.chunk_sizes`), and nothing in torch can be told another
-cut. A parameter that is cut otherwise is a DTensor of the longest piece on every rank, the shorter ones filled up with
-zeros, which gradients, norms and decay leave zeros.
+cut. A parameter that is cut otherwise is a DTensor of the longest piece on every rank, the shorter ones padded with
+zeros, which gradients, norms and weight decay leave zeros.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # Neither DTensor, nor a fake, nor another subclass that the dispatcher would have to be asked about.
 PLAIN = (Tensor, nn.Parameter)
 
-# By the name of their group, with the group: torch gives the name of one that is destroyed to another.
+# By the name of their group, with the group: torch may give the name of a destroyed group to another.
 _meshes: dict[tuple[str, str], tuple[ProcessGroup, DeviceMesh]] = {}
 
 
@@ -41,7 +41,7 @@ def mesh_of(group: Group, process_group: ProcessGroup, device: torch.device | st
     kinds = sorted({each.type for each in process_group._device_types})
     kind = torch.empty(0, device=device).device.type
     if kind not in kinds:
-        # On meta, or on a CPU before it is moved to where the group's ranks meet.
+        # The layer is on meta, or on a CPU before it is moved to a device of the group.
         kind = "cuda" if "cuda" in kinds and torch.cuda.is_available() else kinds[0]
     known = _meshes.get((process_group.group_name, kind))
     if known is None or known[0] is not process_group:
@@ -53,7 +53,7 @@ def mesh_of(group: Group, process_group: ProcessGroup, device: torch.device | st
 
 @functools.lru_cache(maxsize=1024)
 def is_padded(sizes: tuple[int, ...]) -> bool:
-    """Whether DTensor would cut otherwise."""
+    """Whether DTensor would cut otherwise, so that shards are padded."""
     return sizes != chunk_sizes(sum(sizes), len(sizes))
 
 
@@ -94,7 +94,7 @@ def _parameter(values: Tensor, shape: Sequence[int], mesh: DeviceMesh, placement
 
 @torch.no_grad()
 def fill(parameter: Tensor, values: Tensor, dim: int | None, sizes: Sequence[int]) -> None:
-    """Copy from the whole tensor that every rank has, split along `dim` into `sizes`, what lies on this rank.
+    """Copy this rank's part of a whole tensor, which every rank has and which is split along `dim` into `sizes`.
 
     The parameter may be split over further axes by now, as fully_shard does.
     """
@@ -145,7 +145,7 @@ def _untransformed(parameter: Any) -> Any:
 
 
 def as_gradient(grad: Tensor, parameter: Any) -> Tensor:
-    """A gradient of `part(parameter)` as one of the parameter: it lies as that does, nothing is left to be summed."""
+    """A gradient of `part(parameter)` as one of the parameter: laid out like it, with nothing left to be summed."""
     values = grad.contiguous().view(parameter._local_tensor.shape)
     kind: Any = type(parameter)
     if values.requires_grad:
@@ -154,5 +154,5 @@ def as_gradient(grad: Tensor, parameter: Any) -> Tensor:
             shape=parameter.shape, stride=parameter.stride(),
         )  # fmt: skip
         return made
-    # As torch's own to_local, which does not share what sharding propagation may change.
+    # The spec is copied, as in torch's own to_local, because sharding propagation may change it.
     return kind(values, copy.copy(parameter._spec), requires_grad=False)  # type: ignore[no-any-return]

@@ -34,7 +34,7 @@ class Runs(Protocol):
 
 @dataclass(frozen=True)
 class Named:
-    """A tensor of a program: the names of its dims in the order of its memory's choice, and their lengths."""
+    """A tensor of a program: the names of its dims, in the order in which the tensor has them, and their lengths."""
 
     name: str
     dims: tuple[str, ...]
@@ -63,7 +63,7 @@ class Matrix:
 
     @cached_property
     def how(self) -> Literal["as it is", "transposed", "viewed"]:
-        """What `view` comes to."""
+        """What `view` amounts to."""
         if self.flat or self.order not in (None, (1, 0)):
             return "viewed"
         return "as it is" if (self.order is None) != self.transposed else "transposed"
@@ -102,8 +102,8 @@ class _Step:
 
 @dataclass(frozen=True)
 class Only:
-    """A program of one task. results: which of the task's each is, its shape where it is no matrix, and the order of
-    its dims where that is not the one asked for.
+    """A program of one task. results: for each, which of the task's it is, the shape if it is no matrix, and the
+    permutation of its dims if they are not in the order asked for.
     """
 
     task: Task
@@ -113,7 +113,7 @@ class Only:
 
 
 class Program:
-    """Steps from tensors that lie as `given` to results."""
+    """Steps from given tensors to results."""
 
     def __init__(self, partition: Partition, dtype: torch.dtype, algorithm: str = "auto") -> None:
         self._partition, self._dtype, self._algorithm = partition, dtype, algorithm
@@ -155,7 +155,7 @@ class Program:
     def _add(self, run: Any, reads: Sequence[str], *made: tuple[tuple[str, ...], Sequence[int]]) -> tuple[Named, ...]:
         tensors = []
         for dims, lengths in made:
-            # A dot tells what a program makes from what it is given.
+            # A leading dot marks tensors that the program makes, as against those it is given.
             tensors.append(Named(f".{self._num_names}", dims, tuple(lengths)))
             self._num_names += 1
         self._steps.append(_Step(run, tuple(reads), tuple(each.name for each in tensors)))
@@ -325,7 +325,7 @@ class Program:
         rows = outermost(tuple(name for name in dy.dims if name != spec.n), step.dim)
         dy_columns, dy_rows = Matrix.of(dy, n, rows), Matrix.of(dy, rows, n)
         x_matrix, w_matrix = Matrix.of(x, rows, k), Matrix.of(w, n, k)
-        # Along N it is dy.T that is gathered, or dw = dy.T @ x that is scattered; along a row dy, or dx = dy @ w.T.
+        # Along N, dy.T is gathered, or dw = dy.T @ x is scattered; along rows, dy, or dx = dy @ w.T.
         on_columns = step.dim == spec.n
         first, second = (dy_columns, dy_rows) if on_columns else (dy_rows, dy_columns)
         one, other = (x_matrix, w_matrix) if on_columns else (w_matrix, x_matrix)
@@ -334,7 +334,7 @@ class Program:
         if plans.together:
             op, operands = ALL_GATHER_MATMUL, (first, one, None, other)
         else:
-            # The second product is with what is gathered, on its right.
+            # The second product has the gathered operand on its right.
             op, operands = MATMUL_REDUCE_SCATTER, (first, one, None, second, other)
         task = Task(op, tuple(None if each is None else each.size for each in operands), self._dtype, flat)
         dx = (*rows, spec.k), [*(x.length(name) for name in rows), x.length(spec.k)]
@@ -343,7 +343,7 @@ class Program:
         return (made[1], made[0]) if on_columns else (made[0], made[1])
 
     def _bias_gradient(self, plans: Plan, dy: Named) -> Named:
-        # This rank's columns where w holds no others; of a w with all columns the bias is whole too.
+        # If w has only this rank's columns, so has the bias; if w has all of them, the bias is whole too.
         spec = plans.spec
         rows = tuple(name for name in spec.c.names if name != spec.n)
         matrix = Matrix.of(dy, rows, (spec.n,))
@@ -367,6 +367,6 @@ def outermost(names: tuple[str, ...], first: str) -> tuple[str, ...]:
 
 
 def flat_sizes(sizes: tuple[int, ...], names: tuple[str, ...], x: Named, dim: str) -> tuple[int, ...]:
-    """The ranks' lengths of the flattened dims `names` of x, `sizes` being theirs of `dim`, the outermost."""
+    """The ranks' lengths of x's dims `names` flattened into one; `sizes`: their lengths of `dim`, the outermost one."""
     per_index = x.numel([name for name in names if name != dim])
     return tuple(size * per_index for size in sizes)

@@ -1,12 +1,12 @@
 """What was measured on this machine, and the choice of a schedule from that and the cost model.
 
 `fusedtp tune` writes one small JSON file: the machine and versions, rates, and for a few sizes of each op the times of
-its schedules. A prediction for another size is corrected by what the model was off at the nearest of those. The file is
+its schedules. A prediction for another size is corrected by the model's error at the nearest size measured. The file is
 FUSEDTP_TUNING, `off` for none, or fusedtp/tuning.json in the user's cache folder.
 
 A choice must be the same on every rank, so it may depend only on what all ranks are sure to share: the table, the op,
-the dtype, and the shape of what travels. The product's third dim is not among that, a weight may be cut unevenly: it is
-taken from the nearest measurement, and without one to be that of an MLP, four times what travels is wide.
+the dtype, and the shape of what travels. The product's third dim is not among that, as a weight may be cut unevenly: it
+is taken from the nearest measurement, or without one to be that of an MLP, four times the width of what travels.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ FORMAT = 1
 # Hundreds of times what is written.
 MAX_BYTES = 1 << 20
 ENVIRONMENT = "FUSEDTP_TUNING"
-# How far apart two predictions are before they say which schedule is faster: tests/test_cost.py has the model's errors.
+# By what factor two predictions must differ to say which schedule is faster: tests/test_cost.py has the model's
+# errors.
 _MODEL_ERROR = 1.1
-# What nothing is faster than, an op on empty tensors of a machine without latencies either.
+# No time is below this, not even that of an op on empty tensors on a machine without latencies.
 _LEAST_US = 1e-6
 _RATES = ("memory_gbps", "collective_gbps")
 _LATENCIES = ("host_us", "flag_us", "collective_start_us")
@@ -79,7 +80,7 @@ class Table:
         return hardware.measured_cpu(title, source="fusedtp tune", **self.rates[size]) if size else None
 
     def updated(self, newer: Table) -> Table:
-        """What is measured anew with a number of ranks and a dtype takes the place of what was."""
+        """This table with `newer` added, which replaces all samples of the same number of ranks and dtype."""
         again = {(sample.world_size, sample.dtype) for sample in newer.samples}
         kept = (sample for sample in self.samples if (sample.world_size, sample.dtype) not in again)
         return Table(newer.machine, (*kept, *newer.samples), {**self.rates, **newer.rates})
@@ -118,7 +119,7 @@ def identity() -> dict[str, Any]:
 
 
 def path() -> Path | None:
-    """Where this machine's table is kept; None where the user wants none. ValueError for a home that nobody has."""
+    """Where this machine's table is kept; None if the user wants none. ValueError for an unknown user's home."""
     given = os.environ.get(ENVIRONMENT)
     if given is not None and given.strip().lower() in ("", "off"):
         return None
@@ -240,7 +241,7 @@ def decide(
             return None
         times = _times(estimate(op, share(op, dtype, world_size, rows, cols), gpu), allowed)
         best = min(times, key=lambda name: times[name])
-        # Of predictions that the model cannot tell apart the kernel's: it is the one that a graph can capture.
+        # If the model cannot tell predictions apart, the kernel is taken: a graph can capture it.
         if times.get("fused", float("inf")) <= _MODEL_ERROR * times[best]:
             best = "fused"
         return best, f"predicted for {gpu.title}: {_versus(times, best)}"
@@ -260,11 +261,12 @@ def decide(
 
 
 def _corrected(predicted: float, there: float, measured: float) -> float:
-    """A prediction corrected by a measurement of what the model says takes `there`.
+    """A prediction corrected by a measurement at another size, for which the model says `there`.
 
-    What it is off is taken for latency: it stays at a larger size, and shrinks in proportion at a smaller one.
+    The model's error is taken for latency: it stays the same at a larger size, and shrinks in proportion at a smaller
+    one.
     """
-    # The measurement last: beside a prediction far larger it must not be rounded away, as times are divided by.
+    # The measurement is added last: a far larger prediction must not round it away to 0, as times are divided by.
     corrected = measured * (predicted / there) if predicted < there else (predicted - there) + measured
     return max(corrected, _LEAST_US)
 

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from ..shards import check_number
 
 _seconds = 30.0
-# Of the groups that were given one of their own.
+# Of the groups that were given a budget of their own.
 _seconds_of: WeakKeyDictionary[ProcessGroup, float] = WeakKeyDictionary()
 
 
@@ -19,7 +19,7 @@ def of(group: ProcessGroup | None) -> float:
 
 
 def set_for(group: ProcessGroup | None, seconds: float) -> None:
-    """Of `group`, or of every group: see `workspaces.set_timeout` for the errors."""
+    """Set the budget of `group`, or (None) of every group: see `registry.set_timeout` for the errors."""
     global _seconds
     check_number("seconds", seconds)
     if not 0 < seconds <= 2_000_000:

@@ -4,8 +4,8 @@ A program on a GPU has no portable way to read the time, and one in the interpre
 into a word of each workspace's host block (pinned memory with a GPU). One daemon thread serves the process; it runs
 while there are workspaces.
 
-A budget is spent by time in which this process runs. After a while in which it did not, stopped with its whole job say,
-its peers get as long again to run too, up to a second, before more of the budget is spent.
+A budget is spent only by time in which this process runs. After a pause (say its whole job was stopped) its peers get
+as long as that, up to a second, to run again too, before more of the budget is spent.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch import Tensor
 TICK_SECONDS = 0.01
 # `budgets` has none over 2,000,000 s; the difference of two times is an int32.
 _BEYOND_ANY_BUDGET_MS = 2_050_000_000
-# Who looks at the time finds at most so much passed since it last did: the rest of a longer gap it was kept from
-# running. What a wait and the thread here do between two looks takes milliseconds.
+# At most so much time counts between two looks at the clock. What a wait, or the thread here, does between two looks
+# takes milliseconds: in the rest of a longer gap the process was kept from running.
 _GAP_SECONDS, _GRACE_SECONDS = 0.1, 1.0
 
-# The end of a workspace, which drives no more, may come at any allocation.
+# Reentrant: a workspace may end, and release its block, at any allocation.
 _lock = threading.RLock()
 # By address: the word, and the tensor that keeps it alive while it is written.
 _words: dict[int, tuple[ctypes.c_int32, Tensor]] = {}
@@ -76,7 +76,7 @@ _now_ms = time.monotonic_ns() // 1_000_000
 
 
 def now_ms() -> int:
-    """Milliseconds in which the thread has run, from some time on, wrapped to int32."""
+    """Milliseconds in which the thread has run, counted from an arbitrary start, wrapped to int32."""
     return ctypes.c_int32(_now_ms).value
 
 
@@ -114,7 +114,7 @@ os.register_at_fork(after_in_child=_after_fork)
 def stop() -> None:
     """End the thread; nothing is written after this returns, unless another block is driven.
 
-    What still waits on a device has spent its budget then, or the process could not end.
+    Kernels that still wait on a device then find their budget spent: otherwise the process could not end.
     """
     with _lock:
         clock, left = _detached(), [word for word, _ in _words.values()]
@@ -124,7 +124,8 @@ def stop() -> None:
 
 
 def _detached() -> _Clock | None:
-    # With the lock held: whoever drives a block from here on starts a thread of its own, which this end does not touch.
+    # Called with the lock held: a block that is driven from here on starts a new thread, and this end does not touch
+    # it.
     global _clock
     clock, _clock = _clock, None
     return clock
@@ -134,6 +135,6 @@ def _end(clock: _Clock | None) -> None:
     # Without the lock, which the thread may be waiting for.
     if clock is not None:
         clock.ended.set()
-        # Whoever was to start it may have been interrupted before.
+        # It was never started if `drive` was interrupted before.
         if clock.is_alive() and clock is not threading.current_thread():
             clock.join()

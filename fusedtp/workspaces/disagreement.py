@@ -20,7 +20,7 @@ from .steps import fingerprint_place, raised
 TEXT_BYTES = 1024
 _LENGTH_BYTES = 4
 GRACE_SECONDS = 1.0
-# Of each value at most so many characters: all that differ together fit, long lists of sizes too.
+# At most so many characters of each value, so that all values fit together, even with long lists of sizes.
 _MOST_CHARACTERS = 96
 
 
@@ -33,7 +33,7 @@ def say(place: Tensor, values: Mapping[str, str]) -> None:
     short = {name: _shortened(value) for name, value in values.items()}
     text = json.dumps(short).encode()[: TEXT_BYTES - _LENGTH_BYTES]
     place[_LENGTH_BYTES : _LENGTH_BYTES + len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    # Behind it: on x86, and on a GPU's stream, stores are seen in the order in which they were made.
+    # The length after the text: on x86, and on a GPU's stream, stores are seen in the order in which they were made.
     place[:_LENGTH_BYTES].view(torch.int32).fill_(len(text))
 
 
@@ -51,7 +51,7 @@ def heard(place: Tensor) -> dict[str, str] | None:
 
 
 def has_entered(header: Sequence[int], peer: int, world_size: int, epoch: int) -> bool:
-    """Whether rank `peer` has entered `epoch`, by the words of the header at which it says so."""
+    """Whether rank `peer` has entered `epoch`, according to a header in which it says so."""
     return raised(header[signal.SIGNALS.value + signal.ENTRY_SLOT.value * world_size + peer], epoch)
 
 
@@ -72,8 +72,8 @@ def differing(header: Sequence[int], rank: int, world_size: int, epoch: int) -> 
 def everyone(
     places: Callable[[int], Tensor], world_size: int, entered: Callable[[int], bool], seconds: float
 ) -> tuple[dict[str, str] | None, ...]:
-    """What every rank has said, waiting for those that have entered, `seconds` at most; for others, which may be gone,
-    GRACE_SECONDS, so that a rank that is merely slower is in the message of all.
+    """What every rank has said. Waits at most `seconds` for ranks that have entered, and GRACE_SECONDS for others,
+    which may be gone: so a rank that is merely slower is in every rank's message.
     """
     begin = time.monotonic()
     while True:

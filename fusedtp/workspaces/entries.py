@@ -1,6 +1,6 @@
-"""What a JSON file says, taken out key by key: each value is of its kind and within its limits, or its key is named.
+"""Reading a JSON file key by key: each value must be of its kind and within its limits, or the error names its key.
 
-`json` alone takes a key given twice, NaN, and integers of any length, which then fail far from the file.
+`json` alone accepts a key given twice, NaN, and integers of any length, which then cause errors far from the file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Entry:
         self.at = at
 
     def where(self, name: str) -> str:
-        """The place of a key, as refusals name it."""
+        """The place of a key, as errors name it."""
         name = name if name.isprintable() and name.strip() == name != "" else repr(name)
         return f"{self.at}.{name}" if self.at else name
 
@@ -92,7 +92,7 @@ def brief(value: object) -> str:
 
 
 def entry_of(text: str) -> Entry:
-    """The object that a file's text is; ValueError with the line where it is no JSON, or the key that comes twice."""
+    """The object in a file's text; ValueError with the line where it is not JSON, or with the key that comes twice."""
     try:
         return Entry(json.loads(text, object_pairs_hook=_once, parse_int=_integer))
     except RecursionError:
@@ -109,5 +109,5 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _integer(digits: str) -> int | float:
-    # Infinity is within no limits, so that the key of a longer one is named where it is taken out.
+    # A longer one becomes infinity, which is beyond any limit: the error comes where its key is read, and names it.
     return int(digits) if len(digits) <= _MAX_DIGITS else math.copysign(math.inf, -1 if digits[0] == "-" else 1)

@@ -18,7 +18,7 @@ from .steps import fingerprint_place, store_release
 
 
 class Failing:
-    """The part of a `Workspace` that fails. A failure stays: whoever comes again is told the same."""
+    """The part of a `Workspace` that deals with failures. A failure stays: every later use raises it again."""
 
     rank: int
     world_size: int
@@ -34,7 +34,8 @@ class Failing:
     _mirror: int
 
     def _abandon(self, op: str, error: BaseException | None) -> None:
-        # The peers may have this rank's part or not: the next op would take what they send of this one for its own.
+        # The peers may have this rank's part or not: the next op would take what they send for this one as its own
+        # data.
         self._leave(2)
         # Only the text: the exception would keep its frames alive, and with them views of the arena.
         what = "an interruption" if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
@@ -78,14 +79,14 @@ class Failing:
         # On a GPU the host may have issued other ops since.
         meant = self.meanings.now if self.device.type == "cpu" else self.meanings.by_fingerprint(fingerprint)
         disagreement.say(self._text(self.rank), meant.values)
-        # Behind it: a peer that sees this looks for what was said.
+        # After saying it: a peer that sees this word looks for what was said.
         self.words[signal.GIVEN_UP.value] = peer + 1
         op = meant.values.get("op", op)
         everyone = disagreement.everyone(
             self._text,
             self.world_size,
             lambda peer: disagreement.has_entered(words, peer, self.world_size, epoch),
-            # A kernel there may find out when its budget is spent.
+            # A kernel on another rank may find out only when its budget is spent.
             1.25 * self.seconds + 1,
         )
         text = meaning.difference(op, everyone) or f"{op}: the ranks do not agree, rank {peer} means something else"

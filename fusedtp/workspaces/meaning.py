@@ -2,8 +2,8 @@
 
 Each rank takes lengths from its own tensors. Ranks that take different ones would read and write at different places of
 shared memory, and take garbage for a result. So every op there carries its fingerprint beside its epoch
-(`kernels.signal`), and ranks compare them where they wait for each other anyway. What else they must have in common,
-values that all hold, a bias that is added once, a fingerprint does not tell: `debug=True` does (`agreement`).
+(`kernels.signal`), and ranks compare them where they wait for each other anyway. A fingerprint does not cover values
+that all ranks must hold alike, such as a bias that is added once: `debug=True` compares these (`agreement`).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def in_backward() -> bool:
 
 
 def of(task: Task, schedule: str, device: str, call: str = "") -> Meaning:
-    """The meaning of a task here and now, on that kind of device. call: what it is part of, which matrices do not
-    show.
+    """The meaning of a task here and now, on that kind of device. call: what it is part of, as far as matrices do not
+    show that.
     """
     values = {
         "op": task.op.name,
@@ -62,18 +62,18 @@ class Meanings:
     """What one rank means by its ops of one group."""
 
     def __init__(self) -> None:
-        self.now = Meaning({})  # by the op at hand
+        self.now = Meaning({})  # by the current op
         self._by_fingerprint: dict[int, Meaning] = {}
 
     def take(self, meant: Meaning) -> None:
-        """Before an op: what it means."""
+        """To be called before an op, with what it means."""
         if self.now is not meant:
             if len(self._by_fingerprint) >= _MAX_KEPT:
                 self._by_fingerprint.clear()
             self.now = self._by_fingerprint[meant.fingerprint] = meant
 
     def by_fingerprint(self, fingerprint: int) -> Meaning:
-        """What was meant by an op that has that fingerprint; by the op at hand where that is forgotten."""
+        """What was meant by the op with that fingerprint; where that is forgotten, by the current op."""
         return self._by_fingerprint.get(fingerprint, self.now)
 
 

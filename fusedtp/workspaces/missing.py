@@ -1,4 +1,4 @@
-"""Whom to name when a wait is given up: not the peer that was waited for where that one was stuck behind another.
+"""Whom to name when a wait is given up: not the peer that was waited for if that one was itself stuck behind another.
 
 All of it is read from the ranks' headers (`kernels.signal`), which say whom a rank waits for and on which slot, whom it
 has given up on, and whether it has left.
@@ -14,7 +14,7 @@ from ..kernels import signal
 from .clock import Stopwatch
 from .steps import raised, wrapping_difference
 
-# How long who is alive may take to say so.
+# How long a rank that is alive may take to show it.
 GRACE_SECONDS = 1.0
 
 # A rank's header, int32 by int32, with the signals that it has seen.
@@ -24,8 +24,8 @@ Header: TypeAlias = Callable[[int], list[int]]
 def really_missing(rank: int, world_size: int, header: Header, peer: int) -> int:
     """The rank that `rank`, which waited for `peer` in vain, should name.
 
-    That is the one at the end of the chain of those who wait for each other. Where another rank has given up on yet
-    another one, the two are told apart by what they say of themselves: who is alive will soon wait, or give up.
+    That is the rank at the end of the chain of ranks that wait for each other. If another rank has given up on a
+    different one, the headers of these two decide: a rank that is alive will soon wait, or give up.
     """
     ran = Stopwatch()
     while True:
@@ -51,7 +51,7 @@ def really_missing(rank: int, world_size: int, header: Header, peer: int) -> int
 
 
 def explain(world_size: int, header: Header, peer: int, missing: int) -> str:
-    """What is known of rank `missing`, named in place of `peer`, behind a message."""
+    """What to add to a message that names rank `missing` in place of `peer`: what is known of it."""
     words, text = header(missing), ""
     if missing != peer:
         text += f"; rank {peer} was itself waiting for rank {missing}"
@@ -90,17 +90,17 @@ def _waits_for(world_size: int, header: Header, words: list[int]) -> int | None:
         return None
     else:
         seen = words[word]
-    # A rank that has what it says it is waiting for was stopped or killed there.
+    # A rank that already has the signal it says it waits for was stopped or killed there.
     return None if raised(seen, expected) else source
 
 
 def _rank_in(words: list[int], word: int, world_size: int) -> int | None:
-    # A rank is written as its number + 1. What is no rank was written by nobody who keeps to that, and says nothing.
+    # A rank is written as its number + 1. Any other value was not written by this protocol, and says nothing.
     return words[word] - 1 if 0 < words[word] <= world_size else None
 
 
 def _follow(rank: int, world_size: int, header: Header, peer: int) -> int:
-    # From each rank to the one that it waits for, to the last one of which there is nothing to say.
+    # From each rank to the one that it waits for, up to the last one, which waits for nobody as far as is known.
     chain = [rank]
     while peer not in chain:
         chain.append(peer)

@@ -1,5 +1,5 @@
-"""What is kept for later calls is made outside of torch.inference_mode, whatever mode the call that needs it first is
-in: a tensor of that mode may be neither written nor viewed by an op that is trained with.
+"""Tensors that are kept for later calls are made outside of torch.inference_mode, whatever mode the first call that
+needs them is in: an op in training may neither write nor view an inference tensor.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ R = TypeVar("R")
 def outside_inference(function: Callable[P, R]) -> Callable[P, R]:
     """A decorator: the function runs outside of inference mode.
 
-    Not by torch's own context: where that is interrupted as it begins or ends, the mode goes back to what it was when
-    the exception is let go of, then and there, and a program that trains has no gradients any more.
+    Not by torch's own context manager: if that is interrupted as it begins or ends, the mode is only reset when the
+    exception is released, wherever the program is then, and a program that trains loses its gradients.
     """
 
     @functools.wraps(function)
@@ -28,14 +28,14 @@ def outside_inference(function: Callable[P, R]) -> Callable[P, R]:
         guard = None
         try:
             try:
-                # Once it is made it holds.
+                # It holds from the moment it is made.
                 guard = torch._C._InferenceMode(False)
                 return function(*args, **kwargs)
             finally:
                 if guard is not None:
                     guard.__exit__(None, None, None)
         finally:
-            # Once more, which does nothing, for an interruption before the line above.
+            # In case an interruption came before the line above; otherwise this does nothing.
             if guard is not None:
                 guard.__exit__(None, None, None)
 

@@ -22,10 +22,11 @@ from .workspace import Workspace
 
 _workspaces: dict[tuple[str, torch.device], Workspace] = {}
 _unreachable: dict[tuple[str, torch.device], str] = {}
-# For which group either was made: torch gives the name of one that is destroyed to another. Nothing here keeps a group,
-# with its threads and connections, that torch.distributed and the program have done with.
+# For which group each entry of the two was made: torch may give the name of a destroyed group to another. The
+# references are weak: nothing here keeps a group, with its threads and connections, alive when torch.distributed and
+# the program are done with it.
 _made_for: dict[tuple[str, torch.device], ref[dist.ProcessGroup]] = {}
-# Those of groups that are in use, by what is looked up in no time.
+# The workspaces of groups in use, by a key that is looked up fast.
 _found: dict[tuple[int, torch.device], tuple[ref[dist.ProcessGroup], Workspace]] = {}
 _destroyed: Counter[str | None] = Counter()  # how often each group was; None: all of them
 
@@ -41,7 +42,7 @@ def get(group: dist.ProcessGroup, device: torch.device, *, epoch: int = 0) -> Wo
 
     Raises `Unreachable` where ranks share no memory.
     """
-    # A group that lives on has no other's number.
+    # As long as a group lives, no other has its id.
     found = _found.get((id(group), device))
     if found is not None and found[0]() is group:
         return found[1]
@@ -62,7 +63,7 @@ def _make(group: dist.ProcessGroup, key: tuple[str, torch.device], epoch: int) -
     _discard(key)
     on_host, device = key[1].type == "cpu", key[1]
     memory = PosixMemory(group.rank(), group.size()) if on_host else CudaMemory(group, device)
-    # It has its place first: what an interruption leaves there is not lost, and the peers hear that it is left.
+    # Put in its place first: after an interruption it is found there and closed, which tells the peers.
     ws = _workspaces[key] = Workspace(memory, device, epoch=epoch, seconds=budgets.of(group), make=False)
     exchange = StoreExchange(group) if on_host else None
     try:
@@ -117,11 +118,11 @@ def destroy(group: Group = None) -> None:
     """Give back the symmetric memory of `group`, or of every group of this process. Waits for nobody.
 
     A later op makes it anew, collectively: every rank of a group calls this after the same op, or none does. A rank
-    that goes on with the old memory is told which one has left it (`PeerTimeout`). It may come before or after
+    that goes on with the old memory is told which one has left it (`PeerTimeout`). This may be called before or after
     torch.distributed.destroy_process_group, or not at all: the memory goes with the group. Graphs captured before it
     cannot be replayed.
 
-    Errors for what is no group as in the functions; one that torch.distributed has destroyed already is one still.
+    Errors for what is no group as in the functions; a group that torch.distributed has destroyed already is accepted.
     RuntimeError while an op of the group is under way in another thread.
     """
     if group is not None and not isinstance(group, dist.ProcessGroup):
@@ -133,7 +134,7 @@ def destroy(group: Group = None) -> None:
             stack.enter_context(turns.Turn("group", each, "destroy"))
         for key in keys:
             _forget(key)
-        # Last: a call that is interrupted is made again.
+        # Last: a call that is interrupted is made again, and must not count twice.
         _destroyed[name] += 1
 
 
@@ -147,7 +148,7 @@ def _discard(key: tuple[str, torch.device]) -> None:
     _found.clear()
     stale.changed()
     if (ws := _workspaces.get(key)) is not None:
-        # In this order: one that is interrupted is found again.
+        # In this order: if closing is interrupted, the workspace is found again.
         ws.close()
         _workspaces.pop(key, None)
 

@@ -1,14 +1,15 @@
-"""How the ranks of a group meet to make their arenas: through the group's store at first, then through those they have.
+"""How the ranks of a group meet to make arenas: through the group's store at first, later through the arenas they have.
 
-Neither is a collective of the backend, which would hang where a rank never comes, and pair the wrong calls where one
-was interrupted and comes again.
+Neither is a collective of the backend, which would hang if a rank never comes, and would pair the wrong calls if a rank
+is interrupted and comes again.
 
-The store. A rank takes a number, higher than any that it had, and leaves its row under it; when it has used all rows it
-leaves the numbers of those with what came of it. All are done when all have used the same rows. Who is interrupted and
-comes again has another number, for which the others, if they still wait, use the new row.
+The store. A rank takes a number, higher than any it had before, and leaves its row under it. When it has used all
+ranks' rows, it leaves their numbers and its outcome. All are done when all have used the same rows. A rank that is
+interrupted and comes again has another number; the others, if they still wait, then use its new row.
 
-The arenas. A rank writes its row into its half for the op to come, which that op uses when all have read it, and then
-counts GROWING up; then so for what came of it, which a peer may read later than that, in the header.
+The arenas. A rank writes its row into its half for the coming op, which does not use the half before all have read the
+row, and then counts GROWING up. Then it does the same with its outcome, but in the header, as a peer may read that
+later.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def _lost_store(rank: int) -> Iterator[None]:
 class StoreExchange:
     """An `Exchange` through the store of `group`.
 
-    Rows are waited for as long as the group's timeout, as the first op of a group may come at any time, and the rest as
-    long as its budget. PeerTimeout then, with the rank that is missing.
+    Waits for rows take up to the group's timeout, as a rank's first op of a group may come at any time; waits for
+    outcomes up to the budget. After that PeerTimeout names the missing rank.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -94,19 +95,19 @@ class StoreExchange:
         return outcomes
 
     def ended(self) -> None:
-        """This rank has what it came for, or knows as all do that it cannot be had."""
+        """To be called when this rank has its arenas, or knows, as all ranks then do, that it cannot."""
         _unfinished.discard(self._group)
 
     def _tidy_up(self) -> None:
-        # A row is of somebody who still comes. It is not deleted, as a peer might be about to read it; an outcome is
-        # when all have come to the next one.
+        # A row means that a rank is still at it. The row is overwritten, not deleted, as a peer might be about to read
+        # it. An outcome is deleted when all ranks have come to the next one.
         self._store.set(self._key("row", self._rank), "null")
         before = self._number - 1
         while before and self._store.delete_key(self._key("outcome", self._rank, before)):
             before -= 1
 
     def _patience(self) -> float:
-        # Where this rank broke off the last time its peers may be through with it, and wait for it elsewhere.
+        # If this rank broke off last time, its peers may have finished without it and wait for it elsewhere.
         if self._group in _unfinished:
             return budgets.of(self._group)
         options = self._group._get_backend(torch.device("cpu")).options
@@ -120,14 +121,15 @@ class StoreExchange:
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def _waited(self, what: str, peer: int, seconds: float) -> Any:
-        # The row of that peer; or what came of the rows that this rank has used, None where one of those is another.
+        # The peer's row; or its outcome of the rows that this rank has used, None if one of these rows has been
+        # replaced.
         ran, poll = Stopwatch(), _FIRST_POLL_SECONDS
         while True:
             found = self._read("row", peer) if what == "row" else self._outcome(peer)
             if found is not None:
                 return found
             if what == "outcome" and self._is_outdated():
-                # Who is done has left what came of it before its row went.
+                # A rank that is done has left its outcome before its row went.
                 return self._outcome(peer)
             if (waited := ran.seconds()) > seconds:
                 come = "has not come" if what == "row" else "has not come to its end"

@@ -1,6 +1,6 @@
-"""When what is kept from call to call holds no more: one number, which goes up whenever a group's symmetric memory is
-made or given back, or a group that calls were prepared for is gone. What was found out under another number is found
-out anew, and the tables that it was kept in are emptied: with it they would keep memory that was given back.
+"""When what is kept from call to call no longer holds: one number, which goes up whenever a group's symmetric memory is
+made or given back, or a group that calls were prepared for is gone. What was worked out under an older number is worked
+out anew, and the tables that keep it are emptied: they would also keep memory that was given back.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _watched: dict[int, ref[Any]] = {}
 
 
 def table(new: Table) -> Table:
-    """It is emptied whenever the number goes up."""
+    """Returns `new`, which is emptied from now on whenever the number goes up."""
     _tables.append(new)
     return new
 
@@ -32,7 +32,7 @@ def changed() -> None:
 
 
 def watch(group: Any) -> ref[Any]:
-    """A reference to a group, the end of which is a change: another may be made under its name, or in its place."""
+    """A weak reference to a group, whose end is a change: another may be made under its name, or at its address."""
     known = _watched.get(id(group))
     if known is None or known() is not group:
         number = id(group)

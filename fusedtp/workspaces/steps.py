@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from .workspace import Workspace
 
 # How long a wait polls before it sleeps between polls; less where ranks outnumber cores, as polling then takes a core
-# from the rank that is waited for. A sleep is this part of what was waited so far, so that no wait is longer by more,
-# and at most so long.
+# from the rank that is waited for. A sleep is this part of the time waited so far, so that no wait gets longer by more
+# than that, and at most so long.
 _SPIN_SECONDS, _SPIN_SECONDS_CROWDED, _SLEEP_PART, _SLEEP_SECONDS = 1e-3, 50e-6, 1 / 16, 500e-6
 _CORES = len(os.sched_getaffinity(0))
 
-# Every aligned load of an x86 acquires and every store releases, so plain ones do there, in a tenth of the time.
+# On x86 every aligned load acquires and every store releases, so plain ones are enough, and take a tenth of the time.
 _PLAIN_WORDS = platform.machine().lower() in ("x86_64", "amd64")
 
 _SIGNALS: int = signal.SIGNALS.value
@@ -105,7 +105,7 @@ def raised(seen: int, epoch: int) -> bool:
 
 
 class HostSteps:
-    """The steps on a CPU, of the op at hand: `op` names it in a report, `epoch` is its number."""
+    """The steps on a CPU, for the current op: `op` names it in a report, `epoch` is its number."""
 
     def __init__(self, workspace: Workspace) -> None:
         self._ws = workspace
@@ -115,7 +115,7 @@ class HostSteps:
 
     @classmethod
     def beside(cls, workspace: Workspace, op: str) -> HostSteps:
-        """Steps of their own for the workspace's next epoch."""
+        """Separate steps for the workspace's next epoch."""
         steps = cls(workspace)
         steps.reach(workspace.addresses)
         steps.op, steps.epoch = op, workspace.next_epoch()
@@ -124,11 +124,11 @@ class HostSteps:
     def reach(self, addresses: list[int]) -> None:
         """Go by the arenas at these addresses from now on."""
         self._addresses = addresses
-        # Each signal of this rank's, by whom it is for; and each of its own header's.
+        # The address of this rank's signal of slot 0 in every rank's header; and that of the first signal in its own.
         self._signals = [address + 4 * (_SIGNALS + self._rank) for address in addresses]
         self._own = addresses[self._rank] + 4 * _SIGNALS
         self._step = 4 * self._world_size
-        # In bytes from a header's beginning, where this rank's fingerprint is, by the half.
+        # Where this rank's fingerprint is in a header, in bytes from its beginning, for each half.
         self._fingerprint_at = [4 * fingerprint_place(half, self._rank, self._world_size) for half in (0, 1)]
 
     def signal(self, dst: int, slot: int) -> None:
@@ -138,7 +138,7 @@ class HostSteps:
         else:
             store_release(self._signals[dst] + slot * self._step, self.epoch)
 
-    # Of the host's own steps there is one kind.
+    # The host itself has only one way to signal.
     write = signal
 
     def wait(self, src: int, slot: int) -> None:
@@ -154,14 +154,14 @@ class HostSteps:
     def meet(self) -> None:
         """Tell every peer that this rank has come one step further in growing the workspace, and wait until all have.
 
-        PeerTimeout where one does not come, or is gone, though it was there.
+        PeerTimeout if one does not come, or has come but is gone.
         """
         ws, word = self._ws, 4 * signal.GROWING.value
         step = load_acquire(ws.addresses[ws.rank] + word) + 1
         store_release(ws.addresses[ws.rank] + word, step)
 
         def come(peer: int) -> int:
-            # In this order: whoever gives up has come before.
+            # In this order: a rank gives up only after it has come.
             seen = load_acquire(ws.addresses[peer] + word)
             return 0 if any(map(load_acquire, self._gone(peer))) else seen
 
@@ -181,11 +181,12 @@ class HostSteps:
         gone = self._gone(src)
         spin = _SPIN_SECONDS if ws.world_size <= _CORES else _SPIN_SECONDS_CROWDED
         while not raised(seen := poll(), expected):
-            # Read before the last look: whoever gives up or leaves has raised all its signals before.
+            # Read before the last poll: a rank that gives up or leaves has raised all its signals by then.
             is_gone = waited >= spin and any(map(load_acquire, gone))
             if waited >= spin and self._has_entered(src) and self._disagrees(src):
                 ws.disagree(self.op, src, self.epoch)
-            # The time before the poll: a rank that was itself stopped meanwhile finds what has arrived in that time.
+            # `waited` is from before the poll: a rank that was itself stopped in between finds what arrived
+            # meanwhile.
             if waited > ws.seconds or (is_gone and not raised(poll(), expected)):
                 self._take_back()
                 ws.give_up(self.op, src, slot, expected, seen, waited)
@@ -197,7 +198,7 @@ class HostSteps:
         ws.host_words[signal.WAITING_FOR.value] = 0
 
     def enter(self, op: str) -> None:
-        """Begin an epoch with that op: tell every peer, and by a fingerprint what this rank means by it."""
+        """Begin an epoch with that op: tell every peer so, with a fingerprint of what this rank means by it."""
         self.op, self.epoch = op, self._ws.take_epoch()
         fingerprint, addresses, epoch = self._ws.meanings.now.fingerprint, self._addresses, self.epoch
         place = self._fingerprint_at[epoch & 1]
@@ -225,8 +226,8 @@ class HostSteps:
         return raised(load_acquire(ws.addresses[ws.rank] + 4 * entry), self.epoch)
 
     def _take_back(self) -> None:
-        # As in `kernels.signal`, no peer ends an op that this rank has given up. It may end the one before. Nor does it
-        # find this rank where the memory grows.
+        # As in `kernels.signal`, no peer may end an op that this rank has given up, though it may end the one before.
+        # Nor may it meet this rank where the memory grows.
         ws, before = self._ws, wrapping_difference(self.epoch, 1)
         for peer in range(ws.world_size):
             if peer != ws.rank:

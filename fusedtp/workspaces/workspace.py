@@ -36,8 +36,9 @@ _MIN_HALF_BYTES = 1 << 16
 # Making a view takes longer than looking one up; a layer asks for the same few again and again.
 _MAX_VIEWS = 1024
 
-# What an op has come to: none is under way, nothing has been sent, or peers may have seen something of it. Each is one
-# store, of the last before anything is sent, of the first after everything: an interruption finds one or the other.
+# How far an op has come: none is under way, nothing has been sent, or peers may have seen something of it. Each change
+# is one store, to `_SENT` before anything is sent, to `_NO_OP` after everything: an interruption finds one or the
+# other.
 _NO_OP, _NOTHING_SENT, _SENT = 0, 1, 2
 
 Kept = TypeVar("Kept")
@@ -73,18 +74,18 @@ class Workspace(Failing):
         self.meanings = Meanings()
         self.made = False
         self._op, self._progress = "", _NO_OP
-        # The call that the last op which peers have seen something of was in.
+        # The call that made the last op that peers may have seen something of.
         self._call: turns.Open | None = None
         self._memory = memory
         self._arena: Arena | None = None
         # The protocol's steps for ops that are driven from the host.
         self.steps = HostSteps(self) if self._on_host else DeviceSteps(self)
         self._tables: dict[tuple[int, ...], Tensor] = {}
-        # What graphs that were captured here go on reading and writing, however the workspace has changed since.
+        # What captured graphs go on reading and writing, however the workspace has changed since.
         self._captured: list[Any] = []
-        # Of the arenas, which they go with: one that is kept elsewhere keeps an arena.
+        # Views of the arenas, dropped with them: a view that is kept elsewhere keeps its arena alive.
         self.views: dict[Any, Any] = {}
-        # What dispatch knows of and has decided for this group: it is agreed anew with every workspace.
+        # What dispatch knows of this group and has decided for it; the ranks agree on that anew with every workspace.
         self.choices: dict[Any, Any] = {}
         self._mirror = epoch
         self._mirror_is_exact = True
@@ -104,9 +105,9 @@ class Workspace(Failing):
             self.make()
 
     def make(self, exchange: Exchange | None = None) -> None:
-        """Make the arenas, collectively. Until then, and where it raises, there is nothing but to `close`."""
+        """Make the arenas, collectively. Until then, or if it raises, all that can be done is to `close`."""
         self._allocate(_MIN_HALF_BYTES, _MIN_SLOTS, self._mirror, exchange)
-        # What ranks decide by what the machine can do they must decide alike: by rank 0's.
+        # Ranks must decide alike what depends on the machine: all go by rank 0's.
         self.hardware = self._shared_hardware()
         clock.drive(self.host_block[signal.CLOCK_MS.value :])
         self.made = True
@@ -134,11 +135,11 @@ class Workspace(Failing):
             self.steps.reach(addresses)
         self.peers = torch.tensor([*addresses, self.host_block.data_ptr()], dtype=torch.int64).to(self.device)
         self._channel = Channel(self.peers, self.data, self.rank, self.world_size, half_bytes, data_offset)
-        # Only now, as it may have been set meanwhile.
+        # Only now, as the budget may have been set meanwhile.
         self.words[signal.BUDGET_MS.value] = math.ceil(self.seconds * 1000)
         if old is not None and not self._captured:
-            # Nobody reads it any more: a peer only got here after finishing its last op, which read none of ours later
-            # than its own.
+            # Nobody reads the old arena any more: a peer gets here only after its last op has ended, and with that its
+            # reads.
             old.release()
 
     def _shared_hardware(self) -> Hardware:
@@ -196,7 +197,7 @@ class Workspace(Failing):
         except RanksDisagree:
             raise
         except (Unreachable, ValueError) as error:
-            # It is every rank's, and each goes on with the memory that it has.
+            # Every rank gets this error, and goes on with the memory that it has.
             self._progress = min(self._progress, _NOTHING_SENT)
             text = f"the workspace cannot grow: {error}"
             if isinstance(error, Unreachable):
@@ -207,11 +208,11 @@ class Workspace(Failing):
         self._progress = min(self._progress, _NOTHING_SENT)
 
     def tell_peers(self) -> None:
-        """Before the first that a peer may see of an op: it cannot be broken off in silence from here on."""
+        """To be called before peers may see anything of an op: from here on it cannot be broken off silently."""
         if self._progress:
             self._progress = _SENT
         else:
-            # Virtual ranks, which end no op here.
+            # Virtual ranks, whose ops do not pass through `begin` and `end`.
             self._mirror_is_exact = False
 
     def channel(self) -> Channel:
@@ -228,7 +229,7 @@ class Workspace(Failing):
         table = self._tables.get(sizes)
         if table is None:
             if len(self._tables) >= _MAX_VIEWS and not self._capturing():
-                # A kernel on another stream may be reading one still.
+                # A kernel on another stream may still be reading one.
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)
                 self._tables.clear()
@@ -251,7 +252,7 @@ class Workspace(Failing):
         return view
 
     def keep(self, key: object, views: Kept) -> Kept:
-        """Have them in `views` until there are too many, or other arenas."""
+        """Keep them in `views` until there are too many, or the arenas are replaced."""
         if len(self.views) >= _MAX_VIEWS:
             self.views.clear()
         self.views[key] = views
@@ -273,14 +274,14 @@ class Workspace(Failing):
         return epoch
 
     def begin(self, op: str, meant: Meaning) -> None:
-        """Before what an op issues, which means that: chains streams. RuntimeError where the last one has not ended, or
-        the call that it was in has not returned.
+        """To be called before an op issues anything; `meant`: what it means. Chains streams. RuntimeError if the last
+        op has not ended, or the call that made it has not returned.
         """
         if self.meanings.now is not meant:
             self.meanings.take(meant)
         unreturned = self._call is not None and not self._call.returned and not self._call.is_open()
         if (self._progress == _SENT or unreturned) and self.failure is None:
-            # Interrupted where nothing was there to notice it.
+            # It was interrupted where nothing could notice that.
             self._abandon(self._op, None)
         if self.failure is not None:
             raise self.failure
@@ -303,7 +304,7 @@ class Workspace(Failing):
         self._last_stream = stream
 
     def end(self) -> None:
-        """After all that an op issues: raises what it has reported by now."""
+        """To be called after all that an op issues: raises what the op has reported by now."""
         if self.device.type != "cpu":
             capturing = self._capturing()
             if not capturing:
@@ -318,8 +319,9 @@ class Workspace(Failing):
         self._progress = _NO_OP
 
     def interrupted(self, op: str, error: BaseException) -> None:
-        """In place of `end` where the op raises, whatever it is: half way it fails the workspace, as its peers are in
-        the middle of it. What is raised before the first signal leaves no trace: the same call may be made again.
+        """To be called in place of `end` if the op raises anything. Half way through an op this fails the workspace, as
+        the peers are in the middle of it. An error before the first signal leaves no trace: the same call may be made
+        again.
         """
         if self._progress != _SENT:
             self._progress = _NO_OP
@@ -359,7 +361,7 @@ class Workspace(Failing):
     def set_timeout(self, seconds: float) -> None:
         """The budget of every wait from the next op on."""
         self.seconds = seconds
-        # Another thread may end the workspace meanwhile: what it has had stays mapped as long as this shows it.
+        # Another thread may close the workspace meanwhile: its memory stays mapped as long as `words` refers to it.
         words = getattr(self, "words", None)
         if words is not None:
             words[signal.BUDGET_MS.value] = math.ceil(seconds * 1000)
@@ -367,7 +369,7 @@ class Workspace(Failing):
     def close(self) -> None:
         """Give the memory back. The peers may still use theirs."""
         try:
-            # Kernels that still wait for a lost peer end by the clock: it goes on until they have.
+            # Kernels that still wait for a lost peer end by the clock, which therefore goes on until they have.
             if self._arena is not None and self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
         finally:
@@ -376,7 +378,7 @@ class Workspace(Failing):
             self._leave(1)
             self._arena, self.views = None, {}
             for name in ("words", "host_words", "data", "_channel"):
-                # One that was interrupted while it was made has not all of them.
+                # A workspace that was interrupted while it was made lacks some of them.
                 vars(self).pop(name, None)
             arena.release()
             self._captured.clear()
