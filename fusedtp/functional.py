@@ -9,10 +9,10 @@ features, _X marks the dimension that is split over the ranks; M may stand for s
     linear_all_reduce        x [M, K_X], weight [N, K_X] -> [M, N]
     fsdp_linear              x [M_X, K], weight [N_X, K] -> [M_X, N]
 
-Arguments are checked once, before anything is sent (`arguments`): ranks that are wrong alike raise alike, none waits.
-What ranks must agree on (`sizes` above all, which each takes from its own tensors where it is not given) is compared
-before every op, of backward too, with `debug=True`, on all ranks of the group alike, or for all calls under
-TORCH_DISTRIBUTED_DEBUG=DETAIL (`agreement`). Under torch.autocast operands are cast as F.linear's.
+Arguments are checked once, before anything is sent (`arguments`): ranks with the same mistake raise the same error, and
+none waits. With `debug=True` on all ranks of the group, or under TORCH_DISTRIBUTED_DEBUG=DETAIL for all calls, what
+ranks must agree on is compared before every op, of backward too (`agreement`): above all `sizes`, which each rank takes
+from its own tensors where it is not given. Under torch.autocast operands are cast as F.linear's.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def sharded_matmul(
 
     a and b are this rank's shards, the result is its shard of c. The spec's axes are dimension names of `mesh`. `sizes`
     gives dims that cannot be read off the shards: the global length, split like `torch.tensor_split`, or the length on
-    every rank of the axis that splits the dim first. By default a dim is as long as a whole copy of it is here, or this
-    rank's part times the ranks, which must then be the same on all: uneven shards need `sizes`. The way is planned by
-    bytes and FLOPs; `fusedtp.explain` shows it.
+    every rank of the axis that splits the dim first. By default a dim has the length of a whole copy on this rank, or
+    else this rank's part times the number of ranks; uneven shards need `sizes`. The steps are planned by bytes and
+    FLOPs; `fusedtp.explain` shows them.
 
     Raises NotationError for a spec without a plan, ValueError or TypeError for arguments that do not fit it.
     """
@@ -103,7 +103,7 @@ def layer(
 ) -> Described:
     """What `call.of` takes, for a spec over axis X with the dims of `layer_spec`.
 
-    splits: the ranks' lengths of the dims that are split; of the others this rank's hold.
+    splits: the ranks' lengths of the dims that are split; the other dims have this rank's lengths.
     """
     # Nothing is parsed here, torch.compile could not trace it.
     local = {f"R{i}": length for i, length in enumerate(x.shape[:-1])} | {"K": x.shape[-1], "N": weight.shape[0]}
@@ -294,7 +294,7 @@ def fsdp_problem(
 
 
 def _rows(x: Tensor, dim: int, rows: int, schedule: str, group: ProcessGroup) -> tuple[Tensor, tuple[int, ...]]:
-    # x as rows of everything but `dim`, and the lengths of that, for an op of so many rows over all ranks.
+    # x as a matrix whose rows are `dim`, and the lengths of the other dims. rows: of the op, over all ranks.
     moved = x.movedim(dim, 0)
     others = tuple(moved.shape[1:])
     arguments.check_reach(schedule, x, [group], (rows, 0, math.prod(others)))

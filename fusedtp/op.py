@@ -12,8 +12,8 @@ sum over the ranks of what each of them has.
     reduce_scatter          x                     the own rows of S
     all_reduce              x                     S
 
-`dim` 1: columns for rows, of a for a gather, of the result for a scatter; with `transposed` the result is the
-transposed one, and a bias has an element a row of it.
+`dim` 1: columns take the place of rows, of a in a gather, of the result in a scatter. With `transposed` the result is
+transposed, and a bias has an element for each row of X @ b, which is now a column.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ Kind = Literal["gather", "scatter", "all_reduce"]
 class Op:
     """What is true of every task of an op.
 
-    kind: what travels, in the cost model's words. operands: how many at the most, of which the first travels or is
-    multiplied, and the second, where it `multiplies`, is what it is multiplied with. algorithms: beside "auto".
-    results, moved, agreed: of a task, see there.
+    kind: what travels, in the cost model's words. operands: how many at most; the first travels or is multiplied, by
+    the second if the op `multiplies`. algorithms: beside "auto". results, moved, agreed: see the properties of `Task`.
     """
 
     name: str
@@ -94,7 +93,7 @@ class Task:
         return hash((self.op.name, self.shapes, self.dtype, self.sizes, self.dim, self.transposed, self.algorithm))
 
     def shape(self, operand: int) -> Shape:
-        """Of an operand that is given."""
+        """The shape of an operand that is given."""
         shape = self.shapes[operand]
         assert shape is not None
         return shape

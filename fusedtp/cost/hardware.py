@@ -160,7 +160,7 @@ _TABLE = (
 
 HARDWARE: dict[str, Hardware] = {each.name: each for each in _TABLE}
 
-# Rates and latencies beyond these are none, and what is computed from them may overflow or be divided by 0.
+# Rates and latencies beyond these are not real, and computing with them may overflow or divide by 0.
 LEAST_RATE, MOST_RATE, MOST_US = 1e-9, 1e9, 1e9
 
 # What the numbers of a machine are; the rest of Hardware says what kind of machine it is.
@@ -194,9 +194,9 @@ _said: set[str] = set()
 
 
 def assumed(name: str) -> Hardware:
-    """What a GPU that the table does not have is taken for, an H100, with a warning, once for each `name`.
+    """An H100, which stands in for a GPU that the table does not have; warns once for each `name`.
 
-    name: as its driver calls it, "" where it is rank 0's and unlike this rank's own.
+    name: as the GPU's driver calls it, "" if it is rank 0's GPU and this rank's own is another kind.
     """
     which = f"{name!r}" if name else "rank 0's GPU"
     if which not in _said:
@@ -227,8 +227,8 @@ def measured_cpu(
     """A CPU whose ranks are processes, from its own measured rates.
 
     matrix_tflops: of one rank while all multiply. memory_gbps: read and written together. host_us: an op's cost without
-    any data. flag_us: a wait for a peer's signal. collective_*: of the process group's backend. ValueError for a number
-    that cannot be one.
+    any data. flag_us: a wait for a peer's signal. collective_*: of the process group's backend. ValueError for an
+    impossible number.
     """
     numbers = {"memory_gbps": memory_gbps, "collective_gbps": collective_gbps}
     numbers |= {f"matrix_tflops of {dtype}": rate for dtype, rate in matrix_tflops.items()}
@@ -245,7 +245,7 @@ def measured_cpu(
     )  # fmt: skip
 
 
-# Ranks of a CPU that nobody has measured, where they must decide alike.
+# For ranks on a CPU that nobody has measured: they too must decide alike.
 CPU = measured_cpu(
     "cpu", matrix_tflops={"float32": 0.07}, memory_gbps=18.7, host_us=170.0, flag_us=16.0, collective_start_us=1264.0,
     collective_gbps=0.8, source="this project's rows of 2 cores of an AMD EPYC; flag: two ranks behind a gloo barrier",

@@ -40,7 +40,7 @@ ALGORITHMS = ("auto", "one_shot", "two_shot", "ring")
 def work_of(
     op: str, *, M: int, N: int, K: int, world_size: int, dtype: object = "bfloat16", gather_dim: int = 0
 ) -> Work:
-    """The share of one rank; ValueError for an op, a size or a dtype that there is not."""
+    """The share of one rank; ValueError for an unknown op or dtype, or an impossible size."""
     if op not in OPS:
         raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
     name = str(dtype).removeprefix("torch.")
@@ -121,7 +121,7 @@ class Prediction:
         return self.work.flops
 
     def efficiency(self, schedule: str) -> float | None:
-        """The part of what `unfused` adds to the matmul that the schedule hides; None where there is nothing to."""
+        """Of the time that `unfused` adds to the matmul, the part that this schedule hides; None if there is none."""
         exposed = self.unfused_us - self.matmul_us
         time = self.times.get(schedule)
         return None if time is None or exposed <= 0 or not self.flops else 1 - (time - self.matmul_us) / exposed
@@ -142,7 +142,7 @@ def predict(
     and gathers w over the network (ZeRO, HSDP; an all-reduce moves as much). Of that, network_exposed_us is what
     forward, dx and dw, each about as long as this op, do not hide; all of it without overlap_network.
 
-    Raises ValueError with the values for an op, size, dtype, hardware or time that there is not.
+    Raises ValueError with the values for an unknown op, dtype or hardware, and for an impossible size or time.
     """
     work = work_of(op, M=M, N=N, K=K, world_size=world_size, dtype=dtype, gather_dim=gather_dim)
     machine = find(hardware)

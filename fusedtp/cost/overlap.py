@@ -1,7 +1,8 @@
 """How long a rank's matmul and its communication take together: the model behind `cost`, and the choices made by it.
 
-One share of an op on one machine, in microseconds; the closed forms are in the docstring of `cost`. Beside predictions
-it decides, in the schedules themselves, between two ways to move data: one-shot or two-shot, pushed or copied.
+One share of an op on one machine, in microseconds; the closed forms are in the docstring of `cost.model`. Besides
+predicting, it decides in the schedules themselves between two ways to move data: one-shot or two-shot, pushed or
+copied.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ PRODUCERS = ("push", "copy")
 COPY_BYTES = 4 << 20
 # What one pushing program sends, GB/s: 8 KB on their way at a time, 0.8 us from memory to the peer. Assumed.
 PUSHER_GBPS = 10
-# Of the SMs, at most this part pushes.
+# At most one in so many SMs pushes.
 PUSHERS_AT_MOST = 4
 
-# Tiles that a library chooses from to fill all SMs, and what they reach of the rate: smaller ones load more a FLOP.
-# Assumed, from tiles' arithmetic intensity.
+# Tiles that a library chooses from to fill all SMs, and the part of the rate they reach: smaller ones load more per
+# FLOP. Assumed, from tiles' arithmetic intensity.
 _TILES = ((128, 128, 1.0), (128, 64, 0.9), (64, 64, 0.75))
 
 

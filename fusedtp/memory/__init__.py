@@ -36,7 +36,7 @@ class Exchange(Protocol):
         ...
 
     def outcomes(self, mine: list[int]) -> list[list[int]] | None:
-        """What came of the rows, of every rank; None where one has begun anew since: ask for the rows again."""
+        """Every rank's outcome with these rows; None if a rank has begun anew since: ask for the rows again."""
         ...
 
 
@@ -45,7 +45,7 @@ class Memory(Protocol):
 
     rank: int
     world_size: int
-    # Whether `allocate` needs an exchange; else what it is made of has one of its own.
+    # Whether `allocate` needs an exchange; otherwise the memory has its own way.
     exchanges: bool
 
     def allocate(self, num_bytes: int, header: Tensor, exchange: Exchange | None = None) -> Arena:

@@ -6,12 +6,14 @@ import errno
 import os
 from typing import NamedTuple
 
-# In place of an error of the system's, whose numbers are above 0.
+# Codes beside the system's error numbers, which are above 0.
 OTHER_MACHINE, OTHER_NAMESPACE, OTHER_FILE, DIFFERS = -1, -2, -3, -4
 
 
 class Row(NamedTuple):
-    """What a rank tells its peers of its arena. owner: of its files in /proc; code: why it has no arena, or 0."""
+    """What a rank tells its peers of its arena. owner: the user that owns its files in /proc; code: why it has no
+    arena, or 0.
+    """
 
     pid: int
     fd: int
@@ -26,7 +28,7 @@ class Row(NamedTuple):
 
     @property
     def asked(self) -> tuple[int, int]:
-        """In what the ranks must agree."""
+        """What the ranks must agree on."""
         return self.num_bytes, self.epoch
 
 

@@ -25,7 +25,7 @@ from .rendezvous import SECONDS, meet
 
 @dataclass(frozen=True)
 class _Offer:
-    # What a rank tells the others before they meet. The name, rank 0's, is that of the group in which they will.
+    # What a rank tells the others before they meet. name: of the group in which they will meet; rank 0's is used.
     place: Place
     num_bytes: int
     epoch: int
@@ -50,7 +50,7 @@ class CudaMemory:
         reports (torch.AcceleratorError) on the rank that it happens to."""
         own, why_not = self._own(num_bytes, header)
         name = f"fusedtp/{uuid.uuid4().hex}"
-        # Behind this no rank's header is missing: peers must not signal before it is there.
+        # After this exchange every rank's header is in place: peers must not signal before.
         offers = self._exchange(_Offer(self._gpu.place(), num_bytes, int(header[0]), why_not, name))
         _check_alike(offers)
         _raise_first([each.why_not for each in offers])
@@ -93,7 +93,7 @@ class CudaMemory:
             handle = meet(lambda group: self._gpu.rendezvous(own, group), self._group, name, self._seconds)
         except RuntimeError as error:
             failure = error
-        # Who waited in vain is not who failed, and is named only where nobody says more.
+        # A rank that waited in vain is not the one that failed: it is named only if no other rank gives a reason.
         outcome = "" if failure is None else f"torch's rendezvous failed: {_first_line(failure)}"
         waited = isinstance(failure, dist.DistStoreError)
         outcomes = self._exchange((outcome, waited))
@@ -101,7 +101,7 @@ class CudaMemory:
             _raise_first(["" if waited else reason for reason, waited in outcomes])
             _raise_first([reason for reason, _ in outcomes])
         except Unreachable as agreed:
-            # Of the device itself, which no other schedule would mend.
+            # An error of the device itself: no other schedule would help.
             raise failure if isinstance(failure, torch.AcceleratorError) else agreed from failure
         return handle
 

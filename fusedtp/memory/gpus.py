@@ -71,7 +71,7 @@ def socket_refusal() -> str:
 
 
 def refusal(places: Sequence[Place]) -> str:
-    """Why ranks at these places cannot map each other's memory, the same whoever asks; "" where nothing is known."""
+    """Why ranks at these places cannot map each other's memory, the same whoever asks; "" if no reason is known."""
     for (a, first), (b, second) in combinations(enumerate(places), 2):
         both = f"ranks {a} and {b}"
         if first.host != second.host:
@@ -111,8 +111,8 @@ class Gpu:
     def empty(self, num_bytes: int) -> Tensor:
         """Memory of its own for `num_bytes`. RuntimeError where the device has none left.
 
-        Not `symm_mem.empty`: that cuts several tensors from one block of a pool, and the rendezvous takes a tensor to
-        lie at the same place of the peers' blocks, which it does not where ranks have different histories.
+        Not `symm_mem.empty`: that cuts several tensors from one block of a pool, and the rendezvous assumes that a
+        tensor lies at the same place in the peers' blocks, which is wrong if ranks have different histories.
         """
         from torch._C._distributed_c10d import _SymmetricMemory
 
@@ -121,7 +121,7 @@ class Gpu:
         except torch.AcceleratorError:
             raise
         except RuntimeError:
-            # The driver is asked directly: what torch keeps for later tensors is not given back by itself.
+            # The driver was asked directly: memory that torch keeps for later tensors must be given back first.
             torch.cuda.empty_cache()
         return _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, self.device)
 
@@ -129,7 +129,7 @@ class Gpu:
         torch.cuda.synchronize(self.device)
 
     def rendezvous(self, own: Tensor, name: str) -> Any:
-        """torch's, in the group of that name: what has `get_buffer`."""
+        """torch's rendezvous, in the group of that name; its result has `get_buffer`."""
         from torch._C._distributed_c10d import _SymmetricMemory
 
         return _SymmetricMemory.rendezvous(own, name)

@@ -5,7 +5,7 @@ kernel allows only to a process that may inspect this one. The descriptors go wi
 So there is nothing in /dev/shm, nothing to unlink, and nothing left when every process is killed. (man 2 memfd_create,
 man 5 proc.)
 
-A mapping is never closed, which torch would not notice: it goes with the last tensor that shows it.
+A mapping is never closed explicitly, as torch would not notice that: it goes with the last tensor that uses it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def _map(fd: int, num_bytes: int) -> Tensor:
 
 
 class _Descriptor(list[int]):
-    # The one number that is open, or none. Closed with the last reference, whatever an interruption has kept from being
-    # done: no line lies between opening and keeping it, nor between giving it up and closing it.
+    # One open descriptor, or none. It is closed with the last reference, wherever an interruption strikes: no line
+    # lies between opening and keeping it, nor between giving it up and closing it.
     @property
     def number(self) -> int:
         return self[0]
@@ -54,7 +54,7 @@ class _Descriptor(list[int]):
 def _file(num_bytes: int) -> _Descriptor:
     # A new file in memory.
     file = _Descriptor([os.memfd_create("fusedtp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)])
-    # Made with all permissions: /proc lets no other user's process reach it, and this would stop it once more.
+    # It is made with all permissions: /proc keeps processes of other users from it already, and this would as well.
     os.fchmod(file.number, 0o600)
     os.ftruncate(file.number, num_bytes)
     fcntl.fcntl(file.number, _F_ADD_SEALS, _SEALS)

@@ -70,7 +70,8 @@ class RenumberedStore(Store):
 
 
 def meet(rendezvous: Callable[[str], Handle], group: dist.ProcessGroup, name: str, seconds: float = SECONDS) -> Handle:
-    """What `rendezvous` returns, given the name of a group of the ranks of `group` that is there for this call only.
+    """What `rendezvous` returns when given the name of a group that has the ranks of `group` and exists for this call
+    only.
 
     Collective. name: the same on all ranks, and never used before. RuntimeError (torch's DistStoreError) where a peer
     does not come within `seconds`.

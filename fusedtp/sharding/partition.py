@@ -26,7 +26,7 @@ class Partition:
     products: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def sizes(self, dim: str, outer: tuple[str, ...], axis: str) -> tuple[int, ...]:
-        """The lengths along `axis` of the part of `dim` that this rank's places on the axes `outer` leave."""
+        """The lengths into which `axis` splits this rank's part of `dim`, after the axes `outer` have split it."""
         num_ranks = self.place[axis][1]
         if not outer and len(self.splits.get(dim, ())) == num_ranks:
             return self.splits[dim]

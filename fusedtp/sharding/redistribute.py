@@ -2,8 +2,8 @@
 
 Every sharding of a tensor is a state, every collective or slice over one mesh axis a move between two states. An
 all-gather takes the minor axis off a dim, a slice puts one on; a reduce-scatter turns a partial axis into the minor one
-of a dim, an all-reduce drops it. An axis that is not the minor one of its dim is reached by taking off those after it:
-without them the parts would not be contiguous.
+of a dim, an all-reduce drops it. An axis that is not the minor one of its dim can only be taken off after those behind
+it: otherwise the parts would not be contiguous.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Step:
     """One step of a plan on `tensor` (x, w, y, dy, dx or dw) over mesh axis `axis`.
 
     `dim` is the dim that is gathered, sliced or scattered, "" for all_reduce and matmul. `fused`: the step runs inside
-    the matmul, and the matmul says so too. A step over an axis joins the ranks that differ on that axis only.
+    the matmul, whose own step is marked too. A step over an axis joins the ranks that differ on that axis only.
     """
 
     kind: Kind
