@@ -128,7 +128,7 @@ def path() -> Path | None:
     try:
         target = Path(wanted).expanduser()
     except RuntimeError as error:
-        raise ValueError(f"{name} is {wanted!r}, and whose home that is nobody knows") from error
+        raise ValueError(f"{name} is {wanted!r}, the home of an unknown user") from error
     return target if given is not None else target / "fusedtp" / "tuning.json"
 
 
