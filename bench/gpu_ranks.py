@@ -71,14 +71,16 @@ def _leaf(x: Tensor, device: torch.device) -> Tensor:
     return x.detach().clone().to(device).requires_grad_()
 
 
-def _layers(group: ProcessGroup, M: int, N: int, K: int, dtype: str, schedule: str, seed: int) -> None:
+def _layers(
+    group: ProcessGroup, M: int, N: int, K: int, dtype: str, schedule: str, seed: int, producer: str = "auto"
+) -> None:
     # Column- and row-parallel with split rows, forward and all gradients; the all-reduce by both algorithms.
     m, n, k = (cut(length, group.size()) for length in (M, N, K))
     for op in ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce"):
         for algorithm in ALGORITHMS.get(op, {}).get(schedule, ("auto",)):
             call = Call(op, schedule, algorithm, dtype, 0, (m, n, k), False, op != "linear_all_reduce", seed)
             operands = Operands(call, group.rank(), device_here())
-            operands.check(operands.run(group))
+            operands.check(operands.run(group, producer=producer))
 
 
 def layers(group: ProcessGroup, schedule: str, dtype: str, tiny: bool = False) -> int:
@@ -201,10 +203,10 @@ def copies(group: ProcessGroup, tiny: bool = False) -> list[str]:
     device, seen = prepare(), []
     ws = registry.get(group, device)
     for everybody in (False, True):
-        ws.producer = "copy" if everybody or group.rank() == 0 else "push"
+        producer = "copy" if everybody or group.rank() == 0 else "push"
         for seed, (M, N, K) in enumerate(TINY if tiny else SIZES):
-            _layers(group, M, N, K, "bfloat16", "fused", seed)
-        fusedtp.all_gather(torch.ones(4, 8, device=device), group=group, schedule="fused")
+            _layers(group, M, N, K, "bfloat16", "fused", seed, producer)
+        fusedtp.all_gather(torch.ones(4, 8, device=device), group=group, schedule="fused", producer=producer)
         path = fusedtp.last_path()
         assert path is not None
         seen.append(path.producer)

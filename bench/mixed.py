@@ -30,16 +30,17 @@ from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp import reference
+from fusedtp.op import MATMUL_ALL_REDUCE
+from fusedtp.op import OPS as TABLE
 from fusedtp.shards import even_sizes
 
-ALGORITHMS: dict[str, dict[str, tuple[str, ...]]] = {
-    "all_gather": {"fused": ("direct", "ring"), "decomposed": ("direct",)},
-    "reduce_scatter": {"fused": ("direct", "ring"), "decomposed": ("direct",)},
-    "all_reduce": {"fused": ("one_shot", "two_shot", "ring"), "decomposed": ("one_shot", "two_shot")},
-    "linear_all_reduce": {"fused": ("one_shot", "two_shot"), "decomposed": ("one_shot", "two_shot")},
-}
 MATMULS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce", "fsdp_linear")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+# By call and schedule: a ring is a kernel.
+ALGORITHMS: dict[str, dict[str, tuple[str, ...]]] = {
+    name: {"fused": op.algorithms, "decomposed": tuple(each for each in op.algorithms if each != "ring")}
+    for name, op in {**{name: TABLE[name] for name in COLLECTIVES}, "linear_all_reduce": MATMUL_ALL_REDUCE}.items()
+}
 OPS = (*MATMULS, *COLLECTIVES)
 DTYPES = {
     "fused": ("float32", "bfloat16", "float16"),
@@ -194,8 +195,8 @@ class Operands:
             y, self.dy = y.part(0, rank, m), reference.chunk(dy, 0, rank, m)
         self.expected = [y, self._exact("dx", dy)]
 
-    def call_on(self, group: ProcessGroup) -> Tensor:
-        """The result; differentiable where the call has a backward pass."""
+    def call_on(self, group: ProcessGroup, producer: str = "auto") -> Tensor:
+        """The result; differentiable where the call has a backward pass. producer: where something is gathered."""
         call, function = self.call, getattr(fusedtp, self.call.op)
         options: dict[str, Any] = {"group": group, "schedule": call.schedule}
         m, n, k = call.sizes
@@ -207,14 +208,18 @@ class Operands:
             options |= {"sizes": n}
         elif call.op in ("all_gather", "reduce_scatter"):
             options |= {"sizes": m}
+        if producer != "auto" and call.op in ("all_gather_linear", "linear_reduce_scatter", "fsdp_linear"):
+            options |= {"producer": producer}
         if call.op in ALGORITHMS:
             options |= {"algorithm": call.algorithm}
         out: Tensor = function(*self.leaves, **options)
         return out
 
-    def run(self, group: ProcessGroup, between: Callable[[], None] = lambda: None) -> list[Tensor]:
+    def run(
+        self, group: ProcessGroup, between: Callable[[], None] = lambda: None, producer: str = "auto"
+    ) -> list[Tensor]:
         """y, and after `between` the gradients of x, weight and bias, as far as there are any."""
-        y = self.call_on(group)
+        y = self.call_on(group, producer)
         if not self.call.backward:
             return [y]
         between()

@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -53,12 +54,16 @@ def operands_of(case: Case, device: torch.device) -> list[Operands]:
     return [first, *map(first.of_rank, range(1, case.world_size))]
 
 
-def phases_of(ranks: Sequence[Workspace], given: Sequence[Operands]) -> list[Phases]:
-    """The op of every rank, its shard copied."""
+def phases_of(
+    ranks: Sequence[Workspace], given: Sequence[Operands], *, programs: int = 0,
+    paces: Sequence[Callable[[int], object] | None] = (None,) * MAX_RANKS,
+) -> list[Phases]:  # fmt: skip
+    """The op of every rank, its shard copied, at that rank's pace."""
     found = []
-    for ws, each in zip(ranks, given, strict=True):
+    for ws, each, pace in zip(ranks, given, paces, strict=False):
         task = Task.of(OPS[OP], each.x, each.w.t(), None, sizes=each.m_sizes)
-        found.append(Prepared("fused", task, ws=ws, producer="copy").phases(each.x, each.w.t(), None))
+        prepared = Prepared("fused", task, ws=ws, producer="copy", programs=programs, pace=pace)
+        found.append(prepared.phases(each.x, each.w.t(), None))
     return found
 
 
@@ -68,7 +73,7 @@ def check(given: Sequence[Operands], outs: Sequence[Sequence[Tensor]], what: str
         each.product("y").check(out, torch.float32, f"{what}, rank {each.rank}")
         for each, (out,) in zip(given, outs, strict=True)
     ]
-    return Verdict(max(error for error, _ in found), max(ratio for _, ratio in found))
+    return Verdict.worst(found)
 
 
 class Marks:
@@ -115,7 +120,7 @@ def pause_us(num_bytes: int, link_gbps: float, copy_gbps: float) -> float:
 
 
 def pacing(link_gbps: float, copy_gbps: float, clock_mhz: float) -> Callable[[int], None]:
-    """What holds the current stream after each copy, for `Workspace.pace`."""
+    """What holds the current stream after each copy, for `fused.Fused`."""
 
     def pace(num_bytes: int) -> None:
         # Spins for so many cycles of the SMs' clock.
@@ -157,10 +162,9 @@ def copy_gbps(
 
 
 def phased_round(
-    ranks: Sequence[Workspace], given: Sequence[Operands], streams: Sequence[torch.cuda.Stream]
+    ranks: Sequence[Workspace], phases: Sequence[Phases], streams: Sequence[torch.cuda.Stream]
 ) -> list[float]:
     """Milliseconds of all copies, then of all matmuls."""
-    phases = phases_of(ranks, given)
     clock = Marks(streams)
     with contextlib.ExitStack() as stack:
         for ws in ranks:
@@ -180,12 +184,12 @@ def phased_round(
 
 
 def concurrent_round(
-    ranks: Sequence[Workspace], given: Sequence[Operands], streams: Sequence[torch.cuda.Stream]
+    ranks: Sequence[Workspace], phases: Sequence[Phases], streams: Sequence[torch.cuda.Stream]
 ) -> list[float]:
     """Milliseconds of the op on all ranks at once."""
     clock = Marks(streams)
     clock.mark()
-    at_once(ranks, given, streams)
+    at_once(ranks, phases, streams)
     clock.mark()
     return clock.lapses()
 
@@ -195,12 +199,12 @@ def _on(streams: Sequence[torch.cuda.Stream], rank: int) -> contextlib.AbstractC
 
 
 def at_once(
-    ranks: Sequence[Workspace], given: Sequence[Operands], streams: Sequence[torch.cuda.Stream]
+    ranks: Sequence[Workspace], phases: Sequence[Phases], streams: Sequence[torch.cuda.Stream]
 ) -> list[list[Tensor]]:
     """The op on all ranks at once; on a CPU, where nothing runs beside anything else, phase by phase."""
     if streams:
-        return run_concurrently(ranks, OP, phases_of(ranks, given), streams)
-    return run_together(phases_of(ranks, given))
+        return run_concurrently(ranks, OP, phases, streams)
+    return run_together(phases)
 
 
 def measure(case: Case, link_gbps: Sequence[float], rounds: int, machine: Machine) -> list[Row]:
@@ -217,16 +221,16 @@ def measure(case: Case, link_gbps: Sequence[float], rounds: int, machine: Machin
         copies, clock = copy_gbps(device, streams), clock_mhz()
         rows: list[Row] = []
         for gbps in link_gbps:
-            for ws in ranks:
-                ws.programs, ws.pace = programs, pacing(gbps, copies, clock) if on_gpu else None
+            paces = [pacing(gbps, copies, clock) if on_gpu else None] * len(ranks)
+            new = partial(phases_of, ranks, given, programs=programs, paces=paces)
             # Everything is compiled, loaded and allocated by the phased rounds, before anything waits for real.
             for _ in range(2):
-                phased_round(ranks, given, streams)
-            verdict = _verdict(ranks, given, streams)
+                phased_round(ranks, new(), streams)
+            verdict = _verdict(ranks, given, new(), streams)
             times: dict[str, list[float]] = {name: [] for name in VARIANTS}
             for _ in range(rounds if not verdict.error else 0):
-                comm, matmul = phased_round(ranks, given, streams)
-                (both,) = concurrent_round(ranks, given, streams)
+                comm, matmul = phased_round(ranks, new(), streams)
+                (both,) = concurrent_round(ranks, new(), streams)
                 for name, time in zip(VARIANTS, (comm, matmul, comm + matmul, both), strict=True):
                     times[name].append(time)
             for ws in ranks:
@@ -238,14 +242,17 @@ def measure(case: Case, link_gbps: Sequence[float], rounds: int, machine: Machin
             ws.close()
 
 
-def _verdict(ranks: Sequence[Workspace], given: Sequence[Operands], streams: Sequence[torch.cuda.Stream]) -> Verdict:
-    outs = at_once(ranks, given, streams)
+def _verdict(
+    ranks: Sequence[Workspace], given: Sequence[Operands], phases: Sequence[Phases],
+    streams: Sequence[torch.cuda.Stream],
+) -> Verdict:  # fmt: skip
+    outs = at_once(ranks, phases, streams)
     if streams:
         torch.cuda.synchronize()
     try:
         return check(given, outs, "concurrent")
     except AssertionError as error:
-        return Verdict(float("nan"), float("nan"), str(error))
+        return Verdict(error=str(error))
 
 
 def rows_for(
@@ -264,15 +271,10 @@ def rows_for(
     if len(medians) == len(VARIANTS) and medians["phased"] > medians["matmul"]:
         exposed = medians["concurrent"] - medians["matmul"]
         hidden = 1 - exposed / (medians["phased"] - medians["matmul"])
-    rows = rows_of(case, outcomes, emulated)
     # A model name tells the links' rows apart in a file that keeps one run of each case.
-    return [
-        replace(
-            row, model=f"link {link_gbps:g} GB/s", layer=LABEL,
-            overlap_efficiency=hidden if row.variant == "concurrent" else None,
-        )
-        for row in rows
-    ]  # fmt: skip
+    case = replace(case, model=f"link {link_gbps:g} GB/s", layer=LABEL)
+    rows = rows_of(case, outcomes, emulated)
+    return [replace(row, overlap_efficiency=hidden if row.variant == "concurrent" else None) for row in rows]
 
 
 def shown(rows: Sequence[Row]) -> list[str]:

@@ -127,8 +127,8 @@ def compiled_config(target: str, itemsize: int, shape: str) -> Config:
     return TABLE[target][shape]
 
 
-def nearest_target(cuda_major: int | None, gcn_arch: str = "") -> str:
-    """The table's target for a device of CUDA capability `cuda_major`, or of AMD's `gcn_arch` if that is None.
+def nearest_target(cuda_major: int | None) -> str:
+    """The table's target for a device of CUDA capability `cuda_major`; None stands for any GPU of AMD's.
 
     Capabilities 11 and 12 have neither the tensor memory nor the shared memory of 10: they run what 8 runs.
     """

@@ -36,10 +36,8 @@ def rows_of(x: torch.Tensor) -> Rows:
 
 
 @triton.jit
-def send_block(
-    link, dst, src_ptr, src_m, src_n, dst_ptr, pitch, rows, cols, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
-):
-    """Store rows x cols elements to rank `dst`, BLOCK_R x BLOCK_C at a time."""
+def send_block(src_ptr, src_m, src_n, dst_ptr, pitch, rows, cols, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Store rows x cols elements to an arena, BLOCK_R x BLOCK_C at a time."""
     offs_r = tl.arange(0, BLOCK_R).to(tl.int64)
     offs_c = tl.arange(0, BLOCK_C).to(tl.int64)
     for row in range(0, rows, BLOCK_R):
@@ -64,7 +62,7 @@ def push_rows(
         row = piece * PIECE
         rows = min(num_rows - row, PIECE)
         send_block(
-            link, dst, src.ptr + (first + row).to(tl.int64) * src.stride_m, src.stride_m, src.stride_n,
+            src.ptr + (first + row).to(tl.int64) * src.stride_m, src.stride_m, src.stride_n,
             base + (dst_row + row).to(tl.int64) * pitch, pitch,
             rows, src.cols, BLOCK_R, BLOCK_C,
         )  # fmt: skip

@@ -29,12 +29,15 @@ def one(op: str, schedule: str, group: ProcessGroup, *operands: Tensor | None, *
     return out
 
 
-def results(
-    op: str, ws: Workspace, *operands: Tensor | None, producer: str = "auto", split: bool = False, **options: Any
-) -> Phases:
+# Options of `fused.Fused`.
+_HOW = ("producer", "split", "programs", "pace")
+
+
+def results(op: str, ws: Workspace, *operands: Tensor | None, **options: Any) -> Phases:
     """The phases of a task's kernels on a virtual rank, which end with its results."""
+    how = {name: options.pop(name) for name in _HOW if name in options}
     task = Task.of(OPS[op], *operands, **options)
-    return Prepared("fused", task, ws=ws, producer=producer, split=split).phases(*_all(task, operands))
+    return Prepared("fused", task, ws=ws, **how).phases(*_all(task, operands))
 
 
 def phases(op: str, ws: Workspace, *operands: Tensor | None, **options: Any) -> Generator[None, None, Tensor]:

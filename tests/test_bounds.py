@@ -99,7 +99,7 @@ def test_a_descriptor_that_is_too_large_is_found(says: str, old: str, new: str) 
         matmul.matmul(a, b, c, NO_BIAS, config=config, upcast=True)
         # Both operands and the result, in one tile.
         assert bounds.accesses == 40 * 20 + 20 * 16 + 40 * 16
-        larger = Edit(descriptors, "described_left", old, new)
+        larger = Edit(descriptors, "of_left", old, new)
         with planted(Mutant("", "", (larger,))), pytest.raises(InterpreterError, match=says):
             matmul.matmul(a, b, c, NO_BIAS, config=config, upcast=True)
 

@@ -133,11 +133,10 @@ def drawn() -> str:
         return {start}.union(*(reached(b) for b in below.get(start, ())))
 
     kept = [(a, b) for a, b in edges if not any(b in reached(c) for c in below[a] - {b})]
-    title = {unit(name): len([each for each in MODULES if unit(each) == unit(name)]) for name in MODULES}
+    folders = {unit(name) for name, path in MODULES.items() if path.name == "__init__.py"} - {""}
 
     def node(each: str) -> str:
-        name = each or "fusedtp"
-        return f'{name}["{name}"]' if title[each] == 1 else f'{name}["{name}/<br>{title[each]} modules"]'
+        return f'{each}["{each}/"]' if each in folders else each or "fusedtp"
 
     lines = [f"    {node(a)} --> {node(b)}" for a, b in sorted(kept, key=lambda edge: (-FLOOR[edge[0]], edge))]
     return "\n".join(["```mermaid", "graph TD", *lines, "```"])

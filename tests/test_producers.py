@@ -20,7 +20,7 @@ from fusedtp.cost import hardware, overlap
 from fusedtp.cost.overlap import Work
 from fusedtp.memory.local import local_memories
 from fusedtp.schedules import producer
-from fusedtp.workspaces import registry, steps
+from fusedtp.workspaces import steps
 from fusedtp.workspaces.steps import DeviceSteps
 from fusedtp.workspaces.workspace import Workspace
 
@@ -31,30 +31,27 @@ SIZES = (70, 0, 3, 12)
 def gathers(group: ProcessGroup, by: tuple[str, ...]) -> list[str]:
     """Forward and backward of a layer that gathers rows, twice, by this rank's producer; who it was, each time."""
     rank, sizes = group.rank(), SIZES[: group.size()]
-    ws = registry.get(group, CPU)
     random = torch.Generator().manual_seed(5)
     x, grad = (torch.randn(sum(sizes), cols, generator=random) for cols in (9, 6 * group.size()))
     weight = torch.randn(6 * group.size(), 9, generator=random)
     seen = []
-    with mock.patch.object(ws, "producer", by[rank % len(by)]):
-        for _ in range(2):
-            mine = reference.chunk(x, 0, rank, sizes).clone().requires_grad_()
-            w = weight[6 * rank : 6 * (rank + 1)].clone().requires_grad_()
-            y = fusedtp.all_gather_linear(mine, w, group=group, sizes=sizes, schedule="fused")
-            seen.append(fusedtp.last_path().producer)
-            reference.check(y, reference.matmul(x, w.t()), reference.bound(x, w.t(), x.dtype), f"y, rank {rank}")
-            y.backward(grad[:, 6 * rank : 6 * (rank + 1)])
-            seen.append(fusedtp.last_path().producer)
-            dy = grad[:, 6 * rank : 6 * (rank + 1)]
-            reference.check(
-                w.grad, reference.matmul(dy.t(), x), reference.bound(dy.t(), x, x.dtype), f"dw, rank {rank}"
-            )
-            dx, bound = (
-                reference.matmul(grad, weight),
-                reference.bound(grad, weight, x.dtype, k_sizes=(6,) * len(sizes)),
-            )
-            rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-            reference.check(mine.grad, dx[rows], bound[rows], f"dx, rank {rank}")
+    producer = by[rank % len(by)]
+    for _ in range(2):
+        mine = reference.chunk(x, 0, rank, sizes).clone().requires_grad_()
+        w = weight[6 * rank : 6 * (rank + 1)].clone().requires_grad_()
+        y = fusedtp.all_gather_linear(mine, w, group=group, sizes=sizes, schedule="fused", producer=producer)
+        seen.append(fusedtp.last_path().producer)
+        reference.check(y, reference.matmul(x, w.t()), reference.bound(x, w.t(), x.dtype), f"y, rank {rank}")
+        y.backward(grad[:, 6 * rank : 6 * (rank + 1)])
+        seen.append(fusedtp.last_path().producer)
+        dy = grad[:, 6 * rank : 6 * (rank + 1)]
+        reference.check(w.grad, reference.matmul(dy.t(), x), reference.bound(dy.t(), x, x.dtype), f"dw, rank {rank}")
+        dx, bound = (
+            reference.matmul(grad, weight),
+            reference.bound(grad, weight, x.dtype, k_sizes=(6,) * len(sizes)),
+        )
+        rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+        reference.check(mine.grad, dx[rows], bound[rows], f"dx, rank {rank}")
     return seen
 
 
@@ -97,9 +94,7 @@ def test_the_model_chooses_on_a_gpu(rank: Workspace) -> None:
     ):
         assert [producer.choose(rank, work) for work in (small, large)] == ["push", "copy"]
         assert producer.choose(rank, small, asked_for="copy") == "copy"
-        rank.producer = "push"
-        assert producer.choose(rank, large) == "push"
-        rank.producer = "auto"
+        assert producer.choose(rank, large, asked_for="push") == "push"
         with mock.patch.object(torch.version, "hip", "6.4"):
             assert producer.choose(rank, large) == "push"
         with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):

@@ -50,9 +50,8 @@ def test_the_links_time_is_that_of_the_bytes_sent(monkeypatch: pytest.MonkeyPatc
     ranks = [Workspace(memory, device) for memory in local_memories(CASE.world_size, device)]
     paced: list[list[int]] = [[] for _ in ranks]
     try:
-        for ws in ranks:
-            ws.pace = paced[ws.rank].append
-        verdict = virtual.check(given, run_together(virtual.phases_of(ranks, given)), "phased")
+        paces = [each.append for each in paced]
+        verdict = virtual.check(given, run_together(virtual.phases_of(ranks, given, paces=paces)), "phased")
         assert 0 < verdict.error_ratio <= 1
         assert [sum(each) for each in paced] == [2 * rows * 24 * 4 for rows in given[0].m_sizes]
         with pytest.raises(AssertionError, match="planted, rank 0"):

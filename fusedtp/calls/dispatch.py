@@ -41,9 +41,6 @@ FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Shapes may never repeat. What is forgotten is decided anew, alike on all ranks, from what they know alike.
 _MAX_CHOICES = 4096
 
-# Inside a backward pass there is a graph task; there is no public way to ask.
-_graph_task = torch._C._current_graph_task_id
-
 _last: Path | None = None
 _said: set[str] = set()
 
@@ -167,8 +164,7 @@ class Ready(Prepared):
             if ws is None:
                 outs = self.go(operands)
             else:
-                # Inside a backward pass there is a graph task.
-                meant = self._meanings.get(_graph_task() != -1) or self._means()
+                meant = self._meanings.get(meaning.graph_task() != -1) or self._means()
                 ws.begin(op, meant)
                 try:
                     if self.half_bytes > ws.half_bytes or self.slots > ws.slots:
@@ -194,7 +190,7 @@ class Ready(Prepared):
 
     def _means(self) -> Meaning:
         meant = meaning.of(self.task, self.path.schedule, self._device.type, self._call)
-        self._meanings[_graph_task() != -1] = meant
+        self._meanings[meaning.graph_task() != -1] = meant
         return meant
 
 

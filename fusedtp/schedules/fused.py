@@ -38,11 +38,16 @@ def num_tiles(rows: int, cols: int, config: Config) -> int:
 
 class Fused:
     """See `verbs.Verbs`. producer: how gathered rows are sent, `auto`, `push` or `copy`; split: the programs that push
-    are a kernel of their own.
+    are a kernel of their own. For virtual ranks, which share a device: programs of a kernel, 0 for as many as the
+    device has room for; pace: called after each copy with its bytes, where an emulated link takes its time.
     """
 
-    def __init__(self, ws: Workspace, task: Task, producer: str = "auto", *, split: bool = False) -> None:
+    def __init__(
+        self, ws: Workspace, task: Task, *, producer: str = "auto", split: bool = False, programs: int = 0,
+        pace: producers.Pace | None = None,
+    ) -> None:  # fmt: skip
         self.ws, self.task, self.producer, self.split = ws, task, producer, split
+        self.programs, self.pace = programs, pace
         self.rank, self.world_size = ws.rank, ws.world_size
         self.layout = Layout()
         self.config: Config | None = None
@@ -56,7 +61,7 @@ class Fused:
         """The op's configuration, for a matmul's shape if any, as in `config_for`."""
         if self.config is None:
             config = config_for(self.ws.device, self.task.dtype, *shape)
-            self.config = replace(config, programs=self.ws.programs) if self.ws.programs else config
+            self.config = replace(config, programs=self.programs) if self.programs else config
         return self.config
 
     def one_shot(self, task: Task) -> bool:
@@ -109,7 +114,8 @@ class Gather:
         ws, on = self._ws, self._on
         self._launch = GatherMatmul(
             on.task.op.number, self._sizes, gather_dim=self._dim, pitch=self.region.pitch,
-            piece_rows=self.region.piece, config=producers.with_pushers(ws, self._config), upcast=INTERPRETED,
+            piece_rows=self.region.piece, config=producers.with_pushers(ws, self._config, on.programs),
+            upcast=INTERPRETED,
         )  # fmt: skip
         return self._launch
 
@@ -117,12 +123,12 @@ class Gather:
         with_own = self._pushes and not own_in_place(x)
         producers.produce(
             self._ws, self._on.task.op, x, self._sizes, self.region, producer=producer, dst_row=self.row,
-            config=self._config, with_own=with_own, beside=beside,
+            config=self._config, with_own=with_own, beside=beside, programs=self._on.programs, pace=self._on.pace,
         )  # fmt: skip
 
     def start(self, x: Tensor) -> None:
         ws, on = self._ws, self._on
-        if ws.in_place and on.producer == ws.producer == "auto":
+        if ws.in_place and on.producer == "auto":
             # Every call on a CPU passes here.
             self._by = on.sent_by = "push"
         else:
@@ -210,6 +216,7 @@ class Scatter:
         producers.produce(
             self._ws, self._on.task.op, x, self._sizes, self._region, producer=producer,
             dst_row=self._ws.rank * self._region_rows, config=self._config, scatter=not self._to_all,
+            programs=self._on.programs, pace=self._on.pace,
         )  # fmt: skip
 
     def sum(self, epilogue: Epilogue, *, own: Tensor | None, last: bool) -> Tensor:

@@ -48,7 +48,7 @@ def run_concurrently(
     """Concurrent: the op of every virtual rank on its own stream, issued in rank order.
 
     While kernels wait nothing may allocate device memory anew or make the host wait, and all programs of all ranks must
-    fit on the device at once: run the op phased before, and give each rank its part of the SMs (`Workspace.programs`).
+    fit on the device at once: run the op phased before, and give each rank its part of the SMs (`programs`).
     """
     for each in phases:
         # Room is made alike by all, before any rank signals.

@@ -131,17 +131,16 @@ FORMS = {"gather": Gathering, "scatter": Scattering, "all_reduce": Reducing}
 class Prepared:
     """The verbs of a schedule for a task, and the form that uses them.
 
-    ws: this rank's end of the group's symmetric memory, where the schedule uses it. producer, split: see `fused`.
+    ws: this rank's end of the group's symmetric memory, where the schedule uses it. how: options of `fused.Fused`.
     """
 
     def __init__(
-        self, schedule: str, task: Task, group: ProcessGroup | None = None, ws: Workspace | None = None, *,
-        producer: str = "auto", split: bool = False,
-    ) -> None:  # fmt: skip
+        self, schedule: str, task: Task, group: ProcessGroup | None = None, ws: Workspace | None = None, **how: Any
+    ) -> None:
         self.task, self.schedule = task, schedule
         # One rank has nothing to share.
         self.ws = ws if ws is not None and ws.world_size > 1 else None
-        on = self.on = self._verbs(group, producer, split)
+        on = self.on = self._verbs(group, how)
         if task.algorithm == "ring" and not isinstance(on, Alone):
             from .fused import Fused, Ring
 
@@ -157,7 +156,7 @@ class Prepared:
         self.half_bytes: int = 0 if self.ws is None else on.layout.half_bytes
         self.slots: int = 0 if self.ws is None else on.layout.slots
 
-    def _verbs(self, group: ProcessGroup | None, producer: str, split: bool) -> Any:
+    def _verbs(self, group: ProcessGroup | None, how: dict[str, Any]) -> Any:
         # Late: `fused` brings Triton in.
         ws = self.ws
         if ws is None and (group is None or group.size() == 1):
@@ -173,7 +172,7 @@ class Prepared:
             return Decomposed(ws, self.task)
         from .fused import Fused
 
-        return Fused(ws, self.task, producer, split=split)
+        return Fused(ws, self.task, **how)
 
     def go(self, operands: Operands) -> list[Tensor]:
         """Every stage in turn, for a rank in its own process. The workspace has room, and has begun the op."""

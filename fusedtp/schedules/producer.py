@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ from .transport import settle, side_stream, travelling
 PIECE_BYTES = 1 << 20
 _PIECES_A_TILE = 4
 
+# Called after a copy with its bytes.
+Pace: TypeAlias = Callable[[int], object]
+
 # Triton compiles a kernel separately for pointers of this alignment.
 _KNOWN_ALIGNMENT = 16
 
@@ -51,21 +54,20 @@ def part_rows(row_bytes: int, piece: int) -> int:
 
 
 def choose(ws: Workspace, work: Work, *, asked_for: str = "auto") -> str:
-    """`push` or `copy` for a gather, on this rank. A caller's choice, then the workspace's, wins over the model's.
+    """`push` or `copy` for a gather, on this rank. A caller's choice wins over the model's.
 
     Raises RuntimeError for copies in a graph capture: their addresses are chosen on the host.
     """
     if is_only_loading():
         return "push"
-    wanted = ws.producer if asked_for == "auto" else asked_for
     capturing = ws.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if wanted == "copy" and capturing:
+    if asked_for == "copy" and capturing:
         raise RuntimeError("producer 'copy' copies to addresses chosen on the host and cannot be captured: use 'push'")
-    if wanted == "auto":
+    if asked_for == "auto":
         # On a CPU both ways are only there to be checked, neither is fast. HIP has no stream writes in torch.
         fixed = ws.device.type == "cpu" or capturing or torch.version.hip is not None
-        wanted = "push" if fixed else _by_model(ws, work)
-    return wanted
+        return "push" if fixed else _by_model(ws, work)
+    return asked_for
 
 
 def _by_model(ws: Workspace, work: Work) -> str:
@@ -76,12 +78,14 @@ def _by_model(ws: Workspace, work: Work) -> str:
     return choice
 
 
-def with_pushers(ws: Workspace, config: Config) -> Config:
-    """The configuration with as many pushing programs as fill the link; on a CPU it is unchanged."""
+def with_pushers(ws: Workspace, config: Config, programs: int = 0) -> Config:
+    """The configuration with as many pushing programs as fill the link, or a quarter of `programs` if that is less; on
+    a CPU it is unchanged.
+    """
     if ws.device.type == "cpu":
         return config
     pushers = num_pushers(ws.hardware, ws.world_size)
-    return replace(config, pushers=min(pushers, max(1, ws.programs // 4)) if ws.programs else pushers)
+    return replace(config, pushers=min(pushers, max(1, programs // 4)) if programs else pushers)
 
 
 def produce(
@@ -97,14 +101,16 @@ def produce(
     scatter: bool = False,
     with_own: bool = False,
     beside: bool = False,
+    programs: int = 0,
+    pace: Pace | None = None,
 ) -> None:
     """Enter the epoch and send x [rows, cols] to `region` of every peer's half, from its row `dst_row` on.
 
     scatter: each peer its rows of `sizes`. with_own: to the own half too. beside: a kernel that pushes runs on the side
-    stream, as copies always do, until `settle`.
+    stream, as copies always do, until `settle`. programs, pace: see `fused.Fused`.
     """
     # The table is kept, so it is made on the main stream.
-    kernel_config, table = with_pushers(ws, config), ws.table(sizes)
+    kernel_config, table = with_pushers(ws, config, programs), ws.table(sizes)
 
     def issue() -> None:
         push(
@@ -114,7 +120,7 @@ def produce(
 
     if producer == "copy":
         load_for_capture(ws, issue, "push", op.name, sizes, scatter, with_own, region.slot, alike(x))
-        _copy(ws, op.name, x, sizes, dst_row, region, scatter, with_own)
+        _copy(ws, op.name, x, sizes, dst_row, region, scatter, with_own, pace)
     elif beside:
         with travelling(ws):
             issue()
@@ -124,7 +130,7 @@ def produce(
 
 def _copy(
     ws: Workspace, op: str, x: Tensor, sizes: tuple[int, ...], dst_row: int, region: Region, scatter: bool,
-    with_own: bool,
+    with_own: bool, pace: Pace | None,
 ) -> None:  # fmt: skip
     # The copy engine moves one block, so rows must be as far apart as in an arena. Any other x is laid out like that
     # first, by a kernel on the main stream: on the side stream it could wait for an SM, as one that signals could.
@@ -149,8 +155,8 @@ def _copy(
             if cols:
                 view = ws.view(dst, steps.epoch, (dst_row + begin) * row_bytes, (end - begin, pitch), x.dtype)
                 view.copy_(x[first + begin : first + end])
-                if ws.pace is not None and dst != ws.rank:
-                    ws.pace((end - begin) * row_bytes)
+                if pace is not None and dst != ws.rank:
+                    pace((end - begin) * row_bytes)
             for slot in range(begin // piece, -(-end // piece)):
                 steps.write(dst, region.slot + slot)
 

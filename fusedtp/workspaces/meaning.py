@@ -22,7 +22,7 @@ from ..op import Task
 _MAX_KEPT = 4096
 
 # Inside a backward pass there is a graph task; there is no public way to ask.
-_graph_task = torch._C._current_graph_task_id
+graph_task = torch._C._current_graph_task_id
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Meaning:
 
 def in_backward() -> bool:
     """Whether this is a backward pass."""
-    return bool(_graph_task() != -1)
+    return bool(graph_task() != -1)
 
 
 def of(task: Task, schedule: str, device: str, call: str = "") -> Meaning:

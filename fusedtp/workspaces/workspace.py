@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -94,12 +94,6 @@ class Workspace(Failing):
         on_gpu = device.type == "cuda"
         self.host_block = torch.zeros(signal.HOST_WORDS, dtype=torch.int32, pin_memory=on_gpu)
         self._report = self.host_block.numpy()
-        # How the fused schedule sends what it gathers: `auto`, or one of `overlap.PRODUCERS`.
-        self.producer = "auto"
-        # Programs of a kernel where virtual ranks share a device; 0: as many as the device wants.
-        self.programs = 0
-        # Called behind each copy with its bytes: an emulated link takes its time there.
-        self.pace: Callable[[int], None] | None = None
         self._gpu = hardware.number_of(hardware.of_gpu(torch.cuda.get_device_name(device)) if on_gpu else None)
         if make:
             self.make()

@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from fusedtp.kernels import signal
+from fusedtp.kernels import launch, signal
 from torch import Tensor
 
 from fusedtp import PeerTimeout, reference
@@ -214,13 +214,15 @@ def virtual_ranks(
         for ws in ranks:
             clock.release(ws.host_block[signal.CLOCK_MS.value :])
             ws.host_block[signal.CLOCK_MS.value] = clock_ms
-            ws.programs = programs
         for ws in ranks:
             ws.require(half_bytes, slots)
         for ws in ranks:
             ws.data.fill_(0xFF)
         # What is gathered and then multiplied by the library is taken as it is: the machine runs kernels alone.
-        with mock.patch.object(fused, "multiplied", lambda whole, products: [whole]):
+        with (
+            mock.patch.object(fused, "multiplied", lambda whole, products: [whole]),
+            mock.patch.object(launch, "_num_multiprocessors", return_value=programs),
+        ):
             yield ranks
     finally:
         for ws in ranks:
