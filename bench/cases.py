@@ -14,7 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+from fusedtp.op import OPS as TABLE
+from fusedtp.sharding.plan import ITEMSIZE
+
+OPS = tuple(name for name, op in TABLE.items() if op.multiplies)
 DIRECTIONS = ("forward", "backward", "both")
 SCHEDULES = ("unfused", "decomposed", "fused")
 # What every schedule is held against: the unsplit library matmul, and the backend's collective, each alone.
@@ -33,7 +36,6 @@ TITLES = {
     "matmul_all_reduce": "matmul + all-reduce",
 }
 SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 Shape = tuple[int, int, int]
 

@@ -10,12 +10,6 @@ import typer
 from rich.console import Console
 
 from . import arguments, cli_predict, cli_report, cli_tune
-from .arguments import console as _console
-from .arguments import names as _names
-from .arguments import numbers as _numbers
-from .arguments import progress as _progress
-from .arguments import rows as _rows
-from .arguments import shape as _shape
 
 if TYPE_CHECKING:
     from .jobs import Job
@@ -73,9 +67,9 @@ def sweep(
     machine = describe()
     is_launched = launched()
     if is_launched:
-        (launched_size,) = _numbers(os.environ["WORLD_SIZE"], "WORLD_SIZE of the environment")[:1]
+        (launched_size,) = arguments.numbers(os.environ["WORLD_SIZE"], "WORLD_SIZE of the environment")[:1]
         world_size = str(launched_size) if world_size is None else world_size
-        if max(_numbers(world_size, "--world-size")) > launched_size:
+        if max(arguments.numbers(world_size, "--world-size")) > launched_size:
             raise typer.BadParameter(f"--world-size {world_size}: {launched_size} ranks were launched")
     if model and (shape or shapes):
         raise typer.BadParameter("--model gives the sizes: leave --shape and --shapes out")
@@ -84,32 +78,32 @@ def sweep(
     every_schedule = (*cases.SCHEDULES, "auto")
     request = Request(
         world_sizes=arguments.ranks(world_size) if world_size is not None else None,
-        ops=_names(op, cases.OPS, "--op") if op is not None else cases.OPS,
-        schedules=_names(schedule, every_schedule, "--schedule") if schedule is not None else every_schedule,
+        ops=arguments.names(op, cases.OPS, "--op") if op is not None else cases.OPS,
+        schedules=arguments.names(schedule, every_schedule, "--schedule") if schedule is not None else every_schedule,
         baselines=_baselines(baseline),
-        directions=_names(direction, cases.DIRECTIONS, "--direction") if direction is not None else None,
-        dtypes=_names(dtype, cases.DTYPES, "--dtype") if dtype is not None else None,
-        shape_sets=_names(shapes, tuple(cases.SHAPES), "--shapes") if shapes is not None else None,
-        shapes=tuple(_shape(text) for text in shape or ()),
-        models=_names(model, tuple(models.MODELS), "--model") if model is not None else (),
-        tokens=_numbers("2048" if tokens is None else tokens, "--tokens"),
+        directions=arguments.names(direction, cases.DIRECTIONS, "--direction") if direction is not None else None,
+        dtypes=arguments.names(dtype, cases.DTYPES, "--dtype") if dtype is not None else None,
+        shape_sets=arguments.names(shapes, tuple(cases.SHAPES), "--shapes") if shapes is not None else None,
+        shapes=tuple(arguments.shape(text) for text in shape or ()),
+        models=arguments.names(model, tuple(models.MODELS), "--model") if model is not None else (),
+        tokens=arguments.numbers("2048" if tokens is None else tokens, "--tokens"),
         seconds=seconds,
         rounds=rounds,
         seed=seed,
     )
     speaks = not is_launched or os.environ["RANK"] == "0"
-    console = _console() if speaks else Console(quiet=True)
+    console = arguments.console() if speaks else Console(quiet=True)
     path = arguments.folder(out, machine.name) / "sweep.csv"
     if path.exists():
         # before minutes are spent on rows that could not be added to it
-        _rows(path)
+        arguments.rows(path)
     try:
         jobs = plan(request, machine.num_gpus)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     if not jobs:
         raise typer.BadParameter("nothing to run: no size is left for these ops, dtypes and world sizes")
-    with _progress(console) as progress:
+    with arguments.progress(console) as progress:
         task = progress.add_task(f"starting ranks, then {jobs[0].case}", total=len(jobs))
 
         def done(job: Job, new: list[Row]) -> None:
@@ -134,7 +128,7 @@ def _baselines(text: str | None) -> tuple[str, ...]:
 
     if text is None:
         return BASELINES
-    names = _names(text, (*BASELINES, "none"), "--baseline")
+    names = arguments.names(text, (*BASELINES, "none"), "--baseline")
     return tuple(name for name in names if name != "none")
 
 
@@ -198,7 +192,7 @@ def train(
 
     arguments.at_least(1, steps, "--steps")
     arguments.at_least(1, fused_steps, "--fused-steps")
-    console = _console()
+    console = arguments.console()
     folder = arguments.folder(out, describe().name)
     curves = compare(Settings(steps=steps), min(fused_steps, steps), folder)
     reference, *_ = curves.values()
@@ -221,7 +215,7 @@ def mlp(
 
     arguments.at_least(2, world_size, "--world-size", most=arguments.MAX_RANKS)
     arguments.at_least(0, seconds, "--seconds")
-    console, results = _console(), []
+    console, results = arguments.console(), []
     path = arguments.folder(out, describe().name) / "mlp.csv"
     with RankPool(world_size, timeout=300) as pool:
         for size in SIZES:
@@ -238,7 +232,7 @@ def doctor() -> None:
     """Say what this machine has and which schedules will run on it, and why."""
     from .doctor import examine
 
-    examine(_console())
+    examine(arguments.console())
 
 
 def main() -> None:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sysconfig
 from collections.abc import Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .machine import describe, installed
+from .machine import describe, installed, said
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-PACKAGES = ("fusedtp", "torch", "triton", "numpy", "pandas", "typer", "rich", "matplotlib")
+PACKAGES = ("fusedtp", "torch", "triton", "numpy", "pandas", "scipy", "typer", "rich", "matplotlib", "jinja2")
 
 UNKNOWN = "not in the hardware table: numbers of an H100 decide what the schedules choose by themselves"
 MODES = {
@@ -139,12 +138,7 @@ def link_lines() -> Iterator[tuple[str, str]]:
                 yield "", f"can read and write that of {', '.join(lacking)}, {without}"
     except RuntimeError as error:
         yield "gpu to gpu", f"unknown: {error}"
-    try:
-        done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        yield "topology", f"nvidia-smi did not answer: {error}"
-    else:
-        yield "topology", done.stdout.rstrip() if done.returncode == 0 else done.stderr.strip()
+    yield "topology", said("nvidia-smi", "topo", "-m") or "nvidia-smi did not answer"
 
 
 def memory_lines() -> Iterator[tuple[str, str]]:

@@ -59,11 +59,12 @@ class Stage:
 
 def stages() -> dict[int, Stage]:
     """By number."""
-    from . import gpu_checks, gpu_doctor, gpu_kernels, gpu_links, gpu_matmul
+    from . import gpu_checks, gpu_kernels, gpu_links, gpu_matmul
+    from .cases import Item
 
     def first(run: Run) -> None:
-        gpu_doctor.stage(run)
-        gpu_matmul.stage(run)
+        run.do_all([Item("doctor")], gpu_checks.doctor)
+        run.do_all(gpu_matmul.items(emulate=run.emulate), gpu_matmul.work)
 
     def ranks(count: int, word: str) -> Stage:
         what = f"{word} ranks on one GPU: layers, gradients, collectives" + (", captures" if count == 2 else "")
@@ -72,9 +73,11 @@ def stages() -> dict[int, Stage]:
 
     return {
         1: Stage("doctor; the plain matmul right, and beside torch.mm", "gpu-matmul.csv", first, gpu_matmul.verdicts),
-        2: Stage("every fused kernel, signals preset, beside the own matmul", "gpu-kernels.csv", gpu_kernels.stage,
-            gpu_kernels.verdicts),
-        3: Stage("virtual ranks behind emulated links", "gpu-links.csv", gpu_links.stage, gpu_links.verdicts),
+        2: Stage("every fused kernel, signals preset, beside the own matmul", "gpu-kernels.csv",
+            lambda run: run.do_all(gpu_kernels.items(emulate=run.emulate), gpu_kernels.work), gpu_kernels.verdicts),
+        3: Stage("virtual ranks behind emulated links", "gpu-links.csv",
+            lambda run: run.do_all(gpu_links.items(emulate=run.emulate), gpu_links.work, needs=40.0),
+            gpu_links.verdicts),
         4: ranks(2, "two"),
         5: ranks(4, "four"),
     }  # fmt: skip

@@ -1,8 +1,12 @@
-"""Stages 4 and 5: two and four rank processes on one GPU run `gpu_ranks`, each check a row."""
+"""What stages do in processes of their own. Stages 4 and 5: two and four ranks on one GPU run `gpu_ranks`, each check a
+row. Stage 1: what `fusedtp doctor` says of the machine, kept beside its rows.
+"""
 
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from collections.abc import Sequence
 
 from . import gpu_ranks
@@ -17,6 +21,7 @@ from .timing import Verdict
 CHECK_SECONDS = 300.0
 START_SECONDS = 120.0
 REPLAYS = 30
+DOCTOR_SECONDS = 80.0
 
 
 def checks(world_size: int, *, tiny: bool) -> dict[str, tuple[str, tuple[object, ...]]]:
@@ -49,15 +54,15 @@ def work(item: Item, run: Run, pool: RankPool) -> list[Outcome]:
     except RankError as error:
         raise AssertionError(str(error)) from error
     assert False not in results, f"{item.op}: {results}"
-    return [found("ranks", Verdict(0.0, 0.0))]
+    return [found("ranks", Verdict())]
 
 
 def stage(world_size: int, run: Run) -> None:
     """All checks on ranks of their own, started once."""
     env = {"TRITON_INTERPRET": str(int(run.device.type == "cpu")), "FUSEDTP_TUNING": "off"}
     with RankPool(world_size, timeout=START_SECONDS, env=env) as pool:
-        for item in items(world_size, emulate=run.emulate):
-            run.do(item, functools.partial(work, item, run, pool), needs=45.0, most=CHECK_SECONDS + 60)
+        each = functools.partial(work, pool=pool)
+        run.do_all(items(world_size, emulate=run.emulate), each, needs=45.0, most=CHECK_SECONDS + 60)
 
 
 def verdicts(world_size: int, rows: Sequence[Row]) -> list[str]:
@@ -65,3 +70,16 @@ def verdicts(world_size: int, rows: Sequence[Row]) -> list[str]:
     failed = [row for row in rows if not row.passed]
     lines = [f"{world_size} ranks on one device: {len(rows) - len(failed)} of {len(rows)} checks passed"]
     return lines + [f"  WRONG: {row.op}: {row.gate.splitlines()[0]}" for row in failed]
+
+
+def doctor(item: Item, run: Run) -> list[Outcome]:
+    """Write what it says, once a commit; AssertionError with its last words where it fails or is late."""
+    command = [sys.executable, "-X", "faulthandler", "-m", "fusedtp.bench.cli", "doctor"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DOCTOR_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise AssertionError(f"doctor took more than {DOCTOR_SECONDS:g} s: {error.output!r}") from error
+    assert done.returncode == 0, f"doctor ended with status {done.returncode}: {done.stderr[-2000:]}"
+    run.path.with_name("gpu-doctor.txt").write_text(done.stdout)
+    print(done.stdout)
+    return [found("doctor", Verdict())]

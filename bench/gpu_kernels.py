@@ -89,7 +89,7 @@ def work(item: Item, run: Run) -> list[Outcome]:
     """Check one draw, then time two, or one of what only moves."""
     first = build(item, run.device)
     first.arenas.run(first.launch)
-    verdict, plain_verdict = Verdict(*first.check()), Verdict(0.0, 0.0)
+    verdict, plain_verdict = Verdict(*first.check()), Verdict()
     if first.plain is not None and first.check_plain is not None:
         first.plain()
         plain_verdict = Verdict(*first.check_plain())
@@ -113,12 +113,6 @@ def work(item: Item, run: Run) -> list[Outcome]:
         found("fused", verdict, times["fused"], path, tflops=flops / fused, matmul_fraction=fraction),
         found("own_matmul", plain_verdict, plain, tflops=flops / plain.median_ms),
     ]
-
-
-def stage(run: Run) -> None:
-    """All items."""
-    for item in items(emulate=run.emulate):
-        run.do(item, functools.partial(work, item, run))
 
 
 def verdicts(rows: Sequence[Row]) -> list[str]:

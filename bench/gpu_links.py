@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 
 import torch
 
+from fusedtp.sharding.plan import ITEMSIZE
+
 from . import gpu_moves, gpu_preset
-from .cases import ITEMSIZE, Case, Item
+from .cases import Case, Item
 from .gpu_rows import Run
 from .store import Row
 from .virtual import LABEL, OP, measure, shown
@@ -37,12 +38,6 @@ def work(item: Item, run: Run) -> list[Row]:
     gbps = int(item.model.split()[1])
     case = Case(item.op, item.M, item.N, item.K, item.dtype, item.world_size)
     return measure(case, [gbps], 1 if run.emulate else ROUNDS, run.machine)
-
-
-def stage(run: Run) -> None:
-    """All items."""
-    for item in items(emulate=run.emulate):
-        run.do(item, functools.partial(work, item, run), needs=40.0)
 
 
 def least_comm_ms(M: int, K: int, itemsize: int, world_size: int, gbps: float) -> float:

@@ -79,12 +79,6 @@ def work(item: Item, run: Run) -> list[Outcome]:
     ]  # fmt: skip
 
 
-def stage(run: Run) -> None:
-    """All items."""
-    for item in items(emulate=run.emulate):
-        run.do(item, functools.partial(work, item, run))
-
-
 def geometric_mean(values: Iterable[float]) -> float:
     """NaN of none."""
     logs = [math.log(value) for value in values]

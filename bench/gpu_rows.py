@@ -94,6 +94,14 @@ class Run:
         kept = store.read(self.path, of_ops=False) if self.path.exists() else []
         return [row for row in kept if row.commit == self.machine.commit and row.machine == self.machine.name]
 
+    def do_all(
+        self, items: Sequence[Item], work: Callable[[Item, Run], Sequence[Outcome] | Sequence[Row]], *,
+        needs: float = 20.0, most: float = ITEM_SECONDS,
+    ) -> None:  # fmt: skip
+        """Every item's work, which is given the item and this."""
+        for item in items:
+            self.do(item, functools.partial(work, item, self), needs=needs, most=most)
+
     def do(
         self, item: Item, work: Callable[[], Sequence[Outcome] | Sequence[Row]], *, needs: float = 20.0,
         most: float = ITEM_SECONDS,
@@ -102,7 +110,7 @@ class Run:
 
         After `most` seconds the process shows its stacks and ends, if it is watched.
         """
-        begun = self._rows(item, [found("begun", Verdict(0, 0, BEGUN))])
+        begun = self._rows(item, [found("begun", Verdict(error=BEGUN))])
         key = begun[0].case
         there = [row for row in self.rows() if row.case == key]
         if any(row.passed or (row.time_utc >= self._since and self._since) for row in there):
@@ -123,7 +131,7 @@ class Run:
         except Exception as raised:
             error = raised
             text = str(raised) if isinstance(raised, AssertionError) else f"{type(raised).__name__}: {raised}"
-            rows = self._rows(item, [found("none", Verdict(0, 0, text or type(raised).__name__))])
+            rows = self._rows(item, [found("none", Verdict(error=text or type(raised).__name__))])
         finally:
             if self._watched:
                 faulthandler.cancel_dump_traceback_later()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from . import baselines, models
 from .cases import (
@@ -19,6 +21,7 @@ from .cases import (
     flops,
     traffic,
 )
+from .rows import Outcome
 
 # without a GPU kernels can only be interpreted, which Triton must know before they are imported
 INTERPRET = ("TRITON_INTERPRET", "1")
@@ -32,17 +35,8 @@ LONG_FLOPS = 1e11
 
 
 @dataclass(frozen=True)
-class Absent:
-    """A variant that cannot run in one direction of a case, and why."""
-
-    variant: str
-    direction: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class Job:
-    """One case; `timed` says whether the variants are measured after the gate. `absent`: those that get a reason."""
+    """One case; `timed` says whether the variants are measured after the gate. absent: of those that cannot run."""
 
     case: Case
     variants: tuple[str, ...]
@@ -50,7 +44,7 @@ class Job:
     seconds: float = 1.0
     rounds: int | None = None
     directions: tuple[str, ...] = ("forward",)
-    absent: tuple[Absent, ...] = ()
+    absent: tuple[Outcome, ...] = ()
     num_gpus: int = 0
 
     def variants_of(self, direction: str) -> tuple[str, ...]:
@@ -103,45 +97,11 @@ def world_sizes(request: Request, num_gpus: int) -> tuple[int, ...]:
     return tuple(size for size in (1, 2, 4, 8) if size <= (num_gpus or 4))
 
 
-@dataclass
-class _Plan:
-    request: Request
-    num_gpus: int
-    jobs: list[Job] = field(default_factory=list)
-    # what has been said to be missing: once is enough for all sizes
-    said: set[tuple[str, int, str, str, str]] = field(default_factory=set)
-
-    def add_timed(self, case: Case, schedules: tuple[str, ...], directions: tuple[str, ...]) -> None:
-        # the baseline is part of every timed case: a speed-up is a ratio within one run
-        bounds = ("matmul", "own_matmul", "comm") if self.num_gpus else BOUNDS
-        variants = tuple(dict.fromkeys((*bounds, "unfused", *schedules, *self.request.baselines)))
-        absent = []
-        for direction in directions:
-            for name in variants:
-                reason = missing(name, case, direction, self.num_gpus)
-                key = (case.op, case.world_size, name, direction, reason)
-                if reason and key not in self.said:
-                    self.said.add(key)
-                    absent.append(Absent(name, direction, reason))
-        request = self.request
-        timing = request.seconds, request.rounds
-        self.jobs.append(Job(case, variants, True, *timing, directions, tuple(absent), self.num_gpus))
-
-    def add_checks(self, op: str, world_size: int, variants: tuple[str, ...]) -> None:
-        # By default an even size on two ranks alone, and there the uneven one's gradients too.
-        shapes = CHECK_SHAPES if self.request.directions or world_size == 2 else CHECK_SHAPES[-1:]
-        for shape in shapes:
-            # `both` checks y, dx and dw in one run
-            by_default = ("both",) if shape == CHECK_SHAPES[-1] and world_size == 2 else ("forward",)
-            for dtype in self.request.dtypes or DTYPES:
-                case = Case(op, *shape, dtype, world_size, self.request.seed)
-                directions = self.request.directions or by_default
-                self.jobs.append(Job(case, variants, False, directions=directions, num_gpus=self.num_gpus))
-
-
 def plan(request: Request, num_gpus: int) -> list[Job]:
     """The jobs of a request, in the order they run. ValueError for a model that cannot be split so."""
-    made = _Plan(request, num_gpus)
+    jobs: list[Job] = []
+    # What has been said to be missing: once is enough for all sizes.
+    said: set[tuple[object, ...]] = set()
     for world_size in world_sizes(request, num_gpus):
         compiled = 0 < world_size <= num_gpus
         clocked = tuple(
@@ -150,18 +110,47 @@ def plan(request: Request, num_gpus: int) -> list[Job]:
         if num_gpus and not compiled:
             clocked = ()
         if request.models:
-            for case in _blocks(request, world_size, num_gpus):
-                made.add_timed(case, clocked, request.directions or ("forward", "backward"))
+            both = request.directions or ("forward", "backward")
+            jobs += [_timed(case, clocked, both, request, num_gpus, said)
+                     for case in _blocks(request, world_size, num_gpus)]  # fmt: skip
             continue
-        for op in request.ops:
-            for shape, dtype, directions in _sizes(request, op, world_size, num_gpus) if clocked else ():
-                made.add_timed(Case(op, *shape, dtype, world_size, request.seed), clocked, directions)
+        for op in request.ops if clocked else ():
+            for shape, dtype, directions in _sizes(request, op, world_size, num_gpus):
+                case = Case(op, *shape, dtype, world_size, request.seed)
+                jobs.append(_timed(case, clocked, directions, request, num_gpus, said))
         checked = tuple(name for name in request.schedules if name not in clocked)
         if "fused" in checked:
             checked = ("own_matmul", *checked)
         for op in request.ops if checked else ():
-            made.add_checks(op, world_size, checked)
-    return made.jobs
+            jobs += _checks(op, world_size, checked, request, num_gpus)
+    return jobs
+
+
+def _timed(
+    case: Case, schedules: tuple[str, ...], directions: tuple[str, ...], request: Request, num_gpus: int,
+    said: set[tuple[object, ...]],
+) -> Job:  # fmt: skip
+    # the baseline is part of every timed case: a speed-up is a ratio within one run
+    bounds = ("matmul", "own_matmul", "comm") if num_gpus else BOUNDS
+    variants = tuple(dict.fromkeys((*bounds, "unfused", *schedules, *request.baselines)))
+    absent = []
+    for direction, name in itertools.product(directions, variants):
+        reason = missing(name, case, direction, num_gpus)
+        key = case.op, case.world_size, name, direction, reason
+        if reason and key not in said:
+            said.add(key)
+            absent.append(Outcome(name, direction, not_run=reason))
+    return Job(case, variants, True, request.seconds, request.rounds, directions, tuple(absent), num_gpus)
+
+
+def _checks(op: str, world_size: int, variants: tuple[str, ...], request: Request, num_gpus: int) -> Iterator[Job]:
+    # By default an even size on two ranks alone, and there the uneven one's gradients too.
+    shapes = CHECK_SHAPES if request.directions or world_size == 2 else CHECK_SHAPES[-1:]
+    for shape, dtype in itertools.product(shapes, request.dtypes or DTYPES):
+        # `both` checks y, dx and dw in one run
+        by_default = ("both",) if shape == CHECK_SHAPES[-1] and world_size == 2 else ("forward",)
+        case = Case(op, *shape, dtype, world_size, request.seed)
+        yield Job(case, variants, False, directions=request.directions or by_default, num_gpus=num_gpus)
 
 
 def _sizes(request: Request, op: str, world_size: int, num_gpus: int) -> list[tuple[Shape, str, tuple[str, ...]]]:

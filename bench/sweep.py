@@ -37,7 +37,7 @@ def run_job(group: Any, job: Job, plant: Mapping[str, float] = MappingProxyType(
     device = device_here()
     fusedtp.set_timeout(wait_seconds(job))
     outcome = partial(Outcome, threads=torch.get_num_threads(), backend=str(dist.get_backend(group)))
-    outcomes = [outcome(each.variant, each.direction, not_run=each.reason) for each in job.absent]
+    outcomes = list(job.absent)
     with torch.no_grad():
         problem = Problem(job.case, group, device)
         for direction in job.directions:
@@ -68,10 +68,9 @@ def _path(variant: str) -> str:
 
 def failed(job: Job, text: str) -> list[Outcome]:
     """Outcomes of a job whose ranks failed: no variant has a number."""
-    verdict = Verdict(float("nan"), float("nan"), text)
-    absent = [Outcome(each.variant, each.direction, not_run=each.reason) for each in job.absent]
+    verdict = Verdict(error=text)
     tried = [(name, direction) for direction in job.directions for name in job.variants_of(direction)]
-    return absent + [Outcome(name, direction, verdict) for name, direction in tried]
+    return [*job.absent, *(Outcome(name, direction, verdict) for name, direction in tried)]
 
 
 def rank_environment(num_gpus: int, num_ranks: int) -> dict[str, str]:

@@ -39,9 +39,14 @@ _SPIN_CYCLES = 500_000
 class Verdict:
     """A variant's check, the worst over ranks. `error` is empty when every rank passed."""
 
-    max_error: float
-    error_ratio: float
+    max_error: float = 0.0
+    error_ratio: float = 0.0
     error: str = ""
+
+    @classmethod
+    def worst(cls, checks: Sequence[tuple[float, float]]) -> Verdict:
+        """Of several checks that passed: each the largest error, and the largest error over what is allowed."""
+        return cls(max(error for error, _ in checks), max(ratio for _, ratio in checks))
 
 
 @dataclass(frozen=True)
@@ -83,20 +88,17 @@ def gate(
             # all calls before the first check: a rank that finds its result wrong must not leave the others waiting
             results = [run() for _ in range(1 if once or variant in BOUNDS else 2)]
             checks = [problem.check(variant, result, direction) for result in results]
-            own = Verdict(max(error for error, _ in checks), max(ratio for _, ratio in checks))
+            own = Verdict.worst(checks)
         except AssertionError as error:
-            own = Verdict(float("nan"), float("nan"), str(error))
+            own = Verdict(error=str(error))
         except Exception as error:
-            own = Verdict(float("nan"), float("nan"), f"{type(error).__name__}: {error}")
+            own = Verdict(error=f"{type(error).__name__}: {error}")
         results = []
         everyone: list[Any] = [None] * group.size()
         dist.all_gather_object(everyone, own, group=group)
         failed = [verdict for verdict in everyone if verdict.error]
-        verdicts[variant] = (
-            failed[0]
-            if failed
-            else Verdict(max(each.max_error for each in everyone), max(each.error_ratio for each in everyone))
-        )
+        passed = Verdict.worst([(each.max_error, each.error_ratio) for each in everyone])
+        verdicts[variant] = failed[0] if failed else passed
     return verdicts
 
 

@@ -182,26 +182,29 @@ def sharded(group: ProcessGroup, settings: Settings, data_size: int, schedule: s
 
 def picture(curves: dict[str, list[float]], path: Path) -> None:
     """Draw the losses of every run over the steps, and beside them how far each is from the first."""
-    import matplotlib
+    from . import theme
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    reference_name, *names = curves
-    reference = torch.tensor(curves[reference_name], dtype=torch.float64)
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    left.plot(range(1, len(reference) + 1), reference, color="#bbbbbb", linewidth=6, label=reference_name)
-    for name, style in zip(names, ("-", "--", ":"), strict=False):
-        losses = torch.tensor(curves[name], dtype=torch.float64)
-        steps = range(1, len(losses) + 1)
-        left.plot(steps, losses, style, label=name)
-        right.semilogy(steps, (losses - reference[: len(losses)]).abs().clamp(min=1e-9), style, label=name)
-    left.set(xlabel="step", ylabel="loss", title="Training loss")
-    right.set(xlabel="step", ylabel="|difference|", title=f"Distance from {reference_name} (1e-9: none)")
-    left.legend()
-    right.legend()
-    figure.savefig(path, dpi=120, metadata={"Software": None})
-    plt.close(figure)
+    reference, *names = curves
+    with theme.style():
+        drawn, ((left, right),) = theme.panels([1], 2, line=3.2, row=0.3)
+        left.plot(
+            range(1, len(curves[reference]) + 1),
+            curves[reference],
+            color=theme.colour("ink"),
+            linewidth=0.8,
+            label=reference,
+        )
+        for name in names:
+            losses, steps = curves[name], range(1, len(curves[name]) + 1)
+            style = {"color": theme.colour(name.rpartition(" ")[2]), "linestyle": "--", "linewidth": 1.4}
+            left.plot(steps, losses, label=name, **style)
+            far = [max(1e-9, abs(loss - other)) for loss, other in zip(losses, curves[reference], strict=False)]
+            right.plot(steps, far, **style)
+        theme.log_scale(right, "y", (1.0,))
+        left.set(xlabel="step", ylabel="loss", title="Training loss")
+        right.set(xlabel="step", ylabel="|difference|", title=f"Distance from {reference} (1e-9: none)")
+        theme.legend(drawn)
+        theme.save(drawn, path)
 
 
 def compare(settings: Settings, fused_steps: int, out: Path) -> dict[str, list[float]]:

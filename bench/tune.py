@@ -18,8 +18,9 @@ from torch.distributed import ProcessGroup
 
 from fusedtp import functional
 from fusedtp.calls.tuning import Sample
+from fusedtp.sharding.plan import ITEMSIZE
 
-from .cases import ITEMSIZE, OPS, SHAPES, Case, Shape
+from .cases import OPS, SHAPES, Case, Shape
 from .jobs import Job, seconds_of
 from .operands import device_here
 from .ranks import RankPool
