@@ -164,7 +164,7 @@ def gpu(session: nox.Session) -> None:
     Arguments after -- go to that: --list, --stage 2, --emulate. With --tests tests/test_gpu.py instead, with --measure
     emulated links alone; what follows goes to either.
     """
-    needed = "matplotlib, numpy, pandas, pytest, rich, setuptools, torch, triton, typer"
+    needed = "jinja2, matplotlib, numpy, pandas, pytest, rich, scipy, setuptools, torch, triton, typer"
     session.run("python", "-c", f"import {needed}")
     posargs = list(session.posargs)
     kind = next((each for each in ("--tests", "--measure") if each in posargs), "")

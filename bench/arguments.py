@@ -14,8 +14,6 @@ from rich.console import Console
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rich.progress import Progress
-
     from .cases import Shape
     from .store import Row
 
@@ -100,14 +98,6 @@ def shape(text: str) -> Shape:
     if len(found) != 3:
         raise typer.BadParameter(f"--shape must be M,N,K, got {text!r}")
     return found[0], found[1], found[2]
-
-
-def progress(terminal: Console) -> Progress:
-    """A bar that leaves nothing behind."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    return Progress(*columns, console=terminal, transient=True, disable=terminal.quiet)
 
 
 def rows(path: Path) -> list[Row]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import Progress
 
 from . import arguments, cli_predict, cli_report, cli_tune
 
@@ -21,9 +22,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-cli_predict.register(app)
+app.command()(cli_predict.predict)
 app.add_typer(cli_report.app)
-cli_tune.register(app)
+app.command()(cli_tune.tune)
 
 
 @app.command()
@@ -75,22 +76,24 @@ def sweep(
         raise typer.BadParameter("--model gives the sizes: leave --shape and --shapes out")
     if tokens is not None and not model:
         raise typer.BadParameter("--tokens is for the blocks of --model")
-    every_schedule = (*cases.SCHEDULES, "auto")
+    lists = {
+        "ops": (op, cases.OPS, "--op"), "schedules": (schedule, (*cases.SCHEDULES, "auto"), "--schedule"),
+        "baselines": (baseline, (*cases.BASELINES, "none"), "--baseline"),
+        "directions": (direction, cases.DIRECTIONS, "--direction"), "dtypes": (dtype, cases.DTYPES, "--dtype"),
+        "shape_sets": (shapes, tuple(cases.SHAPES), "--shapes"), "models": (model, tuple(models.MODELS), "--model"),
+    }  # fmt: skip
+    given: dict[str, Any] = {
+        name: arguments.names(text, known, option)
+        for name, (text, known, option) in lists.items() if text is not None
+    }  # fmt: skip
+    if "baselines" in given:
+        given["baselines"] = tuple(name for name in given["baselines"] if name != "none")
     request = Request(
         world_sizes=arguments.ranks(world_size) if world_size is not None else None,
-        ops=arguments.names(op, cases.OPS, "--op") if op is not None else cases.OPS,
-        schedules=arguments.names(schedule, every_schedule, "--schedule") if schedule is not None else every_schedule,
-        baselines=_baselines(baseline),
-        directions=arguments.names(direction, cases.DIRECTIONS, "--direction") if direction is not None else None,
-        dtypes=arguments.names(dtype, cases.DTYPES, "--dtype") if dtype is not None else None,
-        shape_sets=arguments.names(shapes, tuple(cases.SHAPES), "--shapes") if shapes is not None else None,
         shapes=tuple(arguments.shape(text) for text in shape or ()),
-        models=arguments.names(model, tuple(models.MODELS), "--model") if model is not None else (),
         tokens=arguments.numbers("2048" if tokens is None else tokens, "--tokens"),
-        seconds=seconds,
-        rounds=rounds,
-        seed=seed,
-    )
+        seconds=seconds, rounds=rounds, seed=seed, **given,
+    )  # fmt: skip
     speaks = not is_launched or os.environ["RANK"] == "0"
     console = arguments.console() if speaks else Console(quiet=True)
     path = arguments.folder(out, machine.name) / "sweep.csv"
@@ -103,7 +106,7 @@ def sweep(
         raise typer.BadParameter(str(error)) from error
     if not jobs:
         raise typer.BadParameter("nothing to run: no size is left for these ops, dtypes and world sizes")
-    with arguments.progress(console) as progress:
+    with Progress(console=console, transient=True, disable=console.quiet) as progress:
         task = progress.add_task(f"starting ranks, then {jobs[0].case}", total=len(jobs))
 
         def done(job: Job, new: list[Row]) -> None:
@@ -121,15 +124,6 @@ def sweep(
         rows = (run_launched if is_launched else run_spawned)(jobs, machine, done)
     if speaks:
         _keep(rows, store.update(path, rows), path, console)
-
-
-def _baselines(text: str | None) -> tuple[str, ...]:
-    from .cases import BASELINES
-
-    if text is None:
-        return BASELINES
-    names = arguments.names(text, (*BASELINES, "none"), "--baseline")
-    return tuple(name for name in names if name != "none")
 
 
 def _keep(rows: list[Row], together: list[Row], path: Path, console: Console) -> None:

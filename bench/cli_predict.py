@@ -131,8 +131,3 @@ def show_hardware(console: Console) -> None:
         ]  # fmt: skip
         console.print(Table.of("hardware", f"{machine.name}: {machine.title}", lines).printed(sections=False))
     console.print(f"ops: {', '.join(OPS)}", highlight=False)
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the `fusedtp` application."""
-    app.command()(predict)

@@ -87,8 +87,3 @@ def show_table(measured: Measurements, console: Console) -> None:
             f" and {machine.link_gbps:.2f} GB/s",
             highlight=False,
         )
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the `fusedtp` application."""
-    app.command()(tune)
