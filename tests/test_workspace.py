@@ -318,7 +318,9 @@ def captured(group: ProcessGroup) -> tuple[int, int]:
         gc.collect()
         others = arenas()
         ws = registry.get(group, CPU)
-        with mock.patch.object(ws, "_capturing", return_value=graph), ws.running("op"):
+        # As on a GPU, where graphs are captured.
+        captures = mock.patch.multiple(ws, _on_host=not graph, _capturing=mock.Mock(return_value=graph))
+        with captures, ws.running("op"):
             table = ws.table((1,) * group.size())
         old = ws._arena
         assert old is not None
