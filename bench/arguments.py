@@ -80,15 +80,15 @@ def at_least(least: float, value: float | None, option: str, *, most: float = ma
     raise typer.BadParameter(f"{option} must be {limits}, got {value}")
 
 
-def folder(out: Path, name: str) -> Path:
+def folder(out: Path, name: str = "", option: str = "--out") -> Path:
     """`out`/`name`, made if it is not there; BadParameter where nothing can be written, before anything is measured."""
     path = out / name
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise typer.BadParameter(f"--out must be a folder that can be written, got {str(out)!r}: {error}") from error
+        raise typer.BadParameter(f"{option} must be a folder that can be written, got {str(out)!r}: {error}") from error
     if not os.access(path, os.W_OK):
-        raise typer.BadParameter(f"--out must be a folder that can be written, got {str(out)!r}")
+        raise typer.BadParameter(f"{option} must be a folder that can be written, got {str(out)!r}")
     return path
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from . import arguments
+from .rank_main import die_with_parent
 
 if TYPE_CHECKING:
     from .gpu_rows import Run
@@ -107,9 +108,17 @@ def inside(number: int, out: Path, emulate: bool, seconds: float, since: str) ->
     return run.outcome
 
 
+# Names the process that a stage must not outlive.
+_PARENT = "FUSEDTP_GPU_PARENT"
+
+
+def _inherited(env: dict[str, str]) -> dict[str, str]:
+    return {**os.environ, **env, _PARENT: str(os.getpid())}
+
+
 def bounded(command: Sequence[str], seconds: float, env: dict[str, str]) -> int | None:
     """The exit status; None if it had to be killed, with all that it had started in its session."""
-    process = subprocess.Popen(command, env={**os.environ, **env}, stdin=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(command, env=_inherited(env), stdin=subprocess.DEVNULL, start_new_session=True)
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -175,6 +184,9 @@ def gpu(
     since: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     """Check and time what a GPU can tell in half an hour, in stages that go on where they left off."""
+    if inside_ and _PARENT in os.environ:
+        # Whoever ends the command, by whichever signal, ends its stage.
+        die_with_parent(int(os.environ[_PARENT]))
     if list_:
         for line in listed():
             typer.echo(line)
@@ -196,7 +208,7 @@ def gpu(
     if kernels is not None:
         _take(kernels)
     with tempfile.TemporaryDirectory() as temporary:
-        place = out or (Path(temporary) if emulate else Path("results"))
+        place = arguments.folder(out) if out else Path(temporary) if emulate else Path("results")
         _all(numbers, place.resolve(), emulate, seconds)
 
 
@@ -221,7 +233,7 @@ def _check_device() -> None:
 def _take(folder: Path) -> None:
     from . import gpu_compiled
 
-    if different := gpu_compiled.differences(folder):
+    if different := gpu_compiled.differences(folder, gpu_compiled.target_here()):
         print(f"{folder} is of no use here: {'; '.join(different)}")
     else:
         print(f"{gpu_compiled.take(folder)} compiled kernels taken from {folder}")
@@ -238,11 +250,15 @@ def _compile(target: str | None, into: Path | None, here: bool) -> None:
     if here:
         print(f"{gpu_compiled.compile_all(target, into)} kernels compiled for {target}: {into}")
         return
-    if into.exists() and any(into.iterdir()) and not (into / gpu_compiled.ABOUT).exists():
+    into = arguments.folder(into, option="--into")
+    if any(into.iterdir()) and not (into / gpu_compiled.ABOUT).exists():
         raise typer.BadParameter(f"--into must be a new folder or one that --compile-for has made, got {str(into)!r}")
-    into.mkdir(parents=True, exist_ok=True)
+    if other := gpu_compiled.begin(target, into):
+        raise typer.BadParameter(
+            f"--into {into} is of another compiler or target, {'; '.join(other)}: give a new folder"
+        )
     command = [sys.executable, "-m", "fusedtp.bench.gpu", "--inside", "--compile-for", target, "--into", str(into)]
-    done = subprocess.run(command, env={**os.environ, **ENVIRONMENT, **gpu_compiled.environment(into)})
+    done = subprocess.run(command, env=_inherited(ENVIRONMENT | gpu_compiled.environment(into)))
     raise typer.Exit(done.returncode)
 
 

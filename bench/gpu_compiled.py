@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import triton
 from fusedtp.kernels import INTERPRETED, launch
+from fusedtp.kernels.configs import nearest_target
 from fusedtp.kernels.loading import only_loading
 from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import triton_key
@@ -114,8 +115,20 @@ def compile_all(target: str, into: Path) -> int:
     with absent(target) as device:
         for stage in STAGES:
             stage.compile_only(device)
-    (into / ABOUT).write_text(json.dumps({"target": target, **compiler()}, indent=1) + "\n")
+    _write(into, target, finished=True)
     return counted.compiled + counted.found
+
+
+def _write(into: Path, target: str, *, finished: bool) -> None:
+    (into / ABOUT).write_text(json.dumps({"target": target, "finished": finished, **compiler()}, indent=1) + "\n")
+
+
+def begin(target: str, into: Path) -> list[str]:
+    """Take a folder for `compile_all`, a new one or one that was left unfinished; why it is not to be taken, if so."""
+    if (into / ABOUT).exists() and (other := differences(into, target, unfinished=True)):
+        return other
+    _write(into, target, finished=False)
+    return []
 
 
 def environment(into: Path) -> dict[str, str]:
@@ -127,16 +140,25 @@ def environment(into: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
-def differences(folder: Path) -> list[str]:
-    """Why Triton would not find here what is in the folder: empty where it will."""
+def differences(folder: Path, target: str = "", *, unfinished: bool = False) -> list[str]:
+    """Why Triton would not find here what is in the folder: empty where it will. target: of the GPU at hand, if any."""
     try:
         about = json.loads((folder / ABOUT).read_text())
     except (OSError, ValueError) as error:
         return [f"{folder / ABOUT} cannot be read: {error}"]
     here = compiler()
     different = [f"{name} {about.get(name)} there, {here[name]} here" for name in here if about.get(name) != here[name]]
+    if target and about.get("target") != target:
+        different.append(f"compiled for {about.get('target')}, not for {target}")
+    if not unfinished and not about.get("finished", True):
+        different.append("it is unfinished: the same --compile-for goes on with it")
     path = os.environ.get("TRITON_PTXAS_PATH")
     return [*different, f"TRITON_PTXAS_PATH is {path}"] if path else different
+
+
+def target_here() -> str:
+    """What the GPU at hand is compiled for, as the launchers have it; empty without one."""
+    return nearest_target(torch.cuda.get_device_capability()[0]) if torch.cuda.is_available() else ""
 
 
 def take(folder: Path, cache: Path | None = None) -> int:

@@ -1,6 +1,7 @@
 """What a stage of `bench.gpu` has found, written at once: an item is checked, timed and kept before the next begins.
 
-Rows lie in results/<machine>/gpu-<stage>.csv. An item that passed at this commit is not measured again; one that failed
+Rows lie in results/<machine>/gpu-<stage>.csv. An item that passed at this commit, with these
+versions, is not measured again; one that failed
 is, by the next command. It is down as "did not end" while it runs, so a process that dies leaves a row that says where.
 """
 
@@ -90,9 +91,10 @@ class Run:
         return self._deadline - time.monotonic()
 
     def rows(self) -> list[Row]:
-        """What is kept of this stage at this commit."""
-        kept = store.read(self.path, of_ops=False) if self.path.exists() else []
-        return [row for row in kept if row.commit == self.machine.commit and row.machine == self.machine.name]
+        """What is kept of this stage, at this commit with these versions of torch and Triton."""
+        kept, here = store.read(self.path, of_ops=False) if self.path.exists() else [], self.machine
+        of = here.commit, here.name, here.torch, here.triton
+        return [row for row in kept if (row.commit, row.machine, row.torch, row.triton) == of]
 
     def do_all(
         self, items: Sequence[Item], work: Callable[[Item, Run], Sequence[Outcome] | Sequence[Row]], *,

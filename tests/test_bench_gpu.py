@@ -4,9 +4,12 @@ with what is wrong, late or lost; and the checks that ranks run there, on ranks 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -351,3 +354,34 @@ def test_nox_gives_the_tests_what_stages_are_given() -> None:
     for name, value in gpu.ENVIRONMENT.items():
         if not name.endswith("_THREADS") and name != "PYTHONUNBUFFERED":
             assert f'"{name}": "{value}"' in text
+
+
+def test_a_stage_ends_with_the_command(tmp_path: Path) -> None:
+    """Whoever ends the command ends its stage: two of them would share a GPU and a file."""
+    command = [sys.executable, "-P", "-m", "fusedtp.bench.gpu", "--emulate", "--stage", "2", "--out", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def inside() -> list[int]:
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                words = path.read_bytes().split(b"\0")
+                if b"--inside" in words and str(tmp_path).encode() in words:
+                    found.append(int(path.parent.name))
+        return found
+
+    def becomes(there: bool) -> bool:
+        end = time.monotonic() + 60.0
+        while bool(inside()) != there and time.monotonic() < end:
+            time.sleep(0.05)
+        return bool(inside()) == there
+
+    try:
+        assert becomes(True)
+        process.terminate()
+        process.wait(30)
+        assert becomes(False)
+    finally:
+        process.kill()
+        for number in inside():
+            os.kill(number, signal.SIGKILL)
