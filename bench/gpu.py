@@ -187,11 +187,17 @@ def gpu(
     if inside_ and _PARENT in os.environ:
         # Whoever ends the command, by whichever signal, ends its stage.
         die_with_parent(int(os.environ[_PARENT]))
+    chosen: dict[str, object] = {"--stage": stage, "--emulate": emulate, "--out": out, "--kernels": kernels}
+    if seconds != STAGE_SECONDS:
+        chosen["--seconds"] = seconds
+    compiling: dict[str, object] = {"--compile-for": compile_for, "--into": into}
     if list_:
+        _alone("--list", chosen | compiling)
         for line in listed():
             typer.echo(line)
         return
     if compile_for is not None or into is not None:
+        _alone("--compile-for", chosen)
         _compile(compile_for, into, inside_)
         return
     numbers = sorted(set(stage or stages()))
@@ -201,6 +207,8 @@ def gpu(
     if inside_:
         assert out is not None
         raise typer.Exit(inside(numbers[0], out, emulate, seconds, since))
+    if emulate and kernels is not None:
+        raise typer.BadParameter("--emulate interprets its kernels: --kernels is of no use with it")
     if emulate and out is not None and "results" in out.resolve().parts:
         raise typer.BadParameter(f"a dry run measures nothing that is to be kept in {out}: give --out another folder")
     if not emulate:
@@ -210,6 +218,11 @@ def gpu(
     with tempfile.TemporaryDirectory() as temporary:
         place = arguments.folder(out) if out else Path(temporary) if emulate else Path("results")
         _all(numbers, place.resolve(), emulate, seconds)
+
+
+def _alone(option: str, others: dict[str, object]) -> None:
+    if given := [name for name, value in others.items() if value]:
+        raise typer.BadParameter(f"{option} does not go with {', '.join(given)}")
 
 
 def _all(numbers: Sequence[int], out: Path, emulate: bool, seconds: float) -> None:

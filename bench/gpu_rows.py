@@ -1,8 +1,8 @@
 """What a stage of `bench.gpu` has found, written at once: an item is checked, timed and kept before the next begins.
 
-Rows lie in results/<machine>/gpu-<stage>.csv. An item that passed at this commit, with these
-versions, is not measured again; one that failed
-is, by the next command. It is down as "did not end" while it runs, so a process that dies leaves a row that says where.
+Rows lie in results/<machine>/gpu-<stage>.csv. An item that passed at this commit, with these versions of
+torch and Triton, is not measured again; one that failed is, by the next command. It is down as "did not end" while it
+runs, so a process that dies leaves a row that says where.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from .sharding.plan import plan
 
 if TYPE_CHECKING:
     from .parallel import FusedColwiseParallel, FusedRowwiseParallel
-    from .workspaces.registry import destroy, set_timeout
+    from .workspaces.registry import check, destroy, set_timeout
 
 __all__ = [
     "ColumnParallelLinear",
@@ -42,6 +42,7 @@ __all__ = [
     "all_gather",
     "all_gather_linear",
     "all_reduce",
+    "check",
     "cost",
     "destroy",
     "explain",
@@ -58,7 +59,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # The workspace brings Triton in, which an import of the package must not.
-    if name in ("destroy", "set_timeout"):
+    if name in ("check", "destroy", "set_timeout"):
         from .workspaces import registry
 
         return getattr(registry, name)

@@ -106,6 +106,15 @@ def test_a_second_run_measures_nothing_again(dry: tuple[Path, str]) -> None:
         (("--compile-for", "sm_75", "--into", "x"), "--compile-for takes one of sm_80, sm_90, sm_100"),
         (("--compile-for", "sm_90"), "needs --into a folder"),
         (("--compile-for", "sm_90", "--into", str(ROOT)), "--into must be a new folder"),
+        (("--compile-for", "sm_90", "--into", str(ROOT / "README.md")), "--into must be a folder that can be written"),
+        (("--compile-for", "sm_90", "--into", "/proc/here"), "--into must be a folder that can be written"),
+        (("--emulate", "--out", str(ROOT / "README.md")), "--out must be a folder that can be written"),
+        (("--emulate", "--out", "/proc/here"), "--out must be a folder that can be written"),
+        (("--compile-for", "sm_90", "--into", "x", "--emulate"), "--compile-for does not go with --emulate"),
+        (("--compile-for", "sm_90", "--into", "x", "--seconds", "9"), "--compile-for does not go with --seconds"),
+        (("--list", "--kernels", "x"), "--list does not go with --kernels"),
+        (("--list", "--stage", "2", "--into", "x"), "--list does not go with --stage, --into"),
+        (("--emulate", "--kernels", "x"), "--kernels is of no use with it"),
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what is said without a CUDA device")
@@ -133,11 +142,13 @@ def test_an_item_is_kept_at_once_and_done_once(tmp_path: Path) -> None:
     assert (row.median_ms, row.p20_ms, row.p80_ms, row.rounds, row.error_ratio) == (1.0, 0.9, 1.1, 10, 0.1)
     new_run(tmp_path).do(ITEM, work)
     assert len(seen) == 1
-    # Another commit's rows are not this one's.
-    other = new_run(tmp_path)
-    other.machine = replace(other.machine, commit="another")
-    other.do(ITEM, work)
-    assert len(seen) == 2
+    # Rows of another commit, another torch or another Triton say nothing about this one.
+    for number, of in enumerate(({"commit": "another"}, {"torch": "2.0"}, {"triton": "2.0"})):
+        other = new_run(tmp_path)
+        other.machine = replace(other.machine, **of)
+        assert not other.rows()
+        other.do(ITEM, work)
+        assert len(seen) == 2 + number
 
 
 def test_what_fails_is_a_row_and_does_not_stop_the_next(tmp_path: Path) -> None:

@@ -144,8 +144,8 @@ def test_what_a_layer_sends_and_keeps(pool: RankPool, name: str, needs: str) -> 
 
 # What starts the gather and what multiplies first, in each schedule.
 STARTS = {"unfused": ("unfused.Gather.start_beside", "unfused.mm_into"),
-          "decomposed": ("decomposed.Gather.start_beside", "decomposed.mm_into"),
-          "fused": ("producer.push", "fused.matmul_scatter")}  # fmt: skip
+          "decomposed": ("decomposed.Gather.start_beside", "decomposed.Scatter.multiply"),
+          "fused": ("producer.push", "fused.Scatter.multiply")}  # fmt: skip
 
 
 def order_of_backward(group: ProcessGroup, name: str, schedule: str) -> list[str]:

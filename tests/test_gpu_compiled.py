@@ -16,7 +16,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from fusedtp.bench import gpu_compiled
+import typer
+from fusedtp.bench import gpu, gpu_compiled
+from typer.testing import CliRunner
 
 # A few of what the stages launch, and of one more tile that is not among them.
 COMPILE = """
@@ -94,8 +96,34 @@ def test_a_folder_of_another_compiler_is_refused(folder: Path, tmp_path: Path, m
     assert different.startswith("key 000")
     (missing,) = gpu_compiled.differences(tmp_path / "nowhere")
     assert "cannot be read" in missing
+    assert gpu_compiled.differences(folder, "sm_90") == []
+    assert gpu_compiled.differences(folder, "sm_80") == ["compiled for sm_90, not for sm_80"]
     monkeypatch.setenv("TRITON_PTXAS_PATH", "/usr/bin/ptxas")
     assert gpu_compiled.differences(folder) == ["TRITON_PTXAS_PATH is /usr/bin/ptxas"]
+
+
+def test_a_folder_is_gone_on_with_by_the_same_compiler_and_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    assert gpu_compiled.begin("sm_90", tmp_path) == []
+    # As an interruption leaves it.
+    (left,) = gpu_compiled.differences(tmp_path, "sm_90")
+    assert left.startswith("it is unfinished")
+    assert gpu_compiled.begin("sm_90", tmp_path) == []
+    assert gpu_compiled.begin("sm_80", tmp_path) == ["compiled for sm_90, not for sm_80"]
+    monkeypatch.setattr(gpu_compiled.triton, "__version__", "3.0")
+    (other,) = gpu_compiled.begin("sm_90", tmp_path)
+    assert other.endswith("3.0 here")
+
+
+def test_a_command_refuses_a_folder_of_another_target(tmp_path: Path) -> None:
+    assert gpu_compiled.begin("sm_80", tmp_path) == []
+    app = typer.Typer()
+    app.command()(gpu.gpu)
+    result = CliRunner().invoke(app, ["--compile-for", "sm_90", "--into", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "compiled for sm_80, not for sm_90" in " ".join(result.output.split())
 
 
 def test_interpreted_kernels_cannot_be_compiled() -> None:

@@ -75,6 +75,20 @@ def paths(group: ProcessGroup) -> list[str]:
     return found
 
 
+def asked_of_auto(group: ProcessGroup) -> list[str]:
+    x, w = torch.ones(4, 4), torch.ones(4, 4)
+    fusedtp.all_gather_linear(x, w, group=group, producer="push")
+    told = fusedtp.last_path().reason
+    fusedtp.all_gather_linear(x, w, group=group)
+    return [told, fusedtp.last_path().reason]
+
+
+def test_a_producer_that_has_no_effect_is_told(pool: RankPool) -> None:
+    """`auto` takes no kernel on a CPU."""
+    for told, without in pool.run(asked_of_auto, world_size=2):
+        assert told == f"{without}; producer 'push' is of no effect, as it is for 'fused'"
+
+
 @pytest.fixture
 def rank() -> Workspace:
     ranks = [Workspace(memory, CPU) for memory in local_memories(2, CPU)]

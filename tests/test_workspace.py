@@ -303,6 +303,30 @@ def test_growth_during_a_capture_is_refused() -> None:
     ws.close()
 
 
+def test_a_program_that_calls_no_op_asks_what_was_reported(pool: RankPool) -> None:
+    """As a loop does that replays a graph: a kernel has reported a missing peer, and nothing calls the host."""
+    assert pool.run(reported, world_size=2) == [(1, 0), (0, 1)]
+
+
+def reported(group: ProcessGroup) -> tuple[int, int]:
+    fusedtp.check(group)
+    fusedtp.all_reduce(torch.ones(4), group=group, schedule="decomposed")
+    fusedtp.check(group)
+    fusedtp.check()
+    ws, (peer,) = registry.get(group, CPU), [each for each in range(2) if each != group.rank()]
+    words = ws._report[signal.REPORT.value : signal.REPORT_SEEN.value + 1]
+    words[:] = [peer + 1, 3 * signal.NUM_OPS.value, 8, 7]
+    found = []
+    for asked in (group, None):
+        with pytest.raises(fusedtp.PeerTimeout, match="signal slot 3: epoch 8 expected, 7 seen") as told:
+            fusedtp.check(asked)
+        found.append(told.value)
+    dist.barrier(group)
+    fusedtp.destroy(group)
+    fusedtp.check(group)
+    return found[0].peer, found[1].rank
+
+
 def test_memory_that_a_captured_graph_uses_outlives_growth(pool: RankPool) -> None:
     assert pool.run(captured, world_size=2) == [(4, 2)] * 2
 

@@ -123,6 +123,9 @@ class Ready(Prepared):
         call: str = "", debug: bool = False,
     ) -> None:  # fmt: skip
         self.path = choose(task, schedule, group, device)
+        if producer != "auto" and self.path.schedule != "fused":
+            reason = f"{self.path.reason}; producer {producer!r} is of no effect, as it is for 'fused'"
+            self.path = replace(self.path, reason=reason)
         self.version, self.on_gpu = stale.version, device.type == "cuda"
         self._capturing = self.on_gpu and torch.cuda.is_current_stream_capturing()
         shares = self.path.schedule != "unfused" and group.size() > 1

@@ -109,6 +109,21 @@ def set_timeout(seconds: float, group: Group = None) -> None:
         workspace.set_timeout(budgets.of(made_for() if made_for is not None else None))
 
 
+def check(group: Group = None) -> None:
+    """Wait for this rank's GPU, and raise the PeerTimeout or RanksDisagree that an op of `group`, or of any group of
+    this process where none is given, has reported by then.
+
+    Every op looks for such a report by itself, without waiting. This is for who calls none: a loop that replays a
+    captured graph, or the end of a measurement. It sends nothing, so ranks need not call it alike.
+
+    Errors for what is no group as in the functions.
+    """
+    name = None if group is None else str(groups.resolve(group).group_name)
+    for key, workspace in list(_workspaces.items()):
+        if name in (None, key[0]):
+            workspace.check()
+
+
 def generation(name: str) -> int:
     """How often `destroy` has been called for the group of that name: the same on all ranks that call it alike."""
     return _destroyed[None] + _destroyed[name]
