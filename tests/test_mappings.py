@@ -82,6 +82,29 @@ def test_what_an_exception_shows_stays_mapped(pool: RankPool) -> None:
     assert pool.run(kept_error, world_size=2) == [True] * 2
 
 
+def failed_in_backward(group: ProcessGroup) -> int:
+    """What is still mapped when a failed backward's workspace is destroyed and nobody has its error or its tensors."""
+    fusedtp.destroy()
+    gc.collect()
+    others = mappings()
+
+    def step() -> None:
+        # Rank 1 wants no gradient of x, and makes another op.
+        x, weight = torch.ones(3, 6, requires_grad=group.rank() == 0), torch.ones(4, 6, requires_grad=True)
+        y = fusedtp.all_gather_linear(x, weight, group=group, schedule="decomposed")
+        with pytest.raises(fusedtp.RanksDisagree):
+            y.sum().backward()
+
+    step()
+    fusedtp.destroy()
+    gc.collect()
+    return mappings() - others
+
+
+def test_a_failed_backward_leaves_nothing_mapped(pool: RankPool) -> None:
+    assert pool.run(failed_in_backward, world_size=2) == [0, 0]
+
+
 def timeouts_beside(group: ProcessGroup) -> bool:
     """A thread sets timeouts while workspaces are made, grow and are destroyed."""
     fusedtp.destroy()

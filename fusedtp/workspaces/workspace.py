@@ -376,3 +376,5 @@ class Workspace(Failing):
                 vars(self).pop(name, None)
             arena.release()
             self._captured.clear()
+        # With its traceback, the error keeps frames alive: of a backward pass also the graph, and by that this.
+        self.failure = RuntimeError("this workspace has been given back, by fusedtp.destroy or with its group")
