@@ -21,19 +21,19 @@ from torch.distributed import ProcessGroup
 from .cases import BASELINES, Case
 from .operands import Operands, Runner, passes
 
-# Where compiled async TP must have put torch's fused ops: op and direction -> what has to be in the code.
+# torch's fused ops, which compiled async TP must have put there: kind and direction -> what has to be in the code.
 _FUSED = {
-    ("all_gather_matmul", "forward"): ("fused_all_gather_matmul",),
-    ("all_gather_matmul", "both"): ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"),
-    ("matmul_reduce_scatter", "forward"): ("fused_matmul_reduce_scatter",),
-    ("matmul_reduce_scatter", "both"): ("fused_matmul_reduce_scatter", "fused_all_gather_matmul"),
+    ("gather", "forward"): ("fused_all_gather_matmul",),
+    ("gather", "both"): ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"),
+    ("scatter", "forward"): ("fused_matmul_reduce_scatter",),
+    ("scatter", "both"): ("fused_matmul_reduce_scatter", "fused_all_gather_matmul"),
 }
 
 
 def missing(variant: str, case: Case, direction: str, num_gpus: int) -> str:
     """Why `variant` cannot run this case here, or "" if it can."""
     assert variant in BASELINES, variant
-    if case.op == "matmul_all_reduce":
+    if case.kind == "all_reduce":
         return "it has no matmul + all-reduce of its own kind"
     if case.world_size == 1:
         return "one rank has nothing to send"
@@ -114,7 +114,7 @@ def _async_tp(operands: Operands, group: ProcessGroup, direction: str) -> Runner
     # One whole pass compiles what the timed one needs: the gradients' graph is compiled with the forward one's.
     whole = "forward" if direction == "forward" else "both"
     with config.patch(_micro_pipeline_tp=True):
-        compiles(passes(call, operands.x, operands.w, operands, whole), _FUSED[operands.case.op, whole])
+        compiles(passes(call, operands.x, operands.w, operands, whole), _FUSED[operands.case.kind, whole])
     return passes(call, operands.x, operands.w, operands, direction)
 
 

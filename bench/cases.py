@@ -14,6 +14,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fusedtp.op import (
+    ALL_GATHER,
+    ALL_GATHER_MATMUL,
+    ALL_REDUCE,
+    MATMUL_ALL_REDUCE,
+    MATMUL_REDUCE_SCATTER,
+    REDUCE_SCATTER,
+    Kind,
+)
 from fusedtp.op import OPS as TABLE
 from fusedtp.sharding.plan import ITEMSIZE
 
@@ -31,9 +40,9 @@ WHOLE = (*SCHEDULES, "auto", *BASELINES)
 DTYPES = ("float32", "bfloat16", "float16")
 # As people read them.
 TITLES = {
-    "all_gather_matmul": "all-gather + matmul",
-    "matmul_reduce_scatter": "matmul + reduce-scatter",
-    "matmul_all_reduce": "matmul + all-reduce",
+    ALL_GATHER_MATMUL.name: "all-gather + matmul",
+    MATMUL_REDUCE_SCATTER.name: "matmul + reduce-scatter",
+    MATMUL_ALL_REDUCE.name: "matmul + all-reduce",
 }
 SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -48,14 +57,14 @@ SHAPES: dict[str, dict[str, tuple[Shape, ...]]] = {
     "medium": dict.fromkeys(OPS, ((1024, 1024, 1024),)),
     "square": dict.fromkeys(OPS, ((2048, 2048, 2048),)),
     "comm": {
-        "all_gather_matmul": _GATHER,
-        "matmul_reduce_scatter": _SCATTER,
-        "matmul_all_reduce": _SCATTER[:1],
+        ALL_GATHER_MATMUL.name: _GATHER,
+        MATMUL_REDUCE_SCATTER.name: _SCATTER,
+        MATMUL_ALL_REDUCE.name: _SCATTER[:1],
     },
     "large": {
-        "all_gather_matmul": ((4096, 28672, 8192), (8192, 28672, 8192)),
-        "matmul_reduce_scatter": ((4096, 8192, 28672), (8192, 8192, 28672)),
-        "matmul_all_reduce": ((512, 8192, 28672), (4096, 8192, 28672)),
+        ALL_GATHER_MATMUL.name: ((4096, 28672, 8192), (8192, 28672, 8192)),
+        MATMUL_REDUCE_SCATTER.name: ((4096, 8192, 28672), (8192, 8192, 28672)),
+        MATMUL_ALL_REDUCE.name: ((512, 8192, 28672), (4096, 8192, 28672)),
     },
 }
 # interpreted kernels cost seconds at sizes that a library does in a millisecond; nothing here divides by a tile or by 4
@@ -101,9 +110,14 @@ class Case(Item):
         return f"{name}{self.op} {self.M}x{self.N}x{self.K} {self.dtype} on {self.world_size}"
 
     @property
+    def kind(self) -> Kind:
+        """What its collective does."""
+        return TABLE[self.op].kind
+
+    @property
     def even(self) -> bool:
         """Whether every dim that is split is as long on every rank."""
-        split = (self.M, self.N) if self.op == "all_gather_matmul" else (self.M, self.K)
+        split = (self.M, self.N) if self.kind == "gather" else (self.M, self.K)
         return all(length % self.world_size == 0 for length in split)
 
 
@@ -133,10 +147,11 @@ def traffic(case: Case, direction: str) -> list[tuple[str, int]]:
     check_direction(direction)
     itemsize = ITEMSIZE[case.dtype]
     x, y = case.M * case.K * itemsize, case.M * case.N * itemsize
+    gather, scatter, reduce = ALL_GATHER.name, REDUCE_SCATTER.name, ALL_REDUCE.name
     forward, backward = {
-        "all_gather_matmul": ([("all_gather", x)], [("reduce_scatter", x), ("all_gather", x)]),
+        "gather": ([(gather, x)], [(scatter, x), (gather, x)]),
         # dy is gathered once, for both gradients
-        "matmul_reduce_scatter": ([("reduce_scatter", y)], [("all_gather", y)]),
-        "matmul_all_reduce": ([("all_reduce", y)], []),
-    }[case.op]
+        "scatter": ([(scatter, y)], [(gather, y)]),
+        "all_reduce": ([(reduce, y)], []),
+    }[case.kind]
     return {"forward": forward, "backward": backward, "both": forward + backward}[direction]

@@ -48,14 +48,14 @@ def hardware_of(name: str, world_size: int) -> Hardware:
 
 
 def predict(
-    op: Annotated[str | None, typer.Argument(help="all_gather_matmul, matmul_reduce_scatter, ...: see --list.")] = None,
+    op: Annotated[str | None, typer.Argument(help="The name of one: --list has them all.")] = None,
     m: Annotated[str, typer.Option("--m", help="Rows of x: 4096, or 512,1024, or 512:8192 for doubling.")] = "8192",
     n: Annotated[str, typer.Option("--n", help="Columns of the whole y, or of a tensor without a matmul.")] = "28672",
     k: Annotated[str, typer.Option("--k", help="The whole contraction.")] = "8192",
     world_size: Annotated[str, typer.Option(help="Ranks, for example 2,4,8 or 2:64.")] = "8",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32, float64.")] = "bfloat16",
     hardware: Annotated[str, typer.Option(help="A name from --list, or here, as tune measured it.")] = "h100",
-    gather_dim: Annotated[int, typer.Option(help="1: all_gather_matmul along the contraction.")] = 0,
+    gather_dim: Annotated[int, typer.Option(help="1: what is gathered is split along the contraction.")] = 0,
     algorithm: Annotated[str, typer.Option(help="Of an all-reduce: auto, one_shot, two_shot, ring.")] = "auto",
     matmul_us: Annotated[float | None, typer.Option(help="The library matmul's measured time, of one size.")] = None,
     kernel_matmul_us: Annotated[float | None, typer.Option(help="Our kernel's, with its signals preset.")] = None,

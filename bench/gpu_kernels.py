@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from fusedtp.op import MATMUL_REDUCE_SCATTER
+
 from . import gpu_moves as moves
 from . import gpu_preset as preset
 from .cases import Item
@@ -78,7 +80,7 @@ def items(*, emulate: bool = False) -> list[Item]:
 def build(item: Item, device: torch.device, seed: int = 0) -> Preset:
     """The kernel of an item."""
     if item.op == STEPS:
-        return moves.steps(device, item.world_size, "matmul_reduce_scatter")
+        return moves.steps(device, item.world_size, MATMUL_REDUCE_SCATTER.name)
     dtype: torch.dtype = getattr(torch, item.dtype)
     if item.op in MOVES:
         return MOVES[item.op][0](device, dtype, item.world_size, item.M, item.N)

@@ -35,7 +35,7 @@ def items(*, emulate: bool = False) -> list[Item]:
     for dtype in DTYPES:
         for model, ranks, tokens, first in BLOCKS:
             for case in block(model, tokens, ranks, dtype)[first:]:
-                gathers = case.op == "all_gather_matmul"
+                gathers = case.kind == "gather"
                 M, N, K = case.M, case.N // (ranks if gathers else 1), case.K // (1 if gathers else ranks)
                 if emulate:
                     M, N, K = min(M, 70), min(N, 83), min(K, 61)

@@ -2,10 +2,10 @@
 
 With T tokens (batch x sequence) split between the ranks outside attention and MLP, a block is four of them:
 
-    attention qkv  all_gather_matmul      M = T, N = (heads + 2 * kv_heads) * head_dim,  K = hidden
-    attention out  matmul_reduce_scatter  M = T, N = hidden,                             K = heads * head_dim
-    mlp up         all_gather_matmul      M = T, N = intermediate, twice if gated,       K = hidden
-    mlp down       matmul_reduce_scatter  M = T, N = hidden,                             K = intermediate
+    attention qkv  all-gather + matmul      M = T, N = (heads + 2 * kv_heads) * head_dim,  K = hidden
+    attention out  matmul + reduce-scatter  M = T, N = hidden,                             K = heads * head_dim
+    mlp up         all-gather + matmul      M = T, N = intermediate, twice if gated,       K = hidden
+    mlp down       matmul + reduce-scatter  M = T, N = hidden,                             K = intermediate
 
 Gate and up are one matmul, as `ParallelMLP` and every serving stack do it; so are query, key and value.
 """
@@ -13,6 +13,8 @@ Gate and up are one matmul, as `ParallelMLP` and every serving stack do it; so a
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from fusedtp.op import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
 
 from .cases import Case
 
@@ -66,10 +68,10 @@ def block(model: str, tokens: int, world_size: int, dtype: str, seed: int = 0) -
     kv_heads = max(sizes.kv_heads, world_size)
     attention = sizes.heads * sizes.head_dim
     matmuls = (
-        ("all_gather_matmul", attention + 2 * kv_heads * sizes.head_dim, sizes.hidden),
-        ("matmul_reduce_scatter", sizes.hidden, attention),
-        ("all_gather_matmul", (1 + sizes.gated) * sizes.intermediate, sizes.hidden),
-        ("matmul_reduce_scatter", sizes.hidden, sizes.intermediate),
+        (ALL_GATHER_MATMUL.name, attention + 2 * kv_heads * sizes.head_dim, sizes.hidden),
+        (MATMUL_REDUCE_SCATTER.name, sizes.hidden, attention),
+        (ALL_GATHER_MATMUL.name, (1 + sizes.gated) * sizes.intermediate, sizes.hidden),
+        (MATMUL_REDUCE_SCATTER.name, sizes.hidden, sizes.intermediate),
     )
     return [
         Case(op, tokens, N, K, dtype, world_size, seed, model, tokens, layer)

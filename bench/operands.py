@@ -25,9 +25,9 @@ Runner = Callable[[], Results]
 
 # The dims along which x, w and y are split; y of an all-reduce is whole.
 _SPLIT: dict[str, tuple[int, int, int | None]] = {
-    "all_gather_matmul": (0, 0, 1),
-    "matmul_reduce_scatter": (1, 1, 0),
-    "matmul_all_reduce": (1, 1, None),
+    "gather": (0, 0, 1),
+    "scatter": (1, 1, 0),
+    "all_reduce": (1, 1, None),
 }
 
 
@@ -42,7 +42,7 @@ class Operands:
     def __init__(self, case: Case, rank: int, device: torch.device) -> None:
         self.case, self.device = case, device
         self.dtype: torch.dtype = getattr(torch, case.dtype)
-        self.gathers = case.op == "all_gather_matmul"
+        self.gathers = case.kind == "gather"
         self.m_sizes, self.n_sizes, self.k_sizes = (
             even_sizes(size, case.world_size) for size in (case.M, case.N, case.K)
         )
@@ -63,7 +63,7 @@ class Operands:
         self._products: dict[str, Product] = {}
 
     def _own(self, which: int, whole: Tensor, *sizes: tuple[int, ...]) -> Tensor:
-        dim = _SPLIT[self.case.op][which]
+        dim = _SPLIT[self.case.kind][which]
         if dim is None:
             return whole
         return reference.chunk(whole, dim, self.rank, sizes[dim]).clone(memory_format=torch.contiguous_format)
@@ -107,7 +107,7 @@ class Operands:
                     if self.gathers
                     else (self.x_whole, self.w_whole.t(), self.k_sizes)
                 )
-                if self.case.op != "matmul_all_reduce":
+                if self.case.kind != "all_reduce":
                     a = reference.chunk(a, 0, self.rank, self.m_sizes)
             self._products[name] = Product(a, b, cut)
         return self._products[name]

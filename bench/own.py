@@ -34,7 +34,7 @@ def _step(operands: Operands, name: str) -> Callable[[], Tensor | list[Tensor]]:
 
         return scattered
     shard = operands.x if part == "y" else operands.dy
-    alone = operands.case.world_size == 1 or operands.case.op == "matmul_all_reduce" or part == "dw"
+    alone = operands.case.world_size == 1 or operands.case.kind == "all_reduce" or part == "dw"
     fill = preset.plain(a, b) if alone else preset.gathered(shard, a, b, sizes, rank)[1]
 
     def filled() -> Tensor:

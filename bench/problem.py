@@ -20,16 +20,16 @@ from . import baselines
 from .cases import BASELINES, BOUNDS, WHOLE, Case, check_direction
 from .operands import Operands, Results, Runner, passes
 
-# (matmuls alone, collectives alone) of each op's passes: the parts that they give.
+# (matmuls alone, collectives alone) of the passes of each kind of op: the parts that they give.
 _FORWARD = {
-    "all_gather_matmul": (("y",), ("x",)),
-    "matmul_reduce_scatter": (("y_partial",), ("y",)),
-    "matmul_all_reduce": (("y_partial",), ("y",)),
+    "gather": (("y",), ("x",)),
+    "scatter": (("y_partial",), ("y",)),
+    "all_reduce": (("y_partial",), ("y",)),
 }
 _BACKWARD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "all_gather_matmul": (("dx_partial", "dw"), ("dx", "x")),
-    "matmul_reduce_scatter": (("dx", "dw"), ("dy",)),
-    "matmul_all_reduce": (("dx", "dw"), ()),
+    "gather": (("dx_partial", "dw"), ("dx", "x")),
+    "scatter": (("dx", "dw"), ("dy",)),
+    "all_reduce": (("dx", "dw"), ()),
 }
 
 
@@ -46,7 +46,7 @@ class Problem(Operands):
         check_direction(direction)
         if variant in ("matmul", "own_matmul", "comm"):
             which = int(variant == "comm")
-            forward, backward = _FORWARD[self.case.op][which], _BACKWARD[self.case.op][which]
+            forward, backward = _FORWARD[self.case.kind][which], _BACKWARD[self.case.kind][which]
         else:
             forward, backward = ("y",), ("dx", "dw")
         return {"forward": forward, "backward": backward, "both": (*forward, *backward)}[direction]
@@ -74,7 +74,7 @@ class Problem(Operands):
         return passes(self._linear(variant), self.x, self.w, self, direction)
 
     def _linear(self, schedule: str) -> Callable[[Tensor, Tensor], Tensor]:
-        if self.case.op == "matmul_all_reduce":
+        if self.case.kind == "all_reduce":
             return partial(functional.linear_all_reduce, group=self.group, schedule=schedule)
         call = functional.all_gather_linear if self.gathers else functional.linear_reduce_scatter
         return partial(call, group=self.group, sizes=self.m_sizes, schedule=schedule)
@@ -90,7 +90,7 @@ class Problem(Operands):
 
     def _sum(self, term: Tensor, name: str) -> Tensor:
         # What the backend makes of every rank's term of y or dx.
-        if name == "y" and self.case.op == "matmul_all_reduce":
+        if name == "y" and self.case.kind == "all_reduce":
             return functional.all_reduce(term, group=self.group, schedule="unfused")
         return functional.reduce_scatter(term, group=self.group, sizes=self.m_sizes, schedule="unfused")
 

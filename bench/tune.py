@@ -18,6 +18,8 @@ from torch.distributed import ProcessGroup
 
 from fusedtp import functional
 from fusedtp.calls.tuning import Sample
+from fusedtp.op import ALL_GATHER, ALL_GATHER_MATMUL
+from fusedtp.op import OPS as TABLE
 from fusedtp.sharding.plan import ITEMSIZE
 
 from .cases import OPS, SHAPES, Case, Shape
@@ -28,7 +30,7 @@ from .store import PASSED
 from .sweep import rank_environment, run_job
 from .timing import measure
 
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+COLLECTIVES = tuple(name for name, op in TABLE.items() if not op.multiplies)
 # A small, a middling and a large one, and one with much to send for what it multiplies.
 CPU_SHAPES: dict[str, tuple[Shape, ...]] = {
     op: ((64, 256, 256), *(SHAPES[name][op][0] for name in ("small", "medium", "square", "comm"))) for op in OPS
@@ -36,7 +38,7 @@ CPU_SHAPES: dict[str, tuple[Shape, ...]] = {
 # The MLP of a 70B model at few and many tokens.
 GPU_SHAPES: dict[str, tuple[Shape, ...]] = {
     op: tuple(
-        (tokens, 28672, 8192) if op == "all_gather_matmul" else (tokens, 8192, 28672)
+        (tokens, 28672, 8192) if op == ALL_GATHER_MATMUL.name else (tokens, 8192, 28672)
         for tokens in (16, 256, 2048, 8192)
     )
     for op in OPS
@@ -52,7 +54,7 @@ def time_collectives(
     whole = torch.randn(rows, cols, device=device).to(getattr(torch, dtype))
     runners: dict[str, Callable[[], Tensor]] = {}
     for op in COLLECTIVES:
-        x = whole[: rows // group.size()] if op == "all_gather" else whole
+        x = whole[: rows // group.size()] if TABLE[op].kind == "gather" else whole
         call: Callable[..., Tensor] = getattr(functional, op)
         runners |= {f"{op} {name}": partial(call, x, group=group, schedule=name) for name in schedules}
     with torch.no_grad():
@@ -94,7 +96,7 @@ def rates_of(
 
 def sample_of(case: Case, ms: Mapping[str, float]) -> Sample:
     """What a table keeps of a matmul's times."""
-    n, (cols, third) = case.world_size, (case.K, case.N) if case.op == "all_gather_matmul" else (case.N, case.K)
+    n, (cols, third) = case.world_size, (case.K, case.N) if case.kind == "gather" else (case.N, case.K)
     times = {name: time for name, time in ms.items() if name != "matmul"}
     return Sample(case.op, n, case.dtype, case.M, cols, -(-third // n), times)
 
@@ -115,7 +117,7 @@ def tune(
                     said(f"collectives of {rows}x{cols} {dtype} on {n}")
                     found = pool.run(time_collectives, (rows, cols), dtype, schedules, seconds, world_size=n)[0]
                     samples += [Sample(op, n, dtype, rows, cols, 0, ms) for op, ms in found.items()]
-                    gathers.append(found["all_gather"])
+                    gathers.append(found[ALL_GATHER.name])
                 timed = [
                     time_matmul(pool, Case(op, *shape, dtype, n), schedules, seconds, num_gpus, said)
                     for op, each in (GPU_SHAPES if num_gpus else CPU_SHAPES).items() for shape in each

@@ -26,7 +26,7 @@ import typer
 from torch import Tensor
 
 from fusedtp.memory.local import local_memories
-from fusedtp.op import OPS, Task
+from fusedtp.op import ALL_GATHER_MATMUL, OPS, Task
 from fusedtp.schedules.phases import run_concurrently, run_together
 from fusedtp.schedules.prepared import Phases, Prepared
 from fusedtp.schedules.transport import settle
@@ -41,7 +41,7 @@ from .store import Row
 from .timing import Timing, Verdict
 
 LABEL = "one GPU, virtual ranks"
-OP = "all_gather_matmul"
+OP = ALL_GATHER_MATMUL.name
 # comm and matmul: the two phases; phased: one behind the other; concurrent: one behind the other's back.
 VARIANTS = ("comm", "matmul", "phased", "concurrent")
 DTYPES = ("bfloat16", "float16", "float32")
