@@ -1,4 +1,4 @@
-"""The host's time beside a call, as `fusedtp.bench.overhead` measures it: rows of both sizes and directions, appended."""
+"""Rows of the host's time beside a call, as `fusedtp.bench.overhead` appends them: each size, each direction."""
 
 from __future__ import annotations
 
