@@ -90,7 +90,7 @@ TABLE: dict[str, dict[str, Config]] = {
         for shape, config, registers in (
             ("many", _WIDE, {"gather transposed": 192, "scatter": 200}),
             ("few columns", _NARROW, {"gather": 132, "gather transposed": 134, "scatter": 136}),
-            ("few rows", _LOW, {"gather": 130, "gather transposed": 130, "scatter": 132}),
+            ("few rows", _LOW, {"gather": 130, "gather transposed": 131, "scatter": 132}),
         )
     },
     # Accumulators are in a memory of their own, which four or eight warps can reach. For the narrow tile eight warps
@@ -98,7 +98,7 @@ TABLE: dict[str, dict[str, Config]] = {
     "sm_100": {
         shape: replace(config, descriptors=True, pointer_warps=min(8, config.pointer_warps), registers=registers)
         for shape, config, registers in (
-            ("many", _WIDE, {"": 200, "gather": 200, "scatter": 184}),
+            ("many", _WIDE, {"": 200, "gather": 200, "gather transposed": 204, "scatter": 184}),
             ("few columns", replace(_NARROW, num_warps=4), {"gather": 230, "scatter": 208}),
             ("few rows", _LOW, _ALL | {"gather": 128, "gather transposed": 140}),
         )
