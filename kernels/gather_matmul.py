@@ -66,7 +66,7 @@ class Chunks(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """The hooks' context."""
+    """The hooks' context. END: as in `Link`."""
 
     link: Link
     a: Shard
@@ -76,6 +76,7 @@ class Gathered(NamedTuple):
     tiles: Tiles
     chunks: Chunks
     M: tl.tensor
+    END: tl.constexpr
 
 
 @triton.jit
@@ -185,7 +186,7 @@ def _gather_matmul_kernel(
     ends the epoch if LAST.
     """
     _gather_matmul_programs(
-        Gathered(Link(group, rank, begin(group, rank), fingerprint), a, b, c, epilogue, tiles, chunks, M),
+        Gathered(Link(group, rank, begin(group, rank), fingerprint, 0), a, b, c, epilogue, tiles, chunks, M, 0),
         Rows(a.ptr, a.stride_m, a.stride_k, a.cols),
         num_rows, dst_row, num_tiles, PUSHERS, CONTRACTION, LAST, BLOCK_R, BLOCK_C,
     )  # fmt: skip

@@ -256,7 +256,7 @@ def matmul_tiles(
 
 
 class Whole(NamedTuple):
-    """The plain matmul's context: A and C whole and local."""
+    """The plain matmul's context: A and C whole and local. END: as in `Link`, in `signal`."""
 
     a: Left
     b: Right
@@ -264,6 +264,7 @@ class Whole(NamedTuple):
     epilogue: Epilogue
     tiles: Tiles
     M: tl.tensor
+    END: tl.constexpr
 
 
 @triton.jit
@@ -302,9 +303,12 @@ def a_local(ctx, row, packed):
     """A's rows from `row` on and all of K, for a kernel whose A is whole and local. Waits for nothing."""
     if ctx.a.BY == "pointers":
         source = ctx.a.ptr + row.to(tl.int64) * ctx.a.stride_m
+        stride_m, stride_k = ctx.a.stride_m, ctx.a.stride_k
     else:
+        # A descriptor has its own; and Triton 3.6 returns no None.
         source = ctx.a.desc
-    return Operand(source, ctx.a.stride_m, ctx.a.stride_k, 0, row, 0, ctx.b.K, packed)
+        stride_m, stride_k = 0, 0
+    return Operand(source, stride_m, stride_k, 0, row, 0, ctx.b.K, packed)
 
 
 @triton.jit
@@ -323,7 +327,7 @@ def _matmul_kernel(a, b, c, epilogue, tiles, M):
     num_tiles = cdiv(M, tiles.BLOCK_M) * cdiv(b.N, tiles.BLOCK_N)
     # Built in the call: a tuple that is assigned to a name loses its constants.
     matmul_tiles(
-        Whole(a, b, c, epilogue, tiles, M), tl.program_id(0), tl.num_programs(0), num_tiles,
+        Whole(a, b, c, epilogue, tiles, M, 0), tl.program_id(0), tl.num_programs(0), num_tiles,
         locate_whole, _a_whole, _store_whole, 1,
     )  # fmt: skip
 

@@ -34,7 +34,10 @@ from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, raise_signal
 
 
 class Partial(NamedTuple):
-    """The hooks' context: the link, the operands, the owners' row table, and where a region lies in a half."""
+    """The hooks' context: the link, the operands, the owners' row table, and where a region lies in a half.
+
+    END: as in `Link`.
+    """
 
     link: Link
     a: Left
@@ -44,6 +47,7 @@ class Partial(NamedTuple):
     M: tl.tensor
     region_row: tl.tensor
     pitch: tl.tensor
+    END: tl.constexpr
 
 
 @triton.jit
@@ -98,7 +102,7 @@ def _matmul_scatter_kernel(
 ):
     """Multiply, store every tile into its owner's half (TO_ALL: into all), signal each tile. Waits for nothing."""
     _matmul_scatter_programs(
-        Partial(Link(group, rank, begin(group, rank), fingerprint), a, b, tiles, table, M, region_row, pitch),
+        Partial(Link(group, rank, begin(group, rank), fingerprint, 0), a, b, tiles, table, M, region_row, pitch, 0),
         num_tiles, TO_ALL,
     )  # fmt: skip
 

@@ -135,7 +135,7 @@ def _push_kernel(
 ):  # fmt: skip
     """An op's first kernel: enters the epoch and pushes rows. Signals pieces; waits for nothing."""
     _push_programs(
-        Link(group, rank, begin(group, rank), fingerprint),
+        Link(group, rank, begin(group, rank), fingerprint, 0),
         x, table, num_rows, dst_row, pitch, first_slot, SCATTER, WITH_OWN, PIECE, BLOCK_R, BLOCK_C,
     )  # fmt: skip
 
@@ -213,7 +213,7 @@ def _collect_kernel(
     `_reduce_kernel`: all issued before this kernel on every rank.
     """
     _collect_programs(
-        Link(group, rank, begin(group, rank), fingerprint),
+        Link(group, rank, begin(group, rank), fingerprint, 0),
         out, table, first_slot, region_row, pitch, PER_TILE, PIECE, BLOCK_M, BLOCK_N, STRIP,
     )  # fmt: skip
 

@@ -100,7 +100,7 @@ def _reduce_kernel(
     It ends the epoch if LAST; where it broadcasts or a gather is still to be collected, the collecting kernel does.
     """
     _reduce_programs(
-        Link(group, rank, begin(group, rank), fingerprint),
+        Link(group, rank, begin(group, rank), fingerprint, 0),
         x, out, epilogue, num_rows, region_rows, result_row, pitch, second_slot,
         PER_TILE, OWN_IN_PLACE, BROADCAST, LAST, ALIGNED, BLOCK_M, BLOCK_N, STRIP, UPCAST,
     )  # fmt: skip

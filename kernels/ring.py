@@ -163,7 +163,7 @@ def _ring_kernel(
     of the first phase waits for nothing, so by induction over the steps every wait ends.
     """
     _ring_programs(
-        Link(group, rank, begin(group, rank), fingerprint),
+        Link(group, rank, begin(group, rank), fingerprint, 0),
         Ring(table, max_pieces, pitch, gather_row, gather_slot, BLOCK_M, BLOCK_N, STRIP, UPCAST),
         x, out, REDUCE, GATHER,
     )  # fmt: skip

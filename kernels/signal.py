@@ -91,12 +91,17 @@ class Group(NamedTuple):
 
 
 class Link(NamedTuple):
-    """What a program needs to reach its peers: their arenas, its rank, the op's epoch and fingerprint."""
+    """What a program needs to reach its peers: their arenas, its rank, the op's epoch and fingerprint.
+
+    END: any constant, as in every tuple with others in it. Triton 3.6 keeps a tuple's type as of the last of its own
+    fields that was set, constants last: without one the constants of the tuples in it are lost in the next loop.
+    """
 
     group: Group
     rank: tl.tensor
     epoch: tl.tensor
     fingerprint: tl.tensor
+    END: tl.constexpr
 
 
 @triton.jit

@@ -28,7 +28,7 @@ def _step_kernel(group, rank, fingerprint: tl.int64, peer, slot, STEP: tl.conste
 
     The kernel of a wait ends when the signal is there or the budget is spent.
     """
-    _step(Link(group, rank, begin(group, rank), fingerprint), peer, slot, STEP)
+    _step(Link(group, rank, begin(group, rank), fingerprint, 0), peer, slot, STEP)
 
 
 def step(channel: Channel, op: int, name: str, peer: int = 0, slot: int = 0) -> None:
