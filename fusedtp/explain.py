@@ -128,7 +128,7 @@ def explain(
     flops_per_byte: float | None = None,
     start_bytes: int | None = None,
 ) -> Explanation:
-    """Explain a spec, or a layer named in `NAMED`; the arguments and errors are those of `plan`.
+    """Explain a spec, or a layer by its name, one of `NAMED` of this module; arguments and errors are those of `plan`.
 
     hardware: a name of `fusedtp.cost.hardware.HARDWARE`. Steps then have predicted times, and the plan weighs bytes by
     that machine unless told otherwise. ValueError for another name, and for hardware without sizes.

@@ -111,7 +111,8 @@ class _ShardedLinear(nn.Module):
             self.bias = parameters.sharded((*lead, rows), len(lead), self._sizes, *made)
         elif bias:
             self.bias = parameters.whole((out_features,), *made)
-        if parameters.is_padded(self._sizes):
+        self._is_padded = parameters.is_padded(self._sizes)
+        if self._is_padded:
             # In the state too, and compared on loading: the shapes alone would fit other sizes with as long a shard.
             self.register_buffer("padded_sizes", torch.tensor(self._sizes, device=device))
         self.reset_parameters()
@@ -128,7 +129,7 @@ class _ShardedLinear(nn.Module):
 
         The seed must be the same on every rank. A parameter on the meta device draws nothing.
         """
-        if parameters.is_padded(self._sizes):
+        if self._is_padded:
             self.padded_sizes.copy_(torch.tensor(self._sizes))
         rows, weight, bias = self.out_features // self._matrices, self.weight, self.bias
         drawn = [
@@ -143,7 +144,7 @@ class _ShardedLinear(nn.Module):
                 )
 
     def _linear(self, prepare: Prepare, x: Tensor, *options: Any) -> Tensor:
-        if not parameters.is_padded(self._sizes):
+        if not self._is_padded:
             return eager.of_parameters(prepare, x, self.weight, self.bias, self.group, *options)
         size = self._sizes[self.group.rank()]
         weight = self._own("weight", self.weight, size, 2)
@@ -159,7 +160,7 @@ class _ShardedLinear(nn.Module):
         unexpected: list[str], errors: list[str],
     ) -> None:  # fmt: skip
         theirs = state_dict.get(f"{prefix}padded_sizes")
-        if theirs is not None and parameters.is_padded(self._sizes) and theirs.tolist() != list(self._sizes):
+        if theirs is not None and self._is_padded and theirs.tolist() != list(self._sizes):
             errors.append(
                 f"{prefix}weight is padded for shards of {tuple(theirs.tolist())}, this layer's are {self._sizes}: "
                 "feature_sizes that are not as DTensor splits them hold for the same ranks only"
@@ -383,6 +384,16 @@ class ParallelMLP(nn.Module):
             intermediate_size, hidden_size, bias, device, dtype,
             scatter_dim=sequence_dim, feature_sizes=feature_sizes, **options,
         )  # fmt: skip
+
+    @property
+    def sequence_sizes(self) -> tuple[int, ...] | None:
+        """x's and y's length on every rank; it may be set anew between calls, for both linears. None: this rank's."""
+        return self.down_proj.sequence_sizes
+
+    @sequence_sizes.setter
+    def sequence_sizes(self, sizes: Sequence[int] | None) -> None:
+        wide = self.up_proj if self.activation == "gelu" else self.gate_up_proj
+        wide.sequence_sizes = self.down_proj.sequence_sizes = arguments.sequence_sizes(sizes, self.down_proj.group)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.activation == "gelu":

@@ -86,7 +86,7 @@ def asked_of_auto(group: ProcessGroup) -> list[str]:
 def test_a_producer_that_has_no_effect_is_told(pool: RankPool) -> None:
     """`auto` takes no kernel on a CPU."""
     for told, without in pool.run(asked_of_auto, world_size=2):
-        assert told == f"{without}; producer 'push' is of no effect, as it is for 'fused'"
+        assert told == f"{without}; producer='push' has no effect, only 'fused' has one to choose"
 
 
 @pytest.fixture

@@ -124,7 +124,7 @@ class Ready(Prepared):
     ) -> None:  # fmt: skip
         self.path = choose(task, schedule, group, device)
         if producer != "auto" and self.path.schedule != "fused":
-            reason = f"{self.path.reason}; producer {producer!r} is of no effect, as it is for 'fused'"
+            reason = f"{self.path.reason}; producer={producer!r} has no effect, only 'fused' has one to choose"
             self.path = replace(self.path, reason=reason)
         self.version, self.on_gpu = stale.version, device.type == "cuda"
         self._capturing = self.on_gpu and torch.cuda.is_current_stream_capturing()
