@@ -38,27 +38,14 @@ from .shards import check_sizes, chunk_sizes
 Device = torch.device | str | int | None
 
 
-def linear_of_replicated(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    group: Group = None,
-    schedule: str = "auto",
-    debug: bool = False,
-) -> Tensor:
-    """`F.linear` of an x that is whole on every rank and a weight and bias that are this rank's columns.
+def replicated_problem(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, schedule: str, debug: bool
+) -> functional.Described:
+    """`F.linear` of an x that is whole on every rank and a weight and bias that are this rank's columns, for `call`.
 
     x [..., K], weight [N_r, K], bias [N_r] -> [..., N_r]. Nothing is sent; backward all-reduces dx. Errors as in
     `all_gather_linear`.
     """
-    return eager.apply(replicated_problem, x, weight, bias, group, (schedule, debug))
-
-
-def replicated_problem(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, schedule: str, debug: bool
-) -> functional.Described:
-    """`linear_of_replicated`, checked and described for `call`."""
     arguments.check_linear(x, weight, bias, schedule, debug)
     arguments.check_features(x.shape[-1], "x has", weight)
     splits = {"N": (weight.shape[0],) * group.size()}

@@ -156,7 +156,7 @@ def test_the_core_and_what_calls_it_agree() -> None:
 @pytest.mark.skipif(not os.environ.get("FUSEDTP_EMULATION"), reason="takes a while; nox -s emulate")
 def test_the_compiler_may_be_ziglang() -> None:
     pytest.importorskip("ziglang")
-    assert compiler.library(compiler.PACKAGED).exists()
+    assert compiler.shared_object(compiler.PACKAGED).exists()
 
 
 def test_files_of_the_core_are_short() -> None:

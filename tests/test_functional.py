@@ -9,17 +9,12 @@ from typing import Any
 import pytest
 import torch
 from fusedtp.bench.ranks import RankPool
-from torch import Tensor, library
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp import groups, reference
-from fusedtp.calls import call
-from fusedtp.calls.call import described
-from fusedtp.op import OPS, Task
+from fusedtp import reference
 from fusedtp.shards import even_sizes
-
-from . import direct
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -197,88 +192,6 @@ def test_results_are_fresh(pool: RankPool, world_size: int) -> None:
     pool.run(inputs_unchanged, world_size=world_size)
 
 
-def opchecked(group: ProcessGroup) -> None:
-    """Schemas hold, and fakes have the shape, dtype and strides of what the operators return."""
-    rank, name, sizes = group.rank(), group.group_name, [3, 1]
-    a = torch.randn(4, 6)
-    tail = (rank, name, "unfused", "auto", False, "auto", "")
-    tests = ("test_schema", "test_faketensor")
-    for x, op, lengths in (
-        (a[: sizes[rank]], "all_gather", sizes),
-        (a.t().contiguous().t(), "reduce_scatter", sizes),
-        (a.t(), "all_reduce", []),
-    ):
-        library.opcheck(torch.ops.fusedtp.collective, (x, op, lengths, *tail), test_utils=tests)
-    library.opcheck(torch.ops.fusedtp.as_it_is, (a.t(), name, "unfused", False), test_utils=tests)
-    weight, bias = torch.randn(5, 6), torch.randn(5)
-    for x, w, with_bias, spec, numbers in (
-        (a[: sizes[rank]], weight, bias, "[R0_X, K] @ [K, N_X] -> [R0, N_X]", (4, 6, 10, 2, *sizes, 0, 0)),
-        (a[:, : sizes[rank]], weight[:, :4], None, "[R0, K_X] @ [K, N_X] -> [R0, N_X]", (4, 4, 10, 0, 2, *sizes, 0)),
-        (a, weight, bias, "[R0, K_X] @ [K_X, N] -> [R0_X, N]", (4, 12, 5, 2, *sizes, 0, 0)),
-        (a, weight, bias, "[R0, K_X] @ [K_X, N] -> [R0, N_X]", (4, 12, 5, 0, 0, 2, 0, 5)),
-        (a, weight, bias, "[R0, K_X] @ [K_X, N] -> [R0, N]", (4, 12, 5, 0, 0, 0)),
-    ):
-        settings = described(spec, [name], [rank], schedule="unfused")
-        library.opcheck(torch.ops.fusedtp.sharded_matmul, (x, w, with_bias, settings, numbers), test_utils=tests)
-
-
-def test_ops_and_their_fakes(pool: RankPool) -> None:
-    pool.run(opchecked, world_size=2)
-
-
-def of_every_op(rank: int, sizes: tuple[int, ...]) -> list[tuple[str, list[Tensor | None], dict[str, Any]]]:
-    """Each op, its operands on this rank, and options: rows or columns, split so, with whatever they may be with."""
-    M, N, K, C, own = sum(sizes), 5, 6, 3, sizes[rank]
-    a, b, bias, sums = torch.randn(M, K), torch.randn(K, N), torch.randn(N), torch.randn(M, M)
-    right, left, x = torch.randn(M, C), torch.randn(C, M), torch.randn(own, N)
-    rows: dict[str, Any] = {"sizes": sizes}
-    return [
-        ("all_gather_matmul", [a[:own], b, bias], rows),
-        ("all_gather_matmul", [a[:own], b, None], rows | {"transposed": True}),
-        ("all_gather_matmul", [a.t()[:, :own], a.new_ones(M, N), None], rows | {"dim": 1}),
-        ("all_gather_matmul", [a[:own], b, None, right], rows),
-        ("matmul_reduce_scatter", [a, b, bias], rows),
-        ("matmul_reduce_scatter", [sums, sums.t(), None], rows | {"dim": 1}),
-        ("matmul_reduce_scatter", [a, b, None, left, x], rows),
-        *(("matmul_all_reduce", [a, b, bias], {"algorithm": each}) for each in ("auto", "one_shot", "two_shot")),
-        ("all_gather", [a[:own]], rows),
-        ("reduce_scatter", [a.t().contiguous().t()], rows),
-        ("all_reduce", [a.t()], {}),
-    ]
-
-
-def as_told(group: ProcessGroup, schedule: str, sizes: tuple[int, ...]) -> None:
-    """What a task gives has the shapes that it tells, one row behind the other."""
-    for op, operands, options in of_every_op(group.rank(), sizes):
-        if schedule == "unfused" and options.get("algorithm", "auto") != "auto":
-            continue
-        task = Task.of(OPS[op], *operands, **options)
-        outs, shapes = direct.run(op, schedule, group, *operands, **options), task.results(group.rank())
-        for out, shape in zip(outs, shapes, strict=True):
-            assert (tuple(out.shape), out.dtype) == (shape, task.dtype), f"{op} {options}"
-            assert out.is_contiguous(), f"{op} {options}"
-
-
-@pytest.mark.parametrize("schedule", ["unfused", "decomposed", "fused"])
-def test_results_of_tasks_are_what_they_tell(pool: RankPool, schedule: str) -> None:
-    pool.run(as_told, schedule, (3, 1), world_size=2)
-    pool.run(as_told, schedule, (4, 0, 1), world_size=3)
-    pool.run(as_told, schedule, (4,), world_size=1)
-
-
-def refuses_a_gradient(group: ProcessGroup) -> None:
-    a, b = torch.randn(2, 2, requires_grad=True), torch.randn(2, 2, requires_grad=True)
-    settings = described("[M, K_X] @ [K_X, N] -> [M, N]", [group.group_name], [group.rank()], schedule="unfused")
-    given = (settings, (2, 2 * group.size(), 2, 0, 0, 0))
-    dx, *_ = torch.ops.fusedtp.sharded_matmul_backward(a, a.detach(), b, True, False, False, *given)
-    with pytest.raises(NotImplementedError, match="second derivatives of fusedtp's matmuls"):
-        dx.sum().backward()
-
-
-def test_an_operator_without_a_gradient_says_so(pool: RankPool) -> None:
-    pool.run(refuses_a_gradient, world_size=2)
-
-
 def autocasted(group: ProcessGroup) -> None:
     """Like F.linear's: operands in bfloat16, the result too, gradients in the parameters' dtype."""
     x, weight, bias = torch.randn(4, 6, requires_grad=True), torch.randn(5, 6, requires_grad=True), torch.randn(5)
@@ -344,115 +257,3 @@ def negated(group: ProcessGroup) -> None:
 
 def test_negated_views_are_what_they_stand_for(pool: RankPool) -> None:
     pool.run(negated, world_size=2)
-
-
-def on_meta(group: ProcessGroup) -> list[tuple[int, ...]]:
-    """Shapes without values or a message."""
-    before = group._get_sequence_number_for_group()
-    x, weight = ones(8, 6, device="meta"), ones(5, 6, device="meta")
-    outs = [
-        fusedtp.all_gather_linear(x, weight, group=group),
-        fusedtp.linear_reduce_scatter(x, weight, group=group),
-        fusedtp.all_gather(x, group=group),
-    ]
-    assert group._get_sequence_number_for_group() == before
-    return [tuple(out.shape) for out in outs]
-
-
-def test_meta_tensors_have_shapes(pool: RankPool) -> None:
-    assert pool.run(on_meta, world_size=2) == [[(16, 5), (4, 5), (16, 6)]] * 2
-
-
-def near_misses(group: ProcessGroup) -> list[str]:
-    """What a good call, made before, is mistaken for."""
-    x, weight, bias = ones(2, 3), ones(4, 3), ones(4)
-    good: dict[str, Any] = {"x": x, "weight": weight, "bias": bias, "gather_dim": 1, "sizes": (1, 1), "debug": False}
-    good |= {"x": ones(5, 1, 3), "schedule": "decomposed"}
-
-    def call(**changed: Any) -> Tensor:
-        given = {**good, **changed}
-        return fusedtp.all_gather_linear(
-            given.pop("x"), given.pop("weight"), given.pop("bias"), group=group, **given
-        )  # fmt: skip
-
-    taken = []
-    for name, changed in {
-        "another x": {"x": ones(5, 2, 3)},
-        "another dtype of x": {"x": ones(5, 1, 3).double()},
-        "a sparse x": {"x": ones(5, 1, 3).to_sparse()},
-        "a nested x": {"x": torch.nested.nested_tensor([ones(1, 3)] * 5)},
-        "x without dimensions": {"x": ones(3)},
-        "another weight": {"weight": ones(4, 2)},
-        "another dtype of the weight": {"weight": weight.double()},
-        "a sparse weight": {"weight": weight.to_sparse()},
-        "another bias": {"bias": ones(3)},
-        "another dtype of the bias": {"bias": bias.double()},
-        "a flag for a dim": {"gather_dim": True},
-        "a float for a dim": {"gather_dim": 1.0},
-        "floats for sizes": {"sizes": (1.0, 1.0)},
-        "flags for sizes": {"sizes": (True, True)},
-        "other sizes": {"sizes": (2, 0)},
-        "sizes of another group": {"sizes": (1, 1, 0)},
-        "a number for a flag": {"debug": 0},
-        "another schedule": {"schedule": "Decomposed"},
-    }.items():
-        assert call().shape == (5, 2, 4)
-        try:
-            call(**changed)
-            taken.append(name)
-        except (TypeError, ValueError):
-            pass
-    return taken
-
-
-def test_a_repeated_call_is_told_from_one_that_looks_like_it(pool: RankPool) -> None:
-    assert pool.run(near_misses, world_size=2) == [[], []]
-
-
-class Named:
-    """What a group says of itself."""
-
-    def __init__(self, name: str, size: int = 2, rank: int = 0) -> None:
-        self.group_name, self._size, self._rank = name, size, rank
-
-    def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return self._rank
-
-
-def test_a_group_made_anew_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also under the name, and at the address, of one that is gone."""
-    known: dict[str, Named] = {}
-    monkeypatch.setattr(groups, "named", lambda name: known[name])
-    prepared: list[str] = []
-
-    def prepare(x: Tensor, weight: Tensor, bias: Tensor | None, group: Any) -> tuple[str, tuple[int, ...]]:
-        prepared.append(group.group_name)
-        text = call.described("[M_X, K] @ [K, N] -> [M, N]", [group.group_name], [group.rank()], schedule="unfused")
-        return text, (2 * group.size(), 3, 4, 0, 0, 0)
-
-    def found(name: str) -> tuple[call.Call, call.Call]:
-        x, w, group = ones(2, 3), ones(4, 3), known[name]
-        by_group = call.find(prepare, x, w, None, group, ())  # type: ignore[arg-type]
-        return by_group, call.of(by_group.settings.text, by_group.numbers, x.dtype)
-
-    known["1"] = Named("1")
-    first, again = found("1"), found("1")
-    assert {id(each) for each in first + again} == {id(first[0])}
-    known["2"] = Named("2")
-    assert found("2")[0] is not first[0]
-    assert prepared == ["1", "2"]
-    for other in (Named("1"), Named("1", size=3), Named("1", rank=1)):
-        before = found("1")
-        known["1"] = other
-        assert found("1")[0] is found("1")[1]
-        assert all(each not in before for each in found("1"))
-    # Another at the same address: what was found goes with the group that it was found for.
-    before = found("1")
-    prepared.clear()
-    del known["1"], other
-    known["1"] = Named("1", rank=1)
-    assert all(each not in before for each in found("1"))
-    assert prepared == ["1"]

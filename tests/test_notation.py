@@ -97,14 +97,6 @@ def test_only_strings() -> None:
         parse(3)  # type: ignore[arg-type]
 
 
-def test_rename_axes() -> None:
-    spec = parse("[M_X, K_Y] @ [K_Y, N] -> [M_X, N]{U_Y}")
-    assert str(spec.rename_axes({"X": "dp", "Y": "tp"})) == "[M_{dp}, K_{tp}] @ [K_{tp}, N] -> [M_{dp}, N]{U_{tp}}"
-    assert str(spec.rename_axes({"X": "Y", "Y": "X"})) == "[M_Y, K_X] @ [K_X, N] -> [M_Y, N]{U_X}"
-    with pytest.raises(NotationError, match="used twice"):
-        spec.rename_axes({"X": "Y"})
-
-
 AXIS = st.one_of(st.sampled_from("WXYZ"), st.from_regex(r"[A-Za-z][A-Za-z0-9_]{0,4}", fullmatch=True))
 NAME = st.from_regex(r"[A-Z][A-Za-z0-9]{0,3}", fullmatch=True)
 

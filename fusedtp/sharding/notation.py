@@ -16,7 +16,6 @@ The notation is that of "How to Scale Your Model", chapter "Sharded Matrices and
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NoReturn
@@ -106,15 +105,6 @@ class Spec:
     def mesh_axes(self) -> tuple[str, ...]:
         """The mesh axes in use, in order of appearance."""
         return tuple(dict.fromkeys(self.a.used + self.b.used + self.c.used))
-
-    def rename_axes(self, names: Mapping[str, str]) -> Spec:
-        """The same spec on other axes, `{"X": "tp"}`; an unnamed one stays. NotationError if two become one."""
-
-        def renamed(tensor: Tensor) -> Tensor:
-            dims = tuple(Dim(dim.name, tuple(names.get(axis, axis) for axis in dim.axes)) for dim in tensor.dims)
-            return Tensor(dims, tuple(sorted(names.get(axis, axis) for axis in tensor.partial)))
-
-        return parse(str(Spec(renamed(self.a), renamed(self.b), renamed(self.c))))
 
     def __str__(self) -> str:
         return f"{self.a} @ {self.b} -> {self.c}"

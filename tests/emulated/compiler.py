@@ -59,7 +59,7 @@ def _processor() -> str:
 
 
 @functools.cache
-def library(compiler: tuple[str, ...] = ()) -> Path:
+def shared_object(compiler: tuple[str, ...] = ()) -> Path:
     """The compiled core, by the content of its sources, the compiler and the processor."""
     using = list(compiler or command())
     sources = sorted(CORE.iterdir())

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .compiler import library
+from .compiler import shared_object
 from .lower import Program
 
 Array = np.ndarray[Any, Any]
@@ -41,7 +41,7 @@ class _Plan(ctypes.Structure):
 @functools.cache
 def core() -> ctypes.CDLL:
     """The compiled core."""
-    lib = ctypes.CDLL(str(library()))
+    lib = ctypes.CDLL(str(shared_object()))
     lib.reset.argtypes = [ctypes.c_int]
     lib.add_region.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int]
     lib.launch.argtypes = [*[ctypes.c_void_p] * 5, *[ctypes.c_int] * 4, ctypes.c_uint32]

@@ -1,0 +1,114 @@
+"""When a call made before is found again, and when it must not be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fusedtp.bench.ranks import RankPool
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import fusedtp
+from fusedtp import groups
+from fusedtp.calls import call
+
+
+def ones(*shape: int) -> Tensor:
+    return torch.ones(shape)
+
+
+def near_misses(group: ProcessGroup) -> list[str]:
+    """What a good call, made before, is mistaken for."""
+    x, weight, bias = ones(2, 3), ones(4, 3), ones(4)
+    good: dict[str, Any] = {"x": x, "weight": weight, "bias": bias, "gather_dim": 1, "sizes": (1, 1), "debug": False}
+    good |= {"x": ones(5, 1, 3), "schedule": "decomposed"}
+
+    def call(**changed: Any) -> Tensor:
+        given = {**good, **changed}
+        return fusedtp.all_gather_linear(
+            given.pop("x"), given.pop("weight"), given.pop("bias"), group=group, **given
+        )  # fmt: skip
+
+    taken = []
+    for name, changed in {
+        "another x": {"x": ones(5, 2, 3)},
+        "another dtype of x": {"x": ones(5, 1, 3).double()},
+        "a sparse x": {"x": ones(5, 1, 3).to_sparse()},
+        "a nested x": {"x": torch.nested.nested_tensor([ones(1, 3)] * 5)},
+        "x without dimensions": {"x": ones(3)},
+        "another weight": {"weight": ones(4, 2)},
+        "another dtype of the weight": {"weight": weight.double()},
+        "a sparse weight": {"weight": weight.to_sparse()},
+        "another bias": {"bias": ones(3)},
+        "another dtype of the bias": {"bias": bias.double()},
+        "a flag for a dim": {"gather_dim": True},
+        "a float for a dim": {"gather_dim": 1.0},
+        "floats for sizes": {"sizes": (1.0, 1.0)},
+        "flags for sizes": {"sizes": (True, True)},
+        "other sizes": {"sizes": (2, 0)},
+        "sizes of another group": {"sizes": (1, 1, 0)},
+        "a number for a flag": {"debug": 0},
+        "another schedule": {"schedule": "Decomposed"},
+    }.items():
+        assert call().shape == (5, 2, 4)
+        try:
+            call(**changed)
+            taken.append(name)
+        except (TypeError, ValueError):
+            pass
+    return taken
+
+
+def test_a_repeated_call_is_told_from_one_that_looks_like_it(pool: RankPool) -> None:
+    assert pool.run(near_misses, world_size=2) == [[], []]
+
+
+class Named:
+    """What a group says of itself."""
+
+    def __init__(self, name: str, size: int = 2, rank: int = 0) -> None:
+        self.group_name, self._size, self._rank = name, size, rank
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+
+def test_a_group_made_anew_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also under the name, and at the address, of one that is gone."""
+    known: dict[str, Named] = {}
+    monkeypatch.setattr(groups, "named", lambda name: known[name])
+    prepared: list[str] = []
+
+    def prepare(x: Tensor, weight: Tensor, bias: Tensor | None, group: Any) -> tuple[str, tuple[int, ...]]:
+        prepared.append(group.group_name)
+        text = call.described("[M_X, K] @ [K, N] -> [M, N]", [group.group_name], [group.rank()], schedule="unfused")
+        return text, (2 * group.size(), 3, 4, 0, 0, 0)
+
+    def found(name: str) -> tuple[call.Call, call.Call]:
+        x, w, group = ones(2, 3), ones(4, 3), known[name]
+        by_group = call.find(prepare, x, w, None, group, ())  # type: ignore[arg-type]
+        return by_group, call.of(by_group.settings.text, by_group.numbers, x.dtype)
+
+    known["1"] = Named("1")
+    first, again = found("1"), found("1")
+    assert {id(each) for each in first + again} == {id(first[0])}
+    known["2"] = Named("2")
+    assert found("2")[0] is not first[0]
+    assert prepared == ["1", "2"]
+    for other in (Named("1"), Named("1", size=3), Named("1", rank=1)):
+        before = found("1")
+        known["1"] = other
+        assert found("1")[0] is found("1")[1]
+        assert all(each not in before for each in found("1"))
+    # Another at the same address: what was found goes with the group that it was found for.
+    before = found("1")
+    prepared.clear()
+    del known["1"], other
+    known["1"] = Named("1", rank=1)
+    assert all(each not in before for each in found("1"))
+    assert prepared == ["1"]
