@@ -25,33 +25,46 @@ def before_line(number: int, call: Callable[[], object], within: str = "") -> tu
 
     within: count the lines of functions of that name alone.
     """
+
+    def counts(frame: FrameType) -> bool:
+        file = frame.f_code.co_filename
+        if not file.startswith(FOLDERS) or file.startswith(_BENCH) or (within and frame.f_code.co_name != within):
+            return False
+        # A tracer strikes between the last line of such a block and its exit too, where no signal does.
+        return linecache.getline(file, frame.f_lineno).strip() not in _LOCKS
+
+    place, error = struck(number, call, counts)
+    return place, error is not None
+
+
+def struck(
+    number: int, call: Callable[[], object], counts: Callable[[FrameType], bool]
+) -> tuple[str, KeyboardInterrupt | None]:
+    """Before which line it was raised, "" if before none, and what `call` then raised.
+
+    counts: asked of each frame where it begins and at each of its lines; one that does not begin with True is left out.
+    """
     count, place = 0, ""
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal count, place
-        file = frame.f_code.co_filename
-        if not file.startswith(FOLDERS) or file.startswith(_BENCH) or place:
-            return None
-        if event != "line" or (within and frame.f_code.co_name != within):
-            return trace
-        # A tracer strikes between the last line of such a block and its exit too, where no signal does.
-        if linecache.getline(file, frame.f_lineno).strip() in _LOCKS:
-            return trace
-        count += 1
-        if count == number:
-            place = f"{Path(file).name}:{frame.f_lineno}"
-            raise KeyboardInterrupt
-        return trace
+        counted = not place and counts(frame)
+        if event == "line" and counted:
+            count += 1
+            if count == number:
+                place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+                raise KeyboardInterrupt
+        return trace if counted or event != "call" else None
 
     before = sys.gettrace()
     sys.settrace(trace)
     try:
         call()
-    except KeyboardInterrupt:
-        return place, True
+    except KeyboardInterrupt as error:
+        return place, error
     finally:
         sys.settrace(before)
-    return place, False
+    return place, None
 
 
 def by_signal(seconds: float, call: Callable[[], object]) -> bool:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import gc
 import itertools
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from fusedtp.bench import interruptions
 from torch.autograd import grad_mode
 from torch.utils import _contextlib
 
@@ -25,27 +24,7 @@ FILES = (modes.__file__, workspace.__file__, grad_mode.__file__, _contextlib.__f
 
 def struck(number: int, call: Callable[[], object]) -> KeyboardInterrupt | None:
     """What `call` raises where a KeyboardInterrupt is raised before its line `number`."""
-    seen = 0
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal seen
-        if frame.f_code.co_filename not in FILES:
-            return None
-        if event == "line":
-            seen += 1
-            if seen == number:
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    except KeyboardInterrupt as error:
-        return error
-    finally:
-        sys.settrace(before)
-    return None
+    return interruptions.struck(number, call, lambda frame: frame.f_code.co_filename in FILES)[1]
 
 
 def mode() -> tuple[bool, bool]:

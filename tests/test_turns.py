@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
 
 import pytest
+from fusedtp.bench import interruptions
 
 from fusedtp import turns
 
@@ -17,28 +16,12 @@ from .beside import InThread, until
 
 
 def interrupted(number: int, call: Callable[[], None]) -> BaseException | None:
-    """What `call` raises where a KeyboardInterrupt is raised before its line `number` in `turns`."""
-    seen = 0
+    """What `call` raises where a KeyboardInterrupt is raised before its line `number`, those of `turns` included."""
 
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal seen
-        if frame.f_code.co_filename != turns.__file__ and frame.f_code is not call.__code__:
-            return None
-        if event == "line":
-            seen += 1
-            if seen == number:
-                raise KeyboardInterrupt
-        return trace
+    def counts(frame: FrameType) -> bool:
+        return frame.f_code.co_filename == turns.__file__ or frame.f_code is call.__code__
 
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    except KeyboardInterrupt as error:
-        return error
-    finally:
-        sys.settrace(before)
-    return None
+    return interruptions.struck(number, call, counts)[1]
 
 
 def taken() -> None:
