@@ -34,15 +34,15 @@ _GAVE_UP = "gave up on rank"
 
 @dataclass
 class _Records:
-    # What this rank has written into a group's store. `born` keeps a group apart from an earlier one of its name, and
-    # `generation` what came after a `destroy` from what came before: calls are counted anew.
+    # What this rank has written into a group's store. `session`: what ranks that count together have agreed on; they
+    # count anew after `destroy`, which is local, so its calls, `generation`, need not be as many on every rank.
     store: Any
-    born: int
     generation: int
+    session: str = ""
     calls: int = 0
 
     def key(self, call: int, rank: int) -> str:
-        return f"fusedtp/debug/{self.born}/{self.generation}/{call}/{rank}"
+        return f"fusedtp/debug/{self.session}/{call}/{rank}"
 
 
 _records: WeakKeyDictionary[ProcessGroup, _Records] = WeakKeyDictionary()
@@ -86,17 +86,18 @@ def _exchange(op: str, group: ProcessGroup, mine: dict[str, str]) -> tuple[list[
     from . import workspaces
 
     records, generation = _records.get(group), workspaces.generation(group.group_name)
-    if records is None:
+    start, seconds = time.monotonic(), budgets.of(group)
+    if records is None or records.generation != generation:
         # There is no public way to a group's own store.
         store = dist.distributed_c10d._get_process_group_store(group)
-        records = _records[group] = _Records(store, store.add(f"fusedtp/debug/{group.rank()}", 1), generation)
-    if records.generation != generation:
-        records.generation, records.calls = generation, 0
+        records = _records[group] = _Records(store, generation)
+        store.set(f"fusedtp/debug/count/{group.rank()}", str(store.add(f"fusedtp/debug/counts/{group.rank()}", 1)))
+    if not records.session:
+        records.session = _meet(op, group, records.store, start + seconds)
     records.calls += 1
     store, rank, call = records.store, group.rank(), records.calls
     store.set(records.key(call, rank), json.dumps(mine))
     everyone: list[dict[str, str]] = []
-    start, seconds = time.monotonic(), budgets.of(group)
     for peer in range(group.size()):
         waited = time.monotonic() - start
         try:
@@ -113,3 +114,28 @@ def _exchange(op: str, group: ProcessGroup, mine: dict[str, str]) -> tuple[list[
     if call > 1:
         store.delete_key(records.key(call - 1, rank))
     return everyone, call
+
+
+def _meet(op: str, group: ProcessGroup, store: Any, deadline: float) -> str:
+    # The session of ranks that all count anew: how often each has, told by every rank to all until they are told alike.
+    # What an earlier session has left in the store is of other counts.
+    rank, peers, pause = group.rank(), range(group.size()), 0.001
+    said = [f"fusedtp/debug/session/{peer}" for peer in peers]
+    before = ""
+    while True:
+        counts = [f"fusedtp/debug/count/{peer}" for peer in peers]
+        there = [store.check([key]) for key in counts]
+        session = ".".join(store.get(key).decode() if known else "0" for key, known in zip(counts, there, strict=True))
+        if session != before:
+            store.set(said[rank], session)
+            before = session
+        apart = [peer for peer in peers if not store.check([said[peer]]) or store.get(said[peer]).decode() != session]
+        if not apart:
+            return session
+        if time.monotonic() > deadline:
+            # Who comes later must not take it for one that is there.
+            store.set(said[rank], "")
+            detail = f"comparing call 1 of group {group.group_name!r}, which that rank has not made in debug mode"
+            raise PeerTimeout(op, rank, apart[0], budgets.of(group), detail)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.02)

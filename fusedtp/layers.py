@@ -385,6 +385,16 @@ class ParallelMLP(nn.Module):
             scatter_dim=sequence_dim, feature_sizes=feature_sizes, **options,
         )  # fmt: skip
 
+    @property
+    def sequence_sizes(self) -> tuple[int, ...] | None:
+        """x's and y's length on every rank; it may be set anew between calls, for both linears. None: this rank's."""
+        return self.down_proj.sequence_sizes
+
+    @sequence_sizes.setter
+    def sequence_sizes(self, sizes: Sequence[int] | None) -> None:
+        wide = self.up_proj if self.activation == "gelu" else self.gate_up_proj
+        wide.sequence_sizes = self.down_proj.sequence_sizes = arguments.sequence_sizes(sizes, self.down_proj.group)
+
     def forward(self, x: Tensor) -> Tensor:
         if self.activation == "gelu":
             return self.down_proj(F.gelu(self.up_proj(x)))  # type: ignore[no-any-return]

@@ -13,6 +13,7 @@ import copy
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +30,9 @@ if TYPE_CHECKING:
 # Neither DTensor, nor a fake, nor another subclass that the dispatcher would have to be asked about.
 PLAIN = (Tensor, nn.Parameter)
 
-# By the name of their group, with the group: torch gives the name of one that is destroyed to another.
-_meshes: dict[tuple[str, str], tuple[ProcessGroup, DeviceMesh]] = {}
+# By the name of their group, and for which group: torch may give the name of a destroyed one to another. Both weak: a
+# mesh lives as long as parameters that lie on it, and holds its group.
+_meshes: dict[tuple[str, str], tuple[ref[ProcessGroup], ref[DeviceMesh]]] = {}
 
 
 def mesh_of(group: Group, process_group: ProcessGroup, device: torch.device | str | int | None) -> DeviceMesh:
@@ -43,11 +45,14 @@ def mesh_of(group: Group, process_group: ProcessGroup, device: torch.device | st
         # On meta, or on a CPU before it is moved to where the group's ranks meet.
         kind = "cuda" if "cuda" in kinds and torch.cuda.is_available() else kinds[0]
     known = _meshes.get((process_group.group_name, kind))
-    if known is None or known[0] is not process_group:
+    mesh = known[1]() if known is not None and known[0]() is process_group else None
+    if mesh is None:
         # One for all layers of a group: DTensors of two meshes do not go together.
-        known = process_group, DeviceMesh.from_group(process_group, kind)
-        _meshes[process_group.group_name, kind] = known
-    return known[1]
+        mesh = DeviceMesh.from_group(process_group, kind)
+        for name in [name for name, (_, other) in _meshes.items() if other() is None]:
+            del _meshes[name]
+        _meshes[process_group.group_name, kind] = ref(process_group), ref(mesh)
+    return mesh
 
 
 def is_padded(sizes: Sequence[int]) -> bool:

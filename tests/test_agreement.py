@@ -204,6 +204,34 @@ def test_a_call_left_out_is_a_timeout_naming_the_rank(pool: RankPool) -> None:
             assert SECONDS <= reply[3] < SECONDS + 5
 
 
+def destroyed_unevenly(group: ProcessGroup) -> list[object]:
+    """Rank 1 calls `destroy` more often than the other, and once alone before a call that both make in debug mode."""
+    options: dict[str, Any] = {"group": group, "debug": True, "schedule": "unfused"}
+    found: list[object] = []
+    for alone in (False, True):
+        fusedtp.set_timeout(60)
+        fusedtp.all_reduce(ones(2), **options)
+        if group.rank() == 1:
+            fusedtp.destroy(group)
+        if alone:
+            fusedtp.set_timeout(0.5)
+            with pytest.raises(fusedtp.PeerTimeout) as told:
+                fusedtp.all_reduce(ones(2), **options)
+            found.append(told.value.peer)
+            dist.barrier(group)
+        fusedtp.set_timeout(60)
+        fusedtp.destroy(group)
+        found.append(fusedtp.all_reduce(ones(2), **options).tolist())
+        with pytest.raises(fusedtp.RanksDisagree, match="do not agree on M"):
+            fusedtp.all_reduce(ones(2 + group.rank()), **options)
+    return found
+
+
+def test_ranks_need_not_destroy_as_often(pool: RankPool) -> None:
+    expected = [[2.0, 2.0], 1, [2.0, 2.0]], [[2.0, 2.0], 0, [2.0, 2.0]]
+    assert pool.run(destroyed_unevenly, world_size=2, timeout=100) == list(expected)
+
+
 def late(group: ProcessGroup) -> tuple[int, str, list[float]]:
     """Rank 1 makes its call after rank 0 has given up on it: both are told, and both are in step again."""
     fusedtp.set_timeout(60)

@@ -274,7 +274,10 @@ def copies(group: ProcessGroup) -> None:
     assert torch.equal(state, torch.get_rng_state()), "a layer without values must not draw any"
     empty.to_empty(device="cpu").load_state_dict(layer.state_dict())
     assert torch.equal(empty(x), y)
-    layer.gate_up_proj.sequence_sizes = layer.down_proj.sequence_sizes = (3, 1)
+    layer.sequence_sizes = (3, 1)
+    assert layer.gate_up_proj.sequence_sizes == layer.down_proj.sequence_sizes == layer.sequence_sizes == (3, 1)
+    with pytest.raises(ValueError, match="sequence_sizes"):
+        layer.sequence_sizes = (3, 1, 4)
     assert layer(torch.randn((3, 1)[group.rank()], 8)).shape == ((3, 1)[group.rank()], 8)
 
 

@@ -113,7 +113,7 @@ def test_timeouts_are_set_beside_growth_and_destroy(pool: RankPool) -> None:
     assert pool.run(timeouts_beside, world_size=2) == [True] * 2
 
 
-def destroyed_by_torch(group: ProcessGroup) -> list[tuple[int, int, int]]:
+def destroyed_by_torch(group: ProcessGroup, layers: bool) -> list[tuple[int, int, int]]:
     """(descriptors, threads, mappings) before and after groups that only torch.distributed has destroyed."""
 
     def held() -> tuple[int, int, int]:
@@ -127,8 +127,10 @@ def destroyed_by_torch(group: ProcessGroup) -> list[tuple[int, int, int]]:
         made = dist.new_group(ranks)
         assert reduce(made)
         weight = torch.ones(2, 4)
+        if layers:
+            fusedtp.ParallelMLP(4, 4, group=made, schedule="decomposed")(X).sum().backward()
         assert fusedtp.all_gather_linear(X, weight, group=made, schedule="decomposed").shape == (4 * len(ranks), 2)
-        # A layer would keep its group, as it may be used again; nothing else does.
+        # A layer keeps its group, as it may be used again; nothing else does.
         dist.barrier(made)
         dist.destroy_process_group(made)
 
@@ -142,10 +144,12 @@ def destroyed_by_torch(group: ProcessGroup) -> list[tuple[int, int, int]]:
     return [before, held()]
 
 
-def test_groups_that_torch_destroys_leave_nothing(pool: RankPool) -> None:
-    for before, after in pool.run(destroyed_by_torch):
+@pytest.mark.parametrize("layers", [False, True])
+def test_groups_that_torch_destroys_leave_nothing(pool: RankPool, layers: bool) -> None:
+    for before, after in pool.run(destroyed_by_torch, layers):
         assert after == before
-        assert after[2] == 0
+        # DTensor's tables of shardings keep the first mesh that they have seen of those that compare equal.
+        assert layers or after[2] == 0
 
 
 def strayed(group: ProcessGroup) -> str:
