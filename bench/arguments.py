@@ -40,16 +40,26 @@ def names(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]:
 
 
 def numbers(text: str, what: str, most: int = 2**31 - 1) -> tuple[int, ...]:
-    """Integers from 1 to `most`, separated by commas or x; BadParameter for anything else."""
+    """Integers from 1 to `most`, separated by commas or x; BadParameter for anything else.
+
+    256:4096 is 256 and its doubles, 4096 the last.
+    """
+    found: list[int] = []
     try:
-        found = tuple(int(part) for part in text.replace("x", ",").split(","))
+        for part in text.replace("x", ",").split(","):
+            first, _, last = part.partition(":")
+            found.append(int(first))
+            if last and int(last) < found[-1]:
+                raise typer.BadParameter(f"{what} must double upwards, got {text!r}")
+            while last and 0 < 2 * found[-1] <= int(last):
+                found.append(2 * found[-1])
     except ValueError:
         raise typer.BadParameter(f"{what} must be integers, got {text!r}") from None
     if min(found) < 1:
         raise typer.BadParameter(f"{what} must be positive, got {text!r}")
     if max(found) > most:
         raise typer.BadParameter(f"{what} must be at most {most}, got {text!r}")
-    return found
+    return tuple(found)
 
 
 def ranks(text: str) -> tuple[int, ...]:

@@ -15,8 +15,8 @@ from typing import Any
 import pandas as pd
 
 from . import theme
-from .cases import ranks
-from .frames import ALONE, BASELINE, blocks, cases, ceiling, parts, timed
+from .cases import ALONE, ranks
+from .frames import BASELINE, blocks, cases, ceiling, parts, timed
 from .tables import milliseconds
 
 PARTS = {"multiply": "matmul", "collective": "exposed communication", "wait": "the rest"}

@@ -180,7 +180,7 @@ def train(
     fused_steps: Annotated[int, typer.Option(help="Steps with interpreted kernels.")] = 10,
     out: Annotated[Path, typer.Option(help="Folder for the curves, one folder a machine.")] = Path("results"),
 ) -> None:
-    """Train a small decoder on a 2 x 2 mesh with every schedule and in one process: losses must agree."""
+    """Train a small decoder on a 2 x 2 mesh of CPU ranks with every schedule and in one process: losses must agree."""
     from .machine import describe
     from .train import Settings, compare
 
@@ -202,15 +202,17 @@ def mlp(
     seconds: Annotated[float, typer.Option(help="Time for the rounds of one size.")] = 10.0,
     out: Annotated[Path, typer.Option(help="Folder for the rows, one folder a machine.")] = Path("results"),
 ) -> None:
-    """Time a tensor-parallel MLP, forward and backward, against torch's DTensor styles."""
+    """Time a tensor-parallel MLP on CPU ranks, forward and backward, against torch's DTensor styles."""
     from .machine import describe
     from .mlp import SIZES, compare, write
     from .ranks import RankPool
 
     arguments.at_least(2, world_size, "--world-size", most=arguments.MAX_RANKS)
     arguments.at_least(0, seconds, "--seconds")
-    console, results = arguments.console(), []
-    path = arguments.folder(out, describe().name) / "mlp.csv"
+    console, machine, results = arguments.console(), describe(), []
+    if machine.num_gpus:
+        raise typer.BadParameter("the MLP is timed on CPU ranks: for GPUs, fusedtp sweep --model llama3-8b")
+    path = arguments.folder(out, machine.name) / "mlp.csv"
     with RankPool(world_size, timeout=300) as pool:
         for size in SIZES:
             result = pool.run(compare, *size, seconds)[0]

@@ -16,23 +16,6 @@ if TYPE_CHECKING:
     from fusedtp.cost.model import Prediction
 
 
-def _numbers(text: str, option: str) -> tuple[int, ...]:
-    """Positive integers, comma-separated; `256:4096` doubles from the first to the last."""
-    numbers: list[int] = []
-    try:
-        for part in text.split(","):
-            first, _, last = part.partition(":")
-            value, end = int(first), int(last or first)
-            while value <= end and value > 0:
-                numbers.append(value)
-                value *= 2
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise typer.BadParameter(f"{option} takes positive integers, 512,1024 or 512:4096 for doubling, got {text!r}")
-    return tuple(dict.fromkeys(numbers))
-
-
 def hardware_of(name: str, world_size: int) -> Hardware:
     """A name of the hardware table, or `here`: this machine as `fusedtp tune` measured it."""
     from fusedtp.calls import tuning
@@ -72,8 +55,9 @@ def predict(
         return
     if op is None:
         raise typer.BadParameter(f"give an op ({', '.join(cost.OPS)}), or --list")
-    sizes = list(product(_numbers(m, "--m"), _numbers(n, "--n"), _numbers(k, "--k")))
-    ranks = _numbers(world_size, "--world-size")
+    of_m, of_n, of_k = (arguments.numbers(text, option) for text, option in ((m, "--m"), (n, "--n"), (k, "--k")))
+    sizes = list(dict.fromkeys(product(of_m, of_n, of_k)))
+    ranks = list(dict.fromkeys(arguments.numbers(world_size, "--world-size")))
     if len(sizes) * len(ranks) > 1 and (matmul_us is not None or kernel_matmul_us is not None):
         raise typer.BadParameter("a measured time is that of one size and one number of ranks")
     try:

@@ -14,21 +14,19 @@ from typing import Any
 
 import pandas as pd
 
-from .cases import BASELINES, DIRECTIONS, DTYPES, OPS, SCHEDULES, SHORT_DTYPES, TITLES
+from .cases import ALONE, DIRECTIONS, DTYPES, OPS, SHORT_DTYPES, TITLES, VARIANTS
 from .intervals import ratio, sample
 from .models import LAYERS
 from .store import Row
 
 BASELINE = "unfused"
-# what no schedule is held against as a rival: the bounds, and our kernel without its waits
-ALONE = ("matmul", "own_matmul", "comm")
 # What the lines of one case share, in the order of cases; `place` is where the case first stands among the rows.
 CASE = ["machine", "model", "direction", "op", "world_size", "dtype", "gflop", "M", "place"]
 _KNOWN = {
     "op": OPS,
     "direction": DIRECTIONS,
     "dtype": DTYPES,
-    "variant": (*ALONE, *SCHEDULES, "auto", *BASELINES),
+    "variant": VARIANTS,
     "matmul": tuple(TITLES[op] for op in OPS),
 }
 
@@ -69,7 +67,7 @@ def _line(row: Row, base: Row | None) -> dict[str, Any]:
         "matmul": row.layer or TITLES.get(row.op, row.op),
         "short_dtype": short,
         "size": size,
-        "where": f"{row.tokens} tokens" if row.model else f"{size} {short}",
+        "where": f"{row.tokens} tokens {short}" if row.model else f"{size} {short}",
         "hardware": f"{row.num_gpus}x {row.gpu}" if row.gpu else f"{row.cpu or row.machine}, {row.cores} cores",
         "gflop": 2e-9 * row.M * row.N * row.K / row.world_size,
         "speedup": speedup,

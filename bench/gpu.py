@@ -150,7 +150,7 @@ def conduct(
         if left < min(60.0, seconds):
             break
         code = process(left)
-        if code is not None and not code & (LOST | 1) and code >= 0:
+        if code is not None and code >= 0 and not code & ~(WRONG | LEFT_OVER):
             words = [
                 word
                 for bit, word in ((WRONG, "something is wrong"), (LEFT_OVER, "something is left over"))

@@ -19,7 +19,7 @@ from .timing import Verdict
 
 # A check's longest, most of which is compiling; whoever is late is shown with its stacks.
 CHECK_SECONDS = 300.0
-START_SECONDS = 120.0
+CALL_SECONDS = 120.0
 REPLAYS = 30
 DOCTOR_SECONDS = 80.0
 
@@ -60,7 +60,7 @@ def work(item: Item, run: Run, pool: RankPool) -> list[Outcome]:
 def stage(world_size: int, run: Run) -> None:
     """All checks on ranks of their own, started once."""
     env = {"TRITON_INTERPRET": str(int(run.device.type == "cpu")), "FUSEDTP_TUNING": "off"}
-    with RankPool(world_size, timeout=START_SECONDS, env=env) as pool:
+    with RankPool(world_size, timeout=CALL_SECONDS, env=env) as pool:
         each = functools.partial(work, pool=pool)
         run.do_all(items(world_size, emulate=run.emulate), each, needs=45.0, most=CHECK_SECONDS + 60)
 

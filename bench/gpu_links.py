@@ -57,8 +57,21 @@ def check(median_ms: Mapping[str, float], case: Case, gbps: float) -> None:
 
 
 def verdicts(rows: Sequence[Row]) -> list[str]:
-    """The rows in words."""
-    return [f"{row.world_size} ranks  {line}" for row in rows for line in shown([row])[1:]] or ["links: nothing timed"]
+    """The rows in words, and of the slowest link whether it was one."""
+    lines = [f"{row.world_size} ranks  {line}" for row in rows for line in shown([row])[1:]]
+    of_link: dict[Case, dict[str, float]] = {}
+    for row in rows:
+        if row.model == f"link {LINKS[0]} GB/s" and row.median_ms is not None and not row.interpreted:
+            case = Case(row.op, row.M, row.N, row.K, row.dtype, row.world_size)
+            of_link.setdefault(case, {})[row.variant] = row.median_ms
+    for case, median_ms in of_link.items():
+        try:
+            check(median_ms, case, LINKS[0])
+            word = "yes"
+        except AssertionError as error:
+            word = f"NO, {error}"
+        lines.append(f"{case.world_size} ranks  copies take what {LINKS[0]} GB/s would, and are hidden: {word}")
+    return lines or ["links: nothing timed"]
 
 
 def compile_only(device: torch.device) -> None:

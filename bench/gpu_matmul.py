@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from statistics import geometric_mean
 
 import torch
 from torch import Tensor
@@ -77,12 +78,6 @@ def work(item: Item, run: Run) -> list[Outcome]:
         )
         for name in calls
     ]  # fmt: skip
-
-
-def geometric_mean(values: Iterable[float]) -> float:
-    """NaN of none."""
-    logs = [math.log(value) for value in values]
-    return math.exp(sum(logs) / len(logs)) if logs else math.nan
 
 
 def verdicts(rows: Sequence[Row]) -> list[str]:

@@ -40,7 +40,7 @@ def pushes(
 
     def launch() -> None:
         push(
-            arenas.channel(), (REDUCE_SCATTER if scatter else ALL_GATHER).number, x, at, dst_row=row,
+            arenas.channel, (REDUCE_SCATTER if scatter else ALL_GATHER).number, x, at, dst_row=row,
             pitch=region.pitch, scatter=scatter, with_own=False, config=config, piece_rows=piece,
         )  # fmt: skip
 
@@ -70,7 +70,7 @@ def collects(device: torch.device, dtype: torch.dtype, world_size: int, M: int, 
 
     def launch() -> None:
         collect(
-            arenas.channel(), ALL_GATHER.number, out, at, first_slot=region.slot, region_row=0, pitch=region.pitch,
+            arenas.channel, ALL_GATHER.number, out, at, first_slot=region.slot, region_row=0, pitch=region.pitch,
             per_tile=per_tile, config=config, piece_rows=piece,
         )  # fmt: skip
 
@@ -101,7 +101,7 @@ def reduces(
 
     def launch() -> None:
         reduce(
-            arenas.channel(), (ALL_REDUCE if broadcast else MATMUL_REDUCE_SCATTER).number, out,
+            arenas.channel, (ALL_REDUCE if broadcast else MATMUL_REDUCE_SCATTER).number, out,
             epilogue_of(None, per_row=transposed), region_rows=rows, pitch=region.pitch, per_tile=not broadcast,
             config=config, upcast=INTERPRETED, own=parts[RANK] if broadcast else None,
             result_row=second.row if broadcast else None, second_slot=second.slot,
@@ -133,7 +133,7 @@ def rings(device: torch.device, dtype: torch.dtype, world_size: int, M: int, C: 
 
     def launch() -> None:
         ring(
-            arenas.channel(), OPS[op].number, x, out, at, sizes, reduces=kind != "gather", gathers=kind != "scatter",
+            arenas.channel, OPS[op].number, x, out, at, sizes, reduces=kind != "gather", gathers=kind != "scatter",
             pitch=region.pitch, config=config, upcast=INTERPRETED,
         )  # fmt: skip
 
@@ -160,11 +160,11 @@ def steps(device: torch.device, world_size: int, op: str) -> Preset:
 
     def launch() -> None:
         for name in ("enter", "signal", "wait", "leave"):
-            step(arenas.channel(), OPS[op].number, name, peer, slot)
+            step(arenas.channel, OPS[op].number, name, peer, slot)
 
     def check() -> Checked:
         assert int(done), "the epoch has not advanced"
-        words = arenas.memory[peer, : arenas.channel().data_offset].view(torch.int32)
+        words = arenas.memory[peer, : arenas.channel.data_offset].view(torch.int32)
         for each in (ENTRY_SLOT.value, slot):
             assert int(words[SIGNALS.value + each * world_size + RANK]) == 1, f"slot {each} is not raised"
         return 0.0, 0.0

@@ -55,12 +55,9 @@ class Arenas:
         headers[:, signal.BUDGET_MS.value] = BUDGET_MS
         self.host = torch.zeros(signal.HOST_WORDS, dtype=torch.int32, pin_memory=device.type == "cuda")
         addresses = [each.data_ptr() for each in self.memory]
-        self._peers = torch.tensor([*addresses, self.host.data_ptr()], dtype=torch.int64).to(device)
-
-    def channel(self) -> Channel:
-        """This rank's end."""
-        data = self.memory[self.rank, self._begin :]
-        return Channel(self._peers, data, self.rank, self.world_size, self._half_bytes, self._begin)
+        peers = torch.tensor([*addresses, self.host.data_ptr()], dtype=torch.int64).to(device)
+        # This rank's end, one for all launches, as a workspace has it.
+        self.channel = Channel(peers, self.memory[rank, self._begin :], rank, world_size, self._half_bytes, self._begin)
 
     def view(self, rank: int, parity: int, row: int, rows: int, pitch: int, dtype: torch.dtype) -> Tensor:
         """Rows `row` .. `row + rows` of a rank's half, `pitch` elements each."""
@@ -158,7 +155,7 @@ def gathered(
     )  # fmt: skip
 
     def launch(out: Tensor) -> None:
-        kernel(arenas.channel(), shard, b, out, epilogue, at, pushed=pushed, last=last)
+        kernel(arenas.channel, shard, b, out, epilogue, at, pushed=pushed, last=last)
 
     return arenas, launch
 
@@ -182,7 +179,7 @@ def scattered(
     )
 
     def launch() -> None:
-        kernel(arenas.channel(), a, b, at)
+        kernel(arenas.channel, a, b, at)
 
     parts = [
         arenas.view(owner, 1, rank * region_rows, M if to_all else size, region.pitch, dtype)[:, :N]

@@ -69,7 +69,7 @@ def machine_here(*, emulate: bool) -> Machine:
     """This machine and what runs on it: the commit, or the digest of the files where they are not those of one."""
     here = describe()
     if here.dirty or here.commit.startswith("version "):
-        here = replace(here, commit=f"{here.commit} files {sources()}", dirty=here.dirty)
+        here = replace(here, commit=f"{here.commit} files {sources()}")
     return replace(here, name="emulated", links=EMULATED) if emulate else here
 
 
@@ -165,7 +165,6 @@ class Run:
         rows = [
             row for each in made for row in ([each] if isinstance(each, Row) else rows_of(item, [each], self.machine))
         ]
-        rows = [replace(row, commit=self.machine.commit) for row in rows]
         if not self.emulate:
             return rows
         paths = ["; ".join(filter(None, (row.path, EMULATED))) for row in rows]

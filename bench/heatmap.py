@@ -31,12 +31,12 @@ def figure(frame: pd.DataFrame) -> Any:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    shown = compared(frame).assign(label=lambda found: found["where"].str.removesuffix(" tokens"))
+    shown = compared(frame)
     if shown.empty:
         return None
     ranks, matmuls = sorted(set(shown["world_size"])), [key for key, _ in parts(shown, "matmul")]
     rows = [(variant, dict(parts(members, "matmul"))) for (variant,), members in parts(shown, "variant")]
-    lines = [max(panel["label"].nunique() for panel in panels.values()) for _, panels in rows]
+    lines = [max(panel["where"].nunique() for panel in panels.values()) for _, panels in rows]
     drawn, axes = theme.panels(lines, len(matmuls), line=0.215, row=0.75)
     for line, (variant, panels), height in zip(axes, rows, lines, strict=True):
         for axis, matmul in zip(line, matmuls, strict=True):
@@ -44,8 +44,6 @@ def figure(frame: pd.DataFrame) -> Any:
             _panel(axis, panels.get(matmul, shown.head(0)), ranks, height)
     for axis in axes[-1]:
         axis.set_xlabel("ranks")
-    if shown["model"].iloc[0]:
-        drawn.supylabel("tokens", fontsize=8, color=theme.colour("muted"))
     handles = {"faster than unfused": Patch(facecolor=_SHADES[2]), "slower": Patch(facecolor=_SHADES[0])}
     theme.legend(drawn, handles | {"crossover, 1.00x": Line2D([], [], **_border())})
     return drawn
@@ -54,11 +52,11 @@ def figure(frame: pd.DataFrame) -> Any:
 def _panel(axis: Any, panel: pd.DataFrame, ranks: Sequence[int], height: int) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
-    kinds = panel.sort_values(["dtype", "M", "gflop"]).drop_duplicates("label").set_index("label")["dtype"]
+    kinds = panel.sort_values(["dtype", "M", "gflop"]).drop_duplicates("where").set_index("where")["dtype"]
     cells = np.full((len(kinds), len(ranks)), np.nan)
     style = {"ha": "center", "va": "center_baseline", "fontsize": 7}
     for row in records(panel):
-        line, column, speedup = list(kinds.index).index(row["label"]), ranks.index(row["world_size"]), row["speedup"]
+        line, column, speedup = list(kinds.index).index(row["where"]), ranks.index(row["world_size"]), row["speedup"]
         cells[line, column] = speedup
         paint = _ON_STRONG if abs(np.log(speedup)) > 0.62 * _FULL else _ON_PALE
         known = row["low"] > 1 or row["high"] < 1

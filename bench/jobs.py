@@ -107,12 +107,14 @@ def plan(request: Request, num_gpus: int) -> list[Job]:
         clocked = tuple(
             name for name in (*SCHEDULES, "auto") if name in request.schedules and (name != "fused" or compiled)
         )
-        if num_gpus and not compiled:
+        # Ranks that share a GPU are never timed.
+        is_timed = compiled or not num_gpus
+        if not is_timed:
             clocked = ()
         if request.models:
+            blocks = _blocks(request, world_size, num_gpus) if is_timed else ()
             both = request.directions or ("forward", "backward")
-            jobs += [_timed(case, clocked, both, request, num_gpus, said)
-                     for case in _blocks(request, world_size, num_gpus)]  # fmt: skip
+            jobs += [_timed(case, clocked, both, request, num_gpus, said) for case in blocks]
             continue
         for op in request.ops if clocked else ():
             for shape, dtype, directions in _sizes(request, op, world_size, num_gpus):

@@ -1,9 +1,9 @@
 """What a call costs its host beside what it is for: python -P -m fusedtp.bench.overhead --out overhead.csv
 
 Small calls, warm, in microseconds: `all_gather_linear` less F.linear on one rank; on more the slowest rank's time less
-what its spans say that it waited, multiplied and copied (`fusedtp.trace`), with the recording of them in it. With
-backward both passes count, less those of F.linear. Rows of several checkouts, each run with its own interpreter, may
-stand below each other in one file.
+what its spans say that it waited, multiplied and copied (`fusedtp.trace`), with the recording of them in it, and
+with backward torch's own engine. Rows of several checkouts, each run with its own interpreter, may stand below each
+other in one file.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def measure(group: ProcessGroup, rounds: int) -> dict[str, list[float]]:
             ]
             # The library's own time is in no span of a single rank.
             whole_us = times[0][0] - (times[0][1] if group.size() > 1 else 0.0)
-            library_us = times[1][0] if group.size() == 1 or backward else 0.0
+            library_us = times[1][0] if group.size() == 1 else 0.0
             if turn:
                 found[direction].append(whole_us - library_us)
     return found

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pandas as pd
 
-from .cases import SCHEDULES, SHORT_DTYPES, TITLES
-from .frames import ALONE, BASELINE, blocks, cases, ceiling, each, parts, records, timed
+from .cases import ALONE, SCHEDULES, SHORT_DTYPES, TITLES
+from .frames import BASELINE, blocks, cases, ceiling, each, parts, records, timed
 from .standings import overall
 from .standings import standings as by_size
 from .store import COLUMNS, NOT_RUN
@@ -105,10 +105,10 @@ def summary(frame: pd.DataFrame) -> Table:
 
 def standings(frame: pd.DataFrame) -> Table:
     """From which size on each schedule wins, by op, direction and number of ranks."""
-    found = by_size(frame, "machine", "model", "direction", "matmul", "world_size").rename(
-        columns={"world_size": "ranks"}
+    found = by_size(frame, "machine", "model", "direction", "matmul", "world_size", "short_dtype").rename(
+        columns={"world_size": "ranks", "short_dtype": "dtype"}
     )
-    columns = ["model", "matmul", "direction", "ranks", "schedule", "faster", "same", "slower", "mean"]
+    columns = ["model", "matmul", "dtype", "direction", "ranks", "schedule", "faster", "same", "slower", "mean"]
     note = (
         "Sizes in the order of a rank's arithmetic; counts and means as above. Shorter median: from which size on a "
         f"schedule's median is below that of {BASELINE} at every size."

@@ -136,7 +136,7 @@ OPTIONS: list[tuple[str, str]] = [
     ("report --readme missing.md", "--readme must be a file, got 'missing.md'"),
     ("compare FILE FILE", "FILE is not a table of sweep rows"),
     ("predict matmul", "op must be one of"),
-    ("predict all_gather --world-size 0", "--world-size takes positive integers"),
+    ("predict all_gather --world-size 0", "--world-size must be positive"),
     ("predict all_gather --hardware abacus", "hardware must be one of"),
     ("explain", "give a notation string, or --table, or --write FILE"),
     ("explain FSDP --table", "give a notation string, or --table, or --write FILE"),

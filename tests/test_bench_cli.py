@@ -243,3 +243,16 @@ def test_explain_writes_the_table_of_a_document(tmp_path: Path) -> None:
     document.write_text("no marks")
     assert invoke("explain", "--write", document).exit_code == 2
     assert document.read_text() == "no marks"
+
+
+@pytest.mark.parametrize("command", ["mlp", "timeline"])
+def test_what_runs_on_cpus_is_refused_beside_a_gpu(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows would stand under the GPU's name."""
+    here = replace(machine.describe(), gpu="Some", num_gpus=1)
+    monkeypatch.setattr(machine, "describe", lambda: here)
+    result = CliRunner().invoke(app, [command, "--out", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "GPU" in result.output
+    assert not any(tmp_path.iterdir())

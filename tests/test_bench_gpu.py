@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
 import re
 import signal
@@ -230,6 +229,8 @@ def test_a_late_item_is_shown_and_named(tmp_path: Path) -> None:
         ([WRONG | LEFT_OVER], "something is wrong and something is left over", 1),
         # Lost, killed by a signal, ended by its own watch: it goes on behind that.
         ([LOST, -11, 1, WRONG], "something is wrong", 4),
+        # The status of a command that was misused is none of its own.
+        ([2, 0], "right", 2),
         ([None] * 9, "did not end", gpu.MAX_STARTS + 1),
     ],
 )
@@ -278,7 +279,6 @@ def test_verdicts_of_the_matmul(make_row: Callable[..., Row]) -> None:
     assert lines[0] == "own matmul bfloat16 >= 0.95 of torch.mm: NO, 0.882 over 2 shapes"
     assert lines[1] == "  slower: llama3-70b mlp down, 8192 tokens (1024x1024x1024) 0.810"
     assert lines[-1] == "own matmul float16: not timed"
-    assert math.isnan(gpu_matmul.geometric_mean([]))
 
 
 def test_verdicts_of_the_kernels(make_row: Callable[..., Row]) -> None:
@@ -326,7 +326,7 @@ def test_a_kernel_that_is_wrong_is_found(name: str, monkeypatch: pytest.MonkeyPa
 def test_a_wait_that_is_given_up_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preset, "BUDGET_MS", 30)
     each = preset.gather(CPU, torch.float16, 2, 90, 83, 61)
-    words = each.arenas.memory[preset.RANK, : each.arenas.channel().data_offset].view(torch.int32)
+    words = each.arenas.memory[preset.RANK, : each.arenas.channel.data_offset].view(torch.int32)
     words[preset.signal.SIGNALS.value :] = 0
     with pytest.raises(AssertionError, match=r"gave up waiting for rank 0, slot 5: epoch 1 expected, 0 seen"):
         each.arenas.run(each.launch)
@@ -358,6 +358,17 @@ def test_what_overlap_must_keep_to_has_a_margin() -> None:
         gpu_links.check(good | {"comm": 0.85 * link_ms}, case, 2)
     with pytest.raises(AssertionError, match="concurrent took"):
         gpu_links.check(good | {"concurrent": 12.5}, case, 2)
+
+
+@pytest.mark.parametrize(("faster", "word"), [(1.0, "yes"), (2.0, "NO, copies took")])
+def test_verdicts_of_the_links(make_row: Callable[..., Row], faster: float, word: str) -> None:
+    gbps = gpu_links.LINKS[0]
+    link_ms = 0.5 * 8192 * 8192 * 2 / (gbps * 1e6)
+    times = {"comm": link_ms / faster, "matmul": 2.0, "phased": 2.0 + link_ms, "concurrent": 2.1}
+    of_link = {"model": f"link {gbps} GB/s", "M": 8192, "K": 8192, "dtype": "bfloat16", "world_size": 2}
+    rows = [make_row(variant=name, median_ms=ms, **of_link) for name, ms in times.items()]
+    assert f"are hidden: {word}" in gpu_links.verdicts(rows)[-1]
+    assert len(gpu_links.verdicts(rows)) == len(rows) + 1
 
 
 def test_nox_gives_the_tests_what_stages_are_given() -> None:

@@ -27,7 +27,8 @@ def test_plan_never_times_kernels_without_a_gpu_for_every_rank() -> None:
             else:
                 assert (job.case.M, job.case.N, job.case.K) in CHECK_SHAPES
                 assert {"fused", "own_matmul"} <= set(job.variants)
-    assert not any(job.timed for job in plan(Request(world_sizes=(2,)), 1))
+    for models in ((), ("llama3-8b",)):
+        assert not any(job.timed for job in plan(Request(world_sizes=(2,), models=models, tokens=(64,)), 1))
 
 
 def test_plan_of_named_and_given_sizes() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from fusedtp.bench import bars, curves, heatmap, report, store, theme
+from fusedtp.bench import bars, curves, heatmap, report, store, tables, theme
 from fusedtp.bench.cases import OPS
 from fusedtp.bench.cli import app
 from fusedtp.bench.frames import frame_of
@@ -208,6 +208,19 @@ def test_crossover_in_words(make_row: MakeRow, ratios: tuple[float, float], word
         found += [make_row(median_ms=1.0, **at), make_row(variant="fused", median_ms=1.0 / ratio, **at)]
     (standing,) = standings(frame_of(found), *MATMUL).to_dict("records")
     assert standing["shorter median"].startswith(words)
+
+
+def test_sizes_of_another_dtype_have_a_crossover_of_their_own(make_row: MakeRow) -> None:
+    found = []
+    for dtype, ratio in (("float32", 1.5), ("float16", 0.5)):
+        for tokens in (512, 1024):
+            at = {"M": tokens, "tokens": tokens, "model": "llama3-8b", "layer": "mlp up", "dtype": dtype}
+            found += [make_row(median_ms=1.0, **at), make_row(variant="fused", median_ms=1.0 / ratio, **at)]
+    frame = frame_of(found)
+    lines = tables.standings(frame).cells.to_dict("records")
+    assert {line["dtype"]: line["shorter median"] for line in lines} == {"fp32": "always", "fp16": "never"}
+    # A cell of the picture each.
+    assert frame["where"].nunique() == 4
 
 
 def test_crossover_line_parts_faster_from_slower_within_a_dtype() -> None:

@@ -372,7 +372,8 @@ def test_command_lists_hardware_with_sources() -> None:
     [
         (("nothing",), "op must be one of"),
         ((), "give an op"),
-        (("all_gather", "--m", "8:x"), "takes positive integers"),
+        (("all_gather", "--m", "8:x"), "must be integers"),
+        (("all_gather", "--m", "8:4"), "must double upwards"),
         (("all_gather", "--hardware", "abacus"), "hardware must be one of"),
         (("all_gather_matmul", "--m", "1,2", "--matmul-us", "3"), "one size"),
     ],
