@@ -147,12 +147,14 @@ def soak(session: nox.Session) -> None:
     After --: --calls, --seed, --programs, ...
     """
     install(session)
-    session.run("python", "-P", "-m", "fusedtp.bench.soak", *session.posargs, env=ONE_THREAD)
+    # A package of the tests, not of the installed one.
+    env = {**ONE_THREAD, "PYTHONPATH": os.path.abspath("tests")}
+    session.run("python", "-P", "-m", "soak", *session.posargs, env=env)
     # What was asked for may be the replay of a few calls.
     if not session.posargs:
         for size in (2, 4):
             options = ("--programs", "--calls", "50000", "--world-size", str(size))
-            session.run("python", "-P", "-m", "fusedtp.bench.soak", *options, env=ONE_THREAD)
+            session.run("python", "-P", "-m", "soak", *options, env=env)
         files = ("tests/test_two_groups.py", "tests/test_mutated_files.py", "tests/test_sharded.py")
         session.run("pytest", *files, env={**ONE_THREAD, "FUSEDTP_SOAK": "large"})
 

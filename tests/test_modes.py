@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from fusedtp.bench import interruptions
 from torch.autograd import grad_mode
 from torch.utils import _contextlib
 
 from fusedtp.memory.local import local_memories
 from fusedtp.workspaces import modes, workspace
 from fusedtp.workspaces.workspace import Workspace
+
+from .soak import interruptions
 
 CPU = torch.device("cpu")
 # And torch's own, where a signal strikes too.

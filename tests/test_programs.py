@@ -15,14 +15,15 @@ from unittest import mock
 
 import pytest
 from fusedtp.bench.mixed import OPS
-from fusedtp.bench.performing import CANNOT_GROW, perform, wrong
-from fusedtp.bench.programs import AXES, SLOW, STEADY, STEPS, WRONG, program
 from fusedtp.bench.ranks import RankError, RankPool
-from fusedtp.bench.soak import WEIGHTS, run_programs
 from torch.distributed import ProcessGroup
 
 from fusedtp.workspaces import disagreement
 from fusedtp.workspaces.steps import HostSteps
+
+from .soak.performing import CANNOT_GROW, perform, wrong
+from .soak.programs import AXES, SLOW, STEADY, STEPS, WRONG, program
+from .soak.runs import WEIGHTS, run_programs
 
 SEED = 20
 

@@ -11,12 +11,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fusedtp.bench.endurance import NOISE_BYTES, Sample, check_flat, check_wrapped, delay, growth
 from fusedtp.bench.mixed import DTYPES, OPS, Operands, draw
 from fusedtp.bench.ranks import RankError, RankPool
-from fusedtp.bench.soak import SAMPLES, soak
 
 import fusedtp
+
+from .soak.endurance import NOISE_BYTES, Sample, check_flat, check_wrapped, delay, growth
+from .soak.runs import SAMPLES, soak
 
 CALLS = [draw(random.Random(f"here/{number}"), 3) for number in range(200)]
 

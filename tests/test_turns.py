@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 import pytest
-from fusedtp.bench import interruptions
 
 from fusedtp import turns
 
 from .beside import InThread, until
+from .soak import interruptions
 
 
 def interrupted(number: int, call: Callable[[], None]) -> BaseException | None:

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from fusedtp.bench.endurance import delay
 from fusedtp.bench.mixed import Call, Operands, draw
 from fusedtp.bench.ranks import RankPool
 from hypothesis import HealthCheck, Phase, given, settings
@@ -22,6 +21,8 @@ from hypothesis import strategies as st
 from torch.distributed import ProcessGroup
 
 import fusedtp
+
+from .soak.endurance import delay
 
 EXAMPLES = 1000 if os.environ.get("FUSEDTP_SOAK") == "large" else 40
 # Examples in one call of the pool.

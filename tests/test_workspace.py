@@ -16,7 +16,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from fusedtp.bench import interruptions
 from fusedtp.bench.ranks import RankPool
 from fusedtp.kernels import signal
 from torch.distributed import ProcessGroup
@@ -27,6 +26,8 @@ from fusedtp.memory.local import local_memories
 from fusedtp.workspaces import clock, registry
 from fusedtp.workspaces.steps import wrapping_difference
 from fusedtp.workspaces.workspace import Workspace
+
+from .soak import interruptions
 
 # Tests here destroy what every group has, on some ranks only.
 pytestmark = pytest.mark.usefixtures("destroyed_on_all_ranks")

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fusedtp.bench import interruptions
 from torch.distributed import ProcessGroup
 
 import fusedtp
 
+from ..soak import interruptions
 from .cases import CASES
 from .inject import Meeting
 

@@ -12,9 +12,9 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from fusedtp.shards import even_sizes
+from fusedtp.bench.mixed import DTYPES, MATMULS, WEIGHTS, Call, draw
 
-from .mixed import DTYPES, MATMULS, WEIGHTS, Call, draw
+from fusedtp.shards import even_sizes
 
 STEPS = 40
 

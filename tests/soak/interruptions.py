@@ -10,13 +10,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import fusedtp.bench
 import fusedtp.kernels
 
 import fusedtp
 
 FOLDERS = tuple(f"{Path(module.__file__ or '').parent}/" for module in (fusedtp, fusedtp.kernels))
 # Installed it lies in the first of them.
-_BENCH = f"{Path(__file__).parent}/"
+_BENCH = f"{Path(fusedtp.bench.__file__).parent}/"
 _LOCKS = ("with _lock:", "with _finding:")
 
 

@@ -1,13 +1,13 @@
 """Thousands of mixed calls on end: every result right, memory and descriptors flat, epochs past their wrap-around.
 
-    python -P -m fusedtp.bench.soak --calls 10000 --seed 7        (nox -s soak)
+    nox -s soak -- --calls 10000 --seed 7
 
 Ranks make the same calls, which a seed and a number decide (`mixed`), each after a delay of its own, and check every
 result. Nothing is set up anew on the way: one workspace serves the whole run, and its epoch wraps in the middle of it.
 A wrong result, an error or a rank that does not answer ends the run with the call's number and the command that
 begins again shortly before it.
 
-    python -P -m fusedtp.bench.soak --programs --calls 100000 --seed 7
+    nox -s soak -- --programs --calls 100000 --seed 7
 
 With `--programs` the calls are those of random programs (`programs`), in which now and then something goes wrong on a
 rank: every number is right, or every rank of the group is told. What came of the steps is counted by kind.
@@ -15,19 +15,15 @@ rank: every number is right, or every rank of the group is told. What came of th
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Annotated
 
-import typer
+from fusedtp.bench.ranks import RankError, RankPool
 
-from . import arguments
-from .endurance import WAIT_SECONDS, Sample, check_flat, check_wrapped, growth, make_calls
+from .endurance import WAIT_SECONDS, Sample, make_calls
 from .performing import perform
 from .programs import STEPS
-from .ranks import RankError, RankPool
 
 # Samples of memory and descriptors in a run.
 SAMPLES = 40
@@ -114,38 +110,3 @@ def run_programs(
         counts = sum(by_rank, counts)
         say(f"{(begin + count - first) * STEPS:6d} of {calls} calls: right, or every rank told")
     return counts
-
-
-def command(
-    calls: Annotated[int, typer.Option(min=1, help="How many calls.")] = 10_000,
-    seed: Annotated[int | None, typer.Option(help="Which calls; by default others every time.")] = None,
-    world_size: Annotated[int, typer.Option(min=2, help="Number of ranks.")] = 4,
-    shapes: Annotated[int | None, typer.Option(min=1, help="Different shapes; by default a quarter of calls.")] = None,
-    first: Annotated[int, typer.Option(min=0, help="The number of the first call, to begin again near a failure.")] = 0,
-    programs: Annotated[bool, typer.Option("--programs", help="Random programs; --first is one's number.")] = False,
-) -> None:
-    """Make thousands of mixed calls, check every result, and that neither memory nor descriptors grow."""
-    seed = secrets.randbelow(10**9) if seed is None else seed
-    typer.echo(f"seed {seed}: {calls} calls from {first} on {world_size} ranks")
-    try:
-        if programs:
-            with RankPool(world_size, timeout=300.0) as pool:
-                counts = run_programs(pool, calls, seed, first=first, say=typer.echo)
-            typer.echo("\n".join(f"{count:8d}  {what}" for what, count in sorted(counts.items())))
-            return
-        with RankPool(world_size, timeout=300.0) as pool:
-            by_rank = soak(pool, calls, seed, num_shapes=shapes, first=first, say=typer.echo)
-    except RankError as error:
-        typer.echo("\n".join([str(error), "", *error.__notes__]), err=True)
-        raise typer.Exit(1) from error
-    # A replay of a few calls has no quarters.
-    if calls >= SAMPLES:
-        check_wrapped(by_rank)
-        check_flat(by_rank)
-        for rank, samples in enumerate(by_rank):
-            grown_bytes, _ = growth(samples)
-            typer.echo(f"rank {rank}: {grown_bytes / 2**20:+.2f} MiB from the second quarter to the last")
-
-
-if __name__ == "__main__":
-    arguments.run(command)
