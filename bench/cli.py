@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +14,8 @@ from rich.progress import Progress
 from . import arguments, cli_predict, cli_report, cli_tune
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from .jobs import Job
     from .store import Row
 
@@ -106,6 +109,18 @@ def sweep(
         raise typer.BadParameter(str(error)) from error
     if not jobs:
         raise typer.BadParameter("nothing to run: no size is left for these ops, dtypes and world sizes")
+    run = run_launched if is_launched else run_spawned
+    with _told(jobs, console, path if speaks else None) as done:
+        rows = run(jobs, machine, done)
+    if speaks:
+        _keep(rows, store.update(path, rows), path, console)
+
+
+@contextlib.contextmanager
+def _told(jobs: list[Job], console: Console, path: Path | None) -> Iterator[Callable[[Job, list[Row]], None]]:
+    # What hears of each job that is done: a bar, or a line in a log, and the rows' file.
+    from . import store
+
     with Progress(console=console, transient=True, disable=console.quiet) as progress:
         task = progress.add_task(f"starting ranks, then {jobs[0].case}", total=len(jobs))
 
@@ -117,13 +132,11 @@ def sweep(
                 # a log shows no bar
                 elapsed = progress.tasks[task].elapsed or 0.0
                 console.print(f"{num_done}/{len(jobs)} {elapsed:5.0f} s  {job.case}", highlight=False)
-            if speaks:
+            if path is not None:
                 # a sweep that is stopped keeps what it has measured
                 store.update(path, new)
 
-        rows = (run_launched if is_launched else run_spawned)(jobs, machine, done)
-    if speaks:
-        _keep(rows, store.update(path, rows), path, console)
+        yield done
 
 
 def _keep(rows: list[Row], together: list[Row], path: Path, console: Console) -> None:
