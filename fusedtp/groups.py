@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,7 +28,8 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def _check_fork() -> None:
+def check_fork() -> None:
+    """RuntimeError in a process that was forked after torch.distributed was initialised."""
     if inherited is not None and dist.is_initialized() and dist.group.WORLD is inherited:
         raise RuntimeError(
             f"process {os.getpid()} was forked after torch.distributed was initialised: the process groups and the "
@@ -39,7 +41,7 @@ def _check_fork() -> None:
 def named(name: str) -> dist.ProcessGroup:
     """The group of a name that `resolve` has seen: fast, for every call. Errors as in `resolve`."""
     if inherited is not None:
-        _check_fork()
+        check_fork()
     try:
         assert _by_name is not None
         return _by_name(name)  # type: ignore[arg-type]
@@ -58,7 +60,7 @@ def resolve(group: Group = None) -> dist.ProcessGroup:
             "torch.distributed is not initialised: start the ranks with torchrun and call "
             "torch.distributed.init_process_group('gloo') (or 'nccl') before this"
         )
-    _check_fork()
+    check_fork()
     if group is None:
         world = dist.group.WORLD
         assert world is not None
@@ -89,14 +91,14 @@ def _leaves_out(group: object) -> bool:
     return isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER
 
 
-# The groups and kinds of devices that are known to fit: asking the group takes longer.
-_carried: set[tuple[str, str]] = set()
+# The kinds of devices that are known to fit a group: asking it takes longer.
+_carried: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
 
 
 def check_device(group: dist.ProcessGroup, kind: str) -> None:
     """ValueError for a group whose backends do not carry tensors of that kind of device."""
-    key = (group.group_name, kind)
-    if key in _carried or kind == "meta":
+    carried = _carried.setdefault(group, set())
+    if kind in carried or kind == "meta":
         return
     kinds = {device.type for device in group._device_types}
     if kind not in kinds:
@@ -104,7 +106,7 @@ def check_device(group: dist.ProcessGroup, kind: str) -> None:
             f"group must carry {kind} tensors, got one of {', '.join(sorted(kinds))} only, with backend "
             f"{dist.get_backend(group)}: make it with init_process_group or new_group(backend='cpu:gloo,cuda:nccl')"
         )
-    _carried.add(key)
+    carried.add(kind)
 
 
 def check_mesh(name: str, mesh: DeviceMesh) -> None:

@@ -78,6 +78,15 @@ class Named:
         return self._rank
 
 
+def test_a_call_on_another_device_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Named("both")
+    monkeypatch.setattr(groups, "named", lambda name: group)
+    text = call.described("[M_X, K] @ [K, N] -> [M, N]", ["both"], [0], schedule="unfused")
+    on = {kind: call.of(text, (4, 3, 4, 0, 0, 0), torch.float32, torch.device(kind)) for kind in ("cpu", "meta")}
+    assert on["cpu"] is not on["meta"]
+    assert on["cpu"] is call.of(text, (4, 3, 4, 0, 0, 0), torch.float32, torch.device("cpu"))
+
+
 def test_a_group_made_anew_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also under the name, and at the address, of one that is gone."""
     known: dict[str, Named] = {}
@@ -92,7 +101,7 @@ def test_a_group_made_anew_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     def found(name: str) -> tuple[call.Call, call.Call]:
         x, w, group = ones(2, 3), ones(4, 3), known[name]
         by_group = call.find(prepare, x, w, None, group, ())  # type: ignore[arg-type]
-        return by_group, call.of(by_group.settings.text, by_group.numbers, x.dtype)
+        return by_group, call.of(by_group.settings.text, by_group.numbers, x.dtype, x.device)
 
     known["1"] = Named("1")
     first, again = found("1"), found("1")

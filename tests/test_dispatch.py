@@ -6,8 +6,10 @@ import json
 import os
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ import fusedtp
 from fusedtp.calls import dispatch, tuning
 from fusedtp.calls.tuning import Sample
 from fusedtp.op import OPS, Task
+from fusedtp.workspaces import registry, stale
 
 SMALL, LARGE = 32, 512
 
@@ -283,3 +286,27 @@ def test_what_travels(op: str, operands: int, options: dict[str, Any], shape: tu
     task = Task.of(OPS[op], *given, **options)
     assert dispatch._shape(task) == shape
     assert task.moved == shape or shape is None
+
+
+def measured_later(group: ProcessGroup) -> list[int]:
+    """stale.version before and after a first `auto` that learns of other hardware than a call decided with."""
+    fusedtp.all_reduce(torch.ones(2, 2), group=group, schedule="decomposed")
+    ws = registry.get(group, torch.device("cpu"))
+    table = mock.Mock()
+    table.hardware.return_value = replace(ws.hardware, name="measured")
+    known = dispatch.Knowledge(table, None), "", None
+    decided = dispatch.Path("all_reduce", "decomposed", "measured")
+    before = stale.version
+    with mock.patch.object(dispatch, "_share", return_value=known), \
+            mock.patch.object(dispatch, "_decide", return_value=decided):  # fmt: skip
+        fusedtp.all_reduce(torch.ones(2, 2), group=group)
+    assert ws.hardware.name == "measured"
+    fusedtp.destroy(group)
+    return [before, stale.version]
+
+
+def test_what_was_decided_with_other_hardware_is_decided_anew(pool: RankPool) -> None:
+    """On every rank at once: one that forgets it later, alone, would take another algorithm than its peers."""
+    for before, after in pool.run(measured_later, world_size=2):
+        # Once for the hardware, once for what was given back.
+        assert after == before + 2

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 import pytest
+import torch
 
 from fusedtp import turns
+from fusedtp.workspaces import registry
 
 from .beside import InThread, until
 from .soak import interruptions
@@ -70,4 +72,22 @@ def test_a_turn_that_is_held_is_not_free() -> None:
         taken()
     done.set()
     there.result()
+    taken()
+
+
+def test_destroy_holds_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An op of another thread meets none of a workspace that is being given back."""
+    key = ("one", torch.device("cpu"))
+    monkeypatch.setattr(registry, "_made_for", {key: None})
+    refused: list[str] = []
+
+    def forget(_: object) -> None:
+        try:
+            InThread(taken).result()
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    monkeypatch.setattr(registry, "_forget", forget)
+    registry.destroy()
+    assert refused[0].startswith("op: destroy is under way in thread 'MainThread'")
     taken()

@@ -77,14 +77,16 @@ class Settings:
 
 
 class Call:
-    """One call of these settings and lengths in a dtype.
+    """One call of these settings and lengths in a dtype on a device.
 
     numbers: the global length of each dim in the spec's order, then for each dim the number of its explicit lengths,
     followed by these.
     """
 
-    def __init__(self, settings: Settings, numbers: Sequence[int], dtype: torch.dtype) -> None:
-        self.settings, self.numbers, self._dtype = settings, numbers, dtype
+    def __init__(
+        self, settings: Settings, numbers: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> None:  # fmt: skip
+        self.settings, self.numbers, self._dtype, self._device = settings, numbers, dtype, device
         spec = self._spec = parse(settings.spec)
         lengths, rest = dict(zip(spec.dim_names, numbers, strict=False)), list(numbers[len(spec.dim_names) :])
         splits: dict[str, tuple[int, ...]] = {}
@@ -152,20 +154,18 @@ class Call:
             self._programs[key] = program
         return program
 
-    def _made_ready(self, key: Any, place: int, task: Task, axis: str, device: torch.device) -> Ready:
+    def _made_ready(self, key: Any, place: int, task: Task, axis: str) -> Ready:
         ready = self._ready.get((key, place))
         if ready is None or ready.is_stale():
             group, asked = self.groups[axis](), self.settings
             assert group is not None
             ready = self._ready[key, place] = Ready(
-                task, asked.schedule, group, device, producer=asked.producer, call=self.said(), debug=asked.debug
+                task, asked.schedule, group, self._device, producer=asked.producer, call=self.said(), debug=asked.debug
             )
         return ready
 
     def _run_task(self, key: Any, place: int, task: Task, axis: str, operands: Sequence[Tensor | None]) -> list[Tensor]:
-        x = operands[0]
-        assert x is not None
-        return self._made_ready(key, place, task, axis, x.device).run(operands)
+        return self._made_ready(key, place, task, axis).run(operands)
 
     def run(self, key: Any, tensors: dict[str, Any]) -> list[Tensor]:
         """The program for `key`, whether there is a bias, or which gradients are needed, on these tensors by name."""
@@ -175,10 +175,10 @@ class Call:
             only = self._program(key).only
             if only is None:
                 return self._program(key).run(tensors, partial(self._run_task, key))
-            known = self._only[key] = only, self._made_ready(key, 0, only.task, only.axis, tensors["w"].device)
+            known = self._only[key] = only, self._made_ready(key, 0, only.task, only.axis)
         only, ready = known
         if ready.version != stale.version or ready.on_gpu:
-            ready = self._made_ready(key, 0, only.task, only.axis, tensors["w"].device)
+            ready = self._made_ready(key, 0, only.task, only.axis)
             self._only[key] = only, ready
         operands: list[Tensor | None] = []
         for each in only.operands:
@@ -236,19 +236,19 @@ def _keep(key: Any, call: Call) -> Call:
     return call
 
 
-def of(text: str, numbers: Sequence[int], dtype: torch.dtype) -> Call:
+def of(text: str, numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> Call:
     """The call that a registered operator's arguments describe."""
     settings = Settings.of(text)
     try:
         # A group that was destroyed may have been made anew under its name.
         members = tuple(id(groups.named(name)) for name in settings.group_names)
-        key = (text, tuple(numbers), dtype, members)
-        return _kept(key) or _keep(key, Call(settings, tuple(numbers), dtype))
+        key = (text, tuple(numbers), dtype, device, members)
+        return _kept(key) or _keep(key, Call(settings, tuple(numbers), dtype, device))
     except TypeError as error:
         # Lengths that torch.compile leaves open cannot be hashed: those calls, made once a graph, are not kept.
         if "SymInt" not in str(error):
             raise
-        return Call(settings, numbers, dtype)
+        return Call(settings, numbers, dtype, device)
 
 
 # From (x, weight, bias, group, *options) to what `of` takes, raising for arguments that do not fit.
@@ -279,9 +279,9 @@ def find(
         else:
             key += each.shape, each.dtype, each.device, each.layout
     if key is None:
-        return of(*prepare(x, weight, bias, group, *options), x.dtype)
+        return of(*prepare(x, weight, bias, group, *options), x.dtype, x.device)
     found = tuple(key)
     call = _calls.get(found)
     if call is None or call.version != stale.version:
-        call = _keep(found, of(*prepare(x, weight, bias, group, *options), x.dtype))
+        call = _keep(found, of(*prepare(x, weight, bias, group, *options), x.dtype, x.device))
     return call

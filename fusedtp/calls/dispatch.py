@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
-from .. import schedules, turns
+from .. import groups, schedules, turns
 from ..cost.hardware import Hardware, of_gpu
 from ..memory import Unreachable
 from ..op import Task
@@ -94,6 +94,8 @@ def choose(task: Task, schedule: str, group: ProcessGroup, device: torch.device)
             knowledge = choices[Knowledge] = shared
             if not on_gpu and knowledge.table is not None:
                 ws.hardware = knowledge.table.hardware(group.size()) or ws.hardware
+                # What was decided with the other: on every rank alike, as a rank that decides anew must agree.
+                stale.changed()
             # Only now, when this rank too knows what its peers were told, and will not ask them again.
             if interruption is not None:
                 raise interruption
@@ -122,6 +124,8 @@ class Ready(Prepared):
         self, task: Task, schedule: str, group: ProcessGroup, device: torch.device, *, producer: str = "auto",
         call: str = "", debug: bool = False,
     ) -> None:  # fmt: skip
+        if groups.inherited is not None:
+            groups.check_fork()
         self.path = choose(task, schedule, group, device)
         if producer != "auto" and self.path.schedule != "fused":
             reason = f"{self.path.reason}; producer={producer!r} has no effect, only 'fused' has one to choose"

@@ -112,7 +112,7 @@ def run_described(x: Tensor, w: Tensor, bias: Tensor | None, settings: str, numb
     """`apply` of a call that is described already."""
     if torch.compiler.is_compiling() or type(x) not in PLAIN or type(w) not in PLAIN:
         return _dispatched(x, w, bias, settings, numbers)
-    return run(x, w, bias, calls_.of(settings, numbers, x.dtype))
+    return run(x, w, bias, calls_.of(settings, numbers, x.dtype, x.device))
 
 
 def of_parameters(

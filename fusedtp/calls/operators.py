@@ -41,13 +41,13 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 
 
 def _fake(x: Tensor, w: Tensor, bias: Tensor | None, settings: str, numbers: Sequence[int]) -> Tensor:
-    return calls_.of(settings, numbers, x.dtype).forward(x, w, bias, fake=True)
+    return calls_.of(settings, numbers, x.dtype, x.device).forward(x, w, bias, fake=True)
 
 
 @operator("sharded_matmul", _fake, _gradients, _setup)
 def sharded_matmul(x: Tensor, w: Tensor, bias: Tensor | None, settings: str, numbers: Sequence[int]) -> Tensor:
     """y = x @ w + bias on shards; see `call.Settings` and `call.Call`."""
-    return calls_.of(settings, numbers, x.dtype).forward(x, w, bias)
+    return calls_.of(settings, numbers, x.dtype, x.device).forward(x, w, bias)
 
 
 def _each(found: Sequence[Tensor | None], dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,7 +61,7 @@ def _fake_backward(
     numbers: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     needs = (needs_x, needs_w, needs_bias)
-    return _each(calls_.of(settings, numbers, dy.dtype).backward(dy, x, w, needs, fake=True), dy)
+    return _each(calls_.of(settings, numbers, dy.dtype, dy.device).backward(dy, x, w, needs, fake=True), dy)
 
 
 def _refuse_second(ctx: Any, *grads: Tensor) -> Any:
@@ -78,7 +78,7 @@ def sharded_matmul_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dx, dw, db), of shape [0] where not needed; x and w may be of shape [0] where they are not needed."""
     needs = (needs_x, needs_w, needs_bias)
-    return _each(calls_.of(settings, numbers, dy.dtype).backward(dy, x, w, needs), dy)
+    return _each(calls_.of(settings, numbers, dy.dtype, dy.device).backward(dy, x, w, needs), dy)
 
 
 # Collectives that have run, by group and all that was checked.

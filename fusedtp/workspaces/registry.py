@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from collections import Counter
@@ -144,13 +143,20 @@ def destroy(group: Group = None) -> None:
         group = groups.resolve(group)
     name = None if group is None else str(group.group_name)
     keys = [key for key in list(_made_for) if name in (None, key[0])]
-    with contextlib.ExitStack() as stack:
+    taken: list[turns.Turn] = []
+    try:
         for each in dict.fromkeys(key[0] for key in keys):
-            stack.enter_context(turns.Turn("group", each, "destroy"))
+            turn = turns.Turn("group", each, "destroy")
+            # Here and not through contextlib: a turn is held while the function that enters it runs.
+            turn.__enter__()
+            taken.append(turn)
         for key in keys:
             _forget(key)
         # Last: a call that is interrupted is made again, and must not count twice.
         _destroyed[name] += 1
+    finally:
+        for turn in taken:
+            turn.__exit__()
 
 
 def _forget(key: tuple[str, torch.device]) -> None:
@@ -184,6 +190,8 @@ def _after_fork() -> None:
     _of_parent.extend(_workspaces.values())
     for each in (_workspaces, _unreachable, _made_for, _found):
         each.clear()
+    # Calls that were prepared have them too.
+    stale.changed()
 
 
 os.register_at_fork(after_in_child=_after_fork)
