@@ -172,7 +172,7 @@ def table_markdown(specs: Mapping[str, str] = NAMED) -> str:
 
 def _phase(matmul: MatmulPlan, sizes: Sizes | None, machine: Hardware | None, dtype: str) -> Phase:
     lines = []
-    for step, before, after in matmul.walk():
+    for step, before, after in matmul.walked:
         predicted = _predicted(matmul, step, before, sizes, machine, dtype) if sizes and machine else None
         if step.kind == "matmul":
             split = {dim.name: dim.axes for tensor in before for dim in tensor.dims}

@@ -83,7 +83,7 @@ def sharded_matmul(
         str(parsed), [group.group_name for group in groups_of.values()], [rank for rank, _ in place.values()],
         w_transposed=False, by_size=True, schedule=schedule, debug=debug, producer=producer,
     )  # fmt: skip
-    return eager.run_described(a, b, None, settings, (*lengths, *_flat(splits)))
+    return eager.run_described(a, b, settings, (*lengths, *_flat(splits)))
 
 
 def _flat(splits: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

@@ -69,13 +69,16 @@ def test_an_op_that_was_interrupted_is_not_taken_for_the_next(pool: RankPool, sc
         assert elapsed < 20
 
 
-# Within a call of ours: the task, the call without and with a gradient, its gradients, and a collective.
+# Within a call of ours: the task, the call without and with a gradient, its gradients, a collective, and the operators
+# of a compiled graph, which has nothing of ours around them.
 STRUCK = {
     "task": ("dispatch.py", "run"),
     "inference": ("call.py", "forward"),
     "forward": ("eager.py", "forward"),
     "backward": ("eager.py", "_gradients"),
     "all_gather": ("functional.py", "all_gather"),
+    "compiled inference": ("call.py", "forward"),
+    "compiled all_gather": ("dispatch.py", "run"),
 }
 
 
@@ -86,13 +89,16 @@ def struck_as_it_returns(group: ProcessGroup, schedule: str, what: str) -> tuple
     rank, seen, (file, function) = group.rank(), ["", ""], STRUCK[what]
     fusedtp.destroy(group)
     weight = torch.ones(1, 1, requires_grad=True)
+    all_gather, linear = fusedtp.all_gather, fusedtp.all_gather_linear
+    if what.startswith("compiled"):
+        all_gather, linear = (torch.compile(each, backend="aot_eager") for each in (all_gather, linear))
 
     def call(step: int) -> list[float]:
         mine = torch.full((1, 1), 10.0 * step + rank)
-        if what == "all_gather":
-            return fusedtp.all_gather(mine, group=group, schedule=schedule).flatten().tolist()
-        with torch.set_grad_enabled(what != "inference"):
-            out = fusedtp.all_gather_linear(mine.requires_grad_(), weight, group=group, schedule=schedule)
+        if what.endswith("all_gather"):
+            return all_gather(mine, group=group, schedule=schedule).flatten().tolist()
+        with torch.set_grad_enabled(not what.endswith("inference")):
+            out = linear(mine.requires_grad_(), weight, group=group, schedule=schedule)
         if what == "backward":
             out.backward(mine.detach().repeat(2, 1))
             assert mine.grad is not None

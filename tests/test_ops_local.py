@@ -248,7 +248,7 @@ def test_growth_of_the_signals_alone(make: Make) -> None:
     """Many tiles of one row each: more slots, hardly more memory."""
     ranks = make(4)
     before = ranks[0].slots, ranks[0].half_bytes
-    for seed in range(3):
+    for seed in range(2):
         term = torch.randint(-9, 9, (4, 48 * 64), generator=torch.Generator().manual_seed(seed)).half()
         outs = run_together([direct.phases("all_reduce", ws, term, algorithm="two_shot") for ws in ranks])
         for ws, out in zip(ranks, outs, strict=True):

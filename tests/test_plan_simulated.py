@@ -112,7 +112,7 @@ def check(plans: Plan, mesh: Mesh, lengths: Mapping[str, int]) -> None:
 
 def check_steps(matmul: MatmulPlan) -> None:
     """The steps lead to the wanted sharding, and the matmul is fused with the collective next to it, or with none."""
-    *_, (_, _, last) = matmul.walk()
+    *_, (_, _, last) = matmul.walked
     assert last == matmul.c
     kinds = [step.kind for step in matmul.steps]
     at = kinds.index("matmul")

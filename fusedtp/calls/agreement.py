@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
 from ..errors import PeerTimeout, RanksDisagree
 from ..op import Task
@@ -47,11 +46,6 @@ class _Records:
 
 
 _records: WeakKeyDictionary[ProcessGroup, _Records] = WeakKeyDictionary()
-
-
-def wanted() -> bool:
-    """Whether torch.distributed checks in detail."""
-    return get_debug_level() == DebugLevel.DETAIL
 
 
 def check(task: Task, group: ProcessGroup, operands: Sequence[Tensor | None], schedule: str, call: str) -> None:

@@ -93,26 +93,19 @@ def apply(
     plain = type(x) in PLAIN and type(w) in PLAIN and (bias is None or type(bias) in PLAIN)
     # `arguments.autocasts`, written out as every call passes here.
     cast = plain and not x.is_meta and torch.is_autocast_enabled(x.device.type)
-    if cast or not plain or torch.compiler.is_compiling():
+    dispatched = not plain or torch.compiler.is_compiling()
+    if cast or dispatched:
         x, w, bias = arguments.autocast(x, w, bias)
-        return _slowly(prepare, x, w, bias, group, options)
-    return run(x, w, bias, calls_.find(prepare, x, w, bias, group, options))
-
-
-def _slowly(
-    prepare: Prepare, x: Tensor, w: Tensor, bias: Tensor | None, group: ProcessGroup, options: tuple[Any, ...]
-) -> Tensor:
-    plain = type(x) in PLAIN and type(w) in PLAIN and (bias is None or type(bias) in PLAIN)
-    if torch.compiler.is_compiling() or not plain:
+    if dispatched:
         return _dispatched(x, w, bias, *prepare(x, w, bias, group, *options))
     return run(x, w, bias, calls_.find(prepare, x, w, bias, group, options))
 
 
-def run_described(x: Tensor, w: Tensor, bias: Tensor | None, settings: str, numbers: Sequence[int]) -> Tensor:
-    """`apply` of a call that is described already."""
+def run_described(x: Tensor, w: Tensor, settings: str, numbers: Sequence[int]) -> Tensor:
+    """`apply` of a call without a bias that is described already."""
     if torch.compiler.is_compiling() or type(x) not in PLAIN or type(w) not in PLAIN:
-        return _dispatched(x, w, bias, settings, numbers)
-    return run(x, w, bias, calls_.of(settings, numbers, x.dtype, x.device))
+        return _dispatched(x, w, None, settings, numbers)
+    return run(x, w, None, calls_.of(settings, numbers, x.dtype, x.device))
 
 
 def of_parameters(

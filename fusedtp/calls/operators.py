@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .. import groups, turns
+from .. import groups
 from ..op import ALL_GATHER, ALL_REDUCE, OPS, REDUCE_SCATTER, Task
 from ..workspaces import stale
 from . import call as calls_
@@ -119,14 +119,6 @@ def collective(
     producer: str, call: str,
 ) -> Tensor:  # fmt: skip
     """The collective `op` of x [R, C]. sizes: of rows that are gathered or scattered. call: see `meaning`."""
-    return _collective(x, op, sizes, group_name, schedule, algorithm, debug, producer, call)
-
-
-@turns.one
-def _collective(
-    x: Tensor, op: str, sizes: Sequence[int], group_name: str, schedule: str, algorithm: str, debug: bool,
-    producer: str, call: str,
-) -> Tensor:  # fmt: skip
     group = groups.named(group_name)
     shape = (x.shape[0], x.shape[1])
     key = (op, shape, x.dtype, x.device, tuple(sizes), schedule, algorithm, debug, producer, call)

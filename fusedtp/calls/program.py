@@ -305,7 +305,7 @@ class Program:
         if needs_x and needs_w and plans.shared:
             # What both begin with.
             done = plans.shared
-            for step, before, _ in plans.dx.walk():
+            for step, before, _ in plans.dx.walked:
                 if replace(step, fused=False) in done:
                     dy = self.plain(step, before[0], dy)
         return [
@@ -316,10 +316,8 @@ class Program:
 
     def _pair(self, plans: Plan, dy: Named, x: Named, w: Named) -> tuple[Named, Named]:
         spec, n, k = plans.spec, (plans.spec.n,), (plans.spec.k,)
-        placed = plans.together
-        if placed is None:
-            assert plans.side_by_side is not None
-            placed = plans.side_by_side[0]
+        placed = plans.together or plans.side_by_side
+        assert placed is not None
         step, before = placed
         sizes = self.sizes(step, before)
         rows = outermost(tuple(name for name in dy.dims if name != spec.n), step.dim)

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, library
 from torch.autograd import forward_ad
 
+from .. import turns
+
 Formula: TypeAlias = Callable[..., Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -37,7 +39,8 @@ def operator(
         qualified = f"fusedtp::{name}"
         schema = library.infer_schema(function, mutates_args=())
         library.define(qualified, schema, tags=(torch.Tag.pt2_compliant_tag,))
-        library.impl(qualified, "CompositeExplicitAutograd", function)
+        # In a compiled graph it is the outermost function of ours.
+        library.impl(qualified, "CompositeExplicitAutograd", turns.one(function))
         library.register_fake(qualified, fake)
         formula = backward if backward is not None else _refuse(qualified)
         library.register_autograd(qualified, formula, setup_context=setup)

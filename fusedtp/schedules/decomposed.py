@@ -71,7 +71,7 @@ class Gather:
     """
 
     def __init__(self, on: Decomposed, sizes: Sequence[int], other: int, dim: int, products: Sequence[str]) -> None:
-        self._on, self._ws, self._sizes, self._dim = on, on.ws, sizes, dim
+        self._ws, self._sizes, self._dim = on.ws, sizes, dim
         self._begins, self._shape = offsets(sizes), (sum(sizes), other)
         self._dtype = on.task.dtype
         few = max(sizes) < FEW_ROWS
@@ -220,7 +220,7 @@ class Scatter:
     def __init__(
         self, on: Decomposed, sizes: Sequence[int], other: int, dim: int, to_all: bool, multiplies: bool
     ) -> None:
-        self._on, self._ws, self._dtype = on, on.ws, on.task.dtype
+        self._ws, self._dtype = on.ws, on.task.dtype
         self._sizes, self._other, self._dim, self._to_all = sizes, other, dim, to_all
         self._begins = offsets(sizes)
         # In a one-shot sum every rank owns all of it.

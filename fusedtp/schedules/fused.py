@@ -250,7 +250,7 @@ class Ring:
     """A collective as a ring, in a kernel of its own: every rank passes on what it got from the one before."""
 
     def __init__(self, on: Fused, task: Task) -> None:
-        self._on, self._ws, self._task = on, on.ws, task
+        self._ws, self._task = on.ws, task
         rows, cols = task.moved
         self._sizes = task.sizes or even_sizes(rows, on.world_size)
         self._config = config = on.configure()

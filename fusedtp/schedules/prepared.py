@@ -160,12 +160,12 @@ class Prepared:
         # Late: `fused` brings Triton in.
         ws = self.ws
         if ws is None and (group is None or group.size() == 1):
-            return Alone(self.task)
+            return Alone()
         if ws is None:
             from .unfused import Unfused
 
             assert group is not None
-            return Unfused(group, self.task)
+            return Unfused(group)
         if self.schedule == "decomposed":
             from .decomposed import Decomposed
 

@@ -29,8 +29,8 @@ class Unfused:
 
     sent_by = ""
 
-    def __init__(self, group: ProcessGroup, task: Task) -> None:
-        self.task, self.group_name = task, group.group_name
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group_name = group.group_name
         self.rank, self.world_size = group.rank(), group.size()
 
     def one_shot(self, task: Task) -> bool:

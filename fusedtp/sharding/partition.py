@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..shards import even_sizes
 from .notation import Tensor
@@ -23,7 +21,6 @@ class Partition:
     lengths: Mapping[str, int]
     place: Mapping[str, tuple[int, int]]
     splits: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    products: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def sizes(self, dim: str, outer: tuple[str, ...], axis: str) -> tuple[int, ...]:
         """The lengths into which `axis` splits this rank's part of `dim`, after the axes `outer` have split it."""
@@ -41,7 +38,3 @@ class Partition:
     def shape(self, tensor: Tensor) -> tuple[int, ...]:
         """This rank's shape of a tensor of that sharding."""
         return tuple(self.length(dim.name, dim.axes) for dim in tensor.dims)
-
-    def numel(self, tensor: Tensor) -> int:
-        """This rank's number of elements."""
-        return math.prod(self.shape(tensor))

@@ -59,26 +59,15 @@ class MatmulPlan(Matmul):
 
     def stages(self, done: tuple[Step, ...] = ()) -> Stages:
         """The steps to run before the matmul, the one fused with it, and those after it, less those that are `done`."""
-        todo = [(step, prior[0]) for step, prior, _ in self.walk() if replace(step, fused=False) not in done]
+        todo = [(step, prior[0]) for step, prior, _ in self.walked if replace(step, fused=False) not in done]
         at = next(i for i, (step, _) in enumerate(todo) if step.kind == "matmul")
         before, after = ([each for each in part if not each[0].fused] for part in (todo[:at], todo[at + 1 :]))
         fused = next((each for each in todo if each[0].fused and each[0].is_collective), None)
         return tuple(before), fused, tuple(after)
 
     @cached_property
-    def _hash(self) -> int:
-        return hash((self.names, self.a, self.b, self.c, self.steps))
-
-    def __hash__(self) -> int:
-        # Plans are looked up at every call, by what is slow to hash.
-        return self._hash
-
-    def walk(self) -> tuple[tuple[Step, tuple[Tensor, ...], Tensor], ...]:
+    def walked(self) -> tuple[tuple[Step, tuple[Tensor, ...], Tensor], ...]:
         """Each step with the shardings that it starts from (two for the matmul) and the one that it makes."""
-        return self._walked
-
-    @cached_property
-    def _walked(self) -> tuple[tuple[Step, tuple[Tensor, ...], Tensor], ...]:
         now = dict(zip(self.names, (self.a, self.b), strict=False))
         walked = []
         for step in self.steps:
@@ -125,8 +114,8 @@ class Plan:
         return self.dx.stages()[1]
 
     @cached_property
-    def side_by_side(self) -> tuple[Placed, Placed] | None:
-        """One gradient's reduce-scatter and the other's gather where they are all the communication, along one dim.
+    def side_by_side(self) -> Placed | None:
+        """One gradient's reduce-scatter where it and the other's gather, along one dim, are all the communication.
 
         So it is for a column-parallel layer with split rows (dx scattered, x gathered for dw) and for a fully sharded
         weight (dw scattered, w gathered for dx): the gather can travel while the matmul to scatter is done.
@@ -142,7 +131,7 @@ class Plan:
             return None
         # Along K it would be one gradient's columns and the other's rows: no such layer is in use.
         same = (scatter[0].axis, scatter[0].dim) == (gather[0].axis, gather[0].dim)
-        return (scatter, gather) if same and scatter[0].dim != self.spec.k else None
+        return scatter if same and scatter[0].dim != self.spec.k else None
 
     @property
     def gathered_again(self) -> tuple[Step, ...]:
@@ -150,10 +139,6 @@ class Plan:
         forward = _plain_steps(self.forward, "x") + _plain_steps(self.forward, "w")
         backward = _plain_steps(self.dx, "w") + _plain_steps(self.dw, "x")
         return tuple(step for step in backward if step.kind == "all_gather" and step in forward)
-
-    def saved(self, *, dx: bool = True, dw: bool = True) -> tuple[str, ...]:
-        """The operands whose local shards backward needs, given the gradients that are wanted."""
-        return ("x",) * dw + ("w",) * dx
 
 
 def plan(

@@ -177,11 +177,9 @@ class Workspace(Failing):
             )
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        grown = (
-            max(self.half_bytes, -(-max(half_bytes, self.half_bytes * 3 // 2) // 4096) * 4096)
-            if half_bytes > self.half_bytes
-            else self.half_bytes
-        )
+        grown = self.half_bytes
+        if half_bytes > grown:
+            grown = -(-max(half_bytes, grown * 3 // 2) // 4096) * 4096
         slots = max(self.slots, 2 * slots) if slots > self.slots else self.slots
         if not self._memory.exchanges:
             self._allocate(grown, slots, self.epoch, None)
