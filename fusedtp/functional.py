@@ -29,7 +29,7 @@ from . import groups, turns
 from .calls import arguments, eager, operators
 from .calls.call import described
 from .groups import Group
-from .op import ALL_GATHER, ALL_REDUCE, MATMUL_ALL_REDUCE, REDUCE_SCATTER
+from .op import ALL_GATHER, ALL_REDUCE, MATMUL_ALL_REDUCE, REDUCE_SCATTER, Op
 from .sharding.notation import parse
 from .sharding.partition import Partition
 
@@ -293,12 +293,20 @@ def fsdp_problem(
     return layer(x, weight_shard, spec, splits, group, schedule, debug, producer=producer)
 
 
-def _rows(x: Tensor, dim: int, rows: int, schedule: str, group: ProcessGroup) -> tuple[Tensor, tuple[int, ...]]:
-    # x as a matrix whose rows are `dim`, and the lengths of the other dims. rows: of the op, over all ranks.
+def _collective(
+    op: Op, x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup, schedule: str, algorithm: str, debug: bool,
+    producer: str = "auto",
+) -> Tensor:  # fmt: skip
+    # On x as a matrix whose rows are `dim`. sizes: of that dim on every rank; an all-reduce has none.
     moved = x.movedim(dim, 0)
     others = tuple(moved.shape[1:])
-    arguments.check_reach(schedule, x, [group], (rows, 0, math.prod(others)))
-    return moved.reshape(moved.shape[0], math.prod(others)), others
+    rows = moved.reshape(moved.shape[0], math.prod(others))
+    arguments.check_reach(schedule, x, [group], (sum(sizes) if sizes else x.shape[dim], 0, rows.shape[1]))
+    call = arguments.call_of(dim if sizes else None, x)
+    out: Tensor = operators.collective(
+        rows, op.name, list(sizes), group.rank(), group.group_name, schedule, algorithm, debug, producer, call
+    )
+    return out.view(out.shape[0], *others).movedim(0, dim)
 
 
 @turns.one
@@ -322,12 +330,7 @@ def all_gather(
     arguments.check_collective(ALL_GATHER, x, schedule, algorithm, debug, producer)
     dim = arguments.dim("gather_dim", gather_dim, x)
     sizes = arguments.gather_sizes(sizes, process_group, x.shape[dim])
-    rows, others = _rows(x, dim, sum(sizes), schedule, process_group)
-    how = schedule, algorithm, debug, producer, arguments.call_of(dim, x)
-    out: Tensor = operators.collective(
-        rows, ALL_GATHER.name, list(sizes), process_group.rank(), process_group.group_name, *how
-    )
-    return out.view(sum(sizes), *others).movedim(0, dim)
+    return _collective(ALL_GATHER, x, dim, sizes, process_group, schedule, algorithm, debug, producer)
 
 
 @turns.one
@@ -349,12 +352,7 @@ def reduce_scatter(
     arguments.check_collective(REDUCE_SCATTER, x, schedule, algorithm, debug)
     dim = arguments.dim("scatter_dim", scatter_dim, x)
     sizes = arguments.scatter_sizes(sizes, process_group, x.shape[dim])
-    rows, others = _rows(x, dim, sum(sizes), schedule, process_group)
-    how = schedule, algorithm, debug, "auto", arguments.call_of(dim, x)
-    out: Tensor = operators.collective(
-        rows, REDUCE_SCATTER.name, list(sizes), process_group.rank(), process_group.group_name, *how
-    )
-    return out.view(sizes[process_group.rank()], *others).movedim(0, dim)
+    return _collective(REDUCE_SCATTER, x, dim, sizes, process_group, schedule, algorithm, debug)
 
 
 @turns.one
@@ -368,7 +366,4 @@ def all_reduce(
     """
     process_group = groups.resolve(group)
     arguments.check_collective(ALL_REDUCE, x, schedule, algorithm, debug)
-    rows, _ = _rows(x, 0, x.shape[0], schedule, process_group)
-    how = schedule, algorithm, debug, "auto", arguments.call_of(None, x)
-    out: Tensor = operators.collective(rows, ALL_REDUCE.name, [], process_group.rank(), process_group.group_name, *how)
-    return out.view(x.shape)
+    return _collective(ALL_REDUCE, x, 0, (), process_group, schedule, algorithm, debug)

@@ -21,9 +21,8 @@ from fusedtp.kernels import signal
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp.calls import dispatch
 from fusedtp.memory.local import local_memories
-from fusedtp.workspaces import clock, registry
+from fusedtp.workspaces import clock, registry, workspace
 from fusedtp.workspaces.steps import wrapping_difference
 from fusedtp.workspaces.workspace import Workspace
 
@@ -277,16 +276,16 @@ def test_tables_of_lengths_do_not_pile_up() -> None:
 
 def many_shapes(group: ProcessGroup) -> list[int]:
     fusedtp.destroy(group)
-    with mock.patch.object(dispatch, "_MAX_CHOICES", 4):
+    with mock.patch.object(workspace, "_MAX_DECISIONS", 4):
         for rows in (*range(1, 9), *range(1, 9)):
             out = fusedtp.all_gather(torch.ones(rows, 2), group=group)
             assert out.shape == (rows * group.size(), 2)
-    return [len(registry.get(group, CPU).choices)]
+    return [len(registry.get(group, CPU)._decisions)]
 
 
-def test_choices_of_shapes_do_not_pile_up(pool: RankPool) -> None:
-    for (num_choices,) in pool.run(many_shapes, world_size=2):
-        assert 2 <= num_choices <= 5
+def test_decisions_of_shapes_do_not_pile_up(pool: RankPool) -> None:
+    for (num_decisions,) in pool.run(many_shapes, world_size=2):
+        assert 1 <= num_decisions <= 4
 
 
 def test_growth_during_a_capture_is_refused() -> None:

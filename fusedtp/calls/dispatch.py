@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -36,10 +36,10 @@ from ..workspaces import meaning, stale
 from ..workspaces.meaning import Meaning
 from . import agreement, tuning
 
-FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+if TYPE_CHECKING:
+    from ..workspaces.workspace import Workspace
 
-# Shapes may never repeat. What is forgotten is decided anew, alike on all ranks, from what they know alike.
-_MAX_CHOICES = 4096
+FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _last: Path | None = None
 _said: set[str] = set()
@@ -81,32 +81,28 @@ def choose(task: Task, schedule: str, group: ProcessGroup, device: torch.device)
         return Path(op, "unfused", f"no fused kernel for {dtype}")
     try:
         ws = _workspaces().get(group, device)
-        choices = ws.choices
     except Unreachable as error:
         return _unreachable(op, str(error))
     capturing = on_gpu and torch.cuda.is_current_stream_capturing()
+    if ws.knowledge is None:
+        _learn(ws, group, on_gpu)
     key = (op, dtype, _shape(task), capturing)
-    path: Path | None = choices.get(key)
-    if path is None:
-        knowledge = choices.get(Knowledge)
-        if knowledge is None:
-            shared, ignored, interruption = _share(group, on_gpu)
-            knowledge = choices[Knowledge] = shared
-            if not on_gpu and knowledge.table is not None:
-                ws.hardware = knowledge.table.hardware(group.size()) or ws.hardware
-                # What was decided with the other: on every rank alike, as a rank that decides anew must agree.
-                stale.changed()
-            # Only now, when this rank too knows what its peers were told, and will not ask them again.
-            if interruption is not None:
-                raise interruption
-            if ignored and ignored not in _said:
-                _said.add(ignored)
-                warnings.warn(f"fusedtp chooses schedules without measurements: {ignored}", stacklevel=3)
-        if len(choices) >= _MAX_CHOICES:
-            choices.clear()
-            choices[Knowledge] = knowledge
-        path = choices[key] = _decide(task, group.size(), knowledge, on_gpu, capturing)
+    path: Path = ws.decided(key, lambda: _decide(task, group.size(), ws.knowledge, on_gpu, capturing))
     return path
+
+
+def _learn(ws: Workspace, group: ProcessGroup, on_gpu: bool) -> None:
+    ws.knowledge, ignored, interruption = _share(group, on_gpu)
+    if not on_gpu and ws.knowledge.table is not None:
+        ws.hardware = ws.knowledge.table.hardware(group.size()) or ws.hardware
+        # What was decided with the other: on every rank alike, as a rank that decides anew must agree.
+        stale.changed()
+    # Only now, when this rank too knows what its peers were told, and will not ask them again.
+    if interruption is not None:
+        raise interruption
+    if ignored and ignored not in _said:
+        _said.add(ignored)
+        warnings.warn(f"fusedtp chooses schedules without measurements: {ignored}", stacklevel=4)
 
 
 def _shape(task: Task) -> tuple[int, int] | None:
@@ -215,16 +211,15 @@ def _load_for_capture(task: Task, group: ProcessGroup, device: torch.device, ope
     from ..kernels.loading import only_loading
     from ..schedules.producer import alike
 
-    key = ("loaded", task, *alike(*operands))
-    if key in ws.choices:
-        return
-    path = _decide(task, group.size(), ws.choices[Knowledge], True, True)
-    if path.schedule == "fused":
-        prepared = Prepared("fused", task, group, ws)
-        ws.require(prepared.half_bytes, prepared.slots)
-        with only_loading():
-            prepared.go(operands)
-    ws.choices[key] = path
+    def load() -> bool:
+        if _decide(task, group.size(), ws.knowledge, True, True).schedule == "fused":
+            prepared = Prepared("fused", task, group, ws)
+            ws.require(prepared.half_bytes, prepared.slots)
+            with only_loading():
+                prepared.go(operands)
+        return True
+
+    ws.decided(("loaded", task, *alike(*operands)), load)
 
 
 @cache

@@ -71,11 +71,11 @@ def choose(ws: Workspace, work: Work, *, asked_for: str = "auto") -> str:
 
 
 def _by_model(ws: Workspace, work: Work) -> str:
-    choice: str | None = ws.choices.get(work)
-    if choice is None:
+    def choose() -> str:
         times = producers(work, ws.hardware)
-        choice = ws.choices[work] = min(times, key=lambda name: times[name])
-    return choice
+        return min(times, key=lambda name: times[name])
+
+    return ws.decided(work, choose)
 
 
 def with_pushers(ws: Workspace, config: Config, programs: int = 0) -> Config:
@@ -172,11 +172,14 @@ def load_for_capture(ws: Workspace, issue: Callable[[], None], *key: Any) -> Non
     """Load what `issue` would start, once for a `key`: a capture would push what is copied now, and cannot load
     kernels.
     """
-    key = ("loaded", *key)
-    if ws.loads_for_capture and key not in ws.choices:
+
+    def load() -> bool:
         with only_loading():
             issue()
-        ws.choices[key] = True
+        return True
+
+    if ws.loads_for_capture:
+        ws.decided(("loaded", *key), load)
 
 
 def alike(*tensors: Tensor | None) -> tuple[Any, ...]:

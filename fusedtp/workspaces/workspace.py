@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +35,8 @@ _MIN_SLOTS = 64
 _MIN_HALF_BYTES = 1 << 16
 # Making a view takes longer than looking one up; a layer asks for the same few again and again.
 _MAX_VIEWS = 1024
+# Shapes may never repeat. What is forgotten is decided anew, alike on all ranks, from what they know alike.
+_MAX_DECISIONS = 4096
 
 # How far an op has come: none is under way, nothing has been sent, or peers may have seen something of it. Each change
 # is one store, to `_SENT` before anything is sent, to `_NO_OP` after everything: an interruption finds one or the
@@ -85,8 +87,10 @@ class Workspace(Failing):
         self._captured: list[Any] = []
         # Views of the arenas, dropped with them: a view that is kept elsewhere keeps its arena alive.
         self.views: dict[Any, Any] = {}
-        # What dispatch knows of this group and has decided for it; the ranks agree on that anew with every workspace.
-        self.choices: dict[Any, Any] = {}
+        # What dispatch knows of this group, and what has been decided by it: the ranks agree on that anew with every
+        # workspace.
+        self.knowledge: Any = None
+        self._decisions: dict[Any, Any] = {}
         self._mirror = epoch
         self._mirror_is_exact = True
         self._last_stream: torch.cuda.Stream | None = None
@@ -249,6 +253,16 @@ class Workspace(Failing):
             self.views.clear()
         self.views[key] = views
         return views
+
+    def decided(self, key: object, make: Callable[[], Kept]) -> Kept:
+        """What `make` decided for this key, the first time that it was asked for; forgotten when there are too many."""
+        if key not in self._decisions:
+            made = make()
+            if len(self._decisions) >= _MAX_DECISIONS:
+                self._decisions.clear()
+            self._decisions[key] = made
+        found: Kept = self._decisions[key]
+        return found
 
     @outside_inference
     def _made_view(self, peer: int, begin: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
