@@ -180,14 +180,14 @@ def run(
         assert (ws.epoch - before) % 2**32 == 1, f"{name}: epoch {before} -> {ws.epoch}"
 
 
-@pytest.mark.parametrize("world_size", range(2, 9))
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 8])
 def test_every_op(make: Make, world_size: int) -> None:
     ranks = make(world_size)
     for seed, name in enumerate(OPS):
         run(ranks, name, DTYPES[world_size % 3], seed)
 
 
-@pytest.mark.parametrize("world_size", range(2, 9))
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 8])
 def test_every_op_with_copies(make: Make, world_size: int) -> None:
     """Copied by all ranks."""
     ranks = make(world_size)

@@ -11,15 +11,18 @@ import pandas as pd
 
 def test_rows_of_every_size_and_direction_are_appended(tmp_path: Path) -> None:
     out = tmp_path / "overhead.csv"
-    command = [sys.executable, "-P", "-m", "fusedtp.bench.overhead", "--out", str(out), "--rounds", "3"]
-    for count in (1, 2):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0, done.stderr
-        rows = pd.read_csv(out)
-        assert list(zip(rows.world_size, rows.direction, strict=True)) == count * [
-            (1, "forward"), (1, "both"), (2, "forward"), (2, "both")
-        ]  # fmt: skip
-        # A call costs its host something, and less than 10 ms even on a busy machine.
-        assert rows.beside_us.between(1, 10_000).all(), rows
-        assert (rows.q1_us <= rows.beside_us).all()
-        assert (rows.beside_us <= rows.q3_us).all()
+    columns = "commit,dirty,machine,torch,world_size,direction,rows,features,beside_us,q1_us,q3_us"
+    out.write_text(f"{columns}\nbefore,False,another,2.11.0,1,forward,8,64,200.0,190.0,210.0\n")
+    command = [sys.executable, "-P", "-m", "fusedtp.bench.overhead", "--out", str(out), "--rounds", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    rows = pd.read_csv(out)
+    assert ",".join(rows.columns) == columns
+    assert rows.commit[0] == "before"
+    assert list(zip(rows.world_size, rows.direction, strict=True)) == [
+        (1, "forward"), (1, "forward"), (1, "both"), (2, "forward"), (2, "both")
+    ]  # fmt: skip
+    # A call costs its host something, and less than 10 ms even on a busy machine.
+    assert rows.beside_us.between(1, 10_000).all(), rows
+    assert (rows.q1_us <= rows.beside_us).all()
+    assert (rows.beside_us <= rows.q3_us).all()
