@@ -64,7 +64,7 @@ def tests_oldest(session: nox.Session) -> None:
 
 @nox.session
 def faults(session: nox.Session) -> None:
-    """Every fault between any two steps of every op; `nox -s tests` injects some of them. A quarter of an hour."""
+    """Every fault between any two steps of every op; `nox -s tests` injects some of them. Up to an hour."""
     install(session)
     env = {**ONE_THREAD, "FUSEDTP_FAULTS": "all"}
     session.run("pytest", "tests/test_faults.py", "tests/test_lines.py", "-rP", *session.posargs, env=env)

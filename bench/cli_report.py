@@ -53,8 +53,11 @@ def report(
             except (ValueError, OSError) as error:
                 raise typer.BadParameter(str(error)) from error
             console.print(f"table: {readme}")
-        drawing.write([*stored, *modelled], path)
-        console.print(f"page: {path.with_suffix('.html')}, its pictures: {drawing.folder_of(path)}/", highlight=False)
+        if malformed := drawing.write([*stored, *modelled], path):
+            console.print(f"no timeline on the page: {malformed}", markup=False, highlight=False)
+        folder = drawing.folder_of(path)
+        pictures = f", its pictures: {folder}/" if folder.is_dir() else ""
+        console.print(f"page: {path.with_suffix('.html')}{pictures}", highlight=False)
 
 
 @app.command()

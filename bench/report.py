@@ -74,14 +74,17 @@ def folder_of(path: Path) -> Path:
     return path.with_name(f"{path.stem}-figures")
 
 
-def write(rows: Sequence[Row], path: Path) -> None:
-    """Beside the rows' file: the page, and its pictures; with the timeline that is there."""
+def write(rows: Sequence[Row], path: Path) -> str:
+    """Beside the rows' file: the page, and its pictures; with the timeline that is there. Why that is not drawn, if it
+    is malformed.
+    """
     recorded: Timeline | str = "no timeline.json is beside the rows; `fusedtp timeline` records one"
+    malformed = ""
     if (beside := path.with_name("timeline.json")).exists():
         try:
             recorded = timeline.read(beside)
         except (ValueError, OSError) as error:
-            recorded = str(error)
+            recorded = malformed = str(error)
     frame, drawn = frame_of(rows), {}
     with theme.style():
         for section, (draw, columns) in PICTURES.items():
@@ -90,6 +93,7 @@ def write(rows: Sequence[Row], path: Path) -> None:
         calls = [] if isinstance(recorded, str) else [("call", timeline.figure(recorded))]
         drawn["timeline"] = [_kept("timeline", *pair, path) for pair in calls]
     replace(path.with_suffix(".html"), page(frame, drawn, str(recorded)).encode())
+    return malformed
 
 
 def _kept(section: str, words: str, figure: Any, path: Path) -> Picture:

@@ -183,6 +183,12 @@ def test_missing_kinds_say_why(make_row: MakeRow, rows: list[Row], tmp_path: Pat
     found = Page(path.with_suffix(".html").read_text())
     assert "is not a timeline of ours" in found.text
     assert "Refused: none" in found.text
+    # Whoever looks at the terminal alone is told as well.
+    store.write(path, [make_row(variant="comm", median_ms=1.0)])
+    said = " ".join(invoke(path).output.split())
+    assert "no timeline on the page:" in said
+    assert "is not a timeline of ours" in said
+    assert "its pictures" not in said
 
 
 MATMUL = ("model", "direction", "matmul", "world_size")

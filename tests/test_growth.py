@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp.memory import posix
-from fusedtp.workspaces import registry, rendezvous
+from fusedtp.workspaces import clock, registry, rendezvous
+from fusedtp.workspaces.workspace import Workspace
 
 from .beside import CPU, Flags, until
 
@@ -29,10 +31,10 @@ pytestmark = pytest.mark.usefixtures("destroyed_on_all_ranks")
 LARGE = 600
 
 
-def gather(group: ProcessGroup, rows: int, value: float = 1.0) -> bool:
+def gather(group: ProcessGroup, rows: int, value: float = 1.0, schedule: str = "decomposed") -> bool:
     """Whether every rank's rows are there."""
     mine = torch.full((rows, 1000), value + group.rank())
-    whole = fusedtp.all_gather(mine, group=group, schedule="decomposed").view(group.size(), -1)
+    whole = fusedtp.all_gather(mine, group=group, schedule=schedule).view(group.size(), -1)
     return all(bool((each == value + rank).all()) for rank, each in enumerate(whole))
 
 
@@ -44,9 +46,9 @@ def small(group: ProcessGroup, seconds: float) -> None:
     fusedtp.set_timeout(seconds, group)
 
 
-def refused(group: ProcessGroup, rows: int, value: float = 1.0) -> str:
+def refused(group: ProcessGroup, rows: int, value: float = 1.0, schedule: str = "decomposed") -> str:
     try:
-        assert gather(group, rows, value)
+        assert gather(group, rows, value, schedule)
     except RuntimeError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -146,6 +148,54 @@ def interrupted_making(group: ProcessGroup, destroys: bool) -> bool:
 @pytest.mark.parametrize("destroys", [False, True])
 def test_a_first_op_that_was_interrupted_may_be_called_again(pool: RankPool, destroys: bool) -> None:
     assert pool.run(interrupted_making, destroys, world_size=3) == [True] * 3
+
+
+def interrupted_once_made(group: ProcessGroup, rank: int, schedule: str) -> str:
+    """That rank is interrupted when all have its memory, and calls its first op again."""
+    fusedtp.destroy(group)
+    fusedtp.set_timeout(2.0, group)
+    if group.rank() == rank:
+        interrupted = mock.patch.object(Workspace, "_shared_hardware", side_effect=KeyboardInterrupt)
+        with interrupted, pytest.raises(KeyboardInterrupt):
+            gather(group, 3, schedule=schedule)
+    said = refused(group, 3, schedule=schedule)
+    dist.barrier(group)
+    all_right(group)
+    return said
+
+
+@pytest.mark.parametrize("schedule", ["decomposed", "auto"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_first_op_that_was_interrupted_once_all_had_come(pool: RankPool, rank: int, schedule: str) -> None:
+    said = pool.run(interrupted_once_made, rank, schedule, world_size=2)
+    mine, other = said[rank], said[1 - rank]
+    assert mine.startswith(f"PeerTimeout: making the workspace: rank {rank} waited ")
+    assert f"(it has not come again since rank {rank} broke off: call fusedtp.destroy for this group" in mine
+    if schedule == "auto" and rank == 0:
+        assert other.startswith("PeerTimeout: making the workspace: rank 1 waited ")
+        assert "(its measurements have not come)" in other
+    else:
+        assert other.startswith(f"PeerTimeout: all_gather: rank {1 - rank} waited ")
+        assert f"rank {rank} broke off while its memory was made: call fusedtp.destroy for this group" in other
+
+
+def without_threads(group: ProcessGroup) -> str:
+    """Rank 1 may start no thread while the memory of the first op is made."""
+    fusedtp.destroy(group)
+    fusedtp.set_timeout(2.0, group)
+    limited = mock.patch.object(clock._Clock, "start", side_effect=RuntimeError("can't start new thread"))
+    with limited if group.rank() == 1 else contextlib.nullcontext():
+        said = refused(group, 3)
+    all_right(group)
+    return said
+
+
+def test_a_rank_without_threads_says_what_it_lacks() -> None:
+    # In processes of their own: in others the thread runs already.
+    with RankPool(2, timeout=60) as pool:
+        first, second = pool.run(without_threads)
+    assert "rank 1 broke off while its memory was made" in first
+    assert second.startswith("RuntimeError: the thread that keeps the time of waits cannot be started (can't start new")
 
 
 def killed(group: ProcessGroup, growing: bool) -> str:

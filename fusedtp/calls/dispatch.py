@@ -6,7 +6,7 @@ cost model predicts, or the fused schedule where the hardware table does not hav
 schedule: Triton's interpreter checks kernels there, it does not speed them up. All but `unfused` need ranks that can
 reach each other's memory; where they cannot, it runs and a warning says so once.
 
-Ranks agree because they decide from the same data: rank 0 reads the file of measurements and broadcasts it, once a
+Ranks agree because they decide from the same data: rank 0 reads the file of measurements and tells its peers, once a
 group, with the first `auto`. Each choice is then made once and looked up.
 """
 
@@ -92,7 +92,7 @@ def choose(task: Task, schedule: str, group: ProcessGroup, device: torch.device)
 
 
 def _learn(ws: Workspace, group: ProcessGroup, on_gpu: bool) -> None:
-    ws.knowledge, ignored, interruption = _share(group, on_gpu)
+    ws.knowledge, ignored, interruption = _share(ws, group, on_gpu)
     if not on_gpu and ws.knowledge.table is not None:
         ws.hardware = ws.knowledge.table.hardware(group.size()) or ws.hardware
         # What was decided with the other: on every rank alike, as a rank that decides anew must agree.
@@ -269,13 +269,14 @@ def _decide(task: Task, world_size: int, knowledge: Knowledge, on_gpu: bool, cap
     return Path(op, "decomposed", f"ranks share memory; nothing was measured here for {op} in {name}")
 
 
-def _share(group: ProcessGroup, on_gpu: bool) -> tuple[Knowledge, str, BaseException | None]:
+def _share(ws: Workspace, group: ProcessGroup, on_gpu: bool) -> tuple[Knowledge, str, BaseException | None]:
     """Rank 0's table and the name of its GPU, on all ranks; why there is no table; the interruption, if any.
     Collective.
 
     Whatever goes wrong on rank 0, its peers wait for a message and get one.
     """
-    message, ignored, interruption = [""], "", None
+    message: str | None = None
+    ignored, interruption = "", None
     if group.rank() == 0:
         text, gpu = "", ""
         try:
@@ -284,9 +285,17 @@ def _share(group: ProcessGroup, on_gpu: bool) -> tuple[Knowledge, str, BaseExcep
         except BaseException as error:
             ignored = f"{type(error).__name__}: {error}"
             interruption = None if isinstance(error, Exception) else error
-        message = [json.dumps({"table": text, "gpu": gpu})]
-    dist.broadcast_object_list(message, dist.get_global_rank(group, 0), group)
-    shared = json.loads(message[0])
+        message = json.dumps({"table": text, "gpu": gpu})
+    if on_gpu:
+        sent = [message]
+        dist.broadcast_object_list(sent, dist.get_global_rank(group, 0), group)
+        found = str(sent[0])
+    else:
+        # Late, as in `_workspaces`. Not a collective: a rank that is interrupted before might never come to it.
+        from ..workspaces.rendezvous import StoreExchange
+
+        found = StoreExchange(group).from_first(ws.making, message)
+    shared = json.loads(found)
     table = tuning.parse(shared["table"]) if shared["table"] else None
     return Knowledge(table, of_gpu(shared["gpu"])), ignored, interruption
 

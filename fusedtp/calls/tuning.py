@@ -204,7 +204,8 @@ def load(target: Path | None = None) -> tuple[Table | None, str, str]:
         text = read_text(target, max_bytes=MAX_BYTES)
         table = parse(text)
     except (OSError, ValueError) as error:
-        return None, "", f"{target} is ignored, {error}: run `fusedtp tune` again"
+        why = str(error).replace(f"{target} ", "it ", 1)
+        return None, "", f"{target} is ignored, {why}: run `fusedtp tune` again"
     here = identity()
     if other := [
         f"{name} {table.machine.get(name)!r}, here {here[name]!r}"

@@ -89,7 +89,13 @@ def drive(block: Tensor) -> None:
         _words[block.data_ptr()] = (word, block)
         if _clock is None or not _clock.is_alive():
             _clock = _Clock()
-            _clock.start()
+            try:
+                _clock.start()
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"the thread that keeps the time of waits cannot be started ({error}): this process may have no "
+                    "more threads or memory, see ulimit -u and -v. Then call fusedtp.destroy on every rank"
+                ) from error
 
 
 def release(block: Tensor) -> None:

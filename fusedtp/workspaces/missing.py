@@ -17,6 +17,13 @@ from .steps import raised, wrapping_difference
 # How long a rank that is alive may take to show it.
 GRACE_SECONDS = 1.0
 
+# By LEFT, in `signal`.
+_LEFT = {
+    1: "has called fusedtp.destroy",
+    2: "left an op with an exception",
+    3: "broke off while its memory was made",
+}
+
 # A rank's header, int32 by int32, with the signals that it has seen.
 Header: TypeAlias = Callable[[int], list[int]]
 
@@ -57,8 +64,7 @@ def explain(world_size: int, header: Header, peer: int, missing: int) -> str:
         text += f"; rank {peer} was itself waiting for rank {missing}"
     if (lost := _rank_in(words, signal.GIVEN_UP.value, world_size)) is not None:
         text += f"; rank {missing} had given up on rank {lost}"
-    if (left := words[signal.LEFT.value]) in (1, 2):
-        what = "has called fusedtp.destroy" if left == 1 else "left an op with an exception"
+    if (what := _LEFT.get(words[signal.LEFT.value])) is not None:
         text += f"; rank {missing} {what}: call fusedtp.destroy for this group on every rank, then the op again"
     return text
 

@@ -59,7 +59,7 @@ def get(group: dist.ProcessGroup, device: torch.device, *, epoch: int = 0) -> Wo
 
 
 def _make(group: dist.ProcessGroup, key: tuple[str, torch.device], epoch: int) -> None:
-    _discard(key)
+    _discard(key, why=3)
     on_host, device = key[1].type == "cpu", key[1]
     memory = PosixMemory(group.rank(), group.size()) if on_host else CudaMemory(group, device)
     # Put in its place first: after an interruption it is found there and closed, which tells the peers.
@@ -68,7 +68,7 @@ def _make(group: dist.ProcessGroup, key: tuple[str, torch.device], epoch: int) -
     try:
         ws.make(exchange)
     except BaseException as error:
-        _discard(key)
+        _discard(key, why=3)
         if isinstance(error, Unreachable):
             _unreachable[key] = str(error)
         if exchange is not None and isinstance(error, (Unreachable, ValueError)):
@@ -165,12 +165,12 @@ def _forget(key: tuple[str, torch.device]) -> None:
     _made_for.pop(key, None)
 
 
-def _discard(key: tuple[str, torch.device]) -> None:
+def _discard(key: tuple[str, torch.device], why: int = 1) -> None:
     _found.clear()
     stale.changed()
     if (ws := _workspaces.get(key)) is not None:
         # In this order: if closing is interrupted, the workspace is found again.
-        ws.close()
+        ws.close(why)
         _workspaces.pop(key, None)
 
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,17 @@ _MAKING = "making the workspace"
 
 # Groups in which this rank has begun to make a workspace and not heard how that ended.
 _unfinished: WeakSet[ProcessGroup] = WeakSet()
+# Where rank 0 has left its text last.
+_told: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
+
+
+def _waits() -> Iterator[float]:
+    # How long it has been, in seconds, each time that it is asked; after the first time with a sleep before.
+    ran, poll = Stopwatch(), _FIRST_POLL_SECONDS
+    while True:
+        yield ran.seconds()
+        time.sleep(poll)
+        poll = min(2 * poll, _LAST_POLL_SECONDS)
 
 
 @contextlib.contextmanager
@@ -67,6 +78,8 @@ class StoreExchange:
         self._store: Any = dist.distributed_c10d._get_process_group_store(group)
         self._rank, self._world_size = group.rank(), group.size()
         self._group, self._number = group, 0
+        # Whether this rank broke off last time: its peers may have finished without it and wait for it elsewhere.
+        self._again = group in _unfinished
         self._numbers: list[int] = []
 
     def rows(self, mine: list[int]) -> list[list[int]]:
@@ -94,6 +107,32 @@ class StoreExchange:
             self._tidy_up()
         return outcomes
 
+    @property
+    def making(self) -> int:
+        """The number of what was made, the same on all ranks."""
+        return self._numbers[0]
+
+    def from_first(self, making: int, text: str | None) -> str:
+        """Rank 0's text, on every rank of the workspace with this number; the others have None.
+
+        Raises PeerTimeout where it does not come within the budget.
+        """
+        with _lost_store(self._rank):
+            key = self._key("told", making)
+            if text is not None:
+                self._store.set(key, text)
+                # All ranks have made another workspace since: nobody reads the older one.
+                if (older := _told.get(self._group, key)) != key:
+                    self._store.delete_key(older)
+                _told[self._group] = key
+                return text
+            waits = _waits()
+            while not self._store.check([key]):
+                if (waited := next(waits)) > budgets.of(self._group):
+                    raise PeerTimeout(_MAKING, self._rank, 0, round(waited, 3), "its measurements have not come")
+            found: bytes = self._store.get(key)
+            return found.decode()
+
     def ended(self) -> None:
         """To be called when this rank has its arenas, or knows, as all ranks then do, that it cannot."""
         _unfinished.discard(self._group)
@@ -107,8 +146,7 @@ class StoreExchange:
             before -= 1
 
     def _patience(self) -> float:
-        # If this rank broke off last time, its peers may have finished without it and wait for it elsewhere.
-        if self._group in _unfinished:
+        if self._again:
             return budgets.of(self._group)
         options = self._group._get_backend(torch.device("cpu")).options
         return float(options._timeout.total_seconds())
@@ -123,7 +161,7 @@ class StoreExchange:
     def _waited(self, what: str, peer: int, seconds: float) -> Any:
         # The peer's row; or its outcome of the rows that this rank has used, None if one of these rows has been
         # replaced.
-        ran, poll = Stopwatch(), _FIRST_POLL_SECONDS
+        waits = _waits()
         while True:
             found = self._read("row", peer) if what == "row" else self._outcome(peer)
             if found is not None:
@@ -131,11 +169,14 @@ class StoreExchange:
             if what == "outcome" and self._is_outdated():
                 # A rank that is done has left its outcome before its row went.
                 return self._outcome(peer)
-            if (waited := ran.seconds()) > seconds:
-                come = "has not come" if what == "row" else "has not come to its end"
-                raise PeerTimeout(_MAKING, self._rank, peer, round(waited, 3), f"it {come}")
-            time.sleep(poll)
-            poll = min(2 * poll, _LAST_POLL_SECONDS)
+            if (waited := next(waits)) > seconds:
+                come = "it has not come" if what == "row" else "it has not come to its end"
+                if what == "row" and self._again:
+                    come = (
+                        f"it has not come again since rank {self._rank} broke off: call fusedtp.destroy for this group "
+                        "on every rank, then the op again"
+                    )
+                raise PeerTimeout(_MAKING, self._rank, peer, round(waited, 3), come)
 
     def _outcome(self, peer: int) -> Any:
         outcome = self._read("outcome", peer, self._numbers[peer])

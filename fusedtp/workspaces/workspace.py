@@ -28,7 +28,7 @@ from . import budgets, clock, disagreement
 from .failing import Failing
 from .meaning import Meaning, Meanings
 from .modes import outside_inference
-from .rendezvous import ArenaExchange
+from .rendezvous import ArenaExchange, StoreExchange
 from .steps import DeviceSteps, HostSteps
 
 _MIN_SLOTS = 64
@@ -102,12 +102,13 @@ class Workspace(Failing):
         if make:
             self.make()
 
-    def make(self, exchange: Exchange | None = None) -> None:
+    def make(self, exchange: StoreExchange | None = None) -> None:
         """Make the arenas, collectively. Until then, or if it raises, all that can be done is to `close`."""
         self._allocate(_MIN_HALF_BYTES, _MIN_SLOTS, self._mirror, exchange)
         # Ranks must decide alike what depends on the machine: all go by rank 0's.
         self.hardware = self._shared_hardware()
         clock.drive(self.host_block[signal.CLOCK_MS.value :])
+        self.making = 0 if exchange is None else exchange.making
         self.made = True
 
     @outside_inference
@@ -372,8 +373,8 @@ class Workspace(Failing):
         if words is not None:
             words[signal.BUDGET_MS.value] = math.ceil(seconds * 1000)
 
-    def close(self) -> None:
-        """Give the memory back. The peers may still use theirs."""
+    def close(self, why: int = 1) -> None:
+        """Give the memory back. The peers may still use theirs. why: what they read in LEFT, see `missing`."""
         try:
             # Kernels that still wait for a lost peer end by the clock, which therefore goes on until they have.
             if self._arena is not None and self.device.type == "cuda":
@@ -381,7 +382,7 @@ class Workspace(Failing):
         finally:
             clock.release(self.host_block[signal.CLOCK_MS.value :])
         if (arena := self._arena) is not None:
-            self._leave(1)
+            self._leave(why)
             self._arena, self.views = None, {}
             for name in ("words", "host_words", "data", "_channel"):
                 # A workspace that was interrupted while it was made lacks some of them.
