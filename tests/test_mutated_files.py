@@ -1,6 +1,6 @@
 """Files mutated at random: refused with file and place, or taken for what they are; no traceback, no hang.
 
-40 of each kind here, 1,000 with FUSEDTP_SOAK=large (nox -s soak). What is taken is used as the commands use it.
+20 of each kind here, 1,000 with FUSEDTP_SOAK=large (nox -s soak). What is taken is used as the commands use it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .mutations import of_bytes, of_cell, of_json
 
 MakeRow = Callable[..., Row]
 
-EXAMPLES = 1000 if os.environ.get("FUSEDTP_SOAK") == "large" else 40
+EXAMPLES = 1000 if os.environ.get("FUSEDTP_SOAK") == "large" else 20
 # A command draws for seconds.
 EVERY = EXAMPLES // 4
 SECONDS = 60

@@ -180,8 +180,7 @@ def run(
         assert (ws.epoch - before) % 2**32 == 1, f"{name}: epoch {before} -> {ws.epoch}"
 
 
-# Eight are in test_world8.py, in processes of their own.
-@pytest.mark.parametrize("world_size", [2, 3, 4, 5])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 8])
 def test_every_op(make: Make, world_size: int) -> None:
     ranks = make(world_size)
     for seed, name in enumerate(OPS):
