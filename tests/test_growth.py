@@ -21,6 +21,7 @@ from fusedtp.kernels import signal
 from torch.distributed import ProcessGroup
 
 import fusedtp
+from fusedtp import PeerTimeout
 from fusedtp.memory import posix
 from fusedtp.workspaces import clock, registry, rendezvous
 from fusedtp.workspaces.workspace import Workspace
@@ -177,6 +178,35 @@ def test_a_first_op_that_was_interrupted_once_all_had_come(pool: RankPool, rank:
     else:
         assert other.startswith(f"PeerTimeout: all_gather: rank {1 - rank} waited ")
         assert f"rank {rank} broke off while its memory was made: call fusedtp.destroy for this group" in other
+
+
+def asked_again(group: ProcessGroup) -> str:
+    """Rank 1 takes it for done, rank 0 asks for the rows once more, as if a third rank had begun anew."""
+    fusedtp.destroy(group)
+    fusedtp.set_timeout(1.0, group)
+    exchange, said = rendezvous.StoreExchange(group), ""
+    exchange.rows([0])
+    dist.barrier(group)
+    if group.rank() == 1:
+        exchange._tidy_up()
+    dist.barrier(group)
+    if group.rank() == 0:
+        began = time.monotonic()
+        with pytest.raises(PeerTimeout) as caught:
+            exchange.rows([0])
+        assert time.monotonic() - began < 20
+        said = str(caught.value)
+        exchange._tidy_up()
+    exchange.ended()
+    dist.barrier(group)
+    fusedtp.set_timeout(110.0)
+    return said
+
+
+def test_a_rank_that_asks_once_more_does_not_wait_for_those_that_are_done(pool: RankPool) -> None:
+    said, _ = pool.run(asked_again, world_size=2)
+    assert said.startswith("making the workspace: rank 0 waited 1")
+    assert said.endswith(" s for rank 1, which did not answer (it has not come)")
 
 
 def without_threads(group: ProcessGroup) -> str:

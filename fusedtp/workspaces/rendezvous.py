@@ -78,7 +78,7 @@ class StoreExchange:
         self._store: Any = dist.distributed_c10d._get_process_group_store(group)
         self._rank, self._world_size = group.rank(), group.size()
         self._group, self._number = group, 0
-        # Whether this rank broke off last time: its peers may have finished without it and wait for it elsewhere.
+        # Whether this rank broke off last time.
         self._again = group in _unfinished
         self._numbers: list[int] = []
 
@@ -146,7 +146,8 @@ class StoreExchange:
             before -= 1
 
     def _patience(self) -> float:
-        if self._again:
+        # If this rank broke off last time, or a peer has begun anew, some may have finished and wait elsewhere.
+        if self._group in _unfinished:
             return budgets.of(self._group)
         options = self._group._get_backend(torch.device("cpu")).options
         return float(options._timeout.total_seconds())
