@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedtp.errors import NotationError
@@ -120,12 +120,14 @@ def specs(draw: st.DrawFn) -> Spec:
     return Spec(a, b, draw(tensors([*rows, n], a.axes(k) + b.axes(k))))
 
 
+@settings(deadline=None)
 @given(specs())
 def test_round_trip(spec: Spec) -> None:
     assert parse(str(spec)) == spec
     assert parse(str(spec).replace(" ", "")) == spec
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="MKN_XYU{}[],@-> ab", max_size=40))
 def test_any_text_parses_or_points_into_itself(text: str) -> None:
     try:
@@ -137,6 +139,7 @@ def test_any_text_parses_or_points_into_itself(text: str) -> None:
         assert parse(str(spec)) == spec
 
 
+@settings(deadline=None)
 @given(specs(), st.data())
 def test_mutilated_specs_parse_or_are_refused(spec: Spec, data: st.DataObject) -> None:
     text = str(spec)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedtp.shards import check_sizes, even_sizes, offsets
 
 
+@settings(deadline=None)
 @given(length=st.integers(0, 1000), world_size=st.integers(1, 20))
 def test_even_sizes_are_those_of_tensor_split(length: int, world_size: int) -> None:
     split = torch.zeros(length).tensor_split(world_size)
@@ -23,6 +24,7 @@ def test_even_sizes_refuses(length: int, world_size: int) -> None:
         even_sizes(length, world_size)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=8))
 def test_offsets_cut_where_split_cuts(sizes: list[int]) -> None:
     cuts = offsets(sizes)
