@@ -30,6 +30,23 @@ app.add_typer(cli_report.app)
 app.command()(cli_tune.tune)
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        import fusedtp
+
+        typer.echo(f"fusedtp {fusedtp.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say the version, and end.")
+    ] = False,
+) -> None:
+    pass
+
+
 @app.command()
 def sweep(
     world_size: Annotated[str | None, typer.Option(help="Numbers of ranks, for example 1,2,4.")] = None,

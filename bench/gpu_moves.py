@@ -9,7 +9,7 @@ import torch
 from fusedtp.kernels import INTERPRETED
 from fusedtp.kernels.launch import config_for
 from fusedtp.kernels.layout import Layout
-from fusedtp.kernels.matmul import epilogue_of
+from fusedtp.kernels.operands import epilogue_of
 from fusedtp.kernels.push import collect, push
 from fusedtp.kernels.reduce import reduce
 from fusedtp.kernels.ring import ring

@@ -17,8 +17,9 @@ from fusedtp.kernels import INTERPRETED, signal
 from fusedtp.kernels.gather_matmul import GatherMatmul
 from fusedtp.kernels.launch import Channel, config_for
 from fusedtp.kernels.layout import Layout, pitch_of
-from fusedtp.kernels.matmul import epilogue_of, matmul
+from fusedtp.kernels.matmul import matmul
 from fusedtp.kernels.matmul_scatter import MatmulScatter
+from fusedtp.kernels.operands import epilogue_of
 from torch import Tensor
 
 from fusedtp.op import ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER
@@ -179,7 +180,7 @@ def scattered(
     )
 
     def launch() -> None:
-        kernel(arenas.channel, a, b, at)
+        kernel(arenas.channel, [(a, b)], at)
 
     parts = [
         arenas.view(owner, 1, rank * region_rows, M if to_all else size, region.pitch, dtype)[:, :N]

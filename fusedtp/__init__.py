@@ -25,6 +25,8 @@ from .layers import ColumnParallelLinear, FSDPLinear, ParallelMLP, RowParallelLi
 from .sharding.plan import plan
 
 if TYPE_CHECKING:
+    __version__: str
+    from .grouped import FusedGroup
     from .parallel import FusedColwiseParallel, FusedRowwiseParallel
     from .workspaces.registry import check, destroy, set_timeout
 
@@ -32,6 +34,7 @@ __all__ = [
     "ColumnParallelLinear",
     "FSDPLinear",
     "FusedColwiseParallel",
+    "FusedGroup",
     "FusedRowwiseParallel",
     "NotationError",
     "ParallelMLP",
@@ -64,8 +67,16 @@ def __getattr__(name: str) -> Any:
 
         return getattr(registry, name)
     # The styles bring DTensor in.
-    if name in ("FusedColwiseParallel", "FusedRowwiseParallel"):
-        from . import parallel
+    if name in ("FusedColwiseParallel", "FusedGroup", "FusedRowwiseParallel"):
+        from . import grouped, parallel
 
-        return getattr(parallel, name)
+        return getattr(grouped if name == "FusedGroup" else parallel, name)
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("fusedtp")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})

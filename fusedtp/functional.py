@@ -5,6 +5,7 @@ features, _X marks the dimension that is split over the ranks; M may stand for s
 
     sharded_matmul           anything that the notation can write; operands lie as the spec says, so w is [K, N]
     all_gather_linear        x [M_X, K], weight [N, K] -> [M, N];    gather_dim=-1: x [M, K_X], weight [N, K] -> [M, N]
+                             and several weights at once
     linear_reduce_scatter    x [M, K_X], weight [N, K_X] -> [M_X, N];  scatter_dim=-1: -> [M, N_X]
     linear_all_reduce        x [M, K_X], weight [N, K_X] -> [M, N]
     fsdp_linear              x [M_X, K], weight [N_X, K] -> [M_X, N]
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, overload
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -27,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import groups, turns
 from .calls import arguments, eager, operators
+from .calls.arguments import Biases, Weights
 from .calls.call import described
 from .groups import Group
 from .op import ALL_GATHER, ALL_REDUCE, MATMUL_ALL_REDUCE, REDUCE_SCATTER, Op
@@ -92,7 +94,7 @@ def _flat(splits: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 def layer(
     x: Tensor,
-    weight: Tensor,
+    weight: Weights,
     spec: str,
     splits: Mapping[str, tuple[int, ...]],
     group: ProcessGroup,
@@ -106,13 +108,15 @@ def layer(
     splits: the ranks' lengths of the dims that are split; the other dims have this rank's lengths.
     """
     # Nothing is parsed here, torch.compile could not trace it.
-    local = {f"R{i}": length for i, length in enumerate(x.shape[:-1])} | {"K": x.shape[-1], "N": weight.shape[0]}
+    widths = [each.shape[0] for each in weight] if isinstance(weight, tuple) else []
+    num_out = sum(widths) if isinstance(weight, tuple) else weight.shape[0]
+    local = {f"R{i}": length for i, length in enumerate(x.shape[:-1])} | {"K": x.shape[-1], "N": num_out}
     lengths = [sum(splits[name]) if name in splits else local[name] for name in local]
     arguments.check_reach(schedule, x, [group], lengths)
     settings = described(
         spec, [group.group_name], [group.rank()], schedule=schedule, algorithm=algorithm, debug=debug, producer=producer
     )
-    return settings, (*lengths, *_flat([splits.get(name, ()) for name in local]))
+    return settings, (*lengths, *_flat([splits.get(name, ()) for name in local]), *widths)
 
 
 def layer_spec(x: Tensor, dim: int | None, contraction: str, weight: str, columns: str, *, x_split: bool) -> str:
@@ -123,10 +127,25 @@ def layer_spec(x: Tensor, dim: int | None, contraction: str, weight: str, column
     return f"[{', '.join((*before, contraction))}] @ [{weight}] -> [{', '.join((*after, columns))}]"
 
 
+@overload
+def all_gather_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group: Group = None, gather_dim: int = 0,
+    sizes: Sequence[int] | None = None, schedule: str = "auto", debug: bool = False, producer: str = "auto",
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def all_gather_linear(
+    x: Tensor, weight: Sequence[Tensor], bias: Sequence[Tensor | None] | None = None, *, group: Group = None,
+    gather_dim: int = 0, sizes: Sequence[int] | None = None, schedule: str = "auto", debug: bool = False,
+    producer: str = "auto",
+) -> tuple[Tensor, ...]: ...  # fmt: skip
+
+
 def all_gather_linear(
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
+    weight: Tensor | Sequence[Tensor],
+    bias: Tensor | Sequence[Tensor | None] | None = None,
     *,
     group: Group = None,
     gather_dim: int = 0,
@@ -134,7 +153,7 @@ def all_gather_linear(
     schedule: str = "auto",
     debug: bool = False,
     producer: str = "auto",
-) -> Tensor:
+) -> Tensor | tuple[Tensor, ...]:
     """`F.linear(all_gather(x, gather_dim), weight, bias)` in one op, differentiable.
 
     x [..., K] is this rank's shard along `gather_dim`, weight [N, K] and bias [N] are this rank's own; the result is
@@ -144,17 +163,28 @@ def all_gather_linear(
     dw. `producer` says how `fused` sends x: auto, push (by programs of the kernel), or copy (by the copy engine, which
     a graph capture cannot take).
 
+    Of several weights, a sequence, with as many biases or None, there is a tuple of results. x is gathered once for all
+    of them, in backward too, where the sum of their dx is scattered once. The weights may be of any number of rows, and
+    are neither copied nor put together.
+
     Raises ValueError or TypeError for arguments that do not fit, RuntimeError where torch.distributed is not
     initialised or the ranks of a schedule that is asked for cannot reach each other's memory, PeerTimeout where a rank
     is lost.
     """
-    return eager.apply(all_gather_problem, x, weight, bias, group, (gather_dim, sizes, schedule, debug, producer))
+    options = gather_dim, sizes, schedule, debug, producer
+    if not isinstance(weight, list | tuple):
+        return eager.apply(all_gather_problem, x, weight, bias, group, options)  # type: ignore
+    weights, biases = arguments.several(weight, bias)
+    if len(weights) == 1:
+        return (all_gather_linear(x, weights[0], biases[0], group=group, gather_dim=gather_dim, sizes=sizes,
+                                  schedule=schedule, debug=debug, producer=producer),)  # fmt: skip
+    return eager.apply(all_gather_problem, x, weights, biases, group, options)
 
 
 def all_gather_problem(
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    weight: Weights,
+    bias: Biases,
     group: ProcessGroup,
     gather_dim: int,
     sizes: Sequence[int] | None,
@@ -163,14 +193,13 @@ def all_gather_problem(
     producer: str = "auto",
 ) -> Described:
     """`all_gather_linear`, checked and described for `call`."""
-    arguments.check_linear(x, weight, bias, schedule, debug, producer=producer)
+    arguments.check_linears(x, weight, bias, schedule, debug, producer=producer)
     dim = arguments.dim("gather_dim", gather_dim, x)
     sizes = arguments.gather_sizes(sizes, group, x.shape[dim])
     on_features = dim == x.ndim - 1
-    arguments.check_features(
-        sum(sizes) if on_features else x.shape[-1], "x has in all" if on_features else "x has", weight
-    )
-    splits = {"N": (weight.shape[0],) * group.size(), "K" if on_features else f"R{dim}": sizes}
+    num_in, who = (sum(sizes), "x has in all") if on_features else (x.shape[-1], "x has")
+    num_out = arguments.check_all_features(num_in, who, weight)
+    splits = {"N": (num_out,) * group.size(), "K" if on_features else f"R{dim}": sizes}
     spec = layer_spec(x, None if on_features else dim, "K_X" if on_features else "K", "K, N_X", "N_X", x_split=True)
     return layer(x, weight, spec, splits, group, schedule, debug, producer=producer)
 

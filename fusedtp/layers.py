@@ -31,6 +31,7 @@ from torch.nn import functional as F
 
 from . import functional, groups
 from .calls import arguments, dispatch, eager, parameters
+from .calls.arguments import Biases, Weights
 from .calls.call import Prepare
 from .groups import Group
 from .shards import check_sizes, chunk_sizes
@@ -39,16 +40,16 @@ Device = torch.device | str | int | None
 
 
 def replicated_problem(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, schedule: str, debug: bool
+    x: Tensor, weight: Weights, bias: Biases, group: ProcessGroup, schedule: str, debug: bool
 ) -> functional.Described:
     """`F.linear` of an x that is whole on every rank and a weight and bias that are this rank's columns, for `call`.
 
     x [..., K], weight [N_r, K], bias [N_r] -> [..., N_r]. Nothing is sent; backward all-reduces dx. Errors as in
     `all_gather_linear`.
     """
-    arguments.check_linear(x, weight, bias, schedule, debug)
-    arguments.check_features(x.shape[-1], "x has", weight)
-    splits = {"N": (weight.shape[0],) * group.size()}
+    arguments.check_linears(x, weight, bias, schedule, debug)
+    num_out = arguments.check_all_features(x.shape[-1], "x has", weight)
+    splits = {"N": (num_out,) * group.size()}
     spec = functional.layer_spec(x, None, "K", "K, N_X", "N_X", x_split=True)
     return functional.layer(x, weight, spec, splits, group, schedule, debug)
 

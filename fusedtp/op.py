@@ -12,6 +12,13 @@ sum over the ranks of what each of them has.
     reduce_scatter          x                     the own rows of S
     all_reduce              x                     S
 
+What more blocks there are follows, for several weights at once, whose columns need not be one matrix. A gather has a
+result X @ b + bias for each b, bias; a sum is that of a @ b of all blocks, with a left @ X for each a, b, left.
+
+    all_gather_matmul       b, bias
+    matmul_reduce_scatter   a, b, left
+    matmul_all_reduce       a, b
+
 `dim` 1: columns take the place of rows, of a in a gather, of the result in a scatter. With `transposed` the result is
 transposed, and a bias has an element for each row of X @ b, which is now a column.
 """
@@ -21,26 +28,29 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
 Shape = tuple[int, int]
 Kind = Literal["gather", "scatter", "all_reduce"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Op:
     """What is true of every task of an op.
 
-    kind: what travels, in the cost model's words. operands: how many at most; the first travels or is multiplied, by
-    the second if the op `multiplies`. algorithms: beside "auto". results, moved, agreed: see the properties of `Task`.
+    kind: what travels, in the cost model's words. operands: how many at most, and block: how many more each further
+    block has; the first travels or is multiplied, by the second if the op `multiplies`. algorithms: beside "auto".
+    results, moved, agreed: see the properties of `Task`.
     """
 
     name: str
     kind: Kind
     operands: int
+    block: int
     algorithms: tuple[str, ...]
     results: Callable[[Task, int], tuple[Shape, ...]]
     moved: Callable[[Task], Shape]
@@ -99,8 +109,13 @@ class Task:
         return shape
 
     def has(self, operand: int) -> bool:
-        """Whether that operand is given."""
-        return operand < len(self.shapes) and self.shapes[operand] is not None
+        """Whether that operand, of the first block, is given."""
+        return operand < min(len(self.shapes), self.op.operands) and self.shapes[operand] is not None
+
+    def blocks(self, given: Sequence[T]) -> list[tuple[T, ...]]:
+        """What follows the op's first operands, or their shapes, by block."""
+        first, count = self.op.operands, self.op.block
+        return [tuple(given[i : i + count]) for i in range(first, len(given), count)] if count else []
 
     @property
     def dtype_name(self) -> str:
@@ -138,15 +153,17 @@ def _product(task: Task) -> Shape:
 
 
 def _after_gather(task: Task, rank: int) -> tuple[Shape, ...]:
-    (M, K), N = _gathered(task), task.shape(1)[1]
-    first = (N, M) if task.transposed else (M, N)
-    return (first, (K, task.shape(3)[1])) if task.has(3) else (first,)
+    M, K = _gathered(task)
+    columns = [task.shape(1)[1], *(b[1] for b, _ in task.blocks(task.shapes) if b is not None)]
+    products = [(N, M) if task.transposed else (M, N) for N in columns]
+    return (*products, (K, task.shape(3)[1])) if task.has(3) else tuple(products)
 
 
 def _scattered(task: Task, rank: int) -> tuple[Shape, ...]:
     (M, N), own = _product(task), task.sizes[rank]
     first = (own, N) if task.dim == 0 else (M, own)
-    return (first, (task.shape(3)[0], task.shape(4)[1])) if task.has(4) else (first,)
+    lefts = (*task.shapes[3:4], *(left for _, _, left in task.blocks(task.shapes)))
+    return (first, *((left[0], task.shape(4)[1]) for left in lefts if left is not None))
 
 
 def _agreed_of_product(task: Task) -> Mapping[str, Any]:
@@ -167,26 +184,26 @@ def _columns(task: Task) -> Mapping[str, Any]:
 
 
 ALL_GATHER_MATMUL = Op(
-    "all_gather_matmul", "gather", 4, (), results=_after_gather, moved=_gathered, agreed=_agreed_of_gather
+    "all_gather_matmul", "gather", 4, 2, (), results=_after_gather, moved=_gathered, agreed=_agreed_of_gather
 )
 MATMUL_REDUCE_SCATTER = Op(
-    "matmul_reduce_scatter", "scatter", 5, (), results=_scattered, moved=_product, agreed=_agreed_of_product
+    "matmul_reduce_scatter", "scatter", 5, 3, (), results=_scattered, moved=_product, agreed=_agreed_of_product
 )
 MATMUL_ALL_REDUCE = Op(
-    "matmul_all_reduce", "all_reduce", 3, ("one_shot", "two_shot"),
+    "matmul_all_reduce", "all_reduce", 3, 2, ("one_shot", "two_shot"),
     results=lambda task, rank: (_product(task),), moved=_product, agreed=_agreed_of_product,
 )  # fmt: skip
 ALL_GATHER = Op(
-    "all_gather", "gather", 1, ("direct", "ring"),
+    "all_gather", "gather", 1, 0, ("direct", "ring"),
     results=lambda task, rank: (_gathered(task),), moved=_gathered, agreed=_columns,
 )  # fmt: skip
 REDUCE_SCATTER = Op(
-    "reduce_scatter", "scatter", 1, ("direct", "ring"),
+    "reduce_scatter", "scatter", 1, 0, ("direct", "ring"),
     results=lambda task, rank: ((task.sizes[rank], task.shape(0)[1]),), moved=lambda task: task.shape(0),
     agreed=_columns,
 )  # fmt: skip
 ALL_REDUCE = Op(
-    "all_reduce", "all_reduce", 1, ("one_shot", "two_shot", "ring"),
+    "all_reduce", "all_reduce", 1, 0, ("one_shot", "two_shot", "ring"),
     results=lambda task, rank: (task.shape(0),), moved=lambda task: task.shape(0),
     agreed=lambda task: {"M": task.shape(0)[0], "N": task.shape(0)[1]},
 )  # fmt: skip

@@ -15,8 +15,13 @@ The local matmul's gradients come out whole: that of a row bias is the sum over 
 
 from __future__ import annotations
 
+import gc
 import math
+import sys
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +29,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn.utils.parametrize import is_parametrized
 
 from . import functional, groups
 from .calls import arguments, dispatch, eager
@@ -104,16 +110,26 @@ class FusedColwiseLinear(nn.Linear):
     layouts: _Layouts
 
     def forward(self, input: Tensor) -> Tensor:
-        to = self.layouts
-        x, placement, sizes = to.receive(input)
-        # A parameter's gradient has its own layout: whole where it is replicated, because backward has reduced it.
-        ours = self.weight, self.bias, to.group
-        if isinstance(placement, Shard):
-            describe = functional.all_gather_problem
-            y = eager.of_parameters(describe, x, *ours, placement.dim, sizes, to.schedule, to.debug, to.producer)
-        else:
-            y = eager.of_parameters(replicated_problem, x, *ours, to.schedule, to.debug)
-        return to.hand_out(y, Shard(-1), (*y.shape[:-1], self.out_features))
+        (y,) = columns([self], input, self.weight, self.bias)
+        return y
+
+
+def columns(linears: Sequence[FusedColwiseLinear], input: Tensor, weight: Any, bias: Any) -> list[Tensor]:
+    """What each of these makes of one input. weight, bias: theirs, or tuples of them where there are several."""
+    to = linears[0].layouts
+    x, placement, sizes = to.receive(input)
+    # A parameter's gradient has its own layout: whole where it is replicated, because backward has reduced it.
+    ours = weight, bias, to.group
+    if isinstance(placement, Shard):
+        describe = functional.all_gather_problem
+        ys = eager.of_parameters(describe, x, *ours, placement.dim, sizes, to.schedule, to.debug, to.producer)
+    else:
+        ys = eager.of_parameters(replicated_problem, x, *ours, to.schedule, to.debug)
+    outs = ys if isinstance(ys, tuple) else (ys,)
+    return [
+        each.layouts.hand_out(y, Shard(-1), (*y.shape[:-1], each.out_features))
+        for each, y in zip(linears, outs, strict=True)
+    ]
 
 
 class FusedRowwiseLinear(nn.Linear):
@@ -133,6 +149,52 @@ class FusedRowwiseLinear(nn.Linear):
         else:
             y = eager.of_parameters(functional.all_reduce_problem, x, *ours, to.schedule, "auto", to.debug)
         return to.hand_out(y, made, shape)
+
+
+def _unfit(module: nn.Module) -> str:
+    # Why a style cannot take it; "" for an nn.Linear with parameters of its own.
+    if is_parametrized(module):
+        return "one with a parametrization: remove_parametrizations first, or register it on what the style has made"
+    kind = type(module).__name__
+    if isinstance(module, nn.Embedding):
+        return f"{kind}: torch.distributed.tensor.parallel.ColwiseParallel and RowwiseParallel take embeddings"
+    if not isinstance(module, nn.Linear):
+        return f"{kind}, which torch's styles do not take either"
+    if isinstance(module, FusedColwiseLinear | FusedRowwiseLinear):
+        return f"{kind}: it has a style already"
+    if type(module) is not nn.Linear:
+        return (
+            f"{kind}, a subclass that may compute something else: torch's styles leave its code as it is. Where that "
+            "is nn.Linear's, put an nn.Linear in its place"
+        )
+    computed = [name for name in ("weight", "bias") if name not in module._parameters]
+    if computed:
+        # torch.nn.utils.weight_norm and spectral_norm, the older ones.
+        return f"one whose {computed[0]} is computed before each call: remove_weight_norm first, or what does so"
+    return ""
+
+
+def _warn_of_ties(module: nn.Linear, style: str) -> None:
+    for name in ("weight", "bias"):
+        parameter = module._parameters[name]
+        # Most have no references but the module's, the one here and getrefcount's; the search takes long.
+        if parameter is None or sys.getrefcount(parameter) <= 3:
+            continue
+        holders = [each for each in gc.get_referrers(parameter) if type(each) is dict]
+        if any(each is not module._parameters and _is_of_a_module(each) for each in holders):
+            warnings.warn(
+                f"{style}: the {name} of this nn.Linear is tied to another module's, which keeps it whole: they are "
+                "two from now on, as with torch's styles. Give the other module the same layout and tie them again",
+                stacklevel=2,
+            )
+
+
+def _is_of_a_module(values: dict[str, Any]) -> bool:
+    # Whether these are what some module has as its parameters: it, or its attributes, refer to them.
+    return any(
+        isinstance(each, nn.Module) or (type(each) is dict and each.get("_parameters") is values)
+        for each in gc.get_referrers(values)
+    )
 
 
 class _FusedStyle(ParallelStyle):
@@ -164,11 +226,10 @@ class _FusedStyle(ParallelStyle):
                 raise ValueError(f"{name} must be Shard(dim) or Replicate(), got {placement!r}")
         dispatch.check_schedule(schedule)
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if type(module) is not nn.Linear:
-            raise NotImplementedError(
-                f"{type(self).__name__} is for nn.Linear, got {type(module).__name__}: torch's own styles serve others"
-            )
+    def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        """Raise where the style cannot be applied, before anything is changed."""
+        if reason := _unfit(module):
+            raise NotImplementedError(f"{type(self).__name__} is for nn.Linear, got {reason}")
         if not isinstance(device_mesh, DeviceMesh):
             raise TypeError(f"device_mesh must be a DeviceMesh, got {type(device_mesh).__name__}")
         groups.check_mesh("device_mesh", device_mesh)
@@ -177,6 +238,10 @@ class _FusedStyle(ParallelStyle):
                 f"device_mesh must have one dimension, got {device_mesh.ndim}, {device_mesh.mesh_dim_names}: "
                 "pick one, mesh['name']"
             )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.check(module, device_mesh)
+        _warn_of_ties(module, type(self).__name__)  # type: ignore[arg-type]
         for name, placement in (("weight", self._weight), ("bias", self._bias)):
             parameter = getattr(module, name)
             if parameter is not None:

@@ -12,6 +12,8 @@ tile need no descriptor of their own: what is read beyond their end is never sto
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -39,10 +41,16 @@ def read_by(x: torch.Tensor, config: Config) -> str:
     return "pointers"
 
 
-def fitted_to(config: Config, *operands: torch.Tensor, result: torch.Tensor | None = None) -> Config:
-    """The configuration of a kernel that reads these operands and stores this result (None: tiles to arenas)."""
+def read_by_all(matrices: Sequence[torch.Tensor], config: Config) -> str:
+    """How a kernel reads one of these, which it chooses itself: all alike."""
+    ways = {read_by(x, config) for x in matrices}
+    return ways.pop() if len(ways) == 1 else "pointers"
+
+
+def fitted_to(config: Config, *operands: torch.Tensor, results: Sequence[torch.Tensor] = ()) -> Config:
+    """The configuration of a kernel that reads these operands and stores these results (none: tiles to arenas)."""
     by_pointers = [x for x in operands if read_by(x, config) == "pointers"]
-    return fitted(config, stored=result is None or in_16_bytes(result), read=in_16_bytes(*by_pointers))
+    return fitted(config, stored=in_16_bytes(*results), read=in_16_bytes(*by_pointers))
 
 
 def read_gathered_by(a: torch.Tensor, rows: int, cols: int, config: Config) -> str:

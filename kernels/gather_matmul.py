@@ -11,6 +11,7 @@ else it goes through the own arena.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,24 +19,37 @@ import torch
 import triton
 import triton.language as tl
 
-from .descriptors import fitted_to, of_arena, of_left, of_right, read_by, read_gathered_by
+from .descriptors import fitted_to, of_arena, of_left, of_right, read_by_all, read_gathered_by
 from .launch import MOST_KNOWN, Channel, Config, fitted, flattened, in_16_bytes, options
 from .loading import launch
 from .matmul import (
+    b_whole,
+    locate_among,
+    locate_in_chunks,
+    matmul_tiles,
+    store_rows,
+    tile_columns,
+    unit,
+    unpack,
+    widened,
+)
+from .operands import (
+    NO_MORE,
+    Block,
+    Columns,
     Epilogue,
+    More,
     Operand,
     Result,
     Right,
     Tiles,
-    locate_in_chunks,
-    locate_whole,
-    matmul_tiles,
-    store_rows,
+    result_of,
+    right_of,
     tiles_of,
-    unpack,
+    unit_of,
 )
 from .push import Rows, push_to_all, wait_for_rows
-from .signal import FIRST_SLOT, Link, before_descriptor, begin, enter, half, leave
+from .signal import FIRST_SLOT, Link, before_descriptor, begin, cdiv, enter, half, leave
 
 
 class Shard(NamedTuple):
@@ -76,12 +90,49 @@ class Gathered(NamedTuple):
     tiles: Tiles
     chunks: Chunks
     M: tl.tensor
+    more: More
     END: tl.constexpr
 
 
 @triton.jit
 def _locate_own_chunk_first(ctx, tile):
-    return locate_in_chunks(tile, ctx.chunks.table, ctx.link.rank, ctx.b.N, ctx.link.group.WORLD_SIZE, ctx.tiles)
+    return locate_in_chunks(
+        tile, ctx.chunks.table, ctx.link.rank, tile_columns(ctx), ctx.link.group.WORLD_SIZE, ctx.tiles
+    )
+
+
+@triton.jit
+def _locate_whole(ctx, tile):
+    return locate_among(tile, ctx.M, tile_columns(ctx), ctx.tiles)
+
+
+@triton.jit
+def _b_of_tile(ctx, tile, i):
+    # Tiles of all blocks lie side by side, each block's from a tile of its own on.
+    if len(ctx.more.blocks) == 0:
+        return b_whole(ctx, tile, i)
+    else:
+        N = ctx.b.N
+        col = tile.col
+        first = cdiv(N, ctx.tiles.BLOCK_N) * ctx.tiles.BLOCK_N
+        if ctx.b.BY == "pointers":
+            source = ctx.b.ptr
+            stride_k, stride_n = widened(ctx.b.stride_k), widened(ctx.b.stride_n)
+        else:
+            source = ctx.b.desc
+            stride_k, stride_n = widened(0), widened(0)
+        for j in tl.static_range(len(ctx.more.blocks)):
+            if tile.col >= first:
+                N = ctx.more.blocks[j].b.N
+                col = tile.col - first
+                if ctx.b.BY == "pointers":
+                    source = ctx.more.blocks[j].b.ptr
+                    stride_k = widened(ctx.more.blocks[j].b.stride_k)
+                    stride_n = widened(ctx.more.blocks[j].b.stride_n)
+                else:
+                    source = ctx.more.blocks[j].b.desc
+            first += cdiv(ctx.more.blocks[j].b.N, ctx.tiles.BLOCK_N) * ctx.tiles.BLOCK_N
+        return Columns(source, unit(stride_k, ctx.more.B_UNIT == 0), unit(stride_n, ctx.more.B_UNIT == 1), N, col)
 
 
 @triton.jit
@@ -143,7 +194,30 @@ def _a_gathered_contraction(ctx, tile, i, packed):
 @triton.jit
 def _store_gathered(ctx, tile, packed, acc):
     col, left, ok = unpack(packed, ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N, ctx.chunks.ROWS_ALIGNED)
-    store_rows(ctx, _row(ctx, tile), col, left, acc, ok)
+    if len(ctx.more.blocks) == 0:
+        store_rows(ctx.c, ctx.b.N, ctx.epilogue, ctx.tiles, _row(ctx, tile), col, left, acc, ok)
+    else:
+        N = ctx.b.N
+        own_col = col
+        first = cdiv(N, ctx.tiles.BLOCK_N) * ctx.tiles.BLOCK_N
+        ptr = ctx.c.ptr
+        stride_m, stride_n = widened(ctx.c.stride_m), widened(ctx.c.stride_n)
+        bias = ctx.epilogue.bias
+        for j in tl.static_range(len(ctx.more.blocks)):
+            if col >= first:
+                N = ctx.more.blocks[j].b.N
+                own_col = col - first
+                ptr = ctx.more.blocks[j].c.ptr
+                stride_m = widened(ctx.more.blocks[j].c.stride_m)
+                stride_n = widened(ctx.more.blocks[j].c.stride_n)
+                if ctx.epilogue.bias is not None:
+                    bias = ctx.more.blocks[j].bias
+            first += cdiv(ctx.more.blocks[j].b.N, ctx.tiles.BLOCK_N) * ctx.tiles.BLOCK_N
+        stride_m, stride_n = unit(stride_m, ctx.more.C_UNIT == 0), unit(stride_n, ctx.more.C_UNIT == 1)
+        store_rows(
+            Result(ptr, stride_m, stride_n), N, Epilogue(bias, False), ctx.tiles, _row(ctx, tile), own_col, left,
+            acc, ok,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -163,12 +237,12 @@ def _gather_matmul_programs(
     elif CONTRACTION:
         matmul_tiles(
             ctx, pid - PUSHERS, num_programs - PUSHERS, num_tiles,
-            locate_whole, _a_gathered_contraction, _store_gathered, ctx.link.group.WORLD_SIZE,
+            _locate_whole, _a_gathered_contraction, _b_of_tile, _store_gathered, ctx.link.group.WORLD_SIZE,
         )  # fmt: skip
     else:
         matmul_tiles(
             ctx, pid - PUSHERS, num_programs - PUSHERS, num_tiles,
-            _locate_own_chunk_first, _a_gathered_rows, _store_gathered, 1,
+            _locate_own_chunk_first, _a_gathered_rows, _b_of_tile, _store_gathered, 1,
         )  # fmt: skip
     if LAST:
         leave(ctx.link, num_programs)
@@ -176,7 +250,7 @@ def _gather_matmul_programs(
 
 @triton.jit(do_not_specialize=["rank", "fingerprint", "num_rows", "dst_row", "num_tiles"])
 def _gather_matmul_kernel(
-    a, b, c, epilogue, tiles, chunks, group, rank, fingerprint: tl.int64, num_rows, dst_row, num_tiles, M,
+    a, b, c, epilogue, more, tiles, chunks, group, rank, fingerprint: tl.int64, num_rows, dst_row, num_tiles, M,
     PUSHERS: tl.constexpr, CONTRACTION: tl.constexpr, LAST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Programs 0 .. PUSHERS - 1 push the own shard and signal each piece, without waiting; the others multiply.
@@ -186,7 +260,7 @@ def _gather_matmul_kernel(
     ends the epoch if LAST.
     """
     _gather_matmul_programs(
-        Gathered(Link(group, rank, begin(group, rank), fingerprint, 0), a, b, c, epilogue, tiles, chunks, M, 0),
+        Gathered(Link(group, rank, begin(group, rank), fingerprint, 0), a, b, c, epilogue, tiles, chunks, M, more, 0),
         Rows(a.ptr, a.stride_m, a.stride_k, a.cols),
         num_rows, dst_row, num_tiles, PUSHERS, CONTRACTION, LAST, BLOCK_R, BLOCK_C,
     )  # fmt: skip
@@ -218,10 +292,11 @@ class _Known(NamedTuple):
     grid: tuple[int]
     counts: tuple[int, int, int]
     pushers: int
+    units: tuple[tl.constexpr, tl.constexpr, tl.constexpr]
 
 
 class GatherMatmul:
-    """c [M, N] = gather(a, gather_dim) @ b [K, N], and the epilogue, for shards of `sizes`.
+    """c [M, N] = gather(a, gather_dim) @ b [K, N], and the epilogue, for shards of `sizes`; of any number of b.
 
     What depends on how the operands are laid out is worked out once for each layout, then looked up.
     """
@@ -245,19 +320,25 @@ class GatherMatmul:
         *,
         pushed: bool,
         last: bool = True,
+        more: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = (),
     ) -> None:
         """Launch it. With `pushed` the pieces of `piece_rows` rows are already under way; else config.pushers of the
-        kernel's programs push them, or fewer if there are fewer pieces. `last` ends the epoch.
+        kernel's programs push them, or fewer if there are fewer pieces. `last` ends the epoch. more: further b, c and
+        biases; all biases run along columns, and there is one for each b or none.
         """
-        key = (
+        key = [
             a.dtype, a.shape, a.stride(), a.data_ptr() % 16, b.shape, b.stride(), b.data_ptr() % 16, c.stride(),
             c.data_ptr() % 16, pushed,
-        )  # fmt: skip
-        known = self._known.get(key)
+        ]  # fmt: skip
+        for each, out, _ in more:
+            key += each.shape, each.stride(), each.data_ptr() % 16, out.stride(), out.data_ptr() % 16
+        found = tuple(key)
+        known = self._known.get(found)
         if known is None:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
-            known = self._known[key] = self._find_out(channel, a, b, c, pushed)
+            bs, cs = [b, *(each for each, _, _ in more)], [c, *(out for _, out, _ in more)]
+            known = self._known[found] = self._find_out(channel, a, bs, cs, pushed)
         (s0, s1), own, arena = a.stride(), None, None
         if known.a_by != "pointers":
             arena = of_arena(channel, a.dtype, *known.arena, self._pitch, known.config)
@@ -267,13 +348,24 @@ class GatherMatmul:
         (b0, b1), (K, N), group = b.stride(), b.shape, channel.groups.get(self._op) or channel.group(self._op)
         launch(_gather_matmul_kernel, known.grid)(
             Shard(a, own, arena, s0, s1, a.shape[1], a_by, in_place), Right(b, b_desc, b0, b1, K, N, b_by),
-            Result(c, *c.stride()), epilogue, known.tiles, Chunks(table, self._pitch, *chunks), group, channel.rank,
-            channel.fingerprint, *known.counts, c.shape[0], known.pushers, not self._on_rows, last,
+            Result(c, *c.stride()), epilogue, self._more(more, known) if more else NO_MORE, known.tiles,
+            Chunks(table, self._pitch, *chunks), group, channel.rank, channel.fingerprint, *known.counts,
+            c.shape[0], known.pushers, not self._on_rows, last,
             known.config.copy_rows, known.config.copy_cols, **known.options,
         )  # fmt: skip
 
-    def _find_out(self, channel: Channel, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, pushed: bool) -> _Known:
-        (M, N), K, sizes, pitch, config = c.shape, b.shape[0], self._sizes, self._pitch, self._config
+    def _more(self, more: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]], known: _Known) -> More:
+        blocks = [
+            Block(None, right_of(b, known.b_by, known.config), result_of(c), bias, tl.constexpr(0))
+            for b, c, bias in more
+        ]
+        return More(tuple(blocks), *known.units)
+
+    def _find_out(
+        self, channel: Channel, a: torch.Tensor, bs: list[torch.Tensor], cs: list[torch.Tensor], pushed: bool
+    ) -> _Known:
+        b, c = bs[0], cs[0]
+        M, K, sizes, pitch, config = c.shape[0], b.shape[0], self._sizes, self._pitch, self._config
         on_rows, rank, in_place = self._on_rows, channel.rank, own_in_place(a)
         pieces = -(-a.shape[0] // self._piece_rows) * channel.world_size
         pushers = 0 if pushed else max(1, min(config.pushers, pieces))
@@ -282,14 +374,14 @@ class GatherMatmul:
         whole_blocks = on_rows or all(size % config.block_k == 0 for size in sizes)
         aligned = all(size % 16 == 0 for size in sizes)
         config = config if whole_blocks else replace(config, descriptors=False)
-        config = fitted_to(config, *((a, b) if in_place else (b,)), result=c)
+        config = fitted_to(config, *((a, *bs) if in_place else bs), results=cs)
         # The part that lies in the arena may be unaligned too.
         if not config.descriptors and (pitch % 16 or (not on_rows and not aligned)):
             config = fitted(config, stored=True, read=False)
         num_tiles = sum(-(-rows // config.block_m) for rows in (sizes if on_rows else (M,)))
-        num_tiles *= -(-N // config.block_n)
-        a_by, b_by = read_gathered_by(a, rows, cols, config), read_by(b, config)
-        limit = _limit(a, b, c, pitch, aligned, config.descriptors) if on_rows else ""
+        num_tiles *= sum(-(-each.shape[1] // config.block_n) for each in bs)
+        a_by, b_by = read_gathered_by(a, rows, cols, config), read_by_all(bs, config)
+        limit = _limit(a, b, c, pitch, aligned, config.descriptors) if on_rows and len(bs) == 1 else ""
         rows_aligned = aligned if on_rows else M % 16 == 0
         flags = a_by, in_place, b_by, self._piece_rows, aligned, rows_aligned
         return _Known(
@@ -297,4 +389,5 @@ class GatherMatmul:
             tiles_of(config, flatten=on_rows and flattened(config, a_by, b_by), upcast=self._upcast),
             tuple(map(tl.constexpr, flags)), options(config, a_by, b_by, limit=limit), (config.programs + pushers,),
             (a.shape[0], sum(sizes[:rank]) if on_rows else rank * M, num_tiles), pushers,
+            (tl.constexpr(-1), tl.constexpr(unit_of(bs)), tl.constexpr(unit_of(cs))),
         )  # fmt: skip

@@ -5,6 +5,7 @@ c[M, N] = a[M, K] @ b[K, N], accumulated in float32. A fused kernel is this loop
     LOCATE(ctx, tile) -> Tile         where a tile lies; orders them, own chunk first or last, swizzled inside each
     A_CHUNK(ctx, tile, i, packed) -> Operand
                                       where the i-th chunk of A's contraction lies for a tile; waits if it travels
+    B_CHUNK(ctx, tile, i) -> Columns  which columns of which B belong to it
     STORE(ctx, tile, packed, acc)     stores a finished tile, and signals it if somebody waits for it
 
 `packed` is a tile's column, its number of rows and whether all its waits succeeded, in one number: where the loops over
@@ -20,9 +21,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .descriptors import fitted_to, of_left, of_right, read_by
+from .descriptors import fitted_to, read_by
 from .launch import Config, flattened, options
 from .loading import launch
+from .operands import Columns, Epilogue, Left, Operand, Result, Right, Tiles, left_of, result_of, right_of, tiles_of
 from .signal import cdiv
 
 
@@ -39,73 +41,19 @@ class Tile(NamedTuple):
     col: tl.tensor
 
 
-class Left(NamedTuple):
-    """A [M, K], whole and local: read by pointers, or by a descriptor. BY says how, as in `descriptors`."""
-
-    ptr: tl.tensor
-    desc: tl.tensor
-    stride_m: tl.tensor
-    stride_k: tl.tensor
-    BY: tl.constexpr
+@triton.jit
+def widened(stride):
+    """A stride as one of several to choose among: one that is 1 is a constant to the compiler."""
+    return tl.full((), 0, tl.int64) + stride
 
 
-class Right(NamedTuple):
-    """B [K, N], whole and local on every rank; BY as in `Left`."""
-
-    ptr: tl.tensor
-    desc: tl.tensor
-    stride_k: tl.tensor
-    stride_n: tl.tensor
-    K: tl.tensor
-    N: tl.tensor
-    BY: tl.constexpr
-
-
-class Result(NamedTuple):
-    """C [M, N]."""
-
-    ptr: tl.tensor
-    stride_m: tl.tensor
-    stride_n: tl.tensor
-
-
-class Epilogue(NamedTuple):
-    """What is done before a tile of the result is rounded: `bias` is added, None for none. It has one element for each
-    row of C with PER_ROW, else for each column.
-    """
-
-    bias: tl.tensor
-    PER_ROW: tl.constexpr
-
-
-class Tiles(NamedTuple):
-    """The shape of a tile. GROUP_M: see `swizzle`; FLATTEN: whether the loops over tiles and contraction are made one;
-    UPCAST: see `dot`.
-    """
-
-    BLOCK_M: tl.constexpr
-    BLOCK_N: tl.constexpr
-    BLOCK_K: tl.constexpr
-    GROUP_M: tl.constexpr
-    FLATTEN: tl.constexpr
-    UPCAST: tl.constexpr
-
-
-class Operand(NamedTuple):
-    """A's rows of a tile along one chunk of the contraction, which is the columns k_begin .. k_begin + k_len of A.
-
-    If it is read by pointers, `source` points to the first element. If by a descriptor, `source` is the descriptor, and
-    the first element is its (layer, row, 0).
-    """
-
-    source: tl.tensor
-    stride_m: tl.tensor
-    stride_k: tl.tensor
-    layer: tl.tensor
-    row: tl.tensor
-    k_begin: tl.tensor
-    k_len: tl.tensor
-    packed: tl.tensor
+@triton.jit
+def unit(stride, IS_ONE: tl.constexpr):
+    """A stride that was chosen, or the constant 1 if it is known to be that."""
+    if IS_ONE:
+        return 1
+    else:
+        return stride
 
 
 @triton.jit
@@ -167,12 +115,20 @@ def swizzle(tile, num_tiles_m, num_tiles_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def locate_in_chunks(tile, table, first, N, WORLD_SIZE: tl.constexpr, tiles):
+def tile_columns(ctx):
+    """How many columns of tiles the results have, side by side."""
+    count = cdiv(ctx.b.N, ctx.tiles.BLOCK_N)
+    for i in tl.static_range(len(ctx.more.blocks)):
+        count += cdiv(ctx.more.blocks[i].b.N, ctx.tiles.BLOCK_N)
+    return count
+
+
+@triton.jit
+def locate_in_chunks(tile, table, first, num_tiles_n, WORLD_SIZE: tl.constexpr, tiles):
     """The tile-th tile when chunks of rows are visited in the order first, first + 1, .. around the ranks.
 
     `table` (int32, device memory) holds the chunks' row offsets, world_size + 1 of them. Tiles do not straddle chunks.
     """
-    num_tiles_n = cdiv(N, tiles.BLOCK_N)
     chunk = first % WORLD_SIZE
     begin = tl.load(table + chunk)
     rows = tl.load(table + chunk + 1) - begin
@@ -189,7 +145,7 @@ def locate_in_chunks(tile, table, first, N, WORLD_SIZE: tl.constexpr, tiles):
 
 
 @triton.jit
-def multiply(acc, a, tile, b, A_BY: tl.constexpr, tiles):
+def multiply(acc, a, tile, b, A_BY: tl.constexpr, B_BY: tl.constexpr, tiles):
     """acc[BLOCK_M, BLOCK_N] += a[rows of the tile, its K chunk] @ b[the same K chunk, columns of the tile]."""
     BLOCK_M: tl.constexpr = tiles.BLOCK_M
     BLOCK_K: tl.constexpr = tiles.BLOCK_K
@@ -199,9 +155,9 @@ def multiply(acc, a, tile, b, A_BY: tl.constexpr, tiles):
     if A_BY == "pointers":
         offs_m = (tl.arange(0, BLOCK_M) % (tile.rows - tile.row)).to(tl.int64)
         a_ptrs = a.source + offs_m[:, None] * a.stride_m + offs_k[None, :].to(tl.int64) * a.stride_k
-    if b.BY == "pointers":
-        offs_n = ((tile.col + tl.arange(0, tiles.BLOCK_N)) % b.N).to(tl.int64)
-        b_ptrs = b.ptr + (a.k_begin + offs_k)[:, None].to(tl.int64) * b.stride_k + offs_n[None, :] * b.stride_n
+    if B_BY == "pointers":
+        offs_n = ((b.col + tl.arange(0, tiles.BLOCK_N)) % b.N).to(tl.int64)
+        b_ptrs = b.source + (a.k_begin + offs_k)[:, None].to(tl.int64) * b.stride_k + offs_n[None, :] * b.stride_n
     for k in range(0, cdiv(a.k_len, BLOCK_K)):
         if A_BY == "pointers":
             a_block = tl.load(a_ptrs, mask=offs_k[None, :] < a.k_len - k * BLOCK_K, other=0.0)
@@ -210,21 +166,22 @@ def multiply(acc, a, tile, b, A_BY: tl.constexpr, tiles):
             a_block = a.source.load([a.layer, a.row, k * BLOCK_K]).reshape(BLOCK_M, BLOCK_K)
         else:
             a_block = a.source.load([a.layer, k * BLOCK_K, a.row]).reshape(BLOCK_K, BLOCK_M).T
-        if b.BY == "pointers":
+        if B_BY == "pointers":
             b_block = tl.load(b_ptrs, mask=offs_k[:, None] < a.k_len - k * BLOCK_K, other=0.0)
             b_ptrs += BLOCK_K * b.stride_k
-        elif b.BY == "rows":
-            b_block = b.desc.load([a.k_begin + k * BLOCK_K, tile.col])
+        elif B_BY == "rows":
+            b_block = b.source.load([a.k_begin + k * BLOCK_K, b.col])
         else:
-            b_block = b.desc.load([tile.col, a.k_begin + k * BLOCK_K]).T
+            b_block = b.source.load([b.col, a.k_begin + k * BLOCK_K]).T
         acc = dot(a_block, b_block, acc, tiles.UPCAST)
     return acc
 
 
 @triton.jit
 def _matmul_tile(
-    ctx, index, LOCATE: tl.constexpr, A_CHUNK: tl.constexpr, STORE: tl.constexpr, NUM_K_CHUNKS: tl.constexpr
-):
+    ctx, index, LOCATE: tl.constexpr, A_CHUNK: tl.constexpr, B_CHUNK: tl.constexpr, STORE: tl.constexpr,
+    NUM_K_CHUNKS: tl.constexpr,
+):  # fmt: skip
     tile = LOCATE(ctx, index)
     acc = tl.full((ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N), 0.0, tl.float32)
     packed = pack(tile, ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N)
@@ -233,14 +190,15 @@ def _matmul_tile(
         # there.
         a = A_CHUNK(ctx, tile, i, packed)
         packed = a.packed
-        acc = multiply(acc, a, tile, ctx.b, ctx.a.BY, ctx.tiles)
+        acc = multiply(acc, a, tile, B_CHUNK(ctx, tile, i), ctx.a.BY, ctx.b.BY, ctx.tiles)
     STORE(ctx, tile, packed, acc)
 
 
 @triton.jit
 def matmul_tiles(
     ctx, pid, num_programs, num_tiles,
-    LOCATE: tl.constexpr, A_CHUNK: tl.constexpr, STORE: tl.constexpr, NUM_K_CHUNKS: tl.constexpr,
+    LOCATE: tl.constexpr, A_CHUNK: tl.constexpr, B_CHUNK: tl.constexpr, STORE: tl.constexpr,
+    NUM_K_CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """The tiles pid, pid + num_programs, .. of a matmul, in the order that LOCATE gives them.
 
@@ -249,10 +207,10 @@ def matmul_tiles(
     """
     if ctx.tiles.FLATTEN:
         for index in tl.range(pid, num_tiles, num_programs, flatten=True):
-            _matmul_tile(ctx, index, LOCATE, A_CHUNK, STORE, NUM_K_CHUNKS)
+            _matmul_tile(ctx, index, LOCATE, A_CHUNK, B_CHUNK, STORE, NUM_K_CHUNKS)
     else:
         for index in range(pid, num_tiles, num_programs):
-            _matmul_tile(ctx, index, LOCATE, A_CHUNK, STORE, NUM_K_CHUNKS)
+            _matmul_tile(ctx, index, LOCATE, A_CHUNK, B_CHUNK, STORE, NUM_K_CHUNKS)
 
 
 class Whole(NamedTuple):
@@ -274,28 +232,33 @@ def bias_at(epilogue, at, mask):
 
 
 @triton.jit
-def store_rows(ctx, row, col, left, acc, ok):
+def store_rows(c, N, epilogue, tiles, row, col, left, acc, ok):
     """Store the first `left` rows of a tile to C at (row, col), after the epilogue, rounded once."""
-    offs_m = tl.arange(0, ctx.tiles.BLOCK_M)
-    offs_n = col + tl.arange(0, ctx.tiles.BLOCK_N)
-    mask = (offs_m < left)[:, None] & (offs_n < ctx.b.N)[None, :]
+    offs_m = tl.arange(0, tiles.BLOCK_M)
+    offs_n = col + tl.arange(0, tiles.BLOCK_N)
+    mask = (offs_m < left)[:, None] & (offs_n < N)[None, :]
     rows = (row + offs_m).to(tl.int64)
-    if ctx.epilogue.bias is not None:
-        if ctx.epilogue.PER_ROW:
-            acc += bias_at(ctx.epilogue, rows, offs_m < left)[:, None]
+    if epilogue.bias is not None:
+        if epilogue.PER_ROW:
+            acc += bias_at(epilogue, rows, offs_m < left)[:, None]
         else:
-            acc += bias_at(ctx.epilogue, offs_n, offs_n < ctx.b.N)[None, :]
+            acc += bias_at(epilogue, offs_n, offs_n < N)[None, :]
     acc = or_nan(acc, ok)
-    c_ptrs = ctx.c.ptr + rows[:, None] * ctx.c.stride_m + offs_n[None, :].to(tl.int64) * ctx.c.stride_n
-    tl.store(c_ptrs, round_to(acc, ctx.c.ptr.dtype.element_ty, ctx.tiles.UPCAST), mask=mask)
+    c_ptrs = c.ptr + rows[:, None] * c.stride_m + offs_n[None, :].to(tl.int64) * c.stride_n
+    tl.store(c_ptrs, round_to(acc, c.ptr.dtype.element_ty, tiles.UPCAST), mask=mask)
+
+
+@triton.jit
+def locate_among(tile, M, num_tiles_n, tiles):
+    """The tile-th tile of a C [M, ..] that is one chunk: plain swizzled order."""
+    pid_m, pid_n = swizzle(tile, cdiv(M, tiles.BLOCK_M), num_tiles_n, tiles.GROUP_M)
+    return Tile(0, 0, pid_m, pid_m * tiles.BLOCK_M, M, pid_n * tiles.BLOCK_N)
 
 
 @triton.jit
 def locate_whole(ctx, tile):
-    """LOCATE for a C that is one chunk: plain swizzled order."""
-    num_tiles_m = cdiv(ctx.M, ctx.tiles.BLOCK_M)
-    pid_m, pid_n = swizzle(tile, num_tiles_m, cdiv(ctx.b.N, ctx.tiles.BLOCK_N), ctx.tiles.GROUP_M)
-    return Tile(0, 0, pid_m, pid_m * ctx.tiles.BLOCK_M, ctx.M, pid_n * ctx.tiles.BLOCK_N)
+    """LOCATE for a C that is one chunk."""
+    return locate_among(tile, ctx.M, cdiv(ctx.b.N, ctx.tiles.BLOCK_N), ctx.tiles)
 
 
 @triton.jit
@@ -312,13 +275,25 @@ def a_local(ctx, row, packed):
 
 
 @triton.jit
+def b_whole(ctx, tile, i):
+    """The one B's columns of a tile."""
+    if ctx.b.BY == "pointers":
+        source = ctx.b.ptr
+        stride_k, stride_n = ctx.b.stride_k, ctx.b.stride_n
+    else:
+        source = ctx.b.desc
+        stride_k, stride_n = 0, 0
+    return Columns(source, stride_k, stride_n, ctx.b.N, tile.col)
+
+
+@triton.jit
 def _a_whole(ctx, tile, i, packed):
     return a_local(ctx, tile.row, packed)
 
 
 @triton.jit
 def _store_whole(ctx, tile, packed, acc):
-    store_rows(ctx, tile.row, tile.col, tile.rows - tile.row, acc, 1)
+    store_rows(ctx.c, ctx.b.N, ctx.epilogue, ctx.tiles, tile.row, tile.col, tile.rows - tile.row, acc, 1)
 
 
 @triton.jit
@@ -328,47 +303,15 @@ def _matmul_kernel(a, b, c, epilogue, tiles, M):
     # Built in the call: a tuple that is assigned to a name loses its constants.
     matmul_tiles(
         Whole(a, b, c, epilogue, tiles, M, 0), tl.program_id(0), tl.num_programs(0), num_tiles,
-        locate_whole, _a_whole, _store_whole, 1,
+        locate_whole, _a_whole, b_whole, _store_whole, 1,
     )  # fmt: skip
-
-
-def left_of(a: torch.Tensor, by: str, config: Config) -> Left:
-    """A as a launch gives it."""
-    return Left(a, of_left(a, by, config), a.stride(0), a.stride(1), tl.constexpr(by))
-
-
-def right_of(b: torch.Tensor, by: str, config: Config) -> Right:
-    """B as a launch gives it."""
-    desc = of_right(b, by, config)
-    return Right(b, desc, b.stride(0), b.stride(1), b.shape[0], b.shape[1], tl.constexpr(by))
-
-
-def result_of(c: torch.Tensor) -> Result:
-    """C as a launch gives it."""
-    return Result(c, c.stride(0), c.stride(1))
-
-
-# As a launch gives Epilogue.PER_ROW.
-PER_ROW = (tl.constexpr(False), tl.constexpr(True))
-
-
-def epilogue_of(bias: torch.Tensor | None, *, per_row: bool) -> Epilogue:
-    """A bias as a launch gives it."""
-    return Epilogue(bias, PER_ROW[per_row])
-
-
-def tiles_of(config: Config, *, flatten: bool, upcast: bool) -> Tiles:
-    """The tile of a configuration as a launch gives it."""
-    return Tiles(*map(tl.constexpr, (
-        config.block_m, config.block_n, config.block_k, config.group_m, flatten, upcast
-    )))  # fmt: skip
 
 
 def matmul(
     a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, epilogue: Epilogue, *, config: Config, upcast: bool
 ) -> None:
     """c [M, N] = a [M, K] @ b [K, N], and the epilogue; any strides, no communication."""
-    config = fitted_to(config, a, b, result=c)
+    config = fitted_to(config, a, b, results=(c,))
     a_by, b_by = read_by(a, config), read_by(b, config)
     launch(_matmul_kernel, (config.programs,))(
         left_of(a, a_by, config), right_of(b, b_by, config), result_of(c), epilogue,

@@ -8,28 +8,18 @@ own: it waits, this one does not.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from .descriptors import fitted_to, read_by
+from .descriptors import fitted_to, read_by_all
 from .launch import MOST_KNOWN, Channel, Config, options
 from .loading import launch
-from .matmul import (
-    Left,
-    Right,
-    Tiles,
-    a_local,
-    left_of,
-    locate_in_chunks,
-    locate_whole,
-    matmul_tiles,
-    right_of,
-    round_to,
-    tiles_of,
-)
+from .matmul import a_local, b_whole, locate_in_chunks, locate_whole, matmul_tiles, round_to, unit, widened
+from .operands import NO_MORE, Block, Columns, Left, More, Operand, Right, Tiles, left_of, right_of, tiles_of, unit_of
 from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, raise_signal
 
 
@@ -47,17 +37,63 @@ class Partial(NamedTuple):
     M: tl.tensor
     region_row: tl.tensor
     pitch: tl.tensor
+    more: More
     END: tl.constexpr
 
 
 @triton.jit
 def _locate_own_chunk_last(ctx, tile):
-    return locate_in_chunks(tile, ctx.table, ctx.link.rank + 1, ctx.b.N, ctx.link.group.WORLD_SIZE, ctx.tiles)
+    num_tiles_n = cdiv(ctx.b.N, ctx.tiles.BLOCK_N)
+    return locate_in_chunks(tile, ctx.table, ctx.link.rank + 1, num_tiles_n, ctx.link.group.WORLD_SIZE, ctx.tiles)
 
 
 @triton.jit
-def _a_local(ctx, tile, i, packed):
-    return a_local(ctx, tile.begin + tile.row, packed)
+def _a_of_term(ctx, tile, i, packed):
+    if len(ctx.more.blocks) == 0:
+        return a_local(ctx, tile.begin + tile.row, packed)
+    else:
+        row = tile.begin + tile.row
+        k_len = ctx.b.K
+        if ctx.a.BY == "pointers":
+            source = ctx.a.ptr + row.to(tl.int64) * ctx.a.stride_m
+            stride_m, stride_k = widened(ctx.a.stride_m), widened(ctx.a.stride_k)
+        else:
+            source = ctx.a.desc
+            stride_m, stride_k = widened(0), widened(0)
+        for j in tl.static_range(len(ctx.more.blocks)):
+            if i == j + 1:
+                k_len = ctx.more.blocks[j].b.K
+                if ctx.a.BY == "pointers":
+                    source = ctx.more.blocks[j].a.ptr + row.to(tl.int64) * ctx.more.blocks[j].a.stride_m
+                    stride_m = widened(ctx.more.blocks[j].a.stride_m)
+                    stride_k = widened(ctx.more.blocks[j].a.stride_k)
+                else:
+                    source = ctx.more.blocks[j].a.desc
+        stride_m, stride_k = unit(stride_m, ctx.more.A_UNIT == 0), unit(stride_k, ctx.more.A_UNIT == 1)
+        return Operand(source, stride_m, stride_k, 0, row, 0, k_len, packed)
+
+
+@triton.jit
+def _b_of_term(ctx, tile, i):
+    if len(ctx.more.blocks) == 0:
+        return b_whole(ctx, tile, i)
+    else:
+        if ctx.b.BY == "pointers":
+            source = ctx.b.ptr
+            stride_k, stride_n = widened(ctx.b.stride_k), widened(ctx.b.stride_n)
+        else:
+            source = ctx.b.desc
+            stride_k, stride_n = widened(0), widened(0)
+        for j in tl.static_range(len(ctx.more.blocks)):
+            if i == j + 1:
+                if ctx.b.BY == "pointers":
+                    source = ctx.more.blocks[j].b.ptr
+                    stride_k = widened(ctx.more.blocks[j].b.stride_k)
+                    stride_n = widened(ctx.more.blocks[j].b.stride_n)
+                else:
+                    source = ctx.more.blocks[j].b.desc
+        stride_k, stride_n = unit(stride_k, ctx.more.B_UNIT == 0), unit(stride_n, ctx.more.B_UNIT == 1)
+        return Columns(source, stride_k, stride_n, ctx.b.N, tile.col)
 
 
 @triton.jit
@@ -91,18 +127,26 @@ def _matmul_scatter_programs(ctx, num_tiles, TO_ALL: tl.constexpr):
     pid = tl.program_id(0)
     enter(ctx.link, pid)
     if TO_ALL:
-        matmul_tiles(ctx, pid, tl.num_programs(0), num_tiles, locate_whole, _a_local, _store_to_all, 1)
+        matmul_tiles(
+            ctx, pid, tl.num_programs(0), num_tiles,
+            locate_whole, _a_of_term, _b_of_term, _store_to_all, 1 + len(ctx.more.blocks),
+        )  # fmt: skip
     else:
-        matmul_tiles(ctx, pid, tl.num_programs(0), num_tiles, _locate_own_chunk_last, _a_local, _store_to_owner, 1)
+        matmul_tiles(
+            ctx, pid, tl.num_programs(0), num_tiles,
+            _locate_own_chunk_last, _a_of_term, _b_of_term, _store_to_owner, 1 + len(ctx.more.blocks),
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rank", "fingerprint", "region_row", "num_tiles"])
 def _matmul_scatter_kernel(
-    a, b, tiles, table, group, rank, fingerprint: tl.int64, region_row, num_tiles, M, pitch, TO_ALL: tl.constexpr
+    a, b, more, tiles, table, group, rank, fingerprint: tl.int64, region_row, num_tiles, M, pitch, TO_ALL: tl.constexpr
 ):
     """Multiply, store every tile into its owner's half (TO_ALL: into all), signal each tile. Waits for nothing."""
     _matmul_scatter_programs(
-        Partial(Link(group, rank, begin(group, rank), fingerprint, 0), a, b, tiles, table, M, region_row, pitch, 0),
+        Partial(
+            Link(group, rank, begin(group, rank), fingerprint, 0), a, b, tiles, table, M, region_row, pitch, more, 0
+        ),
         num_tiles, TO_ALL,
     )  # fmt: skip
 
@@ -115,11 +159,12 @@ class _Known(NamedTuple):
     tiles: Tiles
     num_tiles: int
     options: dict[str, int]
+    units: tuple[tl.constexpr, tl.constexpr, tl.constexpr]
 
 
 class MatmulScatter:
-    """Enters the epoch and stores the tiles of a [M, K] @ b [K, N] into this rank's region, of `region_rows` rows, of
-    the owners' halves; with `to_all` of every rank's half.
+    """Enters the epoch and stores the tiles of a [M, K] @ b [K, N], or of the sum of several such terms, into this
+    rank's region, of `region_rows` rows, of the owners' halves; with `to_all` of every rank's half.
 
     What depends on how the operands are laid out is worked out once for each layout, then looked up.
     """
@@ -132,31 +177,48 @@ class MatmulScatter:
         self._to_all, self._config, self._upcast = to_all, config, upcast
         self._known: dict[object, _Known] = {}
 
-    def __call__(self, channel: Channel, a: torch.Tensor, b: torch.Tensor, table: torch.Tensor) -> None:
+    def __call__(
+        self, channel: Channel, terms: Sequence[tuple[torch.Tensor, torch.Tensor]], table: torch.Tensor
+    ) -> None:
         """Launch it."""
-        key = a.dtype, a.shape, a.stride(), a.data_ptr() % 16, b.shape, b.stride(), b.data_ptr() % 16
+        a, b = terms[0]
+        layout: list[object] = [a.dtype]
+        for pair in terms:
+            for each in pair:
+                layout += each.shape, each.stride(), each.data_ptr() % 16
+        key = tuple(layout)
         known = self._known.get(key)
         if known is None:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
-            known = self._known[key] = self._find_out(a, b)
-        config = known.config
+            known = self._known[key] = self._find_out(terms)
+        config, more = known.config, NO_MORE
+        if len(terms) > 1:
+            blocks = [
+                Block(
+                    left_of(left, known.a_by, config), right_of(right, known.b_by, config), None, None, tl.constexpr(0)
+                )
+                for left, right in terms[1:]
+            ]
+            more = More(tuple(blocks), *known.units)
         # Not flattened: the compiler does not pipeline a loop with a barrier in it, and every tile's signal needs one.
         group = channel.groups.get(self._op) or channel.group(self._op)
         launch(_matmul_scatter_kernel, (config.programs,))(
-            left_of(a, known.a_by, config), right_of(b, known.b_by, config), known.tiles, table, group, channel.rank,
-            channel.fingerprint, channel.rank * self._region_rows, known.num_tiles, a.shape[0], self._pitch,
-            self._to_all, **known.options,
+            left_of(a, known.a_by, config), right_of(b, known.b_by, config), more, known.tiles, table, group,
+            channel.rank, channel.fingerprint, channel.rank * self._region_rows, known.num_tiles, a.shape[0],
+            self._pitch, self._to_all, **known.options,
         )  # fmt: skip
 
-    def _find_out(self, a: torch.Tensor, b: torch.Tensor) -> _Known:
+    def _find_out(self, terms: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> _Known:
+        lefts, rights = [a for a, _ in terms], [b for _, b in terms]
         # The owners count tiles, so a rank cannot choose the rows and columns of a tile by itself.
-        config, pitch = fitted_to(self._config, a, b), self._pitch
-        chunks = a.shape[:1] if self._to_all else self._sizes
-        num_tiles = sum(-(-rows // config.block_m) for rows in chunks) * -(-b.shape[1] // config.block_n)
-        a_by, b_by = read_by(a, config), read_by(b, config)
-        limit = "" if self._to_all else "scatter any" if pitch % 16 else "scatter"
+        config, pitch = fitted_to(self._config, *lefts, *rights), self._pitch
+        chunks = lefts[0].shape[:1] if self._to_all else self._sizes
+        num_tiles = sum(-(-rows // config.block_m) for rows in chunks) * -(-rights[0].shape[1] // config.block_n)
+        a_by, b_by = read_by_all(lefts, config), read_by_all(rights, config)
+        limit = "" if self._to_all or len(terms) > 1 else "scatter any" if pitch % 16 else "scatter"
         return _Known(
             config, a_by, b_by, tiles_of(config, flatten=False, upcast=self._upcast), num_tiles,
             options(config, a_by, b_by, limit=limit),
+            (tl.constexpr(unit_of(lefts)), tl.constexpr(unit_of(rights)), tl.constexpr(-1)),
         )  # fmt: skip

@@ -13,7 +13,8 @@ import triton.language as tl
 
 from .launch import Channel, Config, moving_options, strip_of
 from .loading import launch
-from .matmul import Epilogue, bias_at, or_nan, round_to
+from .matmul import bias_at, or_nan, round_to
+from .operands import Epilogue
 from .push import rows_of
 from .signal import FIRST_SLOT, Link, begin, cdiv, half, leave, raise_signal, wait
 

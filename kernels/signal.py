@@ -49,7 +49,8 @@ WAITING_FOR = tl.constexpr(3)  # a rank + 1 that some program has been waiting f
 # 0, or 1 + the rank that a wait was given up for. No wait follows, and the workspace is not used again.
 GIVEN_UP = tl.constexpr(4)
 WAITING_SLOT = tl.constexpr(5)  # the slot that WAITING_FOR's program waits on
-LEFT = tl.constexpr(6)  # why this rank raises no more signals here: 1 destroyed, 2 an op left by an exception; or 0
+# Why this rank raises no more signals here: 1 destroyed, 2 an op left by an exception, 3 its making broken off; or 0.
+LEFT = tl.constexpr(6)
 HARDWARE = tl.constexpr(7)  # what this rank's GPU is (`hardware.number_of`): all ranks use rank 0's
 GROWING = tl.constexpr(10)  # how many steps this rank has taken in growing the workspace; for the host only
 OUTCOME = tl.constexpr(11)  # two words, the outcome of the last growth on this rank; for the host only

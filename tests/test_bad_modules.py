@@ -13,6 +13,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils import parametrizations
 
 from fusedtp import ColumnParallelLinear, FSDPLinear, FusedColwiseParallel, FusedRowwiseParallel, ParallelMLP
 from fusedtp import RowParallelLinear as RowLinear
@@ -154,9 +156,19 @@ BAD: list[tuple[str, Callable[[Here], object], type[Exception], str]] = [
     ("a style's schedule", lambda h: FusedColwiseParallel(schedule="fast"), ValueError, f"{SCHEDULES} 'fast'"),
     ("a style's debug", lambda h: FusedRowwiseParallel(debug=0), TypeError, "debug must be True or False, got 0"),
     ("a style on an embedding", lambda h: parallelize_module(nn.Embedding(4, 4), h.mesh, FusedColwiseParallel()),
-     NotImplementedError, "FusedColwiseParallel is for nn.Linear, got Embedding"),
+     NotImplementedError, "FusedColwiseParallel is for nn.Linear, got Embedding: torch.distributed.tensor.parallel."),
+    ("a style on a convolution", lambda h: parallelize_module(nn.Conv1d(4, 4, 1), h.mesh, FusedRowwiseParallel()),
+     NotImplementedError, "FusedRowwiseParallel is for nn.Linear, got Conv1d, which torch's styles do not take either"),
+    ("a style on a subclass", lambda h: h.styled(FusedColwiseParallel(), module=NonDynamicallyQuantizableLinear(4, 4)),
+     NotImplementedError, "got NonDynamicallyQuantizableLinear, a subclass that may compute something else"),
+    ("a style on a parametrized weight",
+     lambda h: h.styled(FusedColwiseParallel(), module=parametrizations.weight_norm(nn.Linear(4, 4))),
+     NotImplementedError, "got one with a parametrization: remove_parametrizations first"),
+    ("a style on a computed weight",
+     lambda h: h.styled(FusedColwiseParallel(), module=nn.utils.spectral_norm(nn.Linear(4, 4))),
+     NotImplementedError, "got one whose weight is computed before each call"),
     ("a style twice", lambda h: h.styled(FusedRowwiseParallel(), module=h.rowwise),
-     NotImplementedError, "FusedRowwiseParallel is for nn.Linear, got FusedRowwiseLinear"),
+     NotImplementedError, "FusedRowwiseParallel is for nn.Linear, got FusedRowwiseLinear: it has a style already"),
     ("a style on two axes", lambda h: parallelize_module(nn.Linear(8, 8), h.wide, FusedColwiseParallel()),
      ValueError, "device_mesh must have one dimension, got 2, ('X', 'Y')"),
     ("a style on a group", lambda h: h.styled(FusedColwiseParallel(), h.group),

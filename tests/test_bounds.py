@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fusedtp.bench.ranks import RankPool
-from fusedtp.kernels import descriptors, gather_matmul, matmul, push, reduce
+from fusedtp.kernels import descriptors, gather_matmul, matmul, operands, push, reduce
 from fusedtp.kernels.launch import INTERPRETER
 from triton.runtime.errors import InterpreterError
 
@@ -23,13 +23,13 @@ from .protocol.live import live
 from .protocol.mutants import Edit, Mutant, planted
 from .test_ops_local import CPU, problem
 
-NO_BIAS = matmul.epilogue_of(None, per_row=False)
+NO_BIAS = operands.epilogue_of(None, per_row=False)
 
 # Of each: what is said, the op it shows on, and the edit.
 PLANTED = [
     (
         "_gather_matmul_kernel stores 4 bytes", "gather rows",
-        Edit(matmul, "store_rows", "(offs_n < ctx.b.N)[None", "(offs_n <= ctx.b.N)[None"),
+        Edit(matmul, "store_rows", "(offs_n < N)[None", "(offs_n <= N)[None"),
     ),
     (
         # The next column of another rank's shard, between the rows of this one.
@@ -79,7 +79,7 @@ def test_between_the_rows_of_a_slice_is_outside() -> None:
     with Bounds() as bounds:
         matmul.matmul(a, b, c, NO_BIAS, config=INTERPRETER, upcast=True)
         assert bounds.accesses > 0
-        stride = Edit(matmul, "store_rows", "* ctx.c.stride_m", "* ctx.b.N")
+        stride = Edit(matmul, "store_rows", "* c.stride_m", "* N")
         with planted(Mutant("", "", (stride,))), pytest.raises(InterpreterError, match="one of 6 places of 15 outside"):
             matmul.matmul(a, b, c, NO_BIAS, config=INTERPRETER, upcast=True)
 

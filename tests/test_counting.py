@@ -143,7 +143,7 @@ def test_what_a_layer_sends_and_keeps(pool: RankPool, name: str, needs: str) -> 
 
 
 # What starts the gather and what multiplies first, in each schedule.
-STARTS = {"unfused": ("unfused.Gather.start_beside", "unfused.mm_into"),
+STARTS = {"unfused": ("unfused.Gather.start_beside", "unfused.sum_into"),
           "decomposed": ("decomposed.Gather.start_beside", "decomposed.Scatter.multiply"),
           "fused": ("producer.push", "fused.Scatter.multiply")}  # fmt: skip
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from fusedtp.kernels.configs import Config
 from fusedtp.kernels.descriptors import read_by
-from fusedtp.kernels.matmul import epilogue_of, matmul
+from fusedtp.kernels.matmul import matmul
+from fusedtp.kernels.operands import epilogue_of
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 

@@ -6,10 +6,13 @@ import ast
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from fusedtp.bench import generated
+from fusedtp.bench.cli import app
+from typer.testing import CliRunner
 
 import fusedtp
 
@@ -29,6 +32,7 @@ FLOORS = (
     ("functional",),
     ("layers",),
     ("parallel",),
+    ("grouped",),
     ("",),  # the package itself
     ("bench",),
 )
@@ -188,3 +192,12 @@ def test_every_public_name_is_there() -> None:
     for name in fusedtp.__all__:
         assert getattr(fusedtp, name) is not None
     assert sorted(fusedtp.__all__) == fusedtp.__all__
+    assert {*fusedtp.__all__, "__version__"} <= set(dir(fusedtp))
+    with pytest.raises(AttributeError, match="no attribute 'all_gather_matmul'"):
+        _ = fusedtp.all_gather_matmul
+
+
+def test_the_version_is_that_of_the_package_installed() -> None:
+    assert fusedtp.__version__ == version("fusedtp")
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"fusedtp {version('fusedtp')}\n")

@@ -13,6 +13,7 @@ from fusedtp.kernels import gather_matmul, matmul, matmul_scatter
 from fusedtp.kernels.configs import INTERPRETER, SHAPES, TABLE, compiled_config
 from fusedtp.kernels.launch import Channel, Config, options
 from fusedtp.kernels.layout import pitch_of
+from fusedtp.kernels.operands import epilogue_of
 from torch import Tensor
 
 from fusedtp.memory.local import local_memories
@@ -24,7 +25,7 @@ from .compiled.cases import TARGETS, VARIANTS, Case
 
 CPU = torch.device("cpu")
 CHUNKS = (128, 64, 0)
-PLAIN = matmul.epilogue_of(None, per_row=False)
+PLAIN = epilogue_of(None, per_row=False)
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def gather(channel: Channel, config: Config, a: Tensor, b: Tensor, *, transposed
     )
     return launched(
         gather_matmul, "_gather_matmul_kernel", kernel, channel, a, b, out.t() if transposed else out,
-        matmul.epilogue_of(a.new_empty(M if transposed else N), per_row=transposed),
+        epilogue_of(a.new_empty(M if transposed else N), per_row=transposed),
         torch.zeros(4, dtype=torch.int32), pushed=False,
     )  # fmt: skip
 
@@ -123,7 +124,7 @@ def test_a_scatter_is_launched_as_it_is_compiled(channel: Channel, target: str, 
             0, CHUNKS, region_rows=192, pitch=pitch, to_all=to_all, config=config, upcast=False
         )
         found = launched(
-            matmul_scatter, "_matmul_scatter_kernel", kernel, channel, a, b, torch.zeros(4, dtype=torch.int32)
+            matmul_scatter, "_matmul_scatter_kernel", kernel, channel, [(a, b)], torch.zeros(4, dtype=torch.int32)
         )
         fitted = config_of(case) if N % 16 else config
         expected = launch_options(case, fitted) | {"A_BY": a_by, "B_BY": b_by, "TO_ALL": to_all}
@@ -142,7 +143,7 @@ def test_a_matmul_is_launched_as_it_is_compiled(target: str, shape: str, transpo
     config = config_for(target, shape)
     found = launched(
         matmul, "_matmul_kernel", matmul.matmul, a, b, out.t() if transposed else out,
-        matmul.epilogue_of(a.new_empty(192 if transposed else 96), per_row=transposed), config=config, upcast=False,
+        epilogue_of(a.new_empty(192 if transposed else 96), per_row=transposed), config=config, upcast=False,
     )  # fmt: skip
     expected = VARIANTS[case.variant].flags | launch_options(case, config) | {"A_BY": a_by, "B_BY": b_by}
     expected |= {"FLATTEN": is_flattened(case)}
@@ -163,7 +164,7 @@ def test_lengths_that_are_no_multiples_of_16_have_smaller_tiles(
     variant = " transposed" if transposed else ""
     multiplied = launched(
         matmul, "_matmul_kernel", matmul.matmul, a, b, out.t() if transposed else out,
-        matmul.epilogue_of(None, per_row=transposed), config=config, upcast=False,
+        epilogue_of(None, per_row=transposed), config=config, upcast=False,
     )  # fmt: skip
     gathered = gather(channel, config, a[: CHUNKS[0]], b, transposed=transposed)
     for found, name in ((multiplied, "matmul"), (gathered, "gather rows")):

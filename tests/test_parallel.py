@@ -213,19 +213,38 @@ def test_row_bias_gets_the_whole_gradient(pool: RankPool) -> None:
     assert pool.run(bias_of_rows, world_size=2) == [6.0, 6.0]
 
 
+def tied(group: ProcessGroup) -> None:
+    mesh = tp_mesh(group)
+    model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False), "up": nn.Linear(4, 8)})
+    model["head"].weight = model["embed"].weight
+    # Neither a weight of its own nor one that a dictionary or an optimizer has too is tied.
+    known, optimizer = dict(model["up"].named_parameters()), torch.optim.SGD(model.parameters())
+    parallelize_module(model, mesh, {"up": fusedtp.FusedColwiseParallel()})
+    with pytest.warns(UserWarning, match=r"FusedColwiseParallel: the weight of this nn.Linear is tied to another"):
+        parallelize_module(model, mesh, {"head": fusedtp.FusedColwiseParallel()})
+    assert model["embed"].weight is optimizer.param_groups[0]["params"][0]
+    assert len(known) == 2
+
+
+def test_a_tied_weight_is_told(pool: RankPool) -> None:
+    pool.run(tied, world_size=1)
+
+
 def documented(group: ProcessGroup, code: str) -> tuple[Tensor, Tensor]:
     """This rank's rows by the code, and those of the same model on one rank."""
     rows = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
     first, after = 3 * group.rank(), 3 * group.rank() + 3
     scope: dict[str, Any] = {"mesh": {"tp": tp_mesh(group)}, "x": rows[first:after]}
     exec(code, scope)
-    torch.manual_seed(0)
-    dense = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
-    return scope["y"].detach(), dense(rows)[first:after].detach()
+    dense: dict[str, Any] = {"x": rows}
+    exec(re.sub(r"(?m)^parallelize_module\(.*\n", "", code), dense)
+    return scope["y"].detach(), dense["y"][first:after].detach()
 
 
-def test_the_plan_of_the_document_runs(pool: RankPool) -> None:
+def test_the_plans_of_the_document_run(pool: RankPool) -> None:
     document = Path(__file__).parent.parent / "docs" / "layers.md"
-    (code,) = re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)
-    for ours, expected in pool.run(documented, code, world_size=2):
-        torch.testing.assert_close(ours, expected)
+    plans = re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)
+    assert len(plans) == 2
+    for code in plans:
+        for ours, expected in pool.run(documented, code, world_size=2):
+            torch.testing.assert_close(ours, expected)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from fusedtp.calls.program import Named, Program
+from fusedtp.calls.matrices import Named
+from fusedtp.calls.program import Program
 from fusedtp.sharding.notation import Tensor, parse
 from fusedtp.sharding.partition import Partition
 from fusedtp.sharding.plan import MatmulPlan, plan
@@ -54,7 +55,7 @@ def task(text: str, matmul: MatmulPlan) -> str:
     def named(name: str, sharding: Tensor) -> Named:
         return Named(name, sharding.names, tuple(partition.length(dim, sharding.axes(dim)) for dim in sharding.names))
 
-    out = program.matmul(matmul, named(matmul.names[0], matmul.a), named(matmul.names[1], matmul.b))
+    (out,) = program.matmul(matmul, [named(matmul.names[0], matmul.a)], [named(matmul.names[1], matmul.b)])
     only = program.finish([(out, matmul.c.names)]).only
     if only is None:
         return ""

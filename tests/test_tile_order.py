@@ -22,7 +22,8 @@ import triton
 import triton.language as tl
 from fusedtp.kernels import gather_matmul, matmul, matmul_scatter
 from fusedtp.kernels.configs import Config
-from fusedtp.kernels.matmul import Tile, locate_in_chunks, tiles_of
+from fusedtp.kernels.matmul import Tile, locate_in_chunks
+from fusedtp.kernels.operands import tiles_of
 from fusedtp.kernels.signal import cdiv
 
 from fusedtp.shards import even_sizes, offsets
@@ -52,8 +53,8 @@ def plain(*functions: Any) -> dict[str, Callable[..., Any]]:
 
 
 PLAIN = plain(
-    cdiv, matmul.swizzle, matmul.locate_in_chunks, matmul.locate_whole, gather_matmul._locate_own_chunk_first,
-    matmul_scatter._locate_own_chunk_last,
+    cdiv, matmul.swizzle, matmul.tile_columns, matmul.locate_in_chunks, matmul.locate_among, matmul.locate_whole,
+    gather_matmul._locate_own_chunk_first, matmul_scatter._locate_own_chunk_last,
 )  # fmt: skip
 ORDERS = {"gather": PLAIN["_locate_own_chunk_first"], "scatter": PLAIN["_locate_own_chunk_last"]}
 
@@ -74,6 +75,7 @@ class Shape:
         table = Pointer(tuple(offsets(self.sizes)))
         return SimpleNamespace(
             table=table, chunks=SimpleNamespace(table=table), b=SimpleNamespace(N=self.N), M=M,
+            more=SimpleNamespace(blocks=()),
             tiles=SimpleNamespace(BLOCK_M=self.block_m, BLOCK_N=self.block_n, GROUP_M=self.group_m),
             link=SimpleNamespace(rank=self.rank, group=SimpleNamespace(WORLD_SIZE=len(self.sizes))),
         )  # fmt: skip
@@ -140,7 +142,7 @@ def test_inside_a_chunk_the_order_is_the_plain_one() -> None:
 @triton.jit
 def _order_kernel(out, table, first, N, num_tiles, tiles, WORLD_SIZE: tl.constexpr):
     for tile in range(0, num_tiles):
-        found = locate_in_chunks(tile, table, first, N, WORLD_SIZE, tiles)
+        found = locate_in_chunks(tile, table, first, cdiv(N, tiles.BLOCK_N), WORLD_SIZE, tiles)
         tl.store(out + 3 * tile, found.chunk)
         tl.store(out + 3 * tile + 1, found.index)
         tl.store(out + 3 * tile + 2, found.col)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,10 @@ from ..sharding.notation import Spec
 from ..shards import check_count, check_sizes, even_sizes
 from . import dispatch
 from .parameters import PLAIN
+
+Weights: TypeAlias = "Tensor | tuple[Tensor, ...]"
+Biases: TypeAlias = "Tensor | tuple[Tensor | None, ...] | None"
+"""A weight or bias, or one for each of several weights."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # On meta there are shapes only: nothing is sent, and nothing computed.
@@ -86,6 +90,7 @@ def check_linear(
     *,
     num_out: int | None = None,
     name: str = "weight",
+    bias_name: str = "bias",
     producer: str = "auto",
 ) -> None:
     """x [..., K], weight [N, K] (called `name`), bias [N] or [num_out], and a schedule that multiplies them."""
@@ -95,11 +100,48 @@ def check_linear(
         raise ValueError(f"x must have at least 2 dimensions, [..., K], got shape {tuple(x.shape)}")
     check_matrix(weight, name)
     if bias is not None:
-        check_tensor("bias", bias, x)
+        check_tensor(bias_name, bias, x)
         num_out = weight.shape[0] if num_out is None else num_out
         if bias.shape != (num_out,):
-            raise ValueError(f"bias must have shape ({num_out},), {name}'s rows, got {tuple(bias.shape)}")
+            raise ValueError(f"{bias_name} must have shape ({num_out},), {name}'s rows, got {tuple(bias.shape)}")
     check_options(schedule, debug, x, producer)
+
+
+def several(weights: Sequence[Any], biases: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+    """Weights, and as many biases or None; each of them is checked later."""
+    if not weights:
+        raise ValueError(f"weight must be a tensor or some, got {weights!r}")
+    if biases is None:
+        return tuple(weights), (None,) * len(weights)
+    if not isinstance(biases, list | tuple):
+        raise TypeError(f"bias must be as many tensors as weight, or None, got {type(biases).__name__}")
+    if len(biases) != len(weights):
+        raise ValueError(f"bias must be as many tensors as weight, {len(weights)}, got {len(biases)}")
+    return tuple(weights), tuple(biases)
+
+
+def _numbered(weight: Weights, bias: Biases) -> list[tuple[str, Tensor, str, Tensor | None]]:
+    # Each with the name that an error gives it.
+    if not isinstance(weight, tuple):
+        return [("weight", weight, "bias", bias)]  # type: ignore[list-item]
+    pairs = enumerate(zip(weight, bias, strict=True))  # type: ignore[arg-type]
+    return [(f"weight[{i}]", one, f"bias[{i}]", other) for i, (one, other) in pairs]
+
+
+def check_linears(
+    x: Tensor, weight: Weights, bias: Biases, schedule: str, debug: bool, *, producer: str = "auto"
+) -> None:
+    """`check_linear` of each weight with its bias."""
+    for name, one, bias_name, other in _numbered(weight, bias):
+        check_linear(x, one, other, schedule, debug, name=name, bias_name=bias_name, producer=producer)
+
+
+def check_all_features(num_in: int, who: str, weight: Weights) -> int:
+    """`check_features` of each weight; their rows in all."""
+    named = _numbered(weight, (None,) * len(weight) if isinstance(weight, tuple) else None)
+    for name, each, _, _ in named:
+        check_features(num_in, who, each, name)
+    return sum([each.shape[0] for _, each, _, _ in named])
 
 
 def check_matrix(weight: Tensor, name: str = "weight") -> None:

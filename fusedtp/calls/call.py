@@ -14,7 +14,7 @@ dispatch take longer than a small matmul: calls are kept in one table, by all th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
@@ -28,8 +28,10 @@ from ..sharding.notation import parse
 from ..sharding.partition import Partition
 from ..sharding.plan import Plan, plan
 from ..workspaces import stale
+from .arguments import Biases, Weights
 from .dispatch import Ready
-from .program import Named, Only, Program
+from .matrices import Named
+from .program import Only, Program
 
 _MAX_CALLS = 4096
 
@@ -80,7 +82,7 @@ class Call:
     """One call of these settings and lengths in a dtype on a device.
 
     numbers: the global length of each dim in the spec's order, then for each dim the number of its explicit lengths,
-    followed by these.
+    followed by these, and then this rank's columns of each weight, where there are several.
     """
 
     def __init__(
@@ -94,6 +96,11 @@ class Call:
             count, rest = rest[0], rest[1:]
             if count:
                 splits[name], rest = tuple(rest[:count]), rest[count:]
+        self._widths = tuple(rest)
+        # What w, bias and dy of each weight are called.
+        count = max(1, len(rest))
+        self._names = _numbered("w", count), _numbered("bias", count), _numbered("dy", count)
+        self.parameters = tuple(name for pair in zip(*self._names[:2], strict=True) for name in pair)
         members = [groups.named(name) for name in settings.group_names]
         self.groups = {axis: stale.watch(group) for axis, group in zip(spec.mesh_axes, members, strict=True)}
         places = {
@@ -105,7 +112,7 @@ class Call:
         w = (spec.n, spec.k) if settings.w_transposed else (spec.k, spec.n)
         self._dims = {"x": spec.a.names, "w": w, "y": spec.c.names}
         self._plan: Plan | None = None
-        # By what they are for: whether there is a bias (forward), or which gradients are needed (backward).
+        # By the names of what is given (forward), or by which gradients are needed (backward).
         self._programs: dict[Any, Program] = {}
         self._ready: dict[tuple[Any, int], Ready] = {}
         self._only: dict[Any, tuple[Only, Ready]] = {}
@@ -133,23 +140,33 @@ class Call:
         return ", ".join((self.settings.spec, *(f"{name}={lengths[name]}" for name in whole)))
 
     def _named(self, name: str) -> Named:
-        # A tensor of the call as it lies on this rank.
+        # A tensor of the call as it lies on this rank, of several weights as if they were one.
         spec, dims = self._spec, self._dims[name]
         sharding = {"x": spec.a, "w": spec.b, "y": spec.c}[name]
-        lengths = tuple(self.partition.length(dim, sharding.axes(dim)) for dim in dims)
-        return Named("dy" if name == "y" else name, dims, lengths)
+        return Named(name, dims, tuple(self.partition.length(dim, sharding.axes(dim)) for dim in dims))
+
+    def _blocks(self, name: str, names: Sequence[str]) -> list[Named]:
+        whole, n = self._named(name), self._spec.n
+        if not self._widths:
+            return [replace(whole, name=names[0])]
+        return [
+            Named(each, whole.dims, tuple(width if dim == n else whole.length(dim) for dim in whole.dims))
+            for each, width in zip(names, self._widths, strict=True)
+        ]
 
     def _program(self, key: Any) -> Program:
         program = self._programs.get(key)
         if program is None:
             program = Program(self.partition, self._dtype, self.settings.algorithm)
-            x, w, plans = self._named("x"), self._named("w"), self.plan()
-            if isinstance(key, bool):
-                out = program.matmul(plans.forward, x, w, bias="bias" if key else None)
-                program.finish([(out, self._dims["y"])])
+            ws, biases, dys = self._names
+            x, w, plans = self._named("x"), self._blocks("w", ws), self.plan()
+            if key[0] == "x":
+                added = [each if each in key else None for each in biases]
+                outs = program.matmul(plans.forward, [x], w, biases=added)
+                program.finish([(out, self._dims["y"]) for out in outs])
             else:
-                found = program.gradients(plans, self._named("y"), x, w, key)
-                dims = self._dims["x"], self._dims["w"], self._dims["y"][-1:]
+                found = program.gradients(plans, self._blocks("y", dys), x, w, key)
+                dims = self._dims["x"], *(self._dims["w"], self._dims["y"][-1:]) * len(ws)
                 program.finish([(each, order) for each, order in zip(found, dims, strict=True) if each is not None])
             self._programs[key] = program
         return program
@@ -168,7 +185,9 @@ class Call:
         return self._made_ready(key, place, task, axis).run(operands)
 
     def run(self, key: Any, tensors: dict[str, Any]) -> list[Tensor]:
-        """The program for `key`, whether there is a bias, or which gradients are needed, on these tensors by name."""
+        """The program for `key`, the names of what is given (forward), or which gradients are needed, on these tensors
+        by name.
+        """
         # Most programs are one task, which runs without the rest.
         known = self._only.get(key)
         if known is None:
@@ -203,21 +222,30 @@ class Call:
         assert x is not None
         return [x.new_empty(shape) for shape in task.results(self.partition.place[axis][0])]
 
-    def forward(self, x: Tensor, w: Tensor, bias: Tensor | None, *, fake: bool = False) -> Tensor:
-        """y on this rank, or its shape, without a gradient."""
-        key = bias is not None
-        given = {"x": x, "w": w} if bias is None else {"x": x, "w": w, "bias": bias}
-        return self._program(key).run(given, self._shapes)[0] if fake else self.run(key, given)[0]
+    def forward(self, given: dict[str, Tensor], *, fake: bool = False) -> list[Tensor]:
+        """y on this rank for each weight, or its shape, without a gradient. given: x and `parameters` by name."""
+        key = tuple(given)
+        return self._program(key).run(given, self._shapes) if fake else self.run(key, given)
 
     def backward(
-        self, dy: Tensor, x: Tensor, w: Tensor, needs: tuple[bool, bool, bool], *, fake: bool = False
+        self, dys: Sequence[Tensor], x: Tensor, ws: Sequence[Tensor], needs: tuple[bool, ...], *, fake: bool = False
     ) -> list[Tensor | None]:
-        """dx, dw and db on this rank, None for what is not needed; x and w are not read where no needed gradient takes
-        them.
+        """dx, and dw and db of each weight, on this rank, None for what is not needed; x and ws are not read where no
+        needed gradient takes them.
         """
-        given = {"dy": dy, "x": x, "w": w}
+        names, _, grads = self._names
+        given = {"x": x, **dict(zip(names, ws, strict=True)), **dict(zip(grads, dys, strict=True))}
         found = iter(self._program(needs).run(given, self._shapes) if fake else self.run(needs, given))
         return [next(found) if needed else None for needed in needs]
+
+    def given(self, x: Tensor, parameters: Sequence[Tensor | None]) -> dict[str, Tensor]:
+        """What `forward` takes, of w and bias of each weight."""
+        named = zip(self.parameters, parameters, strict=True)
+        return {"x": x, **{name: each for name, each in named if each is not None}}
+
+
+def _numbered(name: str, count: int) -> tuple[str, ...]:
+    return (name, *(f"{name}{i}" for i in range(1, count)))
 
 
 # The one table of calls.
@@ -259,7 +287,7 @@ _OPTIONS = (int, bool, str, type(None))
 
 
 def find(
-    prepare: Prepare, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, options: tuple[Any, ...]
+    prepare: Prepare, x: Tensor, weight: Weights, bias: Biases, group: ProcessGroup, options: tuple[Any, ...]
 ) -> Call:
     """The call that `prepare` describes after checking its arguments, once for all calls that are alike."""
     # One function, as every call passes here. Options that could be mistaken for others are checked anew each time.
@@ -271,10 +299,13 @@ def find(
         if not (kind in _OPTIONS or (kind is tuple and all(type(each) is int for each in option))):
             key = None
             break
-    for each in (x, weight, bias):
-        if key is None or each is None:
-            continue
-        if each.is_nested:
+    tensors: tuple[Any, ...] = (x, weight, bias) if type(weight) is not tuple else (x, *weight, *bias)  # type: ignore[misc]
+    for each in tensors:
+        if key is None:
+            break
+        if each is None:
+            key.append(None)
+        elif each.is_nested:
             key = None
         else:
             key += each.shape, each.dtype, each.device, each.layout

@@ -8,8 +8,8 @@ layer take 290 us so, 440 by to_local and 190 with plain tensors (one rank, 8 x 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,135 +20,184 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from .. import groups
 from ..groups import Group
 from ..turns import Open, one
-from . import arguments
+from . import arguments, operators
 from . import call as calls_
+from .arguments import Biases, Weights
 from .call import Call as Compiled
 from .call import Prepare
-from .operators import sharded_matmul, sharded_matmul_backward
 from .parameters import PLAIN, as_gradient, local, part
 from .registered import refuse_forward_mode, transforms_active
+
+# One weight has one result, a tuple of them a tuple.
+_W = TypeVar("_W", Tensor, tuple[Tensor, ...])
 
 # Whether is_grads_batched has wrapped a gradient, whose memory is then a batch's; there is no public way to ask.
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 class _Eager(torch.autograd.Function):
+    # parameters: w and bias of each weight, as `call.parameters` names them.
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, call: Compiled) -> Tensor:
-        needs_x, needs_w = ctx.needs_input_grad[:2]
+    def forward(ctx: Any, call: Compiled, x: Tensor, *parameters: Any) -> Any:
+        _, needs_x, *needs = ctx.needs_input_grad
         # Autograd keeps plain tensors, among what is saved; DTensors are kept here.
-        ctx.call, ctx.w, ctx.bias = call, None, None
-        if type(w) not in PLAIN:
-            ctx.w, w = w, part(w, 2)
-        if bias is not None and type(bias) not in PLAIN:
-            ctx.bias, bias = bias, part(bias, 1)
+        ctx.call, ctx.dtensors = call, {}
+        given = {"x": x}
         # Local shards only, and only those that a gradient will be made of.
-        ctx.save_for_backward(x if needs_w else None, w if needs_x else None)
-        given = {"x": x, "w": w} if bias is None else {"x": x, "w": w, "bias": bias}
-        return call.run(bias is not None, given)[0]
+        saved = [x if True in needs[::2] else None]
+        for i, each in enumerate(parameters):
+            if each is not None and type(each) not in PLAIN:
+                ctx.dtensors[i] = each
+                each = part(each, 1 if i & 1 else 2)
+            if each is not None:
+                given[call.parameters[i]] = each
+            if not i & 1:
+                saved.append(each if needs_x else None)
+        ctx.save_for_backward(*saved)
+        outs = call.forward(given)
+        return outs[0] if len(outs) == 1 else tuple(outs)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         with Open():
-            return _gradients(ctx, dy)
+            return (None, *_gradients(ctx, dys))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         refuse_forward_mode()
 
 
-def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    needs_x, needs_w, needs_bias = needs = ctx.needs_input_grad[:3]
-    x, w = (dy.new_empty(0) if saved is None else saved for saved in ctx.saved_tensors)
-    batched = transforms_active() or _is_batched(dy)
+def _gradients(ctx: Any, dys: tuple[Tensor, ...]) -> list[Tensor | None]:
+    needs, dtensors = ctx.needs_input_grad[1:], ctx.dtensors
+    x, *ws = (dys[0].new_empty(0) if saved is None else saved for saved in ctx.saved_tensors)
+    batched = transforms_active() or any(map(_is_batched, dys))
     # With create_graph=True, or for a batch of gradients at once (is_grads_batched): the operator knows how.
     if torch.is_grad_enabled() or batched:
-        if batched and not (ctx.w is None and ctx.bias is None):
+        if batched and (dtensors or len(ws) > 1):
             raise NotImplementedError(
                 "a batch of gradients at once (is_grads_batched, vmap) is not implemented for parameters that are "
-                "DTensors: go through it in a loop"
+                "DTensors, nor for several weights at once: go through it in a loop"
             )
-        if needs_x and ctx.w is not None:
-            w = local(ctx.w, 2)
-        dx, dw, db = sharded_matmul_backward(
-            dy, x, w, needs_x, needs_w, needs_bias, ctx.call.settings.text, ctx.call.numbers
-        )
+        if needs[0]:
+            ws = [local(dtensors[2 * i], 2) if 2 * i in dtensors else w for i, w in enumerate(ws)]
+        found = operators.gradients(ctx.call, dys, x, ws, needs)
     else:
-        dx, dw, db = ctx.call.backward(dy.resolve_neg(), x, w, needs)
-    if needs_w and ctx.w is not None:
-        dw = as_gradient(dw, ctx.w)
-    if needs_bias and ctx.bias is not None:
-        db = as_gradient(db, ctx.bias)
-    return dx if needs_x else None, dw if needs_w else None, db if needs_bias else None, None
+        found = ctx.call.backward([dy.resolve_neg() for dy in dys], x, ws, needs)
+    for i, parameter in dtensors.items():
+        if needs[1 + i]:
+            found[1 + i] = as_gradient(found[1 + i], parameter)
+    return found
 
 
-def apply(
-    prepare: Prepare, x: Tensor, w: Tensor, bias: Tensor | None, group: Group, options: tuple[Any, ...]
-) -> Tensor:
+def apply(prepare: Prepare, x: Tensor, w: _W, bias: Biases, group: Group, options: tuple[Any, ...]) -> _W:
     """Make the call that `prepare` checks and describes, under torch.autocast in its dtype; without the dispatcher
-    where that makes no visible difference.
+    where that makes no visible difference. The result, or those of several weights in a tuple.
     """
     if type(group) is not ProcessGroup or groups.inherited is not None or not dist.is_initialized():
         group = groups.resolve(group)
-    plain = type(x) in PLAIN and type(w) in PLAIN and (bias is None or type(bias) in PLAIN)
+    parameters: Sequence[Any] = _interleaved(w, bias) if type(w) is tuple else (w, bias)
+    plain, made = type(x) in PLAIN, None
+    for each in parameters:
+        plain = plain and (each is None or type(each) in PLAIN)
     # `arguments.autocasts`, written out as every call passes here.
     cast = plain and not x.is_meta and torch.is_autocast_enabled(x.device.type)
     dispatched = not plain or torch.compiler.is_compiling()
     if cast or dispatched:
-        x, w, bias = arguments.autocast(x, w, bias)
+        x, *parameters = arguments.autocast(x, *parameters)
+        w, bias = _as_given(w, parameters)
     if dispatched:
-        return _dispatched(x, w, bias, *prepare(x, w, bias, group, *options))
-    return run(x, w, bias, calls_.find(prepare, x, w, bias, group, options))
+        made = _dispatched(x, parameters, *prepare(x, w, bias, group, *options))
+    elif type(w) is tuple and transforms_active():
+        made = _as_one(prepare, x, w, bias, group, options)
+    else:
+        made = run(calls_.find(prepare, x, w, bias, group, options), x, *parameters)
+    return made  # type: ignore[no-any-return]
+
+
+def _interleaved(ws: Any, biases: Any) -> list[Any]:
+    # `arguments` has seen to it that there is a bias, or None, for each.
+    return [each for pair in zip(ws, biases, strict=True) for each in pair]
+
+
+def _as_given(w: Weights, parameters: Sequence[Any]) -> tuple[Any, Any]:
+    return (tuple(parameters[::2]), tuple(parameters[1::2])) if type(w) is tuple else (parameters[0], parameters[1])
+
+
+def _as_one(
+    prepare: Prepare, x: Tensor, ws: Sequence[Tensor], biases: Any, group: ProcessGroup, options: tuple[Any, ...]
+) -> tuple[Tensor, ...]:
+    # torch.func knows no lists of tensors: there the weights are put together.
+    prepare(x, ws, biases, group, *options)
+    widths, given = [w.shape[0] for w in ws], list(zip(ws, biases, strict=True))
+    whole = [w.new_zeros(w.shape[0]) if each is None else each for w, each in given]
+    bias = torch.cat(whole) if any(each is not None for each in biases) else None
+    made: tuple[Tensor, ...] = apply(prepare, x, torch.cat(list(ws)), bias, group, options).split(widths, -1)
+    return made
 
 
 def run_described(x: Tensor, w: Tensor, settings: str, numbers: Sequence[int]) -> Tensor:
     """`apply` of a call without a bias that is described already."""
     if torch.compiler.is_compiling() or type(x) not in PLAIN or type(w) not in PLAIN:
-        return _dispatched(x, w, None, settings, numbers)
-    return run(x, w, None, calls_.of(settings, numbers, x.dtype, x.device))
+        made: Tensor = _dispatched(x, (w, None), settings, numbers)
+    else:
+        made = run(calls_.of(settings, numbers, x.dtype, x.device), x, w, None)
+    return made
 
 
-def of_parameters(
-    prepare: Prepare, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, *options: Any
-) -> Tensor:
+def of_parameters(prepare: Prepare, x: Tensor, weight: _W, bias: Biases, group: ProcessGroup, *options: Any) -> _W:
     """`apply` of a layer: its weight and bias are DTensors, or plain where torch.func has put other ones in place."""
-    if type(weight) in PLAIN:
-        weight, bias = local(weight, 2), None if bias is None else local(bias, 1)
+    parameters: list[Any] = _interleaved(weight, bias) if type(weight) is tuple else [weight, bias]
     plain = type(x) in PLAIN and not torch.compiler.is_compiling()
+    parts: list[Any] = []
+    for i, each in enumerate(parameters):
+        # Those of torch.func may be wrapped, which `local` knows.
+        plain = plain and (bool(i & 1) or type(each) not in PLAIN)
+        parts.append(None if each is None or not plain else part(each, 1 if i & 1 else 2))
     if plain and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
-        w_part, bias_part = part(weight, 2), None if bias is None else part(bias, 1)
-        return run(x, weight, bias, calls_.find(prepare, x, w_part, bias_part, group, options))
-    weight, bias = local(weight, 2), None if bias is None else local(bias, 1)
-    return apply(prepare, x, weight, bias, group, options)
+        w, b = parts if type(weight) is not tuple else _as_given(weight, parts)
+        return run(calls_.find(prepare, x, w, b, group, options), x, *parameters)  # type: ignore[no-any-return]
+    whole = [None if each is None else local(each, 1 if i & 1 else 2) for i, each in enumerate(parameters)]
+    w, b = _as_given(weight, whole)
+    return apply(prepare, x, w, b, group, options)  # type: ignore[no-any-return]
 
 
 @one
-def _dispatched(x: Tensor, w: Tensor, bias: Tensor | None, settings: str, numbers: Sequence[int]) -> Tensor:
-    out: Tensor = sharded_matmul(x, w, bias, settings, numbers)
-    return out
+def _dispatched(x: Tensor, parameters: Sequence[Any], settings: str, numbers: Sequence[int]) -> Any:
+    return operators.matmul(x, parameters, settings, numbers)
 
 
-def run(x: Tensor, w: Tensor, bias: Tensor | None, call: Compiled) -> Tensor:
-    """`apply` where no compiler traces and x is of no subclass; w and bias may be a layer's DTensors."""
+def run(call: Compiled, x: Tensor, *parameters: Any) -> Any:
+    """`apply` where no compiler traces and x is of no subclass; the parameters may be a layer's DTensors."""
     with Open():
         if is_in_torch_dispatch_mode() or transforms_active() or x.is_meta:
-            bias = None if bias is None else local(bias, 1)
-            out: Tensor = sharded_matmul(x, local(w, 2), bias, call.settings.text, call.numbers)
-            return out
+            given = [None if each is None else local(each, 1 if i & 1 else 2) for i, each in enumerate(parameters)]
+            return operators.matmul(x, given, call.settings.text, call.numbers)
+        negated, inference, plain = x.is_neg(), x.is_inference(), True
+        for each in parameters:
+            if each is not None:
+                negated = negated or each.is_neg()
+                inference = inference or each.is_inference()
+                plain = plain and type(each) in PLAIN
         # A kernel reads memory, which torch's bit for a negated view does not change.
-        if x.is_neg() or w.is_neg() or (bias is not None and bias.is_neg()):
-            x, w, bias = x.resolve_neg(), w.resolve_neg(), None if bias is None else bias.resolve_neg()
+        if negated:
+            x, parameters = x.resolve_neg(), tuple(each if each is None else each.resolve_neg() for each in parameters)
         if torch.is_grad_enabled():
             # Autograd would only refuse after the op has run.
-            if (w.requires_grad and x.is_inference()) or (x.requires_grad and w.is_inference()):
-                _refuse_inference(x)
-            out = _Eager.apply(x, w, bias, call)  # type: ignore[no-untyped-call]
-            return out
-        if type(w) not in PLAIN:
-            w, bias = part(w, 2), None if bias is None else part(bias, 1)
-        return call.forward(x, w, bias)
+            if inference:
+                _refuse_inference(x, parameters[::2])
+            return _Eager.apply(call, x, *parameters)  # type: ignore[no-untyped-call]
+        if not plain:
+            parameters = tuple(
+                [None if each is None else part(each, 1 if i & 1 else 2) for i, each in enumerate(parameters)]
+            )
+        outs = call.forward(call.given(x, parameters))
+        return outs[0] if len(outs) == 1 else tuple(outs)
 
 
-def _refuse_inference(x: Tensor) -> NoReturn:
-    which = "first operand" if x.is_inference() else "weight"
-    raise ValueError(f"the {which} was made in torch.inference_mode and cannot be kept for a gradient: clone() it")
+def _refuse_inference(x: Tensor, ws: Iterable[Any]) -> None:
+    for w in ws:
+        if (w.requires_grad and x.is_inference()) or (x.requires_grad and w.is_inference()):
+            which = "first operand" if x.is_inference() else "weight"
+            raise ValueError(
+                f"the {which} was made in torch.inference_mode and cannot be kept for a gradient: clone() it"
+            )

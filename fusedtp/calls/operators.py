@@ -2,6 +2,7 @@
 
     sharded_matmul      a call: one string, and lengths, which a compiler may leave open (`call`)
     sharded_matmul_backward
+    sharded_matmuls     the same with several weights, and sharded_matmuls_backward
     collective          all_gather, reduce_scatter or all_reduce of a matrix
 
 Groups travel by name. Arguments are checked by the functions of `functional`, not here; schedules are chosen when an
@@ -26,6 +27,28 @@ from .dispatch import Ready
 from .registered import operator
 
 
+def matmul(x: Tensor, parameters: Sequence[Any], settings: str, numbers: Sequence[int]) -> Any:
+    """The call by its operator, on w and bias of each weight: the result, or a tuple with one of each."""
+    if len(parameters) == 2:
+        return sharded_matmul(x, parameters[0], parameters[1], settings, numbers)
+    biases = [each for each in parameters[1::2] if each is not None]
+    biased = [each is not None for each in parameters[1::2]]
+    return tuple(sharded_matmuls(x, parameters[::2], biases, biased, settings, numbers))
+
+
+def gradients(
+    call: calls_.Call, dys: Sequence[Tensor], x: Tensor, ws: Sequence[Tensor], needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """`call.Call.backward` by the operator."""
+    text, numbers = call.settings.text, call.numbers
+    found: Sequence[Tensor]
+    if len(ws) == 1:
+        found = sharded_matmul_backward(dys[0], x, ws[0], needs[0], needs[1], needs[2], text, numbers)
+    else:
+        found = sharded_matmuls_backward(dys, x, ws, needs, text, numbers)
+    return [each if needed else None for each, needed in zip(found, needs, strict=True)]
+
+
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, w, _, ctx.settings, ctx.numbers = inputs
     needs_x, needs_w = ctx.needs_input_grad[:2]
@@ -40,28 +63,39 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     return (*(grad if needed else None for grad, needed in zip(out, needs, strict=True)), None, None)
 
 
+def _forward(
+    x: Tensor, parameters: Sequence[Tensor | None], settings: str, numbers: Sequence[int], *, fake: bool = False
+) -> list[Tensor]:
+    call = calls_.of(settings, numbers, x.dtype, x.device)
+    return call.forward(call.given(x, parameters), fake=fake)
+
+
+def _backward(
+    dys: Sequence[Tensor], x: Tensor, ws: Sequence[Tensor], needs: Sequence[bool], settings: str,
+    numbers: Sequence[int], *, fake: bool = False,
+) -> list[Tensor]:  # fmt: skip
+    # A tensor for each gradient: an operator's results may not share memory.
+    call = calls_.of(settings, numbers, dys[0].dtype, dys[0].device)
+    found = call.backward(dys, x, ws, tuple(needs), fake=fake)
+    return [dys[0].new_empty(0) if each is None else each for each in found]
+
+
 def _fake(x: Tensor, w: Tensor, bias: Tensor | None, settings: str, numbers: Sequence[int]) -> Tensor:
-    return calls_.of(settings, numbers, x.dtype, x.device).forward(x, w, bias, fake=True)
+    return _forward(x, (w, bias), settings, numbers, fake=True)[0]
 
 
 @operator("sharded_matmul", _fake, _gradients, _setup)
 def sharded_matmul(x: Tensor, w: Tensor, bias: Tensor | None, settings: str, numbers: Sequence[int]) -> Tensor:
     """y = x @ w + bias on shards; see `call.Settings` and `call.Call`."""
-    return calls_.of(settings, numbers, x.dtype, x.device).forward(x, w, bias)
-
-
-def _each(found: Sequence[Tensor | None], dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    # A tensor for each: an operator's results may not share memory.
-    dx, dw, db = (dy.new_empty(0) if each is None else each for each in found)
-    return dx, dw, db
+    return _forward(x, (w, bias), settings, numbers)[0]
 
 
 def _fake_backward(
     dy: Tensor, x: Tensor, w: Tensor, needs_x: bool, needs_w: bool, needs_bias: bool, settings: str,
     numbers: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    needs = (needs_x, needs_w, needs_bias)
-    return _each(calls_.of(settings, numbers, dy.dtype, dy.device).backward(dy, x, w, needs, fake=True), dy)
+    dx, dw, db = _backward([dy], x, [w], (needs_x, needs_w, needs_bias), settings, numbers, fake=True)
+    return dx, dw, db
 
 
 def _refuse_second(ctx: Any, *grads: Tensor) -> Any:
@@ -77,8 +111,66 @@ def sharded_matmul_backward(
     numbers: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dx, dw, db), of shape [0] where not needed; x and w may be of shape [0] where they are not needed."""
-    needs = (needs_x, needs_w, needs_bias)
-    return _each(calls_.of(settings, numbers, dy.dtype, dy.device).backward(dy, x, w, needs), dy)
+    dx, dw, db = _backward([dy], x, [w], (needs_x, needs_w, needs_bias), settings, numbers)
+    return dx, dw, db
+
+
+# The same with several weights, whose columns follow one another. torch.func does not know these, and autograd finds
+# tensors in a list only where it has no None: `biases` has those that are given, `biased` tells whose they are.
+
+
+def _parameters(ws: Sequence[Tensor], biases: Sequence[Tensor], biased: Sequence[bool]) -> list[Tensor | None]:
+    given = iter(biases)
+    return [each for w, has in zip(ws, biased, strict=True) for each in (w, next(given) if has else None)]
+
+
+def _setup_several(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, ws, _, ctx.biased, ctx.settings, ctx.numbers = inputs
+    needs_x, *needs = ctx.needs_input_grad
+    ctx.save_for_backward(x if any(needs[: len(ws)]) else None, *(w if needs_x else None for w in ws))
+
+
+def _several_gradients(ctx: Any, dys: Sequence[Tensor]) -> tuple[Any, ...]:
+    needs_x, needs_w, needs_given, *_ = ctx.needs_input_grad
+    x, *ws = (dys[0].new_empty(0) if saved is None else saved for saved in ctx.saved_tensors)
+    given = iter(needs_given)
+    needs_bias = [next(given) if has else False for has in ctx.biased]
+    needs = [needs_x, *(each for pair in zip(needs_w, needs_bias, strict=True) for each in pair)]
+    found = sharded_matmuls_backward(dys, x, ws, needs, ctx.settings, ctx.numbers)
+    dx, *others = (each if needed else None for each, needed in zip(found, needs, strict=True))
+    return dx, others[::2], [db for db, has in zip(others[1::2], ctx.biased, strict=True) if has], None, None, None
+
+
+def _fake_several(
+    x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor], biased: Sequence[bool], settings: str,
+    numbers: Sequence[int],
+) -> list[Tensor]:  # fmt: skip
+    return _forward(x, _parameters(ws, biases, biased), settings, numbers, fake=True)
+
+
+@operator("sharded_matmuls", _fake_several, _several_gradients, _setup_several)
+def sharded_matmuls(
+    x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor], biased: Sequence[bool], settings: str,
+    numbers: Sequence[int],
+) -> list[Tensor]:  # fmt: skip
+    """y = x @ w + bias for each of several weights; biases: of those that are `biased`."""
+    return _forward(x, _parameters(ws, biases, biased), settings, numbers)
+
+
+def _fake_several_backward(
+    dys: Sequence[Tensor], x: Tensor, ws: Sequence[Tensor], needs: Sequence[bool], settings: str,
+    numbers: Sequence[int],
+) -> list[Tensor]:  # fmt: skip
+    return _backward(dys, x, ws, needs, settings, numbers, fake=True)
+
+
+@operator("sharded_matmuls_backward", _fake_several_backward, _refuse_second)
+def sharded_matmuls_backward(
+    dys: Sequence[Tensor], x: Tensor, ws: Sequence[Tensor], needs: Sequence[bool], settings: str,
+    numbers: Sequence[int],
+) -> list[Tensor]:  # fmt: skip
+    """dx, then dw and db of each weight, of shape [0] where not needed, as in `sharded_matmul_backward`."""
+    return _backward(dys, x, ws, needs, settings, numbers)
 
 
 # Collectives that have run, by group and all that was checked.

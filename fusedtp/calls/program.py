@@ -1,9 +1,5 @@
 """A plan made ready for one rank: which tasks on which matrices make a result, in what order, every length known.
 
-Tensors carry the names of their dims, so that a weight may be stored [N, K] where the notation says [K, N]: operands
-are permuted views, never transposed copies. What a collective joins or cuts is moved to the outermost place of its rows
-(or of the contraction), because that is where ranks' parts lie one behind the other.
-
 A program is written once for a call and run with its tensors, or with fakes: then each task gives the shapes alone.
 """
 
@@ -12,82 +8,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..op import ALL_GATHER_MATMUL, ALL_REDUCE, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER, OPS, Op, Task
-from ..schedules.alone import mm
+from ..schedules.alone import mm, summed
 from ..sharding import notation
 from ..sharding.partition import Partition
 from ..sharding.plan import MatmulPlan, Plan
 from ..sharding.redistribute import Step, moved
+from .matrices import Blocks, Matrix, Named, flat_sizes, outermost
 
 
 class Runs(Protocol):
     """What runs a task over a mesh axis. place: which of a program's tasks it is."""
 
     def __call__(self, place: int, task: Task, axis: str, operands: Sequence[Tensor | None]) -> list[Tensor]: ...
-
-
-@dataclass(frozen=True)
-class Named:
-    """A tensor of a program: the names of its dims, in the order in which the tensor has them, and their lengths."""
-
-    name: str
-    dims: tuple[str, ...]
-    lengths: tuple[int, ...]
-
-    def length(self, dim: str) -> int:
-        return self.lengths[self.dims.index(dim)]
-
-    def numel(self, dims: Sequence[str]) -> int:
-        return math.prod([self.length(dim) for dim in dims])
-
-    def order(self, dims: tuple[str, ...]) -> tuple[int, ...] | None:
-        """The permutation that puts the dims in this order; None for the one that they are in."""
-        return None if dims == self.dims else tuple(self.dims.index(dim) for dim in dims)
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """A tensor seen as a matrix: its dims in an `order`, flattened to `shape` (`flat`), and then `transposed`."""
-
-    name: str
-    order: tuple[int, ...] | None
-    flat: bool
-    shape: tuple[int, int]
-    transposed: bool = False
-
-    @cached_property
-    def how(self) -> Literal["as it is", "transposed", "viewed"]:
-        """What `view` amounts to."""
-        if self.flat or self.order not in (None, (1, 0)):
-            return "viewed"
-        return "as it is" if (self.order is None) != self.transposed else "transposed"
-
-    @classmethod
-    def of(cls, x: Named, rows: tuple[str, ...], cols: tuple[str, ...]) -> Matrix:
-        """x as [rows, cols], each a flattened list of dims."""
-        flat = not len(rows) == len(cols) == 1
-        return cls(x.name, x.order((*rows, *cols)), flat, (x.numel(rows), x.numel(cols)))
-
-    def t(self) -> Matrix:
-        """The transposed one."""
-        return replace(self, transposed=not self.transposed)
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """[rows, cols]."""
-        return self.shape[::-1] if self.transposed else self.shape
-
-    def view(self, x: Tensor) -> Tensor:
-        """A copy only where dims do not lie one behind the other."""
-        x = x if self.order is None else x.permute(self.order)
-        x = x.reshape(self.shape) if self.flat else x
-        return x.t() if self.transposed else x
 
 
 @dataclass
@@ -215,42 +153,44 @@ class Program:
         return self._task(Task(ALL_REDUCE, (matrix.size,), self._dtype), axis, (matrix,), (x.dims, x.lengths))[0]
 
     def matmul(
-        self, plan: MatmulPlan, a: Named, b: Named, *, bias: str | None = None, wanted: tuple[str, ...] | None = None,
-        done: Sequence[Step] = (),
-    ) -> Named:  # fmt: skip
+        self, plan: MatmulPlan, a: Blocks, b: Blocks, *, biases: Sequence[str | None] = (),
+        wanted: tuple[str, ...] | None = None, done: Sequence[Step] = (),
+    ) -> Blocks:  # fmt: skip
         """One planned matmul, dims in an order of its own choice.
 
-        bias: [N] along the last dim of the result as it is after the matmul; added once. wanted: the order of dims in
-        which the result is best contiguous. done: steps that its operands have been through already.
+        Of several blocks b there is a result each; of as many blocks a and b, their sum. biases: [N] along the last dim
+        of each result as it is after the matmul; added once. wanted: the order of dims in which the result is best
+        contiguous. done: steps that its operands have been through already.
         """
         before, fused, after = plan.stages(tuple(done))
-        now = {plan.names[0]: a, plan.names[1]: b}
+        now: dict[str, Blocks] = {plan.names[0]: a, plan.names[1]: b}
         for step, sharding in before:
-            now[step.tensor] = self.plain(step, sharding, now[step.tensor])
-        out = self._product(plan, now[plan.names[0]], now[plan.names[1]], fused, bias, wanted or plan.c.names)
+            now[step.tensor] = [self.plain(step, sharding, each) for each in now[step.tensor]]
+        outs = self._product(plan, now[plan.names[0]], now[plan.names[1]], fused, biases, wanted or plan.c.names)
         for step, sharding in after:
-            out = self.plain(step, sharding, out)
-        return out
+            outs = [self.plain(step, sharding, out) for out in outs]
+        return outs
 
     def _product(
-        self, plan: MatmulPlan, a: Named, b: Named, fused: tuple[Step, notation.Tensor] | None, bias: str | None,
-        wanted: tuple[str, ...],
-    ) -> Named:  # fmt: skip
+        self, plan: MatmulPlan, lefts: Blocks, rights: Blocks, fused: tuple[Step, notation.Tensor] | None,
+        biases: Sequence[str | None], wanted: tuple[str, ...],
+    ) -> Blocks:  # fmt: skip
         # The local matmul, with the collective that is fused with it, if any.
         step = fused[0] if fused is not None else None
         dim = step.dim if step is not None else ""
         sizes = self.sizes(*fused) if fused is not None and dim else ()
-        rows = outermost(tuple(name for name in plan.c.names if name in a.dims), dim)
-        cols = outermost(tuple(name for name in plan.c.names if name in b.dims), dim)
-        contraction = outermost(plan.contraction, dim)
         # The operand that is gathered is the task's first, so where it is the second here the two change places.
         exchanged = step is not None and step.tensor == plan.names[1]
         if exchanged:
-            a, b, rows, cols = b, a, cols, rows
+            lefts, rights = rights, lefts
+        a, b = lefts[0], rights[0]
+        rows = outermost(tuple(name for name in plan.c.names if name in a.dims), dim)
+        cols = outermost(tuple(name for name in plan.c.names if name in b.dims), dim)
+        contraction = outermost(plan.contraction, dim)
         # The result is [rows, cols], or [cols, rows] where its last dims had better be the rows.
         transposed = wanted[-len(rows) :] == rows and wanted[-len(cols) :] != cols
         # A bias runs along the last dim of the notation's result, b's, and that is what `wanted` has put last.
-        assert bias is None or transposed == exchanged
+        assert not any(biases) or transposed == exchanged
         lengths = {name: x.length(name) for names, x in ((rows, a), (cols, b)) for name in names}
         op: Op | None = None
         flat: tuple[int, ...] = ()
@@ -266,79 +206,107 @@ class Program:
             flat = flat_sizes(sizes, *((rows, a) if dim in rows else (cols, b)), dim)
             lengths[dim] = sizes[self._partition.place[step.axis][0]]
         dims = (*cols, *rows) if transposed else (*rows, *cols)
-        made = dims, [lengths[name] for name in dims]
-        left, right = Matrix.of(a, rows, contraction), Matrix.of(b, contraction, cols)
+        is_sum = len(lefts) > 1
+        made = []
+        for each in rights[:1] if is_sum else rights:
+            own = lengths | {name: each.length(name) for name in cols if name != dim}
+            made.append((dims, [own[name] for name in dims]))
+        biases = biases or (None,) * len(made)
+        pairs = [
+            (Matrix.of(left, rows, contraction), Matrix.of(right, contraction, cols))
+            for left, right in zip(lefts if is_sum else [a] * len(rights), rights, strict=True)
+        ]
         if transposed and op is not ALL_GATHER_MATMUL:
             # Without a gather either way round is the same task: the transposed problem scatters the other dim.
-            left, right = right.t(), left.t()
+            pairs = [(right.t(), left.t()) for left, right in pairs]
         if op is None or step is None:
-            return self._local(left, right, bias, made)
-        shapes = (left.size, right.size) if bias is None else (left.size, right.size, (1, made[1][-1]))
+            return self._local(pairs, biases, made)
+        operands, shapes = _in_order(op, pairs, biases, [each[-1] for _, each in made])
         algorithm = self._algorithm if op is MATMUL_ALL_REDUCE else "auto"
         task = Task(op, shapes, self._dtype, flat, along, transposed and op is ALL_GATHER_MATMUL, algorithm)
-        return self._task(task, step.axis, (left, right, bias), made)[0]
+        return self._task(task, step.axis, operands, *made)
 
     def _local(
-        self, left: Matrix, right: Matrix, bias: str | None, made: tuple[tuple[str, ...], Sequence[int]]
-    ) -> Named:
-        shape = None if len(made[0]) == 2 else tuple(made[1])
+        self, pairs: Sequence[tuple[Matrix, Matrix]], biases: Sequence[str | None],
+        made: Sequence[tuple[tuple[str, ...], Sequence[int]]],
+    ) -> Blocks:  # fmt: skip
+        shapes = [None if len(dims) == 2 else tuple(lengths) for dims, lengths in made]
 
         def run(tensors: dict[str, Tensor], runs: Runs) -> list[Tensor]:
-            a, b = left.view(tensors[left.name]), right.view(tensors[right.name])
-            out = mm(a, b, None if bias is None else tensors[bias])
-            return [out if shape is None else out.view(shape)]
+            given = [(a.view(tensors[a.name]), b.view(tensors[b.name])) for a, b in pairs]
+            added = [None if bias is None else tensors[bias] for bias in biases]
+            if len(made) == 1:
+                outs = [summed(given, added[0])]
+            else:
+                outs = [mm(a, b, bias) for (a, b), bias in zip(given, added, strict=True)]
+            return [out if shape is None else out.view(shape) for out, shape in zip(outs, shapes, strict=True)]
 
-        return self._add(run, (left.name, right.name, *((bias,) if bias is not None else ())), made)[0]
+        reads = [each.name for pair in pairs for each in pair] + [bias for bias in biases if bias is not None]
+        return self._add(run, reads, *made)
 
-    def gradients(
-        self, plans: Plan, dy: Named, x: Named, w: Named, needs: tuple[bool, bool, bool]
-    ) -> list[Named | None]:
-        """dx, dw and db, those that are needed: in one task where one gather serves both (`Plan.together`), or where
-        one gradient is scattered while the operand of the other is gathered (`Plan.side_by_side`).
+    def gradients(self, plans: Plan, dy: Blocks, x: Named, w: Blocks, needs: Sequence[bool]) -> list[Named | None]:
+        """dx, then dw and db of each block, those that are needed: in one task where one gather serves both
+        (`Plan.together`), or where one gradient is scattered while the operand of the other is gathered
+        (`Plan.side_by_side`).
         """
-        needs_x, needs_w, needs_bias = needs
-        db = self._bias_gradient(plans, dy) if needs_bias else None
-        if needs_x and needs_w and (plans.together or plans.side_by_side):
-            dx, dw = self._pair(plans, dy, x, w)
-            return [dx, dw, db]
-        done: tuple[Step, ...] = ()
-        if needs_x and needs_w and plans.shared:
-            # What both begin with.
-            done = plans.shared
-            for step, before, _ in plans.dx.walked:
-                if replace(step, fused=False) in done:
-                    dy = self.plain(step, before[0], dy)
-        return [
-            self.matmul(plans.dx, dy, w, wanted=x.dims, done=done) if needs_x else None,
-            self.matmul(plans.dw, x, dy, wanted=w.dims, done=done) if needs_w else None,
-            db,
+        needs_x, needs_w, needs_bias = needs[0], needs[1::2], needs[2::2]
+        dbs = [
+            self._bias_gradient(plans, each) if needed else None for each, needed in zip(dy, needs_bias, strict=True)
         ]
+        wanted = [i for i, needed in enumerate(needs_w) if needed]
+        dx: Named | None = None
+        found: Blocks = ()
+        if needs_x and wanted and (plans.together or plans.side_by_side):
+            dx, *found = self._pair(plans, dy, x, w, wanted)
+        else:
+            done: tuple[Step, ...] = ()
+            if needs_x and wanted and plans.shared:
+                # What both begin with.
+                done = plans.shared
+                for step, before, _ in plans.dx.walked:
+                    if replace(step, fused=False) in done:
+                        dy = [self.plain(step, before[0], each) for each in dy]
+            if needs_x:
+                dx = self.matmul(plans.dx, dy, w, wanted=x.dims, done=done)[0]
+            if wanted:
+                found = self.matmul(plans.dw, [x], [dy[i] for i in wanted], wanted=w[0].dims, done=done)
+        dws = dict(zip(wanted, found, strict=True))
+        return [dx, *(each for i, db in enumerate(dbs) for each in (dws.get(i), db))]
 
-    def _pair(self, plans: Plan, dy: Named, x: Named, w: Named) -> tuple[Named, Named]:
+    def _pair(self, plans: Plan, dy: Blocks, x: Named, w: Blocks, wanted: Sequence[int]) -> Blocks:
+        # dx, and the dw that are wanted.
         spec, n, k = plans.spec, (plans.spec.n,), (plans.spec.k,)
         placed = plans.together or plans.side_by_side
         assert placed is not None
         step, before = placed
         sizes = self.sizes(step, before)
-        rows = outermost(tuple(name for name in dy.dims if name != spec.n), step.dim)
-        dy_columns, dy_rows = Matrix.of(dy, n, rows), Matrix.of(dy, rows, n)
-        x_matrix, w_matrix = Matrix.of(x, rows, k), Matrix.of(w, n, k)
+        rows = outermost(tuple(name for name in dy[0].dims if name != spec.n), step.dim)
         # Along N, dy.T is gathered, or dw = dy.T @ x is scattered; along rows, dy, or dx = dy @ w.T.
         on_columns = step.dim == spec.n
-        first, second = (dy_columns, dy_rows) if on_columns else (dy_rows, dy_columns)
-        one, other = (x_matrix, w_matrix) if on_columns else (w_matrix, x_matrix)
-        flat = sizes if on_columns else flat_sizes(sizes, rows, dy, step.dim)
-        operands: tuple[Matrix | None, ...]
+        flat = sizes if on_columns else flat_sizes(sizes, rows, dy[0], step.dim)
+        blocks = []
+        for one_dy, one_w in zip(dy, w, strict=True):
+            dy_columns, dy_rows = Matrix.of(one_dy, n, rows), Matrix.of(one_dy, rows, n)
+            x_matrix, w_matrix = Matrix.of(x, rows, k), Matrix.of(one_w, n, k)
+            first, second = (dy_columns, dy_rows) if on_columns else (dy_rows, dy_columns)
+            one, other = (x_matrix, w_matrix) if on_columns else (w_matrix, x_matrix)
+            blocks.append((first, one, second, other))
+        first, one, second, other = blocks[0]
+        operands: list[Matrix | None]
         if plans.together:
-            op, operands = ALL_GATHER_MATMUL, (first, one, None, other)
+            op, operands = ALL_GATHER_MATMUL, [first, one, None, other]
         else:
             # The second product has the gathered operand on its right.
-            op, operands = MATMUL_REDUCE_SCATTER, (first, one, None, second, other)
+            op, operands = MATMUL_REDUCE_SCATTER, [first, one, None, second if 0 in wanted else None, other]
+            for i, (first, one, second, _) in list(enumerate(blocks))[1:]:
+                operands += [first, one, second if i in wanted else None]
         task = Task(op, tuple(None if each is None else each.size for each in operands), self._dtype, flat)
         dx = (*rows, spec.k), [*(x.length(name) for name in rows), x.length(spec.k)]
-        dw = (spec.n, spec.k), [w.length(spec.n), w.length(spec.k)]
-        made = self._task(task, step.axis, operands, *((dw, dx) if on_columns else (dx, dw)))
-        return (made[1], made[0]) if on_columns else (made[0], made[1])
+        dws = [((spec.n, spec.k), [w[i].length(spec.n), w[i].length(spec.k)]) for i in wanted]
+        if not on_columns:
+            return self._task(task, step.axis, operands, dx, *dws)
+        dw, made = self._task(task, step.axis, operands, *dws, dx)
+        return made, dw
 
     def _bias_gradient(self, plans: Plan, dy: Named) -> Named:
         # If w has only this rank's columns, so has the bias; if w has all of them, the bias is whole too.
@@ -359,12 +327,15 @@ class Program:
         return db
 
 
-def outermost(names: tuple[str, ...], first: str) -> tuple[str, ...]:
-    """The names with `first` in front, if it is one of them."""
-    return (first, *(name for name in names if name != first)) if first in names else names
-
-
-def flat_sizes(sizes: tuple[int, ...], names: tuple[str, ...], x: Named, dim: str) -> tuple[int, ...]:
-    """The ranks' lengths of x's dims `names` flattened into one; `sizes`: their lengths of `dim`, the outermost one."""
-    per_index = x.numel([name for name in names if name != dim])
-    return tuple(size * per_index for size in sizes)
+def _in_order(
+    op: Op, pairs: Sequence[tuple[Matrix, Matrix]], biases: Sequence[str | None], columns: Sequence[int]
+) -> tuple[list[Matrix | str | None], tuple[tuple[int, int] | None, ...]]:
+    # The operands of a product in the op's order, and their shapes; a bias has as many elements as its result columns.
+    none = (None, None)
+    added = [none if bias is None else (bias, (1, length)) for bias, length in zip(biases, columns, strict=True)]
+    (a, b), *others = [((a, a.size), (b, b.size)) for a, b in pairs]
+    given: list[Any] = [a, b, added[0], *([none] * (op.operands - 3) if others else ())]
+    for i, (a, b) in enumerate(others, 1):
+        given += [b, added[i]] if op is ALL_GATHER_MATMUL else [a, b, none][: op.block]
+    operands, shapes = zip(*given, strict=True)
+    return list(operands), shapes if others or biases[0] is not None else shapes[:2]

@@ -51,8 +51,8 @@ class Gather:
 class Scatter:
     """See `verbs.Scatter`."""
 
-    def multiply(self, a: Tensor, b: Tensor) -> None:
-        self._terms = a, b
+    def multiply(self, terms: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._terms = terms
 
     def put(self, x: Tensor) -> None:
         pass
@@ -60,9 +60,9 @@ class Scatter:
     def sum(self, epilogue: Epilogue, *, own: Tensor | None, last: bool) -> Tensor:
         if own is not None:
             return own.clone(memory_format=torch.contiguous_format)
-        a, b = self._terms
+        terms = self._terms
         del self._terms
-        return mm(a, b, epilogue.bias)
+        return summed(terms, epilogue.bias)
 
 
 def multiplied(whole: Tensor, products: Sequence[Product]) -> list[Tensor]:
@@ -80,11 +80,20 @@ def mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
 
 
-def mm_into(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
-    """out = a @ b (+ bias)."""
+def summed(terms: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None = None) -> Tensor:
+    """The sum of these a [M, K] @ b [K, N] (+ bias), rounded after each."""
+    (a, b), *others = terms
+    out = mm(a, b, bias)
+    for a, b in others:
+        out.addmm_(a, b)
+    return out
+
+
+def sum_into(terms: Sequence[tuple[Tensor, Tensor]], out: Tensor) -> None:
+    """`summed` into `out`."""
     if not out.numel():
         return
-    if bias is None:
-        torch.mm(a, b, out=out)
-    else:
-        torch.addmm(bias, a, b, out=out)
+    (a, b), *others = terms
+    torch.mm(a, b, out=out)
+    for a, b in others:
+        out.addmm_(a, b)

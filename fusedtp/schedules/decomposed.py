@@ -24,7 +24,7 @@ from ..op import Task
 from ..shards import offsets
 from ..workspaces.workspace import Workspace
 from . import transport
-from .alone import mm, mm_into
+from .alone import mm, sum_into, summed
 from .transport import travelling
 from .verbs import Epilogue, Product
 
@@ -243,23 +243,23 @@ class Scatter:
             dst = (ws.rank + i) % ws.world_size
             yield dst, slice(begins[dst], begins[dst + 1])
 
-    def multiply(self, a: Tensor, b: Tensor) -> None:
+    def multiply(self, terms: Sequence[tuple[Tensor, Tensor]]) -> None:
         ws, steps = self._ws, self._ws.steps
         if self._in_own or self._to_all:
             mine = self._view(ws.rank, 0 if self._in_own else ws.rank, self._begins[-1])
-            _multiply_into(a, b, mine, -1)
+            _multiply_into(terms, mine, -1)
             self._show(mine)
             return
         for dst, part in self._owners():
-            left, right = (a[part], b) if self._dim == 0 else (a, b[:, part])
+            theirs = [(a[part], b) if self._dim == 0 else (a, b[:, part]) for a, b in terms]
             place = self._view(dst, ws.rank, self._sizes[dst])
             if ws.in_place or dst == ws.rank:
-                _multiply_into(left, right, place, dst)
+                _multiply_into(theirs, place, dst)
                 steps.signal(dst, self._slot)
             else:
-                terms = mm(left, right)
+                total = summed(theirs)
                 with travelling(ws):
-                    self._send(terms, place, dst)
+                    self._send(total, place, dst)
 
     def put(self, x: Tensor) -> None:
         ws = self._ws
@@ -322,10 +322,13 @@ class Scatter:
         gather.start(mine)
 
 
-def _multiply_into(a: Tensor, b: Tensor, out: Tensor, peer: int) -> None:
+def _multiply_into(terms: Sequence[tuple[Tensor, Tensor]], out: Tensor, peer: int) -> None:
     if trace.spans is not None:
-        trace.timed("multiply", peer, mm_into, a, b, out)
+        trace.timed("multiply", peer, sum_into, terms, out)
+    elif len(terms) > 1:
+        sum_into(terms, out)
     elif out.numel():
+        a, b = terms[0]
         torch.mm(a, b, out=out)
 
 

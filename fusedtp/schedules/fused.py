@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..cost.overlap import Work
-from ..kernels import INTERPRETED, matmul
+from ..kernels import INTERPRETED, operands
 from ..kernels.gather_matmul import GatherMatmul, own_in_place
 from ..kernels.launch import Config, config_for
 from ..kernels.layout import Layout
@@ -92,6 +92,9 @@ class Gather:
         # A gather of sums in an all-reduce has a signal for each tile.
         self._per_tile = on.task.op.kind == "all_reduce"
         self._pushes = bool(products) and on.task.op.kind == "gather"
+        # The products of one kernel, and the rows of each of their results.
+        self._alike = 0 if not products else tuple(products).count(products[0])
+        self._rows = self._shape[0] if dim == 0 else other
         cols = other if dim == 0 else max(sizes)
         rows = self._shape[0] if dim == 0 else on.world_size * other
         row_bytes = cols * dtype.itemsize
@@ -142,28 +145,49 @@ class Gather:
     def multiply(self, x: Tensor, products: Sequence[Product]) -> list[Tensor]:
         if not self._pushes:
             return multiplied(self._collected(x), products)
-        first, *others = products
+        first, others = products[0], products[self._alike :]
+        more: Sequence[tuple[Tensor, Tensor, Tensor | None]] = ()
         by, split, on, ws = self._by, self._on.split, self._on, self._ws
-        M, N = self._shape[0] if self._dim == 0 else self._shape[1], first.other.shape[1]
+        M, N = self._rows, first.other.shape[1]
         out = x.new_empty((N, M) if first.transposed else (M, N))
-        c, table = out.t() if first.transposed else out, ws.table(self._sizes)
-        epilogue = matmul.Epilogue(first.epilogue.bias, matmul.PER_ROW[first.transposed])
+        c, table, outs, bias = out.t() if first.transposed else out, ws.table(self._sizes), [out], first.epilogue.bias
+        if self._alike > 1:
+            bias, more = self._further(x, products[: self._alike], outs)
+        epilogue = operands.Epilogue(bias, operands.PER_ROW[first.transposed])
         launch = self._launch or self._launcher()
         issued = split or by == "copy"
         if by == "copy" and not split:
 
             def in_capture() -> None:
-                launch(ws.channel(), x, first.other, c, epilogue, table, pushed=False, last=not others)
+                launch(ws.channel(), x, first.other, c, epilogue, table, pushed=False, last=not others, more=more)
 
-            producers.load_for_capture(ws, in_capture, on.task, producers.alike(x, first.other, first.epilogue.bias))
+            layouts = producers.alike(x, bias, *(each.other for each in products[: self._alike]))
+            producers.load_for_capture(ws, in_capture, on.task, layouts)
         launch(
-            ws.channel(), x, first.other, c, epilogue, table, pushed=issued, last=not others and by != "copy"
+            ws.channel(), x, first.other, c, epilogue, table, pushed=issued, last=not others and by != "copy",
+            more=more,
         )  # fmt: skip
         if others:
-            return [out, *multiplied(self._collected(x), others)]
+            return [*outs, *multiplied(self._collected(x), others)]
         if by == "copy":
             producers.finish(ws)
-        return [out]
+        return outs
+
+    def _further(
+        self, x: Tensor, products: Sequence[Product], outs: list[Tensor]
+    ) -> tuple[Tensor | None, list[tuple[Tensor, Tensor, Tensor | None]]]:
+        # Of several products in one kernel: the first one's bias, and what the kernel is given of the others, whose
+        # results are put into `outs`. It adds a bias to each or to none.
+        M, transposed, more = self._rows, products[0].transposed, []
+        biases = [each.epilogue.bias for each in products]
+        if any(bias is not None for bias in biases):
+            widths = [each.other.shape[1] for each in products]
+            biases = [x.new_zeros(N) if bias is None else bias for bias, N in zip(biases, widths, strict=True)]
+        for each, bias in zip(products[1:], biases[1:], strict=True):
+            N = each.other.shape[1]
+            outs.append(x.new_empty((N, M) if transposed else (M, N)))
+            more.append((each.other, outs[-1].t() if transposed else outs[-1], bias))
+        return biases[0], more
 
     def _collected(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         # All ranks' rows in one tensor, `out` or a new one, by the op's last kernel.
@@ -205,11 +229,11 @@ class Scatter:
             config=config, upcast=INTERPRETED,
         )  # fmt: skip
 
-    def multiply(self, a: Tensor, b: Tensor) -> None:
+    def multiply(self, terms: Sequence[tuple[Tensor, Tensor]]) -> None:
         if self._dim == 1:
-            a, b = b.t(), a.t()
+            terms = [(b.t(), a.t()) for a, b in terms]
         ws = self._ws
-        self._launch(ws.channel(), a, b, ws.table(self._sizes))
+        self._launch(ws.channel(), terms, ws.table(self._sizes))
 
     def put(self, x: Tensor) -> None:
         producer = "copy" if self._on.producer == "copy" else "push"
@@ -239,7 +263,7 @@ class Scatter:
             transport.settle(self._ws)
         reduce(
             self._ws.channel(), self._on.task.op.number, out,
-            matmul.Epilogue(epilogue.bias, matmul.PER_ROW[self._dim == 1]), region_rows=self._region_rows,
+            operands.Epilogue(epilogue.bias, operands.PER_ROW[self._dim == 1]), region_rows=self._region_rows,
             pitch=self._region.pitch, per_tile=self._multiplies, config=self._config, upcast=INTERPRETED,
             own=None if own is None else own[self._part], result_row=None if gather is None else gather.row,
             second_slot=0 if gather is None else gather.region.slot, last=last,

@@ -25,17 +25,25 @@ T = TypeVar("T")
 Phases = Generator[None, None, list[Tensor]]
 
 
+def _terms(task: Task, operands: Operands) -> list[tuple[Tensor, Tensor]]:
+    # The products of several blocks that a rank's part of a sum is made of.
+    return [(a, b) for a, b, *_ in (operands[:2], *task.blocks(operands))]
+
+
 class Gathering:
-    """all_gather, and all_gather_matmul with one product or two. Operands: x, and b, bias, right."""
+    """all_gather, and all_gather_matmul with any number of products. Operands: x, and b, bias, right; b, bias."""
 
     def __init__(self, on: Verbs, task: Task) -> None:
         rows, cols = task.shape(0)
         self._first: Literal["rows", "outer"] = "rows" if task.dim == 0 else "outer"
-        self._transposed, self._multiplies = task.transposed, task.has(1)
-        products = ((self._first,) if task.has(1) else ()) + (("outer",) if task.has(3) else ())
+        self._task, self._multiplies = task, task.has(1)
+        blocks = [] if not task.has(1) else [task.shape(1), *(b for b, _ in task.blocks(task.shapes))]
+        # What `right` is multiplied with are rows.
+        assert task.dim == 0 or not task.has(3)
+        products = (self._first,) * len(blocks) + (("outer",) if task.has(3) else ())
         self._gather = on.gather(
             task.sizes, cols if task.dim == 0 else rows, task.dim, products=products,
-            result=task.shape(1)[1] if task.has(1) else 0,
+            result=sum(b[1] for b in blocks if b is not None),
         )  # fmt: skip
         self.stages = self._start, self._finish
 
@@ -45,18 +53,24 @@ class Gathering:
     def _finish(self, operands: Operands) -> list[Tensor]:
         if not self._multiplies:
             return [self._gather.whole(operands[0])]
-        products = [Product(self._first, operands[1], Epilogue(operands[2]), self._transposed)]
+        first, transposed = self._first, self._task.transposed
+        products = [Product(first, operands[1], Epilogue(operands[2]), transposed)]
         if len(operands) > 3:
-            products.append(Product("outer", operands[3]))
+            for b, bias in self._task.blocks(operands):
+                products.append(Product(first, b, Epilogue(bias), transposed))
+            if operands[3] is not None:
+                products.append(Product("outer", operands[3]))
         return self._gather.multiply(operands[0], products)
 
 
 class Scattering:
-    """reduce_scatter, and matmul_reduce_scatter, maybe with a gather beside it. Operands: a, and b, bias, left, x."""
+    """reduce_scatter, and matmul_reduce_scatter, maybe with a gather beside it. Operands: a, and b, bias, left, x; a,
+    b, left.
+    """
 
     def __init__(self, on: Verbs, task: Task) -> None:
         M, N = task.moved
-        self._multiplies, self._gathers = task.op.multiplies, task.has(4)
+        self._task, self._multiplies, self._gathers = task, task.op.multiplies, task.has(4)
         self._scatter = on.scatter(
             task.sizes, N if task.dim == 0 else M, task.dim, to_all=False, multiplies=self._multiplies
         )
@@ -68,7 +82,9 @@ class Scattering:
         if self._gathers:
             self._gather.start_beside(operands[4])
         if self._multiplies:
-            self._scatter.multiply(operands[0], operands[1])
+            several = len(operands) > self._task.op.operands
+            terms = _terms(self._task, operands) if several else ((operands[0], operands[1]),)
+            self._scatter.multiply(terms)
         else:
             self._scatter.put(operands[0])
 
@@ -78,17 +94,20 @@ class Scattering:
         out = self._scatter.sum(Epilogue(operands[2]), own=None, last=not self._gathers)
         if not self._gathers:
             return [out]
-        _, _, _, left, x = operands
+        lefts = [operands[3], *(left for _, _, left in self._task.blocks(operands))]
         # left @ X
-        return [out, *self._gather.multiply(x, [Product("outer", left.t(), transposed=True)])]
+        products = [Product("outer", left.t(), transposed=True) for left in lefts if left is not None]
+        return [out, *self._gather.multiply(operands[4], products)]
 
 
 class Reducing:
-    """all_reduce and matmul_all_reduce: one-shot, or a scatter and a gather of its sums. Operands: a, and b, bias."""
+    """all_reduce and matmul_all_reduce: one-shot, or a scatter and a gather of its sums. Operands: a, and b, bias; a,
+    b.
+    """
 
     def __init__(self, on: Verbs, task: Task) -> None:
         M, N = task.moved
-        self._multiplies = task.op.multiplies
+        self._task, self._multiplies = task, task.op.multiplies
         if on.one_shot(task):
             self._scatter = on.scatter((M,), N, 0, to_all=True, multiplies=self._multiplies)
             self.stages: tuple[Any, ...] = self._start, self._sum
@@ -102,7 +121,9 @@ class Reducing:
 
     def _start(self, operands: Operands) -> None:
         if self._multiplies:
-            self._scatter.multiply(operands[0], operands[1])
+            several = len(operands) > self._task.op.operands
+            terms = _terms(self._task, operands) if several else ((operands[0], operands[1]),)
+            self._scatter.multiply(terms)
         else:
             self._scatter.put(operands[0])
 

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from .. import trace
 from ..op import Task
 from ..shards import offsets
-from .alone import mm_into, multiplied
+from .alone import multiplied, sum_into
 from .verbs import Epilogue, Product
 
 _c10d = torch.ops._c10d_functional
@@ -107,21 +107,23 @@ class Scatter:
         self._begins, self._longest = offsets(sizes), max(sizes)
         self._even = to_all or all(size == self._longest for size in sizes)
 
-    def multiply(self, a: Tensor, b: Tensor) -> None:
+    def multiply(self, terms: Sequence[tuple[Tensor, Tensor]]) -> None:
         if self._dim == 1:
             # The transposed problem scatters rows; only this rank's part is transposed back.
-            a, b = b.t(), a.t()
+            terms = [(b.t(), a.t()) for a, b in terms]
+        a, b = terms[0]
         num_rows = self._begins[-1] if self._even else self._longest * self._on.world_size
-        terms = a.new_empty(num_rows, b.shape[1])
+        sent = a.new_empty(num_rows, b.shape[1])
         if self._even:
             with trace.span("multiply"):
-                mm_into(a, b, terms)
+                sum_into(terms, sent)
         else:
             # Each part is multiplied into its padded place; what the padding holds is summed too, and cut off with it.
-            for peer, part in enumerate(a.split(list(self._sizes))):
+            for peer, size in enumerate(self._sizes):
+                part = slice(self._begins[peer], self._begins[peer + 1])
                 with trace.span("multiply", peer):
-                    mm_into(part, b, terms[peer * self._longest :][: self._sizes[peer]])
-        self._terms = terms
+                    sum_into([(a[part], b) for a, b in terms], sent[peer * self._longest :][:size])
+        self._terms = sent
 
     def put(self, x: Tensor) -> None:
         if self._even:

@@ -61,8 +61,8 @@ class Gather(Protocol):
 class Scatter(Protocol):
     """One scatter of a task: to the owners, or of everything to everybody. own: what was `put`, if anything was."""
 
-    def multiply(self, a: Tensor, b: Tensor) -> None:
-        """This rank's terms are a @ b."""
+    def multiply(self, terms: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """This rank's terms are the sum of these a @ b."""
 
     def put(self, x: Tensor) -> None:
         """This rank's terms are x."""
@@ -85,7 +85,7 @@ class Verbs(Protocol):
     ) -> Gather:
         """A gather of a matrix of which rank r has `sizes[r]` rows of `other` elements, or columns with dim 1.
 
-        products: the kinds of the products to come; result: how many columns the first one has.
+        products: the kinds of the products to come; result: how many columns those like the first one have in all.
         """
 
     def scatter(self, sizes: Sequence[int], other: int, dim: int, *, to_all: bool, multiplies: bool) -> Scatter:

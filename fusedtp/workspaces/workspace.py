@@ -374,7 +374,7 @@ class Workspace(Failing):
             words[signal.BUDGET_MS.value] = math.ceil(seconds * 1000)
 
     def close(self, why: int = 1) -> None:
-        """Give the memory back. The peers may still use theirs. why: what they read in LEFT, see `missing`."""
+        """Give the memory back. The peers may still use theirs. why: what they read in LEFT, see `kernels.signal`."""
         try:
             # Kernels that still wait for a lost peer end by the clock, which therefore goes on until they have.
             if self._arena is not None and self.device.type == "cuda":

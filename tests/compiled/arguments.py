@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 Path = tuple[int, ...]
 
 _TUPLES = {
-    "a": ("matmul", "Left"), "b": ("matmul", "Right"), "c": ("matmul", "Result"), "epilogue": ("matmul", "Epilogue"),
-    "tiles": ("matmul", "Tiles"), "chunks": ("gather_matmul", "Chunks"), "group": ("signal", "Group"),
+    "a": ("operands", "Left"), "b": ("operands", "Right"), "c": ("operands", "Result"),
+    "epilogue": ("operands", "Epilogue"),
+    "tiles": ("operands", "Tiles"), "chunks": ("gather_matmul", "Chunks"), "group": ("signal", "Group"),
     "x": ("push", "Rows"), "out": ("push", "Rows"),
 }  # fmt: skip
-
-
-def tuples_of(kernel: Any, package: str) -> dict[str, Any]:
-    """The classes of a kernel's arguments that are tuples."""
-    names = [name for name in kernel.arg_names if name in _TUPLES]
-    own = {"a": ("gather_matmul", "Shard")} if "chunks" in names else {}
-    found = {}
-    for name in names:
-        module, cls = (_TUPLES | own)[name]
-        found[name] = getattr(importlib.import_module(f"{package}.{module}"), cls)
-    return found
 
 
 def name_of(argument: str, field: str) -> str:
@@ -39,15 +29,41 @@ def name_of(argument: str, field: str) -> str:
     return field
 
 
-def fields(kernel: Any, package: str) -> Iterator[tuple[Path, str]]:
-    """Where each of a kernel's values is, and its name."""
-    tuples = tuples_of(kernel, package)
-    for i, argument in enumerate(kernel.arg_names):
-        if argument not in tuples:
-            yield (i,), argument
-            continue
-        for j, field in enumerate(tuples[argument]._fields):
-            yield (i, j), name_of(argument, field)
+def named(kernel: Any, package: str, blocks: int = 0) -> dict[str, Any]:
+    """What a kernel is given, by argument: the name of each value, in tuples as the launchers make them. blocks: how
+    many further B there are.
+    """
+    own = {"a": ("gather_matmul", "Shard")} if "chunks" in kernel.arg_names else {}
+
+    def tuple_of(argument: str, cls: Any) -> Any:
+        return cls(*(name_of(argument, field) for field in cls._fields))
+
+    def of(argument: str) -> Any:
+        if argument == "more":
+            of_package = importlib.import_module(f"{package}.operands")
+            left, right = tuple_of("a", of_package.Left), tuple_of("b", of_package.Right)
+            result = tuple_of("c", of_package.Result)
+            # Where columns lie side by side there is one A; where products are added, one result, in arenas.
+            block = (
+                of_package.Block("none", right, result, "bias_ptr", "END")
+                if own
+                else of_package.Block(left, right, "none", "none", "END")
+            )
+            return of_package.More((block,) * blocks, "A_UNIT", "B_UNIT", "C_UNIT")
+        if argument not in _TUPLES:
+            return argument
+        module, cls = (_TUPLES | own)[argument]
+        return tuple_of(argument, getattr(importlib.import_module(f"{package}.{module}"), cls))
+
+    return {argument: of(argument) for argument in kernel.arg_names}
+
+
+def mapped(tree: Any, change: Callable[[Path, str], Any], path: Path = ()) -> Any:
+    """The tree of names with each replaced by what `change` makes of its place and itself."""
+    if isinstance(tree, str):
+        return change(path, tree)
+    parts = [mapped(each, change, (*path, i)) for i, each in enumerate(tree)]
+    return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
 
 
 def flat(names: list[str], values: tuple[Any, ...]) -> dict[str, Any]:
@@ -56,6 +72,8 @@ def flat(names: list[str], values: tuple[Any, ...]) -> dict[str, Any]:
     for argument, value in zip(names, values, strict=True):
         pairs = {argument: value} if not hasattr(value, "_asdict") else value._asdict()
         for field, each in pairs.items():
+            if field == "blocks":
+                continue
             name = field if pairs.keys() == {argument} else name_of(argument, field)
             found[name] = getattr(each, "value", each) if type(each).__name__ == "constexpr" else each
     return found

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from . import assembly, uniform
-from .arguments import fields, tuples_of
+from .arguments import Path as Place
+from .arguments import mapped, named
 from .blocks import with_tails_made_one
 from .cases import DTYPES, TARGETS, VARIANTS, Case
 
@@ -76,6 +77,8 @@ def config_of(case: Case) -> Any:
 
 def limit_of(case: Case) -> str:
     """Which limit of registers holds for a case, as the launchers choose it."""
+    if VARIANTS[case.variant].more:
+        return ""
     if case.aligned == ():
         return "scatter any" if case.variant == "scatter" else ""
     if case.aligned and case.variant != "scatter" and "pointers" in (case.a_by, case.b_by):
@@ -135,12 +138,14 @@ def compile_case(case: Case, package: str = PACKAGE, options: dict[str, int] | N
         "stride_bn" if case.b_by == "rows" else "stride_bk": 1,
         "stride_xn": 1,
         **dict.fromkeys(("stride_cm", "stride_om") if variant.transposed else ("stride_cn", "stride_on"), 1),
-        **{name: None for name, (by, _) in described.items() if by == "pointers"}, **_GROUP, **flags,
+        **{name: None for name, (by, _) in described.items() if by == "pointers"}, **_GROUP,
+        "none": None, "END": 0, **_units(case), **flags,
     }  # fmt: skip
     others = {"table": "*i32", "peers": "*i64", "half_bytes": "i64", "fingerprint": "i64"}
-    places = dict(fields(fn, package))
-    types = {}
-    for path, name in places.items():
+    trees, places, types = named(fn, package, variant.more), {}, {}
+
+    def type_of(path: Place, name: str) -> str:
+        places[path] = name
         if name in known:
             types[path] = "constexpr"
         elif name in described:
@@ -150,11 +155,9 @@ def compile_case(case: Case, package: str = PACKAGE, options: dict[str, int] | N
         else:
             assert name in ("M", "N", "K") or not name.isupper(), f"{variant.name}: no value for the constant {name}"
             types[path] = others.get(name, "i32")
-    tuples = tuples_of(fn, package)
-    signature: dict[str, Any] = {}
-    for i, name in enumerate(fn.arg_names):
-        of = [each for path, each in types.items() if path[0] == i]
-        signature[name] = tuples[name](*of) if name in tuples else of[0]
+        return types[path]
+
+    signature = {name: mapped(tree, type_of, (i,)) for i, (name, tree) in enumerate(trees.items())}
     constants = {path: known[name] for path, name in places.items() if name in known}
     attrs = {
         path: [["tt.divisibility", 16]]
@@ -167,6 +170,17 @@ def compile_case(case: Case, package: str = PACKAGE, options: dict[str, int] | N
     target = GPUTarget(*TARGETS[case.target].backend)
     options = launch_options(case, config) if options is None else options
     return triton.compile(ASTSource(fn, signature, constants, attrs), target=target, options=options)
+
+
+def _units(case: Case) -> dict[str, int]:
+    # The dimensions whose elements are adjacent, as the launchers find them where there are several B.
+    if not VARIANTS[case.variant].more:
+        return dict.fromkeys(("A_UNIT", "B_UNIT", "C_UNIT"), -1)
+    return {
+        "A_UNIT": 0 if case.a_by == "columns" else 1,
+        "B_UNIT": 1 if case.b_by == "rows" else 0,
+        "C_UNIT": 0 if VARIANTS[case.variant].transposed else 1,
+    }
 
 
 def _is_aligned(name: str, case: Case) -> bool:

@@ -32,7 +32,7 @@ DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 @dataclass(frozen=True)
 class Variant:
     """A kernel with its flags: whether it multiplies, at how many places of its source it waits and raises, and whether
-    the columns of its result are contiguous, not the rows.
+    the columns of its result are contiguous, not the rows. more: how many B it has beside the first.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Variant:
     waits: int = 0
     raises: int = 0
     transposed: bool = False
+    more: int = 0
 
 
 def _variants() -> dict[str, Variant]:
@@ -71,6 +72,12 @@ def _variants() -> dict[str, Variant]:
             gather | {"IN_PLACE": False}, True, 2, 2),
         Variant("gather rows transposed", "gather_matmul", "_gather_matmul_kernel",
             gather | {"PER_ROW": True}, True, 2, 2, transposed=True),
+        Variant("gather rows, three weights", "gather_matmul", "_gather_matmul_kernel", gather, True, 2, 2, more=2),
+        Variant("gather contraction, three weights", "gather_matmul", "_gather_matmul_kernel",
+            gather | {"CONTRACTION": True}, True, 2, 2, more=2),
+        Variant("scatter, three weights", "matmul_scatter", "_matmul_scatter_kernel", scatter, True, 0, 2, more=2),
+        Variant("scatter to all, three weights", "matmul_scatter", "_matmul_scatter_kernel", scatter | {"TO_ALL": True},
+            True, 0, 2, more=2),
         Variant("gather contraction", "gather_matmul", "_gather_matmul_kernel", gather | {"CONTRACTION": True}, True,
             2, 2),
         Variant("gather contraction, split", "gather_matmul", "_gather_matmul_kernel",

@@ -71,13 +71,13 @@ _PARTS = (
 )
 _DOT = "        acc = dot(a_block, b_block, acc, tiles.UPCAST)\n"
 _ROWS = "                ok = wait_for_rows(link, src, row - first, end_row, first_slot, one, 1, PIECE)\n"
-_STORE = "    store_rows(ctx, _row"
+_STORE = "        store_rows(ctx.c,"
 _WAIT = """\
         packed = wait_for_rows(
             ctx.link, src, tile.row, end_row, FIRST_SLOT, packed, ctx.tiles.BLOCK_M, ctx.chunks.PIECE
         )
 """
-_WAIT_LATE = _WAIT.removeprefix("    ").replace("src", "tile.chunk").replace("end_row", "tile.row + 1")
+_WAIT_LATE = _WAIT.replace("src", "tile.chunk").replace("end_row", "tile.row + 1")
 _REPORT = "        tl.atomic_xchg(host + REPORT, src + 1,"
 
 MUTANTS = (
@@ -207,7 +207,7 @@ MUTANTS = (
     ),
     Mutant(
         "a barrier in a loop made one", checks.multiplication, (_by("gather rows, split", "sm_90"),),
-        (("gather_matmul", _STORE, f"    tl.debug_barrier()\n{_STORE}"),),
+        (("gather_matmul", _STORE, f"        tl.debug_barrier()\n{_STORE}"),),
     ),
     Mutant(
         "a barrier where a wait is given up", checks.multiplication, (_by("gather rows, split", "sm_90"),),

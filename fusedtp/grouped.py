@@ -1,0 +1,117 @@
+"""Linears that take the same input, with one gather of it, in a module whose code does not know of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from .parallel import FusedColwiseLinear, FusedColwiseParallel, columns
+
+
+class _Together:
+    # The linears of a FusedGroup, and what the last input gave for those that have not been called with it yet.
+    def __init__(self) -> None:
+        self.linears: list[FusedGroupedLinear] = []
+        self.clear()
+
+    def clear(self) -> None:
+        self._key: tuple[Any, ...] | None = None
+        self._outs: dict[FusedGroupedLinear, Tensor] = {}
+
+    def _parameters(self) -> Iterator[Tensor]:
+        for linear in self.linears:
+            yield from linear.parameters(recurse=False)
+
+    def take(self, linear: FusedGroupedLinear, input: Tensor) -> Tensor:
+        # The same tensor with the same values, used in the same way. A tensor of inference mode has no version, and a
+        # compiler knows none.
+        versions: list[int] = []
+        if not torch.compiler.is_compiling():
+            versions = [each._version for each in (input, *self._parameters()) if not each.is_inference()]
+        key = input, versions, torch.is_grad_enabled(), torch.is_autocast_enabled(input.device.type)
+        known = self._key is not None and self._key[0] is input and self._key[1:] == key[1:]
+        if not known or linear not in self._outs:
+            weights, biases = tuple(each.weight for each in self.linears), tuple(each.bias for each in self.linears)
+            outs = columns(self.linears, input, weights, biases)
+            self._key, self._outs = key, dict(zip(self.linears, outs, strict=True))
+        out = self._outs.pop(linear)
+        if not self._outs:
+            self.clear()
+        return out
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Together:
+        made = memo[id(self)] = _Together()
+        made.linears = copy.deepcopy(self.linears, memo)
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"linears": self.linears, "_key": None, "_outs": {}}
+
+
+class FusedGroupedLinear(FusedColwiseLinear):
+    """What FusedGroup makes of each nn.Linear: the first that is called with an input computes all of the group."""
+
+    together: _Together
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.together.take(self, input)
+
+
+class FusedGroup(ParallelStyle):
+    """Several nn.Linear of one module that take the same input, as FusedColwiseParallel each, with one gather of it.
+
+    names             of the linears in the module that the style is for: FusedGroup("q_proj", "k_proj", "v_proj")
+    options           those of FusedColwiseParallel
+
+    The module's code is unchanged: the first linear that it calls with an input computes all of them, the others take
+    theirs. Linears that are called with different inputs, or not at all, are right too, but then more is computed than
+    is used. Under torch.compile an input must not be changed in place between the calls of a group. In backward the
+    gradients of the input are added before they are scattered, once.
+    """
+
+    def __init__(self, *names: str, **options: Any) -> None:
+        super().__init__()
+        if len(names) < 2 or len(set(names)) < len(names):
+            raise ValueError(f"a FusedGroup is of two linears or more, by different names, got {names}")
+        if wrong := [name for name in names if not isinstance(name, str)]:
+            raise TypeError(f"a FusedGroup takes the linears' names, got {wrong[0]!r}")
+        self.names, self.style = names, FusedColwiseParallel(**options)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        linears = []
+        for name in self.names:
+            try:
+                linears.append(module.get_submodule(name))
+            except AttributeError as error:
+                raise ValueError(f"{type(module).__name__} has no {name!r}, which is to be in a {self!r}") from error
+        if len({id(each) for each in linears}) < len(linears):
+            raise ValueError(f"a FusedGroup is of different linears: {', '.join(self.names)} are not")
+        self.style.src_data_rank = self.src_data_rank
+        together = _Together()
+        for linear in linears:
+            self.style.check(linear, device_mesh)
+        for linear in linears:
+            self.style._apply(linear, device_mesh)
+            linear.__class__ = FusedGroupedLinear
+            linear.together = together  # type: ignore[assignment]
+            together.linears.append(linear)  # type: ignore[arg-type]
+        # A call that uses only some of them must not keep what the others would have taken.
+        module.register_forward_hook(_Clear(together), always_call=True)
+        return module
+
+    def __repr__(self) -> str:
+        return f"FusedGroup({', '.join(map(repr, self.names))}, style={self.style!r})"
+
+
+class _Clear:
+    def __init__(self, together: _Together) -> None:
+        self._together = together
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._together.clear()

@@ -1,0 +1,240 @@
+"""FusedGroup: linears of one module with one gather of their input, in code that does not know of it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fusedtp.bench.ranks import RankPool
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fusedtp
+
+from .test_counting import counting
+
+HEADS, KV, HEAD, HIDDEN = 4, 2, 6, 20
+
+
+class Attention(nn.Module):
+    """Grouped queries, in the order of calls that models have; with a bias on one of the three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(HIDDEN, HEADS * HEAD, bias=False)
+        self.k_proj = nn.Linear(HIDDEN, KV * HEAD, bias=True)
+        self.v_proj = nn.Linear(HIDDEN, KV * HEAD, bias=False)
+        self.o_proj = nn.Linear(HEADS * HEAD, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            each(x).unflatten(-1, (-1, HEAD)).transpose(0, 1) for each in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o_proj(out.transpose(1, 2).flatten(-2).transpose(0, 1))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+        self.gate_proj, self.up_proj = nn.Linear(HIDDEN, 14), nn.Linear(HIDDEN, 14, bias=False)
+        self.down_proj = nn.Linear(14, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x)
+        return x + self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def plan(split: bool, grouped: bool = True, **options: Any) -> dict[str, Any]:
+    wide = {"input_layouts": Shard(0) if split else Replicate(), **options}
+    narrow = fusedtp.FusedRowwiseParallel(output_layouts=Shard(0) if split else Replicate(), **options)
+    found: dict[str, Any] = {"attention.o_proj": narrow, "down_proj": narrow}
+    names = {"attention": ("q_proj", "k_proj", "v_proj"), "": ("gate_proj", "up_proj")}
+    for parent, children in names.items():
+        if grouped and parent:
+            found[parent] = fusedtp.FusedGroup(*children, **wide)
+        elif not grouped:
+            for child in children:
+                found[f"{parent}.{child}".lstrip(".")] = fusedtp.FusedColwiseParallel(**wide)
+    return found
+
+
+def parallel(group: ProcessGroup, dense: nn.Module, split: bool, grouped: bool = True, **options: Any) -> nn.Module:
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    module = parallelize_module(copy.deepcopy(dense), mesh, plan(split, grouped, **options))
+    if grouped:
+        # The block's own two, which its code calls by itself.
+        wide = {"input_layouts": Shard(0) if split else Replicate(), **options}
+        fusedtp.FusedGroup("gate_proj", "up_proj", **wide)._apply(module, mesh)
+    return module
+
+
+def dense_block() -> nn.Module:
+    torch.manual_seed(3)
+    return Block().double()
+
+
+def part(x: Tensor, group: ProcessGroup, split: bool) -> Tensor:
+    return x.chunk(group.size())[group.rank()].clone() if split else x.clone()
+
+
+def close(out: Tensor, ref: Tensor, name: str) -> None:
+    whole = out.full_tensor() if isinstance(out, DTensor) else out
+    torch.testing.assert_close(whole, ref, rtol=1e-10, atol=1e-10, msg=lambda text: f"{name}: {text}")
+
+
+def trained(group: ProcessGroup, split: bool, schedule: str) -> None:
+    """Training, evaluation and training again at several sizes, against the same in one process."""
+    dense = dense_block()
+    module = parallel(group, dense, split, schedule=schedule)
+    assert list(module.state_dict()) == list(dense.state_dict())
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (dense, module)]
+    for step, length in enumerate((8, 16, 4, 8)):
+        x = torch.randn(length, 3, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        with torch.inference_mode() if step % 2 else torch.no_grad():
+            close(module(part(x, group, split)), part(dense(x), group, split), f"evaluation {step}")
+        whole, mine = x.clone().requires_grad_(), part(x, group, split).requires_grad_()
+        y, ref = module(mine), dense(whole)
+        close(y, part(ref, group, split), f"y {step}")
+        if step == 2:
+            y = checkpoint(module, mine, use_reentrant=False)
+        y.square().sum().backward()
+        ref.square().sum().backward()
+        close(mine.grad, part(whole.grad, group, split), f"dx {step}")
+        for (name, parameter), other in zip(module.named_parameters(), dense.parameters(), strict=True):
+            close(parameter.grad, other.grad, f"{name} {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_block_trains_as_in_one_process(pool: RankPool, world_size: int, split: bool) -> None:
+    for schedule in ("decomposed", "unfused"):
+        pool.run(trained, split, schedule, world_size=world_size)
+
+
+def gathers(group: ProcessGroup, split: bool) -> tuple[list[str], list[str]]:
+    """The tasks of forward and backward of an attention block."""
+    module = parallel(group, dense_block(), split).attention
+    x = part(torch.randn(8, 3, HIDDEN, dtype=torch.float64), group, split).requires_grad_()
+    with counting() as forward:
+        y = module(x)
+    with counting() as backward:
+        y.sum().backward()
+    return [name for name, _ in forward.calls], [name for name, _ in backward.calls]
+
+
+def test_one_gather_for_all_and_one_scatter_of_their_gradients(pool: RankPool) -> None:
+    twice = "all_gather_matmul twice"
+    expected = {
+        True: (["all_gather_matmul", "matmul_reduce_scatter"], [twice, "all_gather_matmul", "matmul_reduce_scatter"]),
+        False: (["matmul_all_reduce"], ["matmul_all_reduce"]),
+    }
+    for split, wanted in expected.items():
+        for found in pool.run(gathers, split, world_size=2):
+            assert found == wanted
+
+
+def called_otherwise(group: ProcessGroup) -> None:
+    """Other inputs, calls left out, one call twice, and an input that changes in between."""
+    dense = dense_block().attention
+    module = parallelize_module(copy.deepcopy(dense), DeviceMesh.from_group(group, "cpu"), {
+        "": fusedtp.FusedGroup("q_proj", "k_proj", "v_proj", use_local_output=False),
+    })  # fmt: skip
+    x, other = torch.randn(2, 5, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    q, k, v = (getattr(module, name) for name in ("q_proj", "k_proj", "v_proj"))
+    close(q(x), dense.q_proj(x), "q")
+    close(k(other), dense.k_proj(other), "k of another input")
+    close(v(x), dense.v_proj(x), "v")
+    close(v(x), dense.v_proj(x), "v again")
+    close(q(x), dense.q_proj(x), "q after v")
+    x.mul_(2)
+    close(k(x), dense.k_proj(x), "k of the changed input")
+    with torch.no_grad():
+        assert not q(x).requires_grad
+    assert k(x).requires_grad
+    q(x)
+    with torch.no_grad():
+        for each in (module, dense):
+            each.v_proj.weight.mul_(3)
+    close(v(x), dense.v_proj(x), "v of changed weights")
+
+
+def test_calls_that_do_not_belong_together(pool: RankPool) -> None:
+    pool.run(called_otherwise, world_size=2)
+
+
+def nothing_kept(group: ProcessGroup) -> None:
+    """What the others would have taken is given back with the module's call; a copy and its original are two."""
+    module = parallel(group, dense_block(), True)
+    module.attention.forward = lambda x: module.attention.q_proj(x)  # type: ignore[method-assign]
+    x = torch.randn(4, 3, HIDDEN, dtype=torch.float64)
+    y = module.attention(x)
+    seen = weakref.ref(x)
+    del x, y
+    gc.collect()
+    assert seen() is None
+    twin = copy.deepcopy(module)
+    assert twin.attention.q_proj.together is not module.attention.q_proj.together
+    assert twin.attention.q_proj.together.linears[1] is twin.attention.k_proj
+
+
+def test_nothing_is_kept(pool: RankPool) -> None:
+    pool.run(nothing_kept, world_size=2)
+
+
+def compiled(group: ProcessGroup) -> None:
+    dense = dense_block()
+    module = parallel(group, dense, True)
+    call = torch.compile(module, fullgraph=True, backend="aot_eager")
+    for length in (8, 12):
+        x = torch.randn(length, 3, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(length))
+        whole, mine = x.clone().requires_grad_(), part(x, group, True).requires_grad_()
+        y, ref = call(mine), dense(whole)
+        close(y, part(ref, group, True), "y")
+        y.square().sum().backward()
+        ref.square().sum().backward()
+        close(mine.grad, part(whole.grad, group, True), "dx")
+
+
+def test_compiled_whole(pool: RankPool) -> None:
+    pool.run(compiled, world_size=2, timeout=120)
+
+
+BAD: list[tuple[Callable[[nn.Module, DeviceMesh], Any], type[Exception], str]] = [
+    (lambda module, mesh: fusedtp.FusedGroup("q_proj"), ValueError, "two linears or more"),
+    (lambda module, mesh: fusedtp.FusedGroup("q_proj", "q_proj"), ValueError, "two linears or more"),
+    (lambda module, mesh: fusedtp.FusedGroup("q_proj", 3), TypeError, "takes the linears' names, got 3"),
+    (lambda module, mesh: fusedtp.FusedGroup("q_proj", "z")._apply(module, mesh), ValueError, "Attention has no 'z'"),
+    (
+        lambda module, mesh: fusedtp.FusedGroup("q_proj", "")._apply(module, mesh),
+        NotImplementedError, "is for nn.Linear, got Attention",
+    ),
+    (lambda module, mesh: fusedtp.FusedGroup("q_proj", "k_proj", schedule="x"), ValueError, "schedule must be one of"),
+]  # fmt: skip
+
+
+def refused(group: ProcessGroup) -> None:
+    mesh, module = DeviceMesh.from_group(group, "cpu"), Attention()
+    for call, kind, message in BAD:
+        with pytest.raises(kind, match=message):
+            call(module, mesh)
+    assert all(type(each) is nn.Linear for each in module.children()), "nothing may be changed by what is refused"
+
+
+def test_bad_groups(pool: RankPool) -> None:
+    pool.run(refused, world_size=2)
