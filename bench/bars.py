@@ -1,4 +1,4 @@
-"""Where the time goes, case by case, against the ceiling; and what the matmuls of a whole block take.
+"""Where the time goes, case by case, against what bounds it; and what the matmuls of a whole block take.
 
 A schedule's time T is parted by what was measured alone in the same rounds: the matmul's time, then of what is beyond
 it at most the communication's (exposed: it was not hidden), then the rest. That is an account, not a trace: a matmul
@@ -16,7 +16,7 @@ import pandas as pd
 
 from . import theme
 from .cases import ALONE, ranks
-from .frames import BASELINE, blocks, cases, ceiling, parts, timed
+from .frames import BASELINE, blocks, bound, cases, parts, timed
 from .tables import milliseconds
 
 PARTS = {"multiply": "matmul", "collective": "exposed communication", "wait": "the rest"}
@@ -26,12 +26,13 @@ PARTS = {"multiply": "matmul", "collective": "exposed communication", "wait": "t
 class Group:
     """The bars of one case below a title: by name their parts in % by colour, and what is written behind them.
 
-    ceiling: across all of them, in %; 0 for none.
+    bound: across all of them, in %; 0 for none. by: what it is, in words.
     """
 
     title: str
     bars: Mapping[str, tuple[Mapping[str, float], str]]
-    ceiling: float = 0.0
+    bound: float = 0.0
+    by: str = ""
 
 
 def account(total_ms: float, matmul_ms: float, comm_ms: float) -> dict[str, float]:
@@ -58,15 +59,20 @@ def figure(frame: pd.DataFrame) -> Any:
             for name, ms in times.drop(list(ALONE), errors="ignore").items():
                 shares = account(ms, times["matmul"], times.get("comm", math.nan))
                 bars[str(name)] = {kind: percent * part for kind, part in shares.items()}, f"{milliseconds(ms)} ms"
-            bound = percent * ceiling(case)
-            columns.setdefault(matmul, []).append(Group(first["where"], bars, 0.0 if math.isnan(bound) else bound))
+            longest, by = bound(case)
+            columns.setdefault(matmul, []).append(Group(first["where"], bars, percent * longest if by else 0.0, by))
     if not columns:
         return None
     drawn = _drawn(columns)
-    line = Line2D([], [], color=theme.colour("ink"), linewidth=1.6)
-    by_label = {label: kind for kind, label in PARTS.items()}
-    theme.legend(drawn, by_label | {"ceiling: max(matmul, communication)": line})
+    found = {group.by for groups in columns.values() for group in groups if group.by}
+    lines = {f"bound: {by} alone": Line2D([], [], **_line(by)) for by in sorted(found)}
+    theme.legend(drawn, {label: kind for kind, label in PARTS.items()} | lines)
     return drawn
+
+
+def _line(by: str) -> dict[str, Any]:
+    # Through where the matmul bounds all schedules, broken where a collective bounds some of them.
+    return {"color": theme.colour("ink"), "linewidth": 1.6, "linestyle": "-" if by == "matmul" else (0, (1.6, 1.0))}
 
 
 def block_figure(frame: pd.DataFrame) -> Any:
@@ -98,16 +104,19 @@ def _drawn(columns: Mapping[str, list[Group]]) -> Any:
         at, names = 0.0, {}
         for group in groups:
             axis.text(0.0, at, group.title, fontsize=7, va="center")
-            axis.vlines(group.ceiling or [], at + 0.5, at + len(group.bars) + 0.5, color=theme.colour("ink"), zorder=4)
+            ends = at + 0.5, at + len(group.bars) + 0.5
+            axis.plot(
+                [group.bound] * 2 if group.bound else [], ends if group.bound else [], zorder=4, **_line(group.by)
+            )
             for name, (shares, words) in group.bars.items():
                 at, left = at + 1, 0.0
                 for kind, share in shares.items():
                     axis.barh(at, share, left=left, height=0.35 if kind == "ink" else 0.8, **theme.bar(kind))
                     left += share
-                names[at], longest = name, max(longest, left, group.ceiling)
-                # behind the ceiling where that is further on, not across it
+                names[at], longest = name, max(longest, left, group.bound)
+                # behind the bound where that is further on, not across it
                 style = {"fontsize": 6.5, "va": "center_baseline", "color": theme.colour("muted")}
-                axis.text(max(left, group.ceiling) + 2, at, words, **style)
+                axis.text(max(left, group.bound) + 2, at, words, **style)
             at += 1.6
         theme.named_lines(axis, names, height)
         axis.set(title=title, xlabel="% of unfused")

@@ -37,7 +37,7 @@ def figure(frame: pd.DataFrame) -> Any:
                 axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center", color=theme.colour("muted"))
             else:
                 _panel(axis, panel)
-        theme.log_scale(axis, "x", (1.0,))
+        theme.log_scale(axis, "x")
         is_model, values = bool(members["model"].iloc[0]), sorted(set(members["x"]))
         axis.set_xlabel("tokens" if is_model else "GFLOP a rank")
         # every number of tokens has its tick unless that would crowd them
@@ -50,7 +50,7 @@ def figure(frame: pd.DataFrame) -> Any:
 
 
 def _panel(axis: Any, panel: pd.DataFrame) -> None:
-    theme.log_scale(axis, "y", (1.0, 2.0, 5.0))
+    theme.log_scale(axis, "y")
     axis.grid()
     sides = panel[["M", "N", "K"]]
     square = (panel["model"] == "") & (sides.max(axis=1) <= _SQUARE * sides.min(axis=1))

@@ -87,11 +87,11 @@ def compared(frame: pd.DataFrame) -> pd.DataFrame:
     return timed(frame[rivals & frame["speedup"].notna() & (frame["world_size"] > 1)])
 
 
-def plain_forward(frame: pd.DataFrame) -> pd.DataFrame:
-    """The measured forward lines that belong to no model, or all forward ones if there are no others."""
-    forward = timed(frame[frame["direction"] == "forward"])
-    plain = forward[forward["model"] == ""]
-    return forward if plain.empty else plain
+def plain(frame: pd.DataFrame) -> pd.DataFrame:
+    """The measured lines that belong to no model, or all measured ones if there are no others."""
+    lines = timed(frame)
+    alone = lines[lines["model"] == ""]
+    return lines if alone.empty else alone
 
 
 def parts(frame: Any, *columns: str) -> Iterator[tuple[tuple[Any, ...], pd.DataFrame]]:
@@ -115,12 +115,19 @@ def cases(frame: pd.DataFrame) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
         yield records(part)[0], part.set_index(part["variant"].astype(str))
 
 
-def ceiling(case: pd.DataFrame) -> float:
-    """The longer of the matmul and the communication, in ms: what no overlap gets below; NaN where it is not known."""
-    given = case["ceiling_ms"].dropna()
-    if not given.empty:
-        return float(given.iloc[0])
-    return float(case["median_ms"].reindex(["matmul", "comm"]).max(skipna=False))
+def bound(case: pd.DataFrame) -> tuple[float, str]:
+    """The longer of the matmul and the backend's collective, each alone, in ms, and which of them it is.
+
+    (NaN, "") where it is not known. The matmul bounds every schedule; the collective only those that send through the
+    backend, which decomposed and fused do not: theirs is another way.
+    """
+    medians, given = case["median_ms"].reindex(["matmul", "comm"]), case["ceiling_ms"].dropna()
+    longest = float(given.iloc[0]) if not given.empty else float(medians.max(skipna=False))
+    if math.isnan(longest):
+        return longest, ""
+    # a pass that sends nothing has no collective: NaN is not more
+    is_collective = medians["comm"] > medians["matmul"]
+    return longest, f"{case['backend'].get('comm') or 'the backend'}'s collective" if is_collective else "matmul"
 
 
 def blocks(frame: pd.DataFrame) -> list[tuple[dict[str, Any], dict[str, float]]]:

@@ -14,7 +14,7 @@ import pandas as pd
 from fusedtp.files import read_text, replace
 
 from .cases import SHORT_DTYPES, TITLES
-from .frames import cases, each, frame_of, plain_forward, records
+from .frames import cases, each, frame_of, plain, records
 from .store import MAX_BYTES, Row
 from .tables import milliseconds
 
@@ -57,7 +57,8 @@ def rewrite(path: Path, name: str, content: str) -> None:
 
 def measured_table(rows: Sequence[Row], *, world_size: int = 2, dtype: str = "float32") -> str:
     """Markdown of the forward cases at one world size and dtype: medians in ms, speed-up, share of the matmul alone."""
-    shown = plain_forward(frame_of(rows))
+    frame = frame_of(rows)
+    shown = plain(frame[frame["direction"] == "forward"])
     shown = shown[(shown["world_size"] == world_size) & (shown["dtype"] == dtype)]
     if shown.empty:
         raise NoCase(f"no timed case with {world_size} ranks in {dtype}")

@@ -61,7 +61,7 @@ def show(rows: Sequence[Row], console: Console) -> None:
 
 
 def picture(rows: Sequence[Row], path: Path) -> bool:
-    """Draw the forward cases as a PNG; False, and no file, if none has a time."""
+    """Draw the timed cases as a PNG; False, and no file, if there is none."""
     with theme.style():
         drawn = overview.figure(frame_of(rows))
         if drawn is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import pandas as pd
 
 from .cases import ALONE, SCHEDULES, SHORT_DTYPES, TITLES
-from .frames import BASELINE, blocks, cases, ceiling, each, parts, records, timed
+from .frames import BASELINE, blocks, bound, cases, each, parts, records, timed
 from .standings import overall
 from .standings import standings as by_size
 from .store import COLUMNS, NOT_RUN
@@ -34,6 +34,12 @@ FORMATS: dict[str, Format] = {
     **dict.fromkeys(("communication hidden", "hidden"), "{:.0%}"),
     "ms, +- 20-80 %": "{}",
 }
+BOUND = (
+    "bound: the longer of the matmul and the backend's collective, each alone, and which it is. The matmul bounds "
+    "every schedule, but for chunks that suit the caches better than the whole. The collective bounds what sends "
+    "through the backend: unfused, and torch's own. decomposed and fused write into memory that the ranks share "
+    "instead, and may end before it: bound / shortest is above 1 then."
+)
 
 
 @dataclass(frozen=True)
@@ -149,22 +155,22 @@ def times(frame: pd.DataFrame, direction: str) -> Table:
         "Medians in ms, the slowest rank of each round; +- is half the 20-80 % range. M x N x K are global sizes. "
         "matmul, comm: the unsplit library matmul and the backend's collective, each alone. speed-up: over unfused in "
         "the same rounds. of matmul: the matmul's time over the schedule's (1: only that is left). hidden: the part of "
-        "what unfused adds to the matmul that is gone. ceiling: the longer of matmul, comm."
+        "what unfused adds to the matmul that is gone."
     )
     title = f"Timed on this machine, {direction}; every number behind a passed check"
     return Table.of(f"times-{direction}", title, lines, note)
 
 
 def rates(frame: pd.DataFrame, direction: str) -> Table:
-    """One line a case: arithmetic and link rates, and the longer of the two bounds."""
+    """One line a case: arithmetic and link rates, the longer of the two bounds, and which of them it is."""
     lines = []
     for first, case in cases(timed(frame[frame["direction"] == direction])):
-        line, bound = _about(first), ceiling(case)
+        line, (longest, what) = _about(first), bound(case)
         line |= {f"{name}\nTFLOP/s": case["tflops"].get(name) for name in ("matmul", "own_matmul", *SCHEDULES)}
         line |= {f"{name}, GB/s": case[f"{name}_gbps"].get("comm") for name in ("algbw", "busbw")}
         shortest = case["median_ms"].drop(list(ALONE), errors="ignore").min()
-        lines.append(line | {"ceiling, ms": bound, "best of ceiling": bound / shortest})
-    return Table.of(f"rates-{direction}", f"Rates, {direction}", lines)
+        lines.append(line | {"bound, ms": longest, "bound": what, "bound / shortest": longest / shortest})
+    return Table.of(f"rates-{direction}", f"Rates, {direction}", lines, BOUND if lines else "")
 
 
 def totals(frame: pd.DataFrame) -> Table:

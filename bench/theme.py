@@ -99,13 +99,24 @@ def named_lines(axes: Any, names: Mapping[Any, str], lines: float) -> None:
     axes.spines["left"].set_visible(False)
 
 
-def log_scale(axes: Any, which: str, subs: tuple[float, ...] = (1.0, 3.0)) -> None:
-    """The x or y axis logarithmic, its ticks plain numbers: these multiples of powers of ten."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+def log_scale(axes: Any, which: str) -> None:
+    """The x or y axis logarithmic, its ticks plain numbers: two at least, whatever is drawn, and no more than fit."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    class Ticks(LogLocator):
+        def tick_values(self, vmin: float, vmax: float) -> Any:
+            # Powers of ten where the axis has enough of them, then more between them. A whole range may lie between
+            # two powers of ten.
+            coarse = [LogLocator(subs=subs, numticks=8) for subs in ((1.0,), (1.0, 3.0), (1.0, 2.0, 5.0))]
+            for locator in (*coarse, MaxNLocator(5)):
+                values = locator.tick_values(vmin, vmax)
+                if sum(vmin <= value <= vmax for value in values) >= 4:
+                    break
+            return values
 
     axes.set(**{f"{which}scale": "log"})
     axis = getattr(axes, f"{which}axis")
-    axis.set(major_locator=LogLocator(subs=subs, numticks=8), minor_locator=NullLocator())
+    axis.set(major_locator=Ticks(), minor_locator=NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 

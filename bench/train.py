@@ -200,7 +200,7 @@ def picture(curves: dict[str, list[float]], path: Path) -> None:
             left.plot(steps, losses, label=name, **style)
             far = [max(1e-9, abs(loss - other)) for loss, other in zip(losses, curves[reference], strict=False)]
             right.plot(steps, far, **style)
-        theme.log_scale(right, "y", (1.0,))
+        theme.log_scale(right, "y")
         left.set(xlabel="step", ylabel="loss", title="Training loss")
         right.set(xlabel="step", ylabel="|difference|", title=f"Distance from {reference} (1e-9: none)")
         theme.legend(drawn)
