@@ -106,7 +106,10 @@ def timeline(
     rounds: Annotated[int, typer.Option(help="Calls recorded; the median one is shown.")] = 9,
     out: Annotated[Path, typer.Option(help="Folder of results, one folder a machine.")] = Path("results"),
 ) -> None:
-    """Record when each rank multiplies, copies and waits in one call: timeline.json for Perfetto, timeline.png."""
+    """Record when each rank multiplies, copies and waits in one call: timeline.json for Perfetto, timeline.png.
+
+    Says which schedule is faster over all recorded calls, and why the shown one is slower where it is.
+    """
     from . import timeline as recorded
     from .cases import DTYPES, OPS, Case
     from .machine import describe
@@ -133,4 +136,6 @@ def timeline(
         raise typer.Exit(1) from error
     recorded.write(found, path)
     recorded.picture(found, path.with_suffix(".png"))
+    for line in recorded.remarks(found):
+        console.print(line, highlight=False)
     console.print(f"trace, for ui.perfetto.dev or chrome://tracing: {path}\npicture: {path.with_suffix('.png')}")

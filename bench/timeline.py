@@ -1,14 +1,17 @@
 """When each rank multiplied, copied and waited in one call of an op: a trace for Perfetto and a picture.
 
 The schedules mark what they do (`fusedtp.trace`). Here they run on ranks of their own, each behind the gate and a few
-warm-up calls, then some recorded rounds that all ranks enter through a barrier; shown is the round whose slowest rank
-is the median. Only what the host does can be recorded: on a CPU that is everything but interpreted kernels. On a GPU
-the host issues work and leaves, so there is nothing to show there; use torch.profiler.
+warm-up calls, then some recorded rounds, in which the schedules take turns and which all ranks enter through a barrier;
+shown is the round whose slowest rank is the median, and `remarks` say by what it is slower than unfused where it is.
+Only what the host does can be recorded: on a CPU that is everything but interpreted kernels. On a GPU the host issues
+work and leaves, so there is nothing to show there; use torch.profiler.
 """
 
 from __future__ import annotations
 
 import json
+import textwrap
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,17 +26,21 @@ from fusedtp.workspaces.entries import Entry, entry_of
 from . import theme
 from .arguments import MAX_RANKS
 from .cases import DTYPES, OPS, SHORT_DTYPES, TITLES, Case
+from .frames import BASELINE
+from .intervals import Sample, ratio
 from .machine import Machine
 from .problem import Problem
 from .store import MAX_BYTES
+from .tables import milliseconds
+from .timing import Timing
 
 # recorded by the host: see the module's docstring
 SCHEDULES = ("decomposed", "unfused")
 WARM_CALLS = 3
 _NAMES = {"travel": "copy", "multiply": "multiply", "wait": "wait", "add": "add up", "collective": "collective"}
 _FORMAT = "fusedtp timeline 1"
-# Of a file: an hour.
-_MOST_US = 3.6e9
+# Of a file: an hour, and less than a clock can tell.
+_MOST_US, _LEAST_MS = 3.6e9, 1e-6
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,10 @@ class Mark:
 
 @dataclass(frozen=True)
 class Timeline:
-    """`about`: the case, the machine, the commit and the number of rounds, as the trace's otherData has them."""
+    """`about`: the case, the machine, the commit and the number of rounds, as the trace's otherData has them.
+
+    Its `calls`, which older files are without: the ms of every recorded call, by schedule and round.
+    """
 
     about: dict[str, Any]
     marks: tuple[Mark, ...]
@@ -61,6 +71,26 @@ class Timeline:
 
     def of(self, schedule: str, kind: str | None = None) -> list[Mark]:
         return [mark for mark in self.marks if mark.schedule == schedule and kind in (None, mark.kind)]
+
+    def last_ms(self, schedule: str) -> float:
+        """When the last rank ends, in ms from the first one's call."""
+        return max(mark.begin_us + mark.length_us for mark in self.of(schedule)) / 1e3
+
+    def calls(self, schedule: str) -> Sample | None:
+        """All recorded calls of a schedule, None where they were not kept."""
+        times = [call["ms"] for call in self.about.get("calls", ()) if call["schedule"] == schedule]
+        of = Timing.of(times) if times else None
+        return Sample(of.median_ms, of.p20_ms, of.p80_ms, of.rounds_ms) if of else None
+
+    def parts_ms(self, schedule: str) -> dict[str, float]:
+        """What the call of the rank that ends last is made of, in ms by kind; "" is the rest of it."""
+        last = max(self.of(schedule, "call"), key=lambda mark: mark.begin_us + mark.length_us)
+        found = defaultdict(float, {"": (last.begin_us + last.length_us) / 1e3})
+        for mark in self.of(schedule):
+            if mark.rank == last.rank and mark.kind != "call":
+                found[mark.kind] += mark.length_us / 1e3
+                found[""] -= mark.length_us / 1e3
+        return found
 
     def title(self) -> str:
         about = self.about
@@ -80,23 +110,24 @@ def record(
     from .timing import gate
 
     problem = Problem(case, group, torch.device("cpu"))
-    found: dict[str, list[list[tuple[str, int, int, int]]]] = {}
+    found: dict[str, list[list[tuple[str, int, int, int]]]] = {schedule: [] for schedule in schedules}
     with torch.no_grad():
-        for schedule in schedules:
-            if error := gate(problem, (schedule,), group)[schedule].error:
-                raise AssertionError(error)
-            run = problem.runner(schedule)
+        for schedule, verdict in gate(problem, schedules, group).items():
+            if verdict.error:
+                raise AssertionError(verdict.error)
             for _ in range(WARM_CALLS):
-                run()
-            found[schedule] = []
-            for _ in range(rounds):
-                dist.barrier(group=group)
-                with trace.recording() as spans:
-                    begin = time.perf_counter_ns()
-                    result = run()
-                    end = time.perf_counter_ns()
-                del result
-                found[schedule].append([*((*span,) for span in spans), ("call", -1, begin, end)])
+                problem.runner(schedule)()
+        # in turns, starting one further every round: a drift of the machine meets them all alike
+        for turn in range(rounds * len(schedules)):
+            schedule = schedules[(turn + turn // len(schedules)) % len(schedules)]
+            run = problem.runner(schedule)
+            dist.barrier(group=group)
+            with trace.recording() as spans:
+                begin = time.perf_counter_ns()
+                result = run()
+                end = time.perf_counter_ns()
+            del result
+            found[schedule].append([*((*span,) for span in spans), ("call", -1, begin, end)])
     return found
 
 
@@ -109,18 +140,57 @@ def timeline(
     with RankPool(case.world_size, timeout=timeout) as pool:
         ranks = pool.run(record, case, tuple(schedules), rounds)
     marks: list[Mark] = []
+    kept: list[dict[str, Any]] = []
     for schedule in schedules:
         times = []
         for turn in range(rounds):
             calls = [rank[schedule][turn][-1] for rank in ranks]
             times.append((max(end for *_, end in calls) - min(begin for *_, begin, _ in calls), turn))
+        kept += [{"schedule": schedule, "round": turn, "ms": length / 1e6} for length, turn in times]
         _, turn = sorted(times)[(rounds - 1) // 2]
         start = min(rank[schedule][turn][-1][2] for rank in ranks)
         for rank, recorded in enumerate(ranks):
             for kind, peer, begin, end in recorded[schedule][turn]:
                 marks.append(Mark(schedule, rank, kind, peer, (begin - start) / 1e3, (end - begin) / 1e3))
-    about = {**asdict(case), **asdict(machine), "rounds": rounds, "format": _FORMAT}
+    about = {**asdict(case), **asdict(machine), "rounds": rounds, "calls": kept, "format": _FORMAT}
     return Timeline(about, tuple(marks))
+
+
+# Of a kind of time, what a schedule that spends more of it than unfused is slower by.
+_REASONS = {
+    "multiply": "multiplying took {own} ms against {other}: the same arithmetic, so either chunks multiply more "
+    "slowly here than the whole, or the machine did something else meanwhile",
+    "wait": "its ranks waited {own} ms for each other's chunks",
+    "sending": "copying took {own} ms, the collective of unfused {other}",
+    "add": "adding up partial results took {own} ms against {other}",
+    "": "what lies between its parts, the host's own work or a late beginning, took {own} ms against {other}",
+}
+
+
+def remarks(found: Timeline) -> list[str]:
+    """Each schedule against unfused: over all recorded calls, and why the call that is shown is slower where it is."""
+    lines = []
+    for schedule in found.schedules:
+        if schedule == BASELINE or BASELINE not in found.schedules:
+            continue
+        own_ms, other_ms = found.last_ms(schedule), found.last_ms(BASELINE)
+        if own_ms > other_ms:
+            own, other = found.parts_ms(schedule), found.parts_ms(BASELINE)
+            for each in (own, other):
+                each["sending"] = each.pop("travel", 0.0) + each.pop("collective", 0.0)
+            most = max(_REASONS, key=lambda kind: own[kind] - other[kind])
+            why = _REASONS[most].format(own=milliseconds(own[most]), other=milliseconds(other[most]))
+            times = f"{milliseconds(own_ms)} ms, {BASELINE} {milliseconds(other_ms)}"
+            lines.append(
+                f"{schedule} is slower than {BASELINE} in these calls, {times}. Most of the difference: {why}."
+            )
+        calls, base = found.calls(schedule), found.calls(BASELINE)
+        if calls and base and len(calls.rounds) > 1:
+            of = ratio(calls, base)
+            told = "faster" if of.high < 1 else "slower" if of.low > 1 else "neither can be called the faster"
+            interval = f"{of.ratio:.2f} of the time of {BASELINE} (95 % interval {of.low:.2f} to {of.high:.2f})"
+            lines.append(f"All {len(calls.rounds)} recorded calls of each: {schedule} takes {interval}: {told}.")
+    return lines
 
 
 def _label(mark: Mark) -> str:
@@ -160,6 +230,11 @@ def read(path: Path) -> Timeline:
         for name in ("M", "N", "K"):
             about.integer(name, 1, 2**40)
         world_size = about.integer("world_size", 1, MAX_RANKS)
+        for call in about.entries("calls") if "calls" in about.values else ():
+            call.only("schedule", "round", "ms")
+            call.text("schedule", among=SCHEDULES)
+            call.integer("round", 0, 10**6)
+            call.number("ms", _LEAST_MS, _MOST_US / 1e3)
         schedules: dict[int, str] = {}
         marks = []
         for event in content.entries("traceEvents"):
@@ -205,12 +280,14 @@ def figure(found: Timeline) -> Any:
             if mark.peer >= 0 and mark.kind != "wait" and mark.length_us > 0.03 * longest_us:
                 style = {"ha": "center", "va": "center_baseline", "fontsize": 7.5, "color": theme.colour("on-bar")}
                 axis.text(left + length / 2, mark.rank, f"{mark.peer}", zorder=3, **style)
-        last = max(mark.begin_us + mark.length_us for mark in found.of(schedule)) / 1e3
+        last = found.last_ms(schedule)
         axis.axvline(last, color=theme.colour("ink"), linewidth=1.0, ymin=0.02, ymax=0.98)
         axis.set_title(f"{schedule}: {last:.3g} ms")
         theme.named_lines(axis, names, len(names))
     axes[-1, 0].set_xlabel("ms from the first rank's call")
     axes[-1, 0].set_xlim(left=0)
+    if said := [line for each in remarks(found) for line in textwrap.wrap(each, 150)]:
+        drawn.supxlabel("\n".join(said), fontsize=8, color=theme.colour("ink"), x=0.01, ha="left")
     kinds = {mark.kind for mark in found.marks}
     handles = {name: kind for kind, name in _NAMES.items() if kind in kinds} | {"the rest of the call": "line"}
     theme.legend(drawn, handles, title=found.title(), alignment="left")

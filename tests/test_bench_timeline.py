@@ -9,6 +9,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from fusedtp.bench import theme
 from fusedtp.bench import timeline as recorded
 from fusedtp.bench.cases import Case
 from fusedtp.bench.cli import app
@@ -156,8 +157,75 @@ def test_command(tmp_path: Path) -> None:
     assert found.schedules == ["decomposed", "unfused"]
     assert found.title() == "all-gather + matmul, 64 x 48 x 32 fp32 on 2 ranks"
     assert found.about["rounds"] == 3
+    for schedule in found.schedules:
+        calls = found.calls(schedule)
+        assert calls is not None
+        # the call that is shown is the middle one
+        assert calls.median == pytest.approx(found.last_ms(schedule), rel=1e-3)
+    for line in recorded.remarks(found):
+        assert " ".join(line.split()) in " ".join(done.output.split())
+    assert "All 3 recorded calls of each: decomposed takes" in " ".join(done.output.split())
     assert min(mark.begin_us for mark in found.of("decomposed", "call")) == 0.0
     for bad, message in ((["--schedule", "fused"], "one kernel"), (["--op", "matmul"], "--op must be among")):
         done = CliRunner().invoke(app, [*arguments, *bad])
         assert done.exit_code == 2
         assert message in " ".join(done.output.replace("\u2502", " ").split())
+
+
+def with_calls(found: Timeline, **ms: tuple[float, ...]) -> Timeline:
+    calls = [{"schedule": name, "round": at, "ms": each} for name, times in ms.items() for at, each in enumerate(times)]
+    return Timeline({**found.about, "calls": calls}, found.marks)
+
+
+def test_a_slower_schedule_is_said_to_be_and_by_what(found: Timeline) -> None:
+    """Of the rank that ends last: 70 ms of a product against none, and not the collective, which unfused has."""
+    (said,) = recorded.remarks(found)
+    assert said.startswith("decomposed is slower than unfused in these calls, 0.0905 ms, unfused 0.08. ")
+    assert "multiplying took 0.07 ms against 0" in said
+    assert recorded.remarks(with_calls(found, unfused=(1.0,), decomposed=(2.0,))) == [said]
+    for own, verdict in (((3.0, 3.1, 3.2), "slower"), ((0.9, 1.0, 1.1), "neither can"), ((0.3, 0.31, 0.32), "faster")):
+        *_, over_all = recorded.remarks(with_calls(found, unfused=(0.95, 1.0, 1.02), decomposed=own))
+        assert over_all.startswith(
+            f"All 3 recorded calls of each: decomposed takes {own[1]:.2f} of the time of unfused"
+        )
+        assert f"): {verdict}" in over_all
+    with theme.style():
+        drawn = recorded.figure(found)
+        drawn.canvas.draw()
+        assert " ".join(drawn.get_supxlabel().split()) == said
+        assert drawn.bbox.x0 <= drawn._supxlabel.get_window_extent().x0
+        assert drawn._supxlabel.get_window_extent().x1 <= drawn.bbox.x1
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("wait", "its ranks waited 0.08 ms for each other's chunks"),
+        ("travel", "copying took 0.08 ms, the collective of unfused 0.02"),
+        ("add", "adding up partial results took 0.08 ms against 0"),
+        ("multiply", "multiplying took 0.08 ms against 0"),
+        ("call", "what lies between its parts, the host's own work or a late beginning, took 0.0905 ms against 0.06"),
+    ],
+)
+def test_the_reason_is_what_a_schedule_spends_more_of(found: Timeline, kind: str, words: str) -> None:
+    marks = [mark for mark in found.marks if mark.kind in ("call", "collective")]
+    marks += [Mark("decomposed", 1, kind, 0, 1.0, 80.0)] if kind != "call" else []
+    (said,) = recorded.remarks(Timeline(found.about, tuple(marks)))
+    assert words in said
+
+
+def test_one_that_is_faster_or_alone_needs_no_words(found: Timeline) -> None:
+    quick = Mark("unfused", 0, "call", -1, 0.0, 200.0)
+    assert recorded.remarks(Timeline(found.about, (*found.marks, quick))) == []
+    assert recorded.remarks(Timeline(found.about, tuple(found.of("decomposed")))) == []
+
+
+def test_kept_calls_survive_the_file_and_bad_ones_are_refused(found: Timeline, tmp_path: Path) -> None:
+    path, kept = tmp_path / "timeline.json", with_calls(found, unfused=(1.0, 2.0), decomposed=(0.5,))
+    recorded.write(kept, path)
+    assert recorded.read(path) == kept
+    for old, new, key in (('"ms": 2.0', '"ms": -2.0', "ms"), ('"round": 1', '"round": "1"', "round")):
+        path.write_text(path.read_text().replace(old, new))
+        with pytest.raises(ValueError, match=rf"is not a timeline of ours: otherData\.calls\[1\]\.{key}"):
+            recorded.read(path)
+        recorded.write(kept, path)
