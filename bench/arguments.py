@@ -102,11 +102,11 @@ def folder(out: Path, name: str = "", option: str = "--out") -> Path:
     return path
 
 
-def shape(text: str) -> Shape:
-    """M,N,K."""
-    found = numbers(text, "--shape")
+def shape(text: str, option: str = "--shape", lengths: str = "M,N,K") -> Shape:
+    """Three lengths."""
+    found = numbers(text, option)
     if len(found) != 3:
-        raise typer.BadParameter(f"--shape must be M,N,K, got {text!r}")
+        raise typer.BadParameter(f"{option} must be {lengths}, got {text!r}")
     return found[0], found[1], found[2]
 
 

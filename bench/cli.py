@@ -229,12 +229,21 @@ def train(
 @app.command()
 def mlp(
     world_size: Annotated[int, typer.Option(help="Number of ranks.")] = 2,
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="One size M,D,F: tokens, width, hidden width, M and F multiples of the ranks; may be repeated."
+        ),
+    ] = None,
     seconds: Annotated[float, typer.Option(help="Time for the rounds of one size.")] = 10.0,
     out: Annotated[Path, typer.Option(help="Folder for the rows, one folder a machine.")] = Path("results"),
 ) -> None:
-    """Time a tensor-parallel MLP on CPU ranks, forward and backward, against torch's DTensor styles."""
+    """Time a tensor-parallel MLP on CPU ranks, forward and backward, against torch's DTensor styles.
+
+    Prints and keeps the speed-up with its 95 % interval. Without --shapes: two sizes of large work, two of little.
+    """
     from .machine import describe
-    from .mlp import SIZES, compare, write
+    from .mlp import SIZES, check_size, compare, write
     from .ranks import RankPool
 
     arguments.at_least(2, world_size, "--world-size", most=arguments.MAX_RANKS)
@@ -242,13 +251,17 @@ def mlp(
     console, machine, results = arguments.console(), describe(), []
     if machine.num_gpus:
         raise typer.BadParameter("the MLP is timed on CPU ranks: for GPUs, fusedtp sweep --model llama3-8b")
+    sizes = [arguments.shape(text, "--shapes", "M,D,F") for text in shapes or ()] or SIZES
+    try:
+        for size in sizes:
+            check_size(*size, world_size)
+    except ValueError as error:
+        raise typer.BadParameter(f"{'--shapes' if shapes else '--world-size'}: {error}") from error
     path = arguments.folder(out, machine.name) / "mlp.csv"
     with RankPool(world_size, timeout=300) as pool:
-        for size in SIZES:
-            result = pool.run(compare, *size, seconds)[0]
-            results.append(result)
-            medians = "  ".join(f"{name} {each.median_ms:.2f}" for name, each in result.timings.items())
-            console.print(f"M, D, F = {size}: {medians} ms, {result.speedup:.2f}x dtensor", highlight=False)
+        for size in dict.fromkeys(sizes):
+            results.append(pool.run(compare, *size, seconds)[0])
+            console.print(str(results[-1]), highlight=False)
     write(results, path)
     console.print(f"rows: {path}")
 

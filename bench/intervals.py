@@ -14,10 +14,14 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .store import Row
+
+if TYPE_CHECKING:
+    from .timing import Timing
 
 # rows keep six digits: times that differ by less are equal
 _EQUAL = 1e-6
@@ -31,6 +35,9 @@ class Interval:
     low: float
     high: float
 
+    def __str__(self) -> str:
+        return f"{self.ratio:.2f} ({self.low:.2f} to {self.high:.2f})"
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -40,6 +47,10 @@ class Sample:
     p20: float
     p80: float
     rounds: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, timing: Timing) -> Sample:
+        return cls(timing.median_ms, timing.p20_ms, timing.p80_ms, timing.rounds_ms)
 
     def over(self, other: Sample) -> Sample:
         """This over another's, round by round."""

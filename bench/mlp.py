@@ -21,6 +21,7 @@ from fusedtp.layers import ParallelMLP
 from fusedtp.reference import chunk
 from fusedtp.shards import even_sizes
 
+from .intervals import Interval, Sample, ratio
 from .timing import Timing, measure
 
 # M, D, F: two sizes of large work, two where the host's share shows.
@@ -39,10 +40,25 @@ class Result:
     world_size: int
     timings: dict[str, Timing]
 
-    @property
-    def speedup(self) -> float:
-        """fusedtp over dtensor, by medians."""
-        return self.timings["dtensor"].median_ms / self.timings["fusedtp"].median_ms
+    def speedup(self, variant: str = "fusedtp") -> Interval:
+        """dtensor's time over a variant's, by medians, with the 95 % interval that their rounds leave."""
+        return ratio(Sample.of(self.timings["dtensor"]), Sample.of(self.timings[variant]))
+
+    def __str__(self) -> str:
+        medians = "  ".join(f"{name} {each.median_ms:.2f}" for name, each in self.timings.items())
+        speedup = self.speedup()
+        told = "faster" if speedup.low > 1 else "slower" if speedup.high < 1 else "cannot be told apart"
+        rounds = self.timings["fusedtp"].rounds
+        return (
+            f"M, D, F = {self.M}, {self.D}, {self.F}: {medians} ms over {rounds} rounds; speed-up over dtensor "
+            f"{speedup}, 95 % interval in brackets: {told}"
+        )
+
+
+def check_size(M: int, D: int, F: int, world_size: int) -> None:
+    """ValueError for lengths that torch's styles do not split: they take all shards to be equal."""
+    if M % world_size or F % world_size:
+        raise ValueError(f"M and F must be multiples of the {world_size} ranks, got {M},{D},{F}")
 
 
 class Dense(nn.Sequential):
@@ -114,7 +130,10 @@ def compare(group: ProcessGroup, M: int, D: int, F: int, seconds: float, schedul
 
 
 def write(results: Sequence[Result], path: Path) -> None:
-    """Tidy rows, one a variant and size, with machine, commit and versions."""
+    """Tidy rows, one a variant and size, with machine, commit and versions.
+
+    speedup_vs_dtensor is a ratio of medians, speedup_low and speedup_high the ends of its 95 % interval.
+    """
     from dataclasses import asdict
 
     import pandas as pd
@@ -128,7 +147,8 @@ def write(results: Sequence[Result], path: Path) -> None:
     for each in results:
         size = {"M": each.M, "D": each.D, "F": each.F, "world_size": each.world_size, "dtype": "float32"}
         for variant, timing in each.timings.items():
-            speedup = {"speedup_vs_dtensor": each.timings["dtensor"].median_ms / timing.median_ms}
+            found = each.speedup(variant)
+            speedup = {"speedup_vs_dtensor": found.ratio, "speedup_low": found.low, "speedup_high": found.high}
             row = {"layer": layer, **size, "variant": variant, **asdict(timing), **speedup, "gate": "passed", **machine}
             rows.append({name: cell(value) if isinstance(value, str | tuple) else value for name, value in row.items()})
     path.parent.mkdir(parents=True, exist_ok=True)

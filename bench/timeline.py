@@ -79,8 +79,7 @@ class Timeline:
     def calls(self, schedule: str) -> Sample | None:
         """All recorded calls of a schedule, None where they were not kept."""
         times = [call["ms"] for call in self.about.get("calls", ()) if call["schedule"] == schedule]
-        of = Timing.of(times) if times else None
-        return Sample(of.median_ms, of.p20_ms, of.p80_ms, of.rounds_ms) if of else None
+        return Sample.of(Timing.of(times)) if times else None
 
     def parts_ms(self, schedule: str) -> dict[str, float]:
         """What the call of the rank that ends last is made of, in ms by kind; "" is the rest of it."""

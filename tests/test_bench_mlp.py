@@ -1,0 +1,74 @@
+"""`fusedtp mlp`: the sizes that are asked for, and an interval for every speed-up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pandas as pd
+import pytest
+from fusedtp.bench import machine, mlp, ranks
+from fusedtp.bench.cli import app
+from fusedtp.bench.intervals import Interval
+from fusedtp.bench.mlp import Result
+from fusedtp.bench.ranks import RankPool
+from fusedtp.bench.timing import Timing
+from typer.testing import CliRunner
+
+
+def result(dtensor: list[float], ours: list[float], size: tuple[int, int, int] = (16, 8, 32)) -> Result:
+    times = {"dtensor": dtensor, "fusedtp": ours, "local": [0.5] * len(ours)}
+    return Result(*size, 2, {name: Timing.of(rounds_ms) for name, rounds_ms in times.items()})
+
+
+@pytest.mark.parametrize(
+    ("ours", "told"),
+    [([1.0, 1.01, 0.99], "faster"), ([2.5, 1.5, 1.9], "cannot be told apart"), ([4.0, 4.1, 4.2], "slower")],
+)
+def test_speedup_has_the_interval_of_its_rounds(ours: list[float], told: str) -> None:
+    found = result([2.0, 2.02, 1.98], ours)
+    interval = found.speedup()
+    assert interval.ratio == 2.0 / sorted(ours)[1]
+    assert interval.low < interval.ratio < interval.high
+    assert str(found).endswith(f" over 3 rounds; speed-up over dtensor {interval}, 95 % interval in brackets: {told}")
+    assert found.speedup("dtensor").low <= 1.0 <= found.speedup("dtensor").high
+
+
+def test_command_times_the_sizes_it_is_given(pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[tuple[int, ...]] = []
+
+    def run(compare: Callable[..., Result], *arguments: Any) -> list[Result]:
+        sizes.append(arguments[:3])
+        return pool.run(compare, *arguments, world_size=2)
+
+    @contextmanager
+    def started(world_size: int, **_: Any) -> Any:
+        yield SimpleNamespace(run=run)
+
+    monkeypatch.setattr(ranks, "RankPool", started)
+    shapes = ("--shapes", "16,8,32", "--shapes", "4,6,2", "--shapes", "16x8x32")
+    done = CliRunner().invoke(app, ["mlp", *shapes, "--seconds", "0", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert sizes == [(16, 8, 32), (4, 6, 2)]
+    assert done.output.count("95 % interval in brackets") == 2
+    rows = pd.read_csv(tmp_path / machine.describe().name / "mlp.csv")
+    assert list(rows["variant"]) == ["dtensor", "fusedtp", "local"] * 2
+    assert set(zip(rows["M"], rows["D"], rows["F"], strict=True)) == set(sizes)
+    assert (rows["speedup_low"] <= rows["speedup_vs_dtensor"]).all()
+    assert (rows["speedup_vs_dtensor"] <= rows["speedup_high"]).all()
+    # the interval can be computed again from what is kept
+    ours = rows[(rows["variant"] == "fusedtp") & (rows["M"] == 16)].iloc[0]
+    dtensor = rows[(rows["variant"] == "dtensor") & (rows["M"] == 16)].iloc[0]
+    rounds = [[float(ms) for ms in row["rounds_ms"].split()] for row in (dtensor, ours)]
+    again = result(*rounds).speedup()
+    assert isinstance(again, Interval)
+    assert (again.low, again.high) == pytest.approx((ours["speedup_low"], ours["speedup_high"]), rel=1e-3)
+
+
+def test_default_sizes_are_those_of_before() -> None:
+    assert mlp.SIZES == ((2048, 1024, 4096), (4096, 2048, 1024), (256, 512, 2048), (16, 512, 2048))
+    for size in mlp.SIZES:
+        mlp.check_size(*size, 4)
