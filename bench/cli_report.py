@@ -69,7 +69,9 @@ def compare(
     ),
     confidence: Annotated[float, typer.Option(min=0.5, max=0.9999, help="Share that an interval covers.")] = 0.95,
     across_machines: Annotated[bool, typer.Option(help="Compare rows of different machines all the same.")] = False,
-    everything: Annotated[bool, typer.Option("--all", help="List what did not change too.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="List what did not change too, and what is in one file only.")
+    ] = False,
 ) -> None:
     """Say what got faster and what slower from A to B, with confidence intervals.
 
@@ -79,17 +81,18 @@ def compare(
 
     console = arguments.console()
     old, new = arguments.rows(before), arguments.rows(after)
+    found = comparing.compare(old, new, absolute=absolute, confidence=confidence)
     where = [", ".join(sorted(comparing.machines(rows))) for rows in (old, new)]
     if where[0] != where[1]:
         text = f"A was measured on {where[0] or 'no machine'}, B on {where[1] or 'no machine'}"
         if not across_machines:
-            raise typer.BadParameter(f"{text}: give --across-machines to compare them all the same")
+            in_common = comparing.in_common(found)
+            raise typer.BadParameter(f"{text}: give --across-machines to compare them all the same. {in_common}")
         console.print("Careful:", style="bold yellow", end=" ")
         console.print(f"{text}; the differences are the machines' too.", highlight=False)
     for line in comparing.conditions(old, new):
         console.print("differs:", style="yellow", end=" ")
         console.print(line, highlight=False)
-    found = comparing.compare(old, new, absolute=absolute, confidence=confidence)
     comparing.show(found, console, absolute=absolute, confidence=confidence, everything=everything)
     if not found.changes:
         console.print("Nothing was measured in both files.")

@@ -8,7 +8,7 @@ did not change one in twenty will (at 95 %).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
@@ -24,6 +24,15 @@ if TYPE_CHECKING:
 
 # what may differ without making the comparison meaningless, but must be known to whoever reads it
 _CONDITIONS = ("threads", "backend", "python", "torch", "triton", "driver")
+# by what two files of rows can be unlike, as it is said
+_UNLIKE: dict[str, Callable[[Row], str]] = {
+    "op": lambda row: TITLES.get(row.op, row.op), "model": lambda row: row.model or "none",
+    "size": lambda row: f"{row.M} x {row.N} x {row.K}", "dtype": lambda row: SHORT_DTYPES.get(row.dtype, row.dtype),
+    "ranks": lambda row: str(row.world_size), "direction": lambda row: row.direction,
+    "variant": lambda row: row.variant,
+}  # fmt: skip
+# More rows of one kind than this are counted and not listed.
+_LISTED = 3
 
 
 @dataclass(frozen=True)
@@ -41,8 +50,13 @@ class Change:
 
 @dataclass
 class Comparison:
-    """`drifts`: the baselines' own B over A. `lost`: without a number in one of both."""
+    """`before`, `after`: what was measured in A and in B, `only_before`, `only_after`: what in one of them alone.
 
+    `drifts`: the baselines' own B over A. `lost`: without a number in one of both.
+    """
+
+    before: list[Row] = field(default_factory=list)
+    after: list[Row] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     only_before: list[Row] = field(default_factory=list)
     only_after: list[Row] = field(default_factory=list)
@@ -71,9 +85,10 @@ def compare(
 ) -> Comparison:
     """Match and compare the measured rows of two files; slower first. Predicted rows are left out."""
     old, new = ({(row.case, row.variant): row for row in rows if not row.predicted} for rows in (before, after))
-    found = Comparison()
-    found.only_before += [row for key, row in old.items() if key not in new and sample(row)]
-    found.only_after += [row for key, row in new.items() if key not in old and sample(row)]
+    measured = [[row for row in rows.values() if sample(row)] for rows in (old, new)]
+    found = Comparison(before=measured[0], after=measured[1])
+    found.only_before += [row for row in found.before if (row.case, row.variant) not in new]
+    found.only_after += [row for row in found.after if (row.case, row.variant) not in old]
     for key in (key for key in new if key in old):
         a, b = old[key], new[key]
         time_a, time_b = sample(a), sample(b)
@@ -102,8 +117,52 @@ def described(row: Row) -> str:
     return f"{TITLES.get(row.op, row.op)} {size}, {row.direction} on {row.world_size}{of}, {row.variant}"
 
 
+def in_common(found: Comparison) -> str:
+    """How many rows each file has, and how many of them the other one measured too."""
+    both = len(found.before) - len(found.only_before) - sum(sample(a) is not None for a, _ in found.lost)
+    return f"A has {len(found.before)} measured rows, B {len(found.after)}; {both} are of the same case and variant."
+
+
+def unlike(rows: Iterable[Row], others: Iterable[Row]) -> str:
+    """What these rows are of that none of the others is, in words."""
+    rows, others, found = list(rows), list(others), []
+    for name, words in _UNLIKE.items():
+        known = {words(row) for row in others}
+        if new := [each for each in dict.fromkeys(map(words, rows)) if each not in known]:
+            more = f" and {len(new) - _LISTED} more" if len(new) > _LISTED else ""
+            found.append(f"{name} {', '.join(new[:_LISTED])}{more}")
+    return "; ".join(found) or "other combinations of what both have"
+
+
+def _apart(found: Comparison, everything: bool) -> list[str]:
+    # What could not be compared, and why: listed where it is little or everything is wanted, else counted.
+    told = []
+    alone = ("A", found.only_before, found.before, found.after), ("B", found.only_after, found.after, found.before)
+    for name, only, rows, others in alone:
+        if everything or len(only) <= _LISTED:
+            told += [f"only in {name}: {described(row)}" for row in only]
+        else:
+            told.append(f"only in {name}: {len(only)} of {len(rows)} rows ({unlike(only, others)}); --all lists them")
+    lost: dict[str, list[Row]] = {}
+    for a, b in found.lost:
+        name, other, row = ("A", "B", a) if sample(a) is None else ("B", "A", b)
+        why = "not timed" if row.passed else row.gate
+        lost.setdefault(f"a number in {other}, none in {name} ({why})", []).append(b)
+    if found.without_baseline:
+        lost[f"no {BASELINE} in the same case, see --absolute"] = found.without_baseline
+    for why, rows in lost.items():
+        listed = everything or len(rows) <= _LISTED
+        told += (
+            [f"{why}: {described(row)}" for row in rows] if listed else [f"{why}: {len(rows)} rows; --all lists them"]
+        )
+    return told
+
+
 def show(found: Comparison, console: Console, *, absolute: bool, confidence: float, everything: bool) -> None:
-    """Print what changed beyond its interval (all that was compared with `everything`), then what could not be."""
+    """Print what changed beyond its interval (all that was compared with `everything`), then what could not be.
+
+    What could not be compared is counted, and listed with `everything`.
+    """
     what = "B / A, time" if absolute else f"B / A, time over {BASELINE}'s"
     count, total = {"slower": 0, "faster": 0, "": 0}, len(found.changes)
     for verdict in count:
@@ -120,19 +179,14 @@ def show(found: Comparison, console: Console, *, absolute: bool, confidence: flo
             title = f"{verdict or 'no difference to be seen'} in B: {len(lines)}"
             table = Table.of("", title, lines[::-1] if verdict == "faster" else lines)
             console.print(table.printed(sections=False), style=None if verdict else "dim")
-    told = [f"{total} compared: {count['slower']} slower, {count['faster']} faster beyond the interval."]
+    told = [in_common(found)]
     if total:
+        told += [f"{total} compared: {count['slower']} slower, {count['faster']} faster beyond the interval."]
         mean, by_chance = geometric_mean(each.interval.ratio for each in found.changes), total * (1 - confidence)
         told += [f"Geometric mean B / A {mean:.3f}; without any change about {by_chance:.1f} would be flagged."]
     if found.drifts and not absolute:
         drift = geometric_mean(found.drifts)
         told += [f"{BASELINE} itself: B / A {drift:.3f} on average, which the other ratios leave out."]
-    told += [f"only in A: {described(row)}" for row in found.only_before]
-    told += [f"only in B: {described(row)}" for row in found.only_after]
-    for a, b in found.lost:
-        name, other, row = ("A", "B", a) if sample(a) is None else ("B", "A", b)
-        why = "not timed" if row.passed else row.gate
-        told += [f"a number in {other}, none in {name} ({why}): {described(b)}"]
-    told += [f"no {BASELINE} in the same case, see --absolute: {described(row)}" for row in found.without_baseline]
+    told += _apart(found, everything)
     for line in told:
         console.print(line, highlight=False, markup=False)

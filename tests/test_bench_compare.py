@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from fusedtp.bench import store
 from fusedtp.bench.cli import app
-from fusedtp.bench.compare import compare, conditions
+from fusedtp.bench.compare import compare, conditions, unlike
 from fusedtp.bench.intervals import Interval, Sample, ratio, sample
 from fusedtp.bench.store import Row
 from fusedtp.bench.timing import Timing
@@ -174,3 +174,48 @@ def test_command(make_row: MakeRow, tmp_path: Path) -> None:
     assert invoke(a, foreign).exit_code == 2
     store.write(b, [make_row(median_ms=1.0, M=3)])
     assert invoke(a, b).exit_code == 2
+
+
+def test_files_with_nothing_in_common_say_what_is_unlike_and_list_nothing(make_row: MakeRow, tmp_path: Path) -> None:
+    a, b = tmp_path / "a.csv", tmp_path / "b.csv"
+    store.write(a, run(make_row, 3))
+    other = [
+        replace(row, M=row.M + 1, world_size=4, direction="both", variant="fused") for row in run(make_row, 4)[::2]
+    ]
+    store.write(b, other)
+    done = invoke(a, b)
+    assert done.exit_code == 2
+    lines = done.output.splitlines()
+    assert len(lines) <= 6, done.output
+    for line in (
+        "A has 30 measured rows, B 15; 0 are of the same case and variant.",
+        "only in A: 30 of 30 rows (size 256 x 1024 x 1024, 512 x 1024 x 1024, 1024 x 1024 x 1024 and 2 more; ranks 2; "
+        "direction forward; variant unfused, decomposed); --all lists them",
+        "Nothing was measured in both files.",
+    ):
+        assert line in lines
+    assert invoke(a, b, "--all").output.count("only in A: all-gather + matmul") == 10
+    store.write(b, [replace(row, machine="cpu-other-8c") for row in other])
+    refused = " ".join(invoke(a, b).output.replace("\u2502", " ").split())
+    assert "A has 30 measured rows, B 15; 0 are of the same case" in refused
+
+
+def test_rows_that_cannot_be_compared_are_counted_by_their_reason(make_row: MakeRow, tmp_path: Path) -> None:
+    a, b, both = tmp_path / "a.csv", tmp_path / "b.csv", run(make_row, 3)
+    store.write(a, both)
+    unfused, alone = ([row for row in both if (row.variant == "unfused") == is_base] for is_base in (True, False))
+    nothing = dict.fromkeys(("median_ms", "p20_ms", "p80_ms", "total_ms"), None)
+    store.write(b, [*unfused, *(replace(row, rounds=0, rounds_ms=(), gate="wrong", **nothing) for row in alone)])
+    lines = invoke(a, b).output.splitlines()
+    assert "a number in A, none in B (wrong): 15 rows; --all lists them" in lines
+    assert "A has 30 measured rows, B 15; 15 are of the same case and variant." in lines
+    store.write(a, alone)
+    store.write(b, alone)
+    assert "no unfused in the same case, see --absolute: 15 rows; --all lists them" in invoke(a, b).output
+
+
+def test_rows_in_one_file_only_may_differ_in_nothing_but_how_they_combine(make_row: MakeRow) -> None:
+    rows = [make_row(median_ms=1.0, M=size, dtype=dtype) for size, dtype in ((1, "float32"), (2, "float16"))]
+    crossed = make_row(median_ms=1.0, M=1, dtype="float16")
+    assert unlike([crossed], rows) == "other combinations of what both have"
+    assert unlike([replace(crossed, model="llama3-8b")], rows) == "model llama3-8b"
