@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,7 +16,11 @@ from .cases import DTYPES
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from fusedtp.calls.tuning import Sample
     from fusedtp.calls.tuning import Table as Measurements
+
+# A quiet machine's times lie closer together.
+NOISY = 0.2
 
 
 def tune(
@@ -26,7 +32,14 @@ def tune(
 ) -> None:
     """Measure a few sizes of every op and schedule here, a minute or two, and write them for schedule="auto".
 
-    The file is FUSEDTP_TUNING, or fusedtp/tuning.json in the user's cache folder.
+    The schedules of a size take turns, round by round. The file is FUSEDTP_TUNING, or fusedtp/tuning.json in the user's
+    cache folder.
+
+    The columns: travels, rows x columns of what is sent, of all ranks together; third, the product's remaining length
+    on a rank, none for a collective alone; of each schedule the median ms of the slowest rank and, in brackets, the
+    quartiles; fastest, the schedule with the least median; by, how many times as long the next one takes at least, by
+    the 95 % interval of the ratio. Where that is not above 1 the difference is noise: auto takes what it would take
+    without a measurement, unless that is slower beyond noise.
     """
     from fusedtp.calls import tuning
 
@@ -43,6 +56,8 @@ def tune(
         if table is None:
             raise typer.BadParameter(ignored or f"there is no {target}: run fusedtp tune")
         show_table(table, console)
+        if warning := noisy(table.samples):
+            console.print(warning, style="bold yellow", highlight=False)
         return
     from .tune import tune as measure
 
@@ -64,19 +79,46 @@ def tune(
         console.print(f"replaced: {ignored}", highlight=False)
     tuning.write(target, tuning.dump(table))
     show_table(table, console)
+    if warning := noisy(samples):
+        console.print(warning, style="bold yellow", highlight=False)
     console.print(f"{len(table.samples)} measurements in {target}, {len(samples)} of them new", highlight=False)
 
 
-def show_table(measured: Measurements, console: Console) -> None:
-    """The measurements, and which schedule is the fastest at each."""
-    from .tables import Table
+def noisy(samples: Sequence[Sample]) -> str:
+    """A warning where half of the times spread over more than `NOISY` of their median between the quartiles, or ""."""
+    spreads = [
+        (each.p75[name] - each.p25[name]) / each.ms[name] for each in samples for name in each.p75.keys() & each.p25
+    ]
+    if not spreads or (middle := median(spreads)) <= NOISY:
+        return ""
+    return (
+        f"Careful, the machine did something else too: between the quartiles of a time lie {middle:.0%} of its median, "
+        f"more than {NOISY:.0%} in half of them. Measure again when it is quiet, or longer with --seconds."
+    )
 
-    lines = [
-        {"op": sample.op, "ranks": sample.world_size, "dtype": sample.dtype, "travels": f"{sample.rows}x{sample.cols}",
-         "third": sample.third or None, **sample.ms, "fastest": min(sample.ms, key=lambda name: sample.ms[name])}
-        for sample in measured.samples
-    ]  # fmt: skip
-    console.print(Table.of("tuning", "measured on this machine, ms", lines).printed(sections=False))
+
+def show_table(measured: Measurements, console: Console) -> None:
+    """The measurements, which schedule is the fastest at each, and whether that is more than noise."""
+    from .tables import Table, milliseconds
+
+    lines, num_noise = [], 0
+    for sample in measured.samples:
+        line = {"op": sample.op, "ranks": sample.world_size, "dtype": sample.dtype}
+        line |= {"travels": f"{sample.rows}x{sample.cols}", "third": sample.third or None}
+        for name, ms in sample.ms.items():
+            ends = [milliseconds(each[name]) for each in (sample.p25, sample.p75) if name in each]
+            line[f"{name}\nms (quartiles)"] = f"{milliseconds(ms)} ({' to '.join(ends)})" if ends else milliseconds(ms)
+        fastest = min(sample.ms, key=lambda name: sample.ms[name])
+        least = min((ratio for name, ratio in sample.slower.items() if name != fastest), default=None)
+        num_noise += least is not None and least <= 1
+        by = "" if least is None else f"{least:.2f}x" if least > 1 else "noise"
+        lines.append(line | {"fastest": fastest, "by": by})
+    console.print(Table.of("tuning", "measured on this machine", lines).printed(sections=False))
+    if num_noise:
+        told = f"In {num_noise} of {len(lines)} lines the difference is noise"
+        console.print(
+            f"{told}: auto takes what it would without a measurement, unless that is slower.", highlight=False
+        )
     for n in measured.rates:
         machine = measured.hardware(n)
         assert machine is not None

@@ -33,6 +33,7 @@ FORMATS: dict[str, Format] = {
     **dict.fromkeys(("us", "median_ms", "p20_ms", "p80_ms", "ceiling_ms"), partial(milliseconds, digits=4)),
     **dict.fromkeys(("communication hidden", "hidden"), "{:.0%}"),
     "ms, +- 20-80 %": "{}",
+    "ms (quartiles)": "{}",
 }
 BOUND = (
     "bound: the longer of the matmul and the backend's collective, each alone, and which it is. The matmul bounds "

@@ -1,6 +1,7 @@
 """`fusedtp tune`: measure a few sizes of every op by every schedule on this machine, for `schedule="auto"`.
 
-Matmuls are jobs of the sweep, each result checked before it is timed; collectives alone take turns by its clock. On a
+Matmuls are jobs of the sweep, each result checked before it is timed; collectives alone take turns by its clock. Of
+each time the quartiles are kept, and by how much a schedule is slower than the fastest beyond the noise of both. On a
 CPU the machine's rates are measured too, from collectives of next to nothing and of a few MB, as the cost model needs
 them.
 """
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,13 +24,14 @@ from fusedtp.op import ALL_GATHER, ALL_GATHER_MATMUL
 from fusedtp.op import OPS as TABLE
 from fusedtp.sharding.plan import ITEMSIZE
 
+from . import intervals
 from .cases import OPS, SHAPES, Case, Shape
 from .jobs import Job, seconds_of
 from .operands import device_here
 from .ranks import RankPool
 from .store import PASSED
 from .sweep import rank_environment, run_job
-from .timing import measure
+from .timing import Timing, measure
 
 COLLECTIVES = tuple(name for name, op in TABLE.items() if not op.multiplies)
 # A small, a middling and a large one, and one with much to send for what it multiplies.
@@ -48,8 +51,8 @@ COLLECTIVE_SHAPES = ((64, 64), (1024, 1024), (4096, 2048))
 
 def time_collectives(
     group: ProcessGroup, shape: tuple[int, int], dtype: str, schedules: Sequence[str], seconds: float
-) -> dict[str, dict[str, float]]:
-    """Median ms of each collective of a tensor [rows, cols] by schedule; collective."""
+) -> dict[str, dict[str, Timing]]:
+    """The times of each collective of a tensor [rows, cols] by schedule; collective."""
     device, (rows, cols) = device_here(), shape
     whole = torch.randn(rows, cols, device=device).to(getattr(torch, dtype))
     runners: dict[str, Callable[[], Tensor]] = {}
@@ -59,7 +62,7 @@ def time_collectives(
         runners |= {f"{op} {name}": partial(call, x, group=group, schedule=name) for name in schedules}
     with torch.no_grad():
         timings = measure(runners, group, device, seconds=seconds)
-    return {op: {name: timings[f"{op} {name}"].median_ms for name in schedules} for op in COLLECTIVES}
+    return {op: {name: timings[f"{op} {name}"] for name in schedules} for op in COLLECTIVES}
 
 
 def host_ms(group: ProcessGroup, seconds: float) -> float:
@@ -94,11 +97,25 @@ def rates_of(
     }
 
 
-def sample_of(case: Case, ms: Mapping[str, float]) -> Sample:
+def kept(timings: Mapping[str, Timing]) -> dict[str, dict[str, float]]:
+    """What a `Sample` has of the times of schedules that took turns: medians, quartiles, and what is no noise."""
+    quartiles = {name: np.quantile(each.rounds_ms, (0.25, 0.75)).tolist() for name, each in timings.items()}
+    of = {name: intervals.Sample.of(each) for name, each in timings.items()}
+    fastest = min(of.values(), key=lambda each: each.median)
+    slower = {name: 1.0 if each is fastest else intervals.ratio(each, fastest).low for name, each in of.items()}
+    return {
+        "ms": {name: each.median for name, each in of.items()},
+        "p25": {name: low for name, (low, _) in quartiles.items()},
+        "p75": {name: high for name, (_, high) in quartiles.items()},
+        "slower": slower,
+    }
+
+
+def sample_of(case: Case, timings: Mapping[str, Timing]) -> Sample:
     """What a table keeps of a matmul's times."""
     n, (cols, third) = case.world_size, (case.K, case.N) if case.kind == "gather" else (case.N, case.K)
-    times = {name: time for name, time in ms.items() if name != "matmul"}
-    return Sample(case.op, n, case.dtype, case.M, cols, -(-third // n), times)
+    times = {name: timing for name, timing in timings.items() if name != "matmul"}
+    return Sample(case.op, n, case.dtype, case.M, cols, -(-third // n), **kept(times))
 
 
 def tune(
@@ -116,17 +133,18 @@ def tune(
                 for rows, cols in shapes:
                     said(f"collectives of {rows}x{cols} {dtype} on {n}")
                     found = pool.run(time_collectives, (rows, cols), dtype, schedules, seconds, world_size=n)[0]
-                    samples += [Sample(op, n, dtype, rows, cols, 0, ms) for op, ms in found.items()]
-                    gathers.append(found[ALL_GATHER.name])
+                    samples += [Sample(op, n, dtype, rows, cols, 0, **kept(each)) for op, each in found.items()]
+                    gathers.append({name: each.median_ms for name, each in found[ALL_GATHER.name].items()})
                 timed = [
                     time_matmul(pool, Case(op, *shape, dtype, n), schedules, seconds, num_gpus, said)
                     for op, each in (GPU_SHAPES if num_gpus else CPU_SHAPES).items() for shape in each
                 ]  # fmt: skip
-                samples += [sample_of(case, ms) for case, ms in timed if "unfused" in ms and len(ms) > 2]
+                samples += [sample_of(case, each) for case, each in timed if "unfused" in each and len(each) > 2]
                 if num_gpus:
                     continue
                 # The matmul alone is the library's: none of ours that could be refused.
-                tflops = {dtype: max(2 * case.M * case.N * case.K / n / ms["matmul"] / 1e9 for case, ms in timed)}
+                rate = max(2 * case.M * case.N * case.K / n / each["matmul"].median_ms / 1e9 for case, each in timed)
+                tflops = {dtype: rate}
                 if n in rates:
                     rates[n]["matrix_tflops"] |= tflops
                     continue
@@ -138,14 +156,14 @@ def tune(
 
 def time_matmul(
     pool: RankPool, case: Case, schedules: Sequence[str], seconds: float, num_gpus: int, said: Callable[[str], None]
-) -> tuple[Case, dict[str, float]]:
-    """Median ms of each schedule that is right, and of the matmul alone."""
+) -> tuple[Case, dict[str, Timing]]:
+    """The times of each schedule that is right, and of the matmul alone."""
     said(str(case))
     job = Job(case, ("matmul", *schedules), True, seconds, num_gpus=num_gpus)
-    ms = {}
+    found = {}
     for outcome in pool.run(run_job, job, world_size=case.world_size, timeout=seconds_of(job))[0]:
         if outcome.gate != PASSED:
             said(f"refused: {outcome.variant}: {outcome.gate}")
         elif outcome.timing is not None:
-            ms[outcome.variant] = outcome.timing.median_ms
-    return case, ms
+            found[outcome.variant] = outcome.timing
+    return case, found

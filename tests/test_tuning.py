@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from fusedtp.bench import tune
 from fusedtp.bench.cases import OPS, Case
 from fusedtp.bench.cli import app
+from fusedtp.bench.cli_tune import noisy, show_table
 from fusedtp.bench.jobs import Job
 from fusedtp.bench.ranks import RankPool
 from fusedtp.bench.rows import Outcome
 from fusedtp.bench.sweep import run_job
+from fusedtp.bench.timing import Timing
+from rich.console import Console
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from typer.testing import CliRunner
@@ -176,6 +182,83 @@ def test_the_model_corrects_what_is_far_from_the_measurement() -> None:
     assert tiny[0] == "decomposed"
 
 
+SPREAD = np.array([0.9, 0.97, 1.0, 1.03, 1.1])
+
+
+def timed(**medians: float) -> Sample:
+    """A sample of five rounds around each median, a tenth up and down."""
+    kept = tune.kept({name: Timing.of((ms * SPREAD).tolist()) for name, ms in medians.items()})
+    return Sample("all_gather_matmul", 2, "float32", 256, 512, 256, **kept)
+
+
+def test_quartiles_and_what_is_more_than_noise_are_kept(tmp_path: Path) -> None:
+    clear, noise = timed(unfused=2.0, decomposed=1.0), timed(unfused=1.0, decomposed=1.02)
+    assert clear.ms == {"unfused": 2.0, "decomposed": 1.0}
+    assert (clear.p25["unfused"], clear.p75["unfused"]) == pytest.approx((1.94, 2.06))
+    assert 1.5 < clear.slower["unfused"] < 2.0
+    assert clear.alike() == {"decomposed"}
+    assert noise.slower["decomposed"] < 1.0
+    assert noise.alike() == {"unfused", "decomposed"}
+    target = tmp_path / "tuning.json"
+    tuning.write(target, text(clear, noise, sample()))
+    known, _, ignored = tuning.load(target)
+    assert known is not None, ignored
+    # one from before they were kept among them, which says of no difference that it is noise
+    assert known.samples == (clear, noise, sample())
+    assert sample().alike() == set()
+
+
+def test_a_difference_that_is_noise_decides_nothing() -> None:
+    noise = timed(unfused=1.0, decomposed=1.02)
+    made = decide(table(noise), 256, 512)
+    assert made is not None
+    assert made[0] == "decomposed"
+    where = "256x512 on 2 ranks, the nearest size measured here"
+    assert made[1] == f"as without a measurement: unfused 1.02x of decomposed, which is noise, at {where}"
+    # as it did where noise was not judged, or where it is more than that
+    for told in (replace(noise, slower={}), timed(unfused=1.0, decomposed=1.5)):
+        made = decide(table(told), 256, 512)
+        assert made is not None
+        assert made[0] == "unfused"
+    # what is usual and the fastest anyway needs no such words
+    made = decide(table(timed(unfused=1.02, decomposed=1.0)), 256, 512)
+    assert made is not None
+    assert made[1].startswith("measured: decomposed 1.02x of unfused")
+
+
+def test_on_a_gpu_noise_leaves_it_to_the_prediction() -> None:
+    h100, allowed = HARDWARE["h100"], ("fused", "decomposed", "unfused")
+    at = {"op": "all_gather_matmul", "world_size": 8, "dtype": "bfloat16", "rows": 8192, "cols": 8192, "third": 1024}
+    noise = replace(timed(fused=1.02, decomposed=1.0, unfused=3.0), **at)
+    query = ("all_gather_matmul", "bfloat16", 8, 8192, 8192, allowed)
+    predicted = tuning.decide(None, h100, *query)
+    made = tuning.decide(Table({"cpu": "any"}, (noise,), {}), h100, *query)
+    assert predicted is not None
+    assert made is not None
+    assert (predicted[0], made[0]) == ("fused", "fused")
+    assert "which is noise" in made[1]
+    slow = replace(timed(fused=3.0, decomposed=1.0, unfused=1.0), **at)
+    made = tuning.decide(Table({"cpu": "any"}, (slow,), {}), h100, *query)
+    assert made is not None
+    assert made[0] != "fused"
+
+
+def test_noise_is_shown_and_a_busy_machine_warned_of() -> None:
+    out = Console(file=StringIO(), width=200)
+    busy = Sample("all_reduce", 2, "float32", 64, 64, 0, **tune.kept({"unfused": Timing.of([1.0, 1.5, 2.0])}))
+    show_table(Table({"cpu": "x"}, (timed(unfused=2.0, decomposed=1.0), timed(unfused=1.0, decomposed=1.02)), {}), out)
+    said = out.file.getvalue()  # type: ignore[attr-defined]
+    assert re.search(r"2 \(1.94 to 2.06\) .* 1 \(0.97 to 1.03\) .* decomposed +1\.\d\dx", said)
+    assert re.search(r"unfused +noise", said)
+    assert "In 1 of 2 lines the difference is noise" in said
+    assert noisy([timed(unfused=2.0, decomposed=1.0)]) == ""
+    assert noisy([sample()]) == ""
+    assert "between the quartiles of a time lie 33% of its median" in noisy([busy])
+    shown = CliRunner().invoke(app, ["tune", "--help"]).output
+    for column in ("travels", "third", "quartiles", "fastest", "by, how many times"):
+        assert column in " ".join(shown.split())
+
+
 def test_empty_tensors_and_short_tables_are_decided() -> None:
     assert decide(table(sample()), 0, 512) is not None
     assert decide(table(sample(unfused=1.0)), 256, 512) is None
@@ -202,7 +285,7 @@ def test_shares_are_those_of_the_cost_model() -> None:
         assert tuning.share(op, "float32", 4, rows, cols, third) == cost.work_of(op, **sizes)  # type: ignore[arg-type]
         if third is not None:
             case = Case(op, 4096, 3072, 1024, "float32", 4)
-            kept = tune.sample_of(case, {"matmul": 1.0, "unfused": 2.0})
+            kept = tune.sample_of(case, {"matmul": Timing.of([1.0]), "unfused": Timing.of([2.0])})
             assert (kept.rows, kept.cols, kept.third, kept.ms) == (rows, cols, third, {"unfused": 2.0})
 
 
@@ -256,10 +339,14 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         *((op, size) for op in OPS for size in (32, 64)),
         *((op, size) for op in tune.COLLECTIVES for size in (16, 512)),
     }
-    assert all(set(each.ms) == {"unfused", "decomposed"} for each in known.samples)
+    for each in known.samples:
+        assert set(each.ms) == set(each.p25) == set(each.p75) == set(each.slower) == {"unfused", "decomposed"}
+        assert all(each.p25[name] <= ms <= each.p75[name] for name, ms in each.ms.items())
+        assert min(each.ms, key=lambda name: each.ms[name]) in each.alike()
     assert list(known.rates) == [2]
     shown = run(app, ["tune", "--show"])
     assert "matmul_all_reduce" in shown.output
+    assert "ms (quartiles)" in shown.output
     assert "GFLOP/s each" in shown.output
     predicted = run(app, ["predict", "all_reduce", "--m", "512", "--dtype", "float32", "--hardware", "here"])
     assert predicted.exit_code == 0, predicted.output

@@ -1,8 +1,9 @@
 """What was measured on this machine, and the choice of a schedule from that and the cost model.
 
 `fusedtp tune` writes one small JSON file: the machine and versions, rates, and for a few sizes of each op the times of
-its schedules. A prediction for another size is corrected by the model's error at the nearest size measured. The file is
-FUSEDTP_TUNING, `off` for none, or fusedtp/tuning.json in the user's cache folder.
+its schedules, their quartiles, and by how much each is slower than the fastest for sure. Where that is by nothing, the
+difference is noise and decides nothing. A prediction for another size is corrected by the model's error at the nearest
+size measured. The file is FUSEDTP_TUNING, `off` for none, or fusedtp/tuning.json in the user's cache folder.
 
 A choice must be the same on every rank, so it may depend only on what all ranks are sure to share: the table, the op,
 the dtype, and the shape of what travels. The product's third dim is not among that, as a weight may be cut unevenly: it
@@ -16,7 +17,7 @@ import os
 import platform
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from math import log
 from pathlib import Path
@@ -47,11 +48,18 @@ _RATES = ("memory_gbps", "collective_gbps")
 _LATENCIES = ("host_us", "flag_us", "collective_start_us")
 # Of a file: numbers beyond these were not measured.
 MOST_RANKS, MOST_LENGTH, LEAST_MS, MOST_MS = 1 << 16, 1 << 40, 1e-9, 1e9
+# What files from before noise was judged are without, with its limits.
+_NOISE = {"p25": (LEAST_MS, MOST_MS), "p75": (LEAST_MS, MOST_MS), "slower": (0.0, MOST_MS / LEAST_MS)}
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Median ms of an op's schedules. [rows, cols]: what travels, whole; third: the product's third dim, 0 for none."""
+    """Median ms of an op's schedules. [rows, cols]: what travels, whole; third: the product's third dim, 0 for none.
+
+    p25, p75: the quartiles of their rounds. slower: how many times as long as the fastest each takes at least, the
+    lower end of the ratio's 95 % interval; at 1 and below they cannot be told apart. Empty in files from before they
+    were kept, as if every difference were one.
+    """
 
     op: str
     world_size: int
@@ -60,6 +68,13 @@ class Sample:
     cols: int
     third: int
     ms: Mapping[str, float]
+    p25: Mapping[str, float] = field(default_factory=dict)
+    p75: Mapping[str, float] = field(default_factory=dict)
+    slower: Mapping[str, float] = field(default_factory=dict)
+
+    def alike(self) -> set[str]:
+        """The fastest schedules, as far as they cannot be told apart; none where it is not known."""
+        return {name for name, least in self.slower.items() if least <= 1}
 
 
 @dataclass(frozen=True)
@@ -138,7 +153,7 @@ def dump(table: Table) -> str:
         "format": FORMAT,
         "machine": dict(table.machine),
         "rates": {str(size): dict(values) for size, values in table.rates.items()},
-        "samples": [asdict(sample) for sample in table.samples],
+        "samples": [{name: value for name, value in asdict(sample).items() if value != {}} for sample in table.samples],
     }
     return json.dumps(content, indent=1) + "\n"
 
@@ -177,7 +192,9 @@ def _rates(entry: Entry) -> dict[str, Any]:
 
 
 def _sample(entry: Entry) -> Sample:
-    entry.only("op", "world_size", "dtype", "rows", "cols", "third", "ms")
+    noise = [name for name in _NOISE if name in entry.values]
+    entry.only("op", "world_size", "dtype", "rows", "cols", "third", "ms", *noise)
+    ms = entry.numbers("ms", LEAST_MS, MOST_MS, among=schedules.NAMES)
     return Sample(
         op=entry.text("op", among=OPS),
         world_size=entry.integer("world_size", 1, MOST_RANKS),
@@ -185,7 +202,8 @@ def _sample(entry: Entry) -> Sample:
         rows=entry.integer("rows", 1, MOST_LENGTH),
         cols=entry.integer("cols", 1, MOST_LENGTH),
         third=entry.integer("third", 0, MOST_LENGTH),
-        ms=entry.numbers("ms", LEAST_MS, MOST_MS, among=schedules.NAMES),
+        ms=ms,
+        **{name: entry.numbers(name, *_NOISE[name], among=ms) for name in noise},
     )
 
 
@@ -232,7 +250,8 @@ def decide(
 ) -> tuple[str, str] | None:  # fmt: skip
     """(schedule, why) for an op by which [rows, cols] travel; None where neither a measurement nor a model says.
 
-    gpu: what the hardware table has for this machine. allowed: the schedules that can run.
+    gpu: what the hardware table has for this machine. allowed: the schedules that can run, first the one that is taken
+    where nothing is known.
     """
     sample = table.nearest(op, dtype, world_size, rows, cols) if table is not None else None
     machine = gpu if gpu is not None or table is None else table.hardware(world_size)
@@ -240,11 +259,7 @@ def decide(
     if sample is None or len(measured) < 2:
         if gpu is None:
             return None
-        times = _times(estimate(op, share(op, dtype, world_size, rows, cols), gpu), allowed)
-        best = min(times, key=lambda name: times[name])
-        # If the model cannot tell predictions apart, the kernel is taken: a graph can capture it.
-        if times.get("fused", float("inf")) <= _MODEL_ERROR * times[best]:
-            best = "fused"
+        best, times = _predicted(gpu, op, dtype, world_size, rows, cols, allowed)
         return best, f"predicted for {gpu.title}: {_versus(times, best)}"
     times = measured
     if machine is not None and dtype in machine.matrix_tflops:
@@ -256,9 +271,29 @@ def decide(
         times = times if len(times) > 1 else measured
     best = min(times, key=lambda name: times[name])
     where = f"{sample.rows}x{sample.cols} on {sample.world_size} ranks, the nearest size measured here"
+    usual = allowed[0]
+    if gpu is not None and dtype in gpu.matrix_tflops:
+        usual, _ = _predicted(gpu, op, dtype, world_size, rows, cols, allowed)
+    are_alike = best != usual and {best, usual} <= sample.alike() & times.keys()
+    # And so they are here, unless the model has them further apart than it can be wrong.
+    if are_alike and times[usual] / times[best] <= max(_MODEL_ERROR, measured[usual] / measured[best]):
+        noise = f"{best} {measured[usual] / measured[best]:.2f}x of {usual}, which is noise,"
+        return usual, f"as without a measurement: {noise} at {where}"
     if best == min(measured, key=lambda name: measured[name]):
         return best, f"measured: {_versus(measured, best)} at {where}"
     return best, f"predicted from what was measured: {_versus(times, best)}, though not at {where}"
+
+
+def _predicted(
+    gpu: Hardware, op: str, dtype: str, world_size: int, rows: int, cols: int, allowed: Sequence[str]
+) -> tuple[str, Mapping[str, float]]:
+    # The schedule that the model alone takes, and its times.
+    times = _times(estimate(op, share(op, dtype, world_size, rows, cols), gpu), allowed)
+    best = min(times, key=lambda name: times[name])
+    # If the model cannot tell predictions apart, the kernel is taken: a graph can capture it.
+    if times.get("fused", float("inf")) <= _MODEL_ERROR * times[best]:
+        best = "fused"
+    return best, times
 
 
 def _corrected(predicted: float, there: float, measured: float) -> float:
