@@ -114,6 +114,7 @@ def timeline(
     Says which schedule is faster over all recorded calls, and why the shown one is slower where it is.
     """
     from . import timeline as recorded
+    from . import timeline_figure
     from .cases import DTYPES, OPS, Case
     from .machine import describe
     from .ranks import RankError
@@ -138,7 +139,7 @@ def timeline(
         console.print(str(error), markup=False, highlight=False)
         raise typer.Exit(1) from error
     recorded.write(found, path)
-    recorded.picture(found, path.with_suffix(".png"))
-    for line in recorded.remarks(found):
+    timeline_figure.picture(found, path.with_suffix(".png"))
+    for line in timeline_figure.remarks(found):
         console.print(line, highlight=False)
     console.print(f"trace, for ui.perfetto.dev or chrome://tracing: {path}\npicture: {path.with_suffix('.png')}")

@@ -15,7 +15,7 @@ import pandas as pd
 
 from fusedtp.files import replace
 
-from . import bars, curves, heatmap, overview, tables, theme, timeline
+from . import bars, curves, heatmap, overview, tables, theme, timeline, timeline_figure
 from .cases import DIRECTIONS, SHORT_DTYPES, TITLES
 from .frames import CASE, compared, each, frame_of, parts, records, timed
 from .machine import slug
@@ -90,7 +90,7 @@ def write(rows: Sequence[Row], path: Path) -> str:
         for section, (draw, columns) in PICTURES.items():
             figures = ((words, draw(part)) for words, part in _groups(frame, columns))
             drawn[section] = [_kept(section, *pair, path) for pair in figures if pair[1] is not None]
-        calls = [] if isinstance(recorded, str) else [("call", timeline.figure(recorded))]
+        calls = [] if isinstance(recorded, str) else [("call", timeline_figure.figure(recorded))]
         drawn["timeline"] = [_kept("timeline", *pair, path) for pair in calls]
     replace(path.with_suffix(".html"), page(frame, drawn, str(recorded)).encode())
     return malformed

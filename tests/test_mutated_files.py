@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fusedtp.bench import cases, cli, compare, generated, regress, report, store, timeline, tracked
+from fusedtp.bench import cases, cli, compare, generated, regress, report, store, timeline, timeline_figure, tracked
 from fusedtp.bench.cli_tune import show_table
 from fusedtp.bench.frames import frame_of
 from fusedtp.bench.machine import Machine
@@ -245,7 +245,7 @@ def test_timelines(how: Callable[..., Any], make_row: MakeRow, tmp_path: Path) -
             assert found.title()
             assert all(mark.kind in (*trace.KINDS, "call") and 0 <= mark.rank < 2 for mark in found.marks)
             if number % (EVERY // 5) == 0:
-                timeline.picture(found, tmp_path / "timeline.png")
+                timeline_figure.picture(found, tmp_path / "timeline.png")
         if number % EVERY == 0:
             command("report", table)
 
