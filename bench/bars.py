@@ -104,10 +104,8 @@ def _drawn(columns: Mapping[str, list[Group]]) -> Any:
         at, names = 0.0, {}
         for group in groups:
             axis.text(0.0, at, group.title, fontsize=7, va="center")
-            ends = at + 0.5, at + len(group.bars) + 0.5
-            axis.plot(
-                [group.bound] * 2 if group.bound else [], ends if group.bound else [], zorder=4, **_line(group.by)
-            )
+            if group.bound:
+                axis.plot([group.bound] * 2, [at + 0.5, at + len(group.bars) + 0.5], zorder=4, **_line(group.by))
             for name, (shares, words) in group.bars.items():
                 at, left = at + 1, 0.0
                 for kind, share in shares.items():

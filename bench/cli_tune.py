@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fusedtp.calls.tuning import Sample
     from fusedtp.calls.tuning import Table as Measurements
 
-# A quiet machine's times lie closer together.
+# Of its median, how far apart a time's quartiles may be: on a quiet machine they are less.
 NOISY = 0.2
 
 
@@ -56,8 +56,6 @@ def tune(
         if table is None:
             raise typer.BadParameter(ignored or f"there is no {target}: run fusedtp tune")
         show_table(table, console)
-        if warning := noisy(table.samples):
-            console.print(warning, style="bold yellow", highlight=False)
         return
     from .tune import tune as measure
 
@@ -79,8 +77,6 @@ def tune(
         console.print(f"replaced: {ignored}", highlight=False)
     tuning.write(target, tuning.dump(table))
     show_table(table, console)
-    if warning := noisy(samples):
-        console.print(warning, style="bold yellow", highlight=False)
     console.print(f"{len(table.samples)} measurements in {target}, {len(samples)} of them new", highlight=False)
 
 
@@ -98,7 +94,7 @@ def noisy(samples: Sequence[Sample]) -> str:
 
 
 def show_table(measured: Measurements, console: Console) -> None:
-    """The measurements, which schedule is the fastest at each, and whether that is more than noise."""
+    """The measurements, which schedule is the fastest at each, whether that is more than noise, and the rates."""
     from .tables import Table, milliseconds
 
     lines, num_noise = [], 0
@@ -116,9 +112,10 @@ def show_table(measured: Measurements, console: Console) -> None:
     console.print(Table.of("tuning", "measured on this machine", lines).printed(sections=False))
     if num_noise:
         told = f"In {num_noise} of {len(lines)} lines the difference is noise"
-        console.print(
-            f"{told}: auto takes what it would without a measurement, unless that is slower.", highlight=False
-        )
+        what = "auto takes what it would without a measurement, unless that is slower beyond noise"
+        console.print(f"{told}: {what}.", highlight=False)
+    if warning := noisy(measured.samples):
+        console.print(warning, style="bold yellow", highlight=False)
     for n in measured.rates:
         machine = measured.hardware(n)
         assert machine is not None

@@ -31,7 +31,7 @@ _UNLIKE: dict[str, Callable[[Row], str]] = {
     "ranks": lambda row: str(row.world_size), "direction": lambda row: row.direction,
     "variant": lambda row: row.variant,
 }  # fmt: skip
-# More rows of one kind than this are counted and not listed.
+# More rows of one kind, or names of what they are, than this are counted and not listed.
 _LISTED = 3
 
 
@@ -120,7 +120,7 @@ def described(row: Row) -> str:
 def in_common(found: Comparison) -> str:
     """How many rows each file has, and how many of them the other one measured too."""
     both = len(found.before) - len(found.only_before) - sum(sample(a) is not None for a, _ in found.lost)
-    return f"A has {len(found.before)} measured rows, B {len(found.after)}; {both} are of the same case and variant."
+    return f"Measured rows: {len(found.before)} in A, {len(found.after)} in B, {both} of the same case and variant."
 
 
 def unlike(rows: Iterable[Row], others: Iterable[Row]) -> str:
@@ -151,17 +151,17 @@ def _apart(found: Comparison, everything: bool) -> list[str]:
     if found.without_baseline:
         lost[f"no {BASELINE} in the same case, see --absolute"] = found.without_baseline
     for why, rows in lost.items():
-        listed = everything or len(rows) <= _LISTED
-        told += (
-            [f"{why}: {described(row)}" for row in rows] if listed else [f"{why}: {len(rows)} rows; --all lists them"]
-        )
+        if everything or len(rows) <= _LISTED:
+            told += [f"{why}: {described(row)}" for row in rows]
+        else:
+            told.append(f"{why}: {len(rows)} rows; --all lists them")
     return told
 
 
 def show(found: Comparison, console: Console, *, absolute: bool, confidence: float, everything: bool) -> None:
     """Print what changed beyond its interval (all that was compared with `everything`), then what could not be.
 
-    What could not be compared is counted, and listed with `everything`.
+    Of that, what is not little is counted, and listed with `everything`.
     """
     what = "B / A, time" if absolute else f"B / A, time over {BASELINE}'s"
     count, total = {"slower": 0, "faster": 0, "": 0}, len(found.changes)

@@ -34,7 +34,7 @@ def figure(frame: pd.DataFrame) -> Any:
         for axis, size in zip(axes[:, across], sizes, strict=True):
             axis.set_title(f"{matmul}, {ranks(size)}", fontsize=8.5)
             if (panel := members[members["world_size"] == size]).empty:
-                axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center", color=theme.colour("muted"))
+                theme.not_measured(axis)
             else:
                 _panel(axis, panel)
         theme.log_scale(axis, "x")

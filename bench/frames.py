@@ -88,10 +88,10 @@ def compared(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def plain(frame: pd.DataFrame) -> pd.DataFrame:
-    """The measured lines that belong to no model, or all measured ones if there are no others."""
+    """The measured lines that belong to no model; of a direction in which all belong to one, those."""
     lines = timed(frame)
-    alone = lines[lines["model"] == ""]
-    return lines if alone.empty else alone
+    alone = lines["model"] == ""
+    return lines[alone | ~lines["direction"].isin(lines["direction"][alone].unique())]
 
 
 def parts(frame: Any, *columns: str) -> Iterator[tuple[tuple[Any, ...], pd.DataFrame]]:

@@ -63,8 +63,8 @@ def _panel(axis: Any, panel: pd.DataFrame, ranks: Sequence[int], height: int) ->
         axis.text(column, line, f"{speedup:.2f}" if known else f"~{speedup:.2f}", color=paint, **style)
     for line, column in np.argwhere(np.isnan(cells)):
         axis.text(column, line, "-", color=theme.colour("muted"), **style)
-    if not len(kinds):
-        axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center", color=theme.colour("muted"))
+    if kinds.empty:
+        theme.not_measured(axis)
     else:
         shades = LinearSegmentedColormap.from_list("speed-up", _SHADES)
         edges = [np.arange(length + 1) - 0.5 for length in reversed(cells.shape)]
@@ -73,7 +73,8 @@ def _panel(axis: Any, panel: pd.DataFrame, ranks: Sequence[int], height: int) ->
         axis.plot(*ends, zorder=3, **_border())
     theme.named_lines(axis, dict(enumerate(kinds.index)), height)
     axis.set(xlim=(-0.5, len(ranks) - 0.5), ylim=(height - 0.5, -0.5))
-    axis.set_xticks(range(len(ranks)) if len(kinds) else [], [str(size) for size in ranks] if len(kinds) else [])
+    shown = [] if kinds.empty else ranks
+    axis.set_xticks(range(len(shown)), [str(size) for size in shown])
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
 

@@ -60,7 +60,11 @@ def _panel(axes: Any, lines: list[tuple[dict[str, Any], pd.DataFrame]], height: 
             axes.text(1.02, at, f"{best:.2f}x", transform=axes.get_yaxis_transform(), va="center", fontsize=8)
         layer = f"{first['model']} {first['layer']}, " if first["model"] else ""
         names[at] = f"{layer}{first['size']} {first['short_dtype']}"
-    axes.text(1.02, 1.02, "speed-up", transform=axes.transAxes, va="bottom", fontsize=8, color=theme.colour("muted"))
+    if lines:
+        style = {"va": "bottom", "fontsize": 8, "color": theme.colour("muted")}
+        axes.text(1.02, 1.02, "speed-up", transform=axes.transAxes, **style)
+    else:
+        theme.not_measured(axes)
     theme.log_scale(axes, "x")
     theme.named_lines(axes, names, height)
     axes.tick_params(axis="x", labelbottom=True)

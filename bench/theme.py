@@ -100,7 +100,7 @@ def named_lines(axes: Any, names: Mapping[Any, str], lines: float) -> None:
 
 
 def log_scale(axes: Any, which: str) -> None:
-    """The x or y axis logarithmic, its ticks plain numbers: two at least, whatever is drawn, and no more than fit."""
+    """The x or y axis logarithmic, its ticks plain numbers: three at least, whatever is drawn, and no more than fit."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     class Ticks(LogLocator):
@@ -118,6 +118,12 @@ def log_scale(axes: Any, which: str) -> None:
     axis = getattr(axes, f"{which}axis")
     axis.set(major_locator=Ticks(), minor_locator=NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def not_measured(axes: Any) -> None:
+    """Says so in the middle of a panel for which there is nothing."""
+    style = {"ha": "center", "va": "center", "color": colour("muted")}
+    axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, **style)
 
 
 def legend(figure: Any, handles: Mapping[str, Any] | None = None, **options: Any) -> None:

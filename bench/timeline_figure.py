@@ -16,7 +16,7 @@ from .timeline import NAMES, Timeline
 _REASONS = {
     "multiply": "multiplying took {own} ms against {other}: the same arithmetic, so either chunks multiply more "
     "slowly here than the whole, or the machine did something else meanwhile",
-    "wait": "its ranks waited {own} ms for each other's chunks",
+    "wait": "waiting for the others' chunks took {own} ms",
     "sending": "copying took {own} ms, the collective of unfused {other}",
     "add": "adding up partial results took {own} ms against {other}",
     "": "what lies between its parts, the host's own work or a late beginning, took {own} ms against {other}",
@@ -38,9 +38,8 @@ def remarks(found: Timeline) -> list[str]:
             most = max(_REASONS, key=lambda kind: own[kind] - other[kind])
             why = _REASONS[most].format(own=milliseconds(own[most]), other=milliseconds(other[most]))
             times = f"{milliseconds(own_ms)} ms, {BASELINE} {milliseconds(other_ms)}"
-            lines.append(
-                f"{schedule} is slower than {BASELINE} in these calls, {times}. Most of the difference: {why}."
-            )
+            slower = f"{schedule} is slower than {BASELINE} in the calls shown, {times}"
+            lines.append(f"{slower}. The largest part of the difference, of the rank that ends last: {why}.")
         calls, base = found.calls(schedule), found.calls(BASELINE)
         if calls and base and len(calls.rounds) > 1:
             of = ratio(calls, base)

@@ -188,7 +188,7 @@ def test_files_with_nothing_in_common_say_what_is_unlike_and_list_nothing(make_r
     lines = done.output.splitlines()
     assert len(lines) <= 6, done.output
     for line in (
-        "A has 30 measured rows, B 15; 0 are of the same case and variant.",
+        "Measured rows: 30 in A, 15 in B, 0 of the same case and variant.",
         "only in A: 30 of 30 rows (size 256 x 1024 x 1024, 512 x 1024 x 1024, 1024 x 1024 x 1024 and 2 more; ranks 2; "
         "direction forward; variant unfused, decomposed); --all lists them",
         "Nothing was measured in both files.",
@@ -197,7 +197,7 @@ def test_files_with_nothing_in_common_say_what_is_unlike_and_list_nothing(make_r
     assert invoke(a, b, "--all").output.count("only in A: all-gather + matmul") == 10
     store.write(b, [replace(row, machine="cpu-other-8c") for row in other])
     refused = " ".join(invoke(a, b).output.replace("\u2502", " ").split())
-    assert "A has 30 measured rows, B 15; 0 are of the same case" in refused
+    assert "Measured rows: 30 in A, 15 in B, 0 of the same case" in refused
 
 
 def test_rows_that_cannot_be_compared_are_counted_by_their_reason(make_row: MakeRow, tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_rows_that_cannot_be_compared_are_counted_by_their_reason(make_row: Make
     store.write(b, [*unfused, *(replace(row, rounds=0, rounds_ms=(), gate="wrong", **nothing) for row in alone)])
     lines = invoke(a, b).output.splitlines()
     assert "a number in A, none in B (wrong): 15 rows; --all lists them" in lines
-    assert "A has 30 measured rows, B 15; 15 are of the same case and variant." in lines
+    assert "Measured rows: 30 in A, 15 in B, 15 of the same case and variant." in lines
     store.write(a, alone)
     store.write(b, alone)
     assert "no unfused in the same case, see --absolute: 15 rows; --all lists them" in invoke(a, b).output

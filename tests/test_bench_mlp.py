@@ -68,7 +68,7 @@ def test_command_times_the_sizes_it_is_given(pool: RankPool, tmp_path: Path, mon
     assert (again.low, again.high) == pytest.approx((ours["speedup_low"], ours["speedup_high"]), rel=1e-3)
 
 
-def test_default_sizes_are_those_of_before() -> None:
-    assert mlp.SIZES == ((2048, 1024, 4096), (4096, 2048, 1024), (256, 512, 2048), (16, 512, 2048))
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_default_sizes_are_split_by_powers_of_two(world_size: int) -> None:
     for size in mlp.SIZES:
-        mlp.check_size(*size, 4)
+        mlp.check_size(*size, world_size)

@@ -36,6 +36,26 @@ def test_picture_shows_every_direction_and_every_rival(make_row: MakeRow, tmp_pa
     assert not report.picture([make_row(variant="fused", interpreted=True)], tmp_path / "none.png")
 
 
+def test_picture_has_the_plain_cases_of_each_direction_or_its_models(make_row: MakeRow) -> None:
+    plain = make_row(median_ms=1.0, M=512)
+    model = make_row(median_ms=1.0, model="llama3-8b", tokens=1024, layer="mlp up")
+    both = replace(model, direction="both")
+    with theme.style():
+        drawn = overview.figure(frame_of([plain, model, both, replace(plain, op="matmul_all_reduce", world_size=4)]))
+    found = {}
+    for axes in drawn.axes:
+        lines = [each.get_text() for each in axes.get_yticklabels()]
+        found[axes.get_title(loc="left")] = lines, "not measured" in [text.get_text() for text in axes.texts]
+    assert found == {
+        "all-gather + matmul, forward, 2 ranks": (["512 x 1024 x 1024 fp32"], False),
+        "matmul + all-reduce, forward, 2 ranks": ([], True),
+        "all-gather + matmul, forward, 4 ranks": ([], True),
+        "matmul + all-reduce, forward, 4 ranks": (["512 x 1024 x 1024 fp32"], False),
+        "all-gather + matmul, both, 2 ranks": (["llama3-8b mlp up, 1024 x 1024 x 1024 fp32"], False),
+        "matmul + all-reduce, both, 2 ranks": ([], True),
+    }
+
+
 def test_nothing_of_the_picture_is_cut_off(make_row: MakeRow) -> None:
     """Of a single op and size, the narrowest, by rows whose machine and commit have long names."""
     at = {"cpu": "Some Vendor(R) Processor(R) Platinum 0000C CPU @ 2.00GHz", "cores": 128, "torch": "2.13.0+cpu"}

@@ -180,7 +180,7 @@ def with_calls(found: Timeline, **ms: tuple[float, ...]) -> Timeline:
 def test_a_slower_schedule_is_said_to_be_and_by_what(found: Timeline) -> None:
     """Of the rank that ends last: 70 ms of a product against none, and not the collective, which unfused has."""
     (said,) = timeline_figure.remarks(found)
-    assert said.startswith("decomposed is slower than unfused in these calls, 0.0905 ms, unfused 0.08. ")
+    assert said.startswith("decomposed is slower than unfused in the calls shown, 0.0905 ms, unfused 0.08. ")
     assert "multiplying took 0.07 ms against 0" in said
     assert timeline_figure.remarks(with_calls(found, unfused=(1.0,), decomposed=(2.0,))) == [said]
     for own, verdict in (((3.0, 3.1, 3.2), "slower"), ((0.9, 1.0, 1.1), "neither can"), ((0.3, 0.31, 0.32), "faster")):
@@ -200,7 +200,7 @@ def test_a_slower_schedule_is_said_to_be_and_by_what(found: Timeline) -> None:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("wait", "its ranks waited 0.08 ms for each other's chunks"),
+        ("wait", "waiting for the others' chunks took 0.08 ms"),
         ("travel", "copying took 0.08 ms, the collective of unfused 0.02"),
         ("add", "adding up partial results took 0.08 ms against 0"),
         ("multiply", "multiplying took 0.08 ms against 0"),

@@ -250,7 +250,10 @@ def test_noise_is_shown_and_a_busy_machine_warned_of() -> None:
     said = out.file.getvalue()  # type: ignore[attr-defined]
     assert re.search(r"2 \(1.94 to 2.06\) .* 1 \(0.97 to 1.03\) .* decomposed +1\.\d\dx", said)
     assert re.search(r"unfused +noise", said)
-    assert "In 1 of 2 lines the difference is noise" in said
+    assert "In 1 of 2 lines the difference is noise: auto takes" in said
+    assert "Careful" not in said
+    show_table(Table({"cpu": "x"}, (busy,), {}), out)
+    assert "Careful" in out.file.getvalue()  # type: ignore[attr-defined]
     assert noisy([timed(unfused=2.0, decomposed=1.0)]) == ""
     assert noisy([sample()]) == ""
     assert "between the quartiles of a time lie 33% of its median" in noisy([busy])
