@@ -142,7 +142,7 @@ def regress(session: nox.Session) -> None:
 @nox.session
 def soak(session: nox.Session) -> None:
     """10,000 mixed calls on four ranks, 100,000 of random programs, sequences across two groups, mutated files, every
-    sharding over two axes.
+    sharding over two axes, every decoder both ways on two and four ranks.
 
     After --: --calls, --seed, --programs, ...
     """
@@ -155,8 +155,8 @@ def soak(session: nox.Session) -> None:
         for size in (2, 4):
             options = ("--programs", "--calls", "50000", "--world-size", str(size))
             session.run("python", "-P", "-m", "soak", *options, env=env)
-        files = ("tests/test_two_groups.py", "tests/test_mutated_files.py", "tests/test_sharded.py")
-        session.run("pytest", *files, env={**ONE_THREAD, "FUSEDTP_SOAK": "large"})
+        files = ("test_two_groups.py", "test_mutated_files.py", "test_sharded.py", "test_decoders.py")
+        session.run("pytest", *(f"tests/{file}" for file in files), env={**ONE_THREAD, "FUSEDTP_SOAK": "large"})
 
 
 @nox.session(venv_backend="none")

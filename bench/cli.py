@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from . import arguments, cli_predict, cli_report, cli_tune
+from . import arguments, cli_plan, cli_predict, cli_report, cli_tune
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,6 +25,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(cli_plan.plan)
 app.command()(cli_predict.predict)
 app.add_typer(cli_report.app)
 app.command()(cli_tune.tune)

@@ -26,15 +26,20 @@ from .sharding.plan import plan
 
 if TYPE_CHECKING:
     __version__: str
-    from .grouped import FusedGroup
-    from .parallel import FusedColwiseParallel, FusedRowwiseParallel
+    from .styles.decoders import decoder_plan, parallelize
+    from .styles.embeddings import FusedEmbeddingParallel
+    from .styles.grouped import FusedGroup
+    from .styles.linears import FusedColwiseParallel, FusedRowwiseParallel
+    from .styles.norms import FusedNormParallel
     from .workspaces.registry import check, destroy, set_timeout
 
 __all__ = [
     "ColumnParallelLinear",
     "FSDPLinear",
     "FusedColwiseParallel",
+    "FusedEmbeddingParallel",
     "FusedGroup",
+    "FusedNormParallel",
     "FusedRowwiseParallel",
     "NotationError",
     "ParallelMLP",
@@ -47,17 +52,30 @@ __all__ = [
     "all_reduce",
     "check",
     "cost",
+    "decoder_plan",
     "destroy",
     "explain",
     "fsdp_linear",
     "last_path",
     "linear_all_reduce",
     "linear_reduce_scatter",
+    "parallelize",
     "plan",
     "reduce_scatter",
     "set_timeout",
     "sharded_matmul",
 ]
+
+
+_STYLES = {
+    "FusedColwiseParallel": "linears",
+    "FusedEmbeddingParallel": "embeddings",
+    "FusedGroup": "grouped",
+    "FusedNormParallel": "norms",
+    "FusedRowwiseParallel": "linears",
+    "decoder_plan": "decoders",
+    "parallelize": "decoders",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -67,10 +85,10 @@ def __getattr__(name: str) -> Any:
 
         return getattr(registry, name)
     # The styles bring DTensor in.
-    if name in ("FusedColwiseParallel", "FusedGroup", "FusedRowwiseParallel"):
-        from . import grouped, parallel
+    if name in _STYLES:
+        from importlib import import_module
 
-        return getattr(grouped if name == "FusedGroup" else parallel, name)
+        return getattr(import_module(f".styles.{_STYLES[name]}", __name__), name)
     if name == "__version__":
         from importlib.metadata import version
 

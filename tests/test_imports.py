@@ -31,8 +31,7 @@ FLOORS = (
     ("calls",),
     ("functional",),
     ("layers",),
-    ("parallel",),
-    ("grouped",),
+    ("styles",),
     ("",),  # the package itself
     ("bench",),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from .parallel import FusedColwiseLinear, FusedColwiseParallel, columns
+from .linears import FusedColwiseLinear, FusedColwiseParallel, columns
+from .shared import FusedSharedLinear, replicate, share
 
 
 class _Together:
@@ -63,10 +64,16 @@ class FusedGroupedLinear(FusedColwiseLinear):
         return self.together.take(self, input)
 
 
+class FusedGroupedSharedLinear(FusedSharedLinear, FusedGroupedLinear):
+    """The same, of a linear with fewer pieces than there are ranks."""
+
+
 class FusedGroup(ParallelStyle):
     """Several nn.Linear of one module that take the same input, as FusedColwiseParallel each, with one gather of it.
 
     names             of the linears in the module that the style is for: FusedGroup("q_proj", "k_proj", "v_proj")
+    pieces            by name, how many pieces a linear's rows have, as key and value heads, where that may be less than
+                      there are ranks: several of these then use the same piece, and each has the whole weight
     options           those of FusedColwiseParallel
 
     The module's code is unchanged: the first linear that it calls with an input computes all of them, the others take
@@ -75,16 +82,19 @@ class FusedGroup(ParallelStyle):
     gradients of the input are added before they are scattered, once.
     """
 
-    def __init__(self, *names: str, **options: Any) -> None:
+    def __init__(self, *names: str, pieces: Mapping[str, int] | None = None, **options: Any) -> None:
         super().__init__()
         if len(names) < 2 or len(set(names)) < len(names):
             raise ValueError(f"a FusedGroup is of two linears or more, by different names, got {names}")
         if wrong := [name for name in names if not isinstance(name, str)]:
             raise TypeError(f"a FusedGroup takes the linears' names, got {wrong[0]!r}")
         self.names, self.style = names, FusedColwiseParallel(**options)
+        self.pieces = dict(pieces or {})
+        if unknown := [name for name in self.pieces if name not in names]:
+            raise ValueError(f"pieces must be of {', '.join(names)}, got {unknown[0]!r}")
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        linears = []
+        linears: list[Any] = []
         for name in self.names:
             try:
                 linears.append(module.get_submodule(name))
@@ -96,17 +106,26 @@ class FusedGroup(ParallelStyle):
         together = _Together()
         for linear in linears:
             self.style.check(linear, device_mesh)
-        for linear in linears:
-            self.style._apply(linear, device_mesh)
-            linear.__class__ = FusedGroupedLinear
-            linear.together = together  # type: ignore[assignment]
-            together.linears.append(linear)  # type: ignore[arg-type]
+        for name, linear in zip(self.names, linears, strict=True):
+            pieces, num_ranks = self.pieces.get(name, device_mesh.size()), device_mesh.size()
+            if pieces < num_ranks:
+                replicate(linear, device_mesh, self.src_data_rank)
+                length = linear.out_features // pieces
+                own = device_mesh.get_local_rank() * pieces // num_ranks
+                share(self.style, linear, device_mesh, slice(own * length, (own + 1) * length))
+                linear.__class__ = FusedGroupedSharedLinear
+            else:
+                self.style._apply(linear, device_mesh)
+                linear.__class__ = FusedGroupedLinear
+            linear.together = together
+            together.linears.append(linear)
         # A call that uses only some of them must not keep what the others would have taken.
         module.register_forward_hook(_Clear(together), always_call=True)
         return module
 
     def __repr__(self) -> str:
-        return f"FusedGroup({', '.join(map(repr, self.names))}, style={self.style!r})"
+        pieces = f"pieces={self.pieces}, " if self.pieces else ""
+        return f"FusedGroup({', '.join(map(repr, self.names))}, {pieces}style={self.style!r})"
 
 
 class _Clear:

@@ -31,10 +31,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.utils.parametrize import is_parametrized
 
-from . import functional, groups
-from .calls import arguments, dispatch, eager
-from .layers import replicated_problem
-from .shards import chunk_sizes
+from .. import functional, groups
+from ..calls import arguments, dispatch, eager
+from ..layers import replicated_problem
+from ..shards import chunk_sizes
 
 
 @dataclass(frozen=True)
@@ -60,16 +60,16 @@ class _Layouts:
         """The local part of x, its layout (`wanted` if given), and the ranks' lengths where the global one is known."""
         if not isinstance(x, Tensor):
             raise TypeError(f"input must be a tensor, got {type(x).__name__}")
-        placement = _positive(self.input, x.ndim, "input_layouts")
+        placement = positive(self.input, x.ndim, "input_layouts")
         # The result has as many dims as x: checked now, so that a wrong layout is not found only after sending.
-        _positive(self.output, x.ndim, "output_layouts")
+        positive(self.output, x.ndim, "output_layouts")
         if isinstance(x, DTensor):
             if x.device_mesh != self.mesh:
                 raise ValueError(f"input must be on the module's mesh, {self.mesh}, got a DTensor on {x.device_mesh}")
             (placement,) = x.placements
-        wanted = None if wanted is None else _positive(wanted, x.ndim)
+        wanted = None if wanted is None else positive(wanted, x.ndim)
         if wanted is None and placement.is_partial():
-            wanted = _positive(self.input, x.ndim)
+            wanted = positive(self.input, x.ndim)
         if wanted is not None and placement != wanted:
             if not isinstance(x, DTensor):
                 x = DTensor.from_local(x, self.mesh, [placement], run_check=False)
@@ -83,7 +83,7 @@ class _Layouts:
         """y, laid out as `made` of a whole tensor of `shape`, in the layout and kind of tensor that the style was asked
         for.
         """
-        made, output = _positive(made, y.ndim), _positive(self.output, y.ndim)
+        made, output = positive(made, y.ndim), positive(self.output, y.ndim)
         if made == output and self.use_local_output:
             return y
         # A DTensor's strides are those of the whole tensor; ones that ours does not have would mislead a view of it.
@@ -96,7 +96,8 @@ class _Layouts:
         return out.to_local() if self.use_local_output else out
 
 
-def _positive(placement: Placement, ndim: int, name: str = "layout") -> Placement:
+def positive(placement: Placement, ndim: int, name: str = "layout") -> Placement:
+    """The placement with its dim counted from the front; ValueError where there is no such dim."""
     if not isinstance(placement, Shard):
         return placement
     if not -ndim <= placement.dim < ndim:
@@ -142,7 +143,7 @@ class FusedRowwiseLinear(nn.Linear):
         x, _, _ = to.receive(input, wanted=Shard(-1))
         ours = self.weight, self.bias, to.group
         shape = (*x.shape[:-1], self.out_features)
-        made = _positive(to.output, x.ndim)
+        made = positive(to.output, x.ndim)
         if isinstance(made, Shard):
             describe, sizes = functional.reduce_scatter_problem, to.sizes(shape[made.dim])
             y = eager.of_parameters(describe, x, *ours, made.dim, sizes, to.schedule, to.debug, to.producer)
@@ -151,8 +152,20 @@ class FusedRowwiseLinear(nn.Linear):
         return to.hand_out(y, made, shape)
 
 
-def _unfit(module: nn.Module) -> str:
-    # Why a style cannot take it; "" for an nn.Linear with parameters of its own.
+def check_mesh(device_mesh: object) -> None:
+    """A mesh that a style can split over: of one dimension, with this rank."""
+    if not isinstance(device_mesh, DeviceMesh):
+        raise TypeError(f"device_mesh must be a DeviceMesh, got {type(device_mesh).__name__}")
+    groups.check_mesh("device_mesh", device_mesh)
+    if device_mesh.ndim != 1:
+        raise ValueError(
+            f"device_mesh must have one dimension, got {device_mesh.ndim}, {device_mesh.mesh_dim_names}: "
+            "pick one, mesh['name']"
+        )
+
+
+def unfit(module: nn.Module) -> str:
+    """Why a style cannot take it; "" for an nn.Linear with parameters of its own."""
     if is_parametrized(module):
         return "one with a parametrization: remove_parametrizations first, or register it on what the style has made"
     kind = type(module).__name__
@@ -178,7 +191,7 @@ def _warn_of_ties(module: nn.Linear, style: str) -> None:
     for name in ("weight", "bias"):
         parameter = module._parameters[name]
         # Most have no references but the module's, the one here and getrefcount's; the search takes long.
-        if parameter is None or sys.getrefcount(parameter) <= 3:
+        if parameter is None or isinstance(parameter, DTensor) or sys.getrefcount(parameter) <= 3:
             continue
         holders = [each for each in gc.get_referrers(parameter) if type(each) is dict]
         if any(each is not module._parameters and _is_of_a_module(each) for each in holders):
@@ -187,6 +200,11 @@ def _warn_of_ties(module: nn.Linear, style: str) -> None:
                 "two from now on, as with torch's styles. Give the other module the same layout and tie them again",
                 stacklevel=2,
             )
+
+
+def _lies(parameter: Tensor, mesh: DeviceMesh, placement: Placement) -> bool:
+    # Whether it is laid out so already, as a weight that is tied to another module's that has its style.
+    return isinstance(parameter, DTensor) and parameter.device_mesh == mesh and parameter.placements == (placement,)
 
 
 def _is_of_a_module(values: dict[str, Any]) -> bool:
@@ -228,35 +246,27 @@ class _FusedStyle(ParallelStyle):
 
     def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
         """Raise where the style cannot be applied, before anything is changed."""
-        if reason := _unfit(module):
+        if reason := unfit(module):
             raise NotImplementedError(f"{type(self).__name__} is for nn.Linear, got {reason}")
-        if not isinstance(device_mesh, DeviceMesh):
-            raise TypeError(f"device_mesh must be a DeviceMesh, got {type(device_mesh).__name__}")
-        groups.check_mesh("device_mesh", device_mesh)
-        if device_mesh.ndim != 1:
-            raise ValueError(
-                f"device_mesh must have one dimension, got {device_mesh.ndim}, {device_mesh.mesh_dim_names}: "
-                "pick one, mesh['name']"
-            )
+        check_mesh(device_mesh)
+
+    def layouts_on(self, device_mesh: DeviceMesh) -> _Layouts:
+        """What a linear of this style is told."""
+        return _Layouts(
+            device_mesh, self.input_layouts, self.output_layouts, self.use_local_output, self.schedule, self.debug,
+            self.producer,
+        )  # fmt: skip
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.check(module, device_mesh)
         _warn_of_ties(module, type(self).__name__)  # type: ignore[arg-type]
         for name, placement in (("weight", self._weight), ("bias", self._bias)):
             parameter = getattr(module, name)
-            if parameter is not None:
+            if parameter is not None and not _lies(parameter, device_mesh, placement):
                 value = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=self.src_data_rank)
                 setattr(module, name, nn.Parameter(value, requires_grad=parameter.requires_grad))
         module.__class__ = self._linear
-        module.layouts = _Layouts(  # type: ignore[assignment]
-            device_mesh,
-            self.input_layouts,
-            self.output_layouts,
-            self.use_local_output,
-            self.schedule,
-            self.debug,
-            self.producer,
-        )
+        module.layouts = self.layouts_on(device_mesh)  # type: ignore[assignment]
         return module
 
     def __repr__(self) -> str:

@@ -1,0 +1,8 @@
+"""Styles for `parallelize_module`, on top of the functions and of torch's DTensor; a name loads what it needs.
+
+linears       FusedColwiseParallel, FusedRowwiseParallel
+grouped       FusedGroup: several linears at one gather
+norms, embeddings
+decoders      parallelize: the whole plan of a Hugging Face decoder; packed, tokens: what it needs beside these
+shared        parameters that every rank has whole, classes made of a module's own
+"""

@@ -1,0 +1,358 @@
+"""A Hugging Face decoder, split over the ranks of a mesh: which style each of its modules gets.
+
+    fusedtp.parallelize(model, mesh["tp"])
+
+Where what lies follows from the model itself: its layers are the modules of the class in `_no_split_modules`; in them
+the linears that the model's own tensor-parallel plan splits by columns or by rows; what stands beside the layers with
+parameters of its own and is no embedding is the last norm.
+
+With sequence parallelism hidden states are DTensors between the linears, Shard(1): each rank normalizes and adds its
+own tokens, while the code of attention and MLP reads the shape of the whole. The first linears gather them, the last
+ones scatter their sums.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn.utils.parametrize import is_parametrized
+
+from ..calls import arguments, dispatch
+from .embeddings import FusedEmbeddingParallel
+from .grouped import FusedGroup
+from .linears import FusedColwiseParallel, FusedRowwiseParallel, check_mesh, unfit
+from .norms import FusedNormParallel
+from .packed import Unpack, features, is_conv1d
+from .tokens import TOKENS, Heads, SplitFeatures, SplitTokens, TiedHead, WholeOutput, WholeTokens
+
+
+@dataclass(frozen=True)
+class _Decoder:
+    # The names of a decoder's parts. columns, rows: linears of a layer that its plan splits so; others: what else the
+    # plan names.
+    model: nn.Module
+    layers: str
+    base: nn.Module
+    prefix: str
+    columns: tuple[str, ...]
+    rows: tuple[str, ...]
+    others: tuple[str, ...]
+
+    @property
+    def stack(self) -> nn.ModuleList:
+        """The layers, which are alike."""
+        stack = self.model.get_submodule(self.layers)
+        assert isinstance(stack, nn.ModuleList)
+        return stack
+
+    def named(self, name: str) -> str:
+        """The name in the model of a child of its base."""
+        return f"{self.prefix}.{name}" if self.prefix else name
+
+
+# Of models that have none, by their configuration's model_type.
+_PLANS = {
+    "gpt2": {
+        "h.*.attn.c_attn": "colwise", "h.*.attn.c_proj": "rowwise", "h.*.mlp.c_fc": "colwise",
+        "h.*.mlp.c_proj": "rowwise",
+    },
+}  # fmt: skip
+
+
+def _decoder(model: nn.Module) -> _Decoder:
+    kind = type(model).__name__
+    layer_classes = tuple(getattr(model, "_no_split_modules", None) or ())
+    stacks = [
+        name for name, each in model.named_modules()
+        if isinstance(each, nn.ModuleList) and len(each) and type(each[0]).__name__ in layer_classes
+    ]  # fmt: skip
+    if len(stacks) != 1:
+        raise NotImplementedError(
+            f"parallelize is for decoders of Hugging Face, with one stack of layers: {kind} has {len(stacks)}"
+            + (f", {', '.join(stacks)}" if stacks else "")
+        )
+    prefix, _, name = stacks[0].rpartition(".")
+    base = model.get_submodule(prefix) if prefix else model
+    config: Any = getattr(base, "config", None)
+    kind_of = getattr(config, "model_type", "")
+    planned: Mapping[str, str] | None = _PLANS.get(kind_of) or getattr(config, "base_model_tp_plan", None)
+    if not planned:
+        raise NotImplementedError(f"parallelize goes by a model's own base_model_tp_plan, and {kind} has none")
+    of: dict[str, list[str]] = {"columns": [], "rows": [], "others": []}
+    for pattern, how in planned.items():
+        if pattern.startswith(f"{name}.*."):
+            split = {"colwise": "columns", "rowwise": "rows"}.get(how.split("_")[0], "others")
+            of[split].append(pattern.removeprefix(f"{name}.*."))
+    return _Decoder(model, stacks[0], base, prefix, *(tuple(names) for names in of.values()))
+
+
+def _check_alike(of: _Decoder) -> None:
+    # One plan is made for all layers.
+    def described(layer: nn.Module) -> dict[str, Any]:
+        return {
+            name: (type(module).__name__, {key: value.shape for key, value in module.named_parameters(recurse=False)})
+            for name, module in layer.named_modules()
+        }
+
+    first = described(of.stack[0])
+    for i, layer in enumerate(of.stack):
+        here = described(layer)
+        for name in {**first, **here}:
+            if first.get(name) != here.get(name):
+                one, other = f"{of.layers}.{i}.{name}", f"{of.layers}.0.{name}"
+                raise NotImplementedError(f"parallelize is for layers that are alike: {one} differs from {other}")
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+class _Planner:
+    # Writes the plan of a decoder: styles by the names of modules, to be applied in order.
+    def __init__(
+        self, decoder: _Decoder, num_ranks: int, split_tokens: bool, split_logits: bool, options: dict[str, Any]
+    ) -> None:
+        self._of, self._ranks, self._options = decoder, num_ranks, options
+        self._split_tokens, self._split_logits = split_tokens, split_logits
+        self._tokens: Placement = TOKENS if split_tokens else Replicate()
+        self.plan: dict[str, list[ParallelStyle]] = {}
+
+    def _add(self, name: str, *styles: ParallelStyle) -> None:
+        self.plan.setdefault(name, []).extend(styles)
+
+    def _norm(self) -> ParallelStyle:
+        return FusedNormParallel(schedule=self._options["schedule"], debug=self._options["debug"])
+
+    def write(self) -> dict[str, list[ParallelStyle]]:
+        """The whole plan."""
+        of = self._of
+        _check_alike(of)
+        self._embedding()
+        every = f"{of.layers}.*"
+        for name, child in of.stack[0].named_children():
+            if any(True for _ in child.parameters()):
+                self._child(f"{every}.{name}", name, child)
+        if self._split_tokens:
+            self._add(f"{of.layers}.0", SplitTokens())
+            self._last_norm()
+        self._head()
+        return self.plan
+
+    def _child(self, path: str, name: str, child: nn.Module) -> None:
+        # An attention, an MLP, a norm, or what is not split.
+        of = self._of
+
+        def own(names: Sequence[str]) -> list[str]:
+            known = dict(child.named_modules())
+            return [each for each in (full.removeprefix(f"{name}.") for full in names) if each in known]
+
+        columns, rows = own(of.columns), own(of.rows)
+        if not any(True for _ in child.children()) and not _is_linear(child):
+            if self._split_tokens:
+                self._add(path, self._norm())
+        elif columns and rows:
+            self._check_linears(name, (*columns, *rows))
+            self._block(path, child, columns, rows)
+        elif self._split_tokens:
+            self._add(path, WholeTokens())
+
+    def _check_linears(self, child: str, names: Sequence[str]) -> None:
+        for i, layer in enumerate(self._of.stack):
+            for name in names:
+                linear = layer.get_submodule(f"{child}.{name}")
+                if reason := "" if is_conv1d(linear) and not is_parametrized(linear) else unfit(linear):
+                    raise NotImplementedError(
+                        f"parallelize splits nn.Linear, and {self._of.layers}.{i}.{child}.{name} is {reason}"
+                    )
+
+    def _block(self, path: str, child: nn.Module, columns: list[str], rows: list[str]) -> None:
+        # Linears split by columns, then by rows.
+        heads = self._heads(path, child)
+        column: dict[str, Any] = {"input_layouts": self._tokens, **self._options}
+        row: dict[str, Any] = {"output_layouts": self._tokens, "use_local_output": not self._split_tokens}
+        row |= self._options
+        parts: list[str] = []
+        pieces: dict[str, int] = {}
+        for name in columns:
+            lengths, counts = self._parts(f"{path}.{name}", child.get_submodule(name), child, heads)
+            names = [name]
+            if len(lengths) > 1 or is_conv1d(child.get_submodule(name)):
+                self._add(f"{path}.{name}", Unpack(lengths))
+                names = [f"{name}.parts.{i}" for i in range(len(lengths))]
+            parts += names
+            pieces |= {each: count for each, count in zip(names, counts, strict=True) if count < self._ranks}
+        if len(parts) > 1:
+            self._add(path, FusedGroup(*parts, pieces=pieces, **column))
+        else:
+            self._add(f"{path}.{parts[0]}", FusedColwiseParallel(**column))
+        for name in rows:
+            linear = child.get_submodule(name)
+            if is_conv1d(linear):
+                self._add(f"{path}.{name}", Unpack([features(linear)]))
+                name = f"{name}.parts.0"
+            self._add(f"{path}.{name}", FusedRowwiseParallel(**row))
+        if heads is not None:
+            queries, keys = heads
+            self._add(path, Heads(queries // self._ranks, max(1, keys // self._ranks)))
+        known = {*columns, *rows}
+        for name, module in child.named_modules():
+            if name and name not in known and any(True for _ in module.parameters(recurse=False)):
+                self._add(f"{path}.{name}", self._inner(f"{path}.{name}", module, child, pieces))
+
+    def _parts(
+        self, path: str, linear: nn.Module, child: nn.Module, heads: tuple[int, int] | None
+    ) -> tuple[list[int], list[int]]:
+        # The numbers of features of what is packed in a linear, and into how many pieces each of them may be cut.
+        name, whole, many = path.rpartition(".")[2], features(linear), self._ranks
+        if heads is None:
+            return ([whole // 2] * 2, [many] * 2) if name == "gate_up_proj" else ([whole], [many])
+        queries, keys = heads
+        per_head: int = getattr(child, "head_dim", 0) or getattr(child, "head_size", 0)
+        if name in ("qkv_proj", "c_attn"):
+            lengths = [queries * per_head, keys * per_head, keys * per_head]
+            if sum(lengths) != whole:
+                raise NotImplementedError(f"parallelize does not know what the {whole} features of {path} are")
+            return lengths, [queries, keys, keys]
+        return [whole], [keys if name in ("k_proj", "v_proj") else queries]
+
+    def _inner(self, path: str, module: nn.Module, child: nn.Module, pieces: Mapping[str, int]) -> ParallelStyle:
+        # A norm of queries or keys: of one head's features, or of all that its linear gives.
+        config: Any = getattr(child, "config", None)
+        head = getattr(child, "head_dim", None)
+        lengths = {parameter.numel() for parameter in module.parameters()}
+        if lengths == {head}:
+            return self._norm()
+        linear = path.rpartition(".")[2].replace("_norm", "_proj")
+        whole = getattr(getattr(child, linear, None), "out_features", None)
+        if config is not None and lengths == {whole} and linear not in pieces:
+            return SplitFeatures()
+        raise NotImplementedError(
+            f"parallelize does not know what to do with {path}, {type(module).__name__} with parameters of "
+            f"{sorted(lengths)} elements"
+        )
+
+    def _heads(self, path: str, child: nn.Module) -> tuple[int, int] | None:
+        # How many heads of queries, and of keys and values, an attention has, which stay whole; None for an MLP.
+        config: Any = getattr(child, "config", None)
+        queries = getattr(config, "num_attention_heads", None)
+        if queries is None or not hasattr(child, "scaling"):
+            return None
+        if queries % self._ranks:
+            raise ValueError(f"{path}: {queries} attention heads cannot be shared out evenly over {self._ranks} ranks")
+        keys = getattr(config, "num_key_value_heads", None) or queries
+        if keys % self._ranks and self._ranks % keys:
+            raise ValueError(f"{path}: {keys} key and value heads and {self._ranks} ranks, neither is a multiple")
+        return queries, keys
+
+    def _last_norm(self) -> None:
+        of = self._of
+        found = [
+            name for name, child in of.base.named_children()
+            if not isinstance(child, nn.Embedding | nn.ModuleList) and any(True for _ in child.parameters())
+        ]  # fmt: skip
+        if len(found) != 1:
+            raise NotImplementedError(
+                f"parallelize looks for one norm beside the layers of {type(of.base).__name__}, it has "
+                f"{', '.join(found) or 'none'}"
+            )
+        self._add(of.named(found[0]), self._norm())
+        if getattr(getattr(of.base, "config", None), "model_type", "") in _PLANS:
+            self._add(of.named(found[0]), WholeOutput())
+
+    def _embedding(self) -> None:
+        model: Any = self._of.model
+        embedding = model.get_input_embeddings()
+        (name,) = [name for name, each in model.named_modules() if each is embedding]
+        self._add(name, FusedEmbeddingParallel(schedule=self._options["schedule"], debug=self._options["debug"]))
+
+    def _head(self) -> None:
+        model: Any = self._of.model
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        if head is None:
+            return
+        (name,) = [name for name, each in model.named_modules() if each is head]
+        if reason := unfit(head):
+            raise NotImplementedError(f"parallelize splits an nn.Linear, and {name} is {reason}")
+        embedding = model.get_input_embeddings()
+        output: dict[str, Any] = {"output_layouts": Replicate()}
+        if self._split_logits:
+            output = {"output_layouts": Shard(-1), "use_local_output": False}
+        style = FusedColwiseParallel(input_layouts=self._tokens, **output, **self._options)
+        tied = embedding is not None and embedding.weight is head.weight
+        self._add(name, TiedHead(style, embedding) if tied else style)
+
+
+def decoder_plan(
+    model: nn.Module, num_ranks: int, *, sequence_parallel: bool = True, loss_parallel: bool = False,
+    schedule: str = "auto", debug: bool = False,
+) -> dict[str, list[ParallelStyle]]:  # fmt: skip
+    """The plan that `parallelize` applies: styles by names of modules, in which * is any one name.
+
+    Raises NotImplementedError for what is no decoder as described above, ValueError where its heads cannot be shared
+    out over so many ranks; both name the module.
+    """
+    split = arguments.flag("sequence_parallel", sequence_parallel)
+    dispatch.check_schedule(schedule)
+    options = {"schedule": schedule, "debug": arguments.flag("debug", debug)}
+    return _Planner(_decoder(model), num_ranks, split, arguments.flag("loss_parallel", loss_parallel), options).write()
+
+
+def parallelize(
+    model: nn.Module, device_mesh: DeviceMesh, *, sequence_parallel: bool = True, loss_parallel: bool = False,
+    schedule: str = "auto", debug: bool = False, src_data_rank: int | None = 0,
+) -> nn.Module:  # fmt: skip
+    """Split a Hugging Face decoder over a 1-D mesh, in place: attention by heads, MLPs by features, embedding and head
+    by vocabulary.
+
+    sequence_parallel   between these, tokens are split: gathers and reduce-scatters, inside the matmuls, in place of
+                        all-reduces. Any number of tokens will do.
+    loss_parallel       logits stay split by vocabulary, DTensors, for torch.distributed.tensor.parallel.loss_parallel
+    schedule, debug     of every matmul, as in the functions
+    src_data_rank       whose parameters count; None where all ranks have the same
+
+    The model is called as before, with the same inputs on every rank, and gives whole logits, if not told otherwise.
+    Its parameters keep their names and become DTensors where they are split. Errors as in `decoder_plan`, before
+    anything is changed.
+    """
+    check_mesh(device_mesh)
+    plan = decoder_plan(
+        model, device_mesh.size(), sequence_parallel=sequence_parallel, loss_parallel=loss_parallel, schedule=schedule,
+        debug=debug,
+    )  # fmt: skip
+    for pattern, styles in plan.items():
+        for _, module in list(matching(model, pattern)):
+            for style in styles:
+                style.src_data_rank = src_data_rank
+                style._apply(module, device_mesh)
+    return model
+
+
+def matching(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that a pattern of a plan is for, with their names."""
+    depth = pattern.count(".")
+    for name, module in model.named_modules():
+        if name.count(".") == depth and fnmatch.fnmatchcase(name, pattern):
+            yield name, module
+
+
+def whole(model: nn.Module, plan: Mapping[str, Sequence[ParallelStyle]]) -> list[str]:
+    """The modules with parameters of their own that a plan leaves as they are; those of all layers as one, with *."""
+    planned = set()
+    for pattern, styles in plan.items():
+        for style in styles:
+            names = [f"{pattern}.{name}" for name in style.names] if isinstance(style, FusedGroup) else [pattern]
+            planned |= {name for each in names for name, _ in matching(model, each)}
+    layers = _decoder(model).layers
+    left = [
+        name for name, module in model.named_modules()
+        if name not in planned and any(True for _ in module.parameters(recurse=False))
+    ]  # fmt: skip
+    return list(dict.fromkeys(re.sub(rf"^{re.escape(layers)}\.\d+\.", f"{layers}.*.", name) for name in left))

@@ -1,0 +1,102 @@
+"""Embeddings split by vocabulary: each rank looks up what its rows have, and the ranks' results are added up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn import functional as F
+
+from .. import functional
+from ..calls import arguments, dispatch
+from ..calls.parameters import local
+from ..shards import chunk_sizes, offsets
+from .linears import check_mesh, positive
+from .shared import Derived, derived
+
+
+class FusedEmbeddingParallel(ParallelStyle):
+    """An nn.Embedding split by rows over a 1-D mesh, as a head is by columns, so that one weight can serve both.
+
+    output_layouts  of the result [.., features]: Replicate(), whole on every rank, or Shard(d), a rank's part of it
+    schedule        of the all-reduce or reduce-scatter of the results: auto, fused, decomposed or unfused
+    debug           compare it with the other ranks' before it runs
+
+    Every rank is given the same indices, and looks up those that are rows of its own; of each index one rank has the
+    row, so the sum is exact. The weight becomes a DTensor, Shard(0), and its gradient is this rank's rows'. Subclasses
+    go on doing what they do with nn.Embedding's result. On CPUs indices out of range raise IndexError on all ranks.
+    """
+
+    def __init__(self, *, output_layouts: Placement | None = None, schedule: str = "auto", debug: bool = False) -> None:
+        super().__init__()
+        self.output_layouts = Replicate() if output_layouts is None else output_layouts
+        if not (type(self.output_layouts) is Shard or isinstance(self.output_layouts, Replicate)):
+            raise ValueError(f"output_layouts must be Shard(dim) or Replicate(), got {output_layouts!r}")
+        dispatch.check_schedule(schedule)
+        self.schedule, self.debug = schedule, arguments.flag("debug", debug)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        check_mesh(device_mesh)
+        name, kind = type(self).__name__, type(module).__name__
+        if isinstance(module, FusedEmbedding):
+            raise NotImplementedError(f"{name}: this {kind} has a style already")
+        if not isinstance(module, nn.Embedding) or "weight" not in module._parameters:
+            raise NotImplementedError(f"{name} is for nn.Embedding with a weight of its own, got {kind}")
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(module, option):
+                raise NotImplementedError(f"{name} does not do nn.Embedding's {option}")
+        weight = module.weight
+        value = distribute_tensor(weight, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
+        module.weight = nn.Parameter(value, requires_grad=weight.requires_grad)
+        made: Any = module
+        own: Any = type(module)
+        made.__class__ = FusedEmbedding if own is nn.Embedding else derived((own, FusedEmbedding, Derived))
+        made.mesh, made.output = device_mesh, self.output_layouts
+        made.schedule, made.debug = self.schedule, self.debug
+        return module
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(output_layouts={self.output_layouts!r}, schedule={self.schedule!r})"
+
+
+class FusedEmbedding(nn.Embedding):
+    """What FusedEmbeddingParallel makes of an nn.Embedding; a subclass's own code comes before this one's."""
+
+    mesh: DeviceMesh
+    output: Placement
+    schedule: str
+    debug: bool
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Indices [..], the same on every rank -> [.., features], or this rank's part of it."""
+        if isinstance(input, DTensor):
+            input = input.redistribute(placements=[Replicate()]).to_local()
+        output = positive(self.output, input.ndim + 1, "output_layouts")
+        sizes, rank = chunk_sizes(self.num_embeddings, self.mesh.size()), self.mesh.get_local_rank()
+        begin, size = offsets(sizes)[rank], sizes[rank]
+        if input.device.type == "cpu" and input.numel() and not torch.compiler.is_compiling():
+            low, high = torch.aminmax(input)
+            if low < 0 or high >= self.num_embeddings:
+                raise IndexError(f"indices must be from 0 to {self.num_embeddings - 1}, got {int(low)} to {int(high)}")
+        weight = local(self.weight, 2)
+        rows = input - begin
+        # On other devices the lookup itself finds what is out of range: on the ranks at both ends nothing is left out.
+        outside = (rows < 0) if begin else torch.zeros_like(rows, dtype=torch.bool)
+        if begin + size < self.num_embeddings:
+            outside = outside | (rows >= size)
+        if size:
+            padding = self.padding_idx
+            own = None if padding is None or not begin <= padding < begin + size else padding - begin
+            found = F.embedding(rows.masked_fill(outside, 0), weight, own).masked_fill(outside.unsqueeze(-1), 0)
+        else:
+            # It takes part in what is sent backward as well.
+            found = weight.new_zeros(*input.shape, self.embedding_dim) + weight.sum()
+        options: dict[str, Any] = {"group": self.mesh.get_group(), "schedule": self.schedule, "debug": self.debug}
+        if not isinstance(output, Shard):
+            return functional.all_reduce(found, **options)
+        lengths = chunk_sizes(found.shape[output.dim], self.mesh.size())
+        return functional.reduce_scatter(found, scatter_dim=output.dim, sizes=lengths, **options)

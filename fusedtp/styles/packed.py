@@ -1,0 +1,65 @@
+"""Linears that are several in one, or have their weight transposed, taken apart so that each part can be split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is Hugging Face's Conv1D, a linear with the weight [in, out]."""
+    return type(module).__name__ == "Conv1D" and {"nf", "nx"} <= vars(module).keys()
+
+
+def features(module: nn.Module) -> int:
+    """How many output features a linear has, or a Conv1D."""
+    made: Any = module.nf if is_conv1d(module) else module.out_features
+    return int(made)
+
+
+class Unpacked(nn.Module):
+    """What a packed linear becomes: its `parts`, an nn.Linear each, whose results follow one another.
+
+    In states the parts have entries of their own, `parts.0.weight`.
+    """
+
+    parts: nn.ModuleList
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., all parts' features that this rank has]."""
+        outs = [part(x) for part in self.parts]
+        return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
+
+
+class Unpack(ParallelStyle):
+    """Takes an nn.Linear, or a Conv1D, apart into linears with these numbers of output features."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        super().__init__()
+        self.lengths = tuple(lengths)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        weight, bias = module._parameters.pop("weight"), module._parameters.pop("bias")
+        assert weight is not None
+        rows, parts = weight.t() if is_conv1d(module) else weight, []
+        begin = 0
+        for length in self.lengths:
+            part = nn.Linear(rows.shape[1], length, bias is not None, device="meta")
+            for name, whole in (("weight", rows), ("bias", bias)):
+                if whole is not None:
+                    own = whole.detach()[begin : begin + length].clone(memory_format=torch.contiguous_format)
+                    part._parameters[name] = nn.Parameter(own, requires_grad=whole.requires_grad)
+            parts.append(part)
+            begin += length
+        made: Any = module
+        made.__class__ = Unpacked
+        made.parts = nn.ModuleList(parts)
+        return module
+
+    def __repr__(self) -> str:
+        return f"Unpack({', '.join(map(str, self.lengths))})"

@@ -1,0 +1,97 @@
+"""What several styles share: parameters that every rank has whole and uses for what is its own, whose gradients are
+added up over the ranks; and classes made of a module's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+
+from ..calls import operators
+from ..calls.parameters import local
+from .linears import FusedColwiseLinear, FusedColwiseParallel
+
+
+@dataclass(frozen=True)
+class Sum:
+    """How the gradients are added up: over which mesh, and the options of that all-reduce."""
+
+    mesh: DeviceMesh
+    schedule: str = "auto"
+    debug: bool = False
+
+    def use(self, parameter: Tensor) -> Tensor:
+        """The whole parameter, for this rank's own use."""
+        whole = local(parameter, parameter.ndim)
+        if not (torch.is_grad_enabled() and parameter.requires_grad):
+            return whole
+        group = self.mesh.get_group().group_name
+        own = operators.as_it_is(whole.reshape(1, -1), group, self.schedule, self.debug)
+        return own.view(whole.shape)
+
+
+class FusedSharedLinear(FusedColwiseLinear):
+    """A FusedColwiseLinear whose weight and bias are whole on every rank, which uses its own rows of them."""
+
+    gradients: Sum
+    own_rows: slice
+
+    def _own(self, name: str) -> Any:
+        parameter = self._parameters[name]
+        return None if parameter is None else self.gradients.use(parameter)[self.own_rows]
+
+    @property
+    def weight(self) -> Any:  # type: ignore[override]
+        """This rank's rows."""
+        return self._own("weight")
+
+    @property
+    def bias(self) -> Any:  # type: ignore[override]
+        """Those of the bias."""
+        return self._own("bias")
+
+
+def replicate(module: nn.Module, device_mesh: DeviceMesh, src_data_rank: int | None) -> None:
+    """Make a module's own parameters DTensors, Replicate()."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        value = distribute_tensor(parameter, device_mesh, [Replicate()], src_data_rank=src_data_rank)
+        setattr(module, name, nn.Parameter(value, requires_grad=parameter.requires_grad))
+
+
+def share(style: FusedColwiseParallel, linear: nn.Linear, device_mesh: DeviceMesh, own_rows: slice) -> None:
+    """Make of an nn.Linear, whose parameters are whole on every rank, one of that style."""
+    style.check(linear, device_mesh)
+    linear.__class__ = FusedSharedLinear
+    assert isinstance(linear, FusedSharedLinear)
+    linear.layouts, linear.own_rows = style.layouts_on(device_mesh), own_rows
+    linear.gradients = Sum(device_mesh, style.schedule, style.debug)
+
+
+class Derived(nn.Module):
+    """A module whose class was made of its own one, when it was needed: no name leads to it."""
+
+    # As `derived` was given them.
+    made_of: tuple[tuple[type[nn.Module], ...], tuple[tuple[str, Any], ...]]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        made: Any = super().__reduce_ex__(protocol)
+        _, _, *state = made
+        return (_anew, self.made_of, *state)
+
+
+@cache
+def derived(bases: tuple[type[nn.Module], ...], values: tuple[tuple[str, Any], ...] = ()) -> type[nn.Module]:
+    """A class of these bases, among them a `Derived`, with these values."""
+    kind = next(each for each in bases if not issubclass(each, Derived))
+    return type(f"Fused{kind.__name__}", bases, {**dict(values), "made_of": (bases, values)})
+
+
+def _anew(bases: Any, values: Any) -> nn.Module:
+    cls = derived(bases, values)
+    return cls.__new__(cls)

@@ -1,0 +1,135 @@
+"""What is done to a decoder's modules around their linears: tokens split and gathered, heads counted, a tied head."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from .linears import FusedColwiseParallel
+
+TOKENS = Shard(1)
+"""The sequence is the second dim of hidden states, [batch, tokens, features]."""
+
+
+def _changed(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    # The call with its hidden states changed: the first argument, or the one of that name.
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+    return args, {**kwargs, name: change(kwargs[name])}
+
+
+class SplitTokens(ParallelStyle):
+    """The first layer: what it is given whole becomes a DTensor, Shard(1), as which it goes through all layers."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def split(x: Tensor) -> Tensor:
+            whole = DTensor.from_local(x, device_mesh, [Replicate()], run_check=False)
+            return whole.redistribute(placements=[TOKENS])
+
+        def pre(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return _changed(args, kwargs, split)
+
+        module.register_forward_pre_hook(pre, with_kwargs=True)
+        return module
+
+    def __repr__(self) -> str:
+        return "SplitTokens"
+
+
+class WholeTokens(ParallelStyle):
+    """A module that is not split: it runs on all tokens, alike on every rank, which keeps its own."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def pre(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return _changed(args, kwargs, lambda x: x.redistribute(placements=[Replicate()]).to_local())
+
+        def keep(y: Tensor) -> Tensor:
+            whole = DTensor.from_local(y, device_mesh, [Replicate()], run_check=False)
+            return whole.redistribute(placements=[TOKENS])
+
+        def post(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            return (keep(output[0]), *output[1:]) if isinstance(output, tuple) else keep(output)
+
+        module.register_forward_pre_hook(pre, with_kwargs=True)
+        module.register_forward_hook(post)
+        return module
+
+    def __repr__(self) -> str:
+        return "WholeTokens"
+
+
+class WholeOutput(ParallelStyle):
+    """The last norm of a model that views what it gives in another shape, which a DTensor of uneven parts has not."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_hook(lambda module, args, output: output.redistribute(placements=[Replicate()]))
+        return module
+
+    def __repr__(self) -> str:
+        return "WholeOutput"
+
+
+class SplitFeatures(ParallelStyle):
+    """A norm along features that are split over the ranks, as OLMo2's of queries and keys: its sums are added up."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            value = distribute_tensor(parameter, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
+            setattr(module, name, nn.Parameter(value, requires_grad=parameter.requires_grad))
+
+        def pre(module: nn.Module, args: tuple[Any, ...]) -> Any:
+            return DTensor.from_local(args[0], device_mesh, [Shard(-1)], run_check=False), *args[1:]
+
+        module.register_forward_pre_hook(pre)
+        module.register_forward_hook(lambda module, args, output: output.to_local())
+        return module
+
+    def __repr__(self) -> str:
+        return "SplitFeatures"
+
+
+class Heads(ParallelStyle):
+    """An attention with this rank's heads, as many queries and so many keys and values: what its code counts by."""
+
+    def __init__(self, queries: int, keys: int) -> None:
+        super().__init__()
+        self.queries, self.keys = queries, keys
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        here: Any = module
+        if hasattr(module, "num_key_value_groups"):
+            here.num_key_value_groups = self.queries // self.keys
+        if hasattr(module, "num_key_value_heads"):
+            here.num_key_value_heads = self.keys
+        if hasattr(module, "split_size"):
+            here.split_size = self.queries * here.head_dim
+        # Its own, as the other modules go on with all heads.
+        here.config = copy.copy(here.config)
+        here.config.num_attention_heads = self.queries
+        return module
+
+    def __repr__(self) -> str:
+        return f"Heads({self.queries}, {self.keys})"
+
+
+class TiedHead(ParallelStyle):
+    """A head whose weight is the embedding's, split by vocabulary by now: they stay one."""
+
+    def __init__(self, style: FusedColwiseParallel, embedding: nn.Module) -> None:
+        super().__init__()
+        self.style, self.embedding = style, embedding
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        made: Any = module
+        made.weight = self.embedding.weight
+        self.style.src_data_rank = self.src_data_rank
+        return self.style._apply(module, device_mesh)
+
+    def __repr__(self) -> str:
+        return f"TiedHead({self.style!r})"
