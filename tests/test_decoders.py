@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from importlib.util import find_spec
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -155,6 +157,21 @@ def with_loss_parallel(group: ProcessGroup, sequence_parallel: bool) -> None:
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_a_parallel_loss(pool: RankPool, sequence_parallel: bool) -> None:
     pool.run(with_loss_parallel, sequence_parallel, world_size=2)
+
+
+def documented(group: ProcessGroup, code: str) -> None:
+    found: dict[str, Any] = {"mesh": {"tp": mesh_of(group)}}
+    exec(code, found)
+    torch.manual_seed(0)
+    dense = type(found["model"])(found["config"])
+    torch.testing.assert_close(found["loss"], dense(input_ids=found["tokens"], labels=found["tokens"]).loss)
+    assert all(parameter.grad is not None for parameter in found["model"].parameters())
+
+
+def test_the_code_of_the_document_runs(pool: RankPool) -> None:
+    text = (Path(__file__).parent.parent / "docs" / "models.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    pool.run(documented, code, world_size=2)
 
 
 def trained(group: ProcessGroup, name: str) -> None:
