@@ -169,6 +169,9 @@ def _scattered(task: Task, rank: int) -> tuple[Shape, ...]:
 def _agreed_of_product(task: Task) -> Mapping[str, Any]:
     M, N = _product(task)
     agreed: dict[str, Any] = {"M": M, "N": N}
+    if task.op.kind == "all_reduce" and (more := len(task.blocks(task.shapes))):
+        # Which decides between one shot and two.
+        agreed["weights"] = 1 + more
     if task.has(4):
         return {**agreed, "columns gathered": task.shape(4)[1]}
     return {**agreed, "bias": "given" if task.has(2) else "none"}

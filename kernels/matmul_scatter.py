@@ -181,6 +181,7 @@ class MatmulScatter:
         self, channel: Channel, terms: Sequence[tuple[torch.Tensor, torch.Tensor]], table: torch.Tensor
     ) -> None:
         """Launch it."""
+        assert len(terms) == 1 or not self._to_all
         a, b = terms[0]
         layout: list[object] = [a.dtype]
         for pair in terms:

@@ -99,6 +99,20 @@ _AMD_BRANCH = """
 .LBB0_3:
 """
 
+# A word that each wave has loaded in lane 0 of v9, what a launch was given in lane 1; the branch is on one of them.
+_AMD_LANES = """
+\tglobal_load_dword v4, v[2:3], off offset:8
+\tv_readfirstlane_b32 s8, v4
+\ts_load_dword s11, s[0:1], 0x8
+\tv_writelane_b32 v9, s8, 0
+\tv_writelane_b32 v9, s11, 1
+{}
+\ts_cmp_lg_u32 s10, 0
+\ts_cbranch_scc1 .LBB0_3
+\ts_barrier
+.LBB0_3:
+"""
+
 # Lanes part, and the branch on an argument that all take alike is there twice.
 _AMD_TAILS = """
 \ts_load_dword s8, s[0:1], 0x8
@@ -135,6 +149,12 @@ _AMD_TAILS = """
             id="by a word that each wave has loaded"),
         pytest.param(_AMD_LOOP.format(_AMD_TOLD), False, id="by a word that one has loaded"),
         pytest.param(_AMD_TOLD.replace("\tds_write", "\ts_barrier\n\tds_write"), True, id="a barrier for some lanes"),
+        pytest.param(_AMD_LANES.format("\tv_readlane_b32 s10, v9, 1"), False, id="by a lane that all have alike"),
+        pytest.param(_AMD_LANES.format("\tv_readlane_b32 s10, v9, 0"), True, id="by the lane beside it"),
+        pytest.param(_AMD_LANES.format("\tv_mov_b32_e32 v5, v9\n\tv_readfirstlane_b32 s10, v5"), True,
+            id="by a copy of all lanes"),
+        pytest.param(_AMD_LANES.format("\tv_mov_b32_e32 v9, v4\n\tv_readlane_b32 s10, v9, 1"), True,
+            id="by a lane of what was written over them"),
         pytest.param(_AMD_BRANCH.format("-1"), False, id="a way that is never taken"),
         pytest.param(_AMD_BRANCH.format("0"), True, id="the way that is always taken"),
     ],

@@ -18,10 +18,13 @@ _side_streams: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
 def one_shot(ws: Workspace, schedule: str, task: Task) -> bool:
     """Whether an all-reduce is one-shot: as the caller says, else what the cost model finds faster.
 
-    The choice depends only on what all ranks share, so all decide alike.
+    The choice depends only on what all ranks share, so all decide alike. The sum of several products goes two ways
+    through the owners: stored to all ranks it would take more registers than there are.
     """
     if task.algorithm != "auto":
         return task.algorithm == "one_shot"
+    if task.blocks(task.shapes):
+        return False
     rows, cols = task.moved
     alone = not task.op.multiplies
     return one_shot_wins(rows, cols, ws.world_size, task.dtype_name, ws.hardware, schedule, alone=alone)

@@ -94,6 +94,14 @@ def _of_load(name: str, operands: list[str]) -> Instruction:
     )  # fmt: skip
 
 
+def _of_lane(name: str, result: str, source: str, lane: str) -> Instruction:
+    # Scalars that do not fit are kept in lanes of a vector register, one in each, whatever `exec` has; a lane keeps
+    # what is known of all that were in it. Beside them the whole register, if something else writes it.
+    if name == "v_readlane_b32":
+        return Instruction(_registers(result), (f"{source}.{lane}", source), keeps_address=True)
+    return Instruction((f"{result}.{lane}", f"{result}.lanes"), _registers(source), keeps_address=True, partial=True)
+
+
 def decode(line: str) -> Instruction:
     """One line of `assembly.amdgcn`."""
     name, _, rest = line.partition(" ")
@@ -121,8 +129,11 @@ def decode(line: str) -> Instruction:
         return Instruction(("exec", "scc"), saved, special=partial(_restore_exec, saved))
     if name.startswith(("s_cmp", "s_bitcmp")):
         return Instruction(("scc",), _registers(rest))
+    if name in ("v_writelane_b32", "v_readlane_b32") and operands[-1].isdigit():
+        return _of_lane(name, *operands)
     count = 2 if _TWO_RESULTS.search(name) else 1
     results, sources = _registers(",".join(operands[:count])), _registers(",".join(operands[count:]))
+    sources += tuple(f"{each}.lanes" for each in sources if each.startswith("v") and each != "vcc")
     if name.startswith("s_"):
         results += () if _NO_CARRY.match(name) else ("scc",)
         sources += ("scc",) if _READS_CARRY.match(name) else ()

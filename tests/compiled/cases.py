@@ -76,8 +76,6 @@ def _variants() -> dict[str, Variant]:
         Variant("gather contraction, three weights", "gather_matmul", "_gather_matmul_kernel",
             gather | {"CONTRACTION": True}, True, 2, 2, more=2),
         Variant("scatter, three weights", "matmul_scatter", "_matmul_scatter_kernel", scatter, True, 0, 2, more=2),
-        Variant("scatter to all, three weights", "matmul_scatter", "_matmul_scatter_kernel", scatter | {"TO_ALL": True},
-            True, 0, 2, more=2),
         Variant("gather contraction", "gather_matmul", "_gather_matmul_kernel", gather | {"CONTRACTION": True}, True,
             2, 2),
         Variant("gather contraction, split", "gather_matmul", "_gather_matmul_kernel",

@@ -215,8 +215,9 @@ MUTANTS = (
     ),
     Mutant(
         "pointers instead of descriptors", checks.multiplication, (_by("gather rows", "sm_90", "few columns"),),
-        (("matmul", 'if b.BY == "pointers":\n        offs_n', "if True:\n        offs_n"),
-         ("matmul", 'if b.BY == "pointers":\n            b_block', "if True:\n            b_block")),
+        (("matmul", 'if B_BY == "pointers":\n        offs_n', "if True:\n        offs_n"),
+         ("matmul", 'if B_BY == "pointers":\n            b_block', "if True:\n            b_block"),
+         ("matmul", 'if ctx.b.BY == "pointers":\n        source', "if True:\n        source")),
     ),
 )  # fmt: skip
 
