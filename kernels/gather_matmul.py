@@ -109,7 +109,7 @@ def _locate_whole(ctx, tile):
 @triton.jit
 def _b_of_tile(ctx, tile, i):
     # Tiles of all blocks lie side by side, each block's from a tile of its own on.
-    if len(ctx.more.blocks) == 0:
+    if ctx.more.COUNT == 0:
         return b_whole(ctx, tile, i)
     else:
         N = ctx.b.N
@@ -121,7 +121,7 @@ def _b_of_tile(ctx, tile, i):
         else:
             source = ctx.b.desc
             stride_k, stride_n = widened(0), widened(0)
-        for j in tl.static_range(len(ctx.more.blocks)):
+        for j in tl.static_range(ctx.more.COUNT):
             if tile.col >= first:
                 N = ctx.more.blocks[j].b.N
                 col = tile.col - first
@@ -194,7 +194,7 @@ def _a_gathered_contraction(ctx, tile, i, packed):
 @triton.jit
 def _store_gathered(ctx, tile, packed, acc):
     col, left, ok = unpack(packed, ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N, ctx.chunks.ROWS_ALIGNED)
-    if len(ctx.more.blocks) == 0:
+    if ctx.more.COUNT == 0:
         store_rows(ctx.c, ctx.b.N, ctx.epilogue, ctx.tiles, _row(ctx, tile), col, left, acc, ok)
     else:
         N = ctx.b.N
@@ -203,7 +203,7 @@ def _store_gathered(ctx, tile, packed, acc):
         ptr = ctx.c.ptr
         stride_m, stride_n = widened(ctx.c.stride_m), widened(ctx.c.stride_n)
         bias = ctx.epilogue.bias
-        for j in tl.static_range(len(ctx.more.blocks)):
+        for j in tl.static_range(ctx.more.COUNT):
             if col >= first:
                 N = ctx.more.blocks[j].b.N
                 own_col = col - first
@@ -359,7 +359,7 @@ class GatherMatmul:
             Block(None, right_of(b, known.b_by, known.config), result_of(c), bias, tl.constexpr(0))
             for b, c, bias in more
         ]
-        return More(tuple(blocks), *known.units)
+        return More(tuple(blocks), tl.constexpr(len(blocks)), *known.units)
 
     def _find_out(
         self, channel: Channel, a: torch.Tensor, bs: list[torch.Tensor], cs: list[torch.Tensor], pushed: bool

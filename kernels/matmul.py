@@ -118,7 +118,7 @@ def swizzle(tile, num_tiles_m, num_tiles_n, GROUP_M: tl.constexpr):
 def tile_columns(ctx):
     """How many columns of tiles the results have, side by side."""
     count = cdiv(ctx.b.N, ctx.tiles.BLOCK_N)
-    for i in tl.static_range(len(ctx.more.blocks)):
+    for i in tl.static_range(ctx.more.COUNT):
         count += cdiv(ctx.more.blocks[i].b.N, ctx.tiles.BLOCK_N)
     return count
 

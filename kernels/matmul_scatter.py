@@ -49,7 +49,7 @@ def _locate_own_chunk_last(ctx, tile):
 
 @triton.jit
 def _a_of_term(ctx, tile, i, packed):
-    if len(ctx.more.blocks) == 0:
+    if ctx.more.COUNT == 0:
         return a_local(ctx, tile.begin + tile.row, packed)
     else:
         row = tile.begin + tile.row
@@ -60,7 +60,7 @@ def _a_of_term(ctx, tile, i, packed):
         else:
             source = ctx.a.desc
             stride_m, stride_k = widened(0), widened(0)
-        for j in tl.static_range(len(ctx.more.blocks)):
+        for j in tl.static_range(ctx.more.COUNT):
             if i == j + 1:
                 k_len = ctx.more.blocks[j].b.K
                 if ctx.a.BY == "pointers":
@@ -75,7 +75,7 @@ def _a_of_term(ctx, tile, i, packed):
 
 @triton.jit
 def _b_of_term(ctx, tile, i):
-    if len(ctx.more.blocks) == 0:
+    if ctx.more.COUNT == 0:
         return b_whole(ctx, tile, i)
     else:
         if ctx.b.BY == "pointers":
@@ -84,7 +84,7 @@ def _b_of_term(ctx, tile, i):
         else:
             source = ctx.b.desc
             stride_k, stride_n = widened(0), widened(0)
-        for j in tl.static_range(len(ctx.more.blocks)):
+        for j in tl.static_range(ctx.more.COUNT):
             if i == j + 1:
                 if ctx.b.BY == "pointers":
                     source = ctx.more.blocks[j].b.ptr
@@ -129,12 +129,12 @@ def _matmul_scatter_programs(ctx, num_tiles, TO_ALL: tl.constexpr):
     if TO_ALL:
         matmul_tiles(
             ctx, pid, tl.num_programs(0), num_tiles,
-            locate_whole, _a_of_term, _b_of_term, _store_to_all, 1 + len(ctx.more.blocks),
+            locate_whole, _a_of_term, _b_of_term, _store_to_all, 1 + ctx.more.COUNT,
         )  # fmt: skip
     else:
         matmul_tiles(
             ctx, pid, tl.num_programs(0), num_tiles,
-            _locate_own_chunk_last, _a_of_term, _b_of_term, _store_to_owner, 1 + len(ctx.more.blocks),
+            _locate_own_chunk_last, _a_of_term, _b_of_term, _store_to_owner, 1 + ctx.more.COUNT,
         )  # fmt: skip
 
 
@@ -201,7 +201,7 @@ class MatmulScatter:
                 )
                 for left, right in terms[1:]
             ]
-            more = More(tuple(blocks), *known.units)
+            more = More(tuple(blocks), tl.constexpr(len(blocks)), *known.units)
         # Not flattened: the compiler does not pipeline a loop with a barrier in it, and every tile's signal needs one.
         group = channel.groups.get(self._op) or channel.group(self._op)
         launch(_matmul_scatter_kernel, (config.programs,))(

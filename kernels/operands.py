@@ -64,11 +64,13 @@ class Block(NamedTuple):
 
 
 class More(NamedTuple):
-    """The further blocks. All are laid out like the first: A_UNIT, B_UNIT, C_UNIT are the dimension of A, B and C whose
-    elements are adjacent in each of them, or -1. What is chosen among them would not show it.
+    """The further blocks, COUNT of them, as Triton 3.6 cannot count them. All are laid out like the first: A_UNIT,
+    B_UNIT, C_UNIT are the dimension of A, B and C whose elements are adjacent in each of them, or -1. What is chosen
+    among them would not show it.
     """
 
     blocks: tl.tensor
+    COUNT: tl.constexpr
     A_UNIT: tl.constexpr
     B_UNIT: tl.constexpr
     C_UNIT: tl.constexpr
@@ -117,7 +119,7 @@ class Columns(NamedTuple):
 
 
 # As a launch gives More to a kernel with one B.
-NO_MORE = More((), *map(tl.constexpr, (-1, -1, -1)))
+NO_MORE = More((), *map(tl.constexpr, (0, -1, -1, -1)))
 
 
 def unit_of(matrices: Sequence[torch.Tensor]) -> int:

@@ -49,7 +49,7 @@ def named(kernel: Any, package: str, blocks: int = 0) -> dict[str, Any]:
                 if own
                 else of_package.Block(left, right, "none", "none", "END")
             )
-            return of_package.More((block,) * blocks, "A_UNIT", "B_UNIT", "C_UNIT")
+            return of_package.More((block,) * blocks, "COUNT", "A_UNIT", "B_UNIT", "C_UNIT")
         if argument not in _TUPLES:
             return argument
         module, cls = (_TUPLES | own)[argument]

@@ -175,8 +175,9 @@ def compile_case(case: Case, package: str = PACKAGE, options: dict[str, int] | N
 def _units(case: Case) -> dict[str, int]:
     # The dimensions whose elements are adjacent, as the launchers find them where there are several B.
     if not VARIANTS[case.variant].more:
-        return dict.fromkeys(("A_UNIT", "B_UNIT", "C_UNIT"), -1)
+        return {"COUNT": 0, **dict.fromkeys(("A_UNIT", "B_UNIT", "C_UNIT"), -1)}
     return {
+        "COUNT": VARIANTS[case.variant].more,
         "A_UNIT": 0 if case.a_by == "columns" else 1,
         "B_UNIT": 1 if case.b_by == "rows" else 0,
         "C_UNIT": 0 if VARIANTS[case.variant].transposed else 1,
