@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 from importlib.util import find_spec
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ from fusedtp.bench.ranks import RankPool
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -159,21 +158,6 @@ def test_a_parallel_loss(pool: RankPool, sequence_parallel: bool) -> None:
     pool.run(with_loss_parallel, sequence_parallel, world_size=2)
 
 
-def documented(group: ProcessGroup, code: str) -> None:
-    found: dict[str, Any] = {"mesh": {"tp": mesh_of(group)}}
-    exec(code, found)
-    torch.manual_seed(0)
-    dense = type(found["model"])(found["config"])
-    torch.testing.assert_close(found["loss"], dense(input_ids=found["tokens"], labels=found["tokens"]).loss)
-    assert all(parameter.grad is not None for parameter in found["model"].parameters())
-
-
-def test_the_code_of_the_document_runs(pool: RankPool) -> None:
-    text = (Path(__file__).parent.parent / "docs" / "models.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    pool.run(documented, code, world_size=2)
-
-
 def trained(group: ProcessGroup, name: str) -> None:
     """Two batches of different lengths before one step, with activation checkpointing, then evaluation."""
     dense, model = decoder(name).train(), decoder(name).train()
@@ -195,6 +179,32 @@ def trained(group: ProcessGroup, name: str) -> None:
 @pytest.mark.parametrize("name", ["Qwen3", "Phi3"])
 def test_a_training_loop(pool: RankPool, name: str) -> None:
     pool.run(trained, name, world_size=2)
+
+
+def with_fsdp(group: ProcessGroup, name: str) -> None:
+    """FSDP2 on another axis looks for parameters by their names: it must find them, norms' and shared ones too."""
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"))
+    dense, model = decoder(name), fusedtp.parallelize(decoder(name), mesh["tp"])
+    for layer in model.get_submodule("model.layers").children():
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    torch.manual_seed(14)
+    tokens = torch.randint(3, VOCABULARY, (4, 9))
+    mine = tokens.chunk(2)[mesh.get_local_rank("dp")]
+    for turn in (1, 2):
+        dense(input_ids=tokens, labels=tokens).loss.backward()
+        model(input_ids=mine, labels=mine).loss.backward()
+        for (key, parameter), reference in zip(model.named_parameters(), dense.parameters(), strict=True):
+            assert parameter.grad is not None
+            assert reference.grad is not None
+            close(parameter.grad, reference.grad, f"gradient of {key}, turn {turn}")
+
+
+# torch says of what such a model returns that it must not be changed in place.
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.parametrize("name", ["Llama with one key head", "Llama, tied"])
+def test_data_parallel_on_the_other_axis(pool: RankPool, name: str) -> None:
+    pool.run(with_fsdp, name)
 
 
 def test_what_it_would_get_wrong_is_refused() -> None:

@@ -102,6 +102,7 @@ def kept(group: ProcessGroup) -> None:
         norm.zero_grad()
         norm(x).sum().backward()
         torch.testing.assert_close(grads, [each.grad.to_local() for each in norm.parameters()])
+        assert all(getattr(norm, key) is each for key, each in norm.named_parameters())
         norm.requires_grad_(False)
         assert not norm(x).requires_grad
         torch._dynamo.reset()

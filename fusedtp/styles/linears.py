@@ -111,13 +111,20 @@ class FusedColwiseLinear(nn.Linear):
     layouts: _Layouts
 
     def forward(self, input: Tensor) -> Tensor:
-        (y,) = columns([self], input, self.weight, self.bias)
+        (y,) = columns([self], input)
         return y
 
+    def own(self) -> tuple[Tensor, Tensor | None]:
+        """The weight and the bias that this rank multiplies by and adds."""
+        return self.weight, self.bias
 
-def columns(linears: Sequence[FusedColwiseLinear], input: Tensor, weight: Any, bias: Any) -> list[Tensor]:
-    """What each of these makes of one input. weight, bias: theirs, or tuples of them where there are several."""
+
+def columns(linears: Sequence[FusedColwiseLinear], input: Tensor) -> list[Tensor]:
+    """What each of these makes of one input."""
     to = linears[0].layouts
+    weight: Any
+    bias: Any
+    weight, bias = linears[0].own() if len(linears) == 1 else zip(*(each.own() for each in linears), strict=True)
     x, placement, sizes = to.receive(input)
     # A parameter's gradient has its own layout: whole where it is replicated, because backward has reduced it.
     ours = weight, bias, to.group

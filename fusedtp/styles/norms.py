@@ -57,24 +57,28 @@ class FusedNorm(Derived):
     """What FusedNormParallel makes of a norm: its code reads this rank's parameters, whose gradients are summed."""
 
     gradients: Sum
-    # Whether the input of the call under way is whole on every rank, and so are the gradients.
-    is_whole = False
+    # How the call under way reads parameters: "part" of an input that is split, "whole" of one that every rank has.
+    # Between calls an attribute is the parameter itself, which is what who looks for parameters expects: fully_shard.
+    reads = ""
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the norm's own; of a DTensor, what each rank has of it."""
         if not isinstance(input, DTensor):
-            return super().forward(input, *args, **kwargs)
+            return self._own("part", input, args, kwargs)
         (placement,) = input.placements
         if isinstance(placement, Shard) and placement.dim % input.ndim == input.ndim - 1:
             raise ValueError(f"{type(self).__name__}: input must not be sharded along its last dim, got {placement}")
-        self.is_whole = placement.is_replicate()
-        try:
-            out = super().forward(input.to_local(), *args, **kwargs)
-        finally:
-            self.is_whole = False
+        out = self._own("whole" if placement.is_replicate() else "part", input.to_local(), args, kwargs)
         return DTensor.from_local(
             out, input.device_mesh, input.placements, run_check=False, shape=input.shape, stride=input.stride()
         )
+
+    def _own(self, reads: str, input: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.reads = reads
+        try:
+            return super().forward(input, *args, **kwargs)
+        finally:
+            self.reads = ""
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,9 @@ class _Own:
     def __get__(self, module: FusedNorm, owner: Any = None) -> Tensor:
         parameter = module._parameters[self.name]
         assert parameter is not None
-        return local(parameter, parameter.ndim) if module.is_whole else module.gradients.use(parameter)
+        if not module.reads:
+            return parameter
+        return local(parameter, parameter.ndim) if module.reads == "whole" else module.gradients.use(parameter)
 
     def __set__(self, module: FusedNorm, value: Any) -> None:
         raise AttributeError(f"{self.name} is set as a parameter, to an nn.Parameter")

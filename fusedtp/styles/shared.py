@@ -42,19 +42,13 @@ class FusedSharedLinear(FusedColwiseLinear):
     gradients: Sum
     own_rows: slice
 
-    def _own(self, name: str) -> Any:
-        parameter = self._parameters[name]
-        return None if parameter is None else self.gradients.use(parameter)[self.own_rows]
-
-    @property
-    def weight(self) -> Any:  # type: ignore[override]
-        """This rank's rows."""
-        return self._own("weight")
-
-    @property
-    def bias(self) -> Any:  # type: ignore[override]
-        """Those of the bias."""
-        return self._own("bias")
+    def own(self) -> tuple[Tensor, Tensor | None]:
+        """This rank's rows of both."""
+        weight, bias = (
+            None if each is None else self.gradients.use(each)[self.own_rows] for each in (self.weight, self.bias)
+        )
+        assert weight is not None
+        return weight, bias
 
 
 def replicate(module: nn.Module, device_mesh: DeviceMesh, src_data_rank: int | None) -> None:
