@@ -89,6 +89,15 @@ def types(session: nox.Session) -> None:
 
 
 @nox.session
+def docs(session: nox.Session) -> None:
+    """The guide as a site, site/index.html; a link that leads nowhere, as any warning, is an error."""
+    # The package's sources are read, it need not be installed.
+    tools = nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"]["docs"]
+    session.install("-c", "constraints.txt", *tools)
+    session.run("zensical", "build", "--clean", "--strict", *session.posargs)
+
+
+@nox.session
 def sweep(session: nox.Session) -> None:
     """Check and time every schedule on this machine: table, CSV, picture. Arguments after -- go to `fusedtp sweep`."""
     install(session)

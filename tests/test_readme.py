@@ -33,3 +33,16 @@ def test_measured_table_and_picture_come_from_results(tmp_path: Path) -> None:
     rows = store.read(published.rows(tmp_path))
     assert not any(row.failed for row in rows)
     assert generated.replaced(README, "measured", generated.measured_table(rows)) == README
+
+
+def test_what_gains_nothing_is_not_left_out(tmp_path: Path) -> None:
+    rows = [row for row in store.read(published.rows(tmp_path)) if row.variant == "decomposed" and row.world_size == 2]
+    plain = [row for row in rows if row.direction == "forward" and not row.model and row.dtype == "float32"]
+    assert (
+        README.count(" x ", README.index("measured:begin"), README.index("measured:end"))
+        == 2 * sum(1 for row in plain if row.median_ms is not None)
+        + README[README.index("measured:begin") : README.index("measured:end")].count("| op | M x N x K |") * 2
+    )
+    # README says so.
+    ratios = [row.speedup_vs_unfused for row in rows if row.model == "llama3-8b" and row.speedup_vs_unfused is not None]
+    assert min(ratios) < 1

@@ -1,0 +1,94 @@
+"""docs/guide: every block of Python runs on the ranks that its page names; no page and no public name is left out."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from fusedtp.bench.ranks import RankPool
+from torch.distributed import ProcessGroup
+
+import fusedtp
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+GUIDE = DOCS / "guide"
+SITE = (ROOT / "mkdocs.yml").read_text()
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+PAGES = {page.name: page for page in sorted(GUIDE.glob("*.md"))}
+PROGRAMS = [name for name, page in PAGES.items() if BLOCK.search(page.read_text())]
+needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+
+
+@contextlib.contextmanager
+def world(group: ProcessGroup) -> Iterator[None]:
+    """What torch takes for all ranks is `group`, as in a program that torchrun has started on as many."""
+    c10d: Any = dist.distributed_c10d
+    before = c10d._get_default_group()
+    c10d._update_default_pg(group)
+    try:
+        yield
+    finally:
+        c10d._update_default_pg(before)
+
+
+def run_page(group: ProcessGroup, page: str, folder: str) -> int:
+    """All blocks of a page, in order, in one namespace; how many there were."""
+    blocks = list(BLOCK.finditer(Path(page).read_text()))
+    scope: dict[str, Any] = {"__name__": "guide"}
+    with world(group), contextlib.chdir(folder):
+        for block in blocks:
+            # Lines are numbered as in the page.
+            first = block.string[: block.start(1)].count("\n")
+            exec(compile("\n" * first + block[1], page, "exec"), scope)
+    return len(blocks)
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[needs_transformers] if "transformers" in PAGES[name].read_text() else [])
+    for name in PROGRAMS
+])  # fmt: skip
+def test_every_block_runs(pool: RankPool, tmp_path: Path, name: str) -> None:
+    asked = set(re.findall(r"torchrun --nproc-per-node (\d)", PAGES[name].read_text()))
+    assert len(asked) == 1, f"{name} must say once on how many ranks it runs"
+    ran = pool.run(run_page, str(PAGES[name]), str(tmp_path), world_size=int(asked.pop()))
+    assert ran[0] == PAGES[name].read_text().count("\n```python\n") > 0
+
+
+def failing(group: ProcessGroup, folder: str) -> list[str]:
+    """What a page with a block that fails comes to."""
+    page = Path(folder) / "page.md"
+    if group.rank() == 0:
+        page.write_text("# A page\n\n```python\nranks = 1\n```\n\n```python\nassert ranks == 2, ranks\n```\n")
+    dist.barrier(group)
+    with pytest.raises(AssertionError, match="1") as raised:
+        run_page(group, str(page), folder)
+    return [f"{each.path.name}:{each.lineno}" for each in raised.traceback if each.path.name == "page.md"]
+
+
+def test_a_block_that_fails_is_told_by_its_line(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(failing, str(tmp_path), world_size=2) == [["page.md:7"]] * 2
+
+
+def test_the_api_page_has_every_public_name() -> None:
+    shown = re.findall(r"^::: fusedtp\.(\w+)$", PAGES["api.md"].read_text(), re.MULTILINE)
+    assert len(shown) == len(set(shown))
+    assert set(shown) == set(fusedtp.__all__)
+    for name in shown:
+        assert getattr(fusedtp, name).__doc__, f"{name} has no docstring to show"
+
+
+def test_the_site_has_every_page() -> None:
+    shown = re.findall(r"^ +- ([\w/-]+\.md)$", SITE, re.MULTILINE)
+    assert len(shown) == len(set(shown))
+    (excluded,) = re.findall(r"^exclude_docs: \|\n((?:  .*\n)+)", SITE, re.MULTILINE)
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    assert {*shown, *excluded.split()} == pages
+    for page in excluded.split():
+        assert "](../" in (DOCS / page).read_text(), f"{page} leads to no source file: it can be in the site"
