@@ -6,13 +6,15 @@ process groups.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 
@@ -57,7 +59,7 @@ class ForkServer:
     """Forks processes with the environment `env`; they end at the latest with the thread that has made this."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
-        self.env = dict(env)
+        self.env, self.num_pools = dict(env), 0
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [
             sys.executable, "-P", str(Path(__file__).with_name("rank_main.py")), str(theirs.fileno()), str(os.getpid()),
@@ -93,8 +95,51 @@ class ForkServer:
             os.close(theirs)
         return Forked(int(message), pidfd, status)
 
+    def release(self) -> None:
+        """A pool needs it no longer: close it, unless it is kept."""
+        self.num_pools -= 1
+        if _kept is None or self not in _kept:
+            self.close()
+
     def close(self) -> None:
         """End the server, and what it has forked."""
         self._socket.close()
         self.process.kill()
         self.process.wait()
+
+
+# Servers that stay when nobody uses them, while `kept` is entered, and how many may.
+_kept: list[ForkServer] | None = None
+_MOST_KEPT = 3
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Meanwhile servers outlive their pools, and serve the next one with the same environment: for a process that makes
+    many pools. Those of the main thread, as others would end with their thread.
+    """
+    global _kept
+    before, _kept = _kept, []
+    try:
+        yield
+    finally:
+        for server in _kept:
+            server.close()
+        _kept = before
+
+
+def server_for(env: Mapping[str, str]) -> ForkServer:
+    """One that gives what it forks this environment, until it is released."""
+    server = None
+    if _kept is not None and threading.current_thread() is threading.main_thread():
+        server = next((each for each in _kept if each.serves(env)), None)
+        if server is None:
+            server = ForkServer(env)
+            unused = [each for each in _kept if not each.num_pools]
+            for each in unused[: max(0, len(_kept) + 1 - _MOST_KEPT)]:
+                _kept.remove(each)
+                each.close()
+            _kept.append(server)
+    server = server or ForkServer(env)
+    server.num_pools += 1
+    return server

@@ -28,6 +28,7 @@ from multiprocessing.connection import Pipe, wait
 from types import TracebackType
 from typing import Any
 
+from . import forks
 from .forks import ForkServer
 
 START_SECONDS = 180.0
@@ -258,11 +259,13 @@ class RankPool:
             one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
             # gloo would pick its interface by resolving the host's name
             env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **one_thread, **self.env}
+            # Another one for each test, and nothing to a rank.
+            env.pop("PYTEST_CURRENT_TEST", None)
             if self._server is None or not self._server.serves(env):
                 self.close()
                 # What is finalized runs at interpreter exit as well, the last first.
-                self._server = ForkServer(env)
-                self._finalizers = [weakref.finalize(self, self._server.close)]
+                self._server = forks.server_for(env)
+                self._finalizers = [weakref.finalize(self, self._server.release)]
             self._ranks = Ranks(self.world_size, self.timeout, self._server, self.gloo_workers)
             self._finalizers.append(weakref.finalize(self, self._ranks.stop))
         return self._ranks

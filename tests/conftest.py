@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from fusedtp.bench import forks
 from fusedtp.bench.machine import describe
 from fusedtp.bench.rank_main import load_module
 from fusedtp.bench.ranks import Pending, RankPool
@@ -84,6 +85,13 @@ class PoisonedPool(RankPool):
 def _poisoned_parent() -> None:
     torch.set_num_threads(1)
     poison()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fork_servers() -> Iterator[None]:
+    """What ranks are forked from has imported torch; one such process an environment serves all pools."""
+    with forks.kept():
+        yield
 
 
 @pytest.fixture(scope="session")

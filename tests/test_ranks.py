@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from fusedtp.bench import forks
 from fusedtp.bench.ranks import RankError, RankPool
 
 
@@ -207,7 +208,15 @@ def test_only_module_level_functions(two):
             two.run(fn)
 
 
-def test_close_leaves_nothing(two):
+@pytest.fixture
+def nothing_kept(monkeypatch):
+    """As without the tests' own fixture."""
+    monkeypatch.setattr(forks, "_kept", None)
+
+
+def test_close_leaves_nothing(two, nothing_kept):
+    # The first one opens what stays open.
+    assert len(two.pids) == 2
     two.close()
     before = open_fds()
     with RankPool(1, timeout=20) as pool:
@@ -253,7 +262,7 @@ def test_ranks_end_with_their_parent_and_do_not_rerun_it(tmp_path, end):
     assert not running([int(pid) for pid in pids.split()])
 
 
-def test_ranks_are_forked_from_one_process_also_when_they_start_anew():
+def test_ranks_are_forked_from_one_process_also_when_they_start_anew(nothing_kept):
     with RankPool(2, timeout=20) as pool:
         (server,) = set(pool.run(forked_from))
         assert server != os.getpid()
@@ -273,3 +282,15 @@ def test_a_pool_whose_forking_process_is_gone_starts_another():
         while running(pids):
             time.sleep(0.01)
         assert pool.run(forked_from) != [server]
+
+
+def test_pools_share_what_is_kept():
+    with forks.kept():
+        with RankPool(1, timeout=20) as pool:
+            (server,) = pool.run(forked_from)
+        with RankPool(1, timeout=20) as pool, RankPool(2, timeout=20) as other:
+            assert pool.run(forked_from) + other.run(forked_from) == [server] * 3
+        env = {"FUSEDTP_OTHER": "1"}
+        with RankPool(1, timeout=20, env=env) as pool:
+            assert pool.run(forked_from) != [server]
+    assert running([server]) == []
