@@ -75,7 +75,7 @@ class Shape:
         table = Pointer(tuple(offsets(self.sizes)))
         return SimpleNamespace(
             table=table, chunks=SimpleNamespace(table=table), b=SimpleNamespace(N=self.N), M=M,
-            more=SimpleNamespace(blocks=()),
+            more=SimpleNamespace(COUNT=0),
             tiles=SimpleNamespace(BLOCK_M=self.block_m, BLOCK_N=self.block_n, GROUP_M=self.group_m),
             link=SimpleNamespace(rank=self.rank, group=SimpleNamespace(WORLD_SIZE=len(self.sizes))),
         )  # fmt: skip
