@@ -38,7 +38,7 @@ def prepare() -> torch.device:
     matmuls.allow_fp16_reduced_precision_reduction = False
     matmuls.allow_tf32 = False
     # Deterministic mode is what makes the allocator fill; its own refusals are turned into warnings.
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_deterministic_debug_mode("warn")
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     registry.set_timeout(WAIT_SECONDS)
     return device_here()

@@ -58,9 +58,10 @@ def _uses_pool(file: Path) -> bool:
 def poison(group: ProcessGroup | None = None) -> None:
     """Fill what `empty` returns with NaN from now on, so an element that nothing wrote fails every comparison.
 
-    Deterministic mode is what makes the allocator fill; its own refusals are turned into warnings.
+    Deterministic mode is what makes the allocator fill; its own refusals are turned into warnings. (Torch's other
+    function for it loads the compiler, which takes a rank longer than torch itself.)
     """
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_deterministic_debug_mode("warn")
     torch.utils.deterministic.fill_uninitialized_memory = True
     if group is not None:
         # Four ranks on two cores, interpreted: on a busy machine a peer may be long, which these tests are not about.

@@ -188,7 +188,7 @@ def _schedule_of_giving_up(seed: int) -> Schedule:
 def work(unit: Unit) -> Done:
     """All of a unit, in this process."""
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_deterministic_debug_mode("warn")
     torch.utils.deterministic.fill_uninitialized_memory = True
     done = Done(unit, {})
     with device(unit.target) as driver:
