@@ -151,7 +151,7 @@ def regress(session: nox.Session) -> None:
 @nox.session
 def soak(session: nox.Session) -> None:
     """10,000 mixed calls on four ranks, 100,000 of random programs, sequences across two groups, mutated files, every
-    sharding over two axes, every decoder both ways on two and four ranks.
+    sharding over two axes, every decoder both ways on two and four ranks, every dtype on every number of ranks.
 
     After --: --calls, --seed, --programs, ...
     """
@@ -164,7 +164,10 @@ def soak(session: nox.Session) -> None:
         for size in (2, 4):
             options = ("--programs", "--calls", "50000", "--world-size", str(size))
             session.run("python", "-P", "-m", "soak", *options, env=env)
-        files = ("test_two_groups.py", "test_mutated_files.py", "test_sharded.py", "test_decoders.py")
+        files = (
+            "test_two_groups.py", "test_mutated_files.py", "test_sharded.py", "test_decoders.py", "test_ops.py",
+            "test_determinism.py", "test_gradcheck.py", "test_layers.py", "test_bench_gate.py",
+        )  # fmt: skip
         session.run("pytest", *(f"tests/{file}" for file in files), env={**ONE_THREAD, "FUSEDTP_SOAK": "large"})
 
 

@@ -21,6 +21,8 @@ from torch.distributed import ProcessGroup
 
 from fusedtp import reference
 
+from .spread import spread
+
 CPU = torch.device("cpu")
 # even on two ranks, which torch's styles need
 SHAPE = (70, 66, 96)
@@ -174,8 +176,7 @@ def test_a_wrong_provider_gets_an_error_row_and_no_number(pool: RankPool, plant:
         assert not (wrong == "unfused" and row.speedup_vs_unfused is not None)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(("dtype", "world_size"), spread(DTYPES, [2, 3, 1]))
 def test_what_is_right_passes(pool: RankPool, world_size: int, dtype: str) -> None:
     shape = SHAPE if world_size == 2 else (70, 66, 97)
     everyone = pool.run(right, dtype, shape, world_size=world_size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from itertools import product
 from typing import Any
@@ -20,6 +19,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 import fusedtp
 from fusedtp.styles.decoders import decoder_plan
 from fusedtp.styles.packed import Unpacked
+
+from .spread import LARGE
 
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 
@@ -127,7 +128,7 @@ def _spread() -> list[Any]:
     return [
         pytest.param(name, *way, id=f"{name}, tokens {'split' if way[0] else 'whole'}, {way[1]} ranks")
         for i, name in enumerate(MODELS)
-        for way in (ways if os.environ.get("FUSEDTP_SOAK") == "large" else ways[i % 4 : i % 4 + 1])
+        for way in (ways if LARGE else ways[i % 4 : i % 4 + 1])
     ]
 
 

@@ -25,6 +25,7 @@ from fusedtp.schedules import decomposed
 from fusedtp.shards import even_sizes
 
 from . import direct
+from .spread import spread
 
 DTYPES = ["float32", "bfloat16", "float16"]
 SUMMING = ["fused", "decomposed"]
@@ -142,8 +143,7 @@ def sums_are_literal(group: ProcessGroup, schedule: str, dtype: str) -> None:
     same_bits(out, exact[0].to(bias.dtype), f"{schedule} all_gather_matmul, contraction")
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "world_size"), spread(DTYPES, [2, 3, 4]))
 @pytest.mark.parametrize("schedule", SUMMING)
 def test_sums_are_literally_in_rank_order(pool: RankPool, schedule: str, dtype: str, world_size: int) -> None:
     pool.run(sums_are_literal, schedule, dtype, world_size=world_size)

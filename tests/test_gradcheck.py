@@ -28,6 +28,8 @@ from fusedtp.explain import NAMED
 from fusedtp.schedules import decomposed
 from fusedtp.sharding.notation import parse
 
+from .spread import spread
+
 Sizes = tuple[int, ...]
 
 
@@ -287,9 +289,8 @@ def within_bounds(group: ProcessGroup, split: str, schedule: str, dtype: torch.d
         _within_bounds(group, split, schedule, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("dtype", "world_size"), spread([torch.float32, torch.bfloat16], [2, 3]), ids=str)
 @pytest.mark.parametrize("schedule", ["fused", "decomposed", "unfused"])
-@pytest.mark.parametrize("world_size", [2, 3])
 def test_gradients_within_bounds(pool: RankPool, world_size: int, schedule: str, dtype: torch.dtype) -> None:
     pool.run(within_bounds, "lopsided", schedule, dtype, world_size=world_size, timeout=400.0)
 

@@ -21,6 +21,8 @@ import fusedtp
 from fusedtp import reference
 from fusedtp.shards import chunk_sizes, even_sizes
 
+from .spread import spread
+
 BATCH, IN, OUT = 3, 10, 9
 KINDS = ("column", "column, x whole", "row", "row, y whole", "fsdp")
 
@@ -126,8 +128,7 @@ def linears(group: ProcessGroup, dtype: torch.dtype, schedules: Sequence[str]) -
         linear(group, kind, 0 if kind == "fsdp" else dim, bias, dtype, uneven, schedule)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(("dtype", "world_size"), spread([torch.float64, torch.float32], [1, 2, 3, 4]), ids=str)
 def test_linears_against_nn_linear(pool: RankPool, world_size: int, dtype: torch.dtype) -> None:
     pool.run(linears, dtype, ("unfused", "decomposed"), world_size=world_size)
 
@@ -234,8 +235,7 @@ def mlps(group: ProcessGroup, dtype: torch.dtype) -> None:
         mlp(group, activation, dim, bias, dtype, *rest)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(("dtype", "world_size"), spread([torch.float64, torch.float32], [1, 2, 3, 4]), ids=str)
 def test_mlp_against_the_unsharded_one(pool: RankPool, world_size: int, dtype: torch.dtype) -> None:
     pool.run(mlps, dtype, world_size=world_size)
 

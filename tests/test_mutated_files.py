@@ -33,10 +33,11 @@ from fusedtp.calls import tuning
 from fusedtp.op import OPS
 
 from .mutations import of_bytes, of_cell, of_json
+from .spread import LARGE
 
 MakeRow = Callable[..., Row]
 
-EXAMPLES = 1000 if os.environ.get("FUSEDTP_SOAK") == "large" else 20
+EXAMPLES = 1000 if LARGE else 20
 # A command draws for seconds.
 EVERY = EXAMPLES // 4
 SECONDS = 60

@@ -29,6 +29,7 @@ from fusedtp.workspaces.steps import DeviceSteps, HostSteps
 from fusedtp.workspaces.workspace import Workspace
 
 from . import direct
+from .spread import spread
 
 pytestmark = pytest.mark.usefixtures("within_bounds")
 
@@ -270,25 +271,22 @@ def run_every_variant(pool: RankPool, schedule: str, dtype: str, world_size: int
         pool.run(run_calls, twice, flavour, data.draw(st.booleans()), world_size=world_size, timeout=400.0)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", DTYPES["fused"])
+@pytest.mark.parametrize(("dtype", "world_size"), spread(DTYPES["fused"], [4, 2, 3, 1]))
 @bounded(1)
 @given(data=st.data())
 def test_fused_ops(pool: RankPool, dtype: str, world_size: int, data: st.DataObject) -> None:
     run_every_variant(pool, "fused", dtype, world_size, data)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", DTYPES["unfused"])
+@pytest.mark.parametrize(("dtype", "world_size"), spread(DTYPES["unfused"], [2, 4, 1, 3]))
 @pytest.mark.parametrize("schedule", ["decomposed", "unfused"])
-@bounded(2)
+@bounded(3)
 @given(data=st.data())
 def test_library_ops(pool: RankPool, schedule: str, dtype: str, world_size: int, data: st.DataObject) -> None:
     run_every_variant(pool, schedule, dtype, world_size, data)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("flavour", ["plain", "small tiles"])
+@pytest.mark.parametrize(("flavour", "world_size"), spread(["plain", "small tiles"], [2, 3, 4]))
 @bounded(1)
 @given(data=st.data())
 def test_ops_interleaved(pool: RankPool, flavour: str, world_size: int, data: st.DataObject) -> None:
@@ -299,8 +297,7 @@ def test_ops_interleaved(pool: RankPool, flavour: str, world_size: int, data: st
     pool.run(run_calls, drawn, flavour, data.draw(st.booleans()), world_size=world_size, timeout=400.0)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("flavour", ["pushed", "pushed by kernels"])
+@pytest.mark.parametrize(("flavour", "world_size"), spread(["pushed", "pushed by kernels"], [2, 3, 4]))
 @bounded(1)
 @given(data=st.data())
 def test_decomposed_as_on_a_gpu(pool: RankPool, flavour: str, world_size: int, data: st.DataObject) -> None:

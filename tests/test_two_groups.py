@@ -7,7 +7,6 @@ soak) takes 1,000 examples.
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Sequence
@@ -23,8 +22,9 @@ from torch.distributed import ProcessGroup
 import fusedtp
 
 from .soak.endurance import delay
+from .spread import LARGE
 
-EXAMPLES = 1000 if os.environ.get("FUSEDTP_SOAK") == "large" else 40
+EXAMPLES = 1000 if LARGE else 40
 # Examples in one call of the pool.
 BATCH = 20
 # Each layout's two groups, as lists of ranks; of a mesh each axis has two, and every rank is in one of them.
