@@ -176,8 +176,7 @@ def all_gather_linear(
         return eager.apply(all_gather_problem, x, weight, bias, group, options)  # type: ignore
     weights, biases = arguments.several(weight, bias)
     if len(weights) == 1:
-        return (all_gather_linear(x, weights[0], biases[0], group=group, gather_dim=gather_dim, sizes=sizes,
-                                  schedule=schedule, debug=debug, producer=producer),)  # fmt: skip
+        return (eager.apply(all_gather_problem, x, weights[0], biases[0], group, options),)
     return eager.apply(all_gather_problem, x, weights, biases, group, options)
 
 

@@ -96,7 +96,7 @@ def apply(prepare: Prepare, x: Tensor, w: _W, bias: Biases, group: Group, option
     if type(group) is not ProcessGroup or groups.inherited is not None or not dist.is_initialized():
         group = groups.resolve(group)
     parameters: Sequence[Any] = _interleaved(w, bias) if type(w) is tuple else (w, bias)
-    plain, made = type(x) in PLAIN, None
+    plain = type(x) in PLAIN
     for each in parameters:
         plain = plain and (each is None or type(each) in PLAIN)
     # `arguments.autocasts`, written out as every call passes here.
@@ -105,13 +105,13 @@ def apply(prepare: Prepare, x: Tensor, w: _W, bias: Biases, group: Group, option
     if cast or dispatched:
         x, *parameters = arguments.autocast(x, *parameters)
         w, bias = _as_given(w, parameters)
+    # Returned at once, as the call is no longer open: an interruption before another line would find an op that has
+    # ended, and whose result nobody has.
     if dispatched:
-        made = _dispatched(x, parameters, *prepare(x, w, bias, group, *options))
-    elif type(w) is tuple and transforms_active():
-        made = _as_one(prepare, x, w, bias, group, options)
-    else:
-        made = run(calls_.find(prepare, x, w, bias, group, options), x, *parameters)
-    return made  # type: ignore[no-any-return]
+        return _dispatched(x, parameters, *prepare(x, w, bias, group, *options))  # type: ignore[no-any-return]
+    if type(w) is tuple and transforms_active():
+        return _as_one(prepare, x, w, bias, group, options)
+    return run(calls_.find(prepare, x, w, bias, group, options), x, *parameters)  # type: ignore[no-any-return]
 
 
 def _interleaved(ws: Any, biases: Any) -> list[Any]:
@@ -123,6 +123,7 @@ def _as_given(w: Weights, parameters: Sequence[Any]) -> tuple[Any, Any]:
     return (tuple(parameters[::2]), tuple(parameters[1::2])) if type(w) is tuple else (parameters[0], parameters[1])
 
 
+@one
 def _as_one(
     prepare: Prepare, x: Tensor, ws: Sequence[Tensor], biases: Any, group: ProcessGroup, options: tuple[Any, ...]
 ) -> tuple[Tensor, ...]:
@@ -131,17 +132,14 @@ def _as_one(
     widths, given = [w.shape[0] for w in ws], list(zip(ws, biases, strict=True))
     whole = [w.new_zeros(w.shape[0]) if each is None else each for w, each in given]
     bias = torch.cat(whole) if any(each is not None for each in biases) else None
-    made: tuple[Tensor, ...] = apply(prepare, x, torch.cat(list(ws)), bias, group, options).split(widths, -1)
-    return made
+    return apply(prepare, x, torch.cat(list(ws)), bias, group, options).split(widths, -1)  # type: ignore[no-any-return]
 
 
 def run_described(x: Tensor, w: Tensor, settings: str, numbers: Sequence[int]) -> Tensor:
     """`apply` of a call without a bias that is described already."""
     if torch.compiler.is_compiling() or type(x) not in PLAIN or type(w) not in PLAIN:
-        made: Tensor = _dispatched(x, (w, None), settings, numbers)
-    else:
-        made = run(calls_.of(settings, numbers, x.dtype, x.device), x, w, None)
-    return made
+        return _dispatched(x, (w, None), settings, numbers)  # type: ignore[no-any-return]
+    return run(calls_.of(settings, numbers, x.dtype, x.device), x, w, None)  # type: ignore[no-any-return]
 
 
 def of_parameters(prepare: Prepare, x: Tensor, weight: _W, bias: Biases, group: ProcessGroup, *options: Any) -> _W:
