@@ -2,10 +2,11 @@
 
 Ranks may outnumber cores, and a program that polls would keep its core while the rank it waits for has none. So here
 every atomic is followed by a chance for another process to run, and a program that sees one word unchanged again and
-again sleeps between its polls. Three costs of the interpreter are left out: it patches the language's functions anew at
+again sleeps between its polls. Costs of the interpreter are left out: it patches the language's functions anew at
 every call of a device function, a millisecond each, where once a launch is enough, as all our device functions see the
 same `triton.language`; it computes every integer operation a second time in 64 bits, for an overflow check that only
-debug mode makes; and it rebuilds its table of NumPy types at every look-up.
+debug mode makes; it rebuilds its table of NumPy types at every look-up, a tensor's shape for every tensor, and works
+out the type of two operands at every operation.
 
 Triton 3.6 takes `int` of a loop's bounds, which are arrays of one element; NumPy refuses that from 2.4 on unless an
 array is 0-dimensional.
@@ -16,7 +17,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 import triton.language as tl
@@ -69,6 +71,31 @@ def _leave_out_needless_work() -> None:
     of_scalar, pointer = lru_cache(interpreter._get_np_dtype), interpreter._get_np_dtype(tl.pointer_type(tl.int8))
     # A pointer's type cannot be hashed.
     interpreter._get_np_dtype = lambda dtype: pointer if dtype.scalar.is_ptr() else of_scalar(dtype.scalar)
+    semantic = type(interpreter.interpreter_semantic)
+    semantic.computation_type_impl = _remembered(semantic.computation_type_impl)
+    tl.tensor.__init__ = _with_shapes_that_are_kept(tl.tensor.__init__)
+
+
+def _remembered(of_types: Callable[..., Any]) -> Callable[..., Any]:
+    # What it says follows from its arguments, whatever it is a method of.
+    of = lru_cache(partial(of_types, interpreter.interpreter_semantic))
+    return lambda self, *types: of(*types)
+
+
+def _with_shapes_that_are_kept(init: Callable[..., None]) -> Callable[..., None]:
+    known: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def new(self: Any, handle: Any, type: Any) -> None:
+        shape = tuple(type.shape) if type.is_block() else ()
+        found = known.get(shape)
+        if found is None:
+            init(self, handle, type)
+            known[shape] = self.shape, self.numel
+            return
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = found
+
+    return new
 
 
 def _take_bounds_from_arrays() -> None:

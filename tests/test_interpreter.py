@@ -20,3 +20,23 @@ def test_a_bound_of_a_loop_is_an_integer_whatever_array_holds_it(shape: tuple[in
         assert list(range(bound)) == [0, 1, 2]  # type: ignore[call-overload]
     finally:
         scope.restore()
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (1, 4), (2, 2)])
+def test_a_shape_that_is_known_is_that_of_the_type(shape: tuple[int, ...]) -> None:
+    for dtype in (tl.int32, tl.float32):
+        made = tl.block_type(dtype, list(shape)) if shape else dtype
+        for _ in range(2):
+            each = tl.tensor(interpreter.TensorHandle(np.zeros(shape, np.int32), tl.int32), made)
+            assert [int(size.value) for size in each.shape] == list(shape)
+            assert each.numel.value == np.prod(shape, dtype=int)
+            assert (each.type, each.dtype) == (made, dtype)
+
+
+def test_types_of_operands_are_told_apart() -> None:
+    of = interpreter.interpreter_semantic.computation_type_impl
+    for _ in range(2):
+        assert of(tl.float16, False, tl.float16, False, False) == tl.float16
+        assert of(tl.float16, False, tl.float16, False, True) == tl.float32
+        assert of(tl.int32, True, tl.int64, False, False) == tl.int64
+        assert of(tl.int64, False, tl.int32, False, False) == tl.int64

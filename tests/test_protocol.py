@@ -206,10 +206,16 @@ def test_the_table_of_planted_bugs_is_in_the_document() -> None:
         assert text == written, "FUSEDTP_PROTOCOL=write writes it anew"
 
 
-@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "ring", "two_shot", "decomposed"])
-def test_real_ranks_do_not_race(pool: RankPool, op: str) -> None:
+@pytest.mark.parametrize(
+    ("op", "late"),
+    [
+        *((op, 0.0) for op in ("all_gather_matmul", "matmul_reduce_scatter", "ring", "two_shot", "decomposed")),
+        ("all_gather_matmul", 1.5),
+    ],
+)
+def test_real_ranks_do_not_race(pool: RankPool, op: str, late: float) -> None:
     """Real processes, real polls; each rank's log by itself, put together afterwards."""
-    calls = pool.run(live, op, 3, world_size=3)
+    calls = pool.run(live, op, 3, late, world_size=3)
     first_epoch = min(
         event.epoch for kernel in calls[0][0] for events in kernel.programs for event in events
         if isinstance(event, record.Advance)

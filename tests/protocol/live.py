@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -14,8 +15,10 @@ from .. import direct
 from .record import Kernel, Recorder
 
 
-def live(group: ProcessGroup, name: str, calls: int) -> list[list[Kernel]]:
-    """What this rank does in `calls` calls of the op `name`, run for real on every rank of `group`."""
+def live(group: ProcessGroup, name: str, calls: int, late: float = 0.0) -> list[list[Kernel]]:
+    """What this rank does in `calls` calls of the op `name`, run for real on every rank of `group`, of which the last
+    comes `late` seconds later than the others to each.
+    """
     rank, world_size = group.rank(), group.size()
     rows = tuple(70 if peer == 0 else 3 * peer for peer in range(world_size))
     x, weight = torch.randn(rows[rank], 8), torch.randn(6, 8)
@@ -33,5 +36,10 @@ def live(group: ProcessGroup, name: str, calls: int) -> list[list[Kernel]]:
     }
     ws = registry.get(group, torch.device("cpu"))
     ops[name]()  # makes room
+    made = []
     with Recorder(ws, alone=False, side_stream=False) as recorder:
-        return [recorder.call(ops[name]) for _ in range(calls)]
+        for _ in range(calls):
+            if rank == world_size - 1:
+                time.sleep(late)
+            made.append(recorder.call(ops[name]))
+    return made

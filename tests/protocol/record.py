@@ -233,6 +233,17 @@ class Recorder:
         self._fingerprints.add((owner, word))
         emit(Access(True, owner, frozenset([-1 - word])))
 
+    def fingerprint_read(self, owner: int, word: int) -> None:
+        """A fingerprint has been loaded. In a real run a wait that is long looks whether its peer has entered, and at
+        the fingerprint of one that has; of one that has not it takes no notice of what it loads.
+        """
+        if not self.alone and self._word is not None and self._word[0] == signal.ENTRY_SLOT.value:
+            assert self._polled is not None
+            if steps.wrapping_difference(self._polled, self.epoch) < 0:
+                return
+            self.add(Wait(*self._word, steps.wrapping_difference(self.epoch, 0), self._acquires))
+        self.add(Access(False, owner, frozenset([-1 - word])))
+
     # Polls.
 
     def shown(self, word: int) -> int | None:
@@ -302,7 +313,7 @@ class Recorder:
                 recorder.fingerprint_stored(owner, word, recorder.add)
                 return atomic_rmw(self, op, ptr, val, mask, sem, scope)
             if recorder.is_fingerprint(word):
-                recorder.add(Access(False, owner, frozenset([-1 - word])))
+                recorder.fingerprint_read(owner, word)
                 # What a peer that agrees has written is this rank's own.
                 return TensorHandle(np.full_like(val.data, recorder.ws.meanings.now.fingerprint), val.dtype)
             if word >= signal.SIGNALS.value and op == ir.ATOMIC_OP.ADD and owner == recorder.rank:
