@@ -189,7 +189,7 @@ def test_what_is_right_passes(pool: RankPool, world_size: int, dtype: str) -> No
             assert 0 <= verdict.error_ratio <= 1, (which, verdict)
 
 
-@pytest.mark.parametrize(("world_size", "dtype"), [(1, "float32"), (3, "float32"), (3, "bfloat16")])
+@pytest.mark.parametrize(("world_size", "dtype"), spread([1, 3], ["float32", "bfloat16"]))
 def test_own_kernels_with_preset_flags_pass(pool: RankPool, world_size: int, dtype: str) -> None:
     everyone = pool.run(right, dtype, (70, 66, 97), ("own_matmul",), world_size=world_size)
     assert len(everyone[0]) == len(OPS) * len(DIRECTIONS)

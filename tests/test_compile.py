@@ -17,6 +17,8 @@ import fusedtp
 from fusedtp.calls import operators
 from fusedtp.calls.call import described
 
+from .spread import spread
+
 HIDDEN, INTERMEDIATE, LENGTH, BATCH = 8, 12, 6, 2
 
 
@@ -87,8 +89,7 @@ def compiled(group: ProcessGroup, backend: str, dim: int, sequence_parallel: boo
     return ops
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(("backend", "dim"), spread(["inductor", "aot_eager"], [0, 1]))
 def test_compiled_without_a_graph_break(pool: RankPool, backend: str, dim: int) -> None:
     """Also with a batch first, where a layer's result is a transposed view."""
     for ops in pool.run(compiled, backend, dim, True, world_size=2, timeout=120):

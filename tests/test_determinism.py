@@ -196,8 +196,7 @@ def three_runs(group: ProcessGroup, schedule: str, dtype: str) -> dict[str, Tens
     return runs[0]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("schedule", SUMMING)
+@pytest.mark.parametrize(("schedule", "dtype"), spread(SUMMING, DTYPES))
 def test_same_bits_on_every_run_and_every_rank(pool: RankPool, schedule: str, dtype: str) -> None:
     check_ranks(pool.run(three_runs, schedule, dtype, world_size=3))
     if schedule == "decomposed":

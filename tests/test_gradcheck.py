@@ -204,7 +204,7 @@ def finite_differences(group: ProcessGroup, names: Sequence[str], schedules: Seq
         _finite_differences(group, names, schedules)
 
 
-@pytest.mark.parametrize(("kind", "world_size"), [("named shardings", 2), ("named shardings", 3), ("linears", 2)])
+@pytest.mark.parametrize(("kind", "world_size"), spread(["named shardings", "linears"], [3, 2]))
 def test_finite_differences(pool: RankPool, kind: str, world_size: int) -> None:
     names = [name for name in LAYERS if (name in NAMED) == (kind == "named shardings")]
     pool.run(finite_differences, names, ["unfused", "decomposed"], world_size=world_size, timeout=400.0)

@@ -159,7 +159,7 @@ def destroyed_by_torch(group: ProcessGroup, layers: bool) -> list[tuple[int, int
 
     use()
     before = held()
-    for _ in range(5):
+    for _ in range(3):
         use()
     deadline = time.monotonic() + 10
     while held() != before and time.monotonic() < deadline:

@@ -24,6 +24,7 @@ from fusedtp.workspaces.workspace import Workspace
 
 from . import direct
 from .bounds import Bounds
+from .spread import LARGE
 
 CPU = torch.device("cpu")
 # What one op is on virtual ranks: rank -> its phases; and per rank what it must give, with the error allowed.
@@ -183,7 +184,8 @@ def run(
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5, 8])
 def test_every_op(make: Make, world_size: int) -> None:
     ranks = make(world_size)
-    for seed, name in enumerate(OPS):
+    # Of more ranks every third op, where time counts.
+    for seed, name in enumerate(OPS if LARGE or world_size < 5 else list(OPS)[world_size % 3 :: 3]):
         run(ranks, name, DTYPES[world_size % 3], seed)
 
 
@@ -246,14 +248,14 @@ def test_growth_between_two_ops(make: Make, epoch: int) -> None:
 
 def test_growth_of_the_signals_alone(make: Make) -> None:
     """Many tiles of one row each: more slots, hardly more memory."""
-    ranks = make(4)
+    ranks = make(2)
     before = ranks[0].slots, ranks[0].half_bytes
     for seed in range(2):
         term = torch.randint(-9, 9, (4, 36 * 64), generator=torch.Generator().manual_seed(seed)).half()
         outs = run_together([direct.phases("all_reduce", ws, term, algorithm="two_shot") for ws in ranks])
         for ws, out in zip(ranks, outs, strict=True):
             ws.check()
-            assert torch.equal(out, 4 * term), f"rank {ws.rank}"
+            assert torch.equal(out, 2 * term), f"rank {ws.rank}"
     assert ranks[0].slots > before[0]
     assert ranks[0].half_bytes == before[1]
 

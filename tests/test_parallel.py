@@ -22,6 +22,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 import fusedtp
 from fusedtp import reference
 
+from .spread import spread
+
 REPLICATE = Replicate()
 # (input, output) of each style; None is its default.
 COLWISE: list[tuple[Placement | None, Placement | None]] = [
@@ -109,8 +111,7 @@ def all_styled(group: ProcessGroup, kind: str, uneven: bool) -> None:
             styled(group, kind, layouts, uneven, bias, given_dtensor, use_local_output)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize(("uneven", "world_size"), spread([False, True], [1, 4, 2]))
 @pytest.mark.parametrize("kind", STYLES)
 def test_every_layout(pool: RankPool, kind: str, uneven: bool, world_size: int) -> None:
     pool.run(all_styled, kind, uneven, world_size=world_size)

@@ -30,6 +30,7 @@ from .protocol.model import Calls, build
 from .protocol.mutants import MUTANTS, Mutant, planted
 from .protocol.naive import explore_naively, random_calls
 from .protocol.races import find_races
+from .spread import spread
 
 LARGE = os.environ.get("FUSEDTP_PROTOCOL") == "large"
 DOCUMENT = Path(__file__).parent.parent / "docs" / "protocol.md"
@@ -64,8 +65,12 @@ def report(what: str, verdicts: Sequence[Verdict], started: float) -> None:
     )
 
 
-@pytest.mark.parametrize("sizes", TWO + THREE, ids=str)
-@pytest.mark.parametrize("family", ["fused", "copied", "copy", "in place"])
+FAMILIES = ("fused", "copied", "copy", "in place")
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"), [*itertools.product(FAMILIES, THREE), *spread(FAMILIES, TWO, large=LARGE)], ids=str
+)
 def test_every_order_of_every_op_is_right(family: str, sizes: tuple[int, ...]) -> None:
     ops = {"fused": cases.FUSED, "copied": cases.COPIED, "copy": cases.COPY, "in place": cases.IN_PLACE}[family]
     started, verdicts = time.perf_counter(), []

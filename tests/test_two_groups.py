@@ -24,7 +24,7 @@ import fusedtp
 from .soak.endurance import delay
 from .spread import LARGE
 
-EXAMPLES = 1000 if LARGE else 40
+EXAMPLES = 1000 if LARGE else 24
 # Examples in one call of the pool.
 BATCH = 20
 # Each layout's two groups, as lists of ranks; of a mesh each axis has two, and every rank is in one of them.
