@@ -20,12 +20,12 @@ from .emulated import evidence, giveups, layers, mutants, report
 from .emulated.cases import DTYPES, run, small
 from .emulated.driver import EmulatedDriver, device
 from .emulated.machine import Schedule
+from .spread import spread
 
 pytestmark = pytest.mark.emulated
 
-whole = pytest.mark.skipif(
-    os.environ.get("FUSEDTP_EMULATION") not in ("all", "write"), reason="takes minutes; nox -s emulate"
-)
+ALL = os.environ.get("FUSEDTP_EMULATION") in ("all", "write")
+whole = pytest.mark.skipif(not ALL, reason="takes minutes; nox -s emulate")
 # A spread: every kernel on some target, every dtype on some kernel.
 SPREAD = (
     (80, "bfloat16", "gather rows"), (90, "bfloat16", "gather rows"), (90, "float16", "matmul two_shot"),
@@ -70,14 +70,21 @@ def test_mutants_are_found(driver: EmulatedDriver, kind: str, op: str, targets: 
     assert mutants.find(driver, op, dtype, planted[0], 8)
 
 
-@pytest.mark.parametrize("name", layers.FUNCTIONS)
-def test_forward_and_every_gradient(driver: EmulatedDriver, name: str) -> None:
+@pytest.mark.parametrize(("name", "target"), spread(layers.FUNCTIONS, evidence.TARGETS, large=ALL))
+def test_forward_and_every_gradient(name: str, target: int) -> None:
     """Of what layers call, between torch's own operations: threads of virtual ranks meet at every fused op."""
-    assert layers.check(driver, name, 2, DTYPES["bfloat16"], 0) == ["y", "dx", "dw"] * 2
+    with device(target) as found:
+        assert layers.check(found, name, 2, DTYPES["bfloat16"], 0) == ["y", "dx", "dw"] * 2
 
 
-def test_operands_in_every_layout(driver: EmulatedDriver) -> None:
+@pytest.mark.parametrize("target", evidence.TARGETS if ALL else evidence.TARGETS[1:])
+def test_operands_in_every_layout(target: int) -> None:
     """Read by descriptors of rows and of columns, and by pointers."""
+    with device(target) as driver:
+        _in_every_layout(driver)
+
+
+def _in_every_layout(driver: EmulatedDriver) -> None:
     dtype, shape = DTYPES["bfloat16"], small(driver.capability, DTYPES["bfloat16"])
     for i, (a, b) in enumerate((("rows", "rows"), ("columns", "columns"), ("strided", "columns"), ("rows", "strided"))):
         for op in ("gather rows", "scatter rows"):
