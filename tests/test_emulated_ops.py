@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -80,15 +81,11 @@ def test_forward_and_every_gradient(name: str, target: int) -> None:
 @pytest.mark.parametrize("target", evidence.TARGETS if ALL else evidence.TARGETS[1:])
 def test_operands_in_every_layout(target: int) -> None:
     """Read by descriptors of rows and of columns, and by pointers."""
-    with device(target) as driver:
-        _in_every_layout(driver)
-
-
-def _in_every_layout(driver: EmulatedDriver) -> None:
-    dtype, shape = DTYPES["bfloat16"], small(driver.capability, DTYPES["bfloat16"])
-    for i, (a, b) in enumerate((("rows", "rows"), ("columns", "columns"), ("strided", "columns"), ("rows", "strided"))):
-        for op in ("gather rows", "scatter rows"):
-            run(driver, [op], 2, dtype, replace(shape, a=a, b=b), Schedule(i))
+    dtype, shape = DTYPES["bfloat16"], small(target, DTYPES["bfloat16"])
+    layouts = ("rows", "rows"), ("columns", "columns"), ("strided", "columns"), ("rows", "strided")
+    with device(target) as found:
+        for (i, (a, b)), op in product(enumerate(layouts), ("gather rows", "scatter rows")):
+            run(found, [op], 2, dtype, replace(shape, a=a, b=b), Schedule(i))
 
 
 @whole

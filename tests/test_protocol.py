@@ -17,13 +17,15 @@ from pathlib import Path
 import pytest
 from fusedtp.bench import generated
 from fusedtp.bench.ranks import RankPool
+from fusedtp.kernels import signal
 from fusedtp.kernels.steps import step
 
 from fusedtp import PeerTimeout
 from fusedtp.op import ALL_GATHER
 from fusedtp.workspaces.steps import HostSteps
 
-from .protocol import cases, record
+from .protocol import cases
+from .protocol.events import Advance, Barrier, Kernel
 from .protocol.explore import Verdict, explore
 from .protocol.live import live
 from .protocol.model import Calls, build
@@ -101,7 +103,7 @@ def test_sequences_are_what_a_run_of_them_records() -> None:
             assert [cases.shifted(each, first - 1) for each in kernels] == run[rank][call], (rank, names[call])
 
 
-LEAD = record.signal.LEAD.value
+LEAD = signal.LEAD.value
 
 
 @pytest.mark.parametrize(
@@ -114,8 +116,8 @@ def test_waits_accept_what_the_model_does(distance: int, far: int) -> None:
     for epoch in (0, 2**31 - 2):
         for wait in ("kernel", "host"):
             with cases.virtual_ranks(2, epoch) as ranks:
-                ws, slot = ranks[0], record.signal.FIRST_SLOT.value
-                word = record.signal.SIGNALS.value + slot * ws.world_size + 1
+                ws, slot = ranks[0], signal.FIRST_SLOT.value
+                word = signal.SIGNALS.value + slot * ws.world_size + 1
                 ws.words[word] = (epoch + 1 + far + 2**31) % 2**32 - 2**31
                 try:
                     if wait == "kernel":
@@ -223,7 +225,7 @@ def test_real_ranks_do_not_race(pool: RankPool, op: str, late: float) -> None:
     calls = pool.run(live, op, 3, late, world_size=3)
     first_epoch = min(
         event.epoch for kernel in calls[0][0] for events in kernel.programs for event in events
-        if isinstance(event, record.Advance)
+        if isinstance(event, Advance)
     ) - 1  # fmt: skip
     races, stuck = find_races(calls, first_epoch)
     assert not races, races[0]
@@ -234,6 +236,6 @@ def test_real_ranks_do_not_race(pool: RankPool, op: str, late: float) -> None:
     assert races
 
 
-def _without_barriers(kernel: record.Kernel) -> record.Kernel:
-    programs = [[event for event in events if not isinstance(event, record.Barrier)] for events in kernel.programs]
+def _without_barriers(kernel: Kernel) -> Kernel:
+    programs = [[event for event in events if not isinstance(event, Barrier)] for events in kernel.programs]
     return replace(kernel, programs=programs)

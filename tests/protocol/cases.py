@@ -21,7 +21,8 @@ from fusedtp.workspaces import registry
 from fusedtp.workspaces.workspace import Workspace
 
 from .. import direct
-from .record import Advance, Event, Kernel, Raise, Recorder, Wait
+from .events import Advance, Event, Kernel, Raise, Wait
+from .record import Recorder
 
 CPU = torch.device("cpu")
 # Tiles of 2 x 2: the sizes below have up to two tiles, and two programs share them.

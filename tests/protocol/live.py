@@ -12,7 +12,8 @@ import fusedtp
 from fusedtp.workspaces import registry
 
 from .. import direct
-from .record import Kernel, Recorder
+from .events import Kernel
+from .record import Recorder
 
 
 def live(group: ProcessGroup, name: str, calls: int, late: float = 0.0) -> list[list[Kernel]]:

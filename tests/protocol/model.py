@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from .record import Access, Advance, Arrive, Barrier, Event, Kernel, Raise, Wait
+from .events import Access, Advance, Arrive, Barrier, Event, Kernel, Raise, Wait
 
 # [rank][call] -> the kernels of that call.
 Calls = Sequence[Sequence[Sequence[Kernel]]]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
+from .events import Access, Advance, Barrier, Event, Kernel, Raise, Wait
 from .model import Calls
-from .record import Access, Advance, Barrier, Event, Kernel, Raise, Wait
 
 # Per rank: the call it is in; per program of it: the events issued, and of those the ones that have not taken effect.
 _Progress = tuple[int, tuple[tuple[int, frozenset[int]], ...]]

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .record import Access, Arrive, Barrier, Event, Kernel, Raise, Wait
+from .events import Access, Arrive, Barrier, Event, Kernel, Raise, Wait
 
 _Thread = tuple[int, int, int, int]
 _Clock = dict[_Thread, int]
