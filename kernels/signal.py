@@ -16,7 +16,8 @@ asking.
 Agreement. With its entry a rank gives every peer a fingerprint of all that the ranks must agree on for the op, 64 bits
 that the host makes; even and odd epochs have a place each, like the halves. `leave` compares fingerprints, and so does
 a wait that takes long. If a peer's differs, this rank reports that as it would a wait that was given up, and the host
-asks what was meant. The entry is not taken back then, so that every rank finds out.
+asks what was meant. The entry stands then, so that every rank finds out, and `leave` still waits for the peers to begin
+the op: one may be in the op before, which nothing is wrong with.
 
 Bounded waits. The host block holds a clock in milliseconds that the host advances (a program cannot read the time
 portably). A wait whose budget is spent reports itself there and falls through; the host raises PeerTimeout from the
@@ -46,8 +47,10 @@ EPOCH = tl.constexpr(0)  # the last op that this rank has finished
 ARRIVED = tl.constexpr(1)  # programs of the running op that have finished
 BUDGET_MS = tl.constexpr(2)
 WAITING_FOR = tl.constexpr(3)  # a rank + 1 that some program has been waiting for, or 0
-# 0, or 1 + the rank that a wait was given up for. No wait follows, and the workspace is not used again.
+# 0, or 1 + the rank that a wait was given up for, or one of the two below. The workspace is not used again.
 GIVEN_UP = tl.constexpr(4)
+DIFFERS = tl.constexpr(1 << 16)  # the ranks disagree about the running op: of its waits only `leave`'s go on
+OVER = tl.constexpr(1 << 17)  # they did, and that op has ended, or a wait of its `leave` was given up: none goes on
 WAITING_SLOT = tl.constexpr(5)  # the slot that WAITING_FOR's program waits on
 # Why this rank raises no more signals here: 1 destroyed, 2 an op left by an exception, 3 its making broken off; or 0.
 LEFT = tl.constexpr(6)
@@ -190,29 +193,31 @@ def before_descriptor(index, ok):
 
 
 @triton.jit
-def _give_up(link, words, host, src, slot, seen, take_back):
+def _give_up(link, words, host, src, slot, seen, stands):
     # Atomics all through, so that one thread does all of it: a barrier here, inside the loop over the tiles, would keep
     # the compiler from pipelining that loop.
     #
-    # Every wait that gives up takes the entry back, as it does not know how far the first one has come with that. It
-    # sets it to an epoch so old that no later op of a peer accepts it either.
+    # Unless the entry stands, every wait that gives up takes it back, as it does not know how far the first one has
+    # come with that. It sets it to an epoch so old that no later op of a peer accepts it either.
     #
     # Not `range`: the compiler would unroll it and keep every peer's address in registers from one tile to the next.
     # It would also keep the epoch and the constants that are stored: so the epoch is read anew, and the constants are
     # computed from values that vary.
     epoch = begin(link.group, link.rank)
-    dst = (link.rank + take_back) % link.group.WORLD_SIZE
+    dst = (link.rank + 1 - stands) % link.group.WORLD_SIZE
     while dst != link.rank:
         entry = header(link.group, dst) + SIGNALS + ENTRY_SLOT * link.group.WORLD_SIZE
         tl.atomic_xchg(entry + link.rank, epoch - LEAD, sem="release", scope="sys")
         dst = (dst + 1) % link.group.WORLD_SIZE
-    _report(link, words, host, src, slot, seen, epoch)
+    _report(link, words, host, src, slot, seen, epoch, (src + 1) * (1 - stands) + DIFFERS * stands)
+    if stands == 0:
+        tl.atomic_cas(words + GIVEN_UP, DIFFERS, OVER, sem="relaxed", scope="gpu")
 
 
 @triton.jit
-def _report(link, words, host, src, slot, seen, epoch):
+def _report(link, words, host, src, slot, seen, epoch, why):
     # Only the first one reports itself. The report's own word is released after the others.
-    if tl.atomic_cas(words + GIVEN_UP, 0, src + 1, sem="relaxed", scope="gpu") == 0:
+    if tl.atomic_cas(words + GIVEN_UP, 0, why, sem="relaxed", scope="gpu") == 0:
         tl.atomic_xchg(host + REPORT_WAIT, slot * NUM_OPS + link.group.OP, sem="relaxed", scope="sys")
         tl.atomic_xchg(host + REPORT_EXPECTED, epoch, sem="relaxed", scope="sys")
         tl.atomic_xchg(host + REPORT_SEEN, seen, sem="relaxed", scope="sys")
@@ -220,9 +225,10 @@ def _report(link, words, host, src, slot, seen, epoch):
 
 
 @triton.jit
-def wait(link, src, slot):
+def wait(link, src, slot, ENDS: tl.constexpr = -1):
     """Wait until rank `src` has raised `slot` here for this epoch. Returns 1, or 0 if the wait was given up.
 
+    ENDS: the bits of GIVEN_UP that end the wait.
     Waits for: `raise_signal(dst=this rank, slot)` on rank `src`.
     """
     words = header(link.group, link.rank)
@@ -234,7 +240,8 @@ def wait(link, src, slot):
         budget = read(words + BUDGET_MS)
         start = read(host + CLOCK_MS)
         # A rank that has given up before does not wait again, in this op or in a later one.
-        waiting = (read(words + GIVEN_UP) == 0).to(tl.int32)
+        given_up = read(words + GIVEN_UP) & ENDS
+        waiting = (given_up == 0).to(tl.int32)
         polls = 0
         differs = 0
         while (((seen - link.epoch) & -LEAD) != 0) & (waiting != 0):
@@ -243,7 +250,7 @@ def wait(link, src, slot):
                 polls = 0
                 tl.store(words + WAITING_SLOT, slot)
                 tl.store(words + WAITING_FOR, src + 1)
-                given_up = read(words + GIVEN_UP)
+                given_up = read(words + GIVEN_UP) & ENDS
                 elapsed = read(host + CLOCK_MS) - start
                 differs = _entered_otherwise(link, words, src)
                 waiting = ((given_up == 0) & (elapsed < budget) & (differs == 0)).to(tl.int32)
@@ -251,7 +258,8 @@ def wait(link, src, slot):
             # meanwhile.
             seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
         if ((seen - link.epoch) & -LEAD) != 0:
-            _give_up(link, words, host, src, slot, seen, 1 - differs)
+            stands = differs | ((given_up & (DIFFERS | OVER)) != 0).to(tl.int32)
+            _give_up(link, words, host, src, slot, seen, stands)
         else:
             tl.store(words + WAITING_FOR, 0)
     return (((seen - link.epoch) & -LEAD) == 0).to(tl.int32)
@@ -287,12 +295,17 @@ def leave(link, num_programs):
     tl.debug_barrier()
     arrived = tl.atomic_add(words + ARRIVED, 1, sem="acq_rel", scope="gpu")
     if arrived == num_programs - 1:
+        differs = 0
         for i in range(1, link.group.WORLD_SIZE):
             src = (link.rank + i) % link.group.WORLD_SIZE
-            if wait(link, src, ENTRY_SLOT) != 0:
+            if wait(link, src, ENTRY_SLOT, ~DIFFERS) != 0:
                 if disagrees(link, src) != 0:
                     host = tl.load(link.group.peers + link.group.WORLD_SIZE).to(tl.pointer_type(tl.int32))
-                    _report(link, words, host, src, ENTRY_SLOT, link.epoch, link.epoch)
+                    _report(link, words, host, src, ENTRY_SLOT, link.epoch, link.epoch, DIFFERS)
+                    differs = 1
+        if differs != 0:
+            # Every peer has begun this op or will not: none still reads the half that a later op writes.
+            tl.atomic_cas(words + GIVEN_UP, DIFFERS, OVER, sem="relaxed", scope="gpu")
         tl.store(words + ARRIVED, 0)
         tl.store(words + EPOCH, link.epoch)
 

@@ -23,6 +23,7 @@ from torch.distributed.tensor import Shard
 
 import fusedtp
 from fusedtp.workspaces import disagreement
+from fusedtp.workspaces.steps import HostSteps
 
 from .test_agreement import CALLS, Here
 
@@ -69,6 +70,38 @@ def test_all_ranks_are_told_who_differs(pool: RankPool, schedule: str) -> None:
     }
     assert not wrong
     TOLD[schedule] = {name for name in CALLS if all(name in told for told in found)}
+
+
+def amid(group: ProcessGroup, late: int) -> tuple[bool, str]:
+    """An op that rank `late` is still leaving when the others come to the next one, which rank 1 means otherwise:
+    whether the first one is right, and what the second one says.
+
+    Of the others each sends to one peer only, so rank 1 finds out in a wait, and other waits follow.
+    """
+    fusedtp.set_timeout(SECONDS, group)
+    rank, leave = group.rank(), HostSteps.leave
+
+    def leave_late(steps: HostSteps) -> None:
+        time.sleep(1.0)
+        leave(steps)
+
+    x, w = torch.ones(6, 5), torch.ones(4, 5)
+    with mock.patch.object(HostSteps, "leave", leave_late if rank == late else leave):
+        y = fusedtp.linear_all_reduce(x, w, group=group, schedule="decomposed")
+    with pytest.raises(fusedtp.RanksDisagree) as caught:
+        if rank == 1:
+            fusedtp.all_gather_linear(x, w, group=group, schedule="fused")
+        else:
+            fusedtp.all_reduce(x, group=group, schedule="fused", algorithm="ring")
+    fusedtp.destroy(group)
+    return torch.equal(y, torch.full((6, 4), 5.0 * group.size())), str(caught.value)
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_the_op_before_is_right_on_a_rank_that_is_late(pool: RankPool, late: int) -> None:
+    found = pool.run(amid, late, world_size=3)
+    assert [right for right, _ in found] == [True] * 3
+    assert all("rank 1 " in said for _, said in found), found
 
 
 @pytest.mark.parametrize("seconds", [0.2, None])

@@ -188,6 +188,10 @@ class HostSteps:
             # `waited` is from before the poll: a rank that was itself stopped in between finds what arrived
             # meanwhile.
             if waited > ws.seconds or (is_gone and not raised(poll(), expected)):
+                # Where ranks disagree the entry stands, for the others to find that out.
+                for peer in self._peers:
+                    if self._has_entered(peer) and self._disagrees(peer):
+                        ws.disagree(self.op, peer, self.epoch)
                 self._take_back()
                 ws.give_up(self.op, src, slot, expected, seen, waited)
             waited = ran.seconds()
