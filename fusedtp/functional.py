@@ -20,23 +20,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias, overload
+from typing import overload
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import groups, turns
-from .calls import arguments, eager, operators
-from .calls.arguments import Biases, Weights
+from .calls import arguments, eager, operators, problems
 from .calls.call import described
 from .groups import Group
-from .op import ALL_GATHER, ALL_REDUCE, MATMUL_ALL_REDUCE, REDUCE_SCATTER, Op
+from .op import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Activation, GatedActivation, Op
 from .sharding.notation import parse
 from .sharding.partition import Partition
-
-# Settings and numbers: what `call.of` takes.
-Described: TypeAlias = tuple[str, Sequence[int]]
 
 
 def sharded_matmul(
@@ -85,52 +81,14 @@ def sharded_matmul(
         str(parsed), [group.group_name for group in groups_of.values()], [rank for rank, _ in place.values()],
         w_transposed=False, by_size=True, schedule=schedule, debug=debug, producer=producer,
     )  # fmt: skip
-    return eager.run_described(a, b, settings, (*lengths, *_flat(splits)))
-
-
-def _flat(splits: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    return tuple(number for split in splits for number in (len(split), *split))
-
-
-def layer(
-    x: Tensor,
-    weight: Weights,
-    spec: str,
-    splits: Mapping[str, tuple[int, ...]],
-    group: ProcessGroup,
-    schedule: str,
-    debug: bool,
-    algorithm: str = "auto",
-    producer: str = "auto",
-) -> Described:
-    """What `call.of` takes, for a spec over axis X with the dims of `layer_spec`.
-
-    splits: the ranks' lengths of the dims that are split; the other dims have this rank's lengths.
-    """
-    # Nothing is parsed here, torch.compile could not trace it.
-    widths = [each.shape[0] for each in weight] if isinstance(weight, tuple) else []
-    num_out = sum(widths) if isinstance(weight, tuple) else weight.shape[0]
-    local = {f"R{i}": length for i, length in enumerate(x.shape[:-1])} | {"K": x.shape[-1], "N": num_out}
-    lengths = [sum(splits[name]) if name in splits else local[name] for name in local]
-    arguments.check_reach(schedule, x, [group], lengths)
-    settings = described(
-        spec, [group.group_name], [group.rank()], schedule=schedule, algorithm=algorithm, debug=debug, producer=producer
-    )
-    return settings, (*lengths, *_flat([splits.get(name, ()) for name in local]), *widths)
-
-
-def layer_spec(x: Tensor, dim: int | None, contraction: str, weight: str, columns: str, *, x_split: bool) -> str:
-    """ "[.., R1_X, .., K] @ .. -> ..": dim `dim` of x's rows is split in x (x_split) or in the result."""
-    rows = [f"R{i}" for i in range(x.ndim - 1)]
-    cut = [f"{name}_X" if i == dim else name for i, name in enumerate(rows)]
-    before, after = (cut, rows) if x_split else (rows, cut)
-    return f"[{', '.join((*before, contraction))}] @ [{weight}] -> [{', '.join((*after, columns))}]"
+    return eager.run_described(a, b, settings, (*lengths, *problems.flat(splits)))
 
 
 @overload
 def all_gather_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group: Group = None, gather_dim: int = 0,
     sizes: Sequence[int] | None = None, schedule: str = "auto", debug: bool = False, producer: str = "auto",
+    activation: Activation | None = None,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -138,8 +96,16 @@ def all_gather_linear(
 def all_gather_linear(
     x: Tensor, weight: Sequence[Tensor], bias: Sequence[Tensor | None] | None = None, *, group: Group = None,
     gather_dim: int = 0, sizes: Sequence[int] | None = None, schedule: str = "auto", debug: bool = False,
-    producer: str = "auto",
+    producer: str = "auto", activation: Activation | None = None,
 ) -> tuple[Tensor, ...]: ...  # fmt: skip
+
+
+@overload
+def all_gather_linear(
+    x: Tensor, weight: Sequence[Tensor], bias: Sequence[Tensor | None] | None = None, *, activation: GatedActivation,
+    group: Group = None, gather_dim: int = 0, sizes: Sequence[int] | None = None, schedule: str = "auto",
+    debug: bool = False, producer: str = "auto",
+) -> Tensor: ...  # fmt: skip
 
 
 def all_gather_linear(
@@ -153,6 +119,7 @@ def all_gather_linear(
     schedule: str = "auto",
     debug: bool = False,
     producer: str = "auto",
+    activation: Activation | GatedActivation | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """`F.linear(all_gather(x, gather_dim), weight, bias)` in one op, differentiable.
 
@@ -167,40 +134,24 @@ def all_gather_linear(
     of them, in backward too, where the sum of their dx is scattered once. The weights may be of any number of rows, and
     are neither copied nor put together.
 
+    `activation` is applied where the result is made: relu, gelu, gelu_tanh or silu of every result; swiglu or geglu of
+    two weights with as many rows, gate and up, which then have one result, silu(gate) * up or gelu(gate) * up. Where a
+    gradient is wanted what it is applied to is kept, of relu the result; else nothing more is allocated.
+
     Raises ValueError or TypeError for arguments that do not fit, RuntimeError where torch.distributed is not
     initialised or the ranks of a schedule that is asked for cannot reach each other's memory, PeerTimeout where a rank
     is lost.
     """
     options = gather_dim, sizes, schedule, debug, producer
     if not isinstance(weight, list | tuple):
-        return eager.apply(all_gather_problem, x, weight, bias, group, options)  # type: ignore
+        return eager.apply(
+            problems.all_gather_problem, x, weight, bias, group, options, activation=activation  # type: ignore
+        )  # fmt: skip
     weights, biases = arguments.several(weight, bias)
     if len(weights) == 1:
-        return (eager.apply(all_gather_problem, x, weights[0], biases[0], group, options),)
-    return eager.apply(all_gather_problem, x, weights, biases, group, options)
-
-
-def all_gather_problem(
-    x: Tensor,
-    weight: Weights,
-    bias: Biases,
-    group: ProcessGroup,
-    gather_dim: int,
-    sizes: Sequence[int] | None,
-    schedule: str,
-    debug: bool,
-    producer: str = "auto",
-) -> Described:
-    """`all_gather_linear`, checked and described for `call`."""
-    arguments.check_linears(x, weight, bias, schedule, debug, producer=producer)
-    dim = arguments.dim("gather_dim", gather_dim, x)
-    sizes = arguments.gather_sizes(sizes, group, x.shape[dim])
-    on_features = dim == x.ndim - 1
-    num_in, who = (sum(sizes), "x has in all") if on_features else (x.shape[-1], "x has")
-    num_out = arguments.check_all_features(num_in, who, weight)
-    splits = {"N": (num_out,) * group.size(), "K" if on_features else f"R{dim}": sizes}
-    spec = layer_spec(x, None if on_features else dim, "K_X" if on_features else "K", "K, N_X", "N_X", x_split=True)
-    return layer(x, weight, spec, splits, group, schedule, debug, producer=producer)
+        return (eager.apply(problems.all_gather_problem, x, weights[0], biases[0], group, options,
+                            activation=activation),)  # fmt: skip
+    return eager.apply(problems.all_gather_problem, x, weights, biases, group, options, activation=activation)
 
 
 def linear_reduce_scatter(
@@ -214,37 +165,25 @@ def linear_reduce_scatter(
     schedule: str = "auto",
     debug: bool = False,
     producer: str = "auto",
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """`reduce_scatter(F.linear(x, weight), scatter_dim) + bias` in one op, differentiable.
+    """`reduce_scatter(F.linear(x, weight), scatter_dim) + bias + residual` in one op, differentiable.
 
     x [..., K_r] and weight [N, K_r] are this rank's part of the contraction; the result is the sum over ranks, of which
     this rank keeps its `sizes[rank]` along `scatter_dim` (by default as even as can be). scatter_dim=-1 scatters the
-    output features. bias [N] is whole, the same on every rank, and added once. Backward: dy is gathered, once for both
-    dx and dw. Errors as in `all_gather_linear`.
+    output features. bias [N] is whole, the same on every rank, and added once. residual lies as the result does on this
+    rank and is added where the sum is rounded. Backward: dy is gathered, once for both dx and dw; it is the residual's
+    gradient. Errors as in `all_gather_linear`.
     """
-    return eager.apply(reduce_scatter_problem, x, weight, bias, group, (scatter_dim, sizes, schedule, debug, producer))
-
-
-def reduce_scatter_problem(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    group: ProcessGroup,
-    scatter_dim: int,
-    sizes: Sequence[int] | None,
-    schedule: str,
-    debug: bool,
-    producer: str = "auto",
-) -> Described:
-    """`linear_reduce_scatter`, checked and described for `call`."""
-    arguments.check_linear(x, weight, bias, schedule, debug, producer=producer)
-    arguments.check_features(x.shape[-1], "x has", weight)
-    dim = arguments.dim("scatter_dim", scatter_dim, x)
-    on_features = dim == x.ndim - 1
-    sizes = arguments.scatter_sizes(sizes, group, weight.shape[0] if on_features else x.shape[dim])
-    splits = {"K": (x.shape[-1],) * group.size(), "N" if on_features else f"R{dim}": sizes}
-    spec = layer_spec(x, None if on_features else dim, "K_X", "K_X, N", "N_X" if on_features else "N", x_split=False)
-    return layer(x, weight, spec, splits, group, schedule, debug, producer=producer)
+    return eager.apply(
+        problems.reduce_scatter_problem,
+        x,
+        weight,
+        bias,
+        group,
+        (scatter_dim, sizes, schedule, debug, producer),
+        residual,
+    )
 
 
 def linear_all_reduce(
@@ -256,26 +195,15 @@ def linear_all_reduce(
     schedule: str = "auto",
     algorithm: str = "auto",
     debug: bool = False,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """`all_reduce(F.linear(x, weight)) + bias` in one op, differentiable.
+    """`all_reduce(F.linear(x, weight)) + bias + residual` in one op, differentiable.
 
-    x [..., K_r], weight [N, K_r] and a whole bias [N] give [..., N], the same on every rank.
+    x [..., K_r], weight [N, K_r], a whole bias [N] and a whole residual [..., N] give [..., N], the same on every rank.
     `algorithm` is auto, one_shot (fewest steps) or two_shot (fewest bytes). Backward sends nothing: dy is the same on
     every rank already. Errors as in `all_gather_linear`.
     """
-    return eager.apply(all_reduce_problem, x, weight, bias, group, (schedule, algorithm, debug))
-
-
-def all_reduce_problem(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, schedule: str, algorithm: str, debug: bool
-) -> Described:
-    """`linear_all_reduce`, checked and described for `call`."""
-    arguments.check_linear(x, weight, bias, schedule, debug)
-    arguments.check_features(x.shape[-1], "x has", weight)
-    arguments.check_algorithm(MATMUL_ALL_REDUCE, algorithm, schedule, x)
-    splits = {"K": (x.shape[-1],) * group.size()}
-    spec = layer_spec(x, None, "K_X", "K_X, N", "N", x_split=False)
-    return layer(x, weight, spec, splits, group, schedule, debug, algorithm)
+    return eager.apply(problems.all_reduce_problem, x, weight, bias, group, (schedule, algorithm, debug), residual)
 
 
 def fsdp_linear(
@@ -288,37 +216,18 @@ def fsdp_linear(
     schedule: str = "auto",
     debug: bool = False,
     producer: str = "auto",
+    activation: Activation | None = None,
 ) -> Tensor:
     """`F.linear(x, all_gather(weight_shard), bias)` in one op, differentiable: a fully sharded weight.
 
     x [..., K] are this rank's own rows, weight_shard [sizes[rank], K] its rows of the weight [N, K], bias [N] whole and
     the same on every rank; the result is [..., N]. `sizes` is by default this rank's length on all. The gathered weight
-    is never kept: backward gathers it again for dx, and reduce-scatters dw. Errors as in `all_gather_linear`.
+    is never kept: backward gathers it again for dx, and reduce-scatters dw. `activation`, one without a
+    gate, and errors as in `all_gather_linear`.
     """
-    return eager.apply(fsdp_problem, x, weight_shard, bias, group, (sizes, schedule, debug, producer))
-
-
-def fsdp_problem(
-    x: Tensor,
-    weight_shard: Tensor,
-    bias: Tensor | None,
-    group: ProcessGroup,
-    sizes: Sequence[int] | None,
-    schedule: str,
-    debug: bool,
-    producer: str = "auto",
-) -> Described:
-    """`fsdp_linear`, checked and described for `call`."""
-    arguments.check_tensor("weight_shard", weight_shard)
-    arguments.check_matrix(weight_shard, "weight_shard")
-    sizes = arguments.gather_sizes(sizes, group, weight_shard.shape[0])
-    arguments.check_linear(
-        x, weight_shard, bias, schedule, debug, num_out=sum(sizes), name="weight_shard", producer=producer
+    return eager.apply(
+        problems.fsdp_problem, x, weight_shard, bias, group, (sizes, schedule, debug, producer), activation=activation
     )
-    arguments.check_features(x.shape[-1], "x has", weight_shard, "weight_shard")
-    splits = {"N": sizes, "R0": (x.shape[0],) * group.size()}
-    spec = layer_spec(x, 0, "K", "K, N_X", "N", x_split=True).replace("-> [R0,", "-> [R0_X,")
-    return layer(x, weight_shard, spec, splits, group, schedule, debug, producer=producer)
 
 
 def _collective(

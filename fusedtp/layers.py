@@ -27,31 +27,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn import functional as F
 
-from . import functional, groups
-from .calls import arguments, dispatch, eager, parameters
-from .calls.arguments import Biases, Weights
+from . import groups
+from .calls import arguments, dispatch, eager, parameters, problems
 from .calls.call import Prepare
 from .groups import Group
+from .op import Activation, GatedActivation
 from .shards import check_sizes, chunk_sizes
 
 Device = torch.device | str | int | None
-
-
-def replicated_problem(
-    x: Tensor, weight: Weights, bias: Biases, group: ProcessGroup, schedule: str, debug: bool
-) -> functional.Described:
-    """`F.linear` of an x that is whole on every rank and a weight and bias that are this rank's columns, for `call`.
-
-    x [..., K], weight [N_r, K], bias [N_r] -> [..., N_r]. Nothing is sent; backward all-reduces dx. Errors as in
-    `all_gather_linear`.
-    """
-    arguments.check_linears(x, weight, bias, schedule, debug)
-    num_out = arguments.check_all_features(x.shape[-1], "x has", weight)
-    splits = {"N": (num_out,) * group.size()}
-    spec = functional.layer_spec(x, None, "K", "K, N_X", "N_X", x_split=True)
-    return functional.layer(x, weight, spec, splits, group, schedule, debug)
 
 
 class _ShardedLinear(nn.Module):
@@ -131,13 +115,17 @@ class _ShardedLinear(nn.Module):
                     parameter, values[0] if len(values) == 1 else torch.stack(values), self._dims[name], self._sizes
                 )
 
-    def _linear(self, prepare: Prepare, x: Tensor, *options: Any) -> Tensor:
+    def _linear(
+        self, prepare: Prepare, x: Tensor, *options: Any, residual: Tensor | None = None, activation: str | None = None
+    ) -> Tensor:
         if not self._is_padded:
-            return eager.of_parameters(prepare, x, self.weight, self.bias, self.group, *options)
+            return eager.of_parameters(
+                prepare, x, self.weight, self.bias, self.group, *options, residual=residual, activation=activation
+            )
         size = self._sizes[self.group.rank()]
         weight = self._own("weight", self.weight, size, 2)
         bias = None if self.bias is None else self._own("bias", self.bias, size, 1)
-        return eager.apply(prepare, x, weight, bias, self.group, options)
+        return eager.apply(prepare, x, weight, bias, self.group, options, residual, activation)
 
     def _own(self, name: str, parameter: Tensor, size: int, ndim: int) -> Tensor:
         value, dim = parameters.local(parameter, parameter.ndim), self._dims[name]
@@ -178,7 +166,7 @@ class ColumnParallelLinear(_ShardedLinear):
 
     gather_dim: 0 for [sequence, batch, features], 1 for [batch, sequence, features]. feature_sizes: out_features on
     every rank, by default as DTensor splits them. sequence_sizes: x's length on every rank, by default this rank's on
-    all; it may be set anew between calls.
+    all; it may be set anew between calls. activation: relu, gelu, gelu_tanh or silu of y, in the same op.
     """
 
     _bias_is_split = True
@@ -199,6 +187,7 @@ class ColumnParallelLinear(_ShardedLinear):
         schedule: str = "auto",
         debug: bool = False,
         producer: str = "auto",
+        activation: Activation | GatedActivation | None = None,
     ) -> None:
         super().__init__(
             in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, debug, producer
@@ -206,16 +195,20 @@ class ColumnParallelLinear(_ShardedLinear):
         self.sequence_parallel = arguments.flag("sequence_parallel", sequence_parallel)
         self.gather_dim = arguments.sequence_dim("gather_dim", gather_dim)
         self.sequence_sizes = arguments.sequence_sizes(sequence_sizes, self.group)
+        self.activation = arguments.activation_of(activation, self._matrices)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.sequence_parallel:
-            return self._linear(replicated_problem, x, self.schedule, self.debug)
-        describe = functional.all_gather_problem
+            return self._linear(
+                problems.replicated_problem, x, self.schedule, self.debug, activation=self.activation
+            )  # fmt: skip
+        describe = problems.all_gather_problem
         options = self.gather_dim, self.sequence_sizes, self.schedule, self.debug, self.producer
-        return self._linear(describe, x, *options)
+        return self._linear(describe, x, *options, activation=self.activation)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, sequence_parallel={self.sequence_parallel}, gather_dim={self.gather_dim}"
+        text = f"{super().extra_repr()}, sequence_parallel={self.sequence_parallel}, gather_dim={self.gather_dim}"
+        return text if self.activation is None else f"{text}, activation={self.activation!r}"
 
 
 class RowParallelLinear(_ShardedLinear):
@@ -256,12 +249,15 @@ class RowParallelLinear(_ShardedLinear):
         self.scatter_dim = arguments.sequence_dim("scatter_dim", scatter_dim)
         self.sequence_sizes = arguments.sequence_sizes(sequence_sizes, self.group)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """y; with a residual, which lies as y does, y + residual."""
         if not self.sequence_parallel:
-            return self._linear(functional.all_reduce_problem, x, self.schedule, "auto", self.debug)
-        describe = functional.reduce_scatter_problem
+            return self._linear(
+                problems.all_reduce_problem, x, self.schedule, "auto", self.debug, residual=residual
+            )  # fmt: skip
+        describe = problems.reduce_scatter_problem
         options = self.scatter_dim, self.sequence_sizes, self.schedule, self.debug, self.producer
-        return self._linear(describe, x, *options)
+        return self._linear(describe, x, *options, residual=residual)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, sequence_parallel={self.sequence_parallel}, scatter_dim={self.scatter_dim}"
@@ -273,7 +269,8 @@ class FSDPLinear(_ShardedLinear):
     weight [out_features, in_features], of which this rank has feature_sizes[rank] rows, bias [out_features], whole
     forward gathers the weight and keeps only its shard; backward gathers it again and reduce-scatters dw
 
-    feature_sizes: out_features on every rank, by default as DTensor splits them.
+    feature_sizes: out_features on every rank, by default as DTensor splits them. activation: relu, gelu, gelu_tanh or
+    silu of y, in the same op.
     """
 
     def __init__(
@@ -289,33 +286,41 @@ class FSDPLinear(_ShardedLinear):
         schedule: str = "auto",
         debug: bool = False,
         producer: str = "auto",
+        activation: Activation | None = None,
     ) -> None:
         super().__init__(
             in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, debug, producer
         )
+        self.activation = arguments.activation_of(activation, self._matrices)
 
     def forward(self, x: Tensor) -> Tensor:
         options = self.feature_sizes, self.schedule, self.debug, self.producer
-        return self._linear(functional.fsdp_problem, x, *options)
+        return self._linear(problems.fsdp_problem, x, *options, activation=self.activation)
 
 
 class _GateUpLinear(ColumnParallelLinear):
-    # Two column-parallel matrices, gate's shard then up's below it: one gather of x serves both. They start as two
-    # nn.Linear would, drawn one after the other.
+    # Two column-parallel matrices, gate's shard then up's below it: one gather of x serves both, and swiglu's result is
+    # all that comes out. They start as two nn.Linear would, drawn one after the other.
     _matrices = 2
+
+    def _linear(self, prepare: Prepare, x: Tensor, *options: Any, **more: Any) -> Tensor:
+        size = self._sizes[self.group.rank()]
+        weights = self._own("weight", self.weight, size, 3).unbind()
+        biases = (None, None) if self.bias is None else self._own("bias", self.bias, size, 2).unbind()
+        return eager.apply(prepare, x, weights, biases, self.group, options, **more)  # type: ignore[return-value]
 
 
 class ParallelMLP(nn.Module):
-    """Two parallel linears with an activation between them, which needs nothing from other ranks.
+    """Two parallel linears with an activation between them.
 
     gelu      down_proj(gelu(up_proj(x)))
-    swiglu    down_proj(silu(gate) * up), gate and up being the halves of gate_up_proj(x)
+    swiglu    down_proj(silu(gate) * up), of x with both matrices of gate_up_proj
 
-    up_proj and gate_up_proj are ColumnParallelLinear, down_proj is RowParallelLinear. x is gathered once for gate and
-    up: gate_up_proj.weight is both matrices stacked, [2, intermediate_size, hidden_size], its bias [2,
-    intermediate_size], and each rank has the same rows of both. x and y are [S_X, ..., hidden_size], S along
-    `sequence_dim` (0 or 1); whole without sequence_parallel. feature_sizes splits intermediate_size; the other
-    arguments are those of the linears.
+    The activation is part of the first linear's op. up_proj and gate_up_proj are ColumnParallelLinear, down_proj is
+    RowParallelLinear. x is gathered once for gate and up: gate_up_proj.weight is both matrices stacked, [2,
+    intermediate_size, hidden_size], its bias [2, intermediate_size], and each rank has the same rows of both. x and y
+    are [S_X, ..., hidden_size], S along `sequence_dim` (0 or 1); whole without sequence_parallel. feature_sizes splits
+    intermediate_size; the other arguments are those of the linears.
     """
 
     def __init__(
@@ -362,12 +367,14 @@ class ParallelMLP(nn.Module):
         if activation == "swiglu":
             twice = [2 * size for size in feature_sizes]
             self.gate_up_proj = _GateUpLinear(
-                hidden_size, 2 * intermediate_size, bias, device, dtype, feature_sizes=twice, **wide
-            )
+                hidden_size, 2 * intermediate_size, bias, device, dtype, feature_sizes=twice, **wide,
+                activation="swiglu",
+            )  # fmt: skip
         else:
             self.up_proj = ColumnParallelLinear(
-                hidden_size, intermediate_size, bias, device, dtype, feature_sizes=feature_sizes, **wide
-            )
+                hidden_size, intermediate_size, bias, device, dtype, feature_sizes=feature_sizes, **wide,
+                activation="gelu",
+            )  # fmt: skip
         self.down_proj = RowParallelLinear(
             intermediate_size, hidden_size, bias, device, dtype,
             scatter_dim=sequence_dim, feature_sizes=feature_sizes, **options,
@@ -384,7 +391,5 @@ class ParallelMLP(nn.Module):
         wide.sequence_sizes = self.down_proj.sequence_sizes = arguments.sequence_sizes(sizes, self.down_proj.group)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.activation == "gelu":
-            return self.down_proj(F.gelu(self.up_proj(x)))  # type: ignore[no-any-return]
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
+        wide = self.up_proj if self.activation == "gelu" else self.gate_up_proj
+        return self.down_proj(wide(x))  # type: ignore[no-any-return]

@@ -5,9 +5,11 @@ Operands are matrices with any strides; X stands for all ranks' rows of what is 
 sum over the ranks of what each of them has.
 
     all_gather_matmul       a, b, bias, right     X @ b + bias [M, N]; with `right` also X.T @ right [K, R]
-    matmul_reduce_scatter   a, b, bias, left, x   the own rows of S = a @ b, + bias; with `x` also left @ X [L, C], the
-                                                  gather of x under way during a @ b
-    matmul_all_reduce       a, b, bias            S = a @ b, + bias [M, N] on every rank
+    matmul_reduce_scatter   a, b, bias, left, x, residual
+                                                  the own rows of S = a @ b, + bias + residual, which has these rows
+                                                  only; with `x` also left @ X [L, C], the gather of x under way
+                                                  during a @ b
+    matmul_all_reduce       a, b, bias, residual  S = a @ b, + bias + residual [M, N] on every rank
     all_gather              x                     X
     reduce_scatter          x                     the own rows of S
     all_reduce              x                     S
@@ -21,6 +23,9 @@ result X @ b + bias for each b, bias; a sum is that of a @ b of all blocks, with
 
 `dim` 1: columns take the place of rows, of a in a gather, of the result in a scatter. With `transposed` the result is
 transposed, and a bias has an element for each row of X @ b, which is now a column.
+
+An all_gather_matmul may end with an activation, one of `ACTIVATIONS`: of each X @ b + bias, or a `GATED` one of two of
+them, gate and up, which has one result. If it `keeps` them, these products are results too, behind the others.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +41,12 @@ if TYPE_CHECKING:
 Shape = tuple[int, int]
 Kind = Literal["gather", "scatter", "all_reduce"]
 T = TypeVar("T")
+
+Activation: TypeAlias = Literal["relu", "gelu", "gelu_tanh", "silu"]
+GatedActivation: TypeAlias = Literal["swiglu", "geglu"]
+# With a gate: what is made of that before `up` is multiplied with it.
+GATED: Mapping[str, Activation] = {"swiglu": "silu", "geglu": "gelu"}
+ACTIVATIONS = (*get_args(Activation), *GATED)
 
 
 @dataclass(frozen=True)
@@ -70,8 +81,8 @@ class Op:
 class Task:
     """An op on operands of these shapes (None for one that is not given) and this dtype, as one rank has them.
 
-    sizes: every rank's length of what is gathered or scattered. dim, transposed: see above. algorithm: one of the op's,
-    or "auto".
+    sizes: every rank's length of what is gathered or scattered. dim, transposed, activation ("" for none), keeps: see
+    above. algorithm: one of the op's, or "auto".
     """
 
     op: Op
@@ -81,18 +92,20 @@ class Task:
     dim: int = 0
     transposed: bool = False
     algorithm: str = "auto"
+    activation: str = ""
+    keeps: bool = False
 
     @classmethod
     def of(
         cls, op: Op, *operands: torch.Tensor | None, sizes: Sequence[int] = (), dim: int = 0, transposed: bool = False,
-        algorithm: str = "auto",
+        algorithm: str = "auto", activation: str = "", keeps: bool = False,
     ) -> Task:  # fmt: skip
         """The task on these operands."""
         shapes = [None if each is None else (each.shape[0], each.shape[1]) if each.ndim == 2 else (1, each.shape[0])
                   for each in operands]  # fmt: skip
         x = operands[0]
         assert x is not None
-        return cls(op, tuple(shapes), x.dtype, tuple(sizes), dim, transposed, algorithm)
+        return cls(op, tuple(shapes), x.dtype, tuple(sizes), dim, transposed, algorithm, activation, keeps)
 
     def __hash__(self) -> int:
         return self._hash
@@ -100,7 +113,8 @@ class Task:
     @cached_property
     def _hash(self) -> int:
         # Tasks are looked up at every call.
-        return hash((self.op.name, self.shapes, self.dtype, self.sizes, self.dim, self.transposed, self.algorithm))
+        options = self.dim, self.transposed, self.algorithm, self.activation, self.keeps
+        return hash((self.op.name, self.shapes, self.dtype, self.sizes, options))
 
     def shape(self, operand: int) -> Shape:
         """The shape of an operand that is given."""
@@ -111,6 +125,11 @@ class Task:
     def has(self, operand: int) -> bool:
         """Whether that operand, of the first block, is given."""
         return operand < min(len(self.shapes), self.op.operands) and self.shapes[operand] is not None
+
+    @property
+    def adds(self) -> bool:
+        """Whether a residual is given."""
+        return self.op.multiplies and self.op.kind != "gather" and self.has(self.op.operands - 1)
 
     def blocks(self, given: Sequence[T]) -> list[tuple[T, ...]]:
         """What follows the op's first operands, or their shapes, by block."""
@@ -138,6 +157,7 @@ class Task:
             options["gather_dim" if self.op.kind == "gather" else "scatter_dim"] = self.dim
         if self.op.name == "all_gather_matmul":
             options["transposed"] = self.transposed
+            options["activation"] = self.activation or "none"
         if self.op.algorithms:
             options["algorithm"] = self.algorithm
         return {**options, **self.op.agreed(self)}
@@ -156,7 +176,9 @@ def _after_gather(task: Task, rank: int) -> tuple[Shape, ...]:
     M, K = _gathered(task)
     columns = [task.shape(1)[1], *(b[1] for b, _ in task.blocks(task.shapes) if b is not None)]
     products = [(N, M) if task.transposed else (M, N) for N in columns]
-    return (*products, (K, task.shape(3)[1])) if task.has(3) else tuple(products)
+    made = products[:1] if task.activation in GATED else products
+    right = [(K, task.shape(3)[1])] if task.has(3) else []
+    return (*made, *(products if task.keeps else ()), *right)
 
 
 def _scattered(task: Task, rank: int) -> tuple[Shape, ...]:
@@ -174,7 +196,8 @@ def _agreed_of_product(task: Task) -> Mapping[str, Any]:
         agreed["weights"] = 1 + more
     if task.has(4):
         return {**agreed, "columns gathered": task.shape(4)[1]}
-    return {**agreed, "bias": "given" if task.has(2) else "none"}
+    given = {"bias": task.has(2), "residual": task.adds}
+    return agreed | {name: "given" if is_given else "none" for name, is_given in given.items()}
 
 
 def _agreed_of_gather(task: Task) -> Mapping[str, Any]:
@@ -190,10 +213,10 @@ ALL_GATHER_MATMUL = Op(
     "all_gather_matmul", "gather", 4, 2, (), results=_after_gather, moved=_gathered, agreed=_agreed_of_gather
 )
 MATMUL_REDUCE_SCATTER = Op(
-    "matmul_reduce_scatter", "scatter", 5, 3, (), results=_scattered, moved=_product, agreed=_agreed_of_product
+    "matmul_reduce_scatter", "scatter", 6, 3, (), results=_scattered, moved=_product, agreed=_agreed_of_product
 )
 MATMUL_ALL_REDUCE = Op(
-    "matmul_all_reduce", "all_reduce", 3, 2, ("one_shot", "two_shot"),
+    "matmul_all_reduce", "all_reduce", 4, 2, ("one_shot", "two_shot"),
     results=lambda task, rank: (_product(task),), moved=_product, agreed=_agreed_of_product,
 )  # fmt: skip
 ALL_GATHER = Op(

@@ -35,7 +35,7 @@ class Config:
     "" is for all kernels. A fused kernel should need no more than the plain matmul; if that takes a limit of its own,
     it has an entry, for the target's main way to read operands: "gather" and "scatter" where rows are stored 16
     elements at a time ("gather" by pointers only where every length and stride is a multiple of 16, as always for
-    "gather transposed"); "scatter any" is for other rows.
+    "gather transposed"); "scatter any" is for other rows, "activated" for a gather with an activation.
     """
 
     block_m: int = 128
@@ -98,7 +98,7 @@ TABLE: dict[str, dict[str, Config]] = {
     "sm_100": {
         shape: replace(config, descriptors=True, pointer_warps=min(8, config.pointer_warps), registers=registers)
         for shape, config, registers in (
-            ("many", _WIDE, {"": 200, "gather": 200, "gather transposed": 255, "scatter": 184}),
+            ("many", _WIDE, {"": 200, "gather": 200, "gather transposed": 255, "activated": 255, "scatter": 184}),
             ("few columns", replace(_NARROW, num_warps=4), {"gather": 230, "scatter": 208}),
             ("few rows", _LOW, _ALL | {"gather": 128, "gather transposed": 140}),
         )

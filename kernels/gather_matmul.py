@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import triton
@@ -23,12 +23,10 @@ from .descriptors import fitted_to, of_arena, of_left, of_right, read_by_all, re
 from .launch import MOST_KNOWN, Channel, Config, fitted, flattened, in_16_bytes, options
 from .loading import launch
 from .matmul import (
-    b_whole,
     locate_among,
     locate_in_chunks,
     matmul_tiles,
     store_rows,
-    tile_columns,
     unit,
     unpack,
     widened,
@@ -36,7 +34,6 @@ from .matmul import (
 from .operands import (
     NO_MORE,
     Block,
-    Columns,
     Epilogue,
     More,
     Operand,
@@ -49,6 +46,7 @@ from .operands import (
     unit_of,
 )
 from .push import Rows, push_to_all, wait_for_rows
+from .several import b_of_tile, beside, end_of_pairs, first_of, store_gated, tile_columns
 from .signal import FIRST_SLOT, Link, before_descriptor, begin, cdiv, enter, half, leave
 
 
@@ -91,48 +89,32 @@ class Gathered(NamedTuple):
     chunks: Chunks
     M: tl.tensor
     more: More
+    PUSHERS: tl.constexpr
     END: tl.constexpr
 
 
 @triton.jit
 def _locate_own_chunk_first(ctx, tile):
-    return locate_in_chunks(
-        tile, ctx.chunks.table, ctx.link.rank, tile_columns(ctx), ctx.link.group.WORLD_SIZE, ctx.tiles
-    )
+    if ctx.epilogue.GATED:
+        first, is_up = first_of(tile, tl.num_programs(0) - ctx.PUSHERS)
+        found = locate_in_chunks(
+            first, ctx.chunks.table, ctx.link.rank, cdiv(ctx.b.N, ctx.tiles.BLOCK_N), ctx.link.group.WORLD_SIZE,
+            ctx.tiles,
+        )  # fmt: skip
+        return beside(ctx, found, is_up)
+    else:
+        return locate_in_chunks(
+            tile, ctx.chunks.table, ctx.link.rank, tile_columns(ctx), ctx.link.group.WORLD_SIZE, ctx.tiles
+        )
 
 
 @triton.jit
 def _locate_whole(ctx, tile):
-    return locate_among(tile, ctx.M, tile_columns(ctx), ctx.tiles)
-
-
-@triton.jit
-def _b_of_tile(ctx, tile, i):
-    # Tiles of all blocks lie side by side, each block's from a tile of its own on.
-    if ctx.more.COUNT == 0:
-        return b_whole(ctx, tile, i)
+    if ctx.epilogue.GATED:
+        first, is_up = first_of(tile, tl.num_programs(0) - ctx.PUSHERS)
+        return beside(ctx, locate_among(first, ctx.M, cdiv(ctx.b.N, ctx.tiles.BLOCK_N), ctx.tiles), is_up)
     else:
-        N = ctx.b.N
-        col = tile.col
-        first = cdiv(N, ctx.tiles.BLOCK_N) * ctx.tiles.BLOCK_N
-        if ctx.b.BY == "pointers":
-            source = ctx.b.ptr
-            stride_k, stride_n = widened(ctx.b.stride_k), widened(ctx.b.stride_n)
-        else:
-            source = ctx.b.desc
-            stride_k, stride_n = widened(0), widened(0)
-        for j in tl.static_range(ctx.more.COUNT):
-            if tile.col >= first:
-                N = ctx.more.blocks[j].b.N
-                col = tile.col - first
-                if ctx.b.BY == "pointers":
-                    source = ctx.more.blocks[j].b.ptr
-                    stride_k = widened(ctx.more.blocks[j].b.stride_k)
-                    stride_n = widened(ctx.more.blocks[j].b.stride_n)
-                else:
-                    source = ctx.more.blocks[j].b.desc
-            first += cdiv(ctx.more.blocks[j].b.N, ctx.tiles.BLOCK_N) * ctx.tiles.BLOCK_N
-        return Columns(source, unit(stride_k, ctx.more.B_UNIT == 0), unit(stride_n, ctx.more.B_UNIT == 1), N, col)
+        return locate_among(tile, ctx.M, tile_columns(ctx), ctx.tiles)
 
 
 @triton.jit
@@ -203,6 +185,8 @@ def _store_gathered(ctx, tile, packed, acc):
         ptr = ctx.c.ptr
         stride_m, stride_n = widened(ctx.c.stride_m), widened(ctx.c.stride_n)
         bias = ctx.epilogue.bias
+        z = ctx.epilogue.z
+        is_up = 0
         for j in tl.static_range(ctx.more.COUNT):
             if col >= first:
                 N = ctx.more.blocks[j].b.N
@@ -212,12 +196,22 @@ def _store_gathered(ctx, tile, packed, acc):
                 stride_n = widened(ctx.more.blocks[j].c.stride_n)
                 if ctx.epilogue.bias is not None:
                     bias = ctx.more.blocks[j].bias
+                if ctx.epilogue.z is not None:
+                    z = ctx.more.blocks[j].z
+                is_up = 1
             first += cdiv(ctx.more.blocks[j].b.N, ctx.tiles.BLOCK_N) * ctx.tiles.BLOCK_N
         stride_m, stride_n = unit(stride_m, ctx.more.C_UNIT == 0), unit(stride_n, ctx.more.C_UNIT == 1)
-        store_rows(
-            Result(ptr, stride_m, stride_n), N, Epilogue(bias, False), ctx.tiles, _row(ctx, tile), own_col, left,
-            acc, ok,
-        )  # fmt: skip
+        if ctx.epilogue.GATED:
+            store_gated(
+                Result(ptr, stride_m, stride_n), z, N,
+                Epilogue(bias, False, None, ctx.epilogue.z, ctx.epilogue.ACTIVATION, True),
+                ctx.tiles, _row(ctx, tile), own_col, left, acc, ok, is_up,
+            )  # fmt: skip
+        else:
+            store_rows(
+                Result(ptr, stride_m, stride_n), N, Epilogue(bias, False, None, z, ctx.epilogue.ACTIVATION, False),
+                ctx.tiles, _row(ctx, tile), own_col, left, acc, ok,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -227,6 +221,8 @@ def _gather_matmul_programs(
 ):  # fmt: skip
     pid = tl.program_id(0)
     num_programs = tl.num_programs(0)
+    if ctx.epilogue.GATED:
+        num_tiles = end_of_pairs(pid - PUSHERS, num_tiles // 2, num_programs - PUSHERS)
     if PUSHERS > 0:
         enter(ctx.link, pid)
     if PUSHERS > 0 and pid < PUSHERS:
@@ -237,12 +233,12 @@ def _gather_matmul_programs(
     elif CONTRACTION:
         matmul_tiles(
             ctx, pid - PUSHERS, num_programs - PUSHERS, num_tiles,
-            _locate_whole, _a_gathered_contraction, _b_of_tile, _store_gathered, ctx.link.group.WORLD_SIZE,
+            _locate_whole, _a_gathered_contraction, b_of_tile, _store_gathered, ctx.link.group.WORLD_SIZE,
         )  # fmt: skip
     else:
         matmul_tiles(
             ctx, pid - PUSHERS, num_programs - PUSHERS, num_tiles,
-            _locate_own_chunk_first, _a_gathered_rows, _b_of_tile, _store_gathered, 1,
+            _locate_own_chunk_first, _a_gathered_rows, b_of_tile, _store_gathered, 1,
         )  # fmt: skip
     if LAST:
         leave(ctx.link, num_programs)
@@ -260,7 +256,9 @@ def _gather_matmul_kernel(
     ends the epoch if LAST.
     """
     _gather_matmul_programs(
-        Gathered(Link(group, rank, begin(group, rank), fingerprint, 0), a, b, c, epilogue, tiles, chunks, M, more, 0),
+        Gathered(
+            Link(group, rank, begin(group, rank), fingerprint, 0), a, b, c, epilogue, tiles, chunks, M, more, PUSHERS, 0
+        ),
         Rows(a.ptr, a.stride_m, a.stride_k, a.cols),
         num_rows, dst_row, num_tiles, PUSHERS, CONTRACTION, LAST, BLOCK_R, BLOCK_C,
     )  # fmt: skip
@@ -295,6 +293,10 @@ class _Known(NamedTuple):
     units: tuple[tl.constexpr, tl.constexpr, tl.constexpr]
 
 
+# A further b, its c, its bias, and what takes its products before an activation.
+Further: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
 class GatherMatmul:
     """c [M, N] = gather(a, gather_dim) @ b [K, N], and the epilogue, for shards of `sizes`; of any number of b.
 
@@ -320,25 +322,25 @@ class GatherMatmul:
         *,
         pushed: bool,
         last: bool = True,
-        more: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = (),
+        more: Sequence[Further] = (),
     ) -> None:
         """Launch it. With `pushed` the pieces of `piece_rows` rows are already under way; else config.pushers of the
-        kernel's programs push them, or fewer if there are fewer pieces. `last` ends the epoch. more: further b, c and
-        biases; all biases run along columns, and there is one for each b or none.
+        kernel's programs push them, or fewer if there are fewer pieces. `last` ends the epoch. more: all
+        biases run along columns, and there is one for each b or none.
         """
         key = [
             a.dtype, a.shape, a.stride(), a.data_ptr() % 16, b.shape, b.stride(), b.data_ptr() % 16, c.stride(),
             c.data_ptr() % 16, pushed,
         ]  # fmt: skip
-        for each, out, _ in more:
+        for each, out, *_ in more:
             key += each.shape, each.stride(), each.data_ptr() % 16, out.stride(), out.data_ptr() % 16
         found = tuple(key)
         known = self._known.get(found)
         if known is None:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
-            bs, cs = [b, *(each for each, _, _ in more)], [c, *(out for _, out, _ in more)]
-            known = self._known[found] = self._find_out(channel, a, bs, cs, pushed)
+            bs, cs = [b, *(each[0] for each in more)], [c, *(each[1] for each in more)]
+            known = self._known[found] = self._find_out(channel, a, bs, cs, pushed, epilogue)
         (s0, s1), own, arena = a.stride(), None, None
         if known.a_by != "pointers":
             arena = of_arena(channel, a.dtype, *known.arena, self._pitch, known.config)
@@ -354,16 +356,17 @@ class GatherMatmul:
             known.config.copy_rows, known.config.copy_cols, **known.options,
         )  # fmt: skip
 
-    def _more(self, more: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]], known: _Known) -> More:
+    def _more(self, more: Sequence[Further], known: _Known) -> More:
         blocks = [
-            Block(None, right_of(b, known.b_by, known.config), result_of(c), bias, tl.constexpr(0))
-            for b, c, bias in more
+            Block(None, right_of(b, known.b_by, known.config), result_of(c), bias, z, tl.constexpr(0))
+            for b, c, bias, z in more
         ]
         return More(tuple(blocks), tl.constexpr(len(blocks)), *known.units)
 
     def _find_out(
-        self, channel: Channel, a: torch.Tensor, bs: list[torch.Tensor], cs: list[torch.Tensor], pushed: bool
-    ) -> _Known:
+        self, channel: Channel, a: torch.Tensor, bs: list[torch.Tensor], cs: list[torch.Tensor], pushed: bool,
+        epilogue: Epilogue,
+    ) -> _Known:  # fmt: skip
         b, c = bs[0], cs[0]
         M, K, sizes, pitch, config = c.shape[0], b.shape[0], self._sizes, self._pitch, self._config
         on_rows, rank, in_place = self._on_rows, channel.rank, own_in_place(a)
@@ -381,12 +384,17 @@ class GatherMatmul:
         num_tiles = sum(-(-rows // config.block_m) for rows in (sizes if on_rows else (M,)))
         num_tiles *= sum(-(-each.shape[1] // config.block_n) for each in bs)
         a_by, b_by = read_gathered_by(a, rows, cols, config), read_by_all(bs, config)
-        limit = _limit(a, b, c, pitch, aligned, config.descriptors) if on_rows and len(bs) == 1 else ""
+        flatten = on_rows and flattened(config, a_by, b_by)
+        if epilogue.ACTIVATION.value:
+            # Its store takes registers, of which one loop would keep some on the stack.
+            limit, flatten = "activated", False
+        else:
+            limit = _limit(a, b, c, pitch, aligned, config.descriptors) if on_rows and len(bs) == 1 else ""
         rows_aligned = aligned if on_rows else M % 16 == 0
         flags = a_by, in_place, b_by, self._piece_rows, aligned, rows_aligned
         return _Known(
             config, a_by, b_by, (rows, cols),
-            tiles_of(config, flatten=on_rows and flattened(config, a_by, b_by), upcast=self._upcast),
+            tiles_of(config, flatten=flatten, upcast=self._upcast),
             tuple(map(tl.constexpr, flags)), options(config, a_by, b_by, limit=limit), (config.programs + pushers,),
             (a.shape[0], sum(sizes[:rank]) if on_rows else rank * M, num_tiles), pushers,
             (tl.constexpr(-1), tl.constexpr(unit_of(bs)), tl.constexpr(unit_of(cs))),

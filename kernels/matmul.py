@@ -115,15 +115,6 @@ def swizzle(tile, num_tiles_m, num_tiles_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def tile_columns(ctx):
-    """How many columns of tiles the results have, side by side."""
-    count = cdiv(ctx.b.N, ctx.tiles.BLOCK_N)
-    for i in tl.static_range(ctx.more.COUNT):
-        count += cdiv(ctx.more.blocks[i].b.N, ctx.tiles.BLOCK_N)
-    return count
-
-
-@triton.jit
 def locate_in_chunks(tile, table, first, num_tiles_n, WORLD_SIZE: tl.constexpr, tiles):
     """The tile-th tile when chunks of rows are visited in the order first, first + 1, .. around the ranks.
 
@@ -232,10 +223,49 @@ def bias_at(epilogue, at, mask):
 
 
 @triton.jit
+def activated(z, NAME: tl.constexpr):
+    """The activation of z, in float32. NaN stays NaN."""
+    if NAME == "relu":
+        return tl.where(z < 0.0, 0.0, z)
+    elif NAME == "silu":
+        return z / (1.0 + tl.exp(-z))
+    elif NAME == "gelu":
+        # Abramowitz and Stegun, 7.1.26: off by 1.5e-7 at most, without a branch, and without a difference in the tail.
+        a = tl.abs(z) * 0.7071067811865476
+        t = 1.0 / (1.0 + 0.3275911 * a)
+        series = 0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429)))
+        tail = 0.5 * t * series * tl.exp(-a * a)
+        return z * tl.where(z < 0.0, tail, 1.0 - tail)
+    else:
+        tl.static_assert(NAME == "gelu_tanh")
+        # (1 + tanh(u)) / 2 is 1 / (1 + exp(-2 u)), u being sqrt(2 / pi) (z + 0.044715 z^3).
+        return z / (1.0 + tl.exp(-1.5957691216057308 * (z + 0.044715 * z * z * z)))
+
+
+@triton.jit
+def halves(x, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The left and the right half of its columns."""
+    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLS // 2)), (0, 2, 1)))
+
+
+@triton.jit
 def store_rows(c, N, epilogue, tiles, row, col, left, acc, ok):
-    """Store the first `left` rows of a tile to C at (row, col), after the epilogue, rounded once."""
+    """Store the first `left` rows of a tile to C at (row, col), after the epilogue, rounded once; to z what an
+    activation is applied to, if it is kept.
+    """
+    if epilogue.ACTIVATION == "":
+        _store_columns(c, N, epilogue, tiles, row, col, left, acc, ok, tiles.BLOCK_N)
+    else:
+        # A tile, what is kept of it and an activation's terms are more than a thread has registers for.
+        first, second = halves(acc, tiles.BLOCK_M, tiles.BLOCK_N)
+        _store_columns(c, N, epilogue, tiles, row, col, left, first, ok, tiles.BLOCK_N // 2)
+        _store_columns(c, N, epilogue, tiles, row, col + tiles.BLOCK_N // 2, left, second, ok, tiles.BLOCK_N // 2)
+
+
+@triton.jit
+def _store_columns(c, N, epilogue, tiles, row, col, left, acc, ok, COLS: tl.constexpr):
     offs_m = tl.arange(0, tiles.BLOCK_M)
-    offs_n = col + tl.arange(0, tiles.BLOCK_N)
+    offs_n = col + tl.arange(0, COLS)
     mask = (offs_m < left)[:, None] & (offs_n < N)[None, :]
     rows = (row + offs_m).to(tl.int64)
     if epilogue.bias is not None:
@@ -244,6 +274,11 @@ def store_rows(c, N, epilogue, tiles, row, col, left, acc, ok):
         else:
             acc += bias_at(epilogue, offs_n, offs_n < N)[None, :]
     acc = or_nan(acc, ok)
+    if epilogue.z is not None:
+        z_ptrs = epilogue.z + rows[:, None] * c.stride_m + offs_n[None, :].to(tl.int64) * c.stride_n
+        tl.store(z_ptrs, round_to(acc, c.ptr.dtype.element_ty, tiles.UPCAST), mask=mask)
+    if epilogue.ACTIVATION != "":
+        acc = activated(acc, epilogue.ACTIVATION)
     c_ptrs = c.ptr + rows[:, None] * c.stride_m + offs_n[None, :].to(tl.int64) * c.stride_n
     tl.store(c_ptrs, round_to(acc, c.ptr.dtype.element_ty, tiles.UPCAST), mask=mask)
 

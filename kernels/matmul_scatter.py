@@ -197,7 +197,12 @@ class MatmulScatter:
         if len(terms) > 1:
             blocks = [
                 Block(
-                    left_of(left, known.a_by, config), right_of(right, known.b_by, config), None, None, tl.constexpr(0)
+                    left_of(left, known.a_by, config),
+                    right_of(right, known.b_by, config),
+                    None,
+                    None,
+                    None,
+                    tl.constexpr(0),
                 )
                 for left, right in terms[1:]
             ]

@@ -43,12 +43,19 @@ class Result(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """What is done before a tile of the result is rounded: `bias` is added, None for none. It has one element for each
-    row of C with PER_ROW, else for each column.
+    """What is done before a tile of the result is rounded; None for what is not.
+
+    bias: is added; it has one element for each row of C with PER_ROW, else for each column. residual: [M, N], is added
+    to a sum by its owner. ACTIVATION: see `activated`; "" for none. GATED: it is that of the first of two products,
+    with which the second is multiplied. z: lies as C, and takes what comes before an activation, if that is kept.
     """
 
     bias: tl.tensor
     PER_ROW: tl.constexpr
+    residual: Result | None = None
+    z: tl.tensor | None = None
+    ACTIVATION: tl.constexpr = tl.constexpr("")
+    GATED: tl.constexpr = tl.constexpr(False)
 
 
 class Block(NamedTuple):
@@ -60,6 +67,7 @@ class Block(NamedTuple):
     b: tl.tensor
     c: tl.tensor
     bias: tl.tensor
+    z: tl.tensor
     END: tl.constexpr
 
 
@@ -143,8 +151,15 @@ def result_of(c: torch.Tensor) -> Result:
     return Result(c, c.stride(0), c.stride(1))
 
 
-# As a launch gives Epilogue.PER_ROW.
+# As a launch gives Epilogue.PER_ROW, and an activation's constants by its name.
 PER_ROW = (tl.constexpr(False), tl.constexpr(True))
+ACTIVATIONS = {
+    name: (tl.constexpr(of), tl.constexpr(gated))
+    for name, of, gated in (
+        *((name, name, False) for name in ("", "relu", "gelu", "gelu_tanh", "silu")),
+        ("swiglu", "silu", True), ("geglu", "gelu", True),
+    )
+}  # fmt: skip
 
 
 def epilogue_of(bias: torch.Tensor | None, *, per_row: bool) -> Epilogue:

@@ -1,8 +1,8 @@
 """The owner's side of a scatter: partial sums lie in W regions of the own half, one a rank, and are added in rank
 order.
 
-Partials were rounded once to the wire dtype by their producer. They are summed here in float32, rank 0 first, the bias
-is added, and the sum is rounded once: the same bits on every run, and for every rank that owns the same rows.
+Partials were rounded once to the wire dtype by their producer. They are summed here in float32, rank 0 first, bias and
+residual are added, and the sum is rounded once: the same bits on every run, and for every rank that owns the same rows.
 """
 
 from __future__ import annotations
@@ -75,6 +75,9 @@ def _reduce_programs(
                     acc += bias_at(epilogue, at_m, at_m < num_rows)
                 else:
                     acc += bias_at(epilogue, at_n, at_n < out.cols)
+            if epilogue.residual is not None:
+                added = epilogue.residual.ptr + at_m * epilogue.residual.stride_m + at_n * epilogue.residual.stride_n
+                acc += tl.load(added, mask=mask, other=0.0).to(tl.float32)
             result = round_to(or_nan(acc, ok), dtype, UPCAST)
             tl.store(out.ptr + at_m * out.stride_m + at_n * out.stride_n, result, mask=mask)
             if BROADCAST:

@@ -48,14 +48,15 @@ def _matmul_reduce_scatter(whole: Whole) -> Given:
     a, b, bias, x = whole.each(M, K), whole.each(K, N), whole.matrix(N), whole.matrix(M, R)
     left = whole.each(K, M)[whole.rank]
     total = sum(one @ other for one, other in zip(a, b, strict=True)) + bias
-    operands = (a[whole.rank], b[whole.rank], bias, left, x.split(whole.rows)[whole.rank])
-    return Given(operands, {"sizes": whole.rows}, [total.split(whole.rows)[whole.rank], left @ x])
+    residual = whole.each(whole.rows[whole.rank], N)[whole.rank]
+    operands = (a[whole.rank], b[whole.rank], bias, left, x.split(whole.rows)[whole.rank], residual)
+    return Given(operands, {"sizes": whole.rows}, [residual + total.split(whole.rows)[whole.rank], left @ x])
 
 
 def _matmul_all_reduce(whole: Whole) -> Given:
-    a, b, bias = whole.each(M, K), whole.each(K, N), whole.matrix(N)
-    total = sum(one @ other for one, other in zip(a, b, strict=True)) + bias
-    return Given((a[whole.rank], b[whole.rank], bias), {}, [total])
+    a, b, bias, residual = whole.each(M, K), whole.each(K, N), whole.matrix(N), whole.matrix(M, N)
+    total = sum(one @ other for one, other in zip(a, b, strict=True)) + bias + residual
+    return Given((a[whole.rank], b[whole.rank], bias, residual), {}, [total])
 
 
 def _all_gather(whole: Whole) -> Given:

@@ -93,12 +93,12 @@ def compiled(group: ProcessGroup, backend: str, dim: int, sequence_parallel: boo
 def test_compiled_without_a_graph_break(pool: RankPool, backend: str, dim: int) -> None:
     """Also with a batch first, where a layer's result is a transposed view."""
     for ops in pool.run(compiled, backend, dim, True, world_size=2, timeout=120):
-        assert ops == ["fusedtp.sharded_matmul.default"] * 2
+        assert ops == ["fusedtp.activated_matmuls.default", "fusedtp.sharded_matmul.default"]
 
 
 def test_compiled_with_the_sequence_whole(pool: RankPool) -> None:
     for ops in pool.run(compiled, "aot_eager", 0, False, world_size=2):
-        assert ops == ["fusedtp.sharded_matmul.default"] * 2
+        assert ops == ["fusedtp.activated_matmuls.default", "fusedtp.sharded_matmul.default"]
 
 
 def compiled_in_turn(group: ProcessGroup) -> None:
@@ -163,8 +163,8 @@ def opchecked(group: ProcessGroup) -> None:
         (*tensors((4, 6), (5, 6)), None, "[R0_X, K] @ [K, N_X] -> [R0_X, N]", (8, 6, 10), (0, 0, 0)),
     ):  # fmt: skip
         call = described(spec, [name], [group.rank()], schedule="decomposed"), (*lengths, *splits)
-        library.opcheck(torch.ops.fusedtp.sharded_matmul, (x, w, b, *call))
-        y = operators.sharded_matmul(x, w, b, *call).detach()
+        library.opcheck(torch.ops.fusedtp.sharded_matmul, (x, w, b, None, *call))
+        y = operators.sharded_matmul(x, w, b, None, *call).detach()
         backward = (y, x.detach(), w.detach(), True, True, b is not None, *call)
         library.opcheck(
             torch.ops.fusedtp.sharded_matmul_backward, backward, test_utils=("test_schema", "test_faketensor")

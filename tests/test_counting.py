@@ -55,7 +55,7 @@ def counting() -> Iterator[Count]:
         # Which way round a matmul is solved is the program's choice.
         task = ready.task
         each = [(task.op.name, operands[0])]
-        if task.has(3) and not task.has(4):
+        if task.op.kind == "gather" and task.has(3):
             # Both products of what is gathered.
             each = [(f"{task.op.name} twice", operands[0])]
         elif task.has(4):

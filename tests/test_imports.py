@@ -23,7 +23,7 @@ FOLDERS = {"fusedtp": ROOT / "fusedtp", "fusedtp.kernels": ROOT / "kernels", "fu
 # Lowest first: a module imports from lower floors, or from its own folder. A folder counts as one.
 FLOORS = (
     ("errors", "shards", "files", "trace", "op", "groups", "turns"),
-    ("sharding", "reference"),
+    ("sharding", "reference", "activations"),
     ("cost",),
     ("explain", "kernels", "memory"),
     ("workspaces",),

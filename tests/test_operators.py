@@ -39,7 +39,7 @@ def opchecked(group: ProcessGroup) -> None:
         (a, weight, bias, "[R0, K_X] @ [K_X, N] -> [R0, N]", (4, 12, 5, 0, 0, 0)),
     ):
         settings = described(spec, [name], [rank], schedule="unfused")
-        library.opcheck(torch.ops.fusedtp.sharded_matmul, (x, w, with_bias, settings, numbers), test_utils=tests)
+        library.opcheck(torch.ops.fusedtp.sharded_matmul, (x, w, with_bias, None, settings, numbers), test_utils=tests)
 
 
 def test_ops_and_their_fakes(pool: RankPool) -> None:

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from .. import groups
 from ..cost.overlap import PRODUCERS
-from ..op import Op
+from ..op import ACTIVATIONS, GATED, Op
 from ..sharding.notation import Spec
 from ..shards import check_count, check_sizes, even_sizes
 from . import dispatch
@@ -154,6 +154,36 @@ def check_features(num_in: int, who: str, weight: Tensor, name: str = "weight") 
     """A weight of `num_in` columns."""
     if weight.shape[1] != num_in:
         raise ValueError(f"{name} must have as many columns as {who} features, {num_in}, got {tuple(weight.shape)}")
+
+
+def activation_of(activation: str | None, num_weights: int) -> str | None:
+    """None, or a known activation; one with a gate is of two weights."""
+    if activation is None:
+        return None
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be None or one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    if activation in GATED and num_weights != 2:
+        raise ValueError(f"activation {activation!r} is of two weights, gate and up, got {num_weights}")
+    return activation
+
+
+def check_activation(activation: str | None, weight: Weights) -> None:
+    """None, or an activation that the op can end with: one with a gate is of two weights with as many rows."""
+    several = weight if isinstance(weight, tuple) else (weight,)
+    if activation_of(activation, len(several)) not in GATED:
+        return
+    gate, up = (each.shape[0] for each in several)
+    if gate != up:
+        raise ValueError(f"activation {activation!r} is of two weights with as many rows, got {gate} and {up}")
+
+
+def check_residual(residual: Tensor | None, x: Tensor, shape: Sequence[int]) -> None:
+    """None, or a tensor of the shape that the result has on this rank."""
+    if residual is None:
+        return
+    check_tensor("residual", residual, x)
+    if tuple(residual.shape) != tuple(shape):
+        raise ValueError(f"residual must have the result's shape, {tuple(shape)}, got {tuple(residual.shape)}")
 
 
 def check_collective(op: Op, x: Tensor, schedule: str, algorithm: str, debug: bool, producer: str = "auto") -> None:

@@ -1,9 +1,10 @@
 """A call: a sharded matmul on one rank, all that does not depend on its tensors worked out once.
 
-    y[M.., N] = x[M.., K] @ w[K, N]     forward   plan.forward
+    y[M.., N] = x[M.., K] @ w[K, N]     forward   plan.forward, + bias + residual
     dx = dy @ w.T                       backward  plan.dx, if x needs a gradient
     dw = x.T @ dy                                 plan.dw, if w needs one
     db = sum of dy over its rows                  then over the ranks that hold other rows, if the bias needs one
+    dresidual = dy                                which is not the call's business
 
 Forward and backward are programs (`program`), whose tasks are bound to the group, the schedule and its kernels when
 they first run (`dispatch.Ready`). A layer makes the same call at every step, and checking its arguments, planning and
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .. import groups
-from ..op import Task
+from ..op import GATED, Task
 from ..sharding.notation import parse
 from ..sharding.partition import Partition
 from ..sharding.plan import Plan, plan
@@ -34,16 +35,23 @@ from .matrices import Named
 from .program import Only, Program
 
 _MAX_CALLS = 4096
+# Behind the names of what a program is given, if the products are to be kept.
+_KEPT = "kept"
 
 
 def described(
     spec: str, group_names: Sequence[str], ranks: Sequence[int], *, w_transposed: bool = True, by_size: bool = False,
-    schedule: str = "auto", algorithm: str = "auto", debug: bool = False, producer: str = "auto",
+    schedule: str = "auto", algorithm: str = "auto", debug: bool = False, producer: str = "auto", activation: str = "",
 ) -> str:  # fmt: skip
     """`Settings` as one string, which a registered operator takes. The code is such that a compiler can trace it."""
     flags = "".join(["1" if flag else "0" for flag in (w_transposed, by_size, debug)])
     numbers = " ".join([str(rank) for rank in ranks])
-    return "\n".join([spec, numbers, flags, schedule, algorithm, producer, *group_names])
+    return "\n".join([activation, spec, numbers, flags, schedule, algorithm, producer, *group_names])
+
+
+def without_activation(text: str) -> str:
+    """The same settings, of a call whose results are the products themselves."""
+    return "\n" + text.partition("\n")[2]
 
 
 @dataclass(frozen=True)
@@ -65,16 +73,17 @@ class Settings:
     schedule: str
     algorithm: str
     producer: str
+    activation: str
 
     @staticmethod
     @lru_cache(maxsize=_MAX_CALLS)
     def of(text: str) -> Settings:
         """The settings that `described` made a string of."""
-        spec, numbers, flags, schedule, algorithm, producer, *names = text.split("\n")
+        activation, spec, numbers, flags, schedule, algorithm, producer, *names = text.split("\n")
         ranks = tuple(map(int, numbers.split()))
         w_transposed, by_size, debug = (flag == "1" for flag in flags)
         return Settings(
-            text, spec, tuple(names), ranks, w_transposed, by_size, debug, schedule, algorithm, producer
+            text, spec, tuple(names), ranks, w_transposed, by_size, debug, schedule, algorithm, producer, activation
         )  # fmt: skip
 
 
@@ -101,6 +110,10 @@ class Call:
         count = max(1, len(rest))
         self._names = _numbered("w", count), _numbered("bias", count), _numbered("dy", count)
         self.parameters = tuple(name for pair in zip(*self._names[:2], strict=True) for name in pair)
+        self.activation = settings.activation
+        self.num_results = 1 if self.activation in GATED else count
+        # Whether backward needs the products; relu's sees all in the results.
+        self.keeps = self.activation not in ("", "relu")
         members = [groups.named(name) for name in settings.group_names]
         self.groups = {axis: stale.watch(group) for axis, group in zip(spec.mesh_axes, members, strict=True)}
         places = {
@@ -139,11 +152,11 @@ class Call:
         whole = [name for name in rows if not spec.a.axes(name) and not spec.c.axes(name)]
         return ", ".join((self.settings.spec, *(f"{name}={lengths[name]}" for name in whole)))
 
-    def _named(self, name: str) -> Named:
-        # A tensor of the call as it lies on this rank, of several weights as if they were one.
-        spec, dims = self._spec, self._dims[name]
-        sharding = {"x": spec.a, "w": spec.b, "y": spec.c}[name]
-        return Named(name, dims, tuple(self.partition.length(dim, sharding.axes(dim)) for dim in dims))
+    def _named(self, like: str, name: str = "") -> Named:
+        # A tensor of the call as it lies on this rank, of several weights as if they were one; maybe by another name.
+        spec, dims = self._spec, self._dims[like]
+        sharding = {"x": spec.a, "w": spec.b, "y": spec.c}[like]
+        return Named(name or like, dims, tuple(self.partition.length(dim, sharding.axes(dim)) for dim in dims))
 
     def _blocks(self, name: str, names: Sequence[str]) -> list[Named]:
         whole, n = self._named(name), self._spec.n
@@ -162,7 +175,11 @@ class Call:
             x, w, plans = self._named("x"), self._blocks("w", ws), self.plan()
             if key[0] == "x":
                 added = [each if each in key else None for each in biases]
-                outs = program.matmul(plans.forward, [x], w, biases=added)
+                residual = self._named("y", "residual") if "residual" in key else None
+                outs = program.matmul(
+                    plans.forward, [x], w, biases=added, residual=residual, activation=self.activation,
+                    keeps=key[-1] == _KEPT,
+                )  # fmt: skip
                 program.finish([(out, self._dims["y"]) for out in outs])
             else:
                 found = program.gradients(plans, self._blocks("y", dys), x, w, key)
@@ -222,26 +239,31 @@ class Call:
         assert x is not None
         return [x.new_empty(shape) for shape in task.results(self.partition.place[axis][0])]
 
-    def forward(self, given: dict[str, Tensor], *, fake: bool = False) -> list[Tensor]:
-        """y on this rank for each weight, or its shape, without a gradient. given: x and `parameters` by name."""
+    def forward(self, given: dict[str, Tensor], keep: bool = False, *, fake: bool = False) -> list[Tensor]:
+        """y on this rank for each weight, or its shape, without a gradient; with `keep` also what an activation was
+        applied to. given: x, `parameters` and a residual, by name.
+        """
         key = tuple(given)
+        if keep:
+            key = (*key, _KEPT)
         return self._program(key).run(given, self._shapes) if fake else self.run(key, given)
 
     def backward(
         self, dys: Sequence[Tensor], x: Tensor, ws: Sequence[Tensor], needs: tuple[bool, ...], *, fake: bool = False
     ) -> list[Tensor | None]:
         """dx, and dw and db of each weight, on this rank, None for what is not needed; x and ws are not read where no
-        needed gradient takes them.
+        needed gradient takes them. dys: gradients of the products, before an activation.
         """
         names, _, grads = self._names
         given = {"x": x, **dict(zip(names, ws, strict=True)), **dict(zip(grads, dys, strict=True))}
         found = iter(self._program(needs).run(given, self._shapes) if fake else self.run(needs, given))
         return [next(found) if needed else None for needed in needs]
 
-    def given(self, x: Tensor, parameters: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    def given(self, x: Tensor, parameters: Sequence[Tensor | None], residual: Tensor | None) -> dict[str, Tensor]:
         """What `forward` takes, of w and bias of each weight."""
         named = zip(self.parameters, parameters, strict=True)
-        return {"x": x, **{name: each for name, each in named if each is not None}}
+        given = {"x": x, **{name: each for name, each in named if each is not None}}
+        return given if residual is None else given | {"residual": residual}
 
 
 def _numbered(name: str, count: int) -> tuple[str, ...]:
@@ -279,19 +301,26 @@ def of(text: str, numbers: Sequence[int], dtype: torch.dtype, device: torch.devi
         return Call(settings, numbers, dtype, device)
 
 
-# From (x, weight, bias, group, *options) to what `of` takes, raising for arguments that do not fit.
+# From (x, weight, bias, group, *options, **extra) to what `of` takes, raising for arguments that do not fit.
 Prepare: TypeAlias = Callable[..., tuple[str, Sequence[int]]]
+
+
+def extra(residual: Tensor | None, activation: str | None) -> dict[str, Any]:
+    """What a function that prepares is given of these: only what is asked for, as not every op has both."""
+    given = {"residual": residual, "activation": activation}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 _OPTIONS = (int, bool, str, type(None))
 
 
 def find(
-    prepare: Prepare, x: Tensor, weight: Weights, bias: Biases, group: ProcessGroup, options: tuple[Any, ...]
-) -> Call:
+    prepare: Prepare, x: Tensor, weight: Weights, bias: Biases, group: ProcessGroup, options: tuple[Any, ...],
+    residual: Tensor | None = None, activation: str | None = None,
+) -> Call:  # fmt: skip
     """The call that `prepare` describes after checking its arguments, once for all calls that are alike."""
     # One function, as every call passes here. Options that could be mistaken for others are checked anew each time.
-    key: list[Any] | None = [prepare, id(group), options]
+    key: list[Any] | None = [prepare, id(group), options, activation]
     for option in options:
         kind = type(option)
         key.append(kind)  # type: ignore[union-attr]
@@ -300,6 +329,11 @@ def find(
             key = None
             break
     tensors: tuple[Any, ...] = (x, weight, bias) if type(weight) is not tuple else (x, *weight, *bias)  # type: ignore[misc]
+    more: dict[str, Any] = {}
+    if residual is not None or activation is not None:
+        more = extra(residual, activation)
+        tensors = tensors if residual is None else (*tensors, residual)
+        key = key if activation is None or type(activation) is str else None
     for each in tensors:
         if key is None:
             break
@@ -310,9 +344,9 @@ def find(
         else:
             key += each.shape, each.dtype, each.device, each.layout
     if key is None:
-        return of(*prepare(x, weight, bias, group, *options), x.dtype, x.device)
+        return of(*prepare(x, weight, bias, group, *options, **more), x.dtype, x.device)
     found = tuple(key)
     call = _calls.get(found)
     if call is None or call.version != stale.version:
-        call = _keep(found, of(*prepare(x, weight, bias, group, *options), x.dtype, x.device))
+        call = _keep(found, of(*prepare(x, weight, bias, group, *options, **more), x.dtype, x.device))
     return call

@@ -41,18 +41,25 @@ if TYPE_CHECKING:
 
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+# Where an epilogue is done.
+_WHERE = {"fused": "in the kernel", "decomposed": "by chunk", "unfused": "after it"}
+
 _last: Path | None = None
 _said: set[str] = set()
 
 
 @dataclass(frozen=True)
 class Path:
-    """What ran: the op's name, the schedule's, and why that one. producer: how `fused` sent what it gathered."""
+    """What ran: the op's name, the schedule's, and why that one. producer: how `fused` sent what it gathered. epilogue:
+    the activation or the residual that the op ended with, and where: in the kernel; by chunk, a residual as one term
+    more of the sum; or after what the library or the process group does, as on one rank.
+    """
 
     op: str
     schedule: str
     reason: str
     producer: str = ""
+    epilogue: str = ""
 
 
 @dataclass(frozen=True)
@@ -126,6 +133,9 @@ class Ready(Prepared):
         if producer != "auto" and self.path.schedule != "fused":
             reason = f"{self.path.reason}; producer={producer!r} has no effect, only 'fused' has one to choose"
             self.path = replace(self.path, reason=reason)
+        if ends_with := task.activation or ("residual" if task.adds else ""):
+            where = _WHERE[self.path.schedule if group.size() > 1 else "unfused"]
+            self.path = replace(self.path, epilogue=f"{ends_with} {where}")
         self.version, self.on_gpu = stale.version, device.type == "cuda"
         self._capturing = self.on_gpu and torch.cuda.is_current_stream_capturing()
         shares = self.path.schedule != "unfused" and group.size() > 1

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from .. import groups
+from .. import activations, groups
 from ..groups import Group
 from ..turns import Open, one
 from . import arguments, operators
@@ -38,8 +38,8 @@ _is_batched = torch._C._functorch.is_legacy_batchedtensor
 class _Eager(torch.autograd.Function):
     # parameters: w and bias of each weight, as `call.parameters` names them.
     @staticmethod
-    def forward(ctx: Any, call: Compiled, x: Tensor, *parameters: Any) -> Any:
-        _, needs_x, *needs = ctx.needs_input_grad
+    def forward(ctx: Any, call: Compiled, x: Tensor, residual: Tensor | None, *parameters: Any) -> Any:
+        _, needs_x, _, *needs = ctx.needs_input_grad
         # Autograd keeps plain tensors, among what is saved; DTensors are kept here.
         ctx.call, ctx.dtensors = call, {}
         given = {"x": x}
@@ -53,8 +53,14 @@ class _Eager(torch.autograd.Function):
                 given[call.parameters[i]] = each
             if not i & 1:
                 saved.append(each if needs_x else None)
+        if residual is not None:
+            given["residual"] = residual
+        outs = call.forward(given, call.keeps and (needs_x or True in needs))
+        if call.activation:
+            # What its gradient is made of: the products, of relu the results.
+            saved += outs[call.num_results :] or outs
+            del outs[call.num_results :]
         ctx.save_for_backward(*saved)
-        outs = call.forward(given)
         return outs[0] if len(outs) == 1 else tuple(outs)
 
     @staticmethod
@@ -68,28 +74,38 @@ class _Eager(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, dys: tuple[Tensor, ...]) -> list[Tensor | None]:
-    needs, dtensors = ctx.needs_input_grad[1:], ctx.dtensors
+    # Of x, the residual and the parameters.
+    _, needs_x, needs_residual, *others = ctx.needs_input_grad
+    needs, dtensors = (needs_x, *others), ctx.dtensors
+    call, count = ctx.call, len(others) // 2
     x, *ws = (dys[0].new_empty(0) if saved is None else saved for saved in ctx.saved_tensors)
+    ws, kept = ws[:count], ws[count:]
     batched = transforms_active() or any(map(_is_batched, dys))
+    found: list[Tensor | None] = [None] * len(needs)
     # With create_graph=True, or for a batch of gradients at once (is_grads_batched): the operator knows how.
     if torch.is_grad_enabled() or batched:
-        if batched and (dtensors or len(ws) > 1):
+        if batched and (dtensors or len(ws) > 1 or call.activation):
             raise NotImplementedError(
                 "a batch of gradients at once (is_grads_batched, vmap) is not implemented for parameters that are "
-                "DTensors, nor for several weights at once: go through it in a loop"
+                "DTensors, nor for several weights at once, nor with an activation: go through it in a loop"
             )
         if needs[0]:
             ws = [local(dtensors[2 * i], 2) if 2 * i in dtensors else w for i, w in enumerate(ws)]
-        found = operators.gradients(ctx.call, dys, x, ws, needs)
-    else:
-        found = ctx.call.backward([dy.resolve_neg() for dy in dys], x, ws, needs)
+        dzs = activations.gradients(call.activation, dys, kept) if call.activation else dys
+        found = operators.gradients(call, dzs, x, ws, needs)
+    elif True in needs:
+        dzs = activations.gradients(call.activation, dys, kept) if call.activation else dys
+        found = call.backward([dz.resolve_neg() for dz in dzs], x, ws, needs)
     for i, parameter in dtensors.items():
         if needs[1 + i]:
             found[1 + i] = as_gradient(found[1 + i], parameter)
-    return found
+    return [found[0], dys[0] if needs_residual else None, *found[1:]]
 
 
-def apply(prepare: Prepare, x: Tensor, w: _W, bias: Biases, group: Group, options: tuple[Any, ...]) -> _W:
+def apply(
+    prepare: Prepare, x: Tensor, w: _W, bias: Biases, group: Group, options: tuple[Any, ...],
+    residual: Tensor | None = None, activation: str | None = None,
+) -> _W:  # fmt: skip
     """Make the call that `prepare` checks and describes, under torch.autocast in its dtype; without the dispatcher
     where that makes no visible difference. The result, or those of several weights in a tuple.
     """
@@ -97,21 +113,24 @@ def apply(prepare: Prepare, x: Tensor, w: _W, bias: Biases, group: Group, option
         group = groups.resolve(group)
     parameters: Sequence[Any] = _interleaved(w, bias) if type(w) is tuple else (w, bias)
     plain = type(x) in PLAIN
-    for each in parameters:
+    for each in parameters if residual is None else (*parameters, residual):
         plain = plain and (each is None or type(each) in PLAIN)
     # `arguments.autocasts`, written out as every call passes here.
     cast = plain and not x.is_meta and torch.is_autocast_enabled(x.device.type)
     dispatched = not plain or torch.compiler.is_compiling()
     if cast or dispatched:
-        x, *parameters = arguments.autocast(x, *parameters)
+        x, residual, *parameters = arguments.autocast(x, residual, *parameters)
         w, bias = _as_given(w, parameters)
     # Returned at once, as the call is no longer open: an interruption before another line would find an op that has
     # ended, and whose result nobody has.
     if dispatched:
-        return _dispatched(x, parameters, *prepare(x, w, bias, group, *options))  # type: ignore[no-any-return]
+        more = calls_.extra(residual, activation)
+        described = prepare(x, w, bias, group, *options, **more)
+        return _dispatched(x, parameters, *described, residual, activation or "")  # type: ignore[no-any-return]
     if type(w) is tuple and transforms_active():
-        return _as_one(prepare, x, w, bias, group, options)
-    return run(calls_.find(prepare, x, w, bias, group, options), x, *parameters)  # type: ignore[no-any-return]
+        return _as_one(prepare, x, w, bias, group, options, activation)  # type: ignore[no-any-return]
+    found = calls_.find(prepare, x, w, bias, group, options, residual, activation)
+    return run(found, x, residual, *parameters)  # type: ignore[no-any-return]
 
 
 def _interleaved(ws: Any, biases: Any) -> list[Any]:
@@ -125,27 +144,34 @@ def _as_given(w: Weights, parameters: Sequence[Any]) -> tuple[Any, Any]:
 
 @one
 def _as_one(
-    prepare: Prepare, x: Tensor, ws: Sequence[Tensor], biases: Any, group: ProcessGroup, options: tuple[Any, ...]
-) -> tuple[Tensor, ...]:
+    prepare: Prepare, x: Tensor, ws: Sequence[Tensor], biases: Any, group: ProcessGroup, options: tuple[Any, ...],
+    activation: str | None,
+) -> Any:  # fmt: skip
     # torch.func knows no lists of tensors: there the weights are put together.
-    prepare(x, ws, biases, group, *options)
+    prepare(x, ws, biases, group, *options, **calls_.extra(None, activation))
     widths, given = [w.shape[0] for w in ws], list(zip(ws, biases, strict=True))
     whole = [w.new_zeros(w.shape[0]) if each is None else each for w, each in given]
     bias = torch.cat(whole) if any(each is not None for each in biases) else None
-    return apply(prepare, x, torch.cat(list(ws)), bias, group, options).split(widths, -1)  # type: ignore[no-any-return]
+    made: Sequence[Tensor] = apply(prepare, x, torch.cat(list(ws)), bias, group, options).split(widths, -1)
+    made = activations.of(activation, made) if activation is not None else made
+    return tuple(made) if len(made) > 1 else made[0]
 
 
 def run_described(x: Tensor, w: Tensor, settings: str, numbers: Sequence[int]) -> Tensor:
     """`apply` of a call without a bias that is described already."""
     if torch.compiler.is_compiling() or type(x) not in PLAIN or type(w) not in PLAIN:
-        return _dispatched(x, (w, None), settings, numbers)  # type: ignore[no-any-return]
-    return run(calls_.of(settings, numbers, x.dtype, x.device), x, w, None)  # type: ignore[no-any-return]
+        return _dispatched(x, (w, None), settings, numbers, None, "")  # type: ignore[no-any-return]
+    return run(calls_.of(settings, numbers, x.dtype, x.device), x, None, w, None)  # type: ignore[no-any-return]
 
 
-def of_parameters(prepare: Prepare, x: Tensor, weight: _W, bias: Biases, group: ProcessGroup, *options: Any) -> _W:
+def of_parameters(
+    prepare: Prepare, x: Tensor, weight: _W, bias: Biases, group: ProcessGroup, *options: Any,
+    residual: Tensor | None = None, activation: str | None = None,
+) -> _W:  # fmt: skip
     """`apply` of a layer: its weight and bias are DTensors, or plain where torch.func has put other ones in place."""
     parameters: list[Any] = _interleaved(weight, bias) if type(weight) is tuple else [weight, bias]
     plain = type(x) in PLAIN and not torch.compiler.is_compiling()
+    plain = plain and (residual is None or type(residual) in PLAIN)
     parts: list[Any] = []
     for i, each in enumerate(parameters):
         # Those of torch.func may be wrapped, which `local` knows.
@@ -153,23 +179,27 @@ def of_parameters(prepare: Prepare, x: Tensor, weight: _W, bias: Biases, group: 
         parts.append(None if each is None or not plain else part(each, 1 if i & 1 else 2))
     if plain and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
         w, b = parts if type(weight) is not tuple else _as_given(weight, parts)
-        return run(calls_.find(prepare, x, w, b, group, options), x, *parameters)  # type: ignore[no-any-return]
+        found = calls_.find(prepare, x, w, b, group, options, residual, activation)
+        return run(found, x, residual, *parameters)  # type: ignore[no-any-return]
     whole = [None if each is None else local(each, 1 if i & 1 else 2) for i, each in enumerate(parameters)]
     w, b = _as_given(weight, whole)
-    return apply(prepare, x, w, b, group, options)  # type: ignore[no-any-return]
+    return apply(prepare, x, w, b, group, options, residual, activation)  # type: ignore[no-any-return]
 
 
 @one
-def _dispatched(x: Tensor, parameters: Sequence[Any], settings: str, numbers: Sequence[int]) -> Any:
-    return operators.matmul(x, parameters, settings, numbers)
+def _dispatched(
+    x: Tensor, parameters: Sequence[Any], settings: str, numbers: Sequence[int], residual: Tensor | None,
+    activation: str,
+) -> Any:  # fmt: skip
+    return operators.matmul(x, parameters, settings, numbers, residual, activation)
 
 
-def run(call: Compiled, x: Tensor, *parameters: Any) -> Any:
+def run(call: Compiled, x: Tensor, residual: Tensor | None, *parameters: Any) -> Any:
     """`apply` where no compiler traces and x is of no subclass; the parameters may be a layer's DTensors."""
     with Open():
         if is_in_torch_dispatch_mode() or transforms_active() or x.is_meta:
             given = [None if each is None else local(each, 1 if i & 1 else 2) for i, each in enumerate(parameters)]
-            return operators.matmul(x, given, call.settings.text, call.numbers)
+            return operators.matmul(x, given, call.settings.text, call.numbers, residual, call.activation)
         negated, inference, plain = x.is_neg(), x.is_inference(), True
         for each in parameters:
             if each is not None:
@@ -179,16 +209,18 @@ def run(call: Compiled, x: Tensor, *parameters: Any) -> Any:
         # A kernel reads memory, which torch's bit for a negated view does not change.
         if negated:
             x, parameters = x.resolve_neg(), tuple(each if each is None else each.resolve_neg() for each in parameters)
+        if residual is not None:
+            residual = residual.resolve_neg()
         if torch.is_grad_enabled():
             # Autograd would only refuse after the op has run.
             if inference:
                 _refuse_inference(x, parameters[::2])
-            return _Eager.apply(call, x, *parameters)  # type: ignore[no-untyped-call]
+            return _Eager.apply(call, x, residual, *parameters)  # type: ignore[no-untyped-call]
         if not plain:
             parameters = tuple(
                 [None if each is None else part(each, 1 if i & 1 else 2) for i, each in enumerate(parameters)]
             )
-        outs = call.forward(call.given(x, parameters))
+        outs = call.forward(call.given(x, parameters, residual))
         return outs[0] if len(outs) == 1 else tuple(outs)
 
 

@@ -3,6 +3,7 @@
     sharded_matmul      a call: one string, and lengths, which a compiler may leave open (`call`)
     sharded_matmul_backward
     sharded_matmuls     the same with several weights, and sharded_matmuls_backward
+    activated_matmuls   the same of one or several weights, with an activation; its backward is theirs
     collective          all_gather, reduce_scatter or all_reduce of a matrix
 
 Groups travel by name. Arguments are checked by the functions of `functional`, not here; schedules are chosen when an
@@ -19,21 +20,41 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .. import groups
-from ..op import ALL_GATHER, ALL_REDUCE, OPS, REDUCE_SCATTER, Task
+from .. import activations, groups
+from ..op import ALL_GATHER, ALL_REDUCE, GATED, OPS, REDUCE_SCATTER, Task
 from ..workspaces import stale
 from . import call as calls_
 from .dispatch import Ready
-from .registered import operator
+from .registered import operator, transforms_active
 
 
-def matmul(x: Tensor, parameters: Sequence[Any], settings: str, numbers: Sequence[int]) -> Any:
+def matmul(
+    x: Tensor, parameters: Sequence[Any], settings: str, numbers: Sequence[int], residual: Tensor | None,
+    activation: str,
+) -> Any:  # fmt: skip
     """The call by its operator, on w and bias of each weight: the result, or a tuple with one of each."""
+    if activation:
+        return _activated(x, parameters, settings, numbers, activation)
     if len(parameters) == 2:
-        return sharded_matmul(x, parameters[0], parameters[1], settings, numbers)
+        return sharded_matmul(x, parameters[0], parameters[1], residual, settings, numbers)
     biases = [each for each in parameters[1::2] if each is not None]
     biased = [each is not None for each in parameters[1::2]]
     return tuple(sharded_matmuls(x, parameters[::2], biases, biased, settings, numbers))
+
+
+def _activated(x: Tensor, parameters: Sequence[Any], settings: str, numbers: Sequence[int], activation: str) -> Any:
+    ws, given = parameters[::2], [each for each in (x, *parameters) if each is not None]
+    if transforms_active() and not torch.compiler.is_compiling():
+        # torch.func knows no lists of tensors: it is an op of its own there.
+        zs = matmul(x, parameters, calls_.without_activation(settings), numbers, None, "")
+        ys = activations.of(activation, zs if isinstance(zs, tuple) else (zs,))
+    else:
+        biases = [each for each in parameters[1::2] if each is not None]
+        biased = [each is not None for each in parameters[1::2]]
+        keep = activation != "relu" and torch.is_grad_enabled() and any([each.requires_grad for each in given])
+        ys = activated_matmuls(x, ws, biases, biased, keep, settings, numbers)
+        ys = ys[: 1 if activation in GATED else len(ws)]
+    return ys[0] if len(ys) == 1 else tuple(ys)
 
 
 def gradients(
@@ -50,7 +71,7 @@ def gradients(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, w, _, ctx.settings, ctx.numbers = inputs
+    x, w, _, _, ctx.settings, ctx.numbers = inputs
     needs_x, needs_w = ctx.needs_input_grad[:2]
     # Local shards only, and only those that a gradient will be made of.
     ctx.save_for_backward(x if needs_w else None, w if needs_x else None)
@@ -59,15 +80,19 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     needs = ctx.needs_input_grad[:3]
     x, w = (dy.new_empty(0) if saved is None else saved for saved in ctx.saved_tensors)
-    out = sharded_matmul_backward(dy, x, w, needs[0], needs[1], needs[2], ctx.settings, ctx.numbers)
-    return (*(grad if needed else None for grad, needed in zip(out, needs, strict=True)), None, None)
+    grads: tuple[Tensor | None, ...] = (None, None, None)
+    if any(needs):
+        out = sharded_matmul_backward(dy, x, w, needs[0], needs[1], needs[2], ctx.settings, ctx.numbers)
+        grads = tuple(grad if needed else None for grad, needed in zip(out, needs, strict=True))
+    return (*grads, dy if ctx.needs_input_grad[3] else None, None, None)
 
 
 def _forward(
-    x: Tensor, parameters: Sequence[Tensor | None], settings: str, numbers: Sequence[int], *, fake: bool = False
-) -> list[Tensor]:
+    x: Tensor, parameters: Sequence[Tensor | None], settings: str, numbers: Sequence[int],
+    residual: Tensor | None = None, keep: bool = False, *, fake: bool = False,
+) -> list[Tensor]:  # fmt: skip
     call = calls_.of(settings, numbers, x.dtype, x.device)
-    return call.forward(call.given(x, parameters), fake=fake)
+    return call.forward(call.given(x, parameters, residual), keep, fake=fake)
 
 
 def _backward(
@@ -80,14 +105,18 @@ def _backward(
     return [dys[0].new_empty(0) if each is None else each for each in found]
 
 
-def _fake(x: Tensor, w: Tensor, bias: Tensor | None, settings: str, numbers: Sequence[int]) -> Tensor:
-    return _forward(x, (w, bias), settings, numbers, fake=True)[0]
+def _fake(
+    x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, settings: str, numbers: Sequence[int]
+) -> Tensor:
+    return _forward(x, (w, bias), settings, numbers, residual, fake=True)[0]
 
 
 @operator("sharded_matmul", _fake, _gradients, _setup)
-def sharded_matmul(x: Tensor, w: Tensor, bias: Tensor | None, settings: str, numbers: Sequence[int]) -> Tensor:
-    """y = x @ w + bias on shards; see `call.Settings` and `call.Call`."""
-    return _forward(x, (w, bias), settings, numbers)[0]
+def sharded_matmul(
+    x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, settings: str, numbers: Sequence[int]
+) -> Tensor:
+    """y = x @ w + bias + residual on shards; see `call.Settings` and `call.Call`."""
+    return _forward(x, (w, bias), settings, numbers, residual)[0]
 
 
 def _fake_backward(
@@ -131,14 +160,18 @@ def _setup_several(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _several_gradients(ctx: Any, dys: Sequence[Tensor]) -> tuple[Any, ...]:
-    needs_x, needs_w, needs_given, *_ = ctx.needs_input_grad
     x, *ws = (dys[0].new_empty(0) if saved is None else saved for saved in ctx.saved_tensors)
+    return (*_gradients_of_several(ctx, dys, x, ws), None, None, None)
+
+
+def _gradients_of_several(ctx: Any, dys: Sequence[Tensor], x: Tensor, ws: Sequence[Tensor]) -> tuple[Any, ...]:
+    needs_x, needs_w, needs_given, *_ = ctx.needs_input_grad
     given = iter(needs_given)
     needs_bias = [next(given) if has else False for has in ctx.biased]
     needs = [needs_x, *(each for pair in zip(needs_w, needs_bias, strict=True) for each in pair)]
     found = sharded_matmuls_backward(dys, x, ws, needs, ctx.settings, ctx.numbers)
     dx, *others = (each if needed else None for each, needed in zip(found, needs, strict=True))
-    return dx, others[::2], [db for db, has in zip(others[1::2], ctx.biased, strict=True) if has], None, None, None
+    return dx, others[::2], [db for db, has in zip(others[1::2], ctx.biased, strict=True) if has]
 
 
 def _fake_several(
@@ -171,6 +204,45 @@ def sharded_matmuls_backward(
 ) -> list[Tensor]:  # fmt: skip
     """dx, then dw and db of each weight, of shape [0] where not needed, as in `sharded_matmul_backward`."""
     return _backward(dys, x, ws, needs, settings, numbers)
+
+
+def _setup_activated(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
+    x, ws, _, ctx.biased, keep, ctx.settings, ctx.numbers = inputs
+    needs_x, *needs = ctx.needs_input_grad
+    if not keep and calls_.Settings.of(ctx.settings).activation != "relu":
+        raise RuntimeError("a gradient of fusedtp::activated_matmuls is made of what `keep` adds to its results")
+    # The products, of relu the results; no gradient comes to the products.
+    ctx.num_kept = len(ws)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(
+        *output[-len(ws) :], x if any(needs[: len(ws)]) else None, *(w if needs_x else None for w in ws)
+    )
+
+
+def _activated_gradients(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    kept = ctx.saved_tensors[: ctx.num_kept]
+    x, *ws = (kept[0].new_empty(0) if saved is None else saved for saved in ctx.saved_tensors[ctx.num_kept :])
+    activation = calls_.Settings.of(ctx.settings).activation
+    count = 1 if activation in GATED else len(ws)
+    dys = [torch.zeros_like(z) if dy is None else dy for dy, z in zip(grads[:count], kept, strict=False)]
+    dzs = activations.gradients(activation, dys, kept)
+    return (*_gradients_of_several(ctx, dzs, x, ws), *[None] * 4)
+
+
+def _fake_activated(
+    x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor], biased: Sequence[bool], keep: bool,
+    settings: str, numbers: Sequence[int],
+) -> list[Tensor]:  # fmt: skip
+    return _forward(x, _parameters(ws, biases, biased), settings, numbers, None, keep, fake=True)
+
+
+@operator("activated_matmuls", _fake_activated, _activated_gradients, _setup_activated)
+def activated_matmuls(
+    x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor], biased: Sequence[bool], keep: bool,
+    settings: str, numbers: Sequence[int],
+) -> list[Tensor]:  # fmt: skip
+    """The results, activated as the settings say; behind them, if they are to be kept, the products x @ w + bias."""
+    return _forward(x, _parameters(ws, biases, biased), settings, numbers, None, keep)
 
 
 # Collectives that have run, by group and all that was checked.

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..op import ALL_GATHER_MATMUL, ALL_REDUCE, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER, OPS, Op, Task
-from ..schedules.alone import mm, summed
+from ..op import ALL_GATHER_MATMUL, ALL_REDUCE, GATED, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER, OPS, Op, Task
+from ..schedules.alone import activated, mm, summed
+from ..schedules.verbs import Epilogue
 from ..sharding import notation
 from ..sharding.partition import Partition
 from ..sharding.plan import MatmulPlan, Plan
@@ -154,26 +155,33 @@ class Program:
 
     def matmul(
         self, plan: MatmulPlan, a: Blocks, b: Blocks, *, biases: Sequence[str | None] = (),
+        residual: Named | None = None, activation: str = "", keeps: bool = False,
         wanted: tuple[str, ...] | None = None, done: Sequence[Step] = (),
     ) -> Blocks:  # fmt: skip
         """One planned matmul, dims in an order of its own choice.
 
         Of several blocks b there is a result each; of as many blocks a and b, their sum. biases: [N] along the last dim
-        of each result as it is after the matmul; added once. wanted: the order of dims in which the result is best
-        contiguous. done: steps that its operands have been through already.
+        of each result as it is after the matmul; added once. residual: as the result is in the end, added where the
+        sum is made. activation, keeps: as of a task; nothing may follow it. wanted: the order of dims in which the
+        result is best contiguous. done: steps that its operands have been through already.
         """
         before, fused, after = plan.stages(tuple(done))
         now: dict[str, Blocks] = {plan.names[0]: a, plan.names[1]: b}
         for step, sharding in before:
             now[step.tensor] = [self.plain(step, sharding, each) for each in now[step.tensor]]
-        outs = self._product(plan, now[plan.names[0]], now[plan.names[1]], fused, biases, wanted or plan.c.names)
+        assert residual is None or (fused is not None and not after)
+        assert not activation or not after
+        outs = self._product(
+            plan, now[plan.names[0]], now[plan.names[1]], fused, biases, residual, activation, keeps,
+            wanted or plan.c.names,
+        )  # fmt: skip
         for step, sharding in after:
             outs = [self.plain(step, sharding, out) for out in outs]
         return outs
 
     def _product(
         self, plan: MatmulPlan, lefts: Blocks, rights: Blocks, fused: tuple[Step, notation.Tensor] | None,
-        biases: Sequence[str | None], wanted: tuple[str, ...],
+        biases: Sequence[str | None], residual: Named | None, activation: str, keeps: bool, wanted: tuple[str, ...],
     ) -> Blocks:  # fmt: skip
         # The local matmul, with the collective that is fused with it, if any.
         step = fused[0] if fused is not None else None
@@ -211,7 +219,8 @@ class Program:
         for each in rights[:1] if is_sum else rights:
             own = lengths | {name: each.length(name) for name in cols if name != dim}
             made.append((dims, [own[name] for name in dims]))
-        biases = biases or (None,) * len(made)
+        biases, columns = biases or (None,) * len(made), [each[-1] for _, each in made]
+        made = [*(made[:1] if activation in GATED else made), *(made if keeps else ())]
         pairs = [
             (Matrix.of(left, rows, contraction), Matrix.of(right, contraction, cols))
             for left, right in zip(lefts if is_sum else [a] * len(rights), rights, strict=True)
@@ -220,25 +229,29 @@ class Program:
             # Without a gather either way round is the same task: the transposed problem scatters the other dim.
             pairs = [(right.t(), left.t()) for left, right in pairs]
         if op is None or step is None:
-            return self._local(pairs, biases, made)
-        operands, shapes = _in_order(op, pairs, biases, [each[-1] for _, each in made])
+            return self._local(pairs, biases, made, Epilogue(activation=activation, keeps=keeps))
+        assert residual is None or not transposed
+        added = None if residual is None else Matrix.of(residual, rows, cols)
+        operands, shapes = _in_order(op, pairs, biases, columns, added)
         algorithm = self._algorithm if op is MATMUL_ALL_REDUCE else "auto"
-        task = Task(op, shapes, self._dtype, flat, along, transposed and op is ALL_GATHER_MATMUL, algorithm)
+        turned = transposed and op is ALL_GATHER_MATMUL
+        task = Task(op, shapes, self._dtype, flat, along, turned, algorithm, activation, keeps)
         return self._task(task, step.axis, operands, *made)
 
     def _local(
         self, pairs: Sequence[tuple[Matrix, Matrix]], biases: Sequence[str | None],
-        made: Sequence[tuple[tuple[str, ...], Sequence[int]]],
+        made: Sequence[tuple[tuple[str, ...], Sequence[int]]], epilogue: Epilogue,
     ) -> Blocks:  # fmt: skip
         shapes = [None if len(dims) == 2 else tuple(lengths) for dims, lengths in made]
 
         def run(tensors: dict[str, Tensor], runs: Runs) -> list[Tensor]:
             given = [(a.view(tensors[a.name]), b.view(tensors[b.name])) for a, b in pairs]
             added = [None if bias is None else tensors[bias] for bias in biases]
-            if len(made) == 1:
+            if len(added) == 1:
                 outs = [summed(given, added[0])]
             else:
                 outs = [mm(a, b, bias) for (a, b), bias in zip(given, added, strict=True)]
+            outs = activated(epilogue, outs)
             return [out if shape is None else out.view(shape) for out, shape in zip(outs, shapes, strict=True)]
 
         reads = [each.name for pair in pairs for each in pair] + [bias for bias in biases if bias is not None]
@@ -297,7 +310,7 @@ class Program:
             op, operands = ALL_GATHER_MATMUL, [first, one, None, other]
         else:
             # The second product has the gathered operand on its right.
-            op, operands = MATMUL_REDUCE_SCATTER, [first, one, None, second if 0 in wanted else None, other]
+            op, operands = MATMUL_REDUCE_SCATTER, [first, one, None, second if 0 in wanted else None, other, None]
             for i, (first, one, second, _) in list(enumerate(blocks))[1:]:
                 operands += [first, one, second if i in wanted else None]
         task = Task(op, tuple(None if each is None else each.size for each in operands), self._dtype, flat)
@@ -328,14 +341,18 @@ class Program:
 
 
 def _in_order(
-    op: Op, pairs: Sequence[tuple[Matrix, Matrix]], biases: Sequence[str | None], columns: Sequence[int]
-) -> tuple[list[Matrix | str | None], tuple[tuple[int, int] | None, ...]]:
+    op: Op, pairs: Sequence[tuple[Matrix, Matrix]], biases: Sequence[str | None], columns: Sequence[int],
+    residual: Matrix | None,
+) -> tuple[list[Matrix | str | None], tuple[tuple[int, int] | None, ...]]:  # fmt: skip
     # The operands of a product in the op's order, and their shapes; a bias has as many elements as its result columns.
     none = (None, None)
     added = [none if bias is None else (bias, (1, length)) for bias, length in zip(biases, columns, strict=True)]
     (a, b), *others = [((a, a.size), (b, b.size)) for a, b in pairs]
-    given: list[Any] = [a, b, added[0], *([none] * (op.operands - 3) if others else ())]
+    whole = bool(others) or residual is not None
+    given: list[Any] = [a, b, added[0], *([none] * (op.operands - 3) if whole else ())]
+    if residual is not None:
+        given[-1] = residual, residual.size
     for i, (a, b) in enumerate(others, 1):
         given += [b, added[i]] if op is ALL_GATHER_MATMUL else [a, b, none][: op.block]
     operands, shapes = zip(*given, strict=True)
-    return list(operands), shapes if others or biases[0] is not None else shapes[:2]
+    return list(operands), shapes if whole or biases[0] is not None else shapes[:2]

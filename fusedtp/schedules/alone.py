@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..op import Task
+from .. import activations
+from ..op import GATED, Task
 from .verbs import Epilogue, Product
 
 
@@ -62,7 +63,8 @@ class Scatter:
             return own.clone(memory_format=torch.contiguous_format)
         terms = self._terms
         del self._terms
-        return summed(terms, epilogue.bias)
+        out = summed(terms, epilogue.bias)
+        return out if epilogue.residual is None else out.add_(epilogue.residual)
 
 
 def multiplied(whole: Tensor, products: Sequence[Product]) -> list[Tensor]:
@@ -72,7 +74,31 @@ def multiplied(whole: Tensor, products: Sequence[Product]) -> list[Tensor]:
         left, right = whole if each.kind == "rows" else whole.t(), each.other
         bias = each.epilogue.bias
         outs.append(mm(right.t(), left.t(), bias) if each.transposed else mm(left, right, bias))
-    return outs
+    return activated(products[0].epilogue, outs)
+
+
+def activated(epilogue: Epilogue, zs: list[Tensor]) -> list[Tensor]:
+    """What the epilogue's activation makes of the products, in their place, or beside them if they are kept."""
+    if not epilogue.activation:
+        return zs
+    ys = into(epilogue, zs)
+    activate(epilogue, zs, ys)
+    return [*ys, *zs] if epilogue.keeps else ys
+
+
+def into(epilogue: Epilogue, zs: list[Tensor]) -> list[Tensor]:
+    """Where the results of an activation go: in the products' place, of gate and up in the gate's, or beside them."""
+    first = zs[:1] if epilogue.activation in GATED else zs
+    return [torch.empty_like(z) for z in first] if epilogue.keeps else first
+
+
+def activate(epilogue: Epilogue, zs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
+    """The activation of the products, or of a part of each, into ys."""
+    if epilogue.activation in GATED:
+        activations.apply(epilogue.activation, zs, ys[0])
+        return
+    for z, y in zip(zs, ys, strict=True):
+        activations.apply(epilogue.activation, (z,), y)
 
 
 def mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:

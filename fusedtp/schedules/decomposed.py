@@ -24,7 +24,7 @@ from ..op import Task
 from ..shards import offsets
 from ..workspaces.workspace import Workspace
 from . import transport
-from .alone import mm, sum_into, summed
+from .alone import activate, activated, into, mm, sum_into, summed
 from .transport import travelling
 from .verbs import Epilogue, Product
 
@@ -156,11 +156,13 @@ class Gather:
                     outs.append(trace.timed("multiply", -1, mm, left, right, bias))
                 else:
                     outs.append(torch.mm(left, right) if bias is None else torch.addmm(bias, left, right))
-            return outs
+            return activated(products[0].epilogue, outs)
         outs = []
         for each in products:
             M, N = self._shape[each.kind == "outer"], each.other.shape[1]
             outs.append(each.other.new_empty((N, M) if each.transposed else (M, N)))
+        epilogue, by_rows = products[0].epilogue, products[0].kind == "rows"
+        ys = into(epilogue, outs) if epilogue.activation else outs
         steps = self._ws.steps
         places = self._ws.views.get(self._key) or self._lay_out()
         parts = places[steps.epoch & 1][2]
@@ -173,7 +175,13 @@ class Gather:
             add = self._add if trace.spans is None else partial(trace.timed, "multiply", src, self._add)
             for each, out in zip(products, outs, strict=True):
                 add(each, rows, part, out, i == 0)
-        return outs
+            if epilogue.activation and by_rows:
+                # While they are in cache.
+                at = (slice(None), part) if products[0].transposed else part
+                activate(epilogue, [out[at] for out in outs], [y[at] for y in ys])
+        if epilogue.activation and not by_rows:
+            activate(epilogue, outs, ys)
+        return [*ys, *outs] if epilogue.keeps else ys
 
     @staticmethod
     def _add(product: Product, rows: Tensor, part: slice, out: Tensor, first: bool) -> None:
@@ -313,12 +321,12 @@ class Scatter:
         bias = epilogue.bias
         if bias is not None and self._dim == 1:
             bias = bias[self._part]
-        trace.timed("add", -1, _sum_into, terms, bias, out)
+        trace.timed("add", -1, _sum_into, terms, bias, epilogue.residual, out)
         return out
 
     def sum_into(self, epilogue: Epilogue, out: Tensor, gather: Gather, *, own: Tensor | None) -> None:
         mine = out[self._part]
-        trace.timed("add", -1, _sum_into, self._terms(own), epilogue.bias, mine)
+        trace.timed("add", -1, _sum_into, self._terms(own), epilogue.bias, epilogue.residual, mine)
         gather.start(mine)
 
 
@@ -332,9 +340,10 @@ def _multiply_into(terms: Sequence[tuple[Tensor, Tensor]], out: Tensor, peer: in
         torch.mm(a, b, out=out)
 
 
-def _sum_into(parts: list[Tensor], bias: Tensor | None, out: Tensor) -> None:
+def _sum_into(parts: list[Tensor], bias: Tensor | None, residual: Tensor | None, out: Tensor) -> None:
     # In rank order, in float32 (float64 stays itself), rounded once.
     terms = parts if bias is None else [*parts, bias.expand_as(out)]
+    terms = terms if residual is None else [*terms, residual]
     rows = max(1, _SUM_BLOCK_BYTES // max(1, out.shape[1] * 4))
     if rows >= out.shape[0] or not out.is_cpu:
         _add_into(terms, out)

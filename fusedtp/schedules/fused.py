@@ -15,14 +15,14 @@ from torch import Tensor
 
 from ..cost.overlap import Work
 from ..kernels import INTERPRETED, operands
-from ..kernels.gather_matmul import GatherMatmul, own_in_place
+from ..kernels.gather_matmul import Further, GatherMatmul, own_in_place
 from ..kernels.launch import Config, config_for
 from ..kernels.layout import Layout
 from ..kernels.matmul_scatter import MatmulScatter
 from ..kernels.push import collect
 from ..kernels.reduce import reduce
 from ..kernels.ring import ring
-from ..op import Task
+from ..op import GATED, Task
 from ..shards import even_sizes
 from ..workspaces.workspace import Workspace
 from . import producer as producers
@@ -146,47 +146,56 @@ class Gather:
         if not self._pushes:
             return multiplied(self._collected(x), products)
         first, others = products[0], products[self._alike :]
-        more: Sequence[tuple[Tensor, Tensor, Tensor | None]] = ()
-        by, split, on, ws = self._by, self._on.split, self._on, self._ws
+        more: Sequence[Further] = ()
+        by, split, on, ws, epilogue = self._by, self._on.split, self._on, self._ws, first.epilogue
         M, N = self._rows, first.other.shape[1]
         out = x.new_empty((N, M) if first.transposed else (M, N))
-        c, table, outs, bias = out.t() if first.transposed else out, ws.table(self._sizes), [out], first.epilogue.bias
+        # Of a transposed result, z lies as c does: only its address is needed.
+        zs = [torch.empty_like(out)] if epilogue.keeps else []
+        c, table, outs, bias = out.t() if first.transposed else out, ws.table(self._sizes), [out], epilogue.bias
         if self._alike > 1:
-            bias, more = self._further(x, products[: self._alike], outs)
-        epilogue = operands.Epilogue(bias, operands.PER_ROW[first.transposed])
+            bias, more = self._further(x, products[: self._alike], outs, zs)
+        made = operands.Epilogue(
+            bias, operands.PER_ROW[first.transposed], None, zs[0] if zs else None,
+            *operands.ACTIVATIONS[epilogue.activation],
+        )  # fmt: skip
         launch = self._launch or self._launcher()
         issued = split or by == "copy"
         if by == "copy" and not split:
 
             def in_capture() -> None:
-                launch(ws.channel(), x, first.other, c, epilogue, table, pushed=False, last=not others, more=more)
+                launch(ws.channel(), x, first.other, c, made, table, pushed=False, last=not others, more=more)
 
             layouts = producers.alike(x, bias, *(each.other for each in products[: self._alike]))
             producers.load_for_capture(ws, in_capture, on.task, layouts)
         launch(
-            ws.channel(), x, first.other, c, epilogue, table, pushed=issued, last=not others and by != "copy",
+            ws.channel(), x, first.other, c, made, table, pushed=issued, last=not others and by != "copy",
             more=more,
         )  # fmt: skip
         if others:
             return [*outs, *multiplied(self._collected(x), others)]
         if by == "copy":
             producers.finish(ws)
-        return outs
+        return [*outs, *zs]
 
     def _further(
-        self, x: Tensor, products: Sequence[Product], outs: list[Tensor]
-    ) -> tuple[Tensor | None, list[tuple[Tensor, Tensor, Tensor | None]]]:
+        self, x: Tensor, products: Sequence[Product], outs: list[Tensor], zs: list[Tensor]
+    ) -> tuple[Tensor | None, list[Further]]:
         # Of several products in one kernel: the first one's bias, and what the kernel is given of the others, whose
-        # results are put into `outs`. It adds a bias to each or to none.
+        # results are put into `outs`, and `zs` if they are kept. It adds a bias to each or to none.
         M, transposed, more = self._rows, products[0].transposed, []
+        is_gated = products[0].epilogue.activation in GATED
         biases = [each.epilogue.bias for each in products]
         if any(bias is not None for bias in biases):
             widths = [each.other.shape[1] for each in products]
             biases = [x.new_zeros(N) if bias is None else bias for bias, N in zip(biases, widths, strict=True)]
         for each, bias in zip(products[1:], biases[1:], strict=True):
             N = each.other.shape[1]
-            outs.append(x.new_empty((N, M) if transposed else (M, N)))
-            more.append((each.other, outs[-1].t() if transposed else outs[-1], bias))
+            if not is_gated:
+                outs.append(x.new_empty((N, M) if transposed else (M, N)))
+            if zs:
+                zs.append(torch.empty_like(outs[-1]))
+            more.append((each.other, outs[-1].t() if transposed else outs[-1], bias, zs[-1] if zs else None))
         return biases[0], more
 
     def _collected(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -248,7 +257,7 @@ class Scatter:
         shape = (rows, self._other) if self._dim == 0 else (self._other, rows)
         out = torch.empty(shape, dtype=self._on.task.dtype, device=self._ws.device)
         if epilogue.bias is not None and self._dim == 1:
-            epilogue = Epilogue(epilogue.bias[self._part])
+            epilogue = epilogue._replace(bias=epilogue.bias[self._part])
         self._reduce(epilogue, out if self._dim == 0 else out.t(), own, last=last)
         return out
 
@@ -261,9 +270,12 @@ class Scatter:
         if not self._multiplies:
             # What was put may still be on its way, as copies.
             transport.settle(self._ws)
+        added = epilogue.residual
+        residual = None if added is None else operands.result_of(added if self._dim == 0 else added.t())
         reduce(
             self._ws.channel(), self._on.task.op.number, out,
-            operands.Epilogue(epilogue.bias, operands.PER_ROW[self._dim == 1]), region_rows=self._region_rows,
+            operands.Epilogue(epilogue.bias, operands.PER_ROW[self._dim == 1], residual),
+            region_rows=self._region_rows,
             pitch=self._region.pitch, per_tile=self._multiplies, config=self._config, upcast=INTERPRETED,
             own=None if own is None else own[self._part], result_row=None if gather is None else gather.row,
             second_slot=0 if gather is None else gather.region.slot, last=last,

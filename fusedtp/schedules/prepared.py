@@ -54,23 +54,25 @@ class Gathering:
         if not self._multiplies:
             return [self._gather.whole(operands[0])]
         first, transposed = self._first, self._task.transposed
-        products = [Product(first, operands[1], Epilogue(operands[2]), transposed)]
+        activation, keeps = self._task.activation, self._task.keeps
+        products = [Product(first, operands[1], Epilogue(operands[2], None, activation, keeps), transposed)]
         if len(operands) > 3:
             for b, bias in self._task.blocks(operands):
-                products.append(Product(first, b, Epilogue(bias), transposed))
+                products.append(Product(first, b, Epilogue(bias, None, activation, keeps), transposed))
             if operands[3] is not None:
                 products.append(Product("outer", operands[3]))
         return self._gather.multiply(operands[0], products)
 
 
 class Scattering:
-    """reduce_scatter, and matmul_reduce_scatter, maybe with a gather beside it. Operands: a, and b, bias, left, x; a,
-    b, left.
+    """reduce_scatter, and matmul_reduce_scatter, maybe with a gather beside it. Operands: a, and b, bias, left, x,
+    residual; a, b, left.
     """
 
     def __init__(self, on: Verbs, task: Task) -> None:
         M, N = task.moved
         self._task, self._multiplies, self._gathers = task, task.op.multiplies, task.has(4)
+        self._adds = task.adds
         self._scatter = on.scatter(
             task.sizes, N if task.dim == 0 else M, task.dim, to_all=False, multiplies=self._multiplies
         )
@@ -91,7 +93,8 @@ class Scattering:
     def _finish(self, operands: Operands) -> list[Tensor]:
         if not self._multiplies:
             return [self._scatter.sum(PLAIN, own=operands[0], last=True)]
-        out = self._scatter.sum(Epilogue(operands[2]), own=None, last=not self._gathers)
+        epilogue = Epilogue(operands[2], operands[5] if self._adds else None)
+        out = self._scatter.sum(epilogue, own=None, last=not self._gathers)
         if not self._gathers:
             return [out]
         lefts = [operands[3], *(left for _, _, left in self._task.blocks(operands))]
@@ -101,13 +104,15 @@ class Scattering:
 
 
 class Reducing:
-    """all_reduce and matmul_all_reduce: one-shot, or a scatter and a gather of its sums. Operands: a, and b, bias; a,
-    b.
+    """all_reduce and matmul_all_reduce: one-shot, or a scatter and a gather of its sums. Operands: a, and b, bias,
+    residual; a, b.
     """
 
     def __init__(self, on: Verbs, task: Task) -> None:
         M, N = task.moved
-        self._task, self._multiplies = task, task.op.multiplies
+        self._task, self._multiplies, self._adds = task, task.op.multiplies, task.adds
+        # Of the sum, what this rank adds up.
+        self._part = slice(0, None)
         if on.one_shot(task):
             self._scatter = on.scatter((M,), N, 0, to_all=True, multiplies=self._multiplies)
             self.stages: tuple[Any, ...] = self._start, self._sum
@@ -129,7 +134,9 @@ class Reducing:
 
     def _given(self, operands: Operands) -> tuple[Epilogue, Tensor | None]:
         # The epilogue, and what was put.
-        return (Epilogue(operands[2]), None) if self._multiplies else (PLAIN, operands[0])
+        if not self._multiplies:
+            return PLAIN, operands[0]
+        return Epilogue(operands[2], operands[3][self._part] if self._adds else None), None
 
     def _sum(self, operands: Operands) -> list[Tensor]:
         epilogue, own = self._given(operands)

@@ -146,9 +146,9 @@ class Scatter:
                 out = _c10d.wait_tensor(_c10d.all_reduce_(terms, "sum", self._on.group_name))
         else:
             out = terms
-        if (bias := epilogue.bias) is None:
-            return out
-        return out.add_(bias[self._begins[rank] : self._begins[rank + 1]] if self._dim == 1 else bias)
+        if (bias := epilogue.bias) is not None:
+            out.add_(bias[self._begins[rank] : self._begins[rank + 1]] if self._dim == 1 else bias)
+        return out if epilogue.residual is None else out.add_(epilogue.residual)
 
     def _reduced(self, terms: Tensor) -> Tensor:
         num_ranks = self._on.world_size

@@ -21,9 +21,17 @@ Operands = Sequence[Any]
 
 
 class Epilogue(NamedTuple):
-    """What is done where a result is rounded: a bias is added, one element for each column of the result asked for."""
+    """What is done where a result is rounded: a bias is added, one element for each column of the result asked for, and
+    a residual, which lies as this rank's part of the result.
+
+    activation: of a product, or a gated one of two, which has one result ("" for none). If it `keeps` them, the
+    products themselves are results too, behind the others.
+    """
 
     bias: Tensor | None = None
+    residual: Tensor | None = None
+    activation: str = ""
+    keeps: bool = False
 
 
 PLAIN = Epilogue()
@@ -52,7 +60,7 @@ class Gather(Protocol):
         """Send this rank's part now, beside what is issued next."""
 
     def multiply(self, x: Tensor, products: Sequence[Product]) -> list[Tensor]:
-        """The products, as parts arrive. The op ends with it."""
+        """The products, as parts arrive, with their epilogues, whose activation is the same. The op ends with it."""
 
     def whole(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """All ranks' parts, in `out`, which has the own one, or in a new tensor. The op ends with it."""

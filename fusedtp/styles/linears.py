@@ -31,9 +31,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.utils.parametrize import is_parametrized
 
-from .. import functional, groups
-from ..calls import arguments, dispatch, eager
-from ..layers import replicated_problem
+from .. import groups
+from ..calls import arguments, dispatch, eager, problems
 from ..shards import chunk_sizes
 
 
@@ -129,10 +128,10 @@ def columns(linears: Sequence[FusedColwiseLinear], input: Tensor) -> list[Tensor
     # A parameter's gradient has its own layout: whole where it is replicated, because backward has reduced it.
     ours = weight, bias, to.group
     if isinstance(placement, Shard):
-        describe = functional.all_gather_problem
+        describe = problems.all_gather_problem
         ys = eager.of_parameters(describe, x, *ours, placement.dim, sizes, to.schedule, to.debug, to.producer)
     else:
-        ys = eager.of_parameters(replicated_problem, x, *ours, to.schedule, to.debug)
+        ys = eager.of_parameters(problems.replicated_problem, x, *ours, to.schedule, to.debug)
     outs = ys if isinstance(ys, tuple) else (ys,)
     return [
         each.layouts.hand_out(y, Shard(-1), (*y.shape[:-1], each.out_features))
@@ -152,10 +151,10 @@ class FusedRowwiseLinear(nn.Linear):
         shape = (*x.shape[:-1], self.out_features)
         made = positive(to.output, x.ndim)
         if isinstance(made, Shard):
-            describe, sizes = functional.reduce_scatter_problem, to.sizes(shape[made.dim])
+            describe, sizes = problems.reduce_scatter_problem, to.sizes(shape[made.dim])
             y = eager.of_parameters(describe, x, *ours, made.dim, sizes, to.schedule, to.debug, to.producer)
         else:
-            y = eager.of_parameters(functional.all_reduce_problem, x, *ours, to.schedule, "auto", to.debug)
+            y = eager.of_parameters(problems.all_reduce_problem, x, *ours, to.schedule, "auto", to.debug)
         return to.hand_out(y, made, shape)
 
 

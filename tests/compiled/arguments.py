@@ -12,7 +12,7 @@ _TUPLES = {
     "a": ("operands", "Left"), "b": ("operands", "Right"), "c": ("operands", "Result"),
     "epilogue": ("operands", "Epilogue"),
     "tiles": ("operands", "Tiles"), "chunks": ("gather_matmul", "Chunks"), "group": ("signal", "Group"),
-    "x": ("push", "Rows"), "out": ("push", "Rows"),
+    "x": ("push", "Rows"), "out": ("push", "Rows"), "residual": ("operands", "Result"),
 }  # fmt: skip
 
 
@@ -20,8 +20,10 @@ def name_of(argument: str, field: str) -> str:
     """One field's: `stride_am` is A's from row to row."""
     if field.startswith("stride_"):
         return f"stride_{argument[0]}{field[-1]}"
-    if field in ("ptr", "desc", "bias"):
-        return f"{argument}_{field}" if field != "bias" else "bias_ptr"
+    if field in ("ptr", "desc"):
+        return f"{argument}_{field}"
+    if field in ("bias", "z"):
+        return f"{field}_ptr"
     if field == "BY":
         return f"{argument.upper()}_BY"
     if field == "cols" and argument == "a":
@@ -29,14 +31,15 @@ def name_of(argument: str, field: str) -> str:
     return field
 
 
-def named(kernel: Any, package: str, blocks: int = 0) -> dict[str, Any]:
+def named(kernel: Any, package: str, blocks: int = 0, adds: bool = False) -> dict[str, Any]:
     """What a kernel is given, by argument: the name of each value, in tuples as the launchers make them. blocks: how
-    many further B there are.
+    many further B there are. adds: whether there is a residual.
     """
     own = {"a": ("gather_matmul", "Shard")} if "chunks" in kernel.arg_names else {}
 
     def tuple_of(argument: str, cls: Any) -> Any:
-        return cls(*(name_of(argument, field) for field in cls._fields))
+        fields = {field: name_of(argument, field) for field in cls._fields}
+        return cls(**fields | ({"residual": of("residual")} if adds and "residual" in fields else {}))
 
     def of(argument: str) -> Any:
         if argument == "more":
@@ -45,9 +48,9 @@ def named(kernel: Any, package: str, blocks: int = 0) -> dict[str, Any]:
             result = tuple_of("c", of_package.Result)
             # Where columns lie side by side there is one A; where products are added, one result, in arenas.
             block = (
-                of_package.Block("none", right, result, "bias_ptr", "END")
+                of_package.Block("none", right, result, "bias_ptr", "z_ptr", "END")
                 if own
-                else of_package.Block(left, right, "none", "none", "END")
+                else of_package.Block(left, right, "none", "none", "none", "END")
             )
             return of_package.More((block,) * blocks, "COUNT", "A_UNIT", "B_UNIT", "C_UNIT")
         if argument not in _TUPLES:

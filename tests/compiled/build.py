@@ -77,6 +77,8 @@ def config_of(case: Case) -> Any:
 
 def limit_of(case: Case) -> str:
     """Which limit of registers holds for a case, as the launchers choose it."""
+    if case.all_flags.get("ACTIVATION"):
+        return "activated"
     if VARIANTS[case.variant].more:
         return ""
     if case.aligned == ():
@@ -106,6 +108,8 @@ def is_flattened(case: Case) -> bool:
     from fusedtp.kernels.launch import flattened
 
     if VARIANTS[case.variant].module == "matmul_scatter" or case.all_flags.get("CONTRACTION"):
+        return False
+    if case.all_flags.get("ACTIVATION"):
         return False
     return case.flatten and flattened(config_of(case), case.a_by, case.b_by)
 
@@ -137,12 +141,15 @@ def compile_case(case: Case, package: str = PACKAGE, options: dict[str, int] | N
         "stride_am" if turned else "stride_ak": 1,
         "stride_bn" if case.b_by == "rows" else "stride_bk": 1,
         "stride_xn": 1,
-        **dict.fromkeys(("stride_cm", "stride_om") if variant.transposed else ("stride_cn", "stride_on"), 1),
+        **dict.fromkeys([f"stride_{name}{'m' if variant.transposed else 'n'}" for name in "cor"], 1),
         **{name: None for name, (by, _) in described.items() if by == "pointers"}, **_GROUP,
-        "none": None, "END": 0, **_units(case), **flags,
+        "none": None, "residual": None, "z_ptr": None, "ACTIVATION": "", "GATED": False, "END": 0,
+        **_units(case), **{name: value for name, value in flags.items() if name != "KEEPS"},
     }  # fmt: skip
     others = {"table": "*i32", "peers": "*i64", "half_bytes": "i64", "fingerprint": "i64"}
-    trees, places, types = named(fn, package, variant.more), {}, {}
+    if flags.get("KEEPS"):
+        del known["z_ptr"]
+    trees, places, types = named(fn, package, variant.more, variant.adds), {}, {}
 
     def type_of(path: Place, name: str) -> str:
         places[path] = name

@@ -32,7 +32,8 @@ DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 @dataclass(frozen=True)
 class Variant:
     """A kernel with its flags: whether it multiplies, at how many places of its source it waits and raises, and whether
-    the columns of its result are contiguous, not the rows. more: how many B it has beside the first.
+    the columns of its result are contiguous, not the rows. more: how many B it has beside the first. adds: whether it
+    adds a residual.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Variant:
     raises: int = 0
     transposed: bool = False
     more: int = 0
+    adds: bool = False
 
 
 def _variants() -> dict[str, Variant]:
@@ -72,6 +74,14 @@ def _variants() -> dict[str, Variant]:
             gather | {"IN_PLACE": False}, True, 2, 2),
         Variant("gather rows transposed", "gather_matmul", "_gather_matmul_kernel",
             gather | {"PER_ROW": True}, True, 2, 2, transposed=True),
+        Variant("gather rows, gelu", "gather_matmul", "_gather_matmul_kernel", gather | {"ACTIVATION": "gelu"}, True,
+            2, 2),
+        Variant("gather rows, gelu, kept", "gather_matmul", "_gather_matmul_kernel",
+            gather | {"ACTIVATION": "gelu", "KEEPS": True}, True, 2, 2),
+        Variant("gather rows, swiglu", "gather_matmul", "_gather_matmul_kernel",
+            gather | {"ACTIVATION": "silu", "GATED": True}, True, 2, 2, more=1),
+        Variant("gather rows, swiglu, kept", "gather_matmul", "_gather_matmul_kernel",
+            gather | {"ACTIVATION": "silu", "GATED": True, "KEEPS": True}, True, 2, 2, more=1),
         Variant("gather rows, three weights", "gather_matmul", "_gather_matmul_kernel", gather, True, 2, 2, more=2),
         Variant("gather contraction, three weights", "gather_matmul", "_gather_matmul_kernel",
             gather | {"CONTRACTION": True}, True, 2, 2, more=2),
@@ -95,6 +105,7 @@ def _variants() -> dict[str, Variant]:
             "PER_TILE": False, "BROADCAST": True, "bias_ptr": None, "LAST": False}, False, 1, 1),
         Variant("reduce transposed", "reduce", "_reduce_kernel", reduce | {"PER_ROW": True, "ALIGNED": True}, False, 2,
             transposed=True),
+        Variant("reduce, residual", "reduce", "_reduce_kernel", reduce, False, 2, adds=True),
         Variant("ring all-reduce", "ring", "_ring_kernel", ring, False, 3, 4),
         Variant("ring all-gather", "ring", "_ring_kernel", ring | {"REDUCE": False}, False, 2, 3),
         Variant("ring reduce-scatter", "ring", "_ring_kernel", ring | {"GATHER": False}, False, 2, 2),
@@ -145,7 +156,8 @@ class Case:
 def plain(case: Case) -> Case:
     """The matmul that a fused one is compared with: the same tile, read alike, with as many loops."""
     variant = "matmul transposed" if VARIANTS[case.variant].transposed else "matmul"
-    return replace(case, variant=variant, flags=(), flatten=case.flatten and not case.variant.startswith("scatter"))
+    flatten = case.flatten and not case.variant.startswith("scatter") and not case.all_flags.get("ACTIVATION")
+    return replace(case, variant=variant, flags=(), flatten=flatten)
 
 
 def cases() -> list[Case]:
@@ -164,7 +176,8 @@ def cases() -> list[Case]:
             elif not variant.multiplies:
                 # A collective's tile, and the widest.
                 found.append(of(name, shape="few columns"))
-                if name in ("collect pieces", "reduce", "reduce transposed", "reduce pieces and broadcast"):
+                if name in ("collect pieces", "reduce", "reduce, residual", "reduce transposed",
+                    "reduce pieces and broadcast"):  # fmt: skip
                     found += [of(name), of(name, shape="few rows")]
             elif name.endswith("in pieces"):
                 found.append(main(name))

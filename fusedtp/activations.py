@@ -1,0 +1,68 @@
+"""The activations that an op can end with, on tensors: what is made of its products z, and of a gradient.
+
+    relu, gelu, gelu_tanh, silu    y = f(z)            dz = dy * f'(z)
+    swiglu, geglu                  y = f(gate) * up    dgate = dy * up * f'(gate), dup = dy * f(gate)
+
+gelu is the exact one, gelu_tanh its approximation; swiglu's f is silu, geglu's gelu; `op` has the names. Gradients are
+torch's own formulas. What relu's needs is to be seen in y; the others need the products.
+
+The library has rounded z when it hands it over. A kernel of ours has z as a sum in float32 and does not round it first,
+but for a gate, which it puts down until `up` is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .op import GATED
+
+_aten = torch.ops.aten
+
+
+def _approximate(name: str) -> str:
+    return "tanh" if name == "gelu_tanh" else "none"
+
+
+def apply(name: str, zs: Sequence[Tensor], out: Tensor) -> Tensor:
+    """y of z, or of gate and up, into `out`, which may be the first of them; outside of any graph."""
+    function = GATED.get(name, name)
+    if function == "relu":
+        torch.clamp_min(zs[0], 0, out=out)
+    elif function == "silu":
+        _aten.silu.out(zs[0], out=out)
+    else:
+        _aten.gelu.out(zs[0], approximate=_approximate(function), out=out)
+    return out.mul_(zs[1]) if name in GATED else out
+
+
+def _of(function: str, z: Tensor) -> Tensor:
+    if function == "relu":
+        return F.relu(z)
+    return F.silu(z) if function == "silu" else F.gelu(z, approximate=_approximate(function))
+
+
+def of(name: str, zs: Sequence[Tensor]) -> list[Tensor]:
+    """Every y, differentiable: one of each z, or one of gate and up."""
+    if name in GATED:
+        return [_of(GATED[name], zs[0]) * zs[1]]
+    return [_of(name, z) for z in zs]
+
+
+def _backward(function: str, dy: Tensor, kept: Tensor) -> Tensor:
+    if function == "relu":
+        return _aten.threshold_backward(dy, kept, 0)  # type: ignore[no-any-return]
+    if function == "silu":
+        return _aten.silu_backward(dy, kept)  # type: ignore[no-any-return]
+    return _aten.gelu_backward(dy, kept, approximate=_approximate(function))  # type: ignore[no-any-return]
+
+
+def gradients(name: str, dys: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
+    """dz of every product. kept: the products, of relu the results."""
+    if name not in GATED:
+        return [_backward(name, dy, each) for dy, each in zip(dys, kept, strict=True)]
+    function, (gate, up), (dy,) = GATED[name], kept, dys
+    return [_backward(function, dy * up, gate), dy * _of(function, gate)]

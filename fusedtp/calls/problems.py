@@ -1,0 +1,172 @@
+"""What the linear functions and layers ask for: arguments checked, then written down for `call`, one function for each.
+
+They run once for all calls that are alike, and in graphs that a compiler traces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..op import MATMUL_ALL_REDUCE
+from . import arguments
+from .arguments import Biases, Weights
+from .call import described
+
+# Settings and numbers: what `call.of` takes.
+Described: TypeAlias = tuple[str, Sequence[int]]
+
+
+def flat(splits: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The lengths of every dim that is split unevenly, each with their number before them, in one tuple."""
+    return tuple(number for split in splits for number in (len(split), *split))
+
+
+def layer(
+    x: Tensor,
+    weight: Weights,
+    spec: str,
+    splits: Mapping[str, tuple[int, ...]],
+    group: ProcessGroup,
+    schedule: str,
+    debug: bool,
+    algorithm: str = "auto",
+    producer: str = "auto",
+    activation: str | None = None,
+) -> Described:
+    """What `call.of` takes, for a spec over axis X with the dims of `layer_spec`.
+
+    splits: the ranks' lengths of the dims that are split; the other dims have this rank's lengths.
+    """
+    # Nothing is parsed here, torch.compile could not trace it.
+    widths = [each.shape[0] for each in weight] if isinstance(weight, tuple) else []
+    num_out = sum(widths) if isinstance(weight, tuple) else weight.shape[0]
+    local = {f"R{i}": length for i, length in enumerate(x.shape[:-1])} | {"K": x.shape[-1], "N": num_out}
+    lengths = [sum(splits[name]) if name in splits else local[name] for name in local]
+    arguments.check_reach(schedule, x, [group], lengths)
+    settings = described(
+        spec, [group.group_name], [group.rank()], schedule=schedule, algorithm=algorithm, debug=debug,
+        producer=producer, activation=activation or "",
+    )  # fmt: skip
+    return settings, (*lengths, *flat([splits.get(name, ()) for name in local]), *widths)
+
+
+def layer_spec(x: Tensor, dim: int | None, contraction: str, weight: str, columns: str, *, x_split: bool) -> str:
+    """ "[.., R1_X, .., K] @ .. -> ..": dim `dim` of x's rows is split in x (x_split) or in the result."""
+    rows = [f"R{i}" for i in range(x.ndim - 1)]
+    cut = [f"{name}_X" if i == dim else name for i, name in enumerate(rows)]
+    before, after = (cut, rows) if x_split else (rows, cut)
+    return f"[{', '.join((*before, contraction))}] @ [{weight}] -> [{', '.join((*after, columns))}]"
+
+
+def all_gather_problem(
+    x: Tensor,
+    weight: Weights,
+    bias: Biases,
+    group: ProcessGroup,
+    gather_dim: int,
+    sizes: Sequence[int] | None,
+    schedule: str,
+    debug: bool,
+    producer: str = "auto",
+    *,
+    activation: str | None = None,
+) -> Described:
+    """`all_gather_linear`, checked and described for `call`."""
+    arguments.check_linears(x, weight, bias, schedule, debug, producer=producer)
+    dim = arguments.dim("gather_dim", gather_dim, x)
+    sizes = arguments.gather_sizes(sizes, group, x.shape[dim])
+    on_features = dim == x.ndim - 1
+    num_in, who = (sum(sizes), "x has in all") if on_features else (x.shape[-1], "x has")
+    num_out = arguments.check_all_features(num_in, who, weight)
+    arguments.check_activation(activation, weight)
+    splits = {"N": (num_out,) * group.size(), "K" if on_features else f"R{dim}": sizes}
+    spec = layer_spec(x, None if on_features else dim, "K_X" if on_features else "K", "K, N_X", "N_X", x_split=True)
+    return layer(x, weight, spec, splits, group, schedule, debug, producer=producer, activation=activation)
+
+
+def reduce_scatter_problem(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: ProcessGroup,
+    scatter_dim: int,
+    sizes: Sequence[int] | None,
+    schedule: str,
+    debug: bool,
+    producer: str = "auto",
+    *,
+    residual: Tensor | None = None,
+) -> Described:
+    """`linear_reduce_scatter`, checked and described for `call`."""
+    arguments.check_linear(x, weight, bias, schedule, debug, producer=producer)
+    arguments.check_features(x.shape[-1], "x has", weight)
+    dim = arguments.dim("scatter_dim", scatter_dim, x)
+    on_features = dim == x.ndim - 1
+    sizes = arguments.scatter_sizes(sizes, group, weight.shape[0] if on_features else x.shape[dim])
+    shape = [*x.shape[:-1], weight.shape[0]]
+    shape[dim] = sizes[group.rank()]
+    arguments.check_residual(residual, x, shape)
+    splits = {"K": (x.shape[-1],) * group.size(), "N" if on_features else f"R{dim}": sizes}
+    spec = layer_spec(x, None if on_features else dim, "K_X", "K_X, N", "N_X" if on_features else "N", x_split=False)
+    return layer(x, weight, spec, splits, group, schedule, debug, producer=producer)
+
+
+def all_reduce_problem(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, schedule: str, algorithm: str, debug: bool,
+    *, residual: Tensor | None = None,
+) -> Described:  # fmt: skip
+    """`linear_all_reduce`, checked and described for `call`."""
+    arguments.check_linear(x, weight, bias, schedule, debug)
+    arguments.check_features(x.shape[-1], "x has", weight)
+    arguments.check_algorithm(MATMUL_ALL_REDUCE, algorithm, schedule, x)
+    arguments.check_residual(residual, x, [*x.shape[:-1], weight.shape[0]])
+    splits = {"K": (x.shape[-1],) * group.size()}
+    spec = layer_spec(x, None, "K_X", "K_X, N", "N", x_split=False)
+    return layer(x, weight, spec, splits, group, schedule, debug, algorithm)
+
+
+def fsdp_problem(
+    x: Tensor,
+    weight_shard: Tensor,
+    bias: Tensor | None,
+    group: ProcessGroup,
+    sizes: Sequence[int] | None,
+    schedule: str,
+    debug: bool,
+    producer: str = "auto",
+    *,
+    activation: str | None = None,
+) -> Described:
+    """`fsdp_linear`, checked and described for `call`."""
+    arguments.check_tensor("weight_shard", weight_shard)
+    arguments.check_matrix(weight_shard, "weight_shard")
+    sizes = arguments.gather_sizes(sizes, group, weight_shard.shape[0])
+    arguments.check_linear(
+        x, weight_shard, bias, schedule, debug, num_out=sum(sizes), name="weight_shard", producer=producer
+    )
+    arguments.check_features(x.shape[-1], "x has", weight_shard, "weight_shard")
+    arguments.check_activation(activation, weight_shard)
+    splits = {"N": sizes, "R0": (x.shape[0],) * group.size()}
+    spec = layer_spec(x, 0, "K", "K, N_X", "N", x_split=True).replace("-> [R0,", "-> [R0_X,")
+    return layer(x, weight_shard, spec, splits, group, schedule, debug, producer=producer, activation=activation)
+
+
+def replicated_problem(
+    x: Tensor, weight: Weights, bias: Biases, group: ProcessGroup, schedule: str, debug: bool,
+    *, activation: str | None = None,
+) -> Described:  # fmt: skip
+    """`F.linear` of an x that is whole on every rank and a weight and bias that are this rank's columns, for `call`.
+
+    x [..., K], weight [N_r, K], bias [N_r] -> [..., N_r]. Nothing is sent; backward all-reduces dx. Errors as in
+    `all_gather_linear`.
+    """
+    arguments.check_linears(x, weight, bias, schedule, debug)
+    num_out = arguments.check_all_features(x.shape[-1], "x has", weight)
+    arguments.check_activation(activation, weight)
+    splits = {"N": (num_out,) * group.size()}
+    spec = layer_spec(x, None, "K", "K, N_X", "N_X", x_split=True)
+    return layer(x, weight, spec, splits, group, schedule, debug, activation=activation)

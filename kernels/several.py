@@ -1,0 +1,108 @@
+"""Hooks of a matmul with several B: tiles of all of them lie side by side, each B's from a tile of its own on.
+
+With a gated activation there are two of as many columns, gate and up. The program that makes a tile of up has made the
+gate's tile of the same place just before: it has stored the gate where it is kept, or where the result goes, and loads
+it again behind a barrier, as not every compiler gives a tile's elements to the same threads both times.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .matmul import Tile, activated, b_whole, bias_at, halves, or_nan, round_to, unit, widened
+from .operands import Columns
+from .signal import cdiv
+
+
+@triton.jit
+def tile_columns(ctx):
+    """How many columns of tiles the results have, side by side."""
+    count = cdiv(ctx.b.N, ctx.tiles.BLOCK_N)
+    for i in tl.static_range(ctx.more.COUNT):
+        count += cdiv(ctx.more.blocks[i].b.N, ctx.tiles.BLOCK_N)
+    return count
+
+
+@triton.jit
+def b_of_tile(ctx, tile, i):
+    """B's columns of a tile, of the B that it belongs to."""
+    if ctx.more.COUNT == 0:
+        return b_whole(ctx, tile, i)
+    else:
+        N = ctx.b.N
+        col = tile.col
+        first = cdiv(N, ctx.tiles.BLOCK_N) * ctx.tiles.BLOCK_N
+        if ctx.b.BY == "pointers":
+            source = ctx.b.ptr
+            stride_k, stride_n = widened(ctx.b.stride_k), widened(ctx.b.stride_n)
+        else:
+            source = ctx.b.desc
+            stride_k, stride_n = widened(0), widened(0)
+        for j in tl.static_range(ctx.more.COUNT):
+            if tile.col >= first:
+                N = ctx.more.blocks[j].b.N
+                col = tile.col - first
+                if ctx.b.BY == "pointers":
+                    source = ctx.more.blocks[j].b.ptr
+                    stride_k = widened(ctx.more.blocks[j].b.stride_k)
+                    stride_n = widened(ctx.more.blocks[j].b.stride_n)
+                else:
+                    source = ctx.more.blocks[j].b.desc
+            first += cdiv(ctx.more.blocks[j].b.N, ctx.tiles.BLOCK_N) * ctx.tiles.BLOCK_N
+        return Columns(source, unit(stride_k, ctx.more.B_UNIT == 0), unit(stride_n, ctx.more.B_UNIT == 1), N, col)
+
+
+@triton.jit
+def first_of(index, num_programs):
+    """Of the index-th tile, the gate's tile of the same place, and whether it is up's instead."""
+    turn = index // num_programs
+    return turn // 2 * num_programs + index % num_programs, turn % 2
+
+
+@triton.jit
+def end_of_pairs(pid, num_pairs, num_programs):
+    """The end of a program's tiles if it makes two for each of pid, pid + num_programs, .. below num_pairs."""
+    return pid + 2 * cdiv(max(num_pairs - pid, 0), num_programs) * num_programs
+
+
+@triton.jit
+def beside(ctx, tile, is_up):
+    """The gate's tile, or up's of the same place."""
+    first = cdiv(ctx.b.N, ctx.tiles.BLOCK_N) * ctx.tiles.BLOCK_N
+    return Tile(tile.chunk, tile.begin, tile.index, tile.row, tile.rows, tile.col + is_up * first)
+
+
+@triton.jit
+def store_gated(c, z, N, epilogue, tiles, row, col, left, acc, ok, is_up):
+    """Store a tile of the gate, or of the result once it has been multiplied with up's.
+
+    z: what takes this tile if gate and up are kept, epilogue.z being the gate's.
+    """
+    tl.debug_barrier()
+    first, second = halves(acc, tiles.BLOCK_M, tiles.BLOCK_N)
+    COLS: tl.constexpr = tiles.BLOCK_N // 2
+    _store_columns(c, z, N, epilogue, tiles, row, col, left, first, ok, is_up, COLS)
+    _store_columns(c, z, N, epilogue, tiles, row, col + COLS, left, second, ok, is_up, COLS)
+
+
+@triton.jit
+def _store_columns(c, z, N, epilogue, tiles, row, col, left, acc, ok, is_up, COLS: tl.constexpr):
+    offs_m = tl.arange(0, tiles.BLOCK_M)
+    offs_n = col + tl.arange(0, COLS)
+    mask = (offs_m < left)[:, None] & (offs_n < N)[None, :]
+    rows = (row + offs_m).to(tl.int64)
+    if epilogue.bias is not None:
+        acc += bias_at(epilogue, offs_n, offs_n < N)[None, :]
+    acc = or_nan(acc, ok)
+    at = rows[:, None] * c.stride_m + offs_n[None, :].to(tl.int64) * c.stride_n
+    dtype: tl.constexpr = c.ptr.dtype.element_ty
+    up = mask & (is_up != 0)
+    if epilogue.z is not None:
+        tl.store(z + at, round_to(acc, dtype, tiles.UPCAST), mask=mask)
+        gate = tl.load(epilogue.z + at, mask=up, other=0.0).to(tl.float32)
+        tl.store(c.ptr + at, round_to(activated(gate, epilogue.ACTIVATION) * acc, dtype, tiles.UPCAST), mask=up)
+    else:
+        gate = tl.load(c.ptr + at, mask=up, other=0.0).to(tl.float32)
+        made = tl.where(is_up != 0, activated(gate, epilogue.ACTIVATION) * acc, acc)
+        tl.store(c.ptr + at, round_to(made, dtype, tiles.UPCAST), mask=mask)
