@@ -172,7 +172,10 @@ def gathered(group: ProcessGroup, schedule: str, *of: Any) -> None:
     _gathered(group, schedule, *of)
     if schedule == "decomposed" and group.size() > 1:
         with mock.patch.object(decomposed, "FEW_ROWS", 0):
+            # What is known of these calls goes with the memory.
+            fusedtp.destroy()
             _gathered(group, schedule, *of)
+        fusedtp.destroy()
 
 
 def _gathered(group: ProcessGroup, schedule: str, *of: Any) -> None:
