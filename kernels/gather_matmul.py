@@ -325,8 +325,8 @@ class GatherMatmul:
         more: Sequence[Further] = (),
     ) -> None:
         """Launch it. With `pushed` the pieces of `piece_rows` rows are already under way; else config.pushers of the
-        kernel's programs push them, or fewer if there are fewer pieces. `last` ends the epoch. more: all
-        biases run along columns, and there is one for each b or none.
+        kernel's programs push them, or fewer if there are fewer pieces. `last` ends the epoch. With `more` all biases
+        run along columns, and there is one for each b or none.
         """
         key = [
             a.dtype, a.shape, a.stride(), a.data_ptr() % 16, b.shape, b.stride(), b.data_ptr() % 16, c.stride(),

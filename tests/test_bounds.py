@@ -29,7 +29,7 @@ NO_BIAS = operands.epilogue_of(None, per_row=False)
 PLANTED = [
     (
         "_gather_matmul_kernel stores 4 bytes", "gather rows",
-        Edit(matmul, "store_rows", "(offs_n < N)[None", "(offs_n <= N)[None"),
+        Edit(matmul, "_store_columns", "(offs_n < N)[None", "(offs_n <= N)[None"),
     ),
     (
         # The next column of another rank's shard, between the rows of this one.
@@ -79,7 +79,7 @@ def test_between_the_rows_of_a_slice_is_outside() -> None:
     with Bounds() as bounds:
         matmul.matmul(a, b, c, NO_BIAS, config=INTERPRETER, upcast=True)
         assert bounds.accesses > 0
-        stride = Edit(matmul, "store_rows", "* c.stride_m", "* N")
+        stride = Edit(matmul, "_store_columns", "* c.stride_m", "* N")
         with planted(Mutant("", "", (stride,))), pytest.raises(InterpreterError, match="one of 6 places of 15 outside"):
             matmul.matmul(a, b, c, NO_BIAS, config=INTERPRETER, upcast=True)
 

@@ -199,7 +199,7 @@ def drawn(schedule: str) -> Iterator[tuple[Any, ...]]:
     for i, name in enumerate(ACTIVATIONS):
         # Two tiles of columns: several pairs for one program.
         widths = (70, 70) if name in GATED else ((5, 70), (70,))[i % 2]
-        yield name, dtypes[(i + i // 3) % len(dtypes)], *dims[i % 3], widths, i % 3 != 0
+        yield name, dtypes[(i + 2 * (i // 3)) % len(dtypes)], *dims[i % 3], widths, i % 3 != 0
 
 
 @pytest.mark.parametrize(

@@ -262,7 +262,7 @@ def test_a_sum_on_a_gpu_is_one_launch_a_term(num_ranks: int) -> None:
     parts = [torch.empty(8192 // num_ranks, 8192, dtype=torch.bfloat16, device="meta") for _ in range(num_ranks)]
     out = torch.empty_like(parts[0])
     with Count() as count:
-        decomposed._sum_into(parts, None, out)
+        decomposed._sum_into(parts, None, None, out)
     # Widened, added, and rounded into the result.
     assert count.num_ops <= num_ranks + 2
 

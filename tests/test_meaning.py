@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -88,11 +89,9 @@ def amid(group: ProcessGroup, late: int) -> tuple[bool, str]:
     x, w = torch.ones(6, 5), torch.ones(4, 5)
     with mock.patch.object(HostSteps, "leave", leave_late if rank == late else leave):
         y = fusedtp.linear_all_reduce(x, w, group=group, schedule="decomposed")
+    call = partial(fusedtp.all_gather_linear, x, w) if rank == 1 else partial(fusedtp.all_reduce, x, algorithm="ring")
     with pytest.raises(fusedtp.RanksDisagree) as caught:
-        if rank == 1:
-            fusedtp.all_gather_linear(x, w, group=group, schedule="fused")
-        else:
-            fusedtp.all_reduce(x, group=group, schedule="fused", algorithm="ring")
+        call(group=group, schedule="fused")
     fusedtp.destroy(group)
     return torch.equal(y, torch.full((6, 4), 5.0 * group.size())), str(caught.value)
 
