@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from .store import Row
 
 
+# As people write them, and what they are.
+_SHORT = {"fp8": "float8_e4m3fn", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
 # More than the GPUs of a machine: a process each.
 MAX_RANKS = 256
 
@@ -37,6 +40,16 @@ def names(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]:
     if unknown or not found:
         raise typer.BadParameter(f"{what} must be among {', '.join(known)}, got {text!r}")
     return found
+
+
+def dtype(text: str) -> str:
+    """A dtype's name, also of a short one: fp8."""
+    return _SHORT.get(text.strip(), text.strip())
+
+
+def dtypes(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]:
+    """`names` of dtypes, short or long."""
+    return names(",".join(map(dtype, text.split(","))), known, what)
 
 
 def numbers(text: str, what: str, most: int = 2**31 - 1) -> tuple[int, ...]:

@@ -2,7 +2,8 @@
 
     dtensor         torch's tensor-parallel styles, ColwiseParallel(input_layouts=Shard(0)) and
                     RowwiseParallel(output_layouts=Shard(0)), on one nn.Linear; its forward keeps the gathered x
-    torch_symm_mem  torch.ops.symm_mem.fused_all_gather_matmul and fused_matmul_reduce_scatter; they have no gradient
+    torch_symm_mem  torch.ops.symm_mem.fused_all_gather_matmul and fused_matmul_reduce_scatter, of float8 those with
+                    scaled_matmul in their names; they have no gradient
     async_tp        functional collectives and matmuls through torch.compile with _micro_pipeline_tp; refused unless the
                     compiled code really calls torch's fused ops
 
@@ -17,6 +18,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+
+from fusedtp.scaled import Scaled
 
 from .cases import BASELINES, Case
 from .operands import Operands, Runner, passes
@@ -43,7 +46,18 @@ def missing(variant: str, case: Case, direction: str, num_gpus: int) -> str:
         return "its fused ops have no gradient"
     if not case.even:
         return "it splits uneven lengths otherwise than torch.tensor_split"
+    if case.is_float8 and variant != "torch_symm_mem":
+        return "it takes no float8 operands with scales"
+    if case.is_float8 and not _scaled_mm_takes(case):
+        return "torch's scaled matmul wants multiples of 16"
     return ""
+
+
+def _scaled_mm_takes(case: Case) -> bool:
+    # Of the lengths that a rank multiplies.
+    n = case.world_size
+    K, N = (case.K, case.N // n) if case.kind == "gather" else (case.K // n, case.N)
+    return K % 16 == N % 16 == 0
 
 
 def runner(operands: Operands, group: ProcessGroup, variant: str, direction: str) -> Runner:
@@ -86,6 +100,8 @@ def _enable_symm_mem(group: ProcessGroup) -> None:
 def _symm_mem(operands: Operands, group: ProcessGroup, direction: str) -> Runner:
     _enable_symm_mem(group)
     name = group.group_name
+    if operands.case.is_float8:
+        return _scaled_symm_mem(operands, name)
 
     def gather(x: Tensor, w: Tensor) -> Tensor:
         _, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [w.t()], 0, name, return_A=False)
@@ -96,6 +112,24 @@ def _symm_mem(operands: Operands, group: ProcessGroup, direction: str) -> Runner
 
     call = gather if operands.gathers else scatter
     return passes(call, operands.x, operands.w, operands, direction)
+
+
+def _scaled_symm_mem(operands: Operands, name: str) -> Runner:
+    # Forward alone. w's scales, one a row, are those of the columns of w.t().
+    M, N, out = operands.case.M, operands.case.N, operands.dtype
+
+    def gather(x: Scaled, w: Scaled) -> Tensor:
+        _, (y,) = torch.ops.symm_mem.fused_all_gather_scaled_matmul(
+            x.data, [w.data.t()], x.scale, [w.scale.t()], 0, name, [None], [None], [out], [False]
+        )
+        return y  # type: ignore[no-any-return]
+
+    def scatter(x: Scaled, w: Scaled) -> Tensor:
+        return torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter(  # type: ignore[no-any-return]
+            x.data, w.data.t(), x.scale, w.scale.t(), "sum", 0, 0, name, [M, N], out_dtype=out
+        )
+
+    return passes(gather if operands.gathers else scatter, operands.x, operands.w, operands, "forward")
 
 
 def _async_tp(operands: Operands, group: ProcessGroup, direction: str) -> Runner:

@@ -8,6 +8,8 @@ Sizes are global, y[M, N] = x[M, K] @ w[N, K].T over W ranks:
 
 Backward is the gradient of both operands, dx = dy @ w and dw = dy.T @ x, from a dy that is sharded as y is; `both` is
 forward and then backward, timed together.
+
+float8 operands have a scale a row and are made before anything is timed; y is bfloat16. They have no backward pass.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from fusedtp.op import (
     Kind,
 )
 from fusedtp.op import OPS as TABLE
-from fusedtp.sharding.plan import ITEMSIZE
+from fusedtp.scaled import packed_bytes
+from fusedtp.sharding.plan import ITEMSIZE, made_of
 
 OPS = tuple(name for name, op in TABLE.items() if op.multiplies)
 DIRECTIONS = ("forward", "backward", "both")
@@ -40,13 +43,16 @@ VARIANTS = (*ALONE, *SCHEDULES, "auto", *BASELINES)
 # Those that run the whole op, so that a speed-up means something.
 WHOLE = (*SCHEDULES, "auto", *BASELINES)
 DTYPES = ("float32", "bfloat16", "float16")
+# Run where it is asked for.
+FLOAT8 = "float8_e4m3fn"
+EVERY_DTYPE = (*DTYPES, FLOAT8)
 # As people read them.
 TITLES = {
     ALL_GATHER_MATMUL.name: "all-gather + matmul",
     MATMUL_REDUCE_SCATTER.name: "matmul + reduce-scatter",
     MATMUL_ALL_REDUCE.name: "matmul + all-reduce",
 }
-SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", FLOAT8: "fp8"}
 
 Shape = tuple[int, int, int]
 
@@ -102,8 +108,8 @@ class Case(Item):
     def __post_init__(self) -> None:
         if self.op not in OPS:
             raise ValueError(f"op must be one of {', '.join(OPS)}, got {self.op!r}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.dtype not in EVERY_DTYPE:
+            raise ValueError(f"dtype must be one of {', '.join(EVERY_DTYPE)}, got {self.dtype!r}")
         if min(self.M, self.N, self.K, self.world_size) < 1:
             raise ValueError(f"M, N, K and world_size must be positive, got {self}")
 
@@ -115,6 +121,11 @@ class Case(Item):
     def kind(self) -> Kind:
         """What its collective does."""
         return TABLE[self.op].kind
+
+    @property
+    def is_float8(self) -> bool:
+        """Whether x and w are float8 with scales."""
+        return self.dtype == FLOAT8
 
     @property
     def even(self) -> bool:
@@ -147,8 +158,9 @@ def traffic(case: Case, direction: str) -> list[tuple[str, int]]:
     The whole buffer is what is gathered, or what is reduced on every rank: the S of nccl-tests.
     """
     check_direction(direction)
-    itemsize = ITEMSIZE[case.dtype]
-    x, y = case.M * case.K * itemsize, case.M * case.N * itemsize
+    x, y = case.M * case.K * ITEMSIZE[case.dtype], case.M * case.N * ITEMSIZE[made_of(case.dtype)]
+    if case.is_float8:
+        x = case.M * packed_bytes(case.K)
     gather, scatter, reduce = ALL_GATHER.name, REDUCE_SCATTER.name, ALL_REDUCE.name
     forward, backward = {
         "gather": ([(gather, x)], [(scatter, x), (gather, x)]),

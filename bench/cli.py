@@ -61,7 +61,9 @@ def sweep(
     direction: Annotated[
         str | None, typer.Option(help="forward, backward, both; default forward, and all three at a few sizes.")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; comma-separated.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16, float16, and fp8, forward alone; comma-separated.")
+    ] = None,
     shapes: Annotated[str | None, typer.Option(help="Sets of sizes: small, medium, square, comm, large.")] = None,
     shape: Annotated[list[str] | None, typer.Option(help="One global size M,N,K; may be repeated.")] = None,
     model: Annotated[
@@ -100,13 +102,15 @@ def sweep(
     lists = {
         "ops": (op, cases.OPS, "--op"), "schedules": (schedule, (*cases.SCHEDULES, "auto"), "--schedule"),
         "baselines": (baseline, (*cases.BASELINES, "none"), "--baseline"),
-        "directions": (direction, cases.DIRECTIONS, "--direction"), "dtypes": (dtype, cases.DTYPES, "--dtype"),
+        "directions": (direction, cases.DIRECTIONS, "--direction"),
         "shape_sets": (shapes, tuple(cases.SHAPES), "--shapes"), "models": (model, tuple(models.MODELS), "--model"),
     }  # fmt: skip
     given: dict[str, Any] = {
         name: arguments.names(text, known, option)
         for name, (text, known, option) in lists.items() if text is not None
     }  # fmt: skip
+    if dtype is not None:
+        given["dtypes"] = arguments.dtypes(dtype, cases.EVERY_DTYPE, "--dtype")
     if "baselines" in given:
         given["baselines"] = tuple(name for name in given["baselines"] if name != "none")
     request = Request(
@@ -175,7 +179,7 @@ def explain(
     spec: Annotated[str | None, typer.Argument(help="A notation string, or a named layer such as FSDP.")] = None,
     sizes: Annotated[str | None, typer.Option(help="Global lengths, M=8192,K=4096,...")] = None,
     mesh: Annotated[str | None, typer.Option(help="Ranks on each axis, X=8.")] = None,
-    dtype: Annotated[str, typer.Option(help="What bytes are counted in.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="What bytes are counted in; fp8 too.")] = "bfloat16",
     hardware: Annotated[str | None, typer.Option(help="Predict times for it: see fusedtp predict --list.")] = None,
     table: Annotated[bool, typer.Option(help="Print the table of named layers and their collectives.")] = False,
     write: Annotated[Path | None, typer.Option(help="Document whose table of collectives is written again.")] = None,
@@ -199,7 +203,7 @@ def explain(
         return
     try:
         lengths, ranks = arguments.lengths(sizes, "--sizes"), arguments.lengths(mesh, "--mesh")
-        typer.echo(str(describe(spec, sizes=lengths, mesh=ranks, dtype=dtype, hardware=hardware)))
+        typer.echo(str(describe(spec, sizes=lengths, mesh=ranks, dtype=arguments.dtype(dtype), hardware=hardware)))
     except (ValueError, TypeError) as error:
         typer.echo(f"{error}", err=True)
         raise typer.Exit(2) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -38,6 +39,10 @@ def _without_weights(config: str) -> nn.Module:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         raise ImportError(f"fusedtp plan reads configurations by transformers: {error}") from error
+    # A name on the hub is one word, or two.
+    is_path = config.endswith(".json") or config.count("/") > 1 or config.startswith((".", "/", "~"))
+    if is_path and not Path(config).exists():
+        raise FileNotFoundError(f"there is no such file or folder: {config}")
     auto: Any = AutoModelForCausalLM
     with torch.device("meta"):
         model: nn.Module = auto.from_config(AutoConfig.from_pretrained(config))

@@ -36,7 +36,9 @@ def predict(
     n: Annotated[str, typer.Option("--n", help="Columns of the whole y, or of a tensor without a matmul.")] = "28672",
     k: Annotated[str, typer.Option("--k", help="The whole contraction.")] = "8192",
     world_size: Annotated[str, typer.Option(help="Ranks, for example 2,4,8 or 2:64.")] = "8",
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32, float64.")] = "bfloat16",
+    dtype: Annotated[
+        str, typer.Option(help="bfloat16, float16, float32, float64; fp8 or any float8 of torch's, with scales.")
+    ] = "bfloat16",
     hardware: Annotated[str, typer.Option(help="A name from --list, or here, as tune measured it.")] = "h100",
     gather_dim: Annotated[int, typer.Option(help="1: what is gathered is split along the contraction.")] = 0,
     algorithm: Annotated[str, typer.Option(help="Of an all-reduce: auto, one_shot, two_shot, ring.")] = "auto",
@@ -44,6 +46,7 @@ def predict(
     kernel_matmul_us: Annotated[float | None, typer.Option(help="Our kernel's, with its signals preset.")] = None,
     data_parallel: Annotated[int, typer.Option(help="Domains that share w's gradient over the network.")] = 1,
     overlap_network: Annotated[bool, typer.Option(help="Hide that behind the matmuls.")] = True,
+    casts: Annotated[bool, typer.Option(help="Of fp8: x is made float8 first, by every schedule.")] = True,
     list_: Annotated[bool, typer.Option("--list", help="Show the ops and the hardware with its sources.")] = False,
 ) -> None:
     """Predict an op's time by each schedule, from its sizes and a table of hardware. Nothing is measured."""
@@ -63,9 +66,11 @@ def predict(
     try:
         predictions = [
             cost.predict(
-                op, M=M, N=N, K=K, world_size=num_ranks, dtype=dtype, hardware=hardware_of(hardware, num_ranks),
+                op, M=M, N=N, K=K, world_size=num_ranks, dtype=arguments.dtype(dtype),
+                hardware=hardware_of(hardware, num_ranks),
                 gather_dim=gather_dim, algorithm=algorithm, matmul_us=matmul_us, kernel_matmul_us=kernel_matmul_us,
                 data_parallel=data_parallel, overlap_network=overlap_network,
+                casts=casts,
             )
             for num_ranks in ranks
             for M, N, K in sizes
@@ -82,7 +87,8 @@ def show(predictions: list[Prediction], sizes: list[tuple[int, int, int]], conso
 
     first, lines = predictions[0], []
     for each, (M, N, K) in zip(predictions, sizes, strict=True):
-        times = {"matmul": each.matmul_us if each.flops else None}
+        times: dict[str, float | None] = {"cast": each.cast_us} if each.cast_us else {}
+        times["matmul"] = each.matmul_us if each.flops else None
         times |= {name: getattr(each, f"{name}_us") for name in ("comm", "unfused", "decomposed", "fused", "ceiling")}
         if each.network_us:
             times |= {"network": each.network_us, "exposed": each.network_exposed_us}

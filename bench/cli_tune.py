@@ -11,7 +11,7 @@ import typer
 
 from . import arguments
 from .arguments import at_least, ranks
-from .cases import DTYPES
+from .cases import EVERY_DTYPE
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,7 +25,7 @@ NOISY = 0.2
 
 def tune(
     world_size: Annotated[str | None, typer.Option(help="Numbers of ranks, default 2,4 or 2..8 GPUs.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Default float32 on a CPU, bfloat16 on GPUs.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Default float32 on a CPU, bfloat16 on GPUs; fp8 too.")] = None,
     seconds: Annotated[float, typer.Option(help="Time for the rounds of one size.")] = 0.5,
     out: Annotated[Path | None, typer.Option(help="The file, default where auto reads it.")] = None,
     show: Annotated[bool, typer.Option(help="Print the table that is there, measure nothing.")] = False,
@@ -62,7 +62,9 @@ def tune(
     machine = tuning.identity()
     num_gpus = machine["num_gpus"]
     world_sizes = ranks(world_size) if world_size is not None else tuple(n for n in (2, 4, 8) if n <= (num_gpus or 4))
-    dtypes = arguments.names(("bfloat16" if num_gpus else "float32") if dtype is None else dtype, DTYPES, "--dtype")
+    dtypes = arguments.dtypes(
+        ("bfloat16" if num_gpus else "float32") if dtype is None else dtype, EVERY_DTYPE, "--dtype"
+    )  # fmt: skip
     if not world_sizes or min(world_sizes) < 2 or (num_gpus and max(world_sizes) > num_gpus):
         raise typer.BadParameter(f"nothing to measure with {world_sizes or 'fewer than two'} ranks on {num_gpus} GPUs")
     samples, rates = measure(

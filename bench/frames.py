@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from .cases import ALONE, DIRECTIONS, DTYPES, OPS, SHORT_DTYPES, TITLES, VARIANTS
+from .cases import ALONE, DIRECTIONS, EVERY_DTYPE, OPS, SHORT_DTYPES, TITLES, VARIANTS
 from .intervals import ratio, sample
 from .models import LAYERS
 from .store import Row
@@ -25,7 +25,7 @@ CASE = ["machine", "model", "direction", "op", "world_size", "dtype", "gflop", "
 _KNOWN = {
     "op": OPS,
     "direction": DIRECTIONS,
-    "dtype": DTYPES,
+    "dtype": EVERY_DTYPE,
     "variant": VARIANTS,
     "matmul": tuple(TITLES[op] for op in OPS),
 }
@@ -50,7 +50,7 @@ def frame_of(rows: Iterable[Row]) -> pd.DataFrame:
     return made.sort_values([*CASE, "variant", "predicted"], kind="stable", ignore_index=True)
 
 
-_ANY = Row(op=OPS[0], variant="", M=1, N=1, K=1, dtype=DTYPES[0], world_size=1, direction=DIRECTIONS[0], gate="")
+_ANY = Row(op=OPS[0], variant="", M=1, N=1, K=1, dtype=EVERY_DTYPE[0], world_size=1, direction=DIRECTIONS[0], gate="")
 
 
 def _line(row: Row, base: Row | None) -> dict[str, Any]:

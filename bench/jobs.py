@@ -13,6 +13,7 @@ from .cases import (
     CHECK_SHAPES,
     DIRECTIONS,
     DTYPES,
+    FLOAT8,
     OPS,
     SCHEDULES,
     SHAPES,
@@ -85,6 +86,8 @@ def missing(variant: str, case: Case, direction: str, num_gpus: int) -> str:
     """Why a variant cannot run this case here, or "" if it can."""
     if variant == "comm" and not traffic(case, direction):
         return f"{direction} of {case.op} sends nothing"
+    if variant == "own_matmul" and case.is_float8:
+        return "our kernels with preset flags are given no scales here"
     if variant in ("decomposed", "auto") and case.world_size == 1 and is_long(case, num_gpus):
         return "on one rank it is the library's matmul, as unfused is: left out where a call takes seconds"
     return baselines.missing(variant, case, direction, num_gpus) if variant in BASELINES else ""
@@ -98,7 +101,12 @@ def world_sizes(request: Request, num_gpus: int) -> tuple[int, ...]:
 
 
 def plan(request: Request, num_gpus: int) -> list[Job]:
-    """The jobs of a request, in the order they run. ValueError for a model that cannot be split so."""
+    """The jobs of a request, in the order they run.
+
+    ValueError for a model that cannot be split so, and for a backward pass of float8, which has none.
+    """
+    if FLOAT8 in (request.dtypes or ()) and set(request.directions or ()) - {"forward"}:
+        raise ValueError("float8 operands have no gradient: --direction forward for fp8, or fp8 without the others")
     jobs: list[Job] = []
     # What has been said to be missing: once is enough for all sizes.
     said: set[tuple[object, ...]] = set()
@@ -113,8 +121,9 @@ def plan(request: Request, num_gpus: int) -> list[Job]:
             clocked = ()
         if request.models:
             blocks = _blocks(request, world_size, num_gpus) if is_timed else ()
-            both = request.directions or ("forward", "backward")
-            jobs += [_timed(case, clocked, both, request, num_gpus, said) for case in blocks]
+            for case in blocks:
+                both = request.directions or (("forward",) if case.is_float8 else ("forward", "backward"))
+                jobs.append(_timed(case, clocked, both, request, num_gpus, said))
             continue
         for op in request.ops if clocked else ():
             for shape, dtype, directions in _sizes(request, op, world_size, num_gpus):
@@ -150,7 +159,8 @@ def _checks(op: str, world_size: int, variants: tuple[str, ...], request: Reques
     shapes = CHECK_SHAPES if request.directions or world_size == 2 else CHECK_SHAPES[-1:]
     for shape, dtype in itertools.product(shapes, request.dtypes or DTYPES):
         # `both` checks y, dx and dw in one run
-        by_default = ("both",) if shape == CHECK_SHAPES[-1] and world_size == 2 else ("forward",)
+        is_both = shape == CHECK_SHAPES[-1] and world_size == 2 and dtype != FLOAT8
+        by_default = ("both",) if is_both else ("forward",)
         case = Case(op, *shape, dtype, world_size, request.seed)
         yield Job(case, variants, False, directions=request.directions or by_default, num_gpus=num_gpus)
 
@@ -175,7 +185,8 @@ def _sizes(request: Request, op: str, world_size: int, num_gpus: int) -> list[tu
     sizes = [(shape, main, every if shape in gradients else forward) for shape in shapes]
     if num_gpus or world_size == 2:
         sizes += [(shape, dtype, forward) for shape in SHAPES["medium"][op] for dtype in DTYPES if dtype != main]
-    return [size for size in sizes if request.dtypes is None or size[1] in request.dtypes]
+    sizes += [(shape, FLOAT8, forward) for shape in shapes]
+    return [size for size in sizes if size[1] in (request.dtypes or DTYPES)]
 
 
 def _blocks(request: Request, world_size: int, num_gpus: int) -> list[Case]:

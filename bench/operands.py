@@ -3,17 +3,24 @@
 Every rank draws the same whole x, w and dy, standard normal, from the case's seed and cuts its shards out of them (as
 even as can be where W does not divide), so each can compare its own part of y, dx and dw with the unsharded products in
 float64. Inputs of ones would let a chunk taken for another pass.
+
+Of a float8 case each shard is made float8 with a scale a row, before anything is timed: x and w are `Scaled`, what is
+whole is data * scale in float64, exactly.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusedtp import reference
+from fusedtp.scaled import Quantized, Scaled, mm, pack_into, packed_bytes, scaled
+from fusedtp.sharding.plan import made_of
 from fusedtp.shards import even_sizes
 
 from .cases import Case
@@ -41,7 +48,8 @@ class Operands:
 
     def __init__(self, case: Case, rank: int, device: torch.device) -> None:
         self.case, self.device = case, device
-        self.dtype: torch.dtype = getattr(torch, case.dtype)
+        # Of the results, and of the operands if these are not float8.
+        self.dtype: torch.dtype = getattr(torch, made_of(case.dtype))
         self.gathers = case.kind == "gather"
         self.m_sizes, self.n_sizes, self.k_sizes = (
             even_sizes(size, case.world_size) for size in (case.M, case.N, case.K)
@@ -50,15 +58,36 @@ class Operands:
         self.x_whole = self._normal(case.M, case.K)  # [M, K]
         self.w_whole = self._normal(case.N, case.K)  # [N, K]
         self._dy_whole: Tensor | None = None
+        if case.is_float8:
+            self._quantize()
         self._cut(rank)
 
     def _normal(self, rows: int, cols: int) -> Tensor:
         return torch.randn(rows, cols, generator=self._generator).to(self.device, self.dtype)
 
+    def _quantize(self) -> None:
+        # Every rank's shards of x and w, and both as what those stand for.
+        dtype = getattr(torch, self.case.dtype)
+        dims = _SPLIT[self.case.kind][:2]
+        self._scaled: list[list[Scaled]] = []
+        for dim, whole, sizes in (
+            (dims[0], self.x_whole, (self.m_sizes, self.k_sizes)),
+            (dims[1], self.w_whole, (self.n_sizes, self.k_sizes)),
+        ):
+            assert dim is not None
+            self._scaled.append([scaled(part, "rowwise", dtype=dtype) for part in whole.split(list(sizes[dim]), dim)])
+        self.x_whole, self.w_whole = (
+            torch.cat([part.data.double() * part.scale.double() for part in parts], dim)
+            for parts, dim in zip(self._scaled, (dims[0] or 0, dims[1] or 0), strict=True)
+        )
+
     def _cut(self, rank: int) -> None:
         self.rank = rank
-        self.x = self._own(0, self.x_whole, self.m_sizes, self.k_sizes)
-        self.w = self._own(1, self.w_whole, self.n_sizes, self.k_sizes)
+        # What this rank's shards stand for; and what functions are given.
+        self.x_own = self._own(0, self.x_whole, self.m_sizes, self.k_sizes)
+        self.w_own = self._own(1, self.w_whole, self.n_sizes, self.k_sizes)
+        self.x: Any = self._scaled[0][rank] if self.case.is_float8 else self.x_own
+        self.w: Any = self._scaled[1][rank] if self.case.is_float8 else self.w_own
         self._dy: Tensor | None = None
         self._products: dict[str, Product] = {}
 
@@ -90,10 +119,36 @@ class Operands:
 
     def factors(self, name: str) -> tuple[Tensor, Tensor]:
         """What this rank multiplies for y, dx or dw when all that is gathered is there."""
+        x = self.x_whole if self.gathers else self.x_own
         if name == "y":
-            return self.x_whole if self.gathers else self.x, self.w.t()
+            return x, self.w_own.t()
         dy = self.dy if self.gathers else self.dy_whole
-        return (dy, self.w) if name == "dx" else (dy.t(), self.x_whole if self.gathers else self.x)
+        return (dy, self.w_own) if name == "dx" else (dy.t(), x)
+
+    def multiply(self, name: str) -> Callable[[], Tensor]:
+        """The closure of the library's matmul of those: of float8 torch's scaled one, or what stands in for it."""
+        if not self.case.is_float8:
+            return partial(torch.mm, *self.factors(name))
+        x: Scaled = self.x
+        if self.gathers:
+            parts = self._scaled[0]
+            x = Scaled(torch.cat([part.data for part in parts]), torch.cat([part.scale for part in parts]))
+        return partial(mm, Quantized.of(x, self.dtype), Quantized.of(self.w, self.dtype).t())
+
+    def travelling(self, name: str) -> tuple[Tensor, Tensor]:
+        """What of x or dy is gathered, this rank's and whole. Of float8 bytes, each row's with its scale behind it; in
+        the results' dtype, as no collective is one of bytes.
+        """
+        if name == "dy":
+            return self.dy, self.dy_whole
+        if not self.case.is_float8:
+            return self.x, self.x_whole
+        packed = []
+        for part in self._scaled[0]:
+            rows = part.data.new_zeros(part.data.shape[0], packed_bytes(part.data.shape[1]), dtype=torch.uint8)
+            pack_into(rows, Quantized.of(part, self.dtype))
+            packed.append(rows.view(self.dtype))
+        return packed[self.rank], torch.cat(packed)
 
     def product(self, name: str) -> Product:
         """What this rank's part of y, dx or dw must be, made once."""
@@ -109,14 +164,14 @@ class Operands:
                 )
                 if self.case.kind != "all_reduce":
                     a = reference.chunk(a, 0, self.rank, self.m_sizes)
-            self._products[name] = Product(a, b, cut)
+            self._products[name] = Product(a, b, cut, self.dtype)
         return self._products[name]
 
 
 def passes(
-    call: Callable[[Tensor, Tensor], Tensor],
-    x: Tensor,
-    w: Tensor,
+    call: Callable[[Any, Any], Tensor],
+    x: Any,
+    w: Any,
     operands: Operands,
     direction: str,
     local: Callable[[Tensor], Tensor] | None = None,
@@ -132,6 +187,7 @@ def passes(
 
     if direction == "forward":
         return forward
+    assert not operands.case.is_float8, "float8 operands have no gradient"
     leaves = [each if each.requires_grad else each.detach().requires_grad_() for each in (x, w)]
 
     def differentiate(y: Tensor, keep: bool) -> Results:

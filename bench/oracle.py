@@ -28,11 +28,16 @@ def _blocks(length: int, other: int) -> Iterator[slice]:
 
 
 class Product:
-    """a [R, K] @ b [K, C], and the error that an op of `dtype` may leave in it. `k_sizes`: how ranks cut K."""
+    """a [R, K] @ b [K, C], and the error that an op may leave in it. `k_sizes`: how ranks cut K.
 
-    def __init__(self, a: Tensor, b: Tensor, k_sizes: Sequence[int]) -> None:
+    dtype: of the op's result, that of the operands by default. Of float8 a and b are the exact products of data and
+    scales, in float64: an op rounds twice more where it scales, which the K roundings of a product leave room for, as
+    each is counted as two.
+    """
+
+    def __init__(self, a: Tensor, b: Tensor, k_sizes: Sequence[int], dtype: torch.dtype | None = None) -> None:
         assert a.dtype == b.dtype, (a.dtype, b.dtype)
-        self._dtype, self._parts = a.dtype, len(k_sizes)
+        self._dtype, self._parts = dtype or a.dtype, len(k_sizes)
         rows, cols = a.shape[0], b.shape[1]
         self.expected = a.new_zeros((rows, cols), dtype=torch.float64)  # [R, C]
         # sum over ranks of |partial product|: what rounding each partial and adding them up is relative to

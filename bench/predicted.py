@@ -18,8 +18,8 @@ _TIMES = {"unfused": "unfused_us", "decomposed": "decomposed_us", "fused": "fuse
 def predictions(rows: Iterable[Row], hardware_of: Callable[[int], Hardware]) -> list[Row]:
     """For every measured forward case with two ranks or more: each schedule that was timed, as the model has it.
 
-    hardware_of: the table's entry for a number of ranks. The model does without the measured times. ValueError where it
-    has no number for a dtype.
+    hardware_of: the table's entry for a number of ranks. The model does without the measured times; operands are given
+    as they are multiplied, as when measured. ValueError where it has no number for a dtype.
     """
     found = []
     for row in rows:
@@ -28,8 +28,9 @@ def predictions(rows: Iterable[Row], hardware_of: Callable[[int], Hardware]) -> 
                 continue
             machine = hardware_of(row.world_size)
             model = cost.predict(
-                row.op, M=row.M, N=row.N, K=row.K, world_size=row.world_size, dtype=row.dtype, hardware=machine
-            )
+                row.op, M=row.M, N=row.N, K=row.K, world_size=row.world_size, dtype=row.dtype, hardware=machine,
+                casts=False,
+            )  # fmt: skip
             time_us: float | None = getattr(model, _TIMES[row.variant])
             if time_us is not None:
                 found.append(_row(row, time_us / 1e3, machine.name))

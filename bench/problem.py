@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,19 +74,19 @@ class Problem(Operands):
         assert variant in WHOLE, variant
         return passes(self._linear(variant), self.x, self.w, self, direction)
 
-    def _linear(self, schedule: str) -> Callable[[Tensor, Tensor], Tensor]:
+    def _linear(self, schedule: str) -> Callable[[Any, Any], Tensor]:
         if self.case.kind == "all_reduce":
             return partial(functional.linear_all_reduce, group=self.group, schedule=schedule)
         call = functional.all_gather_linear if self.gathers else functional.linear_reduce_scatter
         return partial(call, group=self.group, sizes=self.m_sizes, schedule=schedule)
 
     def _matmul(self, name: str) -> Callable[[], Tensor]:
-        return partial(torch.mm, *self.factors(name.removesuffix("_partial")))
+        return self.multiply(name.removesuffix("_partial"))
 
     def _collective(self, name: str) -> Callable[[], Tensor]:
         if name in ("y", "dx"):
             return partial(self._sum, self._matmul(name)(), name)
-        shard = self.x if name == "x" else self.dy
+        shard, _ = self.travelling(name)
         return partial(functional.all_gather, shard, group=self.group, sizes=self.m_sizes, schedule="unfused")
 
     def _sum(self, term: Tensor, name: str) -> Tensor:
@@ -116,8 +117,10 @@ class Problem(Operands):
         for name, out in zip(names, summed, strict=True):
             what = f"{own_part}: {name}"
             if name in ("x", "dy"):
-                whole = self.x_whole if name == "x" else self.dy_whole
-                if not torch.equal(out, whole):
+                _, whole = self.travelling(name)
+                if self.case.is_float8:
+                    assert torch.equal(out.view(torch.uint8), whole.view(torch.uint8)), f"{what}: other bytes"
+                elif not torch.equal(out, whole):
                     reference.check(out, whole.double(), torch.zeros_like(whole, dtype=torch.float64), what)
                 continue
             product = self.product(name.removesuffix("_partial"))

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 from fusedtp.files import read_text, replace
 
-from .cases import DIRECTIONS, DTYPES, OPS
+from .cases import DIRECTIONS, EVERY_DTYPE, OPS
 
 PASSED = "passed"
 # how the gate of a variant begins that cannot run here; the reason follows
@@ -127,7 +127,7 @@ COLUMNS = tuple(_KINDS)
 _WITHOUT_ROUNDS = tuple(name for name in COLUMNS if name != "rounds_ms")
 
 # What a name may be, and what a number: beyond these a file means nothing that could be drawn or compared.
-_KNOWN = {"op": OPS, "direction": DIRECTIONS, "dtype": DTYPES}
+_KNOWN = {"op": OPS, "direction": DIRECTIONS, "dtype": EVERY_DTYPE}
 _LIMITS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("M", "N", "K", "world_size"), (1, 2**40)),
     **dict.fromkeys(("median_ms", "p20_ms", "p80_ms", "rounds_ms", "ceiling_ms"), (1e-9, 1e9)),

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +24,12 @@ from torch.nn import functional as F
 
 import fusedtp
 from fusedtp.layers import ColumnParallelLinear, ParallelMLP, RowParallelLinear
+from fusedtp.recipes import Float8
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of the decoder and of its training. `sequence` and `batch` are global."""
+    """Sizes of the decoder and of its training. `sequence` and `batch` are global. float8: of the parallel layers."""
 
     vocabulary: int = 64
     hidden: int = 64
@@ -39,6 +41,7 @@ class Settings:
     steps: int = 50
     learning_rate: float = 3e-3
     seed: int = 0
+    float8: Float8 | None = None
 
 
 class PlainMLP(nn.Module):
@@ -66,11 +69,10 @@ class Block(nn.Module):
             self.out: nn.Module = nn.Linear(hidden, hidden, bias=False)
             self.mlp: nn.Module = PlainMLP(hidden, settings.intermediate)
             return
-        self.qkv = ColumnParallelLinear(hidden, 3 * hidden, bias=False, group=tensor, schedule=schedule)
-        self.out = RowParallelLinear(hidden, hidden, bias=False, group=tensor, schedule=schedule)
-        self.mlp = ParallelMLP(
-            hidden, settings.intermediate, bias=False, activation="swiglu", group=tensor, schedule=schedule
-        )
+        options: dict[str, Any] = {"bias": False, "group": tensor, "schedule": schedule, "float8": settings.float8}
+        self.qkv = ColumnParallelLinear(hidden, 3 * hidden, **options)
+        self.out = RowParallelLinear(hidden, hidden, **options)
+        self.mlp = ParallelMLP(hidden, settings.intermediate, activation="swiglu", **options)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.out(self._attend(self.qkv(self.attention_norm(x))))

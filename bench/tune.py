@@ -25,7 +25,7 @@ from fusedtp.op import OPS as TABLE
 from fusedtp.sharding.plan import ITEMSIZE
 
 from . import intervals
-from .cases import OPS, SHAPES, Case, Shape
+from .cases import FLOAT8, OPS, SHAPES, Case, Shape
 from .jobs import Job, seconds_of
 from .operands import device_here
 from .ranks import RankPool
@@ -127,8 +127,9 @@ def tune(
     rates: dict[int, dict[str, Any]] = {}
     with RankPool(max(world_sizes), timeout=300, env=rank_environment(num_gpus, max(world_sizes))) as pool:
         for n in world_sizes:
-            for dtype in dtypes:
-                shapes = [(rows // n * n, cols) for rows, cols in COLLECTIVE_SHAPES]
+            # float8 has no collectives alone, so the machine's rates are those of another dtype, if any is measured.
+            for dtype in sorted(dtypes, key=FLOAT8.__eq__):
+                shapes = [] if dtype == FLOAT8 else [(rows // n * n, cols) for rows, cols in COLLECTIVE_SHAPES]
                 gathers: list[Mapping[str, float]] = []
                 for rows, cols in shapes:
                     said(f"collectives of {rows}x{cols} {dtype} on {n}")
@@ -147,6 +148,7 @@ def tune(
                 tflops = {dtype: rate}
                 if n in rates:
                     rates[n]["matrix_tflops"] |= tflops
+                if n in rates or not shapes:
                     continue
                 num_bytes = [rows * cols * ITEMSIZE[dtype] for rows, cols in (shapes[0], shapes[-1])]
                 host = pool.run(host_ms, seconds, world_size=n)[0]

@@ -22,6 +22,7 @@ from .functional import (
     sharded_matmul,
 )
 from .layers import ColumnParallelLinear, FSDPLinear, ParallelMLP, RowParallelLinear
+from .scaled import Scaled, scaled
 from .sharding.plan import plan
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ __all__ = [
     "PeerTimeout",
     "RanksDisagree",
     "RowParallelLinear",
+    "Scaled",
     "all_gather",
     "all_gather_linear",
     "all_reduce",
@@ -62,6 +64,7 @@ __all__ = [
     "parallelize",
     "plan",
     "reduce_scatter",
+    "scaled",
     "set_timeout",
     "sharded_matmul",
 ]

@@ -22,15 +22,18 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import overload
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import groups, turns
-from .calls import arguments, eager, operators, problems
+from .calls import arguments, eager, operators, problems, quantized
 from .calls.call import described
 from .groups import Group
 from .op import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Activation, GatedActivation, Op
+from .recipes import Float8
+from .scaled import Scaled
 from .sharding.notation import parse
 from .sharding.partition import Partition
 
@@ -45,6 +48,7 @@ def sharded_matmul(
     schedule: str = "auto",
     debug: bool = False,
     producer: str = "auto",
+    float8: Float8 | None = None,
 ) -> Tensor:
     """The matmul that `spec` writes down, differentiable: `"[M_X, K] @ [K, N_X] -> [M, N_X]"`.
 
@@ -52,7 +56,7 @@ def sharded_matmul(
     gives dims that cannot be read off the shards: the global length, split like `torch.tensor_split`, or the length on
     every rank of the axis that splits the dim first. By default a dim has the length of a whole copy on this rank, or
     else this rank's part times the number of ranks; uneven shards need `sizes`. The steps are planned by bytes and
-    FLOPs; `fusedtp.explain` shows them.
+    FLOPs; `fusedtp.explain` shows them. `float8`: as in `all_gather_linear`.
 
     Raises NotationError for a spec without a plan, ValueError or TypeError for arguments that do not fit it.
     """
@@ -80,37 +84,41 @@ def sharded_matmul(
     settings = described(
         str(parsed), [group.group_name for group in groups_of.values()], [rank for rank, _ in place.values()],
         w_transposed=False, by_size=True, schedule=schedule, debug=debug, producer=producer,
+        float8=arguments.check_float8(float8, a),
     )  # fmt: skip
     return eager.run_described(a, b, settings, (*lengths, *problems.flat(splits)))
 
 
 @overload
 def all_gather_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group: Group = None, gather_dim: int = 0,
-    sizes: Sequence[int] | None = None, schedule: str = "auto", debug: bool = False, producer: str = "auto",
-    activation: Activation | None = None,
+    x: Tensor | Scaled, weight: Tensor | Scaled, bias: Tensor | None = None, *, group: Group = None,
+    gather_dim: int = 0, sizes: Sequence[int] | None = None, schedule: str = "auto", debug: bool = False,
+    producer: str = "auto", activation: Activation | None = None, out_dtype: torch.dtype | None = None,
+    float8: Float8 | None = None,
 ) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def all_gather_linear(
-    x: Tensor, weight: Sequence[Tensor], bias: Sequence[Tensor | None] | None = None, *, group: Group = None,
-    gather_dim: int = 0, sizes: Sequence[int] | None = None, schedule: str = "auto", debug: bool = False,
-    producer: str = "auto", activation: Activation | None = None,
+    x: Tensor | Scaled, weight: Sequence[Tensor] | Sequence[Scaled], bias: Sequence[Tensor | None] | None = None, *,
+    group: Group = None, gather_dim: int = 0, sizes: Sequence[int] | None = None, schedule: str = "auto",
+    debug: bool = False, producer: str = "auto", activation: Activation | None = None,
+    out_dtype: torch.dtype | None = None, float8: Float8 | None = None,
 ) -> tuple[Tensor, ...]: ...  # fmt: skip
 
 
 @overload
 def all_gather_linear(
-    x: Tensor, weight: Sequence[Tensor], bias: Sequence[Tensor | None] | None = None, *, activation: GatedActivation,
-    group: Group = None, gather_dim: int = 0, sizes: Sequence[int] | None = None, schedule: str = "auto",
-    debug: bool = False, producer: str = "auto",
+    x: Tensor | Scaled, weight: Sequence[Tensor] | Sequence[Scaled], bias: Sequence[Tensor | None] | None = None, *,
+    activation: GatedActivation, group: Group = None, gather_dim: int = 0, sizes: Sequence[int] | None = None,
+    schedule: str = "auto", debug: bool = False, producer: str = "auto", out_dtype: torch.dtype | None = None,
+    float8: Float8 | None = None,
 ) -> Tensor: ...  # fmt: skip
 
 
 def all_gather_linear(
-    x: Tensor,
-    weight: Tensor | Sequence[Tensor],
+    x: Tensor | Scaled,
+    weight: Tensor | Scaled | Sequence[Tensor] | Sequence[Scaled],
     bias: Tensor | Sequence[Tensor | None] | None = None,
     *,
     group: Group = None,
@@ -120,6 +128,8 @@ def all_gather_linear(
     debug: bool = False,
     producer: str = "auto",
     activation: Activation | GatedActivation | None = None,
+    out_dtype: torch.dtype | None = None,
+    float8: Float8 | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """`F.linear(all_gather(x, gather_dim), weight, bias)` in one op, differentiable.
 
@@ -138,25 +148,38 @@ def all_gather_linear(
     two weights with as many rows, gate and up, which then have one result, silu(gate) * up or gelu(gate) * up. Where a
     gradient is wanted what it is applied to is kept, of relu the result; else nothing more is allocated.
 
+    x and weight may be `Scaled`, float8 with scales, for a result in `out_dtype`, bfloat16 by default, without a
+    gradient: x travels in 8 bits, each row with its scale. gather_dim=-1: each rank's part of the features has scales
+    of its own. `float8` makes them of tensors: tensorwise, rowwise or rowwise_with_gw_hp, as the recipes of torchao, in
+    forward and backward, before anything is sent; results, gradients and what is kept for them stay in x's dtype.
+
     Raises ValueError or TypeError for arguments that do not fit, RuntimeError where torch.distributed is not
     initialised or the ranks of a schedule that is asked for cannot reach each other's memory, PeerTimeout where a rank
     is lost.
     """
-    options = gather_dim, sizes, schedule, debug, producer
+    options = gather_dim, sizes, schedule, debug, producer, float8
+    if (out_dtype is not None or type(x) is not Tensor) and not quantized.plain(x, weight, out_dtype, float8):
+        if isinstance(weight, list | tuple):
+            weight, bias = arguments.several(weight, bias)
+        return quantized.apply(  # type: ignore[no-any-return]
+            problems.all_gather_problem, x, weight, bias, group, options, out_dtype, None, activation  # type: ignore
+        )  # fmt: skip
     if not isinstance(weight, list | tuple):
         return eager.apply(
             problems.all_gather_problem, x, weight, bias, group, options, activation=activation  # type: ignore
         )  # fmt: skip
     weights, biases = arguments.several(weight, bias)
     if len(weights) == 1:
-        return (eager.apply(problems.all_gather_problem, x, weights[0], biases[0], group, options,
+        return (eager.apply(problems.all_gather_problem, x, weights[0], biases[0], group, options,  # type: ignore
                             activation=activation),)  # fmt: skip
-    return eager.apply(problems.all_gather_problem, x, weights, biases, group, options, activation=activation)
+    return eager.apply(
+        problems.all_gather_problem, x, weights, biases, group, options, activation=activation  # type: ignore
+    )  # fmt: skip
 
 
 def linear_reduce_scatter(
-    x: Tensor,
-    weight: Tensor,
+    x: Tensor | Scaled,
+    weight: Tensor | Scaled,
     bias: Tensor | None = None,
     *,
     group: Group = None,
@@ -166,6 +189,8 @@ def linear_reduce_scatter(
     debug: bool = False,
     producer: str = "auto",
     residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    float8: Float8 | None = None,
 ) -> Tensor:
     """`reduce_scatter(F.linear(x, weight), scatter_dim) + bias + residual` in one op, differentiable.
 
@@ -174,21 +199,20 @@ def linear_reduce_scatter(
     output features. bias [N] is whole, the same on every rank, and added once. residual lies as the result does on this
     rank and is added where the sum is rounded. Backward: dy is gathered, once for both dx and dw; it is the residual's
     gradient. Errors as in `all_gather_linear`.
+
+    x and weight may be `Scaled`: each rank scales its own terms, which travel in `out_dtype`, bfloat16 by default.
     """
-    return eager.apply(
-        problems.reduce_scatter_problem,
-        x,
-        weight,
-        bias,
-        group,
-        (scatter_dim, sizes, schedule, debug, producer),
-        residual,
-    )
+    options = scatter_dim, sizes, schedule, debug, producer, float8
+    if (out_dtype is not None or type(x) is not Tensor) and not quantized.plain(x, weight, out_dtype, float8):
+        return quantized.apply(  # type: ignore[no-any-return]
+            problems.reduce_scatter_problem, x, weight, bias, group, options, out_dtype, residual
+        )  # fmt: skip
+    return eager.apply(problems.reduce_scatter_problem, x, weight, bias, group, options, residual)  # type: ignore
 
 
 def linear_all_reduce(
-    x: Tensor,
-    weight: Tensor,
+    x: Tensor | Scaled,
+    weight: Tensor | Scaled,
     bias: Tensor | None = None,
     *,
     group: Group = None,
@@ -196,19 +220,26 @@ def linear_all_reduce(
     algorithm: str = "auto",
     debug: bool = False,
     residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    float8: Float8 | None = None,
 ) -> Tensor:
     """`all_reduce(F.linear(x, weight)) + bias + residual` in one op, differentiable.
 
     x [..., K_r], weight [N, K_r], a whole bias [N] and a whole residual [..., N] give [..., N], the same on every rank.
     `algorithm` is auto, one_shot (fewest steps) or two_shot (fewest bytes). Backward sends nothing: dy is the same on
-    every rank already. Errors as in `all_gather_linear`.
+    every rank already. Scaled operands as in `linear_reduce_scatter`, errors as in `all_gather_linear`.
     """
-    return eager.apply(problems.all_reduce_problem, x, weight, bias, group, (schedule, algorithm, debug), residual)
+    options = schedule, algorithm, debug, float8
+    if (out_dtype is not None or type(x) is not Tensor) and not quantized.plain(x, weight, out_dtype, float8):
+        return quantized.apply(  # type: ignore[no-any-return]
+            problems.all_reduce_problem, x, weight, bias, group, options, out_dtype, residual
+        )  # fmt: skip
+    return eager.apply(problems.all_reduce_problem, x, weight, bias, group, options, residual)  # type: ignore
 
 
 def fsdp_linear(
-    x: Tensor,
-    weight_shard: Tensor,
+    x: Tensor | Scaled,
+    weight_shard: Tensor | Scaled,
     bias: Tensor | None = None,
     *,
     group: Group = None,
@@ -217,17 +248,24 @@ def fsdp_linear(
     debug: bool = False,
     producer: str = "auto",
     activation: Activation | None = None,
+    out_dtype: torch.dtype | None = None,
+    float8: Float8 | None = None,
 ) -> Tensor:
     """`F.linear(x, all_gather(weight_shard), bias)` in one op, differentiable: a fully sharded weight.
 
     x [..., K] are this rank's own rows, weight_shard [sizes[rank], K] its rows of the weight [N, K], bias [N] whole and
     the same on every rank; the result is [..., N]. `sizes` is by default this rank's length on all. The gathered weight
     is never kept: backward gathers it again for dx, and reduce-scatters dw. `activation`, one without a
-    gate, and errors as in `all_gather_linear`.
+    gate, Scaled operands, of which the weight's rows travel, and errors as in `all_gather_linear`.
     """
+    options = sizes, schedule, debug, producer, float8
+    if (out_dtype is not None or type(x) is not Tensor) and not quantized.plain(x, weight_shard, out_dtype, float8):
+        return quantized.apply(  # type: ignore[no-any-return]
+            problems.fsdp_problem, x, weight_shard, bias, group, options, out_dtype, None, activation
+        )  # fmt: skip
     return eager.apply(
-        problems.fsdp_problem, x, weight_shard, bias, group, (sizes, schedule, debug, producer), activation=activation
-    )
+        problems.fsdp_problem, x, weight_shard, bias, group, options, activation=activation  # type: ignore
+    )  # fmt: skip
 
 
 def _collective(

@@ -17,6 +17,8 @@ the sum of their losses; a result that is whole on every rank is one tensor, and
 By default features are split as DTensor splits them, in pieces of length / ranks rounded up: such a layer can be saved
 by any number of ranks and loaded by any other. With other `feature_sizes` the parameters are padded to the longest
 shard and fit only the same ranks and sizes; loading them into others is an error.
+
+With `float8`, a recipe (`recipes`), operands are cast before they are sent; parameters and gradients stay as they are.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from .calls import arguments, dispatch, eager, parameters, problems
 from .calls.call import Prepare
 from .groups import Group
 from .op import Activation, GatedActivation
+from .recipes import Float8
 from .shards import check_sizes, chunk_sizes
 
 Device = torch.device | str | int | None
@@ -59,6 +62,7 @@ class _ShardedLinear(nn.Module):
         schedule: str,
         debug: bool,
         producer: str,
+        float8: Float8 | None,
     ) -> None:
         super().__init__()
         dispatch.check_schedule(schedule)
@@ -69,6 +73,7 @@ class _ShardedLinear(nn.Module):
         in_features, out_features = arguments.features(in_features=in_features, out_features=out_features)
         self.in_features, self.out_features = in_features, out_features
         self.schedule, self.debug, self.producer = schedule, arguments.flag("debug", debug), producer
+        self.float8 = arguments.float8_of(float8)
         self.feature_sizes = self._sizes_of(feature_sizes, (out_features, in_features)[self._dim])
         lead = (self._matrices,) * (self._matrices > 1)
         rows = out_features // self._matrices
@@ -147,7 +152,8 @@ class _ShardedLinear(nn.Module):
     def extra_repr(self) -> str:
         split = ", ".join(map(str, self.feature_sizes))
         text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        return f"{text}, feature_sizes=({split}), rank={self.group.rank()}, schedule={self.schedule!r}"
+        text = f"{text}, feature_sizes=({split}), rank={self.group.rank()}, schedule={self.schedule!r}"
+        return text if self.float8 is None else f"{text}, float8={self.float8!r}"
 
     def __getstate__(self) -> dict[str, Any]:
         # A process group can be neither copied nor pickled; its name can, and means the same group on a copy.
@@ -187,10 +193,11 @@ class ColumnParallelLinear(_ShardedLinear):
         schedule: str = "auto",
         debug: bool = False,
         producer: str = "auto",
+        float8: Float8 | None = None,
         activation: Activation | GatedActivation | None = None,
     ) -> None:
         super().__init__(
-            in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, debug, producer
+            in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, debug, producer, float8
         )
         self.sequence_parallel = arguments.flag("sequence_parallel", sequence_parallel)
         self.gather_dim = arguments.sequence_dim("gather_dim", gather_dim)
@@ -200,10 +207,10 @@ class ColumnParallelLinear(_ShardedLinear):
     def forward(self, x: Tensor) -> Tensor:
         if not self.sequence_parallel:
             return self._linear(
-                problems.replicated_problem, x, self.schedule, self.debug, activation=self.activation
+                problems.replicated_problem, x, self.schedule, self.debug, self.float8, activation=self.activation
             )  # fmt: skip
         describe = problems.all_gather_problem
-        options = self.gather_dim, self.sequence_sizes, self.schedule, self.debug, self.producer
+        options = self.gather_dim, self.sequence_sizes, self.schedule, self.debug, self.producer, self.float8
         return self._linear(describe, x, *options, activation=self.activation)
 
     def extra_repr(self) -> str:
@@ -241,9 +248,10 @@ class RowParallelLinear(_ShardedLinear):
         schedule: str = "auto",
         debug: bool = False,
         producer: str = "auto",
+        float8: Float8 | None = None,
     ) -> None:
         super().__init__(
-            in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, debug, producer
+            in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, debug, producer, float8
         )
         self.sequence_parallel = arguments.flag("sequence_parallel", sequence_parallel)
         self.scatter_dim = arguments.sequence_dim("scatter_dim", scatter_dim)
@@ -253,10 +261,10 @@ class RowParallelLinear(_ShardedLinear):
         """y; with a residual, which lies as y does, y + residual."""
         if not self.sequence_parallel:
             return self._linear(
-                problems.all_reduce_problem, x, self.schedule, "auto", self.debug, residual=residual
+                problems.all_reduce_problem, x, self.schedule, "auto", self.debug, self.float8, residual=residual
             )  # fmt: skip
         describe = problems.reduce_scatter_problem
-        options = self.scatter_dim, self.sequence_sizes, self.schedule, self.debug, self.producer
+        options = self.scatter_dim, self.sequence_sizes, self.schedule, self.debug, self.producer, self.float8
         return self._linear(describe, x, *options, residual=residual)
 
     def extra_repr(self) -> str:
@@ -286,15 +294,16 @@ class FSDPLinear(_ShardedLinear):
         schedule: str = "auto",
         debug: bool = False,
         producer: str = "auto",
+        float8: Float8 | None = None,
         activation: Activation | None = None,
     ) -> None:
         super().__init__(
-            in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, debug, producer
+            in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, debug, producer, float8
         )
         self.activation = arguments.activation_of(activation, self._matrices)
 
     def forward(self, x: Tensor) -> Tensor:
-        options = self.feature_sizes, self.schedule, self.debug, self.producer
+        options = self.feature_sizes, self.schedule, self.debug, self.producer, self.float8
         return self._linear(problems.fsdp_problem, x, *options, activation=self.activation)
 
 
@@ -340,14 +349,14 @@ class ParallelMLP(nn.Module):
         schedule: str = "auto",
         debug: bool = False,
         producer: str = "auto",
+        float8: Float8 | None = None,
     ) -> None:
         super().__init__()
         if activation not in ("gelu", "swiglu"):
             raise ValueError(f"activation must be gelu or swiglu, got {activation!r}")
         arguments.sequence_dim("sequence_dim", sequence_dim)
-        hidden_size, intermediate_size = arguments.features(
-            hidden_size=hidden_size, intermediate_size=intermediate_size
-        )  # fmt: skip
+        sizes = arguments.features(hidden_size=hidden_size, intermediate_size=intermediate_size)
+        hidden_size, intermediate_size = sizes
         world_size = groups.resolve(group).size()
         if feature_sizes is None:
             feature_sizes = chunk_sizes(intermediate_size, world_size)
@@ -356,13 +365,9 @@ class ParallelMLP(nn.Module):
         )  # fmt: skip
         self.activation = activation
         options: dict[str, Any] = {
-            "group": group,
-            "sequence_parallel": sequence_parallel,
-            "sequence_sizes": sequence_sizes,
-            "schedule": schedule,
-            "debug": debug,
-            "producer": producer,
-        }
+            "group": group, "sequence_parallel": sequence_parallel, "sequence_sizes": sequence_sizes,
+            "schedule": schedule, "debug": debug, "producer": producer, "float8": float8,
+        }  # fmt: skip
         wide: dict[str, Any] = {**options, "gather_dim": sequence_dim}
         if activation == "swiglu":
             twice = [2 * size for size in feature_sizes]

@@ -82,7 +82,8 @@ class Task:
     """An op on operands of these shapes (None for one that is not given) and this dtype, as one rank has them.
 
     sizes: every rank's length of what is gathered or scattered. dim, transposed, activation ("" for none), keeps: see
-    above. algorithm: one of the op's, or "auto".
+    above. algorithm: one of the op's, or "auto". float8: what the first operand is in, if a and b are float8 with
+    scales (`scaled.Quantized`); dtype is then the result's, in which terms of a sum travel.
     """
 
     op: Op
@@ -94,18 +95,19 @@ class Task:
     algorithm: str = "auto"
     activation: str = ""
     keeps: bool = False
+    float8: torch.dtype | None = None
 
     @classmethod
     def of(
-        cls, op: Op, *operands: torch.Tensor | None, sizes: Sequence[int] = (), dim: int = 0, transposed: bool = False,
-        algorithm: str = "auto", activation: str = "", keeps: bool = False,
+        cls, op: Op, *operands: Any, sizes: Sequence[int] = (), dim: int = 0, transposed: bool = False,
+        algorithm: str = "auto", activation: str = "", keeps: bool = False, float8: torch.dtype | None = None,
     ) -> Task:  # fmt: skip
         """The task on these operands."""
         shapes = [None if each is None else (each.shape[0], each.shape[1]) if each.ndim == 2 else (1, each.shape[0])
                   for each in operands]  # fmt: skip
         x = operands[0]
         assert x is not None
-        return cls(op, tuple(shapes), x.dtype, tuple(sizes), dim, transposed, algorithm, activation, keeps)
+        return cls(op, tuple(shapes), x.dtype, tuple(sizes), dim, transposed, algorithm, activation, keeps, float8)
 
     def __hash__(self) -> int:
         return self._hash
@@ -113,7 +115,7 @@ class Task:
     @cached_property
     def _hash(self) -> int:
         # Tasks are looked up at every call.
-        options = self.dim, self.transposed, self.algorithm, self.activation, self.keeps
+        options = self.dim, self.transposed, self.algorithm, self.activation, self.keeps, self.float8
         return hash((self.op.name, self.shapes, self.dtype, self.sizes, options))
 
     def shape(self, operand: int) -> Shape:
@@ -140,6 +142,11 @@ class Task:
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
+    @property
+    def multiplied_in(self) -> str:
+        """The name of the dtype of a and b."""
+        return str(self.float8 or self.dtype).removeprefix("torch.")
+
     def results(self, rank: int) -> tuple[Shape, ...]:
         """The shapes of what comes out on a rank."""
         return self.op.results(self, rank)
@@ -160,6 +167,8 @@ class Task:
             options["activation"] = self.activation or "none"
         if self.op.algorithms:
             options["algorithm"] = self.algorithm
+        if self.float8 is not None:
+            options["float8"] = self.float8
         return {**options, **self.op.agreed(self)}
 
 

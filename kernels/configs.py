@@ -35,7 +35,9 @@ class Config:
     "" is for all kernels. A fused kernel should need no more than the plain matmul; if that takes a limit of its own,
     it has an entry, for the target's main way to read operands: "gather" and "scatter" where rows are stored 16
     elements at a time ("gather" by pointers only where every length and stride is a multiple of 16, as always for
-    "gather transposed"); "scatter any" is for other rows, "activated" for a gather with an activation.
+    "gather transposed"); "scatter any" is for other rows, "activated" for a gather with an activation, "moving" for
+    kernels that move or add tiles, which left alone take so few on sm_100 that one keeps 8 bytes of a thread on the
+    stack.
     """
 
     block_m: int = 128
@@ -99,7 +101,7 @@ TABLE: dict[str, dict[str, Config]] = {
         shape: replace(config, descriptors=True, pointer_warps=min(8, config.pointer_warps), registers=registers)
         for shape, config, registers in (
             ("many", _WIDE, {"": 200, "gather": 200, "gather transposed": 255, "activated": 255, "scatter": 184}),
-            ("few columns", replace(_NARROW, num_warps=4), {"gather": 230, "scatter": 208}),
+            ("few columns", replace(_NARROW, num_warps=4), {"gather": 230, "scatter": 208, "moving": 128}),
             ("few rows", _LOW, _ALL | {"gather": 128, "gather transposed": 140}),
         )
     },
@@ -114,6 +116,22 @@ TABLE: dict[str, dict[str, Config]] = {
 }
 FLOAT32 = Config(block_m=64, block_n=64, block_k=32, registers=_ALL)
 
+# For 8-bit elements: twice as many of the contraction, in as many bytes. No wider tile where a product is in registers
+# beside the sum: on sm_90 always, on sm_100 where chunks of the contraction have scales of their own, or when columns'
+# scales are read; eight warps there, so that a thread has a row of half the tile.
+_BESIDE = replace(_NARROW, descriptors=True)
+_FLOAT8: dict[str, dict[str, Config]] = {
+    target: {shape: replace(config, block_k=128, registers=registers) for shape, config in shapes.items()}
+    for target, shapes, registers in (
+        ("sm_80", TABLE["sm_80"], _ALL),
+        *(
+            (target, {"many": _BESIDE, "few columns": _BESIDE, "few rows": replace(_LOW, descriptors=True)}, _ALL)
+            for target in ("sm_90", "sm_100")
+        ),
+        ("gfx942", TABLE["gfx942"], {}),
+    )
+}
+
 
 def shape_class(rows: int, cols: int) -> str:
     """The class of a matmul whose chunks have up to `rows` rows and whose C has `cols` columns on this rank."""
@@ -124,7 +142,7 @@ def compiled_config(target: str, itemsize: int, shape: str) -> Config:
     """The configuration of a compiled kernel; the device adds the number of programs."""
     if itemsize > 2:
         return FLOAT32 if target != "gfx942" else replace(FLOAT32, num_stages=2, registers={})
-    return TABLE[target][shape]
+    return (_FLOAT8 if itemsize == 1 else TABLE)[target][shape]
 
 
 def nearest_target(cuda_major: int | None) -> str:

@@ -26,7 +26,7 @@ _MAX_LENGTH = 2**31
 
 def _describable(rows: int, cols: int, itemsize: int, config: Config) -> bool:
     # float32 is multiplied in full precision, not by tensor cores: its tiles need not be in shared memory.
-    return config.descriptors and itemsize == 2 and 0 < min(rows, cols) and max(rows, cols) < _MAX_LENGTH
+    return config.descriptors and itemsize <= 2 and 0 < min(rows, cols) and max(rows, cols) < _MAX_LENGTH
 
 
 def read_by(x: torch.Tensor, config: Config) -> str:

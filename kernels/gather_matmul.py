@@ -12,20 +12,21 @@ else it goes through the own arena.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 import torch
 import triton
 import triton.language as tl
 
-from .descriptors import fitted_to, of_arena, of_left, of_right, read_by_all, read_gathered_by
-from .launch import MOST_KNOWN, Channel, Config, fitted, flattened, in_16_bytes, options
+from .descriptors import of_arena, of_left, of_right
+from .gather_known import Known, Plan
+from .launch import MOST_KNOWN, Channel, Config
 from .loading import launch
 from .matmul import (
     locate_among,
     locate_in_chunks,
     matmul_tiles,
+    scale_columns,
     store_rows,
     unit,
     unpack,
@@ -39,13 +40,12 @@ from .operands import (
     Operand,
     Result,
     Right,
+    Scales,
     Tiles,
     result_of,
     right_of,
-    tiles_of,
-    unit_of,
 )
-from .push import Rows, push_to_all, wait_for_rows
+from .push import Rows, push_to_all, received_scale, wait_for_rows
 from .several import b_of_tile, beside, end_of_pairs, first_of, store_gated, tile_columns
 from .signal import FIRST_SLOT, Link, before_descriptor, begin, cdiv, enter, half, leave
 
@@ -89,6 +89,7 @@ class Gathered(NamedTuple):
     chunks: Chunks
     M: tl.tensor
     more: More
+    scales: Scales | None
     PUSHERS: tl.constexpr
     END: tl.constexpr
 
@@ -174,9 +175,36 @@ def _a_gathered_contraction(ctx, tile, i, packed):
 
 
 @triton.jit
+def _scales_of(ctx, src, tile, arena_row):
+    # Of the tile's rows of rank src's shard: where they are given if it is the own one in place, else behind the rows
+    # that have arrived, from `arena_row` of the own half on.
+    ptr, stride = received_scale(ctx.link, ctx.link.rank, arena_row, ctx.chunks.pitch)
+    if ctx.a.IN_PLACE and src == ctx.link.rank:
+        ptr = ctx.scales.a + tile.row
+        stride = tl.full((), 1, tl.int64)
+    offs_m = tl.arange(0, ctx.tiles.BLOCK_M)
+    return tl.load(ptr + offs_m.to(tl.int64) * stride, mask=offs_m < tile.rows - tile.row, other=0.0)
+
+
+@triton.jit
+def _scaled_chunk(ctx, tile, i, part):
+    src = (ctx.link.rank + i) % ctx.link.group.WORLD_SIZE
+    return part * _scales_of(ctx, src, tile, src * ctx.M + tile.row)[:, None]
+
+
+@triton.jit
+def _store_gathered_rows(ctx, tile, packed, acc):
+    if ctx.scales is not None:
+        acc = acc * _scales_of(ctx, tile.chunk, tile, _row(ctx, tile))[:, None]
+    _store_gathered(ctx, tile, packed, acc)
+
+
+@triton.jit
 def _store_gathered(ctx, tile, packed, acc):
     col, left, ok = unpack(packed, ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N, ctx.chunks.ROWS_ALIGNED)
     if ctx.more.COUNT == 0:
+        if ctx.scales is not None:
+            acc = scale_columns(acc, ctx.scales.b, col, ctx.b.N, ctx.tiles.BLOCK_N)
         store_rows(ctx.c, ctx.b.N, ctx.epilogue, ctx.tiles, _row(ctx, tile), col, left, acc, ok)
     else:
         N = ctx.b.N
@@ -187,6 +215,8 @@ def _store_gathered(ctx, tile, packed, acc):
         bias = ctx.epilogue.bias
         z = ctx.epilogue.z
         is_up = 0
+        if ctx.scales is not None:
+            scale = ctx.scales.b
         for j in tl.static_range(ctx.more.COUNT):
             if col >= first:
                 N = ctx.more.blocks[j].b.N
@@ -198,9 +228,13 @@ def _store_gathered(ctx, tile, packed, acc):
                     bias = ctx.more.blocks[j].bias
                 if ctx.epilogue.z is not None:
                     z = ctx.more.blocks[j].z
+                if ctx.scales is not None:
+                    scale = ctx.more.blocks[j].b_scale
                 is_up = 1
             first += cdiv(ctx.more.blocks[j].b.N, ctx.tiles.BLOCK_N) * ctx.tiles.BLOCK_N
         stride_m, stride_n = unit(stride_m, ctx.more.C_UNIT == 0), unit(stride_n, ctx.more.C_UNIT == 1)
+        if ctx.scales is not None:
+            acc = scale_columns(acc, scale, own_col, N, ctx.tiles.BLOCK_N)
         if ctx.epilogue.GATED:
             store_gated(
                 Result(ptr, stride_m, stride_n), z, N,
@@ -230,6 +264,12 @@ def _gather_matmul_programs(
             ctx.link, shard, ctx.chunks.table, pid, PUSHERS, num_rows, dst_row, ctx.chunks.pitch,
             FIRST_SLOT, False, not ctx.a.IN_PLACE, ctx.chunks.PIECE, BLOCK_R, BLOCK_C,
         )  # fmt: skip
+    elif CONTRACTION and ctx.scales is not None:
+        matmul_tiles(
+            ctx, pid - PUSHERS, num_programs - PUSHERS, num_tiles,
+            _locate_whole, _a_gathered_contraction, b_of_tile, _store_gathered, ctx.link.group.WORLD_SIZE,
+            _scaled_chunk,
+        )  # fmt: skip
     elif CONTRACTION:
         matmul_tiles(
             ctx, pid - PUSHERS, num_programs - PUSHERS, num_tiles,
@@ -238,7 +278,7 @@ def _gather_matmul_programs(
     else:
         matmul_tiles(
             ctx, pid - PUSHERS, num_programs - PUSHERS, num_tiles,
-            _locate_own_chunk_first, _a_gathered_rows, b_of_tile, _store_gathered, 1,
+            _locate_own_chunk_first, _a_gathered_rows, b_of_tile, _store_gathered_rows, 1,
         )  # fmt: skip
     if LAST:
         leave(ctx.link, num_programs)
@@ -246,7 +286,7 @@ def _gather_matmul_programs(
 
 @triton.jit(do_not_specialize=["rank", "fingerprint", "num_rows", "dst_row", "num_tiles"])
 def _gather_matmul_kernel(
-    a, b, c, epilogue, more, tiles, chunks, group, rank, fingerprint: tl.int64, num_rows, dst_row, num_tiles, M,
+    a, b, c, epilogue, more, scales, tiles, chunks, group, rank, fingerprint: tl.int64, num_rows, dst_row, num_tiles, M,
     PUSHERS: tl.constexpr, CONTRACTION: tl.constexpr, LAST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Programs 0 .. PUSHERS - 1 push the own shard and signal each piece, without waiting; the others multiply.
@@ -257,44 +297,18 @@ def _gather_matmul_kernel(
     """
     _gather_matmul_programs(
         Gathered(
-            Link(group, rank, begin(group, rank), fingerprint, 0), a, b, c, epilogue, tiles, chunks, M, more, PUSHERS, 0
+            Link(group, rank, begin(group, rank), fingerprint, 0), a, b, c, epilogue, tiles, chunks, M, more, scales,
+            PUSHERS, 0,
         ),
-        Rows(a.ptr, a.stride_m, a.stride_k, a.cols),
+        Rows(a.ptr, a.stride_m, a.stride_k, a.cols, None if scales is None else scales.a),
         num_rows, dst_row, num_tiles, PUSHERS, CONTRACTION, LAST, BLOCK_R, BLOCK_C,
     )  # fmt: skip
 
 
-def own_in_place(a: torch.Tensor) -> bool:
-    """Whether the kernel can read this shard where it lies: its rows must be contiguous, as they are in an arena."""
-    return a.stride(1) == 1
-
-
-def _limit(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, pitch: int, aligned: bool, described: bool) -> str:
-    # Which limit of registers is known to be enough for a kernel that gathers rows.
-    whole = aligned and pitch % 16 == 0 and in_16_bytes(b, c) and not any(n % 16 for n in a.stride() if n != 1)
-    # Reading by descriptors needs no further alignment.
-    if (described or whole) and c.stride(1) == 1 and c.shape[1] % 16 == c.stride(0) % 16 == c.data_ptr() % 16 == 0:
-        return "gather"
-    return "gather transposed" if whole and c.stride(0) == 1 else ""
-
-
-class _Known(NamedTuple):
-    # What a launch needs, worked out once for operands that are laid out alike.
-    config: Config
-    a_by: str
-    b_by: str
-    arena: tuple[int, int]
-    tiles: Tiles
-    flags: tuple[tl.constexpr, ...]
-    options: dict[str, int]
-    grid: tuple[int]
-    counts: tuple[int, int, int]
-    pushers: int
-    units: tuple[tl.constexpr, tl.constexpr, tl.constexpr]
-
-
-# A further b, its c, its bias, and what takes its products before an activation.
-Further: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+# A further b, its c, its bias, what takes its products before an activation, and of float8 its scales.
+Further: TypeAlias = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None
+]  # fmt: skip
 
 
 class GatherMatmul:
@@ -307,9 +321,9 @@ class GatherMatmul:
         self, op: int, sizes: tuple[int, ...], *, gather_dim: int, pitch: int, piece_rows: int, config: Config,
         upcast: bool,
     ) -> None:  # fmt: skip
-        self._op, self._sizes, self._on_rows, self._config = op, sizes, gather_dim == 0, config
-        self._pitch, self._piece_rows, self._upcast = pitch, piece_rows, upcast
-        self._known: dict[object, _Known] = {}
+        self._op, self._pitch, self._on_rows = op, pitch, gather_dim == 0
+        self._plan = Plan(sizes, self._on_rows, pitch, piece_rows, config, upcast)
+        self._known: dict[object, Known] = {}
 
     def __call__(
         self,
@@ -323,6 +337,7 @@ class GatherMatmul:
         pushed: bool,
         last: bool = True,
         more: Sequence[Further] = (),
+        scales: Scales | None = None,
     ) -> None:
         """Launch it. With `pushed` the pieces of `piece_rows` rows are already under way; else config.pushers of the
         kernel's programs push them, or fewer if there are fewer pieces. `last` ends the epoch. With `more` all biases
@@ -340,7 +355,7 @@ class GatherMatmul:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
             bs, cs = [b, *(each[0] for each in more)], [c, *(each[1] for each in more)]
-            known = self._known[found] = self._find_out(channel, a, bs, cs, pushed, epilogue)
+            known = self._known[found] = self._plan.known(channel, a, bs, cs, pushed, epilogue)
         (s0, s1), own, arena = a.stride(), None, None
         if known.a_by != "pointers":
             arena = of_arena(channel, a.dtype, *known.arena, self._pitch, known.config)
@@ -350,52 +365,15 @@ class GatherMatmul:
         (b0, b1), (K, N), group = b.stride(), b.shape, channel.groups.get(self._op) or channel.group(self._op)
         launch(_gather_matmul_kernel, known.grid)(
             Shard(a, own, arena, s0, s1, a.shape[1], a_by, in_place), Right(b, b_desc, b0, b1, K, N, b_by),
-            Result(c, *c.stride()), epilogue, self._more(more, known) if more else NO_MORE, known.tiles,
+            Result(c, *c.stride()), epilogue, self._more(more, known) if more else NO_MORE, scales, known.tiles,
             Chunks(table, self._pitch, *chunks), group, channel.rank, channel.fingerprint, *known.counts,
             c.shape[0], known.pushers, not self._on_rows, last,
             known.config.copy_rows, known.config.copy_cols, **known.options,
         )  # fmt: skip
 
-    def _more(self, more: Sequence[Further], known: _Known) -> More:
+    def _more(self, more: Sequence[Further], known: Known) -> More:
         blocks = [
-            Block(None, right_of(b, known.b_by, known.config), result_of(c), bias, z, tl.constexpr(0))
-            for b, c, bias, z in more
+            Block(None, right_of(b, known.b_by, known.config), result_of(c), bias, z, None, scale, tl.constexpr(0))
+            for b, c, bias, z, scale in more
         ]
         return More(tuple(blocks), tl.constexpr(len(blocks)), *known.units)
-
-    def _find_out(
-        self, channel: Channel, a: torch.Tensor, bs: list[torch.Tensor], cs: list[torch.Tensor], pushed: bool,
-        epilogue: Epilogue,
-    ) -> _Known:  # fmt: skip
-        b, c = bs[0], cs[0]
-        M, K, sizes, pitch, config = c.shape[0], b.shape[0], self._sizes, self._pitch, self._config
-        on_rows, rank, in_place = self._on_rows, channel.rank, own_in_place(a)
-        pieces = -(-a.shape[0] // self._piece_rows) * channel.world_size
-        pushers = 0 if pushed else max(1, min(config.pushers, pieces))
-        rows, cols = (M, K) if on_rows else (channel.world_size * M, max(sizes))
-        # A chunk that ends inside a block of K would be multiplied with rows of B that belong to the next one.
-        whole_blocks = on_rows or all(size % config.block_k == 0 for size in sizes)
-        aligned = all(size % 16 == 0 for size in sizes)
-        config = config if whole_blocks else replace(config, descriptors=False)
-        config = fitted_to(config, *((a, *bs) if in_place else bs), results=cs)
-        # The part that lies in the arena may be unaligned too.
-        if not config.descriptors and (pitch % 16 or (not on_rows and not aligned)):
-            config = fitted(config, stored=True, read=False)
-        num_tiles = sum(-(-rows // config.block_m) for rows in (sizes if on_rows else (M,)))
-        num_tiles *= sum(-(-each.shape[1] // config.block_n) for each in bs)
-        a_by, b_by = read_gathered_by(a, rows, cols, config), read_by_all(bs, config)
-        flatten = on_rows and flattened(config, a_by, b_by)
-        if epilogue.ACTIVATION.value:
-            # Its store takes registers, of which one loop would keep some on the stack.
-            limit, flatten = "activated", False
-        else:
-            limit = _limit(a, b, c, pitch, aligned, config.descriptors) if on_rows and len(bs) == 1 else ""
-        rows_aligned = aligned if on_rows else M % 16 == 0
-        flags = a_by, in_place, b_by, self._piece_rows, aligned, rows_aligned
-        return _Known(
-            config, a_by, b_by, (rows, cols),
-            tiles_of(config, flatten=flatten, upcast=self._upcast),
-            tuple(map(tl.constexpr, flags)), options(config, a_by, b_by, limit=limit), (config.programs + pushers,),
-            (a.shape[0], sum(sizes[:rank]) if on_rows else rank * M, num_tiles), pushers,
-            (tl.constexpr(-1), tl.constexpr(unit_of(bs)), tl.constexpr(unit_of(cs))),
-        )  # fmt: skip

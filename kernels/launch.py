@@ -96,9 +96,9 @@ def flattened(config: Config, a_by: str, b_by: str) -> bool:
     return config.flatten and "pointers" not in (a_by, b_by)
 
 
-def _limit(config: Config, warps: int) -> dict[str, int]:
+def _limit(config: Config, warps: int, kind: str = "") -> dict[str, int]:
     # A multiprocessor has 64 Ki registers (CUDA C++ programming guide, technical specifications).
-    most = config.registers.get("")
+    most = config.registers.get(kind, config.registers.get(""))
     return {} if most is None else {"maxnreg": min(most, (64 << 10) // (32 * warps))}
 
 
@@ -126,4 +126,5 @@ def strip_of(config: Config, tensors: int = 1) -> int:
 
 def moving_options(config: Config) -> dict[str, int]:
     """The compiler's options of a kernel that moves or adds whole tiles."""
-    return {"num_warps": config.moving_warps, "num_stages": config.num_stages, **_limit(config, config.moving_warps)}
+    limit = _limit(config, config.moving_warps, "moving")
+    return {"num_warps": config.moving_warps, "num_stages": config.num_stages, **limit}

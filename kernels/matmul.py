@@ -62,8 +62,15 @@ def dot(a, b, acc, UPCAST: tl.constexpr):
     if UPCAST:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    # "ieee" matters for float32 only: the default would round its operands to tf32.
-    return tl.dot(a, b, acc, input_precision="ieee")
+    if a.dtype.primitive_bitwidth == 8:
+        # The matrix unit of sm_90 keeps 14 bits of a sum of float8 products: such a sum goes no further than a block of
+        # K, 128 at most, and is then added in float32 (DeepSeek-V3, section 3.3.2). With Triton's option for that,
+        # `max_num_imprecise_acc`, PTX has the addition before the wait for the sum. Other targets' sums are float32,
+        # and the compiler makes one instruction of both.
+        return acc + tl.dot(a, b)
+    else:
+        # "ieee" matters for float32 only: the default would round its operands to tf32.
+        return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -171,7 +178,7 @@ def multiply(acc, a, tile, b, A_BY: tl.constexpr, B_BY: tl.constexpr, tiles):
 @triton.jit
 def _matmul_tile(
     ctx, index, LOCATE: tl.constexpr, A_CHUNK: tl.constexpr, B_CHUNK: tl.constexpr, STORE: tl.constexpr,
-    NUM_K_CHUNKS: tl.constexpr,
+    NUM_K_CHUNKS: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     tile = LOCATE(ctx, index)
     acc = tl.full((ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N), 0.0, tl.float32)
@@ -181,7 +188,12 @@ def _matmul_tile(
         # there.
         a = A_CHUNK(ctx, tile, i, packed)
         packed = a.packed
-        acc = multiply(acc, a, tile, B_CHUNK(ctx, tile, i), ctx.a.BY, ctx.b.BY, ctx.tiles)
+        if SCALE is None:
+            acc = multiply(acc, a, tile, B_CHUNK(ctx, tile, i), ctx.a.BY, ctx.b.BY, ctx.tiles)
+        else:
+            part = tl.full((ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N), 0.0, tl.float32)
+            part = multiply(part, a, tile, B_CHUNK(ctx, tile, i), ctx.a.BY, ctx.b.BY, ctx.tiles)
+            acc += SCALE(ctx, tile, i, part)
     STORE(ctx, tile, packed, acc)
 
 
@@ -189,19 +201,20 @@ def _matmul_tile(
 def matmul_tiles(
     ctx, pid, num_programs, num_tiles,
     LOCATE: tl.constexpr, A_CHUNK: tl.constexpr, B_CHUNK: tl.constexpr, STORE: tl.constexpr,
-    NUM_K_CHUNKS: tl.constexpr,
+    NUM_K_CHUNKS: tl.constexpr, SCALE: tl.constexpr = None,
 ):  # fmt: skip
     """The tiles pid, pid + num_programs, .. of a matmul, in the order that LOCATE gives them.
 
     With FLATTEN the compiler makes one loop of the tiles' and the contraction's: the first loads of the next tile are
     under way while this one is stored. ctx: the hooks' context, with a, b and tiles.
+    SCALE(ctx, tile, i, part): what the i-th chunk of the contraction gives, times its scales, where each has its own.
     """
     if ctx.tiles.FLATTEN:
         for index in tl.range(pid, num_tiles, num_programs, flatten=True):
-            _matmul_tile(ctx, index, LOCATE, A_CHUNK, B_CHUNK, STORE, NUM_K_CHUNKS)
+            _matmul_tile(ctx, index, LOCATE, A_CHUNK, B_CHUNK, STORE, NUM_K_CHUNKS, SCALE)
     else:
         for index in range(pid, num_tiles, num_programs):
-            _matmul_tile(ctx, index, LOCATE, A_CHUNK, B_CHUNK, STORE, NUM_K_CHUNKS)
+            _matmul_tile(ctx, index, LOCATE, A_CHUNK, B_CHUNK, STORE, NUM_K_CHUNKS, SCALE)
 
 
 class Whole(NamedTuple):
@@ -281,6 +294,13 @@ def _store_columns(c, N, epilogue, tiles, row, col, left, acc, ok, COLS: tl.cons
         acc = activated(acc, epilogue.ACTIVATION)
     c_ptrs = c.ptr + rows[:, None] * c.stride_m + offs_n[None, :].to(tl.int64) * c.stride_n
     tl.store(c_ptrs, round_to(acc, c.ptr.dtype.element_ty, tiles.UPCAST), mask=mask)
+
+
+@triton.jit
+def scale_columns(acc, scale, col, N, BLOCK_N: tl.constexpr):
+    """acc times B's scales: of columns `col` and on, of N."""
+    offs_n = col + tl.arange(0, BLOCK_N)
+    return acc * tl.load(scale + offs_n, mask=offs_n < N, other=0.0)[None, :]
 
 
 @triton.jit

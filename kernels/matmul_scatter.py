@@ -18,8 +18,32 @@ import triton.language as tl
 from .descriptors import fitted_to, read_by_all
 from .launch import MOST_KNOWN, Channel, Config, options
 from .loading import launch
-from .matmul import a_local, b_whole, locate_in_chunks, locate_whole, matmul_tiles, round_to, unit, widened
-from .operands import NO_MORE, Block, Columns, Left, More, Operand, Right, Tiles, left_of, right_of, tiles_of, unit_of
+from .matmul import (
+    a_local,
+    b_whole,
+    locate_in_chunks,
+    locate_whole,
+    matmul_tiles,
+    round_to,
+    scale_columns,
+    unit,
+    widened,
+)
+from .operands import (
+    NO_MORE,
+    Block,
+    Columns,
+    Left,
+    More,
+    Operand,
+    Right,
+    Scales,
+    Tiles,
+    left_of,
+    right_of,
+    tiles_of,
+    unit_of,
+)
 from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, raise_signal
 
 
@@ -38,6 +62,7 @@ class Partial(NamedTuple):
     region_row: tl.tensor
     pitch: tl.tensor
     more: More
+    scales: Scales | None
     END: tl.constexpr
 
 
@@ -110,13 +135,42 @@ def _store_to(ctx, dst, tile, partial):
 
 
 @triton.jit
+def _scaled(ctx, tile, acc, a_scale, b_scale):
+    offs_m = tl.arange(0, ctx.tiles.BLOCK_M)
+    scale = tl.load(a_scale + tile.begin + tile.row + offs_m, mask=offs_m < tile.rows - tile.row, other=0.0)
+    return scale_columns(acc * scale[:, None], b_scale, tile.col, ctx.b.N, ctx.tiles.BLOCK_N)
+
+
+@triton.jit
+def _scaled_term(ctx, tile, i, part):
+    a_scale = ctx.scales.a
+    b_scale = ctx.scales.b
+    for j in tl.static_range(ctx.more.COUNT):
+        if i == j + 1:
+            a_scale = ctx.more.blocks[j].a_scale
+            b_scale = ctx.more.blocks[j].b_scale
+    return _scaled(ctx, tile, part, a_scale, b_scale)
+
+
+@triton.jit
+def _rounded(ctx, tile, acc):
+    # A tile as it travels.
+    if ctx.scales is None:
+        return round_to(acc, ctx.a.ptr.dtype.element_ty, ctx.tiles.UPCAST)
+    else:
+        if ctx.more.COUNT == 0:
+            acc = _scaled(ctx, tile, acc, ctx.scales.a, ctx.scales.b)
+        return round_to(acc, ctx.scales.out.dtype.element_ty, ctx.tiles.UPCAST)
+
+
+@triton.jit
 def _store_to_owner(ctx, tile, packed, acc):
-    _store_to(ctx, tile.chunk, tile, round_to(acc, ctx.a.ptr.dtype.element_ty, ctx.tiles.UPCAST))
+    _store_to(ctx, tile.chunk, tile, _rounded(ctx, tile, acc))
 
 
 @triton.jit
 def _store_to_all(ctx, tile, packed, acc):
-    partial = round_to(acc, ctx.a.ptr.dtype.element_ty, ctx.tiles.UPCAST)
+    partial = _rounded(ctx, tile, acc)
     # Not unrolled: the addresses of eight arenas at once take registers.
     for i in range(1, ctx.link.group.WORLD_SIZE + 1):
         _store_to(ctx, (ctx.link.rank + i) % ctx.link.group.WORLD_SIZE, tile, partial)
@@ -131,6 +185,11 @@ def _matmul_scatter_programs(ctx, num_tiles, TO_ALL: tl.constexpr):
             ctx, pid, tl.num_programs(0), num_tiles,
             locate_whole, _a_of_term, _b_of_term, _store_to_all, 1 + ctx.more.COUNT,
         )  # fmt: skip
+    elif ctx.scales is not None and ctx.more.COUNT > 0:
+        matmul_tiles(
+            ctx, pid, tl.num_programs(0), num_tiles,
+            _locate_own_chunk_last, _a_of_term, _b_of_term, _store_to_owner, 1 + ctx.more.COUNT, _scaled_term,
+        )  # fmt: skip
     else:
         matmul_tiles(
             ctx, pid, tl.num_programs(0), num_tiles,
@@ -140,12 +199,14 @@ def _matmul_scatter_programs(ctx, num_tiles, TO_ALL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank", "fingerprint", "region_row", "num_tiles"])
 def _matmul_scatter_kernel(
-    a, b, more, tiles, table, group, rank, fingerprint: tl.int64, region_row, num_tiles, M, pitch, TO_ALL: tl.constexpr
-):
+    a, b, more, scales, tiles, table, group, rank, fingerprint: tl.int64, region_row, num_tiles, M, pitch,
+    TO_ALL: tl.constexpr,
+):  # fmt: skip
     """Multiply, store every tile into its owner's half (TO_ALL: into all), signal each tile. Waits for nothing."""
     _matmul_scatter_programs(
         Partial(
-            Link(group, rank, begin(group, rank), fingerprint, 0), a, b, tiles, table, M, region_row, pitch, more, 0
+            Link(group, rank, begin(group, rank), fingerprint, 0), a, b, tiles, table, M, region_row, pitch, more,
+            scales, 0,
         ),
         num_tiles, TO_ALL,
     )  # fmt: skip
@@ -178,9 +239,10 @@ class MatmulScatter:
         self._known: dict[object, _Known] = {}
 
     def __call__(
-        self, channel: Channel, terms: Sequence[tuple[torch.Tensor, torch.Tensor]], table: torch.Tensor
-    ) -> None:
-        """Launch it."""
+        self, channel: Channel, terms: Sequence[tuple[torch.Tensor, torch.Tensor]], table: torch.Tensor,
+        scales: Sequence[Scales] | None = None,
+    ) -> None:  # fmt: skip
+        """Launch it; scales: of each term, if they are of float8."""
         assert len(terms) == 1 or not self._to_all
         a, b = terms[0]
         layout: list[object] = [a.dtype]
@@ -195,24 +257,21 @@ class MatmulScatter:
             known = self._known[key] = self._find_out(terms)
         config, more = known.config, NO_MORE
         if len(terms) > 1:
+            of_terms = [(each.a, each.b) for each in scales] if scales is not None else [(None, None)] * len(terms)
             blocks = [
                 Block(
-                    left_of(left, known.a_by, config),
-                    right_of(right, known.b_by, config),
-                    None,
-                    None,
-                    None,
+                    left_of(left, known.a_by, config), right_of(right, known.b_by, config), None, None, None, *its,
                     tl.constexpr(0),
                 )
-                for left, right in terms[1:]
-            ]
+                for (left, right), its in zip(terms[1:], of_terms[1:], strict=True)
+            ]  # fmt: skip
             more = More(tuple(blocks), tl.constexpr(len(blocks)), *known.units)
         # Not flattened: the compiler does not pipeline a loop with a barrier in it, and every tile's signal needs one.
         group = channel.groups.get(self._op) or channel.group(self._op)
         launch(_matmul_scatter_kernel, (config.programs,))(
-            left_of(a, known.a_by, config), right_of(b, known.b_by, config), more, known.tiles, table, group,
-            channel.rank, channel.fingerprint, channel.rank * self._region_rows, known.num_tiles, a.shape[0],
-            self._pitch, self._to_all, **known.options,
+            left_of(a, known.a_by, config), right_of(b, known.b_by, config), more,
+            None if scales is None else scales[0], known.tiles, table, group, channel.rank, channel.fingerprint,
+            channel.rank * self._region_rows, known.num_tiles, a.shape[0], self._pitch, self._to_all, **known.options,
         )  # fmt: skip
 
     def _find_out(self, terms: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> _Known:

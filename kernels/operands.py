@@ -42,6 +42,17 @@ class Result(NamedTuple):
     stride_n: tl.tensor
 
 
+class Scales(NamedTuple):
+    """Of float8 operands, whose values are data * scale: a [rows of A on this rank], b [N], float32. A row that travels
+    has its scale in the last 16 bytes of its pitch. out: of the dtype of tiles that travel, where any do.
+    """
+
+    a: tl.tensor
+    b: tl.tensor
+    out: tl.tensor
+    END: tl.constexpr
+
+
 class Epilogue(NamedTuple):
     """What is done before a tile of the result is rounded; None for what is not.
 
@@ -60,7 +71,7 @@ class Epilogue(NamedTuple):
 
 class Block(NamedTuple):
     """A further B of a kernel with several: its own A where their products are added, its own result where they are not
-    (None for what there is not).
+    (None for what there is not). a_scale, b_scale: of float8.
     """
 
     a: tl.tensor
@@ -68,6 +79,8 @@ class Block(NamedTuple):
     c: tl.tensor
     bias: tl.tensor
     z: tl.tensor
+    a_scale: tl.tensor
+    b_scale: tl.tensor
     END: tl.constexpr
 
 
@@ -126,6 +139,8 @@ class Columns(NamedTuple):
     col: tl.tensor
 
 
+# As a launch gives the last field of a tuple, see `Link` in `signal`.
+END = tl.constexpr(0)
 # As a launch gives More to a kernel with one B.
 NO_MORE = More((), *map(tl.constexpr, (0, -1, -1, -1)))
 

@@ -22,17 +22,18 @@ from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, leave, raise_sig
 
 
 class Rows(NamedTuple):
-    """A local matrix: pointer, strides, number of columns."""
+    """A local matrix: pointer, strides, number of columns; of float8 its rows' scales, which travel behind them."""
 
     ptr: tl.tensor
     stride_m: tl.tensor
     stride_n: tl.tensor
     cols: tl.tensor
+    scale: tl.tensor | None = None
 
 
-def rows_of(x: torch.Tensor) -> Rows:
-    """As a launch gives it."""
-    return Rows(x, x.stride(0), x.stride(1), x.shape[1])
+def rows_of(x: torch.Tensor, scale: torch.Tensor | None = None) -> Rows:
+    """As a launch gives it; of float8 with the rows' scales."""
+    return Rows(x, x.stride(0), x.stride(1), x.shape[1], scale)
 
 
 @triton.jit
@@ -45,6 +46,25 @@ def send_block(src_ptr, src_m, src_n, dst_ptr, pitch, rows, cols, BLOCK_R: tl.co
             mask = (offs_r < rows - row)[:, None] & (offs_c < cols - col)[None, :]
             block = tl.load(src_ptr + (row + offs_r)[:, None] * src_m + (col + offs_c)[None, :] * src_n, mask=mask)
             tl.store(dst_ptr + (row + offs_r)[:, None] * pitch + (col + offs_c)[None, :], block, mask=mask)
+
+
+@triton.jit
+def received_scale(link, rank, row, pitch):
+    """Where the scale of float8 row `row` of the half lies, and how far it is to the next row's: in the row's last 16
+    bytes.
+    """
+    words = tl.full((), 0, tl.int64) + pitch // 4
+    return half(link, rank, tl.float32) + row * words + words - 4, words
+
+
+@triton.jit
+def _send_scales(link, src_ptr, dst, dst_row, pitch, rows, BLOCK_R: tl.constexpr):
+    dst_ptr, words = received_scale(link, dst, dst_row, pitch)
+    offs_r = tl.arange(0, BLOCK_R).to(tl.int64)
+    for row in range(0, rows, BLOCK_R):
+        mask = offs_r < rows - row
+        scale = tl.load(src_ptr + row + offs_r, mask=mask)
+        tl.store(dst_ptr + (row + offs_r) * words, scale, mask=mask)
 
 
 @triton.jit
@@ -66,6 +86,8 @@ def push_rows(
             base + (dst_row + row).to(tl.int64) * pitch, pitch,
             rows, src.cols, BLOCK_R, BLOCK_C,
         )  # fmt: skip
+        if src.scale is not None:
+            _send_scales(link, src.scale + first + row, dst, dst_row + row, pitch, rows, BLOCK_R)
         raise_signal(link, dst, piece + first_slot)
 
 
@@ -153,15 +175,16 @@ def push(
     config: Config,
     piece_rows: int,
     first_slot: int = FIRST_SLOT.value,
+    scale: torch.Tensor | None = None,
 ) -> None:
     """Enter the epoch and push x [rows, cols] to every peer's half at row `dst_row` (with scatter: each peer its rows
-    of `table`), a signal for every `piece_rows` rows from `first_slot` on.
+    of `table`), a signal for every `piece_rows` rows from `first_slot` on. scale: of float8 rows.
     """
     rows = x.shape[0]
     pieces = -(-rows // piece_rows) * (1 if scatter else channel.world_size)
     launch(_push_kernel, (max(1, min(config.pushers, pieces)),))(
-        rows_of(x), table, channel.group(op), channel.rank, channel.fingerprint, rows, dst_row, first_slot, pitch,
-        scatter, with_own, piece_rows, config.copy_rows, config.copy_cols,
+        rows_of(x, scale), table, channel.group(op), channel.rank, channel.fingerprint, rows, dst_row, first_slot,
+        pitch, scatter, with_own, piece_rows, config.copy_rows, config.copy_cols,
     )  # fmt: skip
 
 

@@ -139,9 +139,8 @@ class Bounds:
         # What this launch may touch.
         names = inspect.getfullargspec(kernel).args
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        tensors = dict(_tensors(given))
         self._kernel = kernel.__name__
-        self._loaded = [_Operand(name, x) for name, x in tensors.items()]
+        self._loaded = [_Operand(name, x) for name, x in _tensors(given)]
         self._stored = [each for each in self._loaded if each.name in OUTPUTS]
         self._regions = []
         if "group" in given:
@@ -173,11 +172,16 @@ class Bounds:
 
 
 def _tensors(given: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    # Of what a kernel is given, also in its named tuples: what a matrix points to has the matrix' name.
+    # Of what a kernel is given, also in its named tuples: what a matrix points to has the matrix' name, and a further
+    # block's a, b and c have those of the first.
     for name, value in given.items():
-        for field, each in value._asdict().items() if hasattr(value, "_asdict") else (("ptr", value),):
-            if isinstance(each, Tensor):
-                yield name if field == "ptr" else f"{name}.{field}", each
+        if isinstance(value, Tensor):
+            yield name, value
+        elif hasattr(value, "_asdict"):
+            fields = value._asdict()
+            for block in fields.pop("blocks", ()):
+                yield from _tensors(block._asdict())
+            yield from _tensors({name if field == "ptr" else f"{name}.{field}": each for field, each in fields.items()})
 
 
 def _itemsize(ptrs: Any) -> int:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from fusedtp.bench import baselines, machine, tables
-from fusedtp.bench.cases import BASELINES, BOUNDS, CHECK_SHAPES, DIRECTIONS, OPS, SHAPES, Case, flops, traffic
+from fusedtp.bench.cases import BASELINES, BOUNDS, CHECK_SHAPES, DIRECTIONS, FLOAT8, OPS, SHAPES, Case, flops, traffic
 from fusedtp.bench.frames import frame_of
 from fusedtp.bench.jobs import JOB_SECONDS, Request, missing, plan, seconds_of
 from fusedtp.bench.models import LAYERS, MODELS, block
+from fusedtp.bench.operands import Operands
 from fusedtp.bench.rows import Outcome, ratios, rows_of
 from fusedtp.bench.timing import Timing, Verdict
 
@@ -52,6 +56,62 @@ def test_plan_by_default_covers_every_op_world_size_dtype_and_direction() -> Non
     assert {(job.case.op, direction) for job in timed for direction in job.directions} == {
         (op, direction) for op in OPS for direction in DIRECTIONS
     }
+
+
+def test_float8_runs_where_it_is_asked_for_and_forward_alone() -> None:
+    request = Request(world_sizes=(2,), dtypes=(FLOAT8, "float32"))
+    jobs = [job for job in plan(request, 0) if job.case.dtype == FLOAT8]
+    assert {job.case.op for job in jobs if job.timed} == {job.case.op for job in jobs if not job.timed} == set(OPS)
+    blocks = plan(replace(request, models=("llama3-8b",), tokens=(64,)), 0)
+    for job in [*jobs, *(job for job in blocks if job.case.dtype == FLOAT8)]:
+        assert job.directions == ("forward",)
+        assert not {"own_matmul", *BASELINES} & set(job.variants_of("forward"))
+    assert {job.directions for job in blocks} == {("forward",), ("forward", "backward")}
+    for directions in (("backward",), ("forward", "both")):
+        with pytest.raises(ValueError, match="float8 operands have no gradient: --direction forward"):
+            plan(replace(request, directions=directions), 0)
+    assert plan(replace(request, directions=("forward",)), 0)
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "said"),
+    [
+        (GATHER, (64, 64, 64), ""), (SCATTER, (64, 64, 64), ""), (GATHER, (64, 48, 64), "wants multiples of 16"),
+        (SCATTER, (64, 64, 48), "wants multiples of 16"), (GATHER, (63, 64, 64), "splits uneven lengths"),
+    ],
+)  # fmt: skip
+def test_torchs_scaled_ops_beside_ours(op: str, shape: tuple[int, int, int], said: str) -> None:
+    found = missing("torch_symm_mem", Case(op, *shape, FLOAT8, 2), "forward", 2)
+    assert said in found
+    assert bool(found) == bool(said)
+    for other in ("dtensor", "async_tp"):
+        assert "no float8" in missing(other, Case(op, 64, 64, 64, FLOAT8, 2), "forward", 2)
+
+
+@pytest.mark.parametrize(
+    ("op", "name"), [(GATHER, "fused_all_gather_scaled_matmul"), (SCATTER, "fused_scaled_matmul_reduce_scatter")]
+)
+def test_torchs_scaled_ops_are_called_as_they_are_declared(monkeypatch: pytest.MonkeyPatch, op: str, name: str) -> None:
+    importlib.import_module("torch.distributed._symmetric_memory")
+    schema, seen = getattr(torch.ops.symm_mem, name).default._schema, dict[str, Any]()
+    names = [each.name for each in schema.arguments]
+
+    def called(*args: Any, **more: Any) -> Any:
+        seen.update(dict(zip(names, args, strict=False)) | more)
+        return None, [None]
+
+    monkeypatch.setattr(torch.ops.symm_mem, name, called)
+    monkeypatch.setattr(baselines, "_enable_symm_mem", lambda group: None)
+    operands = Operands(Case(op, 64, 32, 96, FLOAT8, 2), 1, torch.device("cpu"))
+    group = SimpleNamespace(group_name="0")
+    baselines.runner(operands, group, "torch_symm_mem", "forward")()  # type: ignore[arg-type]
+    assert set(seen) <= set(names)
+    assert {each.name for each in schema.arguments if not each.has_default_value()} <= set(seen)
+    gathers = op == GATHER
+    b, scale = (seen["Bs"][0], seen["B_scales"][0]) if gathers else (seen["B"], seen["B_scale"])
+    # A scale for each row of a and for each column of b.
+    assert tuple(seen["A_scale"].shape) == ((32, 1) if gathers else (64, 1))
+    assert (tuple(b.shape), tuple(scale.shape)) == (((96, 16), (1, 16)) if gathers else ((48, 32), (1, 32)))
 
 
 def test_what_cannot_run_is_said_once_an_op_world_size_and_direction() -> None:

@@ -48,7 +48,8 @@ def test_what_cannot_be_split_is_refused(tmp_path: Path) -> None:
     config = folder_of("Llama", tmp_path, num_attention_heads=8, num_key_value_heads=8, hidden_size=32)
     for given, said in (
         ([config, "--world-size", "3"], "self_attn: 8 attention heads cannot be shared out evenly over 3 ranks"),
-        ([str(tmp_path / "none")], "none"),
+        ([str(tmp_path / "none")], f"there is no such file or folder: {tmp_path / 'none'}"),
+        (["none.json"], "there is no such file or folder: none.json"),
         ([config, "--world-size", "0"], "--world-size"),
     ):
         done = CliRunner().invoke(app, ["plan", *given])

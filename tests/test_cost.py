@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 import pytest
 from fusedtp.bench.cli import app
+from fusedtp.kernels import configs
 from typer.testing import CliRunner, Result
 
 from fusedtp import cost
@@ -54,6 +55,18 @@ def test_published_times(
     alone = cost.predict("all_gather_matmul", M=M, N=8 * N, K=K, world_size=8, hardware="h100")
     assert alone.matmul_us == pytest.approx(library, rel=0.15)
     assert alone.winner == "fused"
+
+
+def test_a_few_rows_of_every_rank_are_whole_tiles_of_our_kernel() -> None:
+    machine = plain(memory_gbps=100)
+    sizes: dict[str, Any] = {"N": 4096, "K": 4096, "world_size": 4, "dtype": "float32", "hardware": machine}
+    few = cost.predict("all_gather_matmul", M=4, **sizes)
+    # Each of four reads its row and the whole weight, 1024 x 4096, again.
+    assert few.fused_us == pytest.approx(4 * (4096 + 1024 * 4096) * 4 / 1e5)
+    quick = plain()
+    one = cost.predict("all_gather_matmul", M=4, **(sizes | {"hardware": quick}))
+    assert one.fused_us == pytest.approx(2 * 4 * overlap.TILE_ROWS[0] * 1024 * 4096 / 1e9, rel=0.01)
+    assert (overlap.TILE_ROWS[0], overlap.TILE_ROWS[1]) == (configs.FEW_ROWS, configs.Config().block_m)
 
 
 def cpu_rows(path: Path) -> pd.DataFrame:
@@ -109,8 +122,9 @@ def test_measured_rows_of_a_cpu(tmp_path: Path) -> None:
 def plain(**changes: Any) -> Hardware:
     """Round numbers: 1 us for 1e5 bytes sent, 1e9 FLOPs a us, and nothing else unless changed."""
     zero = dict.fromkeys(
-        ("collective_start_us", "copy_start_us", "flag_us", "launch_us", "network_start_us", "overlap_slowdown"), 0.0
-    )
+        ("collective_start_us", "copy_start_us", "flag_us", "launch_us", "chunk_us", "network_start_us",
+         "overlap_slowdown"), 0.0
+    )  # fmt: skip
     one = dict.fromkeys(("kernel_fraction", "collective_fraction", "copy_fraction", "store_fraction"), 1.0)
     numbers: dict[str, Any] = {
         "link_gbps": 100, "memory_gbps": 1e9, "matrix_tflops": {"float32": 1000}, "num_sms": 0, "domain_size": 8,

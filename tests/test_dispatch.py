@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 import fusedtp
 from fusedtp.calls import dispatch, tuning
 from fusedtp.calls.tuning import Sample
+from fusedtp.cost.hardware import HARDWARE
 from fusedtp.op import OPS, Task
 from fusedtp.workspaces import registry, stale
 
@@ -286,6 +287,67 @@ def test_what_travels(op: str, operands: int, options: dict[str, Any], shape: tu
     task = Task.of(OPS[op], *given, **options)
     assert dispatch._shape(task) == shape
     assert task.moved == shape or shape is None
+
+
+def float8_task(op: str = "all_gather_matmul", dtype: torch.dtype = torch.float8_e4m3fn, **options: Any) -> Task:
+    """A task on 512 rows of float8, with a result in bfloat16."""
+    x, b = torch.empty(256, 1024, dtype=torch.bfloat16), torch.empty(1024, 512, dtype=torch.bfloat16)
+    sizes = (256, 256) if op == "all_gather_matmul" else ()
+    return Task.of(OPS[op], x, b, None, sizes=sizes, float8=dtype, **options)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "target", "why"),
+    [
+        (torch.float8_e4m3fn, "8.0", "since capability 8.9, this GPU has 8.0"),
+        (torch.float8_e5m2, "7.5", "since capability 8.9, this GPU has 7.5"),
+        (torch.float8_e4m3fn, "8.9", ""),
+        (torch.float8_e4m3fn, "10.3", ""),
+        (torch.float8_e4m3fnuz, "9.0", "NVIDIA's GPUs multiply"),
+        (torch.float8_e4m3fnuz, "gfx942", ""),
+        (torch.float8_e4m3fn, "gfx942", "gfx942 multiplies torch.float8_e4m3fnuz"),
+        (torch.float8_e4m3fnuz, "gfx950", "gfx950 multiplies torch.float8_e4m3fn"),
+        (torch.float8_e4m3fn, "gfx950", ""),
+        (torch.float8_e4m3fn, "gfx90a", "gfx90a multiplies no float8"),
+    ],
+)
+def test_float8_is_fused_where_there_are_units_for_it(dtype: torch.dtype, target: str, why: str) -> None:
+    assert why in dispatch.without_float8(dtype, target)
+    assert bool(why) == bool(dispatch.without_float8(dtype, target))
+
+
+def test_a_gpu_without_float8_refuses_fused_and_auto_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, device = mock.Mock(), torch.device("cuda", 0)
+    group.size.return_value = 2
+    dispatch._check_float8.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    with pytest.raises(RuntimeError, match=r"cannot multiply torch.float8_e4m3fn here: .* has 8\.0: use 'auto'"):
+        dispatch.choose(float8_task(), "fused", group, device)
+    assert dispatch.choose(float8_task(), "decomposed", group, device).schedule == "decomposed"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    assert dispatch.choose(float8_task(), "fused", group, device).schedule == "fused"
+    for gpu in (HARDWARE["a100"], None):
+        for capturing in (False, True):
+            path = dispatch._decide(float8_task(), 2, dispatch.Knowledge(None, gpu, "8.0"), True, capturing)
+            assert path.schedule in (("unfused",) if capturing else ("unfused", "decomposed"))
+            assert path.reason.endswith("not fused: float8 is multiplied since capability 8.9, this GPU has 8.0")
+    asked = float8_task("matmul_all_reduce", algorithm="one_shot")
+    assert dispatch._decide(asked, 2, dispatch.Knowledge(None, None, "8.0"), True, False).schedule == "decomposed"
+    assert dispatch._decide(float8_task(), 2, dispatch.Knowledge(None, None, "9.0"), True, False).schedule == "fused"
+    dispatch._check_float8.cache_clear()
+
+
+def test_float8_is_not_decided_by_measurements_of_bfloat16() -> None:
+    ms = {"unfused": 1.0, "decomposed": 2.0}
+    narrow = Sample("all_gather_matmul", 2, "bfloat16", 512, 1024, 512, ms)
+    known = dispatch.Knowledge(tuning.Table({"cpu": "any"}, (narrow,), {}), None)
+    path = dispatch._decide(float8_task(), 2, known, False, False)
+    assert path.schedule == "decomposed"
+    assert "nothing was measured here for all_gather_matmul in float8_e4m3fn" in path.reason
+    known = dispatch.Knowledge(
+        tuning.Table({"cpu": "any"}, (narrow, replace(narrow, dtype="float8_e4m3fn")), {}), None
+    )  # fmt: skip
+    assert dispatch._decide(float8_task(), 2, known, False, False).schedule == "unfused"
 
 
 def measured_later(group: ProcessGroup) -> list[int]:

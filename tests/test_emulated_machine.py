@@ -81,6 +81,10 @@ REFUSED = {
         SHARED + "	st.shared.b32 [ %r8 + 0 ], %r1;\n	xor.b32 %r9, %r7, 128;\n	add.s32 %r9, %r6, %r9;\n"
         "	ld.shared.b32 %r5, [%r9];\n", 2, "race|uninitialised",
     ),
+    "byte beside another's": (
+        "	mov.b32 %r6, global_smem;\n	add.s32 %r8, %r6, %r1;\n	mov.b16 %rs1, 1;\n"
+        "	st.shared.b8 [ %r8 + 0 ], %rs1;\n	ld.shared.b16 %rs2, [%r6];\n", 1, "is read by warp 0",
+    ),
     "write over what others read": (
         SHARED + "	st.shared.b32 [ %r8 + 0 ], %r1;\n" + BARRIER + "	xor.b32 %r9, %r7, 128;\n"
         "	add.s32 %r9, %r6, %r9;\n	ld.shared.b32 %r5, [%r9];\n	st.shared.b32 [ %r8 + 0 ], %r5;\n", 2, "race",
@@ -130,6 +134,13 @@ def test_refused(what: str) -> None:
             "mov.b64 %rd4, 0x7ffffffff; cvt.s64.s32 %rd5, %rd4; shr.s64 %rd6, %rd5, 32; cvt.u32.u64 %r5, %rd6;",
             2**32 - 1,
         ),
+        # The first is the upper one. To nearest even: 1.0625 is between 1 and 1.125; the smallest number is 2**-9; no
+        # further than 448, and NaN.
+        ("cvt.rn.satfinite.e4m3x2.f32 %rs1, 0f3F880000, 0f3B000000; mov.b32 %r5, {%rs1, %rs1};", 0x38013801),
+        ("cvt.rn.satfinite.e4m3x2.f32 %rs1, 0fC47A0000, 0f7FC00000; mov.b32 %r5, {%rs1, %rs1};", 0xFE7FFE7F),
+        ("cvt.rn.satfinite.e5m2x2.f32 %rs1, 0f3FA00000, 0f7F800000; mov.b32 %r5, {%rs1, %rs1};", 0x3D7B3D7B),
+        # Of a register that nothing writes the bytes that are not taken may be anything.
+        ("mov.b32 %r6, 0x11223344; prmt.b32 %r5, %r6, %r7, 0x1010U;", 0x33443344),
     ],
 )
 def test_arithmetic(statements: str, expected: int) -> None:

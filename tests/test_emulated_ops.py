@@ -16,8 +16,8 @@ import pytest
 if os.environ.get("TRITON_INTERPRET") != "0":
     pytest.skip("Triton's interpreter is chosen for this process; nox -s emulate", allow_module_level=True)
 
-from .emulated import evidence, giveups, layers, mutants, report
-from .emulated.cases import DTYPES, run, small
+from .emulated import evidence, float8, giveups, layers, mutants, report
+from .emulated.cases import DTYPES, FLOAT8, in_phases, run, small
 from .emulated.driver import EmulatedDriver, device
 from .emulated.machine import Schedule
 from .spread import spread
@@ -30,6 +30,11 @@ whole = pytest.mark.skipif(not ALL, reason="takes minutes; nox -s emulate")
 SPREAD = (
     (80, "bfloat16", "gather rows"), (90, "bfloat16", "gather rows"), (90, "float16", "matmul two_shot"),
     (80, "float32", "all_reduce ring"),
+)  # fmt: skip
+# Of float8, which only sm_90 has a matrix instruction for here.
+FLOAT8_SPREAD = (
+    ("float8_e4m3fn", "gather rows"), ("float8_e5m2", "gather contraction"), ("float8_e4m3fn", "gather rows swiglu"),
+    ("float8_e5m2", "scatter several"), ("float8_e4m3fn", "matmul one_shot"),
 )  # fmt: skip
 
 
@@ -47,6 +52,45 @@ def test_right_under_hostile_schedules(target: int, dtype: str, op: str) -> None
             how = Schedule(seed, drain=(0.02, 0.2)[seed % 2], residents=(64, 1)[seed % 2], tick=0.001)
             assert run(found, [op, op], 2, DTYPES[dtype], shape, how).executed
         giveups.missing(found, op, 2, DTYPES[dtype], shape, Schedule(1))
+
+
+@pytest.mark.parametrize(("dtype", "op"), spread(list(FLOAT8), float8.OPS, large=True) if ALL else FLOAT8_SPREAD)
+def test_float8_is_right_under_hostile_schedules(dtype: str, op: str) -> None:
+    """Shards of multiples of 16 on two ranks, of odd lengths and an empty one on three."""
+    with device(90) as found:
+        for seed in range(9 if ALL else 3):
+            how = Schedule(seed, drain=(0.02, 0.2)[seed % 2], residents=(64, 1)[seed % 2], tick=0.001)
+            shape = small(90, FLOAT8[dtype], "empty" if seed % 2 else "uneven")
+            assert run(found, [op, op], 2 + seed % 2, FLOAT8[dtype], shape, how).executed
+        giveups.missing(found, op, 2, FLOAT8[dtype], small(90, FLOAT8[dtype]), Schedule(1))
+
+
+@pytest.mark.parametrize(("name", "dtype"), spread(layers.FUNCTIONS, list(FLOAT8), large=ALL))
+def test_functions_of_float8(name: str, dtype: str) -> None:
+    with device(90) as found:
+        for seed in range(6 if ALL else 2):
+            world_size = 2 + seed % 2
+            assert layers.check_scaled(found, name, world_size, FLOAT8[dtype], seed) == world_size
+
+
+@pytest.mark.parametrize("op", ["gather rows", "gather contraction"])
+def test_float8_rows_that_the_host_copies(op: str) -> None:
+    dtype = FLOAT8["float8_e4m3fn"]
+    with device(90) as found:
+        assert in_phases(found, op, 2, dtype, small(90, dtype), Schedule(1), "copy").executed
+
+
+@pytest.mark.parametrize("kind", [kind.name for kind in mutants.SCALES])
+def test_a_scale_that_is_late_or_wrong_is_found(kind: str) -> None:
+    dtype = FLOAT8["float8_e4m3fn"]
+    with device(90) as found:
+        planted = [
+            each for name, text in mutants.sources(found, "gather rows", dtype).items()
+            for each in mutants.mutants(name, text, mutants.SCALES) if each.kind == kind
+        ]  # fmt: skip
+        assert planted
+        for each in planted if ALL else planted[:1]:
+            assert mutants.find(found, "gather rows", dtype, each, 32 if ALL else 8), each
 
 
 @pytest.mark.parametrize(
@@ -85,6 +129,15 @@ def test_operands_in_every_layout(target: int) -> None:
     with device(target) as found:
         for (a, b), op in spread(layouts, ("gather rows", "scatter rows"), large=ALL):
             run(found, [op], 2, dtype, replace(shape, a=a, b=b), Schedule(layouts.index((a, b))))
+
+
+@pytest.mark.parametrize(("a", "b"), [("columns", "rows"), ("strided", "strided")])
+def test_float8_in_every_layout(a: str, b: str) -> None:
+    """Its matrix instruction takes operands that lie along the contraction: others are turned, byte by byte."""
+    dtype = FLOAT8["float8_e4m3fn"]
+    with device(90) as found:
+        for op in float8.ONE_OF_EACH_KERNEL[: 4 if ALL else 1]:
+            run(found, [op], 2, dtype, replace(small(90, dtype), a=a, b=b), Schedule(1))
 
 
 @whole

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from fusedtp import cost
 from fusedtp.cost.hardware import HARDWARE
@@ -141,6 +142,22 @@ def test_every_step_has_a_predicted_time() -> None:
                     assert line.predicted.sent_bytes == line.sent
                 elif line.predicted is not None:
                     assert line.predicted.flops == line.flops
+
+
+def test_float8_is_gathered_in_bytes_and_summed_in_bfloat16() -> None:
+    sizes = {"M": 8192, "K": 8192, "N": 28672}
+    given = {"sizes": sizes, "mesh": {"X": 8}, "hardware": "h100"}
+    narrow, wide = (explain("[M_X, K] @ [K, N_X] -> [M, N_X]", dtype=dtype, **given)  # type: ignore[arg-type]
+                    for dtype in (torch.float8_e4m3fn, "bfloat16"))  # fmt: skip
+    assert "float8_e4m3fn, sums in bfloat16" in narrow.given
+    # x is gathered, dx reduced.
+    assert 2 * (narrow.phases[0].sent or 0) == wide.phases[0].sent
+    assert narrow.phases[1].sent == wide.phases[1].sent
+    expected = cost.predict(
+        "all_gather_matmul", M=8192, N=28672, K=8192, world_size=8, hardware="h100", dtype="float8_e4m3fn", casts=False
+    )  # fmt: skip
+    times = [line.predicted.times for line in narrow.phases[0].lines if line.predicted and line.step.kind == "matmul"]
+    assert times == [expected.times]
 
 
 def test_hardware_changes_what_a_byte_is_worth() -> None:

@@ -23,8 +23,8 @@ FOLDERS = {"fusedtp": ROOT / "fusedtp", "fusedtp.kernels": ROOT / "kernels", "fu
 # Lowest first: a module imports from lower floors, or from its own folder. A folder counts as one.
 FLOORS = (
     ("errors", "shards", "files", "trace", "op", "groups", "turns"),
-    ("sharding", "reference", "activations"),
-    ("cost",),
+    ("sharding", "reference", "activations", "scaled"),
+    ("cost", "recipes"),
     ("explain", "kernels", "memory"),
     ("workspaces",),
     ("schedules",),

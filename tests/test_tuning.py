@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fusedtp.bench import tune
-from fusedtp.bench.cases import OPS, Case
+from fusedtp.bench.cases import FLOAT8, OPS, Case
 from fusedtp.bench.cli import app
 from fusedtp.bench.cli_tune import noisy, show_table
 from fusedtp.bench.jobs import Job
@@ -354,6 +354,15 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     predicted = run(app, ["predict", "all_reduce", "--m", "512", "--dtype", "float32", "--hardware", "here"])
     assert predicted.exit_code == 0, predicted.output
     assert f"{tuning.identity()['cpu']}, 2 ranks" in predicted.output
+    again = run(app, ["tune", "--world-size", "2", "--seconds", "0", "--dtype", "fp8"])
+    assert again.exit_code == 0, again.output
+    both, _, _ = tuning.load(target)
+    assert both is not None
+    # float8 is only multiplied, and what was measured of another dtype stays.
+    float8 = [each for each in both.samples if each.dtype == FLOAT8]
+    assert {(each.op, each.rows) for each in float8} == {(op, size) for op in OPS for size in (32, 64)}
+    assert [each for each in both.samples if each.dtype != FLOAT8] == list(known.samples)
+    assert both.rates == known.rates
 
 
 @pytest.mark.parametrize(

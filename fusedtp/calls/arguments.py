@@ -17,6 +17,8 @@ from torch.distributed import ProcessGroup
 from .. import groups
 from ..cost.overlap import PRODUCERS
 from ..op import ACTIVATIONS, GATED, Op
+from ..recipes import RECIPES, Float8
+from ..scaled import FLOAT8, Scaled
 from ..sharding.notation import Spec
 from ..shards import check_count, check_sizes, even_sizes
 from . import dispatch
@@ -52,7 +54,8 @@ def check_tensor(name: str, value: object, x: Tensor | None = None, *, than: str
     assert isinstance(value, Tensor)
     dtype, device = value.dtype, value.device
     if dtype not in DTYPES:
-        raise ValueError(f"{name} must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
+        hint = ": float8 takes scales, fusedtp.Scaled(data, scale)" if dtype in FLOAT8 else ""
+        raise ValueError(f"{name} must be one of {', '.join(map(str, DTYPES))}, got {dtype}{hint}")
     if value.layout is not torch.strided or value.is_nested:
         kind = "a nested tensor" if value.is_nested else value.layout
         raise ValueError(f"{name} must be dense, with layout torch.strided, got {kind}: use {name}.to_dense()")
@@ -67,6 +70,8 @@ def check_tensor(name: str, value: object, x: Tensor | None = None, *, than: str
 
 
 def _check_kind(name: str, value: object) -> None:
+    if isinstance(value, Scaled):
+        raise TypeError(f"{name} must be a tensor, got Scaled: x and weight must both be Scaled or neither")
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if nn.parameter.is_lazy(value):
@@ -175,6 +180,20 @@ def check_activation(activation: str | None, weight: Weights) -> None:
     gate, up = (each.shape[0] for each in several)
     if gate != up:
         raise ValueError(f"activation {activation!r} is of two weights with as many rows, got {gate} and {up}")
+
+
+def float8_of(float8: str | None) -> Float8 | None:
+    """None, or a known recipe."""
+    if float8 is not None and (not isinstance(float8, str) or float8 not in RECIPES):
+        raise ValueError(f"float8 must be None or one of {', '.join(RECIPES)}, got {float8!r}")
+    return float8  # type: ignore[return-value]
+
+
+def check_float8(float8: str | None, x: Tensor) -> str | None:
+    """None, or a known recipe, for an x that can be cast."""
+    if float8_of(float8) is not None and x.dtype == torch.float64:
+        raise ValueError(f"float8 is for x in {', '.join(map(str, DTYPES[:3]))}, got {x.dtype}")
+    return float8
 
 
 def check_residual(residual: Tensor | None, x: Tensor, shape: Sequence[int]) -> None:

@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup
 
 from .. import groups
 from ..op import GATED, Task
+from ..recipes import RECIPES
 from ..sharding.notation import parse
 from ..sharding.partition import Partition
 from ..sharding.plan import Plan, plan
@@ -42,11 +43,19 @@ _KEPT = "kept"
 def described(
     spec: str, group_names: Sequence[str], ranks: Sequence[int], *, w_transposed: bool = True, by_size: bool = False,
     schedule: str = "auto", algorithm: str = "auto", debug: bool = False, producer: str = "auto", activation: str = "",
+    float8: str | None = None,
 ) -> str:  # fmt: skip
     """`Settings` as one string, which a registered operator takes. The code is such that a compiler can trace it."""
     flags = "".join(["1" if flag else "0" for flag in (w_transposed, by_size, debug)])
     numbers = " ".join([str(rank) for rank in ranks])
-    return "\n".join([activation, spec, numbers, flags, schedule, algorithm, producer, *group_names])
+    return "\n".join([activation, spec, numbers, flags, schedule, algorithm, producer, float8 or "", *group_names])
+
+
+def with_float8(text: str, x: torch.dtype, w: torch.dtype) -> str:
+    """The same settings, of a call on float8 operands with scales."""
+    lines = text.split("\n")
+    lines[7] = f"{x} {w}".replace("torch.", "")
+    return "\n".join(lines)
 
 
 def without_activation(text: str) -> str:
@@ -60,7 +69,8 @@ class Settings:
 
     group_names: one a mesh axis, in the spec's order. ranks: this rank's number in each: uneven shapes depend on it,
     and a graph that a compiler has cached for one rank, on disk too, must not be used by another. w_transposed: w is
-    stored [N, K]. by_size: plan by bytes and FLOPs, not the usual way.
+    stored [N, K]. by_size: plan by bytes and FLOPs, not the usual way. float8: the dtypes of x and w, if these are
+    float8 with scales; the call's dtype is then that of its results. recipe: how x, w and dy become float8, if they do.
     """
 
     text: str
@@ -74,16 +84,21 @@ class Settings:
     algorithm: str
     producer: str
     activation: str
+    float8: tuple[torch.dtype, ...]
+    recipe: str
 
     @staticmethod
     @lru_cache(maxsize=_MAX_CALLS)
     def of(text: str) -> Settings:
         """The settings that `described` made a string of."""
-        activation, spec, numbers, flags, schedule, algorithm, producer, *names = text.split("\n")
+        activation, spec, numbers, flags, schedule, algorithm, producer, float8, *names = text.split("\n")
         ranks = tuple(map(int, numbers.split()))
         w_transposed, by_size, debug = (flag == "1" for flag in flags)
+        recipe = float8 if float8 in RECIPES else ""
+        dtypes = () if recipe else tuple(getattr(torch, name) for name in float8.split())
         return Settings(
-            text, spec, tuple(names), ranks, w_transposed, by_size, debug, schedule, algorithm, producer, activation
+            text, spec, tuple(names), ranks, w_transposed, by_size, debug, schedule, algorithm, producer, activation,
+            dtypes, recipe,
         )  # fmt: skip
 
 
@@ -147,10 +162,13 @@ class Call:
         """
         spec, lengths = self._spec, self.partition.lengths
         rows = [name for name in spec.a.names if name != spec.k]
+        text = (
+            self.settings.spec if not self.settings.recipe else f"{self.settings.spec}, float8={self.settings.recipe}"
+        )
         if any(spec.a.axes(name) and spec.a.axes(name) == spec.c.axes(name) for name in rows):
-            return self.settings.spec
+            return text
         whole = [name for name in rows if not spec.a.axes(name) and not spec.c.axes(name)]
-        return ", ".join((self.settings.spec, *(f"{name}={lengths[name]}" for name in whole)))
+        return ", ".join((text, *(f"{name}={lengths[name]}" for name in whole)))
 
     def _named(self, like: str, name: str = "") -> Named:
         # A tensor of the call as it lies on this rank, of several weights as if they were one; maybe by another name.
@@ -170,7 +188,9 @@ class Call:
     def _program(self, key: Any) -> Program:
         program = self._programs.get(key)
         if program is None:
-            program = Program(self.partition, self._dtype, self.settings.algorithm)
+            program = Program(
+                self.partition, self._dtype, self.settings.algorithm, self.settings.float8, self.settings.recipe
+            )
             ws, biases, dys = self._names
             x, w, plans = self._named("x"), self._blocks("w", ws), self.plan()
             if key[0] == "x":

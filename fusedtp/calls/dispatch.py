@@ -3,8 +3,9 @@
 A name the caller gives wins, or is refused. `auto` takes what `fusedtp tune` measured to be the fastest at the nearest
 size on this machine, corrected to the size at hand by the cost model. Without a measurement it takes on a GPU what the
 cost model predicts, or the fused schedule where the hardware table does not have that GPU, and on a CPU the decomposed
-schedule: Triton's interpreter checks kernels there, it does not speed them up. All but `unfused` need ranks that can
-reach each other's memory; where they cannot, it runs and a warning says so once.
+schedule: Triton's interpreter checks kernels there, it does not speed them up. float8 is fused only on a GPU that has
+units for it. All but `unfused` need ranks that can reach each other's memory; where they cannot, it runs and a warning
+says so once.
 
 Ranks agree because they decide from the same data: rank 0 reads the file of measurements and tells its peers, once a
 group, with the first `auto`. Each choice is then made once and looked up.
@@ -64,10 +65,11 @@ class Path:
 
 @dataclass(frozen=True)
 class Knowledge:
-    """What the ranks of a group know alike: the table of measurements, and what rank 0's GPU is."""
+    """What the ranks of a group know alike: the table of measurements, and what rank 0's GPU is; see `target_of`."""
 
     table: tuning.Table | None
     gpu: Hardware | None
+    target: str = ""
 
 
 def check_schedule(schedule: str) -> None:
@@ -80,6 +82,8 @@ def choose(task: Task, schedule: str, group: ProcessGroup, device: torch.device)
     """The path of a task: collective over `group` on the first call with a schedule that needs shared memory."""
     op, dtype, name = task.op.name, task.dtype, schedule
     if name != "auto":
+        if name == "fused" and task.float8 is not None and device.type == "cuda" and group.size() > 1:
+            _check_float8(op, task.float8, device)
         return _asked_for(op, name, dtype)
     if group.size() == 1:
         return Path(op, "unfused", "one rank has nothing to send")
@@ -93,7 +97,7 @@ def choose(task: Task, schedule: str, group: ProcessGroup, device: torch.device)
     capturing = on_gpu and torch.cuda.is_current_stream_capturing()
     if ws.knowledge is None:
         _learn(ws, group, on_gpu)
-    key = (op, dtype, _shape(task), capturing)
+    key = (op, dtype, task.float8, _shape(task), capturing)
     path: Path = ws.decided(key, lambda: _decide(task, group.size(), ws.knowledge, on_gpu, capturing))
     return path
 
@@ -241,6 +245,39 @@ def _asked_for(op: str, schedule: str, dtype: torch.dtype) -> Path:
     return Path(op, schedule, "asked for")
 
 
+def target_of(device: torch.device | None = None) -> str:
+    """What a GPU's kernels are compiled for: "9.0", or on AMD's "gfx942"."""
+    if torch.version.hip:
+        return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{major}.{minor}"
+
+
+def without_float8(dtype: torch.dtype, target: str) -> str:
+    """Why a GPU has no units that multiply this float8, or "" if it has; "" for a target that is not known."""
+    fnuz = torch.float8_e4m3fnuz
+    if target.startswith("gfx94"):
+        return "" if dtype == fnuz else f"{target} multiplies {fnuz}"
+    if target.startswith(("gfx95", "gfx12")):
+        return f"{target} multiplies torch.float8_e4m3fn and torch.float8_e5m2" if dtype == fnuz else ""
+    if target.startswith("gfx"):
+        return f"{target} multiplies no float8"
+    if target and dtype == fnuz:
+        return "NVIDIA's GPUs multiply torch.float8_e4m3fn and torch.float8_e5m2"
+    if target and tuple(map(int, target.split("."))) < (8, 9):
+        return f"float8 is multiplied since capability 8.9, this GPU has {target}"
+    return ""
+
+
+@cache
+def _check_float8(op: str, dtype: torch.dtype, device: torch.device) -> None:
+    if why := without_float8(dtype, target_of(device)):
+        raise RuntimeError(
+            f"{op}: schedule 'fused' cannot multiply {dtype} here: {why}: use 'auto', 'decomposed' or 'unfused', or "
+            "operands in bfloat16"
+        )
+
+
 @cache
 def _is_interpreted() -> bool:
     # Late: it loads Triton.
@@ -266,14 +303,21 @@ def _unreachable(op: str, detail: str) -> Path:
 
 
 def _decide(task: Task, world_size: int, knowledge: Knowledge, on_gpu: bool, capturing: bool) -> Path:
-    op, name, shape = task.op.name, task.dtype_name, _shape(task)
+    op, name, shape = task.op.name, task.multiplied_in, _shape(task)
     # Copies to addresses chosen on the host cannot be captured; interpreted kernels are never fast.
-    allowed = ("fused", "unfused") if capturing else ("fused", "decomposed", "unfused")
+    allowed: tuple[str, ...] = ("fused", "unfused") if capturing else ("fused", "decomposed", "unfused")
     allowed = allowed if on_gpu else ("decomposed", "unfused")
+    lacks = without_float8(task.float8, knowledge.target) if on_gpu and task.float8 is not None else ""
+    if lacks:
+        allowed, lacks = allowed[1:], f"not fused: {lacks}"
     if shape is not None:
         made = tuning.decide(knowledge.table, knowledge.gpu, op, name, world_size, *shape, allowed)
         if made is not None:
-            return Path(op, *made)
+            schedule, reason = made
+            return Path(op, schedule, f"{reason}; {lacks}" if lacks else reason)
+    if lacks:
+        # Only the chunks' algorithm can be asked for.
+        return Path(op, allowed[0] if shape is None else "unfused", lacks)
     if on_gpu:
         return Path(op, "fused", "ranks reach each other's GPU memory; nothing was measured or is known of this GPU")
     return Path(op, "decomposed", f"ranks share memory; nothing was measured here for {op} in {name}")
@@ -288,14 +332,14 @@ def _share(ws: Workspace, group: ProcessGroup, on_gpu: bool) -> tuple[Knowledge,
     message: str | None = None
     ignored, interruption = "", None
     if group.rank() == 0:
-        text, gpu = "", ""
+        text, gpu, target = "", "", ""
         try:
-            gpu = torch.cuda.get_device_name() if on_gpu else ""
+            gpu, target = (torch.cuda.get_device_name(), target_of()) if on_gpu else ("", "")
             _, text, ignored = tuning.load()
         except BaseException as error:
             ignored = f"{type(error).__name__}: {error}"
             interruption = None if isinstance(error, Exception) else error
-        message = json.dumps({"table": text, "gpu": gpu})
+        message = json.dumps({"table": text, "gpu": gpu, "target": target})
     if on_gpu:
         sent = [message]
         dist.broadcast_object_list(sent, dist.get_global_rank(group, 0), group)
@@ -307,7 +351,7 @@ def _share(ws: Workspace, group: ProcessGroup, on_gpu: bool) -> tuple[Knowledge,
         found = StoreExchange(group).from_first(ws.making, message)
     shared = json.loads(found)
     table = tuning.parse(shared["table"]) if shared["table"] else None
-    return Knowledge(table, of_gpu(shared["gpu"])), ignored, interruption
+    return Knowledge(table, of_gpu(shared["gpu"]), shared["target"]), ignored, interruption
 
 
 def last_path() -> Path | None:

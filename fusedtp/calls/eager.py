@@ -56,6 +56,8 @@ class _Eager(torch.autograd.Function):
         if residual is not None:
             given["residual"] = residual
         outs = call.forward(given, call.keeps and (needs_x or True in needs))
+        # A view that autograd knows of could not be changed in place, as nn.ReLU(inplace=True) does.
+        outs = [each.new_empty(0).set_(each) if each._is_view() else each for each in outs]  # type: ignore
         if call.activation:
             # What its gradient is made of: the products, of relu the results.
             saved += outs[call.num_results :] or outs

@@ -36,6 +36,7 @@ def layer(
     algorithm: str = "auto",
     producer: str = "auto",
     activation: str | None = None,
+    float8: str | None = None,
 ) -> Described:
     """What `call.of` takes, for a spec over axis X with the dims of `layer_spec`.
 
@@ -49,7 +50,7 @@ def layer(
     arguments.check_reach(schedule, x, [group], lengths)
     settings = described(
         spec, [group.group_name], [group.rank()], schedule=schedule, algorithm=algorithm, debug=debug,
-        producer=producer, activation=activation or "",
+        producer=producer, activation=activation or "", float8=arguments.check_float8(float8, x),
     )  # fmt: skip
     return settings, (*lengths, *flat([splits.get(name, ()) for name in local]), *widths)
 
@@ -72,6 +73,7 @@ def all_gather_problem(
     schedule: str,
     debug: bool,
     producer: str = "auto",
+    float8: str | None = None,
     *,
     activation: str | None = None,
 ) -> Described:
@@ -85,7 +87,9 @@ def all_gather_problem(
     arguments.check_activation(activation, weight)
     splits = {"N": (num_out,) * group.size(), "K" if on_features else f"R{dim}": sizes}
     spec = layer_spec(x, None if on_features else dim, "K_X" if on_features else "K", "K, N_X", "N_X", x_split=True)
-    return layer(x, weight, spec, splits, group, schedule, debug, producer=producer, activation=activation)
+    return layer(
+        x, weight, spec, splits, group, schedule, debug, producer=producer, activation=activation, float8=float8
+    )  # fmt: skip
 
 
 def reduce_scatter_problem(
@@ -98,6 +102,7 @@ def reduce_scatter_problem(
     schedule: str,
     debug: bool,
     producer: str = "auto",
+    float8: str | None = None,
     *,
     residual: Tensor | None = None,
 ) -> Described:
@@ -112,12 +117,12 @@ def reduce_scatter_problem(
     arguments.check_residual(residual, x, shape)
     splits = {"K": (x.shape[-1],) * group.size(), "N" if on_features else f"R{dim}": sizes}
     spec = layer_spec(x, None if on_features else dim, "K_X", "K_X, N", "N_X" if on_features else "N", x_split=False)
-    return layer(x, weight, spec, splits, group, schedule, debug, producer=producer)
+    return layer(x, weight, spec, splits, group, schedule, debug, producer=producer, float8=float8)
 
 
 def all_reduce_problem(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, schedule: str, algorithm: str, debug: bool,
-    *, residual: Tensor | None = None,
+    float8: str | None = None, *, residual: Tensor | None = None,
 ) -> Described:  # fmt: skip
     """`linear_all_reduce`, checked and described for `call`."""
     arguments.check_linear(x, weight, bias, schedule, debug)
@@ -126,7 +131,7 @@ def all_reduce_problem(
     arguments.check_residual(residual, x, [*x.shape[:-1], weight.shape[0]])
     splits = {"K": (x.shape[-1],) * group.size()}
     spec = layer_spec(x, None, "K_X", "K_X, N", "N", x_split=False)
-    return layer(x, weight, spec, splits, group, schedule, debug, algorithm)
+    return layer(x, weight, spec, splits, group, schedule, debug, algorithm, float8=float8)
 
 
 def fsdp_problem(
@@ -138,6 +143,7 @@ def fsdp_problem(
     schedule: str,
     debug: bool,
     producer: str = "auto",
+    float8: str | None = None,
     *,
     activation: str | None = None,
 ) -> Described:
@@ -152,12 +158,14 @@ def fsdp_problem(
     arguments.check_activation(activation, weight_shard)
     splits = {"N": sizes, "R0": (x.shape[0],) * group.size()}
     spec = layer_spec(x, 0, "K", "K, N_X", "N", x_split=True).replace("-> [R0,", "-> [R0_X,")
-    return layer(x, weight_shard, spec, splits, group, schedule, debug, producer=producer, activation=activation)
+    return layer(
+        x, weight_shard, spec, splits, group, schedule, debug, producer=producer, activation=activation, float8=float8
+    )  # fmt: skip
 
 
 def replicated_problem(
     x: Tensor, weight: Weights, bias: Biases, group: ProcessGroup, schedule: str, debug: bool,
-    *, activation: str | None = None,
+    float8: str | None = None, *, activation: str | None = None,
 ) -> Described:  # fmt: skip
     """`F.linear` of an x that is whole on every rank and a weight and bias that are this rank's columns, for `call`.
 
@@ -169,4 +177,4 @@ def replicated_problem(
     arguments.check_activation(activation, weight)
     splits = {"N": (num_out,) * group.size()}
     spec = layer_spec(x, None, "K", "K, N_X", "N_X", x_split=True)
-    return layer(x, weight, spec, splits, group, schedule, debug, activation=activation)
+    return layer(x, weight, spec, splits, group, schedule, debug, activation=activation, float8=float8)

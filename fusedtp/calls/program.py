@@ -14,12 +14,15 @@ import torch
 from torch import Tensor
 
 from ..op import ALL_GATHER_MATMUL, ALL_REDUCE, GATED, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER, OPS, Op, Task
+from ..recipes import RECIPES
 from ..schedules.alone import activated, mm, summed
 from ..schedules.verbs import Epilogue
 from ..sharding import notation
 from ..sharding.partition import Partition
 from ..sharding.plan import MatmulPlan, Plan
 from ..sharding.redistribute import Step, moved
+from . import casts as casts_
+from .casts import Use
 from .matrices import Blocks, Matrix, Named, flat_sizes, outermost
 
 
@@ -54,8 +57,13 @@ class Only:
 class Program:
     """Steps from given tensors to results."""
 
-    def __init__(self, partition: Partition, dtype: torch.dtype, algorithm: str = "auto") -> None:
-        self._partition, self._dtype, self._algorithm = partition, dtype, algorithm
+    def __init__(
+        self, partition: Partition, dtype: torch.dtype, algorithm: str = "auto", float8: tuple[torch.dtype, ...] = (),
+        recipe: str = "",
+    ) -> None:  # fmt: skip
+        self.partition, self._dtype, self._algorithm = partition, dtype, algorithm
+        # What the operands of forward are in, if these are float8; or how operands are made that.
+        self._float8, self._recipe = float8, RECIPES.get(recipe, {})
         self._steps: list[_Step] = []
         self._results: list[tuple[str, tuple[int, ...] | None]] = []
         self._num_names = self.num_tasks = 0
@@ -91,7 +99,7 @@ class Program:
         results = [(made.index(name), shapes[made.index(name)], order) for name, order in self._results]
         return Only(task, axis, tuple(operands), tuple(results))
 
-    def _add(self, run: Any, reads: Sequence[str], *made: tuple[tuple[str, ...], Sequence[int]]) -> tuple[Named, ...]:
+    def add(self, run: Any, reads: Sequence[str], *made: tuple[tuple[str, ...], Sequence[int]]) -> tuple[Named, ...]:
         tensors = []
         for dims, lengths in made:
             # A leading dot marks tensors that the program makes, as against those it is given.
@@ -100,7 +108,7 @@ class Program:
         self._steps.append(_Step(run, tuple(reads), tuple(each.name for each in tensors)))
         return tuple(tensors)
 
-    def _task(
+    def task(
         self, task: Task, axis: str, operands: Sequence[Matrix | str | None],
         *made: tuple[tuple[str, ...], Sequence[int]],
     ) -> tuple[Named, ...]:  # fmt: skip
@@ -118,17 +126,17 @@ class Program:
 
         reads = [each if isinstance(each, str) else each.name for each in operands if each is not None]
         self._last = task, axis, operands, shapes
-        return self._add(run, reads, *made)
+        return self.add(run, reads, *made)
 
     def sizes(self, step: Step, before: notation.Tensor) -> tuple[int, ...]:
         """The ranks' lengths of the dim that a step gathers, slices or scatters."""
         axes = before.axes(step.dim)
         outer = axes[:-1] if step.kind == "all_gather" else axes
-        return self._partition.sizes(step.dim, outer, step.axis)
+        return self.partition.sizes(step.dim, outer, step.axis)
 
     def plain(self, step: Step, before: notation.Tensor, x: Named) -> Named:
         """x after a slice or a collective alone; over an axis of one rank there is nothing to do."""
-        place, num_ranks = self._partition.place[step.axis]
+        place, num_ranks = self.partition.place[step.axis]
         if num_ranks == 1:
             return x
         if step.kind == "all_reduce":
@@ -138,20 +146,20 @@ class Program:
             at, begin, length = x.dims.index(step.dim), sum(sizes[:place]), sizes[place]
             lengths = [length if i == at else each for i, each in enumerate(x.lengths)]
             name = x.name
-            return self._add(
+            return self.add(
                 lambda tensors, runs: [tensors[name].narrow(at, begin, length)], (name,), (x.dims, lengths)
             )[0]
         matrix = Matrix.of(x, (step.dim,), others)
         task = Task(OPS[step.kind], (matrix.size,), self._dtype, sizes)
         length = sum(sizes) if step.kind == "all_gather" else sizes[place]
         made = (step.dim, *others), (length, *(x.length(dim) for dim in others))
-        return self._task(task, step.axis, (matrix,), made)[0]
+        return self.task(task, step.axis, (matrix,), made)[0]
 
     def _all_reduce(self, axis: str, x: Named) -> Named:
         if not math.prod(x.lengths):
             return x
         matrix = Matrix(x.name, None, len(x.lengths) != 2, (math.prod(x.lengths[:-1]), x.lengths[-1]))
-        return self._task(Task(ALL_REDUCE, (matrix.size,), self._dtype), axis, (matrix,), (x.dims, x.lengths))[0]
+        return self.task(Task(ALL_REDUCE, (matrix.size,), self._dtype), axis, (matrix,), (x.dims, x.lengths))[0]
 
     def matmul(
         self, plan: MatmulPlan, a: Blocks, b: Blocks, *, biases: Sequence[str | None] = (),
@@ -167,13 +175,24 @@ class Program:
         """
         before, fused, after = plan.stages(tuple(done))
         now: dict[str, Blocks] = {plan.names[0]: a, plan.names[1]: b}
+        lies = dict(zip(plan.names[:2], (plan.a, plan.b), strict=True))
+        for step in done:
+            if step.tensor in lies:
+                lies[step.tensor] = moved(lies[step.tensor], step)
         for step, sharding in before:
             now[step.tensor] = [self.plain(step, sharding, each) for each in now[step.tensor]]
+            lies[step.tensor] = moved(sharding, step)
+        casts, float8 = self._recipe.get(plan.names[2], {}), self._float8
+        if casts:
+            uses = [(each, lies[name], casts[name], plan.contraction) for name in now for each in now[name]]
+            made = iter(casts_.cast(self, uses))
+            now = {name: [next(made) for _ in blocks] for name, blocks in now.items()}
+            float8 = tuple(casts[name].dtype for name in plan.names[:2])
         assert residual is None or (fused is not None and not after)
         assert not activation or not after
         outs = self._product(
             plan, now[plan.names[0]], now[plan.names[1]], fused, biases, residual, activation, keeps,
-            wanted or plan.c.names,
+            wanted or plan.c.names, float8,
         )  # fmt: skip
         for step, sharding in after:
             outs = [self.plain(step, sharding, out) for out in outs]
@@ -182,6 +201,7 @@ class Program:
     def _product(
         self, plan: MatmulPlan, lefts: Blocks, rights: Blocks, fused: tuple[Step, notation.Tensor] | None,
         biases: Sequence[str | None], residual: Named | None, activation: str, keeps: bool, wanted: tuple[str, ...],
+        float8: tuple[torch.dtype, ...],
     ) -> Blocks:  # fmt: skip
         # The local matmul, with the collective that is fused with it, if any.
         step = fused[0] if fused is not None else None
@@ -212,7 +232,7 @@ class Program:
         elif step is not None:
             op, along = MATMUL_REDUCE_SCATTER, int((dim in cols) != transposed)
             flat = flat_sizes(sizes, *((rows, a) if dim in rows else (cols, b)), dim)
-            lengths[dim] = sizes[self._partition.place[step.axis][0]]
+            lengths[dim] = sizes[self.partition.place[step.axis][0]]
         dims = (*cols, *rows) if transposed else (*rows, *cols)
         is_sum = len(lefts) > 1
         made = []
@@ -235,8 +255,10 @@ class Program:
         operands, shapes = _in_order(op, pairs, biases, columns, added)
         algorithm = self._algorithm if op is MATMUL_ALL_REDUCE else "auto"
         turned = transposed and op is ALL_GATHER_MATMUL
-        task = Task(op, shapes, self._dtype, flat, along, turned, algorithm, activation, keeps)
-        return self._task(task, step.axis, operands, *made)
+        # Of float8 the dtype of the task's first operand.
+        first = float8[int(exchanged)] if float8 else None
+        task = Task(op, shapes, self._dtype, flat, along, turned, algorithm, activation, keeps, first)
+        return self.task(task, step.axis, operands, *made)
 
     def _local(
         self, pairs: Sequence[tuple[Matrix, Matrix]], biases: Sequence[str | None],
@@ -255,7 +277,7 @@ class Program:
             return [out if shape is None else out.view(shape) for out, shape in zip(outs, shapes, strict=True)]
 
         reads = [each.name for pair in pairs for each in pair] + [bias for bias in biases if bias is not None]
-        return self._add(run, reads, *made)
+        return self.add(run, reads, *made)
 
     def gradients(self, plans: Plan, dy: Blocks, x: Named, w: Blocks, needs: Sequence[bool]) -> list[Named | None]:
         """dx, then dw and db of each block, those that are needed: in one task where one gather serves both
@@ -269,7 +291,9 @@ class Program:
         wanted = [i for i, needed in enumerate(needs_w) if needed]
         dx: Named | None = None
         found: Blocks = ()
-        if needs_x and wanted and (plans.together or plans.side_by_side):
+        # What is gathered for both would travel in two dtypes.
+        together = not self._recipe or len({bool(self._recipe.get(name)) for name in ("dx", "dw")}) == 1
+        if needs_x and wanted and together and (plans.together or plans.side_by_side):
             dx, *found = self._pair(plans, dy, x, w, wanted)
         else:
             done: tuple[Step, ...] = ()
@@ -289,6 +313,7 @@ class Program:
     def _pair(self, plans: Plan, dy: Blocks, x: Named, w: Blocks, wanted: Sequence[int]) -> Blocks:
         # dx, and the dw that are wanted.
         spec, n, k = plans.spec, (plans.spec.n,), (plans.spec.k,)
+        lies = {"x": spec.a, "w": spec.b}
         placed = plans.together or plans.side_by_side
         assert placed is not None
         step, before = placed
@@ -297,13 +322,25 @@ class Program:
         # Along N, dy.T is gathered, or dw = dy.T @ x is scattered; along rows, dy, or dx = dy @ w.T.
         on_columns = step.dim == spec.n
         flat = sizes if on_columns else flat_sizes(sizes, rows, dy[0], step.dim)
-        blocks = []
+        # What is contracted in the first product, and in the second. What is gathered for that alone travels with
+        # scales of its rows.
+        inner, outer = (rows, n) if on_columns else (n, rows)
+        made, then, of_one, of_other = ("dw", "dx", "x", "w") if on_columns else ("dx", "dw", "w", "x")
+        casts = self._recipe.get(made, {}), self._recipe.get(then, {})
+        uses: list[Use] = []
         for one_dy, one_w in zip(dy, w, strict=True):
-            dy_columns, dy_rows = Matrix.of(one_dy, n, rows), Matrix.of(one_dy, rows, n)
-            x_matrix, w_matrix = Matrix.of(x, rows, k), Matrix.of(one_w, n, k)
-            first, second = (dy_columns, dy_rows) if on_columns else (dy_rows, dy_columns)
-            one, other = (x_matrix, w_matrix) if on_columns else (w_matrix, x_matrix)
-            blocks.append((first, one, second, other))
+            named = {"x": x, "w": one_w}
+            uses += [
+                (one_dy, spec.c, casts[0].get("dy"), inner), (named[of_one], lies[of_one], casts[0].get(of_one), inner),
+                (one_dy, spec.c, None if plans.together else casts[1].get("dy"), outer),
+                (named[of_other], lies[of_other], casts[1].get(of_other), outer if plans.together else k),
+            ]  # fmt: skip
+        taken = casts_.cast(self, uses)
+        blocks = [
+            (Matrix.of(first, outer, inner), Matrix.of(one, inner, k), Matrix.of(second, inner, outer),
+             Matrix.of(other, outer, k))
+            for first, one, second, other in zip(*(taken[i::4] for i in range(4)), strict=True)
+        ]  # fmt: skip
         first, one, second, other = blocks[0]
         operands: list[Matrix | None]
         if plans.together:
@@ -313,20 +350,21 @@ class Program:
             op, operands = MATMUL_REDUCE_SCATTER, [first, one, None, second if 0 in wanted else None, other, None]
             for i, (first, one, second, _) in list(enumerate(blocks))[1:]:
                 operands += [first, one, second if i in wanted else None]
-        task = Task(op, tuple(None if each is None else each.size for each in operands), self._dtype, flat)
+        shapes = tuple(None if each is None else each.size for each in operands)
+        task = Task(op, shapes, self._dtype, flat, float8=casts[0]["dy"].dtype if casts[0] else None)
         dx = (*rows, spec.k), [*(x.length(name) for name in rows), x.length(spec.k)]
         dws = [((spec.n, spec.k), [w[i].length(spec.n), w[i].length(spec.k)]) for i in wanted]
         if not on_columns:
-            return self._task(task, step.axis, operands, dx, *dws)
-        dw, made = self._task(task, step.axis, operands, *dws, dx)
-        return made, dw
+            return self.task(task, step.axis, operands, dx, *dws)
+        dw, found = self.task(task, step.axis, operands, *dws, dx)
+        return found, dw
 
     def _bias_gradient(self, plans: Plan, dy: Named) -> Named:
         # If w has only this rank's columns, so has the bias; if w has all of them, the bias is whole too.
         spec = plans.spec
         rows = tuple(name for name in spec.c.names if name != spec.n)
         matrix = Matrix.of(dy, rows, (spec.n,))
-        db = self._add(
+        db = self.add(
             lambda tensors, runs: [matrix.view(tensors[matrix.name]).sum(0)], (matrix.name,),
             ((spec.n,), (dy.length(spec.n),)),
         )[0]  # fmt: skip

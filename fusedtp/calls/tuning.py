@@ -250,8 +250,8 @@ def decide(
 ) -> tuple[str, str] | None:  # fmt: skip
     """(schedule, why) for an op by which [rows, cols] travel; None where neither a measurement nor a model says.
 
-    gpu: what the hardware table has for this machine. allowed: the schedules that can run, first the one that is taken
-    where nothing is known.
+    dtype: of what is multiplied, which for float8 is not what its sums travel in. gpu: what the hardware table has for
+    this machine. allowed: the schedules that can run, first the one that is taken where nothing is known.
     """
     sample = table.nearest(op, dtype, world_size, rows, cols) if table is not None else None
     machine = gpu if gpu is not None or table is None else table.hardware(world_size)
@@ -262,7 +262,7 @@ def decide(
         best, times = _predicted(gpu, op, dtype, world_size, rows, cols, allowed)
         return best, f"predicted for {gpu.title}: {_versus(times, best)}"
     times = measured
-    if machine is not None and dtype in machine.matrix_tflops:
+    if machine is not None and machine.knows(dtype):
         there = share(op, dtype, sample.world_size, sample.rows, sample.cols, sample.third)
         here = share(op, dtype, world_size, rows, cols, sample.third)
         old, new = (_times(estimate(op, work, machine), allowed) for work in (there, here))
@@ -272,7 +272,7 @@ def decide(
     best = min(times, key=lambda name: times[name])
     where = f"{sample.rows}x{sample.cols} on {sample.world_size} ranks, the nearest size measured here"
     usual = allowed[0]
-    if gpu is not None and dtype in gpu.matrix_tflops:
+    if gpu is not None and gpu.knows(dtype):
         usual, _ = _predicted(gpu, op, dtype, world_size, rows, cols, allowed)
     are_alike = best != usual and {best, usual} <= sample.alike() & times.keys()
     # And so they are here, unless the model has them further apart than it can be wrong.

@@ -1,6 +1,7 @@
 """What the cost model knows about machines: rates, latencies, and where each number comes from.
 
-Bandwidths are GB/s (1e9 bytes) one way, rates dense TFLOP/s, latencies microseconds. `sources` has an entry for every
+Bandwidths are GB/s (1e9 bytes) one way, rates dense TFLOP/s, latencies microseconds. A machine without a rate of a
+float8 dtype has no units for it: the library's way is then to widen the operands. `sources` has an entry for every
 number; an entry that begins with "assumed" was not measured on that machine. Predictions are as good as these numbers:
 `fusedtp tune` replaces them by measurements of the machine at hand.
 """
@@ -12,6 +13,8 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
+from ..sharding.plan import ITEMSIZE, is_float8
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -20,8 +23,9 @@ class Hardware:
     link_gbps: to all peers together; peer_gbps: to one peer, where links are point to point and a small group cannot
     use them all. matrix_fraction: what a large library matmul reaches of the rate; kernel_fraction: what our kernel
     reaches of the library's. The other fractions are of the link: the library's collectives, the copy engine, a
-    kernel's stores. overlap_slowdown: how much longer a matmul takes beside arriving data. in_place: ranks are
-    processes on one CPU that read each other's memory where it lies, and launch_us is the host's cost of an op.
+    kernel's stores. overlap_slowdown: how much longer a matmul takes beside arriving data. chunk_us: what the host
+    takes to issue a chunk of a matmul with its copy, its signal and its wait. in_place: ranks are processes on one CPU
+    that read each other's memory where it lies, and launch_us is the host's cost of an op.
     """
 
     name: str
@@ -44,6 +48,7 @@ class Hardware:
     copy_start_us: float = 2.7
     flag_us: float = 1.5
     launch_us: float = 3.0
+    chunk_us: float = 30.0
     network_start_us: float = 10.0
     in_place: bool = False
 
@@ -59,10 +64,22 @@ class Hardware:
             raise ValueError(f"no matmul rate of {dtype} is known for {self.name}: give one of {known}, or matmul_us")
         return self.matrix_tflops[dtype] * 1e6 * self.matrix_fraction
 
+    def multiplied(self, dtype: str) -> str:
+        """What operands of `dtype` are multiplied in by the library: `dtype`, or WIDENED for float8 without a rate."""
+        return WIDENED if dtype in FLOAT8 and dtype not in self.matrix_tflops else dtype
+
+    def knows(self, dtype: str) -> bool:
+        """Whether the time of a matmul in `dtype` can be predicted."""
+        return self.multiplied(dtype) in self.matrix_tflops
+
     @property
     def flops_per_byte(self) -> float:
-        """FLOPs in the time of a byte over the link, in the dtype that is multiplied fastest: what `plan` weighs by."""
-        fastest = max(self.matrix_tflops, key=lambda dtype: self.matrix_tflops[dtype])
+        """FLOPs in the time of a byte over the link, in the dtype that is multiplied fastest: what `plan` weighs by.
+
+        float8 does not count: of it that is about the same, as a byte is twice as many elements.
+        """
+        wider = [dtype for dtype in self.matrix_tflops if dtype not in FLOAT8]
+        fastest = max(wider, key=lambda dtype: self.matrix_tflops[dtype])
         return self.rate(fastest) / (self.link_gbps * 1e3 * self.collective_fraction)
 
     @property
@@ -70,6 +87,10 @@ class Hardware:
         """What the link carries in the time a collective takes to start."""
         return int(self.collective_start_us * self.link_gbps * 1e3 * self.collective_fraction)
 
+
+FLOAT8 = tuple(dtype for dtype in ITEMSIZE if is_float8(dtype))
+# As `scaled.mm` does where torch has no scaled matmul.
+WIDENED = "float32"
 
 # Sources that several machines share.
 _LINK_USE = {
@@ -85,6 +106,9 @@ _LINK_USE = {
     "copy_start_us": "H20, copy engine from 64 KB (24 GB/s) to 128 MB (393 GB/s): 2.7 us + bytes / 397 GB/s, published",
     "flag_us": "H100, a signal over NVLink: 1-2 us, published",
     "launch_us": "assumed: a kernel behind another one on its stream",
+    "chunk_us": "torch's fused scaled matmul + reduce-scatter, 8 B300: 244-252 us for M from 64 to 384, 8 chunks, "
+    "github.com/pytorch/pytorch issue 179770; copies of 8 shards issued on 8 H100: 211-213 us, "
+    "github.com/yifuwang/symm-mem-recipes",
     "network_start_us": "assumed: a message between nodes over InfiniBand",
 }
 _ELSEWHERE = {name: text if text.startswith("assumed") else f"assumed as on {text}" for name, text in _LINK_USE.items()}
@@ -97,12 +121,15 @@ def _sheet(text: str, use: Mapping[str, str], **others: str) -> dict[str, str]:
     return {**sheet, **use, **others}
 
 
-def _tensor_cores(narrow: float, float32: float, float64: float) -> dict[str, float]:
-    return {"bfloat16": narrow, "float16": narrow, "float32": float32, "float64": float64}
+def _tensor_cores(narrow: float, float32: float, float64: float, float8: float = 0.0) -> dict[str, float]:
+    rates = {"bfloat16": narrow, "float16": narrow, "float32": float32, "float64": float64}
+    return rates | ({"float8_e4m3fn": float8, "float8_e5m2": float8} if float8 else {})
 
 
-_H100_RATE = "cuBLAS 640-665 of 990 TFLOP/s at 8192 x 8192, K 4096 and 16384, Triton's Gluon tutorial"
-_H100 = _tensor_cores(990, 67, 67)
+# Of the 16-bit matmuls, which were measured.
+_FLOAT8_TOO = "; of float8 assumed the same"
+_H100_RATE = f"cuBLAS 640-665 of 990 TFLOP/s at 8192 x 8192, K 4096 and 16384, Triton's Gluon tutorial{_FLOAT8_TOO}"
+_H100 = _tensor_cores(990, 67, 67, 1979)
 
 _TABLE = (
     Hardware(
@@ -118,7 +145,8 @@ _TABLE = (
     Hardware(
         "h200", "NVIDIA H200 SXM", 450, 4800, _H100, 132, 8, 50, 0.79,
         _sheet("NVIDIA H200 data sheet; 900 GB/s both ways", _LINK_USE, network_gbps=_NETWORK,
-               matrix_fraction="measured for this project on one H200: 770-798 of 990 TFLOP/s at 8192^3 in bfloat16"),
+               matrix_fraction="measured for this project on one H200: 770-798 of 990 TFLOP/s at 8192^3 in bfloat16"
+               f"{_FLOAT8_TOO}"),
     ),
     Hardware(
         "h800", "NVIDIA H800 SXM", 200, 3350, _H100, 132, 8, 50, 0.65,
@@ -126,17 +154,18 @@ _TABLE = (
                matrix_fraction=f"assumed as on H100: {_H100_RATE}"),
     ),
     Hardware(
-        "b200", "NVIDIA B200 SXM", 900, 8000, _tensor_cores(2250, 80, 40), 148, 8, 50, 0.7,
+        "b200", "NVIDIA B200 SXM", 900, 8000, _tensor_cores(2250, 80, 40, 4500), 148, 8, 50, 0.7,
         _sheet("NVIDIA HGX B200 data sheet, 1000 W; 1.8 TB/s both ways", _ELSEWHERE, matrix_fraction="assumed",
                network_gbps="one 400 Gb/s adapter a GPU, NVIDIA DGX B200 data sheet"),
     ),
     Hardware(
-        "gb200-nvl72", "NVIDIA GB200 NVL72", 900, 8000, _tensor_cores(2500, 80, 40), 148, 72, 50, 0.7,
+        "gb200-nvl72", "NVIDIA GB200 NVL72", 900, 8000, _tensor_cores(2500, 80, 40, 5000), 148, 72, 50, 0.7,
         _sheet("NVIDIA GB200 NVL72 data sheet, one of its 72 GPUs; 1.8 TB/s both ways", _ELSEWHERE,
                matrix_fraction="assumed", network_gbps="one 400 Gb/s adapter a GPU, NVIDIA GB200 NVL72 data sheet"),
     ),
     Hardware(
-        "mi300x", "AMD Instinct MI300X", 448, 5300, _tensor_cores(1307, 163, 163), 304, 8, 50, 0.5,
+        "mi300x", "AMD Instinct MI300X", 448, 5300,
+        _tensor_cores(1307, 163, 163) | {"float8_e4m3fnuz": 2615}, 304, 8, 50, 0.5,
         _sheet("AMD Instinct MI300X data sheet; 7 links of 64 GB/s one way", _ELSEWHERE, matrix_fraction="assumed",
                network_gbps="assumed: one 400 Gb/s adapter a GPU", peer_gbps="AMD Instinct MI300X data sheet"),
         peer_gbps=64,
@@ -147,14 +176,19 @@ _TABLE = (
                network_gbps="assumed: one 200 Gb/s adapter a GPU"),
     ),
     Hardware(
-        "h100-pcie", "NVIDIA H100 PCIe", 64, 2000, _tensor_cores(756, 51, 51), 114, 8, 50, 0.6,
+        "h100-pcie", "NVIDIA H100 PCIe", 64, 2000, _tensor_cores(756, 51, 51, 1513), 114, 8, 50, 0.6,
         _sheet("NVIDIA H100 PCIe data sheet; PCIe 5.0 x16", _ELSEWHERE, matrix_fraction="assumed",
                network_gbps="assumed: one 400 Gb/s adapter a GPU"),
     ),
     Hardware(
-        "l40s", "NVIDIA L40S", 32, 864, _tensor_cores(362, 91.6, 1.4), 142, 8, 25, 0.7,
+        "l40s", "NVIDIA L40S", 32, 864, _tensor_cores(362, 91.6, 1.4, 733), 142, 8, 25, 0.7,
         _sheet("NVIDIA L40S data sheet; PCIe 4.0 x16", _ELSEWHERE, matrix_fraction="assumed",
                network_gbps="assumed: one 200 Gb/s adapter a GPU"),
+    ),
+    Hardware(
+        "b300", "NVIDIA B300 SXM", 900, 8000, _tensor_cores(2250, 75, 1.25, 4500), 148, 8, 100, 0.7,
+        _sheet("NVIDIA HGX B300 data sheet; 1.8 TB/s both ways", _ELSEWHERE, matrix_fraction="assumed",
+               num_sms="assumed as on B200", network_gbps="one 800 Gb/s adapter a GPU, NVIDIA DGX B300 data sheet"),
     ),
 )  # fmt: skip
 
@@ -183,7 +217,7 @@ def of_gpu(name: str) -> Hardware | None:
     # Whole words: an RTX A1000 is no A100, a GH200 no H200.
     words = re.split("[^A-Z0-9]+", name.upper())
     for model, pcie in (("A100", True), ("H100", True), ("H200", False), ("H800", False), ("GB200", False),
-                        ("B200", False), ("MI300X", False), ("L40S", False)):  # fmt: skip
+                        ("B200", False), ("B300", False), ("MI300X", False), ("L40S", False)):  # fmt: skip
         if model in words:
             key = {"GB200": "gb200-nvl72"}.get(model, model.lower())
             return HARDWARE[f"{key}-pcie" if pcie and "PCIE" in words else key]
@@ -241,7 +275,7 @@ def measured_cpu(
         name, name, collective_gbps, memory_gbps, dict(matrix_tflops), 0, 1 << 16, collective_gbps, 1.0,
         dict.fromkeys(NUMBERS, source), collective_fraction=1.0, copy_fraction=1.0, store_fraction=1.0,
         kernel_fraction=1.0, overlap_slowdown=0.0, collective_start_us=collective_start_us, copy_start_us=0.0,
-        flag_us=flag_us, launch_us=host_us, in_place=True,
+        flag_us=flag_us, launch_us=host_us, chunk_us=0.0, in_place=True,
     )  # fmt: skip
 
 

@@ -10,10 +10,16 @@ M, N, K are global sizes of y[M, N] = x[M, K] @ w[N, K].T over n ranks; S is the
 
     unfused      the library's collective, a ring: start + (n-1) flags + (n-1) S / (n W), before or after the matmul
     decomposed   n library matmuls; chunk i starts when it is there and the one before is done. Of a gather it is there
-                 after i copies of (start + S / (n W)). A scatter is a gather run backwards, then a sum of n parts
-    fused        the same recursion for one kernel of its own: no launch and no part-filled wave of tiles a chunk
+                 after i copies of (start + S / (n W)). A scatter is a gather run backwards, then a sum of n parts. On a
+                 GPU at least the time in which the host issues n chunks
+    fused        the same recursion for one kernel of its own: no launch and no part-filled wave of tiles a chunk; but a
+                 chunk is whole tiles, and reads all of the operand that does not travel
     all-reduce   one-shot: everybody sends everything, (n-1) S / W; two-shot: a scatter, then its result gathered;
                  ring: 2 (n-1) steps of S / (n W)
+
+Of float8 a gather moves bytes, and 16 more a row for its scale; a sum moves bfloat16, which the product is. Where a
+machine has no rate for it the library's matmul is one of float32 with passes around it, and there is no `fused`. x is
+made float8 before every schedule.
 
 A matmul beside arriving data is slower by the hardware's overlap_slowdown. On a CPU (`Hardware.in_place`) nothing
 travels: a rank publishes its chunk once and peers multiply it where it lies. Beyond one domain of GPUs that reach each
@@ -35,6 +41,7 @@ from .overlap import Model, Work, one_shot_wins
 FSDP = "fsdp_linear"  # a gather whose weight travels, not its rows
 OPS = (ALL_GATHER_MATMUL.name, FSDP, *(name for name in TABLE if name != ALL_GATHER_MATMUL.name))
 ALGORITHMS = ("auto", "one_shot", "two_shot", "ring")
+CAST = "x is made float8 by two kernels, as a compiler fuses it; op by op that takes several times as long"
 
 
 def work_of(
@@ -66,6 +73,7 @@ class Prediction:
     """Predicted microseconds of one op on one rank. Never measured: say so wherever it is shown.
 
     matmul_us, comm_us: the library's matmul and collective, each alone. A schedule that cannot run there is None.
+    cast_us: x made float8 first, part of every schedule's time and of the ceiling; 0 where that is not asked for.
     network_us: the gradient's exchange between replicas; network_exposed_us: what of it the matmuls do not hide.
     """
 
@@ -81,6 +89,7 @@ class Prediction:
     network_us: float
     network_exposed_us: float
     assumptions: tuple[str, ...]
+    cast_us: float = 0.0
 
     @property
     def times(self) -> dict[str, float]:
@@ -108,7 +117,7 @@ class Prediction:
 
         A schedule that sends faster than the library's collective can be below it.
         """
-        return max(self.matmul_us, self.comm_us)
+        return self.cast_us + max(self.matmul_us, self.comm_us)
 
     @property
     def sent_bytes(self) -> int:
@@ -122,15 +131,17 @@ class Prediction:
 
     def efficiency(self, schedule: str) -> float | None:
         """Of the time that `unfused` adds to the matmul, the part that this schedule hides; None if there is none."""
-        exposed = self.unfused_us - self.matmul_us
+        least = self.cast_us + self.matmul_us
+        exposed = self.unfused_us - least
         time = self.times.get(schedule)
-        return None if time is None or exposed <= 0 or not self.flops else 1 - (time - self.matmul_us) / exposed
+        return None if time is None or exposed <= 0 or not self.flops else 1 - (time - least) / exposed
 
 
 def predict(
     op: str, *, M: int, N: int, K: int = 1, world_size: int, dtype: object = "bfloat16",
     hardware: str | Hardware = "h100", matmul_us: float | None = None, kernel_matmul_us: float | None = None,
     gather_dim: int = 0, algorithm: str = "auto", data_parallel: int = 1, overlap_network: bool = True,
+    casts: bool = True,
 ) -> Prediction:  # fmt: skip
     """Predict one op, y[M, N] = x[M, K] @ w[N, K].T split over `world_size` ranks. Sizes are global, times in us.
 
@@ -141,6 +152,9 @@ def predict(
     data_parallel: domains that each run this op with w sharded inside, so that a training step also reduce-scatters dw
     and gathers w over the network (ZeRO, HSDP; an all-reduce moves as much). Of that, network_exposed_us is what
     forward, dx and dw, each about as long as this op, do not hide; all of it without overlap_network.
+
+    dtype: of x and w. Of float8, sums travel in bfloat16 and so does the gradient; `casts` says whether x has to be
+    made float8 first, by every schedule, or is given so.
 
     Raises ValueError with the values for an unknown op, dtype or hardware, and for an impossible size or time.
     """
@@ -160,29 +174,34 @@ def predict(
         raise ValueError(f"data_parallel must be 1 or more, got {data_parallel}")
     if data_parallel > 1 and alone:
         raise ValueError(f"data_parallel is for an op with a weight, got {data_parallel} for {op}")
-    return estimate(op, work, machine, matmul_us, kernel_matmul_us, algorithm, data_parallel, overlap_network, N * K)
+    return estimate(
+        op, work, machine, matmul_us, kernel_matmul_us, algorithm, data_parallel, overlap_network, N * K, casts
+    )  # fmt: skip
 
 
 def estimate(
     op: str, work: Work, machine: Hardware, matmul_us: float | None = None, kernel_matmul_us: float | None = None,
     algorithm: str = "auto", data_parallel: int = 1, overlap_network: bool = True, weight: int = 0,
+    casts: bool = False,
 ) -> Prediction:  # fmt: skip
     """`predict` for a share that is known; `weight`: elements of w, whole."""
     model = Model(work, machine, matmul_us, kernel_matmul_us)
-    unfused, decomposed, fused = model.matmul + model.comm, None, None
+    cast = model.cast if casts else 0.0
+    unfused, decomposed, fused = cast + model.matmul + model.comm, None, None
     used = {schedule: _algorithm(work, algorithm, machine, schedule) for schedule in ("fused", "decomposed")}
     if work.num_ranks == 1:
         decomposed = fused = unfused
     elif work.num_ranks <= machine.domain_size:
-        fused = None if machine.in_place else model.overlapped("fused", used["fused"])
-        decomposed = None if algorithm == "ring" else model.overlapped("decomposed", used["decomposed"])
+        if not machine.in_place and model.kernel_multiplies:
+            fused = cast + model.overlapped("fused", used["fused"])
+        decomposed = None if algorithm == "ring" else cast + model.overlapped("decomposed", used["decomposed"])
     best = min(time for time in (unfused, decomposed, fused) if time is not None)
-    network = 2 * model.network(weight * ITEMSIZE[work.dtype] / work.num_ranks, data_parallel)
+    network = 2 * model.network(weight * ITEMSIZE[work.made] / work.num_ranks, data_parallel)
     exposed = max(0.0, network - 3 * best) if overlap_network else network
     shown = used["decomposed" if machine.in_place else "fused"]
     return Prediction(
         op, work, machine.name, shown, model.matmul, model.comm, unfused, decomposed, fused, network, exposed,
-        model.assumptions(data_parallel),
+        (*model.assumptions(data_parallel), *((CAST,) if cast else ())), cast,
     )  # fmt: skip
 
 
@@ -190,5 +209,6 @@ def _algorithm(work: Work, algorithm: str, machine: Hardware, schedule: str) -> 
     if algorithm != "auto" or work.kind != "all_reduce":
         return "direct" if algorithm == "auto" else algorithm
     shape = (work.rows, work.cols) if work.flops else (1, work.moved)
-    wins = one_shot_wins(*shape, work.num_ranks, work.dtype, machine, schedule, alone=not work.flops)
+    # As the schedules themselves decide: by what travels.
+    wins = one_shot_wins(*shape, work.num_ranks, work.made, machine, schedule, alone=not work.flops)
     return "one_shot" if wins else "two_shot"

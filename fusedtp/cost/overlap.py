@@ -13,12 +13,20 @@ from functools import cached_property
 from math import ceil, log2
 from typing import Literal
 
-from ..sharding.plan import ITEMSIZE
-from .hardware import Hardware
+from ..sharding.plan import ITEMSIZE, is_float8, made_of
+from .hardware import WIDENED, Hardware
 
 # A matmul of fewer rows is bound by reading the weight, which every chunk would read again: `schedules.decomposed` puts
 # such chunks together and multiplies at once.
 FEW_ROWS = 256
+
+# Rows of our kernel's tiles, those of few rows first: `kernels.configs`.
+TILE_ROWS = (64, 128)
+
+# A row of float8 that is gathered has its scale in so many bytes behind it: `scaled.SCALE_BYTES`.
+SCALE_BYTES = 16
+# x is cast by two kernels, as a compiler makes them: magnitudes are read, then x is read again and written.
+_CAST_LAUNCHES = 2
 
 # How the fused schedule sends what is gathered: by programs of the kernel itself, or by the copy engine beside it.
 PRODUCERS = ("push", "copy")
@@ -39,7 +47,7 @@ _TILES = ((128, 128, 1.0), (128, 64, 0.9), (64, 64, 0.75))
 class Work:
     """One rank's share of an op: the product [rows, depth] @ [depth, cols], and `moved` elements gathered or reduced.
 
-    rows of 0: the collective alone. by_depth: what is gathered is cut along the contraction.
+    rows of 0: the collective alone. dtype: of the operands. by_depth: what is gathered is cut along the contraction.
     """
 
     kind: Literal["gather", "scatter", "all_reduce"]
@@ -56,14 +64,32 @@ class Work:
         return 2 * self.rows * self.cols * self.depth
 
     @property
+    def made(self) -> str:
+        """The dtype of the product."""
+        return made_of(self.dtype)
+
+    @property
+    def moved_dtype(self) -> str:
+        """That of what travels: of an operand, or of the terms of a sum."""
+        return self.dtype if self.kind == "gather" else self.made
+
+    @property
+    def scale_bytes(self) -> int:
+        """What travels beside the elements: of float8 a scale a row, of every rank's part if these are columns."""
+        if self.kind != "gather" or not is_float8(self.dtype):
+            return 0
+        return SCALE_BYTES * self.rows * (self.num_ranks if self.by_depth else 1)
+
+    @property
     def moved_bytes(self) -> int:
-        return self.moved * ITEMSIZE[self.dtype]
+        return self.moved * ITEMSIZE[self.moved_dtype] + self.scale_bytes
 
     @property
     def sent_bytes(self) -> int:
         """What a rank sends, ring or direct alike."""
-        shares = 2 if self.kind == "all_reduce" else 1
-        return shares * (self.num_ranks - 1) * ceil(self.moved / self.num_ranks) * ITEMSIZE[self.dtype]
+        n, shares = self.num_ranks, 2 if self.kind == "all_reduce" else 1
+        share = ceil(self.moved / n) * ITEMSIZE[self.moved_dtype] + ceil(self.scale_bytes / n)
+        return shares * (n - 1) * share
 
 
 class Model:
@@ -73,26 +99,55 @@ class Model:
     ) -> None:
         self.work, self.machine, self.n = work, machine, work.num_ranks
         self.given, self.kernel_given = matmul_us, kernel_matmul_us
+        # What the library multiplies in: products of parts of float8's contraction are scaled one by one and added.
+        self.library = machine.multiplied(work.dtype)
+        if work.by_depth and is_float8(work.dtype):
+            self.library = WIDENED
         # A rank's whole matmul: what was measured, or the model's.
         modelled = self.product(work.rows, work.cols, work.depth) if matmul_us is None and work.flops else 0.0
         self.matmul = modelled if matmul_us is None else matmul_us
 
-    def product(self, rows: int, cols: int, depth: int) -> float:
-        """The library's matmul: the slower of its FLOPs, in whole waves of tiles, and its bytes."""
-        machine = self.machine
-        num_bytes = (rows * depth + depth * cols + rows * cols) * ITEMSIZE[self.work.dtype]
+    @property
+    def kernel_multiplies(self) -> bool:
+        """Whether our kernel can: it has no other way for float8 than the units for it."""
+        return not self.work.flops or self.work.dtype in self.machine.matrix_tflops
+
+    def product(self, rows: int, cols: int, depth: int, dtype: str = "") -> float:
+        """A matmul, the library's but for another `dtype`: the slower of its FLOPs, in whole waves of tiles, and its
+        bytes.
+        """
+        machine, dtype, widening = self.machine, dtype or self.library, 0.0
+        operands, launches = rows * depth + depth * cols, 1
+        num_bytes = operands * ITEMSIZE[dtype] + rows * cols * ITEMSIZE[self.work.made]
+        if dtype != self.work.dtype:
+            # Both operands are written in a wider dtype, the product read and written to be scaled by rows, by columns
+            # and to be rounded.
+            wide, launches = ITEMSIZE[dtype], 6
+            num_bytes = (operands + rows * cols) * wide
+            widening = operands * (ITEMSIZE[self.work.dtype] + wide)
+            widening += rows * cols * (5 * wide + ITEMSIZE[self.work.made])
         area = float(rows * cols)
         if machine.num_sms:
             area = min(
                 ceil(ceil(rows / m) * ceil(cols / n) / machine.num_sms) * machine.num_sms * m * n / fraction
                 for m, n, fraction in _TILES
             )
-        launch = 0.0 if machine.in_place else machine.launch_us
-        return max(2 * area * depth / machine.rate(self.work.dtype), num_bytes / self.memory) + launch
+        launch = 0.0 if machine.in_place else launches * machine.launch_us
+        return max(2 * area * depth / machine.rate(dtype), num_bytes / self.memory) + widening / self.memory + launch
 
     @property
     def memory(self) -> float:
         return self.machine.memory_gbps * 1e3
+
+    @property
+    def cast(self) -> float:
+        """This rank's part of x, or of what else is gathered, from bfloat16 to float8: before every schedule."""
+        work, n = self.work, self.n
+        if not work.flops or not is_float8(work.dtype):
+            return 0.0
+        own = work.rows * work.depth / (n if work.kind == "gather" else 1)
+        launches = _CAST_LAUNCHES * (0.0 if self.machine.in_place else self.machine.launch_us)
+        return launches + own * (2 * ITEMSIZE[work.made] + ITEMSIZE[work.dtype]) / self.memory
 
     @cached_property
     def comm(self) -> float:
@@ -118,24 +173,50 @@ class Model:
         start = (domains - 1) * self.machine.network_start_us
         return start + (domains - 1) / domains * num_bytes / (self.machine.network_gbps * 1e3)
 
-    def chunks(self, schedule: str) -> list[float]:
-        """The matmul in as many parts as there are ranks."""
+    @property
+    def kernel(self) -> float:
+        """Our kernel's whole matmul, with every signal there."""
+        if self.kernel_given is not None:
+            return self.kernel_given
+        work, whole = self.work, self.matmul
+        if self.library != work.dtype and self.kernel_multiplies:
+            whole = self.product(work.rows, work.cols, work.depth, work.dtype)
+        return whole / self.machine.kernel_fraction
+
+    def chunks(self, schedule: str, *, cut: bool = True) -> list[float]:
+        """The matmul in as many parts as there are ranks. cut: the kernel's tiles are of one rank's rows each."""
         work, n = self.work, self.n
         if not work.flops:
             return []
         if schedule == "fused":
-            own = self.matmul / self.machine.kernel_fraction if self.kernel_given is None else self.kernel_given
-            return [own / n] * n
+            least = self._least_chunk if cut and not work.by_depth and self.kernel_given is None else 0.0
+            return [max(self.kernel / n, least)] * n
         rows, depth = (work.rows, ceil(work.depth / n)) if work.by_depth else (ceil(work.rows / n), work.depth)
         part = self.product(rows, work.cols, depth)
         if self.given is not None:
             part *= self.given / self.product(work.rows, work.cols, work.depth)
         return [part] * n
 
+    @property
+    def _least_chunk(self) -> float:
+        # The kernel's tiles of one rank's rows, padded; they read the other operand once more for every rank.
+        work, machine = self.work, self.machine
+        rows = ceil(work.rows / self.n)
+        tile = TILE_ROWS[rows > TILE_ROWS[0]]
+        num_bytes = (rows * work.depth + work.depth * work.cols) * ITEMSIZE[work.dtype]
+        num_flops = 2 * ceil(rows / tile) * tile * work.cols * work.depth
+        rate = machine.rate(machine.multiplied(work.dtype))
+        return max(num_flops / rate, num_bytes / self.memory) / machine.kernel_fraction
+
     def overlapped(self, schedule: str, algorithm: str) -> float:
-        """The whole op by `fused` or `decomposed`."""
+        """The whole op by `fused` or `decomposed`, which the host issues chunk by chunk."""
         if self.machine.in_place:
             return self.in_place(algorithm)
+        time = self.on_device(schedule, algorithm)
+        return time if schedule == "fused" else max(time, self.n * self.machine.chunk_us)
+
+    def on_device(self, schedule: str, algorithm: str, *, cut: bool = True) -> float:
+        """Without the host. cut: see `chunks`."""
         work, n, machine, total = self.work, self.n, self.machine, self.work.moved_bytes
         by_kernel = schedule == "fused"
         bandwidth = machine.link(n) * (machine.store_fraction if by_kernel else machine.copy_fraction)
@@ -148,7 +229,7 @@ class Model:
             steps = (n - 1) * (machine.flag_us + total / n / bandwidth)
             return begin + (2 * steps if work.kind == "all_reduce" else steps)
         hop = step + total / n / bandwidth
-        parts = self.chunks(schedule)
+        parts = self.chunks(schedule, cut=cut and algorithm != "one_shot")
         if algorithm == "one_shot":
             sent = (n - 1) * (step + total / bandwidth)
             summed = machine.launch_us + (n + 1) * total / self.memory
@@ -190,6 +271,8 @@ class Model:
     def gathers_first(self) -> bool:
         """Whether `decomposed` multiplies only when all chunks are there: short ones, or narrow ones to be summed."""
         work = self.work
+        if is_float8(work.dtype):
+            return False  # a part is multiplied with its scales
         length = work.depth if work.by_depth else work.rows
         return length <= (FEW_ROWS - 1) * self.n or (work.by_depth and ITEMSIZE[work.dtype] < 4)
 
@@ -224,7 +307,11 @@ class Model:
         said = ["predicted, not measured", "every rank has an even share and arrives at the same time"]
         if work.flops and self.given is None:
             said.append(f"the library's matmul reaches {machine.matrix_fraction:.0%} of {machine.title}'s rate")
-        if work.flops and self.kernel_given is None and not machine.in_place:
+        if work.flops and self.library != work.dtype:
+            said.append(f"the library multiplies {work.dtype} as {self.library} here")
+        if work.flops and not self.kernel_multiplies and not machine.in_place:
+            said.append(f"our kernel does not multiply {work.dtype} on {machine.title}: no fused")
+        elif work.flops and self.kernel_given is None and not machine.in_place:
             said.append(f"our kernel reaches {machine.kernel_fraction:.0%} of the library's matmul")
         if self.n > machine.domain_size:
             said.append(f"{self.n} ranks span domains of {machine.domain_size}: only unfused runs between them")
@@ -239,16 +326,20 @@ def one_shot_wins(
 ) -> bool:
     """Whether an all-reduce of [rows, cols] is faster one-shot than two-shot, behind a matmul or `alone`.
 
-    The same on all ranks: a weight may be cut unevenly, so its matmul is taken for an MLP's, as in `tuning`.
+    The same on all ranks: a weight may be cut unevenly, so its matmul is taken for an MLP's, as in `tuning`. What such
+    a weight costs a kernel that reads it again for every chunk does not decide.
     """
     if num_ranks == 1:
         return True
-    if alone or dtype not in machine.matrix_tflops:
+    if alone or not machine.knows(dtype):
         work = Work("all_reduce", 0, 0, 0, rows * cols, num_ranks, dtype)
     else:
         work = Work("all_reduce", rows, cols, max(1, 4 * cols // num_ranks), rows * cols, num_ranks, dtype)
     model = Model(work, machine)
-    return model.overlapped(schedule, "one_shot") <= model.overlapped(schedule, "two_shot")
+    if machine.in_place:
+        return model.in_place("one_shot") <= model.in_place("two_shot")
+    one, two = (model.on_device(schedule, algorithm, cut=False) for algorithm in ("one_shot", "two_shot"))
+    return one <= two
 
 
 def num_pushers(machine: Hardware, num_ranks: int) -> int:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import activations
+from .. import activations, scaled
 from ..op import GATED, Task
+from ..scaled import Matrix, Quantized
 from .verbs import Epilogue, Product
 
 
@@ -37,12 +38,12 @@ class Gather:
     def __init__(self, dim: int) -> None:
         self._dim = dim
 
-    def start(self, x: Tensor) -> None:
+    def start(self, x: Matrix) -> None:
         pass
 
     start_beside = start
 
-    def multiply(self, x: Tensor, products: Sequence[Product]) -> list[Tensor]:
+    def multiply(self, x: Matrix, products: Sequence[Product]) -> list[Tensor]:
         return multiplied(x.t() if self._dim == 1 else x, products)
 
     def whole(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -52,7 +53,7 @@ class Gather:
 class Scatter:
     """See `verbs.Scatter`."""
 
-    def multiply(self, terms: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def multiply(self, terms: Sequence[tuple[Matrix, Matrix]]) -> None:
         self._terms = terms
 
     def put(self, x: Tensor) -> None:
@@ -67,11 +68,11 @@ class Scatter:
         return out if epilogue.residual is None else out.add_(epilogue.residual)
 
 
-def multiplied(whole: Tensor, products: Sequence[Product]) -> list[Tensor]:
+def multiplied(whole: Matrix, products: Sequence[Product]) -> list[Tensor]:
     """The products with X, all of which is here."""
     outs = []
     for each in products:
-        left, right = whole if each.kind == "rows" else whole.t(), each.other
+        left, right = whole if each.kind == "rows" else scaled.by_columns(whole).t(), each.other
         bias = each.epilogue.bias
         outs.append(mm(right.t(), left.t(), bias) if each.transposed else mm(left, right, bias))
     return activated(products[0].epilogue, outs)
@@ -101,25 +102,32 @@ def activate(epilogue: Epilogue, zs: Sequence[Tensor], ys: Sequence[Tensor]) -> 
         activations.apply(epilogue.activation, (z,), y)
 
 
-def mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+def mm(a: Matrix, b: Matrix, bias: Tensor | None = None) -> Tensor:
     """a [M, K] @ b [K, N] (+ bias, [N] or as the result) -> [M, N]."""
+    if type(a) is Quantized and type(b) is Quantized:
+        return scaled.mm(a, b, bias)
     return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
 
 
-def summed(terms: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None = None) -> Tensor:
+def summed(terms: Sequence[tuple[Matrix, Matrix]], bias: Tensor | None = None) -> Tensor:
     """The sum of these a [M, K] @ b [K, N] (+ bias), rounded after each."""
     (a, b), *others = terms
+    if others and type(a) is Quantized:
+        return scaled.summed(terms, bias)
     out = mm(a, b, bias)
     for a, b in others:
         out.addmm_(a, b)
     return out
 
 
-def sum_into(terms: Sequence[tuple[Tensor, Tensor]], out: Tensor) -> None:
+def sum_into(terms: Sequence[tuple[Matrix, Matrix]], out: Tensor) -> None:
     """`summed` into `out`."""
     if not out.numel():
         return
     (a, b), *others = terms
+    if type(a) is Quantized:
+        out.copy_(summed(terms))
+        return
     torch.mm(a, b, out=out)
     for a, b in others:
         out.addmm_(a, b)

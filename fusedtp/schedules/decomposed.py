@@ -21,10 +21,12 @@ from .. import trace
 from ..cost.overlap import FEW_ROWS
 from ..kernels.layout import Layout, aligned
 from ..op import Task
+from ..scaled import Matrix, Quantized
 from ..shards import offsets
 from ..workspaces.workspace import Workspace
 from . import transport
 from .alone import activate, activated, into, mm, sum_into, summed
+from .packed_arenas import DecomposedGather
 from .transport import travelling
 from .verbs import Epilogue, Product
 
@@ -53,7 +55,10 @@ class Decomposed:
 
     def gather(
         self, sizes: Sequence[int], other: int, dim: int, *, products: Sequence[str] = (), result: int = 0
-    ) -> Gather:
+    ) -> Gather | DecomposedGather:
+        # Sums of float8 products are gathered in the result's dtype.
+        if self.task.float8 is not None and self.task.op.kind != "all_reduce":
+            return DecomposedGather(self, sizes, other, dim)
         return Gather(self, sizes, other, dim, products)
 
     def scatter(self, sizes: Sequence[int], other: int, dim: int, *, to_all: bool, multiplies: bool) -> Scatter:
@@ -251,7 +256,7 @@ class Scatter:
             dst = (ws.rank + i) % ws.world_size
             yield dst, slice(begins[dst], begins[dst + 1])
 
-    def multiply(self, terms: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def multiply(self, terms: Sequence[tuple[Matrix, Matrix]]) -> None:
         ws, steps = self._ws, self._ws.steps
         if self._in_own or self._to_all:
             mine = self._view(ws.rank, 0 if self._in_own else ws.rank, self._begins[-1])
@@ -330,10 +335,10 @@ class Scatter:
         gather.start(mine)
 
 
-def _multiply_into(terms: Sequence[tuple[Tensor, Tensor]], out: Tensor, peer: int) -> None:
+def _multiply_into(terms: Sequence[tuple[Matrix, Matrix]], out: Tensor, peer: int) -> None:
     if trace.spans is not None:
         trace.timed("multiply", peer, sum_into, terms, out)
-    elif len(terms) > 1:
+    elif len(terms) > 1 or type(terms[0][0]) is Quantized:
         sum_into(terms, out)
     elif out.numel():
         a, b = terms[0]

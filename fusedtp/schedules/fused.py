@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..cost.overlap import Work
 from ..kernels import INTERPRETED, operands
-from ..kernels.gather_matmul import Further, GatherMatmul, own_in_place
+from ..kernels.gather_known import own_in_place
+from ..kernels.gather_matmul import Further, GatherMatmul
 from ..kernels.launch import Config, config_for
 from ..kernels.layout import Layout
 from ..kernels.matmul_scatter import MatmulScatter
@@ -23,6 +25,7 @@ from ..kernels.push import collect
 from ..kernels.reduce import reduce
 from ..kernels.ring import ring
 from ..op import GATED, Task
+from ..scaled import Matrix, Quantized, pack_into, packed_bytes, unpacked
 from ..shards import even_sizes
 from ..workspaces.workspace import Workspace
 from . import producer as producers
@@ -60,7 +63,7 @@ class Fused:
     def configure(self, *shape: int) -> Config:
         """The op's configuration, for a matmul's shape if any, as in `config_for`."""
         if self.config is None:
-            config = config_for(self.ws.device, self.task.dtype, *shape)
+            config = config_for(self.ws.device, self.task.float8 or self.task.dtype, *shape)
             self.config = replace(config, programs=self.programs) if self.programs else config
         return self.config
 
@@ -86,7 +89,9 @@ class Gather:
         self._shape = (sum(sizes), other)
         self._begin = sum(sizes[: on.rank])
         self._part = slice(self._begin, self._begin + sizes[on.rank])
-        dtype, most_rows = on.task.dtype, max(sizes) if dim == 0 else other
+        # Of float8 products' sums are gathered in the result's dtype.
+        float8 = on.task.float8 if on.task.op.kind != "all_reduce" else None
+        dtype, most_rows = float8 or on.task.dtype, max(sizes) if dim == 0 else other
         self._config = config = on.configure(*((most_rows, result) if result else ()))
         self._launch: GatherMatmul | None = None
         # A gather of sums in an all-reduce has a signal for each tile.
@@ -97,6 +102,7 @@ class Gather:
         self._rows = self._shape[0] if dim == 0 else other
         cols = other if dim == 0 else max(sizes)
         rows = self._shape[0] if dim == 0 else on.world_size * other
+        cols = packed_bytes(cols) if float8 else cols
         row_bytes = cols * dtype.itemsize
         piece = 0 if self._per_tile else producers.piece_rows(row_bytes, config)
         slots = num_tiles(most_rows, cols, config) if self._per_tile else -(-most_rows // piece)
@@ -105,8 +111,8 @@ class Gather:
         self.row = self.region.row + (self._begin if dim == 0 else on.rank * other)
         M, K = self._shape if dim == 0 else (other, self._shape[0])
         self._work = Work(
-            "gather", M if result else 0, result, K if result else 0, M * K, on.world_size, on.task.dtype_name,
-            by_depth=dim == 1,
+            "gather", M if result else 0, result, K if result else 0, M * K, on.world_size,
+            on.task.multiplied_in if float8 else on.task.dtype_name, by_depth=dim == 1,
         )  # fmt: skip
 
     def _choose(self) -> str:
@@ -122,14 +128,14 @@ class Gather:
         )  # fmt: skip
         return self._launch
 
-    def _produce(self, x: Tensor, producer: str, *, beside: bool = False) -> None:
+    def _produce(self, x: Matrix, producer: str, *, beside: bool = False) -> None:
         with_own = self._pushes and not own_in_place(x)
         producers.produce(
             self._ws, self._on.task.op, x, self._sizes, self.region, producer=producer, dst_row=self.row,
             config=self._config, with_own=with_own, beside=beside, programs=self._on.programs, pace=self._on.pace,
         )  # fmt: skip
 
-    def start(self, x: Tensor) -> None:
+    def start(self, x: Matrix) -> None:
         ws, on = self._ws, self._on
         if ws.in_place and on.producer == "auto":
             # Every call on a CPU passes here.
@@ -139,10 +145,10 @@ class Gather:
         if not self._pushes or self._on.split or self._by == "copy":
             self._produce(x, self._by)
 
-    def start_beside(self, x: Tensor) -> None:
+    def start_beside(self, x: Matrix) -> None:
         self._produce(x, self._choose(), beside=True)
 
-    def multiply(self, x: Tensor, products: Sequence[Product]) -> list[Tensor]:
+    def multiply(self, x: Matrix, products: Sequence[Product]) -> list[Tensor]:
         if not self._pushes:
             return multiplied(self._collected(x), products)
         first, others = products[0], products[self._alike :]
@@ -159,18 +165,23 @@ class Gather:
             bias, operands.PER_ROW[first.transposed], None, zs[0] if zs else None,
             *operands.ACTIVATIONS[epilogue.activation],
         )  # fmt: skip
+        own, other, scales = x, first.other, None
+        if type(x) is Quantized:
+            own, other, scales = x.data, other.data, scales_of(x, other)
         launch = self._launch or self._launcher()
         issued = split or by == "copy"
         if by == "copy" and not split:
 
             def in_capture() -> None:
-                launch(ws.channel(), x, first.other, c, made, table, pushed=False, last=not others, more=more)
+                launch(
+                    ws.channel(), own, other, c, made, table, pushed=False, last=not others, more=more, scales=scales
+                )  # fmt: skip
 
             layouts = producers.alike(x, bias, *(each.other for each in products[: self._alike]))
             producers.load_for_capture(ws, in_capture, on.task, layouts)
         launch(
-            ws.channel(), x, first.other, c, made, table, pushed=issued, last=not others and by != "copy",
-            more=more,
+            ws.channel(), own, other, c, made, table, pushed=issued, last=not others and by != "copy", more=more,
+            scales=scales,
         )  # fmt: skip
         if others:
             return [*outs, *multiplied(self._collected(x), others)]
@@ -179,7 +190,7 @@ class Gather:
         return [*outs, *zs]
 
     def _further(
-        self, x: Tensor, products: Sequence[Product], outs: list[Tensor], zs: list[Tensor]
+        self, x: Matrix, products: Sequence[Product], outs: list[Tensor], zs: list[Tensor]
     ) -> tuple[Tensor | None, list[Further]]:
         # Of several products in one kernel: the first one's bias, and what the kernel is given of the others, whose
         # results are put into `outs`, and `zs` if they are kept. It adds a bias to each or to none.
@@ -188,32 +199,45 @@ class Gather:
         biases = [each.epilogue.bias for each in products]
         if any(bias is not None for bias in biases):
             widths = [each.other.shape[1] for each in products]
-            biases = [x.new_zeros(N) if bias is None else bias for bias, N in zip(biases, widths, strict=True)]
+            biases = [outs[0].new_zeros(N) if bias is None else bias for bias, N in zip(biases, widths, strict=True)]
         for each, bias in zip(products[1:], biases[1:], strict=True):
             N = each.other.shape[1]
             if not is_gated:
                 outs.append(x.new_empty((N, M) if transposed else (M, N)))
             if zs:
                 zs.append(torch.empty_like(outs[-1]))
-            more.append((each.other, outs[-1].t() if transposed else outs[-1], bias, zs[-1] if zs else None))
+            other: Matrix = each.other
+            scale: Tensor | None = None
+            if type(other) is Quantized:
+                other, scale = other.data, other.t().row_scales()
+            more.append((other, outs[-1].t() if transposed else outs[-1], bias, zs[-1] if zs else None, scale))
         return biases[0], more
 
-    def _collected(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def _collected(self, x: Matrix, out: Tensor | None = None) -> Matrix:
         # All ranks' rows in one tensor, `out` or a new one, by the op's last kernel.
-        ws = self._ws
+        if type(x) is Quantized:
+            rows = x.data.new_empty(self._shape[0], self.region.pitch, dtype=torch.uint8)
+            pack_into(rows[self._part], x)
+            self._collect(rows.view(x.data.dtype))
+            return unpacked(rows, x.shape[1], x)
         if out is None:
             out = x.new_empty(self._shape)
             out[self._part].copy_(x)
+        self._collect(out)
+        return out
+
+    def _collect(self, out: Tensor) -> None:
+        ws = self._ws
         transport.settle(ws)
         collect(
             ws.channel(), self._on.task.op.number, out, ws.table(self._sizes), first_slot=self.region.slot,
             region_row=self.region.row, pitch=self.region.pitch, per_tile=self._per_tile, config=self._config,
             piece_rows=self.region.piece,
         )  # fmt: skip
-        return out
 
     def whole(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return self._collected(x, out)
+        made: Tensor = self._collected(x, out)
+        return made
 
 
 class Scatter:
@@ -238,11 +262,15 @@ class Scatter:
             config=config, upcast=INTERPRETED,
         )  # fmt: skip
 
-    def multiply(self, terms: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def multiply(self, terms: Sequence[tuple[Matrix, Matrix]]) -> None:
         if self._dim == 1:
             terms = [(b.t(), a.t()) for a, b in terms]
-        ws = self._ws
-        self._launch(ws.channel(), terms, ws.table(self._sizes))
+        ws, scales = self._ws, None
+        if type(terms[0][0]) is Quantized:
+            out = ws.channel().data.view(self._on.task.dtype)
+            scales = [scales_of(a, b, out) for a, b in terms]
+            terms = [(a.data, b.data) for a, b in terms]
+        self._launch(ws.channel(), terms, ws.table(self._sizes), scales)
 
     def put(self, x: Tensor) -> None:
         producer = "copy" if self._on.producer == "copy" else "push"
@@ -280,6 +308,11 @@ class Scatter:
             own=None if own is None else own[self._part], result_row=None if gather is None else gather.row,
             second_slot=0 if gather is None else gather.region.slot, last=last,
         )  # fmt: skip
+
+
+def scales_of(a: Quantized, b: Quantized, out: Any = operands.END) -> operands.Scales:
+    """Of a @ b, as a launch gives them; out: see there. (Triton 3.6 compares no tuple with None that has one in it.)"""
+    return operands.Scales(a.row_scales(), b.t().row_scales(), out, operands.END)
 
 
 class Ring:

@@ -193,7 +193,7 @@ class Prepared:
             from .unfused import Unfused
 
             assert group is not None
-            return Unfused(group)
+            return Unfused(group, self.task)
         if self.schedule == "decomposed":
             from .decomposed import Decomposed
 

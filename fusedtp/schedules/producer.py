@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
 
 from ..cost.overlap import COPY_BYTES, Work, num_pushers, producers
 from ..kernels.launch import Config
@@ -24,6 +23,7 @@ from ..kernels.layout import Region
 from ..kernels.loading import is_only_loading, only_loading
 from ..kernels.push import push
 from ..op import Op
+from ..scaled import Matrix, Quantized, pack_into
 from ..shards import offsets
 from ..workspaces.workspace import Workspace
 from .transport import settle, side_stream, travelling
@@ -91,7 +91,7 @@ def with_pushers(ws: Workspace, config: Config, programs: int = 0) -> Config:
 def produce(
     ws: Workspace,
     op: Op,
-    x: Tensor,
+    x: Matrix,
     sizes: tuple[int, ...],
     region: Region,
     *,
@@ -112,10 +112,12 @@ def produce(
     # The table is kept, so it is made on the main stream.
     kernel_config, table = with_pushers(ws, config, programs), ws.table(sizes)
 
+    data, scale = (x.data, x.row_scales()) if type(x) is Quantized else (x, None)
+
     def issue() -> None:
         push(
-            ws.channel(), op.number, x, table, dst_row=dst_row, pitch=region.pitch, scatter=scatter, with_own=with_own,
-            config=kernel_config, piece_rows=region.piece, first_slot=region.slot,
+            ws.channel(), op.number, data, table, dst_row=dst_row, pitch=region.pitch, scatter=scatter,
+            with_own=with_own, config=kernel_config, piece_rows=region.piece, first_slot=region.slot, scale=scale,
         )  # fmt: skip
 
     if producer == "copy":
@@ -129,12 +131,18 @@ def produce(
 
 
 def _copy(
-    ws: Workspace, op: str, x: Tensor, sizes: tuple[int, ...], dst_row: int, region: Region, scatter: bool,
+    ws: Workspace, op: str, x: Matrix, sizes: tuple[int, ...], dst_row: int, region: Region, scatter: bool,
     with_own: bool, pace: Pace | None,
 ) -> None:  # fmt: skip
     # The copy engine moves one block, so rows must be as far apart as in an arena. Any other x is laid out like that
     # first, by a kernel on the main stream: on the side stream it could wait for an SM, as one that signals could.
     (rows, cols), pitch, piece = x.shape, region.pitch, region.piece
+    if type(x) is Quantized:
+        packed = x.data.new_zeros(rows, pitch, dtype=torch.uint8)
+        pack_into(packed, x)
+        x, cols = packed, pitch
+        if ws.device.type == "cuda":
+            x.record_stream(side_stream(ws))
     row_bytes = pitch * x.element_size()
     if not x.is_contiguous() or cols != pitch:
         laid_out = x.new_zeros(rows, pitch)
@@ -182,11 +190,11 @@ def load_for_capture(ws: Workspace, issue: Callable[[], None], *key: Any) -> Non
         ws.decided(("loaded", *key), load)
 
 
-def alike(*tensors: Tensor | None) -> tuple[Any, ...]:
+def alike(*tensors: Matrix | None) -> tuple[Any, ...]:
     """A key of these tensors: calls with the same key load the same kernels."""
     return tuple(
         None if each is None else (each.shape, each.stride(), each.dtype, each.data_ptr() % _KNOWN_ALIGNMENT)
-        for each in tensors
+        for each in (one.data if type(one) is Quantized else one for one in tensors)
     )
 
 

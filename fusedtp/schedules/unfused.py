@@ -9,7 +9,7 @@ Uneven parts travel padded to the longest one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,8 +17,10 @@ from torch.distributed import ProcessGroup
 
 from .. import trace
 from ..op import Task
+from ..scaled import Matrix, Quantized, pack_into, packed_bytes, unpacked
 from ..shards import offsets
 from .alone import multiplied, sum_into
+from .packed import PackedGather
 from .verbs import Epilogue, Product
 
 _c10d = torch.ops._c10d_functional
@@ -29,7 +31,8 @@ class Unfused:
 
     sent_by = ""
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup, task: Task) -> None:
+        self._float8 = task.float8 is not None
         self.group_name = group.group_name
         self.rank, self.world_size = group.rank(), group.size()
 
@@ -44,8 +47,8 @@ class Unfused:
 
     def gather(
         self, sizes: Sequence[int], other: int, dim: int, *, products: Sequence[str] = (), result: int = 0
-    ) -> Gather:
-        return Gather(self, sizes, dim)
+    ) -> Gather | UnfusedGather:
+        return UnfusedGather(self, sizes, other, dim) if self._float8 else Gather(self, sizes, dim)
 
     def scatter(self, sizes: Sequence[int], other: int, dim: int, *, to_all: bool, multiplies: bool) -> Scatter:
         return Scatter(self, sizes, other, dim, to_all)
@@ -99,6 +102,43 @@ class Gather:
         return self._arrived()
 
 
+class UnfusedGather(PackedGather):
+    """Of float8: by one collective, of rows padded to the most and the longest."""
+
+    def __init__(self, on: Unfused, sizes: Sequence[int], other: int, dim: int) -> None:
+        super().__init__(on.rank, sizes, other, dim)
+        self._on = on
+
+    def start(self, x: Quantized) -> None:
+        """See `verbs.Gather`."""
+        sent = x.data.new_zeros(max(self._rows), packed_bytes(max(self._cols)), dtype=torch.uint8)
+        pack_into(sent[: x.shape[0]], x)
+        self._arriving = sent.new_empty(self._on.world_size, *sent.shape)
+        if sent.numel():
+            whole = self._arriving.view(-1, sent.shape[1])
+            _c10d.all_gather_into_tensor_out(sent, self._on.world_size, self._on.group_name, out=whole)
+
+    def _arrived(self) -> Tensor:
+        arriving = self._arriving
+        del self._arriving
+        if arriving.numel():
+            with trace.span("collective"):
+                _c10d.wait_tensor(arriving.view(-1, arriving.shape[2]))
+        return arriving
+
+    def _parts(self, x: Quantized) -> Iterator[tuple[int, Quantized]]:
+        for src, rows in enumerate(self._arrived()):
+            yield src, unpacked(rows[: self._rows[src]], self._cols[src], x)
+
+    def multiply(self, x: Quantized, products: Sequence[Product]) -> list[Tensor]:
+        """See `verbs.Gather`; equal parts are multiplied at once."""
+        if self._dim == 1 or len(set(self._rows)) > 1:
+            return super().multiply(x, products)
+        whole = unpacked(self._arrived().flatten(0, 1), x.shape[1], x)
+        with trace.span("multiply"):
+            return multiplied(whole, products)
+
+
 class Scatter:
     """See `verbs.Scatter`."""
 
@@ -107,7 +147,7 @@ class Scatter:
         self._begins, self._longest = offsets(sizes), max(sizes)
         self._even = to_all or all(size == self._longest for size in sizes)
 
-    def multiply(self, terms: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def multiply(self, terms: Sequence[tuple[Matrix, Matrix]]) -> None:
         if self._dim == 1:
             # The transposed problem scatters rows; only this rank's part is transposed back.
             terms = [(b.t(), a.t()) for a, b in terms]

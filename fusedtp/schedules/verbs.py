@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from torch import Tensor
 
 from ..op import Task
+from ..scaled import Matrix
 
 Operands = Sequence[Any]
 
@@ -45,21 +46,23 @@ class Product:
     """
 
     kind: Literal["rows", "outer"]
-    other: Tensor
+    other: Matrix
     epilogue: Epilogue = PLAIN
     transposed: bool = False
 
 
 class Gather(Protocol):
-    """One gather of a task. x: this rank's part, the same in every call of a run."""
+    """One gather of a task. x: this rank's part, the same in every call of a run. Of float8 the scales travel
+    with their rows.
+    """
 
-    def start(self, x: Tensor) -> None:
+    def start(self, x: Matrix) -> None:
         """Send this rank's part, now or with the first product, whose kernel may do it."""
 
     def start_beside(self, x: Tensor) -> None:
         """Send this rank's part now, beside what is issued next."""
 
-    def multiply(self, x: Tensor, products: Sequence[Product]) -> list[Tensor]:
+    def multiply(self, x: Matrix, products: Sequence[Product]) -> list[Tensor]:
         """The products, as parts arrive, with their epilogues, whose activation is the same. The op ends with it."""
 
     def whole(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -69,7 +72,7 @@ class Gather(Protocol):
 class Scatter(Protocol):
     """One scatter of a task: to the owners, or of everything to everybody. own: what was `put`, if anything was."""
 
-    def multiply(self, terms: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def multiply(self, terms: Sequence[tuple[Matrix, Matrix]]) -> None:
         """This rank's terms are the sum of these a @ b."""
 
     def put(self, x: Tensor) -> None:

@@ -37,7 +37,22 @@ MAX_AXES = 5
 Stages: TypeAlias = "tuple[tuple[Placed, ...], Placed | None, tuple[Placed, ...]]"
 Placed: TypeAlias = tuple[Step, Tensor]
 
-ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+ITEMSIZE = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "float8_e4m3fnuz": 1,
+}  # fmt: skip
+# What is made of float8, unless a caller wants another dtype. Terms of a sum travel in it.
+MADE_OF_FLOAT8 = "bfloat16"
+
+
+def is_float8(dtype: str) -> bool:
+    """Whether a known dtype is float8, which is multiplied with scales."""
+    return ITEMSIZE[dtype] == 1
+
+
+def made_of(dtype: str) -> str:
+    """The dtype of a product of two operands in `dtype`."""
+    return MADE_OF_FLOAT8 if is_float8(dtype) else dtype
 
 
 @dataclass(frozen=True)
@@ -195,7 +210,7 @@ def measure(
     name = str(dtype).removeprefix("torch.")
     if name not in ITEMSIZE:
         raise ValueError(f"dtype must be one of {', '.join(ITEMSIZE)}, got {name}")
-    return Sizes.of(sizes, mesh, ITEMSIZE[name], start_bytes)
+    return Sizes.of(sizes, mesh, ITEMSIZE[name], start_bytes, ITEMSIZE[made_of(name)])
 
 
 @lru_cache(maxsize=4096)

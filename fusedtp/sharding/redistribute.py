@@ -52,17 +52,23 @@ class Step:
 class Sizes:
     """Global dim lengths, ranks along each mesh axis, bytes per element, and what starting a collective costs in bytes.
 
-    Where a dim does not divide, shards count at the length of the largest.
+    Where a dim does not divide, shards count at the length of the largest. sum_itemsize: of a term of a sum, where that
+    is not `itemsize`.
     """
 
     lengths: tuple[tuple[str, int], ...]
     mesh: tuple[tuple[str, int], ...]
     itemsize: int
     start_bytes: int
+    sum_itemsize: int
 
     @classmethod
-    def of(cls, lengths: Mapping[str, int], mesh: Mapping[str, int], itemsize: int, start_bytes: int) -> Sizes:
-        return cls(tuple(sorted(lengths.items())), tuple(sorted(mesh.items())), itemsize, start_bytes)
+    def of(
+        cls, lengths: Mapping[str, int], mesh: Mapping[str, int], itemsize: int, start_bytes: int,
+        sum_itemsize: int | None = None,
+    ) -> Sizes:  # fmt: skip
+        by_name = tuple(sorted(lengths.items())), tuple(sorted(mesh.items()))
+        return cls(*by_name, itemsize, start_bytes, sum_itemsize or itemsize)
 
     @cached_property
     def _ranks(self) -> dict[str, int]:
@@ -101,7 +107,7 @@ class Sizes:
             elements = (n - 1) * self.numel(moved(before, step))
         else:
             elements = 2 * (n - 1) * -(-self.numel(before) // n)
-        return elements * self.itemsize
+        return elements * (self.sum_itemsize if step.reduces else self.itemsize)
 
 
 def moved(tensor: Tensor, step: Step) -> Tensor:

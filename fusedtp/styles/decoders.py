@@ -16,7 +16,6 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -26,103 +25,26 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..calls import arguments, dispatch
+from . import agreed
 from .embeddings import FusedEmbeddingParallel
 from .grouped import FusedGroup
 from .linears import FusedColwiseParallel, FusedRowwiseParallel, check_mesh, unfit
 from .norms import FusedNormParallel
 from .packed import Unpack, features, is_conv1d
+from .stack import PLANS, Decoder, check_alike, check_own, check_split_tokens, decoder_of, has_own, is_norm
 from .tokens import TOKENS, Heads, SplitFeatures, SplitTokens, TiedHead, WholeOutput, WholeTokens
-
-
-@dataclass(frozen=True)
-class _Decoder:
-    # The names of a decoder's parts. columns, rows: linears of a layer that its plan splits so; others: what else the
-    # plan names.
-    model: nn.Module
-    layers: str
-    base: nn.Module
-    prefix: str
-    columns: tuple[str, ...]
-    rows: tuple[str, ...]
-    others: tuple[str, ...]
-
-    @property
-    def stack(self) -> nn.ModuleList:
-        """The layers, which are alike."""
-        stack = self.model.get_submodule(self.layers)
-        assert isinstance(stack, nn.ModuleList)
-        return stack
-
-    def named(self, name: str) -> str:
-        """The name in the model of a child of its base."""
-        return f"{self.prefix}.{name}" if self.prefix else name
-
-
-# Of models that have none, by their configuration's model_type.
-_PLANS = {
-    "gpt2": {
-        "h.*.attn.c_attn": "colwise", "h.*.attn.c_proj": "rowwise", "h.*.mlp.c_fc": "colwise",
-        "h.*.mlp.c_proj": "rowwise",
-    },
-}  # fmt: skip
-
-
-def _decoder(model: nn.Module) -> _Decoder:
-    kind = type(model).__name__
-    layer_classes = tuple(getattr(model, "_no_split_modules", None) or ())
-    stacks = [
-        name for name, each in model.named_modules()
-        if isinstance(each, nn.ModuleList) and len(each) and type(each[0]).__name__ in layer_classes
-    ]  # fmt: skip
-    if len(stacks) != 1:
-        raise NotImplementedError(
-            f"parallelize is for decoders of Hugging Face, with one stack of layers: {kind} has {len(stacks)}"
-            + (f", {', '.join(stacks)}" if stacks else "")
-        )
-    prefix, _, name = stacks[0].rpartition(".")
-    base = model.get_submodule(prefix) if prefix else model
-    config: Any = getattr(base, "config", None)
-    kind_of = getattr(config, "model_type", "")
-    planned: Mapping[str, str] | None = _PLANS.get(kind_of) or getattr(config, "base_model_tp_plan", None)
-    if not planned:
-        raise NotImplementedError(f"parallelize goes by a model's own base_model_tp_plan, and {kind} has none")
-    of: dict[str, list[str]] = {"columns": [], "rows": [], "others": []}
-    for pattern, how in planned.items():
-        if pattern.startswith(f"{name}.*."):
-            split = {"colwise": "columns", "rowwise": "rows"}.get(how.split("_")[0], "others")
-            of[split].append(pattern.removeprefix(f"{name}.*."))
-    return _Decoder(model, stacks[0], base, prefix, *(tuple(names) for names in of.values()))
-
-
-def _check_alike(of: _Decoder) -> None:
-    # One plan is made for all layers.
-    def described(layer: nn.Module) -> dict[str, Any]:
-        return {
-            name: (type(module).__name__, {key: value.shape for key, value in module.named_parameters(recurse=False)})
-            for name, module in layer.named_modules()
-        }
-
-    first = described(of.stack[0])
-    for i, layer in enumerate(of.stack):
-        here = described(layer)
-        for name in {**first, **here}:
-            if first.get(name) != here.get(name):
-                one, other = f"{of.layers}.{i}.{name}", f"{of.layers}.0.{name}"
-                raise NotImplementedError(f"parallelize is for layers that are alike: {one} differs from {other}")
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
 class _Planner:
     # Writes the plan of a decoder: styles by the names of modules, to be applied in order.
     def __init__(
-        self, decoder: _Decoder, num_ranks: int, split_tokens: bool, split_logits: bool, options: dict[str, Any]
+        self, decoder: Decoder, num_ranks: int, split_tokens: bool, split_logits: bool, options: dict[str, Any]
     ) -> None:
         self._of, self._ranks, self._options = decoder, num_ranks, options
         self._split_tokens, self._split_logits = split_tokens, split_logits
         self._tokens: Placement = TOKENS if split_tokens else Replicate()
+        # What comes after the layers takes hidden states as they were in one process.
+        self._ends_whole = split_tokens and (decoder.kind in PLANS or bool(decoder.beside()))
         self.plan: dict[str, list[ParallelStyle]] = {}
 
     def _add(self, name: str, *styles: ParallelStyle) -> None:
@@ -134,13 +56,15 @@ class _Planner:
     def write(self) -> dict[str, list[ParallelStyle]]:
         """The whole plan."""
         of = self._of
-        _check_alike(of)
+        check_alike(of)
         self._embedding()
         every = f"{of.layers}.*"
         for name, child in of.stack[0].named_children():
             if any(True for _ in child.parameters()):
                 self._child(f"{every}.{name}", name, child)
         if self._split_tokens:
+            # Last of what is refused, as its remedy helps where nothing else is.
+            check_split_tokens(of)
             self._add(f"{of.layers}.0", SplitTokens())
             self._last_norm()
         self._head()
@@ -155,7 +79,7 @@ class _Planner:
             return [each for each in (full.removeprefix(f"{name}.") for full in names) if each in known]
 
         columns, rows = own(of.columns), own(of.rows)
-        if not any(True for _ in child.children()) and not _is_linear(child):
+        if is_norm(child):
             if self._split_tokens:
                 self._add(path, self._norm())
         elif columns and rows:
@@ -176,6 +100,8 @@ class _Planner:
     def _block(self, path: str, child: nn.Module, columns: list[str], rows: list[str]) -> None:
         # Linears split by columns, then by rows.
         heads = self._heads(path, child)
+        widths = {features(child.get_submodule(name)) for name in columns}
+        check_own(path, child, {*widths, *(heads or ())})
         column: dict[str, Any] = {"input_layouts": self._tokens, **self._options}
         row: dict[str, Any] = {"output_layouts": self._tokens, "use_local_output": not self._split_tokens}
         row |= self._options
@@ -204,7 +130,7 @@ class _Planner:
             self._add(path, Heads(queries // self._ranks, max(1, keys // self._ranks)))
         known = {*columns, *rows}
         for name, module in child.named_modules():
-            if name and name not in known and any(True for _ in module.parameters(recurse=False)):
+            if name and name not in known and has_own(module):
                 self._add(f"{path}.{name}", self._inner(f"{path}.{name}", module, child, pieces))
 
     def _parts(
@@ -224,16 +150,27 @@ class _Planner:
         return [whole], [keys if name in ("k_proj", "v_proj") else queries]
 
     def _inner(self, path: str, module: nn.Module, child: nn.Module, pieces: Mapping[str, int]) -> ParallelStyle:
-        # A norm of queries or keys: of one head's features, or of all that its linear gives.
+        # A norm of queries or keys: of one head's features, with weights of one head or of each, or of all features
+        # that its linear gives.
         config: Any = getattr(child, "config", None)
         head = getattr(child, "head_dim", None)
+        shapes = {tuple(parameter.shape) for parameter in module.parameters()}
         lengths = {parameter.numel() for parameter in module.parameters()}
-        if lengths == {head}:
+        known = is_norm(module)
+        if known and lengths == {head}:
             return self._norm()
         linear = path.rpartition(".")[2].replace("_norm", "_proj")
         whole = getattr(getattr(child, linear, None), "out_features", None)
-        if config is not None and lengths == {whole} and linear not in pieces:
-            return SplitFeatures()
+        if known and config is not None and lengths == {whole}:
+            if linear in pieces:
+                raise NotImplementedError(
+                    f"parallelize splits {path} with the heads of {linear}, of which there are {pieces[linear]}, fewer "
+                    f"than {self._ranks} ranks"
+                )
+            if shapes == {(whole,)}:
+                return SplitFeatures()
+            if head is not None and shapes == {(lengths.copy().pop() // head, head)}:
+                return SplitFeatures(-2)
         raise NotImplementedError(
             f"parallelize does not know what to do with {path}, {type(module).__name__} with parameters of "
             f"{sorted(lengths)} elements"
@@ -254,18 +191,19 @@ class _Planner:
 
     def _last_norm(self) -> None:
         of = self._of
-        found = [
-            name for name, child in of.base.named_children()
+        found = {
+            name: child for name, child in of.base.named_children()
             if not isinstance(child, nn.Embedding | nn.ModuleList) and any(True for _ in child.parameters())
-        ]  # fmt: skip
-        if len(found) != 1:
+        }  # fmt: skip
+        if len(found) != 1 or not all(map(is_norm, found.values())):
             raise NotImplementedError(
-                f"parallelize looks for one norm beside the layers of {type(of.base).__name__}, it has "
-                f"{', '.join(found) or 'none'}"
+                f"parallelize looks for one norm with parameters beside the layers of {type(of.base).__name__}, it has "
+                f"{', '.join(found) or 'none'}: pass sequence_parallel=False"
             )
-        self._add(of.named(found[0]), self._norm())
-        if getattr(getattr(of.base, "config", None), "model_type", "") in _PLANS:
-            self._add(of.named(found[0]), WholeOutput())
+        (name,) = map(of.named, found)
+        self._add(name, self._norm())
+        if self._ends_whole:
+            self._add(name, WholeOutput())
 
     def _embedding(self) -> None:
         model: Any = self._of.model
@@ -275,7 +213,7 @@ class _Planner:
 
     def _head(self) -> None:
         model: Any = self._of.model
-        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        head: Any = self._of.head
         if head is None:
             return
         (name,) = [name for name, each in model.named_modules() if each is head]
@@ -285,7 +223,8 @@ class _Planner:
         output: dict[str, Any] = {"output_layouts": Replicate()}
         if self._split_logits:
             output = {"output_layouts": Shard(-1), "use_local_output": False}
-        style = FusedColwiseParallel(input_layouts=self._tokens, **output, **self._options)
+        tokens = Replicate() if self._ends_whole else self._tokens
+        style = FusedColwiseParallel(input_layouts=tokens, **output, **self._options)
         tied = embedding is not None and embedding.weight is head.weight
         self._add(name, TiedHead(style, embedding) if tied else style)
 
@@ -302,7 +241,8 @@ def decoder_plan(
     split = arguments.flag("sequence_parallel", sequence_parallel)
     dispatch.check_schedule(schedule)
     options = {"schedule": schedule, "debug": arguments.flag("debug", debug)}
-    return _Planner(_decoder(model), num_ranks, split, arguments.flag("loss_parallel", loss_parallel), options).write()
+    split_logits = arguments.flag("loss_parallel", loss_parallel)
+    return _Planner(decoder_of(model), num_ranks, split, split_logits, options).write()
 
 
 def parallelize(
@@ -319,14 +259,24 @@ def parallelize(
     src_data_rank       whose parameters count; None where all ranks have the same
 
     The model is called as before, with the same inputs on every rank, and gives whole logits, if not told otherwise.
-    Its parameters keep their names and become DTensors where they are split. Errors as in `decoder_plan`, before
-    anything is changed.
+    Its parameters become DTensors where they are split, and keep their names but for packed ones, whose parts have
+    their own. Errors as in `decoder_plan`, before anything is changed; RanksDisagree, on every rank, where the ranks
+    have other models or options; PeerTimeout where one does not come within the time that `set_timeout` allows.
     """
     check_mesh(device_mesh)
-    plan = decoder_plan(
-        model, device_mesh.size(), sequence_parallel=sequence_parallel, loss_parallel=loss_parallel, schedule=schedule,
-        debug=debug,
-    )  # fmt: skip
+    options: dict[str, Any] = {
+        "sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel, "schedule": schedule, "debug": debug,
+    }  # fmt: skip
+    said = {name: repr(value) for name, value in {**options, "src_data_rank": src_data_rank}.items()}
+    said = {"model": type(model).__name__, **said}
+    try:
+        plan = decoder_plan(model, device_mesh.size(), **options)
+    except Exception as error:
+        # The others would wait for this one.
+        agreed.compare(device_mesh.get_group(), {**said, "plan": f"refused, {error}"})
+        raise
+    styled = {f"the plan of {pattern}": repr(styles) for pattern, styles in plan.items()}
+    agreed.compare(device_mesh.get_group(), {**said, "plan": "made", **styled, **agreed.parameters_of(model)})
     for pattern, styles in plan.items():
         for _, module in list(matching(model, pattern)):
             for style in styles:
@@ -350,9 +300,9 @@ def whole(model: nn.Module, plan: Mapping[str, Sequence[ParallelStyle]]) -> list
         for style in styles:
             names = [f"{pattern}.{name}" for name in style.names] if isinstance(style, FusedGroup) else [pattern]
             planned |= {name for each in names for name, _ in matching(model, each)}
-    layers = _decoder(model).layers
+    layers = decoder_of(model).layers
     left = [
         name for name, module in model.named_modules()
-        if name not in planned and any(True for _ in module.parameters(recurse=False))
+        if name not in planned and has_own(module)
     ]  # fmt: skip
     return list(dict.fromkeys(re.sub(rf"^{re.escape(layers)}\.\d+\.", f"{layers}.*.", name) for name in left))

@@ -28,7 +28,8 @@ class FusedEmbeddingParallel(ParallelStyle):
 
     Every rank is given the same indices, and looks up those that are rows of its own; of each index one rank has the
     row, so the sum is exact. The weight becomes a DTensor, Shard(0), and its gradient is this rank's rows'. Subclasses
-    go on doing what they do with nn.Embedding's result. On CPUs indices out of range raise IndexError on all ranks.
+    go on doing what they do with nn.Embedding's result. On CPUs indices out of range raise IndexError on the ranks that
+    are given them, on all if all are.
     """
 
     def __init__(self, *, output_layouts: Placement | None = None, schedule: str = "auto", debug: bool = False) -> None:

@@ -33,6 +33,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from .. import groups
 from ..calls import arguments, dispatch, eager, problems
+from ..recipes import Float8
 from ..shards import chunk_sizes
 
 
@@ -46,6 +47,7 @@ class _Layouts:
     schedule: str
     debug: bool
     producer: str
+    float8: Float8 | None
 
     @property
     def group(self) -> ProcessGroup:
@@ -129,9 +131,11 @@ def columns(linears: Sequence[FusedColwiseLinear], input: Tensor) -> list[Tensor
     ours = weight, bias, to.group
     if isinstance(placement, Shard):
         describe = problems.all_gather_problem
-        ys = eager.of_parameters(describe, x, *ours, placement.dim, sizes, to.schedule, to.debug, to.producer)
+        ys = eager.of_parameters(
+            describe, x, *ours, placement.dim, sizes, to.schedule, to.debug, to.producer, to.float8
+        )
     else:
-        ys = eager.of_parameters(problems.replicated_problem, x, *ours, to.schedule, to.debug)
+        ys = eager.of_parameters(problems.replicated_problem, x, *ours, to.schedule, to.debug, to.float8)
     outs = ys if isinstance(ys, tuple) else (ys,)
     return [
         each.layouts.hand_out(y, Shard(-1), (*y.shape[:-1], each.out_features))
@@ -152,9 +156,9 @@ class FusedRowwiseLinear(nn.Linear):
         made = positive(to.output, x.ndim)
         if isinstance(made, Shard):
             describe, sizes = problems.reduce_scatter_problem, to.sizes(shape[made.dim])
-            y = eager.of_parameters(describe, x, *ours, made.dim, sizes, to.schedule, to.debug, to.producer)
+            y = eager.of_parameters(describe, x, *ours, made.dim, sizes, to.schedule, to.debug, to.producer, to.float8)
         else:
-            y = eager.of_parameters(problems.all_reduce_problem, x, *ours, to.schedule, "auto", to.debug)
+            y = eager.of_parameters(problems.all_reduce_problem, x, *ours, to.schedule, "auto", to.debug, to.float8)
         return to.hand_out(y, made, shape)
 
 
@@ -238,6 +242,7 @@ class _FusedStyle(ParallelStyle):
         schedule: str = "auto",
         debug: bool = False,
         producer: str = "auto",
+        float8: Float8 | None = None,
     ) -> None:
         super().__init__()
         self.input_layouts = self._input if input_layouts is None else input_layouts
@@ -245,6 +250,7 @@ class _FusedStyle(ParallelStyle):
         self.use_local_output = arguments.flag("use_local_output", use_local_output)
         arguments.check_producer(producer, schedule)
         self.schedule, self.debug, self.producer = schedule, arguments.flag("debug", debug), producer
+        self.float8 = arguments.float8_of(float8)
         for name, placement in (("input_layouts", self.input_layouts), ("output_layouts", self.output_layouts)):
             if not isinstance(placement, Shard | Replicate):
                 raise ValueError(f"{name} must be Shard(dim) or Replicate(), got {placement!r}")
@@ -260,7 +266,7 @@ class _FusedStyle(ParallelStyle):
         """What a linear of this style is told."""
         return _Layouts(
             device_mesh, self.input_layouts, self.output_layouts, self.use_local_output, self.schedule, self.debug,
-            self.producer,
+            self.producer, self.float8,
         )  # fmt: skip
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -289,6 +295,7 @@ class FusedColwiseParallel(_FusedStyle):
     schedule          of the matmul: auto, fused, decomposed or unfused
     debug             compare every op with the other ranks' before it runs
     producer          how the fused schedule sends what it gathers: auto, push or copy
+    float8            tensorwise, rowwise or rowwise_with_gw_hp: operands become float8 before they are sent
 
     A plain input that is sharded is taken to be as long on every rank; a DTensor knows its length.
     """
@@ -306,6 +313,7 @@ class FusedRowwiseParallel(_FusedStyle):
     schedule          of the matmul: auto, fused, decomposed or unfused
     debug             compare every op with the other ranks' before it runs
     producer          how the fused schedule sends what it gathers: auto, push or copy
+    float8            tensorwise, rowwise or rowwise_with_gw_hp: operands become float8 before they are sent
     """
 
     _input, _output, _weight, _bias = Shard(-1), Replicate(), Shard(1), Replicate()

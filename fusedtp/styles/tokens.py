@@ -65,10 +65,18 @@ class WholeTokens(ParallelStyle):
 
 
 class WholeOutput(ParallelStyle):
-    """The last norm of a model that views what it gives in another shape, which a DTensor of uneven parts has not."""
+    """The last norm of a model whose tokens are not split after it: a plain tensor, the same on every rank.
+
+    For heads that know of no DTensors, and for models that view what it gives in another shape, which a DTensor of
+    uneven parts has not.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_hook(lambda module, args, output: output.redistribute(placements=[Replicate()]))
+        def whole(module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor:
+            gathered: Tensor = output.redistribute(placements=[Replicate()]).to_local()
+            return gathered
+
+        module.register_forward_hook(whole)
         return module
 
     def __repr__(self) -> str:
@@ -76,7 +84,13 @@ class WholeOutput(ParallelStyle):
 
 
 class SplitFeatures(ParallelStyle):
-    """A norm along features that are split over the ranks, as OLMo2's of queries and keys: its sums are added up."""
+    """A norm whose weights are split over the ranks, with the features that it is given, as OLMo2's of queries and keys
+    is: its sums are added up. dim -2: a norm of each head that has weights of its own, as Cohere's.
+    """
+
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__()
+        self.dim = dim
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -84,14 +98,15 @@ class SplitFeatures(ParallelStyle):
             setattr(module, name, nn.Parameter(value, requires_grad=parameter.requires_grad))
 
         def pre(module: nn.Module, args: tuple[Any, ...]) -> Any:
-            return DTensor.from_local(args[0], device_mesh, [Shard(-1)], run_check=False), *args[1:]
+            return DTensor.from_local(args[0], device_mesh, [Shard(self.dim)], run_check=False), *args[1:]
 
         module.register_forward_pre_hook(pre)
-        module.register_forward_hook(lambda module, args, output: output.to_local())
+        # A copy, as a view of a DTensor could not be changed in place, which OLMoE does.
+        module.register_forward_hook(lambda module, args, output: output.to_local().clone())
         return module
 
     def __repr__(self) -> str:
-        return "SplitFeatures"
+        return "SplitFeatures" if self.dim == -1 else f"SplitFeatures({self.dim})"
 
 
 class Heads(ParallelStyle):

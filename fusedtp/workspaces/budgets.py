@@ -18,6 +18,11 @@ def of(group: ProcessGroup | None) -> float:
     return _seconds if group is None else _seconds_of.get(group, _seconds)
 
 
+def own(group: ProcessGroup) -> float | None:
+    """The budget that `group` was given for itself, if any."""
+    return _seconds_of.get(group)
+
+
 def set_for(group: ProcessGroup | None, seconds: float) -> None:
     """Set the budget of `group`, or (None) of every group: see `registry.set_timeout` for the errors."""
     global _seconds

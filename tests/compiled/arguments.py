@@ -13,6 +13,7 @@ _TUPLES = {
     "epilogue": ("operands", "Epilogue"),
     "tiles": ("operands", "Tiles"), "chunks": ("gather_matmul", "Chunks"), "group": ("signal", "Group"),
     "x": ("push", "Rows"), "out": ("push", "Rows"), "residual": ("operands", "Result"),
+    "scales": ("operands", "Scales"),
 }  # fmt: skip
 
 
@@ -24,6 +25,8 @@ def name_of(argument: str, field: str) -> str:
         return f"{argument}_{field}"
     if field in ("bias", "z"):
         return f"{field}_ptr"
+    if argument == "scales" and field != "END":
+        return f"scale_{field}"
     if field == "BY":
         return f"{argument.upper()}_BY"
     if field == "cols" and argument == "a":
@@ -31,9 +34,11 @@ def name_of(argument: str, field: str) -> str:
     return field
 
 
-def named(kernel: Any, package: str, blocks: int = 0, adds: bool = False) -> dict[str, Any]:
+def named(
+    kernel: Any, package: str, blocks: int = 0, *, adds: bool = False, scaled: bool = False
+) -> dict[str, Any]:  # fmt: skip
     """What a kernel is given, by argument: the name of each value, in tuples as the launchers make them. blocks: how
-    many further B there are. adds: whether there is a residual.
+    many further B there are. adds: whether there is a residual. scaled: whether operands have scales.
     """
     own = {"a": ("gather_matmul", "Shard")} if "chunks" in kernel.arg_names else {}
 
@@ -46,14 +51,15 @@ def named(kernel: Any, package: str, blocks: int = 0, adds: bool = False) -> dic
             of_package = importlib.import_module(f"{package}.operands")
             left, right = tuple_of("a", of_package.Left), tuple_of("b", of_package.Right)
             result = tuple_of("c", of_package.Result)
+            a_scale, b_scale = ("scale_a", "scale_b") if scaled else ("none", "none")
             # Where columns lie side by side there is one A; where products are added, one result, in arenas.
             block = (
-                of_package.Block("none", right, result, "bias_ptr", "z_ptr", "END")
+                of_package.Block("none", right, result, "bias_ptr", "z_ptr", "none", b_scale, "END")
                 if own
-                else of_package.Block(left, right, "none", "none", "none", "END")
+                else of_package.Block(left, right, "none", "none", "none", a_scale, b_scale, "END")
             )
             return of_package.More((block,) * blocks, "COUNT", "A_UNIT", "B_UNIT", "C_UNIT")
-        if argument not in _TUPLES:
+        if argument not in _TUPLES or (argument == "scales" and not scaled):
             return argument
         module, cls = (_TUPLES | own)[argument]
         return tuple_of(argument, getattr(importlib.import_module(f"{package}.{module}"), cls))

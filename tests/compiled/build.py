@@ -149,7 +149,15 @@ def compile_case(case: Case, package: str = PACKAGE, options: dict[str, int] | N
     others = {"table": "*i32", "peers": "*i64", "half_bytes": "i64", "fingerprint": "i64"}
     if flags.get("KEEPS"):
         del known["z_ptr"]
-    trees, places, types = named(fn, package, variant.more, variant.adds), {}, {}
+    if case.is_float8:
+        # What is made of float8 is bfloat16.
+        others |= dict.fromkeys(("scale", "scale_a", "scale_b"), "*fp32")
+        others |= dict.fromkeys(("c_ptr", "bias_ptr", "z_ptr", "scale_out"), "*bf16")
+        known |= {} if variant.module == "matmul_scatter" else {"scale_out": 0}
+    else:
+        known |= {"scales": None, "scale": None}
+    trees = named(fn, package, variant.more, adds=variant.adds, scaled=case.is_float8)
+    places, types = {}, {}
 
     def type_of(path: Place, name: str) -> str:
         places[path] = name
@@ -158,7 +166,7 @@ def compile_case(case: Case, package: str = PACKAGE, options: dict[str, int] | N
         elif name in described:
             types[path] = f"tensordesc<{dtype}{described[name][1]}>".replace(" ", "")
         elif name.endswith("_ptr"):
-            types[path] = f"*{dtype}"
+            types[path] = others.get(name, f"*{dtype}")
         else:
             assert name in ("M", "N", "K") or not name.isupper(), f"{variant.name}: no value for the constant {name}"
             types[path] = others.get(name, "i32")

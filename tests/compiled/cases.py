@@ -22,11 +22,16 @@ class Target:
 # Shared memory of a program: CUDA C++ programming guide, technical specifications by compute capability; CDNA3 ISA.
 TARGETS = {
     "sm_80": Target(("cuda", 80, 32), r"\bHMMA", 163 << 10),
-    "sm_90": Target(("cuda", 90, 32), r"\bHGMMA", 227 << 10, described=True),
+    "sm_90": Target(("cuda", 90, 32), r"\b[HQ]GMMA", 227 << 10, described=True),
     "sm_100": Target(("cuda", 100, 32), r"\bUTC\w*MMA", 227 << 10, described=True),
     "gfx942": Target(("hip", "gfx942", 64), r"\bv_mfma", 64 << 10),
 }
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+DTYPES = {
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e4m3fnuz: "fp8e4b8",
+}  # fmt: skip
+# e4m3 where a matrix unit multiplies it; sm_80 has none.
+FLOAT8 = {"sm_90": torch.float8_e4m3fn, "sm_100": torch.float8_e4m3fn, "gfx942": torch.float8_e4m3fnuz}
 
 
 @dataclass(frozen=True)
@@ -146,6 +151,11 @@ class Case:
         return "-".join([*parts, *(f"{name}={value}" for name, value in self.flags)])
 
     @property
+    def is_float8(self) -> bool:
+        """Whether operands have scales, and results another dtype."""
+        return self.dtype.itemsize == 1
+
+    @property
     def all_flags(self) -> dict[str, Any]:
         """The variant's and the case's own; where nothing is aligned, none that says so."""
         flags = VARIANTS[self.variant].flags
@@ -192,6 +202,27 @@ def cases() -> list[Case]:
             if name in ("matmul", "gather rows", "gather rows transposed", "gather contraction", "scatter", "reduce",
                 "ring all-reduce"):  # fmt: skip
                 found.append(of(name, dtype=torch.float32))
+    return found + _float8_cases()
+
+
+def _float8_cases() -> list[Case]:
+    """Kernels of float8, which have scales: of each kind the one that does most, at every shape."""
+    from fusedtp.kernels.configs import SHAPES
+
+    found = []
+    for target, dtype in FLOAT8.items():
+        of = functools.partial(Case, target=target, dtype=dtype)
+        main = functools.partial(of, a_by="rows", b_by="columns") if TARGETS[target].described else of
+        for name in ("push", "push a scatter", "push in pieces"):
+            found.append(of(name, shape="few columns"))
+        for name in ("gather rows, split", "gather rows, own pushed", "gather contraction, split"):
+            found.append(main(name))
+        for name in ("matmul", "matmul transposed", "gather rows", "gather rows transposed", "gather rows, swiglu",
+            "gather rows, three weights", "gather contraction", "gather contraction, three weights", "scatter",
+            "scatter, three weights", "scatter to all"):  # fmt: skip
+            found += [main(name, shape=shape) for shape in SHAPES if (name, shape) != ("scatter to all", "many")]
+            if TARGETS[target].described and name in ("matmul", "gather rows", "scatter"):
+                found += [of(name, a_by="rows" if name.startswith("gather") else "columns", b_by="rows"), of(name)]
     return found
 
 

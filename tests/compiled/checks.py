@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from . import float8
 from .assembly import Code, sources
 from .blocks import loops
 from .build import Built, config_of
@@ -23,6 +24,12 @@ REGISTERS_OF = {
     ("gather rows transposed", "sm_90", "few columns", "rows"): 1.06,
     ("gather rows transposed", "sm_100", "few columns", "rows"): 1.11,
     ("scatter", "sm_90", "many", "pointers"): 1.09,
+    # Six of 116 for 110 or 154 for 146: a wait that is given up looks at why the first one was.
+    **{
+        (f"gather rows{how}", "gfx942", "few rows", "pointers"): 1.06
+        for how in ("", ", split", ", pushed before", ", own pushed", " transposed")
+    },
+    ("gather rows", "gfx942", "many", "pointers"): 1.06,
     # What a tile's weight and result are, chosen among several, is kept across its loop.
     ("scatter, three weights", "sm_80", "many", "pointers"): 1.2,
     ("scatter, three weights", "sm_80", "few columns", "pointers"): 1.2,
@@ -35,9 +42,10 @@ REGISTERS_OF = {
     ("gather rows, three weights", "sm_100", "few columns", "rows"): 1.1,
     ("gather rows, three weights", "sm_100", "few rows", "rows"): 1.16,
 }
-# On gfx942 scalars that are chosen among several weights may be kept in lanes of vector registers, which the compiler
-# counts as spilled: nothing of them is in memory.
+# On gfx942 scalars that are chosen among several weights, and where scales lie, may be kept in lanes of vector
+# registers, which the compiler counts as spilled: nothing of them is in memory.
 LANES = 24
+FLOAT8_LANES = 40
 # With another Triton than the one that the table of configurations was made with. One takes nearly all that eight warps
 # can have: fewer would put 3.7.1's on the stack, and shared memory has room for one program on a processor anyway.
 REGISTERS_ELSEWHERE = 1.12
@@ -46,6 +54,8 @@ REGISTERS_ELSEWHERE_OF = {("gather rows transposed", "sm_100", "many", "rows"): 
 REGISTERS_ELSEWHERE_MORE = 1.25
 # Bytes of a thread's stack where not all is aligned, or with another Triton.
 STACK = 64
+# On gfx942 a sum of float8 terms, each with scales of its own, has a term's tile in registers beside the sum: at most
+# STACK bytes of it, behind the loop.
 # Of a kernel with an activation, which has a tile in registers twice when it stores it, behind the loop.
 ACTIVATED_STACK = 512
 # What one loop of tiles and contraction adds, once: no wait is made for a tile after the last.
@@ -73,9 +83,12 @@ def resources(built: Built) -> None:
     """
     assert built.shared_bytes <= TARGETS[built.case.target].shared_bytes, "more shared memory than there is"
     ends_with = built.case.all_flags.get("ACTIVATION")
-    if built.case.target == "gfx942" and (VARIANTS[built.case.variant].more or ends_with):
-        assert built.spill_bytes <= LANES, "more scalars in lanes"
-        assert built.stack_bytes == 0, "stack"
+    chooses = VARIANTS[built.case.variant].more or ends_with or built.case.is_float8
+    if built.case.target == "gfx942" and chooses:
+        most = FLOAT8_LANES if built.case.is_float8 else LANES
+        assert built.spill_bytes <= most, f"{built.spill_bytes} scalars in lanes"
+        terms = built.case.is_float8 and built.case.variant == "scatter, three weights"
+        assert built.stack_bytes <= (STACK if terms else 0), "stack"
     elif ends_with:
         assert built.spill_bytes + built.stack_bytes <= ACTIVATED_STACK, f"{built.stack_bytes} bytes of stack"
     elif as_pinned() and built.case.aligned != ():
@@ -87,7 +100,9 @@ def resources(built: Built) -> None:
 
 
 def multiplication(built: Built) -> None:
-    """16-bit operands go to tensor cores, in a loop that loads ahead: by TMA what is described, else 16 bytes."""
+    """16-bit and float8 operands go to tensor cores, in a loop that loads ahead: by TMA what is described, else 16
+    bytes.
+    """
     case, target, config = built.case, TARGETS[built.case.target], config_of(built.case)
     if not VARIANTS[case.variant].multiplies or case.dtype == torch.float32:
         return
@@ -115,12 +130,13 @@ def _next_atomic(code: Code, i: int) -> str:
 def atomics(built: Built) -> None:
     """Every wait and signal of the source is there, at system scope; what has device scope stays on the device."""
     variant, code = VARIANTS[built.case.variant], built.ordered
-    # An op's last kernel counts arrivals, and may report a peer that means another op.
+    # An op's last kernel counts arrivals, and may report a peer that means another op, and again that the op is over.
     ends = 1 if variant.flags.get("LAST") or variant.flags.get("STEP") == "leave" else 0
     ends += variant.name.startswith(("collect", "ring"))
     # A wait looks once, then in a loop, there at the entry too; it may take the entry back and report, both released
-    # too. The compiler makes copies of it, each with a report of its own.
-    copies = max(variant.waits, code.count(r"^(?:@!?%p\d+ )?(atom\.\S*\.cas|global_atomic_cmpswap)") - ends)
+    # too. The compiler makes copies of it, each with a report of its own, which has two compare-and-swaps.
+    swaps = code.count(r"^(?:@!?%p\d+ )?(atom\.\S*\.cas|global_atomic_cmpswap)")
+    copies = max(variant.waits, swaps // 2 - ends)
     looks, releases = 3 * copies if variant.waits else 0, variant.raises + 2 * variant.waits
     if _is_ptx(built):
         acquired = code.count(r"\bld\.global\.sys\.acquire")
@@ -145,10 +161,18 @@ def releases(built: Built) -> None:
     """Between a program's last store of data and the signal that releases it lies a barrier of all its threads."""
     if not VARIANTS[built.case.variant].raises or VARIANTS[built.case.variant].module == "steps":
         return
+    # Where nothing waits, single words are scales.
+    single = built.case.is_float8 and not VARIANTS[built.case.variant].multiplies
     if _is_ptx(built):
         store, barrier, release = r"\bst\.global\.(v\d|b16)", r"\bbar\.sync|\bbarrier\.sync", r"\.release\.exch"
+        store += r"|\bst\.global\.b32" if single else ""
     else:
         store, barrier, release = r"^global_store_(dwordx|short)", r"^s_barrier", r"^buffer_wbl2 sc0 sc1"
+        store += r"|^global_store_dword\b" if single else ""
+    if single:
+        scales = built.ordered.matching(store.rpartition("|")[2])
+        assert scales, "no store of scales"
+        assert float8.precedes(built.ordered, scales, built.ordered.matching(release)), "scales behind the signal"
     assert built.ordered.matching(store), "no store of data"
     assert built.ordered.matching(release), "no release"
     assert not built.ordered.reaches(store, release, without=barrier), "a release that does not follow a barrier"
@@ -201,7 +225,9 @@ def decisions(built: Built) -> None:
 
 
 def widths(built: Built) -> None:
-    """16-bit data is stored and loaded 16 bytes at a time; on AMD, whose matrix instructions leave fours, 8 or 16."""
+    """16-bit data and float8 are stored and loaded 16 bytes at a time; on AMD, whose matrix instructions leave fours, 8
+    or 16. Scales are words: a thread has one, or two for neighbours.
+    """
     case, code, variant = built.case, built.ordered, VARIANTS[built.case.variant]
     if case.dtype == torch.float32:
         return
@@ -221,6 +247,11 @@ def widths(built: Built) -> None:
     if "PER_ROW" in variant.flags:
         # A bias is local, and a number a thread where the tile's layout has it so.
         loads -= {"b16", "ushort"}
+    if case.is_float8:
+        loads -= {"v2.b32"}
+        if case.all_flags.get("PUSHERS") and not case.all_flags["IN_PLACE"]:
+            # A shard with contiguous columns is pushed by rows.
+            loads -= {"b8", "ubyte"}
     assert stores == wide, f"stores: {stores}"
     assert loads <= {"v4.b32", "dwordx4"}, f"loads: {loads}"
 
@@ -231,10 +262,13 @@ def against_plain(built: Built, plain: Built) -> None:
     Made one loop, it looks whether there is a next tile before it waits for that, which is all that it may add.
     """
     added = built.loop_as_asked() - plain.loop_as_asked()
+    # Padding between instructions that must be some cycles apart; terms with scales are waited for where they are read.
+    for name in ("s_nop", *(("s_waitcnt",) if built.case.is_float8 else ())):
+        added.pop(name, None)
     assert not added - (GUARD if built.flattened else Counter()), f"the inner loop has more than the plain one: {added}"
     case = built.case
-    if case.all_flags.get("ACTIVATION"):
-        # It takes what a thread can have, where it stores.
+    if case.all_flags.get("ACTIVATION") or case.is_float8:
+        # It takes what a thread can have, where it stores: of float8 a tile, its sum and their scales.
         return
     allowed, of = (REGISTERS, REGISTERS_OF) if as_pinned() else (REGISTERS_ELSEWHERE, REGISTERS_ELSEWHERE_OF)
     if VARIANTS[case.variant].more and not as_pinned():
@@ -244,10 +278,10 @@ def against_plain(built: Built, plain: Built) -> None:
 
 
 CHECKS: tuple[Callable[[Built], None], ...] = (
-    resources, multiplication, atomics, releases, acquires, decisions, widths,
+    resources, multiplication, atomics, releases, acquires, decisions, widths, float8.multiplied,
 )  # fmt: skip
 # Where nothing is aligned, and elements are read and stored one by one.
-LOOSE_CHECKS: tuple[Callable[[Built], None], ...] = (resources, multiplication, atomics, decisions)
+LOOSE_CHECKS: tuple[Callable[[Built], None], ...] = (resources, multiplication, atomics, decisions, float8.multiplied)
 
 
 def compares(built: Built) -> bool:

@@ -7,14 +7,14 @@ import inspect
 import itertools
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import fusedtp.kernels
 
-from . import checks
+from . import checks, float8
 from .build import Built
-from .cases import Case
+from .cases import FLOAT8, Case
 
 _numbers = itertools.count()
 
@@ -58,6 +58,10 @@ def _by(variant: str, target: str, shape: str = "many") -> Case:
     return Case(variant, target, shape=shape)
 
 
+def _float8_by(variant: str, target: str, shape: str = "many") -> Case:
+    return replace(_by(variant, target, shape), dtype=FLOAT8[target])
+
+
 _WAITS = (
     _by("gather rows, split", "sm_90"), Case("collect pieces", "sm_80"), Case("collect pieces", "gfx942"),
     _by("gather rows, split", "gfx942"),
@@ -79,6 +83,12 @@ _WAIT = """\
 """
 _WAIT_LATE = _WAIT.replace("src", "tile.chunk").replace("end_row", "tile.row + 1")
 _REPORT = "        tl.atomic_xchg(host + REPORT, src + 1,"
+_PROMOTED = "        return acc + tl.dot(a, b)\n"
+_SCALES = """\
+        if src.scale is not None:
+            _send_scales(link, src.scale + first + row, dst, dst_row + row, pitch, rows, BLOCK_R)
+"""
+_SIGNAL = "        raise_signal(link, dst, piece + first_slot)\n"
 
 MUTANTS = (
     Mutant(
@@ -164,6 +174,44 @@ MUTANTS = (
         "an entry that every thread decides", checks.decisions, _ENTERS,
         (("signal", "        if read(header(link.group, link.rank) + GIVEN_UP) == 0",
             "        if tl.load(header(link.group, link.rank) + GIVEN_UP) == 0"),),
+    ),
+    Mutant(
+        "the scales after the signal", checks.releases,
+        tuple(_float8_by("push", target, "few columns") for target in FLOAT8),
+        (("push", _SCALES + _SIGNAL, _SIGNAL + _SCALES),),
+    ),
+    Mutant(
+        "no scales", checks.releases, tuple(_float8_by("push", target, "few columns") for target in FLOAT8),
+        (("push", _SCALES, ""),),
+    ),
+    Mutant(
+        "float8 summed by the matrix unit", float8.multiplied,
+        (_float8_by("gather rows", "sm_90"), _float8_by("scatter", "sm_90"), _float8_by("gather contraction", "sm_90")),
+        (("matmul", _PROMOTED, "        return tl.dot(a, b, acc)\n"),),
+    ),
+    Mutant(
+        "sums of two blocks", float8.multiplied, (_float8_by("gather rows", "sm_90"),),
+        (
+            ("matmul", "    for k in range(0, cdiv(a.k_len, BLOCK_K)):\n",
+                "    part = tl.full((BLOCK_M, tiles.BLOCK_N), 0.0, tl.float32)\n"
+                "    for k in range(0, cdiv(a.k_len, BLOCK_K)):\n"),
+            ("matmul", _DOT, "        part = tl.dot(a_block, b_block, part)\n"
+                "        acc += tl.where(k % 2 == 1, part, 0.0)\n        part = tl.where(k % 2 == 1, 0.0, part)\n"),
+        ),
+    ),
+    Mutant(
+        "a sum read before the wait for it", float8.multiplied,
+        (_float8_by("gather rows", "sm_90"), _float8_by("scatter", "sm_90")),
+        (("matmul", _PROMOTED, "        return tl.dot(a, b, acc, max_num_imprecise_acc=a.shape[1])\n"),),
+    ),
+    Mutant(
+        "float8 multiplied as float16", float8.multiplied, tuple(_float8_by("scatter", target) for target in FLOAT8),
+        (("matmul", _PROMOTED, "        return acc + tl.dot(a.to(tl.float16), b.to(tl.float16))\n"),),
+    ),
+    Mutant(
+        "a bound checked in the inner loop of float8", checks.against_plain,
+        (_float8_by("gather rows", "sm_90"), _float8_by("scatter", "gfx942")),
+        (("matmul", _DOT, f"{_DOT}        acc = tl.where(k < a.k_len - tile.row, acc, acc + 1.0)\n"),),
     ),
     Mutant(
         "an address of unknown alignment", checks.widths, (_by("scatter", "sm_80"), _by("scatter", "sm_90")),

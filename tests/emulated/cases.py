@@ -6,9 +6,7 @@ Every rank's kernels wait on its own stream; all of them run together, several e
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 from unittest import mock
 
 import torch
@@ -20,20 +18,18 @@ from fusedtp.memory.local import local_memories
 from fusedtp.schedules import fused
 from fusedtp.schedules.phases import run_together
 from fusedtp.schedules.prepared import finish as finish_phases
-from fusedtp.shards import even_sizes
 from fusedtp.workspaces import clock
 from fusedtp.workspaces.workspace import Workspace
 
-from .. import direct
+from . import float8
 from .driver import EmulatedDriver
 from .machine import Ran, Schedule
-
-Phases = Generator[None, None, Any]
+from .shapes import Op, Phases, Shape, laid_out, launches_of, split, value_of
 
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# An op on virtual ranks: rank -> its phases; and per rank what it must give, with the error allowed.
-Op = tuple[Callable[[Workspace, int], Phases], list[Tensor], list[Tensor]]
+# Of operands with scales, which are multiplied on sm_90.
+FLOAT8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 MATMULS = (
     "gather rows", "gather rows split", "gather rows transposed", "gather rows own pushed", "gather rows and keep",
     "gather contraction", "gather contraction split", "scatter rows", "scatter columns", "matmul one_shot",
@@ -44,59 +40,10 @@ COLLECTIVES = ("all_gather direct", "all_gather ring", "reduce_scatter direct", 
 OPS = MATMULS + COLLECTIVES
 
 
-class _Both(tuple[Tensor, Tensor]):
-    """Two results of an op, which nothing has written yet."""
-
-
-def value_of(result: Tensor) -> Tensor:
-    """What an op has given, in one tensor."""
-    return torch.cat([each.flatten() for each in result]) if isinstance(result, _Both) else result
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of the whole problem, how rows are split ("even", "uneven", "empty"), and how operands lie in memory.
-
-    a, b: "rows" or "columns", which of them are contiguous; "strided", none.
-    """
-
-    M: int
-    N: int
-    K: int
-    split: str = "uneven"
-    a: str = "rows"
-    b: str = "columns"
-    bias: bool = True
-
-
-def split(length: int, world_size: int, how: str, unit: int = 1) -> tuple[int, ...]:
-    """Shares of `length`: rank 1 has nothing in "empty", less than half of its share in "uneven"."""
-    share = [unit * n for n in even_sizes(length // unit, world_size)]
-    share[0] += length - sum(share)
-    if how != "even":
-        moved = share[1] if how == "empty" else share[1] // (2 * unit) * unit
-        share[0], share[1] = share[0] + moved, share[1] - moved
-    return tuple(share)
-
-
-def laid_out(x: Tensor, how: str) -> Tensor:
-    """The same values, with contiguous rows or columns, or neither."""
-    if not x.numel():
-        # As a part of what has some, or torch would take any strides and other code would be compiled for it alone.
-        whole = laid_out(x.new_empty([length or 16 for length in x.shape]), how)
-        return whole[: x.shape[0], : x.shape[1]]
-    if how == "strided":
-        return torch.stack([x, x], -1).flatten(1)[:, ::2]
-    return x.contiguous() if how == "rows" else x.t().contiguous().t()
-
-
-def _phases(op: str, ws: Workspace, *operands: Tensor | None, **options: Any) -> Phases:
-    outs = yield from direct.results(op, ws, *operands, **options)
-    return outs[0] if len(outs) == 1 else _Both(outs)
-
-
 def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, shape: Shape, by: str = "push") -> Op:
     """The op `name` on random operands."""
+    if dtype in FLOAT8.values():
+        return float8.problem(name, world_size, dtype, seed, shape, by)
     random = torch.Generator().manual_seed(seed)
     M, N, K = shape.M, shape.N, shape.K
 
@@ -137,7 +84,7 @@ def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, shape: Sh
         def gather(ws: Workspace, rank: int) -> Phases:
             shard, sizes = (mine[rank], m_sizes) if dim == 0 else (shards_k[rank], k_sizes)
             operands = (shard, right, bias_of, a.new_empty(M, 1)) if keep else (shard, right, bias_of)
-            return _phases(
+            return launches_of(
                 "all_gather_matmul", ws, *operands, sizes=sizes, dim=dim, transposed=turned, split=split_off,
                 producer=by,
             )  # fmt: skip
@@ -152,7 +99,7 @@ def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, shape: Sh
 
         exact = torch.zeros(M * K, dtype=torch.float64)
         return (
-            lambda ws, rank: _phases(
+            lambda ws, rank: launches_of(
                 "matmul_reduce_scatter", ws, shards_k[rank], rights_k[rank], None, a.new_empty(1, M), shards_m[rank],
                 sizes=m_sizes, producer=by,
             ),
@@ -162,13 +109,13 @@ def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, shape: Sh
     if kind == "scatter":
         dim, sizes = (0, m_sizes) if how == "rows" else (1, split(N, world_size, shape.split, unit))
         return (
-            lambda ws, rank: _phases(
+            lambda ws, rank: launches_of(
                 "matmul_reduce_scatter", ws, shards_k[rank], rights_k[rank], bias, sizes=sizes, dim=dim
             ),
             list(ref.split(sizes, dim)), list(summed.split(sizes, dim)),
         )  # fmt: skip
     return (
-        lambda ws, rank: _phases(
+        lambda ws, rank: launches_of(
             "matmul_all_reduce", ws, shards_k[rank], rights_k[rank], bias, algorithm=how
         ),
         everywhere(ref), everywhere(summed),
@@ -189,16 +136,16 @@ def _collective(
         whole = parts[0].double()
         shards = list(parts[0].split(sizes))
         return (
-            lambda ws, rank: _phases("all_gather", ws, shards[rank], sizes=sizes, algorithm=how, producer=by),
+            lambda ws, rank: launches_of("all_gather", ws, shards[rank], sizes=sizes, algorithm=how, producer=by),
             [whole] * world_size, [torch.zeros_like(whole)] * world_size,
         )  # fmt: skip
     if kind == "reduce_scatter":
         return (
-            lambda ws, rank: _phases("reduce_scatter", ws, parts[rank], sizes=sizes, algorithm=how),
+            lambda ws, rank: launches_of("reduce_scatter", ws, parts[rank], sizes=sizes, algorithm=how),
             list(total.split(sizes)), list(allowed.split(sizes)),
         )  # fmt: skip
     return (
-        lambda ws, rank: _phases("all_reduce", ws, parts[rank], algorithm=how),
+        lambda ws, rank: launches_of("all_reduce", ws, parts[rank], algorithm=how),
         [total] * world_size, [allowed] * world_size,
     )  # fmt: skip
 

@@ -27,8 +27,9 @@ from .machine import Machine, Memory, Ran, Schedule, Waiting, op_of
 
 # Shared memory of a program: CUDA C++ programming guide, technical specifications.
 _SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
-# Rule 7 of the kernels: they store to operands of these names only, and to arenas.
-_STORED = ("c", "out", "more")
+# Rule 7 of the kernels: they store to operands of these names only, and to arenas. z is an epilogue's, of products that
+# are kept.
+_STORED = ("c", "out", "more", "z")
 MAP = np.dtype([("ndim", "i8"), ("swizzle", "i8"), ("base", "i8"), ("size", "i8"), ("dim", "i8", 5),
                 ("stride", "i8", 5), ("box", "i8", 5)])  # fmt: skip
 
@@ -76,8 +77,9 @@ class _Launcher:
 
         def take(name: str, kind: Any, value: Any) -> None:
             if isinstance(kind, tuple):
-                for each, field in zip(kind, value, strict=True):
-                    take(name, each, field)
+                fields = getattr(value, "_fields", ())
+                for i, (each, part) in enumerate(zip(kind, value, strict=True)):
+                    take("z" if i < len(fields) and fields[i] == "z" else name, each, part)
             elif kind == "constexpr":
                 return
             elif kind.startswith("tensordesc"):

@@ -16,11 +16,12 @@ import torch
 
 from fusedtp.schedules import producer
 
-from . import giveups, layers, mutants
-from .cases import COLLECTIVES, DTYPES, MATMULS, Shape, in_phases, programs_of, run, small
+from . import float8, giveups, layers, mutants
+from .cases import COLLECTIVES, DTYPES, FLOAT8, MATMULS, in_phases, programs_of, run, small
 from .driver import EmulatedDriver, device
 from .machine import Schedule
 from .ptx import without_contraction
+from .shapes import Shape
 
 TARGETS = (80, 90)
 SEEDS = 20
@@ -63,7 +64,11 @@ class Done:
 
 def units(seeds: int = SEEDS) -> list[Unit]:
     """Every op, dtype and target."""
-    return [Unit(t, dtype, op, seeds) for op in MATMULS + COLLECTIVES for t in TARGETS for dtype in DTYPES]
+    plain = [Unit(t, dtype, op, seeds) for op in MATMULS + COLLECTIVES for t in TARGETS for dtype in DTYPES]
+    # Only which numbers the bytes are is another thing in e5m2.
+    first, *others = FLOAT8
+    scaled = [(first, op) for op in float8.OPS] + [(dtype, op) for dtype in others for op in float8.ONE_OF_EACH_KERNEL]
+    return plain + [Unit(90, dtype, op, seeds) for dtype, op in scaled]
 
 
 def layer_units(seeds: int = SEEDS) -> list[Unit]:
@@ -75,6 +80,8 @@ def layer_units(seeds: int = SEEDS) -> list[Unit]:
 MUTATED = (
     (80, "bfloat16", "gather rows"), (80, "bfloat16", "scatter rows"), (80, "bfloat16", "all_gather direct"),
     (80, "float16", "all_reduce ring"), (90, "bfloat16", "gather rows"), (90, "float16", "scatter rows"),
+    (90, "float8_e4m3fn", "gather rows split"), (90, "float8_e4m3fn", "gather rows"),
+    (90, "float8_e4m3fn", "scatter rows"),
 )  # fmt: skip
 
 
@@ -98,7 +105,7 @@ def _add(done: Done, ran: Any) -> None:
 
 
 def _execute(unit: Unit, driver: EmulatedDriver, done: Done) -> None:
-    dtype = DTYPES[unit.dtype]
+    dtype = (DTYPES | FLOAT8)[unit.dtype]
     shape, fewer = small(unit.target, dtype), small(unit.target, dtype, "empty")
     for seed in range(unit.seeds):
         # With three ranks one has nothing, and two have something for each other.
@@ -138,6 +145,10 @@ def _execute(unit: Unit, driver: EmulatedDriver, done: Done) -> None:
                 if seed % 3 == 0:
                     _add(done, in_phases(driver, unit.op, 3, dtype, _deep(shape, seed // 3), _schedule(seed), "copy"))
                 _add(done, giveups.lost(driver, unit.op, 3, dtype, _deep(shape, 1 + seed % 2), how))
+    if unit.dtype in FLOAT8 and unit.op in ("gather rows", "gather contraction"):
+        # The host lays rows and scales out as they travel.
+        for seed in range(3):
+            _add(done, in_phases(driver, unit.op, 3, dtype, _deep(shape, seed), _schedule(seed), "copy"))
     # The protocol's code is the same for all dtypes, but compiled for each.
     for seed in range(6 if unit.dtype == "bfloat16" else 3):
         _give_up(done, driver, 3, _deep(fewer, seed), _schedule_of_giving_up(seed))
@@ -152,7 +163,7 @@ def _execute(unit: Unit, driver: EmulatedDriver, done: Done) -> None:
 
 
 def _give_up(done: Done, driver: EmulatedDriver, world_size: int, shape: Shape, how: Schedule) -> None:
-    what = driver, done.unit.op, world_size, DTYPES[done.unit.dtype], shape, how
+    what = driver, done.unit.op, world_size, (DTYPES | FLOAT8)[done.unit.dtype], shape, how
     _add(done, giveups.missing(*what))
     whole = giveups.disagreeing(*what)
     _add(done, whole)
@@ -196,10 +207,11 @@ def work(unit: Unit) -> Done:
             if unit.op in layers.FUNCTIONS:
                 _differentiate(unit, driver, done)
             elif unit.mutated:
-                dtype = DTYPES[unit.dtype]
+                dtype = (DTYPES | FLOAT8)[unit.dtype]
+                kinds = mutants.SCALES if unit.dtype in FLOAT8 else mutants.KINDS
                 every = [
                     each for name, text in sorted(mutants.sources(driver, unit.op, dtype).items())
-                    for each in mutants.mutants(name, text)
+                    for each in mutants.mutants(name, text, kinds)
                 ]  # fmt: skip
                 done.found = [
                     (each, mutants.find(driver, unit.op, dtype, each, unit.seeds))

@@ -19,9 +19,10 @@ from fusedtp.workspaces.meaning import Meaning
 from fusedtp.workspaces.steps import HostSteps
 from fusedtp.workspaces.workspace import Workspace
 
-from .cases import Shape, finish, issue, problem, programs_of, run_in_phases, total, value_of, virtual_ranks
+from .cases import finish, issue, problem, programs_of, run_in_phases, total, virtual_ranks
 from .driver import EmulatedDriver
 from .machine import Ran, Schedule
+from .shapes import Shape, value_of
 
 # Of a clock that advances a millisecond at a time, so that a wait looks at it at each of them.
 BUDGET_MS = 3

@@ -11,9 +11,10 @@ from torch.distributed import ProcessGroup
 import fusedtp
 from fusedtp import reference
 
-from .cases import split
+from . import float8
 from .driver import EmulatedDriver
 from .machine import Schedule
+from .shapes import Shape, split
 from .threads import run_ranks
 
 # What a function gives on a rank, by name, with what it must be and the error allowed.
@@ -22,12 +23,56 @@ FUNCTIONS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce", 
 
 
 def _product(a: Tensor, b: Tensor, sizes: tuple[int, ...] | None = None, bias: Tensor | None = None) -> Any:
-    """a @ b + bias and its bound; `sizes`: of the contraction, where ranks sum."""
-    return reference.matmul(a, b, bias), reference.bound(a, b, a.dtype, k_sizes=sizes, bias=bias)
+    """a @ b + bias and its bound; `sizes`: of the contraction, where ranks sum. Values of float8 are in float64."""
+    dtype = float8.OUT if a.dtype == torch.float64 else a.dtype
+    return reference.matmul(a, b, bias), reference.bound(a, b, dtype, k_sizes=sizes, bias=bias)
 
 
 def _chunk(pair: Any, sizes: tuple[int, ...], rank: int) -> Any:
     return tuple(each.split(sizes)[rank] for each in pair)
+
+
+def check_scaled(driver: EmulatedDriver, name: str, world_size: int, dtype: torch.dtype, seed: int) -> int:
+    """What a function makes of float8 operands with scales, x of `dtype`, on each rank; how many were compared. By
+    features, of which each rank has some, with every other seed where those are gathered.
+    """
+    make, (M, N, K) = float8.Operands(seed, dtype), (72, 96, 160)
+    bias = make.bias(N, Shape(M, N, K))
+    m_sizes = split(M, world_size, "empty" if seed % 2 else "uneven")
+    n_sizes, k_sizes = split(N, world_size, "uneven", 16), split(K, world_size, "uneven", 16)
+    assert bias is not None
+    by_features = name == "all_gather_linear" and seed % 2 == 1
+    if by_features:
+        xs, ws = [make.scaled(M, k) for k in k_sizes], make.parts(n_sizes, K, float8.WEIGHT)
+    elif name in ("all_gather_linear", "fsdp_linear"):
+        xs, ws = make.parts(m_sizes, K), make.parts(n_sizes, K, float8.WEIGHT)
+    else:
+        xs, ws = ([make.scaled(rows, k, of) for k in k_sizes] for rows, of in ((M, dtype), (N, float8.WEIGHT)))
+    exact = [[float8.exact(each) for each in of] for of in (xs, ws)]
+    if name == "all_gather_linear":
+        bs = bias.split(n_sizes)
+        whole = torch.cat(exact[0], int(by_features))
+        expected = [_product(whole, w.t(), None, b) for w, b in zip(exact[1], bs, strict=True)]
+        more: dict[str, Any] = {"sizes": k_sizes, "gather_dim": -1} if by_features else {"sizes": m_sizes}
+    elif name == "fsdp_linear":
+        bs = (bias,) * world_size
+        expected = [_product(x, torch.cat(exact[1]).t(), None, bias) for x in exact[0]]
+        more = {"sizes": n_sizes}
+    else:
+        bs = (bias,) * world_size
+        y = _product(torch.cat(exact[0], 1), torch.cat(exact[1], 1).t(), k_sizes, bias)
+        scatters = name == "linear_reduce_scatter"
+        expected = [_chunk(y, m_sizes, r) if scatters else y for r in range(world_size)]
+        more = {"sizes": m_sizes} if scatters else {"algorithm": ("one_shot", "two_shot")[seed % 2]}
+
+    def call(rank: int, group: ProcessGroup) -> Tensor:
+        return getattr(fusedtp, name)(xs[rank], ws[rank], bs[rank], group=group, schedule="fused", **more)
+
+    found, ran = run_ranks(driver, world_size, Schedule(seed, tick=0.001), call)
+    for rank, (got, (ref, allowed)) in enumerate(zip(found, expected, strict=True)):
+        reference.check(got, ref, allowed, f"{name} of {dtype}, rank {rank} of {world_size}, seed {seed}")
+    assert ran
+    return len(found)
 
 
 def check(

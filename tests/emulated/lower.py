@@ -16,7 +16,13 @@ FIELDS = ("op", "pred", "neg", "width", "vec", "flags", "ops", "unused")
 INSTRUCTION = np.dtype([(name, "i4") for name in FIELDS] + [("imm", "i8")])
 SHARED_BASE = 1024
 RELEASE, ACQUIRE, AT_SYS, AT_GPU, TRANSPOSED, BF16, TRANSPOSED_A = (1 << i for i in range(7))
+# What operands of wgmma are, two bits of the flags for each.
+_TYPES, _TYPES_AT = ("f16", "bf16", "e4m3", "e5m2"), 7
 _SPECIAL = ("%tid.x", "%ctaid.x", "%nctaid.x")
+
+# Of several small numbers in one register. For numbers that are not there the compiler gives these a register that
+# nothing ever writes, and drops what comes of it: it may hold anything.
+_OF_PARTS, _ANYTHING = ("prmt", "cvt_e4m3x2_f32", "cvt_e5m2x2_f32"), "0x9e3779b9"
 
 # A constant operand: a value, or a parameter's name.
 Key = int | str
@@ -31,9 +37,16 @@ class Lowered:
     registers: dict[str, dict[str, int]] = field(default_factory=lambda: {"w": {}, "d": {}, "p": {}})
     constants: dict[str, dict[Key, int]] = field(default_factory=lambda: {"w": {}, "d": {}, "p": {}})
     pool: list[int] = field(default_factory=list)
+    written: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.registers["w"] = {name: i for i, name in enumerate(_SPECIAL)}
+
+    def holds(self, text: str) -> bool:
+        """Whether an operand is a number, or a register that some statement writes."""
+        if not self.written:
+            self.written.update(each for s in self.source.statements if s.operands for each in vector(s.operands[0]))
+        return not text.startswith("%") or text in self.written
 
     def constant(self, kind: str, key: Key) -> int:
         return ~self.constants[kind].setdefault(key, len(self.constants[kind]))
@@ -198,11 +211,22 @@ def _matrix(low: Lowered, s: Statement) -> dict[str, Any]:
             "mma", words(each for group in s.operands for each in vector(group)), flags=BF16 * (found[1] == "bf16")
         )
     if s.modifiers[0] == "mma_async":
-        found = re.fullmatch(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(bf16|f16)\.\2", s.opcode)
+        found = re.fullmatch(
+            r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)"
+            r"(?:k16\.f32\.(bf16|f16)\.\2|k32\.f32\.(e4m3|e5m2)\.(e4m3|e5m2))",
+            s.opcode,
+        )
         d = vector(s.operands[0])
-        if not found or len(s.operands) != 8 or s.operands[4:6] != ("1", "1") or len(d) != int(found[1]) // 2:
+        if not found or s.operands[4:6] != ("1", "1") or len(d) != int(found[1]) // 2:
             raise CannotExecute("matrix multiplication")
-        flags = BF16 * (found[2] == "bf16") | TRANSPOSED_A * int(s.operands[6]) | TRANSPOSED * int(s.operands[7])
+        # Of 8 bits both operands lie along K.
+        across = [int(each) for each in s.operands[6:]]
+        if len(across) != (0 if found[3] else 2):
+            raise CannotExecute("matrix multiplication")
+        types = [_TYPES.index(found[3] or found[2]), _TYPES.index(found[4] or found[2])]
+        flags = types[0] << _TYPES_AT | types[1] << _TYPES_AT + 2
+        if across:
+            flags |= TRANSPOSED_A * across[0] | TRANSPOSED * across[1]
         operands = [*words(d), (s.operands[1], "d"), (s.operands[2], "d"), (s.operands[3], "p")]
         return low.make("wgmma", operands, bits=1, vec=len(d), flags=flags)
     ops = {"fence": "wgmma_fence", "commit_group": "wgmma_commit", "wait_group": "wgmma_wait"}
@@ -236,6 +260,8 @@ def _lower(low: Lowered, s: Statement) -> dict[str, Any]:
         # PTX, Operand Size Exceeding Instruction-Type Size: of a wider register the low bits are converted.
         return low.make("sext64_low", [(each, "d") for each in s.operands])
     op, kinds, operands, bits = arithmetic(s)
+    if op in _OF_PARTS:
+        operands[1:] = [each if low.holds(each) else _ANYTHING for each in operands[1:]]
     return low.make(op, list(zip(operands, kinds, strict=True)), bits)
 
 

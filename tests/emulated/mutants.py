@@ -7,7 +7,7 @@ import functools
 import hashlib
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,6 +35,8 @@ class Kind:
     change: Change
     # Which of several places in one line of the source: the first, or the last.
     first: bool = False
+    # In which functions of the source.
+    inside: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,17 @@ def _more(match: re.Match[str]) -> str:
 
 def _beside(match: re.Match[str]) -> str:
     return f"{match[1]}+{int(match[2] or 0) + 16}]"
+
+
+def _next_word(match: re.Match[str]) -> str:
+    return f"{match[1]}{int(match[2]) + 4} "
+
+
+def _stored_late(match: re.Match[str]) -> str:
+    # A loop that stores, with what comes right before it, once more behind the signal; where it was, without the store.
+    signal, between, before, label, first, store, rest = match.groups()
+    late = f"{before}{label}_late:{first}{store}{rest.replace(label, label + '_late')}"
+    return f"{signal}{late}{between}{before}{label}:{first}{rest}"
 
 
 def _turned(match: re.Match[str]) -> str:
@@ -135,6 +148,19 @@ KINDS = (
     Kind("tile order", r"(rem\.s32\s+%r\d+), (%r\d+), (%r\d+);", r"\1, \3, \2;"),
     Kind("sum starts elsewhere", r"(mma\.sync[^;]*\{ %r\d+, %r\d+, %r\d+, )(%r\d+) (\};)", r"\g<1>0 \3"),
 )
+# Of float8 with scales: planted where there are some.
+SCALES = (
+    # In the code the signal is before the loop over rows, which goes to it when it ends.
+    Kind("scale behind the signal", r"(?s)(@%p\d+ atom\.global\.sys\.release[^;]*;)"
+         r"((?:(?!\.release).)*?bra\s+\$L__BB\w+;)((?:(?!bra\s|\.release).)*?)(\$L__BB\w+):((?:(?!\$L__BB\w+:).)*?)"
+         r"(@!?%p\d+ st\.global\.b32[^;]*;)((?:(?!\$L__BB\w+:).)*?bra\s+\4;)",
+         _stored_late, inside=r"^raise_signal < push_rows\b"),
+    Kind("scale beside its place", r"(st\.global\.b32 \[ %rd\d+ \+ )(\d+) ", _next_word, inside=r"^_send_scales\b"),
+    Kind("scale of another row", r"(ld\.global\.b32[^;]*\[ %rd\d+ \+ )(\d+) ", _next_word,
+         inside=r"^(_send_scales|_scales_of|_scaled|scale_columns)\b"),
+    Kind("scales of columns turned", r"(ld\.global\.v2\.b32) \{ (%r\d+), (%r\d+) \}", r"\1 { \3, \2 }",
+         inside=r"^scale_columns\b"),
+)  # fmt: skip
 
 
 @functools.cache
@@ -155,7 +181,7 @@ def _inside(where: str) -> str:
     return " < ".join(found)
 
 
-def mutants(name: str, text: str) -> Iterator[Mutant]:
+def mutants(name: str, text: str, kinds: Sequence[Kind] = KINDS) -> Iterator[Mutant]:
     """One mutant a kind and line of the source, with the lines it was called from."""
     # With where it was called from: a function that is inlined twice is two places.
     found = re.finditer(r"\.loc[^\n]*//\s*([^\n]*)", text)
@@ -163,12 +189,14 @@ def mutants(name: str, text: str) -> Iterator[Mutant]:
     source = parse(text)
     # What no launch executes.
     dead = {source.statements[i].line for i in without_contraction(source)}
-    for kind in KINDS:
+    for kind in kinds:
         last: dict[str, re.Match[str]] = {}
         for match in re.finditer(kind.pattern, text):
             if text.count("\n", 0, match.start()) in dead:
                 continue
             where = next((where for start, where in reversed(lines) if start < match.start()), "")
+            if kind.inside and not re.search(kind.inside, _inside(where)):
+                continue
             if not (kind.first and where in last):
                 last[where] = match
         for where, match in last.items():

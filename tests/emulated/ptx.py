@@ -90,8 +90,7 @@ def parse(text: str) -> Source:
     # Labels of inline assembly are known in its braces only.
     scopes, last, where = [0], 0, ""
     begin = text.index("\n{")
-    body = text[begin + 2 : text.index("\n}\n", text.index("ret;", begin))].split("\n")
-    for number, line in enumerate(body, text[: begin + 2].count("\n")):
+    for number, line in enumerate(text[begin + 2 :].split("\n"), text[: begin + 2].count("\n")):
         line = line.split("//")[0].strip()
         if found := re.match(r"\.loc\s+(\d+) (\d+)", line):
             where = f"{files.get(found[1], found[1])}:{found[2]}"
@@ -102,6 +101,9 @@ def parse(text: str) -> Source:
             line = rest
         if line.startswith("}"):
             scopes.pop()
+            # The kernel's own brace. A `ret` may be anywhere before it.
+            if not scopes:
+                break
             line = line[1:].strip()
         for part in filter(None, (each.strip() for each in line.split(";"))):
             if found := re.match(r"\.reg\s+\.(\w+)\s+(%?\w+)", part):
@@ -114,6 +116,9 @@ def parse(text: str) -> Source:
                 part = found[2]
             if part:
                 statements.append(_statement(part, where, scopes[-1], number))
+    last_one = statements[-1]
+    assert last_one.name in ("ret", "bra"), last_one.text
+    assert last_one.guard is None, last_one.text
     return Source(statements, labels, _params(text), kinds)
 
 

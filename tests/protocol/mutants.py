@@ -208,7 +208,7 @@ MUTANTS = (
     ),
     Mutant(
         "ends before its side stream", "scatter and gather",
-        _edit(fused.Gather, "_collected", "transport.settle(ws)", "pass"), says="may still run", races=False,
+        _edit(fused.Gather, "_collect", "transport.settle(ws)", "pass"), says="may still run", races=False,
     ),
 )  # fmt: skip
 

@@ -60,10 +60,13 @@
   X(ge_u64, P, D, D, N, x >= y) \
   X(add_f32, W, W, W, N, bits(flt(x) + flt(y))) X(sub_f32, W, W, W, N, bits(flt(x) - flt(y))) \
   X(mul_f32, W, W, W, N, bits(flt(x) * flt(y))) X(fma_f32, W, W, W, W, bits(fmaf(flt(x), flt(y), flt(z)))) \
+  X(div_f32, W, W, W, N, bits(flt(x) / flt(y))) X(ex2_f32, W, W, N, N, bits(exp2f(flt(x)))) \
   X(cvt_f32_bf16, W, W, N, N, from_bf16(x)) X(cvt_bf16_f32, W, W, N, N, to_bf16(x)) \
   X(cvt_bf16x2_f32, W, W, W, N, to_bf16(x) << 16 | to_bf16(y)) \
   X(cvt_f32_f16, W, W, N, N, from_f16(x)) X(cvt_f16_f32, W, W, N, N, to_f16(x)) \
   X(cvt_f16x2_f32, W, W, W, N, to_f16(x) << 16 | to_f16(y)) \
+  X(cvt_e4m3x2_f32, W, W, W, N, to_f8(x, 0) << 8 | to_f8(y, 0)) \
+  X(cvt_e5m2x2_f32, W, W, W, N, to_f8(x, 1) << 8 | to_f8(y, 1)) \
   X(add_bf16, W, W, W, N, BF_OF(BF(x) + BF(y))) X(add_f16, W, W, W, N, HF_OF(HF(x) + HF(y))) \
   X(add_bf16x2, W, W, W, N, BF_OF(BF(x) + BF(y)) | BF_OF(BF_HI(x) + BF_HI(y)) << 16) \
   X(add_f16x2, W, W, W, N, HF_OF(HF(x) + HF(y)) | HF_OF(HF_HI(x) + HF_HI(y)) << 16) \

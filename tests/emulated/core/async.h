@@ -138,7 +138,7 @@ static void tma_load(const TensorMap *map, u32 dst, u32 bar, const int *at, int 
   if (dst % 128 || dst < SHARED_BASE || to + bytes > C->shared_bytes)
     fail("TMA to shared memory at %#x, %d bytes", to, (int)bytes);
   for (u32 a = to; a < to + bytes; a += 2) {
-    const Half *h = C->halves + a / 2;
+    const Cell *h = cell_at(a);
     if (h->writer == ARRIVED_BY_TMA && h->written <= W->tma_seen && (h->read <= C->barrier_at || !h->readers)) continue;
     may_write(a, 2, lane, NULL);
     // A write of the ordinary proxy before one of the asynchronous takes a proxy fence.

@@ -18,6 +18,7 @@ enum { MOST_LAUNCHES = 4096, MOST_RESIDENT = 1024 };
 void reset(int most_regions) {
   if (!launches) {
     make_f16_table();
+    make_f8_tables();
     launches = malloc(MOST_LAUNCHES * sizeof *launches);
     resident = malloc(MOST_RESIDENT * sizeof *resident);
   }
@@ -51,9 +52,11 @@ static Cta *start(Launch *launch) {
   c->shared_bytes = launch->shared_bytes; c->clock = 1;
   c->shared = malloc(c->shared_bytes + 16);
   memset(c->shared, 0xff, c->shared_bytes + 16);
-  size_t halves = c->shared_bytes / 2 + 8;
-  c->halves = calloc(halves, sizeof(Half));
-  for (size_t i = 0; i < halves; i++) c->halves[i].writer = NOBODY;
+  for (int i = c->cell = 1; i <= k->n; i++)
+    if ((k->ins[i - 1].op == OP_st_shared || k->ins[i - 1].op == OP_ld_shared) && k->ins[i - 1].width == 1) c->cell = 0;
+  size_t cells = (c->shared_bytes >> c->cell) + 16;
+  c->cells = calloc(cells, sizeof(Cell));
+  for (size_t i = 0; i < cells; i++) c->cells[i].writer = NOBODY;
   for (int i = 0; i < c->num_warps; i++) {
     Warp *w = c->warps + i;
     w->id = i; w->live = ALL; w->phase = 1;
@@ -76,7 +79,7 @@ static void finish(Cta *c) {
     free(w->w); free(w->d); free(w->p); free(w->has_w); free(w->has_d); free(w->has_p); free(w->set_w); free(w->copies);
   }
   for (int i = 0; i < c->num_entries; i++) free(c->entries[i]);
-  free(c->warps); free(c->shared); free(c->halves); free(c);
+  free(c->warps); free(c->shared); free(c->cells); free(c);
 }
 static void clear(void) {
   for (int i = 0; i < num_resident; i++) finish(resident[i]);

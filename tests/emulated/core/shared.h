@@ -10,8 +10,10 @@ static u32 place(u32 a, int len, int lane) {
   return at;
 }
 static inline u32 tick(void) { return ++C->clock; }
+static inline Cell *cell_at(u32 at) { return C->cells + (at >> C->cell); }
+static inline Cell *cell_end(u32 at, int len) { return cell_at(at + len - 1) + 1; }
 
-static void who_wrote(const Half *h, u32 at, const char *what) {
+static void who_wrote(const Cell *h, u32 at, const char *what) {
   switch (h->writer) {
   case NOBODY: fail("uninitialised shared memory at %#x is %s", at, what); break;
   case UNDER_WAY: fail("race: shared memory at %#x is %s while a copy to it is under way", at, what); break;
@@ -25,7 +27,7 @@ static void who_wrote(const Half *h, u32 at, const char *what) {
 static inline void reads(u32 at, int len, int lane) {
   u16 me = (u16)(W->id << 5 | lane);
   u32 t = C->clock;
-  for (Half *h = C->halves + at / 2, *end = h + (len + 1) / 2; h < end; h++) {
+  for (Cell *h = cell_at(at), *end = cell_end(at, len); h < end; h++) {
     if (h->writer != me && (h->writer == ARRIVED_BY_TMA ? h->written > W->tma_seen
                             : h->writer >= THREADS || h->written > C->barrier_at))
       who_wrote(h, at, "read");
@@ -53,7 +55,7 @@ static void not_read_by_wgmma(u32 at, int len) {
 static inline void may_write(u32 at, int len, int lane, const u8 *data) {
   // data: what is written; two threads may write the same.
   u16 me = (u16)(W->id << 5 | lane);
-  for (Half *h = C->halves + at / 2, *end = h + (len + 1) / 2; h < end; h++) {
+  for (Cell *h = cell_at(at), *end = cell_end(at, len); h < end; h++) {
     if (h->writer != me && h->writer != NOBODY) {
       if (h->writer == ARRIVED_BY_TMA ? h->written > W->tma_seen : h->writer >= THREADS) who_wrote(h, at, "written");
       if (h->writer < THREADS && h->written > C->barrier_at && !(data && !memcmp(data, C->shared + at, len)))
@@ -67,7 +69,7 @@ static inline void may_write(u32 at, int len, int lane, const u8 *data) {
 }
 static inline void wrote(u32 at, int len, u16 writer) {
   u32 t = tick();
-  for (Half *h = C->halves + at / 2, *end = h + (len + 1) / 2; h < end; h++) h->writer = writer, h->written = t;
+  for (Cell *h = cell_at(at), *end = cell_end(at, len); h < end; h++) h->writer = writer, h->written = t;
 }
 static inline const u8 *read_shared(u32 a, int len, int lane) {
   u32 at = place(a, len, lane);

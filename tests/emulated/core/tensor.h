@@ -1,5 +1,6 @@
 // Tensor cores and the instructions that feed them (PTX, Warp-level and Asynchronous Warpgroup-level Matrix
-// Instructions). Products are added in float32 in the order of k; in what order tensor cores add is not known.
+// Instructions). Products are added in float32 in the order of k; in what order tensor cores add is not known, and that
+// they keep fewer bits of a sum of 8-bit products is not modelled.
 
 static void ldmatrix(const int *o, u32 m) {
   if (m != ALL) fail("ldmatrix with lanes %#x only", m);
@@ -71,17 +72,17 @@ static Matrix matrix(u64 d) {
   if (d >> 49 & 7) fail("wgmma's operand has a base offset, descriptor %#llx", (unsigned long long)d);
   return x;
 }
-static u32 element(const Matrix *x, int across, int mn, int k) {
+static u32 element(const Matrix *x, int across, int mn, int k, int size) {
   u32 span = x->mode == 1 ? 128 : x->mode == 2 ? 64 : 32, t = span / 2;
   u32 a = across ? x->start + mn / t * x->lead + k / 8 * x->stride + k % 8 * span + mn % t * 2
-                 : x->start + mn / 8 * x->stride + mn % 8 * span + k * 2;
+                 : x->start + mn / 8 * x->stride + mn % 8 * span + k * size;
   a = swizzled(a, 4 - x->mode) - SHARED_BASE;
   if (a + 16 > C->shared_bytes) fail("wgmma reads shared memory at %#x, out of bounds (%u)", a, C->shared_bytes);
   return a;
 }
 static void readable(u32 at) {
-  for (int i = 0; i < 8; i += 7) {
-    const Half *h = C->halves + at / 2 + i;
+  for (int i = 0; i < 16; i += 15) {
+    const Cell *h = cell_at(at + i);
     if (h->writer == ARRIVED_BY_TMA ? h->written > W->tma_seen
                                     : h->writer >= THREADS || (h->writer >> 5 != W->id && h->written > C->barrier_at))
       who_wrote(h, at, "read by wgmma");
@@ -89,37 +90,41 @@ static void readable(u32 at) {
       fail("wgmma reads shared memory at %#x, which warp %d wrote, without fence.proxy.async", at, h->writer >> 5);
   }
 }
-// Eight adjacent elements at a time; `to` gets [k][mn].
-static void operand(const Matrix *x, int across, int first, int count, int bf, float *to, int pitch, int check,
+// 16 bytes of adjacent elements at a time, of types of 16 or 8 bits; `to` gets [k][mn].
+static void operand(const Matrix *x, int across, int first, int count, int type, float *to, int pitch, int check,
                     Range *range) {
+  int size = type < TYPE_E4M3 ? 2 : 1, n = 16 / size;
   for (int i = 0; i < count * 2; i++) {
-    int mn = across ? i / 16 * 8 : i / 2, k = across ? i % 16 : i % 2 * 8;
-    u32 a = element(x, across, first + mn, k);
+    int mn = across ? i / 16 * 8 : i / 2, k = across ? i % 16 : i % 2 * n;
+    u32 a = element(x, across, first + mn, k, size);
     if (a < range->begin) range->begin = a;
     if (a + 16 > range->end) range->end = a + 16;
     if (check) { readable(a); continue; }
     u16 h[8];
     memcpy(h, C->shared + a, 16);
-    for (int j = 0; j < 8; j++)
-      if (across) to[k * pitch + mn + j] = widened(h[j], bf);
-      else to[(k + j) * pitch + mn] = widened(h[j], bf);
+    for (int j = 0; j < n; j++) {
+      float value = size == 2 ? widened(h[j], type) : f8_table[type - TYPE_E4M3][h[j / 2] >> 8 * (j % 2) & 255];
+      if (across) to[k * pitch + mn + j] = value;
+      else to[(k + j) * pitch + mn] = value;
+    }
   }
 }
-static float of_a[16][16], of_b[16][256], sums[16][256];
+static float of_a[32][16], of_b[32][256], sums[16][256];
 // One warp's 16 rows of the warpgroup's 64.
 static void wgmma_operands(Wgmma *g, int check) {
-  int n = g->ins->vec * 2, bf = g->ins->flags & TYPE_BF16;
+  int n = g->ins->vec * 2, types = g->ins->flags >> TYPES_AT;
   Matrix a = matrix(g->a), b = matrix(g->b);
   for (int i = 0; i < 2; i++) g->reads[i] = (Range){ALL, 0, 0, W->id};
-  operand(&a, g->ins->flags & TRANSPOSED_A, W->id % 4 * 16, 16, bf, of_a[0], 16, check, g->reads);
-  operand(&b, g->ins->flags & TRANSPOSED, 0, n, bf, of_b[0], 256, check, g->reads + 1);
+  operand(&a, g->ins->flags & TRANSPOSED_A, W->id % 4 * 16, 16, types & 3, of_a[0], 16, check, g->reads);
+  operand(&b, g->ins->flags & TRANSPOSED, 0, n, types >> 2, of_b[0], 256, check, g->reads + 1);
 }
 static void wgmma_data(Wgmma *g) {
   const int *o = C->kernel->pool + g->ins->ops, n = g->ins->vec * 2;
+  const int depth = g->ins->flags >> TYPES_AT & 2 ? 32 : 16;
   wgmma_operands(g, 0);
   for (int r = 0; r < 16; r++) {
     for (int c = 0; c < n; c++) sums[r][c] = 0;
-    for (int k = 0; k < 16; k++)
+    for (int k = 0; k < depth; k++)
       for (int c = 0; c < n; c++) sums[r][c] += of_a[k][r] * of_b[k][c];
   }
   for (int i = 0; i < n / 2; i++) {

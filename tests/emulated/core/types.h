@@ -24,6 +24,8 @@ static const u32 ALL = ~0u;
 
 // Flags of an instruction that reads or writes strongly (PTX, Memory Consistency Model: Scope, Operation types).
 enum { RELEASE = 1, ACQUIRE = 2, AT_SYS = 4, AT_GPU = 8, TRANSPOSED = 16, TYPE_BF16 = 32, TRANSPOSED_A = 64 };
+// What wgmma's operands are: two bits of the flags for each, A first.
+enum { TYPE_F16, TYPE_BFLOAT16, TYPE_E4M3, TYPE_E5M2, TYPES_AT = 7 };
 
 // pred: a predicate register or -1. ops: where its operands begin in the kernel's pool.
 typedef struct { int op, pred, neg, width, vec, flags, ops, unused; i64 imm; } Ins;
@@ -63,8 +65,9 @@ typedef struct { i64 ndim, swizzle, base, size, dim[5], stride[5], box[5]; } Ten
 typedef struct { const TensorMap *map; int at[5]; u32 dst, bar; i64 view, own; } Tma;
 typedef struct { u32 address; int valid, count, pending, phase; i64 tx; u32 since, completed; int warp; } Mbarrier;
 
-// Half a word of shared memory: when it was last written and by which thread, when last read and by which warps.
-typedef struct { u32 written, read; u32 readers; u16 writer, spare; } Half;
+// Two bytes of shared memory, or one where a kernel touches single ones: when it was last written and by which thread,
+// when last read and by which warps.
+typedef struct { u32 written, read; u32 readers; u16 writer, spare; } Cell;
 // Writers that are no threads: nobody yet, a copy under way, one that has ended, an mbarrier.
 enum { NOBODY = 0xffff, UNDER_WAY = 0xfffe, ARRIVED_BY_TMA = 0xfffd, IS_MBARRIER = 0xfffc, THREADS = 0x8000 };
 
@@ -91,7 +94,9 @@ typedef struct {
   int rank, id, index, num_warps, arrived, done, polls;
   Warp *warps;
   u8 *shared;
-  Half *halves;
+  Cell *cells;
+  // A cell has 1 << cell bytes.
+  int cell;
   u32 shared_bytes, clock, barrier_at;
   Entry *entries[MOST_ENTRIES];
   int num_entries;
@@ -164,6 +169,28 @@ static void make_f16_table(void) {
     float x = e == 31 ? (f ? NAN : INFINITY) : e ? ldexpf(1024 + f, (int)e - 25) : ldexpf(f, -24);
     f16_table[u] = bits(x) | (u & 0x8000) << 16;
   }
+}
+// e4m3 has one NaN and no infinity, e5m2 is the upper half of f16 (PTX, Alternate floating-point data formats).
+static float f8_table[2][256];
+static void make_f8_tables(void) {
+  for (u32 u = 0; u < 256; u++) {
+    u32 e = u >> 3 & 15, f = u & 7;
+    float x = (u & 127) == 127 ? NAN : e ? ldexpf(8 + f, (int)e - 10) : ldexpf(f, -9);
+    f8_table[0][u] = u & 128 ? -x : x;
+    f8_table[1][u] = flt(f16_table[u << 8]);
+  }
+}
+// To nearest even, no further than the largest number (PTX, cvt: .satfinite; NaN becomes the canonical one).
+static u32 to_f8(u32 u, int e5m2) {
+  const int m = e5m2 ? 2 : 3, bias = e5m2 ? 15 : 7;
+  u32 sign = u >> 24 & 128, most = e5m2 ? 0x7b : 0x7e;
+  float a = fabsf(flt(u));
+  if (isnan(a)) return 0x7f;
+  if (a >= f8_table[e5m2][most]) return sign | most;
+  int e = a ? ilogbf(a) : -127;
+  if (e < 1 - bias) e = 1 - bias;
+  // A subnormal number's exponent is that of the smallest normal one; what is rounded up to a power of two carries.
+  return sign | ((u32)(e + bias - 1) << m) + (u32)lrintf(ldexpf(a, m - e));
 }
 
 // Operands of the running warp. A register that was never written, or that work under way will write, cannot be read.

@@ -1,0 +1,118 @@
+"""Calls on float8 operands: x and every weight a `Scaled`. They have no gradient, and are not traced by a compiler.
+
+What the other operands and the shapes must be is what it is for tensors of the result's dtype, `out_dtype`: the checks
+of `problems` are given such tensors, without memory, in the operands' place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import groups
+from ..groups import Group
+from ..scaled import FLOAT8, Quantized, Scaled
+from ..turns import one
+from . import call as calls_
+from .arguments import Biases
+from .call import Prepare, with_float8
+
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _check_scaled(name: str, x: Any, device: torch.device | None = None) -> Scaled:
+    if not isinstance(x, Scaled):
+        raise TypeError(f"x and weight must both be Scaled or neither, got {type(x).__name__} for {name}")
+    for part, each in (("data", x.data), ("scale", x.scale)):
+        if type(each) is not Tensor and not isinstance(each, Tensor):
+            raise TypeError(f"{name}.{part} must be a tensor, got {type(each).__name__}")
+        if each.layout is not torch.strided or each.is_nested or each.is_neg():
+            raise ValueError(f"{name}.{part} must be a dense tensor of its own")
+        if each.device != (device or x.data.device):
+            raise ValueError(f"{name}.{part} must be on {device or x.data.device} as x, got {each.device}")
+    if x.data.dtype not in FLOAT8:
+        raise ValueError(f"{name}.data must be one of {', '.join(map(str, FLOAT8))}, got {x.data.dtype}")
+    rows = (*x.data.shape[:-1], 1)
+    if x.scale.dtype != torch.float32 or (x.scale.ndim and x.scale.shape != rows):
+        raise ValueError(
+            f"{name}.scale must be torch.float32 of shape () or {rows}, one for each row of {tuple(x.data.shape)}, got "
+            f"{x.scale.dtype} of shape {tuple(x.scale.shape)}"
+        )
+    return x
+
+
+def check_out_dtype(out_dtype: torch.dtype | None) -> torch.dtype:
+    """What a result is in, bfloat16 by default."""
+    if out_dtype is not None and out_dtype not in OUT_DTYPES:
+        raise ValueError(f"out_dtype must be None or one of {', '.join(map(str, OUT_DTYPES))}, got {out_dtype!r}")
+    return out_dtype or torch.bfloat16
+
+
+def _stand_in(x: Scaled, out: torch.dtype) -> Tensor:
+    # Of the operand's shape and the result's dtype, one element in memory.
+    return torch.empty(1, dtype=out, device=x.data.device).expand(x.data.shape)
+
+
+@cache
+def _prepare(prepare: Prepare, x: torch.dtype, w: torch.dtype) -> Prepare:
+    def prepared(*args: Any, **more: Any) -> tuple[str, Sequence[int]]:
+        text, numbers = prepare(*args, **more)
+        return with_float8(text, x, w), numbers
+
+    return prepared
+
+
+def plain(x: Any, weight: Any, out_dtype: torch.dtype | None, float8: str | None) -> bool:
+    """Whether a call is one of plain tensors, whose results have their dtype."""
+    several = weight if isinstance(weight, list | tuple) else (weight,)
+    if isinstance(x, Scaled) or any([isinstance(each, Scaled) for each in several]):
+        if float8 is not None:
+            raise ValueError(f"float8 is for tensors that are to be cast, Scaled operands are: got {float8!r}")
+        return False
+    if out_dtype is not None and isinstance(x, Tensor) and out_dtype != x.dtype:
+        raise ValueError(f"out_dtype must be None or x's dtype, {x.dtype}, but for Scaled operands, got {out_dtype!r}")
+    return True
+
+
+@one
+def apply(
+    prepare: Prepare, x: Any, weight: Any, bias: Biases, group: Group, options: tuple[Any, ...],
+    out_dtype: torch.dtype | None, residual: Tensor | None = None, activation: str | None = None,
+) -> Any:  # fmt: skip
+    """`eager.apply` of `Scaled` operands; one weight, or a tuple of several with as many biases or None."""
+    if torch.compiler.is_compiling():
+        raise NotImplementedError("float8 operands are not implemented in graphs of torch.compile: call it outside")
+    if isinstance(weight, tuple) and len(weight) == 1:
+        assert isinstance(bias, tuple)
+        return (apply(prepare, x, weight[0], bias[0], group, options, out_dtype, residual, activation),)
+    out, x = check_out_dtype(out_dtype), _check_scaled("x", x)
+    several = isinstance(weight, tuple)
+    names = [f"weight[{i}]" for i in range(len(weight))] if several else ["weight"]
+    ws = [_check_scaled(name, each, x.data.device) for name, each in zip(names, weight if several else (weight,),
+                                                                       strict=True)]  # fmt: skip
+    if other := [name for name, w in zip(names, ws, strict=True) if w.data.dtype != ws[0].data.dtype]:
+        raise ValueError(f"all weights must be in {ws[0].data.dtype}, got {other[0]} in another one")
+    biases = bias if isinstance(bias, tuple) else (bias,)
+    given = [each for each in (*biases, residual) if isinstance(each, Tensor)]
+    if torch.is_grad_enabled() and any([each.requires_grad for each in given]):
+        raise ValueError(
+            "results of float8 operands have no gradient, but bias or residual requires one: call under torch.no_grad, "
+            "or detach them"
+        )
+    process_group = groups.resolve(group)
+    stand_in, in_place = _stand_in(x, out), [_stand_in(w, out) for w in ws]
+    prepared = _prepare(prepare, x.data.dtype, ws[0].data.dtype)
+    found = calls_.find(
+        prepared, stand_in, tuple(in_place) if several else in_place[0], bias, process_group, options, residual,
+        activation,
+    )  # fmt: skip
+    parameters: list[Any] = []
+    for w, each in zip(ws, biases, strict=True):
+        parameters += Quantized.of(w, out), each
+    with torch.no_grad():
+        outs = found.forward(found.given(Quantized.of(x, out), parameters, residual))  # type: ignore[arg-type]
+    return outs[0] if len(outs) == 1 else tuple(outs)

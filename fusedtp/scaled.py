@@ -1,0 +1,278 @@
+"""float8 operands: 8-bit data and the scales that give it back its range.
+
+    value = data * scale        scale () for the whole tensor, [.., 1] one for each row
+
+A product of two is made of the data alone, in float32, and scaled where it is rounded: (a @ b) * a.scale * b.scale. So
+a scale has to be the same along the contraction. Where ranks have different parts of that, as in a reduce-scatter, each
+rank scales its own terms before they are added; scales need not agree.
+
+`Scaled` is what callers give. `Quantized` is the same as schedules see it: a matrix in whatever order of dims, with its
+scale beside every element (no memory: strides of 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+# What is multiplied: e4m3 of NVIDIA's and AMD's newer GPUs, e5m2, and e4m3 of gfx942.
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
+Recipe = Literal["tensorwise", "rowwise"]
+
+# A matrix of an op: a tensor, or `Quantized`, which has what schedules ask of one.
+Matrix: TypeAlias = Any
+
+# A received row is its data up to 16 bytes, then its scale in 16 bytes of its own: the next row is aligned.
+SCALE_BYTES = 16
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Scaled:
+    """data [.., K] in float8, and its scale in float32: () for the whole tensor, or [.., 1], one for each row.
+
+    The values are data * scale. Functions take one for x and one for each weight. No gradient comes to it.
+    """
+
+    data: Tensor
+    scale: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """That of the data."""
+        return self.data.shape
+
+    def values(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """data * scale, in float32, rounded to `dtype`."""
+        return (widened(self.data) * self.scale).to(dtype)
+
+
+def scaled(
+    x: Tensor, recipe: Recipe = "rowwise", *, dtype: torch.dtype = torch.float8_e4m3fn, group: Any = None,
+    power_of_two: bool = False,
+) -> Scaled:  # fmt: skip
+    """x [.., K] as float8 with scales: the largest finite magnitude becomes the largest that `dtype` has.
+
+    recipe: "tensorwise", one scale; with a `group`, that of the largest magnitude on any of its ranks, for which they
+    exchange one number through torch.distributed. "rowwise", one for each row. With `power_of_two` a scale is rounded
+    up to a power of two, and makes no rounding of its own (as the rowwise recipes of torchao do).
+
+    All zeros have the scale 1. NaN stays NaN; an infinity stays one in e5m2, and is NaN in e4m3, which has none.
+    Neither has a part in a scale, so what is not finite spoils its own row of a product only. Scales are normal
+    numbers: what is smaller than float8 can hold with the smallest of them becomes 0.
+
+    Raises ValueError or TypeError for arguments that do not fit.
+    """
+    _check(x, recipe, dtype, group, power_of_two)
+    if recipe == "rowwise":
+        most = largest_finite(x.detach(), (x.ndim - 1,))
+    else:
+        most = largest_finite(x.detach())
+        if group is not None:
+            most = _largest(most, group)
+    return Scaled(*quantized(x.detach(), most, dtype, power_of_two=power_of_two))
+
+
+def largest_finite(x: Tensor, over: tuple[int, ...] | None = None) -> Tensor:
+    """The largest finite magnitude of x, over all dims, (), or over these, which are kept with a length of 1."""
+    magnitudes = torch.where(x.isfinite(), x.abs(), 0.0)
+    if over is None:
+        return magnitudes.amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+    if any(x.shape[dim] == 0 for dim in over):
+        return x.new_zeros([1 if dim in over else length for dim, length in enumerate(x.shape)], dtype=torch.float32)
+    return magnitudes.amax(over, keepdim=True).float() if over else magnitudes.float()
+
+
+def quantized(x: Tensor, most: Tensor, dtype: torch.dtype, *, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """x in float8, and the scale that makes the magnitudes `most` the largest that `dtype` has."""
+    wide, largest = x.float(), torch.finfo(dtype).max
+    # In float64: the quotient of a subnormal number is one too, and a GPU may take it for 0.
+    scale = (most.double() / largest).clamp_min(torch.finfo(torch.float32).tiny)
+    if power_of_two:
+        mantissa, exponent = torch.frexp(scale)
+        scale = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
+    scale = torch.where(most == 0, 1.0, scale).float()
+    data = (wide / scale).clamp(-largest, largest)
+    lost = float("inf") if dtype == torch.float8_e5m2 else float("nan")
+    data = torch.where(wide.isinf(), wide.sign() * lost, data)
+    return data.to(dtype), scale
+
+
+def _check(x: Any, recipe: Any, dtype: Any, group: Any, power_of_two: Any) -> None:
+    if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        what = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"x must be a tensor of float32, bfloat16 or float16, got {what}")
+    if x.ndim < 1:
+        raise ValueError("x must have at least 1 dimension, [.., K], got a scalar")
+    if recipe not in get_args(Recipe):
+        raise ValueError(f"recipe must be one of {', '.join(get_args(Recipe))}, got {recipe!r}")
+    if dtype not in FLOAT8:
+        raise ValueError(f"dtype must be one of {', '.join(map(str, FLOAT8))}, got {dtype}")
+    if group is not None and recipe != "tensorwise":
+        raise ValueError(f"group is for recipe 'tensorwise': a row's scale is of that row alone, got {recipe!r}")
+    if not isinstance(power_of_two, bool):
+        raise TypeError(f"power_of_two must be True or False, got {power_of_two!r}")
+
+
+def _largest(most: Tensor, group: Any) -> Tensor:
+    from . import groups
+
+    name, c10d = groups.resolve(group).group_name, torch.ops._c10d_functional
+    found: Tensor = c10d.wait_tensor(c10d.all_reduce_(most.reshape(1).clone(), "max", name))
+    return found.reshape(())
+
+
+@cache
+def _table(dtype: torch.dtype) -> Tensor:
+    return torch.arange(256, dtype=torch.uint8).view(dtype).float()
+
+
+def widened(data: Tensor) -> Tensor:
+    """float8 as float32, exactly."""
+    if type(data) is not Tensor or not data.is_cpu:
+        return data.float()
+    if data.ndim == 2 and data.stride(0) == 1 and not data.is_contiguous():
+        return widened(data.t()).t()
+    # By a table: torch's own conversion takes thirty times as long on a CPU.
+    index = data.contiguous().view(torch.uint8).view(-1).int()
+    return _table(data.dtype).index_select(0, index).view(data.shape)
+
+
+class Quantized:
+    """A `Scaled` operand of an op, in any order of dims. `out`: the dtype of what is made of it.
+
+    scale: as large as data, with strides of 0 along the contraction. whole: it is the same everywhere, on all ranks.
+    """
+
+    __slots__ = ("data", "dtype", "scale", "whole")
+
+    def __init__(self, data: Tensor, scale: Tensor, out: torch.dtype, whole: bool = False) -> None:
+        self.data, self.scale, self.dtype, self.whole = data, scale, out, whole
+
+    def _like(self, data: Tensor, scale: Tensor) -> Quantized:
+        return Quantized(data, scale, self.dtype, self.whole)
+
+    @classmethod
+    def of(cls, x: Scaled, out: torch.dtype) -> Quantized:
+        """What callers gave."""
+        return cls(x.data, x.scale.expand(x.data.shape), out)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.data.ndim
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    def stride(self, dim: int) -> int:
+        return self.data.stride(dim)
+
+    def permute(self, order: tuple[int, ...]) -> Quantized:
+        return self._like(self.data.permute(order), self.scale.permute(order))
+
+    def reshape(self, shape: Sequence[int]) -> Quantized:
+        return self._like(self.data.reshape(shape), self.scale.reshape(shape))
+
+    def t(self) -> Quantized:
+        return self._like(self.data.t(), self.scale.t())
+
+    def __getitem__(self, part: Any) -> Quantized:
+        return self._like(self.data[part], self.scale[part])
+
+    def new_empty(self, *shape: Any) -> Tensor:
+        """A tensor for what is made of it."""
+        return self.data.new_empty(*shape, dtype=self.dtype)
+
+    def row_scales(self) -> Tensor:
+        """[R], of a matrix whose contraction is its columns."""
+        # Without columns there are no scales to be seen, and nothing to scale.
+        return self.scale[:, 0].contiguous() if self.shape[1] else self.scale.new_ones(self.shape[0])
+
+
+def packed_bytes(cols: int) -> int:
+    """The bytes of a row of `cols` elements with its scale."""
+    return -(-cols // 16) * 16 + SCALE_BYTES
+
+
+def pack_into(rows: Tensor, x: Quantized) -> None:
+    """x [R, C] and its rows' scales into `rows` [R, packed_bytes(..)] of bytes."""
+    at = rows.shape[1] - SCALE_BYTES
+    rows[:, : x.shape[1]].view(x.data.dtype).copy_(x.data)
+    rows[:, at : at + 4].view(torch.float32)[:, 0].copy_(x.row_scales())
+
+
+def unpacked(rows: Tensor, cols: int, like: Quantized) -> Quantized:
+    """`cols` columns of what `pack_into` has put there: a view."""
+    at = rows.shape[1] - SCALE_BYTES
+    data, scale = rows[:, :cols].view(like.data.dtype), rows[:, at : at + 4].view(torch.float32)
+    return Quantized(data, scale.expand(rows.shape[0], cols), like.dtype, like.whole)
+
+
+def by_columns(x: Matrix) -> Matrix:
+    """x [R, C], if it is float8 with scales of its rows, as an operand that is contracted along them: with scales of
+    its columns.
+
+    Rounded anew where the scales are not all one. Between powers of two that loses nothing but what becomes too small.
+    """
+    if type(x) is not Quantized or x.whole or x.scale.stride(0) == 0:
+        return x
+    wide = widened(x.data) * x.row_scales()[:, None]
+    data, scale = quantized(wide, largest_finite(wide, (0,)), x.data.dtype, power_of_two=True)
+    return Quantized(data, scale.expand(data.shape), x.dtype)
+
+
+def term(a: Quantized, b: Quantized) -> Tensor:
+    """a [M, K] @ b [K, N] with a's scales, in float32: of a sum over parts of the contraction, which `finish` ends."""
+    return torch.mm(widened(a.data), widened(b.data)).mul_(a.row_scales()[:, None])
+
+
+def summed(terms: Sequence[tuple[Quantized, Quantized]], bias: Tensor | None = None) -> Tensor:
+    """The sum of several a @ b (+ bias), rounded once."""
+    wides = [term(a, b).mul_(b.t().row_scales()) for a, b in terms]
+    wide = wides[0]
+    for other in wides[1:]:
+        wide.add_(other)
+    return (wide if bias is None else wide.add_(bias)).to(terms[0][0].dtype)
+
+
+def finish(wide: Tensor, b: Quantized, bias: Tensor | None = None) -> Tensor:
+    """A sum of terms with b's scales (+ bias, [N] or as the result), rounded."""
+    wide.mul_(b.t().row_scales())
+    return (wide if bias is None else wide.add_(bias)).to(b.dtype)
+
+
+def mm(a: Quantized, b: Quantized, bias: Tensor | None = None) -> Tensor:
+    """a [M, K] @ b [K, N] (+ bias, [N] or as the result), in the dtype that they are for."""
+    if a.data.is_cuda and _library_takes(a, b):
+        return by_library(a, b, bias)
+    return finish(term(a, b), b, bias)
+
+
+def _library_takes(a: Quantized, b: Quantized) -> bool:
+    # cuBLAS and CUTLASS as torch has them: 16 bytes' multiples, a by rows and b by columns; one scale a row since
+    # capability 9.0. AMD's e4m3 is one of its own up to gfx942, later ones are not known here.
+    if torch.version.hip is not None:
+        return False
+    (M, K), N = a.shape, b.shape[1]
+    both = torch.float8_e5m2 in (a.data.dtype, b.data.dtype) and a.data.dtype == b.data.dtype
+    lies = a.data.stride(1) == 1 and b.data.stride(0) == 1 and a.data.stride(0) % 16 == b.data.stride(1) % 16 == 0
+    fits = M > 0 and K > 0 and N > 0 and K % 16 == N % 16 == 0 and a.dtype == torch.bfloat16
+    return lies and fits and not both and torch.cuda.get_device_capability(a.device) >= (9, 0)
+
+
+def by_library(a: Quantized, b: Quantized, bias: Tensor | None = None) -> Tensor:
+    """`mm` by torch's own scaled matmul."""
+    scales = a.row_scales()[:, None], b.t().row_scales()[None, :]
+    if bias is not None and bias.ndim > 1:
+        return by_library(a, b).add_(bias)
+    out: Tensor = torch._scaled_mm(a.data, b.data, *scales, bias=bias, out_dtype=a.dtype)
+    return out

@@ -1,0 +1,154 @@
+"""The parts of a Hugging Face decoder by their names, and what of them no plan can be made for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+# Of models that have none, by their configuration's model_type.
+PLANS = {
+    "gpt2": {
+        "h.*.attn.c_attn": "colwise", "h.*.attn.c_proj": "rowwise", "h.*.mlp.c_fc": "colwise",
+        "h.*.mlp.c_proj": "rowwise",
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The names of a decoder's parts. columns, rows: linears of a layer that its plan splits so; others: what else the
+    plan names.
+    """
+
+    model: nn.Module
+    layers: str
+    base: nn.Module
+    prefix: str
+    columns: tuple[str, ...]
+    rows: tuple[str, ...]
+    others: tuple[str, ...]
+
+    @property
+    def stack(self) -> nn.ModuleList:
+        """The layers, which are alike."""
+        stack = self.model.get_submodule(self.layers)
+        assert isinstance(stack, nn.ModuleList)
+        return stack
+
+    @property
+    def kind(self) -> str:
+        """The configuration's model_type."""
+        return str(getattr(getattr(self.base, "config", None), "model_type", ""))
+
+    @property
+    def head(self) -> nn.Module | None:
+        """What makes logits of the vocabulary."""
+        model: Any = self.model
+        found: nn.Module | None = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        return found
+
+    def named(self, name: str) -> str:
+        """The name in the model of a child of its base."""
+        return f"{self.prefix}.{name}" if self.prefix else name
+
+    def beside(self) -> list[str]:
+        """What the model has besides its base and the head: a classifier, or another head."""
+        if not self.prefix:
+            return []
+        return [
+            name for name, module in self.model.named_modules()
+            if has_own(module) and module is not self.head and not f"{name}.".startswith(f"{self.prefix}.")
+        ]  # fmt: skip
+
+
+def decoder_of(model: nn.Module) -> Decoder:
+    """Raises NotImplementedError where it is none."""
+    kind = type(model).__name__
+    layer_classes = tuple(getattr(model, "_no_split_modules", None) or ())
+    stacks = [
+        name for name, each in model.named_modules()
+        if isinstance(each, nn.ModuleList) and len(each) and type(each[0]).__name__ in layer_classes
+    ]  # fmt: skip
+    if len(stacks) != 1:
+        raise NotImplementedError(
+            f"parallelize is for decoders of Hugging Face, with one stack of layers: {kind} has {len(stacks)}"
+            + (f", {', '.join(stacks)}" if stacks else "")
+        )
+    prefix, _, name = stacks[0].rpartition(".")
+    base = model.get_submodule(prefix) if prefix else model
+    config: Any = getattr(base, "config", None)
+    kind_of = getattr(config, "model_type", "")
+    planned: Mapping[str, str] | None = PLANS.get(kind_of) or getattr(config, "base_model_tp_plan", None)
+    if not planned:
+        raise NotImplementedError(f"parallelize goes by a model's own base_model_tp_plan, and {kind} has none")
+    of: dict[str, list[str]] = {"columns": [], "rows": [], "others": []}
+    for pattern, how in planned.items():
+        if pattern.startswith(f"{name}.*."):
+            split = {"colwise": "columns", "rowwise": "rows"}.get(how.split("_")[0], "others")
+            of[split].append(pattern.removeprefix(f"{name}.*."))
+    return Decoder(model, stacks[0], base, prefix, *(tuple(names) for names in of.values()))
+
+
+def has_own(module: nn.Module) -> bool:
+    """Whether it has parameters that are not those of its children."""
+    return any(True for _ in module.parameters(recurse=False))
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether it is called one: what it does to each token, or head, hangs on no other."""
+    return "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
+
+
+def check_alike(of: Decoder) -> None:
+    """One plan is made for all layers."""
+
+    def described(layer: nn.Module) -> dict[str, Any]:
+        return {
+            name: (type(module).__name__, {key: value.shape for key, value in module.named_parameters(recurse=False)})
+            for name, module in layer.named_modules()
+        }
+
+    first = described(of.stack[0])
+    for i, layer in enumerate(of.stack):
+        here = described(layer)
+        for name in {**first, **here}:
+            if first.get(name) != here.get(name):
+                one, other = (".".join(filter(None, (of.layers, str(number), name))) for number in (i, 0))
+                raise NotImplementedError(f"parallelize is for layers that are alike: {one} differs from {other}")
+
+
+def check_split_tokens(of: Decoder) -> None:
+    """Refuse parameters that the code between attention and MLP uses itself: each rank would use them for its own
+    tokens, and have the gradient of these alone.
+    """
+    names = of.layers.split(".")
+    for path in (*(".".join(names[:i]) for i in range(len(names))), f"{of.layers}.0"):
+        module = of.model.get_submodule(path)
+        for name, _ in module.named_parameters(recurse=False):
+            where = f"{of.layers}.*" if path == f"{of.layers}.0" else path
+            raise NotImplementedError(
+                f"parallelize does not split tokens around {'.'.join(filter(None, (where, name)))}, a parameter that "
+                f"{type(module).__name__} has itself: pass sequence_parallel=False"
+            )
+
+
+def check_own(path: str, module: nn.Module, counts: Collection[int]) -> None:
+    """Refuse what a module whose linears are split uses beside them: each rank would have the gradient of its heads,
+    or features, alone, or a tensor for all of them. counts: how many there are of these, and of heads.
+    """
+    kind = type(module).__name__
+    for name, parameter in module.named_parameters(recurse=False):
+        raise NotImplementedError(
+            f"parallelize splits the linears of {path}, and does not know what to do with {path}.{name}, a parameter "
+            f"of {tuple(parameter.shape)} that {kind} has itself"
+        )
+    for name, buffer in module.named_buffers(recurse=False):
+        lasting = name not in module._non_persistent_buffers_set
+        if (lasting or buffer.ndim == 1) and any(length in counts for length in buffer.shape if length > 1):
+            raise NotImplementedError(
+                f"parallelize splits the linears of {path}, and does not know what to do with {path}.{name}, a buffer "
+                f"of {tuple(buffer.shape)} that {kind} has itself, as long as heads or features are many"
+            )

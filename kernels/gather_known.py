@@ -1,0 +1,93 @@
+"""What a launch of the gathering matmul needs, worked out once for operands that are laid out alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+
+from .descriptors import fitted_to, read_by_all, read_gathered_by
+from .launch import Channel, Config, fitted, flattened, in_16_bytes, options
+from .operands import Epilogue, Tiles, tiles_of, unit_of
+
+
+def own_in_place(a: torch.Tensor) -> bool:
+    """Whether the kernel can read this shard where it lies: its rows must be contiguous, as they are in an arena."""
+    return a.stride(1) == 1
+
+
+def _limit(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, pitch: int, aligned: bool, described: bool) -> str:
+    # Which limit of registers is known to be enough for a kernel that gathers rows.
+    whole = aligned and pitch % 16 == 0 and in_16_bytes(b, c) and not any(n % 16 for n in a.stride() if n != 1)
+    # Reading by descriptors needs no further alignment.
+    if (described or whole) and c.stride(1) == 1 and c.shape[1] % 16 == c.stride(0) % 16 == c.data_ptr() % 16 == 0:
+        return "gather"
+    return "gather transposed" if whole and c.stride(0) == 1 else ""
+
+
+class Known(NamedTuple):
+    """How operands are read, by which tile, by which programs, and the options of the compiler."""
+
+    config: Config
+    a_by: str
+    b_by: str
+    arena: tuple[int, int]
+    tiles: Tiles
+    flags: tuple[tl.constexpr, ...]
+    options: dict[str, int]
+    grid: tuple[int]
+    counts: tuple[int, int, int]
+    pushers: int
+    units: tuple[tl.constexpr, tl.constexpr, tl.constexpr]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Shards of `sizes`, of rows or of the contraction, in rows that are `pitch` elements apart in an arena."""
+
+    sizes: tuple[int, ...]
+    on_rows: bool
+    pitch: int
+    piece_rows: int
+    config: Config
+    upcast: bool
+
+    def known(
+        self, channel: Channel, a: torch.Tensor, bs: list[torch.Tensor], cs: list[torch.Tensor], pushed: bool,
+        epilogue: Epilogue,
+    ) -> Known:  # fmt: skip
+        """For these operands and results; with `pushed` no program of the kernel pushes."""
+        b, c = bs[0], cs[0]
+        M, K, sizes, pitch, config = c.shape[0], b.shape[0], self.sizes, self.pitch, self.config
+        on_rows, rank, in_place = self.on_rows, channel.rank, own_in_place(a)
+        pieces = -(-a.shape[0] // self.piece_rows) * channel.world_size
+        pushers = 0 if pushed else max(1, min(config.pushers, pieces))
+        rows, cols = (M, K) if on_rows else (channel.world_size * M, max(sizes))
+        # A chunk that ends inside a block of K would be multiplied with rows of B that belong to the next one.
+        whole_blocks = on_rows or all(size % config.block_k == 0 for size in sizes)
+        aligned = all(size % 16 == 0 for size in sizes)
+        config = config if whole_blocks else replace(config, descriptors=False)
+        config = fitted_to(config, *((a, *bs) if in_place else bs), results=cs)
+        # The part that lies in the arena may be unaligned too.
+        if not config.descriptors and (pitch % 16 or (not on_rows and not aligned)):
+            config = fitted(config, stored=True, read=False)
+        num_tiles = sum(-(-rows // config.block_m) for rows in (sizes if on_rows else (M,)))
+        num_tiles *= sum(-(-each.shape[1] // config.block_n) for each in bs)
+        a_by, b_by = read_gathered_by(a, rows, cols, config), read_by_all(bs, config)
+        flatten = on_rows and flattened(config, a_by, b_by)
+        if epilogue.ACTIVATION.value:
+            # Its store takes registers, of which one loop would keep some on the stack.
+            limit, flatten = "activated", False
+        else:
+            limit = _limit(a, b, c, pitch, aligned, config.descriptors) if on_rows and len(bs) == 1 else ""
+        rows_aligned = aligned if on_rows else M % 16 == 0
+        flags = a_by, in_place, b_by, self.piece_rows, aligned, rows_aligned
+        return Known(
+            config, a_by, b_by, (rows, cols),
+            tiles_of(config, flatten=flatten, upcast=self.upcast),
+            tuple(map(tl.constexpr, flags)), options(config, a_by, b_by, limit=limit), (config.programs + pushers,),
+            (a.shape[0], sum(sizes[:rank]) if on_rows else rank * M, num_tiles), pushers,
+            (tl.constexpr(-1), tl.constexpr(unit_of(bs)), tl.constexpr(unit_of(cs))),
+        )  # fmt: skip

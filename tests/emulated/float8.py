@@ -1,0 +1,167 @@
+"""The fused ops on float8 operands with scales, on virtual ranks: the products of what these stand for must come out.
+
+Rows have scales that are far apart, so that one in place of another is no rounding error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+import fusedtp
+from fusedtp import reference
+from fusedtp.scaled import Quantized, widened
+from fusedtp.workspaces.workspace import Workspace
+
+from .. import activated
+from .shapes import Op, Phases, Shape, laid_out, launches_of, split, value_of
+
+# Several weights, and what a layer's forward and gradients are made of.
+OPS = (
+    "gather rows", "gather rows split", "gather rows transposed", "gather rows own pushed", "gather rows and keep",
+    "gather rows several", "gather rows swiglu", "gather rows swiglu kept", "gather contraction",
+    "gather contraction split", "scatter rows", "scatter columns", "scatter several", "matmul one_shot",
+    "matmul two_shot",
+)  # fmt: skip
+ONE_OF_EACH_KERNEL = "gather rows split", "gather contraction", "scatter several", "matmul two_shot"
+OUT = torch.bfloat16
+# A weight's beside x of either: what e5m2 is for, gradients, are multiplied with e4m3.
+WEIGHT = torch.float8_e4m3fn
+
+
+class Operands:
+    """Random ones of a seed."""
+
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+        self._random, self._seed, self._dtype = torch.Generator().manual_seed(seed), seed, dtype
+
+    def scaled(self, rows: int, cols: int, dtype: torch.dtype | None = None) -> fusedtp.Scaled:
+        """[rows, cols] with a scale a row, or for every third seed with one for all."""
+        # Between rows of 1/8 and of 8 times the size.
+        size = 8 ** (2 * torch.rand(rows, 1, generator=self._random) - 1)
+        x = torch.randn(rows, cols, generator=self._random) * size
+        recipe = "tensorwise" if self._seed % 3 == 2 else "rowwise"
+        return fusedtp.scaled(x, recipe, dtype=dtype or self._dtype)
+
+    def parts(self, sizes: Sequence[int], cols: int, dtype: torch.dtype | None = None) -> list[fusedtp.Scaled]:
+        """Of these numbers of rows each."""
+        return [self.scaled(rows, cols, dtype) for rows in sizes]
+
+    def rows(self, rows: int, cols: int) -> Quantized:
+        """x or a part of it."""
+        return Quantized.of(self.scaled(rows, cols), OUT)
+
+    def weight(self, rows: int, cols: int, how: str) -> Quantized:
+        """[rows, cols] as the right operand of a product: scales of its columns."""
+        return laid(Quantized.of(self.scaled(cols, rows, WEIGHT), OUT).t(), how)
+
+    def bias(self, length: int, shape: Shape) -> Tensor | None:
+        """Of results."""
+        return torch.randn(length, generator=self._random).to(OUT) if shape.bias else None
+
+
+def laid(x: Quantized, how: str) -> Quantized:
+    """See `laid_out`."""
+    return Quantized(laid_out(x.data.view(torch.uint8), how).view(x.data.dtype), x.scale, x.dtype)
+
+
+def exact(x: Quantized | fusedtp.Scaled) -> Tensor:
+    """What it stands for, in float64."""
+    return widened(x.data).double() * x.scale.double()
+
+
+def _values(xs: Sequence[Quantized], dim: int = 0) -> Tensor:
+    return torch.cat([exact(x) for x in xs], dim)
+
+
+def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, shape: Shape, by: str = "push") -> Op:
+    """The op `name` on random operands; dtype: of x, which is what travels where anything is gathered."""
+    make, M, N, K = Operands(seed, dtype), shape.M, shape.N, shape.K
+    unit = 1 if shape.split == "empty" else 16
+    m_sizes, k_sizes = (split(length, world_size, shape.split, unit) for length in (M, K))
+    kind, _, how = name.partition(" ")
+    bias = make.bias(N, shape)
+
+    def everywhere(*xs: Tensor) -> list[Tensor]:
+        return [xs[0] if len(xs) == 1 else torch.cat([x.flatten() for x in xs])] * world_size
+
+    if kind == "gather" and how.startswith("rows"):
+        a = make.rows(M, K)
+        lies = "columns" if how == "rows own pushed" else shape.a
+        shards = [laid(a[sum(m_sizes[:r]) :][: m_sizes[r]], lies) for r in range(world_size)]
+        more = how.startswith(("rows several", "rows swiglu"))
+        # Of no multiple of a tile where they need not be alike.
+        widths = [N, N + 40 if how == "rows several" else N] if more else [N]
+        ws = [make.weight(K, width, shape.b) for width in widths]
+        turned, activation, keeps = how == "rows transposed", "swiglu" * ("swiglu" in how), how.endswith("kept")
+        biases = [make.bias(M if turned else width, shape) for width in widths]
+        whole = exact(a)
+        zs = [
+            activated.product(whole, exact(w).t(), None if turned else b, OUT) for w, b in zip(ws, biases, strict=True)
+        ]
+        if turned and biases[0] is not None:
+            along = biases[0].double()[:, None]
+            zs[0].value += along
+            zs[0].off += 2 * torch.finfo(OUT).eps * (along.abs() + zs[0].value.abs())
+        outs = [*(activated.results(activation, zs) if activation else zs), *(zs if keeps else ())]
+        expected, allowed = [out.value for out in outs], [out.off for out in outs]
+        right = None
+        if how == "rows and keep":
+            right = whole.new_empty(M, 1).to(OUT)
+            expected.append(value_of(a).double())
+            allowed.append(torch.zeros_like(expected[-1]))
+        others = [each for pair in zip(ws[1:], biases[1:], strict=True) for each in pair]
+        operands = [ws[0], biases[0], right, *others]
+
+        def gather(ws: Workspace, rank: int) -> Phases:
+            return launches_of(
+                "all_gather_matmul", ws, shards[rank], *(operands if right is not None or more else operands[:2]),
+                sizes=m_sizes, transposed=turned, activation=activation, keeps=keeps, float8=dtype,
+                split=how == "rows split", producer=by,
+            )  # fmt: skip
+
+        if turned:
+            expected, allowed = [x.t() for x in expected], [x.t() for x in allowed]
+        return gather, everywhere(*expected), everywhere(*allowed)
+    parts = [make.rows(M, size) for size in k_sizes]
+    if kind == "gather":
+        w = make.weight(K, N, shape.b)
+        whole, right = _values(parts, 1), exact(w)
+        shards = [laid(part, shape.a) for part in parts]
+        return (
+            lambda ws, rank: launches_of(
+                "all_gather_matmul", ws, shards[rank], w, bias, sizes=k_sizes, dim=1, float8=dtype,
+                split=how.endswith("split"), producer=by,
+            ),
+            everywhere(reference.matmul(whole, right, bias)), everywhere(reference.bound(whole, right, OUT, bias=bias)),
+        )  # fmt: skip
+    # Of a sum every rank has terms, with scales of its own.
+    terms = [[(part, make.weight(part.shape[1], N, shape.b))] for part in parts]
+    if how == "several":
+        for each, size in zip(terms, k_sizes, strict=True):
+            each.append((make.rows(M, size + 24), make.weight(size + 24, N, shape.b)))
+    left, right = (torch.cat([_values([pair[i] for pair in each], 1 - i) for each in terms], 1 - i) for i in (0, 1))
+    lengths = [sum(a.shape[1] for a, _ in each) for each in terms]
+    summed, allowed = reference.matmul(left, right, bias), reference.bound(left, right, OUT, k_sizes=lengths, bias=bias)
+    terms = [[(laid(a, shape.a), b) for a, b in each] for each in terms]
+    if kind == "scatter":
+        dim = int(how == "columns")
+        sizes = split(N, world_size, shape.split, unit) if dim else m_sizes
+
+        def scatter(ws: Workspace, rank: int) -> Phases:
+            (a, b), *others = terms[rank]
+            more = [each for pair in others for each in (*pair, None)]
+            return launches_of(
+                "matmul_reduce_scatter", ws, a, b, bias, *([None, None, None] if more else []), *more, sizes=sizes,
+                dim=dim, float8=dtype,
+            )  # fmt: skip
+
+        return scatter, list(summed.split(sizes, dim)), list(allowed.split(sizes, dim))
+    return (
+        lambda ws, rank: launches_of(
+            "matmul_all_reduce", ws, *terms[rank][0], bias, algorithm=how, float8=dtype
+        ),
+        everywhere(summed), everywhere(allowed),
+    )  # fmt: skip

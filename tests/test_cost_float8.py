@@ -1,0 +1,123 @@
+"""The cost model of float8 operands with scales: published times, arithmetic by hand, machines without units for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fusedtp import cost
+from fusedtp.calls import tuning
+from fusedtp.cost import overlap
+from fusedtp.cost.hardware import HARDWARE
+from fusedtp.scaled import SCALE_BYTES
+
+from .test_cost import invoke, plain
+
+# Matmul of e4m3 operands + reduce-scatter on 8 B300, microseconds: M, torch.ops.symm_mem's fused op, the scaled matmul
+# and then NCCL. N 16384 and, as the command is read here, K 7168 a rank. github.com/pytorch/pytorch issue 179770.
+PUBLISHED_FLOAT8 = (
+    (32, 249.8, 96.2), (64, 244.0, 73.9), (96, 289.3, 87.0), (128, 246.2, 74.1), (160, 247.2, 81.2),
+    (192, 247.7, 73.9), (224, 246.0, 81.8), (256, 248.1, 83.8), (320, 252.5, 87.7), (384, 250.5, 93.9),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("M", "chunked", "unfused"), PUBLISHED_FLOAT8)
+def test_published_times_of_float8(M: int, chunked: float, unfused: float) -> None:
+    found = cost.predict(
+        "matmul_reduce_scatter", M=M, N=16384, K=8 * 7168, world_size=8, dtype="float8_e4m3fn", hardware="b300",
+        casts=False,
+    )  # fmt: skip
+    # Theirs is what `decomposed` is: a library matmul and a copy for every chunk. The model's time of a chunk is taken
+    # from here, and from copies on H100 that take as long; so this says only that no size matters. All but one row are
+    # within 5 %; that of 96 rows is 17 % above the others.
+    assert found.decomposed_us == pytest.approx(chunked, rel=0.18 if M == 96 else 0.05)
+    # Theirs is bound by the host too, which the model leaves out, as a graph does: it has 39 to 78 % of the time.
+    assert 0.35 * unfused < found.unfused_us < 0.80 * unfused
+    assert found.unfused_us / found.decomposed_us < unfused / chunked < 0.4
+    assert found.winner == "unfused"
+    # Our kernel is not theirs, but it reads the weight for every rank's few rows.
+    assert found.fused_us is not None
+    assert found.fused_us > 1.5 * found.unfused_us
+
+
+def test_auto_does_not_fuse_few_rows_of_float8() -> None:
+    allowed = ("fused", "decomposed", "unfused")
+    for M, *_ in PUBLISHED_FLOAT8:
+        made = tuning.decide(
+            None, HARDWARE["b300"], "matmul_reduce_scatter", "float8_e4m3fn", 8, M, 16384, allowed
+        )  # fmt: skip
+        assert made is not None
+        assert made[0] == "unfused"
+    made = tuning.decide(None, HARDWARE["b300"], "matmul_reduce_scatter", "float8_e4m3fn", 8, 8192, 16384, allowed)
+    assert made is not None
+    assert made[0] == "fused"
+
+
+def test_float8_by_hand() -> None:
+    machine = plain(matrix_tflops={"float32": 1000, "bfloat16": 1000, "float8_e4m3fn": 2000})
+    sizes: dict[str, Any] = {"M": 4096, "N": 4096, "K": 1024, "world_size": 4, "dtype": torch.float8_e4m3fn}
+    gather = cost.predict("all_gather_matmul", hardware=machine, **sizes)
+    # A byte an element, and a scale in 16 bytes behind each row.
+    assert gather.work.moved_bytes == 4096 * (1024 + 16)
+    assert gather.comm_us == pytest.approx(3 / 4 * 4096 * 1040 / 1e5)
+    assert gather.sent_bytes == 3 * 1024 * 1040
+    assert gather.matmul_us == pytest.approx(2 * 4096 * 1024 * 1024 / 2e9)
+    # A sum travels as what it is.
+    scatter = cost.predict("matmul_reduce_scatter", hardware=machine, **sizes)
+    wide = cost.predict("matmul_reduce_scatter", hardware=machine, **(sizes | {"dtype": "bfloat16"}))
+    assert (scatter.comm_us, scatter.sent_bytes) == (wide.comm_us, wide.sent_bytes)
+    assert scatter.matmul_us == pytest.approx(wide.matmul_us / 2)
+    # Columns have a scale for each rank's part of a row.
+    columns = cost.predict("all_gather_matmul", hardware=machine, gather_dim=1, **sizes)
+    assert columns.work.moved_bytes == 4096 * (1024 + 4 * 16)
+
+
+def test_every_schedule_of_float8_begins_with_a_cast() -> None:
+    sizes: dict[str, Any] = {"M": 4096, "N": 4096, "K": 1024, "world_size": 4, "dtype": "float8_e4m3fn"}
+    machine = plain(matrix_tflops={"float8_e4m3fn": 2000}, memory_gbps=1e3, launch_us=2.0)
+    given = cost.predict("all_gather_matmul", hardware=machine, casts=False, **sizes)
+    cast = cost.predict("all_gather_matmul", hardware=machine, **sizes)
+    # Its own rows are read twice, in bfloat16, and written.
+    assert cast.cast_us == pytest.approx(2 * 2 + 1024 * 1024 * 5 / 1e6)
+    assert given.cast_us == 0
+    assert cast.times == pytest.approx({name: time + cast.cast_us for name, time in given.times.items()})
+    assert cast.ceiling_us == pytest.approx(given.ceiling_us + cast.cast_us)
+    assert cast.efficiency("fused") == pytest.approx(given.efficiency("fused"))
+    assert any("by two kernels" in text for text in cast.assumptions)
+    assert cost.predict("all_gather_matmul", hardware="h100", **(sizes | {"dtype": "bfloat16"})).cast_us == 0
+
+
+def test_without_units_for_float8_it_is_widened_and_not_fused() -> None:
+    sizes: dict[str, Any] = {"M": 8192, "N": 8192, "K": 8192, "world_size": 8}
+    for name, dtype, has_units in (
+        ("h100", "float8_e4m3fn", True), ("h100", "float8_e5m2", True), ("h100", "float8_e4m3fnuz", False),
+        ("a100", "float8_e4m3fn", False), ("mi300x", "float8_e4m3fn", False), ("mi300x", "float8_e4m3fnuz", True),
+    ):  # fmt: skip
+        found = cost.predict("all_gather_matmul", hardware=name, dtype=dtype, **sizes)
+        wide = cost.predict("all_gather_matmul", hardware=name, dtype="float32", **sizes)
+        narrow = cost.predict("all_gather_matmul", hardware=name, dtype="bfloat16", **sizes)
+        assert ("fused" in found.times) == has_units, (name, dtype)
+        assert (found.matmul_us < 0.6 * narrow.matmul_us) == has_units
+        assert (found.matmul_us > wide.matmul_us) != has_units
+        assert any("as float32 here" in text for text in found.assumptions) != has_units
+    assert overlap.SCALE_BYTES == SCALE_BYTES
+    # What is sent along the contraction is multiplied part by part, and only our kernel does so in float8.
+    columns = cost.predict("all_gather_matmul", hardware="h100", dtype="float8_e4m3fn", gather_dim=1, **sizes)
+    assert columns.winner == "fused"
+    assert columns.speedup > 5
+
+
+def test_command_knows_fp8() -> None:
+    size = ("all_gather_matmul", "--m", "4096")
+    result = invoke(*size, "--dtype", "fp8")
+    assert result.exit_code == 0, result.output
+    assert "all_gather_matmul, float8_e4m3fn, h100, microseconds" in result.output
+    assert "by two kernels" in result.output
+    found = cost.predict("all_gather_matmul", M=4096, N=28672, K=8192, world_size=8, dtype="float8_e4m3fn")
+    assert f" {found.unfused_us:.1f} " in result.output
+    given = invoke(*size, "--dtype", "float8_e4m3fn", "--no-casts")
+    assert f" {found.unfused_us - found.cast_us:.1f} " in given.output
+    on_a100 = invoke(*size, "--dtype", "fp8", "--hardware", "a100")
+    assert "does not multiply float8_e4m3fn on NVIDIA A100 SXM 80 GB: no fused" in on_a100.output

@@ -1,0 +1,326 @@
+"""Scaled float8 operands: right by every function and schedule, and refused where they are not whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from fusedtp.bench.ranks import RankPool
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+import fusedtp
+from fusedtp import Scaled, reference, scaled
+from fusedtp.calls.dispatch import Ready
+from fusedtp.scaled import Quantized, by_library, mm
+
+from .bounds import Bounds
+from .spread import spread
+from .test_several import cut, whole
+
+SCHEDULES = ("unfused", "decomposed", "fused")
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+N, K = 37, 40
+
+
+def make(shape: Sequence[int], seed: int, recipe: str, dtype: torch.dtype = E4M3) -> Scaled:
+    """Rows of very different magnitudes, so that a scale of another row is seen."""
+    x = whole(shape, torch.float32, seed) * torch.logspace(-1.2, 1.2, shape[0]).view(-1, *[1] * (len(shape) - 1))
+    return scaled(x, recipe, dtype=dtype)  # type: ignore[arg-type]
+
+
+def allowed(a: Tensor, b: Tensor, out: torch.dtype, ranks: int = 1, bias: Tensor | None = None) -> Tensor:
+    """Of values as they are: the data's products are exact in float32, and scaled by two roundings more."""
+    scaling = 4 * torch.finfo(torch.float32).eps * (a.abs() @ b.abs())
+    return reference.bound(a, b, out, ranks, bias=bias, sum_dtype=out if ranks > 1 else torch.float32) + scaling
+
+
+def values(x: Scaled) -> Tensor:
+    """In float64."""
+    return x.data.double() * x.scale.double()
+
+
+def gathers(group: ProcessGroup, schedule: str, recipe: str, how: str, out: torch.dtype, dtypes: Any) -> None:
+    """x gathered by rows and by features; one weight and several, with an activation too."""
+    rank, ranks, M = group.rank(), range(group.size()), 21
+    call = partial(fusedtp.all_gather_linear, group=group, schedule=schedule, out_dtype=out)
+    rows, features = cut(M, group.size(), how), cut(K, group.size(), how)
+    weights = [make((n, K), 50 + n + rank, recipe, dtypes[1]) for n in (N, 5)]
+    bias = whole((N,), out, 3)
+    for dim, sizes, shape in ((0, rows, (M, K)), (-1, features, (M, K))):
+        parts = [make((size, K) if dim == 0 else (M, size), 7 + r, recipe, dtypes[0]) for r, size in enumerate(sizes)]
+        x = torch.cat([values(part) for part in parts], dim)
+        assert x.shape == shape
+        ws = [values(w).t() for w in weights]
+        y = call(parts[rank], weights[0], bias, gather_dim=dim, sizes=sizes)
+        assert y.dtype == out
+        assert not y.requires_grad
+        reference.check(y, x @ ws[0] + bias.double(), allowed(x, ws[0], out, bias=bias), f"gather {dim}")
+        both: Any = call(parts[rank], weights, [bias, None], gather_dim=dim, sizes=sizes)  # type: ignore[call-overload]
+        reference.check(both[0], x @ ws[0] + bias.double(), allowed(x, ws[0], out, bias=bias), f"first of two {dim}")
+        reference.check(both[1], x @ ws[1], allowed(x, ws[1], out), f"second of two {dim}")
+        relu: Any = call(parts[rank], weights[0], bias, gather_dim=dim, sizes=sizes, activation="relu")
+        assert torch.equal(relu, F.relu(y))
+    # A batch of sequences, split along the middle.
+    parts = [make((3, size, K), 7 + r, recipe, dtypes[0]) for r, size in enumerate(rows)]
+    x = torch.cat([values(part) for part in parts], 1)
+    y = call(parts[rank], weights[0], gather_dim=1, sizes=rows)
+    off = allowed(x.flatten(0, 1), values(weights[0]).t(), out).view(3, M, N)
+    reference.check(y, x @ values(weights[0]).t(), off, "batch")
+    assert len(ranks) == group.size()
+
+
+def sums(group: ProcessGroup, schedule: str, recipe: str, how: str, out: torch.dtype, dtypes: Any) -> None:
+    """Each rank has a part of the contraction; the sum is scattered by rows, by columns, or on all ranks."""
+    rank, size, M = group.rank(), group.size(), 21
+    features = cut(K, size, how)
+    xs = [make((M, part), 7 + r, recipe, dtypes[0]) for r, part in enumerate(features)]
+    ws = [make((N, part), 70 + r, recipe, dtypes[1]) for r, part in enumerate(features)]
+    a, b = torch.cat([values(x) for x in xs], 1), torch.cat([values(w) for w in ws], 1).t()
+    bias, residual = whole((N,), out, 3), whole((M, N), out, 4)
+    total, off = a @ b + bias.double(), allowed(a, b, out, size, bias)
+    given: dict[str, Any] = {"group": group, "schedule": schedule, "out_dtype": out}
+    for dim, sizes in ((0, cut(M, size, how)), (-1, cut(N, size, how))):
+        y = fusedtp.linear_reduce_scatter(xs[rank], ws[rank], bias, scatter_dim=dim, sizes=sizes, **given)
+        assert y.dtype == out
+        expected, its = (reference.chunk(each, dim % 2, rank, sizes) for each in (total, off))
+        reference.check(y, expected, its, f"scatter {dim}")
+    off = off + 2 * torch.finfo(out).eps * residual.double().abs()
+    for algorithm in ("auto",) if schedule == "unfused" else ("one_shot", "two_shot"):
+        y = fusedtp.linear_all_reduce(xs[rank], ws[rank], bias, residual=residual, algorithm=algorithm, **given)
+        reference.check(y, total + residual.double(), off, algorithm)
+
+
+def sharded(group: ProcessGroup, schedule: str, recipe: str, how: str, out: torch.dtype, dtypes: Any) -> None:
+    """A fully sharded weight, whose rows travel with their scales."""
+    rank, sizes, bias = group.rank(), cut(N, group.size(), how), whole((N,), out, 3)
+    shards = [make((size, K), 50 + r, recipe, dtypes[1]) for r, size in enumerate(sizes)]
+    x, w = make((2, 9, K), 7 + rank, recipe, dtypes[0]), torch.cat([values(each) for each in shards]).t()
+    y = fusedtp.fsdp_linear(x, shards[rank], bias, group=group, sizes=sizes, schedule=schedule, out_dtype=out)
+    rows = values(x).flatten(0, 1)
+    reference.check(y.flatten(0, 1), rows @ w + bias.double(), allowed(rows, w, out, bias=bias), "fsdp")
+
+
+def within_bounds(group: ProcessGroup, check: Callable[..., None], *args: Any) -> None:
+    """No kernel touches what it was not given."""
+    with Bounds():
+        check(group, *args)
+
+
+OUTS = (torch.bfloat16, torch.float32, torch.float16)
+DTYPES = ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "world_size", "recipe", "how", "out", "dtypes"),
+    spread(
+        [*SCHEDULES * 4], [1, 2, 3, 4, 4, 2, 3, 4, 2, 4, 2, 3], ["rowwise", "tensorwise", "rowwise", "rowwise"],
+        ["even", "lopsided", "lopsided", "on the last", "lopsided"], OUTS * 2 + OUTS[:1], DTYPES * 3 + DTYPES[:1] * 2,
+    ),
+)  # fmt: skip
+def test_functions_are_right(
+    pool: RankPool, schedule: str, world_size: int, recipe: str, how: str, out: torch.dtype, dtypes: Any
+) -> None:
+    for check in (gathers, sums, sharded):
+        pool.run(within_bounds, check, schedule, recipe, how, out, dtypes, world_size=world_size)
+
+
+def bytes_of_a_gather(group: ProcessGroup) -> None:
+    """What is sent of float8: a byte an element, and 16 bytes a row for its scale; of bfloat16 two bytes an element."""
+    x, weight, sizes = torch.randn(6, 64), torch.randn(9, 64), []
+    run = Ready.run
+
+    def counted(ready: Ready, operands: Any) -> Any:
+        sizes.append(ready.half_bytes)
+        return run(ready, operands)
+
+    with mock.patch.object(Ready, "run", counted):
+        for schedule in ("decomposed", "fused"):
+            call = partial(fusedtp.all_gather_linear, group=group, schedule=schedule)
+            call(scaled(x), scaled(weight))
+            call(x.bfloat16(), weight.bfloat16())
+    rows = 6 * group.size()
+    for narrow, wide in (sizes[:2], sizes[2:]):
+        # Regions begin at multiples of 64 bytes.
+        assert 0 <= narrow - rows * (64 + 16) < 64 * group.size()
+        assert 0 <= wide - rows * 2 * 64 < 64 * group.size()
+
+
+def test_half_the_bytes_travel(pool: RankPool) -> None:
+    pool.run(bytes_of_a_gather, world_size=2)
+
+
+def as_without_ranks(group: ProcessGroup, schedule: str) -> None:
+    """Where nothing is summed between ranks, shards have the scales and data of the whole, and results its values."""
+    x, w = whole((12, 64), torch.float32, 0), whole((16, 64), torch.float32, 1)
+    parts = x.split(cut(12, group.size(), "lopsided"))
+    for recipe in ("rowwise", "tensorwise"):
+        one = scaled(x, recipe)  # type: ignore[arg-type]
+        options = {"group": group} if recipe == "tensorwise" else {}
+        shard = scaled(parts[group.rank()].contiguous(), recipe, **options)  # type: ignore[arg-type]
+        at = slice(*[sum(map(len, parts[: group.rank() + i])) for i in (0, 1)])
+        assert torch.equal(shard.data.view(torch.uint8), one.data[at].view(torch.uint8))
+        assert torch.equal(shard.scale, one.scale[at] if one.scale.ndim else one.scale)
+        y = fusedtp.all_gather_linear(
+            shard, scaled(w, recipe), group=group, schedule=schedule, sizes=tuple(map(len, parts))  # type: ignore
+        )  # fmt: skip
+        expected = mm(Quantized.of(one, torch.bfloat16), Quantized.of(scaled(w, recipe), torch.bfloat16).t())  # type: ignore
+        assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_shards_have_the_scales_of_the_whole(pool: RankPool, schedule: str) -> None:
+    pool.run(as_without_ranks, schedule, world_size=3)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2, torch.float8_e4m3fnuz])
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_scales(dtype: torch.dtype, power_of_two: bool) -> None:
+    """The largest magnitude is kept, to half a step of float8, and no value is farther off than that."""
+    x = torch.randn(50, 33) * torch.logspace(-30, 30, 50)[:, None]
+    largest, eps = torch.finfo(dtype).max, torch.finfo(dtype).eps
+    for recipe in ("rowwise", "tensorwise"):
+        made = scaled(x, recipe, dtype=dtype, power_of_two=power_of_two)  # type: ignore[arg-type]
+        back, most = made.values(), made.data.float().abs().amax(-1)
+        assert bool((most <= largest).all())
+        step = torch.finfo(dtype).smallest_normal * eps * made.scale
+        assert bool(((back - x).abs() <= eps / 2 * 1.001 * x.abs() + step).all())
+        if recipe == "rowwise":
+            assert bool((most > largest / 2 * (1 - eps)).all())
+        if power_of_two:
+            assert torch.equal(made.scale, 2.0 ** made.scale.log2().round())
+
+
+def test_what_no_scale_can_hold() -> None:
+    """Zeros, subnormal numbers, infinities and NaN spoil nothing but their own row."""
+    rows = torch.ones(7, 4)
+    rows[1] = 0
+    rows[2] = 1e-45
+    rows[3, 0] = float("inf")
+    rows[4, 1] = float("nan")
+    rows[5] = torch.finfo(torch.float32).max
+    rows[6] = torch.tensor([1e-38, 0, 0, 1e-40])
+    for dtype in (E4M3, E5M2):
+        made = scaled(rows, dtype=dtype)
+        assert bool(made.scale.isfinite().all())
+        assert bool((made.scale >= torch.finfo(torch.float32).tiny).all())
+        back = made.values()
+        assert back[0].eq(1).all()
+        assert back[1].eq(0).all()
+        assert made.scale[1] == 1
+        assert back[2].eq(0).all()
+        assert back[3, 0].isinf() if dtype == E5M2 else back[3, 0].isnan()
+        assert back[3, 1:].eq(1).all()
+        assert back[4, [0, 2, 3]].eq(1).all()
+        assert back[4, 1].isnan()
+        assert torch.allclose(back[5], rows[5])
+        assert bool(back[6].isfinite().all())
+        whole_one = scaled(rows[[0, 3, 4]], "tensorwise", dtype=dtype)
+        assert whole_one.scale == scaled(torch.ones(1), "tensorwise", dtype=dtype).scale
+    for empty in (torch.ones(0, 3), torch.ones(3, 0)):
+        for recipe in ("rowwise", "tensorwise"):
+            made = scaled(empty, recipe)  # type: ignore[arg-type]
+            assert made.data.shape == empty.shape
+            assert bool(made.scale.eq(1).all())
+
+
+def test_the_librarys_scaled_matmul_is_ours() -> None:
+    """What a GPU uses, as far as the library has it on a CPU."""
+    a, b = scaled(torch.randn(32, 64)), scaled(torch.randn(48, 64))
+    left, right = Quantized.of(a, torch.bfloat16), Quantized.of(b, torch.bfloat16).t()
+    bias = torch.randn(48).bfloat16()
+    for added in (None, bias):
+        x, w = values(a), values(b).t()
+        expected = x @ w if added is None else x @ w + bias.double()
+        off = allowed(x, w, torch.bfloat16, bias=added)
+        reference.check(mm(left, right, added), expected, off, "ours")
+        reference.check(by_library(left, right, added), expected, 2 * off, "the library's")
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
+    "float8 without scales": (lambda x, w: (x.data, w.data), ValueError, "float8 takes scales, fusedtp.Scaled"),
+    "one of the two": (lambda x, w: (x, w.values()), TypeError, "x and weight must both be Scaled or neither"),
+    "the other": (lambda x, w: (x.values(), w), TypeError, "x and weight must both be Scaled or neither"),
+    "a scale of float64": (lambda x, w: (Scaled(x.data, x.scale.double()), w), ValueError, "x.scale must be"),
+    "a scale for columns": (lambda x, w: (Scaled(x.data, torch.ones(1, 8)), w), ValueError, "x.scale must be"),
+    "too few scales": (lambda x, w: (x, Scaled(w.data, w.scale[:2])), ValueError, "weight.scale must be"),
+    "no float8": (lambda x, w: (Scaled(x.values(), x.scale), w), ValueError, "x.data must be one of"),
+    "no tensor": (lambda x, w: (Scaled(x.data, 1.0), w), TypeError, "x.scale must be a tensor"),
+    "other features": (lambda x, w: (x, scaled(torch.randn(4, 6))), ValueError, "weight must have as many columns"),
+    "one dim": (lambda x, w: (scaled(torch.randn(8)), w), ValueError, "x must have at least 2 dim"),
+}
+
+
+def refused(group: ProcessGroup, name: str) -> None:
+    """Before anything is sent, on every rank alike."""
+    change, kind, message = REFUSED[name]
+    x, w = change(scaled(torch.randn(4, 8)), scaled(torch.randn(4, 8)))
+    for function in (fusedtp.all_gather_linear, fusedtp.linear_reduce_scatter, fusedtp.linear_all_reduce):
+        with mock.patch.object(Ready, "run", side_effect=AssertionError("it is sent")):
+            with pytest.raises(kind) as caught:
+                function(x, w, group=group)  # type: ignore[operator]
+            assert message in str(caught.value), (name, str(caught.value))
+
+
+def refused_options(group: ProcessGroup) -> None:
+    """A bias of another dtype or with a gradient; dtypes of results; a recipe for what is float8 already."""
+    x, w = scaled(torch.randn(4, 8)), scaled(torch.randn(4, 8))
+    call: Any = partial(fusedtp.all_gather_linear, x, w, group=group)
+    for given, kind, message in (
+        ({"bias": torch.ones(4)}, ValueError, "bias must have x's dtype, torch.bfloat16"),
+        ({"bias": torch.ones(4).bfloat16().requires_grad_()}, ValueError, "have no gradient, but bias or residual"),
+        ({"out_dtype": torch.float64}, ValueError, "out_dtype must be None or one of"),
+        ({"float8": "rowwise"}, ValueError, "Scaled operands are"),
+    ):
+        with pytest.raises(kind, match=message):
+            call(**given)
+    with pytest.raises(ValueError, match="out_dtype must be None or x's dtype"):
+        fusedtp.all_gather_linear(torch.randn(2, 8), torch.randn(3, 8), group=group, out_dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert call(bias=torch.ones(4).bfloat16().requires_grad_()).dtype == torch.bfloat16
+
+
+def test_what_is_not_whole_is_refused(pool: RankPool) -> None:
+    for name in REFUSED:
+        pool.run(refused, name, world_size=2)
+    pool.run(refused_options, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ({"x": torch.ones(2).double()}, TypeError, "x must be a tensor of float32"),
+        ({"x": torch.ones(())}, ValueError, "at least 1 dimension"),
+        ({"recipe": "blockwise"}, ValueError, "recipe must be one of tensorwise, rowwise"),
+        ({"dtype": torch.bfloat16}, ValueError, "dtype must be one of"),
+        ({"group": "tp"}, ValueError, "group is for recipe 'tensorwise'"),
+        ({"power_of_two": 1}, TypeError, "power_of_two must be True or False"),
+    ],
+)
+def test_what_cannot_be_scaled(given: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        scaled(**{"x": torch.ones(2, 3), **given})
+
+
+def disagree(group: ProcessGroup, schedule: str) -> str:
+    """One rank has another float8, or none."""
+    x = torch.randn(4, 8)
+    mine = scaled(x, dtype=E5M2 if group.rank() else E4M3)
+    try:
+        fusedtp.all_gather_linear(mine, scaled(torch.randn(4, 8)), group=group, schedule=schedule)
+    except fusedtp.RanksDisagree as error:
+        return str(error)
+    finally:
+        fusedtp.destroy()
+    return "nothing was said"
+
+
+@pytest.mark.parametrize("schedule", ["decomposed", "fused"])
+def test_ranks_with_other_dtypes_are_told(pool: RankPool, schedule: str) -> None:
+    for said in pool.run(disagree, schedule, world_size=2):
+        assert "do not agree on float8: torch.float8_e4m3fn on rank 0, torch.float8_e5m2 on rank 1" in said

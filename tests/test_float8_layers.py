@@ -1,0 +1,340 @@
+"""Recipes for float8: forward and every gradient, of layers, functions and shardings, by every schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from fusedtp.bench.ranks import RankPool
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import init_device_mesh
+
+import fusedtp
+from fusedtp.recipes import NAMES
+
+from .spread import spread
+from .test_counting import counting
+from .test_several import cut, whole
+
+SCHEDULES = ("unfused", "decomposed", "fused")
+Grads = dict[str, Tensor]
+
+
+def exact(shape: Sequence[int], seed: int) -> Tensor:
+    """Values that every recipe keeps as they are: multiples of 0.5 up to 3.5, which e5m2 has room for; 3.5 is in every
+    row and column of 8, so that each scale is a power of two.
+    """
+    values = torch.randint(-7, 8, tuple(shape), generator=torch.Generator().manual_seed(seed)) / 2
+    flat = values.reshape(-1, shape[-1]) if values.numel() else values
+    for i in range(max(flat.shape) if values.numel() else 0):
+        flat[i % flat.shape[0], i % flat.shape[1]] = 3.5
+    return values
+
+
+def all_of(inputs: dict[str, Tensor], call: Callable[..., Any], dy: Callable[[int, Tensor], Tensor]) -> Grads:
+    """The results, and the gradients of all inputs."""
+    leaves = {name: each.clone().requires_grad_() for name, each in inputs.items()}
+    outs = call(**leaves)
+    outs = outs if isinstance(outs, tuple) else (outs,)
+    torch.autograd.backward(outs, [dy(i, out) for i, out in enumerate(outs)])
+    found = {f"y{i}": out.detach() for i, out in enumerate(outs)}
+    for name, leaf in leaves.items():
+        assert leaf.grad is not None, f"{name} has no gradient"
+        found[f"d{name}"] = leaf.grad
+    return found
+
+
+def cases(group: ProcessGroup, how: str, make: Callable[..., Tensor]) -> dict[str, tuple[dict[str, Tensor], Any]]:
+    """Inputs of this rank and what is called with them, for every function."""
+    rank, size = group.rank(), group.size()
+    M, N, K = 16, 24, 32
+    rows, outs, ins = (cut(n, size, how) for n in (M, N, K))
+    x_m, x_k = make((rows[rank], K), 1 + rank), make((M, ins[rank]), 11 + rank)
+    w, w2, w_k, bias = make((N, K), 21 + rank), make((8, K), 31 + rank), make((N, ins[rank]), 41 + rank), make((N,), 3)
+    given = {"group": group}
+    gather = partial(fusedtp.all_gather_linear, sizes=rows, **given)
+    return {
+        "gather": ({"x": x_m, "w": w, "b": bias}, lambda x, w, b, **o: gather(x, w, b, **o)),
+        "several": (
+            {"x": x_m, "w": w, "v": w2}, lambda x, w, v, **o: gather(x, (w, v), **o),  # type: ignore[call-overload]
+        ),
+        "features": (
+            {"x": x_k, "w": w, "b": bias},
+            lambda x, w, b, **o: fusedtp.all_gather_linear(x, w, b, gather_dim=-1, sizes=ins, **given, **o),
+        ),
+        "batch": (
+            {"x": make((2, rows[rank], K), 51 + rank), "w": w},
+            lambda x, w, **o: fusedtp.all_gather_linear(x, w, gather_dim=1, sizes=rows, **given, **o),
+        ),
+        "scatter": (
+            {"x": x_k, "w": w_k, "b": bias},
+            lambda x, w, b, **o: fusedtp.linear_reduce_scatter(x, w, b, sizes=rows, **given, **o),
+        ),
+        "scatter columns": (
+            {"x": x_k, "w": w_k},
+            lambda x, w, **o: fusedtp.linear_reduce_scatter(x, w, scatter_dim=-1, sizes=outs, **given, **o),
+        ),
+        "all-reduce": (
+            {"x": x_k, "w": w_k, "b": bias}, lambda x, w, b, **o: fusedtp.linear_all_reduce(x, w, b, **given, **o),
+        ),
+        "fsdp": (
+            {"x": make((12, K), 61 + rank), "w": make((outs[rank], K), 71 + rank)},
+            lambda x, w, **o: fusedtp.fsdp_linear(x, w, sizes=outs, **given, **o),
+        ),
+    }  # fmt: skip
+
+
+def exactly(group: ProcessGroup, schedule: str, how: str) -> None:
+    """Where no cast rounds, results and gradients are those without float8, to the bit, whatever travels and is scaled
+    on the way.
+    """
+    for name, (inputs, call) in cases(group, how, exact).items():
+        # Of what is the same on all ranks the gradient is too.
+        seed = 91 if name == "all-reduce" else 91 + group.rank()
+        call = partial(call, schedule=schedule)
+        dy = lambda i, out, seed=seed: exact(out.shape, seed + i)  # noqa: E731
+        plain = all_of(inputs, call, dy)
+        for recipe in NAMES:
+            for key, value in all_of(inputs, partial(call, float8=recipe), dy).items():
+                assert torch.equal(value, plain[key]), f"{name}, {recipe}: {key}"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "world_size", "how"),
+    spread([*SCHEDULES * 2], [1, 2, 2, 4, 4, 3], ["even", "lopsided", "on the last", "lopsided", "even"]),
+)
+def test_what_no_cast_rounds_is_as_without(pool: RankPool, schedule: str, world_size: int, how: str) -> None:
+    pool.run(exactly, schedule, how, world_size=world_size, timeout=400)
+
+
+def sharded(group: ProcessGroup, schedule: str) -> None:
+    """Over one axis and two, planned by size: what is cast has one scale on all ranks of both axes."""
+    size = group.size()
+    shape = (2, 2) if size == 4 else (1, size)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("X", "Y"))
+    at, lengths = mesh.get_coordinate(), dict(zip("XY", shape, strict=True))
+    assert at is not None
+    place, given = dict(zip("XY", at, strict=True)), {"M": 16, "K": 32, "N": 24}
+
+    def shard(dims: Sequence[str], seed: int) -> Tensor:
+        x = exact([given[dim[0]] for dim in dims], seed)
+        for i, dim in enumerate(dims):
+            for axis in dim[2:]:
+                x = x.chunk(lengths[axis], i)[place[axis]]
+        return x.contiguous()
+
+    for spec in (
+        "[M_X, K] @ [K, N_Y] -> [M_X, N_Y]", "[M_X, K] @ [K_X, N_Y] -> [M_X, N_Y]", "[M_X, K_Y] @ [K_Y, N] -> [M_X, N]",
+        "[M_X, K_Y] @ [K_Y, N_X] -> [M, N_X]", "[M, K_XY] @ [K_XY, N] -> [M, N]", "[M_Y, K] @ [K, N_Y] -> [M, N_Y]",
+    ):  # fmt: skip
+        a, b, c = (part.strip(" []").split(", ") for part in spec.replace("->", "@").split("@"))
+        call = partial(fusedtp.sharded_matmul, spec=spec, mesh=mesh, schedule=schedule)
+        inputs = {"a": shard(a, 1), "b": shard(b, 2)}
+        plain = all_of(inputs, call, lambda i, out, c=c: shard(c, 3))  # type: ignore[misc]
+        for recipe in NAMES:
+            made = all_of(inputs, partial(call, float8=recipe), lambda i, out, c=c: shard(c, 3))  # type: ignore[misc]
+            for key, value in made.items():
+                assert torch.equal(value, plain[key]), f"{spec}, {recipe}: {key}"
+
+
+@pytest.mark.parametrize(("schedule", "world_size"), spread(SCHEDULES, [4, 4, 2]))
+def test_shardings(pool: RankPool, schedule: str, world_size: int) -> None:
+    pool.run(sharded, schedule, world_size=world_size)
+
+
+def off(value: Tensor, ref: Tensor) -> float:
+    """In the norm."""
+    return float((value.double() - ref.double()).norm() / ref.double().norm())
+
+
+# What rounding one operand to e4m3 or e5m2 adds to a product of random values, in the norm: a uniform error of half a
+# step, 2**-4 or 2**-3 of values that are 1 to 2 times a power of two, is at most 2**-4 / sqrt(3) of each.
+E4M3, E5M2 = 2**-4 / 3**0.5, 2**-3 / 3**0.5
+
+
+def roughly(group: ProcessGroup, schedule: str, how: str, dtype: torch.dtype) -> None:
+    """Random values are as far off as two rounded operands make them, and by no more."""
+
+    def random(shape: Sequence[int], seed: int) -> Tensor:
+        return whole(shape, dtype, seed)
+
+    for name, (inputs, call) in cases(group, how, random).items():
+        seed = 91 if name == "all-reduce" else 91 + group.rank()
+        dy = lambda i, out, seed=seed: random(out.shape, seed + i)  # noqa: E731
+        plain = all_of(inputs, partial(call, schedule=schedule), dy)
+        for recipe in NAMES:
+            made = all_of(inputs, partial(call, schedule=schedule, float8=recipe), dy)
+            for key, value in made.items():
+                assert value.dtype == dtype
+                ref = plain[key]
+                if not ref.numel():
+                    continue
+                # dx and dw have dy as one operand, in e5m2 or rounded twice; dw of the one recipe has none rounded.
+                both = (2 * E4M3**2) ** 0.5 if key[0] == "y" else (E4M3**2 + max(E5M2**2, 2 * E4M3**2)) ** 0.5
+                most = both if key[0] == "y" or key in ("dx", "dw", "dv") else 0.0
+                most = 0.0 if recipe == "rowwise_with_gw_hp" and key in ("dw", "dv") else most
+                found = off(value, ref)
+                # Where a shard has few columns it is not the mean of many.
+                allowed = 1.5 * most + 4 * torch.finfo(dtype).eps
+                assert found <= allowed, f"{name}, {recipe}: {key} is off by {found:.4f}, not {most:.4f}"
+                assert found > most / 8 or not most, f"{name}, {recipe}: {key} is not made in float8"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "world_size", "how", "dtype"),
+    spread([*SCHEDULES * 2], [2, 3, 2, 1, 4, 3], ["even", "lopsided"], [torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_values_are_off_by_their_rounding(
+    pool: RankPool, schedule: str, world_size: int, how: str, dtype: torch.dtype
+) -> None:
+    pool.run(roughly, schedule, how, dtype, world_size=world_size, timeout=400)
+
+
+def travels_once(group: ProcessGroup, recipe: str) -> None:
+    """Of a row-parallel layer dy is gathered once for both gradients, of a column-parallel one x once beside dx. Where
+    a tensor has one scale, ranks agree on it by one number, of all tensors of a product at once.
+    """
+    x, w = torch.randn(8, 16, requires_grad=True), torch.randn(12, 16, requires_grad=True)
+    numbers = [("all_gather", (1, 2))] if recipe == "tensorwise" else []
+    agreed = [("all_gather", (1, 3))] if recipe == "tensorwise" else []
+    rows, dy_rows = 8 // group.size(), (8 // group.size(), 12)
+    with counting() as forward:
+        y = fusedtp.linear_reduce_scatter(x, w, group=group, float8=recipe)  # type: ignore[arg-type]
+    assert forward.calls == [*numbers, ("matmul_reduce_scatter", (8, 16))]
+    with counting() as backward:
+        y.sum().backward()
+    if recipe == "rowwise_with_gw_hp":
+        # As it is: dw is made of that.
+        assert [each for each in backward.calls if each[1] == tuple(sorted(dy_rows))] == [("all_gather", dy_rows)]
+    else:
+        assert backward.calls == [*agreed, ("all_gather_matmul twice", tuple(sorted(dy_rows)))]
+    x = torch.randn(rows, 16, requires_grad=True)
+    y = fusedtp.all_gather_linear(x, w, group=group, float8=recipe)  # type: ignore[arg-type]
+    with counting() as backward:
+        y.sum().backward()
+    assert len([each for each in backward.calls if each == ("all_gather_matmul", (rows, 16))]) == 1
+    assert len(backward.calls) == 2 + (recipe != "rowwise")
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_what_both_gradients_need_travels_once(pool: RankPool, recipe: str) -> None:
+    pool.run(travels_once, recipe, world_size=2)
+
+
+def layers(group: ProcessGroup, schedule: str, sequence_parallel: bool) -> None:
+    """ParallelMLP and FSDPLinear beside nn.Linear, all of them with the float8 of one process: the same recipe, made by
+    the layers on a group of one rank.
+    """
+    (alone,) = [g for i, g in enumerate(_alone(group)) if i == group.rank()]
+    S, K, N = 16, 32, 48
+
+    def made(group: ProcessGroup, recipe: str | None) -> nn.Module:
+        torch.manual_seed(5)
+        return fusedtp.ParallelMLP(
+            K, N, activation="swiglu", group=group, sequence_parallel=sequence_parallel, schedule=schedule,
+            float8=recipe,  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    for recipe in (*NAMES, None):
+        ours, theirs = made(group, recipe), made(alone, recipe)
+        whole_x = whole((S, K), torch.float32, 1)
+        part = whole_x.tensor_split(group.size())[group.rank()] if sequence_parallel else whole_x
+        x, x_alone = part.clone().requires_grad_(), whole_x.clone().requires_grad_()
+        y, expected = ours(x), theirs(x_alone)
+        y.square().sum().backward()
+        expected.square().sum().backward()
+        own = expected.tensor_split(group.size())[group.rank()] if sequence_parallel else expected
+        # Sums over ranks have scales of their own in each part of what is contracted.
+        most = 0.0 if recipe is None else 0.08
+        assert off(y, own) <= most + 1e-5
+        for name, parameter in ours.named_parameters():
+            grad, other = parameter.grad, theirs.get_parameter(name).grad
+            assert off(grad.full_tensor(), other.full_tensor()) <= most + 1e-5, name  # type: ignore[union-attr]
+        assert ("float8" in repr(ours)) == (recipe is not None)
+
+
+_groups: dict[str, list[ProcessGroup]] = {}
+
+
+def _alone(group: ProcessGroup) -> list[ProcessGroup]:
+    # A group of each rank by itself.
+    if group.group_name not in _groups:
+        ranks = torch.distributed.get_process_group_ranks(group)
+        made = [torch.distributed.new_group([rank], use_local_synchronization=True) for rank in ranks[:0]]
+        mine = torch.distributed.new_group([ranks[group.rank()]], use_local_synchronization=True)
+        _groups[group.group_name] = [*made, *[mine] * len(ranks)]
+    return _groups[group.group_name]
+
+
+@pytest.mark.parametrize(("schedule", "sequence_parallel"), spread([*SCHEDULES, "fused"], [True, True, True, False]))
+def test_layers(pool: RankPool, schedule: str, sequence_parallel: bool) -> None:
+    pool.run(layers, schedule, sequence_parallel, world_size=2)
+
+
+def compiled_and_checkpointed(group: ProcessGroup) -> None:
+    """In a whole graph of torch.compile, and made again in backward, gradients are the same."""
+    x, weights = torch.randn(6, 16), [torch.randn(12, 16), torch.randn(12, 16)]
+
+    def loss(x: Tensor, w: Tensor, v: Tensor, recipe: str) -> Tensor:
+        y = fusedtp.all_gather_linear(x, (w, v), group=group, activation="swiglu", float8=recipe)  # type: ignore
+        return fusedtp.linear_reduce_scatter(y, w.t(), group=group, float8=recipe).square().sum()  # type: ignore
+
+    def checkpointed(*given: Any) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(loss, *given, use_reentrant=False)  # type: ignore[no-any-return]
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for recipe in NAMES:
+        found = []
+        for call in (loss, compiled, checkpointed):
+            leaves = [each.clone().requires_grad_() for each in (x, *weights)]
+            call(*leaves, recipe).backward()
+            found.append([each.grad for each in leaves])
+        for others in found[1:]:
+            for ours, other in zip(found[0], others, strict=True):
+                assert torch.equal(ours, other)  # type: ignore[arg-type]
+
+
+def test_in_a_graph_and_made_again(pool: RankPool) -> None:
+    pool.run(compiled_and_checkpointed, world_size=2)
+
+
+def disagree(group: ProcessGroup, schedule: str) -> str:
+    """One rank has another recipe."""
+    recipe = ("rowwise", "rowwise_with_gw_hp")[group.rank()]
+    try:
+        fusedtp.all_gather_linear(
+            torch.randn(4, 8), torch.randn(4, 8), group=group, schedule=schedule, float8=recipe  # type: ignore
+        )  # fmt: skip
+    except fusedtp.RanksDisagree as error:
+        return str(error)
+    finally:
+        fusedtp.destroy()
+    return "nothing was said"
+
+
+@pytest.mark.parametrize("schedule", ["decomposed", "fused"])
+def test_ranks_with_other_recipes_are_told(pool: RankPool, schedule: str) -> None:
+    for said in pool.run(disagree, schedule, world_size=2):
+        assert "float8=rowwise on rank 0" in said
+        assert "float8=rowwise_with_gw_hp on rank 1" in said
+
+
+def refused(group: ProcessGroup) -> None:
+    """An unknown recipe, and float64."""
+    x, w = torch.randn(4, 8), torch.randn(4, 8)
+    for recipe in ("row-wise", 1, True):
+        with pytest.raises(ValueError, match="float8 must be None or one of tensorwise, rowwise, rowwise_with_gw_hp"):
+            fusedtp.all_gather_linear(x, w, group=group, float8=recipe)  # type: ignore[call-overload]
+        with pytest.raises(ValueError, match="float8 must be None or one of"):
+            fusedtp.RowParallelLinear(8, 8, group=group, float8=recipe)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="float8 is for x in"):
+        fusedtp.linear_all_reduce(x.double(), w.double(), group=group, float8="rowwise")
+
+
+def test_recipes_that_are_refused(pool: RankPool) -> None:
+    pool.run(refused, world_size=2)
