@@ -316,7 +316,7 @@ def disagree(group: ProcessGroup, schedule: str) -> str:
     except fusedtp.RanksDisagree as error:
         return str(error)
     finally:
-        fusedtp.destroy()
+        fusedtp.destroy(group)
     return "nothing was said"
 
 

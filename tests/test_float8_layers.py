@@ -313,7 +313,7 @@ def disagree(group: ProcessGroup, schedule: str) -> str:
     except fusedtp.RanksDisagree as error:
         return str(error)
     finally:
-        fusedtp.destroy()
+        fusedtp.destroy(group)
     return "nothing was said"
 
 
