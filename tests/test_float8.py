@@ -20,6 +20,7 @@ from fusedtp.calls.dispatch import Ready
 from fusedtp.scaled import Quantized, by_library, mm
 
 from .bounds import Bounds
+from .disagreeing import told
 from .spread import spread
 from .test_several import cut, whole
 
@@ -309,15 +310,8 @@ def test_what_cannot_be_scaled(given: dict[str, Any], kind: type[Exception], mes
 
 def disagree(group: ProcessGroup, schedule: str) -> str:
     """One rank has another float8, or none."""
-    x = torch.randn(4, 8)
-    mine = scaled(x, dtype=E5M2 if group.rank() else E4M3)
-    try:
-        fusedtp.all_gather_linear(mine, scaled(torch.randn(4, 8)), group=group, schedule=schedule)
-    except fusedtp.RanksDisagree as error:
-        return str(error)
-    finally:
-        fusedtp.destroy(group)
-    return "nothing was said"
+    mine, weight = scaled(torch.randn(4, 8), dtype=E5M2 if group.rank() else E4M3), scaled(torch.randn(4, 8))
+    return told(group, lambda: fusedtp.all_gather_linear(mine, weight, group=group, schedule=schedule))
 
 
 @pytest.mark.parametrize("schedule", ["decomposed", "fused"])

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fusedtp
 from fusedtp.recipes import NAMES
 
+from .disagreeing import told
 from .spread import spread
 from .test_counting import counting
 from .test_several import cut, whole
@@ -305,16 +306,10 @@ def test_in_a_graph_and_made_again(pool: RankPool) -> None:
 
 def disagree(group: ProcessGroup, schedule: str) -> str:
     """One rank has another recipe."""
-    recipe = ("rowwise", "rowwise_with_gw_hp")[group.rank()]
-    try:
-        fusedtp.all_gather_linear(
-            torch.randn(4, 8), torch.randn(4, 8), group=group, schedule=schedule, float8=recipe  # type: ignore
-        )  # fmt: skip
-    except fusedtp.RanksDisagree as error:
-        return str(error)
-    finally:
-        fusedtp.destroy(group)
-    return "nothing was said"
+    recipe: Any = ("rowwise", "rowwise_with_gw_hp")[group.rank()]
+    x, weight = torch.randn(4, 8), torch.randn(4, 8)
+    call = partial(fusedtp.all_gather_linear, x, weight, group=group, schedule=schedule, float8=recipe)
+    return told(group, call)
 
 
 @pytest.mark.parametrize("schedule", ["decomposed", "fused"])

@@ -99,10 +99,10 @@ class Model:
     ) -> None:
         self.work, self.machine, self.n = work, machine, work.num_ranks
         self.given, self.kernel_given = matmul_us, kernel_matmul_us
-        # What the library multiplies in: products of parts of float8's contraction are scaled one by one and added.
-        self.library = machine.multiplied(work.dtype)
+        # What torch multiplies in: products of parts of float8's contraction are scaled one by one and added.
+        self.torch_dtype = machine.multiplied(work.dtype)
         if work.by_depth and is_float8(work.dtype):
-            self.library = WIDENED
+            self.torch_dtype = WIDENED
         # A rank's whole matmul: what was measured, or the model's.
         modelled = self.product(work.rows, work.cols, work.depth) if matmul_us is None and work.flops else 0.0
         self.matmul = modelled if matmul_us is None else matmul_us
@@ -113,10 +113,10 @@ class Model:
         return not self.work.flops or self.work.dtype in self.machine.matrix_tflops
 
     def product(self, rows: int, cols: int, depth: int, dtype: str = "") -> float:
-        """A matmul, the library's but for another `dtype`: the slower of its FLOPs, in whole waves of tiles, and its
+        """A matmul, torch's but for another `dtype`: the slower of its FLOPs, in whole waves of tiles, and its
         bytes.
         """
-        machine, dtype, widening = self.machine, dtype or self.library, 0.0
+        machine, dtype, widening = self.machine, dtype or self.torch_dtype, 0.0
         operands, launches = rows * depth + depth * cols, 1
         num_bytes = operands * ITEMSIZE[dtype] + rows * cols * ITEMSIZE[self.work.made]
         if dtype != self.work.dtype:
@@ -179,7 +179,7 @@ class Model:
         if self.kernel_given is not None:
             return self.kernel_given
         work, whole = self.work, self.matmul
-        if self.library != work.dtype and self.kernel_multiplies:
+        if self.torch_dtype != work.dtype and self.kernel_multiplies:
             whole = self.product(work.rows, work.cols, work.depth, work.dtype)
         return whole / self.machine.kernel_fraction
 
@@ -307,8 +307,8 @@ class Model:
         said = ["predicted, not measured", "every rank has an even share and arrives at the same time"]
         if work.flops and self.given is None:
             said.append(f"the library's matmul reaches {machine.matrix_fraction:.0%} of {machine.title}'s rate")
-        if work.flops and self.library != work.dtype:
-            said.append(f"the library multiplies {work.dtype} as {self.library} here")
+        if work.flops and self.torch_dtype != work.dtype:
+            said.append(f"torch multiplies {work.dtype} as {self.torch_dtype} here")
         if work.flops and not self.kernel_multiplies and not machine.in_place:
             said.append(f"our kernel does not multiply {work.dtype} on {machine.title}: no fused")
         elif work.flops and self.kernel_given is None and not machine.in_place:
