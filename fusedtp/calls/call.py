@@ -38,6 +38,8 @@ from .program import Only, Program
 _MAX_CALLS = 4096
 # Behind the names of what a program is given, if the products are to be kept.
 _KEPT = "kept"
+# The place of float8 among the lines of settings.
+_FLOAT8 = 7
 
 
 def described(
@@ -53,9 +55,9 @@ def described(
 
 def with_float8(text: str, x: torch.dtype, w: torch.dtype) -> str:
     """The same settings, of a call on float8 operands with scales."""
-    lines = text.split("\n")
-    lines[7] = f"{x} {w}".replace("torch.", "")
-    return "\n".join(lines)
+    # The line of `described` that has a recipe where there is one.
+    before, (_, *names) = text.split("\n")[:_FLOAT8], text.split("\n")[_FLOAT8:]
+    return "\n".join([*before, f"{x} {w}".replace("torch.", ""), *names])
 
 
 def without_activation(text: str) -> str:
@@ -162,9 +164,8 @@ class Call:
         """
         spec, lengths = self._spec, self.partition.lengths
         rows = [name for name in spec.a.names if name != spec.k]
-        text = (
-            self.settings.spec if not self.settings.recipe else f"{self.settings.spec}, float8={self.settings.recipe}"
-        )
+        recipe = self.settings.recipe
+        text = self.settings.spec if not recipe else f"{self.settings.spec}, float8={recipe}"
         if any(spec.a.axes(name) and spec.a.axes(name) == spec.c.axes(name) for name in rows):
             return text
         whole = [name for name in rows if not spec.a.axes(name) and not spec.c.axes(name)]

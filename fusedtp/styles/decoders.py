@@ -169,7 +169,7 @@ class _Planner:
                 )
             if shapes == {(whole,)}:
                 return SplitFeatures()
-            if head is not None and shapes == {(lengths.copy().pop() // head, head)}:
+            if head is not None and shapes == {(min(lengths) // head, head)}:
                 return SplitFeatures(-2)
         raise NotImplementedError(
             f"parallelize does not know what to do with {path}, {type(module).__name__} with parameters of "
@@ -261,7 +261,8 @@ def parallelize(
     The model is called as before, with the same inputs on every rank, and gives whole logits, if not told otherwise.
     Its parameters become DTensors where they are split, and keep their names but for packed ones, whose parts have
     their own. Errors as in `decoder_plan`, before anything is changed; RanksDisagree, on every rank, where the ranks
-    have other models or options; PeerTimeout where one does not come within the time that `set_timeout` allows.
+    have other models or options; PeerTimeout where one does not come within the group's timeout, or the time that
+    `set_timeout` allows the group.
     """
     check_mesh(device_mesh)
     options: dict[str, Any] = {
