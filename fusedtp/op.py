@@ -83,7 +83,8 @@ class Task:
 
     sizes: every rank's length of what is gathered or scattered. dim, transposed, activation ("" for none), keeps: see
     above. algorithm: one of the op's, or "auto". float8: what the first operand is in, if a and b are float8 with
-    scales (`scaled.Quantized`); dtype is then the result's, in which terms of a sum travel.
+    scales (`scaled.Quantized`); dtype is then the result's, in which terms of a sum travel. in_blocks: whether scales are
+    those of blocks.
     """
 
     op: Op
@@ -96,18 +97,21 @@ class Task:
     activation: str = ""
     keeps: bool = False
     float8: torch.dtype | None = None
+    in_blocks: bool = False
 
     @classmethod
     def of(
         cls, op: Op, *operands: Any, sizes: Sequence[int] = (), dim: int = 0, transposed: bool = False,
         algorithm: str = "auto", activation: str = "", keeps: bool = False, float8: torch.dtype | None = None,
+        in_blocks: bool = False,
     ) -> Task:  # fmt: skip
         """The task on these operands."""
         shapes = [None if each is None else (each.shape[0], each.shape[1]) if each.ndim == 2 else (1, each.shape[0])
                   for each in operands]  # fmt: skip
         x = operands[0]
         assert x is not None
-        return cls(op, tuple(shapes), x.dtype, tuple(sizes), dim, transposed, algorithm, activation, keeps, float8)
+        options = tuple(sizes), dim, transposed, algorithm, activation, keeps, float8, in_blocks
+        return cls(op, tuple(shapes), x.dtype, *options)
 
     def __hash__(self) -> int:
         return self._hash
@@ -115,7 +119,7 @@ class Task:
     @cached_property
     def _hash(self) -> int:
         # Tasks are looked up at every call.
-        options = self.dim, self.transposed, self.algorithm, self.activation, self.keeps, self.float8
+        options = self.dim, self.transposed, self.algorithm, self.activation, self.keeps, self.float8, self.in_blocks
         return hash((self.op.name, self.shapes, self.dtype, self.sizes, options))
 
     def shape(self, operand: int) -> Shape:
@@ -145,6 +149,8 @@ class Task:
     @property
     def multiplied_in(self) -> str:
         """The name of the dtype of a and b."""
+        if self.in_blocks:
+            return "mxfp8"
         return str(self.float8 or self.dtype).removeprefix("torch.")
 
     def results(self, rank: int) -> tuple[Shape, ...]:
@@ -169,6 +175,7 @@ class Task:
             options["algorithm"] = self.algorithm
         if self.float8 is not None:
             options["float8"] = self.float8
+            options["scales"] = "of blocks" if self.in_blocks else "of rows"
         return {**options, **self.op.agreed(self)}
 
 

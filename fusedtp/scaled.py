@@ -1,10 +1,12 @@
 """float8 operands: 8-bit data and the scales that give it back its range.
 
-    value = data * scale        scale () for the whole tensor, [.., 1] one for each row
+    value = data * scale        scale () for the whole tensor, [.., 1] one for each row,
+                                [.., ceil(K / 32)] in e8m0 one for each block of 32 along the row: mxfp8
 
 A product of two is made of the data alone, in float32, and scaled where it is rounded: (a @ b) * a.scale * b.scale. So
 a scale has to be the same along the contraction. Where ranks have different parts of that, as in a reduce-scatter, each
-rank scales its own terms before they are added; scales need not agree.
+rank scales its own terms before they are added; scales need not agree. Scales of blocks are not the same along it: each
+block is multiplied with its own, by a matrix unit that knows of them or before.
 
 `Scaled` is what callers give. `Quantized` is the same as schedules see it: a matrix in whatever order of dims, with its
 scale beside every element (no memory: strides of 0).
@@ -22,7 +24,7 @@ from torch import Tensor
 
 # What is multiplied: e4m3 of NVIDIA's and AMD's newer GPUs, e5m2, and e4m3 of gfx942.
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
-Recipe = Literal["tensorwise", "rowwise"]
+Recipe = Literal["tensorwise", "rowwise", "mxfp8"]
 
 # A matrix of an op: a tensor, or `Quantized`, which has what schedules ask of one.
 Matrix: TypeAlias = Any
@@ -30,10 +32,16 @@ Matrix: TypeAlias = Any
 # A received row is its data up to 16 bytes, then its scale in 16 bytes of its own: the next row is aligned.
 SCALE_BYTES = 16
 
+# Elements that share a scale in mxfp8, and what such scales are: powers of two, 8 bits of an exponent (OCP
+# microscaling formats, 1.0, section 5).
+BLOCK = 32
+E8M0 = torch.float8_e8m0fnu
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Scaled:
-    """data [.., K] in float8, and its scale in float32: () for the whole tensor, or [.., 1], one for each row.
+    """data [.., K] in float8, and its scale in float32: () for the whole tensor, or [.., 1], one for each row; or in
+    float8_e8m0fnu [.., ceil(K / 32)], one for each 32 elements of a row.
 
     The values are data * scale. Functions take one for x and one for each weight. No gradient comes to it.
     """
@@ -48,7 +56,10 @@ class Scaled:
 
     def values(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """data * scale, in float32, rounded to `dtype`."""
-        return (widened(self.data) * self.scale).to(dtype)
+        scale = self.scale
+        if scale.dtype == E8M0:
+            scale = along_blocks(scale, self.data.shape[-1], -1)
+        return (widened(self.data) * scale).to(dtype)
 
 
 def scaled(
@@ -59,7 +70,8 @@ def scaled(
 
     recipe: "tensorwise", one scale; with a `group`, that of the largest magnitude on any of its ranks, for which they
     exchange one number through torch.distributed. "rowwise", one for each row. With `power_of_two` a scale is rounded
-    up to a power of two, and makes no rounding of its own (as the rowwise recipes of torchao do).
+    up to a power of two, and makes no rounding of its own (as the rowwise recipes of torchao do). "mxfp8", one for each
+    32 elements of a row, always a power of two.
 
     All zeros have the scale 1. NaN stays NaN; an infinity stays one in e5m2, and is NaN in e4m3, which has none.
     Neither has a part in a scale, so what is not finite spoils its own row of a product only. Scales are normal
@@ -68,6 +80,8 @@ def scaled(
     Raises ValueError or TypeError for arguments that do not fit.
     """
     _check(x, recipe, dtype, group, power_of_two)
+    if recipe == "mxfp8":
+        return _in_blocks(x.detach(), dtype)
     if recipe == "rowwise":
         most = largest_finite(x.detach(), (x.ndim - 1,))
     else:
@@ -75,6 +89,19 @@ def scaled(
         if group is not None:
             most = _largest(most, group)
     return Scaled(*quantized(x.detach(), most, dtype, power_of_two=power_of_two))
+
+
+def _in_blocks(x: Tensor, dtype: torch.dtype) -> Scaled:
+    # The last block of a row is filled up with zeros.
+    count = -(-x.shape[-1] // BLOCK)
+    blocks = torch.nn.functional.pad(x, (0, count * BLOCK - x.shape[-1])).unflatten(-1, (count, BLOCK))
+    data, scale = quantized(blocks, largest_finite(blocks, (blocks.ndim - 1,)), dtype, power_of_two=True)
+    return Scaled(data.flatten(-2)[..., : x.shape[-1]].contiguous(), scale[..., 0].to(E8M0))
+
+
+def along_blocks(scale: Tensor, length: int, dim: int) -> Tensor:
+    """Scales of blocks along `dim` in float32, one for each of `length` elements."""
+    return scale.view(E8M0).float().repeat_interleave(BLOCK, dim).narrow(dim, 0, length)
 
 
 def largest_finite(x: Tensor, over: tuple[int, ...] | None = None) -> Tensor:
@@ -146,19 +173,25 @@ class Quantized:
     """A `Scaled` operand of an op, in any order of dims. `out`: the dtype of what is made of it.
 
     scale: as large as data, with strides of 0 along the contraction. whole: it is the same everywhere, on all ranks.
+    blocks: the dim whose elements have scales by the block, the contraction, None for none; scale is bytes then, with a
+    32nd of the data's length there.
     """
 
-    __slots__ = ("data", "dtype", "scale", "whole")
+    __slots__ = ("blocks", "data", "dtype", "scale", "whole")
 
-    def __init__(self, data: Tensor, scale: Tensor, out: torch.dtype, whole: bool = False) -> None:
-        self.data, self.scale, self.dtype, self.whole = data, scale, out, whole
+    def __init__(
+        self, data: Tensor, scale: Tensor, out: torch.dtype, whole: bool = False, blocks: int | None = None
+    ) -> None:
+        self.data, self.scale, self.dtype, self.whole, self.blocks = data, scale, out, whole, blocks
 
-    def _like(self, data: Tensor, scale: Tensor) -> Quantized:
-        return Quantized(data, scale, self.dtype, self.whole)
+    def _like(self, data: Tensor, scale: Tensor, blocks: int | None = None) -> Quantized:
+        return Quantized(data, scale, self.dtype, self.whole, blocks)
 
     @classmethod
     def of(cls, x: Scaled, out: torch.dtype) -> Quantized:
         """What callers gave."""
+        if x.scale.dtype == E8M0:
+            return cls(x.data, x.scale.view(torch.uint8), out, blocks=x.data.ndim - 1)
         return cls(x.data, x.scale.expand(x.data.shape), out)
 
     @property
@@ -177,16 +210,32 @@ class Quantized:
         return self.data.stride(dim)
 
     def permute(self, order: tuple[int, ...]) -> Quantized:
-        return self._like(self.data.permute(order), self.scale.permute(order))
+        blocks = None if self.blocks is None else order.index(self.blocks)
+        return self._like(self.data.permute(order), self.scale.permute(order), blocks)
 
     def reshape(self, shape: Sequence[int]) -> Quantized:
-        return self._like(self.data.reshape(shape), self.scale.reshape(shape))
+        if self.blocks is None:
+            return self._like(self.data.reshape(shape), self.scale.reshape(shape))
+        # Dims before the contraction or behind it become one, or are one no more; it is first or last.
+        blocks = 0 if self.blocks == 0 else len(shape) - 1
+        scales = [self.scale.shape[self.blocks] if dim == blocks else length for dim, length in enumerate(shape)]
+        return self._like(self.data.reshape(shape), self.scale.reshape(scales), blocks)
 
     def t(self) -> Quantized:
-        return self._like(self.data.t(), self.scale.t())
+        return self._like(self.data.t(), self.scale.t(), None if self.blocks is None else 1 - self.blocks)
 
-    def __getitem__(self, part: Any) -> Quantized:
-        return self._like(self.data[part], self.scale[part])
+    def __getitem__(self, part: slice | tuple[slice, ...]) -> Quantized:
+        """A part of each of the first dims; of the contraction whole blocks, but for its end."""
+        if self.blocks is None:
+            return self._like(self.data[part], self.scale[part])
+        scales = []
+        for dim, its in enumerate(part if isinstance(part, tuple) else (part,)):
+            if dim == self.blocks:
+                begin, end, _ = its.indices(self.data.shape[dim])
+                assert begin % BLOCK == 0 or begin == end
+                its = slice(begin // BLOCK, -(-end // BLOCK))
+            scales.append(its)
+        return self._like(self.data[part], self.scale[tuple(scales)], self.blocks)
 
     def new_empty(self, *shape: Any) -> Tensor:
         """A tensor for what is made of it."""
@@ -197,23 +246,60 @@ class Quantized:
         # Without columns there are no scales to be seen, and nothing to scale.
         return self.scale[:, 0].contiguous() if self.shape[1] else self.scale.new_ones(self.shape[0])
 
+    def for_kernels(self) -> Tensor:
+        """The scales of a matrix whose contraction is its columns, as `operands.Scales` has them."""
+        if self.blocks is None:
+            return self.row_scales()
+        rows, count = self.scale.shape
+        padded = scale_bytes(self.shape[1])
+        if padded == count and self.scale.is_contiguous():
+            return self.scale
+        scales = self.scale.new_zeros(rows, padded)
+        scales[:, :count] = self.scale
+        return scales
 
-def packed_bytes(cols: int) -> int:
-    """The bytes of a row of `cols` elements with its scale."""
-    return -(-cols // 16) * 16 + SCALE_BYTES
+    def widened(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """What is multiplied: the data, in blocks times their scales, in `dtype`."""
+        if self.blocks is None:
+            return widened(self.data).to(dtype)
+        return (widened(self.data) * along_blocks(self.scale, self.shape[self.blocks], self.blocks)).to(dtype)
+
+
+def scale_bytes(cols: int) -> int:
+    """From one row's block scales to the next one's: those of `cols` elements, padded to 16."""
+    return -(-cols // (16 * BLOCK)) * 16
+
+
+def packed_bytes(cols: int, *, blocks: bool = False) -> int:
+    """The bytes of a row of `cols` elements with its scale, or with those of its blocks."""
+    return -(-cols // 16) * 16 + (scale_bytes(cols) if blocks else SCALE_BYTES)
+
+
+def _packed_scales(rows: Tensor, x: Quantized, cols: int) -> Tensor:
+    # Of rows of bytes, where x's scales are: those of blocks behind the data, one scale at the row's end.
+    if x.blocks is not None:
+        at = -(-cols // 16) * 16
+        return rows[:, at : at + -(-cols // BLOCK)]
+    at = rows.shape[1] - SCALE_BYTES
+    return rows[:, at : at + 4].view(torch.float32)
 
 
 def pack_into(rows: Tensor, x: Quantized) -> None:
     """x [R, C] and its rows' scales into `rows` [R, packed_bytes(..)] of bytes."""
-    at = rows.shape[1] - SCALE_BYTES
     rows[:, : x.shape[1]].view(x.data.dtype).copy_(x.data)
-    rows[:, at : at + 4].view(torch.float32)[:, 0].copy_(x.row_scales())
+    if x.blocks is not None:
+        # With the zeros that are read as scales of what lies behind the data.
+        at, scales = -(-x.shape[1] // 16) * 16, x.for_kernels()
+        rows[:, at : at + scales.shape[1]] = scales
+    else:
+        _packed_scales(rows, x, x.shape[1])[:, 0].copy_(x.row_scales())
 
 
 def unpacked(rows: Tensor, cols: int, like: Quantized) -> Quantized:
     """`cols` columns of what `pack_into` has put there: a view."""
-    at = rows.shape[1] - SCALE_BYTES
-    data, scale = rows[:, :cols].view(like.data.dtype), rows[:, at : at + 4].view(torch.float32)
+    data, scale = rows[:, :cols].view(like.data.dtype), _packed_scales(rows, like, cols)
+    if like.blocks is not None:
+        return Quantized(data, scale, like.dtype, blocks=1)
     return Quantized(data, scale.expand(rows.shape[0], cols), like.dtype, like.whole)
 
 
@@ -223,8 +309,9 @@ def by_columns(x: Matrix) -> Matrix:
 
     Rounded anew where the scales are not all one. Between powers of two that loses nothing but what becomes too small.
     """
-    if type(x) is not Quantized or x.whole or x.scale.stride(0) == 0:
+    if type(x) is not Quantized or x.whole or x.blocks == 0 or (x.blocks is None and x.scale.stride(0) == 0):
         return x
+    assert x.blocks is None, "what is contracted along its rows has no scales of blocks"
     wide = widened(x.data) * x.row_scales()[:, None]
     data, scale = quantized(wide, largest_finite(wide, (0,)), x.data.dtype, power_of_two=True)
     return Quantized(data, scale.expand(data.shape), x.dtype)
@@ -232,12 +319,18 @@ def by_columns(x: Matrix) -> Matrix:
 
 def term(a: Quantized, b: Quantized) -> Tensor:
     """a [M, K] @ b [K, N] with a's scales, in float32: of a sum over parts of the contraction, which `finish` ends."""
-    return torch.mm(widened(a.data), widened(b.data)).mul_(a.row_scales()[:, None])
+    product = torch.mm(a.widened(), b.widened())
+    return product if a.blocks is not None else product.mul_(a.row_scales()[:, None])
+
+
+def _times_columns(wide: Tensor, b: Quantized) -> Tensor:
+    # With b's scales, if those of blocks are not in it.
+    return wide if b.blocks is not None else wide.mul_(b.t().row_scales())
 
 
 def summed(terms: Sequence[tuple[Quantized, Quantized]], bias: Tensor | None = None) -> Tensor:
     """The sum of several a @ b (+ bias), rounded once."""
-    wides = [term(a, b).mul_(b.t().row_scales()) for a, b in terms]
+    wides = [_times_columns(term(a, b), b) for a, b in terms]
     wide = wides[0]
     for other in wides[1:]:
         wide.add_(other)
@@ -246,7 +339,7 @@ def summed(terms: Sequence[tuple[Quantized, Quantized]], bias: Tensor | None = N
 
 def finish(wide: Tensor, b: Quantized, bias: Tensor | None = None) -> Tensor:
     """A sum of terms with b's scales (+ bias, [N] or as the result), rounded."""
-    wide.mul_(b.t().row_scales())
+    wide = _times_columns(wide, b)
     return (wide if bias is None else wide.add_(bias)).to(b.dtype)
 
 
@@ -254,7 +347,16 @@ def mm(a: Quantized, b: Quantized, bias: Tensor | None = None) -> Tensor:
     """a [M, K] @ b [K, N] (+ bias, [N] or as the result), in the dtype that they are for."""
     if a.data.is_cuda and _library_takes(a, b):
         return by_library(a, b, bias)
+    if a.data.is_cuda and a.blocks is not None and a.dtype == torch.bfloat16:
+        # In bfloat16 both are exact, and the library adds in float32.
+        return in_bfloat16(a, b, bias)
     return finish(term(a, b), b, bias)
+
+
+def in_bfloat16(a: Quantized, b: Quantized, bias: Tensor | None = None) -> Tensor:
+    """`mm` of blocks by a matmul in bfloat16."""
+    left, right = a.widened(torch.bfloat16), b.widened(torch.bfloat16)
+    return torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
 
 
 def _library_takes(a: Quantized, b: Quantized) -> bool:
@@ -266,13 +368,31 @@ def _library_takes(a: Quantized, b: Quantized) -> bool:
     both = torch.float8_e5m2 in (a.data.dtype, b.data.dtype) and a.data.dtype == b.data.dtype
     lies = a.data.stride(1) == 1 and b.data.stride(0) == 1 and a.data.stride(0) % 16 == b.data.stride(1) % 16 == 0
     fits = M > 0 and K > 0 and N > 0 and K % 16 == N % 16 == 0 and a.dtype == torch.bfloat16
-    return lies and fits and not both and torch.cuda.get_device_capability(a.device) >= (9, 0)
+    capability = torch.cuda.get_device_capability(a.device)
+    # Blocks with scales: 10.x alone, and whole ones.
+    on = capability[0] == 10 and K % BLOCK == 0 if a.blocks is not None else capability >= (9, 0)
+    return lies and fits and not both and on
 
 
 def by_library(a: Quantized, b: Quantized, bias: Tensor | None = None) -> Tensor:
     """`mm` by torch's own scaled matmul."""
-    scales = a.row_scales()[:, None], b.t().row_scales()[None, :]
+    if a.blocks is not None:
+        scales = blocks_for_library(a.scale), blocks_for_library(b.t().scale)
+    else:
+        scales = a.row_scales()[:, None], b.t().row_scales()[None, :]
     if bias is not None and bias.ndim > 1:
         return by_library(a, b).add_(bias)
     out: Tensor = torch._scaled_mm(a.data, b.data, *scales, bias=bias, out_dtype=a.dtype)
     return out
+
+
+def blocks_for_library(scale: Tensor) -> Tensor:
+    """Scales [R, B] of blocks as cuBLAS reads them: tiles of 128 rows and 4 columns, by rows of tiles; in a tile, the
+    scale of row r and column c is at byte 16 (r % 32) + 4 (r // 32) + c (cuBLAS, "1D block scaling factors layout").
+    """
+    rows, cols = scale.shape
+    down, across = -(-rows // 128), -(-cols // 4)
+    padded = scale.new_zeros(down * 128, across * 4)
+    padded[:rows, :cols] = scale
+    tiles = padded.view(down, 4, 32, across, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(-1).view(E8M0)

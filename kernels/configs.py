@@ -26,11 +26,12 @@ class Config:
     """Tile shape and launch shape of a kernel. `programs` of 0 means: as many as the device has multiprocessors.
 
     `descriptors`: operands are read by tensor descriptors where they allow it. `flatten`: the loops over tiles and
-    contraction are then made one, so that the next tile is loaded while one is stored. `pointer_warps`: for a kernel
-    that reads by pointers, as these take registers from the accumulator. `moving_warps`: for kernels that move or add
-    tiles, `strip_rows` rows at a time. Elements that are read or stored one by one need an address each: if a result is
-    stored like that, tiles have at most `loose_cols` columns, unless ranks must agree on the columns; if an operand is
-    read like that, blocks have at most `loose_block_k` of the contraction, and programs eight warps or more.
+    contraction are then made one, so that the next tile is loaded while one is stored. `pointer_warps`: for a
+    kernel that reads by pointers, as these take registers from the accumulator. `moving_warps`: for kernels that
+    move or add tiles, `strip_rows` rows at a time. `scaled_dot`: the matrix unit multiplies blocks with their
+    scales. Elements that are read or stored one by one need an address each: if a result is stored like that, tiles
+    have at most `loose_cols` columns, unless ranks must agree on the columns; if an operand is read like that,
+    blocks have at most `loose_block_k` of the contraction, and programs eight warps or more.
     `registers`: the most that a thread may have, by kind of kernel; the compiler decides where there is no entry, or 0.
     "" is for all kernels. A fused kernel should need no more than the plain matmul; if that takes a limit of its own,
     it has an entry, for the target's main way to read operands: "gather" and "scatter" where rows are stored 16
@@ -57,6 +58,7 @@ class Config:
     strip_rows: int = 32
     loose_cols: int = 128
     loose_block_k: int = 32
+    scaled_dot: bool = False
     registers: Mapping[str, int] = field(default_factory=dict, hash=False)
 
 
@@ -132,14 +134,30 @@ _FLOAT8: dict[str, dict[str, Config]] = {
     )
 }
 
+# Of blocks with scales of their own. sm_100 multiplies 128 rows of them with their scales; with four warps a thread
+# loads four scales at a time, which are then under way while others are multiplied. Without such a unit both operands
+# are made 16-bit in registers first, which leaves room for a tile of half the rows.
+_SCALED = replace(_NARROW, block_k=128, num_warps=4, pointer_warps=4, descriptors=True, scaled_dot=True, registers=_ALL)
+_WIDENED = Config(block_m=64, block_k=128, registers=_ALL)
+_BLOCKS: dict[str, dict[str, Config]] = {
+    "sm_80": dict.fromkeys(SHAPES, _WIDENED),
+    "sm_90": dict.fromkeys(SHAPES, replace(_WIDENED, descriptors=True)),
+    "sm_100": dict.fromkeys(SHAPES, _SCALED),
+    "gfx942": dict.fromkeys(SHAPES, replace(_WIDENED, block_k=64, num_stages=2, registers={})),
+}
+
 
 def shape_class(rows: int, cols: int) -> str:
     """The class of a matmul whose chunks have up to `rows` rows and whose C has `cols` columns on this rank."""
     return "few rows" if rows <= FEW_ROWS else "few columns" if cols <= FEW_COLUMNS else "many"
 
 
-def compiled_config(target: str, itemsize: int, shape: str) -> Config:
-    """The configuration of a compiled kernel; the device adds the number of programs."""
+def compiled_config(target: str, itemsize: int, shape: str, *, blocks: bool = False) -> Config:
+    """The configuration of a compiled kernel; the device adds the number of programs. blocks: whether float8 operands
+    have scales of blocks.
+    """
+    if blocks:
+        return _BLOCKS[target][shape]
     if itemsize > 2:
         return FLOAT32 if target != "gfx942" else replace(FLOAT32, num_stages=2, registers={})
     return (_FLOAT8 if itemsize == 1 else TABLE)[target][shape]

@@ -45,7 +45,9 @@ class Known(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Shards of `sizes`, of rows or of the contraction, in rows that are `pitch` elements apart in an arena."""
+    """Shards of `sizes`, of rows or of the contraction, in rows that are `pitch` elements apart in an arena. scales: as
+    in `Tiles`.
+    """
 
     sizes: tuple[int, ...]
     on_rows: bool
@@ -53,6 +55,7 @@ class Plan:
     piece_rows: int
     config: Config
     upcast: bool
+    scales: str = ""
 
     def known(
         self, channel: Channel, a: torch.Tensor, bs: list[torch.Tensor], cs: list[torch.Tensor], pushed: bool,
@@ -86,7 +89,7 @@ class Plan:
         flags = a_by, in_place, b_by, self.piece_rows, aligned, rows_aligned
         return Known(
             config, a_by, b_by, (rows, cols),
-            tiles_of(config, flatten=flatten, upcast=self.upcast),
+            tiles_of(config, flatten=flatten, upcast=self.upcast, scales=self.scales),
             tuple(map(tl.constexpr, flags)), options(config, a_by, b_by, limit=limit), (config.programs + pushers,),
             (a.shape[0], sum(sizes[:rank]) if on_rows else rank * M, num_tiles), pushers,
             (tl.constexpr(-1), tl.constexpr(unit_of(bs)), tl.constexpr(unit_of(cs))),

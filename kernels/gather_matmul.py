@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .blocks import scale_bytes
 from .descriptors import of_arena, of_left, of_right
 from .gather_known import Known, Plan
 from .launch import MOST_KNOWN, Channel, Config
@@ -125,12 +126,23 @@ def _arrived_or_own(ctx, src, tile, packed, arena_row, k_begin, k_len):
     stride = tl.full((), 0, tl.int64) + ctx.chunks.pitch
     layer = 0
     row = tile.row
+    if ctx.tiles.SCALES == "blocks":
+        # Where they lie in a row that has arrived.
+        behind = cdiv(k_len, 16) * 16
+        scale = half(ctx.link, ctx.link.rank, tl.uint8) + arena_row.to(tl.int64) * ctx.chunks.pitch + behind
+        scale_stride = tl.full((), 0, tl.int64) + ctx.chunks.pitch
+    else:
+        scale = 0
+        scale_stride = 0
     if ctx.a.IN_PLACE and src == ctx.link.rank:
         if ctx.a.BY == "pointers":
             stride = tl.full((), 0, tl.int64) + ctx.a.stride_m
             source = ctx.a.ptr + tile.row.to(tl.int64) * ctx.a.stride_m
         else:
             source = ctx.a.own_desc
+        if ctx.tiles.SCALES == "blocks":
+            scale = ctx.scales.a + tile.row.to(tl.int64) * scale_bytes(ctx.a.cols)
+            scale_stride = tl.full((), 0, tl.int64) + scale_bytes(ctx.a.cols)
     else:
         # Raised by rank src's pushing programs, or behind its copies.
         end_row = min(tile.row + ctx.tiles.BLOCK_M, tile.rows)
@@ -144,7 +156,7 @@ def _arrived_or_own(ctx, src, tile, packed, arena_row, k_begin, k_len):
             source = ctx.a.arena_desc
             layer = ctx.link.epoch & 1
             row = before_descriptor(arena_row, packed)
-    return Operand(source, stride, 1, layer, row, k_begin, k_len, packed)
+    return Operand(source, stride, 1, layer, row, k_begin, k_len, packed, scale, scale_stride)
 
 
 @triton.jit
@@ -194,7 +206,7 @@ def _scaled_chunk(ctx, tile, i, part):
 
 @triton.jit
 def _store_gathered_rows(ctx, tile, packed, acc):
-    if ctx.scales is not None:
+    if ctx.tiles.SCALES == "rows":
         acc = acc * _scales_of(ctx, tile.chunk, tile, _row(ctx, tile))[:, None]
     _store_gathered(ctx, tile, packed, acc)
 
@@ -203,7 +215,7 @@ def _store_gathered_rows(ctx, tile, packed, acc):
 def _store_gathered(ctx, tile, packed, acc):
     col, left, ok = unpack(packed, ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N, ctx.chunks.ROWS_ALIGNED)
     if ctx.more.COUNT == 0:
-        if ctx.scales is not None:
+        if ctx.tiles.SCALES == "rows":
             acc = scale_columns(acc, ctx.scales.b, col, ctx.b.N, ctx.tiles.BLOCK_N)
         store_rows(ctx.c, ctx.b.N, ctx.epilogue, ctx.tiles, _row(ctx, tile), col, left, acc, ok)
     else:
@@ -215,7 +227,7 @@ def _store_gathered(ctx, tile, packed, acc):
         bias = ctx.epilogue.bias
         z = ctx.epilogue.z
         is_up = 0
-        if ctx.scales is not None:
+        if ctx.tiles.SCALES == "rows":
             scale = ctx.scales.b
         for j in tl.static_range(ctx.more.COUNT):
             if col >= first:
@@ -228,12 +240,12 @@ def _store_gathered(ctx, tile, packed, acc):
                     bias = ctx.more.blocks[j].bias
                 if ctx.epilogue.z is not None:
                     z = ctx.more.blocks[j].z
-                if ctx.scales is not None:
+                if ctx.tiles.SCALES == "rows":
                     scale = ctx.more.blocks[j].b_scale
                 is_up = 1
             first += cdiv(ctx.more.blocks[j].b.N, ctx.tiles.BLOCK_N) * ctx.tiles.BLOCK_N
         stride_m, stride_n = unit(stride_m, ctx.more.C_UNIT == 0), unit(stride_n, ctx.more.C_UNIT == 1)
-        if ctx.scales is not None:
+        if ctx.tiles.SCALES == "rows":
             acc = scale_columns(acc, scale, own_col, N, ctx.tiles.BLOCK_N)
         if ctx.epilogue.GATED:
             store_gated(
@@ -264,7 +276,7 @@ def _gather_matmul_programs(
             ctx.link, shard, ctx.chunks.table, pid, PUSHERS, num_rows, dst_row, ctx.chunks.pitch,
             FIRST_SLOT, False, not ctx.a.IN_PLACE, ctx.chunks.PIECE, BLOCK_R, BLOCK_C,
         )  # fmt: skip
-    elif CONTRACTION and ctx.scales is not None:
+    elif CONTRACTION and ctx.tiles.SCALES == "rows":
         matmul_tiles(
             ctx, pid - PUSHERS, num_programs - PUSHERS, num_tiles,
             _locate_whole, _a_gathered_contraction, b_of_tile, _store_gathered, ctx.link.group.WORLD_SIZE,
@@ -319,10 +331,10 @@ class GatherMatmul:
 
     def __init__(
         self, op: int, sizes: tuple[int, ...], *, gather_dim: int, pitch: int, piece_rows: int, config: Config,
-        upcast: bool,
+        upcast: bool, scales: str = "",
     ) -> None:  # fmt: skip
         self._op, self._pitch, self._on_rows = op, pitch, gather_dim == 0
-        self._plan = Plan(sizes, self._on_rows, pitch, piece_rows, config, upcast)
+        self._plan = Plan(sizes, self._on_rows, pitch, piece_rows, config, upcast, scales)
         self._known: dict[object, Known] = {}
 
     def __call__(

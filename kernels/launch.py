@@ -57,15 +57,18 @@ def _target(device: torch.device) -> str:
     return nearest_target(None if torch.version.hip else torch.cuda.get_device_capability(device)[0])
 
 
-def config_for(device: torch.device, dtype: torch.dtype, rows: int = _MANY, cols: int = 0) -> Config:
+def config_for(
+    device: torch.device, dtype: torch.dtype, rows: int = _MANY, cols: int = 0, *, blocks: bool = False
+) -> Config:
     """The configuration for a device, with the number of programs filled in.
 
     For a matmul, `rows` is the largest number of rows of a chunk, the same on all ranks, and `cols` the columns of C,
-    the same on all ranks if they exchange its tiles. Kernels that only move rows give neither.
+    the same on all ranks if they exchange its tiles. Kernels that only move rows give neither. blocks: as in
+    `compiled_config`.
     """
     if INTERPRETED:
         return INTERPRETER
-    config = compiled_config(_target(device), dtype.itemsize, shape_class(rows, cols))
+    config = compiled_config(_target(device), dtype.itemsize, shape_class(rows, cols), blocks=blocks)
     return replace(config, programs=_num_multiprocessors(device))
 
 

@@ -21,10 +21,24 @@ import torch
 import triton
 import triton.language as tl
 
+from .blocks import dot_of_blocks, scale_bytes
 from .descriptors import fitted_to, read_by
 from .launch import Config, flattened, options
 from .loading import launch
-from .operands import Columns, Epilogue, Left, Operand, Result, Right, Tiles, left_of, result_of, right_of, tiles_of
+from .operands import (
+    Columns,
+    Epilogue,
+    Left,
+    Operand,
+    Result,
+    Right,
+    Scales,
+    Tiles,
+    left_of,
+    result_of,
+    right_of,
+    tiles_of,
+)
 from .signal import cdiv
 
 
@@ -143,8 +157,11 @@ def locate_in_chunks(tile, table, first, num_tiles_n, WORLD_SIZE: tl.constexpr, 
 
 
 @triton.jit
-def multiply(acc, a, tile, b, A_BY: tl.constexpr, B_BY: tl.constexpr, tiles):
-    """acc[BLOCK_M, BLOCK_N] += a[rows of the tile, its K chunk] @ b[the same K chunk, columns of the tile]."""
+def multiply(acc, a, tile, b, A_BY: tl.constexpr, B_BY: tl.constexpr, tiles, IN_PARTS: tl.constexpr):
+    """acc[BLOCK_M, BLOCK_N] += a[rows of the tile, its K chunk] @ b[the same K chunk, columns of the tile].
+
+    IN_PARTS: the chunk is one of several, so B's block scales behind it are those of the next one.
+    """
     BLOCK_M: tl.constexpr = tiles.BLOCK_M
     BLOCK_K: tl.constexpr = tiles.BLOCK_K
     offs_k = tl.arange(0, BLOCK_K)
@@ -156,6 +173,16 @@ def multiply(acc, a, tile, b, A_BY: tl.constexpr, B_BY: tl.constexpr, tiles):
     if B_BY == "pointers":
         offs_n = ((b.col + tl.arange(0, tiles.BLOCK_N)) % b.N).to(tl.int64)
         b_ptrs = b.source + (a.k_begin + offs_k)[:, None].to(tl.int64) * b.stride_k + offs_n[None, :] * b.stride_n
+    if tiles.SCALES == "blocks":
+        offs_s = tl.arange(0, BLOCK_K // 32)
+        rows = (tl.arange(0, BLOCK_M) % (tile.rows - tile.row)).to(tl.int64)
+        cols = ((b.col + tl.arange(0, tiles.BLOCK_N)) % b.N).to(tl.int64)
+        a_scales = a.scale + rows[:, None] * a.scale_stride + offs_s[None, :]
+        first = a.k_begin // 32
+        if IN_PARTS and B_BY != "pointers":
+            # Descriptors read parts of whole blocks of K.
+            first = tl.multiple_of(first, BLOCK_K // 32)
+        b_scales = b.scale + cols[:, None] * b.scale_stride + (first + offs_s)[None, :]
     for k in range(0, cdiv(a.k_len, BLOCK_K)):
         if A_BY == "pointers":
             a_block = tl.load(a_ptrs, mask=offs_k[None, :] < a.k_len - k * BLOCK_K, other=0.0)
@@ -171,7 +198,17 @@ def multiply(acc, a, tile, b, A_BY: tl.constexpr, B_BY: tl.constexpr, tiles):
             b_block = b.source.load([a.k_begin + k * BLOCK_K, b.col])
         else:
             b_block = b.source.load([b.col, a.k_begin + k * BLOCK_K]).T
-        acc = dot(a_block, b_block, acc, tiles.UPCAST)
+        if tiles.SCALES == "blocks":
+            a_scale = tl.load(a_scales)
+            if IN_PARTS and B_BY == "pointers":
+                b_scale = tl.load(b_scales, mask=offs_s[None, :] < cdiv(a.k_len, 32) - k * (BLOCK_K // 32), other=0)
+            else:
+                b_scale = tl.load(b_scales)
+            a_scales += BLOCK_K // 32
+            b_scales += BLOCK_K // 32
+            acc = dot_of_blocks(a_block, a_scale, b_block, b_scale, acc, tiles)
+        else:
+            acc = dot(a_block, b_block, acc, tiles.UPCAST)
     return acc
 
 
@@ -189,10 +226,10 @@ def _matmul_tile(
         a = A_CHUNK(ctx, tile, i, packed)
         packed = a.packed
         if SCALE is None:
-            acc = multiply(acc, a, tile, B_CHUNK(ctx, tile, i), ctx.a.BY, ctx.b.BY, ctx.tiles)
+            acc = multiply(acc, a, tile, B_CHUNK(ctx, tile, i), ctx.a.BY, ctx.b.BY, ctx.tiles, NUM_K_CHUNKS > 1)
         else:
             part = tl.full((ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N), 0.0, tl.float32)
-            part = multiply(part, a, tile, B_CHUNK(ctx, tile, i), ctx.a.BY, ctx.b.BY, ctx.tiles)
+            part = multiply(part, a, tile, B_CHUNK(ctx, tile, i), ctx.a.BY, ctx.b.BY, ctx.tiles, NUM_K_CHUNKS > 1)
             acc += SCALE(ctx, tile, i, part)
     STORE(ctx, tile, packed, acc)
 
@@ -218,12 +255,13 @@ def matmul_tiles(
 
 
 class Whole(NamedTuple):
-    """The plain matmul's context: A and C whole and local. END: as in `Link`, in `signal`."""
+    """The plain matmul's context: A and C whole and local; of scales those of blocks. END: as in `Link`."""
 
     a: Left
     b: Right
     c: Result
     epilogue: Epilogue
+    scales: Scales | None
     tiles: Tiles
     M: tl.tensor
     END: tl.constexpr
@@ -326,7 +364,11 @@ def a_local(ctx, row, packed):
         # A descriptor has its own; and Triton 3.6 returns no None.
         source = ctx.a.desc
         stride_m, stride_k = 0, 0
-    return Operand(source, stride_m, stride_k, 0, row, 0, ctx.b.K, packed)
+    if ctx.tiles.SCALES == "blocks":
+        scale = ctx.scales.a + row.to(tl.int64) * scale_bytes(ctx.b.K)
+    else:
+        scale = 0
+    return Operand(source, stride_m, stride_k, 0, row, 0, ctx.b.K, packed, scale, scale_bytes(ctx.b.K))
 
 
 @triton.jit
@@ -338,7 +380,11 @@ def b_whole(ctx, tile, i):
     else:
         source = ctx.b.desc
         stride_k, stride_n = 0, 0
-    return Columns(source, stride_k, stride_n, ctx.b.N, tile.col)
+    if ctx.tiles.SCALES == "blocks":
+        scale = ctx.scales.b
+    else:
+        scale = 0
+    return Columns(source, stride_k, stride_n, ctx.b.N, tile.col, scale, scale_bytes(ctx.b.K))
 
 
 @triton.jit
@@ -352,12 +398,12 @@ def _store_whole(ctx, tile, packed, acc):
 
 
 @triton.jit
-def _matmul_kernel(a, b, c, epilogue, tiles, M):
+def _matmul_kernel(a, b, c, epilogue, scales, tiles, M):
     """The plain matmul. Nobody waits and nobody signals."""
     num_tiles = cdiv(M, tiles.BLOCK_M) * cdiv(b.N, tiles.BLOCK_N)
     # Built in the call: a tuple that is assigned to a name loses its constants.
     matmul_tiles(
-        Whole(a, b, c, epilogue, tiles, M, 0), tl.program_id(0), tl.num_programs(0), num_tiles,
+        Whole(a, b, c, epilogue, scales, tiles, M, 0), tl.program_id(0), tl.num_programs(0), num_tiles,
         locate_whole, _a_whole, b_whole, _store_whole, 1,
     )  # fmt: skip
 
@@ -369,7 +415,7 @@ def matmul(
     config = fitted_to(config, a, b, results=(c,))
     a_by, b_by = read_by(a, config), read_by(b, config)
     launch(_matmul_kernel, (config.programs,))(
-        left_of(a, a_by, config), right_of(b, b_by, config), result_of(c), epilogue,
+        left_of(a, a_by, config), right_of(b, b_by, config), result_of(c), epilogue, None,
         tiles_of(config, flatten=flattened(config, a_by, b_by), upcast=upcast), a.shape[0],
         **options(config, a_by, b_by),
     )  # fmt: skip

@@ -95,7 +95,9 @@ def _a_of_term(ctx, tile, i, packed):
                 else:
                     source = ctx.more.blocks[j].a.desc
         stride_m, stride_k = unit(stride_m, ctx.more.A_UNIT == 0), unit(stride_k, ctx.more.A_UNIT == 1)
-        return Operand(source, stride_m, stride_k, 0, row, 0, k_len, packed)
+        # Of float8 several terms are those of gradients, which have no scales of blocks.
+        tl.static_assert(ctx.tiles.SCALES != "blocks")
+        return Operand(source, stride_m, stride_k, 0, row, 0, k_len, packed, 0, 0)
 
 
 @triton.jit
@@ -118,7 +120,7 @@ def _b_of_term(ctx, tile, i):
                 else:
                     source = ctx.more.blocks[j].b.desc
         stride_k, stride_n = unit(stride_k, ctx.more.B_UNIT == 0), unit(stride_n, ctx.more.B_UNIT == 1)
-        return Columns(source, stride_k, stride_n, ctx.b.N, tile.col)
+        return Columns(source, stride_k, stride_n, ctx.b.N, tile.col, 0, 0)
 
 
 @triton.jit
@@ -158,7 +160,7 @@ def _rounded(ctx, tile, acc):
     if ctx.scales is None:
         return round_to(acc, ctx.a.ptr.dtype.element_ty, ctx.tiles.UPCAST)
     else:
-        if ctx.more.COUNT == 0:
+        if ctx.more.COUNT == 0 and ctx.tiles.SCALES == "rows":
             acc = _scaled(ctx, tile, acc, ctx.scales.a, ctx.scales.b)
         return round_to(acc, ctx.scales.out.dtype.element_ty, ctx.tiles.UPCAST)
 
@@ -185,7 +187,7 @@ def _matmul_scatter_programs(ctx, num_tiles, TO_ALL: tl.constexpr):
             ctx, pid, tl.num_programs(0), num_tiles,
             locate_whole, _a_of_term, _b_of_term, _store_to_all, 1 + ctx.more.COUNT,
         )  # fmt: skip
-    elif ctx.scales is not None and ctx.more.COUNT > 0:
+    elif ctx.tiles.SCALES == "rows" and ctx.more.COUNT > 0:
         matmul_tiles(
             ctx, pid, tl.num_programs(0), num_tiles,
             _locate_own_chunk_last, _a_of_term, _b_of_term, _store_to_owner, 1 + ctx.more.COUNT, _scaled_term,
@@ -232,10 +234,10 @@ class MatmulScatter:
 
     def __init__(
         self, op: int, sizes: tuple[int, ...], *, region_rows: int, pitch: int, to_all: bool, config: Config,
-        upcast: bool,
+        upcast: bool, scales: str = "",
     ) -> None:  # fmt: skip
         self._op, self._sizes, self._region_rows, self._pitch = op, sizes, region_rows, pitch
-        self._to_all, self._config, self._upcast = to_all, config, upcast
+        self._to_all, self._config, self._upcast, self._scales = to_all, config, upcast, scales
         self._known: dict[object, _Known] = {}
 
     def __call__(
@@ -283,7 +285,8 @@ class MatmulScatter:
         a_by, b_by = read_by_all(lefts, config), read_by_all(rights, config)
         limit = "" if self._to_all or len(terms) > 1 else "scatter any" if pitch % 16 else "scatter"
         return _Known(
-            config, a_by, b_by, tiles_of(config, flatten=False, upcast=self._upcast), num_tiles,
+            config, a_by, b_by, tiles_of(config, flatten=False, upcast=self._upcast, scales=self._scales),
+            num_tiles,
             options(config, a_by, b_by, limit=limit),
             (tl.constexpr(unit_of(lefts)), tl.constexpr(unit_of(rights)), tl.constexpr(-1)),
         )  # fmt: skip

@@ -45,6 +45,10 @@ class Result(NamedTuple):
 class Scales(NamedTuple):
     """Of float8 operands, whose values are data * scale: a [rows of A on this rank], b [N], float32. A row that travels
     has its scale in the last 16 bytes of its pitch. out: of the dtype of tiles that travel, where any do.
+
+    With `Tiles.SCALES` "blocks": of 32 elements each along the contraction, a [rows, ceil(K / 32)], b the same of the
+    rows of its transpose, uint8: 127 + the exponent of a power of two. Rows of scales are padded by zeros to a multiple
+    of 16. A row that travels has them from the first multiple of 16 bytes behind its data on.
     """
 
     a: tl.tensor
@@ -99,7 +103,8 @@ class More(NamedTuple):
 
 class Tiles(NamedTuple):
     """The shape of a tile. GROUP_M: see `swizzle`; FLATTEN: whether the loops over tiles and contraction are made one;
-    UPCAST: see `dot`.
+    UPCAST: see `dot`. SCALES: "" for operands without, "rows" or "blocks", see `Scales`; SCALED_DOT: whether the matrix
+    unit multiplies blocks with their scales.
     """
 
     BLOCK_M: tl.constexpr
@@ -108,13 +113,16 @@ class Tiles(NamedTuple):
     GROUP_M: tl.constexpr
     FLATTEN: tl.constexpr
     UPCAST: tl.constexpr
+    SCALES: tl.constexpr
+    SCALED_DOT: tl.constexpr
 
 
 class Operand(NamedTuple):
     """A's rows of a tile along one chunk of the contraction, which is the columns k_begin .. k_begin + k_len of A.
 
     If it is read by pointers, `source` points to the first element. If by a descriptor, `source` is the descriptor, and
-    the first element is its (layer, row, 0).
+    the first element is its (layer, row, 0). scale: where the first row's block scales lie, `scale_stride` bytes from
+    the next row's; 0 without.
     """
 
     source: tl.tensor
@@ -125,11 +133,13 @@ class Operand(NamedTuple):
     k_begin: tl.tensor
     k_len: tl.tensor
     packed: tl.tensor
+    scale: tl.tensor
+    scale_stride: tl.tensor
 
 
 class Columns(NamedTuple):
     """B's columns of a tile: those from `col` on, of N. `source` points to B's first element, or is its descriptor; the
-    strides hold for pointers.
+    strides hold for pointers. scale: as in `Operand`, of B's first column.
     """
 
     source: tl.tensor
@@ -137,6 +147,8 @@ class Columns(NamedTuple):
     stride_n: tl.tensor
     N: tl.tensor
     col: tl.tensor
+    scale: tl.tensor
+    scale_stride: tl.tensor
 
 
 # As a launch gives the last field of a tuple, see `Link` in `signal`.
@@ -182,8 +194,8 @@ def epilogue_of(bias: torch.Tensor | None, *, per_row: bool) -> Epilogue:
     return Epilogue(bias, PER_ROW[per_row])
 
 
-def tiles_of(config: Config, *, flatten: bool, upcast: bool) -> Tiles:
+def tiles_of(config: Config, *, flatten: bool, upcast: bool, scales: str = "") -> Tiles:
     """The tile of a configuration as a launch gives it."""
     return Tiles(*map(tl.constexpr, (
-        config.block_m, config.block_n, config.block_k, config.group_m, flatten, upcast
+        config.block_m, config.block_n, config.block_k, config.group_m, flatten, upcast, scales, config.scaled_dot
     )))  # fmt: skip

@@ -15,14 +15,20 @@ import torch
 import triton
 import triton.language as tl
 
+from .blocks import scale_bytes
 from .launch import Channel, Config, moving_options, strip_of
 from .loading import launch
 from .matmul import or_nan
 from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, leave, raise_signal, wait
 
+# Rows whose block scales are sent at a time.
+SCALE_ROWS = tl.constexpr(256)
+
 
 class Rows(NamedTuple):
-    """A local matrix: pointer, strides, number of columns; of float8 its rows' scales, which travel behind them."""
+    """A local matrix: pointer, strides, number of columns; of float8 its rows' scales, which travel behind them, or
+    those of their blocks, as in `Scales`.
+    """
 
     ptr: tl.tensor
     stride_m: tl.tensor
@@ -68,6 +74,14 @@ def _send_scales(link, src_ptr, dst, dst_row, pitch, rows, BLOCK_R: tl.constexpr
 
 
 @triton.jit
+def _send_block_scales(link, src, first, dst, dst_row, pitch, rows):
+    # With the zeros behind them, 16 bytes a thread.
+    count = scale_bytes(src.cols)
+    dst_ptr = half(link, dst, tl.uint8) + dst_row.to(tl.int64) * pitch + cdiv(src.cols, 16) * 16
+    send_block(src.scale + first.to(tl.int64) * count, count, 1, dst_ptr, pitch, rows, count, SCALE_ROWS, 16)
+
+
+@triton.jit
 def push_rows(
     link, src, pid, num_pushers, first, num_rows, dst, dst_row, pitch, first_slot,
     PIECE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -86,7 +100,9 @@ def push_rows(
             base + (dst_row + row).to(tl.int64) * pitch, pitch,
             rows, src.cols, BLOCK_R, BLOCK_C,
         )  # fmt: skip
-        if src.scale is not None:
+        if src.scale is not None and src.scale.dtype.element_ty == tl.uint8:
+            _send_block_scales(link, src, first + row, dst, dst_row + row, pitch, rows)
+        elif src.scale is not None:
             _send_scales(link, src.scale + first + row, dst, dst_row + row, pitch, rows, BLOCK_R)
         raise_signal(link, dst, piece + first_slot)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .blocks import scale_bytes
 from .matmul import Tile, activated, b_whole, bias_at, halves, or_nan, round_to, unit, widened
 from .operands import Columns
 from .signal import cdiv
@@ -39,10 +40,16 @@ def b_of_tile(ctx, tile, i):
         else:
             source = ctx.b.desc
             stride_k, stride_n = widened(0), widened(0)
+        if ctx.tiles.SCALES == "blocks":
+            scale = ctx.scales.b
+        else:
+            scale = 0
         for j in tl.static_range(ctx.more.COUNT):
             if tile.col >= first:
                 N = ctx.more.blocks[j].b.N
                 col = tile.col - first
+                if ctx.tiles.SCALES == "blocks":
+                    scale = ctx.more.blocks[j].b_scale
                 if ctx.b.BY == "pointers":
                     source = ctx.more.blocks[j].b.ptr
                     stride_k = widened(ctx.more.blocks[j].b.stride_k)
@@ -50,7 +57,8 @@ def b_of_tile(ctx, tile, i):
                 else:
                     source = ctx.more.blocks[j].b.desc
             first += cdiv(ctx.more.blocks[j].b.N, ctx.tiles.BLOCK_N) * ctx.tiles.BLOCK_N
-        return Columns(source, unit(stride_k, ctx.more.B_UNIT == 0), unit(stride_n, ctx.more.B_UNIT == 1), N, col)
+        stride_k, stride_n = unit(stride_k, ctx.more.B_UNIT == 0), unit(stride_n, ctx.more.B_UNIT == 1)
+        return Columns(source, stride_k, stride_n, N, col, scale, scale_bytes(ctx.b.K))
 
 
 @triton.jit

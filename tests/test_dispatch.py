@@ -312,8 +312,25 @@ def float8_task(op: str = "all_gather_matmul", dtype: torch.dtype = torch.float8
     ],
 )
 def test_float8_is_fused_where_there_are_units_for_it(dtype: torch.dtype, target: str, why: str) -> None:
-    assert why in dispatch.without_float8(dtype, target)
-    assert bool(why) == bool(dispatch.without_float8(dtype, target))
+    assert why in dispatch.without_float8(dtype, target, blocks=False)
+    assert bool(why) == bool(dispatch.without_float8(dtype, target, blocks=False))
+
+
+@pytest.mark.parametrize(
+    ("target", "refuses", "widens"),
+    [("8.0", "since capability 8.9", "8.0"), ("9.0", "", "9.0"), ("10.0", "", ""), ("10.3", "", ""),
+     ("12.0", "", "12.0"), ("gfx942", "", "gfx942"), ("gfx950", "", "gfx950"), ("", "", "")],
+)  # fmt: skip
+def test_blocks_are_fused_where_a_unit_takes_their_scales(target: str, refuses: str, widens: str) -> None:
+    refused = dispatch.without_float8(torch.float8_e4m3fn, target, blocks=True)
+    assert refuses in refused
+    assert bool(refuses) == bool(refused)
+    assert dispatch.widens_blocks(target) == (f"{widens} multiplies no blocks with scales" if widens else "")
+    gpu = {"9.0": HARDWARE["h100"], "10.0": HARDWARE["b200"]}.get(target)
+    for shape_of in (gpu, None):
+        path = dispatch._decide(float8_task(in_blocks=True), 2, dispatch.Knowledge(None, shape_of, target), True, False)
+        assert (path.schedule == "fused") == (not widens)
+        assert path.reason.endswith(f"not fused: {refused or dispatch.widens_blocks(target)}") == bool(widens)
 
 
 def test_a_gpu_without_float8_refuses_fused_and_auto_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import fusedtp
 from fusedtp import Scaled, reference, scaled
 from fusedtp.calls.dispatch import Ready
-from fusedtp.scaled import Quantized, by_library, mm
+from fusedtp.scaled import BLOCK, E8M0, Quantized, by_library, mm
 
 from .bounds import Bounds
 from .disagreeing import told
@@ -27,11 +27,15 @@ from .test_several import cut, whole
 SCHEDULES = ("unfused", "decomposed", "fused")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 N, K = 37, 40
+# Of mxfp8: five blocks of the contraction, the last of which is no whole one.
+IN_BLOCKS = 150
 
 
 def make(shape: Sequence[int], seed: int, recipe: str, dtype: torch.dtype = E4M3) -> Scaled:
-    """Rows of very different magnitudes, so that a scale of another row is seen."""
+    """Rows of very different magnitudes, and blocks of them, so that a scale of another one is seen."""
     x = whole(shape, torch.float32, seed) * torch.logspace(-1.2, 1.2, shape[0]).view(-1, *[1] * (len(shape) - 1))
+    if recipe == "mxfp8":
+        x = x * 2.0 ** (torch.arange(shape[-1]) // BLOCK % 3 - 1)
     return scaled(x, recipe, dtype=dtype)  # type: ignore[arg-type]
 
 
@@ -43,14 +47,27 @@ def allowed(a: Tensor, b: Tensor, out: torch.dtype, ranks: int = 1, bias: Tensor
 
 def values(x: Scaled) -> Tensor:
     """In float64."""
-    return x.data.double() * x.scale.double()
+    scale = x.scale.float().double()
+    if x.scale.dtype == E8M0:
+        scale = torch.stack([scale[..., k // BLOCK] for k in range(x.data.shape[-1])], -1) if scale.numel() else 1.0
+    return x.data.double() * scale
+
+
+def of_features(recipe: str, size: int, how: str) -> tuple[int, tuple[int, ...]]:
+    """How many features there are, and every rank's, if they are gathered: in blocks whole ones, but for the end."""
+    if recipe != "mxfp8":
+        return K, cut(K, size, how)
+    sizes = [BLOCK * count for count in cut(-(-IN_BLOCKS // BLOCK), size, how)]
+    last = max(rank for rank, length in enumerate(sizes) if length)
+    sizes[last] -= sum(sizes) - IN_BLOCKS
+    return IN_BLOCKS, tuple(sizes)
 
 
 def gathers(group: ProcessGroup, schedule: str, recipe: str, how: str, out: torch.dtype, dtypes: Any) -> None:
     """x gathered by rows and by features; one weight and several, with an activation too."""
     rank, ranks, M = group.rank(), range(group.size()), 21
     call = partial(fusedtp.all_gather_linear, group=group, schedule=schedule, out_dtype=out)
-    rows, features = cut(M, group.size(), how), cut(K, group.size(), how)
+    rows, (K, features) = cut(M, group.size(), how), of_features(recipe, group.size(), how)
     weights = [make((n, K), 50 + n + rank, recipe, dtypes[1]) for n in (N, 5)]
     bias = whole((N,), out, 3)
     for dim, sizes, shape in ((0, rows, (M, K)), (-1, features, (M, K))):
@@ -79,7 +96,7 @@ def gathers(group: ProcessGroup, schedule: str, recipe: str, how: str, out: torc
 def sums(group: ProcessGroup, schedule: str, recipe: str, how: str, out: torch.dtype, dtypes: Any) -> None:
     """Each rank has a part of the contraction; the sum is scattered by rows, by columns, or on all ranks."""
     rank, size, M = group.rank(), group.size(), 21
-    features = cut(K, size, how)
+    features = cut(of_features(recipe, size, how)[0], size, how)
     xs = [make((M, part), 7 + r, recipe, dtypes[0]) for r, part in enumerate(features)]
     ws = [make((N, part), 70 + r, recipe, dtypes[1]) for r, part in enumerate(features)]
     a, b = torch.cat([values(x) for x in xs], 1), torch.cat([values(w) for w in ws], 1).t()
@@ -100,6 +117,7 @@ def sums(group: ProcessGroup, schedule: str, recipe: str, how: str, out: torch.d
 def sharded(group: ProcessGroup, schedule: str, recipe: str, how: str, out: torch.dtype, dtypes: Any) -> None:
     """A fully sharded weight, whose rows travel with their scales."""
     rank, sizes, bias = group.rank(), cut(N, group.size(), how), whole((N,), out, 3)
+    K, _ = of_features(recipe, group.size(), how)
     shards = [make((size, K), 50 + r, recipe, dtypes[1]) for r, size in enumerate(sizes)]
     x, w = make((2, 9, K), 7 + rank, recipe, dtypes[0]), torch.cat([values(each) for each in shards]).t()
     y = fusedtp.fsdp_linear(x, shards[rank], bias, group=group, sizes=sizes, schedule=schedule, out_dtype=out)
@@ -120,7 +138,7 @@ DTYPES = ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2))
 @pytest.mark.parametrize(
     ("schedule", "world_size", "recipe", "how", "out", "dtypes"),
     spread(
-        [*SCHEDULES * 4], [1, 2, 3, 4, 4, 2, 3, 4, 2, 4, 2, 3], ["rowwise", "tensorwise", "rowwise", "rowwise"],
+        [*SCHEDULES * 4], [1, 2, 3, 4, 4, 2, 3, 4, 2, 4, 2, 3], ["rowwise", "tensorwise", "mxfp8", "rowwise", "mxfp8"],
         ["even", "lopsided", "lopsided", "on the last", "lopsided"], OUTS * 2 + OUTS[:1], DTYPES * 3 + DTYPES[:1] * 2,
     ),
 )  # fmt: skip
@@ -132,7 +150,9 @@ def test_functions_are_right(
 
 
 def bytes_of_a_gather(group: ProcessGroup) -> None:
-    """What is sent of float8: a byte an element, and 16 bytes a row for its scale; of bfloat16 two bytes an element."""
+    """What is sent of float8: a byte an element, and 16 bytes a row for its scale, or for up to 16 blocks' scales; of
+    bfloat16 two bytes an element.
+    """
     x, weight, sizes = torch.randn(6, 64), torch.randn(9, 64), []
     run = Ready.run
 
@@ -144,11 +164,13 @@ def bytes_of_a_gather(group: ProcessGroup) -> None:
         for schedule in ("decomposed", "fused"):
             call = partial(fusedtp.all_gather_linear, group=group, schedule=schedule)
             call(scaled(x), scaled(weight))
+            call(scaled(x, "mxfp8"), scaled(weight, "mxfp8"))
             call(x.bfloat16(), weight.bfloat16())
     rows = 6 * group.size()
-    for narrow, wide in (sizes[:2], sizes[2:]):
+    for narrow, in_blocks, wide in (sizes[:3], sizes[3:]):
         # Regions begin at multiples of 64 bytes.
         assert 0 <= narrow - rows * (64 + 16) < 64 * group.size()
+        assert in_blocks == narrow
         assert 0 <= wide - rows * 2 * 64 < 64 * group.size()
 
 
@@ -243,16 +265,20 @@ def test_the_librarys_scaled_matmul_is_ours() -> None:
         reference.check(by_library(left, right, added), expected, 2 * off, "the library's")
 
 
+ones = torch.ones
 REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "float8 without scales": (lambda x, w: (x.data, w.data), ValueError, "float8 takes scales, fusedtp.Scaled"),
     "one of the two": (lambda x, w: (x, w.values()), TypeError, "x and weight must both be Scaled or neither"),
     "the other": (lambda x, w: (x.values(), w), TypeError, "x and weight must both be Scaled or neither"),
     "a scale of float64": (lambda x, w: (Scaled(x.data, x.scale.double()), w), ValueError, "x.scale must be"),
-    "a scale for columns": (lambda x, w: (Scaled(x.data, torch.ones(1, 8)), w), ValueError, "x.scale must be"),
+    "a scale for columns": (lambda x, w: (Scaled(x.data, ones(1, 8)), w), ValueError, "x.scale must be"),
     "too few scales": (lambda x, w: (x, Scaled(w.data, w.scale[:2])), ValueError, "weight.scale must be"),
     "no float8": (lambda x, w: (Scaled(x.values(), x.scale), w), ValueError, "x.data must be one of"),
     "no tensor": (lambda x, w: (Scaled(x.data, 1.0), w), TypeError, "x.scale must be a tensor"),
     "other features": (lambda x, w: (x, scaled(torch.randn(4, 6))), ValueError, "weight must have as many columns"),
+    "a block too few": (lambda x, w: (Scaled(x.data, ones(4, 0).to(E8M0)), w), ValueError, "must be of shape (4, 1)"),
+    "blocks and rows": (lambda x, w: (scaled(x.values(), "mxfp8"), w), ValueError, "must both have scales of blocks"),
+    "rows and blocks": (lambda x, w: (x, scaled(w.values(), "mxfp8")), ValueError, "must both have scales of blocks"),
     "one dim": (lambda x, w: (scaled(torch.randn(8)), w), ValueError, "x must have at least 2 dim"),
 }
 
@@ -297,7 +323,7 @@ def test_what_is_not_whole_is_refused(pool: RankPool) -> None:
     [
         ({"x": torch.ones(2).double()}, TypeError, "x must be a tensor of float32"),
         ({"x": torch.ones(())}, ValueError, "at least 1 dimension"),
-        ({"recipe": "blockwise"}, ValueError, "recipe must be one of tensorwise, rowwise"),
+        ({"recipe": "blockwise"}, ValueError, "recipe must be one of tensorwise, rowwise, mxfp8"),
         ({"dtype": torch.bfloat16}, ValueError, "dtype must be one of"),
         ({"group": "tp"}, ValueError, "group is for recipe 'tensorwise'"),
         ({"power_of_two": 1}, TypeError, "power_of_two must be True or False"),
@@ -308,13 +334,21 @@ def test_what_cannot_be_scaled(given: dict[str, Any], kind: type[Exception], mes
         scaled(**{"x": torch.ones(2, 3), **given})
 
 
-def disagree(group: ProcessGroup, schedule: str) -> str:
-    """One rank has another float8, or none."""
-    mine, weight = scaled(torch.randn(4, 8), dtype=E5M2 if group.rank() else E4M3), scaled(torch.randn(4, 8))
+def disagree(group: ProcessGroup, schedule: str, what: str) -> str:
+    """One rank has another float8, or other scales."""
+    dtype, recipe = E5M2 if group.rank() and what == "float8" else E4M3, "mxfp8" if group.rank() else "rowwise"
+    mine, weight = (
+        scaled(torch.randn(4, 8), recipe if what == "scales" else "rowwise", dtype=its)  # type: ignore[arg-type]
+        for its in (dtype, E4M3)
+    )
     return told(group, lambda: fusedtp.all_gather_linear(mine, weight, group=group, schedule=schedule))
 
 
 @pytest.mark.parametrize("schedule", ["decomposed", "fused"])
-def test_ranks_with_other_dtypes_are_told(pool: RankPool, schedule: str) -> None:
-    for said in pool.run(disagree, schedule, world_size=2):
-        assert "do not agree on float8: torch.float8_e4m3fn on rank 0, torch.float8_e5m2 on rank 1" in said
+def test_ranks_with_other_float8_are_told(pool: RankPool, schedule: str) -> None:
+    for what, theirs in (
+        ("float8", "torch.float8_e4m3fn on rank 0, torch.float8_e5m2 on rank 1"),
+        ("scales", "of rows on rank 0, of blocks on rank 1"),
+    ):
+        for said in pool.run(disagree, schedule, what, world_size=2):
+            assert f"do not agree on {what}: {theirs}" in said

@@ -38,8 +38,9 @@ from .program import Only, Program
 _MAX_CALLS = 4096
 # Behind the names of what a program is given, if the products are to be kept.
 _KEPT = "kept"
-# The place of float8 among the lines of settings.
+# The place of float8 among the lines of settings, and what stands behind its dtypes if scales are those of blocks.
 _FLOAT8 = 7
+BLOCKS = " blocks"
 
 
 def described(
@@ -53,11 +54,11 @@ def described(
     return "\n".join([activation, spec, numbers, flags, schedule, algorithm, producer, float8 or "", *group_names])
 
 
-def with_float8(text: str, x: torch.dtype, w: torch.dtype) -> str:
-    """The same settings, of a call on float8 operands with scales."""
+def with_float8(text: str, x: torch.dtype, w: torch.dtype, *, blocks: bool) -> str:
+    """The same settings, of a call on float8 operands with scales, or with those of blocks."""
     # The line of `described` that has a recipe where there is one.
     before, (_, *names) = text.split("\n")[:_FLOAT8], text.split("\n")[_FLOAT8:]
-    return "\n".join([*before, f"{x} {w}".replace("torch.", ""), *names])
+    return "\n".join([*before, f"{x} {w}{BLOCKS * blocks}".replace("torch.", ""), *names])
 
 
 def without_activation(text: str) -> str:
@@ -73,6 +74,7 @@ class Settings:
     and a graph that a compiler has cached for one rank, on disk too, must not be used by another. w_transposed: w is
     stored [N, K]. by_size: plan by bytes and FLOPs, not the usual way. float8: the dtypes of x and w, if these are
     float8 with scales; the call's dtype is then that of its results. recipe: how x, w and dy become float8, if they do.
+    blocks: whether scales are those of blocks.
     """
 
     text: str
@@ -88,6 +90,7 @@ class Settings:
     activation: str
     float8: tuple[torch.dtype, ...]
     recipe: str
+    blocks: bool
 
     @staticmethod
     @lru_cache(maxsize=_MAX_CALLS)
@@ -97,10 +100,10 @@ class Settings:
         ranks = tuple(map(int, numbers.split()))
         w_transposed, by_size, debug = (flag == "1" for flag in flags)
         recipe = float8 if float8 in RECIPES else ""
-        dtypes = () if recipe else tuple(getattr(torch, name) for name in float8.split())
+        dtypes = () if recipe else tuple(getattr(torch, name) for name in float8.removesuffix(BLOCKS).split())
         return Settings(
             text, spec, tuple(names), ranks, w_transposed, by_size, debug, schedule, algorithm, producer, activation,
-            dtypes, recipe,
+            dtypes, recipe, float8.endswith(BLOCKS),
         )  # fmt: skip
 
 
@@ -171,6 +174,15 @@ class Call:
         whole = [name for name in rows if not spec.a.axes(name) and not spec.c.axes(name)]
         return ", ".join((text, *(f"{name}={lengths[name]}" for name in whole)))
 
+    @property
+    def gathered_parts(self) -> tuple[int, ...]:
+        """Every rank's length of the contraction where one operand has all of it and the other this rank's part."""
+        spec = self._spec
+        if spec.a.axes(spec.k) == spec.b.axes(spec.k):
+            return ()
+        (axis,) = spec.a.axes(spec.k) or spec.b.axes(spec.k)
+        return self.partition.sizes(spec.k, (), axis)
+
     def _named(self, like: str, name: str = "") -> Named:
         # A tensor of the call as it lies on this rank, of several weights as if they were one; maybe by another name.
         spec, dims = self._spec, self._dims[like]
@@ -190,8 +202,9 @@ class Call:
         program = self._programs.get(key)
         if program is None:
             program = Program(
-                self.partition, self._dtype, self.settings.algorithm, self.settings.float8, self.settings.recipe
-            )
+                self.partition, self._dtype, self.settings.algorithm, self.settings.float8, self.settings.recipe,
+                blocks=self.settings.blocks,
+            )  # fmt: skip
             ws, biases, dys = self._names
             x, w, plans = self._named("x"), self._blocks("w", ws), self.plan()
             if key[0] == "x":

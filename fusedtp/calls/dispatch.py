@@ -83,7 +83,7 @@ def choose(task: Task, schedule: str, group: ProcessGroup, device: torch.device)
     op, dtype, name = task.op.name, task.dtype, schedule
     if name != "auto":
         if name == "fused" and task.float8 is not None and device.type == "cuda" and group.size() > 1:
-            _check_float8(op, task.float8, device)
+            _check_float8(op, task.float8, task.in_blocks, device)
         return _asked_for(op, name, dtype)
     if group.size() == 1:
         return Path(op, "unfused", "one rank has nothing to send")
@@ -97,7 +97,7 @@ def choose(task: Task, schedule: str, group: ProcessGroup, device: torch.device)
     capturing = on_gpu and torch.cuda.is_current_stream_capturing()
     if ws.knowledge is None:
         _learn(ws, group, on_gpu)
-    key = (op, dtype, task.float8, _shape(task), capturing)
+    key = (op, dtype, task.float8, task.in_blocks, _shape(task), capturing)
     path: Path = ws.decided(key, lambda: _decide(task, group.size(), ws.knowledge, on_gpu, capturing))
     return path
 
@@ -253,9 +253,13 @@ def target_of(device: torch.device | None = None) -> str:
     return f"{major}.{minor}"
 
 
-def without_float8(dtype: torch.dtype, target: str) -> str:
-    """Why a GPU has no units that multiply this float8, or "" if it has; "" for a target that is not known."""
+def without_float8(dtype: torch.dtype, target: str, *, blocks: bool) -> str:
+    """Why kernels cannot take this float8 on a GPU, or "" if they can; "" for a target that is not known. Most need
+    units that multiply it, blocks are made 16-bit where there are none.
+    """
     fnuz = torch.float8_e4m3fnuz
+    if blocks and target.startswith("gfx94"):
+        return ""
     if target.startswith("gfx94"):
         return "" if dtype == fnuz else f"{target} multiplies {fnuz}"
     if target.startswith(("gfx95", "gfx12")):
@@ -269,9 +273,14 @@ def without_float8(dtype: torch.dtype, target: str) -> str:
     return ""
 
 
+def widens_blocks(target: str) -> str:
+    """Why blocks are made 16-bit in the kernel on a GPU, or "" if a unit multiplies them with their scales."""
+    return "" if target.startswith("10.") or not target else f"{target} multiplies no blocks with scales"
+
+
 @cache
-def _check_float8(op: str, dtype: torch.dtype, device: torch.device) -> None:
-    if why := without_float8(dtype, target_of(device)):
+def _check_float8(op: str, dtype: torch.dtype, blocks: bool, device: torch.device) -> None:
+    if why := without_float8(dtype, target_of(device), blocks=blocks):
         raise RuntimeError(
             f"{op}: schedule 'fused' cannot multiply {dtype} here: {why}: use 'auto', 'decomposed' or 'unfused', or "
             "operands in bfloat16"
@@ -307,7 +316,10 @@ def _decide(task: Task, world_size: int, knowledge: Knowledge, on_gpu: bool, cap
     # Copies to addresses chosen on the host cannot be captured; interpreted kernels are never fast.
     allowed: tuple[str, ...] = ("fused", "unfused") if capturing else ("fused", "decomposed", "unfused")
     allowed = allowed if on_gpu else ("decomposed", "unfused")
-    lacks = without_float8(task.float8, knowledge.target) if on_gpu and task.float8 is not None else ""
+    lacks = ""
+    if on_gpu and task.float8 is not None:
+        lacks = without_float8(task.float8, knowledge.target, blocks=task.in_blocks)
+        lacks = lacks or (widens_blocks(knowledge.target) if task.in_blocks else "")
     if lacks:
         allowed, lacks = allowed[1:], f"not fused: {lacks}"
     if shape is not None:

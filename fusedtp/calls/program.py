@@ -59,11 +59,12 @@ class Program:
 
     def __init__(
         self, partition: Partition, dtype: torch.dtype, algorithm: str = "auto", float8: tuple[torch.dtype, ...] = (),
-        recipe: str = "",
+        recipe: str = "", *, blocks: bool = False,
     ) -> None:  # fmt: skip
         self.partition, self._dtype, self._algorithm = partition, dtype, algorithm
-        # What the operands of forward are in, if these are float8; or how operands are made that.
-        self._float8, self._recipe = float8, RECIPES.get(recipe, {})
+        # What the operands of forward are in, if these are float8, and whether scales are those of blocks; or how
+        # operands are made float8.
+        self._float8, self._blocks, self._recipe = float8, blocks, RECIPES.get(recipe, {})
         self._steps: list[_Step] = []
         self._results: list[tuple[str, tuple[int, ...] | None]] = []
         self._num_names = self.num_tasks = 0
@@ -257,7 +258,7 @@ class Program:
         turned = transposed and op is ALL_GATHER_MATMUL
         # Of float8 the dtype of the task's first operand.
         first = float8[int(exchanged)] if float8 else None
-        task = Task(op, shapes, self._dtype, flat, along, turned, algorithm, activation, keeps, first)
+        task = Task(op, shapes, self._dtype, flat, along, turned, algorithm, activation, keeps, first, self._blocks)
         return self.task(task, step.axis, operands, *made)
 
     def _local(

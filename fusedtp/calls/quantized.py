@@ -15,7 +15,8 @@ from torch import Tensor
 
 from .. import groups
 from ..groups import Group
-from ..scaled import FLOAT8, Quantized, Scaled
+from ..scaled import BLOCK, E8M0, FLOAT8, Quantized, Scaled
+from ..shards import offsets
 from ..turns import one
 from . import call as calls_
 from .arguments import Biases
@@ -37,10 +38,18 @@ def _check_scaled(name: str, x: Any, device: torch.device | None = None) -> Scal
     if x.data.dtype not in FLOAT8:
         raise ValueError(f"{name}.data must be one of {', '.join(map(str, FLOAT8))}, got {x.data.dtype}")
     rows = (*x.data.shape[:-1], 1)
+    if x.scale.dtype == E8M0:
+        blocks = (*x.data.shape[:-1], -(-x.data.shape[-1] // BLOCK)) if x.data.ndim else ()
+        if x.scale.shape != blocks:
+            raise ValueError(
+                f"{name}.scale in {E8M0} must be of shape {blocks}, one for each {BLOCK} of a row of "
+                f"{tuple(x.data.shape)}, got {tuple(x.scale.shape)}"
+            )
+        return x
     if x.scale.dtype != torch.float32 or (x.scale.ndim and x.scale.shape != rows):
         raise ValueError(
-            f"{name}.scale must be torch.float32 of shape () or {rows}, one for each row of {tuple(x.data.shape)}, got "
-            f"{x.scale.dtype} of shape {tuple(x.scale.shape)}"
+            f"{name}.scale must be torch.float32 of shape () or {rows}, one for each row of {tuple(x.data.shape)}, or "
+            f"{E8M0}, got {x.scale.dtype} of shape {tuple(x.scale.shape)}"
         )
     return x
 
@@ -58,12 +67,22 @@ def _stand_in(x: Scaled, out: torch.dtype) -> Tensor:
 
 
 @cache
-def _prepare(prepare: Prepare, x: torch.dtype, w: torch.dtype) -> Prepare:
+def _prepare(prepare: Prepare, x: torch.dtype, w: torch.dtype, blocks: bool) -> Prepare:
     def prepared(*args: Any, **more: Any) -> tuple[str, Sequence[int]]:
         text, numbers = prepare(*args, **more)
-        return with_float8(text, x, w), numbers
+        return with_float8(text, x, w, blocks=blocks), numbers
 
     return prepared
+
+
+def _check_parts(sizes: Sequence[int]) -> None:
+    # Parts of one operand are multiplied with slices of the other, in whole blocks.
+    for begin, size in zip(offsets(sizes), sizes, strict=False):
+        if size and begin % BLOCK:
+            raise ValueError(
+                f"with a scale for each {BLOCK} elements, parts of the gathered features must begin at multiples of "
+                f"{BLOCK}, got sizes {tuple(sizes)}"
+            )
 
 
 def plain(x: Any, weight: Any, out_dtype: torch.dtype | None, float8: str | None) -> bool:
@@ -96,6 +115,12 @@ def apply(
                                                                        strict=True)]  # fmt: skip
     if other := [name for name, w in zip(names, ws, strict=True) if w.data.dtype != ws[0].data.dtype]:
         raise ValueError(f"all weights must be in {ws[0].data.dtype}, got {other[0]} in another one")
+    blocks = x.scale.dtype == E8M0
+    if other := [name for name, w in zip(names, ws, strict=True) if (w.scale.dtype == E8M0) != blocks]:
+        raise ValueError(
+            f"x and weight must both have scales of blocks, in {E8M0}, or neither, got x.scale in {x.scale.dtype} for "
+            f"{other[0]}"
+        )
     biases = bias if isinstance(bias, tuple) else (bias,)
     given = [each for each in (*biases, residual) if isinstance(each, Tensor)]
     if torch.is_grad_enabled() and any([each.requires_grad for each in given]):
@@ -105,11 +130,13 @@ def apply(
         )
     process_group = groups.resolve(group)
     stand_in, in_place = _stand_in(x, out), [_stand_in(w, out) for w in ws]
-    prepared = _prepare(prepare, x.data.dtype, ws[0].data.dtype)
+    prepared = _prepare(prepare, x.data.dtype, ws[0].data.dtype, blocks)
     found = calls_.find(
         prepared, stand_in, tuple(in_place) if several else in_place[0], bias, process_group, options, residual,
         activation,
     )  # fmt: skip
+    if blocks:
+        _check_parts(found.gathered_parts)
     parameters: list[Any] = []
     for w, each in zip(ws, biases, strict=True):
         parameters += Quantized.of(w, out), each

@@ -121,9 +121,13 @@ def _sheet(text: str, use: Mapping[str, str], **others: str) -> dict[str, str]:
     return {**sheet, **use, **others}
 
 
-def _tensor_cores(narrow: float, float32: float, float64: float, float8: float = 0.0) -> dict[str, float]:
+def _tensor_cores(
+    narrow: float, float32: float, float64: float, float8: float = 0.0, *, blocks: bool = False
+) -> dict[str, float]:
+    # blocks: those of float8 are multiplied with their scales, as fast.
     rates = {"bfloat16": narrow, "float16": narrow, "float32": float32, "float64": float64}
-    return rates | ({"float8_e4m3fn": float8, "float8_e5m2": float8} if float8 else {})
+    rates |= {"float8_e4m3fn": float8, "float8_e5m2": float8} if float8 else {}
+    return rates | ({"mxfp8": float8} if blocks else {})
 
 
 # Of the 16-bit matmuls, which were measured.
@@ -154,12 +158,12 @@ _TABLE = (
                matrix_fraction=f"assumed as on H100: {_H100_RATE}"),
     ),
     Hardware(
-        "b200", "NVIDIA B200 SXM", 900, 8000, _tensor_cores(2250, 80, 40, 4500), 148, 8, 50, 0.7,
+        "b200", "NVIDIA B200 SXM", 900, 8000, _tensor_cores(2250, 80, 40, 4500, blocks=True), 148, 8, 50, 0.7,
         _sheet("NVIDIA HGX B200 data sheet, 1000 W; 1.8 TB/s both ways", _ELSEWHERE, matrix_fraction="assumed",
                network_gbps="one 400 Gb/s adapter a GPU, NVIDIA DGX B200 data sheet"),
     ),
     Hardware(
-        "gb200-nvl72", "NVIDIA GB200 NVL72", 900, 8000, _tensor_cores(2500, 80, 40, 5000), 148, 72, 50, 0.7,
+        "gb200-nvl72", "NVIDIA GB200 NVL72", 900, 8000, _tensor_cores(2500, 80, 40, 5000, blocks=True), 148, 72, 50, 0.7,
         _sheet("NVIDIA GB200 NVL72 data sheet, one of its 72 GPUs; 1.8 TB/s both ways", _ELSEWHERE,
                matrix_fraction="assumed", network_gbps="one 400 Gb/s adapter a GPU, NVIDIA GB200 NVL72 data sheet"),
     ),
@@ -186,7 +190,7 @@ _TABLE = (
                network_gbps="assumed: one 200 Gb/s adapter a GPU"),
     ),
     Hardware(
-        "b300", "NVIDIA B300 SXM", 900, 8000, _tensor_cores(2250, 75, 1.25, 4500), 148, 8, 100, 0.7,
+        "b300", "NVIDIA B300 SXM", 900, 8000, _tensor_cores(2250, 75, 1.25, 4500, blocks=True), 148, 8, 100, 0.7,
         _sheet("NVIDIA HGX B300 data sheet; 1.8 TB/s both ways", _ELSEWHERE, matrix_fraction="assumed",
                num_sms="assumed as on B200", network_gbps="one 800 Gb/s adapter a GPU, NVIDIA DGX B300 data sheet"),
     ),

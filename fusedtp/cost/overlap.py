@@ -23,8 +23,9 @@ FEW_ROWS = 256
 # Rows of our kernel's tiles, those of few rows first: `kernels.configs`.
 TILE_ROWS = (64, 128)
 
-# A row of float8 that is gathered has its scale in so many bytes behind it: `scaled.SCALE_BYTES`.
-SCALE_BYTES = 16
+# A row of float8 that is gathered has its scale in so many bytes behind it: `scaled.SCALE_BYTES`; of mxfp8 one for each
+# of so many elements, padded to as much: `scaled.scale_bytes`.
+SCALE_BYTES, BLOCK = 16, 32
 # x is cast by two kernels, as a compiler makes them: magnitudes are read, then x is read again and written.
 _CAST_LAUNCHES = 2
 
@@ -78,7 +79,9 @@ class Work:
         """What travels beside the elements: of float8 a scale a row, of every rank's part if these are columns."""
         if self.kind != "gather" or not is_float8(self.dtype):
             return 0
-        return SCALE_BYTES * self.rows * (self.num_ranks if self.by_depth else 1)
+        parts = self.num_ranks if self.by_depth else 1
+        length = ceil(self.depth / parts) if self.dtype == "mxfp8" else 1
+        return SCALE_BYTES * ceil(length / (BLOCK * SCALE_BYTES)) * self.rows * parts
 
     @property
     def moved_bytes(self) -> int:

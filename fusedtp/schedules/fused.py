@@ -54,6 +54,7 @@ class Fused:
         self.rank, self.world_size = ws.rank, ws.world_size
         self.layout = Layout()
         self.config: Config | None = None
+        self.scales = "" if task.float8 is None else "blocks" if task.in_blocks else "rows"
         # How the last run sent what it gathered.
         self.sent_by = ""
 
@@ -63,7 +64,7 @@ class Fused:
     def configure(self, *shape: int) -> Config:
         """The op's configuration, for a matmul's shape if any, as in `config_for`."""
         if self.config is None:
-            config = config_for(self.ws.device, self.task.float8 or self.task.dtype, *shape)
+            config = config_for(self.ws.device, self.task.float8 or self.task.dtype, *shape, blocks=self.task.in_blocks)
             self.config = replace(config, programs=self.programs) if self.programs else config
         return self.config
 
@@ -102,7 +103,7 @@ class Gather:
         self._rows = self._shape[0] if dim == 0 else other
         cols = other if dim == 0 else max(sizes)
         rows = self._shape[0] if dim == 0 else on.world_size * other
-        cols = packed_bytes(cols) if float8 else cols
+        cols = packed_bytes(cols, blocks=on.task.in_blocks) if float8 else cols
         row_bytes = cols * dtype.itemsize
         piece = 0 if self._per_tile else producers.piece_rows(row_bytes, config)
         slots = num_tiles(most_rows, cols, config) if self._per_tile else -(-most_rows // piece)
@@ -124,7 +125,7 @@ class Gather:
         self._launch = GatherMatmul(
             on.task.op.number, self._sizes, gather_dim=self._dim, pitch=self.region.pitch,
             piece_rows=self.region.piece, config=producers.with_pushers(ws, self._config, on.programs),
-            upcast=INTERPRETED,
+            upcast=INTERPRETED, scales=on.scales,
         )  # fmt: skip
         return self._launch
 
@@ -209,7 +210,7 @@ class Gather:
             other: Matrix = each.other
             scale: Tensor | None = None
             if type(other) is Quantized:
-                other, scale = other.data, other.t().row_scales()
+                other, scale = other.data, other.t().for_kernels()
             more.append((other, outs[-1].t() if transposed else outs[-1], bias, zs[-1] if zs else None, scale))
         return biases[0], more
 
@@ -259,7 +260,7 @@ class Scatter:
         )
         self._launch = MatmulScatter(
             on.task.op.number, sizes, region_rows=self._region_rows, pitch=self._region.pitch, to_all=to_all,
-            config=config, upcast=INTERPRETED,
+            config=config, upcast=INTERPRETED, scales=on.scales,
         )  # fmt: skip
 
     def multiply(self, terms: Sequence[tuple[Matrix, Matrix]]) -> None:
@@ -312,7 +313,7 @@ class Scatter:
 
 def scales_of(a: Quantized, b: Quantized, out: Any = operands.END) -> operands.Scales:
     """Of a @ b, as a launch gives them; out: see there. (Triton 3.6 compares no tuple with None that has one in it.)"""
-    return operands.Scales(a.row_scales(), b.t().row_scales(), out, operands.END)
+    return operands.Scales(a.for_kernels(), b.t().for_kernels(), out, operands.END)
 
 
 class Ring:

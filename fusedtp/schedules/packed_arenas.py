@@ -23,14 +23,14 @@ class DecomposedGather(PackedGather):
 
     def __init__(self, on: Decomposed, sizes: Sequence[int], other: int, dim: int) -> None:
         super().__init__(on.rank, sizes, other, dim)
-        self._ws = on.ws
+        self._ws, self._in_blocks = on.ws, on.task.in_blocks
         pairs = zip(self._rows, self._cols, strict=True)
-        self._stride = aligned(max(rows * packed_bytes(cols) for rows, cols in pairs))
+        self._stride = aligned(max(rows * packed_bytes(cols, blocks=self._in_blocks) for rows, cols in pairs))
         self._offset, self._slot = on.layout.take(len(sizes) * self._stride)
 
     def _part(self, holder: int, src: int) -> Tensor:
         # The bytes of rank src's rows in rank holder's half.
-        shape = self._rows[src], packed_bytes(self._cols[src])
+        shape = self._rows[src], packed_bytes(self._cols[src], blocks=self._in_blocks)
         return self._ws.view(holder, self._ws.steps.epoch, self._offset + src * self._stride, shape, torch.uint8)
 
     def start(self, x: Quantized) -> None:

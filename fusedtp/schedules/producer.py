@@ -112,7 +112,7 @@ def produce(
     # The table is kept, so it is made on the main stream.
     kernel_config, table = with_pushers(ws, config, programs), ws.table(sizes)
 
-    data, scale = (x.data, x.row_scales()) if type(x) is Quantized else (x, None)
+    data, scale = (x.data, x.for_kernels()) if type(x) is Quantized else (x, None)
 
     def issue() -> None:
         push(

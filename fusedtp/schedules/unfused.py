@@ -32,7 +32,7 @@ class Unfused:
     sent_by = ""
 
     def __init__(self, group: ProcessGroup, task: Task) -> None:
-        self._float8 = task.float8 is not None
+        self._float8, self.blocks = task.float8 is not None, task.in_blocks
         self.group_name = group.group_name
         self.rank, self.world_size = group.rank(), group.size()
 
@@ -107,11 +107,11 @@ class UnfusedGather(PackedGather):
 
     def __init__(self, on: Unfused, sizes: Sequence[int], other: int, dim: int) -> None:
         super().__init__(on.rank, sizes, other, dim)
-        self._on = on
+        self._on, self._row_bytes = on, packed_bytes(max(self._cols), blocks=on.blocks)
 
     def start(self, x: Quantized) -> None:
         """See `verbs.Gather`."""
-        sent = x.data.new_zeros(max(self._rows), packed_bytes(max(self._cols)), dtype=torch.uint8)
+        sent = x.data.new_zeros(max(self._rows), self._row_bytes, dtype=torch.uint8)
         pack_into(sent[: x.shape[0]], x)
         self._arriving = sent.new_empty(self._on.world_size, *sent.shape)
         if sent.numel():

@@ -57,7 +57,7 @@ class Built:
         """Instructions by name of the inner loop in PTX, before registers are given out; on AMD the machine's own."""
         pattern = r"\b(wgmma\.mma_async|tcgen05\.mma|mma\.sync)" if self.ordered is not self.code else "mfma"
         loop = self.ordered.inner_loop(pattern)
-        return Counter(re.sub(r"^@!?%p\d+\s+", "", line).split()[0] for line in loop)
+        return Counter(re.sub(r"^@!?%p\d+\s+|_e(32|64)\b", "", line).split()[0] for line in loop)
 
 
 def config_of(case: Case) -> Any:
@@ -67,7 +67,7 @@ def config_of(case: Case) -> Any:
     from fusedtp.kernels.configs import compiled_config
     from fusedtp.kernels.launch import fitted
 
-    config = compiled_config(case.target, case.dtype.itemsize, case.shape)
+    config = compiled_config(case.target, case.dtype.itemsize, case.shape, blocks=case.blocks)
     if case.aligned != () or not VARIANTS[case.variant].multiplies:
         return config
     # The tiles of a scatter are counted by their owners.
@@ -137,7 +137,8 @@ def compile_case(case: Case, package: str = PACKAGE, options: dict[str, int] | N
         "BLOCK_R": config.copy_rows, "BLOCK_C": config.copy_cols, "PIECE": config.block_m, "UPCAST": False,
         "STRIP": strip_of(config, 2 if variant.module == "ring" else 1),
         "A_BY": case.a_by, "B_BY": case.b_by,
-        "FLATTEN": is_flattened(case),
+        "FLATTEN": is_flattened(case), "SCALED_DOT": config.scaled_dot,
+        "SCALES": "" if not case.is_float8 else "blocks" if case.blocks else "rows",
         "stride_am" if turned else "stride_ak": 1,
         "stride_bn" if case.b_by == "rows" else "stride_bk": 1,
         "stride_xn": 1,
@@ -151,7 +152,7 @@ def compile_case(case: Case, package: str = PACKAGE, options: dict[str, int] | N
         del known["z_ptr"]
     if case.is_float8:
         # What is made of float8 is bfloat16.
-        others |= dict.fromkeys(("scale", "scale_a", "scale_b"), "*fp32")
+        others |= dict.fromkeys(("scale", "scale_a", "scale_b"), "*u8" if case.blocks else "*fp32")
         others |= dict.fromkeys(("c_ptr", "bias_ptr", "z_ptr", "scale_out"), "*bf16")
         known |= {} if variant.module == "matmul_scatter" else {"scale_out": 0}
     else:

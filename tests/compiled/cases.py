@@ -129,7 +129,8 @@ VARIANTS = _variants()
 @dataclass(frozen=True)
 class Case:
     """A variant, where and of what it is compiled, its shape class, and how it reads A and B. flags: those that are not
-    the variant's. aligned: which lengths, strides and pointers are multiples of 16, None for all.
+    the variant's. aligned: which lengths, strides and pointers are multiples of 16, None for all. blocks: whether
+    scales of float8 are those of blocks.
     """
 
     variant: str
@@ -141,14 +142,20 @@ class Case:
     flatten: bool = True
     flags: tuple[tuple[str, Any], ...] = ()
     aligned: tuple[str, ...] | None = None
+    blocks: bool = False
 
     def __str__(self) -> str:
-        parts = [self.target, self.variant, DTYPES[self.dtype], self.shape]
+        parts = [self.target, self.variant, self.dtype_name, self.shape]
         if VARIANTS[self.variant].multiplies:
             parts += [f"{self.a_by} {self.b_by}"]
         parts += [] if self.flatten else ["two loops"]
         parts += [] if self.aligned is None else [" ".join(("any lengths", *(f"but {name}" for name in self.aligned)))]
         return "-".join([*parts, *(f"{name}={value}" for name, value in self.flags)])
+
+    @property
+    def dtype_name(self) -> str:
+        """That of operands, and whether they have scales of blocks."""
+        return DTYPES[self.dtype] + " in blocks" * self.blocks
 
     @property
     def is_float8(self) -> bool:
@@ -202,7 +209,7 @@ def cases() -> list[Case]:
             if name in ("matmul", "gather rows", "gather rows transposed", "gather contraction", "scatter", "reduce",
                 "ring all-reduce"):  # fmt: skip
                 found.append(of(name, dtype=torch.float32))
-    return found + _float8_cases()
+    return found + _float8_cases() + _block_cases()
 
 
 def _float8_cases() -> list[Case]:
@@ -223,6 +230,26 @@ def _float8_cases() -> list[Case]:
             found += [main(name, shape=shape) for shape in SHAPES if (name, shape) != ("scatter to all", "many")]
             if TARGETS[target].described and name in ("matmul", "gather rows", "scatter"):
                 found += [of(name, a_by="rows" if name.startswith("gather") else "columns", b_by="rows"), of(name)]
+    return found
+
+
+def _block_cases() -> list[Case]:
+    """Kernels of e4m3 with a scale for each 32: multiplied with them on sm_100, made bfloat16 before elsewhere."""
+    found = []
+    for target, its in TARGETS.items():
+        if target == "sm_80":
+            # Below capability 8.9 nothing makes e4m3 wider.
+            continue
+        of = functools.partial(Case, target=target, dtype=torch.float8_e4m3fn, blocks=True)
+        main = functools.partial(of, a_by="rows", b_by="columns") if its.described else of
+        found += [of(name, shape="few columns") for name in ("push", "push a scatter", "push in pieces")]
+        for name in ("matmul", "matmul transposed", "gather rows", "gather rows, split", "gather rows transposed",
+            "gather rows, own pushed", "gather rows, swiglu", "gather rows, three weights", "gather contraction",
+            "gather contraction, split", "gather contraction, three weights", "scatter", "scatter to all"):  # fmt: skip
+            found.append(main(name, shape="few columns"))
+        if its.described:
+            found += [main(name, shape="few rows") for name in ("matmul", "gather rows", "scatter")]
+            found += [of("gather rows", shape="few columns", a_by="rows", b_by="rows"), of("matmul", shape="many")]
     return found
 
 

@@ -58,6 +58,8 @@ STACK = 64
 # STACK bytes of it, behind the loop.
 # Of a kernel with an activation, which has a tile in registers twice when it stores it, behind the loop.
 ACTIVATED_STACK = 512
+# In a loop of blocks, copies of their scales: those of A's rows and of B's columns.
+_SCALE_COPIES = 2
 # What one loop of tiles and contraction adds, once: no wait is made for a tile after the last.
 GUARD = Counter({"setp.ge.s32": 1, "or.pred": 1})
 
@@ -113,14 +115,19 @@ def multiplication(built: Built) -> None:
     if case.aligned == () and described < 2:
         # What is read element by element does not go to shared memory behind the program's back.
         return
-    # Two stages have one buffer where registers hold the other; a descriptor's loads have a buffer a stage.
-    buffers = config.num_stages if described == 2 else config.num_stages - 1
+    # Two stages have one buffer where registers hold the other; a descriptor's loads have a buffer a stage, but where
+    # scales are multiplied too.
+    buffers = config.num_stages if described == 2 and not config.scaled_dot else config.num_stages - 1
     tiles = (config.block_m + config.block_n) * config.block_k * case.dtype.itemsize
     assert built.shared_bytes >= buffers * tiles, "the loop is not pipelined"
     if described < 2 and _is_ptx(built) and case.aligned is None:
         copies = [line for line in loop if "LDGSTS" in line]
         assert copies, "no asynchronous copy in the loop"
-        assert all(".128" in line for line in copies), "a copy of less than 16 bytes"
+        # Of rows of scales there are four bytes for a block of K.
+        # What is made 16-bit in registers is copied for these, 8 bytes at a time.
+        wide = (".128", ".64") if case.blocks and not config.scaled_dot else (".128",)
+        narrow = [line for line in copies if not any(each in line for each in wide)]
+        assert len(narrow) <= (_SCALE_COPIES if case.blocks else 0), f"{len(narrow)} copies of less than 16 bytes"
 
 
 def _next_atomic(code: Code, i: int) -> str:
@@ -162,7 +169,7 @@ def releases(built: Built) -> None:
     if not VARIANTS[built.case.variant].raises or VARIANTS[built.case.variant].module == "steps":
         return
     # Where nothing waits, single words are scales.
-    single = built.case.is_float8 and not VARIANTS[built.case.variant].multiplies
+    single = built.case.is_float8 and not built.case.blocks and not VARIANTS[built.case.variant].multiplies
     if _is_ptx(built):
         store, barrier, release = r"\bst\.global\.(v\d|b16)", r"\bbar\.sync|\bbarrier\.sync", r"\.release\.exch"
         store += r"|\bst\.global\.b32" if single else ""
@@ -249,6 +256,9 @@ def widths(built: Built) -> None:
         loads -= {"b16", "ushort"}
     if case.is_float8:
         loads -= {"v2.b32"}
+        if case.blocks and (not config_of(case).scaled_dot or "pointers" in (case.a_by, case.b_by)):
+            # A thread has one or two scales of a block of K.
+            loads -= {"b8", "b16", "ubyte", "ushort"}
         if case.all_flags.get("PUSHERS") and not case.all_flags["IN_PLACE"]:
             # A shard with contiguous columns is pushed by rows.
             loads -= {"b8", "ubyte"}
@@ -265,6 +275,11 @@ def against_plain(built: Built, plain: Built) -> None:
     # Padding between instructions that must be some cycles apart; terms with scales are waited for where they are read.
     for name in ("s_nop", *(("s_waitcnt",) if built.case.is_float8 else ())):
         added.pop(name, None)
+    if built.case.blocks:
+        # Scales of A and of B are in arenas and at home, each with an address of its own.
+        added -= Counter(("add.s64", "cvt.u32.u64", "s_add_u32", "s_addc_u32"))
+        # Of as many that are made two at a time.
+        added -= Counter({"v_mul_f32": 4})
     assert not added - (GUARD if built.flattened else Counter()), f"the inner loop has more than the plain one: {added}"
     case = built.case
     if case.all_flags.get("ACTIVATION") or case.is_float8:

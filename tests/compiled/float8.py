@@ -17,6 +17,12 @@ _MULTIPLIES = {
     "sm_100": (r"\btcgen05\.mma\S*kind::f8f6f4\b", r"\b(tcgen05\.mma|mma\.sync)"),
     "gfx942": (r"^v_mfma_f32_\w+_fp8_fp8\b", r"^v_(mfma|smfmac)"),
 }
+# Of blocks with scales: what multiplies them with these, or what multiplies what was made of both.
+_MULTIPLIES_BLOCKS = {
+    "sm_90": r"\bwgmma\.mma_async\S*\.f32\.bf16\.bf16\b",
+    "sm_100": r"\btcgen05\.mma\S*kind::mxf8f6f4\S*block_scale",
+    "gfx942": r"^v_mfma_f32_\w+_bf16",
+}
 _QGMMA = re.compile(r"\bQGMMA\.64x(\d+)x(\d+)\.F32\.E4M3\.E4M3 (R\d+), gdesc\S+, (RZ|R\d+)")
 
 
@@ -26,9 +32,12 @@ def multiplied(built: Built) -> None:
     if not case.is_float8 or not VARIANTS[case.variant].multiplies:
         return
     own, anything = _MULTIPLIES[case.target]
+    own = _MULTIPLIES_BLOCKS[case.target] if case.blocks else own
     assert built.ordered.count(own), "no multiplication of float8"
     others = [line for line in built.ordered.lines if re.search(anything, line) and not re.search(own, line)]
     assert not others, f"multiplied otherwise: {others}"
+    if case.blocks:
+        return
     if case.target == "sm_90":
         _promoted(built.inner_loop, built.code)
         _waited_for(built.ordered.inner_loop(own))

@@ -73,7 +73,7 @@ _TURNED = tuple(_by("gather rows transposed", target) for target in ("sm_80", "s
 _PARTS = (
     "        ok = _wait_for_parts(link, (index if PER_TILE else index // num_tiles_n) + FIRST_SLOT, OWN_IN_PLACE)\n"
 )
-_DOT = "        acc = dot(a_block, b_block, acc, tiles.UPCAST)\n"
+_DOT = "            acc = dot(a_block, b_block, acc, tiles.UPCAST)\n"
 _ROWS = "                ok = wait_for_rows(link, src, row - first, end_row, first_slot, one, 1, PIECE)\n"
 _STORE = "        store_rows(ctx.c,"
 _WAIT = """\
@@ -85,8 +85,12 @@ _WAIT_LATE = _WAIT.replace("src", "tile.chunk").replace("end_row", "tile.row + 1
 _REPORT = "        tl.atomic_xchg(host + REPORT, src + 1,"
 _PROMOTED = "        return acc + tl.dot(a, b)\n"
 _SCALES = """\
-        if src.scale is not None:
+        elif src.scale is not None:
             _send_scales(link, src.scale + first + row, dst, dst_row + row, pitch, rows, BLOCK_R)
+"""
+_BLOCK_SCALES = """\
+        if src.scale is not None and src.scale.dtype.element_ty == tl.uint8:
+            _send_block_scales(link, src, first + row, dst, dst_row + row, pitch, rows)
 """
 _SIGNAL = "        raise_signal(link, dst, piece + first_slot)\n"
 
@@ -178,11 +182,26 @@ MUTANTS = (
     Mutant(
         "the scales after the signal", checks.releases,
         tuple(_float8_by("push", target, "few columns") for target in FLOAT8),
-        (("push", _SCALES + _SIGNAL, _SIGNAL + _SCALES),),
+        (("push", _SCALES + _SIGNAL, _SIGNAL + _SCALES.replace("elif", "if")),),
     ),
     Mutant(
         "no scales", checks.releases, tuple(_float8_by("push", target, "few columns") for target in FLOAT8),
         (("push", _SCALES, ""),),
+    ),
+    Mutant(
+        "scales of blocks sent byte by byte", checks.widths,
+        tuple(replace(_float8_by("push", target, "few columns"), blocks=True) for target in ("sm_90", "sm_100")),
+        (("push", "SCALE_ROWS, 16)", "16, 16)"),),
+    ),
+    Mutant(
+        "scales of blocks of unknown alignment", checks.widths,
+        (replace(_float8_by("gather rows", "sm_100", "few columns"), blocks=True),),
+        (("blocks", "return cdiv(K, 512) * 16", "return cdiv(K, 32)"),),
+    ),
+    Mutant(
+        "blocks made wider where a unit takes their scales", float8.multiplied,
+        (replace(_float8_by("scatter", "sm_100", "few columns"), blocks=True),),
+        (("blocks", "    if tiles.SCALED_DOT:", "    if False:"),),
     ),
     Mutant(
         "float8 summed by the matrix unit", float8.multiplied,
@@ -195,8 +214,9 @@ MUTANTS = (
             ("matmul", "    for k in range(0, cdiv(a.k_len, BLOCK_K)):\n",
                 "    part = tl.full((BLOCK_M, tiles.BLOCK_N), 0.0, tl.float32)\n"
                 "    for k in range(0, cdiv(a.k_len, BLOCK_K)):\n"),
-            ("matmul", _DOT, "        part = tl.dot(a_block, b_block, part)\n"
-                "        acc += tl.where(k % 2 == 1, part, 0.0)\n        part = tl.where(k % 2 == 1, 0.0, part)\n"),
+            ("matmul", _DOT, "            part = tl.dot(a_block, b_block, part)\n"
+                "            acc += tl.where(k % 2 == 1, part, 0.0)\n"
+                "            part = tl.where(k % 2 == 1, 0.0, part)\n"),
         ),
     ),
     Mutant(
@@ -211,7 +231,7 @@ MUTANTS = (
     Mutant(
         "a bound checked in the inner loop of float8", checks.against_plain,
         (_float8_by("gather rows", "sm_90"), _float8_by("scatter", "gfx942")),
-        (("matmul", _DOT, f"{_DOT}        acc = tl.where(k < a.k_len - tile.row, acc, acc + 1.0)\n"),),
+        (("matmul", _DOT, f"{_DOT}            acc = tl.where(k < a.k_len - tile.row, acc, acc + 1.0)\n"),),
     ),
     Mutant(
         "an address of unknown alignment", checks.widths, (_by("scatter", "sm_80"), _by("scatter", "sm_90")),
@@ -233,7 +253,7 @@ MUTANTS = (
     Mutant(
         "a bound checked in the inner loop", checks.against_plain,
         (_by("gather rows", "sm_90"), _by("scatter", "sm_90")),
-        (("matmul", _DOT, f"{_DOT}        acc = tl.where(k < a.k_len - tile.row, acc, acc + 1.0)\n"),),
+        (("matmul", _DOT, f"{_DOT}            acc = tl.where(k < a.k_len - tile.row, acc, acc + 1.0)\n"),),
     ),
     Mutant(
         "what the store needs carried as it is", checks.against_plain, (_by("gather rows", "sm_90"),),

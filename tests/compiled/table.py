@@ -37,10 +37,9 @@ def row(built: Built) -> dict[str, str]:
     multiplies = VARIANTS[case.variant].multiplies
     by = (case.a_by, case.b_by) if multiplies else ("", "")
     values = (
-        triton.__version__, case.target, case.variant, ANY if case.aligned == () else "16", DTYPES[case.dtype],
-        case.shape, *by, built.block,
-        built.num_warps, built.num_stages, int(built.flattened) if multiplies else "", built.registers,
-        built.spill_bytes, built.stack_bytes, built.shared_bytes, built.code.count(TARGETS[case.target].multiplies),
+        triton.__version__, case.target, case.variant, ANY if case.aligned == () else "16", case.dtype_name, case.shape,
+        *by, built.block, built.num_warps, built.num_stages, int(built.flattened) if multiplies else "",
+        built.registers, built.spill_bytes, built.stack_bytes, built.shared_bytes, built.code.count(TARGETS[case.target].multiplies),
         built.code.count("UTMALDG"), len(built.inner_loop) or "",
         "" if beside is None else len(beside.inner_loop), "" if beside is None else beside.registers,
     )  # fmt: skip

@@ -1,0 +1,45 @@
+"""float8 operands in blocks of 32 along the contraction, each with a scale of its own: mxfp8."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .signal import cdiv
+
+
+@triton.jit
+def scale_bytes(K):
+    """From one row's block scales to the next one's, of a contraction of K."""
+    return cdiv(K, 512) * 16
+
+
+@triton.jit
+def dequantized(x, scale, UPCAST: tl.constexpr):
+    """x [R, K] in float8 times its block scales [R, K / 32], in bfloat16, in which a product of both is exact but for
+    what is smaller than its normal numbers.
+    """
+    ROWS: tl.constexpr = x.shape[0]
+    COLS: tl.constexpr = x.shape[1]
+    dtype: tl.constexpr = tl.float32 if UPCAST else tl.bfloat16
+    # Of 0 the power is no normal number, and 255 is NaN.
+    if UPCAST:
+        bits = tl.where(scale == 0, 0x400000, scale.to(tl.int32) << 23)
+        power = tl.where(scale == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    else:
+        bits = tl.where(scale == 0, 0x40, scale.to(tl.int16) << 7)
+        power = tl.where(scale == 255, 0x7FC0, bits).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    blocks = tl.reshape(x.to(dtype), (ROWS, COLS // 32, 32)) * power[:, :, None]
+    return tl.reshape(blocks, (ROWS, COLS))
+
+
+@triton.jit
+def dot_of_blocks(a, a_scale, b, b_scale, acc, tiles):
+    """acc += (a times its scales) @ (b times its), in float32; a_scale [M, K / 32], b_scale [N, K / 32]."""
+    if tiles.SCALED_DOT:
+        A_IN: tl.constexpr = "e5m2" if a.dtype == tl.float8e5 else "e4m3"
+        B_IN: tl.constexpr = "e5m2" if b.dtype == tl.float8e5 else "e4m3"
+        return tl.dot_scaled(a, a_scale, A_IN, b, b_scale, B_IN, acc)
+    else:
+        wide = dequantized(b.T, b_scale, tiles.UPCAST).T
+        return tl.dot(dequantized(a, a_scale, tiles.UPCAST), wide, acc, input_precision="ieee")

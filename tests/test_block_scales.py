@@ -1,0 +1,84 @@
+"""mxfp8, float8 with a scale for each 32 elements of a row. What it has in common with other float8 is in test_float8."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from fusedtp.bench.ranks import RankPool
+from torch.distributed import ProcessGroup
+
+import fusedtp
+from fusedtp import Scaled, reference, scaled
+from fusedtp.calls.dispatch import Ready
+from fusedtp.scaled import BLOCK, E8M0, Quantized, blocks_for_library, in_bfloat16, mm
+
+from .bounds import Bounds
+from .test_float8 import E4M3, E5M2, IN_BLOCKS, SCHEDULES, allowed, make, values
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_scales_of_blocks(dtype: torch.dtype) -> None:
+    """A power of two for each 32 of a row, the last of which may be fewer: each is what a row of its own would have."""
+    x = torch.randn(2, 5, 70) * torch.logspace(-20, 20, 70)
+    x[0, 0, :32], x[0, 1, 33], x[0, 2, 69], x[1, 0, 0] = 0, float("nan"), float("inf"), 1e-45
+    made = scaled(x, "mxfp8", dtype=dtype)
+    assert made.scale.shape == (2, 5, 3)
+    assert made.scale.dtype == E8M0
+    assert made.data.shape == x.shape
+    blocks = [scaled(part.contiguous(), dtype=dtype, power_of_two=True) for part in x.split(BLOCK, -1)]
+    assert torch.equal(made.scale.float(), torch.cat([each.scale for each in blocks], -1))
+    as_rows = torch.cat([each.values() for each in blocks], -1)
+    assert torch.allclose(made.values(), as_rows, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(values(made).float().nan_to_num(), made.values().nan_to_num())
+    assert made.scale[0, 0, 0].float() == 1
+
+
+def test_blocks_are_multiplied_with_their_scales() -> None:
+    """By every way that there is to do so; on a CPU all but the library's own, whose order of scales is by formula."""
+    a, b = make((33, IN_BLOCKS), 0, "mxfp8"), make((24, IN_BLOCKS), 1, "mxfp8", E5M2)
+    x, w, bias = values(a), values(b).t(), torch.randn(24).bfloat16()
+    left, right = Quantized.of(a, torch.bfloat16), Quantized.of(b, torch.bfloat16).t()
+    for way in (mm, in_bfloat16):
+        for added in (None, bias):
+            expected = x @ w if added is None else x @ w + bias.double()
+            reference.check(way(left, right, added), expected, allowed(x, w, torch.bfloat16, bias=added), way.__name__)
+    scales = torch.randint(0, 255, (150, 6), dtype=torch.uint8)
+    laid = blocks_for_library(scales).view(torch.uint8)
+    assert len(laid) == 256 * 8
+    for row, col in ((0, 0), (31, 3), (32, 0), (127, 5), (149, 4)):
+        tile, at = row // 128 * 2 + col // 4, 16 * (row % 32) + 4 * (row % 128 // 32) + col % 4
+        assert laid[512 * tile + at] == scales[row, col]
+
+
+def nan_scale(group: ProcessGroup, schedule: str) -> None:
+    """A block whose scale is NaN spoils its own row; the last part ends in the middle of what a kernel multiplies."""
+    rank, sizes = group.rank(), (480, 32)
+    x, w = scaled(torch.randn(5, 512), "mxfp8"), scaled(torch.randn(6, 512), "mxfp8")
+    w.scale.view(torch.uint8)[3, 0] = 255
+    at = slice(480 * rank, 480 + 32 * rank)
+    mine = Scaled(x.data[:, at], x.scale[:, at.start // BLOCK : at.stop // BLOCK])
+    with Bounds():
+        y = fusedtp.all_gather_linear(mine, w, group=group, gather_dim=-1, sizes=sizes, schedule=schedule)
+    assert y[:, 3].isnan().all()
+    assert y[:, [0, 1, 2, 4, 5]].isfinite().all()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_scale_of_nan_spoils_its_own_row(pool: RankPool, schedule: str) -> None:
+    pool.run(nan_scale, schedule, world_size=2)
+
+
+def parts_of_blocks(group: ProcessGroup) -> None:
+    """Features that are gathered begin with a block: refused alike on every rank, before anything is sent."""
+    x, w = scaled(torch.randn(4, 40), "mxfp8"), scaled(torch.randn(4, 80), "mxfp8")
+    with (
+        mock.patch.object(Ready, "run", side_effect=AssertionError("it is sent")),
+        pytest.raises(ValueError, match=r"must begin at multiples of 32, got sizes \(40, 40\)"),
+    ):
+        fusedtp.all_gather_linear(x, w, group=group, gather_dim=-1)
+
+
+def test_parts_of_blocks_are_refused(pool: RankPool) -> None:
+    pool.run(parts_of_blocks, world_size=2)
