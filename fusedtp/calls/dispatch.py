@@ -82,7 +82,7 @@ def choose(task: Task, schedule: str, group: ProcessGroup, device: torch.device)
     """The path of a task: collective over `group` on the first call with a schedule that needs shared memory."""
     op, dtype, name = task.op.name, task.dtype, schedule
     if name != "auto":
-        if name == "fused" and task.float8 is not None and device.type == "cuda" and group.size() > 1:
+        if name == "fused" and task.float8 is not None and group.size() > 1:
             _check_float8(op, task.float8, device)
         return _asked_for(op, name, dtype)
     if group.size() == 1:
@@ -271,7 +271,11 @@ def without_float8(dtype: torch.dtype, target: str) -> str:
 
 @cache
 def _check_float8(op: str, dtype: torch.dtype, device: torch.device) -> None:
-    if why := without_float8(dtype, target_of(device)):
+    if device.type == "cuda":
+        why = without_float8(dtype, target_of(device))
+    else:
+        why = "Triton's interpreter does not know it" if dtype == torch.float8_e4m3fnuz else ""
+    if why:
         raise RuntimeError(
             f"{op}: schedule 'fused' cannot multiply {dtype} here: {why}: use 'auto', 'decomposed' or 'unfused', or "
             "operands in bfloat16"
