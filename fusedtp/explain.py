@@ -148,7 +148,7 @@ def explain(
         lengths = " ".join(f"{dim}={sizes[dim]}" for dim in spec.dim_names)
         ranks = " ".join(f"{axis}={mesh[axis]}" for axis in spec.mesh_axes)
         given = f"{lengths}, mesh {ranks or 'of one rank'}, {name}"
-        given += f", sums in {made_of(name)}" if is_float8(name) else ""
+        given += f", sums in {made_of(name)}, scales not counted" if is_float8(name) else ""
         given += f", times predicted for {machine.title}, not measured" if machine is not None else ""
     forward, dx, dw = (_phase(matmul, measured, machine, name) for matmul in plans.matmuls)
     return Explanation(spec, given, (forward, dx, dw), _notes(plans))

@@ -162,7 +162,7 @@ def all_gather_linear(
         if isinstance(weight, list | tuple):
             weight, bias = arguments.several(weight, bias)
         return quantized.apply(  # type: ignore[no-any-return]
-            problems.all_gather_problem, x, weight, bias, group, options, out_dtype, None, activation  # type: ignore
+            problems.all_gather_problem, x, weight, bias, group, options, out_dtype, None, activation
         )  # fmt: skip
     if not isinstance(weight, list | tuple):
         return eager.apply(
@@ -226,8 +226,9 @@ def linear_all_reduce(
     """`all_reduce(F.linear(x, weight)) + bias + residual` in one op, differentiable.
 
     x [..., K_r], weight [N, K_r], a whole bias [N] and a whole residual [..., N] give [..., N], the same on every rank.
-    `algorithm` is auto, one_shot (fewest steps) or two_shot (fewest bytes). Backward sends nothing: dy is the same on
-    every rank already. Scaled operands as in `linear_reduce_scatter`, errors as in `all_gather_linear`.
+    `algorithm` is auto, one_shot (fewest steps) or two_shot (fewest bytes). Backward sends nothing, but for
+    tensorwise float8 its scales' numbers: dy is the same on every rank already. Scaled operands as in
+    `linear_reduce_scatter`, errors as in `all_gather_linear`.
     """
     options = schedule, algorithm, debug, float8
     if (out_dtype is not None or type(x) is not Tensor) and not quantized.plain(x, weight, out_dtype, float8):

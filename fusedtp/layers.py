@@ -73,7 +73,7 @@ class _ShardedLinear(nn.Module):
         in_features, out_features = arguments.features(in_features=in_features, out_features=out_features)
         self.in_features, self.out_features = in_features, out_features
         self.schedule, self.debug, self.producer = schedule, arguments.flag("debug", debug), producer
-        self.float8 = arguments.float8_of(float8)
+        self.float8 = arguments.float8_of(float8, dtype or torch.get_default_dtype(), "parameters")
         self.feature_sizes = self._sizes_of(feature_sizes, (out_features, in_features)[self._dim])
         lead = (self._matrices,) * (self._matrices > 1)
         rows = out_features // self._matrices
@@ -223,7 +223,7 @@ class RowParallelLinear(_ShardedLinear):
 
     weight [out_features, in_features], of which this rank has feature_sizes[rank] columns, bias [out_features], whole
     sequence_parallel     y is this rank's part along `scatter_dim`; dy is gathered once for dx and dw
-    without               y is whole on every rank; backward sends nothing
+    without               y is whole on every rank; backward sends nothing (tensorwise float8: the scales' numbers)
 
     scatter_dim: 0 for [sequence, batch, features], 1 for [batch, sequence, features]. feature_sizes: in_features on
     every rank, by default as DTensor splits them. sequence_sizes: y's length on every rank, by default as even as can

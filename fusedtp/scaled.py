@@ -133,6 +133,8 @@ def _check(x: Any, recipe: Any, dtype: Any, group: Any, power_of_two: Any) -> No
     if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         what = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"x must be a tensor of float32, bfloat16 or float16, got {what}")
+    if x.layout is not torch.strided or x.is_nested:
+        raise ValueError(f"x must be dense, got {'a nested tensor' if x.is_nested else x.layout}")
     if x.ndim < 1:
         raise ValueError("x must have at least 1 dimension, [.., K], got a scalar")
     if recipe not in get_args(Recipe):
@@ -319,8 +321,12 @@ def by_columns(x: Matrix) -> Matrix:
 
 def term(a: Quantized, b: Quantized) -> Tensor:
     """a [M, K] @ b [K, N] with a's scales, in float32: of a sum over parts of the contraction, which `finish` ends."""
-    product = torch.mm(a.widened(), b.widened())
-    return product if a.blocks is not None else product.mul_(a.row_scales()[:, None])
+    if a.data.is_cuda and a.blocks is None and _multiplied_by_library(a, b):
+        return of_data(a, b).mul_(a.row_scales()[:, None])
+    wide = torch.empty(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)
+    # Into a tensor: otherwise torch.autocast would make both bfloat16.
+    torch.mm(a.widened(), b.widened(), out=wide)
+    return wide if a.blocks is not None else wide.mul_(a.row_scales()[:, None])
 
 
 def _times_columns(wide: Tensor, b: Quantized) -> Tensor:
@@ -345,7 +351,7 @@ def finish(wide: Tensor, b: Quantized, bias: Tensor | None = None) -> Tensor:
 
 def mm(a: Quantized, b: Quantized, bias: Tensor | None = None) -> Tensor:
     """a [M, K] @ b [K, N] (+ bias, [N] or as the result), in the dtype that they are for."""
-    if a.data.is_cuda and _library_takes(a, b):
+    if a.data.is_cuda and a.dtype == torch.bfloat16 and _multiplied_by_library(a, b):
         return by_library(a, b, bias)
     if a.data.is_cuda and a.blocks is not None and a.dtype == torch.bfloat16:
         # In bfloat16 both are exact, and the library adds in float32.
@@ -359,19 +365,34 @@ def in_bfloat16(a: Quantized, b: Quantized, bias: Tensor | None = None) -> Tenso
     return torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
 
 
-def _library_takes(a: Quantized, b: Quantized) -> bool:
-    # cuBLAS and CUTLASS as torch has them: 16 bytes' multiples, a by rows and b by columns; one scale a row since
-    # capability 9.0. AMD's e4m3 is one of its own up to gfx942, later ones are not known here.
+def _multiplied_by_library(a: Quantized, b: Quantized) -> bool:
+    # cuBLAS and CUTLASS as torch has them: multiples of 16; a scale a row since capability 9.0, whole blocks with
+    # scales on 10.x alone. AMD's e4m3 is one of its own up to gfx942, later ones are not known here.
     if torch.version.hip is not None:
         return False
     (M, K), N = a.shape, b.shape[1]
-    both = torch.float8_e5m2 in (a.data.dtype, b.data.dtype) and a.data.dtype == b.data.dtype
-    lies = a.data.stride(1) == 1 and b.data.stride(0) == 1 and a.data.stride(0) % 16 == b.data.stride(1) % 16 == 0
-    fits = M > 0 and K > 0 and N > 0 and K % 16 == N % 16 == 0 and a.dtype == torch.bfloat16
+    both = a.data.dtype == b.data.dtype == torch.float8_e5m2
+    fits = M > 0 and K > 0 and N > 0 and K % 16 == N % 16 == 0
     capability = torch.cuda.get_device_capability(a.device)
-    # Blocks with scales: 10.x alone, and whole ones.
-    on = capability[0] == 10 and K % BLOCK == 0 if a.blocks is not None else capability >= (9, 0)
-    return lies and fits and not both and on
+    known = capability >= (9, 0) if a.blocks is None else capability[0] == 10 and K % BLOCK == 0
+    return fits and not both and known
+
+
+def _laid_out(a: Quantized, b: Quantized) -> tuple[Tensor, Tensor]:
+    """The data as the library reads it, a by rows and b by columns. In a gradient they lie otherwise: a copy then, of a
+    byte an element.
+    """
+    left, right = a.data, b.data.t()
+    left = left if left.stride(1) == 1 and left.stride(0) % 16 == 0 else left.contiguous()
+    right = right if right.stride(1) == 1 and right.stride(0) % 16 == 0 else right.contiguous()
+    return left, right.t()
+
+
+def of_data(a: Quantized, b: Quantized) -> Tensor:
+    """The product of the data alone by torch's scaled matmul, in float32."""
+    one = torch.ones((), device=a.device)
+    out: Tensor = torch._scaled_mm(*_laid_out(a, b), one, one, out_dtype=torch.float32)
+    return out
 
 
 def by_library(a: Quantized, b: Quantized, bias: Tensor | None = None) -> Tensor:
@@ -382,7 +403,7 @@ def by_library(a: Quantized, b: Quantized, bias: Tensor | None = None) -> Tensor
         scales = a.row_scales()[:, None], b.t().row_scales()[None, :]
     if bias is not None and bias.ndim > 1:
         return by_library(a, b).add_(bias)
-    out: Tensor = torch._scaled_mm(a.data, b.data, *scales, bias=bias, out_dtype=a.dtype)
+    out: Tensor = torch._scaled_mm(*_laid_out(a, b), *scales, bias=bias, out_dtype=a.dtype)
     return out
 
 

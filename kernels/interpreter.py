@@ -21,6 +21,7 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
@@ -108,9 +109,27 @@ def _take_bounds_from_arrays() -> None:
     interpreter._patch_lang_tensor = patch
 
 
+def _widen_float8_by_table() -> None:
+    convert, every = interpreter._convert_float, torch.arange(256, dtype=torch.uint8)
+    tables = {
+        str(name): every.view(dtype).float().numpy().view("uint32")
+        for name, dtype in (
+            (tl.float8e4nv, torch.float8_e4m3fn), (tl.float8e5, torch.float8_e5m2),
+            (tl.float8e4b8, torch.float8_e4m3fnuz),
+        )
+    }  # fmt: skip
+
+    def convert_float(data: Any, source: Any, to: Any, rounding: Any) -> Any:
+        table = tables.get(str(source)) if to == tl.float32 else None
+        return convert(data, source, to, rounding) if table is None else table[data.view("uint8")]
+
+    interpreter._convert_float = convert_float
+
+
 def prepare() -> None:
     """Called once, where kernels are interpreted, before the first of them runs."""
     _give_way_after_atomics()
     _patch_once_a_launch()
     _leave_out_needless_work()
     _take_bounds_from_arrays()
+    _widen_float8_by_table()

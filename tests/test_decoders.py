@@ -221,6 +221,38 @@ def test_a_training_loop(pool: RankPool, name: str) -> None:
     pool.run(trained, name, world_size=2)
 
 
+def whole_gradient(parameter: Tensor) -> Tensor:
+    """Of all ranks' parts."""
+    assert parameter.grad is not None
+    return parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+
+
+def in_float8(group: ProcessGroup, name: str, recipe: Any) -> None:
+    """Off by what a cast rounds, and by no more; the head is as it was."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    dense, model = decoder(name).float(), fusedtp.parallelize(decoder(name).float(), mesh, float8=recipe)
+    torch.manual_seed(15)
+    tokens = torch.randint(3, VOCABULARY, (2, 9))
+    ours, theirs = (each(input_ids=tokens, labels=tokens) for each in (model, dense))
+    off = (ours.logits - theirs.logits).norm() / theirs.logits.norm()
+    assert 1e-4 < off < 0.1
+    ours.loss.backward()
+    theirs.loss.backward()
+    # All together: some are sums that all but cancel in so small a model.
+    mine, its = (
+        torch.cat([whole_gradient(each).flatten() for each in of.parameters()]) for of in (model, dense)
+    )  # fmt: skip
+    assert torch.cosine_similarity(mine, its, 0) > 0.97
+    float8_of = {key: each.layouts.float8 for key, each in model.named_modules() if hasattr(each, "layouts")}
+    assert {recipe, None} == set(float8_of.values())
+    assert float8_of["lm_head"] is None
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "rowwise_with_gw_hp"])
+def test_float8(pool: RankPool, recipe: str) -> None:
+    pool.run(in_float8, "Llama with one key head" if recipe == "rowwise" else "Qwen3", recipe, world_size=2)
+
+
 def with_fsdp(group: ProcessGroup, name: str) -> None:
     """FSDP2 on another axis looks for parameters by their names: it must find them, norms' and shared ones too."""
     mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"))

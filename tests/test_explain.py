@@ -149,7 +149,7 @@ def test_float8_is_gathered_in_bytes_and_summed_in_bfloat16() -> None:
     given = {"sizes": sizes, "mesh": {"X": 8}, "hardware": "h100"}
     narrow, wide = (explain("[M_X, K] @ [K, N_X] -> [M, N_X]", dtype=dtype, **given)  # type: ignore[arg-type]
                     for dtype in (torch.float8_e4m3fn, "bfloat16"))  # fmt: skip
-    assert "float8_e4m3fn, sums in bfloat16" in narrow.given
+    assert "float8_e4m3fn, sums in bfloat16, scales not counted" in narrow.given
     # x is gathered, dx reduced.
     assert 2 * (narrow.phases[0].sent or 0) == wide.phases[0].sent
     assert narrow.phases[1].sent == wide.phases[1].sent
@@ -158,6 +158,11 @@ def test_float8_is_gathered_in_bytes_and_summed_in_bfloat16() -> None:
     )  # fmt: skip
     times = [line.predicted.times for line in narrow.phases[0].lines if line.predicted and line.step.kind == "matmul"]
     assert times == [expected.times]
+
+
+def test_an_unknown_dtype_is_refused_without_sizes_too() -> None:
+    with pytest.raises(ValueError, match=r"dtype must be one of .*, got fp9"):
+        explain("[M_X, K] @ [K, N] -> [M, N]", dtype="fp9")
 
 
 def test_hardware_changes_what_a_byte_is_worth() -> None:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import fusedtp
 from fusedtp import Scaled, reference, scaled
 from fusedtp.calls.dispatch import Ready
-from fusedtp.scaled import BLOCK, E8M0, Quantized, by_library, mm
+from fusedtp.scaled import BLOCK, E8M0, Quantized, by_library, mm, of_data
 
 from .bounds import Bounds
 from .disagreeing import told
@@ -252,11 +252,16 @@ def test_what_no_scale_can_hold() -> None:
             assert bool(made.scale.eq(1).all())
 
 
-def test_the_librarys_scaled_matmul_is_ours() -> None:
-    """What a GPU uses, as far as the library has it on a CPU."""
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_librarys_scaled_matmul_is_ours(turned: bool) -> None:
+    """What a GPU uses, as far as the library has it on a CPU; in gradients operands lie the other way round."""
     a, b = scaled(torch.randn(32, 64)), scaled(torch.randn(48, 64))
+    if turned:
+        a, b = (Scaled(each.data.t().contiguous().t(), each.scale) for each in (a, b))
     left, right = Quantized.of(a, torch.bfloat16), Quantized.of(b, torch.bfloat16).t()
     bias = torch.randn(48).bfloat16()
+    data = a.data.double() @ b.data.double().t()
+    reference.check(of_data(left, right), data, 64 * torch.finfo(torch.float32).eps * data.abs().max(), "data")
     for added in (None, bias):
         x, w = values(a), values(b).t()
         expected = x @ w if added is None else x @ w + bias.double()
@@ -269,7 +274,12 @@ ones = torch.ones
 REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "float8 without scales": (lambda x, w: (x.data, w.data), ValueError, "float8 takes scales, fusedtp.Scaled"),
     "one of the two": (lambda x, w: (x, w.values()), TypeError, "x and weight must both be Scaled or neither"),
-    "the other": (lambda x, w: (x.values(), w), TypeError, "x and weight must both be Scaled or neither"),
+    "the other": (lambda x, w: (x.values(), w), TypeError, "weight must be a tensor here, got Scaled: the linear"),
+    "a layer's weight": (
+        lambda x, w: (x, scaled(fusedtp.ColumnParallelLinear(8, 4, bias=False).weight)),
+        TypeError,
+        "weight.data must be this rank's own tensor, got a DTensor",
+    ),
     "a scale of float64": (lambda x, w: (Scaled(x.data, x.scale.double()), w), ValueError, "x.scale must be"),
     "a scale for columns": (lambda x, w: (Scaled(x.data, ones(1, 8)), w), ValueError, "x.scale must be"),
     "too few scales": (lambda x, w: (x, Scaled(w.data, w.scale[:2])), ValueError, "weight.scale must be"),
@@ -303,9 +313,14 @@ def refused_options(group: ProcessGroup) -> None:
         ({"bias": torch.ones(4).bfloat16().requires_grad_()}, ValueError, "have no gradient, but bias or residual"),
         ({"out_dtype": torch.float64}, ValueError, "out_dtype must be None or one of"),
         ({"float8": "rowwise"}, ValueError, "Scaled operands are"),
+        ({"bias": w}, TypeError, "bias must be a tensor here, got Scaled"),
     ):
         with pytest.raises(kind, match=message):
             call(**given)
+    fnuz = [scaled(torch.randn(4, 8), dtype=torch.float8_e4m3fnuz) for _ in range(2)]
+    with pytest.raises(RuntimeError, match=r"cannot multiply torch\.float8_e4m3fnuz here: Triton's interp"):
+        fusedtp.all_gather_linear(*fnuz, group=group, schedule="fused")
+    assert fusedtp.all_gather_linear(*fnuz, group=group).shape == (8, 4)
     with pytest.raises(ValueError, match="out_dtype must be None or x's dtype"):
         fusedtp.all_gather_linear(torch.randn(2, 8), torch.randn(3, 8), group=group, out_dtype=torch.bfloat16)
     with torch.no_grad():
@@ -323,6 +338,7 @@ def test_what_is_not_whole_is_refused(pool: RankPool) -> None:
     [
         ({"x": torch.ones(2).double()}, TypeError, "x must be a tensor of float32"),
         ({"x": torch.ones(())}, ValueError, "at least 1 dimension"),
+        ({"x": torch.eye(2).to_sparse()}, ValueError, "x must be dense, got torch.sparse_coo"),
         ({"recipe": "blockwise"}, ValueError, "recipe must be one of tensorwise, rowwise, mxfp8"),
         ({"dtype": torch.bfloat16}, ValueError, "dtype must be one of"),
         ({"group": "tp"}, ValueError, "group is for recipe 'tensorwise'"),
@@ -344,8 +360,18 @@ def disagree(group: ProcessGroup, schedule: str, what: str) -> str:
     return told(group, lambda: fusedtp.all_gather_linear(mine, weight, group=group, schedule=schedule))
 
 
+def other_recipe(group: ProcessGroup, schedule: str) -> str:
+    """One rank tells the largest magnitudes first, which the other one's recipe does not need."""
+    recipe: Any = "tensorwise" if group.rank() else "rowwise"
+    x, w = torch.randn(4, 8), torch.randn(4, 8)
+    return told(group, lambda: fusedtp.all_gather_linear(x, w, group=group, schedule=schedule, float8=recipe))
+
+
 @pytest.mark.parametrize("schedule", ["decomposed", "fused"])
 def test_ranks_with_other_float8_are_told(pool: RankPool, schedule: str) -> None:
+    for said in pool.run(other_recipe, schedule, world_size=2):
+        assert "float8=rowwise on rank 0, " in said
+        assert "float8=tensorwise on rank 1" in said
     for what, theirs in (
         ("float8", "torch.float8_e4m3fn on rank 0, torch.float8_e5m2 on rank 1"),
         ("scales", "of rows on rank 0, of blocks on rank 1"),

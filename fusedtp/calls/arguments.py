@@ -50,7 +50,7 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
 def check_tensor(name: str, value: object, x: Tensor | None = None, *, than: str = "x") -> None:
     """A dense tensor of a dtype that we multiply; of x's dtype and on its device, where x is given."""
     if type(value) not in PLAIN:
-        _check_kind(name, value)
+        check_kind(name, value)
     assert isinstance(value, Tensor)
     dtype, device = value.dtype, value.device
     if dtype not in DTYPES:
@@ -69,9 +69,12 @@ def check_tensor(name: str, value: object, x: Tensor | None = None, *, than: str
         raise ValueError(f"{name} must be on {than}'s device, {x.device}, got {device}")
 
 
-def _check_kind(name: str, value: object) -> None:
+def check_kind(name: str, value: object) -> None:
+    """A tensor with values, of this rank's own."""
     if isinstance(value, Scaled):
-        raise TypeError(f"{name} must be a tensor, got Scaled: x and weight must both be Scaled or neither")
+        raise TypeError(
+            f"{name} must be a tensor here, got Scaled: the linear functions take x and every weight Scaled, or neither"
+        )
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if nn.parameter.is_lazy(value):
@@ -182,18 +185,18 @@ def check_activation(activation: str | None, weight: Weights) -> None:
         raise ValueError(f"activation {activation!r} is of two weights with as many rows, got {gate} and {up}")
 
 
-def float8_of(float8: str | None) -> Float8 | None:
-    """None, or a known recipe."""
+def float8_of(float8: str | None, dtype: torch.dtype | None = None, of: str = "dtype") -> Float8 | None:
+    """None, or a known recipe, for operands in `dtype`, which is that of `of`."""
     if float8 is not None and (not isinstance(float8, str) or float8 not in RECIPES):
         raise ValueError(f"float8 must be None or one of {', '.join(RECIPES)}, got {float8!r}")
+    if float8 is not None and dtype == torch.float64:
+        raise ValueError(f"float8 is for {of} in {', '.join(map(str, DTYPES[:3]))}, got {dtype}")
     return float8  # type: ignore[return-value]
 
 
 def check_float8(float8: str | None, x: Tensor) -> str | None:
     """None, or a known recipe, for an x that can be cast."""
-    if float8_of(float8) is not None and x.dtype == torch.float64:
-        raise ValueError(f"float8 is for x in {', '.join(map(str, DTYPES[:3]))}, got {x.dtype}")
-    return float8
+    return float8_of(float8, x.dtype, "x")
 
 
 def check_residual(residual: Tensor | None, x: Tensor, shape: Sequence[int]) -> None:

@@ -82,7 +82,7 @@ def choose(task: Task, schedule: str, group: ProcessGroup, device: torch.device)
     """The path of a task: collective over `group` on the first call with a schedule that needs shared memory."""
     op, dtype, name = task.op.name, task.dtype, schedule
     if name != "auto":
-        if name == "fused" and task.float8 is not None and device.type == "cuda" and group.size() > 1:
+        if name == "fused" and task.float8 is not None and group.size() > 1:
             _check_float8(op, task.float8, task.in_blocks, device)
         return _asked_for(op, name, dtype)
     if group.size() == 1:
@@ -280,7 +280,11 @@ def widens_blocks(target: str) -> str:
 
 @cache
 def _check_float8(op: str, dtype: torch.dtype, blocks: bool, device: torch.device) -> None:
-    if why := without_float8(dtype, target_of(device), blocks=blocks):
+    if device.type == "cuda":
+        why = without_float8(dtype, target_of(device), blocks=blocks)
+    else:
+        why = "Triton's interpreter does not know it" if dtype == torch.float8_e4m3fnuz else ""
+    if why:
         raise RuntimeError(
             f"{op}: schedule 'fused' cannot multiply {dtype} here: {why}: use 'auto', 'decomposed' or 'unfused', or "
             "operands in bfloat16"

@@ -19,8 +19,10 @@ from ..scaled import BLOCK, E8M0, FLOAT8, Quantized, Scaled
 from ..shards import offsets
 from ..turns import one
 from . import call as calls_
-from .arguments import Biases
+from .arguments import Biases, check_kind
 from .call import Prepare, with_float8
+from .parameters import PLAIN
+from .registered import transforms_active
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -29,8 +31,8 @@ def _check_scaled(name: str, x: Any, device: torch.device | None = None) -> Scal
     if not isinstance(x, Scaled):
         raise TypeError(f"x and weight must both be Scaled or neither, got {type(x).__name__} for {name}")
     for part, each in (("data", x.data), ("scale", x.scale)):
-        if type(each) is not Tensor and not isinstance(each, Tensor):
-            raise TypeError(f"{name}.{part} must be a tensor, got {type(each).__name__}")
+        if type(each) not in PLAIN:
+            check_kind(f"{name}.{part}", each)
         if each.layout is not torch.strided or each.is_nested or each.is_neg():
             raise ValueError(f"{name}.{part} must be a dense tensor of its own")
         if each.device != (device or x.data.device):
@@ -97,17 +99,25 @@ def plain(x: Any, weight: Any, out_dtype: torch.dtype | None, float8: str | None
     return True
 
 
+def apply(*given: Any) -> Any:
+    """`run`, which a compiler does not trace."""
+    if torch.compiler.is_compiling():
+        # Late: it loads the compiler.
+        return torch.compiler.disable(run, reason="float8 operands with scales are not in compiled graphs")(*given)
+    return run(*given)
+
+
 @one
-def apply(
+def run(
     prepare: Prepare, x: Any, weight: Any, bias: Biases, group: Group, options: tuple[Any, ...],
     out_dtype: torch.dtype | None, residual: Tensor | None = None, activation: str | None = None,
 ) -> Any:  # fmt: skip
     """`eager.apply` of `Scaled` operands; one weight, or a tuple of several with as many biases or None."""
-    if torch.compiler.is_compiling():
-        raise NotImplementedError("float8 operands are not implemented in graphs of torch.compile: call it outside")
+    if transforms_active():
+        raise NotImplementedError("float8 operands are not implemented in torch.func's transforms: call it outside")
     if isinstance(weight, tuple) and len(weight) == 1:
         assert isinstance(bias, tuple)
-        return (apply(prepare, x, weight[0], bias[0], group, options, out_dtype, residual, activation),)
+        return (run(prepare, x, weight[0], bias[0], group, options, out_dtype, residual, activation),)
     out, x = check_out_dtype(out_dtype), _check_scaled("x", x)
     several = isinstance(weight, tuple)
     names = [f"weight[{i}]" for i in range(len(weight))] if several else ["weight"]
@@ -122,6 +132,9 @@ def apply(
             f"{other[0]}"
         )
     biases = bias if isinstance(bias, tuple) else (bias,)
+    for name, given_too in (*(("bias", each) for each in biases), ("residual", residual)):
+        if given_too is not None and type(given_too) not in PLAIN:
+            check_kind(name, given_too)
     given = [each for each in (*biases, residual) if isinstance(each, Tensor)]
     if torch.is_grad_enabled() and any([each.requires_grad for each in given]):
         raise ValueError(

@@ -187,7 +187,8 @@ def estimate(
     """`predict` for a share that is known; `weight`: elements of w, whole."""
     model = Model(work, machine, matmul_us, kernel_matmul_us)
     cast = model.cast if casts else 0.0
-    unfused, decomposed, fused = cast + model.matmul + model.comm, None, None
+    unfused = cast + model.matmul + model.n * model.adding + model.comm
+    decomposed, fused = None, None
     used = {schedule: _algorithm(work, algorithm, machine, schedule) for schedule in ("fused", "decomposed")}
     if work.num_ranks == 1:
         decomposed = fused = unfused

@@ -102,10 +102,8 @@ class Model:
     ) -> None:
         self.work, self.machine, self.n = work, machine, work.num_ranks
         self.given, self.kernel_given = matmul_us, kernel_matmul_us
-        # What torch multiplies in: products of parts of float8's contraction are scaled one by one and added.
+        # What torch multiplies in.
         self.torch_dtype = machine.multiplied(work.dtype)
-        if work.by_depth and is_float8(work.dtype):
-            self.torch_dtype = WIDENED
         # A rank's whole matmul: what was measured, or the model's.
         modelled = self.product(work.rows, work.cols, work.depth) if matmul_us is None and work.flops else 0.0
         self.matmul = modelled if matmul_us is None else matmul_us
@@ -114,6 +112,17 @@ class Model:
     def kernel_multiplies(self) -> bool:
         """Whether our kernel can: it has no other way for float8 than the units for it."""
         return not self.work.flops or self.work.dtype in self.machine.matrix_tflops
+
+    @property
+    def adding(self) -> float:
+        """Of float8 that is gathered along the contraction: torch's product of each part is written in float32, scaled
+        and added to the sum.
+        """
+        work = self.work
+        if not work.by_depth or not is_float8(work.dtype) or self.torch_dtype != work.dtype:
+            return 0.0
+        launches = 0.0 if self.machine.in_place else 2 * self.machine.launch_us
+        return launches + work.rows * work.cols * 6 * ITEMSIZE[WIDENED] / self.memory
 
     def product(self, rows: int, cols: int, depth: int, dtype: str = "") -> float:
         """A matmul, torch's but for another `dtype`: the slower of its FLOPs, in whole waves of tiles, and its
@@ -198,7 +207,7 @@ class Model:
         part = self.product(rows, work.cols, depth)
         if self.given is not None:
             part *= self.given / self.product(work.rows, work.cols, work.depth)
-        return [part] * n
+        return [part + self.adding] * n
 
     @property
     def _least_chunk(self) -> float:

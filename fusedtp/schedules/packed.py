@@ -48,13 +48,13 @@ class PackedGather:
         for src, part in self._parts(x):
             at = slice(self._begins[src], self._begins[src + 1])
             with trace.span("multiply", src):
-                if 0 not in part.shape:
-                    for i, each in enumerate(products):
-                        if i in wides:
-                            left = part if self._dim == 1 else by_columns(part).t()
-                            wides[i].add_(term(left, each.other[at]))
-                        else:
-                            self._put(each, part, at, outs[i])
+                for i, each in enumerate(products):
+                    # Rows without columns make zeros, with a bias.
+                    if i not in wides and part.shape[0]:
+                        self._put(each, part, at, outs[i])
+                    elif i in wides and 0 not in part.shape:
+                        left = part if self._dim == 1 else by_columns(part).t()
+                        wides[i].add_(term(left, each.other[at]))
         for i, wide in wides.items():
             bias, transposed = products[i].epilogue.bias, products[i].transposed
             # The bias of a transposed result has an element for each of its columns, the product's rows.

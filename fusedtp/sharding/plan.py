@@ -193,7 +193,10 @@ def measure(
     dtype: object = "bfloat16",
     start_bytes: int = START_BYTES,
 ) -> Sizes | None:
-    """Check that sizes and mesh fit the spec; None when both are unknown. `dtype` is a name or a torch dtype."""
+    """Check that sizes and mesh fit the spec, None when both are unknown, and that `dtype` is one's name or one."""
+    known = str(dtype).removeprefix("torch.")
+    if known not in ITEMSIZE:
+        raise ValueError(f"dtype must be one of {', '.join(ITEMSIZE)}, got {known}")
     if sizes is None and mesh is None:
         return None
     if sizes is None or mesh is None:
@@ -207,10 +210,7 @@ def measure(
         raise ValueError(f"mesh has no axis {', '.join(missing)}, which {spec} needs: got {dict(mesh)}")
     sizes = {name: check_count(f"sizes[{name!r}]", length) for name, length in sizes.items()}
     mesh = {axis: check_count(f"mesh[{axis!r}]", mesh[axis], least=1) for axis in spec.mesh_axes}
-    name = str(dtype).removeprefix("torch.")
-    if name not in ITEMSIZE:
-        raise ValueError(f"dtype must be one of {', '.join(ITEMSIZE)}, got {name}")
-    return Sizes.of(sizes, mesh, ITEMSIZE[name], start_bytes, ITEMSIZE[made_of(name)])
+    return Sizes.of(sizes, mesh, ITEMSIZE[known], start_bytes, ITEMSIZE[made_of(known)])
 
 
 @lru_cache(maxsize=4096)

@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..calls import arguments, dispatch
+from ..recipes import Float8
 from . import agreed
 from .embeddings import FusedEmbeddingParallel
 from .grouped import FusedGroup
@@ -38,9 +39,10 @@ from .tokens import TOKENS, Heads, SplitFeatures, SplitTokens, TiedHead, WholeOu
 class _Planner:
     # Writes the plan of a decoder: styles by the names of modules, to be applied in order.
     def __init__(
-        self, decoder: Decoder, num_ranks: int, split_tokens: bool, split_logits: bool, options: dict[str, Any]
-    ) -> None:
-        self._of, self._ranks, self._options = decoder, num_ranks, options
+        self, decoder: Decoder, num_ranks: int, split_tokens: bool, split_logits: bool, options: dict[str, Any],
+        float8: Float8 | None,
+    ) -> None:  # fmt: skip
+        self._of, self._ranks, self._options, self._float8 = decoder, num_ranks, options, float8
         self._split_tokens, self._split_logits = split_tokens, split_logits
         self._tokens: Placement = TOKENS if split_tokens else Replicate()
         # What comes after the layers takes hidden states as they were in one process.
@@ -102,9 +104,9 @@ class _Planner:
         heads = self._heads(path, child)
         widths = {features(child.get_submodule(name)) for name in columns}
         check_own(path, child, {*widths, *(heads or ())})
-        column: dict[str, Any] = {"input_layouts": self._tokens, **self._options}
+        column: dict[str, Any] = {"input_layouts": self._tokens, **self._options, "float8": self._float8}
         row: dict[str, Any] = {"output_layouts": self._tokens, "use_local_output": not self._split_tokens}
-        row |= self._options
+        row |= {**self._options, "float8": self._float8}
         parts: list[str] = []
         pieces: dict[str, int] = {}
         for name in columns:
@@ -231,7 +233,7 @@ class _Planner:
 
 def decoder_plan(
     model: nn.Module, num_ranks: int, *, sequence_parallel: bool = True, loss_parallel: bool = False,
-    schedule: str = "auto", debug: bool = False,
+    schedule: str = "auto", debug: bool = False, float8: Float8 | None = None,
 ) -> dict[str, list[ParallelStyle]]:  # fmt: skip
     """The plan that `parallelize` applies: styles by names of modules, in which * is any one name.
 
@@ -242,12 +244,13 @@ def decoder_plan(
     dispatch.check_schedule(schedule)
     options = {"schedule": schedule, "debug": arguments.flag("debug", debug)}
     split_logits = arguments.flag("loss_parallel", loss_parallel)
-    return _Planner(decoder_of(model), num_ranks, split, split_logits, options).write()
+    recipe = arguments.float8_of(float8)
+    return _Planner(decoder_of(model), num_ranks, split, split_logits, options, recipe).write()
 
 
 def parallelize(
     model: nn.Module, device_mesh: DeviceMesh, *, sequence_parallel: bool = True, loss_parallel: bool = False,
-    schedule: str = "auto", debug: bool = False, src_data_rank: int | None = 0,
+    schedule: str = "auto", debug: bool = False, float8: Float8 | None = None, src_data_rank: int | None = 0,
 ) -> nn.Module:  # fmt: skip
     """Split a Hugging Face decoder over a 1-D mesh, in place: attention by heads, MLPs by features, embedding and head
     by vocabulary.
@@ -256,6 +259,7 @@ def parallelize(
                         all-reduces. Any number of tokens will do.
     loss_parallel       logits stay split by vocabulary, DTensors, for torch.distributed.tensor.parallel.loss_parallel
     schedule, debug     of every matmul, as in the functions
+    float8              a recipe for the linears of attention and MLPs; embedding and head stay as they are
     src_data_rank       whose parameters count; None where all ranks have the same
 
     The model is called as before, with the same inputs on every rank, and gives whole logits, if not told otherwise.
@@ -267,6 +271,7 @@ def parallelize(
     check_mesh(device_mesh)
     options: dict[str, Any] = {
         "sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel, "schedule": schedule, "debug": debug,
+        "float8": float8,
     }  # fmt: skip
     said = {name: repr(value) for name, value in {**options, "src_data_rank": src_data_rank}.items()}
     said = {"model": type(model).__name__, **said}

@@ -86,12 +86,18 @@ def difference(op: str, everyone: Sequence[Mapping[str, str] | None], call: str 
         values = ["an unknown one" if each is None else each.get(name, "not given") for each in everyone]
         if len({value for value, each in zip(values, everyone, strict=True) if each is not None}) > 1:
             who, what = (call or op, "the op") if name == "op" else (op, name)
-            each_rank = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
-            return f"{who}: the ranks do not agree on {what}: {each_rank}{_odd_one_out(values)}"
+            text = f"{who}: the ranks do not agree on {what}: {_by_rank(values)}{_odd_one_out(values)}"
+            calls = ["" if each is None else each.get("call", "") for each in everyone]
+            # One op may be a step of another call.
+            return f"{text}, in {_by_rank(calls)}" if name == "op" and all(calls) and len(set(calls)) > 1 else text
     silent = [rank for rank, each in enumerate(everyone) if each is None]
     if not silent:
         return ""
     return f"{op}: the ranks do not agree: rank {silent[0]} means another op, or other tensors, and has not said which"
+
+
+def _by_rank(values: list[str]) -> str:
+    return ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
 
 
 def _odd_one_out(values: list[str]) -> str:
