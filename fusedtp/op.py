@@ -83,8 +83,8 @@ class Task:
 
     sizes: every rank's length of what is gathered or scattered. dim, transposed, activation ("" for none), keeps: see
     above. algorithm: one of the op's, or "auto". float8: what the first operand is in, if a and b are float8 with
-    scales (`scaled.Quantized`); dtype is then the result's, in which terms of a sum travel. in_blocks: whether scales are
-    those of blocks.
+    scales (`scaled.Quantized`); dtype is then the result's, in which terms of a sum travel. in_blocks: whether scales
+    are those of blocks.
     """
 
     op: Op

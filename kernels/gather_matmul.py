@@ -18,7 +18,6 @@ import torch
 import triton
 import triton.language as tl
 
-from .blocks import scale_bytes
 from .descriptors import of_arena, of_left, of_right
 from .gather_known import Known, Plan
 from .launch import MOST_KNOWN, Channel, Config
@@ -27,7 +26,6 @@ from .matmul import (
     locate_among,
     locate_in_chunks,
     matmul_tiles,
-    scale_columns,
     store_rows,
     unit,
     unpack,
@@ -47,6 +45,7 @@ from .operands import (
     right_of,
 )
 from .push import Rows, push_to_all, received_scale, wait_for_rows
+from .scales import scale_bytes, scale_columns
 from .several import b_of_tile, beside, end_of_pairs, first_of, store_gated, tile_columns
 from .signal import FIRST_SLOT, Link, before_descriptor, begin, cdiv, enter, half, leave
 

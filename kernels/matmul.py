@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .blocks import dot_of_blocks, scale_bytes
+from .activations import activated
 from .descriptors import fitted_to, read_by
 from .launch import Config, flattened, options
 from .loading import launch
@@ -39,6 +39,7 @@ from .operands import (
     right_of,
     tiles_of,
 )
+from .scales import dot_of_blocks, scale_bytes
 from .signal import cdiv
 
 
@@ -274,26 +275,6 @@ def bias_at(epilogue, at, mask):
 
 
 @triton.jit
-def activated(z, NAME: tl.constexpr):
-    """The activation of z, in float32. NaN stays NaN."""
-    if NAME == "relu":
-        return tl.where(z < 0.0, 0.0, z)
-    elif NAME == "silu":
-        return z / (1.0 + tl.exp(-z))
-    elif NAME == "gelu":
-        # Abramowitz and Stegun, 7.1.26: off by 1.5e-7 at most, without a branch, and without a difference in the tail.
-        a = tl.abs(z) * 0.7071067811865476
-        t = 1.0 / (1.0 + 0.3275911 * a)
-        series = 0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429)))
-        tail = 0.5 * t * series * tl.exp(-a * a)
-        return z * tl.where(z < 0.0, tail, 1.0 - tail)
-    else:
-        tl.static_assert(NAME == "gelu_tanh")
-        # (1 + tanh(u)) / 2 is 1 / (1 + exp(-2 u)), u being sqrt(2 / pi) (z + 0.044715 z^3).
-        return z / (1.0 + tl.exp(-1.5957691216057308 * (z + 0.044715 * z * z * z)))
-
-
-@triton.jit
 def halves(x, ROWS: tl.constexpr, COLS: tl.constexpr):
     """The left and the right half of its columns."""
     return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLS // 2)), (0, 2, 1)))
@@ -332,13 +313,6 @@ def _store_columns(c, N, epilogue, tiles, row, col, left, acc, ok, COLS: tl.cons
         acc = activated(acc, epilogue.ACTIVATION)
     c_ptrs = c.ptr + rows[:, None] * c.stride_m + offs_n[None, :].to(tl.int64) * c.stride_n
     tl.store(c_ptrs, round_to(acc, c.ptr.dtype.element_ty, tiles.UPCAST), mask=mask)
-
-
-@triton.jit
-def scale_columns(acc, scale, col, N, BLOCK_N: tl.constexpr):
-    """acc times B's scales: of columns `col` and on, of N."""
-    offs_n = col + tl.arange(0, BLOCK_N)
-    return acc * tl.load(scale + offs_n, mask=offs_n < N, other=0.0)[None, :]
 
 
 @triton.jit

@@ -25,7 +25,6 @@ from .matmul import (
     locate_whole,
     matmul_tiles,
     round_to,
-    scale_columns,
     unit,
     widened,
 )
@@ -44,6 +43,7 @@ from .operands import (
     tiles_of,
     unit_of,
 )
+from .scales import scale_columns
 from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, raise_signal
 
 

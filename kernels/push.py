@@ -15,10 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .blocks import scale_bytes
 from .launch import Channel, Config, moving_options, strip_of
 from .loading import launch
 from .matmul import or_nan
+from .scales import scale_bytes
 from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, leave, raise_signal, wait
 
 # Rows whose block scales are sent at a time.

@@ -10,9 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .blocks import scale_bytes
-from .matmul import Tile, activated, b_whole, bias_at, halves, or_nan, round_to, unit, widened
+from .activations import activated
+from .matmul import Tile, b_whole, bias_at, halves, or_nan, round_to, unit, widened
 from .operands import Columns
+from .scales import scale_bytes
 from .signal import cdiv
 
 

@@ -1,4 +1,4 @@
-"""mxfp8, float8 with a scale for each 32 elements of a row. What it has in common with other float8 is in test_float8."""
+"""mxfp8, float8 with a scale for each 32 elements of a row; what it has in common with other float8: test_float8."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch.distributed import ProcessGroup
 import fusedtp
 from fusedtp import Scaled, reference, scaled
 from fusedtp.calls.dispatch import Ready
-from fusedtp.scaled import BLOCK, E8M0, Quantized, blocks_for_library, in_bfloat16, mm
+from fusedtp.scaled import BLOCK, E8M0, Quantized
+from fusedtp.scaled_mm import blocks_for_library, in_bfloat16, mm
 
 from .bounds import Bounds
 from .test_float8 import E4M3, E5M2, IN_BLOCKS, SCHEDULES, allowed, make, values

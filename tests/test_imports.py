@@ -24,7 +24,7 @@ FOLDERS = {"fusedtp": ROOT / "fusedtp", "fusedtp.kernels": ROOT / "kernels", "fu
 FLOORS = (
     ("errors", "shards", "files", "trace", "op", "groups", "turns"),
     ("sharding", "reference", "activations", "scaled"),
-    ("cost", "recipes"),
+    ("cost", "recipes", "scaled_mm"),
     ("explain", "kernels", "memory"),
     ("workspaces",),
     ("schedules",),

@@ -89,7 +89,7 @@ class Hardware:
 
 
 FLOAT8 = tuple(dtype for dtype in ITEMSIZE if is_float8(dtype))
-# As `scaled.mm` does where torch has no scaled matmul.
+# As `scaled_mm` does where torch has no scaled matmul.
 WIDENED = "float32"
 
 # Sources that several machines share.
@@ -163,7 +163,8 @@ _TABLE = (
                network_gbps="one 400 Gb/s adapter a GPU, NVIDIA DGX B200 data sheet"),
     ),
     Hardware(
-        "gb200-nvl72", "NVIDIA GB200 NVL72", 900, 8000, _tensor_cores(2500, 80, 40, 5000, blocks=True), 148, 72, 50, 0.7,
+        "gb200-nvl72", "NVIDIA GB200 NVL72", 900, 8000,
+        _tensor_cores(2500, 80, 40, 5000, blocks=True), 148, 72, 50, 0.7,
         _sheet("NVIDIA GB200 NVL72 data sheet, one of its 72 GPUs; 1.8 TB/s both ways", _ELSEWHERE,
                matrix_fraction="assumed", network_gbps="one 400 Gb/s adapter a GPU, NVIDIA GB200 NVL72 data sheet"),
     ),

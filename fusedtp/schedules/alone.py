@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import activations, scaled
+from .. import activations, scaled_mm
 from ..op import GATED, Task
-from ..scaled import Matrix, Quantized
+from ..scaled import Matrix, Quantized, by_columns
 from .verbs import Epilogue, Product
 
 
@@ -72,7 +72,7 @@ def multiplied(whole: Matrix, products: Sequence[Product]) -> list[Tensor]:
     """The products with X, all of which is here."""
     outs = []
     for each in products:
-        left, right = whole if each.kind == "rows" else scaled.by_columns(whole).t(), each.other
+        left, right = whole if each.kind == "rows" else by_columns(whole).t(), each.other
         bias = each.epilogue.bias
         outs.append(mm(right.t(), left.t(), bias) if each.transposed else mm(left, right, bias))
     return activated(products[0].epilogue, outs)
@@ -105,7 +105,7 @@ def activate(epilogue: Epilogue, zs: Sequence[Tensor], ys: Sequence[Tensor]) -> 
 def mm(a: Matrix, b: Matrix, bias: Tensor | None = None) -> Tensor:
     """a [M, K] @ b [K, N] (+ bias, [N] or as the result) -> [M, N]."""
     if type(a) is Quantized and type(b) is Quantized:
-        return scaled.mm(a, b, bias)
+        return scaled_mm.mm(a, b, bias)
     return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
 
 
@@ -113,7 +113,7 @@ def summed(terms: Sequence[tuple[Matrix, Matrix]], bias: Tensor | None = None) -
     """The sum of these a [M, K] @ b [K, N] (+ bias), rounded after each."""
     (a, b), *others = terms
     if others and type(a) is Quantized:
-        return scaled.summed(terms, bias)
+        return scaled_mm.summed(terms, bias)
     out = mm(a, b, bias)
     for a, b in others:
         out.addmm_(a, b)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from .. import trace
-from ..scaled import Matrix, Quantized, by_columns, finish, mm, term
+from ..scaled import Matrix, Quantized, by_columns
+from ..scaled_mm import finish, mm, term
 from ..shards import offsets
 from .alone import activated
 from .verbs import Product

@@ -196,12 +196,12 @@ MUTANTS = (
     Mutant(
         "scales of blocks of unknown alignment", checks.widths,
         (replace(_float8_by("gather rows", "sm_100", "few columns"), blocks=True),),
-        (("blocks", "return cdiv(K, 512) * 16", "return cdiv(K, 32)"),),
+        (("scales", "return cdiv(K, 512) * 16", "return cdiv(K, 32)"),),
     ),
     Mutant(
         "blocks made wider where a unit takes their scales", float8.multiplied,
         (replace(_float8_by("scatter", "sm_100", "few columns"), blocks=True),),
-        (("blocks", "    if tiles.SCALED_DOT:", "    if False:"),),
+        (("scales", "    if tiles.SCALED_DOT:", "    if False:"),),
     ),
     Mutant(
         "float8 summed by the matrix unit", float8.multiplied,

@@ -39,7 +39,8 @@ def row(built: Built) -> dict[str, str]:
     values = (
         triton.__version__, case.target, case.variant, ANY if case.aligned == () else "16", case.dtype_name, case.shape,
         *by, built.block, built.num_warps, built.num_stages, int(built.flattened) if multiplies else "",
-        built.registers, built.spill_bytes, built.stack_bytes, built.shared_bytes, built.code.count(TARGETS[case.target].multiplies),
+        built.registers, built.spill_bytes, built.stack_bytes, built.shared_bytes,
+        built.code.count(TARGETS[case.target].multiplies),
         built.code.count("UTMALDG"), len(built.inner_loop) or "",
         "" if beside is None else len(beside.inner_loop), "" if beside is None else beside.registers,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""float8 operands in blocks of 32 along the contraction, each with a scale of its own: mxfp8."""
+"""Scales of float8 operands: of rows and columns, or of blocks of 32 along the contraction, mxfp8."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ import triton
 import triton.language as tl
 
 from .signal import cdiv
+
+
+@triton.jit
+def scale_columns(acc, scale, col, N, BLOCK_N: tl.constexpr):
+    """acc times B's scales: of columns `col` and on, of N."""
+    offs_n = col + tl.arange(0, BLOCK_N)
+    return acc * tl.load(scale + offs_n, mask=offs_n < N, other=0.0)[None, :]
 
 
 @triton.jit
