@@ -11,7 +11,7 @@ from fusedtp import cost
 from fusedtp.calls import tuning
 from fusedtp.cost import overlap
 from fusedtp.cost.hardware import HARDWARE
-from fusedtp.scaled import SCALE_BYTES
+from fusedtp.scaled import SCALE_BYTES, packed_bytes
 
 from .test_cost import invoke, plain
 
@@ -72,6 +72,20 @@ def test_float8_by_hand() -> None:
     # Columns have a scale for each rank's part of a row.
     columns = cost.predict("all_gather_matmul", hardware=machine, gather_dim=1, **sizes)
     assert columns.work.moved_bytes == 4096 * (1024 + 4 * 16)
+
+
+def test_blocks_have_a_scale_for_each_32() -> None:
+    sizes: dict[str, Any] = {"M": 4096, "N": 4096, "K": 8192, "world_size": 4, "dtype": "mxfp8"}
+    on = {name: cost.predict("all_gather_matmul", hardware=name, **sizes) for name in ("b200", "h100")}
+    assert on["b200"].work.moved_bytes == 4096 * (8192 + 256)
+    columns = cost.predict("all_gather_matmul", hardware="b200", gather_dim=1, **sizes)
+    assert columns.work.moved_bytes == 4096 * (8192 + 4 * 64)
+    narrow = cost.predict("all_gather_matmul", hardware="b200", **(sizes | {"dtype": "float8_e4m3fn"}))
+    assert on["b200"].matmul_us == narrow.matmul_us
+    # Where no unit takes their scales, they are multiplied wider, and not fused.
+    assert ("fused" in on["b200"].times, "fused" in on["h100"].times) == (True, False)
+    for cols in (1, 31, 512, 513, 8192):
+        assert packed_bytes(cols, blocks=True) == -(-cols // 16) * 16 + 16 * -(-cols // 512)
 
 
 def test_every_schedule_of_float8_begins_with_a_cast() -> None:
