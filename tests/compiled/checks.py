@@ -207,6 +207,10 @@ def acquires(built: Built) -> None:
             assert not others, f"a load from a row that no fence has given: {others}"
         assert not code.reaches(None, fence, without=look), "the first fence without an acquire"
         assert not code.reaches(fence, fence, without=look), "a fence without an acquire"
+        if case.blocks and config_of(case).scaled_dot:
+            # Scales, which no descriptor reads.
+            assert code.matching(r"\bcp\.async\.c[ag]"), "no copy of scales"
+            assert not code.reaches(None, r"\bcp\.async\.c[ag]", without=look), "scales before the first acquire"
         return
     if _is_ptx(built):
         look, load, store = r"\.sys\.acquire", r"\bcp\.async\.c[ag]|\bld\.global\.v", r"\bst\.global\.(v\d|b16)"
