@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
+from fusedtp.bench import train as training
 from fusedtp.bench.ranks import RankPool
 from fusedtp.bench.train import Decoder, Settings, sharded, train
 
 from fusedtp.recipes import NAMES
+
+from .torchao_linears import converted
 
 SMALL = Settings(vocabulary=16, hidden=32, intermediate=48, heads=2, blocks=1, sequence=12, batch=4, steps=8)
 
@@ -29,14 +33,20 @@ def test_losses_equal_one_process(pool: RankPool, reference: list[float], schedu
 
 
 def test_it_learns_in_float8(pool: RankPool) -> None:
-    """50 steps of two blocks: every loss within 2 % of the one in float32."""
+    """50 steps of two blocks: every loss within 2 % of the one in float32, and of torchao's linears' in one process."""
     settings = replace(SMALL, blocks=2, steps=50)
     expected = torch.tensor(train(settings))
     for recipe in NAMES:
         (curve, *_) = pool.run(sharded, replace(settings, float8=recipe), 2, "decomposed", timeout=400)
         losses = torch.tensor(curve)
         assert losses[-1] < losses[0] - 0.5
-        assert bool(((losses - expected).abs() <= 0.02 * expected).all()), recipe
+        with mock.patch.object(
+            training, "Decoder", lambda *given, its=recipe: converted(Decoder(*given), its, "blocks")
+        ):
+            theirs = torch.tensor(train(settings))
+        for other in (expected, theirs):
+            assert bool(((losses - other).abs() <= 0.02 * other).all()), recipe
+        assert not torch.equal(theirs, expected)
         assert not torch.equal(losses, expected)
 
 
