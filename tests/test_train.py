@@ -40,13 +40,12 @@ def test_it_learns_in_float8(pool: RankPool) -> None:
         (curve, *_) = pool.run(sharded, replace(settings, float8=recipe), 2, "decomposed", timeout=400)
         losses = torch.tensor(curve)
         assert losses[-1] < losses[0] - 0.5
-        with mock.patch.object(
-            training, "Decoder", lambda *given, its=recipe: converted(Decoder(*given), its, "blocks")
-        ):
-            theirs = torch.tensor(train(settings))
-        for other in (expected, theirs):
-            assert bool(((losses - other).abs() <= 0.02 * other).all()), recipe
-        assert not torch.equal(theirs, expected)
+        assert bool(((losses - expected).abs() <= 0.02 * expected).all()), recipe
+        if recipe == "rowwise":
+            with mock.patch.object(training, "Decoder", lambda *given: converted(Decoder(*given), "rowwise", "blocks")):
+                theirs = torch.tensor(train(settings))
+            assert bool(((losses - theirs).abs() <= 0.02 * theirs).all())
+            assert not torch.equal(theirs, expected)
         assert not torch.equal(losses, expected)
 
 
