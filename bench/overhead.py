@@ -1,9 +1,9 @@
 """What a call costs its host beside what it is for: python -P -m fusedtp.bench.overhead --out overhead.csv
 
-Small calls, warm, in microseconds: `all_gather_linear` less F.linear on one rank; on more the slowest rank's time less
-what its spans say that it waited, multiplied and copied (`fusedtp.trace`), with the recording of them in it, and
-with backward torch's own engine. Rows of several checkouts, each run with its own interpreter, may stand below each
-other in one file.
+Small calls, warm, in microseconds: `all_gather_linear` less F.linear on one rank; on more the slowest rank's time
+less what it waited, multiplied and copied, which is what spans say (`fusedtp.trace`) of as many calls right before,
+as recording them takes time too. With backward torch's own engine is in it. Rows of several checkouts, each run with
+its own interpreter, may stand below each other in one file.
 """
 
 from __future__ import annotations
@@ -29,15 +29,24 @@ ROWS, FEATURES = 8, 64
 CALLS = 200
 
 
-def _timed(call: Callable[[], object]) -> tuple[float, float]:
-    # Microseconds a call, and how many of them in spans.
+def _timed(call: Callable[[], object]) -> float:
+    # Microseconds a call.
+    begin = time.perf_counter_ns()
+    for _ in range(CALLS):
+        call()
+    return (time.perf_counter_ns() - begin) / CALLS / 1e3
+
+
+def _in_spans(call: Callable[[], object]) -> float:
+    # Microseconds of a call that are in spans.
     with trace.recording() as spans:
-        begin = time.perf_counter_ns()
         for _ in range(CALLS):
             call()
-        end = time.perf_counter_ns()
-    inside = sum(span.end_ns - span.begin_ns for span in spans)
-    return (end - begin) / CALLS / 1e3, inside / CALLS / 1e3
+    return sum(span.end_ns - span.begin_ns for span in spans) / CALLS / 1e3
+
+
+def _with_backward(call: Callable[[], Any], out: torch.Tensor) -> Callable[[], object]:
+    return lambda: call().backward(out)
 
 
 def measure(group: ProcessGroup, rounds: int) -> dict[str, list[float]]:
@@ -56,16 +65,13 @@ def measure(group: ProcessGroup, rounds: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {"forward": [], "both": []}
     for turn in range(rounds + 1):
         for direction in found:
-            backward = direction == "both"
-            times = [
-                _timed((lambda call=call: call().backward(out)) if backward else call)  # type: ignore[misc]
-                for call in (ours, linear)
-            ]
-            # The library's own time is in no span of a single rank.
-            whole_us = times[0][0] - (times[0][1] if group.size() > 1 else 0.0)
-            library_us = times[1][0] if group.size() == 1 else 0.0
+            ours_too, linear_too = (_with_backward(each, out) for each in (ours, linear))
+            call, library = (ours_too, linear_too) if direction == "both" else (ours, linear)
+            # One rank's library is in no span.
+            inside = _in_spans(call) if group.size() > 1 else _timed(library)
+            beside = _timed(call) - inside
             if turn:
-                found[direction].append(whole_us - library_us)
+                found[direction].append(beside)
     return found
 
 
