@@ -98,9 +98,17 @@ class Meeting:
         self.hear(what, list(range(self.world_size)))
 
 
+def _state(pid: int) -> str:
+    """ "T" of a stopped process, "Z" of a dead one whose parent has not noticed, "" of none."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 def _is_stopped(pid: int) -> bool:
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0] == "T"
+    return _state(pid) == "T"
 
 
 def _stop_for(seconds: float) -> None:
@@ -146,6 +154,13 @@ class Fault:
         # Beyond the rank's own budget: what it waits for has come meanwhile.
         _stop_for(1.5 * self.injection.seconds)
 
+    def until_it_waits(self, pid: int) -> None:
+        """Of the rank that is waited for: it goes on when the fault is there."""
+        self.meeting.hear("waits", [self.injection.rank])
+        # On a busy machine some calls may go by between a rank's words and its end.
+        while self.injection.kind == "is killed in a wait" and _state(pid) not in ("Z", ""):
+            time.sleep(0.001)
+
     def after(self, pid: int) -> None:
         """A survivor has its error, or no error is to come."""
         self.meeting.tell("given up")
@@ -187,7 +202,7 @@ def inject(group: ProcessGroup, injection: Injection, name: str) -> Outcome:
             fusedtp.set_timeout(injection.seconds)
         if in_wait and rank == (injection.rank + 1) % injection.world_size:
             # The one that is waited for.
-            watch.at, watch.strike = len(watch.steps) + 1, lambda: meeting.hear("waits", [injection.rank])  # type: ignore[assignment,return-value]
+            watch.at, watch.strike = len(watch.steps) + 1, lambda: fault.until_it_waits(pid)
         watch.own_seconds = 0.0
         meeting.all("ready")
         watch.resume()
