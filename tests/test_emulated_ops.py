@@ -34,8 +34,12 @@ SPREAD = (
 # Of float8, which only sm_90 has a matrix instruction for here.
 FLOAT8_SPREAD = (
     ("float8_e4m3fn", "gather rows"), ("float8_e5m2", "gather contraction"), ("float8_e4m3fn", "gather rows swiglu"),
-    ("float8_e5m2", "scatter several"), ("float8_e4m3fn", "matmul one_shot"),
+    ("float8_e5m2", "scatter several"), ("float8_e4m3fn", "matmul one_shot"), ("mxfp8", "gather contraction"),
 )  # fmt: skip
+FLOAT8_ALL = [
+    *spread([dtype for dtype in FLOAT8 if dtype != "mxfp8"], float8.OPS, large=True),
+    *(("mxfp8", op) for op in float8.IN_BLOCKS),
+]  # fmt: skip
 
 
 @pytest.fixture(params=evidence.TARGETS, ids=lambda target: f"sm_{target}")
@@ -54,7 +58,7 @@ def test_right_under_hostile_schedules(target: int, dtype: str, op: str) -> None
         giveups.missing(found, op, 2, DTYPES[dtype], shape, Schedule(1))
 
 
-@pytest.mark.parametrize(("dtype", "op"), spread(list(FLOAT8), float8.OPS, large=True) if ALL else FLOAT8_SPREAD)
+@pytest.mark.parametrize(("dtype", "op"), FLOAT8_ALL if ALL else FLOAT8_SPREAD)
 def test_float8_is_right_under_hostile_schedules(dtype: str, op: str) -> None:
     """Shards of multiples of 16 on two ranks, of odd lengths and an empty one on three."""
     with device(90) as found:

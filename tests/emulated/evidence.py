@@ -66,8 +66,9 @@ def units(seeds: int = SEEDS) -> list[Unit]:
     """Every op, dtype and target."""
     plain = [Unit(t, dtype, op, seeds) for op in MATMULS + COLLECTIVES for t in TARGETS for dtype in DTYPES]
     # Only which numbers the bytes are is another thing in e5m2.
-    first, *others = FLOAT8
-    scaled = [(first, op) for op in float8.OPS] + [(dtype, op) for dtype in others for op in float8.ONE_OF_EACH_KERNEL]
+    first, second, blocks = FLOAT8
+    scaled = [(first, op) for op in float8.OPS] + [(second, op) for op in float8.ONE_OF_EACH_KERNEL]
+    scaled += [(blocks, op) for op in float8.IN_BLOCKS]
     return plain + [Unit(90, dtype, op, seeds) for dtype, op in scaled]
 
 

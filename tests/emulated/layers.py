@@ -39,7 +39,8 @@ def check_scaled(driver: EmulatedDriver, name: str, world_size: int, dtype: torc
     make, (M, N, K) = float8.Operands(seed, dtype), (72, 96, 160)
     bias = make.bias(N, Shape(M, N, K))
     m_sizes = split(M, world_size, "empty" if seed % 2 else "uneven")
-    n_sizes, k_sizes = split(N, world_size, "uneven", 16), split(K, world_size, "uneven", 16)
+    # Parts that are gathered begin with a block.
+    n_sizes, k_sizes = split(N, world_size, "uneven", 16), split(K, world_size, "uneven", 32 if make.in_blocks else 16)
     assert bias is not None
     by_features = name == "all_gather_linear" and seed % 2 == 1
     if by_features:
@@ -47,7 +48,7 @@ def check_scaled(driver: EmulatedDriver, name: str, world_size: int, dtype: torc
     elif name in ("all_gather_linear", "fsdp_linear"):
         xs, ws = make.parts(m_sizes, K), make.parts(n_sizes, K, float8.WEIGHT)
     else:
-        xs, ws = ([make.scaled(rows, k, of) for k in k_sizes] for rows, of in ((M, dtype), (N, float8.WEIGHT)))
+        xs, ws = ([make.scaled(rows, k, of) for k in k_sizes] for rows, of in ((M, make.dtype), (N, float8.WEIGHT)))
     exact = [[float8.exact(each) for each in of] for of in (xs, ws)]
     if name == "all_gather_linear":
         bs = bias.split(n_sizes)
