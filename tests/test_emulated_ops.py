@@ -97,6 +97,21 @@ def test_a_scale_that_is_late_or_wrong_is_found(kind: str) -> None:
             assert mutants.find(found, "gather rows", dtype, each, 32 if ALL else 8), each
 
 
+@pytest.mark.parametrize("kind", [kind.name for kind in mutants.BLOCK_SCALES])
+def test_a_block_scale_that_is_wrong_is_found(kind: str) -> None:
+    dtype = FLOAT8["mxfp8"]
+    with device(90) as found:
+        for op in ("gather rows", "gather contraction", "scatter rows")[: 3 if ALL else 1]:
+            planted = [
+                each for name, text in mutants.sources(found, op, dtype).items()
+                for each in mutants.mutants(name, text, mutants.BLOCK_SCALES) if each.kind == kind
+            ]  # fmt: skip
+            # Of a sum every rank has terms with scales of its own.
+            assert planted or (op == "scatter rows" and "place" in kind)
+            for each in planted if ALL else planted[:1]:
+                assert mutants.find(found, op, dtype, each, 32 if ALL else 8), each
+
+
 @pytest.mark.parametrize(
     ("kind", "op", "targets"),
     [

@@ -72,6 +72,14 @@ class Operands:
         return torch.randn(length, generator=self._random).to(OUT) if shape.bias else None
 
 
+def of_blocks(length: int, world_size: int, how: str) -> tuple[int, ...]:
+    """Shares of a contraction whose parts are gathered: each begins with a block, the last ends amid one."""
+    sizes = list(split(-(-length // 32) * 32, world_size, how, 32))
+    last = max(rank for rank, size in enumerate(sizes) if size)
+    sizes[last] -= -length % 32
+    return tuple(sizes)
+
+
 def laid(x: Quantized, how: str) -> Quantized:
     """See `laid_out`."""
     return Quantized(laid_out(x.data.view(torch.uint8), how).view(x.data.dtype), x.scale, x.dtype, blocks=x.blocks)
@@ -94,9 +102,9 @@ def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, shape: Sh
     unit = 1 if shape.split == "empty" else 16
     of = {"float8": make.dtype, "in_blocks": make.in_blocks}
     m_sizes = split(M, world_size, shape.split, unit)
-    # Parts that are gathered begin with a block.
-    k_sizes = split(K, world_size, shape.split, 32 if make.in_blocks else unit)
     kind, _, how = name.partition(" ")
+    in_blocks = make.in_blocks and kind == "gather"
+    k_sizes = of_blocks(K, world_size, shape.split) if in_blocks else split(K, world_size, shape.split, unit)
     bias = make.bias(N, shape)
 
     def everywhere(*xs: Tensor) -> list[Tensor]:
