@@ -153,6 +153,12 @@ def test_refused(what: str) -> None:
             "mov.b32 {a0, a1}, a; cvt.bf16.f16 b0, a0; cvt.bf16.f16 b1, a1; mov.b32 %r5, {b0, b1}; }",
             0xBB003F80,
         ),
+        # a & b; a | b & c; c where a is 0 and b is 1.
+        ("mov.b32 %r6, 0x0f0f00ff; lop3.b32 %r5, %r6, 0x3333ffff, 0, 0xc0;", 0x030300FF),
+        ("mov.b32 %r6, 0x0f0f00ff; lop3.b32 %r5, %r6, 0x3333ffff, 0x55550000, 0xf8;", 0x1F1F00FF),
+        ("mov.b32 %r6, 0x0f0f00ff; lop3.b32 %r5, %r6, 0x3333ffff, 0x55555555, 0x08;", 0x10105500),
+        # Two names declared at once.
+        ("{.reg .b32 a<2>, b; mov.u32 a1, 5; mov.u32 b, 7; add.s32 %r5, a1, b; }", 12),
         # Of 16 bits what is shifted out is lost.
         (
             "mov.b16 %rs1, 3; mov.b16 %rs2, 5; setp.lt.s32 %p5, %r1, 0; selp.b16 %rs3, %rs1, %rs2, %p5; "

@@ -265,6 +265,8 @@ def _lower(low: Lowered, s: Statement) -> dict[str, Any]:
     if s.opcode == "cvt.s64.s32" and low.source.kind(s.operands[1]) == "d":
         # PTX, Operand Size Exceeding Instruction-Type Size: of a wider register the low bits are converted.
         return low.make("sext64_low", [(each, "d") for each in s.operands])
+    if s.opcode == "lop3.b32":
+        return low.make("lop3", [(each, "w") for each in s.operands[:4]], imm=int(s.operands[4], 0))
     op, kinds, operands, bits = arithmetic(s)
     if op in _OF_PARTS:
         operands[1:] = [each if low.holds(each) else _ANYTHING for each in operands[1:]]

@@ -110,10 +110,11 @@ def parse(text: str) -> Source:
                 break
             line = line[1:].strip()
         for part in filter(None, (each.strip() for each in line.split(";"))):
-            if found := re.match(r"\.reg\s+\.(\w+)\s+(%?\w+)", part):
+            if found := re.match(r"\.reg\s+\.(\w+)\s+(.*)", part):
                 # In braces beside each other names may be declared again, here as what they were only.
-                if found[1] not in _KINDS or kinds.setdefault(found[2], _KINDS[found[1]]) != _KINDS[found[1]]:
-                    raise CannotExecute(part)
+                for name in re.findall(r"(%?\w+)(?:<\d+>)?", found[2]):
+                    if found[1] not in _KINDS or kinds.setdefault(name, _KINDS[found[1]]) != _KINDS[found[1]]:
+                        raise CannotExecute(part)
                 continue
             if part.startswith("."):
                 continue

@@ -49,6 +49,7 @@
   X(sext16_32, W, W, N, N, (int)(int16_t)x) X(low8, W, W, N, N, x & 0xff) \
   X(low32, W, D, N, N, (u32)x) X(zext64, D, W, N, N, x) X(sext64, D, W, N, N, (i64)(int)x) \
   X(sext64_low, D, D, N, N, (i64)(int)(u32)x) X(prmt, W, W, W, W, prmt(x, y, z)) \
+  X(lop3, W, W, W, W, lop3(x, y, z, (u32)I->imm)) \
   X(eq_32, P, W, W, N, x == y) X(ne_32, P, W, W, N, x != y) X(lt_s32, P, W, W, N, (int)x < (int)y) \
   X(le_s32, P, W, W, N, (int)x <= (int)y) X(gt_s32, P, W, W, N, (int)x > (int)y) \
   X(ge_s32, P, W, W, N, (int)x >= (int)y) \

@@ -150,6 +150,13 @@ static inline u32 prmt(u32 a, u32 b, u32 c) {
   }
   return d;
 }
+// PTX, lop3: of each bit the table has what comes of the three, a's the highest of its number.
+static inline u32 lop3(u32 a, u32 b, u32 c, u32 table) {
+  u32 d = 0;
+  for (int i = 0; i < 8; i++)
+    if (table >> i & 1) d |= (i & 4 ? a : ~a) & (i & 2 ? b : ~b) & (i & 1 ? c : ~c);
+  return d;
+}
 static inline u32 to_bf16(u32 u) {
   return (u & 0x7fffffff) > 0x7f800000 ? 0x7fff : (u + 0x7fff + (u >> 16 & 1)) >> 16;
 }
