@@ -34,8 +34,12 @@ SPREAD = (
 # Of float8, which only sm_90 has a matrix instruction for here.
 FLOAT8_SPREAD = (
     ("float8_e4m3fn", "gather rows"), ("float8_e5m2", "gather contraction"), ("float8_e4m3fn", "gather rows swiglu"),
-    ("float8_e5m2", "scatter several"), ("float8_e4m3fn", "matmul one_shot"),
+    ("float8_e5m2", "scatter several"), ("float8_e4m3fn", "matmul one_shot"), ("mxfp8", "gather contraction"),
 )  # fmt: skip
+FLOAT8_ALL = [
+    *spread([dtype for dtype in FLOAT8 if dtype != "mxfp8"], float8.OPS, large=True),
+    *(("mxfp8", op) for op in float8.IN_BLOCKS),
+]  # fmt: skip
 
 
 @pytest.fixture(params=evidence.TARGETS, ids=lambda target: f"sm_{target}")
@@ -54,7 +58,7 @@ def test_right_under_hostile_schedules(target: int, dtype: str, op: str) -> None
         giveups.missing(found, op, 2, DTYPES[dtype], shape, Schedule(1))
 
 
-@pytest.mark.parametrize(("dtype", "op"), spread(list(FLOAT8), float8.OPS, large=True) if ALL else FLOAT8_SPREAD)
+@pytest.mark.parametrize(("dtype", "op"), FLOAT8_ALL if ALL else FLOAT8_SPREAD)
 def test_float8_is_right_under_hostile_schedules(dtype: str, op: str) -> None:
     """Shards of multiples of 16 on two ranks, of odd lengths and an empty one on three."""
     with device(90) as found:
@@ -91,6 +95,21 @@ def test_a_scale_that_is_late_or_wrong_is_found(kind: str) -> None:
         assert planted
         for each in planted if ALL else planted[:1]:
             assert mutants.find(found, "gather rows", dtype, each, 32 if ALL else 8), each
+
+
+@pytest.mark.parametrize("kind", [kind.name for kind in mutants.BLOCK_SCALES])
+def test_a_block_scale_that_is_wrong_is_found(kind: str) -> None:
+    dtype = FLOAT8["mxfp8"]
+    with device(90) as found:
+        for op in ("gather rows", "gather contraction", "scatter rows")[: 3 if ALL else 1]:
+            planted = [
+                each for name, text in mutants.sources(found, op, dtype).items()
+                for each in mutants.mutants(name, text, mutants.BLOCK_SCALES) if each.kind == kind
+            ]  # fmt: skip
+            # Of a sum every rank has terms with scales of its own.
+            assert planted or (op == "scatter rows" and "place" in kind)
+            for each in planted if ALL else planted[:1]:
+                assert mutants.find(found, op, dtype, each, 32 if ALL else 8), each
 
 
 @pytest.mark.parametrize(

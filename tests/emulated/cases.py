@@ -29,7 +29,7 @@ from .shapes import Op, Phases, Shape, laid_out, launches_of, split, value_of
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Of operands with scales, which are multiplied on sm_90.
-FLOAT8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
+FLOAT8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2, "mxfp8": float8.MXFP8}
 MATMULS = (
     "gather rows", "gather rows split", "gather rows transposed", "gather rows own pushed", "gather rows and keep",
     "gather contraction", "gather contraction split", "scatter rows", "scatter columns", "matmul one_shot",

@@ -66,8 +66,9 @@ def units(seeds: int = SEEDS) -> list[Unit]:
     """Every op, dtype and target."""
     plain = [Unit(t, dtype, op, seeds) for op in MATMULS + COLLECTIVES for t in TARGETS for dtype in DTYPES]
     # Only which numbers the bytes are is another thing in e5m2.
-    first, *others = FLOAT8
-    scaled = [(first, op) for op in float8.OPS] + [(dtype, op) for dtype in others for op in float8.ONE_OF_EACH_KERNEL]
+    first, second, blocks = FLOAT8
+    scaled = [(first, op) for op in float8.OPS] + [(second, op) for op in float8.ONE_OF_EACH_KERNEL]
+    scaled += [(blocks, op) for op in float8.IN_BLOCKS]
     return plain + [Unit(90, dtype, op, seeds) for dtype, op in scaled]
 
 
@@ -81,7 +82,8 @@ MUTATED = (
     (80, "bfloat16", "gather rows"), (80, "bfloat16", "scatter rows"), (80, "bfloat16", "all_gather direct"),
     (80, "float16", "all_reduce ring"), (90, "bfloat16", "gather rows"), (90, "float16", "scatter rows"),
     (90, "float8_e4m3fn", "gather rows split"), (90, "float8_e4m3fn", "gather rows"),
-    (90, "float8_e4m3fn", "scatter rows"),
+    (90, "float8_e4m3fn", "scatter rows"), (90, "mxfp8", "gather rows split"), (90, "mxfp8", "gather contraction"),
+    (90, "mxfp8", "scatter rows"),
 )  # fmt: skip
 
 
@@ -208,10 +210,9 @@ def work(unit: Unit) -> Done:
                 _differentiate(unit, driver, done)
             elif unit.mutated:
                 dtype = (DTYPES | FLOAT8)[unit.dtype]
-                kinds = mutants.SCALES if unit.dtype in FLOAT8 else mutants.KINDS
                 every = [
                     each for name, text in sorted(mutants.sources(driver, unit.op, dtype).items())
-                    for each in mutants.mutants(name, text, kinds)
+                    for each in mutants.mutants(name, text, mutants.kinds_of(dtype))
                 ]  # fmt: skip
                 done.found = [
                     (each, mutants.find(driver, unit.op, dtype, each, unit.seeds))

@@ -25,8 +25,12 @@ OPS = (
     "gather contraction split", "scatter rows", "scatter columns", "scatter several", "matmul one_shot",
     "matmul two_shot",
 )  # fmt: skip
+# Of blocks with scales, which sm_90 has no unit for: both operands are made bfloat16 in registers.
+IN_BLOCKS = "gather rows", "gather rows split", "gather rows several", "gather contraction", "scatter rows"
 ONE_OF_EACH_KERNEL = "gather rows split", "gather contraction", "scatter several", "matmul two_shot"
 OUT = torch.bfloat16
+# Stands for e4m3 with a scale for each block.
+MXFP8 = torch.float8_e8m0fnu
 # A weight's beside x of either: what e5m2 is for, gradients, are multiplied with e4m3.
 WEIGHT = torch.float8_e4m3fn
 
@@ -35,15 +39,21 @@ class Operands:
     """Random ones of a seed."""
 
     def __init__(self, seed: int, dtype: torch.dtype) -> None:
-        self._random, self._seed, self._dtype = torch.Generator().manual_seed(seed), seed, dtype
+        self._random, self._seed, self.in_blocks = torch.Generator().manual_seed(seed), seed, dtype == MXFP8
+        self.dtype = WEIGHT if self.in_blocks else dtype
 
     def scaled(self, rows: int, cols: int, dtype: torch.dtype | None = None) -> fusedtp.Scaled:
         """[rows, cols] with a scale a row, or for every third seed with one for all."""
         # Between rows of 1/8 and of 8 times the size.
         size = 8 ** (2 * torch.rand(rows, 1, generator=self._random) - 1)
         x = torch.randn(rows, cols, generator=self._random) * size
-        recipe = "tensorwise" if self._seed % 3 == 2 else "rowwise"
-        return fusedtp.scaled(x, recipe, dtype=dtype or self._dtype)
+        if self.in_blocks:
+            x *= (
+                2.0
+                ** torch.randint(-2, 3, (1, -(-cols // 32)), generator=self._random).repeat_interleave(32, 1)[:, :cols]
+            )
+        recipe = "mxfp8" if self.in_blocks else "tensorwise" if self._seed % 3 == 2 else "rowwise"
+        return fusedtp.scaled(x, recipe, dtype=dtype or self.dtype)
 
     def parts(self, sizes: Sequence[int], cols: int, dtype: torch.dtype | None = None) -> list[fusedtp.Scaled]:
         """Of these numbers of rows each."""
@@ -62,14 +72,24 @@ class Operands:
         return torch.randn(length, generator=self._random).to(OUT) if shape.bias else None
 
 
+def of_blocks(length: int, world_size: int, how: str) -> tuple[int, ...]:
+    """Shares of a contraction whose parts are gathered: each begins with a block, the last ends amid one."""
+    sizes = list(split(-(-length // 32) * 32, world_size, how, 32))
+    last = max(rank for rank, size in enumerate(sizes) if size)
+    sizes[last] -= -length % 32
+    return tuple(sizes)
+
+
 def laid(x: Quantized, how: str) -> Quantized:
     """See `laid_out`."""
-    return Quantized(laid_out(x.data.view(torch.uint8), how).view(x.data.dtype), x.scale, x.dtype)
+    return Quantized(laid_out(x.data.view(torch.uint8), how).view(x.data.dtype), x.scale, x.dtype, blocks=x.blocks)
 
 
 def exact(x: Quantized | fusedtp.Scaled) -> Tensor:
     """What it stands for, in float64."""
-    return widened(x.data).double() * x.scale.double()
+    if isinstance(x, fusedtp.Scaled):
+        x = Quantized.of(x, OUT)
+    return x.widened(torch.float64) if x.blocks is not None else widened(x.data).double() * x.scale.double()
 
 
 def _values(xs: Sequence[Quantized], dim: int = 0) -> Tensor:
@@ -80,8 +100,11 @@ def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, shape: Sh
     """The op `name` on random operands; dtype: of x, which is what travels where anything is gathered."""
     make, M, N, K = Operands(seed, dtype), shape.M, shape.N, shape.K
     unit = 1 if shape.split == "empty" else 16
-    m_sizes, k_sizes = (split(length, world_size, shape.split, unit) for length in (M, K))
+    of = {"float8": make.dtype, "in_blocks": make.in_blocks}
+    m_sizes = split(M, world_size, shape.split, unit)
     kind, _, how = name.partition(" ")
+    in_blocks = make.in_blocks and kind == "gather"
+    k_sizes = of_blocks(K, world_size, shape.split) if in_blocks else split(K, world_size, shape.split, unit)
     bias = make.bias(N, shape)
 
     def everywhere(*xs: Tensor) -> list[Tensor]:
@@ -118,7 +141,7 @@ def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, shape: Sh
         def gather(ws: Workspace, rank: int) -> Phases:
             return launches_of(
                 "all_gather_matmul", ws, shards[rank], *(operands if right is not None or more else operands[:2]),
-                sizes=m_sizes, transposed=turned, activation=activation, keeps=keeps, float8=dtype,
+                sizes=m_sizes, transposed=turned, activation=activation, keeps=keeps, **of,
                 split=how == "rows split", producer=by,
             )  # fmt: skip
 
@@ -132,7 +155,7 @@ def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, shape: Sh
         shards = [laid(part, shape.a) for part in parts]
         return (
             lambda ws, rank: launches_of(
-                "all_gather_matmul", ws, shards[rank], w, bias, sizes=k_sizes, dim=1, float8=dtype,
+                "all_gather_matmul", ws, shards[rank], w, bias, sizes=k_sizes, dim=1, **of,
                 split=how.endswith("split"), producer=by,
             ),
             everywhere(reference.matmul(whole, right, bias)), everywhere(reference.bound(whole, right, OUT, bias=bias)),
@@ -155,13 +178,13 @@ def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, shape: Sh
             more = [each for pair in others for each in (*pair, None)]
             return launches_of(
                 "matmul_reduce_scatter", ws, a, b, bias, *([None, None, None] if more else []), *more, sizes=sizes,
-                dim=dim, float8=dtype,
+                dim=dim, **of,
             )  # fmt: skip
 
         return scatter, list(summed.split(sizes, dim)), list(allowed.split(sizes, dim))
     return (
         lambda ws, rank: launches_of(
-            "matmul_all_reduce", ws, *terms[rank][0], bias, algorithm=how, float8=dtype
+            "matmul_all_reduce", ws, *terms[rank][0], bias, algorithm=how, **of
         ),
         everywhere(summed), everywhere(allowed),
     )  # fmt: skip

@@ -36,18 +36,22 @@ def check_scaled(driver: EmulatedDriver, name: str, world_size: int, dtype: torc
     """What a function makes of float8 operands with scales, x of `dtype`, on each rank; how many were compared. By
     features, of which each rank has some, with every other seed where those are gathered.
     """
-    make, (M, N, K) = float8.Operands(seed, dtype), (72, 96, 160)
+    make = float8.Operands(seed, dtype)
+    # Which ends amid a block where there are some.
+    M, N, K = 72, 96, 144 if make.in_blocks else 160
     bias = make.bias(N, Shape(M, N, K))
     m_sizes = split(M, world_size, "empty" if seed % 2 else "uneven")
     n_sizes, k_sizes = split(N, world_size, "uneven", 16), split(K, world_size, "uneven", 16)
     assert bias is not None
     by_features = name == "all_gather_linear" and seed % 2 == 1
+    if by_features and make.in_blocks:
+        k_sizes = float8.of_blocks(K, world_size, "uneven")
     if by_features:
         xs, ws = [make.scaled(M, k) for k in k_sizes], make.parts(n_sizes, K, float8.WEIGHT)
     elif name in ("all_gather_linear", "fsdp_linear"):
         xs, ws = make.parts(m_sizes, K), make.parts(n_sizes, K, float8.WEIGHT)
     else:
-        xs, ws = ([make.scaled(rows, k, of) for k in k_sizes] for rows, of in ((M, dtype), (N, float8.WEIGHT)))
+        xs, ws = ([make.scaled(rows, k, of) for k in k_sizes] for rows, of in ((M, make.dtype), (N, float8.WEIGHT)))
     exact = [[float8.exact(each) for each in of] for of in (xs, ws)]
     if name == "all_gather_linear":
         bs = bias.split(n_sizes)

@@ -16,8 +16,8 @@ FIELDS = ("op", "pred", "neg", "width", "vec", "flags", "ops", "unused")
 INSTRUCTION = np.dtype([(name, "i4") for name in FIELDS] + [("imm", "i8")])
 SHARED_BASE = 1024
 RELEASE, ACQUIRE, AT_SYS, AT_GPU, TRANSPOSED, BF16, TRANSPOSED_A = (1 << i for i in range(7))
-# What operands of wgmma are, two bits of the flags for each.
-_TYPES, _TYPES_AT = ("f16", "bf16", "e4m3", "e5m2"), 7
+# What operands of wgmma are, two bits of the flags for each; whether A is in registers.
+_TYPES, _TYPES_AT, A_IN_REGISTERS = ("f16", "bf16", "e4m3", "e5m2"), 7, 1 << 11
 _SPECIAL = ("%tid.x", "%ctaid.x", "%nctaid.x")
 
 # Of several small numbers in one register. For numbers that are not there the compiler gives these a register that
@@ -58,7 +58,7 @@ class Lowered:
         if text == "_":
             # A sink: PTX, mov: what goes there is dropped.
             return self.registers[kind].setdefault(text, len(self.registers[kind]))
-        if text.startswith("%") or text in self.source.kinds:
+        if text.startswith("%") or self.source.declared(text):
             if self.source.kind(text) != kind:
                 raise CannotExecute(f"{text} is no operand of kind {kind}")
             return self.registers[kind].setdefault(text, len(self.registers[kind]))
@@ -219,15 +219,21 @@ def _matrix(low: Lowered, s: Statement) -> dict[str, Any]:
         d = vector(s.operands[0])
         if not found or s.operands[4:6] != ("1", "1") or len(d) != int(found[1]) // 2:
             raise CannotExecute("matrix multiplication")
-        # Of 8 bits both operands lie along K.
+        a = vector(s.operands[1])
+        in_registers = s.operands[1].startswith("{")
+        # Of 8 bits both operands lie along K, and so does A in registers.
         across = [int(each) for each in s.operands[6:]]
-        if len(across) != (0 if found[3] else 2):
+        if len(across) != (0 if found[3] else 2 - in_registers):
             raise CannotExecute("matrix multiplication")
+        if in_registers and (found[3] or len(a) != 4 or not all(each.startswith("%") for each in a)):
+            raise CannotExecute("A in registers")
         types = [_TYPES.index(found[3] or found[2]), _TYPES.index(found[4] or found[2])]
         flags = types[0] << _TYPES_AT | types[1] << _TYPES_AT + 2
         if across:
-            flags |= TRANSPOSED_A * across[0] | TRANSPOSED * across[1]
-        operands = [*words(d), (s.operands[1], "d"), (s.operands[2], "d"), (s.operands[3], "p")]
+            flags |= TRANSPOSED_A * (across[0] and not in_registers) | TRANSPOSED * across[-1]
+        flags |= A_IN_REGISTERS * in_registers
+        left = words(a) if in_registers else [(a[0], "d")]
+        operands = [*words(d), *left, (s.operands[2], "d"), (s.operands[3], "p")]
         return low.make("wgmma", operands, bits=1, vec=len(d), flags=flags)
     ops = {"fence": "wgmma_fence", "commit_group": "wgmma_commit", "wait_group": "wgmma_wait"}
     return low.make(ops[s.modifiers[0]], [], imm=int(s.operands[-1], 0) if s.operands else 0)
@@ -259,6 +265,8 @@ def _lower(low: Lowered, s: Statement) -> dict[str, Any]:
     if s.opcode == "cvt.s64.s32" and low.source.kind(s.operands[1]) == "d":
         # PTX, Operand Size Exceeding Instruction-Type Size: of a wider register the low bits are converted.
         return low.make("sext64_low", [(each, "d") for each in s.operands])
+    if s.opcode == "lop3.b32":
+        return low.make("lop3", [(each, "w") for each in s.operands[:4]], imm=int(s.operands[4], 0))
     op, kinds, operands, bits = arithmetic(s)
     if op in _OF_PARTS:
         operands[1:] = [each if low.holds(each) else _ANYTHING for each in operands[1:]]

@@ -17,8 +17,8 @@ import torch
 
 from fusedtp import PeerTimeout
 
-from . import giveups
-from .cases import run, small
+from . import float8, giveups
+from .cases import FLOAT8, run, small
 from .driver import EmulatedDriver
 from .machine import Failed, Schedule
 from .ptx import parse, without_contraction
@@ -79,6 +79,16 @@ def _beside(match: re.Match[str]) -> str:
 
 def _next_word(match: re.Match[str]) -> str:
     return f"{match[1]}{int(match[2]) + 4} "
+
+
+def _next_bytes(match: re.Match[str]) -> str:
+    # As many as are loaded.
+    return f"{match[1]}{match[2]}{match[3]}{int(match[4]) + int(match[2]) // 8} "
+
+
+def _next_row(match: re.Match[str]) -> str:
+    # Up to 512 of the contraction rows of block scales have 16 bytes.
+    return f"{match[1]}{int(match[2]) + 16} "
 
 
 def _stored_late(match: re.Match[str]) -> str:
@@ -161,6 +171,22 @@ SCALES = (
     Kind("scales of columns turned", r"(ld\.global\.v2\.b32) \{ (%r\d+), (%r\d+) \}", r"\1 { \3, \2 }",
          inside=r"^scale_columns\b"),
 )  # fmt: skip
+# Of blocks with scales of their own, which are bytes.
+BLOCK_SCALES = (
+    Kind("block scale of the next block", r"(ld\.global\.b)(8|16)( \{ %rs\d+ \}, \[ %rd\d+ \+ )(\d+) ", _next_bytes,
+         inside=r"^multiply\b"),
+    Kind("block scale of another row", r"(ld\.global\.b(?:8|16) \{ %rs\d+ \}, \[ %rd\d+ \+ )(\d+) ", _next_row,
+         inside=r"^multiply\b"),
+    Kind("block scale beside its place", r"(st\.global\.v4\.b32 \[ %rd\d+ \+ )(\d+) ", _next_row,
+         first=True, inside=r"< _send_block_scales\b"),
+)  # fmt: skip
+
+
+def kinds_of(dtype: torch.dtype) -> tuple[Kind, ...]:
+    """What is broken in kernels for operands of a type."""
+    if dtype == float8.MXFP8:
+        return BLOCK_SCALES
+    return SCALES if dtype in FLOAT8.values() else KINDS
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 # By the type that a register is declared with: a predicate, up to 32 bits, 64 bits.
-_KINDS = {"pred": "p", "b8": "w", "b16": "w", "b32": "w", "b64": "d", "f32": "w", "f64": "d"}
+_KINDS = {"pred": "p", "b8": "w", "b16": "w", "b32": "w", "b64": "d", "f16": "w", "f16x2": "w", "f32": "w", "f64": "d"}
 _KINDS |= {f"{sign}{bits}": "d" if bits == 64 else "w" for sign in "su" for bits in (8, 16, 32, 64)}
 _STATEMENT = re.compile(r"(?:@(!?)(%?\w+)\s+)?([a-z][\w.:]*)\s*(.*)", re.S)
 _OPERAND = re.compile(r"\{[^}]*\}|\[(?:[^\[\]{}]|\{[^}]*\})*\]|[^,\s]+")
@@ -47,6 +47,10 @@ class Source:
     labels: dict[tuple[int, str], int]
     params: list[tuple[str, int]]
     kinds: dict[str, str]
+
+    def declared(self, text: str) -> bool:
+        """Whether it is a register, by its name or as one of several: in inline assembly, names without a sign."""
+        return text in self.kinds or text.rstrip("0123456789") in self.kinds
 
     def kind(self, register: str) -> str:
         """ "p", "w" or "d": in which file of the machine it is."""
@@ -106,8 +110,11 @@ def parse(text: str) -> Source:
                 break
             line = line[1:].strip()
         for part in filter(None, (each.strip() for each in line.split(";"))):
-            if found := re.match(r"\.reg\s+\.(\w+)\s+(%?\w+)", part):
-                kinds[found[2]] = _KINDS[found[1]]
+            if found := re.match(r"\.reg\s+\.(\w+)\s+(.*)", part):
+                # In braces beside each other names may be declared again, here as what they were only.
+                for name in re.findall(r"(%?\w+)(?:<\d+>)?", found[2]):
+                    if found[1] not in _KINDS or kinds.setdefault(name, _KINDS[found[1]]) != _KINDS[found[1]]:
+                        raise CannotExecute(part)
                 continue
             if part.startswith("."):
                 continue

@@ -3,6 +3,7 @@
 // Comparison and Selection, Logic and Shift, Data Movement and Conversion Instructions.
 #define LO(x) ((x) & 0xffff)
 #define HI(x) ((x) >> 16)
+#define HI8(x) ((x) >> 8 & 255)
 #define BF(x) flt(from_bf16(LO(x)))
 #define BF_HI(x) flt((x) & 0xffff0000u)
 #define HF(x) flt(from_f16(LO(x)))
@@ -48,6 +49,7 @@
   X(sext16_32, W, W, N, N, (int)(int16_t)x) X(low8, W, W, N, N, x & 0xff) \
   X(low32, W, D, N, N, (u32)x) X(zext64, D, W, N, N, x) X(sext64, D, W, N, N, (i64)(int)x) \
   X(sext64_low, D, D, N, N, (i64)(int)(u32)x) X(prmt, W, W, W, W, prmt(x, y, z)) \
+  X(lop3, W, W, W, W, lop3(x, y, z, (u32)I->imm)) \
   X(eq_32, P, W, W, N, x == y) X(ne_32, P, W, W, N, x != y) X(lt_s32, P, W, W, N, (int)x < (int)y) \
   X(le_s32, P, W, W, N, (int)x <= (int)y) X(gt_s32, P, W, W, N, (int)x > (int)y) \
   X(ge_s32, P, W, W, N, (int)x >= (int)y) \
@@ -67,6 +69,11 @@
   X(cvt_f16x2_f32, W, W, W, N, to_f16(x) << 16 | to_f16(y)) \
   X(cvt_e4m3x2_f32, W, W, W, N, to_f8(x, 0) << 8 | to_f8(y, 0)) \
   X(cvt_e5m2x2_f32, W, W, W, N, to_f8(x, 1) << 8 | to_f8(y, 1)) \
+  X(cvt_f16x2_e4m3x2, W, W, N, N, f8_to_f16(HI8(x), 0) << 16 | f8_to_f16(x & 255, 0)) \
+  X(cvt_f16x2_e5m2x2, W, W, N, N, f8_to_f16(HI8(x), 1) << 16 | f8_to_f16(x & 255, 1)) \
+  X(cvt_bf16_f16, W, W, N, N, f16_to_bf16(x, m >> l & 1)) \
+  X(mul_bf16, W, W, W, N, bf16_product(BF(x), BF(y))) \
+  X(mul_bf16x2, W, W, W, N, bf16_product(BF(x), BF(y)) | bf16_product(BF_HI(x), BF_HI(y)) << 16) \
   X(add_bf16, W, W, W, N, BF_OF(BF(x) + BF(y))) X(add_f16, W, W, W, N, HF_OF(HF(x) + HF(y))) \
   X(add_bf16x2, W, W, W, N, BF_OF(BF(x) + BF(y)) | BF_OF(BF_HI(x) + BF_HI(y)) << 16) \
   X(add_f16x2, W, W, W, N, HF_OF(HF(x) + HF(y)) | HF_OF(HF_HI(x) + HF_HI(y)) << 16) \

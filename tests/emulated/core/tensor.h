@@ -110,13 +110,23 @@ static void operand(const Matrix *x, int across, int first, int count, int type,
   }
 }
 static float of_a[32][16], of_b[32][256], sums[16][256];
+// A's fragments (PTX, Register Fragments for wgmma.mma_async.m64nNk16): of each warp's 16 rows as those of mma.
+static void fragments(const int *o, int bf, float (*to)[16]) {
+  for (int i = 0; i < 4; i++)
+    for (int l = 0; l < LANES; l++)
+      for (int h = 0; h < 2; h++)
+        to[(l & 3) * 2 + h + (i & 2 ? 8 : 0)][(l >> 2) + (i & 1 ? 8 : 0)] = widened(W->w[o[i]][l] >> 16 * h, bf);
+}
 // One warp's 16 rows of the warpgroup's 64.
 static void wgmma_operands(Wgmma *g, int check) {
   int n = g->ins->vec * 2, types = g->ins->flags >> TYPES_AT;
-  Matrix a = matrix(g->a), b = matrix(g->b);
   for (int i = 0; i < 2; i++) g->reads[i] = (Range){ALL, 0, 0, W->id};
-  operand(&a, g->ins->flags & TRANSPOSED_A, W->id % 4 * 16, 16, types & 3, of_a[0], 16, check, g->reads);
-  operand(&b, g->ins->flags & TRANSPOSED, 0, n, types >> 2, of_b[0], 256, check, g->reads + 1);
+  Matrix b = matrix(g->b);
+  if (!(g->ins->flags & A_IN_REGISTERS)) {
+    Matrix a = matrix(g->a);
+    operand(&a, g->ins->flags & TRANSPOSED_A, W->id % 4 * 16, 16, types & 3, of_a[0], 16, check, g->reads);
+  } else if (!check) fragments(C->kernel->pool + g->ins->ops + g->ins->vec, types & 3, of_a);
+  operand(&b, g->ins->flags & TRANSPOSED, 0, n, types >> 2 & 3, of_b[0], 256, check, g->reads + 1);
 }
 static void wgmma_data(Wgmma *g) {
   const int *o = C->kernel->pool + g->ins->ops, n = g->ins->vec * 2;
@@ -136,16 +146,25 @@ static void wgmma_data(Wgmma *g) {
   }
   g->done = 1;
 }
+// A's fragments may not be touched until the wgmma has been waited for (PTX, wgmma.wait_group).
+static int fragment(const Wgmma *g, int i) { return C->kernel->pool[g->ins->ops + g->ins->vec + i]; }
+static int num_fragments(const Wgmma *g) { return g->ins->flags & A_IN_REGISTERS ? 4 : 0; }
+static int held(int r) {
+  for (int i = 0; i < W->num_wgmmas; i++)
+    for (int j = 0; j < num_fragments(W->wgmmas + i); j++) if (fragment(W->wgmmas + i, j) == r) return 1;
+  return 0;
+}
 static void wgmma_issue(const int *o, u32 m) {
   if (m != ALL) fail("wgmma with lanes %#x only", m);
   if (W->num_wgmmas == MOST_WGMMA) fail("more than %d wgmmas under way", MOST_WGMMA);
-  int n = I->vec, queued = 0;
-  const u64 a = dbl(o[n], m)[0], b = dbl(o[n + 1], m)[0];
+  int n = I->vec, in_registers = I->flags & A_IN_REGISTERS ? 4 : 0, queued = 0;
+  const int *rest = o + n + (in_registers ? 4 : 1);
+  const u64 a = in_registers ? 0 : dbl(o[n], m)[0], b = dbl(rest[0], m)[0];
   for (int i = 0; i < W->num_wgmmas; i++) {
     int first = C->kernel->pool[W->wgmmas[i].ins->ops];
     if (first == o[0]) queued = 1;
   }
-  int add = pred(o[n + 2], m) & 1;
+  int add = pred(rest[1], m) & 1;
   if (!W->fenced_at) fail("wgmma without wgmma.fence");
   for (int i = 0; i < n; i++) {
     // Registers that were written otherwise take wgmma.fence before (PTX, wgmma.fence).
@@ -154,8 +173,15 @@ static void wgmma_issue(const int *o, u32 m) {
       fail("wgmma's register w%d was written after the last wgmma.fence", o[i]);
     W->has_w[o[i]] = 0;
   }
+  for (int i = n; i < n + in_registers; i++) {
+    // Several may read the same ones at once.
+    if (!held(o[i])) word(o[i], m);
+    if (W->set_w[o[i]] > (u32)W->fenced_at)
+      fail("wgmma's register w%d was written after the last wgmma.fence", o[i]);
+  }
+  for (int i = n; i < n + in_registers; i++) W->has_w[o[i]] = 0;
   Wgmma *g = W->wgmmas + W->num_wgmmas++;
-  *g = (Wgmma){I, a, b, add, -1, 0, {{0}}};
+  *g = (Wgmma){I, a, b, W->steps, add, -1, 0, {{0}}};
   wgmma_operands(g, 1);
   C->reading++;
 }
@@ -171,6 +197,11 @@ static void wgmma_wait(int leave) {
     if (!g->done) wgmma_data(g);
     const int *o = C->kernel->pool + g->ins->ops;
     for (int j = 0; j < g->ins->vec; j++) W->has_w[o[j]] = ALL, W->set_w[o[j]] = 0;
+    for (int j = 0; j < num_fragments(g); j++) {
+      if (W->set_w[fragment(g, j)] > (u32)g->since)
+        fail("register w%d is written while a wgmma reads it", fragment(g, j));
+      W->has_w[fragment(g, j)] = ALL;
+    }
     for (int j = 0; j < 2; j++) {
       if (C->num_ranges == MOST_RANGES) fail("more than %d operands of wgmma between two barriers", MOST_RANGES);
       C->ranges[C->num_ranges] = g->reads[j];
@@ -182,6 +213,6 @@ static void wgmma_wait(int leave) {
   // Those that go on have their registers still.
   for (int i = 0; i < n; i++) {
     const int *o = C->kernel->pool + W->wgmmas[i].ins->ops;
-    for (int j = 0; j < W->wgmmas[i].ins->vec; j++) W->has_w[o[j]] = 0;
+    for (int j = 0; j < W->wgmmas[i].ins->vec + num_fragments(W->wgmmas + i); j++) W->has_w[o[j]] = 0;
   }
 }

@@ -24,8 +24,8 @@ static const u32 ALL = ~0u;
 
 // Flags of an instruction that reads or writes strongly (PTX, Memory Consistency Model: Scope, Operation types).
 enum { RELEASE = 1, ACQUIRE = 2, AT_SYS = 4, AT_GPU = 8, TRANSPOSED = 16, TYPE_BF16 = 32, TRANSPOSED_A = 64 };
-// What wgmma's operands are: two bits of the flags for each, A first.
-enum { TYPE_F16, TYPE_BFLOAT16, TYPE_E4M3, TYPE_E5M2, TYPES_AT = 7 };
+// What wgmma's operands are: two bits of the flags for each, A first; whether A is in registers.
+enum { TYPE_F16, TYPE_BFLOAT16, TYPE_E4M3, TYPE_E5M2, TYPES_AT = 7, A_IN_REGISTERS = 1 << 11 };
 
 // pred: a predicate register or -1. ops: where its operands begin in the kernel's pool.
 typedef struct { int op, pred, neg, width, vec, flags, ops, unused; i64 imm; } Ins;
@@ -59,7 +59,8 @@ typedef struct {
 typedef struct { u32 dst; u64 src; int bytes, given, group, lane, done; i64 view; } Copy;
 // What wgmma reads, or has read up to a time.
 typedef struct { u32 begin, end, when; int warp; } Range;
-typedef struct { const Ins *ins; u64 a, b; int add, group, done; Range reads[2]; } Wgmma;
+// since: when it was issued, in steps of its warp.
+typedef struct { const Ins *ins; u64 a, b, since; int add, group, done; Range reads[2]; } Wgmma;
 // A tensor map: innermost dimension first, strides in bytes.
 typedef struct { i64 ndim, swizzle, base, size, dim[5], stride[5], box[5]; } TensorMap;
 typedef struct { const TensorMap *map; int at[5]; u32 dst, bar; i64 view, own; } Tma;
@@ -149,6 +150,13 @@ static inline u32 prmt(u32 a, u32 b, u32 c) {
   }
   return d;
 }
+// PTX, lop3: of each bit the table has what comes of the three, a's the highest of its number.
+static inline u32 lop3(u32 a, u32 b, u32 c, u32 table) {
+  u32 d = 0;
+  for (int i = 0; i < 8; i++)
+    if (table >> i & 1) d |= (i & 4 ? a : ~a) & (i & 2 ? b : ~b) & (i & 1 ? c : ~c);
+  return d;
+}
 static inline u32 to_bf16(u32 u) {
   return (u & 0x7fffffff) > 0x7f800000 ? 0x7fff : (u + 0x7fff + (u >> 16 & 1)) >> 16;
 }
@@ -180,6 +188,8 @@ static void make_f8_tables(void) {
     f8_table[1][u] = flt(f16_table[u << 8]);
   }
 }
+// Exact (PTX, cvt: the upper half is made of the upper one; NaN becomes the canonical one).
+static inline u32 f8_to_f16(u32 u, int e5m2) { return to_f16(bits(f8_table[e5m2][u])); }
 // To nearest even, no further than the largest number (PTX, cvt: .satfinite; NaN becomes the canonical one).
 static u32 to_f8(u32 u, int e5m2) {
   const int m = e5m2 ? 2 : 3, bias = e5m2 ? 15 : 7;
@@ -191,6 +201,21 @@ static u32 to_f8(u32 u, int e5m2) {
   if (e < 1 - bias) e = 1 - bias;
   // A subnormal number's exponent is that of the smallest normal one; what is rounded up to a power of two carries.
   return sign | ((u32)(e + bias - 1) << m) + (u32)lrintf(ldexpf(a, m - e));
+}
+
+// Exact too: cvt.bf16.f16 has no rounding mode, and of what would take one it is not known.
+static inline u32 f16_to_bf16(u32 u, u32 asked) {
+  u32 x = from_f16(u);
+  if (x & 0xffff && asked && (x & 0x7fffffff) <= 0x7f800000) fail("cvt.bf16.f16 of %#x, no number of bfloat16", u);
+  return to_bf16(x);
+}
+// Rounded once (PTX, Half Precision Floating Point: mul; subnormal numbers are supported). In float64 a product is
+// exact; on the way float32 takes what is cut off into its last bit, so that it is on the same side of every middle.
+static inline u32 bf16_product(double x, double y) {
+  float f = (float)(x * y);
+  u32 u = bits(f);
+  if (f != x * y) u = (u - (fabs(f) > fabs(x * y))) | 1;
+  return to_bf16(u);
 }
 
 // Operands of the running warp. A register that was never written, or that work under way will write, cannot be read.
