@@ -36,6 +36,9 @@ def dequantized(x, scale, UPCAST: tl.constexpr):
     else:
         bits = tl.where(scale == 0, 0x40, scale.to(tl.int16) << 7)
         power = tl.where(scale == 255, 0x7FC0, bits).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    if x.dtype == tl.float8e5 and not UPCAST:
+        # The upper half of float16; straight to bfloat16 Triton makes numbers of its infinities and NaN.
+        x = x.to(tl.float16)
     blocks = tl.reshape(x.to(dtype), (ROWS, COLS // 32, 32)) * power[:, :, None]
     return tl.reshape(blocks, (ROWS, COLS))
 

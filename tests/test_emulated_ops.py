@@ -77,6 +77,12 @@ def test_functions_of_float8(name: str, dtype: str) -> None:
             assert layers.check_scaled(found, name, world_size, FLOAT8[dtype], seed) == world_size
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_what_is_not_finite_in_blocks(dtype: str) -> None:
+    with device(90) as found:
+        layers.check_not_finite(found, FLOAT8[dtype])
+
+
 @pytest.mark.parametrize("op", ["gather rows", "gather contraction"])
 def test_float8_rows_that_the_host_copies(op: str) -> None:
     dtype = FLOAT8["float8_e4m3fn"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -52,12 +53,12 @@ def test_an_empty_contraction_makes_zeros(pool: RankPool, schedule: str, world_s
 
 def not_finite(group: ProcessGroup, schedule: str) -> None:
     """NaN and infinities come out where they went in, and nowhere else."""
-    for dtype in (E4M3, E5M2, *((torch.float8_e4m3fnuz,) if schedule != "fused" else ())):
+    dtypes = (E4M3, E5M2, *((torch.float8_e4m3fnuz,) if schedule != "fused" else ()))
+    for dtype, recipe in itertools.product(dtypes, ("rowwise", "mxfp8")):
         x, w = torch.ones(4, 32), torch.ones(5, 32)
         x[1, 3], x[2, 4], w[3, 5] = float("nan"), float("inf"), float("nan")
-        y = fusedtp.all_gather_linear(
-            scaled(x, dtype=dtype), scaled(w, dtype=dtype), group=group, schedule=schedule, out_dtype=torch.float32
-        )
+        a, b = (scaled(each, recipe, dtype=dtype) for each in (x, w))  # type: ignore[arg-type]
+        y = fusedtp.all_gather_linear(a, b, group=group, schedule=schedule, out_dtype=torch.float32)
         for rows in y.split(4):
             assert rows[1].isnan().all()
             assert not rows[2].isfinite().any()

@@ -29,7 +29,7 @@ OPS = (
 IN_BLOCKS = "gather rows", "gather rows split", "gather rows several", "gather contraction", "scatter rows"
 ONE_OF_EACH_KERNEL = "gather rows split", "gather contraction", "scatter several", "matmul two_shot"
 OUT = torch.bfloat16
-# Stands for e4m3 with a scale for each block.
+# Stands for x in e4m3, or with every other seed in e5m2, with a scale for each block.
 MXFP8 = torch.float8_e8m0fnu
 # A weight's beside x of either: what e5m2 is for, gradients, are multiplied with e4m3.
 WEIGHT = torch.float8_e4m3fn
@@ -40,7 +40,7 @@ class Operands:
 
     def __init__(self, seed: int, dtype: torch.dtype) -> None:
         self._random, self._seed, self.in_blocks = torch.Generator().manual_seed(seed), seed, dtype == MXFP8
-        self.dtype = WEIGHT if self.in_blocks else dtype
+        self.dtype = (WEIGHT, torch.float8_e5m2)[seed % 2] if self.in_blocks else dtype
 
     def scaled(self, rows: int, cols: int, dtype: torch.dtype | None = None) -> fusedtp.Scaled:
         """[rows, cols] with a scale a row, or for every third seed with one for all."""
@@ -48,10 +48,8 @@ class Operands:
         size = 8 ** (2 * torch.rand(rows, 1, generator=self._random) - 1)
         x = torch.randn(rows, cols, generator=self._random) * size
         if self.in_blocks:
-            x *= (
-                2.0
-                ** torch.randint(-2, 3, (1, -(-cols // 32)), generator=self._random).repeat_interleave(32, 1)[:, :cols]
-            )
+            powers = torch.randint(-2, 3, (1, -(-cols // 32)), generator=self._random)
+            x *= 2.0 ** powers.repeat_interleave(32, 1)[:, :cols]
         recipe = "mxfp8" if self.in_blocks else "tensorwise" if self._seed % 3 == 2 else "rowwise"
         return fusedtp.scaled(x, recipe, dtype=dtype or self.dtype)
 

@@ -79,6 +79,23 @@ def check_scaled(driver: EmulatedDriver, name: str, world_size: int, dtype: torc
     return len(found)
 
 
+def check_not_finite(driver: EmulatedDriver, dtype: torch.dtype) -> None:
+    """NaN and infinities of x in blocks come out in their own rows, of a weight in its own column."""
+    x, w = torch.randn(32, 64), torch.randn(48, 64)
+    x[3, 5], x[20, 40], w[7, 1] = float("nan"), float("inf"), float("nan")
+    parts, weight = x.split(16), fusedtp.scaled(w, "mxfp8", dtype=dtype)
+
+    def call(rank: int, group: ProcessGroup) -> Tensor:
+        mine = fusedtp.scaled(parts[rank], "mxfp8", dtype=dtype)
+        return fusedtp.all_gather_linear(mine, weight, group=group, schedule="fused")
+
+    found, _ = run_ranks(driver, 2, Schedule(1, tick=0.001), call)
+    expected = torch.zeros(32, 48, dtype=torch.bool)
+    expected[[3, 20]], expected[:, 7] = True, True
+    for y in found:
+        assert torch.equal(~y.isfinite(), expected)
+
+
 def check(
     driver: EmulatedDriver, name: str, world_size: int, dtype: torch.dtype, seed: int, rows: int = 72
 ) -> list[str]:
