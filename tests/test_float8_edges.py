@@ -23,26 +23,22 @@ from .test_float8 import E4M3, E5M2, SCHEDULES
 
 
 def without_a_contraction(group: ProcessGroup, schedule: str) -> None:
-    """Nothing is summed: zeros and the bias, in results and in gradients, not what was in memory."""
-    torch.use_deterministic_algorithms(True)  # which fills what is not initialized
-    try:
-        call = partial(fusedtp.all_gather_linear, group=group, schedule=schedule)
-        y = call(scaled(torch.zeros(4, 0)), scaled(torch.zeros(8, 0)), torch.ones(8).bfloat16())
-        assert y.eq(1).all()
-        assert y.shape == (4 * group.size(), 8)
-        for recipe in ("rowwise", "tensorwise"):
-            w = torch.randn(6, 8, requires_grad=True)
-            x = torch.randn(0, 8, requires_grad=True)
-            fusedtp.linear_reduce_scatter(
-                x, w, group=group, schedule=schedule, scatter_dim=-1, float8=recipe
-            ).sum().backward()  # type: ignore
-            assert w.grad is not None
-            assert w.grad.eq(0).all()
-            w.grad = None
-            call(x, torch.cat([w] * group.size(), 1), gather_dim=-1, float8=recipe).sum().backward()
-            assert w.grad.eq(0).all()
-    finally:
-        torch.use_deterministic_algorithms(False)
+    """Nothing is summed: zeros and the bias, in results and in gradients, not what was in memory, which is poisoned."""
+    call = partial(fusedtp.all_gather_linear, group=group, schedule=schedule)
+    y = call(scaled(torch.zeros(4, 0)), scaled(torch.zeros(8, 0)), torch.ones(8).bfloat16())
+    assert y.eq(1).all()
+    assert y.shape == (4 * group.size(), 8)
+    for recipe in ("rowwise", "tensorwise"):
+        w = torch.randn(6, 8, requires_grad=True)
+        x = torch.randn(0, 8, requires_grad=True)
+        fusedtp.linear_reduce_scatter(
+            x, w, group=group, schedule=schedule, scatter_dim=-1, float8=recipe
+        ).sum().backward()  # type: ignore
+        assert w.grad is not None
+        assert w.grad.eq(0).all()
+        w.grad = None
+        call(x, torch.cat([w] * group.size(), 1), gather_dim=-1, float8=recipe).sum().backward()
+        assert w.grad.eq(0).all()
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
