@@ -20,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import triton
+
 
 @dataclass(frozen=True)
 class Config:
@@ -32,6 +34,7 @@ class Config:
     scales. Elements that are read or stored one by one need an address each: if a result is stored like that, tiles
     have at most `loose_cols` columns, unless ranks must agree on the columns; if an operand is read like that,
     blocks have at most `loose_block_k` of the contraction, and programs eight warps or more.
+    `pointer_stages`: stages of a kernel that reads by pointers, 0 for as many.
     `registers`: the most that a thread may have, by kind of kernel; the compiler decides where there is no entry, or 0.
     "" is for all kernels. A fused kernel should need no more than the plain matmul; if that takes a limit of its own,
     it has an entry, for the target's main way to read operands: "gather" and "scatter" where rows are stored 16
@@ -47,6 +50,7 @@ class Config:
     group_m: int = 8
     num_warps: int = 8
     num_stages: int = 3
+    pointer_stages: int = 0
     programs: int = 0
     pushers: int = 16
     copy_rows: int = 8
@@ -145,6 +149,12 @@ _BLOCKS: dict[str, dict[str, Config]] = {
     "sm_100": dict.fromkeys(SHAPES, _SCALED),
     "gfx942": dict.fromkeys(SHAPES, replace(_WIDENED, block_k=64, num_stages=2, registers={})),
 }
+
+# Triton before 3.7 has no fence between what cp.async has put into shared memory and the matrix unit that reads it
+# there, in another proxy of memory (PTX ISA, Async proxy). Loaded to registers and stored it has one.
+if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
+    for _table in (TABLE, _FLOAT8, _BLOCKS):
+        _table["sm_90"] = {shape: replace(config, pointer_stages=1) for shape, config in _table["sm_90"].items()}
 
 
 def shape_class(rows: int, cols: int) -> str:

@@ -117,7 +117,8 @@ def options(config: Config, a_by: str, b_by: str, *, limit: str = "") -> dict[st
     found = _limit(config, warps)
     if limit and mainly and limit in config.registers:
         found = {"maxnreg": config.registers[limit]} if config.registers[limit] else {}
-    return {"num_warps": warps, "num_stages": config.num_stages, **found}
+    stages = config.pointer_stages if by_pointers and config.pointer_stages else config.num_stages
+    return {"num_warps": warps, "num_stages": stages, **found}
 
 
 def strip_of(config: Config, tensors: int = 1) -> int:

@@ -118,6 +118,11 @@ def multiplication(built: Built) -> None:
     # Two stages have one buffer where registers hold the other; a descriptor's loads have a buffer a stage, but where
     # scales are multiplied too.
     buffers = config.num_stages if described == 2 and not config.scaled_dot else config.num_stages - 1
+    if built.num_stages == 1:
+        # With a Triton that has no fence for copies under way, so there are none.
+        assert described < 2, "one stage"
+        assert not [line for line in loop if "LDGSTS" in line], "a copy that no fence follows"
+        return
     tiles = (config.block_m + config.block_n) * config.block_k * case.dtype.itemsize
     assert built.shared_bytes >= buffers * tiles, "the loop is not pipelined"
     if described < 2 and _is_ptx(built) and case.aligned is None:
@@ -279,6 +284,9 @@ def against_plain(built: Built, plain: Built) -> None:
     # Padding between instructions that must be some cycles apart; terms with scales are waited for where they are read.
     for name in ("s_nop", *(("s_waitcnt",) if built.case.is_float8 else ())):
         added.pop(name, None)
+    if built.num_stages == 1:
+        # One buffer: a barrier before it is stored to again.
+        added -= Counter(("bar.sync",))
     if built.case.blocks:
         # Scales of A and of B are in arenas and at home, each with an address of its own.
         added -= Counter(("add.s64", "cvt.u32.u64", "s_add_u32", "s_addc_u32"))
