@@ -45,10 +45,6 @@ def _in_spans(call: Callable[[], object]) -> float:
     return sum(span.end_ns - span.begin_ns for span in spans) / CALLS / 1e3
 
 
-def _with_backward(call: Callable[[], Any], out: torch.Tensor) -> Callable[[], object]:
-    return lambda: call().backward(out)
-
-
 def measure(group: ProcessGroup, rounds: int) -> dict[str, list[float]]:
     """By direction: what is beside, a round each."""
     schedule = "decomposed" if group.size() > 1 else "auto"
@@ -62,11 +58,12 @@ def measure(group: ProcessGroup, rounds: int) -> dict[str, list[float]]:
     def linear() -> Any:
         return F.linear(whole, weight)
 
-    found: dict[str, list[float]] = {"forward": [], "both": []}
+    calls: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+        "forward": (ours, linear), "both": (lambda: ours().backward(out), lambda: linear().backward(out)),
+    }  # fmt: skip
+    found: dict[str, list[float]] = {direction: [] for direction in calls}
     for turn in range(rounds + 1):
-        for direction in found:
-            ours_too, linear_too = (_with_backward(each, out) for each in (ours, linear))
-            call, library = (ours_too, linear_too) if direction == "both" else (ours, linear)
+        for direction, (call, library) in calls.items():
             # One rank's library is in no span.
             inside = _in_spans(call) if group.size() > 1 else _timed(library)
             beside = _timed(call) - inside

@@ -267,21 +267,26 @@ class Quantized:
         return (widened(self.data) * along_blocks(self.scale, self.shape[self.blocks], self.blocks)).to(dtype)
 
 
+def _up_to_16(num_bytes: int) -> int:
+    return -(-num_bytes // 16) * 16
+
+
 def scale_bytes(cols: int) -> int:
     """From one row's block scales to the next one's: those of `cols` elements, padded to 16."""
-    return -(-cols // (16 * BLOCK)) * 16
+    return _up_to_16(-(-cols // BLOCK))
 
 
 def packed_bytes(cols: int, *, blocks: bool = False) -> int:
     """The bytes of a row of `cols` elements with its scale, or with those of its blocks."""
-    return -(-cols // 16) * 16 + (scale_bytes(cols) if blocks else SCALE_BYTES)
+    return _up_to_16(cols) + (scale_bytes(cols) if blocks else SCALE_BYTES)
 
 
-def _packed_scales(rows: Tensor, x: Quantized, cols: int) -> Tensor:
-    # Of rows of bytes, where x's scales are: those of blocks behind the data, one scale at the row's end.
-    if x.blocks is not None:
-        at = -(-cols // 16) * 16
-        return rows[:, at : at + -(-cols // BLOCK)]
+def _packed_scales(rows: Tensor, like: Quantized, cols: int) -> Tensor:
+    # Of rows of bytes, where scales are: one at the row's end, or those of blocks behind the data, with zeros that are
+    # read as scales of what lies behind it.
+    if like.blocks is not None:
+        at = _up_to_16(cols)
+        return rows[:, at : at + scale_bytes(cols)]
     at = rows.shape[1] - SCALE_BYTES
     return rows[:, at : at + 4].view(torch.float32)
 
@@ -289,19 +294,15 @@ def _packed_scales(rows: Tensor, x: Quantized, cols: int) -> Tensor:
 def pack_into(rows: Tensor, x: Quantized) -> None:
     """x [R, C] and its rows' scales into `rows` [R, packed_bytes(..)] of bytes."""
     rows[:, : x.shape[1]].view(x.data.dtype).copy_(x.data)
-    if x.blocks is not None:
-        # With the zeros that are read as scales of what lies behind the data.
-        at, scales = -(-x.shape[1] // 16) * 16, x.for_kernels()
-        rows[:, at : at + scales.shape[1]] = scales
-    else:
-        _packed_scales(rows, x, x.shape[1])[:, 0].copy_(x.row_scales())
+    scales = x.for_kernels()
+    _packed_scales(rows, x, x.shape[1]).copy_(scales if x.blocks is not None else scales[:, None])
 
 
 def unpacked(rows: Tensor, cols: int, like: Quantized) -> Quantized:
     """`cols` columns of what `pack_into` has put there: a view."""
     data, scale = rows[:, :cols].view(like.data.dtype), _packed_scales(rows, like, cols)
     if like.blocks is not None:
-        return Quantized(data, scale, like.dtype, blocks=1)
+        return Quantized(data, scale[:, : -(-cols // BLOCK)], like.dtype, blocks=1)
     return Quantized(data, scale.expand(rows.shape[0], cols), like.dtype, like.whole)
 
 

@@ -11,7 +11,7 @@ from fusedtp import cost
 from fusedtp.calls import tuning
 from fusedtp.cost import overlap
 from fusedtp.cost.hardware import HARDWARE
-from fusedtp.scaled import SCALE_BYTES, packed_bytes
+from fusedtp.scaled import BLOCK, SCALE_BYTES, packed_bytes
 
 from .test_cost import invoke, plain
 
@@ -84,6 +84,7 @@ def test_blocks_have_a_scale_for_each_32() -> None:
     assert on["b200"].matmul_us == narrow.matmul_us
     # Where no unit takes their scales, they are multiplied wider, and not fused.
     assert ("fused" in on["b200"].times, "fused" in on["h100"].times) == (True, False)
+    assert overlap.BLOCK == BLOCK
     for cols in (1, 31, 512, 513, 8192):
         assert packed_bytes(cols, blocks=True) == -(-cols // 16) * 16 + 16 * -(-cols // 512)
 

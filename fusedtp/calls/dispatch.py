@@ -258,10 +258,8 @@ def without_float8(dtype: torch.dtype, target: str, *, blocks: bool) -> str:
     units that multiply it, blocks are made 16-bit where there are none.
     """
     fnuz = torch.float8_e4m3fnuz
-    if blocks and target.startswith("gfx94"):
-        return ""
     if target.startswith("gfx94"):
-        return "" if dtype == fnuz else f"{target} multiplies {fnuz}"
+        return "" if blocks or dtype == fnuz else f"{target} multiplies {fnuz}"
     if target.startswith(("gfx95", "gfx12")):
         return f"{target} multiplies torch.float8_e4m3fn and torch.float8_e5m2" if dtype == fnuz else ""
     if target.startswith("gfx"):

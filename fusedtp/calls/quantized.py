@@ -132,9 +132,9 @@ def run(
             f"{other[0]}"
         )
     biases = bias if isinstance(bias, tuple) else (bias,)
-    for name, given_too in (*(("bias", each) for each in biases), ("residual", residual)):
-        if given_too is not None and type(given_too) not in PLAIN:
-            check_kind(name, given_too)
+    for name, each in (*(("bias", each) for each in biases), ("residual", residual)):
+        if each is not None and type(each) not in PLAIN:
+            check_kind(name, each)
     given = [each for each in (*biases, residual) if isinstance(each, Tensor)]
     if torch.is_grad_enabled() and any([each.requires_grad for each in given]):
         raise ValueError(
