@@ -69,8 +69,8 @@ class Dense(nn.Sequential):
         super().__init__(OrderedDict(up_proj=up, activation=nn.GELU(), down_proj=down))
 
 
-def _step(model: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], list[Tensor]]:
-    # Forward and backward; returns y, dx and the gradients of up and down, and leaves none behind.
+def step(model: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], list[Tensor]]:
+    """Forward and backward: y, dx and the gradients of the parameters, of which none is left behind."""
     parameters = list(model.parameters())
 
     def run() -> list[Tensor]:
@@ -110,11 +110,11 @@ def compare(group: ProcessGroup, M: int, D: int, F: int, seconds: float, schedul
     rows, features = even_sizes(M, world_size), even_sizes(F, world_size)
     mine, dmine = chunk(x, 0, rank, rows).clone(), chunk(dy, 0, rank, rows).clone()
     runners = {
-        "dtensor": _step(dtensor, mine, dmine),
-        "fusedtp": _step(ours, mine, dmine),
-        "local": _step(Dense(D, features[rank]), x, dy),
+        "dtensor": step(dtensor, mine, dmine),
+        "fusedtp": step(ours, mine, dmine),
+        "local": step(Dense(D, features[rank]), x, dy),
     }
-    y, dx, dup, ddown = _step(copy.deepcopy(dense).double(), x.double(), dy.double())()
+    y, dx, dup, ddown = step(copy.deepcopy(dense).double(), x.double(), dy.double())()
     expected = [
         chunk(y, 0, rank, rows),
         chunk(dx, 0, rank, rows),

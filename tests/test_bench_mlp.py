@@ -1,4 +1,4 @@
-"""`fusedtp mlp`: the sizes that are asked for, and an interval for every speed-up."""
+"""`fusedtp mlp` and `fusedtp.bench.grouped`: the sizes that are asked for, and an interval for every speed-up."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pandas as pd
 import pytest
-from fusedtp.bench import machine, mlp, ranks
+from fusedtp.bench import grouped, machine, mlp, ranks
 from fusedtp.bench.cli import app
 from fusedtp.bench.intervals import Interval
 from fusedtp.bench.mlp import Result
 from fusedtp.bench.ranks import RankPool
 from fusedtp.bench.timing import Timing
+from torch.distributed import ProcessGroup
 from typer.testing import CliRunner
 
 
@@ -72,3 +74,25 @@ def test_command_times_the_sizes_it_is_given(pool: RankPool, tmp_path: Path, mon
 def test_default_sizes_are_split_by_powers_of_two(world_size: int) -> None:
     for size in mlp.SIZES:
         mlp.check_size(*size, world_size)
+
+
+def test_grouped_projections_are_checked_and_timed(pool: RankPool) -> None:
+    # q, k and v of unlike widths, one of them with one row a rank.
+    size = (6, 8, (8, 4, 2))
+    timings = pool.run(grouped.compare, *size, 0.0, world_size=2)[0]
+    assert list(timings) == ["dtensor", "dtensor_once", "fusedtp", "concatenated", "local"]
+    rows = grouped.rows_of(*size, 2, timings)
+    assert [row["variant"] for row in rows] == list(timings)
+    assert rows[2]["speedup_vs_dtensor"] == timings["dtensor"].median_ms / timings["fusedtp"].median_ms
+    assert all(row["speedup_low"] <= row["speedup_vs_dtensor"] <= row["speedup_high"] for row in rows)
+
+
+def off_by(group: ProcessGroup, size: tuple[Any, ...]) -> str:
+    with mock.patch.object(grouped, "TOLERANCE", 0.0), pytest.raises(AssertionError) as caught:
+        grouped.compare(group, *size, 0.0)
+    return str(caught.value)
+
+
+def test_grouped_projections_that_are_off_are_refused(pool: RankPool) -> None:
+    told = pool.run(off_by, (6, 8, (4, 4, 2)), world_size=2)
+    assert all(" is off by " in each and "at 6, 8, (4, 4, 2)" in each for each in told), told
