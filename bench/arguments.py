@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 # As people write them, and what they are.
-_SHORT = {"fp8": "float8_e4m3fn", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 # More than the GPUs of a machine: a process each.
 MAX_RANKS = 256
@@ -42,14 +42,20 @@ def names(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]:
     return found
 
 
-def dtype(text: str) -> str:
-    """A dtype's name, also of a short one: fp8."""
-    return _SHORT.get(text.strip(), text.strip())
+def dtype(text: str, float8: str) -> str:
+    """A dtype's name, also of a short one. float8: what fp8 is on the machine that is meant."""
+    return float8 if text.strip() == "fp8" else _SHORT.get(text.strip(), text.strip())
 
 
-def dtypes(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]:
-    """`names` of dtypes, short or long."""
-    return names(",".join(map(dtype, text.split(","))), known, what)
+def dtypes_here(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]:
+    """`names` of dtypes, short or long, fp8 what this machine multiplies."""
+    import torch
+
+    from fusedtp import formats
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    float8 = str(formats.native(device).e4m3).removeprefix("torch.")
+    return names(",".join(dtype(each, float8) for each in text.split(",")), known, what)
 
 
 def numbers(text: str, what: str, most: int = 2**31 - 1) -> tuple[int, ...]:

@@ -43,16 +43,16 @@ VARIANTS = (*ALONE, *SCHEDULES, "auto", *BASELINES)
 # Those that run the whole op, so that a speed-up means something.
 WHOLE = (*SCHEDULES, "auto", *BASELINES)
 DTYPES = ("float32", "bfloat16", "float16")
-# Run where it is asked for.
-FLOAT8 = "float8_e4m3fn"
-EVERY_DTYPE = (*DTYPES, FLOAT8)
+# Run where it is asked for: what NVIDIA's GPUs and a CPU take, and what AMD's gfx942 multiplies.
+FLOAT8, FNUZ = EVERY_FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz")
+EVERY_DTYPE = (*DTYPES, *EVERY_FLOAT8)
 # As people read them.
 TITLES = {
     ALL_GATHER_MATMUL.name: "all-gather + matmul",
     MATMUL_REDUCE_SCATTER.name: "matmul + reduce-scatter",
     MATMUL_ALL_REDUCE.name: "matmul + all-reduce",
 }
-SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", FLOAT8: "fp8"}
+SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", FLOAT8: "fp8", FNUZ: "fp8 fnuz"}
 
 Shape = tuple[int, int, int]
 
@@ -125,7 +125,7 @@ class Case(Item):
     @property
     def is_float8(self) -> bool:
         """Whether x and w are float8 with scales."""
-        return self.dtype == FLOAT8
+        return self.dtype in EVERY_FLOAT8
 
     @property
     def even(self) -> bool:

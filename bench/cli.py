@@ -110,7 +110,7 @@ def sweep(
         for name, (text, known, option) in lists.items() if text is not None
     }  # fmt: skip
     if dtype is not None:
-        given["dtypes"] = arguments.dtypes(dtype, cases.EVERY_DTYPE, "--dtype")
+        given["dtypes"] = arguments.dtypes_here(dtype, cases.EVERY_DTYPE, "--dtype")
     if "baselines" in given:
         given["baselines"] = tuple(name for name in given["baselines"] if name != "none")
     request = Request(
@@ -186,6 +186,7 @@ def explain(
 ) -> None:
     """Show the steps of a sharded matmul and of both its gradients: collectives, bytes a rank sends, FLOPs."""
     from fusedtp import explain as describe
+    from fusedtp.cost.hardware import OCP, find
     from fusedtp.explain import table_markdown
 
     from . import generated
@@ -203,7 +204,8 @@ def explain(
         return
     try:
         lengths, ranks = arguments.lengths(sizes, "--sizes"), arguments.lengths(mesh, "--mesh")
-        typer.echo(str(describe(spec, sizes=lengths, mesh=ranks, dtype=arguments.dtype(dtype), hardware=hardware)))
+        meant = arguments.dtype(dtype, OCP if hardware is None else find(hardware).float8)
+        typer.echo(str(describe(spec, sizes=lengths, mesh=ranks, dtype=meant, hardware=hardware)))
     except (ValueError, TypeError) as error:
         typer.echo(f"{error}", err=True)
         raise typer.Exit(2) from error

@@ -64,10 +64,11 @@ def predict(
     if len(sizes) * len(ranks) > 1 and (matmul_us is not None or kernel_matmul_us is not None):
         raise typer.BadParameter("a measured time is that of one size and one number of ranks")
     try:
+        machines = {num_ranks: hardware_of(hardware, num_ranks) for num_ranks in ranks}
         predictions = [
             cost.predict(
-                op, M=M, N=N, K=K, world_size=num_ranks, dtype=arguments.dtype(dtype),
-                hardware=hardware_of(hardware, num_ranks),
+                op, M=M, N=N, K=K, world_size=num_ranks, hardware=machines[num_ranks],
+                dtype=arguments.dtype(dtype, machines[num_ranks].float8),
                 gather_dim=gather_dim, algorithm=algorithm, matmul_us=matmul_us, kernel_matmul_us=kernel_matmul_us,
                 data_parallel=data_parallel, overlap_network=overlap_network,
                 casts=casts,

@@ -62,7 +62,7 @@ def tune(
     machine = tuning.identity()
     num_gpus = machine["num_gpus"]
     world_sizes = ranks(world_size) if world_size is not None else tuple(n for n in (2, 4, 8) if n <= (num_gpus or 4))
-    dtypes = arguments.dtypes(
+    dtypes = arguments.dtypes_here(
         ("bfloat16" if num_gpus else "float32") if dtype is None else dtype, EVERY_DTYPE, "--dtype"
     )  # fmt: skip
     if not world_sizes or min(world_sizes) < 2 or (num_gpus and max(world_sizes) > num_gpus):

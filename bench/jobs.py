@@ -13,7 +13,7 @@ from .cases import (
     CHECK_SHAPES,
     DIRECTIONS,
     DTYPES,
-    FLOAT8,
+    EVERY_FLOAT8,
     OPS,
     SCHEDULES,
     SHAPES,
@@ -105,7 +105,7 @@ def plan(request: Request, num_gpus: int) -> list[Job]:
 
     ValueError for a model that cannot be split so, and for a backward pass of float8, which has none.
     """
-    if FLOAT8 in (request.dtypes or ()) and set(request.directions or ()) - {"forward"}:
+    if set(EVERY_FLOAT8) & set(request.dtypes or ()) and set(request.directions or ()) - {"forward"}:
         raise ValueError("float8 operands have no gradient: --direction forward for fp8, or fp8 without the others")
     jobs: list[Job] = []
     # What has been said to be missing: once is enough for all sizes.
@@ -159,7 +159,7 @@ def _checks(op: str, world_size: int, variants: tuple[str, ...], request: Reques
     shapes = CHECK_SHAPES if request.directions or world_size == 2 else CHECK_SHAPES[-1:]
     for shape, dtype in itertools.product(shapes, request.dtypes or DTYPES):
         # `both` checks y, dx and dw in one run
-        is_both = shape == CHECK_SHAPES[-1] and world_size == 2 and dtype != FLOAT8
+        is_both = shape == CHECK_SHAPES[-1] and world_size == 2 and dtype not in EVERY_FLOAT8
         by_default = ("both",) if is_both else ("forward",)
         case = Case(op, *shape, dtype, world_size, request.seed)
         yield Job(case, variants, False, directions=request.directions or by_default, num_gpus=num_gpus)
@@ -185,7 +185,7 @@ def _sizes(request: Request, op: str, world_size: int, num_gpus: int) -> list[tu
     sizes = [(shape, main, every if shape in gradients else forward) for shape in shapes]
     if num_gpus or world_size == 2:
         sizes += [(shape, dtype, forward) for shape in SHAPES["medium"][op] for dtype in DTYPES if dtype != main]
-    sizes += [(shape, FLOAT8, forward) for shape in shapes]
+    sizes += [(shape, dtype, forward) for dtype in EVERY_FLOAT8 for shape in shapes]
     return [size for size in sizes if size[1] in (request.dtypes or DTYPES)]
 
 

@@ -25,7 +25,7 @@ from fusedtp.op import OPS as TABLE
 from fusedtp.sharding.plan import ITEMSIZE
 
 from . import intervals
-from .cases import FLOAT8, OPS, SHAPES, Case, Shape
+from .cases import EVERY_FLOAT8, OPS, SHAPES, Case, Shape
 from .jobs import Job, seconds_of
 from .operands import device_here
 from .ranks import RankPool
@@ -128,8 +128,8 @@ def tune(
     with RankPool(max(world_sizes), timeout=300, env=rank_environment(num_gpus, max(world_sizes))) as pool:
         for n in world_sizes:
             # float8 has no collectives alone, so the machine's rates are those of another dtype, if any is measured.
-            for dtype in sorted(dtypes, key=FLOAT8.__eq__):
-                shapes = [] if dtype == FLOAT8 else [(rows // n * n, cols) for rows, cols in COLLECTIVE_SHAPES]
+            for dtype in sorted(dtypes, key=EVERY_FLOAT8.__contains__):
+                shapes = [] if dtype in EVERY_FLOAT8 else [(rows // n * n, cols) for rows, cols in COLLECTIVE_SHAPES]
                 gathers: list[Mapping[str, float]] = []
                 for rows, cols in shapes:
                     said(f"collectives of {rows}x{cols} {dtype} on {n}")

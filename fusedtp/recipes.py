@@ -5,18 +5,21 @@
     rowwise_with_gw_hp    as rowwise, but w in dx has one scale, and dw is not made in float8
 
 Parameters and gradients stay in the dtype that they have; x, w and dy are cast for each product that they are in,
-before they travel. (torchao, float8/config.py, `Float8LinearConfig.from_recipe_name`.)
+before they travel. e4m3 and e5m2 are those that the machine multiplies, OCP's or fnuz (`formats`). (torchao,
+float8/config.py, `Float8LinearConfig.from_recipe_name`.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from functools import cache
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
+from .formats import Formats
 from .scaled import Quantized, largest_finite, quantized
 
 Float8 = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
@@ -27,7 +30,7 @@ NAMES: tuple[str, ...] = get_args(Float8)
 class Cast:
     """One operand of a product, to `dtype`; with one scale if it is `whole`, else one for each index that is kept."""
 
-    dtype: torch.dtype = torch.float8_e4m3fn
+    dtype: torch.dtype
     whole: bool = False
     power_of_two: bool = True
 
@@ -38,14 +41,19 @@ class Cast:
         return Quantized(data, scale.expand(data.shape), x.dtype, self.whole)
 
 
-_ROW, _ONE = Cast(), Cast(whole=True, power_of_two=False)
-_E5M2 = Cast(torch.float8_e5m2, whole=True, power_of_two=False)
+# By the result's name and the operand's.
+Casts: TypeAlias = Mapping[str, Mapping[str, Cast]]
 
-# By recipe, the result's name and the operand's.
-RECIPES: Mapping[str, Mapping[str, Mapping[str, Cast]]] = {
-    "tensorwise": {
-        "y": {"x": _ONE, "w": _ONE}, "dx": {"dy": _E5M2, "w": _ONE}, "dw": {"x": _ONE, "dy": _E5M2},
-    },
-    "rowwise": {"y": {"x": _ROW, "w": _ROW}, "dx": {"dy": _ROW, "w": _ROW}, "dw": {"x": _ROW, "dy": _ROW}},
-    "rowwise_with_gw_hp": {"y": {"x": _ROW, "w": _ROW}, "dx": {"dy": _ROW, "w": Cast(whole=True)}, "dw": {}},
-}  # fmt: skip
+
+@cache
+def of(name: str, formats: Formats) -> Casts:
+    """What the recipe of this name casts to; of "" nothing."""
+    row, one = Cast(formats.e4m3), Cast(formats.e4m3, whole=True, power_of_two=False)
+    dy, w = Cast(formats.e5m2, whole=True, power_of_two=False), Cast(formats.e4m3, whole=True)
+    recipes: Mapping[str, Casts] = {
+        "": {},
+        "tensorwise": {"y": {"x": one, "w": one}, "dx": {"dy": dy, "w": one}, "dw": {"x": one, "dy": dy}},
+        "rowwise": {"y": {"x": row, "w": row}, "dx": {"dy": row, "w": row}, "dw": {"x": row, "dy": row}},
+        "rowwise_with_gw_hp": {"y": {"x": row, "w": row}, "dx": {"dy": row, "w": w}, "dw": {}},
+    }
+    return recipes[name]

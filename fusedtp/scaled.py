@@ -22,8 +22,8 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-# What is multiplied: e4m3 of NVIDIA's and AMD's newer GPUs, e5m2, and e4m3 of gfx942.
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
+from . import formats
+
 Recipe = Literal["tensorwise", "rowwise", "mxfp8"]
 
 # A matrix of an op: a tensor, or `Quantized`, which has what schedules ask of one.
@@ -63,7 +63,7 @@ class Scaled:
 
 
 def scaled(
-    x: Tensor, recipe: Recipe = "rowwise", *, dtype: torch.dtype = torch.float8_e4m3fn, group: Any = None,
+    x: Tensor, recipe: Recipe = "rowwise", *, dtype: torch.dtype | None = None, group: Any = None,
     power_of_two: bool = False,
 ) -> Scaled:  # fmt: skip
     """x [.., K] as float8 with scales: the largest finite magnitude becomes the largest that `dtype` has.
@@ -73,13 +73,18 @@ def scaled(
     up to a power of two, and makes no rounding of its own (as the rowwise recipes of torchao do). "mxfp8", one for each
     32 elements of a row, always a power of two.
 
-    All zeros have the scale 1. NaN stays NaN; an infinity stays one in e5m2, and is NaN in e4m3, which has none.
+    dtype: one of `formats.FLOAT8`; by default the e4m3 that x's machine multiplies, e4m3fnuz on AMD's gfx942 and e4m3fn
+    elsewhere. In mxfp8, which is OCP's and which gfx942 has no units for, it is e4m3fn on every machine.
+
+    All zeros have the scale 1. NaN stays NaN; an infinity stays one in e5m2, and is NaN in the others, which have none.
     Neither has a part in a scale, so what is not finite spoils its own row of a product only. Scales are normal
     numbers: what is smaller than float8 can hold with the smallest of them becomes 0.
 
     Raises ValueError or TypeError for arguments that do not fit.
     """
     _check(x, recipe, dtype, group, power_of_two)
+    if dtype is None:
+        dtype = (formats.OCP if recipe == "mxfp8" else formats.native(x.device)).e4m3
     if recipe == "mxfp8":
         return _in_blocks(x.detach(), dtype)
     if recipe == "rowwise":
@@ -139,8 +144,8 @@ def _check(x: Any, recipe: Any, dtype: Any, group: Any, power_of_two: Any) -> No
         raise ValueError("x must have at least 1 dimension, [.., K], got a scalar")
     if recipe not in get_args(Recipe):
         raise ValueError(f"recipe must be one of {', '.join(get_args(Recipe))}, got {recipe!r}")
-    if dtype not in FLOAT8:
-        raise ValueError(f"dtype must be one of {', '.join(map(str, FLOAT8))}, got {dtype}")
+    if dtype is not None and dtype not in formats.FLOAT8:
+        raise ValueError(f"dtype must be None or one of {', '.join(map(str, formats.FLOAT8))}, got {dtype}")
     if group is not None and recipe != "tensorwise":
         raise ValueError(f"group is for recipe 'tensorwise': a row's scale is of that row alone, got {recipe!r}")
     if not isinstance(power_of_two, bool):

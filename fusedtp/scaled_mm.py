@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .formats import FNUZ
 from .scaled import BLOCK, E8M0, Quantized
 
 
@@ -58,8 +59,8 @@ def in_bfloat16(a: Quantized, b: Quantized, bias: Tensor | None = None) -> Tenso
 
 def _multiplied_by_library(a: Quantized, b: Quantized) -> bool:
     # cuBLAS and CUTLASS as torch has them: multiples of 16; a scale a row since capability 9.0, whole blocks with
-    # scales on 10.x alone. AMD's e4m3 is one of its own up to gfx942, later ones are not known here.
-    if torch.version.hip is not None:
+    # scales on 10.x alone. What AMD's take is not known here, and no NVIDIA GPU takes fnuz.
+    if torch.version.hip is not None or a.data.dtype in FNUZ:
         return False
     (M, K), N = a.shape, b.shape[1]
     both = a.data.dtype == b.data.dtype == torch.float8_e5m2

@@ -109,14 +109,20 @@ def test_without_units_for_float8_it_is_widened_and_not_fused() -> None:
     for name, dtype, has_units in (
         ("h100", "float8_e4m3fn", True), ("h100", "float8_e5m2", True), ("h100", "float8_e4m3fnuz", False),
         ("a100", "float8_e4m3fn", False), ("mi300x", "float8_e4m3fn", False), ("mi300x", "float8_e4m3fnuz", True),
+        ("mi300x", "float8_e5m2", False), ("mi300x", "float8_e5m2fnuz", True),
     ):  # fmt: skip
         found = cost.predict("all_gather_matmul", hardware=name, dtype=dtype, **sizes)
         wide = cost.predict("all_gather_matmul", hardware=name, dtype="float32", **sizes)
         narrow = cost.predict("all_gather_matmul", hardware=name, dtype="bfloat16", **sizes)
         assert ("fused" in found.times) == has_units, (name, dtype)
-        assert (found.matmul_us < 0.6 * narrow.matmul_us) == has_units
-        assert (found.matmul_us > wide.matmul_us) != has_units
-        assert any("as float32 here" in text for text in found.assumptions) != has_units
+        # On AMD's GPUs torch's scaled matmul is not used: units for it are our kernel's alone.
+        by_library = has_units and name != "mi300x"
+        assert (found.matmul_us < 0.6 * narrow.matmul_us) == by_library
+        assert (found.matmul_us > wide.matmul_us) != by_library
+        assert any("as float32 here" in text for text in found.assumptions) != by_library
+        if name == "mi300x" and has_units:
+            assert found.winner == "fused"
+            assert found.fused_us < narrow.fused_us
     assert overlap.SCALE_BYTES == SCALE_BYTES
     # What is sent along the contraction is multiplied part by part: torch's parts are written, scaled and added.
     columns = cost.predict("all_gather_matmul", hardware="h100", dtype="float8_e4m3fn", gather_dim=1, **sizes)
@@ -139,5 +145,7 @@ def test_command_knows_fp8() -> None:
     assert f" {found.unfused_us:.1f} " in result.output
     given = invoke(*size, "--dtype", "float8_e4m3fn", "--no-casts")
     assert f" {found.unfused_us - found.cast_us:.1f} " in given.output
+    on_mi300x = invoke(*size, "--dtype", "fp8", "--hardware", "mi300x")
+    assert "all_gather_matmul, float8_e4m3fnuz, mi300x, microseconds" in on_mi300x.output
     on_a100 = invoke(*size, "--dtype", "fp8", "--hardware", "a100")
     assert "does not multiply float8_e4m3fn on NVIDIA A100 SXM 80 GB: no fused" in on_a100.output

@@ -17,6 +17,7 @@ from fusedtp.bench.ranks import RankPool
 from torch.distributed import ProcessGroup
 
 import fusedtp
+from fusedtp import formats
 from fusedtp.calls import dispatch, tuning
 from fusedtp.calls.tuning import Sample
 from fusedtp.cost.hardware import HARDWARE
@@ -305,6 +306,10 @@ def float8_task(op: str = "all_gather_matmul", dtype: torch.dtype = torch.float8
         (torch.float8_e4m3fn, "10.3", ""),
         (torch.float8_e4m3fnuz, "9.0", "NVIDIA's GPUs multiply"),
         (torch.float8_e4m3fnuz, "gfx942", ""),
+        (torch.float8_e5m2fnuz, "gfx942", ""),
+        (torch.float8_e5m2fnuz, "9.0", "NVIDIA's GPUs multiply"),
+        (torch.float8_e5m2fnuz, "gfx950", "gfx950 multiplies torch.float8_e4m3fn and torch.float8_e5m2"),
+        (torch.float8_e5m2, "gfx942", "gfx942 multiplies torch.float8_e4m3fnuz and torch.float8_e5m2fnuz"),
         (torch.float8_e4m3fn, "gfx942", "gfx942 multiplies torch.float8_e4m3fnuz"),
         (torch.float8_e4m3fnuz, "gfx950", "gfx950 multiplies torch.float8_e4m3fn"),
         (torch.float8_e4m3fn, "gfx950", ""),
@@ -312,8 +317,8 @@ def float8_task(op: str = "all_gather_matmul", dtype: torch.dtype = torch.float8
     ],
 )
 def test_float8_is_fused_where_there_are_units_for_it(dtype: torch.dtype, target: str, why: str) -> None:
-    assert why in dispatch.without_float8(dtype, target, blocks=False)
-    assert bool(why) == bool(dispatch.without_float8(dtype, target, blocks=False))
+    assert why in formats.without_float8(dtype, target, blocks=False)
+    assert bool(why) == bool(formats.without_float8(dtype, target, blocks=False))
 
 
 @pytest.mark.parametrize(
@@ -322,15 +327,15 @@ def test_float8_is_fused_where_there_are_units_for_it(dtype: torch.dtype, target
      ("12.0", "", "12.0"), ("gfx942", "", "gfx942"), ("gfx950", "", "gfx950"), ("", "", "")],
 )  # fmt: skip
 def test_blocks_are_fused_where_a_unit_takes_their_scales(target: str, refuses: str, widens: str) -> None:
-    refused = dispatch.without_float8(torch.float8_e4m3fn, target, blocks=True)
+    refused = formats.without_float8(torch.float8_e4m3fn, target, blocks=True)
     assert refuses in refused
     assert bool(refuses) == bool(refused)
-    assert dispatch.widens_blocks(target) == (f"{widens} multiplies no blocks with scales" if widens else "")
+    assert formats.widens_blocks(target) == (f"{widens} multiplies no blocks with scales" if widens else "")
     gpu = {"9.0": HARDWARE["h100"], "10.0": HARDWARE["b200"]}.get(target)
     for shape_of in (gpu, None):
         path = dispatch._decide(float8_task(in_blocks=True), 2, dispatch.Knowledge(None, shape_of, target), True, False)
         assert (path.schedule == "fused") == (not widens)
-        assert path.reason.endswith(f"not fused: {refused or dispatch.widens_blocks(target)}") == bool(widens)
+        assert path.reason.endswith(f"not fused: {refused or formats.widens_blocks(target)}") == bool(widens)
 
 
 def test_a_gpu_without_float8_refuses_fused_and_auto_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -341,7 +341,7 @@ def test_what_is_not_whole_is_refused(pool: RankPool) -> None:
         ({"x": torch.ones(())}, ValueError, "at least 1 dimension"),
         ({"x": torch.eye(2).to_sparse()}, ValueError, "x must be dense, got torch.sparse_coo"),
         ({"recipe": "blockwise"}, ValueError, "recipe must be one of tensorwise, rowwise, mxfp8"),
-        ({"dtype": torch.bfloat16}, ValueError, "dtype must be one of"),
+        ({"dtype": torch.bfloat16}, ValueError, "dtype must be None or one of"),
         ({"group": "tp"}, ValueError, "group is for recipe 'tensorwise'"),
         ({"power_of_two": 1}, TypeError, "power_of_two must be True or False"),
     ],

@@ -16,9 +16,10 @@ from torch.distributed import ProcessGroup
 
 from .. import groups
 from ..cost.overlap import PRODUCERS
+from ..formats import FLOAT8
 from ..op import ACTIVATIONS, GATED, Op
-from ..recipes import RECIPES, Float8
-from ..scaled import FLOAT8, Scaled
+from ..recipes import NAMES, Float8
+from ..scaled import Scaled
 from ..sharding.notation import Spec
 from ..shards import check_count, check_sizes, even_sizes
 from . import dispatch
@@ -187,8 +188,8 @@ def check_activation(activation: str | None, weight: Weights) -> None:
 
 def float8_of(float8: str | None, dtype: torch.dtype | None = None, of: str = "dtype") -> Float8 | None:
     """None, or a known recipe, for operands in `dtype`, which is that of `of`."""
-    if float8 is not None and (not isinstance(float8, str) or float8 not in RECIPES):
-        raise ValueError(f"float8 must be None or one of {', '.join(RECIPES)}, got {float8!r}")
+    if float8 is not None and (not isinstance(float8, str) or float8 not in NAMES):
+        raise ValueError(f"float8 must be None or one of {', '.join(NAMES)}, got {float8!r}")
     if float8 is not None and dtype == torch.float64:
         raise ValueError(f"float8 is for {of} in {', '.join(map(str, DTYPES[:3]))}, got {dtype}")
     return float8  # type: ignore[return-value]

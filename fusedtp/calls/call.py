@@ -23,15 +23,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .. import groups
+from .. import formats, groups, recipes
 from ..op import GATED, Task
-from ..recipes import RECIPES
 from ..sharding.notation import parse
 from ..sharding.partition import Partition
 from ..sharding.plan import Plan, plan
 from ..workspaces import stale
 from .arguments import Biases, Weights
-from .dispatch import Ready
+from .dispatch import Ready, check_units
 from .matrices import Named
 from .program import Only, Program
 
@@ -99,7 +98,7 @@ class Settings:
         activation, spec, numbers, flags, schedule, algorithm, producer, float8, *names = text.split("\n")
         ranks = tuple(map(int, numbers.split()))
         w_transposed, by_size, debug = (flag == "1" for flag in flags)
-        recipe = float8 if float8 in RECIPES else ""
+        recipe = float8 if float8 in recipes.NAMES else ""
         dtypes = () if recipe else tuple(getattr(torch, name) for name in float8.removesuffix(BLOCKS).split())
         return Settings(
             text, spec, tuple(names), ranks, w_transposed, by_size, debug, schedule, algorithm, producer, activation,
@@ -118,6 +117,7 @@ class Call:
         self, settings: Settings, numbers: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> None:  # fmt: skip
         self.settings, self.numbers, self._dtype, self._device = settings, numbers, dtype, device
+        self._formats = formats.native(device)
         spec = self._spec = parse(settings.spec)
         lengths, rest = dict(zip(spec.dim_names, numbers, strict=False)), list(numbers[len(spec.dim_names) :])
         splits: dict[str, tuple[int, ...]] = {}
@@ -167,8 +167,9 @@ class Call:
         """
         spec, lengths = self._spec, self.partition.lengths
         rows = [name for name in spec.a.names if name != spec.k]
-        recipe = self.settings.recipe
-        text = self.settings.spec if not recipe else f"{self.settings.spec}, float8={recipe}"
+        text, recipe = self.settings.spec, self.settings.recipe
+        if recipe:
+            text += f", float8={recipe}{' in fnuz' * (self._formats == formats.FNUZ)}"
         if any(spec.a.axes(name) and spec.a.axes(name) == spec.c.axes(name) for name in rows):
             return text
         whole = [name for name in rows if not spec.a.axes(name) and not spec.c.axes(name)]
@@ -202,8 +203,8 @@ class Call:
         program = self._programs.get(key)
         if program is None:
             program = Program(
-                self.partition, self._dtype, self.settings.algorithm, self.settings.float8, self.settings.recipe,
-                blocks=self.settings.blocks,
+                self.partition, self._dtype, self.settings.algorithm, self.settings.float8,
+                recipes.of(self.settings.recipe, self._formats), blocks=self.settings.blocks,
             )  # fmt: skip
             ws, biases, dys = self._names
             x, w, plans = self._named("x"), self._blocks("w", ws), self.plan()
@@ -219,14 +220,21 @@ class Call:
                 found = program.gradients(plans, self._blocks("y", dys), x, w, key)
                 dims = self._dims["x"], *(self._dims["w"], self._dims["y"][-1:]) * len(ws)
                 program.finish([(each, order) for each, order in zip(found, dims, strict=True) if each is not None])
+            for task, axis in program.tasks:
+                # Before the first is run: peers would take part in what comes before the one that cannot be.
+                check_units(task, self.settings.schedule, self._group(axis), self._device)
             self._programs[key] = program
         return program
+
+    def _group(self, axis: str) -> ProcessGroup:
+        group = self.groups[axis]()
+        assert group is not None
+        return group
 
     def _made_ready(self, key: Any, place: int, task: Task, axis: str) -> Ready:
         ready = self._ready.get((key, place))
         if ready is None or ready.is_stale():
-            group, asked = self.groups[axis](), self.settings
-            assert group is not None
+            group, asked = self._group(axis), self.settings
             ready = self._ready[key, place] = Ready(
                 task, asked.schedule, group, self._device, producer=asked.producer, call=self.said(), debug=asked.debug
             )

@@ -30,6 +30,7 @@ from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
 from .. import groups, schedules, turns
 from ..cost.hardware import Hardware, of_gpu
+from ..formats import FNUZ, target_of, widens_blocks, without_float8
 from ..memory import Unreachable
 from ..op import Task
 from ..schedules.prepared import Prepared
@@ -65,7 +66,7 @@ class Path:
 
 @dataclass(frozen=True)
 class Knowledge:
-    """What the ranks of a group know alike: the table of measurements, and what rank 0's GPU is; see `target_of`."""
+    """What the ranks of a group know alike: the table of measurements, and what rank 0's GPU is (`target_of`)."""
 
     table: tuning.Table | None
     gpu: Hardware | None
@@ -82,8 +83,7 @@ def choose(task: Task, schedule: str, group: ProcessGroup, device: torch.device)
     """The path of a task: collective over `group` on the first call with a schedule that needs shared memory."""
     op, dtype, name = task.op.name, task.dtype, schedule
     if name != "auto":
-        if name == "fused" and task.float8 is not None and group.size() > 1:
-            _check_float8(op, task.float8, task.in_blocks, device)
+        check_units(task, name, group, device)
         return _asked_for(op, name, dtype)
     if group.size() == 1:
         return Path(op, "unfused", "one rank has nothing to send")
@@ -100,6 +100,12 @@ def choose(task: Task, schedule: str, group: ProcessGroup, device: torch.device)
     key = (op, dtype, task.float8, task.in_blocks, _shape(task), capturing)
     path: Path = ws.decided(key, lambda: _decide(task, group.size(), ws.knowledge, on_gpu, capturing))
     return path
+
+
+def check_units(task: Task, schedule: str, group: ProcessGroup, device: torch.device) -> None:
+    """RuntimeError where `fused` is asked for and kernels cannot multiply the task's float8."""
+    if schedule == "fused" and task.float8 is not None and group.size() > 1:
+        _check_float8(task.op.name, task.float8, task.in_blocks, device)
 
 
 def _learn(ws: Workspace, group: ProcessGroup, on_gpu: bool) -> None:
@@ -245,43 +251,12 @@ def _asked_for(op: str, schedule: str, dtype: torch.dtype) -> Path:
     return Path(op, schedule, "asked for")
 
 
-def target_of(device: torch.device | None = None) -> str:
-    """What a GPU's kernels are compiled for: "9.0", or on AMD's "gfx942"."""
-    if torch.version.hip:
-        return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"{major}.{minor}"
-
-
-def without_float8(dtype: torch.dtype, target: str, *, blocks: bool) -> str:
-    """Why kernels cannot take this float8 on a GPU, or "" if they can; "" for a target that is not known. Most need
-    units that multiply it, blocks are made 16-bit where there are none.
-    """
-    fnuz = torch.float8_e4m3fnuz
-    if target.startswith("gfx94"):
-        return "" if blocks or dtype == fnuz else f"{target} multiplies {fnuz}"
-    if target.startswith(("gfx95", "gfx12")):
-        return f"{target} multiplies torch.float8_e4m3fn and torch.float8_e5m2" if dtype == fnuz else ""
-    if target.startswith("gfx"):
-        return f"{target} multiplies no float8"
-    if target and dtype == fnuz:
-        return "NVIDIA's GPUs multiply torch.float8_e4m3fn and torch.float8_e5m2"
-    if target and tuple(map(int, target.split("."))) < (8, 9):
-        return f"float8 is multiplied since capability 8.9, this GPU has {target}"
-    return ""
-
-
-def widens_blocks(target: str) -> str:
-    """Why blocks are made 16-bit in the kernel on a GPU, or "" if a unit multiplies them with their scales."""
-    return "" if target.startswith("10.") or not target else f"{target} multiplies no blocks with scales"
-
-
 @cache
 def _check_float8(op: str, dtype: torch.dtype, blocks: bool, device: torch.device) -> None:
     if device.type == "cuda":
         why = without_float8(dtype, target_of(device), blocks=blocks)
     else:
-        why = "Triton's interpreter does not know it" if dtype == torch.float8_e4m3fnuz else ""
+        why = "Triton's interpreter does not know it" if dtype in FNUZ else ""
     if why:
         raise RuntimeError(
             f"{op}: schedule 'fused' cannot multiply {dtype} here: {why}: use 'auto', 'decomposed' or 'unfused', or "

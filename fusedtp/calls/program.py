@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..op import ALL_GATHER_MATMUL, ALL_REDUCE, GATED, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER, OPS, Op, Task
-from ..recipes import RECIPES
+from ..recipes import Casts
 from ..schedules.alone import activated, mm, summed
 from ..schedules.verbs import Epilogue
 from ..sharding import notation
@@ -59,15 +59,16 @@ class Program:
 
     def __init__(
         self, partition: Partition, dtype: torch.dtype, algorithm: str = "auto", float8: tuple[torch.dtype, ...] = (),
-        recipe: str = "", *, blocks: bool = False,
+        recipe: Casts | None = None, *, blocks: bool = False,
     ) -> None:  # fmt: skip
         self.partition, self._dtype, self._algorithm = partition, dtype, algorithm
         # What the operands of forward are in, if these are float8, and whether scales are those of blocks; or how
         # operands are made float8.
-        self._float8, self._blocks, self._recipe = float8, blocks, RECIPES.get(recipe, {})
+        self._float8, self._blocks, self._recipe = float8, blocks, recipe or {}
         self._steps: list[_Step] = []
         self._results: list[tuple[str, tuple[int, ...] | None]] = []
-        self._num_names = self.num_tasks = 0
+        self._num_names = 0
+        self.tasks: list[tuple[Task, str]] = []
         self._last: tuple[Task, str, Sequence[Matrix | str | None], Sequence[tuple[int, ...] | None]] | None = None
 
     def run(self, tensors: dict[str, Tensor], runs: Runs) -> list[Tensor]:
@@ -114,7 +115,8 @@ class Program:
         *made: tuple[tuple[str, ...], Sequence[int]],
     ) -> tuple[Named, ...]:  # fmt: skip
         # The task on these matrices; each result seen with these dims.
-        place, self.num_tasks = self.num_tasks, self.num_tasks + 1
+        place = len(self.tasks)
+        self.tasks.append((task, axis))
         shapes = [None if len(dims) == 2 else tuple(lengths) for dims, lengths in made]
 
         def run(tensors: dict[str, Tensor], runs: Runs) -> list[Tensor]:

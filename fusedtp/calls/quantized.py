@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import groups
+from .. import formats, groups
+from ..formats import FLOAT8
 from ..groups import Group
-from ..scaled import BLOCK, E8M0, FLOAT8, Quantized, Scaled
+from ..scaled import BLOCK, E8M0, Quantized, Scaled
 from ..shards import offsets
 from ..turns import one
 from . import call as calls_
@@ -125,6 +126,11 @@ def run(
                                                                        strict=True)]  # fmt: skip
     if other := [name for name, w in zip(names, ws, strict=True) if w.data.dtype != ws[0].data.dtype]:
         raise ValueError(f"all weights must be in {ws[0].data.dtype}, got {other[0]} in another one")
+    if formats.of(ws[0].data.dtype) != formats.of(x.data.dtype):
+        raise ValueError(
+            f"x and weight must be of one kind of float8, OCP's or fnuz, as no machine multiplies both, got "
+            f"{x.data.dtype} and {ws[0].data.dtype}: make both by fusedtp.scaled, from values()"
+        )
     blocks = x.scale.dtype == E8M0
     if other := [name for name, w in zip(names, ws, strict=True) if (w.scale.dtype == E8M0) != blocks]:
         raise ValueError(

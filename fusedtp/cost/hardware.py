@@ -25,7 +25,8 @@ class Hardware:
     reaches of the library's. The other fractions are of the link: the library's collectives, the copy engine, a
     kernel's stores. overlap_slowdown: how much longer a matmul takes beside arriving data. chunk_us: what the host
     takes to issue a chunk of a matmul with its copy, its signal and its wait. in_place: ranks are processes on one CPU
-    that read each other's memory where it lies, and launch_us is the host's cost of an op.
+    that read each other's memory where it lies, and launch_us is the host's cost of an op. widens_float8: the library's
+    way is to widen float8 all the same, as torch's scaled matmul is not used here.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Hardware:
     chunk_us: float = 30.0
     network_start_us: float = 10.0
     in_place: bool = False
+    widens_float8: bool = False
 
     def link(self, num_ranks: int) -> float:
         """Bytes a microsecond that one of `num_ranks` ranks sends to the others together."""
@@ -65,12 +67,18 @@ class Hardware:
         return self.matrix_tflops[dtype] * 1e6 * self.matrix_fraction
 
     def multiplied(self, dtype: str) -> str:
-        """What operands of `dtype` are multiplied in by the library: `dtype`, or WIDENED for float8 without a rate."""
-        return WIDENED if dtype in FLOAT8 and dtype not in self.matrix_tflops else dtype
+        """What the library multiplies operands of `dtype` in: that, or WIDENED for float8 where it has no other way."""
+        widens = dtype in FLOAT8 and (self.widens_float8 or dtype not in self.matrix_tflops)
+        return WIDENED if widens else dtype
 
     def knows(self, dtype: str) -> bool:
         """Whether the time of a matmul in `dtype` can be predicted."""
         return self.multiplied(dtype) in self.matrix_tflops
+
+    @property
+    def float8(self) -> str:
+        """The e4m3 that it multiplies; OCP's, if it multiplies none."""
+        return FNUZ if FNUZ in self.matrix_tflops else OCP
 
     @property
     def flops_per_byte(self) -> float:
@@ -89,6 +97,8 @@ class Hardware:
 
 
 FLOAT8 = tuple(dtype for dtype in ITEMSIZE if is_float8(dtype))
+# `formats.Formats.e4m3` by name: nothing here loads torch.
+OCP, FNUZ = "float8_e4m3fn", "float8_e4m3fnuz"
 # As `scaled_mm` does where torch has no scaled matmul.
 WIDENED = "float32"
 
@@ -170,10 +180,10 @@ _TABLE = (
     ),
     Hardware(
         "mi300x", "AMD Instinct MI300X", 448, 5300,
-        _tensor_cores(1307, 163, 163) | {"float8_e4m3fnuz": 2615}, 304, 8, 50, 0.5,
+        _tensor_cores(1307, 163, 163) | {"float8_e4m3fnuz": 2615, "float8_e5m2fnuz": 2615}, 304, 8, 50, 0.5,
         _sheet("AMD Instinct MI300X data sheet; 7 links of 64 GB/s one way", _ELSEWHERE, matrix_fraction="assumed",
                network_gbps="assumed: one 400 Gb/s adapter a GPU", peer_gbps="AMD Instinct MI300X data sheet"),
-        peer_gbps=64,
+        peer_gbps=64, widens_float8=True,
     ),
     Hardware(
         "a100-pcie", "NVIDIA A100 PCIe 80 GB", 32, 1935, _tensor_cores(312, 19.5, 19.5), 108, 8, 25, 0.7,
@@ -204,7 +214,7 @@ LEAST_RATE, MOST_RATE, MOST_US = 1e-9, 1e9, 1e9
 
 # What the numbers of a machine are; the rest of Hardware says what kind of machine it is.
 NUMBERS = tuple(
-    each.name for each in fields(Hardware) if each.name not in ("name", "title", "sources", "in_place")
+    each.name for each in fields(Hardware) if each.name not in ("name", "title", "sources", "in_place", "widens_float8")
 )  # fmt: skip
 
 

@@ -217,7 +217,7 @@ class Model:
         tile = TILE_ROWS[rows > TILE_ROWS[0]]
         num_bytes = (rows * work.depth + work.depth * work.cols) * ITEMSIZE[work.dtype]
         num_flops = 2 * ceil(rows / tile) * tile * work.cols * work.depth
-        rate = machine.rate(machine.multiplied(work.dtype))
+        rate = machine.rate(work.dtype if self.kernel_multiplies else self.torch_dtype)
         return max(num_flops / rate, num_bytes / self.memory) / machine.kernel_fraction
 
     def overlapped(self, schedule: str, algorithm: str) -> float:

@@ -39,7 +39,7 @@ Placed: TypeAlias = tuple[Step, Tensor]
 
 ITEMSIZE = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
-    "float8_e4m3fnuz": 1, "mxfp8": 1,
+    "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "mxfp8": 1,
 }  # fmt: skip
 # What is made of float8, unless a caller wants another dtype. Terms of a sum travel in it.
 MADE_OF_FLOAT8 = "bfloat16"

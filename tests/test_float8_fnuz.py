@@ -1,0 +1,308 @@
+"""AMD's own float8, fnuz: chosen where the machine multiplies it, and right wherever torch can cast to it.
+
+No machine here has it: `formats.native`, which says what a device multiplies, is replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from fusedtp.bench import arguments
+from fusedtp.bench.cases import EVERY_DTYPE
+from fusedtp.bench.ranks import RankPool
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import init_device_mesh
+
+import fusedtp
+from fusedtp import Scaled, formats, reference, scaled, scaled_mm
+from fusedtp.calls.dispatch import Ready
+from fusedtp.recipes import NAMES
+from fusedtp.scaled import E8M0, Quantized
+from fusedtp.workspaces import stale
+
+from .disagreeing import told
+from .spread import spread
+from .test_float8 import allowed, gathers, sharded, sums
+from .test_float8_layers import all_of, cases
+from .test_several import cut, whole
+
+E4M3, E5M2 = torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
+# Their largest numbers: 1.875 * 2**7 and 1.75 * 2**15.
+LARGEST = {E4M3: 240.0, E5M2: 57344.0}
+SCHEDULES = ("unfused", "decomposed")
+
+
+@contextmanager
+def on_gfx942(here: bool = True) -> Iterator[None]:
+    """As if this rank's device were one. Calls that were made ready before know of another."""
+    stale.changed()
+    with mock.patch.object(formats, "native", return_value=formats.FNUZ if here else formats.OCP):
+        yield
+    stale.changed()
+
+
+@pytest.mark.parametrize(
+    ("hip", "target", "kind", "expected"),
+    [
+        ("7.0", "gfx942:sramecc+:xnack-", "cuda", formats.FNUZ),
+        ("7.0", "gfx950:sramecc+:xnack-", "cuda", formats.OCP),
+        ("7.0", "gfx90a", "cuda", formats.OCP),
+        ("7.0", "gfx942", "cpu", formats.OCP),
+        (None, "", "cuda", formats.OCP),
+    ],
+)
+def test_what_a_device_multiplies(
+    monkeypatch: pytest.MonkeyPatch, hip: str | None, target: str, kind: str, expected: formats.Formats
+) -> None:
+    asked = mock.Mock(return_value=SimpleNamespace(gcnArchName=target))
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", asked)
+    formats._of_amds.cache_clear()
+    assert formats.native(torch.device(kind)) == expected
+    # A device is asked once, and none where there can be no other answer.
+    formats.native(torch.device(kind))
+    assert asked.call_count == int(hip is not None and kind == "cuda")
+    formats._of_amds.cache_clear()
+
+
+def test_what_scaled_makes() -> None:
+    x = torch.randn(5, 64)
+    for recipe in ("rowwise", "tensorwise", "mxfp8"):
+        ocp = scaled(x, recipe)  # type: ignore[arg-type]
+        assert ocp.data.dtype == torch.float8_e4m3fn
+        with on_gfx942():
+            # Blocks are OCP's, and no unit of gfx942 multiplies them.
+            made = scaled(x, recipe)  # type: ignore[arg-type]
+            assert made.data.dtype == (torch.float8_e4m3fn if recipe == "mxfp8" else E4M3)
+            assert scaled(x, recipe, dtype=torch.float8_e5m2).data.dtype == torch.float8_e5m2  # type: ignore[arg-type]
+    made = scaled(x, dtype=E4M3)
+    assert torch.equal(made.scale, (x.abs().amax(-1, keepdim=True).double() / 240).float())
+    assert bool(made.data.float().abs().amax(-1).eq(240).all())
+
+
+# torch.finfo has 2**-3 for e5m2fnuz too, which has two bits behind its first one.
+@pytest.mark.parametrize(("dtype", "eps", "least"), [(E4M3, 2**-3, 2.0**-10), (E5M2, 2**-2, 2.0**-17)])
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "mxfp8"])
+def test_scales_and_what_no_scale_can_hold(dtype: torch.dtype, eps: float, least: float, recipe: Any) -> None:
+    """No value is off by more than half a step; one code is NaN, none is an infinity, and zero has no sign."""
+    x = torch.randn(50, 64) * torch.logspace(-20, 20, 50)[:, None]
+    made = scaled(x, recipe, dtype=dtype)
+    scale = made.scale.float().repeat_interleave(32, -1) if recipe == "mxfp8" else made.scale
+    assert bool((made.data.float().abs() <= LARGEST[dtype]).all())
+    assert bool(((made.values() - x).abs() <= eps / 2 * 1.001 * x.abs() + least / 2 * 1.001 * scale).all())
+    rows = torch.ones(5, 32)
+    rows[0, :2] = torch.tensor([-0.0, -1e-30])
+    rows[1, 3], rows[2, 4], rows[3, 5] = float("inf"), float("-inf"), float("nan")
+    rows[4] = 0
+    made = scaled(rows, recipe, dtype=dtype)
+    data = made.data.view(torch.uint8)
+    lost = ~rows.isfinite()
+    assert bool((data[lost] == 0x80).all())
+    assert bool((data[~lost] != 0x80).all())
+    assert torch.equal(made.values()[~lost], torch.where(rows == -1e-30, 0.0, rows)[~lost])
+    assert bool(made.values()[lost].isnan().all())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "world_size", "recipe", "how", "out", "dtypes"),
+    spread(
+        [*SCHEDULES * 3], [1, 2, 3, 4, 2, 4], ["rowwise", "tensorwise", "mxfp8"], ["even", "lopsided", "on the last"],
+        [torch.bfloat16, torch.float32], [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)],
+    ),
+)  # fmt: skip
+def test_operands_that_are_fnuz_already(
+    pool: RankPool, schedule: str, world_size: int, recipe: str, how: str, out: torch.dtype, dtypes: Any
+) -> None:
+    """Every function, against float64, on any machine."""
+    for check in (gathers, sums, sharded):
+        pool.run(check, schedule, recipe, how, out, dtypes, world_size=world_size)
+
+
+def exact(shape: Sequence[int], seed: int, steps: int = 15) -> Tensor:
+    """Multiples of 0.5 of up to four bits, the largest 7.5, or of 7 steps three bits up to 3.5: these are 240 * 2**-5
+    and 57344 * 2**-14, so that each scale is a power of two. In OCP's formats none of 7.5 is.
+    """
+    values = torch.randint(-steps, steps + 1, tuple(shape), generator=torch.Generator().manual_seed(seed)) / 2
+    flat = values.reshape(-1, shape[-1]) if values.numel() else values
+    for i in range(max(flat.shape) if values.numel() else 0):
+        flat[i % flat.shape[0], i % flat.shape[1]] = steps / 2
+    return values
+
+
+def exactly(group: ProcessGroup, schedule: str, how: str) -> None:
+    """Where no cast rounds, results and gradients are those without float8, to the bit."""
+    for name, (inputs, call) in cases(group, how, exact).items():
+        # Of what is the same on all ranks the gradient is too.
+        seed = 91 if name == "all-reduce" else 91 + group.rank()
+        call = partial(call, schedule=schedule)
+        dy = lambda i, out, seed=seed: exact(out.shape, seed + i, steps=7)  # noqa: E731
+        plain = all_of(inputs, call, dy)
+        for recipe in NAMES:
+            with on_gfx942():
+                made = all_of(inputs, partial(call, float8=recipe), dy)
+            for key, value in made.items():
+                assert torch.equal(value, plain[key]), f"{name}, {recipe}: {key}"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "world_size", "how"), spread([*SCHEDULES * 2], [1, 2, 3, 4], ["even", "lopsided", "on the last"])
+)
+def test_what_no_cast_rounds_is_as_without(pool: RankPool, schedule: str, world_size: int, how: str) -> None:
+    pool.run(exactly, schedule, how, world_size=world_size, timeout=400)
+
+
+def rounded(
+    x: Tensor, dtype: torch.dtype, over: tuple[int, ...] | None, *, power_of_two: bool, most: Tensor | None = None
+) -> Tensor:
+    """What x stands for in this float8, in float64, with a scale for each index of the dims that are not `over`."""
+    if most is None:
+        most = x.abs().amax(over, keepdim=True) if over is not None else x.abs().amax()
+    scale = most.double() / LARGEST[dtype]
+    scale = (2.0 ** scale.log2().ceil() if power_of_two else scale).float()
+    return (x.float() / scale).to(dtype).double() * scale.double()
+
+
+def against_float64(group: ProcessGroup, schedule: str, recipe: Any) -> None:
+    """y = x @ w.T summed over ranks, dx = dy @ w and dw = dy.T @ x, of what operands stand for."""
+    rank, size, M, N, K = group.rank(), group.size(), 18, 21, 48
+    features, rows = cut(K, size, "lopsided"), cut(M, size, "lopsided")
+    xs = [whole((M, part), torch.float32, 7 + r) for r, part in enumerate(features)]
+    ws = [whole((N, part), torch.float32, 70 + r) for r, part in enumerate(features)]
+    dy = whole((M, N), torch.float32, 90)
+    x, w = (each[rank].clone().requires_grad_() for each in (xs, ws))
+    with on_gfx942():
+        y = fusedtp.linear_reduce_scatter(x, w, group=group, sizes=rows, schedule=schedule, float8=recipe)
+        y.backward(dy.split(rows)[rank])
+    its = partial(rounded, dtype=E4M3, power_of_two=True)
+    if recipe == "tensorwise":
+        one = partial(rounded, dtype=E4M3, over=None, power_of_two=False)
+        of_x, of_w = (torch.stack([each.abs().amax() for each in all_of_it]).amax() for all_of_it in (xs, ws))
+        a, b = [one(each, most=of_x) for each in xs], [one(each, most=of_w) for each in ws]
+        gradient = rounded(dy, E5M2, None, power_of_two=False)
+        for_dw, w_for_dx, x_for_dw = gradient, b[rank], a[rank]
+    else:
+        a, b = [its(each, over=(1,)) for each in xs], [its(each, over=(1,)) for each in ws]
+        gradient, x_for_dw = its(dy, over=(1,)), its(xs[rank], over=(0,))
+        # What has travelled with scales of rows is cast again to those of columns.
+        for_dw, w_for_dx = its(gradient.float(), over=(0,)), its(ws[rank], over=(0,))
+        if recipe == "rowwise_with_gw_hp":
+            for_dw, x_for_dw, w_for_dx = dy.double(), xs[rank].double(), its(ws[rank], over=None)
+    left, right = torch.cat(a, 1), torch.cat(b, 1).t()
+    off = allowed(left, right, torch.float32, size)
+    reference.check(y, (left @ right).split(rows)[rank], off.split(rows)[rank], f"{recipe}: y")
+    assert x.grad is not None
+    assert w.grad is not None
+    for name, grad, one_of, other in (("dx", x.grad, gradient, w_for_dx), ("dw", w.grad, for_dw.t(), x_for_dw)):
+        reference.check(grad, one_of @ other, allowed(one_of, other, torch.float32), f"{recipe}: {name}")
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+@pytest.mark.parametrize(("schedule", "world_size"), [("unfused", 1), ("decomposed", 2), ("unfused", 3)])
+def test_recipes_against_float64(pool: RankPool, schedule: str, world_size: int, recipe: str) -> None:
+    pool.run(against_float64, schedule, recipe, world_size=world_size)
+
+
+def layers_and_shardings(group: ProcessGroup) -> None:
+    """What layers and `sharded_matmul` send is fnuz too, forward and backward, also in a compiled graph."""
+    sent: list[torch.dtype] = []
+    run, mesh = Ready.run, init_device_mesh("cpu", (group.size(),), mesh_dim_names=("X",))
+
+    def seen(ready: Ready, operands: Any) -> Any:
+        sent.extend(each.data.dtype for each in operands if type(each) is Quantized)
+        return run(ready, operands)
+
+    mlp = fusedtp.ParallelMLP(32, 48, activation="swiglu", group=mesh["X"], schedule="decomposed", float8="tensorwise")
+    compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True)
+    x, grads = torch.randn(8, 32), []
+    with on_gfx942(), mock.patch.object(Ready, "run", seen):
+        for called in (mlp, compiled):
+            leaf = x.clone().requires_grad_()
+            called(leaf).square().sum().backward()
+            grads.append(leaf.grad)
+        assert torch.equal(*grads)
+        assert set(sent) == {E4M3, E5M2}
+        sent.clear()
+        fusedtp.sharded_matmul(x, torch.randn(32, 6), "[M_X, K] @ [K, N_X] -> [M, N_X]", mesh=mesh, float8="rowwise")
+        assert set(sent) == {E4M3}
+    torch.compiler.reset()
+
+
+def test_layers_and_shardings(pool: RankPool) -> None:
+    # A mesh is made by all ranks of the pool.
+    pool.run(layers_and_shardings, timeout=400)
+
+
+def refused(group: ProcessGroup) -> None:
+    """`fused` here, and both kinds of float8 at once: before anything is sent, scales' numbers too."""
+    x, w = torch.randn(4, 8), torch.randn(4, 8)
+    with on_gfx942(), mock.patch.object(Ready, "run", side_effect=AssertionError("it is sent")):
+        for recipe in NAMES:
+            with pytest.raises(RuntimeError, match=r"cannot multiply torch\.float8_e4m3fnuz here: Triton's interp"):
+                fusedtp.all_gather_linear(x, w, group=group, schedule="fused", float8=recipe)  # type: ignore
+        theirs = scaled(x)
+    ocp, e5m2 = scaled(w), scaled(w, dtype=E5M2)
+    with pytest.raises(RuntimeError, match=r"cannot multiply torch\.float8_e5m2fnuz here"):
+        fusedtp.all_gather_linear(e5m2, theirs, group=group, schedule="fused")
+    for a, b in ((theirs, ocp), (ocp, e5m2)):
+        for function in (fusedtp.all_gather_linear, fusedtp.linear_all_reduce, fusedtp.fsdp_linear):
+            with (
+                mock.patch.object(Ready, "run", side_effect=AssertionError("it is sent")),
+                pytest.raises(ValueError, match=r"must be of one kind of float8, .* got torch\.float8_e"),
+            ):
+                function(a, b, group=group)
+
+
+def test_what_is_refused(pool: RankPool) -> None:
+    pool.run(refused, world_size=2)
+
+
+def disagree(group: ProcessGroup, schedule: str, recipe: Any) -> str:
+    """Ranks on machines with other float8."""
+    x, w = torch.randn(4, 8), torch.randn(6, 8)
+    with on_gfx942(group.rank() == 1):
+        if recipe is not None:
+            call = partial(fusedtp.all_gather_linear, x, w, group=group, schedule=schedule, float8=recipe)
+            return told(group, call)
+        mine, weight = scaled(x), scaled(w)
+        return told(group, lambda: fusedtp.all_gather_linear(mine, weight, group=group, schedule=schedule))
+
+
+@pytest.mark.parametrize("recipe", [*NAMES, None])
+def test_ranks_on_other_machines_are_told(pool: RankPool, recipe: str | None) -> None:
+    for said in pool.run(disagree, "decomposed", recipe, world_size=2):
+        if recipe != "tensorwise":
+            assert "do not agree on float8: torch.float8_e4m3fn on rank 0, torch.float8_e4m3fnuz on rank 1" in said
+        else:
+            # By the numbers that are told before.
+            assert f"float8={recipe} on rank 0" in said
+            assert f"float8={recipe} in fnuz on rank 1" in said
+
+
+def test_the_librarys_scaled_matmul_is_ocps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    for dtype, blocks in ((torch.float8_e4m3fn, False), (E4M3, False), (torch.float8_e4m3fn, True), (E4M3, True)):
+        a, b = (scaled(torch.randn(32, 64), "mxfp8" if blocks else "rowwise", dtype=dtype) for _ in range(2))
+        left, right = Quantized.of(a, torch.bfloat16), Quantized.of(b, torch.bfloat16).t()
+        assert scaled_mm._multiplied_by_library(left, right) == (dtype != E4M3)
+    assert (a.scale.dtype == E8M0) == isinstance(a, Scaled)
+
+
+def test_fp8_is_the_machines() -> None:
+    assert arguments.dtypes_here("fp8,bf16", EVERY_DTYPE, "--dtype") == ("float8_e4m3fn", "bfloat16")
+    with on_gfx942():
+        assert arguments.dtypes_here("fp8,bf16", EVERY_DTYPE, "--dtype") == ("float8_e4m3fnuz", "bfloat16")
+    text = str(
+        fusedtp.explain(
+            "[M_X, K] @ [K, N_X] -> [M, N_X]", sizes={"M": 64, "K": 32, "N": 32}, mesh={"X": 2}, hardware="mi300x",
+            dtype=E5M2,
+        )
+    )  # fmt: skip
+    assert "float8_e5m2fnuz, sums in bfloat16" in text
