@@ -14,6 +14,7 @@ scale beside every element (no memory: strides of 0).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -122,16 +123,26 @@ def largest_finite(x: Tensor, over: tuple[int, ...] | None = None) -> Tensor:
 def quantized(x: Tensor, most: Tensor, dtype: torch.dtype, *, power_of_two: bool) -> tuple[Tensor, Tensor]:
     """x in float8, and the scale that makes the magnitudes `most` the largest that `dtype` has."""
     wide, largest = x.float(), torch.finfo(dtype).max
-    # In float64: the quotient of a subnormal number is one too, and a GPU may take it for 0.
-    scale = (most.double() / largest).clamp_min(torch.finfo(torch.float32).tiny)
     if power_of_two:
-        mantissa, exponent = torch.frexp(scale)
-        scale = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
+        scale = _power_of_two(most, largest)
+    else:
+        # In float64: the quotient of a subnormal number is one too, and a GPU may take it for 0.
+        scale = (most.double() / largest).clamp_min(torch.finfo(torch.float32).tiny)
     scale = torch.where(most == 0, 1.0, scale).float()
     data = (wide / scale).clamp(-largest, largest)
     lost = float("inf") if dtype == torch.float8_e5m2 else float("nan")
     data = torch.where(wide.isinf(), wide.sign() * lost, data)
     return data.to(dtype), scale
+
+
+def _power_of_two(most: Tensor, largest: float) -> Tensor:
+    """The least power of two that is no less than most / largest, and a normal number: of the bits of float32."""
+    mantissa, exponent = math.frexp(largest)
+    bits = most.view(torch.int32)
+    # Of numbers in [1, 2): what is above largest's own doubles the power.
+    above = (bits & 0x7FFFFF) > int(mantissa * 2**24) - 2**23
+    power = (bits >> 23) - (exponent - 1) + above.int()
+    return (power.clamp_min(1) << 23).view(torch.float32)
 
 
 def _check(x: Any, recipe: Any, dtype: Any, group: Any, power_of_two: Any) -> None:
@@ -156,7 +167,7 @@ def _largest(most: Tensor, group: Any) -> Tensor:
     from . import groups
 
     name, c10d = groups.resolve(group).group_name, torch.ops._c10d_functional
-    found: Tensor = c10d.wait_tensor(c10d.all_reduce_(most.reshape(1).clone(), "max", name))
+    found: Tensor = c10d.wait_tensor(c10d.all_reduce(most.reshape(1), "max", name))
     return found.reshape(())
 
 
@@ -167,7 +178,7 @@ def _table(dtype: torch.dtype) -> Tensor:
 
 def widened(data: Tensor) -> Tensor:
     """float8 as float32, exactly."""
-    if type(data) is not Tensor or not data.is_cpu:
+    if torch.compiler.is_compiling() or type(data) is not Tensor or not data.is_cpu:
         return data.float()
     if data.ndim == 2 and data.stride(0) == 1 and not data.is_contiguous():
         return widened(data.t()).t()

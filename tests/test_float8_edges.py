@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -91,7 +90,7 @@ def test_autocast_changes_no_product(pool: RankPool, schedule: str, world_size: 
 
 
 def transformed(group: ProcessGroup) -> None:
-    """torch.func's transforms are refused before anything is sent; a compiler leaves the call out of its graph."""
+    """torch.func's transforms are refused before anything is sent."""
     w = torch.randn(8, 32)
 
     def call(x: Tensor) -> Tensor:
@@ -103,15 +102,7 @@ def transformed(group: ProcessGroup) -> None:
         pytest.raises(NotImplementedError, match=r"not implemented in torch\.func's transforms"),
     ):
         torch.vmap(call)(torch.randn(2, 4, 32))
-    x = torch.randn(4, 32)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert torch.equal(torch.compile(call, backend="eager")(x), call(x))
-        torch.compiler.reset()
-        with pytest.raises(Exception, match="float8 operands with scales are not in compiled graphs"):
-            torch.compile(call, backend="eager", fullgraph=True)(x)
-    torch.compiler.reset()
 
 
-def test_transforms_and_compilers(pool: RankPool) -> None:
-    pool.run(transformed, world_size=2, timeout=400)
+def test_transforms_are_refused(pool: RankPool) -> None:
+    pool.run(transformed, world_size=2)

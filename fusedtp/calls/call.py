@@ -227,7 +227,7 @@ class Call:
         return program
 
     def _group(self, axis: str) -> ProcessGroup:
-        group = self.groups[axis]()
+        group: ProcessGroup | None = self.groups[axis]()
         assert group is not None
         return group
 

@@ -6,8 +6,8 @@
     activated_matmuls   the same of one or several weights, with an activation; its backward is theirs
     collective          all_gather, reduce_scatter or all_reduce of a matrix
 
-Groups travel by name. Arguments are checked by the functions of `functional`, not here; schedules are chosen when an
-operator runs.
+and in `quantized` scaled_matmuls, of float8 operands with scales. Groups travel by name. Arguments are checked by the
+functions of `functional`, not here; schedules are chosen when an operator runs.
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ def sharded_matmul_backward(
 # tensors in a list only where it has no None: `biases` has those that are given, `biased` tells whose they are.
 
 
-def _parameters(ws: Sequence[Tensor], biases: Sequence[Tensor], biased: Sequence[bool]) -> list[Tensor | None]:
+def paired(ws: Sequence[Tensor], biases: Sequence[Tensor], biased: Sequence[bool]) -> list[Tensor | None]:
+    """Each weight with its bias, or None."""
     given = iter(biases)
     return [each for w, has in zip(ws, biased, strict=True) for each in (w, next(given) if has else None)]
 
@@ -178,7 +179,7 @@ def _fake_several(
     x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor], biased: Sequence[bool], settings: str,
     numbers: Sequence[int],
 ) -> list[Tensor]:  # fmt: skip
-    return _forward(x, _parameters(ws, biases, biased), settings, numbers, fake=True)
+    return _forward(x, paired(ws, biases, biased), settings, numbers, fake=True)
 
 
 @operator("sharded_matmuls", _fake_several, _several_gradients, _setup_several)
@@ -187,7 +188,7 @@ def sharded_matmuls(
     numbers: Sequence[int],
 ) -> list[Tensor]:  # fmt: skip
     """y = x @ w + bias for each of several weights; biases: of those that are `biased`."""
-    return _forward(x, _parameters(ws, biases, biased), settings, numbers)
+    return _forward(x, paired(ws, biases, biased), settings, numbers)
 
 
 def _fake_several_backward(
@@ -233,7 +234,7 @@ def _fake_activated(
     x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor], biased: Sequence[bool], keep: bool,
     settings: str, numbers: Sequence[int],
 ) -> list[Tensor]:  # fmt: skip
-    return _forward(x, _parameters(ws, biases, biased), settings, numbers, None, keep, fake=True)
+    return _forward(x, paired(ws, biases, biased), settings, numbers, None, keep, fake=True)
 
 
 @operator("activated_matmuls", _fake_activated, _activated_gradients, _setup_activated)
@@ -242,7 +243,7 @@ def activated_matmuls(
     settings: str, numbers: Sequence[int],
 ) -> list[Tensor]:  # fmt: skip
     """The results, activated as the settings say; behind them, if they are to be kept, the products x @ w + bias."""
-    return _forward(x, _parameters(ws, biases, biased), settings, numbers, None, keep)
+    return _forward(x, paired(ws, biases, biased), settings, numbers, None, keep)
 
 
 # Collectives that have run, by group and all that was checked.

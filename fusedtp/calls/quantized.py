@@ -1,4 +1,5 @@
-"""Calls on float8 operands: x and every weight a `Scaled`. They have no gradient, and are not traced by a compiler.
+"""Calls on float8 operands: x and every weight a `Scaled`. They have no gradient; in a compiled graph each is one
+operator, `fusedtp::scaled_matmuls`, which data and scales are given to.
 
 What the other operands and the shapes must be is what it is for tensors of the result's dtype, `out_dtype`: the checks
 of `problems` are given such tensors, without memory, in the operands' place.
@@ -20,10 +21,11 @@ from ..scaled import BLOCK, E8M0, Quantized, Scaled
 from ..shards import offsets
 from ..turns import one
 from . import call as calls_
-from .arguments import Biases, check_kind
-from .call import Prepare, with_float8
+from .arguments import check_kind
+from .call import Call, Prepare, with_float8
+from .operators import paired
 from .parameters import PLAIN
-from .registered import transforms_active
+from .registered import operator, transforms_active
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -34,7 +36,9 @@ def _check_scaled(name: str, x: Any, device: torch.device | None = None) -> Scal
     for part, each in (("data", x.data), ("scale", x.scale)):
         if type(each) not in PLAIN:
             check_kind(f"{name}.{part}", each)
-        if each.layout is not torch.strided or each.is_nested or each.is_neg():
+        # An operator in a graph is never given what torch negates where it is read.
+        negated = not torch.compiler.is_compiling() and each.is_neg()
+        if each.layout is not torch.strided or each.is_nested or negated:
             raise ValueError(f"{name}.{part} must be a dense tensor of its own")
         if each.device != (device or x.data.device):
             raise ValueError(f"{name}.{part} must be on {device or x.data.device} as x, got {each.device}")
@@ -100,25 +104,18 @@ def plain(x: Any, weight: Any, out_dtype: torch.dtype | None, float8: str | None
     return True
 
 
-def apply(*given: Any) -> Any:
-    """`run`, which a compiler does not trace."""
-    if torch.compiler.is_compiling():
-        # Late: it loads the compiler.
-        return torch.compiler.disable(run, reason="float8 operands with scales are not in compiled graphs")(*given)
-    return run(*given)
-
-
 @one
-def run(
-    prepare: Prepare, x: Any, weight: Any, bias: Biases, group: Group, options: tuple[Any, ...],
+def apply(
+    prepare: Prepare, x: Any, weight: Any, bias: Any, group: Group, options: tuple[Any, ...],
     out_dtype: torch.dtype | None, residual: Tensor | None = None, activation: str | None = None,
 ) -> Any:  # fmt: skip
     """`eager.apply` of `Scaled` operands; one weight, or a tuple of several with as many biases or None."""
-    if transforms_active():
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and transforms_active():
         raise NotImplementedError("float8 operands are not implemented in torch.func's transforms: call it outside")
     if isinstance(weight, tuple) and len(weight) == 1:
         assert isinstance(bias, tuple)
-        return (run(prepare, x, weight[0], bias[0], group, options, out_dtype, residual, activation),)
+        return (apply(prepare, x, weight[0], bias[0], group, options, out_dtype, residual, activation),)
     out, x = check_out_dtype(out_dtype), _check_scaled("x", x)
     several = isinstance(weight, tuple)
     names = [f"weight[{i}]" for i in range(len(weight))] if several else ["weight"]
@@ -149,16 +146,54 @@ def run(
         )
     process_group = groups.resolve(group)
     stand_in, in_place = _stand_in(x, out), [_stand_in(w, out) for w in ws]
-    prepared = _prepare(prepare, x.data.dtype, ws[0].data.dtype, blocks)
-    found = calls_.find(
-        prepared, stand_in, tuple(in_place) if several else in_place[0], bias, process_group, options, residual,
-        activation,
-    )  # fmt: skip
-    if blocks:
-        _check_parts(found.gathered_parts)
+    w_in_place: Any = tuple(in_place) if several else in_place[0]
+    if is_compiling:
+        more = calls_.extra(residual, activation)
+        text, numbers = prepare(stand_in, w_in_place, bias, process_group, *options, **more)
+        text = with_float8(text, x.data.dtype, ws[0].data.dtype, blocks=blocks)
+        outs = scaled_matmuls(
+            x.data, x.scale, [w.data for w in ws], [w.scale for w in ws], [each for each in biases if each is not None],
+            [each is not None for each in biases], residual, out, text, numbers,
+        )  # fmt: skip
+    else:
+        prepared = _prepare(prepare, x.data.dtype, ws[0].data.dtype, blocks)
+        found = calls_.find(prepared, stand_in, w_in_place, bias, process_group, options, residual, activation)
+        outs = _forward(found, x, ws, biases, residual, out)
+    return outs[0] if len(outs) == 1 else tuple(outs)
+
+
+def _forward(
+    call: Call, x: Scaled, ws: Sequence[Scaled], biases: Sequence[Tensor | None], residual: Tensor | None,
+    out: torch.dtype,
+) -> list[Tensor]:  # fmt: skip
+    if call.settings.blocks:
+        _check_parts(call.gathered_parts)
     parameters: list[Any] = []
     for w, each in zip(ws, biases, strict=True):
         parameters += Quantized.of(w, out), each
     with torch.no_grad():
-        outs = found.forward(found.given(Quantized.of(x, out), parameters, residual))  # type: ignore[arg-type]
-    return outs[0] if len(outs) == 1 else tuple(outs)
+        return call.forward(call.given(Quantized.of(x, out), parameters, residual))  # type: ignore[arg-type]
+
+
+def _fake(
+    x: Tensor, x_scale: Tensor, ws: Sequence[Tensor], w_scales: Sequence[Tensor], biases: Sequence[Tensor],
+    biased: Sequence[bool], residual: Tensor | None, out: torch.dtype, settings: str, numbers: Sequence[int],
+) -> list[Tensor]:  # fmt: skip
+    x, *ws = (each.new_empty(each.shape, dtype=out) for each in (x, *ws))
+    call = calls_.of(settings, numbers, out, x.device)
+    if call.settings.blocks:
+        _check_parts(call.gathered_parts)
+    return call.forward(call.given(x, paired(ws, biases, biased), residual), fake=True)
+
+
+@operator("scaled_matmuls", _fake)
+def scaled_matmuls(
+    x: Tensor, x_scale: Tensor, ws: Sequence[Tensor], w_scales: Sequence[Tensor], biases: Sequence[Tensor],
+    biased: Sequence[bool], residual: Tensor | None, out: torch.dtype, settings: str, numbers: Sequence[int],
+) -> list[Tensor]:  # fmt: skip
+    """`apply` of what has been checked: data and scales of x and of each weight, `biases` of those that are `biased`;
+    results in `out`.
+    """
+    given = [Scaled(w, scale) for w, scale in zip(ws, w_scales, strict=True)]
+    call = calls_.of(settings, numbers, out, x.device)
+    return _forward(call, Scaled(x, x_scale), given, paired(ws, biases, biased)[1::2], residual, out)

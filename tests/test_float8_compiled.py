@@ -1,0 +1,177 @@
+"""float8 operands with scales in graphs of torch.compile: whole ones, with lengths left open, to the bit as without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fusedtp.bench.ranks import RankPool
+from torch import Tensor, library
+from torch.distributed import ProcessGroup
+
+import fusedtp
+from fusedtp import Scaled, scaled
+from fusedtp.calls.call import Settings
+from fusedtp.scaled import _power_of_two
+
+RECIPES = ("rowwise", "tensorwise", "mxfp8")
+Call = Callable[..., Any]
+# Rows of a rank, in calls of one graph.
+ROWS = (6, 10, 14)
+
+
+def calls(group: ProcessGroup) -> dict[str, tuple[Call, int]]:
+    """A function of x and a weight [24, K] for each that takes `Scaled`, and K."""
+    bias, other = torch.randn(24).bfloat16(), torch.randn(24).bfloat16()
+    w2 = torch.randn(24, 64)
+    features = 64 * group.size()
+
+    def gated(x: Scaled, w: Scaled, recipe: Any, **given: Any) -> Tensor:
+        return fusedtp.all_gather_linear(x, (w, scaled(w2, recipe)), (bias, None), activation="swiglu", **given)
+
+    def several(x: Scaled, w: Scaled, recipe: Any, **given: Any) -> Any:
+        return fusedtp.all_gather_linear(x, (w, scaled(w2, recipe)), (None, other), **given)
+
+    def of_features(x: Scaled, w: Scaled, recipe: Any, **given: Any) -> Any:
+        return fusedtp.all_gather_linear(x, w, bias, gather_dim=-1, **given)
+
+    def summed(x: Scaled, w: Scaled, recipe: Any, **given: Any) -> Tensor:
+        return fusedtp.linear_all_reduce(x, w, bias, residual=x.values(torch.bfloat16)[:, :24], **given)
+
+    return {
+        "gather": (lambda x, w, recipe, **given: fusedtp.all_gather_linear(x, w, bias, **given), 64),
+        "gated": (gated, 64), "several": (several, 64), "features": (of_features, features), "all-reduce": (summed, 64),
+        "scatter": (lambda x, w, recipe, **given: fusedtp.linear_reduce_scatter(x, w, bias, **given), 64),
+        "fsdp": (lambda x, w, recipe, **given: fusedtp.fsdp_linear(x, w, **given), 64),
+    }  # fmt: skip
+
+
+def same(found: Any, expected: Any, what: str) -> None:
+    found, expected = (each if isinstance(each, tuple) else (each,) for each in (found, expected))
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype, what
+        assert one.stride() == other.stride(), what
+        assert torch.equal(one, other), what
+
+
+def whole_graphs(group: ProcessGroup, schedule: str, shift: int) -> None:
+    """Operands made inside of the graph and given to it; rows left open; one operator a call."""
+    ops: list[str] = []
+
+    def seen(graph: torch.fx.GraphModule, example: list[Tensor]) -> Any:
+        ops.extend(str(node.target) for node in graph.graph.nodes if "fusedtp" in str(node.target))
+        return torch._dynamo.lookup_backend("aot_eager")(graph, example)
+
+    for i, (name, (call, K)) in enumerate(calls(group).items()):
+        recipe = RECIPES[(i + shift) % len(RECIPES)]
+        given: dict[str, Any] = {"group": group, "schedule": schedule}
+
+        def inside(x: Tensor, w: Tensor, call: Call = call, recipe: Any = recipe, given: Any = given) -> Any:
+            return call(scaled(x, recipe), scaled(w, recipe), recipe, **given)
+
+        def outside(x: Scaled, w: Scaled, call: Call = call, recipe: Any = recipe, given: Any = given) -> Any:
+            return call(x, w, recipe, **given)
+
+        weight = torch.randn(24, K)
+        for kind, function in (("inside", inside), ("outside", outside))[i % 2 :]:
+            torch.compiler.reset()
+            ops.clear()
+            compiled = torch.compile(function, fullgraph=True, backend=seen, dynamic=True)
+            for rows in ROWS:
+                x = torch.randn(rows, 64)
+                operands = (x, weight) if kind == "inside" else (scaled(x, recipe), scaled(weight, recipe))
+                same(compiled(*operands), function(*operands), f"{name}, {recipe}, {kind}, {rows} rows")
+            assert ops == ["fusedtp.scaled_matmuls.default"], (name, recipe, kind, ops)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(("schedule", "world_size", "shift"), [("decomposed", 2, 0), ("unfused", 1, 1)])
+def test_whole_graphs(pool: RankPool, schedule: str, world_size: int, shift: int) -> None:
+    """Functions and recipes take turns: every one is in some graph, and `shift` pairs them anew."""
+    pool.run(whole_graphs, schedule, shift, world_size=world_size, timeout=400)
+
+
+def by_inductor(group: ProcessGroup) -> None:
+    """The casts become code of a compiler's, beside the kernel; a scale is agreed on between ranks in the graph too."""
+    from torch._inductor import config as inductor
+
+    def block(x: Tensor, w: Tensor, v: Tensor, recipe: Any) -> tuple[Tensor, Scaled]:
+        y = fusedtp.all_gather_linear(scaled(x, recipe), scaled(w, recipe), group=group, schedule="fused")
+        agreed = {"group": group} if recipe == "tensorwise" else {}
+        half = scaled(y.relu(), recipe, **agreed)  # type: ignore[arg-type]
+        return fusedtp.linear_reduce_scatter(half, scaled(v, recipe), group=group, out_dtype=torch.float32), half
+
+    w, v, x = torch.randn(32, 64), torch.randn(16, 32), torch.randn(6, 64) * (1 + group.rank())
+    with inductor.patch(compile_threads=1, cpp_cache_precompile_headers=False):
+        for recipe in RECIPES:
+            torch.compiler.reset()
+            found, half = torch.compile(block, fullgraph=True)(x, w, v, recipe)
+            expected, its = block(x, w, v, recipe)
+            assert torch.equal(half.data.view(torch.uint8), its.data.view(torch.uint8)), recipe
+            assert torch.equal(half.scale.float(), its.scale.float()), recipe
+            same(found, expected, recipe)
+    torch.compiler.reset()
+
+
+def test_a_block_by_inductor(pool: RankPool) -> None:
+    pool.run(by_inductor, world_size=2, timeout=400)
+
+
+def refused(group: ProcessGroup) -> None:
+    """While it is traced, before anything is sent: what a call without a compiler refuses."""
+    x, w = scaled(torch.randn(4, 80), "mxfp8"), scaled(torch.randn(8, 160), "mxfp8")
+    bias = torch.ones(8).bfloat16().requires_grad_()
+    for function, message in (
+        (lambda: fusedtp.all_gather_linear(x, w, group=group, gather_dim=-1), "must begin at multiples of 32"),
+        (lambda: fusedtp.all_gather_linear(x, scaled(torch.randn(8, 80)), group=group), "must both have scales of blo"),
+        (lambda: fusedtp.linear_all_reduce(x, scaled(torch.randn(8, 80), "mxfp8"), bias, group=group), "no gradient"),
+    ):
+        torch.compiler.reset()
+        with pytest.raises(Exception, match=message):
+            torch.compile(function, fullgraph=True, backend="eager")()
+    torch.compiler.reset()
+
+
+def test_what_is_refused(pool: RankPool) -> None:
+    pool.run(refused, world_size=2)
+
+
+def opchecked(group: ProcessGroup) -> None:
+    """torch's own checks of the operator: its fake has the shapes and strides of what it makes."""
+    x, w, described = scaled(torch.randn(6, 64)), scaled(torch.randn(24, 64)), []
+
+    def described_by(graph: torch.fx.GraphModule, example: list[Tensor]) -> Any:
+        described.extend(node.args for node in graph.graph.nodes if "scaled_matmuls" in str(node.target))
+        return graph.forward
+
+    def call(x: Scaled, w: Scaled) -> Any:
+        return fusedtp.all_gather_linear(x, w, group=group, schedule="decomposed")
+
+    torch.compiler.reset()
+    torch.compile(call, fullgraph=True, backend=described_by, dynamic=False)(x, w)
+    *_, settings, numbers = described[0]
+    assert Settings.of(settings).float8 == (torch.float8_e4m3fn,) * 2
+    library.opcheck(
+        torch.ops.fusedtp.scaled_matmuls,
+        (x.data, x.scale, [w.data], [w.scale], [], [False], None, torch.bfloat16, settings, numbers),
+        # Not the schema's, which would multiply float8.
+        test_utils=("test_autograd_registration", "test_faketensor"),
+    )
+    torch.compiler.reset()
+
+
+def test_opcheck(pool: RankPool) -> None:
+    pool.run(opchecked, world_size=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz])
+def test_powers_of_two(dtype: torch.dtype) -> None:
+    """Made of bits they are those of arithmetic: the least that is no less than the quotient."""
+    largest = torch.finfo(dtype).max
+    bits = torch.randint(0, 0x7F800000, (100_000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    at = torch.tensor([largest * 2.0**power for power in range(-160, 100)]).view(torch.int32)
+    most = torch.cat([bits, at, at + 1, (at - 1).clamp_min(0)]).view(torch.float32)
+    quotient = (most.double() / largest).clamp_min(torch.finfo(torch.float32).tiny)
+    assert torch.equal(_power_of_two(most, largest).double(), 2.0 ** quotient.log2().ceil())
