@@ -24,6 +24,7 @@ from .compiled.mutants import MUTANTS, Mutant, found, load
 
 pytestmark = pytest.mark.offline
 
+E4M3, E5M2 = torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
 CASES, LOOSE = cases(), loose_cases()
 
 
@@ -58,6 +59,15 @@ def test_compiled(case: Case) -> None:
 def test_compiled_for_any_lengths(case: Case) -> None:
     built = build(case)
     for check in checks.LOOSE_CHECKS:
+        check(built)
+
+
+@pytest.mark.parametrize("variant", ["matmul", "gather rows", "gather rows, swiglu", "gather contraction", "scatter"])
+@pytest.mark.parametrize(("a", "b"), [(E5M2, E4M3), (E4M3, E5M2), (E5M2, E5M2)])
+def test_gradients_are_multiplied_as_they_are_on_gfx942(variant: str, a: torch.dtype, b: torch.dtype) -> None:
+    """In e5m2 of its own, alone and beside e4m3, and nothing is made wider before."""
+    built = build(Case(variant, "gfx942", a, b_dtype=b))
+    for check in checks.CHECKS:
         check(built)
 
 

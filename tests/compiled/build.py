@@ -122,6 +122,7 @@ def compile_case(case: Case, package: str = PACKAGE, options: dict[str, int] | N
     from triton.compiler import ASTSource
 
     variant, config, dtype = VARIANTS[case.variant], config_of(case), DTYPES[case.dtype]
+    b_dtype = DTYPES[case.b_dtype or case.dtype]
     fn = getattr(importlib.import_module(f"{package}.{variant.module}"), variant.kernel)
     a_block, b_block = [config.block_m, config.block_k], [config.block_k, config.block_n]
     a_shape = [1, *(a_block if case.a_by == "rows" else a_block[::-1])]
@@ -167,7 +168,7 @@ def compile_case(case: Case, package: str = PACKAGE, options: dict[str, int] | N
         elif name in described:
             types[path] = f"tensordesc<{dtype}{described[name][1]}>".replace(" ", "")
         elif name.endswith("_ptr"):
-            types[path] = others.get(name, f"*{dtype}")
+            types[path] = others.get(name, f"*{dtype if name != 'b_ptr' else b_dtype}")
         else:
             assert name in ("M", "N", "K") or not name.isupper(), f"{variant.name}: no value for the constant {name}"
             types[path] = others.get(name, "i32")

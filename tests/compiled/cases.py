@@ -28,7 +28,7 @@ TARGETS = {
 }
 DTYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8e4nv",
-    torch.float8_e4m3fnuz: "fp8e4b8",
+    torch.float8_e4m3fnuz: "fp8e4b8", torch.float8_e5m2fnuz: "fp8e5b16",
 }  # fmt: skip
 # e4m3 where a matrix unit multiplies it; sm_80 has none.
 FLOAT8 = {"sm_90": torch.float8_e4m3fn, "sm_100": torch.float8_e4m3fn, "gfx942": torch.float8_e4m3fnuz}
@@ -130,7 +130,7 @@ VARIANTS = _variants()
 class Case:
     """A variant, where and of what it is compiled, its shape class, and how it reads A and B. flags: those that are not
     the variant's. aligned: which lengths, strides and pointers are multiples of 16, None for all. blocks: whether
-    scales of float8 are those of blocks.
+    scales of float8 are those of blocks. b_dtype: B's where it is not A's.
     """
 
     variant: str
@@ -143,6 +143,7 @@ class Case:
     flags: tuple[tuple[str, Any], ...] = ()
     aligned: tuple[str, ...] | None = None
     blocks: bool = False
+    b_dtype: torch.dtype | None = None
 
     def __str__(self) -> str:
         parts = [self.target, self.variant, self.dtype_name, self.shape]
@@ -155,7 +156,8 @@ class Case:
     @property
     def dtype_name(self) -> str:
         """That of operands, and whether they have scales of blocks."""
-        return DTYPES[self.dtype] + " in blocks" * self.blocks
+        name = DTYPES[self.dtype] + " in blocks" * self.blocks
+        return name if self.b_dtype is None else f"{name} by {DTYPES[self.b_dtype]}"
 
     @property
     def is_float8(self) -> bool:
