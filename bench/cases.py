@@ -34,14 +34,11 @@ DIRECTIONS = ("forward", "backward", "both")
 SCHEDULES = ("unfused", "decomposed", "fused")
 # What every schedule is held against: the unsplit library matmul, and the backend's collective, each alone.
 BOUNDS = ("matmul", "comm")
-# What a user could take instead: torch's DTensor styles, its symmetric-memory ops, its compiler's async TP.
-BASELINES = ("dtensor", "torch_symm_mem", "async_tp")
 # What no schedule is held against as a rival: the bounds, and our kernels with every flag raised before.
 ALONE = ("matmul", "own_matmul", "comm")
-# auto: the schedule that dispatch picks.
-VARIANTS = (*ALONE, *SCHEDULES, "auto", *BASELINES)
-# Those that run the whole op, so that a speed-up means something.
-WHOLE = (*SCHEDULES, "auto", *BASELINES)
+# auto: the schedule that dispatch picks. Every other variant is a provider's (`providers`). All but those of ALONE run
+# the whole op, so that a speed-up means something.
+OWN = (*ALONE, *SCHEDULES, "auto")
 DTYPES = ("float32", "bfloat16", "float16")
 # Run where it is asked for: what NVIDIA's GPUs and a CPU take, and what AMD's gfx942 multiplies.
 FLOAT8, FNUZ = EVERY_FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz")

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from . import arguments, cli_plan, cli_predict, cli_report, cli_tune
+from .cli_providers import WithProviders
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,7 +49,7 @@ def _main(
     pass
 
 
-@app.command()
+@app.command(cls=WithProviders)
 def sweep(
     world_size: Annotated[str | None, typer.Option(help="Numbers of ranks, for example 1,2,4.")] = None,
     op: Annotated[str | None, typer.Option(help="Ops, comma-separated; default all three.")] = None,
@@ -56,7 +57,10 @@ def sweep(
         str | None, typer.Option(help="unfused, decomposed, fused, auto; comma-separated. unfused is always timed.")
     ] = None,
     baseline: Annotated[
-        str | None, typer.Option(help="dtensor, torch_symm_mem, async_tp, or none; default what runs here.")
+        str | None,
+        typer.Option(
+            "--baseline", "--baselines", help="Providers to compare with, comma-separated, or none; the list is below."
+        ),
     ] = None,
     direction: Annotated[
         str | None, typer.Option(help="forward, backward, both; default forward, and all three at a few sizes.")
@@ -72,6 +76,9 @@ def sweep(
     tokens: Annotated[str | None, typer.Option(help="Tokens of the models' blocks; default 2048.")] = None,
     seconds: Annotated[float, typer.Option(help="Time for the rounds of one case.")] = 1.0,
     rounds: Annotated[int | None, typer.Option(help="Rounds of each case, in place of --seconds.")] = None,
+    patience: Annotated[
+        float, typer.Option(help="Seconds that a case may hang, beside what its arithmetic takes.")
+    ] = 180.0,
     seed: Annotated[int, typer.Option(help="Seed of the operands.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for rows and pictures, one folder a machine.")] = Path("results"),
 ) -> None:
@@ -80,13 +87,14 @@ def sweep(
     Starts its own ranks, or uses those it was launched as (torchrun --no-python --nproc-per-node 2 fusedtp sweep).
     Exits with 1 if any check failed.
     """
-    from . import cases, models, store
+    from . import cases, models, providers, store
     from .jobs import Request, plan
     from .machine import describe
     from .sweep import launched, run_launched, run_spawned
 
     arguments.at_least(0, seconds, "--seconds")
     arguments.at_least(1, rounds, "--rounds")
+    arguments.at_least(1, patience, "--patience")
     arguments.at_least(0, seed, "--seed", most=2**63 - 1)
     machine = describe()
     is_launched = launched()
@@ -101,7 +109,7 @@ def sweep(
         raise typer.BadParameter("--tokens is for the blocks of --model")
     lists = {
         "ops": (op, cases.OPS, "--op"), "schedules": (schedule, (*cases.SCHEDULES, "auto"), "--schedule"),
-        "baselines": (baseline, (*cases.BASELINES, "none"), "--baseline"),
+        "baselines": (baseline, (*providers.found().providers, "none"), "--baseline"),
         "directions": (direction, cases.DIRECTIONS, "--direction"),
         "shape_sets": (shapes, tuple(cases.SHAPES), "--shapes"), "models": (model, tuple(models.MODELS), "--model"),
     }  # fmt: skip
@@ -117,7 +125,7 @@ def sweep(
         world_sizes=arguments.ranks(world_size) if world_size is not None else None,
         shapes=tuple(arguments.shape(text) for text in shape or ()),
         tokens=arguments.numbers("2048" if tokens is None else tokens, "--tokens"),
-        seconds=seconds, rounds=rounds, seed=seed, **given,
+        seconds=seconds, rounds=rounds, seed=seed, patience=patience, **given,
     )  # fmt: skip
     speaks = not is_launched or os.environ["RANK"] == "0"
     console = arguments.console() if speaks else Console(quiet=True)
@@ -131,6 +139,8 @@ def sweep(
         raise typer.BadParameter(str(error)) from error
     if not jobs:
         raise typer.BadParameter("nothing to run: no size is left for these ops, dtypes and world sizes")
+    for text in providers.found().warnings:
+        console.print(f"warning: {text}", style="yellow", highlight=False)
     run = run_launched if is_launched else run_spawned
     with _told(jobs, console, path if speaks else None) as done:
         rows = run(jobs, machine, done)

@@ -38,6 +38,7 @@ def examine(console: Console) -> None:
         ("Links", link_lines()),
         ("Memory", memory_lines()),
         ("Schedules", schedule_lines()),
+        ("Providers", provider_lines()),
     ):
         table = Table(title=title, title_justify="left", box=box.SIMPLE, show_header=False)
         table.add_column(no_wrap=True)
@@ -158,6 +159,13 @@ def memory_lines() -> Iterator[tuple[str, str]]:
         except ImportError as error:
             yield "cuda", f"this torch has no symmetric memory: {error}"
     yield "local", "virtual ranks of one process: always"
+
+
+def provider_lines() -> Iterator[tuple[str, str]]:
+    """What `fusedtp sweep` can compare with, and what keeps the others from it."""
+    from .providers import listing
+
+    yield from listing(describe().num_gpus)
 
 
 def reachable(group: Any) -> tuple[bool, str]:

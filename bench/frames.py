@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from .cases import ALONE, DIRECTIONS, EVERY_DTYPE, OPS, SHORT_DTYPES, TITLES, VARIANTS
+from .cases import ALONE, DIRECTIONS, EVERY_DTYPE, OPS, OWN, SHORT_DTYPES, TITLES
 from .intervals import ratio, sample
 from .models import LAYERS
 from .store import Row
@@ -26,7 +26,7 @@ _KNOWN = {
     "op": OPS,
     "direction": DIRECTIONS,
     "dtype": EVERY_DTYPE,
-    "variant": VARIANTS,
+    "variant": OWN,
     "matmul": tuple(TITLES[op] for op in OPS),
 }
 
@@ -82,7 +82,7 @@ def timed(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def compared(frame: pd.DataFrame) -> pd.DataFrame:
-    """The measured schedules and baselines beside unfused, on two ranks or more."""
+    """The measured schedules and providers beside unfused, on two ranks or more."""
     rivals = ~frame["variant"].isin((*ALONE, BASELINE))
     return timed(frame[rivals & frame["speedup"].notna() & (frame["world_size"] > 1)])
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from . import baselines, models
+from . import models, providers
 from .cases import (
-    BASELINES,
     BOUNDS,
     CHECK_SHAPES,
     DIRECTIONS,
     DTYPES,
     EVERY_FLOAT8,
     OPS,
+    OWN,
     SCHEDULES,
     SHAPES,
     Case,
@@ -23,6 +24,9 @@ from .cases import (
     traffic,
 )
 from .rows import Outcome
+
+if TYPE_CHECKING:
+    from .timing import Verdict
 
 # without a GPU kernels can only be interpreted, which Triton must know before they are imported
 INTERPRET = ("TRITON_INTERPRET", "1")
@@ -37,7 +41,11 @@ LONG_FLOPS = 1e11
 
 @dataclass(frozen=True)
 class Job:
-    """One case; `timed` says whether the variants are measured after the gate. absent: of those that cannot run."""
+    """One case; `timed` says whether the variants are measured after the gate.
+
+    skipped: (direction, variant) of those that cannot run, as whoever starts the ranks knows; ranks never ask. absent:
+    the outcomes that say so. patience: seconds that a rank may be silent, beside what its arithmetic takes.
+    """
 
     case: Case
     variants: tuple[str, ...]
@@ -47,10 +55,19 @@ class Job:
     directions: tuple[str, ...] = ("forward",)
     absent: tuple[Outcome, ...] = ()
     num_gpus: int = 0
+    skipped: frozenset[tuple[str, str]] = frozenset()
+    patience: float = JOB_SECONDS
 
     def variants_of(self, direction: str) -> tuple[str, ...]:
         """Those that run in this direction."""
-        return tuple(name for name in self.variants if not missing(name, self.case, direction, self.num_gpus))
+        return tuple(name for name in self.variants if (direction, name) not in self.skipped)
+
+    def without(self, variant: str, why: Verdict | str) -> Job:
+        """This job less a variant: what it failed with, or why it is not run."""
+        told: dict[str, Any] = {"not_run": why} if isinstance(why, str) else {"verdict": why}
+        gone = [Outcome(variant, each, **told) for each in self.directions if variant in self.variants_of(each)]
+        left = tuple(name for name in self.variants if name != variant)
+        return replace(self, variants=left, absent=(*self.absent, *gone))
 
     @property
     def is_long(self) -> bool:
@@ -60,12 +77,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for; None is this machine's default. `models` take the place of sizes."""
+    """What the command line asks for; None is this machine's default. `models` take the place of sizes.
+
+    baselines: names of providers, by default `providers.usual`.
+    """
 
     world_sizes: tuple[int, ...] | None = None
     ops: tuple[str, ...] = OPS
     schedules: tuple[str, ...] = (*SCHEDULES, "auto")
-    baselines: tuple[str, ...] = BASELINES
+    baselines: tuple[str, ...] | None = None
     dtypes: tuple[str, ...] | None = None
     directions: tuple[str, ...] | None = None
     shape_sets: tuple[str, ...] | None = None
@@ -75,6 +95,7 @@ class Request:
     seconds: float = 1.0
     rounds: int | None = None
     seed: int = 0
+    patience: float = JOB_SECONDS
 
 
 def is_long(case: Case, num_gpus: int) -> bool:
@@ -90,7 +111,7 @@ def missing(variant: str, case: Case, direction: str, num_gpus: int) -> str:
         return "our kernels with preset flags are given no scales here"
     if variant in ("decomposed", "auto") and case.world_size == 1 and is_long(case, num_gpus):
         return "on one rank it is the library's matmul, as unfused is: left out where a call takes seconds"
-    return baselines.missing(variant, case, direction, num_gpus) if variant in BASELINES else ""
+    return "" if variant in OWN else providers.named(variant).reason(case, direction, num_gpus)
 
 
 def world_sizes(request: Request, num_gpus: int) -> tuple[int, ...]:
@@ -143,15 +164,21 @@ def _timed(
 ) -> Job:  # fmt: skip
     # the baseline is part of every timed case: a speed-up is a ratio within one run
     bounds = ("matmul", "own_matmul", "comm") if num_gpus else BOUNDS
-    variants = tuple(dict.fromkeys((*bounds, "unfused", *schedules, *request.baselines)))
-    absent = []
+    peers = providers.usual() if request.baselines is None else request.baselines
+    variants = tuple(dict.fromkeys((*bounds, "unfused", *schedules, *peers)))
+    absent, skipped = [], []
     for direction, name in itertools.product(directions, variants):
         reason = missing(name, case, direction, num_gpus)
+        if reason:
+            skipped.append((direction, name))
         key = case.op, case.world_size, name, direction, reason
         if reason and key not in said:
             said.add(key)
             absent.append(Outcome(name, direction, not_run=reason))
-    return Job(case, variants, True, request.seconds, request.rounds, directions, tuple(absent), num_gpus)
+    return Job(
+        case, variants, True, request.seconds, request.rounds, directions, tuple(absent), num_gpus, frozenset(skipped),
+        request.patience,
+    )  # fmt: skip
 
 
 def _checks(op: str, world_size: int, variants: tuple[str, ...], request: Request, num_gpus: int) -> Iterator[Job]:
@@ -162,7 +189,12 @@ def _checks(op: str, world_size: int, variants: tuple[str, ...], request: Reques
         is_both = shape == CHECK_SHAPES[-1] and world_size == 2 and dtype not in EVERY_FLOAT8
         by_default = ("both",) if is_both else ("forward",)
         case = Case(op, *shape, dtype, world_size, request.seed)
-        yield Job(case, variants, False, directions=request.directions or by_default, num_gpus=num_gpus)
+        asked = request.directions or by_default
+        pairs = itertools.product(asked, variants)
+        skipped = frozenset((each, name) for each, name in pairs if missing(name, case, each, num_gpus))
+        yield Job(
+            case, variants, False, directions=asked, num_gpus=num_gpus, skipped=skipped, patience=request.patience
+        )
 
 
 def _sizes(request: Request, op: str, world_size: int, num_gpus: int) -> list[tuple[Shape, str, tuple[str, ...]]]:
@@ -207,9 +239,9 @@ def seconds_of(job: Job) -> float:
     calls = len(job.variants) * (1 + (job.rounds or (5 if job.is_long else 10)))
     # the float64 products beside them
     work = sum(flops(job.case, each) * (calls + 6) for each in job.directions)
-    return JOB_SECONDS + work / SLOW_FLOPS
+    return job.patience + work / SLOW_FLOPS
 
 
 def wait_seconds(job: Job) -> float:
     """How long an op waits for a peer that may still be making its float64 products."""
-    return JOB_SECONDS / 2 + 6 * max(flops(job.case, each) for each in job.directions) / SLOW_FLOPS
+    return job.patience / 2 + 6 * max(flops(job.case, each) for each in job.directions) / SLOW_FLOPS

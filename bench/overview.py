@@ -1,7 +1,7 @@
 """The picture beside the rows: a column an op, a row a direction and number of ranks, a line a case.
 
 Time is on a logarithmic axis that all panels share. A tick is the unsplit matmul alone, a marker the median of a
-schedule or of one of torch's own baselines with its 20-80 % range, the number on the right the best schedule's speed-up
+schedule or a provider with its 20-80 % range, the number on the right the best schedule's speed-up
 over unfused.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from . import theme
-from .cases import BASELINES, SCHEDULES, TITLES, ranks
+from .cases import ALONE, SCHEDULES, TITLES, ranks
 from .frames import cases, each, parts, plain, records
 
 
@@ -45,7 +45,7 @@ def figure(frame: pd.DataFrame) -> Any:
 def _panel(axes: Any, lines: list[tuple[dict[str, Any], pd.DataFrame]], height: int) -> None:
     names = {}
     for at, (first, case) in enumerate(lines):
-        whole = case.reindex([name for name in (*SCHEDULES, *BASELINES) if name in case.index])
+        whole = case.drop([*ALONE, "auto"], errors="ignore")
         both = case["median_ms"].reindex(["matmul", *whole.index]).dropna()
         axes.plot([both.min(), both.max()], [at, at], color=theme.colour("line"), linewidth=3, zorder=1)
         if "matmul" in both:

@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup
 import fusedtp
 from fusedtp import functional, reference
 
-from . import baselines
-from .cases import BASELINES, BOUNDS, WHOLE, Case, check_direction
+from . import providers
+from .cases import ALONE, BOUNDS, OWN, SCHEDULES, Case, check_direction
 from .operands import Operands, Results, Runner, passes
 
 # (matmuls alone, collectives alone) of the passes of each kind of op: the parts that they give.
@@ -45,7 +45,7 @@ class Problem(Operands):
     def parts(self, variant: str, direction: str = "forward") -> tuple[str, ...]:
         """What a variant's closure returns, by name."""
         check_direction(direction)
-        if variant in ("matmul", "own_matmul", "comm"):
+        if variant in ALONE:
             which = int(variant == "comm")
             forward, backward = _FORWARD[self.case.kind][which], _BACKWARD[self.case.kind][which]
         else:
@@ -69,9 +69,9 @@ class Problem(Operands):
             alone = self._matmul if variant == "matmul" else self._collective
             steps = [alone(name) for name in self.parts(variant, direction)]
             return lambda: tuple([step() for step in steps])
-        if variant in BASELINES:
-            return baselines.runner(self, self.group, variant, direction)
-        assert variant in WHOLE, variant
+        if variant not in OWN:
+            return providers.named(variant).runner(self, self.group, direction)
+        assert variant in (*SCHEDULES, "auto"), variant
         return passes(self._linear(variant), self.x, self.w, self, direction)
 
     def _linear(self, schedule: str) -> Callable[[Any, Any], Tensor]:
@@ -106,7 +106,7 @@ class Problem(Operands):
         # a backend may sum in the input's dtype, and so does every variant that goes through one
         taken = fusedtp.last_path()
         by_backend = variant == "auto" and taken is not None and taken.schedule == "unfused"
-        lenient = by_backend or variant in ("unfused", "own_matmul", *BOUNDS, *BASELINES)
+        lenient = by_backend or variant not in ("decomposed", "fused", "auto")
         # all sums before the first check: a rank that finds a part wrong must not leave the others waiting
         whole_results = [torch.cat(out) if isinstance(out, list) else out for out in results]
         summed = [
@@ -128,6 +128,13 @@ class Problem(Operands):
             largest, ratio = max(largest, error), max(ratio, share)
         return largest, ratio
 
-    def forget_runners(self) -> None:
-        """Free what closures hold: graphs, gathered tensors, arenas."""
+    def forget_runners(self, before: Callable[[str, str], None] = lambda direction, variant: None) -> None:
+        """Free what closures hold: graphs, gathered tensors, arenas. Collective, as what some end with is.
+
+        before: called with the direction and variant of each that has an end of its own.
+        """
+        for (variant, direction), run in self._runners.items():
+            if close := getattr(run, "close", None):
+                before(direction, variant)
+                close()
         self._runners = {}

@@ -28,7 +28,7 @@ from multiprocessing.connection import Pipe, wait
 from types import TracebackType
 from typing import Any
 
-from . import forks
+from . import forks, notes
 from .forks import ForkServer
 
 START_SECONDS = 180.0
@@ -38,25 +38,33 @@ STACKS_SECONDS = 1.0
 
 
 class RankError(RuntimeError):
-    """Ranks failed. `failures` maps rank -> what happened (traceback, exit status, or where a late rank is stuck)."""
+    """Ranks failed. `failures` maps rank -> what happened (traceback, exit status, or where a late rank is stuck).
 
-    def __init__(self, failures: Mapping[int, str]) -> None:
-        self.failures = dict(failures)
+    notes: what those that failed by themselves, or else the late ones, had told last (`notes.tell`).
+    """
+
+    def __init__(self, failures: Mapping[int, str], notes: Mapping[int, str] | None = None) -> None:
+        self.failures, self.notes = dict(failures), dict(notes or {})
         parts = [f"rank {rank} {text.rstrip()}" for rank, text in sorted(self.failures.items())]
         super().__init__("\n\n".join(parts))
 
-    def __reduce__(self) -> tuple[type, tuple[dict[int, str]]]:
-        return type(self), (self.failures,)
+    def __reduce__(self) -> tuple[type, tuple[dict[int, str], dict[int, str]]]:
+        return type(self), (self.failures, self.notes)
 
 
 class RankProcess:
-    """One rank: its interpreter, the pipe to it, and the anonymous file its stack dumps go to."""
+    """One rank: its interpreter, the pipe to it, and the anonymous file that begins with its note and goes on with its
+    stack dumps.
+    """
 
     def __init__(self, rank: int, server: ForkServer) -> None:
         self.rank = rank
         self.pipe, theirs = Pipe(duplex=True)
         self.stacks_fd = os.memfd_create(f"stacks of rank {rank}")
         os.fchmod(self.stacks_fd, 0o600)
+        # The rank has the same place in the file.
+        os.truncate(self.stacks_fd, notes.NUM_BYTES)
+        os.lseek(self.stacks_fd, notes.NUM_BYTES, os.SEEK_SET)
         try:
             self.process = server.fork((theirs.fileno(), self.stacks_fd))
         except BaseException:
@@ -81,7 +89,7 @@ class RankProcess:
             return Returned(value)
         raised = value if isinstance(value, BaseException) else RankError({self.rank: f"raised\n{text}"})
         raised.add_note(f"rank {self.rank} raised\n{text}")
-        return Raised(raised, f"raised\n{text}")
+        return Raised(raised, f"raised\n{text}", self.note())
 
     def died(self) -> Raised:
         try:
@@ -103,12 +111,15 @@ class RankProcess:
             if size == seen and size > before:
                 break
             seen = size
-        return self._failed(f"gave no answer within {seconds:g} s\n{self.stacks(before)}")
+        return self._failed(f"gave no answer within {seconds:g} s\n{self.stacks(before)}", is_late=True)
 
-    def _failed(self, text: str) -> Raised:
-        return Raised(RankError({self.rank: text}), text)
+    def _failed(self, text: str, *, is_late: bool = False) -> Raised:
+        return Raised(RankError({self.rank: text}), text, self.note(), is_late)
 
-    def stacks(self, start: int = 0) -> str:
+    def note(self) -> str:
+        return os.pread(self.stacks_fd, notes.NUM_BYTES, 0).decode(errors="replace").strip("\0 ")
+
+    def stacks(self, start: int = notes.NUM_BYTES) -> str:
         return os.pread(self.stacks_fd, 1 << 20, start).decode(errors="replace")
 
 
@@ -120,10 +131,10 @@ class Returned:
 
 
 class Raised:
-    """A rank's failure: what `Pending.wait` hands out, and the text for `RankError`."""
+    """A rank's failure: what `Pending.wait` hands out, the text for `RankError`, and what the rank had told last."""
 
-    def __init__(self, value: BaseException, text: str) -> None:
-        self.value, self.text = value, text
+    def __init__(self, value: BaseException, text: str, note: str = "", is_late: bool = False) -> None:
+        self.value, self.text, self.note, self.is_late = value, text, note, is_late
 
 
 class Ranks:
@@ -199,6 +210,13 @@ def collect(processes: Sequence[RankProcess], seconds: float, grace: float | Non
 
 def failures(replies: Sequence[Returned | Raised]) -> dict[int, str]:
     return {rank: reply.text for rank, reply in enumerate(replies) if isinstance(reply, Raised)}
+
+
+def last_notes(replies: Sequence[Returned | Raised]) -> dict[int, str]:
+    """The notes of the ranks that failed by themselves; where none did, of those that are late."""
+    raised = {rank: reply for rank, reply in enumerate(replies) if isinstance(reply, Raised)}
+    all_late = all(reply.is_late for reply in raised.values())
+    return {rank: reply.note for rank, reply in raised.items() if all_late or not reply.is_late}
 
 
 class Pending:
@@ -309,7 +327,7 @@ class RankPool:
         failed = failures(replies)
         if failed:
             cause = next((reply.value for reply in replies if isinstance(reply, Raised)), None)
-            raise RankError(failed) from (None if isinstance(cause, RankError) else cause)
+            raise RankError(failed, last_notes(replies)) from (None if isinstance(cause, RankError) else cause)
         return [reply.value for reply in replies]
 
     def kill(self, rank: int, sig: int = signal.SIGKILL) -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from .cases import WHOLE, Case, Item, flops, traffic
+from .cases import ALONE, Case, Item, flops, traffic
 from .machine import Machine
 from .store import NOT_RUN, PASSED, Row
 
@@ -73,7 +73,7 @@ def ratios(case: Case, direction: str, variant: str, medians: Mapping[str, float
         algbw = sum(num_bytes for _, num_bytes in sent) / own / 1e6
         busbw = sum(num_bytes * _BUS[kind] * (n - 1) / n for kind, num_bytes in sent) / own / 1e6
         return Ratios(algbw_gbps=algbw, busbw_gbps=busbw, ceiling_ms=ceiling)
-    whole = variant in WHOLE
+    whole = variant not in ALONE
     hidden = None
     if whole and sent and unfused and matmul and unfused > matmul:
         hidden = 1 - (own - matmul) / (unfused - matmul)

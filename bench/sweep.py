@@ -4,10 +4,14 @@ A job is one case with the variants and directions to run. On a GPU per rank all
 kernels are checked at small sizes and never timed: on a CPU they run in Triton's interpreter, and ranks that share a
 GPU take turns on it. A variant that fails its check, or a job whose ranks fail, gives a row that says so and has no
 number; one that cannot run here gives a row with the reason, once an op, world size and direction.
+
+Ranks that hang, die or fall out of step in a provider's call are ended: its row says so, the job runs again without it
+on fresh ranks, and no later job tries it.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -15,7 +19,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from .cases import SCHEDULES
+from . import notes
+from .cases import OWN, SCHEDULES
 from .jobs import INTERPRET, Job, seconds_of, wait_seconds
 from .machine import Machine
 from .ranks import RankError, RankPool
@@ -36,6 +41,12 @@ def run_job(group: Any, job: Job, plant: Mapping[str, float] = MappingProxyType(
 
     device = device_here()
     fusedtp.set_timeout(wait_seconds(job))
+    steps = itertools.count()
+    notes.tell("")
+
+    def at(direction: str, variant: str) -> None:
+        notes.tell(f"{next(steps)} {direction} {variant}")
+
     outcome = partial(Outcome, threads=torch.get_num_threads(), backend=str(dist.get_backend(group)))
     outcomes = list(job.absent)
     with torch.no_grad():
@@ -45,16 +56,22 @@ def run_job(group: Any, job: Job, plant: Mapping[str, float] = MappingProxyType(
             paths: dict[str, str] = {}
             variants = job.variants_of(direction)
             for variant in variants:
+                at(direction, variant)
                 verdicts |= gate(problem, (variant,), group, direction, once=job.is_long)
                 paths[variant] = _path(variant)
-            correct = [name for name in variants if job.timed and not verdicts[name].error]
+            correct = [name for name in variants if job.timed and not (verdicts[name].error or verdicts[name].missing)]
             runners: dict[str, Callable[[], object]] = {name: problem.runner(name, direction) for name in correct}
             for name in runners.keys() & plant.keys():
                 runners[name] = slowed(runners[name], plant[name], device)
-            timings = measure(runners, group, device, seconds=job.seconds, rounds=job.rounds)
-            outcomes += [outcome(name, direction, verdicts[name], timings.get(name), paths[name]) for name in variants]
+            before = partial(at, direction)
+            timings = measure(runners, group, device, seconds=job.seconds, rounds=job.rounds, before=before)
+            outcomes += [
+                Outcome(name, direction, not_run=verdicts[name].missing) if verdicts[name].missing
+                else outcome(name, direction, verdicts[name], timings.get(name), paths[name])
+                for name in variants
+            ]  # fmt: skip
             del runners
-            problem.forget_runners()
+            problem.forget_runners(at)
     return outcomes
 
 
@@ -73,6 +90,13 @@ def failed(job: Job, text: str) -> list[Outcome]:
     return [*job.absent, *(Outcome(name, direction, verdict) for name, direction in tried)]
 
 
+def blamed(error: RankError) -> tuple[str, str]:
+    """The variant and direction that ranks failed in: of what they were at, the first; ("", "") if none had begun."""
+    begun = [note.split(" ", 2) for note in error.notes.values() if note]
+    _, direction, variant = min(begun, key=lambda note: int(note[0]), default=["", "", ""])
+    return variant, direction
+
+
 def rank_environment(num_gpus: int, num_ranks: int) -> dict[str, str]:
     """What ranks started here need set before they import torch and Triton."""
     if not num_gpus:
@@ -86,12 +110,24 @@ def run_spawned(jobs: Sequence[Job], machine: Machine, done: Callable[[Job, list
     num_ranks = max(job.case.world_size for job in jobs)
     env = rank_environment(machine.num_gpus, num_ranks)
     rows: list[Row] = []
+    # Providers that have cost a job its ranks, and at which case.
+    lost: dict[str, str] = {}
     with RankPool(num_ranks, timeout=max(seconds_of(job) for job in jobs), env=env) as pool:
         for job in jobs:
-            try:
-                outcomes = pool.run(run_job, job, world_size=job.case.world_size, timeout=seconds_of(job))[0]
-            except RankError as error:
-                outcomes = failed(job, str(error))
+            left = job
+            for name in lost:
+                left = left.without(name, f"not tried again: it failed at {lost[name]}")
+            outcomes: list[Outcome] = []
+            while not outcomes:
+                try:
+                    outcomes = pool.run(run_job, left, world_size=job.case.world_size, timeout=seconds_of(left))[0]
+                except RankError as error:
+                    name, direction = blamed(error)
+                    if name in OWN or name not in left.variants:
+                        outcomes = failed(left, str(error))
+                    else:
+                        text = f"{name} failed at {job.case}, {direction}: {error}"
+                        left, lost[name] = left.without(name, Verdict(error=text)), str(job.case)
             new = rows_of(job.case, outcomes, machine)
             rows += new
             if any(outcome.verdict and outcome.verdict.error for outcome in outcomes):
@@ -119,11 +155,16 @@ def run_launched(jobs: Sequence[Job], machine: Machine, done: Callable[[Job, lis
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=limit)
     try:
         rank, world_size = dist.get_rank(), dist.get_world_size()
+        # What is missing was asked on each rank: rank 0's answer holds.
+        agreed: list[Any] = [list(jobs)]
+        dist.broadcast_object_list(agreed, 0)
+        jobs = agreed[0]
         groups = {size: dist.new_group(list(range(size))) for size in sorted({job.case.world_size for job in jobs})}
         rows: list[Row] = []
         for job in jobs:
             if rank < job.case.world_size <= world_size:
-                new = rows_of(job.case, run_job(groups[job.case.world_size], job), machine)
+                with notes.bounded(seconds_of(job), str(job.case)):
+                    new = rows_of(job.case, run_job(groups[job.case.world_size], job), machine)
                 rows += new
                 done(job, new)
             # ranks outside the group must not start the next job's barrier while this one is timed

@@ -7,6 +7,7 @@ variable of the page's style sheet, which has a value for light and one for dark
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from html import escape
@@ -29,10 +30,12 @@ COLOURS = {
     "fused": ("#d1495b", "#f0788a"),
     "auto": ("#5b3a8c", "#b598ea"),
     "own_matmul": ("#7d5a2b", "#c9a06a"),
-    "dtensor": ("#e09b12", "#f1b843"),
-    "torch_symm_mem": ("#2b9483", "#5cc9b6"),
-    "async_tp": ("#8f4a16", "#d98c54"),
-    "other": ("#6b7f2a", "#b3c76a"),
+    # of all other variants: which, their names decide
+    "peer-1": ("#e09b12", "#f1b843"),
+    "peer-2": ("#2b9483", "#5cc9b6"),
+    "peer-3": ("#8f4a16", "#d98c54"),
+    "peer-4": ("#6b7f2a", "#b3c76a"),
+    "peer-5": ("#a23b8f", "#d97fc8"),
     # where time goes, in the bars and in the timeline
     "multiply": ("#3f6797", "#6f9bd1"),
     "travel": ("#e8a33d", "#f0b95f"),
@@ -40,10 +43,9 @@ COLOURS = {
     "add": ("#2f9e8f", "#55c2b2"),
     "collective": ("#b8552f", "#e08a62"),
 }
-MARKERS = {
-    "unfused": "o", "decomposed": "D", "fused": "s", "auto": "^", "own_matmul": "P", "dtensor": "v",
-    "torch_symm_mem": "X", "async_tp": "<", "other": ">",
-}  # fmt: skip
+MARKERS = {"unfused": "o", "decomposed": "D", "fused": "s", "auto": "^", "own_matmul": "P"}
+PEER_MARKERS = "vX<>*d"
+_PEERS = tuple(name for name in COLOURS if name.startswith("peer-"))
 RC: dict[str, Any] = {
     "font.family": "DejaVu Sans", "font.size": 9, "text.color": COLOURS["ink"][0],
     **dict.fromkeys(("axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), COLOURS["muted"][0]),
@@ -69,12 +71,19 @@ def style() -> AbstractContextManager[None]:
 
 
 def colour(name: str) -> str:
-    """To draw with; of a variant without one of its own, that of all others."""
-    return COLOURS.get(name, COLOURS["other"])[0]
+    """To draw with. A provider, of any name, has the same look in every picture."""
+    return COLOURS[name if name in COLOURS else _PEERS[_place(name) % len(_PEERS)]][0]
 
 
 def marker(variant: str) -> str:
-    return MARKERS.get(variant, MARKERS["other"])
+    """See `colour`. Two names may share one of both, seldom both."""
+    if variant in MARKERS:
+        return MARKERS[variant]
+    return PEER_MARKERS[_place(variant) // len(_PEERS) % len(PEER_MARKERS)]
+
+
+def _place(name: str) -> int:
+    return zlib.crc32(name.encode())
 
 
 def bar(kind: str, **more: Any) -> dict[str, Any]:

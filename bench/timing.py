@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,25 +24,40 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from .cases import BOUNDS
+from .cases import BOUNDS, OWN
+from .operands import Results
 from .problem import Problem
+from .providers import Missing
 
 MIN_ROUNDS, MAX_ROUNDS = 5, 50
 # The gate has run everything once: a first round that takes this long is not thrown away,
 KEPT_SECONDS = 0.5
 # and of rounds that take this long three are enough.
 LONG_SECONDS, LONG_ROUNDS = 2.0, 3
+# Ranks that fail in the same call do so within this.
+AGREE_SECONDS = 3.0
 # Long enough for the host to issue a launch and two events; about 0.3 ms at 1.5 GHz.
 _SPIN_CYCLES = 500_000
+
+# How often a variant has failed in a group: its ranks count alike, as long as they fail together.
+_failures: Counter[tuple[str, str]] = Counter()
+
+
+class ProviderFailed(RuntimeError):
+    """A provider raised on this rank and not on all: the ranks are out of step. Says which provider, case and rank."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A variant's check, the worst over ranks. `error` is empty when every rank passed."""
+    """A variant's check, the worst over ranks. `error` is empty when every rank passed.
+
+    missing: why a provider cannot run after all, which only its ranks found; it was not checked then.
+    """
 
     max_error: float = 0.0
     error_ratio: float = 0.0
     error: str = ""
+    missing: str = ""
 
     @classmethod
     def worst(cls, checks: Sequence[tuple[float, float]]) -> Verdict:
@@ -80,26 +96,56 @@ def gate(
     """Run each variant on the real operands and check its results; all ranks return the same verdicts.
 
     Variants run twice unless `once`: what a first call leaves behind (flags, buffers) is where a second one goes wrong.
+    `ProviderFailed` for a provider that raises on some of the ranks: where those and the others are is not known.
     """
     verdicts = {}
     for variant in variants:
+        results: list[Results] = []
         try:
             run = problem.runner(variant, direction)
             # all calls before the first check: a rank that finds its result wrong must not leave the others waiting
             results = [run() for _ in range(1 if once or variant in BOUNDS else 2)]
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            if variant not in OWN and not _all_failed(group, variant):
+                raise ProviderFailed(
+                    f"{variant} of {problem.case}, {direction}, rank {problem.rank}: {text}"
+                ) from error
+            verdicts[variant] = _worst(
+                Verdict(missing=str(error)) if isinstance(error, Missing) else Verdict(error=text), group
+            )
+            continue
+        try:
             checks = [problem.check(variant, result, direction) for result in results]
             own = Verdict.worst(checks)
         except AssertionError as error:
             own = Verdict(error=str(error))
         except Exception as error:
             own = Verdict(error=f"{type(error).__name__}: {error}")
-        results = []
-        everyone: list[Any] = [None] * group.size()
-        dist.all_gather_object(everyone, own, group=group)
-        failed = [verdict for verdict in everyone if verdict.error]
-        passed = Verdict.worst([(each.max_error, each.error_ratio) for each in everyone])
-        verdicts[variant] = failed[0] if failed else passed
+        del results
+        verdicts[variant] = _worst(own, group)
     return verdicts
+
+
+def _worst(own: Verdict, group: ProcessGroup) -> Verdict:
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, own, group=group)
+    failed = [verdict for verdict in everyone if verdict.error or verdict.missing]
+    return failed[0] if failed else Verdict.worst([(each.max_error, each.error_ratio) for each in everyone])
+
+
+def _all_failed(group: ProcessGroup, variant: str) -> bool:
+    # Whether every rank says that it has failed here, before long. By the group's store: a rank that has not failed may
+    # be in a collective of the provider's, which one of ours would be taken for.
+    store: Any = dist.distributed_c10d._get_process_group_store(group)  # type: ignore[attr-defined]
+    number = _failures[group.group_name, variant] = _failures[group.group_name, variant] + 1
+    key = f"fusedtp.bench failed {variant} {number}"
+    deadline = time.monotonic() + AGREE_SECONDS
+    count = store.add(key, 1)
+    while count < group.size() and time.monotonic() < deadline:
+        time.sleep(0.01)
+        count = store.add(key, 0)
+    return int(count) >= group.size()
 
 
 def measure(
@@ -109,28 +155,35 @@ def measure(
     *,
     seconds: float = 1.0,
     rounds: int | None = None,
+    before: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Timing]:
     """Time the runners; all ranks of the group call this with the same names and get the same numbers.
 
     `seconds` is the time to spend, from which rank 0 derives the number of rounds (5 to 50) after one that is not
     counted; `rounds` fixes it instead. A first round of half a second and more does count; of 2 seconds, 3 rounds do.
+    `before` is called with a runner's name ahead of each of its iterations.
     """
     if not runners:
         return {}
     clock = _CudaClock(group, device) if device.type == "cuda" else _HostClock(group)
     names = list(runners)
+
+    def iteration(name: str) -> float:
+        before(name)
+        return clock.iteration(runners[name])
+
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
-        first = [clock.iteration(runners[name]) for name in names]
+        first = [iteration(name) for name in names]
         count, counted = _agree_on_rounds(sum(first) / 1e3, seconds, rounds, group, device)
         times = torch.empty(len(names), count, dtype=torch.float64)
         times[:, 0] = torch.tensor(first, dtype=torch.float64)
         for turn in range(counted, count):
             for step in range(len(names)):
                 which = (turn + step) % len(names)
-                times[which, turn] = clock.iteration(runners[names[which]])
+                times[which, turn] = iteration(names[which])
     finally:
         if enabled:
             gc.enable()

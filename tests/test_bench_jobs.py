@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from fusedtp.bench import baselines, machine, tables
-from fusedtp.bench.cases import BASELINES, BOUNDS, CHECK_SHAPES, DIRECTIONS, FLOAT8, OPS, SHAPES, Case, flops, traffic
+from fusedtp.bench import machine, providers, tables
+from fusedtp.bench.cases import BOUNDS, CHECK_SHAPES, DIRECTIONS, FLOAT8, OPS, SHAPES, Case, flops, traffic
 from fusedtp.bench.frames import frame_of
 from fusedtp.bench.jobs import JOB_SECONDS, Request, missing, plan, seconds_of
 from fusedtp.bench.models import LAYERS, MODELS, block
 from fusedtp.bench.operands import Operands
+from fusedtp.bench.peers import async_tp, torch_symm_mem
 from fusedtp.bench.rows import Outcome, ratios, rows_of
 from fusedtp.bench.timing import Timing, Verdict
 
@@ -65,7 +66,7 @@ def test_float8_runs_where_it_is_asked_for_and_forward_alone() -> None:
     blocks = plan(replace(request, models=("llama3-8b",), tokens=(64,)), 0)
     for job in [*jobs, *(job for job in blocks if job.case.dtype == FLOAT8)]:
         assert job.directions == ("forward",)
-        assert not {"own_matmul", *BASELINES} & set(job.variants_of("forward"))
+        assert not {"own_matmul", *providers.SHIPPED} & set(job.variants_of("forward"))
     assert {job.directions for job in blocks} == {("forward",), ("forward", "backward")}
     for directions in (("backward",), ("forward", "both")):
         with pytest.raises(ValueError, match="float8 operands have no gradient: --direction forward"):
@@ -101,10 +102,10 @@ def test_torchs_scaled_ops_are_called_as_they_are_declared(monkeypatch: pytest.M
         return None, [None]
 
     monkeypatch.setattr(torch.ops.symm_mem, name, called)
-    monkeypatch.setattr(baselines, "_enable_symm_mem", lambda group: None)
+    monkeypatch.setattr(torch_symm_mem, "enable", lambda group: None)
     operands = Operands(Case(op, 64, 32, 96, FLOAT8, 2), 1, torch.device("cpu"))
     group = SimpleNamespace(group_name="0")
-    baselines.runner(operands, group, "torch_symm_mem", "forward")()  # type: ignore[arg-type]
+    torch_symm_mem.runner(operands, group, "forward")()  # type: ignore[arg-type]
     assert set(seen) <= set(names)
     assert {each.name for each in schema.arguments if not each.has_default_value()} <= set(seen)
     gathers = op == GATHER
@@ -150,9 +151,9 @@ def test_async_tp_is_refused_unless_the_code_calls_the_fused_ops(monkeypatch: py
     ran = []
     code = ["def call(args):\n    torch.ops.symm_mem.fused_all_gather_matmul.default(x, [w], 0, '0')\n"]
     monkeypatch.setattr("torch._inductor.utils.run_and_get_code", lambda run: (run(), code))
-    baselines.compiles(lambda: ran.append(1), ("fused_all_gather_matmul",))
+    async_tp.compiles(lambda: ran.append(1), ("fused_all_gather_matmul",))
     with pytest.raises(RuntimeError, match="has no fused_matmul_reduce_scatter"):
-        baselines.compiles(lambda: ran.append(1), ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"))
+        async_tp.compiles(lambda: ran.append(1), ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"))
     assert len(ran) == 2
 
 
@@ -166,7 +167,7 @@ def test_a_job_may_take_as_long_as_its_arithmetic() -> None:
     # what is the same library call again is not timed again where that takes long
     assert small.variants_of("forward") == ("matmul", "comm", "unfused", "decomposed", "auto")
     assert large.variants_of("forward") == ("matmul", "comm", "unfused")
-    assert {each.variant for each in large.absent} == {"decomposed", "auto", *BASELINES}
+    assert {each.variant for each in large.absent} == {"decomposed", "auto", *providers.usual()}
 
 
 @pytest.mark.parametrize(

@@ -269,7 +269,8 @@ def test_pictures_take_the_page_s_colours(written: Path) -> None:
     for name in ("ink", "unfused", "decomposed", "wait", "multiply"):
         assert f"var(--{name})" in pictures
     assert set(theme.MARKERS) <= set(theme.COLOURS)
-    assert len(set(theme.MARKERS.values())) == len(theme.MARKERS)
+    markers = [*theme.MARKERS.values(), *theme.PEER_MARKERS]
+    assert len(set(markers)) == len(markers)
 
 
 def test_table_has_every_row_and_its_numbers(written: Path, rows: list[Row]) -> None:

@@ -1,0 +1,176 @@
+"""Providers: what a user could take instead of this package, through the same gate and in the same rounds.
+
+A provider is found by an entry point of the group `fusedtp.providers`, whose name is the provider's:
+
+    [project.entry-points."fusedtp.providers"]
+    mine = "my_package.bench:PROVIDER"
+
+`PROVIDER` is a `Provider`. Those in `fusedtp.bench.peers` are of the same form. Entry points are looked for when a
+command of the benchmark asks (`found`), in each rank anew: plugins are installed, or on PYTHONPATH, as ranks inherit it.
+One that does not load is a provider that is missing, with the reason. One whose name is taken is left out, with a
+warning.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .cases import OPS, OWN, Case
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from .operands import Operands, Runner
+
+GROUP = "fusedtp.providers"
+# In the order in which they are timed.
+SHIPPED = (
+    "dtensor", "torch_symm_mem", "async_tp", "nccl_windows", "kraken", "triton_distributed", "flux", "te_userbuffers",
+    "xformers", "flashinfer",
+)  # fmt: skip
+# What the command line takes apart at commas, and what else it means something by.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_RESERVED = (*OWN, "none")
+
+
+class Missing(Exception):
+    """Raised by a `runner`, on all ranks alike: why it cannot run after all. A row with that reason, and no failure."""
+
+
+def _never(case: Case, direction: str, num_gpus: int) -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One implementation of the ops to compare with.
+
+    name      its variant's in rows and pictures, the entry point's: letters, digits, ".", "_" and "-"
+    runner    (operands, group, direction) -> the closure to time. Collective over `group`, a torch process group.
+              `operands` has this rank's `x`, `w` and `dy`, and `case`, `device`, `dtype`, `gathers`. The closure takes
+              nothing and returns a tuple of this rank's shards: (y,) forward, (dx, dw) backward, (y, dx, dw) for both;
+              y is [M, N/W] of all_gather_matmul, [M/W, N] of matmul_reduce_scatter, [M, N] of matmul_all_reduce.
+              `operands.passes` makes one of a differentiable function. Set-up belongs outside of it. If it has an
+              attribute `close`, that is called after the last call, on all ranks in the same order.
+    missing   (case, direction, num_gpus) -> why it cannot run, or "". num_gpus is that of the machine, 0 on a CPU.
+              Asked once, before ranks are started; only ranks that agree could go on
+    package   the module that it needs, as "kraken.fused": found without being imported; "" for none
+    about     what it is, a line
+    """
+
+    name: str
+    runner: Callable[[Operands, ProcessGroup, str], Runner]
+    missing: Callable[[Case, str, int], str] = _never
+    package: str = ""
+    about: str = ""
+
+    def reason(self, case: Case, direction: str, num_gpus: int) -> str:
+        """Why it cannot run this case here, or "". Raises nothing, whatever `missing` does."""
+        if not self.is_installed:
+            return f"{self.package} is not installed"
+        try:
+            text: object = self.missing(case, direction, num_gpus)
+        except Exception as error:
+            return f"its `missing` failed: {type(error).__name__}: {error}"
+        return text if isinstance(text, str) else f"its `missing` gave {text!r} and no text"
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether `package` is there."""
+        return not self.package or is_there(self.package)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Providers by name, in the order in which they are timed, and what is wrong with entry points that are none."""
+
+    providers: Mapping[str, Provider]
+    warnings: tuple[str, ...] = ()
+
+
+def is_there(module: str) -> bool:
+    """Whether a module could be imported, so far as its files say: nothing is imported for it."""
+    top, *below = module.split(".")
+    try:
+        spec = find_spec(top)
+    except (ImportError, ValueError):
+        return False
+    if spec is None:
+        return False
+    folders = [Path(each) for each in spec.submodule_search_locations or ()]
+    for name in below:
+        if any((folder / f"{name}.py").is_file() for folder in folders):
+            return name == below[-1]
+        folders = [folder / name for folder in folders if (folder / name).is_dir()]
+    return bool(folders) or not below
+
+
+@functools.cache
+def found() -> Found:
+    """All providers of this process."""
+    points = [EntryPoint(name, f"fusedtp.bench.peers.{name}:PROVIDER", GROUP) for name in SHIPPED]
+    warnings = []
+    try:
+        points += sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value))
+    except Exception as error:
+        warnings.append(f"entry points cannot be read: {type(error).__name__}: {error}")
+    providers: dict[str, Provider] = {}
+    for point in points:
+        if point.name in providers or point.name in _RESERVED:
+            owner = "another provider" if point.name in providers else "this package"
+            warnings.append(f"{point.value} is left out: its name, {point.name}, is taken by {owner}")
+        elif not _NAME.fullmatch(point.name):
+            warnings.append(f"{point.value} is left out: its name must match {_NAME.pattern}, got {point.name!r}")
+        else:
+            providers[point.name] = _load(point)
+    return Found(providers, tuple(warnings))
+
+
+def _load(point: EntryPoint) -> Provider:
+    try:
+        provider = point.load()
+        if not isinstance(provider, Provider):
+            raise TypeError(f"{point.value} must be a Provider, got {type(provider).__name__}")
+        if provider.name != point.name:
+            raise ValueError(f"{point.value} must be named as its entry point, {point.name}, got {provider.name!r}")
+    except (Exception, SystemExit) as error:
+        return _broken(point.name, f"it does not load: {type(error).__name__}: {error}")
+    return provider
+
+
+def _broken(name: str, why: str) -> Provider:
+    def runner(operands: Operands, group: ProcessGroup, direction: str) -> Runner:
+        raise Missing(why)
+
+    return Provider(name, runner, lambda case, direction, num_gpus: why)
+
+
+def named(name: str) -> Provider:
+    """The provider of that name. ValueError, with those there are, if there is none."""
+    providers = found().providers
+    if name not in providers:
+        raise ValueError(f"there is no provider {name!r} in this process, only {', '.join(providers)}")
+    return providers[name]
+
+
+def usual() -> tuple[str, ...]:
+    """Those that a sweep takes unless told: all but those whose package is not there."""
+    return tuple(name for name, provider in found().providers.items() if provider.is_installed)
+
+
+def listing(num_gpus: int) -> list[tuple[str, str]]:
+    """(name, whether it runs here or why not) of every provider, by a plain bf16 case on two ranks; then warnings."""
+    lines = []
+    cases = [Case(op, 4096, 4096, 4096, "bfloat16", 2) for op in OPS]
+    for name, provider in found().providers.items():
+        reasons = [provider.reason(case, "forward", num_gpus) for case in cases]
+        first = reasons[0] if all(reasons) else ""
+        lines.append((name, f"does not run: {first}" if first else "runs"))
+    return [*lines, *(("left out", text) for text in found().warnings)]
