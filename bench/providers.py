@@ -6,7 +6,7 @@ A provider is found by an entry point of the group `fusedtp.providers`, whose na
     mine = "my_package.bench:PROVIDER"
 
 `PROVIDER` is a `Provider`. Those in `fusedtp.bench.peers` are of the same form. Entry points are looked for when a
-command of the benchmark asks (`found`), in each rank anew: plugins are installed, or on PYTHONPATH, as ranks inherit it.
+command of the benchmark asks (`found`), and by each rank: plugins are installed, or on PYTHONPATH, as ranks inherit it.
 One that does not load is a provider that is missing, with the reason. One whose name is taken is left out, with a
 warning.
 """
@@ -57,7 +57,7 @@ class Provider:
               `operands` has this rank's `x`, `w` and `dy`, and `case`, `device`, `dtype`, `gathers`. The closure takes
               nothing and returns a tuple of this rank's shards: (y,) forward, (dx, dw) backward, (y, dx, dw) for both;
               y is [M, N/W] of all_gather_matmul, [M/W, N] of matmul_reduce_scatter, [M, N] of matmul_all_reduce.
-              `operands.passes` makes one of a differentiable function. Set-up belongs outside of it. If it has an
+              `fusedtp.bench.operands.passes` makes one of a function. Set-up belongs outside of it. If it has an
               attribute `close`, that is called after the last call, on all ranks in the same order.
     missing   (case, direction, num_gpus) -> why it cannot run, or "". num_gpus is that of the machine, 0 on a CPU.
               Asked once, before ranks are started; only ranks that agree could go on
