@@ -137,7 +137,7 @@ def _worst(own: Verdict, group: ProcessGroup) -> Verdict:
 def _all_failed(group: ProcessGroup, variant: str) -> bool:
     # Whether every rank says that it has failed here, before long. By the group's store: a rank that has not failed may
     # be in a collective of the provider's, which one of ours would be taken for.
-    store: Any = dist.distributed_c10d._get_process_group_store(group)  # type: ignore[attr-defined]
+    store: Any = dist.distributed_c10d._get_process_group_store(group)
     number = _failures[group.group_name, variant] = _failures[group.group_name, variant] + 1
     key = f"fusedtp.bench failed {variant} {number}"
     deadline = time.monotonic() + AGREE_SECONDS

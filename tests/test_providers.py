@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
 import sys
-import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fusedtp.bench import generated, machine, notes, providers, store, theme
+from fusedtp.bench import generated, providers, theme
 from fusedtp.bench.cases import DIRECTIONS, DTYPES, EVERY_DTYPE, FLOAT8, OPS, OWN, Case
 from fusedtp.bench.peers import flux, nccl_windows
 from fusedtp.bench.problem import Problem
 from fusedtp.bench.providers import Provider
 from fusedtp.bench.ranks import RankPool
-from fusedtp.bench.store import Row
 from fusedtp.bench.timing import Verdict, gate
 from torch.distributed import ProcessGroup
 
@@ -27,7 +25,6 @@ from .stand_ins import NcclGroup, StandIns
 
 GATHER, SCATTER, ALL_REDUCE = OPS
 ADDING = Path(__file__).parent.parent / "docs" / "adding.md"
-SECTION = ADDING.read_text().partition("## A baseline of your own")[2]
 WORLD_SIZE = 4
 
 # Of four ranks. (provider, op); those that torch itself brings are tested with it.
@@ -37,14 +34,6 @@ PEERS = [
     ("flux", GATHER), ("flux", SCATTER), ("te_userbuffers", GATHER), ("te_userbuffers", SCATTER),
     ("xformers", GATHER), ("xformers", SCATTER), ("flashinfer", GATHER),
 ]  # fmt: skip
-
-
-@pytest.fixture
-def fresh() -> Iterator[None]:
-    """Entry points are looked for anew, in this test and in the next."""
-    providers.found.cache_clear()
-    yield
-    providers.found.cache_clear()
 
 
 def on_stand_in(group: ProcessGroup, name: str, op: str, wrong: bool) -> tuple[list[Verdict], list[str]]:
@@ -110,9 +99,9 @@ REASONS = [
     ("te_userbuffers", case(n=1), "forward", 2, "one rank has nothing to send"),
     ("xformers", case(n=16), "forward", 16, "above 8 ranks it is NCCL"),
     ("xformers", case(dtype=FLOAT8), "forward", 2, "no float8 operands with scales"),
-    ("flashinfer", case(), "forward", 2, ""),
+    ("flashinfer", case(N=512), "forward", 2, ""),
     ("flashinfer", case(SCATTER), "forward", 2, "no matmul + reduce-scatter"),
-    ("flashinfer", case(N=128), "forward", 2, "wants multiples of 128"),
+    ("flashinfer", case(), "forward", 2, "of 256 columns a rank"),
     ("nccl_windows", case(ALL_REDUCE, dtype="float32"), "forward", 2, ""),
 ]
 
@@ -121,11 +110,9 @@ REASONS = [
 def test_reasons(
     monkeypatch: pytest.MonkeyPatch, name: str, of: Case, direction: str, num_gpus: int, said: str
 ) -> None:
-    monkeypatch.setattr(nccl_windows, "nccl_version", lambda: (2, 28, 3))
-    monkeypatch.setenv("TORCH_SYMMMEM", "NVSHMEM")
     provider = providers.named(name)
     assert provider.package == "" or provider.reason(of, direction, num_gpus) == f"{provider.package} is not installed"
-    monkeypatch.setattr(providers, "is_there", lambda module: True)
+    has_all(monkeypatch)
     found = provider.reason(of, direction, num_gpus)
     assert said in found
     assert bool(found) == bool(said)
@@ -138,7 +125,7 @@ def test_reasons_of_versions_and_environments(monkeypatch: pytest.MonkeyPatch) -
         found = providers.named("nccl_windows").reason(case(), "forward", 2)
         assert found == f"windows need NCCL 2.27, this torch has {here}"
     monkeypatch.delenv("TORCH_SYMMMEM", raising=False)
-    assert "TORCH_SYMMMEM=NVSHMEM" in providers.named("flashinfer").reason(case(), "forward", 2)
+    assert "TORCH_SYMMMEM=NVSHMEM" in providers.named("flashinfer").reason(case(N=512), "forward", 2)
     monkeypatch.setenv("DISABLE_FUSED_SEQUENCE_PARALLEL", "1")
     assert "NCCL and a matmul" in providers.named("xformers").reason(case(), "forward", 2)
 
@@ -199,192 +186,27 @@ import fusedtp, fusedtp.bench.cli, fusedtp.bench.jobs
     assert providers.GROUP not in done.stdout
 
 
-def distribution(folder: Path, name: str, entries: str, **modules: str) -> None:
-    """A distribution as an installer leaves it."""
-    about = folder / f"{name}-1.0.dist-info"
-    about.mkdir(parents=True)
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text(f"[{providers.GROUP}]\n{entries}")
-    for module, code in modules.items():
-        (folder / f"{module}.py").write_text(code)
-
-
-def test_plugins_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
-    entries = """gone = gone_module:PROVIDER
-exits = planted_exits:PROVIDER
-other = planted_plugin:OTHER
-text = planted_plugin:TEXT
-dtensor = planted_plugin:OTHER
-unfused = planted_plugin:OTHER
-a,b = planted_plugin:OTHER
-"""
-    plugin = "from fusedtp.bench.providers import Provider\nOTHER = Provider('another', print)\nTEXT = 'text'\n"
-    distribution(tmp_path, "planted", entries, planted_plugin=plugin, planted_exits="raise SystemExit(3)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    found = providers.found()
-    assert providers.named("dtensor").about == "torch's DTensor styles, Colwise- and RowwiseParallel"
-    reasons = {name: found.providers[name].reason(case(), "forward", 0) for name in ("gone", "exits", "other", "text")}
-    assert reasons == {
-        "gone": "it does not load: ModuleNotFoundError: No module named 'gone_module'",
-        "exits": "it does not load: SystemExit: 3",
-        "other": "it does not load: ValueError: planted_plugin:OTHER must be named as its entry point, other, got "
-        "'another'",
-        "text": "it does not load: TypeError: planted_plugin:TEXT must be a Provider, got str",
-    }
-    assert len(found.warnings) == 3
-    for text, said in zip(found.warnings, ("must match", "another provider", "this package"), strict=True):
-        assert text.startswith("planted_plugin:OTHER is left out: ")
-        assert said in text
-    assert {name for name, _ in providers.listing(0)} == {*found.providers, "left out"}
-
-
 def test_a_name_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="no provider 'nccl' in this process, only dtensor, torch_symm_mem"):
         providers.named("nccl")
 
 
-FAULTY = """
-import os
-import time
-
-import torch.distributed as dist
-from fusedtp.bench.operands import passes
-from fusedtp.bench.providers import Provider
+# What other columns say, and what the page says of all.
+SHARED = ("need CUDA", "no gradient", "uneven lengths")
 
 
-def made(name, on_rank_1):
-    def runner(operands, group, direction):
-        def call(x, w):
-            if group.rank() == 1:
-                on_rank_1()
-            parts = [x.new_empty(size, x.shape[1]) for size in operands.m_sizes]
-            dist.all_gather(parts, x, group=group)
-            return parts[0].new_tensor([]) if name == "empty" else (operands.x_whole @ w.t()) * (1 + (name == "wrong"))
-
-        return passes(call, operands.x, operands.w, operands, direction)
-
-    return Provider(name, runner)
+def has_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with every package."""
+    monkeypatch.setattr(nccl_windows, "nccl_version", lambda: nccl_windows.NEEDS)
+    monkeypatch.setattr(providers, "is_there", lambda module: True)
+    monkeypatch.setenv("TORCH_SYMMMEM", "NVSHMEM")
+    monkeypatch.delenv("DISABLE_FUSED_SEQUENCE_PARALLEL", raising=False)
 
 
-def raises():
-    raise KeyError("planted")
-
-
-def hangs():
-    while True:
-        time.sleep(0.05)
-
-
-WRONG, RAISES = made("wrong", lambda: None), made("raises", raises)
-HANGS, DIES = made("hangs", hangs), made("dies", lambda: os._exit(7))
-"""
-FAULTY_ENTRIES = "".join(f"{name} = faulty:{name.upper()}\n" for name in ("wrong", "raises", "hangs", "dies"))
-SWEEP = [
-    "sweep", "--world-size", "2", "--op", GATHER, "--dtype", "float32", "--shape", "24,20,16", "--rounds", "3",
-    "--schedule", "unfused",
-]  # fmt: skip
-
-
-def swept(tmp_path: Path, *options: str) -> tuple[subprocess.CompletedProcess[str], list[Row]]:
-    """The command with the plugin of the document and the faulty ones on PYTHONPATH, and the rows that it leaves."""
-    site, out = tmp_path / "site", tmp_path / "results"
-    code = re.findall(r"^```python\n(.*?)^```", SECTION, re.DOTALL | re.MULTILINE)
-    (lines,) = re.findall(r"^```toml\n(.*?)^```", SECTION, re.DOTALL | re.MULTILINE)
-    assert len(code) == 1
-    (entry,) = tomllib.loads(lines)["project"]["entry-points"][providers.GROUP].items()
-    distribution(site, "my_package", f"{entry[0]} = {entry[1]}\n")
-    (site / "my_package").mkdir()
-    (site / "my_package" / "__init__.py").touch()
-    (site / "my_package" / "bench.py").write_text(code[0])
-    distribution(site, "faulty", f"{FAULTY_ENTRIES}gone = gone_module:PROVIDER\nkraken = faulty:WRONG\n", faulty=FAULTY)
-    env = {**os.environ, "PYTHONPATH": str(site), "TERMINAL_WIDTH": "1000"}
-    command = [sys.executable, "-P", "-m", "fusedtp.bench.cli", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=env)
-    path = out / machine.describe().name / "sweep.csv"
-    return done, store.read(path) if path.exists() else []
-
-
-def test_a_plugin_is_timed_beside_the_others(tmp_path: Path) -> None:
-    done, rows = swept(tmp_path, *SWEEP, "--baselines", "mine,dtensor,gone", "--out", "results")
-    assert done.returncode == 0, done.stdout + done.stderr
-    timed = {row.variant: row for row in rows if row.median_ms is not None}
-    assert list(timed) == ["matmul", "comm", "unfused", "mine", "dtensor"]
-    assert all(row.passed and row.rounds == 3 for row in timed.values())
-    assert timed["mine"].speedup_vs_unfused is not None
-    (gone,) = (row for row in rows if row.variant == "gone")
-    assert gone.gate == "not run: it does not load: ModuleNotFoundError: No module named 'gone_module'"
-    assert "warning: faulty:WRONG is left out: its name, kraken, is taken by another provider" in done.stdout
-
-
-def test_plugins_that_fail_cost_nobody_else_a_number(tmp_path: Path) -> None:
-    faulty = ["--baseline", "wrong,raises,hangs,dies,mine", "--patience", "12", "--shape", "26,20,16"]
-    done, rows = swept(tmp_path, *SWEEP, *faulty, "--out", "results")
-    assert done.returncode == 1, done.stdout + done.stderr
-    good = ("matmul", "comm", "unfused", "mine")
-    assert [(row.variant, row.M) for row in rows if row.median_ms is not None] == [
-        (v, M) for M in (24, 26) for v in good
-    ]
-    by_name = {row.variant: row.gate for row in rows if row.M == 24 and row.variant not in good}
-    assert set(by_name) == {"raises", "hangs", "dies", "wrong"}
-    assert "forward, wrong, rank 0: y:" in by_name["wrong"]
-    where = f"{GATHER} 24x20x16 float32 on 2, forward: rank"
-    for name, said in (
-        ("raises", "KeyError: 'planted'"), ("hangs", "rank 1 gave no answer within 12"),
-        ("dies", "rank 1 died: exited with status 7"),
-    ):  # fmt: skip
-        assert by_name[name].startswith(f"{name} failed at {where}")
-        assert said in by_name[name]
-        assert f"{name} failed at {GATHER} 24x20x16" in done.stdout
-    later = {row.variant: row.gate for row in rows if row.M == 26 and row.variant not in good}
-    again = f"not run: not tried again: it failed at {GATHER} 24x20x16 float32 on 2"
-    assert {name: later[name] for name in ("raises", "hangs", "dies")} == dict.fromkeys(
-        ("raises", "hangs", "dies"), again
-    )
-    assert "elements are wrong" in later["wrong"]
-
-
-def test_names_are_listed_where_one_is_not_known(tmp_path: Path) -> None:
-    done, _ = swept(tmp_path, *SWEEP, "--baseline", "mine,nccl")
-    assert done.returncode == 2
-    said = " ".join(done.stderr.replace("│", " ").split())
-    assert (
-        f"--baseline must be among {', '.join(providers.SHIPPED)}, dies, gone, hangs, mine, raises, wrong, none" in said
-    )
-
-
-def test_help_and_doctor_list_them(tmp_path: Path) -> None:
-    for command in (["sweep", "--help"], ["doctor"]):
-        done, _ = swept(tmp_path / command[0], *command)
-        assert done.returncode == 0, done.stderr
-        lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
-        for said in (
-            "dtensor runs", "mine runs", "async_tp does not run: its fused ops need CUDA",
-            "kraken does not run: kraken.fused is not installed", "gone does not run: it does not load: "
-            "ModuleNotFoundError: No module named 'gone_module'",
-        ):  # fmt: skip
-            assert said in lines
-
-
-def test_a_launched_rank_that_hangs_says_where_and_ends() -> None:
-    code = """
-import time
-from fusedtp.bench import notes
-with notes.bounded(0.5, "a case"):
-    notes.tell("7 forward x")
-    time.sleep(60)
-"""
-    command = [sys.executable, "-P", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
-    assert done.returncode == 1
-    assert "a case: no answer within 0.5 s, at 7 forward x" in done.stderr
-    assert 'File "<string>", line 6 in <module>' in done.stderr
-    with notes.bounded(60.0, "a case that ends"):
-        pass
-
-
-def table() -> str:
-    """The document's, from what the providers say of a machine that has everything."""
-    lines = ["| name | what it is | needs | ops | dtypes | gradients |", "|---|---|---|---|---|---|"]
+def table(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The document's, from what the providers say of many cases."""
+    columns = ("name", "what it is", "needs", "ops", "dtypes", "gradients", "does not run, as it says")
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name in providers.SHIPPED:
         provider = providers.named(name)
 
@@ -393,19 +215,28 @@ def table() -> str:
 
         ops = [op for op in OPS if runs(op)]
         dtypes = [dtype for dtype in EVERY_DTYPE if any(runs(op, dtype) for op in ops)]
+        sizes = itertools.product(ops, (4096, 4128), (4096, 4128), dtypes, (2, 16))
+        found = [provider.reason(case(op, M, K, K, dtype, n), "forward", 16) for op, M, K, dtype, n in sizes]
+        with monkeypatch.context() as less:
+            less.setattr(nccl_windows, "nccl_version", lambda: (2, 26))
+            less.delenv("TORCH_SYMMMEM")
+            less.setenv("DISABLE_FUSED_SEQUENCE_PARALLEL", "1")
+            found += [provider.reason(case(ops[0], N=512), "forward", 2)]
+        own = [text for text in dict.fromkeys(found) if text and not any(each in text for each in SHARED)]
         needs = f"`{provider.package}`" if provider.package else "torch"
         gpu = "" if not provider.reason(case(ops[0]), "forward", 0) else ", GPUs"
         has = "yes" if all(runs(ops[0], direction=each) for each in DIRECTIONS) else "no"
-        said = "all but float8" if dtypes == list(DTYPES) else ", ".join(dtypes)
-        lines.append(f"| `{name}` | {provider.about} | {needs}{gpu} | {', '.join(ops)} | {said} | {has} |")
+        known = {DTYPES: "all but float8", EVERY_DTYPE: "all"}
+        said = known.get(tuple(dtypes), ", ".join(dtypes))
+        which = "all" if ops == list(OPS) else ", ".join(ops)
+        cells = (f"`{name}`", provider.about, needs + gpu, which, said, has, "; ".join(own))
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def test_the_documents_table_is_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_windows, "nccl_version", lambda: nccl_windows.NEEDS)
-    monkeypatch.setattr(providers, "is_there", lambda module: True)
-    monkeypatch.setenv("TORCH_SYMMMEM", "NVSHMEM")
+    has_all(monkeypatch)
     if os.environ.get("FUSEDTP_PROVIDERS") == "write":
-        generated.rewrite(ADDING, "providers", table())
+        generated.rewrite(ADDING, "providers", table(monkeypatch))
     text = ADDING.read_text()
-    assert generated.replaced(text, "providers", table()) == text, "FUSEDTP_PROVIDERS=write writes it anew"
+    assert generated.replaced(text, "providers", table(monkeypatch)) == text, "FUSEDTP_PROVIDERS=write writes it anew"

@@ -2,7 +2,7 @@
 
 As in flashinfer 0.6.18, flashinfer/comm/all_gather_matmul/ at fb28d72: (inp, w, group) -> [M, N] of a symmetric inp
 [M / W, K] and w [K, N]. It needs torch's symmetric memory over NVSHMEM, TORCH_SYMMMEM=NVSHMEM, and multiples of its
-tiles, 128 and of N, on sm_100 and 2 bytes an element, 256.
+tiles: 128, and on sm_100 256 columns of 16 bits, which is asked everywhere, as the GPU is not known beforehand.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..operands import Operands, Runner, passes
 from ..providers import Provider
 from .limits import limits
 
-TILE = 128
+TILE, TILE_N = 128, 256
 
 
 def missing(case: Case, direction: str, num_gpus: int) -> str:
@@ -26,8 +26,8 @@ def missing(case: Case, direction: str, num_gpus: int) -> str:
     if reason := limits(case, direction, num_gpus, kinds=("gather",)):
         return reason
     n = case.world_size
-    if case.M // n % TILE or case.N // n % TILE or case.K % TILE:
-        return f"it wants multiples of {TILE}"
+    if case.M // n % TILE or case.N // n % TILE_N or case.K % TILE:
+        return f"it wants multiples of {TILE}, of {TILE_N} columns a rank"
     if os.environ.get("TORCH_SYMMMEM") != "NVSHMEM":
         return "it needs torch's symmetric memory over NVSHMEM: TORCH_SYMMMEM=NVSHMEM"
     return ""

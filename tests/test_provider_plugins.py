@@ -1,0 +1,207 @@
+"""Plugins: what is none, and those of the document and faulty ones in a sweep, as a user runs it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fusedtp.bench import machine, notes, providers, store
+from fusedtp.bench.cases import OPS, Case
+from fusedtp.bench.store import Row
+
+ADDING = Path(__file__).parent.parent / "docs" / "adding.md"
+SECTION = ADDING.read_text().partition("## A baseline of your own")[2]
+GATHER = OPS[0]
+CASE = Case(GATHER, 8, 8, 8, "float32", 2)
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """Entry points are looked for anew, in this test and in the next."""
+    providers.found.cache_clear()
+    yield
+    providers.found.cache_clear()
+
+
+def distribution(folder: Path, name: str, entries: str, **modules: str) -> None:
+    """A distribution as an installer leaves it."""
+    about = folder / f"{name}-1.0.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(f"[{providers.GROUP}]\n{entries}")
+    for module, code in modules.items():
+        (folder / f"{module}.py").write_text(code)
+
+
+def test_plugins_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
+    entries = """gone = gone_module:PROVIDER
+exits = planted_exits:PROVIDER
+other = planted_plugin:OTHER
+text = planted_plugin:TEXT
+dtensor = planted_plugin:OTHER
+unfused = planted_plugin:OTHER
+a,b = planted_plugin:OTHER
+"""
+    plugin = "from fusedtp.bench.providers import Provider\nOTHER = Provider('another', print)\nTEXT = 'text'\n"
+    distribution(tmp_path, "planted", entries, planted_plugin=plugin, planted_exits="raise SystemExit(3)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = providers.found()
+    assert providers.named("dtensor").about == "torch's DTensor styles, Colwise- and RowwiseParallel"
+    reasons = {name: found.providers[name].reason(CASE, "forward", 0) for name in ("gone", "exits", "other", "text")}
+    assert reasons == {
+        "gone": "it does not load: ModuleNotFoundError: No module named 'gone_module'",
+        "exits": "it does not load: SystemExit: 3",
+        "other": "it does not load: ValueError: planted_plugin:OTHER must be named as its entry point, other, got "
+        "'another'",
+        "text": "it does not load: TypeError: planted_plugin:TEXT must be a Provider, got str",
+    }
+    assert len(found.warnings) == 3
+    for text, said in zip(found.warnings, ("must match", "another provider", "this package"), strict=True):
+        assert text.startswith("planted_plugin:OTHER is left out: ")
+        assert said in text
+    assert {name for name, _ in providers.listing(0)} == {*found.providers, "left out"}
+
+
+FAULTY = """
+import os
+import time
+
+import torch.distributed as dist
+from fusedtp.bench.operands import passes
+from fusedtp.bench.providers import Provider
+
+
+def made(name, on_rank_1):
+    def runner(operands, group, direction):
+        def call(x, w):
+            if group.rank() == 1:
+                on_rank_1()
+            parts = [x.new_empty(size, x.shape[1]) for size in operands.m_sizes]
+            dist.all_gather(parts, x, group=group)
+            return parts[0].new_tensor([]) if name == "empty" else (operands.x_whole @ w.t()) * (1 + (name == "wrong"))
+
+        return passes(call, operands.x, operands.w, operands, direction)
+
+    return Provider(name, runner)
+
+
+def raises():
+    raise KeyError("planted")
+
+
+def hangs():
+    while True:
+        time.sleep(0.05)
+
+
+WRONG, RAISES = made("wrong", lambda: None), made("raises", raises)
+HANGS, DIES = made("hangs", hangs), made("dies", lambda: os._exit(7))
+"""
+FAULTY_ENTRIES = "".join(f"{name} = faulty:{name.upper()}\n" for name in ("wrong", "raises", "hangs", "dies"))
+SWEEP = [
+    "sweep", "--world-size", "2", "--op", GATHER, "--dtype", "float32", "--shape", "24,20,16", "--rounds", "3",
+    "--schedule", "unfused",
+]  # fmt: skip
+
+
+def swept(tmp_path: Path, *options: str) -> tuple[subprocess.CompletedProcess[str], list[Row]]:
+    """The command with the plugin of the document and the faulty ones on PYTHONPATH, and the rows that it leaves."""
+    site, out = tmp_path / "site", tmp_path / "results"
+    code = re.findall(r"^```python\n(.*?)^```", SECTION, re.DOTALL | re.MULTILINE)
+    (lines,) = re.findall(r"^```toml\n(.*?)^```", SECTION, re.DOTALL | re.MULTILINE)
+    assert len(code) == 1
+    (entry,) = tomllib.loads(lines)["project"]["entry-points"][providers.GROUP].items()
+    distribution(site, "my_package", f"{entry[0]} = {entry[1]}\n")
+    (site / "my_package").mkdir()
+    (site / "my_package" / "__init__.py").touch()
+    (site / "my_package" / "bench.py").write_text(code[0])
+    distribution(site, "faulty", f"{FAULTY_ENTRIES}gone = gone_module:PROVIDER\nkraken = faulty:WRONG\n", faulty=FAULTY)
+    env = {**os.environ, "PYTHONPATH": str(site), "TERMINAL_WIDTH": "1000"}
+    command = [sys.executable, "-P", "-m", "fusedtp.bench.cli", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=env)
+    path = out / machine.describe().name / "sweep.csv"
+    return done, store.read(path) if path.exists() else []
+
+
+def test_a_plugin_is_timed_beside_the_others(tmp_path: Path) -> None:
+    done, rows = swept(tmp_path, *SWEEP, "--baselines", "mine,dtensor,gone", "--out", "results")
+    assert done.returncode == 0, done.stdout + done.stderr
+    timed = {row.variant: row for row in rows if row.median_ms is not None}
+    assert list(timed) == ["matmul", "comm", "unfused", "mine", "dtensor"]
+    assert all(row.passed and row.rounds == 3 for row in timed.values())
+    assert timed["mine"].speedup_vs_unfused is not None
+    (gone,) = (row for row in rows if row.variant == "gone")
+    assert gone.gate == "not run: it does not load: ModuleNotFoundError: No module named 'gone_module'"
+    assert "warning: faulty:WRONG is left out: its name, kraken, is taken by another provider" in done.stdout
+
+
+def test_plugins_that_fail_cost_nobody_else_a_number(tmp_path: Path) -> None:
+    faulty = ["--baseline", "wrong,raises,hangs,dies,mine", "--patience", "12", "--shape", "26,20,16"]
+    done, rows = swept(tmp_path, *SWEEP, *faulty, "--out", "results")
+    assert done.returncode == 1, done.stdout + done.stderr
+    good = ("matmul", "comm", "unfused", "mine")
+    assert [(row.variant, row.M) for row in rows if row.median_ms is not None] == [
+        (v, M) for M in (24, 26) for v in good
+    ]
+    by_name = {row.variant: row.gate for row in rows if row.M == 24 and row.variant not in good}
+    assert set(by_name) == {"raises", "hangs", "dies", "wrong"}
+    assert "forward, wrong, rank 0: y:" in by_name["wrong"]
+    where = f"{GATHER} 24x20x16 float32 on 2, forward: rank"
+    for name, said in (
+        ("raises", "KeyError: 'planted'"), ("hangs", "rank 1 gave no answer within 12"),
+        ("dies", "rank 1 died: exited with status 7"),
+    ):  # fmt: skip
+        assert by_name[name].startswith(f"{name} failed at {where}")
+        assert said in by_name[name]
+        assert f"{name} failed at {GATHER} 24x20x16" in done.stdout
+    later = {row.variant: row.gate for row in rows if row.M == 26 and row.variant not in good}
+    again = f"not run: not tried again: it failed at {GATHER} 24x20x16 float32 on 2"
+    assert {name: later[name] for name in ("raises", "hangs", "dies")} == dict.fromkeys(
+        ("raises", "hangs", "dies"), again
+    )
+    assert "elements are wrong" in later["wrong"]
+
+
+def test_names_are_listed_where_one_is_not_known(tmp_path: Path) -> None:
+    done, _ = swept(tmp_path, *SWEEP, "--baseline", "mine,nccl")
+    assert done.returncode == 2
+    said = " ".join(done.stderr.replace("│", " ").split())
+    assert (
+        f"--baseline must be among {', '.join(providers.SHIPPED)}, dies, gone, hangs, mine, raises, wrong, none" in said
+    )
+
+
+def test_help_and_doctor_list_them(tmp_path: Path) -> None:
+    for command in (["sweep", "--help"], ["doctor"]):
+        done, _ = swept(tmp_path / command[0], *command)
+        assert done.returncode == 0, done.stderr
+        lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+        for said in (
+            "dtensor runs", "mine runs", "async_tp does not run: its fused ops need CUDA",
+            "kraken does not run: kraken.fused is not installed", "gone does not run: it does not load: "
+            "ModuleNotFoundError: No module named 'gone_module'",
+        ):  # fmt: skip
+            assert said in lines
+
+
+def test_a_launched_rank_that_hangs_says_where_and_ends() -> None:
+    code = """
+import time
+from fusedtp.bench import notes
+with notes.bounded(0.5, "a case"):
+    notes.tell("7 forward x")
+    time.sleep(60)
+"""
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 1
+    assert "a case: no answer within 0.5 s, at 7 forward x" in done.stderr
+    assert 'File "<string>", line 6 in <module>' in done.stderr
+    with notes.bounded(60.0, "a case that ends"):
+        pass
