@@ -59,13 +59,13 @@ def compare(group: ProcessGroup, M: int, num_in: int, widths: Sequence[int], sec
     """Check and time one size on this rank: by variant. AssertionError for a wrong result or gradient."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, parallelize_module
+    from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, parallelize_module
 
     rank, world_size = group.rank(), group.size()
     torch.manual_seed(0)
     dense = Projections(num_in, widths)
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
-    theirs = {name: ColwiseParallel(input_layouts=Shard(0)) for name in NAMES}
+    theirs: dict[str, ParallelStyle] = {name: ColwiseParallel(input_layouts=Shard(0)) for name in NAMES}
     gathers = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
     once = parallelize_module(copy.deepcopy(dense), mesh, gathers)
     rows = even_sizes(M, world_size)
