@@ -23,19 +23,18 @@ from typing import Any
 
 import pandas as pd
 import torch
+from fusedtp.bench.intervals import Sample, ratio
+from fusedtp.bench.machine import describe
+from fusedtp.bench.mlp import TOLERANCE, step
+from fusedtp.bench.ranks import RankPool
+from fusedtp.bench.store import cell
+from fusedtp.bench.timing import Timing, measure
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fusedtp import FusedColwiseParallel, FusedGroup
 from fusedtp.reference import chunk
 from fusedtp.shards import even_sizes
-
-from .intervals import Sample, ratio
-from .machine import describe
-from .mlp import TOLERANCE, step
-from .ranks import RankPool
-from .store import cell
-from .timing import Timing, measure
 
 # M, H and the rows of q, k and v: as many of each, and grouped queries.
 SIZES = ((2048, 512, (512, 512, 512)), (2048, 512, (512, 128, 128)), (4096, 1024, (1024, 1024, 1024)),
@@ -107,14 +106,29 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """A row a variant, with dtensor's time over its own by medians and the 95 % interval of that."""
     machine, samples = asdict(describe()), {name: Sample.of(timing) for name, timing in timings.items()}
-    size = {"M": M, "H": num_in, "widths": " ".join(map(str, widths)), "world_size": world_size, "dtype": "float32"}
+    lengths = {"M": M, "H": num_in, "widths": " ".join(map(str, widths)), "world_size": world_size, "dtype": "float32"}
     rows = []
     for name, timing in timings.items():
         found = ratio(samples["dtensor"], samples[name])
         speedup = {"speedup_vs_dtensor": found.ratio, "speedup_low": found.low, "speedup_high": found.high}
-        row = {"layer": "q, k, v, forward + backward", **size, "variant": name, **asdict(timing), **speedup, **machine}
+        row = {
+            "layer": "q, k, v, forward + backward",
+            **lengths,
+            "variant": name,
+            **asdict(timing),
+            **speedup,
+            **machine,
+        }
         rows.append({key: cell(value) if isinstance(value, str | tuple) else value for key, value in row.items()})
     return rows
+
+
+def size(text: str) -> tuple[int, int, tuple[int, ...]]:
+    """M, H and the rows of q, k and v; ValueError for what two ranks cannot split alike."""
+    M, num_in, *widths = (int(part) for part in text.split(","))
+    if len(widths) != len(NAMES) or min(M, num_in, *widths) < 1 or any(each % 2 for each in (M, *widths)):
+        raise ValueError(text)
+    return M, num_in, tuple(widths)
 
 
 def main() -> None:
@@ -122,11 +136,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for the rows, one folder a machine")
     parser.add_argument("--seconds", type=float, default=20.0, help="time for the rounds of one size")
+    parser.add_argument("--size", action="append", type=size, help="M,H,Nq,Nk,Nv, multiples of 2; may be repeated")
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with RankPool(2, timeout=300) as pool:
-        for size in SIZES:
-            rows += rows_of(*size, 2, pool.run(compare, *size, given.seconds)[0])
+        for M, num_in, widths in given.size or SIZES:
+            rows += rows_of(M, num_in, widths, 2, pool.run(compare, M, num_in, widths, given.seconds)[0])
     frame, path = pd.DataFrame(rows), given.out / describe().name / "grouped.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
     frame.to_csv(path, index=False)
