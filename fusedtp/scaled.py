@@ -120,6 +120,10 @@ def largest_finite(x: Tensor, over: tuple[int, ...] | None = None) -> Tensor:
     return magnitudes.amax(over, keepdim=True).float() if over else magnitudes.float()
 
 
+# Bits behind the point; torch's finfo has them wrong for e5m2fnuz.
+_MANTISSA = {dtype: 3 if "e4m3" in str(dtype) else 2 for dtype in formats.FLOAT8}
+
+
 def quantized(x: Tensor, most: Tensor, dtype: torch.dtype, *, power_of_two: bool) -> tuple[Tensor, Tensor]:
     """x in float8, and the scale that makes the magnitudes `most` the largest that `dtype` has."""
     wide, largest = x.float(), torch.finfo(dtype).max
@@ -129,7 +133,9 @@ def quantized(x: Tensor, most: Tensor, dtype: torch.dtype, *, power_of_two: bool
         # In float64: the quotient of a subnormal number is one too, and a GPU may take it for 0.
         scale = (most.double() / largest).clamp_min(torch.finfo(torch.float32).tiny)
     scale = torch.where(most == 0, 1.0, scale).float()
-    data = (wide / scale).clamp(-largest, largest)
+    # By powers of two a number near float32's largest would be rounded to 2^128, which is none of float32's.
+    highest = (2 - 2.0 ** -_MANTISSA[dtype]) * 2.0**127 if power_of_two else torch.finfo(torch.float32).max
+    data = (wide.clamp(-highest, highest) / scale).clamp(-largest, largest)
     lost = float("inf") if dtype == torch.float8_e5m2 else float("nan")
     data = torch.where(wide.isinf(), wide.sign() * lost, data)
     return data.to(dtype), scale

@@ -10,7 +10,7 @@ from fusedtp.bench.ranks import RankPool
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp import Scaled, reference, scaled
+from fusedtp import Scaled, formats, reference, scaled
 from fusedtp.calls.dispatch import Ready
 from fusedtp.scaled import BLOCK, E8M0, Quantized
 from fusedtp.scaled_mm import blocks_for_library, in_bfloat16, mm
@@ -83,3 +83,18 @@ def parts_of_blocks(group: ProcessGroup) -> None:
 
 def test_parts_of_blocks_are_refused(pool: RankPool) -> None:
     pool.run(parts_of_blocks, world_size=2)
+
+
+@pytest.mark.parametrize("dtype", formats.FLOAT8)
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_the_largest_numbers_stay_finite(dtype: torch.dtype, recipe: str) -> None:
+    largest = torch.finfo(torch.float32).max
+    x = largest * torch.linspace(0.9, 1, 64).repeat(2, 1) * torch.tensor([[1.0], [-1.0]])
+    made = [scaled(x, recipe, dtype=dtype, power_of_two=True)]
+    if dtype in formats.OCP:
+        made.append(scaled(x, "mxfp8", dtype=dtype))
+    for each in made:
+        values = each.values()
+        assert values.isfinite().all()
+        # Half a step of the two or three bits behind the point, or all of the last one.
+        assert ((values - x).abs() <= 0.125 * largest).all()

@@ -135,9 +135,12 @@ def apply(
             f"{other[0]}"
         )
     biases = bias if isinstance(bias, tuple) else (bias,)
-    for name, each in (*(("bias", each) for each in biases), ("residual", residual)):
+    bias_names = [f"bias[{i}]" for i in range(len(biases))] if several else ["bias"]
+    for name, each in (*zip(bias_names, biases, strict=True), ("residual", residual)):
         if each is not None and type(each) not in PLAIN:
             check_kind(name, each)
+        if each is not None and each.dtype != out:
+            raise ValueError(f"{name} must be in out_dtype, {out}, got {each.dtype}")
     given = [each for each in (*biases, residual) if isinstance(each, Tensor)]
     if torch.is_grad_enabled() and any([each.requires_grad for each in given]):
         raise ValueError(
