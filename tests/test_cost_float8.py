@@ -13,40 +13,36 @@ from fusedtp.cost import overlap
 from fusedtp.cost.hardware import HARDWARE
 from fusedtp.scaled import BLOCK, SCALE_BYTES, packed_bytes
 
+from .published_times import Published, of
 from .test_cost import invoke, plain
 
-# Matmul of e4m3 operands + reduce-scatter on 8 B300, microseconds: M, torch.ops.symm_mem's fused op, the scaled matmul
-# and then NCCL. N 16384 and, as the command is read here, K 7168 a rank. github.com/pytorch/pytorch issue 179770.
-PUBLISHED_FLOAT8 = (
-    (32, 249.8, 96.2), (64, 244.0, 73.9), (96, 289.3, 87.0), (128, 246.2, 74.1), (160, 247.2, 81.2),
-    (192, 247.7, 73.9), (224, 246.0, 81.8), (256, 248.1, 83.8), (320, 252.5, 87.7), (384, 250.5, 93.9),
-)  # fmt: skip
+# Matmul of e4m3 operands + reduce-scatter on 8 B300: the scaled matmul and then NCCL. N 16384 and, as the command is
+# read here, K 7168 a rank. github.com/pytorch/pytorch issue 179770.
+UNFUSED = of("issue 179770", way="unfused")
 
 
-@pytest.mark.parametrize(("M", "chunked", "unfused"), PUBLISHED_FLOAT8)
-def test_published_times_of_float8(M: int, chunked: float, unfused: float) -> None:
+@pytest.mark.parametrize("row", UNFUSED, ids=lambda row: f"{row.M} rows")
+def test_published_loss_of_few_rows_of_float8(row: Published) -> None:
+    """Issuing chunks from the host takes longer than both ops one after the other, theirs and by the model."""
+    (chunked,) = of("issue 179770", way="decomposed", M=row.M)
     found = cost.predict(
-        "matmul_reduce_scatter", M=M, N=16384, K=8 * 7168, world_size=8, dtype="float8_e4m3fn", hardware="b300",
+        "matmul_reduce_scatter", M=row.M, N=row.N, K=row.K, world_size=8, dtype=row.dtype, hardware="b300",
         casts=False,
     )  # fmt: skip
-    # Theirs is what `decomposed` is: a library matmul and a copy for every chunk. The model's time of a chunk is taken
-    # from here, and from copies on H100 that take as long; so this says only that no size matters. All but one row are
-    # within 5 %; that of 96 rows is 17 % above the others.
-    assert found.decomposed_us == pytest.approx(chunked, rel=0.18 if M == 96 else 0.05)
-    # Theirs is bound by the host too, which the model leaves out, as a graph does: it has 39 to 78 % of the time.
-    assert 0.35 * unfused < found.unfused_us < 0.80 * unfused
-    assert found.unfused_us / found.decomposed_us < unfused / chunked < 0.4
+    assert found.decomposed_us is not None
+    assert found.unfused_us / found.decomposed_us < 0.4
+    assert row.us / chunked.us < 0.4
     assert found.winner == "unfused"
     # Our kernel is not theirs, but it reads the weight for every rank's few rows.
     assert found.fused_us is not None
-    assert found.fused_us > 1.5 * found.unfused_us
+    assert found.fused_us > 1.3 * found.unfused_us
 
 
 def test_auto_does_not_fuse_few_rows_of_float8() -> None:
     allowed = ("fused", "decomposed", "unfused")
-    for M, *_ in PUBLISHED_FLOAT8:
+    for row in UNFUSED:
         made = tuning.decide(
-            None, HARDWARE["b300"], "matmul_reduce_scatter", "float8_e4m3fn", 8, M, 16384, allowed
+            None, HARDWARE["b300"], "matmul_reduce_scatter", "float8_e4m3fn", 8, row.M, 16384, allowed
         )  # fmt: skip
         assert made is not None
         assert made[0] == "unfused"
@@ -135,6 +131,10 @@ def test_without_units_for_float8_it_is_widened_and_not_fused() -> None:
     assert columns.fused_us > 0.9 * columns.ceiling_us
 
 
+def shown(time_us: float) -> str:
+    return f"{time_us:.1f}".removesuffix(".0")
+
+
 def test_command_knows_fp8() -> None:
     size = ("all_gather_matmul", "--m", "4096")
     result = invoke(*size, "--dtype", "fp8")
@@ -142,9 +142,9 @@ def test_command_knows_fp8() -> None:
     assert "all_gather_matmul, float8_e4m3fn, h100, microseconds" in result.output
     assert "by two kernels" in result.output
     found = cost.predict("all_gather_matmul", M=4096, N=28672, K=8192, world_size=8, dtype="float8_e4m3fn")
-    assert f" {found.unfused_us:.1f} " in result.output
+    assert f" {shown(found.unfused_us)} " in result.output
     given = invoke(*size, "--dtype", "float8_e4m3fn", "--no-casts")
-    assert f" {found.unfused_us - found.cast_us:.1f} " in given.output
+    assert f" {shown(found.unfused_us - found.cast_us)} " in given.output
     on_mi300x = invoke(*size, "--dtype", "fp8", "--hardware", "mi300x")
     assert "all_gather_matmul, float8_e4m3fnuz, mi300x, microseconds" in on_mi300x.output
     on_a100 = invoke(*size, "--dtype", "fp8", "--hardware", "a100")

@@ -22,11 +22,16 @@ class Hardware:
 
     link_gbps: to all peers together; peer_gbps: to one peer, where links are point to point and a small group cannot
     use them all. matrix_fraction: what a large library matmul reaches of the rate; kernel_fraction: what our kernel
-    reaches of the library's. The other fractions are of the link: the library's collectives, the copy engine, a
-    kernel's stores. overlap_slowdown: how much longer a matmul takes beside arriving data. chunk_us: what the host
-    takes to issue a chunk of a matmul with its copy, its signal and its wait. in_place: ranks are processes on one CPU
-    that read each other's memory where it lies, and launch_us is the host's cost of an op. widens_float8: the library's
-    way is to widen float8 all the same, as torch's scaled matmul is not used here.
+    reaches of the library's; reduce_fraction: what a kernel that only adds or scales reaches of the memory. The other
+    fractions are of the link: the copy engine, a kernel's stores, and the library's collectives, long messages
+    (collective_fraction), short ones (ll_) and sums in the switch (switch_, None where it cannot). multicast_: one
+    kernel's own reads and stores through the switch, and both of them at once. `collectives` says how each is used.
+
+    overlap_slowdown: how much longer a matmul takes beside arriving data. A wait takes flag_us until the signal is
+    there and poll_us until the program goes on. launch_us: a kernel behind another one; lone_us: one that is timed by
+    itself. chunk_us: what the host takes to issue a chunk of a matmul with its copy, its signal and its wait. in_place:
+    ranks are processes on one CPU that read each other's memory where it lies, and launch_us is the host's cost of an
+    op. widens_float8: the library's way is to widen float8 all the same, as torch's scaled matmul is not used here.
     """
 
     name: str
@@ -41,14 +46,25 @@ class Hardware:
     sources: Mapping[str, str] = field(repr=False)
     peer_gbps: float | None = None
     kernel_fraction: float = 0.97
-    collective_fraction: float = 0.67
+    reduce_fraction: float = 0.85
+    collective_fraction: float = 0.75
+    ll_fraction: float = 0.3
+    switch_fraction: float | None = None
+    multicast_fraction: float | None = None
+    multicast_sum_fraction: float | None = None
     copy_fraction: float = 0.82
     store_fraction: float = 0.76
     overlap_slowdown: float = 0.19
-    collective_start_us: float = 8.0
+    collective_start_us: float = 18.0
+    ll_hop_us: float = 0.6
+    ll128_hop_us: float = 1.9
+    simple_hop_us: float = 3.4
+    switch_start_us: float = 38.0
     copy_start_us: float = 2.7
     flag_us: float = 1.5
+    poll_us: float = 1.0
     launch_us: float = 3.0
+    lone_us: float = 7.0
     chunk_us: float = 30.0
     network_start_us: float = 10.0
     in_place: bool = False
@@ -102,25 +118,44 @@ OCP, FNUZ = "float8_e4m3fn", "float8_e4m3fnuz"
 # As `scaled_mm` does where torch has no scaled matmul.
 WIDENED = "float32"
 
-# Sources that several machines share.
+# Sources that several machines share. Rows that were fitted are those of 64, 1024 and 16384 tokens; the others check.
+_TOKENWEAVE = "8 H100, [64, 1024 and 16384, 8192] in bfloat16, github.com/microsoft/tokenweave figure_5.csv"
+_NCCL = "of NCCL's own tuning, hopper over NVLink, github.com/NVIDIA/nccl src/graph/tuning.cc"
 _LINK_USE = {
-    "collective_fraction": "8 Hopper GPUs, NCCL: busbw 242-301 of 450 GB/s at 16-32 MB, github.com/kvcache-ai/Mooncake "
-    "pull 3484; 360 GB/s at 128 MB and more, github.com/NVIDIA/nccl-tests issue 326; 300 between them",
+    "reduce_fraction": "a Triton kernel that adds 2 to 8 parts: 0.82-0.88 of the memory's rate, "
+    "github.com/pytorch/pytorch pull 191803; the middle",
+    "collective_fraction": f"fitted to reduce-scatter and all-gather of {_TOKENWEAVE}; 360 of 450 GB/s at 128 MB and "
+    "more, github.com/NVIDIA/nccl-tests issue 326",
+    "ll_fraction": f"fitted to reduce-scatter and all-gather of {_TOKENWEAVE}; 1/4 to 1/3 of a ring's rate {_NCCL}",
     "copy_fraction": "H100 peers, copy engine: 369 of 450 GB/s, published",
     "store_fraction": "H100 peers, plain stores: 343 of 450 GB/s, published",
     "kernel_fraction": "H100, persistent Triton kernel against cuBLAS at 8192 x 8192, K 1024 to 16384: within 3 %, "
     "Triton's Gluon tutorial; of our kernel assumed",
     "overlap_slowdown": "4 GPUs each of A100, H100, MI210, MI250: 18.9 % on average, arxiv.org/abs/2507.03114",
-    "collective_start_us": "8 Hopper GPUs, an NCCL all-reduce up to 512 KB takes 18-20 us, of which a flag a hop; "
+    "collective_start_us": f"fitted to all collectives of {_TOKENWEAVE}; includes torch's part; nccl-tests has 15, "
     "github.com/kvcache-ai/Mooncake pull 3484",
+    "ll_hop_us": f"ring and tree LL {_NCCL}",
+    "ll128_hop_us": f"ring LL128 {_NCCL}",
+    "simple_hop_us": f"ring Simple {_NCCL}",
+    "switch_start_us": f"fitted to all-reduce of {_TOKENWEAVE}; 23 to 25 {_NCCL}",
     "copy_start_us": "H20, copy engine from 64 KB (24 GB/s) to 128 MB (393 GB/s): 2.7 us + bytes / 397 GB/s, published",
     "flag_us": "H100, a signal over NVLink: 1-2 us, published",
+    "poll_us": f"a multimem all-reduce of {_TOKENWEAVE} takes 12 us beside its bytes: a lone kernel and two waits",
     "launch_us": "assumed: a kernel behind another one on its stream",
+    "lone_us": "8 H100, the shortest norms take 7.8 to 8.4 us, github.com/microsoft/tokenweave figure_4.csv",
     "chunk_us": "torch's fused scaled matmul + reduce-scatter, 8 B300: 244-252 us for M from 64 to 384, 8 chunks, "
     "github.com/pytorch/pytorch issue 179770; copies of 8 shards issued on 8 H100: 211-213 us, "
     "github.com/yifuwang/symm-mem-recipes",
     "network_start_us": "assumed: a message between nodes over InfiniBand",
 }
+# NVSwitch of the third generation and later.
+_SWITCH_RATES = {"switch_fraction": 0.57, "multicast_fraction": 0.8, "multicast_sum_fraction": 0.69}
+_SWITCH = {
+    "switch_fraction": f"fitted to NCCL's all-reduce of {_TOKENWEAVE}",
+    "multicast_fraction": f"fitted to multimem reduce-scatter and all-gather of {_TOKENWEAVE}",
+    "multicast_sum_fraction": f"fitted to multimem all-reduce of {_TOKENWEAVE}",
+}
+_LINK_USE |= _SWITCH
 _ELSEWHERE = {name: text if text.startswith("assumed") else f"assumed as on {text}" for name, text in _LINK_USE.items()}
 _NETWORK = "one 400 Gb/s adapter a GPU, NVIDIA DGX H100 data sheet"
 
@@ -155,28 +190,33 @@ _TABLE = (
         "h100", "NVIDIA H100 SXM", 450, 3350, _H100, 132, 8, 50, 0.65,
         _sheet("NVIDIA H100 data sheet; 900 GB/s both ways", _LINK_USE, matrix_fraction=_H100_RATE,
                network_gbps=_NETWORK),
+        **_SWITCH_RATES,
     ),
     Hardware(
         "h200", "NVIDIA H200 SXM", 450, 4800, _H100, 132, 8, 50, 0.79,
         _sheet("NVIDIA H200 data sheet; 900 GB/s both ways", _LINK_USE, network_gbps=_NETWORK,
                matrix_fraction="measured for this project on one H200: 770-798 of 990 TFLOP/s at 8192^3 in bfloat16"
                f"{_FLOAT8_TOO}"),
+        **_SWITCH_RATES,
     ),
     Hardware(
         "h800", "NVIDIA H800 SXM", 200, 3350, _H100, 132, 8, 50, 0.65,
         _sheet("NVIDIA H800 data sheet; 400 GB/s both ways", _ELSEWHERE, network_gbps=f"assumed {_NETWORK}",
                matrix_fraction=f"assumed as on H100: {_H100_RATE}"),
+        **_SWITCH_RATES,
     ),
     Hardware(
         "b200", "NVIDIA B200 SXM", 900, 8000, _tensor_cores(2250, 80, 40, 4500, blocks=True), 148, 8, 50, 0.7,
         _sheet("NVIDIA HGX B200 data sheet, 1000 W; 1.8 TB/s both ways", _ELSEWHERE, matrix_fraction="assumed",
                network_gbps="one 400 Gb/s adapter a GPU, NVIDIA DGX B200 data sheet"),
+        **_SWITCH_RATES,
     ),
     Hardware(
         "gb200-nvl72", "NVIDIA GB200 NVL72", 900, 8000,
         _tensor_cores(2500, 80, 40, 5000, blocks=True), 148, 72, 50, 0.7,
         _sheet("NVIDIA GB200 NVL72 data sheet, one of its 72 GPUs; 1.8 TB/s both ways", _ELSEWHERE,
                matrix_fraction="assumed", network_gbps="one 400 Gb/s adapter a GPU, NVIDIA GB200 NVL72 data sheet"),
+        **_SWITCH_RATES,
     ),
     Hardware(
         "mi300x", "AMD Instinct MI300X", 448, 5300,
@@ -204,6 +244,7 @@ _TABLE = (
         "b300", "NVIDIA B300 SXM", 900, 8000, _tensor_cores(2250, 75, 1.25, 4500, blocks=True), 148, 8, 100, 0.7,
         _sheet("NVIDIA HGX B300 data sheet; 1.8 TB/s both ways", _ELSEWHERE, matrix_fraction="assumed",
                num_sms="assumed as on B200", network_gbps="one 800 Gb/s adapter a GPU, NVIDIA DGX B300 data sheet"),
+        **_SWITCH_RATES,
     ),
 )  # fmt: skip
 
@@ -290,7 +331,8 @@ def measured_cpu(
         name, name, collective_gbps, memory_gbps, dict(matrix_tflops), 0, 1 << 16, collective_gbps, 1.0,
         dict.fromkeys(NUMBERS, source), collective_fraction=1.0, copy_fraction=1.0, store_fraction=1.0,
         kernel_fraction=1.0, overlap_slowdown=0.0, collective_start_us=collective_start_us, copy_start_us=0.0,
-        flag_us=flag_us, launch_us=host_us, chunk_us=0.0, in_place=True,
+        flag_us=flag_us, poll_us=0.0, launch_us=host_us, lone_us=host_us, chunk_us=0.0,
+        reduce_fraction=1.0, in_place=True,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ M, N, K are global sizes of y[M, N] = x[M, K] @ w[N, K].T over n ranks; S is the
     matmul_all_reduce        the same
     all_gather, reduce_scatter, all_reduce    a tensor [M, N] alone; K is not looked at
 
-    unfused      the library's collective, a ring: start + (n-1) flags + (n-1) S / (n W), before or after the matmul
+    unfused      the library's collective (`collectives`), before or after the matmul
     decomposed   n library matmuls; chunk i starts when it is there and the one before is done. Of a gather it is there
                  after i copies of (start + S / (n W)). A scatter is a gather run backwards, then a sum of n parts. On a
                  GPU at least the time in which the host issues n chunks

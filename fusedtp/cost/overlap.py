@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil, log2
+from math import ceil
 from typing import Literal
 
 from ..sharding.plan import ITEMSIZE, is_float8, made_of
+from .collectives import library_us
 from .hardware import WIDENED, Hardware
 
 # A matmul of fewer rows is bound by reading the weight, which every chunk would read again: `schedules.decomposed` puts
@@ -152,6 +153,11 @@ class Model:
         return self.machine.memory_gbps * 1e3
 
     @property
+    def wait(self) -> float:
+        """From a peer's last store until a program that waits for its signal goes on."""
+        return self.machine.flag_us + self.machine.poll_us
+
+    @property
     def cast(self) -> float:
         """This rank's part of x, or of what else is gathered, from bfloat16 to float8: before every schedule."""
         work, n = self.work, self.n
@@ -163,17 +169,14 @@ class Model:
 
     @cached_property
     def comm(self) -> float:
-        """The library's collective alone: a ring, the smallest all-reduces a tree."""
+        """The library's collective alone."""
         n, machine, total = self.n, self.machine, self.work.moved_bytes
         if n == 1:
             return 0.0
-        shares = 2 if self.work.kind == "all_reduce" else 1
-        hops = 2 * ceil(log2(n)) if self.work.kind == "all_reduce" else n - 1
-        inside = min(n, machine.domain_size)
-        link = machine.link(inside) * machine.collective_fraction
-        time = machine.collective_start_us + hops * machine.flag_us + shares * (n - 1) / n * total / link
+        time = library_us(self.work.kind, total, min(n, machine.domain_size), machine)
         if n > machine.domain_size:
             # Every domain's GPUs together bring in what the others have, while it spreads over the links inside.
+            shares, inside = 2 if self.work.kind == "all_reduce" else 1, machine.domain_size
             between = self.network(shares * total / inside, ceil(n / machine.domain_size))
             time = max(time, between) + machine.collective_start_us
         return time
@@ -234,17 +237,18 @@ class Model:
         bandwidth = machine.link(n) * (machine.store_fraction if by_kernel else machine.copy_fraction)
         # Kernels store to all peers in a row; a copy starts anew for each.
         step = 0.0 if by_kernel else machine.copy_start_us
-        begin = machine.launch_us + machine.flag_us
-        sum_us = machine.launch_us + (n + 1) * total / n / self.memory
+        begin = machine.launch_us + self.wait
+        added = total / (self.memory * machine.reduce_fraction)
+        sum_us = machine.launch_us + (n + 1) / n * added
         copy_us = machine.launch_us + 2 * total / self.memory
         if algorithm == "ring":
-            steps = (n - 1) * (machine.flag_us + total / n / bandwidth)
+            steps = (n - 1) * (self.wait + total / n / bandwidth)
             return begin + (2 * steps if work.kind == "all_reduce" else steps)
         hop = step + total / n / bandwidth
         parts = self.chunks(schedule, cut=cut and algorithm != "one_shot")
         if algorithm == "one_shot":
             sent = (n - 1) * (step + total / bandwidth)
-            summed = machine.launch_us + (n + 1) * total / self.memory
+            summed = machine.launch_us + (n + 1) * added
             # Kernels send a tile when it is done, copies the whole partial.
             arrivals = [begin + sent / n * (i + 1) for i in range(n)]
             both = self.recursion(parts, arrivals) if by_kernel else sum(parts) + begin + sent
@@ -266,7 +270,7 @@ class Model:
         kernel before and one after the matmul's.
         """
         n, machine, share = self.n, self.machine, self.work.moved_bytes / self.n
-        begin, after = machine.launch_us + machine.flag_us, 0.0
+        begin, after = machine.launch_us + self.wait, 0.0
         if producer == "push":
             hop = share / (machine.link(n) * machine.store_fraction)
             after = (n - 1) * hop * num_pushers(machine, n) / max(1, machine.num_sms) if self.work.flops else 0.0
