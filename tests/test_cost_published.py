@@ -13,8 +13,9 @@ import pytest
 from fusedtp.bench import generated
 
 from fusedtp import cost
+from fusedtp.calls import tuning
 from fusedtp.cost.collectives import library_us, multicast_us
-from fusedtp.cost.hardware import HARDWARE
+from fusedtp.cost.hardware import HARDWARE, measured_cpu
 
 from .published_times import REASONS, ROWS, Published, markdown, of
 from .test_cost import plain
@@ -90,6 +91,26 @@ def test_ways_by_hand() -> None:
     machine = plain(multicast_fraction=0.5, multicast_sum_fraction=0.8, lone_us=5.0, flag_us=1.0, poll_us=0.5)
     assert multicast_us("gather", 1e6, 4, machine) == pytest.approx(5 + 2 * 1.5 + 10 / 0.5)
     assert multicast_us("all_reduce", 1e6, 4, machine) == pytest.approx(5 + 2 * 1.5 + 12.5 / 0.8)
+
+
+def test_a_backend_between_processes_of_a_cpu_has_one_way() -> None:
+    machine = measured_cpu(
+        "cpu", matrix_tflops={"float32": 0.1}, memory_gbps=20.0, host_us=100.0, flag_us=10.0,
+        collective_start_us=1000.0, collective_gbps=1.0, source="made up",
+    )  # fmt: skip
+    assert library_us("gather", 4e6, 4, machine) == pytest.approx(1000 + 3 * 10 + 3 / 4 * 4e3)
+    assert library_us("all_reduce", 4e6, 4, machine) == pytest.approx(1000 + 4 * 10 + 2 * 3 / 4 * 4e3)
+
+
+def test_auto_leaves_large_sums_alone_to_the_switch_and_takes_small_ones() -> None:
+    chosen = {}
+    for rows in (64, 16384):
+        made = tuning.decide(
+            None, HARDWARE["h100"], "all_reduce", "bfloat16", 8, rows, 8192, ("fused", "decomposed", "unfused")
+        )  # fmt: skip
+        assert made is not None
+        chosen[rows] = made[0]
+    assert chosen == {64: "fused", 16384: "unfused"}
 
 
 def test_a_wait_and_a_sum_cost_what_they_are_said_to() -> None:

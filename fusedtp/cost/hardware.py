@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from ..sharding.plan import ITEMSIZE, is_float8
 
@@ -118,29 +118,29 @@ OCP, FNUZ = "float8_e4m3fn", "float8_e4m3fnuz"
 # As `scaled_mm` does where torch has no scaled matmul.
 WIDENED = "float32"
 
-# Sources that several machines share. Rows that were fitted are those of 64, 1024 and 16384 tokens; the others check.
-_TOKENWEAVE = "8 H100, [64, 1024 and 16384, 8192] in bfloat16, github.com/microsoft/tokenweave figure_5.csv"
-_NCCL = "of NCCL's own tuning, hopper over NVLink, github.com/NVIDIA/nccl src/graph/tuning.cc"
+# Sources that several machines share. What was fitted was so to 64, 1024 and 16384 tokens; other sizes check it.
+_TOKENWEAVE = "8 H100, [tokens, 8192] in bfloat16, github.com/microsoft/tokenweave figure_5.csv, fitted to "
+_NCCL = "by NCCL's own tuning, github.com/NVIDIA/nccl 2.28 src/graph/tuning.cc"
 _LINK_USE = {
-    "reduce_fraction": "a Triton kernel that adds 2 to 8 parts: 0.82-0.88 of the memory's rate, "
+    "reduce_fraction": "a GPU not named, a Triton kernel that adds 2 to 8 parts: 0.82-0.88, "
     "github.com/pytorch/pytorch pull 191803; the middle",
-    "collective_fraction": f"fitted to reduce-scatter and all-gather of {_TOKENWEAVE}; 360 of 450 GB/s at 128 MB and "
-    "more, github.com/NVIDIA/nccl-tests issue 326",
-    "ll_fraction": f"fitted to reduce-scatter and all-gather of {_TOKENWEAVE}; 1/4 to 1/3 of a ring's rate {_NCCL}",
+    "collective_fraction": f"{_TOKENWEAVE}NCCL's reduce-scatter and all-gather; 360 of 450 GB/s at 128 MB and more, "
+    "github.com/NVIDIA/nccl-tests issue 326",
+    "ll_fraction": f"{_TOKENWEAVE}NCCL's reduce-scatter and all-gather: 135 GB/s; at most 141 {_NCCL}",
     "copy_fraction": "H100 peers, copy engine: 369 of 450 GB/s, published",
     "store_fraction": "H100 peers, plain stores: 343 of 450 GB/s, published",
     "kernel_fraction": "H100, persistent Triton kernel against cuBLAS at 8192 x 8192, K 1024 to 16384: within 3 %, "
     "Triton's Gluon tutorial; of our kernel assumed",
     "overlap_slowdown": "4 GPUs each of A100, H100, MI210, MI250: 18.9 % on average, arxiv.org/abs/2507.03114",
-    "collective_start_us": f"fitted to all collectives of {_TOKENWEAVE}; includes torch's part; nccl-tests has 15, "
+    "collective_start_us": f"{_TOKENWEAVE}all of NCCL's collectives, torch's part in it; without torch 15, "
     "github.com/kvcache-ai/Mooncake pull 3484",
-    "ll_hop_us": f"ring and tree LL {_NCCL}",
-    "ll128_hop_us": f"ring LL128 {_NCCL}",
-    "simple_hop_us": f"ring Simple {_NCCL}",
-    "switch_start_us": f"fitted to all-reduce of {_TOKENWEAVE}; 23 to 25 {_NCCL}",
+    "ll_hop_us": f"NVLink, ring and tree LL {_NCCL}",
+    "ll128_hop_us": f"NVLink, ring LL128 {_NCCL}",
+    "simple_hop_us": f"NVLink, ring Simple {_NCCL}",
+    "switch_start_us": f"{_TOKENWEAVE}NCCL's all-reduce; 23 to 25 {_NCCL}",
     "copy_start_us": "H20, copy engine from 64 KB (24 GB/s) to 128 MB (393 GB/s): 2.7 us + bytes / 397 GB/s, published",
     "flag_us": "H100, a signal over NVLink: 1-2 us, published",
-    "poll_us": f"a multimem all-reduce of {_TOKENWEAVE} takes 12 us beside its bytes: a lone kernel and two waits",
+    "poll_us": f"{_TOKENWEAVE}multimem all-reduces, 12 us beside their bytes: a lone kernel and two waits",
     "launch_us": "assumed: a kernel behind another one on its stream",
     "lone_us": "8 H100, the shortest norms take 7.8 to 8.4 us, github.com/microsoft/tokenweave figure_4.csv",
     "chunk_us": "torch's fused scaled matmul + reduce-scatter, 8 B300: 244-252 us for M from 64 to 384, 8 chunks, "
@@ -148,14 +148,12 @@ _LINK_USE = {
     "github.com/yifuwang/symm-mem-recipes",
     "network_start_us": "assumed: a message between nodes over InfiniBand",
 }
-# NVSwitch of the third generation and later.
-_SWITCH_RATES = {"switch_fraction": 0.57, "multicast_fraction": 0.8, "multicast_sum_fraction": 0.69}
-_SWITCH = {
-    "switch_fraction": f"fitted to NCCL's all-reduce of {_TOKENWEAVE}",
-    "multicast_fraction": f"fitted to multimem reduce-scatter and all-gather of {_TOKENWEAVE}",
-    "multicast_sum_fraction": f"fitted to multimem all-reduce of {_TOKENWEAVE}",
+# Only where the switch can.
+_LINK_USE |= {
+    "switch_fraction": f"{_TOKENWEAVE}NCCL's all-reduce",
+    "multicast_fraction": f"{_TOKENWEAVE}multimem reduce-scatter and all-gather",
+    "multicast_sum_fraction": f"{_TOKENWEAVE}multimem all-reduce",
 }
-_LINK_USE |= _SWITCH
 _ELSEWHERE = {name: text if text.startswith("assumed") else f"assumed as on {text}" for name, text in _LINK_USE.items()}
 _NETWORK = "one 400 Gb/s adapter a GPU, NVIDIA DGX H100 data sheet"
 
@@ -190,33 +188,28 @@ _TABLE = (
         "h100", "NVIDIA H100 SXM", 450, 3350, _H100, 132, 8, 50, 0.65,
         _sheet("NVIDIA H100 data sheet; 900 GB/s both ways", _LINK_USE, matrix_fraction=_H100_RATE,
                network_gbps=_NETWORK),
-        **_SWITCH_RATES,
     ),
     Hardware(
         "h200", "NVIDIA H200 SXM", 450, 4800, _H100, 132, 8, 50, 0.79,
         _sheet("NVIDIA H200 data sheet; 900 GB/s both ways", _LINK_USE, network_gbps=_NETWORK,
                matrix_fraction="measured for this project on one H200: 770-798 of 990 TFLOP/s at 8192^3 in bfloat16"
                f"{_FLOAT8_TOO}"),
-        **_SWITCH_RATES,
     ),
     Hardware(
         "h800", "NVIDIA H800 SXM", 200, 3350, _H100, 132, 8, 50, 0.65,
         _sheet("NVIDIA H800 data sheet; 400 GB/s both ways", _ELSEWHERE, network_gbps=f"assumed {_NETWORK}",
                matrix_fraction=f"assumed as on H100: {_H100_RATE}"),
-        **_SWITCH_RATES,
     ),
     Hardware(
         "b200", "NVIDIA B200 SXM", 900, 8000, _tensor_cores(2250, 80, 40, 4500, blocks=True), 148, 8, 50, 0.7,
         _sheet("NVIDIA HGX B200 data sheet, 1000 W; 1.8 TB/s both ways", _ELSEWHERE, matrix_fraction="assumed",
                network_gbps="one 400 Gb/s adapter a GPU, NVIDIA DGX B200 data sheet"),
-        **_SWITCH_RATES,
     ),
     Hardware(
         "gb200-nvl72", "NVIDIA GB200 NVL72", 900, 8000,
         _tensor_cores(2500, 80, 40, 5000, blocks=True), 148, 72, 50, 0.7,
         _sheet("NVIDIA GB200 NVL72 data sheet, one of its 72 GPUs; 1.8 TB/s both ways", _ELSEWHERE,
                matrix_fraction="assumed", network_gbps="one 400 Gb/s adapter a GPU, NVIDIA GB200 NVL72 data sheet"),
-        **_SWITCH_RATES,
     ),
     Hardware(
         "mi300x", "AMD Instinct MI300X", 448, 5300,
@@ -244,11 +237,18 @@ _TABLE = (
         "b300", "NVIDIA B300 SXM", 900, 8000, _tensor_cores(2250, 75, 1.25, 4500, blocks=True), 148, 8, 100, 0.7,
         _sheet("NVIDIA HGX B300 data sheet; 1.8 TB/s both ways", _ELSEWHERE, matrix_fraction="assumed",
                num_sms="assumed as on B200", network_gbps="one 800 Gb/s adapter a GPU, NVIDIA DGX B300 data sheet"),
-        **_SWITCH_RATES,
     ),
 )  # fmt: skip
 
-HARDWARE: dict[str, Hardware] = {each.name: each for each in _TABLE}
+# Those whose NVSwitch is of the third generation or later: it sums and multicasts.
+_SWITCHED = ("h100", "h200", "h800", "b200", "gb200-nvl72", "b300")
+
+HARDWARE: dict[str, Hardware] = {
+    each.name: replace(each, switch_fraction=0.57, multicast_fraction=0.8, multicast_sum_fraction=0.69)
+    if each.name in _SWITCHED
+    else each
+    for each in _TABLE
+}
 
 # Rates and latencies beyond these are not real, and computing with them may overflow or divide by 0.
 LEAST_RATE, MOST_RATE, MOST_US = 1e-9, 1e9, 1e9
