@@ -49,7 +49,7 @@ class Published(NamedTuple):
     N: int
     K: int | None
     us: float
-    library_matmul_us: float | None
+    matmul_us: float | None
     kernel_matmul_us: float | None
     fitted: bool
     why: str
@@ -79,7 +79,7 @@ class Published(NamedTuple):
         algorithm = form.replace("-", "_") if form in ("one-shot", "two-shot") else "auto"
         found = cost.predict(
             what, M=self.M, N=self.N, K=self.K or 1, world_size=self.ranks, dtype=self.dtype, hardware=self.hardware,
-            matmul_us=self.library_matmul_us, kernel_matmul_us=self.kernel_matmul_us, algorithm=algorithm, casts=False,
+            matmul_us=self.matmul_us, kernel_matmul_us=self.kernel_matmul_us, algorithm=algorithm, casts=False,
         )  # fmt: skip
         if algorithm != "auto":
             assert found.fused_us is not None
@@ -102,7 +102,7 @@ def _read() -> list[Published]:
             Published(
                 each["source"], each["gpus"], each["hardware"], each["op"], each["way"], int(each["ranks"]),
                 each["dtype"], int(each["M"]), int(each["N"]), int(each["K"]) if each["K"] else None, float(each["us"]),
-                *(float(each[name]) if each[name] else None for name in ("library_matmul_us", "kernel_matmul_us")),
+                *(float(each[name]) if each[name] else None for name in ("matmul_us", "kernel_matmul_us")),
                 each["fitted"] == "yes", each["why"],
             )
             for each in csv.DictReader(file)
