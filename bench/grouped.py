@@ -17,17 +17,13 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import torch
-from fusedtp.bench.intervals import Sample, ratio
 from fusedtp.bench.machine import describe
-from fusedtp.bench.mlp import TOLERANCE, step
+from fusedtp.bench.mlp import TOLERANCE, rows_of, step
 from fusedtp.bench.ranks import RankPool
-from fusedtp.bench.store import cell
 from fusedtp.bench.timing import Timing, measure
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -101,28 +97,6 @@ def compare(group: ProcessGroup, M: int, num_in: int, widths: Sequence[int], sec
     return measure(runners, group, torch.device("cpu"), seconds=seconds)
 
 
-def rows_of(
-    M: int, num_in: int, widths: Sequence[int], world_size: int, timings: dict[str, Timing]
-) -> list[dict[str, Any]]:
-    """A row a variant, with dtensor's time over its own by medians and the 95 % interval of that."""
-    machine, samples = asdict(describe()), {name: Sample.of(timing) for name, timing in timings.items()}
-    lengths = {"M": M, "H": num_in, "widths": " ".join(map(str, widths)), "world_size": world_size, "dtype": "float32"}
-    rows = []
-    for name, timing in timings.items():
-        found = ratio(samples["dtensor"], samples[name])
-        speedup = {"speedup_vs_dtensor": found.ratio, "speedup_low": found.low, "speedup_high": found.high}
-        row = {
-            "layer": "q, k, v, forward + backward",
-            **lengths,
-            "variant": name,
-            **asdict(timing),
-            **speedup,
-            **machine,
-        }
-        rows.append({key: cell(value) if isinstance(value, str | tuple) else value for key, value in row.items()})
-    return rows
-
-
 def size(text: str) -> tuple[int, int, tuple[int, ...]]:
     """M, H and the rows of q, k and v; ValueError for what two ranks cannot split alike."""
     M, num_in, *widths = (int(part) for part in text.split(","))
@@ -138,10 +112,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="time for the rounds of one size")
     parser.add_argument("--size", action="append", type=size, help="M,H,Nq,Nk,Nv, multiples of 2; may be repeated")
     given = parser.parse_args()
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, object]] = []
     with RankPool(2, timeout=300) as pool:
         for M, num_in, widths in given.size or SIZES:
-            rows += rows_of(M, num_in, widths, 2, pool.run(compare, M, num_in, widths, given.seconds)[0])
+            lengths = {"M": M, "H": num_in, "widths": widths, "world_size": 2, "dtype": "float32"}
+            timings = pool.run(compare, M, num_in, widths, given.seconds)[0]
+            rows += rows_of({"layer": "q, k, v, forward + backward", **lengths}, timings)
     frame, path = pd.DataFrame(rows), given.out / describe().name / "grouped.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
     frame.to_csv(path, index=False)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -129,27 +129,32 @@ def compare(group: ProcessGroup, M: int, D: int, F: int, seconds: float, schedul
     return Result(M, D, F, world_size, measure(runners, group, torch.device("cpu"), seconds=seconds))
 
 
-def write(results: Sequence[Result], path: Path) -> None:
-    """Tidy rows, one a variant and size, with machine, commit and versions.
+def rows_of(about: Mapping[str, object], timings: Mapping[str, Timing]) -> list[dict[str, object]]:
+    """Tidy rows, one a variant, with what is said `about` all of them, machine, commit and versions.
 
     speedup_vs_dtensor is a ratio of medians, speedup_low and speedup_high the ends of its 95 % interval.
     """
-    from dataclasses import asdict
-
-    import pandas as pd
-
     from .machine import describe
     from .store import cell
 
-    machine = asdict(describe())
+    machine, samples = asdict(describe()), {variant: Sample.of(timing) for variant, timing in timings.items()}
+    rows = []
+    for variant, timing in timings.items():
+        found = ratio(samples["dtensor"], samples[variant])
+        speedup = {"speedup_vs_dtensor": found.ratio, "speedup_low": found.low, "speedup_high": found.high}
+        row = {**about, "variant": variant, **asdict(timing), **speedup, "gate": "passed", **machine}
+        rows.append({name: cell(value) if isinstance(value, str | tuple) else value for name, value in row.items()})
+    return rows
+
+
+def write(results: Sequence[Result], path: Path) -> None:
+    """`rows_of` all sizes."""
+    import pandas as pd
+
     layer = "ParallelMLP, GELU, no bias, sequence-parallel, forward + backward"
     rows = []
     for each in results:
         size = {"M": each.M, "D": each.D, "F": each.F, "world_size": each.world_size, "dtype": "float32"}
-        for variant, timing in each.timings.items():
-            found = each.speedup(variant)
-            speedup = {"speedup_vs_dtensor": found.ratio, "speedup_low": found.low, "speedup_high": found.high}
-            row = {"layer": layer, **size, "variant": variant, **asdict(timing), **speedup, "gate": "passed", **machine}
-            rows.append({name: cell(value) if isinstance(value, str | tuple) else value for name, value in row.items()})
+        rows += rows_of({"layer": layer, **size}, each.timings)
     path.parent.mkdir(parents=True, exist_ok=True)
     pd.DataFrame(rows).to_csv(path, index=False)

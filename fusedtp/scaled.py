@@ -133,9 +133,12 @@ def quantized(x: Tensor, most: Tensor, dtype: torch.dtype, *, power_of_two: bool
         # In float64: the quotient of a subnormal number is one too, and a GPU may take it for 0.
         scale = (most.double() / largest).clamp_min(torch.finfo(torch.float32).tiny)
     scale = torch.where(most == 0, 1.0, scale).float()
-    # By powers of two a number near float32's largest would be rounded to 2^128, which is none of float32's.
-    highest = (2 - 2.0 ** -_MANTISSA[dtype]) * 2.0**127 if power_of_two else torch.finfo(torch.float32).max
-    data = (wide.clamp(-highest, highest) / scale).clamp(-largest, largest)
+    finite = wide
+    if power_of_two:
+        # A number near float32's largest would be rounded to 2^128, which is none of float32's.
+        highest = (2 - 2.0 ** -_MANTISSA[dtype]) * 2.0**127
+        finite = wide.clamp(-highest, highest)
+    data = (finite / scale).clamp(-largest, largest)
     lost = float("inf") if dtype == torch.float8_e5m2 else float("nan")
     data = torch.where(wide.isinf(), wide.sign() * lost, data)
     return data.to(dtype), scale
