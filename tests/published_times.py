@@ -2,7 +2,7 @@
 
 Sizes are global, M x N x K; of a tensor without a matmul M x N, or its length alone. A way is a schedule, a form of
 one, or what it is beside them: the library's matmul alone, a multimem kernel, a kernel that adds and normalizes.
-library_ and kernel_matmul_us are the measured matmuls where they were published too; fitted: a number of
+matmul_us and kernel_matmul_us are the measured matmuls where they were published too; fitted: a number of
 `cost.hardware` was taken from it. Where the model cannot say what was measured, `why` names the reason, a key of
 REASONS.
 """
