@@ -129,10 +129,13 @@ def compare(group: ProcessGroup, M: int, D: int, F: int, seconds: float, schedul
     return Result(M, D, F, world_size, measure(runners, group, torch.device("cpu"), seconds=seconds))
 
 
-def rows_of(about: Mapping[str, object], timings: Mapping[str, Timing]) -> list[dict[str, object]]:
+def rows_of(
+    about: Mapping[str, object], timings: Mapping[str, Timing], over: Sequence[str] = ("dtensor",)
+) -> list[dict[str, object]]:
     """Tidy rows, one a variant, with what is said `about` all of them, machine, commit and versions.
 
-    speedup_vs_dtensor is a ratio of medians, speedup_low and speedup_high the ends of its 95 % interval.
+    speedup_vs_dtensor is a ratio of medians, speedup_low and speedup_high the ends of its 95 % interval; `over` names
+    the variants that there is a speed-up over, of which the first one has the interval.
     """
     from .machine import describe
     from .store import cell
@@ -140,8 +143,9 @@ def rows_of(about: Mapping[str, object], timings: Mapping[str, Timing]) -> list[
     machine, samples = asdict(describe()), {variant: Sample.of(timing) for variant, timing in timings.items()}
     rows = []
     for variant, timing in timings.items():
-        found = ratio(samples["dtensor"], samples[variant])
-        speedup = {"speedup_vs_dtensor": found.ratio, "speedup_low": found.low, "speedup_high": found.high}
+        found = [ratio(samples[each], samples[variant]) for each in over]
+        speedup = {f"speedup_vs_{name}": each.ratio for name, each in zip(over, found, strict=True)}
+        speedup |= {"speedup_low": found[0].low, "speedup_high": found[0].high}
         row = {**about, "variant": variant, **asdict(timing), **speedup, "gate": "passed", **machine}
         rows.append({name: cell(value) if isinstance(value, str | tuple) else value for name, value in row.items()})
     return rows

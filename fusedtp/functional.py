@@ -27,11 +27,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import groups, turns
+from . import groups, norms, turns
 from .calls import arguments, eager, operators, problems, quantized
-from .calls.call import described
+from .calls.settings import described
 from .groups import Group
-from .op import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Activation, GatedActivation, Op
+from .norms import Norm
+from .op import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, RMS_NORM, Activation, GatedActivation, NormName, Op
 from .recipes import Float8
 from .scaled import Scaled
 from .sharding.notation import parse
@@ -165,16 +166,35 @@ def all_gather_linear(
             problems.all_gather_problem, x, weight, bias, group, options, out_dtype, None, activation
         )  # fmt: skip
     if not isinstance(weight, list | tuple):
-        return eager.apply(
+        return eager.apply(  # type: ignore[no-any-return]
             problems.all_gather_problem, x, weight, bias, group, options, activation=activation  # type: ignore
         )  # fmt: skip
     weights, biases = arguments.several(weight, bias)
     if len(weights) == 1:
         return (eager.apply(problems.all_gather_problem, x, weights[0], biases[0], group, options,  # type: ignore
                             activation=activation),)  # fmt: skip
-    return eager.apply(
+    return eager.apply(  # type: ignore[no-any-return]
         problems.all_gather_problem, x, weights, biases, group, options, activation=activation  # type: ignore
     )  # fmt: skip
+
+
+@overload
+def linear_reduce_scatter(
+    x: Tensor | Scaled, weight: Tensor | Scaled, bias: Tensor | None = None, *, group: Group = None,
+    scatter_dim: int = 0, sizes: Sequence[int] | None = None, schedule: str = "auto", debug: bool = False,
+    producer: str = "auto", residual: Tensor | None = None, norm_weight: None = None,
+    out_dtype: torch.dtype | None = None, float8: Float8 | None = None,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def linear_reduce_scatter(
+    x: Tensor | Scaled, weight: Tensor | Scaled, bias: Tensor | None = None, *, norm_weight: Tensor,
+    norm_bias: Tensor | None = None, norm_eps: float = 1e-6, norm: NormName = "rms_norm", group: Group = None,
+    scatter_dim: int = 0, sizes: Sequence[int] | None = None, schedule: str = "auto", debug: bool = False,
+    producer: str = "auto", residual: Tensor | None = None, out_dtype: torch.dtype | None = None,
+    float8: Float8 | None = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def linear_reduce_scatter(
@@ -189,9 +209,13 @@ def linear_reduce_scatter(
     debug: bool = False,
     producer: str = "auto",
     residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm: NormName = "rms_norm",
     out_dtype: torch.dtype | None = None,
     float8: Float8 | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """`reduce_scatter(F.linear(x, weight), scatter_dim) + bias + residual` in one op, differentiable.
 
     x [..., K_r] and weight [N, K_r] are this rank's part of the contraction; the result is the sum over ranks, of which
@@ -200,14 +224,40 @@ def linear_reduce_scatter(
     rank and is added where the sum is rounded. Backward: dy is gathered, once for both dx and dw; it is the residual's
     gradient. Errors as in `all_gather_linear`.
 
+    With `norm_weight` [N] there are two results, (normed, y): y as above and its norm, of each row, `norm` rms_norm or
+    layer_norm, the latter maybe with `norm_bias` [N]. Both are whole, the same on every rank, and so are their
+    gradients: in backward the ranks' terms of these are added up, the only numbers that travel for a norm.
+
     x and weight may be `Scaled`: each rank scales its own terms, which travel in `out_dtype`, bfloat16 by default.
     """
     options = scatter_dim, sizes, schedule, debug, producer, float8
+    normed: Norm | None = None
+    if norm_weight is not None or norm_bias is not None or norm != RMS_NORM:
+        normed = norms.asked_for(norm, norm_weight, norm_bias, norm_eps)
     if (out_dtype is not None or type(x) is not Tensor) and not quantized.plain(x, weight, out_dtype, float8):
         return quantized.apply(  # type: ignore[no-any-return]
-            problems.reduce_scatter_problem, x, weight, bias, group, options, out_dtype, residual
+            problems.reduce_scatter_problem, x, weight, bias, group, options, out_dtype, residual, norm=normed
         )  # fmt: skip
-    return eager.apply(problems.reduce_scatter_problem, x, weight, bias, group, options, residual)  # type: ignore
+    return eager.apply(  # type: ignore[no-any-return]
+        problems.reduce_scatter_problem, x, weight, bias, group, options, residual, norm=normed  # type: ignore
+    )  # fmt: skip
+
+
+@overload
+def linear_all_reduce(
+    x: Tensor | Scaled, weight: Tensor | Scaled, bias: Tensor | None = None, *, group: Group = None,
+    schedule: str = "auto", algorithm: str = "auto", debug: bool = False, residual: Tensor | None = None,
+    norm_weight: None = None, out_dtype: torch.dtype | None = None, float8: Float8 | None = None,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def linear_all_reduce(
+    x: Tensor | Scaled, weight: Tensor | Scaled, bias: Tensor | None = None, *, norm_weight: Tensor,
+    norm_bias: Tensor | None = None, norm_eps: float = 1e-6, norm: NormName = "rms_norm", group: Group = None,
+    schedule: str = "auto", algorithm: str = "auto", debug: bool = False, residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None, float8: Float8 | None = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def linear_all_reduce(
@@ -220,22 +270,31 @@ def linear_all_reduce(
     algorithm: str = "auto",
     debug: bool = False,
     residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm: NormName = "rms_norm",
     out_dtype: torch.dtype | None = None,
     float8: Float8 | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """`all_reduce(F.linear(x, weight)) + bias + residual` in one op, differentiable.
 
     x [..., K_r], weight [N, K_r], a whole bias [N] and a whole residual [..., N] give [..., N], the same on every rank.
     `algorithm` is auto, one_shot (fewest steps) or two_shot (fewest bytes). Backward sends nothing, but for
-    tensorwise float8 its scales' numbers: dy is the same on every rank already. Scaled operands as in
-    `linear_reduce_scatter`, errors as in `all_gather_linear`.
+    tensorwise float8 its scales' numbers: dy is the same on every rank already. With `norm_weight` the result is
+    (normed, y) and Scaled operands are taken, as in `linear_reduce_scatter`; errors as in `all_gather_linear`.
     """
     options = schedule, algorithm, debug, float8
+    normed: Norm | None = None
+    if norm_weight is not None or norm_bias is not None or norm != RMS_NORM:
+        normed = norms.asked_for(norm, norm_weight, norm_bias, norm_eps)
     if (out_dtype is not None or type(x) is not Tensor) and not quantized.plain(x, weight, out_dtype, float8):
         return quantized.apply(  # type: ignore[no-any-return]
-            problems.all_reduce_problem, x, weight, bias, group, options, out_dtype, residual
+            problems.all_reduce_problem, x, weight, bias, group, options, out_dtype, residual, norm=normed
         )  # fmt: skip
-    return eager.apply(problems.all_reduce_problem, x, weight, bias, group, options, residual)  # type: ignore
+    return eager.apply(  # type: ignore[no-any-return]
+        problems.all_reduce_problem, x, weight, bias, group, options, residual, norm=normed  # type: ignore
+    )  # fmt: skip
 
 
 def fsdp_linear(
@@ -264,7 +323,7 @@ def fsdp_linear(
         return quantized.apply(  # type: ignore[no-any-return]
             problems.fsdp_problem, x, weight_shard, bias, group, options, out_dtype, None, activation
         )  # fmt: skip
-    return eager.apply(
+    return eager.apply(  # type: ignore[no-any-return]
         problems.fsdp_problem, x, weight_shard, bias, group, options, activation=activation  # type: ignore
     )  # fmt: skip
 

@@ -28,142 +28,20 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
-from . import groups
-from .calls import arguments, dispatch, eager, parameters, problems
+from . import groups, norms
+from .calls import arguments, eager, parameters, problems
 from .calls.call import Prepare
 from .groups import Group
-from .op import Activation, GatedActivation
+from .norms import Norm
+from .op import LAYER_NORM, Activation, GatedActivation, NormName
 from .recipes import Float8
+from .sharded_linear import Device, ShardedLinear
 from .shards import check_sizes, chunk_sizes
 
-Device = torch.device | str | int | None
 
-
-class _ShardedLinear(nn.Module):
-    # What the layers share: nn.Linear's parameters, the weight split along its out features (`_dim` 0) or its in
-    # features (1). Several `_matrices` of one shape are stacked along a leading dim: DTensor could not cut each of
-    # them otherwise.
-    _dim = 0
-    _bias_is_split = False
-    _matrices = 1
-    padded_sizes: Tensor
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool,
-        device: Device,
-        dtype: torch.dtype | None,
-        group: Group,
-        feature_sizes: Sequence[int] | None,
-        schedule: str,
-        debug: bool,
-        producer: str,
-        float8: Float8 | None,
-    ) -> None:
-        super().__init__()
-        dispatch.check_schedule(schedule)
-        arguments.check_producer(producer, schedule)
-        arguments.flag("bias", bias)
-        arguments.parameter_options(device, dtype)
-        self.group: ProcessGroup = groups.resolve(group)
-        in_features, out_features = arguments.features(in_features=in_features, out_features=out_features)
-        self.in_features, self.out_features = in_features, out_features
-        self.schedule, self.debug, self.producer = schedule, arguments.flag("debug", debug), producer
-        self.float8 = arguments.float8_of(float8, dtype or torch.get_default_dtype(), "parameters")
-        self.feature_sizes = self._sizes_of(feature_sizes, (out_features, in_features)[self._dim])
-        lead = (self._matrices,) * (self._matrices > 1)
-        rows = out_features // self._matrices
-        # How each matrix is cut, and along which dims of the parameters.
-        self._sizes = tuple(size // self._matrices for size in self.feature_sizes)
-        self._dims = {"weight": len(lead) + self._dim, "bias": len(lead) if self._bias_is_split else None}
-        mesh = parameters.mesh_of(group, self.group, device)
-        made = mesh, device, dtype
-        self.weight = parameters.sharded((*lead, rows, in_features), len(lead) + self._dim, self._sizes, *made)
-        self.bias: nn.Parameter | None = None
-        if bias and self._bias_is_split:
-            self.bias = parameters.sharded((*lead, rows), len(lead), self._sizes, *made)
-        elif bias:
-            self.bias = parameters.whole((out_features,), *made)
-        self._is_padded = parameters.is_padded(self._sizes)
-        if self._is_padded:
-            # In the state too, and compared on loading: the shapes alone would fit other sizes with as long a shard.
-            self.register_buffer("padded_sizes", torch.tensor(self._sizes, device=device))
-        self.reset_parameters()
-
-    def _sizes_of(self, sizes: Sequence[int] | None, length: int) -> tuple[int, ...]:
-        world_size = self.group.size()
-        if sizes is None:
-            return tuple(self._matrices * size for size in chunk_sizes(length // self._matrices, world_size))
-        return check_sizes(sizes, world_size=world_size, length=length, name="feature_sizes")
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draw what nn.Linear would draw, on every rank alike, and keep this rank's part.
-
-        The seed must be the same on every rank. A parameter on the meta device draws nothing.
-        """
-        if self._is_padded:
-            self.padded_sizes.copy_(torch.tensor(self._sizes))
-        rows, weight, bias = self.out_features // self._matrices, self.weight, self.bias
-        drawn = [
-            nn.Linear(self.in_features, rows, bias is not None, weight.device, weight.dtype)
-            for _ in range(self._matrices)
-        ]
-        for name, parameter in (("weight", weight), ("bias", bias)):
-            if parameter is not None and not parameter.is_meta:
-                values = [getattr(each, name) for each in drawn]
-                parameters.fill(
-                    parameter, values[0] if len(values) == 1 else torch.stack(values), self._dims[name], self._sizes
-                )
-
-    def _linear(
-        self, prepare: Prepare, x: Tensor, *options: Any, residual: Tensor | None = None, activation: str | None = None
-    ) -> Tensor:
-        if not self._is_padded:
-            return eager.of_parameters(
-                prepare, x, self.weight, self.bias, self.group, *options, residual=residual, activation=activation
-            )
-        size = self._sizes[self.group.rank()]
-        weight = self._own("weight", self.weight, size, 2)
-        bias = None if self.bias is None else self._own("bias", self.bias, size, 1)
-        return eager.apply(prepare, x, weight, bias, self.group, options, residual, activation)
-
-    def _own(self, name: str, parameter: Tensor, size: int, ndim: int) -> Tensor:
-        value, dim = parameters.local(parameter, parameter.ndim), self._dims[name]
-        return parameters.local(value if dim is None else value.narrow(dim, 0, size), ndim)
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], strict: bool, missing: list[str],
-        unexpected: list[str], errors: list[str],
-    ) -> None:  # fmt: skip
-        theirs = state_dict.get(f"{prefix}padded_sizes")
-        if theirs is not None and self._is_padded and theirs.tolist() != list(self._sizes):
-            errors.append(
-                f"{prefix}weight is padded for shards of {tuple(theirs.tolist())}, this layer's are {self._sizes}: "
-                "feature_sizes that are not as DTensor splits them hold for the same ranks only"
-            )
-            return
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
-
-    def extra_repr(self) -> str:
-        split = ", ".join(map(str, self.feature_sizes))
-        text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        text = f"{text}, feature_sizes=({split}), rank={self.group.rank()}, schedule={self.schedule!r}"
-        return text if self.float8 is None else f"{text}, float8={self.float8!r}"
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A process group can be neither copied nor pickled; its name can, and means the same group on a copy.
-        return {**self.__dict__, "group": self.group.group_name}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "group": groups.resolve(state["group"])})  # type: ignore[no-untyped-call]
-
-
-class ColumnParallelLinear(_ShardedLinear):
+class ColumnParallelLinear(ShardedLinear):
     """y = x @ weight.T + bias, this rank's columns of y.
 
     weight [out_features, in_features], bias [out_features], of each of which this rank has feature_sizes[rank] rows
@@ -206,19 +84,19 @@ class ColumnParallelLinear(_ShardedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.sequence_parallel:
-            return self._linear(
+            return self._linear(  # type: ignore[no-any-return]
                 problems.replicated_problem, x, self.schedule, self.debug, self.float8, activation=self.activation
             )  # fmt: skip
         describe = problems.all_gather_problem
         options = self.gather_dim, self.sequence_sizes, self.schedule, self.debug, self.producer, self.float8
-        return self._linear(describe, x, *options, activation=self.activation)
+        return self._linear(describe, x, *options, activation=self.activation)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
         text = f"{super().extra_repr()}, sequence_parallel={self.sequence_parallel}, gather_dim={self.gather_dim}"
         return text if self.activation is None else f"{text}, activation={self.activation!r}"
 
 
-class RowParallelLinear(_ShardedLinear):
+class RowParallelLinear(ShardedLinear):
     """y = sum over ranks of x @ weight.T, + bias; x holds this rank's features.
 
     weight [out_features, in_features], of which this rank has feature_sizes[rank] columns, bias [out_features], whole
@@ -227,7 +105,9 @@ class RowParallelLinear(_ShardedLinear):
 
     scatter_dim: 0 for [sequence, batch, features], 1 for [batch, sequence, features]. feature_sizes: in_features on
     every rank, by default as DTensor splits them. sequence_sizes: y's length on every rank, by default as even as can
-    be; it may be set anew between calls.
+    be; it may be set anew between calls. norm: rms_norm or layer_norm of y, in the same op, with parameters of the
+    layer's own, `norm_weight` [out_features] of ones and layer_norm's `norm_bias` of zeros, whole as the bias is; the
+    result is then (normed, y).
     """
 
     _dim = 1
@@ -249,7 +129,11 @@ class RowParallelLinear(_ShardedLinear):
         debug: bool = False,
         producer: str = "auto",
         float8: Float8 | None = None,
+        norm: NormName | None = None,
+        norm_eps: float = 1e-6,
     ) -> None:
+        self.norm_eps = norms.check_eps(norm_eps)
+        self.norm = None if norm is None else norms.check_name(norm)
         super().__init__(
             in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, debug, producer, float8
         )
@@ -257,21 +141,39 @@ class RowParallelLinear(_ShardedLinear):
         self.scatter_dim = arguments.sequence_dim("scatter_dim", scatter_dim)
         self.sequence_sizes = arguments.sequence_sizes(sequence_sizes, self.group)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """y; with a residual, which lies as y does, y + residual."""
+    def _make_more(self, mesh: DeviceMesh, device: Device, dtype: torch.dtype | None) -> None:
+        made = (self.out_features,), mesh, device, dtype
+        self.norm_weight = parameters.whole(*made) if self.norm else None
+        self.norm_bias = parameters.whole(*made) if self.norm == LAYER_NORM else None
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """As the layers do; of a norm the weight is ones, the bias zeros."""
+        super().reset_parameters()
+        for each, value in ((self.norm_weight, 1.0), (self.norm_bias, 0.0)):
+            if each is not None and not each.is_meta:
+                each.fill_(value)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """y; with a residual, which lies as y does, y + residual; with a norm (normed, y)."""
+        norm: Norm | None = None
+        if self.norm_weight is not None:
+            norm = Norm(self.norm or "", self.norm_eps, self.norm_weight, self.norm_bias)
         if not self.sequence_parallel:
-            return self._linear(
-                problems.all_reduce_problem, x, self.schedule, "auto", self.debug, self.float8, residual=residual
+            return self._linear(  # type: ignore[no-any-return]
+                problems.all_reduce_problem, x, self.schedule, "auto", self.debug, self.float8, residual=residual,
+                norm=norm,
             )  # fmt: skip
         describe = problems.reduce_scatter_problem
         options = self.scatter_dim, self.sequence_sizes, self.schedule, self.debug, self.producer, self.float8
-        return self._linear(describe, x, *options, residual=residual)
+        return self._linear(describe, x, *options, residual=residual, norm=norm)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, sequence_parallel={self.sequence_parallel}, scatter_dim={self.scatter_dim}"
+        text = f"{super().extra_repr()}, sequence_parallel={self.sequence_parallel}, scatter_dim={self.scatter_dim}"
+        return text if self.norm is None else f"{text}, norm={self.norm!r}, norm_eps={self.norm_eps}"
 
 
-class FSDPLinear(_ShardedLinear):
+class FSDPLinear(ShardedLinear):
     """y = x @ all_gather(weight).T + bias; x and y are this rank's own rows.
 
     weight [out_features, in_features], of which this rank has feature_sizes[rank] rows, bias [out_features], whole
@@ -304,7 +206,9 @@ class FSDPLinear(_ShardedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         options = self.feature_sizes, self.schedule, self.debug, self.producer, self.float8
-        return self._linear(problems.fsdp_problem, x, *options, activation=self.activation)
+        return self._linear(  # type: ignore[no-any-return]
+            problems.fsdp_problem, x, *options, activation=self.activation
+        )  # fmt: skip
 
 
 class _GateUpLinear(ColumnParallelLinear):
@@ -312,11 +216,11 @@ class _GateUpLinear(ColumnParallelLinear):
     # all that comes out. They start as two nn.Linear would, drawn one after the other.
     _matrices = 2
 
-    def _linear(self, prepare: Prepare, x: Tensor, *options: Any, **more: Any) -> Tensor:
+    def _linear(self, prepare: Prepare, x: Tensor, *options: Any, **more: Any) -> Any:
         size = self._sizes[self.group.rank()]
         weights = self._own("weight", self.weight, size, 3).unbind()
         biases = (None, None) if self.bias is None else self._own("bias", self.bias, size, 2).unbind()
-        return eager.apply(prepare, x, weights, biases, self.group, options, **more)  # type: ignore[return-value]
+        return eager.apply(prepare, x, weights, biases, self.group, options, **more)
 
 
 class ParallelMLP(nn.Module):

@@ -26,6 +26,9 @@ transposed, and a bias has an element for each row of X @ b, which is now a colu
 
 An all_gather_matmul may end with an activation, one of `ACTIVATIONS`: of each X @ b + bias, or a `GATED` one of two of
 them, gate and up, which has one result. If it `keeps` them, these products are results too, behind the others.
+
+A sum, of one block, may end with a norm of its rows, one of `NORMS`: its weight and bias [N] stand behind the op's
+operands, and the normed sum is a result behind it.
 """
 
 from __future__ import annotations
@@ -47,6 +50,8 @@ GatedActivation: TypeAlias = Literal["swiglu", "geglu"]
 # With a gate: what is made of that before `up` is multiplied with it.
 GATED: Mapping[str, Activation] = {"swiglu": "silu", "geglu": "gelu"}
 ACTIVATIONS = (*get_args(Activation), *GATED)
+NormName: TypeAlias = Literal["rms_norm", "layer_norm"]
+RMS_NORM, LAYER_NORM = NORMS = get_args(NormName)
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ class Task:
     sizes: every rank's length of what is gathered or scattered. dim, transposed, activation ("" for none), keeps: see
     above. algorithm: one of the op's, or "auto". float8: what the first operand is in, if a and b are float8 with
     scales (`scaled.Quantized`); dtype is then the result's, in which terms of a sum travel. in_blocks: whether scales
-    are those of blocks.
+    are those of blocks. norm: "" for none, and its eps.
     """
 
     op: Op
@@ -98,19 +103,21 @@ class Task:
     keeps: bool = False
     float8: torch.dtype | None = None
     in_blocks: bool = False
+    norm: str = ""
+    eps: float = 0.0
 
     @classmethod
     def of(
         cls, op: Op, *operands: Any, sizes: Sequence[int] = (), dim: int = 0, transposed: bool = False,
         algorithm: str = "auto", activation: str = "", keeps: bool = False, float8: torch.dtype | None = None,
-        in_blocks: bool = False,
+        in_blocks: bool = False, norm: str = "", eps: float = 0.0,
     ) -> Task:  # fmt: skip
         """The task on these operands."""
         shapes = [None if each is None else (each.shape[0], each.shape[1]) if each.ndim == 2 else (1, each.shape[0])
                   for each in operands]  # fmt: skip
         x = operands[0]
         assert x is not None
-        options = tuple(sizes), dim, transposed, algorithm, activation, keeps, float8, in_blocks
+        options = tuple(sizes), dim, transposed, algorithm, activation, keeps, float8, in_blocks, norm, eps
         return cls(op, tuple(shapes), x.dtype, *options)
 
     def __hash__(self) -> int:
@@ -120,7 +127,7 @@ class Task:
     def _hash(self) -> int:
         # Tasks are looked up at every call.
         options = self.dim, self.transposed, self.algorithm, self.activation, self.keeps, self.float8, self.in_blocks
-        return hash((self.op.name, self.shapes, self.dtype, self.sizes, options))
+        return hash((self.op.name, self.shapes, self.dtype, self.sizes, options, self.norm, self.eps))
 
     def shape(self, operand: int) -> Shape:
         """The shape of an operand that is given."""
@@ -139,7 +146,7 @@ class Task:
 
     def blocks(self, given: Sequence[T]) -> list[tuple[T, ...]]:
         """What follows the op's first operands, or their shapes, by block."""
-        first, count = self.op.operands, self.op.block
+        first, count = self.op.operands, 0 if self.norm else self.op.block
         return [tuple(given[i : i + count]) for i in range(first, len(given), count)] if count else []
 
     @property
@@ -200,6 +207,8 @@ def _after_gather(task: Task, rank: int) -> tuple[Shape, ...]:
 def _scattered(task: Task, rank: int) -> tuple[Shape, ...]:
     (M, N), own = _product(task), task.sizes[rank]
     first = (own, N) if task.dim == 0 else (M, own)
+    if task.norm:
+        return first, first
     lefts = (*task.shapes[3:4], *(left for _, _, left in task.blocks(task.shapes)))
     return (first, *((left[0], task.shape(4)[1]) for left in lefts if left is not None))
 
@@ -213,7 +222,8 @@ def _agreed_of_product(task: Task) -> Mapping[str, Any]:
     if task.has(4):
         return {**agreed, "columns gathered": task.shape(4)[1]}
     given = {"bias": task.has(2), "residual": task.adds}
-    return agreed | {name: "given" if is_given else "none" for name, is_given in given.items()}
+    agreed |= {name: "given" if is_given else "none" for name, is_given in given.items()}
+    return agreed | {"norm": f"{task.norm} with eps {task.eps!r}" if task.norm else "none"}
 
 
 def _agreed_of_gather(task: Task) -> Mapping[str, Any]:
@@ -233,7 +243,7 @@ MATMUL_REDUCE_SCATTER = Op(
 )
 MATMUL_ALL_REDUCE = Op(
     "matmul_all_reduce", "all_reduce", 4, 2, ("one_shot", "two_shot"),
-    results=lambda task, rank: (_product(task),), moved=_product, agreed=_agreed_of_product,
+    results=lambda task, rank: (_product(task),) * (2 if task.norm else 1), moved=_product, agreed=_agreed_of_product,
 )  # fmt: skip
 ALL_GATHER = Op(
     "all_gather", "gather", 1, 0, ("direct", "ring"),

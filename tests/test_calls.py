@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 import fusedtp
 from fusedtp import groups
 from fusedtp.calls import call
+from fusedtp.calls.settings import described
 
 
 def ones(*shape: int) -> Tensor:
@@ -81,7 +82,7 @@ class Named:
 def test_a_call_on_another_device_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     group = Named("both")
     monkeypatch.setattr(groups, "named", lambda name: group)
-    text = call.described("[M_X, K] @ [K, N] -> [M, N]", ["both"], [0], schedule="unfused")
+    text = described("[M_X, K] @ [K, N] -> [M, N]", ["both"], [0], schedule="unfused")
     on = {kind: call.of(text, (4, 3, 4, 0, 0, 0), torch.float32, torch.device(kind)) for kind in ("cpu", "meta")}
     assert on["cpu"] is not on["meta"]
     assert on["cpu"] is call.of(text, (4, 3, 4, 0, 0, 0), torch.float32, torch.device("cpu"))
@@ -95,7 +96,7 @@ def test_a_group_made_anew_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def prepare(x: Tensor, weight: Tensor, bias: Tensor | None, group: Any) -> tuple[str, tuple[int, ...]]:
         prepared.append(group.group_name)
-        text = call.described("[M_X, K] @ [K, N] -> [M, N]", [group.group_name], [group.rank()], schedule="unfused")
+        text = described("[M_X, K] @ [K, N] -> [M, N]", [group.group_name], [group.rank()], schedule="unfused")
         return text, (2 * group.size(), 3, 4, 0, 0, 0)
 
     def found(name: str) -> tuple[call.Call, call.Call]:

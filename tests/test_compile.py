@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedtp
 from fusedtp.calls import operators
-from fusedtp.calls.call import described
+from fusedtp.calls.settings import described
 
 from .spread import spread
 

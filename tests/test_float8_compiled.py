@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp import Scaled, scaled
-from fusedtp.calls.call import Settings
+from fusedtp.calls.settings import Settings
 from fusedtp.scaled import _power_of_two
 
 RECIPES = ("rowwise", "tensorwise", "mxfp8")

@@ -23,13 +23,14 @@ FOLDERS = {"fusedtp": ROOT / "fusedtp", "fusedtp.kernels": ROOT / "kernels", "fu
 # Lowest first: a module imports from lower floors, or from its own folder. A folder counts as one.
 FLOORS = (
     ("errors", "shards", "files", "trace", "op", "groups", "turns", "formats"),
-    ("sharding", "reference", "activations", "scaled"),
+    ("sharding", "reference", "activations", "norms", "scaled"),
     ("cost", "recipes", "scaled_mm"),
     ("explain", "kernels", "memory"),
     ("workspaces",),
     ("schedules",),
     ("calls",),
     ("functional",),
+    ("sharded_linear",),
     ("layers",),
     ("styles",),
     ("",),  # the package itself

@@ -192,6 +192,7 @@ def late_gradient(group: ProcessGroup) -> str:
     return str(caught.value)
 
 
+@pytest.mark.usefixtures("destroyed_on_all_ranks")
 def test_a_backward_that_only_one_rank_makes(pool: RankPool) -> None:
     first, _ = pool.run(late_gradient, world_size=2)
     pool.run(forget, world_size=2)

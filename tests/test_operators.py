@@ -11,7 +11,7 @@ from torch import Tensor, library
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp.calls.call import described
+from fusedtp.calls.settings import described
 from fusedtp.op import OPS, Task
 
 from . import direct

@@ -66,15 +66,19 @@ def check(task: Task, group: ProcessGroup, operands: Sequence[Tensor | None], sc
 
 
 def _values(task: Task, operands: Sequence[Tensor | None]) -> dict[str, str]:
-    # Values that every rank holds a copy of: a bias along a dim that is whole. Its checksum, for which a GPU is waited
-    # for.
+    # Values that every rank holds a copy of: a bias along a dim that is whole, and a norm's parameters. Their
+    # checksums, for which a GPU is waited for.
     if task.op.kind == "gather" and not task.transposed:
         return {}
-    bias = operands[2] if task.has(2) else None
-    if bias is None:
-        return {}
-    held = bias.detach().contiguous().view(torch.uint8).cpu()
-    return {"the bias's values, which have the checksum": f"{zlib.crc32(held.numpy().tobytes()):#010x}"}
+    copies = {"bias": operands[2] if task.has(2) else None}
+    if task.norm:
+        copies |= zip(("norm_weight", "norm_bias"), operands[task.op.operands :], strict=False)
+    sums = {}
+    for name, each in copies.items():
+        if each is not None:
+            held = each.detach().contiguous().view(torch.uint8).cpu()
+            sums[f"the {name}'s values, which have the checksum"] = f"{zlib.crc32(held.numpy().tobytes()):#010x}"
+    return sums
 
 
 def _exchange(op: str, group: ProcessGroup, mine: dict[str, str]) -> tuple[list[dict[str, str]], int]:

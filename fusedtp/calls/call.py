@@ -15,8 +15,8 @@ dispatch take longer than a small matmul: calls are kept in one table, by all th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .. import formats, groups, recipes
+from ..norms import Norm
 from ..op import GATED, Task
 from ..sharding.notation import parse
 from ..sharding.partition import Partition
@@ -33,77 +34,12 @@ from .arguments import Biases, Weights
 from .dispatch import Ready, check_units
 from .matrices import Named
 from .program import Only, Program
+from .settings import MAX_CALLS, Settings
 
-_MAX_CALLS = 4096
 # Behind the names of what a program is given, if the products are to be kept.
 _KEPT = "kept"
-# The place of float8 among the lines of settings, and what stands behind its dtypes if scales are those of blocks.
-_FLOAT8 = 7
-BLOCKS = " blocks"
-
-
-def described(
-    spec: str, group_names: Sequence[str], ranks: Sequence[int], *, w_transposed: bool = True, by_size: bool = False,
-    schedule: str = "auto", algorithm: str = "auto", debug: bool = False, producer: str = "auto", activation: str = "",
-    float8: str | None = None,
-) -> str:  # fmt: skip
-    """`Settings` as one string, which a registered operator takes. The code is such that a compiler can trace it."""
-    flags = "".join(["1" if flag else "0" for flag in (w_transposed, by_size, debug)])
-    numbers = " ".join([str(rank) for rank in ranks])
-    return "\n".join([activation, spec, numbers, flags, schedule, algorithm, producer, float8 or "", *group_names])
-
-
-def with_float8(text: str, x: torch.dtype, w: torch.dtype, *, blocks: bool) -> str:
-    """The same settings, of a call on float8 operands with scales, or with those of blocks."""
-    # The line of `described` that has a recipe where there is one.
-    before, (_, *names) = text.split("\n")[:_FLOAT8], text.split("\n")[_FLOAT8:]
-    return "\n".join([*before, f"{x} {w}{BLOCKS * blocks}".replace("torch.", ""), *names])
-
-
-def without_activation(text: str) -> str:
-    """The same settings, of a call whose results are the products themselves."""
-    return "\n" + text.partition("\n")[2]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """All of a call except its tensors and lengths.
-
-    group_names: one a mesh axis, in the spec's order. ranks: this rank's number in each: uneven shapes depend on it,
-    and a graph that a compiler has cached for one rank, on disk too, must not be used by another. w_transposed: w is
-    stored [N, K]. by_size: plan by bytes and FLOPs, not the usual way. float8: the dtypes of x and w, if these are
-    float8 with scales; the call's dtype is then that of its results. recipe: how x, w and dy become float8, if they do.
-    blocks: whether scales are those of blocks.
-    """
-
-    text: str
-    spec: str
-    group_names: tuple[str, ...]
-    ranks: tuple[int, ...]
-    w_transposed: bool
-    by_size: bool
-    debug: bool
-    schedule: str
-    algorithm: str
-    producer: str
-    activation: str
-    float8: tuple[torch.dtype, ...]
-    recipe: str
-    blocks: bool
-
-    @staticmethod
-    @lru_cache(maxsize=_MAX_CALLS)
-    def of(text: str) -> Settings:
-        """The settings that `described` made a string of."""
-        activation, spec, numbers, flags, schedule, algorithm, producer, float8, *names = text.split("\n")
-        ranks = tuple(map(int, numbers.split()))
-        w_transposed, by_size, debug = (flag == "1" for flag in flags)
-        recipe = float8 if float8 in recipes.NAMES else ""
-        dtypes = () if recipe else tuple(getattr(torch, name) for name in float8.removesuffix(BLOCKS).split())
-        return Settings(
-            text, spec, tuple(names), ranks, w_transposed, by_size, debug, schedule, algorithm, producer, activation,
-            dtypes, recipe, float8.endswith(BLOCKS),
-        )  # fmt: skip
+# What the parameters of a norm are called.
+_NORMED = "norm_weight", "norm_bias"
 
 
 class Call:
@@ -130,7 +66,7 @@ class Call:
         count = max(1, len(rest))
         self._names = _numbered("w", count), _numbered("bias", count), _numbered("dy", count)
         self.parameters = tuple(name for pair in zip(*self._names[:2], strict=True) for name in pair)
-        self.activation = settings.activation
+        self.activation, self.norm = settings.activation, settings.norm
         self.num_results = 1 if self.activation in GATED else count
         # Whether backward needs the products; relu's sees all in the results.
         self.keeps = self.activation not in ("", "relu")
@@ -204,7 +140,7 @@ class Call:
         if program is None:
             program = Program(
                 self.partition, self._dtype, self.settings.algorithm, self.settings.float8,
-                recipes.of(self.settings.recipe, self._formats), blocks=self.settings.blocks,
+                recipes.of(self.settings.recipe, self._formats), blocks=self.settings.blocks, norm=self.norm,
             )  # fmt: skip
             ws, biases, dys = self._names
             x, w, plans = self._named("x"), self._blocks("w", ws), self.plan()
@@ -213,7 +149,7 @@ class Call:
                 residual = self._named("y", "residual") if "residual" in key else None
                 outs = program.matmul(
                     plans.forward, [x], w, biases=added, residual=residual, activation=self.activation,
-                    keeps=key[-1] == _KEPT,
+                    keeps=key[-1] == _KEPT, norm=_NORMED if "norm_bias" in key else _NORMED[: bool(self.norm[0])],
                 )  # fmt: skip
                 program.finish([(out, self._dims["y"]) for out in outs])
             else:
@@ -283,7 +219,7 @@ class Call:
 
     def forward(self, given: dict[str, Tensor], keep: bool = False, *, fake: bool = False) -> list[Tensor]:
         """y on this rank for each weight, or its shape, without a gradient; with `keep` also what an activation was
-        applied to. given: x, `parameters` and a residual, by name.
+        applied to; with a norm, y and its norm. given: x, `parameters`, a residual and a norm's parameters, by name.
         """
         key = tuple(given)
         if keep:
@@ -301,11 +237,15 @@ class Call:
         found = iter(self._program(needs).run(given, self._shapes) if fake else self.run(needs, given))
         return [next(found) if needed else None for needed in needs]
 
-    def given(self, x: Tensor, parameters: Sequence[Tensor | None], residual: Tensor | None) -> dict[str, Tensor]:
+    def given(
+        self, x: Tensor, parameters: Sequence[Tensor | None], residual: Tensor | None, norm: Norm | None = None
+    ) -> dict[str, Tensor]:
         """What `forward` takes, of w and bias of each weight."""
         named = zip(self.parameters, parameters, strict=True)
         given = {"x": x, **{name: each for name, each in named if each is not None}}
-        return given if residual is None else given | {"residual": residual}
+        if residual is not None:
+            given["residual"] = residual
+        return given if norm is None else given | norm.given()
 
 
 def _numbered(name: str, count: int) -> tuple[str, ...]:
@@ -322,7 +262,7 @@ def _kept(key: Any) -> Call | None:
 
 
 def _keep(key: Any, call: Call) -> Call:
-    if len(_calls) >= _MAX_CALLS:
+    if len(_calls) >= MAX_CALLS:
         _calls.clear()
     _calls[key] = call
     return call
@@ -347,9 +287,9 @@ def of(text: str, numbers: Sequence[int], dtype: torch.dtype, device: torch.devi
 Prepare: TypeAlias = Callable[..., tuple[str, Sequence[int]]]
 
 
-def extra(residual: Tensor | None, activation: str | None) -> dict[str, Any]:
-    """What a function that prepares is given of these: only what is asked for, as not every op has both."""
-    given = {"residual": residual, "activation": activation}
+def extra(residual: Tensor | None, activation: str | None, norm: Norm | None = None) -> dict[str, Any]:
+    """What a function that prepares is given of these: only what is asked for, as not every op has all."""
+    given = {"residual": residual, "activation": activation, "norm": norm}
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -358,7 +298,7 @@ _OPTIONS = (int, bool, str, type(None))
 
 def find(
     prepare: Prepare, x: Tensor, weight: Weights, bias: Biases, group: ProcessGroup, options: tuple[Any, ...],
-    residual: Tensor | None = None, activation: str | None = None,
+    residual: Tensor | None = None, activation: str | None = None, norm: Norm | None = None,
 ) -> Call:  # fmt: skip
     """The call that `prepare` describes after checking its arguments, once for all calls that are alike."""
     # One function, as every call passes here. Options that could be mistaken for others are checked anew each time.
@@ -372,10 +312,13 @@ def find(
             break
     tensors: tuple[Any, ...] = (x, weight, bias) if type(weight) is not tuple else (x, *weight, *bias)  # type: ignore[misc]
     more: dict[str, Any] = {}
-    if residual is not None or activation is not None:
-        more = extra(residual, activation)
+    if residual is not None or activation is not None or norm is not None:
+        more = extra(residual, activation, norm)
         tensors = tensors if residual is None else (*tensors, residual)
         key = key if activation is None or type(activation) is str else None
+        if norm is not None:
+            tensors = *tensors, norm.weight, norm.bias
+            key = key and [*key, norm.name, norm.eps]
     for each in tensors:
         if key is None:
             break

@@ -143,9 +143,12 @@ class Ready(Prepared):
         if producer != "auto" and self.path.schedule != "fused":
             reason = f"{self.path.reason}; producer={producer!r} has no effect, only 'fused' has one to choose"
             self.path = replace(self.path, reason=reason)
-        if ends_with := task.activation or ("residual" if task.adds else ""):
-            where = _WHERE[self.path.schedule if group.size() > 1 else "unfused"]
-            self.path = replace(self.path, epilogue=f"{ends_with} {where}")
+        where = _WHERE[self.path.schedule if group.size() > 1 else "unfused"]
+        ends_with = [f"{each} {where}" for each in (task.activation, "residual" * task.adds) if each]
+        if task.norm:
+            ends_with.append(f"{task.norm} after it")
+        if ends_with:
+            self.path = replace(self.path, epilogue=", ".join(ends_with))
         self.version, self.on_gpu = stale.version, device.type == "cuda"
         self._capturing = self.on_gpu and torch.cuda.is_current_stream_capturing()
         shares = self.path.schedule != "unfused" and group.size() > 1

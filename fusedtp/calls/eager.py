@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from .. import activations, groups
+from .. import activations, groups, norms
 from ..groups import Group
+from ..norms import Norm
 from ..turns import Open, one
 from . import arguments, operators
 from . import call as calls_
@@ -27,6 +28,7 @@ from .call import Call as Compiled
 from .call import Prepare
 from .parameters import PLAIN, as_gradient, local, part
 from .registered import refuse_forward_mode, transforms_active
+from .settings import normed
 
 # One weight has one result, a tuple of them a tuple.
 _W = TypeVar("_W", Tensor, tuple[Tensor, ...])
@@ -38,8 +40,10 @@ _is_batched = torch._C._functorch.is_legacy_batchedtensor
 class _Eager(torch.autograd.Function):
     # parameters: w and bias of each weight, as `call.parameters` names them.
     @staticmethod
-    def forward(ctx: Any, call: Compiled, x: Tensor, residual: Tensor | None, *parameters: Any) -> Any:
-        _, needs_x, _, *needs = ctx.needs_input_grad
+    def forward(
+        ctx: Any, call: Compiled, x: Tensor, residual: Tensor | None, norm_weight: Any, norm_bias: Any, *parameters: Any
+    ) -> Any:
+        _, needs_x, _, _, _, *needs = ctx.needs_input_grad
         # Autograd keeps plain tensors, among what is saved; DTensors are kept here.
         ctx.call, ctx.dtensors = call, {}
         given = {"x": x}
@@ -55,6 +59,10 @@ class _Eager(torch.autograd.Function):
                 saved.append(each if needs_x else None)
         if residual is not None:
             given["residual"] = residual
+        if norm_weight is not None:
+            ctx.norms = [None if type(each) in PLAIN else each for each in (norm_weight, norm_bias)]
+            norm = Norm(*call.norm, norm_weight, norm_bias).map(_local_norm)
+            given |= norm.given()
         outs = call.forward(given, call.keeps and (needs_x or True in needs))
         # A view that autograd knows of could not be changed in place, as nn.ReLU(inplace=True) does.
         outs = [each.new_empty(0).set_(each) if each._is_view() else each for each in outs]  # type: ignore
@@ -62,11 +70,16 @@ class _Eager(torch.autograd.Function):
             # What its gradient is made of: the products, of relu the results.
             saved += outs[call.num_results :] or outs
             del outs[call.num_results :]
+        if norm_weight is not None:
+            saved += [outs[0], norm.weight, norm.bias]
+            # A gradient that nobody gave is not made of zeros.
+            ctx.set_materialize_grads(False)
+            outs.reverse()
         ctx.save_for_backward(*saved)
         return outs[0] if len(outs) == 1 else tuple(outs)
 
     @staticmethod
-    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *dys: Any) -> tuple[Tensor | None, ...]:
         with Open():
             return (None, *_gradients(ctx, dys))
 
@@ -75,22 +88,27 @@ class _Eager(torch.autograd.Function):
         refuse_forward_mode()
 
 
-def _gradients(ctx: Any, dys: tuple[Tensor, ...]) -> list[Tensor | None]:
-    # Of x, the residual and the parameters.
-    _, needs_x, needs_residual, *others = ctx.needs_input_grad
+def _gradients(ctx: Any, dys: tuple[Any, ...]) -> list[Tensor | None]:
+    # Of x, the residual, the norm's parameters and the others.
+    _, needs_x, needs_residual, _, _, *others = ctx.needs_input_grad
     needs, dtensors = (needs_x, *others), ctx.dtensors
     call, count = ctx.call, len(others) // 2
-    x, *ws = (dys[0].new_empty(0) if saved is None else saved for saved in ctx.saved_tensors)
+    of_norm: list[Tensor | None] = [None, None]
+    kept_tensors = ctx.saved_tensors
+    batched = transforms_active() or any(each is not None and _is_batched(each) for each in dys)
+    if batched and (dtensors or count > 1 or call.activation or call.norm[0]):
+        raise NotImplementedError(
+            "a batch of gradients at once (is_grads_batched, vmap) is not implemented for parameters that are "
+            "DTensors, nor for several weights at once, nor with an activation or a norm: go through it in a loop"
+        )
+    if call.norm[0]:
+        dys, of_norm = _through_norm(ctx, dys, *kept_tensors[-3:])
+        kept_tensors = kept_tensors[:-3]
+    x, *ws = (dys[0].new_empty(0) if saved is None else saved for saved in kept_tensors)
     ws, kept = ws[:count], ws[count:]
-    batched = transforms_active() or any(map(_is_batched, dys))
     found: list[Tensor | None] = [None] * len(needs)
     # With create_graph=True, or for a batch of gradients at once (is_grads_batched): the operator knows how.
     if torch.is_grad_enabled() or batched:
-        if batched and (dtensors or len(ws) > 1 or call.activation):
-            raise NotImplementedError(
-                "a batch of gradients at once (is_grads_batched, vmap) is not implemented for parameters that are "
-                "DTensors, nor for several weights at once, nor with an activation: go through it in a loop"
-            )
         if needs[0]:
             ws = [local(dtensors[2 * i], 2) if 2 * i in dtensors else w for i, w in enumerate(ws)]
         dzs = activations.gradients(call.activation, dys, kept) if call.activation else dys
@@ -101,13 +119,41 @@ def _gradients(ctx: Any, dys: tuple[Tensor, ...]) -> list[Tensor | None]:
     for i, parameter in dtensors.items():
         if needs[1 + i]:
             found[1 + i] = as_gradient(found[1 + i], parameter)
-    return [found[0], dys[0] if needs_residual else None, *found[1:]]
+    return [found[0], dys[0] if needs_residual else None, *of_norm, *found[1:]]
+
+
+def _local_norm(parameter: Any) -> Tensor:
+    # This rank's copy of it.
+    mine: Tensor = parameter if type(parameter) in PLAIN else part(parameter, 1)
+    return mine.resolve_neg()
+
+
+def _through_norm(
+    ctx: Any, dys: tuple[Any, ...], y: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[tuple[Tensor], list[Tensor | None]]:
+    # dys: of the normed sum, and of the sum itself. The gradient of the sum, and of the norm's parameters.
+    (name, eps), text = ctx.call.norm, ctx.call.settings.text
+    (dnormed, dy), needs = dys, ctx.needs_input_grad[3:5]
+    found: Sequence[Tensor | None] = None, None
+    if dnormed is not None:
+        through, *found = norms.gradients(Norm(name, eps, weight, bias), y, dnormed, (True, *needs))
+        dy = through if dy is None else through + dy
+    elif any(needs):
+        pairs = zip((weight, bias), needs, strict=True)
+        found = [torch.zeros_like(each) if needed and each is not None else None for each, needed in pairs]
+    if any(needs) and normed(text)[0]:
+        # Every rank has normed its own rows; all of them have the whole gradient.
+        terms = torch.stack([each for each in found if each is not None])
+        sums = iter(operators.summed(terms, text).unbind())
+        found = [None if each is None else next(sums) for each in found]
+    dtensors = zip(found, ctx.norms, strict=True)
+    return (dy,), [each if each is None or of is None else as_gradient(each, of) for each, of in dtensors]
 
 
 def apply(
     prepare: Prepare, x: Tensor, w: _W, bias: Biases, group: Group, options: tuple[Any, ...],
-    residual: Tensor | None = None, activation: str | None = None,
-) -> _W:  # fmt: skip
+    residual: Tensor | None = None, activation: str | None = None, norm: Norm | None = None,
+) -> Any:  # fmt: skip
     """Make the call that `prepare` checks and describes, under torch.autocast in its dtype; without the dispatcher
     where that makes no visible difference. The result, or those of several weights in a tuple.
     """
@@ -117,22 +163,27 @@ def apply(
     plain = type(x) in PLAIN
     for each in parameters if residual is None else (*parameters, residual):
         plain = plain and (each is None or type(each) in PLAIN)
+    if norm is not None:
+        plain = plain and all([each is None or type(each) in PLAIN for each in norm[2:]])
     # `arguments.autocasts`, written out as every call passes here.
     cast = plain and not x.is_meta and torch.is_autocast_enabled(x.device.type)
     dispatched = not plain or torch.compiler.is_compiling()
     if cast or dispatched:
         x, residual, *parameters = arguments.autocast(x, residual, *parameters)
         w, bias = _as_given(w, parameters)
+        if norm is not None:
+            x, *normed = arguments.autocast(x, *norm[2:])
+            norm = Norm(*norm[:2], *normed)
     # Returned at once, as the call is no longer open: an interruption before another line would find an op that has
     # ended, and whose result nobody has.
     if dispatched:
-        more = calls_.extra(residual, activation)
+        more = calls_.extra(residual, activation, norm)
         described = prepare(x, w, bias, group, *options, **more)
-        return _dispatched(x, parameters, *described, residual, activation or "")  # type: ignore[no-any-return]
+        return _dispatched(x, parameters, *described, residual, activation or "", norm)
     if type(w) is tuple and transforms_active():
-        return _as_one(prepare, x, w, bias, group, options, activation)  # type: ignore[no-any-return]
-    found = calls_.find(prepare, x, w, bias, group, options, residual, activation)
-    return run(found, x, residual, *parameters)  # type: ignore[no-any-return]
+        return _as_one(prepare, x, w, bias, group, options, activation)
+    found = calls_.find(prepare, x, w, bias, group, options, residual, activation, norm)
+    return run(found, x, residual, *parameters, norm=norm)
 
 
 def _interleaved(ws: Any, biases: Any) -> list[Any]:
@@ -168,8 +219,8 @@ def run_described(x: Tensor, w: Tensor, settings: str, numbers: Sequence[int]) -
 
 def of_parameters(
     prepare: Prepare, x: Tensor, weight: _W, bias: Biases, group: ProcessGroup, *options: Any,
-    residual: Tensor | None = None, activation: str | None = None,
-) -> _W:  # fmt: skip
+    residual: Tensor | None = None, activation: str | None = None, norm: Norm | None = None,
+) -> Any:  # fmt: skip
     """`apply` of a layer: its weight and bias are DTensors, or plain where torch.func has put other ones in place."""
     parameters: list[Any] = _interleaved(weight, bias) if type(weight) is tuple else [weight, bias]
     plain = type(x) in PLAIN and not torch.compiler.is_compiling()
@@ -181,29 +232,33 @@ def of_parameters(
         parts.append(None if each is None or not plain else part(each, 1 if i & 1 else 2))
     if plain and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
         w, b = parts if type(weight) is not tuple else _as_given(weight, parts)
-        found = calls_.find(prepare, x, w, b, group, options, residual, activation)
-        return run(found, x, residual, *parameters)  # type: ignore[no-any-return]
+        mine = None if norm is None else norm.map(_local_norm)
+        found = calls_.find(prepare, x, w, b, group, options, residual, activation, mine)
+        return run(found, x, residual, *parameters, norm=norm)
+    norm = None if norm is None else norm.map(lambda each: local(each, 1))
     whole = [None if each is None else local(each, 1 if i & 1 else 2) for i, each in enumerate(parameters)]
     w, b = _as_given(weight, whole)
-    return apply(prepare, x, w, b, group, options, residual, activation)  # type: ignore[no-any-return]
+    return apply(prepare, x, w, b, group, options, residual, activation, norm)
 
 
 @one
 def _dispatched(
     x: Tensor, parameters: Sequence[Any], settings: str, numbers: Sequence[int], residual: Tensor | None,
-    activation: str,
+    activation: str, norm: Norm | None = None,
 ) -> Any:  # fmt: skip
-    return operators.matmul(x, parameters, settings, numbers, residual, activation)
+    return operators.matmul(x, parameters, settings, numbers, residual, activation, norm)
 
 
-def run(call: Compiled, x: Tensor, residual: Tensor | None, *parameters: Any) -> Any:
+def run(call: Compiled, x: Tensor, residual: Tensor | None, *parameters: Any, norm: Norm | None = None) -> Any:
     """`apply` where no compiler traces and x is of no subclass; the parameters may be a layer's DTensors."""
     with Open():
         if is_in_torch_dispatch_mode() or transforms_active() or x.is_meta:
             given = [None if each is None else local(each, 1 if i & 1 else 2) for i, each in enumerate(parameters)]
-            return operators.matmul(x, given, call.settings.text, call.numbers, residual, call.activation)
+            if norm is not None:
+                norm = norm.map(lambda each: local(each, 1))
+            return operators.matmul(x, given, call.settings.text, call.numbers, residual, call.activation, norm)
         negated, inference, plain = x.is_neg(), x.is_inference(), True
-        for each in parameters:
+        for each in parameters if norm is None else (*parameters, *norm[2:]):
             if each is not None:
                 negated = negated or each.is_neg()
                 inference = inference or each.is_inference()
@@ -216,12 +271,16 @@ def run(call: Compiled, x: Tensor, residual: Tensor | None, *parameters: Any) ->
         if torch.is_grad_enabled():
             # Autograd would only refuse after the op has run.
             if inference:
-                _refuse_inference(x, parameters[::2])
-            return _Eager.apply(call, x, residual, *parameters)  # type: ignore[no-untyped-call]
+                _refuse_inference(x, parameters[::2] if norm is None else (*parameters[::2], norm.weight))
+            normed = (None, None) if norm is None else norm[2:]
+            return _Eager.apply(call, x, residual, *normed, *parameters)  # type: ignore[no-untyped-call]
         if not plain:
             parameters = tuple(
                 [None if each is None else part(each, 1 if i & 1 else 2) for i, each in enumerate(parameters)]
             )
+        if norm is not None:
+            y, out = call.forward(call.given(x, parameters, residual, norm.map(_local_norm)))
+            return out, y
         outs = call.forward(call.given(x, parameters, residual))
         return outs[0] if len(outs) == 1 else tuple(outs)
 

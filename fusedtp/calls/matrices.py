@@ -11,9 +11,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
+
+from ..op import ALL_GATHER_MATMUL, Op
 
 
 @dataclass(frozen=True)
@@ -87,3 +89,22 @@ def flat_sizes(sizes: tuple[int, ...], names: tuple[str, ...], x: Named, dim: st
     """The ranks' lengths of x's dims `names` flattened into one; `sizes`: their lengths of `dim`, the outermost one."""
     per_index = x.numel([name for name in names if name != dim])
     return tuple(size * per_index for size in sizes)
+
+
+def in_order(
+    op: Op, pairs: Sequence[tuple[Matrix, Matrix]], biases: Sequence[str | None], columns: Sequence[int],
+    residual: Matrix | None, norm: Sequence[str | None],
+) -> tuple[list[Matrix | str | None], tuple[tuple[int, int] | None, ...]]:  # fmt: skip
+    """The operands of a product in the op's order, and their shapes; a bias has one element for each column."""
+    none = (None, None)
+    added = [none if bias is None else (bias, (1, length)) for bias, length in zip(biases, columns, strict=True)]
+    (a, b), *others = [((a, a.size), (b, b.size)) for a, b in pairs]
+    whole = bool(others or norm) or residual is not None
+    given: list[Any] = [a, b, added[0], *([none] * (op.operands - 3) if whole else ())]
+    if residual is not None:
+        given[-1] = residual, residual.size
+    for i, (a, b) in enumerate(others, 1):
+        given += [b, added[i]] if op is ALL_GATHER_MATMUL else [a, b, none][: op.block]
+    given += [none if name is None else (name, (1, columns[0])) for name in norm]
+    operands, shapes = zip(*given, strict=True)
+    return list(operands), shapes if whole or biases[0] is not None else shapes[:2]

@@ -20,19 +20,26 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .. import activations, groups
+from .. import activations, groups, norms
+from ..norms import Norm
 from ..op import ALL_GATHER, ALL_REDUCE, GATED, OPS, REDUCE_SCATTER, Task
 from ..workspaces import stale
 from . import call as calls_
 from .dispatch import Ready
 from .registered import operator, transforms_active
+from .settings import Settings, normed, without_activation, without_norm
 
 
 def matmul(
     x: Tensor, parameters: Sequence[Any], settings: str, numbers: Sequence[int], residual: Tensor | None,
-    activation: str,
+    activation: str, norm: Norm | None = None,
 ) -> Any:  # fmt: skip
-    """The call by its operator, on w and bias of each weight: the result, or a tuple with one of each."""
+    """The call by its operator, on w and bias of each weight: the result, or a tuple with one of each. A norm is an op
+    of its own, which a compiler may fuse with others.
+    """
+    if norm is not None:
+        y = matmul(x, parameters, without_norm(settings), numbers, residual, activation)
+        return norms.of(_with_gradients_summed(norm, settings), y), y
     if activation:
         return _activated(x, parameters, settings, numbers, activation)
     if len(parameters) == 2:
@@ -42,11 +49,25 @@ def matmul(
     return tuple(sharded_matmuls(x, parameters[::2], biases, biased, settings, numbers))
 
 
+def _with_gradients_summed(norm: Norm, settings: str) -> Norm:
+    # Where each rank norms rows of its own.
+    is_split, group_name, schedule, debug = normed(settings)
+    if not is_split:
+        return norm
+    return norm.map(lambda each: as_it_is(each[None], group_name, schedule, debug)[0])
+
+
+def summed(terms: Tensor, settings: str) -> Tensor:
+    """The sum over the ranks of a call's group of what each has of a norm's gradients, [R, N]."""
+    _, group_name, schedule, debug = normed(settings)
+    return collective(terms, ALL_REDUCE.name, (), 0, group_name, schedule, "auto", debug, "auto", "")
+
+
 def _activated(x: Tensor, parameters: Sequence[Any], settings: str, numbers: Sequence[int], activation: str) -> Any:
     ws, given = parameters[::2], [each for each in (x, *parameters) if each is not None]
     if transforms_active() and not torch.compiler.is_compiling():
         # torch.func knows no lists of tensors: it is an op of its own there.
-        zs = matmul(x, parameters, calls_.without_activation(settings), numbers, None, "")
+        zs = matmul(x, parameters, without_activation(settings), numbers, None, "")
         ys = activations.of(activation, zs if isinstance(zs, tuple) else (zs,))
     else:
         biases = [each for each in parameters[1::2] if each is not None]
@@ -115,7 +136,7 @@ def _fake(
 def sharded_matmul(
     x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, settings: str, numbers: Sequence[int]
 ) -> Tensor:
-    """y = x @ w + bias + residual on shards; see `call.Settings` and `call.Call`."""
+    """y = x @ w + bias + residual on shards; see `settings.Settings` and `call.Call`."""
     return _forward(x, (w, bias), settings, numbers, residual)[0]
 
 
@@ -210,7 +231,7 @@ def sharded_matmuls_backward(
 def _setup_activated(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
     x, ws, _, ctx.biased, keep, ctx.settings, ctx.numbers = inputs
     needs_x, *needs = ctx.needs_input_grad
-    if not keep and calls_.Settings.of(ctx.settings).activation != "relu":
+    if not keep and Settings.of(ctx.settings).activation != "relu":
         raise RuntimeError("a gradient of fusedtp::activated_matmuls is made of what `keep` adds to its results")
     # The products, of relu the results; no gradient comes to the products.
     ctx.num_kept = len(ws)
@@ -223,7 +244,7 @@ def _setup_activated(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]
 def _activated_gradients(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     kept = ctx.saved_tensors[: ctx.num_kept]
     x, *ws = (kept[0].new_empty(0) if saved is None else saved for saved in ctx.saved_tensors[ctx.num_kept :])
-    activation = calls_.Settings.of(ctx.settings).activation
+    activation = Settings.of(ctx.settings).activation
     count = 1 if activation in GATED else len(ws)
     dys = [torch.zeros_like(z) if dy is None else dy for dy, z in zip(grads[:count], kept, strict=False)]
     dzs = activations.gradients(activation, dys, kept)

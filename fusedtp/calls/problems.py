@@ -11,10 +11,11 @@ from typing import TypeAlias
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..norms import Norm
 from ..op import MATMUL_ALL_REDUCE
 from . import arguments
 from .arguments import Biases, Weights
-from .call import described
+from .settings import described
 
 # Settings and numbers: what `call.of` takes.
 Described: TypeAlias = tuple[str, Sequence[int]]
@@ -37,6 +38,7 @@ def layer(
     producer: str = "auto",
     activation: str | None = None,
     float8: str | None = None,
+    norm: str = "",
 ) -> Described:
     """What `call.of` takes, for a spec over axis X with the dims of `layer_spec`.
 
@@ -50,7 +52,7 @@ def layer(
     arguments.check_reach(schedule, x, [group], lengths)
     settings = described(
         spec, [group.group_name], [group.rank()], schedule=schedule, algorithm=algorithm, debug=debug,
-        producer=producer, activation=activation or "", float8=arguments.check_float8(float8, x),
+        producer=producer, activation=activation or "", float8=arguments.check_float8(float8, x), norm=norm,
     )  # fmt: skip
     return settings, (*lengths, *flat([splits.get(name, ()) for name in local]), *widths)
 
@@ -61,6 +63,22 @@ def layer_spec(x: Tensor, dim: int | None, contraction: str, weight: str, column
     cut = [f"{name}_X" if i == dim else name for i, name in enumerate(rows)]
     before, after = (cut, rows) if x_split else (rows, cut)
     return f"[{', '.join((*before, contraction))}] @ [{weight}] -> [{', '.join((*after, columns))}]"
+
+
+def _normed(norm: Norm | None, x: Tensor, length: int, *, along: int | None = None) -> str:
+    """Parameters of the result's columns, all of which a rank must have; the norm in settings. along: what is
+    scattered.
+    """
+    if norm is None:
+        return ""
+    if along is not None and along == x.ndim - 1:
+        raise ValueError("a norm is of whole rows, of which a rank has a part with scatter_dim the last one")
+    for name, each in (("norm_weight", norm.weight), ("norm_bias", norm.bias)):
+        if each is not None:
+            arguments.check_tensor(name, each, x)
+            if tuple(each.shape) != (length,):
+                raise ValueError(f"{name} must be [{length}], as many as weight has rows, got {tuple(each.shape)}")
+    return f"{norm.name} {norm.eps!r}"
 
 
 def all_gather_problem(
@@ -105,6 +123,7 @@ def reduce_scatter_problem(
     float8: str | None = None,
     *,
     residual: Tensor | None = None,
+    norm: Norm | None = None,
 ) -> Described:
     """`linear_reduce_scatter`, checked and described for `call`."""
     arguments.check_linear(x, weight, bias, schedule, debug, producer=producer)
@@ -117,12 +136,13 @@ def reduce_scatter_problem(
     arguments.check_residual(residual, x, shape)
     splits = {"K": (x.shape[-1],) * group.size(), "N" if on_features else f"R{dim}": sizes}
     spec = layer_spec(x, None if on_features else dim, "K_X", "K_X, N", "N_X" if on_features else "N", x_split=False)
-    return layer(x, weight, spec, splits, group, schedule, debug, producer=producer, float8=float8)
+    normed = _normed(norm, x, weight.shape[0], along=dim)
+    return layer(x, weight, spec, splits, group, schedule, debug, producer=producer, float8=float8, norm=normed)
 
 
 def all_reduce_problem(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, schedule: str, algorithm: str, debug: bool,
-    float8: str | None = None, *, residual: Tensor | None = None,
+    float8: str | None = None, *, residual: Tensor | None = None, norm: Norm | None = None,
 ) -> Described:  # fmt: skip
     """`linear_all_reduce`, checked and described for `call`."""
     arguments.check_linear(x, weight, bias, schedule, debug)
@@ -131,7 +151,8 @@ def all_reduce_problem(
     arguments.check_residual(residual, x, [*x.shape[:-1], weight.shape[0]])
     splits = {"K": (x.shape[-1],) * group.size()}
     spec = layer_spec(x, None, "K_X", "K_X, N", "N", x_split=False)
-    return layer(x, weight, spec, splits, group, schedule, debug, algorithm, float8=float8)
+    normed = _normed(norm, x, weight.shape[0])
+    return layer(x, weight, spec, splits, group, schedule, debug, algorithm, float8=float8, norm=normed)
 
 
 def fsdp_problem(

@@ -23,7 +23,7 @@ from ..sharding.plan import MatmulPlan, Plan
 from ..sharding.redistribute import Step, moved
 from . import casts as casts_
 from .casts import Use
-from .matrices import Blocks, Matrix, Named, flat_sizes, outermost
+from .matrices import Blocks, Matrix, Named, flat_sizes, in_order, outermost
 
 
 class Runs(Protocol):
@@ -59,12 +59,14 @@ class Program:
 
     def __init__(
         self, partition: Partition, dtype: torch.dtype, algorithm: str = "auto", float8: tuple[torch.dtype, ...] = (),
-        recipe: Casts | None = None, *, blocks: bool = False,
+        recipe: Casts | None = None, *, blocks: bool = False, norm: tuple[str, float] = ("", 0.0),
     ) -> None:  # fmt: skip
         self.partition, self._dtype, self._algorithm = partition, dtype, algorithm
         # What the operands of forward are in, if these are float8, and whether scales are those of blocks; or how
         # operands are made float8.
         self._float8, self._blocks, self._recipe = float8, blocks, recipe or {}
+        # That of a task, and its eps.
+        self._norm = norm
         self._steps: list[_Step] = []
         self._results: list[tuple[str, tuple[int, ...] | None]] = []
         self._num_names = 0
@@ -166,15 +168,16 @@ class Program:
 
     def matmul(
         self, plan: MatmulPlan, a: Blocks, b: Blocks, *, biases: Sequence[str | None] = (),
-        residual: Named | None = None, activation: str = "", keeps: bool = False,
+        residual: Named | None = None, norm: Sequence[str | None] = (), activation: str = "", keeps: bool = False,
         wanted: tuple[str, ...] | None = None, done: Sequence[Step] = (),
     ) -> Blocks:  # fmt: skip
         """One planned matmul, dims in an order of its own choice.
 
         Of several blocks b there is a result each; of as many blocks a and b, their sum. biases: [N] along the last dim
         of each result as it is after the matmul; added once. residual: as the result is in the end, added where the
-        sum is made. activation, keeps: as of a task; nothing may follow it. wanted: the order of dims in which the
-        result is best contiguous. done: steps that its operands have been through already.
+        sum is made. norm: its weight and bias, where the program has one; its result follows the sum. activation,
+        keeps: as of a task; nothing may follow it. wanted: the order of dims in which the result is best contiguous.
+        done: steps that its operands have been through already.
         """
         before, fused, after = plan.stages(tuple(done))
         now: dict[str, Blocks] = {plan.names[0]: a, plan.names[1]: b}
@@ -191,11 +194,11 @@ class Program:
             made = iter(casts_.cast(self, uses))
             now = {name: [next(made) for _ in blocks] for name, blocks in now.items()}
             float8 = tuple(casts[name].dtype for name in plan.names[:2])
-        assert residual is None or (fused is not None and not after)
+        assert (residual is None and not norm) or (fused is not None and not after)
         assert not activation or not after
         outs = self._product(
-            plan, now[plan.names[0]], now[plan.names[1]], fused, biases, residual, activation, keeps,
-            wanted or plan.c.names, float8,
+            plan, now[plan.names[0]], now[plan.names[1]], fused, biases, residual, norm, activation,
+            keeps, wanted or plan.c.names, float8,
         )  # fmt: skip
         for step, sharding in after:
             outs = [self.plain(step, sharding, out) for out in outs]
@@ -203,8 +206,8 @@ class Program:
 
     def _product(
         self, plan: MatmulPlan, lefts: Blocks, rights: Blocks, fused: tuple[Step, notation.Tensor] | None,
-        biases: Sequence[str | None], residual: Named | None, activation: str, keeps: bool, wanted: tuple[str, ...],
-        float8: tuple[torch.dtype, ...],
+        biases: Sequence[str | None], residual: Named | None, norm: Sequence[str | None], activation: str, keeps: bool,
+        wanted: tuple[str, ...], float8: tuple[torch.dtype, ...],
     ) -> Blocks:  # fmt: skip
         # The local matmul, with the collective that is fused with it, if any.
         step = fused[0] if fused is not None else None
@@ -243,7 +246,7 @@ class Program:
             own = lengths | {name: each.length(name) for name in cols if name != dim}
             made.append((dims, [own[name] for name in dims]))
         biases, columns = biases or (None,) * len(made), [each[-1] for _, each in made]
-        made = [*(made[:1] if activation in GATED else made), *(made if keeps else ())]
+        made = [*(made[:1] if activation in GATED else made), *(made if keeps or norm else ())]
         pairs = [
             (Matrix.of(left, rows, contraction), Matrix.of(right, contraction, cols))
             for left, right in zip(lefts if is_sum else [a] * len(rights), rights, strict=True)
@@ -253,14 +256,17 @@ class Program:
             pairs = [(right.t(), left.t()) for left, right in pairs]
         if op is None or step is None:
             return self._local(pairs, biases, made, Epilogue(activation=activation, keeps=keeps))
-        assert residual is None or not transposed
+        assert (residual is None and not norm) or not transposed
         added = None if residual is None else Matrix.of(residual, rows, cols)
-        operands, shapes = _in_order(op, pairs, biases, columns, added)
+        operands, shapes = in_order(op, pairs, biases, columns, added, norm)
         algorithm = self._algorithm if op is MATMUL_ALL_REDUCE else "auto"
         turned = transposed and op is ALL_GATHER_MATMUL
         # Of float8 the dtype of the task's first operand.
         first = float8[int(exchanged)] if float8 else None
-        task = Task(op, shapes, self._dtype, flat, along, turned, algorithm, activation, keeps, first, self._blocks)
+        name, eps = self._norm if norm else ("", 0.0)
+        task = Task(
+            op, shapes, self._dtype, flat, along, turned, algorithm, activation, keeps, first, self._blocks, name, eps
+        )  # fmt: skip
         return self.task(task, step.axis, operands, *made)
 
     def _local(
@@ -379,21 +385,3 @@ class Program:
             step = Step("all_gather", "db", now.used[-1], spec.n)
             db, now = self.plain(step, now, db), moved(now, step)
         return db
-
-
-def _in_order(
-    op: Op, pairs: Sequence[tuple[Matrix, Matrix]], biases: Sequence[str | None], columns: Sequence[int],
-    residual: Matrix | None,
-) -> tuple[list[Matrix | str | None], tuple[tuple[int, int] | None, ...]]:  # fmt: skip
-    # The operands of a product in the op's order, and their shapes; a bias has as many elements as its result columns.
-    none = (None, None)
-    added = [none if bias is None else (bias, (1, length)) for bias, length in zip(biases, columns, strict=True)]
-    (a, b), *others = [((a, a.size), (b, b.size)) for a, b in pairs]
-    whole = bool(others) or residual is not None
-    given: list[Any] = [a, b, added[0], *([none] * (op.operands - 3) if whole else ())]
-    if residual is not None:
-        given[-1] = residual, residual.size
-    for i, (a, b) in enumerate(others, 1):
-        given += [b, added[i]] if op is ALL_GATHER_MATMUL else [a, b, none][: op.block]
-    operands, shapes = zip(*given, strict=True)
-    return list(operands), shapes if whole or biases[0] is not None else shapes[:2]

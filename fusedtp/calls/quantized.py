@@ -14,18 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import formats, groups
+from .. import formats, groups, norms
 from ..formats import FLOAT8
 from ..groups import Group
+from ..norms import Norm
 from ..scaled import BLOCK, E8M0, Quantized, Scaled
 from ..shards import offsets
 from ..turns import one
 from . import call as calls_
 from .arguments import check_kind
-from .call import Call, Prepare, with_float8
+from .call import Call, Prepare
 from .operators import paired
 from .parameters import PLAIN
 from .registered import operator, transforms_active
+from .settings import with_float8, without_norm
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -108,6 +110,7 @@ def plain(x: Any, weight: Any, out_dtype: torch.dtype | None, float8: str | None
 def apply(
     prepare: Prepare, x: Any, weight: Any, bias: Any, group: Group, options: tuple[Any, ...],
     out_dtype: torch.dtype | None, residual: Tensor | None = None, activation: str | None = None,
+    norm: Norm | None = None,
 ) -> Any:  # fmt: skip
     """`eager.apply` of `Scaled` operands; one weight, or a tuple of several with as many biases or None."""
     is_compiling = torch.compiler.is_compiling()
@@ -136,38 +139,44 @@ def apply(
         )
     biases = bias if isinstance(bias, tuple) else (bias,)
     bias_names = [f"bias[{i}]" for i in range(len(biases))] if several else ["bias"]
-    for name, each in (*zip(bias_names, biases, strict=True), ("residual", residual)):
+    more = () if norm is None else (("norm_weight", norm.weight), ("norm_bias", norm.bias))
+    named = *zip(bias_names, biases, strict=True), ("residual", residual), *more
+    for name, each in named:
         if each is not None and type(each) not in PLAIN:
             check_kind(name, each)
         if each is not None and each.dtype != out:
             raise ValueError(f"{name} must be in out_dtype, {out}, got {each.dtype}")
-    given = [each for each in (*biases, residual) if isinstance(each, Tensor)]
+    given = [each for _, each in named if isinstance(each, Tensor)]
     if torch.is_grad_enabled() and any([each.requires_grad for each in given]):
         raise ValueError(
-            "results of float8 operands have no gradient, but bias or residual requires one: call under torch.no_grad, "
-            "or detach them"
+            "results of float8 operands have no gradient, but a bias, a residual or a norm's parameter requires one: "
+            "call under torch.no_grad, or detach it"
         )
     process_group = groups.resolve(group)
     stand_in, in_place = _stand_in(x, out), [_stand_in(w, out) for w in ws]
     w_in_place: Any = tuple(in_place) if several else in_place[0]
     if is_compiling:
-        more = calls_.extra(residual, activation)
-        text, numbers = prepare(stand_in, w_in_place, bias, process_group, *options, **more)
-        text = with_float8(text, x.data.dtype, ws[0].data.dtype, blocks=blocks)
+        text, numbers = prepare(
+            stand_in, w_in_place, bias, process_group, *options, **calls_.extra(residual, activation, norm)
+        )  # fmt: skip
+        text = with_float8(without_norm(text), x.data.dtype, ws[0].data.dtype, blocks=blocks)
         outs = scaled_matmuls(
             x.data, x.scale, [w.data for w in ws], [w.scale for w in ws], [each for each in biases if each is not None],
             [each is not None for each in biases], residual, out, text, numbers,
         )  # fmt: skip
     else:
         prepared = _prepare(prepare, x.data.dtype, ws[0].data.dtype, blocks)
-        found = calls_.find(prepared, stand_in, w_in_place, bias, process_group, options, residual, activation)
-        outs = _forward(found, x, ws, biases, residual, out)
+        found = calls_.find(prepared, stand_in, w_in_place, bias, process_group, options, residual, activation, norm)
+        outs = _forward(found, x, ws, biases, residual, out, norm)
+    if norm is not None:
+        # The norm is behind the sum; what a compiler traces has it as an op of its own.
+        return (outs[1], outs[0]) if not is_compiling else (norms.of(norm, outs[0]), outs[0])
     return outs[0] if len(outs) == 1 else tuple(outs)
 
 
 def _forward(
     call: Call, x: Scaled, ws: Sequence[Scaled], biases: Sequence[Tensor | None], residual: Tensor | None,
-    out: torch.dtype,
+    out: torch.dtype, norm: Norm | None = None,
 ) -> list[Tensor]:  # fmt: skip
     if call.settings.blocks:
         _check_parts(call.gathered_parts)
@@ -175,7 +184,7 @@ def _forward(
     for w, each in zip(ws, biases, strict=True):
         parameters += Quantized.of(w, out), each
     with torch.no_grad():
-        return call.forward(call.given(Quantized.of(x, out), parameters, residual))  # type: ignore[arg-type]
+        return call.forward(call.given(Quantized.of(x, out), parameters, residual, norm))  # type: ignore[arg-type]
 
 
 def _fake(

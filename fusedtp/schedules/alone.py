@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import activations, scaled_mm
+from .. import activations, norms, scaled_mm
+from ..norms import Norm
 from ..op import GATED, Task
 from ..scaled import Matrix, Quantized, by_columns
 from .verbs import Epilogue, Product
@@ -59,13 +60,20 @@ class Scatter:
     def put(self, x: Tensor) -> None:
         pass
 
-    def sum(self, epilogue: Epilogue, *, own: Tensor | None, last: bool) -> Tensor:
+    def sum(self, epilogue: Epilogue, *, own: Tensor | None, last: bool) -> list[Tensor]:
         if own is not None:
-            return own.clone(memory_format=torch.contiguous_format)
+            return [own.clone(memory_format=torch.contiguous_format)]
         terms = self._terms
         del self._terms
         out = summed(terms, epilogue.bias)
-        return out if epilogue.residual is None else out.add_(epilogue.residual)
+        if epilogue.residual is not None:
+            out.add_(epilogue.residual)
+        return with_norm(epilogue.norm, out)
+
+
+def with_norm(norm: Norm | None, y: Tensor) -> list[Tensor]:
+    """y, and its norm, where there is one."""
+    return [y] if norm is None else [y, norms.apply(norm, y)]
 
 
 def multiplied(whole: Matrix, products: Sequence[Product]) -> list[Tensor]:

@@ -25,7 +25,7 @@ from ..scaled import Matrix, Quantized
 from ..shards import offsets
 from ..workspaces.workspace import Workspace
 from . import transport
-from .alone import activate, activated, into, mm, sum_into, summed
+from .alone import activate, activated, into, mm, sum_into, summed, with_norm
 from .packed_arenas import DecomposedGather
 from .transport import travelling
 from .verbs import Epilogue, Product
@@ -320,14 +320,14 @@ class Scatter:
             terms[rank] = own[self._part]
         return terms
 
-    def sum(self, epilogue: Epilogue, *, own: Tensor | None, last: bool) -> Tensor:
+    def sum(self, epilogue: Epilogue, *, own: Tensor | None, last: bool) -> list[Tensor]:
         terms = self._terms(own)
         out = terms[0].new_empty(terms[0].shape)
         bias = epilogue.bias
         if bias is not None and self._dim == 1:
             bias = bias[self._part]
         trace.timed("add", -1, _sum_into, terms, bias, epilogue.residual, out)
-        return out
+        return with_norm(epilogue.norm, out)
 
     def sum_into(self, epilogue: Epilogue, out: Tensor, gather: Gather, *, own: Tensor | None) -> None:
         mine = out[self._part]

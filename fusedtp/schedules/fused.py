@@ -30,7 +30,7 @@ from ..shards import even_sizes
 from ..workspaces.workspace import Workspace
 from . import producer as producers
 from . import transport
-from .alone import multiplied
+from .alone import multiplied, with_norm
 from .verbs import Epilogue, Operands, Product
 
 
@@ -281,14 +281,14 @@ class Scatter:
             programs=self._on.programs, pace=self._on.pace,
         )  # fmt: skip
 
-    def sum(self, epilogue: Epilogue, *, own: Tensor | None, last: bool) -> Tensor:
+    def sum(self, epilogue: Epilogue, *, own: Tensor | None, last: bool) -> list[Tensor]:
         rows = self._sizes[0] if self._to_all else self._sizes[self._ws.rank]
         shape = (rows, self._other) if self._dim == 0 else (self._other, rows)
         out = torch.empty(shape, dtype=self._on.task.dtype, device=self._ws.device)
         if epilogue.bias is not None and self._dim == 1:
             epilogue = epilogue._replace(bias=epilogue.bias[self._part])
         self._reduce(epilogue, out if self._dim == 0 else out.t(), own, last=last)
-        return out
+        return with_norm(epilogue.norm, out)
 
     def sum_into(self, epilogue: Epilogue, out: Tensor, gather: Gather, *, own: Tensor | None) -> None:
         self._reduce(epilogue, out[self._part], own, gather=gather)

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..norms import Norm
 from ..op import Task
 from ..shards import even_sizes
-from .alone import Alone
+from .alone import Alone, with_norm
 from .verbs import PLAIN, Epilogue, Operands, Product, Verbs
 
 if TYPE_CHECKING:
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Phases = Generator[None, None, list[Tensor]]
+
+
+def _norm(task: Task, operands: Operands) -> Norm | None:
+    return Norm(task.norm, task.eps, *operands[task.op.operands :]) if task.norm else None
 
 
 def _terms(task: Task, operands: Operands) -> list[tuple[Tensor, Tensor]]:
@@ -66,7 +71,7 @@ class Gathering:
 
 class Scattering:
     """reduce_scatter, and matmul_reduce_scatter, maybe with a gather beside it. Operands: a, and b, bias, left, x,
-    residual; a, b, left.
+    residual; a, b, left; or norm_weight, norm_bias.
     """
 
     def __init__(self, on: Verbs, task: Task) -> None:
@@ -92,20 +97,21 @@ class Scattering:
 
     def _finish(self, operands: Operands) -> list[Tensor]:
         if not self._multiplies:
-            return [self._scatter.sum(PLAIN, own=operands[0], last=True)]
-        epilogue = Epilogue(operands[2], operands[5] if self._adds else None)
-        out = self._scatter.sum(epilogue, own=None, last=not self._gathers)
+            return self._scatter.sum(PLAIN, own=operands[0], last=True)
+        norm = _norm(self._task, operands)
+        epilogue = Epilogue(operands[2], operands[5] if self._adds else None, norm=norm)
+        outs = self._scatter.sum(epilogue, own=None, last=not self._gathers)
         if not self._gathers:
-            return [out]
+            return outs
         lefts = [operands[3], *(left for _, _, left in self._task.blocks(operands))]
         # left @ X
         products = [Product("outer", left.t(), transposed=True) for left in lefts if left is not None]
-        return [out, *self._gather.multiply(operands[4], products)]
+        return [*outs, *self._gather.multiply(operands[4], products)]
 
 
 class Reducing:
     """all_reduce and matmul_all_reduce: one-shot, or a scatter and a gather of its sums. Operands: a, and b, bias,
-    residual; a, b.
+    residual; a, b; or norm_weight, norm_bias.
     """
 
     def __init__(self, on: Verbs, task: Task) -> None:
@@ -140,7 +146,7 @@ class Reducing:
 
     def _sum(self, operands: Operands) -> list[Tensor]:
         epilogue, own = self._given(operands)
-        return [self._scatter.sum(epilogue, own=own, last=True)]
+        return self._scatter.sum(epilogue._replace(norm=_norm(self._task, operands)), own=own, last=True)
 
     def _show(self, operands: Operands) -> None:
         epilogue, own = self._given(operands)
@@ -150,7 +156,8 @@ class Reducing:
     def _finish(self, operands: Operands) -> list[Tensor]:
         out = self._out
         del self._out
-        return [self._gather.whole(out[self._part], out)]
+        # Rows are normed where they arrive: to send them normed, as well as they are, would double the bytes.
+        return with_norm(_norm(self._task, operands), self._gather.whole(out[self._part], out))
 
 
 FORMS = {"gather": Gathering, "scatter": Scattering, "all_reduce": Reducing}

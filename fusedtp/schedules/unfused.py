@@ -19,7 +19,7 @@ from .. import trace
 from ..op import Task
 from ..scaled import Matrix, Quantized, pack_into, packed_bytes, unpacked
 from ..shards import offsets
-from .alone import multiplied, sum_into
+from .alone import multiplied, sum_into, with_norm
 from .packed import PackedGather
 from .verbs import Epilogue, Product
 
@@ -174,7 +174,7 @@ class Scatter:
         for peer, part in enumerate(x.split(list(self._sizes))):
             self._terms[peer * self._longest :][: self._sizes[peer]] = part
 
-    def sum(self, epilogue: Epilogue, *, own: Tensor | None, last: bool) -> Tensor:
+    def sum(self, epilogue: Epilogue, *, own: Tensor | None, last: bool) -> list[Tensor]:
         terms, rank = self._terms, self._on.rank
         del self._terms
         if not self._to_all:
@@ -188,7 +188,9 @@ class Scatter:
             out = terms
         if (bias := epilogue.bias) is not None:
             out.add_(bias[self._begins[rank] : self._begins[rank + 1]] if self._dim == 1 else bias)
-        return out if epilogue.residual is None else out.add_(epilogue.residual)
+        if epilogue.residual is not None:
+            out.add_(epilogue.residual)
+        return with_norm(epilogue.norm, out)
 
     def _reduced(self, terms: Tensor) -> Tensor:
         num_ranks = self._on.world_size

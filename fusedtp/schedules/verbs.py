@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
+from ..norms import Norm
 from ..op import Task
 from ..scaled import Matrix
 
@@ -26,13 +27,14 @@ class Epilogue(NamedTuple):
     a residual, which lies as this rank's part of the result.
 
     activation: of a product, or a gated one of two, which has one result ("" for none). If it `keeps` them, the
-    products themselves are results too, behind the others.
+    products themselves are results too, behind the others. norm: of the rows of a sum, a result behind it.
     """
 
     bias: Tensor | None = None
     residual: Tensor | None = None
     activation: str = ""
     keeps: bool = False
+    norm: Norm | None = None
 
 
 PLAIN = Epilogue()
@@ -78,11 +80,15 @@ class Scatter(Protocol):
     def put(self, x: Tensor) -> None:
         """This rank's terms are x."""
 
-    def sum(self, epilogue: Epilogue, *, own: Tensor | None, last: bool) -> Tensor:
-        """This rank's part of the sum over ranks, with the epilogue. last: the op ends with it."""
+    def sum(self, epilogue: Epilogue, *, own: Tensor | None, last: bool) -> list[Tensor]:
+        """This rank's part of the sum over ranks, with the epilogue, and its norm, where one is asked for. last: the op
+        ends with it.
+        """
 
     def sum_into(self, epilogue: Epilogue, out: Tensor, gather: Any, *, own: Tensor | None) -> None:
-        """Put this rank's part of the sum, with the epilogue, in its place in `out`, and send it to all by `gather`."""
+        """Put this rank's part of the sum, with the epilogue but no norm, in its place in `out`, and send it to all by
+        `gather`.
+        """
 
 
 class Verbs(Protocol):

@@ -1,0 +1,151 @@
+"""What the linear layers share: their parameters, made, cut, drawn, saved and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import groups
+from .calls import arguments, dispatch, eager, parameters
+from .calls.call import Prepare
+from .groups import Group
+from .norms import Norm
+from .recipes import Float8
+from .shards import check_sizes, chunk_sizes
+
+Device = torch.device | str | int | None
+
+
+class ShardedLinear(nn.Module):
+    """nn.Linear's parameters over the ranks of a group, the weight split along its out features (`_dim` 0) or its in
+    features (1).
+    """
+
+    # Several matrices of one shape are stacked along a leading dim: DTensor could not cut each of them otherwise.
+    _dim = 0
+    _bias_is_split = False
+    _matrices = 1
+    padded_sizes: Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        device: Device,
+        dtype: torch.dtype | None,
+        group: Group,
+        feature_sizes: Sequence[int] | None,
+        schedule: str,
+        debug: bool,
+        producer: str,
+        float8: Float8 | None,
+    ) -> None:
+        super().__init__()
+        dispatch.check_schedule(schedule)
+        arguments.check_producer(producer, schedule)
+        arguments.flag("bias", bias)
+        arguments.parameter_options(device, dtype)
+        self.group: ProcessGroup = groups.resolve(group)
+        in_features, out_features = arguments.features(in_features=in_features, out_features=out_features)
+        self.in_features, self.out_features = in_features, out_features
+        self.schedule, self.debug, self.producer = schedule, arguments.flag("debug", debug), producer
+        self.float8 = arguments.float8_of(float8, dtype or torch.get_default_dtype(), "parameters")
+        self.feature_sizes = self._sizes_of(feature_sizes, (out_features, in_features)[self._dim])
+        lead = (self._matrices,) * (self._matrices > 1)
+        rows = out_features // self._matrices
+        # How each matrix is cut, and along which dims of the parameters.
+        self._sizes = tuple(size // self._matrices for size in self.feature_sizes)
+        self._dims = {"weight": len(lead) + self._dim, "bias": len(lead) if self._bias_is_split else None}
+        mesh = parameters.mesh_of(group, self.group, device)
+        made = mesh, device, dtype
+        self.weight = parameters.sharded((*lead, rows, in_features), len(lead) + self._dim, self._sizes, *made)
+        self.bias: nn.Parameter | None = None
+        if bias and self._bias_is_split:
+            self.bias = parameters.sharded((*lead, rows), len(lead), self._sizes, *made)
+        elif bias:
+            self.bias = parameters.whole((out_features,), *made)
+        self._make_more(*made)
+        self._is_padded = parameters.is_padded(self._sizes)
+        if self._is_padded:
+            # In the state too, and compared on loading: the shapes alone would fit other sizes with as long a shard.
+            self.register_buffer("padded_sizes", torch.tensor(self._sizes, device=device))
+        self.reset_parameters()
+
+    def _make_more(self, mesh: DeviceMesh, device: Device, dtype: torch.dtype | None) -> None:
+        """Parameters that only some layers have."""
+
+    def _sizes_of(self, sizes: Sequence[int] | None, length: int) -> tuple[int, ...]:
+        world_size = self.group.size()
+        if sizes is None:
+            return tuple(self._matrices * size for size in chunk_sizes(length // self._matrices, world_size))
+        return check_sizes(sizes, world_size=world_size, length=length, name="feature_sizes")
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw what nn.Linear would draw, on every rank alike, and keep this rank's part.
+
+        The seed must be the same on every rank. A parameter on the meta device draws nothing.
+        """
+        if self._is_padded:
+            self.padded_sizes.copy_(torch.tensor(self._sizes))
+        rows, weight, bias = self.out_features // self._matrices, self.weight, self.bias
+        drawn = [
+            nn.Linear(self.in_features, rows, bias is not None, weight.device, weight.dtype)
+            for _ in range(self._matrices)
+        ]
+        for name, parameter in (("weight", weight), ("bias", bias)):
+            if parameter is not None and not parameter.is_meta:
+                values = [getattr(each, name) for each in drawn]
+                parameters.fill(
+                    parameter, values[0] if len(values) == 1 else torch.stack(values), self._dims[name], self._sizes
+                )
+
+    def _linear(
+        self, prepare: Prepare, x: Tensor, *options: Any, residual: Tensor | None = None, activation: str | None = None,
+        norm: Norm | None = None,
+    ) -> Any:  # fmt: skip
+        if not self._is_padded:
+            return eager.of_parameters(
+                prepare, x, self.weight, self.bias, self.group, *options, residual=residual, activation=activation,
+                norm=norm,
+            )  # fmt: skip
+        size = self._sizes[self.group.rank()]
+        weight = self._own("weight", self.weight, size, 2)
+        bias = None if self.bias is None else self._own("bias", self.bias, size, 1)
+        return eager.apply(prepare, x, weight, bias, self.group, options, residual, activation, norm)
+
+    def _own(self, name: str, parameter: Tensor, size: int, ndim: int) -> Tensor:
+        value, dim = parameters.local(parameter, parameter.ndim), self._dims[name]
+        return parameters.local(value if dim is None else value.narrow(dim, 0, size), ndim)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], strict: bool, missing: list[str],
+        unexpected: list[str], errors: list[str],
+    ) -> None:  # fmt: skip
+        theirs = state_dict.get(f"{prefix}padded_sizes")
+        if theirs is not None and self._is_padded and theirs.tolist() != list(self._sizes):
+            errors.append(
+                f"{prefix}weight is padded for shards of {tuple(theirs.tolist())}, this layer's are {self._sizes}: "
+                "feature_sizes that are not as DTensor splits them hold for the same ranks only"
+            )
+            return
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+
+    def extra_repr(self) -> str:
+        split = ", ".join(map(str, self.feature_sizes))
+        text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        text = f"{text}, feature_sizes=({split}), rank={self.group.rank()}, schedule={self.schedule!r}"
+        return text if self.float8 is None else f"{text}, float8={self.float8!r}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A process group can be neither copied nor pickled; its name can, and means the same group on a copy.
+        return {**self.__dict__, "group": self.group.group_name}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "group": groups.resolve(state["group"])})  # type: ignore[no-untyped-call]
