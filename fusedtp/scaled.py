@@ -62,6 +62,35 @@ class Scaled:
             scale = along_blocks(scale, self.data.shape[-1], -1)
         return (widened(self.data) * scale).to(dtype)
 
+    def narrow(self, dim: int, start: int, length: int) -> Scaled:
+        """As torch.narrow: these elements along `dim`, with the scales that are theirs; a view.
+
+        Scales of blocks are cut along a row between blocks of 32 only: ValueError for another start, or for another end
+        than that of the row.
+        """
+        data = self.data.narrow(dim, start, length)
+        dim, size = dim % self.data.ndim, self.data.shape[dim]
+        start = start % size if start < 0 else start
+        if not self.scale.ndim or (dim == self.data.ndim - 1 and self.scale.dtype != E8M0):
+            return Scaled(data, self.scale)
+        if dim < self.data.ndim - 1:
+            return Scaled(data, self.scale.narrow(dim, start, length))
+        if start % BLOCK or (length % BLOCK and start + length != size):
+            raise ValueError(
+                f"with a scale for each {BLOCK} elements a row is cut at multiples of {BLOCK}, got {start} to "
+                f"{start + length} of {size}"
+            )
+        return Scaled(data, self.scale.narrow(dim, start // BLOCK, -(-length // BLOCK)))
+
+    def split(self, sizes: int | Sequence[int], dim: int = 0) -> tuple[Scaled, ...]:
+        """As torch.split: parts of these lengths along `dim`, or of `sizes` each, by `narrow`."""
+        size = self.data.shape[dim]
+        if isinstance(sizes, int):
+            sizes = [min(sizes, size - begin) for begin in range(0, size, sizes)] or [0]
+        if sum(sizes) != size:
+            raise ValueError(f"sizes must add up to {size}, the length of dim {dim}, got {tuple(sizes)}")
+        return tuple(self.narrow(dim, sum(sizes[:i]), each) for i, each in enumerate(sizes))
+
 
 def scaled(
     x: Tensor, recipe: Recipe = "rowwise", *, dtype: torch.dtype | None = None, group: Any = None,

@@ -155,7 +155,7 @@ def _arrived_or_own(ctx, src, tile, packed, arena_row, k_begin, k_len):
             source = ctx.a.arena_desc
             layer = ctx.link.epoch & 1
             row = before_descriptor(arena_row, packed)
-    return Operand(source, stride, 1, layer, row, k_begin, k_len, packed, scale, scale_stride)
+    return Operand(source, stride, 1, layer, row, k_begin, k_len, packed, scale, scale_stride, 0)
 
 
 @triton.jit

@@ -189,9 +189,9 @@ def multiply(acc, a, tile, b, A_BY: tl.constexpr, B_BY: tl.constexpr, tiles, IN_
             a_block = tl.load(a_ptrs, mask=offs_k[None, :] < a.k_len - k * BLOCK_K, other=0.0)
             a_ptrs += BLOCK_K * a.stride_k
         elif A_BY == "rows":
-            a_block = a.source.load([a.layer, a.row, k * BLOCK_K]).reshape(BLOCK_M, BLOCK_K)
+            a_block = a.source.load([a.layer, a.row, a.first + k * BLOCK_K]).reshape(BLOCK_M, BLOCK_K)
         else:
-            a_block = a.source.load([a.layer, k * BLOCK_K, a.row]).reshape(BLOCK_K, BLOCK_M).T
+            a_block = a.source.load([a.layer, a.first + k * BLOCK_K, a.row]).reshape(BLOCK_K, BLOCK_M).T
         if B_BY == "pointers":
             b_block = tl.load(b_ptrs, mask=offs_k[:, None] < a.k_len - k * BLOCK_K, other=0.0)
             b_ptrs += BLOCK_K * b.stride_k
@@ -342,7 +342,7 @@ def a_local(ctx, row, packed):
         scale = ctx.scales.a + row.to(tl.int64) * scale_bytes(ctx.b.K)
     else:
         scale = 0
-    return Operand(source, stride_m, stride_k, 0, row, 0, ctx.b.K, packed, scale, scale_bytes(ctx.b.K))
+    return Operand(source, stride_m, stride_k, 0, row, 0, ctx.b.K, packed, scale, scale_bytes(ctx.b.K), 0)
 
 
 @triton.jit

@@ -97,7 +97,7 @@ def _a_of_term(ctx, tile, i, packed):
         stride_m, stride_k = unit(stride_m, ctx.more.A_UNIT == 0), unit(stride_k, ctx.more.A_UNIT == 1)
         # Of float8 several terms are those of gradients, which have no scales of blocks.
         tl.static_assert(ctx.tiles.SCALES != "blocks")
-        return Operand(source, stride_m, stride_k, 0, row, 0, k_len, packed, 0, 0)
+        return Operand(source, stride_m, stride_k, 0, row, 0, k_len, packed, 0, 0, 0)
 
 
 @triton.jit
@@ -137,7 +137,8 @@ def _store_to(ctx, dst, tile, partial):
 
 
 @triton.jit
-def _scaled(ctx, tile, acc, a_scale, b_scale):
+def scaled(ctx, tile, acc, a_scale, b_scale):
+    """A tile's sum, of float8, times the scales of its rows and columns."""
     offs_m = tl.arange(0, ctx.tiles.BLOCK_M)
     scale = tl.load(a_scale + tile.begin + tile.row + offs_m, mask=offs_m < tile.rows - tile.row, other=0.0)
     return scale_columns(acc * scale[:, None], b_scale, tile.col, ctx.b.N, ctx.tiles.BLOCK_N)
@@ -151,7 +152,7 @@ def _scaled_term(ctx, tile, i, part):
         if i == j + 1:
             a_scale = ctx.more.blocks[j].a_scale
             b_scale = ctx.more.blocks[j].b_scale
-    return _scaled(ctx, tile, part, a_scale, b_scale)
+    return scaled(ctx, tile, part, a_scale, b_scale)
 
 
 @triton.jit
@@ -161,7 +162,7 @@ def _rounded(ctx, tile, acc):
         return round_to(acc, ctx.a.ptr.dtype.element_ty, ctx.tiles.UPCAST)
     else:
         if ctx.more.COUNT == 0 and ctx.tiles.SCALES == "rows":
-            acc = _scaled(ctx, tile, acc, ctx.scales.a, ctx.scales.b)
+            acc = scaled(ctx, tile, acc, ctx.scales.a, ctx.scales.b)
         return round_to(acc, ctx.scales.out.dtype.element_ty, ctx.tiles.UPCAST)
 
 

@@ -121,8 +121,8 @@ class Operand(NamedTuple):
     """A's rows of a tile along one chunk of the contraction, which is the columns k_begin .. k_begin + k_len of A.
 
     If it is read by pointers, `source` points to the first element. If by a descriptor, `source` is the descriptor, and
-    the first element is its (layer, row, 0). scale: where the first row's block scales lie, `scale_stride` bytes from
-    the next row's; 0 without.
+    the first element is its (layer, row, first). scale: where the first row's block scales lie, `scale_stride` bytes
+    from the next row's; 0 without.
     """
 
     source: tl.tensor
@@ -135,6 +135,7 @@ class Operand(NamedTuple):
     packed: tl.tensor
     scale: tl.tensor
     scale_stride: tl.tensor
+    first: tl.tensor
 
 
 class Columns(NamedTuple):

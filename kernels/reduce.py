@@ -20,7 +20,12 @@ from .signal import FIRST_SLOT, Link, begin, cdiv, half, leave, raise_signal, wa
 
 
 @triton.jit
-def _wait_for_parts(link, slot, OWN_IN_PLACE: tl.constexpr):
+def wait_for_parts(link, slot, OWN_IN_PLACE: tl.constexpr):
+    """Wait for all ranks' parts of what has that slot; the own one is not waited for if it is in place. Returns 1, or 0
+    if a wait was given up.
+
+    Waits for: tiles or pieces raised by every rank's programs that multiply or push, which wait for nothing.
+    """
     ok = 1
     for src in range(0, link.group.WORLD_SIZE):
         if OWN_IN_PLACE:
@@ -32,7 +37,8 @@ def _wait_for_parts(link, slot, OWN_IN_PLACE: tl.constexpr):
 
 
 @triton.jit
-def _sum_of_parts(link, base, own, at_m, at_n, mask, region_rows, pitch, OWN_IN_PLACE: tl.constexpr):
+def sum_of_parts(link, base, own, at_m, at_n, mask, region_rows, pitch, OWN_IN_PLACE: tl.constexpr):
+    """What all ranks have put at these places of their regions, added in rank order in float32."""
     acc = tl.full(mask.shape, 0.0, tl.float32)
     for src in range(0, link.group.WORLD_SIZE):
         part = base + (src * region_rows + at_m) * pitch + at_n
@@ -59,7 +65,7 @@ def _reduce_programs(
     for index in range(pid, cdiv(num_rows, BLOCK_M) * num_tiles_n, num_programs):
         col = index % num_tiles_n * BLOCK_N
         at_n = (col + offs_n).to(tl.int64)[None, :]
-        ok = _wait_for_parts(link, (index if PER_TILE else index // num_tiles_n) + FIRST_SLOT, OWN_IN_PLACE)
+        ok = wait_for_parts(link, (index if PER_TILE else index // num_tiles_n) + FIRST_SLOT, OWN_IN_PLACE)
         # A strip of the tile at a time: where nothing is aligned every element has an address of its own.
         for strip in range(0, BLOCK_M, STRIP):
             row = index // num_tiles_n * BLOCK_M + strip
@@ -69,7 +75,7 @@ def _reduce_programs(
                 left = tl.multiple_of(left, 16)
             mask = (offs_m < left)[:, None] & (offs_n < out.cols - col)[None, :]
             at_m = (row + offs_m).to(tl.int64)[:, None]
-            acc = _sum_of_parts(link, base, own, at_m, at_n, mask, region_rows, pitch, OWN_IN_PLACE)
+            acc = sum_of_parts(link, base, own, at_m, at_n, mask, region_rows, pitch, OWN_IN_PLACE)
             if epilogue.bias is not None:
                 if epilogue.PER_ROW:
                     acc += bias_at(epilogue, at_m, at_m < num_rows)

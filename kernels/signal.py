@@ -57,6 +57,7 @@ LEFT = tl.constexpr(6)
 HARDWARE = tl.constexpr(7)  # what this rank's GPU is (`hardware.number_of`): all ranks use rank 0's
 GROWING = tl.constexpr(10)  # how many steps this rank has taken in growing the workspace; for the host only
 OUTCOME = tl.constexpr(11)  # two words, the outcome of the last growth on this rank; for the host only
+TICKETS = tl.constexpr(13)  # programs of the running kernel that have begun, where these take turns; see `turn`
 SIGNALS = tl.constexpr(
     16
 )  # first signal word; the signal of (slot, source) is word SIGNALS + slot * world_size + source
@@ -283,6 +284,20 @@ def enter(link, pid):
             while dst != link.rank:
                 raise_signal(link, dst, ENTRY_SLOT)
                 dst = (dst + 1) % link.group.WORLD_SIZE
+
+
+@triton.jit
+def turn(link, num_programs):
+    """How many programs of this kernel have begun before this one: 0, 1, .. num_programs - 1, one each.
+
+    A program may wait for what those before it do, whatever order a device starts them in: they are running or over.
+    """
+    tickets = header(link.group, link.rank) + TICKETS
+    place = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
+    if place == num_programs - 1:
+        # Nobody takes another before the next kernel.
+        tl.store(tickets, 0)
+    return place
 
 
 @triton.jit

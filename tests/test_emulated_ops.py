@@ -29,7 +29,8 @@ whole = pytest.mark.skipif(not ALL, reason="takes minutes; nox -s emulate")
 # A spread: every kernel on some target, every dtype on some kernel.
 SPREAD = (
     (80, "bfloat16", "gather rows"), (90, "bfloat16", "gather rows"), (90, "float16", "matmul two_shot"),
-    (80, "float32", "all_reduce ring"),
+    (80, "float32", "all_reduce ring"), (80, "bfloat16", "matmul two_shot in parts"),
+    (90, "float16", "matmul one_shot in parts"),
 )  # fmt: skip
 # Of float8, which only sm_90 has a matrix instruction for here.
 FLOAT8_SPREAD = (

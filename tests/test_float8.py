@@ -311,7 +311,11 @@ def refused_options(group: ProcessGroup) -> None:
     call: Any = partial(fusedtp.all_gather_linear, x, w, group=group)
     for given, kind, message in (
         ({"bias": torch.ones(4)}, ValueError, "bias must be in out_dtype, torch.bfloat16, got torch.float32"),
-        ({"bias": torch.ones(4).bfloat16().requires_grad_()}, ValueError, "have no gradient, but bias or residual"),
+        (
+            {"bias": torch.ones(4).bfloat16().requires_grad_()},
+            ValueError,
+            "have no gradient, but a bias, a residual or",
+        ),
         ({"out_dtype": torch.float64}, ValueError, "out_dtype must be None or one of"),
         ({"float8": "rowwise"}, ValueError, "Scaled operands are"),
         ({"bias": w}, TypeError, "bias must be a tensor here, got Scaled"),

@@ -134,7 +134,7 @@ def problem(
         algorithm = name.split()[1]
         return (
             lambda ws, rank: direct.phases(
-                "matmul_all_reduce", ws, cut_k[rank], rows_of_b[rank], bias, algorithm=algorithm
+                "matmul_all_reduce", ws, cut_k[rank], rows_of_b[rank], bias, algorithm=algorithm, split=True
             ),
             everywhere(ref), everywhere(allowed),
         )  # fmt: skip

@@ -189,7 +189,8 @@ def check_activation(activation: str | None, weight: Weights) -> None:
 def float8_of(float8: str | None, dtype: torch.dtype | None = None, of: str = "dtype") -> Float8 | None:
     """None, or a known recipe, for operands in `dtype`, which is that of `of`."""
     if float8 is not None and (not isinstance(float8, str) or float8 not in NAMES):
-        raise ValueError(f"float8 must be None or one of {', '.join(NAMES)}, got {float8!r}")
+        hint = ", which is for operands of functions: fusedtp.scaled(x, 'mxfp8')" if float8 == "mxfp8" else ""
+        raise ValueError(f"float8 must be None or one of {', '.join(NAMES)}, got {float8!r}{hint}")
     if float8 is not None and dtype == torch.float64:
         raise ValueError(f"float8 is for {of} in {', '.join(map(str, DTYPES[:3]))}, got {dtype}")
     return float8  # type: ignore[return-value]

@@ -17,6 +17,8 @@ from ..sharding.plan import ITEMSIZE, is_float8, made_of
 from .collectives import library_us
 from .hardware import WIDENED, Hardware
 
+# Rows up to which a matmul and all-reduce are one kernel of `fused`.
+ONE_KERNEL_ROWS = 256
 # A matmul of fewer rows is bound by reading the weight, which every chunk would read again: `schedules.decomposed` puts
 # such chunks together and multiplies at once.
 FEW_ROWS = 256
@@ -237,18 +239,21 @@ class Model:
         bandwidth = machine.link(n) * (machine.store_fraction if by_kernel else machine.copy_fraction)
         # Kernels store to all peers in a row; a copy starts anew for each.
         step = 0.0 if by_kernel else machine.copy_start_us
-        begin = machine.launch_us + self.wait
+        in_one = by_kernel and work.kind == "all_reduce" and bool(work.flops) and work.rows <= ONE_KERNEL_ROWS
+        launch = 0.0 if in_one else machine.launch_us
+        begin = launch + self.wait
         added = total / (self.memory * machine.reduce_fraction)
-        sum_us = machine.launch_us + (n + 1) / n * added
-        copy_us = machine.launch_us + 2 * total / self.memory
+        sum_us = launch + (n + 1) / n * added
+        copy_us = launch + 2 * total / self.memory
         if algorithm == "ring":
             steps = (n - 1) * (self.wait + total / n / bandwidth)
             return begin + (2 * steps if work.kind == "all_reduce" else steps)
         hop = step + total / n / bandwidth
-        parts = self.chunks(schedule, cut=cut and algorithm != "one_shot")
+        # That kernel's tiles have an owner by their columns.
+        parts = self.chunks(schedule, cut=cut and algorithm != "one_shot" and not in_one)
         if algorithm == "one_shot":
             sent = (n - 1) * (step + total / bandwidth)
-            summed = machine.launch_us + (n + 1) * added
+            summed = launch + (n + 1) * added
             # Kernels send a tile when it is done, copies the whole partial.
             arrivals = [begin + sent / n * (i + 1) for i in range(n)]
             both = self.recursion(parts, arrivals) if by_kernel else sum(parts) + begin + sent
@@ -345,7 +350,8 @@ def one_shot_wins(
     The same on all ranks: a weight may be cut unevenly, so its matmul is taken for an MLP's, as in `tuning`. What such
     a weight costs a kernel that reads it again for every chunk does not decide.
     """
-    if num_ranks == 1:
+    # Two ranks send as much either way, and a kernel's tiles leave one by one: in one step, then.
+    if num_ranks == 1 or (num_ranks == 2 and schedule == "fused" and not machine.in_place):
         return True
     if alone or not machine.knows(dtype):
         work = Work("all_reduce", 0, 0, 0, rows * cols, num_ranks, dtype)

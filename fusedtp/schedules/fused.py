@@ -2,7 +2,8 @@
 `kernels.signal`.
 
 A gather is part of the product that follows it: the first programs of that kernel push, or copies are issued before it.
-A sum takes two kernels, of which the first does not wait: it sends tiles to their owners, and the second adds them.
+A sum takes two kernels, of which the first does not wait: it sends tiles to their owners, and the second adds them. An
+all-reduce of few rows behind a matmul is one kernel (`one_kernel`).
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def num_tiles(rows: int, cols: int, config: Config) -> int:
 
 
 class Fused:
-    """See `verbs.Verbs`. producer: how gathered rows are sent, `auto`, `push` or `copy`; split: the programs that push
-    are a kernel of their own. For virtual ranks, which share a device: programs of a kernel, 0 for as many as the
+    """See `verbs.Verbs`. producer: how gathered rows are sent, `auto`, `push` or `copy`; split: programs that wait for
+    none are a kernel of their own. For virtual ranks, which share a device: programs of a kernel, 0 for as many as the
     device has room for; pace: called after each copy with its bytes, where an emulated link takes its time.
     """
 

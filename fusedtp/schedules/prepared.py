@@ -183,7 +183,7 @@ class Prepared:
                 raise ValueError("algorithm 'ring' is a kernel: use it with schedule 'fused'")
             self.form: Any = Ring(on, task)
         else:
-            self.form = FORMS[task.op.kind](on, task)
+            self.form = self._one_kernel(on) or FORMS[task.op.kind](on, task)
         *self._before, self._last = self.form.stages
         # Whether the host makes the protocol's steps; else kernels do.
         self._by_host = schedule == "decomposed"
@@ -208,6 +208,14 @@ class Prepared:
         from .fused import Fused
 
         return Fused(ws, self.task, **how)
+
+    def _one_kernel(self, on: Any) -> Any:
+        if self.ws is None or self.schedule != "fused":
+            return None
+        # Late: as `fused`.
+        from . import one_kernel
+
+        return one_kernel.OneKernel(on, self.task) if one_kernel.is_for(on, self.task) else None
 
     def go(self, operands: Operands) -> list[Tensor]:
         """Every stage in turn, for a rank in its own process. The workspace has room, and has begun the op."""

@@ -22,10 +22,11 @@ from .blocks import with_tails_made_one
 from .cases import DTYPES, TARGETS, VARIANTS, Case
 
 PACKAGE = "fusedtp.kernels"
+_SCATTERS = ("matmul_scatter", "matmul_all_reduce")
 _GROUP = {"WORLD_SIZE": 8, "OP": 1}
 _NOT_SPECIALIZED = {
     "rank", "fingerprint", "num_rows", "dst_row", "num_tiles", "region_row", "first_slot", "second_slot", "result_row",
-    "region_rows", "max_pieces", "gather_row", "gather_slot", "peer", "slot",
+    "region_rows", "max_pieces", "gather_row", "gather_slot", "peer", "slot", "producers", "reducers", "sums_row",
 }  # fmt: skip
 
 
@@ -71,7 +72,7 @@ def config_of(case: Case) -> Any:
     if case.aligned != () or not VARIANTS[case.variant].multiplies:
         return config
     # The tiles of a scatter are counted by their owners.
-    stored = VARIANTS[case.variant].module == "matmul_scatter"
+    stored = VARIANTS[case.variant].module in _SCATTERS
     return fitted(config, stored=stored, read="pointers" not in (case.a_by, case.b_by))
 
 
@@ -107,7 +108,7 @@ def is_flattened(case: Case) -> bool:
     """Whether the kernel of a case has one loop of tiles and contraction."""
     from fusedtp.kernels.launch import flattened
 
-    if VARIANTS[case.variant].module == "matmul_scatter" or case.all_flags.get("CONTRACTION"):
+    if VARIANTS[case.variant].module in _SCATTERS or case.all_flags.get("CONTRACTION"):
         return False
     if case.all_flags.get("ACTIVATION"):
         return False
@@ -149,13 +150,18 @@ def compile_case(case: Case, package: str = PACKAGE, options: dict[str, int] | N
         **_units(case), **{name: value for name, value in flags.items() if name != "KEEPS"},
     }  # fmt: skip
     others = {"table": "*i32", "peers": "*i64", "half_bytes": "i64", "fingerprint": "i64"}
+    others |= {"sums": "*fp32", "arrivals": "*i32"}
     if flags.get("KEEPS"):
         del known["z_ptr"]
+    if flags.get("SPLITS", 1) == 1:
+        known |= {"sums": None, "arrivals": None}
     if case.is_float8:
         # What is made of float8 is bfloat16.
         others |= dict.fromkeys(("scale", "scale_a", "scale_b"), "*u8" if case.blocks else "*fp32")
         others |= dict.fromkeys(("c_ptr", "bias_ptr", "z_ptr", "scale_out"), "*bf16")
-        known |= {} if variant.module == "matmul_scatter" else {"scale_out": 0}
+        known |= {} if variant.module in _SCATTERS else {"scale_out": 0}
+        if variant.module == "matmul_all_reduce":
+            others |= dict.fromkeys(("out_ptr", "residual_ptr"), "*bf16")
     else:
         known |= {"scales": None, "scale": None}
     trees = named(fn, package, variant.more, adds=variant.adds, scaled=case.is_float8)
@@ -203,7 +209,7 @@ def _units(case: Case) -> dict[str, int]:
 
 def _is_aligned(name: str, case: Case) -> bool:
     # Tables are the package's own.
-    return name in ("table", "peers") or (name.endswith("_ptr") and case.aligned != ())
+    return name in ("table", "peers", "sums", "arrivals") or (name.endswith("_ptr") and case.aligned != ())
 
 
 def _of_nvidia(compiled: Any) -> tuple[assembly.Code, tuple[int, int, int]]:

@@ -60,6 +60,7 @@ def _variants() -> dict[str, Variant]:
     reduce = {"PER_ROW": False, "PER_TILE": True, "OWN_IN_PLACE": False, "BROADCAST": False, "LAST": True,
         "ALIGNED": False}  # fmt: skip
     ring, split = {"REDUCE": True, "GATHER": True}, {"IN_PLACE": False, "PUSHERS": 0}
+    in_one = {"TO_ALL": False, "PER_ROW": False, "LAST": True, "SPLITS": 1}
     # A quarter of a tile's rows, the least that a piece has.
     in_pieces = {"PIECE": 32}
     # Raised: the entry, and pieces or tiles. Waited for: they. What is `split` pushes in a kernel before, the own shard
@@ -99,6 +100,13 @@ def _variants() -> dict[str, Variant]:
             gather | split | in_pieces | {"CONTRACTION": True}, True, 2, 0),
         Variant("scatter", "matmul_scatter", "_matmul_scatter_kernel", scatter, True, 0, 2),
         Variant("scatter to all", "matmul_scatter", "_matmul_scatter_kernel", scatter | {"TO_ALL": True}, True, 0, 2),
+        Variant("all-reduce in one", "matmul_all_reduce", "_matmul_all_reduce_kernel", in_one, True, 3, 3),
+        Variant("all-reduce in one, to all", "matmul_all_reduce", "_matmul_all_reduce_kernel",
+            in_one | {"TO_ALL": True}, True, 2, 3, adds=True),
+        Variant("all-reduce in one, in parts", "matmul_all_reduce", "_matmul_all_reduce_kernel",
+            in_one | {"SPLITS": 2}, True, 3, 3),
+        Variant("all-reduce in one, in parts to all", "matmul_all_reduce", "_matmul_all_reduce_kernel",
+            in_one | {"SPLITS": 2, "TO_ALL": True}, True, 2, 3, adds=True),
         Variant("push", "push", "_push_kernel", push, False, 0, 2),
         Variant("push a scatter", "push", "_push_kernel", push | {"SCATTER": True, "WITH_OWN": True}, False, 0, 2),
         Variant("push in pieces", "push", "_push_kernel", push | in_pieces, False, 0, 2),
@@ -175,7 +183,9 @@ class Case:
 def plain(case: Case) -> Case:
     """The matmul that a fused one is compared with: the same tile, read alike, with as many loops."""
     variant = "matmul transposed" if VARIANTS[case.variant].transposed else "matmul"
-    flatten = case.flatten and not case.variant.startswith("scatter") and not case.all_flags.get("ACTIVATION")
+    flatten = (
+        case.flatten and not case.variant.startswith(("scatter", "all-reduce")) and not case.all_flags.get("ACTIVATION")
+    )
     return replace(case, variant=variant, flags=(), flatten=flatten)
 
 
@@ -202,14 +212,15 @@ def cases() -> list[Case]:
                 found.append(main(name))
             else:
                 # A tile that goes to all ranks is narrow.
-                found += [main(name, shape=shape) for shape in SHAPES if (name, shape) != ("scatter to all", "many")]
+                narrow = name == "scatter to all" or variant.module == "matmul_all_reduce"
+                found += [main(name, shape=shape) for shape in SHAPES if not narrow or shape != "many"]
             if name in ("matmul", "gather rows", "scatter"):
                 found.append(main(name, dtype=torch.float16))
             if its.described and name in ("matmul", "gather rows", "gather rows transposed", "scatter"):
                 # Weights as they lie, and rows that no descriptor can read.
                 found += [of(name, a_by="rows" if name.startswith("gather") else "columns", b_by="rows"), of(name)]
             if name in ("matmul", "gather rows", "gather rows transposed", "gather contraction", "scatter", "reduce",
-                "ring all-reduce"):  # fmt: skip
+                "all-reduce in one", "all-reduce in one, in parts to all", "ring all-reduce"):  # fmt: skip
                 found.append(of(name, dtype=torch.float32))
     return found + _float8_cases() + _block_cases()
 
@@ -228,8 +239,10 @@ def _float8_cases() -> list[Case]:
             found.append(main(name))
         for name in ("matmul", "matmul transposed", "gather rows", "gather rows transposed", "gather rows, swiglu",
             "gather rows, three weights", "gather contraction", "gather contraction, three weights", "scatter",
-            "scatter, three weights", "scatter to all"):  # fmt: skip
-            found += [main(name, shape=shape) for shape in SHAPES if (name, shape) != ("scatter to all", "many")]
+            "scatter, three weights", "scatter to all", "all-reduce in one",
+            "all-reduce in one, in parts to all"):  # fmt: skip
+            narrow = name == "scatter to all" or name.startswith("all-reduce")
+            found += [main(name, shape=shape) for shape in SHAPES if not narrow or shape != "many"]
             if TARGETS[target].described and name in ("matmul", "gather rows", "scatter"):
                 found += [of(name, a_by="rows" if name.startswith("gather") else "columns", b_by="rows"), of(name)]
     return found
@@ -247,7 +260,8 @@ def _block_cases() -> list[Case]:
         found += [of(name, shape="few columns") for name in ("push", "push a scatter", "push in pieces")]
         for name in ("matmul", "matmul transposed", "gather rows", "gather rows, split", "gather rows transposed",
             "gather rows, own pushed", "gather rows, swiglu", "gather rows, three weights", "gather contraction",
-            "gather contraction, split", "gather contraction, three weights", "scatter", "scatter to all"):  # fmt: skip
+            "gather contraction, split", "gather contraction, three weights", "scatter", "scatter to all",
+            "all-reduce in one", "all-reduce in one, to all"):  # fmt: skip
             found.append(main(name, shape="few columns"))
         if its.described:
             found += [main(name, shape="few rows") for name in ("matmul", "gather rows", "scatter")]

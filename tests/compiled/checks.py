@@ -145,6 +145,8 @@ def atomics(built: Built) -> None:
     # An op's last kernel counts arrivals, and may report a peer that means another op, and again that the op is over.
     ends = 1 if variant.flags.get("LAST") or variant.flags.get("STEP") == "leave" else 0
     ends += variant.name.startswith(("collect", "ring"))
+    # As do the programs that share a tile.
+    ends += variant.flags.get("SPLITS", 1) > 1
     # A wait looks once, then in a loop, there at the entry too; it may take the entry back and report, both released
     # too. The compiler makes copies of it, each with a report of its own, which has two compare-and-swaps.
     swaps = code.count(r"^(?:@!?%p\d+ )?(atom\.\S*\.cas|global_atomic_cmpswap)")

@@ -70,9 +70,7 @@ _ENTERS = (_by("scatter", "sm_90"), Case("push", "sm_80"), Case("push", "gfx942"
 _SPLIT = tuple(_by("gather rows, split", target) for target in ("sm_80", "sm_90", "gfx942"))
 _SCATTER = tuple(_by("scatter", target) for target in ("sm_90", "gfx942"))
 _TURNED = tuple(_by("gather rows transposed", target) for target in ("sm_80", "sm_90"))
-_PARTS = (
-    "        ok = _wait_for_parts(link, (index if PER_TILE else index // num_tiles_n) + FIRST_SLOT, OWN_IN_PLACE)\n"
-)
+_PARTS = "        ok = wait_for_parts(link, (index if PER_TILE else index // num_tiles_n) + FIRST_SLOT, OWN_IN_PLACE)\n"
 _DOT = "            acc = dot(a_block, b_block, acc, tiles.UPCAST)\n"
 _ROWS = "                ok = wait_for_rows(link, src, row - first, end_row, first_slot, one, 1, PIECE)\n"
 _STORE = "        store_rows(ctx.c,"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 from unittest import mock
 
 import torch
@@ -33,7 +34,8 @@ FLOAT8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2
 MATMULS = (
     "gather rows", "gather rows split", "gather rows transposed", "gather rows own pushed", "gather rows and keep",
     "gather contraction", "gather contraction split", "scatter rows", "scatter columns", "matmul one_shot",
-    "matmul two_shot", "scatter and gather",
+    "matmul one_shot split", "matmul one_shot in parts", "matmul two_shot", "matmul two_shot split",
+    "matmul two_shot in parts", "scatter and gather",
 )  # fmt: skip
 COLLECTIVES = ("all_gather direct", "all_gather ring", "reduce_scatter direct", "reduce_scatter ring",
                "all_reduce one_shot", "all_reduce two_shot", "all_reduce ring")  # fmt: skip
@@ -46,6 +48,9 @@ def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, shape: Sh
         return float8.problem(name, world_size, dtype, seed, shape, by)
     random = torch.Generator().manual_seed(seed)
     M, N, K = shape.M, shape.N, shape.K
+    if name.endswith("in parts"):
+        # Of few tiles, each with several parts of the contraction.
+        M, N, K = min(M, 40), min(N, 144), 8 * K
 
     def normal(*size: int) -> Tensor:
         return torch.randn(size, generator=random).to(dtype)
@@ -114,12 +119,24 @@ def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, shape: Sh
             ),
             list(ref.split(sizes, dim)), list(summed.split(sizes, dim)),
         )  # fmt: skip
+    algorithm, _, how = how.partition(" ")
+    start = in_parts if how == "in parts" else launches_of
     return (
-        lambda ws, rank: launches_of(
-            "matmul_all_reduce", ws, shards_k[rank], rights_k[rank], bias, algorithm=how
+        lambda ws, rank: start(
+            "matmul_all_reduce", ws, shards_k[rank], rights_k[rank], bias, algorithm=algorithm, split=how == "split"
         ),
         everywhere(ref), everywhere(summed),
     )  # fmt: skip
+
+
+def in_parts(*what: Any, **options: Any) -> Phases:
+    """The same with many programs for few tiles."""
+    phases = launches_of(*what, **options)
+    # What there is room for is decided before the first phase ends.
+    with mock.patch.object(launch, "_num_multiprocessors", return_value=24):
+        first = next(phases)
+    yield first
+    return (yield from phases)
 
 
 def _collective(

@@ -29,7 +29,7 @@ from .machine import Machine, Memory, Ran, Schedule, Waiting, op_of
 _SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
 # Rule 7 of the kernels: they store to operands of these names only, and to arenas. z is an epilogue's, of products that
 # are kept.
-_STORED = ("c", "out", "more", "z")
+_STORED = ("c", "out", "more", "z", "sums", "arrivals")
 MAP = np.dtype([("ndim", "i8"), ("swizzle", "i8"), ("base", "i8"), ("size", "i8"), ("dim", "i8", 5),
                 ("stride", "i8", 5), ("box", "i8", 5)])  # fmt: skip
 

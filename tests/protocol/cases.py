@@ -91,9 +91,9 @@ def _scatter_and_gather(by: str) -> Op:
     return op
 
 
-def _matmul_all_reduce(algorithm: str) -> Op:
+def _matmul_all_reduce(algorithm: str, *, split: bool = False) -> Op:
     return lambda ws, sizes, group: _run(
-        "matmul_all_reduce", ws, _ones(sum(sizes), 1), _ones(1, COLS), algorithm=algorithm
+        "matmul_all_reduce", ws, _ones(sum(sizes), 1), _ones(1, COLS), algorithm=algorithm, split=split
     )
 
 
@@ -147,6 +147,8 @@ FUSED: dict[str, Op] = {
     "scatter and gather": _scatter_and_gather("push"),
     "matmul one_shot": _matmul_all_reduce("one_shot"),
     "matmul two_shot": _matmul_all_reduce("two_shot"),
+    "matmul one_shot, split": _matmul_all_reduce("one_shot", split=True),
+    "matmul two_shot, split": _matmul_all_reduce("two_shot", split=True),
     "all_gather": _collective("all_gather", "direct"),
     "ring all_gather": _collective("all_gather", "ring"),
     "reduce_scatter": _collective("reduce_scatter", "direct"),

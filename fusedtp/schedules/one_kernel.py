@@ -1,0 +1,80 @@
+"""A matmul and all-reduce of few rows by `fused`: the whole op is one kernel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..cost.overlap import ONE_KERNEL_ROWS
+from ..kernels import INTERPRETED, operands
+from ..kernels.matmul_all_reduce import MatmulAllReduce, room_of
+from ..norms import Norm
+from ..op import MATMUL_ALL_REDUCE, Task
+from ..scaled import Quantized
+from ..workspaces.modes import outside_inference
+from .alone import with_norm
+from .verbs import Operands
+
+if TYPE_CHECKING:
+    from .fused import Fused
+
+
+def is_for(on: Fused, task: Task) -> bool:
+    """Whether the task is one kernel. Virtual ranks that share a device's programs have not enough of them, and those
+    that go on together need what waits for none in a kernel of its own.
+    """
+    is_one = task.op is MATMUL_ALL_REDUCE and task.moved[0] <= ONE_KERNEL_ROWS and not task.blocks(task.shapes)
+    return is_one and not on.split and not on.programs
+
+
+class OneKernel:
+    """One-shot or two-shot, whose owners have columns. Operands: a, b, bias, residual; norm_weight, norm_bias."""
+
+    def __init__(self, on: Fused, task: Task) -> None:
+        self._ws, self._task, self._adds = on.ws, task, task.adds
+        M, N = task.moved
+        to_all = on.one_shot(task)
+        # A narrow tile: few rows have few of them, and stored to all ranks it leaves registers for their addresses.
+        config = self._config = on.configure(M, 0)
+        room = room_of(M, N, on.world_size, config, to_all=to_all)
+        region = on.layout.region(on.world_size * M, room.cols, task.dtype, slots=room.slots)
+        self._places: dict[str, int] = {}
+        if not to_all:
+            sums = on.layout.region(M, N, task.dtype, slots=room.sums)
+            self._places = {"sums_row": sums.row, "sums_pitch": sums.pitch, "second_slot": sums.slot}
+        self._launch = MatmulAllReduce(
+            task.op.number, on.world_size, on.rank, to_all=to_all, pitch=region.pitch, config=config,
+            upcast=INTERPRETED, scales=on.scales,
+        )  # fmt: skip
+        self._arrivals: Tensor | None = None
+        self.stages = self._start, self._finish
+
+    def _start(self, given: Operands) -> None:
+        pass
+
+    def _finish(self, given: Operands) -> list[Tensor]:
+        task, ws = self._task, self._ws
+        a, b, bias, *more = given
+        channel = ws.channel()
+        scales: Any = None
+        if type(a) is Quantized:
+            from .fused import scales_of
+
+            scales = scales_of(a, b, channel.data.view(task.dtype))
+            a, b = a.data, b.data
+        residual = operands.result_of(more[0]) if self._adds else None
+        out = torch.empty(task.moved, dtype=task.dtype, device=ws.device)
+        arrivals = self._arrivals if self._arrivals is not None else self._zeros()
+        self._launch(
+            channel, a, b, scales, out, operands.Epilogue(bias, operands.PER_ROW[False], residual), arrivals,
+            **self._places,
+        )  # fmt: skip
+        return with_norm(Norm(task.norm, task.eps, *more[1:]), out) if task.norm else [out]
+
+    @outside_inference
+    def _zeros(self) -> Tensor:
+        # Where programs count; kernels leave them as they were.
+        self._arrivals = torch.zeros(self._config.programs, dtype=torch.int32, device=self._ws.device)
+        return self._arrivals

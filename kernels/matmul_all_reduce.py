@@ -1,0 +1,369 @@
+"""Matmul + all-reduce of few rows: one kernel.
+
+Its programs take roles in the order in which they begin (`signal.turn`). The first ones multiply: every tile goes to
+its owner, a rank of which the tile's columns are, or to all ranks; where there are fewer tiles than multiprocessors
+they share the contraction of each. The next ones add up the tiles that this rank owns and send the sums to all; the
+last ones copy what the peers have summed. A role waits for roles before it, here or on a peer, and for nothing else:
+those are running or over. So no order of programs can keep the kernel from its end, and none of them holds a
+multiprocessor while others that it waits for have none.
+
+Owners are by columns of tiles, T of them: rank r has those from r * T // W on. Split by rows, few rows would be padded
+to a tile for each rank, and every rank's would read the whole weight again.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .descriptors import fitted_to, read_by
+from .launch import MOST_KNOWN, Channel, Config, options, strip_of
+from .loading import launch
+from .matmul import Tile, a_local, b_whole, bias_at, matmul_tiles, multiply, or_nan, round_to
+from .matmul_scatter import scaled
+from .operands import Epilogue, Left, Operand, Right, Scales, Tiles, left_of, right_of, tiles_of
+from .push import rows_of
+from .reduce import sum_of_parts, wait_for_parts
+from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, leave, raise_signal, turn, wait
+
+# Blocks of K of a part, and parts of a contraction: a part of fewer is over before its loads are pipelined, and what
+# more there are is written and read again in float32.
+LEAST_BLOCKS, MOST_SPLITS = 2, 8
+
+
+class AllReduce(NamedTuple):
+    """The hooks' context: the link, the operands, and how ranks' parts lie at the beginning of an owner's half: M rows
+    each, `pitch` elements apart. TO_ALL: every rank owns all tiles. END: as in `Link`.
+    """
+
+    link: Link
+    a: Left
+    b: Right
+    tiles: Tiles
+    M: tl.tensor
+    pitch: tl.tensor
+    scales: Scales | None
+    TO_ALL: tl.constexpr
+    END: tl.constexpr
+
+
+@triton.jit
+def _first_of(ctx, rank, across):
+    # The first of a rank's columns of tiles, of which there are `across` in all.
+    return rank * across // ctx.link.group.WORLD_SIZE
+
+
+@triton.jit
+def _most(ctx, across):
+    # How many columns of tiles an owner has at most.
+    if ctx.TO_ALL:
+        return across
+    else:
+        return cdiv(across, ctx.link.group.WORLD_SIZE)
+
+
+@triton.jit
+def _locate(ctx, index):
+    # Column by column, those of the next rank first and the own ones last. Chunk: the tile's column.
+    across = cdiv(ctx.b.N, ctx.tiles.BLOCK_N)
+    down = cdiv(ctx.M, ctx.tiles.BLOCK_M)
+    col = (index // down + _first_of(ctx, ctx.link.rank + 1, across)) % across
+    row = index % down
+    return Tile(col, 0, row, row * ctx.tiles.BLOCK_M, ctx.M, col * ctx.tiles.BLOCK_N)
+
+
+@triton.jit
+def _a_whole(ctx, tile, i, packed):
+    return a_local(ctx, tile.row, packed)
+
+
+@triton.jit
+def _send_to(ctx, dst, first, tile, partial):
+    # first: of the columns of tiles that `dst` owns.
+    dtype: tl.constexpr = partial.dtype
+    offs_m = tl.arange(0, ctx.tiles.BLOCK_M)
+    offs_n = tl.arange(0, ctx.tiles.BLOCK_N)
+    mask = (offs_m < ctx.M - tile.row)[:, None] & (offs_n < ctx.b.N - tile.col)[None, :]
+    rows = (ctx.link.rank * ctx.M + tile.row + offs_m).to(tl.int64)
+    cols = (tile.chunk - first) * ctx.tiles.BLOCK_N + offs_n
+    tl.store(half(ctx.link, dst, dtype) + rows[:, None] * ctx.pitch + cols[None, :], partial, mask=mask)
+    slot = tile.index * _most(ctx, cdiv(ctx.b.N, ctx.tiles.BLOCK_N)) + tile.chunk - first
+    raise_signal(ctx.link, dst, slot + FIRST_SLOT)
+
+
+@triton.jit
+def _send(ctx, tile, packed, acc):
+    if ctx.scales is None:
+        partial = round_to(acc, ctx.a.ptr.dtype.element_ty, ctx.tiles.UPCAST)
+    else:
+        if ctx.tiles.SCALES == "rows":
+            acc = scaled(ctx, tile, acc, ctx.scales.a, ctx.scales.b)
+        partial = round_to(acc, ctx.scales.out.dtype.element_ty, ctx.tiles.UPCAST)
+    if ctx.TO_ALL:
+        # Not `range`: unrolled, it keeps the addresses of all ranks.
+        dst = (ctx.link.rank + 1) % ctx.link.group.WORLD_SIZE
+        while dst != ctx.link.rank:
+            _send_to(ctx, dst, 0, tile, partial)
+            dst = (dst + 1) % ctx.link.group.WORLD_SIZE
+        _send_to(ctx, ctx.link.rank, 0, tile, partial)
+    else:
+        across = cdiv(ctx.b.N, ctx.tiles.BLOCK_N)
+        owner = ((tile.chunk + 1) * ctx.link.group.WORLD_SIZE - 1) // across
+        _send_to(ctx, owner, _first_of(ctx, owner, across), tile, partial)
+
+
+@triton.jit
+def _multiply_parts(ctx, sums, arrivals, pid, num_programs, num_tiles, SPLITS: tl.constexpr):
+    # Tiles in SPLITS parts of the contraction each: the program that is the last with its part of a tile adds all of
+    # them, in their order, and sends the tile. The parts are whole blocks of K.
+    BLOCK_M: tl.constexpr = ctx.tiles.BLOCK_M
+    BLOCK_N: tl.constexpr = ctx.tiles.BLOCK_N
+    BLOCK_K: tl.constexpr = ctx.tiles.BLOCK_K
+    length = cdiv(cdiv(ctx.b.K, BLOCK_K), SPLITS) * BLOCK_K
+    places = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    for index in range(pid, num_tiles * SPLITS, num_programs):
+        number = index // SPLITS
+        tile = _locate(ctx, number)
+        first = index % SPLITS * length
+        a = a_local(ctx, tile.row, 0)
+        source = a.source
+        if ctx.a.BY == "pointers":
+            source += first.to(tl.int64) * ctx.a.stride_k
+        acc = multiply(
+            tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32),
+            Operand(
+                source, a.stride_m, a.stride_k, 0, a.row, first, min(ctx.b.K - first, length), 0, 0, 0, first
+            ),
+            tile, b_whole(ctx, tile, 0), ctx.a.BY, ctx.b.BY, ctx.tiles, False,
+        )  # fmt: skip
+        parts = sums + number.to(tl.int64) * (SPLITS * BLOCK_M * BLOCK_N) + places
+        tl.store(parts + index % SPLITS * (BLOCK_M * BLOCK_N), acc)
+        # As in `leave`: what all threads have stored before is released, what others have is acquired.
+        tl.debug_barrier()
+        if tl.atomic_add(arrivals + number, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
+            acc = tl.load(parts)
+            for part in range(1, SPLITS):
+                acc += tl.load(parts + part * (BLOCK_M * BLOCK_N))
+            # For the next op.
+            tl.store(arrivals + number, 0)
+            _send(ctx, tile, 0, acc)
+
+
+@triton.jit
+def _sum_tiles(ctx, out, epilogue, pid, num_programs, sums_row, second_slot, sums_pitch, STRIP: tl.constexpr):
+    # This rank's tiles: the sum of all ranks' parts, with the epilogue, in `out`, and in every peer's half.
+    BLOCK_M: tl.constexpr = ctx.tiles.BLOCK_M
+    BLOCK_N: tl.constexpr = ctx.tiles.BLOCK_N
+    dtype: tl.constexpr = out.ptr.dtype.element_ty
+    base = half(ctx.link, ctx.link.rank, dtype)
+    across = cdiv(ctx.b.N, BLOCK_N)
+    if ctx.TO_ALL:
+        first = 0
+        own = across
+    else:
+        first = _first_of(ctx, ctx.link.rank, across)
+        own = _first_of(ctx, ctx.link.rank + 1, across) - first
+    offs_m = tl.arange(0, STRIP)
+    offs_n = tl.arange(0, BLOCK_N)
+    for index in range(pid, cdiv(ctx.M, BLOCK_M) * own, num_programs):
+        down = index // own
+        col = index % own
+        ok = wait_for_parts(ctx.link, down * _most(ctx, across) + col + FIRST_SLOT, False)
+        # Of the parts, and of the result.
+        from_n = (col * BLOCK_N + offs_n).to(tl.int64)[None, :]
+        at_n = ((first + col) * BLOCK_N + offs_n).to(tl.int64)[None, :]
+        for strip in range(0, BLOCK_M, STRIP):
+            at_m = (down * BLOCK_M + strip + offs_m).to(tl.int64)[:, None]
+            mask = (at_m < ctx.M) & (at_n < ctx.b.N)
+            acc = sum_of_parts(ctx.link, base, out, at_m, from_n, mask, ctx.M, ctx.pitch, False)
+            if epilogue.bias is not None:
+                acc += bias_at(epilogue, at_n, at_n < ctx.b.N)
+            if epilogue.residual is not None:
+                added = epilogue.residual.ptr + at_m * epilogue.residual.stride_m + at_n * epilogue.residual.stride_n
+                acc += tl.load(added, mask=mask, other=0.0).to(tl.float32)
+            result = round_to(or_nan(acc, ok), dtype, ctx.tiles.UPCAST)
+            tl.store(out.ptr + at_m * out.stride_m + at_n * out.stride_n, result, mask=mask)
+            if not ctx.TO_ALL:
+                dst = (ctx.link.rank + 1) % ctx.link.group.WORLD_SIZE
+                while dst != ctx.link.rank:
+                    tl.store(half(ctx.link, dst, dtype) + (sums_row + at_m) * sums_pitch + at_n, result, mask=mask)
+                    dst = (dst + 1) % ctx.link.group.WORLD_SIZE
+        if not ctx.TO_ALL:
+            dst = (ctx.link.rank + 1) % ctx.link.group.WORLD_SIZE
+            while dst != ctx.link.rank:
+                raise_signal(ctx.link, dst, second_slot + down * across + first + col)
+                dst = (dst + 1) % ctx.link.group.WORLD_SIZE
+
+
+@triton.jit
+def _copy_tiles(ctx, out, pid, num_programs, sums_row, second_slot, sums_pitch, STRIP: tl.constexpr):
+    # The peers' tiles, those of the next rank first.
+    BLOCK_M: tl.constexpr = ctx.tiles.BLOCK_M
+    BLOCK_N: tl.constexpr = ctx.tiles.BLOCK_N
+    dtype: tl.constexpr = out.ptr.dtype.element_ty
+    base = half(ctx.link, ctx.link.rank, dtype)
+    across = cdiv(ctx.b.N, BLOCK_N)
+    down = cdiv(ctx.M, BLOCK_M)
+    after = _first_of(ctx, ctx.link.rank + 1, across)
+    own = after - _first_of(ctx, ctx.link.rank, across)
+    offs_m = tl.arange(0, STRIP)
+    offs_n = tl.arange(0, BLOCK_N)
+    for index in range(pid, (across - own) * down, num_programs):
+        col = (after + index // down) % across
+        row = index % down
+        owner = ((col + 1) * ctx.link.group.WORLD_SIZE - 1) // across
+        ok = wait(ctx.link, owner, second_slot + row * across + col)
+        at_n = (col * BLOCK_N + offs_n).to(tl.int64)[None, :]
+        for strip in range(0, BLOCK_M, STRIP):
+            at_m = (row * BLOCK_M + strip + offs_m).to(tl.int64)[:, None]
+            mask = (at_m < ctx.M) & (at_n < ctx.b.N)
+            block = tl.load(base + (sums_row + at_m) * sums_pitch + at_n, mask=mask, other=0.0)
+            tl.store(out.ptr + at_m * out.stride_m + at_n * out.stride_n, or_nan(block, ok), mask=mask)
+
+
+@triton.jit
+def _all_reduce_programs(
+    ctx, sums, arrivals, out, epilogue, producers, reducers, num_tiles, sums_row, second_slot, sums_pitch,
+    SPLITS: tl.constexpr, STRIP: tl.constexpr,
+):  # fmt: skip
+    num_programs = tl.num_programs(0)
+    place = turn(ctx.link, num_programs)
+    enter(ctx.link, place)
+    if place < producers:
+        if SPLITS > 1:
+            _multiply_parts(ctx, sums, arrivals, place, producers, num_tiles, SPLITS)
+        else:
+            matmul_tiles(ctx, place, producers, num_tiles, _locate, _a_whole, b_whole, _send, 1)
+    elif place < producers + reducers:
+        _sum_tiles(ctx, out, epilogue, place - producers, reducers, sums_row, second_slot, sums_pitch, STRIP)
+    elif not ctx.TO_ALL:
+        others = producers + reducers
+        _copy_tiles(ctx, out, place - others, num_programs - others, sums_row, second_slot, sums_pitch, STRIP)
+    leave(ctx.link, num_programs)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rank", "fingerprint", "num_tiles", "producers", "reducers", "sums_row", "second_slot"
+    ]
+)  # fmt: skip
+def _matmul_all_reduce_kernel(
+    a, b, scales, tiles, group, rank, fingerprint: tl.int64, num_tiles, M, pitch, sums, arrivals, out,
+    epilogue, producers, reducers, sums_row, second_slot, sums_pitch,
+    TO_ALL: tl.constexpr, SPLITS: tl.constexpr, STRIP: tl.constexpr,
+):  # fmt: skip
+    """Multiply, send tiles, add those of this rank, send the sums and copy the peers': the whole op, which it ends.
+
+    Waits for: tiles raised by the peers' (and the own) programs that multiply, which wait for nothing; and sums raised
+    by the peers' programs that add, which wait for the former only.
+    """
+    _all_reduce_programs(
+        AllReduce(
+            Link(group, rank, begin(group, rank), fingerprint, 0), a, b, tiles, M, pitch, scales, TO_ALL, 0
+        ),
+        sums, arrivals, out, epilogue, producers, reducers, num_tiles, sums_row, second_slot, sums_pitch, SPLITS, STRIP,
+    )  # fmt: skip
+
+
+def splits_of(num_tiles: int, num_blocks: int, programs: int) -> int:
+    """In how many parts the contraction of `num_blocks` blocks of K is multiplied: so many that there is one for every
+    multiprocessor, of `LEAST_BLOCKS` or more.
+    """
+    wanted = min(programs // max(1, num_tiles), num_blocks // LEAST_BLOCKS, MOST_SPLITS)
+    # None is empty.
+    return 1 if wanted < 2 else -(-num_blocks // -(-num_blocks // wanted))
+
+
+def roles_of(num_parts: int, own: int, others: int, programs: int) -> tuple[int, int, int]:
+    """How many programs multiply, add and copy, for as many parts of tiles, and tiles: in each role no more than there
+    are multiprocessors, or tiles. The first one enters the epoch, whatever there is to do.
+    """
+    return max(1, min(num_parts, programs)), min(own, programs), min(others, programs)
+
+
+class Room(NamedTuple):
+    """What the op needs of a half: each rank's part, [M, cols], slots for an owner's tiles, and for all sums."""
+
+    cols: int
+    slots: int
+    sums: int
+
+
+def room_of(M: int, N: int, world_size: int, config: Config, *, to_all: bool) -> Room:
+    """For an out [M, N]."""
+    down, across = -(-M // config.block_m), -(-N // config.block_n)
+    if to_all:
+        return Room(N, down * across, 0)
+    most = -(-across // world_size)
+    return Room(most * config.block_n, down * most, down * across)
+
+
+class _Known(NamedTuple):
+    # What a launch needs, worked out once for operands that are laid out alike.
+    config: Config
+    a_by: str
+    b_by: str
+    tiles: Tiles
+    num_tiles: int
+    splits: int
+    roles: tuple[int, int, int]
+    options: dict[str, int]
+
+
+class MatmulAllReduce:
+    """out [M, N]: the sum over ranks of each one's a [M, K] @ b [K, N], and the epilogue; a whole op.
+
+    Ranks' parts lie at the beginning of every half, see `room_of`, `pitch` elements from row to row. With `to_all` each
+    rank adds up all tiles. Else sums lie from row `sums_row` of every half on, with a signal a tile from `second_slot`
+    on.
+    """
+
+    def __init__(
+        self, op: int, world_size: int, rank: int, *, to_all: bool, pitch: int, config: Config, upcast: bool,
+        scales: str = "",
+    ) -> None:  # fmt: skip
+        self._op, self._world_size, self._rank = op, world_size, rank
+        self._to_all, self._pitch, self._config, self._upcast, self._scales = to_all, pitch, config, upcast, scales
+        self._known: dict[object, _Known] = {}
+        self._strip = strip_of(config)
+
+    def __call__(
+        self, channel: Channel, a: torch.Tensor, b: torch.Tensor, scales: Scales | None, out: torch.Tensor,
+        epilogue: Epilogue, arrivals: torch.Tensor, *, sums_row: int = 0, sums_pitch: int = 0, second_slot: int = 0,
+    ) -> None:  # fmt: skip
+        """Launch it. arrivals: zeros (int32), as many as there are programs, of this workspace alone; they are zeros
+        again when the kernel ends.
+        """
+        key = a.dtype, a.shape, a.stride(), a.data_ptr() % 16, b.shape, b.stride(), b.data_ptr() % 16
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            known = self._known[key] = self._find_out(a, b)
+        config, sums = known.config, None
+        if known.splits > 1:
+            sums = torch.empty(known.splits * known.num_tiles * config.block_m * config.block_n, device=a.device)
+        group = channel.groups.get(self._op) or channel.group(self._op)
+        launch(_matmul_all_reduce_kernel, (sum(known.roles),))(
+            left_of(a, known.a_by, config), right_of(b, known.b_by, config), scales, known.tiles, group, channel.rank,
+            channel.fingerprint, known.num_tiles, a.shape[0], self._pitch, sums, None if sums is None else arrivals,
+            rows_of(out), epilogue, *known.roles[:2], sums_row, second_slot, sums_pitch, self._to_all, known.splits,
+            self._strip, **known.options,
+        )  # fmt: skip
+
+    def _find_out(self, a: torch.Tensor, b: torch.Tensor) -> _Known:
+        config, rank, world_size = fitted_to(self._config, a, b), self._rank, self._world_size
+        down, across = -(-a.shape[0] // config.block_m), -(-b.shape[1] // config.block_n)
+        own = across if self._to_all else (rank + 1) * across // world_size - rank * across // world_size
+        a_by, b_by = read_by(a, config), read_by(b, config)
+        splits = 1
+        if self._scales != "blocks":
+            splits = splits_of(down * across, -(-a.shape[1] // config.block_k), config.programs)
+        return _Known(
+            config, a_by, b_by, tiles_of(config, flatten=False, upcast=self._upcast, scales=self._scales),
+            down * across, splits, roles_of(splits * down * across, down * own, down * (across - own), config.programs),
+            options(config, a_by, b_by),
+        )  # fmt: skip
