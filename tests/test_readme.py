@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import torch.distributed as dist
 from fusedtp.bench import generated, store
+from fusedtp.bench.ranks import RankPool
+from torch.distributed import ProcessGroup
 
 from . import published
 from .published import README
 
 
-def test_example_runs_on_three_ranks(tmp_path: Path) -> None:
+def run_block(group: ProcessGroup, block: str, port: int) -> str:
+    """What a process says that torchrun, whose agent has the store at `port`, has started on a file."""
+    started = {"RANK": group.rank(), "WORLD_SIZE": group.size(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    dist.destroy_process_group()
+    os.environ.update({name: str(value) for name, value in started.items()}, TORCHELASTIC_USE_AGENT_STORE="True")
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        exec(compile(block, "example.py", "exec"), {"__name__": "__main__"})
+    assert not dist.is_initialized()
+    return said.getvalue()
+
+
+def test_example_runs_on_three_ranks() -> None:
     (block,) = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-    script = tmp_path / "example.py"
-    script.write_text(block)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(script)]
-    # gloo would look for its interface by the host's name, which need not resolve.
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(torchrun, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    # Processes share the stream: their lines may run into each other. No token is left out.
-    expected = {"(171, 256)": 2, "(170, 256)": 1, "op='matmul_reduce_scatter'": 3, "schedule='decomposed'": 3}
-    assert {text: done.stdout.count(text) for text in expected} == expected
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # torchrun itself has `test_under_torchrun`.
+    with RankPool(3, timeout=100) as ranks:
+        said = ranks.run(run_block, block, agent.port)
+    for rank, (line, rows) in enumerate(zip(said, (171, 171, 170), strict=True)):
+        assert line.startswith(f"{rank} ({rows}, 256) ")
+        assert line.count("op='matmul_reduce_scatter'") == line.count("schedule='decomposed'") == 1
+        assert line.count("\n") == 1
 
 
 def test_measured_table_and_picture_come_from_results(tmp_path: Path) -> None:
