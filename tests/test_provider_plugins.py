@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -13,7 +12,9 @@ from pathlib import Path
 import pytest
 from fusedtp.bench import machine, notes, providers, store
 from fusedtp.bench.cases import OPS, Case
+from fusedtp.bench.cli import app
 from fusedtp.bench.store import Row
+from typer.testing import CliRunner, Result
 
 ADDING = Path(__file__).parent.parent / "docs" / "adding.md"
 SECTION = ADDING.read_text().partition("## A baseline of your own")[2]
@@ -110,28 +111,42 @@ SWEEP = [
 ]  # fmt: skip
 
 
-def swept(tmp_path: Path, *options: str) -> tuple[subprocess.CompletedProcess[str], list[Row]]:
-    """The command with the plugin of the document and the faulty ones on PYTHONPATH, and the rows that it leaves."""
-    site, out = tmp_path / "site", tmp_path / "results"
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the plugin of the document and the faulty ones."""
+    folder = tmp_path_factory.mktemp("site")
     code = re.findall(r"^```python\n(.*?)^```", SECTION, re.DOTALL | re.MULTILINE)
     (lines,) = re.findall(r"^```toml\n(.*?)^```", SECTION, re.DOTALL | re.MULTILINE)
     assert len(code) == 1
     (entry,) = tomllib.loads(lines)["project"]["entry-points"][providers.GROUP].items()
-    distribution(site, "my_package", f"{entry[0]} = {entry[1]}\n")
-    (site / "my_package").mkdir()
-    (site / "my_package" / "__init__.py").touch()
-    (site / "my_package" / "bench.py").write_text(code[0])
-    distribution(site, "faulty", f"{FAULTY_ENTRIES}gone = gone_module:PROVIDER\nkraken = faulty:WRONG\n", faulty=FAULTY)
-    env = {**os.environ, "PYTHONPATH": str(site), "TERMINAL_WIDTH": "1000"}
-    command = [sys.executable, "-P", "-m", "fusedtp.bench.cli", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=env)
-    path = out / machine.describe().name / "sweep.csv"
-    return done, store.read(path) if path.exists() else []
+    distribution(folder, "my_package", f"{entry[0]} = {entry[1]}\n")
+    (folder / "my_package").mkdir()
+    (folder / "my_package" / "__init__.py").touch()
+    (folder / "my_package" / "bench.py").write_text(code[0])
+    faulty = f"{FAULTY_ENTRIES}gone = gone_module:PROVIDER\nkraken = faulty:WRONG\n"
+    distribution(folder, "faulty", faulty, faulty=FAULTY)
+    return folder
 
 
-def test_a_plugin_is_timed_beside_the_others(tmp_path: Path) -> None:
-    done, rows = swept(tmp_path, *SWEEP, "--baselines", "mine,dtensor,gone", "--out", "results")
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.fixture
+def plugged(site: Path, monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
+    """As in a process that was started with the plugins on PYTHONPATH, which the ranks of this one are."""
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.syspath_prepend(site)
+
+
+def invoke(*options: str) -> Result:
+    return CliRunner().invoke(app, options)
+
+
+def stored(out: Path) -> list[Row]:
+    return store.read(out / machine.describe().name / "sweep.csv")
+
+
+def test_a_plugin_is_timed_beside_the_others(plugged: None, tmp_path: Path) -> None:
+    done = invoke(*SWEEP, "--baselines", "mine,dtensor,gone", "--out", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    rows = stored(tmp_path)
     timed = {row.variant: row for row in rows if row.median_ms is not None}
     assert list(timed) == ["matmul", "comm", "unfused", "mine", "dtensor"]
     assert all(row.passed and row.rounds == 3 for row in timed.values())
@@ -141,10 +156,11 @@ def test_a_plugin_is_timed_beside_the_others(tmp_path: Path) -> None:
     assert "warning: faulty:WRONG is left out: its name, kraken, is taken by another provider" in done.stdout
 
 
-def test_plugins_that_fail_cost_nobody_else_a_number(tmp_path: Path) -> None:
+def test_plugins_that_fail_cost_nobody_else_a_number(plugged: None, tmp_path: Path) -> None:
     faulty = ["--baseline", "wrong,raises,hangs,dies,mine", "--patience", "12", "--shape", "26,20,16"]
-    done, rows = swept(tmp_path, *SWEEP, *faulty, "--out", "results")
-    assert done.returncode == 1, done.stdout + done.stderr
+    done = invoke(*SWEEP, *faulty, "--out", str(tmp_path))
+    assert done.exit_code == 1, done.output
+    rows = stored(tmp_path)
     good = ("matmul", "comm", "unfused", "mine")
     assert [(row.variant, row.M) for row in rows if row.median_ms is not None] == [
         (v, M) for M in (24, 26) for v in good
@@ -168,20 +184,24 @@ def test_plugins_that_fail_cost_nobody_else_a_number(tmp_path: Path) -> None:
     assert "elements are wrong" in later["wrong"]
 
 
-def test_names_are_listed_where_one_is_not_known(tmp_path: Path) -> None:
-    done, _ = swept(tmp_path, *SWEEP, "--baseline", "mine,nccl")
-    assert done.returncode == 2
+def test_names_are_listed_where_one_is_not_known(plugged: None) -> None:
+    done = invoke(*SWEEP, "--baseline", "mine,nccl")
+    assert done.exit_code == 2
     said = " ".join(done.stderr.replace("│", " ").split())
     assert (
         f"--baseline must be among {', '.join(providers.SHIPPED)}, dies, gone, hangs, mine, raises, wrong, none" in said
     )
 
 
-def test_help_and_doctor_list_them(tmp_path: Path) -> None:
-    for command in (["sweep", "--help"], ["doctor"]):
-        done, _ = swept(tmp_path / command[0], *command)
-        assert done.returncode == 0, done.stderr
-        lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+def test_help_and_doctor_list_them(plugged: None, tmp_path: Path) -> None:
+    """One of them in a process of its own, as a user starts it."""
+    command = [sys.executable, "-P", "-m", "fusedtp.bench.cli", "sweep", "--help"]
+    helped = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert helped.returncode == 0, helped.stderr
+    examined = invoke("doctor")
+    assert examined.exit_code == 0, examined.output
+    for text in (helped.stdout, examined.output):
+        lines = [" ".join(line.split()) for line in text.splitlines()]
         for said in (
             "dtensor runs", "mine runs", "async_tp does not run: its fused ops need CUDA",
             "kraken does not run: kraken.fused is not installed", "gone does not run: it does not load: "
