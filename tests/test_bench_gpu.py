@@ -12,8 +12,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from fusedtp.bench import gpu_preset as preset
 from fusedtp.bench.cases import Case
 from fusedtp.bench.gpu_rows import EMULATED, LEFT_OVER, LOST, WRONG
 from fusedtp.bench.store import Row
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
@@ -34,10 +36,14 @@ def command(*arguments: str, seconds: float = 540.0) -> subprocess.CompletedProc
     return subprocess.run(words, capture_output=True, text=True, timeout=seconds)
 
 
-def invoke(*arguments: str) -> tuple[int, str]:
+def run(*arguments: str) -> Result:
     app = typer.Typer()
     app.command()(gpu.gpu)
-    result = CliRunner().invoke(app, arguments)
+    return CliRunner().invoke(app, arguments)
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    result = run(*arguments)
     return result.exit_code, " ".join(result.output.replace("\u2502", " ").split())
 
 
@@ -51,11 +57,26 @@ def test_the_stages_are_listed() -> None:
 
 @pytest.fixture(scope="module")
 def dry(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A dry run of all stages: its folder, and what it said."""
-    folder = tmp_path_factory.mktemp("dry")
-    done = command("--emulate", "--out", str(folder))
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder, done.stdout
+    """A dry run of all stages: its folder, and what it said. Stages are run here, as their commands say, not each in a
+    process of its own: that is the next test's, and nothing here may end this one.
+    """
+    folder, said = tmp_path_factory.mktemp("dry"), []
+
+    def here(command: Sequence[str], seconds: float, env: dict[str, str]) -> int:
+        assert command[:3] == [sys.executable, "-m", "fusedtp.bench.gpu"]
+        with mock.patch.dict(os.environ, env):
+            result = run(*command[3:])
+        said.append(result.output)
+        return result.exit_code
+
+    with (
+        mock.patch("faulthandler.dump_traceback_later"),
+        mock.patch.object(gpu, "conduct", partial(gpu.conduct, start=here)),
+    ):
+        result = run("--emulate", "--out", str(folder))
+    said.append(result.output)
+    assert result.exit_code == 0, "".join(said)
+    return folder, "".join(said)
 
 
 def test_a_dry_run_goes_through_every_stage(dry: tuple[Path, str]) -> None:
