@@ -17,6 +17,7 @@ import fusedtp
 from fusedtp.calls import operators
 from fusedtp.calls.settings import described
 
+from .by_inductor import few_kernels
 from .spread import spread
 
 HIDDEN, INTERMEDIATE, LENGTH, BATCH = 8, 12, 6, 2
@@ -64,8 +65,6 @@ def equal(got: dict[str, Tensor], expected: dict[str, Tensor], rounding: float =
 
 
 def compiled(group: ProcessGroup, backend: str, dim: int, sequence_parallel: bool) -> list[str]:
-    from torch._inductor import config as inductor
-
     layer = model(group, sequence_dim=dim, sequence_parallel=sequence_parallel)
     torch.manual_seed(4)
     x = inputs(group, dim) if sequence_parallel else torch.randn(LENGTH, BATCH, HIDDEN, requires_grad=True)
@@ -81,8 +80,7 @@ def compiled(group: ProcessGroup, backend: str, dim: int, sequence_parallel: boo
     # A generated kernel rounds silu's multiplications in its own order: a few roundings, carried through one matmul of
     # each pass.
     rounding = 0.0 if backend == "aot_eager" else 64 * torch.finfo(x.dtype).eps
-    # Two kernels a graph: a pool of compilers, or a header compiled in advance, would take longer than they do.
-    with inductor.patch(compile_threads=1, cpp_cache_precompile_headers=False):
+    with few_kernels():
         for _ in range(2):
             equal(results(call, layer, x), expected, rounding)
     torch._dynamo.reset()
@@ -103,13 +101,11 @@ def test_compiled_with_the_sequence_whole(pool: RankPool) -> None:
 
 def compiled_in_turn(group: ProcessGroup) -> None:
     """One rank compiles while the other does not, then the other way round, finding what the first kept on disk."""
-    from torch._inductor import config as inductor
-
     torch.manual_seed(5)
     layer = fusedtp.FSDPLinear(4, 5, bias=False, group=group)
     x = torch.randn(3, 4, requires_grad=True)
     expected = results(layer, layer, x)
-    with inductor.patch(compile_threads=1, cpp_cache_precompile_headers=False):
+    with few_kernels():
         for rank in range(group.size()):
             torch._dynamo.reset()
             equal(results(torch.compile(layer) if rank == group.rank() else layer, layer, x), expected)

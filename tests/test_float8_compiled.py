@@ -16,6 +16,8 @@ from fusedtp import Scaled, scaled
 from fusedtp.calls.settings import Settings
 from fusedtp.scaled import _power_of_two
 
+from .by_inductor import few_kernels
+
 RECIPES = ("rowwise", "tensorwise", "mxfp8")
 Call = Callable[..., Any]
 # Rows of a rank, in calls of one graph.
@@ -95,7 +97,6 @@ def test_whole_graphs(pool: RankPool, schedule: str, world_size: int, shift: int
 
 def by_inductor(group: ProcessGroup) -> None:
     """The casts become code of a compiler's, beside the kernel; a scale is agreed on between ranks in the graph too."""
-    from torch._inductor import config as inductor
 
     def block(x: Tensor, w: Tensor, v: Tensor, recipe: Any) -> tuple[Tensor, Scaled]:
         y = fusedtp.all_gather_linear(scaled(x, recipe), scaled(w, recipe), group=group, schedule="fused")
@@ -104,7 +105,7 @@ def by_inductor(group: ProcessGroup) -> None:
         return fusedtp.linear_reduce_scatter(half, scaled(v, recipe), group=group, out_dtype=torch.float32), half
 
     w, v, x = torch.randn(32, 64), torch.randn(16, 32), torch.randn(6, 64) * (1 + group.rank())
-    with inductor.patch(compile_threads=1, cpp_cache_precompile_headers=False):
+    with few_kernels():
         for recipe in RECIPES:
             torch.compiler.reset()
             found, half = torch.compile(block, fullgraph=True)(x, w, v, recipe)
