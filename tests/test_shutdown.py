@@ -201,7 +201,7 @@ import fusedtp
 from fusedtp.bench.ranks import RankPool
 
 @pytest.fixture(scope="module")
-def pool():
+def two():
     with RankPool(2, timeout=60) as ranks:
         yield ranks
 
@@ -216,12 +216,12 @@ def never_ends(group):
         time.sleep(0.1)
 
 @pytest.mark.parametrize("schedule", ["decomposed", "fused", "unfused"])
-def test_use(pool, schedule):
-    assert pool.run(use, schedule) == [[[2.0] * 3] * 3] * 2
+def test_use(two, schedule):
+    assert two.run(use, schedule) == [[[2.0] * 3] * 3] * 2
 
 @pytest.mark.skipif("KILLED" not in os.environ, reason="is killed here")
-def test_that_is_killed(pool):
-    pool.run(never_ends)
+def test_that_is_killed(two):
+    two.run(never_ends)
 """
 
 
