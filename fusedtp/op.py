@@ -182,7 +182,7 @@ class Task:
             options["algorithm"] = self.algorithm
         if self.float8 is not None:
             options["float8"] = self.float8
-            options["scales"] = "of blocks" if self.in_blocks else "of rows"
+            options["scales"] = "of blocks" if self.in_blocks else "of rows, or of the tensor"
         return {**options, **self.op.agreed(self)}
 
 
