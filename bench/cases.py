@@ -9,7 +9,8 @@ Sizes are global, y[M, N] = x[M, K] @ w[N, K].T over W ranks:
 Backward is the gradient of both operands, dx = dy @ w and dw = dy.T @ x, from a dy that is sharded as y is; `both` is
 forward and then backward, timed together.
 
-float8 operands have a scale a row and are made before anything is timed; y is bfloat16. They have no backward pass.
+float8 operands have a scale a row, or in mxfp8 one for each 32 of its elements, and are made before anything is timed;
+y is bfloat16. They have no backward pass.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ ALONE = ("matmul", "own_matmul", "comm")
 # the whole op, so that a speed-up means something.
 OWN = (*ALONE, *SCHEDULES, "auto")
 DTYPES = ("float32", "bfloat16", "float16")
-# Run where it is asked for: what NVIDIA's GPUs and a CPU take, and what AMD's gfx942 multiplies.
-FLOAT8, FNUZ = EVERY_FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz")
+# Run where it is asked for: what NVIDIA's GPUs and a CPU take, what AMD's gfx942 multiplies, and the first one with a
+# scale for each block of 32.
+FLOAT8, FNUZ, MXFP8 = EVERY_FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "mxfp8")
 EVERY_DTYPE = (*DTYPES, *EVERY_FLOAT8)
 # As people read them.
 TITLES = {
@@ -49,7 +51,7 @@ TITLES = {
     MATMUL_REDUCE_SCATTER.name: "matmul + reduce-scatter",
     MATMUL_ALL_REDUCE.name: "matmul + all-reduce",
 }
-SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", FLOAT8: "fp8", FNUZ: "fp8 fnuz"}
+SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", FLOAT8: "fp8", FNUZ: "fp8 fnuz", MXFP8: MXFP8}
 
 Shape = tuple[int, int, int]
 
@@ -157,7 +159,7 @@ def traffic(case: Case, direction: str) -> list[tuple[str, int]]:
     check_direction(direction)
     x, y = case.M * case.K * ITEMSIZE[case.dtype], case.M * case.N * ITEMSIZE[made_of(case.dtype)]
     if case.is_float8:
-        x = case.M * packed_bytes(case.K)
+        x = case.M * packed_bytes(case.K, blocks=case.dtype == MXFP8)
     gather, scatter, reduce = ALL_GATHER.name, REDUCE_SCATTER.name, ALL_REDUCE.name
     forward, backward = {
         "gather": ([(gather, x)], [(scatter, x), (gather, x)]),

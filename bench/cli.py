@@ -66,7 +66,7 @@ def sweep(
         str | None, typer.Option(help="forward, backward, both; default forward, and all three at a few sizes.")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16, float16, and fp8, forward alone; comma-separated.")
+        str | None, typer.Option(help="float32, bfloat16, float16, and fp8 or mxfp8, forward alone; comma-separated.")
     ] = None,
     shapes: Annotated[str | None, typer.Option(help="Sets of sizes: small, medium, square, comm, large.")] = None,
     shape: Annotated[list[str] | None, typer.Option(help="One global size M,N,K; may be repeated.")] = None,

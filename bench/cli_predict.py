@@ -37,7 +37,7 @@ def predict(
     k: Annotated[str, typer.Option("--k", help="The whole contraction.")] = "8192",
     world_size: Annotated[str, typer.Option(help="Ranks, for example 2,4,8 or 2:64.")] = "8",
     dtype: Annotated[
-        str, typer.Option(help="bfloat16, float16, float32, float64; fp8 or any float8 of torch's, with scales.")
+        str, typer.Option(help="bfloat16, float16, float32, float64; fp8 mxfp8, or any float8 of torch's, with scales.")
     ] = "bfloat16",
     hardware: Annotated[str, typer.Option(help="A name from --list, or here, as tune measured it.")] = "h100",
     gather_dim: Annotated[int, typer.Option(help="1: what is gathered is split along the contraction.")] = 0,

@@ -25,7 +25,7 @@ NOISY = 0.2
 
 def tune(
     world_size: Annotated[str | None, typer.Option(help="Numbers of ranks, default 2,4 or 2..8 GPUs.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Default float32 on a CPU, bfloat16 on GPUs; fp8 too.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, or bfloat16 on GPUs; fp8 and mxfp8 too.")] = None,
     seconds: Annotated[float, typer.Option(help="Time for the rounds of one size.")] = 0.5,
     out: Annotated[Path | None, typer.Option(help="The file, default where auto reads it.")] = None,
     show: Annotated[bool, typer.Option(help="Print the table that is there, measure nothing.")] = False,

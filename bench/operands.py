@@ -4,8 +4,8 @@ Every rank draws the same whole x, w and dy, standard normal, from the case's se
 even as can be where W does not divide), so each can compare its own part of y, dx and dw with the unsharded products in
 float64. Inputs of ones would let a chunk taken for another pass.
 
-Of a float8 case each shard is made float8 with a scale a row, before anything is timed: x and w are `Scaled`, what is
-whole is data * scale in float64, exactly.
+Of a float8 case each shard is made float8 with a scale a row, or in mxfp8 one for each 32 of its elements, before
+anything is timed: x and w are `Scaled`, what is whole is data * scale in float64, exactly.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from fusedtp import reference
-from fusedtp.scaled import Quantized, Scaled, pack_into, packed_bytes, scaled
+from fusedtp.scaled import E8M0, Quantized, Scaled, pack_into, packed_bytes, scaled
 from fusedtp.scaled_mm import mm
 from fusedtp.sharding.plan import made_of
 from fusedtp.shards import even_sizes
 
-from .cases import Case
+from .cases import MXFP8, Case
 from .oracle import Product
 
 # A list is one tensor that lies in several places, one below the other.
@@ -68,7 +68,9 @@ class Operands:
 
     def _quantize(self) -> None:
         # Every rank's shards of x and w, and both as what those stand for.
-        dtype = getattr(torch, self.case.dtype)
+        made = partial(scaled, recipe="mxfp8")
+        if self.case.dtype != MXFP8:
+            made = partial(scaled, recipe="rowwise", dtype=getattr(torch, self.case.dtype))
         dims = _SPLIT[self.case.kind][:2]
         self._scaled: list[list[Scaled]] = []
         for dim, whole, sizes in (
@@ -76,9 +78,9 @@ class Operands:
             (dims[1], self.w_whole, (self.n_sizes, self.k_sizes)),
         ):
             assert dim is not None
-            self._scaled.append([scaled(part, "rowwise", dtype=dtype) for part in whole.split(list(sizes[dim]), dim)])
+            self._scaled.append([made(part) for part in whole.split(list(sizes[dim]), dim)])
         self.x_whole, self.w_whole = (
-            torch.cat([part.data.double() * part.scale.double() for part in parts], dim)
+            torch.cat([_values(part) for part in parts], dim)
             for parts, dim in zip(self._scaled, (dims[0] or 0, dims[1] or 0), strict=True)
         )
 
@@ -133,7 +135,8 @@ class Operands:
         x: Scaled = self.x
         if self.gathers:
             parts = self._scaled[0]
-            x = Scaled(torch.cat([part.data for part in parts]), torch.cat([part.scale for part in parts]))
+            scales = torch.cat([part.scale.view(torch.uint8) for part in parts]).view(self.x.scale.dtype)
+            x = Scaled(torch.cat([part.data for part in parts]), scales)
         return partial(mm, Quantized.of(x, self.dtype), Quantized.of(self.w, self.dtype).t())
 
     def travelling(self, name: str) -> tuple[Tensor, Tensor]:
@@ -146,7 +149,8 @@ class Operands:
             return self.x, self.x_whole
         packed = []
         for part in self._scaled[0]:
-            rows = part.data.new_zeros(part.data.shape[0], packed_bytes(part.data.shape[1]), dtype=torch.uint8)
+            cols = packed_bytes(part.data.shape[1], blocks=self.case.dtype == MXFP8)
+            rows = part.data.new_zeros(part.data.shape[0], cols, dtype=torch.uint8)
             pack_into(rows, Quantized.of(part, self.dtype))
             packed.append(rows.view(self.dtype))
         return packed[self.rank], torch.cat(packed)
@@ -167,6 +171,11 @@ class Operands:
                     a = reference.chunk(a, 0, self.rank, self.m_sizes)
             self._products[name] = Product(a, b, cut, self.dtype)
         return self._products[name]
+
+
+def _values(x: Scaled) -> Tensor:
+    # In blocks a scale is a power of two: exact in float32 too.
+    return x.values().double() if x.scale.dtype == E8M0 else x.data.double() * x.scale.double()
 
 
 def passes(

@@ -318,7 +318,15 @@ class Quantized:
         """What is multiplied: the data, in blocks times their scales, in `dtype`."""
         if self.blocks is None:
             return widened(self.data).to(dtype)
-        return (widened(self.data) * along_blocks(self.scale, self.shape[self.blocks], self.blocks)).to(dtype)
+        if self.blocks == 0:
+            return self.t().widened(dtype).t()
+        length = self.shape[1]
+        if dtype == torch.float32 or length % BLOCK:
+            return (widened(self.data) * along_blocks(self.scale, length, 1)).to(dtype)
+        # Four elements in five bytes each are written and read otherwise.
+        wide = self.data.to(dtype)
+        wide.unflatten(1, (length // BLOCK, BLOCK)).mul_(self.scale.view(E8M0).to(dtype)[..., None])
+        return wide
 
 
 def _up_to_16(num_bytes: int) -> int:

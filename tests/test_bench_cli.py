@@ -68,14 +68,15 @@ def test_sweep_prints_and_keeps_rows(swept: tuple[Path, Result]) -> None:
     assert "speed-up" in result.output
 
 
-def test_float8_is_swept_and_has_no_backward_pass(tmp_path: Path) -> None:
-    tiny = ["--op", "matmul_reduce_scatter", "--dtype", "fp8", "--shape", "24,20,16", "--rounds", "2"]
+@pytest.mark.parametrize(("name", "dtype"), [("fp8", "float8_e4m3fn"), ("mxfp8", "mxfp8")])
+def test_float8_is_swept_and_has_no_backward_pass(tmp_path: Path, name: str, dtype: str) -> None:
+    tiny = ["--op", "matmul_reduce_scatter", "--dtype", name, "--shape", "24,20,16", "--rounds", "2"]
     result = invoke("sweep", "--world-size", "2", *tiny, *ONLY, "--out", tmp_path)
     assert result.exit_code == 0, result.output
-    assert "20 x 16 fp8" in result.output
+    assert f"20 x 16 {name}" in result.output
     timed = {row.variant: row for row in stored(tmp_path) if row.median_ms is not None}
     assert list(timed) == ["matmul", "comm", "unfused", "decomposed"]
-    assert {row.dtype for row in timed.values()} == {"float8_e4m3fn"}
+    assert {row.dtype for row in timed.values()} == {dtype}
     refused = invoke("sweep", "--world-size", "2", *tiny, "--direction", "both", "--out", tmp_path)
     assert refused.exit_code == 2
     assert "no gradient" in refused.output

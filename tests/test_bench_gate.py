@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from fusedtp.bench import oracle, problem
-from fusedtp.bench.cases import BOUNDS, DIRECTIONS, DTYPES, FLOAT8, OPS, Case
+from fusedtp.bench.cases import BOUNDS, DIRECTIONS, DTYPES, FLOAT8, MXFP8, OPS, Case
 from fusedtp.bench.jobs import Job, missing
 from fusedtp.bench.machine import describe
 from fusedtp.bench.operands import Results, Runner
@@ -190,15 +190,19 @@ def test_what_is_right_passes(pool: RankPool, world_size: int, dtype: str) -> No
 
 
 def float8(
-    group: ProcessGroup, shape: tuple[int, int, int], plant: Plant | None = None, variants: tuple[str, ...] = VARIANTS
-) -> Verdicts:
+    group: ProcessGroup, shape: tuple[int, int, int], plant: Plant | None = None, variants: tuple[str, ...] = VARIANTS,
+    dtype: str = FLOAT8,
+) -> Verdicts:  # fmt: skip
     kind = Problem if plant is None else type("Wrong", (Planted,), {"plant": staticmethod(plant), "place": 0})
-    return verdicts_of(group, kind, shape, FLOAT8, variants, ("forward",))
+    return verdicts_of(group, kind, shape, dtype, variants, ("forward",))
 
 
+@pytest.mark.parametrize("dtype", [FLOAT8, MXFP8])
 @pytest.mark.parametrize(("world_size", "shape"), [(1, (33, 34, 35)), (2, (64, 32, 96)), (3, (70, 66, 97))])
-def test_float8_with_scales_passes(pool: RankPool, world_size: int, shape: tuple[int, int, int]) -> None:
-    everyone = pool.run(float8, shape, world_size=world_size)
+def test_float8_with_scales_passes(
+    pool: RankPool, world_size: int, shape: tuple[int, int, int], dtype: str
+) -> None:  # fmt: skip
+    everyone = pool.run(float8, shape, None, VARIANTS, dtype, world_size=world_size)
     assert {variant for _, _, variant in everyone[0]} == {*BOUNDS, "unfused", "decomposed", "auto"}
     for verdicts in everyone:
         for which, verdict in verdicts.items():
@@ -212,9 +216,16 @@ def another_rows_scale(out: Tensor, rank: int) -> Tensor:
     return torch.cat([out[:-1], out[-1:] * 1.03])
 
 
-@pytest.mark.parametrize("plant", [scaled, tile_missing, another_rows_scale])
-def test_wrong_float8_is_refused(pool: RankPool, plant: Plant) -> None:
-    for verdicts in pool.run(float8, SHAPE, plant, ("matmul", "unfused", "decomposed"), world_size=2):
+def another_blocks_scale(out: Tensor, rank: int) -> Tensor:
+    return torch.cat([out[:-1], out[-1:] * 2])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "plant"),
+    [*((FLOAT8, plant) for plant in (scaled, tile_missing, another_rows_scale)), (MXFP8, another_blocks_scale)],
+)
+def test_wrong_float8_is_refused(pool: RankPool, dtype: str, plant: Plant) -> None:
+    for verdicts in pool.run(float8, SHAPE, plant, ("matmul", "unfused", "decomposed"), dtype, world_size=2):
         assert len(verdicts) == 3 * len(OPS)
         for which, verdict in verdicts.items():
             assert "elements are wrong" in verdict.error, (which, verdict)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fusedtp.bench import machine, providers, tables
-from fusedtp.bench.cases import BOUNDS, CHECK_SHAPES, DIRECTIONS, FLOAT8, OPS, SHAPES, Case, flops, traffic
+from fusedtp.bench.cases import BOUNDS, CHECK_SHAPES, DIRECTIONS, FLOAT8, MXFP8, OPS, SHAPES, Case, flops, traffic
 from fusedtp.bench.frames import frame_of
 from fusedtp.bench.jobs import JOB_SECONDS, Request, missing, plan, seconds_of
 from fusedtp.bench.models import LAYERS, MODELS, block
@@ -59,12 +59,13 @@ def test_plan_by_default_covers_every_op_world_size_dtype_and_direction() -> Non
     }
 
 
-def test_float8_runs_where_it_is_asked_for_and_forward_alone() -> None:
-    request = Request(world_sizes=(2,), dtypes=(FLOAT8, "float32"))
-    jobs = [job for job in plan(request, 0) if job.case.dtype == FLOAT8]
+@pytest.mark.parametrize("dtype", [FLOAT8, MXFP8])
+def test_float8_runs_where_it_is_asked_for_and_forward_alone(dtype: str) -> None:
+    request = Request(world_sizes=(2,), dtypes=(dtype, "float32"))
+    jobs = [job for job in plan(request, 0) if job.case.dtype == dtype]
     assert {job.case.op for job in jobs if job.timed} == {job.case.op for job in jobs if not job.timed} == set(OPS)
     blocks = plan(replace(request, models=("llama3-8b",), tokens=(64,)), 0)
-    for job in [*jobs, *(job for job in blocks if job.case.dtype == FLOAT8)]:
+    for job in [*jobs, *(job for job in blocks if job.case.dtype == dtype)]:
         assert job.directions == ("forward",)
         assert not {"own_matmul", *providers.SHIPPED} & set(job.variants_of("forward"))
     assert {job.directions for job in blocks} == {("forward",), ("forward", "backward")}
@@ -85,8 +86,8 @@ def test_torchs_scaled_ops_beside_ours(op: str, shape: tuple[int, int, int], sai
     found = missing("torch_symm_mem", Case(op, *shape, FLOAT8, 2), "forward", 2)
     assert said in found
     assert bool(found) == bool(said)
-    for other in ("dtensor", "async_tp"):
-        assert "no float8" in missing(other, Case(op, 64, 64, 64, FLOAT8, 2), "forward", 2)
+    for other, dtype in (("dtensor", FLOAT8), ("async_tp", FLOAT8), ("torch_symm_mem", MXFP8)):
+        assert "no float8" in missing(other, Case(op, 64, 64, 64, dtype, 2), "forward", 2)
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,26 @@ def test_blocks_are_multiplied_with_their_scales() -> None:
         assert laid[512 * tile + at] == scales[row, col]
 
 
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_blocks_are_widened_to_the_bits_of_their_values(dtype: torch.dtype) -> None:
+    """In bfloat16 they are rounded once, from what is exact: also by columns, as a part of a row, and at the ends."""
+    x = torch.randn(6, 96) * torch.logspace(-40, 38, 96)
+    x[0, 3], x[1, 40], x[2, :32] = float("nan"), float("inf"), 0
+    made = scaled(x, "mxfp8", dtype=dtype)
+    made.scale.view(torch.uint8)[3] = torch.tensor([0, 254, 255], dtype=torch.uint8)
+    whole = Quantized.of(made, torch.bfloat16)
+    values = made.values()
+    # 2^128 and more, which scales can write and float32 cannot, are infinite; `scaled` makes none of what is finite.
+    assert values[3, 32:64].isinf().any()
+    assert values[4:].isfinite().all()
+    for part, expected in ((whole, values), (whole[:4, 32:96], values[:4, 32:]), (whole[:, 64:80], values[:, 64:80])):
+        for given, want in ((part, expected), (part.t(), expected.t())):
+            for out in (torch.bfloat16, torch.float32):
+                got = given.widened(out)
+                assert got.dtype == out
+                assert torch.allclose(got.float(), want.to(out).float(), rtol=0, atol=0, equal_nan=True)
+
+
 def nan_scale(group: ProcessGroup, schedule: str) -> None:
     """A block whose scale is NaN spoils its own row; the last part ends in the middle of what a kernel multiplies."""
     rank, sizes = group.rank(), (480, 32)

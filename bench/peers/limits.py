@@ -35,7 +35,7 @@ def limits(
     if not case.even:
         return "it splits uneven lengths otherwise than torch.tensor_split"
     if case.dtype not in dtypes:
-        return "it takes no float8 operands with scales" if case.is_float8 else f"it takes no {case.dtype}"
+        return f"it takes no {case.dtype}" if case.dtype in DTYPES else "it takes no float8 operands with such scales"
     return ""
 
 

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from fusedtp.scaled import Scaled
 
-from ..cases import EVERY_DTYPE, Case
+from ..cases import DTYPES, FLOAT8, FNUZ, Case
 from ..operands import Operands, Runner, passes
 from ..providers import Provider
 from .limits import limits
@@ -22,7 +22,7 @@ from .limits import limits
 
 def missing(case: Case, direction: str, num_gpus: int) -> str:
     """See `Provider.missing`."""
-    if reason := limits(case, direction, num_gpus, dtypes=EVERY_DTYPE):
+    if reason := limits(case, direction, num_gpus, dtypes=(*DTYPES, FLOAT8, FNUZ)):
         return reason
     if case.is_float8 and not _scaled_mm_takes(case):
         return "torch's scaled matmul wants multiples of 16"

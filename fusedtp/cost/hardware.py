@@ -83,9 +83,12 @@ class Hardware:
         return self.matrix_tflops[dtype] * 1e6 * self.matrix_fraction
 
     def multiplied(self, dtype: str) -> str:
-        """What the library multiplies operands of `dtype` in: that, or WIDENED for float8 where it has no other way."""
-        widens = dtype in FLOAT8 and (self.widens_float8 or dtype not in self.matrix_tflops)
-        return WIDENED if widens else dtype
+        """What the library multiplies operands of `dtype` in: that, or what float8 is widened to where it has no other
+        way.
+        """
+        if dtype not in FLOAT8 or (dtype in self.matrix_tflops and not self.widens_float8):
+            return dtype
+        return WIDENED_BLOCKS if dtype == "mxfp8" and not self.in_place else WIDENED
 
     def knows(self, dtype: str) -> bool:
         """Whether the time of a matmul in `dtype` can be predicted."""
@@ -115,8 +118,9 @@ class Hardware:
 FLOAT8 = tuple(dtype for dtype in ITEMSIZE if is_float8(dtype))
 # `formats.Formats.e4m3` by name: nothing here loads torch.
 OCP, FNUZ = "float8_e4m3fn", "float8_e4m3fnuz"
-# As `scaled_mm` does where torch has no scaled matmul.
-WIDENED = "float32"
+# As `scaled_mm` does where torch has no scaled matmul: blocks with their scales are exact in bfloat16, which a CPU
+# does not multiply any faster.
+WIDENED, WIDENED_BLOCKS = "float32", "bfloat16"
 
 # Sources that several machines share. What was fitted was so to 64, 1024 and 16384 tokens; other sizes check it.
 _TOKENWEAVE = "8 H100, [tokens, 8192] in bfloat16, github.com/microsoft/tokenweave figure_5.csv, fitted to "
