@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp import functional, reference
+from fusedtp import collectives, functional, reference
 
 from . import providers
 from .cases import ALONE, BOUNDS, OWN, SCHEDULES, Case, check_direction
@@ -87,13 +87,13 @@ class Problem(Operands):
         if name in ("y", "dx"):
             return partial(self._sum, self._matmul(name)(), name)
         shard, _ = self.travelling(name)
-        return partial(functional.all_gather, shard, group=self.group, sizes=self.m_sizes, schedule="unfused")
+        return partial(collectives.all_gather, shard, group=self.group, sizes=self.m_sizes, schedule="unfused")
 
     def _sum(self, term: Tensor, name: str) -> Tensor:
         # What the backend makes of every rank's term of y or dx.
         if name == "y" and self.case.kind == "all_reduce":
-            return functional.all_reduce(term, group=self.group, schedule="unfused")
-        return functional.reduce_scatter(term, group=self.group, sizes=self.m_sizes, schedule="unfused")
+            return collectives.all_reduce(term, group=self.group, schedule="unfused")
+        return collectives.reduce_scatter(term, group=self.group, sizes=self.m_sizes, schedule="unfused")
 
     def check(self, variant: str, results: Results, direction: str = "forward") -> tuple[float, float]:
         """(largest error, largest error / allowed error) on this rank; AssertionError when a part is wrong.

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fusedtp import functional
+from fusedtp import collectives
 from fusedtp.calls.tuning import Sample
 from fusedtp.op import ALL_GATHER, ALL_GATHER_MATMUL
 from fusedtp.op import OPS as TABLE
@@ -58,7 +58,7 @@ def time_collectives(
     runners: dict[str, Callable[[], Tensor]] = {}
     for op in COLLECTIVES:
         x = whole[: rows // group.size()] if TABLE[op].kind == "gather" else whole
-        call: Callable[..., Tensor] = getattr(functional, op)
+        call: Callable[..., Tensor] = getattr(collectives, op)
         runners |= {f"{op} {name}": partial(call, x, group=group, schedule=name) for name in schedules}
     with torch.no_grad():
         timings = measure(runners, group, device, seconds=seconds)
@@ -69,7 +69,7 @@ def host_ms(group: ProcessGroup, seconds: float) -> float:
     """An op's cost on the host: one that has nobody to send to, and next to nothing to copy; collective."""
     groups = [dist.new_group([dist.get_global_rank(group, rank)]) for rank in range(group.size())]
     x, alone = torch.zeros(8, 8), groups[group.rank()]
-    runner = {"host": lambda: functional.all_gather(x, group=alone, schedule="unfused")}
+    runner = {"host": lambda: collectives.all_gather(x, group=alone, schedule="unfused")}
     timings = measure(runner, group, torch.device("cpu"), seconds=seconds)
     dist.barrier(group=group)
     dist.destroy_process_group(alone)

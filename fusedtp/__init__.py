@@ -9,18 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from . import cost
 from .calls.dispatch import Path, last_path
+from .collectives import all_gather, all_reduce, reduce_scatter
 from .errors import NotationError, PeerTimeout, RanksDisagree
 from .explain import explain
-from .functional import (
-    all_gather,
-    all_gather_linear,
-    all_reduce,
-    fsdp_linear,
-    linear_all_reduce,
-    linear_reduce_scatter,
-    reduce_scatter,
-    sharded_matmul,
-)
+from .functional import all_gather_linear, fsdp_linear, linear_all_reduce, linear_reduce_scatter, sharded_matmul
 from .layers import ColumnParallelLinear, FSDPLinear, ParallelMLP, RowParallelLinear
 from .scaled import Scaled, scaled
 from .sharding.plan import plan

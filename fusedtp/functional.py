@@ -1,4 +1,4 @@
-"""The functions to import: a linear layer joined to a collective, and the collectives alone.
+"""The functions to import: a linear layer joined to a collective (the collectives alone: `collectives`).
 
 Weights follow torch.nn.Linear, [N, K] with y = x @ weight.T + bias. In shapes M is rows, K input features, N output
 features, _X marks the dimension that is split over the ranks; M may stand for several leading dimensions.
@@ -18,21 +18,19 @@ from its own tensors where it is not given. Under torch.autocast operands are ca
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import overload
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import groups, norms, turns
-from .calls import arguments, eager, operators, problems, quantized
+from . import groups, norms
+from .calls import arguments, eager, problems, quantized
 from .calls.settings import described
 from .groups import Group
 from .norms import Norm
-from .op import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, RMS_NORM, Activation, GatedActivation, NormName, Op
+from .op import RANK_ORDER, RMS_NORM, Activation, GatedActivation, NormName, Order
 from .recipes import Float8
 from .scaled import Scaled
 from .sharding.notation import parse
@@ -95,7 +93,7 @@ def all_gather_linear(
     x: Tensor | Scaled, weight: Tensor | Scaled, bias: Tensor | None = None, *, group: Group = None,
     gather_dim: int = 0, sizes: Sequence[int] | None = None, schedule: str = "auto", debug: bool = False,
     producer: str = "auto", activation: Activation | None = None, out_dtype: torch.dtype | None = None,
-    float8: Float8 | None = None,
+    float8: Float8 | None = None, order: Order = RANK_ORDER,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -104,7 +102,7 @@ def all_gather_linear(
     x: Tensor | Scaled, weight: Sequence[Tensor] | Sequence[Scaled], bias: Sequence[Tensor | None] | None = None, *,
     group: Group = None, gather_dim: int = 0, sizes: Sequence[int] | None = None, schedule: str = "auto",
     debug: bool = False, producer: str = "auto", activation: Activation | None = None,
-    out_dtype: torch.dtype | None = None, float8: Float8 | None = None,
+    out_dtype: torch.dtype | None = None, float8: Float8 | None = None, order: Order = RANK_ORDER,
 ) -> tuple[Tensor, ...]: ...  # fmt: skip
 
 
@@ -113,7 +111,7 @@ def all_gather_linear(
     x: Tensor | Scaled, weight: Sequence[Tensor] | Sequence[Scaled], bias: Sequence[Tensor | None] | None = None, *,
     activation: GatedActivation, group: Group = None, gather_dim: int = 0, sizes: Sequence[int] | None = None,
     schedule: str = "auto", debug: bool = False, producer: str = "auto", out_dtype: torch.dtype | None = None,
-    float8: Float8 | None = None,
+    float8: Float8 | None = None, order: Order = RANK_ORDER,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -131,6 +129,7 @@ def all_gather_linear(
     activation: Activation | GatedActivation | None = None,
     out_dtype: torch.dtype | None = None,
     float8: Float8 | None = None,
+    order: Order = RANK_ORDER,
 ) -> Tensor | tuple[Tensor, ...]:
     """`F.linear(all_gather(x, gather_dim), weight, bias)` in one op, differentiable.
 
@@ -154,11 +153,15 @@ def all_gather_linear(
     of its own. `float8` makes them of tensors: tensorwise, rowwise or rowwise_with_gw_hp, as the recipes of torchao, in
     forward and backward, before anything is sent; results, gradients and what is kept for them stay in x's dtype.
 
+    `order` "tree" adds up as a tree of 8 leaves ("tree-16": of 16), in float32 between ranks too, by `fused`'s kernels
+    alone: results and gradients then have the same bits on any number of ranks that divides the leaves, and a row the
+    same in any batch. Not of float8; an activation is the library's then, of the rounded product.
+
     Raises ValueError or TypeError for arguments that do not fit, RuntimeError where torch.distributed is not
     initialised or the ranks of a schedule that is asked for cannot reach each other's memory, PeerTimeout where a rank
     is lost.
     """
-    options = gather_dim, sizes, schedule, debug, producer, float8
+    options = gather_dim, sizes, schedule, debug, producer, float8, order
     if (out_dtype is not None or type(x) is not Tensor) and not quantized.plain(x, weight, out_dtype, float8):
         if isinstance(weight, list | tuple):
             weight, bias = arguments.several(weight, bias)
@@ -183,7 +186,7 @@ def linear_reduce_scatter(
     x: Tensor | Scaled, weight: Tensor | Scaled, bias: Tensor | None = None, *, group: Group = None,
     scatter_dim: int = 0, sizes: Sequence[int] | None = None, schedule: str = "auto", debug: bool = False,
     producer: str = "auto", residual: Tensor | None = None, norm_weight: None = None,
-    out_dtype: torch.dtype | None = None, float8: Float8 | None = None,
+    out_dtype: torch.dtype | None = None, float8: Float8 | None = None, order: Order = RANK_ORDER,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -193,7 +196,7 @@ def linear_reduce_scatter(
     norm_bias: Tensor | None = None, norm_eps: float = 1e-6, norm: NormName = "rms_norm", group: Group = None,
     scatter_dim: int = 0, sizes: Sequence[int] | None = None, schedule: str = "auto", debug: bool = False,
     producer: str = "auto", residual: Tensor | None = None, out_dtype: torch.dtype | None = None,
-    float8: Float8 | None = None,
+    float8: Float8 | None = None, order: Order = RANK_ORDER,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -215,6 +218,7 @@ def linear_reduce_scatter(
     norm: NormName = "rms_norm",
     out_dtype: torch.dtype | None = None,
     float8: Float8 | None = None,
+    order: Order = RANK_ORDER,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`reduce_scatter(F.linear(x, weight), scatter_dim) + bias + residual` in one op, differentiable.
 
@@ -230,7 +234,7 @@ def linear_reduce_scatter(
 
     x and weight may be `Scaled`: each rank scales its own terms, which travel in `out_dtype`, bfloat16 by default.
     """
-    options = scatter_dim, sizes, schedule, debug, producer, float8
+    options = scatter_dim, sizes, schedule, debug, producer, float8, order
     normed: Norm | None = None
     if norm_weight is not None or norm_bias is not None or norm != RMS_NORM:
         normed = norms.asked_for(norm, norm_weight, norm_bias, norm_eps)
@@ -248,6 +252,7 @@ def linear_all_reduce(
     x: Tensor | Scaled, weight: Tensor | Scaled, bias: Tensor | None = None, *, group: Group = None,
     schedule: str = "auto", algorithm: str = "auto", debug: bool = False, residual: Tensor | None = None,
     norm_weight: None = None, out_dtype: torch.dtype | None = None, float8: Float8 | None = None,
+    order: Order = RANK_ORDER,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -256,7 +261,7 @@ def linear_all_reduce(
     x: Tensor | Scaled, weight: Tensor | Scaled, bias: Tensor | None = None, *, norm_weight: Tensor,
     norm_bias: Tensor | None = None, norm_eps: float = 1e-6, norm: NormName = "rms_norm", group: Group = None,
     schedule: str = "auto", algorithm: str = "auto", debug: bool = False, residual: Tensor | None = None,
-    out_dtype: torch.dtype | None = None, float8: Float8 | None = None,
+    out_dtype: torch.dtype | None = None, float8: Float8 | None = None, order: Order = RANK_ORDER,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -276,6 +281,7 @@ def linear_all_reduce(
     norm: NormName = "rms_norm",
     out_dtype: torch.dtype | None = None,
     float8: Float8 | None = None,
+    order: Order = RANK_ORDER,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`all_reduce(F.linear(x, weight)) + bias + residual` in one op, differentiable.
 
@@ -284,7 +290,7 @@ def linear_all_reduce(
     tensorwise float8 its scales' numbers: dy is the same on every rank already. With `norm_weight` the result is
     (normed, y) and Scaled operands are taken, as in `linear_reduce_scatter`; errors as in `all_gather_linear`.
     """
-    options = schedule, algorithm, debug, float8
+    options = schedule, algorithm, debug, float8, order
     normed: Norm | None = None
     if norm_weight is not None or norm_bias is not None or norm != RMS_NORM:
         normed = norms.asked_for(norm, norm_weight, norm_bias, norm_eps)
@@ -310,6 +316,7 @@ def fsdp_linear(
     activation: Activation | None = None,
     out_dtype: torch.dtype | None = None,
     float8: Float8 | None = None,
+    order: Order = RANK_ORDER,
 ) -> Tensor:
     """`F.linear(x, all_gather(weight_shard), bias)` in one op, differentiable: a fully sharded weight.
 
@@ -318,7 +325,7 @@ def fsdp_linear(
     is never kept: backward gathers it again for dx, and reduce-scatters dw. `activation`, one without a
     gate, Scaled operands, of which the weight's rows travel, and errors as in `all_gather_linear`.
     """
-    options = sizes, schedule, debug, producer, float8
+    options = sizes, schedule, debug, producer, float8, order
     if (out_dtype is not None or type(x) is not Tensor) and not quantized.plain(x, weight_shard, out_dtype, float8):
         return quantized.apply(  # type: ignore[no-any-return]
             problems.fsdp_problem, x, weight_shard, bias, group, options, out_dtype, None, activation
@@ -326,79 +333,3 @@ def fsdp_linear(
     return eager.apply(  # type: ignore[no-any-return]
         problems.fsdp_problem, x, weight_shard, bias, group, options, activation=activation  # type: ignore
     )  # fmt: skip
-
-
-def _collective(
-    op: Op, x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup, schedule: str, algorithm: str, debug: bool,
-    producer: str = "auto",
-) -> Tensor:  # fmt: skip
-    # On x as a matrix whose rows are `dim`. sizes: of that dim on every rank; an all-reduce has none.
-    moved = x.movedim(dim, 0)
-    others = tuple(moved.shape[1:])
-    rows = moved.reshape(moved.shape[0], math.prod(others))
-    arguments.check_reach(schedule, x, [group], (sum(sizes) if sizes else x.shape[dim], 0, rows.shape[1]))
-    call = arguments.call_of(dim if sizes else None, x)
-    out: Tensor = operators.collective(
-        rows, op.name, list(sizes), group.rank(), group.group_name, schedule, algorithm, debug, producer, call
-    )
-    return out.view(out.shape[0], *others).movedim(0, dim)
-
-
-@turns.one
-def all_gather(
-    x: Tensor,
-    *,
-    group: Group = None,
-    gather_dim: int = 0,
-    sizes: Sequence[int] | None = None,
-    algorithm: str = "auto",
-    schedule: str = "auto",
-    debug: bool = False,
-    producer: str = "auto",
-) -> Tensor:
-    """The ranks' x joined along `gather_dim` in rank order, bit for bit, differentiable.
-
-    `algorithm`: auto, direct or ring, which only kernels have: with schedule 'fused', or 'auto' on a GPU. Errors as in
-    `all_gather_linear`.
-    """
-    process_group = groups.resolve(group)
-    arguments.check_collective(ALL_GATHER, x, schedule, algorithm, debug, producer)
-    dim = arguments.dim("gather_dim", gather_dim, x)
-    sizes = arguments.gather_sizes(sizes, process_group, x.shape[dim])
-    return _collective(ALL_GATHER, x, dim, sizes, process_group, schedule, algorithm, debug, producer)
-
-
-@turns.one
-def reduce_scatter(
-    x: Tensor,
-    *,
-    group: Group = None,
-    scatter_dim: int = 0,
-    sizes: Sequence[int] | None = None,
-    algorithm: str = "auto",
-    schedule: str = "auto",
-    debug: bool = False,
-) -> Tensor:
-    """The ranks' x summed; this rank keeps `sizes[rank]` along `scatter_dim`, by default as even as can be.
-
-    Differentiable. `algorithm` and errors as in `all_gather`.
-    """
-    process_group = groups.resolve(group)
-    arguments.check_collective(REDUCE_SCATTER, x, schedule, algorithm, debug)
-    dim = arguments.dim("scatter_dim", scatter_dim, x)
-    sizes = arguments.scatter_sizes(sizes, process_group, x.shape[dim])
-    return _collective(REDUCE_SCATTER, x, dim, sizes, process_group, schedule, algorithm, debug)
-
-
-@turns.one
-def all_reduce(
-    x: Tensor, *, group: Group = None, algorithm: str = "auto", schedule: str = "auto", debug: bool = False
-) -> Tensor:
-    """The ranks' x summed, on every rank, differentiable.
-
-    `algorithm`: auto, one_shot (fewest steps), two_shot, or ring (fewest bytes), which only kernels have, as in
-    `all_gather`. Errors as there.
-    """
-    process_group = groups.resolve(group)
-    arguments.check_collective(ALL_REDUCE, x, schedule, algorithm, debug)
-    return _collective(ALL_REDUCE, x, 0, (), process_group, schedule, algorithm, debug)

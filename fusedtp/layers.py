@@ -19,6 +19,7 @@ by any number of ranks and loaded by any other. With other `feature_sizes` the p
 shard and fit only the same ranks and sizes; loading them into others is an error.
 
 With `float8`, a recipe (`recipes`), operands are cast before they are sent; parameters and gradients stay as they are.
+With `order` "tree" results and gradients have the same bits on any number of ranks: see `all_gather_linear`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from .calls import arguments, eager, parameters, problems
 from .calls.call import Prepare
 from .groups import Group
 from .norms import Norm
-from .op import LAYER_NORM, Activation, GatedActivation, NormName
+from .op import LAYER_NORM, RANK_ORDER, Activation, GatedActivation, NormName, Order
 from .recipes import Float8
 from .sharded_linear import Device, ShardedLinear
 from .shards import check_sizes, chunk_sizes
@@ -73,10 +74,12 @@ class ColumnParallelLinear(ShardedLinear):
         producer: str = "auto",
         float8: Float8 | None = None,
         activation: Activation | GatedActivation | None = None,
+        order: Order = RANK_ORDER,
     ) -> None:
         super().__init__(
-            in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, debug, producer, float8
-        )
+            in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, debug, producer, float8,
+            order,
+        )  # fmt: skip
         self.sequence_parallel = arguments.flag("sequence_parallel", sequence_parallel)
         self.gather_dim = arguments.sequence_dim("gather_dim", gather_dim)
         self.sequence_sizes = arguments.sequence_sizes(sequence_sizes, self.group)
@@ -85,10 +88,12 @@ class ColumnParallelLinear(ShardedLinear):
     def forward(self, x: Tensor) -> Tensor:
         if not self.sequence_parallel:
             return self._linear(  # type: ignore[no-any-return]
-                problems.replicated_problem, x, self.schedule, self.debug, self.float8, activation=self.activation
+                problems.replicated_problem, x, self.schedule, self.debug, self.float8, self.order,
+                activation=self.activation,
             )  # fmt: skip
         describe = problems.all_gather_problem
-        options = self.gather_dim, self.sequence_sizes, self.schedule, self.debug, self.producer, self.float8
+        shared = self.schedule, self.debug, self.producer, self.float8, self.order
+        options = self.gather_dim, self.sequence_sizes, *shared
         return self._linear(describe, x, *options, activation=self.activation)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
@@ -131,12 +136,14 @@ class RowParallelLinear(ShardedLinear):
         float8: Float8 | None = None,
         norm: NormName | None = None,
         norm_eps: float = 1e-6,
+        order: Order = RANK_ORDER,
     ) -> None:
         self.norm_eps = norms.check_eps(norm_eps)
         self.norm = None if norm is None else norms.check_name(norm)
         super().__init__(
-            in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, debug, producer, float8
-        )
+            in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, debug, producer, float8,
+            order,
+        )  # fmt: skip
         self.sequence_parallel = arguments.flag("sequence_parallel", sequence_parallel)
         self.scatter_dim = arguments.sequence_dim("scatter_dim", scatter_dim)
         self.sequence_sizes = arguments.sequence_sizes(sequence_sizes, self.group)
@@ -161,11 +168,12 @@ class RowParallelLinear(ShardedLinear):
             norm = Norm(self.norm or "", self.norm_eps, self.norm_weight, self.norm_bias)
         if not self.sequence_parallel:
             return self._linear(  # type: ignore[no-any-return]
-                problems.all_reduce_problem, x, self.schedule, "auto", self.debug, self.float8, residual=residual,
-                norm=norm,
+                problems.all_reduce_problem, x, self.schedule, "auto", self.debug, self.float8, self.order,
+                residual=residual, norm=norm,
             )  # fmt: skip
         describe = problems.reduce_scatter_problem
-        options = self.scatter_dim, self.sequence_sizes, self.schedule, self.debug, self.producer, self.float8
+        shared = self.schedule, self.debug, self.producer, self.float8, self.order
+        options = self.scatter_dim, self.sequence_sizes, *shared
         return self._linear(describe, x, *options, residual=residual, norm=norm)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
@@ -183,6 +191,8 @@ class FSDPLinear(ShardedLinear):
     silu of y, in the same op.
     """
 
+    _sums_features = False
+
     def __init__(
         self,
         in_features: int,
@@ -198,14 +208,16 @@ class FSDPLinear(ShardedLinear):
         producer: str = "auto",
         float8: Float8 | None = None,
         activation: Activation | None = None,
+        order: Order = RANK_ORDER,
     ) -> None:
         super().__init__(
-            in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, debug, producer, float8
-        )
+            in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, debug, producer, float8,
+            order,
+        )  # fmt: skip
         self.activation = arguments.activation_of(activation, self._matrices)
 
     def forward(self, x: Tensor) -> Tensor:
-        options = self.feature_sizes, self.schedule, self.debug, self.producer, self.float8
+        options = self.feature_sizes, self.schedule, self.debug, self.producer, self.float8, self.order
         return self._linear(  # type: ignore[no-any-return]
             problems.fsdp_problem, x, *options, activation=self.activation
         )  # fmt: skip
@@ -254,6 +266,7 @@ class ParallelMLP(nn.Module):
         debug: bool = False,
         producer: str = "auto",
         float8: Float8 | None = None,
+        order: Order = RANK_ORDER,
     ) -> None:
         super().__init__()
         if activation not in ("gelu", "swiglu"):
@@ -270,7 +283,7 @@ class ParallelMLP(nn.Module):
         self.activation = activation
         options: dict[str, Any] = {
             "group": group, "sequence_parallel": sequence_parallel, "sequence_sizes": sequence_sizes,
-            "schedule": schedule, "debug": debug, "producer": producer, "float8": float8,
+            "schedule": schedule, "debug": debug, "producer": producer, "float8": float8, "order": order,
         }  # fmt: skip
         wide: dict[str, Any] = {**options, "gather_dim": sequence_dim}
         if activation == "swiglu":

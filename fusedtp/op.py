@@ -52,6 +52,9 @@ GATED: Mapping[str, Activation] = {"swiglu": "silu", "geglu": "gelu"}
 ACTIVATIONS = (*get_args(Activation), *GATED)
 NormName: TypeAlias = Literal["rms_norm", "layer_norm"]
 RMS_NORM, LAYER_NORM = NORMS = get_args(NormName)
+# In which order terms are added. A tree has this many leaves, unless the order says how many.
+Order: TypeAlias = str
+RANK_ORDER, TREE_ORDER, LEAVES, MOST_LEAVES = "rank", "tree", 8, 64
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,8 @@ class Task:
     sizes: every rank's length of what is gathered or scattered. dim, transposed, activation ("" for none), keeps: see
     above. algorithm: one of the op's, or "auto". float8: what the first operand is in, if a and b are float8 with
     scales (`scaled.Quantized`); dtype is then the result's, in which terms of a sum travel. in_blocks: whether scales
-    are those of blocks. norm: "" for none, and its eps.
+    are those of blocks. norm: "" for none, and its eps. leaves: how many the contraction has if it is added up as a
+    tree, in float32 also between ranks; else 0.
     """
 
     op: Op
@@ -105,19 +109,20 @@ class Task:
     in_blocks: bool = False
     norm: str = ""
     eps: float = 0.0
+    leaves: int = 0
 
     @classmethod
     def of(
         cls, op: Op, *operands: Any, sizes: Sequence[int] = (), dim: int = 0, transposed: bool = False,
         algorithm: str = "auto", activation: str = "", keeps: bool = False, float8: torch.dtype | None = None,
-        in_blocks: bool = False, norm: str = "", eps: float = 0.0,
+        in_blocks: bool = False, norm: str = "", eps: float = 0.0, leaves: int = 0,
     ) -> Task:  # fmt: skip
         """The task on these operands."""
         shapes = [None if each is None else (each.shape[0], each.shape[1]) if each.ndim == 2 else (1, each.shape[0])
                   for each in operands]  # fmt: skip
         x = operands[0]
         assert x is not None
-        options = tuple(sizes), dim, transposed, algorithm, activation, keeps, float8, in_blocks, norm, eps
+        options = tuple(sizes), dim, transposed, algorithm, activation, keeps, float8, in_blocks, norm, eps, leaves
         return cls(op, tuple(shapes), x.dtype, *options)
 
     def __hash__(self) -> int:
@@ -127,7 +132,7 @@ class Task:
     def _hash(self) -> int:
         # Tasks are looked up at every call.
         options = self.dim, self.transposed, self.algorithm, self.activation, self.keeps, self.float8, self.in_blocks
-        return hash((self.op.name, self.shapes, self.dtype, self.sizes, options, self.norm, self.eps))
+        return hash((self.op.name, self.shapes, self.dtype, self.sizes, options, self.norm, self.eps, self.leaves))
 
     def shape(self, operand: int) -> Shape:
         """The shape of an operand that is given."""
@@ -148,6 +153,11 @@ class Task:
         """What follows the op's first operands, or their shapes, by block."""
         first, count = self.op.operands, 0 if self.norm else self.op.block
         return [tuple(given[i : i + count]) for i in range(first, len(given), count)] if count else []
+
+    @property
+    def _terms(self) -> list[Shape]:
+        # The shapes of what is multiplied from the left, of each block of a sum.
+        return [self.shape(0), *(block[0] for block in self.blocks(self.shapes) if block[0] is not None)]
 
     @property
     def dtype_name(self) -> str:
@@ -183,6 +193,11 @@ class Task:
         if self.float8 is not None:
             options["float8"] = self.float8
             options["scales"] = "of blocks" if self.in_blocks else "of rows, or of the tensor"
+        if self.leaves:
+            options["order"] = f"a tree of {self.leaves} leaves"
+            if self.op.kind != "gather":
+                # Leaves end where ranks' parts do if these are as long.
+                options["contraction of a rank"] = [each[1] for each in self._terms]
         return {**options, **self.op.agreed(self)}
 
 

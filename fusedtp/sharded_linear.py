@@ -11,10 +11,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import groups
-from .calls import arguments, dispatch, eager, parameters
+from .calls import arguments, dispatch, eager, orders, parameters
 from .calls.call import Prepare
 from .groups import Group
 from .norms import Norm
+from .op import Order
 from .recipes import Float8
 from .shards import check_sizes, chunk_sizes
 
@@ -29,6 +30,8 @@ class ShardedLinear(nn.Module):
     # Several matrices of one shape are stacked along a leading dim: DTensor could not cut each of them otherwise.
     _dim = 0
     _bias_is_split = False
+    # Whether ranks' features are terms of a sum, forward or backward.
+    _sums_features = True
     _matrices = 1
     padded_sizes: Tensor
 
@@ -45,6 +48,7 @@ class ShardedLinear(nn.Module):
         debug: bool,
         producer: str,
         float8: Float8 | None,
+        order: Order,
     ) -> None:
         super().__init__()
         dispatch.check_schedule(schedule)
@@ -57,6 +61,9 @@ class ShardedLinear(nn.Module):
         self.schedule, self.debug, self.producer = schedule, arguments.flag("debug", debug), producer
         self.float8 = arguments.float8_of(float8, dtype or torch.get_default_dtype(), "parameters")
         self.feature_sizes = self._sizes_of(feature_sizes, (out_features, in_features)[self._dim])
+        self.order = order
+        if orders.leaves_of(order, schedule, self.group.size(), float8) and self._sums_features:
+            orders.check_even(order, self.feature_sizes)
         lead = (self._matrices,) * (self._matrices > 1)
         rows = out_features // self._matrices
         # How each matrix is cut, and along which dims of the parameters.

@@ -67,6 +67,11 @@ class Turn:
     def __exit__(self, *_: object) -> None:
         del _taken[self._key]
 
+    def is_mine(self) -> bool:
+        """Whether this thread has it."""
+        holder = _taken.get(self._key)
+        return holder is not None and holder[1] == threading.get_ident() and _is_held(holder)
+
     def _refuse(self, holder: _Holder) -> NoReturn:
         (what, name), number = self._key, holder[1]
         thread = next((each.name for each in threading.enumerate() if each.ident == number), "one that has ended")

@@ -150,11 +150,22 @@ _BLOCKS: dict[str, dict[str, Config]] = {
     "gfx942": dict.fromkeys(SHAPES, replace(_WIDENED, block_k=64, num_stages=2, registers={})),
 }
 
+# Of a contraction in leaves. One tile, and one way to multiply it, for all shapes: what is added to what must not
+# depend on them. A thread has a sum for each level of the tree, so there is no room for a wider one.
+_TREE: dict[str, Config] = {
+    target: replace(Config(block_m=64, block_n=64, registers=_ALL), **changes)
+    for target, changes in (
+        ("sm_80", {}), ("sm_90", {"descriptors": True, "num_stages": 4}),
+        ("sm_100", {"descriptors": True, "num_stages": 4}), ("gfx942", {"num_stages": 2, "registers": {}}),
+    )
+}  # fmt: skip
+
 # Triton before 3.7 has no fence between what cp.async has put into shared memory and the matrix unit that reads it
 # there, in another proxy of memory (PTX ISA, Async proxy). Loaded to registers and stored it has one.
 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
     for _table in (TABLE, _FLOAT8, _BLOCKS):
         _table["sm_90"] = {shape: replace(config, pointer_stages=1) for shape, config in _table["sm_90"].items()}
+    _TREE["sm_90"] = replace(_TREE["sm_90"], pointer_stages=1)
 
 
 def shape_class(rows: int, cols: int) -> str:
@@ -162,12 +173,14 @@ def shape_class(rows: int, cols: int) -> str:
     return "few rows" if rows <= FEW_ROWS else "few columns" if cols <= FEW_COLUMNS else "many"
 
 
-def compiled_config(target: str, itemsize: int, shape: str, *, blocks: bool = False) -> Config:
+def compiled_config(target: str, itemsize: int, shape: str, *, blocks: bool = False, tree: bool = False) -> Config:
     """The configuration of a compiled kernel; the device adds the number of programs. blocks: whether float8 operands
-    have scales of blocks.
+    have scales of blocks. tree: for a contraction in leaves.
     """
     if blocks:
         return _BLOCKS[target][shape]
+    if tree and itemsize == 2:
+        return _TREE[target]
     if itemsize > 2:
         return FLOAT32 if target != "gfx942" else replace(FLOAT32, num_stages=2, registers={})
     return (_FLOAT8 if itemsize == 1 else TABLE)[target][shape]

@@ -13,6 +13,7 @@ tile need no descriptor of their own: what is read beyond their end is never sto
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -45,6 +46,12 @@ def read_by_all(matrices: Sequence[torch.Tensor], config: Config) -> str:
     """How a kernel reads one of these, which it chooses itself: all alike."""
     ways = {read_by(x, config) for x in matrices}
     return ways.pop() if len(ways) == 1 else "pointers"
+
+
+def whole_leaves(config: Config, lengths: Sequence[int], leaves: int) -> Config:
+    """The configuration for contractions in leaves: descriptors would read blocks of K on into the next leaf."""
+    cut = bool(leaves) and any(K % (leaves * config.block_k) for K in lengths)
+    return replace(config, descriptors=False) if cut else config
 
 
 def fitted_to(config: Config, *operands: torch.Tensor, results: Sequence[torch.Tensor] = ()) -> Config:

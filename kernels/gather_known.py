@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 
-from .descriptors import fitted_to, read_by_all, read_gathered_by
+from .descriptors import fitted_to, read_by_all, read_gathered_by, whole_leaves
 from .launch import Channel, Config, fitted, flattened, in_16_bytes, options
 from .operands import Epilogue, Tiles, tiles_of, unit_of
 
@@ -45,8 +45,8 @@ class Known(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Shards of `sizes`, of rows or of the contraction, in rows that are `pitch` elements apart in an arena. scales: as
-    in `Tiles`.
+    """Shards of `sizes`, of rows or of the contraction, in rows that are `pitch` elements apart in an arena. scales,
+    leaves: as in `Tiles`.
     """
 
     sizes: tuple[int, ...]
@@ -56,6 +56,7 @@ class Plan:
     config: Config
     upcast: bool
     scales: str = ""
+    leaves: int = 0
 
     def known(
         self, channel: Channel, a: torch.Tensor, bs: list[torch.Tensor], cs: list[torch.Tensor], pushed: bool,
@@ -71,15 +72,16 @@ class Plan:
         # A chunk that ends inside a block of K would be multiplied with rows of B that belong to the next one.
         whole_blocks = on_rows or all(size % config.block_k == 0 for size in sizes)
         aligned = all(size % 16 == 0 for size in sizes)
-        config = config if whole_blocks else replace(config, descriptors=False)
+        config = whole_leaves(config if whole_blocks else replace(config, descriptors=False), [K], self.leaves)
         config = fitted_to(config, *((a, *bs) if in_place else bs), results=cs)
         # The part that lies in the arena may be unaligned too.
-        if not config.descriptors and (pitch % 16 or (not on_rows and not aligned)):
+        loose_leaves = bool(self.leaves) and K % (16 * self.leaves) != 0
+        if not config.descriptors and (pitch % 16 or loose_leaves or (not on_rows and not aligned)):
             config = fitted(config, stored=True, read=False)
         num_tiles = sum(-(-rows // config.block_m) for rows in (sizes if on_rows else (M,)))
         num_tiles *= sum(-(-each.shape[1] // config.block_n) for each in bs)
         a_by, b_by = read_gathered_by(a, rows, cols, config), read_by_all(bs, config)
-        flatten = on_rows and flattened(config, a_by, b_by)
+        flatten = on_rows and flattened(config, a_by, b_by) and not self.leaves
         if epilogue.ACTIVATION.value:
             # Its store takes registers, of which one loop would keep some on the stack.
             limit, flatten = "activated", False
@@ -89,7 +91,7 @@ class Plan:
         flags = a_by, in_place, b_by, self.piece_rows, aligned, rows_aligned
         return Known(
             config, a_by, b_by, (rows, cols),
-            tiles_of(config, flatten=flatten, upcast=self.upcast, scales=self.scales),
+            tiles_of(config, flatten=flatten, upcast=self.upcast, scales=self.scales, leaves=self.leaves, lengths=(K,)),
             tuple(map(tl.constexpr, flags)), options(config, a_by, b_by, limit=limit), (config.programs + pushers,),
             (a.shape[0], sum(sizes[:rank]) if on_rows else rank * M, num_tiles), pushers,
             (tl.constexpr(-1), tl.constexpr(unit_of(bs)), tl.constexpr(unit_of(cs))),

@@ -22,15 +22,7 @@ from .descriptors import of_arena, of_left, of_right
 from .gather_known import Known, Plan
 from .launch import MOST_KNOWN, Channel, Config
 from .loading import launch
-from .matmul import (
-    locate_among,
-    locate_in_chunks,
-    matmul_tiles,
-    store_rows,
-    unit,
-    unpack,
-    widened,
-)
+from .matmul import locate_among, locate_in_chunks, matmul_tiles, store_rows, unpack
 from .operands import (
     NO_MORE,
     Block,
@@ -48,6 +40,7 @@ from .push import Rows, push_to_all, received_scale, wait_for_rows
 from .scales import scale_bytes, scale_columns
 from .several import b_of_tile, beside, end_of_pairs, first_of, store_gated, tile_columns
 from .signal import FIRST_SLOT, Link, before_descriptor, begin, cdiv, enter, half, leave
+from .terms import unit, widened
 
 
 class Shard(NamedTuple):
@@ -330,10 +323,12 @@ class GatherMatmul:
 
     def __init__(
         self, op: int, sizes: tuple[int, ...], *, gather_dim: int, pitch: int, piece_rows: int, config: Config,
-        upcast: bool, scales: str = "",
+        upcast: bool, scales: str = "", leaves: int = 0,
     ) -> None:  # fmt: skip
+        # Chunks of a gathered contraction come in any order.
+        assert gather_dim == 0 or not leaves
         self._op, self._pitch, self._on_rows = op, pitch, gather_dim == 0
-        self._plan = Plan(sizes, self._on_rows, pitch, piece_rows, config, upcast, scales)
+        self._plan = Plan(sizes, self._on_rows, pitch, piece_rows, config, upcast, scales, leaves)
         self._known: dict[object, Known] = {}
 
     def __call__(

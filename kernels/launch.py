@@ -58,17 +58,18 @@ def _target(device: torch.device) -> str:
 
 
 def config_for(
-    device: torch.device, dtype: torch.dtype, rows: int = _MANY, cols: int = 0, *, blocks: bool = False
-) -> Config:
+    device: torch.device, dtype: torch.dtype, rows: int = _MANY, cols: int = 0, *, blocks: bool = False,
+    tree: bool = False,
+) -> Config:  # fmt: skip
     """The configuration for a device, with the number of programs filled in.
 
     For a matmul, `rows` is the largest number of rows of a chunk, the same on all ranks, and `cols` the columns of C,
-    the same on all ranks if they exchange its tiles. Kernels that only move rows give neither. blocks: as in
+    the same on all ranks if they exchange its tiles. Kernels that only move rows give neither. blocks, tree: as in
     `compiled_config`.
     """
     if INTERPRETED:
         return INTERPRETER
-    config = compiled_config(_target(device), dtype.itemsize, shape_class(rows, cols), blocks=blocks)
+    config = compiled_config(_target(device), dtype.itemsize, shape_class(rows, cols), blocks=blocks, tree=tree)
     return replace(config, programs=_num_multiprocessors(device))
 
 

@@ -15,6 +15,7 @@ on. A tile with a wait that was given up is stored as NaN: missing data must not
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,14 +23,15 @@ import triton
 import triton.language as tl
 
 from .activations import activated
-from .descriptors import fitted_to, read_by
+from .contraction import multiply, sum_as_tree
+from .descriptors import fitted_to, read_by_all, whole_leaves
 from .launch import Config, flattened, options
 from .loading import launch
 from .operands import (
-    Columns,
+    NO_MORE,
     Epilogue,
     Left,
-    Operand,
+    More,
     Result,
     Right,
     Scales,
@@ -39,8 +41,8 @@ from .operands import (
     right_of,
     tiles_of,
 )
-from .scales import dot_of_blocks, scale_bytes
 from .signal import cdiv
+from .terms import a_of_term, b_of_term, further
 
 
 class Tile(NamedTuple):
@@ -54,38 +56,6 @@ class Tile(NamedTuple):
     row: tl.tensor
     rows: tl.tensor
     col: tl.tensor
-
-
-@triton.jit
-def widened(stride):
-    """A stride as one of several to choose among: one that is 1 is a constant to the compiler."""
-    return tl.full((), 0, tl.int64) + stride
-
-
-@triton.jit
-def unit(stride, IS_ONE: tl.constexpr):
-    """A stride that was chosen, or the constant 1 if it is known to be that."""
-    if IS_ONE:
-        return 1
-    else:
-        return stride
-
-
-@triton.jit
-def dot(a, b, acc, UPCAST: tl.constexpr):
-    """acc += a @ b in float32. UPCAST is set under the interpreter, whose bfloat16 arithmetic works on raw bits."""
-    if UPCAST:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    if a.dtype.primitive_bitwidth == 8:
-        # The matrix unit of sm_90 keeps 14 bits of a sum of float8 products: such a sum goes no further than a block of
-        # K, 128 at most, and is then added in float32 (DeepSeek-V3, section 3.3.2). With Triton's option for that,
-        # `max_num_imprecise_acc`, PTX has the addition before the wait for the sum. Other targets' sums are float32,
-        # and the compiler makes one instruction of both.
-        return acc + tl.dot(a, b)
-    else:
-        # "ieee" matters for float32 only: the default would round its operands to tf32.
-        return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -158,62 +128,6 @@ def locate_in_chunks(tile, table, first, num_tiles_n, WORLD_SIZE: tl.constexpr, 
 
 
 @triton.jit
-def multiply(acc, a, tile, b, A_BY: tl.constexpr, B_BY: tl.constexpr, tiles, IN_PARTS: tl.constexpr):
-    """acc[BLOCK_M, BLOCK_N] += a[rows of the tile, its K chunk] @ b[the same K chunk, columns of the tile].
-
-    IN_PARTS: the chunk is one of several, so B's block scales behind it are those of the next one.
-    """
-    BLOCK_M: tl.constexpr = tiles.BLOCK_M
-    BLOCK_K: tl.constexpr = tiles.BLOCK_K
-    offs_k = tl.arange(0, BLOCK_K)
-    # Pointers to rows and columns past the end wrap around to valid ones, and descriptors read zeros there or rows of
-    # another chunk: no mask in the loop, and the store drops what comes of it.
-    if A_BY == "pointers":
-        offs_m = (tl.arange(0, BLOCK_M) % (tile.rows - tile.row)).to(tl.int64)
-        a_ptrs = a.source + offs_m[:, None] * a.stride_m + offs_k[None, :].to(tl.int64) * a.stride_k
-    if B_BY == "pointers":
-        offs_n = ((b.col + tl.arange(0, tiles.BLOCK_N)) % b.N).to(tl.int64)
-        b_ptrs = b.source + (a.k_begin + offs_k)[:, None].to(tl.int64) * b.stride_k + offs_n[None, :] * b.stride_n
-    if tiles.SCALES == "blocks":
-        offs_s = tl.arange(0, BLOCK_K // 32)
-        rows = (tl.arange(0, BLOCK_M) % (tile.rows - tile.row)).to(tl.int64)
-        cols = ((b.col + tl.arange(0, tiles.BLOCK_N)) % b.N).to(tl.int64)
-        a_scales = a.scale + rows[:, None] * a.scale_stride + offs_s[None, :]
-        first = a.k_begin // 32
-        if IN_PARTS and B_BY != "pointers":
-            # Descriptors read parts of whole blocks of K.
-            first = tl.multiple_of(first, BLOCK_K // 32)
-        b_scales = b.scale + cols[:, None] * b.scale_stride + (first + offs_s)[None, :]
-    for k in range(0, cdiv(a.k_len, BLOCK_K)):
-        if A_BY == "pointers":
-            a_block = tl.load(a_ptrs, mask=offs_k[None, :] < a.k_len - k * BLOCK_K, other=0.0)
-            a_ptrs += BLOCK_K * a.stride_k
-        elif A_BY == "rows":
-            a_block = a.source.load([a.layer, a.row, a.first + k * BLOCK_K]).reshape(BLOCK_M, BLOCK_K)
-        else:
-            a_block = a.source.load([a.layer, a.first + k * BLOCK_K, a.row]).reshape(BLOCK_K, BLOCK_M).T
-        if B_BY == "pointers":
-            b_block = tl.load(b_ptrs, mask=offs_k[:, None] < a.k_len - k * BLOCK_K, other=0.0)
-            b_ptrs += BLOCK_K * b.stride_k
-        elif B_BY == "rows":
-            b_block = b.source.load([a.k_begin + k * BLOCK_K, b.col])
-        else:
-            b_block = b.source.load([b.col, a.k_begin + k * BLOCK_K]).T
-        if tiles.SCALES == "blocks":
-            a_scale = tl.load(a_scales)
-            if IN_PARTS and B_BY == "pointers":
-                b_scale = tl.load(b_scales, mask=offs_s[None, :] < cdiv(a.k_len, 32) - k * (BLOCK_K // 32), other=0)
-            else:
-                b_scale = tl.load(b_scales)
-            a_scales += BLOCK_K // 32
-            b_scales += BLOCK_K // 32
-            acc = dot_of_blocks(a_block, a_scale, b_block, b_scale, acc, tiles)
-        else:
-            acc = dot(a_block, b_block, acc, tiles.UPCAST)
-    return acc
-
-
-@triton.jit
 def _matmul_tile(
     ctx, index, LOCATE: tl.constexpr, A_CHUNK: tl.constexpr, B_CHUNK: tl.constexpr, STORE: tl.constexpr,
     NUM_K_CHUNKS: tl.constexpr, SCALE: tl.constexpr,
@@ -221,17 +135,23 @@ def _matmul_tile(
     tile = LOCATE(ctx, index)
     acc = tl.full((ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N), 0.0, tl.float32)
     packed = pack(tile, ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N)
-    for i in range(0, NUM_K_CHUNKS):
-        # `packed` goes through the waits: otherwise the compiler would pack at the store and carry the parts until
-        # there.
-        a = A_CHUNK(ctx, tile, i, packed)
+    if ctx.tiles.LEAVES > 0:
+        # Of several chunks, which are terms of a sum, each leaf asks for its own.
+        a = A_CHUNK(ctx, tile, 0, packed)
         packed = a.packed
-        if SCALE is None:
-            acc = multiply(acc, a, tile, B_CHUNK(ctx, tile, i), ctx.a.BY, ctx.b.BY, ctx.tiles, NUM_K_CHUNKS > 1)
-        else:
-            part = tl.full((ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N), 0.0, tl.float32)
-            part = multiply(part, a, tile, B_CHUNK(ctx, tile, i), ctx.a.BY, ctx.b.BY, ctx.tiles, NUM_K_CHUNKS > 1)
-            acc += SCALE(ctx, tile, i, part)
+        acc = sum_as_tree(ctx, tile, a, packed, 0, A_CHUNK, B_CHUNK, NUM_K_CHUNKS, ctx.tiles.LEAVES)
+    else:
+        for i in range(0, NUM_K_CHUNKS):
+            # `packed` goes through the waits: otherwise the compiler would pack at the store and carry the parts until
+            # there.
+            a = A_CHUNK(ctx, tile, i, packed)
+            packed = a.packed
+            if SCALE is None:
+                acc = multiply(acc, a, tile, B_CHUNK(ctx, tile, i), ctx.a.BY, ctx.b.BY, ctx.tiles, NUM_K_CHUNKS > 1)
+            else:
+                part = tl.full((ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N), 0.0, tl.float32)
+                part = multiply(part, a, tile, B_CHUNK(ctx, tile, i), ctx.a.BY, ctx.b.BY, ctx.tiles, NUM_K_CHUNKS > 1)
+                acc += SCALE(ctx, tile, i, part)
     STORE(ctx, tile, packed, acc)
 
 
@@ -265,6 +185,7 @@ class Whole(NamedTuple):
     scales: Scales | None
     tiles: Tiles
     M: tl.tensor
+    more: More
     END: tl.constexpr
 
 
@@ -329,67 +250,36 @@ def locate_whole(ctx, tile):
 
 
 @triton.jit
-def a_local(ctx, row, packed):
-    """A's rows from `row` on and all of K, for a kernel whose A is whole and local. Waits for nothing."""
-    if ctx.a.BY == "pointers":
-        source = ctx.a.ptr + row.to(tl.int64) * ctx.a.stride_m
-        stride_m, stride_k = ctx.a.stride_m, ctx.a.stride_k
-    else:
-        # A descriptor has its own; and Triton 3.6 returns no None.
-        source = ctx.a.desc
-        stride_m, stride_k = 0, 0
-    if ctx.tiles.SCALES == "blocks":
-        scale = ctx.scales.a + row.to(tl.int64) * scale_bytes(ctx.b.K)
-    else:
-        scale = 0
-    return Operand(source, stride_m, stride_k, 0, row, 0, ctx.b.K, packed, scale, scale_bytes(ctx.b.K), 0)
-
-
-@triton.jit
-def b_whole(ctx, tile, i):
-    """The one B's columns of a tile."""
-    if ctx.b.BY == "pointers":
-        source = ctx.b.ptr
-        stride_k, stride_n = ctx.b.stride_k, ctx.b.stride_n
-    else:
-        source = ctx.b.desc
-        stride_k, stride_n = 0, 0
-    if ctx.tiles.SCALES == "blocks":
-        scale = ctx.scales.b
-    else:
-        scale = 0
-    return Columns(source, stride_k, stride_n, ctx.b.N, tile.col, scale, scale_bytes(ctx.b.K))
-
-
-@triton.jit
-def _a_whole(ctx, tile, i, packed):
-    return a_local(ctx, tile.row, packed)
-
-
-@triton.jit
 def _store_whole(ctx, tile, packed, acc):
     store_rows(ctx.c, ctx.b.N, ctx.epilogue, ctx.tiles, tile.row, tile.col, tile.rows - tile.row, acc, 1)
 
 
 @triton.jit
-def _matmul_kernel(a, b, c, epilogue, scales, tiles, M):
+def _matmul_kernel(a, b, c, epilogue, scales, tiles, M, more):
     """The plain matmul. Nobody waits and nobody signals."""
     num_tiles = cdiv(M, tiles.BLOCK_M) * cdiv(b.N, tiles.BLOCK_N)
     # Built in the call: a tuple that is assigned to a name loses its constants.
     matmul_tiles(
-        Whole(a, b, c, epilogue, scales, tiles, M, 0), tl.program_id(0), tl.num_programs(0), num_tiles,
-        locate_whole, _a_whole, b_whole, _store_whole, 1,
+        Whole(a, b, c, epilogue, scales, tiles, M, more, 0), tl.program_id(0), tl.num_programs(0), num_tiles,
+        locate_whole, a_of_term, b_of_term, _store_whole, 1 + more.COUNT,
     )  # fmt: skip
 
 
 def matmul(
-    a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, epilogue: Epilogue, *, config: Config, upcast: bool
-) -> None:
-    """c [M, N] = a [M, K] @ b [K, N], and the epilogue; any strides, no communication."""
-    config = fitted_to(config, a, b, results=(c,))
-    a_by, b_by = read_by(a, config), read_by(b, config)
+    a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, epilogue: Epilogue, *, config: Config, upcast: bool,
+    leaves: int = 0, more: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+) -> None:  # fmt: skip
+    """c [M, N] = a [M, K] @ b [K, N], and the epilogue; any strides, no communication. more: further a and b whose
+    products are added. leaves: as in `Tiles`.
+    """
+    terms = [(a, b), *more]
+    lefts, rights = [a for a, _ in terms], [b for _, b in terms]
+    lengths = [a.shape[1] for a in lefts]
+    config = fitted_to(whole_leaves(config, lengths, leaves), *lefts, *rights, results=(c,))
+    a_by, b_by = read_by_all(lefts, config), read_by_all(rights, config)
+    flatten = flattened(config, a_by, b_by) and not leaves
     launch(_matmul_kernel, (config.programs,))(
         left_of(a, a_by, config), right_of(b, b_by, config), result_of(c), epilogue, None,
-        tiles_of(config, flatten=flattened(config, a_by, b_by), upcast=upcast), a.shape[0],
-        **options(config, a_by, b_by),
+        tiles_of(config, flatten=flatten, upcast=upcast, leaves=leaves, lengths=lengths), a.shape[0],
+        further(terms, a_by, b_by, config) if more else NO_MORE, **options(config, a_by, b_by),
     )  # fmt: skip

@@ -19,15 +19,17 @@ import torch
 import triton
 import triton.language as tl
 
+from .contraction import multiply
 from .descriptors import fitted_to, read_by
 from .launch import MOST_KNOWN, Channel, Config, options, strip_of
 from .loading import launch
-from .matmul import Tile, a_local, b_whole, bias_at, matmul_tiles, multiply, or_nan, round_to
+from .matmul import Tile, bias_at, matmul_tiles, or_nan, round_to
 from .matmul_scatter import scaled
 from .operands import Epilogue, Left, Operand, Right, Scales, Tiles, left_of, right_of, tiles_of
 from .push import rows_of
 from .reduce import sum_of_parts, wait_for_parts
 from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, leave, raise_signal, turn, wait
+from .terms import a_local, b_whole
 
 # Blocks of K of a part, and parts of a contraction: a part of fewer is over before its loads are pipelined, and what
 # more there are is written and read again in float32.

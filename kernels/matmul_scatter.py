@@ -15,36 +15,14 @@ import torch
 import triton
 import triton.language as tl
 
-from .descriptors import fitted_to, read_by_all
+from .descriptors import fitted_to, read_by_all, whole_leaves
 from .launch import MOST_KNOWN, Channel, Config, options
 from .loading import launch
-from .matmul import (
-    a_local,
-    b_whole,
-    locate_in_chunks,
-    locate_whole,
-    matmul_tiles,
-    round_to,
-    unit,
-    widened,
-)
-from .operands import (
-    NO_MORE,
-    Block,
-    Columns,
-    Left,
-    More,
-    Operand,
-    Right,
-    Scales,
-    Tiles,
-    left_of,
-    right_of,
-    tiles_of,
-    unit_of,
-)
+from .matmul import locate_in_chunks, locate_whole, matmul_tiles, round_to
+from .operands import NO_MORE, Left, More, Right, Scales, Tiles, left_of, right_of, tiles_of
 from .scales import scale_columns
 from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, raise_signal
+from .terms import a_of_term, b_of_term, further
 
 
 class Partial(NamedTuple):
@@ -70,57 +48,6 @@ class Partial(NamedTuple):
 def _locate_own_chunk_last(ctx, tile):
     num_tiles_n = cdiv(ctx.b.N, ctx.tiles.BLOCK_N)
     return locate_in_chunks(tile, ctx.table, ctx.link.rank + 1, num_tiles_n, ctx.link.group.WORLD_SIZE, ctx.tiles)
-
-
-@triton.jit
-def _a_of_term(ctx, tile, i, packed):
-    if ctx.more.COUNT == 0:
-        return a_local(ctx, tile.begin + tile.row, packed)
-    else:
-        row = tile.begin + tile.row
-        k_len = ctx.b.K
-        if ctx.a.BY == "pointers":
-            source = ctx.a.ptr + row.to(tl.int64) * ctx.a.stride_m
-            stride_m, stride_k = widened(ctx.a.stride_m), widened(ctx.a.stride_k)
-        else:
-            source = ctx.a.desc
-            stride_m, stride_k = widened(0), widened(0)
-        for j in tl.static_range(ctx.more.COUNT):
-            if i == j + 1:
-                k_len = ctx.more.blocks[j].b.K
-                if ctx.a.BY == "pointers":
-                    source = ctx.more.blocks[j].a.ptr + row.to(tl.int64) * ctx.more.blocks[j].a.stride_m
-                    stride_m = widened(ctx.more.blocks[j].a.stride_m)
-                    stride_k = widened(ctx.more.blocks[j].a.stride_k)
-                else:
-                    source = ctx.more.blocks[j].a.desc
-        stride_m, stride_k = unit(stride_m, ctx.more.A_UNIT == 0), unit(stride_k, ctx.more.A_UNIT == 1)
-        # Of float8 several terms are those of gradients, which have no scales of blocks.
-        tl.static_assert(ctx.tiles.SCALES != "blocks")
-        return Operand(source, stride_m, stride_k, 0, row, 0, k_len, packed, 0, 0, 0)
-
-
-@triton.jit
-def _b_of_term(ctx, tile, i):
-    if ctx.more.COUNT == 0:
-        return b_whole(ctx, tile, i)
-    else:
-        if ctx.b.BY == "pointers":
-            source = ctx.b.ptr
-            stride_k, stride_n = widened(ctx.b.stride_k), widened(ctx.b.stride_n)
-        else:
-            source = ctx.b.desc
-            stride_k, stride_n = widened(0), widened(0)
-        for j in tl.static_range(ctx.more.COUNT):
-            if i == j + 1:
-                if ctx.b.BY == "pointers":
-                    source = ctx.more.blocks[j].b.ptr
-                    stride_k = widened(ctx.more.blocks[j].b.stride_k)
-                    stride_n = widened(ctx.more.blocks[j].b.stride_n)
-                else:
-                    source = ctx.more.blocks[j].b.desc
-        stride_k, stride_n = unit(stride_k, ctx.more.B_UNIT == 0), unit(stride_n, ctx.more.B_UNIT == 1)
-        return Columns(source, stride_k, stride_n, ctx.b.N, tile.col, 0, 0)
 
 
 @triton.jit
@@ -157,8 +84,10 @@ def _scaled_term(ctx, tile, i, part):
 
 @triton.jit
 def _rounded(ctx, tile, acc):
-    # A tile as it travels.
-    if ctx.scales is None:
+    # A tile as it travels, a subtree as it is.
+    if ctx.tiles.LEAVES > 0:
+        return acc
+    elif ctx.scales is None:
         return round_to(acc, ctx.a.ptr.dtype.element_ty, ctx.tiles.UPCAST)
     else:
         if ctx.more.COUNT == 0 and ctx.tiles.SCALES == "rows":
@@ -186,17 +115,17 @@ def _matmul_scatter_programs(ctx, num_tiles, TO_ALL: tl.constexpr):
     if TO_ALL:
         matmul_tiles(
             ctx, pid, tl.num_programs(0), num_tiles,
-            locate_whole, _a_of_term, _b_of_term, _store_to_all, 1 + ctx.more.COUNT,
+            locate_whole, a_of_term, b_of_term, _store_to_all, 1 + ctx.more.COUNT,
         )  # fmt: skip
     elif ctx.tiles.SCALES == "rows" and ctx.more.COUNT > 0:
         matmul_tiles(
             ctx, pid, tl.num_programs(0), num_tiles,
-            _locate_own_chunk_last, _a_of_term, _b_of_term, _store_to_owner, 1 + ctx.more.COUNT, _scaled_term,
+            _locate_own_chunk_last, a_of_term, b_of_term, _store_to_owner, 1 + ctx.more.COUNT, _scaled_term,
         )  # fmt: skip
     else:
         matmul_tiles(
             ctx, pid, tl.num_programs(0), num_tiles,
-            _locate_own_chunk_last, _a_of_term, _b_of_term, _store_to_owner, 1 + ctx.more.COUNT,
+            _locate_own_chunk_last, a_of_term, b_of_term, _store_to_owner, 1 + ctx.more.COUNT,
         )  # fmt: skip
 
 
@@ -223,7 +152,6 @@ class _Known(NamedTuple):
     tiles: Tiles
     num_tiles: int
     options: dict[str, int]
-    units: tuple[tl.constexpr, tl.constexpr, tl.constexpr]
 
 
 class MatmulScatter:
@@ -235,9 +163,9 @@ class MatmulScatter:
 
     def __init__(
         self, op: int, sizes: tuple[int, ...], *, region_rows: int, pitch: int, to_all: bool, config: Config,
-        upcast: bool, scales: str = "",
+        upcast: bool, scales: str = "", leaves: int = 0,
     ) -> None:  # fmt: skip
-        self._op, self._sizes, self._region_rows, self._pitch = op, sizes, region_rows, pitch
+        self._op, self._sizes, self._region_rows, self._pitch, self._leaves = op, sizes, region_rows, pitch, leaves
         self._to_all, self._config, self._upcast, self._scales = to_all, config, upcast, scales
         self._known: dict[object, _Known] = {}
 
@@ -260,15 +188,8 @@ class MatmulScatter:
             known = self._known[key] = self._find_out(terms)
         config, more = known.config, NO_MORE
         if len(terms) > 1:
-            of_terms = [(each.a, each.b) for each in scales] if scales is not None else [(None, None)] * len(terms)
-            blocks = [
-                Block(
-                    left_of(left, known.a_by, config), right_of(right, known.b_by, config), None, None, None, *its,
-                    tl.constexpr(0),
-                )
-                for (left, right), its in zip(terms[1:], of_terms[1:], strict=True)
-            ]  # fmt: skip
-            more = More(tuple(blocks), tl.constexpr(len(blocks)), *known.units)
+            of_terms = None if scales is None else [(each.a, each.b) for each in scales[1:]]
+            more = further(terms, known.a_by, known.b_by, config, of_terms)
         # Not flattened: the compiler does not pipeline a loop with a barrier in it, and every tile's signal needs one.
         group = channel.groups.get(self._op) or channel.group(self._op)
         launch(_matmul_scatter_kernel, (config.programs,))(
@@ -280,14 +201,15 @@ class MatmulScatter:
     def _find_out(self, terms: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> _Known:
         lefts, rights = [a for a, _ in terms], [b for _, b in terms]
         # The owners count tiles, so a rank cannot choose the rows and columns of a tile by itself.
-        config, pitch = fitted_to(self._config, *lefts, *rights), self._pitch
+        leaves, lengths, pitch = self._leaves, [a.shape[1] for a in lefts], self._pitch
+        config = fitted_to(whole_leaves(self._config, lengths, leaves), *lefts, *rights)
         chunks = lefts[0].shape[:1] if self._to_all else self._sizes
         num_tiles = sum(-(-rows // config.block_m) for rows in chunks) * -(-rights[0].shape[1] // config.block_n)
         a_by, b_by = read_by_all(lefts, config), read_by_all(rights, config)
         limit = "" if self._to_all or len(terms) > 1 else "scatter any" if pitch % 16 else "scatter"
         return _Known(
-            config, a_by, b_by, tiles_of(config, flatten=False, upcast=self._upcast, scales=self._scales),
+            config, a_by, b_by,
+            tiles_of(config, flatten=False, upcast=self._upcast, scales=self._scales, leaves=leaves, lengths=lengths),
             num_tiles,
             options(config, a_by, b_by, limit=limit),
-            (tl.constexpr(unit_of(lefts)), tl.constexpr(unit_of(rights)), tl.constexpr(-1)),
         )  # fmt: skip

@@ -3,6 +3,7 @@ order.
 
 Partials were rounded once to the wire dtype by their producer. They are summed here in float32, rank 0 first, bias and
 residual are added, and the sum is rounded once: the same bits on every run, and for every rank that owns the same rows.
+Subtrees (`contraction`) are float32 as they come, and are added in pairs, pairs in pairs.
 """
 
 from __future__ import annotations
@@ -50,15 +51,32 @@ def sum_of_parts(link, base, own, at_m, at_n, mask, region_rows, pitch, OWN_IN_P
 
 
 @triton.jit
+def tree_of_parts(base, src, at_m, at_n, mask, region_rows, pitch, COUNT: tl.constexpr):
+    """What COUNT ranks from `src` on have put there, added as a tree in float32."""
+    acc = tl.full(mask.shape, 0.0, tl.float32)
+    if COUNT > 1:
+        for side in range(0, 2):
+            acc += tree_of_parts(base, src + side * (COUNT // 2), at_m, at_n, mask, region_rows, pitch, COUNT // 2)
+    else:
+        acc += tl.load(base + (src * region_rows + at_m) * pitch + at_n, mask=mask, other=0.0)
+    return acc
+
+
+@triton.jit
 def _reduce_programs(
-    link, own, out, epilogue, num_rows, region_rows, result_row, pitch, second_slot,
-    PER_TILE: tl.constexpr, OWN_IN_PLACE: tl.constexpr, BROADCAST: tl.constexpr, LAST: tl.constexpr,
+    link, own, out, epilogue, num_rows, region_rows, result_row, pitch, result_pitch, second_slot,
+    TREE: tl.constexpr, PER_TILE: tl.constexpr, OWN_IN_PLACE: tl.constexpr, BROADCAST: tl.constexpr, LAST: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     num_programs = tl.num_programs(0)
     dtype: tl.constexpr = out.ptr.dtype.element_ty
-    base = half(link, link.rank, dtype)
+    # As parts have come. Those of a usual sum are as far apart as the results.
+    if TREE:
+        base = half(link, link.rank, tl.float32)
+    else:
+        base = half(link, link.rank, dtype)
+        result_pitch = pitch
     num_tiles_n = cdiv(out.cols, BLOCK_N)
     offs_m = tl.arange(0, STRIP)
     offs_n = tl.arange(0, BLOCK_N)
@@ -75,7 +93,10 @@ def _reduce_programs(
                 left = tl.multiple_of(left, 16)
             mask = (offs_m < left)[:, None] & (offs_n < out.cols - col)[None, :]
             at_m = (row + offs_m).to(tl.int64)[:, None]
-            acc = sum_of_parts(link, base, own, at_m, at_n, mask, region_rows, pitch, OWN_IN_PLACE)
+            if TREE:
+                acc = tree_of_parts(base, 0, at_m, at_n, mask, region_rows, pitch, link.group.WORLD_SIZE)
+            else:
+                acc = sum_of_parts(link, base, own, at_m, at_n, mask, region_rows, pitch, OWN_IN_PLACE)
             if epilogue.bias is not None:
                 if epilogue.PER_ROW:
                     acc += bias_at(epilogue, at_m, at_m < num_rows)
@@ -89,7 +110,7 @@ def _reduce_programs(
             if BROADCAST:
                 for i in range(1, link.group.WORLD_SIZE):
                     dst = (link.rank + i) % link.group.WORLD_SIZE
-                    tl.store(half(link, dst, dtype) + (result_row + at_m) * pitch + at_n, result, mask=mask)
+                    tl.store(half(link, dst, dtype) + (result_row + at_m) * result_pitch + at_n, result, mask=mask)
         if BROADCAST:
             for i in range(1, link.group.WORLD_SIZE):
                 raise_signal(link, (link.rank + i) % link.group.WORLD_SIZE, second_slot + index)
@@ -100,7 +121,8 @@ def _reduce_programs(
 @triton.jit(do_not_specialize=["rank", "fingerprint", "num_rows", "region_rows", "result_row", "second_slot"])
 def _reduce_kernel(
     x, out, epilogue, group, rank, fingerprint: tl.int64, num_rows, region_rows, result_row, second_slot, pitch,
-    PER_TILE: tl.constexpr, OWN_IN_PLACE: tl.constexpr, BROADCAST: tl.constexpr, LAST: tl.constexpr,
+    result_pitch,
+    TREE: tl.constexpr, PER_TILE: tl.constexpr, OWN_IN_PLACE: tl.constexpr, BROADCAST: tl.constexpr, LAST: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Sum the regions of the own half into `out`; with BROADCAST store the sums into the peers' halves too and signal
@@ -111,8 +133,8 @@ def _reduce_kernel(
     """
     _reduce_programs(
         Link(group, rank, begin(group, rank), fingerprint, 0),
-        x, out, epilogue, num_rows, region_rows, result_row, pitch, second_slot,
-        PER_TILE, OWN_IN_PLACE, BROADCAST, LAST, ALIGNED, BLOCK_M, BLOCK_N, STRIP, UPCAST,
+        x, out, epilogue, num_rows, region_rows, result_row, pitch, result_pitch, second_slot,
+        TREE, PER_TILE, OWN_IN_PLACE, BROADCAST, LAST, ALIGNED, BLOCK_M, BLOCK_N, STRIP, UPCAST,
     )  # fmt: skip
 
 
@@ -129,18 +151,23 @@ def reduce(
     upcast: bool,
     own: torch.Tensor | None = None,
     result_row: int | None = None,
+    result_pitch: int | None = None,
     second_slot: int = 0,
     last: bool = True,
+    tree: bool = False,
 ) -> None:
     """Sum W regions of [region_rows, pitch] into out [rows, cols]; this rank's part is `own` [rows, cols] if given.
+    tree: the regions are subtrees, in float32, of as many ranks as a power of two.
 
-    With `result_row` the result also goes to that row of every peer's half, a signal a tile from `second_slot` on.
+    With `result_row` the result also goes to that row of every peer's half, whose rows are `pitch` apart, with `tree`
+    `result_pitch`; a signal a tile from `second_slot` on.
     Without `result_row` the kernel ends the epoch if `last`.
     """
     rows = out.shape[0]
     launch(_reduce_kernel, (config.programs,))(
         rows_of(out if own is None else own), rows_of(out), epilogue, channel.group(op), channel.rank,
-        channel.fingerprint, rows, region_rows, result_row or 0, second_slot, pitch, per_tile, own is not None,
+        channel.fingerprint, rows, region_rows, result_row or 0, second_slot, pitch, result_pitch, tree, per_tile,
+        own is not None,
         result_row is not None, last and result_row is None, rows % 16 == 0 and out.stride(0) == 1,
         config.block_m, config.block_n, strip_of(config), upcast, **moving_options(config),
     )  # fmt: skip

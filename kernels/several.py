@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 
 from .activations import activated
-from .matmul import Tile, b_whole, bias_at, halves, or_nan, round_to, unit, widened
+from .matmul import Tile, bias_at, halves, or_nan, round_to
 from .operands import Columns
 from .scales import scale_bytes
 from .signal import cdiv
+from .terms import b_whole, unit, widened
 
 
 @triton.jit

@@ -29,7 +29,7 @@ FLOORS = (
     ("workspaces",),
     ("schedules",),
     ("calls",),
-    ("functional",),
+    ("functional", "collectives"),
     ("sharded_linear",),
     ("layers",),
     ("styles",),

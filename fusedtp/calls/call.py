@@ -141,6 +141,7 @@ class Call:
             program = Program(
                 self.partition, self._dtype, self.settings.algorithm, self.settings.float8,
                 recipes.of(self.settings.recipe, self._formats), blocks=self.settings.blocks, norm=self.norm,
+                leaves=self.settings.leaves,
             )  # fmt: skip
             ws, biases, dys = self._names
             x, w, plans = self._named("x"), self._blocks("w", ws), self.plan()

@@ -82,6 +82,8 @@ def check_schedule(schedule: str) -> None:
 def choose(task: Task, schedule: str, group: ProcessGroup, device: torch.device) -> Path:
     """The path of a task: collective over `group` on the first call with a schedule that needs shared memory."""
     op, dtype, name = task.op.name, task.dtype, schedule
+    if task.leaves:
+        return _as_tree(task, group)
     if name != "auto":
         check_units(task, name, group, device)
         return _asked_for(op, name, dtype)
@@ -100,6 +102,13 @@ def choose(task: Task, schedule: str, group: ProcessGroup, device: torch.device)
     key = (op, dtype, task.float8, task.in_blocks, _shape(task), capturing)
     path: Path = ws.decided(key, lambda: _decide(task, group.size(), ws.knowledge, on_gpu, capturing))
     return path
+
+
+def _as_tree(task: Task, group: ProcessGroup) -> Path:
+    # Whatever is asked for: an op of the same call that moves data alone may run by any schedule.
+    _check_dtype(task.op.name, task.dtype)
+    ranks = "on one rank too" if group.size() == 1 else "and float32 between ranks"
+    return Path(task.op.name, "fused", f"added up as a tree of {task.leaves} leaves, which only kernels do, {ranks}")
 
 
 def check_units(task: Task, schedule: str, group: ProcessGroup, device: torch.device) -> None:
@@ -248,10 +257,15 @@ def _load_for_capture(task: Task, group: ProcessGroup, device: torch.device, ope
 @cache
 def _asked_for(op: str, schedule: str, dtype: torch.dtype) -> Path:
     check_schedule(schedule)
-    if schedule == "fused" and dtype not in FUSED_DTYPES:
+    if schedule == "fused":
+        _check_dtype(op, dtype)
+    return Path(op, schedule, "asked for")
+
+
+def _check_dtype(op: str, dtype: torch.dtype) -> None:
+    if dtype not in FUSED_DTYPES:
         names = ", ".join(str(each) for each in FUSED_DTYPES)
         raise ValueError(f"{op}: schedule 'fused' multiplies {names}, got {dtype}: use 'decomposed' or 'unfused'")
-    return Path(op, schedule, "asked for")
 
 
 @cache

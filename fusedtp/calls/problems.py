@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..norms import Norm
-from ..op import MATMUL_ALL_REDUCE
-from . import arguments
+from ..op import MATMUL_ALL_REDUCE, RANK_ORDER
+from . import arguments, orders
 from .arguments import Biases, Weights
 from .settings import described
 
@@ -39,6 +39,7 @@ def layer(
     activation: str | None = None,
     float8: str | None = None,
     norm: str = "",
+    order: str = RANK_ORDER,
 ) -> Described:
     """What `call.of` takes, for a spec over axis X with the dims of `layer_spec`.
 
@@ -53,6 +54,7 @@ def layer(
     settings = described(
         spec, [group.group_name], [group.rank()], schedule=schedule, algorithm=algorithm, debug=debug,
         producer=producer, activation=activation or "", float8=arguments.check_float8(float8, x), norm=norm,
+        leaves=orders.leaves_of(order, schedule, group.size(), float8),
     )  # fmt: skip
     return settings, (*lengths, *flat([splits.get(name, ()) for name in local]), *widths)
 
@@ -92,6 +94,7 @@ def all_gather_problem(
     debug: bool,
     producer: str = "auto",
     float8: str | None = None,
+    order: str = RANK_ORDER,
     *,
     activation: str | None = None,
 ) -> Described:
@@ -106,7 +109,8 @@ def all_gather_problem(
     splits = {"N": (num_out,) * group.size(), "K" if on_features else f"R{dim}": sizes}
     spec = layer_spec(x, None if on_features else dim, "K_X" if on_features else "K", "K, N_X", "N_X", x_split=True)
     return layer(
-        x, weight, spec, splits, group, schedule, debug, producer=producer, activation=activation, float8=float8
+        x, weight, spec, splits, group, schedule, debug, producer=producer, activation=activation, float8=float8,
+        order=order,
     )  # fmt: skip
 
 
@@ -121,6 +125,7 @@ def reduce_scatter_problem(
     debug: bool,
     producer: str = "auto",
     float8: str | None = None,
+    order: str = RANK_ORDER,
     *,
     residual: Tensor | None = None,
     norm: Norm | None = None,
@@ -137,12 +142,19 @@ def reduce_scatter_problem(
     splits = {"K": (x.shape[-1],) * group.size(), "N" if on_features else f"R{dim}": sizes}
     spec = layer_spec(x, None if on_features else dim, "K_X", "K_X, N", "N_X" if on_features else "N", x_split=False)
     normed = _normed(norm, x, weight.shape[0], along=dim)
-    return layer(x, weight, spec, splits, group, schedule, debug, producer=producer, float8=float8, norm=normed)
+    if normed and order != RANK_ORDER:
+        raise ValueError(
+            f"with order {order!r} the gradient of a norm whose rows ranks share would not be added up in that order: "
+            "give no norm_weight, and norm the result"
+        )
+    return layer(
+        x, weight, spec, splits, group, schedule, debug, producer=producer, float8=float8, norm=normed, order=order
+    )  # fmt: skip
 
 
 def all_reduce_problem(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, schedule: str, algorithm: str, debug: bool,
-    float8: str | None = None, *, residual: Tensor | None = None, norm: Norm | None = None,
+    float8: str | None = None, order: str = RANK_ORDER, *, residual: Tensor | None = None, norm: Norm | None = None,
 ) -> Described:  # fmt: skip
     """`linear_all_reduce`, checked and described for `call`."""
     arguments.check_linear(x, weight, bias, schedule, debug)
@@ -152,7 +164,7 @@ def all_reduce_problem(
     splits = {"K": (x.shape[-1],) * group.size()}
     spec = layer_spec(x, None, "K_X", "K_X, N", "N", x_split=False)
     normed = _normed(norm, x, weight.shape[0])
-    return layer(x, weight, spec, splits, group, schedule, debug, algorithm, float8=float8, norm=normed)
+    return layer(x, weight, spec, splits, group, schedule, debug, algorithm, float8=float8, norm=normed, order=order)
 
 
 def fsdp_problem(
@@ -165,6 +177,7 @@ def fsdp_problem(
     debug: bool,
     producer: str = "auto",
     float8: str | None = None,
+    order: str = RANK_ORDER,
     *,
     activation: str | None = None,
 ) -> Described:
@@ -180,13 +193,14 @@ def fsdp_problem(
     splits = {"N": sizes, "R0": (x.shape[0],) * group.size()}
     spec = layer_spec(x, 0, "K", "K, N_X", "N", x_split=True).replace("-> [R0,", "-> [R0_X,")
     return layer(
-        x, weight_shard, spec, splits, group, schedule, debug, producer=producer, activation=activation, float8=float8
+        x, weight_shard, spec, splits, group, schedule, debug, producer=producer, activation=activation, float8=float8,
+        order=order,
     )  # fmt: skip
 
 
 def replicated_problem(
     x: Tensor, weight: Weights, bias: Biases, group: ProcessGroup, schedule: str, debug: bool,
-    float8: str | None = None, *, activation: str | None = None,
+    float8: str | None = None, order: str = RANK_ORDER, *, activation: str | None = None,
 ) -> Described:  # fmt: skip
     """`F.linear` of an x that is whole on every rank and a weight and bias that are this rank's columns, for `call`.
 
@@ -198,4 +212,4 @@ def replicated_problem(
     arguments.check_activation(activation, weight)
     splits = {"N": (num_out,) * group.size()}
     spec = layer_spec(x, None, "K", "K, N_X", "N_X", x_split=True)
-    return layer(x, weight, spec, splits, group, schedule, debug, activation=activation, float8=float8)
+    return layer(x, weight, spec, splits, group, schedule, debug, activation=activation, float8=float8, order=order)

@@ -13,9 +13,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..op import ALL_GATHER_MATMUL, ALL_REDUCE, GATED, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER, OPS, Op, Task
+from ..op import (
+    ALL_GATHER,
+    ALL_GATHER_MATMUL,
+    ALL_REDUCE,
+    GATED,
+    MATMUL_ALL_REDUCE,
+    MATMUL_REDUCE_SCATTER,
+    OPS,
+    Op,
+    Task,
+)
 from ..recipes import Casts
-from ..schedules.alone import activated, mm, summed
+from ..schedules.alone import activated, mm, summed, summed_rows
 from ..schedules.verbs import Epilogue
 from ..sharding import notation
 from ..sharding.partition import Partition
@@ -59,7 +69,7 @@ class Program:
 
     def __init__(
         self, partition: Partition, dtype: torch.dtype, algorithm: str = "auto", float8: tuple[torch.dtype, ...] = (),
-        recipe: Casts | None = None, *, blocks: bool = False, norm: tuple[str, float] = ("", 0.0),
+        recipe: Casts | None = None, *, blocks: bool = False, norm: tuple[str, float] = ("", 0.0), leaves: int = 0,
     ) -> None:  # fmt: skip
         self.partition, self._dtype, self._algorithm = partition, dtype, algorithm
         # What the operands of forward are in, if these are float8, and whether scales are those of blocks; or how
@@ -67,6 +77,8 @@ class Program:
         self._float8, self._blocks, self._recipe = float8, blocks, recipe or {}
         # That of a task, and its eps.
         self._norm = norm
+        # Of every product's contraction, see `Task`.
+        self._leaves = leaves
         self._steps: list[_Step] = []
         self._results: list[tuple[str, tuple[int, ...] | None]] = []
         self._num_names = 0
@@ -246,6 +258,7 @@ class Program:
             own = lengths | {name: each.length(name) for name in cols if name != dim}
             made.append((dims, [own[name] for name in dims]))
         biases, columns = biases or (None,) * len(made), [each[-1] for _, each in made]
+        products = made
         made = [*(made[:1] if activation in GATED else made), *(made if keeps or norm else ())]
         pairs = [
             (Matrix.of(left, rows, contraction), Matrix.of(right, contraction, cols))
@@ -265,9 +278,15 @@ class Program:
         first = float8[int(exchanged)] if float8 else None
         name, eps = self._norm if norm else ("", 0.0)
         task = Task(
-            op, shapes, self._dtype, flat, along, turned, algorithm, activation, keeps, first, self._blocks, name, eps
+            op, shapes, self._dtype, flat, along, turned, algorithm, activation, keeps, first, self._blocks, name, eps,
+            self._leaves,
         )  # fmt: skip
-        return self.task(task, step.axis, operands, *made)
+        if not self._leaves or not activation:
+            return self.task(task, step.axis, operands, *made)
+        # On one rank, too, an activation is the library's, of what was rounded.
+        zs = self.task(replace(task, activation="", keeps=False), step.axis, operands, *products)
+        names, epilogue = tuple(z.name for z in zs), Epilogue(activation=activation, keeps=keeps)
+        return self.add(lambda tensors, runs: activated(epilogue, [tensors[z] for z in names]), names, *made)
 
     def _local(
         self, pairs: Sequence[tuple[Matrix, Matrix]], biases: Sequence[str | None],
@@ -279,9 +298,9 @@ class Program:
             given = [(a.view(tensors[a.name]), b.view(tensors[b.name])) for a, b in pairs]
             added = [None if bias is None else tensors[bias] for bias in biases]
             if len(added) == 1:
-                outs = [summed(given, added[0])]
+                outs = [summed(given, added[0], self._leaves)]
             else:
-                outs = [mm(a, b, bias) for (a, b), bias in zip(given, added, strict=True)]
+                outs = [mm(a, b, bias, self._leaves) for (a, b), bias in zip(given, added, strict=True)]
             outs = activated(epilogue, outs)
             return [out if shape is None else out.view(shape) for out, shape in zip(outs, shapes, strict=True)]
 
@@ -360,7 +379,8 @@ class Program:
             for i, (first, one, second, _) in list(enumerate(blocks))[1:]:
                 operands += [first, one, second if i in wanted else None]
         shapes = tuple(None if each is None else each.size for each in operands)
-        task = Task(op, shapes, self._dtype, flat, float8=casts[0]["dy"].dtype if casts[0] else None)
+        float8 = casts[0]["dy"].dtype if casts[0] else None
+        task = Task(op, shapes, self._dtype, flat, float8=float8, leaves=self._leaves)
         dx = (*rows, spec.k), [*(x.length(name) for name in rows), x.length(spec.k)]
         dws = [((spec.n, spec.k), [w[i].length(spec.n), w[i].length(spec.k)]) for i in wanted]
         if not on_columns:
@@ -372,16 +392,47 @@ class Program:
         # If w has only this rank's columns, so has the bias; if w has all of them, the bias is whole too.
         spec = plans.spec
         rows = tuple(name for name in spec.c.names if name != spec.n)
-        matrix = Matrix.of(dy, rows, (spec.n,))
-        db = self.add(
-            lambda tensors, runs: [matrix.view(tensors[matrix.name]).sum(0)], (matrix.name,),
-            ((spec.n,), (dy.length(spec.n),)),
-        )[0]  # fmt: skip
         now = notation.Tensor(spec.c.dims[-1:])
         # Ranks that hold other rows hold other terms.
-        for axis in (axis for name in rows for axis in spec.c.axes(name)):
-            db = self.plain(Step("all_reduce", "db", axis), now, db)
+        split = [(name, axis) for name in rows for axis in spec.c.axes(name)]
+        if self._leaves:
+            db = self._rows_as_tree(dy, rows, spec.n, split)
+        else:
+            matrix = Matrix.of(dy, rows, (spec.n,))
+            db = self.add(
+                lambda tensors, runs: [matrix.view(tensors[matrix.name]).sum(0)], (matrix.name,),
+                ((spec.n,), (dy.length(spec.n),)),
+            )[0]  # fmt: skip
+            for _, axis in split:
+                db = self.plain(Step("all_reduce", "db", axis), now, db)
         while now.used and not spec.b.axes(spec.n):
             step = Step("all_gather", "db", now.used[-1], spec.n)
             db, now = self.plain(step, now, db), moved(now, step)
         return db
+
+    def _rows_as_tree(self, dy: Named, rows: tuple[str, ...], n: str, split: Sequence[tuple[str, str]]) -> Named:
+        # The sum of dy's rows, which may be `split` over one axis: a product with ones, whose contraction is the rows.
+        assert len(split) < 2
+        dim, axis = split[0] if split else ("", "")
+        order = outermost(rows, dim)
+        matrix, made = Matrix.of(dy, order, (n,)), ((n,), (dy.length(n),))
+        length = math.prod(dy.length(name) for name in rows)
+        sizes = self.partition.sizes(dim, (), axis) if split else ()
+        if len(set(sizes)) == 1:
+            (ones,) = self.add(
+                lambda tensors, runs: [tensors[dy.name].new_ones(1, length)], (dy.name,), (("", ".rows"), (1, length))
+            )
+            operands = Matrix.of(ones, ("",), (".rows",)), matrix, None, None
+            shapes = tuple(None if each is None else each.size for each in operands)
+            task = Task(MATMUL_ALL_REDUCE, shapes, self._dtype, leaves=self._leaves)
+            return self.task(task, axis, operands, made)[0]
+        whole: Named | None = None
+        if split:
+            # Leaves would end in the middle of a rank's rows: one adds up all of them.
+            flat = flat_sizes(sizes, order, dy, dim)
+            task = Task(ALL_GATHER, (matrix.size,), self._dtype, flat)
+            (whole,) = self.task(task, axis, (matrix,), ((".rows", n), (sum(flat), dy.length(n))))
+            matrix = Matrix.of(whole, (".rows",), (n,))
+        return self.add(
+            lambda tensors, runs: [summed_rows(matrix.view(tensors[matrix.name]), self._leaves)], (matrix.name,), made
+        )[0]

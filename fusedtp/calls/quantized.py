@@ -18,6 +18,7 @@ from .. import formats, groups, norms
 from ..formats import FLOAT8
 from ..groups import Group
 from ..norms import Norm
+from ..op import RANK_ORDER
 from ..scaled import BLOCK, E8M0, Quantized, Scaled
 from ..shards import offsets
 from ..turns import one
@@ -114,6 +115,8 @@ def apply(
 ) -> Any:  # fmt: skip
     """`eager.apply` of `Scaled` operands; one weight, or a tuple of several with as many biases or None."""
     is_compiling = torch.compiler.is_compiling()
+    if options[-1] != RANK_ORDER:
+        raise ValueError(f"order {options[-1]!r} is for operands that are not float8, got Scaled ones")
     if not is_compiling and transforms_active():
         raise NotImplementedError("float8 operands are not implemented in torch.func's transforms: call it outside")
     if isinstance(weight, tuple) and len(weight) == 1:

@@ -1,7 +1,7 @@
 """All of a call but its tensors and lengths, as one string, which a registered operator takes.
 
-A line each: the activation, the spec, this rank's numbers, flags, schedule, algorithm, producer, float8 and norm; then
-the groups' names.
+A line each: the activation, the spec, this rank's numbers, flags, schedule, algorithm, producer, float8, norm and
+leaves; then the groups' names.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from .. import recipes
 
 # How many calls are kept.
 MAX_CALLS = 4096
-# The places of float8 and of the norm among the lines, and what stands behind float8's dtypes if scales are of blocks.
-_FLOAT8, _NORM = 7, 8
+# The places of float8, the norm and the leaves among the lines, and what stands behind float8's dtypes if scales are of
+# blocks.
+_FLOAT8, _NORM, _LEAVES = 7, 8, 9
 _BLOCKS = " blocks"
 
 
 def described(
     spec: str, group_names: Sequence[str], ranks: Sequence[int], *, w_transposed: bool = True, by_size: bool = False,
     schedule: str = "auto", algorithm: str = "auto", debug: bool = False, producer: str = "auto", activation: str = "",
-    float8: str | None = None, norm: str = "",
+    float8: str | None = None, norm: str = "", leaves: int = 0,
 ) -> str:  # fmt: skip
     """`Settings` as one string, which a registered operator takes. The code is such that a compiler can trace it."""
     flags = "".join(["1" if flag else "0" for flag in (w_transposed, by_size, debug)])
     numbers = " ".join([str(rank) for rank in ranks])
     return "\n".join(
-        [activation, spec, numbers, flags, schedule, algorithm, producer, float8 or "", norm, *group_names]
+        [activation, spec, numbers, flags, schedule, algorithm, producer, float8 or "", norm, str(leaves), *group_names]
     )
 
 
@@ -57,7 +58,7 @@ def normed(text: str) -> tuple[bool, str, str, bool]:
     code is such that a compiler can trace it.
     """
     _, spec, _, flags, schedule, *_ = lines = text.split("\n")
-    return "_X" in spec.split("->")[1], lines[_NORM + 1], schedule, flags[2] == "1"
+    return "_X" in spec.split("->")[1], lines[_LEAVES + 1], schedule, flags[2] == "1"
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ class Settings:
     and a graph that a compiler has cached for one rank, on disk too, must not be used by another. w_transposed: w is
     stored [N, K]. by_size: plan by bytes and FLOPs, not the usual way. float8: the dtypes of x and w, if these are
     float8 with scales; the call's dtype is then that of its results. recipe: how x, w and dy become float8, if they do.
-    blocks: whether scales are those of blocks. norm: its name, "" for none, and eps.
+    blocks: whether scales are those of blocks. norm: its name, "" for none, and eps. leaves: of every contraction, if
+    these are added up as trees, else 0.
     """
 
     text: str
@@ -86,12 +88,13 @@ class Settings:
     recipe: str
     blocks: bool
     norm: tuple[str, float]
+    leaves: int
 
     @staticmethod
     @lru_cache(maxsize=MAX_CALLS)
     def of(text: str) -> Settings:
         """The settings that `described` made a string of."""
-        activation, spec, numbers, flags, schedule, algorithm, producer, float8, norm, *names = text.split("\n")
+        activation, spec, numbers, flags, schedule, algorithm, producer, float8, norm, leaves, *names = text.split("\n")
         ranks = tuple(map(int, numbers.split()))
         w_transposed, by_size, debug = (flag == "1" for flag in flags)
         recipe = float8 if float8 in recipes.NAMES else ""
@@ -99,5 +102,5 @@ class Settings:
         dtypes = () if recipe else tuple(getattr(torch, name) for name in float8.removesuffix(_BLOCKS).split())
         return Settings(
             text, spec, tuple(names), ranks, w_transposed, by_size, debug, schedule, algorithm, producer, activation,
-            dtypes, recipe, float8.endswith(_BLOCKS), (name, float(eps or 0)),
+            dtypes, recipe, float8.endswith(_BLOCKS), (name, float(eps or 0)), int(leaves),
         )  # fmt: skip

@@ -15,11 +15,14 @@ from .verbs import Epilogue, Product
 
 
 class Alone:
-    """See `verbs.Verbs`."""
+    """See `verbs.Verbs`. leaves: as of a task."""
 
     sent_by = ""
 
     rank, world_size = 0, 1
+
+    def __init__(self, leaves: int = 0) -> None:
+        self._leaves = leaves
 
     def one_shot(self, task: Task) -> bool:
         return True
@@ -27,17 +30,17 @@ class Alone:
     def gather(
         self, sizes: Sequence[int], other: int, dim: int, *, products: Sequence[str] = (), result: int = 0
     ) -> Gather:
-        return Gather(dim)
+        return Gather(dim, self._leaves)
 
     def scatter(self, sizes: Sequence[int], other: int, dim: int, *, to_all: bool, multiplies: bool) -> Scatter:
-        return Scatter()
+        return Scatter(self._leaves)
 
 
 class Gather:
     """See `verbs.Gather`."""
 
-    def __init__(self, dim: int) -> None:
-        self._dim = dim
+    def __init__(self, dim: int, leaves: int) -> None:
+        self._dim, self._leaves = dim, leaves
 
     def start(self, x: Matrix) -> None:
         pass
@@ -45,7 +48,7 @@ class Gather:
     start_beside = start
 
     def multiply(self, x: Matrix, products: Sequence[Product]) -> list[Tensor]:
-        return multiplied(x.t() if self._dim == 1 else x, products)
+        return multiplied(x.t() if self._dim == 1 else x, products, self._leaves)
 
     def whole(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return x.clone(memory_format=torch.contiguous_format)
@@ -53,6 +56,9 @@ class Gather:
 
 class Scatter:
     """See `verbs.Scatter`."""
+
+    def __init__(self, leaves: int) -> None:
+        self._leaves = leaves
 
     def multiply(self, terms: Sequence[tuple[Matrix, Matrix]]) -> None:
         self._terms = terms
@@ -65,10 +71,24 @@ class Scatter:
             return [own.clone(memory_format=torch.contiguous_format)]
         terms = self._terms
         del self._terms
+        if self._leaves:
+            return with_norm(epilogue.norm, _as_tree(terms, self._leaves, epilogue))
         out = summed(terms, epilogue.bias)
         if epilogue.residual is not None:
             out.add_(epilogue.residual)
         return with_norm(epilogue.norm, out)
+
+
+def _as_tree(terms: Sequence[tuple[Tensor, Tensor]], leaves: int, epilogue: Epilogue) -> Tensor:
+    # As the kernel that adds up subtrees: rounded once, with bias and residual.
+    # Late: it brings Triton in.
+    from .ordered import product
+
+    out = product(terms, leaves, dtype=torch.float32)
+    for added in (epilogue.bias, epilogue.residual):
+        if added is not None:
+            out.add_(added)
+    return out.to(terms[0][0].dtype)
 
 
 def with_norm(norm: Norm | None, y: Tensor) -> list[Tensor]:
@@ -76,13 +96,15 @@ def with_norm(norm: Norm | None, y: Tensor) -> list[Tensor]:
     return [y] if norm is None else [y, norms.apply(norm, y)]
 
 
-def multiplied(whole: Matrix, products: Sequence[Product]) -> list[Tensor]:
-    """The products with X, all of which is here."""
+def multiplied(whole: Matrix, products: Sequence[Product], leaves: int = 0) -> list[Tensor]:
+    """The products with X, all of which is here. leaves: as of a task."""
     outs = []
     for each in products:
         left, right = whole if each.kind == "rows" else by_columns(whole).t(), each.other
         bias = each.epilogue.bias
-        outs.append(mm(right.t(), left.t(), bias) if each.transposed else mm(left, right, bias))
+        if each.transposed:
+            left, right = right.t(), left.t()
+        outs.append(mm(left, right, bias, leaves))
     return activated(products[0].epilogue, outs)
 
 
@@ -110,16 +132,25 @@ def activate(epilogue: Epilogue, zs: Sequence[Tensor], ys: Sequence[Tensor]) -> 
         activations.apply(epilogue.activation, (z,), y)
 
 
-def mm(a: Matrix, b: Matrix, bias: Tensor | None = None) -> Tensor:
-    """a [M, K] @ b [K, N] (+ bias, [N] or as the result) -> [M, N]."""
+def mm(a: Matrix, b: Matrix, bias: Tensor | None = None, leaves: int = 0) -> Tensor:
+    """a [M, K] @ b [K, N] (+ bias, [N] or as the result; in leaves [N]) -> [M, N]."""
+    if leaves:
+        # Late: it brings Triton in.
+        from .ordered import product
+
+        return product([(a, b)], leaves, bias)
     if type(a) is Quantized and type(b) is Quantized:
         return scaled_mm.mm(a, b, bias)
     return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
 
 
-def summed(terms: Sequence[tuple[Matrix, Matrix]], bias: Tensor | None = None) -> Tensor:
-    """The sum of these a [M, K] @ b [K, N] (+ bias), rounded after each."""
+def summed(terms: Sequence[tuple[Matrix, Matrix]], bias: Tensor | None = None, leaves: int = 0) -> Tensor:
+    """The sum of these a [M, K] @ b [K, N] (+ bias), rounded after each; in leaves rounded once."""
     (a, b), *others = terms
+    if leaves:
+        from .ordered import product
+
+        return product(terms, leaves, bias)
     if others and type(a) is Quantized:
         return scaled_mm.summed(terms, bias)
     out = mm(a, b, bias)
@@ -139,3 +170,8 @@ def sum_into(terms: Sequence[tuple[Matrix, Matrix]], out: Tensor) -> None:
     torch.mm(a, b, out=out)
     for a, b in others:
         out.addmm_(a, b)
+
+
+def summed_rows(x: Tensor, leaves: int) -> Tensor:
+    """The sum [N] of the rows of x [M, N], in leaves."""
+    return mm(x.new_ones(1, x.shape[0]), x, None, leaves)[0]

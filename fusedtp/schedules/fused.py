@@ -65,7 +65,10 @@ class Fused:
     def configure(self, *shape: int) -> Config:
         """The op's configuration, for a matmul's shape if any, as in `config_for`."""
         if self.config is None:
-            config = config_for(self.ws.device, self.task.float8 or self.task.dtype, *shape, blocks=self.task.in_blocks)
+            config = config_for(
+                self.ws.device, self.task.float8 or self.task.dtype, *shape, blocks=self.task.in_blocks,
+                tree=bool(self.task.leaves),
+            )  # fmt: skip
             self.config = replace(config, programs=self.programs) if self.programs else config
         return self.config
 
@@ -126,7 +129,7 @@ class Gather:
         self._launch = GatherMatmul(
             on.task.op.number, self._sizes, gather_dim=self._dim, pitch=self.region.pitch,
             piece_rows=self.region.piece, config=producers.with_pushers(ws, self._config, on.programs),
-            upcast=INTERPRETED, scales=on.scales,
+            upcast=INTERPRETED, scales=on.scales, leaves=on.task.leaves,
         )  # fmt: skip
         return self._launch
 
@@ -152,7 +155,7 @@ class Gather:
 
     def multiply(self, x: Matrix, products: Sequence[Product]) -> list[Tensor]:
         if not self._pushes:
-            return multiplied(self._collected(x), products)
+            return multiplied(self._collected(x), products, self._on.task.leaves)
         first, others = products[0], products[self._alike :]
         more: Sequence[Further] = ()
         by, split, on, ws, epilogue = self._by, self._on.split, self._on, self._ws, first.epilogue
@@ -186,7 +189,7 @@ class Gather:
             scales=scales,
         )  # fmt: skip
         if others:
-            return [*outs, *multiplied(self._collected(x), others)]
+            return [*outs, *multiplied(self._collected(x), others, on.task.leaves)]
         if by == "copy":
             producers.finish(ws)
         return [*outs, *zs]
@@ -256,12 +259,13 @@ class Scatter:
         self._config = config = on.configure(*shape)
         slots = num_tiles(self._region_rows, other, config)
         piece = 0 if multiplies else config.block_m
-        self._region = on.layout.region(
-            on.world_size * self._region_rows, other, on.task.dtype, slots=slots, piece=piece
-        )
+        # Subtrees are not rounded.
+        self._tree = bool(on.task.leaves)
+        dtype = torch.float32 if self._tree else on.task.dtype
+        self._region = on.layout.region(on.world_size * self._region_rows, other, dtype, slots=slots, piece=piece)
         self._launch = MatmulScatter(
             on.task.op.number, sizes, region_rows=self._region_rows, pitch=self._region.pitch, to_all=to_all,
-            config=config, upcast=INTERPRETED, scales=on.scales,
+            config=config, upcast=INTERPRETED, scales=on.scales, leaves=on.task.leaves // on.world_size,
         )  # fmt: skip
 
     def multiply(self, terms: Sequence[tuple[Matrix, Matrix]]) -> None:
@@ -308,7 +312,8 @@ class Scatter:
             region_rows=self._region_rows,
             pitch=self._region.pitch, per_tile=self._multiplies, config=self._config, upcast=INTERPRETED,
             own=None if own is None else own[self._part], result_row=None if gather is None else gather.row,
-            second_slot=0 if gather is None else gather.region.slot, last=last,
+            result_pitch=None if gather is None or not self._tree else gather.region.pitch,
+            second_slot=0 if gather is None else gather.region.slot, last=last, tree=self._tree,
         )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ def is_for(on: Fused, task: Task) -> bool:
     that go on together need what waits for none in a kernel of its own.
     """
     is_one = task.op is MATMUL_ALL_REDUCE and task.moved[0] <= ONE_KERNEL_ROWS and not task.blocks(task.shapes)
-    return is_one and not on.split and not on.programs
+    return is_one and not on.split and not on.programs and not task.leaves
 
 
 class OneKernel:

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from ..norms import Norm
 from ..op import Task
 from ..shards import even_sizes
-from .alone import Alone, with_norm
+from .alone import Alone, multiplied, with_norm
 from .verbs import PLAIN, Epilogue, Operands, Product, Verbs
 
 if TYPE_CHECKING:
@@ -46,14 +46,16 @@ class Gathering:
         # What `right` is multiplied with are rows.
         assert task.dim == 0 or not task.has(3)
         products = (self._first,) * len(blocks) + (("outer",) if task.has(3) else ())
+        # A tree's leaves are not in the order in which chunks of the contraction arrive: all of it is gathered first.
+        self._turns = bool(task.leaves) and task.dim == 1
         self._gather = on.gather(
-            task.sizes, cols if task.dim == 0 else rows, task.dim, products=products,
-            result=sum(b[1] for b in blocks if b is not None),
+            task.sizes, cols if task.dim == 0 else rows, 0 if self._turns else task.dim,
+            products=() if self._turns else products, result=sum(b[1] for b in blocks if b is not None),
         )  # fmt: skip
         self.stages = self._start, self._finish
 
     def _start(self, operands: Operands) -> None:
-        self._gather.start(operands[0])
+        self._gather.start(operands[0].t() if self._turns else operands[0])
 
     def _finish(self, operands: Operands) -> list[Tensor]:
         if not self._multiplies:
@@ -66,6 +68,8 @@ class Gathering:
                 products.append(Product(first, b, Epilogue(bias, None, activation, keeps), transposed))
             if operands[3] is not None:
                 products.append(Product("outer", operands[3]))
+        if self._turns:
+            return multiplied(self._gather.whole(operands[0].t()), products, self._task.leaves)
         return self._gather.multiply(operands[0], products)
 
 
@@ -195,7 +199,7 @@ class Prepared:
         # Late: `fused` brings Triton in.
         ws = self.ws
         if ws is None and (group is None or group.size() == 1):
-            return Alone()
+            return Alone(self.task.leaves)
         if ws is None:
             from .unfused import Unfused
 

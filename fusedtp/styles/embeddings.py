@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
-from .. import functional
+from .. import collectives
 from ..calls import arguments, dispatch
 from ..calls.parameters import local
 from ..shards import chunk_sizes, offsets
@@ -98,6 +98,6 @@ class FusedEmbedding(nn.Embedding):
             found = weight.new_zeros(*input.shape, self.embedding_dim) + weight.sum()
         options: dict[str, Any] = {"group": self.mesh.get_group(), "schedule": self.schedule, "debug": self.debug}
         if not isinstance(output, Shard):
-            return functional.all_reduce(found, **options)
+            return collectives.all_reduce(found, **options)
         lengths = chunk_sizes(found.shape[output.dim], self.mesh.size())
-        return functional.reduce_scatter(found, scatter_dim=output.dim, sizes=lengths, **options)
+        return collectives.reduce_scatter(found, scatter_dim=output.dim, sizes=lengths, **options)

@@ -1,0 +1,44 @@
+"""In which order a call's terms are added: that of ranks, or a tree's, where bits do not depend on how they are shared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..op import LEAVES, MOST_LEAVES, RANK_ORDER, TREE_ORDER
+
+
+def leaves_in(order: Any) -> int:
+    """The leaves of a tree, a power of two, 0 for the order of ranks."""
+    if order == RANK_ORDER:
+        return 0
+    name, dash, number = order.partition("-") if isinstance(order, str) else ("", "", "")
+    leaves = LEAVES if not dash else int(number) if number.isdecimal() and number.isascii() else 0
+    if name != TREE_ORDER or not 1 <= leaves <= MOST_LEAVES or leaves & (leaves - 1):
+        raise ValueError(
+            f"order must be {RANK_ORDER!r}, {TREE_ORDER!r}, of {LEAVES} leaves, or {TREE_ORDER}- and a power of two up to "
+            f"{MOST_LEAVES}, got {order!r}"
+        )
+    return leaves
+
+
+def leaves_of(order: Any, schedule: str, world_size: int, float8: str | None) -> int:
+    """As `leaves_in`, for a call that can keep to that order."""
+    leaves = leaves_in(order)
+    if not leaves:
+        return 0
+    if leaves % world_size:
+        raise ValueError(
+            f"order {order!r} is for numbers of ranks that divide its {leaves} leaves, got {world_size} ranks"
+        )
+    if schedule not in ("auto", "fused"):
+        raise ValueError(f"order {order!r} is kept by schedule 'fused' alone, got schedule {schedule!r}")
+    if float8 is not None:
+        raise ValueError(f"order {order!r} is for operands that are not cast, got float8={float8!r}")
+    return leaves
+
+
+def check_even(order: str, sizes: Sequence[int], name: str = "feature_sizes") -> None:
+    """Parts of a contraction that leaves can be counted in: as long on every rank."""
+    if len(set(sizes)) > 1:
+        raise ValueError(f"order {order!r} needs {name} that are as long on every rank, got {tuple(sizes)}")

@@ -1,0 +1,90 @@
+"""The collectives alone, differentiable: all_gather, reduce_scatter and all_reduce along any dim, in uneven parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from . import groups, turns
+from .calls import arguments, operators
+from .groups import Group
+from .op import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Op
+
+
+def _collective(
+    op: Op, x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup, schedule: str, algorithm: str, debug: bool,
+    producer: str = "auto",
+) -> Tensor:  # fmt: skip
+    # On x as a matrix whose rows are `dim`. sizes: of that dim on every rank; an all-reduce has none.
+    moved = x.movedim(dim, 0)
+    others = tuple(moved.shape[1:])
+    rows = moved.reshape(moved.shape[0], math.prod(others))
+    arguments.check_reach(schedule, x, [group], (sum(sizes) if sizes else x.shape[dim], 0, rows.shape[1]))
+    call = arguments.call_of(dim if sizes else None, x)
+    out: Tensor = operators.collective(
+        rows, op.name, list(sizes), group.rank(), group.group_name, schedule, algorithm, debug, producer, call
+    )
+    return out.view(out.shape[0], *others).movedim(0, dim)
+
+
+@turns.one
+def all_gather(
+    x: Tensor,
+    *,
+    group: Group = None,
+    gather_dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    algorithm: str = "auto",
+    schedule: str = "auto",
+    debug: bool = False,
+    producer: str = "auto",
+) -> Tensor:
+    """The ranks' x joined along `gather_dim` in rank order, bit for bit, differentiable.
+
+    `algorithm`: auto, direct or ring, which only kernels have: with schedule 'fused', or 'auto' on a GPU. Errors as in
+    `all_gather_linear`.
+    """
+    process_group = groups.resolve(group)
+    arguments.check_collective(ALL_GATHER, x, schedule, algorithm, debug, producer)
+    dim = arguments.dim("gather_dim", gather_dim, x)
+    sizes = arguments.gather_sizes(sizes, process_group, x.shape[dim])
+    return _collective(ALL_GATHER, x, dim, sizes, process_group, schedule, algorithm, debug, producer)
+
+
+@turns.one
+def reduce_scatter(
+    x: Tensor,
+    *,
+    group: Group = None,
+    scatter_dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    algorithm: str = "auto",
+    schedule: str = "auto",
+    debug: bool = False,
+) -> Tensor:
+    """The ranks' x summed; this rank keeps `sizes[rank]` along `scatter_dim`, by default as even as can be.
+
+    Differentiable. `algorithm` and errors as in `all_gather`.
+    """
+    process_group = groups.resolve(group)
+    arguments.check_collective(REDUCE_SCATTER, x, schedule, algorithm, debug)
+    dim = arguments.dim("scatter_dim", scatter_dim, x)
+    sizes = arguments.scatter_sizes(sizes, process_group, x.shape[dim])
+    return _collective(REDUCE_SCATTER, x, dim, sizes, process_group, schedule, algorithm, debug)
+
+
+@turns.one
+def all_reduce(
+    x: Tensor, *, group: Group = None, algorithm: str = "auto", schedule: str = "auto", debug: bool = False
+) -> Tensor:
+    """The ranks' x summed, on every rank, differentiable.
+
+    `algorithm`: auto, one_shot (fewest steps), two_shot, or ring (fewest bytes), which only kernels have, as in
+    `all_gather`. Errors as there.
+    """
+    process_group = groups.resolve(group)
+    arguments.check_collective(ALL_REDUCE, x, schedule, algorithm, debug)
+    return _collective(ALL_REDUCE, x, 0, (), process_group, schedule, algorithm, debug)

@@ -1,0 +1,39 @@
+"""Products whose contraction is added up as a tree (`kernels.contraction`), of operands that are whole and local.
+
+What a rank multiplies beside a collective, and all of it on one rank: with the bits that the kernels of a collective
+give to the same product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .. import turns
+from ..kernels import INTERPRETED, operands
+from ..kernels.launch import config_for
+from ..kernels.matmul import matmul
+
+_interpreter = turns.Turn("interpreter", "", "a product in leaves")
+
+
+def product(
+    terms: Sequence[tuple[Tensor, Tensor]], leaves: int, bias: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """The sum of these a [M, K] @ b [K, N] (+ bias [N]), in a's dtype or in `dtype`."""
+    (a, b), *more = terms
+    out = torch.empty(a.shape[0], b.shape[1], dtype=dtype or a.dtype, device=a.device)
+    # A compiler's fakes have shapes alone.
+    if isinstance(out, FakeTensor) or not out.numel():
+        return out
+    # Beside a collective the op has it already.
+    with nullcontext() if not INTERPRETED or _interpreter.is_mine() else _interpreter:
+        matmul(
+            a, b, out, operands.Epilogue(bias, operands.PER_ROW[False]),
+            config=config_for(a.device, a.dtype, tree=True), upcast=INTERPRETED, leaves=leaves, more=more,
+        )  # fmt: skip
+    return out
