@@ -1,4 +1,4 @@
-"""In which order a call's terms are added: that of ranks, or a tree's, where bits do not depend on how they are shared."""
+"""In which order a call's terms are added: that of ranks, or a tree's, whose bits no number of ranks changes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def leaves_in(order: Any) -> int:
     leaves = LEAVES if not dash else int(number) if number.isdecimal() and number.isascii() else 0
     if name != TREE_ORDER or not 1 <= leaves <= MOST_LEAVES or leaves & (leaves - 1):
         raise ValueError(
-            f"order must be {RANK_ORDER!r}, {TREE_ORDER!r}, of {LEAVES} leaves, or {TREE_ORDER}- and a power of two up to "
-            f"{MOST_LEAVES}, got {order!r}"
+            f"order must be {RANK_ORDER!r}, {TREE_ORDER!r}, of {LEAVES} leaves, or {TREE_ORDER}-N of N, a power of two up "
+            f"to {MOST_LEAVES}, got {order!r}"
         )
     return leaves
 
