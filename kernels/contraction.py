@@ -125,8 +125,8 @@ def sum_as_tree(
     """
     acc = tl.full((ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N), 0.0, tl.float32)
     if COUNT > 1:
-        # Not unrolled: one loop over K in all.
-        for side in range(0, 2):
+        # Two, which the compiler does not know: unrolled, there would be a loop over K for each leaf.
+        for side in range(0, min(2, 2 + ctx.b.K)):
             acc += sum_as_tree(
                 ctx, tile, a, packed, leaf + side * (COUNT // 2), A_CHUNK, B_CHUNK, NUM_K_CHUNKS, COUNT // 2
             )

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from fusedtp.bench import cli, store, timeline
+from fusedtp.bench.cases import EVERY_DTYPE
 from fusedtp.bench.ranks import RankPool
 from typer.testing import CliRunner
 
@@ -88,9 +89,12 @@ OPTIONS: list[tuple[str, str]] = [
     ("sweep --schedule fast", "--schedule must be among unfused, decomposed, fused, auto, got 'fast'"),
     (
         "sweep --dtype int8",
-        "--dtype must be among float32, bfloat16, float16, float8_e4m3fn, float8_e4m3fnuz, got 'int8'",
+        f"--dtype must be among {', '.join(EVERY_DTYPE)}, got 'int8'",
     ),
-    ("sweep --dtype ''", "--dtype must be among float32, bfloat16, float16, float8_e4m3fn, float8_e4m3fnuz, got ''"),
+    (
+        "sweep --dtype ''",
+        f"--dtype must be among {', '.join(EVERY_DTYPE)}, got ''",
+    ),
     ("sweep --shapes huge", "--shapes must be among small"),
     ("sweep --shapes ''", "--shapes must be among small"),
     ("sweep --direction sideways", "--direction must be among forward"),
@@ -134,7 +138,7 @@ OPTIONS: list[tuple[str, str]] = [
     ("tune --out t.json --world-size 1000000", "--world-size must be at most 256, got '1000000'"),
     (
         "tune --out t.json --dtype int8",
-        "--dtype must be among float32, bfloat16, float16, float8_e4m3fn, float8_e4m3fnuz, got 'int8'",
+        f"--dtype must be among {', '.join(EVERY_DTYPE)}, got 'int8'",
     ),
     ("tune --show --out FILE", "FILE is ignored, not a table of fusedtp tune"),
     ("timeline --world-size 1", "--world-size must be from 2 to 256, got 1"),

@@ -7,6 +7,7 @@ FUSEDTP_EMULATION=write; a spread of it in `test_emulated.py`.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +17,7 @@ import pytest
 if os.environ.get("TRITON_INTERPRET") != "0":
     pytest.skip("Triton's interpreter is chosen for this process; nox -s emulate", allow_module_level=True)
 
-from .emulated import evidence, float8, giveups, layers, mutants, report
+from .emulated import evidence, float8, giveups, layers, mutants, report, trees
 from .emulated.cases import DTYPES, FLOAT8, in_phases, run, small
 from .emulated.driver import EmulatedDriver, device
 from .emulated.machine import Schedule
@@ -41,6 +42,8 @@ FLOAT8_ALL = [
     *spread([dtype for dtype in FLOAT8 if dtype != "mxfp8"], float8.OPS, large=True),
     *(("mxfp8", op) for op in float8.IN_BLOCKS),
 ]  # fmt: skip
+TREES_ALL = list(itertools.product(trees.OPS, DTYPES, evidence.TARGETS))
+TREES = TREES_ALL[::8]
 
 
 @pytest.fixture(params=evidence.TARGETS, ids=lambda target: f"sm_{target}")
@@ -145,6 +148,13 @@ def test_forward_and_every_gradient(name: str, target: int) -> None:
     """Of what layers call, between torch's own operations: threads of virtual ranks meet at every fused op."""
     with device(target) as found:
         assert layers.check(found, name, 2, DTYPES["bfloat16"], 0) == ["y", "dx", "dw"] * 2
+
+
+@pytest.mark.parametrize(("op", "dtype", "target"), TREES_ALL if ALL else TREES)
+def test_sums_in_leaves_have_the_same_bits_on_all_ranks(op: str, dtype: str, target: int) -> None:
+    with device(target) as found:
+        for seed in range(6 if ALL else 2):
+            trees.check(found, op, DTYPES[dtype], (2, 4, 8) if ALL or seed == 0 else (4,), seed)
 
 
 @pytest.mark.parametrize("target", evidence.TARGETS if ALL else evidence.TARGETS[1:])

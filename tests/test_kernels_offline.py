@@ -19,7 +19,7 @@ from fusedtp.kernels.configs import SHAPES
 
 from .compiled import checks, table
 from .compiled.build import build, build_all, compile_case, config_of, examine, launch_options, limit_of
-from .compiled.cases import TARGETS, Case, cases, loose_cases, plain
+from .compiled.cases import TARGETS, VARIANTS, Case, cases, loose_cases, plain
 from .compiled.mutants import MUTANTS, Mutant, found, load
 
 pytestmark = pytest.mark.offline
@@ -118,6 +118,40 @@ def test_a_limit_of_registers_is_enough(case: Case) -> None:
     """
     assert launch_options(case, config_of(case))["maxnreg"] == config_of(case).registers[limit_of(case)]
     checks.resources(build(case))
+
+
+def trees(target: str, dtype: torch.dtype) -> list[Case]:
+    """Every kernel that multiplies leaves, read in all ways, whether or not lengths are known to be multiples of 16."""
+    ways = itertools.product(("rows", "pointers"), ("rows", "columns", "pointers"))
+    by = list(ways) if TARGETS[target].described else [("pointers", "pointers")]
+    names = [name for name, each in VARIANTS.items() if "LEAVES" in each.flags]
+    every = itertools.product(names, by, (None, ()))
+    return [Case(name, target, dtype, a_by=a, b_by=b, aligned=aligned) for name, (a, b), aligned in every]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("target", TARGETS)
+def test_leaves_are_multiplied_by_one_instruction(target: str, dtype: torch.dtype) -> None:
+    """Whatever a kernel is for, however it reads and whatever it knows of lengths: bits must not depend on it."""
+    chosen = [case for case in trees(target, dtype) if case.aligned is None or target in ("sm_80", "sm_90")]
+    chosen = chosen if dtype == torch.bfloat16 else chosen[::5]
+    build_all(chosen)
+    found = {case: checks.products_as_asked(build(case)) for case in chosen}
+    assert len(set(found.values())) == 1, found
+
+
+def test_another_way_to_multiply_leaves_is_found(tmp_path: Path) -> None:
+    case = Case("matmul, tree", "sm_100", a_by="rows", b_by="columns")
+    as_it_is = checks.products_as_asked(build(case))
+    wide = examine(case, compile_case(case, options={"num_warps": 16, "num_stages": 4}))
+    assert checks.products_as_asked(wide) != as_it_is
+    beside = 'return acc + 2.0 * tl.dot(a, b, input_precision="ieee")'
+    package = load((("contraction", 'return tl.dot(a, b, acc, input_precision="ieee")', beside),), tmp_path)
+    for target in ("sm_80", "gfx942"):
+        case = Case("scatter, tree", target)
+        checks.products_as_asked(build(case))
+        with pytest.raises(AssertionError, match="added to a sum beside products"):
+            checks.products_as_asked(examine(case, compile_case(case, package)))
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.bug)

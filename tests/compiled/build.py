@@ -68,7 +68,7 @@ def config_of(case: Case) -> Any:
     from fusedtp.kernels.configs import compiled_config
     from fusedtp.kernels.launch import fitted
 
-    config = compiled_config(case.target, case.dtype.itemsize, case.shape, blocks=case.blocks)
+    config = compiled_config(case.target, case.dtype.itemsize, case.shape, blocks=case.blocks, tree=case.is_tree)
     if case.aligned != () or not VARIANTS[case.variant].multiplies:
         return config
     # The tiles of a scatter are counted by their owners.
@@ -80,7 +80,7 @@ def limit_of(case: Case) -> str:
     """Which limit of registers holds for a case, as the launchers choose it."""
     if case.all_flags.get("ACTIVATION"):
         return "activated"
-    if VARIANTS[case.variant].more:
+    if VARIANTS[case.variant].more or case.is_tree:
         return ""
     if case.aligned == ():
         return "scatter any" if case.variant == "scatter" else ""
@@ -110,7 +110,7 @@ def is_flattened(case: Case) -> bool:
 
     if VARIANTS[case.variant].module in _SCATTERS or case.all_flags.get("CONTRACTION"):
         return False
-    if case.all_flags.get("ACTIVATION"):
+    if case.all_flags.get("ACTIVATION") or case.is_tree:
         return False
     return case.flatten and flattened(config_of(case), case.a_by, case.b_by)
 
@@ -147,8 +147,11 @@ def compile_case(case: Case, package: str = PACKAGE, options: dict[str, int] | N
         **dict.fromkeys([f"stride_{name}{'m' if variant.transposed else 'n'}" for name in "cor"], 1),
         **{name: None for name, (by, _) in described.items() if by == "pointers"}, **_GROUP,
         "none": None, "residual": None, "z_ptr": None, "ACTIVATION": "", "GATED": False, "END": 0,
+        "LEAVES": 0, "LEAVES_ALIGNED": False, "TREE": False, "result_pitch": None,
         **_units(case), **{name: value for name, value in flags.items() if name != "KEEPS"},
     }  # fmt: skip
+    if flags.get("TREE") and flags["BROADCAST"]:
+        del known["result_pitch"]
     others = {"table": "*i32", "peers": "*i64", "half_bytes": "i64", "fingerprint": "i64"}
     others |= {"sums": "*fp32", "arrivals": "*i32"}
     if flags.get("KEEPS"):

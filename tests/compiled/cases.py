@@ -60,6 +60,8 @@ def _variants() -> dict[str, Variant]:
     reduce = {"PER_ROW": False, "PER_TILE": True, "OWN_IN_PLACE": False, "BROADCAST": False, "LAST": True,
         "ALIGNED": False}  # fmt: skip
     ring, split = {"REDUCE": True, "GATHER": True}, {"IN_PLACE": False, "PUSHERS": 0}
+    # As many leaves as a rank has at most by default; with eight of them four sums are in registers.
+    leaves, subtrees = {"LEAVES": 8, "LEAVES_ALIGNED": True}, {"TREE": True}
     in_one = {"TO_ALL": False, "PER_ROW": False, "LAST": True, "SPLITS": 1}
     # A quarter of a tile's rows, the least that a piece has.
     in_pieces = {"PIECE": 32}
@@ -107,6 +109,15 @@ def _variants() -> dict[str, Variant]:
             in_one | {"SPLITS": 2}, True, 3, 3),
         Variant("all-reduce in one, in parts to all", "matmul_all_reduce", "_matmul_all_reduce_kernel",
             in_one | {"SPLITS": 2, "TO_ALL": True}, True, 2, 3, adds=True),
+        Variant("matmul, tree", "matmul", "_matmul_kernel", leaves | {"PER_ROW": False}, True),
+        Variant("gather rows, tree", "gather_matmul", "_gather_matmul_kernel", gather | leaves, True, 2, 2),
+        Variant("gather rows, tree, two weights", "gather_matmul", "_gather_matmul_kernel", gather | leaves, True, 2, 2,
+            more=1),
+        Variant("scatter, tree", "matmul_scatter", "_matmul_scatter_kernel", scatter | leaves, True, 0, 2),
+        Variant("scatter, tree, two terms", "matmul_scatter", "_matmul_scatter_kernel", scatter | leaves, True, 0, 2,
+            more=1),
+        Variant("scatter, tree, to all", "matmul_scatter", "_matmul_scatter_kernel",
+            scatter | leaves | {"TO_ALL": True}, True, 0, 2),
         Variant("push", "push", "_push_kernel", push, False, 0, 2),
         Variant("push a scatter", "push", "_push_kernel", push | {"SCATTER": True, "WITH_OWN": True}, False, 0, 2),
         Variant("push in pieces", "push", "_push_kernel", push | in_pieces, False, 0, 2),
@@ -119,6 +130,9 @@ def _variants() -> dict[str, Variant]:
         Variant("reduce transposed", "reduce", "_reduce_kernel", reduce | {"PER_ROW": True, "ALIGNED": True}, False, 2,
             transposed=True),
         Variant("reduce, residual", "reduce", "_reduce_kernel", reduce, False, 2, adds=True),
+        Variant("reduce, tree", "reduce", "_reduce_kernel", reduce | subtrees, False, 2),
+        Variant("reduce, tree, and broadcast", "reduce", "_reduce_kernel",
+            reduce | subtrees | {"BROADCAST": True, "LAST": False}, False, 1, 1),
         Variant("ring all-reduce", "ring", "_ring_kernel", ring, False, 3, 4),
         Variant("ring all-gather", "ring", "_ring_kernel", ring | {"REDUCE": False}, False, 2, 3),
         Variant("ring reduce-scatter", "ring", "_ring_kernel", ring | {"GATHER": False}, False, 2, 2),
@@ -132,6 +146,8 @@ def _variants() -> dict[str, Variant]:
 
 
 VARIANTS = _variants()
+# Flags that say what is a multiple of 16.
+_ALIGNED = "ALIGNED", "ROWS_ALIGNED", "LEAVES_ALIGNED"
 
 
 @dataclass(frozen=True)
@@ -168,6 +184,11 @@ class Case:
         return name if self.b_dtype is None else f"{name} by {DTYPES[self.b_dtype]}"
 
     @property
+    def is_tree(self) -> bool:
+        """Whether its contraction is in leaves."""
+        return "LEAVES" in VARIANTS[self.variant].flags
+
+    @property
     def is_float8(self) -> bool:
         """Whether operands have scales, and results another dtype."""
         return self.dtype.itemsize == 1
@@ -176,13 +197,14 @@ class Case:
     def all_flags(self) -> dict[str, Any]:
         """The variant's and the case's own; where nothing is aligned, none that says so."""
         flags = VARIANTS[self.variant].flags
-        known = {} if self.aligned != () else {name: False for name in ("ALIGNED", "ROWS_ALIGNED") if name in flags}
+        known = {} if self.aligned != () else {name: False for name in _ALIGNED if name in flags}
         return flags | known | dict(self.flags)
 
 
 def plain(case: Case) -> Case:
     """The matmul that a fused one is compared with: the same tile, read alike, with as many loops."""
     variant = "matmul transposed" if VARIANTS[case.variant].transposed else "matmul"
+    variant = "matmul, tree" if case.is_tree else variant
     flatten = (
         case.flatten and not case.variant.startswith(("scatter", "all-reduce")) and not case.all_flags.get("ACTIVATION")
     )
@@ -206,10 +228,13 @@ def cases() -> list[Case]:
                 # A collective's tile, and the widest.
                 found.append(of(name, shape="few columns"))
                 if name in ("collect pieces", "reduce", "reduce, residual", "reduce transposed",
-                    "reduce pieces and broadcast"):  # fmt: skip
+                    "reduce pieces and broadcast", "reduce, tree"):  # fmt: skip
                     found += [of(name), of(name, shape="few rows")]
             elif name.endswith("in pieces"):
                 found.append(main(name))
+            elif "LEAVES" in variant.flags:
+                # One tile for all shapes; by pointers where a leaf is no whole number of blocks.
+                found += [main(name), *([of(name)] if its.described else [])]
             else:
                 # A tile that goes to all ranks is narrow.
                 narrow = name == "scatter to all" or variant.module == "matmul_all_reduce"
@@ -220,7 +245,8 @@ def cases() -> list[Case]:
                 # Weights as they lie, and rows that no descriptor can read.
                 found += [of(name, a_by="rows" if name.startswith("gather") else "columns", b_by="rows"), of(name)]
             if name in ("matmul", "gather rows", "gather rows transposed", "gather contraction", "scatter", "reduce",
-                "all-reduce in one", "all-reduce in one, in parts to all", "ring all-reduce"):  # fmt: skip
+                "all-reduce in one", "all-reduce in one, in parts to all", "ring all-reduce", "matmul, tree",
+                "gather rows, tree", "scatter, tree", "reduce, tree"):  # fmt: skip
                 found.append(of(name, dtype=torch.float32))
     return found + _float8_cases() + _block_cases()
 

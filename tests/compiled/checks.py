@@ -289,15 +289,19 @@ def against_plain(built: Built, plain: Built) -> None:
     if built.num_stages == 1:
         # One buffer: a barrier before it is stored to again.
         added -= Counter(("bar.sync",))
-    if built.case.blocks:
+    case = built.case
+    if case.blocks:
         # Scales of A and of B are in arenas and at home, each with an address of its own.
         added -= Counter(("add.s64", "cvt.u32.u64", "s_add_u32", "s_addc_u32"))
         # Of as many that are made two at a time.
         added -= Counter({"v_mul_f32": 4})
+    if case.is_tree and VARIANTS[case.variant].more:
+        # Terms may be of other lengths.
+        added -= Counter(("mov.b32", "s_sub_i32", "v_cmp_gt_i32"))
     assert not added - (GUARD if built.flattened else Counter()), f"the inner loop has more than the plain one: {added}"
-    case = built.case
-    if case.all_flags.get("ACTIVATION") or case.is_float8:
-        # It takes what a thread can have, where it stores: of float8 a tile, its sum and their scales.
+    if case.all_flags.get("ACTIVATION") or case.is_float8 or case.is_tree:
+        # It takes what a thread can have, where it stores: of float8 a tile, its sum and their scales. A tree's sums
+        # take most of what there is, and leave enough.
         return
     allowed, of = (REGISTERS, REGISTERS_OF) if as_pinned() else (REGISTERS_ELSEWHERE, REGISTERS_ELSEWHERE_OF)
     if VARIANTS[case.variant].more and not as_pinned():
@@ -311,6 +315,21 @@ CHECKS: tuple[Callable[[Built], None], ...] = (
 )  # fmt: skip
 # Where nothing is aligned, and elements are read and stored one by one.
 LOOSE_CHECKS: tuple[Callable[[Built], None], ...] = (resources, multiplication, atomics, decisions, float8.multiplied)
+
+
+def products_as_asked(built: Built) -> tuple[str, float]:
+    """Of a kernel whose contraction is in leaves: the one instruction that multiplies in its inner loop, and how many
+    there are for an element of a block of K. They are all that is added to a sum there.
+    """
+    pattern = r"\b(?:wgmma\.mma_async|tcgen05\.mma|mma\.sync)\S*" if _is_ptx(built) else r"\bv_mfma\w+"
+    loop = built.ordered.inner_loop(r"\b(wgmma\.mma_async|tcgen05\.mma|mma\.sync)" if _is_ptx(built) else "mfma")
+    sums = r"\b(?:add|fma)\.(?:\w+\.)*f32\b|\bv_(?:pk_)?(?:add|fma|fmac)_f32"
+    added = [line for line in loop if re.search(sums, line)]
+    assert not added, f"added to a sum beside products: {added[:3]}"
+    found = Counter(each for line in loop for each in re.findall(pattern, line))
+    assert len(found) == 1, f"products by {sorted(found)}"
+    ((name, count),) = found.items()
+    return name, count / config_of(built.case).block_k
 
 
 def compares(built: Built) -> bool:

@@ -204,15 +204,15 @@ MUTANTS = (
     Mutant(
         "float8 summed by the matrix unit", float8.multiplied,
         (_float8_by("gather rows", "sm_90"), _float8_by("scatter", "sm_90"), _float8_by("gather contraction", "sm_90")),
-        (("matmul", _PROMOTED, "        return tl.dot(a, b, acc)\n"),),
+        (("contraction", _PROMOTED, "        return tl.dot(a, b, acc)\n"),),
     ),
     Mutant(
         "sums of two blocks", float8.multiplied, (_float8_by("gather rows", "sm_90"),),
         (
-            ("matmul", "    for k in range(0, cdiv(a.k_len, BLOCK_K)):\n",
+            ("contraction", "    for k in range(0, cdiv(a.k_len, BLOCK_K)):\n",
                 "    part = tl.full((BLOCK_M, tiles.BLOCK_N), 0.0, tl.float32)\n"
                 "    for k in range(0, cdiv(a.k_len, BLOCK_K)):\n"),
-            ("matmul", _DOT, "            part = tl.dot(a_block, b_block, part)\n"
+            ("contraction", _DOT, "            part = tl.dot(a_block, b_block, part)\n"
                 "            acc += tl.where(k % 2 == 1, part, 0.0)\n"
                 "            part = tl.where(k % 2 == 1, 0.0, part)\n"),
         ),
@@ -220,16 +220,16 @@ MUTANTS = (
     Mutant(
         "a sum read before the wait for it", float8.multiplied,
         (_float8_by("gather rows", "sm_90"), _float8_by("scatter", "sm_90")),
-        (("matmul", _PROMOTED, "        return tl.dot(a, b, acc, max_num_imprecise_acc=a.shape[1])\n"),),
+        (("contraction", _PROMOTED, "        return tl.dot(a, b, acc, max_num_imprecise_acc=a.shape[1])\n"),),
     ),
     Mutant(
         "float8 multiplied as float16", float8.multiplied, tuple(_float8_by("scatter", target) for target in FLOAT8),
-        (("matmul", _PROMOTED, "        return acc + tl.dot(a.to(tl.float16), b.to(tl.float16))\n"),),
+        (("contraction", _PROMOTED, "        return acc + tl.dot(a.to(tl.float16), b.to(tl.float16))\n"),),
     ),
     Mutant(
         "a bound checked in the inner loop of float8", checks.against_plain,
         (_float8_by("gather rows", "sm_90"), _float8_by("scatter", "gfx942")),
-        (("matmul", _DOT, f"{_DOT}            acc = tl.where(k < a.k_len - tile.row, acc, acc + 1.0)\n"),),
+        (("contraction", _DOT, f"{_DOT}            acc = tl.where(k < a.k_len - tile.row, acc, acc + 1.0)\n"),),
     ),
     Mutant(
         "an address of unknown alignment", checks.widths, (_by("scatter", "sm_80"), _by("scatter", "sm_90")),
@@ -251,7 +251,7 @@ MUTANTS = (
     Mutant(
         "a bound checked in the inner loop", checks.against_plain,
         (_by("gather rows", "sm_90"), _by("scatter", "sm_90")),
-        (("matmul", _DOT, f"{_DOT}            acc = tl.where(k < a.k_len - tile.row, acc, acc + 1.0)\n"),),
+        (("contraction", _DOT, f"{_DOT}            acc = tl.where(k < a.k_len - tile.row, acc, acc + 1.0)\n"),),
     ),
     Mutant(
         "what the store needs carried as it is", checks.against_plain, (_by("gather rows", "sm_90"),),
@@ -281,9 +281,9 @@ MUTANTS = (
     ),
     Mutant(
         "pointers instead of descriptors", checks.multiplication, (_by("gather rows", "sm_90", "few columns"),),
-        (("matmul", 'if B_BY == "pointers":\n        offs_n', "if True:\n        offs_n"),
-         ("matmul", 'if B_BY == "pointers":\n            b_block', "if True:\n            b_block"),
-         ("matmul", 'if ctx.b.BY == "pointers":\n        source', "if True:\n        source")),
+        (("contraction", 'if B_BY == "pointers":\n        offs_n', "if True:\n        offs_n"),
+         ("contraction", 'if B_BY == "pointers":\n            b_block', "if True:\n            b_block"),
+         ("terms", 'if ctx.b.BY == "pointers":\n        source', "if True:\n        source")),
     ),
 )  # fmt: skip
 

@@ -184,7 +184,7 @@ def virtual_ranks(
             ws.data.fill_(0xFF)
         # What is gathered and then multiplied by the library is taken as it is: the machine runs kernels alone.
         with (
-            mock.patch.object(fused, "multiplied", lambda whole, products: [whole]),
+            mock.patch.object(fused, "multiplied", lambda whole, products, leaves=0: [whole]),
             mock.patch.object(launch, "_num_multiprocessors", return_value=programs),
         ):
             yield ranks

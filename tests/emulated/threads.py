@@ -86,10 +86,10 @@ def run_ranks(
             ws.check()
             return outs
 
-        def multiplied(whole: Tensor, products: Any) -> list[Tensor]:
+        def multiplied(whole: Tensor, products: Any, leaves: int = 0) -> list[Tensor]:
             # The library multiplies what kernels have gathered.
             meet()
-            return library_multiplied(whole, products)
+            return library_multiplied(whole, products, leaves)
 
         def thread(rank: int) -> None:
             with turn:

@@ -1,0 +1,253 @@
+"""order="tree": results and gradients have the same bits on any number of ranks, and a row the same in any batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fusedtp.bench.ranks import RankPool
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fusedtp
+from fusedtp import reference
+from fusedtp.calls.orders import leaves_in
+from fusedtp.shards import even_sizes
+
+from .spread import spread
+
+M, K, N, MORE = 22, 48, 40, 24
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+
+
+def whole(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """All ranks' parts of any length, joined."""
+    parts: list[Any] = [None] * group.size()
+    dist.all_gather_object(parts, x.detach(), group=group)
+    return torch.cat(parts, dim)
+
+
+def rows(length: int, group: ProcessGroup) -> tuple[int, ...]:
+    """An uneven cut, all of which one rank has."""
+    sizes = list(even_sizes(length, group.size()))
+    if len(sizes) > 1:
+        sizes[0], sizes[1] = sizes[0] + sizes[1] - 3, 3
+    return tuple(sizes)
+
+
+def drawn(*size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+class Case:
+    """Whole operands, this rank's parts of them, and what comes of a function, joined."""
+
+    def __init__(self, group: ProcessGroup, dtype: torch.dtype, order: str) -> None:
+        self.group, self.rank, self.size, self.dtype = group, group.rank(), group.size(), dtype
+        self.options: dict[str, Any] = {"group": group, "order": order}
+        self.x, self.w, self.b = drawn(M, K, dtype=dtype), drawn(N, K, dtype=dtype, seed=1), drawn(N, dtype=dtype)
+        self.dy, self.residual = drawn(M, N, dtype=dtype, seed=2), drawn(M, N, dtype=dtype, seed=3)
+        self.sizes = rows(M, group)
+
+    def part(self, x: Tensor, dim: int, sizes: tuple[int, ...] | None = None) -> Tensor:
+        """This rank's own, which needs a gradient."""
+        cut = x.split(sizes or even_sizes(x.shape[dim], self.size), dim)
+        return cut[self.rank].contiguous().detach().requires_grad_()
+
+    def whole(self, x: Tensor | None, dim: int) -> Tensor:
+        assert x is not None
+        return whole(x, dim, self.group)
+
+
+def gathered(case: Case) -> list[Tensor]:
+    x, w, b = case.part(case.x, 0, case.sizes), case.part(case.w, 0), case.part(case.b, 0)
+    y = fusedtp.all_gather_linear(x, w, b, sizes=case.sizes, **case.options)
+    y.backward(case.part(case.dy, 1).detach())
+    return [case.whole(each, dim) for each, dim in ((y, 1), (x.grad, 0), (w.grad, 0), (b.grad, 0))]
+
+
+def gathered_features(case: Case) -> list[Tensor]:
+    x, w = case.part(case.x, 1), case.part(case.w, 0)
+    y = fusedtp.all_gather_linear(x, w, gather_dim=-1, **case.options)
+    y.backward(case.part(case.dy, 1).detach())
+    return [case.whole(each, dim) for each, dim in ((y, 1), (x.grad, 1), (w.grad, 0))]
+
+
+def several(case: Case) -> list[Tensor]:
+    x, gate, up = case.part(case.x, 0), case.part(case.w, 0), case.part(case.w.flip(0), 0)
+    sizes = even_sizes(M, case.size)
+    y = fusedtp.all_gather_linear(x, (gate, up), (None, None), activation="swiglu", sizes=sizes, **case.options)
+    y.backward(case.part(case.dy, 1).detach())
+    return [case.whole(each, dim) for each, dim in ((y, 1), (x.grad, 0), (gate.grad, 0), (up.grad, 0))]
+
+
+def scattered(case: Case) -> list[Tensor]:
+    x, w, b, residual = case.part(case.x, 1), case.part(case.w, 1), case.b.clone().requires_grad_(), case.residual
+    own = case.part(residual, 0, case.sizes)
+    y = fusedtp.linear_reduce_scatter(x, w, b, residual=own, sizes=case.sizes, **case.options)
+    y.backward(case.part(case.dy, 0, case.sizes).detach())
+    assert b.grad is not None
+    return [*(case.whole(each, dim) for each, dim in ((y, 0), (x.grad, 1), (w.grad, 1), (own.grad, 0))), b.grad]
+
+
+def reduced(case: Case, algorithm: str = "one_shot") -> list[Tensor]:
+    x, w, b = case.part(case.x, 1), case.part(case.w, 1), case.b.clone().requires_grad_()
+    scale = drawn(N, dtype=case.dtype, seed=4).requires_grad_()
+    normed, y = fusedtp.linear_all_reduce(
+        x, w, b, residual=case.residual, norm_weight=scale, algorithm=algorithm, **case.options
+    )
+    (normed * case.dy + y).sum().backward()
+    assert b.grad is not None
+    assert scale.grad is not None
+    return [normed.detach(), y.detach(), case.whole(x.grad, 1), case.whole(w.grad, 1), b.grad, scale.grad]
+
+
+def two_shot(case: Case) -> list[Tensor]:
+    return reduced(case, "two_shot")
+
+
+def fully_sharded(case: Case) -> list[Tensor]:
+    # Ranks have as many rows of M each: leaves of dw end with theirs.
+    x, dy = case.x.repeat(8, 1)[: 8 * (M // 8)], case.dy.repeat(8, 1)[: 8 * (M // 8)]
+    mine, w, b = case.part(x, 0), case.part(case.w, 0, rows(N, case.group)), case.b.clone().requires_grad_()
+    y = checkpoint(
+        lambda: fusedtp.fsdp_linear(
+            mine, w, b, sizes=rows(N, case.group), activation="gelu_tanh", **case.options
+        ),
+        use_reentrant=False,
+    )  # fmt: skip
+    y.backward(case.part(dy, 0).detach())
+    assert b.grad is not None
+    return [*(case.whole(each, 0) for each in (y, mine.grad, w.grad)), b.grad]
+
+
+def batch_first(case: Case) -> list[Tensor]:
+    """[batch, sequence, features]: the sequence is split, and is the outer one of the rows that are added up."""
+    x, dy = drawn(3, 16, K, dtype=case.dtype), drawn(3, 16, N, dtype=case.dtype)
+    column = fusedtp.ColumnParallelLinear(K, N, dtype=case.dtype, gather_dim=1, **case.options)
+    row = fusedtp.RowParallelLinear(N, K, dtype=case.dtype, scatter_dim=1, **case.options)
+    torch.manual_seed(0)
+    for layer in (column, row):
+        layer.reset_parameters()
+    mine = case.part(x, 1)
+    y = row(F.relu(column(mine)))
+    y.backward(case.part(dy @ case.w, 1).detach())
+    grads = [each.grad.full_tensor() for each in (*column.parameters(), *row.parameters())]
+    return [case.whole(y, 1), case.whole(mine.grad, 1), *grads]
+
+
+FORMS = (gathered, gathered_features, several, scattered, reduced, two_shot, fully_sharded, batch_first)
+
+
+def results(group: ProcessGroup, form: Callable[[Case], list[Tensor]], dtype: torch.dtype, order: str) -> list[Tensor]:
+    return form(Case(group, dtype, order))
+
+
+@pytest.mark.parametrize(("form", "dtype"), spread(FORMS, DTYPES, large=False))
+def test_the_same_bits_on_any_number_of_ranks(
+    pool: RankPool, form: Callable[[Case], list[Tensor]], dtype: torch.dtype
+) -> None:  # fmt: skip
+    one = pool.run(results, form, dtype, "tree", world_size=1)[0]
+    for world_size in (2, 4):
+        for found in pool.run(results, form, dtype, "tree", world_size=world_size):
+            for i, (got, expected) in enumerate(zip(found, one, strict=True)):
+                assert torch.equal(got, expected), f"result {i} of {form.__name__} on {world_size} ranks"
+
+
+def test_the_usual_order_has_others(pool: RankPool) -> None:
+    one, two = (pool.run(results, scattered, torch.float32, "rank", world_size=n)[0] for n in (1, 2))
+    assert not torch.equal(one[0], two[0])
+
+
+def near(group: ProcessGroup, dtype: torch.dtype) -> None:
+    case = Case(group, dtype, "tree-16")
+    sums = fusedtp.linear_all_reduce(case.part(case.x, 1), case.part(case.w, 1), **case.options)
+    path = fusedtp.last_path()
+    assert path is not None
+    assert path.schedule == "fused"
+    assert "a tree of 16 leaves" in path.reason
+    expected, allowed = reference.matmul(case.x, case.w.t()), reference.bound(case.x, case.w.t(), dtype)
+    reference.check(sums.detach(), expected, allowed, "a sum")
+    # A row alone, among others, and elsewhere among them: what is rounded is the same sum.
+    for part in (slice(3, 4), slice(5, 20)):
+        x = case.part(case.x, 1)[part].detach()
+        with torch.no_grad():
+            alone = fusedtp.linear_all_reduce(x, case.part(case.w, 1), **case.options)
+        assert torch.equal(alone, sums[part])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tree_is_right_and_a_row_the_same_in_any_batch(pool: RankPool, dtype: torch.dtype, world_size: int) -> None:
+    pool.run(near, dtype, world_size=world_size)
+
+
+def compiled(group: ProcessGroup) -> None:
+    case = Case(group, torch.float32, "tree")
+    x, w = case.part(case.x, 1), case.part(case.w, 1)
+
+    def call(x: Tensor, w: Tensor) -> Tensor:
+        return fusedtp.linear_reduce_scatter(x, w, sizes=case.sizes, **case.options) * 2
+
+    eager = torch.autograd.grad(call(x, w).square().sum(), (x, w))
+    graph = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for got, expected in zip(torch.autograd.grad(graph(x, w).square().sum(), (x, w)), eager, strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_a_compiler_takes_it(pool: RankPool) -> None:
+    pool.run(compiled, world_size=2)
+
+
+def refused(group: ProcessGroup) -> None:
+    case = Case(group, torch.float32, "tree")
+    x, w = case.part(case.x, 1).detach(), case.part(case.w, 1).detach()
+    n = group.size()
+    for options, message in (
+        ({"order": "tree-3"}, r"order must be 'rank', 'tree', of 8 leaves, or tree-N of N, a power of two up to 64"),
+        ({"order": "tree-128"}, "up to 64"), ({"order": "tree-x"}, "got 'tree-x'"), ({"order": 8}, "got 8"),
+        ({"order": "tree", "schedule": "unfused"}, "is kept by schedule 'fused' alone, got schedule 'unfused'"),
+        ({"order": "tree", "float8": "rowwise"}, "operands that are not cast, got float8='rowwise'"),
+        ({"order": f"tree-{n // 2}"}, f"ranks that divide its {n // 2} leaves, got {n} ranks"),
+        ({"order": "tree", "norm_weight": torch.ones(N)}, "norm whose rows ranks share"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            fusedtp.linear_reduce_scatter(x, w, group=group, **options)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="operands that are not float8"):
+        fusedtp.linear_all_reduce(fusedtp.scaled(x), fusedtp.scaled(w), group=group, order="tree")
+    with pytest.raises(ValueError, match="needs feature_sizes that are as long on every rank"):
+        fusedtp.RowParallelLinear(2 * n + 1, 4, group=group, order="tree")
+    with pytest.raises(ValueError, match="'fused' multiplies"):
+        fusedtp.linear_all_reduce(x.double(), w.double(), group=group, order="tree")
+
+
+def apart(group: ProcessGroup, what: str) -> None:
+    """Parts of other lengths, and ranks that mean something else."""
+    case = Case(group, torch.float32, "tree")
+    x, w = case.part(case.x, 1).detach(), case.part(case.w, 1).detach()
+    length, order = (8 + group.rank(), "tree") if what == "length" else (8, "tree" if group.rank() else "tree-16")
+    said = {
+        "length": r"contraction of a rank: \[8\] on rank 0, \[9\] on rank 1",
+        "leaves": "a tree of 16 leaves on rank 0, a tree of 8 leaves on rank 1",
+    }[what]
+    with pytest.raises(fusedtp.RanksDisagree, match=said):
+        fusedtp.linear_all_reduce(x[:, :length], w[:, :length], group=group, order=order)
+    fusedtp.destroy(group)
+
+
+def test_what_cannot_keep_to_a_tree_is_refused(pool: RankPool) -> None:
+    pool.run(refused, world_size=2)
+
+
+@pytest.mark.parametrize("what", ["length", "leaves"])
+def test_ranks_that_mean_other_trees_are_told(pool: RankPool, what: str) -> None:
+    pool.run(apart, what, world_size=2)
+
+
+def test_orders() -> None:
+    assert [leaves_in(each) for each in ("rank", "tree", "tree-1", "tree-64")] == [0, 8, 1, 64]
