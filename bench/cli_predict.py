@@ -47,6 +47,7 @@ def predict(
     data_parallel: Annotated[int, typer.Option(help="Domains that share w's gradient over the network.")] = 1,
     overlap_network: Annotated[bool, typer.Option(help="Hide that behind the matmuls.")] = True,
     casts: Annotated[bool, typer.Option(help="Of fp8: x is made float8 first, by every schedule.")] = True,
+    order: Annotated[str, typer.Option(help="rank, or tree: the same bits on any number of ranks.")] = "rank",
     list_: Annotated[bool, typer.Option("--list", help="Show the ops and the hardware with its sources.")] = False,
 ) -> None:
     """Predict an op's time by each schedule, from its sizes and a table of hardware. Nothing is measured."""
@@ -71,7 +72,7 @@ def predict(
                 dtype=arguments.dtype(dtype, machines[num_ranks].float8),
                 gather_dim=gather_dim, algorithm=algorithm, matmul_us=matmul_us, kernel_matmul_us=kernel_matmul_us,
                 data_parallel=data_parallel, overlap_network=overlap_network,
-                casts=casts,
+                casts=casts, order=order,
             )
             for num_ranks in ranks
             for M, N, K in sizes

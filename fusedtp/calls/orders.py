@@ -16,8 +16,8 @@ def leaves_in(order: Any) -> int:
     leaves = LEAVES if not dash else int(number) if number.isdecimal() and number.isascii() else 0
     if name != TREE_ORDER or not 1 <= leaves <= MOST_LEAVES or leaves & (leaves - 1):
         raise ValueError(
-            f"order must be {RANK_ORDER!r}, {TREE_ORDER!r}, of {LEAVES} leaves, or {TREE_ORDER}-N of N, a power of two up "
-            f"to {MOST_LEAVES}, got {order!r}"
+            f"order must be {RANK_ORDER!r}, {TREE_ORDER!r}, of {LEAVES} leaves, or {TREE_ORDER}-N of N, a power of two "
+            f"up to {MOST_LEAVES}, got {order!r}"
         )
     return leaves
 

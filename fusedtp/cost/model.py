@@ -29,12 +29,12 @@ other's memory the op itself runs unfused, its collective over the network betwe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
-from ..op import ALL_GATHER_MATMUL
+from ..op import ALL_GATHER_MATMUL, RANK_ORDER, TREE_ORDER
 from ..op import OPS as TABLE
-from ..sharding.plan import ITEMSIZE
+from ..sharding.plan import ITEMSIZE, is_float8
 from .hardware import Hardware, find
 from .overlap import Model, Work, one_shot_wins
 
@@ -141,7 +141,7 @@ def predict(
     op: str, *, M: int, N: int, K: int = 1, world_size: int, dtype: object = "bfloat16",
     hardware: str | Hardware = "h100", matmul_us: float | None = None, kernel_matmul_us: float | None = None,
     gather_dim: int = 0, algorithm: str = "auto", data_parallel: int = 1, overlap_network: bool = True,
-    casts: bool = True,
+    casts: bool = True, order: str = RANK_ORDER,
 ) -> Prediction:  # fmt: skip
     """Predict one op, y[M, N] = x[M, K] @ w[N, K].T split over `world_size` ranks. Sizes are global, times in us.
 
@@ -154,7 +154,8 @@ def predict(
     forward, dx and dw, each about as long as this op, do not hide; all of it without overlap_network.
 
     dtype: of x and w. Of float8, sums travel in bfloat16 and so does the gradient; `casts` says whether x has to be
-    made float8 first, by every schedule, or is given so.
+    made float8 first, by every schedule, or is given so. order: "rank" or "tree", in which sums travel in float32 and
+    `fused` alone runs; `unfused` is then that of the usual order.
 
     Raises ValueError with the values for an unknown op, dtype or hardware, and for an impossible size or time.
     """
@@ -170,6 +171,12 @@ def predict(
     for name, time in (("matmul_us", matmul_us), ("kernel_matmul_us", kernel_matmul_us)):
         if time is not None and (alone or not 0 < time < float("inf")):
             raise ValueError(f"{name} must be a positive time of an op with a matmul, got {time!r} for {op}")
+    if order not in (RANK_ORDER, TREE_ORDER):
+        raise ValueError(f"order must be {RANK_ORDER} or {TREE_ORDER}, got {order!r}")
+    if order == TREE_ORDER:
+        if alone or is_float8(work.dtype) or work.dtype == "float64":
+            raise ValueError(f"order {order!r} is for a matmul of 16 or 32 bits, got {op} of {work.dtype}")
+        work = replace(work, tree=True)
     if data_parallel < 1:
         raise ValueError(f"data_parallel must be 1 or more, got {data_parallel}")
     if data_parallel > 1 and alone:
@@ -185,7 +192,8 @@ def estimate(
     casts: bool = False,
 ) -> Prediction:  # fmt: skip
     """`predict` for a share that is known; `weight`: elements of w, whole."""
-    model = Model(work, machine, matmul_us, kernel_matmul_us)
+    model = Model(replace(work, tree=False), machine, matmul_us, kernel_matmul_us)
+    tree = Model(work, machine, matmul_us, kernel_matmul_us) if work.tree else model
     cast = model.cast if casts else 0.0
     unfused = cast + model.matmul + model.n * model.adding + model.comm
     decomposed, fused = None, None
@@ -194,15 +202,17 @@ def estimate(
         decomposed = fused = unfused
     elif work.num_ranks <= machine.domain_size:
         if not machine.in_place and model.kernel_multiplies:
-            fused = cast + model.overlapped("fused", used["fused"])
-        decomposed = None if algorithm == "ring" else cast + model.overlapped("decomposed", used["decomposed"])
+            fused = cast + tree.overlapped("fused", used["fused"])
+        decomposed = (
+            None if algorithm == "ring" or work.tree else cast + model.overlapped("decomposed", used["decomposed"])
+        )
     best = min(time for time in (unfused, decomposed, fused) if time is not None)
     network = 2 * model.network(weight * ITEMSIZE[work.made] / work.num_ranks, data_parallel)
     exposed = max(0.0, network - 3 * best) if overlap_network else network
     shown = used["decomposed" if machine.in_place else "fused"]
     return Prediction(
         op, work, machine.name, shown, model.matmul, model.comm, unfused, decomposed, fused, network, exposed,
-        (*model.assumptions(data_parallel), *((CAST,) if cast else ())), cast,
+        (*tree.assumptions(data_parallel), *((CAST,) if cast else ())), cast,
     )  # fmt: skip
 
 

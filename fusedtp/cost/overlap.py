@@ -52,6 +52,7 @@ class Work:
     """One rank's share of an op: the product [rows, depth] @ [depth, cols], and `moved` elements gathered or reduced.
 
     rows of 0: the collective alone. dtype: of the operands. by_depth: what is gathered is cut along the contraction.
+    tree: the contraction is added up as a tree, whose subtrees travel in float32.
     """
 
     kind: Literal["gather", "scatter", "all_reduce"]
@@ -62,6 +63,7 @@ class Work:
     num_ranks: int
     dtype: str
     by_depth: bool = False
+    tree: bool = False
 
     @property
     def flops(self) -> int:
@@ -75,6 +77,8 @@ class Work:
     @property
     def moved_dtype(self) -> str:
         """That of what travels: of an operand, or of the terms of a sum."""
+        if self.tree and self.kind != "gather":
+            return SUBTREES
         return self.dtype if self.kind == "gather" else self.made
 
     @property
@@ -93,9 +97,18 @@ class Work:
     @property
     def sent_bytes(self) -> int:
         """What a rank sends, ring or direct alike."""
-        n, shares = self.num_ranks, 2 if self.kind == "all_reduce" else 1
-        share = ceil(self.moved / n) * ITEMSIZE[self.moved_dtype] + ceil(self.scale_bytes / n)
-        return shares * (n - 1) * share
+        n, length = self.num_ranks, ceil(self.moved / self.num_ranks)
+        share = length * ITEMSIZE[self.moved_dtype] + ceil(self.scale_bytes / n)
+        if self.kind == "all_reduce":
+            # Then the sums.
+            share += length * ITEMSIZE[self.made]
+        return (n - 1) * share
+
+
+# What subtrees travel in.
+SUBTREES = "float32"
+# What their tile, the third of `_TILES`, reaches of the library's rate.
+TREE_FRACTION = _TILES[2][2]
 
 
 class Model:
@@ -202,7 +215,7 @@ class Model:
         work, whole = self.work, self.matmul
         if self.torch_dtype != work.dtype and self.kernel_multiplies:
             whole = self.product(work.rows, work.cols, work.depth, work.dtype)
-        return whole / self.machine.kernel_fraction
+        return whole / (self.machine.kernel_fraction * (TREE_FRACTION if work.tree else 1.0))
 
     def chunks(self, schedule: str, *, cut: bool = True) -> list[float]:
         """The matmul in as many parts as there are ranks. cut: the kernel's tiles are of one rank's rows each."""
@@ -271,7 +284,8 @@ class Model:
             return self.recursion(parts, arrivals)
         time = self.recursion(parts, arrivals) + sum_us
         if work.kind == "all_reduce":
-            time += begin + (n - 1) * hop + copy_us
+            sums = work.moved * ITEMSIZE[work.made]
+            time += begin + (n - 1) * (step + sums / n / bandwidth) + launch + 2 * sums / self.memory
         return time
 
     def gathered(self, producer: str) -> float:
@@ -340,7 +354,12 @@ class Model:
                 does = f"makes {work.dtype} {WIDENED_BLOCKS}, at a rate that nobody has measured,"
             said.append(f"our kernel {does} on {machine.title}: no fused")
         elif work.flops and self.kernel_given is None and not machine.in_place:
-            said.append(f"our kernel reaches {machine.kernel_fraction:.0%} of the library's matmul")
+            reaches = machine.kernel_fraction * (TREE_FRACTION if work.tree else 1.0)
+            said.append(f"our kernel reaches {reaches:.0%} of the library's matmul")
+        if work.tree:
+            said.append("added up as a tree by fused alone; unfused is the usual order's, to compare with")
+            if work.kind != "gather":
+                said.append(f"subtrees travel in {SUBTREES}")
         if self.n > machine.domain_size:
             said.append(f"{self.n} ranks span domains of {machine.domain_size}: only unfused runs between them")
         if data_parallel > 1:
