@@ -58,6 +58,17 @@ def dtypes_here(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]
     return names(",".join(dtype(each, float8) for each in text.split(",")), known, what)
 
 
+def order(text: str, num_ranks: int) -> str:
+    """An order of sums on so many ranks; BadParameter for another."""
+    from fusedtp.calls.orders import leaves_of
+
+    try:
+        leaves_of(text, "auto", num_ranks, None)
+    except ValueError as error:
+        raise typer.BadParameter(f"--{error}") from None
+    return text
+
+
 def numbers(text: str, what: str, most: int = 2**31 - 1) -> tuple[int, ...]:
     """Integers from 1 to `most`, separated by commas or x; BadParameter for anything else.
 

@@ -225,22 +225,29 @@ def explain(
 def train(
     steps: Annotated[int, typer.Option(help="Steps of every run.")] = 50,
     fused_steps: Annotated[int, typer.Option(help="Steps with interpreted kernels.")] = 10,
+    order: Annotated[str, typer.Option(help="Of sums: rank, or tree, which does not depend on ranks.")] = "rank",
     out: Annotated[Path, typer.Option(help="Folder for the curves, one folder a machine.")] = Path("results"),
 ) -> None:
     """Train a small decoder on a 2 x 2 mesh of CPU ranks with every schedule and in one process: losses must agree."""
+    from .cases import ranks
+    from .logprobs import of_order
     from .machine import describe
     from .train import Settings, compare
 
+    arguments.order(order, 4)
     arguments.at_least(1, steps, "--steps")
     arguments.at_least(1, fused_steps, "--fused-steps")
     console = arguments.console()
     folder = arguments.folder(out, describe().name)
-    curves = compare(Settings(steps=steps), min(fused_steps, steps), folder)
+    curves = compare(Settings(steps=steps, order=order), min(fused_steps, steps), folder)
     reference, *_ = curves.values()
     for name, losses in curves.items():
         far = max(abs(loss - other) for loss, other in zip(losses, reference, strict=False))
         console.print(f"{name:24} {len(losses):3} steps  loss {losses[0]:.4f} -> {losses[-1]:.4f}  off by {far:.1e}")
     console.print(f"curves: {folder / 'train.csv'}, {folder / 'train.png'}")
+    for num_ranks, batch, same, far in of_order(order):
+        bits = "the same bits" if same else f"other bits, off by {far:.1e}"
+        console.print(f"log-probabilities, order {order}, {ranks(num_ranks)}, batch {batch}: {bits}")
 
 
 @app.command()

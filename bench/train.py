@@ -24,12 +24,15 @@ from torch.nn import functional as F
 
 import fusedtp
 from fusedtp.layers import ColumnParallelLinear, ParallelMLP, RowParallelLinear
+from fusedtp.op import RANK_ORDER, Order
 from fusedtp.recipes import Float8
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of the decoder and of its training. `sequence` and `batch` are global. float8: of the parallel layers."""
+    """Sizes of the decoder and of its training. `sequence` and `batch` are global. float8, order: of the parallel
+    layers.
+    """
 
     vocabulary: int = 64
     hidden: int = 64
@@ -42,6 +45,7 @@ class Settings:
     learning_rate: float = 3e-3
     seed: int = 0
     float8: Float8 | None = None
+    order: Order = RANK_ORDER
 
 
 class PlainMLP(nn.Module):
@@ -69,7 +73,9 @@ class Block(nn.Module):
             self.out: nn.Module = nn.Linear(hidden, hidden, bias=False)
             self.mlp: nn.Module = PlainMLP(hidden, settings.intermediate)
             return
-        options: dict[str, Any] = {"bias": False, "group": tensor, "schedule": schedule, "float8": settings.float8}
+        options: dict[str, Any] = {
+            "bias": False, "group": tensor, "schedule": schedule, "float8": settings.float8, "order": settings.order
+        }  # fmt: skip
         self.qkv = ColumnParallelLinear(hidden, 3 * hidden, **options)
         self.out = RowParallelLinear(hidden, hidden, **options)
         self.mlp = ParallelMLP(hidden, settings.intermediate, activation="swiglu", **options)
@@ -96,10 +102,17 @@ def _rotated(x: Tensor) -> Tensor:
 
 
 class Decoder(nn.Module):
-    """Token ids [S, B] of this rank to logits [S, B, V]."""
+    """Token ids [S, B] of this rank to logits [S, B, V].
 
-    def __init__(self, settings: Settings, tensor: ProcessGroup | None = None, schedule: str = "auto") -> None:
+    alone: a group of this rank, for a head in the order of the layers.
+    """
+
+    def __init__(
+        self, settings: Settings, tensor: ProcessGroup | None = None, schedule: str = "auto",
+        alone: ProcessGroup | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
+        self.alone, self.order = alone, settings.order
         self.embed = nn.Embedding(settings.vocabulary, settings.hidden)
         self.blocks = nn.ModuleList(Block(settings, tensor, schedule) for _ in range(settings.blocks))
         self.norm = nn.RMSNorm(settings.hidden)
@@ -109,6 +122,8 @@ class Decoder(nn.Module):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
+        if self.alone is not None:
+            return fusedtp.linear_all_reduce(self.norm(x), self.head.weight, group=self.alone, order=self.order)
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
     def whole_parameters(self) -> Iterator[nn.Parameter]:
@@ -212,7 +227,7 @@ def picture(curves: dict[str, list[float]], path: Path) -> None:
 def compare(settings: Settings, fused_steps: int, out: Path) -> dict[str, list[float]]:
     """Train in one process and on a 2 x 2 mesh with every schedule; leaves train.csv and train.png in `out`.
 
-    On CPUs: `fused`, whose kernels are interpreted, trains for `fused_steps` only.
+    On CPUs: `fused`, whose kernels are interpreted, trains for `fused_steps` only. It alone has another order.
     """
     import pandas as pd
 
@@ -223,6 +238,8 @@ def compare(settings: Settings, fused_steps: int, out: Path) -> dict[str, list[f
     with RankPool(4, timeout=1200, env={"TRITON_INTERPRET": "1"}) as pool:
         for schedule in ("unfused", "decomposed", "fused"):
             steps = fused_steps if schedule == "fused" else settings.steps
+            if settings.order != RANK_ORDER and schedule != "fused":
+                continue
             losses = pool.run(sharded, replace(settings, steps=steps), 2, schedule)
             curves[f"2 x 2 mesh, {schedule}"] = losses[0]
     out.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.utils.parametrize import is_parametrized
 
-from ..calls import arguments, dispatch
+from ..calls import arguments, dispatch, orders
+from ..op import RANK_ORDER, Order
 from ..recipes import Float8
 from . import agreed
 from .embeddings import FusedEmbeddingParallel
@@ -40,9 +41,11 @@ class _Planner:
     # Writes the plan of a decoder: styles by the names of modules, to be applied in order.
     def __init__(
         self, decoder: Decoder, num_ranks: int, split_tokens: bool, split_logits: bool, options: dict[str, Any],
-        float8: Float8 | None,
+        float8: Float8 | None, order: Order,
     ) -> None:  # fmt: skip
-        self._of, self._ranks, self._options, self._float8 = decoder, num_ranks, options, float8
+        self._of, self._ranks, self._options, self._order = decoder, num_ranks, options, {"order": order}
+        # Of the linears of attention and MLPs.
+        self._linears: dict[str, Any] = {**options, "float8": float8, "order": order}
         self._split_tokens, self._split_logits = split_tokens, split_logits
         self._tokens: Placement = TOKENS if split_tokens else Replicate()
         # What comes after the layers takes hidden states as they were in one process.
@@ -104,9 +107,9 @@ class _Planner:
         heads = self._heads(path, child)
         widths = {features(child.get_submodule(name)) for name in columns}
         check_own(path, child, {*widths, *(heads or ())})
-        column: dict[str, Any] = {"input_layouts": self._tokens, **self._options, "float8": self._float8}
+        column: dict[str, Any] = {"input_layouts": self._tokens, **self._linears}
         row: dict[str, Any] = {"output_layouts": self._tokens, "use_local_output": not self._split_tokens}
-        row |= {**self._options, "float8": self._float8}
+        row |= self._linears
         parts: list[str] = []
         pieces: dict[str, int] = {}
         for name in columns:
@@ -226,14 +229,14 @@ class _Planner:
         if self._split_logits:
             output = {"output_layouts": Shard(-1), "use_local_output": False}
         tokens = Replicate() if self._ends_whole else self._tokens
-        style = FusedColwiseParallel(input_layouts=tokens, **output, **self._options)
+        style = FusedColwiseParallel(input_layouts=tokens, **output, **self._options, **self._order)
         tied = embedding is not None and embedding.weight is head.weight
         self._add(name, TiedHead(style, embedding) if tied else style)
 
 
 def decoder_plan(
     model: nn.Module, num_ranks: int, *, sequence_parallel: bool = True, loss_parallel: bool = False,
-    schedule: str = "auto", debug: bool = False, float8: Float8 | None = None,
+    schedule: str = "auto", debug: bool = False, float8: Float8 | None = None, order: Order = RANK_ORDER,
 ) -> dict[str, list[ParallelStyle]]:  # fmt: skip
     """The plan that `parallelize` applies: styles by names of modules, in which * is any one name.
 
@@ -245,12 +248,14 @@ def decoder_plan(
     options = {"schedule": schedule, "debug": arguments.flag("debug", debug)}
     split_logits = arguments.flag("loss_parallel", loss_parallel)
     recipe = arguments.float8_of(float8)
-    return _Planner(decoder_of(model), num_ranks, split, split_logits, options, recipe).write()
+    orders.leaves_of(order, schedule, num_ranks, float8)
+    return _Planner(decoder_of(model), num_ranks, split, split_logits, options, recipe, order).write()
 
 
 def parallelize(
     model: nn.Module, device_mesh: DeviceMesh, *, sequence_parallel: bool = True, loss_parallel: bool = False,
-    schedule: str = "auto", debug: bool = False, float8: Float8 | None = None, src_data_rank: int | None = 0,
+    schedule: str = "auto", debug: bool = False, float8: Float8 | None = None, order: Order = RANK_ORDER,
+    src_data_rank: int | None = 0,
 ) -> nn.Module:  # fmt: skip
     """Split a Hugging Face decoder over a 1-D mesh, in place: attention by heads, MLPs by features, embedding and head
     by vocabulary.
@@ -260,6 +265,8 @@ def parallelize(
     loss_parallel       logits stay split by vocabulary, DTensors, for torch.distributed.tensor.parallel.loss_parallel
     schedule, debug     of every matmul, as in the functions
     float8              a recipe for the linears of attention and MLPs; embedding and head stay as they are
+    order               rank, or tree: logits have the same bits on any number of ranks, and so have gradients but those
+                        of norms and of heads that ranks share, whose terms are added in the order of ranks
     src_data_rank       whose parameters count; None where all ranks have the same
 
     The model is called as before, with the same inputs on every rank, and gives whole logits, if not told otherwise.
@@ -271,7 +278,7 @@ def parallelize(
     check_mesh(device_mesh)
     options: dict[str, Any] = {
         "sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel, "schedule": schedule, "debug": debug,
-        "float8": float8,
+        "float8": float8, "order": order,
     }  # fmt: skip
     said = {name: repr(value) for name, value in {**options, "src_data_rank": src_data_rank}.items()}
     said = {"model": type(model).__name__, **said}

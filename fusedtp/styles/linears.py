@@ -32,7 +32,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.utils.parametrize import is_parametrized
 
 from .. import groups
-from ..calls import arguments, dispatch, eager, problems
+from ..calls import arguments, dispatch, eager, orders, problems
+from ..op import RANK_ORDER, Order
 from ..recipes import Float8
 from ..shards import chunk_sizes
 
@@ -48,6 +49,7 @@ class _Layouts:
     debug: bool
     producer: str
     float8: Float8 | None
+    order: Order
 
     @property
     def group(self) -> ProcessGroup:
@@ -132,10 +134,10 @@ def columns(linears: Sequence[FusedColwiseLinear], input: Tensor) -> list[Tensor
     if isinstance(placement, Shard):
         describe = problems.all_gather_problem
         ys = eager.of_parameters(
-            describe, x, *ours, placement.dim, sizes, to.schedule, to.debug, to.producer, to.float8
+            describe, x, *ours, placement.dim, sizes, to.schedule, to.debug, to.producer, to.float8, to.order
         )
     else:
-        ys = eager.of_parameters(problems.replicated_problem, x, *ours, to.schedule, to.debug, to.float8)
+        ys = eager.of_parameters(problems.replicated_problem, x, *ours, to.schedule, to.debug, to.float8, to.order)
     outs = ys if isinstance(ys, tuple) else (ys,)
     return [
         each.layouts.hand_out(y, Shard(-1), (*y.shape[:-1], each.out_features))
@@ -156,9 +158,11 @@ class FusedRowwiseLinear(nn.Linear):
         made = positive(to.output, x.ndim)
         if isinstance(made, Shard):
             describe, sizes = problems.reduce_scatter_problem, to.sizes(shape[made.dim])
-            y = eager.of_parameters(describe, x, *ours, made.dim, sizes, to.schedule, to.debug, to.producer, to.float8)
+            shared = to.schedule, to.debug, to.producer, to.float8, to.order
+            y = eager.of_parameters(describe, x, *ours, made.dim, sizes, *shared)
         else:
-            y = eager.of_parameters(problems.all_reduce_problem, x, *ours, to.schedule, "auto", to.debug, to.float8)
+            shared = to.schedule, "auto", to.debug, to.float8, to.order
+            y = eager.of_parameters(problems.all_reduce_problem, x, *ours, *shared)
         return to.hand_out(y, made, shape)
 
 
@@ -243,6 +247,7 @@ class _FusedStyle(ParallelStyle):
         debug: bool = False,
         producer: str = "auto",
         float8: Float8 | None = None,
+        order: Order = RANK_ORDER,
     ) -> None:
         super().__init__()
         self.input_layouts = self._input if input_layouts is None else input_layouts
@@ -251,6 +256,9 @@ class _FusedStyle(ParallelStyle):
         arguments.check_producer(producer, schedule)
         self.schedule, self.debug, self.producer = schedule, arguments.flag("debug", debug), producer
         self.float8 = arguments.float8_of(float8)
+        self.order = order
+        # Of any number of ranks so far.
+        orders.leaves_of(order, schedule, 1, float8)
         for name, placement in (("input_layouts", self.input_layouts), ("output_layouts", self.output_layouts)):
             if not isinstance(placement, Shard | Replicate):
                 raise ValueError(f"{name} must be Shard(dim) or Replicate(), got {placement!r}")
@@ -261,12 +269,15 @@ class _FusedStyle(ParallelStyle):
         if reason := unfit(module):
             raise NotImplementedError(f"{type(self).__name__} is for nn.Linear, got {reason}")
         check_mesh(device_mesh)
+        if orders.leaves_of(self.order, self.schedule, device_mesh.size(), self.float8):
+            name = "out_features" if self._weight == Shard(0) else "in_features"
+            orders.check_even(self.order, chunk_sizes(getattr(module, name), device_mesh.size()), f"parts of {name}")
 
     def layouts_on(self, device_mesh: DeviceMesh) -> _Layouts:
         """What a linear of this style is told."""
         return _Layouts(
             device_mesh, self.input_layouts, self.output_layouts, self.use_local_output, self.schedule, self.debug,
-            self.producer, self.float8,
+            self.producer, self.float8, self.order,
         )  # fmt: skip
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -283,7 +294,11 @@ class _FusedStyle(ParallelStyle):
 
     def __repr__(self) -> str:
         layouts = f"input_layouts={self.input_layouts}, output_layouts={self.output_layouts}"
-        return f"{type(self).__name__}({layouts}, use_local_output={self.use_local_output}, schedule={self.schedule!r})"
+        order = f", order={self.order!r}" * (self.order != RANK_ORDER)
+        return (
+            f"{type(self).__name__}({layouts}, use_local_output={self.use_local_output}, schedule={self.schedule!r}"
+            f"{order})"
+        )
 
 
 class FusedColwiseParallel(_FusedStyle):
@@ -296,6 +311,7 @@ class FusedColwiseParallel(_FusedStyle):
     debug             compare every op with the other ranks' before it runs
     producer          how the fused schedule sends what it gathers: auto, push or copy
     float8            tensorwise, rowwise or rowwise_with_gw_hp: operands become float8 before they are sent
+    order             rank, or tree: the same bits on any number of ranks, as in `all_gather_linear`
 
     A plain input that is sharded is taken to be as long on every rank; a DTensor knows its length.
     """
@@ -314,6 +330,7 @@ class FusedRowwiseParallel(_FusedStyle):
     debug             compare every op with the other ranks' before it runs
     producer          how the fused schedule sends what it gathers: auto, push or copy
     float8            tensorwise, rowwise or rowwise_with_gw_hp: operands become float8 before they are sent
+    order             rank, or tree: the same bits on any number of ranks, as in `all_gather_linear`
     """
 
     _input, _output, _weight, _bias = Shard(-1), Replicate(), Shard(1), Replicate()

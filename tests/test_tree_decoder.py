@@ -1,0 +1,114 @@
+"""Decoders whose linears add up as a tree: log-probabilities are the same on any number of ranks and in any batch."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from fusedtp.bench.logprobs import compare
+from fusedtp.bench.ranks import RankPool
+from fusedtp.bench.train import Settings
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import Replicate, Shard
+
+import fusedtp
+from fusedtp import FusedColwiseParallel, FusedRowwiseParallel, RanksDisagree
+
+from .test_decoders import decoder, mesh_of
+
+SMALL = Settings(vocabulary=16, hidden=16, intermediate=32, blocks=1, sequence=8)
+needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+
+
+@pytest.mark.parametrize("order", ["tree", "rank"])
+def test_log_probabilities_on_any_number_of_ranks_and_in_a_batch(order: str) -> None:
+    """As `fusedtp train` shows them; in the usual order they differ somewhere."""
+    world_sizes = (1, 2, 4) if order == "tree" else (1, 4)
+    settings = Settings(**(vars(SMALL) | {"order": order}))
+    found = compare(settings, world_sizes)
+    assert [(ranks, batch) for ranks, batch, *_ in found] == [(n, batch) for n in world_sizes for batch in (1, 8)]
+    assert all(same == (far == 0) for *_, same, far in found)
+    if order == "tree":
+        assert all(same for _, _, same, _ in found)
+    else:
+        assert not all(same for _, _, same, _ in found)
+
+
+def logits(group: ProcessGroup, order: str, sequence_parallel: bool) -> Tensor:
+    """Of a Llama, for two texts; float32, as kernels multiply no float64. Its attention goes through heads and texts
+    one by one: a batched matmul of the library would take another way for another number of them.
+    """
+    model = decoder("Llama", vocab_size=48, intermediate_size=48, attn_implementation="sdpa").float()
+    fusedtp.parallelize(model, mesh_of(group), order=order, sequence_parallel=sequence_parallel)
+    ids = torch.arange(2 * 11).view(2, 11) * 7 % 48
+    with torch.no_grad():
+        both: Tensor = model(ids).logits
+        one = model(ids[1:]).logits
+    if order == "tree":
+        assert torch.equal(one[0], both[1])
+    return both
+
+
+@needs_transformers
+def test_a_decoder_of_hugging_face(pool: RankPool) -> None:
+    one = pool.run(logits, "tree", True, world_size=1)[0]
+    for world_size, sequence_parallel in ((2, True), (4, True), (4, False)):
+        for found in pool.run(logits, "tree", sequence_parallel, world_size=world_size):
+            assert torch.equal(found, one), f"{world_size} ranks, sequence_parallel={sequence_parallel}"
+    usual = pool.run(logits, "rank", True, world_size=4)[0]
+    torch.testing.assert_close(usual, one)
+    assert not torch.equal(usual, one)
+
+
+def refused(group: ProcessGroup) -> None:
+    mesh = mesh_of(group)
+    for style, linear, message in (
+        (FusedColwiseParallel, nn.Linear(8, 9), "needs parts of out_features that are as long on every rank"),
+        (FusedRowwiseParallel, nn.Linear(9, 8), "needs parts of in_features that are as long on every rank"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            style(order="tree")._apply(linear, mesh)
+    with pytest.raises(ValueError, match="divide its 1 leaves, got 2 ranks"):
+        FusedColwiseParallel(order="tree-1")._apply(nn.Linear(8, 8), mesh)
+    for options, message in (
+        ({"order": "forest"}, "order must be 'rank', 'tree'"), ({"schedule": "unfused"}, "by schedule 'fused' alone"),
+        ({"float8": "rowwise"}, "operands that are not cast"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            FusedRowwiseParallel(**({"order": "tree"} | options))  # type: ignore[arg-type]
+    assert "order='tree'" in repr(FusedColwiseParallel(order="tree"))
+    model = decoder("Llama", vocab_size=48, intermediate_size=48)
+    with pytest.raises(RanksDisagree, match="order"):
+        fusedtp.parallelize(model, mesh, order="tree-16" if group.rank() else "tree")
+
+
+@needs_transformers
+def test_styles_that_cannot_are_refused(pool: RankPool) -> None:
+    pool.run(refused, world_size=2)
+
+
+def gradients(group: ProcessGroup) -> list[Tensor]:
+    """Of a block of two linears: what a training step changes."""
+    torch.manual_seed(0)
+    block, mesh = nn.Sequential(nn.Linear(24, 32), nn.GELU(), nn.Linear(32, 24)), mesh_of(group)
+    x, dy = torch.randn(3, 8, 24), torch.randn(3, 8, 24)
+    FusedColwiseParallel(input_layouts=Shard(1), order="tree")._apply(block[0], mesh)
+    FusedRowwiseParallel(output_layouts=Shard(1), order="tree")._apply(block[2], mesh)
+    parts = [each.tensor_split(group.size(), 1)[group.rank()] for each in (x, dy)]
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (block(parts[0]) * parts[1]).sum().backward()
+        optimizer.step()
+    whole = [parameter.redistribute(placements=[Replicate()]).to_local() for parameter in block.parameters()]
+    return [each.detach() for each in whole]
+
+
+def test_two_steps_of_training_through_styles(pool: RankPool) -> None:
+    one = pool.run(gradients, world_size=1)[0]
+    for world_size in (2, 4):
+        for found in pool.run(gradients, world_size=world_size):
+            for got, expected in zip(found, one, strict=True):
+                assert torch.equal(got, expected)
