@@ -8,11 +8,15 @@ torch's own formulas. What relu's needs is to be seen in y; the others need the 
 
 The library has rounded z when it hands it over. A kernel of ours has z as a sum in float32 and does not round it first,
 but for a gate, which it puts down until `up` is made.
+
+On a CPU torch computes elements that fill no vector at a tensor's end by other code, with other last bits of silu and
+gelu_tanh in float32. Here there are none: an element has the same bits in a tensor of any size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,11 +31,32 @@ def _approximate(name: str) -> str:
     return "tanh" if name == "gelu_tanh" else "none"
 
 
+# Elements of the two widest vectors, which torch's loops take at once.
+_AT_ONCE = 64
+
+
+def _in_vectors(x: Tensor) -> bool:
+    # Whether torch's own code leaves no elements over. What is traced may be of any size.
+    if not x.is_cpu or x.dtype != torch.float32:
+        return True
+    is_traced = torch.compiler.is_compiling() or type(x) is not Tensor
+    return not is_traced and x.numel() % _AT_ONCE == 0 and x.is_contiguous()
+
+
+def _filled_up(function: Callable[..., Tensor], *xs: Tensor) -> Tensor:
+    if all([_in_vectors(x) for x in xs]):
+        return function(*xs)
+    left = -xs[0].numel() % _AT_ONCE
+    return function(*(F.pad(x.reshape(-1), (0, left)) for x in xs))[: xs[0].numel()].view(xs[0].shape)
+
+
 def apply(name: str, zs: Sequence[Tensor], out: Tensor) -> Tensor:
     """y of z, or of gate and up, into `out`, which may be the first of them; outside of any graph."""
     function = GATED.get(name, name)
     if function == "relu":
         torch.clamp_min(zs[0], 0, out=out)
+    elif not _in_vectors(zs[0]):
+        out.copy_(_of(function, zs[0]))
     elif function == "silu":
         _aten.silu.out(zs[0], out=out)
     else:
@@ -42,7 +67,9 @@ def apply(name: str, zs: Sequence[Tensor], out: Tensor) -> Tensor:
 def _of(function: str, z: Tensor) -> Tensor:
     if function == "relu":
         return F.relu(z)
-    return F.silu(z) if function == "silu" else F.gelu(z, approximate=_approximate(function))
+    if function == "silu":
+        return _filled_up(F.silu, z)
+    return _filled_up(partial(F.gelu, approximate=_approximate(function)), z)
 
 
 def of(name: str, zs: Sequence[Tensor]) -> list[Tensor]:
@@ -56,8 +83,8 @@ def _backward(function: str, dy: Tensor, kept: Tensor) -> Tensor:
     if function == "relu":
         return _aten.threshold_backward(dy, kept, 0)  # type: ignore[no-any-return]
     if function == "silu":
-        return _aten.silu_backward(dy, kept)  # type: ignore[no-any-return]
-    return _aten.gelu_backward(dy, kept, approximate=_approximate(function))  # type: ignore[no-any-return]
+        return _filled_up(_aten.silu_backward, dy, kept)
+    return _filled_up(partial(_aten.gelu_backward, approximate=_approximate(function)), dy, kept)
 
 
 def gradients(name: str, dys: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:

@@ -76,7 +76,7 @@ STRUCK = {
     "inference": ("call.py", "forward"),
     "forward": ("eager.py", "forward"),
     "backward": ("eager.py", "_gradients"),
-    "all_gather": ("functional.py", "all_gather"),
+    "all_gather": ("collectives.py", "all_gather"),
     "compiled inference": ("call.py", "forward"),
     "compiled all_gather": ("dispatch.py", "run"),
 }

@@ -15,13 +15,15 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fusedtp
-from fusedtp import reference
+from fusedtp import activations, reference
 from fusedtp.calls.orders import leaves_in
+from fusedtp.op import GATED
 from fusedtp.shards import even_sizes
 
 from .spread import spread
 
-M, K, N, MORE = 22, 48, 40, 24
+# No leaf is as long as the next one, and every number of ranks cuts at leaves.
+M, K, N = 22, 44, 36
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
@@ -251,3 +253,18 @@ def test_ranks_that_mean_other_trees_are_told(pool: RankPool, what: str) -> None
 
 def test_orders() -> None:
     assert [leaves_in(each) for each in ("rank", "tree", "tree-1", "tree-64")] == [0, 8, 1, 64]
+
+
+@pytest.mark.parametrize("name", ["relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu"])
+def test_an_element_is_activated_alike_in_a_tensor_of_any_size(name: str) -> None:
+    z, up, dy = (drawn(9, 67, dtype=torch.float32, seed=seed) for seed in range(3))
+    zs = [z, up][: 2 if name in GATED else 1]
+    (whole_y,) = activations.of(name, zs)
+    kept = [whole_y] if name == "relu" else zs
+    whole_dz = activations.gradients(name, [dy], kept)
+    for part in (slice(0, 1), slice(2, 7)):
+        (y,) = activations.of(name, [each[part].clone() for each in zs])
+        assert torch.equal(y, whole_y[part])
+        assert torch.equal(activations.apply(name, [each[part] for each in zs], torch.empty_like(y)), y)
+        found = activations.gradients(name, [dy[part].clone()], [each[part].clone() for each in kept])
+        assert all(torch.equal(got, expected[part]) for got, expected in zip(found, whole_dz, strict=True))

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..op import (
-    ALL_GATHER,
     ALL_GATHER_MATMUL,
     ALL_REDUCE,
     GATED,
@@ -25,12 +24,13 @@ from ..op import (
     Task,
 )
 from ..recipes import Casts
-from ..schedules.alone import activated, mm, summed, summed_rows
+from ..schedules.alone import activated, mm, summed
 from ..schedules.verbs import Epilogue
 from ..sharding import notation
 from ..sharding.partition import Partition
 from ..sharding.plan import MatmulPlan, Plan
 from ..sharding.redistribute import Step, moved
+from . import biases as biases_
 from . import casts as casts_
 from .casts import Use
 from .matrices import Blocks, Matrix, Named, flat_sizes, in_order, outermost
@@ -71,14 +71,14 @@ class Program:
         self, partition: Partition, dtype: torch.dtype, algorithm: str = "auto", float8: tuple[torch.dtype, ...] = (),
         recipe: Casts | None = None, *, blocks: bool = False, norm: tuple[str, float] = ("", 0.0), leaves: int = 0,
     ) -> None:  # fmt: skip
-        self.partition, self._dtype, self._algorithm = partition, dtype, algorithm
+        self.partition, self.dtype, self._algorithm = partition, dtype, algorithm
         # What the operands of forward are in, if these are float8, and whether scales are those of blocks; or how
         # operands are made float8.
         self._float8, self._blocks, self._recipe = float8, blocks, recipe or {}
         # That of a task, and its eps.
         self._norm = norm
         # Of every product's contraction, see `Task`.
-        self._leaves = leaves
+        self.leaves = leaves
         self._steps: list[_Step] = []
         self._results: list[tuple[str, tuple[int, ...] | None]] = []
         self._num_names = 0
@@ -167,7 +167,7 @@ class Program:
                 lambda tensors, runs: [tensors[name].narrow(at, begin, length)], (name,), (x.dims, lengths)
             )[0]
         matrix = Matrix.of(x, (step.dim,), others)
-        task = Task(OPS[step.kind], (matrix.size,), self._dtype, sizes)
+        task = Task(OPS[step.kind], (matrix.size,), self.dtype, sizes)
         length = sum(sizes) if step.kind == "all_gather" else sizes[place]
         made = (step.dim, *others), (length, *(x.length(dim) for dim in others))
         return self.task(task, step.axis, (matrix,), made)[0]
@@ -176,7 +176,7 @@ class Program:
         if not math.prod(x.lengths):
             return x
         matrix = Matrix(x.name, None, len(x.lengths) != 2, (math.prod(x.lengths[:-1]), x.lengths[-1]))
-        return self.task(Task(ALL_REDUCE, (matrix.size,), self._dtype), axis, (matrix,), (x.dims, x.lengths))[0]
+        return self.task(Task(ALL_REDUCE, (matrix.size,), self.dtype), axis, (matrix,), (x.dims, x.lengths))[0]
 
     def matmul(
         self, plan: MatmulPlan, a: Blocks, b: Blocks, *, biases: Sequence[str | None] = (),
@@ -278,10 +278,10 @@ class Program:
         first = float8[int(exchanged)] if float8 else None
         name, eps = self._norm if norm else ("", 0.0)
         task = Task(
-            op, shapes, self._dtype, flat, along, turned, algorithm, activation, keeps, first, self._blocks, name, eps,
-            self._leaves,
+            op, shapes, self.dtype, flat, along, turned, algorithm, activation, keeps, first, self._blocks, name, eps,
+            self.leaves,
         )  # fmt: skip
-        if not self._leaves or not activation:
+        if not self.leaves or not activation:
             return self.task(task, step.axis, operands, *made)
         # On one rank, too, an activation is the library's, of what was rounded.
         zs = self.task(replace(task, activation="", keeps=False), step.axis, operands, *products)
@@ -298,9 +298,9 @@ class Program:
             given = [(a.view(tensors[a.name]), b.view(tensors[b.name])) for a, b in pairs]
             added = [None if bias is None else tensors[bias] for bias in biases]
             if len(added) == 1:
-                outs = [summed(given, added[0], self._leaves)]
+                outs = [summed(given, added[0], self.leaves)]
             else:
-                outs = [mm(a, b, bias, self._leaves) for (a, b), bias in zip(given, added, strict=True)]
+                outs = [mm(a, b, bias, self.leaves) for (a, b), bias in zip(given, added, strict=True)]
             outs = activated(epilogue, outs)
             return [out if shape is None else out.view(shape) for out, shape in zip(outs, shapes, strict=True)]
 
@@ -314,7 +314,7 @@ class Program:
         """
         needs_x, needs_w, needs_bias = needs[0], needs[1::2], needs[2::2]
         dbs = [
-            self._bias_gradient(plans, each) if needed else None for each, needed in zip(dy, needs_bias, strict=True)
+            biases_.gradient(self, plans, each) if needed else None for each, needed in zip(dy, needs_bias, strict=True)
         ]
         wanted = [i for i, needed in enumerate(needs_w) if needed]
         dx: Named | None = None
@@ -380,59 +380,10 @@ class Program:
                 operands += [first, one, second if i in wanted else None]
         shapes = tuple(None if each is None else each.size for each in operands)
         float8 = casts[0]["dy"].dtype if casts[0] else None
-        task = Task(op, shapes, self._dtype, flat, float8=float8, leaves=self._leaves)
+        task = Task(op, shapes, self.dtype, flat, float8=float8, leaves=self.leaves)
         dx = (*rows, spec.k), [*(x.length(name) for name in rows), x.length(spec.k)]
         dws = [((spec.n, spec.k), [w[i].length(spec.n), w[i].length(spec.k)]) for i in wanted]
         if not on_columns:
             return self.task(task, step.axis, operands, dx, *dws)
         dw, found = self.task(task, step.axis, operands, *dws, dx)
         return found, dw
-
-    def _bias_gradient(self, plans: Plan, dy: Named) -> Named:
-        # If w has only this rank's columns, so has the bias; if w has all of them, the bias is whole too.
-        spec = plans.spec
-        rows = tuple(name for name in spec.c.names if name != spec.n)
-        now = notation.Tensor(spec.c.dims[-1:])
-        # Ranks that hold other rows hold other terms.
-        split = [(name, axis) for name in rows for axis in spec.c.axes(name)]
-        if self._leaves:
-            db = self._rows_as_tree(dy, rows, spec.n, split)
-        else:
-            matrix = Matrix.of(dy, rows, (spec.n,))
-            db = self.add(
-                lambda tensors, runs: [matrix.view(tensors[matrix.name]).sum(0)], (matrix.name,),
-                ((spec.n,), (dy.length(spec.n),)),
-            )[0]  # fmt: skip
-            for _, axis in split:
-                db = self.plain(Step("all_reduce", "db", axis), now, db)
-        while now.used and not spec.b.axes(spec.n):
-            step = Step("all_gather", "db", now.used[-1], spec.n)
-            db, now = self.plain(step, now, db), moved(now, step)
-        return db
-
-    def _rows_as_tree(self, dy: Named, rows: tuple[str, ...], n: str, split: Sequence[tuple[str, str]]) -> Named:
-        # The sum of dy's rows, which may be `split` over one axis: a product with ones, whose contraction is the rows.
-        assert len(split) < 2
-        dim, axis = split[0] if split else ("", "")
-        order = outermost(rows, dim)
-        matrix, made = Matrix.of(dy, order, (n,)), ((n,), (dy.length(n),))
-        length = math.prod(dy.length(name) for name in rows)
-        sizes = self.partition.sizes(dim, (), axis) if split else ()
-        if len(set(sizes)) == 1:
-            (ones,) = self.add(
-                lambda tensors, runs: [tensors[dy.name].new_ones(1, length)], (dy.name,), (("", ".rows"), (1, length))
-            )
-            operands = Matrix.of(ones, ("",), (".rows",)), matrix, None, None
-            shapes = tuple(None if each is None else each.size for each in operands)
-            task = Task(MATMUL_ALL_REDUCE, shapes, self._dtype, leaves=self._leaves)
-            return self.task(task, axis, operands, made)[0]
-        whole: Named | None = None
-        if split:
-            # Leaves would end in the middle of a rank's rows: one adds up all of them.
-            flat = flat_sizes(sizes, order, dy, dim)
-            task = Task(ALL_GATHER, (matrix.size,), self._dtype, flat)
-            (whole,) = self.task(task, axis, (matrix,), ((".rows", n), (sum(flat), dy.length(n))))
-            matrix = Matrix.of(whole, (".rows",), (n,))
-        return self.add(
-            lambda tensors, runs: [summed_rows(matrix.view(tensors[matrix.name]), self._leaves)], (matrix.name,), made
-        )[0]

@@ -43,7 +43,8 @@ class _Planner:
         self, decoder: Decoder, num_ranks: int, split_tokens: bool, split_logits: bool, options: dict[str, Any],
         float8: Float8 | None, order: Order,
     ) -> None:  # fmt: skip
-        self._of, self._ranks, self._options, self._order = decoder, num_ranks, options, {"order": order}
+        self._of, self._ranks, self._options = decoder, num_ranks, options
+        self._order: dict[str, Any] = {"order": order}
         # Of the linears of attention and MLPs.
         self._linears: dict[str, Any] = {**options, "float8": float8, "order": order}
         self._split_tokens, self._split_logits = split_tokens, split_logits

@@ -158,11 +158,12 @@ class FusedRowwiseLinear(nn.Linear):
         made = positive(to.output, x.ndim)
         if isinstance(made, Shard):
             describe, sizes = problems.reduce_scatter_problem, to.sizes(shape[made.dim])
-            shared = to.schedule, to.debug, to.producer, to.float8, to.order
-            y = eager.of_parameters(describe, x, *ours, made.dim, sizes, *shared)
+            y = eager.of_parameters(
+                describe, x, *ours, made.dim, sizes, to.schedule, to.debug, to.producer, to.float8, to.order
+            )
         else:
-            shared = to.schedule, "auto", to.debug, to.float8, to.order
-            y = eager.of_parameters(problems.all_reduce_problem, x, *ours, *shared)
+            options = to.schedule, "auto", to.debug, to.float8, to.order
+            y = eager.of_parameters(problems.all_reduce_problem, x, *ours, *options)
         return to.hand_out(y, made, shape)
 
 
