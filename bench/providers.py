@@ -33,7 +33,7 @@ GROUP = "fusedtp.providers"
 # In the order in which they are timed.
 SHIPPED = (
     "dtensor", "torch_symm_mem", "async_tp", "nccl_windows", "kraken", "triton_distributed", "flux", "te_userbuffers",
-    "xformers", "flashinfer",
+    "xformers", "flashinfer", "tree",
 )  # fmt: skip
 # What the command line takes apart at commas, and what else it means something by.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -63,6 +63,7 @@ class Provider:
               Asked once, before ranks are started; only ranks that agree could go on
     package   the module that it needs, as "kraken.fused": found without being imported; "" for none
     about     what it is, a line
+    usual     whether a sweep takes it without being told
     """
 
     name: str
@@ -70,6 +71,7 @@ class Provider:
     missing: Callable[[Case, str, int], str] = _never
     package: str = ""
     about: str = ""
+    usual: bool = True
 
     def reason(self, case: Case, direction: str, num_gpus: int) -> str:
         """Why it cannot run this case here, or "". Raises nothing, whatever `missing` does."""
@@ -161,8 +163,8 @@ def named(name: str) -> Provider:
 
 
 def usual() -> tuple[str, ...]:
-    """Those that a sweep takes unless told: all but those whose package is not there."""
-    return tuple(name for name, provider in found().providers.items() if provider.is_installed)
+    """Those that a sweep takes unless told: of the usual ones all but those whose package is not there."""
+    return tuple(name for name, provider in found().providers.items() if provider.usual and provider.is_installed)
 
 
 def listing(num_gpus: int) -> list[tuple[str, str]]:

@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from . import groups, turns
-from .calls import arguments, operators
+from .calls import arguments, operators, orders
 from .groups import Group
-from .op import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Op
+from .op import ALL_GATHER, ALL_REDUCE, RANK_ORDER, REDUCE_SCATTER, Op, Order
 
 
 def _collective(
     op: Op, x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup, schedule: str, algorithm: str, debug: bool,
-    producer: str = "auto",
+    producer: str = "auto", leaves: int = 0,
 ) -> Tensor:  # fmt: skip
     # On x as a matrix whose rows are `dim`. sizes: of that dim on every rank; an all-reduce has none.
     moved = x.movedim(dim, 0)
@@ -25,8 +25,9 @@ def _collective(
     arguments.check_reach(schedule, x, [group], (sum(sizes) if sizes else x.shape[dim], 0, rows.shape[1]))
     call = arguments.call_of(dim if sizes else None, x)
     out: Tensor = operators.collective(
-        rows, op.name, list(sizes), group.rank(), group.group_name, schedule, algorithm, debug, producer, call
-    )
+        rows, op.name, list(sizes), group.rank(), group.group_name, schedule, algorithm, debug, producer, call,
+        leaves,
+    )  # fmt: skip
     return out.view(out.shape[0], *others).movedim(0, dim)
 
 
@@ -64,27 +65,32 @@ def reduce_scatter(
     algorithm: str = "auto",
     schedule: str = "auto",
     debug: bool = False,
+    order: Order = RANK_ORDER,
 ) -> Tensor:
     """The ranks' x summed; this rank keeps `sizes[rank]` along `scatter_dim`, by default as even as can be.
 
-    Differentiable. `algorithm` and errors as in `all_gather`.
+    Differentiable. `algorithm` and errors as in `all_gather`. `order` "tree": of x in float32, each a subtree of one
+    tree, as products have them: added in pairs, pairs in pairs, by `fused`.
     """
     process_group = groups.resolve(group)
     arguments.check_collective(REDUCE_SCATTER, x, schedule, algorithm, debug)
     dim = arguments.dim("scatter_dim", scatter_dim, x)
     sizes = arguments.scatter_sizes(sizes, process_group, x.shape[dim])
-    return _collective(REDUCE_SCATTER, x, dim, sizes, process_group, schedule, algorithm, debug)
+    leaves = orders.of_subtrees(order, schedule, process_group.size(), x.dtype, algorithm)
+    return _collective(REDUCE_SCATTER, x, dim, sizes, process_group, schedule, algorithm, debug, leaves=leaves)
 
 
 @turns.one
 def all_reduce(
-    x: Tensor, *, group: Group = None, algorithm: str = "auto", schedule: str = "auto", debug: bool = False
-) -> Tensor:
+    x: Tensor, *, group: Group = None, algorithm: str = "auto", schedule: str = "auto", debug: bool = False,
+    order: Order = RANK_ORDER,
+) -> Tensor:  # fmt: skip
     """The ranks' x summed, on every rank, differentiable.
 
     `algorithm`: auto, one_shot (fewest steps), two_shot, or ring (fewest bytes), which only kernels have, as in
-    `all_gather`. Errors as there.
+    `all_gather`. Errors as there. `order` as in `reduce_scatter`.
     """
     process_group = groups.resolve(group)
     arguments.check_collective(ALL_REDUCE, x, schedule, algorithm, debug)
-    return _collective(ALL_REDUCE, x, 0, (), process_group, schedule, algorithm, debug)
+    leaves = orders.of_subtrees(order, schedule, process_group.size(), x.dtype, algorithm)
+    return _collective(ALL_REDUCE, x, 0, (), process_group, schedule, algorithm, debug, leaves=leaves)

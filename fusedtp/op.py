@@ -195,7 +195,7 @@ class Task:
             options["scales"] = "of blocks" if self.in_blocks else "of rows, or of the tensor"
         if self.leaves:
             options["order"] = f"a tree of {self.leaves} leaves"
-            if self.op.kind != "gather":
+            if self.op.multiplies and self.op.kind != "gather":
                 # Leaves end where ranks' parts do if these are as long.
                 options["contraction of a rank"] = [each[1] for each in self._terms]
         return {**options, **self.op.agreed(self)}

@@ -51,14 +51,23 @@ def sum_of_parts(link, base, own, at_m, at_n, mask, region_rows, pitch, OWN_IN_P
 
 
 @triton.jit
-def tree_of_parts(base, src, at_m, at_n, mask, region_rows, pitch, COUNT: tl.constexpr):
-    """What COUNT ranks from `src` on have put there, added as a tree in float32."""
+def tree_of_parts(
+    link, base, own, src, at_m, at_n, mask, region_rows, pitch, OWN_IN_PLACE: tl.constexpr, COUNT: tl.constexpr
+):
+    """What COUNT ranks from `src` on have put there, in float32, added as a tree."""
     acc = tl.full(mask.shape, 0.0, tl.float32)
     if COUNT > 1:
         for side in range(0, 2):
-            acc += tree_of_parts(base, src + side * (COUNT // 2), at_m, at_n, mask, region_rows, pitch, COUNT // 2)
+            first = src + side * (COUNT // 2)
+            acc += tree_of_parts(
+                link, base, own, first, at_m, at_n, mask, region_rows, pitch, OWN_IN_PLACE, COUNT // 2
+            )  # fmt: skip
     else:
-        acc += tl.load(base + (src * region_rows + at_m) * pitch + at_n, mask=mask, other=0.0)
+        part = base + (src * region_rows + at_m) * pitch + at_n
+        if OWN_IN_PLACE:
+            if src == link.rank:
+                part = own.ptr + at_m * own.stride_m + at_n * own.stride_n
+        acc += tl.load(part, mask=mask, other=0.0)
     return acc
 
 
@@ -94,7 +103,9 @@ def _reduce_programs(
             mask = (offs_m < left)[:, None] & (offs_n < out.cols - col)[None, :]
             at_m = (row + offs_m).to(tl.int64)[:, None]
             if TREE:
-                acc = tree_of_parts(base, 0, at_m, at_n, mask, region_rows, pitch, link.group.WORLD_SIZE)
+                acc = tree_of_parts(
+                    link, base, own, 0, at_m, at_n, mask, region_rows, pitch, OWN_IN_PLACE, link.group.WORLD_SIZE
+                )
             else:
                 acc = sum_of_parts(link, base, own, at_m, at_n, mask, region_rows, pitch, OWN_IN_PLACE)
             if epilogue.bias is not None:

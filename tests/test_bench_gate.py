@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -187,6 +189,27 @@ def test_what_is_right_passes(pool: RankPool, world_size: int, dtype: str) -> No
         for which, verdict in verdicts.items():
             assert not verdict.error, (which, verdict)
             assert 0 <= verdict.error_ratio <= 1, (which, verdict)
+
+
+def as_a_tree(group: ProcessGroup) -> list[float]:
+    """The variant that is timed on GPUs alone, and what is told of others."""
+    found = []
+    for op, direction in itertools.product(OPS, DIRECTIONS):
+        case = Case(op, *SHAPE, "bfloat16", group.size())
+        problem = Problem(case, group, CPU)
+        found.append(problem.check("tree", problem.runner("tree", direction)(), direction)[1])
+        for other, gpus, said in (
+            (case, 8, ""), (case, 0, "interpreted on a CPU"), (replace(case, world_size=3), 8, "1, 2, 4 or 8 ranks"),
+            (replace(case, N=67, K=97), 8, "as long"), (replace(case, dtype=FLOAT8), 8, "no float8"),
+        ):  # fmt: skip
+            reason = missing("tree", other, direction, gpus)
+            assert said in reason
+            assert bool(said) == bool(reason)
+    return found
+
+
+def test_the_order_of_a_tree_passes(pool: RankPool) -> None:
+    assert all(0 <= share <= 1 for found in pool.run(as_a_tree, world_size=2) for share in found)
 
 
 def float8(

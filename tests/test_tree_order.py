@@ -206,6 +206,27 @@ def test_a_compiler_takes_it(pool: RankPool) -> None:
     pool.run(compiled, world_size=2)
 
 
+def subtrees(group: ProcessGroup, algorithm: str) -> None:
+    """Collectives alone, of what each rank has."""
+    parts = [drawn(13, 11, dtype=torch.float32, seed=seed) for seed in range(group.size())]
+    x = parts[group.rank()].clone().requires_grad_()
+    while len(parts) > 1:
+        parts = [first + second for first, second in zip(parts[::2], parts[1::2], strict=True)]
+    y = fusedtp.all_reduce(x, group=group, order="tree", algorithm=algorithm)
+    assert torch.equal(y, parts[0])
+    sizes = rows(13, group)
+    own = fusedtp.reduce_scatter(x, group=group, order="tree", sizes=sizes)
+    assert torch.equal(own, parts[0].split(sizes)[group.rank()])
+    (own.sum() + y.sum()).backward()
+    assert x.grad is not None
+    assert (x.grad == 2).all()
+
+
+@pytest.mark.parametrize(("world_size", "algorithm"), [(4, "one_shot"), (4, "two_shot"), (2, "auto"), (1, "auto")])
+def test_collectives_of_subtrees(pool: RankPool, world_size: int, algorithm: str) -> None:
+    pool.run(subtrees, algorithm, world_size=world_size)
+
+
 def refused(group: ProcessGroup) -> None:
     case = Case(group, torch.float32, "tree")
     x, w = case.part(case.x, 1).detach(), case.part(case.w, 1).detach()
@@ -224,6 +245,10 @@ def refused(group: ProcessGroup) -> None:
         fusedtp.linear_all_reduce(fusedtp.scaled(x), fusedtp.scaled(w), group=group, order="tree")
     with pytest.raises(ValueError, match="needs feature_sizes that are as long on every rank"):
         fusedtp.RowParallelLinear(2 * n + 1, 4, group=group, order="tree")
+    with pytest.raises(ValueError, match=r"subtrees, which are torch\.float32, got torch\.bfloat16"):
+        fusedtp.all_reduce(x.bfloat16(), group=group, order="tree")
+    with pytest.raises(ValueError, match=r"not that of algorithm .ring."):
+        fusedtp.reduce_scatter(x, group=group, order="tree", algorithm="ring", schedule="fused")
     with pytest.raises(ValueError, match="'fused' multiplies"):
         fusedtp.linear_all_reduce(x.double(), w.double(), group=group, order="tree")
 

@@ -60,7 +60,7 @@ def _with_gradients_summed(norm: Norm, settings: str) -> Norm:
 def summed(terms: Tensor, settings: str) -> Tensor:
     """The sum over the ranks of a call's group of what each has of a norm's gradients, [R, N]."""
     _, group_name, schedule, debug = normed(settings)
-    return collective(terms, ALL_REDUCE.name, (), 0, group_name, schedule, "auto", debug, "auto", "")
+    return collective(terms, ALL_REDUCE.name, (), 0, group_name, schedule, "auto", debug, "auto", "", 0)
 
 
 def _activated(x: Tensor, parameters: Sequence[Any], settings: str, numbers: Sequence[int], activation: str) -> Any:
@@ -294,32 +294,34 @@ def _through(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     else:
         other = REDUCE_SCATTER if ctx.op == ALL_GATHER.name else ALL_GATHER
         grad = collective(
-            grad, other.name, ctx.sizes, ctx.rank, ctx.group_name, ctx.schedule, "auto", ctx.debug, "auto", ""
+            grad, other.name, ctx.sizes, ctx.rank, ctx.group_name, ctx.schedule, "auto", ctx.debug, "auto", "", 0
         )
-    return grad, *[None] * 9
+    return grad, *[None] * 10
 
 
 @operator("collective", _fake_collective, _through, _setup_collective)
 def collective(
     x: Tensor, op: str, sizes: Sequence[int], rank: int, group_name: str, schedule: str, algorithm: str, debug: bool,
-    producer: str, call: str,
+    producer: str, call: str, leaves: int,
 ) -> Tensor:  # fmt: skip
-    """The collective `op` of x [R, C]. sizes: of rows that are gathered or scattered. call: see `meaning`."""
+    """The collective `op` of x [R, C]. sizes: of rows that are gathered or scattered. call: see `meaning`. leaves: as
+    of a task, of which each rank's x is a subtree.
+    """
     group = groups.named(group_name)
     shape = (x.shape[0], x.shape[1])
-    key = (op, shape, x.dtype, x.device, tuple(sizes), schedule, algorithm, debug, producer, call)
+    key = (op, shape, x.dtype, x.device, tuple(sizes), schedule, algorithm, debug, producer, call, leaves)
     kept = _ready.setdefault(group, {})
     ready = kept.get(key)
     if ready is None or ready.is_stale():
         if len(kept) >= _MAX_READY:
             kept.clear()
-        task = Task(OPS[op], (shape,), x.dtype, tuple(sizes), algorithm=algorithm)
+        task = Task(OPS[op], (shape,), x.dtype, tuple(sizes), algorithm=algorithm, leaves=leaves)
         ready = kept[key] = Ready(task, schedule, group, x.device, producer=producer, call=call, debug=debug)
     return ready.run((x,))[0]
 
 
 def _summed(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    out = collective(grad, ALL_REDUCE.name, (), 0, ctx.group_name, ctx.schedule, "auto", ctx.debug, "auto", "")
+    out = collective(grad, ALL_REDUCE.name, (), 0, ctx.group_name, ctx.schedule, "auto", ctx.debug, "auto", "", 0)
     return out, *[None] * 3
 
 

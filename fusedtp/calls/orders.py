@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from ..op import LEAVES, MOST_LEAVES, RANK_ORDER, TREE_ORDER
 
 
@@ -42,3 +44,13 @@ def check_even(order: str, sizes: Sequence[int], name: str = "feature_sizes") ->
     """Parts of a contraction that leaves can be counted in: as long on every rank."""
     if len(set(sizes)) > 1:
         raise ValueError(f"order {order!r} needs {name} that are as long on every rank, got {tuple(sizes)}")
+
+
+def of_subtrees(order: Any, schedule: str, world_size: int, dtype: torch.dtype, algorithm: str) -> int:
+    """As `leaves_of`, for a collective of what ranks have added up so far."""
+    leaves = leaves_of(order, schedule, world_size, None)
+    if leaves and dtype != torch.float32:
+        raise ValueError(f"order {order!r} of a collective is for subtrees, which are torch.float32, got {dtype}")
+    if leaves and algorithm == "ring":
+        raise ValueError(f"order {order!r} is not that of algorithm 'ring', which adds up along the ring")
+    return leaves

@@ -133,6 +133,8 @@ def _variants() -> dict[str, Variant]:
         Variant("reduce, tree", "reduce", "_reduce_kernel", reduce | subtrees, False, 2),
         Variant("reduce, tree, and broadcast", "reduce", "_reduce_kernel",
             reduce | subtrees | {"BROADCAST": True, "LAST": False}, False, 1, 1),
+        Variant("reduce, tree, own in place", "reduce", "_reduce_kernel",
+            reduce | subtrees | {"OWN_IN_PLACE": True, "PER_TILE": False, "bias_ptr": None}, False, 1),
         Variant("ring all-reduce", "ring", "_ring_kernel", ring, False, 3, 4),
         Variant("ring all-gather", "ring", "_ring_kernel", ring | {"REDUCE": False}, False, 2, 3),
         Variant("ring reduce-scatter", "ring", "_ring_kernel", ring | {"GATHER": False}, False, 2, 2),
@@ -224,6 +226,9 @@ def cases() -> list[Case]:
             if variant.module == "steps":
                 # No operand: one element type says all.
                 found.append(of(name, dtype=torch.float32))
+            elif name == "reduce, tree, own in place":
+                # Of what is given as float32.
+                found.append(of(name, dtype=torch.float32, shape="few columns"))
             elif not variant.multiplies:
                 # A collective's tile, and the widest.
                 found.append(of(name, shape="few columns"))
