@@ -33,6 +33,7 @@ def checks(world_size: int, *, tiny: bool) -> dict[str, tuple[str, tuple[object,
         named |= {
             f"layers {schedule} {dtype}": ("layers", (schedule, dtype, tiny)) for schedule in ("fused", "decomposed")
         }
+        named[f"trees {dtype}"] = "trees", (dtype, tiny)
     if world_size == 2:
         times = 2 if tiny else REPLAYS
         named["replays"] = "replays", (times, tiny)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -107,6 +108,43 @@ def collectives(group: ProcessGroup, dtype: str, tiny: bool = False) -> None:
                 operands.check([first])
                 assert torch.equal(first, again), f"{op} {algorithm}: other bits in a second run"
     fusedtp.destroy()
+
+
+def trees(group: ProcessGroup, dtype: str, tiny: bool = False) -> int:
+    """Sums in the order of a tree: the bits of one rank, forward and backward; how many results were compared."""
+    device, count, n, rank = prepare(), 0, group.size(), group.rank()
+    alone, _ = dist.new_subgroups(1)
+    for M, N, K in ((19, 24, 40),) if tiny else ((64, 48, 40), (300, 264, 1000), (129, 1536, 2048)):
+        x, w, b, dy = (
+            torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, getattr(torch, dtype))
+            for seed, shape in enumerate(((M, K), (N, K), (N,), (M, N)))
+        )
+        m_sizes = cut(M, n)
+        for name, more in (
+            ("all_gather_linear", {"sizes": m_sizes}), ("linear_reduce_scatter", {"sizes": m_sizes}),
+            ("linear_all_reduce", {"algorithm": "one_shot"}), ("linear_all_reduce", {"algorithm": "two_shot"}),
+        ):  # fmt: skip
+            gathers, scatters = name == "all_gather_linear", name == "linear_reduce_scatter"
+            # Where this rank's part of x, w, bias and y lies in the whole.
+            of_m = slice(sum(m_sizes[:rank]), sum(m_sizes[: rank + 1]))
+            of_n, of_k = (slice(rank * length // n, (rank + 1) * length // n) for length in (N, K))
+            parts = {
+                "x": (of_m,) if gathers else (slice(None), of_k), "w": (of_n,) if gathers else (slice(None), of_k),
+                "b": (of_n,) if gathers else (slice(None),),
+                "y": (slice(None), of_n) if gathers else (of_m if scatters else slice(None),),
+            }  # fmt: skip
+            found = []
+            for on, given, of in ((group, more, parts), (alone, {}, dict.fromkeys(parts, (slice(None),)))):
+                leaves = [_leaf(each[of[part]], device) for part, each in (("x", x), ("w", w), ("b", b))]
+                y = getattr(fusedtp, name)(*leaves, group=on, order="tree", **given)
+                y.backward(dy[of["y"]])
+                found.append([y.detach(), *(each.grad for each in leaves)])
+            for what, mine, whole in zip(("y", "x", "w", "b"), *found, strict=True):
+                assert torch.equal(mine, whole[parts[what]]), f"{name} {more}: other bits of {what} on {n} ranks"
+                count += 1
+    dist.destroy_process_group(alone)
+    fusedtp.destroy()
+    return count
 
 
 def captured(step: Callable[[], list[Tensor]], device: torch.device) -> tuple[Callable[[], Any], list[Tensor]]:

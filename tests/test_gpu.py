@@ -56,6 +56,11 @@ def test_collectives(ranks: RankPool, dtype: str) -> None:
     ranks.run(gpu_ranks.collectives, dtype)
 
 
+@pytest.mark.parametrize("dtype", gpu_ranks.DTYPES)
+def test_sums_in_the_order_of_a_tree(ranks: RankPool, dtype: str) -> None:
+    assert ranks.run(gpu_ranks.trees, dtype) == [48] * ranks.world_size
+
+
 def test_graph_replays_with_changing_inputs(two_ranks: RankPool) -> None:
     two_ranks.run(gpu_ranks.replays, REPLAYS)
 
