@@ -19,6 +19,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 import torch.distributed as dist
+from fusedtp.bench.generated import rewrite
 from fusedtp.bench.machine import describe
 from fusedtp.bench.mlp import TOLERANCE, rows_of
 from fusedtp.bench.ranks import RankPool
@@ -87,6 +88,31 @@ def compare(group: ProcessGroup, M: int, N: int, K: int, seconds: float, schedul
         return measure(runners, group, torch.device("cpu"), seconds=seconds)
 
 
+def table(frame: pd.DataFrame) -> str:
+    """Markdown of what was measured: by ranks and tokens, speed-ups as geometric means over the sizes of weights."""
+    lines = ["| ranks | tokens | of torch | of DTensor | no all-reduce, of torch |", "|---:|---:|---:|---:|---:|"]
+
+    def line(ranks: str, tokens: str, part: pd.DataFrame) -> str:
+        ours, local = (part[part.variant == name] for name in ("fusedtp", "local"))
+        means = [statistics.geometric_mean(each) for each in (
+            ours.speedup_vs_torch, ours.speedup_vs_dtensor, local.speedup_vs_torch
+        )]  # fmt: skip
+        return f"| {ranks} | {tokens} | {' | '.join(f'{mean:.2f}' for mean in means)} |"
+
+    for (ranks, tokens), part in frame.groupby(["world_size", "M"]):
+        lines.append(line(str(ranks), str(tokens), part))
+    lines.append(line("all", "all", frame))
+    first, sizes = frame.iloc[0], frame[["N", "K"]].drop_duplicates().itertuples(index=False)
+    lines += [
+        "",
+        "Linear, all-reduce, residual and RMSNorm of few tokens, forward, host time included: speed-ups of medians, "
+        f"geometric means over N x K of {', '.join(f'{N} x {K}' for N, K in sizes)}; {first['dtype']}, {first.cpu} "
+        f"({first.cores} cores), torch {first.torch}, commit {first.commit[:12]}. torch: F.linear, gloo's all_reduce, "
+        "+=, F.rms_norm. The last column is what would be gained if sending cost nothing.",
+    ]
+    return "\n".join(lines)
+
+
 def size(text: str) -> tuple[int, int, int]:
     """M, N, K; ValueError for a K that not all numbers of ranks split evenly, as torch's style takes it to be."""
     M, N, K = (int(part) for part in text.split(","))
@@ -102,6 +128,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=6.0, help="time for the rounds of one size")
     parser.add_argument("--ranks", action="append", type=int, choices=RANKS, help="numbers of ranks; may be repeated")
     parser.add_argument("--size", action="append", type=size, help="M,N,K, K a multiple of 4; may be repeated")
+    parser.add_argument("--readme", type=Path, help="a document whose part `decode` is written anew")
     given = parser.parse_args()
     rows: list[dict[str, object]] = []
     sizes = given.size or [(M, N, K) for N, K in SHAPES for M in TOKENS]
@@ -123,6 +150,8 @@ def main() -> None:
         print(
             f"{ranks} ranks: {over_torch:.2f}x torch, {over_dtensor:.2f}x dtensor, geometric means of {len(mine)} sizes"
         )
+    if given.readme is not None:
+        rewrite(given.readme, "decode", table(frame))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,10 @@ def test_rows_from_the_command_line(pool: RankPool, tmp_path: Path, capsys: pyte
         "5,12,8",
         "--ranks",
         "2",
+        "--readme",
+        str(tmp_path / "page.md"),
     ]
+    (tmp_path / "page.md").write_text("<!-- decode:begin -->\n<!-- decode:end -->\n")
     with mock.patch.object(decode, "RankPool", here), mock.patch.object(sys, "argv", command):
         decode.main()
     rows = pd.read_csv(tmp_path / machine.describe().name / "decode.csv")
@@ -47,6 +50,13 @@ def test_rows_from_the_command_line(pool: RankPool, tmp_path: Path, capsys: pyte
             assert ours[f"speedup_vs_{other}"][M] == pytest.approx(medians[M, other] / medians[M, "fusedtp"])
         assert ours["speedup_low"][M] <= ours["speedup_vs_dtensor"][M] <= ours["speedup_high"][M]
     assert "geometric means of 2 sizes" in capsys.readouterr().out
+    text = (tmp_path / "page.md").read_text()
+    (line,) = [line for line in text.splitlines() if line.startswith("| 2 | 5 |")]
+    shown = [float(cell) for cell in line.split("|")[3:6]]
+    expected = [ours["speedup_vs_torch"][5], ours["speedup_vs_dtensor"][5], medians[5, "torch"] / medians[5, "local"]]
+    assert shown == pytest.approx(expected, abs=0.006)
+    assert text.count("|\n") == 2 + 3
+    assert "of 8 x 16, 12 x 8; float32, " in text
     with pytest.raises(ValueError, match="1,8,6"):
         decode.size("1,8,6")
 

@@ -8,13 +8,16 @@ import os
 import re
 from pathlib import Path
 
+import pandas as pd
 import torch.distributed as dist
-from fusedtp.bench import generated, store
+from fusedtp.bench import decode, generated, store
 from fusedtp.bench.ranks import RankPool
 from torch.distributed import ProcessGroup
 
 from . import published
 from .published import README
+
+RESULTS = Path(__file__).parent.parent / "results"
 
 
 def run_block(group: ProcessGroup, block: str, port: int) -> str:
@@ -45,6 +48,16 @@ def test_measured_table_and_picture_come_from_results(tmp_path: Path) -> None:
     rows = store.read(published.rows(tmp_path))
     assert not any(row.failed for row in rows)
     assert generated.replaced(README, "measured", generated.measured_table(rows)) == README
+
+
+def test_table_of_few_tokens_comes_from_results() -> None:
+    (path,) = RESULTS.glob("*/decode.csv")
+    frame = pd.read_csv(path)
+    assert set(frame.gate) == {"passed"}
+    assert {(ranks, tokens) for ranks, tokens in zip(frame.world_size, frame.M, strict=True)} == {
+        (ranks, tokens) for ranks in decode.RANKS for tokens in decode.TOKENS
+    }
+    assert generated.replaced(README, "decode", decode.table(frame)) == README
 
 
 def test_what_gains_nothing_is_not_left_out(tmp_path: Path) -> None:
