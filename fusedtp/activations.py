@@ -37,7 +37,7 @@ _AT_ONCE = 64
 
 def _in_vectors(x: Tensor) -> bool:
     # Whether torch's own code leaves no elements over. What is traced may be of any size.
-    if not x.is_cpu or x.dtype != torch.float32:
+    if not x.is_cpu or x.dtype == torch.float64:
         return True
     is_traced = torch.compiler.is_compiling() or type(x) is not Tensor
     return not is_traced and x.numel() % _AT_ONCE == 0 and x.is_contiguous()

@@ -193,11 +193,9 @@ class Task:
         if self.float8 is not None:
             options["float8"] = self.float8
             options["scales"] = "of blocks" if self.in_blocks else "of rows, or of the tensor"
-        if self.leaves:
-            options["order"] = f"a tree of {self.leaves} leaves"
-            if self.op.multiplies and self.op.kind != "gather":
-                # Leaves end where ranks' parts do if these are as long.
-                options["contraction of a rank"] = [each[1] for each in self._terms]
+        if self.leaves and self.op.multiplies and self.op.kind != "gather":
+            # Leaves end where ranks' parts do if these are as long.
+            options["contraction of a rank"] = [each[1] for each in self._terms]
         return {**options, **self.op.agreed(self)}
 
 

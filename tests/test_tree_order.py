@@ -249,7 +249,7 @@ def refused(group: ProcessGroup) -> None:
         fusedtp.all_reduce(x.bfloat16(), group=group, order="tree")
     with pytest.raises(ValueError, match=r"not that of algorithm .ring."):
         fusedtp.reduce_scatter(x, group=group, order="tree", algorithm="ring", schedule="fused")
-    with pytest.raises(ValueError, match="'fused' multiplies"):
+    with pytest.raises(ValueError, match=r"order 'tree' is for .* got torch\.float64"):
         fusedtp.linear_all_reduce(x.double(), w.double(), group=group, order="tree")
 
 
@@ -257,10 +257,12 @@ def apart(group: ProcessGroup, what: str) -> None:
     """Parts of other lengths, and ranks that mean something else."""
     case = Case(group, torch.float32, "tree")
     x, w = case.part(case.x, 1).detach(), case.part(case.w, 1).detach()
-    length, order = (8 + group.rank(), "tree") if what == "length" else (8, "tree" if group.rank() else "tree-16")
+    one = "tree" if what == "length" else "rank" if what == "order" else "tree-16"
+    length, order = 8 + group.rank() * (what == "length"), "tree" if group.rank() else one
     said = {
         "length": r"contraction of a rank: \[8\] on rank 0, \[9\] on rank 1",
-        "leaves": "a tree of 16 leaves on rank 0, a tree of 8 leaves on rank 1",
+        "leaves": "order: a tree of 16 leaves on rank 0, a tree of 8 leaves on rank 1",
+        "order": "order: that of ranks on rank 0, a tree of 8 leaves on rank 1",
     }[what]
     with pytest.raises(fusedtp.RanksDisagree, match=said):
         fusedtp.linear_all_reduce(x[:, :length], w[:, :length], group=group, order=order)
@@ -271,7 +273,7 @@ def test_what_cannot_keep_to_a_tree_is_refused(pool: RankPool) -> None:
     pool.run(refused, world_size=2)
 
 
-@pytest.mark.parametrize("what", ["length", "leaves"])
+@pytest.mark.parametrize("what", ["length", "leaves", "order"])
 def test_ranks_that_mean_other_trees_are_told(pool: RankPool, what: str) -> None:
     pool.run(apart, what, world_size=2)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..op import LEAVES, MOST_LEAVES, RANK_ORDER, TREE_ORDER
+from .dispatch import FUSED_DTYPES
 
 
 def leaves_in(order: Any) -> int:
@@ -24,8 +25,8 @@ def leaves_in(order: Any) -> int:
     return leaves
 
 
-def leaves_of(order: Any, schedule: str, world_size: int, float8: str | None) -> int:
-    """As `leaves_in`, for a call that can keep to that order."""
+def leaves_of(order: Any, schedule: str, world_size: int, float8: str | None, dtype: torch.dtype | None = None) -> int:
+    """As `leaves_in`, for a call that can keep to that order, of operands in a dtype."""
     leaves = leaves_in(order)
     if not leaves:
         return 0
@@ -37,6 +38,8 @@ def leaves_of(order: Any, schedule: str, world_size: int, float8: str | None) ->
         raise ValueError(f"order {order!r} is kept by schedule 'fused' alone, got schedule {schedule!r}")
     if float8 is not None:
         raise ValueError(f"order {order!r} is for operands that are not cast, got float8={float8!r}")
+    if dtype is not None and dtype not in FUSED_DTYPES:
+        raise ValueError(f"order {order!r} is for {', '.join(map(str, FUSED_DTYPES))}, got {dtype}")
     return leaves
 
 

@@ -54,7 +54,7 @@ def layer(
     settings = described(
         spec, [group.group_name], [group.rank()], schedule=schedule, algorithm=algorithm, debug=debug,
         producer=producer, activation=activation or "", float8=arguments.check_float8(float8, x), norm=norm,
-        leaves=orders.leaves_of(order, schedule, group.size(), float8),
+        leaves=orders.leaves_of(order, schedule, group.size(), float8, x.dtype),
     )  # fmt: skip
     return settings, (*lengths, *flat([splits.get(name, ()) for name in local]), *widths)
 
