@@ -236,7 +236,10 @@ def _agreed_of_product(task: Task) -> Mapping[str, Any]:
         return {**agreed, "columns gathered": task.shape(4)[1]}
     given = {"bias": task.has(2), "residual": task.adds}
     agreed |= {name: "given" if is_given else "none" for name, is_given in given.items()}
-    return agreed | {"norm": f"{task.norm} with eps {task.eps!r}" if task.norm else "none"}
+    if not task.norm:
+        return agreed | {"norm": "none"}
+    biased = " and a bias" * (len(task.shapes) > task.op.operands + 1)
+    return agreed | {"norm": f"{task.norm} with eps {task.eps!r}{biased}"}
 
 
 def _agreed_of_gather(task: Task) -> Mapping[str, Any]:

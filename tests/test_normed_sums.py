@@ -290,10 +290,12 @@ def told(group: ProcessGroup, schedule: str, debug: bool, differs: str) -> None:
     """Every rank, if one has another norm than the others; with debug, other values of it too."""
     x, w, odd = torch.ones(4, 3), torch.ones(5, 3), group.rank() == 1
     given: dict[str, Any] = {"norm_weight": torch.ones(5)}
+    if differs == "bias":
+        given["norm"] = "layer_norm"
     if odd:
         given = {
             "eps": {**given, "norm_eps": 1e-5}, "name": {**given, "norm": "layer_norm"}, "none": {},
-            "values": {"norm_weight": 2 * torch.ones(5)},
+            "values": {"norm_weight": 2 * torch.ones(5)}, "bias": {**given, "norm_bias": torch.ones(5)},
         }[differs]  # fmt: skip
     with pytest.raises(fusedtp.RanksDisagree, match="norm"):
         fusedtp.linear_all_reduce(x, w, group=group, schedule=schedule, debug=debug, **given)
@@ -304,7 +306,7 @@ def told(group: ProcessGroup, schedule: str, debug: bool, differs: str) -> None:
     ("schedule", "debug", "differs"),
     [
         ("decomposed", False, "eps"), ("fused", False, "none"), ("decomposed", False, "name"),
-        ("unfused", True, "values"),
+        ("unfused", True, "values"), ("decomposed", False, "bias"), ("fused", False, "bias"),
     ],
 )  # fmt: skip
 def test_ranks_with_other_norms_are_told(pool: RankPool, schedule: str, debug: bool, differs: str) -> None:
