@@ -169,7 +169,7 @@ def opchecked(group: ProcessGroup) -> None:
         (x,) = tensors((rows, 6))
         library.opcheck(
             torch.ops.fusedtp.collective,
-            (x, op, sizes, group.rank(), name, "decomposed", "auto", False, "auto", ""),
+            (x, op, sizes, group.rank(), name, "decomposed", "auto", False, "auto", "", 0),
         )
 
 

@@ -21,14 +21,17 @@ def opchecked(group: ProcessGroup) -> None:
     """Schemas hold, and fakes have the shape, dtype and strides of what the operators return."""
     rank, name, sizes = group.rank(), group.group_name, [3, 1]
     a = torch.randn(4, 6)
-    tail = (rank, name, "unfused", "auto", False, "auto", "")
+    tail = (False, "auto", "")
     tests = ("test_schema", "test_faketensor")
-    for x, op, lengths in (
-        (a[: sizes[rank]], "all_gather", sizes),
-        (a.t().contiguous().t(), "reduce_scatter", sizes),
-        (a.t(), "all_reduce", []),
+    for x, op, lengths, schedule, algorithm, leaves in (
+        (a[: sizes[rank]], "all_gather", sizes, "unfused", "auto", 0),
+        (a.t().contiguous().t(), "reduce_scatter", sizes, "unfused", "auto", 0),
+        (a.t(), "all_reduce", [], "unfused", "auto", 0),
+        (a, "reduce_scatter", sizes, "fused", "auto", 8),
+        (a, "all_reduce", [], "fused", "two_shot", 8),
     ):
-        library.opcheck(torch.ops.fusedtp.collective, (x, op, lengths, *tail), test_utils=tests)
+        arguments = (x, op, lengths, rank, name, schedule, algorithm, *tail, leaves)
+        library.opcheck(torch.ops.fusedtp.collective, arguments, test_utils=tests)
     library.opcheck(torch.ops.fusedtp.as_it_is, (a.t(), name, "unfused", False), test_utils=tests)
     weight, bias = torch.randn(5, 6), torch.randn(5)
     for x, w, with_bias, spec, numbers in (
