@@ -47,7 +47,7 @@ def predict(
     data_parallel: Annotated[int, typer.Option(help="Domains that share w's gradient over the network.")] = 1,
     overlap_network: Annotated[bool, typer.Option(help="Hide that behind the matmuls.")] = True,
     casts: Annotated[bool, typer.Option(help="Of fp8: x is made float8 first, by every schedule.")] = True,
-    order: Annotated[str, typer.Option(help="rank, or tree: the same bits on any number of ranks.")] = "rank",
+    order: Annotated[str, typer.Option(help="rank, or tree, tree-16: the same bits on any number of ranks.")] = "rank",
     list_: Annotated[bool, typer.Option("--list", help="Show the ops and the hardware with its sources.")] = False,
 ) -> None:
     """Predict an op's time by each schedule, from its sizes and a table of hardware. Nothing is measured."""
@@ -64,6 +64,9 @@ def predict(
     ranks = list(dict.fromkeys(arguments.numbers(world_size, "--world-size")))
     if len(sizes) * len(ranks) > 1 and (matmul_us is not None or kernel_matmul_us is not None):
         raise typer.BadParameter("a measured time is that of one size and one number of ranks")
+    # As the functions refuse it; another tree costs the same.
+    for num_ranks in ranks:
+        arguments.order(order, num_ranks)
     try:
         machines = {num_ranks: hardware_of(hardware, num_ranks) for num_ranks in ranks}
         predictions = [
@@ -72,7 +75,7 @@ def predict(
                 dtype=arguments.dtype(dtype, machines[num_ranks].float8),
                 gather_dim=gather_dim, algorithm=algorithm, matmul_us=matmul_us, kernel_matmul_us=kernel_matmul_us,
                 data_parallel=data_parallel, overlap_network=overlap_network,
-                casts=casts, order=order,
+                casts=casts, order=order.partition("-")[0],
             )
             for num_ranks in ranks
             for M, N, K in sizes

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import arguments
+from . import arguments, cli_tune_kernels
 from .arguments import at_least, ranks
 from .cases import EVERY_DTYPE
 
@@ -26,9 +26,18 @@ NOISY = 0.2
 def tune(
     world_size: Annotated[str | None, typer.Option(help="Numbers of ranks, default 2,4 or 2..8 GPUs.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, or bfloat16 on GPUs; fp8 and mxfp8 too.")] = None,
-    seconds: Annotated[float, typer.Option(help="Time for the rounds of one size.")] = 0.5,
+    seconds: Annotated[
+        float | None, typer.Option(help="Time for the rounds of one size, default 0.5; with --kernels for all, 600.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="The file, default where auto reads it.")] = None,
     show: Annotated[bool, typer.Option(help="Print the table that is there, measure nothing.")] = False,
+    kernels: Annotated[bool, typer.Option("--kernels", help="Find the fastest tile of each size for fused.")] = False,
+    model: Annotated[str | None, typer.Option(help="With --kernels: the matmuls of a block of these models.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Of --model, default 16,256,2048,8192.")] = None,
+    calls: Annotated[
+        Path | None, typer.Option(help="With --kernels: what a program ran with FUSEDTP_CALLS set to this file.")
+    ] = None,
+    again: Annotated[bool, typer.Option(help="With --kernels: also the sizes that are there.")] = False,
 ) -> None:
     """Measure a few sizes of every op and schedule here, a minute or two, and write them for schedule="auto".
 
@@ -40,10 +49,17 @@ def tune(
     quartiles; fastest, the schedule with the least median; by, how many times as long the next one takes at least, by
     the 95 % interval of the ratio. Where that is not above 1 the difference is noise: auto takes what it would take
     without a measurement, unless that is slower beyond noise.
+
+    With --kernels: which tile, how many warps and stages, and in a gather how many programs that push, are the fastest
+    for a size, tried on the GPUs here, each checked before it is timed. All ranks of a group take what rank 0's file
+    says. What was found is kept at once, so a command that was cut off goes on where it was. On a machine without a GPU
+    the same runs interpreted, at tiny sizes, and nothing is kept.
     """
     from fusedtp.calls import tuning
 
     at_least(0, seconds, "--seconds")
+    if not kernels and (model or tokens or calls or again):
+        raise typer.BadParameter("--model, --tokens, --calls and --again are for --kernels")
     console = arguments.console(140)
     try:
         target = out or tuning.path()
@@ -56,8 +72,8 @@ def tune(
         if table is None:
             raise typer.BadParameter(ignored or f"there is no {target}: run fusedtp tune")
         show_table(table, console)
+        cli_tune_kernels.shown(table, console)
         return
-    from .tune import tune as measure
 
     machine = tuning.identity()
     num_gpus = machine["num_gpus"]
@@ -67,8 +83,19 @@ def tune(
     )  # fmt: skip
     if not world_sizes or min(world_sizes) < 2 or (num_gpus and max(world_sizes) > num_gpus):
         raise typer.BadParameter(f"nothing to measure with {world_sizes or 'fewer than two'} ranks on {num_gpus} GPUs")
+    if kernels:
+        # Where kernels are interpreted two ranks show what there is to see.
+        sizes = world_sizes if world_size is not None or num_gpus or calls is not None else world_sizes[:1]
+        asked = cli_tune_kernels.cases(
+            sizes, dtypes, model=model, tokens=tokens, calls=calls, num_gpus=num_gpus, console=console
+        )
+        total = 600.0 if seconds is None else seconds
+        cli_tune_kernels.tune(asked, target, machine, seconds=total, again=again, console=console)
+        return
+    from .tune import tune as measure
+
     samples, rates = measure(
-        world_sizes, dtypes, seconds=seconds, num_gpus=num_gpus,
+        world_sizes, dtypes, seconds=0.5 if seconds is None else seconds, num_gpus=num_gpus,
         said=lambda text: console.print(text, highlight=False),
     )  # fmt: skip
     table = tuning.Table(machine, tuple(samples), rates)

@@ -180,6 +180,7 @@ def reachable(group: Any) -> tuple[bool, str]:
 def schedule_lines() -> Iterator[tuple[str, str]]:
     """What a group of two ranks of this machine finds, tried with real ranks."""
     from fusedtp.calls import tuning
+    from fusedtp.calls.kernels_tuned import version_here
 
     from .ranks import RankError, RankPool
     from .sweep import rank_environment
@@ -207,5 +208,8 @@ def schedule_lines() -> Iterator[tuple[str, str]]:
     table, _, ignored = tuning.load()
     if shared and table is not None:
         yield "auto", f"takes the fastest of {len(table.samples)} measurements, {tuning.path()}"
+        if table.kernels:
+            here = sum(each.version == version_here() and each.choice is not None for each in table.kernels)
+            yield "tiles", f"{here} sizes have another than the table's, of {len(table.kernels)} that were tuned"
     else:
         yield "auto", f"takes {auto}; {ignored or 'nothing was measured here: fusedtp tune'}"

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import torch
 from fusedtp.kernels import INTERPRETED, signal
 from fusedtp.kernels.gather_matmul import GatherMatmul
-from fusedtp.kernels.launch import Channel, config_for
+from fusedtp.kernels.launch import Channel, Config, config_for
 from fusedtp.kernels.layout import Layout, pitch_of
 from fusedtp.kernels.matmul import matmul
+from fusedtp.kernels.matmul_all_reduce import MatmulAllReduce, room_of
 from fusedtp.kernels.matmul_scatter import MatmulScatter
 from fusedtp.kernels.operands import epilogue_of
 from torch import Tensor
@@ -42,10 +43,10 @@ class Arenas:
 
     def __init__(self, device: torch.device, world_size: int, layout: Layout, rank: int = RANK) -> None:
         self.world_size, self.rank = world_size, rank
-        self._half_bytes = max(4096, layout.half_bytes)
+        self.half_bytes = max(4096, layout.half_bytes)
         words = signal.SIGNALS.value + layout.slots * world_size
         self._begin = -(-words // 64) * 64 * 4
-        self.memory = torch.empty(world_size, self._begin + 2 * self._half_bytes, dtype=torch.uint8, device=device)
+        self.memory = torch.empty(world_size, self._begin + 2 * self.half_bytes, dtype=torch.uint8, device=device)
         # Bytes that are NaN in every dtype.
         self.memory.fill_(0xFF)
         headers = self.memory[:, : self._begin].view(torch.int32)
@@ -58,11 +59,11 @@ class Arenas:
         addresses = [each.data_ptr() for each in self.memory]
         peers = torch.tensor([*addresses, self.host.data_ptr()], dtype=torch.int64).to(device)
         # This rank's end, one for all launches, as a workspace has it.
-        self.channel = Channel(peers, self.memory[rank, self._begin :], rank, world_size, self._half_bytes, self._begin)
+        self.channel = Channel(peers, self.memory[rank, self._begin :], rank, world_size, self.half_bytes, self._begin)
 
     def view(self, rank: int, parity: int, row: int, rows: int, pitch: int, dtype: torch.dtype) -> Tensor:
         """Rows `row` .. `row + rows` of a rank's half, `pitch` elements each."""
-        begin = self._begin + parity * self._half_bytes + row * pitch * dtype.itemsize
+        begin = self._begin + parity * self.half_bytes + row * pitch * dtype.itemsize
         part = self.memory[rank, begin : begin + rows * pitch * dtype.itemsize]
         return part.view(dtype).view(rows, pitch)
 
@@ -135,14 +136,14 @@ def plain(a: Tensor, b: Tensor) -> Fill:
 
 def gathered(
     shard: Tensor, whole: Tensor, b: Tensor, sizes: tuple[int, ...], rank: int = RANK, *, along: int = 0,
-    transposed: bool = False, pushed: bool = True, last: bool = True,
+    transposed: bool = False, pushed: bool = True, last: bool = True, config: Config | None = None,
 ) -> tuple[Arenas, Fill]:  # fmt: skip
     """The launch of whole [M, K] @ b, which fills C, where `shard` is this rank's part of the rows, or of the
-    contraction; and its arenas. The other options: see `gather`.
+    contraction; and its arenas. config: by default the table's. The other options: see `gather`.
     """
     (M, K), N, dtype, world_size = whole.shape, b.shape[1], whole.dtype, len(sizes)
     most, layout = max(sizes) if along == 0 else M, Layout()
-    config = config_for(whole.device, dtype, most, N)
+    config = config or config_for(whole.device, dtype, most, N)
     rows, cols = (M, K) if along == 0 else (world_size * M, max(sizes))
     piece = piece_rows(cols * dtype.itemsize, config)
     region = layout.region(rows, cols, dtype, slots=-(-most // piece), piece=piece)
@@ -162,15 +163,16 @@ def gathered(
 
 
 def scattered(
-    a: Tensor, b: Tensor, sizes: tuple[int, ...], rank: int = RANK, *, to_all: bool = False
-) -> tuple[Arenas, Callable[[], None], list[Tensor]]:
+    a: Tensor, b: Tensor, sizes: tuple[int, ...], rank: int = RANK, *, to_all: bool = False,
+    config: Config | None = None,
+) -> tuple[Arenas, Callable[[], None], list[Tensor]]:  # fmt: skip
     """The launch of a [M, K] @ b whose tiles go to their owners, or `to_all`; its arenas, and each owner's part there.
 
-    The kernel that adds up is left out, so the epoch stays.
+    The kernel that adds up is left out, so the epoch stays. config: by default the table's.
     """
     M, N, dtype, world_size = a.shape[0], b.shape[1], a.dtype, len(sizes)
     region_rows, layout = M if to_all else max(sizes), Layout()
-    config = config_for(a.device, dtype, region_rows, 0 if to_all else N)
+    config = config or config_for(a.device, dtype, region_rows, 0 if to_all else N)
     region = layout.region(world_size * region_rows, N, dtype, slots=num_tiles(region_rows, N, config))
     arenas = Arenas(a.device, world_size, layout, rank)
     op, at = MATMUL_ALL_REDUCE if to_all else MATMUL_REDUCE_SCATTER, table(a.device, sizes)
@@ -187,6 +189,30 @@ def scattered(
         for owner, size in enumerate(sizes)
     ]
     return arenas, launch, parts
+
+
+def reduced(
+    a: Tensor, b: Tensor, world_size: int, rank: int = RANK, *, to_all: bool = False, config: Config | None = None
+) -> tuple[Arenas, Fill]:
+    """The launch of the kernel of few rows: a [M, K] @ b, which fills the columns of C that this rank owns, or all of
+    them `to_all`; and its arenas. The peers' parts are zeros there; so are the columns of C that they own.
+    """
+    M, N, dtype, layout = a.shape[0], b.shape[1], a.dtype, Layout()
+    config = config or config_for(a.device, dtype, M, 0)
+    room = room_of(M, N, world_size, config, to_all=to_all)
+    region = layout.region(world_size * M, room.cols, dtype, slots=room.slots)
+    places: dict[str, int] = {}
+    if not to_all:
+        sums = layout.region(M, N, dtype, slots=room.sums)
+        places = {"sums_row": sums.row, "sums_pitch": sums.pitch, "second_slot": sums.slot}
+    arenas = Arenas(a.device, world_size, layout, rank)
+    arenas.memory[rank, -2 * arenas.half_bytes :].zero_()
+    arrivals = torch.zeros(config.programs, dtype=torch.int32, device=a.device)
+    kernel = MatmulAllReduce(
+        MATMUL_ALL_REDUCE.number, world_size, rank, to_all=to_all, pitch=region.pitch, config=config, upcast=INTERPRETED
+    )  # fmt: skip
+    epilogue = epilogue_of(None, per_row=False)
+    return arenas, lambda out: kernel(arenas.channel, a, b, None, out, epilogue, arrivals, **places)
 
 
 def _multiplying(

@@ -34,7 +34,9 @@ class Config:
     scales. Elements that are read or stored one by one need an address each: if a result is stored like that, tiles
     have at most `loose_cols` columns, unless ranks must agree on the columns; if an operand is read like that,
     blocks have at most `loose_block_k` of the contraction, and programs eight warps or more.
-    `pointer_stages`: stages of a kernel that reads by pointers, 0 for as many.
+    `pointer_stages`: stages of a kernel that reads by pointers, 0 for as many. `measured_pushers`: programs that push,
+    where it was measured how many (`choices`); else the cost model says. `splits`: parts of the contraction of a matmul
+    + all-reduce of few rows, 0 for one for every multiprocessor.
     `registers`: the most that a thread may have, by kind of kernel; the compiler decides where there is no entry, or 0.
     "" is for all kernels. A fused kernel should need no more than the plain matmul; if that takes a limit of its own,
     it has an entry, for the target's main way to read operands: "gather" and "scatter" where rows are stored 16
@@ -53,6 +55,8 @@ class Config:
     pointer_stages: int = 0
     programs: int = 0
     pushers: int = 16
+    measured_pushers: int = 0
+    splits: int = 0
     copy_rows: int = 8
     copy_cols: int = 512
     descriptors: bool = False

@@ -3,6 +3,10 @@
 Nothing can be loaded while a stream captures, and on Triton 3.6 a kernel that was tried there stays broken in its
 process. So an op that runs otherwise than a capture would also loads, in advance, the kernels that a capture would run.
 A capture that meets a kernel that is not loaded refuses before it touches it.
+
+Stages of a pipeline are bought with shared memory. A kernel that asks for more of it than there is runs with fewer
+stages: they are this rank's own affair, and nothing that ranks agree on depends on them. The fixed table asks for too
+much nowhere (`nox -s kernels`); a choice that was measured for one layout of the operands may, for another.
 """
 
 from __future__ import annotations
@@ -14,8 +18,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from triton.runtime.errors import OutOfResources
 
 from . import INTERPRETED
+
+_SHARED_MEMORY = "shared memory"
 
 
 class _Mode(threading.local):
@@ -57,21 +64,68 @@ def _starter(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
 
 
 def _load(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    if not INTERPRETED:
-        # Indexing the compiled kernel with a grid loads it.
-        kernel.warmup(*args, grid=grid, **options)[(*grid, 1, 1)[:3]]
+    if INTERPRETED:
+        return
+    given = options = _fitting(kernel, args, options)
+    while True:
+        try:
+            # Indexing the compiled kernel with a grid loads it.
+            kernel.warmup(*args, grid=grid, **options)[(*grid, 1, 1)[:3]]
+            return
+        except OutOfResources as error:
+            options = _with_less(error, kernel, args, given, options)
 
 
 def _start(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     # The first argument of every kernel of ours is a tuple that begins with a tensor.
     check_device(args[0][0])
+    given = options = _fitting(kernel, args, options)
     capturing = args[0][0].is_cuda and torch.cuda.is_current_stream_capturing()
     if capturing and kernel.warmup(*args, grid=grid, **options).module is None:
         raise RuntimeError(
             f"{kernel.__name__} is not loaded, and a graph capture cannot load it: run the same call, with tensors of "
             "these shapes, strides and alignment, once before capturing"
         )
-    kernel[grid](*args, **options)
+    while True:
+        try:
+            kernel[grid](*args, **options)
+            return
+        except OutOfResources as error:
+            options = _with_less(error, kernel, args, given, options)
+
+
+# Of kernels that had not enough shared memory: how many stages they have had since, by what they are compiled for.
+_stages: dict[object, int] = {}
+
+
+def _fitting(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    # Options of which it is known that they fit, or these.
+    if not _stages:
+        return options
+    stages = _stages.get(_compiled_for(kernel, args, options))
+    return options if stages is None else options | {"num_stages": stages}
+
+
+def _with_less(
+    error: OutOfResources, kernel: Any, args: tuple[Any, ...], given: dict[str, Any], options: dict[str, Any]
+) -> dict[str, Any]:  # fmt: skip
+    # A stage less, which is remembered.
+    if error.name != _SHARED_MEMORY or options.get("num_stages", 1) <= 1:
+        raise error
+    stages = options["num_stages"] - 1
+    _stages[_compiled_for(kernel, args, given)] = stages
+    return options | {"num_stages": stages}
+
+
+def _compiled_for(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> object:
+    return kernel, tuple(map(_compiled_as, args)), tuple(sorted(options.items()))
+
+
+def _compiled_as(x: Any) -> object:
+    if isinstance(x, tuple):
+        return tuple(map(_compiled_as, x))
+    # Not all that a compiler distinguishes: those that are taken for one have the stages of the larger one.
+    return x.dtype if isinstance(x, torch.Tensor) else getattr(x, "value", type(x))
 
 
 def check_device(x: torch.Tensor) -> None:

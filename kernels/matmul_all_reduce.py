@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .choices import MOST_SPLITS
 from .contraction import multiply
 from .descriptors import fitted_to, read_by
 from .launch import MOST_KNOWN, Channel, Config, options, strip_of
@@ -33,7 +34,7 @@ from .terms import a_local, b_whole
 
 # Blocks of K of a part, and parts of a contraction: a part of fewer is over before its loads are pipelined, and what
 # more there are is written and read again in float32.
-LEAST_BLOCKS, MOST_SPLITS = 2, 8
+LEAST_BLOCKS = 2
 
 
 class AllReduce(NamedTuple):
@@ -270,11 +271,13 @@ def _matmul_all_reduce_kernel(
     )  # fmt: skip
 
 
-def splits_of(num_tiles: int, num_blocks: int, programs: int) -> int:
+def splits_of(num_tiles: int, num_blocks: int, programs: int, chosen: int = 0) -> int:
     """In how many parts the contraction of `num_blocks` blocks of K is multiplied: so many that there is one for every
-    multiprocessor, of `LEAST_BLOCKS` or more.
+    multiprocessor, or as many as were `chosen`, of `LEAST_BLOCKS` or more.
     """
-    wanted = min(programs // max(1, num_tiles), num_blocks // LEAST_BLOCKS, MOST_SPLITS)
+    # Each tile has a count of its own, of which there are as many as programs.
+    most = chosen if 0 < num_tiles <= programs and chosen else programs // max(1, num_tiles)
+    wanted = min(most, num_blocks // LEAST_BLOCKS, MOST_SPLITS)
     # None is empty.
     return 1 if wanted < 2 else -(-num_blocks // -(-num_blocks // wanted))
 
@@ -363,7 +366,8 @@ class MatmulAllReduce:
         a_by, b_by = read_by(a, config), read_by(b, config)
         splits = 1
         if self._scales != "blocks":
-            splits = splits_of(down * across, -(-a.shape[1] // config.block_k), config.programs)
+            num_blocks = -(-a.shape[1] // config.block_k)
+            splits = splits_of(down * across, num_blocks, config.programs, config.splits)
         return _Known(
             config, a_by, b_by, tiles_of(config, flatten=False, upcast=self._upcast, scales=self._scales),
             down * across, splits, roles_of(splits * down * across, down * own, down * (across - own), config.programs),

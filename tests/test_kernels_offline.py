@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from fusedtp.kernels.configs import SHAPES
+from fusedtp.kernels import choices
+from fusedtp.kernels.configs import SHAPES, compiled_config
 
 from .compiled import checks, table
 from .compiled.build import build, build_all, compile_case, config_of, examine, launch_options, limit_of
@@ -69,6 +70,30 @@ def test_gradients_are_multiplied_as_they_are_on_gfx942(variant: str, a: torch.d
     built = build(Case(variant, "gfx942", a, b_dtype=b))
     for check in checks.CHECKS:
         check(built)
+
+
+def chosen() -> list[Case]:
+    """Tiles that `fusedtp tune --kernels` may try: the nearest to the table's, and those that take the most memory."""
+    found = []
+    for target, its in TARGETS.items():
+        config = compiled_config(target, 2, "many")
+        rows = 64 if its.described else 32
+        room = {"shared_bytes": its.shared_bytes, "lanes": its.backend[2], "least_rows": rows}
+        tried = choices.tiles(config, 1024, 3584, 2, **room)
+        largest = sorted(tried, key=lambda each: choices._shared_bytes(each, 2))[-2:]
+        by = ("rows", "columns") if its.described else ("pointers", "pointers")
+        for choice, variant in itertools.product(dict.fromkeys((*tried[:2], *largest)), ("gather rows", "scatter")):
+            found.append(Case(variant, target, torch.bfloat16, "many", *by, choice=tuple(choice)))
+    return found
+
+
+@pytest.mark.parametrize("case", chosen(), ids=str)
+def test_a_choice_has_room(case: Case) -> None:
+    """What is tried is compiled, asks for no more shared memory than there is, and multiplies in a pipelined loop."""
+    built = build(case)
+    assert built.shared_bytes <= choices._shared_bytes(choices.Choice(*case.choice), 2)
+    assert built.block == "x".join(map(str, case.choice[:3]))
+    assert built.inner_loop
 
 
 @pytest.mark.parametrize("target", [name for name, target in TARGETS.items() if target.described])

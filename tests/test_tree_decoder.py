@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from importlib.util import find_spec
 
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import fusedtp
 from fusedtp import FusedColwiseParallel, FusedRowwiseParallel, RanksDisagree
+from fusedtp.styles.decoders import decoder_plan
 
 from .test_decoders import decoder, mesh_of
 
@@ -87,6 +89,15 @@ def refused(group: ProcessGroup) -> None:
 @needs_transformers
 def test_styles_that_cannot_are_refused(pool: RankPool) -> None:
     pool.run(refused, world_size=2)
+
+
+@needs_transformers
+@pytest.mark.parametrize("order", ["tree", "rank"])
+def test_a_norm_over_what_ranks_share_is_refused(order: str) -> None:
+    """OLMo2's norms of queries and keys: their sums are added in the order of ranks."""
+    refuses = pytest.raises(NotImplementedError, match=r"order 'tree' is not kept by .*_norm, a norm over features")
+    with refuses if order == "tree" else nullcontext():
+        decoder_plan(decoder("OLMo2"), 2, order=order)
 
 
 def gradients(group: ProcessGroup) -> list[Tensor]:

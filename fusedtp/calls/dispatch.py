@@ -8,7 +8,7 @@ units for it. All but `unfused` need ranks that can reach each other's memory; w
 says so once.
 
 Ranks agree because they decide from the same data: rank 0 reads the file of measurements and tells its peers, once a
-group, with the first `auto`. Each choice is then made once and looked up.
+group, with the first op that shares memory. Each choice is then made once and looked up.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from types import ModuleType
@@ -36,7 +36,8 @@ from ..op import Task
 from ..schedules.prepared import Prepared
 from ..workspaces import meaning, stale
 from ..workspaces.meaning import Meaning
-from . import agreement, tuning
+from . import agreement, kernels_tuned, recorded, tuning
+from .kernels_tuned import Tuned
 
 if TYPE_CHECKING:
     from ..workspaces.workspace import Workspace
@@ -54,7 +55,8 @@ _said: set[str] = set()
 class Path:
     """What ran: the op's name, the schedule's, and why that one. producer: how `fused` sent what it gathered. epilogue:
     the activation or the residual that the op ended with, and where: in the kernel; by chunk, a residual as one term
-    more of the sum; or after what the library or the process group does, as on one rank.
+    more of the sum; or after what the library or the process group does, as on one rank. kernel: the tile of `fused`,
+    if `fusedtp tune --kernels` found one that is faster than the table's, by how much, and at which size.
     """
 
     op: str
@@ -62,6 +64,7 @@ class Path:
     reason: str
     producer: str = ""
     epilogue: str = ""
+    kernel: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,12 @@ def choose(task: Task, schedule: str, group: ProcessGroup, device: torch.device)
         return _as_tree(task, group)
     if name != "auto":
         check_units(task, name, group, device)
-        return _asked_for(op, name, dtype)
+        asked_for = _asked_for(op, name, dtype)
+        # `decomposed` needs nothing of it, but peers may ask for another schedule, which is told once all have come so
+        # far. A capture can run nothing that has not been run before.
+        if name != "unfused" and group.size() > 1 and not _is_capturing(device):
+            _know(group, device)
+        return asked_for
     if group.size() == 1:
         return Path(op, "unfused", "one rank has nothing to send")
     on_gpu = device.type == "cuda"
@@ -96,9 +104,8 @@ def choose(task: Task, schedule: str, group: ProcessGroup, device: torch.device)
         ws = _workspaces().get(group, device)
     except Unreachable as error:
         return _unreachable(op, str(error))
-    capturing = on_gpu and torch.cuda.is_current_stream_capturing()
-    if ws.knowledge is None:
-        _learn(ws, group, on_gpu)
+    capturing = _is_capturing(device)
+    _know(group, device)
     key = (op, dtype, task.float8, task.in_blocks, _shape(task), capturing)
     path: Path = ws.decided(key, lambda: _decide(task, group.size(), ws.knowledge, on_gpu, capturing))
     return path
@@ -115,6 +122,24 @@ def check_units(task: Task, schedule: str, group: ProcessGroup, device: torch.de
     """RuntimeError where `fused` is asked for and kernels cannot multiply the task's float8."""
     if schedule == "fused" and task.float8 is not None and group.size() > 1:
         _check_float8(task.op.name, task.float8, task.in_blocks, device)
+
+
+def _know(group: ProcessGroup, device: torch.device) -> None:
+    # What rank 0 tells its peers, once a group.
+    ws = _workspaces().get(group, device)
+    if ws.knowledge is None:
+        _learn(ws, group, device.type == "cuda")
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _tuned(task: Task, ws: Workspace | None) -> Tuned | None:
+    # The measurement by which `fused` takes another tile than the table's, if one does.
+    if ws is None or ws.knowledge is None or ws.knowledge.table is None:
+        return None
+    return kernels_tuned.nearest(ws.knowledge.table.kernels, task, ws.world_size)
 
 
 def _learn(ws: Workspace, group: ProcessGroup, on_gpu: bool) -> None:
@@ -139,12 +164,13 @@ def _shape(task: Task) -> tuple[int, int] | None:
 class Ready(Prepared):
     """A task on one rank, by the path that was chosen for it: found once, run any number of times.
 
-    It holds until `is_stale`. call: what the task is part of, see `meaning`.
+    It holds until `is_stale`. call: what the task is part of, see `meaning`. choice: of the tile of `fused`, by default
+    what was measured to be the fastest.
     """
 
     def __init__(
         self, task: Task, schedule: str, group: ProcessGroup, device: torch.device, *, producer: str = "auto",
-        call: str = "", debug: bool = False,
+        call: str = "", debug: bool = False, choice: Mapping[str, int] | None = None,
     ) -> None:  # fmt: skip
         if groups.inherited is not None:
             groups.check_fork()
@@ -162,7 +188,10 @@ class Ready(Prepared):
         self._capturing = self.on_gpu and torch.cuda.is_current_stream_capturing()
         shares = self.path.schedule != "unfused" and group.size() > 1
         ws = _workspaces().get(group, device) if shares else None
-        super().__init__(self.path.schedule, task, group, ws, producer=producer)
+        if self.path.schedule == "fused" and choice is None and (tuned := _tuned(task, ws)) is not None:
+            choice, self.path = tuned.choice, replace(self.path, kernel=kernels_tuned.told(tuned))
+        super().__init__(self.path.schedule, task, group, ws, producer=producer, choice=choice)
+        recorded.record(task, group.rank(), group.size())
         self._group = stale.watch(group)
         self._asked_for, self._device, self._debug, self._call = schedule, device, debug, call
         self._alone = group.size() == 1
@@ -245,7 +274,8 @@ def _load_for_capture(task: Task, group: ProcessGroup, device: torch.device, ope
 
     def load() -> bool:
         if _decide(task, group.size(), ws.knowledge, True, True).schedule == "fused":
-            prepared = Prepared("fused", task, group, ws)
+            tuned = _tuned(task, ws)
+            prepared = Prepared("fused", task, group, ws, choice=None if tuned is None else tuned.choice)
             ws.require(prepared.half_bytes, prepared.slots)
             with only_loading():
                 prepared.go(operands)

@@ -3,7 +3,8 @@
 `fusedtp tune` writes one small JSON file: the machine and versions, rates, and for a few sizes of each op the times of
 its schedules, their quartiles, and by how much each is slower than the fastest for sure. Where that is by nothing, the
 difference is noise and decides nothing. A prediction for another size is corrected by the model's error at the nearest
-size measured. The file is FUSEDTP_TUNING, `off` for none, or fusedtp/tuning.json in the user's cache folder.
+size measured. With `--kernels` the file also has which tiles are the fastest (`kernels_tuned`). It is FUSEDTP_TUNING,
+`off` for none, or fusedtp/tuning.json in the user's cache folder.
 
 A choice must be the same on every rank, so it may depend only on what all ranks are sure to share: the table, the op,
 the dtype, and the shape of what travels. The product's third dim is not among that, as a weight may be cut unevenly: it
@@ -34,6 +35,8 @@ from ..files import read_text, replace
 from ..op import OPS
 from ..sharding.plan import ITEMSIZE
 from ..workspaces.entries import Entry, entry_of
+from . import kernels_tuned
+from .kernels_tuned import Tuned
 
 FORMAT = 1
 # Hundreds of times what is written.
@@ -79,11 +82,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class Table:
-    """A machine's measurements. rates: by number of ranks, the arguments of `hardware.measured_cpu`; of a CPU only."""
+    """A machine's measurements. rates: by number of ranks, the arguments of `hardware.measured_cpu`; of a CPU only.
+    kernels: the tiles of `fused` that were found to be the fastest; of GPUs only.
+    """
 
     machine: Mapping[str, Any]
     samples: tuple[Sample, ...]
     rates: Mapping[int, Mapping[str, Any]]
+    kernels: tuple[Tuned, ...] = ()
 
     def hardware(self, world_size: int) -> Hardware | None:
         """The machine by its rates with the nearest number of ranks, None without any.
@@ -95,10 +101,14 @@ class Table:
         return hardware.measured_cpu(title, source="fusedtp tune", **self.rates[size]) if size else None
 
     def updated(self, newer: Table) -> Table:
-        """This table with `newer` added, which replaces all samples of the same number of ranks and dtype."""
+        """This table with `newer` added, which replaces all samples of the same number of ranks and dtype, and tiles of
+        the same sizes.
+        """
         again = {(sample.world_size, sample.dtype) for sample in newer.samples}
         kept = (sample for sample in self.samples if (sample.world_size, sample.dtype) not in again)
-        return Table(newer.machine, (*kept, *newer.samples), {**self.rates, **newer.rates})
+        sizes = {each.size for each in newer.kernels}
+        kernels = (*(each for each in self.kernels if each.size not in sizes), *newer.kernels)
+        return Table(newer.machine, (*kept, *newer.samples), {**self.rates, **newer.rates}, kernels)
 
     def nearest(self, op: str, dtype: str, world_size: int, rows: int, cols: int) -> Sample | None:
         """The sample of this op and dtype with the nearest number of ranks, then bytes, then shape."""
@@ -149,12 +159,14 @@ def path() -> Path | None:
 
 def dump(table: Table) -> str:
     """The text of a file."""
-    content = {
+    content: dict[str, Any] = {
         "format": FORMAT,
         "machine": dict(table.machine),
         "rates": {str(size): dict(values) for size, values in table.rates.items()},
         "samples": [{name: value for name, value in asdict(sample).items() if value != {}} for sample in table.samples],
     }
+    if table.kernels:
+        content["kernels"] = [each.dumped() for each in table.kernels]
     return json.dumps(content, indent=1) + "\n"
 
 
@@ -166,10 +178,14 @@ def write(target: Path, text: str) -> None:
 def parse(text: str) -> Table:
     """The table of a file's text; ValueError saying what is not as `dump` writes it, and where."""
     try:
-        content = entry_of(text).only("format", "machine", "rates", "samples")
+        content = entry_of(text)
+        # Of older files, and where none was tuned.
+        tuned = [name for name in ("kernels",) if name in content.values]
+        content.only("format", "machine", "rates", "samples", *tuned)
         content.integer("format", FORMAT, FORMAT)
         machine = content.entry("machine")
         samples = tuple(_sample(each) for each in content.entries("samples"))
+        kernels = tuple(map(kernels_tuned.parse, content.entries("kernels"))) if tuned else ()
         listed, rates = content.entry("rates"), {}
         for size in listed.values:
             if not re.fullmatch("[1-9][0-9]{0,5}", size) or int(size) > MOST_RANKS:
@@ -178,7 +194,7 @@ def parse(text: str) -> Table:
             rates[int(size)] = _rates(listed.entry(size))
     except ValueError as error:
         raise ValueError(f"not a table of fusedtp tune: {error}") from error
-    return Table(machine.values, samples, rates)
+    return Table(machine.values, samples, rates, kernels)
 
 
 def _rates(entry: Entry) -> dict[str, Any]:

@@ -8,7 +8,7 @@ all-reduce of few rows behind a matmul is one kernel (`one_kernel`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..cost.overlap import Work
 from ..kernels import INTERPRETED, operands
+from ..kernels.choices import applied, of_fields
 from ..kernels.gather_known import own_in_place
 from ..kernels.gather_matmul import Further, GatherMatmul
 from ..kernels.launch import Config, config_for
@@ -42,15 +43,18 @@ def num_tiles(rows: int, cols: int, config: Config) -> int:
 
 class Fused:
     """See `verbs.Verbs`. producer: how gathered rows are sent, `auto`, `push` or `copy`; split: programs that wait for
-    none are a kernel of their own. For virtual ranks, which share a device: programs of a kernel, 0 for as many as the
-    device has room for; pace: called after each copy with its bytes, where an emulated link takes its time.
+    none are a kernel of their own. choice: of a tile (`kernels.choices.Choice`), where one
+    was measured to be faster than the table's. For virtual
+    ranks, which share a device: programs of a kernel, 0 for as many as the device has room for; pace: called after each
+    copy with its bytes, where an emulated link takes its time.
     """
 
     def __init__(
         self, ws: Workspace, task: Task, *, producer: str = "auto", split: bool = False, programs: int = 0,
-        pace: producers.Pace | None = None,
+        pace: producers.Pace | None = None, choice: Mapping[str, int] | None = None,
     ) -> None:  # fmt: skip
         self.ws, self.task, self.producer, self.split = ws, task, producer, split
+        self.choice = None if choice is None else of_fields(choice)
         self.programs, self.pace = programs, pace
         self.rank, self.world_size = ws.rank, ws.world_size
         self.layout = Layout()
@@ -69,6 +73,7 @@ class Fused:
                 self.ws.device, self.task.float8 or self.task.dtype, *shape, blocks=self.task.in_blocks,
                 tree=bool(self.task.leaves),
             )  # fmt: skip
+            config = applied(config, self.choice)
             self.config = replace(config, programs=self.programs) if self.programs else config
         return self.config
 

@@ -79,12 +79,12 @@ def _by_model(ws: Workspace, work: Work) -> str:
 
 
 def with_pushers(ws: Workspace, config: Config, programs: int = 0) -> Config:
-    """The configuration with as many pushing programs as fill the link, or a quarter of `programs` if that is less; on
-    a CPU it is unchanged.
+    """The configuration with as many pushing programs as fill the link, or as were measured to be best, or a quarter of
+    `programs` if that is less; on a CPU it is unchanged.
     """
     if ws.device.type == "cpu":
         return config
-    pushers = num_pushers(ws.hardware, ws.world_size)
+    pushers = config.measured_pushers or num_pushers(ws.hardware, ws.world_size)
     return replace(config, pushers=min(pushers, max(1, programs // 4)) if programs else pushers)
 
 

@@ -65,10 +65,13 @@ def config_of(case: Case) -> Any:
     """The configuration that the table has for a case, as launchers fit it to what is aligned. What only moves rows has
     the narrow tile, and the widest.
     """
+    from fusedtp.kernels.choices import Choice, applied
     from fusedtp.kernels.configs import compiled_config
     from fusedtp.kernels.launch import fitted
 
     config = compiled_config(case.target, case.dtype.itemsize, case.shape, blocks=case.blocks, tree=case.is_tree)
+    if case.choice:
+        config = applied(config, Choice(*case.choice))
     if case.aligned != () or not VARIANTS[case.variant].multiplies:
         return config
     # The tiles of a scatter are counted by their owners.

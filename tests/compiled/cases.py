@@ -156,7 +156,8 @@ _ALIGNED = "ALIGNED", "ROWS_ALIGNED", "LEAVES_ALIGNED"
 class Case:
     """A variant, where and of what it is compiled, its shape class, and how it reads A and B. flags: those that are not
     the variant's. aligned: which lengths, strides and pointers are multiples of 16, None for all. blocks: whether
-    scales of float8 are those of blocks. b_dtype: B's where it is not A's.
+    scales of float8 are those of blocks. b_dtype: B's where it is not A's. choice: the fields of a `choices.Choice`
+    that takes the place of the table's tile.
     """
 
     variant: str
@@ -170,12 +171,14 @@ class Case:
     aligned: tuple[str, ...] | None = None
     blocks: bool = False
     b_dtype: torch.dtype | None = None
+    choice: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         parts = [self.target, self.variant, self.dtype_name, self.shape]
         if VARIANTS[self.variant].multiplies:
             parts += [f"{self.a_by} {self.b_by}"]
         parts += [] if self.flatten else ["two loops"]
+        parts += ["x".join(map(str, self.choice))] if self.choice else []
         parts += [] if self.aligned is None else [" ".join(("any lengths", *(f"but {name}" for name in self.aligned)))]
         return "-".join([*parts, *(f"{name}={value}" for name, value in self.flags)])
 

@@ -1,0 +1,362 @@
+"""`fusedtp tune --kernels`: which tile is the fastest for a size, on the GPUs at hand, for the kernels of `fused`.
+
+First each rank multiplies alone, with every signal raised in advance (`gpu_preset`): each tile that a multiprocessor
+has room for, then the best of them with other stages, and loops, and parts of the contraction. The fastest few run as
+the whole op on all ranks, in turns with the table's tile; at last the winner and the table's alone, in rounds of their
+own, as the least of many times is less than it should be. What cannot be compiled, or gives a wrong result on any rank,
+is out before it is timed.
+
+Where kernels are interpreted the same runs at tiny sizes: everything is checked, and no number means anything.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fusedtp.calls.dispatch import Ready
+from fusedtp.calls.kernels_tuned import Tuned, version_here
+from fusedtp.op import OPS, Task
+from fusedtp.scaled import Quantized, Scaled
+
+from . import intervals
+from .cases import MXFP8, Case
+from .oracle import Product
+from .problem import Problem
+from .ranks import RankError, RankPool
+from .sweep import rank_environment
+from .timing import Timing, measure
+
+if TYPE_CHECKING:
+    from fusedtp.kernels.choices import Choice
+
+T = TypeVar("T")
+
+# How many of those that ran alone are tried together, how many are varied, and how many programs may push.
+FINALISTS, VARIED, PUSHERS = 4, 2, (4, 8, 16, 32, 64)
+# Of a candidate alone; and of the last rounds, which decide.
+ROUNDS_ALONE, ROUNDS_LAST = 10, 30
+# An interpreted op takes a second: so many tiles are tried, in so many rounds.
+TINY_TILES, TINY_ROUNDS = 2, 2
+# A size that has less than this is not begun: it would be over before its kernels are compiled.
+LEAST_SECONDS = 10.0
+
+
+@dataclass
+class Found:
+    """What the search of a case found: tiles as text, in the order in which they were tried.
+
+    alone, together: ms by tile, of the matmul on each rank and of the whole op. refused: why tiles were not timed.
+    usual: the table's. ms, usual_ms, faster: as in `Tuned`. cut_short: whether the time was over before all were tried.
+    """
+
+    case: Case
+    usual: str = ""
+    best: str = ""
+    choice: dict[str, int] | None = None
+    ms: float = 0.0
+    usual_ms: float = 0.0
+    faster: float = 0.0
+    alone: dict[str, float] = field(default_factory=dict)
+    together: dict[str, float] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    cut_short: bool = False
+
+    def tuned(self) -> Tuned:
+        """As a table of measurements has it."""
+        rows, cols, third = travelling(self.case)
+        return Tuned(
+            self.case.op, self.case.world_size, self.case.dtype, rows, cols, third, self.choice, self.ms, self.usual_ms,
+            self.faster, version_here(),
+        )  # fmt: skip
+
+
+def travelling(case: Case) -> tuple[int, int, int]:
+    """Rows and columns of what travels, whole, and the product's third dim on a rank."""
+    n = case.world_size
+    return (case.M, case.K, -(-case.N // n)) if case.kind == "gather" else (case.M, case.N, -(-case.K // n))
+
+
+def missing(case: Case) -> str:
+    """Why a case has no tiles to choose, or ""."""
+    if case.dtype == MXFP8:
+        return "operands with scales of blocks have one tile, that of their matrix unit"
+    return "one rank runs no kernel" if case.world_size == 1 else ""
+
+
+class Search:
+    """One case on this rank of `group`; every method is collective. seconds: as rank 0 counts them."""
+
+    def __init__(self, group: ProcessGroup, case: Case, seconds: float) -> None:
+        # Late: they bring Triton in.
+        from fusedtp.kernels import INTERPRETED
+        from fusedtp.kernels.choices import of_config
+
+        self._group, self._case, self._deadline = group, case, time.monotonic() + seconds
+        self._device = torch.device("cpu" if INTERPRETED else f"cuda:{torch.cuda.current_device()}")
+        self._tiny = INTERPRETED
+        self.problem = problem = Problem(case, group, self._device)
+        self._operands = self._given(problem.x), self._given(problem.w).t(), None
+        shapes = tuple(None if each is None else (each.shape[0], each.shape[1]) for each in self._operands)
+        float8 = problem.x.data.dtype if case.is_float8 else None
+        self._task = Task(
+            OPS[case.op], shapes, problem.dtype, problem.m_sizes if case.kind != "all_reduce" else (), float8=float8
+        )
+        self._ready: dict[Choice | None, Ready] = {None: Ready(self._task, "fused", group, self._device)}
+        on = self._ready[None].on
+        self._config, self._to_all = on.config, case.kind == "all_reduce" and on.one_shot(self._task)
+        self.usual: Choice = of_config(self._config)
+        self.found = Found(case, str(self.usual))
+
+    def _given(self, x: Any) -> Any:
+        return Quantized.of(x, self.problem.dtype) if type(x) is Scaled else x
+
+    def all_right(self, error: str) -> tuple[str, bool]:
+        """The first rank's error of those that have one; whether there is time left."""
+        everyone: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(everyone, (error, self._deadline - time.monotonic()), group=self._group)
+        errors = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(everyone) if text]
+        return errors[0] if errors else "", everyone[0][1] > 0
+
+    def _tried(self, attempt: Callable[[], T]) -> tuple[T | None, str]:
+        # What it gives, and what it fails with here: errors of kernels, of checks, and of a compiler that gives up.
+        try:
+            return attempt(), ""
+        except Exception as error:
+            return None, f"{type(error).__name__}: {error}".splitlines()[0]
+
+    def _room(self) -> dict[str, Any]:
+        if self._tiny:
+            return {"shared_bytes": 1 << 30, "lanes": 32}
+        import triton
+
+        properties = triton.runtime.driver.active.utils.get_device_properties(self._device.index)
+        return {"shared_bytes": properties["max_shared_mem"], "lanes": 64 if torch.version.hip else 32}
+
+    @property
+    def _itemsize(self) -> int:
+        return int((self._task.float8 or self._task.dtype).itemsize)
+
+    def candidates(self) -> list[Choice]:
+        """Other tiles than the table's."""
+        from fusedtp.kernels import choices
+
+        case, sizes = self._case, self.problem.m_sizes
+        rows = case.M if case.kind == "all_reduce" else max(sizes)
+        cols = -(-case.N // case.world_size) if case.kind == "gather" else case.N
+        # wgmma and tcgen05 multiply 64 rows and more; mma and MFMA 16 and 32.
+        least = 64 if self._config.descriptors else 32
+        found = choices.tiles(self._config, rows, cols, self._itemsize, least_rows=least, **self._room())
+        return found[:TINY_TILES] if self._tiny else found
+
+    def varied(self, choice: Choice) -> list[Choice]:
+        """The same tile otherwise."""
+        from fusedtp.kernels import choices
+
+        from fusedtp.schedules.one_kernel import OneKernel
+
+        few = isinstance(self._ready[None].form, OneKernel)
+        found = choices.refined(choice, self._config, self._itemsize, few_rows=few, **self._room())
+        return list(islice(found, 1)) if self._tiny else list(found)
+
+    def alone(self, tried: Iterable[Choice]) -> bool:
+        """Check and time the matmul of each with signals preset; whether there is time left."""
+        left = True
+        for choice in tried:
+            name = str(choice)
+            if name in self.found.alone or name in self.found.refused:
+                continue
+            launch, failed = self._tried(partial(self._preset, choice))
+            error, left = self.all_right(failed)
+            if error or launch is None:
+                self.found.refused[name] = error
+            else:
+                rounds = 1 if self._tiny else ROUNDS_ALONE
+                times = measure({name: launch}, self._group, self._device, rounds=rounds)
+                self.found.alone[name] = times[name].median_ms
+            # Its arenas go with it.
+            del launch
+            if not left:
+                break
+        return left
+
+    def _preset(self, choice: Choice) -> Callable[[], object]:
+        # Its launch, which has run once and was right.
+        launch: Callable[[], object]
+        from fusedtp.kernels.choices import applied
+
+        from fusedtp.schedules.one_kernel import OneKernel
+
+        from . import gpu_preset as preset
+
+        problem, config = self.problem, applied(self._config, choice)
+        a, b = problem.factors("y")
+        rank, sizes = problem.rank, problem.m_sizes
+        if self._case.kind == "gather":
+            arenas, fill = preset.gathered(problem.x_own, a, b, sizes, rank, config=config)
+            out = preset.poisoned(a, a.shape[0], b.shape[1])
+            launch, parts = partial(fill, out), [out]
+        elif isinstance(self._ready[None].form, OneKernel):
+            arenas, fill = preset.reduced(a, b, len(sizes), rank, to_all=self._to_all, config=config)
+            out = preset.poisoned(a, a.shape[0], b.shape[1])
+            launch = partial(fill, out)
+            # Owners have columns of tiles.
+            across, n = -(-b.shape[1] // config.block_n), len(sizes)
+            first, last = (0, across) if self._to_all else (rank * across // n, (rank + 1) * across // n)
+            own = slice(first * config.block_n, last * config.block_n)
+            parts, b = [out[:, own]], b[:, own]
+        else:
+            arenas, launch, parts = preset.scattered(a, b, sizes, rank, to_all=self._to_all, config=config)
+        arenas.run(launch)
+        whole = parts[-1] if self._to_all else torch.cat(parts)
+        self._product(b).check(whole, a.dtype, str(choice))
+        return launch
+
+    def _product(self, b: Tensor) -> Product:
+        # What this rank multiplies; made once, unless a tile decides which columns it is of.
+        if b.shape[1] != self.problem.factors("y")[1].shape[1]:
+            return Product(self.problem.factors("y")[0], b, (b.shape[0],))
+        if not hasattr(self, "_whole"):
+            self._whole = Product(self.problem.factors("y")[0], b, (b.shape[0],))
+        return self._whole
+
+    def together(
+        self, tried: Sequence[Choice | None], seconds: float, rounds: int | None = None
+    ) -> dict[Choice | None, Timing]:
+        """The times of the whole op with each choice that is right on all ranks, in turns; None is the table's."""
+        runners = {}
+        for choice in tried:
+            if (name := str(choice or self.usual)) in self.found.refused:
+                continue
+            if error := self._checked(choice):
+                self.found.refused[name] = error
+            else:
+                runners[name] = choice
+        ready = {name: partial(self._ready[choice].run, self._operands) for name, choice in runners.items()}
+        times = measure(ready, self._group, self._device, seconds=seconds, rounds=TINY_ROUNDS if self._tiny else rounds)
+        self.found.together |= {name: timing.median_ms for name, timing in times.items()}
+        return {runners[name]: timing for name, timing in times.items()}
+
+    def _checked(self, choice: Choice | None) -> str:
+        from fusedtp.kernels.loading import only_loading
+
+        def load() -> None:
+            if choice not in self._ready:
+                chosen = None if choice is None else choice._asdict()
+                self._ready[choice] = Ready(self._task, "fused", self._group, self._device, choice=chosen)
+            ready = self._ready[choice]
+            assert ready.ws is not None
+            if not self._tiny:
+                with only_loading():
+                    ready.go(self._operands)
+
+        def run() -> None:
+            # Twice: what a first call leaves behind is where a second one goes wrong.
+            for _ in range(1 if self._tiny else 2):
+                results.append(self._ready[choice].run(self._operands)[0])
+
+        def check() -> None:
+            for out in results:
+                self.problem.check("fused", (out,), "forward")
+
+        results: list[Tensor] = []
+        # A rank that cannot start the kernel must not leave the others waiting in theirs.
+        for step in (load, run, check):
+            error, _ = self.all_right(self._tried(step)[1])
+            if error:
+                return error
+        return ""
+
+
+def search(group: ProcessGroup, case: Case, seconds: float) -> Found:
+    """Look for the fastest tile of a case, for about so many seconds; collective over `group`."""
+    with torch.no_grad():
+        return _searched(Search(group, case, seconds), seconds)
+
+
+def _searched(on: Search, seconds: float) -> Found:
+    found = on.found
+    tried = {str(choice): choice for choice in (on.usual, *on.candidates())}
+    left = True
+    if not on.problem.case.is_float8:
+        left = on.alone(tried.values())
+        for name in _fastest(found.alone, VARIED) if left else ():
+            more = {str(choice): choice for choice in on.varied(tried[name])}
+            tried |= more
+            left = left and on.alone(more.values())
+        finalists = _fastest(found.alone, FINALISTS)
+    else:
+        # Presets have no scales: all run together, the table's neighbours first.
+        finalists = list(tried)[: 4 * FINALISTS]
+    chosen = [tried[name] for name in finalists if name != found.usual]
+    times = on.together([None, *chosen], seconds / 10)
+    if None not in times:
+        raise RuntimeError(f"the table's own tile is refused: {found.refused[found.usual]}")
+    best = min(times, key=lambda choice: times[choice].median_ms)
+    _, left = on.all_right("")
+    if left and on.problem.case.kind == "gather" and not on._tiny:
+        pushing = [(best or on.usual)._replace(pushers=count) for count in PUSHERS]
+        times |= on.together([best, *pushing], seconds / 10)
+        best = min(times, key=lambda choice: times[choice].median_ms)
+        _, left = on.all_right("")
+    found.cut_short, found.best = not left, str(best or on.usual)
+    last = on.together(list(dict.fromkeys((None, best))), seconds / 10, ROUNDS_LAST)
+    usual, own = last[None], last.get(best, last[None])
+    found.ms, found.usual_ms, found.faster = own.median_ms, usual.median_ms, 1.0
+    if best is not None:
+        found.faster = intervals.ratio(intervals.Sample.of(usual), intervals.Sample.of(own)).low
+        if found.faster > 1:
+            found.choice = best._asdict()
+    if found.choice is None:
+        found.ms, found.best = found.usual_ms, found.usual
+    return found
+
+
+def _fastest(times: dict[str, float], count: int) -> list[str]:
+    return sorted(times, key=lambda name: times[name])[:count]
+
+
+def tune_kernels(
+    cases: Sequence[Case], *, seconds: float, num_gpus: int, said: Callable[[str], None],
+    done: Callable[[Found], None],
+) -> list[Case]:  # fmt: skip
+    """Search for each case in turn, for `seconds` in all, on ranks started here; those that were not reached.
+
+    `done` hears of each at once, so what was found is kept if the rest is cut off; `said` of every step.
+    """
+    deadline = time.monotonic() + seconds
+    most = max(case.world_size for case in cases)
+    env = rank_environment(num_gpus, most) | {"FUSEDTP_TUNING": "off", "FUSEDTP_CALLS": ""}
+    with RankPool(most, timeout=300 + seconds, env=env) as pool:
+        for number, case in enumerate(cases):
+            left = deadline - time.monotonic()
+            if left < (LEAST_SECONDS if num_gpus else 0):
+                return list(cases[number:])
+            share = left / (len(cases) - number)
+            said(f"{case}: {share:.0f} s")
+            try:
+                found = pool.run(search, case, share, world_size=case.world_size, timeout=300 + share)[0]
+            except RankError as error:
+                said(f"failed: {case}: {error}")
+                continue
+            said(told(found))
+            for name, why in found.refused.items():
+                said(f"refused: {name}: {why}")
+            done(found)
+    return []
+
+
+def told(found: Found) -> str:
+    """A line about a search."""
+    cut = ", cut short" if found.cut_short else ""
+    tried = f"{len(found.alone)} tiles alone and {len(found.together)} together, {len(found.refused)} refused{cut}"
+    return f"  {tried}: {found.best}"
