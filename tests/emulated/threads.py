@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import FakeProcessGroup, _register_process_group
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fusedtp import turns
+from fusedtp.calls import dispatch
 from fusedtp.schedules import fused
 from fusedtp.schedules.alone import multiplied as library_multiplied
 from fusedtp.schedules.prepared import Prepared, finish
@@ -65,6 +66,9 @@ def run_ranks(
 
     with virtual_ranks(world_size) as ranks, _distributed():
         groups = _groups(world_size)
+        for each in ranks:
+            # These groups have no store through which the first rank could tell what it measured.
+            each.knowledge = dispatch.Knowledge(None, None)
         together = threading.Barrier(world_size, lambda: ran.append(driver.run(ranks, schedule)), timeout=300)
 
         def get(group: dist.ProcessGroup, device: torch.device, *, epoch: int = 0) -> Workspace:
