@@ -26,7 +26,8 @@ def hardware_of(name: str, world_size: int) -> Hardware:
     table, _, ignored = tuning.load()
     machine = None if table is None else of_gpu(str(table.machine["gpu"])) or table.hardware(world_size)
     if machine is None:
-        raise ValueError(ignored or "nothing was measured on this machine: run `fusedtp tune` first")
+        what = "this machine's rates were not measured: run `fusedtp tune` first, with float32 among its dtypes"
+        raise ValueError(ignored or what)
     return machine
 
 
@@ -37,7 +38,8 @@ def predict(
     k: Annotated[str, typer.Option("--k", help="The whole contraction.")] = "8192",
     world_size: Annotated[str, typer.Option(help="Ranks, for example 2,4,8 or 2:64.")] = "8",
     dtype: Annotated[
-        str, typer.Option(help="bfloat16, float16, float32, float64; fp8 mxfp8, or any float8 of torch's, with scales.")
+        str,
+        typer.Option(help="bfloat16, float16, float32, float64; fp8, mxfp8 or a float8 of torch's, with scales."),
     ] = "bfloat16",
     hardware: Annotated[str, typer.Option(help="A name from --list, or here, as tune measured it.")] = "h100",
     gather_dim: Annotated[int, typer.Option(help="1: what is gathered is split along the contraction.")] = 0,
@@ -47,7 +49,9 @@ def predict(
     data_parallel: Annotated[int, typer.Option(help="Domains that share w's gradient over the network.")] = 1,
     overlap_network: Annotated[bool, typer.Option(help="Hide that behind the matmuls.")] = True,
     casts: Annotated[bool, typer.Option(help="Of fp8: x is made float8 first, by every schedule.")] = True,
-    order: Annotated[str, typer.Option(help="rank, or tree, tree-16: the same bits on any number of ranks.")] = "rank",
+    order: Annotated[
+        str, typer.Option(help="rank; any: NVLink's switch adds; tree, tree-16: the same bits on any number of ranks.")
+    ] = "rank",
     list_: Annotated[bool, typer.Option("--list", help="Show the ops and the hardware with its sources.")] = False,
 ) -> None:
     """Predict an op's time by each schedule, from its sizes and a table of hardware. Nothing is measured."""
@@ -100,7 +104,8 @@ def show(predictions: list[Prediction], sizes: list[tuple[int, int, int]], conso
         lines.append({
             "M": M, "N": N, "K": K, "ranks": each.work.num_ranks,
             **{f"{name}\nus": time for name, time in times.items()}, "hidden": each.efficiency(each.winner),
-            "fastest": each.winner, "speed-up": each.speedup, "sent MB": each.sent_bytes / 1e6,
+            "fastest": each.winner, "speed-up": each.speedup,
+            **({"by": each.algorithm} if each.work.kind == "all_reduce" else {}), "sent MB": each.sent_bytes / 1e6,
             "GFLOP": each.flops / 1e9,
         })  # fmt: skip
     title = f"predicted, not measured: {first.op}, {first.work.dtype}, {first.hardware}, microseconds"

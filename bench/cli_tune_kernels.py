@@ -37,6 +37,8 @@ def cases(
         raise typer.BadParameter("--calls gives the sizes: leave --model and --tokens out")
     if tokens is not None and not model:
         raise typer.BadParameter("--tokens is for the blocks of --model")
+    # Wrong ones are told on any machine.
+    counts = arguments.numbers(TOKENS if tokens is None else tokens, "--tokens")
     if calls is not None:
         found = _recorded(calls, world_sizes, console)
     elif not num_gpus:
@@ -46,7 +48,6 @@ def cases(
         found = [Case(op, *TINY, dtype, n) for n in world_sizes for op in GPU_SHAPES for dtype in dtypes]
     elif model:
         names = arguments.names(model, tuple(models.MODELS), "--model")
-        counts = arguments.numbers(TOKENS if tokens is None else tokens, "--tokens")
         found = []
         for name, count, n, dtype in [(a, b, c, d) for a in names for b in counts for c in world_sizes for d in dtypes]:
             try:
@@ -143,10 +144,8 @@ def tune(
     title = "tiles, measured on this machine" if num_gpus else f"tiles, {INTERPRETED}"
     show([each.tuned() for each in results], title, console)
     if left:
-        console.print(
-            f"{len(left)} of {len(asked)} sizes were not reached in {seconds:g} s: the same command goes on with them",
-            highlight=False,
-        )  # fmt: skip
+        goes_on = ": the same command goes on with them" if num_gpus else ""
+        console.print(f"{len(left)} of {len(asked)} sizes were not reached in {seconds:g} s{goes_on}", highlight=False)
     if num_gpus:
         console.print(f"{len(table.kernels)} tiles in {target}, {len(results)} of them new", highlight=False)
     failed = len(wanted) - len(left) - len(results)

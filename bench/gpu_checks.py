@@ -34,6 +34,7 @@ def checks(world_size: int, *, tiny: bool) -> dict[str, tuple[str, tuple[object,
             f"layers {schedule} {dtype}": ("layers", (schedule, dtype, tiny)) for schedule in ("fused", "decomposed")
         }
         named[f"trees {dtype}"] = "trees", (dtype, tiny)
+        named[f"switch {dtype}"] = "switch", (dtype, tiny)
     if world_size == 2:
         times = 2 if tiny else REPLAYS
         named["replays"] = "replays", (times, tiny)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedtp
+from fusedtp import reference
 from fusedtp.workspaces import registry
 
 from .mixed import ALGORITHMS, COLLECTIVES, Call, Operands
@@ -145,6 +146,57 @@ def trees(group: ProcessGroup, dtype: str, tiny: bool = False) -> int:
     dist.destroy_process_group(alone)
     fusedtp.destroy()
     return count
+
+
+def switch(group: ProcessGroup, dtype: str, tiny: bool = False) -> str:
+    """Sums that the switch makes, by the kernel of one launch, by three and alone: right, and the same on every rank;
+    and rows that are stored once, to all ranks: the bits of those that are pushed. How sums were made.
+    """
+    device, made, rank = prepare(), set(), group.rank()
+    for M, N, K in ((19, 24, 40),) if tiny else ((1, 64, 512), (200, 264, 1000), (1030, 1536, 2048)):
+        generators = [torch.Generator().manual_seed(seed) for seed in range(group.size())]
+        parts = [
+            [torch.randn(shape, generator=each).to(device, getattr(torch, dtype)) for shape in ((M, K), (N, K), (M, N))]
+            for each in generators
+        ]
+        x, w, mine = (_leaf(each, device) for each in parts[rank])
+        # The same on every rank.
+        residual = parts[0][2]
+        left, right = (torch.cat([part[i] for part in parts], 1) for i in range(2))
+        y = fusedtp.linear_all_reduce(
+            x, w, group=group, schedule="fused", algorithm="two_shot", order="any", residual=residual
+        )
+        made.add(_path().sums)
+        exact, eps = reference.matmul(left, right.t()), torch.finfo(y.dtype).eps
+        exact += residual.double()
+        allowed = reference.bound(left, right.t(), y.dtype, k_sizes=(K,) * group.size()) + 3 * eps * exact.abs()
+        reference.check(y.detach(), exact, allowed + eps * residual.double().abs(), f"sum of {M} x {N}")
+        terms = [part[2] for part in parts]
+        both = fusedtp.all_reduce(mine.detach(), group=group, schedule="fused", algorithm="two_shot", order="any")
+        made.add(_path().sums)
+        reference.check(
+            both, reference.total(terms), reference.total_bound(terms, y.dtype, sum_dtype=y.dtype), "all_reduce"
+        )
+        for each in (y.detach(), both):
+            everyone = [torch.empty_like(each) for _ in range(group.size())]
+            dist.all_gather(everyone, each.contiguous(), group=group)
+            assert all(torch.equal(other, each) for other in everyone), f"ranks have other sums of {M} x {N}"
+        found = []
+        for producer in ("push", "multicast"):
+            gathered = fusedtp.all_gather_linear(
+                x.detach(), w.detach(), group=group, schedule="fused", producer=producer
+            )
+            whole = fusedtp.all_gather(x.detach(), group=group, schedule="fused", producer=producer)
+            found.append((gathered, whole))
+        assert all(torch.equal(pushed, once) for pushed, once in zip(*found, strict=True)), "other rows at once"
+    fusedtp.destroy()
+    return ", ".join(sorted(made))
+
+
+def _path() -> fusedtp.Path:
+    path = fusedtp.last_path()
+    assert path is not None
+    return path
 
 
 def captured(step: Callable[[], list[Tensor]], device: torch.device) -> tuple[Callable[[], Any], list[Tensor]]:

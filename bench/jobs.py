@@ -127,7 +127,7 @@ def plan(request: Request, num_gpus: int) -> list[Job]:
     ValueError for a model that cannot be split so, and for a backward pass of float8, which has none.
     """
     if set(EVERY_FLOAT8) & set(request.dtypes or ()) and set(request.directions or ()) - {"forward"}:
-        raise ValueError("float8 operands have no gradient: --direction forward for fp8, or fp8 without the others")
+        raise ValueError("fp8 and mxfp8 operands have no gradient: with either, --direction must be forward")
     jobs: list[Job] = []
     # What has been said to be missing: once is enough for all sizes.
     said: set[tuple[object, ...]] = set()

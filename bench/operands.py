@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from fusedtp import reference
-from fusedtp.scaled import E8M0, Quantized, Scaled, pack_into, packed_bytes, scaled
+from fusedtp.float8 import E8M0
+from fusedtp.scaled import Quantized, Scaled, pack_into, packed_bytes, scaled
 from fusedtp.scaled_mm import mm
 from fusedtp.sharding.plan import made_of
 from fusedtp.shards import even_sizes

@@ -33,7 +33,7 @@ GROUP = "fusedtp.providers"
 # In the order in which they are timed.
 SHIPPED = (
     "dtensor", "torch_symm_mem", "async_tp", "nccl_windows", "kraken", "triton_distributed", "flux", "te_userbuffers",
-    "xformers", "flashinfer", "tree",
+    "xformers", "flashinfer", "tree", "switch",
 )  # fmt: skip
 # What the command line takes apart at commas, and what else it means something by.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")

@@ -342,7 +342,7 @@ def tune_kernels(
             if left < (LEAST_SECONDS if num_gpus else 0):
                 return list(cases[number:])
             share = left / (len(cases) - number)
-            said(f"{case}: {share:.0f} s")
+            said(f"{case}: up to {share:.0f} s")
             try:
                 found = pool.run(search, case, share, world_size=case.world_size, timeout=300 + share)[0]
             except RankError as error:

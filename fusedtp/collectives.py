@@ -70,7 +70,7 @@ def reduce_scatter(
     """The ranks' x summed; this rank keeps `sizes[rank]` along `scatter_dim`, by default as even as can be.
 
     Differentiable. `algorithm` and errors as in `all_gather`. `order` "tree": of x in float32, each a subtree of one
-    tree, as products have them: added in pairs, pairs in pairs, by `fused`.
+    tree, as products have them: added in pairs, pairs in pairs, by `fused`. "any": of an all-reduce by the switch.
     """
     process_group = groups.resolve(group)
     arguments.check_collective(REDUCE_SCATTER, x, schedule, algorithm, debug)

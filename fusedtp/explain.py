@@ -14,7 +14,7 @@ from typing import Literal
 
 from .cost.hardware import Hardware, find
 from .cost.model import Prediction, estimate
-from .cost.overlap import Work
+from .cost.work import Work
 from .sharding.candidates import flops, quantity
 from .sharding.notation import Spec, Tensor, parse
 from .sharding.plan import FLOPS_PER_BYTE, START_BYTES, MatmulPlan, Plan, is_float8, made_of, measure, plan

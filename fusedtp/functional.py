@@ -137,8 +137,8 @@ def all_gather_linear(
     [..., N] with the whole of `gather_dim`. gather_dim=-1 gathers the features: x [..., sizes[rank]] against a weight
     [N, sum(sizes)]. `sizes` is the length on every rank, by default this rank's length on all. A gathered dim that is
     neither first nor last comes back as a transposed view. Backward: dx is reduce-scattered, x is gathered again for
-    dw. `producer` says how `fused` sends x: auto, push (by programs of the kernel), or copy (by the copy engine, which
-    a graph capture cannot take).
+    dw. `producer` says how `fused` sends x: auto, push (by programs of the kernel), copy (by the copy engine, which a
+    graph capture cannot take), or multicast (pushed once, to all ranks, where NVLink's switch can).
 
     Of several weights, a sequence, with as many biases or None, there is a tuple of results. x is gathered once for all
     of them, in backward too, where the sum of their dx is scattered once. The weights may be of any number of rows, and
@@ -155,7 +155,8 @@ def all_gather_linear(
 
     `order` "tree" adds up as a tree of 8 leaves ("tree-16": of 16), in float32 between ranks too, by `fused`'s kernels
     alone: results and gradients then have the same bits on any number of ranks that divides the leaves, and a row the
-    same in any batch. Not of float8; an activation is the library's then, of the rounded product.
+    same in any batch. Not of float8; an activation is the library's then, of the rounded product. "any" lets the switch
+    of NVLink make sums of all-reduces, in whatever order it does: see docs/guide/switch.md.
 
     Raises ValueError or TypeError for arguments that do not fit, RuntimeError where torch.distributed is not
     initialised or the ranks of a schedule that is asked for cannot reach each other's memory, PeerTimeout where a rank
@@ -288,7 +289,8 @@ def linear_all_reduce(
     x [..., K_r], weight [N, K_r], a whole bias [N] and a whole residual [..., N] give [..., N], the same on every rank.
     `algorithm` is auto, one_shot (fewest steps) or two_shot (fewest bytes). Backward sends nothing, but for
     tensorwise float8 its scales' numbers: dy is the same on every rank already. With `norm_weight` the result is
-    (normed, y) and Scaled operands are taken, as in `linear_reduce_scatter`; errors as in `all_gather_linear`.
+    (normed, y) and Scaled operands are taken, as in `linear_reduce_scatter`. `order` and errors as in
+    `all_gather_linear`: with "any" NVLink's switch may make the sums, by two_shot always where it can.
     """
     options = schedule, algorithm, debug, float8, order
     normed: Norm | None = None

@@ -19,7 +19,8 @@ by any number of ranks and loaded by any other. With other `feature_sizes` the p
 shard and fit only the same ranks and sizes; loading them into others is an error.
 
 With `float8`, a recipe (`recipes`), operands are cast before they are sent; parameters and gradients stay as they are.
-With `order` "tree" results and gradients have the same bits on any number of ranks: see `all_gather_linear`.
+With `order` "tree" results and gradients have the same bits on any number of ranks, "any" lets NVLink's switch add: see
+`all_gather_linear`.
 """
 
 from __future__ import annotations

@@ -55,6 +55,8 @@ RMS_NORM, LAYER_NORM = NORMS = get_args(NormName)
 # In which order terms are added. A tree has this many leaves, unless the order says how many.
 Order: TypeAlias = str
 RANK_ORDER, TREE_ORDER, LEAVES, MOST_LEAVES = "rank", "tree", 8, 64
+# Ranks' terms as is fastest. Settings have it as a number, in the place of a tree's leaves.
+ANY_ORDER, AS_ANY = "any", -1
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class Task:
     above. algorithm: one of the op's, or "auto". float8: what the first operand is in, if a and b are float8 with
     scales (`scaled.Quantized`); dtype is then the result's, in which terms of a sum travel. in_blocks: whether scales
     are those of blocks. norm: "" for none, and its eps. leaves: how many the contraction has if it is added up as a
-    tree, in float32 also between ranks; else 0.
+    tree, in float32 also between ranks; else 0. any_order: whether ranks' terms may be added in any, by the switch.
     """
 
     op: Op
@@ -110,20 +112,21 @@ class Task:
     norm: str = ""
     eps: float = 0.0
     leaves: int = 0
+    any_order: bool = False
 
     @classmethod
     def of(
         cls, op: Op, *operands: Any, sizes: Sequence[int] = (), dim: int = 0, transposed: bool = False,
         algorithm: str = "auto", activation: str = "", keeps: bool = False, float8: torch.dtype | None = None,
-        in_blocks: bool = False, norm: str = "", eps: float = 0.0, leaves: int = 0,
+        in_blocks: bool = False, norm: str = "", eps: float = 0.0, leaves: int = 0, any_order: bool = False,
     ) -> Task:  # fmt: skip
         """The task on these operands."""
         shapes = [None if each is None else (each.shape[0], each.shape[1]) if each.ndim == 2 else (1, each.shape[0])
                   for each in operands]  # fmt: skip
         x = operands[0]
         assert x is not None
-        options = tuple(sizes), dim, transposed, algorithm, activation, keeps, float8, in_blocks, norm, eps, leaves
-        return cls(op, tuple(shapes), x.dtype, *options)
+        options = tuple(sizes), dim, transposed, algorithm, activation, keeps, float8, in_blocks, norm, eps
+        return cls(op, tuple(shapes), x.dtype, *options, leaves, any_order)
 
     def __hash__(self) -> int:
         return self._hash
@@ -132,7 +135,8 @@ class Task:
     def _hash(self) -> int:
         # Tasks are looked up at every call.
         options = self.dim, self.transposed, self.algorithm, self.activation, self.keeps, self.float8, self.in_blocks
-        return hash((self.op.name, self.shapes, self.dtype, self.sizes, options, self.norm, self.eps, self.leaves))
+        order = self.leaves, self.any_order
+        return hash((self.op.name, self.shapes, self.dtype, self.sizes, options, self.norm, self.eps, order))
 
     def shape(self, operand: int) -> Shape:
         """The shape of an operand that is given."""

@@ -19,8 +19,9 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
+from .float8 import largest_finite, quantized
 from .formats import Formats
-from .scaled import Quantized, largest_finite, quantized
+from .scaled import Quantized
 
 Float8 = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 NAMES: tuple[str, ...] = get_args(Float8)

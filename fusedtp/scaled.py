@@ -14,16 +14,15 @@ scale beside every element (no memory: strides of 0).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from . import formats
+from .float8 import BLOCK, E8M0, along_blocks, in_blocks, largest_finite, quantized, widened
 
 Recipe = Literal["tensorwise", "rowwise", "mxfp8"]
 
@@ -32,11 +31,6 @@ Matrix: TypeAlias = Any
 
 # A received row is its data up to 16 bytes, then its scale in 16 bytes of its own: the next row is aligned.
 SCALE_BYTES = 16
-
-# Elements that share a scale in mxfp8, and what such scales are: powers of two, 8 bits of an exponent (OCP
-# microscaling formats, 1.0, section 5).
-BLOCK = 32
-E8M0 = torch.float8_e8m0fnu
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -57,10 +51,30 @@ class Scaled:
 
     def values(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """data * scale, in float32, rounded to `dtype`."""
+        self.check()
         scale = self.scale
         if scale.dtype == E8M0:
             scale = along_blocks(scale, self.data.shape[-1], -1)
         return (widened(self.data) * scale).to(dtype)
+
+    def check(self, name: str = "Scaled") -> None:
+        """ValueError where the scale is none of this data, by its dtype and shape; name: what the operand is called."""
+        data, scale = self.data, self.scale
+        if data.dtype not in formats.FLOAT8:
+            raise ValueError(f"{name}.data must be one of {', '.join(map(str, formats.FLOAT8))}, got {data.dtype}")
+        rows = (*data.shape[:-1], 1)
+        if scale.dtype == E8M0:
+            blocks = (*data.shape[:-1], -(-data.shape[-1] // BLOCK)) if data.ndim else ()
+            if scale.shape != blocks:
+                raise ValueError(
+                    f"{name}.scale in {E8M0} must be of shape {blocks}, one for each {BLOCK} of a row of "
+                    f"{tuple(data.shape)}, got {tuple(scale.shape)}"
+                )
+        elif scale.dtype != torch.float32 or (scale.ndim and scale.shape != rows):
+            raise ValueError(
+                f"{name}.scale must be torch.float32 of shape () or {rows}, one for each row of {tuple(data.shape)}, "
+                f"or {E8M0}, got {scale.dtype} of shape {tuple(scale.shape)}"
+            )
 
     def narrow(self, dim: int, start: int, length: int) -> Scaled:
         """As torch.narrow: these elements along `dim`, with the scales that are theirs; a view.
@@ -68,6 +82,7 @@ class Scaled:
         Scales of blocks are cut along a row between blocks of 32 only: ValueError for another start, or for another end
         than that of the row.
         """
+        self.check()
         data = self.data.narrow(dim, start, length)
         dim, size = dim % self.data.ndim, self.data.shape[dim]
         start = start % size if start < 0 else start
@@ -84,8 +99,11 @@ class Scaled:
 
     def split(self, sizes: int | Sequence[int], dim: int = 0) -> tuple[Scaled, ...]:
         """As torch.split: parts of these lengths along `dim`, or of `sizes` each, by `narrow`."""
+        self.check()
         size = self.data.shape[dim]
         if isinstance(sizes, int):
+            if sizes < 1:
+                raise ValueError(f"sizes must be 1 or more, or the parts' lengths, got {sizes}")
             sizes = [min(sizes, size - begin) for begin in range(0, size, sizes)] or [0]
         if sum(sizes) != size:
             raise ValueError(f"sizes must add up to {size}, the length of dim {dim}, got {tuple(sizes)}")
@@ -116,7 +134,7 @@ def scaled(
     if dtype is None:
         dtype = (formats.OCP if recipe == "mxfp8" else formats.native(x.device)).e4m3
     if recipe == "mxfp8":
-        return _in_blocks(x.detach(), dtype)
+        return Scaled(*in_blocks(x.detach(), dtype))
     if recipe == "rowwise":
         most = largest_finite(x.detach(), (x.ndim - 1,))
     else:
@@ -124,63 +142,6 @@ def scaled(
         if group is not None:
             most = _largest(most, group)
     return Scaled(*quantized(x.detach(), most, dtype, power_of_two=power_of_two))
-
-
-def _in_blocks(x: Tensor, dtype: torch.dtype) -> Scaled:
-    # The last block of a row is filled up with zeros.
-    count = -(-x.shape[-1] // BLOCK)
-    blocks = torch.nn.functional.pad(x, (0, count * BLOCK - x.shape[-1])).unflatten(-1, (count, BLOCK))
-    data, scale = quantized(blocks, largest_finite(blocks, (blocks.ndim - 1,)), dtype, power_of_two=True)
-    return Scaled(data.flatten(-2)[..., : x.shape[-1]].contiguous(), scale[..., 0].to(E8M0))
-
-
-def along_blocks(scale: Tensor, length: int, dim: int) -> Tensor:
-    """Scales of blocks along `dim` in float32, one for each of `length` elements."""
-    return scale.view(E8M0).float().repeat_interleave(BLOCK, dim).narrow(dim, 0, length)
-
-
-def largest_finite(x: Tensor, over: tuple[int, ...] | None = None) -> Tensor:
-    """The largest finite magnitude of x, over all dims, (), or over these, which are kept with a length of 1."""
-    magnitudes = torch.where(x.isfinite(), x.abs(), 0.0)
-    if over is None:
-        return magnitudes.amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
-    if any(x.shape[dim] == 0 for dim in over):
-        return x.new_zeros([1 if dim in over else length for dim, length in enumerate(x.shape)], dtype=torch.float32)
-    return magnitudes.amax(over, keepdim=True).float() if over else magnitudes.float()
-
-
-# Bits behind the point; torch's finfo has them wrong for e5m2fnuz.
-_MANTISSA = {dtype: 3 if "e4m3" in str(dtype) else 2 for dtype in formats.FLOAT8}
-
-
-def quantized(x: Tensor, most: Tensor, dtype: torch.dtype, *, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    """x in float8, and the scale that makes the magnitudes `most` the largest that `dtype` has."""
-    wide, largest = x.float(), torch.finfo(dtype).max
-    if power_of_two:
-        scale = _power_of_two(most, largest)
-    else:
-        # In float64: the quotient of a subnormal number is one too, and a GPU may take it for 0.
-        scale = (most.double() / largest).clamp_min(torch.finfo(torch.float32).tiny)
-    scale = torch.where(most == 0, 1.0, scale).float()
-    finite = wide
-    if power_of_two:
-        # A number near float32's largest would be rounded to 2^128, which is none of float32's.
-        highest = (2 - 2.0 ** -_MANTISSA[dtype]) * 2.0**127
-        finite = wide.clamp(-highest, highest)
-    data = (finite / scale).clamp(-largest, largest)
-    lost = float("inf") if dtype == torch.float8_e5m2 else float("nan")
-    data = torch.where(wide.isinf(), wide.sign() * lost, data)
-    return data.to(dtype), scale
-
-
-def _power_of_two(most: Tensor, largest: float) -> Tensor:
-    """The least power of two that is no less than most / largest, and a normal number: of the bits of float32."""
-    mantissa, exponent = math.frexp(largest)
-    bits = most.view(torch.int32)
-    # Of numbers in [1, 2): what is above largest's own doubles the power.
-    above = (bits & 0x7FFFFF) > int(mantissa * 2**24) - 2**23
-    power = (bits >> 23) - (exponent - 1) + above.int()
-    return (power.clamp_min(1) << 23).view(torch.float32)
 
 
 def _check(x: Any, recipe: Any, dtype: Any, group: Any, power_of_two: Any) -> None:
@@ -207,22 +168,6 @@ def _largest(most: Tensor, group: Any) -> Tensor:
     name, c10d = groups.resolve(group).group_name, torch.ops._c10d_functional
     found: Tensor = c10d.wait_tensor(c10d.all_reduce(most.reshape(1), "max", name))
     return found.reshape(())
-
-
-@cache
-def _table(dtype: torch.dtype) -> Tensor:
-    return torch.arange(256, dtype=torch.uint8).view(dtype).float()
-
-
-def widened(data: Tensor) -> Tensor:
-    """float8 as float32, exactly."""
-    if torch.compiler.is_compiling() or type(data) is not Tensor or not data.is_cpu:
-        return data.float()
-    if data.ndim == 2 and data.stride(0) == 1 and not data.is_contiguous():
-        return widened(data.t()).t()
-    # By a table: torch's own conversion takes thirty times as long on a CPU.
-    index = data.contiguous().view(torch.uint8).view(-1).int()
-    return _table(data.dtype).index_select(0, index).view(data.shape)
 
 
 class Quantized:

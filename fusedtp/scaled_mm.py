@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .float8 import BLOCK, E8M0
 from .formats import FNUZ
-from .scaled import BLOCK, E8M0, Quantized
+from .scaled import Quantized
 
 
 def term(a: Quantized, b: Quantized) -> Tensor:

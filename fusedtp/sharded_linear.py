@@ -62,7 +62,8 @@ class ShardedLinear(nn.Module):
         self.float8 = arguments.float8_of(float8, dtype or torch.get_default_dtype(), "parameters")
         self.feature_sizes = self._sizes_of(feature_sizes, (out_features, in_features)[self._dim])
         self.order = order
-        if orders.leaves_of(order, schedule, self.group.size(), float8) and self._sums_features:
+        made_in = dtype or torch.get_default_dtype()
+        if orders.leaves_of(order, schedule, self.group.size(), float8, made_in) > 0 and self._sums_features:
             orders.check_even(order, self.feature_sizes)
         lead = (self._matrices,) * (self._matrices > 1)
         rows = out_features // self._matrices
@@ -125,6 +126,7 @@ class ShardedLinear(nn.Module):
         size = self._sizes[self.group.rank()]
         weight = self._own("weight", self.weight, size, 2)
         bias = None if self.bias is None else self._own("bias", self.bias, size, 1)
+        norm = None if norm is None else norm.map(lambda each: parameters.local(each, 1))
         return eager.apply(prepare, x, weight, bias, self.group, options, residual, activation, norm)
 
     def _own(self, name: str, parameter: Tensor, size: int, ndim: int) -> Tensor:

@@ -46,7 +46,7 @@ class Known(NamedTuple):
 @dataclass(frozen=True)
 class Plan:
     """Shards of `sizes`, of rows or of the contraction, in rows that are `pitch` elements apart in an arena. scales,
-    leaves: as in `Tiles`.
+    leaves: as in `Tiles`. switch: each piece is pushed once, not to each rank.
     """
 
     sizes: tuple[int, ...]
@@ -57,6 +57,7 @@ class Plan:
     upcast: bool
     scales: str = ""
     leaves: int = 0
+    switch: bool = False
 
     def known(
         self, channel: Channel, a: torch.Tensor, bs: list[torch.Tensor], cs: list[torch.Tensor], pushed: bool,
@@ -66,7 +67,7 @@ class Plan:
         b, c = bs[0], cs[0]
         M, K, sizes, pitch, config = c.shape[0], b.shape[0], self.sizes, self.pitch, self.config
         on_rows, rank, in_place = self.on_rows, channel.rank, own_in_place(a)
-        pieces = -(-a.shape[0] // self.piece_rows) * channel.world_size
+        pieces = -(-a.shape[0] // self.piece_rows) * (1 if self.switch else channel.world_size)
         pushers = 0 if pushed else max(1, min(config.pushers, pieces))
         rows, cols = (M, K) if on_rows else (channel.world_size * M, max(sizes))
         # A chunk that ends inside a block of K would be multiplied with rows of B that belong to the next one.

@@ -256,6 +256,7 @@ def _store_gathered(ctx, tile, packed, acc):
 def _gather_matmul_programs(
     ctx, shard, num_rows, dst_row, num_tiles,
     PUSHERS: tl.constexpr, CONTRACTION: tl.constexpr, LAST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    SWITCH: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     num_programs = tl.num_programs(0)
@@ -266,7 +267,7 @@ def _gather_matmul_programs(
     if PUSHERS > 0 and pid < PUSHERS:
         push_to_all(
             ctx.link, shard, ctx.chunks.table, pid, PUSHERS, num_rows, dst_row, ctx.chunks.pitch,
-            FIRST_SLOT, False, not ctx.a.IN_PLACE, ctx.chunks.PIECE, BLOCK_R, BLOCK_C,
+            FIRST_SLOT, False, not ctx.a.IN_PLACE, ctx.chunks.PIECE, BLOCK_R, BLOCK_C, SWITCH,
         )  # fmt: skip
     elif CONTRACTION and ctx.tiles.SCALES == "rows":
         matmul_tiles(
@@ -292,8 +293,10 @@ def _gather_matmul_programs(
 def _gather_matmul_kernel(
     a, b, c, epilogue, more, scales, tiles, chunks, group, rank, fingerprint: tl.int64, num_rows, dst_row, num_tiles, M,
     PUSHERS: tl.constexpr, CONTRACTION: tl.constexpr, LAST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    SWITCH: tl.constexpr,
 ):  # fmt: skip
-    """Programs 0 .. PUSHERS - 1 push the own shard and signal each piece, without waiting; the others multiply.
+    """Programs 0 .. PUSHERS - 1 push the own shard, with SWITCH to all at once, and signal each piece, without waiting;
+    the others multiply.
 
     A multiplying program waits for pieces of other ranks' shards (of its own too, without IN_PLACE). Their signals are
     raised by programs with lower ids, which wait for nothing, or (PUSHERS = 0) by what was issued earlier. The kernel
@@ -305,7 +308,7 @@ def _gather_matmul_kernel(
             PUSHERS, 0,
         ),
         Rows(a.ptr, a.stride_m, a.stride_k, a.cols, None if scales is None else scales.a),
-        num_rows, dst_row, num_tiles, PUSHERS, CONTRACTION, LAST, BLOCK_R, BLOCK_C,
+        num_rows, dst_row, num_tiles, PUSHERS, CONTRACTION, LAST, BLOCK_R, BLOCK_C, SWITCH,
     )  # fmt: skip
 
 
@@ -316,19 +319,20 @@ Further: TypeAlias = tuple[
 
 
 class GatherMatmul:
-    """c [M, N] = gather(a, gather_dim) @ b [K, N], and the epilogue, for shards of `sizes`; of any number of b.
+    """c [M, N] = gather(a, gather_dim) @ b [K, N], and the epilogue, for shards of `sizes`; of any number of b. switch:
+    rows are stored once, to all ranks.
 
     What depends on how the operands are laid out is worked out once for each layout, then looked up.
     """
 
     def __init__(
         self, op: int, sizes: tuple[int, ...], *, gather_dim: int, pitch: int, piece_rows: int, config: Config,
-        upcast: bool, scales: str = "", leaves: int = 0,
+        upcast: bool, scales: str = "", leaves: int = 0, switch: bool = False,
     ) -> None:  # fmt: skip
         # Chunks of a gathered contraction come in any order.
         assert gather_dim == 0 or not leaves
-        self._op, self._pitch, self._on_rows = op, pitch, gather_dim == 0
-        self._plan = Plan(sizes, self._on_rows, pitch, piece_rows, config, upcast, scales, leaves)
+        self._op, self._pitch, self._on_rows, self._switch = op, pitch, gather_dim == 0, switch
+        self._plan = Plan(sizes, self._on_rows, pitch, piece_rows, config, upcast, scales, leaves, switch)
         self._known: dict[object, Known] = {}
 
     def __call__(
@@ -374,7 +378,7 @@ class GatherMatmul:
             Result(c, *c.stride()), epilogue, self._more(more, known) if more else NO_MORE, scales, known.tiles,
             Chunks(table, self._pitch, *chunks), group, channel.rank, channel.fingerprint, *known.counts,
             c.shape[0], known.pushers, not self._on_rows, last,
-            known.config.copy_rows, known.config.copy_cols, **known.options,
+            known.config.copy_rows, known.config.copy_cols, self._switch and not pushed, **known.options,
         )  # fmt: skip
 
     def _more(self, more: Sequence[Further], known: Known) -> More:

@@ -22,8 +22,9 @@ MOST_KNOWN = 64
 class Channel:
     """One rank's end of a workspace, as kernels see it.
 
-    `peers` is the device table of arena addresses (int64, world_size + 1, the last one the clock's); data starts
-    `data_offset` bytes into an arena, in two halves of `half_bytes`; `data` is both halves of the own arena (uint8).
+    `peers` is the device table of arena addresses (int64, world_size + 2): each rank's, the clock's block, and all
+    ranks' at once, 0 without one. Data starts `data_offset` bytes into an arena, in two halves of `half_bytes`; `data`
+    is both halves of the own arena (uint8).
     `fingerprint` (int64) is that of the current op: see `signal`.
     """
 

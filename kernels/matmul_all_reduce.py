@@ -1,4 +1,4 @@
-"""Matmul + all-reduce of few rows: one kernel.
+"""Matmul + all-reduce of few rows, or of any number whose sums the switch makes: one kernel.
 
 Its programs take roles in the order in which they begin (`signal.turn`). The first ones multiply: every tile goes to
 its owner, a rank of which the tile's columns are, or to all ranks; where there are fewer tiles than multiprocessors
@@ -26,6 +26,7 @@ from .launch import MOST_KNOWN, Channel, Config, options, strip_of
 from .loading import launch
 from .matmul import Tile, bias_at, matmul_tiles, or_nan, round_to
 from .matmul_scatter import scaled
+from .multicast import behind_store, behind_wait, store_to_all, sum_of_all
 from .operands import Epilogue, Left, Operand, Right, Scales, Tiles, left_of, right_of, tiles_of
 from .push import rows_of
 from .reduce import sum_of_parts, wait_for_parts
@@ -39,7 +40,8 @@ LEAST_BLOCKS = 2
 
 class AllReduce(NamedTuple):
     """The hooks' context: the link, the operands, and how ranks' parts lie at the beginning of an owner's half: M rows
-    each, `pitch` elements apart. TO_ALL: every rank owns all tiles. END: as in `Link`.
+    each, `pitch` elements apart. TO_ALL: every rank owns all tiles. SWITCH: parts stay in the own half, in the owner's
+    rows, from which the switch takes them. END: as in `Link`.
     """
 
     link: Link
@@ -50,6 +52,7 @@ class AllReduce(NamedTuple):
     pitch: tl.tensor
     scales: Scales | None
     TO_ALL: tl.constexpr
+    SWITCH: tl.constexpr
     END: tl.constexpr
 
 
@@ -90,9 +93,14 @@ def _send_to(ctx, dst, first, tile, partial):
     offs_m = tl.arange(0, ctx.tiles.BLOCK_M)
     offs_n = tl.arange(0, ctx.tiles.BLOCK_N)
     mask = (offs_m < ctx.M - tile.row)[:, None] & (offs_n < ctx.b.N - tile.col)[None, :]
-    rows = (ctx.link.rank * ctx.M + tile.row + offs_m).to(tl.int64)
+    if ctx.SWITCH:
+        rows = (dst * ctx.M + tile.row + offs_m).to(tl.int64)
+        base = half(ctx.link, ctx.link.rank, dtype)
+    else:
+        rows = (ctx.link.rank * ctx.M + tile.row + offs_m).to(tl.int64)
+        base = half(ctx.link, dst, dtype)
     cols = (tile.chunk - first) * ctx.tiles.BLOCK_N + offs_n
-    tl.store(half(ctx.link, dst, dtype) + rows[:, None] * ctx.pitch + cols[None, :], partial, mask=mask)
+    tl.store(base + rows[:, None] * ctx.pitch + cols[None, :], partial, mask=mask)
     slot = tile.index * _most(ctx, cdiv(ctx.b.N, ctx.tiles.BLOCK_N)) + tile.chunk - first
     raise_signal(ctx.link, dst, slot + FIRST_SLOT)
 
@@ -175,13 +183,21 @@ def _sum_tiles(ctx, out, epilogue, pid, num_programs, sums_row, second_slot, sum
         down = index // own
         col = index % own
         ok = wait_for_parts(ctx.link, down * _most(ctx, across) + col + FIRST_SLOT, False)
+        if ctx.SWITCH:
+            # As in `reduce`.
+            summed_col = behind_wait(col, ok)
         # Of the parts, and of the result.
         from_n = (col * BLOCK_N + offs_n).to(tl.int64)[None, :]
         at_n = ((first + col) * BLOCK_N + offs_n).to(tl.int64)[None, :]
         for strip in range(0, BLOCK_M, STRIP):
             at_m = (down * BLOCK_M + strip + offs_m).to(tl.int64)[:, None]
             mask = (at_m < ctx.M) & (at_n < ctx.b.N)
-            acc = sum_of_parts(ctx.link, base, out, at_m, from_n, mask, ctx.M, ctx.pitch, False)
+            if ctx.SWITCH:
+                width = ctx.b.N - (first + col) * BLOCK_N
+                places = (ctx.link.rank * ctx.M + at_m) * ctx.pitch + summed_col * BLOCK_N
+                acc = sum_of_all(ctx.link, dtype, places, at_m < ctx.M, width, BLOCK_N)
+            else:
+                acc = sum_of_parts(ctx.link, base, out, at_m, from_n, mask, ctx.M, ctx.pitch, False)
             if epilogue.bias is not None:
                 acc += bias_at(epilogue, at_n, at_n < ctx.b.N)
             if epilogue.residual is not None:
@@ -189,12 +205,17 @@ def _sum_tiles(ctx, out, epilogue, pid, num_programs, sums_row, second_slot, sum
                 acc += tl.load(added, mask=mask, other=0.0).to(tl.float32)
             result = round_to(or_nan(acc, ok), dtype, ctx.tiles.UPCAST)
             tl.store(out.ptr + at_m * out.stride_m + at_n * out.stride_n, result, mask=mask)
-            if not ctx.TO_ALL:
+            if ctx.SWITCH:
+                places = (sums_row + at_m) * sums_pitch + (first + col) * BLOCK_N
+                store_to_all(ctx.link, result, places, at_m < ctx.M, width, BLOCK_N)
+            elif not ctx.TO_ALL:
                 dst = (ctx.link.rank + 1) % ctx.link.group.WORLD_SIZE
                 while dst != ctx.link.rank:
                     tl.store(half(ctx.link, dst, dtype) + (sums_row + at_m) * sums_pitch + at_n, result, mask=mask)
                     dst = (dst + 1) % ctx.link.group.WORLD_SIZE
         if not ctx.TO_ALL:
+            if ctx.SWITCH:
+                behind_store()
             dst = (ctx.link.rank + 1) % ctx.link.group.WORLD_SIZE
             while dst != ctx.link.rank:
                 raise_signal(ctx.link, dst, second_slot + down * across + first + col)
@@ -248,15 +269,11 @@ def _all_reduce_programs(
     leave(ctx.link, num_programs)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "rank", "fingerprint", "num_tiles", "producers", "reducers", "sums_row", "second_slot"
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["rank", "fingerprint", "num_tiles", "producers", "reducers", "sums_row", "second_slot"])
 def _matmul_all_reduce_kernel(
     a, b, scales, tiles, group, rank, fingerprint: tl.int64, num_tiles, M, pitch, sums, arrivals, out,
     epilogue, producers, reducers, sums_row, second_slot, sums_pitch,
-    TO_ALL: tl.constexpr, SPLITS: tl.constexpr, STRIP: tl.constexpr,
+    TO_ALL: tl.constexpr, SPLITS: tl.constexpr, STRIP: tl.constexpr, SWITCH: tl.constexpr,
 ):  # fmt: skip
     """Multiply, send tiles, add those of this rank, send the sums and copy the peers': the whole op, which it ends.
 
@@ -265,7 +282,7 @@ def _matmul_all_reduce_kernel(
     """
     _all_reduce_programs(
         AllReduce(
-            Link(group, rank, begin(group, rank), fingerprint, 0), a, b, tiles, M, pitch, scales, TO_ALL, 0
+            Link(group, rank, begin(group, rank), fingerprint, 0), a, b, tiles, M, pitch, scales, TO_ALL, SWITCH, 0
         ),
         sums, arrivals, out, epilogue, producers, reducers, num_tiles, sums_row, second_slot, sums_pitch, SPLITS, STRIP,
     )  # fmt: skip
@@ -282,11 +299,13 @@ def splits_of(num_tiles: int, num_blocks: int, programs: int, chosen: int = 0) -
     return 1 if wanted < 2 else -(-num_blocks // -(-num_blocks // wanted))
 
 
-def roles_of(num_parts: int, own: int, others: int, programs: int) -> tuple[int, int, int]:
+def roles_of(num_parts: int, own: int, others: int, programs: int, adders: int = 0) -> tuple[int, int, int]:
     """How many programs multiply, add and copy, for as many parts of tiles, and tiles: in each role no more than there
-    are multiprocessors, or tiles. The first one enters the epoch, whatever there is to do.
+    are multiprocessors, or tiles. The first one enters the epoch, whatever there is to do. adders: as many add from the
+    beginning, on multiprocessors that do not multiply.
     """
-    return max(1, min(num_parts, programs)), min(own, programs), min(others, programs)
+    adders = min(own, adders, programs - 1)
+    return max(1, min(num_parts, programs - adders)), adders or min(own, programs), min(others, programs)
 
 
 class Room(NamedTuple):
@@ -323,14 +342,16 @@ class MatmulAllReduce:
 
     Ranks' parts lie at the beginning of every half, see `room_of`, `pitch` elements from row to row. With `to_all` each
     rank adds up all tiles. Else sums lie from row `sums_row` of every half on, with a signal a tile from `second_slot`
-    on.
+    on. switch: it adds, as in `reduce`. adders: as in `roles_of`.
     """
 
     def __init__(
         self, op: int, world_size: int, rank: int, *, to_all: bool, pitch: int, config: Config, upcast: bool,
-        scales: str = "",
+        scales: str = "", switch: bool = False, adders: int = 0,
     ) -> None:  # fmt: skip
-        self._op, self._world_size, self._rank = op, world_size, rank
+        assert not (switch and to_all)
+        self._op, self._world_size, self._rank, self._switch = op, world_size, rank, switch
+        self._adders = adders
         self._to_all, self._pitch, self._config, self._upcast, self._scales = to_all, pitch, config, upcast, scales
         self._known: dict[object, _Known] = {}
         self._strip = strip_of(config)
@@ -356,7 +377,7 @@ class MatmulAllReduce:
             left_of(a, known.a_by, config), right_of(b, known.b_by, config), scales, known.tiles, group, channel.rank,
             channel.fingerprint, known.num_tiles, a.shape[0], self._pitch, sums, None if sums is None else arrivals,
             rows_of(out), epilogue, *known.roles[:2], sums_row, second_slot, sums_pitch, self._to_all, known.splits,
-            self._strip, **known.options,
+            self._strip, self._switch, **known.options,
         )  # fmt: skip
 
     def _find_out(self, a: torch.Tensor, b: torch.Tensor) -> _Known:
@@ -370,6 +391,7 @@ class MatmulAllReduce:
             splits = splits_of(down * across, num_blocks, config.programs, config.splits)
         return _Known(
             config, a_by, b_by, tiles_of(config, flatten=False, upcast=self._upcast, scales=self._scales),
-            down * across, splits, roles_of(splits * down * across, down * own, down * (across - own), config.programs),
+            down * across, splits,
+            roles_of(splits * down * across, down * own, down * (across - own), config.programs, self._adders),
             options(config, a_by, b_by),
         )  # fmt: skip

@@ -28,7 +28,8 @@ from .terms import a_of_term, b_of_term, further
 class Partial(NamedTuple):
     """The hooks' context: the link, the operands, the owners' row table, and where a region lies in a half.
 
-    END: as in `Link`.
+    region_row: of this rank's region of an owner's half. With SWITCH, how many rows a region has: tiles stay in the own
+    half, in a region for each owner, from which the switch takes them. END: as in `Link`.
     """
 
     link: Link
@@ -41,6 +42,7 @@ class Partial(NamedTuple):
     pitch: tl.tensor
     more: More
     scales: Scales | None
+    SWITCH: tl.constexpr
     END: tl.constexpr
 
 
@@ -56,8 +58,13 @@ def _store_to(ctx, dst, tile, partial):
     offs_m = tl.arange(0, ctx.tiles.BLOCK_M)
     offs_n = tile.col + tl.arange(0, ctx.tiles.BLOCK_N)
     mask = (offs_m < tile.rows - tile.row)[:, None] & (offs_n < ctx.b.N)[None, :]
-    rows = (ctx.region_row + tile.row + offs_m).to(tl.int64)
-    tl.store(half(ctx.link, dst, dtype) + rows[:, None] * ctx.pitch + offs_n[None, :], partial, mask=mask)
+    if ctx.SWITCH:
+        rows = (dst * ctx.region_row + tile.row + offs_m).to(tl.int64)
+        base = half(ctx.link, ctx.link.rank, dtype)
+    else:
+        rows = (ctx.region_row + tile.row + offs_m).to(tl.int64)
+        base = half(ctx.link, dst, dtype)
+    tl.store(base + rows[:, None] * ctx.pitch + offs_n[None, :], partial, mask=mask)
     # The reduction visits the owner's tiles row by row; a tile's signal has its place in that order.
     index = tile.index * cdiv(ctx.b.N, ctx.tiles.BLOCK_N) + tile.col // ctx.tiles.BLOCK_N
     raise_signal(ctx.link, dst, index + FIRST_SLOT)
@@ -132,13 +139,15 @@ def _matmul_scatter_programs(ctx, num_tiles, TO_ALL: tl.constexpr):
 @triton.jit(do_not_specialize=["rank", "fingerprint", "region_row", "num_tiles"])
 def _matmul_scatter_kernel(
     a, b, more, scales, tiles, table, group, rank, fingerprint: tl.int64, region_row, num_tiles, M, pitch,
-    TO_ALL: tl.constexpr,
+    TO_ALL: tl.constexpr, SWITCH: tl.constexpr,
 ):  # fmt: skip
-    """Multiply, store every tile into its owner's half (TO_ALL: into all), signal each tile. Waits for nothing."""
+    """Multiply, store every tile into its owner's half (TO_ALL: into all; SWITCH: into the own one), signal each tile
+    to its owner. Waits for nothing.
+    """
     _matmul_scatter_programs(
         Partial(
             Link(group, rank, begin(group, rank), fingerprint, 0), a, b, tiles, table, M, region_row, pitch, more,
-            scales, 0,
+            scales, SWITCH, 0,
         ),
         num_tiles, TO_ALL,
     )  # fmt: skip
@@ -156,15 +165,18 @@ class _Known(NamedTuple):
 
 class MatmulScatter:
     """Enters the epoch and stores the tiles of a [M, K] @ b [K, N], or of the sum of several such terms, into this
-    rank's region, of `region_rows` rows, of the owners' halves; with `to_all` of every rank's half.
+    rank's region, of `region_rows` rows, of the owners' halves; with `to_all` of every rank's half. switch: into the
+    owners' regions of its own half, where the switch adds them.
 
     What depends on how the operands are laid out is worked out once for each layout, then looked up.
     """
 
     def __init__(
         self, op: int, sizes: tuple[int, ...], *, region_rows: int, pitch: int, to_all: bool, config: Config,
-        upcast: bool, scales: str = "", leaves: int = 0,
+        upcast: bool, scales: str = "", leaves: int = 0, switch: bool = False,
     ) -> None:  # fmt: skip
+        assert not (switch and to_all)
+        self._switch = switch
         self._op, self._sizes, self._region_rows, self._pitch, self._leaves = op, sizes, region_rows, pitch, leaves
         self._to_all, self._config, self._upcast, self._scales = to_all, config, upcast, scales
         self._known: dict[object, _Known] = {}
@@ -195,7 +207,8 @@ class MatmulScatter:
         launch(_matmul_scatter_kernel, (config.programs,))(
             left_of(a, known.a_by, config), right_of(b, known.b_by, config), more,
             None if scales is None else scales[0], known.tiles, table, group, channel.rank, channel.fingerprint,
-            channel.rank * self._region_rows, known.num_tiles, a.shape[0], self._pitch, self._to_all, **known.options,
+            self._region_rows * (1 if self._switch else channel.rank), known.num_tiles, a.shape[0], self._pitch,
+            self._to_all, self._switch, **known.options,
         )  # fmt: skip
 
     def _find_out(self, terms: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> _Known:

@@ -18,6 +18,7 @@ import triton.language as tl
 from .launch import Channel, Config, moving_options, strip_of
 from .loading import launch
 from .matmul import or_nan
+from .multicast import behind_store, store_to_all
 from .scales import scale_bytes
 from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, leave, raise_signal, wait
 
@@ -84,14 +85,15 @@ def _send_block_scales(link, src, first, dst, dst_row, pitch, rows):
 @triton.jit
 def push_rows(
     link, src, pid, num_pushers, first, num_rows, dst, dst_row, pitch, first_slot,
-    PIECE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    PIECE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, SWITCH: tl.constexpr = False,
 ):  # fmt: skip
-    """Store rows first .. first + num_rows of `src` into rank `dst`'s half, from its row `dst_row` on.
+    """Store rows first .. first + num_rows of `src` into rank `dst`'s half, from its row `dst_row` on; with SWITCH into
+    the own one.
 
     The pieces pid, pid + num_pushers, .. of them; raises slot first_slot + piece at `dst` for each.
     """
     dtype: tl.constexpr = src.ptr.dtype.element_ty
-    base = half(link, dst, dtype)
+    base = half(link, link.rank if SWITCH else dst, dtype)
     for piece in range(pid, cdiv(num_rows, PIECE), num_pushers):
         row = piece * PIECE
         rows = min(num_rows - row, PIECE)
@@ -108,24 +110,54 @@ def push_rows(
 
 
 @triton.jit
+def _push_at_once(
+    link, src, pid, num_pushers, num_rows, dst_row, pitch, first_slot,
+    WITH_OWN: tl.constexpr, PIECE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    # Every row is stored once, to all halves; a signal to each peer for every piece.
+    offs_r = tl.arange(0, BLOCK_R).to(tl.int64)[:, None]
+    offs_c = tl.arange(0, BLOCK_C).to(tl.int64)[None, :]
+    for piece in range(pid, cdiv(num_rows, PIECE), num_pushers):
+        end = min((piece + 1) * PIECE, num_rows)
+        for row in range(piece * PIECE, end, BLOCK_R):
+            for col in range(0, src.cols, BLOCK_C):
+                mask = (offs_r < end - row) & (offs_c < src.cols - col)
+                block = tl.load(
+                    src.ptr + (row + offs_r) * src.stride_m + (col + offs_c) * src.stride_n, mask=mask, other=0.0
+                )
+                places = (dst_row + row + offs_r) * pitch + col
+                store_to_all(link, block, places, offs_r < end - row, src.cols - col, BLOCK_C)
+        behind_store()
+        for i in range(0 if WITH_OWN else 1, link.group.WORLD_SIZE):
+            raise_signal(link, (link.rank + i) % link.group.WORLD_SIZE, piece + first_slot)
+
+
+@triton.jit
 def push_to_all(
     link, src, table, pid, num_pushers, num_rows, dst_row, pitch, first_slot,
     SCATTER: tl.constexpr, WITH_OWN: tl.constexpr, PIECE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    SWITCH: tl.constexpr = False,
 ):  # fmt: skip
-    """Push to every peer: all `num_rows` rows of `src`, or with SCATTER the rows that `table` gives to that peer.
+    """Push to every peer: all `num_rows` rows of `src`, or with SCATTER the rows that `table` gives to that peer; with
+    SWITCH these stay in the own half, in that peer's region of `dst_row` rows, and all rows go to all peers at once.
 
     WITH_OWN pushes to this rank's own arena too, first. The peers follow, the one that wants these rows soonest first:
     each visits the shards in the order own rank, next rank, .. The pieces for all peers are dealt out to the programs
     in turn, so that no program is idle because one shard has few.
     """
+    if SWITCH and not SCATTER:
+        _push_at_once(
+            link, src, pid, num_pushers, num_rows, dst_row, pitch, first_slot, WITH_OWN, PIECE, BLOCK_R, BLOCK_C
+        )
     turn = pid
-    for i in range(0 if WITH_OWN else 1, link.group.WORLD_SIZE):
+    for i in range(0 if WITH_OWN else 1, 0 if SWITCH and not SCATTER else link.group.WORLD_SIZE):
         dst = (link.rank + link.group.WORLD_SIZE - i) % link.group.WORLD_SIZE
         if SCATTER:
             first = tl.load(table + dst)
             rows = tl.load(table + dst + 1) - first
+            row = dst * dst_row if SWITCH else dst_row
             push_rows(
-                link, src, turn, num_pushers, first, rows, dst, dst_row, pitch, first_slot, PIECE, BLOCK_R, BLOCK_C
+                link, src, turn, num_pushers, first, rows, dst, row, pitch, first_slot, PIECE, BLOCK_R, BLOCK_C, SWITCH
             )
             turn = (turn + num_pushers - cdiv(rows, PIECE) % num_pushers) % num_pushers
         else:
@@ -157,12 +189,13 @@ def wait_for_rows(link, src, begin_row, end_row, first_slot, state, OK: tl.const
 def _push_programs(
     link, src, table, num_rows, dst_row, pitch, first_slot,
     SCATTER: tl.constexpr, WITH_OWN: tl.constexpr, PIECE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    SWITCH: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     enter(link, pid)
     push_to_all(
         link, src, table, pid, tl.num_programs(0), num_rows, dst_row, pitch, first_slot,
-        SCATTER, WITH_OWN, PIECE, BLOCK_R, BLOCK_C,
+        SCATTER, WITH_OWN, PIECE, BLOCK_R, BLOCK_C, SWITCH,
     )  # fmt: skip
 
 
@@ -170,11 +203,12 @@ def _push_programs(
 def _push_kernel(
     x, table, group, rank, fingerprint: tl.int64, num_rows, dst_row, first_slot, pitch,
     SCATTER: tl.constexpr, WITH_OWN: tl.constexpr, PIECE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    SWITCH: tl.constexpr,
 ):  # fmt: skip
     """An op's first kernel: enters the epoch and pushes rows. Signals pieces; waits for nothing."""
     _push_programs(
         Link(group, rank, begin(group, rank), fingerprint, 0),
-        x, table, num_rows, dst_row, pitch, first_slot, SCATTER, WITH_OWN, PIECE, BLOCK_R, BLOCK_C,
+        x, table, num_rows, dst_row, pitch, first_slot, SCATTER, WITH_OWN, PIECE, BLOCK_R, BLOCK_C, SWITCH,
     )  # fmt: skip
 
 
@@ -192,15 +226,17 @@ def push(
     piece_rows: int,
     first_slot: int = FIRST_SLOT.value,
     scale: torch.Tensor | None = None,
+    switch: bool = False,
 ) -> None:
     """Enter the epoch and push x [rows, cols] to every peer's half at row `dst_row` (with scatter: each peer its rows
-    of `table`), a signal for every `piece_rows` rows from `first_slot` on. scale: of float8 rows.
+    of `table`), a signal for every `piece_rows` rows from `first_slot` on. scale: of float8 rows. switch: with scatter
+    rows stay here, from row dst * dst_row on, where the switch adds them; else each is stored once, to all ranks.
     """
     rows = x.shape[0]
-    pieces = -(-rows // piece_rows) * (1 if scatter else channel.world_size)
+    pieces = -(-rows // piece_rows) * (1 if scatter or switch else channel.world_size)
     launch(_push_kernel, (max(1, min(config.pushers, pieces)),))(
         rows_of(x, scale), table, channel.group(op), channel.rank, channel.fingerprint, rows, dst_row, first_slot,
-        pitch, scatter, with_own, piece_rows, config.copy_rows, config.copy_cols,
+        pitch, scatter, with_own, piece_rows, config.copy_rows, config.copy_cols, switch,
     )  # fmt: skip
 
 

@@ -3,7 +3,9 @@ order.
 
 Partials were rounded once to the wire dtype by their producer. They are summed here in float32, rank 0 first, bias and
 residual are added, and the sum is rounded once: the same bits on every run, and for every rank that owns the same rows.
-Subtrees (`contraction`) are float32 as they come, and are added in pairs, pairs in pairs.
+Subtrees (`contraction`) are float32 as they come, and are added in pairs, pairs in pairs. In any order the switch may
+add instead (`multicast`): every rank's part lies in its own half then, in the owner's region, and the sum, in the wire
+dtype, is read.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import triton.language as tl
 from .launch import Channel, Config, moving_options, strip_of
 from .loading import launch
 from .matmul import bias_at, or_nan, round_to
+from .multicast import behind_store, behind_wait, store_to_all, sum_of_all
 from .operands import Epilogue
 from .push import rows_of
 from .signal import FIRST_SLOT, Link, begin, cdiv, half, leave, raise_signal, wait
@@ -76,6 +79,7 @@ def _reduce_programs(
     link, own, out, epilogue, num_rows, region_rows, result_row, pitch, result_pitch, second_slot,
     TREE: tl.constexpr, PER_TILE: tl.constexpr, OWN_IN_PLACE: tl.constexpr, BROADCAST: tl.constexpr, LAST: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr, UPCAST: tl.constexpr,
+    SWITCH: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     num_programs = tl.num_programs(0)
@@ -93,6 +97,9 @@ def _reduce_programs(
         col = index % num_tiles_n * BLOCK_N
         at_n = (col + offs_n).to(tl.int64)[None, :]
         ok = wait_for_parts(link, (index if PER_TILE else index // num_tiles_n) + FIRST_SLOT, OWN_IN_PLACE)
+        if SWITCH:
+            # By itself: the compiler does not see that what comes out of the fence is a multiple of anything.
+            summed_col = behind_wait(col, ok)
         # A strip of the tile at a time: where nothing is aligned every element has an address of its own.
         for strip in range(0, BLOCK_M, STRIP):
             row = index // num_tiles_n * BLOCK_M + strip
@@ -106,6 +113,9 @@ def _reduce_programs(
                 acc = tree_of_parts(
                     link, base, own, 0, at_m, at_n, mask, region_rows, pitch, OWN_IN_PLACE, link.group.WORLD_SIZE
                 )
+            elif SWITCH:
+                places = (link.rank * region_rows + at_m) * pitch + summed_col
+                acc = sum_of_all(link, dtype, places, (offs_m < left)[:, None], out.cols - col, BLOCK_N)
             else:
                 acc = sum_of_parts(link, base, own, at_m, at_n, mask, region_rows, pitch, OWN_IN_PLACE)
             if epilogue.bias is not None:
@@ -118,11 +128,16 @@ def _reduce_programs(
                 acc += tl.load(added, mask=mask, other=0.0).to(tl.float32)
             result = round_to(or_nan(acc, ok), dtype, UPCAST)
             tl.store(out.ptr + at_m * out.stride_m + at_n * out.stride_n, result, mask=mask)
-            if BROADCAST:
+            if BROADCAST and SWITCH:
+                places = (result_row + at_m) * result_pitch + col
+                store_to_all(link, result, places, (offs_m < left)[:, None], out.cols - col, BLOCK_N)
+            elif BROADCAST:
                 for i in range(1, link.group.WORLD_SIZE):
                     dst = (link.rank + i) % link.group.WORLD_SIZE
                     tl.store(half(link, dst, dtype) + (result_row + at_m) * result_pitch + at_n, result, mask=mask)
         if BROADCAST:
+            if SWITCH:
+                behind_store()
             for i in range(1, link.group.WORLD_SIZE):
                 raise_signal(link, (link.rank + i) % link.group.WORLD_SIZE, second_slot + index)
     if LAST:
@@ -135,9 +150,10 @@ def _reduce_kernel(
     result_pitch,
     TREE: tl.constexpr, PER_TILE: tl.constexpr, OWN_IN_PLACE: tl.constexpr, BROADCAST: tl.constexpr, LAST: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr, UPCAST: tl.constexpr,
+    SWITCH: tl.constexpr,
 ):  # fmt: skip
-    """Sum the regions of the own half into `out`; with BROADCAST store the sums into the peers' halves too and signal
-    each tile.
+    """Sum the regions of the own half into `out`, with SWITCH this rank's region of all halves; with BROADCAST store
+    the sums into the peers' halves too and signal each tile.
 
     Waits for: pieces or tiles raised by the peers' (and the own) previous kernel of this op, which waits for nothing.
     It ends the epoch if LAST; where it broadcasts or a gather is still to be collected, the collecting kernel does.
@@ -145,7 +161,7 @@ def _reduce_kernel(
     _reduce_programs(
         Link(group, rank, begin(group, rank), fingerprint, 0),
         x, out, epilogue, num_rows, region_rows, result_row, pitch, result_pitch, second_slot,
-        TREE, PER_TILE, OWN_IN_PLACE, BROADCAST, LAST, ALIGNED, BLOCK_M, BLOCK_N, STRIP, UPCAST,
+        TREE, PER_TILE, OWN_IN_PLACE, BROADCAST, LAST, ALIGNED, BLOCK_M, BLOCK_N, STRIP, UPCAST, SWITCH,
     )  # fmt: skip
 
 
@@ -166,9 +182,11 @@ def reduce(
     second_slot: int = 0,
     last: bool = True,
     tree: bool = False,
+    switch: bool = False,
 ) -> None:
     """Sum W regions of [region_rows, pitch] into out [rows, cols]; this rank's part is `own` [rows, cols] if given.
-    tree: the regions are subtrees, in float32, of as many ranks as a power of two.
+    tree: the regions are subtrees, in float32, of as many ranks as a power of two. switch: it adds what every rank has
+    in this rank's region of its own half, `own` too.
 
     With `result_row` the result also goes to that row of every peer's half, whose rows are `pitch` apart, with `tree`
     `result_pitch`; a signal a tile from `second_slot` on.
@@ -180,5 +198,5 @@ def reduce(
         channel.fingerprint, rows, region_rows, result_row or 0, second_slot, pitch, result_pitch, tree, per_tile,
         own is not None,
         result_row is not None, last and result_row is None, rows % 16 == 0 and out.stride(0) == 1,
-        config.block_m, config.block_n, strip_of(config), upcast, **moving_options(config),
+        config.block_m, config.block_n, strip_of(config), upcast, switch, **moving_options(config),
     )  # fmt: skip

@@ -1,7 +1,8 @@
 """Signals between ranks: the arena's header, and the only code that waits for or signals another rank on a device.
 
 Every rank owns one arena: a header, one int32 signal per (slot, source rank), and two halves of data. `peers` is an
-int64 table in device memory: the address of every rank's arena as seen from here, then the address of the host block.
+int64 table in device memory: the address of every rank's arena as seen from here, then that of the host block, then one
+of all arenas together (`multicast`).
 
 Ordering. A producer stores, passes a CTA barrier, and releases a signal at system scope; a consumer acquires it at
 system scope before it loads. Signals carry the epoch, an int32 that grows by one with every op. Epochs are compared by
@@ -176,6 +177,19 @@ def _entered_otherwise(link, words, src):
 
 
 @triton.jit
+def fenced(FENCE: tl.constexpr, index, ok):
+    """`index`, which passes through a proxy fence behind what `ok` comes of: no use of it is moved before that. Triton
+    has no op for these fences, so they are written in PTX.
+    """
+    if _INTERPRETED:
+        return index
+    else:
+        return tl.inline_asm_elementwise(
+            FENCE + "; mov.b32 $0, $1;", "=r,r,r", [index, ok], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def before_descriptor(index, ok):
     """`index`, to be used as a coordinate when a descriptor loads the data that was waited for; `ok`: the wait's
     result.
@@ -184,13 +198,7 @@ def before_descriptor(index, ok):
     (PTX ISA, "Memory consistency model", proxies). Nothing else emits that fence. The coordinate passes through it, so
     no load can be moved before it.
     """
-    if _INTERPRETED:
-        return index
-    else:
-        return tl.inline_asm_elementwise(
-            "fence.proxy.async.global; mov.b32 $0, $1;", "=r,r,r", [index, ok],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+    return fenced("fence.proxy.async.global", index, ok)
 
 
 @triton.jit

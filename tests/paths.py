@@ -15,7 +15,7 @@ import fusedtp.kernels
 import fusedtp
 
 _FOLDERS = [str(Path(str(each.__file__)).parent) for each in (fusedtp, fusedtp.kernels, fusedtp.bench)]
-_MATMULS = ("mm", "addmm", "addmm_")
+_MATMULS = ("mm", "addmm", "addmm_", "linear")
 
 
 class Step(NamedTuple):

@@ -212,6 +212,27 @@ def test_the_order_of_a_tree_passes(pool: RankPool) -> None:
     assert all(0 <= share <= 1 for found in pool.run(as_a_tree, world_size=2) for share in found)
 
 
+def through_the_switch(group: ProcessGroup) -> list[float]:
+    """As above, of the op that it is for."""
+    found = []
+    for op, direction in itertools.product(OPS, DIRECTIONS):
+        case = Case(op, *SHAPE, "bfloat16", group.size())
+        problem, is_sum = Problem(case, group, CPU), case.kind == "all_reduce"
+        assert ("all-reduces alone" in missing("switch", case, direction, 8)) != is_sum
+        if is_sum:
+            found.append(problem.check("switch", problem.runner("switch", direction)(), direction)[1])
+            assert not missing("switch", case, direction, 8)
+            assert "interpreted on a CPU" in missing("switch", case, direction, 0)
+            assert "no float8" in missing("switch", replace(case, dtype=FLOAT8), direction, 8)
+    return found
+
+
+def test_sums_in_the_switch_pass(pool: RankPool) -> None:
+    for found in pool.run(through_the_switch, world_size=2):
+        assert found
+        assert all(0 <= share <= 1 for share in found)
+
+
 def float8(
     group: ProcessGroup, shape: tuple[int, int, int], plant: Plant | None = None, variants: tuple[str, ...] = VARIANTS,
     dtype: str = FLOAT8,

@@ -12,7 +12,8 @@ from torch.distributed import ProcessGroup
 import fusedtp
 from fusedtp import Scaled, formats, reference, scaled
 from fusedtp.calls.dispatch import Ready
-from fusedtp.scaled import BLOCK, E8M0, Quantized
+from fusedtp.float8 import BLOCK, E8M0
+from fusedtp.scaled import Quantized
 from fusedtp.scaled_mm import blocks_for_library, in_bfloat16, mm
 
 from .bounds import Bounds

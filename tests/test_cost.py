@@ -278,7 +278,7 @@ def test_one_shot_gives_way_once_and_sooner_with_more_ranks(machine: Hardware, s
     limits = []
     for n in (2, 4, 8):
         wins = [
-            overlap.one_shot_wins(64, 1 << power, n, "float32", machine, schedule, alone=alone)
+            overlap.way_of(64, 1 << power, n, "float32", machine, schedule, alone=alone) == "one_shot"
             for power in range(20)
         ]  # fmt: skip
         # Small ones always, and from some size on never.
@@ -383,22 +383,3 @@ def test_command_refuses(arguments: tuple[str, ...], said: str) -> None:
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert said in " ".join(result.output.replace("│", " ").split())
-
-
-def test_a_tree_sends_float32_and_is_for_fused_alone() -> None:
-    sizes: dict[str, Any] = {"M": 4096, "N": 8192, "K": 28672, "world_size": 8}
-    for op, bytes_of_a_share in (("matmul_reduce_scatter", 4), ("matmul_all_reduce", 4 + 2), ("all_gather_matmul", 2)):
-        usual, tree = (cost.predict(op, order=order, **sizes) for order in ("rank", "tree"))
-        moved = 4096 * (28672 if op == "all_gather_matmul" else 8192)
-        assert tree.sent_bytes == 7 * moved // 8 * bytes_of_a_share
-        assert (tree.unfused_us, tree.comm_us, tree.decomposed_us) == (usual.unfused_us, usual.comm_us, None)
-        assert tree.fused_us is not None
-        assert usual.fused_us is not None
-        assert usual.fused_us < tree.fused_us < 2 * usual.fused_us
-        assert any("of the library's matmul" in said and "73%" in said for said in tree.assumptions)
-        assert ("subtrees travel in float32" in tree.assumptions) == (op != "all_gather_matmul")
-    for wrong, message in (({"order": "ranks"}, "order must be rank or tree"), ({"dtype": "mxfp8"}, "16 or 32 bits")):
-        with pytest.raises(ValueError, match=message):
-            cost.predict("matmul_all_reduce", **({"order": "tree"} | wrong | sizes))
-    result = invoke("matmul_all_reduce", "--order", "tree")
-    assert "subtrees travel in float32" in result.output

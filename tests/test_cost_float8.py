@@ -9,9 +9,10 @@ import torch
 
 from fusedtp import cost
 from fusedtp.calls import tuning
-from fusedtp.cost import hardware, overlap
+from fusedtp.cost import hardware, work
 from fusedtp.cost.hardware import HARDWARE
-from fusedtp.scaled import BLOCK, SCALE_BYTES, packed_bytes
+from fusedtp.float8 import BLOCK
+from fusedtp.scaled import SCALE_BYTES, packed_bytes
 
 from .published_times import Published, of
 from .test_cost import invoke, plain
@@ -85,7 +86,7 @@ def test_blocks_have_a_scale_for_each_32() -> None:
     assert "torch multiplies mxfp8 as bfloat16 here" in on["h100"].assumptions
     assert any("makes mxfp8 bfloat16, at a rate that nobody" in said for said in on["h100"].assumptions)
     assert ("fused" in on["b200"].times, "fused" in on["h100"].times) == (True, False)
-    assert overlap.BLOCK == BLOCK
+    assert work.BLOCK == BLOCK
     for cols in (1, 31, 512, 513, 8192):
         assert packed_bytes(cols, blocks=True) == -(-cols // 16) * 16 + 16 * -(-cols // 512)
 
@@ -124,7 +125,7 @@ def test_without_units_for_float8_it_is_widened_and_not_fused() -> None:
         if name == "mi300x" and has_units:
             assert found.winner == "fused"
             assert found.fused_us < narrow.fused_us
-    assert overlap.SCALE_BYTES == SCALE_BYTES
+    assert work.SCALE_BYTES == SCALE_BYTES
     # What is sent along the contraction is multiplied part by part: torch's parts are written, scaled and added.
     columns = cost.predict("all_gather_matmul", hardware="h100", dtype="float8_e4m3fn", gather_dim=1, **sizes)
     assert columns.winner == "fused"

@@ -36,6 +36,7 @@ class Handle:
     """Every rank's memory as it was when they met."""
 
     buffers: list[bytes]
+    multicast_ptr: int = 0
 
     def get_buffer(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         assert dtype == torch.uint8
@@ -51,6 +52,7 @@ class FakeGpu(Gpu):
     fails: dict[str, BaseException] = field(default_factory=dict)
     links: tuple[bool, bool] | RuntimeError = (True, True)
     sees_peers: bool = True
+    address_of_all: int = 0
     entered: int = 0
 
     def place(self) -> Place:
@@ -74,7 +76,7 @@ class FakeGpu(Gpu):
         self.entered += 1
         self._do("rendezvous")
         met = Exchange("2.13", 300.0).rendezvous(name, bytes(own.tolist()).hex().encode())
-        return Handle([bytes.fromhex(each.decode()) for each in met])
+        return Handle([bytes.fromhex(each.decode()) for each in met], self.address_of_all)
 
     def index_of(self, uuid: str) -> int | None:
         return int(uuid.removeprefix("GPU-")) if self.sees_peers else None
@@ -183,6 +185,18 @@ def test_an_error_of_the_device_is_raised_where_it_happened(pool: RankPool) -> N
 def test_what_is_no_lack_of_memory_is_not_taken_for_one(pool: RankPool, what: str, error: Exception) -> None:
     everywhere = {rank: {"fails": {what: error}} for rank in range(2)}
     assert pool.run(attempt, everywhere, world_size=2) == [(type(error).__name__, str(error), 0)] * 2
+
+
+def of_all(group: ProcessGroup, addresses: dict[int, int]) -> int:
+    gpu = FakeGpu(group.rank(), address_of_all=addresses[group.rank()])
+    arena = CudaMemory(group, torch.device("cpu"), gpu, seconds=60.0).allocate(NUM_BYTES, torch.zeros(64).int())
+    return arena.multicast
+
+
+def test_an_address_of_all_ranks_is_all_ranks_or_none(pool: RankPool) -> None:
+    assert pool.run(of_all, {0: 64, 1: 96, 2: 128}, world_size=3) == [64, 96, 128]
+    # Of another switch, or a rank that was told not to use it.
+    assert pool.run(of_all, {0: 64, 1: 0, 2: 128}, world_size=3) == [0, 0, 0]
 
 
 def test_ranks_that_do_not_ask_alike_are_told(pool: RankPool) -> None:

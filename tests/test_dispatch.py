@@ -92,7 +92,7 @@ def test_a_planted_table_steers(pool: RankPool, tmp_path: Path) -> None:
         assert small[op][0] == near[op][0] == "unfused"
         assert large[op][0] == "decomposed"
         nearest = f"{LARGE}x{LARGE} on 2 ranks, the nearest size measured here"
-        assert large[op][1] == f"measured: decomposed 2.00x of unfused at {nearest}"
+        assert large[op][1] == f"measured: decomposed 2.00x as fast as unfused at {nearest}"
 
 
 def test_ranks_with_different_tables_agree(pool: RankPool, tmp_path: Path) -> None:
@@ -383,7 +383,7 @@ def measured_later(group: ProcessGroup) -> list[int]:
     table = mock.Mock()
     table.hardware.return_value = replace(ws.hardware, name="measured")
     known = dispatch.Knowledge(table, None), "", None
-    decided = dispatch.Path("all_reduce", "decomposed", "measured")
+    decided = fusedtp.Path("all_reduce", "decomposed", "measured")
     before = stale.version
     with mock.patch.object(dispatch, "_share", return_value=known), \
             mock.patch.object(dispatch, "_decide", return_value=decided):  # fmt: skip

@@ -31,7 +31,8 @@ whole = pytest.mark.skipif(not ALL, reason="takes minutes; nox -s emulate")
 SPREAD = (
     (80, "bfloat16", "gather rows"), (90, "bfloat16", "gather rows"), (90, "float16", "matmul two_shot"),
     (80, "float32", "all_reduce ring"), (80, "bfloat16", "matmul two_shot in parts"),
-    (90, "float16", "matmul one_shot in parts"),
+    (90, "float16", "matmul one_shot in parts"), (90, "bfloat16", "matmul two_shot switch"),
+    (90, "float16", "all_reduce two_shot switch"),
 )  # fmt: skip
 # Of float8, which only sm_90 has a matrix instruction for here.
 FLOAT8_SPREAD = (
@@ -128,6 +129,7 @@ def test_a_block_scale_that_is_wrong_is_found(kind: str) -> None:
         ("release at gpu scope", "gather rows", (80, 90)), ("acquire made relaxed", "gather rows", (80, 90)),
         ("no proxy fence, global", "gather rows", (90,)),
         ("cp.async waited for too late", "gather rows", (80,)),
+        ("no proxy fence, aliases", "matmul two_shot switch", (90,)),
         ("mbarrier not waited for", "gather rows", (90,)), ("operand of ldmatrix", "gather rows", (80,)),
     ],
 )  # fmt: skip

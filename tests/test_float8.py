@@ -17,7 +17,8 @@ from torch.nn import functional as F
 import fusedtp
 from fusedtp import Scaled, reference, scaled
 from fusedtp.calls.dispatch import Ready
-from fusedtp.scaled import BLOCK, E8M0, Quantized
+from fusedtp.float8 import BLOCK, E8M0
+from fusedtp.scaled import Quantized
 from fusedtp.scaled_mm import by_library, mm, of_data
 
 from .bounds import Bounds

@@ -24,8 +24,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import fusedtp
 from fusedtp import Scaled, formats, reference, scaled, scaled_mm
 from fusedtp.calls.dispatch import Ready
+from fusedtp.float8 import E8M0
 from fusedtp.recipes import NAMES
-from fusedtp.scaled import E8M0, Quantized
+from fusedtp.scaled import Quantized
 from fusedtp.workspaces import stale
 
 from .disagreeing import told

@@ -11,6 +11,7 @@ import torch
 from fusedtp.bench.ranks import RankPool
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import functional as F
 
 import fusedtp
 from fusedtp import reference
@@ -257,3 +258,38 @@ def negated(group: ProcessGroup) -> None:
 
 def test_negated_views_are_what_they_stand_for(pool: RankPool) -> None:
     pool.run(negated, world_size=2)
+
+
+def on_one_rank(group: ProcessGroup) -> None:
+    """What autograd sees of the functions on one rank: the library's linear, unless more is asked for."""
+    x = torch.randn(2, 5, 8, requires_grad=True)
+    w, bias = torch.randn(6, 8, requires_grad=True), torch.randn(6, requires_grad=True)
+    expected = F.linear(x, w, bias)
+    for function in (
+        fusedtp.all_gather_linear, fusedtp.linear_reduce_scatter, fusedtp.linear_all_reduce, fusedtp.fsdp_linear,
+    ):  # fmt: skip
+        y = function(x, w, bias, group=group)
+        assert torch.equal(y, expected)
+        assert y.grad_fn is not None
+        assert expected.grad_fn is not None
+        assert y.grad_fn.name() == expected.grad_fn.name()
+        path = fusedtp.last_path()
+        assert path is not None
+        assert (path.schedule, path.reason) == ("unfused", "one rank has nothing to send")
+        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        (ddw,) = torch.autograd.grad(dx.sum(), w)
+        (again,) = torch.autograd.grad(F.linear(x, w, bias).square().sum(), x, create_graph=True)
+        assert torch.equal(ddw, torch.autograd.grad(again.sum(), w)[0])
+    with pytest.raises(ValueError, match="schedule 'fused' multiplies"):
+        fusedtp.all_gather_linear(x.double(), w.double(), group=group, schedule="fused")
+    with torch.inference_mode():
+        made = torch.randn(5, 8)
+    with pytest.raises(ValueError, match="inference_mode"):
+        fusedtp.all_gather_linear(made, w, group=group)
+    own = fusedtp.all_gather_linear(x, w, bias, group=group, activation="relu")
+    assert own.grad_fn is not None
+    assert own.grad_fn.name() == "_EagerBackward"
+
+
+def test_one_ranks_graph_is_the_librarys(pool: RankPool) -> None:
+    pool.run(on_one_rank, world_size=1)

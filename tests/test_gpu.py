@@ -61,6 +61,13 @@ def test_sums_in_the_order_of_a_tree(ranks: RankPool, dtype: str) -> None:
     assert ranks.run(gpu_ranks.trees, dtype) == [48] * ranks.world_size
 
 
+@pytest.mark.parametrize("dtype", gpu_ranks.DTYPES)
+def test_sums_in_any_order(ranks: RankPool, dtype: str) -> None:
+    # Of one GPU no memory has an address of all ranks.
+    (said,) = set(ranks.run(gpu_ranks.switch, dtype))
+    assert said
+
+
 def test_graph_replays_with_changing_inputs(two_ranks: RankPool) -> None:
     two_ranks.run(gpu_ranks.replays, REPLAYS)
 

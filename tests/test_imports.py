@@ -23,7 +23,8 @@ FOLDERS = {"fusedtp": ROOT / "fusedtp", "fusedtp.kernels": ROOT / "kernels", "fu
 # Lowest first: a module imports from lower floors, or from its own folder. A folder counts as one.
 FLOORS = (
     ("errors", "shards", "files", "trace", "op", "groups", "turns", "formats"),
-    ("sharding", "reference", "activations", "norms", "scaled"),
+    ("sharding", "reference", "activations", "norms", "float8"),
+    ("scaled",),
     ("cost", "recipes", "scaled_mm"),
     ("explain", "kernels", "memory"),
     ("workspaces",),

@@ -249,6 +249,28 @@ def elsewhere(group: ProcessGroup, name: str) -> None:
         torch.autograd.grad(call(*leaves), leaves, [torch.ones(2, *residual.shape)] * 2, is_grads_batched=True)  # type: ignore[arg-type]
 
 
+def of_other_shards(group: ProcessGroup) -> None:
+    """A layer whose shards are not as DTensor splits them, and are padded: as one whose are."""
+    sizes, x = (10, 14), whole((6, 24), torch.float32, 1)
+    made = []
+    for given in (sizes, None):
+        torch.manual_seed(0)
+        layer = fusedtp.RowParallelLinear(24, 20, group=group, feature_sizes=given, norm="layer_norm")
+        begin = sum(layer.feature_sizes[: group.rank()])
+        normed, y = layer(x[:, begin : begin + layer.feature_sizes[group.rank()]])
+        (normed.square().sum() + y.sum()).backward()
+        assert layer.norm_weight is not None
+        assert layer.norm_bias is not None
+        grads = [each.grad.full_tensor() for each in (layer.norm_weight, layer.norm_bias)]
+        made.append([normed.detach(), y.detach(), *grads])
+    for one, other in zip(*made, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_layer_with_shards_of_its_own(pool: RankPool) -> None:
+    pool.run(of_other_shards, world_size=2)
+
+
 @pytest.mark.parametrize("name", NORMS)
 def test_elsewhere(pool: RankPool, name: str) -> None:
     pool.run(elsewhere, name, world_size=2)

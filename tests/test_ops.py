@@ -164,8 +164,8 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     return out.copy_(x)
 
 
-def _small_enough(rows: int, cols: int, *_: object, **__: object) -> bool:
-    return rows * cols <= 128
+def _small_enough(rows: int, cols: int, *_: object, **__: object) -> str:
+    return "one_shot" if rows * cols <= 128 else "two_shot"
 
 
 @contextlib.contextmanager
@@ -175,7 +175,7 @@ def running_as(group: ProcessGroup, flavour: str) -> Iterator[None]:
         if flavour == "small tiles":
             stack.enter_context(mock.patch.object(fused, "config_for", return_value=SMALL_TILES))
             # `auto` has both its choices at the sizes drawn here.
-            stack.enter_context(mock.patch.object(transport, "one_shot_wins", _small_enough))
+            stack.enter_context(mock.patch.object(transport, "way_of", _small_enough))
         elif flavour != "plain":
             # Few rows would be multiplied at once.
             stack.enter_context(mock.patch.object(decomposed, "FEW_ROWS", 0))

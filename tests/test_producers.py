@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 import fusedtp
 from fusedtp import reference
 from fusedtp.cost import hardware, overlap
-from fusedtp.cost.overlap import Work
+from fusedtp.cost.work import Work
 from fusedtp.memory.local import local_memories
 from fusedtp.schedules import producer
 from fusedtp.workspaces import steps

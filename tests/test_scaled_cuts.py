@@ -49,6 +49,20 @@ def test_no_block_is_cut_in_two() -> None:
         same(one.narrow(2, 8, 3), one.values().narrow(2, 8, 3))
 
 
+def test_scales_that_are_not_of_the_data_are_not_cut() -> None:
+    data = torch.zeros(4, 64).to(torch.float8_e4m3fn)
+    padded = torch.full((128, 4), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    for scale in (padded, torch.ones(64, 1), torch.ones(1, 64), torch.ones(4, 1, dtype=torch.float64)):
+        wrong = fusedtp.Scaled(data, scale)
+        for cut in (lambda: wrong.narrow(0, 0, 2), lambda: wrong.split(2), lambda: wrong.values()):  # noqa: B023
+            with pytest.raises(ValueError, match=r"Scaled\.scale .*must be"):
+                cut()
+    with pytest.raises(ValueError, match=r"Scaled\.data must be one of"):
+        fusedtp.Scaled(data.view(torch.int8), torch.ones(4, 1)).narrow(0, 0, 2)
+    with pytest.raises(ValueError, match="sizes must be 1 or more"):
+        made("rowwise").split(0)
+
+
 def test_a_layers_recipe_is_not_that_of_blocks() -> None:
     with pytest.raises(ValueError, match=r"got 'mxfp8', which is for operands of functions: fusedtp.scaled\(x, 'mx"):
         arguments.float8_of("mxfp8")

@@ -75,7 +75,8 @@ def refused(group: ProcessGroup) -> None:
     with pytest.raises(ValueError, match="divide its 1 leaves, got 2 ranks"):
         FusedColwiseParallel(order="tree-1")._apply(nn.Linear(8, 8), mesh)
     for options, message in (
-        ({"order": "forest"}, "order must be 'rank', 'tree'"), ({"schedule": "unfused"}, "by schedule 'fused' alone"),
+        ({"order": "forest"}, "order must be 'rank', 'any', 'tree'"),
+        ({"schedule": "unfused"}, "by schedule 'fused' alone"),
         ({"float8": "rowwise"}, "operands that are not cast"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):

@@ -232,7 +232,7 @@ def refused(group: ProcessGroup) -> None:
     x, w = case.part(case.x, 1).detach(), case.part(case.w, 1).detach()
     n = group.size()
     for options, message in (
-        ({"order": "tree-3"}, r"order must be 'rank', 'tree', of 8 leaves, or tree-N of N, a power of two up to 64"),
+        ({"order": "tree-3"}, "'rank', 'any', 'tree', of 8 leaves, or tree-N of N, a power of two up to 64"),
         ({"order": "tree-128"}, "up to 64"), ({"order": "tree-x"}, "got 'tree-x'"), ({"order": 8}, "got 8"),
         ({"order": "tree", "schedule": "unfused"}, "is kept by schedule 'fused' alone, got schedule 'unfused'"),
         ({"order": "tree", "float8": "rowwise"}, "operands that are not cast, got float8='rowwise'"),
@@ -245,6 +245,9 @@ def refused(group: ProcessGroup) -> None:
         fusedtp.linear_all_reduce(fusedtp.scaled(x), fusedtp.scaled(w), group=group, order="tree")
     with pytest.raises(ValueError, match="needs feature_sizes that are as long on every rank"):
         fusedtp.RowParallelLinear(2 * n + 1, 4, group=group, order="tree")
+    for made in (fusedtp.RowParallelLinear, fusedtp.ParallelMLP):
+        with pytest.raises(ValueError, match=r"order 'tree' is for .* got torch\.float64"):
+            made(2 * n, 4 * n, group=group, order="tree", dtype=torch.float64)
     with pytest.raises(ValueError, match=r"subtrees, which are torch\.float32, got torch\.bfloat16"):
         fusedtp.all_reduce(x.bfloat16(), group=group, order="tree")
     with pytest.raises(ValueError, match=r"not that of algorithm .ring."):

@@ -144,11 +144,14 @@ def test_the_nearest_measurement_decides() -> None:
     small = decide(known, 256, 512)
     assert small is not None
     assert small[0] == "unfused"
-    assert small[1] == "measured: unfused 1.50x of decomposed at 256x512 on 2 ranks, the nearest size measured here"
+    assert (
+        small[1]
+        == "measured: unfused 1.50x as fast as decomposed at 256x512 on 2 ranks, the nearest size measured here"
+    )
     large = decide(known, 4000, 4100)
     assert large is not None
     assert large[0] == "decomposed"
-    assert "decomposed 2.00x of unfused at 4096x4096" in large[1]
+    assert "decomposed 2.00x as fast as unfused at 4096x4096" in large[1]
     other = decide(known, 256, 512, n=5)
     assert other is not None
     assert other[0] == "decomposed"
@@ -175,7 +178,7 @@ def test_the_model_corrects_what_is_far_from_the_measurement() -> None:
     )
     off = {name: 1e3 * ms - there[name] for name, ms in (("unfused", 1.0), ("decomposed", 1.1))}
     ratio = (here["unfused"] + off["unfused"]) / (here["decomposed"] + off["decomposed"])
-    assert f"decomposed {ratio:.2f}x of unfused" in far[1]
+    assert f"decomposed {ratio:.2f}x as fast as unfused" in far[1]
     # At a smaller size less is missing, in proportion: no time comes out negative, and the order stays.
     tiny = decide(table(sample(4096, 4096, 64, unfused=50.0, decomposed=9.0)), 1, 1)
     assert tiny is not None
@@ -214,7 +217,7 @@ def test_a_difference_that_is_noise_decides_nothing() -> None:
     assert made is not None
     assert made[0] == "decomposed"
     where = "256x512 on 2 ranks, the nearest size measured here"
-    assert made[1] == f"as without a measurement: unfused 1.02x of decomposed, which is noise, at {where}"
+    assert made[1] == f"as without a measurement: unfused 1.02x as fast as decomposed, which is noise, at {where}"
     # as it did where noise was not judged, or where it is more than that
     for told in (replace(noise, slower={}), timed(unfused=1.0, decomposed=1.5)):
         made = decide(table(told), 256, 512)
@@ -223,7 +226,7 @@ def test_a_difference_that_is_noise_decides_nothing() -> None:
     # what is usual and the fastest anyway needs no such words
     made = decide(table(timed(unfused=1.02, decomposed=1.0)), 256, 512)
     assert made is not None
-    assert made[1].startswith("measured: decomposed 1.02x of unfused")
+    assert made[1].startswith("measured: decomposed 1.02x as fast as unfused")
 
 
 def test_on_a_gpu_noise_leaves_it_to_the_prediction() -> None:

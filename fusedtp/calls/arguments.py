@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from .. import groups
-from ..cost.overlap import PRODUCERS
+from ..cost.overlap import MULTICAST, PRODUCERS
 from ..formats import FLOAT8
 from ..op import ACTIVATIONS, GATED, Op
 from ..recipes import NAMES, Float8
@@ -233,8 +233,9 @@ def check_options(schedule: str, debug: bool, x: Tensor, producer: str = "auto")
 
 def check_producer(producer: str, schedule: str) -> None:
     """A way to send what is gathered, of a schedule that may have several."""
-    if producer not in ("auto", *PRODUCERS):
-        raise ValueError(f"producer must be one of {', '.join(('auto', *PRODUCERS))}, got {producer!r}")
+    known = ("auto", *PRODUCERS, MULTICAST)
+    if producer not in known:
+        raise ValueError(f"producer must be one of {', '.join(known)}, got {producer!r}")
     if producer != "auto" and schedule not in ("auto", "fused"):
         raise ValueError(f"producer {producer!r} is for schedule 'fused', got schedule {schedule!r}")
 

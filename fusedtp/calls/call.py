@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import functional as F
 
 from .. import formats, groups, recipes
 from ..norms import Norm
@@ -80,6 +81,13 @@ class Call:
         self.version = stale.version
         w = (spec.n, spec.k) if settings.w_transposed else (spec.k, spec.n)
         self._dims = {"x": spec.a.names, "w": w, "y": spec.c.names}
+        # Whether it is F.linear: one rank's, of one weight, with nothing behind it.
+        asked, alone = settings, all(size == 1 for _, size in places.values())
+        self.is_linear = alone and not (
+            self._widths or asked.activation or asked.norm[0] or asked.float8 or asked.recipe or asked.leaves > 0
+        )
+        names = (*spec.a.names[:-1], spec.n)
+        self.is_linear &= asked.w_transposed and spec.a.names[-1] == spec.k and spec.c.names == names
         self._plan: Plan | None = None
         # By the names of what is given (forward), or by which gradients are needed (backward).
         self._programs: dict[Any, Program] = {}
@@ -226,6 +234,19 @@ class Call:
         if keep:
             key = (*key, _KEPT)
         return self._program(key).run(given, self._shapes) if fake else self.run(key, given)
+
+    def linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        """y of a call that `is_linear`, with autograd's own gradients: those of a program take as long as the matmuls
+        of small layers.
+        """
+        key = ("x", "w") if bias is None else ("x", "w", "bias")
+        known = self._only.get(key)
+        if known is None:
+            only = self._program(key).only
+            assert only is not None
+            known = self._only[key] = only, self._made_ready(key, 0, only.task, only.axis)
+        known[1].pass_by()
+        return F.linear(x, w, bias)
 
     def backward(
         self, dys: Sequence[Tensor], x: Tensor, ws: Sequence[Tensor], needs: tuple[bool, ...], *, fake: bool = False

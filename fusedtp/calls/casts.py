@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
+from ..float8 import largest_finite
 from ..op import ALL_GATHER, Task
 from ..recipes import Cast
-from ..scaled import largest_finite
 from ..sharding import notation
 from ..sharding.partition import Partition
 from .matrices import Matrix, Named

@@ -30,6 +30,7 @@ from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
 from .. import groups, schedules, turns
 from ..cost.hardware import Hardware, of_gpu
+from ..cost.overlap import MULTICAST
 from ..formats import FNUZ, target_of, widens_blocks, without_float8
 from ..memory import Unreachable
 from ..op import Task
@@ -38,6 +39,7 @@ from ..workspaces import meaning, stale
 from ..workspaces.meaning import Meaning
 from . import agreement, kernels_tuned, recorded, tuning
 from .kernels_tuned import Tuned
+from .path import Path, in_any_order
 
 if TYPE_CHECKING:
     from ..workspaces.workspace import Workspace
@@ -49,22 +51,6 @@ _WHERE = {"fused": "in the kernel", "decomposed": "by chunk", "unfused": "after 
 
 _last: Path | None = None
 _said: set[str] = set()
-
-
-@dataclass(frozen=True)
-class Path:
-    """What ran: the op's name, the schedule's, and why that one. producer: how `fused` sent what it gathered. epilogue:
-    the activation or the residual that the op ended with, and where: in the kernel; by chunk, a residual as one term
-    more of the sum; or after what the library or the process group does, as on one rank. kernel: the tile of `fused`,
-    if `fusedtp tune --kernels` found one that is faster than the table's, by how much, and at which size.
-    """
-
-    op: str
-    schedule: str
-    reason: str
-    producer: str = ""
-    epilogue: str = ""
-    kernel: str = ""
 
 
 @dataclass(frozen=True)
@@ -106,8 +92,9 @@ def choose(task: Task, schedule: str, group: ProcessGroup, device: torch.device)
         return _unreachable(op, str(error))
     capturing = _is_capturing(device)
     _know(group, device)
-    key = (op, dtype, task.float8, task.in_blocks, _shape(task), capturing)
-    path: Path = ws.decided(key, lambda: _decide(task, group.size(), ws.knowledge, on_gpu, capturing))
+    switch = task.any_order and ws.has_multicast
+    key = (op, dtype, task.float8, task.in_blocks, _shape(task), capturing, switch)
+    path: Path = ws.decided(key, lambda: _decide(task, group.size(), ws.knowledge, on_gpu, capturing, switch))
     return path
 
 
@@ -188,9 +175,16 @@ class Ready(Prepared):
         self._capturing = self.on_gpu and torch.cuda.is_current_stream_capturing()
         shares = self.path.schedule != "unfused" and group.size() > 1
         ws = _workspaces().get(group, device) if shares else None
+        if producer == MULTICAST and self.path.schedule == "fused" and ws is not None:
+            lacks, scaled = not ws.has_multicast, task.float8 is not None
+            if why := "the memory has no address of all ranks" if lacks else "float8" if scaled else "":
+                self.path = replace(self.path, reason=f"{self.path.reason}; not multicast: {why}")
         if self.path.schedule == "fused" and choice is None and (tuned := _tuned(task, ws)) is not None:
             choice, self.path = tuned.choice, replace(self.path, kernel=kernels_tuned.told(tuned))
         super().__init__(self.path.schedule, task, group, ws, producer=producer, choice=choice)
+        if task.any_order:
+            said = getattr(self.on, "sums", "")
+            self.path = replace(self.path, sums=said or in_any_order(task, self.path.schedule, group.size()))
         recorded.record(task, group.rank(), group.size())
         self._group = stale.watch(group)
         self._asked_for, self._device, self._debug, self._call = schedule, device, debug, call
@@ -245,6 +239,11 @@ class Ready(Prepared):
         _last = replace(self.path, producer=self.on.sent_by) if self.on.sent_by else self.path
         return outs
 
+    def pass_by(self) -> None:
+        """To be called for a task of one rank that the caller runs itself."""
+        global _last
+        _last = self.path
+
     @property
     def group(self) -> ProcessGroup:
         """The group; the caller keeps it alive."""
@@ -273,7 +272,8 @@ def _load_for_capture(task: Task, group: ProcessGroup, device: torch.device, ope
     from ..schedules.producer import alike
 
     def load() -> bool:
-        if _decide(task, group.size(), ws.knowledge, True, True).schedule == "fused":
+        switch = task.any_order and ws.has_multicast
+        if _decide(task, group.size(), ws.knowledge, True, True, switch).schedule == "fused":
             tuned = _tuned(task, ws)
             prepared = Prepared("fused", task, group, ws, choice=None if tuned is None else tuned.choice)
             ws.require(prepared.half_bytes, prepared.slots)
@@ -335,7 +335,9 @@ def _unreachable(op: str, detail: str) -> Path:
     return Path(op, "unfused", reason)
 
 
-def _decide(task: Task, world_size: int, knowledge: Knowledge, on_gpu: bool, capturing: bool) -> Path:
+def _decide(
+    task: Task, world_size: int, knowledge: Knowledge, on_gpu: bool, capturing: bool, switch: bool = False
+) -> Path:  # fmt: skip
     op, name, shape = task.op.name, task.multiplied_in, _shape(task)
     # Copies to addresses chosen on the host cannot be captured; interpreted kernels are never fast.
     allowed: tuple[str, ...] = ("fused", "unfused") if capturing else ("fused", "decomposed", "unfused")
@@ -347,7 +349,7 @@ def _decide(task: Task, world_size: int, knowledge: Knowledge, on_gpu: bool, cap
     if lacks:
         allowed, lacks = allowed[1:], f"not fused: {lacks}"
     if shape is not None:
-        made = tuning.decide(knowledge.table, knowledge.gpu, op, name, world_size, *shape, allowed)
+        made = tuning.decide(knowledge.table, knowledge.gpu, op, name, world_size, *shape, allowed, switch=switch)
         if made is not None:
             schedule, reason = made
             return Path(op, schedule, f"{reason}; {lacks}" if lacks else reason)

@@ -272,12 +272,16 @@ def run(call: Compiled, x: Tensor, residual: Tensor | None, *parameters: Any, no
             # Autograd would only refuse after the op has run.
             if inference:
                 _refuse_inference(x, parameters[::2] if norm is None else (*parameters[::2], norm.weight))
+            if call.is_linear and plain and residual is None:
+                return call.linear(x, *parameters)
             normed = (None, None) if norm is None else norm[2:]
             return _Eager.apply(call, x, residual, *normed, *parameters)  # type: ignore[no-untyped-call]
         if not plain:
             parameters = tuple(
                 [None if each is None else part(each, 1 if i & 1 else 2) for i, each in enumerate(parameters)]
             )
+        if call.is_linear and residual is None:
+            return call.linear(x, *parameters)
         if norm is not None:
             y, out = call.forward(call.given(x, parameters, residual, norm.map(_local_norm)))
             return out, y

@@ -120,4 +120,4 @@ def told(tuned: Tuned) -> str:
 
     assert tuned.choice is not None
     faster = tuned.usual_ms / tuned.ms
-    return f"{of_fields(tuned.choice)}: {faster:.2f}x of the table's, measured at {tuned.rows}x{tuned.cols}"
+    return f"{of_fields(tuned.choice)}: {faster:.2f}x as fast as the table's, measured at {tuned.rows}x{tuned.cols}"

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from .. import activations, groups, norms
 from ..norms import Norm
-from ..op import ALL_GATHER, ALL_REDUCE, GATED, OPS, REDUCE_SCATTER, Task
+from ..op import ALL_GATHER, ALL_REDUCE, AS_ANY, GATED, OPS, REDUCE_SCATTER, Task
 from ..workspaces import stale
 from . import call as calls_
 from .dispatch import Ready
@@ -315,7 +315,10 @@ def collective(
     if ready is None or ready.is_stale():
         if len(kept) >= _MAX_READY:
             kept.clear()
-        task = Task(OPS[op], (shape,), x.dtype, tuple(sizes), algorithm=algorithm, leaves=leaves)
+        task = Task(
+            OPS[op], (shape,), x.dtype, tuple(sizes), algorithm=algorithm, leaves=max(0, leaves),
+            any_order=leaves == AS_ANY,
+        )  # fmt: skip
         ready = kept[key] = Ready(task, schedule, group, x.device, producer=producer, call=call, debug=debug)
     return ready.run((x,))[0]
 

@@ -1,4 +1,4 @@
-"""In which order a call's terms are added: that of ranks, or a tree's, whose bits no number of ranks changes."""
+"""In which order a call's terms are added: that of ranks, any, or a tree's, whose bits no number of ranks changes."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ from typing import Any
 
 import torch
 
-from ..op import LEAVES, MOST_LEAVES, RANK_ORDER, TREE_ORDER
+from ..op import ANY_ORDER, AS_ANY, LEAVES, MOST_LEAVES, RANK_ORDER, TREE_ORDER
 from .dispatch import FUSED_DTYPES
 
 
 def leaves_in(order: Any) -> int:
-    """The leaves of a tree, a power of two, 0 for the order of ranks."""
+    """The leaves of a tree, a power of two, 0 for the order of ranks, `AS_ANY` for any."""
     if order == RANK_ORDER:
         return 0
+    if order == ANY_ORDER:
+        return AS_ANY
     name, dash, number = order.partition("-") if isinstance(order, str) else ("", "", "")
     leaves = LEAVES if not dash else int(number) if number.isdecimal() and number.isascii() else 0
     if name != TREE_ORDER or not 1 <= leaves <= MOST_LEAVES or leaves & (leaves - 1):
         raise ValueError(
-            f"order must be {RANK_ORDER!r}, {TREE_ORDER!r}, of {LEAVES} leaves, or {TREE_ORDER}-N of N, a power of two "
-            f"up to {MOST_LEAVES}, got {order!r}"
+            f"order must be {RANK_ORDER!r}, {ANY_ORDER!r}, {TREE_ORDER!r}, of {LEAVES} leaves, or {TREE_ORDER}-N of N, "
+            f"a power of two up to {MOST_LEAVES}, got {order!r}"
         )
     return leaves
 
@@ -28,8 +30,8 @@ def leaves_in(order: Any) -> int:
 def leaves_of(order: Any, schedule: str, world_size: int, float8: str | None, dtype: torch.dtype | None = None) -> int:
     """As `leaves_in`, for a call that can keep to that order, of operands in a dtype."""
     leaves = leaves_in(order)
-    if not leaves:
-        return 0
+    if leaves <= 0:
+        return leaves
     if leaves % world_size:
         raise ValueError(
             f"order {order!r} is for numbers of ranks that divide its {leaves} leaves, got {world_size} ranks"
@@ -52,8 +54,8 @@ def check_even(order: str, sizes: Sequence[int], name: str = "feature_sizes") ->
 def of_subtrees(order: Any, schedule: str, world_size: int, dtype: torch.dtype, algorithm: str) -> int:
     """As `leaves_of`, for a collective of what ranks have added up so far."""
     leaves = leaves_of(order, schedule, world_size, None)
-    if leaves and dtype != torch.float32:
+    if leaves > 0 and dtype != torch.float32:
         raise ValueError(f"order {order!r} of a collective is for subtrees, which are torch.float32, got {dtype}")
-    if leaves and algorithm == "ring":
+    if leaves > 0 and algorithm == "ring":
         raise ValueError(f"order {order!r} is not that of algorithm 'ring', which adds up along the ring")
     return leaves

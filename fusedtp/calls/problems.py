@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..norms import Norm
-from ..op import MATMUL_ALL_REDUCE, RANK_ORDER
+from ..op import ANY_ORDER, MATMUL_ALL_REDUCE, RANK_ORDER
 from . import arguments, orders
 from .arguments import Biases, Weights
 from .settings import described
@@ -142,7 +142,7 @@ def reduce_scatter_problem(
     splits = {"K": (x.shape[-1],) * group.size(), "N" if on_features else f"R{dim}": sizes}
     spec = layer_spec(x, None if on_features else dim, "K_X", "K_X, N", "N_X" if on_features else "N", x_split=False)
     normed = _normed(norm, x, weight.shape[0], along=dim)
-    if normed and order != RANK_ORDER:
+    if normed and order not in (RANK_ORDER, ANY_ORDER):
         raise ValueError(
             f"with order {order!r} the gradient of a norm whose rows ranks share would not be added up in that order: "
             "give no norm_weight, and norm the result"

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..op import (
     ALL_GATHER_MATMUL,
     ALL_REDUCE,
+    AS_ANY,
     GATED,
     MATMUL_ALL_REDUCE,
     MATMUL_REDUCE_SCATTER,
@@ -77,8 +78,8 @@ class Program:
         self._float8, self._blocks, self._recipe = float8, blocks, recipe or {}
         # That of a task, and its eps.
         self._norm = norm
-        # Of every product's contraction, see `Task`.
-        self.leaves = leaves
+        # Of every product's contraction, and of sums, see `Task`; both by one number, as in settings.
+        self.leaves, self.any_order = max(0, leaves), leaves == AS_ANY
         self._steps: list[_Step] = []
         self._results: list[tuple[str, tuple[int, ...] | None]] = []
         self._num_names = 0
@@ -167,7 +168,7 @@ class Program:
                 lambda tensors, runs: [tensors[name].narrow(at, begin, length)], (name,), (x.dims, lengths)
             )[0]
         matrix = Matrix.of(x, (step.dim,), others)
-        task = Task(OPS[step.kind], (matrix.size,), self.dtype, sizes)
+        task = Task(OPS[step.kind], (matrix.size,), self.dtype, sizes, any_order=self._of_sums(OPS[step.kind]))
         length = sum(sizes) if step.kind == "all_gather" else sizes[place]
         made = (step.dim, *others), (length, *(x.length(dim) for dim in others))
         return self.task(task, step.axis, (matrix,), made)[0]
@@ -176,7 +177,12 @@ class Program:
         if not math.prod(x.lengths):
             return x
         matrix = Matrix(x.name, None, len(x.lengths) != 2, (math.prod(x.lengths[:-1]), x.lengths[-1]))
-        return self.task(Task(ALL_REDUCE, (matrix.size,), self.dtype), axis, (matrix,), (x.dims, x.lengths))[0]
+        task = Task(ALL_REDUCE, (matrix.size,), self.dtype, any_order=self.any_order)
+        return self.task(task, axis, (matrix,), (x.dims, x.lengths))[0]
+
+    def _of_sums(self, op: Op) -> bool:
+        # Whether an op's terms may be added in any order: those of a gather are not.
+        return self.any_order and op.kind != "gather"
 
     def matmul(
         self, plan: MatmulPlan, a: Blocks, b: Blocks, *, biases: Sequence[str | None] = (),
@@ -279,7 +285,7 @@ class Program:
         name, eps = self._norm if norm else ("", 0.0)
         task = Task(
             op, shapes, self.dtype, flat, along, turned, algorithm, activation, keeps, first, self._blocks, name, eps,
-            self.leaves,
+            self.leaves, self._of_sums(op),
         )  # fmt: skip
         if not self.leaves or not activation:
             return self.task(task, step.axis, operands, *made)
@@ -380,7 +386,9 @@ class Program:
                 operands += [first, one, second if i in wanted else None]
         shapes = tuple(None if each is None else each.size for each in operands)
         float8 = casts[0]["dy"].dtype if casts[0] else None
-        task = Task(op, shapes, self.dtype, flat, float8=float8, leaves=self.leaves)
+        task = Task(
+            op, shapes, self.dtype, flat, float8=float8, leaves=self.leaves, any_order=self._of_sums(op)
+        )  # fmt: skip
         dx = (*rows, spec.k), [*(x.length(name) for name in rows), x.length(spec.k)]
         dws = [((spec.n, spec.k), [w[i].length(spec.n), w[i].length(spec.k)]) for i in wanted]
         if not on_columns:

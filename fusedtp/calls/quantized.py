@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from .. import formats, groups, norms
-from ..formats import FLOAT8
+from ..float8 import BLOCK, E8M0
 from ..groups import Group
 from ..norms import Norm
-from ..op import RANK_ORDER
-from ..scaled import BLOCK, E8M0, Quantized, Scaled
+from ..op import ANY_ORDER, RANK_ORDER
+from ..scaled import Quantized, Scaled
 from ..shards import offsets
 from ..turns import one
 from . import call as calls_
@@ -45,22 +45,7 @@ def _check_scaled(name: str, x: Any, device: torch.device | None = None) -> Scal
             raise ValueError(f"{name}.{part} must be a dense tensor of its own")
         if each.device != (device or x.data.device):
             raise ValueError(f"{name}.{part} must be on {device or x.data.device} as x, got {each.device}")
-    if x.data.dtype not in FLOAT8:
-        raise ValueError(f"{name}.data must be one of {', '.join(map(str, FLOAT8))}, got {x.data.dtype}")
-    rows = (*x.data.shape[:-1], 1)
-    if x.scale.dtype == E8M0:
-        blocks = (*x.data.shape[:-1], -(-x.data.shape[-1] // BLOCK)) if x.data.ndim else ()
-        if x.scale.shape != blocks:
-            raise ValueError(
-                f"{name}.scale in {E8M0} must be of shape {blocks}, one for each {BLOCK} of a row of "
-                f"{tuple(x.data.shape)}, got {tuple(x.scale.shape)}"
-            )
-        return x
-    if x.scale.dtype != torch.float32 or (x.scale.ndim and x.scale.shape != rows):
-        raise ValueError(
-            f"{name}.scale must be torch.float32 of shape () or {rows}, one for each row of {tuple(x.data.shape)}, or "
-            f"{E8M0}, got {x.scale.dtype} of shape {tuple(x.scale.shape)}"
-        )
+    x.check(name)
     return x
 
 
@@ -115,7 +100,7 @@ def apply(
 ) -> Any:  # fmt: skip
     """`eager.apply` of `Scaled` operands; one weight, or a tuple of several with as many biases or None."""
     is_compiling = torch.compiler.is_compiling()
-    if options[-1] != RANK_ORDER:
+    if options[-1] not in (RANK_ORDER, ANY_ORDER):
         raise ValueError(f"order {options[-1]!r} is for operands that are not float8, got Scaled ones")
     if not is_compiling and transforms_active():
         raise NotImplementedError("float8 operands are not implemented in torch.func's transforms: call it outside")

@@ -19,6 +19,7 @@ import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from dataclasses import replace as changed
 from importlib.metadata import PackageNotFoundError, version
 from math import log
 from pathlib import Path
@@ -30,7 +31,7 @@ from .. import schedules
 from ..cost import hardware
 from ..cost.hardware import Hardware
 from ..cost.model import Prediction, estimate
-from ..cost.overlap import Work
+from ..cost.work import Work
 from ..files import read_text, replace
 from ..op import OPS
 from ..sharding.plan import ITEMSIZE
@@ -262,12 +263,13 @@ def share(op: str, dtype: str, world_size: int, rows: int, cols: int, third: int
 
 def decide(
     table: Table | None, gpu: Hardware | None, op: str, dtype: str, world_size: int, rows: int, cols: int,
-    allowed: Sequence[str],
+    allowed: Sequence[str], *, switch: bool = False,
 ) -> tuple[str, str] | None:  # fmt: skip
     """(schedule, why) for an op by which [rows, cols] travel; None where neither a measurement nor a model says.
 
     dtype: of what is multiplied, which for float8 is not what its sums travel in. gpu: what the hardware table has for
-    this machine. allowed: the schedules that can run, first the one that is taken where nothing is known.
+    this machine. allowed: the schedules that can run, first the one that is taken where nothing is known. switch: as in
+    `Work`; what was measured is without.
     """
     sample = table.nearest(op, dtype, world_size, rows, cols) if table is not None else None
     machine = gpu if gpu is not None or table is None else table.hardware(world_size)
@@ -275,12 +277,12 @@ def decide(
     if sample is None or len(measured) < 2:
         if gpu is None:
             return None
-        best, times = _predicted(gpu, op, dtype, world_size, rows, cols, allowed)
+        best, times = _predicted(gpu, op, dtype, world_size, rows, cols, allowed, switch)
         return best, f"predicted for {gpu.title}: {_versus(times, best)}"
     times = measured
     if machine is not None and machine.knows(dtype):
         there = share(op, dtype, sample.world_size, sample.rows, sample.cols, sample.third)
-        here = share(op, dtype, world_size, rows, cols, sample.third)
+        here = changed(share(op, dtype, world_size, rows, cols, sample.third), switch=switch)
         old, new = (_times(estimate(op, work, machine), allowed) for work in (there, here))
         both = [name for name in measured if name in old and name in new]
         times = {name: _corrected(new[name], old[name], 1e3 * measured[name]) for name in both}
@@ -289,11 +291,11 @@ def decide(
     where = f"{sample.rows}x{sample.cols} on {sample.world_size} ranks, the nearest size measured here"
     usual = allowed[0]
     if gpu is not None and gpu.knows(dtype):
-        usual, _ = _predicted(gpu, op, dtype, world_size, rows, cols, allowed)
+        usual, _ = _predicted(gpu, op, dtype, world_size, rows, cols, allowed, switch)
     are_alike = best != usual and {best, usual} <= sample.alike() & times.keys()
     # And so they are here, unless the model has them further apart than it can be wrong.
     if are_alike and times[usual] / times[best] <= max(_MODEL_ERROR, measured[usual] / measured[best]):
-        noise = f"{best} {measured[usual] / measured[best]:.2f}x of {usual}, which is noise,"
+        noise = f"{best} {measured[usual] / measured[best]:.2f}x as fast as {usual}, which is noise,"
         return usual, f"as without a measurement: {noise} at {where}"
     if best == min(measured, key=lambda name: measured[name]):
         return best, f"measured: {_versus(measured, best)} at {where}"
@@ -301,10 +303,11 @@ def decide(
 
 
 def _predicted(
-    gpu: Hardware, op: str, dtype: str, world_size: int, rows: int, cols: int, allowed: Sequence[str]
+    gpu: Hardware, op: str, dtype: str, world_size: int, rows: int, cols: int, allowed: Sequence[str], switch: bool
 ) -> tuple[str, Mapping[str, float]]:
     # The schedule that the model alone takes, and its times.
-    times = _times(estimate(op, share(op, dtype, world_size, rows, cols), gpu), allowed)
+    work = changed(share(op, dtype, world_size, rows, cols), switch=switch)
+    times = _times(estimate(op, work, gpu), allowed)
     best = min(times, key=lambda name: times[name])
     # If the model cannot tell predictions apart, the kernel is taken: a graph can capture it.
     if times.get("fused", float("inf")) <= _MODEL_ERROR * times[best]:
@@ -331,4 +334,4 @@ def _versus(times: Mapping[str, float], best: str) -> str:
     """The winner against `unfused`, or `unfused` against the next."""
     others = {name: time for name, time in times.items() if name != best}
     other = "unfused" if "unfused" in others else min(others, key=lambda name: others[name], default=best)
-    return f"{best} {times[other] / times[best]:.2f}x of {other}" if others else f"{best} alone can run"
+    return f"{best} {times[other] / times[best]:.2f}x as fast as {other}" if others else f"{best} alone can run"

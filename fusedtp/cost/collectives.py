@@ -46,8 +46,8 @@ def library_us(kind: str, num_bytes: float, num_ranks: int, machine: Hardware) -
 def multicast_us(kind: str, num_bytes: float, num_ranks: int, machine: Hardware) -> float | None:
     """The same by a kernel that reads sums from the switch and stores to all at once (multimem), timed by itself.
 
-    Two waits of everybody for everybody, a signal and a poll each. None where the switch cannot. No schedule of this
-    package does it: it says what one would gain.
+    Two waits of everybody for everybody, a signal and a poll each. None where the switch cannot. Of what it takes in a
+    kernel of `fused` see `overlap.Model.in_switch`.
     """
     if machine.multicast_fraction is None or machine.multicast_sum_fraction is None:
         return None

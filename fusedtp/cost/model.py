@@ -32,15 +32,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil
 
-from ..op import ALL_GATHER_MATMUL, RANK_ORDER, TREE_ORDER
+from ..op import ALL_GATHER_MATMUL, ANY_ORDER, RANK_ORDER, TREE_ORDER
 from ..op import OPS as TABLE
 from ..sharding.plan import ITEMSIZE, is_float8
 from .hardware import Hardware, find
-from .overlap import Model, Work, one_shot_wins
+from .overlap import IN_SWITCH, TWO_SHOT, Model, way_of
+from .work import Work
 
 FSDP = "fsdp_linear"  # a gather whose weight travels, not its rows
 OPS = (ALL_GATHER_MATMUL.name, FSDP, *(name for name in TABLE if name != ALL_GATHER_MATMUL.name))
 ALGORITHMS = ("auto", "one_shot", "two_shot", "ring")
+SWITCH = "the switch makes the sums of fused"
 CAST = "x is made float8 by two kernels, as a compiler fuses it; op by op that takes several times as long"
 
 
@@ -155,7 +157,8 @@ def predict(
 
     dtype: of x and w. Of float8, sums travel in bfloat16 and so does the gradient; `casts` says whether x has to be
     made float8 first, by every schedule, or is given so. order: "rank" or "tree", in which sums travel in float32 and
-    `fused` alone runs; `unfused` is then that of the usual order.
+    `fused` alone runs; `unfused` is then that of the usual order; or "any", in which `fused` has the switch make the
+    sums of an all-reduce, where the machine's can.
 
     Raises ValueError with the values for an unknown op, dtype or hardware, and for an impossible size or time.
     """
@@ -171,8 +174,9 @@ def predict(
     for name, time in (("matmul_us", matmul_us), ("kernel_matmul_us", kernel_matmul_us)):
         if time is not None and (alone or not 0 < time < float("inf")):
             raise ValueError(f"{name} must be a positive time of an op with a matmul, got {time!r} for {op}")
-    if order not in (RANK_ORDER, TREE_ORDER):
-        raise ValueError(f"order must be {RANK_ORDER} or {TREE_ORDER}, got {order!r}")
+    if order not in (RANK_ORDER, ANY_ORDER, TREE_ORDER):
+        raise ValueError(f"order must be {RANK_ORDER}, {ANY_ORDER} or {TREE_ORDER}, got {order!r}")
+    work = replace(work, switch=order == ANY_ORDER)
     if order == TREE_ORDER:
         if alone or is_float8(work.dtype) or work.dtype == "float64":
             raise ValueError(f"order {order!r} is for a matmul of 16 or 32 bits, got {op} of {work.dtype}")
@@ -212,14 +216,14 @@ def estimate(
     shown = used["decomposed" if machine.in_place else "fused"]
     return Prediction(
         op, work, machine.name, shown, model.matmul, model.comm, unfused, decomposed, fused, network, exposed,
-        (*tree.assumptions(data_parallel), *((CAST,) if cast else ())), cast,
+        (*tree.assumptions(data_parallel), *((SWITCH,) * (shown == IN_SWITCH)), *((CAST,) if cast else ())), cast,
     )  # fmt: skip
 
 
 def _algorithm(work: Work, algorithm: str, machine: Hardware, schedule: str) -> str:
+    switch = work.switch and schedule == "fused" and machine.multicast_sum_fraction is not None
     if algorithm != "auto" or work.kind != "all_reduce":
-        return "direct" if algorithm == "auto" else algorithm
+        return IN_SWITCH if switch and algorithm == TWO_SHOT else "direct" if algorithm == "auto" else algorithm
     shape = (work.rows, work.cols) if work.flops else (1, work.moved)
     # As the schedules themselves decide: by what travels.
-    wins = one_shot_wins(*shape, work.num_ranks, work.made, machine, schedule, alone=not work.flops)
-    return "one_shot" if wins else "two_shot"
+    return way_of(*shape, work.num_ranks, work.made, machine, schedule, alone=not work.flops, switch=switch)

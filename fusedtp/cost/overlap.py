@@ -8,14 +8,13 @@ copied.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
-from typing import Literal
 
-from ..sharding.plan import ITEMSIZE, is_float8, made_of
+from ..sharding.plan import ITEMSIZE, is_float8
 from .collectives import library_us
 from .hardware import WIDENED, WIDENED_BLOCKS, Hardware
+from .work import SUBTREES, Work
 
 # Rows up to which a matmul and all-reduce are one kernel of `fused`.
 ONE_KERNEL_ROWS = 256
@@ -26,20 +25,23 @@ FEW_ROWS = 256
 # Rows of our kernel's tiles, those of few rows first: `kernels.configs`.
 TILE_ROWS = (64, 128)
 
-# A row of float8 that is gathered has its scale in so many bytes behind it: `scaled.SCALE_BYTES`; of mxfp8 one for each
-# of so many elements, padded to as much: `scaled.scale_bytes`.
-SCALE_BYTES, BLOCK = 16, 32
 # x is cast by two kernels, as a compiler makes them: magnitudes are read, then x is read again and written.
 _CAST_LAUNCHES = 2
 
 # How the fused schedule sends what is gathered: by programs of the kernel itself, or by the copy engine beside it.
 PRODUCERS = ("push", "copy")
+# Or, where a caller asks for it, with one store to all ranks.
+MULTICAST = "multicast"
 # A shard is copied in parts of about this size, each a start of its own: by the figures of H20's copy engine (see
 # `hardware`) one reaches 0.80 of an endless copy's rate, and tiles need not wait for a whole shard.
 COPY_BYTES = 4 << 20
 # What one pushing program sends, GB/s: 8 KB on their way at a time, 0.8 us from memory to the peer. Assumed.
 PUSHER_GBPS = 10
-# At most one in so many SMs pushes.
+# What one program has the switch add, GB/s of sums: 8 KB on their way at a time, 1.6 us to all ranks and back. Assumed.
+ADDER_GBPS = 5
+# The ways of an all-reduce: the last has the switch make the sums, each of which one rank asks it for.
+ONE_SHOT, TWO_SHOT, IN_SWITCH = "one_shot", "two_shot", "switch"
+# At most one in so many SMs pushes, or adds.
 PUSHERS_AT_MOST = 4
 
 # Tiles that a library chooses from to fill all SMs, and the part of the rate they reach: smaller ones load more per
@@ -47,66 +49,6 @@ PUSHERS_AT_MOST = 4
 _TILES = ((128, 128, 1.0), (128, 64, 0.9), (64, 64, 0.75))
 
 
-@dataclass(frozen=True)
-class Work:
-    """One rank's share of an op: the product [rows, depth] @ [depth, cols], and `moved` elements gathered or reduced.
-
-    rows of 0: the collective alone. dtype: of the operands. by_depth: what is gathered is cut along the contraction.
-    tree: the contraction is added up as a tree, whose subtrees travel in float32.
-    """
-
-    kind: Literal["gather", "scatter", "all_reduce"]
-    rows: int
-    cols: int
-    depth: int
-    moved: int
-    num_ranks: int
-    dtype: str
-    by_depth: bool = False
-    tree: bool = False
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.rows * self.cols * self.depth
-
-    @property
-    def made(self) -> str:
-        """The dtype of the product."""
-        return made_of(self.dtype)
-
-    @property
-    def moved_dtype(self) -> str:
-        """That of what travels: of an operand, or of the terms of a sum."""
-        if self.tree and self.kind != "gather":
-            return SUBTREES
-        return self.dtype if self.kind == "gather" else self.made
-
-    @property
-    def scale_bytes(self) -> int:
-        """What travels beside the elements: of float8 a scale a row, of every rank's part if these are columns."""
-        if self.kind != "gather" or not is_float8(self.dtype):
-            return 0
-        parts = self.num_ranks if self.by_depth else 1
-        length = ceil(self.depth / parts) if self.dtype == "mxfp8" else 1
-        return SCALE_BYTES * ceil(length / (BLOCK * SCALE_BYTES)) * self.rows * parts
-
-    @property
-    def moved_bytes(self) -> int:
-        return self.moved * ITEMSIZE[self.moved_dtype] + self.scale_bytes
-
-    @property
-    def sent_bytes(self) -> int:
-        """What a rank sends, ring or direct alike."""
-        n, length = self.num_ranks, ceil(self.moved / self.num_ranks)
-        share = length * ITEMSIZE[self.moved_dtype] + ceil(self.scale_bytes / n)
-        if self.kind == "all_reduce":
-            # Then the sums.
-            share += length * ITEMSIZE[self.made]
-        return (n - 1) * share
-
-
-# What subtrees travel in.
-SUBTREES = "float32"
 # What their tile, the third of `_TILES`, reaches of the library's rate.
 TREE_FRACTION = _TILES[2][2]
 
@@ -262,6 +204,8 @@ class Model:
         added = total / (self.memory * machine.reduce_fraction)
         sum_us = launch + (n + 1) / n * added
         copy_us = launch + 2 * total / self.memory
+        if algorithm == IN_SWITCH:
+            return self.in_switch()
         if algorithm == "ring":
             steps = (n - 1) * (self.wait + total / n / bandwidth)
             return begin + (2 * steps if work.kind == "all_reduce" else steps)
@@ -287,6 +231,25 @@ class Model:
             sums = work.moved * ITEMSIZE[work.made]
             time += begin + (n - 1) * (step + sums / n / bandwidth) + launch + 2 * sums / self.memory
         return time
+
+    def in_switch(self) -> float:
+        """An all-reduce by `fused` whose sums the switch makes: a rank's link carries all of what it has once, and the
+        n-th part of the sums back. One kernel behind a matmul, some of whose programs add from the first tiles on and
+        some copy sums when multiplying is over; alone three, that copy in, add and copy out.
+        """
+        work, n, machine, total = self.work, self.n, self.machine, self.work.moved_bytes
+        assert machine.multicast_sum_fraction is not None
+        carried = (n + 1) / n * total / (machine.link(n) * machine.multicast_sum_fraction)
+        copied = 2 * total / self.memory
+        if not work.flops:
+            return 3 * machine.launch_us + 2 * self.wait + 2 * copied + carried
+        adders = num_adders(machine, n) if work.rows > ONE_KERNEL_ROWS else 0
+        programs = max(1, machine.num_sms - adders)
+        multiply = self.kernel * machine.num_sms / programs * (1 + machine.overlap_slowdown)
+        tile = TILE_ROWS[work.rows > TILE_ROWS[0]]
+        waves = ceil(ceil(work.rows / tile) * ceil(work.cols / TILE_ROWS[1]) / programs)
+        sums = max(multiply / waves + carried, multiply + carried / waves)
+        return 2 * self.wait + max(sums + copied / waves, multiply + copied)
 
     def gathered(self, producer: str) -> float:
         """A gather by `fused`. Pushing takes SMs from the matmul; copies start anew for each part and peer, and need a
@@ -368,31 +331,46 @@ class Model:
         return (*said, f"assumed, not measured there: {', '.join(unsure)}") if unsure else tuple(said)
 
 
-def one_shot_wins(
-    rows: int, cols: int, num_ranks: int, dtype: str, machine: Hardware, schedule: str, *, alone: bool
-) -> bool:
-    """Whether an all-reduce of [rows, cols] is faster one-shot than two-shot, behind a matmul or `alone`.
+def way_of(
+    rows: int, cols: int, num_ranks: int, dtype: str, machine: Hardware, schedule: str, *, alone: bool,
+    switch: bool = False,
+) -> str:  # fmt: skip
+    """The fastest way of an all-reduce of [rows, cols], behind a matmul or `alone`: one_shot, two_shot or `IN_SWITCH`.
 
     The same on all ranks: a weight may be cut unevenly, so its matmul is taken for an MLP's, as in `tuning`. What such
-    a weight costs a kernel that reads it again for every chunk does not decide.
+    a weight costs a kernel that reads it again for every chunk does not decide. switch: as in `Work`.
     """
     # Two ranks send as much either way, and a kernel's tiles leave one by one: in one step, then.
     if num_ranks == 1 or (num_ranks == 2 and schedule == "fused" and not machine.in_place):
-        return True
+        return ONE_SHOT
+    can = switch and schedule == "fused" and machine.multicast_sum_fraction is not None
     if alone or not machine.knows(dtype):
-        work = Work("all_reduce", 0, 0, 0, rows * cols, num_ranks, dtype)
+        work = Work("all_reduce", 0, 0, 0, rows * cols, num_ranks, dtype, switch=switch)
     else:
-        work = Work("all_reduce", rows, cols, max(1, 4 * cols // num_ranks), rows * cols, num_ranks, dtype)
+        # Between an attention's and an MLP's, where the switch is to be weighed too: with the latter's it would be left
+        # out where it is far faster for the former's, and not the other way round.
+        depth = max(1, (2 if can else 4) * cols // num_ranks)
+        work = Work("all_reduce", rows, cols, depth, rows * cols, num_ranks, dtype, switch=switch)
     model = Model(work, machine)
     if machine.in_place:
-        return model.in_place("one_shot") <= model.in_place("two_shot")
-    one, two = (model.on_device(schedule, algorithm, cut=False) for algorithm in ("one_shot", "two_shot"))
-    return one <= two
+        return ONE_SHOT if model.in_place(ONE_SHOT) <= model.in_place(TWO_SHOT) else TWO_SHOT
+    # Sums that the switch makes are of tiles that no rank's rows have cut.
+    times = {way: model.on_device(schedule, way, cut=can) for way in (ONE_SHOT, TWO_SHOT, *((IN_SWITCH,) * can))}
+    return min(times, key=lambda way: times[way])
 
 
-def num_pushers(machine: Hardware, num_ranks: int) -> int:
-    """How many programs it takes to fill the link with stores."""
-    wanted = ceil(machine.link(num_ranks) * machine.store_fraction / (PUSHER_GBPS * 1e3))
+def num_adders(machine: Hardware, num_ranks: int) -> int:
+    """How many programs it takes to have the switch make this rank's share of the sums as fast as the link carries
+    them.
+    """
+    wanted = ceil(machine.link(num_ranks) / num_ranks / (ADDER_GBPS * 1e3))
+    return max(1, min(wanted, machine.num_sms // PUSHERS_AT_MOST))
+
+
+def num_pushers(machine: Hardware, num_ranks: int, producer: str = "push") -> int:
+    """How many programs it takes to fill the link with stores; with one store to all, the links of the peers."""
+    stores = 1 if producer == "push" else max(1, num_ranks - 1)
+    wanted = ceil(machine.link(num_ranks) * machine.store_fraction / (PUSHER_GBPS * 1e3) / stores)
     return max(1, min(wanted, machine.num_sms // PUSHERS_AT_MOST))
 
 

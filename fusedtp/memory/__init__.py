@@ -22,10 +22,13 @@ class Unreachable(RuntimeError):
 
 @dataclass
 class Arena:
-    """Every rank's arena as this rank sees it: uint8 tensors of equal length, indexed by rank."""
+    """Every rank's arena as this rank sees it: uint8 tensors of equal length, indexed by rank. multicast: an address
+    that is all ranks' at once (`kernels.multicast`), on all ranks or on none; 0 for none.
+    """
 
     tensors: list[Tensor]
     release: Callable[[], None]
+    multicast: int = 0
 
 
 class Exchange(Protocol):

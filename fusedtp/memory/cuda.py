@@ -59,7 +59,7 @@ class CudaMemory:
             raise Unreachable(reason)
         _raise_first(self._exchange(link_refusal(places, self.rank, self._gpu)))
         assert own is not None
-        handle = self._meet(own, offers[0].name)
+        handle, multicast = self._meet(own, offers[0].name)
         tensors = [
             own if peer == self.rank else handle.get_buffer(peer, (num_bytes,), torch.uint8)
             for peer in range(self.world_size)
@@ -71,7 +71,7 @@ class CudaMemory:
             tensors.clear()
             kept.clear()
 
-        return Arena(tensors, release)
+        return Arena(tensors, release, multicast)
 
     def _own(self, num_bytes: int, header: Tensor) -> tuple[Tensor | None, str]:
         # This rank's memory with the header in place, or why there is none.
@@ -87,23 +87,25 @@ class CudaMemory:
         self._gpu.synchronize()
         return own, socket_refusal()
 
-    def _meet(self, own: Tensor, name: str) -> Any:
-        handle, failure = None, None
+    def _meet(self, own: Tensor, name: str) -> tuple[Any, int]:
+        # torch's handle, and the address that is all ranks', if all of them have one.
+        handle, failure, multicast = None, None, 0
         try:
             handle = meet(lambda group: self._gpu.rendezvous(own, group), self._group, name, self._seconds)
+            multicast = self._gpu.multicast(handle)
         except RuntimeError as error:
             failure = error
         # A rank that waited in vain is not the one that failed: it is named only if no other rank gives a reason.
         outcome = "" if failure is None else f"torch's rendezvous failed: {_first_line(failure)}"
         waited = isinstance(failure, dist.DistStoreError)
-        outcomes = self._exchange((outcome, waited))
+        outcomes = self._exchange((outcome, waited, multicast != 0))
         try:
-            _raise_first(["" if waited else reason for reason, waited in outcomes])
-            _raise_first([reason for reason, _ in outcomes])
+            _raise_first(["" if waited else reason for reason, waited, _ in outcomes])
+            _raise_first([reason for reason, _, _ in outcomes])
         except Unreachable as agreed:
             # An error of the device itself: no other schedule would help.
             raise failure if isinstance(failure, torch.AcceleratorError) else agreed from failure
-        return handle
+        return handle, multicast if all(has for _, _, has in outcomes) else 0
 
     def _exchange(self, mine: Any) -> list[Any]:
         everyone: list[Any] = [None] * self.world_size

@@ -134,6 +134,12 @@ class Gpu:
 
         return _SymmetricMemory.rendezvous(own, name)
 
+    def multicast(self, handle: Any) -> int:
+        """The address of all ranks' memory at once, of what the rendezvous gave; 0 where the switch has none, or torch
+        was told not to use it (TORCH_SYMM_MEM_DISABLE_MULTICAST).
+        """
+        return 0 if torch.version.hip else int(handle.multicast_ptr or 0)
+
     def index_of(self, uuid: str) -> int | None:
         """What this process calls the GPU of that id; None where it does not see it."""
         count = torch.cuda.device_count()

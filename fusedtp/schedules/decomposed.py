@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import trace
-from ..cost.overlap import FEW_ROWS
+from ..cost.overlap import FEW_ROWS, ONE_SHOT
 from ..kernels.layout import Layout, aligned
 from ..op import Task
 from ..scaled import Matrix, Quantized
@@ -51,7 +51,7 @@ class Decomposed:
         self.is_narrow = task.dtype not in (torch.float32, torch.float64)
 
     def one_shot(self, task: Task) -> bool:
-        return transport.one_shot(self.ws, "decomposed", task)
+        return transport.way(self.ws, "decomposed", task) == ONE_SHOT
 
     def gather(
         self, sizes: Sequence[int], other: int, dim: int, *, products: Sequence[str] = (), result: int = 0

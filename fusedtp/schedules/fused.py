@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cost.overlap import Work
+from ..cost.overlap import IN_SWITCH, MULTICAST, ONE_SHOT
+from ..cost.work import Work
 from ..kernels import INTERPRETED, operands
 from ..kernels.choices import applied, of_fields
 from ..kernels.gather_known import own_in_place
@@ -42,11 +43,10 @@ def num_tiles(rows: int, cols: int, config: Config) -> int:
 
 
 class Fused:
-    """See `verbs.Verbs`. producer: how gathered rows are sent, `auto`, `push` or `copy`; split: programs that wait for
-    none are a kernel of their own. choice: of a tile (`kernels.choices.Choice`), where one
-    was measured to be faster than the table's. For virtual
-    ranks, which share a device: programs of a kernel, 0 for as many as the device has room for; pace: called after each
-    copy with its bytes, where an emulated link takes its time.
+    """See `verbs.Verbs`. producer: how gathered rows are sent, `auto`, `push`, `copy` or `multicast`; split: programs
+    that wait for none are a kernel of their own. choice: of a tile (`kernels.choices.Choice`), where one was measured
+    to be faster than the table's. For virtual ranks, which share a device: programs of a kernel, 0 for as many as the
+    device has room for; pace: called after each copy with its bytes, where an emulated link takes its time.
     """
 
     def __init__(
@@ -60,11 +60,22 @@ class Fused:
         self.layout = Layout()
         self.config: Config | None = None
         self.scales = "" if task.float8 is None else "blocks" if task.in_blocks else "rows"
-        # How the last run sent what it gathered.
-        self.sent_by = ""
+        # How the last run sent what it gathered; how sums are made, where any order will do.
+        self.sent_by = self.sums = ""
 
     def end(self) -> None:
         """Kernels end the epoch."""
+
+    @property
+    def in_switch(self) -> bool:
+        """Whether the switch makes the sums, of an all-reduce. Of a scatter it does not: a link carries as much with it
+        as without, and only without while the kernel multiplies.
+        """
+        if self.task.op.kind == "all_reduce":
+            return self.task.algorithm != "ring" and self.way(self.task) == IN_SWITCH
+        if self.task.any_order:
+            self.sums = "in the order of ranks: a scatter sends no less through the switch"
+        return False
 
     def configure(self, *shape: int) -> Config:
         """The op's configuration, for a matmul's shape if any, as in `config_for`."""
@@ -78,7 +89,15 @@ class Fused:
         return self.config
 
     def one_shot(self, task: Task) -> bool:
-        return transport.one_shot(self.ws, "fused", task)
+        return self.way(task) == ONE_SHOT
+
+    def way(self, task: Task) -> str:
+        """As in `transport.way`; says in `sums` what became of any order."""
+        found = transport.way(self.ws, "fused", task)
+        if task.any_order:
+            why = "one shot" if found == ONE_SHOT else "faster so" if self.ws.has_multicast else "no multicast here"
+            self.sums = "in the switch" if found == IN_SWITCH else f"in the order of ranks: {why}"
+        return found
 
     def gather(
         self, sizes: Sequence[int], other: int, dim: int, *, products: Sequence[str] = (), result: int = 0
@@ -104,6 +123,7 @@ class Gather:
         dtype, most_rows = float8 or on.task.dtype, max(sizes) if dim == 0 else other
         self._config = config = on.configure(*((most_rows, result) if result else ()))
         self._launch: GatherMatmul | None = None
+        self._by = "push"
         # A gather of sums in an all-reduce has a signal for each tile.
         self._per_tile = on.task.op.kind == "all_reduce"
         self._pushes = bool(products) and on.task.op.kind == "gather"
@@ -133,8 +153,9 @@ class Gather:
         ws, on = self._ws, self._on
         self._launch = GatherMatmul(
             on.task.op.number, self._sizes, gather_dim=self._dim, pitch=self.region.pitch,
-            piece_rows=self.region.piece, config=producers.with_pushers(ws, self._config, on.programs),
-            upcast=INTERPRETED, scales=on.scales, leaves=on.task.leaves,
+            piece_rows=self.region.piece,
+            config=producers.with_pushers(ws, self._config, on.programs, producer=self._by),
+            upcast=INTERPRETED, scales=on.scales, leaves=on.task.leaves, switch=self._by == MULTICAST,
         )  # fmt: skip
         return self._launch
 
@@ -266,11 +287,13 @@ class Scatter:
         piece = 0 if multiplies else config.block_m
         # Subtrees are not rounded.
         self._tree = bool(on.task.leaves)
+        self._switch = on.in_switch
         dtype = torch.float32 if self._tree else on.task.dtype
         self._region = on.layout.region(on.world_size * self._region_rows, other, dtype, slots=slots, piece=piece)
         self._launch = MatmulScatter(
             on.task.op.number, sizes, region_rows=self._region_rows, pitch=self._region.pitch, to_all=to_all,
             config=config, upcast=INTERPRETED, scales=on.scales, leaves=on.task.leaves // on.world_size,
+            switch=self._switch,
         )  # fmt: skip
 
     def multiply(self, terms: Sequence[tuple[Matrix, Matrix]]) -> None:
@@ -284,11 +307,12 @@ class Scatter:
         self._launch(ws.channel(), terms, ws.table(self._sizes), scales)
 
     def put(self, x: Tensor) -> None:
-        producer = "copy" if self._on.producer == "copy" else "push"
+        producer = "copy" if self._on.producer == "copy" and not self._switch else "push"
         producers.produce(
             self._ws, self._on.task.op, x, self._sizes, self._region, producer=producer,
-            dst_row=self._ws.rank * self._region_rows, config=self._config, scatter=not self._to_all,
-            programs=self._on.programs, pace=self._on.pace,
+            dst_row=self._region_rows * (1 if self._switch else self._ws.rank), config=self._config,
+            scatter=not self._to_all, with_own=self._switch, switch=self._switch, programs=self._on.programs,
+            pace=self._on.pace,
         )  # fmt: skip
 
     def sum(self, epilogue: Epilogue, *, own: Tensor | None, last: bool) -> list[Tensor]:
@@ -316,9 +340,11 @@ class Scatter:
             operands.Epilogue(epilogue.bias, operands.PER_ROW[self._dim == 1], residual),
             region_rows=self._region_rows,
             pitch=self._region.pitch, per_tile=self._multiplies, config=self._config, upcast=INTERPRETED,
-            own=None if own is None else own[self._part], result_row=None if gather is None else gather.row,
+            own=None if own is None or self._switch else own[self._part],
+            result_row=None if gather is None else gather.row,
             result_pitch=None if gather is None or not self._tree else gather.region.pitch,
             second_slot=0 if gather is None else gather.region.slot, last=last, tree=self._tree,
+            switch=self._switch,
         )  # fmt: skip
 
 

@@ -1,4 +1,6 @@
-"""A matmul and all-reduce of few rows by `fused`: the whole op is one kernel."""
+"""A matmul and all-reduce of few rows by `fused`, or of any number whose sums the switch makes: the whole op is one
+kernel.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..cost.overlap import ONE_KERNEL_ROWS
+from ..cost.overlap import ONE_KERNEL_ROWS, num_adders
 from ..kernels import INTERPRETED, operands
 from ..kernels.matmul_all_reduce import MatmulAllReduce, room_of
 from ..norms import Norm
@@ -25,8 +27,9 @@ def is_for(on: Fused, task: Task) -> bool:
     """Whether the task is one kernel. Virtual ranks that share a device's programs have not enough of them, and those
     that go on together need what waits for none in a kernel of its own.
     """
-    is_one = task.op is MATMUL_ALL_REDUCE and task.moved[0] <= ONE_KERNEL_ROWS and not task.blocks(task.shapes)
-    return is_one and not on.split and not on.programs and not task.leaves
+    if task.op is not MATMUL_ALL_REDUCE or task.blocks(task.shapes) or on.split or on.programs or task.leaves:
+        return False
+    return task.moved[0] <= ONE_KERNEL_ROWS or on.in_switch
 
 
 class OneKernel:
@@ -36,8 +39,9 @@ class OneKernel:
         self._ws, self._task, self._adds = on.ws, task, task.adds
         M, N = task.moved
         to_all = on.one_shot(task)
+        switch, few = on.in_switch, M <= ONE_KERNEL_ROWS
         # A narrow tile: few rows have few of them, and stored to all ranks it leaves registers for their addresses.
-        config = self._config = on.configure(M, 0)
+        config = self._config = on.configure(M, 0 if few else N)
         room = room_of(M, N, on.world_size, config, to_all=to_all)
         region = on.layout.region(on.world_size * M, room.cols, task.dtype, slots=room.slots)
         self._places: dict[str, int] = {}
@@ -46,7 +50,8 @@ class OneKernel:
             self._places = {"sums_row": sums.row, "sums_pitch": sums.pitch, "second_slot": sums.slot}
         self._launch = MatmulAllReduce(
             task.op.number, on.world_size, on.rank, to_all=to_all, pitch=region.pitch, config=config,
-            upcast=INTERPRETED, scales=on.scales,
+            upcast=INTERPRETED, scales=on.scales, switch=switch,
+            adders=0 if few else num_adders(on.ws.hardware, on.world_size),
         )  # fmt: skip
         self._arrivals: Tensor | None = None
         self.stages = self._start, self._finish

@@ -1,9 +1,10 @@
 """How the fused schedule gets rows into the peers' arenas: pushed by programs, or copied by the copy engine.
 
-`push` takes programs of the kernel that multiplies, or of one issued before it, and works in a captured graph. `copy`
-takes no SM: the host issues copies and a signal behind each on a high-priority side stream, before the kernel that
-waits for them. Rows travel in pieces with a slot each, the same for both, so a rank chooses by itself; the cost model
-compares the time that pushing programs take from the matmul with what each copy costs to start.
+`push` takes programs of the kernel that multiplies, or of one issued before it, and works in a captured graph;
+`multicast` is the same with one store to all ranks, which takes fewer of them: all shards then arrive side by side.
+`copy` takes no SM: the host issues copies and a signal behind each on a high-priority side stream, before the kernel
+that waits for them. Rows travel in pieces with a slot each, the same for all, so a rank chooses by itself; the cost
+model compares the time that pushing programs take from the matmul with what each copy costs to start.
 
 Signals behind copies are written by the stream itself (`DeviceSteps.write`). A kernel that signals could wait forever
 for room on an SM, behind kernels that wait for its peers.
@@ -17,13 +18,15 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..cost.overlap import COPY_BYTES, Work, num_pushers, producers
+from ..cost.overlap import COPY_BYTES, MULTICAST, num_pushers, producers
+from ..cost.work import Work
 from ..kernels.launch import Config
 from ..kernels.layout import Region
 from ..kernels.loading import is_only_loading, only_loading
 from ..kernels.push import push
 from ..op import Op
 from ..scaled import Matrix, Quantized, pack_into
+from ..sharding.plan import is_float8
 from ..shards import offsets
 from ..workspaces.workspace import Workspace
 from .transport import settle, side_stream, travelling
@@ -54,10 +57,15 @@ def part_rows(row_bytes: int, piece: int) -> int:
 
 
 def choose(ws: Workspace, work: Work, *, asked_for: str = "auto") -> str:
-    """`push` or `copy` for a gather, on this rank. A caller's choice wins over the model's.
+    """`push` or `copy` for a gather, on this rank; `multicast` where it is asked for and the memory has it, not of
+    float8, whose scales are pushed behind each row. A caller's choice wins over the model's.
 
     Raises RuntimeError for copies in a graph capture: their addresses are chosen on the host.
     """
+    if asked_for == MULTICAST:
+        if ws.has_multicast and not is_float8(work.dtype):
+            return MULTICAST
+        asked_for = "auto"
     if is_only_loading():
         return "push"
     capturing = ws.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -78,13 +86,14 @@ def _by_model(ws: Workspace, work: Work) -> str:
     return ws.decided(work, choose)
 
 
-def with_pushers(ws: Workspace, config: Config, programs: int = 0) -> Config:
+def with_pushers(ws: Workspace, config: Config, programs: int = 0, *, producer: str = "push") -> Config:
     """The configuration with as many pushing programs as fill the link, or as were measured to be best, or a quarter of
     `programs` if that is less; on a CPU it is unchanged.
     """
     if ws.device.type == "cpu":
         return config
-    pushers = config.measured_pushers or num_pushers(ws.hardware, ws.world_size)
+    measured = 0 if producer == MULTICAST else config.measured_pushers
+    pushers = measured or num_pushers(ws.hardware, ws.world_size, producer)
     return replace(config, pushers=min(pushers, max(1, programs // 4)) if programs else pushers)
 
 
@@ -100,17 +109,18 @@ def produce(
     config: Config,
     scatter: bool = False,
     with_own: bool = False,
+    switch: bool = False,
     beside: bool = False,
     programs: int = 0,
     pace: Pace | None = None,
 ) -> None:
     """Enter the epoch and send x [rows, cols] to `region` of every peer's half, from its row `dst_row` on.
 
-    scatter: each peer its rows of `sizes`. with_own: to the own half too. beside: a kernel that pushes runs on the side
-    stream, as copies always do, until `settle`. programs, pace: see `fused.Fused`.
+    scatter: each peer its rows of `sizes`. with_own: to the own half too. switch: as in `push`. beside: a kernel that
+    pushes runs on the side stream, as copies always do, until `settle`. programs, pace: see `fused.Fused`.
     """
     # The table is kept, so it is made on the main stream.
-    kernel_config, table = with_pushers(ws, config, programs), ws.table(sizes)
+    kernel_config, table = with_pushers(ws, config, programs, producer=producer), ws.table(sizes)
 
     data, scale = (x.data, x.for_kernels()) if type(x) is Quantized else (x, None)
 
@@ -118,6 +128,7 @@ def produce(
         push(
             ws.channel(), op.number, data, table, dst_row=dst_row, pitch=region.pitch, scatter=scatter,
             with_own=with_own, config=kernel_config, piece_rows=region.piece, first_slot=region.slot, scale=scale,
+            switch=switch or producer == MULTICAST,
         )  # fmt: skip
 
     if producer == "copy":

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..cost.overlap import one_shot_wins
+from ..cost.overlap import IN_SWITCH, ONE_SHOT, TWO_SHOT, way_of
 from ..op import Task
 from ..workspaces.workspace import Workspace
 
@@ -15,19 +15,22 @@ from ..workspaces.workspace import Workspace
 _side_streams: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
 
 
-def one_shot(ws: Workspace, schedule: str, task: Task) -> bool:
-    """Whether an all-reduce is one-shot: as the caller says, else what the cost model finds faster.
+def way(ws: Workspace, schedule: str, task: Task) -> str:
+    """How an all-reduce is made, see `cost.overlap.way_of`: as the caller says, else what the cost model finds fastest.
 
     The choice depends only on what all ranks share, so all decide alike. The sum of several products goes two ways
     through the owners: stored to all ranks it would take more registers than there are.
     """
-    if task.algorithm != "auto":
-        return task.algorithm == "one_shot"
-    if task.blocks(task.shapes):
-        return False
+    switch = schedule == "fused" and task.any_order and ws.has_multicast
+    if task.algorithm == ONE_SHOT:
+        return ONE_SHOT
+    if task.algorithm == TWO_SHOT or task.blocks(task.shapes):
+        return IN_SWITCH if switch else TWO_SHOT
     rows, cols = task.moved
     alone = not task.op.multiplies
-    return one_shot_wins(rows, cols, ws.world_size, task.dtype_name, ws.hardware, schedule, alone=alone)
+    found = way_of(rows, cols, ws.world_size, task.dtype_name, ws.hardware, schedule, alone=alone, switch=switch)
+    # The model knows no switch of a CPU, where kernels visit the ranks.
+    return IN_SWITCH if switch and ws.in_place and found == TWO_SHOT else found
 
 
 def side_stream(ws: Workspace) -> torch.cuda.Stream:

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..calls import arguments, dispatch, orders
-from ..op import RANK_ORDER, Order
+from ..op import ANY_ORDER, RANK_ORDER, Order
 from ..recipes import Float8
 from . import agreed
 from .embeddings import FusedEmbeddingParallel
@@ -173,7 +173,7 @@ class _Planner:
                     f"parallelize splits {path} with the heads of {linear}, of which there are {pieces[linear]}, fewer "
                     f"than {self._ranks} ranks"
                 )
-            if self._order["order"] != RANK_ORDER:
+            if self._order["order"] not in (RANK_ORDER, ANY_ORDER):
                 raise NotImplementedError(
                     f"parallelize: order {self._order['order']!r} is not kept by {path}, a norm over features that "
                     "ranks share, whose sums are added in the order of ranks"
@@ -271,10 +271,11 @@ def parallelize(
     loss_parallel       logits stay split by vocabulary, DTensors, for torch.distributed.tensor.parallel.loss_parallel
     schedule, debug     of every matmul, as in the functions
     float8              a recipe for the linears of attention and MLPs; embedding and head stay as they are
-    order               rank, or tree: what linears make has the same bits on any number of ranks, and so have logits as
-                        far as the model's own code between them goes by element or by row: docs/guide/order.md says
-                        what does not on a CPU. Gradients too, but those of norms, and, where ranks share heads of keys
-                        and values, of what comes before such heads: their terms are added in the order of ranks
+    order               rank; any: sums by NVLink's switch where it can (docs/guide/switch.md); or tree: what linears
+                        make has the same bits on any number of ranks, and so have logits as far as the model's own code
+                        between them goes by element or by row: docs/guide/order.md says what does not on a CPU.
+                        Gradients too, but those of norms, and, where ranks share heads of keys and values, of what
+                        comes before such heads: their terms are added in the order of ranks
     src_data_rank       whose parameters count; None where all ranks have the same
 
     The model is called as before, with the same inputs on every rank, and gives whole logits, if not told otherwise.

@@ -270,7 +270,8 @@ class _FusedStyle(ParallelStyle):
         if reason := unfit(module):
             raise NotImplementedError(f"{type(self).__name__} is for nn.Linear, got {reason}")
         check_mesh(device_mesh)
-        if orders.leaves_of(self.order, self.schedule, device_mesh.size(), self.float8):
+        dtype = next(module.parameters()).dtype
+        if orders.leaves_of(self.order, self.schedule, device_mesh.size(), self.float8, dtype) > 0:
             name = "out_features" if self._weight == Shard(0) else "in_features"
             orders.check_even(self.order, chunk_sizes(getattr(module, name), device_mesh.size()), f"parts of {name}")
 
@@ -310,9 +311,10 @@ class FusedColwiseParallel(_FusedStyle):
     use_local_output  return this rank's tensor rather than a DTensor
     schedule          of the matmul: auto, fused, decomposed or unfused
     debug             compare every op with the other ranks' before it runs
-    producer          how the fused schedule sends what it gathers: auto, push or copy
+    producer          how the fused schedule sends what it gathers: auto, push, copy or multicast
     float8            tensorwise, rowwise or rowwise_with_gw_hp: operands become float8 before they are sent
-    order             rank, or tree: the same bits on any number of ranks, as in `all_gather_linear`
+    order             rank; any: sums by NVLink's switch where it can; or tree: the same bits on any number of ranks, as
+                      in `all_gather_linear`
 
     A plain input that is sharded is taken to be as long on every rank; a DTensor knows its length.
     """
@@ -329,9 +331,10 @@ class FusedRowwiseParallel(_FusedStyle):
     use_local_output  return this rank's tensor rather than a DTensor
     schedule          of the matmul: auto, fused, decomposed or unfused
     debug             compare every op with the other ranks' before it runs
-    producer          how the fused schedule sends what it gathers: auto, push or copy
+    producer          how the fused schedule sends what it gathers: auto, push, copy or multicast
     float8            tensorwise, rowwise or rowwise_with_gw_hp: operands become float8 before they are sent
-    order             rank, or tree: the same bits on any number of ranks, as in `all_gather_linear`
+    order             rank; any: sums by NVLink's switch where it can; or tree: the same bits on any number of ranks, as
+                      in `all_gather_linear`
     """
 
     _input, _output, _weight, _bias = Shard(-1), Replicate(), Shard(1), Replicate()

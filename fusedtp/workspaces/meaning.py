@@ -51,7 +51,7 @@ def of(task: Task, schedule: str, device: str, call: str = "") -> Meaning:
         "pass": "backward" if in_backward() else "forward",
         "device": device,
         "dtype": task.dtype,
-        "order": f"a tree of {task.leaves} leaves" if task.leaves else "that of ranks",
+        "order": f"a tree of {task.leaves} leaves" if task.leaves else "any" if task.any_order else "that of ranks",
         "schedule": schedule,
         **task.agreed,
         "call": call,

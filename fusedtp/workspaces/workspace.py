@@ -121,6 +121,9 @@ class Workspace(Failing):
         header[signal.HARDWARE.value] = self._gpu
         data_offset = header.numel() * 4
         arena = self._memory.allocate(data_offset + 2 * half_bytes, header, exchange)
+        if self._arena is not None and self._arena.multicast and not arena.multicast:
+            arena.release()  # what was made before counts with it
+            raise Unreachable("the larger memory has no address of all ranks, as the present one has")
         own, addresses = arena.tensors[self.rank], [each.data_ptr() for each in arena.tensors]
         old, self._arena = self._arena, arena
         # An interruption from here on leaves a workspace that refuses all use and goes by its arena alone.
@@ -132,13 +135,12 @@ class Workspace(Failing):
         self.data, self.addresses = own[data_offset : data_offset + 2 * half_bytes], addresses
         if isinstance(self.steps, HostSteps):
             self.steps.reach(addresses)
-        self.peers = torch.tensor([*addresses, self.host_block.data_ptr()], dtype=torch.int64).to(self.device)
+        self.peers = torch.tensor([*addresses, self.host_block.data_ptr(), arena.multicast]).to(self.device)
         self._channel = Channel(self.peers, self.data, self.rank, self.world_size, half_bytes, data_offset)
         # Only now, as the budget may have been set meanwhile.
         self.words[signal.BUDGET_MS.value] = math.ceil(self.seconds * 1000)
         if old is not None and not self._captured:
-            # Nobody reads the old arena any more: a peer gets here only after its last op has ended, and with that its
-            # reads.
+            # Nobody reads the old arena any more: a peer gets here only after its last op, and its reads, have ended.
             old.release()
 
     def _shared_hardware(self) -> Hardware:
@@ -148,6 +150,11 @@ class Workspace(Failing):
         words = self._arena.tensors[0][: 4 * signal.SIGNALS.value].view(torch.int32)
         known = hardware.numbered(int(words[signal.HARDWARE.value]))
         return known or hardware.assumed("" if self._gpu else torch.cuda.get_device_name(self.device))
+
+    @property
+    def has_multicast(self) -> bool:
+        """Whether kernels reach all arenas at once. Interpreted ones do so one after the other."""
+        return self._on_host or (self._arena is not None and self._arena.multicast != 0)
 
     @property
     def epoch(self) -> int:

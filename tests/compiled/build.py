@@ -85,13 +85,14 @@ def limit_of(case: Case) -> str:
         return "activated"
     if VARIANTS[case.variant].more or case.is_tree:
         return ""
+    scatters = case.variant in ("scatter", "scatter, to the switch")
     if case.aligned == ():
-        return "scatter any" if case.variant == "scatter" else ""
-    if case.aligned and case.variant != "scatter" and "pointers" in (case.a_by, case.b_by):
+        return "scatter any" if scatters else ""
+    if case.aligned and not scatters and "pointers" in (case.a_by, case.b_by):
         return ""
     if case.variant.startswith("gather rows"):
         return "gather transposed" if VARIANTS[case.variant].transposed else "gather"
-    return "scatter" if case.variant == "scatter" else ""
+    return "scatter" if scatters else ""
 
 
 def launch_options(case: Case, config: Any) -> dict[str, int]:
@@ -150,7 +151,7 @@ def compile_case(case: Case, package: str = PACKAGE, options: dict[str, int] | N
         **dict.fromkeys([f"stride_{name}{'m' if variant.transposed else 'n'}" for name in "cor"], 1),
         **{name: None for name, (by, _) in described.items() if by == "pointers"}, **_GROUP,
         "none": None, "residual": None, "z_ptr": None, "ACTIVATION": "", "GATED": False, "END": 0,
-        "LEAVES": 0, "LEAVES_ALIGNED": False, "TREE": False, "result_pitch": None,
+        "LEAVES": 0, "LEAVES_ALIGNED": False, "TREE": False, "result_pitch": None, "SWITCH": False,
         **_units(case), **{name: value for name, value in flags.items() if name != "KEEPS"},
     }  # fmt: skip
     if flags.get("TREE") and flags["BROADCAST"]:

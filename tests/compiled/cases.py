@@ -17,13 +17,14 @@ class Target:
     multiplies: str
     shared_bytes: int
     described: bool = False
+    multicast: bool = False
 
 
 # Shared memory of a program: CUDA C++ programming guide, technical specifications by compute capability; CDNA3 ISA.
 TARGETS = {
     "sm_80": Target(("cuda", 80, 32), r"\bHMMA", 163 << 10),
-    "sm_90": Target(("cuda", 90, 32), r"\b[HQ]GMMA", 227 << 10, described=True),
-    "sm_100": Target(("cuda", 100, 32), r"\bUTC\w*MMA", 227 << 10, described=True),
+    "sm_90": Target(("cuda", 90, 32), r"\b[HQ]GMMA", 227 << 10, described=True, multicast=True),
+    "sm_100": Target(("cuda", 100, 32), r"\bUTC\w*MMA", 227 << 10, described=True, multicast=True),
     "gfx942": Target(("hip", "gfx942", 64), r"\bv_mfma", 64 << 10),
 }
 DTYPES = {
@@ -62,6 +63,8 @@ def _variants() -> dict[str, Variant]:
     ring, split = {"REDUCE": True, "GATHER": True}, {"IN_PLACE": False, "PUSHERS": 0}
     # As many leaves as a rank has at most by default; with eight of them four sums are in registers.
     leaves, subtrees = {"LEAVES": 8, "LEAVES_ALIGNED": True}, {"TREE": True}
+    # On targets with multicast.
+    switch = {"SWITCH": True}
     in_one = {"TO_ALL": False, "PER_ROW": False, "LAST": True, "SPLITS": 1}
     # A quarter of a tile's rows, the least that a piece has.
     in_pieces = {"PIECE": 32}
@@ -118,8 +121,19 @@ def _variants() -> dict[str, Variant]:
             more=1),
         Variant("scatter, tree, to all", "matmul_scatter", "_matmul_scatter_kernel",
             scatter | leaves | {"TO_ALL": True}, True, 0, 2),
+        Variant("all-reduce in one, in the switch", "matmul_all_reduce", "_matmul_all_reduce_kernel",
+            in_one | switch, True, 3, 3, adds=True),
+        Variant("scatter, to the switch", "matmul_scatter", "_matmul_scatter_kernel", scatter | switch, True, 0, 2),
+        Variant("scatter of two terms, to the switch", "matmul_scatter", "_matmul_scatter_kernel", scatter | switch,
+            True, 0, 2, more=1),
         Variant("push", "push", "_push_kernel", push, False, 0, 2),
+        Variant("push a scatter, to the switch", "push", "_push_kernel",
+            push | switch | {"SCATTER": True, "WITH_OWN": True}, False, 0, 2),
         Variant("push a scatter", "push", "_push_kernel", push | {"SCATTER": True, "WITH_OWN": True}, False, 0, 2),
+        Variant("push, to all at once", "push", "_push_kernel", push | switch, False, 0, 2),
+        Variant("gather rows, to all at once", "gather_matmul", "_gather_matmul_kernel", gather | switch, True, 2, 2),
+        Variant("gather contraction, to all at once", "gather_matmul", "_gather_matmul_kernel",
+            gather | switch | {"CONTRACTION": True}, True, 2, 2),
         Variant("push in pieces", "push", "_push_kernel", push | in_pieces, False, 0, 2),
         Variant("collect pieces", "push", "_collect_kernel", {"PER_TILE": False}, False, 2),
         Variant("collect pieces of a quarter", "push", "_collect_kernel", in_pieces | {"PER_TILE": False}, False, 2),
@@ -130,6 +144,8 @@ def _variants() -> dict[str, Variant]:
         Variant("reduce transposed", "reduce", "_reduce_kernel", reduce | {"PER_ROW": True, "ALIGNED": True}, False, 2,
             transposed=True),
         Variant("reduce, residual", "reduce", "_reduce_kernel", reduce, False, 2, adds=True),
+        Variant("reduce in the switch, and broadcast", "reduce", "_reduce_kernel",
+            reduce | switch | {"BROADCAST": True, "LAST": False}, False, 1, 1, adds=True),
         Variant("reduce, tree", "reduce", "_reduce_kernel", reduce | subtrees, False, 2),
         Variant("reduce, tree, and broadcast", "reduce", "_reduce_kernel",
             reduce | subtrees | {"BROADCAST": True, "LAST": False}, False, 1, 1),
@@ -226,6 +242,8 @@ def cases() -> list[Case]:
         main = functools.partial(of, a_by="rows", b_by="columns") if its.described else of
         for variant in VARIANTS.values():
             name = variant.name
+            if variant.flags.get("SWITCH") and not its.multicast:
+                continue
             if variant.module == "steps":
                 # No operand: one element type says all.
                 found.append(of(name, dtype=torch.float32))
@@ -235,6 +253,8 @@ def cases() -> list[Case]:
             elif not variant.multiplies:
                 # A collective's tile, and the widest.
                 found.append(of(name, shape="few columns"))
+                if variant.flags.get("BROADCAST") and variant.flags.get("SWITCH"):
+                    found.append(of(name, dtype=torch.float16, shape="few columns"))
                 if name in ("collect pieces", "reduce", "reduce, residual", "reduce transposed",
                     "reduce pieces and broadcast", "reduce, tree"):  # fmt: skip
                     found += [of(name), of(name, shape="few rows")]
@@ -246,6 +266,7 @@ def cases() -> list[Case]:
             else:
                 # A tile that goes to all ranks is narrow.
                 narrow = name == "scatter to all" or variant.module == "matmul_all_reduce"
+                narrow = narrow and not variant.flags.get("SWITCH")
                 found += [main(name, shape=shape) for shape in SHAPES if not narrow or shape != "many"]
             if name in ("matmul", "gather rows", "scatter"):
                 found.append(main(name, dtype=torch.float16))
@@ -254,7 +275,8 @@ def cases() -> list[Case]:
                 found += [of(name, a_by="rows" if name.startswith("gather") else "columns", b_by="rows"), of(name)]
             if name in ("matmul", "gather rows", "gather rows transposed", "gather contraction", "scatter", "reduce",
                 "all-reduce in one", "all-reduce in one, in parts to all", "ring all-reduce", "matmul, tree",
-                "gather rows, tree", "scatter, tree", "reduce, tree"):  # fmt: skip
+                "gather rows, tree", "scatter, tree", "reduce, tree", "all-reduce in one, in the switch",
+                "reduce in the switch, and broadcast"):  # fmt: skip
                 found.append(of(name, dtype=torch.float32))
     return found + _float8_cases() + _block_cases()
 

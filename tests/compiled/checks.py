@@ -178,7 +178,8 @@ def releases(built: Built) -> None:
     # Where nothing waits, single words are scales.
     single = built.case.is_float8 and not built.case.blocks and not VARIANTS[built.case.variant].multiplies
     if _is_ptx(built):
-        store, barrier, release = r"\bst\.global\.(v\d|b16)", r"\bbar\.sync|\bbarrier\.sync", r"\.release\.exch"
+        store, release = r"\bst\.global\.(v\d|b16)|\bmultimem\.st", r"\.release\.exch"
+        barrier = r"\bbar\.sync|\bbarrier\.sync"
         store += r"|\bst\.global\.b32" if single else ""
     else:
         store, barrier, release = r"^global_store_(dwordx|short)", r"^s_barrier", r"^buffer_wbl2 sc0 sc1"
@@ -237,6 +238,29 @@ def acquires(built: Built) -> None:
     assert turns <= (2 if case.variant == "reduce" else 1), "tiles that do not wait"
 
 
+def aliases(built: Built) -> None:
+    """What goes to all ranks at once, or is their sum, has a fence of its proxy between it and the signals: it is
+    loaded behind an acquire and a fence, and released behind a fence and a barrier. All of it is 16 bytes wide.
+    """
+    code, fence = built.ordered, r"\bfence\.proxy\.alias"
+    if not built.case.all_flags.get("SWITCH"):
+        assert not code.matching(r"\bmultimem\."), "what other kernels have no use for"
+        return
+    loads, stores, release = r"\bmultimem\.ld_reduce", r"\bmultimem\.st", r"\.release\.exch"
+    flags, name = built.case.all_flags, built.case.variant
+    sums = flags.get("BROADCAST") or name.startswith("all-reduce")
+    assert bool(code.matching(loads)) == bool(sums), "sums are not the switch's"
+    assert bool(code.matching(stores)) == bool(sums or name.endswith("at once")), "stores are not to all at once"
+    assert all(".v4." in code.lines[i] for i in code.matching(r"\bmultimem\.")), "less than 16 bytes at a time"
+    if not code.matching(stores):
+        return
+    assert not code.reaches(stores, release, without=fence), "a release that no fence is before"
+    assert not code.reaches(fence, release, without=r"\bbar\.sync|\bbarrier\.sync"), "a release without a barrier"
+    if sums:
+        assert not code.reaches(None, loads, without=fence), "a sum before the first fence"
+        assert not code.reaches(r"\.sys\.acquire", loads, without=fence), "a sum that no fence is before"
+
+
 def decisions(built: Built) -> None:
     """No branch that threads may take apart has a barrier on one of its ways only."""
     assert not built.parted, f"threads may part: {built.parted}"
@@ -273,7 +297,8 @@ def widths(built: Built) -> None:
         if case.all_flags.get("PUSHERS") and not case.all_flags["IN_PLACE"]:
             # A shard with contiguous columns is pushed by rows.
             loads -= {"b8", "ubyte"}
-    assert stores == wide, f"stores: {stores}"
+    # What goes to all ranks at once is none of these.
+    assert stores == wide or (not stores and code.matching(r"\bmultimem\.st")), f"stores: {stores}"
     assert loads <= {"v4.b32", "dwordx4"}, f"loads: {loads}"
 
 
@@ -311,10 +336,12 @@ def against_plain(built: Built, plain: Built) -> None:
 
 
 CHECKS: tuple[Callable[[Built], None], ...] = (
-    resources, multiplication, atomics, releases, acquires, decisions, widths, float8.multiplied,
+    resources, multiplication, atomics, releases, acquires, aliases, decisions, widths, float8.multiplied,
 )  # fmt: skip
 # Where nothing is aligned, and elements are read and stored one by one.
-LOOSE_CHECKS: tuple[Callable[[Built], None], ...] = (resources, multiplication, atomics, decisions, float8.multiplied)
+LOOSE_CHECKS: tuple[Callable[[Built], None], ...] = (
+    resources, multiplication, atomics, aliases, decisions, float8.multiplied,
+)  # fmt: skip
 
 
 def products_as_asked(built: Built) -> tuple[str, float]:

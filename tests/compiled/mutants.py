@@ -71,6 +71,10 @@ _SPLIT = tuple(_by("gather rows, split", target) for target in ("sm_80", "sm_90"
 _SCATTER = tuple(_by("scatter", target) for target in ("sm_90", "gfx942"))
 _TURNED = tuple(_by("gather rows transposed", target) for target in ("sm_80", "sm_90"))
 _PARTS = "        ok = wait_for_parts(link, (index if PER_TILE else index // num_tiles_n) + FIRST_SLOT, OWN_IN_PLACE)\n"
+_IN_SWITCH = (
+    _by("all-reduce in one, in the switch", "sm_90", "few columns"),
+    Case("reduce in the switch, and broadcast", "sm_100", shape="few columns"),
+)  # fmt: skip
 _DOT = "            acc = dot(a_block, b_block, acc, tiles.UPCAST)\n"
 _ROWS = "                ok = wait_for_rows(link, src, row - first, end_row, first_slot, one, 1, PIECE)\n"
 _STORE = "        store_rows(ctx.c,"
@@ -247,6 +251,19 @@ MUTANTS = (
         "a sum's rows of unknown number", checks.widths,
         (Case("reduce transposed", "sm_90"), Case("reduce transposed", "gfx942")),
         (("reduce", "            left = tl.multiple_of(left, 16)\n", "            pass\n"),),
+    ),
+    Mutant(
+        "no fence before a sum of all", checks.aliases, _IN_SWITCH,
+        (("multicast", 'return fenced("fence.proxy.alias", index, ok)', "return index"),),
+    ),
+    Mutant(
+        "no fence behind what is stored to all", checks.aliases,
+        (*_IN_SWITCH, Case("push, to all at once", "sm_90", shape="few columns")),
+        (("multicast", '    fenced("fence.proxy.alias", nothing, nothing)', "    pass"),),
+    ),
+    Mutant(
+        "a sum whose place does not pass the fence", checks.aliases, _IN_SWITCH[1:],
+        (("reduce", "            summed_col = behind_wait(col, ok)\n", "            summed_col = col\n"),),
     ),
     Mutant(
         "a bound checked in the inner loop", checks.against_plain,

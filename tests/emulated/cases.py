@@ -23,7 +23,7 @@ from fusedtp.workspaces import clock
 from fusedtp.workspaces.workspace import Workspace
 
 from . import float8
-from .driver import EmulatedDriver
+from .driver import WINDOW, EmulatedDriver
 from .machine import Ran, Schedule
 from .shapes import Op, Phases, Shape, laid_out, launches_of, split, value_of
 
@@ -40,6 +40,11 @@ MATMULS = (
 COLLECTIVES = ("all_gather direct", "all_gather ring", "reduce_scatter direct", "reduce_scatter ring",
                "all_reduce one_shot", "all_reduce two_shot", "all_reduce ring")  # fmt: skip
 OPS = MATMULS + COLLECTIVES
+# Where the switch adds, or sends to all at once, on sm_90.
+IN_SWITCH = (
+    "matmul two_shot switch", "matmul two_shot switch in parts", "matmul two_shot switch split",
+    "all_reduce two_shot switch", "gather rows at once", "gather contraction at once", "all_gather direct at once",
+)  # fmt: skip
 
 
 def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, shape: Shape, by: str = "push") -> Op:
@@ -60,6 +65,7 @@ def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, shape: Sh
 
     unit = 1 if shape.split == "empty" else 16
     m_sizes = split(M, world_size, shape.split, unit)
+    name, by = (name.removesuffix(" at once"), "multicast") if name.endswith(" at once") else (name, by)
     kind, _, how = name.partition(" ")
     if kind in ("all_gather", "reduce_scatter", "all_reduce"):
         return _collective(name, m_sizes, dtype, normal, N, by)
@@ -120,10 +126,15 @@ def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, shape: Sh
             list(ref.split(sizes, dim)), list(summed.split(sizes, dim)),
         )  # fmt: skip
     algorithm, _, how = how.partition(" ")
-    start = in_parts if how == "in parts" else launches_of
+    start, any_order = in_parts if how.endswith("in parts") else launches_of, how.startswith("switch")
+    if any_order:
+        # The sum is rounded before the bias is added.
+        summed = summed + 2 * torch.finfo(dtype).eps * ref.abs()
+        summed += 0 if bias is None else torch.finfo(dtype).eps * bias.double().abs()
     return (
         lambda ws, rank: start(
-            "matmul_all_reduce", ws, shards_k[rank], rights_k[rank], bias, algorithm=algorithm, split=how == "split"
+            "matmul_all_reduce", ws, shards_k[rank], rights_k[rank], bias, algorithm=algorithm,
+            split=how.endswith("split"), any_order=any_order,
         ),
         everywhere(ref), everywhere(summed),
     )  # fmt: skip
@@ -142,7 +153,7 @@ def in_parts(*what: Any, **options: Any) -> Phases:
 def _collective(
     name: str, sizes: tuple[int, ...], dtype: torch.dtype, normal: Callable[..., Tensor], cols: int, by: str
 ) -> Op:
-    kind, how = name.split()
+    kind, how, *rest = name.split()
     world_size, M = len(sizes), sum(sizes)
     parts = [normal(M, cols) for _ in range(world_size)]
     total, allowed = reference.total(parts), reference.total_bound(parts, dtype)
@@ -162,7 +173,7 @@ def _collective(
             list(total.split(sizes)), list(allowed.split(sizes)),
         )  # fmt: skip
     return (
-        lambda ws, rank: launches_of("all_reduce", ws, parts[rank], algorithm=how),
+        lambda ws, rank: launches_of("all_reduce", ws, parts[rank], algorithm=how, any_order=bool(rest)),
         [total] * world_size, [allowed] * world_size,
     )  # fmt: skip
 
@@ -182,6 +193,7 @@ def virtual_ranks(
             ws.require(half_bytes, slots)
         for ws in ranks:
             ws.data.fill_(0xFF)
+            ws.peers[-1] = WINDOW
         # What is gathered and then multiplied by the library is taken as it is: the machine runs kernels alone.
         with (
             mock.patch.object(fused, "multiplied", lambda whole, products, leaves=0: [whole]),

@@ -30,6 +30,8 @@ _SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
 # Rule 7 of the kernels: they store to operands of these names only, and to arenas. z is an epilogue's, of products that
 # are kept.
 _STORED = ("c", "out", "more", "z", "sums", "arrivals")
+# Where all arenas are reached at once.
+WINDOW = 1 << 56
 MAP = np.dtype([("ndim", "i8"), ("swizzle", "i8"), ("base", "i8"), ("size", "i8"), ("dim", "i8", 5),
                 ("stride", "i8", 5), ("box", "i8", 5)])  # fmt: skip
 
@@ -195,6 +197,7 @@ class EmulatedDriver(GPUDriver):  # type: ignore[misc]
         machine = self.machine
         arenas = {ws.rank: ws._arena.tensors[ws.rank] for ws in ranks if ws._arena is not None}
         machine.arenas = [Memory(x.data_ptr(), x.data_ptr() + x.numel(), rank) for rank, x in arenas.items()]
+        machine.window = WINDOW
         blocks = {ws.rank: ws.host_block for ws in ranks}
         machine.blocks = [Memory(x.data_ptr(), x.data_ptr() + 4 * x.numel(), rank) for rank, x in blocks.items()]
         machine.clocks = [x.data_ptr() + 4 * signal.CLOCK_MS.value for x in blocks.values()]

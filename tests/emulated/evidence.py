@@ -17,7 +17,7 @@ import torch
 from fusedtp.schedules import producer
 
 from . import float8, giveups, layers, mutants
-from .cases import COLLECTIVES, DTYPES, FLOAT8, MATMULS, in_phases, programs_of, run, small
+from .cases import COLLECTIVES, DTYPES, FLOAT8, IN_SWITCH, MATMULS, in_phases, programs_of, run, small
 from .driver import EmulatedDriver, device
 from .machine import Schedule
 from .ptx import without_contraction
@@ -69,6 +69,7 @@ def units(seeds: int = SEEDS) -> list[Unit]:
     first, second, blocks = FLOAT8
     scaled = [(first, op) for op in float8.OPS] + [(second, op) for op in float8.ONE_OF_EACH_KERNEL]
     scaled += [(blocks, op) for op in float8.IN_BLOCKS]
+    scaled += [(dtype, op) for op in IN_SWITCH for dtype in DTYPES]
     return plain + [Unit(90, dtype, op, seeds) for dtype, op in scaled]
 
 
@@ -83,7 +84,8 @@ MUTATED = (
     (80, "float16", "all_reduce ring"), (90, "bfloat16", "gather rows"), (90, "float16", "scatter rows"),
     (90, "float8_e4m3fn", "gather rows split"), (90, "float8_e4m3fn", "gather rows"),
     (90, "float8_e4m3fn", "scatter rows"), (90, "mxfp8", "gather rows split"), (90, "mxfp8", "gather contraction"),
-    (90, "mxfp8", "scatter rows"),
+    (90, "mxfp8", "scatter rows"), (90, "bfloat16", "matmul two_shot switch"),
+    (90, "float16", "all_reduce two_shot switch"),
 )  # fmt: skip
 
 

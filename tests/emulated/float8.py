@@ -12,7 +12,8 @@ from torch import Tensor
 
 import fusedtp
 from fusedtp import reference
-from fusedtp.scaled import Quantized, widened
+from fusedtp.float8 import widened
+from fusedtp.scaled import Quantized
 from fusedtp.workspaces.workspace import Workspace
 
 from .. import activated

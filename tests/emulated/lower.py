@@ -18,6 +18,7 @@ SHARED_BASE = 1024
 RELEASE, ACQUIRE, AT_SYS, AT_GPU, TRANSPOSED, BF16, TRANSPOSED_A = (1 << i for i in range(7))
 # What operands of wgmma are, two bits of the flags for each; whether A is in registers.
 _TYPES, _TYPES_AT, A_IN_REGISTERS = ("f16", "bf16", "e4m3", "e5m2"), 7, 1 << 11
+_SUMS = ("f32", "bf16x2", "f16x2")
 _SPECIAL = ("%tid.x", "%ctaid.x", "%nctaid.x")
 
 # Of several small numbers in one register. For numbers that are not there the compiler gives these a register that
@@ -193,6 +194,21 @@ def _mbarrier(low: Lowered, s: Statement) -> dict[str, Any]:
     return low.make(ops[what], [(base, "w")], imm=offset, width=value)
 
 
+def _multimem(low: Lowered, s: Statement) -> dict[str, Any]:
+    found = re.fullmatch(
+        r"multimem\.(?:ld_reduce\.relaxed\.sys\.global\.add\.(v4\.f32|acc::f32\.v4\.(?:bf16|f16)x2)"
+        r"|(st)\.relaxed\.sys\.global\.v4\.f32)",
+        s.opcode,
+    )
+    if not found:
+        raise CannotExecute("multimem")
+    place, value = s.operands if found[2] else s.operands[::-1]
+    (base, offset), words = address(place), [(each, "w") for each in vector(value)]
+    if found[2]:
+        return low.make("multimem_st", [(base, "d"), *words], imm=offset)
+    return low.make("multimem_ld", [*words, (base, "d")], imm=offset, vec=_SUMS.index(found[1].split(".")[-1]))
+
+
 def _matrix(low: Lowered, s: Statement) -> dict[str, Any]:
     words = lambda texts: [(each, "w") for each in texts]  # noqa: E731
     if s.name in ("ldmatrix", "stmatrix"):
@@ -242,7 +258,7 @@ def _matrix(low: Lowered, s: Statement) -> dict[str, Any]:
 def _lower(low: Lowered, s: Statement) -> dict[str, Any]:
     if s.name in ("ld", "st"):
         return _load_or_store(low, s)
-    families = {"atom": _atom, "cp": _cp, "mbarrier": _mbarrier} | dict.fromkeys(
+    families = {"atom": _atom, "cp": _cp, "mbarrier": _mbarrier, "multimem": _multimem} | dict.fromkeys(
         ("ldmatrix", "stmatrix", "mma", "wgmma"), _matrix
     )
     if s.name in families:
@@ -257,6 +273,8 @@ def _lower(low: Lowered, s: Statement) -> dict[str, Any]:
         return low.make("fence_proxy_global", [])
     if re.fullmatch(r"fence\.proxy\.async\.shared(::cta)?", s.opcode):
         return low.make("fence_proxy_shared", [])
+    if s.opcode == "fence.proxy.alias":
+        return low.make("fence_proxy_alias", [])
     if s.opcode == "elect.sync":
         to, won = s.operands[0].split("|")
         return low.make("elect", [(to, "w"), (won, "p")])

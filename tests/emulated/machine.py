@@ -44,6 +44,7 @@ def core() -> ctypes.CDLL:
     lib = ctypes.CDLL(str(shared_object()))
     lib.reset.argtypes = [ctypes.c_int]
     lib.add_region.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int]
+    lib.set_window.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_int]
     lib.launch.argtypes = [*[ctypes.c_void_p] * 5, *[ctypes.c_int] * 4, ctypes.c_uint32]
     lib.run.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p]
     return lib
@@ -120,6 +121,8 @@ class Machine:
         self.arenas: list[Memory] = []
         self.blocks: list[Memory] = []
         self.clocks: list[int] = []
+        # Where the memory of all ranks is reached at once.
+        self.window = 0
 
     def launch(self, waiting: Waiting) -> None:
         self.waiting.append(waiting)
@@ -144,6 +147,10 @@ class Machine:
         lib, regions = core(), self._regions()
         lib.reset(MOST_REGIONS)
         keep: list[Any] = []
+        if self.window:
+            begins = np.array([piece.begin for piece in sorted(self.arenas, key=lambda piece: piece.rank)], np.uint64)
+            length = min(piece.end - piece.begin for piece in self.arenas)
+            lib.set_window(self.window, length, begins.ctypes.data, len(begins))
         numbers = [lib.add_region(piece.begin, piece.end - piece.begin, piece.rank) for piece in regions]
 
         def spans(pieces: Sequence[Memory]) -> Array:

@@ -115,7 +115,7 @@ EQUIVALENT = (
      "there for who comes next as the kernel has ended"),
     (r"acquire", r"leave\b|^_entered_otherwise\b", "behind an entry fingerprints are read, by strong loads, and "
      "those of the machine read the newest value: it cannot show what this one is for"),
-    (r"mask of a store", r"^(wait|leave|_give_up)\b", "every thread would store the same value"),
+    (r"mask of a store", r"^(wait|leave|turn|_give_up)\b", "every thread would store the same value"),
     (r"wgmma waited", r"^matmul_tiles\b", "behind the loop over tiles none is under way: each tile's are waited for "
      "before it is rounded"),
     (r"mask of a load", r"", "what is read beyond the mask is in the same operand or arena, and is never stored"),
@@ -137,6 +137,11 @@ KINDS = (
     Kind("no proxy fence, shared", r"fence\.proxy\.async\.shared::cta;", ";"),
     Kind("cp.async waited for too late", r"(cp\.async\.wait_group\s+)(\d+);", _more),
     Kind("wgmma waited for too late", r"(wgmma\.wait_group\.sync\.aligned )(\d+);", _more),
+    Kind("no proxy fence, aliases", r"fence\.proxy\.alias;", ";"),
+    Kind("sum beside its place", r"(multimem\.ld_reduce[^;]*\[%rd\d+)\]", r"\1+16]"),
+    Kind("stored to all beside its place", r"(multimem\.st[^;]*\[%rd\d+)\]", r"\1+16]"),
+    Kind("mask of a store to all away", r"@there (multimem\.st)", r"\1"),
+    Kind("mask of a sum turned", r"@there (multimem\.ld_reduce)", r"@!there \1"),
     Kind("no wgmma.fence", r"wgmma\.fence\.sync\.aligned;", ";"),
     Kind("too few bytes expected", r"(expect_tx[^;]*), (\d+);", lambda m: f"{m[1]}, {int(m[2]) // 2};"),
     Kind("too many bytes expected", r"(expect_tx[^;]*), (\d+);", lambda m: f"{m[1]}, {int(m[2]) * 2};"),
@@ -263,7 +268,7 @@ def find(driver: EmulatedDriver, op: str, dtype: torch.dtype, mutant: Mutant, se
     shape = small(driver.capability, dtype)
     # With less than a step of k too, and more than are under way at once, and with whole tiles, so that what
     # any thread reads beyond the last is out of bounds; all are multiples of 16, which the same code is for.
-    shapes = (shape, replace(shape, K=48), replace(shape, K=2 * shape.K), replace(shape, M=256, N=256))
+    shapes = (shape, replace(shape, K=48), replace(shape, K=4 * shape.K), replace(shape, M=256, N=256))
     try:
         for seed in range(seeds):
             # Several kinds of schedules: how long stores wait, how many loads see the past, who is there at once.

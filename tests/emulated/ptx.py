@@ -110,6 +110,10 @@ def parse(text: str) -> Source:
                 break
             line = line[1:].strip()
         for part in filter(None, (each.strip() for each in line.split(";"))):
+            if part == "}":
+                # Of inline assembly in one line.
+                scopes.pop()
+                continue
             if found := re.match(r"\.reg\s+\.(\w+)\s+(.*)", part):
                 # In braces beside each other names may be declared again, here as what they were only.
                 for name in re.findall(r"(%?\w+)(?:<\d+>)?", found[2]):

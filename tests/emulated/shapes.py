@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedtp.scaled import Quantized, widened
+from fusedtp.float8 import widened
+from fusedtp.scaled import Quantized
 from fusedtp.shards import even_sizes
 from fusedtp.workspaces.workspace import Workspace
 

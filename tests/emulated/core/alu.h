@@ -88,7 +88,7 @@
   X(atom_exch) X(atom_cas) X(atom_add) X(cp_async) X(cp_async_commit) X(cp_async_wait) X(ldmatrix) \
   X(stmatrix) X(mma) X(elect) X(shfl_idx) X(fence_proxy_global) X(fence_proxy_shared) X(mbarrier_init) \
   X(mbarrier_expect) X(mbarrier_try_wait) X(mbarrier_inval) X(tma_load) X(wgmma) X(wgmma_fence) X(wgmma_commit) \
-  X(wgmma_wait)
+  X(wgmma_wait) X(fence_proxy_alias) X(multimem_ld) X(multimem_st)
 
 enum {
 #define E(name, ...) OP_##name,

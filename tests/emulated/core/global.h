@@ -9,7 +9,8 @@
 // another rank's memory is only marked, and committed by a later release at system scope that is ordered after it.
 //
 // Strong operations read and write the newest value. The asynchronous proxy has a view of its own, that of the last
-// fence.proxy.async (Proxies; Proxy-preserved base causality order).
+// fence.proxy.async (Proxies; Proxy-preserved base causality order). So has that of aliases, by which multimem reaches
+// all ranks' memory at once; what it stores is ordered by no release before a fence.proxy.alias.
 
 static Region *find(u64 a, int len) {
   static int last;
@@ -108,7 +109,7 @@ static Message *message(u64 a) {
 static void release(int lane, int flags, Message *to) {
   for (int i = 0; i < C->num_entries; i++) {
     Entry *e = C->entries[i];
-    EACH(l, e->mask & ordered(e, lane)) {
+    EACH(l, e->mask & ordered(e, lane) & (e->alias ? e->fenced : ALL)) {
       if (flags & AT_SYS || find(e->address[l], e->len)->rank == C->rank) drain_lane(C, e, l), late_drains++;
       else e->marked |= 1u << l, e->when = now;
     }
@@ -147,13 +148,14 @@ static void load(u64 a, int len, i64 view, void *out, int lane, int proxy) {
   } else memcpy(out, (void *)a, len);
 }
 
-static void store(const u64 *base, u32 m, int len, u8 (*data)[16]) {
+static void store(const u64 *base, u32 m, int len, u8 (*data)[16], int alias) {
   if (!m) return;
   if (C->num_entries == MOST_ENTRIES) { drain(C, C->entries[rnd() % MOST_ENTRIES], ALL); sweep(C); }
   C->polls = 0;
   Entry *e = malloc(sizeof *e);
   C->entries[C->num_entries++] = e;
-  e->warp = W->id; e->phase = W->phase; e->len = len; e->mask = e->marked = 0; e->when = 0;
+  e->warp = W->id; e->phase = W->phase; e->len = len; e->alias = alias;
+  e->mask = e->marked = e->fenced = 0; e->when = 0;
   e->lowest = ~0ull; e->highest = 0;
   EACH(l, m) {
     u64 a = base[l] + I->imm;
@@ -183,4 +185,61 @@ static u64 strong(int lane, u64 a, int len, int flags, u64 x, u64 y) {
   }
   if (flags & ACQUIRE) acquire(lane, flags, place);
   return was;
+}
+
+// multimem (PTX, Data Movement and Conversion: multimem.ld_reduce, multimem.st). An address is all ranks' at once. In
+// which order a sum is made is not said: from a rank on, at random; of 16 bits in float32, and rounded.
+static u64 window_base, window_len, window_at[MOST_RANKS];
+static int window_ranks;
+static u64 of_rank(u64 a, int rank) {
+  if (a < window_base || a + 16 > window_base + window_len || !window_ranks)
+    fail("multimem at %#llx, which is no address of all ranks", (unsigned long long)a);
+  return window_at[rank] + (a - window_base);
+}
+enum { SUM_F32, SUM_BF16, SUM_F16 };
+static void multimem_ld(const int *o, u32 m) {
+  const u64 *base = dbl(o[4], m);
+  u32 t[4][LANES] = {{0}};
+  EACH(l, m) {
+    float sums[8] = {0};
+    own_fenced = W->alias_fenced_at[l];
+    for (int i = 0, first = (int)(rnd() % window_ranks); i < window_ranks; i++) {
+      u32 words[4];
+      load(of_rank(base[l] + I->imm, (first + i) % window_ranks), 16, W->alias_view[l], words, l, 2);
+      for (int j = 0; j < 4; j++) {
+        u32 low = words[j] & 0xffff, high = words[j] >> 16;
+        if (I->vec == SUM_F32) sums[j] += flt(words[j]);
+        else sums[2 * j] += flt(I->vec == SUM_BF16 ? from_bf16(low) : from_f16(low)),
+             sums[2 * j + 1] += flt(I->vec == SUM_BF16 ? from_bf16(high) : from_f16(high));
+      }
+    }
+    for (int j = 0; j < 4; j++) {
+      u32 low = bits(sums[2 * j]), high = bits(sums[2 * j + 1]);
+      t[j][l] = I->vec == SUM_F32 ? bits(sums[j])
+              : I->vec == SUM_BF16 ? to_bf16(low) | to_bf16(high) << 16 : to_f16(low) | to_f16(high) << 16;
+    }
+  }
+  for (int j = 0; j < 4; j++) set_word(o[j], m, t[j]);
+}
+static void multimem_st(const int *o, u32 m) {
+  const u64 *base = dbl(o[0], m);
+  u8 data[LANES][16];
+  for (int i = 0; i < 4; i++) { const u32 *x = word(o[1 + i], m); EACH(l, m) memcpy(data[l] + 4 * i, x + l, 4); }
+  for (int rank = 0; rank < window_ranks; rank++) {
+    u64 at[LANES] = {0};
+    EACH(l, m) at[l] = of_rank(base[l], rank);
+    store(at, m, 16, data, 1);
+  }
+}
+// fence.proxy.alias (PTX, membar / fence: Proxy fence): between the two ways to one memory, in both directions.
+static void fence_alias(u32 m) {
+  for (int i = 0; i < C->num_entries; i++) {
+    Entry *e = C->entries[i];
+    EACH(l, m) {
+      if (e->alias) e->fenced |= ordered(e, l);
+      else drain(C, e, ordered(e, l));
+    }
+  }
+  sweep(C);
+  EACH(l, m) W->alias_view[l] = W->view[l], W->alias_fenced_at[l] = now;
 }

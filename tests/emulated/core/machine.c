@@ -15,7 +15,7 @@ static void ld_st_global(const int *o, u32 m) {
     for (int i = 0; i < I->vec; i++)
       if (I->width == 8) { const u64 *x = dbl(o[1 + i], m); EACH(l, m) memcpy(data[l] + 8 * i, x + l, 8); }
       else { const u32 *x = word(o[1 + i], m); EACH(l, m) memcpy(data[l] + I->width * i, x + l, I->width); }
-    store(base, m, n, data);
+    store(base, m, n, data, 0);
     return;
   }
   EACH(l, m) load(base[l] + I->imm, n, W->view[l], data[l], l, 0);
@@ -56,7 +56,7 @@ static void bar_sync(u32 m) {
   if (m != W->live || W->live != ALL) fail("barrier reached by lanes %#x of %#x", m, W->live);
   W->waiting = 1;
   if (++C->arrived < C->num_warps) return;
-  i64 view = 0, async = 0, own = 0;
+  i64 view = 0, async = 0, own = 0, alias = 0, alias_own = 0;
   u32 seen = 0, fenced[MOST_WARPS] = {0};
   for (int i = 0; i < C->num_warps; i++) {
     const Warp *w = C->warps + i;
@@ -64,13 +64,18 @@ static void bar_sync(u32 m) {
       if (w->view[l] > view) view = w->view[l];
       if (w->async_view[l] > async) async = w->async_view[l];
       if (w->own_fenced_at[l] > own) own = w->own_fenced_at[l];
+      if (w->alias_view[l] > alias) alias = w->alias_view[l];
+      if (w->alias_fenced_at[l] > alias_own) alias_own = w->alias_fenced_at[l];
     }
     if (w->tma_seen > seen) seen = w->tma_seen;
     for (int j = 0; j < C->num_warps; j++) if (w->fenced[j] > fenced[j]) fenced[j] = w->fenced[j];
   }
   for (int i = 0; i < C->num_warps; i++) {
     Warp *w = C->warps + i;
-    for (int l = 0; l < LANES; l++) w->view[l] = view, w->async_view[l] = async, w->own_fenced_at[l] = own;
+    for (int l = 0; l < LANES; l++) {
+      w->view[l] = view; w->async_view[l] = async; w->own_fenced_at[l] = own;
+      w->alias_view[l] = alias; w->alias_fenced_at[l] = alias_own;
+    }
     w->waiting = 0; w->phase++; w->tma_seen = seen;
     memcpy(w->fenced, fenced, sizeof fenced);
   }
@@ -145,6 +150,9 @@ static void step(void) {
     for (int l = 0; l < LANES; l++) t[l] = x[from[l] & 31];
     set_word(o[0], m, t); break; }
   case OP_fence_proxy_global: fence_proxy(m, 0); break;
+  case OP_fence_proxy_alias: fence_alias(m); break;
+  case OP_multimem_ld: multimem_ld(o, m); break;
+  case OP_multimem_st: multimem_st(o, m); break;
   case OP_fence_proxy_shared: fence_proxy(m, 1); break;
   case OP_mbarrier_init: {
     const u32 *a = word(o[0], m); EACH(l, m) mbarrier_init(a[l] + (u32)I->imm, I->width, l); break; }

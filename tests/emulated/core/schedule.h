@@ -28,6 +28,12 @@ void reset(int most_regions) {
   executed = progress_at = stale_reads = late_drains = 0;
   memset(first_launch, 0, sizeof first_launch);
   memset(messages, 0, sizeof messages);
+  window_ranks = 0;
+}
+// One address for the memory of all ranks, which begins at `at`.
+void set_window(u64 base, u64 len, const u64 *at, int ranks) {
+  window_base = base; window_len = len; window_ranks = ranks;
+  memcpy(window_at, at, ranks * sizeof *at);
 }
 int add_region(u64 base, u64 len, int rank) {
   u64 first = base >> 4, n = ((base + len + 15) >> 4) - first;
@@ -65,7 +71,7 @@ static Cta *start(Launch *launch) {
     w->set_w = calloc(k->words, 4);
     for (int l = 0; l < LANES; l++) {
       // What ran before on this rank's stream is seen.
-      w->view[l] = w->async_view[l] = now;
+      w->view[l] = w->async_view[l] = w->alias_view[l] = now;
       w->w[0][l] = i * LANES + l; w->w[1][l] = c->id; w->w[2][l] = launch->grid;
     }
     w->has_w[0] = w->has_w[1] = w->has_w[2] = ALL;

@@ -52,6 +52,9 @@ typedef struct {
 typedef struct {
   int warp, phase, len;
   u32 mask, marked;
+  // Stored by the proxy of aliases; which lanes a fence of it has put in order since.
+  int alias;
+  u32 fenced;
   i64 when;
   u64 lowest, highest, address[LANES];
   u8 data[LANES][16];
@@ -78,9 +81,9 @@ typedef struct {
   int pc[LANES], at, diverged, waiting, id, phase;
   u32 live;
   // What each lane is sure to see: all that was committed up to then, by ordinary accesses and by asynchronous ones.
-  i64 view[LANES], async_view[LANES];
+  i64 view[LANES], async_view[LANES], alias_view[LANES];
   // Up to when its CTA's own stores were brought out for the asynchronous proxy.
-  i64 own_fenced_at[LANES];
+  i64 own_fenced_at[LANES], alias_fenced_at[LANES];
   u64 steps, fenced_at;
   u32 tma_seen, fenced[MOST_WARPS];
   Copy *copies;

@@ -1,0 +1,75 @@
+"""One rank's share of an op: what is multiplied, what travels and in which dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+from ..sharding.plan import ITEMSIZE, is_float8, made_of
+
+# A row of float8 that is gathered has its scale in so many bytes behind it: `scaled.SCALE_BYTES`; of mxfp8 one for each
+# of so many elements, padded to as much: `scaled.scale_bytes`.
+SCALE_BYTES, BLOCK = 16, 32
+# What subtrees travel in.
+SUBTREES = "float32"
+
+
+@dataclass(frozen=True)
+class Work:
+    """One rank's share of an op: the product [rows, depth] @ [depth, cols], and `moved` elements gathered or reduced.
+
+    rows of 0: the collective alone. dtype: of the operands. by_depth: what is gathered is cut along the contraction.
+    tree: the contraction is added up as a tree, whose subtrees travel in float32. switch: it may make the sums of an
+    all-reduce by `fused`.
+    """
+
+    kind: Literal["gather", "scatter", "all_reduce"]
+    rows: int
+    cols: int
+    depth: int
+    moved: int
+    num_ranks: int
+    dtype: str
+    by_depth: bool = False
+    tree: bool = False
+    switch: bool = False
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.rows * self.cols * self.depth
+
+    @property
+    def made(self) -> str:
+        """The dtype of the product."""
+        return made_of(self.dtype)
+
+    @property
+    def moved_dtype(self) -> str:
+        """That of what travels: of an operand, or of the terms of a sum."""
+        if self.tree and self.kind != "gather":
+            return SUBTREES
+        return self.dtype if self.kind == "gather" else self.made
+
+    @property
+    def scale_bytes(self) -> int:
+        """What travels beside the elements: of float8 a scale a row, of every rank's part if these are columns."""
+        if self.kind != "gather" or not is_float8(self.dtype):
+            return 0
+        parts = self.num_ranks if self.by_depth else 1
+        length = ceil(self.depth / parts) if self.dtype == "mxfp8" else 1
+        return SCALE_BYTES * ceil(length / (BLOCK * SCALE_BYTES)) * self.rows * parts
+
+    @property
+    def moved_bytes(self) -> int:
+        return self.moved * ITEMSIZE[self.moved_dtype] + self.scale_bytes
+
+    @property
+    def sent_bytes(self) -> int:
+        """What a rank sends, ring or direct alike."""
+        n, length = self.num_ranks, ceil(self.moved / self.num_ranks)
+        share = length * ITEMSIZE[self.moved_dtype] + ceil(self.scale_bytes / n)
+        if self.kind == "all_reduce":
+            # Then the sums.
+            share += length * ITEMSIZE[self.made]
+        return (n - 1) * share

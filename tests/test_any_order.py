@@ -1,0 +1,211 @@
+"""What goes through the switch: sums of an all-reduce with order="any", and rows that are stored once. Interpreted, all
+ranks' arenas are visited one by one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from fusedtp.bench.ranks import RankPool
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import fusedtp
+from fusedtp import reference
+from fusedtp.memory import Unreachable
+from fusedtp.memory.local import LocalMemory, _Shared
+from fusedtp.workspaces.workspace import Workspace
+
+from .test_several import whole
+
+
+def summed(group: ProcessGroup, M: int, N: int, K: int, dtype: torch.dtype, algorithm: str, schedule: str) -> str:
+    """A product's sum on every rank, with what a kernel adds to it, within its bound; how it was made."""
+    xs, ws = (
+        [whole((*size, K), dtype, 10 * i + r) for r in range(group.size())] for i, size in enumerate(((M,), (N,)))
+    )
+    bias, residual = whole((N,), dtype, 5), whole((M, N), dtype, 6)
+    made = [
+        fusedtp.linear_all_reduce(
+            xs[group.rank()], ws[group.rank()], bias, group=group, schedule=schedule, algorithm=algorithm,
+            residual=residual, order=order,
+        )
+        for order in ("any", "any", "rank")
+    ]  # fmt: skip
+    path = fusedtp.last_path()
+    assert path is not None
+    assert path.sums == ""
+    left, right = torch.cat(xs, -1), torch.cat(ws, -1).t()
+    expected = reference.matmul(left, right, bias) + residual.double()
+    # Where the switch adds, the sum is rounded before bias and residual are added.
+    allowed = reference.bound(left, right, dtype, group.size(), bias=bias, sum_dtype=dtype)
+    allowed = allowed + 3 * torch.finfo(dtype).eps * (expected.abs() + residual.double().abs())
+    y = made[0]
+    reference.check(y, expected, allowed, "y")
+    assert torch.equal(made[1], y)
+    first = [torch.empty_like(y) for _ in range(group.size())]
+    torch.distributed.all_gather(first, y, group=group)
+    assert all(torch.equal(each, y) for each in first)
+    fusedtp.linear_all_reduce(
+        xs[group.rank()], ws[group.rank()], group=group, schedule=schedule, algorithm=algorithm, order="any"
+    )
+    path = fusedtp.last_path()
+    assert path is not None
+    return path.sums
+
+
+# One tile and several, with ranks that own none; fewer and more rows than the kernel of few has.
+@pytest.mark.parametrize(
+    ("M", "N", "K", "world_size", "dtype"),
+    [
+        (1, 40, 30, 2, torch.float16), (5, 40, 300, 3, torch.bfloat16), (70, 130, 30, 4, torch.float32),
+        (261, 72, 24, 3, torch.bfloat16),
+    ],
+)  # fmt: skip
+def test_the_switch_makes_the_sums(pool: RankPool, M: int, N: int, K: int, world_size: int, dtype: torch.dtype) -> None:
+    said = pool.run(summed, M, N, K, dtype, "two_shot", "fused", world_size=world_size)
+    assert said == ["in the switch"] * world_size
+
+
+def test_where_it_does_not(pool: RankPool) -> None:
+    given = 5, 40, 30, torch.float32
+    assert pool.run(summed, *given, "one_shot", "fused", world_size=2) == ["in the order of ranks: one shot"] * 2
+    for schedule, how in (
+        ("decomposed", "in the order of ranks: not by fused"),
+        ("unfused", "as the process group adds"),
+    ):
+        assert pool.run(summed, *given, "auto", schedule, world_size=2) == [how] * 2
+    assert pool.run(summed, *given, "auto", "auto", world_size=1) == ["of one rank"]
+
+
+def other_calls(group: ProcessGroup) -> None:
+    """What an order may be given to, and what is said of it."""
+    rank, n = group.rank(), group.size()
+    x, w = whole((6, 8), torch.float32, rank), whole((4, 8), torch.float32, 10 + rank)
+
+    def sums() -> str:
+        path = fusedtp.last_path()
+        assert path is not None
+        return path.sums
+
+    for schedule in ("fused", "decomposed", "unfused"):
+        own, usual = (
+            fusedtp.linear_reduce_scatter(x, w, group=group, schedule=schedule, order=order)
+            for order in ("any", "rank")
+        )
+        assert torch.equal(own, usual)
+        both = fusedtp.all_reduce(x, group=group, schedule=schedule, order="any")
+        reference.check(both, reference.total(_everyones(x, group)), _of_sums(x, group), f"all_reduce {schedule}")
+    fusedtp.linear_reduce_scatter(x, w, group=group, schedule="fused", order="any")
+    assert sums() == "in the order of ranks: a scatter sends no less through the switch"
+    fusedtp.all_reduce(x, group=group, schedule="fused", algorithm="ring", order="any")
+    assert sums() == "along the ring"
+    # The sum of the gradients of several weights is an op of its own.
+    layer = fusedtp.ParallelMLP(8, 4 * n, group=group, schedule="fused", order="any")
+    usual_layer = fusedtp.ParallelMLP(8, 4 * n, group=group, schedule="fused")
+    usual_layer.load_state_dict(layer.state_dict())
+    found = []
+    for each in (layer, usual_layer):
+        leaf = x.detach().clone().requires_grad_()
+        y = each(leaf)
+        y.square().sum().backward()
+        assert leaf.grad is not None
+        found.append([y.detach(), leaf.grad, *(p.grad for p in each.parameters())])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    scaled = fusedtp.linear_all_reduce(
+        fusedtp.scaled(x), fusedtp.scaled(w), group=group, schedule="fused", algorithm="two_shot", order="any"
+    )
+    assert sums() == "in the switch"
+    assert scaled.dtype == torch.bfloat16
+    normed, y = fusedtp.linear_reduce_scatter(x, w, group=group, order="any", norm_weight=torch.ones(4))
+    assert normed.shape == y.shape
+    with pytest.raises(ValueError, match="order must be 'rank', 'any', 'tree'"):
+        fusedtp.linear_all_reduce(x, w, group=group, order="switch")
+    with pytest.raises(ValueError, match="producer must be one of auto, push, copy, multicast, got 'once'"):
+        fusedtp.all_gather_linear(x, w, group=group, producer="once")
+    # A memory without it: the usual order, said so.
+    with mock.patch.object(Workspace, "has_multicast", False):
+        fusedtp.destroy(group)
+        own = fusedtp.linear_all_reduce(x, w, group=group, schedule="fused", algorithm="two_shot", order="any")
+        assert sums() == "in the order of ranks: no multicast here"
+        usual = fusedtp.linear_all_reduce(x, w, group=group, schedule="fused", algorithm="two_shot")
+        assert torch.equal(own, usual)
+        fusedtp.all_gather(x, group=group, schedule="fused", producer="multicast")
+        path = fusedtp.last_path()
+        assert path is not None
+        assert path.producer == "push"
+        assert path.reason == "asked for; not multicast: the memory has no address of all ranks"
+        fusedtp.destroy(group)
+    with pytest.raises(fusedtp.RanksDisagree, match="order: any on rank 0, that of ranks on rank 1"):
+        fusedtp.linear_all_reduce(x, w, group=group, schedule="fused", order="rank" if rank else "any")
+    fusedtp.destroy(group)
+
+
+def _everyones(x: Tensor, group: ProcessGroup) -> list[Tensor]:
+    parts = [torch.empty_like(x) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, x, group=group)
+    return parts
+
+
+def _of_sums(x: Tensor, group: ProcessGroup) -> Tensor:
+    return reference.total_bound(_everyones(x, group), x.dtype, sum_dtype=x.dtype)
+
+
+def test_what_takes_an_order_and_what_is_said(pool: RankPool) -> None:
+    pool.run(other_calls, world_size=2)
+
+
+def test_memory_that_grows_keeps_its_address_of_all_ranks() -> None:
+    class Losing(LocalMemory):
+        address = 64
+
+        def allocate(self, *given: Any) -> Any:
+            arena = super().allocate(*given)
+            arena.multicast = self.address
+            return arena
+
+    ws = Workspace(Losing(0, _Shared(1, torch.device("cpu"))), torch.device("cpu"))
+    try:
+        assert int(ws.peers[-1]) == 64
+        Losing.address = 0
+        before = ws.half_bytes
+        with pytest.raises(Unreachable, match="no address of all ranks"):
+            ws.require(2 * before, 1)
+        assert (ws.half_bytes, int(ws.peers[-1])) == (before, 64)
+    finally:
+        ws.close()
+
+
+def gathered(group: ProcessGroup, M: int, N: int, K: int, dtype: torch.dtype, dim: int) -> str:
+    """A gather that stores each row once, to all ranks, and its gradients: the bits of pushing."""
+    shards = [whole((M + r, K) if dim == 0 else (M, K + r), dtype, r) for r in range(group.size())]
+    sizes = [each.shape[dim] for each in shards]
+    weight, made = whole((N, K if dim == 0 else sum(sizes)), dtype, 9), []
+    for producer in ("push", "multicast"):
+        x, w = shards[group.rank()].clone().requires_grad_(), weight.clone().requires_grad_()
+        y = fusedtp.all_gather_linear(
+            x, w, group=group, gather_dim=dim, sizes=sizes, schedule="fused", producer=producer
+        )
+        path = fusedtp.last_path()
+        assert path is not None
+        y.backward(torch.ones_like(y))
+        assert x.grad is not None
+        assert w.grad is not None
+        made.append((y.detach(), x.grad, w.grad))
+    assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
+    whole_x = fusedtp.all_gather(
+        shards[group.rank()], group=group, gather_dim=dim, sizes=sizes, schedule="fused", producer="multicast"
+    )
+    assert torch.equal(whole_x, torch.cat(shards, dim))
+    return path.producer
+
+
+@pytest.mark.parametrize(("M", "N", "K", "world_size"), [(3, 40, 30, 2), (70, 36, 24, 3), (1, 8, 300, 4)])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_each_row_is_stored_once(pool: RankPool, M: int, N: int, K: int, world_size: int, dim: int) -> None:
+    said = pool.run(gathered, M, N, K, torch.bfloat16, dim, world_size=world_size)
+    assert said == ["multicast"] * world_size
