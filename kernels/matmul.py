@@ -44,6 +44,9 @@ from .operands import (
 from .signal import cdiv
 from .terms import a_of_term, b_of_term, further
 
+# The fewest columns of a tile with an activation that are stored at once: 64 bytes of a row.
+PART_COLUMNS = tl.constexpr(32)
+
 
 class Tile(NamedTuple):
     """A tile of C. It begins at column `col` and at row `row` of `chunk`, which has `rows` rows and begins at row
@@ -166,12 +169,16 @@ def matmul_tiles(
     With FLATTEN the compiler makes one loop of the tiles' and the contraction's: the first loads of the next tile are
     under way while this one is stored. ctx: the hooks' context, with a, b and tiles.
     SCALE(ctx, tile, i, part): what the i-th chunk of the contraction gives, times its scales, where each has its own.
+    A chunk's tile is in registers beside the sum then, and what is the same for all tiles is not kept in others.
     """
     if ctx.tiles.FLATTEN:
         for index in tl.range(pid, num_tiles, num_programs, flatten=True):
             _matmul_tile(ctx, index, LOCATE, A_CHUNK, B_CHUNK, STORE, NUM_K_CHUNKS, SCALE)
-    else:
+    elif SCALE is None:
         for index in range(pid, num_tiles, num_programs):
+            _matmul_tile(ctx, index, LOCATE, A_CHUNK, B_CHUNK, STORE, NUM_K_CHUNKS, SCALE)
+    else:
+        for index in tl.range(pid, num_tiles, num_programs, disable_licm=True):
             _matmul_tile(ctx, index, LOCATE, A_CHUNK, B_CHUNK, STORE, NUM_K_CHUNKS, SCALE)
 
 
@@ -206,13 +213,19 @@ def store_rows(c, N, epilogue, tiles, row, col, left, acc, ok):
     """Store the first `left` rows of a tile to C at (row, col), after the epilogue, rounded once; to z what an
     activation is applied to, if it is kept.
     """
-    if epilogue.ACTIVATION == "":
-        _store_columns(c, N, epilogue, tiles, row, col, left, acc, ok, tiles.BLOCK_N)
+    _store_in_parts(c, N, epilogue, tiles, row, col, left, acc, ok, tiles.BLOCK_N)
+
+
+@triton.jit
+def _store_in_parts(c, N, epilogue, tiles, row, col, left, acc, ok, COLS: tl.constexpr):
+    # A quarter of the columns at a time: a tile, what is kept of it and an activation's terms are more than a thread
+    # has registers for.
+    if epilogue.ACTIVATION == "" or COLS <= PART_COLUMNS or COLS * 4 <= tiles.BLOCK_N:
+        _store_columns(c, N, epilogue, tiles, row, col, left, acc, ok, COLS)
     else:
-        # A tile, what is kept of it and an activation's terms are more than a thread has registers for.
-        first, second = halves(acc, tiles.BLOCK_M, tiles.BLOCK_N)
-        _store_columns(c, N, epilogue, tiles, row, col, left, first, ok, tiles.BLOCK_N // 2)
-        _store_columns(c, N, epilogue, tiles, row, col + tiles.BLOCK_N // 2, left, second, ok, tiles.BLOCK_N // 2)
+        first, second = halves(acc, tiles.BLOCK_M, COLS)
+        _store_in_parts(c, N, epilogue, tiles, row, col, left, first, ok, COLS // 2)
+        _store_in_parts(c, N, epilogue, tiles, row, col + COLS // 2, left, second, ok, COLS // 2)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .activations import activated
-from .matmul import Tile, bias_at, halves, or_nan, round_to
+from .matmul import PART_COLUMNS, Tile, bias_at, halves, or_nan, round_to
 from .operands import Columns
 from .scales import scale_bytes
 from .signal import cdiv
@@ -90,10 +90,17 @@ def store_gated(c, z, N, epilogue, tiles, row, col, left, acc, ok, is_up):
     z: what takes this tile if gate and up are kept, epilogue.z being the gate's.
     """
     tl.debug_barrier()
-    first, second = halves(acc, tiles.BLOCK_M, tiles.BLOCK_N)
-    COLS: tl.constexpr = tiles.BLOCK_N // 2
-    _store_columns(c, z, N, epilogue, tiles, row, col, left, first, ok, is_up, COLS)
-    _store_columns(c, z, N, epilogue, tiles, row, col + COLS, left, second, ok, is_up, COLS)
+    _store_in_parts(c, z, N, epilogue, tiles, row, col, left, acc, ok, is_up, tiles.BLOCK_N)
+
+
+@triton.jit
+def _store_in_parts(c, z, N, epilogue, tiles, row, col, left, acc, ok, is_up, COLS: tl.constexpr):
+    if COLS <= PART_COLUMNS or COLS * 4 <= tiles.BLOCK_N:
+        _store_columns(c, z, N, epilogue, tiles, row, col, left, acc, ok, is_up, COLS)
+    else:
+        first, second = halves(acc, tiles.BLOCK_M, COLS)
+        _store_in_parts(c, z, N, epilogue, tiles, row, col, left, first, ok, is_up, COLS // 2)
+        _store_in_parts(c, z, N, epilogue, tiles, row, col + COLS // 2, left, second, ok, is_up, COLS // 2)
 
 
 @triton.jit

@@ -1,4 +1,5 @@
-"""What lies beside an operand's rows reaches no result, even where a library's matmul multiplies it.
+"""What lies beside an operand's rows reaches no result, even where a library's matmul multiplies it: in an arena, or
+in the tensor that a caller's operand is a view of.
 
 On processors with AMX, oneDNN multiplies bfloat16 and float16 in steps of 32 along K and, in the versions that torch
 2.11 to 2.13 bring, lets zeros on the other side cancel what it reads beside a row; NaN times 0 is NaN
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fusedtp.schedules import decomposed
+from fusedtp.schedules import padded as padding
 from fusedtp.schedules.verbs import Product
 from fusedtp.workspaces import registry, stale
 
@@ -121,7 +123,8 @@ def run(group: ProcessGroup, number: int, schedules: tuple[str, ...], padded: bo
         add(product, rows, *more)
 
     patched = mock.patch.object(decomposed.Gather, "_add", staticmethod(beside_poison if padded else add))
-    with leaking() as counts, patched:
+    # Arenas need no copies of what lies in them.
+    with leaking() as counts, patched, on_a_machine(False):
         for call in calls(7, number, group.size(), schedules):
             operands = Operands(call, group.rank())
             # The first makes room: fresh room is zeros. Few rows are multiplied together, more by chunk.
@@ -142,6 +145,40 @@ def run(group: ProcessGroup, number: int, schedules: tuple[str, ...], padded: bo
     return [*counts, wrong]
 
 
+@contextmanager
+def on_a_machine(with_amx: bool) -> Iterator[None]:
+    with mock.patch.object(padding, "_has_amx", return_value=with_amx):
+        yield
+
+
+def with_poison_beside(x: Tensor) -> Tensor:
+    if x.ndim != 2:
+        return x
+    wide = x.new_full((x.shape[0] + 1, x.shape[1] + 5), float("nan"))
+    return wide[:-1, 2:-3].copy_(x.detach()).requires_grad_(x.requires_grad)
+
+
+def run_views(group: ProcessGroup, number: int, with_amx: bool) -> int:
+    """How many of so many calls, of views that have NaN beside them, had wrong results."""
+    wrong = 0
+    with leaking(), on_a_machine(with_amx):
+        for call in calls(11, number, group.size(), ("decomposed", "unfused")):
+            operands = Operands(call, group.rank())
+            operands.leaves = [with_poison_beside(each.detach()).requires_grad_() for each in operands.leaves]
+            operands.dy = with_poison_beside(operands.dy)
+            for few_rows in (decomposed.FEW_ROWS, 2):
+                with mock.patch.object(decomposed, "FEW_ROWS", few_rows):
+                    stale.changed()
+                    results = operands.run(group)
+                try:
+                    operands.check(results)
+                except AssertionError:
+                    wrong += 1
+    stale.changed()
+    dist.barrier(group=group)
+    return wrong
+
+
 def test_the_model_of_the_library_leaks() -> None:
     wide = torch.ones(4, 9, dtype=torch.bfloat16)
     wide[:, 5:] = float("nan")
@@ -159,6 +196,14 @@ def test_poison_beside_rows_reaches_no_result(world_size: int, pool: RankPool) -
         assert counts[0] > everywhere
         assert counts[1] > len(OPS), "matmuls out of an arena"
     pool.run(run, len(OPS), ("fused",), False, world_size=world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_a_view_has_beside_it_reaches_no_result(world_size: int, pool: RankPool) -> None:
+    """By copies of such views on machines with AMX, which are found missing."""
+    number = 4 * len(OPS)
+    assert pool.run(run_views, number, True, world_size=world_size) == [0] * world_size
+    assert max(pool.run(run_views, number, False, world_size=world_size)) > 0
 
 
 def test_rows_of_an_arena_with_poison_beside_them_are_found(pool: RankPool) -> None:

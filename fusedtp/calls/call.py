@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from .. import formats, groups, recipes
 from ..norms import Norm
 from ..op import GATED, Task
+from ..schedules.padded import reads_beside
 from ..sharding.notation import parse
 from ..sharding.partition import Partition
 from ..sharding.plan import Plan, plan
@@ -81,13 +82,14 @@ class Call:
         self.version = stale.version
         w = (spec.n, spec.k) if settings.w_transposed else (spec.k, spec.n)
         self._dims = {"x": spec.a.names, "w": w, "y": spec.c.names}
-        # Whether it is F.linear: one rank's, of one weight, with nothing behind it.
+        # Whether it is F.linear: one rank's, of one weight, with nothing behind it, where that reads operands alone.
         asked, alone = settings, all(size == 1 for _, size in places.values())
         self.is_linear = alone and not (
             self._widths or asked.activation or asked.norm[0] or asked.float8 or asked.recipe or asked.leaves > 0
         )
         names = (*spec.a.names[:-1], spec.n)
         self.is_linear &= asked.w_transposed and spec.a.names[-1] == spec.k and spec.c.names == names
+        self.is_linear &= not reads_beside(dtype, device)
         self._plan: Plan | None = None
         # By the names of what is given (forward), or by which gradients are needed (backward).
         self._programs: dict[Any, Program] = {}

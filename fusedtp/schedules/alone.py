@@ -11,6 +11,7 @@ from .. import activations, norms, scaled_mm
 from ..norms import Norm
 from ..op import GATED, Task
 from ..scaled import Matrix, Quantized, by_columns
+from .padded import NARROW, padded
 from .verbs import Epilogue, Product
 
 
@@ -141,6 +142,8 @@ def mm(a: Matrix, b: Matrix, bias: Tensor | None = None, leaves: int = 0) -> Ten
         return product([(a, b)], leaves, bias)
     if type(a) is Quantized and type(b) is Quantized:
         return scaled_mm.mm(a, b, bias)
+    if a.dtype in NARROW:
+        a, b = padded(a, b)
     return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
 
 
@@ -154,8 +157,9 @@ def summed(terms: Sequence[tuple[Matrix, Matrix]], bias: Tensor | None = None, l
     if others and type(a) is Quantized:
         return scaled_mm.summed(terms, bias)
     out = mm(a, b, bias)
-    for a, b in others:
-        out.addmm_(a, b)
+    narrow = out.dtype in NARROW
+    for each in others:
+        out.addmm_(*(padded(*each) if narrow else each))
     return out
 
 
@@ -163,13 +167,14 @@ def sum_into(terms: Sequence[tuple[Matrix, Matrix]], out: Tensor) -> None:
     """`summed` into `out`."""
     if not out.numel():
         return
-    (a, b), *others = terms
-    if type(a) is Quantized:
+    first, *others = terms
+    if type(first[0]) is Quantized:
         out.copy_(summed(terms))
         return
-    torch.mm(a, b, out=out)
-    for a, b in others:
-        out.addmm_(a, b)
+    narrow = out.dtype in NARROW
+    torch.mm(*(padded(*first) if narrow else first), out=out)
+    for each in others:
+        out.addmm_(*(padded(*each) if narrow else each))
 
 
 def summed_rows(x: Tensor, leaves: int) -> Tensor:

@@ -27,6 +27,7 @@ from ..workspaces.workspace import Workspace
 from . import transport
 from .alone import activate, activated, into, mm, sum_into, summed, with_norm
 from .packed_arenas import DecomposedGather
+from .padded import NARROW, padded
 from .transport import travelling
 from .verbs import Epilogue, Product
 
@@ -156,6 +157,8 @@ class Gather:
                 left, right = whole if each.kind == "rows" else whole.t(), each.other
                 if each.transposed:
                     left, right = right.t(), left.t()
+                if left.dtype in NARROW:
+                    left, right = padded(left, right)
                 bias = each.epilogue.bias
                 if trace.spans is not None:
                     outs.append(trace.timed("multiply", -1, mm, left, right, bias))
@@ -203,6 +206,8 @@ class Gather:
             left, right = right.t(), left.t()
         if not out.numel():
             return
+        if out.dtype in NARROW:
+            left, right = padded(left, right)
         if not first and product.kind == "outer":
             out.addmm_(left, right)
         elif bias is None:
@@ -341,8 +346,7 @@ def _multiply_into(terms: Sequence[tuple[Matrix, Matrix]], out: Tensor, peer: in
     elif len(terms) > 1 or type(terms[0][0]) is Quantized:
         sum_into(terms, out)
     elif out.numel():
-        a, b = terms[0]
-        torch.mm(a, b, out=out)
+        torch.mm(*(padded(*terms[0]) if out.dtype in NARROW else terms[0]), out=out)
 
 
 def _sum_into(parts: list[Tensor], bias: Tensor | None, residual: Tensor | None, out: Tensor) -> None:

@@ -33,6 +33,7 @@ _NOT_SPECIALIZED = {
 @dataclass(frozen=True)
 class Built:
     """A compiled kernel. `code` is the machine's own; `ordered` is where memory order is asked for: PTX, AMD's code.
+    `lanes`: AMD's compiler keeps scalars that it has no register for in lanes of vector registers, not in memory.
     `parted`: decisions that threads may not share, each with a barrier that some of them pass by.
     """
 
@@ -43,6 +44,7 @@ class Built:
     registers: int
     spill_bytes: int
     stack_bytes: int
+    lanes: int
     shared_bytes: int
     num_warps: int
     num_stages: int
@@ -219,7 +221,7 @@ def _is_aligned(name: str, case: Case) -> bool:
     return name in ("table", "peers", "sums", "arrivals") or (name.endswith("_ptr") and case.aligned != ())
 
 
-def _of_nvidia(compiled: Any) -> tuple[assembly.Code, tuple[int, int, int]]:
+def _of_nvidia(compiled: Any) -> tuple[assembly.Code, tuple[int, int, int, int]]:
     import triton
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -235,19 +237,21 @@ def _of_nvidia(compiled: Any) -> tuple[assembly.Code, tuple[int, int, int]]:
 
         used = run("cuobjdump", "--dump-resource-usage")
         numbers = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", used)}
-        return assembly.sass(run("nvdisasm", "-c")), (numbers["REG"], numbers["LOCAL"], numbers["STACK"])
+        return assembly.sass(run("nvdisasm", "-c")), (numbers["REG"], numbers["LOCAL"], numbers["STACK"], 0)
 
 
-def _of_amd(compiled: Any) -> tuple[assembly.Code, tuple[int, int, int]]:
+def _of_amd(compiled: Any) -> tuple[assembly.Code, tuple[int, int, int, int]]:
     text = compiled.asm["amdgcn"]
-    names = ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
+    names = ("vgpr_count", "vgpr_spill_count", "private_segment_fixed_size", "sgpr_spill_count")
     found = [int(re.search(rf"\.{name}:\s+(\d+)", text)[1]) for name in names]  # type: ignore[index]
-    return assembly.amdgcn(text), (found[0], found[1] + found[2], found[3])
+    registers, spilled, stack, lanes = found
+    # Counted in registers of 4 bytes.
+    return assembly.amdgcn(text), (registers, 4 * spilled, stack, lanes)
 
 
 def examine(case: Case, compiled: Any) -> Built:
     """What came out."""
-    code, (registers, spills, stack) = (_of_nvidia if "ptx" in compiled.asm else _of_amd)(compiled)
+    code, (registers, spills, stack, lanes) = (_of_nvidia if "ptx" in compiled.asm else _of_amd)(compiled)
     if "ptx" in compiled.asm:
         ordered = decided = assembly.ptx(compiled.asm["ptx"])
     else:
@@ -256,7 +260,7 @@ def examine(case: Case, compiled: Any) -> Built:
     parted = [(decided.lines[branch], decided.lines[barrier]) for branch, barrier in apart]
     metadata, config = compiled.metadata, config_of(case)
     return Built(
-        case, code, ordered, parted, registers, spills, stack, metadata.shared, metadata.num_warps,
+        case, code, ordered, parted, registers, spills, stack, lanes, metadata.shared, metadata.num_warps,
         metadata.num_stages, f"{config.block_m}x{config.block_n}x{config.block_k}", is_flattened(case),
     )  # fmt: skip
 

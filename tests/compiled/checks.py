@@ -42,8 +42,8 @@ REGISTERS_OF = {
     ("gather rows, three weights", "sm_100", "few columns", "rows"): 1.1,
     ("gather rows, three weights", "sm_100", "few rows", "rows"): 1.16,
 }
-# On gfx942 scalars that are chosen among several weights, and where scales lie, may be kept in lanes of vector
-# registers, which the compiler counts as spilled: nothing of them is in memory.
+# Scalars on gfx942, of which there are no more than 106: those that are chosen among several weights, and where scales
+# lie, may be kept in lanes of vector registers.
 LANES = 24
 FLOAT8_LANES = 40
 # With another Triton than the one that the table of configurations was made with. One takes nearly all that eight warps
@@ -54,8 +54,6 @@ REGISTERS_ELSEWHERE_OF = {("gather rows transposed", "sm_100", "many", "rows"): 
 REGISTERS_ELSEWHERE_MORE = 1.25
 # Bytes of a thread's stack where not all is aligned, or with another Triton.
 STACK = 64
-# On gfx942 a sum of float8 terms, each with scales of its own, has a term's tile in registers beside the sum: at most
-# STACK bytes of it, behind the loop.
 # Of a kernel with an activation, which has a tile in registers twice when it stores it, behind the loop.
 ACTIVATED_STACK = 512
 # In a loop of blocks, copies of their scales: those of A's rows and of B's columns.
@@ -86,12 +84,11 @@ def resources(built: Built) -> None:
     assert built.shared_bytes <= TARGETS[built.case.target].shared_bytes, "more shared memory than there is"
     ends_with = built.case.all_flags.get("ACTIVATION")
     chooses = VARIANTS[built.case.variant].more or ends_with or built.case.is_float8
-    if built.case.target == "gfx942" and chooses:
-        most = FLOAT8_LANES if built.case.is_float8 else LANES
-        assert built.spill_bytes <= most, f"{built.spill_bytes} scalars in lanes"
-        terms = built.case.is_float8 and built.case.variant == "scatter, three weights"
-        assert built.stack_bytes <= (STACK if terms else 0), "stack"
-    elif ends_with:
+    most = 0 if not chooses else FLOAT8_LANES if built.case.is_float8 else LANES
+    assert built.lanes <= most, f"{built.lanes} scalars in lanes"
+    if built.case.target == "gfx942":
+        assert (built.spill_bytes, built.stack_bytes) == (0, 0), "spills or stack"
+    elif ends_with and not as_pinned():
         assert built.spill_bytes + built.stack_bytes <= ACTIVATED_STACK, f"{built.stack_bytes} bytes of stack"
     elif as_pinned() and built.case.aligned != ():
         assert (built.spill_bytes, built.stack_bytes) == (0, 0), "spills or stack"

@@ -98,6 +98,16 @@ _SIGNAL = "        raise_signal(link, dst, piece + first_slot)\n"
 
 MUTANTS = (
     Mutant(
+        "what is the same for all tiles is kept in registers", checks.resources,
+        (_float8_by("scatter, three weights", "gfx942"),),
+        (("matmul", "disable_licm=True", "disable_licm=False"),),
+    ),
+    Mutant(
+        "an activation of half a tile at once", checks.resources,
+        (_by("gather rows, gelu, kept", "sm_90"), _by("gather rows, swiglu", "sm_100", "few columns")),
+        (("matmul", "COLS * 4 <=", "COLS * 2 <="), ("several", "COLS * 4 <=", "COLS * 2 <=")),
+    ),
+    Mutant(
         "no barrier before the release", checks.releases, _SCATTER,
         (("signal", "    tl.debug_barrier()\n    signal =", "    signal ="),),
     ),

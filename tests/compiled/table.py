@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent.parent
 ROWS, DOCUMENT = ROOT / "results" / "kernels" / "offline.csv", ROOT / "docs" / "kernels.md"
 COLUMNS = (
     "triton", "target", "kernel", "lengths", "dtype", "shape", "a_by", "b_by", "tile", "warps", "stages", "one_loop",
-    "registers", "spill_bytes", "stack_bytes", "shared_bytes", "tensor_core", "tma_loads", "inner_loop",
+    "registers", "spill_bytes", "stack_bytes", "lanes", "shared_bytes", "tensor_core", "tma_loads", "inner_loop",
     "plain_inner_loop", "plain_registers",
 )  # fmt: skip
 
@@ -39,7 +39,7 @@ def row(built: Built) -> dict[str, str]:
     values = (
         triton.__version__, case.target, case.variant, ANY if case.aligned == () else "16", case.dtype_name, case.shape,
         *by, built.block, built.num_warps, built.num_stages, int(built.flattened) if multiplies else "",
-        built.registers, built.spill_bytes, built.stack_bytes, built.shared_bytes,
+        built.registers, built.spill_bytes, built.stack_bytes, built.lanes, built.shared_bytes,
         built.code.count(TARGETS[case.target].multiplies),
         built.code.count("UTMALDG"), len(built.inner_loop) or "",
         "" if beside is None else len(beside.inner_loop), "" if beside is None else beside.registers,
