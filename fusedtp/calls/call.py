@@ -317,7 +317,13 @@ def extra(residual: Tensor | None, activation: str | None, norm: Norm | None = N
     return {name: value for name, value in given.items() if value is not None}
 
 
-_OPTIONS = (int, bool, str, type(None))
+_OPTIONS = frozenset((int, bool, str, type(None)))
+
+
+def _is_hashed_alike(option: Any) -> bool:
+    # Whether an option and its type are all that tells it from others.
+    kind = type(option)
+    return kind in _OPTIONS or (kind is tuple and all(type(each) is int for each in option))
 
 
 def find(
@@ -325,15 +331,12 @@ def find(
     residual: Tensor | None = None, activation: str | None = None, norm: Norm | None = None,
 ) -> Call:  # fmt: skip
     """The call that `prepare` describes after checking its arguments, once for all calls that are alike."""
-    # One function, as every call passes here. Options that could be mistaken for others are checked anew each time.
-    key: list[Any] | None = [prepare, id(group), options, activation]
-    for option in options:
-        kind = type(option)
-        key.append(kind)  # type: ignore[union-attr]
-        # (True, 2.0) is (1, 2) to a dictionary.
-        if not (kind in _OPTIONS or (kind is tuple and all(type(each) is int for each in option))):
-            key = None
-            break
+    # One function, as every call passes here. Options that could be mistaken for others are checked anew each time:
+    # to a dictionary (True, 2.0) is (1, 2).
+    kinds = tuple(map(type, options))
+    key: list[Any] | None = [prepare, id(group), options, kinds, activation]
+    if not _OPTIONS.issuperset(kinds) and not all(map(_is_hashed_alike, options)):
+        key = None
     tensors: tuple[Any, ...] = (x, weight, bias) if type(weight) is not tuple else (x, *weight, *bias)  # type: ignore[misc]
     more: dict[str, Any] = {}
     if residual is not None or activation is not None or norm is not None:

@@ -95,7 +95,9 @@ def _gradients(ctx: Any, dys: tuple[Any, ...]) -> list[Tensor | None]:
     call, count = ctx.call, len(others) // 2
     of_norm: list[Tensor | None] = [None, None]
     kept_tensors = ctx.saved_tensors
-    batched = transforms_active() or any(each is not None and _is_batched(each) for each in dys)
+    batched = transforms_active()
+    for each in dys:
+        batched = batched or (each is not None and _is_batched(each))
     if batched and (dtensors or count > 1 or call.activation or call.norm[0]):
         raise NotImplementedError(
             "a batch of gradients at once (is_grads_batched, vmap) is not implemented for parameters that are "
@@ -104,7 +106,7 @@ def _gradients(ctx: Any, dys: tuple[Any, ...]) -> list[Tensor | None]:
     if call.norm[0]:
         dys, of_norm = _through_norm(ctx, dys, *kept_tensors[-3:])
         kept_tensors = kept_tensors[:-3]
-    x, *ws = (dys[0].new_empty(0) if saved is None else saved for saved in kept_tensors)
+    x, *ws = [dys[0].new_empty(0) if saved is None else saved for saved in kept_tensors]
     ws, kept = ws[:count], ws[count:]
     found: list[Tensor | None] = [None] * len(needs)
     # With create_graph=True, or for a batch of gradients at once (is_grads_batched): the operator knows how.

@@ -49,6 +49,7 @@ class Decomposed:
         self.ws, self.task = ws, task
         self.rank, self.world_size = ws.rank, ws.world_size
         self.layout = Layout()
+        self._on_host = ws.device.type == "cpu"
         self.is_narrow = task.dtype not in (torch.float32, torch.float64)
 
     def one_shot(self, task: Task) -> bool:
@@ -67,7 +68,8 @@ class Decomposed:
 
     def end(self) -> None:
         """End the epoch, behind what is still on its way."""
-        transport.settle(self.ws)
+        if not self._on_host:
+            transport.settle(self.ws)
         self.ws.steps.leave()
 
 
@@ -79,7 +81,7 @@ class Gather:
     def __init__(self, on: Decomposed, sizes: Sequence[int], other: int, dim: int, products: Sequence[str]) -> None:
         self._ws, self._sizes, self._dim = on.ws, sizes, dim
         self._begins, self._shape = offsets(sizes), (sum(sizes), other)
-        self._dtype = on.task.dtype
+        self._dtype, self._is_narrow = on.task.dtype, on.is_narrow
         few = max(sizes) < FEW_ROWS
         self._at_once = bool(products) and (few or ("outer" in products and on.is_narrow))
         row_bytes = other * self._dtype.itemsize
@@ -154,17 +156,18 @@ class Gather:
         if self._at_once:
             whole, outs = self._together(), []
             for each in products:
-                left, right = whole if each.kind == "rows" else whole.t(), each.other
                 if each.transposed:
-                    left, right = right.t(), left.t()
-                if left.dtype in NARROW:
+                    left, right = each.other.t(), whole.t() if each.kind == "rows" else whole
+                else:
+                    left, right = whole if each.kind == "rows" else whole.t(), each.other
+                if self._is_narrow:
                     left, right = padded(left, right)
                 bias = each.epilogue.bias
                 if trace.spans is not None:
                     outs.append(trace.timed("multiply", -1, mm, left, right, bias))
                 else:
                     outs.append(torch.mm(left, right) if bias is None else torch.addmm(bias, left, right))
-            return activated(products[0].epilogue, outs)
+            return activated(products[0].epilogue, outs) if products[0].epilogue.activation else outs
         outs = []
         for each in products:
             M, N = self._shape[each.kind == "outer"], each.other.shape[1]
@@ -243,16 +246,38 @@ class Scatter:
         self._begins = offsets(sizes)
         # In a one-shot sum every rank owns all of it.
         self._part = slice(0, None) if to_all else slice(self._begins[on.rank], self._begins[on.rank + 1])
-        self._stride = aligned(max(sizes) * other * self._dtype.itemsize)
+        self._row_bytes = other * self._dtype.itemsize
+        self._stride = aligned(max(sizes) * self._row_bytes)
         self._in_own = multiplies and not to_all and dim == 0 and max(sizes) < FEW_ROWS and on.ws.in_place
-        num_bytes = self._begins[-1] * other * self._dtype.itemsize if self._in_own else 0
+        num_bytes = self._begins[-1] * self._row_bytes if self._in_own else 0
         self._offset, self._slot = on.layout.take(max(num_bytes, on.world_size * self._stride))
+        self._key = object()
+        # The other ranks, in the order in which this rank waits for them, and in that in which it sends to them.
+        self._others = [(on.rank + i) % on.world_size for i in range(1, on.world_size)]
+        self._before = [(on.rank - i) % on.world_size for i in range(1, on.world_size)]
 
-    def _view(self, holder: int, src: int, rows: int) -> Tensor:
+    def _lay_out(self) -> list[tuple[Tensor, list[Tensor]]]:
+        # For each half: all of the own terms where they are in one place; and every rank's terms of this rank's part.
+        # Kept by the workspace, which drops them together with its arenas.
+        ws, rank, every = self._ws, self._ws.rank, range(self._ws.world_size)
+        rows = self._begins[-1] if self._to_all else self._sizes[rank]
+        places = []
+        for half in (0, 1):
+            if self._in_own:
+                mine = self._view(half, rank, 0, self._begins[-1])
+                at, shape = self._offset + self._begins[rank] * self._row_bytes, (rows, self._other)
+                terms = [ws.view(src, half, at, shape, self._dtype) for src in every]
+            else:
+                in_theirs = self._to_all and ws.in_place
+                mine = self._view(half, rank, rank, rows)
+                terms = [self._view(half, src if in_theirs else rank, src, rows) for src in every]
+            places.append((mine, terms))
+        return ws.keep(self._key, places)
+
+    def _view(self, half: int, holder: int, src: int, rows: int) -> Tensor:
         # Rank src's terms in rank holder's half: `rows` rows, or columns with dim 1.
         shape = (rows, self._other) if self._dim == 0 else (self._other, rows)
-        at = self._offset + src * self._stride
-        return self._ws.view(holder, self._ws.steps.epoch, at, shape, self._dtype)
+        return self._ws.view(holder, half, self._offset + src * self._stride, shape, self._dtype)
 
     def _owners(self) -> Iterator[tuple[int, slice]]:
         # Who has which part of the sum, this rank last.
@@ -264,13 +289,13 @@ class Scatter:
     def multiply(self, terms: Sequence[tuple[Matrix, Matrix]]) -> None:
         ws, steps = self._ws, self._ws.steps
         if self._in_own or self._to_all:
-            mine = self._view(ws.rank, 0 if self._in_own else ws.rank, self._begins[-1])
+            mine = (ws.views.get(self._key) or self._lay_out())[steps.epoch & 1][0]
             _multiply_into(terms, mine, -1)
             self._show(mine)
             return
         for dst, part in self._owners():
             theirs = [(a[part], b) if self._dim == 0 else (a, b[:, part]) for a, b in terms]
-            place = self._view(dst, ws.rank, self._sizes[dst])
+            place = self._view(steps.epoch, dst, ws.rank, self._sizes[dst])
             if ws.in_place or dst == ws.rank:
                 _multiply_into(theirs, place, dst)
                 steps.signal(dst, self._slot)
@@ -280,9 +305,9 @@ class Scatter:
                     self._send(total, place, dst)
 
     def put(self, x: Tensor) -> None:
-        ws = self._ws
+        ws, epoch = self._ws, self._ws.steps.epoch
         if self._to_all:
-            mine = self._view(ws.rank, ws.rank, self._begins[-1])
+            mine = (ws.views.get(self._key) or self._lay_out())[epoch & 1][0]
             trace.timed("travel", -1, mine.copy_, x)
             self._show(mine)
             return
@@ -291,7 +316,7 @@ class Scatter:
                 # The own rows are added where they are.
                 if dst != ws.rank:
                     with trace.span("travel", dst):
-                        self._send(x[part], self._view(dst, ws.rank, self._sizes[dst]), dst)
+                        self._send(x[part], self._view(epoch, dst, ws.rank, self._sizes[dst]), dst)
 
     def _send(self, terms: Tensor, place: Tensor, dst: int) -> None:
         place.copy_(terms)
@@ -302,37 +327,36 @@ class Scatter:
     def _show(self, mine: Tensor) -> None:
         # To every peer: it reads them where they are, or is sent a copy.
         ws, steps = self._ws, self._ws.steps
+        if ws.in_place:
+            for dst in self._before:
+                steps.signal(dst, self._slot)
+            return
         with travelling(ws):
-            for i in range(1, ws.world_size):
-                dst = (ws.rank - i) % ws.world_size
-                if ws.in_place:
-                    steps.signal(dst, self._slot)
-                else:
-                    self._send(mine, self._view(dst, ws.rank, self._begins[-1]), dst)
+            for dst in self._before:
+                self._send(mine, self._view(steps.epoch, dst, ws.rank, self._begins[-1]), dst)
 
     def _terms(self, own: Tensor | None) -> list[Tensor]:
         # All ranks' terms of this rank's part of the sum, in rank order, once they are there. own: what this rank
         # put.
-        ws, steps, rank = self._ws, self._ws.steps, self._ws.rank
-        for i in range(1, ws.world_size):
-            steps.wait((rank + i) % ws.world_size, self._slot)
-        if self._in_own:
-            return [self._view(src, 0, self._begins[-1])[self._part] for src in range(ws.world_size)]
-        rows = self._begins[-1] if self._to_all else self._sizes[rank]
-        in_theirs = self._to_all and ws.in_place
-        terms = [self._view(src if in_theirs else rank, src, rows) for src in range(ws.world_size)]
+        ws, steps = self._ws, self._ws.steps
+        for src in self._others:
+            steps.wait(src, self._slot)
+        terms = (ws.views.get(self._key) or self._lay_out())[steps.epoch & 1][1]
         if own is not None and not self._to_all:
-            terms[rank] = own[self._part]
+            terms = [*terms[: ws.rank], own[self._part], *terms[ws.rank + 1 :]]
         return terms
 
     def sum(self, epilogue: Epilogue, *, own: Tensor | None, last: bool) -> list[Tensor]:
         terms = self._terms(own)
-        out = terms[0].new_empty(terms[0].shape)
+        out = torch.empty_like(terms[0], memory_format=torch.contiguous_format)
         bias = epilogue.bias
         if bias is not None and self._dim == 1:
             bias = bias[self._part]
-        trace.timed("add", -1, _sum_into, terms, bias, epilogue.residual, out)
-        return with_norm(epilogue.norm, out)
+        if trace.spans is None:
+            _sum_into(terms, bias, epilogue.residual, out)
+        else:
+            trace.timed("add", -1, _sum_into, terms, bias, epilogue.residual, out)
+        return [out] if epilogue.norm is None else with_norm(epilogue.norm, out)
 
     def sum_into(self, epilogue: Epilogue, out: Tensor, gather: Gather, *, own: Tensor | None) -> None:
         mine = out[self._part]

@@ -42,6 +42,7 @@ class Gathering:
         rows, cols = task.shape(0)
         self._first: Literal["rows", "outer"] = "rows" if task.dim == 0 else "outer"
         self._task, self._multiplies = task, task.has(1)
+        self._epilogue = Epilogue(activation=task.activation, keeps=task.keeps)
         blocks = [] if not task.has(1) else [task.shape(1), *(b for b, _ in task.blocks(task.shapes))]
         # What `right` is multiplied with are rows.
         assert task.dim == 0 or not task.has(3)
@@ -61,11 +62,12 @@ class Gathering:
         if not self._multiplies:
             return [self._gather.whole(operands[0])]
         first, transposed = self._first, self._task.transposed
-        activation, keeps = self._task.activation, self._task.keeps
-        products = [Product(first, operands[1], Epilogue(operands[2], None, activation, keeps), transposed)]
+        epilogue = self._epilogue
+        own = epilogue if operands[2] is None else epilogue._replace(bias=operands[2])
+        products = [Product(first, operands[1], own, transposed)]
         if len(operands) > 3:
             for b, bias in self._task.blocks(operands):
-                products.append(Product(first, b, Epilogue(bias, None, activation, keeps), transposed))
+                products.append(Product(first, b, epilogue._replace(bias=bias), transposed))
             if operands[3] is not None:
                 products.append(Product("outer", operands[3]))
         if self._turns:
@@ -82,6 +84,7 @@ class Scattering:
         M, N = task.moved
         self._task, self._multiplies, self._gathers = task, task.op.multiplies, task.has(4)
         self._adds = task.adds
+        self._is_several = len(task.shapes) > task.op.operands
         self._scatter = on.scatter(
             task.sizes, N if task.dim == 0 else M, task.dim, to_all=False, multiplies=self._multiplies
         )
@@ -93,8 +96,7 @@ class Scattering:
         if self._gathers:
             self._gather.start_beside(operands[4])
         if self._multiplies:
-            several = len(operands) > self._task.op.operands
-            terms = _terms(self._task, operands) if several else ((operands[0], operands[1]),)
+            terms = _terms(self._task, operands) if self._is_several else ((operands[0], operands[1]),)
             self._scatter.multiply(terms)
         else:
             self._scatter.put(operands[0])
@@ -102,15 +104,19 @@ class Scattering:
     def _finish(self, operands: Operands) -> list[Tensor]:
         if not self._multiplies:
             return self._scatter.sum(PLAIN, own=operands[0], last=True)
-        norm = _norm(self._task, operands)
-        epilogue = Epilogue(operands[2], operands[5] if self._adds else None, norm=norm)
+        epilogue = PLAIN
+        if operands[2] is not None or self._adds or self._task.norm:
+            residual = operands[5] if self._adds else None
+            epilogue = Epilogue(operands[2], residual, norm=_norm(self._task, operands))
         outs = self._scatter.sum(epilogue, own=None, last=not self._gathers)
         if not self._gathers:
             return outs
-        lefts = [operands[3], *(left for _, _, left in self._task.blocks(operands))]
         # left @ X
-        products = [Product("outer", left.t(), transposed=True) for left in lefts if left is not None]
-        return [*outs, *self._gather.multiply(operands[4], products)]
+        lefts = operands[3:4]
+        if self._is_several:
+            lefts = [*lefts, *(left for _, _, left in self._task.blocks(operands))]
+        products = [Product("outer", left.t(), PLAIN, True) for left in lefts if left is not None]
+        return outs + self._gather.multiply(operands[4], products)
 
 
 class Reducing:

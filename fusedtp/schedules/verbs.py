@@ -10,7 +10,6 @@ times.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
@@ -40,8 +39,7 @@ class Epilogue(NamedTuple):
 PLAIN = Epilogue()
 
 
-@dataclass(frozen=True, slots=True)
-class Product:
+class Product(NamedTuple):
     """A product with X, the gathered matrix.
 
     rows: X @ other; outer: X.T @ other. transposed: the result is transposed, [other's columns, ..].

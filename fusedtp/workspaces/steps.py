@@ -130,6 +130,11 @@ class HostSteps:
         self._step = 4 * self._world_size
         # Where this rank's fingerprint is in a header, in bytes from its beginning, for each half.
         self._fingerprint_at = [4 * fingerprint_place(half, self._rank, self._world_size) for half in (0, 1)]
+        # Where every rank's is in this rank's own, by half and rank.
+        begin, ranks = addresses[self._rank], range(self._world_size)
+        self._fingerprints = [
+            [begin + 4 * fingerprint_place(half, src, self._world_size) for src in ranks] for half in (0, 1)
+        ]
 
     def signal(self, dst: int, slot: int) -> None:
         """Release everything stored for rank `dst`, under `slot`."""
@@ -220,9 +225,8 @@ class HostSteps:
 
     def _disagrees(self, src: int) -> bool:
         # Whether that rank, whose entry is there, means something else.
-        ws = self._ws
-        place = ws.addresses[ws.rank] + 4 * fingerprint_place(self.epoch, src, ws.world_size)
-        return load_fingerprint(place) != ws.meanings.now.fingerprint
+        theirs = load_fingerprint(self._fingerprints[self.epoch & 1][src])
+        return theirs != self._ws.meanings.now.fingerprint
 
     def _has_entered(self, src: int) -> bool:
         ws = self._ws
