@@ -2,8 +2,9 @@
 
 Small calls, warm, in microseconds: `all_gather_linear` less F.linear on one rank; on more the slowest rank's time
 less what it waited, multiplied and copied, which is what spans say (`fusedtp.trace`) of as many calls right before,
-as recording them takes time too. With backward torch's own engine is in it. Rows of several checkouts, each run with
-its own interpreter, may stand below each other in one file.
+as recording them takes time too. With backward torch's own engine is in it, as it is in `library_us`, which is all that
+F.linear of the whole rows takes in the same run. Rows of several checkouts, each run with its own interpreter, may
+stand below each other in one file.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def _in_spans(call: Callable[[], object]) -> float:
     return sum(span.end_ns - span.begin_ns for span in spans) / CALLS / 1e3
 
 
-def measure(group: ProcessGroup, rounds: int) -> dict[str, list[float]]:
-    """By direction: what is beside, a round each."""
+def measure(group: ProcessGroup, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """By direction: what is beside, and what the library takes, a round each."""
     schedule = "decomposed" if group.size() > 1 else "auto"
     x, weight = torch.randn(ROWS, FEATURES, requires_grad=True), torch.randn(FEATURES, FEATURES, requires_grad=True)
     out = torch.randn(ROWS * group.size(), FEATURES)
@@ -61,14 +62,15 @@ def measure(group: ProcessGroup, rounds: int) -> dict[str, list[float]]:
     calls: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         "forward": (ours, linear), "both": (lambda: ours().backward(out), lambda: linear().backward(out)),
     }  # fmt: skip
-    found: dict[str, list[float]] = {direction: [] for direction in calls}
+    found: dict[str, list[tuple[float, float]]] = {direction: [] for direction in calls}
     for turn in range(rounds + 1):
         for direction, (call, library) in calls.items():
+            library_us = _timed(library)
             # One rank's library is in no span.
-            inside = _in_spans(call) if group.size() > 1 else _timed(library)
+            inside = _in_spans(call) if group.size() > 1 else library_us
             beside = _timed(call) - inside
             if turn:
-                found[direction].append(beside)
+                found[direction].append((beside, library_us))
     return found
 
 
@@ -84,11 +86,13 @@ def main() -> None:
             replies = pool.run(measure, given.rounds, world_size=world_size)
             for direction in replies[0]:
                 slowest = [max(each) for each in zip(*(reply[direction] for reply in replies), strict=True)]
-                quarters = statistics.quantiles(slowest, n=4)
+                quarters = statistics.quantiles([beside for beside, _ in slowest], n=4)
+                library = statistics.median(time for _, time in slowest)
                 rows.append({
                     "commit": machine.commit, "dirty": machine.dirty, "machine": machine.name, "torch": machine.torch,
                     "world_size": world_size, "direction": direction, "rows": ROWS, "features": FEATURES,
                     "beside_us": round(quarters[1], 1), "q1_us": round(quarters[0], 1), "q3_us": round(quarters[2], 1),
+                    "library_us": round(library, 1),
                 })  # fmt: skip
     frame = pd.DataFrame(rows)
     frame.to_csv(given.out, mode="a", header=not given.out.exists(), index=False)
