@@ -12,7 +12,8 @@ class PeerTimeout(RuntimeError):
 
     def __init__(self, op: str, rank: int, peer: int, seconds: float, detail: str = "") -> None:
         self.op, self.rank, self.peer, self.seconds, self.detail = op, rank, peer, seconds, detail
-        text = f"{op}: rank {rank} waited {seconds:g} s for rank {peer}, which did not answer"
+        lost = "which did not answer: it is lost or late, or has raised an error of its own"
+        text = f"{op}: rank {rank} waited {seconds:g} s for rank {peer}, {lost}"
         super().__init__(f"{text} ({detail})" if detail else text)
 
     def __reduce__(self) -> tuple[type, tuple[str, int, int, float, str]]:

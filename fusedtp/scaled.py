@@ -319,7 +319,10 @@ def by_columns(x: Matrix) -> Matrix:
 
     Rounded anew where the scales are not all one. Between powers of two that loses nothing but what becomes too small.
     """
-    if type(x) is not Quantized or x.whole or x.blocks == 0 or (x.blocks is None and x.scale.stride(0) == 0):
+    if type(x) is not Quantized or x.whole or x.blocks == 0:
+        return x
+    # One row has the same scale along it whatever its stride, which says nothing of a dim of one element.
+    if x.blocks is None and (x.shape[0] == 1 or x.scale.stride(0) == 0):
         return x
     assert x.blocks is None, "what is contracted along its rows has no scales of blocks"
     wide = widened(x.data) * x.row_scales()[:, None]

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from fusedtp.bench.ranks import RankPool
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -44,6 +45,34 @@ def without_a_contraction(group: ProcessGroup, schedule: str) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_an_empty_contraction_makes_zeros(pool: RankPool, schedule: str, world_size: int) -> None:
     pool.run(without_a_contraction, schedule, world_size=world_size)
+
+
+def one_feature(group: ProcessGroup, schedule: str) -> None:
+    """Each row has its own scale, also where a dim of one element has whatever stride."""
+    world_size, rank = group.size(), group.rank()
+    generator = torch.Generator().manual_seed(3)
+    for rows, features, recipe in itertools.product((1, 5), (1, 2), ("rowwise", "tensorwise")):
+        x = torch.randn(rows, features * world_size, generator=generator) * 4.0 ** torch.arange(rows)[:, None]
+        w = torch.randn(4, features * world_size, generator=generator)
+        mine = x[:, rank * features : (rank + 1) * features]
+        a, b = scaled(mine, recipe, power_of_two=True), scaled(w, recipe, power_of_two=True)  # type: ignore[arg-type]
+        y = fusedtp.all_gather_linear(
+            a, b, group=group, schedule=schedule, gather_dim=-1, out_dtype=torch.float32
+        )  # fmt: skip
+        parts = [torch.empty(rows, features) for _ in range(world_size)]
+        dist.all_gather(parts, a.values(), group=group)
+        exact = torch.cat(parts, 1).double() @ b.values().double().t()
+        torch.testing.assert_close(y.double(), exact, rtol=1e-6, atol=1e-6 * float(exact.abs().max()))
+        z = fusedtp.all_gather_linear(mine, w, group=group, schedule=schedule, gather_dim=-1, float8=recipe)  # type: ignore[arg-type]
+        # Two operands of three bits behind the first.
+        exact, allowed = x.double() @ w.double().t(), 0.15 * (x.abs() @ w.abs().t()).double()
+        assert ((z.double() - exact).abs() <= allowed).all(), (rows, features, recipe)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_one_feature_has_the_scale_of_its_row(pool: RankPool, schedule: str, world_size: int) -> None:
+    pool.run(one_feature, schedule, world_size=world_size)
 
 
 def not_finite(group: ProcessGroup, schedule: str) -> None:
