@@ -289,8 +289,8 @@ def linear_all_reduce(
     x [..., K_r], weight [N, K_r], a whole bias [N] and a whole residual [..., N] give [..., N], the same on every rank.
     `algorithm`, of `fused` and `decomposed`, is auto, one_shot (fewest steps) or two_shot (fewest bytes). Backward
     sends nothing, but for tensorwise float8 its scales' numbers: dy is the same on every rank already. With
-    `norm_weight` the result is (normed, y) and Scaled operands are taken, as in `linear_reduce_scatter`. `order` and errors as in
-    `all_gather_linear`: with "any" NVLink's switch may make the sums, by two_shot always where it can.
+    `norm_weight` the result is (normed, y) and Scaled operands are taken, as in `linear_reduce_scatter`. `order` and
+    errors as in `all_gather_linear`: with "any" NVLink's switch may make the sums, by two_shot always where it can.
     """
     options = schedule, algorithm, debug, float8, order
     normed: Norm | None = None
