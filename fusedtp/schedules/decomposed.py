@@ -49,7 +49,6 @@ class Decomposed:
         self.ws, self.task = ws, task
         self.rank, self.world_size = ws.rank, ws.world_size
         self.layout = Layout()
-        self._on_host = ws.device.type == "cpu"
         self.is_narrow = task.dtype not in (torch.float32, torch.float64)
 
     def one_shot(self, task: Task) -> bool:
@@ -68,7 +67,7 @@ class Decomposed:
 
     def end(self) -> None:
         """End the epoch, behind what is still on its way."""
-        if not self._on_host:
+        if not self.ws.in_place:
             transport.settle(self.ws)
         self.ws.steps.leave()
 

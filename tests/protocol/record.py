@@ -13,8 +13,9 @@ and the recording is that of one real run.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from fusedtp.kernels import signal
 from triton._C.libtriton import ir
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
+from fusedtp import kernels
 from fusedtp.schedules import decomposed, fused, producer, transport
 from fusedtp.workspaces import steps
 from fusedtp.workspaces.workspace import Workspace
@@ -291,7 +293,8 @@ class Recorder:
             self._replace(InterpreterBuilder, name, value)
         self._replace(GridExecutor, "__call__", launched)
         wait = signal.wait
-        for module in [each for name, each in sys.modules.items() if name.startswith("fusedtp.kernels.")]:
+        # Also those that are imported late: they would take, and keep, what stands in its place here.
+        for module in [import_module(f"{kernels.__name__}.{each.name}") for each in iter_modules(kernels.__path__)]:
             if getattr(module, "wait", None) is wait:
                 self._replace(module, "wait", self.whole_wait(wait, self.add))
 
