@@ -98,6 +98,8 @@ class Performer:
     def _made(self, axis: int) -> ProcessGroup | None:
         # Of all ranks, in one order.
         made = [dist.new_group(list(ranks), timeout=timedelta(seconds=LONG_SECONDS)) for ranks in self._axes[axis]]
+        # A rank that destroys its group at once closes connections that a late one is still making.
+        dist.barrier(self._world)
         return next((group for ranks, group in zip(self._axes[axis], made, strict=True) if self._rank in ranks), None)
 
     def _step(self, step: Step, group: ProcessGroup | None) -> None:
