@@ -106,6 +106,21 @@ def calls(seed: int, number: int, world_size: int, schedules: tuple[str, ...]) -
     return found
 
 
+def is_wrong(operands: Operands, group: ProcessGroup, few_rows: int, *, raises: bool) -> bool:
+    """Whether the call's results are wrong, or AssertionError. few_rows: up to so many are multiplied together."""
+    with mock.patch.object(decomposed, "FEW_ROWS", few_rows):
+        # What has been prepared for another one is prepared anew.
+        stale.changed()
+        results = operands.run(group)
+    try:
+        operands.check(results)
+    except AssertionError:
+        if raises:
+            raise
+        return True
+    return False
+
+
 def run(group: ProcessGroup, number: int, schedules: tuple[str, ...], padded: bool) -> list[int]:
     """`leaking`'s counts, and wrong results, of every call three times over poison.
 
@@ -130,16 +145,7 @@ def run(group: ProcessGroup, number: int, schedules: tuple[str, ...], padded: bo
             # The first makes room: fresh room is zeros. Few rows are multiplied together, more by chunk.
             for few_rows in (decomposed.FEW_ROWS, decomposed.FEW_ROWS, 2):
                 poison(group)
-                with mock.patch.object(decomposed, "FEW_ROWS", few_rows):
-                    # What has been prepared for another one is prepared anew.
-                    stale.changed()
-                    results = operands.run(group)
-                try:
-                    operands.check(results)
-                except AssertionError:
-                    if not padded:
-                        raise
-                    wrong += 1
+                wrong += is_wrong(operands, group, few_rows, raises=not padded)
     stale.changed()
     dist.barrier(group=group)
     return [*counts, wrong]
@@ -167,13 +173,7 @@ def run_views(group: ProcessGroup, number: int, with_amx: bool) -> int:
             operands.leaves = [with_poison_beside(each.detach()).requires_grad_() for each in operands.leaves]
             operands.dy = with_poison_beside(operands.dy)
             for few_rows in (decomposed.FEW_ROWS, 2):
-                with mock.patch.object(decomposed, "FEW_ROWS", few_rows):
-                    stale.changed()
-                    results = operands.run(group)
-                try:
-                    operands.check(results)
-                except AssertionError:
-                    wrong += 1
+                wrong += is_wrong(operands, group, few_rows, raises=False)
     stale.changed()
     dist.barrier(group=group)
     return wrong

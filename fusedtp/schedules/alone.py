@@ -157,9 +157,8 @@ def summed(terms: Sequence[tuple[Matrix, Matrix]], bias: Tensor | None = None, l
     if others and type(a) is Quantized:
         return scaled_mm.summed(terms, bias)
     out = mm(a, b, bias)
-    narrow = out.dtype in NARROW
     for each in others:
-        out.addmm_(*(padded(*each) if narrow else each))
+        out.addmm_(*padded(*each))
     return out
 
 
@@ -171,10 +170,9 @@ def sum_into(terms: Sequence[tuple[Matrix, Matrix]], out: Tensor) -> None:
     if type(first[0]) is Quantized:
         out.copy_(summed(terms))
         return
-    narrow = out.dtype in NARROW
-    torch.mm(*(padded(*first) if narrow else first), out=out)
+    torch.mm(*(padded(*first) if out.dtype in NARROW else first), out=out)
     for each in others:
-        out.addmm_(*(padded(*each) if narrow else each))
+        out.addmm_(*padded(*each))
 
 
 def summed_rows(x: Tensor, leaves: int) -> Tensor:

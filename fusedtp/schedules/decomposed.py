@@ -48,6 +48,9 @@ class Decomposed:
     def __init__(self, ws: Workspace, task: Task) -> None:
         self.ws, self.task = ws, task
         self.rank, self.world_size = ws.rank, ws.world_size
+        # The other ranks, in the order in which this rank takes what they have, and in that in which they want its own.
+        self.others = [(ws.rank + i) % ws.world_size for i in range(1, ws.world_size)]
+        self.before = [(ws.rank - i) % ws.world_size for i in range(1, ws.world_size)]
         self.layout = Layout()
         self.is_narrow = task.dtype not in (torch.float32, torch.float64)
 
@@ -80,16 +83,14 @@ class Gather:
     def __init__(self, on: Decomposed, sizes: Sequence[int], other: int, dim: int, products: Sequence[str]) -> None:
         self._ws, self._sizes, self._dim = on.ws, sizes, dim
         self._begins, self._shape = offsets(sizes), (sum(sizes), other)
-        self._dtype, self._is_narrow = on.task.dtype, on.is_narrow
+        self._dtype = on.task.dtype
         few = max(sizes) < FEW_ROWS
         self._at_once = bool(products) and (few or ("outer" in products and on.is_narrow))
         row_bytes = other * self._dtype.itemsize
         # Parts that are to be one matrix lie one below the other; otherwise each has room for the longest.
         self._is_whole = whole = self._at_once or not products
         self._key = object()
-        # The other ranks, in the order in which this rank takes their parts, and in that in which they want its own.
-        self._others = [(on.rank + i) % on.world_size for i in range(1, on.world_size)]
-        self._before = [(on.rank - i) % on.world_size for i in range(1, on.world_size)]
+        self._others, self._before = on.others, on.before
         stride = aligned(max(sizes) * row_bytes)
         self._at = [begin * row_bytes if whole else src * stride for src, begin in enumerate(self._begins[:-1])]
         offset, self._slot = on.layout.take(self._begins[-1] * row_bytes if whole else len(sizes) * stride)
@@ -159,7 +160,7 @@ class Gather:
                     left, right = each.other.t(), whole.t() if each.kind == "rows" else whole
                 else:
                     left, right = whole if each.kind == "rows" else whole.t(), each.other
-                if self._is_narrow:
+                if left.dtype in NARROW:
                     left, right = padded(left, right)
                 bias = each.epilogue.bias
                 if trace.spans is not None:
@@ -250,10 +251,7 @@ class Scatter:
         self._in_own = multiplies and not to_all and dim == 0 and max(sizes) < FEW_ROWS and on.ws.in_place
         num_bytes = self._begins[-1] * self._row_bytes if self._in_own else 0
         self._offset, self._slot = on.layout.take(max(num_bytes, on.world_size * self._stride))
-        self._key = object()
-        # The other ranks, in the order in which this rank waits for them, and in that in which it sends to them.
-        self._others = [(on.rank + i) % on.world_size for i in range(1, on.world_size)]
-        self._before = [(on.rank - i) % on.world_size for i in range(1, on.world_size)]
+        self._key, self._others, self._before = object(), on.others, on.before
 
     def _lay_out(self) -> list[tuple[Tensor, list[Tensor]]]:
         # For each half: all of the own terms where they are in one place; and every rank's terms of this rank's part.
@@ -280,10 +278,8 @@ class Scatter:
 
     def _owners(self) -> Iterator[tuple[int, slice]]:
         # Who has which part of the sum, this rank last.
-        ws, begins = self._ws, self._begins
-        for i in range(1, ws.world_size + 1):
-            dst = (ws.rank + i) % ws.world_size
-            yield dst, slice(begins[dst], begins[dst + 1])
+        for dst in (*self._others, self._ws.rank):
+            yield dst, slice(self._begins[dst], self._begins[dst + 1])
 
     def multiply(self, terms: Sequence[tuple[Matrix, Matrix]]) -> None:
         ws, steps = self._ws, self._ws.steps

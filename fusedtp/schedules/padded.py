@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+# On the shortest ways to a matmul only these pass through here.
 NARROW = (torch.bfloat16, torch.float16)
 _STEP = 32
 
@@ -33,9 +34,8 @@ def reads_beside(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def padded(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """a [M, K] and b [K, N], in 16 bits, or copies of them with zeros behind what lies along K."""
-    K = a.shape[1]
-    if K % _STEP == 0 or not reads_beside(a.dtype, a.device):
+    """a [M, K] and b [K, N], or where it matters copies of them with zeros behind what lies along K."""
+    if a.shape[1] % _STEP == 0 or not reads_beside(a.dtype, a.device):
         return a, b
     return _rows(a), _rows(b.t()).t()
 

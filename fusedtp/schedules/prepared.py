@@ -127,6 +127,7 @@ class Reducing:
     def __init__(self, on: Verbs, task: Task) -> None:
         M, N = task.moved
         self._task, self._multiplies, self._adds = task, task.op.multiplies, task.adds
+        self._is_several = len(task.shapes) > task.op.operands
         # Of the sum, what this rank adds up.
         self._part = slice(0, None)
         if on.one_shot(task):
@@ -142,8 +143,7 @@ class Reducing:
 
     def _start(self, operands: Operands) -> None:
         if self._multiplies:
-            several = len(operands) > self._task.op.operands
-            terms = _terms(self._task, operands) if several else ((operands[0], operands[1]),)
+            terms = _terms(self._task, operands) if self._is_several else ((operands[0], operands[1]),)
             self._scatter.multiply(terms)
         else:
             self._scatter.put(operands[0])
