@@ -112,34 +112,12 @@ def apply(
     names = [f"weight[{i}]" for i in range(len(weight))] if several else ["weight"]
     ws = [_check_scaled(name, each, x.data.device) for name, each in zip(names, weight if several else (weight,),
                                                                        strict=True)]  # fmt: skip
-    if other := [name for name, w in zip(names, ws, strict=True) if w.data.dtype != ws[0].data.dtype]:
-        raise ValueError(f"all weights must be in {ws[0].data.dtype}, got {other[0]} in another one")
-    if formats.of(ws[0].data.dtype) != formats.of(x.data.dtype):
-        raise ValueError(
-            f"x and weight must be of one kind of float8, OCP's or fnuz, as no machine multiplies both, got "
-            f"{x.data.dtype} and {ws[0].data.dtype}: make both by fusedtp.scaled, from values()"
-        )
-    blocks = x.scale.dtype == E8M0
-    if other := [name for name, w in zip(names, ws, strict=True) if (w.scale.dtype == E8M0) != blocks]:
-        raise ValueError(
-            f"x and weight must both have scales of blocks, in {E8M0}, or neither, got x.scale in {x.scale.dtype} for "
-            f"{other[0]}"
-        )
+    blocks = _check_together(x, ws, names)
     biases = bias if isinstance(bias, tuple) else (bias,)
     bias_names = [f"bias[{i}]" for i in range(len(biases))] if several else ["bias"]
     more = () if norm is None else (("norm_weight", norm.weight), ("norm_bias", norm.bias))
     named = *zip(bias_names, biases, strict=True), ("residual", residual), *more
-    for name, each in named:
-        if each is not None and type(each) not in PLAIN:
-            check_kind(name, each)
-        if each is not None and each.dtype != out:
-            raise ValueError(f"{name} must be in out_dtype, {out}, got {each.dtype}")
-    given = [each for _, each in named if isinstance(each, Tensor)]
-    if torch.is_grad_enabled() and any([each.requires_grad for each in given]):
-        raise ValueError(
-            "results of float8 operands have no gradient, but a bias, a residual or a norm's parameter requires one: "
-            "call under torch.no_grad, or detach it"
-        )
+    _check_added(named, out)
     process_group = groups.resolve(group)
     stand_in, in_place = _stand_in(x, out), [_stand_in(w, out) for w in ws]
     w_in_place: Any = tuple(in_place) if several else in_place[0]
@@ -160,6 +138,39 @@ def apply(
         # The norm is behind the sum; what a compiler traces has it as an op of its own.
         return (outs[1], outs[0]) if not is_compiling else (norms.of(norm, outs[0]), outs[0])
     return outs[0] if len(outs) == 1 else tuple(outs)
+
+
+def _check_together(x: Scaled, ws: Sequence[Scaled], names: Sequence[str]) -> bool:
+    """ValueError unless one product takes x and all of the weights; whether their scales are blocks'."""
+    if other := [name for name, w in zip(names, ws, strict=True) if w.data.dtype != ws[0].data.dtype]:
+        raise ValueError(f"all weights must be in {ws[0].data.dtype}, got {other[0]} in another one")
+    if formats.of(ws[0].data.dtype) != formats.of(x.data.dtype):
+        raise ValueError(
+            f"x and weight must be of one kind of float8, OCP's or fnuz, as no machine multiplies both, got "
+            f"{x.data.dtype} and {ws[0].data.dtype}: make both by fusedtp.scaled, from values()"
+        )
+    blocks = x.scale.dtype == E8M0
+    if other := [name for name, w in zip(names, ws, strict=True) if (w.scale.dtype == E8M0) != blocks]:
+        raise ValueError(
+            f"x and weight must both have scales of blocks, in {E8M0}, or neither, got x.scale in {x.scale.dtype} for "
+            f"{other[0]}"
+        )
+    return blocks
+
+
+def _check_added(named: Sequence[tuple[str, Tensor | None]], out: torch.dtype) -> None:
+    """ValueError unless what is added to a product, or its norm's parameters, is in its dtype and needs no gradient."""
+    for name, each in named:
+        if each is not None and type(each) not in PLAIN:
+            check_kind(name, each)
+        if each is not None and each.dtype != out:
+            raise ValueError(f"{name} must be in out_dtype, {out}, got {each.dtype}")
+    given = [each for _, each in named if isinstance(each, Tensor)]
+    if torch.is_grad_enabled() and any([each.requires_grad for each in given]):
+        raise ValueError(
+            "results of float8 operands have no gradient, but a bias, a residual or a norm's parameter requires one: "
+            "call under torch.no_grad, or detach it"
+        )
 
 
 def _forward(

@@ -55,7 +55,7 @@ def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, shape: Sh
     M, N, K = shape.M, shape.N, shape.K
     if name.endswith("in parts"):
         # Of few tiles, each with several parts of the contraction.
-        M, N, K = min(M, 40), min(N, 144), 8 * K
+        M, N, K = min(M, 40), min(N, 528), 8 * K
 
     def normal(*size: int) -> Tensor:
         return torch.randn(size, generator=random).to(dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import multiprocessing
 import os
 from collections import defaultdict
@@ -122,9 +123,11 @@ def _execute(unit: Unit, driver: EmulatedDriver, done: Done) -> None:
             done,
             run(driver, ops, world_size, dtype, _deep(which, seed), _schedule(seed), epoch=epoch, programs=programs),
         )
+    # All waits of such an op are in one kernel, which is compiled anew for lengths of another kind.
+    in_one = unit.op.startswith("matmul ") and not unit.op.endswith("split")
+    # More columns than are sent at once; few columns; few rows, in pieces of a tile; long rows of odd lengths.
+    others = replace(shape, N=528, K=80), replace(shape, N=96), replace(shape, M=48), replace(fewer, N=520, K=536)
     if unit.dtype == "bfloat16":
-        # More columns than are sent at once; few columns; few rows, in pieces of a tile; long rows of odd lengths.
-        others = replace(shape, N=528, K=80), replace(shape, N=96), replace(shape, M=48), replace(fewer, N=520, K=536)
         for i, other in enumerate(others):
             piece_bytes = 1 if i == 2 else producer.PIECE_BYTES
             for depth in range(3):
@@ -135,7 +138,7 @@ def _execute(unit: Unit, driver: EmulatedDriver, done: Done) -> None:
                         done,
                         run(driver, [unit.op], world_size, dtype, _deep(other, depth), how, programs=programs_of(how)),
                     )
-                    if depth < 1 + unit.op.startswith("gather"):
+                    if in_one or depth < 1 + unit.op.startswith("gather"):
                         _give_up(done, driver, world_size, _deep(other, depth), given_up)
         copied = unit.op in ("gather rows", "gather contraction", "all_gather direct")
         for seed in range(9):
@@ -149,6 +152,16 @@ def _execute(unit: Unit, driver: EmulatedDriver, done: Done) -> None:
                 if seed % 3 == 0:
                     _add(done, in_phases(driver, unit.op, 3, dtype, _deep(shape, seed // 3), _schedule(seed), "copy"))
                 _add(done, giveups.lost(driver, unit.op, 3, dtype, _deep(shape, 1 + seed % 2), how))
+    if in_one:
+        # Columns of tiles for every rank, whatever share of the contraction it has.
+        wide = [replace(each, N=each.N + 3 * (64 if dtype == torch.float32 else 256)) for each in (shape, fewer)]
+        for seed, each in itertools.product(range(18), (shape, fewer, *others) if unit.dtype == "bfloat16" else wide):
+            how, world_size = _schedule_of_giving_up(seed), 2 + seed // 3 % 3
+            _add(done, giveups.missing(driver, unit.op, world_size, dtype, _deep(each, seed), how))
+        for seed, each in itertools.product(range(9), wide):
+            world_size, deep = 2 + seed // 3, _deep(each, seed)
+            _add(done, run(driver, [unit.op], world_size, dtype, deep, _schedule(seed)))
+            _give_up(done, driver, world_size, deep, _schedule_of_giving_up(seed))
     if unit.dtype in FLOAT8 and unit.op in ("gather rows", "gather contraction"):
         # The host lays rows and scales out as they travel.
         for seed in range(3):
