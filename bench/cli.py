@@ -51,8 +51,10 @@ def _main(
 
 @app.command(cls=WithProviders)
 def sweep(
-    world_size: Annotated[str | None, typer.Option(help="Numbers of ranks, for example 1,2,4.")] = None,
-    op: Annotated[str | None, typer.Option(help="Ops, comma-separated; default all three.")] = None,
+    world_size: Annotated[str | None, typer.Option(help="Numbers of ranks; default 1,2,4, and 8 with 8 GPUs.")] = None,
+    op: Annotated[
+        str | None, typer.Option(help="Ops, comma-separated, by `fusedtp predict --list`; default all three.")
+    ] = None,
     schedule: Annotated[
         str | None, typer.Option(help="unfused, decomposed, fused, auto; comma-separated. unfused is always timed.")
     ] = None,
@@ -68,7 +70,9 @@ def sweep(
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16, float16, and fp8 or mxfp8, forward alone; comma-separated.")
     ] = None,
-    shapes: Annotated[str | None, typer.Option(help="Sets of sizes: small, medium, square, comm, large.")] = None,
+    shapes: Annotated[
+        str | None, typer.Option(help="Sets of sizes: small, medium, square, comm, large; default by machine.")
+    ] = None,
     shape: Annotated[list[str] | None, typer.Option(help="One global size M,N,K; may be repeated.")] = None,
     model: Annotated[
         str | None, typer.Option(help="Time the matmuls of a block of these models, for example llama3-8b.")

@@ -44,10 +44,12 @@ def predict(
     hardware: Annotated[str, typer.Option(help="A name from --list, or here, as tune measured it.")] = "h100",
     gather_dim: Annotated[int, typer.Option(help="1: what is gathered is split along the contraction.")] = 0,
     algorithm: Annotated[str, typer.Option(help="Of an all-reduce: auto, one_shot, two_shot, ring.")] = "auto",
-    matmul_us: Annotated[float | None, typer.Option(help="The library matmul's measured time, of one size.")] = None,
-    kernel_matmul_us: Annotated[float | None, typer.Option(help="Our kernel's, with its signals preset.")] = None,
+    matmul_us: Annotated[float | None, typer.Option(help="Measured us of the library's matmul, one size.")] = None,
+    kernel_matmul_us: Annotated[
+        float | None, typer.Option(help="Measured us of our kernel, signals raised beforehand.")
+    ] = None,
     data_parallel: Annotated[int, typer.Option(help="Domains that share w's gradient over the network.")] = 1,
-    overlap_network: Annotated[bool, typer.Option(help="Hide that behind the matmuls.")] = True,
+    overlap_network: Annotated[bool, typer.Option(help="Of --data-parallel: hide it behind the matmuls.")] = True,
     casts: Annotated[bool, typer.Option(help="Of fp8: x is made float8 first, by every schedule.")] = True,
     order: Annotated[
         str, typer.Option(help="rank; any: NVLink's switch adds; tree, tree-16: the same bits on any number of ranks.")

@@ -24,8 +24,12 @@ NOISY = 0.2
 
 
 def tune(
-    world_size: Annotated[str | None, typer.Option(help="Numbers of ranks, default 2,4 or 2..8 GPUs.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, or bfloat16 on GPUs; fp8 and mxfp8 too.")] = None,
+    world_size: Annotated[
+        str | None, typer.Option(help="Numbers of ranks, default 2,4, or 2,4,8 as far as there are GPUs.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Comma-separated; default float32, on GPUs bfloat16; fp8 and mxfp8 too.")
+    ] = None,
     seconds: Annotated[
         float | None, typer.Option(help="Time for the rounds of one size, default 0.5; with --kernels for all, 600.")
     ] = None,
@@ -37,7 +41,7 @@ def tune(
     calls: Annotated[
         Path | None, typer.Option(help="With --kernels: what a program ran with FUSEDTP_CALLS set to this file.")
     ] = None,
-    again: Annotated[bool, typer.Option(help="With --kernels: also the sizes that are there.")] = False,
+    again: Annotated[bool, typer.Option(help="With --kernels: tune the file's sizes again.")] = False,
 ) -> None:
     """Measure a few sizes of every op and schedule here, a minute or two, and write them for schedule="auto".
 

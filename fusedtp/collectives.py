@@ -45,8 +45,9 @@ def all_gather(
 ) -> Tensor:
     """The ranks' x joined along `gather_dim` in rank order, bit for bit, differentiable.
 
-    `algorithm`: auto, direct or ring, which only kernels have: with schedule 'fused', or 'auto' on a GPU. Errors as in
-    `all_gather_linear`.
+    x [.., sizes[rank], ..] -> [.., sum(sizes), ..]; `sizes` is by default this rank's length on all. Backward
+    reduce-scatters. `algorithm`: auto, direct (each rank sends to every peer), or ring (to the next rank alone), which
+    only kernels have: with schedule 'fused', or 'auto' on a GPU. `producer` and errors as in `all_gather_linear`.
     """
     process_group = groups.resolve(group)
     arguments.check_collective(ALL_GATHER, x, schedule, algorithm, debug, producer)
@@ -69,8 +70,9 @@ def reduce_scatter(
 ) -> Tensor:
     """The ranks' x summed; this rank keeps `sizes[rank]` along `scatter_dim`, by default as even as can be.
 
-    Differentiable. `algorithm` and errors as in `all_gather`. `order` "tree": of x in float32, each a subtree of one
-    tree, as products have them: added in pairs, pairs in pairs, by `fused`. "any": of an all-reduce by the switch.
+    Differentiable: backward gathers. `algorithm` and errors as in `all_gather`. `order` "tree": every rank's x, in
+    float32, is a subtree; these are added in pairs, pairs in pairs, by `fused` alone. "any" changes nothing here: the
+    switch makes the sums of all-reduces only.
     """
     process_group = groups.resolve(group)
     arguments.check_collective(REDUCE_SCATTER, x, schedule, algorithm, debug)
@@ -85,10 +87,11 @@ def all_reduce(
     x: Tensor, *, group: Group = None, algorithm: str = "auto", schedule: str = "auto", debug: bool = False,
     order: Order = RANK_ORDER,
 ) -> Tensor:  # fmt: skip
-    """The ranks' x summed, on every rank, differentiable.
+    """The ranks' x, of one shape, summed, on every rank, differentiable.
 
+    Backward sends nothing: the result is one tensor, and its gradient, the same on every rank, is that of x.
     `algorithm`: auto, one_shot (fewest steps), two_shot, or ring (fewest bytes), which only kernels have, as in
-    `all_gather`. Errors as there. `order` as in `reduce_scatter`.
+    `all_gather`. Errors as there. `order` "tree" as in `reduce_scatter`; with "any" NVLink's switch may add.
     """
     process_group = groups.resolve(group)
     arguments.check_collective(ALL_REDUCE, x, schedule, algorithm, debug)

@@ -132,6 +132,8 @@ def explain(
 
     hardware: a name of `fusedtp.cost.hardware.HARDWARE`. Steps then have predicted times, and the plan weighs bytes by
     that machine unless told otherwise. ValueError for another name, and for hardware without sizes.
+
+    `str` of the result is the text.
     """
     spec = parse(str(spec) if isinstance(spec, Spec) else NAMED.get(spec, spec) if isinstance(spec, str) else spec)
     machine = None if hardware is None else find(hardware)

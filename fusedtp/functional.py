@@ -58,6 +58,7 @@ def sharded_matmul(
     FLOPs; `fusedtp.explain` shows them. `float8`: as in `all_gather_linear`.
 
     Raises NotationError for a spec without a plan, ValueError or TypeError for arguments that do not fit it.
+    `schedule`, `debug`, `producer` and other errors as in `all_gather_linear`.
     """
     a, b = arguments.autocast(a, b)
     arguments.check_tensor("a", a)
@@ -155,12 +156,13 @@ def all_gather_linear(
 
     `order` "tree" adds up as a tree of 8 leaves ("tree-16": of 16), in float32 between ranks too, by `fused`'s kernels
     alone: results and gradients then have the same bits on any number of ranks that divides the leaves, and a row the
-    same in any batch. Not of float8; an activation is the library's then, of the rounded product. "any" lets the switch
+    same in any batch. Not for float8; an activation is then torch's, of the rounded product. "any" lets the switch
     of NVLink make sums of all-reduces, in whatever order it does: see docs/guide/switch.md.
 
     Raises ValueError or TypeError for arguments that do not fit, RuntimeError where torch.distributed is not
     initialised or the ranks of a schedule that is asked for cannot reach each other's memory, PeerTimeout where a rank
-    is lost.
+    is lost, RanksDisagree where ranks mean different things by the call, NotImplementedError for a second derivative or
+    forward-mode differentiation.
     """
     options = gather_dim, sizes, schedule, debug, producer, float8, order
     if (out_dtype is not None or type(x) is not Tensor) and not quantized.plain(x, weight, out_dtype, float8):
@@ -227,7 +229,7 @@ def linear_reduce_scatter(
     this rank keeps its `sizes[rank]` along `scatter_dim` (by default as even as can be). scatter_dim=-1 scatters the
     output features. bias [N] is whole, the same on every rank, and added once. residual lies as the result does on this
     rank and is added where the sum is rounded. Backward: dy is gathered, once for both dx and dw; it is the residual's
-    gradient. Errors as in `all_gather_linear`.
+    gradient. `float8`, `order` and errors as in `all_gather_linear`; `producer` is of the gather in backward.
 
     With `norm_weight` [N] there are two results, (normed, y): y as above and its norm, of each row, `norm` rms_norm or
     layer_norm, the latter maybe with `norm_bias` [N]. Both are whole, the same on every rank, and so are their
@@ -324,8 +326,9 @@ def fsdp_linear(
 
     x [..., K] are this rank's own rows, weight_shard [sizes[rank], K] its rows of the weight [N, K], bias [N] whole and
     the same on every rank; the result is [..., N]. `sizes` is by default this rank's length on all. The gathered weight
-    is never kept: backward gathers it again for dx, and reduce-scatters dw. `activation`, one without a
-    gate, Scaled operands, of which the weight's rows travel, and errors as in `all_gather_linear`.
+    is never kept: backward gathers it again for dx, and reduce-scatters dw. `activation`, one without a gate,
+    Scaled operands, of which the weight's rows travel, `producer`, `float8`, `order` and errors as in
+    `all_gather_linear`.
     """
     options = sizes, schedule, debug, producer, float8, order
     if (out_dtype is not None or type(x) is not Tensor) and not quantized.plain(x, weight_shard, out_dtype, float8):

@@ -155,14 +155,15 @@ def test_the_picture_of_the_imports_is_drawn_from_them() -> None:
     assert generated.replaced(text, "imports", drawn()) == text, "FUSEDTP_ARCHITECTURE=write draws it anew"
 
 
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    # From this folder, as a user of the checkout might.
+def run(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    # In this folder, as a user of the checkout might.
     env = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, *flags, "-c", code]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
 
 
 def test_importing_the_package_is_light() -> None:
-    done = run(f"import sys, fusedtp; print([name for name in {HEAVY} if name in sys.modules])")
+    done = run(f"import sys, fusedtp; print([name for name in {HEAVY} if name in sys.modules])", "-P")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
 
@@ -176,7 +177,7 @@ x = torch.ones(2, 2, requires_grad=True)
 fusedtp.all_gather_linear(fusedtp.all_gather(x), torch.ones(2, 2, requires_grad=True)).sum().backward()
 print("torch._dynamo" in sys.modules)
 """
-    done = run(code)
+    done = run(code, "-P")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "False"
 
@@ -187,6 +188,13 @@ def test_folders_refuse_their_short_names(folder: str) -> None:
     assert done.returncode != 0
     assert "ImportError" in done.stderr
     assert f"fusedtp.{folder}" in done.stderr
+
+
+def test_a_checkout_that_is_imported_in_place_of_the_package_says_so() -> None:
+    done = run("import fusedtp")
+    assert done.returncode != 0
+    assert f"ImportError: {ROOT / 'fusedtp'} is a checkout's folder, not the installed package" in done.stderr
+    assert "PYTHONSAFEPATH=1" in done.stderr
 
 
 def test_every_public_name_is_there() -> None:

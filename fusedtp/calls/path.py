@@ -9,7 +9,8 @@ from ..op import Task
 
 @dataclass(frozen=True)
 class Path:
-    """What ran: the op's name, the schedule's, and why that one. producer: how `fused` sent what it gathered. epilogue:
+    """What ran: the op's name, the schedule, fused, decomposed or unfused, and why that one. producer: how `fused` sent
+    what it gathered, push, copy or multicast, or "" where it gathered nothing. epilogue:
     the activation or the residual that the op ended with, and where: in the kernel; by chunk, a residual as one term
     more of the sum; or after what the library or the process group does, as on one rank. kernel: the tile of `fused`,
     if `fusedtp tune --kernels` found one that is faster than the table's, by how much, and at which size. sums: how

@@ -174,6 +174,7 @@ def plan(
     sizes: the global length of every dim. mesh: the ranks along every axis that the spec names; others are ignored.
     Give both, or neither for the usual way. flops_per_byte, start_bytes: what a byte sent and the start of a collective
     are worth on the machine, in FLOPs and in bytes. The plan depends on the arguments alone, so all ranks agree.
+    It has `forward`, `dx` and `dw`, each with `steps`, `collectives` and `reason`.
     NotationError for a bad spec, ValueError or TypeError for other arguments that do not fit it.
     """
     spec = parse(str(spec) if isinstance(spec, Spec) else spec)

@@ -317,6 +317,9 @@ class FusedColwiseParallel(_FusedStyle):
                       in `all_gather_linear`
 
     A plain input that is sharded is taken to be as long on every rank; a DTensor knows its length.
+
+    Applying it raises NotImplementedError for what is not a plain nn.Linear, TypeError or ValueError for what is no 1-D
+    mesh with this rank; nothing is changed then.
     """
 
     _input, _output, _weight, _bias = Replicate(), Shard(-1), Shard(0), Shard(0)
@@ -335,6 +338,8 @@ class FusedRowwiseParallel(_FusedStyle):
     float8            tensorwise, rowwise or rowwise_with_gw_hp: operands become float8 before they are sent
     order             rank; any: sums by NVLink's switch where it can; or tree: the same bits on any number of ranks, as
                       in `all_gather_linear`
+
+    Errors as of `FusedColwiseParallel`.
     """
 
     _input, _output, _weight, _bias = Shard(-1), Replicate(), Shard(1), Replicate()

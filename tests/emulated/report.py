@@ -34,7 +34,7 @@ def _executed(done: Sequence[Done]) -> list[str]:
         # Down: nothing short of all of them is 100 %.
         lines.append(f"| sm_{target} | {kernel} | {variants} | {total} | {1000 * ran // total / 10} % |")
     plain = [each for each in done if not each.unit.mutated]
-    lines += ["", "Without code that only a contraction of no length comes to, which no launch by descriptors has."]
+    lines += ["", "Code that only an empty contraction reaches is not counted: no launch by descriptors has one."]
     apart = [sum(values) for values in zip(*shares(done, whole=False).values(), strict=True)]
     if apart:
         lines += [
