@@ -28,11 +28,12 @@ from fusedtp.op import (
 )
 from fusedtp.op import OPS as TABLE
 from fusedtp.scaled import packed_bytes
+from fusedtp.schedules import NAMES
 from fusedtp.sharding.plan import ITEMSIZE, made_of
 
 OPS = tuple(name for name, op in TABLE.items() if op.multiplies)
 DIRECTIONS = ("forward", "backward", "both")
-SCHEDULES = ("unfused", "decomposed", "fused")
+SCHEDULES = NAMES[::-1]
 # What every schedule is held against: the unsplit library matmul, and the backend's collective, each alone.
 BOUNDS = ("matmul", "comm")
 # What no schedule is held against as a rival: the bounds, and our kernels with every flag raised before.

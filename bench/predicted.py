@@ -9,10 +9,8 @@ from typing import Any
 from fusedtp import cost
 from fusedtp.cost.hardware import Hardware
 
+from .cases import SCHEDULES
 from .store import PASSED, Row
-
-# a row's variant: the prediction's time in microseconds
-_TIMES = {"unfused": "unfused_us", "decomposed": "decomposed_us", "fused": "fused_us"}
 
 
 def predictions(rows: Iterable[Row], hardware_of: Callable[[int], Hardware]) -> list[Row]:
@@ -23,7 +21,7 @@ def predictions(rows: Iterable[Row], hardware_of: Callable[[int], Hardware]) -> 
     """
     found = []
     for row in rows:
-        if row.variant in _TIMES and row.direction == "forward" and row.world_size > 1 and row.median_ms is not None:
+        if row.variant in SCHEDULES and row.direction == "forward" and row.world_size > 1 and row.median_ms is not None:
             if row.predicted:
                 continue
             machine = hardware_of(row.world_size)
@@ -31,9 +29,8 @@ def predictions(rows: Iterable[Row], hardware_of: Callable[[int], Hardware]) -> 
                 row.op, M=row.M, N=row.N, K=row.K, world_size=row.world_size, dtype=row.dtype, hardware=machine,
                 casts=False,
             )  # fmt: skip
-            time_us: float | None = getattr(model, _TIMES[row.variant])
-            if time_us is not None:
-                found.append(_row(row, time_us / 1e3, machine.name))
+            if row.variant in model.times:
+                found.append(_row(row, model.times[row.variant] / 1e3, machine.name))
     return found
 
 

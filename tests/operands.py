@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fusedtp.shards import even_sizes
 
-M, N, K, R = 13, 10, 9, 7
+# Rows, columns, contraction, and what else is multiplied; of few rows and of many, which travel in several pieces.
+FEW, MANY = (13, 10, 9, 7), (600, 500, 9, 7)
 
 
 class Given(NamedTuple):
@@ -24,8 +25,9 @@ class Given(NamedTuple):
 class Whole:
     """All ranks' matrices, the same on each of them."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size, self.rows = rank, world_size, even_sizes(M, world_size)
+    def __init__(self, rank: int, world_size: int, shape: tuple[int, int, int, int] = FEW) -> None:
+        self.rank, self.world_size, self.shape = rank, world_size, shape
+        self.rows = even_sizes(shape[0], world_size)
         self._random = torch.Generator().manual_seed(7)
 
     def matrix(self, *shape: int) -> Tensor:
@@ -38,6 +40,7 @@ class Whole:
 
 
 def _all_gather_matmul(whole: Whole) -> Given:
+    M, N, K, R = whole.shape
     x, bias = whole.matrix(M, K), whole.matrix(N)
     b, right = whole.each(K, N)[whole.rank], whole.each(M, R)[whole.rank]
     operands = (x.split(whole.rows)[whole.rank], b, bias, right)
@@ -45,6 +48,7 @@ def _all_gather_matmul(whole: Whole) -> Given:
 
 
 def _matmul_reduce_scatter(whole: Whole) -> Given:
+    M, N, K, R = whole.shape
     a, b, bias, x = whole.each(M, K), whole.each(K, N), whole.matrix(N), whole.matrix(M, R)
     left = whole.each(K, M)[whole.rank]
     total = sum(one @ other for one, other in zip(a, b, strict=True)) + bias
@@ -54,22 +58,26 @@ def _matmul_reduce_scatter(whole: Whole) -> Given:
 
 
 def _matmul_all_reduce(whole: Whole) -> Given:
+    M, N, K, _ = whole.shape
     a, b, bias, residual = whole.each(M, K), whole.each(K, N), whole.matrix(N), whole.matrix(M, N)
     total = sum(one @ other for one, other in zip(a, b, strict=True)) + bias + residual
     return Given((a[whole.rank], b[whole.rank], bias, residual), {}, [total])
 
 
 def _all_gather(whole: Whole) -> Given:
+    M, K = whole.shape[:2]
     x = whole.matrix(M, K)
     return Given((x.split(whole.rows)[whole.rank],), {"sizes": whole.rows}, [x])
 
 
 def _reduce_scatter(whole: Whole) -> Given:
+    M, K = whole.shape[:2]
     x = whole.each(M, K)
     return Given((x[whole.rank],), {"sizes": whole.rows}, [torch.stack(x).sum(0).split(whole.rows)[whole.rank]])
 
 
 def _all_reduce(whole: Whole) -> Given:
+    M, K = whole.shape[:2]
     x = whole.each(M, K)
     return Given((x[whole.rank],), {}, [torch.stack(x).sum(0)])
 

@@ -2,103 +2,209 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
+import itertools
 import pkgutil
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from fusedtp.bench import cases, mixed, theme
 from fusedtp.bench.ranks import RankPool
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fusedtp import memory, schedules
+from fusedtp import cost, memory, schedules
+from fusedtp.calls.dispatch import Ready
+from fusedtp.cost.overlap import FEW_ROWS
 from fusedtp.memory.local import local_memories
-from fusedtp.op import OPS
-from fusedtp.schedules import alone
+from fusedtp.op import OPS, Task
 from fusedtp.schedules.phases import run_together
+from fusedtp.schedules.prepared import VERBS
 from fusedtp.schedules.verbs import Epilogue
+from fusedtp.shards import even_sizes
+from fusedtp.workspaces import registry
 from fusedtp.workspaces.workspace import Workspace
 
 from . import direct
-from .operands import OPERANDS, Whole
+from .faults import cases as faults
+from .operands import FEW, MANY, OPERANDS, Whole
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ("architecture.md", "adding.md")
-# By where an op over each of them is run: here, by `pool` everywhere, on a GPU (tests/test_gpu.py).
-MEMORIES = {"LocalMemory": "virtual ranks", "PosixMemory": "ranks of a CPU", "CudaMemory": "ranks of GPUs"}
 
 
-def run_all(group: ProcessGroup, schedule: str) -> None:
-    """Every op of the table, by that schedule."""
-    for op in OPS:
-        given = OPERANDS[op](Whole(group.rank(), group.size()))
+def run_all(group: ProcessGroup, schedule: str, late: int, shape: tuple[int, int, int, int]) -> None:
+    """Every op of the table, by that schedule and each algorithm it has; rank `late` begins later."""
+    rank, world_size = group.rank(), group.size()
+    for op, row in OPS.items():
+        given = OPERANDS[op](Whole(rank, world_size, shape))
         operands = [None if each is None else each.float() for each in given.operands]
-        outs = direct.run(op, schedule, group, *operands, **given.options)
-        for out, result in zip(outs, given.results, strict=True):
-            torch.testing.assert_close(
-                out, result.float(), rtol=1e-4, atol=1e-4, msg=lambda text, op=op: f"{op}: {text}"
-            )
+        # A ring is a kernel, and the process group has algorithms of its own.
+        others = {"fused": row.algorithms, "unfused": ()}.get(schedule, set(row.algorithms) - {"ring"})
+        for algorithm in ("auto", *others):
+            if late == rank:
+                time.sleep(0.05)
+            outs = direct.run(op, schedule, group, *operands, **given.options, algorithm=algorithm)
+            for out, result in zip(outs, given.results, strict=True):
+                what = f"{op}, {algorithm}, {schedule}"
+                torch.testing.assert_close(
+                    out, result.float(), rtol=1e-4, atol=1e-4, msg=lambda text, what=what: f"{what}: {text}"
+                )
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(("world_size", "shape"), [(1, FEW), (3, FEW), (3, MANY)])
 @pytest.mark.parametrize("schedule", schedules.NAMES)
-def test_every_op_by_every_schedule(pool: RankPool, schedule: str, world_size: int) -> None:
-    pool.run(run_all, schedule, world_size=world_size)
+def test_every_op_by_every_schedule(
+    pool: RankPool, schedule: str, world_size: int, shape: tuple[int, int, int, int]
+) -> None:
+    pool.run(run_all, schedule, world_size - 2, shape, world_size=world_size)
 
 
 def test_every_op_has_operands() -> None:
     assert set(OPERANDS) == set(OPS)
 
 
-def _with_what_they_call(names: list[str]) -> list[str]:
-    # Functions of `alone`, and those that they call in turn.
-    found: list[str] = []
-    for name in names:
-        if name not in found:
-            found.append(name)
-            names += [
-                node.func.id
-                for node in ast.walk(ast.parse(inspect.getsource(getattr(alone, name))))
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and hasattr(alone, node.func.id)
-            ]
-    return [name for name in found if inspect.isfunction(getattr(alone, name))]
+def verbs_of(group: ProcessGroup, schedule: str) -> str:
+    """The module whose verbs an op gets."""
+    x = torch.ones(2, 2)
+    task = Task.of(OPS["all_gather"], x, sizes=(2,) * group.size())
+    return type(Ready(task, schedule, group, x.device).on).__module__
 
 
-@pytest.mark.parametrize("module", ["alone", "unfused", "decomposed", "fused"])
-def test_every_schedule_reads_all_of_an_epilogue(module: str) -> None:
-    tree = ast.parse(inspect.getsource(importlib.import_module(f"fusedtp.schedules.{module}")))
-    # With what it calls of `alone`.
-    taken = [
-        each.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module == "alone"
-        for each in node.names
-    ]
-    tree.body += [ast.parse(inspect.getsource(getattr(alone, name))) for name in _with_what_they_call(taken)]  # type: ignore[misc]
-    read = {
-        node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] == "epilogue"
-    }
-    assert read >= set(Epilogue._fields)
+def test_every_schedule_is_a_module_of_its_name(pool: RankPool) -> None:
+    for name in schedules.NAMES:
+        assert pool.run(verbs_of, name, world_size=2) == [f"fusedtp.schedules.{name}"] * 2
 
 
-def test_every_memory_is_known_here() -> None:
-    found = set()
-    for each in pkgutil.iter_modules(memory.__path__):
-        module = importlib.import_module(f"fusedtp.memory.{each.name}")
-        found |= {
-            name
-            for name, value in vars(module).items()
-            if inspect.isclass(value) and value.__module__ == module.__name__ and hasattr(value, "allocate")
-        }
-    assert found == set(MEMORIES)
+def test_every_schedule_is_known_wherever_there_is_a_list_of_them() -> None:
+    predicted = cost.predict("matmul_all_reduce", M=4096, N=4096, K=4096, world_size=8)
+    lists = {
+        "schedules.prepared.VERBS": VERBS, "cost.model.Prediction.times": predicted.times,
+        "bench.cases.SCHEDULES": cases.SCHEDULES, "bench.mixed.DTYPES": mixed.DTYPES,
+        "bench.mixed.WEIGHTS": mixed.WEIGHTS,
+        # `unfused` has no steps between which a fault could be.
+        "tests/faults/cases.py": {case.schedule for case in faults.CASES.values()} | {"unfused"},
+    }  # fmt: skip
+    for where, names in lists.items():
+        assert set(names) == set(schedules.NAMES), where
+    assert set(theme.COLOURS) >= set(schedules.NAMES)
+    assert set(theme.MARKERS) >= set(schedules.NAMES)
 
 
-def test_an_op_over_memory_of_one_process() -> None:
+class Sum(NamedTuple):
+    """What an epilogue is done to: a @ b summed over ranks and blocks, and, behind a gather, X @ b for each b."""
+
+    rows: list[int]
+    a: list[list[Tensor]]
+    b: list[list[Tensor]]
+    x: Tensor
+    bias: Tensor
+    residual: Tensor
+    weight: Tensor
+
+    @classmethod
+    def of(cls, world_size: int, rows: int, num_weights: int) -> Sum:
+        """The same on every rank."""
+        random = torch.Generator().manual_seed(11)
+
+        def normal(*size: int) -> Tensor:
+            return torch.randn(*size, generator=random)
+
+        a = [[normal(rows, 24) for _ in range(num_weights)] for _ in range(world_size)]
+        b = [[normal(24, 40) for _ in range(num_weights)] for _ in range(world_size)]
+        sizes = even_sizes(rows, world_size)
+        return cls(list(sizes), a, b, normal(rows, 24), normal(40), normal(rows, 40), normal(40))
+
+    def total(self) -> Tensor:
+        """In float64."""
+        return torch.stack([
+            left.double() @ right.double() for lefts, rights in zip(self.a, self.b, strict=True)
+            for left, right in zip(lefts, rights, strict=True)
+        ]).sum(0)  # fmt: skip
+
+
+Ended = tuple[str, list[Tensor | None], dict[str, Any], list[Tensor]]
+
+
+def _gathered(of: Sum, rank: int, ending: Callable[[list[Tensor]], list[Tensor]], bias: bool, **options: Any) -> Ended:
+    x = of.x.split(of.rows)[rank]
+    operands: list[Tensor | None] = [x]
+    for i, b in enumerate(of.b[rank]):
+        operands += [b, of.bias + i if bias else None, *((None,) if i == 0 else ())]
+    zs = [of.x.double() @ b.double() + (of.bias.double() + i if bias else 0) for i, b in enumerate(of.b[rank])]
+    return "all_gather_matmul", operands, {"sizes": of.rows, **options}, ending(zs)
+
+
+def _summed(of: Sum, rank: int, scatters: bool, bias: bool, residual: bool, norm: bool) -> Ended:
+    own = of.residual.split(of.rows)[rank] if scatters else of.residual
+    operands: list[Tensor | None] = [of.a[rank][0], of.b[rank][0], of.bias if bias else None]
+    operands += [None, None] * scatters + [own if residual else None]
+    for a, b in zip(of.a[rank][1:], of.b[rank][1:], strict=True):
+        operands += [a, b, *((None,) if scatters else ())]
+    y = of.total() + (of.bias.double() if bias else 0) + (of.residual.double() if residual else 0)
+    y = y.split(of.rows)[rank] if scatters else y
+    options: dict[str, Any] = {"sizes": of.rows} if scatters else {}
+    if not norm:
+        return "matmul_reduce_scatter" if scatters else "matmul_all_reduce", operands, options, [y]
+    normed = torch.nn.functional.rms_norm(y, (40,), of.weight.double(), 1e-6)
+    options |= {"norm": "rms_norm", "eps": 1e-6}
+    return "matmul_reduce_scatter" if scatters else "matmul_all_reduce", [*operands, of.weight], options, [y, normed]
+
+
+def _silu(zs: list[Tensor]) -> list[Tensor]:
+    return [torch.nn.functional.silu(z) for z in zs]
+
+
+# For every field of an epilogue: the ops that have it, on what a rank has, and their results in float64.
+EPILOGUES: dict[str, Callable[[Sum, int], list[Ended]]] = {
+    "bias": lambda of, rank: [
+        _gathered(of, rank, list, bias=True), _summed(of, rank, True, bias=True, residual=False, norm=False),
+        _summed(of, rank, False, bias=True, residual=False, norm=False),
+    ],
+    "residual": lambda of, rank: [
+        _summed(of, rank, scatters, bias=False, residual=True, norm=False) for scatters in (True, False)
+    ],
+    "activation": lambda of, rank: [_gathered(of, rank, _silu, bias=True, activation="silu")],
+    "keeps": lambda of, rank: [
+        _gathered(of, rank, lambda zs: [*_silu(zs), *zs], bias=True, activation="silu", keeps=True)
+    ],
+    "norm": lambda of, rank: [
+        _summed(of, rank, scatters, bias=True, residual=True, norm=True)
+        for scatters in (True, False) if len(of.b[0]) == 1
+    ],
+}  # fmt: skip
+
+
+def run_epilogues(group: ProcessGroup, schedule: str, field: str) -> int:
+    """A field of an epilogue behind few and many rows, of one weight and of several; how many ops had it."""
+    count = 0
+    for rows, num_weights in itertools.product((9, group.size() * (FEW_ROWS + 40) + 3), (1, 3)):
+        for op, operands, options, results in EPILOGUES[field](Sum.of(group.size(), rows, num_weights), group.rank()):
+            outs = direct.run(op, schedule, group, *operands, **options)
+            what = f"{field} of {op} by {schedule}, {rows} rows, {num_weights} weights"
+            for out, result in zip(outs, results, strict=True):
+                torch.testing.assert_close(
+                    out.double(), result, rtol=1e-4, atol=1e-4, msg=lambda text, what=what: f"{what}: {text}"
+                )
+            count += 1
+    return count
+
+
+@pytest.mark.parametrize("schedule", schedules.NAMES)
+@pytest.mark.parametrize("field", Epilogue._fields)
+def test_every_schedule_does_all_of_an_epilogue(pool: RankPool, field: str, schedule: str) -> None:
+    assert field in EPILOGUES, f"EPILOGUES of {__name__} needs operands with {field}, and what comes of them"
+    for world_size in (1, 2):
+        assert min(pool.run(run_epilogues, schedule, field, world_size=world_size))
+
+
+def over_virtual_ranks(_: RankPool) -> None:
     ranks = [Workspace(each, torch.device("cpu")) for each in local_memories(2, torch.device("cpu"))]
     given = [OPERANDS["all_gather"](Whole(rank, 2)) for rank in range(2)]
     try:
@@ -111,6 +217,48 @@ def test_an_op_over_memory_of_one_process() -> None:
             ws.close()
     for out, each in zip(outs, given, strict=True):
         assert torch.equal(out, each.results[0].float())
+
+
+def run_over(group: ProcessGroup, name: str) -> None:
+    """An op over the memory that a group of CPU ranks is given, which is to be this one."""
+    given = OPERANDS["all_gather"](Whole(group.rank(), group.size()))
+    operands = [None if each is None else each.float() for each in given.operands]
+    (out,) = direct.run("all_gather", "fused", group, *operands, **given.options)
+    assert torch.equal(out, given.results[0].float())
+    assert type(registry.get(group, torch.device("cpu"))._memory).__name__ == name
+
+
+def over_ranks(pool: RankPool) -> None:
+    pool.run(run_over, "PosixMemory", world_size=2)
+
+
+def on_gpus(_: RankPool) -> None:
+    # tests/test_gpu.py runs every op over it; its rules are tested with a stand-in for the driver.
+    assert "CudaMemory" in (ROOT / "tests/test_cuda_memory.py").read_text()
+    assert "CudaMemory" in (ROOT / "fusedtp/workspaces/registry.py").read_text()
+
+
+# An op over each of them.
+MEMORIES: dict[str, Callable[[RankPool], None]] = {
+    "LocalMemory": over_virtual_ranks, "PosixMemory": over_ranks, "CudaMemory": on_gpus,
+}  # fmt: skip
+
+
+def test_every_memory_is_known_here() -> None:
+    found = set()
+    for each in pkgutil.iter_modules(memory.__path__):
+        module = importlib.import_module(f"fusedtp.memory.{each.name}")
+        found |= {
+            name
+            for name, value in vars(module).items()
+            if inspect.isclass(value) and value.__module__ == module.__name__ and hasattr(value, "allocate")
+        }
+    assert found == set(MEMORIES), "MEMORIES needs a function that runs an op over each"
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_an_op_over_every_memory(pool: RankPool, name: str) -> None:
+    MEMORIES[name](pool)
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

@@ -46,9 +46,6 @@ if TYPE_CHECKING:
 
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# Where an epilogue is done.
-_WHERE = {"fused": "in the kernel", "decomposed": "by chunk", "unfused": "after it"}
-
 _last: Path | None = None
 _said: set[str] = set()
 
@@ -165,12 +162,6 @@ class Ready(Prepared):
         if producer != "auto" and self.path.schedule != "fused":
             reason = f"{self.path.reason}; producer={producer!r} has no effect, only 'fused' has one to choose"
             self.path = replace(self.path, reason=reason)
-        where = _WHERE[self.path.schedule if group.size() > 1 else "unfused"]
-        ends_with = [f"{each} {where}" for each in (task.activation, "residual" * task.adds) if each]
-        if task.norm:
-            ends_with.append(f"{task.norm} after it")
-        if ends_with:
-            self.path = replace(self.path, epilogue=", ".join(ends_with))
         self.version, self.on_gpu = stale.version, device.type == "cuda"
         self._capturing = self.on_gpu and torch.cuda.is_current_stream_capturing()
         shares = self.path.schedule != "unfused" and group.size() > 1
@@ -182,6 +173,11 @@ class Ready(Prepared):
         if self.path.schedule == "fused" and choice is None and (tuned := _tuned(task, ws)) is not None:
             choice, self.path = tuned.choice, replace(self.path, kernel=kernels_tuned.told(tuned))
         super().__init__(self.path.schedule, task, group, ws, producer=producer, choice=choice)
+        ends_with = [f"{each} {self.on.where}" for each in (task.activation, "residual" * task.adds) if each]
+        if task.norm:
+            ends_with.append(f"{task.norm} after it")
+        if ends_with:
+            self.path = replace(self.path, epilogue=", ".join(ends_with))
         if task.any_order:
             said = getattr(self.on, "sums", "")
             self.path = replace(self.path, sums=said or in_any_order(task, self.path.schedule, group.size()))
@@ -340,14 +336,14 @@ def _decide(
 ) -> Path:  # fmt: skip
     op, name, shape = task.op.name, task.multiplied_in, _shape(task)
     # Copies to addresses chosen on the host cannot be captured; interpreted kernels are never fast.
-    allowed: tuple[str, ...] = ("fused", "unfused") if capturing else ("fused", "decomposed", "unfused")
-    allowed = allowed if on_gpu else ("decomposed", "unfused")
+    cannot = "fused" if not on_gpu else "decomposed" if capturing else ""
+    allowed = tuple(each for each in schedules.NAMES if each != cannot)
     lacks = ""
     if on_gpu and task.float8 is not None:
         lacks = without_float8(task.float8, knowledge.target, blocks=task.in_blocks)
         lacks = lacks or (widens_blocks(knowledge.target) if task.in_blocks else "")
     if lacks:
-        allowed, lacks = allowed[1:], f"not fused: {lacks}"
+        allowed, lacks = tuple(each for each in allowed if each != "fused"), f"not fused: {lacks}"
     if shape is not None:
         made = tuning.decide(knowledge.table, knowledge.gpu, op, name, world_size, *shape, allowed, switch=switch)
         if made is not None:

@@ -18,7 +18,7 @@ from .verbs import Epilogue, Product
 class Alone:
     """See `verbs.Verbs`. leaves: as of a task."""
 
-    sent_by = ""
+    where, by_host, sent_by, layout = "after it", False, "", None
 
     rank, world_size = 0, 1
 
@@ -29,8 +29,9 @@ class Alone:
         return True
 
     def gather(
-        self, sizes: Sequence[int], other: int, dim: int, *, products: Sequence[str] = (), result: int = 0
-    ) -> Gather:
+        self, sizes: Sequence[int], other: int, dim: int, *, products: Sequence[str] = (), result: int = 0,
+        beside: bool = False, sums: bool = False,
+    ) -> Gather:  # fmt: skip
         return Gather(dim, self._leaves)
 
     def scatter(self, sizes: Sequence[int], other: int, dim: int, *, to_all: bool, multiplies: bool) -> Scatter:

@@ -43,7 +43,7 @@ Places: TypeAlias = list[tuple[Tensor, Tensor, list[tuple[int, Tensor]]]]
 class Decomposed:
     """See `verbs.Verbs`."""
 
-    sent_by = ""
+    where, by_host, sent_by = "by chunk", True, ""
 
     def __init__(self, ws: Workspace, task: Task) -> None:
         self.ws, self.task = ws, task
@@ -58,10 +58,10 @@ class Decomposed:
         return transport.way(self.ws, "decomposed", task) == ONE_SHOT
 
     def gather(
-        self, sizes: Sequence[int], other: int, dim: int, *, products: Sequence[str] = (), result: int = 0
-    ) -> Gather | DecomposedGather:
-        # Sums of float8 products are gathered in the result's dtype.
-        if self.task.float8 is not None and self.task.op.kind != "all_reduce":
+        self, sizes: Sequence[int], other: int, dim: int, *, products: Sequence[str] = (), result: int = 0,
+        beside: bool = False, sums: bool = False,
+    ) -> Gather | DecomposedGather:  # fmt: skip
+        if self.task.float8 is not None and not sums:
             return DecomposedGather(self, sizes, other, dim)
         return Gather(self, sizes, other, dim, products)
 

@@ -49,6 +49,8 @@ class Fused:
     device has room for; pace: called after each copy with its bytes, where an emulated link takes its time.
     """
 
+    where, by_host = "in the kernel", False
+
     def __init__(
         self, ws: Workspace, task: Task, *, producer: str = "auto", split: bool = False, programs: int = 0,
         pace: producers.Pace | None = None, choice: Mapping[str, int] | None = None,
@@ -100,9 +102,10 @@ class Fused:
         return found
 
     def gather(
-        self, sizes: Sequence[int], other: int, dim: int, *, products: Sequence[str] = (), result: int = 0
-    ) -> Gather:
-        return Gather(self, tuple(sizes), other, dim, products, result)
+        self, sizes: Sequence[int], other: int, dim: int, *, products: Sequence[str] = (), result: int = 0,
+        beside: bool = False, sums: bool = False,
+    ) -> Gather:  # fmt: skip
+        return Gather(self, tuple(sizes), other, dim, products, result, beside=beside, sums=sums)
 
     def scatter(self, sizes: Sequence[int], other: int, dim: int, *, to_all: bool, multiplies: bool) -> Scatter:
         return Scatter(self, tuple(sizes), other, dim, to_all, multiplies)
@@ -112,21 +115,21 @@ class Gather:
     """See `verbs.Gather`."""
 
     def __init__(
-        self, on: Fused, sizes: tuple[int, ...], other: int, dim: int, products: Sequence[str], result: int
-    ) -> None:
+        self, on: Fused, sizes: tuple[int, ...], other: int, dim: int, products: Sequence[str], result: int, *,
+        beside: bool, sums: bool,
+    ) -> None:  # fmt: skip
         self._on, self._ws, self._sizes, self._dim = on, on.ws, sizes, dim
         self._shape = (sum(sizes), other)
         self._begin = sum(sizes[: on.rank])
         self._part = slice(self._begin, self._begin + sizes[on.rank])
-        # Of float8 products' sums are gathered in the result's dtype.
-        float8 = on.task.float8 if on.task.op.kind != "all_reduce" else None
+        float8 = None if sums else on.task.float8
         dtype, most_rows = float8 or on.task.dtype, max(sizes) if dim == 0 else other
         self._config = config = on.configure(*((most_rows, result) if result else ()))
         self._launch: GatherMatmul | None = None
         self._by = "push"
-        # A gather of sums in an all-reduce has a signal for each tile.
-        self._per_tile = on.task.op.kind == "all_reduce"
-        self._pushes = bool(products) and on.task.op.kind == "gather"
+        # Sums are sent, with a signal each, by the tile.
+        self._per_tile = sums
+        self._pushes = bool(products) and not beside
         # The products of one kernel, and the rows of each of their results.
         self._alike = 0 if not products else tuple(products).count(products[0])
         self._rows = self._shape[0] if dim == 0 else other

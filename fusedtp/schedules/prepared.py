@@ -7,7 +7,7 @@ after the other; virtual ranks go from one to the next together (`phases`).
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torch import Tensor
@@ -89,7 +89,7 @@ class Scattering:
             task.sizes, N if task.dim == 0 else M, task.dim, to_all=False, multiplies=self._multiplies
         )
         if self._gathers:
-            self._gather = on.gather(task.sizes, task.shape(4)[1], 0, products=("outer",), result=N)
+            self._gather = on.gather(task.sizes, task.shape(4)[1], 0, products=("outer",), result=N, beside=True)
         self.stages = self._start, self._finish
 
     def _start(self, operands: Operands) -> None:
@@ -136,7 +136,7 @@ class Reducing:
             return
         sizes = even_sizes(M, on.world_size)
         self._scatter = on.scatter(sizes, N, 0, to_all=False, multiplies=self._multiplies)
-        self._gather = on.gather(sizes, N, 0)
+        self._gather = on.gather(sizes, N, 0, sums=True)
         begin = sum(sizes[: on.rank])
         self._shape, self._part = (M, N), slice(begin, begin + sizes[on.rank])
         self.stages = self._start, self._show, self._finish
@@ -170,7 +170,35 @@ class Reducing:
         return with_norm(_norm(self._task, operands), self._gather.whole(out[self._part], out))
 
 
-FORMS = {"gather": Gathering, "scatter": Scattering, "all_reduce": Reducing}
+# By kind, and by the name of an op that has a form of its own.
+FORMS: Mapping[str, Callable[[Verbs, Task], Any]] = {
+    "gather": Gathering, "scatter": Scattering, "all_reduce": Reducing,
+}  # fmt: skip
+
+
+# Late: schedules bring in what the others do not need, `fused` Triton.
+def _fused(task: Task, group: Any, ws: Any, how: Mapping[str, Any]) -> Verbs:
+    from .fused import Fused
+
+    return Fused(ws, task, **how)
+
+
+def _decomposed(task: Task, group: Any, ws: Any, how: Mapping[str, Any]) -> Verbs:
+    from .decomposed import Decomposed
+
+    return Decomposed(ws, task)
+
+
+def _unfused(task: Task, group: Any, ws: Any, how: Mapping[str, Any]) -> Verbs:
+    from .unfused import Unfused
+
+    return Unfused(group, task)
+
+
+# What each of `NAMES` provides on several ranks.
+VERBS: Mapping[str, Callable[[Task, Any, Any, Mapping[str, Any]], Verbs]] = {
+    "fused": _fused, "decomposed": _decomposed, "unfused": _unfused,
+}  # fmt: skip
 
 
 class Prepared:
@@ -193,31 +221,18 @@ class Prepared:
                 raise ValueError("algorithm 'ring' is a kernel: use it with schedule 'fused'")
             self.form: Any = Ring(on, task)
         else:
-            self.form = self._one_kernel(on) or FORMS[task.op.kind](on, task)
+            form = FORMS.get(task.op.name, FORMS[task.op.kind])
+            self.form = self._one_kernel(on) or form(on, task)
         *self._before, self._last = self.form.stages
-        # Whether the host makes the protocol's steps; else kernels do.
-        self._by_host = schedule == "decomposed"
         # What it needs of a half of each arena, and of the signals.
         self.half_bytes: int = 0 if self.ws is None else on.layout.half_bytes
         self.slots: int = 0 if self.ws is None else on.layout.slots
 
-    def _verbs(self, group: ProcessGroup | None, how: dict[str, Any]) -> Any:
-        # Late: `fused` brings Triton in.
+    def _verbs(self, group: ProcessGroup | None, how: dict[str, Any]) -> Verbs:
         ws = self.ws
         if ws is None and (group is None or group.size() == 1):
             return Alone(self.task.leaves)
-        if ws is None:
-            from .unfused import Unfused
-
-            assert group is not None
-            return Unfused(group, self.task)
-        if self.schedule == "decomposed":
-            from .decomposed import Decomposed
-
-            return Decomposed(ws, self.task)
-        from .fused import Fused
-
-        return Fused(ws, self.task, **how)
+        return VERBS["unfused" if ws is None else self.schedule](self.task, group, ws, how)
 
     def _one_kernel(self, on: Any) -> Any:
         if self.ws is None or self.schedule != "fused":
@@ -230,7 +245,7 @@ class Prepared:
     def go(self, operands: Operands) -> list[Tensor]:
         """Every stage in turn, for a rank in its own process. The workspace has room, and has begun the op."""
         ws = self.ws
-        if self._by_host and ws is not None:
+        if self.on.by_host and ws is not None:
             ws.steps.enter(self.task.op.name)
         for stage in self._before:
             stage(operands)
@@ -245,7 +260,7 @@ class Prepared:
         if ws is not None:
             ws.require(self.half_bytes, self.slots)
             yield
-            if self._by_host:
+            if on.by_host:
                 ws.steps.enter(self.task.op.name)
         for stage in self._before:
             stage(operands)

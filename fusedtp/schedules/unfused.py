@@ -29,7 +29,7 @@ _c10d = torch.ops._c10d_functional
 class Unfused:
     """See `verbs.Verbs`."""
 
-    sent_by = ""
+    where, by_host, sent_by, layout = "after it", False, "", None
 
     def __init__(self, group: ProcessGroup, task: Task) -> None:
         self._float8, self.blocks = task.float8 is not None, task.in_blocks
@@ -46,8 +46,9 @@ class Unfused:
         return True
 
     def gather(
-        self, sizes: Sequence[int], other: int, dim: int, *, products: Sequence[str] = (), result: int = 0
-    ) -> Gather | UnfusedGather:
+        self, sizes: Sequence[int], other: int, dim: int, *, products: Sequence[str] = (), result: int = 0,
+        beside: bool = False, sums: bool = False,
+    ) -> Gather | UnfusedGather:  # fmt: skip
         return UnfusedGather(self, sizes, other, dim) if self._float8 else Gather(self, sizes, dim)
 
     def scatter(self, sizes: Sequence[int], other: int, dim: int, *, to_all: bool, multiplies: bool) -> Scatter:

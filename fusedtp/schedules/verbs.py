@@ -90,17 +90,29 @@ class Scatter(Protocol):
 
 
 class Verbs(Protocol):
-    """A schedule on one rank, for one task."""
+    """A schedule on one rank, for one task.
+
+    where: where it does an epilogue, in words; by_host: whether the host makes the protocol's steps, else kernels do.
+    sent_by: how the last run sent what it gathered, or "". layout: what it needs of the arenas and of the signals, if
+    it shares memory.
+    """
 
     rank: int
     world_size: int
+    where: str
+    by_host: bool
+    sent_by: str
+    layout: Any
 
     def gather(
-        self, sizes: Sequence[int], other: int, dim: int, *, products: Sequence[str] = (), result: int = 0
-    ) -> Gather:
+        self, sizes: Sequence[int], other: int, dim: int, *, products: Sequence[str] = (), result: int = 0,
+        beside: bool = False, sums: bool = False,
+    ) -> Gather:  # fmt: skip
         """A gather of a matrix of which rank r has `sizes[r]` rows of `other` elements, or columns with dim 1.
 
         products: the kinds of the products to come; result: how many columns those like the first one have in all.
+        beside: it is under way during something else (`start_beside`). sums: of sums that a scatter of the task makes
+        (`sum_into`), in the result's dtype.
         """
 
     def scatter(self, sizes: Sequence[int], other: int, dim: int, *, to_all: bool, multiplies: bool) -> Scatter:
@@ -110,3 +122,6 @@ class Verbs(Protocol):
 
     def one_shot(self, task: Task) -> bool:
         """Whether an all-reduce sends all terms to every rank; else to owners, who then send out their sums."""
+
+    def end(self) -> None:
+        """Called behind the last stage, if it shares memory."""

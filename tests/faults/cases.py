@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 import fusedtp
 from fusedtp import turns
 from fusedtp.cost.overlap import FEW_ROWS
+from fusedtp.schedules import NAMES
 
 from .. import direct
 
@@ -145,7 +146,7 @@ class Case:
 
 def _cases() -> list[Case]:
     cases = []
-    for schedule in ("fused", "decomposed"):
+    for schedule in [name for name in NAMES if name != "unfused"]:
         forms: list[tuple[str, str, Callable[[Call], Results], dict[str, Any]]] = [
             ("gather rows", "all_gather_matmul", _gather_linear, {}),
             ("gather contraction", "all_gather_matmul", lambda call: _gather_linear(call, -1), {}),
