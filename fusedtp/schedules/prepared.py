@@ -177,26 +177,26 @@ FORMS: Mapping[str, Callable[[Verbs, Task], Any]] = {
 
 
 # Late: schedules bring in what the others do not need, `fused` Triton.
-def _fused(task: Task, group: Any, ws: Any, how: Mapping[str, Any]) -> Verbs:
+def _fused(task: Task, group: Any, ws: Any, how: Mapping[str, Any]) -> Any:
     from .fused import Fused
 
     return Fused(ws, task, **how)
 
 
-def _decomposed(task: Task, group: Any, ws: Any, how: Mapping[str, Any]) -> Verbs:
+def _decomposed(task: Task, group: Any, ws: Any, how: Mapping[str, Any]) -> Any:
     from .decomposed import Decomposed
 
     return Decomposed(ws, task)
 
 
-def _unfused(task: Task, group: Any, ws: Any, how: Mapping[str, Any]) -> Verbs:
+def _unfused(task: Task, group: Any, ws: Any, how: Mapping[str, Any]) -> Any:
     from .unfused import Unfused
 
     return Unfused(group, task)
 
 
 # What each of `NAMES` provides on several ranks.
-VERBS: Mapping[str, Callable[[Task, Any, Any, Mapping[str, Any]], Verbs]] = {
+VERBS: Mapping[str, Callable[[Task, Any, Any, Mapping[str, Any]], Any]] = {
     "fused": _fused, "decomposed": _decomposed, "unfused": _unfused,
 }  # fmt: skip
 
@@ -228,7 +228,7 @@ class Prepared:
         self.half_bytes: int = 0 if self.ws is None else on.layout.half_bytes
         self.slots: int = 0 if self.ws is None else on.layout.slots
 
-    def _verbs(self, group: ProcessGroup | None, how: dict[str, Any]) -> Verbs:
+    def _verbs(self, group: ProcessGroup | None, how: dict[str, Any]) -> Any:
         ws = self.ws
         if ws is None and (group is None or group.size() == 1):
             return Alone(self.task.leaves)
