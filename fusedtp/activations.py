@@ -4,7 +4,7 @@
     swiglu, geglu                  y = f(gate) * up    dgate = dy * up * f'(gate), dup = dy * f(gate)
 
 gelu is the exact one, gelu_tanh its approximation; swiglu's f is silu, geglu's gelu; `op` has the names. Gradients are
-torch's own formulas. What relu's needs is to be seen in y; the others need the products.
+torch's own formulas. What relu's needs is to be seen in y (`op.OF_RESULT`); the others need the products.
 
 The library has rounded z when it hands it over. A kernel of ours has z as a sum in float32 and does not round it first,
 but for a gate, which it puts down until `up` is made.
@@ -28,6 +28,9 @@ _aten = torch.ops.aten
 
 
 def _approximate(name: str) -> str:
+    # Names that are neither relu nor silu come here.
+    if name not in ("gelu", "gelu_tanh"):
+        raise NotImplementedError(f"no formula of {name}")
     return "tanh" if name == "gelu_tanh" else "none"
 
 
@@ -88,7 +91,7 @@ def _backward(function: str, dy: Tensor, kept: Tensor) -> Tensor:
 
 
 def gradients(name: str, dys: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
-    """dz of every product. kept: the products, of relu the results."""
+    """dz of every product. kept: the products, of `OF_RESULT` the results."""
     if name not in GATED:
         return [_backward(name, dy, each) for dy, each in zip(dys, kept, strict=True)]
     function, (gate, up), (dy,) = GATED[name], kept, dys

@@ -50,6 +50,8 @@ GatedActivation: TypeAlias = Literal["swiglu", "geglu"]
 # With a gate: what is made of that before `up` is multiplied with it.
 GATED: Mapping[str, Activation] = {"swiglu": "silu", "geglu": "gelu"}
 ACTIVATIONS = (*get_args(Activation), *GATED)
+# Activations whose gradient is made of the result; those of the others are made of the product.
+OF_RESULT = frozenset({"relu"})
 NormName: TypeAlias = Literal["rms_norm", "layer_norm"]
 RMS_NORM, LAYER_NORM = NORMS = get_args(NormName)
 # In which order terms are added. A tree has this many leaves, unless the order says how many.

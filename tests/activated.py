@@ -25,6 +25,12 @@ L, L2 = 1.14, 0.9
 ROUNDINGS = 8
 
 
+def _function(name: str) -> Callable[[Tensor], Tensor]:
+    if name not in FUNCTIONS:
+        raise KeyError(f"{name}: add its formula to FUNCTIONS, and raise L and L2 where |f'| or |f''| is more")
+    return FUNCTIONS[name]
+
+
 class Near:
     """Values in float64, and how far from them a result may be."""
 
@@ -44,12 +50,12 @@ class Near:
     def through(self, name: str) -> Near:
         """f of it, rounded."""
         inside = ROUNDINGS * self._eps_inside * (1 + self.value.abs())
-        return self._made(FUNCTIONS[name](self.value), L * self.off + inside)
+        return self._made(_function(name)(self.value), L * self.off + inside)
 
     def slope(self, name: str) -> Near:
         """f' of it."""
         z = self.value.clone().requires_grad_()
-        (slope,) = torch.autograd.grad(FUNCTIONS[name](z).sum(), z)
+        (slope,) = torch.autograd.grad(_function(name)(z).sum(), z)
         inside = ROUNDINGS * self._eps_inside * (1 + self.value.abs())
         jump = (self.value.abs() <= self.off).double() if name == "relu" else L2 * self.off
         return self._made(slope, jump + inside)

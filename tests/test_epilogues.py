@@ -20,8 +20,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 import fusedtp
-from fusedtp import reference
-from fusedtp.op import ACTIVATIONS, GATED
+from fusedtp import activations, reference
+from fusedtp.op import ACTIVATIONS, GATED, OF_RESULT
 from fusedtp.schedules import decomposed
 
 from .activated import Near, contracted, gradients, product, results
@@ -173,7 +173,7 @@ def sent_and_kept(group: ProcessGroup, schedule: str, name: str) -> None:
     assert found.calls == expected.calls
     assert found.shapes == [(4, 24), *[(8, 16)] * count]
     kept = [each for each in found.saved if each.shape == (8, 16)]
-    assert all((each.data_ptr() == y.data_ptr()) == (name == "relu") for each in kept)
+    assert all((each.data_ptr() == y.data_ptr()) == (name in OF_RESULT) for each in kept)
     with counting() as back:
         y.backward(dy)
     assert not back.saved
@@ -294,12 +294,13 @@ def test_layers(pool: RankPool) -> None:
 
 
 W = torch.ones(3, 4)
+KNOWN = f"activation must be None or one of {', '.join(ACTIVATIONS)}, got "
 BAD: dict[str, tuple[Any, Any, str]] = {
-    "unknown": (W, "tanh", "activation must be None or one of relu, gelu, gelu_tanh, silu, swiglu, geglu, got 'tanh'"),
-    "no name": (W, F.relu, "activation must be None or one of relu"),
-    "a number": (W, 1, "activation must be None or one of relu"),
-    "nothing": (W, "", "activation must be None or one of relu"),
-    "a list": (W, ["relu"], "activation must be None or one of relu"),
+    "unknown": (W, "no_such", f"{KNOWN}'no_such'"),
+    "no name": (W, F.relu, KNOWN),
+    "a number": (W, 1, f"{KNOWN}1"),
+    "nothing": (W, "", f"{KNOWN}''"),
+    "a list": (W, ["relu"], KNOWN),
     "one": (W, "swiglu", "activation 'swiglu' is of two weights, gate and up, got 1"),
     "one in a list": ([W], "geglu", "activation 'geglu' is of two weights, gate and up, got 1"),
     "three": ((W, W, W), "geglu", "activation 'geglu' is of two weights, gate and up, got 3"),
@@ -330,6 +331,27 @@ def disagreed(group: ProcessGroup, schedule: str) -> None:
 def test_ranks_that_disagree(pool: RankPool) -> None:
     for schedule in SCHEDULES:
         pool.run(disagreed, schedule, world_size=2)
+
+
+def test_a_name_without_a_formula_is_an_error() -> None:
+    z = torch.ones(2, 64)
+    for some in (z, z[:, :3]):
+        for call in (
+            lambda some=some: activations.apply("no_such", [some], torch.empty_like(some)),
+            lambda some=some: activations.of("no_such", [some]),
+            lambda some=some: activations.gradients("no_such", [some], [some]),
+        ):
+            with pytest.raises(NotImplementedError, match="no formula of no_such"):
+                call()
+
+
+@pytest.mark.parametrize("name", [name for name in ACTIVATIONS if name not in GATED])
+def test_a_gradient_is_made_of_the_result_where_that_shows_it(name: str) -> None:
+    z = torch.linspace(-4, 4, 64, requires_grad=True)
+    (y,) = activations.of(name, [z])
+    (expected,) = torch.autograd.grad(y.sum(), z)
+    (found,) = activations.gradients(name, [torch.ones_like(z)], [y.detach()])
+    assert torch.allclose(found, expected) == (name in OF_RESULT)
 
 
 def test_a_program_makes_up_behind_its_gate() -> None:

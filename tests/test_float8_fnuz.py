@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 
 import fusedtp
-from fusedtp import Scaled, formats, reference, scaled, scaled_mm
+from fusedtp import Scaled, formats, recipes, reference, scaled, scaled_mm
 from fusedtp.calls.dispatch import Ready
 from fusedtp.float8 import E8M0
 from fusedtp.recipes import NAMES
@@ -182,20 +182,21 @@ def against_float64(group: ProcessGroup, schedule: str, recipe: Any) -> None:
     with on_gfx942():
         y = fusedtp.linear_reduce_scatter(x, w, group=group, sizes=rows, schedule=schedule, float8=recipe)
         y.backward(dy.split(rows)[rank])
-    its = partial(rounded, dtype=E4M3, power_of_two=True)
-    if recipe == "tensorwise":
-        one = partial(rounded, dtype=E4M3, over=None, power_of_two=False)
-        of_x, of_w = (torch.stack([each.abs().amax() for each in all_of_it]).amax() for all_of_it in (xs, ws))
-        a, b = [one(each, most=of_x) for each in xs], [one(each, most=of_w) for each in ws]
-        gradient = rounded(dy, E5M2, None, power_of_two=False)
-        for_dw, w_for_dx, x_for_dw = gradient, b[rank], a[rank]
-    else:
-        a, b = [its(each, over=(1,)) for each in xs], [its(each, over=(1,)) for each in ws]
-        gradient, x_for_dw = its(dy, over=(1,)), its(xs[rank], over=(0,))
-        # What has travelled with scales of rows is cast again to those of columns.
-        for_dw, w_for_dx = its(gradient.float(), over=(0,)), its(ws[rank], over=(0,))
-        if recipe == "rowwise_with_gw_hp":
-            for_dw, x_for_dw, w_for_dx = dy.double(), xs[rank].double(), its(ws[rank], over=None)
+    casts = recipes.of(recipe, formats.FNUZ)
+    largest = {name: torch.stack([each.abs().amax() for each in parts]).amax()
+               for name, parts in (("x", xs), ("w", ws), ("dy", [dy]))}  # fmt: skip
+
+    def its(made: str, name: str, part: Tensor, contracted: int) -> Tensor:
+        cast = casts[made].get(name)
+        if cast is None:
+            return part.double()
+        over, most = (None, largest[name]) if cast.whole else ((contracted,), None)
+        return rounded(part, cast.dtype, over, power_of_two=cast.power_of_two, most=most)
+
+    a, b = [its("y", "x", each, 1) for each in xs], [its("y", "w", each, 1) for each in ws]
+    gradient, w_for_dx, x_for_dw = its("dx", "dy", dy, 1), its("dx", "w", ws[rank], 0), its("dw", "x", xs[rank], 0)
+    # What has travelled with scales of rows is cast again to those of columns.
+    for_dw = its("dw", "dy", gradient.float() if casts["dw"] else dy, 0)
     left, right = torch.cat(a, 1), torch.cat(b, 1).t()
     off = allowed(left, right, torch.float32, size)
     reference.check(y, (left @ right).split(rows)[rank], off.split(rows)[rank], f"{recipe}: y")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 
 import fusedtp
+from fusedtp import formats, recipes
 from fusedtp.recipes import NAMES
 
 from .disagreeing import told
@@ -158,6 +159,27 @@ def off(value: Tensor, ref: Tensor) -> float:
 E4M3, E5M2 = 2**-4 / 3**0.5, 2**-3 / 3**0.5
 
 
+def casts_of(recipe: str) -> recipes.Casts:
+    """How the operands of y, dx and dw are cast here."""
+    return recipes.of(recipe, formats.OCP)
+
+
+def rounding(casts: recipes.Casts, made: str) -> float:
+    """What rounding the operands of a product adds to it. Of one that both gradients are made of, dy is rounded twice:
+    as it travels, and along the other dim.
+    """
+    squares = 0.0
+    for operand, cast in casts[made].items():
+        twice = operand == "dy" and not cast.whole and all("dy" in casts[each] for each in ("dx", "dw"))
+        squares += (1 + twice) * (E5M2 if cast.dtype == formats.OCP.e5m2 else E4M3) ** 2
+    return squares**0.5
+
+
+def has_whole(*casts: Mapping[str, recipes.Cast]) -> set[str]:
+    """The operands that have one scale in any of these."""
+    return {operand for each in casts for operand, cast in each.items() if cast.whole}
+
+
 def roughly(group: ProcessGroup, schedule: str, how: str, dtype: torch.dtype) -> None:
     """Random values are as far off as two rounded operands make them, and by no more."""
 
@@ -175,10 +197,8 @@ def roughly(group: ProcessGroup, schedule: str, how: str, dtype: torch.dtype) ->
                 ref = plain[key]
                 if not ref.numel():
                     continue
-                # dx and dw have dy as one operand, in e5m2 or rounded twice; dw of the one recipe has none rounded.
-                both = (2 * E4M3**2) ** 0.5 if key[0] == "y" else (E4M3**2 + max(E5M2**2, 2 * E4M3**2)) ** 0.5
-                most = both if key[0] == "y" or key in ("dx", "dw", "dv") else 0.0
-                most = 0.0 if recipe == "rowwise_with_gw_hp" and key in ("dw", "dv") else most
+                of = {"dx": "dx", "dw": "dw", "dv": "dw"}.get(key, key[0])
+                most = rounding(casts_of(recipe), of) if of in casts_of(recipe) else 0.0
                 found = off(value, ref)
                 # Where a shard has few columns it is not the mean of many.
                 allowed = 1.5 * most + 4 * torch.finfo(dtype).eps
@@ -201,16 +221,18 @@ def travels_once(group: ProcessGroup, recipe: str) -> None:
     a tensor has one scale, ranks agree on it by one number, of all tensors of a product at once.
     """
     x, w = torch.randn(8, 16, requires_grad=True), torch.randn(12, 16, requires_grad=True)
-    numbers = [("all_gather", (1, 2))] if recipe == "tensorwise" else []
-    agreed = [("all_gather", (1, 3))] if recipe == "tensorwise" else []
+    casts = casts_of(recipe)
+    forwards, backwards = has_whole(casts["y"]), has_whole(casts["dx"], casts["dw"])
+    # Where one gradient alone casts its operands, dy travels as it is.
+    together = bool(casts["dx"]) == bool(casts["dw"])
+    numbers, agreed = ([("all_gather", (1, len(each)))] if each else [] for each in (forwards, backwards))
     rows, dy_rows = 8 // group.size(), (8 // group.size(), 12)
     with counting() as forward:
         y = fusedtp.linear_reduce_scatter(x, w, group=group, float8=recipe)  # type: ignore[arg-type]
     assert forward.calls == [*numbers, ("matmul_reduce_scatter", (8, 16))]
     with counting() as backward:
         y.sum().backward()
-    if recipe == "rowwise_with_gw_hp":
-        # As it is: dw is made of that.
+    if not together:
         assert [each for each in backward.calls if each[1] == tuple(sorted(dy_rows))] == [("all_gather", dy_rows)]
     else:
         assert backward.calls == [*agreed, ("all_gather_matmul twice", tuple(sorted(dy_rows)))]
@@ -219,7 +241,9 @@ def travels_once(group: ProcessGroup, recipe: str) -> None:
     with counting() as backward:
         y.sum().backward()
     assert len([each for each in backward.calls if each == ("all_gather_matmul", (rows, 16))]) == 1
-    assert len(backward.calls) == 2 + (recipe != "rowwise")
+    # One for both gradients, or one each.
+    alike = [backwards] if together else [has_whole(casts["dx"]), has_whole(casts["dw"])]
+    assert len(backward.calls) == 2 + sum(bool(each) for each in alike)
 
 
 @pytest.mark.parametrize("recipe", NAMES)
@@ -301,7 +325,7 @@ def refused(group: ProcessGroup) -> None:
     """An unknown recipe, and float64."""
     x, w = torch.randn(4, 8), torch.randn(4, 8)
     for recipe in ("row-wise", 1, True):
-        with pytest.raises(ValueError, match="float8 must be None or one of tensorwise, rowwise, rowwise_with_gw_hp"):
+        with pytest.raises(ValueError, match=f"float8 must be None or one of {', '.join(NAMES)}, got"):
             fusedtp.all_gather_linear(x, w, group=group, float8=recipe)  # type: ignore[call-overload]
         with pytest.raises(ValueError, match="float8 must be None or one of"):
             fusedtp.RowParallelLinear(8, 8, group=group, float8=recipe)  # type: ignore[arg-type]

@@ -22,6 +22,12 @@ def test_only_whole_words_name_a_gpu() -> None:
         assert of_gpu(other) is None
 
 
+@pytest.mark.parametrize("machine", HARDWARE.values(), ids=lambda machine: machine.name)
+def test_every_gpu_of_the_table_is_known_by_its_drivers_name(machine: Hardware) -> None:
+    for name in (machine.gpu, f"NVIDIA {machine.gpu} 80GB", f"vendor-{machine.gpu.lower().replace(' ', '-')}-80gb"):
+        assert of_gpu(name) is machine, f"{machine.name}: say in `gpu` which words of a driver's name it is known by"
+
+
 def test_an_unknown_gpu_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks go by rank 0's, whose number lies in its arena; 0 is one that the table does not have."""
     words = torch.zeros(signal.SIGNALS.value, dtype=torch.int32)

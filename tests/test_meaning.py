@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 import fusedtp
-from fusedtp.workspaces import disagreement
+from fusedtp import op
+from fusedtp.op import Task
+from fusedtp.workspaces import disagreement, meaning
 from fusedtp.workspaces.steps import HostSteps
 
 from .test_agreement import CALLS, Here
@@ -71,6 +74,40 @@ def test_all_ranks_are_told_who_differs(pool: RankPool, schedule: str) -> None:
     }
     assert not wrong
     TOLD[schedule] = {name for name in CALLS if all(name in told for told in found)}
+
+
+REDUCED = Task(op.ALL_REDUCE, ((3, 4),), torch.float32)
+GATHERED = Task(op.ALL_GATHER_MATMUL, ((3, 4), (4, 5), None, None), torch.bfloat16, (3, 3))
+SUMMED = Task(op.MATMUL_ALL_REDUCE, ((3, 4), (4, 5), None, None, None), torch.bfloat16, norm=op.RMS_NORM, eps=1e-6)
+# By field, a task and what else a rank may mean by that one.
+OTHERWISE: dict[str, tuple[Task, object]] = {
+    "op": (REDUCED, op.ALL_GATHER), "shapes": (REDUCED, ((3, 5),)), "dtype": (REDUCED, torch.bfloat16),
+    "sizes": (GATHERED, (3, 4)), "dim": (GATHERED, 1), "transposed": (GATHERED, True), "algorithm": (REDUCED, "ring"),
+    "activation": (GATHERED, "relu"), "keeps": (replace(GATHERED, activation="silu"), True),
+    "float8": (GATHERED, torch.float8_e4m3fn), "in_blocks": (replace(GATHERED, float8=torch.float8_e4m3fn), True),
+    "norm": (SUMMED, op.LAYER_NORM), "eps": (SUMMED, 1e-5), "leaves": (REDUCED, 8), "any_order": (REDUCED, True),
+}  # fmt: skip
+# Fields that ranks may mean each by itself, and why.
+OWN = {"keeps": "a rank keeps its products for its own gradients, and they do not travel"}
+
+
+@pytest.mark.parametrize("name", [each.name for each in fields(Task)])
+def test_every_option_of_a_task_is_compared(name: str) -> None:
+    assert name in OTHERWISE, (
+        f"Task.{name}: name it in `Task.agreed`, if all ranks must mean it alike, or else say in OWN why not; and give "
+        "OTHERWISE a task and another value"
+    )
+    task, value = OTHERWISE[name]
+    one, other = (meaning.of(each, "fused", "cpu") for each in (task, replace(task, **{name: value})))  # type: ignore[arg-type]
+    if name in OWN:
+        assert one.values == other.values, f"Task.{name} is compared: take it out of OWN"
+    else:
+        assert one.values != other.values, f"Task.{name}: all ranks must mean it alike, name it in `Task.agreed`"
+        assert one.fingerprint != other.fingerprint
+
+
+def test_all_that_is_said_of_tasks_is_of_a_field() -> None:
+    assert OWN.keys() <= OTHERWISE.keys() <= {each.name for each in fields(Task)}
 
 
 def amid(group: ProcessGroup, late: int) -> tuple[bool, str]:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedtp
 from fusedtp import activations, reference
 from fusedtp.calls.orders import leaves_in
-from fusedtp.op import GATED
+from fusedtp.op import ACTIVATIONS, GATED, OF_RESULT
 from fusedtp.shards import even_sizes
 
 from .spread import spread
@@ -285,12 +285,12 @@ def test_orders() -> None:
     assert [leaves_in(each) for each in ("rank", "tree", "tree-1", "tree-64")] == [0, 8, 1, 64]
 
 
-@pytest.mark.parametrize("name", ["relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
 def test_an_element_is_activated_alike_in_a_tensor_of_any_size(name: str) -> None:
     z, up, dy = (drawn(9, 67, dtype=torch.float32, seed=seed) for seed in range(3))
     zs = [z, up][: 2 if name in GATED else 1]
     (whole_y,) = activations.of(name, zs)
-    kept = [whole_y] if name == "relu" else zs
+    kept = [whole_y] if name in OF_RESULT else zs
     whole_dz = activations.gradients(name, [dy], kept)
     for part in (slice(0, 1), slice(2, 7)):
         (y,) = activations.of(name, [each[part].clone() for each in zs])

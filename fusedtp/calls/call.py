@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from .. import formats, groups, recipes
 from ..norms import Norm
-from ..op import GATED, Task
+from ..op import GATED, OF_RESULT, Task
 from ..schedules.padded import reads_beside
 from ..sharding.notation import parse
 from ..sharding.partition import Partition
@@ -70,8 +70,8 @@ class Call:
         self.parameters = tuple(name for pair in zip(*self._names[:2], strict=True) for name in pair)
         self.activation, self.norm = settings.activation, settings.norm
         self.num_results = 1 if self.activation in GATED else count
-        # Whether backward needs the products; relu's sees all in the results.
-        self.keeps = self.activation not in ("", "relu")
+        # Whether backward needs the products.
+        self.keeps = self.activation not in ("", *OF_RESULT)
         members = [groups.named(name) for name in settings.group_names]
         self.groups = {axis: stale.watch(group) for axis, group in zip(spec.mesh_axes, members, strict=True)}
         places = {

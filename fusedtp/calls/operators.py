@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from .. import activations, groups, norms
 from ..norms import Norm
-from ..op import ALL_GATHER, ALL_REDUCE, AS_ANY, GATED, OPS, REDUCE_SCATTER, Task
+from ..op import ALL_GATHER, ALL_REDUCE, AS_ANY, GATED, OF_RESULT, OPS, REDUCE_SCATTER, Task
 from ..workspaces import stale
 from . import call as calls_
 from .dispatch import Ready
@@ -72,7 +72,7 @@ def _activated(x: Tensor, parameters: Sequence[Any], settings: str, numbers: Seq
     else:
         biases = [each for each in parameters[1::2] if each is not None]
         biased = [each is not None for each in parameters[1::2]]
-        keep = activation != "relu" and torch.is_grad_enabled() and any([each.requires_grad for each in given])
+        keep = activation not in OF_RESULT and torch.is_grad_enabled() and any([each.requires_grad for each in given])
         ys = activated_matmuls(x, ws, biases, biased, keep, settings, numbers)
         ys = ys[: 1 if activation in GATED else len(ws)]
     return ys[0] if len(ys) == 1 else tuple(ys)
@@ -231,9 +231,9 @@ def sharded_matmuls_backward(
 def _setup_activated(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
     x, ws, _, ctx.biased, keep, ctx.settings, ctx.numbers = inputs
     needs_x, *needs = ctx.needs_input_grad
-    if not keep and Settings.of(ctx.settings).activation != "relu":
+    if not keep and Settings.of(ctx.settings).activation not in OF_RESULT:
         raise RuntimeError("a gradient of fusedtp::activated_matmuls is made of what `keep` adds to its results")
-    # The products, of relu the results; no gradient comes to the products.
+    # The products, or of `OF_RESULT` the results; no gradient comes to the products.
     ctx.num_kept = len(ws)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(

@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from ..sharding.plan import ITEMSIZE, is_float8
 
@@ -32,6 +33,7 @@ class Hardware:
     itself. chunk_us: what the host takes to issue a chunk of a matmul with its copy, its signal and its wait. in_place:
     ranks are processes on one CPU that read each other's memory where it lies, and launch_us is the host's cost of an
     op. widens_float8: the library's way is to widen float8 all the same, as torch's scaled matmul is not used here.
+    gpu: words that are all in the name by which drivers report the GPU, see `of_gpu`.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Hardware:
     network_start_us: float = 10.0
     in_place: bool = False
     widens_float8: bool = False
+    gpu: str = ""
 
     def link(self, num_ranks: int) -> float:
         """Bytes a microsecond that one of `num_ranks` ranks sends to the others together."""
@@ -182,85 +185,92 @@ _FLOAT8_TOO = "; of float8 assumed the same"
 _H100_RATE = f"cuBLAS 640-665 of 990 TFLOP/s at 8192 x 8192, K 4096 and 16384, Triton's Gluon tutorial{_FLOAT8_TOO}"
 _H100 = _tensor_cores(990, 67, 67, 1979)
 
+# Of a machine whose NVSwitch is of the third generation or later: it sums and multicasts.
+_SWITCH: dict[str, Any] = {"switch_fraction": 0.57, "multicast_fraction": 0.8, "multicast_sum_fraction": 0.69}
+
 _TABLE = (
     Hardware(
         "a100", "NVIDIA A100 SXM 80 GB", 300, 2000, _tensor_cores(312, 19.5, 19.5), 108, 8, 25, 0.8,
         _sheet("NVIDIA A100 data sheet; 600 GB/s both ways", _ELSEWHERE, matrix_fraction="assumed",
                network_gbps="one 200 Gb/s adapter a GPU, NVIDIA DGX A100 data sheet"),
+        gpu="A100",
     ),
     Hardware(
         "h100", "NVIDIA H100 SXM", 450, 3350, _H100, 132, 8, 50, 0.65,
         _sheet("NVIDIA H100 data sheet; 900 GB/s both ways", _LINK_USE, matrix_fraction=_H100_RATE,
                network_gbps=_NETWORK),
+        gpu="H100", **_SWITCH,
     ),
     Hardware(
         "h200", "NVIDIA H200 SXM", 450, 4800, _H100, 132, 8, 50, 0.79,
         _sheet("NVIDIA H200 data sheet; 900 GB/s both ways", _LINK_USE, network_gbps=_NETWORK,
                matrix_fraction="measured for this project on one H200: 770-798 of 990 TFLOP/s at 8192^3 in bfloat16"
                f"{_FLOAT8_TOO}"),
+        gpu="H200", **_SWITCH,
     ),
     Hardware(
         "h800", "NVIDIA H800 SXM", 200, 3350, _H100, 132, 8, 50, 0.65,
         _sheet("NVIDIA H800 data sheet; 400 GB/s both ways", _ELSEWHERE, network_gbps=f"assumed {_NETWORK}",
                matrix_fraction=f"assumed as on H100: {_H100_RATE}"),
+        gpu="H800", **_SWITCH,
     ),
     Hardware(
         "b200", "NVIDIA B200 SXM", 900, 8000, _tensor_cores(2250, 80, 40, 4500, blocks=True), 148, 8, 50, 0.7,
         _sheet("NVIDIA HGX B200 data sheet, 1000 W; 1.8 TB/s both ways", _ELSEWHERE, matrix_fraction="assumed",
                network_gbps="one 400 Gb/s adapter a GPU, NVIDIA DGX B200 data sheet"),
+        gpu="B200", **_SWITCH,
     ),
     Hardware(
         "gb200-nvl72", "NVIDIA GB200 NVL72", 900, 8000,
         _tensor_cores(2500, 80, 40, 5000, blocks=True), 148, 72, 50, 0.7,
         _sheet("NVIDIA GB200 NVL72 data sheet, one of its 72 GPUs; 1.8 TB/s both ways", _ELSEWHERE,
                matrix_fraction="assumed", network_gbps="one 400 Gb/s adapter a GPU, NVIDIA GB200 NVL72 data sheet"),
+        gpu="GB200", **_SWITCH,
     ),
     Hardware(
         "mi300x", "AMD Instinct MI300X", 448, 5300,
         _tensor_cores(1307, 163, 163) | {"float8_e4m3fnuz": 2615, "float8_e5m2fnuz": 2615}, 304, 8, 50, 0.5,
         _sheet("AMD Instinct MI300X data sheet; 7 links of 64 GB/s one way", _ELSEWHERE, matrix_fraction="assumed",
                network_gbps="assumed: one 400 Gb/s adapter a GPU", peer_gbps="AMD Instinct MI300X data sheet"),
-        peer_gbps=64, widens_float8=True,
+        peer_gbps=64, widens_float8=True, gpu="MI300X",
     ),
     Hardware(
         "a100-pcie", "NVIDIA A100 PCIe 80 GB", 32, 1935, _tensor_cores(312, 19.5, 19.5), 108, 8, 25, 0.7,
         _sheet("NVIDIA A100 PCIe data sheet; PCIe 4.0 x16", _ELSEWHERE, matrix_fraction="assumed",
                network_gbps="assumed: one 200 Gb/s adapter a GPU"),
+        gpu="A100 PCIe",
     ),
     Hardware(
         "h100-pcie", "NVIDIA H100 PCIe", 64, 2000, _tensor_cores(756, 51, 51, 1513), 114, 8, 50, 0.6,
         _sheet("NVIDIA H100 PCIe data sheet; PCIe 5.0 x16", _ELSEWHERE, matrix_fraction="assumed",
                network_gbps="assumed: one 400 Gb/s adapter a GPU"),
+        gpu="H100 PCIe",
     ),
     Hardware(
         "l40s", "NVIDIA L40S", 32, 864, _tensor_cores(362, 91.6, 1.4, 733), 142, 8, 25, 0.7,
         _sheet("NVIDIA L40S data sheet; PCIe 4.0 x16", _ELSEWHERE, matrix_fraction="assumed",
                network_gbps="assumed: one 200 Gb/s adapter a GPU"),
+        gpu="L40S",
     ),
     Hardware(
         "b300", "NVIDIA B300 SXM", 900, 8000, _tensor_cores(2250, 75, 1.25, 4500, blocks=True), 148, 8, 100, 0.7,
         _sheet("NVIDIA HGX B300 data sheet; 1.8 TB/s both ways", _ELSEWHERE, matrix_fraction="assumed",
                num_sms="assumed as on B200", network_gbps="one 800 Gb/s adapter a GPU, NVIDIA DGX B300 data sheet"),
+        gpu="B300", **_SWITCH,
     ),
 )  # fmt: skip
 
-# Those whose NVSwitch is of the third generation or later: it sums and multicasts.
-_SWITCHED = ("h100", "h200", "h800", "b200", "gb200-nvl72", "b300")
-
-HARDWARE: dict[str, Hardware] = {
-    each.name: replace(each, switch_fraction=0.57, multicast_fraction=0.8, multicast_sum_fraction=0.69)
-    if each.name in _SWITCHED
-    else each
-    for each in _TABLE
-}
+HARDWARE: dict[str, Hardware] = {each.name: each for each in _TABLE}
 
 # Rates and latencies beyond these are not real, and computing with them may overflow or divide by 0.
 LEAST_RATE, MOST_RATE, MOST_US = 1e-9, 1e9, 1e9
 
 # What the numbers of a machine are; the rest of Hardware says what kind of machine it is.
 NUMBERS = tuple(
-    each.name for each in fields(Hardware) if each.name not in ("name", "title", "sources", "in_place", "widens_float8")
-)  # fmt: skip
+    each.name
+    for each in fields(Hardware)
+    if each.name not in ("name", "title", "sources", "in_place", "widens_float8", "gpu")
+)
 
 
 def find(hardware: str | Hardware) -> Hardware:
@@ -274,14 +284,10 @@ def find(hardware: str | Hardware) -> Hardware:
 
 def of_gpu(name: str) -> Hardware | None:
     """The hardware that a driver calls `name` ("NVIDIA H100 80GB HBM3"), None where it is not in the table."""
-    # Whole words: an RTX A1000 is no A100, a GH200 no H200.
-    words = re.split("[^A-Z0-9]+", name.upper())
-    for model, pcie in (("A100", True), ("H100", True), ("H200", False), ("H800", False), ("GB200", False),
-                        ("B200", False), ("B300", False), ("MI300X", False), ("L40S", False)):  # fmt: skip
-        if model in words:
-            key = {"GB200": "gb200-nvl72"}.get(model, model.lower())
-            return HARDWARE[f"{key}-pcie" if pcie and "PCIE" in words else key]
-    return None
+    # Whole words: an RTX A1000 is no A100, a GH200 no H200. An A100 PCIe has the words of an A100 too.
+    words = set(re.split("[^A-Z0-9]+", name.upper()))
+    found = [each for each in _TABLE if each.gpu and words.issuperset(each.gpu.upper().split())]
+    return max(found, key=lambda each: len(each.gpu.split()), default=None)
 
 
 _said: set[str] = set()

@@ -174,6 +174,7 @@ def compile_case(case: Case, package: str = PACKAGE, options: dict[str, int] | N
     else:
         known |= {"scales": None, "scale": None}
     trees = named(fn, package, variant.more, adds=variant.adds, scaled=case.is_float8)
+    epilogue = list(trees).index("epilogue") if "epilogue" in trees else None
     places, types = {}, {}
 
     def type_of(path: Place, name: str) -> str:
@@ -186,6 +187,7 @@ def compile_case(case: Case, package: str = PACKAGE, options: dict[str, int] | N
             types[path] = others.get(name, f"*{dtype if name != 'b_ptr' else b_dtype}")
         else:
             assert name in ("M", "N", "K") or not name.isupper(), f"{variant.name}: no value for the constant {name}"
+            assert len(path) != 2 or path[0] != epilogue, f"`{name}`: say in `known` what it is where it is not used"
             types[path] = others.get(name, "i32")
         return types[path]
 
