@@ -180,7 +180,7 @@ def _collective(
 
 @contextlib.contextmanager
 def virtual_ranks(
-    world_size: int, *, epoch: int = 0, seconds: float = 1e6, half_bytes: int = 1 << 19, slots: int = 256,
+    world_size: int, *, epoch: int = 0, seconds: float = 1e6, half_bytes: int = 1 << 21, slots: int = 256,
     programs: int = 2, clock_ms: int = 0,
 ) -> Iterator[list[Workspace]]:  # fmt: skip
     """A workspace a virtual rank, with arenas full of NaN, and a clock that only the machine advances."""
