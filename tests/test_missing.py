@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from fusedtp.kernels import signal
 
@@ -51,7 +53,7 @@ NAMED = {
 @pytest.mark.parametrize("case", NAMED)
 def test_who_is_named(case: str) -> None:
     words, expected = NAMED[case]
-    assert missing.really_missing(3, WORLD_SIZE, lambda peer: [*words, BUSY][peer], 2) == expected
+    assert missing.really_missing(3, WORLD_SIZE, lambda peer: [*words, BUSY][peer], 2, 0.02) == expected
 
 
 @pytest.mark.parametrize(("speaks", "expected"), [(2, 0), (0, 2), (None, 2)])
@@ -67,7 +69,27 @@ def test_who_is_alive_says_so_in_time(monkeypatch: pytest.MonkeyPatch, speaks: i
             return says(gave_up_on=3)
         return says(gave_up_on=0) if peer == 1 else BUSY
 
-    assert missing.really_missing(3, WORLD_SIZE, header, 2) == expected
+    assert missing.really_missing(3, WORLD_SIZE, header, 2, 9.0) == expected
+
+
+@pytest.mark.parametrize("speaks", [says(waits_for=0), says(gave_up_on=0)])
+def test_a_peer_that_is_late_to_say_whom_it_waits_for_is_not_named(speaks: list[int]) -> None:
+    """As in a ring: rank 2 came late to its wait for rank 0, and has spent less of its budget than rank 3."""
+    looks = 0
+
+    def header(peer: int) -> list[int]:
+        nonlocal looks
+        looks += 1
+        return speaks if peer == 2 and looks > 20 else BUSY
+
+    assert missing.really_missing(3, WORLD_SIZE, header, 2, 60.0) == 0
+
+
+def test_a_peer_that_has_left_is_named_at_once() -> None:
+    words = [BUSY, BUSY, says(left=2), BUSY]
+    started = time.monotonic()
+    assert missing.really_missing(3, WORLD_SIZE, words.__getitem__, 2, 60.0) == 2
+    assert time.monotonic() - started < missing.GRACE_SECONDS / 2
 
 
 def test_garbage_in_a_header_names_who_was_waited_for() -> None:
@@ -82,7 +104,7 @@ def test_garbage_in_a_header_names_who_was_waited_for() -> None:
         far[signal.WAITING_SLOT.value] = value
         for peers in ([waits] * 3, [gave_up] * 3, [far] * 3, words):
             each = [*peers, BUSY]
-            named = missing.really_missing(3, WORLD_SIZE, each.__getitem__, 2)
+            named = missing.really_missing(3, WORLD_SIZE, each.__getitem__, 2, 0.0)
             assert 0 <= named < WORLD_SIZE
             missing.explain(WORLD_SIZE, each.__getitem__, 2, named)
 

@@ -103,7 +103,7 @@ class Failing:
         differing = disagreement.differing(self._header(self.rank), self.rank, self.world_size, expected)
         if differing := differing or [other for other in others if disagreement.heard(self._text(other)) is not None]:
             self.disagree(op, differing[0], expected)
-        who = missing.really_missing(self.rank, self.world_size, self._header, peer)
+        who = missing.really_missing(self.rank, self.world_size, self._header, peer, self.seconds)
         what = "its memory to grow: step" if slot == signal.GROWTH_SLOT.value else f"signal slot {slot}: epoch"
         detail = f"{what} {expected} expected, {seen} seen"
         detail += missing.explain(self.world_size, self._header, peer, who)

@@ -28,29 +28,30 @@ _LEFT = {
 Header: TypeAlias = Callable[[int], list[int]]
 
 
-def really_missing(rank: int, world_size: int, header: Header, peer: int) -> int:
-    """The rank that `rank`, which waited for `peer` in vain, should name.
+def really_missing(rank: int, world_size: int, header: Header, peer: int, seconds: float) -> int:
+    """The rank that `rank`, which waited for `peer` in vain for `seconds`, should name.
 
-    That is the rank at the end of the chain of ranks that wait for each other. If another rank has given up on a
-    different one, the headers of these two decide: a rank that is alive will soon wait, or give up.
+    That is the rank at the end of the chain of ranks that wait for each other. If it says nothing, or if another rank
+    has given up on a different one, it has a while to show that it is alive: such a rank will soon wait, or give up.
     """
-    ran = Stopwatch()
+    ran, patience = Stopwatch(), min(GRACE_SECONDS, seconds / 2)
     while True:
-        first = _follow(rank, world_size, header, peer)
+        # As they are at one time: a rank may say something between two looks.
+        now = [header(each) for each in range(world_size)].__getitem__
+        first = _follow(rank, world_size, now, peer)
         givers = [
-            other
-            for other in range(world_size)
-            if other != rank and _given_up(world_size, header, other) not in (None, rank)
-        ]
-        ends = [_follow(rank, world_size, header, giver) for giver in givers]
-        rivals = [end for end in ends if end != first and _is_silent(world_size, header, end)]
-        if not _is_silent(world_size, header, first):
+            other for other in range(world_size)
+            if other != rank and _given_up(world_size, now, other) not in (None, rank)
+        ]  # fmt: skip
+        ends = [_follow(rank, world_size, now, giver) for giver in givers]
+        rivals = [end for end in ends if end != first and _is_silent(world_size, now, end)]
+        if not _is_silent(world_size, now, first):
             # It waits for this rank, or has given up on it: this rank is late itself, or was stuck behind a third one.
             if rivals:
                 return rivals[0]
             if not givers:
                 return first
-        elif not rivals:
+        elif not rivals and (now(first)[signal.LEFT.value] or ran.seconds() > patience):
             return first
         if ran.seconds() > GRACE_SECONDS:
             return first
