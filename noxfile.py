@@ -122,7 +122,7 @@ def kernels(session: nox.Session, triton: str) -> None:
 
 @nox.session
 def emulate(session: nox.Session) -> None:
-    """Execute compiled kernels on a CPU, under a weak memory and hostile schedules; up to half an hour on two cores."""
+    """Execute compiled kernels on a CPU, under a weak memory and hostile schedules; up to an hour on two cores."""
     install(session)
     env = {**ONE_THREAD, "TRITON_INTERPRET": "0", "FUSEDTP_EMULATION": os.environ.get("FUSEDTP_EMULATION", "all")}
     session.run("pytest", "-m", "emulated", *session.posargs, env=env)
