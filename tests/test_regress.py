@@ -197,11 +197,20 @@ def test_baseline_is_read_back(tmp_path: Path) -> None:
     assert regress.read(path, newer) == read
 
 
+def test_every_committed_baseline_is_one_of_its_machine() -> None:
+    for path in (ROOT / "results").glob("*/regress.json"):
+        content = json.loads(path.read_text())
+        theirs = content["machine"] if "format" in content else content["machine_info"]
+        about = {name: value for name, value in theirs.items() if name in Machine.__dataclass_fields__}
+        machine = Machine(**{"commit": "", "dirty": False} | about)
+        assert path.parent.name == machine.name
+        gpus = machine.num_gpus
+        regress.check_cases(regress.read(path, machine), tracked.keys_of(tracked.cases(gpus), tracked.schedules(gpus)))
+
+
 def test_baseline_from_before_it_was_pytest_benchmarks_is_read(tmp_path: Path) -> None:
-    (committed,) = (ROOT / "results").glob("*/regress.json")
-    content = json.loads(committed.read_text())
-    if "format" not in content:
-        pytest.skip("the committed one is newer")
+    contents = {path: json.loads(path.read_text()) for path in (ROOT / "results").glob("*/regress.json")}
+    ((committed, content),) = [each for each in contents.items() if "format" in each[1]]
     theirs = Machine(**content["machine"])
     read = regress.read(committed, theirs)
     assert (read.ratios, read.matmul, read.format) == (content["ratios"], content["matmul_ms"] / 1e3, 1)
