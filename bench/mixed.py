@@ -30,15 +30,24 @@ from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp import reference
-from fusedtp.op import MATMUL_ALL_REDUCE
+from fusedtp.op import MATMUL_ALL_REDUCE, Op
 from fusedtp.op import OPS as TABLE
 from fusedtp.shards import even_sizes
 
 MATMULS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce", "fsdp_linear")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
-# By call and schedule: a ring is a kernel.
-ALGORITHMS: dict[str, dict[str, tuple[str, ...]]] = {
-    name: {"fused": op.algorithms, "decomposed": tuple(each for each in op.algorithms if each != "ring")}
+
+
+def algorithms(op: Op, schedule: str) -> tuple[str, ...]:
+    """What can be asked for beside "auto": a ring is a kernel, and a process group picks its own."""
+    if schedule == "unfused":
+        return ()
+    return tuple(each for each in op.algorithms if each != "ring" or schedule == "fused")
+
+
+# By call and schedule.
+ALGORITHMS = {
+    name: {schedule: algorithms(op, schedule) for schedule in ("fused", "decomposed")}
     for name, op in {**{name: TABLE[name] for name in COLLECTIVES}, "linear_all_reduce": MATMUL_ALL_REDUCE}.items()
 }
 OPS = (*MATMULS, *COLLECTIVES)

@@ -25,7 +25,6 @@ from fusedtp.cost.overlap import FEW_ROWS
 from fusedtp.memory.local import local_memories
 from fusedtp.op import OPS, Task
 from fusedtp.schedules.phases import run_together
-from fusedtp.schedules.prepared import VERBS
 from fusedtp.schedules.verbs import Epilogue
 from fusedtp.shards import even_sizes
 from fusedtp.workspaces import registry
@@ -45,9 +44,7 @@ def run_all(group: ProcessGroup, schedule: str, late: int, shape: tuple[int, int
     for op, row in OPS.items():
         given = OPERANDS[op](Whole(rank, world_size, shape))
         operands = [None if each is None else each.float() for each in given.operands]
-        # A ring is a kernel, and the process group has algorithms of its own.
-        others = {"fused": row.algorithms, "unfused": ()}.get(schedule, set(row.algorithms) - {"ring"})
-        for algorithm in ("auto", *others):
+        for algorithm in ("auto", *mixed.algorithms(row, schedule)):
             if late == rank:
                 time.sleep(0.05)
             outs = direct.run(op, schedule, group, *operands, **given.options, algorithm=algorithm)
@@ -85,7 +82,7 @@ def test_every_schedule_is_a_module_of_its_name(pool: RankPool) -> None:
 def test_every_schedule_is_known_wherever_there_is_a_list_of_them() -> None:
     predicted = cost.predict("matmul_all_reduce", M=4096, N=4096, K=4096, world_size=8)
     lists = {
-        "schedules.prepared.VERBS": VERBS, "cost.model.Prediction.times": predicted.times,
+        "cost.model.Prediction.times": predicted.times,
         "bench.cases.SCHEDULES": cases.SCHEDULES, "bench.mixed.DTYPES": mixed.DTYPES,
         "bench.mixed.WEIGHTS": mixed.WEIGHTS,
         # `unfused` has no steps between which a fault could be.
@@ -232,16 +229,9 @@ def over_ranks(pool: RankPool) -> None:
     pool.run(run_over, "PosixMemory", world_size=2)
 
 
-def on_gpus(_: RankPool) -> None:
-    # tests/test_gpu.py runs every op over it; its rules are tested with a stand-in for the driver.
-    assert "CudaMemory" in (ROOT / "tests/test_cuda_memory.py").read_text()
-    assert "CudaMemory" in (ROOT / "fusedtp/workspaces/registry.py").read_text()
-
-
-# An op over each of them.
-MEMORIES: dict[str, Callable[[RankPool], None]] = {
-    "LocalMemory": over_virtual_ranks, "PosixMemory": over_ranks, "CudaMemory": on_gpus,
-}  # fmt: skip
+# An op over each of them; over that of GPUs tests/test_gpu.py runs all.
+MEMORIES: dict[str, Callable[[RankPool], None]] = {"LocalMemory": over_virtual_ranks, "PosixMemory": over_ranks}
+OF_GPUS = {"CudaMemory"}
 
 
 def test_every_memory_is_known_here() -> None:
@@ -253,7 +243,7 @@ def test_every_memory_is_known_here() -> None:
             for name, value in vars(module).items()
             if inspect.isclass(value) and value.__module__ == module.__name__ and hasattr(value, "allocate")
         }
-    assert found == set(MEMORIES), "MEMORIES needs a function that runs an op over each"
+    assert found == set(MEMORIES) | OF_GPUS, "MEMORIES needs a function that runs an op over each"
 
 
 @pytest.mark.parametrize("name", MEMORIES)

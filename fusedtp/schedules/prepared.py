@@ -176,31 +176,6 @@ FORMS: Mapping[str, Callable[[Verbs, Task], Any]] = {
 }  # fmt: skip
 
 
-# Late: schedules bring in what the others do not need, `fused` Triton.
-def _fused(task: Task, group: Any, ws: Any, how: Mapping[str, Any]) -> Any:
-    from .fused import Fused
-
-    return Fused(ws, task, **how)
-
-
-def _decomposed(task: Task, group: Any, ws: Any, how: Mapping[str, Any]) -> Any:
-    from .decomposed import Decomposed
-
-    return Decomposed(ws, task)
-
-
-def _unfused(task: Task, group: Any, ws: Any, how: Mapping[str, Any]) -> Any:
-    from .unfused import Unfused
-
-    return Unfused(group, task)
-
-
-# What each of `NAMES` provides on several ranks.
-VERBS: Mapping[str, Callable[[Task, Any, Any, Mapping[str, Any]], Any]] = {
-    "fused": _fused, "decomposed": _decomposed, "unfused": _unfused,
-}  # fmt: skip
-
-
 class Prepared:
     """The verbs of a schedule for a task, and the form that uses them.
 
@@ -232,7 +207,21 @@ class Prepared:
         ws = self.ws
         if ws is None and (group is None or group.size() == 1):
             return Alone(self.task.leaves)
-        return VERBS["unfused" if ws is None else self.schedule](self.task, group, ws, how)
+        # Late: schedules bring in what the others do not need, `fused` Triton.
+        if ws is None:
+            from .unfused import Unfused
+
+            assert group is not None
+            return Unfused(group, self.task)
+        if self.schedule == "decomposed":
+            from .decomposed import Decomposed
+
+            return Decomposed(ws, self.task)
+        if self.schedule == "fused":
+            from .fused import Fused
+
+            return Fused(ws, self.task, **how)
+        raise ValueError(f"schedule {self.schedule!r} has no verbs over shared memory")
 
     def _one_kernel(self, on: Any) -> Any:
         if self.ws is None or self.schedule != "fused":
