@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from fusedtp.op import ALL_GATHER_MATMUL
+
 from . import arguments
 
 app = typer.Typer()
@@ -101,7 +103,7 @@ def compare(
 
 @app.command()
 def timeline(
-    op: Annotated[str, typer.Option(help="The op.")] = "all_gather_matmul",
+    op: Annotated[str, typer.Option(help="The op.")] = ALL_GATHER_MATMUL.name,
     shape: Annotated[str, typer.Option(help="Global size M,N,K.")] = "2048,512,2048",
     world_size: Annotated[int, typer.Option(help="Number of ranks.")] = 2,
     schedule: Annotated[str, typer.Option(help="Schedules that run from the host.")] = "decomposed,unfused",

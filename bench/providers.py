@@ -56,7 +56,7 @@ class Provider:
     runner    (operands, group, direction) -> the closure to time. Collective over `group`, a torch process group.
               `operands` has this rank's `x`, `w` and `dy`, and `case`, `device`, `dtype`, `gathers`. The closure takes
               nothing and returns a tuple of this rank's shards: (y,) forward, (dx, dw) backward, (y, dx, dw) for both;
-              y is [M, N/W] of all_gather_matmul, [M/W, N] of matmul_reduce_scatter, [M, N] of matmul_all_reduce.
+              y is the rank's part that `fusedtp.bench.cases` gives for the case's op.
               `fusedtp.bench.operands.passes` makes one of a function. Set-up belongs outside of it. If it has an
               attribute `close`, that is called after the last call, on all ranks in the same order.
     missing   (case, direction, num_gpus) -> why it cannot run, or "". num_gpus is that of the machine, 0 on a CPU.
