@@ -31,7 +31,7 @@ from typing import Annotated, Any
 import typer
 
 from fusedtp.files import read_text, replace
-from fusedtp.workspaces.entries import Entry, brief, entry_of
+from fusedtp.workspaces.entries import Entry, entry_of
 
 from . import arguments, store
 from .machine import Machine, describe
@@ -57,14 +57,12 @@ class Measured:
     """Medians: of ratios by "id / reference", and, in s and over all cases, of the matmul alone.
 
     spread: the launches' lowest and highest mean over cases by "schedule / reference". about: commit and time.
-    format: 1 for a file from before they were pytest-benchmark's.
     """
 
     ratios: Mapping[str, float]
     matmul: float
     spread: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     about: str = ""
-    format: int = 2
 
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
@@ -77,7 +75,7 @@ def read(path: Path, machine: Machine) -> Measured:
     """What was measured, of a file that is not touched. NotComparable unless it is ours, and this machine's."""
     try:
         content = entry_of(read_text(path, max_bytes=store.MAX_BYTES))
-        theirs, found = (_format_1 if "format" in content.values else _benchmarks)(content, asdict(machine))
+        theirs, found = _benchmarks(content, asdict(machine))
         different = differences(theirs, asdict(machine))
     except (OSError, ValueError) as error:
         raise NotComparable(f"{path} is not a baseline ({error}); move it away to write a new one") from error
@@ -100,18 +98,6 @@ def _benchmarks(content: Entry, machine: Mapping[str, Any]) -> tuple[Mapping[str
     spread = {key: (stats["min"], stats["max"]) for key, stats in found.items() if "-" not in key and key != "matmul"}
     ratios = {key: stats["median"] for key, stats in found.items() if "-" in key}
     return theirs.values, Measured(ratios, matmul, spread, f"commit {commit}, {content.text('datetime')}")
-
-
-def _format_1(content: Entry, machine: Mapping[str, Any]) -> tuple[Mapping[str, Any], Measured]:
-    content.only("format", "machine", "time_utc", "matmul_ms", "rounds", "ratios", "spread").integer("format", 1, 1)
-    theirs, spread = content.entry("machine").only(*machine), content.entry("spread")
-    for name, ends in spread.values.items():
-        if not isinstance(ends, list) or [type(end) for end in ends] != [float, float]:
-            raise ValueError(f"{spread.where(name)} must be a list of two numbers, got {brief(ends)}")
-    content.integer("rounds", 1, 2**31)
-    about = f"commit {theirs.text('commit')}, {content.text('time_utc')}"
-    matmul = content.number("matmul_ms", *_LIMITS) / 1e3
-    return theirs.values, Measured(content.numbers("ratios", *_LIMITS), matmul, spread.values, about, format=1)
 
 
 def run(folder: Path, launches: int, plant: str, against: Path | None = None) -> Path:
@@ -175,7 +161,7 @@ def compare(path: Path, machine: Machine, plant: str, say: Callable[[str], None]
     for number in range(1, LAUNCHES + 1):
         with TemporaryDirectory() as folder:
             # Where something is over its limit, pytest-benchmark shows all of it beside the baseline.
-            against = path if number > 1 and baseline.format > 1 else None
+            against = path if number > 1 else None
             new = judge(read(run(Path(folder), 1, plant, against), machine), baseline)
         least = {name: min(by, least.get(name, by)) for name, by in new.items()}
         if not excess(least):
