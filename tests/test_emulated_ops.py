@@ -9,18 +9,25 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from unittest import mock
 
 import pytest
+import torch
+from torch.distributed import ProcessGroup
 
 if os.environ.get("TRITON_INTERPRET") != "0":
     pytest.skip("Triton's interpreter is chosen for this process; nox -s emulate", allow_module_level=True)
+
+import fusedtp
 
 from .emulated import evidence, float8, giveups, layers, mutants, report, trees
 from .emulated.cases import DTYPES, FLOAT8, in_phases, run, small
 from .emulated.driver import EmulatedDriver, device
 from .emulated.machine import Schedule
+from .emulated.threads import run_ranks
 from .spread import spread
 
 pytestmark = pytest.mark.emulated
@@ -176,6 +183,34 @@ def test_float8_in_every_layout(a: str, b: str) -> None:
     with device(90) as found:
         for op in float8.ONE_OF_EACH_KERNEL[: 4 if ALL else 1]:
             run(found, [op], 2, dtype, replace(small(90, dtype), a=a, b=b), Schedule(1))
+
+
+def test_ranks_launch_in_one_order() -> None:
+    """Which the machine's schedule goes by: what is executed is the same in each run."""
+    x, w = torch.randn(8, 32).bfloat16(), torch.randn(16, 32).bfloat16()
+
+    def call(rank: int, group: ProcessGroup) -> None:
+        for _ in range(8):
+            fusedtp.all_gather_linear(x, w, group=group, schedule="fused")
+
+    with device(80) as found, mock.patch.object(found, "on", wraps=found.on) as on:
+        run_ranks(found, 3, Schedule(1, tick=0.001), call)
+        launched = [each.args[0] for each in on.call_args_list]
+    assert launched == [0, 1, 2] * 8
+
+
+def test_a_kernel_is_the_same_wherever_its_sources_lie() -> None:
+    """Copies of the package share Triton's cache: counted by paths, the tables would be of what had run before."""
+    with device(80) as found:
+        run(found, ["all_gather direct"], 2, torch.bfloat16, small(80, torch.bfloat16), Schedule(1))
+        texts = list(found.programs)
+    assert texts
+    for text in texts:
+        folder = re.findall(r'^\t\.file\t1 "(.*)/', text, re.MULTILINE)[0]
+        elsewhere = text.replace(folder, "/elsewhere")
+        assert elsewhere != text
+        assert evidence.code_of(elsewhere) == evidence.code_of(text)
+        assert evidence.code_of(text.replace("\tret;", "\ttrap;")) != evidence.code_of(text)
 
 
 @whole

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import multiprocessing
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -239,7 +240,7 @@ def work(unit: Unit) -> Done:
             done.failure = f"{unit}: {type(error).__name__}: {error}"
         if not unit.mutated:
             for text, program in driver.programs.items():
-                key = program.name, hashlib.sha256(text.encode()).hexdigest()
+                key = program.name, hashlib.sha256(code_of(text).encode()).hexdigest()
                 kept = np.ones(len(program.instructions), bool)
                 kept[list(without_contraction(program.source))] = False
                 done.executed[key] = (program.count > 0)[kept]
@@ -247,6 +248,11 @@ def work(unit: Unit) -> Done:
                     done.whole.add(key)
                 done.left_out += int(np.count_nonzero(~kept))
     return done
+
+
+def code_of(text: str) -> str:
+    """A kernel's PTX without where its sources lay: Triton's cache gives what a copy elsewhere has made."""
+    return re.sub(r"(?m)^\t\.file\t.*\n", "", text.partition("\t.section\t.debug_")[0])
 
 
 def in_processes(every: Sequence[Unit]) -> list[Done]:
