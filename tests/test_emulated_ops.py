@@ -12,22 +12,17 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
-from torch.distributed import ProcessGroup
 
 if os.environ.get("TRITON_INTERPRET") != "0":
     pytest.skip("Triton's interpreter is chosen for this process; nox -s emulate", allow_module_level=True)
 
-import fusedtp
-
 from .emulated import evidence, float8, giveups, layers, mutants, report, trees
-from .emulated.cases import DTYPES, FLOAT8, in_phases, run, small
+from .emulated.cases import DTYPES, FLOAT8, in_phases, issue, problem, run, small, virtual_ranks
 from .emulated.driver import EmulatedDriver, device
 from .emulated.machine import Schedule
-from .emulated.threads import run_ranks
 from .spread import spread
 
 pytestmark = pytest.mark.emulated
@@ -185,18 +180,19 @@ def test_float8_in_every_layout(a: str, b: str) -> None:
             run(found, [op], 2, dtype, replace(small(90, dtype), a=a, b=b), Schedule(1))
 
 
-def test_ranks_launch_in_one_order() -> None:
-    """Which the machine's schedule goes by: what is executed is the same in each run."""
-    x, w = torch.randn(8, 32).bfloat16(), torch.randn(16, 32).bfloat16()
-
-    def call(rank: int, group: ProcessGroup) -> None:
-        for _ in range(8):
-            fusedtp.all_gather_linear(x, w, group=group, schedule="fused")
-
-    with device(80) as found, mock.patch.object(found, "on", wraps=found.on) as on:
-        run_ranks(found, 3, Schedule(1, tick=0.001), call)
-        launched = [each.args[0] for each in on.call_args_list]
-    assert launched == [0, 1, 2] * 8
+def test_what_is_executed_does_not_depend_on_which_rank_launched_first() -> None:
+    """Threads of virtual ranks launch as they wake."""
+    dtype, shape, ran = torch.bfloat16, small(80, torch.bfloat16), []
+    with device(80) as found:
+        for step in (1, -1):
+            with virtual_ranks(3) as ranks:
+                start, _, _ = problem("gather rows", 3, dtype, 1, shape)
+                order = ranks[::step]
+                issue(found, order, [start(ws, ws.rank) for ws in order])
+                ran.append(found.run(ranks, Schedule(1)))
+                for ws in ranks:
+                    ws.check()
+    assert ran[0] == ran[1]
 
 
 def test_a_kernel_is_the_same_wherever_its_sources_lie() -> None:

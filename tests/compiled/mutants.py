@@ -166,6 +166,7 @@ MUTANTS = (
         (_by("gather rows, split", "sm_90"), _by("gather contraction, split", "sm_100")),
         (("gather_matmul", "row = before_descriptor(arena_row, packed)", "row = arena_row"),),
     ),
+    # Loaded with one modifier, another and none: to be found whichever instruction the compiler makes of it.
     Mutant(
         "a clock that every thread loads", checks.decisions, _WAITS,
         (("signal", "read(host + CLOCK_MS) - start", 'tl.load(host + CLOCK_MS, cache_modifier=".cv") - start'),),

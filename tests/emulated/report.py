@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections import defaultdict
@@ -84,4 +85,5 @@ def compare_or_write(done: Sequence[Done]) -> None:
         return
     if (there := re.findall(r"Triton ([\d.]+\d)\.", before)) != [triton.__version__]:
         pytest.skip(f"written with Triton {there}")
-    assert before == document, "run `FUSEDTP_EMULATION=write nox -s emulate`"
+    changes = "\n".join(difflib.unified_diff(before.splitlines(), document.splitlines(), "there", "found", n=0))
+    assert before == document, f"run `FUSEDTP_EMULATION=write nox -s emulate`:\n{changes}"

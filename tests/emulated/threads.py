@@ -54,33 +54,6 @@ def _distributed() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class _Turns:
-    """One thread at a time, always in the order of the ranks: in which order kernels are launched decides what the
-    machine's schedule makes of them.
-    """
-
-    def __init__(self, together: threading.Barrier) -> None:
-        self._together, self._now, self._passed = together, 0, threading.Condition()
-
-    def take(self, rank: int) -> None:
-        """Wait for this rank's turn, or until a rank has failed."""
-        with self._passed:
-            self._passed.wait_for(lambda: self._now == rank or self._together.broken)
-
-    def give(self) -> None:
-        """To the next rank; the last one gives it to the first."""
-        with self._passed:
-            self._now = (self._now + 1) % self._together.parties
-            self._passed.notify_all()
-
-    def meet(self) -> None:
-        """Run what all ranks have launched, once the last of them has come."""
-        rank = self._now
-        self.give()
-        self._together.wait()
-        self.take(rank)
-
-
 def run_ranks(
     driver: EmulatedDriver, world_size: int, schedule: Schedule, call: Callable[[int, dist.ProcessGroup], Any]
 ) -> tuple[list[Any], list[Ran]]:
@@ -88,6 +61,8 @@ def run_ranks(
     results: list[Any] = [None] * world_size
     errors: list[BaseException] = []
     ran: list[Ran] = []
+    # One thread at a time, but for those that wait for the others.
+    turn = threading.Lock()
 
     with virtual_ranks(world_size) as ranks, _distributed():
         groups = _groups(world_size)
@@ -95,34 +70,38 @@ def run_ranks(
             # These groups have no store through which the first rank could tell what it measured.
             each.knowledge = dispatch.Knowledge(None, None)
         together = threading.Barrier(world_size, lambda: ran.append(driver.run(ranks, schedule)), timeout=300)
-        in_turn = _Turns(together)
 
         def get(group: dist.ProcessGroup, device: torch.device, *, epoch: int = 0) -> Workspace:
             return ranks[group.rank()]
+
+        def meet() -> None:
+            turn.release()
+            try:
+                together.wait()
+            finally:
+                turn.acquire()
 
         def go(prepared: Prepared, operands: Any) -> list[Tensor]:
             ws = prepared.ws
             assert ws is not None
             with driver.on(ws.rank):
                 outs = finish(prepared.phases(*operands))
-            in_turn.meet()
+            meet()
             ws.check()
             return outs
 
         def multiplied(whole: Tensor, products: Any, leaves: int = 0) -> list[Tensor]:
             # The library multiplies what kernels have gathered.
-            in_turn.meet()
+            meet()
             return library_multiplied(whole, products, leaves)
 
         def thread(rank: int) -> None:
-            in_turn.take(rank)
-            try:
-                results[rank] = call(rank, groups[rank])
-            except BaseException as error:
-                errors.append(error)
-                together.abort()
-            finally:
-                in_turn.give()
+            with turn:
+                try:
+                    results[rank] = call(rank, groups[rank])
+                except BaseException as error:
+                    errors.append(error)
+                    together.abort()
 
         with (
             mock.patch.object(registry, "get", get),
