@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -122,3 +123,28 @@ def test_a_group_made_anew_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     known["1"] = Named("1", rank=1)
     assert all(each not in before for each in found("1"))
     assert prepared == ["1"]
+
+
+def test_a_group_that_ends_amid_an_interruption_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is raised in a function that is told of a group's end is lost, and the rest of that function with it."""
+    known = {"1": Named("1")}
+    monkeypatch.setattr(groups, "named", lambda name: known[name])
+    text = described("[M_X, K] @ [K, N] -> [M, N]", ["1"], [0], schedule="unfused")
+
+    def found() -> call.Call:
+        return call.of(text, (4, 3, 4, 0, 0, 0), torch.float32, torch.device("cpu"))
+
+    def strike(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = found()
+    assert found() is before
+    sys.settrace(strike)
+    try:
+        del known["1"]
+    finally:
+        sys.settrace(None)
+    known["1"] = Named("1")
+    after = found()
+    assert after is not before
+    assert after.version > before.version

@@ -202,7 +202,7 @@ class Call:
                 return self._program(key).run(tensors, partial(self._run_task, key))
             known = self._only[key] = only, self._made_ready(key, 0, only.task, only.axis)
         only, ready = known
-        if ready.version != stale.version or ready.on_gpu:
+        if ready.version != stale.version or ready.on_gpu or stale.gone:
             ready = self._made_ready(key, 0, only.task, only.axis)
             self._only[key] = only, ready
         operands: list[Tensor | None] = []
@@ -281,6 +281,8 @@ _calls: dict[Any, Call] = stale.table({})
 
 
 def _kept(key: Any) -> Call | None:
+    if stale.gone:
+        stale.changed()
     call = _calls.get(key)
     return call if call is not None and call.version == stale.version else None
 
@@ -358,6 +360,8 @@ def find(
     if key is None:
         return of(*prepare(x, weight, bias, group, *options, **more), x.dtype, x.device)
     found = tuple(key)
+    if stale.gone:
+        stale.changed()
     call = _calls.get(found)
     if call is None or call.version != stale.version:
         call = _keep(found, of(*prepare(x, weight, bias, group, *options, **more), x.dtype, x.device))

@@ -199,6 +199,8 @@ class Ready(Prepared):
 
     def is_stale(self) -> bool:
         """Whether memory has been made or given back since, or a graph capture has begun or ended."""
+        if stale.gone:
+            stale.changed()
         if self.version != stale.version:
             return True
         return self.on_gpu and torch.cuda.is_current_stream_capturing() != self._capturing

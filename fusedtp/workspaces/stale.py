@@ -5,7 +5,7 @@ out anew, and the tables that keep it are emptied: they would also keep memory t
 
 from __future__ import annotations
 
-import sys
+import contextlib
 from collections.abc import MutableMapping
 from typing import Any, TypeVar
 from weakref import ref
@@ -13,6 +13,10 @@ from weakref import ref
 Table = TypeVar("Table", bound=MutableMapping[Any, Any])
 
 version = 0
+# Watched groups that are gone. The interpreter puts them here: in a function of ours an interruption that comes just
+# then would be lost, and with it that the group is gone. Whoever looks a call up by a group's address, or runs one that
+# was found before, sees to it that there is none: `if gone: changed()`.
+gone: list[ref[Any]] = []
 _tables: list[MutableMapping[Any, Any]] = []
 _watched: dict[int, ref[Any]] = {}
 
@@ -26,21 +30,22 @@ def table(new: Table) -> Table:
 def changed() -> None:
     """Something that calls were prepared from is not as it was."""
     global version
+    known = list(gone)
     version += 1
     for each in _tables:
         each.clear()
+    for number, group in list(_watched.items()):
+        if group() is None:
+            _watched.pop(number, None)
+    # Last: if this is interrupted, it is done again.
+    for group in known:
+        with contextlib.suppress(ValueError):
+            gone.remove(group)
 
 
 def watch(group: Any) -> ref[Any]:
     """A weak reference to a group, whose end is a change: another may be made under its name, or at its address."""
     known = _watched.get(id(group))
     if known is None or known() is not group:
-        number = id(group)
-
-        def gone(_: ref[Any]) -> None:
-            if not sys.is_finalizing():
-                _watched.pop(number, None)
-                changed()
-
-        known = _watched[number] = ref(group, gone)
+        known = _watched[id(group)] = ref(group, gone.append)
     return known
