@@ -243,7 +243,8 @@ def work(unit: Unit) -> Done:
                 key = program.name, hashlib.sha256(code_of(text).encode()).hexdigest()
                 kept = np.ones(len(program.instructions), bool)
                 kept[list(without_contraction(program.source))] = False
-                done.executed[key] = (program.count > 0)[kept]
+                # Two texts may have one code: what either has executed.
+                done.executed[key] = done.executed.get(key, False) | (program.count > 0)[kept]
                 if program.whole:
                     done.whole.add(key)
                 done.left_out += int(np.count_nonzero(~kept))
