@@ -46,8 +46,10 @@ def all_gather(
     """The ranks' x joined along `gather_dim` in rank order, bit for bit, differentiable.
 
     x [.., sizes[rank], ..] -> [.., sum(sizes), ..]; `sizes` is by default this rank's length on all. Backward
-    reduce-scatters. `algorithm`: auto, direct (each rank sends to every peer), or ring (to the next rank alone), which
-    only kernels have: with schedule 'fused', or 'auto' on a GPU. `producer` and errors as in `all_gather_linear`.
+    reduce-scatters: it adds up the gradients of the ranks' copies, each of which goes its own way. Before a layer with
+    sequence_parallel=False, or a loss that every rank computes alike, they would count once a rank. `algorithm`: auto,
+    direct (each rank sends to every peer), or ring (to the next rank alone), which only kernels have: with schedule
+    'fused', or 'auto' on a GPU. `producer` and errors as in `all_gather_linear`.
     """
     process_group = groups.resolve(group)
     arguments.check_collective(ALL_GATHER, x, schedule, algorithm, debug, producer)

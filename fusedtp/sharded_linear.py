@@ -21,6 +21,9 @@ from .shards import check_sizes, chunk_sizes
 
 Device = torch.device | str | int | None
 
+# A buffer's name begins so, and goes on with the length of every rank's shard.
+_PADDED = "padded_sizes"
+
 
 class ShardedLinear(nn.Module):
     """nn.Linear's parameters over the ranks of a group, the weight split along its out features (`_dim` 0) or its in
@@ -33,7 +36,6 @@ class ShardedLinear(nn.Module):
     # Whether ranks' features are terms of a sum, forward or backward.
     _sums_features = True
     _matrices = 1
-    padded_sizes: Tensor
 
     def __init__(
         self,
@@ -81,9 +83,14 @@ class ShardedLinear(nn.Module):
         self._make_more(*made)
         self._is_padded = parameters.is_padded(self._sizes)
         if self._is_padded:
-            # In the state too, and compared on loading: the shapes alone would fit other sizes with as long a shard.
-            self.register_buffer("padded_sizes", torch.tensor(self._sizes, device=device))
+            # The shapes alone would fit other sizes with as long a shard. What loads in place, as
+            # torch.distributed.checkpoint.load does, compares names only, and before it writes anything.
+            self.register_buffer(self._padded_name, torch.tensor(self._sizes, device=device))
         self.reset_parameters()
+
+    @property
+    def _padded_name(self) -> str:
+        return "_".join(map(str, (_PADDED, *self._sizes)))
 
     def _make_more(self, mesh: DeviceMesh, device: Device, dtype: torch.dtype | None) -> None:
         """Parameters that only some layers have."""
@@ -101,7 +108,7 @@ class ShardedLinear(nn.Module):
         The seed must be the same on every rank. A parameter on the meta device draws nothing.
         """
         if self._is_padded:
-            self.padded_sizes.copy_(torch.tensor(self._sizes))
+            self.get_buffer(self._padded_name).copy_(torch.tensor(self._sizes))
         rows, weight, bias = self.out_features // self._matrices, self.weight, self.bias
         drawn = [
             nn.Linear(self.in_features, rows, bias is not None, weight.device, weight.dtype)
@@ -137,10 +144,12 @@ class ShardedLinear(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], strict: bool, missing: list[str],
         unexpected: list[str], errors: list[str],
     ) -> None:  # fmt: skip
-        theirs = state_dict.get(f"{prefix}padded_sizes")
-        if theirs is not None and self._is_padded and theirs.tolist() != list(self._sizes):
+        stem = f"{prefix}{_PADDED}_"
+        theirs = [key.removeprefix(stem) for key in state_dict if key.startswith(stem)]
+        if theirs and not (self._is_padded and f"{prefix}{self._padded_name}" in state_dict):
+            shards = theirs[0].replace("_", ", ")
             errors.append(
-                f"{prefix}weight is padded for shards of {tuple(theirs.tolist())}, this layer's are {self._sizes}: "
+                f"{prefix}weight is padded for shards of ({shards}), this layer's are {self._sizes}: "
                 "feature_sizes that are not as DTensor splits them hold for the same ranks only"
             )
             return

@@ -257,3 +257,56 @@ def test_a_late_rank_is_told_that_it_was_given_up(pool: RankPool) -> None:
     assert "which that rank has not made in debug mode" in text
     assert "it had given up on rank 1 in call" in late_text
     assert out == late_out == [2.0, 2.0]
+
+
+def without(group: ProcessGroup, missing: int, met: bool, later: bool) -> tuple[int, str] | None:
+    """Rank `missing` of three does not come; rank 0 gives up first, while the third waits too, or before it comes."""
+    fusedtp.destroy(group)
+    fusedtp.set_timeout(60)
+    options: dict[str, Any] = {"group": group, "debug": True}
+    # The workspace, for which ranks wait as long as for the group itself.
+    fusedtp.all_reduce(ones(2), group=group)
+    if met:
+        fusedtp.all_reduce(ones(2), **options)
+    store = dist.distributed_c10d._get_process_group_store(group)
+    told = [f"without/{missing}/{met}/{later}/{rank}" for rank in range(3)]
+    error = None
+    if (rank := group.rank()) != missing:
+        if later and rank:
+            store.wait([told[0]])
+        fusedtp.set_timeout(0.6 if rank else 0.2)
+        try:
+            fusedtp.all_reduce(ones(2), **options)
+        except fusedtp.PeerTimeout as caught:
+            error = caught.peer, str(caught)
+    store.set(told[rank], "")
+    store.wait(told)
+    fusedtp.set_timeout(60)
+    fusedtp.destroy(group)
+    assert fusedtp.all_reduce(ones(2), **options).tolist() == [3.0, 3.0]
+    return error
+
+
+@pytest.mark.parametrize("met", [False, True], ids=["first call", "second call"])
+@pytest.mark.parametrize("missing", [1, 2])
+def test_all_name_the_rank_that_is_missing(pool: RankPool, missing: int, met: bool) -> None:
+    said = pool.run(without, missing, met, False, world_size=3, timeout=100)
+    assert said[missing] is None
+    for peer, text in filter(None, said):
+        assert peer == missing
+        assert "which that rank has not made in debug mode" in text
+
+
+@pytest.mark.parametrize("met", [False, True], ids=["first call", "second call"])
+@pytest.mark.parametrize("missing", [1, 2])
+def test_who_comes_later_names_it_too(pool: RankPool, missing: int, met: bool) -> None:
+    said = pool.run(without, missing, met, True, world_size=3, timeout=100)
+    # What rank 0 lacks first.
+    assert said[missing] is None
+    assert said[0][0] == 1
+    peer, text = said[3 - missing]
+    if met and missing == 2:
+        assert (peer, "it had given up on rank 1 in call" in text) == (0, True)
+    else:
+        assert (peer, "which that rank has not made in debug mode" in text) == (missing, True)
+        assert ("; rank 0 had given up on it" in text) == met

@@ -93,6 +93,36 @@ def test_a_tied_head_has_the_same_weight(pool: RankPool) -> None:
     pool.run(tied, world_size=2)
 
 
+def uneven(group: ProcessGroup, output: Placement) -> None:
+    """Tokens that do not divide by the ranks, into a style that gathers them: as a DTensor they know their length."""
+    torch.manual_seed(6)
+    dense = nn.Sequential(Scaled(11, FEATURES), nn.Linear(FEATURES, 8)).double()
+    plan = {
+        "0": FusedEmbeddingParallel(output_layouts=output, use_local_output=False),
+        "1": FusedColwiseParallel(input_layouts=output, output_layouts=Replicate()),
+    }
+    split = parallelize_module(copy.deepcopy(dense), mesh_of(group), plan)
+    indices = torch.arange(7)[None]
+    found = split[0](indices)
+    assert isinstance(found, DTensor)
+    assert (found.placements, found.shape) == ((output,), (1, 7, FEATURES))
+    torch.testing.assert_close(found.full_tensor(), dense[0](indices))
+    for model in (dense, split):
+        out = model(indices)
+        out.square().sum().backward()
+        torch.testing.assert_close(out, dense(indices))
+    for (name, ours), theirs in zip(split.named_parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("output", [Shard(1), Replicate()], ids=repr)
+def test_tokens_that_do_not_divide_go_on_as_a_dtensor(pool: RankPool, output: Placement) -> None:
+    pool.run(uneven, output, world_size=2)
+    assert "use_local_output=False" in repr(FusedEmbeddingParallel(use_local_output=False))
+    with pytest.raises(TypeError, match="use_local_output must be True or False, got 'no'"):
+        FusedEmbeddingParallel(use_local_output="no")  # type: ignore[arg-type]
+
+
 def refused(group: ProcessGroup) -> None:
     mesh = mesh_of(group)
     split = parallelize_module(nn.Embedding(9, FEATURES), mesh, FusedEmbeddingParallel())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fusedtp.bench.ranks import RankError, RankPool
+from fusedtp.bench.ranks import RankPool
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.state_dict import (
@@ -349,21 +348,87 @@ def test_gate_and_up_are_cut_along_their_rows(pool: RankPool) -> None:
     pool.run(over_four)
 
 
-def own_sizes(group: ProcessGroup, path: str, sizes: tuple[int, int]) -> Tensor:
+def own_sizes(group: ProcessGroup, path: str) -> None:
+    """Into a layer with as long a shard on the longest rank, so that the shapes would fit."""
     torch.manual_seed(8)
-    layer = fusedtp.ColumnParallelLinear(HIDDEN, INNER, group=group, feature_sizes=sizes)
-    loaded = {"model": layer.state_dict()}
-    if sizes == (7, 2):
-        dcp.save(loaded, checkpoint_id=path, process_group=group)
-    else:
-        with warnings.catch_warnings():
-            dcp.load(loaded, checkpoint_id=path, process_group=group)
-        layer.load_state_dict(loaded["model"])
-    return layer(torch.ones(1, HIDDEN)).detach()
+    layer, same, other = (
+        fusedtp.ColumnParallelLinear(HIDDEN, INNER, group=group, feature_sizes=sizes)
+        for sizes in ((7, 2), (7, 2), (2, 7))
+    )
+    state = layer.state_dict()
+    dcp.save({"model": state}, checkpoint_id=path, process_group=group)
+    for name, fresh in (("file", same), ("state", copy.deepcopy(same))):
+        if name == "file":
+            dcp.load({"model": fresh.state_dict()}, checkpoint_id=path, process_group=group)
+        else:
+            fresh.load_state_dict(state)
+        assert torch.equal(fresh.weight.to_local(), layer.weight.to_local()), name
+    before = {name: whole(value).clone() for name, value in other.state_dict().items()}
+    # DCP's error is no Exception.
+    with pytest.raises(BaseException, match=r"Missing key in checkpoint state_dict: model\.padded_sizes_2_7"):
+        dcp.load({"model": other.state_dict()}, checkpoint_id=path, process_group=group)
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match=r"padded for shards of \(7, 2\), this layer's are \(2, 7\)"):
+            other.load_state_dict(state, strict=strict)
+    for name, value in other.state_dict().items():
+        assert torch.equal(whole(value), before[name]), f"{name} was overwritten"
 
 
 def test_own_sizes_are_not_loaded_into_others(pool: RankPool, tmp_path: Path) -> None:
-    """As long a shard on the longest rank, so that the shapes would fit."""
-    pool.run(own_sizes, str(tmp_path), (7, 2), world_size=2)
-    with pytest.raises(RankError, match=r"padded for shards of \(7, 2\), this layer's are \(2, 7\)"):
-        pool.run(own_sizes, str(tmp_path), (2, 7), world_size=2)
+    pool.run(own_sizes, str(tmp_path), world_size=2)
+
+
+def in_functions(group: ProcessGroup) -> None:
+    torch.manual_seed(9)
+    layer = fusedtp.ColumnParallelLinear(HIDDEN, INNER, group=group)
+    x = torch.randn(2, HIDDEN)
+    layer(x).square().sum().backward()
+    expected = {name: each.grad.to_local().clone() for name, each in layer.named_parameters()}
+    layer.zero_grad()
+    assert layer.bias is not None
+    y = fusedtp.all_gather_linear(x, layer.weight.to_local(), layer.bias.to_local(), group=group)
+    y.square().sum().backward()
+    for name, each in layer.named_parameters():
+        assert isinstance(each.grad, DTensor), name
+        close(each.grad.to_local(), expected[name], name)
+    with pytest.raises(TypeError, match=r"got a DTensor .*weight\.to_local\(\)"):
+        fusedtp.all_gather_linear(x, layer.weight, group=group)
+
+
+def test_functions_take_a_ranks_own_part_of_a_layer(pool: RankPool) -> None:
+    pool.run(in_functions, world_size=2)
+
+
+def whole_in_two_ways(group: ProcessGroup) -> dict[str, Tensor]:
+    """The gradient of a part of x, all of which a layer takes: by each way to have it whole."""
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("X",))
+    torch.manual_seed(9)
+    layers = {
+        whole: fusedtp.ColumnParallelLinear(HIDDEN, INNER, group=group, sequence_parallel=not whole)
+        for whole in (True, False)
+    }
+    layers[True].load_state_dict(layers[False].state_dict())
+    full = torch.randn(2 * group.size(), HIDDEN)
+    found = {}
+    for name, of in {
+        "gathered": lambda x: layers[True](fusedtp.all_gather(x, group=group)),
+        "by the layer": layers[False],
+        "as a DTensor": lambda x: layers[True](DTensor.from_local(x, mesh, [Shard(0)]).full_tensor()),
+        "by notation": lambda x: layers[True](
+            fusedtp.sharded_matmul(x, torch.eye(HIDDEN), "[M_X, K] @ [K, N] -> [M, N]", mesh)
+        ),
+    }.items():
+        x = full[2 * group.rank() :][:2].clone().requires_grad_()
+        of(x).square().sum().backward()
+        assert x.grad is not None
+        found[name] = x.grad
+    return found
+
+
+def test_copies_that_are_gathered_have_a_gradient_each(pool: RankPool) -> None:
+    """docs/sharding.md: before a layer that takes a whole tensor as one, `all_gather` counts a gradient once a rank."""
+    for found in pool.run(whole_in_two_ways, world_size=3):
+        once = found.pop("by the layer")
+        close(found.pop("gathered"), 3 * once, "gathered")
+        for name, each in found.items():
+            close(each, once, name)

@@ -93,7 +93,7 @@ def linear(
     torch.manual_seed(5)
     dense = nn.Linear(IN, OUT, bias, dtype=dtype)
     assert torch.equal(after, torch.rand(1)), f"{name}: drew another number of random values than nn.Linear"
-    padded = ["padded_sizes"] * (features != chunk_sizes(split, world_size))
+    padded = ["_".join(map(str, ("padded_sizes", *features)))] * (features != chunk_sizes(split, world_size))
     assert list(layer.state_dict()) == [*dense.state_dict(), *padded]
     for key, value in layer.named_parameters():
         expected = part(dense.get_parameter(key), cuts[key], rank, features)

@@ -11,12 +11,10 @@ every peer: not a collective, which would hang if a rank makes another call or n
 
 from __future__ import annotations
 
-import json
 import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,8 +26,9 @@ from torch.distributed import ProcessGroup
 from ..errors import PeerTimeout, RanksDisagree
 from ..op import Task
 from ..workspaces import budgets, meaning
+from ..workspaces.records import Exchange
 
-_GAVE_UP = "gave up on rank"
+_GAVE_UP = "gave up on "
 
 
 @dataclass
@@ -96,24 +95,17 @@ def _exchange(op: str, group: ProcessGroup, mine: dict[str, str]) -> tuple[list[
     if not records.session:
         records.session = _meet(op, group, records.store, start + seconds)
     records.calls += 1
-    store, rank, call = records.store, group.rank(), records.calls
-    store.set(records.key(call, rank), json.dumps(mine))
-    everyone: list[dict[str, str]] = []
-    for peer in range(group.size()):
-        waited = time.monotonic() - start
-        try:
-            store.wait([records.key(call, peer)], timedelta(seconds=max(0.001, seconds - waited)))
-            everyone.append(json.loads(store.get(records.key(call, peer))))
-        except RuntimeError as error:
-            store.set(records.key(call, rank), json.dumps({**mine, _GAVE_UP: str(peer)}))
-            detail = f"comparing call {call} of group {group.group_name!r}, which that rank has not made in debug mode"
-            raise PeerTimeout(op, rank, peer, seconds, detail) from error
-        if _GAVE_UP in everyone[-1]:
-            detail = f"it had given up on rank {everyone[-1][_GAVE_UP]} in call {call} of group {group.group_name!r}"
-            raise PeerTimeout(op, rank, peer, round(time.monotonic() - start, 3), detail)
+    store, call, name = records.store, records.calls, group.group_name
+    keys = [records.key(call, peer) for peer in range(group.size())]
+    exchange = Exchange(
+        op, group.rank(), store, keys, seconds, start + seconds,
+        f"comparing call {call} of group {name!r}, which that rank has not made in debug mode",
+        f"in call {call} of group {name!r}",
+    )  # fmt: skip
+    everyone = exchange(mine)
     # A peer that has written this record has read all of the one before.
     if call > 1:
-        store.delete_key(records.key(call - 1, rank))
+        store.delete_key(records.key(call - 1, group.rank()))
     return everyone, call
 
 
@@ -121,22 +113,32 @@ def _meet(op: str, group: ProcessGroup, store: Any, deadline: float) -> str:
     # The session of ranks that all count anew: how often each has, told by every rank to all until they are told alike.
     # What an earlier session has left in the store is of other counts.
     rank, peers, pause = group.rank(), range(group.size()), 0.001
-    said = [f"fusedtp/debug/session/{peer}" for peer in peers]
-    before = ""
+    counts, said = ([f"fusedtp/debug/{what}/{peer}" for peer in peers] for what in ("count", "session"))
+    before, first = "", _read(store, said)
     while True:
-        counts = [f"fusedtp/debug/count/{peer}" for peer in peers]
-        there = [store.check([key]) for key in counts]
-        session = ".".join(store.get(key).decode() if known else "0" for key, known in zip(counts, there, strict=True))
+        session = ".".join(count or "0" for count in _read(store, counts))
         if session != before:
             store.set(said[rank], session)
             before = session
-        apart = [peer for peer in peers if not store.check([said[peer]]) or store.get(said[peer]).decode() != session]
+        now = _read(store, said)
+        apart = [peer for peer in peers if now[peer] != session]
         if not apart:
             return session
         if time.monotonic() > deadline:
-            # Who comes later must not take it for one that is there.
-            store.set(said[rank], "")
-            detail = f"comparing call 1 of group {group.group_name!r}, which that rank has not made in debug mode"
-            raise PeerTimeout(op, rank, apart[0], budgets.of(group), detail)
+            # Not one that has waited in vain as well, nor one that is about to hear of another.
+            gone = [peer for peer in apart if not now[peer].startswith(_GAVE_UP)] or apart
+            missing = next((peer for peer in gone if now[peer] == first[peer]), gone[0])
+            # Who comes later must not take this rank for one that is there.
+            store.set(said[rank], f"{_GAVE_UP}{missing}")
+            detail = f"comparing call 1 of group {group.group_name!r}, "
+            if now[missing].startswith(_GAVE_UP):
+                detail += f"for which that rank waits no more: it had given up on rank {now[missing][len(_GAVE_UP) :]}"
+            else:
+                detail += "which that rank has not made in debug mode"
+            raise PeerTimeout(op, rank, missing, budgets.of(group), detail)
         time.sleep(pause)
         pause = min(2 * pause, 0.02)
+
+
+def _read(store: Any, keys: Sequence[str]) -> list[str]:
+    return [store.get(key).decode() if store.check([key]) else "" for key in keys]

@@ -15,16 +15,17 @@ from .. import collectives
 from ..calls import arguments, dispatch
 from ..calls.parameters import local
 from ..shards import chunk_sizes, offsets
-from .linears import check_mesh, positive
+from .linears import as_dtensor, check_mesh, positive
 from .shared import Derived, derived
 
 
 class FusedEmbeddingParallel(ParallelStyle):
     """An nn.Embedding split by rows over a 1-D mesh, as a head is by columns, so that one weight can serve both.
 
-    output_layouts  of the result [.., features]: Replicate(), whole on every rank, or Shard(d), a rank's part of it
-    schedule        of the all-reduce or reduce-scatter of the results: auto, fused, decomposed or unfused
-    debug           compare it with the other ranks' before it runs
+    output_layouts    of the result [.., features]: Replicate(), whole on every rank, or Shard(d), a rank's part of it
+    use_local_output  return this rank's tensor rather than a DTensor, which knows its length where tokens do not divide
+    schedule          of the all-reduce or reduce-scatter of the results: auto, fused, decomposed or unfused
+    debug             compare it with the other ranks' before it runs
 
     Every rank is given the same indices, and looks up those that are rows of its own; of each index one rank has the
     row, so the sum is exact. The weight becomes a DTensor, Shard(0), and its gradient is this rank's rows'. Subclasses
@@ -32,11 +33,19 @@ class FusedEmbeddingParallel(ParallelStyle):
     are given them, on all if all are.
     """
 
-    def __init__(self, *, output_layouts: Placement | None = None, schedule: str = "auto", debug: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        schedule: str = "auto",
+        debug: bool = False,
+    ) -> None:
         super().__init__()
         self.output_layouts = Replicate() if output_layouts is None else output_layouts
         if not (type(self.output_layouts) is Shard or isinstance(self.output_layouts, Replicate)):
             raise ValueError(f"output_layouts must be Shard(dim) or Replicate(), got {output_layouts!r}")
+        self.use_local_output = arguments.flag("use_local_output", use_local_output)
         dispatch.check_schedule(schedule)
         self.schedule, self.debug = schedule, arguments.flag("debug", debug)
 
@@ -57,11 +66,12 @@ class FusedEmbeddingParallel(ParallelStyle):
         own: Any = type(module)
         made.__class__ = FusedEmbedding if own is nn.Embedding else derived((own, FusedEmbedding, Derived))
         made.mesh, made.output = device_mesh, self.output_layouts
-        made.schedule, made.debug = self.schedule, self.debug
+        made.use_local_output, made.schedule, made.debug = self.use_local_output, self.schedule, self.debug
         return module
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(output_layouts={self.output_layouts!r}, schedule={self.schedule!r})"
+        layouts = f"output_layouts={self.output_layouts!r}, use_local_output={self.use_local_output}"
+        return f"{type(self).__name__}({layouts}, schedule={self.schedule!r})"
 
 
 class FusedEmbedding(nn.Embedding):
@@ -69,6 +79,7 @@ class FusedEmbedding(nn.Embedding):
 
     mesh: DeviceMesh
     output: Placement
+    use_local_output: bool
     schedule: str
     debug: bool
 
@@ -97,7 +108,9 @@ class FusedEmbedding(nn.Embedding):
             # It takes part in what is sent backward as well.
             found = weight.new_zeros(*input.shape, self.embedding_dim) + weight.sum()
         options: dict[str, Any] = {"group": self.mesh.get_group(), "schedule": self.schedule, "debug": self.debug}
-        if not isinstance(output, Shard):
-            return collectives.all_reduce(found, **options)
-        lengths = chunk_sizes(found.shape[output.dim], self.mesh.size())
-        return collectives.reduce_scatter(found, scatter_dim=output.dim, sizes=lengths, **options)
+        if isinstance(output, Shard):
+            lengths = chunk_sizes(found.shape[output.dim], self.mesh.size())
+            y = collectives.reduce_scatter(found, scatter_dim=output.dim, sizes=lengths, **options)
+        else:
+            y = collectives.all_reduce(found, **options)
+        return y if self.use_local_output else as_dtensor(y, self.mesh, output, tuple(found.shape))

@@ -89,14 +89,17 @@ class _Layouts:
         made, output = positive(made, y.ndim), positive(self.output, y.ndim)
         if made == output and self.use_local_output:
             return y
-        # A DTensor's strides are those of the whole tensor; ones that ours does not have would mislead a view of it.
-        strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-        out = DTensor.from_local(
-            y.contiguous(), self.mesh, [made], run_check=False, shape=torch.Size(shape), stride=strides
-        )
+        out = as_dtensor(y, self.mesh, made, shape)
         if made != output:
             out = out.redistribute(placements=[output])
         return out.to_local() if self.use_local_output else out
+
+
+def as_dtensor(y: Tensor, mesh: DeviceMesh, made: Placement, shape: tuple[int, ...]) -> DTensor:
+    """y, laid out as `made` of a whole tensor of `shape`."""
+    # A DTensor's strides are those of the whole tensor; ones that ours does not have would mislead a view of it.
+    strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    return DTensor.from_local(y.contiguous(), mesh, [made], run_check=False, shape=torch.Size(shape), stride=strides)
 
 
 def positive(placement: Placement, ndim: int, name: str = "layout") -> Placement:

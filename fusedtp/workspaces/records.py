@@ -1,0 +1,66 @@
+"""Records that the ranks of a group leave each other in the group's store, to be compared before they go on.
+
+Not a collective, which would hang if a rank makes another call or none, but waits that time out. A rank that gives up
+says on whom, so that those which come later name the rank that is missing, and not the first one to give up.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from ..errors import PeerTimeout
+
+_GAVE_UP = "gave up on rank"
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One exchange of records: what for (`op`), by which rank, in which store, under which key for each rank.
+
+    `seconds` are allowed, until `deadline`, a time of time.monotonic(). What an error says: `absent` of a rank that has
+    left no record, `where` of the place at which another has given up.
+    """
+
+    op: str
+    rank: int
+    store: Any
+    keys: Sequence[str]
+    seconds: float
+    deadline: float
+    absent: str
+    where: str
+
+    def __call__(self, mine: Mapping[str, str]) -> list[dict[str, str]]:
+        """What each rank has left; `mine` is left for them.
+
+        PeerTimeout, naming a rank that has left nothing, at the deadline, or once another rank has given up.
+        """
+        self.store.set(self.keys[self.rank], json.dumps(mine))
+        try:
+            return [self._read(peer) for peer in range(len(self.keys))]
+        except BaseException as error:
+            # Who comes later must not take this rank for one that goes on.
+            lost = str(error.peer) if isinstance(error, PeerTimeout) else ""
+            self.store.set(self.keys[self.rank], json.dumps({_GAVE_UP: lost}))
+            raise
+
+    def _read(self, peer: int) -> dict[str, str]:
+        try:
+            self.store.wait([self.keys[peer]], timedelta(seconds=max(0.001, self.deadline - time.monotonic())))
+            found: dict[str, str] = json.loads(self.store.get(self.keys[peer]))
+        except RuntimeError as error:
+            raise PeerTimeout(self.op, self.rank, peer, self.seconds, self.absent) from error
+        if _GAVE_UP not in found:
+            return found
+        lost, detail = found[_GAVE_UP], f"it was interrupted {self.where}"
+        if lost and self.store.check([self.keys[int(lost)]]):
+            # That rank has come after all, or it is this one.
+            detail = f"it had given up on rank {lost} {self.where}"
+        elif lost:
+            peer, detail = int(lost), f"{self.absent}; rank {peer} had given up on it"
+        raise PeerTimeout(self.op, self.rank, peer, round(time.monotonic() - self.deadline + self.seconds, 3), detail)
