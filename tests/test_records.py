@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -20,9 +21,9 @@ def exchange(store: Any, rank: int, seconds: float = 0.05) -> list[dict[str, str
     return Exchange("op", rank, store, KEYS, seconds, end, "it has not come", "in call 4")({"mine": str(rank)})
 
 
-def told(store: Any, rank: int) -> tuple[int, str]:
+def told(store: Any, rank: int, seconds: float = 0.05) -> tuple[int, str]:
     with pytest.raises(fusedtp.PeerTimeout) as caught:
-        exchange(store, rank)
+        exchange(store, rank, seconds)
     assert (caught.value.op, caught.value.rank) == ("op", rank)
     return caught.value.peer, caught.value.detail
 
@@ -59,3 +60,14 @@ def test_an_interruption_is_told() -> None:
         exchange(store, 0)
     leave(store, 2)
     assert told(store, 1) == (0, "it was interrupted in call 4")
+
+
+def test_a_rank_that_was_ahead_of_all_is_named_by_all() -> None:
+    """It made one call more than the others, who come to that call one after another."""
+    store = dist.HashStore()
+    assert told(store, 2) == (0, "it has not come")
+    with ThreadPoolExecutor() as threads:
+        early = threads.submit(told, store, 1, 20.0)
+        time.sleep(0.1)
+        assert told(store, 0) == (2, "it had given up on rank 0 in call 4")
+        assert early.result() == (2, "it had given up on rank 0 in call 4")

@@ -38,29 +38,32 @@ class Exchange:
     def __call__(self, mine: Mapping[str, str]) -> list[dict[str, str]]:
         """What each rank has left; `mine` is left for them.
 
-        PeerTimeout, naming a rank that has left nothing, at the deadline, or once another rank has given up.
+        PeerTimeout where one has left nothing by the deadline, naming it, or where all have come behind one that had
+        given up, naming that one.
         """
         self.store.set(self.keys[self.rank], json.dumps(mine))
+        everyone: list[dict[str, str]] = []
         try:
-            return [self._read(peer) for peer in range(len(self.keys))]
+            for peer in range(len(self.keys)):
+                everyone.append(self._read(peer, everyone))
         except BaseException as error:
             # Who comes later must not take this rank for one that goes on.
             lost = str(error.peer) if isinstance(error, PeerTimeout) else ""
             self.store.set(self.keys[self.rank], json.dumps({_GAVE_UP: lost}))
             raise
+        for peer, found in enumerate(everyone):
+            if (lost := found.get(_GAVE_UP)) is not None:
+                what = f"had given up on rank {lost}" if lost else "was interrupted"
+                spent = round(time.monotonic() - self.deadline + self.seconds, 3)
+                raise PeerTimeout(self.op, self.rank, peer, spent, f"it {what} {self.where}")
+        return everyone
 
-    def _read(self, peer: int) -> dict[str, str]:
+    def _read(self, peer: int, before: Sequence[dict[str, str]]) -> dict[str, str]:
         try:
             self.store.wait([self.keys[peer]], timedelta(seconds=max(0.001, self.deadline - time.monotonic())))
             found: dict[str, str] = json.loads(self.store.get(self.keys[peer]))
         except RuntimeError as error:
-            raise PeerTimeout(self.op, self.rank, peer, self.seconds, self.absent) from error
-        if _GAVE_UP not in found:
-            return found
-        lost, detail = found[_GAVE_UP], f"it was interrupted {self.where}"
-        if lost and self.store.check([self.keys[int(lost)]]):
-            # That rank has come after all, or it is this one.
-            detail = f"it had given up on rank {lost} {self.where}"
-        elif lost:
-            peer, detail = int(lost), f"{self.absent}; rank {peer} had given up on it"
-        raise PeerTimeout(self.op, self.rank, peer, round(time.monotonic() - self.deadline + self.seconds, 3), detail)
+            givers = [giver for giver, each in enumerate(before) if each.get(_GAVE_UP) == str(peer)]
+            detail = f"{self.absent}; rank {givers[0]} had given up on it" if givers else self.absent
+            raise PeerTimeout(self.op, self.rank, peer, self.seconds, detail) from error
+        return found
