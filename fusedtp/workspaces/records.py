@@ -52,7 +52,8 @@ class Exchange:
             self.store.set(self.keys[self.rank], json.dumps({_GAVE_UP: lost}))
             raise
         for peer, found in enumerate(everyone):
-            if (lost := found.get(_GAVE_UP)) is not None:
+            if _GAVE_UP in found:
+                lost = found[_GAVE_UP]
                 what = f"had given up on rank {lost}" if lost else "was interrupted"
                 spent = round(time.monotonic() - self.deadline + self.seconds, 3)
                 raise PeerTimeout(self.op, self.rank, peer, spent, f"it {what} {self.where}")
