@@ -6,7 +6,7 @@ which shared memory cannot notice; comparing them costs a round trip to the grou
 finding such a mistake.
 
 Calls are counted, group by group. A rank leaves the record of its n-th call in the group's store, then reads that of
-every peer: not a collective, which would hang if a rank makes another call or none, but a wait that times out.
+every peer (`workspaces.records`).
 """
 
 from __future__ import annotations
