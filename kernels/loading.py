@@ -15,6 +15,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -64,34 +65,82 @@ def _starter(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
 
 
 def _load(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    if INTERPRETED:
-        return
-    given = options = _fitting(kernel, args, options)
-    while True:
-        try:
-            # Indexing the compiled kernel with a grid loads it.
-            kernel.warmup(*args, grid=grid, **options)[(*grid, 1, 1)[:3]]
-            return
-        except OutOfResources as error:
-            options = _with_less(error, kernel, args, given, options)
+    if not INTERPRETED:
+        _compiled_with_room(kernel, grid, args, options, load)
 
 
 def _start(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     # The first argument of every kernel of ours is a tuple that begins with a tensor.
     check_device(args[0][0])
+    capturing = _is_capturing(args[0][0])
+
+    def start(compiled: Any, grid: tuple[int, ...]) -> None:
+        if capturing and compiled.module is None:
+            raise RuntimeError(
+                f"{kernel.__name__} is not loaded, and a graph capture cannot load it: run the same call, with tensors "
+                "of these shapes, strides and alignment, once before capturing"
+            )
+        take = load(compiled, grid)
+        compiled[grid](*take(args))
+
+    _compiled_with_room(kernel, grid, args, options, start)
+
+
+def _is_capturing(x: torch.Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _compiled_with_room(
+    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any],
+    use: Callable[[Any, tuple[int, ...]], object],
+) -> None:  # fmt: skip
+    """Compile a kernel and use it, with fewer stages where a program has too little shared memory."""
     given = options = _fitting(kernel, args, options)
-    capturing = args[0][0].is_cuda and torch.cuda.is_current_stream_capturing()
-    if capturing and kernel.warmup(*args, grid=grid, **options).module is None:
-        raise RuntimeError(
-            f"{kernel.__name__} is not loaded, and a graph capture cannot load it: run the same call, with tensors of "
-            "these shapes, strides and alignment, once before capturing"
-        )
+    whole_grid = (*grid, 1, 1)[:3]
     while True:
+        compiled = kernel.warmup(*args, grid=grid, **options)
         try:
-            kernel[grid](*args, **options)
+            use(compiled, whole_grid)
             return
         except OutOfResources as error:
             options = _with_less(error, kernel, args, given, options)
+
+
+# By compiled kernel: what takes a launch's parameters out of its nested arguments.
+_takes: dict[Any, Callable[[tuple[Any, ...]], tuple[Any, ...]]] = {}
+
+
+def load(compiled: Any, grid: tuple[int, ...]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """Load a compiled kernel onto the device, with a launcher that takes its parameters flat.
+
+    The launchers of Triton 3.6 and 3.7 expand tensor descriptors only where they are arguments of their own, not fields
+    of tuples: `CudaLauncher` raises AssertionError. A compiled kernel has one flat list of parameters, so its launcher
+    is made for that list, with every Triton, and `_start` gives it the leaves of the arguments.
+    """
+    if (known := _takes.get(compiled)) is not None:
+        return known
+    paths = list(_paths(tuple(compiled.src.signature.values())))
+    signature = {i: kind for i, (_, kind) in enumerate(paths)}
+    source = compiled.src
+    compiled.src = SimpleNamespace(fn=source.fn, signature=signature, constants={})
+    try:
+        # Indexing a compiled kernel with a grid loads it and makes its launcher.
+        compiled[grid]
+    except BaseException:
+        compiled.src = source
+        raise
+    leaves = ", ".join("a" + "".join(f"[{i}]" for i in path) for path, _ in paths)
+    _takes[compiled] = take = eval(f"lambda a: ({leaves},)")
+    return take
+
+
+def _paths(signature: tuple[Any, ...], *path: int) -> Iterator[tuple[tuple[int, ...], str]]:
+    # Where the parameters are that a kernel has when it is compiled: constants are none.
+    for i, kind in enumerate(signature):
+        if isinstance(kind, tuple):
+            yield from _paths(kind, *path, i)
+        elif kind != "constexpr":
+            yield (*path, i), kind
 
 
 # Of kernels that had not enough shared memory: how many stages they have had since, by what they are compiled for.

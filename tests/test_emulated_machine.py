@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from .emulated import compiler, litmus
-from .emulated.lower import INSTRUCTION
-from .emulated.machine import Failed, Schedule, core
-from .emulated.ptx import CannotExecute
+from .virtual_gpu import compiler, litmus
+from .virtual_gpu.lower import INSTRUCTION
+from .virtual_gpu.machine import Failed, Schedule, core
+from .virtual_gpu.ptx import CannotExecute
 
 Array = np.ndarray[Any, Any]
 pytestmark = pytest.mark.emulated

@@ -19,11 +19,11 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "0":
     pytest.skip("Triton's interpreter is chosen for this process; nox -s emulate", allow_module_level=True)
 
-from .emulated import evidence, float8, giveups, layers, mutants, report, trees
-from .emulated.cases import DTYPES, FLOAT8, in_phases, issue, problem, run, small, virtual_ranks
-from .emulated.driver import EmulatedDriver, device
-from .emulated.machine import Schedule
 from .spread import spread
+from .virtual_gpu import evidence, float8, giveups, layers, mutants, report, trees
+from .virtual_gpu.cases import DTYPES, FLOAT8, in_phases, issue, problem, run, small, virtual_ranks
+from .virtual_gpu.driver import EmulatedDriver, device
+from .virtual_gpu.machine import Schedule
 
 pytestmark = pytest.mark.emulated
 

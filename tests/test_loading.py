@@ -1,5 +1,6 @@
 """What a graph capture will start is loaded by the eager call before it, whichever way that takes; and what is refused
-where a kernel starts. Kernels are interpreted here: which are started, and with what, is what is looked at.
+where a kernel starts. Kernels are interpreted here: which are started, and with what, is what is looked at. Through
+Triton's own launcher: `test_emulated_launch.py`.
 """
 
 from __future__ import annotations
@@ -179,30 +180,6 @@ def test_loading_starts_nothing_and_ends() -> None:
     kernel.__getitem__.assert_not_called()
     loading.launch(kernel, (1,))(torch.zeros(1))
     kernel.__getitem__.assert_called_once_with((1,))
-
-
-def test_a_capture_refuses_what_is_not_loaded() -> None:
-    kernel, x = mock.MagicMock(__name__="_some_kernel"), SimpleNamespace(is_cuda=True, device=torch.device("cuda:0"))
-    kernel.warmup.return_value = SimpleNamespace(module=None)
-    with (
-        mock.patch.object(loading, "INTERPRETED", False),
-        mock.patch.object(torch.cuda, "current_device", return_value=0),
-        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
-    ):
-        with pytest.raises(RuntimeError, match=r"_some_kernel is not loaded, .* once before capturing"):
-            loading.launch(kernel, (3,))((x,), num_warps=4)
-        kernel.__getitem__.assert_not_called()
-        kernel.warmup.return_value = SimpleNamespace(module=object())
-        loading.launch(kernel, (3,))((x,), num_warps=4)
-        kernel.__getitem__.return_value.assert_called_once()
-
-
-def test_loading_on_a_gpu_compiles_and_loads() -> None:
-    kernel, x = mock.MagicMock(), torch.zeros(1)
-    with mock.patch.object(loading, "INTERPRETED", False), loading.only_loading():
-        loading.launch(kernel, (3,))(x, num_warps=4)
-    kernel.warmup.assert_called_once_with(x, grid=(3,), num_warps=4)
-    kernel.warmup.return_value.__getitem__.assert_called_once_with((3, 1, 1))
 
 
 def test_tensors_of_another_device_are_refused(rank: Workspace) -> None:

@@ -19,7 +19,6 @@ from fusedtp.kernels.choices import Choice
 from fusedtp.kernels.configs import TABLE, Config
 from fusedtp.kernels.matmul_all_reduce import splits_of
 from torch.distributed import ProcessGroup
-from triton.runtime.errors import OutOfResources
 from typer.testing import CliRunner
 
 import fusedtp
@@ -180,38 +179,6 @@ def test_all_ranks_take_what_the_first_one_read(pool: RankPool, tmp_path: Path) 
     assert both == [(text, [(32, 32)])] * 2
     tuning.write(path, tuning.dump(table(tuned(None))))
     assert pool.run(taken, str(path), world_size=2) == [("", [(64, 64)])] * 2
-
-
-class Kernel:
-    """A stand-in for Triton's, which has room for so many stages."""
-
-    __name__ = "stand_in"
-
-    def __init__(self, most: int) -> None:
-        self.most, self.asked = most, []  # type: ignore[var-annotated]
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def start(*args: Any, num_stages: int, **options: Any) -> None:
-            self.asked.append(num_stages)
-            if num_stages > self.most:
-                raise OutOfResources(num_stages, self.most, "shared memory" if self.most else "tensor memory")
-
-        return start
-
-
-def test_a_kernel_that_asks_for_too_much_has_fewer_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "_stages", {})
-    kernel, args = Kernel(2), ((torch.zeros(1),), 3)
-    for _ in range(2):
-        loading._start(kernel, (1,), *args, num_stages=4, num_warps=4)
-    # The second time it is known.
-    assert kernel.asked == [4, 3, 2, 2]
-    loading._start(kernel, (1,), *args, num_stages=4, num_warps=8)
-    assert kernel.asked[4:] == [4, 3, 2]
-    with pytest.raises(OutOfResources):
-        loading._start(Kernel(0), (1,), *args, num_stages=4)
-    with pytest.raises(OutOfResources):
-        loading._start(Kernel(-1), (1,), *args, num_stages=1)
 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])

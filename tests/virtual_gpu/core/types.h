@@ -46,6 +46,8 @@ typedef struct {
   const Span *spans;
   int num_spans, rank, grid, num_warps, next, left;
   u32 shared_bytes;
+  // Where the launch's tensor maps are.
+  u64 maps, bytes_of_maps;
 } Launch;
 
 // Stores of one instruction that are not seen by others yet: by lane. `marked` were released at gpu scope, at `when`.

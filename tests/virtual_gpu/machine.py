@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from .compiler import shared_object
-from .lower import Program
+from .lower import PARAMETERS, Program
 
 Array = np.ndarray[Any, Any]
 SPAN = np.dtype([("begin", "u8"), ("end", "u8"), ("region", "i4"), ("writable", "i4")])
@@ -45,7 +45,7 @@ def core() -> ctypes.CDLL:
     lib.reset.argtypes = [ctypes.c_int]
     lib.add_region.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int]
     lib.set_window.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_int]
-    lib.launch.argtypes = [*[ctypes.c_void_p] * 5, *[ctypes.c_int] * 4, ctypes.c_uint32]
+    lib.launch.argtypes = [*[ctypes.c_void_p] * 5, *[ctypes.c_int] * 4, ctypes.c_uint32, *[ctypes.c_uint64] * 2]
     lib.run.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p]
     return lib
 
@@ -100,6 +100,8 @@ class Waiting:
     grid: int
     warps: int
     shared_bytes: int
+    # Tensor maps among the parameters, whose values are places in it.
+    maps: Any = None
     keep: list[Any] = field(default_factory=list)
 
 
@@ -167,7 +169,8 @@ class Machine:
             program = each.program
             own = [block for block in self.blocks if block.rank == each.rank]
             may = spans([*each.touches, *self.arenas, *own])
-            constants = program.constants(each.values)
+            maps, bytes_of_maps = (0, 0) if each.maps is None else (each.maps.ctypes.data, each.maps.nbytes)
+            constants = program.constants(each.values | {PARAMETERS: maps})
             kernel = _Kernel(
                 program.instructions.ctypes.data, program.pool.ctypes.data, len(program.instructions), *program.sizes,
                 program.count.ctypes.data,
@@ -175,7 +178,7 @@ class Machine:
             keep += [may, constants, kernel]
             lib.launch(
                 ctypes.byref(kernel), *(each.ctypes.data for each in constants), may.ctypes.data, len(may), each.rank,
-                each.grid, each.warps, each.shared_bytes,
+                each.grid, each.warps, each.shared_bytes, maps, bytes_of_maps,
             )  # fmt: skip
         clocks = np.array(self.clocks or [0], np.uint64)
         plan = _Plan(

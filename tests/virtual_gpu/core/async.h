@@ -131,6 +131,8 @@ static void tma_data(const Tma *t) {
   fail("TMA counts at %#x, where no mbarrier is", t->bar);
 }
 static void tma_load(const TensorMap *map, u32 dst, u32 bar, const int *at, int ndim, int lane) {
+  u64 place = (u64)map - C->launch->maps;
+  if (place % sizeof *map || place >= C->launch->bytes_of_maps) fail("TMA by what is no tensor map, lane %d", lane);
   if (map->ndim != ndim) fail("TMA of %d dimensions by a tensor map of %d", ndim, (int)map->ndim);
   if (C->num_tmas == MOST_TMA) fail("more than %d TMA copies under way", MOST_TMA);
   i64 bytes = box_bytes(map);

@@ -44,10 +44,10 @@ int add_region(u64 base, u64 len, int rank) {
 }
 // Kernels of one rank run one after another, as on one stream.
 void launch(const Kernel *k, const void *words, const void *doubles, const void *preds, const Span *spans,
-            int num_spans, int rank, int grid, int num_warps, u32 shared_bytes) {
+            int num_spans, int rank, int grid, int num_warps, u32 shared_bytes, u64 maps, u64 bytes_of_maps) {
   if (num_launches == MOST_LAUNCHES) abort();
   launches[num_launches++] = (Launch){
-      k, {words, doubles, preds}, spans, num_spans, rank, grid, num_warps, 0, grid, shared_bytes};
+      k, {words, doubles, preds}, spans, num_spans, rank, grid, num_warps, 0, grid, shared_bytes, maps, bytes_of_maps};
 }
 
 static Cta *start(Launch *launch) {

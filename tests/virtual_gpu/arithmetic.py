@@ -19,7 +19,7 @@ _BY_NAME = {
     "cvt.s16.s8": ("sext8_16", "ww"), "cvt.s32.s8": ("sext8_32", "ww"), "cvt.s32.s16": ("sext16_32", "ww"),
     "cvt.u16.u32": ("low16", "ww"), "cvt.u32.u16": ("mov_32", "ww"), "cvt.u32.u64": ("low32", "wd"),
     "cvt.u64.u32": ("zext64", "dw"), "cvt.s64.s32": ("sext64", "dw"), "cvt.u16.u8": ("low8", "ww"),
-    "cvt.u32.u8": ("low8", "ww"), "cvta.param.u64": ("mov_64", "dd"), "cvta.to.global.u64": ("mov_64", "dd"),
+    "cvt.u32.u8": ("low8", "ww"), "cvta.to.global.u64": ("mov_64", "dd"),
     "fma.rn.f32": ("fma_f32", "wwww"), "fma.rn.bf16x2": ("fma_bf16x2", "wwww"), "fma.rn.bf16": ("fma_bf16", "wwww"),
     "neg.s32": ("neg_32", "ww"), "neg.s64": ("neg_64", "dd"), "abs.s32": ("abs_32", "ww"),
     "mul.hi.u32": ("mulhi_u32", "www"), "mul.hi.s32": ("mulhi_s32", "www"),

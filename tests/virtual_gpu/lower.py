@@ -15,6 +15,8 @@ from .ptx import CannotExecute, Source, Statement, address, parse, vector
 FIELDS = ("op", "pred", "neg", "width", "vec", "flags", "ops", "unused")
 INSTRUCTION = np.dtype([(name, "i4") for name in FIELDS] + [("imm", "i8")])
 SHARED_BASE = 1024
+# A tensor map as a parameter; and the constant of a launch that has the address of its parameters.
+MAP_BYTES, PARAMETERS = 128, "parameters"
 RELEASE, ACQUIRE, AT_SYS, AT_GPU, TRANSPOSED, BF16, TRANSPOSED_A = (1 << i for i in range(7))
 # What operands of wgmma are, two bits of the flags for each; whether A is in registers.
 _TYPES, _TYPES_AT, A_IN_REGISTERS = ("f16", "bf16", "e4m3", "e5m2"), 7, 1 << 11
@@ -64,6 +66,9 @@ class Lowered:
                 raise CannotExecute(f"{text} is no operand of kind {kind}")
             return self.registers[kind].setdefault(text, len(self.registers[kind]))
         if text in dict(self.source.params):
+            # PTX, Kernel Function Parameter Attributes: its address in the space of parameters; a map's is taken.
+            if dict(self.source.params)[text] != MAP_BYTES:
+                raise CannotExecute(f"the address of {text}")
             return self.constant(kind, text)
         if text == "global_smem":
             return self.constant(kind, SHARED_BASE)
@@ -113,7 +118,9 @@ def _load_or_store(low: Lowered, s: Statement) -> dict[str, Any]:
         signed = "s32" in mods and bits == 64
         kind = "w" if bits == 32 or signed else "d"
         op = "sext64" if signed else f"mov_{bits}"
-        return low.make(op, [(s.operands[0], "d" if bits == 64 else "w"), (name, kind)], bits)
+        row = low.make(op, [(s.operands[0], "d" if bits == 64 else "w")], bits)
+        low.pool[row["ops"] + 1] = low.constant(kind, name)
+        return row
     known = {"global", "shared", "b8", "b16", "b32", "b64", "v2", "v4"} | {
         f"{t}{b}" for t in "uf" for b in (16, 32, 64)
     }
@@ -263,6 +270,10 @@ def _lower(low: Lowered, s: Statement) -> dict[str, Any]:
     )
     if s.name in families:
         return families[s.name](low, s)
+    if s.opcode == "cvta.param.u64":
+        row = low.make("add_64", [(each, "d") for each in s.operands])
+        low.pool[row["ops"] + 2] = low.constant("d", PARAMETERS)
+        return row
     if s.opcode in ("bra", "bra.uni"):
         return low.make("bra", [])
     if s.opcode == "ret":

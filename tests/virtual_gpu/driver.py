@@ -1,0 +1,235 @@
+"""A virtual GPU: launchers specialize, compile and launch as on a GPU, through Triton's own driver and launcher; what
+arrives at the stub of libcuda waits on the machine's stream of the rank that is current.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import triton
+from fusedtp.kernels import launch, signal
+from torch import Tensor
+from triton import JITFunction
+
+from fusedtp import kernels
+from fusedtp.calls import dispatch
+from fusedtp.workspaces import missing
+from fusedtp.workspaces.workspace import Workspace
+
+from .lower import Program
+from .machine import Machine, Memory, Ran, Schedule, Waiting, op_of
+from .stub import MAP, Launch, Stub, cuda_driver, ptx_is_the_image, tensor_map
+
+# Rule 7 of the kernels: they store to operands of these names only, and to arenas. z is an epilogue's, of products that
+# are kept.
+_STORED = ("c", "out", "more", "z", "sums", "arrivals")
+# Where all arenas are reached at once.
+WINDOW = 1 << 56
+
+
+def _extent(x: Tensor) -> int:
+    return (
+        (1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))) * x.element_size() if x.numel() else 0
+    )
+
+
+class EmulatedDriver:
+    """A device of one compute capability: Triton's own driver and launcher, a stub of libcuda, and the machine.
+
+    Every launch is held against the arguments that the launcher was given, then waits on its rank's stream.
+    """
+
+    def __init__(self, capability: int) -> None:
+        self.capability, self.machine, self.rank = capability, Machine(), 0
+        self.programs: dict[str, Program] = {}
+        # Kernels are changed by it before they are launched: (name, PTX) -> PTX.
+        self.rewrite: Callable[[str, str], str] | None = None
+        # Whether a rank launches a kernel of that name: (rank, name) -> bool.
+        self.launches: Callable[[int, str], bool] | None = None
+        # Called behind each launch: where the host goes on with what a kernel has done, it must have run.
+        self.launched: Callable[[], object] | None = None
+        self.triton = cuda_driver(capability, lambda device: self.rank)
+        self.stub = Stub(self._take)
+        # Of the kernel that is about to be launched: (name, type, value) of each parameter.
+        self._given: list[tuple[str, str, Any]] = []
+
+    def announce(self, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Note the arguments of the next launch. Called by Triton before a kernel runs (JITFunction.pre_run_hooks)."""
+        *_, bind = kernel.device_caches[self.triton.get_current_device()]
+        _, specialization, _ = bind(*args, **options)
+        kinds = [kind for kind, _ in specialization[: len(args)]]
+        self._given = list(_leaves(kernel.arg_names, kinds, args))
+
+    def _take(self, launch: Launch) -> None:
+        program = self.program(launch.name, launch.ptx)
+        if self.launches and not self.launches(launch.stream, launch.name):
+            return
+        values: list[int] = []
+        touches: list[Memory] = []
+        maps = np.zeros(sum(kind.startswith("tensordesc") for _, kind, _ in self._given), MAP)
+        num_maps = 0
+        parameters = iter(launch.parameters)
+
+        def number() -> int:
+            values.append(int.from_bytes(next(parameters), "little"))
+            return values[-1]
+
+        def same(name: str, found: int, expected: int, bits: int = 64) -> None:
+            assert found == expected % (1 << bits), f"{launch.name}: {name} is launched with {found}, not {expected}"
+
+        def touch(tensor: Tensor, size: int, writable: bool) -> None:
+            if size:
+                begin = tensor.data_ptr()
+                touches.append(Memory(begin, begin + size, launch.stream, writable))
+
+        tensors: list[int] = []
+        for name, kind, value in self._given:
+            if kind.startswith("tensordesc"):
+                made = maps[num_maps] = tensor_map(next(parameters))
+                check_map(name, made, value)
+                values.append(num_maps * MAP.itemsize)
+                num_maps += 1
+                for length in value.shape:
+                    same(f"a length of {name}", number(), length, 32)
+                for stride in value.strides:
+                    same(f"a stride of {name}", number(), stride)
+                touch(value.base, _described(made), False)
+            elif kind.startswith("*"):
+                same(name, number(), value.data_ptr())
+                tensors.append(value.numel())
+                touch(value, _extent(value), name in _STORED)
+            else:
+                same(name, number(), int(value), int(kind[1:]))
+        program.whole = program.whole or all(tensors)
+        # Scratch memory, of which these kernels have none.
+        assert [number(), number()] == [0, 0]
+        assert next(parameters, None) is None, (launch.name, self._given, program.source.params)
+        assert launch.grid[1:] == (1, 1)
+        names = [name for name, _ in program.source.params]
+        self.machine.launch(
+            Waiting(
+                launch.name, program, dict(zip(names, values, strict=True)), touches, launch.stream, launch.grid[0],
+                launch.threads // 32, launch.shared_bytes, maps, [self._given],
+            )
+        )  # fmt: skip
+        if self.launched is not None:
+            self.launched()
+
+    def program(self, name: str, text: str) -> Program:
+        """A kernel's PTX, read once."""
+        if self.rewrite:
+            text = self.rewrite(name, text)
+        if text not in self.programs:
+            self.programs[text] = Program(name, text, op_of)
+        return self.programs[text]
+
+    @contextlib.contextmanager
+    def on(self, rank: int) -> Iterator[None]:
+        """What is launched inside waits on that rank's stream."""
+        before, self.rank = self.rank, rank
+        try:
+            yield
+        finally:
+            self.rank = before
+
+    def run(self, ranks: Sequence[Workspace], schedule: Schedule) -> Ran:
+        """Execute all that has been launched on virtual ranks, with their arenas and clocks."""
+        machine = self.machine
+        arenas = {ws.rank: ws._arena.tensors[ws.rank] for ws in ranks if ws._arena is not None}
+        machine.arenas = [Memory(x.data_ptr(), x.data_ptr() + x.numel(), rank) for rank, x in arenas.items()]
+        machine.window = WINDOW
+        blocks = {ws.rank: ws.host_block for ws in ranks}
+        machine.blocks = [Memory(x.data_ptr(), x.data_ptr() + 4 * x.numel(), rank) for rank, x in blocks.items()]
+        machine.clocks = [x.data_ptr() + 4 * signal.CLOCK_MS.value for x in blocks.values()]
+        return machine.run(schedule)
+
+
+def _leaves(names: Sequence[str], kinds: Sequence[Any], values: Sequence[Any]) -> Iterator[tuple[str, str, Any]]:
+    # A field z is stored to wherever it is; all other fields are named by the kernel's argument.
+    for name, kind, value in zip(names, kinds, values, strict=True):
+        if isinstance(kind, tuple):
+            fields = getattr(value, "_fields", ())
+            inner = ["z" if i < len(fields) and fields[i] == "z" else name for i in range(len(kind))]
+            yield from _leaves(inner, kind, value)
+        elif kind != "constexpr":
+            yield name, kind, value
+
+
+def check_map(name: str, made: Any, described: Any) -> None:
+    """AssertionError unless a tensor map is that of a descriptor."""
+    n, size = int(made["ndim"]), described.base.element_size()
+    expected = (
+        described.base.data_ptr(),
+        size,
+        described.shape[::-1],
+        [1 * size, *(s * size for s in described.strides[-2::-1])],
+    )
+    found = int(made["base"]), int(made["size"]), made["dim"][:n].tolist(), made["stride"][:n].tolist()
+    assert found == expected, f"the tensor map of {name} has base, size, dims, strides {found}, not {expected}"
+
+
+def _described(made: Any) -> int:
+    n = int(made["ndim"])
+    return int(sum((made["dim"][i] - 1) * made["stride"][i] for i in range(n)) + made["size"])
+
+
+KERNELS = [
+    found for module in pkgutil.iter_modules(kernels.__path__)
+    for name, found in vars(importlib.import_module(f"{kernels.__name__}.{module.name}")).items()
+    if isinstance(found, JITFunction) and name.endswith("_kernel")
+]  # fmt: skip
+
+
+@contextlib.contextmanager
+def device(capability: int, programs: int = 3) -> Iterator[EmulatedDriver]:
+    """Triton compiles for sm_80 or sm_90 and launches on a machine of its own; torch says that the device is one."""
+    assert not kernels.INTERPRETED, "Triton's interpreter was chosen for this process"
+    properties = SimpleNamespace(multi_processor_count=programs)
+    made = EmulatedDriver(capability)
+    config, runtime = triton.runtime.driver, triton.knobs.runtime
+    known, stages = config._active, runtime.add_stages_inspection_hook
+    hooks = [(kernel, functools.partial(_announce, made, kernel)) for kernel in KERNELS]
+    with (
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(capability, 10)),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
+        # A torch without CUDA cannot say.
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
+        # The tensors are a CPU's, which otherwise runs fused in the interpreter alone.
+        mock.patch.object(dispatch, "_is_interpreted", return_value=True),
+        # Nobody does anything while one looks who is missing.
+        mock.patch.object(missing, "GRACE_SECONDS", 0.0),
+    ):
+        try:
+            config.set_active(made.triton)
+            runtime.add_stages_inspection_hook = ptx_is_the_image
+            for kernel, hook in hooks:
+                kernel.add_pre_run_hook(hook)
+            launch._target.cache_clear()
+            launch._num_multiprocessors.cache_clear()
+            yield made
+        except BaseException as error:
+            # Triton says no more than that a launch has failed.
+            if made.stub.failure is not None and made.stub.failure is not error:
+                raise made.stub.failure from error
+            raise
+        finally:
+            for kernel, hook in hooks:
+                kernel.pre_run_hooks.remove(hook)
+            runtime.add_stages_inspection_hook = stages
+            # Triton 3.8 and later ask a driver when kernels are unloaded, at the end of the process too.
+            config._active = known or made.triton
+            launch._target.cache_clear()
+            launch._num_multiprocessors.cache_clear()
+
+
+def _announce(made: EmulatedDriver, kernel: Any, *args: Any, **options: Any) -> None:
+    made.announce(kernel, args, options)
