@@ -33,7 +33,7 @@ class _Plan(ctypes.Structure):
     _fields_ += [(name, ctypes.c_double) for name in ("stale", "drain", "tick")]
     _fields_ += [
         (name, ctypes.c_int)
-        for name in ("quantum", "residents", "most_tick", "held", "held_until", "num_clocks")
+        for name in ("quantum", "residents", "most_tick", "held", "held_until", "num_clocks", "shared")
     ]  # fmt: skip
     _fields_ += [("clocks", ctypes.c_void_p)]
 
@@ -76,6 +76,9 @@ class Schedule:
     held: int = -1
     held_until: int = 0
     held_after: int = 0
+    # Whether other processes touch the memory too: loads then see what is there, and nothing but a kernel's own budget
+    # ends its waits.
+    shared: bool = False
     limit: int = 400_000_000
     idle_limit: int = 20_000_000
 
@@ -184,7 +187,7 @@ class Machine:
         plan = _Plan(
             schedule.seed, schedule.limit, schedule.idle_limit, schedule.held_after,
             schedule.stale, schedule.drain, schedule.tick, schedule.quantum, schedule.residents,
-            schedule.most_tick, schedule.held, schedule.held_until, len(self.clocks), clocks.ctypes.data,
+            schedule.most_tick, schedule.held, schedule.held_until, len(self.clocks), schedule.shared, clocks.ctypes.data,
         )  # fmt: skip
         out, stats = ctypes.create_string_buffer(8192), np.zeros(3, np.uint64)
         if lib.run(ctypes.byref(plan), out, len(out), stats.ctypes.data):

@@ -7,24 +7,22 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import shutil
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 # Before the stub: torch's libraries look for libcuda by its name, and must not find the stub's.
 import torch
-import triton
 from triton.backends.nvidia.driver import CudaDriver
 
-from . import compiler
+from . import build, compiler
 from .lower import MAP_BYTES
 from .ptx import Source, parse
 
-STUB = Path(__file__).parent / "stub"
 # By compute capability: the number of the stub's device (device.h).
 DEVICES = {90: 0, 80: 1}
 _MAP_MAGIC = 0x70616D73
@@ -91,14 +89,10 @@ def ptx_is_the_image(*given: Any) -> tuple[str, str] | None:
 @functools.cache
 def libcuda() -> ctypes.CDLL:
     """The stub, loaded for all who open libcuda.so.1."""
-    include = Path(triton.__file__).parent / "backends/nvidia/include"
-    path = compiler.library(
-        "libcuda.so.1", (STUB / "libcuda.c", STUB / "absent.c"),
-        ("-O1", "-w", "-Wl,-soname,libcuda.so.1", f"-I{include}", "-ldl"), (STUB / "device.h", STUB / "ranges.h"),
-    )  # fmt: skip
+    path = build.libcuda()
     # Triton links what it compiles to the libcuda of this folder.
     os.environ["TRITON_LIBCUDA_PATH"] = str(path.parent)
-    if not any(map(compiler.shutil.which, ("gcc", "clang"))) and "CC" not in os.environ:
+    if not any(map(shutil.which, ("gcc", "clang"))) and "CC" not in os.environ:
         wrapper = path.parent / "cc"
         wrapper.write_text('#!/bin/sh\nexec {} "$@"\n'.format(" ".join(compiler.command())))
         wrapper.chmod(0o700)

@@ -142,7 +142,7 @@ static void load(u64 a, int len, i64 view, void *out, int lane, int proxy) {
   int sure = r->when[g] <= view;
   if (!sure && (int)(r->who[g] >> 10) == C->index)
     sure = proxy ? r->when[g] <= own_fenced : r->phase[g] < (u32)W->phase || r->who[g] == thread_of(lane);
-  if (!sure && chance(p_stale)) {
+  if (!sure && !shared_with_others && chance(p_stale)) {
     memcpy(out, r->old + 16 * g + (a & 15), len);
     stale_reads++;
   } else memcpy(out, (void *)a, len);
@@ -169,6 +169,19 @@ static void store(const u64 *base, u32 m, int len, u8 (*data)[16], int alias) {
   }
 }
 
+// A strong operation as the host's own.
+#define OF_HOST(bits)                                                                                    \
+  static u64 of_host_##bits(u64 a, uint##bits##_t x, uint##bits##_t y) {                                 \
+    uint##bits##_t *at = (uint##bits##_t *)a;                                                            \
+    if (I->op == OP_ld_strong) return __atomic_load_n(at, __ATOMIC_SEQ_CST);                             \
+    if (I->op == OP_atom_exch) return __atomic_exchange_n(at, x, __ATOMIC_SEQ_CST);                      \
+    if (I->op == OP_atom_add) return __atomic_fetch_add(at, x, __ATOMIC_SEQ_CST);                        \
+    __atomic_compare_exchange_n(at, &x, y, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);                       \
+    return x;                                                                                            \
+  }
+OF_HOST(32)
+OF_HOST(64)
+
 // Strong operations of one lane (PTX, Operation types; Atomicity).
 static u64 strong(int lane, u64 a, int len, int flags, u64 x, u64 y) {
   int reads = I->op == OP_ld_strong;
@@ -177,9 +190,12 @@ static u64 strong(int lane, u64 a, int len, int flags, u64 x, u64 y) {
   Message *place = message(a);
   C->polls = reads;
   u64 was = 0, to;
-  memcpy(&was, (void *)a, len);
-  if (!reads) {
-    if (flags & RELEASE) release(lane, flags, place);
+  if (!shared_with_others) memcpy(&was, (void *)a, len);
+  if (!reads && flags & RELEASE) release(lane, flags, place);
+  if (shared_with_others) {
+    was = len == 8 ? of_host_64(a, x, y) : of_host_32(a, (u32)x, (u32)y);
+    if (!reads) progress_at = executed;
+  } else if (!reads) {
     to = I->op == OP_atom_exch ? x : I->op == OP_atom_cas ? (was == x ? y : was) : was + x;
     commit(r, a, &to, len, thread_of(lane), W->phase);
   }

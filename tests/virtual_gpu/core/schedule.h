@@ -8,7 +8,7 @@ static u32 elected;
 typedef struct {
   u64 seed, limit, idle_limit, held_after;
   double stale, drain, tick;
-  int quantum, residents, most_tick, held, held_until, num_clocks;
+  int quantum, residents, most_tick, held, held_until, num_clocks, shared_with_others;
   const u64 *clocks;
 } Plan;
 
@@ -39,7 +39,6 @@ int add_region(u64 base, u64 len, int rank) {
   u64 first = base >> 4, n = ((base + len + 15) >> 4) - first;
   regions[num_regions] = (Region){
       base, len, first, rank, calloc(n, 16), calloc(n, 8), calloc(n, 4), calloc(n, 4), calloc(n, 2)};
-  for (u64 i = 0; i < n; i++) regions[num_regions].who[i] = ALL;
   return num_regions++;
 }
 // Kernels of one rank run one after another, as on one stream.
@@ -166,6 +165,7 @@ static void schedule(const Plan *plan) {
   for (int i = 0; i < 8; i++) rnd();
   elected = rnd() % LANES;
   p_stale = plan->stale; p_drain = plan->drain; p_async = .3;
+  shared_with_others = plan->shared_with_others;
   for (int i = 0; i < num_launches; i++) if (launches[i].rank >= ranks) ranks = launches[i].rank + 1;
   fill(plan, ranks);
   for (u64 turn = 0; num_resident; turn++) {
@@ -212,7 +212,9 @@ static void schedule(const Plan *plan) {
       fill(plan, ranks);
     }
     if (executed > plan->limit) fail("not finished after %llu instructions", (unsigned long long)executed);
-    if (executed - progress_at > plan->idle_limit)
+    // Others may run in other processes: the kernel's own budget ends its waits.
+    if (shared_with_others && executed - progress_at > 100000) nanosleep(&(struct timespec){0, 200000}, NULL);
+    if (!shared_with_others && executed - progress_at > plan->idle_limit)
       fail("deadlock: nothing has changed for %llu instructions", (unsigned long long)plan->idle_limit);
   }
 }

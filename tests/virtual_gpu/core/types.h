@@ -9,6 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 typedef uint64_t u64;
 typedef int64_t i64;
@@ -127,6 +128,8 @@ static u64 rng, executed, progress_at, stale_reads, late_drains;
 // For the TMA copy that is carried out: its CTA's stores that a fence has brought out.
 static i64 own_fenced;
 static double p_stale, p_drain, p_async;
+// Whether other processes touch the memory too: then a load reads what is there, and atomics are the host's.
+static int shared_with_others;
 static char error[4096];
 static jmp_buf failed;
 

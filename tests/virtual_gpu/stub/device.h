@@ -1,4 +1,5 @@
-// The devices that the stub claims to have: 0 is an H100 SXM, 1 an A100. Their memory is the host's.
+// The devices that the stub claims to have: 0 is an H100 SXM, 1 an A100; with GPU_STUB_DEVICES=N N H100s. Their memory is
+// the host's.
 #pragma once
 #include <stddef.h>
 #include <stdio.h>
@@ -16,20 +17,24 @@ enum {
 
 // CUDA C++ programming guide, technical specifications by compute capability.
 typedef struct {
-  const char *name, *pci_bus;
+  const char *name;
   int major, minor, multiprocessors, shared_per_block, shared_per_multiprocessor, clock_khz, memory_clock_khz, bus_bits;
 } Device;
 
-static const Device devices[] = {
-    {"Stub of an H100 80GB HBM3", "0000:01:00.0", 9, 0, 132, 227 << 10, 228 << 10, 1980000, 2619000, 5120},
-    {"Stub of an A100-SXM4-80GB", "0000:02:00.0", 8, 0, 108, 163 << 10, 164 << 10, 1410000, 1593000, 5120},
+static const Device kinds[] = {
+    {"Stub of an H100 80GB HBM3", 9, 0, 132, 227 << 10, 228 << 10, 1980000, 2619000, 5120},
+    {"Stub of an A100-SXM4-80GB", 8, 0, 108, 163 << 10, 164 << 10, 1410000, 1593000, 5120},
 };
-enum { NUM_DEVICES = sizeof devices / sizeof *devices };
 
 static const size_t TOTAL_BYTES = (size_t)8 << 30, FREE_BYTES = (size_t)6 << 30;
 
-// How many multiprocessors are claimed: GPU_STUB_SMS for a grid that a CPU executes in time.
-static inline int multiprocessors(int device) {
-  const char *given = getenv("GPU_STUB_SMS");
-  return given ? atoi(given) : devices[device].multiprocessors;
+static inline int number_in(const char *variable, int otherwise) {
+  const char *given = getenv(variable);
+  return given ? atoi(given) : otherwise;
 }
+
+static inline int num_devices(void) { return number_in("GPU_STUB_DEVICES", sizeof kinds / sizeof *kinds); }
+static inline const Device *device_of(int ordinal) { return kinds + (getenv("GPU_STUB_DEVICES") ? 0 : ordinal); }
+// Fewer multiprocessors make a grid that a CPU executes in time.
+static inline int multiprocessors(int ordinal) { return number_in("GPU_STUB_SMS", device_of(ordinal)->multiprocessors); }
+static inline void pci_bus(char *id, int size, int ordinal) { snprintf(id, size, "0000:%02x:00.0", ordinal + 1); }

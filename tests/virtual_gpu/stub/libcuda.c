@@ -29,11 +29,18 @@ void stub_on_launch(int (*callback)(const StubLaunch *)) { on_launch = callback;
 // For libcudart's stub: is memory mapped at this address?
 int stub_is_mapped(unsigned long long address) { return ranges_find(address).bytes != 0; }
 
-// For tests: the begin and the bytes of the allocation at an address, 0 if there is none.
-size_t stub_allocation(unsigned long long address, unsigned long long *begin) {
-  Range found = ranges_find(address);
-  *begin = found.begin;
-  return found.bytes;
+// Note memory that libcudart's stub has given out (bytes), or takes back (0).
+int stub_note_memory(unsigned long long begin, size_t bytes) {
+  return bytes ? ranges_add(begin, bytes, 1) : ranges_remove(begin) != 0;
+}
+
+// All memory of devices and of the host that kernels may touch: begin and bytes of each piece, and how many there are.
+int stub_memory(unsigned long long (*pieces)[2], int most) {
+  pthread_mutex_lock(&ranges_lock);
+  int n = num_ranges < most ? num_ranges : most;
+  for (int i = 0; i < n; i++) pieces[i][0] = ranges[i].begin, pieces[i][1] = ranges[i].bytes;
+  pthread_mutex_unlock(&ranges_lock);
+  return n;
 }
 
 // ---- The device ----
@@ -66,17 +73,17 @@ CUresult cuGetErrorName(CUresult error, const char **text) {
 CUresult cuGetErrorString(CUresult error, const char **text) { return cuGetErrorName(error, text); }
 
 CUresult cuDeviceGetCount(int *count) {
-  *count = NUM_DEVICES;
+  *count = num_devices();
   return CUDA_SUCCESS;
 }
 
 CUresult cuDeviceGet(CUdevice *device, int ordinal) {
   *device = ordinal;
-  return (unsigned)ordinal < NUM_DEVICES ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
+  return (unsigned)ordinal < num_devices() ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
 }
 
 CUresult cuDeviceGetName(char *name, int size, CUdevice device) {
-  snprintf(name, size, "%s", devices[device].name);
+  snprintf(name, size, "%s", device_of(device)->name);
   return CUDA_SUCCESS;
 }
 
@@ -86,7 +93,7 @@ CUresult cuDeviceTotalMem(size_t *bytes, CUdevice device) {
 }
 
 CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
-  const Device *d = devices + device;
+  const Device *d = device_of(device);
   switch ((int)attribute) {
     case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: *value = d->major; break;
     case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: *value = d->minor; break;
@@ -113,15 +120,26 @@ CUresult cuDeviceGetP2PAttribute(int *value, CUdevice_P2PAttribute attribute, CU
   return CUDA_SUCCESS;
 }
 
-// ---- Contexts: one for all devices ----
+// ---- Contexts: one a device, and a thread's current one ----
+
+static __thread int current;
+// For libcudart's stub.
+int *stub_current_device(void) { return &current; }
+
+static CUcontext context_of(int device) { return (CUcontext)(uintptr_t)(device + 1); }
 
 CUresult cuCtxGetCurrent(CUcontext *context) {
-  *context = (CUcontext)1;
+  *context = context_of(current);
   return CUDA_SUCCESS;
 }
 
 CUresult cuCtxGetDevice(CUdevice *device) {
-  *device = 0;
+  *device = current;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuCtxSetCurrent(CUcontext context) {
+  if (context) current = (int)(uintptr_t)context - 1;
   return CUDA_SUCCESS;
 }
 
@@ -131,11 +149,12 @@ CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *activ
   return CUDA_SUCCESS;
 }
 
-CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) { return cuCtxGetCurrent(context); }
+CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
+  *context = context_of(device);
+  return CUDA_SUCCESS;
+}
+
 CUresult cuDevicePrimaryCtxRelease(CUdevice device) { return CUDA_SUCCESS; }
-CUresult cuCtxSetCurrent(CUcontext context) { return CUDA_SUCCESS; }
-CUresult cuCtxPushCurrent(CUcontext context) { return CUDA_SUCCESS; }
-CUresult cuCtxPopCurrent(CUcontext *context) { return cuCtxGetCurrent(context); }
 CUresult cuCtxSetLimit(CUlimit limit, size_t value) { return CUDA_SUCCESS; }
 
 CUresult cuCtxGetLimit(size_t *value, CUlimit limit) {
@@ -150,8 +169,8 @@ typedef struct {
 } Function;
 
 CUresult cuModuleLoadData(CUmodule *module, const void *image) {
-  // A cubin is an ELF file: it could be loaded, and not executed.
-  if (!memchr(image, '.', 4096) || !strstr(image, ".entry")) return CUDA_ERROR_INVALID_IMAGE;
+  // A cubin, which is an ELF file, could not be executed.
+  if (!memcmp(image, "\x7f" "ELF", 4)) return CUDA_ERROR_INVALID_IMAGE;
   *module = (CUmodule)strdup(image);
   return *module ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }

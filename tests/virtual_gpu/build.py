@@ -1,0 +1,92 @@
+"""Build the stubs for the torch and Triton of this Python: `python build.py` prints the environment of a process that
+is to see them, one NAME=value a line.
+
+libcuda and NVML for every build of torch; libcudart and NCCL for a CUDA build, by its own CUDA headers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+if __package__:
+    from . import compiler
+else:
+    sys.path.insert(0, str(Path(__file__).parent))
+    import compiler
+
+STUB = Path(__file__).parent / "stub"
+_READ = (STUB / "device.h", STUB / "ranges.h")
+_FLAGS = ("-O2", "-w", "-ldl")
+
+
+def _place(module: str) -> Path | None:
+    spec = importlib.util.find_spec(module)
+    return Path(next(iter(spec.submodule_search_locations or ()))) if spec else None
+
+
+def _named(name: str) -> str:
+    return f"-Wl,-soname,{name}"
+
+
+def libcuda() -> Path:
+    """The stub of the driver, which is all that Triton needs."""
+    triton = _place("triton")
+    assert triton is not None
+    flags = (*_FLAGS, _named("libcuda.so.1"), f"-I{triton / 'backends/nvidia/include'}")
+    return compiler.library("libcuda.so.1", (STUB / "libcuda.c", STUB / "absent.c"), flags, _READ)
+
+
+def _symbols(*arguments: str) -> set[str]:
+    text = subprocess.run(["nm", *arguments], capture_output=True, text=True, check=False).stdout
+    return {line.split()[-1] for line in text.splitlines() if line.strip() and not line.endswith(":")}
+
+
+def libcudart(torch: Path) -> Path:
+    """The stub of the runtime. Functions that torch's libraries take and that it does not define return an error."""
+    name = "libcudart.so.13"
+    nvidia, triton = _place("nvidia"), _place("triton")
+    assert nvidia is not None
+    include = (f"-I{nvidia / 'cu13/include'}", f"-I{triton}/backends/nvidia/include")
+    taken = (each for path in torch.glob("lib/lib*.so") for each in _symbols("-D", "--undefined-only", str(path)))
+    wanted = {each.split("@")[0] for each in taken if each.endswith(f"@{name}")}
+    folder = compiler.folder()
+    rest, version = folder / f"cudart-rest-{os.getpid()}.c", folder / "cudart.map"
+    rest.write_text("".join(f"__attribute__((weak)) int {each}() {{ return 801; }}\n" for each in sorted(wanted)))
+    version.write_text(f"{name} {{ global: *; }};\n")
+    try:
+        flags = (*_FLAGS, _named(name), *include, f"-Wl,--version-script={version}")
+        return compiler.library(name, (STUB / "libcudart.c", rest), flags, _READ)
+    finally:
+        rest.unlink()
+
+
+def environment() -> dict[str, str]:
+    """What a process needs to see the stubs."""
+    torch = _place("torch")
+    assert torch is not None
+    nvml = compiler.library("libnvidia-ml.so.1", (STUB / "libnvml.c",), (*_FLAGS, _named("libnvidia-ml.so.1")))
+    paths = [libcuda(), nvml]
+    preload = []
+    if (torch / "lib/libtorch_cuda.so").exists():
+        nccl = compiler.library("libnccl.so.2", (STUB / "libnccl.c",), (*_FLAGS, _named("libnccl.so.2"), "-lrt"))
+        preload = [libcudart(torch), nccl]
+    site = Path(__file__).parent / "site"
+    return {
+        "LD_PRELOAD": ":".join(map(str, preload)),
+        # By their bare names torch and Triton open libcuda.so.1 and libnvidia-ml.so.1.
+        "LD_LIBRARY_PATH": ":".join([*(str(path.parent) for path in paths), os.environ.get("LD_LIBRARY_PATH", "")]),
+        "TRITON_LIBCUDA_PATH": str(paths[0].parent),
+        # Its images are PTX, which must not be found in place of a GPU's, nor a GPU's here.
+        "TRITON_CACHE_DIR": str(compiler.folder() / "triton"),
+        "TRITON_INTERPRET": "0",
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH")))),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+if __name__ == "__main__":
+    print("\n".join(f"{name}={value}" for name, value in environment().items()))

@@ -1,0 +1,63 @@
+"""Execute what this process launches on the stub of a GPU: each kernel runs to its end in its launch.
+
+For processes under build.py's environment, with a CUDA build of torch: `site/sitecustomize.py` calls `listen`. Memory
+is shared with other processes, so the machine reads what is there and its atomics are the host's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import threading
+
+import numpy as np
+import triton
+
+from .lower import MAP_BYTES, Program
+from .machine import Machine, Memory, Schedule, Waiting, op_of
+from .stub import MAP, Launch, Stub, libcuda, ptx_is_the_image, tensor_map
+
+# More than a process of the tests has at a time.
+_MOST_PIECES = 1 << 14
+_lock = threading.Lock()
+_seeds = itertools.count()
+
+
+@functools.cache
+def _program(name: str, ptx: str) -> Program:
+    return Program(name, ptx, op_of)
+
+
+def _memory() -> list[Memory]:
+    """All that the device and the host have given out: parameters are addresses, and tables have more of them."""
+    pieces = np.zeros((_MOST_PIECES, 2), np.uint64)
+    count = libcuda().stub_memory(pieces.ctypes.data_as(ctypes.c_void_p), _MOST_PIECES)
+    return [Memory(int(begin), int(begin + size), 0) for begin, size in pieces[:count]]
+
+
+def execute(launch: Launch) -> None:
+    """Run a kernel on the machine. Raises `Failed` and `CannotExecute` as that does."""
+    program = _program(launch.name, launch.ptx)
+    maps = [made for each in launch.parameters if (made := tensor_map(each)) is not None]
+    places = itertools.count(0, MAP.itemsize)
+    values = {
+        name: next(places) if len(each) == MAP_BYTES else int.from_bytes(each, "little")
+        for (name, _), each in zip(program.source.params, launch.parameters, strict=True)
+    }
+    with _lock:
+        machine = Machine()
+        machine.arenas = _memory()
+        machine.launch(
+            Waiting(
+                launch.name, program, values, [], 0, launch.grid[0], launch.threads // 32, launch.shared_bytes,
+                np.array(maps, MAP) if maps else None,
+            )
+        )  # fmt: skip
+        machine.run(Schedule(next(_seeds), residents=8, shared=True, limit=1 << 62))
+
+
+def listen() -> Stub:
+    """Have every kernel of this process executed in its launch."""
+    triton.knobs.runtime.add_stages_inspection_hook = ptx_is_the_image
+    return Stub(execute)

@@ -1,0 +1,87 @@
+"""torch's CPU kernels in place of its CUDA kernels: a stub's device memory is the host's.
+
+Every operator that torch registers for CUDA is registered anew: tensors of the device become tensors of the CPU on the
+same memory, the operator runs there, and what it makes is copied to the device. So the allocator, streams, events,
+autograd and symmetric memory are torch's own CUDA code, and arithmetic, random numbers and casts are its CPU code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+# These run no kernel: they allocate, or make another tensor of the same memory.
+_KEPT = {
+    "_local_scalar_dense", "_pin_memory", "_reshape_alias", "as_strided", "empty", "empty_strided", "is_pinned",
+    "record_stream", "resize_", "set_", "unfold", "view", "view_as_complex", "view_as_real",
+}  # fmt: skip
+
+_library: Any = None
+
+
+def _on_host(x: Tensor) -> Tensor:
+    """A tensor of the CPU on the memory of a tensor of the device."""
+    storage, size = x.untyped_storage(), x.element_size()
+    length = storage.nbytes() // size * size
+    if not length:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+    memory = (ctypes.c_char * length).from_address(storage.data_ptr())
+    return torch.frombuffer(memory, dtype=torch.uint8).view(x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def _run(op: Any, args: Any, kwargs: Any) -> Any:
+    leaves, tree = tree_flatten((args, kwargs))
+    given: list[tuple[Tensor, Tensor]] = []
+    device = None
+
+    def there(x: Any) -> Any:
+        nonlocal device
+        if isinstance(x, Tensor) and x.is_cuda:
+            device = x.device
+            given.append((_on_host(x), x))
+            return given[-1][0]
+        if isinstance(x, torch.device) and x.type == "cuda":
+            device = x
+            return torch.device("cpu")
+        return None if isinstance(x, torch.Generator) and x.device.type == "cuda" else x
+
+    host_args, host_kwargs = tree_unflatten([there(each) for each in leaves], tree)
+    made = op(*host_args, **host_kwargs)
+    for host, own in given:
+        # An `out` that was empty.
+        if host.shape != own.shape:
+            _on_host(own.resize_(host.shape)).copy_(host)
+
+    def back(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        for host, own in given:
+            if x is host:
+                return own
+        out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+        _on_host(out).copy_(x)
+        return out
+
+    return tree_map(back, made)
+
+
+def _as(op: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: _run(op, args, kwargs)
+
+
+def install() -> None:
+    """Register torch's CPU kernels for CUDA, for as long as the process lives."""
+    global _library
+    _library = torch.library.Library("aten", "IMPL")
+    # Registered for all devices, and a kernel on each.
+    names = {*torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"), "aten::copy_", "aten::fill_.Scalar"}
+    for name in sorted(each for each in names if each.startswith("aten::")):
+        base, _, overload = name.removeprefix("aten::").partition(".")
+        if base not in _KEPT:
+            op = getattr(getattr(torch.ops.aten, base), overload or "default")
+            _library.impl(name.removeprefix("aten::"), _as(op), "CUDA", allow_override=True)
