@@ -19,7 +19,7 @@ else:
     import compiler
 
 STUB = Path(__file__).parent / "stub"
-_READ = (STUB / "device.h", STUB / "ranges.h")
+_READ = tuple(STUB / name for name in ("device.h", "graph.h", "ranges.h"))
 _FLAGS = ("-O2", "-w", "-ldl")
 
 

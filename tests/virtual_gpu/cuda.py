@@ -10,6 +10,8 @@ import ctypes
 import functools
 import itertools
 import threading
+import traceback
+from collections.abc import Callable
 
 import numpy as np
 import triton
@@ -57,7 +59,32 @@ def execute(launch: Launch) -> None:
         machine.run(Schedule(next(_seeds), residents=8, shared=True, limit=1 << 62))
 
 
+# The nodes of this process's graphs, by their numbers.
+_nodes: list[Callable[[], object]] = []
+_Callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)
+
+
+def put(node: Callable[[], object]) -> bool:
+    """Make a node of the graph that is being captured; False where none is."""
+    if not libcuda().stub_is_capturing():
+        return False
+    _nodes.append(node)
+    libcuda().stub_add_node(len(_nodes) - 1)
+    return True
+
+
+@_Callback
+def _run_node(number: int) -> int:
+    try:
+        _nodes[number]()
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
 def listen() -> Stub:
-    """Have every kernel of this process executed in its launch."""
+    """Have every kernel of this process executed in its launch, or at each replay of the graph that captures it."""
     triton.knobs.runtime.add_stages_inspection_hook = ptx_is_the_image
-    return Stub(execute)
+    libcuda().stub_on_node(_run_node)
+    return Stub(lambda launch: put(lambda: execute(launch)) or execute(launch))

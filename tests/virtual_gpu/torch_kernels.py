@@ -8,12 +8,16 @@ autograd and symmetric memory are torch's own CUDA code, and arithmetic, random 
 from __future__ import annotations
 
 import ctypes
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from . import cuda
+from .stub import libcuda
 
 # These run no kernel: they allocate, or make another tensor of the same memory.
 _KEPT = {
@@ -51,6 +55,8 @@ def _run(op: Any, args: Any, kwargs: Any) -> Any:
         return None if isinstance(x, torch.Generator) and x.device.type == "cuda" else x
 
     host_args, host_kwargs = tree_unflatten([there(each) for each in leaves], tree)
+    if libcuda().stub_is_capturing():
+        return _captured(op, host_args, host_kwargs, given, device)
     made = op(*host_args, **host_kwargs)
     for host, own in given:
         # An `out` that was empty.
@@ -70,6 +76,31 @@ def _run(op: Any, args: Any, kwargs: Any) -> Any:
     return tree_map(back, made)
 
 
+def _captured(op: Any, args: Any, kwargs: Any, given: list[tuple[Tensor, Tensor]], device: Any) -> Any:
+    """Have an operator run at each replay; what it makes is allocated now, by its shapes on meta tensors."""
+    leaves, tree = tree_flatten((args, kwargs))
+    metas = [each.to("meta") if isinstance(each, Tensor) else each for each in leaves]
+    owns = {id(meta): own for meta, host in zip(metas, leaves, strict=True) for it, own in given if it is host}
+    meta_args, meta_kwargs = tree_unflatten(metas, tree)
+    if "device" in meta_kwargs:
+        meta_kwargs["device"] = torch.device("meta")
+    made, made_tree = tree_flatten(op(*meta_args, **meta_kwargs))
+    outs = [
+        each if not isinstance(each, Tensor) else owns.get(id(each))
+        if id(each) in owns else torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=device)
+        for each in made
+    ]  # fmt: skip
+
+    def again() -> None:
+        found, _ = tree_flatten(op(*args, **kwargs))
+        for out, meta, result in zip(outs, made, found, strict=True):
+            if isinstance(out, Tensor) and id(meta) not in owns:
+                _on_host(out).copy_(result)
+
+    cuda.put(again)
+    return tree_unflatten(outs, made_tree)
+
+
 def _as(op: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: _run(op, args, kwargs)
 
@@ -80,8 +111,13 @@ def install() -> None:
     _library = torch.library.Library("aten", "IMPL")
     # Registered for all devices, and a kernel on each.
     names = {*torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"), "aten::copy_", "aten::fill_.Scalar"}
-    for name in sorted(each for each in names if each.startswith("aten::")):
-        base, _, overload = name.removeprefix("aten::").partition(".")
-        if base not in _KEPT:
-            op = getattr(getattr(torch.ops.aten, base), overload or "default")
-            _library.impl(name.removeprefix("aten::"), _as(op), "CUDA", allow_override=True)
+    with warnings.catch_warnings():
+        # Each says that it overrides another, which is what it is for.
+        warnings.simplefilter("ignore", UserWarning)
+        for name in sorted(each.removeprefix("aten::") for each in names if each.startswith("aten::")):
+            base, _, overload = name.partition(".")
+            if base not in _KEPT:
+                op = getattr(getattr(torch.ops.aten, base), overload or "default")
+                _library.impl(name, _as(op), "CUDA", allow_override=True)
+    # The kernel that spins before a timing: a stream here is never ahead of the host.
+    torch._C._cuda_sleep = lambda cycles: None  # type: ignore[attr-defined]

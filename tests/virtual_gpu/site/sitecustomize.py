@@ -1,4 +1,6 @@
-"""Loaded by every Python process under build.py's environment: Triton's kernels and torch's own run on the host."""
+"""Loaded by every Python process under build.py's environment: once it has imported torch, Triton's kernels and torch's
+own run on the host.
+"""
 
 from __future__ import annotations
 
@@ -9,30 +11,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-TESTS = str(Path(__file__).parents[2])
-
-
-def _after(name: str) -> None:
-    sys.path.append(TESTS)
-    if name == "torch":
-        from virtual_gpu import torch_kernels
-
-        torch_kernels.install()
-    else:
-        from virtual_gpu import cuda
-
-        # For as long as the process lives.
-        sys.modules[__name__].stub = cuda.listen()  # type: ignore[attr-defined]
-    sys.path.remove(TESTS)
-
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds torch and Triton as the others do, and has more done once they are imported."""
+    """Finds torch as the others do, and has more done once it is imported."""
 
     looking = False
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name not in ("torch", "triton") or self.looking:
+        if name != "torch" or self.looking:
             return None
         self.looking = True
         try:
@@ -44,10 +30,20 @@ class _Finder(importlib.abc.MetaPathFinder):
 
             def load_and_go_on(module: ModuleType) -> None:
                 load(module)
-                _after(name)
+                _begin()
 
             spec.loader.exec_module = load_and_go_on  # type: ignore[method-assign]
         return spec
+
+
+def _begin() -> None:
+    sys.path.append(str(Path(__file__).parents[2]))
+    from virtual_gpu import cuda, torch_kernels
+
+    torch_kernels.install()
+    # For as long as the process lives.
+    sys.modules[__name__].stub = cuda.listen()  # type: ignore[attr-defined]
+    sys.path.pop()
 
 
 sys.meta_path.insert(0, _Finder())

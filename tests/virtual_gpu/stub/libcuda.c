@@ -9,7 +9,9 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#define HAS_GRAPHS
 #include "device.h"
+#include "graph.h"
 #include "ranges.h"
 
 // ---- Launches, as tests see them ----
@@ -22,7 +24,7 @@ typedef struct {
   void **parameters;
 } StubLaunch;
 
-// Returns 0 when the kernel was executed.
+// Returns 0 when the kernel was executed, or noted for a graph that is being captured.
 static int (*on_launch)(const StubLaunch *);
 void stub_on_launch(int (*callback)(const StubLaunch *)) { on_launch = callback; }
 
@@ -367,21 +369,22 @@ CUresult cuPointerGetAttribute(void *out, CUpointer_attribute attribute, CUdevic
   return CUDA_SUCCESS;
 }
 
-// ---- Streams: what is put on one is done at once ----
+// ---- Streams: what is put on one is done at once, or captured ----
 
 CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
-  *status = CU_STREAM_CAPTURE_STATUS_NONE;
+  *status = capture ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
   return CUDA_SUCCESS;
 }
 
 CUresult cuStreamSynchronize(CUstream stream) { return CUDA_SUCCESS; }
 
 CUresult cuMemsetD32Async(CUdeviceptr address, unsigned value, size_t count, CUstream stream) {
+  if (capture) return CUDA_ERROR_NOT_SUPPORTED;
   for (size_t i = 0; i < count; i++) ((unsigned *)address)[i] = value;
   return CUDA_SUCCESS;
 }
 
 CUresult cuStreamWriteValue32(CUstream stream, CUdeviceptr address, cuuint32_t value, unsigned flags) {
-  __atomic_store_n((cuuint32_t *)address, value, __ATOMIC_RELEASE);
+  stub_put((Node){WRITE_32, (void *)address, .value = value});
   return CUDA_SUCCESS;
 }

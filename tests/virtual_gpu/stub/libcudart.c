@@ -1,5 +1,5 @@
-// A stub of libcudart.so.13 for torch: device memory is host memory, streams do at once what is put on them, and torch's
-// own kernels are an error: torch's CPU kernels take their place (torch_kernels.py).
+// A stub of libcudart.so.13 for torch: device memory is host memory, streams do at once what is put on them or have it
+// captured, and torch's own kernels are an error: torch's CPU kernels take their place (torch_kernels.py).
 #define _GNU_SOURCE
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
@@ -9,6 +9,7 @@
 #include <time.h>
 
 #include "device.h"
+#include "graph.h"
 #include "ranges.h"
 
 static void *driver_symbol(const char *name) {
@@ -221,12 +222,17 @@ cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpy
   return cudaSuccess;
 }
 
+static cudaError_t put(Node node) {
+  int (*of)(Node) = driver_symbol("stub_put");
+  return of(node) ? failed(cudaErrorLaunchFailure) : cudaSuccess;
+}
+
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t stream) {
-  return cudaMemcpy(to, from, bytes, kind);
+  return put((Node){COPY, to, from, bytes});
 }
 
 cudaError_t cudaMemcpyPeerAsync(void *to, int device, const void *from, int peer, size_t bytes, cudaStream_t stream) {
-  return cudaMemcpy(to, from, bytes, cudaMemcpyDefault);
+  return put((Node){COPY, to, from, bytes});
 }
 
 cudaError_t cudaMemset(void *address, int value, size_t bytes) {
@@ -235,7 +241,7 @@ cudaError_t cudaMemset(void *address, int value, size_t bytes) {
 }
 
 cudaError_t cudaMemsetAsync(void *address, int value, size_t bytes, cudaStream_t stream) {
-  return cudaMemset(address, value, bytes);
+  return put((Node){FILL, address, .bytes = bytes, .value = value});
 }
 
 // ---- Streams, and events, which are times of the host's clock ----
@@ -260,18 +266,58 @@ cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) {
   return cudaSuccess;
 }
 
-// Nothing is captured: cudaStreamBeginCapture is an error.
+// All streams of the process are captured while one is.
+static enum cudaStreamCaptureStatus capturing(void) {
+  int (*is)(void) = driver_symbol("stub_is_capturing");
+  return is() ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+}
+
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) {
-  *status = cudaStreamCaptureStatusNone;
+  *status = capturing();
   return cudaSuccess;
 }
+
+static unsigned long long num_captures;
 
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status, unsigned long long *id,
                                      cudaGraph_t *graph, const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges,
                                      size_t *count) {
-  *status = cudaStreamCaptureStatusNone;
-  if (id) *id = 0;
+  *status = capturing();
+  if (id) *id = num_captures;
+  if (graph) *graph = NULL;
+  if (count) *count = 0;
   return cudaSuccess;
+}
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode mode) {
+  int (*begin)(void) = driver_symbol("stub_begin_capture");
+  num_captures++;
+  return begin() ? failed(cudaErrorIllegalState) : cudaSuccess;
+}
+
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
+  Graph *(*end)(void) = driver_symbol("stub_end_capture");
+  *graph = (cudaGraph_t)end();
+  return *graph ? cudaSuccess : failed(cudaErrorIllegalState);
+}
+
+cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *count) {
+  *count = ((Graph *)graph)->num_nodes;
+  return cudaSuccess;
+}
+
+// Graphs stay for as long as the process lives: an executable one is the graph itself.
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *made, cudaGraph_t graph, unsigned long long flags) {
+  *made = (cudaGraphExec_t)graph;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) { return cudaSuccess; }
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) { return cudaSuccess; }
+
+cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t stream) {
+  int (*replay)(const Graph *) = driver_symbol("stub_replay");
+  return replay((const Graph *)graph) ? failed(cudaErrorLaunchFailure) : cudaSuccess;
 }
 
 cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) { return cudaSuccess; }
