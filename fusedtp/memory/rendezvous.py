@@ -18,8 +18,11 @@ from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, _register_process_group, _unregister_process_group
-from torch.distributed.distributed_c10d import GroupName, _get_process_group_store
+
+# Public in torch.distributed, which has no types for them.
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from ..torch_private import register_group, store_of, unregister_group
 
 # What a rank does between two exchanges takes milliseconds; one that failed there never comes to the next.
 SECONDS = 60.0
@@ -76,14 +79,13 @@ def meet(rendezvous: Callable[[str], Handle], group: dist.ProcessGroup, name: st
     Collective. name: the same on all ranks, and never used before. RuntimeError (torch's DistStoreError) where a peer
     does not come within `seconds`.
     """
-    # There is no public way to a group's own store.
-    store = RenumberedStore(PrefixStore(name, _get_process_group_store(group)), seconds)
+    store = RenumberedStore(PrefixStore(name, store_of(group)), seconds)
     private = dist.ProcessGroup(store, group.rank(), group.size())
     # torch looks groups up by name and holds them weakly, and a store without its Python object has no methods: both
     # are kept until the end.
-    _register_process_group(GroupName(name), private)
+    register_group(name, private)
     try:
         return rendezvous(name)
     finally:
-        _unregister_process_group(GroupName(name))
+        unregister_group(name)
         del private, store
