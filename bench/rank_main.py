@@ -105,7 +105,7 @@ def gloo_of(num_workers: int) -> str:
     """Register a backend whose groups are gloo's with `num_workers` threads each, and return its name.
 
     torch gives a gloo group two threads and has no option for it. Each thread assigns the name of the collective that
-    has ended to a std::string of the group, without a lock (ProcessGroupGloo::runLoop; torch 2.11 to 2.14). Two threads
+    has ended to a std::string of the group, without a lock (ProcessGroupGloo::runLoop, torch 2.11 to 2.15). Two threads
     that do so at once free the string's memory twice if the name is longer than the 15 characters that a string holds
     in itself, as ALLGATHER_COALESCED is, which DTensor starts: one of many thousand collectives ends the process. One
     thread runs the collectives in the order in which they were started.

@@ -75,7 +75,7 @@ class Gather:
             sent = x.new_empty(longest, columns)
             sent[: x.shape[0]] = x
         # With `out` it is a plain gather. Without, it is a coalesced one, whose name is too long for gloo: both
-        # threads of a group may free the name (ProcessGroupGloo::runLoop of torch 2.11 to 2.14), which corrupts the heap.
+        # threads of a group may free the name (ProcessGroupGloo::runLoop, torch 2.11 to 2.15): the heap is corrupt.
         self._arriving = sent.new_empty(longest * num_ranks, columns)
         c10d.all_gather_into_tensor_out(sent, num_ranks, self._on.group_name, out=self._arriving)
 
