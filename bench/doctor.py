@@ -84,7 +84,7 @@ def version_lines() -> Iterator[tuple[str, str]]:
 def compiler() -> tuple[str, str]:
     """(C compiler, what is missing), either "": what Triton builds kernels' launchers with when they first run.
 
-    As triton/runtime/build.py chooses it in 3.6 and 3.7: $CC, one word, else gcc, else clang, and Python's headers.
+    As triton/runtime/build.py chooses it in 3.6 to 3.9: $CC, one word, else gcc, else clang, and Python's headers.
     """
     chosen = os.environ.get("CC")
     if chosen is None:

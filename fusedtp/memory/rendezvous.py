@@ -2,10 +2,10 @@
 
 torch numbers its exchanges by process, not by group: the keys it leaves in a group's store are
 `CUDASymmetricMemory/<number>/<rank>`, where each rank counts on from whatever it has exchanged so far (`StoreExchange`
-in torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryUtils.hpp of 2.11 to 2.13; pytorch issue 196082). Ranks of
+in torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryUtils.hpp of 2.11 to 2.14; pytorch issue 196082). Ranks of
 different histories would wait for keys that nobody writes. So they meet in a group made for one rendezvous, whose store
-numbers by itself: the n-th number that torch uses there is n on every rank. Where torch counts by store, as since
-pytorch pull 196350, that changes nothing.
+numbers by itself: the n-th number that torch uses there is n on every rank. Where torch counts by store, as 2.15
+does, that changes nothing.
 
 A group of its own has a second use: torch remembers, by the group's name, with whom a piece of memory has met.
 """
