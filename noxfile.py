@@ -31,8 +31,10 @@ PINNED, OLDEST = re.findall(r"(?m)^triton==(.*)$", Path("constraints.txt").read_
 
 
 def constraints(session: nox.Session, triton: str = PINNED) -> str:
-    """The name of a file with the versions of constraints.txt, but this Triton."""
-    text = Path("constraints.txt").read_text().replace(f"\ntriton=={PINNED}\n", f"\ntriton=={triton}\n")
+    """Write the versions of constraints.txt, but this Triton, and return the file's name; "": any torch and Triton."""
+    text = Path("constraints.txt").read_text()
+    replaced, by = (r"triton==.*", f"triton=={triton}") if triton else (r"(torch|triton)==.*", "")
+    text = re.sub(f"(?m)^{replaced}$", by, text)
     path = Path(session.create_tmp()) / "constraints.txt"
     path.write_text(text)
     return str(path)
@@ -59,6 +61,13 @@ def tests(session: nox.Session) -> None:
 def tests_oldest(session: nox.Session) -> None:
     """The same with the oldest Triton that is supported."""
     install(session, triton=OLDEST)
+    session.run("pytest", *TESTS, *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def tests_newest(session: nox.Session) -> None:
+    """The same with the newest torch that pip finds, and its Triton. Such a torch may be 5 GB of CUDA."""
+    install(session, "triton", "--upgrade", triton="")
     session.run("pytest", *TESTS, *session.posargs, env=ONE_THREAD)
 
 

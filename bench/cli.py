@@ -295,11 +295,13 @@ def mlp(
 
 
 @app.command()
-def doctor() -> None:
-    """Say what this machine has and which schedules will run on it, and why."""
+def doctor(
+    providers: Annotated[bool, typer.Option("--providers", help="List the baselines of `fusedtp sweep` too.")] = False,
+) -> None:
+    """Say what this machine has, which schedules run on it and why, and in the last line which one `auto` takes."""
     from .doctor import examine
 
-    examine(arguments.console())
+    examine(arguments.console(), providers=providers)
 
 
 def main() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ from .machine import describe, installed, said
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from fusedtp.calls.tuning import Table
 
 PACKAGES = ("fusedtp", "torch", "triton", "numpy", "pandas", "scipy", "typer", "rich", "matplotlib", "jinja2")
 
@@ -24,12 +27,8 @@ MODES = {
 }
 
 
-def examine(console: Console) -> None:
-    """Print the findings; starts two ranks for a few seconds to try their shared memory."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
+def examine(console: Console, *, providers: bool = False) -> None:
+    """Print the findings, with the baselines if `providers`, and the verdict; starts two ranks for a few seconds."""
     for title, lines in (
         ("Machine", machine_lines()),
         ("Versions", version_lines()),
@@ -37,16 +36,30 @@ def examine(console: Console) -> None:
         ("GPUs", mode_lines()),
         ("Links", link_lines()),
         ("Memory", memory_lines()),
-        ("Schedules", schedule_lines()),
-        ("Providers", provider_lines()),
     ):
-        table = Table(title=title, title_justify="left", box=box.SIMPLE, show_header=False)
-        table.add_column(no_wrap=True)
-        table.add_column()
-        for name, text in lines:
-            # Text: what the system says is not markup
-            table.add_row(name, Text(text))
-        console.print(table)
+        show(console, title, lines)
+    found = find()
+    show(console, "Schedules", schedule_lines(found))
+    if providers:
+        from .providers import listing
+
+        show(console, "Providers", listing(found.num_gpus))
+    console.print(found.verdict, highlight=False, markup=False, soft_wrap=True)
+
+
+def show(console: Console, title: str, lines: Iterable[tuple[str, str]]) -> None:
+    """Print one table of (name, text)."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for name, text in lines:
+        # Text: what the system says is not markup
+        table.add_row(name, Text(text))
+    console.print(table)
 
 
 def machine_lines() -> Iterator[tuple[str, str]]:
@@ -71,7 +84,7 @@ def version_lines() -> Iterator[tuple[str, str]]:
 def compiler() -> tuple[str, str]:
     """(C compiler, what is missing), either "": what Triton builds kernels' launchers with when they first run.
 
-    As triton/runtime/build.py chooses it in 3.6 and 3.7: $CC, one word, else gcc, else clang, and Python's headers.
+    As triton/runtime/build.py chooses it in 3.6 to 3.9: $CC, one word, else gcc, else clang, and Python's headers.
     """
     chosen = os.environ.get("CC")
     if chosen is None:
@@ -161,13 +174,6 @@ def memory_lines() -> Iterator[tuple[str, str]]:
     yield "local", "virtual ranks of one process: always"
 
 
-def provider_lines() -> Iterator[tuple[str, str]]:
-    """What `fusedtp sweep` can compare with, and what keeps the others from it."""
-    from .providers import listing
-
-    yield from listing(describe().num_gpus)
-
-
 def reachable(group: Any) -> tuple[bool, str]:
     """Whether these ranks reach each other's memory, in the product's own words."""
     from fusedtp.workspaces import registry
@@ -177,10 +183,62 @@ def reachable(group: Any) -> tuple[bool, str]:
     return registry.reachable(group, device_here())
 
 
-def schedule_lines() -> Iterator[tuple[str, str]]:
-    """What a group of two ranks of this machine finds, tried with real ranks."""
+@dataclass(frozen=True)
+class Found:
+    """What decides which schedules run here.
+
+    reached, detail: whether two ranks share memory, and why (not). missing: what Triton needs to compile for a GPU.
+    ignored: why a table of measurements is not used.
+    """
+
+    gpu: str
+    num_gpus: int
+    cores: int
+    reached: bool
+    detail: str
+    missing: str = ""
+    table: Table | None = None
+    ignored: str = ""
+
+    @property
+    def lacks(self) -> str:
+        """Why `decomposed` and `fused` do not run, "" if they do. On a GPU both start kernels."""
+        # A rank that has raised has its traceback below.
+        return self.missing if self.reached else f"ranks do not share memory: {self.detail.splitlines()[0]}"
+
+    @property
+    def auto(self) -> str:
+        """What `auto` does for several ranks."""
+        from fusedtp.cost.hardware import of_gpu
+
+        if self.lacks:
+            return 'fails: ask for "unfused"' if self.reached else "takes unfused"
+        if self.table is not None and self.table.samples:
+            return f"takes the fastest by {len(self.table.samples)} measurements of this machine"
+        known = of_gpu(self.gpu) if self.num_gpus else None
+        first = f"the fastest as predicted for {known.title}" if known else "fused" if self.num_gpus else "decomposed"
+        return f"takes {first}, until `fusedtp tune` has measured here"
+
+    @property
+    def verdict(self) -> str:
+        """What runs here and what `auto` does, in one line."""
+        where = f"CPU, {self.cores} cores"
+        if self.num_gpus:
+            where = f"{self.num_gpus}x {self.gpu}, symmetric memory {'' if self.reached else 'not '}reachable"
+        if self.lacks:
+            runs = f"unfused runs at full speed, decomposed and fused do not run ({self.lacks})"
+        elif self.num_gpus == 0:
+            runs = "decomposed and unfused run at full speed, fused is interpreted (checked, never timed)"
+        elif self.num_gpus == 1:
+            runs = "one rank has nothing to send, several share the GPU (all schedules are checked, never timed)"
+        else:
+            runs = "unfused, decomposed and fused run at full speed"
+        return f"Verdict: {where}: {runs}; auto {self.auto}"
+
+
+def find() -> Found:
+    """Try two real ranks, for a few seconds, and read what was measured."""
     from fusedtp.calls import tuning
-    from fusedtp.calls.kernels_tuned import version_here
 
     from .ranks import RankError, RankPool
     from .sweep import rank_environment
@@ -188,28 +246,29 @@ def schedule_lines() -> Iterator[tuple[str, str]]:
     machine = describe()
     try:
         with RankPool(2, timeout=60.0, env=rank_environment(machine.num_gpus, 2)) as pool:
-            shared, detail = pool.run(reachable)[0]
+            reached, detail = pool.run(reachable)[0]
     except RankError as error:
-        shared, detail = False, f"trying it failed: {error}"
-    yield "two ranks", detail if shared else f"cannot reach each other's memory: {detail}"
-    yield "unfused", "runs: torch.distributed alone"
-    yield "decomposed", "runs" if shared else "does not run: it needs memory that the ranks share"
-    if not shared:
-        yield "fused", "does not run: it needs memory that the ranks share"
-    elif machine.num_gpus and (missing := compiler()[1]):
-        yield "fused", f"does not run: {missing}"
-    elif machine.num_gpus == 0:
-        yield "fused", "interpreted (TRITON_INTERPRET=1): checked, never timed"
-    elif machine.num_gpus == 1:
-        yield "fused", "runs; several ranks would share the one GPU: checked, never timed"
-    else:
-        yield "fused", "runs"
-    auto = "unfused" if not shared else "decomposed" if machine.num_gpus == 0 else "what the cost model predicts"
+        reached, detail = False, f"trying it failed: {error}"
     table, _, ignored = tuning.load()
-    if shared and table is not None:
-        yield "auto", f"takes the fastest of {len(table.samples)} measurements, {tuning.path()}"
-        if table.kernels:
-            here = sum(each.version == version_here() and each.choice is not None for each in table.kernels)
-            yield "tiles", f"{here} sizes have another than the table's, of {len(table.kernels)} that were tuned"
-    else:
-        yield "auto", f"takes {auto}; {ignored or 'nothing was measured here: fusedtp tune'}"
+    missing = compiler()[1] if machine.num_gpus else ""
+    return Found(machine.gpu, machine.num_gpus, machine.cores, reached, detail, missing, table, ignored)
+
+
+def schedule_lines(found: Found) -> Iterator[tuple[str, str]]:
+    """What a group of two ranks of this machine finds."""
+    from fusedtp.calls import tuning
+    from fusedtp.calls.kernels_tuned import version_here
+
+    yield "two ranks", found.detail if found.reached else f"cannot reach each other's memory: {found.detail}"
+    yield "unfused", "runs: torch.distributed alone"
+    not_run = f"does not run: {found.lacks}" if found.lacks else ""
+    yield "decomposed", not_run or "runs"
+    shared = "; several ranks would share the one GPU: checked, never timed" if found.num_gpus == 1 else ""
+    fused = f"runs{shared}" if found.num_gpus else "interpreted (TRITON_INTERPRET=1): checked, never timed"
+    yield "fused", not_run or fused
+    yield "auto", f"{found.auto}; {found.ignored}" if found.ignored else found.auto
+    if found.reached and found.table is not None:
+        yield "measured", str(tuning.path())
+        if kernels := found.table.kernels:
+            here = sum(each.version == version_here() and each.choice is not None for each in kernels)
+            yield "tiles", f"{here} sizes have another than the table's, of {len(kernels)} that were tuned"

@@ -101,27 +101,28 @@ def call(groups: dict[int, Any], request: bytes) -> bytes:
         return failure(error)
 
 
-def set_gloo_workers(num_workers: int) -> None:
-    """Let every gloo group that this process makes from here on have `num_workers` threads; torch gives it two.
+def gloo_of(num_workers: int) -> str:
+    """Register a backend whose groups are gloo's with `num_workers` threads each, and return its name.
 
-    Each thread notes the name of the collective that it has ended in a std::string of their group, and takes no lock
-    for it (ProcessGroupGloo::runLoop of torch 2.13). Two that end at once free that string's memory twice when the name
-    is longer than the 15 characters that a string holds in itself, as ALLGATHER_COALESCED is, which DTensor starts: a
-    process dies of it in one out of many thousand collectives. One thread runs a group's collectives in the order in
-    which they were started. torch.distributed has no option for it.
+    torch gives a gloo group two threads and has no option for it. Each thread assigns the name of the collective that
+    has ended to a std::string of the group, without a lock (ProcessGroupGloo::runLoop, torch 2.11 to 2.15). Two threads
+    that do so at once free the string's memory twice if the name is longer than the 15 characters that a string holds
+    in itself, as ALLGATHER_COALESCED is, which DTensor starts: one of many thousand collectives ends the process. One
+    thread runs the collectives in the order in which they were started.
     """
-    from torch.distributed import distributed_c10d
+    import torch.distributed as dist
 
-    gloo: Any = distributed_c10d.ProcessGroupGloo
-    make = gloo.__init__
+    gloo: Any = dist.ProcessGroupGloo
 
-    def make_with(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         options = gloo._Options()
         options._devices = [gloo.create_device(interface=os.environ["GLOO_SOCKET_IFNAME"])]
         options._threads, options._timeout = num_workers, timeout
-        make(self, store, rank, size, options)
+        return gloo(store, rank, size, options)
 
-    gloo.__init__ = make_with
+    name = f"gloo{num_workers}"
+    dist.Backend.register_backend(name, make, devices=["cpu", "cuda"])
+    return name
 
 
 def join(rank: int, world_size: int, port: int, seconds: float, gloo_workers: int | None) -> dict[int, Any]:
@@ -130,14 +131,12 @@ def join(rank: int, world_size: int, port: int, seconds: float, gloo_workers: in
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    if gloo_workers is not None:
-        set_gloo_workers(gloo_workers)
-    backend = "gloo"
+    backend = gloo = "gloo" if gloo_workers is None else gloo_of(gloo_workers)
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
         # NCCL refuses ranks that share a GPU
         if torch.cuda.device_count() >= world_size and dist.is_nccl_available():
-            backend = "cpu:gloo,cuda:nccl"
+            backend = f"cpu:{gloo},cuda:nccl"
     timeout = timedelta(seconds=seconds)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

@@ -249,7 +249,7 @@ class RankPool:
     """`world_size` rank processes, started at the first call. `timeout` in seconds is each call's, and the group's.
 
     `env` is added to the children's environment before they import torch (TRITON_INTERPRET, ...). One call at a time.
-    `gloo_workers`: threads of a gloo group, where it shall not be torch's two; see `rank_main.set_gloo_workers`.
+    `gloo_workers`: threads of a gloo group, if not torch's two; see `rank_main.gloo_of`.
     """
 
     def __init__(

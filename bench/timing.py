@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from fusedtp import torch_private
+
 from .cases import BOUNDS, OWN
 from .operands import Results
 from .problem import Problem
@@ -137,7 +139,7 @@ def _worst(own: Verdict, group: ProcessGroup) -> Verdict:
 def _all_failed(group: ProcessGroup, variant: str) -> bool:
     # Whether every rank says that it has failed here, before long. By the group's store: a rank that has not failed may
     # be in a collective of the provider's, which one of ours would be taken for.
-    store: Any = dist.distributed_c10d._get_process_group_store(group)
+    store = torch_private.store_of(group)
     number = _failures[group.group_name, variant] = _failures[group.group_name, variant] + 1
     key = f"fusedtp.bench failed {variant} {number}"
     deadline = time.monotonic() + AGREE_SECONDS
@@ -260,7 +262,7 @@ class _CudaClock:
         """Milliseconds of one call on this rank."""
         self._flush.zero_()
         # The host issues the call while the device spins: what it takes is no part of the call.
-        torch.cuda._sleep(_SPIN_CYCLES)
+        torch_private.spin(_SPIN_CYCLES)
         if self._group is not None:
             dist.all_reduce(self._token, group=self._group)
         self._start.record()

@@ -25,6 +25,7 @@ import torch
 import typer
 from torch import Tensor
 
+from fusedtp import torch_private
 from fusedtp.memory.local import local_memories
 from fusedtp.op import ALL_GATHER_MATMUL, OPS, Task
 from fusedtp.schedules.phases import run_concurrently, run_together
@@ -124,7 +125,7 @@ def pacing(link_gbps: float, copy_gbps: float, clock_mhz: float) -> Callable[[in
 
     def pace(num_bytes: int) -> None:
         # Spins for so many cycles of the SMs' clock.
-        torch.cuda._sleep(int(pause_us(num_bytes, link_gbps, copy_gbps) * clock_mhz))
+        torch_private.spin(int(pause_us(num_bytes, link_gbps, copy_gbps) * clock_mhz))
 
     return pace
 
@@ -134,9 +135,9 @@ def clock_mhz(cycles: int = 100_000_000) -> float:
     if not torch.cuda.is_available():
         return 1.0
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(cycles)
+    torch_private.spin(cycles)
     begin.record()
-    torch.cuda._sleep(cycles)
+    torch_private.spin(cycles)
     end.record()
     end.synchronize()
     return float(cycles / (begin.elapsed_time(end) * 1e3))

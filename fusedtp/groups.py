@@ -9,11 +9,9 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .torch_private import device_types, group_by_name
+
 Group: TypeAlias = "dist.ProcessGroup | DeviceMesh | str | None"
-
-
-# What torch's own functional collectives look names up with; there is no public way.
-_by_name = dist.distributed_c10d._resolve_process_group if dist.is_available() else None  # type: ignore[attr-defined]
 
 
 # The world that this process was forked with, if it was: its connections and its memory are the parent's.
@@ -43,9 +41,8 @@ def named(name: str) -> dist.ProcessGroup:
     if inherited is not None:
         check_fork()
     try:
-        assert _by_name is not None
-        return _by_name(name)  # type: ignore[arg-type]
-    except (RuntimeError, KeyError, ValueError, AssertionError):
+        return group_by_name(name)
+    except (RuntimeError, KeyError, ValueError):
         return resolve(name)
 
 
@@ -78,8 +75,7 @@ def resolve(group: Group = None) -> dist.ProcessGroup:
         return group.get_group()
     if isinstance(group, str):
         try:
-            assert _by_name is not None
-            return _by_name(group)  # type: ignore[arg-type]
+            return group_by_name(group)
         except (RuntimeError, KeyError, ValueError) as error:
             gone = "it may have been destroyed, or this rank is not in it"
             raise ValueError(f"group {group!r} is not the name of a process group of this process: {gone}") from error
@@ -100,7 +96,7 @@ def check_device(group: dist.ProcessGroup, kind: str) -> None:
     carried = _carried.setdefault(group, set())
     if kind in carried or kind == "meta":
         return
-    kinds = {device.type for device in group._device_types}
+    kinds = set(device_types(group))
     if kind not in kinds:
         raise ValueError(
             f"group must carry {kind} tensors, got one of {', '.join(sorted(kinds))} only, with backend "

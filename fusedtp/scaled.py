@@ -23,6 +23,7 @@ from torch import Tensor
 
 from . import formats
 from .float8 import BLOCK, E8M0, along_blocks, in_blocks, largest_finite, quantized, widened
+from .torch_private import c10d
 
 Recipe = Literal["tensorwise", "rowwise", "mxfp8"]
 
@@ -165,7 +166,7 @@ def _check(x: Any, recipe: Any, dtype: Any, group: Any, power_of_two: Any) -> No
 def _largest(most: Tensor, group: Any) -> Tensor:
     from . import groups
 
-    name, c10d = groups.resolve(group).group_name, torch.ops._c10d_functional
+    name = groups.resolve(group).group_name
     found: Tensor = c10d.wait_tensor(c10d.all_reduce(most.reshape(1), "max", name))
     return found.reshape(())
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from .float8 import BLOCK, E8M0
 from .formats import FNUZ
 from .scaled import Quantized
+from .torch_private import scaled_mm
 
 
 def term(a: Quantized, b: Quantized) -> Tensor:
@@ -84,7 +85,7 @@ def _laid_out(a: Quantized, b: Quantized) -> tuple[Tensor, Tensor]:
 def of_data(a: Quantized, b: Quantized) -> Tensor:
     """The product of the data alone by torch's scaled matmul, in float32."""
     one = torch.ones((), device=a.device)
-    out: Tensor = torch._scaled_mm(*_laid_out(a, b), one, one, out_dtype=torch.float32)
+    out: Tensor = scaled_mm(*_laid_out(a, b), one, one, out_dtype=torch.float32)
     return out
 
 
@@ -96,7 +97,7 @@ def by_library(a: Quantized, b: Quantized, bias: Tensor | None = None) -> Tensor
         scales = a.row_scales()[:, None], b.t().row_scales()[None, :]
     if bias is not None and bias.ndim > 1:
         return by_library(a, b).add_(bias)
-    out: Tensor = torch._scaled_mm(*_laid_out(a, b), *scales, bias=bias, out_dtype=a.dtype)
+    out: Tensor = scaled_mm(*_laid_out(a, b), *scales, bias=bias, out_dtype=a.dtype)
     return out
 
 

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Channel, Config, moving_options, strip_of
+from .launch import FP_FUSION, Channel, Config, moving_options, strip_of
 from .loading import launch
 from .matmul import or_nan
 from .multicast import behind_store, store_to_all
@@ -236,7 +236,7 @@ def push(
     pieces = -(-rows // piece_rows) * (1 if scatter or switch else channel.world_size)
     launch(_push_kernel, (max(1, min(config.pushers, pieces)),))(
         rows_of(x, scale), table, channel.group(op), channel.rank, channel.fingerprint, rows, dst_row, first_slot,
-        pitch, scatter, with_own, piece_rows, config.copy_rows, config.copy_cols, switch,
+        pitch, scatter, with_own, piece_rows, config.copy_rows, config.copy_cols, switch, **FP_FUSION,
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .launch import Channel
+from .launch import FP_FUSION, Channel
 from .loading import launch
 from .signal import Link, begin, enter, leave, raise_signal, wait
 
@@ -33,4 +33,5 @@ def _step_kernel(group, rank, fingerprint: tl.int64, peer, slot, STEP: tl.conste
 
 def step(channel: Channel, op: int, name: str, peer: int = 0, slot: int = 0) -> None:
     """Issue `name` (enter, signal, wait or leave) on the current stream; `peer` and `slot` for signal and wait."""
-    launch(_step_kernel, (1,))(channel.group(op), channel.rank, channel.fingerprint, peer, slot, name, num_warps=1)
+    group = channel.group(op)
+    launch(_step_kernel, (1,))(group, channel.rank, channel.fingerprint, peer, slot, name, num_warps=1, **FP_FUSION)

@@ -92,6 +92,8 @@ class Bounds:
 
         def launched(self: Any, *args: Any, **kwargs: Any) -> Any:
             bounds._begin(self.fn, args, kwargs)
+            # Not left to Triton's default, on which bits would depend.
+            assert kwargs.get("enable_fp_fusion") is True or not self.fn.__module__.startswith("fusedtp.kernels")
             return launch(self, *args, **kwargs)
 
         # A descriptor's load ends here too, masked to the descriptor's shape.

@@ -9,6 +9,7 @@ import pytest
 import torch
 from fusedtp.bench import doctor
 
+from fusedtp.calls.tuning import Sample, Table
 from fusedtp.memory import gpus
 
 
@@ -98,3 +99,54 @@ def test_a_driver_that_does_not_answer_is_told(four_gpus: None, monkeypatch: pyt
     monkeypatch.setattr(gpus, "Driver", silent)
     assert next(doctor.link_lines()) == ("gpu to gpu", "unknown: the driver's cuInit failed with error 999")
     assert ("compute mode", "unknown: the driver's cuInit failed with error 999") in list(doctor.mode_lines())
+
+
+SHARED = "ranks reach each other's GPU memory"
+TABLE = Table({}, (Sample("all_gather_matmul", 2, "float32", 512, 512, 512, {"unfused": 2.0, "decomposed": 1.0}),), {})
+H100 = "NVIDIA H100 80GB HBM3"
+NO_ATOMICS = "GPUs 0 and 1 have no native atomics"
+
+
+@pytest.mark.parametrize(
+    ("found", "runs"),
+    [
+        (
+            doctor.Found("", 0, 2, True, "ranks share memory"),
+            "CPU, 2 cores: decomposed and unfused run at full speed, fused is interpreted (checked, never timed); auto "
+            "takes decomposed, until `fusedtp tune` has measured here",
+        ),
+        (
+            doctor.Found("", 0, 2, True, "ranks share memory", table=TABLE),
+            "CPU, 2 cores: decomposed and unfused run at full speed, fused is interpreted (checked, never timed); auto "
+            "takes the fastest by 1 measurements of this machine",
+        ),
+        (
+            doctor.Found("", 0, 2, False, "trying it failed: rank 1 raised\nTraceback"),
+            "CPU, 2 cores: unfused runs at full speed, decomposed and fused do not run (ranks do not share memory: "
+            "trying it failed: rank 1 raised); auto takes unfused",
+        ),
+        (
+            doctor.Found(H100, 1, 16, True, SHARED),
+            f"1x {H100}, symmetric memory reachable: one rank has nothing to send, several share the GPU (all "
+            "schedules are checked, never timed); auto takes the fastest as predicted for NVIDIA H100 SXM, until "
+            "`fusedtp tune` has measured here",
+        ),
+        (
+            doctor.Found("NVIDIA RTX A1000", 8, 16, True, SHARED),
+            "8x NVIDIA RTX A1000, symmetric memory reachable: unfused, decomposed and fused run at full speed; auto "
+            "takes fused, until `fusedtp tune` has measured here",
+        ),
+        (
+            doctor.Found(H100, 2, 16, False, NO_ATOMICS),
+            f"2x {H100}, symmetric memory not reachable: unfused runs at full speed, decomposed and fused do not run "
+            f"(ranks do not share memory: {NO_ATOMICS}); auto takes unfused",
+        ),
+        (
+            doctor.Found(H100, 2, 16, True, SHARED, "no C compiler: install gcc or clang"),
+            f"2x {H100}, symmetric memory reachable: unfused runs at full speed, decomposed and fused do not run (no C "
+            'compiler: install gcc or clang); auto fails: ask for "unfused"',
+        ),
+    ],
+)
+def test_the_verdict_says_what_runs_and_what_auto_takes(found: doctor.Found, runs: str) -> None:
+    assert found.verdict == f"Verdict: {runs}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -22,6 +23,7 @@ FOLDERS = {"fusedtp": ROOT / "fusedtp", "fusedtp.kernels": ROOT / "kernels", "fu
 
 # Lowest first: a module imports from lower floors, or from its own folder. A folder counts as one.
 FLOORS = (
+    ("torch_private",),
     ("errors", "shards", "files", "trace", "op", "groups", "turns", "formats"),
     ("sharding", "reference", "activations", "norms", "float8"),
     ("scaled",),
@@ -106,6 +108,18 @@ def test_imports_go_down(name: str) -> None:
             assert here in ("reference", "bench"), f"{name} imports {other}, which is for tests and the benchmark"
 
 
+@pytest.mark.parametrize("name", [name for name in MODULES if unit(name) not in ("bench", "torch_private")])
+def test_private_torch_is_called_in_one_module(name: str) -> None:
+    """Triton's interpreter is patched in `kernels.interpreter`."""
+    nodes = list(ast.walk(ast.parse(MODULES[name].read_text())))
+    used = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
+    used |= {f"{node.module}.{each.name}" for node in nodes if isinstance(node, ast.ImportFrom) for each in node.names}
+    # Both are public, and have types there alone.
+    used -= {"torch._C._distributed_c10d.PrefixStore", "torch._C._distributed_c10d.Store"}
+    private = r"(torch|dist|forward_ad)(\.\w+)*\._[a-zA-Z]\w*|.*\._(local_tensor|get_backend|device_types)"
+    assert [each for each in used if re.fullmatch(private, each)] == []
+
+
 def test_no_import_cycles() -> None:
     graph = {name: {o for o in imported(name, path) if o in MODULES} - {name} for name, path in MODULES.items()}
     done: set[str] = set()
@@ -124,7 +138,7 @@ def test_no_import_cycles() -> None:
 
 def drawn() -> str:
     """The imports between folders and the modules above them, in Mermaid, without those that follow from others."""
-    small = set(FLOORS[0]) | {"reference"}
+    small = {*FLOORS[0], *FLOORS[1], "reference"}
     edges = {
         (unit(name), unit(other))
         for name, path in MODULES.items()

@@ -198,7 +198,7 @@ def test_help_and_doctor_list_them(plugged: None, tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "fusedtp.bench.cli", "sweep", "--help"]
     helped = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert helped.returncode == 0, helped.stderr
-    examined = invoke("doctor")
+    examined = invoke("doctor", "--providers")
     assert examined.exit_code == 0, examined.output
     for text in (helped.stdout, examined.output):
         lines = [" ".join(line.split()) for line in text.splitlines()]

@@ -19,12 +19,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..errors import PeerTimeout, RanksDisagree
 from ..op import Task
+from ..torch_private import store_of
 from ..workspaces import budgets, meaning
 from ..workspaces.records import Exchange
 
@@ -88,8 +88,7 @@ def _exchange(op: str, group: ProcessGroup, mine: dict[str, str]) -> tuple[list[
     records, generation = _records.get(group), registry.generation(group.group_name)
     start, seconds = time.monotonic(), budgets.of(group)
     if records is None or records.generation != generation:
-        # There is no public way to a group's own store.
-        store = dist.distributed_c10d._get_process_group_store(group)
+        store = store_of(group)
         records = _records[group] = _Records(store, generation)
         store.set(f"fusedtp/debug/count/{group.rank()}", str(store.add(f"fusedtp/debug/counts/{group.rank()}", 1)))
     if not records.session:

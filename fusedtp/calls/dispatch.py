@@ -35,6 +35,7 @@ from ..formats import FNUZ, target_of, widens_blocks, without_float8
 from ..memory import Unreachable
 from ..op import Task
 from ..schedules.prepared import Prepared
+from ..torch_private import graph_task
 from ..workspaces import meaning, stale
 from ..workspaces.meaning import Meaning
 from . import agreement, kernels_tuned, recorded, tuning
@@ -220,7 +221,7 @@ class Ready(Prepared):
             if ws is None:
                 outs = self.go(operands)
             else:
-                meant = self._meanings.get(meaning.graph_task() != -1) or self._means()
+                meant = self._meanings.get(graph_task() != -1) or self._means()
                 ws.begin(op, meant)
                 try:
                     if self.half_bytes > ws.half_bytes or self.slots > ws.slots:
@@ -251,7 +252,7 @@ class Ready(Prepared):
 
     def _means(self) -> Meaning:
         meant = meaning.of(self.task, self.path.schedule, self._device.type, self._call)
-        self._meanings[meaning.graph_task() != -1] = meant
+        self._meanings[graph_task() != -1] = meant
         return meant
 
 

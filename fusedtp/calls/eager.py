@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .. import activations, groups, norms
 from ..groups import Group
 from ..norms import Norm
+from ..torch_private import is_batched, is_in_torch_dispatch_mode, transforms_active
 from ..turns import Open, one
 from . import arguments, operators
 from . import call as calls_
@@ -27,14 +27,11 @@ from .arguments import Biases, Weights
 from .call import Call as Compiled
 from .call import Prepare
 from .parameters import PLAIN, as_gradient, local, part
-from .registered import refuse_forward_mode, transforms_active
+from .registered import refuse_forward_mode
 from .settings import normed
 
 # One weight has one result, a tuple of them a tuple.
 _W = TypeVar("_W", Tensor, tuple[Tensor, ...])
-
-# Whether is_grads_batched has wrapped a gradient, whose memory is then a batch's; there is no public way to ask.
-_is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 class _Eager(torch.autograd.Function):
@@ -97,7 +94,7 @@ def _gradients(ctx: Any, dys: tuple[Any, ...]) -> list[Tensor | None]:
     kept_tensors = ctx.saved_tensors
     batched = transforms_active()
     for each in dys:
-        batched = batched or (each is not None and _is_batched(each))
+        batched = batched or (each is not None and is_batched(each))
     if batched and (dtensors or count > 1 or call.activation or call.norm[0]):
         raise NotImplementedError(
             "a batch of gradients at once (is_grads_batched, vmap) is not implemented for parameters that are "

@@ -23,10 +23,11 @@ from torch.distributed import ProcessGroup
 from .. import activations, groups, norms
 from ..norms import Norm
 from ..op import ALL_GATHER, ALL_REDUCE, AS_ANY, GATED, OF_RESULT, OPS, REDUCE_SCATTER, Task
+from ..torch_private import transforms_active
 from ..workspaces import stale
 from . import call as calls_
 from .dispatch import Ready
-from .registered import operator, transforms_active
+from .registered import operator
 from .settings import Settings, normed, without_activation, without_norm
 
 

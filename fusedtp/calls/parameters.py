@@ -9,7 +9,6 @@ zeros, which gradients, norms and weight decay leave zeros.
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..groups import Group
 from ..shards import chunk_sizes, offsets
-from .registered import transforms_active
+from ..torch_private import device_types, dtensor_like, is_wrapped, local_of, transforms_active, unwrapped
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
@@ -40,7 +39,7 @@ def mesh_of(group: Group, process_group: ProcessGroup, device: torch.device | st
     """The mesh that a layer's parameters lie on: `group` itself if it is one, else one of `process_group`'s ranks."""
     if isinstance(group, DeviceMesh):
         return group
-    kinds = sorted({each.type for each in process_group._device_types})
+    kinds = sorted(device_types(process_group))
     kind = torch.empty(0, device=device).device.type
     if kind not in kinds:
         # The layer is on meta, or on a CPU before it is moved to a device of the group.
@@ -121,7 +120,7 @@ def fill(parameter: Tensor, values: Tensor, dim: int | None, sizes: Sequence[int
 
 def part(parameter: Any, ndim: int) -> Tensor:
     """What an op reads of a parameter, outside of any graph: the local tensor, leading dims flattened up to `ndim`."""
-    tensor: Tensor = parameter if type(parameter) in PLAIN else parameter._local_tensor
+    tensor: Tensor = parameter if type(parameter) in PLAIN else local_of(parameter)
     return tensor if tensor.ndim <= ndim else tensor.flatten(0, tensor.ndim - ndim)
 
 
@@ -138,8 +137,8 @@ def local(parameter: Any, ndim: int) -> Tensor:
 def _untransformed(parameter: Any) -> Any:
     # torch.func knows DTensors neither wrapped nor closed over: their gradients would be lost.
     inner = parameter
-    while torch._C._functorch.is_functorch_wrapped_tensor(inner):
-        inner = torch._C._functorch.get_unwrapped(inner)
+    while is_wrapped(inner):
+        inner = unwrapped(inner)
     wrapped = inner is not parameter
     if type(inner) not in PLAIN and (wrapped or (parameter.requires_grad and torch.is_grad_enabled())):
         raise NotImplementedError(
@@ -151,7 +150,7 @@ def _untransformed(parameter: Any) -> Any:
 
 def as_gradient(grad: Tensor, parameter: Any) -> Tensor:
     """A gradient of `part(parameter)` as one of the parameter: laid out like it, with nothing left to be summed."""
-    values = grad.contiguous().view(parameter._local_tensor.shape)
+    values = grad.contiguous().view(local_of(parameter).shape)
     kind: Any = type(parameter)
     if values.requires_grad:
         made: Tensor = kind.from_local(
@@ -159,5 +158,4 @@ def as_gradient(grad: Tensor, parameter: Any) -> Tensor:
             shape=parameter.shape, stride=parameter.stride(),
         )  # fmt: skip
         return made
-    # The spec is copied, as in torch's own to_local, because sharding propagation may change it.
-    return kind(values, copy.copy(parameter._spec), requires_grad=False)  # type: ignore[no-any-return]
+    return dtensor_like(values, parameter)

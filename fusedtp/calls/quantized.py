@@ -21,13 +21,14 @@ from ..norms import Norm
 from ..op import ANY_ORDER, RANK_ORDER
 from ..scaled import Quantized, Scaled
 from ..shards import offsets
+from ..torch_private import transforms_active
 from ..turns import one
 from . import call as calls_
 from .arguments import check_kind
 from .call import Call, Prepare
 from .operators import paired
 from .parameters import PLAIN
-from .registered import operator, transforms_active
+from .registered import operator
 from .settings import with_float8, without_norm
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -15,15 +15,12 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, library
-from torch.autograd import forward_ad
 
 from .. import turns
+from ..torch_private import forward_mode_active, transforms_active
 
 Formula: TypeAlias = Callable[..., Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-# What autograd.Function itself asks; there is no public way.
-transforms_active = torch._C._are_functorch_transforms_active
 
 
 def operator(
@@ -50,7 +47,7 @@ def operator(
 
         @functools.wraps(function)
         def call(*args: Any) -> Any:
-            if torch.compiler.is_compiling() or not (transforms_active() or forward_ad._current_level >= 0):
+            if torch.compiler.is_compiling() or not (transforms_active() or forward_mode_active()):
                 return registered(*args)
             given = signature.bind(*args)
             given.apply_defaults()

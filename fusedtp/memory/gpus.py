@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..torch_private import symmetric_empty, symmetric_rendezvous
+
 # torch's own switch.
 SHARE_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
@@ -114,25 +116,21 @@ class Gpu:
         Not `symm_mem.empty`: that cuts several tensors from one block of a pool, and the rendezvous assumes that a
         tensor lies at the same place in the peers' blocks, which is wrong if ranks have different histories.
         """
-        from torch._C._distributed_c10d import _SymmetricMemory
-
         try:
-            return _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, self.device)
+            return symmetric_empty(num_bytes, self.device)
         except torch.AcceleratorError:
             raise
         except RuntimeError:
             # The driver was asked directly: memory that torch keeps for later tensors must be given back first.
             torch.cuda.empty_cache()
-        return _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, self.device)
+        return symmetric_empty(num_bytes, self.device)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
     def rendezvous(self, own: Tensor, name: str) -> Any:
         """torch's rendezvous, in the group of that name; its result has `get_buffer`."""
-        from torch._C._distributed_c10d import _SymmetricMemory
-
-        return _SymmetricMemory.rendezvous(own, name)
+        return symmetric_rendezvous(own, name)
 
     def multicast(self, handle: Any) -> int:
         """The address of all ranks' memory at once, of what the rendezvous gave; 0 where the switch has none, or torch

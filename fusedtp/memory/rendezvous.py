@@ -2,10 +2,10 @@
 
 torch numbers its exchanges by process, not by group: the keys it leaves in a group's store are
 `CUDASymmetricMemory/<number>/<rank>`, where each rank counts on from whatever it has exchanged so far (`StoreExchange`
-in torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryUtils.hpp of 2.11 to 2.13; pytorch issue 196082). Ranks of
+in torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryUtils.hpp of 2.11 to 2.14; pytorch issue 196082). Ranks of
 different histories would wait for keys that nobody writes. So they meet in a group made for one rendezvous, whose store
-numbers by itself: the n-th number that torch uses there is n on every rank. Where torch counts by store, as since
-pytorch pull 196350, that changes nothing.
+numbers by itself: the n-th number that torch uses there is n on every rank. Where torch counts by store, as 2.15
+does, that changes nothing.
 
 A group of its own has a second use: torch remembers, by the group's name, with whom a piece of memory has met.
 """
@@ -18,8 +18,11 @@ from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, _register_process_group, _unregister_process_group
-from torch.distributed.distributed_c10d import GroupName, _get_process_group_store
+
+# Public in torch.distributed, which has no types for them.
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from ..torch_private import register_group, store_of, unregister_group
 
 # What a rank does between two exchanges takes milliseconds; one that failed there never comes to the next.
 SECONDS = 60.0
@@ -76,14 +79,13 @@ def meet(rendezvous: Callable[[str], Handle], group: dist.ProcessGroup, name: st
     Collective. name: the same on all ranks, and never used before. RuntimeError (torch's DistStoreError) where a peer
     does not come within `seconds`.
     """
-    # There is no public way to a group's own store.
-    store = RenumberedStore(PrefixStore(name, _get_process_group_store(group)), seconds)
+    store = RenumberedStore(PrefixStore(name, store_of(group)), seconds)
     private = dist.ProcessGroup(store, group.rank(), group.size())
     # torch looks groups up by name and holds them weakly, and a store without its Python object has no methods: both
     # are kept until the end.
-    _register_process_group(GroupName(name), private)
+    register_group(name, private)
     try:
         return rendezvous(name)
     finally:
-        _unregister_process_group(GroupName(name))
+        unregister_group(name)
         del private, store

@@ -11,12 +11,12 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import turns
 from ..kernels import INTERPRETED, operands
 from ..kernels.launch import config_for
 from ..kernels.matmul import matmul
+from ..torch_private import FakeTensor
 
 _interpreter = turns.Turn("interpreter", "", "a product in leaves")
 

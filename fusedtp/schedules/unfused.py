@@ -19,11 +19,10 @@ from .. import trace
 from ..op import Task
 from ..scaled import Matrix, Quantized, pack_into, packed_bytes, unpacked
 from ..shards import offsets
+from ..torch_private import c10d
 from .alone import multiplied, sum_into, with_norm
 from .packed import PackedGather
 from .verbs import Epilogue, Product
-
-_c10d = torch.ops._c10d_functional
 
 
 class Unfused:
@@ -76,9 +75,9 @@ class Gather:
             sent = x.new_empty(longest, columns)
             sent[: x.shape[0]] = x
         # With `out` it is a plain gather. Without, it is a coalesced one, whose name is too long for gloo: both
-        # threads of a group may free the name (torch 2.13, ProcessGroupGloo::runLoop), which corrupts the heap.
+        # threads of a group may free the name (ProcessGroupGloo::runLoop, torch 2.11 to 2.15): the heap is corrupt.
         self._arriving = sent.new_empty(longest * num_ranks, columns)
-        _c10d.all_gather_into_tensor_out(sent, num_ranks, self._on.group_name, out=self._arriving)
+        c10d.all_gather_into_tensor_out(sent, num_ranks, self._on.group_name, out=self._arriving)
 
     start_beside = start
 
@@ -88,7 +87,7 @@ class Gather:
         gathered = arriving
         if arriving.numel():
             with trace.span("collective"):
-                gathered = _c10d.wait_tensor(arriving)
+                gathered = c10d.wait_tensor(arriving)
         if self._even:
             return gathered
         parts = zip(gathered.split(longest), self._sizes, strict=True)
@@ -117,14 +116,14 @@ class UnfusedGather(PackedGather):
         self._arriving = sent.new_empty(self._on.world_size, *sent.shape)
         if sent.numel():
             whole = self._arriving.view(-1, sent.shape[1])
-            _c10d.all_gather_into_tensor_out(sent, self._on.world_size, self._on.group_name, out=whole)
+            c10d.all_gather_into_tensor_out(sent, self._on.world_size, self._on.group_name, out=whole)
 
     def _arrived(self) -> Tensor:
         arriving = self._arriving
         del self._arriving
         if arriving.numel():
             with trace.span("collective"):
-                _c10d.wait_tensor(arriving.view(-1, arriving.shape[2]))
+                c10d.wait_tensor(arriving.view(-1, arriving.shape[2]))
         return arriving
 
     def _parts(self, x: Quantized) -> Iterator[tuple[int, Quantized]]:
@@ -184,7 +183,7 @@ class Scatter:
             out = out.t().contiguous() if self._dim == 1 else out if self._even else out.clone()
         elif terms.numel():
             with trace.span("collective"):
-                out = _c10d.wait_tensor(_c10d.all_reduce_(terms, "sum", self._on.group_name))
+                out = c10d.wait_tensor(c10d.all_reduce_(terms, "sum", self._on.group_name))
         else:
             out = terms
         if (bias := epilogue.bias) is not None:
@@ -198,5 +197,5 @@ class Scatter:
         if not terms.numel():
             return terms.new_empty(terms.shape[0] // num_ranks, terms.shape[1])
         with trace.span("collective"):
-            out: Tensor = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(terms, "sum", num_ranks, self._on.group_name))
+            out: Tensor = c10d.wait_tensor(c10d.reduce_scatter_tensor(terms, "sum", num_ranks, self._on.group_name))
         return out

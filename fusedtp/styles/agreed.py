@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from ..errors import RanksDisagree
+from ..torch_private import store_of, timeout_seconds
 from ..workspaces import budgets, meaning
 from ..workspaces.records import Exchange
 
@@ -37,8 +36,7 @@ def compare(group: ProcessGroup, mine: Mapping[str, str]) -> None:
     """
     if group.size() == 1:
         return
-    # There is no public way to a group's own store.
-    store: Any = dist.distributed_c10d._get_process_group_store(group)
+    store = store_of(group)
     rank, start, seconds = group.rank(), time.monotonic(), _patience(group)
     # Counted in the store, which may outlive the group.
     call = store.add(f"fusedtp/{_OP}/calls/{rank}", 1)
@@ -53,8 +51,4 @@ def compare(group: ProcessGroup, mine: Mapping[str, str]) -> None:
 
 def _patience(group: ProcessGroup) -> float:
     own = budgets.own(group)
-    if own is not None:
-        return own
-    # There is no public way to a group's own timeout.
-    backend: Any = group._get_backend(group._device_types[0])
-    return float(backend.options._timeout.total_seconds())
+    return timeout_seconds(group) if own is None else own

@@ -14,15 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-import torch
-
 from ..op import Task
+from ..torch_private import graph_task
 
 # Shapes may never repeat. What is forgotten is worked out anew.
 _MAX_KEPT = 4096
-
-# Inside a backward pass there is a graph task; there is no public way to ask.
-graph_task = torch._C._current_graph_task_id
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from ..torch_private import InferenceMode
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -28,8 +30,7 @@ def outside_inference(function: Callable[P, R]) -> Callable[P, R]:
         guard = None
         try:
             try:
-                # It holds from the moment it is made.
-                guard = torch._C._InferenceMode(False)
+                guard = InferenceMode(False)
                 return function(*args, **kwargs)
             finally:
                 if guard is not None:

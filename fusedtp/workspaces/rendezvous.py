@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ..errors import PeerTimeout
 from ..kernels import signal
+from ..torch_private import store_of, timeout_seconds
 from . import budgets
 from .clock import Stopwatch
 from .steps import HostSteps, load_acquire, store_release
@@ -75,7 +75,7 @@ class StoreExchange:
 
     def __init__(self, group: ProcessGroup) -> None:
         # There is no public way to a group's own store.
-        self._store: Any = dist.distributed_c10d._get_process_group_store(group)
+        self._store: Any = store_of(group)
         self._rank, self._world_size = group.rank(), group.size()
         self._group, self._number = group, 0
         # Whether this rank broke off last time.
@@ -149,8 +149,7 @@ class StoreExchange:
         # If this rank broke off last time, or a peer has begun anew, some may have finished and wait elsewhere.
         if self._group in _unfinished:
             return budgets.of(self._group)
-        options = self._group._get_backend(torch.device("cpu")).options
-        return float(options._timeout.total_seconds())
+        return timeout_seconds(self._group)
 
     def _key(self, *parts: str | int) -> str:
         return "/".join(map(str, ("fusedtp/arenas", *parts)))

@@ -99,12 +99,12 @@ def limit_of(case: Case) -> str:
 
 def launch_options(case: Case, config: Any) -> dict[str, int]:
     """What the launcher of a case gives to the compiler."""
-    from fusedtp.kernels.launch import moving_options, options
+    from fusedtp.kernels.launch import FP_FUSION, moving_options, options
 
     if VARIANTS[case.variant].module == "steps":
-        return {"num_warps": 1}
+        return {"num_warps": 1, **FP_FUSION}
     if case.variant.startswith("push"):
-        return {}
+        return FP_FUSION
     if not VARIANTS[case.variant].multiplies:
         return moving_options(config)
     return options(config, case.a_by, case.b_by, limit=limit_of(case))

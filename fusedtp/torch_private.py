@@ -1,0 +1,91 @@
+"""Call torch's private APIs: each is named here once, as it was read in torch 2.11 to 2.15.
+
+None of these has a public counterpart. `bench` has its own where a rank must not import the package.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_in_torch_dispatch_mode
+
+# torch/csrc/autograd: the backward pass that this thread is in, -1 outside of one.
+graph_task = torch._C._current_graph_task_id
+# torch/_functorch: what autograd.Function asks; gradients that is_grads_batched has wrapped; torch.func's wrappers.
+transforms_active = torch._C._are_functorch_transforms_active
+is_batched = torch._C._functorch.is_legacy_batchedtensor
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+unwrapped = torch._C._functorch.get_unwrapped
+# A guard that holds from the moment it is made.
+InferenceMode = torch._C._InferenceMode
+# torch/distributed/_functional_collectives.py: the ops that its functions are made of.
+c10d: Any = torch.ops._c10d_functional
+scaled_mm: Any = torch._scaled_mm
+# What the functional collectives look names up with.
+_by_name: Any = getattr(dist.distributed_c10d, "_resolve_process_group", None) if dist.is_available() else None
+group_by_name: Callable[[str], dist.ProcessGroup] = _by_name
+
+# Let this many cycles of the GPU pass, on the current stream.
+spin: Any = torch.cuda._sleep
+
+
+def forward_mode_active() -> bool:
+    """Whether forward-mode differentiation is under way."""
+    return forward_ad._current_level >= 0
+
+
+def store_of(group: dist.ProcessGroup) -> Any:
+    """Return the group's own store."""
+    return dist.distributed_c10d._get_process_group_store(group)
+
+
+def device_types(group: dist.ProcessGroup) -> list[str]:
+    """Return the kinds of devices whose tensors the group carries."""
+    return [device.type for device in group._device_types]
+
+
+def timeout_seconds(group: dist.ProcessGroup) -> float:
+    """Return the group's own timeout."""
+    backend: Any = group._get_backend(group._device_types[0])
+    return float(backend.options._timeout.total_seconds())
+
+
+def register_group(name: str, group: dist.ProcessGroup) -> None:
+    """Let torch's C++ code find `group`, which it does not keep alive, by `name`."""
+    torch._C._distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type]
+
+
+def unregister_group(name: str) -> None:
+    """Undo `register_group`."""
+    torch._C._distributed_c10d._unregister_process_group(name)  # type: ignore[arg-type]
+
+
+def symmetric_empty(num_bytes: int, device: torch.device) -> Tensor:
+    """Return symmetric memory of its own (torch/distributed/_symmetric_memory)."""
+    memory = torch._C._distributed_c10d._SymmetricMemory
+    return memory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+
+
+def symmetric_rendezvous(own: Tensor, name: str) -> Any:
+    """Exchange symmetric memory in the group of that name; the result has `get_buffer` and `multicast_ptr`."""
+    return torch._C._distributed_c10d._SymmetricMemory.rendezvous(own, name)
+
+
+def local_of(dtensor: Any) -> Tensor:
+    """Return a DTensor's local tensor, outside of any graph."""
+    local: Tensor = dtensor._local_tensor
+    return local
+
+
+def dtensor_like(values: Tensor, dtensor: Any) -> Tensor:
+    """Return a DTensor of these local values, laid out like another one, outside of any graph."""
+    # The spec is copied, as in torch's own to_local, because sharding propagation may change it.
+    made: Tensor = type(dtensor)(values, copy.copy(dtensor._spec), requires_grad=False)
+    return made
