@@ -1,0 +1,315 @@
+"""`python -m fusedtp.bench.gpu` without a GPU: its plan and rows, what fails, dies or is late, and every item's kernels
+interpreted at small sizes.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fusedtp.bench import gpu, gpu_cases, gpu_items, gpu_ranks
+from fusedtp.bench.gpu_cases import COLUMNS, CUT, ERROR, NOT_REACHED, PASSED, WRONG, ItemEnded, Rows, Run, Variant
+from fusedtp.bench.gpu_items import FUSED, PLAN, Item
+from fusedtp.bench.ranks import RankError, RankPool
+from fusedtp.kernels.loading import is_only_loading
+from torch.distributed import ProcessGroup
+
+from .planted import wrong
+
+ROOT = Path(__file__).parent.parent
+
+
+def rows_in(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Rows:
+    return Rows(tmp_path / "rows.csv", {"machine": "here", "commit": "c0ffee"})
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-P", "-m", "fusedtp.bench.gpu", *arguments]
+    return subprocess.run(words, capture_output=True, text=True, timeout=300)
+
+
+def test_the_plan_is_listed_and_documented() -> None:
+    done = command("--list", "--out", "there")
+    assert done.returncode == 0, done.stderr
+    documented = re.findall(r"^\| (\d+) s \| `(\w+)` \|", (ROOT / "docs" / "gpu.md").read_text(), re.MULTILINE)
+    listed = re.findall(r"^ *(\d+)  (\w+) .*; there/gpu-(\w+)\.csv$", done.stdout, re.MULTILINE)
+    assert listed == [(f"{item.seconds:.0f}", name, name) for name, item in PLAN.items()]
+    assert documented == [(f"{gpu.LOADING_SECONDS:.0f}", "kernels"), *((seconds, name) for seconds, name, _ in listed)]
+
+
+def test_without_a_gpu_only_a_dry_run_begins() -> None:
+    done = command()
+    assert done.returncode == 2
+    assert "--dry-run" in done.stderr
+
+
+def test_rows_are_appended_with_what_all_share(rows: Rows) -> None:
+    rows.add(op="a", detail="=1+1", median_ms=0.25)
+    Rows(rows.path, {"machine": "there"}).add(WRONG, op="b")
+    first, second = rows_in(rows.path)
+    assert tuple(first) == COLUMNS
+    assert (first["status"], first["op"], first["median_ms"], first["commit"]) == (PASSED, "a", "0.25", "c0ffee")
+    assert first["detail"] == "'=1+1", "what a spreadsheet would evaluate"
+    assert (second["status"], second["machine"], second["median_ms"]) == (WRONG, "there", "")
+    with pytest.raises(AssertionError):
+        rows.add(colour="red")
+
+
+def test_a_file_of_other_columns_is_kept_under_another_name(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("other\n1\n")
+    Rows(tmp_path / "rows.csv", {}).add()
+    kept = [path.read_text() for path in tmp_path.iterdir() if path.name != "rows.csv"]
+    assert kept == ["other\n1\n"]
+    assert len(rows_in(tmp_path / "rows.csv")) == 1
+
+
+def raised(error: Exception) -> Callable[..., Any]:
+    def fails(*_: object) -> Any:
+        raise error
+
+    return fails
+
+
+def test_a_failed_check_and_an_exception_differ_and_cost_no_baseline(
+    rows: Rows, capfd: pytest.CaptureFixture[str]
+) -> None:
+    order: list[str] = []
+
+    def make(M: int, N: int, K: int, seed: int) -> dict[str, Variant]:
+        def launched(name: str) -> Callable[[], object]:
+            return lambda: (order.append(name), time.sleep(1e-4))
+
+        return {
+            "base": Variant(launched("base"), lambda: (0.5, 0.25)),
+            "wrong": Variant(launched("wrong"), raised(AssertionError("off by 3, allowed 1"))),
+            "raises": Variant(raised(ValueError("no such tile"))),
+            "right": Variant(launched("right"), lambda: (0.1, 0.2)),
+        }
+
+    Run(rows, "it").case("op", (8, 16, 32), "float32", make, seconds=0.01)
+    found = {row["variant"]: row for row in rows_in(rows.path)}
+    assert list(found) == ["base", "wrong", "raises", "right"]
+    assert {name: row["status"] for name, row in found.items()} == {
+        "base": PASSED, "wrong": WRONG, "raises": ERROR, "right": PASSED
+    }  # fmt: skip
+    assert found["wrong"]["detail"] == "off by 3, allowed 1"
+    assert found["raises"]["detail"] == "ValueError: no such tile"
+    assert found["wrong"]["median_ms"] == found["raises"]["median_ms"] == ""
+    base, right = found["base"], found["right"]
+    assert (base["error"], base["error_ratio"], base["baseline_ms"]) == ("0.5", "0.25", "")
+    for row in (base, right):
+        assert float(row["p20_ms"]) <= float(row["median_ms"]) <= float(row["p80_ms"])
+        assert float(row["tflops"]) == pytest.approx(2e-9 * 8 * 16 * 32 / float(row["median_ms"]), rel=1e-4)
+    assert float(right["baseline_ms"]) > 0
+    assert order.index("wrong") > 5, "the baseline was timed first"
+    assert order[-6:] not in (["base"] * 6, ["right"] * 6), "variants take turns"
+    said = capfd.readouterr().err
+    assert "Traceback" in said
+    assert "no such tile" in said
+
+
+def test_three_failures_alike_end_an_item(rows: Rows) -> None:
+    run = Run(rows, "it")
+    for i in range(2):
+        run.ask(f"case {i}", raised(ValueError(f"{i} of 1e-3 is wrong")))
+    run.ask("other", raised(TypeError("7 of 1e-3 is wrong")))
+    run.ask("fine", lambda: "said")
+    with pytest.raises(ItemEnded, match="2 of 1e-3"):
+        run.ask("case 2", raised(ValueError("2 of 1e-3 is wrong")))
+    assert [row["status"] for row in rows_in(rows.path)] == [ERROR, ERROR, ERROR, PASSED, ERROR]
+
+
+def test_of_ranks_the_cause_is_told(rows: Rows) -> None:
+    error = RankError({0: "raised"})
+    error.__cause__ = AssertionError("y is wrong")
+    Run(rows, "it").ask("check", raised(error))
+    Run(rows, "it").ask("check", raised(RankError({1: "died: killed by SIGSEGV"})))
+    found = [(row["status"], row["detail"]) for row in rows_in(rows.path)]
+    assert found == [(WRONG, "y is wrong"), (ERROR, "RankError: rank 1 died: killed by SIGSEGV")]
+
+
+def test_children_that_compile_share_the_cases_and_start_nothing(rows: Rows) -> None:
+    launched: list[tuple[int, bool]] = []
+
+    def make(M: int, N: int, K: int, seed: int) -> dict[str, Variant]:
+        return {"it": Variant(lambda: launched.append((M, is_only_loading())), raised(AssertionError("checked")))}
+
+    for i in range(2):
+        run = Run(rows, "it", share=(i, 2))
+        for M in (1, 2, 2, 3, 4):
+            run.case("op", (M, 1, 1), "float32", make)
+        run.ask("op", raised(AssertionError("asked")))
+    assert launched == [(1, True), (3, True), (2, True), (4, True)]
+    assert rows_in(rows.path) == []
+
+
+def test_a_new_child_goes_on_behind_a_case(rows: Rows) -> None:
+    told: list[str] = []
+    run = Run(rows, "it", first=2, say=told.append)
+    for i in range(4):
+        run.ask(f"case {i}", lambda i=i: i)
+    assert told == ["2 case 2", "3 case 3"]
+
+
+# What children run in place of the plan's items.
+SCRIPT = """
+import os, signal, time
+from fusedtp.bench import arguments, gpu, gpu_cases, gpu_items
+
+def dies(run):
+    for i in range(3):
+        run.ask(f"case {i}", lambda: os.kill(os.getpid(), signal.SIGKILL) if i == 1 else i)
+
+def hangs(run):
+    run.ask("before", lambda: "here")
+    run.ask("stuck", lambda: time.sleep(600))
+
+gpu_items.PLAN.clear()
+gpu_items.PLAN.update({name: gpu_items.Item(seconds, work, "", False) for name, seconds, work in (
+    ("dies", 60, dies), ("hangs", 9, hangs), ("last", 60, hangs))})
+if __name__ == "__main__":
+    arguments.run(gpu.gpu)
+"""
+
+
+def test_a_run_ends_in_time_with_rows_of_what_died_was_late_or_not_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    plan = {"dies": Item(60, print, "", False), "hangs": Item(9, print, "", False), "last": Item(60, print, "", False)}  # type: ignore[arg-type]
+    monkeypatch.setattr(gpu, "PLAN", plan)
+    out = tmp_path / "rows"
+    conductor = gpu.Conductor(out, 120.0, dry_run=True, commit="c0ffee", program=(sys.executable, str(script)))
+    run_item = conductor._run
+
+    def run(item: str, current: gpu.Child) -> None:
+        begin = time.monotonic()
+        run_item(item, current)
+        if item == "hangs":
+            assert time.monotonic() - begin < 10.0
+            # However long that took, nothing is left for the last one.
+            conductor._end = time.monotonic() + gpu.LEAST_SECONDS - 1.0
+
+    monkeypatch.setattr(conductor, "_run", run)
+    counts = conductor.run(list(plan))
+    dies, hangs, last = (rows_in(out / f"gpu-{item}.csv") for item in plan)
+    assert [(row["case"], row["status"]) for row in dies] == [("0", PASSED), ("1", ERROR), ("2", PASSED), ("", PASSED)]
+    assert dies[1]["detail"] == "its process died: SIGKILL"
+    assert (dies[0]["commit"], dies[1]["commit"], dies[1]["dry_run"]) == ("c0ffee", "c0ffee", "True")
+    assert [(row["op"], row["status"]) for row in hangs] == [("before", PASSED), ("stuck", CUT)]
+    assert (
+        "time.sleep(600)" in (out / "gpu-hangs.txt").read_text() or "script.py" in (out / "gpu-hangs.txt").read_text()
+    )
+    assert [row["status"] for row in last] == [NOT_REACHED]
+    assert counts[CUT] == counts[NOT_REACHED] == counts[ERROR] == 1
+
+
+def test_the_run_itself_is_cut(tmp_path: Path) -> None:
+    done = command("--dry-run", "--item", "versions", "--item", "matmul", "--seconds", "4", "--out", str(tmp_path))
+    assert done.returncode == 1, done.stderr
+    assert {rows_in(tmp_path / f"gpu-{item}.csv")[-1]["status"] for item in ("versions", "matmul")} == {NOT_REACHED}
+
+
+def _row_lost(out: torch.Tensor) -> torch.Tensor:
+    kept = torch.ones(out.shape[0], 1, dtype=out.dtype)
+    kept[-1] = torch.nan
+    return kept
+
+
+@pytest.mark.parametrize("name", [*FUSED, "float8 gather rows", "float8 scatter"])
+def test_every_fused_kernel_is_checked(name: str, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_cases, "DRY_SIZE", 96)
+    make, dtype = (partial(FUSED[name][0], "float32"), "float32") if name in FUSED else (
+        partial(gpu_items.float8, name.endswith("scatter")), "float8_e4m3fn")  # fmt: skip
+    run = Run(rows, "hooks", dry_run=True)
+    run.case(name, (60 if "few" in name else 200, 200, 200), dtype, partial(make, 2), world_size=2, timed=False)
+    found = rows_in(rows.path)
+    assert [row["status"] for row in found] == [PASSED, PASSED], found
+    # The same, of whose result a row is missing.
+    check = gpu_cases.Product.check if hasattr(gpu_cases, "Product") else gpu_items.Product.check
+    monkeypatch.setattr(
+        gpu_items.Product,
+        "check",
+        lambda self, out, *rest: check(self, torch.cat([out[1:], out[:1] * torch.nan]), *rest),
+    )
+    run = Run(rows, "hooks", dry_run=True)
+    run.case(name, (60 if "few" in name else 200, 200, 200), dtype, partial(make, 2), world_size=2, timed=False)
+    assert [row["status"] for row in rows_in(rows.path)[2:]] == [WRONG, WRONG]
+
+
+def test_tiles_and_pushers_are_right_where_they_are_interpreted(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_cases, "DRY_SIZE", 96)
+    for item in ("tiles", "pushers"):
+        PLAN[item].work(Run(rows, item, dry_run=True))
+    found = rows_in(rows.path)
+    assert {row["status"] for row in found} == {PASSED}
+    assert len([row for row in found if row["baseline_ms"]]) == len(gpu_items.TILES) + 4
+
+
+@pytest.fixture(scope="module")
+def two() -> Any:
+    with RankPool(2, env={"TRITON_INTERPRET": "1", "FUSEDTP_TUNING": "off"}, timeout=120) as pool:
+        yield pool
+
+
+def planted(group: ProcessGroup, check: str, arguments: tuple[object, ...]) -> None:
+    """Run a check whose fused sums, or whose gathers, are off by one part in a hundred on rank 1."""
+    with wrong("fused", lambda out: out * 1.01 if group.rank() == 1 else out):
+        getattr(gpu_ranks, check)(group, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("check", "arguments"),
+    [
+        *(("layer", (op, "fused", "bfloat16", gpu_ranks.TINY)) for op in gpu_ranks.LAYERS),
+        ("collectives", ("bfloat16", (7, 5))),
+    ],
+)
+def test_a_check_of_ranks_finds_what_is_wrong(two: RankPool, check: str, arguments: tuple[object, ...]) -> None:
+    two.run(getattr(gpu_ranks, check), *arguments)
+    # Ranks that fail alone leave the others waiting: they are shown, and the next call has new ones.
+    with pytest.raises(RankError, match=r"elements are wrong|all_gather"):
+        two.run(planted, check, arguments)
+
+
+def test_a_missing_peer_is_named(two: RankPool) -> None:
+    said, nothing = two.run(gpu_ranks.missing)
+    assert "rank 1" in said
+    assert nothing == ""
+
+
+def flags(group: ProcessGroup) -> tuple[bool, ...]:
+    matmuls = torch.backends.cuda.matmul
+    names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction", "allow_tf32")
+    before = tuple(getattr(matmuls, name) for name in names)
+    device = gpu_ranks.prepare()
+    # Twice: the second takes what the first gives back.
+    fresh = [bool(torch.empty(1 << 12, device=device).isnan().all()) for _ in range(2)]
+    return (*before, *(getattr(matmuls, name) for name in names), *fresh)
+
+
+def test_ranks_reduce_in_full_precision_into_poisoned_memory() -> None:
+    with RankPool(1, timeout=60) as fresh:
+        (found,) = fresh.run(flags)
+    assert found[:2] == (True, True), "what torch does by itself"
+    assert found[3:] == (False, False, False, True, True)
+
+
+def test_every_wait_of_ranks_is_shorter_than_their_check() -> None:
+    assert gpu_ranks.MISSING_SECONDS < gpu_ranks.WAIT_SECONDS < gpu_cases.RANKS_SECONDS - 10
