@@ -188,7 +188,7 @@ class Run:
             def add(names: Sequence[str]) -> None:
                 times = self._timed(draws, list(checked), seconds, launches) if timed else {}
                 for name in names:
-                    values = dict(zip(MEASURED, checked[name], strict=False))
+                    values: dict[str, Any] = dict(zip(MEASURED, checked[name], strict=False))
                     if (median := times[name]["median_ms"] if name in times else 0.0) > 0:
                         num_bytes = draws[0][name].num_bytes
                         rate = "gbps" if num_bytes else "tflops"

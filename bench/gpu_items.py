@@ -75,7 +75,7 @@ def versions(run: Run) -> None:
         run.ask("device", lambda: torch.cuda.get_device_properties(run.device))
         # CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED and CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED in cuda.h.
         for name, number in (("fabric handles", 128), ("multicast", 132)):
-            run.ask(name, lambda number=number: Driver().attribute(number, 0))
+            run.ask(name, partial(lambda number: Driver().attribute(number, 0), number))
         run.ask("fabric", fabric)
     for dtype in ("float32", "bfloat16"):
         run.case("matmul", (256, 256, 256), dtype, partial(plain, dtype), timed=False)
@@ -187,6 +187,7 @@ def float8(scatters: bool, ranks: int, M: int, N: int, K: int, seed: int) -> Var
     a, w = (Quantized.of(scaled(each, "rowwise"), torch.bfloat16) for each in wide)
     sizes, out = even_sizes(M, ranks), preset.poisoned(wide[0], M, N)
     product = cache(lambda: Product(*_values(a, w), (K,), torch.bfloat16))
+    launch: Callable[[], object]
     if scatters:
         arenas, launch, parts = preset.scattered(a, w.t(), sizes)
     else:

@@ -30,7 +30,7 @@ from fusedtp.workspaces import clock
 # Not the first rank, so that own chunks begin somewhere.
 RANK = 1
 BUDGET_MS = 5000
-Fill = Callable[[Tensor], None]
+Fill = Callable[[Tensor], object]
 
 
 class Arenas:
