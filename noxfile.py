@@ -24,7 +24,7 @@ FOLDERS = ("fusedtp", "kernels", "bench", "tests", "noxfile.py")
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 # In two processes, of which one has the pool of ranks: much of what it does waits. Timings are not for such a run.
-TESTS = ("-n", "2", "--dist", "loadscope", "--benchmark-disable", "-m", "not gpu and not offline and not bench")
+TESTS = ("-n", "2", "--dist", "loadscope", "--benchmark-disable", "-m", "not offline and not bench")
 
 # The Triton that constraints.txt pins, and the oldest that is supported.
 PINNED, OLDEST = re.findall(r"(?m)^triton==(.*)$", Path("constraints.txt").read_text())[0], "3.6.0"

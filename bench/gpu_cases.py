@@ -25,6 +25,7 @@ from fusedtp.kernels.loading import only_loading
 
 from . import preset
 from .operands import device_here
+from .oracle import accumulate_in_float32
 from .ranks import RankError
 from .rows import now
 from .store import cell
@@ -111,6 +112,7 @@ class Run:
         self.number, self._first, self._say = -1, first, say
         self._alike: Counter[str] = Counter()
         self._seen: set[object] = set()
+        accumulate_in_float32()
 
     @contextlib.contextmanager
     def begun(self, seconds: float, **shape: object) -> Iterator[dict[str, Any] | None]:

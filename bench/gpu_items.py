@@ -89,7 +89,7 @@ def fabric() -> str:
     codes = [nvml.nvmlInit_v2(), nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device))]
     codes.append(nvml.nvmlDeviceGetGpuFabricInfo(device, info))
     states = "not supported", "not started", "in progress", "completed"
-    return f"codes {codes}, state {states[info[6] % 4]}, status {info[4]}, clique {info[5]}, {bytes(info)[:16].hex()}"
+    return f"codes {codes}, state {states[info[6] & 3]}, status {info[4]}, clique {info[5]}, {bytes(info)[:16].hex()}"
 
 
 def plain(dtype: str, *size: int) -> Variants:
@@ -342,7 +342,8 @@ def on_ranks(run: Run, dtype: str, checks: Mapping[str, Check]) -> None:
     """Run checks on two ranks that share the GPU: by name a function of `gpu_ranks`, its arguments, and whether its
     kernels are compiled beforehand.
     """
-    with RankPool(2, timeout=RANKS_SECONDS - 10, env={"FUSEDTP_TUNING": "off"}) as pool:
+    seconds = (RANKS_SECONDS if run.share is None else 4 * RANKS_SECONDS) - 10
+    with RankPool(2, timeout=seconds, env={"FUSEDTP_TUNING": "off"}) as pool:
         for name, (check, given, loads) in checks.items():
             if run.share is None:
                 run.ask(name, partial(pool.run, check, *given), seconds=RANKS_SECONDS, dtype=dtype, world_size=2)

@@ -18,10 +18,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedtp
+from fusedtp.shards import even_sizes
 from fusedtp.workspaces import registry
 
 from .mixed import ALGORITHMS, COLLECTIVES, Call, Operands
 from .operands import device_here
+from .oracle import accumulate_in_float32
 
 # M, N, K: one tile and less; tiles that do not divide; several waves of tiles. A dry run has the first.
 SIZES = ((64, 48, 40), (300, 264, 200), (1024, 1536, 512))
@@ -33,10 +35,7 @@ WAIT_SECONDS, MISSING_SECONDS = 20.0, 2.0
 
 def prepare() -> torch.device:
     """Make fresh memory NaN and the library's matmuls accumulate in float32, as the derived bound assumes."""
-    matmuls = torch.backends.cuda.matmul
-    matmuls.allow_bf16_reduced_precision_reduction = False
-    matmuls.allow_fp16_reduced_precision_reduction = False
-    matmuls.allow_tf32 = False
+    accumulate_in_float32()
     # Deterministic mode is what makes the allocator fill; its own refusals are turned into warnings.
     torch.set_deterministic_debug_mode("warn")
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
@@ -50,16 +49,6 @@ def loaded(group: ProcessGroup, check: str, arguments: tuple[object, ...]) -> No
         globals()[check](group, *arguments)
 
 
-def cut(length: int, world_size: int) -> tuple[int, ...]:
-    """Return uneven parts; rank 1 has none where there are more than two."""
-    sizes = [length // world_size] * world_size
-    sizes[0] += length - sum(sizes)
-    if world_size > 2:
-        sizes[0] += sizes[1]
-        sizes[1] = 0
-    return tuple(sizes)
-
-
 def _leaf(x: Tensor, device: torch.device) -> Tensor:
     return x.detach().clone().to(device).requires_grad_()
 
@@ -69,7 +58,7 @@ def layer(
 ) -> str:
     """Check a layer with its gradients by every algorithm, twice in a row on one workspace; return the producer."""
     device = prepare()
-    m, n, k = (cut(length, group.size()) for length in size)
+    m, n, k = (even_sizes(length, group.size()) for length in size)
     for seed in range(2):
         for algorithm in ALGORITHMS.get(op, {}).get(schedule, ("auto",)):
             call = Call(op, schedule, algorithm, dtype, 0, (m, n, k), False, op != "linear_all_reduce", seed)
@@ -100,7 +89,7 @@ def copies(group: ProcessGroup, size: tuple[int, int, int]) -> None:
 def collectives(group: ProcessGroup, dtype: str, size: tuple[int, int]) -> None:
     """Check every collective by every algorithm: bit for bit, or within the bound and alike in two runs."""
     device = prepare()
-    m, n = (cut(length, group.size()) for length in size)
+    m, n = (even_sizes(length, group.size()) for length in size)
     for op in COLLECTIVES:
         for algorithm in ALGORITHMS[op]["fused"]:
             call = Call(op, "fused", algorithm, dtype, 0, (m, n, n), False, False, size[0])
@@ -141,7 +130,7 @@ def trees(group: ProcessGroup, dtype: str, size: tuple[int, int, int]) -> str:
         torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, getattr(torch, dtype))
         for seed, shape in enumerate(((M, K), (N, K), (N,), (M, N)))
     )
-    m_sizes = cut(M, n)
+    m_sizes = even_sizes(M, n)
     for name, more in (
         ("all_gather_linear", {"sizes": m_sizes}), ("linear_reduce_scatter", {"sizes": m_sizes}),
         ("linear_all_reduce", {"algorithm": "one_shot"}), ("linear_all_reduce", {"algorithm": "two_shot"}),
