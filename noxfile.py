@@ -24,7 +24,7 @@ FOLDERS = ("fusedtp", "kernels", "bench", "tests", "noxfile.py")
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 # In two processes, of which one has the pool of ranks: much of what it does waits. Timings are not for such a run.
-TESTS = ("-n", "2", "--dist", "loadscope", "--benchmark-disable", "-m", "not gpu and not offline and not bench")
+TESTS = ("-n", "2", "--dist", "loadscope", "--benchmark-disable", "-m", "not offline and not bench")
 
 # The Triton that constraints.txt pins, and the oldest that is supported.
 PINNED, OLDEST = re.findall(r"(?m)^triton==(.*)$", Path("constraints.txt").read_text())[0], "3.6.0"
@@ -184,40 +184,17 @@ def soak(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
-    """The first half hour on a CUDA GPU, with the torch and Triton of the interpreter at hand: `fusedtp.bench.gpu`.
+    """Check and time the kernels on a CUDA GPU, with the torch and Triton of the interpreter: `fusedtp.bench.gpu`.
 
-    Arguments after -- go to that: --list, --stage 2, --emulate. With --tests tests/test_gpu.py instead, with --measure
-    emulated links alone; what follows goes to either.
+    Arguments after -- go to that: --list, --item matmul, --dry-run.
     """
     needed = "jinja2, matplotlib, numpy, pandas, pytest, rich, scipy, setuptools, torch, triton, typer"
     session.run("python", "-c", f"import {needed}")
-    posargs = list(session.posargs)
-    kind = next((each for each in ("--tests", "--measure") if each in posargs), "")
-    rest = [each for each in posargs if each != kind]
     with tempfile.TemporaryDirectory() as site:
         # Beside the environment, not into it, and without the network: a GPU machine brings its own builds.
         flags = ("--quiet", "--no-deps", "--no-build-isolation", "--target", site)
         shutil.rmtree("build", ignore_errors=True)
         session.run("python", "-m", "pip", "install", *flags, ".")
-        env = {
-            **ONE_THREAD,
-            "PYTHONPATH": os.pathsep.join(filter(None, (site, os.environ.get("PYTHONPATH")))),
-            # `python -m` puts this folder first otherwise, and its fusedtp/ has no kernels in it.
-            "PYTHONSAFEPATH": "1",
-        }
-        if not kind:
-            session.run("python", "-m", "fusedtp.bench.gpu", *rest, env=env)
-            return
-        # As fusedtp.bench.gpu, which says why, starts its stages.
-        env |= {
-            "TRITON_INTERPRET": "0",
-            "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
-            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-            "CUDA_MODULE_LOADING": "EAGER",
-        }
-        if kind == "--measure":
-            session.run("python", "-m", "fusedtp.bench.virtual", *rest, env=env)
-        else:
-            # That file alone: the others need what such a machine may not have.
-            session.run("python", "-m", "pytest", "tests/test_gpu.py", "-m", "gpu", *rest, env=env)
+        path = os.pathsep.join(filter(None, (site, os.environ.get("PYTHONPATH"))))
+        # -P: `python -m` puts this folder first otherwise, and its fusedtp/ has no kernels in it.
+        session.run("python", "-P", "-m", "fusedtp.bench.gpu", *session.posargs, env={**ONE_THREAD, "PYTHONPATH": path})

@@ -80,30 +80,19 @@ CHECK_SHAPES: tuple[Shape, ...] = ((96, 80, 64), (97, 83, 61))
 
 
 @dataclass(frozen=True)
-class Item:
-    """What is timed or checked by itself. model, tokens, layer: the block it is a matmul of, or "", 0, ""."""
+class Case:
+    """One op at one size, dtype and world size. model, tokens, layer: the block it is a matmul of, or "", 0, ""."""
 
     op: str
-    M: int = 0
-    N: int = 0
-    K: int = 0
-    dtype: str = ""
-    world_size: int = 1
+    M: int
+    N: int
+    K: int
+    dtype: str
+    world_size: int
     seed: int = 0
     model: str = ""
     tokens: int = 0
     layer: str = ""
-
-    def __str__(self) -> str:
-        size = f"{self.M}x{self.N}x{self.K}" if self.M else ""
-        on = f"on {self.world_size}" if self.world_size > 1 else ""
-        tokens = f"{self.tokens} tokens" if self.tokens else ""
-        return " ".join(filter(None, (self.op, self.model, self.layer, tokens, size, self.dtype, on)))
-
-
-@dataclass(frozen=True)
-class Case(Item):
-    """One op at one size, dtype and world size."""
 
     def __post_init__(self) -> None:
         if self.op not in OPS:

@@ -1,278 +1,256 @@
-"""The first half hour on a GPU: `python -m fusedtp.bench.gpu`, in stages of a few minutes, the most telling first.
+"""Check and time the kernels on one GPU within ten minutes: `python -P -m fusedtp.bench.gpu`. See docs/gpu.md.
 
-Each stage is a process of its own with a limit of time, and goes on where the last command left off: every result is a
-row in results/<machine>/ before the next one begins. What fails or hangs does not stop what follows it, and a process
-that loses its device is started anew behind the item that lost it. docs/gpu.md says what comes out.
+The command runs the items of `PLAN` in order, each in a child process with a time of its own. A child adds a row as
+soon as a case is measured. A child that dies, as after an illegal memory access, is followed by a new one behind the
+case that it died in. The run ends in time, and every item has a row.
+
+Kernels are compiled first, by as many children as there are cores: they run the cases of all items inside
+`only_loading`, which fills Triton's cache on disk.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import csv
+import faulthandler
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import torch
+import triton
 import typer
 
 from . import arguments
+from .gpu_cases import COLUMNS, CUT, ERROR, MAX_ALIKE, NOT_REACHED, NOT_RUN, PASSED, ItemEnded, Rows, Run
+from .gpu_items import PLAN
+from .machine import describe
 from .rank_main import die_with_parent
+from .rows import now
 
-if TYPE_CHECKING:
-    from .gpu_rows import Run
-    from .store import Row
-
-STAGE_SECONDS = 450.0
-# Beyond it, for a process to say where it is.
-END_SECONDS = 15.0
-MAX_STARTS = 5
+SECONDS = 540.0
+# How long timing waits for kernels to be compiled; what ending a child may take; what an item needs to begin.
+LOADING_SECONDS, END_SECONDS, LEAST_SECONDS = 45.0, 2.0, 6.0
+# Processes of one item.
+MAX_STARTS = 3
+KERNELS = "kernels"
 ENVIRONMENT = {
-    "PYTHONUNBUFFERED": "1",
-    # `python -m` puts this folder first otherwise, and its fusedtp/ has no kernels in it.
-    "PYTHONSAFEPATH": "1",
-    "TRITON_INTERPRET": "0",
+    "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1", "FUSEDTP_TUNING": "off",
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
     # Deterministic mode, which poisons fresh memory, asks cuBLAS for it.
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    # For virtual ranks at once: a queue for each stream, and every kernel loaded before one waits.
-    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    "CUDA_MODULE_LOADING": "EAGER",
     **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
-}
-EMULATED = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Stage:
-    """`file`: its rows. `run` does what is left of it, `verdicts` says what the rows mean."""
-
-    what: str
-    file: str
-    run: Callable[[Run], None]
-    verdicts: Callable[[Sequence[Row]], list[str]]
-
-
-def stages() -> dict[int, Stage]:
-    """By number."""
-    from . import gpu_checks, gpu_kernels, gpu_links, gpu_matmul
-    from .cases import Item
-
-    def first(run: Run) -> None:
-        run.do_all([Item("doctor")], gpu_checks.doctor)
-        run.do_all(gpu_matmul.items(emulate=run.emulate), gpu_matmul.work)
-
-    def ranks(count: int, word: str) -> Stage:
-        what = f"{word} ranks on one GPU: layers, gradients, collectives" + (", captures" if count == 2 else "")
-        run = functools.partial(gpu_checks.stage, count)
-        return Stage(what, f"gpu-{word}-ranks.csv", run, functools.partial(gpu_checks.verdicts, count))
-
-    return {
-        1: Stage("doctor; the plain matmul right, and beside torch.mm", "gpu-matmul.csv", first, gpu_matmul.verdicts),
-        2: Stage("every fused kernel, signals preset, beside the own matmul", "gpu-kernels.csv",
-            lambda run: run.do_all(gpu_kernels.items(emulate=run.emulate), gpu_kernels.work), gpu_kernels.verdicts),
-        3: Stage("virtual ranks behind emulated links", "gpu-links.csv",
-            lambda run: run.do_all(gpu_links.items(emulate=run.emulate), gpu_links.work, needs=40.0),
-            gpu_links.verdicts),
-        4: ranks(2, "two"),
-        5: ranks(4, "four"),
-    }  # fmt: skip
-
-
-def inside(number: int, out: Path, emulate: bool, seconds: float, since: str) -> int:
-    """What a stage's process does; how it ends, as in `gpu_rows`. No time: only what the rows mean."""
-    import torch
-
-    from .gpu_compiled import Counted
-    from .gpu_rows import LOST, DeviceLost, Run, machine_here
-
-    stage, counted = stages()[number], Counted()
-    machine = machine_here(emulate=emulate)
-    device = torch.device("cpu") if emulate else torch.device("cuda", torch.cuda.current_device())
-    run = Run(out / machine.name / stage.file, device, machine, seconds, since=since, watched=True)
-    if seconds:
+def child(item: str, out: Path, place: Path, *, first: int, share: tuple[int, int] | None, dry_run: bool) -> None:
+    """Run an item's cases in this process, or compile a share of all items' kernels."""
+    die_with_parent(os.getppid())
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+    if "FUSEDTP_SANITIZED" not in os.environ and not sys.stdin.readline():
+        return
+    hits: list[bool] = []
+    triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
+    rows = Rows(out / f"gpu-{item}.csv", json.loads((place / "shared.json").read_text()))
+    # Nobody asks where a child that compiles is.
+    say = (place / f"{item}.case").write_text if share is None else lambda text: None
+    run, begin = Run(rows, item, first=first, share=share, dry_run=dry_run, say=say), time.monotonic()
+    for run.item in [item] if share is None else [name for name, each in PLAN.items() if each.loads]:
         try:
-            stage.run(run)
-        except DeviceLost as error:
-            print(f"the device is lost to this process: {error}")
-            return LOST
-        print(counted)
-    for line in stage.verdicts(run.rows()):
-        print(line + ("  (emulated)" if emulate else ""))
-    print(f"rows: {run.path}")
-    return run.outcome
+            PLAN[run.item].work(run)
+        except ItemEnded as error:
+            rows.add(
+                CUT, item=run.item, case=run.number, detail=f"{MAX_ALIKE} failures alike: {error}", dry_run=dry_run
+            )
+    told = f"{hits.count(False)} kernels compiled, {hits.count(True)} found, {time.monotonic() - begin:.0f} s"
+    rows.add(item=item, op=KERNELS, detail=told, dry_run=dry_run)
+    sys.stdout.flush()
+    # What a context takes to be taken down is no item's time.
+    os._exit(0)
 
 
-# Names the process that a stage must not outlive.
-_PARENT = "FUSEDTP_GPU_PARENT"
+class Child:
+    """A process that has imported everything and waits for `go`. What it prints is added to `text`."""
+
+    def __init__(self, command: Sequence[str], text: Path) -> None:
+        env = os.environ | ENVIRONMENT | {"TRITON_INTERPRET": str(int(not torch.cuda.is_available()))}
+        with text.open("a") as file:
+            self.process = subprocess.Popen(
+                command, env=env, stdin=subprocess.PIPE, stdout=file, stderr=file, start_new_session=True
+            )
+
+    def go(self) -> None:
+        """Let it begin, unless it has ended."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.write(b"\n")
+            self.process.stdin.flush()
+
+    def wait(self, seconds: float) -> int | None:
+        """Return its exit status; None if it has none after so many seconds. Then its stacks are in the text."""
+        try:
+            return self.process.wait(max(0.0, seconds))
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGUSR1)
+            time.sleep(0.2)
+            return None
+
+    def end(self) -> None:
+        """Kill it with all of its session."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
 
 
-def _inherited(env: dict[str, str]) -> dict[str, str]:
-    return {**os.environ, **env, _PARENT: str(os.getpid())}
+class Conductor:
+    """The parent: it runs items one after the other, and ends what is late. It launches nothing itself.
 
+    program: the command of a child, without options.
+    """
 
-def bounded(command: Sequence[str], seconds: float, env: dict[str, str]) -> int | None:
-    """The exit status; None if it had to be killed, with all that it had started in its session."""
-    process = subprocess.Popen(command, env=_inherited(env), stdin=subprocess.DEVNULL, start_new_session=True)
-    try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    def __init__(self, out: Path, seconds: float, *, dry_run: bool, commit: str, program: Sequence[str]) -> None:
+        self._begin, self._end = time.monotonic(), time.monotonic() + seconds - END_SECONDS
+        self._out, self._dry_run, self._commit, self._program = out, dry_run, commit, program
+        self._children: list[Child] = []
+        self._rows: dict[str, Rows] = {}
+        self._before: dict[str, int] = {}
 
+    def run(self, items: Sequence[str]) -> Counter[str]:
+        """Run the items; return how many rows there are by status."""
+        arguments.folder(self._out, option="--out")
+        with tempfile.TemporaryDirectory() as place:
+            self._place = Path(place)
+            try:
+                return self._run_all(items)
+            finally:
+                for each in self._children:
+                    each.end()
 
-def conduct(
-    number: int, out: Path, *, emulate: bool, seconds: float, start: Callable[..., int | None] = bounded
-) -> str:
-    """Run a stage in processes until nothing is left, or no time; how it went."""
-    from .gpu_rows import LEFT_OVER, LOST, WRONG
-    from .rows import now
+    def _child(self, item: str, *options: str) -> Child:
+        more = ["--dry-run"] if self._dry_run else []
+        places = ["--out", str(self._out), "--place", str(self._place)]
+        made = Child([*self._program, "--inside", item, *places, *more, *options], self._out / f"gpu-{item}.txt")
+        self._children.append(made)
+        return made
 
-    deadline, since = time.monotonic() + seconds, now()
-    env = ENVIRONMENT | (EMULATED if emulate else {})
+    def _run_all(self, items: Sequence[str]) -> Counter[str]:
+        compiles = torch.cuda.is_available() and any(PLAN[item].loads for item in items)
+        count = len(os.sched_getaffinity(0)) if compiles else 0
+        loading = [self._child(KERNELS, "--share", f"{i}/{count}") for i in range(count)]
+        behind = self._child(items[0])
+        self._open()
+        for each in loading:
+            each.go()
+        for place, item in enumerate(items):
+            current, begin = behind, time.monotonic()
+            if place + 1 < len(items):
+                # It imports meanwhile.
+                behind = self._child(items[place + 1])
+            self._run(item, current)
+            self._tell(item, f"{time.monotonic() - begin:.0f} s")
+            for each in loading if place == 0 else ():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    end = min(self._begin + LOADING_SECONDS, self._end)
+                    each.process.wait(max(0.0, end - time.monotonic()))
+        late = sum(each.process.poll() is None for each in loading)
+        if late or not loading:
+            told = f"{late} of {count} processes did not end" if late else "nothing is compiled beforehand"
+            self._add(KERNELS, CUT if late else NOT_RUN, detail=told)
+        self._tell(KERNELS, f"{count} processes")
+        return sum((self._counts(item) for item in (*items, KERNELS)), Counter[str]())
 
-    def process(limit: float) -> int | None:
-        command = [sys.executable, "-m", "fusedtp.bench.gpu", "--inside", "--stage", str(number), "--out", str(out),
-            "--seconds", f"{limit:.0f}", "--since", since, *(["--emulate"] if emulate else [])]  # fmt: skip
-        return start(command, limit + END_SECONDS, env)
+    def _open(self) -> None:
+        here = describe()
+        shared: dict[str, str] = {name: getattr(here, name) for name in ("gpu", "driver", "python", "torch", "triton")}
+        shared |= {"run": now(), "machine": here.name, "commit": self._commit or here.commit}
+        (self._place / "shared.json").write_text(json.dumps(shared))
+        self._rows = {item: Rows(self._out / f"gpu-{item}.csv", shared) for item in (*PLAN, KERNELS)}
+        self._before = {item: rows.path.stat().st_size for item, rows in self._rows.items()}
+        print(*(f"{name} {value}" for name, value in shared.items() if value), sep=", ")
 
-    code: int | None = LOST
-    for _ in range(MAX_STARTS):
-        left = deadline - time.monotonic()
-        if left < min(60.0, seconds):
-            break
-        code = process(left)
-        if code is not None and code >= 0 and not code & ~(WRONG | LEFT_OVER):
-            words = [
-                word
-                for bit, word in ((WRONG, "something is wrong"), (LEFT_OVER, "something is left over"))
-                if code & bit
-            ]
-            return " and ".join(words) or "right"
-        print(f"stage {number}: its process ended by {'its limit' if code is None else code}", flush=True)
-    process(0)
-    return "did not end"
+    def _add(self, item: str, status: str, **values: object) -> None:
+        self._rows[item].add(status, item=item, dry_run=self._dry_run, **values)
 
+    def _run(self, item: str, current: Child) -> None:
+        begin = time.monotonic()
+        end = min(begin + PLAN[item].seconds, self._end)
+        if end - begin < LEAST_SECONDS:
+            self._add(item, NOT_REACHED, detail="the run's time is over")
+            return
+        for start in range(1, MAX_STARTS + 1):
+            current.go()
+            code = current.wait(end - time.monotonic())
+            current.end()
+            if code == 0:
+                return
+            told = self._place / f"{item}.case"
+            number, _, case = (told.read_text() if told.exists() else "-1 beginning").partition(" ")
+            where = {"case": int(number), "op": case}
+            if code is None:
+                self._add(item, CUT, detail=f"after {time.monotonic() - begin:.0f} s", **where)
+                return
+            how = signal.Signals(-code).name if code < 0 else f"status {code}"
+            self._add(item, ERROR, detail=f"its process died: {how}", **where)
+            if start < MAX_STARTS and end - time.monotonic() > LEAST_SECONDS:
+                current = self._child(item, "--first", str(int(number) + 1))
+            else:
+                self._add(item, CUT, detail=f"its process died {start} times", **where)
+                return
 
-def listed() -> list[str]:
-    """The stages in words."""
-    return [f"{number}  {stage.what}  ({stage.file})" for number, stage in stages().items()]
+    def _counts(self, item: str) -> Counter[str]:
+        with self._rows[item].path.open() as file:
+            file.seek(self._before[item])
+            return Counter(row["status"] for row in csv.DictReader(file, COLUMNS))
+
+    def _tell(self, item: str, how: str) -> None:
+        counts = ", ".join(f"{count} {status}" for status, count in self._counts(item).items())
+        print(f"{item:9} {counts}; {how}; {self._rows[item].path}", flush=True)
 
 
 def gpu(
-    list_: Annotated[bool, typer.Option("--list", help="Show the stages.")] = False,
-    stage: Annotated[list[int] | None, typer.Option(help="Only this stage, 1 to 5; may be repeated.")] = None,
-    emulate: Annotated[
-        bool, typer.Option(help="A dry run without a GPU: interpreted, tiny, its rows never kept under results.")
+    list_: Annotated[bool, typer.Option("--list", help="Show the plan.")] = False,
+    seconds: Annotated[float, typer.Option(help="Time of the whole run.")] = SECONDS,
+    out: Annotated[Path, typer.Option(help="Folder for rows and texts, which are added to.")] = Path("gpu-rows"),
+    item: Annotated[list[str] | None, typer.Option(help="Only this item; may be repeated.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Small sizes, two rounds. Without a GPU kernels are interpreted.")
     ] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for the rows, one folder a machine; default results.")
-    ] = None,
-    seconds: Annotated[float, typer.Option(help="Limit of each stage.")] = STAGE_SECONDS,
-    kernels: Annotated[Path | None, typer.Option(help="A folder that --compile-for has made.")] = None,
-    compile_for: Annotated[str | None, typer.Option(help="Compile for a GPU that is not there: sm_90.")] = None,
-    into: Annotated[Path | None, typer.Option(help="Folder for what --compile-for compiles.")] = None,
-    inside_: Annotated[bool, typer.Option("--inside", hidden=True)] = False,
-    since: Annotated[str, typer.Option(hidden=True)] = "",
+    commit: Annotated[str, typer.Option(help="The rows' commit, where no checkout says it.")] = "",
+    inside: Annotated[str, typer.Option(hidden=True)] = "",
+    place: Annotated[Path, typer.Option(hidden=True)] = Path(),
+    first: Annotated[int, typer.Option(hidden=True)] = 0,
+    share: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
-    """Check and time what a GPU can tell in half an hour, in stages that go on where they left off."""
-    if inside_ and _PARENT in os.environ:
-        # Whoever ends the command, by whichever signal, ends its stage.
-        die_with_parent(int(os.environ[_PARENT]))
-    chosen: dict[str, object] = {"--stage": stage, "--emulate": emulate, "--out": out, "--kernels": kernels}
-    if seconds != STAGE_SECONDS:
-        chosen["--seconds"] = seconds
-    compiling: dict[str, object] = {"--compile-for": compile_for, "--into": into}
+    """Check and time the kernels on one GPU within ten minutes, the most telling first."""
+    if inside:
+        i, _, count = share.partition("/")
+        child(inside, out, place, first=first, share=(int(i), int(count)) if share else None, dry_run=dry_run)
+        return
+    items = arguments.names(",".join(item or PLAN), tuple(PLAN), "--item")
     if list_:
-        _alone("--list", chosen | compiling)
-        for line in listed():
-            typer.echo(line)
+        print(f"{'s':>4}  {'item':9} what; rows")
+        for name in items:
+            print(f"{PLAN[name].seconds:4.0f}  {name:9} {PLAN[name].what}; {out / f'gpu-{name}.csv'}")
         return
-    if compile_for is not None or into is not None:
-        _alone("--compile-for", chosen)
-        _compile(compile_for, into, inside_)
-        return
-    numbers = sorted(set(stage or stages()))
-    if unknown := [number for number in numbers if number not in stages()]:
-        raise typer.BadParameter(f"--stage must be from 1 to {len(stages())}, got {unknown[0]}")
-    arguments.at_least(0, seconds, "--seconds", most=STAGE_SECONDS)
-    if inside_:
-        assert out is not None
-        raise typer.Exit(inside(numbers[0], out, emulate, seconds, since))
-    if emulate and kernels is not None:
-        raise typer.BadParameter("--emulate interprets its kernels: --kernels is of no use with it")
-    if emulate and out is not None and "results" in out.resolve().parts:
-        raise typer.BadParameter(f"a dry run measures nothing that is to be kept in {out}: give --out another folder")
-    if not emulate:
-        _check_device()
-    if kernels is not None:
-        _take(kernels)
-    with tempfile.TemporaryDirectory() as temporary:
-        place = arguments.folder(out) if out else Path(temporary) if emulate else Path("results")
-        _all(numbers, place.resolve(), emulate, seconds)
-
-
-def _alone(option: str, others: dict[str, object]) -> None:
-    if given := [name for name, value in others.items() if value]:
-        raise typer.BadParameter(f"{option} does not go with {', '.join(given)}")
-
-
-def _all(numbers: Sequence[int], out: Path, emulate: bool, seconds: float) -> None:
-    ends = {}
-    for number in numbers:
-        print(f"\nstage {number}: {stages()[number].what}", flush=True)
-        begin = time.monotonic()
-        ends[number] = conduct(number, out, emulate=emulate, seconds=seconds)
-        print(f"stage {number}: {ends[number]}, after {time.monotonic() - begin:.0f} s", flush=True)
-    if any(end != "right" for end in ends.values()):
+    if not torch.cuda.is_available() and not dry_run:
+        raise typer.BadParameter("this needs a CUDA device, and torch finds none: --dry-run needs none")
+    program = (sys.executable, "-P", "-m", "fusedtp.bench.gpu")
+    counts = Conductor(out, seconds, dry_run=dry_run, commit=commit, program=program).run(items)
+    print(", ".join(f"{count} {status}" for status, count in counts.items()))
+    if set(counts) - {PASSED, NOT_RUN}:
         raise typer.Exit(1)
-
-
-def _check_device() -> None:
-    import torch
-
-    if not torch.cuda.is_available():
-        raise typer.BadParameter("this needs a CUDA device, and torch finds none: --emulate is the dry run")
-
-
-def _take(folder: Path) -> None:
-    from . import gpu_compiled
-
-    if different := gpu_compiled.differences(folder, gpu_compiled.target_here()):
-        print(f"{folder} is of no use here: {'; '.join(different)}")
-    else:
-        print(f"{gpu_compiled.take(folder)} compiled kernels taken from {folder}")
-
-
-def _compile(target: str | None, into: Path | None, here: bool) -> None:
-    from . import gpu_compiled
-
-    if target not in gpu_compiled.TARGETS or into is None:
-        names = ", ".join(gpu_compiled.TARGETS)
-        raise typer.BadParameter(
-            f"--compile-for takes one of {names} and needs --into a folder, got {target!r}, {into}"
-        )
-    if here:
-        print(f"{gpu_compiled.compile_all(target, into)} kernels compiled for {target}: {into}")
-        return
-    into = arguments.folder(into, option="--into")
-    if any(into.iterdir()) and not (into / gpu_compiled.ABOUT).exists():
-        raise typer.BadParameter(f"--into must be a new folder or one that --compile-for has made, got {str(into)!r}")
-    if other := gpu_compiled.begin(target, into):
-        raise typer.BadParameter(
-            f"--into {into} is of another compiler or target, {'; '.join(other)}: give a new folder"
-        )
-    command = [sys.executable, "-m", "fusedtp.bench.gpu", "--inside", "--compile-for", target, "--into", str(into)]
-    done = subprocess.run(command, env=_inherited(ENVIRONMENT | gpu_compiled.environment(into)))
-    raise typer.Exit(done.returncode)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,14 @@ from fusedtp import reference
 BLOCK = 1 << 23
 
 
+def accumulate_in_float32() -> None:
+    """Make the library's matmuls accumulate in float32, as the bounds assume, which cuBLAS may leave unless told."""
+    matmuls = torch.backends.cuda.matmul
+    matmuls.allow_bf16_reduced_precision_reduction = False
+    matmuls.allow_fp16_reduced_precision_reduction = False
+    matmuls.allow_tf32 = False
+
+
 def _blocks(length: int, other: int) -> Iterator[slice]:
     # Slices of `length` with no more than BLOCK elements each, `other` to an index.
     step = max(1, BLOCK // max(1, other))

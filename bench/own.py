@@ -1,6 +1,6 @@
 """Our kernels with every flag raised before: what the fused op costs when no wait ever blocks and nothing travels.
 
-The rank gets arenas of its own for all ranks (`gpu_preset`): a kernel that gathers finds everything there; one that
+The rank gets arenas of its own for all ranks (`preset`): a kernel that gathers finds everything there; one that
 scatters stores its tiles into local memory instead of its peers'. What fused - own_matmul shows is waiting and the
 links.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from . import gpu_preset as preset
+from . import preset
 from .operands import Operands, Runner
 
 

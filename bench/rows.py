@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from .cases import ALONE, Case, Item, flops, traffic
+from .cases import ALONE, Case, flops, traffic
 from .machine import Machine
 from .store import NOT_RUN, PASSED, Row
 
@@ -35,10 +35,7 @@ class Ratios:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one job found out about one variant in one direction, the same on every rank.
-
-    derived: what does not follow from the medians of the others.
-    """
+    """What one job found out about one variant in one direction, the same on every rank."""
 
     variant: str
     direction: str
@@ -48,7 +45,6 @@ class Outcome:
     threads: int = 0
     backend: str = ""
     not_run: str = ""
-    derived: Ratios | None = None
 
     @property
     def gate(self) -> str:
@@ -86,7 +82,7 @@ def ratios(case: Case, direction: str, variant: str, medians: Mapping[str, float
     )
 
 
-def rows_of(case: Item, outcomes: Iterable[Outcome], machine: Machine) -> list[Row]:
+def rows_of(case: Case, outcomes: Iterable[Outcome], machine: Machine) -> list[Row]:
     """The rows of a job's outcomes, with the ratios between them."""
     outcomes = list(outcomes)
     medians: dict[str, dict[str, float]] = {}
@@ -98,10 +94,7 @@ def rows_of(case: Item, outcomes: Iterable[Outcome], machine: Machine) -> list[R
     rows = []
     for outcome in outcomes:
         timing, verdict = outcome.timing, outcome.verdict
-        derived = outcome.derived
-        if derived is None:
-            assert isinstance(case, Case)
-            derived = ratios(case, outcome.direction, outcome.variant, medians.get(outcome.direction, {}))
+        derived = ratios(case, outcome.direction, outcome.variant, medians.get(outcome.direction, {}))
         values = shared | vars(derived) | (vars(timing) if timing else {})
         values |= {
             name: getattr(outcome, name) for name in ("variant", "direction", "gate", "path", "threads", "backend")

@@ -160,11 +160,8 @@ def write(path: Path, rows: Iterable[Row]) -> None:
     replace(path, text.getvalue().encode())
 
 
-def read(path: Path, *, of_ops: bool = True) -> list[Row]:
-    """The rows of a file, or ValueError saying where it is not what `write` writes. The file is not touched.
-
-    of_ops: of the package's ops, at sizes; else of anything else that is timed or checked, as `gpu_rows` has it.
-    """
+def read(path: Path) -> list[Row]:
+    """The rows of a file, or ValueError saying where it is not what `write` writes. The file is not touched."""
     try:
         reader = csv.reader(StringIO(read_text(path, max_bytes=MAX_BYTES), newline=""), strict=True)
         header = tuple(next(reader, []))
@@ -180,7 +177,7 @@ def read(path: Path, *, of_ops: bool = True) -> list[Row]:
     found: dict[object, int] = {}
     for number, (line, cells) in enumerate(lines, 1):
         try:
-            row = _row(header, cells, of_ops)
+            row = _row(header, cells)
         except ValueError as error:
             raise ValueError(f"{path}, line {line}, row {number}, column {error}") from None
         key = row.machine, row.case, row.variant, row.predicted
@@ -190,7 +187,7 @@ def read(path: Path, *, of_ops: bool = True) -> list[Row]:
     return rows
 
 
-def _row(names: Sequence[str], cells: Sequence[str], of_ops: bool) -> Row:
+def _row(names: Sequence[str], cells: Sequence[str]) -> Row:
     # ValueError beginning with the column's name.
     if len(cells) != len(names):
         raise ValueError(f"{names[min(len(cells), len(names) - 1)]}: {len(cells)} cells, not {len(names)}")
@@ -200,10 +197,10 @@ def _row(names: Sequence[str], cells: Sequence[str], of_ops: bool) -> Row:
         if not re.fullmatch(pattern, text):
             raise ValueError(f"{name}: {text[:80]!r} is not {_KINDS[name]}")
         value = values[name] = value_of(text)
-        if of_ops and name in _KNOWN and value not in _KNOWN[name]:
+        if name in _KNOWN and value not in _KNOWN[name]:
             raise ValueError(f"{name}: {text[:80]!r} is not one of {', '.join(_KNOWN[name])}")
         if name in _LIMITS and value is not None:
-            least, most = _LIMITS[name] if of_ops else (min(_LIMITS[name][0], 0), _LIMITS[name][1])
+            least, most = _LIMITS[name]
             if not all(least <= number <= most for number in (value if isinstance(value, tuple) else (value,))):
                 raise ValueError(f"{name}: {text[:80]!r} is not from {least:g} to {most:g}")
     row = Row(**values)
@@ -217,10 +214,10 @@ def _row(names: Sequence[str], cells: Sequence[str], of_ops: bool) -> Row:
     return row
 
 
-def update(path: Path, rows: Sequence[Row], *, of_ops: bool = True) -> list[Row]:
-    """Write `rows` in place of the file's rows of the same cases; all its rows, old and new. of_ops: as in `read`."""
+def update(path: Path, rows: Sequence[Row]) -> list[Row]:
+    """Write `rows` in place of the file's rows of the same cases; all its rows, old and new."""
     measured = {row.case for row in rows}
-    kept = [row for row in read(path, of_ops=of_ops) if row.case not in measured] if path.exists() else []
+    kept = [row for row in read(path) if row.case not in measured] if path.exists() else []
     together = [*kept, *rows]
     write(path, together)
     return together

@@ -38,8 +38,8 @@ KEPT_SECONDS = 0.5
 LONG_SECONDS, LONG_ROUNDS = 2.0, 3
 # Ranks that fail in the same call do so within this.
 AGREE_SECONDS = 3.0
-# Long enough for the host to issue a launch and two events; about 0.3 ms at 1.5 GHz.
-_SPIN_CYCLES = 500_000
+# Cycles at up to 2 GHz in which the host issues one launch, about 120 us; and the two events.
+_LAUNCH_CYCLES, _EVENTS_CYCLES = 250_000, 250_000
 
 # How often a variant has failed in a group: its ranks count alike, as long as they fail together.
 _failures: Counter[tuple[str, str]] = Counter()
@@ -158,16 +158,18 @@ def measure(
     seconds: float = 1.0,
     rounds: int | None = None,
     before: Callable[[str], None] = lambda name: None,
+    launches: int = 1,
 ) -> dict[str, Timing]:
     """Time the runners; all ranks of the group call this with the same names and get the same numbers.
 
     `seconds` is the time to spend, from which rank 0 derives the number of rounds (5 to 50) after one that is not
     counted; `rounds` fixes it instead. A first round of half a second and more does count; of 2 seconds, 3 rounds do.
-    `before` is called with a runner's name ahead of each of its iterations.
+    `before` is called with a runner's name ahead of each of its iterations. `launches`: how many kernels and copies a
+    runner issues at most, which the device waits for.
     """
     if not runners:
         return {}
-    clock = _CudaClock(group, device) if device.type == "cuda" else _HostClock(group)
+    clock = _CudaClock(group, device, launches) if device.type == "cuda" else _HostClock(group)
     names = list(runners)
 
     def iteration(name: str) -> float:
@@ -251,8 +253,8 @@ class _HostClock:
 class _CudaClock:
     """Device time between two events, behind a barrier on the stream and with a cold L2 cache."""
 
-    def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
-        self._group = group
+    def __init__(self, group: ProcessGroup | None, device: torch.device, launches: int) -> None:
+        self._group, self._spin_cycles = group, _EVENTS_CYCLES + launches * _LAUNCH_CYCLES
         cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         self._flush = torch.empty(2 * cache_bytes, dtype=torch.int8, device=device)
         self._token = torch.zeros(1, device=device)
@@ -262,7 +264,7 @@ class _CudaClock:
         """Milliseconds of one call on this rank."""
         self._flush.zero_()
         # The host issues the call while the device spins: what it takes is no part of the call.
-        torch_private.spin(_SPIN_CYCLES)
+        torch_private.spin(self._spin_cycles)
         if self._group is not None:
             dist.all_reduce(self._token, group=self._group)
         self._start.record()

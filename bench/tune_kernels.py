@@ -1,6 +1,6 @@
 """`fusedtp tune --kernels`: which tile is the fastest for a size, on the GPUs at hand, for the kernels of `fused`.
 
-First each rank multiplies alone, with every signal raised in advance (`gpu_preset`): each tile that a multiprocessor
+First each rank multiplies alone, with every signal raised in advance (`preset`): each tile that a multiprocessor
 has room for, then the best of them with other stages, and loops, and parts of the contraction. The fastest few run as
 the whole op on all ranks, in turns with the table's tile; at last the winner and the table's alone, in rounds of their
 own, as the least of many times is less than it should be. What cannot be compiled, or gives a wrong result on any rank,
@@ -196,7 +196,7 @@ class Search:
 
         from fusedtp.schedules.one_kernel import OneKernel
 
-        from . import gpu_preset as preset
+        from . import preset
 
         problem, config = self.problem, applied(self._config, choice)
         a, b = problem.factors("y")
@@ -209,10 +209,7 @@ class Search:
             arenas, fill = preset.reduced(a, b, len(sizes), rank, to_all=self._to_all, config=config)
             out = preset.poisoned(a, a.shape[0], b.shape[1])
             launch = partial(fill, out)
-            # Owners have columns of tiles.
-            across, n = -(-b.shape[1] // config.block_n), len(sizes)
-            first, last = (0, across) if self._to_all else (rank * across // n, (rank + 1) * across // n)
-            own = slice(first * config.block_n, last * config.block_n)
+            own = slice(None) if self._to_all else preset.own_columns(b.shape[1], len(sizes), config, rank)
             parts, b = [out[:, own]], b[:, own]
         else:
             arenas, launch, parts = preset.scattered(a, b, sizes, rank, to_all=self._to_all, config=config)

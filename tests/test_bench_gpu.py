@@ -1,309 +1,315 @@
-"""`python -m fusedtp.bench.gpu` as far as it goes without a GPU: a dry run of every stage, what it keeps, what it does
-with what is wrong, late or lost; and the checks that ranks run there, on ranks here.
+"""`python -m fusedtp.bench.gpu` without a GPU: its plan and rows, what fails, dies or is late, and every item's kernels
+interpreted at small sizes.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
+import csv
 import re
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import typer
-from fusedtp.bench import gpu, gpu_kernels, gpu_links, gpu_matmul, store
-from fusedtp.bench import gpu_preset as preset
-from fusedtp.bench.cases import Case
-from fusedtp.bench.gpu_rows import EMULATED, LEFT_OVER, LOST, WRONG
-from fusedtp.bench.store import Row
-from typer.testing import CliRunner, Result
+from fusedtp.bench import gpu, gpu_cases, gpu_items, gpu_ranks
+from fusedtp.bench.gpu_cases import COLUMNS, CUT, ERROR, NOT_REACHED, PASSED, WRONG, ItemEnded, Rows, Run, Variant
+from fusedtp.bench.gpu_items import FUSED, PLAN, Item
+from fusedtp.bench.ranks import RankError, RankPool
+from fusedtp.kernels.loading import is_only_loading
+from torch.distributed import ProcessGroup
+
+from .planted import wrong
 
 ROOT = Path(__file__).parent.parent
-CPU = torch.device("cpu")
 
 
-def command(*arguments: str, seconds: float = 540.0) -> subprocess.CompletedProcess[str]:
+def rows_in(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Rows:
+    return Rows(tmp_path / "rows.csv", {"machine": "here", "commit": "c0ffee"})
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-P", "-m", "fusedtp.bench.gpu", *arguments]
-    return subprocess.run(words, capture_output=True, text=True, timeout=seconds)
+    return subprocess.run(words, capture_output=True, text=True, timeout=300)
 
 
-def run(*arguments: str) -> Result:
-    app = typer.Typer()
-    app.command()(gpu.gpu)
-    return CliRunner().invoke(app, arguments)
+def test_the_plan_is_listed_and_documented() -> None:
+    done = command("--list", "--out", "there")
+    assert done.returncode == 0, done.stderr
+    documented = re.findall(r"^\| (\d+) s \| `(\w+)` \|", (ROOT / "docs" / "gpu.md").read_text(), re.MULTILINE)
+    listed = re.findall(r"^ *(\d+)  (\w+) .*; there/gpu-(\w+)\.csv$", done.stdout, re.MULTILINE)
+    assert listed == [(f"{item.seconds:.0f}", name, name) for name, item in PLAN.items()]
+    assert documented == [(f"{gpu.LOADING_SECONDS:.0f}", "kernels"), *((seconds, name) for seconds, name, _ in listed)]
 
 
-def invoke(*arguments: str) -> tuple[int, str]:
-    result = run(*arguments)
-    return result.exit_code, " ".join(result.output.replace("\u2502", " ").split())
+def test_without_a_gpu_only_a_dry_run_begins() -> None:
+    done = command()
+    assert done.returncode == 2
+    assert "--dry-run" in done.stderr
 
 
-def test_the_stages_are_listed() -> None:
-    code, said = invoke("--list")
-    assert code == 0
-    assert [int(number) for number in re.findall(r"(\d)  ?[a-z]", said)] == [1, 2, 3, 4, 5]
-    assert "torch.mm" in said
-    assert "gpu-two-ranks.csv" in said
+def test_rows_are_appended_with_what_all_share(rows: Rows) -> None:
+    rows.add(op="a", detail="=1+1", median_ms=0.25)
+    Rows(rows.path, {"machine": "there"}).add(WRONG, op="b")
+    first, second = rows_in(rows.path)
+    assert tuple(first) == COLUMNS
+    assert (first["status"], first["op"], first["median_ms"], first["commit"]) == (PASSED, "a", "0.25", "c0ffee")
+    assert first["detail"] == "'=1+1", "what a spreadsheet would evaluate"
+    assert (second["status"], second["machine"], second["median_ms"]) == (WRONG, "there", "")
+    with pytest.raises(AssertionError):
+        rows.add(colour="red")
+
+
+def test_a_file_of_other_columns_is_kept_under_another_name(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("other\n1\n")
+    Rows(tmp_path / "rows.csv", {}).add()
+    kept = [path.read_text() for path in tmp_path.iterdir() if path.name != "rows.csv"]
+    assert kept == ["other\n1\n"]
+    assert len(rows_in(tmp_path / "rows.csv")) == 1
+
+
+def raised(error: Exception) -> Callable[..., Any]:
+    def fails(*_: object) -> Any:
+        raise error
+
+    return fails
+
+
+def test_a_failed_check_and_an_exception_differ_and_cost_no_baseline(
+    rows: Rows, capfd: pytest.CaptureFixture[str]
+) -> None:
+    order: list[str] = []
+
+    def make(M: int, N: int, K: int, seed: int) -> dict[str, Variant]:
+        def launched(name: str) -> Callable[[], object]:
+            return lambda: (order.append(name), time.sleep(1e-4))
+
+        return {
+            "base": Variant(launched("base"), lambda: (0.5, 0.25)),
+            "wrong": Variant(launched("wrong"), raised(AssertionError("off by 3, allowed 1"))),
+            "raises": Variant(raised(ValueError("no such tile"))),
+            "right": Variant(launched("right"), lambda: (0.1, 0.2)),
+        }
+
+    Run(rows, "it").case("op", (8, 16, 32), "float32", make, seconds=0.01)
+    found = {row["variant"]: row for row in rows_in(rows.path)}
+    assert list(found) == ["base", "wrong", "raises", "right"]
+    assert {name: row["status"] for name, row in found.items()} == {
+        "base": PASSED, "wrong": WRONG, "raises": ERROR, "right": PASSED
+    }  # fmt: skip
+    assert found["wrong"]["detail"] == "off by 3, allowed 1"
+    assert found["raises"]["detail"] == "ValueError: no such tile"
+    assert found["wrong"]["median_ms"] == found["raises"]["median_ms"] == ""
+    base, right = found["base"], found["right"]
+    assert (base["error"], base["error_ratio"], base["baseline_ms"]) == ("0.5", "0.25", "")
+    for row in (base, right):
+        assert float(row["p20_ms"]) <= float(row["median_ms"]) <= float(row["p80_ms"])
+        assert float(row["tflops"]) == pytest.approx(2e-9 * 8 * 16 * 32 / float(row["median_ms"]), rel=1e-4)
+    assert float(right["baseline_ms"]) > 0
+    assert order.index("wrong") > 5, "the baseline was timed first"
+    assert order[-6:] not in (["base"] * 6, ["right"] * 6), "variants take turns"
+    said = capfd.readouterr().err
+    assert "Traceback" in said
+    assert "no such tile" in said
+
+
+def test_three_failures_alike_end_an_item(rows: Rows) -> None:
+    run = Run(rows, "it")
+    for i in range(2):
+        run.ask(f"case {i}", raised(ValueError(f"{i} of 1e-3 is wrong")))
+    run.ask("other", raised(TypeError("7 of 1e-3 is wrong")))
+    run.ask("fine", lambda: "said")
+    with pytest.raises(ItemEnded, match="2 of 1e-3"):
+        run.ask("case 2", raised(ValueError("2 of 1e-3 is wrong")))
+    assert [row["status"] for row in rows_in(rows.path)] == [ERROR, ERROR, ERROR, PASSED, ERROR]
+
+
+def test_of_ranks_the_cause_is_told(rows: Rows) -> None:
+    error = RankError({0: "raised"})
+    error.__cause__ = AssertionError("y is wrong")
+    Run(rows, "it").ask("check", raised(error))
+    Run(rows, "it").ask("check", raised(RankError({1: "died: killed by SIGSEGV"})))
+    found = [(row["status"], row["detail"]) for row in rows_in(rows.path)]
+    assert found == [(WRONG, "y is wrong"), (ERROR, "RankError: rank 1 died: killed by SIGSEGV")]
+
+
+def test_children_that_compile_share_the_cases_and_start_nothing(rows: Rows) -> None:
+    launched: list[tuple[int, bool]] = []
+
+    def make(M: int, N: int, K: int, seed: int) -> dict[str, Variant]:
+        return {"it": Variant(lambda: launched.append((M, is_only_loading())), raised(AssertionError("checked")))}
+
+    for i in range(2):
+        run = Run(rows, "it", share=(i, 2))
+        for M in (1, 2, 2, 3, 4):
+            run.case("op", (M, 1, 1), "float32", make)
+        run.ask("op", raised(AssertionError("asked")))
+    assert launched == [(1, True), (3, True), (2, True), (4, True)]
+    assert rows_in(rows.path) == []
+
+
+def test_a_new_child_goes_on_behind_a_case(rows: Rows) -> None:
+    told: list[str] = []
+    run = Run(rows, "it", first=2, say=told.append)
+    for i in range(4):
+        run.ask(f"case {i}", lambda i=i: i)
+    assert told == ["2 case 2", "3 case 3"]
+
+
+# What children run in place of the plan's items.
+SCRIPT = """
+import os, signal, time
+from fusedtp.bench import arguments, gpu, gpu_cases, gpu_items
+
+def dies(run):
+    for i in range(3):
+        run.ask(f"case {i}", lambda: os.kill(os.getpid(), signal.SIGKILL) if i == 1 else i)
+
+def hangs(run):
+    run.ask("before", lambda: "here")
+    run.ask("stuck", lambda: time.sleep(600))
+
+gpu_items.PLAN.clear()
+gpu_items.PLAN.update({name: gpu_items.Item(seconds, work, "", False) for name, seconds, work in (
+    ("dies", 60, dies), ("hangs", 9, hangs), ("last", 60, hangs))})
+if __name__ == "__main__":
+    arguments.run(gpu.gpu)
+"""
+
+
+def test_a_run_ends_in_time_with_rows_of_what_died_was_late_or_not_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    plan = {"dies": Item(60, print, "", False), "hangs": Item(9, print, "", False), "last": Item(60, print, "", False)}  # type: ignore[arg-type]
+    monkeypatch.setattr(gpu, "PLAN", plan)
+    out = tmp_path / "rows"
+    conductor = gpu.Conductor(out, 120.0, dry_run=True, commit="c0ffee", program=(sys.executable, str(script)))
+    run_item = conductor._run
+
+    def run(item: str, current: gpu.Child) -> None:
+        begin = time.monotonic()
+        run_item(item, current)
+        if item == "hangs":
+            assert time.monotonic() - begin < 10.0
+            # However long that took, nothing is left for the last one.
+            conductor._end = time.monotonic() + gpu.LEAST_SECONDS - 1.0
+
+    monkeypatch.setattr(conductor, "_run", run)
+    counts = conductor.run(list(plan))
+    dies, hangs, last = (rows_in(out / f"gpu-{item}.csv") for item in plan)
+    assert [(row["case"], row["status"]) for row in dies] == [("0", PASSED), ("1", ERROR), ("2", PASSED), ("", PASSED)]
+    assert dies[1]["detail"] == "its process died: SIGKILL"
+    assert (dies[0]["commit"], dies[1]["commit"], dies[1]["dry_run"]) == ("c0ffee", "c0ffee", "True")
+    assert [(row["op"], row["status"]) for row in hangs] == [("before", PASSED), ("stuck", CUT)]
+    assert (
+        "time.sleep(600)" in (out / "gpu-hangs.txt").read_text() or "script.py" in (out / "gpu-hangs.txt").read_text()
+    )
+    assert [row["status"] for row in last] == [NOT_REACHED]
+    assert counts[CUT] == counts[NOT_REACHED] == counts[ERROR] == 1
+
+
+def test_the_run_itself_is_cut(tmp_path: Path) -> None:
+    done = command("--dry-run", "--item", "versions", "--item", "matmul", "--seconds", "4", "--out", str(tmp_path))
+    assert done.returncode == 1, done.stderr
+    assert {rows_in(tmp_path / f"gpu-{item}.csv")[-1]["status"] for item in ("versions", "matmul")} == {NOT_REACHED}
+
+
+def _row_lost(out: torch.Tensor) -> torch.Tensor:
+    kept = torch.ones(out.shape[0], 1, dtype=out.dtype)
+    kept[-1] = torch.nan
+    return kept
+
+
+@pytest.mark.parametrize("name", [*FUSED, "float8 gather rows", "float8 scatter"])
+def test_every_fused_kernel_is_checked(name: str, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_cases, "DRY_SIZE", 96)
+    make, dtype = (partial(FUSED[name][0], "float32"), "float32") if name in FUSED else (
+        partial(gpu_items.float8, name.endswith("scatter")), "float8_e4m3fn")  # fmt: skip
+    run = Run(rows, "hooks", dry_run=True)
+    run.case(name, (60 if "few" in name else 200, 200, 200), dtype, partial(make, 2), world_size=2, timed=False)
+    found = rows_in(rows.path)
+    assert [row["status"] for row in found] == [PASSED, PASSED], found
+    # The same, of whose result a row is missing.
+    check = gpu_cases.Product.check if hasattr(gpu_cases, "Product") else gpu_items.Product.check
+    monkeypatch.setattr(
+        gpu_items.Product,
+        "check",
+        lambda self, out, *rest: check(self, torch.cat([out[1:], out[:1] * torch.nan]), *rest),
+    )
+    run = Run(rows, "hooks", dry_run=True)
+    run.case(name, (60 if "few" in name else 200, 200, 200), dtype, partial(make, 2), world_size=2, timed=False)
+    assert [row["status"] for row in rows_in(rows.path)[2:]] == [WRONG, WRONG]
+
+
+def test_tiles_and_pushers_are_right_where_they_are_interpreted(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_cases, "DRY_SIZE", 96)
+    for item in ("tiles", "pushers"):
+        PLAN[item].work(Run(rows, item, dry_run=True))
+    found = rows_in(rows.path)
+    assert {row["status"] for row in found} == {PASSED}
+    assert len([row for row in found if row["baseline_ms"]]) == len(gpu_items.TILES) + 4
 
 
 @pytest.fixture(scope="module")
-def dry(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A dry run of all stages: its folder, and what it said. Stages are run here, as their commands say, not each in a
-    process of its own: that is the next test's, and nothing here may end this one.
-    """
-    folder, said = tmp_path_factory.mktemp("dry"), []
-
-    def here(command: Sequence[str], seconds: float, env: dict[str, str]) -> int:
-        assert command[:3] == [sys.executable, "-m", "fusedtp.bench.gpu"]
-        with mock.patch.dict(os.environ, env):
-            result = run(*command[3:])
-        said.append(result.output)
-        return result.exit_code
-
-    with (
-        mock.patch("faulthandler.dump_traceback_later"),
-        mock.patch.object(gpu, "conduct", partial(gpu.conduct, start=here)),
-    ):
-        result = run("--emulate", "--out", str(folder))
-    said.append(result.output)
-    assert result.exit_code == 0, "".join(said)
-    return folder, "".join(said)
+def two() -> Any:
+    with RankPool(2, env={"TRITON_INTERPRET": "1", "FUSEDTP_TUNING": "off"}, timeout=120) as pool:
+        yield pool
 
 
-def test_a_dry_run_goes_through_every_stage(dry: tuple[Path, str]) -> None:
-    folder, said = dry
-    for number, stage in gpu.stages().items():
-        assert f"stage {number}: right" in said
-        rows = store.read(folder / "emulated" / stage.file, of_ops=False)
-        assert rows
-        for row in rows:
-            assert row.passed, row
-            assert row.interpreted
-            assert EMULATED in row.path
-            assert row.machine == "emulated"
-    done = {row.op for row in store.read(folder / "emulated" / "gpu-kernels.csv", of_ops=False)}
-    assert done == {*gpu_kernels.KERNELS, *gpu_kernels.MOVES, gpu_kernels.STEPS}
-    shapes = {
-        (row.model, row.layer, row.tokens) for row in store.read(folder / "emulated" / "gpu-matmul.csv", of_ops=False)
-    }
-    assert len(shapes - {("", "", 0)}) == 12
-    assert (folder / "emulated" / "gpu-doctor.txt").read_text().strip()
-    assert all(line.endswith("(emulated)") for line in said.splitlines() if "x own matmul" in line or ">= 0.95" in line)
-
-
-def test_a_second_run_measures_nothing_again(dry: tuple[Path, str]) -> None:
-    folder, _ = dry
-    path = folder / "emulated" / "gpu-kernels.csv"
-    before = path.read_bytes()
-    done = command("--emulate", "--out", str(folder), "--stage", "2")
-    assert done.returncode == 0, done.stderr
-    assert path.read_bytes() == before
-    assert done.stdout.count("have ") == len(gpu_kernels.items(emulate=True))
+def planted(group: ProcessGroup, check: str, arguments: tuple[object, ...]) -> None:
+    """Run a check whose fused sums, or whose gathers, are off by one part in a hundred on rank 1."""
+    with wrong("fused", lambda out: out * 1.01 if group.rank() == 1 else out):
+        getattr(gpu_ranks, check)(group, *arguments)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("check", "arguments"),
     [
-        ((), "this needs a CUDA device"),
-        (("--stage", "6"), "--stage must be from 1 to 5, got 6"),
-        (("--emulate", "--out", "results"), "a dry run measures nothing that is to be kept"),
-        (("--emulate", "--seconds", "1e9"), "--seconds must be"),
-        (("--compile-for", "sm_75", "--into", "x"), "--compile-for takes one of sm_80, sm_90, sm_100"),
-        (("--compile-for", "sm_90"), "needs --into a folder"),
-        (("--compile-for", "sm_90", "--into", str(ROOT)), "--into must be a new folder"),
-        (("--compile-for", "sm_90", "--into", str(ROOT / "README.md")), "--into must be a folder that can be written"),
-        (("--compile-for", "sm_90", "--into", "/proc/here"), "--into must be a folder that can be written"),
-        (("--emulate", "--out", str(ROOT / "README.md")), "--out must be a folder that can be written"),
-        (("--emulate", "--out", "/proc/here"), "--out must be a folder that can be written"),
-        (("--compile-for", "sm_90", "--into", "x", "--emulate"), "--compile-for does not go with --emulate"),
-        (("--compile-for", "sm_90", "--into", "x", "--seconds", "9"), "--compile-for does not go with --seconds"),
-        (("--list", "--kernels", "x"), "--list does not go with --kernels"),
-        (("--list", "--stage", "2", "--into", "x"), "--list does not go with --stage, --into"),
-        (("--emulate", "--kernels", "x"), "--kernels is of no use with it"),
+        *(("layer", (op, "fused", "bfloat16", gpu_ranks.TINY)) for op in gpu_ranks.LAYERS),
+        ("collectives", ("bfloat16", (7, 5))),
     ],
 )
-@pytest.mark.skipif(torch.cuda.is_available(), reason="what is said without a CUDA device")
-def test_refusals(arguments: tuple[str, ...], said: str) -> None:
-    code, output = invoke(*arguments)
-    assert code == 2
-    assert said in output
+def test_a_check_of_ranks_finds_what_is_wrong(two: RankPool, check: str, arguments: tuple[object, ...]) -> None:
+    two.run(getattr(gpu_ranks, check), *arguments)
+    # Ranks that fail alone leave the others waiting: they are shown, and the next call has new ones.
+    with pytest.raises(RankError, match=r"elements are wrong|all_gather"):
+        two.run(planted, check, arguments)
 
 
-@pytest.mark.parametrize(
-    ("ends", "how", "starts"),
-    [
-        ([0], "right", 1),
-        ([WRONG], "something is wrong", 1),
-        ([WRONG | LEFT_OVER], "something is wrong and something is left over", 1),
-        # Lost, killed by a signal, ended by its own watch: it goes on behind that.
-        ([LOST, -11, 1, WRONG], "something is wrong", 4),
-        # The status of a command that was misused is none of its own.
-        ([2, 0], "right", 2),
-        ([None] * 9, "did not end", gpu.MAX_STARTS + 1),
-    ],
-)
-def test_a_stage_goes_on_in_a_new_process(ends: list[int | None], how: str, starts: int, tmp_path: Path) -> None:
-    commands: list[Sequence[str]] = []
-
-    def start(command: Sequence[str], seconds: float, env: dict[str, str]) -> int | None:
-        commands.append(command)
-        return ends[len(commands) - 1]
-
-    assert gpu.conduct(2, tmp_path, emulate=False, seconds=400.0, start=start) == how
-    assert len(commands) == starts
-    # All of them go by when the first began.
-    assert len({each[each.index("--since") + 1] for each in commands}) == 1
+def test_a_missing_peer_is_named(two: RankPool) -> None:
+    said, nothing = two.run(gpu_ranks.missing)
+    assert "rank 1" in said
+    assert nothing == ""
 
 
-def test_a_process_that_goes_on_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
-    note = tmp_path / "alive"
-    inner = (
-        f"import time, pathlib\nwhile True: pathlib.Path({str(note)!r}).write_text(str(time.time())); time.sleep(0.1)"
-    )
-    outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
-    assert gpu.bounded([sys.executable, "-c", outer], 3.0, {}) is None
-    before = note.read_text()
-    deadline = time.monotonic() + 1.0
-    while time.monotonic() < deadline:
-        assert note.read_text() == before
-    assert (
-        gpu.bounded([sys.executable, "-c", "import os, sys; sys.exit(int(os.environ['HERE']))"], 30.0, {"HERE": "7"})
-        == 7
-    )
+def flags(group: ProcessGroup) -> tuple[bool, ...]:
+    matmuls = torch.backends.cuda.matmul
+    names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction", "allow_tf32")
+    before = tuple(getattr(matmuls, name) for name in names)
+    device = gpu_ranks.prepare()
+    # Twice: the second takes what the first gives back.
+    fresh = [bool(torch.empty(1 << 12, device=device).isnan().all()) for _ in range(2)]
+    return (*before, *(getattr(matmuls, name) for name in names), *fresh)
 
 
-def row(make_row: Callable[..., Row], **values: Any) -> Row:
-    return make_row(**({"op": "matmul", "variant": "own_matmul", "dtype": "bfloat16"} | values))
+def test_ranks_reduce_in_full_precision_into_poisoned_memory() -> None:
+    with RankPool(1, timeout=60) as fresh:
+        (found,) = fresh.run(flags)
+    assert found[:2] == (True, True), "what torch does by itself"
+    assert found[3:] == (False, False, False, True, True)
 
 
-def test_verdicts_of_the_matmul(make_row: Callable[..., Row]) -> None:
-    rows = [
-        row(make_row, model="llama3-8b", layer="mlp up", tokens=512, matmul_fraction=fraction)
-        for fraction in (1.0, 0.9604)
-    ]
-    assert gpu_matmul.verdicts(rows)[0] == "own matmul bfloat16 >= 0.95 of torch.mm: yes, 0.960 over 1 shapes"
-    slow = [*rows, row(make_row, model="llama3-70b", layer="mlp down", tokens=8192, matmul_fraction=0.81)]
-    lines = gpu_matmul.verdicts(slow)
-    assert lines[0] == "own matmul bfloat16 >= 0.95 of torch.mm: NO, 0.882 over 2 shapes"
-    assert lines[1] == "  slower: llama3-70b mlp down, 8192 tokens (1024x1024x1024) 0.810"
-    assert lines[-1] == "own matmul float16: not timed"
-
-
-def test_verdicts_of_the_kernels(make_row: Callable[..., Row]) -> None:
-    rows = [
-        row(make_row, op="scatter", variant="fused", matmul_fraction=1 / 1.02),
-        # Its row shows the time, and nothing is asked of it.
-        row(make_row, op="scatter to all", variant="fused", matmul_fraction=0.5, path="does more than the matmul"),
-    ]
-    assert gpu_kernels.verdicts(rows) == ["fused, signals preset <= 1.03 x own matmul: yes, 1 of 1"]
-    rows.append(row(make_row, op="gather rows", variant="fused", matmul_fraction=1 / 1.25))
-    lines = gpu_kernels.verdicts(rows)
-    assert lines[0] == "fused, signals preset <= 1.03 x own matmul: NO, 1 of 2"
-    assert lines[1] == "  slower: gather rows 1024x1024x1024 bfloat16 on 2 1.250 x"
-
-
-def test_twelve_shapes_are_those_of_the_blocks() -> None:
-    items = gpu_matmul.items()
-    assert len(items) == 2 * 12
-    sizes = {(each.model, each.layer, each.tokens): (each.M, each.N, each.K) for each in items}
-    assert len(sizes) == 12
-    assert sizes["llama3-8b", "attention qkv", 8192] == (8192, (32 + 2 * 8) * 128 // 4, 4096)
-    assert sizes["llama3-70b", "mlp down", 512] == (512, 8192, 28672 // 8)
-
-
-@pytest.mark.parametrize("name", [*gpu_kernels.KERNELS, *gpu_kernels.MOVES])
-def test_a_kernel_that_is_wrong_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each check fails where the launch does not happen, and where all that it wrote is off by a little."""
-    item = next(each for each in gpu_kernels.items(emulate=True) if each.op == name)
-    each = gpu_kernels.build(item, CPU)
-    with pytest.raises(AssertionError):
-        each.check()
-    each.arenas.run(each.launch)
-    each.check()
-    # What it reads or has written: one element of it that is twice what it was.
-    equal = torch.equal
-    monkeypatch.setattr(torch, "equal", lambda a, b: equal(a, b * 2))
-    check = gpu_matmul.Product.check
-    monkeypatch.setattr(preset.Product, "check", lambda self, out, *rest: check(self, 2 * out, *rest))
-    close = preset.close
-    monkeypatch.setattr("fusedtp.bench.gpu_moves.close", lambda got, *rest: close(2 * got, *rest))
-    with pytest.raises(AssertionError):
-        each.check()
-
-
-def test_a_wait_that_is_given_up_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preset, "BUDGET_MS", 30)
-    each = preset.gather(CPU, torch.float16, 2, 90, 83, 61)
-    words = each.arenas.memory[preset.RANK, : each.arenas.channel.data_offset].view(torch.int32)
-    words[preset.signal.SIGNALS.value :] = 0
-    with pytest.raises(AssertionError, match=r"gave up waiting for rank 0, slot 5: epoch 1 expected, 0 seen"):
-        each.arenas.run(each.launch)
-
-
-def test_what_overlap_must_keep_to_has_a_margin() -> None:
-    case = Case("all_gather_matmul", 4096, 1024, 2048, "bfloat16", 4)
-    link_ms = 0.75 * 4096 * 2048 * 2 / 2e6
-    good = {"comm": 0.95 * link_ms, "phased": 10.0, "concurrent": 11.5}
-    gpu_links.check(good, case, 2)
-    with pytest.raises(AssertionError, match="copies took"):
-        gpu_links.check(good | {"comm": 0.85 * link_ms}, case, 2)
-    with pytest.raises(AssertionError, match="concurrent took"):
-        gpu_links.check(good | {"concurrent": 12.5}, case, 2)
-
-
-@pytest.mark.parametrize(("faster", "word"), [(1.0, "yes"), (2.0, "NO, copies took")])
-def test_verdicts_of_the_links(make_row: Callable[..., Row], faster: float, word: str) -> None:
-    gbps = gpu_links.LINKS[0]
-    link_ms = 0.5 * 8192 * 8192 * 2 / (gbps * 1e6)
-    times = {"comm": link_ms / faster, "matmul": 2.0, "phased": 2.0 + link_ms, "concurrent": 2.1}
-    of_link = {"model": f"link {gbps} GB/s", "M": 8192, "K": 8192, "dtype": "bfloat16", "world_size": 2}
-    rows = [make_row(variant=name, median_ms=ms, **of_link) for name, ms in times.items()]
-    assert f"are hidden: {word}" in gpu_links.verdicts(rows)[-1]
-    assert len(gpu_links.verdicts(rows)) == len(rows) + 1
-
-
-def test_nox_gives_the_tests_what_stages_are_given() -> None:
-    text = (ROOT / "noxfile.py").read_text()
-    for name, value in gpu.ENVIRONMENT.items():
-        if not name.endswith("_THREADS") and name != "PYTHONUNBUFFERED":
-            assert f'"{name}": "{value}"' in text
-
-
-def test_a_stage_ends_with_the_command(tmp_path: Path) -> None:
-    """Whoever ends the command ends its stage: two of them would share a GPU and a file."""
-    command = [sys.executable, "-P", "-m", "fusedtp.bench.gpu", "--emulate", "--stage", "2", "--out", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-    def inside() -> list[int]:
-        found = []
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            with contextlib.suppress(OSError):
-                words = path.read_bytes().split(b"\0")
-                if b"--inside" in words and str(tmp_path).encode() in words:
-                    found.append(int(path.parent.name))
-        return found
-
-    def becomes(there: bool) -> bool:
-        end = time.monotonic() + 60.0
-        while bool(inside()) != there and time.monotonic() < end:
-            time.sleep(0.05)
-        return bool(inside()) == there
-
-    try:
-        assert becomes(True)
-        process.terminate()
-        process.wait(30)
-        assert becomes(False)
-    finally:
-        process.kill()
-        for number in inside():
-            os.kill(number, signal.SIGKILL)
+def test_every_wait_of_ranks_is_shorter_than_their_check() -> None:
+    assert gpu_ranks.MISSING_SECONDS < gpu_ranks.WAIT_SECONDS < gpu_cases.RANKS_SECONDS - 10

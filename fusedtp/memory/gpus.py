@@ -188,7 +188,11 @@ class Driver:
 
     def compute_mode(self, index: int) -> str:
         """Which processes may use an NVIDIA GPU, one of `MODES`."""
-        return self.MODES[self._asked("cuDeviceGetAttribute", self._COMPUTE_MODE, self._asked("cuDeviceGet", index))]
+        return self.MODES[self.attribute(self._COMPUTE_MODE, index)]
+
+    def attribute(self, number: int, index: int) -> int:
+        """Return the value of a CUdevice_attribute of an NVIDIA GPU."""
+        return self._asked("cuDeviceGetAttribute", number, self._asked("cuDeviceGet", index))
 
 
 def link_refusal(places: Sequence[Place], rank: int, gpu: Gpu) -> str:

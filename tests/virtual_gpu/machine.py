@@ -187,7 +187,8 @@ class Machine:
         plan = _Plan(
             schedule.seed, schedule.limit, schedule.idle_limit, schedule.held_after,
             schedule.stale, schedule.drain, schedule.tick, schedule.quantum, schedule.residents,
-            schedule.most_tick, schedule.held, schedule.held_until, len(self.clocks), schedule.shared, clocks.ctypes.data,
+            schedule.most_tick, schedule.held, schedule.held_until, len(self.clocks), schedule.shared,
+            clocks.ctypes.data,
         )  # fmt: skip
         out, stats = ctypes.create_string_buffer(8192), np.zeros(3, np.uint64)
         if lib.run(ctypes.byref(plan), out, len(out), stats.ctypes.data):

@@ -1,0 +1,236 @@
+"""Cases of the GPU command (`bench.gpu`): check what is launched, time it beside a baseline, add a row at once.
+
+A failed check is WRONG in a row, any other exception ERROR, and neither costs the other variants their rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import faulthandler
+import io
+import itertools
+import re
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from fusedtp.kernels.loading import only_loading
+
+from . import preset
+from .operands import device_here
+from .oracle import accumulate_in_float32
+from .ranks import RankError
+from .rows import now
+from .store import cell
+from .timing import measure
+
+PASSED, WRONG, ERROR, NOT_RUN, CUT, NOT_REACHED = "passed", "WRONG", "ERROR", "not run", "cut", "not reached"
+# The longest case, whose process then ends with its stacks; and one of ranks.
+CASE_SECONDS, RANKS_SECONDS = 60.0, 60.0
+# Failures alike that end an item.
+MAX_ALIKE = 3
+# No size of a dry run is larger.
+DRY_SIZE = 256
+# The exit status of a process whose device takes no more work from it.
+LOST = 3
+
+# Of a row. Times are in ms, and only what passed has any. detail: what is wrong, or what was answered. baseline_ms: the
+# first variant's median in the same interleaved rounds. error_ratio: the largest error over what rounding may leave.
+MEASURED = "error", "error_ratio", "median_ms", "p20_ms", "p80_ms", "baseline_ms", "rounds", "tflops", "gbps"
+COLUMNS = (
+    "run", "item", "case", "op", "variant", "M", "N", "K", "dtype", "world_size", "status", "detail", *MEASURED,
+    "dry_run", "machine", "gpu", "driver", "python", "torch", "triton", "commit", "time_utc",
+)  # fmt: skip
+
+Size: TypeAlias = tuple[int, int, int]  # M, N, K as one rank multiplies them
+Checked: TypeAlias = tuple[float, float]  # the largest error, and the largest error over what is allowed
+
+
+class Rows:
+    """The rows of one item: a CSV file that each is appended to at once. shared: the columns that all have alike."""
+
+    def __init__(self, path: Path, shared: Mapping[str, object]) -> None:
+        self.path, self._shared = path, shared
+        header = ",".join(COLUMNS) + "\n"
+        if path.exists() and not path.read_text().startswith(header):
+            path.rename(path.with_suffix(f".{time.time_ns()}.csv"))
+        if not path.exists():
+            path.write_text(header)
+
+    def add(self, status: str = PASSED, **values: object) -> None:
+        """Append a row, and print it in short."""
+        row = {**self._shared, "status": status, "time_utc": now(), **values}
+        assert not row.keys() - set(COLUMNS), row
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerow([cell(row.get(name)) for name in COLUMNS])
+        # One write, so that the rows of several children are whole.
+        with self.path.open("a") as file:
+            file.write(text.getvalue())
+        print(status, *(row[name] for name in ("op", "variant", "M", "N", "K", "dtype", "median_ms", "detail")
+                        if row.get(name)))  # fmt: skip
+
+
+class Variant(NamedTuple):
+    """What is launched, and what checks its result.
+
+    - arenas: their waits are bounded while it is checked.
+    - num_bytes: what it moves, if it multiplies nothing.
+    """
+
+    launch: Callable[[], object]
+    check: Callable[[], Checked] = lambda: (0.0, 0.0)
+    arenas: preset.Arenas | None = None
+    num_bytes: int = 0
+
+
+Variants: TypeAlias = dict[str, Variant]
+
+
+class ItemEnded(Exception):
+    """An item had as many failures alike as it may have."""
+
+
+class Run:
+    """One child's work: the cases of an item from `first` on.
+
+    - share: (i, n) for a child that only compiles, every n-th case from the i-th on.
+    - say: told each case's number and name before it begins.
+    """
+
+    def __init__(
+        self, rows: Rows, item: str, *, first: int = 0, share: tuple[int, int] | None = None, dry_run: bool = False,
+        say: Callable[[str], object] = lambda text: None,
+    ) -> None:  # fmt: skip
+        self.rows, self.item, self.share, self.dry_run, self.device = rows, item, share, dry_run, device_here()
+        self.number, self._first, self._say = -1, first, say
+        self._alike: Counter[str] = Counter()
+        self._seen: set[object] = set()
+        accumulate_in_float32()
+
+    @contextlib.contextmanager
+    def begun(self, seconds: float, **shape: object) -> Iterator[dict[str, Any] | None]:
+        """Yield the columns of a case, or None for one that is not this child's. An exception becomes a row."""
+        key = self.item, *shape.values()
+        is_new = key not in self._seen
+        self._seen.add(key)
+        self.number += is_new
+        theirs = self.share is not None and self.number % self.share[1] != self.share[0]
+        if not is_new or self.number < self._first or theirs:
+            yield None
+            return
+        columns = {"item": self.item, "case": self.number, "dry_run": self.dry_run, **shape}
+        self._say(f"{self.number} {' '.join(map(str, shape.values()))}")
+        # Compiling alone may take longer than what is compiled.
+        faulthandler.dump_traceback_later(seconds if self.share is None else 4 * seconds, exit=True)
+        try:
+            yield columns
+        except ItemEnded:
+            raise
+        except Exception as error:
+            self.failed(columns, error)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def failed(self, columns: Mapping[str, Any], error: Exception) -> None:
+        """Add the row of a failed check, or of another exception; the traceback goes to the text beside the rows.
+
+        Raises `ItemEnded` after `MAX_ALIKE` failures that differ in nothing but numbers. Ends a process whose device is
+        lost.
+        """
+        # Of ranks the cause is what one of them has raised.
+        cause = error.__cause__ if isinstance(error, RankError) and error.__cause__ else error
+        wrong = isinstance(cause, AssertionError)
+        text = (str(cause).strip() or "no message").splitlines()[0][:400]
+        detail = text if wrong else f"{type(cause).__name__}: {text}"
+        self.rows.add(WRONG if wrong else ERROR, detail=detail, **columns)
+        traceback.print_exception(error)
+        if self.device.type == "cuda":
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError as lost:
+                print(f"the device takes no more work from this process: {lost}", file=sys.stderr)
+                sys.exit(LOST)
+        kind = re.sub(r"[0-9.e+-]*[0-9]", "#", detail)
+        self._alike[kind] += 1
+        if self._alike[kind] >= MAX_ALIKE:
+            raise ItemEnded(detail)
+
+    def case(
+        self, op: str, size: Size, dtype: str, make: Callable[..., Variants], *, world_size: int = 1,
+        seconds: float = 0.6, launches: int = 1, timed: bool = True,
+    ) -> None:  # fmt: skip
+        """Check what `make(M, N, K, seed)` returns by name, then time two draws of it in turns.
+
+        The first variant is the baseline: it is timed alone, and has its row, before another one is launched.
+        """
+        M, N, K = (min(n, DRY_SIZE) for n in size) if self.dry_run else size
+        with self.begun(CASE_SECONDS, op=op, M=M, N=N, K=K, dtype=dtype, world_size=world_size) as columns:
+            if columns is None:
+                return
+            if self.share is not None:
+                variants = list(make(M, N, K, 0).values())
+                # Each case begins with another one: what several share is then compiled side by side.
+                turn = self.number % len(variants)
+                with only_loading():
+                    for variant in variants[turn:] + variants[:turn]:
+                        variant.launch()
+                # As many processes as there are cores have one device's memory.
+                torch.cuda.empty_cache()
+                return
+            draws = [make(M, N, K, seed) for seed in range(2 if timed else 1)]
+            checked: dict[str, Checked] = {}
+
+            def add(names: Sequence[str]) -> None:
+                times = self._timed(draws, list(checked), seconds, launches) if timed else {}
+                for name in names:
+                    values: dict[str, Any] = dict(zip(MEASURED, checked[name], strict=False))
+                    if (median := times[name]["median_ms"] if name in times else 0.0) > 0:
+                        num_bytes = draws[0][name].num_bytes
+                        rate = "gbps" if num_bytes else "tflops"
+                        values |= times[name] | {rate: (num_bytes or 2e-3 * M * N * K) / median / 1e6}
+                        if name != first and first in times:
+                            values["baseline_ms"] = times[first]["median_ms"]
+                    self.rows.add(variant=name, **columns, **values)
+
+            first, *others = draws[0]
+            for name, variant in draws[0].items():
+                try:
+                    checked[name] = self._checked(variant)
+                except Exception as error:
+                    self.failed(columns | {"variant": name}, error)
+                if name == first and first in checked:
+                    add([first])
+            if right := [name for name in others if name in checked]:
+                add(right)
+
+    def _checked(self, variant: Variant) -> Checked:
+        if variant.arenas is None:
+            variant.launch()
+        else:
+            variant.arenas.run(variant.launch)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return variant.check()
+
+    def _timed(
+        self, draws: Sequence[Variants], names: Sequence[str], seconds: float, launches: int
+    ) -> dict[str, dict[str, Any]]:
+        turns = {name: itertools.cycle([draw[name].launch for draw in draws]) for name in names}
+        calls = {name: partial(lambda turn: next(turn)(), turn) for name, turn in turns.items()}
+        rounds = 2 if self.dry_run else None
+        times = measure(calls, None, self.device, seconds=seconds, rounds=rounds, launches=launches)
+        return {name: {each: vars(found)[each] for each in MEASURED if hasattr(found, each)}
+                for name, found in times.items()}  # fmt: skip
+
+    def ask(self, op: str, answer: Callable[[], object], *, seconds: float = CASE_SECONDS, **shape: object) -> None:
+        """Add a row with what `answer` returns, in words. A child that compiles asks nothing."""
+        with self.begun(seconds, op=op, **shape) as columns:
+            if columns is not None and self.share is None:
+                self.rows.add(detail=str(answer())[:2000], **columns)

@@ -1,0 +1,428 @@
+"""What the GPU command (`bench.gpu`) measures: the items of `PLAN`, each a function of a `Run`."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import triton
+from fusedtp.kernels.choices import Choice, applied
+from fusedtp.kernels.launch import config_for
+from fusedtp.kernels.signal import FIRST_SLOT, SIGNALS
+from torch import Tensor
+
+from fusedtp.memory.gpus import Driver
+from fusedtp.scaled import Quantized, scaled
+from fusedtp.scaled_mm import mm
+from fusedtp.schedules.producer import part_rows, piece_rows
+from fusedtp.shards import even_sizes, offsets
+
+from . import gpu_ranks, preset
+from .gpu_cases import RANKS_SECONDS, Checked, Run, Size, Variant, Variants
+from .models import block
+from .operands import device_here
+from .oracle import Product
+from .ranks import RankPool
+
+
+def normal(dtype: str, *shape: int, seed: int) -> Tensor:
+    """Draw a standard normal tensor on this process's device."""
+    device = device_here()
+    drawn = torch.randn(shape, generator=torch.Generator(device).manual_seed(seed), device=device)
+    return drawn.to(getattr(torch, dtype))
+
+
+class Operands:
+    """x [M, K] and a weight [N, K] transposed to [K, N], with their product in float64, made when it is asked for."""
+
+    def __init__(self, dtype: str, M: int, N: int, K: int, seed: int) -> None:
+        self.a, self.b = normal(dtype, M, K, seed=2 * seed), normal(dtype, N, K, seed=2 * seed + 1).t()
+        self.product = cache(lambda: Product(self.a, self.b, (K,)))
+
+    def check(self, out: Tensor) -> Checked:
+        """Check a result in the operands' dtype."""
+        return self.product().check(out, self.a.dtype, "result")
+
+    def filled(self, fill: preset.Fill, arenas: preset.Arenas | None = None, *, transposed: bool = False) -> Variant:
+        """Return what fills a C of its own. transposed: with adjacent rows."""
+        M, N = self.a.shape[0], self.b.shape[1]
+        out = preset.poisoned(self.a, N, M).t() if transposed else preset.poisoned(self.a, M, N)
+        return Variant(partial(fill, out), lambda: self.check(out), arenas)
+
+    def library(self) -> Variants:
+        """Return torch.mm, a baseline."""
+        return {"torch.mm": self.filled(lambda out: torch.mm(self.a, self.b, out=out))}
+
+    def own(self) -> Variants:
+        """Return the own matmul, a baseline of fused kernels."""
+        return {"own_matmul": self.filled(preset.plain(self.a, self.b))}
+
+
+def versions(run: Run) -> None:
+    """Say what the machine is, and multiply once in float32 and in bfloat16."""
+    found = sys.version.split()[0], torch.__version__, torch.version.cuda, triton.__version__
+    run.ask("python, torch, cuda, triton", lambda: found)
+    if run.device.type == "cuda":
+        run.ask("device", lambda: torch.cuda.get_device_properties(run.device))
+        # CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED and CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED in cuda.h.
+        for name, number in (("fabric handles", 128), ("multicast", 132)):
+            run.ask(name, partial(lambda number: Driver().attribute(number, 0), number))
+        run.ask("fabric", fabric)
+    for dtype in ("float32", "bfloat16"):
+        run.case("matmul", (256, 256, 256), dtype, partial(plain, dtype), timed=False)
+
+
+def fabric() -> str:
+    """Return NVML's word on the fabric of NVLinks that GPU 0 is in."""
+    nvml, device = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p()
+    # nvmlGpuFabricInfo_t in nvml.h: the cluster's 16 bytes, status, clique, and the state in one byte.
+    info = (ctypes.c_uint32 * 7)()
+    codes = [nvml.nvmlInit_v2(), nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device))]
+    codes.append(nvml.nvmlDeviceGetGpuFabricInfo(device, info))
+    states = "not supported", "not started", "in progress", "completed"
+    return f"codes {codes}, state {states[info[6] & 3]}, status {info[4]}, clique {info[5]}, {bytes(info)[:16].hex()}"
+
+
+def plain(dtype: str, *size: int) -> Variants:
+    """Make torch.mm and the own matmul."""
+    operands = Operands(dtype, *size)
+    return operands.library() | operands.own()
+
+
+def block_sizes(tokens: int, layers: slice) -> list[Size]:
+    """Return what one rank multiplies in a block of Llama 3 8B on four ranks and of 70B on eight."""
+    found = []
+    for model, ranks in (("llama3-8b", 4), ("llama3-70b", 8)):
+        for each in block(model, tokens, ranks, "bfloat16")[layers]:
+            by_n, by_k = (ranks, 1) if each.kind == "gather" else (1, ranks)
+            found.append((each.M, each.N // by_n, each.K // by_k))
+    return found
+
+
+def matmul(run: Run) -> None:
+    """Check the own matmul in all dtypes, and time it beside torch.mm."""
+    for dtype in ("bfloat16", "float16", "float32"):
+        for size in ((300, 264, 200), (256, 256, 256)):
+            run.case("matmul", size, dtype, partial(plain, dtype), timed=False)
+    many = [(8192, 8192, 8192), *block_sizes(8192, slice(None)), *block_sizes(512, slice(2, 4))]
+    few = [(M, 7168, 8192) for M in (16, 64, 128, 256)]
+    for dtype, sizes in (("bfloat16", many + few), ("float16", many[6:9])):
+        for size in sizes:
+            run.case("matmul", size, dtype, partial(plain, dtype))
+
+
+TILES = (
+    Choice(128, 256, 64, 8, 3, True), Choice(128, 256, 64, 8, 3), Choice(256, 128, 64, 8, 3, True),
+    Choice(128, 128, 64, 8, 4), Choice(128, 128, 128, 8, 3), Choice(64, 256, 64, 4, 4),
+)  # fmt: skip
+
+
+def tiles(run: Run) -> None:
+    """Time tiles of the own matmul beside torch.mm."""
+
+    def make(*size: int) -> Variants:
+        operands = Operands("bfloat16", *size)
+        a, b = operands.a, operands.b
+        config = config_for(a.device, a.dtype, *size[:2])
+        chosen = {str(each): operands.filled(preset.plain(a, b, applied(config, each))) for each in TILES}
+        return operands.library() | chosen
+
+    for size in ((8192, 8192, 8192), (8192, 7168, 8192), (8192, 8192, 3584), (512, 7168, 8192), (128, 7168, 8192)):
+        run.case("matmul", size, "bfloat16", make, seconds=2.0)
+
+
+def gather(
+    dtype: str, ranks: int, *size: int, along: int = 0, in_place: bool = True, transposed: bool = False,
+    pushed: bool = True,
+) -> Variants:  # fmt: skip
+    """Make all-gather + matmul, x cut along rows or contraction. in_place: the own shard is read where it lies."""
+    operands, sizes = Operands(dtype, *size), even_sizes(size[2 * along], ranks)
+    shard = operands.a.narrow(along, offsets(sizes)[preset.RANK], sizes[preset.RANK]).clone()
+    # Rows that are not contiguous go through the own arena.
+    shard = shard if in_place else shard.t().contiguous().t()
+    arenas, fill = preset.gathered(
+        shard, operands.a, operands.b, sizes, along=along, transposed=transposed, pushed=pushed
+    )
+    return operands.own() | {"fused": operands.filled(fill, arenas, transposed=transposed)}
+
+
+def scatter(dtype: str, ranks: int, *size: int, to_all: bool = False, turned: bool = False) -> Variants:
+    """Make matmul + reduce-scatter's first kernel, or a one-shot all-reduce's. turned: A has adjacent rows."""
+    operands = Operands(dtype, *size)
+    if turned:
+        operands.a, operands.b = operands.a.t().contiguous().t(), operands.b.contiguous()
+    arenas, launch, parts = preset.scattered(operands.a, operands.b, even_sizes(size[0], ranks), to_all=to_all)
+
+    def check() -> Checked:
+        return max(map(operands.check, parts if to_all else [torch.cat(parts)]))
+
+    return operands.own() | {"fused": Variant(launch, check, arenas)}
+
+
+def all_reduce(dtype: str, ranks: int, *size: int, to_all: bool = False) -> Variants:
+    """Make the kernel of few rows, a whole all-reduce whose other terms are zeros."""
+    operands, (M, N, K, _) = Operands(dtype, *size), size
+    config, out = config_for(operands.a.device, operands.a.dtype, M, 0), preset.poisoned(operands.a, M, N)
+    arenas, fill = preset.reduced(operands.a, operands.b, ranks, to_all=to_all, config=config)
+    own = slice(None) if to_all else preset.own_columns(N, ranks, config)
+
+    def check() -> Checked:
+        return Product(operands.a, operands.b[:, own], (K,)).check(out[:, own], out.dtype, "result")
+
+    return operands.own() | {"fused": Variant(partial(fill, out), check, arenas)}
+
+
+def float8(scatters: bool, ranks: int, M: int, N: int, K: int, seed: int) -> Variants:
+    """Make a gather or a scatter of float8 rows with their scales, beside the library's scaled matmul."""
+    wide = [normal("bfloat16", n, K, seed=2 * seed + i) for i, n in enumerate((M, N))]
+    a, w = (Quantized.of(scaled(each, "rowwise"), torch.bfloat16) for each in wide)
+    sizes, out = even_sizes(M, ranks), preset.poisoned(wide[0], M, N)
+    product = cache(lambda: Product(*_values(a, w), (K,), torch.bfloat16))
+    launch: Callable[[], object]
+    if scatters:
+        arenas, launch, parts = preset.scattered(a, w.t(), sizes)
+    else:
+        own = slice(*offsets(sizes)[preset.RANK :][:2])
+        arenas, fill = preset.gathered(Quantized(a.data[own], a.scale[own], a.dtype), a, w.t(), sizes)
+        launch, parts = partial(fill, out), [out]
+    given: list[Tensor] = []
+
+    def check(parts: Sequence[Tensor]) -> Checked:
+        return product().check(torch.cat(list(parts)), torch.bfloat16, "result")
+
+    def library() -> None:
+        given[:] = [mm(a, w.t())]
+
+    return {
+        "scaled mm": Variant(library, lambda: check(given)),
+        "fused": Variant(launch, lambda: check(parts), arenas),
+    }
+
+
+def _values(a: Quantized, w: Quantized) -> tuple[Tensor, Tensor]:
+    return a.data.double() * a.scale.double(), (w.data.double() * w.scale.double()).t()
+
+
+# Ranks, and the size: MLPs of Llama 3 70B on eight ranks and of 8B on four, at 8192 tokens and at 512; decoding.
+UP = (8, (8192, 7168, 8192)), (4, (8192, 7168, 4096)), (8, (512, 7168, 8192))
+DOWN = (8, (8192, 8192, 3584)), (4, (8192, 4096, 3584)), (8, (512, 8192, 3584))
+FEW = (8, (16, 8192, 3584)), (8, (64, 8192, 3584))
+# The most telling first.
+FUSED: dict[str, tuple[Callable[..., Variants], Sequence[tuple[int, Size]]]] = {
+    "gather rows": (gather, UP),
+    "scatter": (scatter, DOWN),
+    "few-row all-reduce": (all_reduce, FEW),
+    "gather rows, pushing": (partial(gather, pushed=False), UP[::2]),
+    "few-row all-reduce, one shot": (partial(all_reduce, to_all=True), FEW),
+    "gather contraction": (partial(gather, along=1), UP[:1]),
+    "gather rows transposed": (partial(gather, transposed=True), UP[:1]),
+    "scatter to all": (partial(scatter, to_all=True), DOWN[2:]),
+    "scatter, turned": (partial(scatter, turned=True), DOWN[:1]),
+    "gather rows, through the arena": (partial(gather, in_place=False), UP[:1]),
+}
+
+
+def hooks(run: Run) -> None:
+    """Time fused kernels whose signals are raised before, beside the own matmul."""
+    for name, (make, sizes) in FUSED.items():
+        for ranks, size in sizes:
+            run.case(name, size, "bfloat16", partial(make, "bfloat16", ranks), world_size=ranks)
+    for name, scatters, (ranks, size) in (("gather rows", False, UP[0]), ("scatter", True, DOWN[0])):
+        run.case(name, size, "float8_e4m3fn", partial(float8, scatters, ranks), world_size=ranks)
+
+
+def pushers(run: Run) -> None:
+    """Time a gather of the own rows alone, sent to seven peers by so many programs."""
+
+    def make(*size: int) -> Variants:
+        operands, sizes = Operands("bfloat16", *size), (0, size[0], *[0] * 6)
+        a, found = operands.a, operands.own()
+        for count in (0, 8, 16, 33):
+            config = replace(config_for(a.device, a.dtype, *size[:2]), pushers=count)
+            arenas, fill = preset.gathered(a, a, operands.b, sizes, pushed=count == 0, config=config)
+            found[f"{count} pushers"] = operands.filled(fill, arenas)
+        return found
+
+    for size in ((1024, 7168, 8192), (4096, 7168, 8192)):
+        run.case("gather own rows", size, "bfloat16", make, world_size=8, seconds=1.5)
+
+
+def link(run: Run) -> None:
+    """Time a gather whose peer lies in pinned host memory, copied by a copy engine beside the matmul."""
+    if run.device.type != "cuda":
+        run.ask("gather rows", lambda: "not run: there is no copy engine on a CPU")
+        return
+    for size in ((8192, 7168, 4096), (8192, 3584, 4096)):
+        # The host issues a copy for each part and a write for each piece.
+        run.case("gather rows", size, "bfloat16", linked, world_size=2, seconds=2.0, launches=40)
+
+
+def linked(M: int, N: int, K: int, seed: int) -> Variants:
+    """Make a gather of two halves of rows: rank 0's come from the host, with a signal behind each piece."""
+    operands, rows, side = Operands("bfloat16", M, N, K, seed), M // 2, torch.cuda.Stream(priority=-1)
+    a, b, far = operands.a, operands.b, operands.a[:rows].cpu().pin_memory()
+    config = config_for(a.device, a.dtype, rows, N)
+    arenas, fill = preset.gathered(a[rows:].clone(), a, b, (rows, M - rows), last=False, config=config)
+    piece = piece_rows(K * a.itemsize, config)
+    part, words = part_rows(K * a.itemsize, piece), arenas.words(preset.RANK)
+    signals = words.view(torch.uint32)
+    # Rank 0's signals, beside the own; the half of the first epoch, which does not end.
+    first, count = SIGNALS.value + 2 * FIRST_SLOT.value, -(-rows // piece)
+    near = arenas.view(preset.RANK, 1, 0, rows, K, a.dtype)
+    (multiply,), waiting = operands.own().values(), operands.filled(fill)
+
+    def copy(behind: Callable[[], object], *, wait: bool = False) -> None:
+        main = torch.cuda.current_stream()
+        words[first : first + 2 * count : 2] = 0
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            for begin in range(0, rows, part):
+                end = min(rows, begin + part)
+                near[begin:end].copy_(far[begin:end], non_blocking=True)
+                for slot in range(begin // piece, -(-end // piece)):
+                    torch.ops.symm_mem.stream_write_value32_(signals, first + 2 * slot, 1)
+        if wait:
+            main.wait_stream(side)
+        behind()
+        main.wait_stream(side)
+
+    def arrived() -> Checked:
+        assert torch.equal(near, a[:rows]), "other rows came over the link"
+        return waiting.check()
+
+    near.fill_(torch.nan)
+    return {
+        "own_matmul": multiply,
+        "copy": Variant(lambda: copy(lambda: None), num_bytes=far.nbytes),
+        "copy, then matmul": Variant(lambda: copy(waiting.launch, wait=True), arrived, arenas),
+        "copy beside matmul, no waits": Variant(lambda: copy(multiply.launch), multiply.check),
+        "fused": Variant(lambda: copy(waiting.launch), arrived, arenas),
+    }
+
+
+def memcheck(run: Run) -> None:
+    """Run kernels of 256 x 256 x 256 under compute-sanitizer."""
+    if "FUSEDTP_SANITIZED" in os.environ:
+        run.case("matmul", (256, 256, 256), "bfloat16", partial(plain, "bfloat16"), timed=False)
+        for name in ("gather rows, pushing", "scatter", "few-row all-reduce", "gather rows, through the arena"):
+            size = 64 if "few" in name else 256, 256, 256
+            run.case(name, size, "bfloat16", partial(FUSED[name][0], "bfloat16", 2), world_size=2, timed=False)
+        return
+    found = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    if found is None or run.device.type != "cuda":
+        run.ask("memcheck", lambda: "not run: compute-sanitizer is not on this machine, or no GPU")
+        return
+
+    def sanitized() -> str:
+        command = [found, "--tool", "memcheck", "--error-exitcode", "86", *sys.orig_argv]
+        # Without torch's cache of memory, what lies behind a tensor is nobody's.
+        env = os.environ | {"FUSEDTP_SANITIZED": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        done = subprocess.run(command, env=env, input="\n", capture_output=True, text=True)
+        print(done.stdout, done.stderr, file=sys.stderr)
+        last = (done.stdout.strip() or "no output").splitlines()[-1]
+        assert done.returncode == 0, f"compute-sanitizer ended with {done.returncode}: {last}"
+        return last
+
+    run.ask("memcheck", sanitized, seconds=120.0)
+
+
+Check: TypeAlias = tuple[Callable[..., object], tuple[Any, ...], bool]
+
+
+def on_ranks(run: Run, dtype: str, checks: Mapping[str, Check]) -> None:
+    """Run checks on two ranks that share the GPU: by name a function of `gpu_ranks`, its arguments, and whether its
+    kernels are compiled beforehand.
+    """
+    seconds = (RANKS_SECONDS if run.share is None else 4 * RANKS_SECONDS) - 10
+    with RankPool(2, timeout=seconds, env={"FUSEDTP_TUNING": "off"}) as pool:
+        for name, (check, given, loads) in checks.items():
+            if run.share is None:
+                run.ask(name, partial(pool.run, check, *given), seconds=RANKS_SECONDS, dtype=dtype, world_size=2)
+            elif loads:
+                with run.begun(RANKS_SECONDS, op=name, dtype=dtype, world_size=2) as columns:
+                    if columns is not None:
+                        pool.run(gpu_ranks.loaded, check.__name__, given)
+
+
+def layers(run: Run, schedule: str, dtype: str) -> dict[str, Check]:
+    """Return the checks of layers at every size, the largest first."""
+    sizes = [gpu_ranks.TINY] if run.dry_run else gpu_ranks.SIZES[::-1]
+    loads = schedule == "fused"
+    return {
+        f"{op} {schedule} {size}": (gpu_ranks.layer, (op, schedule, dtype, size), loads)
+        for size in sizes
+        for op in gpu_ranks.LAYERS
+    }
+
+
+def ranks(run: Run) -> None:
+    """Check ops, layers, gradients, graphs and timeouts on two ranks that share the GPU."""
+    times = 2 if run.dry_run else 30
+    on_ranks(run, "bfloat16", {
+        **layers(run, "fused", "bfloat16"),
+        **{f"collectives {size}": (gpu_ranks.collectives, ("bfloat16", size), True) for size in ((260, 300), (7, 5))},
+        "replays": (gpu_ranks.replays, (times,), False),
+        "replays of a layer": (gpu_ranks.replays_of_a_layer, (times,), False),
+        "a missing peer": (gpu_ranks.missing, (), False),
+        "copies": (gpu_ranks.copies, (gpu_ranks.TINY if run.dry_run else gpu_ranks.SIZES[1],), False),
+        **layers(run, "decomposed", "bfloat16"),
+    })  # fmt: skip
+
+
+def float16(run: Run) -> None:
+    """Time fused kernels in float16, and check layers on two ranks."""
+    for name in itertools.islice(FUSED, 3):
+        make, ((count, size), *_) = FUSED[name]
+        run.case(name, size, "float16", partial(make, "float16", count), world_size=count)
+    on_ranks(run, "float16", layers(run, "fused", "float16"))
+
+
+def trees(run: Run) -> None:
+    """Check sums in the order of a tree on two ranks that share the GPU."""
+    sizes = [(19, 24, 40)] if run.dry_run else [(300, 264, 1000), (129, 1536, 2048)]
+    on_ranks(run, "bfloat16", {f"trees {size}": (gpu_ranks.trees, ("bfloat16", size), True) for size in sizes})
+
+
+def doctor(run: Run) -> None:
+    """Run `fusedtp doctor`."""
+
+    def said() -> str:
+        command = [sys.executable, "-P", "-m", "fusedtp.bench.cli", "doctor"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, f"doctor ended with status {done.returncode}: {done.stderr[-400:]}"
+        return done.stdout
+
+    run.ask("doctor", said)
+
+
+class Item(NamedTuple):
+    """One line of the plan: its time, and whether its kernels are compiled beforehand."""
+
+    seconds: float
+    work: Callable[[Run], None]
+    what: str
+    loads: bool = True
+
+
+PLAN = {
+    "versions": Item(20, versions, "versions, fabric, multicast; one matmul in float32 and in bfloat16", False),
+    "matmul": Item(55, matmul, "own matmul beside torch.mm, Llama 3 and few rows; all dtypes against float64"),
+    "tiles": Item(90, tiles, "six tiles at five sizes beside torch.mm"),
+    "hooks": Item(80, hooks, "fused kernels, signals raised before, beside the own matmul; float8"),
+    "pushers": Item(30, pushers, "gather of the own rows with 0, 8, 16 and 33 pushing programs"),
+    "ranks": Item(120, ranks, "two ranks on the one GPU: ops, layers, gradients, graphs, a missing peer"),
+    "link": Item(45, link, "a peer in pinned host memory, its rows copied beside the matmul"),
+    "memcheck": Item(40, memcheck, "kernels at 256 x 256 x 256 under compute-sanitizer", False),
+    "float16": Item(60, float16, "fused kernels and layers in float16"),
+    "trees": Item(40, trees, "sums in the order of a tree, on two ranks"),
+    "doctor": Item(40, doctor, "fusedtp doctor", False),
+}
