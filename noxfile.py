@@ -26,26 +26,29 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_
 # In two processes, of which one has the pool of ranks: much of what it does waits. Timings are not for such a run.
 TESTS = ("-n", "2", "--dist", "loadscope", "--benchmark-disable", "-m", "not offline and not bench")
 
-# The Triton that constraints.txt pins, and the oldest that is supported.
-PINNED, OLDEST = re.findall(r"(?m)^triton==(.*)$", Path("constraints.txt").read_text())[0], "3.6.0"
+# What constraints.txt pins, and the oldest and the newest Triton that the tests know.
+PINNED = dict(re.findall(r"(?m)^(torch|triton)==(.*)$", Path("constraints.txt").read_text()))
+OLDEST, NEWEST = "3.6.0", "3.9.0"
+# CUDA builds of torch, each with its Triton: the oldest that is supported, and a newer one.
+CUDA_BUILDS = {"2.11.0": "3.6.0", "2.14.1": "3.8.0"}
 
 
-def constraints(session: nox.Session, triton: str = PINNED) -> str:
-    """Write the versions of constraints.txt, but this Triton, and return the file's name; "": any torch and Triton."""
+def constraints(session: nox.Session, torch: str = PINNED["torch"], triton: str = PINNED["triton"]) -> str:
+    """Write the versions of constraints.txt, but these, and return the file's name; "" is any version."""
     text = Path("constraints.txt").read_text()
-    replaced, by = (r"triton==.*", f"triton=={triton}") if triton else (r"(torch|triton)==.*", "")
-    text = re.sub(f"(?m)^{replaced}$", by, text)
+    for name, version in (("torch", torch), ("triton", triton)):
+        text = re.sub(rf"(?m)^{name}==.*$", f"{name}=={version}" if version else "", text)
     path = Path(session.create_tmp()) / "constraints.txt"
     path.write_text(text)
     return str(path)
 
 
-def install(session: nox.Session, *more: str, triton: str = PINNED) -> None:
+def install(session: nox.Session, *more: str, torch: str = PINNED["torch"], triton: str = PINNED["triton"]) -> None:
     # pytest and torch's compiler keep what they write there: in .nox, not in the machine's folder.
     session.create_tmp()
     # A wheel is built from build/, where a module that is gone from the sources would live on.
     shutil.rmtree("build", ignore_errors=True)
-    pins = constraints(session, triton)
+    pins = constraints(session, torch, triton)
     session.install("-c", pins, "torch", *more)
     session.install("-c", pins, ".[test]")
 
@@ -67,7 +70,7 @@ def tests_oldest(session: nox.Session) -> None:
 @nox.session
 def tests_newest(session: nox.Session) -> None:
     """The same with the newest torch that pip finds, and its Triton. Such a torch may be 5 GB of CUDA."""
-    install(session, "triton", "--upgrade", triton="")
+    install(session, "triton", "--upgrade", torch="", triton="")
     session.run("pytest", *TESTS, *session.posargs, env=ONE_THREAD)
 
 
@@ -121,7 +124,7 @@ def report(session: nox.Session) -> None:
 
 
 @nox.session
-@nox.parametrize("triton", [PINNED, OLDEST])
+@nox.parametrize("triton", [PINNED["triton"], OLDEST])
 def kernels(session: nox.Session, triton: str) -> None:
     """Compile every kernel for GPUs that need not be there, and assert what the compiler made of it."""
     install(session, triton=triton)
@@ -135,6 +138,26 @@ def emulate(session: nox.Session) -> None:
     install(session)
     env = {**ONE_THREAD, "TRITON_INTERPRET": "0", "FUSEDTP_EMULATION": os.environ.get("FUSEDTP_EMULATION", "all")}
     session.run("pytest", "-m", "emulated", *session.posargs, env=env)
+
+
+@nox.session
+@nox.parametrize("triton", [OLDEST, PINNED["triton"], "3.8.0", NEWEST])
+def launches(session: nox.Session, triton: str) -> None:
+    """Launch kernels through this Triton's own driver and launcher, and execute a spread of them on a CPU."""
+    install(session, triton=triton)
+    env = {**ONE_THREAD, "TRITON_INTERPRET": "0"}
+    session.run("pytest", "-m", "emulated", *session.posargs, env=env)
+
+
+@nox.session
+@nox.parametrize("torch", list(CUDA_BUILDS))
+def virtual_gpu(session: nox.Session, torch: str) -> None:
+    """Run torch's own CUDA code in two processes, over the stub of a GPU. Installs a CUDA build of torch, 6 GB."""
+    install(session, torch=torch, triton=CUDA_BUILDS[torch])
+    said = session.run("python", "-P", "tests/virtual_gpu/build.py", silent=True)
+    env = dict(line.split("=", 1) for line in str(said).splitlines() if re.match(r"[A-Z_]+=", line))
+    env |= {**ONE_THREAD, "GPU_STUB_DEVICES": "2", "GPU_STUB_SMS": "4", "GLOO_SOCKET_IFNAME": "lo"}
+    session.run("pytest", "-m", "virtual_gpu", "tests/test_virtual_gpu.py", *session.posargs, env=env)
 
 
 @nox.session

@@ -32,7 +32,10 @@ os.environ["FUSEDTP_TUNING"] = "off"
 os.environ["TERMINAL_WIDTH"] = "1000"
 # Compiled kernels are executed where Triton's interpreter has not been chosen: `nox -s emulate`, `test_emulated.py`.
 if os.environ.get("TRITON_INTERPRET") != "0":
-    collect_ignore = ["test_emulated_machine.py", "test_emulated_ops.py"]
+    collect_ignore = ["test_emulated_launch.py", "test_emulated_machine.py", "test_emulated_ops.py"]
+# torch's CUDA code runs over the stub of a GPU: `nox -s virtual_gpu`.
+if "GPU_STUB_DEVICES" not in os.environ:
+    collect_ignore = [*globals().get("collect_ignore", ()), "test_virtual_gpu.py"]
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -9,8 +9,11 @@ int nvmlDeviceGetHandleByPciBusId_v2(const char *bus, void **device) {
   return SUCCESS;
 }
 
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) { return nvmlDeviceGetHandleByPciBusId_v2("", device); }
+
 // Writes nothing, so that the state of the fabric stays "none". torch 2.11 allocates nothing after an error here.
 int nvmlDeviceGetGpuFabricInfoV(void *device, void *info) { return SUCCESS; }
+int nvmlDeviceGetGpuFabricInfo(void *device, void *info) { return SUCCESS; }
 
 int nvmlDeviceGetNvLinkRemoteDeviceType(void *device, unsigned link, void *type) { return NOT_SUPPORTED; }
 int nvmlDeviceGetNvLinkRemotePciInfo_v2(void *device, unsigned link, void *info) { return NOT_SUPPORTED; }
