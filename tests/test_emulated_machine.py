@@ -59,6 +59,14 @@ def test_a_release_brings_out_what_other_warps_stored_before_a_barrier() -> None
     assert litmus.message(OTHER_WARP + RELEASE, litmus.POLL + BARRIER + READ, 100, warps=2) == {0, 1}
 
 
+def test_a_load_into_a_wider_register_is_extended_by_zeros() -> None:
+    places = [litmus.aligned(16) for _ in range(3)]
+    places[0][0] = -2
+    body = "\t@%p1 ld.global.b32 %rd4, [ %rd1 + 0 ];\n\t@%p1 st.global.b64 [ %rd3 + 0 ], { %rd4 };\n"
+    litmus.run([body], places, Schedule())
+    assert places[2][:2].tolist() == [-2, 0]
+
+
 def test_a_seed_replays_a_run() -> None:
     def ran(seed: int) -> tuple[int, ...]:
         places = [litmus.aligned(16) for _ in range(3)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,23 +46,36 @@ def _symbols(*arguments: str) -> set[str]:
     return {line.split()[-1] for line in text.splitlines() if line.strip() and not line.endswith(":")}
 
 
-def libcudart(torch: Path) -> Path:
-    """The stub of the runtime. Functions that torch's libraries take and that it does not define return an error."""
-    name = "libcudart.so.13"
-    nvidia, triton = _place("nvidia"), _place("triton")
-    assert nvidia is not None
-    include = (f"-I{nvidia / 'cu13/include'}", f"-I{triton}/backends/nvidia/include")
+def _whole(name: str, source: Path, torch: Path, mark: str, error: int, flags: tuple[str, ...] = ()) -> Path:
+    """A library that torch's own libraries are linked to. Functions of it that they take, whose names as nm prints them
+    match `mark`, and that the source does not define, return an error.
+    """
     taken = (each for path in torch.glob("lib/lib*.so") for each in _symbols("-D", "--undefined-only", str(path)))
-    wanted = {each.split("@")[0] for each in taken if each.endswith(f"@{name}")}
-    folder = compiler.folder()
-    rest, version = folder / f"cudart-rest-{os.getpid()}.c", folder / "cudart.map"
-    rest.write_text("".join(f"__attribute__((weak)) int {each}() {{ return 801; }}\n" for each in sorted(wanted)))
-    version.write_text(f"{name} {{ global: *; }};\n")
+    wanted = sorted({each.split("@")[0] for each in taken if re.fullmatch(mark, each)})
+    rest = compiler.folder() / f"{name}-{os.getpid()}.c"
+    rest.write_text("".join(f"__attribute__((weak)) int {each}() {{ return {error}; }}\n" for each in wanted))
     try:
-        flags = (*_FLAGS, _named(name), *include, f"-Wl,--version-script={version}")
-        return compiler.library(name, (STUB / "libcudart.c", rest), flags, _READ)
+        return compiler.library(name, (source, rest), (*_FLAGS, _named(name), *flags), _READ)
     finally:
         rest.unlink()
+
+
+def libcudart(torch: Path) -> Path:
+    """The stub of the runtime."""
+    nvidia, triton = _place("nvidia"), _place("triton")
+    assert nvidia is not None
+    name, version = "libcudart.so.13", compiler.folder() / "cudart.map"
+    version.write_text(f"{name} {{ global: *; }};\n")
+    include = (f"-I{nvidia / 'cu13/include'}", f"-I{triton}/backends/nvidia/include")
+    not_supported = 801
+    flags = (*include, f"-Wl,--version-script={version}")
+    return _whole(name, STUB / "libcudart.c", torch, rf"\w+@+{re.escape(name)}", not_supported, flags)
+
+
+def libnccl(torch: Path) -> Path:
+    """The stub of NCCL."""
+    invalid_usage = 5
+    return _whole("libnccl.so.2", STUB / "libnccl.c", torch, r"nccl[A-Z]\w+", invalid_usage, ("-lrt",))
 
 
 def environment() -> dict[str, str]:
@@ -72,8 +86,7 @@ def environment() -> dict[str, str]:
     paths = [libcuda(), nvml]
     preload = []
     if (torch / "lib/libtorch_cuda.so").exists():
-        nccl = compiler.library("libnccl.so.2", (STUB / "libnccl.c",), (*_FLAGS, _named("libnccl.so.2"), "-lrt"))
-        preload = [libcudart(torch), nccl]
+        preload = [libcudart(torch), libnccl(torch)]
     site = Path(__file__).parent / "site"
     return {
         "LD_PRELOAD": ":".join(map(str, preload)),

@@ -63,7 +63,8 @@ def row(by: str, width: int) -> str:
     flat, whole_grid = loading.load(compiled, grid)(args), (*grid, 1, 1)
     times = (
         microseconds(call), microseconds(lambda: loading.launch(kernel, grid)(*args, **options)),
-        microseconds(lambda: kernel.warmup(*args, grid=grid, **options)), microseconds(lambda: compiled[whole_grid](*flat)),
+        microseconds(lambda: kernel.warmup(*args, grid=grid, **options)),
+        microseconds(lambda: compiled[whole_grid](*flat)),
     )  # fmt: skip
     return f"| {triton.__version__} | {by} | " + " | ".join(f"{each:.0f}" for each in times) + " |"
 

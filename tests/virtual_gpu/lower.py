@@ -20,6 +20,8 @@ MAP_BYTES, PARAMETERS = 128, "parameters"
 RELEASE, ACQUIRE, AT_SYS, AT_GPU, TRANSPOSED, BF16, TRANSPOSED_A = (1 << i for i in range(7))
 # What operands of wgmma are, two bits of the flags for each; whether A is in registers.
 _TYPES, _TYPES_AT, A_IN_REGISTERS = ("f16", "bf16", "e4m3", "e5m2"), 7, 1 << 11
+# Of a load into registers of 64 bits of less than these.
+WIDENED = 1 << 12
 _SUMS = ("f32", "bf16x2", "f16x2")
 _SPECIAL = ("%tid.x", "%ctaid.x", "%nctaid.x")
 
@@ -140,12 +142,16 @@ def _load_or_store(low: Lowered, s: Statement) -> dict[str, Any]:
         ):
             raise CannotExecute("a strong access of this kind")
         return low.make("ld_strong", [(values[0], kind), (base, "d")], width=width, imm=offset, flags=_flags(mods))
-    if low.source.kind(values[0]) != kind if values[0].startswith("%") else False:
-        raise CannotExecute("a register wider than what is loaded")
+    flags = 0
+    if values[0].startswith("%") and low.source.kind(values[0]) != kind:
+        # PTX, Operand Size Exceeding Instruction-Type Size: what is loaded is extended by zeros.
+        if s.name != "ld" or kind != "w":
+            raise CannotExecute("a register of another width than what is stored")
+        kind, flags = "d", WIDENED
     listed = [(each, kind) for each in values]
     at = (base, "d" if space == "global" else "w")
     operands = [*listed, at] if s.name == "ld" else [at, *listed]
-    return low.make(f"{s.name}_{space}", operands, 8 * width, width=width, vec=len(values), imm=offset)
+    return low.make(f"{s.name}_{space}", operands, 8 * width, width=width, vec=len(values), imm=offset, flags=flags)
 
 
 def _atom(low: Lowered, s: Statement) -> dict[str, Any]:

@@ -101,6 +101,13 @@ def _captured(op: Any, args: Any, kwargs: Any, given: list[tuple[Tensor, Tensor]
     return tree_unflatten(outs, made_tree)
 
 
+def _scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Any = None, scale_result: Any = None,
+               out_dtype: Any = None, use_fast_accum: bool = False) -> Tensor:  # fmt: skip
+    """torch._scaled_mm with scales by row, which torch's CPU kernel lacks."""
+    made = a.float() @ b.float() * scale_a.float() * scale_b.float()
+    return (made if bias is None else made + bias.float()).to(out_dtype or a.dtype)
+
+
 def _as(op: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: _run(op, args, kwargs)
 
@@ -117,7 +124,11 @@ def install() -> None:
         for name in sorted(each.removeprefix("aten::") for each in names if each.startswith("aten::")):
             base, _, overload = name.partition(".")
             if base not in _KEPT:
-                op = getattr(getattr(torch.ops.aten, base), overload or "default")
+                op = (
+                    _scaled_mm
+                    if name == "_scaled_mm"
+                    else getattr(getattr(torch.ops.aten, base), overload or "default")
+                )
                 _library.impl(name, _as(op), "CUDA", allow_override=True)
     # The kernel that spins before a timing: a stream here is never ahead of the host.
     torch._C._cuda_sleep = lambda cycles: None  # type: ignore[attr-defined]

@@ -20,8 +20,11 @@ static void ld_st_global(const int *o, u32 m) {
   }
   EACH(l, m) load(base[l] + I->imm, n, W->view[l], data[l], l, 0);
   for (int i = 0; i < I->vec; i++)
-    if (I->width == 8) { u64 t[LANES]; EACH(l, m) memcpy(t + l, data[l] + 8 * i, 8); set_double(o[i], m, t); }
-    else { u32 t[LANES] = {0}; EACH(l, m) memcpy(t + l, data[l] + I->width * i, I->width); set_word(o[i], m, t); }
+    if (I->width == 8 || I->flags & WIDENED) {
+      u64 t[LANES] = {0};
+      EACH(l, m) memcpy(t + l, data[l] + I->width * i, I->width);
+      set_double(o[i], m, t);
+    } else { u32 t[LANES] = {0}; EACH(l, m) memcpy(t + l, data[l] + I->width * i, I->width); set_word(o[i], m, t); }
 }
 static void ld_st_shared(const int *o, u32 m) {
   int n = I->width * I->vec, loads = I->op == OP_ld_shared;
@@ -36,8 +39,11 @@ static void ld_st_shared(const int *o, u32 m) {
   }
   EACH(l, m) memcpy(data[l], read_shared(base[l] + (u32)I->imm, n, l), n);
   for (int i = 0; i < I->vec; i++)
-    if (I->width == 8) { u64 t[LANES]; EACH(l, m) memcpy(t + l, data[l] + 8 * i, 8); set_double(o[i], m, t); }
-    else { u32 t[LANES] = {0}; EACH(l, m) memcpy(t + l, data[l] + I->width * i, I->width); set_word(o[i], m, t); }
+    if (I->width == 8 || I->flags & WIDENED) {
+      u64 t[LANES] = {0};
+      EACH(l, m) memcpy(t + l, data[l] + I->width * i, I->width);
+      set_double(o[i], m, t);
+    } else { u32 t[LANES] = {0}; EACH(l, m) memcpy(t + l, data[l] + I->width * i, I->width); set_word(o[i], m, t); }
 }
 static void strong_all(const int *o, u32 m) {
   int wide = I->width == 8, values = I->op == OP_ld_strong ? 0 : I->op == OP_atom_cas ? 2 : 1;

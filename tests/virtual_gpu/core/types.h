@@ -27,6 +27,8 @@ static const u32 ALL = ~0u;
 enum { RELEASE = 1, ACQUIRE = 2, AT_SYS = 4, AT_GPU = 8, TRANSPOSED = 16, TYPE_BF16 = 32, TRANSPOSED_A = 64 };
 // What wgmma's operands are: two bits of the flags for each, A first; whether A is in registers.
 enum { TYPE_F16, TYPE_BFLOAT16, TYPE_E4M3, TYPE_E5M2, TYPES_AT = 7, A_IN_REGISTERS = 1 << 11 };
+// A load of less than its registers of 64 bits.
+enum { WIDENED = 1 << 12 };
 
 // pred: a predicate register or -1. ops: where its operands begin in the kernel's pool.
 typedef struct { int op, pred, neg, width, vec, flags, ops, unused; i64 imm; } Ins;

@@ -145,6 +145,9 @@ CUresult cuCtxSetCurrent(CUcontext context) {
   return CUDA_SUCCESS;
 }
 
+CUresult cuCtxPushCurrent(CUcontext context) { return cuCtxSetCurrent(context); }
+CUresult cuCtxPopCurrent(CUcontext *context) { return cuCtxGetCurrent(context); }
+
 CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *active) {
   *flags = 0;
   *active = 1;
@@ -360,6 +363,13 @@ CUresult cuMemUnmap(CUdeviceptr address, size_t bytes) {
   ranges_remove(address);
   void *at = mmap((void *)address, bytes, PROT_NONE, RESERVED | MAP_FIXED, -1, 0);
   return at == MAP_FAILED ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+
+CUresult cuMemGetAddressRange(CUdeviceptr *begin, size_t *bytes, CUdeviceptr address) {
+  Range found = ranges_find(address);
+  if (begin) *begin = found.begin;
+  if (bytes) *bytes = found.bytes;
+  return found.bytes ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
 }
 
 // Every address of the host is one of the device.

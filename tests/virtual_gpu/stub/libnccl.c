@@ -1,5 +1,5 @@
 // A stub of libnccl.so.2 for torch's ProcessGroupNCCL: the collectives between processes of one host, through shared
-// memory, on the host. Sums are made in float32 (float64, int64 of those types) in rank order.
+// memory, on the host. Sums are made in float64, in rank order, and rounded once.
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <stdint.h>
@@ -229,23 +229,3 @@ int ncclReduceScatter(const void *from, void *to, size_t count, int type, int op
   Target t = {to, bytes, type, op, c->rank};
   return exchanged(c, from, c->size * bytes, reduce, &t);
 }
-
-#define NOT_SUPPORTED(name) \
-  int name() { return INVALID_USAGE; }
-NOT_SUPPORTED(ncclAlltoAll)
-NOT_SUPPORTED(ncclSend)
-NOT_SUPPORTED(ncclRecv)
-NOT_SUPPORTED(ncclCommSplit)
-NOT_SUPPORTED(ncclCommShrink)
-NOT_SUPPORTED(ncclCommRegister)
-NOT_SUPPORTED(ncclCommDeregister)
-NOT_SUPPORTED(ncclCommWindowRegister)
-NOT_SUPPORTED(ncclCommWindowDeregister)
-NOT_SUPPORTED(ncclRedOpCreatePreMulSum)
-NOT_SUPPORTED(ncclMemAlloc)
-NOT_SUPPORTED(ncclMemFree)
-NOT_SUPPORTED(ncclRedOpDestroy)
-NOT_SUPPORTED(ncclCommInitAll)
-NOT_SUPPORTED(ncclDevCommCreate)
-NOT_SUPPORTED(ncclDevCommDestroy)
-NOT_SUPPORTED(ncclGroupSimulateEnd)
