@@ -37,8 +37,8 @@ from .rank_main import die_with_parent
 from .rows import now
 
 SECONDS = 540.0
-# How long timing waits for kernels to be compiled; what ending a child may take; what an item needs to begin.
-LOADING_SECONDS, END_SECONDS, LEAST_SECONDS = 45.0, 2.0, 6.0
+# How long timing waits for kernels to be compiled; what ending the run may take; what an item needs to begin.
+LOADING_SECONDS, END_SECONDS, LEAST_SECONDS = 45.0, 5.0, 6.0
 # Processes of one item.
 MAX_STARTS = 3
 KERNELS = "kernels"
@@ -51,18 +51,27 @@ ENVIRONMENT = {
 }  # fmt: skip
 
 
+def age() -> float:
+    """Return the seconds since this process began: its imports are part of the run."""
+    began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - began
+
+
 def child(item: str, out: Path, place: Path, *, first: int, share: tuple[int, int] | None, dry_run: bool) -> None:
     """Run an item's cases in this process, or compile a share of all items' kernels."""
     die_with_parent(os.getppid())
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
+    told = place / f"{item}.case"
+    if share is None:
+        told.write_text("-1 beginning")
     if "FUSEDTP_SANITIZED" not in os.environ and not sys.stdin.readline():
         return
     hits: list[bool] = []
     triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
     rows = Rows(out / f"gpu-{item}.csv", json.loads((place / "shared.json").read_text()))
     # Nobody asks where a child that compiles is.
-    say = (place / f"{item}.case").write_text if share is None else lambda text: None
+    say = told.write_text if share is None else lambda text: None
     run, begin = Run(rows, item, first=first, share=share, dry_run=dry_run, say=say), time.monotonic()
     for run.item in [item] if share is None else [name for name, each in PLAN.items() if each.loads]:
         try:
@@ -71,8 +80,8 @@ def child(item: str, out: Path, place: Path, *, first: int, share: tuple[int, in
             rows.add(
                 CUT, item=run.item, case=run.number, detail=f"{MAX_ALIKE} failures alike: {error}", dry_run=dry_run
             )
-    told = f"{hits.count(False)} kernels compiled, {hits.count(True)} found, {time.monotonic() - begin:.0f} s"
-    rows.add(item=item, op=KERNELS, detail=told, dry_run=dry_run)
+    found = f"{hits.count(False)} kernels compiled, {hits.count(True)} found, {time.monotonic() - begin:.0f} s"
+    rows.add(item=item, op=KERNELS, detail=found, dry_run=dry_run)
     sys.stdout.flush()
     # What a context takes to be taken down is no item's time.
     os._exit(0)
@@ -121,7 +130,7 @@ class Conductor:
     """
 
     def __init__(self, out: Path, seconds: float, *, dry_run: bool, commit: str, program: Sequence[str]) -> None:
-        self._begin, self._end = time.monotonic(), time.monotonic() + seconds - END_SECONDS
+        self._end = time.monotonic() + seconds - END_SECONDS
         self._out, self._dry_run, self._commit, self._program = out, dry_run, commit, program
         self._children: list[Child] = []
         self._rows: dict[str, Rows] = {}
@@ -154,20 +163,23 @@ class Conductor:
         for each in loading:
             each.go()
         for place, item in enumerate(items):
-            current, begin = behind, time.monotonic()
+            current = behind
             if place + 1 < len(items):
                 # It imports meanwhile.
                 behind = self._child(items[place + 1])
-            self._run(item, current)
+            begin = self._ready(item, current)
+            self._run(item, current, begin)
             self._tell(item, f"{time.monotonic() - begin:.0f} s")
             for each in loading if place == 0 else ():
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    end = min(self._begin + LOADING_SECONDS, self._end)
-                    each.process.wait(max(0.0, end - time.monotonic()))
-        late = sum(each.process.poll() is None for each in loading)
-        if late or not loading:
-            told = f"{late} of {count} processes did not end" if late else "nothing is compiled beforehand"
-            self._add(KERNELS, CUT if late else NOT_RUN, detail=told)
+                    each.process.wait(max(0.0, min(begin + LOADING_SECONDS, self._end) - time.monotonic()))
+        codes = Counter(each.process.poll() for each in loading)
+        for code, times in codes.items():
+            if code != 0:
+                how = (CUT, "did not end") if code is None else (ERROR, f"ended with status {code}")
+                self._add(KERNELS, how[0], detail=f"{times} of {count} processes {how[1]}")
+        if not loading:
+            self._add(KERNELS, NOT_RUN, detail="nothing is compiled beforehand")
         self._tell(KERNELS, f"{count} processes")
         return sum((self._counts(item) for item in (*items, KERNELS)), Counter[str]())
 
@@ -183,8 +195,14 @@ class Conductor:
     def _add(self, item: str, status: str, **values: object) -> None:
         self._rows[item].add(status, item=item, dry_run=self._dry_run, **values)
 
-    def _run(self, item: str, current: Child) -> None:
-        begin = time.monotonic()
+    def _ready(self, item: str, current: Child) -> float:
+        # When the child has imported everything: what that takes on a machine that has just started is no item's time.
+        told = self._place / f"{item}.case"
+        while not told.exists() and current.process.poll() is None and time.monotonic() < self._end:
+            time.sleep(0.05)
+        return time.monotonic()
+
+    def _run(self, item: str, current: Child, begin: float) -> None:
         end = min(begin + PLAN[item].seconds, self._end)
         if end - begin < LEAST_SECONDS:
             self._add(item, NOT_REACHED, detail="the run's time is over")
@@ -196,7 +214,9 @@ class Conductor:
             if code == 0:
                 return
             told = self._place / f"{item}.case"
-            number, _, case = (told.read_text() if told.exists() else "-1 beginning").partition(" ")
+            number, _, case = (told.read_text() if told.exists() else "-1 importing").partition(" ")
+            # Nothing, where it was killed while it wrote.
+            number = number or "-1"
             where = {"case": int(number), "op": case}
             if code is None:
                 self._add(item, CUT, detail=f"after {time.monotonic() - begin:.0f} s", **where)
@@ -247,7 +267,7 @@ def gpu(
     if not torch.cuda.is_available() and not dry_run:
         raise typer.BadParameter("this needs a CUDA device, and torch finds none: --dry-run needs none")
     program = (sys.executable, "-P", "-m", "fusedtp.bench.gpu")
-    counts = Conductor(out, seconds, dry_run=dry_run, commit=commit, program=program).run(items)
+    counts = Conductor(out, seconds - age(), dry_run=dry_run, commit=commit, program=program).run(items)
     print(", ".join(f"{count} {status}" for status, count in counts.items()))
     if set(counts) - {PASSED, NOT_RUN}:
         raise typer.Exit(1)

@@ -134,6 +134,17 @@ def test_three_failures_alike_end_an_item(rows: Rows) -> None:
     assert [row["status"] for row in rows_in(rows.path)] == [ERROR, ERROR, ERROR, PASSED, ERROR]
 
 
+def test_a_process_whose_device_is_lost_ends_behind_its_row(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(rows, "it")
+    run.device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "synchronize", raised(RuntimeError("an illegal memory access was encountered")))
+    with pytest.raises(SystemExit) as ended:
+        run.ask("case", raised(RuntimeError("an illegal memory access was encountered")))
+    assert ended.value.code == gpu_cases.LOST
+    (row,) = rows_in(rows.path)
+    assert (row["status"], row["detail"]) == (ERROR, "RuntimeError: an illegal memory access was encountered")
+
+
 def test_of_ranks_the_cause_is_told(rows: Rows) -> None:
     error = RankError({0: "raised"})
     error.__cause__ = AssertionError("y is wrong")
@@ -198,9 +209,8 @@ def test_a_run_ends_in_time_with_rows_of_what_died_was_late_or_not_reached(
     conductor = gpu.Conductor(out, 120.0, dry_run=True, commit="c0ffee", program=(sys.executable, str(script)))
     run_item = conductor._run
 
-    def run(item: str, current: gpu.Child) -> None:
-        begin = time.monotonic()
-        run_item(item, current)
+    def run(item: str, current: gpu.Child, begin: float) -> None:
+        run_item(item, current, begin)
         if item == "hangs":
             assert time.monotonic() - begin < 10.0
             # However long that took, nothing is left for the last one.
