@@ -253,9 +253,10 @@ def fresh(meeting: Meeting, group: ProcessGroup, ranks: list[int]) -> ProcessGro
     """A new group of those ranks of `group`; no others need take part.
 
     It stays until the process ends: torch would give its name, and the keys left under it, to the next one. Torch also
-    names it by how many groups a rank is in, so all are brought into as many first.
+    names it by how many groups a rank is in, since 2.14 has asked for, so all are brought to as many first.
     """
-    mine = len(dist.distributed_c10d._world.pg_names)
+    world: Any = dist.distributed_c10d._world
+    mine = world.group_count if torch.__version__ >= "2.14" else len(world.pg_names)
     meeting.tell("groups", str(mine))
     for _ in range(max(map(int, meeting.hear("groups", ranks))) - mine):
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
