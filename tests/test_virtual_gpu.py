@@ -20,11 +20,13 @@ import torch
 if "GPU_STUB_DEVICES" not in os.environ:
     pytest.skip("runs over the stub of a GPU: nox -s virtual_gpu", allow_module_level=True)
 
-from fusedtp.bench import gpu_ranks
+from fusedtp.bench import gpu_items, gpu_ranks
+from fusedtp.bench.gpu_cases import ERROR, PASSED, WRONG
 from fusedtp.bench.ranks import RankPool
 from torch.distributed import ProcessGroup
 
 import fusedtp
+from fusedtp import reference
 from fusedtp.workspaces import registry
 
 pytestmark = pytest.mark.virtual_gpu
@@ -42,36 +44,63 @@ def ranks() -> Iterator[RankPool]:
 def where(group: ProcessGroup) -> tuple[str, str, bool]:
     """What torch says of a tensor's device and of the group, and whether fresh memory is NaN."""
     device = gpu_ranks.prepare()
-    backend = torch.distributed.get_backend_config(group)
-    return device.type, str(backend), gpu_ranks.poisoned(group)
+    fresh = torch.empty(1 << 12, device=device)
+    return device.type, str(torch.distributed.get_backend_config(group)), bool(fresh.isnan().all())
 
 
 def test_ranks_have_a_gpu_each(ranks: RankPool) -> None:
     assert ranks.run(where) == [("cuda", "cpu:gloo,cuda:nccl", True)] * RANKS
 
 
-@pytest.mark.parametrize("dtype", gpu_ranks.DTYPES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("schedule", ["fused", "decomposed"])
-def test_layers(ranks: RankPool, schedule: str, dtype: str) -> None:
-    """The three ops, forward and every gradient, against float64."""
-    assert ranks.run(gpu_ranks.layers, schedule, dtype, True) == [2] * RANKS
+@pytest.mark.parametrize("op", gpu_ranks.LAYERS)
+def test_layers(ranks: RankPool, op: str, schedule: str, dtype: str) -> None:
+    """Forward and every gradient by every algorithm, with uneven shards, against float64."""
+    ranks.run(gpu_ranks.layer, op, schedule, dtype, gpu_ranks.TINY)
 
 
-@pytest.mark.parametrize("dtype", gpu_ranks.DTYPES[:1])
-def test_collectives_and_trees(ranks: RankPool, dtype: str) -> None:
-    ranks.run(gpu_ranks.collectives, dtype, True)
-    assert min(ranks.run(gpu_ranks.trees, dtype, True)) > 0
+def nothing_on_rank_1(group: ProcessGroup, dtype: str) -> None:
+    """Check a gather of rows, forward and backward, of which one rank has none."""
+    device, dtype = gpu_ranks.prepare(), getattr(torch, dtype)
+    x, w = (torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype) for shape in ((40, 48), (64, 48)))
+    mine = x.split((40, 0))[group.rank()].to(device).requires_grad_()
+    weight = w.chunk(2)[group.rank()].to(device).requires_grad_()
+    y = fusedtp.all_gather_linear(mine, weight, group=group, sizes=(40, 0), schedule="fused")
+    half = w.chunk(2)[group.rank()]
+    y.backward(torch.ones_like(y))
+    ones = torch.ones(40, 64, dtype=dtype)
+    for found, a, b in ((y, x, half.t()), (mine.grad, ones, w), (weight.grad, ones[:, :32].t(), x)):
+        exact, allowed = reference.matmul(a, b), reference.bound(a, b, dtype, k_sizes=(32, 32) if b is w else None)
+        rows = slice(0, found.shape[0]) if b is w else slice(None)
+        reference.check(found.detach().cpu(), exact[rows], allowed[rows], f"{tuple(found.shape)}")
+    fusedtp.destroy()
+
+
+def test_a_rank_without_rows(ranks: RankPool) -> None:
+    ranks.run(nothing_on_rank_1, "bfloat16")
+
+
+def test_collectives_and_trees(ranks: RankPool) -> None:
+    ranks.run(gpu_ranks.collectives, "bfloat16", (7, 5))
+    ranks.run(gpu_ranks.trees, "bfloat16", (19, 24, 40))
 
 
 def test_gathers_that_are_copied(ranks: RankPool) -> None:
     """Copies and stream writes of torch's own."""
-    assert ranks.run(gpu_ranks.copies, True) == [["copy", "copy"], ["push", "copy"]]
+    ranks.run(gpu_ranks.copies, gpu_ranks.TINY)
 
 
 def test_captured_graphs_replay(ranks: RankPool) -> None:
     """torch.cuda.CUDAGraph with new inputs at every replay: one op, and a layer's forward and backward."""
-    ranks.run(gpu_ranks.replays, 3, True)
-    ranks.run(gpu_ranks.replays_of_a_layer, 3, True)
+    ranks.run(gpu_ranks.replays, 3)
+    ranks.run(gpu_ranks.replays_of_a_layer, 3)
+
+
+def test_a_timeout_names_the_peer(ranks: RankPool) -> None:
+    first, second = ranks.run(gpu_ranks.missing)
+    assert "rank 1" in first
+    assert not second
 
 
 def grown(group: ProcessGroup) -> tuple[bool, bool]:
@@ -93,29 +122,6 @@ def test_an_arena_grows_and_is_made_again(ranks: RankPool) -> None:
     assert ranks.run(grown) == [(True, True)] * RANKS
 
 
-def alone(group: ProcessGroup) -> int | None:
-    """The peer that a rank names which waits for one that never comes."""
-    device = gpu_ranks.prepare()
-    x = torch.ones(4, 16, device=device)
-    fusedtp.all_gather(x, group=group, schedule="fused")
-    fusedtp.set_timeout(1)
-    named = None
-    if group.rank() == 0:
-        try:
-            fusedtp.all_gather(x, group=group, schedule="fused")
-            registry.get(group, device).check()
-        except fusedtp.PeerTimeout as error:
-            named = error.peer
-    else:
-        time.sleep(5)
-    fusedtp.destroy()
-    return named
-
-
-def test_a_timeout_names_the_peer(ranks: RankPool) -> None:
-    assert ranks.run(alone) == [1, None]
-
-
 def test_the_sweep_takes_its_cuda_path(tmp_path: Path) -> None:
     """Events, the flush, the gate and NCCL's baselines: a row for each variant behind a passed check."""
     options = ("--shape", "64,96,80", "--world-size", str(RANKS), "--dtype", "bfloat16", "--rounds", "2")
@@ -128,3 +134,17 @@ def test_the_sweep_takes_its_cuda_path(tmp_path: Path) -> None:
     assert set(rows.gate) == {"passed"}
     assert {"unfused", "decomposed", "fused"} <= set(rows.variant)
     assert rows.op.nunique() == 3
+
+
+def test_the_gpu_command_ends_in_time_with_a_row_an_item(tmp_path: Path) -> None:
+    """A dry run of all of it, two ranks on one GPU too: everything that it checks is right."""
+    command = [sys.executable, "-P", "-m", "fusedtp.bench.gpu", "--dry-run", "--seconds", "540", "--out", str(tmp_path)]
+    env = {**os.environ, **ENV, "GPU_STUB_DEVICES": "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+    begin = time.monotonic()
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert time.monotonic() - begin < 560, done.stdout[-2000:]
+    rows = pd.concat(map(pd.read_csv, tmp_path.glob("gpu-*.csv")))
+    assert set(rows.item) >= set(gpu_items.PLAN)
+    failed = rows[rows.status.isin([WRONG, ERROR])]
+    assert failed.empty, failed[["item", "case", "variant", "status", "detail"]].to_string()
+    assert (rows.status == PASSED).sum() > 90
