@@ -9,7 +9,8 @@ debug mode makes; it rebuilds its table of NumPy types at every look-up, a tenso
 out the type of two operands at every operation.
 
 Triton 3.6 takes `int` of a loop's bounds, which are arrays of one element; NumPy refuses that from 2.4 on unless an
-array is 0-dimensional.
+array is 0-dimensional. Triton 3.9 refuses masks that are not of bools, and makes integers of a scalar comparison's
+result where it broadcasts it. All of this was read in Triton 3.6 to 3.9.
 """
 
 from __future__ import annotations
@@ -109,6 +110,19 @@ def _take_bounds_from_arrays() -> None:
     interpreter._patch_lang_tensor = patch
 
 
+def _keep_conditions() -> None:
+    splat = InterpreterBuilder.create_splat
+
+    def create_splat(self: InterpreterBuilder, to: Any, scalar: Any) -> Any:
+        result = splat(self, to, scalar)
+        # The scalar's own type is that of what was compared.
+        if scalar.data.dtype == bool:
+            result.data = result.data.astype(bool)
+        return result
+
+    InterpreterBuilder.create_splat = create_splat
+
+
 def _widen_float8_by_table() -> None:
     convert, every = interpreter._convert_float, torch.arange(256, dtype=torch.uint8)
     tables = {
@@ -132,4 +146,5 @@ def prepare() -> None:
     _patch_once_a_launch()
     _leave_out_needless_work()
     _take_bounds_from_arrays()
+    _keep_conditions()
     _widen_float8_by_table()

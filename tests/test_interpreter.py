@@ -40,3 +40,12 @@ def test_types_of_operands_are_told_apart() -> None:
         assert of(tl.float16, False, tl.float16, False, True) == tl.float32
         assert of(tl.int32, True, tl.int64, False, False) == tl.int64
         assert of(tl.int64, False, tl.int32, False, False) == tl.int64
+
+
+def test_a_scalar_condition_is_broadcast_as_one() -> None:
+    """A mask must be of bools from Triton 3.9 on."""
+    builder = interpreter.interpreter_builder
+    handles = [interpreter.TensorHandle(np.array([value], np.int32), tl.int32) for value in (1, 1, 0)]
+    for other, expected in ((handles[1], True), (handles[2], False)):
+        found = builder.create_splat(tl.block_type(tl.int1, [4]), builder.create_icmpEQ(handles[0], other))
+        assert (found.data.dtype, found.data.tolist()) == (np.dtype(bool), [expected] * 4)
