@@ -108,6 +108,7 @@ def _compiled_with_room(
 
 # By compiled kernel: what takes a launch's parameters out of its nested arguments.
 _takes: dict[Any, Callable[[tuple[Any, ...]], tuple[Any, ...]]] = {}
+_loading = threading.RLock()
 
 
 def load(compiled: Any, grid: tuple[int, ...]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
@@ -119,19 +120,22 @@ def load(compiled: Any, grid: tuple[int, ...]) -> Callable[[tuple[Any, ...]], tu
     """
     if (known := _takes.get(compiled)) is not None:
         return known
-    paths = list(_paths(tuple(compiled.src.signature.values())))
-    signature = {i: kind for i, (_, kind) in enumerate(paths)}
-    source = compiled.src
-    compiled.src = SimpleNamespace(fn=source.fn, signature=signature, constants={})
-    try:
-        # Indexing a compiled kernel with a grid loads it and makes its launcher.
-        compiled[grid]
-    except BaseException:
-        compiled.src = source
-        raise
-    leaves = ", ".join("a" + "".join(f"[{i}]" for i in path) for path, _ in paths)
-    _takes[compiled] = take = eval(f"lambda a: ({leaves},)")
-    return take
+    # Threads of other groups may launch the same kernel.
+    with _loading:
+        if (known := _takes.get(compiled)) is not None:
+            return known
+        source, paths = compiled.src, list(_paths(tuple(compiled.src.signature.values())))
+        signature = {i: kind for i, (_, kind) in enumerate(paths)}
+        compiled.src = SimpleNamespace(fn=source.fn, signature=signature, constants={})
+        try:
+            # Indexing a compiled kernel with a grid loads it and makes its launcher.
+            compiled[grid]
+        except BaseException:
+            compiled.src = source
+            raise
+        leaves = ", ".join("a" + "".join(f"[{i}]" for i in path) for path, _ in paths)
+        _takes[compiled] = take = eval(f"lambda a: ({leaves},)")
+        return take
 
 
 def _paths(signature: tuple[Any, ...], *path: int) -> Iterator[tuple[tuple[int, ...], str]]:

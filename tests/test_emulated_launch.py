@@ -7,6 +7,8 @@ In a process without Triton's interpreter: `nox -s emulate`, `nox -s launches` w
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -166,3 +168,31 @@ def test_a_capture_refuses_what_is_not_loaded(hopper: EmulatedDriver) -> None:
         assert not hopper.machine.waiting
     with capturing:
         assert launched(hopper, unit, "uneven")
+
+
+def test_threads_that_load_one_kernel_at_once(hopper: EmulatedDriver) -> None:
+    """Both launch with the parameters of the nested arguments, however long loading takes."""
+    launcher, took = hopper.triton.launcher_cls, []
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(0.2)
+        return launcher(*args)
+
+    hopper.triton.launcher_cls = slowly
+    forget()
+    with virtual_ranks(2) as ranks:
+        channel = ranks[0].channel()
+        args = channel.group(3), channel.rank, channel.fingerprint, 1, 2, "signal"
+        compiled = steps._step_kernel.warmup(*args, grid=(1,), num_warps=1)
+
+        def take() -> None:
+            took.append(loading.load(compiled, (1, 1, 1))(args))
+
+        threads = [threading.Thread(target=take) for _ in range(2)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    first, second = took
+    assert [id(x) for x in first] == [id(x) for x in second]
+    assert args[0][0] is first[0]
