@@ -288,8 +288,12 @@ def mlp(
     path = arguments.folder(out, machine.name) / "mlp.csv"
     with RankPool(world_size, timeout=300) as pool:
         for size in dict.fromkeys(sizes):
-            results.append(pool.run(compare, *size, seconds)[0])
-            console.print(str(results[-1]), highlight=False)
+            found = pool.run_again(compare, *size, seconds, told=lambda line: console.print(line, highlight=False))
+            if found is not None:
+                results.append(found[0])
+                console.print(str(results[-1]), highlight=False)
+    if not results:
+        raise typer.Exit(1)
     write(results, path)
     console.print(f"rows: {path}")
 

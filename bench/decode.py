@@ -136,8 +136,8 @@ def main() -> None:
         with RankPool(ranks, timeout=300) as pool:
             for M, N, K in sizes:
                 about = {"layer": "linear, all-reduce, residual, RMSNorm; forward", "M": M, "N": N, "K": K}
-                timings = pool.run(compare, M, N, K, given.seconds)[0]
-                rows += rows_of({**about, "world_size": ranks, "dtype": "float32"}, timings, ("dtensor", "torch"))
+                for timings in (pool.run_again(compare, M, N, K, given.seconds) or ())[:1]:
+                    rows += rows_of({**about, "world_size": ranks, "dtype": "float32"}, timings, ("dtensor", "torch"))
     frame, path = pd.DataFrame(rows), given.out / describe().name / "decode.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
     frame.to_csv(path, index=False)

@@ -330,6 +330,25 @@ class RankPool:
             raise RankError(failed, last_notes(replies)) from (None if isinstance(cause, RankError) else cause)
         return [reply.value for reply in replies]
 
+    def run_again(
+        self, fn: Callable[..., Any], *args: Any, told: Callable[[str], object] = print, tries: int = 3
+    ) -> list[Any] | None:
+        """Run `fn` as `run` does, again with fresh ranks where one died, which a fault of a baseline's library may do.
+
+        Returns None, when a rank has died each time. `told` gets a line for each death.
+        """
+        for i in range(1, tries + 1):
+            try:
+                return self.run(fn, *args)
+            except RankError as error:
+                died = [
+                    f"rank {rank} {text.splitlines()[0]}" for rank, text in error.failures.items() if "died" in text
+                ]
+                if not died:
+                    raise
+                told(f"{died[0]}; {'ranks are started anew' if i < tries else f'given up after {tries} tries'}")
+        return None
+
     def kill(self, rank: int, sig: int = signal.SIGKILL) -> None:
         """Send a signal to one rank. RuntimeError when no ranks are running."""
         if self._ranks is None:

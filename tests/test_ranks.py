@@ -296,3 +296,31 @@ def test_pools_share_what_is_kept():
         with RankPool(1, timeout=20, env=env) as pool:
             assert pool.run(forked_from) != [server]
     assert running([server]) == []
+
+
+def dies_once(group: dist.ProcessGroup, path: str, times: int) -> int:
+    """Rank 1 aborts in the first calls, as a library with a broken heap does."""
+    if group.rank() == 1:
+        with open(path, "a") as file:
+            file.write("x")
+        if os.path.getsize(path) <= times:
+            os.abort()
+    dist.barrier(group=group)
+    return group.rank()
+
+
+def test_what_kills_a_rank_is_tried_again(tmp_path: Path) -> None:
+    lines: list[str] = []
+    with RankPool(2, timeout=30) as pool:
+        assert pool.run_again(dies_once, str(tmp_path / "a"), 1, told=lines.append) == [0, 1]
+        assert pool.run_again(dies_once, str(tmp_path / "b"), 9, told=lines.append, tries=2) is None
+        with pytest.raises(RankError, match="ZeroDivisionError"):
+            pool.run_again(divides_by_zero, told=lines.append)
+    assert [line.partition("; ")[2] for line in lines] == [
+        "ranks are started anew", "ranks are started anew", "given up after 2 tries",
+    ]  # fmt: skip
+    assert all(line.startswith("rank 1 died: killed by SIGABRT") for line in lines)
+
+
+def divides_by_zero(group: dist.ProcessGroup) -> float:
+    return 1 / 0
