@@ -25,7 +25,7 @@ Device = torch.device | str | int | None
 _PADDED = "padded_sizes"
 
 
-class ShardedLinear(nn.Module):
+class ShardedLinear(parameters.Watched):
     """nn.Linear's parameters over the ranks of a group, the weight split along its out features (`_dim` 0) or its in
     features (1).
     """
@@ -81,6 +81,7 @@ class ShardedLinear(nn.Module):
         elif bias:
             self.bias = parameters.whole((out_features,), *made)
         self._make_more(*made)
+        parameters.watch_all(self)
         self._is_padded = parameters.is_padded(self._sizes)
         if self._is_padded:
             # The shapes alone would fit other sizes with as long a shard. What loads in place, as
@@ -167,3 +168,4 @@ class ShardedLinear(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "group": groups.resolve(state["group"])})  # type: ignore[no-untyped-call]
+        parameters.watch_all(self)

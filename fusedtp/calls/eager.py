@@ -26,7 +26,7 @@ from . import call as calls_
 from .arguments import Biases, Weights
 from .call import Call as Compiled
 from .call import Prepare
-from .parameters import PLAIN, as_gradient, local, part
+from .parameters import PLAIN, as_gradient, check_versions, holder, keep, local, part, versions
 from .registered import refuse_forward_mode, transforms_active
 from .settings import normed
 
@@ -46,7 +46,7 @@ class _Eager(torch.autograd.Function):
         _, needs_x, _, _, _, *needs = ctx.needs_input_grad
         # Autograd keeps plain tensors, among what is saved; DTensors are kept here.
         ctx.call, ctx.dtensors = call, {}
-        given = {"x": x}
+        given, normed = {"x": x}, []
         # Local shards only, and only those that a gradient will be made of.
         saved = [x if True in needs[::2] else None]
         for i, each in enumerate(parameters):
@@ -61,6 +61,7 @@ class _Eager(torch.autograd.Function):
             given["residual"] = residual
         if norm_weight is not None:
             ctx.norms = [None if type(each) in PLAIN else each for each in (norm_weight, norm_bias)]
+            normed = ctx.norms[:1] if ctx.norms[0] is not None else []
             norm = Norm(*call.norm, norm_weight, norm_bias).map(_local_norm)
             given |= norm.given()
         outs = call.forward(given, call.keeps and (needs_x or True in needs))
@@ -75,6 +76,7 @@ class _Eager(torch.autograd.Function):
             # A gradient that nobody gave is not made of zeros.
             ctx.set_materialize_grads(False)
             outs.reverse()
+        ctx.versions = versions(saved, [*(w for i, w in ctx.dtensors.items() if needs_x and not i & 1), *normed])
         ctx.save_for_backward(*saved)
         return outs[0] if len(outs) == 1 else tuple(outs)
 
@@ -95,6 +97,7 @@ def _gradients(ctx: Any, dys: tuple[Any, ...]) -> list[Tensor | None]:
     call, count = ctx.call, len(others) // 2
     of_norm: list[Tensor | None] = [None, None]
     kept_tensors = ctx.saved_tensors
+    check_versions(kept_tensors, ctx.versions)
     batched = transforms_active()
     for each in dys:
         batched = batched or (each is not None and _is_batched(each))
@@ -113,6 +116,8 @@ def _gradients(ctx: Any, dys: tuple[Any, ...]) -> list[Tensor | None]:
     if torch.is_grad_enabled() or batched:
         if needs[0]:
             ws = [local(dtensors[2 * i], 2) if 2 * i in dtensors else w for i, w in enumerate(ws)]
+        for each in (x, *ws):
+            keep(each, is_checked=True)
         dzs = activations.gradients(call.activation, dys, kept) if call.activation else dys
         found = operators.gradients(call, dzs, x, ws, needs)
     elif True in needs:
@@ -274,7 +279,7 @@ def run(call: Compiled, x: Tensor, residual: Tensor | None, *parameters: Any, no
             # Autograd would only refuse after the op has run.
             if inference:
                 _refuse_inference(x, parameters[::2] if norm is None else (*parameters[::2], norm.weight))
-            if call.is_linear and plain and residual is None:
+            if call.is_linear and plain and residual is None and holder(x) is holder(parameters[0]) is None:
                 return call.linear(x, *parameters)
             normed = (None, None) if norm is None else norm[2:]
             return _Eager.apply(call, x, residual, *normed, *parameters)  # type: ignore[no-untyped-call]

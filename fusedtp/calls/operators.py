@@ -26,6 +26,7 @@ from ..op import ALL_GATHER, ALL_REDUCE, AS_ANY, GATED, OF_RESULT, OPS, REDUCE_S
 from ..workspaces import stale
 from . import call as calls_
 from .dispatch import Ready
+from .parameters import check_kept, keep
 from .registered import operator, transforms_active
 from .settings import Settings, normed, without_activation, without_norm
 
@@ -110,10 +111,14 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 
 def _forward(
     x: Tensor, parameters: Sequence[Tensor | None], settings: str, numbers: Sequence[int],
-    residual: Tensor | None = None, keep: bool = False, *, fake: bool = False,
+    residual: Tensor | None = None, products: bool = False, *, fake: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     call = calls_.of(settings, numbers, x.dtype, x.device)
-    return call.forward(call.given(x, parameters, residual), keep, fake=fake)
+    if not fake:
+        # In a compiled graph nothing else sees them.
+        for each in (x, *parameters[::2]):
+            keep(each)
+    return call.forward(call.given(x, parameters, residual), products, fake=fake)
 
 
 def _backward(
@@ -122,6 +127,8 @@ def _backward(
 ) -> list[Tensor]:  # fmt: skip
     # A tensor for each gradient: an operator's results may not share memory.
     call = calls_.of(settings, numbers, dys[0].dtype, dys[0].device)
+    if not fake:
+        check_kept((x, *ws))
     found = call.backward(dys, x, ws, tuple(needs), fake=fake)
     return [dys[0].new_empty(0) if each is None else each for each in found]
 

@@ -33,6 +33,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from .. import groups
 from ..calls import arguments, dispatch, eager, orders, problems
+from ..calls.parameters import Watched, local, watch_all
 from ..op import RANK_ORDER, Order
 from ..recipes import Float8
 from ..shards import chunk_sizes
@@ -80,7 +81,7 @@ class _Layouts:
         if not isinstance(x, DTensor):
             return x, placement, None
         sizes = self.sizes(x.shape[placement.dim]) if isinstance(placement, Shard) else None
-        return x.to_local(), placement, sizes
+        return local(x, x.ndim), placement, sizes
 
     def hand_out(self, y: Tensor, made: Placement, shape: tuple[int, ...]) -> Tensor:
         """y, laid out as `made` of a whole tensor of `shape`, in the layout and kind of tensor that the style was asked
@@ -111,7 +112,7 @@ def positive(placement: Placement, ndim: int, name: str = "layout") -> Placement
     return Shard(placement.dim % ndim)
 
 
-class FusedColwiseLinear(nn.Linear):
+class FusedColwiseLinear(Watched, nn.Linear):
     """What FusedColwiseParallel makes of an nn.Linear: `[.., R_X, .., K] @ [K, N_X] -> [.., N_X]`, or R whole."""
 
     layouts: _Layouts
@@ -148,7 +149,7 @@ def columns(linears: Sequence[FusedColwiseLinear], input: Tensor) -> list[Tensor
     ]
 
 
-class FusedRowwiseLinear(nn.Linear):
+class FusedRowwiseLinear(Watched, nn.Linear):
     """What FusedRowwiseParallel makes of an nn.Linear: `[.., K_X] @ [K_X, N] -> [.., R_X, .., N]`, or R whole."""
 
     layouts: _Layouts
@@ -293,6 +294,7 @@ class _FusedStyle(ParallelStyle):
             if parameter is not None and not _lies(parameter, device_mesh, placement):
                 value = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=self.src_data_rank)
                 setattr(module, name, nn.Parameter(value, requires_grad=parameter.requires_grad))
+        watch_all(module)
         module.__class__ = self._linear
         module.layouts = self.layouts_on(device_mesh)  # type: ignore[assignment]
         return module
