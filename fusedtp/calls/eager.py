@@ -73,9 +73,9 @@ class _Eager(torch.autograd.Function):
             del outs[call.num_results :]
         if norm_weight is not None:
             saved += [outs[0], norm.weight, norm.bias]
-            # A gradient that nobody gave is not made of zeros.
-            ctx.set_materialize_grads(False)
             outs.reverse()
+        # A gradient that nobody gave is not made of zeros, where another one may be given.
+        ctx.set_materialize_grads(len(outs) == 1)
         ctx.versions = versions(saved, [*(w for i, w in ctx.dtensors.items() if needs_x and not i & 1), *normed])
         ctx.save_for_backward(*saved)
         return outs[0] if len(outs) == 1 else tuple(outs)
@@ -109,6 +109,11 @@ def _gradients(ctx: Any, dys: tuple[Any, ...]) -> list[Tensor | None]:
     if call.norm[0]:
         dys, of_norm = _through_norm(ctx, dys, *kept_tensors[-3:])
         kept_tensors = kept_tensors[:-3]
+    unused = [dy is None for dy in dys]
+    if False not in unused:
+        return [None] * len(ctx.needs_input_grad[1:])
+    if True in unused:
+        dys = operators.with_zeros(dys, call.widths)
     x, *ws = [dys[0].new_empty(0) if saved is None else saved for saved in kept_tensors]
     ws, kept = ws[:count], ws[count:]
     found: list[Tensor | None] = [None] * len(needs)
@@ -123,8 +128,12 @@ def _gradients(ctx: Any, dys: tuple[Any, ...]) -> list[Tensor | None]:
     elif True in needs:
         dzs = activations.gradients(call.activation, dys, kept) if call.activation else dys
         found = call.backward([dz.resolve_neg() for dz in dzs], x, ws, needs)
+    for i, is_unused in enumerate(unused):
+        if is_unused:
+            # As of a linear that was not called.
+            found[1 + 2 * i] = found[2 + 2 * i] = None
     for i, parameter in dtensors.items():
-        if needs[1 + i]:
+        if found[1 + i] is not None:
             found[1 + i] = as_gradient(found[1 + i], parameter)
     return [found[0], dys[0] if needs_residual else None, *of_norm, *found[1:]]
 
@@ -145,7 +154,8 @@ def _through_norm(
     if dnormed is not None:
         through, *found = norms.gradients(Norm(name, eps, weight, bias), y, dnormed, (True, *needs))
         dy = through if dy is None else through + dy
-    elif any(needs):
+    elif any(needs) and normed(text)[0]:
+        # Other ranks may have one.
         pairs = zip((weight, bias), needs, strict=True)
         found = [torch.zeros_like(each) if needed and each is not None else None for each, needed in pairs]
     if any(needs) and normed(text)[0]:
