@@ -36,6 +36,9 @@ from .packed import Unpack, features, is_conv1d
 from .stack import PLANS, Decoder, check_alike, check_own, check_split_tokens, decoder_of, has_own, is_norm
 from .tokens import TOKENS, Heads, SplitFeatures, SplitTokens, TiedHead, WholeOutput, WholeTokens
 
+# Styles that do nothing to parameters.
+_LEAVE_PARAMETERS = {each.__name__ for each in (SplitTokens, WholeTokens, WholeOutput, Heads)}
+
 
 class _Planner:
     # Writes the plan of a decoder: styles by the names of modules, to be applied in order.
@@ -255,7 +258,42 @@ def decoder_plan(
     split_logits = arguments.flag("loss_parallel", loss_parallel)
     recipe = arguments.float8_of(float8)
     orders.leaves_of(order, schedule, num_ranks, float8)
-    return _Planner(decoder_of(model), num_ranks, split, split_logits, options, recipe, order).write()
+    plan = _Planner(decoder_of(model), num_ranks, split, split_logits, options, recipe, order).write()
+    _check_ties(model, plan)
+    return plan
+
+
+def _ties(model: nn.Module) -> list[list[str]]:
+    # The names of each parameter that has several.
+    names: dict[int, list[str]] = {}
+    for name, each in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(each), []).append(name)
+    return [each for each in names.values() if len(each) > 1]
+
+
+def _check_ties(model: nn.Module, plan: Mapping[str, Sequence[ParallelStyle]]) -> None:
+    # A parameter under several names stays one where it lies alike under each of them, which is known beforehand.
+    ties = _ties(model)
+    lies: dict[int, list[str]] = {}
+    for pattern, styles in plan.items() if ties else ():
+        for style in styles:
+            parts: dict[str, tuple[ParallelStyle, int | None]] = {pattern: (style, None)}
+            if isinstance(style, FusedGroup):
+                parts = {f"{pattern}.{name}": (style.style, style.pieces.get(name)) for name in style.names}
+            for name, (of, pieces) in parts.items():
+                of = of.style if isinstance(of, TiedHead) else of
+                kind = "rows" if isinstance(of, FusedEmbeddingParallel | FusedColwiseParallel) else type(of).__name__
+                for _, module in matching(model, name):
+                    if kind not in _LEAVE_PARAMETERS:
+                        lies.setdefault(id(module), []).append(f"{kind} {pieces}")
+    for names in ties:
+        owners = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
+        found = {(own, *lies.get(id(module), [])) for module, own in owners}
+        if len(found) > 1 or f"{Unpack.__name__} None" in next(iter(found)):
+            raise NotImplementedError(
+                f"parallelize keeps a parameter that several modules share where all of them are split alike, and "
+                f"{', '.join(names)}, one parameter, are not: give each its own"
+            )
 
 
 def parallelize(
@@ -299,11 +337,17 @@ def parallelize(
         raise
     styled = {f"the plan of {pattern}": repr(styles) for pattern, styles in plan.items()}
     agreed.compare(device_mesh.get_group(), {**said, "plan": "made", **styled, **agreed.parameters_of(model)})
+    ties = _ties(model)
     for pattern, styles in plan.items():
         for _, module in list(matching(model, pattern)):
             for style in styles:
-                style.src_data_rank = src_data_rank
+                style.src_data_rank, style.keeps_ties = src_data_rank, True  # type: ignore[attr-defined]
                 style._apply(module, device_mesh)
+    for names in ties:
+        first = model.get_parameter(names[0])
+        for name in names[1:]:
+            owner, _, own = name.rpartition(".")
+            setattr(model.get_submodule(owner), own, first)
     return model
 
 

@@ -91,6 +91,8 @@ class FusedGroup(ParallelStyle):
     In backward the gradients of the input are added before they are scattered, once.
     """
 
+    keeps_ties = False
+
     def __init__(self, *names: str, pieces: Mapping[str, int] | None = None, **options: Any) -> None:
         super().__init__()
         if len(names) < 2 or len(set(names)) < len(names):
@@ -115,17 +117,24 @@ class FusedGroup(ParallelStyle):
         together = _Together()
         for linear in linears:
             self.style.check(linear, device_mesh)
-        for name, linear in zip(self.names, linears, strict=True):
+        # Parameters that several of these share stay one.
+        given = [dict(linear.named_parameters()) for linear in linears]
+        ids = [id(each) for own in given for each in own.values()]
+        made: dict[tuple[int, bool], nn.Parameter] = {}
+        for name, linear, own in zip(self.names, linears, given, strict=True):
+            self.style.keeps_ties = self.keeps_ties or any(ids.count(id(each)) > 1 for each in own.values())
             pieces, num_ranks = self.pieces.get(name, device_mesh.size()), device_mesh.size()
             if pieces < num_ranks:
                 replicate(linear, device_mesh, self.src_data_rank)
                 length = linear.out_features // pieces
-                own = device_mesh.get_local_rank() * pieces // num_ranks
-                share(self.style, linear, device_mesh, slice(own * length, (own + 1) * length))
+                piece = device_mesh.get_local_rank() * pieces // num_ranks
+                share(self.style, linear, device_mesh, slice(piece * length, (piece + 1) * length))
                 linear.__class__ = FusedGroupedSharedLinear
             else:
                 self.style._apply(linear, device_mesh)
                 linear.__class__ = FusedGroupedLinear
+            for key, each in own.items():
+                setattr(linear, key, made.setdefault((id(each), pieces < num_ranks), getattr(linear, key)))
             linear.together = together
             together.linears.append(linear)
         # A call that uses only some of them must not keep what the others would have taken.

@@ -241,6 +241,8 @@ class _FusedStyle(ParallelStyle):
     _weight: Placement
     _bias: Placement
     _linear: type[nn.Linear]
+    # Whether who applies it sees to it that a parameter that several modules share stays one.
+    keeps_ties = False
 
     def __init__(
         self,
@@ -288,7 +290,8 @@ class _FusedStyle(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.check(module, device_mesh)
-        _warn_of_ties(module, type(self).__name__)  # type: ignore[arg-type]
+        if not self.keeps_ties:
+            _warn_of_ties(module, type(self).__name__)  # type: ignore[arg-type]
         for name, placement in (("weight", self._weight), ("bias", self._bias)):
             parameter = getattr(module, name)
             if parameter is not None and not _lies(parameter, device_mesh, placement):
