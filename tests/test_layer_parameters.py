@@ -248,3 +248,54 @@ def changed_input(group: ProcessGroup) -> None:
 
 def test_a_changed_input_is_refused_and_a_copy_is_not(pool: RankPool) -> None:
     pool.run(changed_input, world_size=2)
+
+
+def laid_otherwise(group: ProcessGroup) -> None:
+    """Put in place by assign=True: whole, or with another placement."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for name, module in holders_of_weights(mesh).items():
+        if not isinstance(module, fusedtp.ParallelMLP | fusedtp.FSDPLinear | nn.Linear | Pair) and name != "column":
+            continue
+        state = module.state_dict()
+        x = torch.randn(4, HIDDEN)
+        expected = module(x)
+        for others in (
+            {key: each.full_tensor() for key, each in state.items()},
+            {key: distribute_tensor(each.full_tensor(), mesh, [Replicate()]) for key, each in state.items()},
+            {key: distribute_tensor(each.full_tensor(), mesh, [Shard(each.ndim - 1)]) for key, each in state.items()},
+        ):  # fmt: skip
+            module.load_state_dict(others, assign=True)
+            for call in (module, torch.compile(module, backend="aot_eager")) if name == "column" else (module,):
+                with pytest.raises(ValueError, match=r"must be a DTensor of .* got (a plain tensor|one) of"):
+                    call(x)
+        module.load_state_dict({key: each.clone() for key, each in state.items()}, assign=True)
+        assert torch.equal(module(x), expected)
+    embedding = parallelize_module(nn.Embedding(8, 4), mesh, fusedtp.FusedEmbeddingParallel())
+    embedding.load_state_dict({"weight": torch.randn(8, 4)}, assign=True)
+    with pytest.raises(ValueError, match="must be a DTensor"):
+        embedding(torch.zeros(2, dtype=torch.long))
+
+
+def test_parameters_that_lie_otherwise_are_refused(pool: RankPool) -> None:
+    pool.run(laid_otherwise, world_size=2, timeout=120)
+
+
+def of_another_group(group: ProcessGroup) -> None:
+    """A descending mesh, whose group has its ranks ascend; a pickled layer where its group's name is another's."""
+    reversed_mesh = DeviceMesh("cpu", torch.arange(group.size()).flip(0), mesh_dim_names=("tp",))
+    for make in (
+        lambda: fusedtp.ColumnParallelLinear(HIDDEN, INNER, group=reversed_mesh),
+        lambda: fusedtp.all_gather(torch.randn(2, 2), group=reversed_mesh),
+        lambda: parallelize_module(nn.Linear(4, 4), reversed_mesh, fusedtp.FusedColwiseParallel()),
+    ):
+        with pytest.raises(ValueError, match=r"must have ranks that ascend along every dimension, got \[3, 2, 1, 0\]"):
+            make()
+    layer = fusedtp.ColumnParallelLinear(HIDDEN, INNER, group=group)
+    state = layer.__getstate__()
+    name, ranks, _ = state["group"]
+    with pytest.raises(ValueError, match=r"was made by rank 7 of group .*, and here it meets rank"):
+        layer.__setstate__({**state, "group": (name, ranks, 7)})
+
+
+def test_layers_meet_the_group_that_they_were_made_for(pool: RankPool) -> None:
+    pool.run(of_another_group)

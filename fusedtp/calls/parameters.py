@@ -14,7 +14,7 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -139,6 +139,36 @@ def local(parameter: Any, ndim: int) -> Tensor:
             watch(parameter)
         tensor = parameter.to_local()
     return tensor if tensor.ndim <= ndim else tensor.flatten(0, tensor.ndim - ndim)
+
+
+class Lies(NamedTuple):
+    """How a parameter lies over a group's mesh: its whole shape, and that of this rank's part."""
+
+    mesh: DeviceMesh
+    placement: Placement
+    shape: tuple[int, ...]
+    part: tuple[int, ...]
+
+    def check(self, name: str, parameter: Any) -> Any:
+        """ValueError where a parameter that something has put in place lies otherwise; else its spec, if it has one. A
+        plain one is this rank's part, as in torch.func.functional_call.
+        """
+        if parameter is None:
+            return None
+        if not torch.compiler.is_compiling() and transforms_active():
+            return None
+        if type(parameter) in PLAIN or not hasattr(parameter, "placements"):
+            fits, got = tuple(parameter.shape) == self.part, f"a plain tensor of {tuple(parameter.shape)}"
+        else:
+            fits = parameter.placements == (self.placement,) and tuple(parameter.shape) == self.shape
+            fits = fits and parameter.device_mesh == self.mesh
+            got = f"one of {tuple(parameter.shape)} with {parameter.placements} on {parameter.device_mesh}"
+        if not fits:
+            raise ValueError(
+                f"{name} must be a DTensor of {self.shape} with {self.placement} on {self.mesh}, whose part here has "
+                f"{self.part}, got {got}: load a dense state by set_model_state_dict with full_state_dict=True"
+            )
+        return getattr(parameter, "_spec", None)
 
 
 @dataclass

@@ -33,7 +33,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from .. import groups
 from ..calls import arguments, dispatch, eager, orders, problems
-from ..calls.parameters import Watched, local, watch_all
+from ..calls.parameters import Lies, Watched, local, watch_all
 from ..op import RANK_ORDER, Order
 from ..recipes import Float8
 from ..shards import chunk_sizes
@@ -112,10 +112,34 @@ def positive(placement: Placement, ndim: int, name: str = "layout") -> Placement
     return Shard(placement.dim % ndim)
 
 
-class FusedColwiseLinear(Watched, nn.Linear):
+class _StyledLinear(Watched, nn.Linear):
+    # An nn.Linear whose parameters lie as its style has laid them.
+    layouts: _Layouts
+    _weight: Placement
+    _bias: Placement
+
+    def check_parameters(self) -> None:
+        known: dict[str, Any] = self.__dict__.setdefault("_known", {})
+        for name, placement in (("weight", self._weight), ("bias", self._bias)):
+            each = getattr(self, name)
+            spec = getattr(each, "_spec", None)
+            if each is not None and (spec is None or spec is not known.get(name)):
+                shape = (self.out_features, self.in_features)[: each.ndim]
+                known[name] = lies(self.layouts.mesh, placement, shape).check(name, each)
+
+
+def lies(mesh: DeviceMesh, placement: Placement, shape: tuple[int, ...]) -> Lies:
+    """How a parameter of that shape lies."""
+    part = list(shape)
+    if isinstance(placement, Shard):
+        part[placement.dim] = chunk_sizes(shape[placement.dim], mesh.size())[mesh.get_local_rank()]
+    return Lies(mesh, placement, shape, tuple(part))
+
+
+class FusedColwiseLinear(_StyledLinear):
     """What FusedColwiseParallel makes of an nn.Linear: `[.., R_X, .., K] @ [K, N_X] -> [.., N_X]`, or R whole."""
 
-    layouts: _Layouts
+    _weight, _bias = Shard(0), Shard(0)
 
     def forward(self, input: Tensor) -> Tensor:
         (y,) = columns([self], input)
@@ -129,6 +153,8 @@ class FusedColwiseLinear(Watched, nn.Linear):
 def columns(linears: Sequence[FusedColwiseLinear], input: Tensor) -> list[Tensor]:
     """What each of these makes of one input."""
     to = linears[0].layouts
+    for each in linears:
+        each.check_parameters()
     weight: Any
     bias: Any
     weight, bias = linears[0].own() if len(linears) == 1 else zip(*(each.own() for each in linears), strict=True)
@@ -149,12 +175,13 @@ def columns(linears: Sequence[FusedColwiseLinear], input: Tensor) -> list[Tensor
     ]
 
 
-class FusedRowwiseLinear(Watched, nn.Linear):
+class FusedRowwiseLinear(_StyledLinear):
     """What FusedRowwiseParallel makes of an nn.Linear: `[.., K_X] @ [K_X, N] -> [.., R_X, .., N]`, or R whole."""
 
-    layouts: _Layouts
+    _weight, _bias = Shard(1), Replicate()
 
     def forward(self, input: Tensor) -> Tensor:
+        self.check_parameters()
         to = self.layouts
         x, _, _ = to.receive(input, wanted=Shard(-1))
         ours = self.weight, self.bias, to.group

@@ -41,6 +41,7 @@ class FusedSharedLinear(FusedColwiseLinear):
 
     gradients: Sum
     own_rows: slice
+    _weight, _bias = Replicate(), Replicate()
 
     def own(self) -> tuple[Tensor, Tensor | None]:
         """This rank's rows of both."""
