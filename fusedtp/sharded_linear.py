@@ -111,9 +111,10 @@ class ShardedLinear(parameters.Watched):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw what nn.Linear would draw, on every rank alike, and keep this rank's part.
+        """Draw what nn.Linear would draw and keep this rank's part. A parameter on the meta device draws nothing.
 
-        The seed must be the same on every rank. A parameter on the meta device draws nothing.
+        With the same seed on every rank these are parts of one draw. A bias that every rank has whole is sent by the
+        group's first rank, so all ranks must call this.
         """
         if self._is_padded:
             self.get_buffer(self._padded_name).copy_(torch.tensor(self._sizes))
@@ -128,6 +129,8 @@ class ShardedLinear(parameters.Watched):
                 parameters.fill(
                     parameter, values[0] if len(values) == 1 else torch.stack(values), self._dims[name], self._sizes
                 )
+                if self._dims[name] is None:
+                    parameters.same_as(0, parameter.to_local(), self._lies[name].mesh)  # type: ignore[operator]
 
     def _linear(
         self, prepare: Prepare, x: Tensor, *options: Any, residual: Tensor | None = None, activation: str | None = None,

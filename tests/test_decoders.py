@@ -178,6 +178,21 @@ def test_what_modules_share_stays_one(pool: RankPool, sequence_parallel: bool) -
     pool.run(trained_with_shared, sequence_parallel, world_size=2)
 
 
+def seeded_unlike(group: ProcessGroup, sequence_parallel: bool) -> None:
+    """Every parameter and buffer is that of the first rank, split or whole."""
+    dense, model = decoder("GPT-2"), decoder("GPT-2")
+    with torch.no_grad():
+        for each in (*model.parameters(), *model.buffers()):
+            each.add_(group.rank())
+    fusedtp.parallelize(model, mesh_of(group), sequence_parallel=sequence_parallel)
+    tokens = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(14))
+    close(model(input_ids=tokens).logits, dense(input_ids=tokens).logits, "logits")
+
+
+def test_ranks_that_are_seeded_unlike(pool: RankPool) -> None:
+    pool.run(seeded_unlike, False, world_size=2)
+
+
 def with_loss_parallel(group: ProcessGroup, sequence_parallel: bool) -> None:
     """Logits are never whole on a rank: torch's own cross-entropy takes them as they are."""
     dense, model = decoder("Llama, tied"), decoder("Llama, tied")

@@ -280,6 +280,21 @@ def test_parameters_that_lie_otherwise_are_refused(pool: RankPool) -> None:
     pool.run(laid_otherwise, world_size=2, timeout=120)
 
 
+def seeded_unlike(group: ProcessGroup) -> list[Tensor]:
+    """What every rank has whole, where each has a seed of its own."""
+    torch.manual_seed(group.rank())
+    layers = [kind(HIDDEN, INNER, group=group) for kind in (fusedtp.RowParallelLinear, fusedtp.FSDPLinear)]
+    mlp = fusedtp.ParallelMLP(HIDDEN, INNER, group=group, device="meta").to_empty(device="cpu")
+    mlp.down_proj.reset_parameters()
+    return [each.bias.to_local().detach() for each in (*layers, mlp.down_proj)]
+
+
+def test_what_ranks_have_whole_is_the_first_ranks(pool: RankPool) -> None:
+    first, *others = pool.run(seeded_unlike, world_size=3)
+    for each in others:
+        assert all(map(torch.equal, each, first))
+
+
 def of_another_group(group: ProcessGroup) -> None:
     """A descending mesh, whose group has its ranks ascend; a pickled layer where its group's name is another's."""
     reversed_mesh = DeviceMesh("cpu", torch.arange(group.size()).flip(0), mesh_dim_names=("tp",))

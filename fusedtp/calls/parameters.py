@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -139,6 +140,17 @@ def local(parameter: Any, ndim: int) -> Tensor:
             watch(parameter)
         tensor = parameter.to_local()
     return tensor if tensor.ndim <= ndim else tensor.flatten(0, tensor.ndim - ndim)
+
+
+@torch.no_grad()
+def same_as(rank: int, tensor: Tensor, mesh: DeviceMesh) -> None:
+    """Give a plain tensor the values that it has on that rank of a 1-D mesh, as distribute_tensor does."""
+    if mesh.size() == 1 or tensor.is_meta or not tensor.numel():
+        return
+    # The group may carry no tensors of a model that is on a CPU still.
+    sent = tensor.detach().to(mesh.device_type, memory_format=torch.contiguous_format)
+    dist.broadcast(sent, group=mesh.get_group(), group_src=rank)
+    tensor.copy_(sent)
 
 
 class Lies(NamedTuple):

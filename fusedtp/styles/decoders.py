@@ -20,11 +20,12 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..calls import arguments, dispatch, orders
+from ..calls.parameters import same_as
 from ..op import ANY_ORDER, RANK_ORDER, Order
 from ..recipes import Float8
 from . import agreed
@@ -314,7 +315,7 @@ def parallelize(
                         between them goes by element or by row: docs/guide/order.md says what does not on a CPU.
                         Gradients too, but those of norms, and, where ranks share heads of keys and values, of what
                         comes before such heads: their terms are added in the order of ranks
-    src_data_rank       whose parameters count; None where all ranks have the same
+    src_data_rank       whose parameters and buffers count, split or whole; None where all ranks have the same
 
     The model is called as before, with the same inputs on every rank, and gives whole logits, if not told otherwise.
     Its parameters become DTensors where they are split, and keep their names but for packed ones, whose parts have
@@ -348,6 +349,11 @@ def parallelize(
         for name in names[1:]:
             owner, _, own = name.rpartition(".")
             setattr(model.get_submodule(owner), own, first)
+    if src_data_rank is not None:
+        # What no style has made one tensor of all ranks, and each rank goes on with.
+        for each in (*model.parameters(), *model.buffers()):
+            if not isinstance(each, DTensor):
+                same_as(src_data_rank, each, device_mesh)
     return model
 
 
