@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -105,7 +106,17 @@ def check_device(group: dist.ProcessGroup, kind: str) -> None:
     carried.add(kind)
 
 
+# Meshes that have been looked at, by their id, as hashing one takes longer.
+_ascending: dict[int, ref[DeviceMesh]] = {}
+
+
 def check_mesh(name: str, mesh: DeviceMesh) -> None:
-    """ValueError for a mesh without this rank."""
+    """ValueError for a mesh without this rank, or whose ranks do not ascend, as those of its groups do."""
     if mesh.get_coordinate() is None:
         raise ValueError(f"{name} must have this rank, {dist.get_rank()}, in it, got {mesh}")
+    if torch.compiler.is_compiling() or (id(mesh) in _ascending and _ascending[id(mesh)]() is mesh):
+        return
+    ranks = mesh.mesh
+    if any(bool((ranks.diff(dim=dim) <= 0).any()) for dim in range(ranks.ndim)):
+        raise ValueError(f"{name} must have ranks that ascend along every dimension, got {ranks.tolist()}")
+    _ascending[id(mesh)] = ref(mesh)

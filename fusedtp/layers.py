@@ -230,6 +230,7 @@ class _GateUpLinear(ColumnParallelLinear):
     _matrices = 2
 
     def _linear(self, prepare: Prepare, x: Tensor, *options: Any, **more: Any) -> Any:
+        self._check_parameters()
         size = self._sizes[self.group.rank()]
         weights = self._own("weight", self.weight, size, 3).unbind()
         biases = (None, None) if self.bias is None else self._own("bias", self.bias, size, 2).unbind()

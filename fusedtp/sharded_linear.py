@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,7 +26,7 @@ Device = torch.device | str | int | None
 _PADDED = "padded_sizes"
 
 
-class ShardedLinear(nn.Module):
+class ShardedLinear(parameters.Watched):
     """nn.Linear's parameters over the ranks of a group, the weight split along its out features (`_dim` 0) or its in
     features (1).
     """
@@ -81,6 +82,13 @@ class ShardedLinear(nn.Module):
         elif bias:
             self.bias = parameters.whole((out_features,), *made)
         self._make_more(*made)
+        parameters.watch_all(self)
+        # How each lies, and what has been found to lie so.
+        self._lies = {
+            name: parameters.Lies(each.device_mesh, each.placements[0], tuple(each.shape), tuple(each.to_local().shape))
+            for name, each in self.named_parameters()
+        }  # fmt: skip
+        self._known: dict[str, Any] = dict.fromkeys(self._lies)
         self._is_padded = parameters.is_padded(self._sizes)
         if self._is_padded:
             # The shapes alone would fit other sizes with as long a shard. What loads in place, as
@@ -103,9 +111,10 @@ class ShardedLinear(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw what nn.Linear would draw, on every rank alike, and keep this rank's part.
+        """Draw what nn.Linear would draw and keep this rank's part. A parameter on the meta device draws nothing.
 
-        The seed must be the same on every rank. A parameter on the meta device draws nothing.
+        With the same seed on every rank these are parts of one draw. A bias that every rank has whole is sent by the
+        group's first rank, so all ranks must call this.
         """
         if self._is_padded:
             self.get_buffer(self._padded_name).copy_(torch.tensor(self._sizes))
@@ -120,11 +129,17 @@ class ShardedLinear(nn.Module):
                 parameters.fill(
                     parameter, values[0] if len(values) == 1 else torch.stack(values), self._dims[name], self._sizes
                 )
+                if self._dims[name] is None:
+                    parameters.same_as(0, parameter.to_local(), self._lies[name].mesh)  # type: ignore[operator]
 
     def _linear(
         self, prepare: Prepare, x: Tensor, *options: Any, residual: Tensor | None = None, activation: str | None = None,
         norm: Norm | None = None,
     ) -> Any:  # fmt: skip
+        for name, known in self._known.items():
+            if known is None or getattr(self._parameters.get(name), "_spec", None) is not known:
+                self._check_parameters()
+                break
         if not self._is_padded:
             return eager.of_parameters(
                 prepare, x, self.weight, self.bias, self.group, *options, residual=residual, activation=activation,
@@ -135,6 +150,11 @@ class ShardedLinear(nn.Module):
         bias = None if self.bias is None else self._own("bias", self.bias, size, 1)
         norm = None if norm is None else norm.map(lambda each: parameters.local(each, 1))
         return eager.apply(prepare, x, weight, bias, self.group, options, residual, activation, norm)
+
+    def _check_parameters(self) -> None:
+        for name, lies in self._lies.items():
+            # One that is computed, as by a parametrization, is none of `_parameters`.
+            self._known[name] = lies.check(name, getattr(self, name))
 
     def _own(self, name: str, parameter: Tensor, size: int, ndim: int) -> Tensor:
         value, dim = parameters.local(parameter, parameter.ndim), self._dims[name]
@@ -163,7 +183,21 @@ class ShardedLinear(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A process group can be neither copied nor pickled; its name can, and means the same group on a copy.
-        return {**self.__dict__, "group": self.group.group_name}
+        # There may be another one of that name where it is loaded.
+        ranks = dist.get_process_group_ranks(self.group)
+        return {
+            **self.__dict__,
+            "_known": dict.fromkeys(self._lies),
+            "group": (self.group.group_name, ranks, self.group.rank()),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "group": groups.resolve(state["group"])})  # type: ignore[no-untyped-call]
+        name, ranks, rank = state["group"]
+        group = groups.resolve(name)
+        if (found := (dist.get_process_group_ranks(group), group.rank())) != (ranks, rank):
+            raise ValueError(
+                f"this {type(self).__name__} was made by rank {rank} of group {name!r} with ranks {ranks}, and here it "
+                f"meets rank {found[1]} of {found[0]}: save its state_dict() by torch.distributed.checkpoint"
+            )
+        super().__setstate__({**state, "group": group})  # type: ignore[no-untyped-call]
+        parameters.watch_all(self)

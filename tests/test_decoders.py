@@ -143,6 +143,56 @@ def test_as_in_one_process(pool: RankPool, name: str, sequence_parallel: bool, w
     pool.run(as_in_one_process, name, sequence_parallel, world_size=world_size)
 
 
+def shared(name: str) -> Any:
+    """A decoder whose second layer has a weight of the first, or is the first."""
+    model = decoder("Llama")
+    first, second = model.model.layers
+    if name == "layer":
+        model.model.layers[1] = first
+    elif name == "norm":
+        second.input_layernorm.weight = first.post_attention_layernorm.weight
+    elif name == "in a group":
+        second.mlp.up_proj.weight = second.mlp.gate_proj.weight
+    else:
+        second.mlp.gate_proj.weight = first.mlp.gate_proj.weight
+    return model
+
+
+def trained_with_shared(group: ProcessGroup, sequence_parallel: bool) -> None:
+    for name in ("layer", "norm", "in a group", "weight"):
+        dense, model = shared(name), shared(name)
+        fusedtp.parallelize(model, mesh_of(group), sequence_parallel=sequence_parallel)
+        assert len(list(model.parameters())) == len(list(dense.parameters())), name
+        tokens = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(14))
+        for each in (dense, model):
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+            each(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+            optimizer.step()
+        gradients_are_those_of(model, dense)
+        logits = (each(input_ids=tokens, use_cache=False).logits for each in (model, dense))
+        close(*logits, name)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_what_modules_share_stays_one(pool: RankPool, sequence_parallel: bool) -> None:
+    pool.run(trained_with_shared, sequence_parallel, world_size=2)
+
+
+def seeded_unlike(group: ProcessGroup, sequence_parallel: bool) -> None:
+    """Every parameter and buffer is that of the first rank, split or whole."""
+    dense, model = decoder("GPT-2"), decoder("GPT-2")
+    with torch.no_grad():
+        for each in (*model.parameters(), *model.buffers()):
+            each.add_(group.rank())
+    fusedtp.parallelize(model, mesh_of(group), sequence_parallel=sequence_parallel)
+    tokens = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(14))
+    close(model(input_ids=tokens).logits, dense(input_ids=tokens).logits, "logits")
+
+
+def test_ranks_that_are_seeded_unlike(pool: RankPool) -> None:
+    pool.run(seeded_unlike, False, world_size=2)
+
+
 def with_loss_parallel(group: ProcessGroup, sequence_parallel: bool) -> None:
     """Logits are never whole on a rank: torch's own cross-entropy takes them as they are."""
     dense, model = decoder("Llama, tied"), decoder("Llama, tied")

@@ -76,6 +76,14 @@ def test_layers_that_are_not_alike() -> None:
         decoder_plan(odd, 2)
 
 
+def test_a_parameter_shared_by_what_is_split_otherwise() -> None:
+    odd = decoder("Llama", intermediate_size=32)
+    odd.model.layers[1].mlp.down_proj.weight = odd.model.layers[0].mlp.up_proj.weight
+    shared = r"model\.layers\.0\.mlp\.up_proj\.weight, model\.layers\.1\.mlp\.down_proj\.weight, one parameter, are not"
+    with pytest.raises(NotImplementedError, match=shared):
+        decoder_plan(odd, 2)
+
+
 def test_linears_that_compute_something_else() -> None:
     normed = decoder("Llama")
     nn.utils.parametrizations.weight_norm(normed.model.layers[1].mlp.up_proj)

@@ -172,10 +172,60 @@ def called_otherwise(group: ProcessGroup) -> None:
         for each in (module, dense):
             each.v_proj.weight.mul_(3)
     close(v(x), dense.v_proj(x), "v of changed weights")
+    q(x)
+    for each in (module, dense):
+        each.v_proj.weight = nn.Parameter(each.v_proj.weight.detach() * 2)
+    close(v(x), dense.v_proj(x), "v of another weight")
+    q(x)
+    with torch.no_grad():
+        for each in (module, dense):
+            getattr(each.v_proj.weight, "_local_tensor", each.v_proj.weight).mul_(3)
+    close(v(x), dense.v_proj(x), "v of a changed part")
+    q(x)
+    with torch.inference_mode():
+        x = x + 1
+        q(x)
+        x.mul_(2)
+        close(k(x), dense.k_proj(x), "k of an input changed in inference mode")
+    y = torch.randn(5, HIDDEN, dtype=torch.float32)
+    module.float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert q(y).dtype == torch.bfloat16
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert k(y).dtype == torch.float16
 
 
 def test_calls_that_do_not_belong_together(pool: RankPool) -> None:
     pool.run(called_otherwise, world_size=2)
+
+
+def left_out(group: ProcessGroup, is_compiled: bool) -> None:
+    """A parameter whose result is not used has no gradient, which AdamW would take for one of zeros, and decay."""
+    module = parallel(group, dense_block(), True).attention
+    module.forward = lambda x: module.q_proj(x)  # type: ignore[method-assign]
+    call = torch.compile(nn.Sequential(module), backend="aot_eager", fullgraph=True) if is_compiled else module
+    x = torch.randn(4, 3, HIDDEN, dtype=torch.float64, requires_grad=True)
+    call(x).sum().backward()
+    alone = fusedtp.all_gather_linear(x, module.q_proj.weight.to_local().detach(), group=group)
+    (dx,) = torch.autograd.grad(alone.sum(), x)
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, dx)
+    used = [name for name, each in module.named_parameters() if each.grad is not None]
+    assert used == ["q_proj.weight"], used
+    ws = [torch.randn(size, HIDDEN, dtype=torch.float64, requires_grad=True) for size in (4, 2)]
+    bs = [torch.randn(size, dtype=torch.float64, requires_grad=True) for size in (4, 2)]
+    for activation in (None, "relu", "gelu"):
+        _, y = fusedtp.all_gather_linear(x, ws, bs, group=group, activation=activation)  # type: ignore[misc, arg-type]
+        found = torch.autograd.grad(y.sum(), (*ws, *bs), allow_unused=True)
+        assert [each is None for each in found] == [True, False, True, False], activation
+    g, weight = torch.randn(6, requires_grad=True), torch.randn(6, HIDDEN, requires_grad=True)
+    _, y = fusedtp.linear_all_reduce(x.detach().float(), weight, norm_weight=g, group=group)
+    assert torch.autograd.grad(y.sum(), (weight, g), allow_unused=True)[1] is None
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_what_is_not_used_has_no_gradient(pool: RankPool, is_compiled: bool) -> None:
+    pool.run(left_out, is_compiled, world_size=2, timeout=120)
 
 
 def nothing_kept(group: ProcessGroup) -> None:

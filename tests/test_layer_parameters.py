@@ -4,16 +4,20 @@ by what made it whole.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from fusedtp.bench.ranks import RankPool
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 import fusedtp
 
@@ -103,3 +107,210 @@ def test_copies_that_are_gathered_have_a_gradient_each(pool: RankPool) -> None:
         close(found.pop("gathered"), 3 * once, "gathered")
         for name, each in found.items():
             close(each, once, name)
+
+
+class Pair(nn.Module):
+    """Two linears of one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(HIDDEN, INNER), nn.Linear(HIDDEN, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.a(x), self.b(x)], -1)
+
+
+def by_function(mesh: DeviceMesh, weight: nn.Parameter, rows: slice) -> nn.Module:
+    """What multiplies by this rank's part of a weight."""
+    module = nn.Module()
+    module.weight = weight
+    module.forward = lambda x: fusedtp.all_gather_linear(x, module.weight.to_local()[rows], group=mesh)  # type: ignore[method-assign, operator]
+    return module
+
+
+def holders_of_weights(mesh: DeviceMesh) -> dict[str, nn.Module]:
+    """Modules of HIDDEN features whose weights are DTensors."""
+    options: dict[str, Any] = {"group": mesh}
+    uneven = [INNER] + [0] * (mesh.size() - 1)
+    layer, frozen = (fusedtp.ColumnParallelLinear(HIDDEN, INNER, **options) for _ in range(2))
+    alone = nn.Parameter(distribute_tensor(torch.randn(4, HIDDEN), mesh, [Shard(0)]))
+    of_norm = fusedtp.RowParallelLinear(mesh.size() * HIDDEN, HIDDEN, norm="rms_norm", **options)
+    group = fusedtp.FusedGroup("a", "b", input_layouts=Shard(0), pieces={"b": 1})
+    return {
+        "column": fusedtp.ColumnParallelLinear(HIDDEN, INNER, **options, activation="relu"),
+        "float8": fusedtp.ColumnParallelLinear(HIDDEN, INNER, float8="rowwise", **options),
+        "uneven": fusedtp.ColumnParallelLinear(HIDDEN, INNER, feature_sizes=uneven, **options),
+        "row": of_norm,
+        "fsdp": fusedtp.FSDPLinear(HIDDEN, INNER, **options),
+        "gelu": fusedtp.ParallelMLP(HIDDEN, INNER, **options),
+        "swiglu": fusedtp.ParallelMLP(HIDDEN, INNER, activation="swiglu", **options),
+        "colwise": parallelize_module(nn.Linear(HIDDEN, INNER), mesh, fusedtp.FusedColwiseParallel()),
+        "group": parallelize_module(Pair(), mesh, {"": group}),
+        "function": by_function(mesh, layer.weight, slice(None)),
+        "slice": by_function(mesh, layer.weight, slice(1, 2)),
+        "frozen": by_function(mesh, frozen.weight.requires_grad_(False), slice(None)),
+        "alone": by_function(mesh, alone, slice(None)),
+    }
+
+
+@torch.no_grad()
+def in_place(module: nn.Module) -> None:
+    for each in module.parameters():
+        each.mul_(2)
+
+
+@torch.no_grad()
+def of_parts(module: nn.Module) -> None:
+    for each in module.parameters():
+        each.to_local().mul_(2)  # type: ignore[operator]
+
+
+def stepped(module: nn.Module, **options: Any) -> None:
+    for each in module.parameters():
+        each.grad = torch.ones_like(each) if each.requires_grad else None
+    torch.optim.SGD(module.parameters(), lr=0.5, **options).step()
+
+
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "nothing": lambda module: None,
+    "in place": in_place,
+    "of parts": of_parts,
+    "step": stepped,
+    "foreach step": lambda module: stepped(module, foreach=True),
+    "load": lambda module: module.load_state_dict(
+        {name: each.clone() for name, each in module.state_dict().items()}
+    ),
+    "in place, then used": lambda module: (in_place(module), module(torch.randn(4, HIDDEN))),
+}  # fmt: skip
+
+
+def changed_before_backward(group: ProcessGroup, is_compiled: bool) -> list[str]:
+    """Where a gradient was made of a weight that was changed since, or one that was not is refused."""
+    mesh, wrong = DeviceMesh.from_group(group, "cpu"), []
+    for name, module in holders_of_weights(mesh).items():
+        if is_compiled and name == "alone":
+            continue
+        if is_compiled and isinstance(module, fusedtp.ParallelMLP | nn.Linear | Pair):
+            # Moved, as a model is.
+            module.double().float()
+        call = torch.compile(module, backend="aot_eager") if is_compiled else module
+        for what, change in CHANGES.items():
+            if what.endswith("step") and name == "frozen":
+                continue
+            x = torch.randn(4, HIDDEN, requires_grad=True)
+            y = call(x)
+            loss = y[0].square().sum() if isinstance(y, tuple) else y.square().sum()
+            change(module)
+            said = ""
+            try:
+                torch.autograd.grad(loss, x)
+            except RuntimeError as error:
+                said = str(error)
+            expected = "" if what == "nothing" else "inplace" if what == "of parts" else "modified by an inplace"
+            if expected not in said or (said and not expected):
+                wrong.append(f"{name}, {what}: {said}")
+    return wrong
+
+
+@pytest.mark.parametrize(("world_size", "is_compiled"), [(2, False), (1, False), (2, True)])
+def test_a_weight_that_is_changed_before_backward_is_refused(
+    pool: RankPool, world_size: int, is_compiled: bool
+) -> None:
+    for wrong in pool.run(changed_before_backward, is_compiled, world_size=world_size, timeout=200):
+        assert not wrong
+
+
+def changed_input(group: ProcessGroup) -> None:
+    """A DTensor given to styles, changed in place; what hooks save as a copy is right, a checkpoint is refused."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    linear = parallelize_module(nn.Linear(HIDDEN, INNER), mesh, fusedtp.FusedColwiseParallel())
+    norm = parallelize_module(nn.LayerNorm(HIDDEN), mesh, fusedtp.FusedNormParallel())
+    x = distribute_tensor(torch.randn(4, HIDDEN), mesh, [Replicate()])
+    y = linear(x)
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    given = torch.randn(4, HIDDEN, requires_grad=True)
+    (expected,) = torch.autograd.grad(linear(given).square().sum(), given)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda kept: kept):
+        loss = linear(given).square().sum()
+    again = checkpoint(linear, given, use_reentrant=False).square().sum()
+    whole = distribute_tensor(torch.randn(4, HIDDEN), mesh, [Replicate()]).requires_grad_()
+    normed = norm(whole).to_local()[:, 0].square().sum()
+    (dx,) = torch.autograd.grad(normed, whole, retain_graph=True)
+    in_place(linear)
+    in_place(norm)
+    close(torch.autograd.grad(loss, given)[0], expected, "saved as a copy")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(again, given)
+    close(torch.autograd.grad(normed, whole)[0].to_local(), dx.to_local(), "a norm's weight is kept as a copy")
+
+
+def test_a_changed_input_is_refused_and_a_copy_is_not(pool: RankPool) -> None:
+    pool.run(changed_input, world_size=2)
+
+
+def laid_otherwise(group: ProcessGroup) -> None:
+    """Put in place by assign=True: whole, or with another placement."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for name, module in holders_of_weights(mesh).items():
+        if not isinstance(module, fusedtp.ParallelMLP | fusedtp.FSDPLinear | nn.Linear | Pair) and name != "column":
+            continue
+        state = module.state_dict()
+        x = torch.randn(4, HIDDEN)
+        expected = module(x)
+        for others in (
+            {key: each.full_tensor() for key, each in state.items()},
+            {key: distribute_tensor(each.full_tensor(), mesh, [Replicate()]) for key, each in state.items()},
+            {key: distribute_tensor(each.full_tensor(), mesh, [Shard(each.ndim - 1)]) for key, each in state.items()},
+        ):  # fmt: skip
+            module.load_state_dict(others, assign=True)
+            for call in (module, torch.compile(module, backend="aot_eager")) if name == "column" else (module,):
+                with pytest.raises(ValueError, match=r"must be a DTensor of .* got (a plain tensor|one) of"):
+                    call(x)
+        module.load_state_dict({key: each.clone() for key, each in state.items()}, assign=True)
+        assert torch.equal(module(x), expected)
+    embedding = parallelize_module(nn.Embedding(8, 4), mesh, fusedtp.FusedEmbeddingParallel())
+    embedding.load_state_dict({"weight": torch.randn(8, 4)}, assign=True)
+    with pytest.raises(ValueError, match="must be a DTensor"):
+        embedding(torch.zeros(2, dtype=torch.long))
+
+
+def test_parameters_that_lie_otherwise_are_refused(pool: RankPool) -> None:
+    pool.run(laid_otherwise, world_size=2, timeout=120)
+
+
+def seeded_unlike(group: ProcessGroup) -> list[Tensor]:
+    """What every rank has whole, where each has a seed of its own."""
+    torch.manual_seed(group.rank())
+    layers = [kind(HIDDEN, INNER, group=group) for kind in (fusedtp.RowParallelLinear, fusedtp.FSDPLinear)]
+    mlp = fusedtp.ParallelMLP(HIDDEN, INNER, group=group, device="meta").to_empty(device="cpu")
+    mlp.down_proj.reset_parameters()
+    return [each.bias.to_local().detach() for each in (*layers, mlp.down_proj)]
+
+
+def test_what_ranks_have_whole_is_the_first_ranks(pool: RankPool) -> None:
+    first, *others = pool.run(seeded_unlike, world_size=3)
+    for each in others:
+        assert all(map(torch.equal, each, first))
+
+
+def of_another_group(group: ProcessGroup) -> None:
+    """A descending mesh, whose group has its ranks ascend; a pickled layer where its group's name is another's."""
+    reversed_mesh = DeviceMesh("cpu", torch.arange(group.size()).flip(0), mesh_dim_names=("tp",))
+    for make in (
+        lambda: fusedtp.ColumnParallelLinear(HIDDEN, INNER, group=reversed_mesh),
+        lambda: fusedtp.all_gather(torch.randn(2, 2), group=reversed_mesh),
+        lambda: parallelize_module(nn.Linear(4, 4), reversed_mesh, fusedtp.FusedColwiseParallel()),
+    ):
+        with pytest.raises(ValueError, match=r"must have ranks that ascend along every dimension, got \[3, 2, 1, 0\]"):
+            make()
+    layer = fusedtp.ColumnParallelLinear(HIDDEN, INNER, group=group)
+    state = layer.__getstate__()
+    name, ranks, _ = state["group"]
+    with pytest.raises(ValueError, match=r"was made by rank 7 of group .*, and here it meets rank"):
+        layer.__setstate__({**state, "group": (name, ranks, 7)})
+
+
+def test_layers_meet_the_group_that_they_were_made_for(pool: RankPool) -> None:
+    pool.run(of_another_group)

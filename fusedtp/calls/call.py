@@ -63,7 +63,7 @@ class Call:
             count, rest = rest[0], rest[1:]
             if count:
                 splits[name], rest = tuple(rest[:count]), rest[count:]
-        self._widths = tuple(rest)
+        self.widths = tuple(rest)
         # What w, bias and dy of each weight are called.
         count = max(1, len(rest))
         self._names = _numbered("w", count), _numbered("bias", count), _numbered("dy", count)
@@ -85,7 +85,7 @@ class Call:
         # Whether it is F.linear: one rank's, of one weight, with nothing behind it, where that reads operands alone.
         asked, alone = settings, all(size == 1 for _, size in places.values())
         self.is_linear = alone and not (
-            self._widths or asked.activation or asked.norm[0] or asked.float8 or asked.recipe or asked.leaves > 0
+            self.widths or asked.activation or asked.norm[0] or asked.float8 or asked.recipe or asked.leaves > 0
         )
         names = (*spec.a.names[:-1], spec.n)
         self.is_linear &= asked.w_transposed and spec.a.names[-1] == spec.k and spec.c.names == names
@@ -138,11 +138,11 @@ class Call:
 
     def _blocks(self, name: str, names: Sequence[str]) -> list[Named]:
         whole, n = self._named(name), self._spec.n
-        if not self._widths:
+        if not self.widths:
             return [replace(whole, name=names[0])]
         return [
             Named(each, whole.dims, tuple(width if dim == n else whole.length(dim) for dim in whole.dims))
-            for each, width in zip(names, self._widths, strict=True)
+            for each, width in zip(names, self.widths, strict=True)
         ]
 
     def _program(self, key: Any) -> Program:
@@ -245,7 +245,9 @@ class Call:
         known = self._only.get(key)
         if known is None:
             only = self._program(key).only
-            assert only is not None
+            if only is None:
+                # Nothing would be sent on more ranks either.
+                return F.linear(x, w, bias)
             known = self._only[key] = only, self._made_ready(key, 0, only.task, only.axis)
         known[1].pass_by()
         return F.linear(x, w, bias)

@@ -26,7 +26,7 @@ from . import call as calls_
 from .arguments import Biases, Weights
 from .call import Call as Compiled
 from .call import Prepare
-from .parameters import PLAIN, as_gradient, local, part
+from .parameters import PLAIN, as_gradient, check_versions, holder, keep, local, part, versions
 from .registered import refuse_forward_mode
 from .settings import normed
 
@@ -43,7 +43,7 @@ class _Eager(torch.autograd.Function):
         _, needs_x, _, _, _, *needs = ctx.needs_input_grad
         # Autograd keeps plain tensors, among what is saved; DTensors are kept here.
         ctx.call, ctx.dtensors = call, {}
-        given = {"x": x}
+        given, normed = {"x": x}, []
         # Local shards only, and only those that a gradient will be made of.
         saved = [x if True in needs[::2] else None]
         for i, each in enumerate(parameters):
@@ -58,6 +58,7 @@ class _Eager(torch.autograd.Function):
             given["residual"] = residual
         if norm_weight is not None:
             ctx.norms = [None if type(each) in PLAIN else each for each in (norm_weight, norm_bias)]
+            normed = ctx.norms[:1] if ctx.norms[0] is not None else []
             norm = Norm(*call.norm, norm_weight, norm_bias).map(_local_norm)
             given |= norm.given()
         outs = call.forward(given, call.keeps and (needs_x or True in needs))
@@ -69,9 +70,10 @@ class _Eager(torch.autograd.Function):
             del outs[call.num_results :]
         if norm_weight is not None:
             saved += [outs[0], norm.weight, norm.bias]
-            # A gradient that nobody gave is not made of zeros.
-            ctx.set_materialize_grads(False)
             outs.reverse()
+        # A gradient that nobody gave is not made of zeros, where another one may be given.
+        ctx.set_materialize_grads(len(outs) == 1)
+        ctx.versions = versions(saved, [*(w for i, w in ctx.dtensors.items() if needs_x and not i & 1), *normed])
         ctx.save_for_backward(*saved)
         return outs[0] if len(outs) == 1 else tuple(outs)
 
@@ -92,6 +94,7 @@ def _gradients(ctx: Any, dys: tuple[Any, ...]) -> list[Tensor | None]:
     call, count = ctx.call, len(others) // 2
     of_norm: list[Tensor | None] = [None, None]
     kept_tensors = ctx.saved_tensors
+    check_versions(kept_tensors, ctx.versions)
     batched = transforms_active()
     for each in dys:
         batched = batched or (each is not None and is_batched(each))
@@ -103,6 +106,11 @@ def _gradients(ctx: Any, dys: tuple[Any, ...]) -> list[Tensor | None]:
     if call.norm[0]:
         dys, of_norm = _through_norm(ctx, dys, *kept_tensors[-3:])
         kept_tensors = kept_tensors[:-3]
+    unused = [dy is None for dy in dys]
+    if False not in unused:
+        return [None] * len(ctx.needs_input_grad[1:])
+    if True in unused:
+        dys = operators.with_zeros(dys, call.widths)
     x, *ws = [dys[0].new_empty(0) if saved is None else saved for saved in kept_tensors]
     ws, kept = ws[:count], ws[count:]
     found: list[Tensor | None] = [None] * len(needs)
@@ -110,13 +118,19 @@ def _gradients(ctx: Any, dys: tuple[Any, ...]) -> list[Tensor | None]:
     if torch.is_grad_enabled() or batched:
         if needs[0]:
             ws = [local(dtensors[2 * i], 2) if 2 * i in dtensors else w for i, w in enumerate(ws)]
+        for each in (x, *ws):
+            keep(each, is_checked=True)
         dzs = activations.gradients(call.activation, dys, kept) if call.activation else dys
         found = operators.gradients(call, dzs, x, ws, needs)
     elif True in needs:
         dzs = activations.gradients(call.activation, dys, kept) if call.activation else dys
         found = call.backward([dz.resolve_neg() for dz in dzs], x, ws, needs)
+    for i, is_unused in enumerate(unused):
+        if is_unused:
+            # As of a linear that was not called.
+            found[1 + 2 * i] = found[2 + 2 * i] = None
     for i, parameter in dtensors.items():
-        if needs[1 + i]:
+        if found[1 + i] is not None:
             found[1 + i] = as_gradient(found[1 + i], parameter)
     return [found[0], dys[0] if needs_residual else None, *of_norm, *found[1:]]
 
@@ -137,7 +151,8 @@ def _through_norm(
     if dnormed is not None:
         through, *found = norms.gradients(Norm(name, eps, weight, bias), y, dnormed, (True, *needs))
         dy = through if dy is None else through + dy
-    elif any(needs):
+    elif any(needs) and normed(text)[0]:
+        # Other ranks may have one.
         pairs = zip((weight, bias), needs, strict=True)
         found = [torch.zeros_like(each) if needed and each is not None else None for each, needed in pairs]
     if any(needs) and normed(text)[0]:
@@ -271,7 +286,7 @@ def run(call: Compiled, x: Tensor, residual: Tensor | None, *parameters: Any, no
             # Autograd would only refuse after the op has run.
             if inference:
                 _refuse_inference(x, parameters[::2] if norm is None else (*parameters[::2], norm.weight))
-            if call.is_linear and plain and residual is None:
+            if call.is_linear and plain and residual is None and holder(x) is holder(parameters[0]) is None:
                 return call.linear(x, *parameters)
             normed = (None, None) if norm is None else norm[2:]
             return _Eager.apply(call, x, residual, *normed, *parameters)  # type: ignore[no-untyped-call]

@@ -27,6 +27,7 @@ from ..torch_private import transforms_active
 from ..workspaces import stale
 from . import call as calls_
 from .dispatch import Ready
+from .parameters import check_kept, keep
 from .registered import operator
 from .settings import Settings, normed, without_activation, without_norm
 
@@ -111,10 +112,14 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 
 def _forward(
     x: Tensor, parameters: Sequence[Tensor | None], settings: str, numbers: Sequence[int],
-    residual: Tensor | None = None, keep: bool = False, *, fake: bool = False,
+    residual: Tensor | None = None, products: bool = False, *, fake: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     call = calls_.of(settings, numbers, x.dtype, x.device)
-    return call.forward(call.given(x, parameters, residual), keep, fake=fake)
+    if not fake:
+        # In a compiled graph nothing else sees them.
+        for each in (x, *parameters[::2]):
+            keep(each)
+    return call.forward(call.given(x, parameters, residual), products, fake=fake)
 
 
 def _backward(
@@ -123,6 +128,8 @@ def _backward(
 ) -> list[Tensor]:  # fmt: skip
     # A tensor for each gradient: an operator's results may not share memory.
     call = calls_.of(settings, numbers, dys[0].dtype, dys[0].device)
+    if not fake:
+        check_kept((x, *ws))
     found = call.backward(dys, x, ws, tuple(needs), fake=fake)
     return [dys[0].new_empty(0) if each is None else each for each in found]
 
@@ -176,24 +183,43 @@ def paired(ws: Sequence[Tensor], biases: Sequence[Tensor], biased: Sequence[bool
     return [each for w, has in zip(ws, biased, strict=True) for each in (w, next(given) if has else None)]
 
 
+def with_zeros(dys: Sequence[Tensor | None], widths: Sequence[int]) -> tuple[Tensor, ...]:
+    """The gradients of results of so many columns, of which one is given at least."""
+    given = next(dy for dy in dys if dy is not None)
+    return tuple(
+        given.new_zeros(*given.shape[:-1], width) if dy is None else dy
+        for dy, width in zip(dys, widths, strict=True)
+    )  # fmt: skip
+
+
 def _setup_several(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, ws, _, ctx.biased, ctx.settings, ctx.numbers = inputs
+    ctx.widths = [each.shape[-1] for each in output]
+    # The weight of a result that is not used has no gradient, rather than zeros.
+    ctx.set_materialize_grads(False)
     needs_x, *needs = ctx.needs_input_grad
     ctx.save_for_backward(x if any(needs[: len(ws)]) else None, *(w if needs_x else None for w in ws))
 
 
-def _several_gradients(ctx: Any, dys: Sequence[Tensor]) -> tuple[Any, ...]:
+def _several_gradients(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    if all(dy is None for dy in grads):
+        return (None,) * 6
+    dys = with_zeros(grads, ctx.widths)
     x, *ws = (dys[0].new_empty(0) if saved is None else saved for saved in ctx.saved_tensors)
-    return (*_gradients_of_several(ctx, dys, x, ws), None, None, None)
+    return (*_gradients_of_several(ctx, dys, x, ws, grads), None, None, None)
 
 
-def _gradients_of_several(ctx: Any, dys: Sequence[Tensor], x: Tensor, ws: Sequence[Tensor]) -> tuple[Any, ...]:
+def _gradients_of_several(
+    ctx: Any, dys: Sequence[Tensor], x: Tensor, ws: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> tuple[Any, ...]:
     needs_x, needs_w, needs_given, *_ = ctx.needs_input_grad
     given = iter(needs_given)
     needs_bias = [next(given) if has else False for has in ctx.biased]
     needs = [needs_x, *(each for pair in zip(needs_w, needs_bias, strict=True) for each in pair)]
     found = sharded_matmuls_backward(dys, x, ws, needs, ctx.settings, ctx.numbers)
     dx, *others = (each if needed else None for each, needed in zip(found, needs, strict=True))
+    if len(grads) == len(ws):
+        others = [each if grads[i // 2] is not None else None for i, each in enumerate(others)]
     return dx, others[::2], [db for db, has in zip(others[1::2], ctx.biased, strict=True) if has]
 
 
@@ -249,7 +275,7 @@ def _activated_gradients(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any,
     count = 1 if activation in GATED else len(ws)
     dys = [torch.zeros_like(z) if dy is None else dy for dy, z in zip(grads[:count], kept, strict=False)]
     dzs = activations.gradients(activation, dys, kept)
-    return (*_gradients_of_several(ctx, dzs, x, ws), *[None] * 4)
+    return (*_gradients_of_several(ctx, dzs, x, ws, grads[:count]), *[None] * 4)
 
 
 def _fake_activated(

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..groups import Group
 from ..shards import chunk_sizes, offsets
@@ -130,8 +133,172 @@ def local(parameter: Any, ndim: int) -> Tensor:
         return part(_untransformed(parameter), ndim)
     from torch.distributed.tensor import DTensor
 
-    tensor: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    tensor: Tensor = parameter
+    if isinstance(parameter, DTensor):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            watch(parameter)
+        tensor = parameter.to_local()
     return tensor if tensor.ndim <= ndim else tensor.flatten(0, tensor.ndim - ndim)
+
+
+@torch.no_grad()
+def same_as(rank: int, tensor: Tensor, mesh: DeviceMesh) -> None:
+    """Give a plain tensor the values that it has on that rank of a 1-D mesh, as distribute_tensor does."""
+    if mesh.size() == 1 or tensor.is_meta or not tensor.numel():
+        return
+    # The group may carry no tensors of a model that is on a CPU still.
+    sent = tensor.detach().to(mesh.device_type, memory_format=torch.contiguous_format)
+    dist.broadcast(sent, group=mesh.get_group(), group_src=rank)
+    tensor.copy_(sent)
+
+
+class Lies(NamedTuple):
+    """How a parameter lies over a group's mesh: its whole shape, and that of this rank's part."""
+
+    mesh: DeviceMesh
+    placement: Placement
+    shape: tuple[int, ...]
+    part: tuple[int, ...]
+
+    def check(self, name: str, parameter: Any) -> Any:
+        """ValueError where a parameter that something has put in place lies otherwise; else its spec, if it has one. A
+        plain one is this rank's part, as in torch.func.functional_call.
+        """
+        if parameter is None:
+            return None
+        if not torch.compiler.is_compiling() and transforms_active():
+            return None
+        if type(parameter) in PLAIN or not hasattr(parameter, "placements"):
+            fits, got = tuple(parameter.shape) == self.part, f"a plain tensor of {tuple(parameter.shape)}"
+        else:
+            fits = parameter.placements == (self.placement,) and tuple(parameter.shape) == self.shape
+            fits = fits and parameter.device_mesh == self.mesh
+            got = f"one of {tuple(parameter.shape)} with {parameter.placements} on {parameter.device_mesh}"
+        if not fits:
+            raise ValueError(
+                f"{name} must be a DTensor of {self.shape} with {self.placement} on {self.mesh}, whose part here has "
+                f"{self.part}, got {got}: load a dense state by set_model_state_dict with full_state_dict=True"
+            )
+        return getattr(parameter, "_spec", None)
+
+
+@dataclass
+class Holder:
+    """What is known of the DTensor that a plain tensor is a part of: a tensor that counts its changes, and has nothing
+    else of it, its id, and how many there had been when an operator last kept the part.
+    """
+
+    changes: Tensor
+    identity: int
+    seen: int
+
+
+# torch counts a change of a DTensor on the DTensor alone, and not even there where an optimizer's step is foreach or
+# fused, while autograd keeps the DTensor's part. So holders are found beside the memory of a part, by the offset in it.
+_HOLDERS = "fusedtp_holders"
+
+
+def watch(dtensor: Any) -> None:
+    """Let `holder` find this DTensor from its part, or a slice of it."""
+    mine = dtensor._local_tensor
+    if dtensor.is_inference() or mine.is_inference():
+        return
+    holders, at = mine.untyped_storage().__dict__.setdefault(_HOLDERS, {}), mine.storage_offset()
+    if at not in holders or holders[at].identity != id(dtensor):
+        # Shares the DTensor's version and none of its memory.
+        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+            changes = dtensor.detach()
+        holders[at] = Holder(changes, id(dtensor), changes._version)
+        _count_steps()
+
+
+def watch_all(module: nn.Module) -> None:
+    """`watch` the module's own parameters, as far as they are DTensors."""
+    for each in module._parameters.values():
+        if each is not None and hasattr(each, "_local_tensor"):
+            watch(each)
+
+
+class Watched(nn.Module):
+    """A module whose own DTensors `holder` finds, also after they were moved."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        made = super()._apply(fn, recurse)
+        watch_all(self)
+        return made
+
+
+@functools.cache
+def _count_steps() -> None:
+    def count(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            for each in group["params"]:
+                mine = None if type(each) in PLAIN else getattr(each, "_local_tensor", None)
+                known = None if mine is None else holder(mine)
+                if known is not None and known.identity == id(each):
+                    torch.autograd.graph.increment_version(each)
+
+    register_optimizer_step_post_hook(count)
+
+
+def holder(tensor: Tensor) -> Holder | None:
+    """That of the DTensor through which a plain tensor may be changed."""
+    found: dict[int, Holder] = tensor.untyped_storage().__dict__.get(_HOLDERS, {})
+    node: Any = None if found else tensor.grad_fn
+    # The to_local() of a DTensor that no layer and no style has made, or a view or two of that.
+    for _ in range(3):
+        if node is None or len(node.next_functions) != 1:
+            break
+        name, node = type(node).__name__, node.next_functions[0][0]
+        if name == "_ToTorchTensorBackward" and hasattr(node, "variable"):
+            watch(node.variable)
+            found = tensor.untyped_storage().__dict__.get(_HOLDERS, {})
+    at = max((each for each in found if each <= tensor.storage_offset()), default=None) if found else None
+    return None if at is None else found[at]
+
+
+def versions(kept: Sequence[Tensor | None], dtensors: Iterable[Any]) -> list[tuple[int, int, Tensor, int]]:
+    """What `check_versions` takes, of tensors that autograd is about to keep; some are parts of these DTensors."""
+    for each in dtensors:
+        watch(each)
+    known = [(at, each, holder(each)) for at, each in enumerate(kept) if each is not None]
+    return [(at, id(each), of.changes, of.changes._version) for at, each, of in known if of is not None]
+
+
+def check_versions(kept: Sequence[Tensor | None], before: Iterable[tuple[int, int, Tensor, int]]) -> None:
+    """RuntimeError where one of them was changed through its DTensor since."""
+    for at, identity, changes, version in before:
+        # Hooks of saved tensors may have given a copy.
+        if id(kept[at]) == identity:
+            _check(changes, version)
+
+
+def keep(tensor: Tensor | None, *, is_checked: bool = False) -> None:
+    """Before an operator keeps it: let changes through its DTensor, which autograd does not see, count as its own. Not
+    those before a backward that `is_checked` already.
+    """
+    known = None if tensor is None else holder(tensor)
+    if tensor is not None and known is not None and known.changes._version != known.seen:
+        known.seen = known.changes._version
+        if not is_checked:
+            torch.autograd.graph.increment_version(tensor)
+
+
+def check_kept(tensors: Iterable[Tensor]) -> None:
+    """RuntimeError where one of these was changed through its DTensor since an operator has kept it."""
+    for each in tensors:
+        known = holder(each)
+        if known is not None:
+            _check(known.changes, known.seen)
+
+
+def _check(changes: Tensor, version: int) -> None:
+    if changes._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a DTensor "
+            f"of shape {tuple(changes.shape)} is at version {changes._version}; expected version {version} instead. "
+            "Change it after backward, or clone() it before it is used"
+        )
 
 
 def _untransformed(parameter: Any) -> Any:

@@ -20,11 +20,12 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..calls import arguments, dispatch, orders
+from ..calls.parameters import same_as
 from ..op import ANY_ORDER, RANK_ORDER, Order
 from ..recipes import Float8
 from . import agreed
@@ -35,6 +36,9 @@ from .norms import FusedNormParallel
 from .packed import Unpack, features, is_conv1d
 from .stack import PLANS, Decoder, check_alike, check_own, check_split_tokens, decoder_of, has_own, is_norm
 from .tokens import TOKENS, Heads, SplitFeatures, SplitTokens, TiedHead, WholeOutput, WholeTokens
+
+# Styles that do nothing to parameters.
+_LEAVE_PARAMETERS = {each.__name__ for each in (SplitTokens, WholeTokens, WholeOutput, Heads)}
 
 
 class _Planner:
@@ -255,7 +259,42 @@ def decoder_plan(
     split_logits = arguments.flag("loss_parallel", loss_parallel)
     recipe = arguments.float8_of(float8)
     orders.leaves_of(order, schedule, num_ranks, float8)
-    return _Planner(decoder_of(model), num_ranks, split, split_logits, options, recipe, order).write()
+    plan = _Planner(decoder_of(model), num_ranks, split, split_logits, options, recipe, order).write()
+    _check_ties(model, plan)
+    return plan
+
+
+def _ties(model: nn.Module) -> list[list[str]]:
+    # The names of each parameter that has several.
+    names: dict[int, list[str]] = {}
+    for name, each in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(each), []).append(name)
+    return [each for each in names.values() if len(each) > 1]
+
+
+def _check_ties(model: nn.Module, plan: Mapping[str, Sequence[ParallelStyle]]) -> None:
+    # A parameter under several names stays one where it lies alike under each of them, which is known beforehand.
+    ties = _ties(model)
+    lies: dict[int, list[str]] = {}
+    for pattern, styles in plan.items() if ties else ():
+        for style in styles:
+            parts: dict[str, tuple[ParallelStyle, int | None]] = {pattern: (style, None)}
+            if isinstance(style, FusedGroup):
+                parts = {f"{pattern}.{name}": (style.style, style.pieces.get(name)) for name in style.names}
+            for name, (of, pieces) in parts.items():
+                of = of.style if isinstance(of, TiedHead) else of
+                kind = "rows" if isinstance(of, FusedEmbeddingParallel | FusedColwiseParallel) else type(of).__name__
+                for _, module in matching(model, name):
+                    if kind not in _LEAVE_PARAMETERS:
+                        lies.setdefault(id(module), []).append(f"{kind} {pieces}")
+    for names in ties:
+        owners = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
+        found = {(own, *lies.get(id(module), [])) for module, own in owners}
+        if len(found) > 1 or f"{Unpack.__name__} None" in next(iter(found)):
+            raise NotImplementedError(
+                f"parallelize keeps a parameter that several modules share where all of them are split alike, and "
+                f"{', '.join(names)}, one parameter, are not: give each its own"
+            )
 
 
 def parallelize(
@@ -276,7 +315,7 @@ def parallelize(
                         between them goes by element or by row: docs/guide/order.md says what does not on a CPU.
                         Gradients too, but those of norms, and, where ranks share heads of keys and values, of what
                         comes before such heads: their terms are added in the order of ranks
-    src_data_rank       whose parameters count; None where all ranks have the same
+    src_data_rank       whose parameters and buffers count, split or whole; None where all ranks have the same
 
     The model is called as before, with the same inputs on every rank, and gives whole logits, if not told otherwise.
     Its parameters become DTensors where they are split, and keep their names but for packed ones, whose parts have
@@ -299,11 +338,22 @@ def parallelize(
         raise
     styled = {f"the plan of {pattern}": repr(styles) for pattern, styles in plan.items()}
     agreed.compare(device_mesh.get_group(), {**said, "plan": "made", **styled, **agreed.parameters_of(model)})
+    ties = _ties(model)
     for pattern, styles in plan.items():
         for _, module in list(matching(model, pattern)):
             for style in styles:
-                style.src_data_rank = src_data_rank
+                style.src_data_rank, style.keeps_ties = src_data_rank, True  # type: ignore[attr-defined]
                 style._apply(module, device_mesh)
+    for names in ties:
+        first = model.get_parameter(names[0])
+        for name in names[1:]:
+            owner, _, own = name.rpartition(".")
+            setattr(model.get_submodule(owner), own, first)
+    if src_data_rank is not None:
+        # What no style has made one tensor of all ranks, and each rank goes on with.
+        for each in (*model.parameters(), *model.buffers()):
+            if not isinstance(each, DTensor):
+                same_as(src_data_rank, each, device_mesh)
     return model
 
 

@@ -15,7 +15,7 @@ from .. import collectives
 from ..calls import arguments, dispatch
 from ..calls.parameters import local
 from ..shards import chunk_sizes, offsets
-from .linears import as_dtensor, check_mesh, positive
+from .linears import as_dtensor, check_mesh, lies, positive
 from .shared import Derived, derived
 
 
@@ -94,6 +94,7 @@ class FusedEmbedding(nn.Embedding):
             low, high = torch.aminmax(input)
             if low < 0 or high >= self.num_embeddings:
                 raise IndexError(f"indices must be from 0 to {self.num_embeddings - 1}, got {int(low)} to {int(high)}")
+        lies(self.mesh, Shard(0), (self.num_embeddings, self.embedding_dim)).check("weight", self.weight)
         weight = local(self.weight, 2)
         rows = input - begin
         # On other devices the lookup itself finds what is out of range: on the ranks at both ends nothing is left out.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,20 +25,23 @@ class _Together:
         self._key: tuple[Any, ...] | None = None
         self._outs: dict[FusedGroupedLinear, Tensor] = {}
 
-    def _parameters(self) -> Iterator[Tensor]:
-        for linear in self.linears:
-            yield from linear.parameters(recurse=False)
-
     def take(self, linear: FusedGroupedLinear, input: Tensor) -> Tensor:
-        # The same tensor with the same values, used in the same way. A tensor of inference mode has no version, and a
-        # compiler knows none.
-        versions: list[int] = []
-        if not torch.compiler.is_compiling():
-            versions = [each._version for each in (input, *self._parameters()) if not each.is_inference()]
-        key = input, versions, torch.is_grad_enabled(), torch.is_autocast_enabled(input.device.type)
-        known = self._key is not None and self._key[0] is input and self._key[1:] == key[1:]
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling and input.is_inference():
+            # A tensor of inference mode counts no changes: whether it is still what it was cannot be told.
+            (out,) = columns([linear], input)
+            return out
+        # The same tensor with the same values, used in the same way; a compiler knows no versions. The objects are kept
+        # with their ids, which could be another's otherwise.
+        held = [input, *(each for linear in self.linears for each in (linear.weight, linear.bias) if each is not None)]
+        device = input.device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        how: list[Any] = [torch.is_grad_enabled(), autocast]
+        if not is_compiling:
+            how += torch.is_inference_mode_enabled(), *map(_state, held)
+        known = self._key is not None and self._key[0][0] is input and self._key[1] == how
         if not known or linear not in self._outs:
-            self._key, self._outs = key, dict(zip(self.linears, columns(self.linears, input), strict=True))
+            self._key, self._outs = (held, how), dict(zip(self.linears, columns(self.linears, input), strict=True))
         out = self._outs.pop(linear)
         if not self._outs:
             self.clear()
@@ -51,6 +54,13 @@ class _Together:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"linears": self.linears, "_key": None, "_outs": {}}
+
+
+def _state(tensor: Tensor) -> tuple[Any, ...]:
+    # Of a DTensor also its part may be changed.
+    mine = getattr(tensor, "_local_tensor", tensor)
+    changes = tuple(-1 if each.is_inference() else each._version for each in (tensor, mine))
+    return id(tensor), id(mine), tensor.requires_grad, changes
 
 
 class FusedGroupedLinear(FusedColwiseLinear):
@@ -76,9 +86,12 @@ class FusedGroup(ParallelStyle):
 
     The module's code is unchanged: the first linear that it calls with an input computes all of them, the others take
     theirs. Linears that are called with different inputs, or not at all, are right too, but then more is computed than
-    is used. Under torch.compile an input must not be changed in place between the calls of a group. In backward the
-    gradients of the input are added before they are scattered, once.
+    is used. Under torch.compile an input must not be changed in place between the calls of a group. Tensors made under
+    torch.inference_mode count no changes, so each linear gathers them for itself: torch.no_grad has one gather for all.
+    In backward the gradients of the input are added before they are scattered, once.
     """
+
+    keeps_ties = False
 
     def __init__(self, *names: str, pieces: Mapping[str, int] | None = None, **options: Any) -> None:
         super().__init__()
@@ -104,17 +117,24 @@ class FusedGroup(ParallelStyle):
         together = _Together()
         for linear in linears:
             self.style.check(linear, device_mesh)
-        for name, linear in zip(self.names, linears, strict=True):
+        # Parameters that several of these share stay one.
+        given = [dict(linear.named_parameters()) for linear in linears]
+        ids = [id(each) for own in given for each in own.values()]
+        made: dict[tuple[int, bool], nn.Parameter] = {}
+        for name, linear, own in zip(self.names, linears, given, strict=True):
+            self.style.keeps_ties = self.keeps_ties or any(ids.count(id(each)) > 1 for each in own.values())
             pieces, num_ranks = self.pieces.get(name, device_mesh.size()), device_mesh.size()
             if pieces < num_ranks:
                 replicate(linear, device_mesh, self.src_data_rank)
                 length = linear.out_features // pieces
-                own = device_mesh.get_local_rank() * pieces // num_ranks
-                share(self.style, linear, device_mesh, slice(own * length, (own + 1) * length))
+                piece = device_mesh.get_local_rank() * pieces // num_ranks
+                share(self.style, linear, device_mesh, slice(piece * length, (piece + 1) * length))
                 linear.__class__ = FusedGroupedSharedLinear
             else:
                 self.style._apply(linear, device_mesh)
                 linear.__class__ = FusedGroupedLinear
+            for key, each in own.items():
+                setattr(linear, key, made.setdefault((id(each), pieces < num_ranks), getattr(linear, key)))
             linear.together = together
             together.linears.append(linear)
         # A call that uses only some of them must not keep what the others would have taken.

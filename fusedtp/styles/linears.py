@@ -33,6 +33,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from .. import groups
 from ..calls import arguments, dispatch, eager, orders, problems
+from ..calls.parameters import Lies, Watched, local, watch_all
 from ..op import RANK_ORDER, Order
 from ..recipes import Float8
 from ..shards import chunk_sizes
@@ -80,7 +81,7 @@ class _Layouts:
         if not isinstance(x, DTensor):
             return x, placement, None
         sizes = self.sizes(x.shape[placement.dim]) if isinstance(placement, Shard) else None
-        return x.to_local(), placement, sizes
+        return local(x, x.ndim), placement, sizes
 
     def hand_out(self, y: Tensor, made: Placement, shape: tuple[int, ...]) -> Tensor:
         """y, laid out as `made` of a whole tensor of `shape`, in the layout and kind of tensor that the style was asked
@@ -111,10 +112,34 @@ def positive(placement: Placement, ndim: int, name: str = "layout") -> Placement
     return Shard(placement.dim % ndim)
 
 
-class FusedColwiseLinear(nn.Linear):
+class _StyledLinear(Watched, nn.Linear):
+    # An nn.Linear whose parameters lie as its style has laid them.
+    layouts: _Layouts
+    _weight: Placement
+    _bias: Placement
+
+    def check_parameters(self) -> None:
+        known: dict[str, Any] = self.__dict__.setdefault("_known", {})
+        for name, placement in (("weight", self._weight), ("bias", self._bias)):
+            each = getattr(self, name)
+            spec = getattr(each, "_spec", None)
+            if each is not None and (spec is None or spec is not known.get(name)):
+                shape = (self.out_features, self.in_features)[: each.ndim]
+                known[name] = lies(self.layouts.mesh, placement, shape).check(name, each)
+
+
+def lies(mesh: DeviceMesh, placement: Placement, shape: tuple[int, ...]) -> Lies:
+    """How a parameter of that shape lies."""
+    part = list(shape)
+    if isinstance(placement, Shard):
+        part[placement.dim] = chunk_sizes(shape[placement.dim], mesh.size())[mesh.get_local_rank()]
+    return Lies(mesh, placement, shape, tuple(part))
+
+
+class FusedColwiseLinear(_StyledLinear):
     """What FusedColwiseParallel makes of an nn.Linear: `[.., R_X, .., K] @ [K, N_X] -> [.., N_X]`, or R whole."""
 
-    layouts: _Layouts
+    _weight, _bias = Shard(0), Shard(0)
 
     def forward(self, input: Tensor) -> Tensor:
         (y,) = columns([self], input)
@@ -128,6 +153,8 @@ class FusedColwiseLinear(nn.Linear):
 def columns(linears: Sequence[FusedColwiseLinear], input: Tensor) -> list[Tensor]:
     """What each of these makes of one input."""
     to = linears[0].layouts
+    for each in linears:
+        each.check_parameters()
     weight: Any
     bias: Any
     weight, bias = linears[0].own() if len(linears) == 1 else zip(*(each.own() for each in linears), strict=True)
@@ -148,12 +175,13 @@ def columns(linears: Sequence[FusedColwiseLinear], input: Tensor) -> list[Tensor
     ]
 
 
-class FusedRowwiseLinear(nn.Linear):
+class FusedRowwiseLinear(_StyledLinear):
     """What FusedRowwiseParallel makes of an nn.Linear: `[.., K_X] @ [K_X, N] -> [.., R_X, .., N]`, or R whole."""
 
-    layouts: _Layouts
+    _weight, _bias = Shard(1), Replicate()
 
     def forward(self, input: Tensor) -> Tensor:
+        self.check_parameters()
         to = self.layouts
         x, _, _ = to.receive(input, wanted=Shard(-1))
         ours = self.weight, self.bias, to.group
@@ -240,6 +268,8 @@ class _FusedStyle(ParallelStyle):
     _weight: Placement
     _bias: Placement
     _linear: type[nn.Linear]
+    # Whether who applies it sees to it that a parameter that several modules share stays one.
+    keeps_ties = False
 
     def __init__(
         self,
@@ -287,12 +317,14 @@ class _FusedStyle(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.check(module, device_mesh)
-        _warn_of_ties(module, type(self).__name__)  # type: ignore[arg-type]
+        if not self.keeps_ties:
+            _warn_of_ties(module, type(self).__name__)  # type: ignore[arg-type]
         for name, placement in (("weight", self._weight), ("bias", self._bias)):
             parameter = getattr(module, name)
             if parameter is not None and not _lies(parameter, device_mesh, placement):
                 value = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=self.src_data_rank)
                 setattr(module, name, nn.Parameter(value, requires_grad=parameter.requires_grad))
+        watch_all(module)
         module.__class__ = self._linear
         module.layouts = self.layouts_on(device_mesh)  # type: ignore[assignment]
         return module

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -91,7 +92,11 @@ class _Own:
         assert parameter is not None
         if not module.reads:
             return parameter
-        return local(parameter, parameter.ndim) if module.reads == "whole" else module.gradients.use(parameter)
+        if module.reads == "part" and parameter.requires_grad:
+            return module.gradients.use(parameter)
+        whole = local(parameter, parameter.ndim)
+        # A change of the parameter does not count as one of its part, which the norm's own code keeps.
+        return whole.clone() if torch.is_grad_enabled() else whole
 
     def __set__(self, module: FusedNorm, value: Any) -> None:
         raise AttributeError(f"{self.name} is set as a parameter, to an nn.Parameter")

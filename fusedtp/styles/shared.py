@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from ..calls import operators
-from ..calls.parameters import local
+from ..calls.parameters import local, watch_all
 from .linears import FusedColwiseLinear, FusedColwiseParallel
 
 
@@ -41,6 +41,7 @@ class FusedSharedLinear(FusedColwiseLinear):
 
     gradients: Sum
     own_rows: slice
+    _weight, _bias = Replicate(), Replicate()
 
     def own(self) -> tuple[Tensor, Tensor | None]:
         """This rank's rows of both."""
@@ -65,6 +66,7 @@ def share(style: FusedColwiseParallel, linear: nn.Linear, device_mesh: DeviceMes
     assert isinstance(linear, FusedSharedLinear)
     linear.layouts, linear.own_rows = style.layouts_on(device_mesh), own_rows
     linear.gradients = Sum(device_mesh, style.schedule, style.debug)
+    watch_all(linear)
 
 
 class Derived(nn.Module):

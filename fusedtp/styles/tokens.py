@@ -29,6 +29,9 @@ class SplitTokens(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def split(x: Tensor) -> Tensor:
+            # One module may be several layers.
+            if isinstance(x, DTensor):
+                return x
             whole = DTensor.from_local(x, device_mesh, [Replicate()], run_check=False)
             return whole.redistribute(placements=[TOKENS])
 
@@ -143,7 +146,7 @@ class TiedHead(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         made: Any = module
         made.weight = self.embedding.weight
-        self.style.src_data_rank = self.src_data_rank
+        self.style.src_data_rank, self.style.keeps_ties = self.src_data_rank, True
         return self.style._apply(module, device_mesh)
 
     def __repr__(self) -> str:
