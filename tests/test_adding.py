@@ -71,7 +71,7 @@ def verbs_of(group: ProcessGroup, schedule: str) -> str:
     """The module whose verbs an op gets."""
     x = torch.ones(2, 2)
     task = Task.of(OPS["all_gather"], x, sizes=(2,) * group.size())
-    return type(Ready(task, schedule, group, x.device).on).__module__
+    return type(Ready(task, schedule, group, x.device).prepared().on).__module__
 
 
 def test_every_schedule_is_a_module_of_its_name(pool: RankPool) -> None:
