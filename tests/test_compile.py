@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from fusedtp.bench.ranks import RankPool
 from torch import Tensor, library
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 import fusedtp
 from fusedtp.calls import operators
@@ -184,11 +190,73 @@ def checkpointed(group: ProcessGroup) -> list[str]:
     expected = results(layer, layer, x)
     for reentrant in (False, True):
         equal(results(lambda x, reentrant=reentrant: checkpoint(layer, x, use_reentrant=reentrant), layer, x), expected)
+    selective = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    for mode, options in (
+        (contextlib.nullcontext(), {"context_fn": selective}),
+        (contextlib.nullcontext(), {"debug": True}),
+        (FlopCounterMode(display=False), {}),
+        (CommDebugMode(), {}),
+    ):
+        with mode:
+            call = partial(checkpoint, layer, use_reentrant=False, **options)
+            # By the operators, as compiled.
+            equal(results(call, layer, x), expected, 1e-6)
+        # The recomputation stops early, in the middle of the last call of the layer.
+        equal(results(layer, layer, x), expected)
     return list(expected)
 
 
 def test_activation_checkpointing(pool: RankPool) -> None:
     pool.run(checkpointed, world_size=2)
+
+
+class Hook(TorchDispatchMode):
+    """Hooks for saved tensors, or a mode, that raise behind an op of ours."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self.error = error
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "fusedtp":
+            raise self.error("of the mode")
+        return out
+
+    def pack(self, x: Tensor) -> Tensor:
+        raise self.error("of the hook")
+
+
+def hooks_that_raise(group: ProcessGroup) -> list[str]:
+    """What a hook raises once an op has ended is the program's: the group goes on. An interruption there is one."""
+    x, said = torch.ones(4, 8, requires_grad=True), []
+    weight = torch.ones(3, 8, requires_grad=True)
+    calls: list[Callable[[], Tensor]] = [
+        lambda: fusedtp.all_gather_linear(x, weight, group=group),
+        lambda: fusedtp.all_gather_linear(x, (weight, weight), activation="swiglu", group=group),
+        lambda: fusedtp.linear_all_reduce(x, weight, norm_weight=torch.ones(3), group=group)[0],
+        lambda: fusedtp.all_gather(x, group=group),
+    ]
+    for error in (ValueError, KeyboardInterrupt):
+        for call in calls:
+            hook = Hook(error)
+            around: list[Any] = [hook, saved_tensors_hooks(hook.pack, lambda x: x)]
+            for each in around if call is not calls[-1] else around[:1]:
+                with pytest.raises(error, match="of the"), each:
+                    call()
+                try:
+                    call().sum().backward()
+                    said.append(error.__name__)
+                except RuntimeError as after:
+                    said.append(str(after)[-40:])
+                    fusedtp.destroy(group)
+    return said
+
+
+def test_what_a_hook_raises_behind_an_op_is_no_interruption(pool: RankPool) -> None:
+    for said in pool.run(hooks_that_raise, world_size=2):
+        assert said[:7] == ["ValueError"] * 7
+        assert all(each.endswith("(an interruption)") for each in said[7:])
 
 
 def accumulated(group: ProcessGroup) -> None:
