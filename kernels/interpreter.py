@@ -110,7 +110,7 @@ def _take_bounds_from_arrays() -> None:
 
 
 def _widen_float8_by_table() -> None:
-    convert, every = interpreter._convert_float, torch.arange(256, dtype=torch.uint8)
+    convert, every = interpreter._convert_float, torch.arange(256, dtype=torch.uint8, device="cpu")
     tables = {
         str(name): every.view(dtype).float().numpy().view("uint32")
         for name, dtype in (

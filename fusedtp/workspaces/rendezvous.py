@@ -199,7 +199,7 @@ class ArenaExchange:
         ws = self._ws
         row = partial(ws.view, epoch=self._steps.epoch, offset=0, shape=(1, len(mine)), dtype=torch.int64)
         ws.tell_peers()
-        row(ws.rank).copy_(torch.tensor(mine))
+        row(ws.rank).copy_(torch.tensor(mine, dtype=torch.int64, device="cpu"))
         self._steps.meet()
         return [row(peer)[0].tolist() for peer in range(ws.world_size)]
 
