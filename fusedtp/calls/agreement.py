@@ -19,7 +19,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -88,8 +87,7 @@ def _exchange(op: str, group: ProcessGroup, mine: dict[str, str]) -> tuple[list[
     records, generation = _records.get(group), registry.generation(group.group_name)
     start, seconds = time.monotonic(), budgets.of(group)
     if records is None or records.generation != generation:
-        # There is no public way to a group's own store.
-        store = dist.distributed_c10d._get_process_group_store(group)
+        store = budgets.GroupStore(group)
         records = _records[group] = _Records(store, generation)
         store.set(f"fusedtp/debug/count/{group.rank()}", str(store.add(f"fusedtp/debug/counts/{group.rank()}", 1)))
     if not records.session:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
@@ -33,13 +31,12 @@ def compare(group: ProcessGroup, mine: Mapping[str, str]) -> None:
     """Raise RanksDisagree on every rank alike where they were given different things, with the first of these.
 
     PeerTimeout where a rank does not come, as it may still be loading, within the group's timeout, or the time that
-    `set_timeout` allows this group; who comes later has it too.
+    `set_timeout` allows; who comes later has it too.
     """
     if group.size() == 1:
         return
-    # There is no public way to a group's own store.
-    store: Any = dist.distributed_c10d._get_process_group_store(group)
-    rank, start, seconds = group.rank(), time.monotonic(), _patience(group)
+    store = budgets.GroupStore(group)
+    rank, start, seconds = group.rank(), time.monotonic(), budgets.of_first(group)
     # Counted in the store, which may outlive the group.
     call = store.add(f"fusedtp/{_OP}/calls/{rank}", 1)
     keys = [f"fusedtp/{_OP}/{call}/{peer}" for peer in range(group.size())]
@@ -49,12 +46,3 @@ def compare(group: ProcessGroup, mine: Mapping[str, str]) -> None:
     store.delete_key(f"fusedtp/{_OP}/{call - 1}/{rank}")
     if text := meaning.difference(_OP, everyone):
         raise RanksDisagree(text, _OP, rank, tuple(everyone))
-
-
-def _patience(group: ProcessGroup) -> float:
-    own = budgets.own(group)
-    if own is not None:
-        return own
-    # There is no public way to a group's own timeout.
-    backend: Any = group._get_backend(group._device_types[0])
-    return float(backend.options._timeout.total_seconds())

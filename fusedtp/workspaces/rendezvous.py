@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ..errors import PeerTimeout
 from ..kernels import signal
 from . import budgets
+from .budgets import GroupStore, StoreSilent
 from .clock import Stopwatch
 from .steps import HostSteps, load_acquire, store_release
 
@@ -58,7 +58,7 @@ def _lost_store(rank: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, PeerTimeout):
+        if isinstance(error, PeerTimeout | StoreSilent):
             raise
         raise RuntimeError(
             f"{_MAKING}: rank {rank} has lost torch.distributed's store, which is in the process of rank 0 unless "
@@ -69,13 +69,12 @@ def _lost_store(rank: int) -> Iterator[None]:
 class StoreExchange:
     """An `Exchange` through the store of `group`.
 
-    Waits for rows take up to the group's timeout, as a rank's first op of a group may come at any time; waits for
-    outcomes up to the budget. After that PeerTimeout names the missing rank.
+    Waits for rows take up to the group's timeout, as a rank's first op of a group may come at any time, unless
+    `set_timeout` was called; waits for outcomes up to the budget. After that PeerTimeout names the missing rank.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
-        # There is no public way to a group's own store.
-        self._store: Any = dist.distributed_c10d._get_process_group_store(group)
+        self._store = GroupStore(group)
         self._rank, self._world_size = group.rank(), group.size()
         self._group, self._number = group, 0
         # Whether this rank broke off last time.
@@ -147,10 +146,7 @@ class StoreExchange:
 
     def _patience(self) -> float:
         # If this rank broke off last time, or a peer has begun anew, some may have finished and wait elsewhere.
-        if self._group in _unfinished:
-            return budgets.of(self._group)
-        options = self._group._get_backend(torch.device("cpu")).options
-        return float(options._timeout.total_seconds())
+        return budgets.of(self._group) if self._group in _unfinished else budgets.of_first(self._group)
 
     def _key(self, *parts: str | int) -> str:
         return "/".join(map(str, ("fusedtp/arenas", *parts)))
