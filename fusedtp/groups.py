@@ -109,6 +109,11 @@ def check_device(group: dist.ProcessGroup, kind: str) -> None:
     carried.add(kind)
 
 
+def is_fake(group: dist.ProcessGroup) -> bool:
+    """Whether this process plays one rank of a group that has no others, by torch's backend "fake"."""
+    return str(dist.get_backend(group)) == "fake"
+
+
 def check_mesh(name: str, mesh: DeviceMesh) -> None:
     """ValueError for a mesh without this rank."""
     if mesh.get_coordinate() is None:

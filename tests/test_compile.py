@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -324,3 +326,66 @@ def autocasted(group: ProcessGroup, sequence_parallel: bool) -> None:
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_autocast(pool: RankPool, sequence_parallel: bool) -> None:
     pool.run(autocasted, sequence_parallel, world_size=2)
+
+
+DRY_RUN = """
+import contextlib, sys, warnings
+import torch, torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
+import fusedtp
+
+warnings.simplefilter("ignore")
+backend, rank, world_size = sys.argv[1], 1, 4
+if backend == "fake":
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+else:
+    rank, world_size = 0, 1
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=rank, world_size=world_size)
+mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
+W = world_size
+with FakeTensorMode() if sys.argv[2] == "tensors" else contextlib.nullcontext():
+    x, w, ids = torch.ones(4, 32, requires_grad=True), torch.ones(16, 32), torch.zeros(2, 3, dtype=torch.long)
+    tokens = torch.ones(3, 8)
+
+    def made(style, module):
+        return parallelize_module(nn.Sequential(module), mesh, {"0": style})
+
+    for name, y, shape in (
+        ("gather", fusedtp.all_gather_linear(x, w), (4 * W, 16)),
+        ("debug", fusedtp.all_gather_linear(x, w, debug=True), (4 * W, 16)),
+        ("gate", fusedtp.all_gather_linear(x, (w, w), activation="swiglu"), (4 * W, 16)),
+        ("norm", fusedtp.linear_reduce_scatter(x, w, norm_weight=w[:, 0])[0], (4 // W, 16)),
+        ("float8", fusedtp.all_gather_linear(x, w, float8="rowwise"), (4 * W, 16)),
+        ("mlp", fusedtp.ParallelMLP(8, 16, group=mesh)(tokens), (3, 8)),
+        ("embedding", made(fusedtp.FusedEmbeddingParallel(), nn.Embedding(16, 8))(ids), (2, 3, 8)),
+        ("style", made(fusedtp.FusedColwiseParallel(), nn.Linear(8, 16))(tokens), (3, 16 // W)),
+    ):
+        assert y.shape == shape, (name, y.shape)
+        y.sum().backward()
+    with torch.no_grad():
+        scaled = [fusedtp.scaled(each, "rowwise") for each in (x, w)]
+        assert fusedtp.all_gather_linear(*scaled).shape == (4 * W, 16)
+    assert x.grad.shape == x.shape
+    if sys.argv[2] != "tensors":
+        for schedule in ("decomposed", "fused"):
+            try:
+                fusedtp.all_gather_linear(x, w, schedule=schedule)
+            except RuntimeError as error:
+                assert "no other ranks whose memory could be reached" in str(error), error
+            else:
+                raise AssertionError(schedule)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("backend", "fake"), [("fake", "tensors"), ("fake", "ranks"), ("gloo", "tensors")])
+def test_a_dry_run_has_the_shapes(backend: str, fake: str) -> None:
+    """One process as a rank of four by torch's backend "fake", and tensors without memory."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", DRY_RUN, backend, fake], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -50,6 +50,11 @@ def get(group: dist.ProcessGroup, device: torch.device, *, epoch: int = 0) -> Wo
     if made_for is None or made_for() is not group:
         _forget(key)
         made_for = _made_for[key] = ref(group, _group_gone)
+    if groups.is_fake(group):
+        _unreachable[key] = (
+            "the group's backend is 'fake', with no other ranks whose memory could be reached: 'auto' and 'unfused' "
+            "give results of the right shapes"
+        )
     if key in _unreachable:
         raise Unreachable(_unreachable[key])
     if key not in _workspaces or not _workspaces[key].made:
