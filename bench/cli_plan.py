@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import re
+import resource
+import signal
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +20,10 @@ from . import arguments
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.tensor.parallel import ParallelStyle
+
+# Of a configuration, of the time and memory that its modules take, and of what is shown of an error.
+_MOST_BYTES, _MOST_MODULES, _MOST_SECONDS, _MOST_KIB, _MOST_TEXT = 4 << 20, 30_000, 60, 4 << 20, 400
+_COUNT = re.compile("layer|label|expert|block|depth|stage")
 
 
 def plan(
@@ -24,29 +36,122 @@ def plan(
 
     arguments.at_least(1, world_size, "--world-size")
     try:
-        model = _without_weights(config)
-        styles = decoder_plan(model, world_size, sequence_parallel=sequence_parallel)
+        with _bounded():
+            model, notes = _without_weights(config)
+            styles = decoder_plan(model, world_size, sequence_parallel=sequence_parallel)
+            _show(model, styles, f"{type(model).__name__} over {world_size} ranks")
     except (ImportError, OSError, ValueError, NotImplementedError) as error:
         typer.echo(f"{error}", err=True)
         raise typer.Exit(2) from error
-    _show(model, styles, f"{type(model).__name__} over {world_size} ranks")
+    except Exception as error:
+        typer.echo(f"{config}: no plan can be made of it: {_in_short(error)}", err=True)
+        raise typer.Exit(2) from error
+    for note in notes:
+        typer.echo(note, err=True)
 
 
-def _without_weights(config: str) -> nn.Module:
+def _without_weights(config: str) -> tuple[nn.Module, list[str]]:
+    # And what the file says that the model does not show.
     import torch
 
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, logging
     except ImportError as error:
         raise ImportError(f"fusedtp plan reads configurations by transformers: {error}") from error
     # A name on the hub is one word, or two.
     is_path = config.endswith(".json") or config.count("/") > 1 or config.startswith((".", "/", "~"))
     if is_path and not Path(config).exists():
         raise FileNotFoundError(f"there is no such file or folder: {config}")
+    given = _read(Path(config)) if Path(config).exists() else {}
     auto: Any = AutoModelForCausalLM
-    with torch.device("meta"):
-        model: nn.Module = auto.from_config(AutoConfig.from_pretrained(config))
-    return model
+    # Its warnings are of running a model.
+    logging.set_verbosity_error()
+    try:
+        # Without it code beside the file would be run, once the user has been asked.
+        known = AutoConfig.from_pretrained(config, trust_remote_code=False)
+        with torch.device("meta"):
+            model: nn.Module = auto.from_config(known, trust_remote_code=False)
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"{config}: its model is made by code of its own (auto_map), which is never run"
+            ) from error
+        named = [name for name, value in given.items() if isinstance(error, KeyError) and value == error.args[0]]
+        about = f"{named[0]}: " if named else ""
+        raise ValueError(f"{config}: transformers makes no model of it: {about}{_in_short(error)}") from error
+    return model, _notes(given, known)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    # The file itself, before transformers reads it.
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is no file")
+    if (size := file.stat().st_size) > _MOST_BYTES:
+        raise ValueError(f"{file} has {size} bytes, a configuration at most {_MOST_BYTES}")
+
+    def no_number(text: str) -> Any:
+        raise ValueError(f"{text} is no number")
+
+    try:
+        given = json.loads(file.read_bytes(), parse_constant=no_number)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is no JSON: {_in_short(error)}") from error
+    if not isinstance(given, dict):
+        raise ValueError(f"{file} must be an object, got {type(given).__name__}")
+    for part in (given, *(each for each in given.values() if isinstance(each, dict))):
+        for name, value in part.items():
+            if isinstance(value, int | float) and _COUNT.search(name) and not abs(value) <= _MOST_MODULES:
+                raise ValueError(f"{file}: {name} must be at most {_MOST_MODULES}, got {value!r}")
+    return given
+
+
+def _notes(given: dict[str, Any], known: Any) -> list[str]:
+    """What the file has and the model's configuration does not know, or does not show in its modules."""
+    notes, usual = [], type(known)()
+    # Other names of what transformers keeps under one of its own.
+    taken = {"auto_map", "quantization_config", "torch_dtype", "rope_theta", "rope_scaling", "partial_rotary_factor"}
+    names = {*usual.to_dict(), *vars(usual), *usual.attribute_map, *taken}
+    if unknown := sorted(name for name in given if name not in names and not name.startswith("_")):
+        listed = ", ".join(unknown[:20]) + f" and {len(unknown) - 20} more" * (len(unknown) > 20)
+        notes.append(f"{type(known).__name__} does not know these, the plan is made without them: {listed}")
+    if (quantized := given.get("quantization_config")) is not None:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+        notes.append(
+            f"quantization_config ({method or 'unnamed'}) is left out: the plan is that of unquantized weights"
+        )
+    if "auto_map" in given:
+        notes.append(f"auto_map is left out: the model is transformers' own {type(known).__name__}, not the code's")
+    return notes
+
+
+def _in_short(error: BaseException) -> str:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]} ..."
+
+
+@contextlib.contextmanager
+def _bounded() -> Iterator[None]:
+    """Raise TimeoutError or MemoryError in what takes too long, or too much memory, to make."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ends, begun_kib = time.monotonic() + _MOST_SECONDS, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def look(*_: object) -> None:
+        if time.monotonic() > ends:
+            raise TimeoutError(f"the model's modules are not made within {_MOST_SECONDS} s")
+        if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begun_kib > _MOST_KIB:
+            raise MemoryError(f"the model's modules alone take more than {_MOST_KIB} KiB")
+
+    before = signal.signal(signal.SIGALRM, look)
+    # Again and again, as an exception may be swallowed where it strikes.
+    signal.setitimer(signal.ITIMER_REAL, 0.5, 0.5)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _show(model: nn.Module, styles: dict[str, list[ParallelStyle]], title: str) -> None:

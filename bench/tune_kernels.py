@@ -111,7 +111,7 @@ class Search:
         self._task = Task(
             OPS[case.op], shapes, problem.dtype, problem.m_sizes if case.kind != "all_reduce" else (), float8=float8
         )
-        self._ready: dict[Choice | None, Ready] = {None: Ready(self._task, "fused", group, self._device)}
+        self._ready: dict[Choice | None, Ready] = {None: Ready(self._task, "fused", group, self._device).prepared()}
         on = self._ready[None].on
         self._config, self._to_all = on.config, case.kind == "all_reduce" and on.one_shot(self._task)
         self.usual: Choice = of_config(self._config)
@@ -249,7 +249,8 @@ class Search:
         def load() -> None:
             if choice not in self._ready:
                 chosen = None if choice is None else choice._asdict()
-                self._ready[choice] = Ready(self._task, "fused", self._group, self._device, choice=chosen)
+                ready = Ready(self._task, "fused", self._group, self._device, choice=chosen)
+                self._ready[choice] = ready.prepared()
             ready = self._ready[choice]
             assert ready.ws is not None
             if not self._tiny:

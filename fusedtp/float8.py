@@ -107,7 +107,7 @@ def _(scale: Tensor, length: int, dim: int) -> Tensor:
 
 @cache
 def _table(dtype: torch.dtype) -> Tensor:
-    return torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    return torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float()
 
 
 def widened(data: Tensor) -> Tensor:

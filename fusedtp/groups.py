@@ -106,6 +106,11 @@ def check_device(group: dist.ProcessGroup, kind: str) -> None:
     carried.add(kind)
 
 
+def is_fake(group: dist.ProcessGroup) -> bool:
+    """Whether this process plays one rank of a group that has no others, by torch's backend "fake"."""
+    return str(dist.get_backend(group)) == "fake"
+
+
 # Meshes that have been looked at, by their id, as hashing one takes longer.
 _ascending: dict[int, ref[DeviceMesh]] = {}
 

@@ -102,7 +102,9 @@ def check(out: Tensor, ref: Tensor, allowed: Tensor, name: str) -> None:
     if num_wrong:
         excess = torch.where(wrong, torch.nan_to_num(error - allowed, nan=torch.inf), -1.0)
         flat = int(excess.argmax())
-        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), ref.shape))
+        index = tuple(
+            int(i) for i in torch.unravel_index(torch.tensor(flat, dtype=torch.int64, device="cpu"), ref.shape)
+        )
         raise AssertionError(
             f"{name}: {num_wrong} of {ref.numel()} elements are wrong, the worst at {index}: "
             f"got {got[index].item():.6g}, expected {ref[index].item():.6g}, "

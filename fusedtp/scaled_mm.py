@@ -84,7 +84,7 @@ def _laid_out(a: Quantized, b: Quantized) -> tuple[Tensor, Tensor]:
 
 def of_data(a: Quantized, b: Quantized) -> Tensor:
     """The product of the data alone by torch's scaled matmul, in float32."""
-    one = torch.ones((), device=a.device)
+    one = torch.ones((), dtype=torch.float32, device=a.device)
     out: Tensor = scaled_mm(*_laid_out(a, b), one, one, out_dtype=torch.float32)
     return out
 

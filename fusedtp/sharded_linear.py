@@ -93,7 +93,7 @@ class ShardedLinear(parameters.Watched):
         if self._is_padded:
             # The shapes alone would fit other sizes with as long a shard. What loads in place, as
             # torch.distributed.checkpoint.load does, compares names only, and before it writes anything.
-            self.register_buffer(self._padded_name, torch.tensor(self._sizes, device=device))
+            self.register_buffer(self._padded_name, torch.tensor(self._sizes, dtype=torch.int64, device=device))
         self.reset_parameters()
 
     @property
@@ -117,7 +117,7 @@ class ShardedLinear(parameters.Watched):
         group's first rank, so all ranks must call this.
         """
         if self._is_padded:
-            self.get_buffer(self._padded_name).copy_(torch.tensor(self._sizes))
+            self.get_buffer(self._padded_name).copy_(torch.tensor(self._sizes, dtype=torch.int64, device="cpu"))
         rows, weight, bias = self.out_features // self._matrices, self.weight, self.bias
         drawn = [
             nn.Linear(self.in_features, rows, bias is not None, weight.device, weight.dtype)

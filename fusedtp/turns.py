@@ -7,7 +7,8 @@ turn, if the program orders them alike on all ranks.
 
 A caller that is interrupted after an op has ended, but before it has the result, makes the call again, and this would
 meet the peers' next op. So a call is `Open` while one of our functions runs for a caller. A workspace remembers which
-call made its last op, and takes no op from another call until that one has returned.
+call made its last op, and takes no op from another call until that one has returned. An exception that the program's
+own hooks raise once the op has ended, as torch's early stop of a recomputation does, is no interruption.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from types import FrameType
 from typing import NoReturn, ParamSpec, TypeAlias, TypeVar
 
 import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -89,24 +91,34 @@ def _is_held(holder: _Holder) -> bool:
 
 
 class Open:
-    """A context manager: a call. Inside another one, the outer one counts."""
+    """A context manager: a call. Inside another one, the outer one counts.
 
-    returned = False
+    handed_over: whether the op, with its result, is with torch, which calls hooks for saved tensors and dispatch modes.
+    """
+
+    returned = handed_over = False
     _frame: FrameType | None = None
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Open:
         self._frame = sys._getframe(1)
         outer = _here.call
         if outer is None or not outer._runs():
             _here.call = self
+        else:
+            outer.handed_over = False
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if _here.call is self:
             _here.call = None
+        elif _here.call is not None:
+            _here.call.handed_over = kind is None
         self._frame = None
         # Last of all: Python handles no signal between here and the caller. Our own refusals come on every rank
         # alike.
-        self.returned = kind is None or issubclass(kind, NotImplementedError)
+        self.returned = (
+            kind is None or issubclass(kind, NotImplementedError) or (self.handed_over and _is_a_hooks(kind))
+        )
 
     def is_open(self) -> bool:
         """Whether this thread is in it."""
@@ -118,6 +130,13 @@ class Open:
         while frame is not None and frame is not self._frame:
             frame = frame.f_back
         return frame is not None
+
+
+def _is_a_hooks(kind: type[BaseException]) -> bool:
+    # Whether there are hooks that may have raised it. There is no public way to ask for those of saved tensors (torch
+    # 2.11 to 2.13).
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return issubclass(kind, Exception) and (hooks is not None or is_in_torch_dispatch_mode())
 
 
 class _Here(threading.local):

@@ -124,7 +124,7 @@ def _keep_conditions() -> None:
 
 
 def _widen_float8_by_table() -> None:
-    convert, every = interpreter._convert_float, torch.arange(256, dtype=torch.uint8)
+    convert, every = interpreter._convert_float, torch.arange(256, dtype=torch.uint8, device="cpu")
     tables = {
         str(name): every.view(dtype).float().numpy().view("uint32")
         for name, dtype in (

@@ -371,7 +371,8 @@ class MatmulAllReduce:
             known = self._known[key] = self._find_out(a, b)
         config, sums = known.config, None
         if known.splits > 1:
-            sums = torch.empty(known.splits * known.num_tiles * config.block_m * config.block_n, device=a.device)
+            numel = known.splits * known.num_tiles * config.block_m * config.block_n
+            sums = torch.empty(numel, dtype=torch.float32, device=a.device)
         group = channel.groups.get(self._op) or channel.group(self._op)
         launch(_matmul_all_reduce_kernel, (sum(known.roles),))(
             left_of(a, known.a_by, config), right_of(b, known.b_by, config), scales, known.tiles, group, channel.rank,

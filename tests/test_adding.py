@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import itertools
@@ -12,14 +13,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import fusedtp.kernels
 import pytest
 import torch
 from fusedtp.bench import cases, mixed, theme
 from fusedtp.bench.ranks import RankPool
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils._device import _device_constructors
 
-from fusedtp import cost, memory, schedules
+import fusedtp
+from fusedtp import cost, float8, memory, schedules
 from fusedtp.calls.dispatch import Ready
 from fusedtp.cost.overlap import FEW_ROWS
 from fusedtp.memory.local import local_memories
@@ -42,7 +46,8 @@ def run_all(group: ProcessGroup, schedule: str, late: int, shape: tuple[int, int
     """Every op of the table, by that schedule and each algorithm it has; rank `late` begins later."""
     rank, world_size = group.rank(), group.size()
     for op, row in OPS.items():
-        given = OPERANDS[op](Whole(rank, world_size, shape))
+        with torch.device("cpu"):
+            given = OPERANDS[op](Whole(rank, world_size, shape))
         operands = [None if each is None else each.float() for each in given.operands]
         for algorithm in ("auto", *mixed.algorithms(row, schedule)):
             if late == rank:
@@ -63,6 +68,62 @@ def test_every_op_by_every_schedule(
     pool.run(run_all, schedule, world_size - 2, shape, world_size=world_size)
 
 
+def run_all_elsewhere(group: ProcessGroup, schedule: str, shape: tuple[int, int, int, int]) -> None:
+    """`run_all`, from the group's first op on, and calls beside the table, where the program makes its tensors on meta
+    and in float64."""
+    x, w, lots = torch.ones(4, 32), torch.ones(16, 32), {"group": group, "schedule": schedule}
+    calls: list[Callable[[], Any]] = [
+        lambda: fusedtp.all_gather_linear(x, (w, w), activation="swiglu", **lots),
+        lambda: fusedtp.linear_all_reduce(x, w, residual=torch.ones_like(x[:, :16]), norm_weight=w[:, 0], **lots)[0],
+        lambda: fusedtp.linear_reduce_scatter(x, w, order="any", **lots),
+        lambda: fusedtp.ColumnParallelLinear(32, 16, feature_sizes=(9, 7), device="cpu", dtype=x.dtype, **lots)(x),
+        lambda: fusedtp.RowParallelLinear(64, 16, norm="rms_norm", device="cpu", dtype=x.dtype, **lots)(x)[0],
+    ]
+    recipes = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+    calls += [lambda each=each: fusedtp.all_gather_linear(x, w, float8=each, **lots) for each in recipes]
+    if schedule != "unfused":
+        calls.append(lambda: fusedtp.all_gather_linear(x, w, order="tree", group=group))
+    for kind in ("rowwise", "mxfp8"):
+        given = fusedtp.scaled(x, kind), fusedtp.scaled(w, kind)
+        calls.append(lambda given=given: fusedtp.all_gather_linear(*given, **lots))
+    fusedtp.destroy(group)
+    float8._table.cache_clear()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            outs = [call() for call in calls]
+            run_all(group, schedule, -1, shape)
+    finally:
+        torch.set_default_dtype(before)
+        fusedtp.destroy(group)
+    for out in outs:
+        for each in out if isinstance(out, tuple) else (out,):
+            assert each.isfinite().all()
+            assert each.dtype in (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize("shape", [FEW, MANY])
+@pytest.mark.parametrize("schedule", schedules.NAMES)
+def test_no_op_goes_by_the_default_device_and_dtype(
+    pool: RankPool, schedule: str, shape: tuple[int, int, int, int]
+) -> None:
+    pool.run(run_all_elsewhere, schedule, shape, world_size=2)
+
+
+def test_every_factory_call_names_its_device_and_dtype() -> None:
+    """`torch.set_default_device` and `set_default_dtype` are the program's."""
+    names = {each.__name__ for each in _device_constructors()}
+    for module in (fusedtp, fusedtp.kernels):
+        for file in Path(inspect.getfile(module)).parent.rglob("*.py"):
+            if "bench" in file.parts:
+                continue
+            for call in ast.walk(ast.parse(file.read_text())):
+                if isinstance(call, ast.Call) and ast.unparse(call.func) in {f"torch.{name}" for name in names}:
+                    given = {each.arg for each in call.keywords}
+                    assert {"device", "dtype"} <= given, f"{file}:{call.lineno}: {ast.unparse(call)}"
+
+
 def test_every_op_has_operands() -> None:
     assert set(OPERANDS) == set(OPS)
 
@@ -71,7 +132,7 @@ def verbs_of(group: ProcessGroup, schedule: str) -> str:
     """The module whose verbs an op gets."""
     x = torch.ones(2, 2)
     task = Task.of(OPS["all_gather"], x, sizes=(2,) * group.size())
-    return type(Ready(task, schedule, group, x.device).on).__module__
+    return type(Ready(task, schedule, group, x.device).prepared().on).__module__
 
 
 def test_every_schedule_is_a_module_of_its_name(pool: RankPool) -> None:

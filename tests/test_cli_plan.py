@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fusedtp.bench import cli_plan
 from fusedtp.bench.cli import app
 from typer.testing import CliRunner
 
@@ -56,3 +60,74 @@ def test_what_cannot_be_split_is_refused(tmp_path: Path) -> None:
         assert done.exit_code == 2, done.output
         assert said in done.output
         assert "Traceback" not in done.output
+
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 64,
+}  # fmt: skip
+CODE = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+# (what is changed in a configuration, what is said of it)
+ODD: dict[str, tuple[dict[str, Any] | str | bytes, str]] = {
+    "an activation that is none": ({"hidden_act": "swiglu"}, "hidden_act: KeyError: 'swiglu'"),
+    "heads as text": ({"num_attention_heads": "4"}, "num_attention_heads"),
+    "no heads": ({"num_attention_heads": 0}, "transformers makes no model of it"),
+    "a head of a fraction": ({"hidden_size": 33}, "transformers makes no model of it"),
+    "negative": ({"vocab_size": -5}, "transformers makes no model of it"),
+    "too wide": ({"hidden_size": 2**63}, "transformers makes no model of it"),
+    "an unknown kind": ({"model_type": "swallow"}, "swallow"),
+    "labels without end": ({"num_labels": 10**9}, "num_labels must be at most"),
+    "layers without end": ({"num_hidden_layers": 10**12}, "num_hidden_layers must be at most"),
+    "layers of a part": ({"text_config": {"num_hidden_layers": 1e300}}, "num_hidden_layers must be at most"),
+    "code of its own": ({"model_type": "code", "auto_map": CODE}, "code of its own (auto_map), which is never run"),
+    "a list": ("[1, 2]", "must be an object, got list"),
+    "NaN": ('{"model_type": "llama", "initializer_range": NaN}', "NaN is no number"),
+    "brackets without end": ("[" * 200_000, "is no JSON: RecursionError"),
+    "not text": (b"\xff\xfe\x00", "is no JSON: UnicodeDecodeError"),
+    "cut off": ('{"model_type": "llama"', "is no JSON: JSONDecodeError"),
+    "large": ("{}" + " " * 5_000_000, "has 5000002 bytes"),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_an_odd_configuration_is_refused_in_one_line(tmp_path: Path, case: str) -> None:
+    changed, said = ODD[case]
+    text = json.dumps(LLAMA | changed) if isinstance(changed, dict) else changed
+    (tmp_path / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    # Imported, it would say so.
+    (tmp_path / "code.py").write_text("raise SystemExit('the code was run')")
+    done = CliRunner().invoke(app, ["plan", str(tmp_path)], input="y\n")
+    assert (done.exit_code, "Traceback" in done.output) == (2, False), done.output
+    assert said in done.output
+    assert len(done.output.splitlines()) == 1
+    assert len(done.output) < 1000
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    for given in (tmp_path, tmp_path / "config.json", "/dev/zero"):
+        done = CliRunner().invoke(app, ["plan", str(given)])
+        assert (done.exit_code, "is no file" in done.output) == (2, True), done.output
+
+
+def test_modules_that_take_too_long_are_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_plan, "_MOST_SECONDS", 1)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 29_000}))
+    done = CliRunner().invoke(app, ["plan", str(tmp_path)])
+    assert (done.exit_code, "not made within 1 s" in done.output) == (2, True), done.output
+
+
+def test_what_the_plan_leaves_out_is_told(tmp_path: Path) -> None:
+    """Sizes under names of an older OLMo, which would be those of the defaults; quantization; another model's code."""
+    more = {"d_model": 128, "n_heads": 8, "quantization_config": {"quant_method": "gptq"}, "auto_map": CODE}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | more))
+    (tmp_path / "code.py").write_text("raise SystemExit('the code was run')")
+    done = CliRunner().invoke(app, ["plan", str(tmp_path)], input="y\n")
+    assert done.exit_code == 0, done.output
+    for text in (
+        "LlamaConfig does not know these, the plan is made without them: d_model, n_heads\n",
+        "quantization_config (gptq) is left out", "auto_map is left out",
+    ):  # fmt: skip
+        assert text in done.output
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"rope_theta": 5e5, "torch_dtype": "bfloat16"}))
+    assert "does not know" not in CliRunner().invoke(app, ["plan", str(tmp_path)]).output

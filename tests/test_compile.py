@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from fusedtp.bench.ranks import RankPool
 from torch import Tensor, library
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 import fusedtp
 from fusedtp.calls import operators
@@ -184,11 +192,73 @@ def checkpointed(group: ProcessGroup) -> list[str]:
     expected = results(layer, layer, x)
     for reentrant in (False, True):
         equal(results(lambda x, reentrant=reentrant: checkpoint(layer, x, use_reentrant=reentrant), layer, x), expected)
+    selective = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    for mode, options in (
+        (contextlib.nullcontext(), {"context_fn": selective}),
+        (contextlib.nullcontext(), {"debug": True}),
+        (FlopCounterMode(display=False), {}),
+        (CommDebugMode(), {}),
+    ):
+        with mode:
+            call = partial(checkpoint, layer, use_reentrant=False, **options)
+            # By the operators, as compiled.
+            equal(results(call, layer, x), expected, 1e-6)
+        # The recomputation stops early, in the middle of the last call of the layer.
+        equal(results(layer, layer, x), expected)
     return list(expected)
 
 
 def test_activation_checkpointing(pool: RankPool) -> None:
     pool.run(checkpointed, world_size=2)
+
+
+class Hook(TorchDispatchMode):
+    """Hooks for saved tensors, or a mode, that raise behind an op of ours."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self.error = error
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "fusedtp":
+            raise self.error("of the mode")
+        return out
+
+    def pack(self, x: Tensor) -> Tensor:
+        raise self.error("of the hook")
+
+
+def hooks_that_raise(group: ProcessGroup) -> list[str]:
+    """What a hook raises once an op has ended is the program's: the group goes on. An interruption there is one."""
+    x, said = torch.ones(4, 8, requires_grad=True), []
+    weight = torch.ones(3, 8, requires_grad=True)
+    calls: list[Callable[[], Tensor]] = [
+        lambda: fusedtp.all_gather_linear(x, weight, group=group),
+        lambda: fusedtp.all_gather_linear(x, (weight, weight), activation="swiglu", group=group),
+        lambda: fusedtp.linear_all_reduce(x, weight, norm_weight=torch.ones(3), group=group)[0],
+        lambda: fusedtp.all_gather(x, group=group),
+    ]
+    for error in (ValueError, KeyboardInterrupt):
+        for call in calls:
+            hook = Hook(error)
+            around: list[Any] = [hook, saved_tensors_hooks(hook.pack, lambda x: x)]
+            for each in around if call is not calls[-1] else around[:1]:
+                with pytest.raises(error, match="of the"), each:
+                    call()
+                try:
+                    call().sum().backward()
+                    said.append(error.__name__)
+                except RuntimeError as after:
+                    said.append(str(after)[-40:])
+                    fusedtp.destroy(group)
+    return said
+
+
+def test_what_a_hook_raises_behind_an_op_is_no_interruption(pool: RankPool) -> None:
+    for said in pool.run(hooks_that_raise, world_size=2):
+        assert said[:7] == ["ValueError"] * 7
+        assert all(each.endswith("(an interruption)") for each in said[7:])
 
 
 def accumulated(group: ProcessGroup) -> None:
@@ -256,3 +326,66 @@ def autocasted(group: ProcessGroup, sequence_parallel: bool) -> None:
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_autocast(pool: RankPool, sequence_parallel: bool) -> None:
     pool.run(autocasted, sequence_parallel, world_size=2)
+
+
+DRY_RUN = """
+import contextlib, sys, warnings
+import torch, torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
+import fusedtp
+
+warnings.simplefilter("ignore")
+backend, rank, world_size = sys.argv[1], 1, 4
+if backend == "fake":
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+else:
+    rank, world_size = 0, 1
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=rank, world_size=world_size)
+mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
+W = world_size
+with FakeTensorMode() if sys.argv[2] == "tensors" else contextlib.nullcontext():
+    x, w, ids = torch.ones(4, 32, requires_grad=True), torch.ones(16, 32), torch.zeros(2, 3, dtype=torch.long)
+    tokens = torch.ones(3, 8)
+
+    def made(style, module):
+        return parallelize_module(nn.Sequential(module), mesh, {"0": style})
+
+    for name, y, shape in (
+        ("gather", fusedtp.all_gather_linear(x, w), (4 * W, 16)),
+        ("debug", fusedtp.all_gather_linear(x, w, debug=True), (4 * W, 16)),
+        ("gate", fusedtp.all_gather_linear(x, (w, w), activation="swiglu"), (4 * W, 16)),
+        ("norm", fusedtp.linear_reduce_scatter(x, w, norm_weight=w[:, 0])[0], (4 // W, 16)),
+        ("float8", fusedtp.all_gather_linear(x, w, float8="rowwise"), (4 * W, 16)),
+        ("mlp", fusedtp.ParallelMLP(8, 16, group=mesh)(tokens), (3, 8)),
+        ("embedding", made(fusedtp.FusedEmbeddingParallel(), nn.Embedding(16, 8))(ids), (2, 3, 8)),
+        ("style", made(fusedtp.FusedColwiseParallel(), nn.Linear(8, 16))(tokens), (3, 16 // W)),
+    ):
+        assert y.shape == shape, (name, y.shape)
+        y.sum().backward()
+    with torch.no_grad():
+        scaled = [fusedtp.scaled(each, "rowwise") for each in (x, w)]
+        assert fusedtp.all_gather_linear(*scaled).shape == (4 * W, 16)
+    assert x.grad.shape == x.shape
+    if sys.argv[2] != "tensors":
+        for schedule in ("decomposed", "fused"):
+            try:
+                fusedtp.all_gather_linear(x, w, schedule=schedule)
+            except RuntimeError as error:
+                assert "no other ranks whose memory could be reached" in str(error), error
+            else:
+                raise AssertionError(schedule)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("backend", "fake"), [("fake", "tensors"), ("fake", "ranks"), ("gloo", "tensors")])
+def test_a_dry_run_has_the_shapes(backend: str, fake: str) -> None:
+    """One process as a rank of four by torch's backend "fake", and tensors without memory."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", DRY_RUN, backend, fake], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

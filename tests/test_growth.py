@@ -7,6 +7,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal as signal_of_posix
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,7 +25,8 @@ from torch.distributed import ProcessGroup
 import fusedtp
 from fusedtp import PeerTimeout
 from fusedtp.memory import posix
-from fusedtp.workspaces import clock, registry, rendezvous
+from fusedtp.styles import agreed
+from fusedtp.workspaces import budgets, clock, registry, rendezvous
 from fusedtp.workspaces.workspace import Workspace
 
 from .beside import CPU, Flags, until
@@ -249,3 +252,53 @@ def test_a_rank_killed_while_memory_is_made_is_named(growing: bool) -> None:
         what = "workspace growth" if growing else "making the workspace"
         assert text.startswith(f"PeerTimeout: {what}: rank {rank} waited ")
         assert " s for rank 2, which did not answer" in text
+
+
+def alone(group: ProcessGroup, of_all: bool) -> tuple[str, float]:
+    """Rank 1 does not come to a first op for which a budget was set."""
+    fusedtp.destroy(group)
+    fusedtp.set_timeout(0.5, None if of_all else group)
+    began = time.monotonic()
+    said = refused(group, 3) if group.rank() == 0 else ""
+    took = time.monotonic() - began
+    fusedtp.destroy(group)
+    all_right(group)
+    return said, took
+
+
+@pytest.mark.parametrize("of_all", [False, True])
+def test_a_budget_that_was_set_holds_for_a_first_op(pool: RankPool, of_all: bool) -> None:
+    (said, took), _ = pool.run(alone, of_all, world_size=2)
+    assert said.startswith("PeerTimeout: making the workspace: rank 0 waited 0.5")
+    # The process group's own is longer.
+    assert took < 20
+
+
+HOST = """
+import torch.distributed as dist, time
+store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process is stopped: rank 0's, where neither torchrun nor the program has put it elsewhere."""
+    group = ProcessGroup(dist.HashStore(), 0, 2)
+    budgets.set_for(group, 0.5)
+    with subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True) as host:
+        assert host.stdout is not None
+        store = dist.TCPStore("127.0.0.1", int(host.stdout.readline()), is_master=False)
+        monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda _: store)
+        exchange = rendezvous.StoreExchange(group)
+        try:
+            host.send_signal(signal_of_posix.SIGSTOP)
+            calls = exchange.rows, exchange.outcomes, lambda _: agreed.compare(group, {})
+            for call in calls:
+                began = time.monotonic()
+                with pytest.raises(budgets.StoreSilent, match="and that process is stopped"):
+                    call([0])
+                assert time.monotonic() - began < 20
+        finally:
+            exchange.ended()
+            host.kill()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
+import signal as signals
 from pathlib import Path
 
+import pytest
 import torch
 from fusedtp.bench.mixed import Call, Operands, draw
 from fusedtp.bench.ranks import RankPool
@@ -101,6 +104,44 @@ def test_one_group_in_two_threads_is_refused(pool: RankPool) -> None:
     for text, op in zip(refused, ("all_reduce", "all_gather", "destroy"), strict=True):
         assert text.startswith(f"{op}: all_reduce is under way in thread 'the other thread' on the same group")
         assert "new_group()" in text
+
+
+def first_op(group: ProcessGroup, by_signal: bool) -> str:
+    """Rank 0 makes a second call during a group's first op, which waits for late peers to make the workspace."""
+    flags, refused = Flags(f"first op, {by_signal=}"), []
+
+    with own_group(group) as other:
+
+        def second(*_: object) -> None:
+            until(lambda: ("group", other.group_name) in turns._taken)
+            try:
+                fusedtp.all_reduce(100 * X, group=other)
+            except RuntimeError as error:
+                refused.append(str(error))
+            flags.raise_("refused")
+
+        if group.rank() == 0 and by_signal:
+            before = signals.signal(signals.SIGUSR1, second)
+            there = InThread(lambda: until(lambda: turns._taken) or os.kill(os.getpid(), signals.SIGUSR1))
+        elif group.rank() == 0:
+            there = InThread(second)
+        else:
+            flags.wait("refused")
+        # As many on every rank: of the one that is refused nothing is sent.
+        assert (fusedtp.all_reduce(X, group=other) == group.size()).all()
+        assert (fusedtp.all_reduce(2 * X, group=other) == 2 * group.size()).all()
+        if group.rank() == 0:
+            there.result()
+            if by_signal:
+                signals.signal(signals.SIGUSR1, before)
+    return "".join(refused)
+
+
+@pytest.mark.parametrize("by_signal", [False, True])
+def test_a_second_call_during_a_groups_first_op_is_refused(pool: RankPool, by_signal: bool) -> None:
+    refused, *others = pool.run(first_op, by_signal)
+    assert refused.startswith("all_reduce: all_reduce is under way in thread 'MainThread' on the same group")
+    assert others == [""] * 3
 
 
 def one_interpreter(group: ProcessGroup) -> str:

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .. import groups
 from ..errors import PeerTimeout, RanksDisagree
 from ..op import Task
-from ..torch_private import store_of
 from ..workspaces import budgets, meaning
 from ..workspaces.records import Exchange
 
@@ -54,7 +54,7 @@ def check(task: Task, group: ProcessGroup, operands: Sequence[Tensor | None], sc
     PeerTimeout where a rank has not made as many calls on this group within the time that `set_timeout` allows; the
     ranks may then count differently until all have called `destroy`.
     """
-    if group.size() == 1:
+    if group.size() == 1 or groups.is_fake(group):
         return
     op, x = task.op.name, operands[0]
     assert x is not None
@@ -88,7 +88,7 @@ def _exchange(op: str, group: ProcessGroup, mine: dict[str, str]) -> tuple[list[
     records, generation = _records.get(group), registry.generation(group.group_name)
     start, seconds = time.monotonic(), budgets.of(group)
     if records is None or records.generation != generation:
-        store = store_of(group)
+        store = budgets.GroupStore(group)
         records = _records[group] = _Records(store, generation)
         store.set(f"fusedtp/debug/count/{group.rank()}", str(store.add(f"fusedtp/debug/counts/{group.rank()}", 1)))
     if not records.session:

@@ -150,7 +150,8 @@ class Ready(Prepared):
     """A task on one rank, by the path that was chosen for it: found once, run any number of times.
 
     It holds until `is_stale`. call: what the task is part of, see `meaning`. choice: of the tile of `fused`, by default
-    what was measured to be the fastest.
+    what was measured to be the fastest. The path is chosen in the turn of the first run: a group's first op makes the
+    workspace, which waits for peers, and no other caller may come in between.
     """
 
     def __init__(
@@ -159,13 +160,32 @@ class Ready(Prepared):
     ) -> None:  # fmt: skip
         if groups.inherited is not None:
             groups.check_fork()
-        self.path = choose(task, schedule, group, device)
+        self.task, self._device, self._producer, self._choice = task, device, producer, choice
+        self._asked_for, self._debug, self._call = schedule, debug, call
+        self.version, self.on_gpu = stale.version, device.type == "cuda"
+        self._capturing = self.on_gpu and torch.cuda.is_current_stream_capturing()
+        self._group, self._alone, self._is_prepared = stale.watch(group), group.size() == 1, False
+        # By whether it is part of a backward pass.
+        self._meanings: dict[bool, Meaning] = {}
+        self._turn = turns.Turn("group", group.group_name, task.op.name)
+        if self._alone:
+            self._prepare()
+
+    def prepared(self) -> Ready:
+        """This task with its path chosen, before its first run: collective where that makes a workspace."""
+        with self._turn:
+            if not self._is_prepared:
+                self._prepare()
+        return self
+
+    def _prepare(self) -> None:
+        task, group, device, producer, choice = self.task, self.group, self._device, self._producer, self._choice
+        self.path = choose(task, self._asked_for, group, device)
         if producer != "auto" and self.path.schedule != "fused":
             reason = f"{self.path.reason}; producer={producer!r} has no effect, only 'fused' has one to choose"
             self.path = replace(self.path, reason=reason)
-        self.version, self.on_gpu = stale.version, device.type == "cuda"
-        self._capturing = self.on_gpu and torch.cuda.is_current_stream_capturing()
-        shares = self.path.schedule != "unfused" and group.size() > 1
+        self.version = stale.version
+        shares = self.path.schedule != "unfused" and not self._alone
         ws = _workspaces().get(group, device) if shares else None
         if producer == MULTICAST and self.path.schedule == "fused" and ws is not None:
             lacks, scaled = not ws.has_multicast, task.float8 is not None
@@ -183,12 +203,6 @@ class Ready(Prepared):
             said = getattr(self.on, "sums", "")
             self.path = replace(self.path, sums=said or in_any_order(task, self.path.schedule, group.size()))
         recorded.record(task, group.rank(), group.size())
-        self._group = stale.watch(group)
-        self._asked_for, self._device, self._debug, self._call = schedule, device, debug, call
-        self._alone = group.size() == 1
-        # By whether it is part of a backward pass.
-        self._meanings: dict[bool, Meaning] = {}
-        self._turn = turns.Turn("group", group.group_name, task.op.name)
         interpreted = self.path.schedule == "fused" and device.type == "cpu"
         self._interpreter = turns.Turn("interpreter", "", task.op.name) if interpreted and shares else None
         if interpreted and not _is_interpreted():
@@ -197,6 +211,7 @@ class Ready(Prepared):
                 f"{os.environ.get('TRITON_INTERPRET', '')} keeps out of this process: unset it before fusedtp or "
                 "triton is imported, or use 'decomposed' or 'unfused'"
             )
+        self._is_prepared = True
 
     def is_stale(self) -> bool:
         """Whether memory has been made or given back since, or a graph capture has begun or ended."""
@@ -212,8 +227,10 @@ class Ready(Prepared):
         if self._alone:
             _last = self.path
             return self.go(operands)
-        ws, op = self.ws, self.task.op.name
         with self._turn:
+            if not self._is_prepared:
+                self._prepare()
+            ws, op = self.ws, self.task.op.name
             if self._debug or get_debug_level() == DebugLevel.DETAIL:
                 agreement.check(self.task, self.group, operands, self._asked_for, self._call)
             if self.on_gpu and self._asked_for == "auto" and self.path.schedule != "fused":

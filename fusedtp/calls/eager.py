@@ -8,6 +8,7 @@ layer take 290 us so, 440 by to_local and 190 with plain tensors (one rank, 8 x 
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -79,21 +80,22 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Any) -> tuple[Tensor | None, ...]:
+        # Before the call: hooks may recompute, by calls of their own.
+        kept_tensors = ctx.saved_tensors
         with Open():
-            return (None, *_gradients(ctx, dys))
+            return (None, *_gradients(ctx, dys, kept_tensors))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         refuse_forward_mode()
 
 
-def _gradients(ctx: Any, dys: tuple[Any, ...]) -> list[Tensor | None]:
+def _gradients(ctx: Any, dys: tuple[Any, ...], kept_tensors: Sequence[Any]) -> list[Tensor | None]:
     # Of x, the residual, the norm's parameters and the others.
     _, needs_x, needs_residual, _, _, *others = ctx.needs_input_grad
     needs, dtensors = (needs_x, *others), ctx.dtensors
     call, count = ctx.call, len(others) // 2
     of_norm: list[Tensor | None] = [None, None]
-    kept_tensors = ctx.saved_tensors
     check_versions(kept_tensors, ctx.versions)
     batched = transforms_active()
     for each in dys:
@@ -265,7 +267,7 @@ def _dispatched(
 
 def run(call: Compiled, x: Tensor, residual: Tensor | None, *parameters: Any, norm: Norm | None = None) -> Any:
     """`apply` where no compiler traces and x is of no subclass; the parameters may be a layer's DTensors."""
-    with Open():
+    with Open() as mine:
         if is_in_torch_dispatch_mode() or transforms_active() or x.is_meta:
             given = [None if each is None else local(each, 1 if i & 1 else 2) for i, each in enumerate(parameters)]
             if norm is not None:
@@ -289,7 +291,13 @@ def run(call: Compiled, x: Tensor, residual: Tensor | None, *parameters: Any, no
             if call.is_linear and plain and residual is None and holder(x) is holder(parameters[0]) is None:
                 return call.linear(x, *parameters)
             normed = (None, None) if norm is None else norm[2:]
-            return _Eager.apply(call, x, residual, *normed, *parameters)  # type: ignore[no-untyped-call]
+            try:
+                return _Eager.apply(call, x, residual, *normed, *parameters)  # type: ignore[no-untyped-call]
+            except Exception as error:
+                # After `forward` torch saves tensors, which calls hooks.
+                frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+                mine.handed_over = _Eager.forward.__code__ not in frames
+                raise
         if not plain:
             parameters = tuple(
                 [None if each is None else part(each, 1 if i & 1 else 2) for i, each in enumerate(parameters)]

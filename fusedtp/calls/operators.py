@@ -269,8 +269,10 @@ def _setup_activated(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]
 
 
 def _activated_gradients(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    kept = ctx.saved_tensors[: ctx.num_kept]
-    x, *ws = (kept[0].new_empty(0) if saved is None else saved for saved in ctx.saved_tensors[ctx.num_kept :])
+    # Read once: a checkpoint makes them for one reader.
+    every = ctx.saved_tensors
+    kept = every[: ctx.num_kept]
+    x, *ws = (kept[0].new_empty(0) if saved is None else saved for saved in every[ctx.num_kept :])
     activation = Settings.of(ctx.settings).activation
     count = 1 if activation in GATED else len(ws)
     dys = [torch.zeros_like(z) if dy is None else dy for dy, z in zip(grads[:count], kept, strict=False)]

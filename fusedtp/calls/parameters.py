@@ -43,7 +43,7 @@ def mesh_of(group: Group, process_group: ProcessGroup, device: torch.device | st
     if isinstance(group, DeviceMesh):
         return group
     kinds = sorted(device_types(process_group))
-    kind = torch.empty(0, device=device).device.type
+    kind = torch.empty(0, dtype=torch.uint8, device=device).device.type
     if kind not in kinds:
         # The layer is on meta, or on a CPU before it is moved to a device of the group.
         kind = "cuda" if "cuda" in kinds and torch.cuda.is_available() else kinds[0]

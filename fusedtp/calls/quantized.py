@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .. import formats, groups, norms
 from ..float8 import BLOCK, E8M0
@@ -100,10 +101,10 @@ def apply(
     norm: Norm | None = None,
 ) -> Any:  # fmt: skip
     """`eager.apply` of `Scaled` operands; one weight, or a tuple of several with as many biases or None."""
-    is_compiling = torch.compiler.is_compiling()
+    is_dispatched = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
     if options[-1] not in (RANK_ORDER, ANY_ORDER):
         raise ValueError(f"order {options[-1]!r} is for operands that are not float8, got Scaled ones")
-    if not is_compiling and transforms_active():
+    if not torch.compiler.is_compiling() and transforms_active():
         raise NotImplementedError("float8 operands are not implemented in torch.func's transforms: call it outside")
     if isinstance(weight, tuple) and len(weight) == 1:
         assert isinstance(bias, tuple)
@@ -122,7 +123,7 @@ def apply(
     process_group = groups.resolve(group)
     stand_in, in_place = _stand_in(x, out), [_stand_in(w, out) for w in ws]
     w_in_place: Any = tuple(in_place) if several else in_place[0]
-    if is_compiling:
+    if is_dispatched:
         text, numbers = prepare(
             stand_in, w_in_place, bias, process_group, *options, **calls_.extra(residual, activation, norm)
         )  # fmt: skip
@@ -137,7 +138,7 @@ def apply(
         outs = _forward(found, x, ws, biases, residual, out, norm)
     if norm is not None:
         # The norm is behind the sum; what a compiler traces has it as an op of its own.
-        return (outs[1], outs[0]) if not is_compiling else (norms.of(norm, outs[0]), outs[0])
+        return (outs[1], outs[0]) if not is_dispatched else (norms.of(norm, outs[0]), outs[0])
     return outs[0] if len(outs) == 1 else tuple(outs)
 
 

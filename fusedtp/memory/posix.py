@@ -113,7 +113,7 @@ class PosixMemory:
 
     def _own(self, num_bytes: int, header: Tensor) -> tuple[Tensor, _Descriptor | None, Row]:
         # The own arena, its file, and what the peers need to know of it; nothing, and why, where there is no room.
-        own, file, inode, code, machine = torch.empty(0, dtype=torch.uint8), None, 0, 0, (0, 0)
+        own, file, inode, code, machine = torch.empty(0, dtype=torch.uint8, device="cpu"), None, 0, 0, (0, 0)
         try:
             machine = _machine()
             file = _file(num_bytes)

@@ -44,5 +44,5 @@ def _rows(x: Tensor) -> Tensor:
     rows, K = x.shape
     if x.stride(1) != 1 or x.stride(0) == K:
         return x
-    whole = torch.zeros(rows, -(-K // _STEP) * _STEP, dtype=x.dtype)
+    whole = torch.zeros(rows, -(-K // _STEP) * _STEP, dtype=x.dtype, device=x.device)
     return whole[:, :K].copy_(x)

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from .. import groups
 from ..errors import RanksDisagree
-from ..torch_private import store_of, timeout_seconds
 from ..workspaces import budgets, meaning
 from ..workspaces.records import Exchange
 
@@ -32,12 +32,12 @@ def compare(group: ProcessGroup, mine: Mapping[str, str]) -> None:
     """Raise RanksDisagree on every rank alike where they were given different things, with the first of these.
 
     PeerTimeout where a rank does not come, as it may still be loading, within the group's timeout, or the time that
-    `set_timeout` allows this group; who comes later has it too.
+    `set_timeout` allows; who comes later has it too.
     """
-    if group.size() == 1:
+    if group.size() == 1 or groups.is_fake(group):
         return
-    store = store_of(group)
-    rank, start, seconds = group.rank(), time.monotonic(), _patience(group)
+    store = budgets.GroupStore(group)
+    rank, start, seconds = group.rank(), time.monotonic(), budgets.of_first(group)
     # Counted in the store, which may outlive the group.
     call = store.add(f"fusedtp/{_OP}/calls/{rank}", 1)
     keys = [f"fusedtp/{_OP}/{call}/{peer}" for peer in range(group.size())]
@@ -47,8 +47,3 @@ def compare(group: ProcessGroup, mine: Mapping[str, str]) -> None:
     store.delete_key(f"fusedtp/{_OP}/{call - 1}/{rank}")
     if text := meaning.difference(_OP, everyone):
         raise RanksDisagree(text, _OP, rank, tuple(everyone))
-
-
-def _patience(group: ProcessGroup) -> float:
-    own = budgets.own(group)
-    return timeout_seconds(group) if own is None else own

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from .. import collectives
 from ..calls import arguments, dispatch
-from ..calls.parameters import local
+from ..calls.parameters import PLAIN, local
 from ..shards import chunk_sizes, offsets
 from .linears import as_dtensor, check_mesh, lies, positive
 from .shared import Derived, derived
@@ -90,7 +90,9 @@ class FusedEmbedding(nn.Embedding):
         output = positive(self.output, input.ndim + 1, "output_layouts")
         sizes, rank = chunk_sizes(self.num_embeddings, self.mesh.size()), self.mesh.get_local_rank()
         begin, size = offsets(sizes)[rank], sizes[rank]
-        if input.device.type == "cpu" and input.numel() and not torch.compiler.is_compiling():
+        # A fake tensor has no values to look at.
+        has_values = type(input) in PLAIN and input.device.type == "cpu" and not torch.compiler.is_compiling()
+        if has_values and input.numel():
             low, high = torch.aminmax(input)
             if low < 0 or high >= self.num_embeddings:
                 raise IndexError(f"indices must be from 0 to {self.num_embeddings - 1}, got {int(low)} to {int(high)}")

@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 from ..errors import PeerTimeout
+from .budgets import StoreSilent
 
 _GAVE_UP = "gave up on rank"
 
@@ -63,6 +64,8 @@ class Exchange:
         try:
             self.store.wait([self.keys[peer]], timedelta(seconds=max(0.001, self.deadline - time.monotonic())))
             found: dict[str, str] = json.loads(self.store.get(self.keys[peer]))
+        except StoreSilent:
+            raise
         except RuntimeError as error:
             givers = [giver for giver, each in enumerate(before) if each.get(_GAVE_UP) == str(peer)]
             detail = f"{self.absent}; rank {givers[0]} had given up on it" if givers else self.absent

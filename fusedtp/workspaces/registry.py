@@ -50,6 +50,11 @@ def get(group: dist.ProcessGroup, device: torch.device, *, epoch: int = 0) -> Wo
     if made_for is None or made_for() is not group:
         _forget(key)
         made_for = _made_for[key] = ref(group, _group_gone)
+    if groups.is_fake(group):
+        _unreachable[key] = (
+            "the group's backend is 'fake', with no other ranks whose memory could be reached: 'auto' and 'unfused' "
+            "give results of the right shapes"
+        )
     if key in _unreachable:
         raise Unreachable(_unreachable[key])
     if key not in _workspaces or not _workspaces[key].made:
@@ -95,9 +100,9 @@ def set_timeout(seconds: float, group: Group = None) -> None:
     """How long a wait for a peer may take before `PeerTimeout`, in seconds (30 at first), from now on: in `group`, or,
     where none is given, in every group of this process, those that had a budget of their own as well.
 
-    It is the budget of every wait in shared memory and of debug mode. What goes through the backend, the schedule
-    `unfused` and the making of a workspace (on a GPU its growth too), has the timeout of init_process_group or
-    new_group.
+    It is the budget of every wait in shared memory and of debug mode, and of the wait for peers that a group's first op
+    or `parallelize` begins with, which without it have the timeout of init_process_group or new_group. What goes
+    through the backend has that timeout: the schedule `unfused`, on a GPU also making a workspace and its growth.
 
     Raises ValueError unless 0 < seconds <= 2,000,000 (the clock is an int32 of milliseconds), TypeError for no number;
     for what is no group as in the functions.

@@ -27,8 +27,8 @@ from torch.distributed import ProcessGroup
 
 from ..errors import PeerTimeout
 from ..kernels import signal
-from ..torch_private import store_of, timeout_seconds
 from . import budgets
+from .budgets import GroupStore, StoreSilent
 from .clock import Stopwatch
 from .steps import HostSteps, load_acquire, store_release
 
@@ -58,7 +58,7 @@ def _lost_store(rank: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, PeerTimeout):
+        if isinstance(error, PeerTimeout | StoreSilent):
             raise
         raise RuntimeError(
             f"{_MAKING}: rank {rank} has lost torch.distributed's store, which is in the process of rank 0 unless "
@@ -69,13 +69,12 @@ def _lost_store(rank: int) -> Iterator[None]:
 class StoreExchange:
     """An `Exchange` through the store of `group`.
 
-    Waits for rows take up to the group's timeout, as a rank's first op of a group may come at any time; waits for
-    outcomes up to the budget. After that PeerTimeout names the missing rank.
+    Waits for rows take up to the group's timeout, as a rank's first op of a group may come at any time, unless
+    `set_timeout` was called; waits for outcomes up to the budget. After that PeerTimeout names the missing rank.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
-        # There is no public way to a group's own store.
-        self._store: Any = store_of(group)
+        self._store = GroupStore(group)
         self._rank, self._world_size = group.rank(), group.size()
         self._group, self._number = group, 0
         # Whether this rank broke off last time.
@@ -147,9 +146,7 @@ class StoreExchange:
 
     def _patience(self) -> float:
         # If this rank broke off last time, or a peer has begun anew, some may have finished and wait elsewhere.
-        if self._group in _unfinished:
-            return budgets.of(self._group)
-        return timeout_seconds(self._group)
+        return budgets.of(self._group) if self._group in _unfinished else budgets.of_first(self._group)
 
     def _key(self, *parts: str | int) -> str:
         return "/".join(map(str, ("fusedtp/arenas", *parts)))
@@ -198,7 +195,7 @@ class ArenaExchange:
         ws = self._ws
         row = partial(ws.view, epoch=self._steps.epoch, offset=0, shape=(1, len(mine)), dtype=torch.int64)
         ws.tell_peers()
-        row(ws.rank).copy_(torch.tensor(mine))
+        row(ws.rank).copy_(torch.tensor(mine, dtype=torch.int64, device="cpu"))
         self._steps.meet()
         return [row(peer)[0].tolist() for peer in range(ws.world_size)]
 

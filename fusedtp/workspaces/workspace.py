@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -96,7 +97,7 @@ class Workspace(Failing):
         self._last_stream: torch.cuda.Stream | None = None
         self._done: torch.cuda.Event | None = None
         on_gpu = device.type == "cuda"
-        self.host_block = torch.zeros(signal.HOST_WORDS, dtype=torch.int32, pin_memory=on_gpu)
+        self.host_block = torch.zeros(signal.HOST_WORDS, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
         self._report = self.host_block.numpy()
         self._gpu = hardware.number_of(hardware.of_gpu(torch.cuda.get_device_name(device)) if on_gpu else None)
         if make:
@@ -114,7 +115,8 @@ class Workspace(Failing):
     @outside_inference
     def _allocate(self, half_bytes: int, slots: int, epoch: int, exchange: Exchange | None) -> None:
         words = signal.SIGNALS.value + slots * self.world_size
-        header = torch.zeros(-(-words // 64) * 64 + disagreement.TEXT_BYTES // 4, dtype=torch.int32)
+        size = -(-words // 64) * 64 + disagreement.TEXT_BYTES // 4
+        header = torch.zeros(size, dtype=torch.int32, device="cpu")
         # Signals start at the present epoch, not at 0: near the wrap 0 could pass for a later one.
         header[signal.SIGNALS.value : -disagreement.TEXT_BYTES // 4] = epoch
         header[signal.EPOCH.value] = epoch
@@ -131,11 +133,12 @@ class Workspace(Failing):
         self.half_bytes, self.slots, self.data_offset = half_bytes, slots, data_offset
         self.words = own[:data_offset].view(torch.int32)
         # The same words for the host, where it can reach them: an element of a tensor takes ten times as long.
-        self.host_words = (self.words if self.device.type == "cpu" else torch.zeros(0)).numpy()
+        self.host_words = self.words.numpy() if self.device.type == "cpu" else np.zeros(0)
         self.data, self.addresses = own[data_offset : data_offset + 2 * half_bytes], addresses
         if isinstance(self.steps, HostSteps):
             self.steps.reach(addresses)
-        self.peers = torch.tensor([*addresses, self.host_block.data_ptr(), arena.multicast]).to(self.device)
+        known = [*addresses, self.host_block.data_ptr(), arena.multicast]
+        self.peers = torch.tensor(known, dtype=torch.int64, device=self.device)
         self._channel = Channel(self.peers, self.data, self.rank, self.world_size, half_bytes, data_offset)
         # Only now, as the budget may have been set meanwhile.
         self.words[signal.BUDGET_MS.value] = math.ceil(self.seconds * 1000)
