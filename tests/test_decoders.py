@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from fusedtp.bench.ranks import RankPool
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 import fusedtp
@@ -88,8 +89,10 @@ def close(out: Tensor, expected: Tensor, name: str) -> None:
 
 
 def gradients_are_those_of(model: nn.Module, dense: nn.Module) -> None:
-    expected = {name: parameter.grad for name, parameter in dense.named_parameters()}
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    expected, found = (
+        {name: parameter.grad for name, parameter in each.named_parameters() if parameter.requires_grad}
+        for each in (dense, model)
+    )  # fmt: skip
     for name, module in model.named_modules():
         if isinstance(module, Unpacked):
             lengths = [part.out_features for part in module.parts]
@@ -219,6 +222,45 @@ def trained(group: ProcessGroup, name: str) -> None:
 @pytest.mark.parametrize("name", ["Qwen3", "Phi3"])
 def test_a_training_loop(pool: RankPool, name: str) -> None:
     pool.run(trained, name, world_size=2)
+
+
+def with_dropout(group: ProcessGroup, name: str, changes: dict[str, float], sequence_parallel: bool) -> None:
+    """Of hidden states it drops what one process would drop; of this rank's heads as much on every rank: random states
+    stay together, and with them the gradients of what is whole on every rank, though nine tokens do not divide.
+    """
+    dense, model = decoder(name, **changes).train(), decoder(name, **changes).train()
+    fusedtp.parallelize(model, mesh_of(group), sequence_parallel=sequence_parallel)
+    tokens = torch.randint(3, VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(16))
+    torch.manual_seed(17)
+    for _ in range(2):
+        model.zero_grad()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    grads: list[Any] = [each.grad for each in model.parameters()]
+    mine = [torch.get_rng_state(), *(each for each in grads if not isinstance(each, DTensor))]
+    mine += [each.to_local() for each in grads if isinstance(each, DTensor) and each.placements == (Replicate(),)]
+    for each in mine:
+        others = [torch.empty_like(each) for _ in range(group.size())]
+        dist.all_gather(others, each, group=group)
+        assert all(torch.equal(each, other) for other in others)
+    if not changes.get("attn_pdrop", changes.get("attention_dropout")):
+        torch.manual_seed(17)
+        for _ in range(2):
+            dense.zero_grad()
+            dense(input_ids=tokens, labels=tokens).loss.backward()
+        assert torch.equal(torch.get_rng_state(), mine[0])
+        gradients_are_those_of(model, dense)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("GPT-2", {"attn_pdrop": 0.0}), ("GPT-2", {"attn_pdrop": 0.2}),
+        ("GPT-NeoX", {"hidden_dropout": 0.3, "attention_dropout": 0.0}),
+    ],
+)  # fmt: skip
+def test_dropout(pool: RankPool, name: str, changes: dict[str, float], sequence_parallel: bool) -> None:
+    pool.run(with_dropout, name, changes, sequence_parallel, world_size=2)
 
 
 def whole_gradient(parameter: Tensor) -> Tensor:

@@ -27,11 +27,11 @@ from torch.nn.utils.parametrize import is_parametrized
 from ..calls import arguments, dispatch, orders
 from ..op import ANY_ORDER, RANK_ORDER, Order
 from ..recipes import Float8
-from . import agreed
+from . import agreed, lora
 from .embeddings import FusedEmbeddingParallel
 from .grouped import FusedGroup
 from .linears import FusedColwiseParallel, FusedRowwiseParallel, check_mesh, unfit
-from .norms import FusedNormParallel
+from .norms import AsGiven, FusedNormParallel
 from .packed import Unpack, features, is_conv1d
 from .stack import PLANS, Decoder, check_alike, check_own, check_split_tokens, decoder_of, has_own, is_norm
 from .tokens import TOKENS, Heads, SplitFeatures, SplitTokens, TiedHead, WholeOutput, WholeTokens
@@ -56,8 +56,9 @@ class _Planner:
     def _add(self, name: str, *styles: ParallelStyle) -> None:
         self.plan.setdefault(name, []).extend(styles)
 
-    def _norm(self) -> ParallelStyle:
-        return FusedNormParallel(schedule=self._options["schedule"], debug=self._options["debug"])
+    def _norm(self, use_local_output: bool = False) -> ParallelStyle:
+        options = {"schedule": self._options["schedule"], "debug": self._options["debug"]}
+        return FusedNormParallel(use_local_output=use_local_output, **options)
 
     def write(self) -> dict[str, list[ParallelStyle]]:
         """The whole plan."""
@@ -69,6 +70,9 @@ class _Planner:
             if any(True for _ in child.parameters()):
                 self._child(f"{every}.{name}", name, child)
         if self._split_tokens:
+            for name, module in of.stack[0].named_modules():
+                if type(module) is nn.Dropout:
+                    self._add(f"{every}.{name}", AsGiven())
             # Last of what is refused, as its remedy helps where nothing else is.
             check_split_tokens(of)
             self._add(f"{of.layers}.0", SplitTokens())
@@ -164,7 +168,7 @@ class _Planner:
         lengths = {parameter.numel() for parameter in module.parameters()}
         known = is_norm(module)
         if known and lengths == {head}:
-            return self._norm()
+            return self._norm(use_local_output=True)
         linear = path.rpartition(".")[2].replace("_norm", "_proj")
         whole = getattr(getattr(child, linear, None), "out_features", None)
         if known and config is not None and lengths == {whole}:
@@ -247,7 +251,7 @@ def decoder_plan(
     """The plan that `parallelize` applies: styles by names of modules, in which * is any one name.
 
     Raises NotImplementedError for what is no decoder as described above, ValueError where its heads cannot be shared
-    out over so many ranks; both name the module.
+    out over so many ranks; both name the module. The names are those in a model without adapters.
     """
     split = arguments.flag("sequence_parallel", sequence_parallel)
     dispatch.check_schedule(schedule)
@@ -255,7 +259,11 @@ def decoder_plan(
     split_logits = arguments.flag("loss_parallel", loss_parallel)
     recipe = arguments.float8_of(float8)
     orders.leaves_of(order, schedule, num_ranks, float8)
-    return _Planner(decoder_of(model), num_ranks, split, split_logits, options, recipe, order).write()
+    decoder = lora.model_of(model)
+    with lora.taken_off(decoder) as adapted:
+        plan = _Planner(decoder_of(decoder), num_ranks, split, split_logits, options, recipe, order).write()
+        lora.check(adapted, styled(decoder, plan))
+    return plan
 
 
 def parallelize(
@@ -297,13 +305,18 @@ def parallelize(
         # The others would wait for this one.
         agreed.compare(device_mesh.get_group(), {**said, "plan": f"refused, {error}"})
         raise
-    styled = {f"the plan of {pattern}": repr(styles) for pattern, styles in plan.items()}
-    agreed.compare(device_mesh.get_group(), {**said, "plan": "made", **styled, **agreed.parameters_of(model)})
-    for pattern, styles in plan.items():
-        for _, module in list(matching(model, pattern)):
-            for style in styles:
-                style.src_data_rank = src_data_rank
-                style._apply(module, device_mesh)
+    planned = {f"the plan of {pattern}": repr(styles) for pattern, styles in plan.items()}
+    agreed.compare(device_mesh.get_group(), {**said, "plan": "made", **planned, **agreed.parameters_of(model)})
+    decoder = lora.model_of(model)
+    with lora.taken_off(decoder) as adapted:
+        for pattern, styles in plan.items():
+            for name, module in list(matching(decoder, pattern)):
+                for each in (module, *lora.copies(adapted.get(name))):
+                    for style in styles:
+                        style.src_data_rank = src_data_rank
+                        style._apply(each, device_mesh)
+    for module in adapted.values():
+        lora.split(module, device_mesh, src_data_rank)
     return model
 
 
@@ -315,13 +328,21 @@ def matching(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def whole(model: nn.Module, plan: Mapping[str, Sequence[ParallelStyle]]) -> list[str]:
-    """The modules with parameters of their own that a plan leaves as they are; those of all layers as one, with *."""
-    planned = set()
+def styled(model: nn.Module, plan: Mapping[str, Sequence[ParallelStyle]]) -> dict[str, list[ParallelStyle]]:
+    """The styles of a plan by the names of the modules that they are for."""
+    found: dict[str, list[ParallelStyle]] = {}
     for pattern, styles in plan.items():
         for style in styles:
             names = [f"{pattern}.{name}" for name in style.names] if isinstance(style, FusedGroup) else [pattern]
-            planned |= {name for each in names for name, _ in matching(model, each)}
+            for each in names:
+                for name, _ in matching(model, each):
+                    found.setdefault(name, []).append(style)
+    return found
+
+
+def whole(model: nn.Module, plan: Mapping[str, Sequence[ParallelStyle]]) -> list[str]:
+    """The modules with parameters of their own that a plan leaves as they are; those of all layers as one, with *."""
+    planned = styled(model, plan)
     layers = decoder_of(model).layers
     left = [
         name for name, module in model.named_modules()

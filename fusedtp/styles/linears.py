@@ -111,10 +111,30 @@ def positive(placement: Placement, ndim: int, name: str = "layout") -> Placement
     return Shard(placement.dim % ndim)
 
 
-class FusedColwiseLinear(nn.Linear):
-    """What FusedColwiseParallel makes of an nn.Linear: `[.., R_X, .., K] @ [K, N_X] -> [.., N_X]`, or R whole."""
+class FusedLinear(nn.Linear):
+    """What the styles have in common for those who would put something around it."""
 
     layouts: _Layouts
+    # Whether `parallelize` has split the adapters around it.
+    has_adapters = False
+
+    @property
+    def base_layer(self) -> nn.Module:
+        """What peft asks of every linear that it is about to put an adapter around: there is none.
+
+        Raises NotImplementedError, as the adapter would see this rank's part of the weight, and nothing would add up
+        what it makes of that.
+        """
+        if self.has_adapters:
+            raise AttributeError("base_layer")
+        raise NotImplementedError(
+            f"an adapter cannot be put around this {type(self).__name__}, which is split over ranks: put adapters on "
+            "first, peft.get_peft_model or add_adapter, and then call fusedtp.parallelize, which splits LoRA"
+        )
+
+
+class FusedColwiseLinear(FusedLinear):
+    """What FusedColwiseParallel makes of an nn.Linear: `[.., R_X, .., K] @ [K, N_X] -> [.., N_X]`, or R whole."""
 
     def forward(self, input: Tensor) -> Tensor:
         (y,) = columns([self], input)
@@ -148,10 +168,8 @@ def columns(linears: Sequence[FusedColwiseLinear], input: Tensor) -> list[Tensor
     ]
 
 
-class FusedRowwiseLinear(nn.Linear):
+class FusedRowwiseLinear(FusedLinear):
     """What FusedRowwiseParallel makes of an nn.Linear: `[.., K_X] @ [K_X, N] -> [.., R_X, .., N]`, or R whole."""
-
-    layouts: _Layouts
 
     def forward(self, input: Tensor) -> Tensor:
         to = self.layouts
@@ -191,7 +209,7 @@ def unfit(module: nn.Module) -> str:
         return f"{kind}: torch.distributed.tensor.parallel.ColwiseParallel and RowwiseParallel take embeddings"
     if not isinstance(module, nn.Linear):
         return f"{kind}, which torch's styles do not take either"
-    if isinstance(module, FusedColwiseLinear | FusedRowwiseLinear):
+    if isinstance(module, FusedLinear):
         return f"{kind}: it has a style already"
     if type(module) is not nn.Linear:
         return (
