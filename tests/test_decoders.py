@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+import warnings
 from importlib.util import find_spec
 from itertools import product
 from typing import Any
@@ -52,6 +54,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "OLMoE, clipped in place": ("Olmoe", {**EXPERTS, "num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 0.5}),
     "Cohere, queries and keys normalized": ("Cohere", {"use_qk_norm": True}),
     "Mixtral": ("Mixtral", {**EXPERTS, "num_local_experts": 4}),
+    "GraniteMoe": ("GraniteMoe", {**EXPERTS, "num_local_experts": 4}),
+    "Phimoe": ("Phimoe", {**EXPERTS, "num_local_experts": 4}),
+    "HunYuanMoEV1": ("HunYuanMoEV1", {**EXPERTS, "num_experts": 4, "moe_topk": 2, "head_dim": 4}),
+    "Afmoe": ("Afmoe", {"num_dense_layers": 2, "head_dim": 4}),
 }
 
 
@@ -112,7 +118,12 @@ def gradients_are_those_of(model: nn.Module, dense: nn.Module) -> None:
 
 def as_in_one_process(group: ProcessGroup, name: str, sequence_parallel: bool) -> None:
     dense, model = decoder(name), decoder(name)
-    assert fusedtp.parallelize(model, mesh_of(group), sequence_parallel=sequence_parallel) is model
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        assert fusedtp.parallelize(model, mesh_of(group), sequence_parallel=sequence_parallel) is model
+    told = [str(each.message) for each in caught if "parallelize leaves" in str(each.message)]
+    assert len(told) == (group.rank() == 0 and hasattr(dense.config, "num_experts_per_tok"))
+    assert all(re.search(r"whole on every rank, \d\d% of the bytes: .*mlp|moe", each) for each in told)
     torch.manual_seed(12)
     # The second text is shorter by two tokens.
     tokens, mask = torch.randint(3, VOCABULARY, (2, 9)), torch.ones(2, 9, dtype=torch.long)

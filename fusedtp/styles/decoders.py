@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,9 @@ from .norms import AsGiven, FusedNormParallel
 from .packed import Unpack, features, is_conv1d
 from .stack import PLANS, Decoder, check_alike, check_own, check_split_tokens, decoder_of, has_own, is_norm
 from .tokens import TOKENS, Heads, SplitFeatures, SplitTokens, TiedHead, WholeOutput, WholeTokens
+
+# The share of the bytes that stays whole from which on `parallelize` says so.
+_TOLD = 0.1
 
 
 class _Planner:
@@ -286,6 +290,8 @@ def parallelize(
                         comes before such heads: their terms are added in the order of ranks
     src_data_rank       whose parameters count; None where all ranks have the same
 
+    The first rank warns where a tenth of the bytes or more stays whole on every rank, and says of which modules.
+
     The model is called as before, with the same inputs on every rank, and gives whole logits, if not told otherwise.
     Its parameters become DTensors where they are split, and keep their names but for packed ones, whose parts have
     their own. Errors as in `decoder_plan`, before anything is changed; RanksDisagree, on every rank, where the ranks
@@ -309,6 +315,9 @@ def parallelize(
     agreed.compare(device_mesh.get_group(), {**said, "plan": "made", **planned, **agreed.parameters_of(model)})
     decoder = lora.model_of(model)
     with lora.taken_off(decoder) as adapted:
+        left = whole(decoder, plan)
+        if sum(left.values()) > _TOLD and device_mesh.size() > 1 and device_mesh.get_local_rank() == 0:
+            warnings.warn(f"parallelize leaves {told(left)}", stacklevel=2)
         for pattern, styles in plan.items():
             for name, module in list(matching(decoder, pattern)):
                 for each in (module, *lora.copies(adapted.get(name))):
@@ -340,12 +349,21 @@ def styled(model: nn.Module, plan: Mapping[str, Sequence[ParallelStyle]]) -> dic
     return found
 
 
-def whole(model: nn.Module, plan: Mapping[str, Sequence[ParallelStyle]]) -> list[str]:
-    """The modules with parameters of their own that a plan leaves as they are; those of all layers as one, with *."""
+def whole(model: nn.Module, plan: Mapping[str, Sequence[ParallelStyle]]) -> dict[str, float]:
+    """The modules with parameters of their own that a plan leaves as they are, and their share of the model's bytes;
+    those of all layers as one, with *.
+    """
     planned = styled(model, plan)
     layers = decoder_of(model).layers
-    left = [
-        name for name, module in model.named_modules()
-        if name not in planned and has_own(module)
-    ]  # fmt: skip
-    return list(dict.fromkeys(re.sub(rf"^{re.escape(layers)}\.\d+\.", f"{layers}.*.", name) for name in left))
+    total, left = sum(each.nbytes for each in model.parameters()), dict[str, float]()
+    for name, module in model.named_modules():
+        if name not in planned and has_own(module):
+            pattern = re.sub(rf"^{re.escape(layers)}\.\d+\.", f"{layers}.*.", name)
+            bytes_of = sum(each.nbytes for each in module.parameters(recurse=False))
+            left[pattern] = left.get(pattern, 0) + bytes_of / total
+    return left
+
+
+def told(left: Mapping[str, float]) -> str:
+    """What stays whole on every rank, in words."""
+    return f"whole on every rank, {sum(left.values()):.0%} of the bytes: {', '.join(left)}"

@@ -16,6 +16,13 @@ PLANS = {
     },
 }  # fmt: skip
 
+# Of models whose own plan is for their experts alone: linears of their attention, by model_type.
+_QKVO = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+ATTENTION = {
+    "afmoe": {**_QKVO, "gate_proj": "colwise"}, "granitemoe": _QKVO, "granitemoeshared": _QKVO,
+    "hunyuan_v1_moe": _QKVO, "jamba": _QKVO, "phimoe": _QKVO,
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Decoder:
@@ -84,6 +91,7 @@ def decoder_of(model: nn.Module) -> Decoder:
     planned: Mapping[str, str] | None = PLANS.get(kind_of) or getattr(config, "base_model_tp_plan", None)
     if not planned:
         raise NotImplementedError(f"parallelize goes by a model's own base_model_tp_plan, and {kind} has none")
+    planned = {**planned, **{f"{name}.*.self_attn.{key}": how for key, how in ATTENTION.get(kind_of, {}).items()}}
     of: dict[str, list[str]] = {"columns": [], "rows": [], "others": []}
     for pattern, how in planned.items():
         if pattern.startswith(f"{name}.*."):
