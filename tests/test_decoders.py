@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import re
 import warnings
 from importlib.util import find_spec
@@ -57,6 +58,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "GraniteMoe": ("GraniteMoe", {**EXPERTS, "num_local_experts": 4}),
     "Phimoe": ("Phimoe", {**EXPERTS, "num_local_experts": 4}),
     "HunYuanMoEV1": ("HunYuanMoEV1", {**EXPERTS, "num_experts": 4, "moe_topk": 2, "head_dim": 4}),
+    "LongcatFlash": (
+        "LongcatFlash",
+        {
+            "ffn_hidden_size": 44,
+            "expert_ffn_hidden_size": 16,
+            "num_layers": 1,
+            "n_routed_experts": 4,
+            "moe_topk": 2,
+            "zero_expert_num": 2,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 4,
+            "v_head_dim": 4,
+            "head_dim": 4,
+            "num_key_value_heads": 8,
+            **EXPERTS,
+        },
+    ),
     "Afmoe": ("Afmoe", {"num_dense_layers": 2, "head_dim": 4}),
 }
 
@@ -233,6 +253,27 @@ def trained(group: ProcessGroup, name: str) -> None:
 @pytest.mark.parametrize("name", ["Qwen3", "Phi3"])
 def test_a_training_loop(pool: RankPool, name: str) -> None:
     pool.run(trained, name, world_size=2)
+
+
+def saved_whole(group: ProcessGroup) -> None:
+    """torch.save of a model that is split, with the hooks that split its tokens; and logits of chosen tokens."""
+    for name in ("Llama with one key head", "OLMo2", "Mixtral"):
+        model = fusedtp.parallelize(decoder(name), mesh_of(group))
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        tokens, dense = torch.arange(3, 12)[None], decoder(name)
+        again = torch.load(file, weights_only=False)
+        close(again(input_ids=tokens).logits, dense(input_ids=tokens).logits, "logits of a model that was loaded")
+        for kept in (torch.tensor([1, 7, 8]), 2):
+            given = {"input_ids": tokens, "logits_to_keep": kept}
+            close(model(**given).logits, dense(**given).logits, f"logits of {kept}")
+
+
+# torch says that it cannot see where the storages of DTensors lie.
+@pytest.mark.filterwarnings("ignore")
+def test_saved_whole_and_logits_of_some_tokens(pool: RankPool) -> None:
+    pool.run(saved_whole, world_size=2)
 
 
 def with_dropout(group: ProcessGroup, name: str, changes: dict[str, float], sequence_parallel: bool) -> None:

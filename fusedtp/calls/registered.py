@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
@@ -49,9 +50,16 @@ def operator(
         signature = inspect.signature(function)
 
         @functools.wraps(function)
-        def call(*args: Any) -> Any:
-            if torch.compiler.is_compiling() or not (transforms_active() or forward_ad._current_level >= 0):
+        def call(*args: Any, finalizing: Any = sys.is_finalizing) -> Any:
+            if torch.compiler.is_compiling():
                 return registered(*args)
+            if not (transforms_active() or forward_ad._current_level >= 0):
+                try:
+                    return registered(*args)
+                except RuntimeError as error:
+                    if not finalizing():
+                        raise
+                    raise RuntimeError(f"fusedtp.{name}: the interpreter is ending, and torch with it") from error
             given = signature.bind(*args)
             given.apply_defaults()
             return transformed.apply(*given.args)

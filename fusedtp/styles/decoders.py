@@ -35,10 +35,19 @@ from .linears import FusedColwiseParallel, FusedRowwiseParallel, check_mesh, unf
 from .norms import AsGiven, FusedNormParallel
 from .packed import Unpack, features, is_conv1d
 from .stack import PLANS, Decoder, check_alike, check_own, check_split_tokens, decoder_of, has_own, is_norm
-from .tokens import TOKENS, Heads, SplitFeatures, SplitTokens, TiedHead, WholeOutput, WholeTokens
+from .tokens import TOKENS, Heads, KeptLogits, SplitFeatures, SplitTokens, TiedHead, WholeOutput, WholeTokens
 
 # The share of the bytes that stays whole from which on `parallelize` says so.
 _TOLD = 0.1
+
+
+def _called(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    # The children that a layer calls; of a list, which nobody calls, those in it.
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _called(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", child
 
 
 class _Planner:
@@ -70,7 +79,7 @@ class _Planner:
         check_alike(of)
         self._embedding()
         every = f"{of.layers}.*"
-        for name, child in of.stack[0].named_children():
+        for name, child in _called(of.stack[0]):
             if any(True for _ in child.parameters()):
                 self._child(f"{every}.{name}", name, child)
         if self._split_tokens:
@@ -80,6 +89,8 @@ class _Planner:
             # Last of what is refused, as its remedy helps where nothing else is.
             check_split_tokens(of)
             self._add(f"{of.layers}.0", SplitTokens())
+            if of.head is not None and not self._ends_whole:
+                self._add("", KeptLogits())
             self._last_norm()
         self._head()
         return self.plan
@@ -89,14 +100,15 @@ class _Planner:
         of = self._of
 
         def own(names: Sequence[str]) -> list[str]:
-            known = dict(child.named_modules())
-            return [each for each in (full.removeprefix(f"{name}.") for full in names) if each in known]
+            inside = [each for each, _ in child.named_modules(prefix=name)]
+            found = [each for full in names for each in inside if fnmatch.fnmatchcase(each, full)]
+            return [each.removeprefix(f"{name}.") for each in found]
 
         columns, rows = own(of.columns), own(of.rows)
         if is_norm(child):
             if self._split_tokens:
                 self._add(path, self._norm())
-        elif columns and rows:
+        elif columns and rows and not own(of.latent):
             self._check_linears(name, (*columns, *rows))
             self._block(path, child, columns, rows)
         elif self._split_tokens:

@@ -216,10 +216,29 @@ def unfit(module: nn.Module) -> str:
             f"{kind}, a subclass that may compute something else: torch's styles leave its code as it is. Where that "
             "is nn.Linear's, put an nn.Linear in its place"
         )
+    if reason := met_before(module):
+        return reason
+    weight: Any = module._parameters.get("weight")
+    if weight is not None and not (weight.is_floating_point() and not type(weight).__module__.startswith("torchao")):
+        return (
+            f"one whose weight is quantized, {type(weight).__name__} of {weight.dtype}: split it first, then quantize"
+        )
     computed = [name for name in ("weight", "bias") if name not in module._parameters]
     if computed:
         # torch.nn.utils.weight_norm and spectral_norm, the older ones.
         return f"one whose {computed[0]} is computed before each call: remove_weight_norm first, or what does so"
+    return ""
+
+
+def met_before(module: nn.Module) -> str:
+    """Why no style can be applied: what another one, or a patch, has done to this module; "" where nothing has."""
+    if "forward" in vars(module):
+        return (
+            f"a {type(module).__name__} whose forward was replaced on the instance, by code for the whole weight: "
+            "take it off, as accelerate.hooks.remove_hook_from_module does, and replace it after the style is applied"
+        )
+    if getattr(module, "_distribute_module_applied", False):
+        return f"a {type(module).__name__} that has one of torch's styles already"
     return ""
 
 
@@ -312,6 +331,9 @@ class _FusedStyle(ParallelStyle):
                 value = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=self.src_data_rank)
                 setattr(module, name, nn.Parameter(value, requires_grad=parameter.requires_grad))
         module.__class__ = self._linear
+        # So that torch's own styles refuse it from now on.
+        made: Any = module
+        made._distribute_module_applied = True
         module.layouts = self.layouts_on(device_mesh)  # type: ignore[assignment]
         return module
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ..calls import arguments, dispatch
 from ..calls.parameters import local
-from .linears import as_dtensor, check_mesh, positive
+from .linears import as_dtensor, check_mesh, met_before, positive
 from .shared import Derived, Sum, derived, replicate
 
 
@@ -53,11 +53,14 @@ class FusedNormParallel(ParallelStyle):
             isinstance(module, nn.modules.dropout._DropoutNd) and type(module) is not nn.Dropout
         ):
             raise NotImplementedError(f"{name} is for nn.Dropout and for a norm with no modules in it, got {kind}")
+        if reason := met_before(module):
+            raise NotImplementedError(f"{name} is for nn.Dropout and for norms, got {reason}")
         names = tuple(name for name, each in module.named_parameters(recurse=False))
         replicate(module, device_mesh, self.src_data_rank)
         values = tuple((name, _Own(name)) for name in names)
         made: Any = module
         made.__class__ = derived((FusedDropout if kind == "Dropout" else FusedNorm, type(module)), values)
+        made._distribute_module_applied = True
         made.gradients = Sum(device_mesh, self.schedule, self.debug)
         made.tokens, made.use_local_output = self.tokens, self.use_local_output
         return module
