@@ -54,12 +54,10 @@ def operator(
             if torch.compiler.is_compiling():
                 return registered(*args)
             if not (transforms_active() or forward_ad._current_level >= 0):
-                try:
-                    return registered(*args)
-                except RuntimeError as error:
-                    if not finalizing():
-                        raise
-                    raise RuntimeError(f"fusedtp.{name}: the interpreter is ending, and torch with it") from error
+                if finalizing():
+                    # torch's table of operators is gone, and what it would raise is undefined.
+                    raise RuntimeError(f"fusedtp.{name}: the interpreter is ending, and torch with it")
+                return registered(*args)
             given = signature.bind(*args)
             given.apply_defaults()
             return transformed.apply(*given.args)
