@@ -155,7 +155,7 @@ def _bounded() -> Iterator[None]:
 
 
 def _show(model: nn.Module, styles: dict[str, list[ParallelStyle]], title: str) -> None:
-    from fusedtp.styles.decoders import matching, whole
+    from fusedtp.styles.decoders import matching, told, whole
 
     from .tables import Table
 
@@ -168,4 +168,4 @@ def _show(model: nn.Module, styles: dict[str, list[ParallelStyle]], title: str) 
     console = arguments.console(160)
     console.print(Table.of("plan", title, lines).printed(sections=False))
     if left := whole(model, styles):
-        console.print(f"whole on every rank: {', '.join(left)}", highlight=False)
+        console.print(told(left), highlight=False)

@@ -18,6 +18,7 @@ def _collective(
     op: Op, x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup, schedule: str, algorithm: str, debug: bool,
     producer: str = "auto", leaves: int = 0,
 ) -> Tensor:  # fmt: skip
+    arguments.refuse_tracing()
     # On x as a matrix whose rows are `dim`. sizes: of that dim on every rank; an all-reduce has none.
     moved = x.movedim(dim, 0)
     others = tuple(moved.shape[1:])

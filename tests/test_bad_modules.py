@@ -12,11 +12,20 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrizations
 
-from fusedtp import ColumnParallelLinear, FSDPLinear, FusedColwiseParallel, FusedRowwiseParallel, ParallelMLP
+from fusedtp import (
+    ColumnParallelLinear,
+    FSDPLinear,
+    FusedColwiseParallel,
+    FusedEmbeddingParallel,
+    FusedNormParallel,
+    FusedRowwiseParallel,
+    ParallelMLP,
+    all_reduce,
+)  # fmt: skip
 from fusedtp import RowParallelLinear as RowLinear
 
 WORLD_SIZE = 4
@@ -26,6 +35,23 @@ HUGE = 2**70
 
 def ones(*shape: int, **options: Any) -> Tensor:
     return torch.ones(shape, **options)
+
+
+def replaced(module: nn.Module) -> nn.Module:
+    """With another forward, as accelerate's hooks give it one."""
+    module.forward = module.forward  # type: ignore[method-assign]
+    return module
+
+
+def quantized(by_torchao: bool = False) -> nn.Module:
+    """A linear of int8."""
+    linear = nn.Linear(8, 8, bias=False)
+    if by_torchao:
+        quantization = pytest.importorskip("torchao.quantization")
+        quantization.quantize_(linear, quantization.Int8WeightOnlyConfig())
+    else:
+        linear.weight = nn.Parameter(torch.ones(8, 8, dtype=torch.int8), requires_grad=False)
+    return linear
 
 
 class Here:
@@ -39,6 +65,7 @@ class Here:
         self.foreign = alone[int(group.rank() == 0)]
         # What a style does to a module sends parameters: it is done before any call is watched.
         self.columnwise, self.rowwise = self.styled(FusedColwiseParallel()), self.styled(FusedRowwiseParallel())
+        self.theirs = self.styled(ColwiseParallel())
         self.odd_input = self.styled(FusedColwiseParallel(input_layouts=Shard(5)))
         self.odd_output = self.styled(FusedRowwiseParallel(output_layouts=Shard(-7)))
         self.cut = nn.Linear(8, 8)
@@ -169,6 +196,25 @@ BAD: list[tuple[str, Callable[[Here], object], type[Exception], str]] = [
      NotImplementedError, "got one whose weight is computed before each call"),
     ("a style twice", lambda h: h.styled(FusedRowwiseParallel(), module=h.rowwise),
      NotImplementedError, "FusedRowwiseParallel is for nn.Linear, got FusedRowwiseLinear: it has a style already"),
+    ("a style on a replaced forward", lambda h: h.styled(FusedRowwiseParallel(), module=replaced(nn.Linear(8, 8))),
+     NotImplementedError, "got a Linear whose forward was replaced on the instance"),
+    ("a style on a norm's replaced forward", lambda h: h.styled(FusedNormParallel(), module=replaced(nn.RMSNorm(8))),
+     NotImplementedError, "got a RMSNorm whose forward was replaced on the instance"),
+    ("a style on an embedding's", lambda h: h.styled(FusedEmbeddingParallel(), module=replaced(nn.Embedding(8, 8))),
+     NotImplementedError, "got a Embedding whose forward was replaced on the instance"),
+    ("a style after torch's", lambda h: h.styled(FusedColwiseParallel(), module=h.theirs),
+     NotImplementedError, "got a Linear that has one of torch's styles already"),
+    ("torch's style after ours", lambda h: h.styled(ColwiseParallel(), module=h.columnwise),
+     RuntimeError, "distribute_module should only be called once on a module"),
+    ("a style on a quantized weight", lambda h: h.styled(FusedColwiseParallel(), module=quantized()),
+     NotImplementedError, "got one whose weight is quantized, Parameter of torch.int8"),
+    ("a style on torchao's", lambda h: h.styled(FusedColwiseParallel(), module=quantized(by_torchao=True)),
+     NotImplementedError, "got one whose weight is quantized, "),
+    ("a layer that torch.jit traces", lambda h: torch.jit.trace(h.column(), ones(*X), check_trace=False),
+     NotImplementedError, "torch.jit.trace does not trace fusedtp's ops: use torch.compile or torch.export"),
+    ("a collective that torch.jit traces",
+     lambda h: torch.jit.trace(lambda x: all_reduce(x, group=h.group), ones(*X), check_trace=False),
+     NotImplementedError, "torch.jit.trace does not trace fusedtp's ops: use torch.compile or torch.export"),
     ("a style on two axes", lambda h: parallelize_module(nn.Linear(8, 8), h.wide, FusedColwiseParallel()),
      ValueError, "device_mesh must have one dimension, got 2, ('X', 'Y')"),
     ("a style on a group", lambda h: h.styled(FusedColwiseParallel(), h.group),

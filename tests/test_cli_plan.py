@@ -44,7 +44,7 @@ def test_what_stays_whole_is_named(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["plan", f"{config}/config.json", "--no-sequence-parallel", "--world-size", "16"])
     assert done.exit_code == 0, done.output
     assert "pieces={'k_proj': 8, 'v_proj': 8}" in done.output
-    assert "whole on every rank: model.layers.*.mlp" in done.output
+    assert "of the bytes: model.layers.*.mlp" in done.output
     assert "SplitTokens" not in done.output
 
 

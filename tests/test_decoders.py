@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
+import io
+import re
+import warnings
 from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from fusedtp.bench.ranks import RankPool
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 import fusedtp
@@ -51,6 +55,29 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "OLMoE, clipped in place": ("Olmoe", {**EXPERTS, "num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 0.5}),
     "Cohere, queries and keys normalized": ("Cohere", {"use_qk_norm": True}),
     "Mixtral": ("Mixtral", {**EXPERTS, "num_local_experts": 4}),
+    "GraniteMoe": ("GraniteMoe", {**EXPERTS, "num_local_experts": 4}),
+    "Phimoe": ("Phimoe", {**EXPERTS, "num_local_experts": 4}),
+    "HunYuanMoEV1": ("HunYuanMoEV1", {**EXPERTS, "num_experts": 4, "moe_topk": 2, "head_dim": 4}),
+    "LongcatFlash": (
+        "LongcatFlash",
+        {
+            "ffn_hidden_size": 44,
+            "expert_ffn_hidden_size": 16,
+            "num_layers": 1,
+            "n_routed_experts": 4,
+            "moe_topk": 2,
+            "zero_expert_num": 2,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 4,
+            "v_head_dim": 4,
+            "head_dim": 4,
+            "num_key_value_heads": 8,
+            **EXPERTS,
+        },
+    ),
+    "Afmoe": ("Afmoe", {"num_dense_layers": 2, "head_dim": 4}),
 }
 
 
@@ -88,8 +115,10 @@ def close(out: Tensor, expected: Tensor, name: str) -> None:
 
 
 def gradients_are_those_of(model: nn.Module, dense: nn.Module) -> None:
-    expected = {name: parameter.grad for name, parameter in dense.named_parameters()}
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    expected, found = (
+        {name: parameter.grad for name, parameter in each.named_parameters() if parameter.requires_grad}
+        for each in (dense, model)
+    )  # fmt: skip
     for name, module in model.named_modules():
         if isinstance(module, Unpacked):
             lengths = [part.out_features for part in module.parts]
@@ -109,7 +138,12 @@ def gradients_are_those_of(model: nn.Module, dense: nn.Module) -> None:
 
 def as_in_one_process(group: ProcessGroup, name: str, sequence_parallel: bool) -> None:
     dense, model = decoder(name), decoder(name)
-    assert fusedtp.parallelize(model, mesh_of(group), sequence_parallel=sequence_parallel) is model
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        assert fusedtp.parallelize(model, mesh_of(group), sequence_parallel=sequence_parallel) is model
+    told = [str(each.message) for each in caught if "parallelize leaves" in str(each.message)]
+    assert len(told) == (group.rank() == 0 and hasattr(dense.config, "num_experts_per_tok"))
+    assert all(re.search(r"whole on every rank, \d\d% of the bytes: .*mlp|moe", each) for each in told)
     torch.manual_seed(12)
     # The second text is shorter by two tokens.
     tokens, mask = torch.randint(3, VOCABULARY, (2, 9)), torch.ones(2, 9, dtype=torch.long)
@@ -269,6 +303,66 @@ def trained(group: ProcessGroup, name: str) -> None:
 @pytest.mark.parametrize("name", ["Qwen3", "Phi3"])
 def test_a_training_loop(pool: RankPool, name: str) -> None:
     pool.run(trained, name, world_size=2)
+
+
+def saved_whole(group: ProcessGroup) -> None:
+    """torch.save of a model that is split, with the hooks that split its tokens; and logits of chosen tokens."""
+    for name in ("Llama with one key head", "OLMo2", "Mixtral"):
+        model = fusedtp.parallelize(decoder(name), mesh_of(group))
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        tokens, dense = torch.arange(3, 12)[None], decoder(name)
+        again = torch.load(file, weights_only=False)
+        close(again(input_ids=tokens).logits, dense(input_ids=tokens).logits, "logits of a model that was loaded")
+        for kept in (torch.tensor([1, 7, 8]), 2):
+            given = {"input_ids": tokens, "logits_to_keep": kept}
+            close(model(**given).logits, dense(**given).logits, f"logits of {kept}")
+
+
+# torch says that it cannot see where the storages of DTensors lie.
+@pytest.mark.filterwarnings("ignore")
+def test_saved_whole_and_logits_of_some_tokens(pool: RankPool) -> None:
+    pool.run(saved_whole, world_size=2)
+
+
+def with_dropout(group: ProcessGroup, name: str, changes: dict[str, float], sequence_parallel: bool) -> None:
+    """Of hidden states it drops what one process would drop; of this rank's heads as much on every rank: random states
+    stay together, and with them the gradients of what is whole on every rank, though nine tokens do not divide.
+    """
+    dense, model = decoder(name, **changes).train(), decoder(name, **changes).train()
+    fusedtp.parallelize(model, mesh_of(group), sequence_parallel=sequence_parallel)
+    tokens = torch.randint(3, VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(16))
+    torch.manual_seed(17)
+    for _ in range(2):
+        model.zero_grad()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    grads: list[Any] = [each.grad for each in model.parameters()]
+    mine = [torch.get_rng_state(), *(each for each in grads if not isinstance(each, DTensor))]
+    mine += [each.to_local() for each in grads if isinstance(each, DTensor) and each.placements == (Replicate(),)]
+    for each in mine:
+        others = [torch.empty_like(each) for _ in range(group.size())]
+        dist.all_gather(others, each, group=group)
+        assert all(torch.equal(each, other) for other in others)
+    if not changes.get("attn_pdrop", changes.get("attention_dropout")):
+        torch.manual_seed(17)
+        for _ in range(2):
+            dense.zero_grad()
+            dense(input_ids=tokens, labels=tokens).loss.backward()
+        assert torch.equal(torch.get_rng_state(), mine[0])
+        gradients_are_those_of(model, dense)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("GPT-2", {"attn_pdrop": 0.0}), ("GPT-2", {"attn_pdrop": 0.2}),
+        ("GPT-NeoX", {"hidden_dropout": 0.3, "attention_dropout": 0.0}),
+    ],
+)  # fmt: skip
+def test_dropout(pool: RankPool, name: str, changes: dict[str, float], sequence_parallel: bool) -> None:
+    pool.run(with_dropout, name, changes, sequence_parallel, world_size=2)
 
 
 def whole_gradient(parameter: Tensor) -> Tensor:

@@ -23,7 +23,9 @@ SITE = (ROOT / "mkdocs.yml").read_text()
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PAGES = {page.name: page for page in sorted(GUIDE.glob("*.md"))}
 PROGRAMS = [name for name, page in PAGES.items() if BLOCK.search(page.read_text())]
-needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+NEEDED = {
+    name: pytest.mark.skipif(find_spec(name) is None, reason=f"needs {name}") for name in ("transformers", "peft")
+}  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -51,8 +53,8 @@ def run_page(group: ProcessGroup, page: str, folder: str) -> int:
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[needs_transformers] if "transformers" in PAGES[name].read_text() else [])
-    for name in PROGRAMS
+    pytest.param(name, marks=[mark for each, mark in NEEDED.items() if re.search(f"(import|from) {each}", text)])
+    for name, text in ((name, PAGES[name].read_text()) for name in PROGRAMS)
 ])  # fmt: skip
 def test_every_block_runs(pool: RankPool, tmp_path: Path, name: str) -> None:
     asked = set(re.findall(r"torchrun --nproc-per-node (\d)", PAGES[name].read_text()))

@@ -13,11 +13,17 @@ from fusedtp.bench.ranks import RankPool
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import PrepareModuleInput, SequenceParallel, parallelize_module
 
 import fusedtp
-from fusedtp import FusedNormParallel
+from fusedtp import (
+    FusedColwiseParallel,
+    FusedEmbeddingParallel,
+    FusedGroup,
+    FusedNormParallel,
+    FusedRowwiseParallel,
+)  # fmt: skip
 
 FEATURES = 6
 
@@ -39,6 +45,8 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
     "without a bias": lambda: nn.LayerNorm(FEATURES, bias=False),
     "RMSNorm": lambda: nn.RMSNorm(FEATURES),
     "own": OwnNorm,
+    "without parameters": lambda: nn.LayerNorm(FEATURES, elementwise_affine=False),
+    "RMSNorm without parameters": lambda: nn.RMSNorm(FEATURES, elementwise_affine=False),
 }
 
 
@@ -56,7 +64,8 @@ def mesh_of(group: ProcessGroup) -> DeviceMesh:
 
 def as_in_one_process(group: ProcessGroup, name: str, schedule: str) -> None:
     """Tokens split unevenly: rank 0 has one more."""
-    dense, norm = made(name), parallelize_module(made(name), mesh_of(group), FusedNormParallel(schedule=schedule))
+    style = FusedNormParallel(sequence_dim=0, use_local_output=True, schedule=schedule)
+    dense, norm = made(name), parallelize_module(made(name), mesh_of(group), style)
     x = torch.randn(2 * group.size() + 1, 2, FEATURES, generator=torch.Generator().manual_seed(4)).double()
     dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(5)).double()
     mine = slice(0, 3) if group.rank() == 0 else slice(2 * group.rank() + 1, 2 * group.rank() + 3)
@@ -87,7 +96,7 @@ def test_as_in_one_process(pool: RankPool, name: str, schedule: str) -> None:
 def kept(group: ProcessGroup) -> None:
     """Its states, copies, classes; a compiled one, a frozen one."""
     for name in NORMS:
-        norm = parallelize_module(made(name), mesh_of(group), FusedNormParallel())
+        norm = parallelize_module(made(name), mesh_of(group), FusedNormParallel(use_local_output=True))
         x = torch.randn(3, 2, FEATURES).double()
         assert isinstance(norm, type(made(name)))
         assert list(norm.state_dict()) == list(made(name).state_dict())
@@ -97,6 +106,8 @@ def kept(group: ProcessGroup) -> None:
             assert all(isinstance(each, DTensor) for each in other.parameters())
         compiled = torch.compile(norm, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(x), norm(x))
+        if not any(True for _ in norm.parameters()):
+            continue
         compiled(x).sum().backward()
         grads = [each.grad.to_local() for each in norm.parameters()]
         norm.zero_grad()
@@ -112,10 +123,141 @@ def test_copies_and_a_compiled_one(pool: RankPool) -> None:
     pool.run(kept, world_size=2)
 
 
+def as_torchs(group: ProcessGroup) -> None:
+    """What torch's SequenceParallel returns of the same input, plain or in another layout, and by the same defaults."""
+    mesh = mesh_of(group)
+    x = torch.randn(2, 2 * group.size(), FEATURES, generator=torch.Generator().manual_seed(6)).double()
+    part = x.chunk(group.size(), 1)[group.rank()]
+    given = [
+        part,
+        *(distribute_tensor(x, mesh, [each], src_data_rank=None) for each in (Shard(1), Shard(0), Replicate())),
+    ]
+    makes = [make for name, make in NORMS.items() if "two dims" not in name]
+    for make in (*makes, lambda: nn.Dropout(0.5)):
+        for options in ({}, {"use_local_output": True}, {"sequence_dim": -2}):
+            ours, theirs = make().double().eval(), make().double().eval()
+            for each in theirs.parameters():
+                nn.init.normal_(each)
+            ours.load_state_dict(theirs.state_dict())
+            parallelize_module(ours, mesh, FusedNormParallel(**options))
+            if "sequence_dim" in options:
+                options = {"sequence_dim": 1}
+            parallelize_module(theirs, mesh, SequenceParallel(**options))
+            for each in given:
+                y, expected = ours(each), theirs(each)
+                assert type(y) is type(expected)
+                if isinstance(y, DTensor):
+                    assert y.placements == expected.placements
+                    y, expected = y.to_local(), expected.to_local()
+                torch.testing.assert_close(y, expected)
+
+
+def test_as_torchs_style(pool: RankPool) -> None:
+    pool.run(as_torchs, world_size=2)
+
+
+class Attention(nn.Module):
+    """As torchtitan's: it reads the length of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (each(x).view(batch, length, -1, 4).transpose(1, 2) for each in (self.q, self.k, self.v))
+        heads = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        return self.o(heads.reshape(batch, length, -1))
+
+
+class Block(nn.Module):
+    """The embedding, a layer, and the head of a decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.norm, self.attention = nn.Embedding(10, 8), nn.LayerNorm(8), Attention()
+        self.drop, self.ffn_norm = nn.Dropout(0.3), nn.RMSNorm(8)
+        self.ffn = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
+        self.last, self.head = nn.LayerNorm(8), nn.Linear(8, 10)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        x = self.tokens(indices)
+        x = x + self.drop(self.attention(self.norm(x)))
+        x = x + self.ffn(self.ffn_norm(x))
+        return self.head(self.last(x))
+
+
+def word_for_word(group: ProcessGroup, length: int, grouped: bool) -> None:
+    """A plan of torch's, as torchtitan writes it, with our class names, or with a FusedGroup in place of the gather."""
+    mesh = mesh_of(group)
+    torch.manual_seed(8)
+    dense = Block().double()
+    rows: dict[str, Any] = {"output_layouts": Shard(1), "use_local_output": False}
+    plan: dict[str, Any] = {
+        "tokens": FusedEmbeddingParallel(**rows), "norm": FusedNormParallel(), "drop": FusedNormParallel(),
+        "attention": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        "attention.q": FusedColwiseParallel(), "attention.k": FusedColwiseParallel(),
+        "attention.v": FusedColwiseParallel(), "attention.o": FusedRowwiseParallel(**rows),
+        "ffn_norm": FusedNormParallel(), "ffn.0": FusedColwiseParallel(input_layouts=Shard(1)),
+        "ffn.2": FusedRowwiseParallel(**rows), "last": FusedNormParallel(),
+        "head": FusedColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }  # fmt: skip
+    if grouped:
+        plan = {key: style for key, style in plan.items() if key[-2:] not in (".q", ".k", ".v")}
+        plan["attention"] = FusedGroup("q", "k", "v", input_layouts=Shard(1))
+    ours = parallelize_module(copy.deepcopy(dense), mesh, plan)
+    indices = torch.randint(10, (2, length))
+    results = []
+    for model in (dense, ours):
+        torch.manual_seed(9)
+        results.append(model(indices))
+        results[-1].square().sum().backward()
+    torch.testing.assert_close(results[1], results[0])
+    for (key, parameter), reference in zip(ours.named_parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), reference.grad, msg=key)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_plan_of_torchs_word_for_word(pool: RankPool, grouped: bool) -> None:
+    for length in (6, 7):
+        pool.run(word_for_word, length, grouped, world_size=2)
+
+
+def dropped(group: ProcessGroup, length: int) -> None:
+    """As in one process from the same random state, which stays the same on every rank, tokens divide or not."""
+    mesh = mesh_of(group)
+    for options, training in (({}, True), ({"use_local_output": True}, True), ({}, False)):
+        style = FusedNormParallel(**options)
+        ours, dense = parallelize_module(nn.Dropout(0.4), mesh, style).train(training), nn.Dropout(0.4).train(training)
+        x = torch.ones(2, length, 3, requires_grad=True)
+        given = distribute_tensor(x.detach(), mesh, [Shard(1)], src_data_rank=None).requires_grad_()
+        torch.manual_seed(7)
+        y = ours(given)
+        y.sum().backward()
+        state = torch.get_rng_state()
+        torch.manual_seed(7)
+        expected = dense(x)
+        expected.sum().backward()
+        assert torch.equal(state, torch.get_rng_state())
+        part = distribute_tensor(expected.detach(), mesh, [Shard(1)], src_data_rank=None)
+        assert torch.equal(y if options else y.to_local(), part.to_local())
+        assert torch.equal(given.grad.full_tensor(), x.grad)
+
+
+@pytest.mark.parametrize("length", [8, 7, 1])
+def test_a_dropout(pool: RankPool, length: int) -> None:
+    pool.run(dropped, length, world_size=2)
+
+
 BAD: dict[str, tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = {
-    "no parameters": (
-        lambda mesh: parallelize_module(nn.LayerNorm(4, elementwise_affine=False), mesh, FusedNormParallel()),
-        NotImplementedError, "FusedNormParallel is for a norm with parameters of its own",
+    "another dropout": (
+        lambda mesh: parallelize_module(nn.AlphaDropout(0.5), mesh, FusedNormParallel()),
+        NotImplementedError, "is for nn.Dropout and for a norm with no modules in it, got AlphaDropout",
+    ),
+    "dim": (lambda mesh: FusedNormParallel(sequence_dim="1"), TypeError, "sequence_dim must be an int, got '1'"),
+    "features": (
+        lambda mesh: parallelize_module(nn.LayerNorm(4), mesh, FusedNormParallel())(torch.ones(2, 4)),
+        ValueError, "must not be sharded along its last dim",
     ),
     "modules": (
         lambda mesh: parallelize_module(nn.Sequential(nn.LayerNorm(4)), mesh, FusedNormParallel()),
@@ -143,4 +285,5 @@ def test_bad_input(pool: RankPool) -> None:
 
 
 def test_it_says_what_it_is() -> None:
-    assert repr(fusedtp.FusedNormParallel()) == "FusedNormParallel(schedule='auto')"
+    said = "FusedNormParallel(sequence_dim=1, use_local_output=False, schedule='auto')"
+    assert repr(fusedtp.FusedNormParallel()) == said

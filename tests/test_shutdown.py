@@ -65,6 +65,19 @@ def graph_alive(rank):
     y = fusedtp.all_gather_linear(x, weight, schedule="decomposed")
     fusedtp.destroy()
 
+class Last:
+    def __del__(self, op=fusedtp.all_reduce, ones=torch.ones(2, 2), write=os.write):
+        try:
+            op(ones)
+        except RuntimeError as error:
+            if "fusedtp.collective: the interpreter is ending" not in str(error):
+                write(2, str(error).encode())
+
+def in_del(rank):
+    global last
+    use()
+    last = Last()
+
 def raised(rank):
     use()
     raise ValueError("planted")
@@ -95,7 +108,7 @@ def forked(rank):
     assert status == 0, status
     use()
 
-ends = live, ours_first, theirs_first, theirs_alone, at_exit, graph_alive, raised, again, forked
+ends = live, ours_first, theirs_first, theirs_alone, at_exit, graph_alive, in_del, raised, again, forked
 started = {}
 for scenario in ends:
     for rank in range(2):
@@ -120,7 +133,8 @@ if started is None:
     scenario(rank)
 """
 ENDS = [
-    "live", "ours_first", "theirs_first", "theirs_alone", "at_exit", "graph_alive", "raised", "again", "forked",
+    "live", "ours_first", "theirs_first", "theirs_alone", "at_exit", "graph_alive", "in_del", "raised", "again",
+    "forked",
 ]  # fmt: skip
 
 

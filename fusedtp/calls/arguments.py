@@ -378,3 +378,9 @@ def lengths(
         whole.append(sum(explicit))
         splits.append(explicit)
     return whole, splits
+
+
+def refuse_tracing() -> None:
+    """Raise NotImplementedError under torch.jit.trace, where sizes are tensors: nothing can be agreed on by them."""
+    if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None:
+        raise NotImplementedError("torch.jit.trace does not trace fusedtp's ops: use torch.compile or torch.export")

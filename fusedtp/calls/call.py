@@ -32,7 +32,7 @@ from ..sharding.notation import parse
 from ..sharding.partition import Partition
 from ..sharding.plan import Plan, plan
 from ..workspaces import stale
-from .arguments import Biases, Weights
+from .arguments import Biases, Weights, refuse_tracing
 from .dispatch import Ready, check_units
 from .matrices import Named
 from .program import Only, Program
@@ -360,11 +360,13 @@ def find(
         else:
             key += each.shape, each.dtype, each.device, each.layout
     if key is None:
+        refuse_tracing()
         return of(*prepare(x, weight, bias, group, *options, **more), x.dtype, x.device)
     found = tuple(key)
     if stale.gone:
         stale.changed()
     call = _calls.get(found)
     if call is None or call.version != stale.version:
+        refuse_tracing()
         call = _keep(found, of(*prepare(x, weight, bias, group, *options, **more), x.dtype, x.device))
     return call

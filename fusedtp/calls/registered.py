@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
@@ -46,8 +47,13 @@ def operator(
         signature = inspect.signature(function)
 
         @functools.wraps(function)
-        def call(*args: Any) -> Any:
-            if torch.compiler.is_compiling() or not (transforms_active() or forward_mode_active()):
+        def call(*args: Any, finalizing: Any = sys.is_finalizing) -> Any:
+            if torch.compiler.is_compiling():
+                return registered(*args)
+            if not (transforms_active() or forward_mode_active()):
+                if finalizing():
+                    # torch's table of operators is gone, and what it would raise is undefined.
+                    raise RuntimeError(f"fusedtp.{name}: the interpreter is ending, and torch with it")
                 return registered(*args)
             given = signature.bind(*args)
             given.apply_defaults()

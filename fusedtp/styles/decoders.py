@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,14 +29,27 @@ from ..calls import arguments, dispatch, orders
 from ..calls.parameters import same_as
 from ..op import ANY_ORDER, RANK_ORDER, Order
 from ..recipes import Float8
-from . import agreed
+from . import agreed, lora
 from .embeddings import FusedEmbeddingParallel
 from .grouped import FusedGroup
 from .linears import FusedColwiseParallel, FusedRowwiseParallel, check_mesh, unfit
-from .norms import FusedNormParallel
+from .norms import AsGiven, FusedNormParallel
 from .packed import Unpack, features, is_conv1d
 from .stack import PLANS, Decoder, check_alike, check_own, check_split_tokens, decoder_of, has_own, is_norm
-from .tokens import TOKENS, Heads, SplitFeatures, SplitTokens, TiedHead, WholeOutput, WholeTokens
+from .tokens import TOKENS, Heads, KeptLogits, SplitFeatures, SplitTokens, TiedHead, WholeOutput, WholeTokens
+
+# The share of the bytes that stays whole from which on `parallelize` says so.
+_TOLD = 0.1
+
+
+def _called(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    # The children that a layer calls; of a list, which nobody calls, those in it.
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _called(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", child
+
 
 # Styles that do nothing to parameters.
 _LEAVE_PARAMETERS = {each.__name__ for each in (SplitTokens, WholeTokens, WholeOutput, Heads)}
@@ -60,8 +74,9 @@ class _Planner:
     def _add(self, name: str, *styles: ParallelStyle) -> None:
         self.plan.setdefault(name, []).extend(styles)
 
-    def _norm(self) -> ParallelStyle:
-        return FusedNormParallel(schedule=self._options["schedule"], debug=self._options["debug"])
+    def _norm(self, use_local_output: bool = False) -> ParallelStyle:
+        options = {"schedule": self._options["schedule"], "debug": self._options["debug"]}
+        return FusedNormParallel(use_local_output=use_local_output, **options)
 
     def write(self) -> dict[str, list[ParallelStyle]]:
         """The whole plan."""
@@ -69,13 +84,18 @@ class _Planner:
         check_alike(of)
         self._embedding()
         every = f"{of.layers}.*"
-        for name, child in of.stack[0].named_children():
+        for name, child in _called(of.stack[0]):
             if any(True for _ in child.parameters()):
                 self._child(f"{every}.{name}", name, child)
         if self._split_tokens:
+            for name, module in of.stack[0].named_modules():
+                if type(module) is nn.Dropout:
+                    self._add(f"{every}.{name}", AsGiven())
             # Last of what is refused, as its remedy helps where nothing else is.
             check_split_tokens(of)
             self._add(f"{of.layers}.0", SplitTokens())
+            if of.head is not None and not self._ends_whole:
+                self._add("", KeptLogits())
             self._last_norm()
         self._head()
         return self.plan
@@ -85,14 +105,15 @@ class _Planner:
         of = self._of
 
         def own(names: Sequence[str]) -> list[str]:
-            known = dict(child.named_modules())
-            return [each for each in (full.removeprefix(f"{name}.") for full in names) if each in known]
+            inside = [each for each, _ in child.named_modules(prefix=name)]
+            found = [each for full in names for each in inside if fnmatch.fnmatchcase(each, full)]
+            return [each.removeprefix(f"{name}.") for each in found]
 
         columns, rows = own(of.columns), own(of.rows)
         if is_norm(child):
             if self._split_tokens:
                 self._add(path, self._norm())
-        elif columns and rows:
+        elif columns and rows and not own(of.latent):
             self._check_linears(name, (*columns, *rows))
             self._block(path, child, columns, rows)
         elif self._split_tokens:
@@ -168,7 +189,7 @@ class _Planner:
         lengths = {parameter.numel() for parameter in module.parameters()}
         known = is_norm(module)
         if known and lengths == {head}:
-            return self._norm()
+            return self._norm(use_local_output=True)
         linear = path.rpartition(".")[2].replace("_norm", "_proj")
         whole = getattr(getattr(child, linear, None), "out_features", None)
         if known and config is not None and lengths == {whole}:
@@ -251,7 +272,7 @@ def decoder_plan(
     """The plan that `parallelize` applies: styles by names of modules, in which * is any one name.
 
     Raises NotImplementedError for what is no decoder as described above, ValueError where its heads cannot be shared
-    out over so many ranks; both name the module.
+    out over so many ranks; both name the module. The names are those in a model without adapters.
     """
     split = arguments.flag("sequence_parallel", sequence_parallel)
     dispatch.check_schedule(schedule)
@@ -259,8 +280,11 @@ def decoder_plan(
     split_logits = arguments.flag("loss_parallel", loss_parallel)
     recipe = arguments.float8_of(float8)
     orders.leaves_of(order, schedule, num_ranks, float8)
-    plan = _Planner(decoder_of(model), num_ranks, split, split_logits, options, recipe, order).write()
-    _check_ties(model, plan)
+    decoder = lora.model_of(model)
+    with lora.taken_off(decoder) as adapted:
+        plan = _Planner(decoder_of(decoder), num_ranks, split, split_logits, options, recipe, order).write()
+        _check_ties(decoder, plan)
+        lora.check(adapted, styled(decoder, plan))
     return plan
 
 
@@ -317,6 +341,8 @@ def parallelize(
                         comes before such heads: their terms are added in the order of ranks
     src_data_rank       whose parameters and buffers count, split or whole; None where all ranks have the same
 
+    The first rank warns where a tenth of the bytes or more stays whole on every rank, and says of which modules.
+
     The model is called as before, with the same inputs on every rank, and gives whole logits, if not told otherwise.
     Its parameters become DTensors where they are split, and keep their names but for packed ones, whose parts have
     their own. Errors as in `decoder_plan`, before anything is changed; RanksDisagree, on every rank, where the ranks
@@ -336,19 +362,27 @@ def parallelize(
         # The others would wait for this one.
         agreed.compare(device_mesh.get_group(), {**said, "plan": f"refused, {error}"})
         raise
-    styled = {f"the plan of {pattern}": repr(styles) for pattern, styles in plan.items()}
-    agreed.compare(device_mesh.get_group(), {**said, "plan": "made", **styled, **agreed.parameters_of(model)})
-    ties = _ties(model)
-    for pattern, styles in plan.items():
-        for _, module in list(matching(model, pattern)):
-            for style in styles:
-                style.src_data_rank, style.keeps_ties = src_data_rank, True  # type: ignore[attr-defined]
-                style._apply(module, device_mesh)
-    for names in ties:
-        first = model.get_parameter(names[0])
-        for name in names[1:]:
-            owner, _, own = name.rpartition(".")
-            setattr(model.get_submodule(owner), own, first)
+    planned = {f"the plan of {pattern}": repr(styles) for pattern, styles in plan.items()}
+    agreed.compare(device_mesh.get_group(), {**said, "plan": "made", **planned, **agreed.parameters_of(model)})
+    decoder = lora.model_of(model)
+    with lora.taken_off(decoder) as adapted:
+        left = whole(decoder, plan)
+        if sum(left.values()) > _TOLD and device_mesh.size() > 1 and device_mesh.get_local_rank() == 0:
+            warnings.warn(f"parallelize leaves {told(left)}", stacklevel=2)
+        ties = _ties(decoder)
+        for pattern, styles in plan.items():
+            for name, module in list(matching(decoder, pattern)):
+                for each in (module, *lora.copies(adapted.get(name))):
+                    for style in styles:
+                        style.src_data_rank, style.keeps_ties = src_data_rank, True  # type: ignore[attr-defined]
+                        style._apply(each, device_mesh)
+        for names in ties:
+            first = decoder.get_parameter(names[0])
+            for name in names[1:]:
+                owner, _, own = name.rpartition(".")
+                setattr(decoder.get_submodule(owner), own, first)
+    for module in adapted.values():
+        lora.split(module, device_mesh, src_data_rank)
     if src_data_rank is not None:
         # What no style has made one tensor of all ranks, and each rank goes on with.
         for each in (*model.parameters(), *model.buffers()):
@@ -365,16 +399,33 @@ def matching(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def whole(model: nn.Module, plan: Mapping[str, Sequence[ParallelStyle]]) -> list[str]:
-    """The modules with parameters of their own that a plan leaves as they are; those of all layers as one, with *."""
-    planned = set()
+def styled(model: nn.Module, plan: Mapping[str, Sequence[ParallelStyle]]) -> dict[str, list[ParallelStyle]]:
+    """The styles of a plan by the names of the modules that they are for."""
+    found: dict[str, list[ParallelStyle]] = {}
     for pattern, styles in plan.items():
         for style in styles:
             names = [f"{pattern}.{name}" for name in style.names] if isinstance(style, FusedGroup) else [pattern]
-            planned |= {name for each in names for name, _ in matching(model, each)}
+            for each in names:
+                for name, _ in matching(model, each):
+                    found.setdefault(name, []).append(style)
+    return found
+
+
+def whole(model: nn.Module, plan: Mapping[str, Sequence[ParallelStyle]]) -> dict[str, float]:
+    """The modules with parameters of their own that a plan leaves as they are, and their share of the model's bytes;
+    those of all layers as one, with *.
+    """
+    planned = styled(model, plan)
     layers = decoder_of(model).layers
-    left = [
-        name for name, module in model.named_modules()
-        if name not in planned and has_own(module)
-    ]  # fmt: skip
-    return list(dict.fromkeys(re.sub(rf"^{re.escape(layers)}\.\d+\.", f"{layers}.*.", name) for name in left))
+    total, left = sum(each.nbytes for each in model.parameters()), dict[str, float]()
+    for name, module in model.named_modules():
+        if name not in planned and has_own(module):
+            pattern = re.sub(rf"^{re.escape(layers)}\.\d+\.", f"{layers}.*.", name)
+            bytes_of = sum(each.nbytes for each in module.parameters(recurse=False))
+            left[pattern] = left.get(pattern, 0) + bytes_of / total
+    return left
+
+
+def told(left: Mapping[str, float]) -> str:
+    """What stays whole on every rank, in words."""
+    return f"whole on every rank, {sum(left.values()):.0%} of the bytes: {', '.join(left)}"

@@ -15,7 +15,7 @@ from .. import collectives
 from ..calls import arguments, dispatch
 from ..calls.parameters import PLAIN, local
 from ..shards import chunk_sizes, offsets
-from .linears import as_dtensor, check_mesh, lies, positive
+from .linears import as_dtensor, check_mesh, lies, met_before, positive
 from .shared import Derived, derived
 
 
@@ -56,6 +56,8 @@ class FusedEmbeddingParallel(ParallelStyle):
             raise NotImplementedError(f"{name}: this {kind} has a style already")
         if not isinstance(module, nn.Embedding) or "weight" not in module._parameters:
             raise NotImplementedError(f"{name} is for nn.Embedding with a weight of its own, got {kind}")
+        if reason := met_before(module):
+            raise NotImplementedError(f"{name} is for nn.Embedding, got {reason}")
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(module, option):
                 raise NotImplementedError(f"{name} does not do nn.Embedding's {option}")
@@ -63,6 +65,7 @@ class FusedEmbeddingParallel(ParallelStyle):
         value = distribute_tensor(weight, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
         module.weight = nn.Parameter(value, requires_grad=weight.requires_grad)
         made: Any = module
+        made._distribute_module_applied = True
         own: Any = type(module)
         made.__class__ = FusedEmbedding if own is nn.Embedding else derived((own, FusedEmbedding, Derived))
         made.mesh, made.output = device_mesh, self.output_layouts

@@ -112,11 +112,14 @@ def positive(placement: Placement, ndim: int, name: str = "layout") -> Placement
     return Shard(placement.dim % ndim)
 
 
-class _StyledLinear(Watched, nn.Linear):
-    # An nn.Linear whose parameters lie as its style has laid them.
+class FusedLinear(Watched, nn.Linear):
+    """An nn.Linear whose parameters lie as its style has laid them."""
+
     layouts: _Layouts
     _weight: Placement
     _bias: Placement
+    # Whether `parallelize` has split the adapters around it.
+    has_adapters = False
 
     def check_parameters(self) -> None:
         known: dict[str, Any] = self.__dict__.setdefault("_known", {})
@@ -127,6 +130,20 @@ class _StyledLinear(Watched, nn.Linear):
                 shape = (self.out_features, self.in_features)[: each.ndim]
                 known[name] = lies(self.layouts.mesh, placement, shape).check(name, each)
 
+    @property
+    def base_layer(self) -> nn.Module:
+        """What peft asks of every linear that it is about to put an adapter around: there is none.
+
+        Raises NotImplementedError, as the adapter would see this rank's part of the weight, and nothing would add up
+        what it makes of that.
+        """
+        if self.has_adapters:
+            raise AttributeError("base_layer")
+        raise NotImplementedError(
+            f"an adapter cannot be put around this {type(self).__name__}, which is split over ranks: put adapters on "
+            "first, peft.get_peft_model or add_adapter, and then call fusedtp.parallelize, which splits LoRA"
+        )
+
 
 def lies(mesh: DeviceMesh, placement: Placement, shape: tuple[int, ...]) -> Lies:
     """How a parameter of that shape lies."""
@@ -136,7 +153,7 @@ def lies(mesh: DeviceMesh, placement: Placement, shape: tuple[int, ...]) -> Lies
     return Lies(mesh, placement, shape, tuple(part))
 
 
-class FusedColwiseLinear(_StyledLinear):
+class FusedColwiseLinear(FusedLinear):
     """What FusedColwiseParallel makes of an nn.Linear: `[.., R_X, .., K] @ [K, N_X] -> [.., N_X]`, or R whole."""
 
     _weight, _bias = Shard(0), Shard(0)
@@ -175,7 +192,7 @@ def columns(linears: Sequence[FusedColwiseLinear], input: Tensor) -> list[Tensor
     ]
 
 
-class FusedRowwiseLinear(_StyledLinear):
+class FusedRowwiseLinear(FusedLinear):
     """What FusedRowwiseParallel makes of an nn.Linear: `[.., K_X] @ [K_X, N] -> [.., R_X, .., N]`, or R whole."""
 
     _weight, _bias = Shard(1), Replicate()
@@ -219,17 +236,36 @@ def unfit(module: nn.Module) -> str:
         return f"{kind}: torch.distributed.tensor.parallel.ColwiseParallel and RowwiseParallel take embeddings"
     if not isinstance(module, nn.Linear):
         return f"{kind}, which torch's styles do not take either"
-    if isinstance(module, FusedColwiseLinear | FusedRowwiseLinear):
+    if isinstance(module, FusedLinear):
         return f"{kind}: it has a style already"
     if type(module) is not nn.Linear:
         return (
             f"{kind}, a subclass that may compute something else: torch's styles leave its code as it is. Where that "
             "is nn.Linear's, put an nn.Linear in its place"
         )
+    if reason := met_before(module):
+        return reason
+    weight: Any = module._parameters.get("weight")
+    if weight is not None and not (weight.is_floating_point() and not type(weight).__module__.startswith("torchao")):
+        return (
+            f"one whose weight is quantized, {type(weight).__name__} of {weight.dtype}: split it first, then quantize"
+        )
     computed = [name for name in ("weight", "bias") if name not in module._parameters]
     if computed:
         # torch.nn.utils.weight_norm and spectral_norm, the older ones.
         return f"one whose {computed[0]} is computed before each call: remove_weight_norm first, or what does so"
+    return ""
+
+
+def met_before(module: nn.Module) -> str:
+    """Why no style can be applied: what another one, or a patch, has done to this module; "" where nothing has."""
+    if "forward" in vars(module):
+        return (
+            f"a {type(module).__name__} whose forward was replaced on the instance, by code for the whole weight: "
+            "take it off, as accelerate.hooks.remove_hook_from_module does, and replace it after the style is applied"
+        )
+    if getattr(module, "_distribute_module_applied", False):
+        return f"a {type(module).__name__} that has one of torch's styles already"
     return ""
 
 
@@ -326,6 +362,9 @@ class _FusedStyle(ParallelStyle):
                 setattr(module, name, nn.Parameter(value, requires_grad=parameter.requires_grad))
         watch_all(module)
         module.__class__ = self._linear
+        # So that torch's own styles refuse it from now on.
+        made: Any = module
+        made._distribute_module_applied = True
         module.layouts = self.layouts_on(device_mesh)  # type: ignore[assignment]
         return module
 

@@ -64,6 +64,7 @@ def share(style: FusedColwiseParallel, linear: nn.Linear, device_mesh: DeviceMes
     style.check(linear, device_mesh)
     linear.__class__ = FusedSharedLinear
     assert isinstance(linear, FusedSharedLinear)
+    setattr(linear, "_distribute_module_applied", True)  # noqa: B010
     linear.layouts, linear.own_rows = style.layouts_on(device_mesh), own_rows
     linear.gradients = Sum(device_mesh, style.schedule, style.debug)
     watch_all(linear)

@@ -16,11 +16,18 @@ PLANS = {
     },
 }  # fmt: skip
 
+# Of models whose own plan is for their experts alone: linears of their attention, by model_type.
+_QKVO = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+ATTENTION = {
+    "afmoe": {**_QKVO, "gate_proj": "colwise"}, "granitemoe": _QKVO, "granitemoeshared": _QKVO,
+    "hunyuan_v1_moe": _QKVO, "jamba": _QKVO, "phimoe": _QKVO,
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Decoder:
     """The names of a decoder's parts. columns, rows: linears of a layer that its plan splits so; others: what else the
-    plan names.
+    plan names; latent: linears of keys and values from a latent vector, which is not split.
     """
 
     model: nn.Module
@@ -30,6 +37,7 @@ class Decoder:
     columns: tuple[str, ...]
     rows: tuple[str, ...]
     others: tuple[str, ...]
+    latent: tuple[str, ...] = ()
 
     @property
     def stack(self) -> nn.ModuleList:
@@ -84,10 +92,11 @@ def decoder_of(model: nn.Module) -> Decoder:
     planned: Mapping[str, str] | None = PLANS.get(kind_of) or getattr(config, "base_model_tp_plan", None)
     if not planned:
         raise NotImplementedError(f"parallelize goes by a model's own base_model_tp_plan, and {kind} has none")
-    of: dict[str, list[str]] = {"columns": [], "rows": [], "others": []}
+    planned = {**planned, **{f"{name}.*.self_attn.{key}": how for key, how in ATTENTION.get(kind_of, {}).items()}}
+    of: dict[str, list[str]] = {"columns": [], "rows": [], "others": [], "latent": []}
     for pattern, how in planned.items():
         if pattern.startswith(f"{name}.*."):
-            split = {"colwise": "columns", "rowwise": "rows"}.get(how.split("_")[0], "others")
+            split = {"colwise": "columns", "rowwise": "rows", "mla": "latent"}.get(how.split("_")[0], "others")
             of[split].append(pattern.removeprefix(f"{name}.*."))
     return Decoder(model, stacks[0], base, prefix, *(tuple(names) for names in of.values()))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,21 +25,58 @@ def _changed(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> tupl
     return args, {**kwargs, name: change(kwargs[name])}
 
 
+# Hooks are functions of this module, so that a model that has them can be saved by torch.save.
+
+
+def _split(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    # One module may be several layers.
+    if isinstance(x, DTensor):
+        return x
+    return DTensor.from_local(x, mesh, [Replicate()], run_check=False).redistribute(placements=[TOKENS])
+
+
+def _whole(x: Any) -> Tensor:
+    gathered: Tensor = x.redistribute(placements=[Replicate()]).to_local()
+    return gathered
+
+
+def _split_before(mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _changed(args, kwargs, partial(_split, mesh=mesh))
+
+
+def _split_after(mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    return (_split(output[0], mesh), *output[1:]) if isinstance(output, tuple) else _split(output, mesh)
+
+
+def _whole_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _changed(args, kwargs, _whole)
+
+
+def _whole_after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    return _whole(output)
+
+
+def _features_before(mesh: DeviceMesh, dim: int, module: nn.Module, args: tuple[Any, ...]) -> Any:
+    return DTensor.from_local(args[0], mesh, [Shard(dim)], run_check=False), *args[1:]
+
+
+def _local_after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    # A copy, as a view of a DTensor could not be changed in place, which OLMoE does.
+    return output.to_local().clone()
+
+
+def _kept_before(mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    kept = kwargs.get("logits_to_keep")
+    if isinstance(kept, Tensor) and not isinstance(kept, DTensor):
+        kwargs = {**kwargs, "logits_to_keep": DTensor.from_local(kept, mesh, [Replicate()], run_check=False)}
+    return args, kwargs
+
+
 class SplitTokens(ParallelStyle):
     """The first layer: what it is given whole becomes a DTensor, Shard(1), as which it goes through all layers."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def split(x: Tensor) -> Tensor:
-            # One module may be several layers.
-            if isinstance(x, DTensor):
-                return x
-            whole = DTensor.from_local(x, device_mesh, [Replicate()], run_check=False)
-            return whole.redistribute(placements=[TOKENS])
-
-        def pre(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return _changed(args, kwargs, split)
-
-        module.register_forward_pre_hook(pre, with_kwargs=True)
+        module.register_forward_pre_hook(partial(_split_before, device_mesh), with_kwargs=True)
         return module
 
     def __repr__(self) -> str:
@@ -49,22 +87,23 @@ class WholeTokens(ParallelStyle):
     """A module that is not split: it runs on all tokens, alike on every rank, which keeps its own."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def pre(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return _changed(args, kwargs, lambda x: x.redistribute(placements=[Replicate()]).to_local())
-
-        def keep(y: Tensor) -> Tensor:
-            whole = DTensor.from_local(y, device_mesh, [Replicate()], run_check=False)
-            return whole.redistribute(placements=[TOKENS])
-
-        def post(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            return (keep(output[0]), *output[1:]) if isinstance(output, tuple) else keep(output)
-
-        module.register_forward_pre_hook(pre, with_kwargs=True)
-        module.register_forward_hook(post)
+        module.register_forward_pre_hook(_whole_before, with_kwargs=True)
+        module.register_forward_hook(partial(_split_after, device_mesh))
         return module
 
     def __repr__(self) -> str:
         return "WholeTokens"
+
+
+class KeptLogits(ParallelStyle):
+    """The model: the tokens whose logits are wanted are picked from hidden states that are DTensors."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(partial(_kept_before, device_mesh), with_kwargs=True)
+        return module
+
+    def __repr__(self) -> str:
+        return "KeptLogits"
 
 
 class WholeOutput(ParallelStyle):
@@ -75,11 +114,7 @@ class WholeOutput(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def whole(module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor:
-            gathered: Tensor = output.redistribute(placements=[Replicate()]).to_local()
-            return gathered
-
-        module.register_forward_hook(whole)
+        module.register_forward_hook(_whole_after)
         return module
 
     def __repr__(self) -> str:
@@ -100,12 +135,8 @@ class SplitFeatures(ParallelStyle):
             value = distribute_tensor(parameter, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
             setattr(module, name, nn.Parameter(value, requires_grad=parameter.requires_grad))
 
-        def pre(module: nn.Module, args: tuple[Any, ...]) -> Any:
-            return DTensor.from_local(args[0], device_mesh, [Shard(self.dim)], run_check=False), *args[1:]
-
-        module.register_forward_pre_hook(pre)
-        # A copy, as a view of a DTensor could not be changed in place, which OLMoE does.
-        module.register_forward_hook(lambda module, args, output: output.to_local().clone())
+        module.register_forward_pre_hook(partial(_features_before, device_mesh, self.dim))
+        module.register_forward_hook(_local_after)
         return module
 
     def __repr__(self) -> str:

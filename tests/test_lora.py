@@ -1,0 +1,170 @@
+"""peft's LoRA on a decoder that `parallelize` splits: losses, every adapter's gradient, merges, against one process."""
+
+from __future__ import annotations
+
+import copy
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from fusedtp.bench.ranks import RankPool
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor.parallel import parallelize_module
+
+import fusedtp
+
+from .test_decoders import VOCABULARY, close, decoder, gradients_are_those_of, mesh_of
+
+pytestmark = [
+    pytest.mark.skipif(
+        find_spec("peft") is None or find_spec("transformers") is None, reason="needs peft and transformers"
+    ),
+    # peft asks transformers for an attribute of an old name.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
+    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`"),
+]
+
+LLAMA = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+# 45 features lie unevenly on two ranks.
+CASES: dict[str, tuple[str, list[str] | str, dict[str, Any], dict[str, Any]]] = {
+    "every linear": ("Llama with one key head", [*LLAMA, "embed_tokens", "lm_head"], {}, {"intermediate_size": 45}),
+    "tied": ("Llama, tied", ["q_proj", "embed_tokens", "down_proj"], {}, {}),
+    "biases": ("Llama", ["up_proj", "o_proj"], {"lora_bias": True}, {}),
+    "some layers": ("Qwen3", LLAMA, {"layers_to_transform": [1], "rank_pattern": {"q_proj": 5}}, {}),
+    "packed": ("Phi3 with two key heads", ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], {}, {}),
+    "transposed": ("GPT-2", ["c_attn", "c_proj", "c_fc"], {"fan_in_fan_out": True}, {"attn_pdrop": 0}),
+    "modules to save": ("Llama", ["q_proj"], {"modules_to_save": ["lm_head", "embed_tokens", "norm"]}, {}),
+    "attention alone": ("Mixtral", ["q_proj", "o_proj"], {}, {}),
+}
+
+
+def adapted(name: str, **more: Any) -> Any:
+    """The model of that case, with adapters of random values, in training: dropouts drop."""
+    import peft
+
+    kind, targets, options, changes = CASES[name]
+    options = {"r": 3, "lora_dropout": 0.3, **options, **more}
+    torch.manual_seed(21)
+    config = peft.LoraConfig(target_modules=targets, task_type="CAUSAL_LM", **options)
+    model = peft.get_peft_model(decoder(kind, **changes), config)
+    for key, parameter in model.named_parameters():
+        if "lora_" in key:
+            nn.init.normal_(parameter, 0, 0.3)
+    return model.train()
+
+
+def loss_of(model: nn.Module) -> Any:
+    """From one random state: a dropout of tokens, or features, that are split drops what one process would drop."""
+    torch.manual_seed(22)
+    tokens = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(23))
+    return model(input_ids=tokens, labels=tokens).loss
+
+
+def merged_and_back(dense: Any, model: Any) -> None:
+    """Adapters switched off, merged into the weights, and taken out again."""
+    with dense.disable_adapter(), model.disable_adapter():
+        close(loss_of(model), loss_of(dense), "without adapters")
+    for step in ("merge_adapter", "unmerge_adapter"):
+        for each in (dense, model):
+            getattr(each, step)()
+        close(loss_of(model), loss_of(dense), step)
+
+
+def as_in_one_process(group: ProcessGroup, name: str, sequence_parallel: bool) -> None:
+    dense = adapted(name)
+    model = copy.deepcopy(dense)
+    assert fusedtp.parallelize(model, mesh_of(group), sequence_parallel=sequence_parallel) is model
+    expected, got = loss_of(dense), loss_of(model)
+    close(got, expected, "loss")
+    expected.backward()
+    got.backward()
+    gradients_are_those_of(model, dense)
+    for each in (dense.eval(), model.eval()):
+        each.zero_grad()
+    if name in ("packed", "transposed"):
+        with pytest.raises(NotImplementedError, match="packed linears can be merged before"):
+            model.merge_adapter()
+    else:
+        merged_and_back(dense, model)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_as_in_one_process(pool: RankPool, name: str, sequence_parallel: bool) -> None:
+    pool.run(as_in_one_process, name, sequence_parallel, world_size=2)
+
+
+def merged_before(group: ProcessGroup, name: str) -> None:
+    dense = adapted(name).eval()
+    dense.merge_adapter()
+    model = fusedtp.parallelize(copy.deepcopy(dense), mesh_of(group))
+    close(loss_of(model), loss_of(dense), "merged")
+    if name == "every linear":
+        model, dense = model.merge_and_unload(), dense.merge_and_unload()
+        close(loss_of(model), loss_of(dense), "unloaded")
+
+
+@pytest.mark.parametrize("name", ["every linear", "packed"])
+def test_merged_before_it_is_split(pool: RankPool, name: str) -> None:
+    pool.run(merged_before, name, world_size=4)
+
+
+def put_on_afterwards(group: ProcessGroup) -> None:
+    """What a rank's part of a linear would get wrong is refused; what every rank has whole is as ever."""
+    import peft
+
+    mesh = mesh_of(group)
+    for targets in (["down_proj"], ["q_proj"], "all-linear"):
+        model = fusedtp.parallelize(decoder("Llama"), mesh, sequence_parallel=False)
+        with pytest.raises(NotImplementedError, match=r"put adapters on first, .* then call fusedtp\.parallelize"):
+            peft.get_peft_model(model, peft.LoraConfig(target_modules=targets))
+    split = parallelize_module(nn.ModuleDict({"up": nn.Linear(4, 4)}), mesh, {"up": fusedtp.FusedColwiseParallel()})
+    with pytest.raises(NotImplementedError, match="put adapters on first"):
+        peft.inject_adapter_in_model(peft.IA3Config(target_modules=["up"], feedforward_modules=[]), split)
+    model = fusedtp.parallelize(adapted("every linear"), mesh, sequence_parallel=False)
+    model.add_adapter("second", peft.LoraConfig(target_modules=["down_proj"]))
+    loss_of(model)
+    model.set_adapter("second")
+    with pytest.raises(NotImplementedError, match="'second' was put on after fusedtp"):
+        loss_of(model)
+    model.set_adapter("default")
+    few = fusedtp.parallelize(adapted("biases"), mesh)
+    with pytest.raises(NotImplementedError, match="put adapters on first"):
+        few.add_adapter("second", peft.LoraConfig(target_modules=["down_proj"]))
+    dense = decoder("Mixtral")
+    model = fusedtp.parallelize(copy.deepcopy(dense), mesh)
+    both = [peft.get_peft_model(each, peft.LoraConfig(target_modules=["embed_tokens"])) for each in (dense, model)]
+    for key, parameter in [pair for each in both for pair in each.named_parameters()]:
+        if "lora_" in key:
+            nn.init.constant_(parameter, 0.2)
+    expected, got = map(loss_of, both)
+    close(got, expected, "loss")
+    expected.backward()
+    got.backward()
+    gradients_are_those_of(both[1], both[0])
+
+
+def test_put_on_afterwards(pool: RankPool) -> None:
+    pool.run(put_on_afterwards, world_size=2)
+
+
+def test_other_adapters_are_refused_by_name() -> None:
+    import peft
+
+    def refused(model: Any, said: str) -> None:
+        before = [type(each) for each in model.modules()]
+        with pytest.raises(NotImplementedError, match=said):
+            fusedtp.decoder_plan(model, 2)
+        assert [type(each) for each in model.modules()] == before
+
+    refused(adapted("biases", use_dora=True, lora_bias=False), r"layers\.0\.self_attn\.o_proj, .* DoraLinearVariant")
+    refused(
+        adapted("attention alone", modules_to_save=["v_proj"]), r"self_attn\.v_proj, .* put peft.*ModulesToSaveWrapper"
+    )
+    tied = r"lm_head\.lora_[AB].default.weight is one with model.embed_tokens's"
+    refused(adapted("tied", ensure_weight_tying=True), tied)
+    refused(adapted("tied", modules_to_save=["lm_head"]), "lm_head, .*ModulesToSaveWrapper")
+    ia3 = peft.IA3Config(target_modules=["up_proj"], feedforward_modules=[])
+    refused(peft.get_peft_model(decoder("Llama"), ia3), r"mlp\.up_proj, around which peft has put peft.*ia3.*Linear:")
