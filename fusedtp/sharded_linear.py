@@ -84,10 +84,7 @@ class ShardedLinear(parameters.Watched):
         self._make_more(*made)
         parameters.watch_all(self)
         # How each lies, and what has been found to lie so.
-        self._lies = {
-            name: parameters.Lies(each.device_mesh, each.placements[0], tuple(each.shape), tuple(each.to_local().shape))
-            for name, each in self.named_parameters()
-        }  # fmt: skip
+        self._lies = {name: parameters.Lies.of(each) for name, each in self.named_parameters()}
         self._known: dict[str, Any] = dict.fromkeys(self._lies)
         self._is_padded = parameters.is_padded(self._sizes)
         if self._is_padded:
@@ -130,7 +127,7 @@ class ShardedLinear(parameters.Watched):
                     parameter, values[0] if len(values) == 1 else torch.stack(values), self._dims[name], self._sizes
                 )
                 if self._dims[name] is None:
-                    parameters.same_as(0, parameter.to_local(), self._lies[name].mesh)  # type: ignore[operator]
+                    parameters.same_as(0, parameters.part(parameter, parameter.ndim), self._lies[name].mesh)
 
     def _linear(
         self, prepare: Prepare, x: Tensor, *options: Any, residual: Tensor | None = None, activation: str | None = None,

@@ -44,7 +44,7 @@ class _Eager(torch.autograd.Function):
         _, needs_x, _, _, _, *needs = ctx.needs_input_grad
         # Autograd keeps plain tensors, among what is saved; DTensors are kept here.
         ctx.call, ctx.dtensors = call, {}
-        given, normed = {"x": x}, []
+        given, normed = {"x": x}, list[Any]()
         # Local shards only, and only those that a gradient will be made of.
         saved = [x if True in needs[::2] else None]
         for i, each in enumerate(parameters):

@@ -160,6 +160,12 @@ class Lies(NamedTuple):
     shape: tuple[int, ...]
     part: tuple[int, ...]
 
+    @classmethod
+    def of(cls, parameter: Any) -> Lies:
+        """How a DTensor on a 1-D mesh lies."""
+        (placement,) = parameter.placements
+        return cls(parameter.device_mesh, placement, tuple(parameter.shape), tuple(parameter._local_tensor.shape))
+
     def check(self, name: str, parameter: Any) -> Any:
         """ValueError where a parameter that something has put in place lies otherwise; else its spec, if it has one. A
         plain one is this rank's part, as in torch.func.functional_call.
@@ -206,7 +212,7 @@ def watch(dtensor: Any) -> None:
     holders, at = mine.untyped_storage().__dict__.setdefault(_HOLDERS, {}), mine.storage_offset()
     if at not in holders or holders[at].identity != id(dtensor):
         # Shares the DTensor's version and none of its memory.
-        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        with torch._C._DisableTorchDispatch():
             changes = dtensor.detach()
         holders[at] = Holder(changes, id(dtensor), changes._version)
         _count_steps()
@@ -223,7 +229,7 @@ class Watched(nn.Module):
     """A module whose own DTensors `holder` finds, also after they were moved."""
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        made = super()._apply(fn, recurse)
+        made = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         watch_all(self)
         return made
 

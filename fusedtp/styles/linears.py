@@ -156,7 +156,8 @@ def lies(mesh: DeviceMesh, placement: Placement, shape: tuple[int, ...]) -> Lies
 class FusedColwiseLinear(FusedLinear):
     """What FusedColwiseParallel makes of an nn.Linear: `[.., R_X, .., K] @ [K, N_X] -> [.., N_X]`, or R whole."""
 
-    _weight, _bias = Shard(0), Shard(0)
+    _weight: Placement = Shard(0)
+    _bias: Placement = Shard(0)
 
     def forward(self, input: Tensor) -> Tensor:
         (y,) = columns([self], input)
