@@ -36,6 +36,20 @@ group_by_name: Callable[[str], dist.ProcessGroup] = _by_name
 spin: Any = torch.cuda._sleep
 
 
+# A context in which DTensors are what they hold.
+without_dispatch: Any = torch._C._DisableTorchDispatch
+
+
+def is_tracing() -> bool:
+    """Whether torch.jit.trace is under way."""
+    return torch._C._get_tracing_state() is not None
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Whether this thread has hooks for saved tensors."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def forward_mode_active() -> bool:
     """Whether forward-mode differentiation is under way."""
     return forward_ad._current_level >= 0

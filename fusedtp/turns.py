@@ -21,7 +21,8 @@ from types import FrameType
 from typing import NoReturn, ParamSpec, TypeAlias, TypeVar
 
 import torch
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from .torch_private import has_saved_tensors_hooks, is_in_torch_dispatch_mode
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -133,10 +134,8 @@ class Open:
 
 
 def _is_a_hooks(kind: type[BaseException]) -> bool:
-    # Whether there are hooks that may have raised it. There is no public way to ask for those of saved tensors (torch
-    # 2.11 to 2.13).
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return issubclass(kind, Exception) and (hooks is not None or is_in_torch_dispatch_mode())
+    # Whether there are hooks that may have raised it.
+    return issubclass(kind, Exception) and (has_saved_tensors_hooks() or is_in_torch_dispatch_mode())
 
 
 class _Here(threading.local):

@@ -107,11 +107,11 @@ def _compiled_with_room(
 
 
 # By compiled kernel: what takes a launch's parameters out of its nested arguments.
-_takes: dict[Any, Callable[[tuple[Any, ...]], tuple[Any, ...]]] = {}
+_takes: dict[Any, Callable[[tuple[Any, ...]], list[Any]]] = {}
 _loading = threading.RLock()
 
 
-def load(compiled: Any, grid: tuple[int, ...]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+def load(compiled: Any, grid: tuple[int, ...]) -> Callable[[tuple[Any, ...]], list[Any]]:
     """Load a compiled kernel onto the device, with a launcher that takes its parameters flat.
 
     The launchers of Triton 3.6 and 3.7 expand tensor descriptors only where they are arguments of their own, not fields
@@ -133,9 +133,18 @@ def load(compiled: Any, grid: tuple[int, ...]) -> Callable[[tuple[Any, ...]], tu
         except BaseException:
             compiled.src = source
             raise
-        leaves = ", ".join("a" + "".join(f"[{i}]" for i in path) for path, _ in paths)
-        _takes[compiled] = take = eval(f"lambda a: ({leaves},)")
+        _takes[compiled] = take = partial(_leaves, [path for path, _ in paths])
         return take
+
+
+def _leaves(paths: list[tuple[int, ...]], args: tuple[Any, ...]) -> list[Any]:
+    found = []
+    for path in paths:
+        x: Any = args
+        for i in path:
+            x = x[i]
+        found.append(x)
+    return found
 
 
 def _paths(signature: tuple[Any, ...], *path: int) -> Iterator[tuple[tuple[int, ...], str]]:

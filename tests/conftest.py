@@ -173,7 +173,9 @@ def started(group: ProcessGroup) -> tuple[int, dict[Any, int]]:
     """What every collective of `group` and every op over shared memory would change."""
     from fusedtp.workspaces import registry
 
-    return group._get_sequence_number_for_group(), {key: ws.epoch for key, ws in registry._workspaces.items()}
+    # A group of a registered backend has no such number of its own.
+    backend = group._get_backend(torch.device("cpu"))
+    return backend._get_sequence_number_for_group(), {key: ws.epoch for key, ws in registry._workspaces.items()}
 
 
 def good(group: ProcessGroup) -> None:

@@ -104,14 +104,14 @@ def test_an_operator_without_a_gradient_says_so(pool: RankPool) -> None:
 
 def on_meta(group: ProcessGroup) -> list[tuple[int, ...]]:
     """Shapes without values or a message."""
-    before = group._get_sequence_number_for_group()
+    before = group._get_backend(torch.device("cpu"))._get_sequence_number_for_group()
     x, weight = torch.ones(8, 6, device="meta"), torch.ones(5, 6, device="meta")
     outs = [
         fusedtp.all_gather_linear(x, weight, group=group),
         fusedtp.linear_reduce_scatter(x, weight, group=group),
         fusedtp.all_gather(x, group=group),
     ]
-    assert group._get_sequence_number_for_group() == before
+    assert group._get_backend(torch.device("cpu"))._get_sequence_number_for_group() == before
     return [tuple(out.shape) for out in outs]
 
 

@@ -22,6 +22,7 @@ from ..recipes import NAMES, Float8
 from ..scaled import Scaled
 from ..sharding.notation import Spec
 from ..shards import check_count, check_sizes, even_sizes
+from ..torch_private import is_tracing
 from . import dispatch
 from .parameters import PLAIN
 
@@ -382,5 +383,5 @@ def lengths(
 
 def refuse_tracing() -> None:
     """Raise NotImplementedError under torch.jit.trace, where sizes are tensors: nothing can be agreed on by them."""
-    if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None:
+    if not torch.compiler.is_compiling() and is_tracing():
         raise NotImplementedError("torch.jit.trace does not trace fusedtp's ops: use torch.compile or torch.export")

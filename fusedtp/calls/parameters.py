@@ -25,7 +25,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..groups import Group
 from ..shards import chunk_sizes, offsets
-from ..torch_private import device_types, dtensor_like, is_wrapped, local_of, transforms_active, unwrapped
+from ..torch_private import (
+    device_types,
+    dtensor_like,
+    is_wrapped,
+    local_of,
+    transforms_active,
+    unwrapped,
+    without_dispatch,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
@@ -164,7 +172,7 @@ class Lies(NamedTuple):
     def of(cls, parameter: Any) -> Lies:
         """How a DTensor on a 1-D mesh lies."""
         (placement,) = parameter.placements
-        return cls(parameter.device_mesh, placement, tuple(parameter.shape), tuple(parameter._local_tensor.shape))
+        return cls(parameter.device_mesh, placement, tuple(parameter.shape), tuple(local_of(parameter).shape))
 
     def check(self, name: str, parameter: Any) -> Any:
         """ValueError where a parameter that something has put in place lies otherwise; else its spec, if it has one. A
@@ -206,13 +214,13 @@ _HOLDERS = "fusedtp_holders"
 
 def watch(dtensor: Any) -> None:
     """Let `holder` find this DTensor from its part, or a slice of it."""
-    mine = dtensor._local_tensor
+    mine = local_of(dtensor)
     if dtensor.is_inference() or mine.is_inference():
         return
     holders, at = mine.untyped_storage().__dict__.setdefault(_HOLDERS, {}), mine.storage_offset()
     if at not in holders or holders[at].identity != id(dtensor):
         # Shares the DTensor's version and none of its memory.
-        with torch._C._DisableTorchDispatch():
+        with without_dispatch():
             changes = dtensor.detach()
         holders[at] = Holder(changes, id(dtensor), changes._version)
         _count_steps()
