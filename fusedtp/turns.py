@@ -96,7 +96,8 @@ class Open:
     handed_over: whether the op, with its result, is with torch, which calls hooks for saved tensors and dispatch modes.
     """
 
-    returned = handed_over = False
+    returned: bool = False
+    handed_over: bool = False
     _frame: FrameType | None = None
 
     def __enter__(self) -> Open:
@@ -135,7 +136,7 @@ class Open:
 def _is_a_hooks(kind: type[BaseException]) -> bool:
     # Whether there are hooks that may have raised it. There is no public way to ask for those of saved tensors (torch
     # 2.11 to 2.13).
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks: object = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return issubclass(kind, Exception) and (hooks is not None or is_in_torch_dispatch_mode())
 
 
