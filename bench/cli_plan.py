@@ -55,7 +55,8 @@ def _without_weights(config: str) -> tuple[nn.Module, list[str]]:
     import torch
 
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM, logging
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import logging as logging_
     except ImportError as error:
         raise ImportError(f"fusedtp plan reads configurations by transformers: {error}") from error
     # A name on the hub is one word, or two.
@@ -65,7 +66,8 @@ def _without_weights(config: str) -> tuple[nn.Module, list[str]]:
     given = _read(Path(config)) if Path(config).exists() else {}
     auto: Any = AutoModelForCausalLM
     # Its warnings are of running a model.
-    logging.set_verbosity_error()
+    said: Any = logging_
+    said.set_verbosity_error()
     try:
         # Without it code beside the file would be run, once the user has been asked.
         known = AutoConfig.from_pretrained(config, trust_remote_code=False)

@@ -108,7 +108,7 @@ def check_device(group: dist.ProcessGroup, kind: str) -> None:
 
 def is_fake(group: dist.ProcessGroup) -> bool:
     """Whether this process plays one rank of a group that has no others, by torch's backend "fake"."""
-    return str(dist.get_backend(group)) == "fake"
+    return any(group._get_backend(device).name() == "fake" for device in group._device_types)
 
 
 # Meshes that have been looked at, by their id, as hashing one takes longer.

@@ -97,7 +97,8 @@ class Open:
     handed_over: whether the op, with its result, is with torch, which calls hooks for saved tensors and dispatch modes.
     """
 
-    returned = handed_over = False
+    returned: bool = False
+    handed_over: bool = False
     _frame: FrameType | None = None
 
     def __enter__(self) -> Open:

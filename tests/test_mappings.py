@@ -175,6 +175,38 @@ def test_groups_that_torch_destroys_leave_nothing(pool: RankPool, layers: bool) 
         assert layers or after[2] == 0
 
 
+def strayed_elsewhere(group: ProcessGroup) -> dict[str, str]:
+    """Something writes into a word of rank 0's header by which kernels decide: no rank returns what is not the sum."""
+    said = {}
+    for name in ("ARRIVED", "BUDGET_MS", "GIVEN_UP", "TICKETS", "EPOCH", "LEFT", "GROWING", "WAITING_FOR"):
+        for value in (1, 2, -1, 2**31 - 1):
+            for schedule in ("fused", "decomposed"):
+                fusedtp.destroy(group)
+                fusedtp.set_timeout(0.5, group)
+                x = torch.ones(4, 8)
+                fusedtp.linear_all_reduce(x, x, group=group, schedule=schedule)
+                if group.rank() == 0:
+                    registry.get(group, CPU).words[getattr(signal, name).value] = value
+                what = f"{name} {value} {schedule}"
+                try:
+                    out = fusedtp.linear_all_reduce(x, x, group=group, schedule=schedule)
+                    said[what] = "right" if (out == 8 * group.size()).all() else "wrong"
+                except RuntimeError as error:
+                    said[what] = str(error)
+                dist.barrier(group)
+    fusedtp.set_timeout(110)
+    fusedtp.destroy(group)
+    return said
+
+
+def test_a_stray_write_to_a_word_that_decides_is_noticed(pool: RankPool) -> None:
+    said, others = pool.run(strayed_elsewhere, world_size=2)
+    assert "wrong" not in (*said.values(), *others.values())
+    for what in ("ARRIVED 1 fused", "GIVEN_UP 2 fused", "GIVEN_UP -1 fused", "TICKETS 2 decomposed"):
+        assert "something else has written there" in said[what], said[what]
+    assert said["BUDGET_MS -1 fused"] == said["WAITING_FOR -1 fused"] == "right"
+
+
 def strayed(group: ProcessGroup) -> str:
     """Something writes into rank 0's memory where its epoch is."""
     fusedtp.destroy()

@@ -44,11 +44,16 @@ class Failing:
             f"fusedtp.destroy for this group on every rank before its next op ({what})"
         )
 
-    def _refuse_epoch(self, epoch: int) -> None:
+    def _refuse_words(self, words: Any, epoch: int) -> None:
+        # Kernels decide by these words; one that finds a budget given up waits for nothing, and passes on NaN.
+        found, left = f"epoch {words[signal.EPOCH.value]}", str(epoch)
+        for name in ("ARRIVED", "TICKETS", "GIVEN_UP"):
+            if value := words[getattr(signal, name).value]:
+                found, left = f"{value} in the word {name}", "0"
         self._leave(2)
         self.failure = RuntimeError(
-            f"{self._op}: rank {self.rank} finds epoch {epoch} in its memory, where its last op left {self._mirror}: "
-            "something else has written there. Call fusedtp.destroy for this group on every rank before its next op"
+            f"{self._op}: rank {self.rank} finds {found} in its memory, where its last op left {left}: something else "
+            "has written there. Call fusedtp.destroy for this group on every rank before its next op"
         )
         raise self.failure
 

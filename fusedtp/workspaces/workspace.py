@@ -48,6 +48,10 @@ Kept = TypeVar("Kept")
 
 _REPORT: int = signal.REPORT.value
 _EPOCH: int = signal.EPOCH.value
+_ARRIVED: int = signal.ARRIVED.value
+_BUDGET_MS: int = signal.BUDGET_MS.value
+_GIVEN_UP: int = signal.GIVEN_UP.value
+_TICKETS: int = signal.TICKETS.value
 
 
 def _wrap(epoch: int) -> int:
@@ -141,7 +145,8 @@ class Workspace(Failing):
         self.peers = torch.tensor(known, dtype=torch.int64, device=self.device)
         self._channel = Channel(self.peers, self.data, self.rank, self.world_size, half_bytes, data_offset)
         # Only now, as the budget may have been set meanwhile.
-        self.words[signal.BUDGET_MS.value] = math.ceil(self.seconds * 1000)
+        self._budget_ms = math.ceil(self.seconds * 1000)
+        self.words[_BUDGET_MS] = self._budget_ms
         if old is not None and not self._captured:
             # Nobody reads the old arena any more: a peer gets here only after its last op, and its reads, have ended.
             old.release()
@@ -306,9 +311,11 @@ class Workspace(Failing):
         if self._report[_REPORT]:
             self._check()
         if self._on_host:
-            epoch = int(self.host_words[_EPOCH])
-            if epoch != self._mirror and self._mirror_is_exact:
-                self._refuse_epoch(epoch)
+            words = self.host_words
+            epoch = int(words[_EPOCH])
+            if (epoch != self._mirror and self._mirror_is_exact) or words[_ARRIVED] or words[_TICKETS]:
+                self._refuse_words(words, self._mirror)
+            words[_BUDGET_MS] = self._budget_ms
             self._mirror, self._mirror_is_exact = epoch, True
             return
         check_device(self.data)
@@ -330,6 +337,10 @@ class Workspace(Failing):
             # A captured op advances the device's epoch at every replay, which the host does not see.
             self._mirror_is_exact = self._mirror_is_exact and not capturing
         self._check()
+        if self._on_host and self._progress == _SENT:
+            words = self.host_words
+            if words[_GIVEN_UP] or int(words[_EPOCH]) != _wrap(self._mirror + 1):
+                self._refuse_words(words, _wrap(self._mirror + 1))
         if self._progress == _SENT or self.device.type != "cpu":
             self._mirror = _wrap(self._mirror + 1)
             self._call = turns.current()
@@ -377,11 +388,11 @@ class Workspace(Failing):
 
     def set_timeout(self, seconds: float) -> None:
         """The budget of every wait from the next op on."""
-        self.seconds = seconds
+        self.seconds, self._budget_ms = seconds, math.ceil(seconds * 1000)
         # Another thread may close the workspace meanwhile: its memory stays mapped as long as `words` refers to it.
         words = getattr(self, "words", None)
         if words is not None:
-            words[signal.BUDGET_MS.value] = math.ceil(seconds * 1000)
+            words[_BUDGET_MS] = self._budget_ms
 
     def close(self, why: int = 1) -> None:
         """Give the memory back. The peers may still use theirs. why: what they read in LEFT, see `kernels.signal`."""
