@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .torch_private import device_types, group_by_name
+from .torch_private import backend_names, device_types, group_by_name, is_in_torch_dispatch_mode
 
 Group: TypeAlias = "dist.ProcessGroup | DeviceMesh | str | None"
 
@@ -108,7 +108,7 @@ def check_device(group: dist.ProcessGroup, kind: str) -> None:
 
 def is_fake(group: dist.ProcessGroup) -> bool:
     """Whether this process plays one rank of a group that has no others, by torch's backend "fake"."""
-    return any(group._get_backend(device).name() == "fake" for device in group._device_types)
+    return "fake" in backend_names(group)
 
 
 # Meshes that have been looked at, by their id, as hashing one takes longer.
@@ -119,7 +119,9 @@ def check_mesh(name: str, mesh: DeviceMesh) -> None:
     """ValueError for a mesh without this rank, or whose ranks do not ascend, as those of its groups do."""
     if mesh.get_coordinate() is None:
         raise ValueError(f"{name} must have this rank, {dist.get_rank()}, in it, got {mesh}")
-    if torch.compiler.is_compiling() or (id(mesh) in _ascending and _ascending[id(mesh)]() is mesh):
+    # Its ranks are a tensor, which a mode may take for one of the program's.
+    unseen = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+    if unseen or (id(mesh) in _ascending and _ascending[id(mesh)]() is mesh):
         return
     ranks = mesh.mesh
     if any(bool((ranks.diff(dim=dim) <= 0).any()) for dim in range(ranks.ndim)):

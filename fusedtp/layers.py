@@ -141,15 +141,17 @@ class RowParallelLinear(ShardedLinear):
     ) -> None:
         self.norm_eps = norms.check_eps(norm_eps)
         self.norm = None if norm is None else norms.check_name(norm)
+        # All is checked before the bias is sent.
+        self.sequence_parallel = arguments.flag("sequence_parallel", sequence_parallel)
+        self.scatter_dim = arguments.sequence_dim("scatter_dim", scatter_dim)
+        self._asked_sizes = sequence_sizes
         super().__init__(
             in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, debug, producer, float8,
             order,
         )  # fmt: skip
-        self.sequence_parallel = arguments.flag("sequence_parallel", sequence_parallel)
-        self.scatter_dim = arguments.sequence_dim("scatter_dim", scatter_dim)
-        self.sequence_sizes = arguments.sequence_sizes(sequence_sizes, self.group)
 
     def _make_more(self, mesh: DeviceMesh, device: Device, dtype: torch.dtype | None) -> None:
+        self.sequence_sizes = arguments.sequence_sizes(self._asked_sizes, self.group)
         made = (self.out_features,), mesh, device, dtype
         self.norm_weight = parameters.whole(*made) if self.norm else None
         self.norm_bias = parameters.whole(*made) if self.norm == LAYER_NORM else None

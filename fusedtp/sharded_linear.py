@@ -127,7 +127,8 @@ class ShardedLinear(parameters.Watched):
                     parameter, values[0] if len(values) == 1 else torch.stack(values), self._dims[name], self._sizes
                 )
                 if self._dims[name] is None:
-                    parameters.same_as(0, parameters.part(parameter, parameter.ndim), self._lies[name].mesh)
+                    own = parameters.part(parameter, parameter.ndim)
+                    parameters.same_as(0, own, self._lies[name].mesh, self.group)
 
     def _linear(
         self, prepare: Prepare, x: Tensor, *options: Any, residual: Tensor | None = None, activation: str | None = None,

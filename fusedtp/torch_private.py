@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -65,6 +66,11 @@ def device_types(group: dist.ProcessGroup) -> list[str]:
     return [device.type for device in group._device_types]
 
 
+def backend_names(group: dist.ProcessGroup) -> list[str]:
+    """Return the names of the group's backends."""
+    return [group._get_backend(device).name() for device in group._device_types]
+
+
 def timeout_seconds(group: dist.ProcessGroup) -> float:
     """Return the group's own timeout."""
     backend: Any = group._get_backend(group._device_types[0])
@@ -92,10 +98,8 @@ def symmetric_rendezvous(own: Tensor, name: str) -> Any:
     return torch._C._distributed_c10d._SymmetricMemory.rendezvous(own, name)
 
 
-def local_of(dtensor: Any) -> Tensor:
-    """Return a DTensor's local tensor, outside of any graph."""
-    local: Tensor = dtensor._local_tensor
-    return local
+# A DTensor's local tensor, outside of any graph. No function of Python: it is on the way of every warm call.
+local_of: Callable[[Any], Tensor] = attrgetter("_local_tensor")
 
 
 def dtensor_like(values: Tensor, dtensor: Any) -> Tensor:

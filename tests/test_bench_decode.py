@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 def test_rows_from_the_command_line(pool: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     @contextmanager
     def here(ranks: int, timeout: int) -> Iterator[SimpleNamespace]:
-        yield SimpleNamespace(run=partial(pool.run, world_size=ranks))
+        yield SimpleNamespace(run_again=partial(pool.run, world_size=ranks))
 
     command = [
         "decode",

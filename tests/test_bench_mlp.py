@@ -44,13 +44,13 @@ def test_speedup_has_the_interval_of_its_rounds(ours: list[float], told: str) ->
 def test_command_times_the_sizes_it_is_given(pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[tuple[int, ...]] = []
 
-    def run(compare: Callable[..., Result], *arguments: Any) -> list[Result]:
+    def run(compare: Callable[..., Result], *arguments: Any, told: Any) -> list[Result]:
         sizes.append(arguments[:3])
         return pool.run(compare, *arguments, world_size=2)
 
     @contextmanager
     def started(world_size: int, **_: Any) -> Any:
-        yield SimpleNamespace(run=run)
+        yield SimpleNamespace(run_again=run)
 
     monkeypatch.setattr(ranks, "RankPool", started)
     shapes = ("--shapes", "16,8,32", "--shapes", "4,6,2", "--shapes", "16x8x32")

@@ -224,7 +224,7 @@ def changed_input(group: ProcessGroup) -> None:
     """A DTensor given to styles, changed in place; what hooks save as a copy is right, a checkpoint is refused."""
     mesh = DeviceMesh.from_group(group, "cpu")
     linear = parallelize_module(nn.Linear(HIDDEN, INNER), mesh, fusedtp.FusedColwiseParallel())
-    norm = parallelize_module(nn.LayerNorm(HIDDEN), mesh, fusedtp.FusedNormParallel())
+    norm = parallelize_module(nn.LayerNorm(HIDDEN), mesh, fusedtp.FusedNormParallel(sequence_dim=0))
     x = distribute_tensor(torch.randn(4, HIDDEN), mesh, [Replicate()])
     y = linear(x)
     x.mul_(2)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from fusedtp.bench import generated
@@ -23,6 +24,7 @@ from fusedtp.kernels.steps import step
 from fusedtp import PeerTimeout
 from fusedtp.op import ALL_GATHER
 from fusedtp.workspaces.steps import HostSteps
+from fusedtp.workspaces.workspace import Workspace
 
 from .protocol import cases
 from .protocol.events import Advance, Barrier, Kernel
@@ -177,7 +179,8 @@ def test_random_programs_against_store_buffers() -> None:
 
 def examined(mutant: Mutant) -> tuple[Verdict, list[str]]:
     """What the checker and the race detector say of a planted bug, in three calls."""
-    with planted(mutant):
+    # The host refuses what some of them leave in its words, before the checker has seen it.
+    with planted(mutant), mock.patch.object(Workspace, "_refuse_words"):
         calls = cases.record([mutant.op] * 3, mutant.sizes)
     races, _ = find_races(calls)
     return explore(build(calls, residency=mutant.residency)), [str(each) for each in races]

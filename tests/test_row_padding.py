@@ -203,7 +203,8 @@ def test_what_a_view_has_beside_it_reaches_no_result(world_size: int, pool: Rank
     """By copies of such views on machines with AMX, which are found missing."""
     number = 4 * len(OPS)
     assert pool.run(run_views, number, True, world_size=world_size) == [0] * world_size
-    assert max(pool.run(run_views, number, False, world_size=world_size)) > 0
+    # One rank's is F.linear without AMX, which `leaking` leaves as it is.
+    assert world_size == 1 or max(pool.run(run_views, number, False, world_size=world_size)) > 0
 
 
 def test_rows_of_an_arena_with_poison_beside_them_are_found(pool: RankPool) -> None:

@@ -145,18 +145,22 @@ def local(parameter: Any, ndim: int) -> Tensor:
     if isinstance(parameter, DTensor):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             watch(parameter)
+            # Before there are views of it, which may not count a change as their own.
+            keep(local_of(parameter))
         tensor = parameter.to_local()
     return tensor if tensor.ndim <= ndim else tensor.flatten(0, tensor.ndim - ndim)
 
 
 @torch.no_grad()
-def same_as(rank: int, tensor: Tensor, mesh: DeviceMesh) -> None:
-    """Give a plain tensor the values that it has on that rank of a 1-D mesh, as distribute_tensor does."""
+def same_as(rank: int, tensor: Tensor, mesh: DeviceMesh, group: ProcessGroup | None = None) -> None:
+    """Give a plain tensor the values that it has on that rank of a 1-D mesh, as distribute_tensor does. group: the
+    mesh's, where it may be known to no one else.
+    """
     if mesh.size() == 1 or tensor.is_meta or not tensor.numel():
         return
     # The group may carry no tensors of a model that is on a CPU still.
     sent = tensor.detach().to(mesh.device_type, memory_format=torch.contiguous_format)
-    dist.broadcast(sent, group=mesh.get_group(), group_src=rank)
+    dist.broadcast(sent, group=group or mesh.get_group(), group_src=rank)
     tensor.copy_(sent)
 
 

@@ -385,9 +385,9 @@ def parallelize(
         lora.split(module, device_mesh, src_data_rank)
     if src_data_rank is not None:
         # What no style has made one tensor of all ranks, and each rank goes on with.
-        for each in (*model.parameters(), *model.buffers()):
-            if not isinstance(each, DTensor):
-                same_as(src_data_rank, each, device_mesh)
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not isinstance(tensor, DTensor):
+                same_as(src_data_rank, tensor, device_mesh)
     return model
 
 
