@@ -57,7 +57,8 @@ def test_blocks_are_multiplied_with_their_scales() -> None:
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_blocks_are_widened_to_the_bits_of_their_values(dtype: torch.dtype) -> None:
     """In bfloat16 they are rounded once, from what is exact: also by columns, as a part of a row, and at the ends."""
-    x = torch.randn(6, 96) * torch.logspace(-40, 38, 96)
+    # Of another draw one in a thousand is beyond float32 itself.
+    x = torch.randn(6, 96, generator=torch.Generator().manual_seed(0)) * torch.logspace(-40, 38, 96)
     x[0, 3], x[1, 40], x[2, :32] = float("nan"), float("inf"), 0
     made = scaled(x, "mxfp8", dtype=dtype)
     made.scale.view(torch.uint8)[3] = torch.tensor([0, 254, 255], dtype=torch.uint8)

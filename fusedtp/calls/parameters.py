@@ -28,6 +28,7 @@ from ..shards import chunk_sizes, offsets
 from ..torch_private import (
     device_types,
     dtensor_like,
+    is_in_torch_dispatch_mode,
     is_wrapped,
     local_of,
     transforms_active,
@@ -145,8 +146,9 @@ def local(parameter: Any, ndim: int) -> Tensor:
     if isinstance(parameter, DTensor):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             watch(parameter)
-            # Before there are views of it, which may not count a change as their own.
-            keep(local_of(parameter))
+            if is_in_torch_dispatch_mode():
+                # By the operators, and before there are views of it, which may not count a change as their own.
+                keep(local_of(parameter))
         tensor = parameter.to_local()
     return tensor if tensor.ndim <= ndim else tensor.flatten(0, tensor.ndim - ndim)
 
