@@ -13,7 +13,7 @@ _BY_NAME = {
     "cvt.rn.f16.f32": ("cvt_f16_f32", "ww"), "cvt.rn.f16x2.f32": ("cvt_f16x2_f32", "www"),
     "cvt.rn.satfinite.e4m3x2.f32": ("cvt_e4m3x2_f32", "www"), "cvt.rn.satfinite.e5m2x2.f32": ("cvt_e5m2x2_f32", "www"),
     "cvt.rn.f16x2.e4m3x2": ("cvt_f16x2_e4m3x2", "ww"), "cvt.rn.f16x2.e5m2x2": ("cvt_f16x2_e5m2x2", "ww"),
-    "cvt.bf16.f16": ("cvt_bf16_f16", "ww"),
+    "cvt.bf16.f16": ("cvt_bf16_f16", "ww"), "cvt.rn.bf16.f16": ("cvt_rn_bf16_f16", "ww"),
     # Both are approximate there.
     "div.full.f32": ("div_f32", "www"), "ex2.approx.f32": ("ex2_f32", "ww"),
     "cvt.s16.s8": ("sext8_16", "ww"), "cvt.s32.s8": ("sext8_32", "ww"), "cvt.s32.s16": ("sext16_32", "ww"),

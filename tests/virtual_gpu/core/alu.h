@@ -71,6 +71,7 @@
   X(cvt_e5m2x2_f32, W, W, W, N, to_f8(x, 1) << 8 | to_f8(y, 1)) \
   X(cvt_f16x2_e4m3x2, W, W, N, N, f8_to_f16(HI8(x), 0) << 16 | f8_to_f16(x & 255, 0)) \
   X(cvt_f16x2_e5m2x2, W, W, N, N, f8_to_f16(HI8(x), 1) << 16 | f8_to_f16(x & 255, 1)) \
+  X(cvt_rn_bf16_f16, W, W, N, N, to_bf16(from_f16(x))) \
   X(cvt_bf16_f16, W, W, N, N, f16_to_bf16(x, m >> l & 1)) \
   X(mul_bf16, W, W, W, N, bf16_product(BF(x), BF(y))) \
   X(mul_bf16x2, W, W, W, N, bf16_product(BF(x), BF(y)) | bf16_product(BF_HI(x), BF_HI(y)) << 16) \
