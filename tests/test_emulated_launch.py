@@ -22,6 +22,7 @@ if os.environ.get("TRITON_INTERPRET") != "0":
 
 import triton
 from fusedtp.kernels import descriptors, loading, steps
+from fusedtp.kernels.launch import FP_FUSION
 from triton.compiler import compiler
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -183,7 +184,7 @@ def test_threads_that_load_one_kernel_at_once(hopper: EmulatedDriver) -> None:
     with virtual_ranks(2) as ranks:
         channel = ranks[0].channel()
         args = channel.group(3), channel.rank, channel.fingerprint, 1, 2, "signal"
-        compiled = steps._step_kernel.warmup(*args, grid=(1,), num_warps=1)
+        compiled = steps._step_kernel.warmup(*args, grid=(1,), num_warps=1, **FP_FUSION)
 
         def take() -> None:
             took.append(loading.load(compiled, (1, 1, 1))(args))
