@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from fusedtp.kernels import INTERPRETED, signal
+from fusedtp.kernels import signal
 from fusedtp.kernels.gather_matmul import GatherMatmul
 from fusedtp.kernels.launch import Channel, Config, config_for
 from fusedtp.kernels.layout import Layout
@@ -99,7 +99,7 @@ def poisoned(like: Tensor, M: int, N: int) -> Tensor:
 def plain(a: Tensor, b: Tensor, config: Config | None = None) -> Fill:
     """Return the launch of the plain matmul, which fills C."""
     config = config or config_for(a.device, a.dtype, a.shape[0], b.shape[1])
-    return lambda out: matmul(a, b, out, epilogue_of(None, per_row=False), config=config, upcast=INTERPRETED)
+    return lambda out: matmul(a, b, out, epilogue_of(None, per_row=False), config=config)
 
 
 def _data(x: Matrix) -> Tensor:
@@ -141,7 +141,7 @@ def gathered(
     at, epilogue = table(whole.device, sizes), epilogue_of(None, per_row=transposed)
     kernel = GatherMatmul(
         ALL_GATHER_MATMUL.number, sizes, gather_dim=along, pitch=region.pitch, piece_rows=piece, config=config,
-        upcast=INTERPRETED, scales="rows" if float8 else "",
+        scales="rows" if float8 else "",
     )  # fmt: skip
     own, other = _data(shard), _data(b)
 
@@ -170,7 +170,7 @@ def scattered(
         assert isinstance(b, Quantized)
         scales = [scales_of(a, b, arenas.channel.data.view(dtype))]
     kernel = MatmulScatter(
-        op.number, sizes, region_rows=region_rows, pitch=region.pitch, to_all=to_all, config=config, upcast=INTERPRETED,
+        op.number, sizes, region_rows=region_rows, pitch=region.pitch, to_all=to_all, config=config,
         scales="" if scales is None else "rows",
     )  # fmt: skip
     terms = [(_data(a), _data(b))]
@@ -205,7 +205,7 @@ def reduced(
     arenas.memory[rank, -2 * arenas.half_bytes :].zero_()
     arrivals = torch.zeros(config.programs, dtype=torch.int32, device=a.device)
     kernel = MatmulAllReduce(
-        MATMUL_ALL_REDUCE.number, world_size, rank, to_all=to_all, pitch=region.pitch, config=config, upcast=INTERPRETED
+        MATMUL_ALL_REDUCE.number, world_size, rank, to_all=to_all, pitch=region.pitch, config=config
     )  # fmt: skip
     epilogue = epilogue_of(None, per_row=False)
     return arenas, lambda out: kernel(arenas.channel, a, b, None, out, epilogue, arrivals, **places)

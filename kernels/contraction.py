@@ -18,11 +18,8 @@ from .signal import cdiv
 
 
 @triton.jit
-def dot(a, b, acc, UPCAST: tl.constexpr):
-    """acc += a @ b in float32. UPCAST is set under the interpreter, whose bfloat16 arithmetic works on raw bits."""
-    if UPCAST:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
+def dot(a, b, acc):
+    """acc += a @ b in float32."""
     if a.dtype.primitive_bitwidth == 8:
         # The matrix unit of sm_90 keeps 14 bits of a sum of float8 products: such a sum goes no further than a block of
         # K, 128 at most, and is then added in float32 (DeepSeek-V3, section 3.3.2). With Triton's option for that,
@@ -86,7 +83,7 @@ def multiply(acc, a, tile, b, A_BY: tl.constexpr, B_BY: tl.constexpr, tiles, IN_
             b_scales += BLOCK_K // 32
             acc = dot_of_blocks(a_block, a_scale, b_block, b_scale, acc, tiles)
         else:
-            acc = dot(a_block, b_block, acc, tiles.UPCAST)
+            acc = dot(a_block, b_block, acc)
     return acc
 
 

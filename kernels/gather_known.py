@@ -54,7 +54,6 @@ class Plan:
     pitch: int
     piece_rows: int
     config: Config
-    upcast: bool
     scales: str = ""
     leaves: int = 0
     switch: bool = False
@@ -92,7 +91,7 @@ class Plan:
         flags = a_by, in_place, b_by, self.piece_rows, aligned, rows_aligned
         return Known(
             config, a_by, b_by, (rows, cols),
-            tiles_of(config, flatten=flatten, upcast=self.upcast, scales=self.scales, leaves=self.leaves, lengths=(K,)),
+            tiles_of(config, flatten=flatten, scales=self.scales, leaves=self.leaves, lengths=(K,)),
             tuple(map(tl.constexpr, flags)), options(config, a_by, b_by, limit=limit), (config.programs + pushers,),
             (a.shape[0], sum(sizes[:rank]) if on_rows else rank * M, num_tiles), pushers,
             (tl.constexpr(-1), tl.constexpr(unit_of(bs)), tl.constexpr(unit_of(cs))),

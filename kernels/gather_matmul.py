@@ -327,12 +327,12 @@ class GatherMatmul:
 
     def __init__(
         self, op: int, sizes: tuple[int, ...], *, gather_dim: int, pitch: int, piece_rows: int, config: Config,
-        upcast: bool, scales: str = "", leaves: int = 0, switch: bool = False,
+        scales: str = "", leaves: int = 0, switch: bool = False,
     ) -> None:  # fmt: skip
         # Chunks of a gathered contraction come in any order.
         assert gather_dim == 0 or not leaves
         self._op, self._pitch, self._on_rows, self._switch = op, pitch, gather_dim == 0, switch
-        self._plan = Plan(sizes, self._on_rows, pitch, piece_rows, config, upcast, scales, leaves, switch)
+        self._plan = Plan(sizes, self._on_rows, pitch, piece_rows, config, scales, leaves, switch)
         self._known: dict[object, Known] = {}
 
     def __call__(

@@ -8,6 +8,9 @@ same `triton.language`; it computes every integer operation a second time in 64 
 debug mode makes; it rebuilds its table of NumPy types at every look-up, a tensor's shape for every tensor, and works
 out the type of two operands at every operation.
 
+Its bfloat16 is made exact: it truncates where float32 becomes bfloat16, makes zeros of subnormal numbers, and takes
+bfloat16's bits for integers in a product of matrices.
+
 Triton 3.6 takes `int` of a loop's bounds, which are arrays of one element; NumPy refuses that from 2.4 on unless an
 array is 0-dimensional. Triton 3.9 refuses masks that are not of bools, and makes integers of a scalar comparison's
 result where it broadcasts it. All of this was read in Triton 3.6 to 3.9.
@@ -22,6 +25,7 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
@@ -123,7 +127,7 @@ def _keep_conditions() -> None:
     InterpreterBuilder.create_splat = create_splat
 
 
-def _widen_float8_by_table() -> None:
+def _convert_exactly() -> None:
     convert, every = interpreter._convert_float, torch.arange(256, dtype=torch.uint8, device="cpu")
     tables = {
         str(name): every.view(dtype).float().numpy().view("uint32")
@@ -134,10 +138,26 @@ def _widen_float8_by_table() -> None:
     }  # fmt: skip
 
     def convert_float(data: Any, source: Any, to: Any, rounding: Any) -> Any:
+        if source == tl.bfloat16 and to == tl.float32:
+            return data.astype("uint32") << 16
+        if source == tl.float32 and to == tl.bfloat16:
+            bits = data.view("uint32")
+            # To nearest even; NaN must not be carried into infinity by the addition.
+            even = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+            return np.where(data == data, even, bits >> 16 | 0x40).astype("uint16")
         table = tables.get(str(source)) if to == tl.float32 else None
         return convert(data, source, to, rounding) if table is None else table[data.view("uint8")]
 
+    def create_dot(self: InterpreterBuilder, a: Any, b: Any, acc: Any, *options: Any) -> Any:
+        wide = [
+            each.data.astype("float32") if each.dtype in (tl.float16, tl.float32)
+            else convert_float(each.data, each.dtype, tl.float32, None).view("float32")
+            for each in (a, b)
+        ]  # fmt: skip
+        return interpreter.TensorHandle(wide[0] @ wide[1] + acc.data, acc.dtype.scalar)
+
     interpreter._convert_float = convert_float
+    InterpreterBuilder.create_dot = create_dot
 
 
 def prepare() -> None:
@@ -147,4 +167,4 @@ def prepare() -> None:
     _leave_out_needless_work()
     _take_bounds_from_arrays()
     _keep_conditions()
-    _widen_float8_by_table()
+    _convert_exactly()

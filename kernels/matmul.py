@@ -62,23 +62,16 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def round_to(x, dtype: tl.constexpr, UPCAST: tl.constexpr):
-    """float32 -> dtype, to nearest even.
-
-    The interpreter truncates on the way to bfloat16, so the bits are rounded first.
-    """
-    if UPCAST and dtype == tl.bfloat16:
-        bits = x.to(tl.uint32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-        # NaN must not be carried into infinity by the addition.
-        x = tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
-    return x.to(dtype)
-
-
-@triton.jit
 def or_nan(x, ok):
     """x, or NaN everywhere if a wait it depends on was given up: missing data must not pass for a result."""
     return tl.where(ok != 0, x, tl.full((), float("nan"), tl.float32).to(x.dtype))
+
+
+@triton.jit
+def empty_sum(mask):
+    """-0.0 for each element of mask, as float32: adding it changes no number, where +0.0 would change -0.0."""
+    # Of -0.0 itself `tl.full` makes +0.0.
+    return tl.full(mask.shape, -(2**31), tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -242,11 +235,11 @@ def _store_columns(c, N, epilogue, tiles, row, col, left, acc, ok, COLS: tl.cons
     acc = or_nan(acc, ok)
     if epilogue.z is not None:
         z_ptrs = epilogue.z + rows[:, None] * c.stride_m + offs_n[None, :].to(tl.int64) * c.stride_n
-        tl.store(z_ptrs, round_to(acc, c.ptr.dtype.element_ty, tiles.UPCAST), mask=mask)
+        tl.store(z_ptrs, acc.to(c.ptr.dtype.element_ty), mask=mask)
     if epilogue.ACTIVATION != "":
         acc = activated(acc, epilogue.ACTIVATION)
     c_ptrs = c.ptr + rows[:, None] * c.stride_m + offs_n[None, :].to(tl.int64) * c.stride_n
-    tl.store(c_ptrs, round_to(acc, c.ptr.dtype.element_ty, tiles.UPCAST), mask=mask)
+    tl.store(c_ptrs, acc.to(c.ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -279,7 +272,7 @@ def _matmul_kernel(a, b, c, epilogue, scales, tiles, M, more):
 
 
 def matmul(
-    a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, epilogue: Epilogue, *, config: Config, upcast: bool,
+    a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, epilogue: Epilogue, *, config: Config,
     leaves: int = 0, more: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
 ) -> None:  # fmt: skip
     """c [M, N] = a [M, K] @ b [K, N], and the epilogue; any strides, no communication. more: further a and b whose
@@ -293,6 +286,6 @@ def matmul(
     flatten = flattened(config, a_by, b_by) and not leaves
     launch(_matmul_kernel, (config.programs,))(
         left_of(a, a_by, config), right_of(b, b_by, config), result_of(c), epilogue, None,
-        tiles_of(config, flatten=flatten, upcast=upcast, leaves=leaves, lengths=lengths), a.shape[0],
+        tiles_of(config, flatten=flatten, leaves=leaves, lengths=lengths), a.shape[0],
         further(terms, a_by, b_by, config) if more else NO_MORE, **options(config, a_by, b_by),
     )  # fmt: skip

@@ -24,7 +24,7 @@ from .contraction import multiply
 from .descriptors import fitted_to, read_by
 from .launch import MOST_KNOWN, Channel, Config, options, strip_of
 from .loading import launch
-from .matmul import Tile, bias_at, matmul_tiles, or_nan, round_to
+from .matmul import Tile, bias_at, matmul_tiles, or_nan
 from .matmul_scatter import scaled
 from .multicast import behind_store, behind_wait, store_to_all, sum_of_all
 from .operands import Epilogue, Left, Operand, Right, Scales, Tiles, left_of, right_of, tiles_of
@@ -108,11 +108,11 @@ def _send_to(ctx, dst, first, tile, partial):
 @triton.jit
 def _send(ctx, tile, packed, acc):
     if ctx.scales is None:
-        partial = round_to(acc, ctx.a.ptr.dtype.element_ty, ctx.tiles.UPCAST)
+        partial = acc.to(ctx.a.ptr.dtype.element_ty)
     else:
         if ctx.tiles.SCALES == "rows":
             acc = scaled(ctx, tile, acc, ctx.scales.a, ctx.scales.b)
-        partial = round_to(acc, ctx.scales.out.dtype.element_ty, ctx.tiles.UPCAST)
+        partial = acc.to(ctx.scales.out.dtype.element_ty)
     if ctx.TO_ALL:
         # Not `range`: unrolled, it keeps the addresses of all ranks.
         dst = (ctx.link.rank + 1) % ctx.link.group.WORLD_SIZE
@@ -203,7 +203,7 @@ def _sum_tiles(ctx, out, epilogue, pid, num_programs, sums_row, second_slot, sum
             if epilogue.residual is not None:
                 added = epilogue.residual.ptr + at_m * epilogue.residual.stride_m + at_n * epilogue.residual.stride_n
                 acc += tl.load(added, mask=mask, other=0.0).to(tl.float32)
-            result = round_to(or_nan(acc, ok), dtype, ctx.tiles.UPCAST)
+            result = or_nan(acc, ok).to(dtype)
             tl.store(out.ptr + at_m * out.stride_m + at_n * out.stride_n, result, mask=mask)
             if ctx.SWITCH:
                 places = (sums_row + at_m) * sums_pitch + (first + col) * BLOCK_N
@@ -346,13 +346,13 @@ class MatmulAllReduce:
     """
 
     def __init__(
-        self, op: int, world_size: int, rank: int, *, to_all: bool, pitch: int, config: Config, upcast: bool,
+        self, op: int, world_size: int, rank: int, *, to_all: bool, pitch: int, config: Config,
         scales: str = "", switch: bool = False, adders: int = 0,
     ) -> None:  # fmt: skip
         assert not (switch and to_all)
         self._op, self._world_size, self._rank, self._switch = op, world_size, rank, switch
         self._adders = adders
-        self._to_all, self._pitch, self._config, self._upcast, self._scales = to_all, pitch, config, upcast, scales
+        self._to_all, self._pitch, self._config, self._scales = to_all, pitch, config, scales
         self._known: dict[object, _Known] = {}
         self._strip = strip_of(config)
 
@@ -391,7 +391,7 @@ class MatmulAllReduce:
             num_blocks = -(-a.shape[1] // config.block_k)
             splits = splits_of(down * across, num_blocks, config.programs, config.splits)
         return _Known(
-            config, a_by, b_by, tiles_of(config, flatten=False, upcast=self._upcast, scales=self._scales),
+            config, a_by, b_by, tiles_of(config, flatten=False, scales=self._scales),
             down * across, splits,
             roles_of(splits * down * across, down * own, down * (across - own), config.programs, self._adders),
             options(config, a_by, b_by),

@@ -18,7 +18,7 @@ import triton.language as tl
 from .descriptors import fitted_to, read_by_all, whole_leaves
 from .launch import MOST_KNOWN, Channel, Config, options
 from .loading import launch
-from .matmul import locate_in_chunks, locate_whole, matmul_tiles, round_to
+from .matmul import locate_in_chunks, locate_whole, matmul_tiles
 from .operands import NO_MORE, Left, More, Right, Scales, Tiles, left_of, right_of, tiles_of
 from .scales import scale_columns
 from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, raise_signal
@@ -95,11 +95,11 @@ def _rounded(ctx, tile, acc):
     if ctx.tiles.LEAVES > 0:
         return acc
     elif ctx.scales is None:
-        return round_to(acc, ctx.a.ptr.dtype.element_ty, ctx.tiles.UPCAST)
+        return acc.to(ctx.a.ptr.dtype.element_ty)
     else:
         if ctx.more.COUNT == 0 and ctx.tiles.SCALES == "rows":
             acc = scaled(ctx, tile, acc, ctx.scales.a, ctx.scales.b)
-        return round_to(acc, ctx.scales.out.dtype.element_ty, ctx.tiles.UPCAST)
+        return acc.to(ctx.scales.out.dtype.element_ty)
 
 
 @triton.jit
@@ -173,12 +173,12 @@ class MatmulScatter:
 
     def __init__(
         self, op: int, sizes: tuple[int, ...], *, region_rows: int, pitch: int, to_all: bool, config: Config,
-        upcast: bool, scales: str = "", leaves: int = 0, switch: bool = False,
+        scales: str = "", leaves: int = 0, switch: bool = False,
     ) -> None:  # fmt: skip
         assert not (switch and to_all)
         self._switch = switch
         self._op, self._sizes, self._region_rows, self._pitch, self._leaves = op, sizes, region_rows, pitch, leaves
-        self._to_all, self._config, self._upcast, self._scales = to_all, config, upcast, scales
+        self._to_all, self._config, self._scales = to_all, config, scales
         self._known: dict[object, _Known] = {}
 
     def __call__(
@@ -222,7 +222,7 @@ class MatmulScatter:
         limit = "" if self._to_all or len(terms) > 1 else "scatter any" if pitch % 16 else "scatter"
         return _Known(
             config, a_by, b_by,
-            tiles_of(config, flatten=False, upcast=self._upcast, scales=self._scales, leaves=leaves, lengths=lengths),
+            tiles_of(config, flatten=False, scales=self._scales, leaves=leaves, lengths=lengths),
             num_tiles,
             options(config, a_by, b_by, limit=limit),
         )  # fmt: skip

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .matmul import round_to
+from .matmul import empty_sum
 from .signal import _INTERPRETED, fenced, half
 
 
@@ -93,11 +93,11 @@ def sum_of_all(link, dtype: tl.constexpr, places, inside, width, COLS: tl.conste
     if _INTERPRETED:
         offs_n = tl.arange(0, COLS)
         mask = inside & (offs_n < width)[None, :]
-        acc = tl.full(mask.shape, 0.0, tl.float32)
+        acc = empty_sum(mask)
         for i in range(link.group.WORLD_SIZE):
             base = half(link, link.group.WORLD_SIZE - 1 - i, dtype)
             acc += tl.load(base + places + offs_n.to(tl.int64)[None, :], mask=mask, other=0.0).to(tl.float32)
-        return round_to(acc, dtype, True).to(tl.float32)
+        return acc.to(dtype).to(tl.float32)
     else:
         addresses, there = _chunks(link, places, inside, width, dtype.primitive_bitwidth // 8, COLS)
         if dtype == tl.float32:

@@ -103,9 +103,9 @@ class More(NamedTuple):
 
 class Tiles(NamedTuple):
     """The shape of a tile. GROUP_M: see `swizzle`; FLATTEN: whether the loops over tiles and contraction are made one;
-    UPCAST: see `dot`. SCALES: "" for operands without, "rows" or "blocks", see `Scales`; SCALED_DOT: whether the matrix
-    unit multiplies blocks with their scales. LEAVES: of a contraction that is added up as a tree, see `contraction`, a
-    power of two, or 0; LEAVES_ALIGNED: whether they begin at multiples of 16.
+    SCALES: "" for operands without, "rows" or "blocks", see `Scales`; SCALED_DOT: whether the matrix unit multiplies
+    blocks with their scales. LEAVES: of a contraction that is added up as a tree, see `contraction`, a power of
+    two, or 0; LEAVES_ALIGNED: whether they begin at multiples of 16.
     """
 
     BLOCK_M: tl.constexpr
@@ -113,7 +113,6 @@ class Tiles(NamedTuple):
     BLOCK_K: tl.constexpr
     GROUP_M: tl.constexpr
     FLATTEN: tl.constexpr
-    UPCAST: tl.constexpr
     SCALES: tl.constexpr
     SCALED_DOT: tl.constexpr
     LEAVES: tl.constexpr
@@ -198,12 +197,10 @@ def epilogue_of(bias: torch.Tensor | None, *, per_row: bool) -> Epilogue:
     return Epilogue(bias, PER_ROW[per_row])
 
 
-def tiles_of(
-    config: Config, *, flatten: bool, upcast: bool, scales: str = "", leaves: int = 0, lengths: Sequence[int] = ()
-) -> Tiles:
+def tiles_of(config: Config, *, flatten: bool, scales: str = "", leaves: int = 0, lengths: Sequence[int] = ()) -> Tiles:
     """The tile of a configuration as a launch gives it; lengths: of the contractions that are in leaves."""
     aligned = bool(leaves) and all(K % (16 * leaves) == 0 for K in lengths)
     return Tiles(*map(tl.constexpr, (
-        config.block_m, config.block_n, config.block_k, config.group_m, flatten, upcast, scales, config.scaled_dot,
+        config.block_m, config.block_n, config.block_k, config.group_m, flatten, scales, config.scaled_dot,
         leaves, aligned,
     )))  # fmt: skip

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from .launch import Channel, Config, moving_options, strip_of
 from .loading import launch
-from .matmul import bias_at, or_nan, round_to
+from .matmul import bias_at, empty_sum, or_nan
 from .multicast import behind_store, behind_wait, store_to_all, sum_of_all
 from .operands import Epilogue
 from .push import rows_of
@@ -43,7 +43,7 @@ def wait_for_parts(link, slot, OWN_IN_PLACE: tl.constexpr):
 @triton.jit
 def sum_of_parts(link, base, own, at_m, at_n, mask, region_rows, pitch, OWN_IN_PLACE: tl.constexpr):
     """What all ranks have put at these places of their regions, added in rank order in float32."""
-    acc = tl.full(mask.shape, 0.0, tl.float32)
+    acc = empty_sum(mask)
     for src in range(0, link.group.WORLD_SIZE):
         part = base + (src * region_rows + at_m) * pitch + at_n
         if OWN_IN_PLACE:
@@ -58,7 +58,7 @@ def tree_of_parts(
     link, base, own, src, at_m, at_n, mask, region_rows, pitch, OWN_IN_PLACE: tl.constexpr, COUNT: tl.constexpr
 ):
     """What COUNT ranks from `src` on have put there, in float32, added as a tree."""
-    acc = tl.full(mask.shape, 0.0, tl.float32)
+    acc = empty_sum(mask)
     if COUNT > 1:
         for side in range(0, 2):
             first = src + side * (COUNT // 2)
@@ -78,7 +78,7 @@ def tree_of_parts(
 def _reduce_programs(
     link, own, out, epilogue, num_rows, region_rows, result_row, pitch, result_pitch, second_slot,
     TREE: tl.constexpr, PER_TILE: tl.constexpr, OWN_IN_PLACE: tl.constexpr, BROADCAST: tl.constexpr, LAST: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr, UPCAST: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr,
     SWITCH: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -126,7 +126,7 @@ def _reduce_programs(
             if epilogue.residual is not None:
                 added = epilogue.residual.ptr + at_m * epilogue.residual.stride_m + at_n * epilogue.residual.stride_n
                 acc += tl.load(added, mask=mask, other=0.0).to(tl.float32)
-            result = round_to(or_nan(acc, ok), dtype, UPCAST)
+            result = or_nan(acc, ok).to(dtype)
             tl.store(out.ptr + at_m * out.stride_m + at_n * out.stride_n, result, mask=mask)
             if BROADCAST and SWITCH:
                 places = (result_row + at_m) * result_pitch + col
@@ -149,7 +149,7 @@ def _reduce_kernel(
     x, out, epilogue, group, rank, fingerprint: tl.int64, num_rows, region_rows, result_row, second_slot, pitch,
     result_pitch,
     TREE: tl.constexpr, PER_TILE: tl.constexpr, OWN_IN_PLACE: tl.constexpr, BROADCAST: tl.constexpr, LAST: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr, UPCAST: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr,
     SWITCH: tl.constexpr,
 ):  # fmt: skip
     """Sum the regions of the own half into `out`, with SWITCH this rank's region of all halves; with BROADCAST store
@@ -161,7 +161,7 @@ def _reduce_kernel(
     _reduce_programs(
         Link(group, rank, begin(group, rank), fingerprint, 0),
         x, out, epilogue, num_rows, region_rows, result_row, pitch, result_pitch, second_slot,
-        TREE, PER_TILE, OWN_IN_PLACE, BROADCAST, LAST, ALIGNED, BLOCK_M, BLOCK_N, STRIP, UPCAST, SWITCH,
+        TREE, PER_TILE, OWN_IN_PLACE, BROADCAST, LAST, ALIGNED, BLOCK_M, BLOCK_N, STRIP, SWITCH,
     )  # fmt: skip
 
 
@@ -175,7 +175,6 @@ def reduce(
     pitch: int,
     per_tile: bool,
     config: Config,
-    upcast: bool,
     own: torch.Tensor | None = None,
     result_row: int | None = None,
     result_pitch: int | None = None,
@@ -198,5 +197,5 @@ def reduce(
         channel.fingerprint, rows, region_rows, result_row or 0, second_slot, pitch, result_pitch, tree, per_tile,
         own is not None,
         result_row is not None, last and result_row is None, rows % 16 == 0 and out.stride(0) == 1,
-        config.block_m, config.block_n, strip_of(config), upcast, switch, **moving_options(config),
+        config.block_m, config.block_n, strip_of(config), switch, **moving_options(config),
     )  # fmt: skip

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from .launch import Channel, Config, moving_options, strip_of
 from .loading import launch
-from .matmul import or_nan, round_to
+from .matmul import or_nan
 from .push import rows_of
 from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, leave, raise_signal, wait
 
@@ -33,7 +33,6 @@ class Ring(NamedTuple):
     BLOCK_M: tl.constexpr
     BLOCK_N: tl.constexpr
     STRIP: tl.constexpr
-    UPCAST: tl.constexpr
 
 
 @triton.jit
@@ -81,7 +80,7 @@ def _reduce_phase(link, ring, x, out, out_row, pid, num_programs, KEEP: tl.const
                 if step > 0:
                     total = tl.load(received + (first + at_m) * ring.pitch + at_n, mask=mask, other=0.0).to(tl.float32)
                     total += block.to(tl.float32)
-                    block = round_to(or_nan(total, ok), dtype, ring.UPCAST)
+                    block = or_nan(total, ok).to(dtype)
                 if step < link.group.WORLD_SIZE - 1:
                     _send(link, ring, first, at_m, at_n, mask, block)
                 else:
@@ -154,7 +153,6 @@ def _ring_programs(link, ring, x, out, REDUCE: tl.constexpr, GATHER: tl.constexp
 def _ring_kernel(
     x, out, table, group, rank, fingerprint: tl.int64, max_pieces, gather_row, gather_slot, pitch,
     REDUCE: tl.constexpr, GATHER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Reduce phase, gather phase, or both. Program p handles the tiles p, p + programs, .. of every chunk, on every
     rank alike.
@@ -164,7 +162,7 @@ def _ring_kernel(
     """
     _ring_programs(
         Link(group, rank, begin(group, rank), fingerprint, 0),
-        Ring(table, max_pieces, pitch, gather_row, gather_slot, BLOCK_M, BLOCK_N, STRIP, UPCAST),
+        Ring(table, max_pieces, pitch, gather_row, gather_slot, BLOCK_M, BLOCK_N, STRIP),
         x, out, REDUCE, GATHER,
     )  # fmt: skip
 
@@ -181,7 +179,6 @@ def ring(
     gathers: bool,
     pitch: int,
     config: Config,
-    upcast: bool,
 ) -> None:
     """From x to out, both [rows, cols]: a reduce-scatter, an all-gather, or both."""
     cols = x.shape[1]
@@ -189,5 +186,5 @@ def ring(
     launch(_ring_kernel, (config.programs,))(
         rows_of(x), rows_of(out), table, channel.group(op), channel.rank, channel.fingerprint, max_pieces,
         sum(sizes) if reduces else 0, FIRST_SLOT.value + (len(sizes) * max_pieces if reduces else 0), pitch, reduces,
-        gathers, config.block_m, config.block_n, strip_of(config, 2), upcast, **moving_options(config),
+        gathers, config.block_m, config.block_n, strip_of(config, 2), **moving_options(config),
     )  # fmt: skip

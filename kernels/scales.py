@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .signal import cdiv
+from .signal import _INTERPRETED, cdiv
 
 
 @triton.jit
@@ -22,21 +22,21 @@ def scale_bytes(K):
 
 
 @triton.jit
-def dequantized(x, scale, UPCAST: tl.constexpr):
+def dequantized(x, scale):
     """x [R, K] in float8 times its block scales [R, K / 32], in bfloat16, in which a product of both is exact but for
     what is smaller than its normal numbers.
     """
     ROWS: tl.constexpr = x.shape[0]
     COLS: tl.constexpr = x.shape[1]
-    dtype: tl.constexpr = tl.float32 if UPCAST else tl.bfloat16
+    dtype: tl.constexpr = tl.float32 if _INTERPRETED else tl.bfloat16
     # Of 0 the power is no normal number, and 255 is NaN.
-    if UPCAST:
+    if _INTERPRETED:
         bits = tl.where(scale == 0, 0x400000, scale.to(tl.int32) << 23)
         power = tl.where(scale == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
     else:
         bits = tl.where(scale == 0, 0x40, scale.to(tl.int16) << 7)
         power = tl.where(scale == 255, 0x7FC0, bits).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    if x.dtype == tl.float8e5 and not UPCAST:
+    if x.dtype == tl.float8e5 and not _INTERPRETED:
         # The upper half of float16; straight to bfloat16 Triton makes numbers of its infinities and NaN.
         x = x.to(tl.float16)
     blocks = tl.reshape(x.to(dtype), (ROWS, COLS // 32, 32)) * power[:, :, None]
@@ -51,5 +51,5 @@ def dot_of_blocks(a, a_scale, b, b_scale, acc, tiles):
         B_IN: tl.constexpr = "e5m2" if b.dtype == tl.float8e5 else "e4m3"
         return tl.dot_scaled(a, a_scale, A_IN, b, b_scale, B_IN, acc)
     else:
-        wide = dequantized(b.T, b_scale, tiles.UPCAST).T
-        return tl.dot(dequantized(a, a_scale, tiles.UPCAST), wide, acc, input_precision="ieee")
+        wide = dequantized(b.T, b_scale).T
+        return tl.dot(dequantized(a, a_scale), wide, acc, input_precision="ieee")

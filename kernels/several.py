@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .activations import activated
-from .matmul import PART_COLUMNS, Tile, bias_at, halves, or_nan, round_to
+from .matmul import PART_COLUMNS, Tile, bias_at, halves, or_nan
 from .operands import Columns
 from .scales import scale_bytes
 from .signal import cdiv
@@ -116,10 +116,10 @@ def _store_columns(c, z, N, epilogue, tiles, row, col, left, acc, ok, is_up, COL
     dtype: tl.constexpr = c.ptr.dtype.element_ty
     up = mask & (is_up != 0)
     if epilogue.z is not None:
-        tl.store(z + at, round_to(acc, dtype, tiles.UPCAST), mask=mask)
+        tl.store(z + at, acc.to(dtype), mask=mask)
         gate = tl.load(epilogue.z + at, mask=up, other=0.0).to(tl.float32)
-        tl.store(c.ptr + at, round_to(activated(gate, epilogue.ACTIVATION) * acc, dtype, tiles.UPCAST), mask=up)
+        tl.store(c.ptr + at, (activated(gate, epilogue.ACTIVATION) * acc).to(dtype), mask=up)
     else:
         gate = tl.load(c.ptr + at, mask=up, other=0.0).to(tl.float32)
         made = tl.where(is_up != 0, activated(gate, epilogue.ACTIVATION) * acc, acc)
-        tl.store(c.ptr + at, round_to(made, dtype, tiles.UPCAST), mask=mask)
+        tl.store(c.ptr + at, made.to(dtype), mask=mask)

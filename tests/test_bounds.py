@@ -77,11 +77,11 @@ def test_between_the_rows_of_a_slice_is_outside() -> None:
     a, b = torch.randn(5, 7), torch.randn(7, 3)
     c = torch.zeros(5, 2 * 3)[:, :3]
     with Bounds() as bounds:
-        matmul.matmul(a, b, c, NO_BIAS, config=INTERPRETER, upcast=True)
+        matmul.matmul(a, b, c, NO_BIAS, config=INTERPRETER)
         assert bounds.accesses > 0
         stride = Edit(matmul, "_store_columns", "* c.stride_m", "* N")
         with planted(Mutant("", "", (stride,))), pytest.raises(InterpreterError, match="one of 6 places of 15 outside"):
-            matmul.matmul(a, b, c, NO_BIAS, config=INTERPRETER, upcast=True)
+            matmul.matmul(a, b, c, NO_BIAS, config=INTERPRETER)
 
 
 @pytest.mark.parametrize(
@@ -96,12 +96,12 @@ def test_a_descriptor_that_is_too_large_is_found(says: str, old: str, new: str) 
     c = torch.zeros(40, 16).bfloat16()
     config = replace(INTERPRETER, descriptors=True)
     with Bounds() as bounds:
-        matmul.matmul(a, b, c, NO_BIAS, config=config, upcast=True)
+        matmul.matmul(a, b, c, NO_BIAS, config=config)
         # Both operands and the result, in one tile.
         assert bounds.accesses == 40 * 20 + 20 * 16 + 40 * 16
         larger = Edit(descriptors, "of_left", old, new)
         with planted(Mutant("", "", (larger,))), pytest.raises(InterpreterError, match=says):
-            matmul.matmul(a, b, c, NO_BIAS, config=config, upcast=True)
+            matmul.matmul(a, b, c, NO_BIAS, config=config)
 
 
 # M, N, K, every rank's length of what is gathered, and which dims are: M (0), K (1) or both in turn.

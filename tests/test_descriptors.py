@@ -77,7 +77,7 @@ def test_a_matmul_reads_alike(loads: list[int], a_by: str, b_by: str) -> None:
 
 def matmul_of(a: Tensor, b: Tensor, bias: Tensor, config: Config) -> Tensor:
     out = a.new_empty(M, N)
-    matmul(a, b, out, epilogue_of(bias, per_row=False), config=config, upcast=True)
+    matmul(a, b, out, epilogue_of(bias, per_row=False), config=config)
     return out
 
 

@@ -114,6 +114,28 @@ def test_collectives(pool: RankPool, world_size: int, dtype: torch.dtype) -> Non
         pool.run(good_collectives, dtype, shape, world_size=world_size)
 
 
+def zeros_and_subnormals(group: ProcessGroup, dtype: torch.dtype) -> None:
+    """Sums of -0.0 are -0.0, and subnormal numbers are numbers, with every schedule."""
+    tiny = torch.finfo(dtype).tiny
+    x = torch.tensor([[-0.0, 0.0, tiny / 4, -tiny / 2]] * (2 * group.size())).to(dtype)
+    if group.rank() > 0:
+        x[:, 2:] = -0.0
+    for schedule in ("unfused", "decomposed", "fused"):
+        options: dict[str, Any] = {"group": group, "schedule": schedule}
+        for out in (
+            fusedtp.all_gather(x, **options)[: len(x)], fusedtp.all_reduce(x, **options),
+            fusedtp.reduce_scatter(x, **options),
+        ):  # fmt: skip
+            want = torch.tensor([-0.0, 0.0, tiny / 4, -tiny / 2]).to(dtype).expand_as(out)
+            assert torch.equal(out.view(torch.uint8), want.contiguous().view(torch.uint8)), (schedule, out)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_collectives_of_zeros_and_subnormals(pool: RankPool, dtype: str) -> None:
+    for world_size in (2, 3):
+        pool.run(zeros_and_subnormals, getattr(torch, dtype), world_size=world_size)
+
+
 def batched(group: ProcessGroup, sizes: tuple[int, ...]) -> None:
     """Leading dims: the split one first, in the middle, or the features; operands sliced and transposed."""
     rank, dtype = group.rank(), torch.float32

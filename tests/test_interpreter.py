@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 import triton.language as tl
 from fusedtp.kernels import INTERPRETED
 from triton.runtime import interpreter
@@ -49,3 +50,23 @@ def test_a_scalar_condition_is_broadcast_as_one() -> None:
     for other, expected in ((handles[1], True), (handles[2], False)):
         found = builder.create_splat(tl.block_type(tl.int1, [4]), builder.create_icmpEQ(handles[0], other))
         assert (found.data.dtype, found.data.tolist()) == (np.dtype(bool), [expected] * 4)
+
+
+def test_bfloat16_is_converted_and_multiplied_exactly() -> None:
+    builder, every = interpreter.interpreter_builder, torch.arange(2**16, dtype=torch.int32)
+    bits = every.to(torch.int16).view(torch.bfloat16)
+    # Ties, infinities, NaN and subnormal numbers among them.
+    floats = torch.cat([(every * 2**16 + low).view(torch.float32) for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
+    wide = builder.create_fp_ext(interpreter.TensorHandle(bits.view(torch.uint16).numpy(), tl.bfloat16), tl.float32)
+    assert torch.equal(torch.from_numpy(wide.data).nan_to_num(nan=1.5), bits.float().nan_to_num(nan=1.5))
+    short = builder.create_fp_trunc(interpreter.TensorHandle(floats.numpy(), tl.float32), tl.bfloat16)
+    found = torch.from_numpy(short.data.view(np.int16)).view(torch.bfloat16)
+    assert torch.equal(found.isnan(), floats.isnan())
+    kept = ~floats.isnan()
+    assert torch.equal(found[kept].view(torch.int16), floats.bfloat16()[kept].view(torch.int16))
+
+    a, b = bits[0x3F80:0x3F90].view(4, 4), bits[0x0001:0x0011].view(4, 4)
+    handles = [interpreter.TensorHandle(each.view(torch.uint16).numpy(), tl.bfloat16) for each in (a, b)]
+    acc = interpreter.TensorHandle(np.ones((4, 4), np.float32), tl.float32)
+    made = builder.create_dot(*handles, acc, None, 0)
+    assert torch.equal(torch.from_numpy(made.data), a.float() @ b.float() + 1)

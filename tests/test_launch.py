@@ -61,7 +61,7 @@ def gather(channel: Channel, config: Config, a: Tensor, b: Tensor, *, transposed
     M, N = sum(CHUNKS), b.shape[1]
     out = a.new_empty((N, M) if transposed else (M, N))
     kernel = gather_matmul.GatherMatmul(
-        0, CHUNKS, gather_dim=0, pitch=pitch_of(a.shape[1], a.dtype), piece_rows=64, config=config, upcast=False
+        0, CHUNKS, gather_dim=0, pitch=pitch_of(a.shape[1], a.dtype), piece_rows=64, config=config
     )
     return launched(
         gather_matmul, "_gather_matmul_kernel", kernel, channel, a, b, out.t() if transposed else out,
@@ -120,9 +120,7 @@ def test_a_scatter_is_launched_as_it_is_compiled(channel: Channel, target: str, 
         case = Case("scatter to all" if to_all or pitch % 16 else "scatter", target, shape=shape, a_by=a_by, b_by=b_by)
         if N % 16:
             case = replace(case, variant="scatter to all" if to_all else "scatter", aligned=())
-        kernel = matmul_scatter.MatmulScatter(
-            0, CHUNKS, region_rows=192, pitch=pitch, to_all=to_all, config=config, upcast=False
-        )
+        kernel = matmul_scatter.MatmulScatter(0, CHUNKS, region_rows=192, pitch=pitch, to_all=to_all, config=config)
         found = launched(
             matmul_scatter, "_matmul_scatter_kernel", kernel, channel, [(a, b)], torch.zeros(4, dtype=torch.int32)
         )
@@ -143,7 +141,7 @@ def test_a_matmul_is_launched_as_it_is_compiled(target: str, shape: str, transpo
     config = config_for(target, shape)
     found = launched(
         matmul, "_matmul_kernel", matmul.matmul, a, b, out.t() if transposed else out,
-        epilogue_of(a.new_empty(192 if transposed else 96), per_row=transposed), config=config, upcast=False,
+        epilogue_of(a.new_empty(192 if transposed else 96), per_row=transposed), config=config,
     )  # fmt: skip
     expected = VARIANTS[case.variant].flags | launch_options(case, config) | {"A_BY": a_by, "B_BY": b_by}
     expected |= {"FLATTEN": is_flattened(case)}
@@ -164,7 +162,7 @@ def test_lengths_that_are_no_multiples_of_16_have_smaller_tiles(
     variant = " transposed" if transposed else ""
     multiplied = launched(
         matmul, "_matmul_kernel", matmul.matmul, a, b, out.t() if transposed else out,
-        epilogue_of(None, per_row=transposed), config=config, upcast=False,
+        epilogue_of(None, per_row=transposed), config=config,
     )  # fmt: skip
     gathered = gather(channel, config, a[: CHUNKS[0]], b, transposed=transposed)
     for found, name in ((multiplied, "matmul"), (gathered, "gather rows")):
@@ -187,7 +185,7 @@ def test_a_result_is_stored_16_bytes_at_a_time_or_not(columns: int, offset: int,
     whole = torch.zeros(64 * 96 + 16, dtype=torch.bfloat16)
     out = whole[offset : offset + 64 * columns].view(64, columns)
     a, b = torch.zeros(64, 128, dtype=torch.bfloat16), torch.zeros(columns, 128, dtype=torch.bfloat16).t()
-    found = launched(matmul, "_matmul_kernel", matmul.matmul, a, b, out, PLAIN, config=config, upcast=False)
+    found = launched(matmul, "_matmul_kernel", matmul.matmul, a, b, out, PLAIN, config=config)
     assert found["BLOCK_N"] == (config.block_n if stored else 128)
     assert (found["A_BY"], found["B_BY"], found["BLOCK_K"]) == ("rows", "columns", config.block_k)
 

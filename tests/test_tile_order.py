@@ -154,7 +154,7 @@ def test_an_interpreted_kernel_says_the_same(rank: int) -> None:
     tiles = shape.order("gather")
     out = torch.empty(len(tiles), 3, dtype=torch.int32)
     table = torch.tensor(offsets(shape.sizes), dtype=torch.int32)
-    blocks = tiles_of(Config(block_m=16, block_n=16, group_m=2), flatten=False, upcast=True)
+    blocks = tiles_of(Config(block_m=16, block_n=16, group_m=2), flatten=False)
     _order_kernel[(1,)](out, table, rank, shape.N, len(tiles), blocks, 3)
     assert out.tolist() == [[tile.chunk, tile.index, tile.col] for tile in tiles]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..cost.overlap import IN_SWITCH, MULTICAST, ONE_SHOT
 from ..cost.work import Work
-from ..kernels import INTERPRETED, operands
+from ..kernels import operands
 from ..kernels.choices import applied, of_fields
 from ..kernels.gather_known import own_in_place
 from ..kernels.gather_matmul import Further, GatherMatmul
@@ -158,7 +158,7 @@ class Gather:
             on.task.op.number, self._sizes, gather_dim=self._dim, pitch=self.region.pitch,
             piece_rows=self.region.piece,
             config=producers.with_pushers(ws, self._config, on.programs, producer=self._by),
-            upcast=INTERPRETED, scales=on.scales, leaves=on.task.leaves, switch=self._by == MULTICAST,
+            scales=on.scales, leaves=on.task.leaves, switch=self._by == MULTICAST,
         )  # fmt: skip
         return self._launch
 
@@ -295,7 +295,7 @@ class Scatter:
         self._region = on.layout.region(on.world_size * self._region_rows, other, dtype, slots=slots, piece=piece)
         self._launch = MatmulScatter(
             on.task.op.number, sizes, region_rows=self._region_rows, pitch=self._region.pitch, to_all=to_all,
-            config=config, upcast=INTERPRETED, scales=on.scales, leaves=on.task.leaves // on.world_size,
+            config=config, scales=on.scales, leaves=on.task.leaves // on.world_size,
             switch=self._switch,
         )  # fmt: skip
 
@@ -342,7 +342,7 @@ class Scatter:
             self._ws.channel(), self._on.task.op.number, out,
             operands.Epilogue(epilogue.bias, operands.PER_ROW[self._dim == 1], residual),
             region_rows=self._region_rows,
-            pitch=self._region.pitch, per_tile=self._multiplies, config=self._config, upcast=INTERPRETED,
+            pitch=self._region.pitch, per_tile=self._multiplies, config=self._config,
             own=None if own is None or self._switch else own[self._part],
             result_row=None if gather is None else gather.row,
             result_pitch=None if gather is None or not self._tree else gather.region.pitch,
@@ -379,6 +379,6 @@ class Ring:
         ring(
             ws.channel(), self._task.op.number, x, out, ws.table(self._sizes), self._sizes,
             reduces=self._task.op.kind != "gather", gathers=self._task.op.kind != "scatter", pitch=self._region.pitch,
-            config=self._config, upcast=INTERPRETED,
+            config=self._config,
         )  # fmt: skip
         return [out]

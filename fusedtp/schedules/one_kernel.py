@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..cost.overlap import ONE_KERNEL_ROWS, num_adders
-from ..kernels import INTERPRETED, operands
+from ..kernels import operands
 from ..kernels.matmul_all_reduce import MatmulAllReduce, room_of
 from ..norms import Norm
 from ..op import MATMUL_ALL_REDUCE, Task
@@ -50,7 +50,7 @@ class OneKernel:
             self._places = {"sums_row": sums.row, "sums_pitch": sums.pitch, "second_slot": sums.slot}
         self._launch = MatmulAllReduce(
             task.op.number, on.world_size, on.rank, to_all=to_all, pitch=region.pitch, config=config,
-            upcast=INTERPRETED, scales=on.scales, switch=switch,
+            scales=on.scales, switch=switch,
             adders=0 if few else num_adders(on.ws.hardware, on.world_size),
         )  # fmt: skip
         self._arrivals: Tensor | None = None

@@ -34,6 +34,6 @@ def product(
     with nullcontext() if not INTERPRETED or _interpreter.is_mine() else _interpreter:
         matmul(
             a, b, out, operands.Epilogue(bias, operands.PER_ROW[False]),
-            config=config_for(a.device, a.dtype, tree=True), upcast=INTERPRETED, leaves=leaves, more=more,
+            config=config_for(a.device, a.dtype, tree=True), leaves=leaves, more=more,
         )  # fmt: skip
     return out

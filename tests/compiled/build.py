@@ -142,7 +142,7 @@ def compile_case(case: Case, package: str = PACKAGE, options: dict[str, int] | N
     }  # fmt: skip
     known = {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group_m,
-        "BLOCK_R": config.copy_rows, "BLOCK_C": config.copy_cols, "PIECE": config.block_m, "UPCAST": False,
+        "BLOCK_R": config.copy_rows, "BLOCK_C": config.copy_cols, "PIECE": config.block_m,
         "STRIP": strip_of(config, 2 if variant.module == "ring" else 1),
         "A_BY": case.a_by, "B_BY": case.b_by,
         "FLATTEN": is_flattened(case), "SCALED_DOT": config.scaled_dot,

@@ -75,7 +75,7 @@ _IN_SWITCH = (
     _by("all-reduce in one, in the switch", "sm_90", "few columns"),
     Case("reduce in the switch, and broadcast", "sm_100", shape="few columns"),
 )  # fmt: skip
-_DOT = "            acc = dot(a_block, b_block, acc, tiles.UPCAST)\n"
+_DOT = "            acc = dot(a_block, b_block, acc)\n"
 _ROWS = "                ok = wait_for_rows(link, src, row - first, end_row, first_slot, one, 1, PIECE)\n"
 _STORE = "        store_rows(ctx.c,"
 _WAIT = """\
@@ -148,7 +148,7 @@ MUTANTS = (
         "the wait after the load", checks.acquires, (Case("reduce", "sm_90"), Case("reduce", "gfx942")),
         (
             ("reduce", _PARTS, ""),
-            ("reduce", "            result = round_to", f"    {_PARTS}            result = round_to"),
+            ("reduce", "            result = or_nan", f"    {_PARTS}            result = or_nan"),
         ),
     ),
     Mutant(

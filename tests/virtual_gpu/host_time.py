@@ -53,7 +53,7 @@ def row(by: str, width: int) -> str:
         return lambda *args, **options: given.update(kernel=kernel, grid=grid, args=args, options=options)
 
     def call() -> None:
-        matmul(a, b, c, epilogue_of(None, per_row=False), config=config, upcast=False)
+        matmul(a, b, c, epilogue_of(None, per_row=False), config=config)
 
     call()
     with mock.patch.object(loading, "_starter", launched):
