@@ -92,12 +92,9 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """mypy, strict, on the installed package."""
+    """mypy, strict."""
     install(session, "mypy", "pandas-stubs")
-    # Elsewhere, as mypy would prefer the folder here to the package installed.
-    config = os.path.abspath("pyproject.toml")
-    session.chdir(session.create_tmp())
-    session.run("mypy", "--config-file", config, "-p", "fusedtp")
+    session.run("mypy", "-p", "fusedtp")
 
 
 @nox.session
