@@ -71,14 +71,13 @@ class ColumnParallelLinear(ShardedLinear):
         feature_sizes: Sequence[int] | None = None,
         sequence_sizes: Sequence[int] | None = None,
         schedule: str = "auto",
-        debug: bool = False,
         producer: str = "auto",
         float8: Float8 | None = None,
         activation: Activation | GatedActivation | None = None,
         order: Order = RANK_ORDER,
     ) -> None:
         super().__init__(
-            in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, debug, producer, float8,
+            in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, producer, float8,
             order,
         )  # fmt: skip
         self.sequence_parallel = arguments.flag("sequence_parallel", sequence_parallel)
@@ -89,11 +88,11 @@ class ColumnParallelLinear(ShardedLinear):
     def forward(self, x: Tensor) -> Tensor:
         if not self.sequence_parallel:
             return self._linear(  # type: ignore[no-any-return]
-                problems.replicated_problem, x, self.schedule, self.debug, self.float8, self.order,
+                problems.replicated_problem, x, self.schedule, self.float8, self.order,
                 activation=self.activation,
             )  # fmt: skip
         describe = problems.all_gather_problem
-        shared = self.schedule, self.debug, self.producer, self.float8, self.order
+        shared = self.schedule, self.producer, self.float8, self.order
         options = self.gather_dim, self.sequence_sizes, *shared
         return self._linear(describe, x, *options, activation=self.activation)  # type: ignore[no-any-return]
 
@@ -132,7 +131,6 @@ class RowParallelLinear(ShardedLinear):
         feature_sizes: Sequence[int] | None = None,
         sequence_sizes: Sequence[int] | None = None,
         schedule: str = "auto",
-        debug: bool = False,
         producer: str = "auto",
         float8: Float8 | None = None,
         norm: NormName | None = None,
@@ -146,7 +144,7 @@ class RowParallelLinear(ShardedLinear):
         self.scatter_dim = arguments.sequence_dim("scatter_dim", scatter_dim)
         self._asked_sizes = sequence_sizes
         super().__init__(
-            in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, debug, producer, float8,
+            in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, producer, float8,
             order,
         )  # fmt: skip
 
@@ -171,11 +169,11 @@ class RowParallelLinear(ShardedLinear):
             norm = Norm(self.norm or "", self.norm_eps, self.norm_weight, self.norm_bias)
         if not self.sequence_parallel:
             return self._linear(  # type: ignore[no-any-return]
-                problems.all_reduce_problem, x, self.schedule, "auto", self.debug, self.float8, self.order,
+                problems.all_reduce_problem, x, self.schedule, "auto", self.float8, self.order,
                 residual=residual, norm=norm,
             )  # fmt: skip
         describe = problems.reduce_scatter_problem
-        shared = self.schedule, self.debug, self.producer, self.float8, self.order
+        shared = self.schedule, self.producer, self.float8, self.order
         options = self.scatter_dim, self.sequence_sizes, *shared
         return self._linear(describe, x, *options, residual=residual, norm=norm)  # type: ignore[no-any-return]
 
@@ -207,20 +205,19 @@ class FSDPLinear(ShardedLinear):
         group: Group = None,
         feature_sizes: Sequence[int] | None = None,
         schedule: str = "auto",
-        debug: bool = False,
         producer: str = "auto",
         float8: Float8 | None = None,
         activation: Activation | None = None,
         order: Order = RANK_ORDER,
     ) -> None:
         super().__init__(
-            in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, debug, producer, float8,
+            in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, producer, float8,
             order,
         )  # fmt: skip
         self.activation = arguments.activation_of(activation, self._matrices)
 
     def forward(self, x: Tensor) -> Tensor:
-        options = self.feature_sizes, self.schedule, self.debug, self.producer, self.float8, self.order
+        options = self.feature_sizes, self.schedule, self.producer, self.float8, self.order
         return self._linear(  # type: ignore[no-any-return]
             problems.fsdp_problem, x, *options, activation=self.activation
         )  # fmt: skip
@@ -267,7 +264,6 @@ class ParallelMLP(nn.Module):
         feature_sizes: Sequence[int] | None = None,
         sequence_sizes: Sequence[int] | None = None,
         schedule: str = "auto",
-        debug: bool = False,
         producer: str = "auto",
         float8: Float8 | None = None,
         order: Order = RANK_ORDER,
@@ -287,7 +283,7 @@ class ParallelMLP(nn.Module):
         self.activation = activation
         options: dict[str, Any] = {
             "group": group, "sequence_parallel": sequence_parallel, "sequence_sizes": sequence_sizes,
-            "schedule": schedule, "debug": debug, "producer": producer, "float8": float8, "order": order,
+            "schedule": schedule, "producer": producer, "float8": float8, "order": order,
         }  # fmt: skip
         wide: dict[str, Any] = {**options, "gather_dim": sequence_dim}
         if activation == "swiglu":

@@ -48,7 +48,6 @@ class ShardedLinear(parameters.Watched):
         group: Group,
         feature_sizes: Sequence[int] | None,
         schedule: str,
-        debug: bool,
         producer: str,
         float8: Float8 | None,
         order: Order,
@@ -61,7 +60,7 @@ class ShardedLinear(parameters.Watched):
         self.group: ProcessGroup = groups.resolve(group)
         in_features, out_features = arguments.features(in_features=in_features, out_features=out_features)
         self.in_features, self.out_features = in_features, out_features
-        self.schedule, self.debug, self.producer = schedule, arguments.flag("debug", debug), producer
+        self.schedule, self.producer = schedule, producer
         self.float8 = arguments.float8_of(float8, dtype or torch.get_default_dtype(), "parameters")
         self.feature_sizes = self._sizes_of(feature_sizes, (out_features, in_features)[self._dim])
         self.order = order

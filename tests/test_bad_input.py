@@ -220,8 +220,7 @@ BAD: list[tuple[str, Callable[[Here], object], type[Exception], str]] = [
      ValueError, "algorithm 'ring' is a kernel, got schedule 'decomposed'"),
     ("ring, auto on a CPU", lambda h: h.all_reduce(algorithm="ring"),
      ValueError, "algorithm 'ring' is a kernel, got schedule 'auto'"),
-    ("debug is a number", lambda h: h.gather(debug=1), TypeError, "debug must be True or False, got 1"),
-    ("debug is text", lambda h: h.all_reduce(debug="no"), TypeError, "debug must be True or False, got 'no'"),
+    ("an argument that is none", lambda h: h.gather(debug=True), TypeError, "unexpected keyword argument 'debug'"),
     ("no such argument", lambda h: h.gather(dim=0), TypeError, "unexpected keyword argument 'dim'"),
     # Groups and meshes.
     ("unknown group", lambda h: h.all_reduce(group="nobody"), ValueError, f"group 'nobody' {GONE}"),

@@ -24,7 +24,7 @@ def ones(*shape: int) -> Tensor:
 def near_misses(group: ProcessGroup) -> list[str]:
     """What a good call, made before, is mistaken for."""
     x, weight, bias = ones(2, 3), ones(4, 3), ones(4)
-    good: dict[str, Any] = {"x": x, "weight": weight, "bias": bias, "gather_dim": 1, "sizes": (1, 1), "debug": False}
+    good: dict[str, Any] = {"x": x, "weight": weight, "bias": bias, "gather_dim": 1, "sizes": (1, 1)}
     good |= {"x": ones(5, 1, 3), "schedule": "decomposed"}
 
     def call(**changed: Any) -> Tensor:
@@ -51,7 +51,6 @@ def near_misses(group: ProcessGroup) -> list[str]:
         "flags for sizes": {"sizes": (True, True)},
         "other sizes": {"sizes": (2, 0)},
         "sizes of another group": {"sizes": (1, 1, 0)},
-        "a number for a flag": {"debug": 0},
         "another schedule": {"schedule": "Decomposed"},
     }.items():
         assert call().shape == (5, 2, 4)

@@ -177,7 +177,7 @@ def opchecked(group: ProcessGroup) -> None:
         (x,) = tensors((rows, 6))
         library.opcheck(
             torch.ops.fusedtp.collective,
-            (x, op, sizes, group.rank(), name, "decomposed", "auto", False, "auto", "", 0),
+            (x, op, sizes, group.rank(), name, "decomposed", "auto", "auto", "", 0),
         )
 
 
@@ -356,7 +356,6 @@ with FakeTensorMode() if sys.argv[2] == "tensors" else contextlib.nullcontext():
 
     for name, y, shape in (
         ("gather", fusedtp.all_gather_linear(x, w), (4 * W, 16)),
-        ("debug", fusedtp.all_gather_linear(x, w, debug=True), (4 * W, 16)),
         ("gate", fusedtp.all_gather_linear(x, (w, w), activation="swiglu"), (4 * W, 16)),
         ("norm", fusedtp.linear_reduce_scatter(x, w, norm_weight=w[:, 0])[0], (4 // W, 16)),
         ("float8", fusedtp.all_gather_linear(x, w, float8="rowwise"), (4 * W, 16)),

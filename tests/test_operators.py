@@ -21,7 +21,7 @@ def opchecked(group: ProcessGroup) -> None:
     """Schemas hold, and fakes have the shape, dtype and strides of what the operators return."""
     rank, name, sizes = group.rank(), group.group_name, [3, 1]
     a = torch.randn(4, 6)
-    tail = (False, "auto", "")
+    tail = ("auto", "")
     tests = ("test_schema", "test_faketensor")
     for x, op, lengths, schedule, algorithm, leaves in (
         (a[: sizes[rank]], "all_gather", sizes, "unfused", "auto", 0),
@@ -32,7 +32,7 @@ def opchecked(group: ProcessGroup) -> None:
     ):
         arguments = (x, op, lengths, rank, name, schedule, algorithm, *tail, leaves)
         library.opcheck(torch.ops.fusedtp.collective, arguments, test_utils=tests)
-    library.opcheck(torch.ops.fusedtp.as_it_is, (a.t(), name, "unfused", False), test_utils=tests)
+    library.opcheck(torch.ops.fusedtp.as_it_is, (a.t(), name, "unfused"), test_utils=tests)
     weight, bias = torch.randn(5, 6), torch.randn(5)
     for x, w, with_bias, spec, numbers in (
         (a[: sizes[rank]], weight, bias, "[R0_X, K] @ [K, N_X] -> [R0, N_X]", (4, 6, 10, 2, *sizes, 0, 0)),

@@ -1,7 +1,7 @@
 """What the functions and layers refuse: each argument is checked once, before anything is sent, alike on every rank.
 
 A TypeError or ValueError names the argument and shows its value. That the ranks were given different arguments cannot
-be found here: `agreement` does that.
+be found here: fingerprints show that (`workspaces.meaning`).
 """
 
 from __future__ import annotations
@@ -96,7 +96,6 @@ def check_linear(
     weight: Tensor,
     bias: Tensor | None,
     schedule: str,
-    debug: bool,
     *,
     num_out: int | None = None,
     name: str = "weight",
@@ -114,7 +113,7 @@ def check_linear(
         num_out = weight.shape[0] if num_out is None else num_out
         if bias.shape != (num_out,):
             raise ValueError(f"{bias_name} must have shape ({num_out},), {name}'s rows, got {tuple(bias.shape)}")
-    check_options(schedule, debug, x, producer)
+    check_options(schedule, x, producer)
 
 
 def several(weights: Sequence[Any], biases: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
@@ -138,12 +137,10 @@ def _numbered(weight: Weights, bias: Biases) -> list[tuple[str, Tensor, str, Ten
     return [(f"weight[{i}]", one, f"bias[{i}]", other) for i, (one, other) in pairs]
 
 
-def check_linears(
-    x: Tensor, weight: Weights, bias: Biases, schedule: str, debug: bool, *, producer: str = "auto"
-) -> None:
+def check_linears(x: Tensor, weight: Weights, bias: Biases, schedule: str, *, producer: str = "auto") -> None:
     """`check_linear` of each weight with its bias."""
     for name, one, bias_name, other in _numbered(weight, bias):
-        check_linear(x, one, other, schedule, debug, name=name, bias_name=bias_name, producer=producer)
+        check_linear(x, one, other, schedule, name=name, bias_name=bias_name, producer=producer)
 
 
 def check_all_features(num_in: int, who: str, weight: Weights) -> int:
@@ -211,19 +208,17 @@ def check_residual(residual: Tensor | None, x: Tensor, shape: Sequence[int]) -> 
         raise ValueError(f"residual must have the result's shape, {tuple(shape)}, got {tuple(residual.shape)}")
 
 
-def check_collective(op: Op, x: Tensor, schedule: str, algorithm: str, debug: bool, producer: str = "auto") -> None:
+def check_collective(op: Op, x: Tensor, schedule: str, algorithm: str, producer: str = "auto") -> None:
     """What a collective alone takes."""
     check_tensor("x", x)
     if x.ndim < 1:
         raise ValueError("x must have at least 1 dimension, got a scalar")
-    check_options(schedule, debug, x, producer)
+    check_options(schedule, x, producer)
     check_algorithm(op, algorithm, schedule, x)
 
 
-def check_options(schedule: str, debug: bool, x: Tensor, producer: str = "auto") -> None:
-    """A known schedule that works in x's dtype, a flag, and a producer that the schedule can use."""
-    if debug is not False:
-        flag("debug", debug)
+def check_options(schedule: str, x: Tensor, producer: str = "auto") -> None:
+    """A known schedule that works in x's dtype, and a producer that the schedule can use."""
     dispatch.check_schedule(schedule)
     if producer != "auto":
         check_producer(producer, schedule)

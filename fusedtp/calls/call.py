@@ -183,7 +183,7 @@ class Call:
         if ready is None or ready.is_stale():
             group, asked = self._group(axis), self.settings
             ready = self._ready[key, place] = Ready(
-                task, asked.schedule, group, self._device, producer=asked.producer, call=self.said(), debug=asked.debug
+                task, asked.schedule, group, self._device, producer=asked.producer, call=self.said()
             )
         return ready
 

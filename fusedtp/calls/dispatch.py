@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
 from .. import groups, schedules, turns
 from ..cost.hardware import Hardware, of_gpu
@@ -38,7 +37,7 @@ from ..schedules.prepared import Prepared
 from ..torch_private import graph_task
 from ..workspaces import meaning, stale
 from ..workspaces.meaning import Meaning
-from . import agreement, kernels_tuned, recorded, tuning
+from . import kernels_tuned, recorded, tuning
 from .kernels_tuned import Tuned
 from .path import Path, in_any_order
 
@@ -156,12 +155,12 @@ class Ready(Prepared):
 
     def __init__(
         self, task: Task, schedule: str, group: ProcessGroup, device: torch.device, *, producer: str = "auto",
-        call: str = "", debug: bool = False, choice: Mapping[str, int] | None = None,
+        call: str = "", choice: Mapping[str, int] | None = None,
     ) -> None:  # fmt: skip
         if groups.inherited is not None:
             groups.check_fork()
         self.task, self._device, self._producer, self._choice = task, device, producer, choice
-        self._asked_for, self._debug, self._call = schedule, debug, call
+        self._asked_for, self._call = schedule, call
         self.version, self.on_gpu = stale.version, device.type == "cuda"
         self._capturing = self.on_gpu and torch.cuda.is_current_stream_capturing()
         self._group, self._alone, self._is_prepared = stale.watch(group), group.size() == 1, False
@@ -231,8 +230,6 @@ class Ready(Prepared):
             if not self._is_prepared:
                 self._prepare()
             ws, op = self.ws, self.task.op.name
-            if self._debug or get_debug_level() == DebugLevel.DETAIL:
-                agreement.check(self.task, self.group, operands, self._asked_for, self._call)
             if self.on_gpu and self._asked_for == "auto" and self.path.schedule != "fused":
                 _load_for_capture(self.task, self.group, self._device, operands)
             if ws is None:

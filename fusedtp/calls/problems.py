@@ -33,7 +33,6 @@ def layer(
     splits: Mapping[str, tuple[int, ...]],
     group: ProcessGroup,
     schedule: str,
-    debug: bool,
     algorithm: str = "auto",
     producer: str = "auto",
     activation: str | None = None,
@@ -52,7 +51,7 @@ def layer(
     lengths = [sum(splits[name]) if name in splits else local[name] for name in local]
     arguments.check_reach(schedule, x, [group], lengths)
     settings = described(
-        spec, [group.group_name], [group.rank()], schedule=schedule, algorithm=algorithm, debug=debug,
+        spec, [group.group_name], [group.rank()], schedule=schedule, algorithm=algorithm,
         producer=producer, activation=activation or "", float8=arguments.check_float8(float8, x), norm=norm,
         leaves=orders.leaves_of(order, schedule, group.size(), float8, x.dtype),
     )  # fmt: skip
@@ -91,7 +90,6 @@ def all_gather_problem(
     gather_dim: int,
     sizes: Sequence[int] | None,
     schedule: str,
-    debug: bool,
     producer: str = "auto",
     float8: str | None = None,
     order: str = RANK_ORDER,
@@ -99,7 +97,7 @@ def all_gather_problem(
     activation: str | None = None,
 ) -> Described:
     """`all_gather_linear`, checked and described for `call`."""
-    arguments.check_linears(x, weight, bias, schedule, debug, producer=producer)
+    arguments.check_linears(x, weight, bias, schedule, producer=producer)
     dim = arguments.dim("gather_dim", gather_dim, x)
     sizes = arguments.gather_sizes(sizes, group, x.shape[dim])
     on_features = dim == x.ndim - 1
@@ -109,7 +107,7 @@ def all_gather_problem(
     splits = {"N": (num_out,) * group.size(), "K" if on_features else f"R{dim}": sizes}
     spec = layer_spec(x, None if on_features else dim, "K_X" if on_features else "K", "K, N_X", "N_X", x_split=True)
     return layer(
-        x, weight, spec, splits, group, schedule, debug, producer=producer, activation=activation, float8=float8,
+        x, weight, spec, splits, group, schedule, producer=producer, activation=activation, float8=float8,
         order=order,
     )  # fmt: skip
 
@@ -122,7 +120,6 @@ def reduce_scatter_problem(
     scatter_dim: int,
     sizes: Sequence[int] | None,
     schedule: str,
-    debug: bool,
     producer: str = "auto",
     float8: str | None = None,
     order: str = RANK_ORDER,
@@ -131,7 +128,7 @@ def reduce_scatter_problem(
     norm: Norm | None = None,
 ) -> Described:
     """`linear_reduce_scatter`, checked and described for `call`."""
-    arguments.check_linear(x, weight, bias, schedule, debug, producer=producer)
+    arguments.check_linear(x, weight, bias, schedule, producer=producer)
     arguments.check_features(x.shape[-1], "x has", weight)
     dim = arguments.dim("scatter_dim", scatter_dim, x)
     on_features = dim == x.ndim - 1
@@ -148,23 +145,23 @@ def reduce_scatter_problem(
             "give no norm_weight, and norm the result"
         )
     return layer(
-        x, weight, spec, splits, group, schedule, debug, producer=producer, float8=float8, norm=normed, order=order
+        x, weight, spec, splits, group, schedule, producer=producer, float8=float8, norm=normed, order=order
     )  # fmt: skip
 
 
 def all_reduce_problem(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, schedule: str, algorithm: str, debug: bool,
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, schedule: str, algorithm: str,
     float8: str | None = None, order: str = RANK_ORDER, *, residual: Tensor | None = None, norm: Norm | None = None,
 ) -> Described:  # fmt: skip
     """`linear_all_reduce`, checked and described for `call`."""
-    arguments.check_linear(x, weight, bias, schedule, debug)
+    arguments.check_linear(x, weight, bias, schedule)
     arguments.check_features(x.shape[-1], "x has", weight)
     arguments.check_algorithm(MATMUL_ALL_REDUCE, algorithm, schedule, x)
     arguments.check_residual(residual, x, [*x.shape[:-1], weight.shape[0]])
     splits = {"K": (x.shape[-1],) * group.size()}
     spec = layer_spec(x, None, "K_X", "K_X, N", "N", x_split=False)
     normed = _normed(norm, x, weight.shape[0])
-    return layer(x, weight, spec, splits, group, schedule, debug, algorithm, float8=float8, norm=normed, order=order)
+    return layer(x, weight, spec, splits, group, schedule, algorithm, float8=float8, norm=normed, order=order)
 
 
 def fsdp_problem(
@@ -174,7 +171,6 @@ def fsdp_problem(
     group: ProcessGroup,
     sizes: Sequence[int] | None,
     schedule: str,
-    debug: bool,
     producer: str = "auto",
     float8: str | None = None,
     order: str = RANK_ORDER,
@@ -185,21 +181,19 @@ def fsdp_problem(
     arguments.check_tensor("weight_shard", weight_shard)
     arguments.check_matrix(weight_shard, "weight_shard")
     sizes = arguments.gather_sizes(sizes, group, weight_shard.shape[0])
-    arguments.check_linear(
-        x, weight_shard, bias, schedule, debug, num_out=sum(sizes), name="weight_shard", producer=producer
-    )
+    arguments.check_linear(x, weight_shard, bias, schedule, num_out=sum(sizes), name="weight_shard", producer=producer)
     arguments.check_features(x.shape[-1], "x has", weight_shard, "weight_shard")
     arguments.check_activation(activation, weight_shard)
     splits = {"N": sizes, "R0": (x.shape[0],) * group.size()}
     spec = layer_spec(x, 0, "K", "K, N_X", "N", x_split=True).replace("-> [R0,", "-> [R0_X,")
     return layer(
-        x, weight_shard, spec, splits, group, schedule, debug, producer=producer, activation=activation, float8=float8,
+        x, weight_shard, spec, splits, group, schedule, producer=producer, activation=activation, float8=float8,
         order=order,
     )  # fmt: skip
 
 
 def replicated_problem(
-    x: Tensor, weight: Weights, bias: Biases, group: ProcessGroup, schedule: str, debug: bool,
+    x: Tensor, weight: Weights, bias: Biases, group: ProcessGroup, schedule: str,
     float8: str | None = None, order: str = RANK_ORDER, *, activation: str | None = None,
 ) -> Described:  # fmt: skip
     """`F.linear` of an x that is whole on every rank and a weight and bias that are this rank's columns, for `call`.
@@ -207,9 +201,9 @@ def replicated_problem(
     x [..., K], weight [N_r, K], bias [N_r] -> [..., N_r]. Nothing is sent; backward all-reduces dx. Errors as in
     `all_gather_linear`.
     """
-    arguments.check_linears(x, weight, bias, schedule, debug)
+    arguments.check_linears(x, weight, bias, schedule)
     num_out = arguments.check_all_features(x.shape[-1], "x has", weight)
     arguments.check_activation(activation, weight)
     splits = {"N": (num_out,) * group.size()}
     spec = layer_spec(x, None, "K", "K, N_X", "N_X", x_split=True)
-    return layer(x, weight, spec, splits, group, schedule, debug, activation=activation, float8=float8, order=order)
+    return layer(x, weight, spec, splits, group, schedule, activation=activation, float8=float8, order=order)

@@ -47,8 +47,8 @@ def cause(rank: int, peer: int, code: int, rows: list[Row]) -> str:
     if code == DIFFERS:
         each = ", ".join(f"{row.num_bytes} from epoch {row.epoch} on rank {i}" for i, row in enumerate(rows))
         return (
-            f"the ranks do not agree on the bytes of an arena: {each}: they make different calls, which debug=True "
-            "compares, or not all of them have called fusedtp.destroy"
+            f"the ranks do not agree on the bytes of an arena: {each}: they make different calls, "
+            "or not all of them have called fusedtp.destroy"
         )
     if there.code:
         text = f"rank {peer} cannot make an arena of {there.num_bytes} bytes"

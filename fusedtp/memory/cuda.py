@@ -130,6 +130,6 @@ def _check_alike(offers: list[_Offer]) -> None:
     if any((each.num_bytes, each.epoch) != (offers[0].num_bytes, offers[0].epoch) for each in offers):
         each_rank = ", ".join(f"{each.num_bytes} from epoch {each.epoch} on rank {r}" for r, each in enumerate(offers))
         raise ValueError(
-            f"the ranks do not agree on the bytes of an arena: {each_rank}: they make different calls, which "
-            "debug=True compares, or not all of them have called fusedtp.destroy"
+            f"the ranks do not agree on the bytes of an arena: {each_rank}: they make different calls, "
+            "or not all of them have called fusedtp.destroy"
         )

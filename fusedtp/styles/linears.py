@@ -47,7 +47,6 @@ class _Layouts:
     output: Placement
     use_local_output: bool
     schedule: str
-    debug: bool
     producer: str
     float8: Float8 | None
     order: Order
@@ -182,10 +181,10 @@ def columns(linears: Sequence[FusedColwiseLinear], input: Tensor) -> list[Tensor
     if isinstance(placement, Shard):
         describe = problems.all_gather_problem
         ys = eager.of_parameters(
-            describe, x, *ours, placement.dim, sizes, to.schedule, to.debug, to.producer, to.float8, to.order
+            describe, x, *ours, placement.dim, sizes, to.schedule, to.producer, to.float8, to.order
         )
     else:
-        ys = eager.of_parameters(problems.replicated_problem, x, *ours, to.schedule, to.debug, to.float8, to.order)
+        ys = eager.of_parameters(problems.replicated_problem, x, *ours, to.schedule, to.float8, to.order)
     outs = ys if isinstance(ys, tuple) else (ys,)
     return [
         each.layouts.hand_out(y, Shard(-1), (*y.shape[:-1], each.out_features))
@@ -207,11 +206,9 @@ class FusedRowwiseLinear(FusedLinear):
         made = positive(to.output, x.ndim)
         if isinstance(made, Shard):
             describe, sizes = problems.reduce_scatter_problem, to.sizes(shape[made.dim])
-            y = eager.of_parameters(
-                describe, x, *ours, made.dim, sizes, to.schedule, to.debug, to.producer, to.float8, to.order
-            )
+            y = eager.of_parameters(describe, x, *ours, made.dim, sizes, to.schedule, to.producer, to.float8, to.order)
         else:
-            options = to.schedule, "auto", to.debug, to.float8, to.order
+            options = to.schedule, "auto", to.float8, to.order
             y = eager.of_parameters(problems.all_reduce_problem, x, *ours, *options)
         return to.hand_out(y, made, shape)
 
@@ -315,7 +312,6 @@ class _FusedStyle(ParallelStyle):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
         schedule: str = "auto",
-        debug: bool = False,
         producer: str = "auto",
         float8: Float8 | None = None,
         order: Order = RANK_ORDER,
@@ -325,7 +321,7 @@ class _FusedStyle(ParallelStyle):
         self.output_layouts = self._output if output_layouts is None else output_layouts
         self.use_local_output = arguments.flag("use_local_output", use_local_output)
         arguments.check_producer(producer, schedule)
-        self.schedule, self.debug, self.producer = schedule, arguments.flag("debug", debug), producer
+        self.schedule, self.producer = schedule, producer
         self.float8 = arguments.float8_of(float8)
         self.order = order
         # Of any number of ranks so far.
@@ -348,7 +344,7 @@ class _FusedStyle(ParallelStyle):
     def layouts_on(self, device_mesh: DeviceMesh) -> _Layouts:
         """What a linear of this style is told."""
         return _Layouts(
-            device_mesh, self.input_layouts, self.output_layouts, self.use_local_output, self.schedule, self.debug,
+            device_mesh, self.input_layouts, self.output_layouts, self.use_local_output, self.schedule,
             self.producer, self.float8, self.order,
         )  # fmt: skip
 
@@ -385,7 +381,6 @@ class FusedColwiseParallel(_FusedStyle):
     output_layouts    by default Shard(-1)
     use_local_output  return this rank's tensor rather than a DTensor
     schedule          of the matmul: auto, fused, decomposed or unfused
-    debug             compare every op with the other ranks' before it runs
     producer          how the fused schedule sends what it gathers: auto, push, copy or multicast
     float8            tensorwise, rowwise or rowwise_with_gw_hp: operands become float8 before they are sent
     order             rank; any: sums by NVLink's switch where it can; or tree: the same bits on any number of ranks, as
@@ -408,7 +403,6 @@ class FusedRowwiseParallel(_FusedStyle):
     output_layouts    by default Replicate()
     use_local_output  return this rank's tensor rather than a DTensor
     schedule          of the matmul: auto, fused, decomposed or unfused
-    debug             compare every op with the other ranks' before it runs
     producer          how the fused schedule sends what it gathers: auto, push, copy or multicast
     float8            tensorwise, rowwise or rowwise_with_gw_hp: operands become float8 before they are sent
     order             rank; any: sums by NVLink's switch where it can; or tree: the same bits on any number of ranks, as

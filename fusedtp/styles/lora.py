@@ -124,7 +124,7 @@ class _Apply:
         self.mesh, self.src = device_mesh, src_data_rank
         self.options: dict[str, Any] = {
             "input_layouts": layouts.input, "output_layouts": layouts.output, "schedule": layouts.schedule,
-            "use_local_output": layouts.use_local_output, "debug": layouts.debug, "producer": layouts.producer,
+            "use_local_output": layouts.use_local_output, "producer": layouts.producer,
             "order": layouts.order,
         }  # fmt: skip
 
@@ -133,7 +133,7 @@ class _Apply:
         style._apply(module, self.mesh)
 
     def whole(self, module: nn.Module) -> None:
-        self(AsGiven(schedule=self.options["schedule"], debug=self.options["debug"]), module)
+        self(AsGiven(schedule=self.options["schedule"]), module)
 
     def columns(self, linear: Any, like: Sequence[Any], packed: bool) -> None:
         style, shared = FusedColwiseParallel(**self.options), isinstance(like[0], FusedSharedLinear)

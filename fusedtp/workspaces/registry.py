@@ -100,9 +100,9 @@ def set_timeout(seconds: float, group: Group = None) -> None:
     """How long a wait for a peer may take before `PeerTimeout`, in seconds (30 at first), from now on: in `group`, or,
     where none is given, in every group of this process, those that had a budget of their own as well.
 
-    It is the budget of every wait in shared memory and of debug mode, and of the wait for peers that a group's first op
-    or `parallelize` begins with, which without it have the timeout of init_process_group or new_group. What goes
-    through the backend has that timeout: the schedule `unfused`, on a GPU also making a workspace and its growth.
+    It is the budget of every wait in shared memory, and of the wait for peers that a group's first op or `parallelize`
+    begins with, which without it have the timeout of init_process_group or new_group. What goes through the backend
+    has that timeout: the schedule `unfused`, on a GPU also making a workspace and its growth.
 
     Raises ValueError unless 0 < seconds <= 2,000,000 (the clock is an int32 of milliseconds), TypeError for no number;
     for what is no group as in the functions.
