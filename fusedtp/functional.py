@@ -166,11 +166,11 @@ def all_gather_linear(
     """
     asked, along = Options(schedule, "auto", producer, float8, order, activation), (gather_dim, sizes)
     if not isinstance(weight, list | tuple):
-        return _linear(problems.all_gather_problem, x, weight, bias, group, asked, along, out_dtype)
+        return _linear(problems.all_gather_problem, x, weight, bias, group, asked, along, out_dtype)  # type: ignore[no-any-return]
     weights, biases = arguments.several(weight, bias)
     if len(weights) == 1:
         return (_linear(problems.all_gather_problem, x, weights[0], biases[0], group, asked, along, out_dtype),)
-    return _linear(problems.all_gather_problem, x, weights, biases, group, asked, along, out_dtype)
+    return _linear(problems.all_gather_problem, x, weights, biases, group, asked, along, out_dtype)  # type: ignore[no-any-return]
 
 
 @overload
@@ -230,7 +230,7 @@ def linear_reduce_scatter(
     if norm_weight is not None or norm_bias is not None or norm != RMS_NORM:
         normed = norms.asked_for(norm, norm_weight, norm_bias, norm_eps)
     problem, along = problems.reduce_scatter_problem, (scatter_dim, sizes)
-    return _linear(problem, x, weight, bias, group, asked, along, out_dtype, residual, normed)
+    return _linear(problem, x, weight, bias, group, asked, along, out_dtype, residual, normed)  # type: ignore[no-any-return]
 
 
 @overload
@@ -280,7 +280,7 @@ def linear_all_reduce(
     normed: Norm | None = None
     if norm_weight is not None or norm_bias is not None or norm != RMS_NORM:
         normed = norms.asked_for(norm, norm_weight, norm_bias, norm_eps)
-    return _linear(problems.all_reduce_problem, x, weight, bias, group, asked, (), out_dtype, residual, normed)
+    return _linear(problems.all_reduce_problem, x, weight, bias, group, asked, (), out_dtype, residual, normed)  # type: ignore[no-any-return]
 
 
 def fsdp_linear(
@@ -306,7 +306,7 @@ def fsdp_linear(
     `all_gather_linear`.
     """
     asked = Options(schedule, "auto", producer, float8, order, activation)
-    return _linear(problems.fsdp_problem, x, weight_shard, bias, group, asked, (sizes,), out_dtype)
+    return _linear(problems.fsdp_problem, x, weight_shard, bias, group, asked, (sizes,), out_dtype)  # type: ignore[no-any-return]
 
 
 def _linear(
