@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from ..scaled import check_dense
 from .linears import FusedColwiseLinear, FusedColwiseParallel, columns
 from .shared import FusedSharedLinear, replicate, share
 
@@ -69,6 +70,7 @@ class FusedGroupedLinear(FusedColwiseLinear):
     together: _Together
 
     def forward(self, input: Tensor) -> Tensor:
+        check_dense("input", input)
         return self.together.take(self, input)
 
 
