@@ -86,9 +86,10 @@ class FusedGroup(ParallelStyle):
                       there are ranks: several of these then use the same piece, and each has the whole weight
     options           those of FusedColwiseParallel
 
-    The module's code is unchanged: the first linear that it calls with an input computes all of them, the others take
-    theirs. Linears that are called with different inputs, or not at all, are right too, but then more is computed than
-    is used. Under torch.compile an input must not be changed in place between the calls of a group. Tensors made under
+    The module's code is unchanged, and sees its input as it was given: x.shape of a plain shard is this rank's part, of
+    a DTensor the whole. The first linear that it calls with an input computes all of them, the others take theirs.
+    Linears that are called with different inputs, or not at all, are right too, but then more is computed than is used.
+    Under torch.compile an input must not be changed in place between the calls of a group. Tensors made under
     torch.inference_mode count no changes, so each linear gathers them for itself: torch.no_grad has one gather for all.
     In backward the gradients of the input are added before they are scattered, once.
     """
