@@ -130,7 +130,7 @@ def test_foreign_file_stops_the_sweep_before_it_starts(tmp_path: Path) -> None:
     path.write_text("name,price\napple,3\n")
     result = invoke("sweep", *TINY, "--out", tmp_path)
     assert result.exit_code == 2
-    assert "is not a table of sweep rows" in " ".join(result.output.split())
+    assert "is not a CSV file of results" in " ".join(result.output.split())
     assert path.read_text() == "name,price\napple,3\n"
 
 

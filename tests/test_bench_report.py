@@ -159,7 +159,7 @@ def test_words_come_from_the_rows(written: Path, rows: list[Row]) -> None:
     assert "from 1024 x 1024 x 1024 fp32" in found.text
     # a gate's words are text, not markup
     assert '3 of 4 elements are wrong: <i>1 & "so"' in found.text
-    assert f"1 of {len(rows)} rows were refused" in found.text
+    assert f"1 of {len(rows)} results were wrong" in found.text
     assert "async_tp: its fused ops need CUDA" in found.text
 
 
@@ -186,13 +186,13 @@ def test_missing_kinds_say_why(make_row: MakeRow, rows: list[Row], tmp_path: Pat
     path.with_name("timeline.json").write_text("{}")
     report.write([make_row(variant="comm", median_ms=1.0)], path)
     found = Page(path.with_suffix(".html").read_text())
-    assert "is not a timeline of ours" in found.text
+    assert "is not a timeline of fusedtp" in found.text
     assert "Refused: none" in found.text
     # Whoever looks at the terminal alone is told as well.
     store.write(path, [make_row(variant="comm", median_ms=1.0)])
     said = " ".join(invoke(path).output.split())
     assert "no timeline on the page:" in said
-    assert "is not a timeline of ours" in said
+    assert "is not a timeline of fusedtp" in said
     assert "its pictures" not in said
 
 

@@ -143,7 +143,7 @@ def test_trace_file_round_trip_and_format(found: Timeline, tmp_path: Path) -> No
 def test_foreign_file_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "timeline.json"
     path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(ValueError, match="is not a timeline of ours"):
+    with pytest.raises(ValueError, match="is not a timeline of fusedtp"):
         recorded.read(path)
 
 
@@ -226,6 +226,6 @@ def test_kept_calls_survive_the_file_and_bad_ones_are_refused(found: Timeline, t
     assert recorded.read(path) == kept
     for old, new, key in (('"ms": 2.0', '"ms": -2.0', "ms"), ('"round": 1', '"round": "1"', "round")):
         path.write_text(path.read_text().replace(old, new))
-        with pytest.raises(ValueError, match=rf"is not a timeline of ours: otherData\.calls\[1\]\.{key}"):
+        with pytest.raises(ValueError, match=rf"is not a timeline of fusedtp: otherData\.calls\[1\]\.{key}"):
             recorded.read(path)
         recorded.write(kept, path)
