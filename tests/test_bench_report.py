@@ -257,17 +257,7 @@ def test_predicted_is_drawn_dashed_and_never_counted(rows: list[Row]) -> None:
     pd.testing.assert_frame_equal(standings(frame_of(plain), *MATMUL), standings(frame_of(measured), *MATMUL))
 
 
-def test_pictures_take_the_page_s_colours(written: Path) -> None:
-    text = written.with_suffix(".html").read_text()
-    style, pictures = text[: text.index("</style>")], text[text.index("<svg") :].lower()
-    at_dark = style.index("@media (prefers-color-scheme: dark)")
-    for name, (light, dark) in theme.COLOURS.items():
-        # the style sheet has each colour once for light and once for dark; a picture has variables in their place
-        assert f"--{name}: {light};" in style[:at_dark]
-        assert f"--{name}: {dark};" in style[at_dark:]
-        assert light not in pictures
-    for name in ("ink", "unfused", "decomposed", "wait", "multiply"):
-        assert f"var(--{name})" in pictures
+def test_series_have_colours_and_markers_of_their_own() -> None:
     assert set(theme.MARKERS) <= set(theme.COLOURS)
     markers = [*theme.MARKERS.values(), *theme.PEER_MARKERS]
     assert len(set(markers)) == len(markers)
