@@ -128,7 +128,7 @@ def test_page_is_whole_and_fetches_nothing(written: Path) -> None:
     assert "@font-face" not in text
 
 
-def test_every_figure_is_there_with_a_caption_and_as_png(written: Path) -> None:
+def test_every_figure_is_there_and_as_png(written: Path) -> None:
     found = Page(written.with_suffix(".html").read_text())
     drawn = {path.stem for path in report.folder_of(written).iterdir()}
     assert drawn == {
@@ -145,8 +145,6 @@ def test_every_figure_is_there_with_a_caption_and_as_png(written: Path) -> None:
     assert len(labels) == len(drawn)
     for path in report.folder_of(written).iterdir():
         assert path.read_bytes().startswith(b"\x89PNG")
-    for words in ("Each marker is the median", "thick line parts the two", "a bound, the longer of", "added up"):
-        assert words in found.text
 
 
 def test_words_come_from_the_rows(written: Path, rows: list[Row]) -> None:
@@ -167,14 +165,9 @@ def test_missing_kinds_say_why(make_row: MakeRow, rows: list[Row], tmp_path: Pat
     path = tmp_path / "sweep.csv"
     report.write([row for row in rows if row.interpreted], path)
     found = Page(path.with_suffix(".html").read_text())
-    for reason in (
-        "no two sizes of one problem were timed",
-        "no case has both unfused and another schedule timed",
-        "no case has the matmul alone and unfused both timed",
-        "no model has every matmul of its block timed",
-        "no timeline.json is beside the rows",
-    ):
-        assert f"Not here: {reason}" in found.text
+    # In short, sizes, the five kinds of pictures, times.
+    assert found.text.count("Not here: ") == 8
+    assert "no timeline.json is beside the rows" in found.text
     assert "Nothing was timed" in found.text
     # and the way through the page leads past them
     assert [value for tag, name, value in found.attributes if (tag, name) == ("a", "href")] == [

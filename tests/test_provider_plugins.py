@@ -55,13 +55,12 @@ a,b = planted_plugin:OTHER
     found = providers.found()
     assert providers.named("dtensor").about == "torch's DTensor styles, Colwise- and RowwiseParallel"
     reasons = {name: found.providers[name].reason(CASE, "forward", 0) for name in ("gone", "exits", "other", "text")}
-    assert reasons == {
-        "gone": "it does not load: ModuleNotFoundError: No module named 'gone_module'",
-        "exits": "it does not load: SystemExit: 3",
-        "other": "it does not load: ValueError: planted_plugin:OTHER must be named as its entry point, other, got "
-        "'another'",
-        "text": "it does not load: TypeError: planted_plugin:TEXT must be a Provider, got str",
-    }
+    for name, error in {
+        "gone": "ModuleNotFoundError: .*'gone_module'", "exits": "SystemExit: 3",
+        "other": "ValueError: planted_plugin:OTHER .* other, got 'another'",
+        "text": "TypeError: planted_plugin:TEXT .* got str",
+    }.items():  # fmt: skip
+        assert re.search(f"does not load: {error}", reasons[name]), reasons[name]
     assert len(found.warnings) == 3
     for text, said in zip(found.warnings, ("must match", "another provider", "this package"), strict=True):
         assert text.startswith("planted_plugin:OTHER is left out: ")
