@@ -188,15 +188,15 @@ def test_files_with_nothing_in_common_say_what_is_unlike_and_list_nothing(make_r
     store.write(b, other)
     done = invoke(a, b)
     assert done.exit_code == 2
-    lines = done.output.splitlines()
-    assert len(lines) <= 6, done.output
-    for line in (
-        "Timed rows: 30 in A, 15 in B, 0 in both (same case and variant).",
-        "only in A: 30 of 30 rows (size 256 x 1024 x 1024, 512 x 1024 x 1024, 1024 x 1024 x 1024 and 2 more; ranks 2; "
-        "direction forward; variant unfused, decomposed); --all lists them",
-        "Nothing to compare: no case and variant is timed in both files.",
+    assert len(done.output.splitlines()) <= 6, done.output
+    for words in (
+        "30 in A, 15 in B, 0 in both",
+        "only in A: 30 of 30 rows",
+        "ranks 2",
+        "direction forward",
+        "--all",
     ):
-        assert line in lines
+        assert words in done.output
     assert invoke(a, b, "--all").output.count("only in A: all-gather + matmul") == 10
     store.write(b, [replace(row, machine="cpu-other-8c") for row in other])
     refused = " ".join(invoke(a, b).output.replace("\u2502", " ").split())

@@ -37,7 +37,7 @@ from ..schedules.prepared import Prepared
 from ..torch_private import graph_task
 from ..workspaces import meaning, stale
 from ..workspaces.meaning import Meaning
-from . import kernels_tuned, recorded, tuning
+from . import kernels_tuned, tuning
 from .kernels_tuned import Tuned
 from .path import Path, in_any_order
 
@@ -209,7 +209,6 @@ class Ready(Prepared):
         if task.any_order:
             said = getattr(self.on, "sums", "")
             self.path = replace(self.path, sums=said or in_any_order(task, self.path.schedule, group.size()))
-        recorded.record(task, group.rank(), group.size())
         self._interpreter = turns.Turn("interpreter", "", task.op.name) if interpreted and shares else None
         self._is_prepared = True
 
