@@ -140,14 +140,16 @@ def shape(text: str, option: str = "--shape", lengths: str = "M,N,K") -> Shape:
     return found[0], found[1], found[2]
 
 
-def rows(path: Path) -> list[Row]:
-    """The rows of a file; BadParameter saying why it has none of ours."""
+def rows(path: Path, remedy: str = "") -> list[Row]:
+    """The rows of a file; BadParameter saying why it has none, and what to do."""
     from . import store
 
     try:
         return store.read(path)
+    except FileNotFoundError as error:
+        raise typer.BadParameter(f"there is no file {path}") from error
     except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
+        raise typer.BadParameter(f"{error}{remedy}") from error
 
 
 def run(command: Callable[..., None]) -> None:

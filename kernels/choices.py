@@ -6,7 +6,7 @@ another tile may be faster. Its rows are what signals are counted in, so all ran
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from .configs import Config
 # 32-bit registers of a thread that the accumulator may take: half of what there are, beside addresses and operands.
 # float32 is multiplied from registers too.
 _MOST_SUMS, _MOST_SUMS_OF_FLOAT32, _LEAST_SUMS = 128, 64, 16
-MOST_STAGES, MOST_SPLITS = 6, 8
+MOST_SPLITS = 8
 _BARRIER_BYTES = 1024
 
 
@@ -110,17 +110,3 @@ def _far(choice: Choice, other: Choice) -> int:
     # In how many respects they differ, and by how many doublings: a stage less in a larger tile is no difference.
     names = ("block_m", "block_n", "block_k", "num_warps")
     return sum(abs(getattr(choice, name).bit_length() - getattr(other, name).bit_length()) for name in names)
-
-
-def refined(
-    choice: Choice, config: Config, itemsize: int, *, shared_bytes: int, lanes: int = 32, few_rows: bool = False
-) -> Iterator[Choice]:
-    """The same tile with a stage more or less, with loops made one or not, and with other parts of the contraction."""
-    for stages in (choice.num_stages + 1, choice.num_stages - 1):
-        other = choice._replace(num_stages=stages)
-        if 1 <= stages <= MOST_STAGES and fits(other, itemsize, shared_bytes=shared_bytes, lanes=lanes):
-            yield other
-    if few_rows:
-        yield from (choice._replace(splits=splits) for splits in (1, 2, 4, MOST_SPLITS))
-    elif config.descriptors:
-        yield choice._replace(flatten=not choice.flatten)

@@ -37,7 +37,8 @@ def test_speedup_has_the_interval_of_its_rounds(ours: list[float], told: str) ->
     interval = found.speedup()
     assert interval.ratio == 2.0 / sorted(ours)[1]
     assert interval.low < interval.ratio < interval.high
-    assert str(found).endswith(f" over 3 rounds; speed-up over dtensor {interval}, 95 % interval in brackets: {told}")
+    assert str(interval) in str(found)
+    assert str(found).endswith(told)
     assert found.speedup("dtensor").low <= 1.0 <= found.speedup("dtensor").high
 
 

@@ -95,7 +95,9 @@ def test_a_group_made_anew_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "named", lambda name: known[name])
     prepared: list[str] = []
 
-    def prepare(x: Tensor, weight: Tensor, bias: Tensor | None, group: Any, asked: Options) -> tuple[str, tuple[int, ...]]:
+    def prepare(
+        x: Tensor, weight: Tensor, bias: Tensor | None, group: Any, asked: Options
+    ) -> tuple[str, tuple[int, ...]]:
         prepared.append(group.group_name)
         text = described("[M_X, K] @ [K, N] -> [M, N]", [group.group_name], [group.rank()], asked)
         return text, (2 * group.size(), 3, 4, 0, 0, 0)

@@ -188,7 +188,7 @@ def test_rows_at_random(
         try:
             found = store.read(path)
         except ValueError as error:
-            refused(str(error), path, "columns? missing", "not known", "another order", "csv", "newline")
+            refused(str(error), path, "missing columns", "unknown columns", "another order", "csv", "newline")
         else:
             assert column in TEXTS or column == "", f"{number}: {column} of {made!r}"
             used(found, right)

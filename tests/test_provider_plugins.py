@@ -55,13 +55,12 @@ a,b = planted_plugin:OTHER
     found = providers.found()
     assert providers.named("dtensor").about == "torch's DTensor styles, Colwise- and RowwiseParallel"
     reasons = {name: found.providers[name].reason(CASE, "forward", 0) for name in ("gone", "exits", "other", "text")}
-    assert reasons == {
-        "gone": "it does not load: ModuleNotFoundError: No module named 'gone_module'",
-        "exits": "it does not load: SystemExit: 3",
-        "other": "it does not load: ValueError: planted_plugin:OTHER must be named as its entry point, other, got "
-        "'another'",
-        "text": "it does not load: TypeError: planted_plugin:TEXT must be a Provider, got str",
-    }
+    for name, error in {
+        "gone": "ModuleNotFoundError: .*'gone_module'", "exits": "SystemExit: 3",
+        "other": "ValueError: planted_plugin:OTHER .* other, got 'another'",
+        "text": "TypeError: planted_plugin:TEXT .* got str",
+    }.items():  # fmt: skip
+        assert re.search(f"does not load: {error}", reasons[name]), reasons[name]
     assert len(found.warnings) == 3
     for text, said in zip(found.warnings, ("must match", "another provider", "this package"), strict=True):
         assert text.startswith("planted_plugin:OTHER is left out: ")
@@ -123,7 +122,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "my_package").mkdir()
     (folder / "my_package" / "__init__.py").touch()
     (folder / "my_package" / "bench.py").write_text(code[0])
-    faulty = f"{FAULTY_ENTRIES}gone = gone_module:PROVIDER\nkraken = faulty:WRONG\n"
+    faulty = f"{FAULTY_ENTRIES}gone = gone_module:PROVIDER\nasync_tp = faulty:WRONG\n"
     distribution(folder, "faulty", faulty, faulty=FAULTY)
     return folder
 
@@ -153,7 +152,7 @@ def test_a_plugin_is_timed_beside_the_others(plugged: None, tmp_path: Path) -> N
     assert timed["mine"].speedup_vs_unfused is not None
     (gone,) = (row for row in rows if row.variant == "gone")
     assert gone.gate == "not run: it does not load: ModuleNotFoundError: No module named 'gone_module'"
-    assert "warning: faulty:WRONG is left out: its name, kraken, is taken by another provider" in done.stdout
+    assert "warning: faulty:WRONG is left out: its name, async_tp, is taken by another provider" in done.stdout
 
 
 def test_plugins_that_fail_cost_nobody_else_a_number(plugged: None, tmp_path: Path) -> None:
@@ -204,8 +203,7 @@ def test_help_and_doctor_list_them(plugged: None, tmp_path: Path) -> None:
         lines = [" ".join(line.split()) for line in text.splitlines()]
         for said in (
             "dtensor runs", "mine runs", "async_tp does not run: its fused ops need CUDA",
-            "kraken does not run: kraken.fused is not installed", "gone does not run: it does not load: "
-            "ModuleNotFoundError: No module named 'gone_module'",
+            "gone does not run: it does not load: ModuleNotFoundError: No module named 'gone_module'",
         ):  # fmt: skip
             assert said in lines
 

@@ -175,7 +175,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "a bias": (torch.ones(6), ValueError, r"residual must have the result's shape, \(2, 6\), got \(6,\)"),
     "the dtype": (torch.ones(2, 6).half(), ValueError, "residual must have x's dtype"),
     "the device": (torch.ones(2, 6, device="meta"), ValueError, "residual must be on x's device"),
-    "sparse": (torch.ones(2, 6).to_sparse(), ValueError, "residual must be dense"),
+    "sparse": (torch.ones(2, 6).to_sparse(), TypeError, "residual must be a dense tensor"),
 }
 
 

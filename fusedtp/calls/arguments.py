@@ -20,7 +20,7 @@ from ..formats import FLOAT8
 from ..op import ACTIVATIONS, GATED, Op
 from ..options import Options
 from ..recipes import NAMES, Float8
-from ..scaled import Scaled
+from ..scaled import check_dense
 from ..sharding.notation import Spec
 from ..shards import check_count, check_sizes, even_sizes
 from ..torch_private import is_tracing
@@ -52,16 +52,12 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
 
 def check_tensor(name: str, value: object, x: Tensor | None = None, *, than: str = "x") -> None:
     """A dense tensor of a dtype that we multiply; of x's dtype and on its device, where x is given."""
-    if type(value) not in PLAIN:
-        check_kind(name, value)
+    (check_dense if type(value) in PLAIN else check_kind)(name, value)
     assert isinstance(value, Tensor)
     dtype, device = value.dtype, value.device
     if dtype not in DTYPES:
         hint = ": float8 takes scales, fusedtp.Scaled(data, scale)" if dtype in FLOAT8 else ""
         raise ValueError(f"{name} must be one of {', '.join(map(str, DTYPES))}, got {dtype}{hint}")
-    if value.layout is not torch.strided or value.is_nested:
-        kind = "a nested tensor" if value.is_nested else value.layout
-        raise ValueError(f"{name} must be dense, with layout torch.strided, got {kind}: use {name}.to_dense()")
     if x is None:
         if device.type not in DEVICES:
             raise ValueError(f"{name} must be on a CPU or a CUDA device, got {device}")
@@ -73,13 +69,8 @@ def check_tensor(name: str, value: object, x: Tensor | None = None, *, than: str
 
 
 def check_kind(name: str, value: object) -> None:
-    """A tensor with values, of this rank's own."""
-    if isinstance(value, Scaled):
-        raise TypeError(
-            f"{name} must be a tensor here, got Scaled: the linear functions take x and every weight Scaled, or neither"
-        )
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    """A dense tensor with values, of this rank's own."""
+    check_dense(name, value)
     if nn.parameter.is_lazy(value):
         raise ValueError(f"{name} must have values, got an {type(value).__name__}: a lazy module's first call makes it")
     # Late: it brings DTensor in, which most callers do not have.
@@ -143,11 +134,11 @@ def check_linears(x: Tensor, weight: Weights, bias: Biases, asked: Options) -> N
         check_linear(x, one, other, asked, name=name, bias_name=bias_name)
 
 
-def check_all_features(num_in: int, who: str, weight: Weights) -> int:
+def check_all_features(who: str, num_in: int, weight: Weights, give: str) -> int:
     """`check_features` of each weight; their rows in all."""
     named = _numbered(weight, (None,) * len(weight) if isinstance(weight, tuple) else None)
     for name, each, _, _ in named:
-        check_features(num_in, who, each, name)
+        check_features(who, num_in, each, give, name)
     return sum([each.shape[0] for _, each, _, _ in named])
 
 
@@ -157,10 +148,12 @@ def check_matrix(weight: Tensor, name: str = "weight") -> None:
         raise ValueError(f"{name} must have 2 dimensions, [N, K], got shape {tuple(weight.shape)}")
 
 
-def check_features(num_in: int, who: str, weight: Tensor, name: str = "weight") -> None:
-    """A weight of `num_in` columns."""
+def check_features(who: str, num_in: int, weight: Tensor, give: str, name: str = "weight") -> None:
+    """A weight with a column for each of x's features; give: what x should have."""
     if weight.shape[1] != num_in:
-        raise ValueError(f"{name} must have as many columns as {who} features, {num_in}, got {tuple(weight.shape)}")
+        raise ValueError(
+            f"{who} {num_in} features, and {name} of shape {tuple(weight.shape)} takes {weight.shape[1]}: give x {give}"
+        )
 
 
 def activation_of(activation: str | None, num_weights: int) -> str | None:

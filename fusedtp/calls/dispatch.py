@@ -37,7 +37,7 @@ from ..schedules.prepared import Prepared
 from ..torch_private import graph_task
 from ..workspaces import meaning, stale
 from ..workspaces.meaning import Meaning
-from . import kernels_tuned, recorded, tuning
+from . import kernels_tuned, tuning
 from .kernels_tuned import Tuned
 from .path import Path, in_any_order
 
@@ -180,6 +180,14 @@ class Ready(Prepared):
     def _prepare(self) -> None:
         task, group, device, producer, choice = self.task, self.group, self._device, self._producer, self._choice
         self.path = choose(task, self._asked_for, group, device)
+        interpreted = self.path.schedule == "fused" and device.type == "cpu"
+        if interpreted and not _is_interpreted():
+            now = os.environ.get("TRITON_INTERPRET") or "unset, which means off where there is a GPU"
+            raise RuntimeError(
+                f"{task.op.name}: on a CPU schedule 'fused' needs Triton's interpreter, which is off: "
+                f"TRITON_INTERPRET is {now}. Set it to 1 before fusedtp or triton is imported, use tensors on a GPU, "
+                "or schedule 'decomposed' or 'unfused'"
+            )
         if producer != "auto" and self.path.schedule != "fused":
             reason = f"{self.path.reason}; producer={producer!r} has no effect, only 'fused' has one to choose"
             self.path = replace(self.path, reason=reason)
@@ -201,15 +209,7 @@ class Ready(Prepared):
         if task.any_order:
             said = getattr(self.on, "sums", "")
             self.path = replace(self.path, sums=said or in_any_order(task, self.path.schedule, group.size()))
-        recorded.record(task, group.rank(), group.size())
-        interpreted = self.path.schedule == "fused" and device.type == "cpu"
         self._interpreter = turns.Turn("interpreter", "", task.op.name) if interpreted and shares else None
-        if interpreted and not _is_interpreted():
-            raise RuntimeError(
-                f"{task.op.name}: schedule 'fused' runs on a CPU in Triton's interpreter alone, which TRITON_INTERPRET="
-                f"{os.environ.get('TRITON_INTERPRET', '')} keeps out of this process: unset it before fusedtp or "
-                "triton is imported, or use 'decomposed' or 'unfused'"
-            )
         self._is_prepared = True
 
     def is_stale(self) -> bool:

@@ -21,6 +21,10 @@ from .settings import described
 # Settings and numbers: what `call.of` takes.
 Described: TypeAlias = tuple[str, Sequence[int]]
 
+# Which features x should have, where it has others.
+_ALL = "all features, [.., K]; a style gathers them from shards with input_layouts=Shard(-1)"
+_OWN = "this rank's shard of the features, [.., K_X]; a style cuts a whole x with input_layouts=Replicate()"
+
 
 def flat(splits: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """The lengths of every dim that is split unevenly, each with their number before them, in one tuple."""
@@ -80,8 +84,8 @@ def all_gather_problem(
     dim = arguments.dim("gather_dim", gather_dim, x)
     sizes = arguments.gather_sizes(sizes, group, x.shape[dim])
     on_features = dim == x.ndim - 1
-    num_in, who = (sum(sizes), "x has in all") if on_features else (x.shape[-1], "x has")
-    num_out = arguments.check_all_features(num_in, who, weight)
+    found = ("x has in all", sum(sizes)) if on_features else ("x has", x.shape[-1])
+    num_out = arguments.check_all_features(*found, weight, _OWN if on_features else _ALL)
     arguments.check_activation(asked.activation, weight)
     splits = {"N": (num_out,) * group.size(), "K" if on_features else f"R{dim}": sizes}
     spec = layer_spec(x, None if on_features else dim, "K_X" if on_features else "K", "K, N_X", "N_X", x_split=True)
@@ -94,7 +98,7 @@ def reduce_scatter_problem(
 ) -> Described:  # fmt: skip
     """`linear_reduce_scatter`, checked and described for `call`."""
     arguments.check_linear(x, weight, bias, asked)
-    arguments.check_features(x.shape[-1], "x has", weight)
+    arguments.check_features("x has", x.shape[-1], weight, _OWN)
     dim = arguments.dim("scatter_dim", scatter_dim, x)
     on_features = dim == x.ndim - 1
     sizes = arguments.scatter_sizes(sizes, group, weight.shape[0] if on_features else x.shape[dim])
@@ -119,7 +123,7 @@ def all_reduce_problem(
     """`linear_all_reduce`, checked and described for `call`."""
     asked = without_producer(asked)
     arguments.check_linear(x, weight, bias, asked)
-    arguments.check_features(x.shape[-1], "x has", weight)
+    arguments.check_features("x has", x.shape[-1], weight, _OWN)
     arguments.check_algorithm(MATMUL_ALL_REDUCE, asked, x)
     arguments.check_residual(residual, x, [*x.shape[:-1], weight.shape[0]])
     splits = {"K": (x.shape[-1],) * group.size()}
@@ -136,7 +140,7 @@ def fsdp_problem(
     arguments.check_matrix(weight_shard, "weight_shard")
     sizes = arguments.gather_sizes(sizes, group, weight_shard.shape[0])
     arguments.check_linear(x, weight_shard, bias, asked, num_out=sum(sizes), name="weight_shard")
-    arguments.check_features(x.shape[-1], "x has", weight_shard, "weight_shard")
+    arguments.check_features("x has", x.shape[-1], weight_shard, "all features, [.., K]", "weight_shard")
     arguments.check_activation(asked.activation, weight_shard)
     splits = {"N": sizes, "R0": (x.shape[0],) * group.size()}
     spec = layer_spec(x, 0, "K", "K, N_X", "N", x_split=True).replace("-> [R0,", "-> [R0_X,")
@@ -153,7 +157,7 @@ def replicated_problem(
     """
     asked = without_producer(asked)
     arguments.check_linears(x, weight, bias, asked)
-    num_out = arguments.check_all_features(x.shape[-1], "x has", weight)
+    num_out = arguments.check_all_features("x has", x.shape[-1], weight, _ALL)
     arguments.check_activation(asked.activation, weight)
     splits = {"N": (num_out,) * group.size()}
     spec = layer_spec(x, None, "K", "K, N_X", "N_X", x_split=True)

@@ -21,7 +21,7 @@ from ..groups import Group
 from ..norms import Norm
 from ..op import ANY_ORDER, RANK_ORDER
 from ..options import Options
-from ..scaled import Quantized, Scaled
+from ..scaled import Quantized, Scaled, check_dense
 from ..shards import offsets
 from ..torch_private import transforms_active
 from ..turns import one
@@ -40,12 +40,10 @@ def _check_scaled(name: str, x: Any, device: torch.device | None = None) -> Scal
     if not isinstance(x, Scaled):
         raise TypeError(f"x and weight must both be Scaled or neither, got {type(x).__name__} for {name}")
     for part, each in (("data", x.data), ("scale", x.scale)):
-        if type(each) not in PLAIN:
-            check_kind(f"{name}.{part}", each)
+        (check_dense if type(each) in PLAIN else check_kind)(f"{name}.{part}", each)
         # An operator in a graph is never given what torch negates where it is read.
-        negated = not torch.compiler.is_compiling() and each.is_neg()
-        if each.layout is not torch.strided or each.is_nested or negated:
-            raise ValueError(f"{name}.{part} must be a dense tensor of its own")
+        if not torch.compiler.is_compiling() and each.is_neg():
+            raise ValueError(f"{name}.{part} must not be a negated view: use resolve_neg()")
         if each.device != (device or x.data.device):
             raise ValueError(f"{name}.{part} must be on {device or x.data.device} as x, got {each.device}")
     x.check(name)
@@ -141,18 +139,19 @@ def apply(
 
 def _check_together(x: Scaled, ws: Sequence[Scaled], names: Sequence[str]) -> bool:
     """ValueError unless one product takes x and all of the weights; whether their scales are blocks'."""
-    if other := [name for name, w in zip(names, ws, strict=True) if w.data.dtype != ws[0].data.dtype]:
-        raise ValueError(f"all weights must be in {ws[0].data.dtype}, got {other[0]} in another one")
-    if formats.of(ws[0].data.dtype) != formats.of(x.data.dtype):
+    first, blocks = ws[0].data.dtype, x.scale.dtype == E8M0
+    for name, w in zip(names, ws, strict=True):
+        if w.data.dtype != first:
+            raise ValueError(f"all weights must have one dtype, got {names[0]} in {first}, {name} in {w.data.dtype}")
+        if (w.scale.dtype == E8M0) != blocks:
+            raise ValueError(
+                f"x and weight must both have scales of blocks, in {E8M0}, or neither, got x.scale in {x.scale.dtype} "
+                f"and {name}.scale in {w.scale.dtype}: make both by fusedtp.scaled with recipe 'mxfp8', or neither"
+            )
+    if formats.of(first) != formats.of(x.data.dtype):
         raise ValueError(
             f"x and weight must be of one kind of float8, OCP's or fnuz, as no machine multiplies both, got "
-            f"{x.data.dtype} and {ws[0].data.dtype}: make both by fusedtp.scaled, from values()"
-        )
-    blocks = x.scale.dtype == E8M0
-    if other := [name for name, w in zip(names, ws, strict=True) if (w.scale.dtype == E8M0) != blocks]:
-        raise ValueError(
-            f"x and weight must both have scales of blocks, in {E8M0}, or neither, got x.scale in {x.scale.dtype} for "
-            f"{other[0]}"
+            f"{x.data.dtype} and {first}: make both by fusedtp.scaled, from values()"
         )
     return blocks
 

@@ -17,6 +17,7 @@ import fnmatch
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -34,7 +35,7 @@ from .embeddings import FusedEmbeddingParallel
 from .grouped import FusedGroup
 from .linears import FusedColwiseParallel, FusedRowwiseParallel, check_mesh, unfit
 from .norms import AsGiven, FusedNormParallel
-from .packed import Unpack, features, is_conv1d
+from .packed import Unpack, features, is_conv1d, joined
 from .stack import PLANS, Decoder, check_alike, check_own, check_split_tokens, decoder_of, has_own, is_norm
 from .tokens import TOKENS, Heads, KeptLogits, SplitFeatures, SplitTokens, TiedHead, WholeOutput, WholeTokens
 
@@ -381,12 +382,37 @@ def parallelize(
                 setattr(decoder.get_submodule(owner), own, first)
     for module in adapted.values():
         lora.split(module, device_mesh, src_data_rank)
+    for module in model.modules():
+        for name, instead in _OF_WHOLE.items():
+            if hasattr(type(module), name):
+                setattr(module, name, partial(instead, module))
     if src_data_rank is not None:
         # What no style has made one tensor of all ranks, and each rank goes on with.
         for tensor in (*model.parameters(), *model.buffers()):
             if not isinstance(tensor, DTensor):
                 same_as(src_data_rank, tensor, device_mesh)
     return model
+
+
+def _save(model: Any, *args: Any, state_dict: Mapping[str, Any] | None = None, **options: Any) -> Any:
+    # With this rank's shards it would write a configuration and fail at the weights.
+    if state_dict is None or any(isinstance(each, DTensor) for each in state_dict.values()):
+        raise NotImplementedError(
+            f"save_pretrained of this {type(model).__name__}, which parallelize has split, takes the whole state: on "
+            "every rank, with torch.distributed.checkpoint.state_dict, state = get_model_state_dict(model, "
+            "options=StateDictOptions(full_state_dict=True, cpu_offload=True)), then on one rank "
+            "model.save_pretrained(folder, state_dict=state)"
+        )
+    return type(model).save_pretrained(model, *args, state_dict=joined(model, state_dict), **options)
+
+
+def _resize(model: Any, *args: Any, **options: Any) -> Any:
+    name = type(model).__name__
+    raise NotImplementedError(f"parallelize has split the embeddings of this {name}: resize them before parallelize")
+
+
+# Methods of Hugging Face that need whole parameters, and what stands in their place on a model that is split.
+_OF_WHOLE = {"save_pretrained": _save, "resize_token_embeddings": _resize}
 
 
 def matching(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from .. import collectives
 from ..calls import arguments, dispatch
 from ..calls.parameters import PLAIN, local
+from ..scaled import check_dense
 from ..shards import chunk_sizes, offsets
 from .linears import as_dtensor, check_mesh, lies, met_before, positive
 from .shared import Derived, derived
@@ -85,6 +86,10 @@ class FusedEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Indices [..], the same on every rank -> [.., features], or this rank's part of it."""
+        check_dense("input", input)
+        # torch's own check: a rank without rows looks nothing up.
+        if input.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"input must be indices in torch.int64 or torch.int32, got {input.dtype}")
         if isinstance(input, DTensor):
             input = input.redistribute(placements=[Replicate()]).to_local()
         output = positive(self.output, input.ndim + 1, "output_layouts")

@@ -37,6 +37,7 @@ from ..calls.parameters import Lies, Watched, local, watch_all
 from ..op import RANK_ORDER, Order
 from ..options import Options
 from ..recipes import Float8
+from ..scaled import check_dense
 from ..shards import chunk_sizes
 
 
@@ -59,8 +60,7 @@ class _Layouts:
 
     def receive(self, x: Tensor, wanted: Placement | None = None) -> tuple[Tensor, Placement, tuple[int, ...] | None]:
         """The local part of x, its layout (`wanted` if given), and the ranks' lengths where the global one is known."""
-        if not isinstance(x, Tensor):
-            raise TypeError(f"input must be a tensor, got {type(x).__name__}")
+        check_dense("input", x)
         placement = positive(self.input, x.ndim, "input_layouts")
         # The result has as many dims as x: checked now, so that a wrong layout is not found only after sending.
         positive(self.output, x.ndim, "output_layouts")

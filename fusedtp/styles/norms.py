@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from ..calls import arguments, dispatch
 from ..calls.parameters import local
+from ..scaled import check_dense
 from .linears import as_dtensor, check_mesh, met_before, positive
 from .shared import Derived, Sum, derived, replicate
 
@@ -102,6 +103,7 @@ class FusedNorm(Derived):
 
     def _received(self, input: Tensor) -> Tensor:
         # The input as a DTensor, laid out as the style says; as it is where the style says nothing.
+        check_dense("input", input)
         if self.tokens is None:
             return input
         tokens = positive(self.tokens, input.ndim, "sequence_dim")
