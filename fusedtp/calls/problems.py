@@ -185,9 +185,7 @@ def fsdp_problem(
     arguments.check_tensor("weight_shard", weight_shard)
     arguments.check_matrix(weight_shard, "weight_shard")
     sizes = arguments.gather_sizes(sizes, group, weight_shard.shape[0])
-    arguments.check_linear(
-        x, weight_shard, bias, schedule, num_out=sum(sizes), name="weight_shard", producer=producer
-    )
+    arguments.check_linear(x, weight_shard, bias, schedule, num_out=sum(sizes), name="weight_shard", producer=producer)
     arguments.check_features("x has", x.shape[-1], weight_shard, "all features, [.., K]", "weight_shard")
     arguments.check_activation(activation, weight_shard)
     splits = {"N": sizes, "R0": (x.shape[0],) * group.size()}
