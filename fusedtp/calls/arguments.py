@@ -71,6 +71,7 @@ def check_tensor(name: str, value: object, x: Tensor | None = None, *, than: str
 def check_kind(name: str, value: object) -> None:
     """A dense tensor with values, of this rank's own."""
     check_dense(name, value)
+    assert isinstance(value, Tensor)
     if nn.parameter.is_lazy(value):
         raise ValueError(f"{name} must have values, got an {type(value).__name__}: a lazy module's first call makes it")
     # Late: it brings DTensor in, which most callers do not have.
