@@ -61,9 +61,10 @@ def dtypes_here(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]
 def order(text: str, num_ranks: int) -> str:
     """An order of sums on so many ranks; BadParameter for another."""
     from fusedtp.calls.orders import leaves_of
+    from fusedtp.options import Options
 
     try:
-        leaves_of(text, "auto", num_ranks, None)
+        leaves_of(Options(order=text), num_ranks)
     except ValueError as error:
         raise typer.BadParameter(f"--{error}") from None
     return text

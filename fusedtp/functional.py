@@ -18,7 +18,7 @@ rank takes from its own tensors where it is not given. Under torch.autocast oper
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -26,10 +26,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import groups, norms
 from .calls import arguments, eager, problems, quantized
+from .calls.call import Prepare
 from .calls.settings import described
 from .groups import Group
 from .norms import Norm
 from .op import RANK_ORDER, RMS_NORM, Activation, GatedActivation, NormName, Order
+from .options import Options
 from .recipes import Float8
 from .scaled import Scaled
 from .sharding.notation import parse
@@ -61,7 +63,9 @@ def sharded_matmul(
     a, b = arguments.autocast(a, b)
     arguments.check_tensor("a", a)
     arguments.check_tensor("b", b, a, than="a")
-    arguments.check_options(schedule, a, producer)
+    asked = Options(schedule, producer=producer, float8=float8)
+    arguments.check_options(asked, a)
+    arguments.check_float8(float8, a)
     parsed = parse(spec)
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
@@ -80,9 +84,8 @@ def sharded_matmul(
             expected = f"{partition.shape(sharding)} as {sharding}, of {dict(partition.lengths)} in all"
             raise ValueError(f"{name} must have this rank's shape {expected}, got {tuple(tensor.shape)}")
     settings = described(
-        str(parsed), [group.group_name for group in groups_of.values()], [rank for rank, _ in place.values()],
-        w_transposed=False, by_size=True, schedule=schedule, producer=producer,
-        float8=arguments.check_float8(float8, a),
+        str(parsed), [group.group_name for group in groups_of.values()], [rank for rank, _ in place.values()], asked,
+        w_transposed=False, by_size=True,
     )  # fmt: skip
     return eager.run_described(a, b, settings, (*lengths, *problems.flat(splits)))
 
@@ -161,24 +164,13 @@ def all_gather_linear(
     is lost, RanksDisagree where ranks mean different things by the call, NotImplementedError for a second derivative or
     forward-mode differentiation.
     """
-    options = gather_dim, sizes, schedule, producer, float8, order
-    if (out_dtype is not None or type(x) is not Tensor) and not quantized.plain(x, weight, out_dtype, float8):
-        if isinstance(weight, list | tuple):
-            weight, bias = arguments.several(weight, bias)
-        return quantized.apply(  # type: ignore[no-any-return]
-            problems.all_gather_problem, x, weight, bias, group, options, out_dtype, None, activation
-        )  # fmt: skip
+    asked, along = Options(schedule, "auto", producer, float8, order, activation), (gather_dim, sizes)
     if not isinstance(weight, list | tuple):
-        return eager.apply(  # type: ignore[no-any-return]
-            problems.all_gather_problem, x, weight, bias, group, options, activation=activation  # type: ignore
-        )  # fmt: skip
+        return _linear(problems.all_gather_problem, x, weight, bias, group, asked, along, out_dtype)  # type: ignore[no-any-return]
     weights, biases = arguments.several(weight, bias)
     if len(weights) == 1:
-        return (eager.apply(problems.all_gather_problem, x, weights[0], biases[0], group, options,  # type: ignore
-                            activation=activation),)  # fmt: skip
-    return eager.apply(  # type: ignore[no-any-return]
-        problems.all_gather_problem, x, weights, biases, group, options, activation=activation  # type: ignore
-    )  # fmt: skip
+        return (_linear(problems.all_gather_problem, x, weights[0], biases[0], group, asked, along, out_dtype),)
+    return _linear(problems.all_gather_problem, x, weights, biases, group, asked, along, out_dtype)  # type: ignore[no-any-return]
 
 
 @overload
@@ -233,17 +225,12 @@ def linear_reduce_scatter(
 
     x and weight may be `Scaled`: each rank scales its own terms, which travel in `out_dtype`, bfloat16 by default.
     """
-    options = scatter_dim, sizes, schedule, producer, float8, order
+    asked = Options(schedule, "auto", producer, float8, order)
     normed: Norm | None = None
     if norm_weight is not None or norm_bias is not None or norm != RMS_NORM:
         normed = norms.asked_for(norm, norm_weight, norm_bias, norm_eps)
-    if (out_dtype is not None or type(x) is not Tensor) and not quantized.plain(x, weight, out_dtype, float8):
-        return quantized.apply(  # type: ignore[no-any-return]
-            problems.reduce_scatter_problem, x, weight, bias, group, options, out_dtype, residual, norm=normed
-        )  # fmt: skip
-    return eager.apply(  # type: ignore[no-any-return]
-        problems.reduce_scatter_problem, x, weight, bias, group, options, residual, norm=normed  # type: ignore
-    )  # fmt: skip
+    problem, along = problems.reduce_scatter_problem, (scatter_dim, sizes)
+    return _linear(problem, x, weight, bias, group, asked, along, out_dtype, residual, normed)  # type: ignore[no-any-return]
 
 
 @overload
@@ -289,17 +276,11 @@ def linear_all_reduce(
     `norm_weight` the result is (normed, y) and Scaled operands are taken, as in `linear_reduce_scatter`. `order` and
     errors as in `all_gather_linear`: with "any" NVLink's switch may make the sums, by two_shot always where it can.
     """
-    options = schedule, algorithm, float8, order
+    asked = Options(schedule, algorithm, "auto", float8, order)
     normed: Norm | None = None
     if norm_weight is not None or norm_bias is not None or norm != RMS_NORM:
         normed = norms.asked_for(norm, norm_weight, norm_bias, norm_eps)
-    if (out_dtype is not None or type(x) is not Tensor) and not quantized.plain(x, weight, out_dtype, float8):
-        return quantized.apply(  # type: ignore[no-any-return]
-            problems.all_reduce_problem, x, weight, bias, group, options, out_dtype, residual, norm=normed
-        )  # fmt: skip
-    return eager.apply(  # type: ignore[no-any-return]
-        problems.all_reduce_problem, x, weight, bias, group, options, residual, norm=normed  # type: ignore
-    )  # fmt: skip
+    return _linear(problems.all_reduce_problem, x, weight, bias, group, asked, (), out_dtype, residual, normed)  # type: ignore[no-any-return]
 
 
 def fsdp_linear(
@@ -324,11 +305,14 @@ def fsdp_linear(
     Scaled operands, of which the weight's rows travel, `producer`, `float8`, `order` and errors as in
     `all_gather_linear`.
     """
-    options = sizes, schedule, producer, float8, order
-    if (out_dtype is not None or type(x) is not Tensor) and not quantized.plain(x, weight_shard, out_dtype, float8):
-        return quantized.apply(  # type: ignore[no-any-return]
-            problems.fsdp_problem, x, weight_shard, bias, group, options, out_dtype, None, activation
-        )  # fmt: skip
-    return eager.apply(  # type: ignore[no-any-return]
-        problems.fsdp_problem, x, weight_shard, bias, group, options, activation=activation  # type: ignore
-    )  # fmt: skip
+    asked = Options(schedule, "auto", producer, float8, order, activation)
+    return _linear(problems.fsdp_problem, x, weight_shard, bias, group, asked, (sizes,), out_dtype)  # type: ignore[no-any-return]
+
+
+def _linear(
+    problem: Prepare, x: Any, weight: Any, bias: Any, group: Group, asked: Options, along: tuple[Any, ...],
+    out_dtype: torch.dtype | None, residual: Tensor | None = None, norm: Norm | None = None,
+) -> Any:  # fmt: skip
+    if (out_dtype is not None or type(x) is not Tensor) and not quantized.plain(x, weight, out_dtype, asked.float8):
+        return quantized.apply(problem, x, weight, bias, group, asked, along, out_dtype, residual, norm)
+    return eager.apply(problem, x, weight, bias, group, asked, along, residual, norm)

@@ -25,7 +25,6 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
-import numpy as np
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
@@ -142,9 +141,10 @@ def _convert_exactly() -> None:
             return data.astype("uint32") << 16
         if source == tl.float32 and to == tl.bfloat16:
             bits = data.view("uint32")
-            # To nearest even; NaN must not be carried into infinity by the addition.
-            even = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
-            return np.where(data == data, even, bits >> 16 | 0x40).astype("uint16")
+            # To nearest even. The addition must not carry NaN into infinity.
+            is_number = data == data
+            even = (bits + (0x7FFF + ((bits >> 16) & 1)) * is_number) >> 16
+            return (even | 0x40 * ~is_number).astype("uint16")
         table = tables.get(str(source)) if to == tl.float32 else None
         return convert(data, source, to, rounding) if table is None else table[data.view("uint8")]
 

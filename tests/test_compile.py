@@ -24,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fusedtp
 from fusedtp.calls import operators
 from fusedtp.calls.settings import described
+from fusedtp.options import Options
 
 from .by_inductor import few_kernels
 from .spread import spread
@@ -166,7 +167,7 @@ def opchecked(group: ProcessGroup) -> None:
         (*tensors((4, 6), (5, 6)), None, "[R0, K] @ [K, N_X] -> [R0, N_X]", (4, 6, 10), (0, 0, 0)),
         (*tensors((4, 6), (5, 6)), None, "[R0_X, K] @ [K, N_X] -> [R0_X, N]", (8, 6, 10), (0, 0, 0)),
     ):  # fmt: skip
-        call = described(spec, [name], [group.rank()], schedule="decomposed"), (*lengths, *splits)
+        call = described(spec, [name], [group.rank()], Options("decomposed")), (*lengths, *splits)
         library.opcheck(torch.ops.fusedtp.sharded_matmul, (x, w, b, None, *call))
         y = operators.sharded_matmul(x, w, b, None, *call).detach()
         backward = (y, x.detach(), w.detach(), True, True, b is not None, *call)

@@ -414,7 +414,7 @@ def in_float8(group: ProcessGroup, name: str, recipe: Any) -> None:
         torch.cat([whole_gradient(each).flatten() for each in of.parameters()]) for of in (model, dense)
     )  # fmt: skip
     assert torch.cosine_similarity(mine, its, 0) > 0.97
-    float8_of = {key: each.layouts.float8 for key, each in model.named_modules() if hasattr(each, "layouts")}
+    float8_of = {key: each.layouts.options.float8 for key, each in model.named_modules() if hasattr(each, "layouts")}
     assert {recipe, None} == set(float8_of.values())
     assert float8_of["lm_head"] is None
 

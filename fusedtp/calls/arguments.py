@@ -18,6 +18,7 @@ from .. import groups
 from ..cost.overlap import MULTICAST, PRODUCERS
 from ..formats import FLOAT8
 from ..op import ACTIVATIONS, GATED, Op
+from ..options import Options
 from ..recipes import NAMES, Float8
 from ..scaled import check_dense
 from ..sharding.notation import Spec
@@ -70,6 +71,7 @@ def check_tensor(name: str, value: object, x: Tensor | None = None, *, than: str
 def check_kind(name: str, value: object) -> None:
     """A dense tensor with values, of this rank's own."""
     check_dense(name, value)
+    assert isinstance(value, Tensor)
     if nn.parameter.is_lazy(value):
         raise ValueError(f"{name} must have values, got an {type(value).__name__}: a lazy module's first call makes it")
     # Late: it brings DTensor in, which most callers do not have.
@@ -86,12 +88,11 @@ def check_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    schedule: str,
+    asked: Options,
     *,
     num_out: int | None = None,
     name: str = "weight",
     bias_name: str = "bias",
-    producer: str = "auto",
 ) -> None:
     """x [..., K], weight [N, K] (called `name`), bias [N] or [num_out], and a schedule that multiplies them."""
     check_tensor("x", x)
@@ -104,7 +105,7 @@ def check_linear(
         num_out = weight.shape[0] if num_out is None else num_out
         if bias.shape != (num_out,):
             raise ValueError(f"{bias_name} must have shape ({num_out},), {name}'s rows, got {tuple(bias.shape)}")
-    check_options(schedule, x, producer)
+    check_options(asked, x)
 
 
 def several(weights: Sequence[Any], biases: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
@@ -128,10 +129,10 @@ def _numbered(weight: Weights, bias: Biases) -> list[tuple[str, Tensor, str, Ten
     return [(f"weight[{i}]", one, f"bias[{i}]", other) for i, (one, other) in pairs]
 
 
-def check_linears(x: Tensor, weight: Weights, bias: Biases, schedule: str, *, producer: str = "auto") -> None:
+def check_linears(x: Tensor, weight: Weights, bias: Biases, asked: Options) -> None:
     """`check_linear` of each weight with its bias."""
     for name, one, bias_name, other in _numbered(weight, bias):
-        check_linear(x, one, other, schedule, name=name, bias_name=bias_name, producer=producer)
+        check_linear(x, one, other, asked, name=name, bias_name=bias_name)
 
 
 def check_all_features(who: str, num_in: int, weight: Weights, give: str) -> int:
@@ -201,21 +202,21 @@ def check_residual(residual: Tensor | None, x: Tensor, shape: Sequence[int]) -> 
         raise ValueError(f"residual must have the result's shape, {tuple(shape)}, got {tuple(residual.shape)}")
 
 
-def check_collective(op: Op, x: Tensor, schedule: str, algorithm: str, producer: str = "auto") -> None:
+def check_collective(op: Op, x: Tensor, asked: Options) -> None:
     """What a collective alone takes."""
     check_tensor("x", x)
     if x.ndim < 1:
         raise ValueError("x must have at least 1 dimension, got a scalar")
-    check_options(schedule, x, producer)
-    check_algorithm(op, algorithm, schedule, x)
+    check_options(asked, x)
+    check_algorithm(op, asked, x)
 
 
-def check_options(schedule: str, x: Tensor, producer: str = "auto") -> None:
+def check_options(asked: Options, x: Tensor) -> None:
     """A known schedule that works in x's dtype, and a producer that the schedule can use."""
-    dispatch.check_schedule(schedule)
-    if producer != "auto":
-        check_producer(producer, schedule)
-    if schedule == "fused" and x.dtype not in dispatch.FUSED_DTYPES:
+    dispatch.check_schedule(asked.schedule)
+    if asked.producer != "auto":
+        check_producer(asked.producer, asked.schedule)
+    if asked.schedule == "fused" and x.dtype not in dispatch.FUSED_DTYPES:
         names = ", ".join(map(str, dispatch.FUSED_DTYPES))
         raise ValueError(f"schedule 'fused' multiplies {names}, got {x.dtype}: use 'decomposed' or 'unfused'")
 
@@ -250,9 +251,9 @@ def check_reach(schedule: str, x: Tensor, groups_used: Sequence[ProcessGroup], l
         )
 
 
-def check_algorithm(op: Op, algorithm: str, schedule: str, x: Tensor) -> None:
+def check_algorithm(op: Op, asked: Options, x: Tensor) -> None:
     """An algorithm that the op has, in this schedule."""
-    algorithms = ("auto", *op.algorithms)
+    algorithm, schedule, algorithms = asked.algorithm, asked.schedule, ("auto", *op.algorithms)
     if algorithm not in algorithms:
         raise ValueError(f"algorithm must be one of {', '.join(algorithms)}, got {algorithm!r}")
     if algorithm != "auto" and schedule == "unfused":

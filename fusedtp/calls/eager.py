@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from .. import activations, groups, norms
 from ..groups import Group
 from ..norms import Norm
+from ..options import Options
 from ..torch_private import is_batched, is_in_torch_dispatch_mode, transforms_active
 from ..turns import Open, one
 from . import arguments, operators
@@ -167,11 +168,12 @@ def _through_norm(
 
 
 def apply(
-    prepare: Prepare, x: Tensor, w: _W, bias: Biases, group: Group, options: tuple[Any, ...],
-    residual: Tensor | None = None, activation: str | None = None, norm: Norm | None = None,
+    prepare: Prepare, x: Tensor, w: _W, bias: Biases, group: Group, asked: Options, along: tuple[Any, ...] = (),
+    residual: Tensor | None = None, norm: Norm | None = None,
 ) -> Any:  # fmt: skip
     """Make the call that `prepare` checks and describes, under torch.autocast in its dtype; without the dispatcher
-    where that makes no visible difference. The result, or those of several weights in a tuple.
+    where that makes no visible difference. The result, or those of several weights in a tuple. along: what `prepare`
+    takes behind the options, a dim and its length on every rank.
     """
     if type(group) is not ProcessGroup or groups.inherited is not None or not dist.is_initialized():
         group = groups.resolve(group)
@@ -193,12 +195,11 @@ def apply(
     # Returned at once, as the call is no longer open: an interruption before another line would find an op that has
     # ended, and whose result nobody has.
     if dispatched:
-        more = calls_.extra(residual, activation, norm)
-        described = prepare(x, w, bias, group, *options, **more)
-        return _dispatched(x, parameters, *described, residual, activation or "", norm)
+        described = prepare(x, w, bias, group, asked, *along, **calls_.extra(residual, norm))
+        return _dispatched(x, parameters, *described, residual, asked.activation or "", norm)
     if type(w) is tuple and transforms_active():
-        return _as_one(prepare, x, w, bias, group, options, activation)
-    found = calls_.find(prepare, x, w, bias, group, options, residual, activation, norm)
+        return _as_one(prepare, x, w, bias, group, asked, along)
+    found = calls_.find(prepare, x, w, bias, group, asked, along, residual, norm)
     return run(found, x, residual, *parameters, norm=norm)
 
 
@@ -213,15 +214,16 @@ def _as_given(w: Weights, parameters: Sequence[Any]) -> tuple[Any, Any]:
 
 @one
 def _as_one(
-    prepare: Prepare, x: Tensor, ws: Sequence[Tensor], biases: Any, group: ProcessGroup, options: tuple[Any, ...],
-    activation: str | None,
+    prepare: Prepare, x: Tensor, ws: Sequence[Tensor], biases: Any, group: ProcessGroup, asked: Options,
+    along: tuple[Any, ...],
 ) -> Any:  # fmt: skip
     # torch.func knows no lists of tensors: there the weights are put together.
-    prepare(x, ws, biases, group, *options, **calls_.extra(None, activation))
+    prepare(x, ws, biases, group, asked, *along)
+    activation, asked = asked.activation, asked._replace(activation=None)
     widths, given = [w.shape[0] for w in ws], list(zip(ws, biases, strict=True))
     whole = [w.new_zeros(w.shape[0]) if each is None else each for w, each in given]
     bias = torch.cat(whole) if any(each is not None for each in biases) else None
-    made: Sequence[Tensor] = apply(prepare, x, torch.cat(list(ws)), bias, group, options).split(widths, -1)
+    made: Sequence[Tensor] = apply(prepare, x, torch.cat(list(ws)), bias, group, asked, along).split(widths, -1)
     made = activations.of(activation, made) if activation is not None else made
     return tuple(made) if len(made) > 1 else made[0]
 
@@ -234,8 +236,8 @@ def run_described(x: Tensor, w: Tensor, settings: str, numbers: Sequence[int]) -
 
 
 def of_parameters(
-    prepare: Prepare, x: Tensor, weight: _W, bias: Biases, group: ProcessGroup, *options: Any,
-    residual: Tensor | None = None, activation: str | None = None, norm: Norm | None = None,
+    prepare: Prepare, x: Tensor, weight: _W, bias: Biases, group: ProcessGroup, asked: Options,
+    along: tuple[Any, ...] = (), residual: Tensor | None = None, norm: Norm | None = None,
 ) -> Any:  # fmt: skip
     """`apply` of a layer: its weight and bias are DTensors, or plain where torch.func has put other ones in place."""
     parameters: list[Any] = _interleaved(weight, bias) if type(weight) is tuple else [weight, bias]
@@ -249,12 +251,12 @@ def of_parameters(
     if plain and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
         w, b = parts if type(weight) is not tuple else _as_given(weight, parts)
         mine = None if norm is None else norm.map(_local_norm)
-        found = calls_.find(prepare, x, w, b, group, options, residual, activation, mine)
+        found = calls_.find(prepare, x, w, b, group, asked, along, residual, mine)
         return run(found, x, residual, *parameters, norm=norm)
     norm = None if norm is None else norm.map(lambda each: local(each, 1))
     whole = [None if each is None else local(each, 1 if i & 1 else 2) for i, each in enumerate(parameters)]
     w, b = _as_given(weight, whole)
-    return apply(prepare, x, w, b, group, options, residual, activation, norm)
+    return apply(prepare, x, w, b, group, asked, along, residual, norm)
 
 
 @one

@@ -20,6 +20,7 @@ from ..float8 import BLOCK, E8M0
 from ..groups import Group
 from ..norms import Norm
 from ..op import ANY_ORDER, RANK_ORDER
+from ..options import Options
 from ..scaled import Quantized, Scaled, check_dense
 from ..shards import offsets
 from ..torch_private import transforms_active
@@ -94,19 +95,15 @@ def plain(x: Any, weight: Any, out_dtype: torch.dtype | None, float8: str | None
 
 @one
 def apply(
-    prepare: Prepare, x: Any, weight: Any, bias: Any, group: Group, options: tuple[Any, ...],
-    out_dtype: torch.dtype | None, residual: Tensor | None = None, activation: str | None = None,
-    norm: Norm | None = None,
+    prepare: Prepare, x: Any, weight: Any, bias: Any, group: Group, asked: Options, along: tuple[Any, ...],
+    out_dtype: torch.dtype | None, residual: Tensor | None = None, norm: Norm | None = None,
 ) -> Any:  # fmt: skip
     """`eager.apply` of `Scaled` operands; one weight, or a tuple of several with as many biases or None."""
     is_dispatched = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
-    if options[-1] not in (RANK_ORDER, ANY_ORDER):
-        raise ValueError(f"order {options[-1]!r} is for operands that are not float8, got Scaled ones")
+    if asked.order not in (RANK_ORDER, ANY_ORDER):
+        raise ValueError(f"order {asked.order!r} is for operands that are not float8, got Scaled ones")
     if not torch.compiler.is_compiling() and transforms_active():
         raise NotImplementedError("float8 operands are not implemented in torch.func's transforms: call it outside")
-    if isinstance(weight, tuple) and len(weight) == 1:
-        assert isinstance(bias, tuple)
-        return (apply(prepare, x, weight[0], bias[0], group, options, out_dtype, residual, activation),)
     out, x = check_out_dtype(out_dtype), _check_scaled("x", x)
     several = isinstance(weight, tuple)
     names = [f"weight[{i}]" for i in range(len(weight))] if several else ["weight"]
@@ -123,7 +120,7 @@ def apply(
     w_in_place: Any = tuple(in_place) if several else in_place[0]
     if is_dispatched:
         text, numbers = prepare(
-            stand_in, w_in_place, bias, process_group, *options, **calls_.extra(residual, activation, norm)
+            stand_in, w_in_place, bias, process_group, asked, *along, **calls_.extra(residual, norm)
         )  # fmt: skip
         text = with_float8(without_norm(text), x.data.dtype, ws[0].data.dtype, blocks=blocks)
         outs = scaled_matmuls(
@@ -132,7 +129,7 @@ def apply(
         )  # fmt: skip
     else:
         prepared = _prepare(prepare, x.data.dtype, ws[0].data.dtype, blocks)
-        found = calls_.find(prepared, stand_in, w_in_place, bias, process_group, options, residual, activation, norm)
+        found = calls_.find(prepared, stand_in, w_in_place, bias, process_group, asked, along, residual, norm)
         outs = _forward(found, x, ws, biases, residual, out, norm)
     if norm is not None:
         # The norm is behind the sum; what a compiler traces has it as an op of its own.

@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 
 from .. import recipes
+from ..options import Options
 
 # How many calls are kept.
 MAX_CALLS = 4096
@@ -20,19 +21,18 @@ MAX_CALLS = 4096
 # blocks.
 _FLOAT8, _NORM, _LEAVES = 7, 8, 9
 _BLOCKS = " blocks"
+_NOTHING = Options()
 
 
 def described(
-    spec: str, group_names: Sequence[str], ranks: Sequence[int], *, w_transposed: bool = True, by_size: bool = False,
-    schedule: str = "auto", algorithm: str = "auto", producer: str = "auto", activation: str = "",
-    float8: str | None = None, norm: str = "", leaves: int = 0,
+    spec: str, group_names: Sequence[str], ranks: Sequence[int], asked: Options = _NOTHING, *,
+    w_transposed: bool = True, by_size: bool = False, norm: str = "", leaves: int = 0,
 ) -> str:  # fmt: skip
     """`Settings` as one string, which a registered operator takes. The code is such that a compiler can trace it."""
     flags = "".join(["1" if flag else "0" for flag in (w_transposed, by_size)])
     numbers = " ".join([str(rank) for rank in ranks])
-    return "\n".join(
-        [activation, spec, numbers, flags, schedule, algorithm, producer, float8 or "", norm, str(leaves), *group_names]
-    )
+    lines = asked.schedule, asked.algorithm, asked.producer, asked.float8 or "", norm, str(leaves)
+    return "\n".join([asked.activation or "", spec, numbers, flags, *lines, *group_names])
 
 
 def with_float8(text: str, x: torch.dtype, w: torch.dtype, *, blocks: bool) -> str:

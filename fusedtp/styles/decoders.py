@@ -29,6 +29,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from ..calls import arguments, dispatch, orders
 from ..calls.parameters import same_as
 from ..op import ANY_ORDER, RANK_ORDER, Order
+from ..options import Options
 from ..recipes import Float8
 from . import agreed, lora
 from .embeddings import FusedEmbeddingParallel
@@ -278,7 +279,7 @@ def decoder_plan(
     dispatch.check_schedule(schedule)
     split_logits = arguments.flag("loss_parallel", loss_parallel)
     recipe = arguments.float8_of(float8)
-    orders.leaves_of(order, schedule, num_ranks, float8)
+    orders.leaves_of(Options(schedule, float8=recipe, order=order), num_ranks)
     decoder = lora.model_of(model)
     with lora.taken_off(decoder) as adapted:
         plan = _Planner(decoder_of(decoder), num_ranks, split, split_logits, schedule, recipe, order).write()

@@ -123,9 +123,9 @@ class _Apply:
     def __init__(self, device_mesh: DeviceMesh, src_data_rank: int | None, layouts: Any) -> None:
         self.mesh, self.src = device_mesh, src_data_rank
         self.options: dict[str, Any] = {
-            "input_layouts": layouts.input, "output_layouts": layouts.output, "schedule": layouts.schedule,
-            "use_local_output": layouts.use_local_output, "producer": layouts.producer,
-            "order": layouts.order,
+            "input_layouts": layouts.input, "output_layouts": layouts.output,
+            "use_local_output": layouts.use_local_output, "schedule": layouts.options.schedule,
+            "producer": layouts.options.producer, "order": layouts.options.order,
         }  # fmt: skip
 
     def __call__(self, style: ParallelStyle, module: nn.Module) -> None:

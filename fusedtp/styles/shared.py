@@ -65,7 +65,7 @@ def share(style: FusedColwiseParallel, linear: nn.Linear, device_mesh: DeviceMes
     assert isinstance(linear, FusedSharedLinear)
     setattr(linear, "_distribute_module_applied", True)  # noqa: B010
     linear.layouts, linear.own_rows = style.layouts_on(device_mesh), own_rows
-    linear.gradients = Sum(device_mesh, style.schedule)
+    linear.gradients = Sum(device_mesh, style.options.schedule)
     watch_all(linear)
 
 
