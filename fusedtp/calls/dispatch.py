@@ -166,16 +166,18 @@ class Ready(Prepared):
         self._group, self._alone, self._is_prepared = stale.watch(group), group.size() == 1, False
         # By whether it is part of a backward pass.
         self._meanings: dict[bool, Meaning] = {}
-        self._turn = turns.Turn("group", group.group_name, task.op.name)
+        self._turn = ("group", str(group.group_name))
         if self._alone:
             self._prepare()
 
     def prepared(self) -> Ready:
         """This task with its path chosen, before its first run: collective where that makes a workspace."""
-        with self._turn:
-            if not self._is_prepared:
-                self._prepare()
+        turns.alone(self._turn, self.task.op.name, self._prepare_once)
         return self
+
+    def _prepare_once(self) -> None:
+        if not self._is_prepared:
+            self._prepare()
 
     def _prepare(self) -> None:
         task, group, device, producer, choice = self.task, self.group, self._device, self._producer, self._choice
@@ -209,7 +211,7 @@ class Ready(Prepared):
         if task.any_order:
             said = getattr(self.on, "sums", "")
             self.path = replace(self.path, sums=said or in_any_order(task, self.path.schedule, group.size()))
-        self._interpreter = turns.Turn("interpreter", "", task.op.name) if interpreted and shares else None
+        self._interpreted = interpreted and shares
         self._is_prepared = True
 
     def is_stale(self) -> bool:
@@ -226,30 +228,29 @@ class Ready(Prepared):
         if self._alone:
             _last = self.path
             return self.go(operands)
-        with self._turn:
-            if not self._is_prepared:
-                self._prepare()
-            ws, op = self.ws, self.task.op.name
-            if self.on_gpu and self._asked_for == "auto" and self.path.schedule != "fused":
-                _load_for_capture(self.task, self.group, self._device, operands)
-            if ws is None:
-                outs = self.go(operands)
-            else:
-                meant = self._meanings.get(graph_task() != -1) or self._means()
-                ws.begin(op, meant)
-                try:
-                    if self.half_bytes > ws.half_bytes or self.slots > ws.slots:
-                        ws.require(self.half_bytes, self.slots)
-                    if self._interpreter is None:
-                        outs = self.go(operands)
-                    else:
-                        with self._interpreter:
-                            outs = self.go(operands)
-                    ws.end()
-                except BaseException as error:
-                    ws.interrupted(op, error)
-                    raise
+        outs: list[Tensor] = turns.alone(self._turn, self.task.op.name, self._run, operands)
         _last = replace(self.path, producer=self.on.sent_by) if self.on.sent_by else self.path
+        return outs
+
+    def _run(self, operands: Sequence[Any]) -> list[Tensor]:
+        # In the group's turn.
+        if not self._is_prepared:
+            self._prepare()
+        ws, op = self.ws, self.task.op.name
+        if self.on_gpu and self._asked_for == "auto" and self.path.schedule != "fused":
+            _load_for_capture(self.task, self.group, self._device, operands)
+        if ws is None:
+            return self.go(operands)
+        meant = self._meanings.get(graph_task() != -1) or self._means()
+        ws.begin(op, meant)
+        try:
+            if self.half_bytes > ws.half_bytes or self.slots > ws.slots:
+                ws.require(self.half_bytes, self.slots)
+            outs = turns.alone(turns.INTERPRETER, op, self.go, operands) if self._interpreted else self.go(operands)
+            ws.end()
+        except BaseException as error:
+            ws.interrupted(op, error)
+            raise
         return outs
 
     def pass_by(self) -> None:

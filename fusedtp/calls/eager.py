@@ -8,7 +8,6 @@ layer take 290 us so, 440 by to_local and 190 with plain tensors (one rank, 8 x 
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -22,7 +21,7 @@ from ..groups import Group
 from ..norms import Norm
 from ..options import Options
 from ..torch_private import is_batched, is_in_torch_dispatch_mode, transforms_active
-from ..turns import Open, one
+from ..turns import one
 from . import arguments, operators
 from . import call as calls_
 from .arguments import Biases, Weights
@@ -83,14 +82,14 @@ class _Eager(torch.autograd.Function):
     def backward(ctx: Any, *dys: Any) -> tuple[Tensor | None, ...]:
         # Before the call: hooks may recompute, by calls of their own.
         kept_tensors = ctx.saved_tensors
-        with Open():
-            return (None, *_gradients(ctx, dys, kept_tensors))
+        return (None, *_gradients(ctx, dys, kept_tensors))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         refuse_forward_mode()
 
 
+@one
 def _gradients(ctx: Any, dys: tuple[Any, ...], kept_tensors: Sequence[Any]) -> list[Tensor | None]:
     # Of x, the residual, the norm's parameters and the others.
     _, needs_x, needs_residual, _, _, *others = ctx.needs_input_grad
@@ -267,50 +266,44 @@ def _dispatched(
     return operators.matmul(x, parameters, settings, numbers, residual, activation, norm)
 
 
+@one
 def run(call: Compiled, x: Tensor, residual: Tensor | None, *parameters: Any, norm: Norm | None = None) -> Any:
     """`apply` where no compiler traces and x is of no subclass; the parameters may be a layer's DTensors."""
-    with Open() as mine:
-        if is_in_torch_dispatch_mode() or transforms_active() or x.is_meta:
-            given = [None if each is None else local(each, 1 if i & 1 else 2) for i, each in enumerate(parameters)]
-            if norm is not None:
-                norm = norm.map(lambda each: local(each, 1))
-            return operators.matmul(x, given, call.settings.text, call.numbers, residual, call.activation, norm)
-        negated, inference, plain = x.is_neg(), x.is_inference(), True
-        for each in parameters if norm is None else (*parameters, *norm[2:]):
-            if each is not None:
-                negated = negated or each.is_neg()
-                inference = inference or each.is_inference()
-                plain = plain and type(each) in PLAIN
-        # A kernel reads memory, which torch's bit for a negated view does not change.
-        if negated:
-            x, parameters = x.resolve_neg(), tuple(each if each is None else each.resolve_neg() for each in parameters)
-        if residual is not None:
-            residual = residual.resolve_neg()
-        if torch.is_grad_enabled():
-            # Autograd would only refuse after the op has run.
-            if inference:
-                _refuse_inference(x, parameters[::2] if norm is None else (*parameters[::2], norm.weight))
-            if call.is_linear and plain and residual is None and holder(x) is holder(parameters[0]) is None:
-                return call.linear(x, *parameters)
-            normed = (None, None) if norm is None else norm[2:]
-            try:
-                return _Eager.apply(call, x, residual, *normed, *parameters)  # type: ignore[no-untyped-call]
-            except Exception as error:
-                # After `forward` torch saves tensors, which calls hooks.
-                frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-                mine.handed_over = _Eager.forward.__code__ not in frames
-                raise
-        if not plain:
-            parameters = tuple(
-                [None if each is None else part(each, 1 if i & 1 else 2) for i, each in enumerate(parameters)]
-            )
-        if call.is_linear and residual is None:
-            return call.linear(x, *parameters)
+    if is_in_torch_dispatch_mode() or transforms_active() or x.is_meta:
+        given = [None if each is None else local(each, 1 if i & 1 else 2) for i, each in enumerate(parameters)]
         if norm is not None:
-            y, out = call.forward(call.given(x, parameters, residual, norm.map(_local_norm)))
-            return out, y
-        outs = call.forward(call.given(x, parameters, residual))
-        return outs[0] if len(outs) == 1 else tuple(outs)
+            norm = norm.map(lambda each: local(each, 1))
+        return operators.matmul(x, given, call.settings.text, call.numbers, residual, call.activation, norm)
+    negated, inference, plain = x.is_neg(), x.is_inference(), True
+    for each in parameters if norm is None else (*parameters, *norm[2:]):
+        if each is not None:
+            negated = negated or each.is_neg()
+            inference = inference or each.is_inference()
+            plain = plain and type(each) in PLAIN
+    # A kernel reads memory, which torch's bit for a negated view does not change.
+    if negated:
+        x, parameters = x.resolve_neg(), tuple(each if each is None else each.resolve_neg() for each in parameters)
+    if residual is not None:
+        residual = residual.resolve_neg()
+    if torch.is_grad_enabled():
+        # Autograd would only refuse after the op has run.
+        if inference:
+            _refuse_inference(x, parameters[::2] if norm is None else (*parameters[::2], norm.weight))
+        if call.is_linear and plain and residual is None and holder(x) is holder(parameters[0]) is None:
+            return call.linear(x, *parameters)
+        normed = (None, None) if norm is None else norm[2:]
+        return _Eager.apply(call, x, residual, *normed, *parameters)  # type: ignore[no-untyped-call]
+    if not plain:
+        parameters = tuple(
+            [None if each is None else part(each, 1 if i & 1 else 2) for i, each in enumerate(parameters)]
+        )
+    if call.is_linear and residual is None:
+        return call.linear(x, *parameters)
+    if norm is not None:
+        y, out = call.forward(call.given(x, parameters, residual, norm.map(_local_norm)))
+        return out, y
+    outs = call.forward(call.given(x, parameters, residual))
+    return outs[0] if len(outs) == 1 else tuple(outs)
 
 
 def _refuse_inference(x: Tensor, ws: Iterable[Any]) -> None:

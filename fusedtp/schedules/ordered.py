@@ -7,7 +7,7 @@ give to the same product.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,8 +17,6 @@ from ..kernels import INTERPRETED, operands
 from ..kernels.launch import config_for
 from ..kernels.matmul import matmul
 from ..torch_private import FakeTensor
-
-_interpreter = turns.Turn("interpreter", "", "a product in leaves")
 
 
 def product(
@@ -30,10 +28,11 @@ def product(
     # A compiler's fakes have shapes alone.
     if isinstance(out, FakeTensor) or not out.numel():
         return out
+    epilogue, config = operands.Epilogue(bias, operands.PER_ROW[False]), config_for(a.device, a.dtype, tree=True)
+    multiply = partial(matmul, a, b, out, epilogue, config=config, leaves=leaves, more=more)
     # Beside a collective the op has it already.
-    with nullcontext() if not INTERPRETED or _interpreter.is_mine() else _interpreter:
-        matmul(
-            a, b, out, operands.Epilogue(bias, operands.PER_ROW[False]),
-            config=config_for(a.device, a.dtype, tree=True), leaves=leaves, more=more,
-        )  # fmt: skip
+    if not INTERPRETED or turns.is_mine(turns.INTERPRETER):
+        multiply()
+    else:
+        turns.alone(turns.INTERPRETER, "a product in leaves", multiply)
     return out
