@@ -1,7 +1,7 @@
 """Triton kernels that fuse a matmul with its collective, and the signals that order them.
 
 Without a GPU, kernels run in Triton's interpreter. That must be chosen before the first kernel is defined: importing
-this package does so, unless TRITON_INTERPRET is already set. This package imports only numpy, torch and triton.
+this package does so, unless TRITON_INTERPRET is already set. This package imports only torch and triton.
 """
 
 from __future__ import annotations
