@@ -95,8 +95,8 @@ def tiles(
     found = []
     depths = (first.block_k,) if itemsize == 1 else (first.block_k // 2, first.block_k, first.block_k * 2)
     for block_m, block_n, block_k, warps in product((32, 64, 128, 256), (64, 128, 256), depths, (4, 8)):
-        # Skip tiles of twice the rows or columns. `least_rows` always stays, and every width for up to 32 columns.
-        if block_m < least_rows or (block_m >= 2 * rows and block_m > least_rows) or (block_n >= 2 * cols > 64):
+        # Skip tiles of twice the rows or columns, but for the least of each.
+        if block_m < least_rows or block_m >= max(2 * rows, least_rows + 1) or block_n >= max(2 * cols, 65):
             continue
         for stages in range(first.num_stages + 1, 1, -1):
             choice = Choice(block_m, block_n, block_k, warps, stages, first.flatten)
