@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from fusedtp.bench import curves, report, store, tables, theme
+from fusedtp.bench import curves, heatmap, report, store, tables, theme
 from fusedtp.bench.cases import OPS
 from fusedtp.bench.cli import app
 from fusedtp.bench.frames import frame_of
@@ -270,7 +270,7 @@ def test_table_has_every_row_and_its_numbers(written: Path, rows: list[Row]) -> 
     assert "busbw" not in table[: table.index("</thead>")]
 
 
-def test_cells_and_headings_are_text(make_row: MakeRow, tmp_path: Path) -> None:
+def test_cells_and_headings_are_text(make_row: MakeRow) -> None:
     """Whatever a file calls a variant, a model or a processor: it is no markup and no column's format."""
     odd = ["<b>bold</b>", "mean", "x\nmean", "{}", "speed-up", "ms"]
     found = [make_row(variant=name, median_ms=2.0, cpu="<i>", **TINY) for name in ("unfused", "matmul", *odd)]
@@ -279,8 +279,10 @@ def test_cells_and_headings_are_text(make_row: MakeRow, tmp_path: Path) -> None:
         for layer, op in zip(LAYERS, OPS[:2] * 2, strict=True)
         for name in ("unfused", *odd)
     ]
-    report.write(found, tmp_path / "sweep.csv")
-    text = (tmp_path / "sweep.html").read_text()
+    with theme.style():
+        drawn = heatmap.figure(frame_of(found[: 2 + len(odd)]))
+        picture = report.Picture("x", "<u>", theme.svg(drawn, "x", "<i>"))
+    text = report.page(frame_of(found), {"speedup": [picture]})
     Page(text)
     assert "&lt;b&gt;bold&lt;/b&gt;" in text
     assert not re.search("<b>bold|<i>|<u>", text)
