@@ -61,9 +61,10 @@ def dtypes_here(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]
 def order(text: str, num_ranks: int) -> str:
     """An order of sums on so many ranks; BadParameter for another."""
     from fusedtp.calls.orders import leaves_of
+    from fusedtp.options import Options
 
     try:
-        leaves_of(text, "auto", num_ranks, None)
+        leaves_of(Options(order=text), num_ranks)
     except ValueError as error:
         raise typer.BadParameter(f"--{error}") from None
     return text
@@ -140,14 +141,16 @@ def shape(text: str, option: str = "--shape", lengths: str = "M,N,K") -> Shape:
     return found[0], found[1], found[2]
 
 
-def rows(path: Path) -> list[Row]:
-    """The rows of a file; BadParameter saying why it has none of ours."""
+def rows(path: Path, remedy: str = "") -> list[Row]:
+    """The rows of a file; BadParameter saying why it has none, and what to do."""
     from . import store
 
     try:
         return store.read(path)
+    except FileNotFoundError as error:
+        raise typer.BadParameter(f"there is no file {path}") from error
     except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
+        raise typer.BadParameter(f"{error}{remedy}") from error
 
 
 def run(command: Callable[..., None]) -> None:

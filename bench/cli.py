@@ -136,7 +136,7 @@ def sweep(
     path = arguments.folder(out, machine.name) / "sweep.csv"
     if path.exists():
         # before minutes are spent on rows that could not be added to it
-        arguments.rows(path)
+        arguments.rows(path, "; move it away to write a new one")
     try:
         jobs = plan(request, machine.num_gpus)
     except ValueError as error:

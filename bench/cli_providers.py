@@ -18,6 +18,6 @@ class WithProviders(TyperCommand):
 
         super().format_help(ctx, formatter)
         console = arguments.console()
-        console.print("Providers, of --baseline; by default those that are installed, without tree and switch:")
+        console.print("Providers, of --baseline; by default all but tree and switch:")
         for name, text in listing(describe().num_gpus):
             console.print(f"  {name:20} {text}", highlight=False)

@@ -17,14 +17,14 @@ app = typer.Typer()
 
 @app.command()
 def report(
-    rows: Annotated[list[Path] | None, typer.Argument(help="CSV files of rows; default this machine's.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder the rows are under.")] = Path("results"),
-    readme: Annotated[Path | None, typer.Option(help="Document whose measured table is written again.")] = None,
+    rows: Annotated[list[Path] | None, typer.Argument(help="CSV files of results; default this machine's.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder of results, one folder a machine.")] = Path("results"),
+    readme: Annotated[Path | None, typer.Option(help="Document whose table of results is replaced.")] = None,
     hardware: Annotated[
-        str | None, typer.Option(help="Draw the cost model's times beside them: a name of predict --list, or here.")
+        str | None, typer.Option(help="Also draw the cost model's predictions for a name of predict --list, or here.")
     ] = None,
 ) -> None:
-    """Print the tables; draw the picture and write the page from stored rows, both beside their file.
+    """Print the tables of stored results, and write a picture and a page beside their file.
 
     sweep.csv gives sweep.png, sweep.html, which needs no other file, and its pictures as PNGs in sweep-figures/. A
     timeline.json beside it is drawn on the page too.
@@ -64,15 +64,13 @@ def report(
 
 @app.command()
 def compare(
-    before: Annotated[Path, typer.Argument(metavar="A", help="CSV file of rows: before.")],
-    after: Annotated[Path, typer.Argument(metavar="B", help="CSV file of rows: after.")],
-    absolute: Annotated[bool, typer.Option(help="Compare times; default is their ratio to unfused in each file.")] = (
-        False
-    ),
-    confidence: Annotated[float, typer.Option(min=0.5, max=0.9999, help="Share that an interval covers.")] = 0.95,
-    across_machines: Annotated[bool, typer.Option(help="Compare rows of different machines all the same.")] = False,
+    before: Annotated[Path, typer.Argument(metavar="A", help="CSV file of results: before.")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="CSV file of results: after.")],
+    absolute: Annotated[bool, typer.Option(help="Compare times; default is time / unfused of each file.")] = (False),
+    confidence: Annotated[float, typer.Option(min=0.5, max=0.9999, help="Level of the confidence intervals.")] = 0.95,
+    across_machines: Annotated[bool, typer.Option(help="Compare results of different machines too.")] = False,
     everything: Annotated[
-        bool, typer.Option("--all", help="List what did not change too, and what is in one file only.")
+        bool, typer.Option("--all", help="Also list what did not change, and what is in one file only.")
     ] = False,
 ) -> None:
     """Say what got faster and what slower from A to B, with confidence intervals.
@@ -86,18 +84,20 @@ def compare(
     found = comparing.compare(old, new, absolute=absolute, confidence=confidence)
     where = [", ".join(sorted(comparing.machines(rows))) for rows in (old, new)]
     if where[0] != where[1]:
-        text = f"A was measured on {where[0] or 'no machine'}, B on {where[1] or 'no machine'}"
+        if untimed := [str(path) for path, names in zip((before, after), where, strict=True) if not names]:
+            raise typer.BadParameter(f"there is no time to compare in {' and '.join(untimed)}")
+        text = f"A was measured on {where[0]}, B on {where[1]}"
         if not across_machines:
             in_common = comparing.in_common(found)
             raise typer.BadParameter(f"{text}: give --across-machines to compare them all the same. {in_common}")
-        console.print("Careful:", style="bold yellow", end=" ")
-        console.print(f"{text}; the differences are the machines' too.", highlight=False)
+        console.print("Warning:", style="bold yellow", end=" ")
+        console.print(f"{text}: what differs may be the machine, not the code.", highlight=False)
     for line in comparing.conditions(old, new):
         console.print("differs:", style="yellow", end=" ")
         console.print(line, highlight=False)
     comparing.show(found, console, absolute=absolute, confidence=confidence, everything=everything)
     if not found.changes:
-        console.print("Nothing was measured in both files.")
+        console.print("Nothing to compare: no case and variant is timed in both files.")
         raise typer.Exit(2)
 
 

@@ -38,8 +38,8 @@ def tune(
     kernels: Annotated[bool, typer.Option("--kernels", help="Find the fastest tile of each size for fused.")] = False,
     model: Annotated[str | None, typer.Option(help="With --kernels: the matmuls of a block of these models.")] = None,
     tokens: Annotated[str | None, typer.Option(help="Of --model, default 16,256,2048,8192.")] = None,
-    calls: Annotated[
-        Path | None, typer.Option(help="With --kernels: what a program ran with FUSEDTP_CALLS set to this file.")
+    shape: Annotated[
+        list[str] | None, typer.Option(help="With --kernels: one global size M,N,K; may be repeated.")
     ] = None,
     again: Annotated[bool, typer.Option(help="With --kernels: tune the file's sizes again.")] = False,
 ) -> None:
@@ -62,8 +62,8 @@ def tune(
     from fusedtp.calls import tuning
 
     at_least(0, seconds, "--seconds")
-    if not kernels and (model or tokens or calls or again):
-        raise typer.BadParameter("--model, --tokens, --calls and --again are for --kernels")
+    if not kernels and (model or tokens or shape or again):
+        raise typer.BadParameter("--model, --tokens, --shape and --again are for --kernels")
     console = arguments.console(140)
     try:
         target = out or tuning.path()
@@ -89,9 +89,9 @@ def tune(
         raise typer.BadParameter(f"nothing to measure with {world_sizes or 'fewer than two'} ranks on {num_gpus} GPUs")
     if kernels:
         # Where kernels are interpreted two ranks show what there is to see.
-        sizes = world_sizes if world_size is not None or num_gpus or calls is not None else world_sizes[:1]
+        sizes = world_sizes if world_size is not None or num_gpus else world_sizes[:1]
         asked = cli_tune_kernels.cases(
-            sizes, dtypes, model=model, tokens=tokens, calls=calls, num_gpus=num_gpus, console=console
+            sizes, dtypes, model=model, tokens=tokens, shapes=shape, num_gpus=num_gpus, console=console
         )
         total = 600.0 if seconds is None else seconds
         cli_tune_kernels.tune(asked, target, machine, seconds=total, again=again, console=console)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from . import arguments
-from .cases import DTYPES, EVERY_FLOAT8, Case
+from .cases import Case
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,21 +26,24 @@ TOKENS = "16,256,2048,8192"
 
 
 def cases(
-    world_sizes: Sequence[int], dtypes: Sequence[str], *, model: str | None, tokens: str | None, calls: Path | None,
-    num_gpus: int, console: Console,
+    world_sizes: Sequence[int], dtypes: Sequence[str], *, model: str | None, tokens: str | None,
+    shapes: Sequence[str] | None, num_gpus: int, console: Console,
 ) -> list[Case]:  # fmt: skip
     """The sizes that are asked for, each once; of the machine's own by default. BadParameter for what cannot be."""
     from . import models
     from .tune import GPU_SHAPES
 
-    if calls is not None and (model or tokens):
-        raise typer.BadParameter("--calls gives the sizes: leave --model and --tokens out")
+    if shapes and model:
+        raise typer.BadParameter("--model gives the sizes: leave --shape out")
     if tokens is not None and not model:
         raise typer.BadParameter("--tokens is for the blocks of --model")
     # Wrong ones are told on any machine.
     counts = arguments.numbers(TOKENS if tokens is None else tokens, "--tokens")
-    if calls is not None:
-        found = _recorded(calls, world_sizes, console)
+    if shapes:
+        sizes = [arguments.shape(text) for text in shapes]
+        found = [
+            Case(op, *each, dtype, n) for n in world_sizes for dtype in dtypes for op in GPU_SHAPES for each in sizes
+        ]
     elif not num_gpus:
         named = arguments.names(model, tuple(models.MODELS), "--model") if model else ()
         if named:
@@ -71,23 +74,6 @@ def _decoded(case: Case) -> list[Case]:
     if case.kind != "scatter" or case.M > ONE_KERNEL_ROWS:
         return []
     return [Case(MATMUL_ALL_REDUCE.name, case.M, case.N, case.K, case.dtype, case.world_size)]
-
-
-def _recorded(path: Path, world_sizes: Sequence[int], console: Console) -> list[Case]:
-    from fusedtp.calls import recorded
-
-    try:
-        calls = recorded.read(path)
-    except (OSError, ValueError) as error:
-        raise typer.BadParameter(f"--calls: {error}") from error
-    known = (*DTYPES, *EVERY_FLOAT8)
-    fitting = [each for each in calls if each.world_size in world_sizes and each.dtype in known]
-    if len(fitting) < len(calls):
-        others = f"{len(calls) - len(fitting)} of {len(calls)} calls"
-        console.print(f"{others} are of other numbers of ranks, or of dtypes that are not tuned", highlight=False)
-    if not fitting:
-        raise typer.BadParameter(f"--calls: {path} has no call on {' or '.join(map(str, world_sizes))} ranks")
-    return [Case(op, M, N, K, dtype, n) for op, n, dtype, M, N, K in fitting]
 
 
 def _once(found: Sequence[Case], console: Console) -> list[Case]:

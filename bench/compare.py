@@ -120,7 +120,7 @@ def described(row: Row) -> str:
 def in_common(found: Comparison) -> str:
     """How many rows each file has, and how many of them the other one measured too."""
     both = len(found.before) - len(found.only_before) - sum(sample(a) is not None for a, _ in found.lost)
-    return f"Measured rows: {len(found.before)} in A, {len(found.after)} in B, {both} of the same case and variant."
+    return f"Timed rows: {len(found.before)} in A, {len(found.after)} in B, {both} in both (same case and variant)."
 
 
 def unlike(rows: Iterable[Row], others: Iterable[Row]) -> str:
@@ -147,9 +147,9 @@ def _apart(found: Comparison, everything: bool) -> list[str]:
     for a, b in found.lost:
         name, other, row = ("A", "B", a) if sample(a) is None else ("B", "A", b)
         why = "not timed" if row.passed else row.gate
-        lost.setdefault(f"a number in {other}, none in {name} ({why})", []).append(b)
+        lost.setdefault(f"timed in {other}, not in {name} ({why})", []).append(b)
     if found.without_baseline:
-        lost[f"no {BASELINE} in the same case, see --absolute"] = found.without_baseline
+        lost[f"no time of {BASELINE} in the same case, compared with --absolute only"] = found.without_baseline
     for why, rows in lost.items():
         if everything or len(rows) <= _LISTED:
             told += [f"{why}: {described(row)}" for row in rows]
@@ -163,30 +163,31 @@ def show(found: Comparison, console: Console, *, absolute: bool, confidence: flo
 
     Of that, what is not little is counted, and listed with `everything`.
     """
-    what = "B / A, time" if absolute else f"B / A, time over {BASELINE}'s"
+    what = "B / A of times" if absolute else f"B / A of time / {BASELINE}"
     count, total = {"slower": 0, "faster": 0, "": 0}, len(found.changes)
     for verdict in count:
         lines = [
             {
-                "case": described(each.after), "A\nmedian_ms": each.before.median_ms,
-                "B\nmedian_ms": each.after.median_ms, f"{what}\nratio": each.interval.ratio,
-                f"{confidence:.0%} interval\nfrom": each.interval.low, "\nto": each.interval.high,
+                "case": described(each.after), "A\nmedian, ms": each.before.median_ms,
+                "B\nmedian, ms": each.after.median_ms, f"{what}\nratio": each.interval.ratio,
+                f"{confidence:.0%} confidence interval\nfrom": each.interval.low, "\nto": each.interval.high,
             }
             for each in found.changes if each.verdict == verdict
         ]  # fmt: skip
         count[verdict] = len(lines)
         if lines and (verdict or everything):
-            title = f"{verdict or 'no difference to be seen'} in B: {len(lines)}"
+            title = f"{verdict or 'no significant difference'} in B: {len(lines)}"
             table = Table.of("", title, lines[::-1] if verdict == "faster" else lines)
             console.print(table.printed(sections=False), style=None if verdict else "dim")
     told = [in_common(found)]
     if total:
-        told += [f"{total} compared: {count['slower']} slower, {count['faster']} faster beyond the interval."]
+        counts, level = f"{count['slower']} slower, {count['faster']} faster", f"{confidence:.0%} confidence"
+        told += [f"{total} compared: {counts} in B, at {level}."]
         mean, by_chance = geometric_mean(each.interval.ratio for each in found.changes), total * (1 - confidence)
-        told += [f"Geometric mean B / A {mean:.3f}; without any change about {by_chance:.1f} would be flagged."]
+        told += [f"Geometric mean of B / A: {mean:.3f}. Of unchanged code about {by_chance:.1f} differ by chance."]
     if found.drifts and not absolute:
         drift = geometric_mean(found.drifts)
-        told += [f"{BASELINE} itself: B / A {drift:.3f} on average, which the other ratios leave out."]
+        told += [f"{BASELINE} itself: geometric mean of B / A {drift:.3f}; the other ratios are relative to it."]
     told += _apart(found, everything)
     for line in told:
         console.print(line, highlight=False, markup=False)

@@ -20,7 +20,7 @@ from .frames import compared, parts, records
 # colours are full at this ratio, or its inverse
 _FULL = np.log(2.0)
 _SHADES = ("#c96412", "#f6f6f4", "#0b5ca3")
-# on cells, which look alike on white and dark
+# on pale and on strong cells
 _ON_PALE, _ON_STRONG = "#141519", "#fcfcfb"
 
 Border: TypeAlias = tuple[tuple[float, float], tuple[float, float]]
@@ -80,7 +80,7 @@ def _panel(axis: Any, panel: pd.DataFrame, ranks: Sequence[int], height: int) ->
 
 
 def _border() -> dict[str, Any]:
-    # dark with a pale edge, as cells are pale or strong on any page
+    # dark with a pale edge, as cells are pale or strong
     from matplotlib.patheffects import withStroke
 
     edge = withStroke(linewidth=4.2, foreground=_ON_STRONG)

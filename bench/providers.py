@@ -18,8 +18,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .cases import OPS, OWN, Case
@@ -31,10 +29,7 @@ if TYPE_CHECKING:
 
 GROUP = "fusedtp.providers"
 # In the order in which they are timed.
-SHIPPED = (
-    "dtensor", "torch_symm_mem", "async_tp", "nccl_windows", "kraken", "triton_distributed", "flux", "te_userbuffers",
-    "xformers", "flashinfer", "tree", "switch",
-)  # fmt: skip
+SHIPPED = ("dtensor", "torch_symm_mem", "async_tp", "nccl_windows", "tree", "switch")
 # What the command line takes apart at commas, and what else it means something by.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _RESERVED = (*OWN, "none")
@@ -61,7 +56,6 @@ class Provider:
               attribute `close`, that is called after the last call, on all ranks in the same order.
     missing   (case, direction, num_gpus) -> why it cannot run, or "". num_gpus is that of the machine, 0 on a CPU.
               Asked once, before ranks are started; only ranks that agree could go on
-    package   the module that it needs, as "kraken.fused": found without being imported; "" for none
     about     what it is, a line
     usual     whether a sweep takes it without being told
     """
@@ -69,24 +63,16 @@ class Provider:
     name: str
     runner: Callable[[Operands, ProcessGroup, str], Runner]
     missing: Callable[[Case, str, int], str] = _never
-    package: str = ""
     about: str = ""
     usual: bool = True
 
     def reason(self, case: Case, direction: str, num_gpus: int) -> str:
         """Why it cannot run this case here, or "". Raises nothing, whatever `missing` does."""
-        if not self.is_installed:
-            return f"{self.package} is not installed"
         try:
             text: object = self.missing(case, direction, num_gpus)
         except Exception as error:
             return f"its `missing` failed: {type(error).__name__}: {error}"
         return text if isinstance(text, str) else f"its `missing` gave {text!r} and no text"
-
-    @property
-    def is_installed(self) -> bool:
-        """Whether `package` is there."""
-        return not self.package or is_there(self.package)
 
 
 @dataclass(frozen=True)
@@ -95,23 +81,6 @@ class Found:
 
     providers: Mapping[str, Provider]
     warnings: tuple[str, ...] = ()
-
-
-def is_there(module: str) -> bool:
-    """Whether a module could be imported, so far as its files say: nothing is imported for it."""
-    top, *below = module.split(".")
-    try:
-        spec = find_spec(top)
-    except (ImportError, ValueError):
-        return False
-    if spec is None:
-        return False
-    folders = [Path(each) for each in spec.submodule_search_locations or ()]
-    for name in below:
-        if any((folder / f"{name}.py").is_file() for folder in folders):
-            return name == below[-1]
-        folders = [folder / name for folder in folders if (folder / name).is_dir()]
-    return bool(folders) or not below
 
 
 @functools.cache
@@ -163,8 +132,8 @@ def named(name: str) -> Provider:
 
 
 def usual() -> tuple[str, ...]:
-    """Those that a sweep takes unless told: of the usual ones all but those whose package is not there."""
-    return tuple(name for name, provider in found().providers.items() if provider.usual and provider.is_installed)
+    """Return the names that a sweep takes unless told."""
+    return tuple(name for name, provider in found().providers.items() if provider.usual)
 
 
 def listing(num_gpus: int) -> list[tuple[str, str]]:

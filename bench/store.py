@@ -120,6 +120,10 @@ _READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "tuple[float, ...]": (f"({_FLOAT}( {_FLOAT})*)?", lambda text: tuple(map(float, text.split()))),
     "bool": ("True|False", "True".__eq__),
 }
+_WORDS = {
+    "str": "text without zero bytes", "int": "a whole number", "float | None": "a number", "bool": "True or False",
+    "tuple[float, ...]": "numbers with one space between them",
+}  # fmt: skip
 # annotations are strings here: `from __future__ import annotations`
 _KINDS: dict[str, str] = {field.name: str(field.type) for field in fields(Row)}
 COLUMNS = tuple(_KINDS)
@@ -162,17 +166,22 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
 def read(path: Path) -> list[Row]:
     """The rows of a file, or ValueError saying where it is not what `write` writes. The file is not touched."""
+    foreign = f"{path} is not a CSV file of results, as fusedtp sweep writes them"
     try:
-        reader = csv.reader(StringIO(read_text(path, max_bytes=MAX_BYTES), newline=""), strict=True)
+        # A spreadsheet puts a byte order mark before the text.
+        text = read_text(path, max_bytes=MAX_BYTES).removeprefix("\ufeff")
+        reader = csv.reader(StringIO(text, newline=""), strict=True)
         header = tuple(next(reader, []))
         lines = [(reader.line_num, cells) for cells in reader if cells]
     except (ValueError, csv.Error) as error:
-        raise ValueError(f"{path} is not a table of sweep rows: {error}; move it away to write a new one") from error
+        raise ValueError(f"{foreign}: {error}") from error
     if header not in (COLUMNS, _WITHOUT_ROUNDS):
-        missing = [name for name in COLUMNS if name not in header]
-        foreign = [name[:80] for name in header if name not in COLUMNS][:8]
-        what = f"columns missing: {missing}, not known: {foreign}" if missing or foreign else "columns in another order"
-        raise ValueError(f"{path} is not a table of sweep rows ({what}); move it away to write a new one")
+        unlike = {
+            "missing columns": [name for name in COLUMNS if name not in header],
+            "unknown columns": [name[:80] for name in header if name not in COLUMNS],
+        }
+        told = [f"{what} {', '.join(names[:8])}{', ..' * (len(names) > 8)}" for what, names in unlike.items() if names]
+        raise ValueError(f"{foreign}: {'; '.join(told) or 'columns in another order, or twice'}")
     rows: list[Row] = []
     found: dict[object, int] = {}
     for number, (line, cells) in enumerate(lines, 1):
@@ -195,7 +204,7 @@ def _row(names: Sequence[str], cells: Sequence[str]) -> Row:
     for name, text in zip(names, cells, strict=True):
         pattern, value_of = _READERS[_KINDS[name]]
         if not re.fullmatch(pattern, text):
-            raise ValueError(f"{name}: {text[:80]!r} is not {_KINDS[name]}")
+            raise ValueError(f"{name}: {text[:80]!r} is not {_WORDS[_KINDS[name]]}")
         value = values[name] = value_of(text)
         if name in _KNOWN and value not in _KNOWN[name]:
             raise ValueError(f"{name}: {text[:80]!r} is not one of {', '.join(_KNOWN[name])}")

@@ -30,7 +30,9 @@ def milliseconds(value: float, digits: int = 3) -> str:
 FORMATS: dict[str, Format] = {
     **dict.fromkeys(("mean", "best", "worst", "speed-up"), "{:.2f}x"),
     **dict.fromkeys(("ratio", "from", "to"), "{:.3f}"),
-    **dict.fromkeys(("us", "median_ms", "p20_ms", "p80_ms", "ceiling_ms"), partial(milliseconds, digits=4)),
+    **dict.fromkeys(
+        ("us", "median_ms", "median, ms", "p20_ms", "p80_ms", "ceiling_ms"), partial(milliseconds, digits=4)
+    ),
     **dict.fromkeys(("communication hidden", "hidden"), "{:.0%}"),
     "ms, +- 20-80 %": "{}",
     "ms (quartiles)": "{}",
@@ -107,7 +109,7 @@ def summary(frame: pd.DataFrame) -> Table:
         "a schedule does not, in the median case; negative where it spends more."
     )
     cells = overall(frame).drop(columns=["worst at", "shorter median"], errors="ignore")
-    return Table("summary", "Every schedule over all its cases", cells, note)
+    return Table("summary", "Each schedule over all cases", cells, note)
 
 
 def standings(frame: pd.DataFrame) -> Table:
@@ -154,11 +156,11 @@ def times(frame: pd.DataFrame, direction: str) -> Table:
         lines.append(line)
     note = (
         "Medians in ms, the slowest rank of each round; +- is half the 20-80 % range. M x N x K are global sizes. "
-        "matmul, comm: the unsplit library matmul and the backend's collective, each alone. speed-up: over unfused in "
-        "the same rounds. of matmul: the matmul's time over the schedule's (1: only that is left). hidden: the part of "
-        "what unfused adds to the matmul that is gone."
+        "matmul, comm: the unsplit library matmul and the backend's collective, each alone. speed-up: unfused / this "
+        "schedule, in the same rounds. of matmul: matmul / this schedule (1: no time but the matmul's). hidden: the "
+        "share of unfused - matmul, the exposed communication, that this schedule saves."
     )
-    title = f"Timed on this machine, {direction}; every number behind a passed check"
+    title = f"Times, {direction}; each result was compared with a float64 reference first"
     return Table.of(f"times-{direction}", title, lines, note)
 
 
@@ -202,8 +204,8 @@ def checked(frame: pd.DataFrame) -> Table:
         line |= {"checks": len(members), "dtypes": " ".join(SHORT_DTYPES.get(each, each) for each in dtypes)}
         lines.append(line | {"error / allowed": members["error_ratio"].max()})
     note = (
-        "Checked: compared with the float64 product and not timed. A kernel in Triton's interpreter computes what it "
-        "would on a GPU, at a speed that says nothing. error / allowed: the largest."
+        "Checked: compared with a float64 reference and not timed. A kernel in Triton's interpreter computes what it "
+        "would on a GPU, at a speed that says nothing about one. error / allowed: the largest error / its tolerance."
     )
     return Table.of("checked", "Checked at small and uneven sizes, not timed", lines, note)
 
@@ -212,7 +214,7 @@ def refused(frame: pd.DataFrame) -> Table:
     """What ran and was wrong, row by row."""
     wrong = records(frame[frame["failed"]])
     lines = [_about(row) | {name: row[name] for name in ("direction", "variant", "gate")} for row in wrong]
-    title = f"FAILED: {len(wrong)} of {len(frame)} rows were refused; a wrong result, or a call that fails, has no time"
+    title = f"FAILED: {len(wrong)} of {len(frame)} results were wrong, or their calls failed; these have no time"
     return Table.of("refused", title, lines)
 
 

@@ -1,8 +1,4 @@
-"""How every picture looks, on white paper and on a page that may be dark, and the one place where one is saved.
-
-A picture is drawn once, in the colours for white. As a PNG it stays so; as SVG for a page each colour becomes a
-variable of the page's style sheet, which has a value for light and one for dark, and text stays text, in its font.
-"""
+"""Style of every picture, and how one is saved: as a PNG, or as SVG for the page, in the page's font."""
 
 from __future__ import annotations
 
@@ -17,44 +13,44 @@ from typing import Any
 
 from fusedtp.files import replace
 
-# On white, and on a dark page. Series are told apart by lightness, marker and label as well as by hue.
+# Series are told apart by lightness, marker and label as well as by hue.
 COLOURS = {
     # what is no series: text, lesser text, lines of grids, the surface below, text on a bar
-    "ink": ("#1d1e22", "#e7e8ec"),
-    "muted": ("#5d616b", "#a3a8b4"),
-    "line": ("#e2e4e9", "#32363f"),
-    "paper": ("#fdfdfe", "#181a1f"),
-    "on-bar": ("#fefefe", "#101115"),
-    "unfused": ("#8a8a8a", "#a2a5ab"),
-    "decomposed": ("#0b6fb8", "#4aa8ee"),
-    "fused": ("#d1495b", "#f0788a"),
-    "auto": ("#5b3a8c", "#b598ea"),
-    "own_matmul": ("#7d5a2b", "#c9a06a"),
+    "ink": "#1d1e22",
+    "muted": "#5d616b",
+    "line": "#e2e4e9",
+    "paper": "#fdfdfe",
+    "on-bar": "#fefefe",
+    "unfused": "#8a8a8a",
+    "decomposed": "#0b6fb8",
+    "fused": "#d1495b",
+    "auto": "#5b3a8c",
+    "own_matmul": "#7d5a2b",
     # of all other variants: which, their names decide
-    "peer-1": ("#e09b12", "#f1b843"),
-    "peer-2": ("#2b9483", "#5cc9b6"),
-    "peer-3": ("#8f4a16", "#d98c54"),
-    "peer-4": ("#6b7f2a", "#b3c76a"),
-    "peer-5": ("#a23b8f", "#d97fc8"),
+    "peer-1": "#e09b12",
+    "peer-2": "#2b9483",
+    "peer-3": "#8f4a16",
+    "peer-4": "#6b7f2a",
+    "peer-5": "#a23b8f",
     # where time goes, in the bars and in the timeline
-    "multiply": ("#3f6797", "#6f9bd1"),
-    "travel": ("#e8a33d", "#f0b95f"),
-    "wait": ("#d3d6dc", "#4a4f5a"),
-    "add": ("#2f9e8f", "#55c2b2"),
-    "collective": ("#b8552f", "#e08a62"),
+    "multiply": "#3f6797",
+    "travel": "#e8a33d",
+    "wait": "#d3d6dc",
+    "add": "#2f9e8f",
+    "collective": "#b8552f",
 }
 MARKERS = {"unfused": "o", "decomposed": "D", "fused": "s", "auto": "^", "own_matmul": "P"}
 PEER_MARKERS = "vX<>*d"
 _PEERS = tuple(name for name in COLOURS if name.startswith("peer-"))
 RC: dict[str, Any] = {
-    "font.family": "DejaVu Sans", "font.size": 9, "text.color": COLOURS["ink"][0],
-    **dict.fromkeys(("axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), COLOURS["muted"][0]),
+    "font.family": "DejaVu Sans", "font.size": 9, "text.color": COLOURS["ink"],
+    **dict.fromkeys(("axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), COLOURS["muted"]),
     # the title's place is given, it need not be sought: that takes longer than drawing
-    "axes.titlecolor": COLOURS["ink"][0], "axes.titlesize": 9, "axes.titlelocation": "left", "axes.titley": 1.0,
+    "axes.titlecolor": COLOURS["ink"], "axes.titlesize": 9, "axes.titlelocation": "left", "axes.titley": 1.0,
     "axes.labelsize": 8, "xtick.labelsize": 7.5, "ytick.labelsize": 7.5, "legend.fontsize": 8, "legend.frameon": False,
     "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.6, "axes.facecolor": "none",
-    "axes.axisbelow": True, "grid.color": COLOURS["line"][0], "grid.linewidth": 0.8,
-    "hatch.color": COLOURS["muted"][0], "hatch.linewidth": 0.5,
+    "axes.axisbelow": True, "grid.color": COLOURS["line"], "grid.linewidth": 0.8,
+    "hatch.color": COLOURS["muted"], "hatch.linewidth": 0.5,
     # also that of the layout, which is found once for all files
     "figure.dpi": 130, "svg.fonttype": "none", "svg.hashsalt": "fusedtp",
     # names come out of files: a dollar sign is one
@@ -72,7 +68,7 @@ def style() -> AbstractContextManager[None]:
 
 def colour(name: str) -> str:
     """To draw with. A provider, of any name, has the same look in every picture."""
-    return COLOURS[name if name in COLOURS else _PEERS[_place(name) % len(_PEERS)]][0]
+    return COLOURS[name if name in COLOURS else _PEERS[_place(name) % len(_PEERS)]]
 
 
 def marker(variant: str) -> str:
@@ -154,14 +150,12 @@ def save(figure: Any, path: Path) -> None:
 
 
 def svg(figure: Any, name: str, label: str) -> str:
-    """An <svg> element for a page: colours are the page's variables, and every id begins with `name`."""
+    """Return an <svg> element for a page, of which every id begins with `name`."""
     drawn = StringIO()
     none = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     figure.savefig(drawn, format="svg", transparent=True, metadata=none)
     text = drawn.getvalue()
     # several pictures share the page, and matplotlib counts from 1 in each
     text = re.sub(r'(\bid="|url\(#|href="#)', rf"\1{name}-", text[text.index("<svg") :])
-    for key, (light, _) in COLOURS.items():
-        text = text.replace(light, f"var(--{key})")
     text = re.sub(r"'DejaVu Sans'[^;\"]*", "var(--font)", text)
     return text.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1)

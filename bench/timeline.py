@@ -208,7 +208,7 @@ def read(path: Path) -> Timeline:
         if not any(mark.kind == "call" for mark in marks):
             raise ValueError("traceEvents has no call")
     except ValueError as error:
-        raise ValueError(f"{path} is not a timeline of ours: {error}") from error
+        raise ValueError(f"{path} is not a timeline of fusedtp: {error}") from error
     return Timeline(about.values, tuple(marks))
 
 

@@ -1,10 +1,13 @@
 """`fusedtp tune --kernels`: which tile is the fastest for a size, on the GPUs at hand, for the kernels of `fused`.
 
-First each rank multiplies alone, with every signal raised in advance (`preset`): each tile that a multiprocessor
-has room for, then the best of them with other stages, and loops, and parts of the contraction. The fastest few run as
-the whole op on all ranks, in turns with the table's tile; at last the winner and the table's alone, in rounds of their
-own, as the least of many times is less than it should be. What cannot be compiled, or gives a wrong result on any rank,
-is out before it is timed.
+The candidates are the tiles that a multiprocessor has room for and, of the table's tile, other parts of the contraction
+(all-reduce of few rows) and other numbers of programs that push (gather).
+
+1. Each rank multiplies alone with every candidate, with every signal raised in advance (`preset`).
+2. The fastest few run as the whole op on all ranks, in turns with the table's tile.
+3. The winner and the table's tile run alone, in rounds of their own: the least of many times is less than it should be.
+
+A candidate that cannot be compiled, or gives a wrong result on any rank, is refused before it is timed.
 
 Where kernels are interpreted the same runs at tiny sizes: everything is checked, and no number means anything.
 """
@@ -15,7 +18,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -41,8 +43,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# How many of those that ran alone are tried together, how many are varied, and how many programs may push.
-FINALISTS, VARIED, PUSHERS = 4, 2, (4, 8, 16, 32, 64)
+# How many of those that ran alone are tried together, how many parts a contraction may have, how many programs push.
+FINALISTS, SPLITS, PUSHERS = 4, (1, 2, 4, 8), (4, 8, 16, 32, 64)
 # Of a candidate alone; and of the last rounds, which decide.
 ROUNDS_ALONE, ROUNDS_LAST = 10, 30
 # An interpreted op takes a second: so many tiles are tried, in so many rounds.
@@ -147,8 +149,10 @@ class Search:
         return int((self._task.float8 or self._task.dtype).itemsize)
 
     def candidates(self) -> list[Choice]:
-        """Other tiles than the table's."""
+        """Other choices than the table's."""
         from fusedtp.kernels import choices
+
+        from fusedtp.schedules.one_kernel import OneKernel
 
         case, sizes = self._case, self.problem.m_sizes
         rows = case.M if case.kind == "all_reduce" else max(sizes)
@@ -156,17 +160,9 @@ class Search:
         # wgmma and tcgen05 multiply 64 rows and more; mma and MFMA 16 and 32.
         least = 64 if self._config.descriptors else 32
         found = choices.tiles(self._config, rows, cols, self._itemsize, least_rows=least, **self._room())
+        if isinstance(self._ready[None].form, OneKernel):
+            found += [self.usual._replace(splits=count) for count in SPLITS]
         return found[:TINY_TILES] if self._tiny else found
-
-    def varied(self, choice: Choice) -> list[Choice]:
-        """The same tile otherwise."""
-        from fusedtp.kernels import choices
-
-        from fusedtp.schedules.one_kernel import OneKernel
-
-        few = isinstance(self._ready[None].form, OneKernel)
-        found = choices.refined(choice, self._config, self._itemsize, few_rows=few, **self._room())
-        return list(islice(found, 1)) if self._tiny else list(found)
 
     def alone(self, tried: Iterable[Choice]) -> bool:
         """Check and time the matmul of each with signals preset; whether there is time left."""
@@ -287,25 +283,18 @@ def _searched(on: Search, seconds: float) -> Found:
     left = True
     if not on.problem.case.is_float8:
         left = on.alone(tried.values())
-        for name in _fastest(found.alone, VARIED) if left else ():
-            more = {str(choice): choice for choice in on.varied(tried[name])}
-            tried |= more
-            left = left and on.alone(more.values())
-        finalists = _fastest(found.alone, FINALISTS)
+        finalists = sorted(found.alone, key=lambda name: found.alone[name])[:FINALISTS]
     else:
         # Presets have no scales: all run together, the table's neighbours first.
         finalists = list(tried)[: 4 * FINALISTS]
     chosen = [tried[name] for name in finalists if name != found.usual]
-    times = on.together([None, *chosen], seconds / 10)
+    if left and on.problem.case.kind == "gather" and not on._tiny:
+        chosen += [on.usual._replace(pushers=count) for count in PUSHERS]
+    times = on.together([None, *chosen], seconds / 5)
     if None not in times:
         raise RuntimeError(f"the table's own tile is refused: {found.refused[found.usual]}")
     best = min(times, key=lambda choice: times[choice].median_ms)
     _, left = on.all_right("")
-    if left and on.problem.case.kind == "gather" and not on._tiny:
-        pushing = [(best or on.usual)._replace(pushers=count) for count in PUSHERS]
-        times |= on.together([best, *pushing], seconds / 10)
-        best = min(times, key=lambda choice: times[choice].median_ms)
-        _, left = on.all_right("")
     found.cut_short, found.best = not left, str(best or on.usual)
     last = on.together(list(dict.fromkeys((None, best))), seconds / 10, ROUNDS_LAST)
     usual, own = last[None], last.get(best, last[None])
@@ -319,10 +308,6 @@ def _searched(on: Search, seconds: float) -> Found:
     return found
 
 
-def _fastest(times: dict[str, float], count: int) -> list[str]:
-    return sorted(times, key=lambda name: times[name])[:count]
-
-
 def tune_kernels(
     cases: Sequence[Case], *, seconds: float, num_gpus: int, said: Callable[[str], None],
     done: Callable[[Found], None],
@@ -333,7 +318,7 @@ def tune_kernels(
     """
     deadline = time.monotonic() + seconds
     most = max(case.world_size for case in cases)
-    env = rank_environment(num_gpus, most) | {"FUSEDTP_TUNING": "off", "FUSEDTP_CALLS": ""}
+    env = rank_environment(num_gpus, most) | {"FUSEDTP_TUNING": "off"}
     with RankPool(most, timeout=300 + seconds, env=env) as pool:
         for number, case in enumerate(cases):
             left = deadline - time.monotonic()

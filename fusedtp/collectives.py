@@ -12,22 +12,21 @@ from . import groups, turns
 from .calls import arguments, operators, orders
 from .groups import Group
 from .op import ALL_GATHER, ALL_REDUCE, RANK_ORDER, REDUCE_SCATTER, Op, Order
+from .options import Options
 
 
 def _collective(
-    op: Op, x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup, schedule: str, algorithm: str, debug: bool,
-    producer: str = "auto", leaves: int = 0,
-) -> Tensor:  # fmt: skip
+    op: Op, x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup, asked: Options, leaves: int = 0
+) -> Tensor:
     arguments.refuse_tracing()
     # On x as a matrix whose rows are `dim`. sizes: of that dim on every rank; an all-reduce has none.
     moved = x.movedim(dim, 0)
     others = tuple(moved.shape[1:])
     rows = moved.reshape(moved.shape[0], math.prod(others))
-    arguments.check_reach(schedule, x, [group], (sum(sizes) if sizes else x.shape[dim], 0, rows.shape[1]))
+    arguments.check_reach(asked.schedule, x, [group], (sum(sizes) if sizes else x.shape[dim], 0, rows.shape[1]))
     call = arguments.call_of(dim if sizes else None, x)
     out: Tensor = operators.collective(
-        rows, op.name, list(sizes), group.rank(), group.group_name, schedule, algorithm, debug, producer, call,
-        leaves,
+        rows, op.name, list(sizes), group.rank(), group.group_name, *asked[:3], call, leaves
     )  # fmt: skip
     return out.view(out.shape[0], *others).movedim(0, dim)
 
@@ -41,7 +40,6 @@ def all_gather(
     sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
     schedule: str = "auto",
-    debug: bool = False,
     producer: str = "auto",
 ) -> Tensor:
     """The ranks' x joined along `gather_dim` in rank order, bit for bit, differentiable.
@@ -53,10 +51,11 @@ def all_gather(
     'fused', or 'auto' on a GPU. `producer` and errors as in `all_gather_linear`.
     """
     process_group = groups.resolve(group)
-    arguments.check_collective(ALL_GATHER, x, schedule, algorithm, debug, producer)
+    asked = Options(schedule, algorithm, producer)
+    arguments.check_collective(ALL_GATHER, x, asked)
     dim = arguments.dim("gather_dim", gather_dim, x)
     sizes = arguments.gather_sizes(sizes, process_group, x.shape[dim])
-    return _collective(ALL_GATHER, x, dim, sizes, process_group, schedule, algorithm, debug, producer)
+    return _collective(ALL_GATHER, x, dim, sizes, process_group, asked)
 
 
 @turns.one
@@ -68,7 +67,6 @@ def reduce_scatter(
     sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
     schedule: str = "auto",
-    debug: bool = False,
     order: Order = RANK_ORDER,
 ) -> Tensor:
     """The ranks' x summed; this rank keeps `sizes[rank]` along `scatter_dim`, by default as even as can be.
@@ -78,16 +76,17 @@ def reduce_scatter(
     switch makes the sums of all-reduces only.
     """
     process_group = groups.resolve(group)
-    arguments.check_collective(REDUCE_SCATTER, x, schedule, algorithm, debug)
+    asked = Options(schedule, algorithm, order=order)
+    arguments.check_collective(REDUCE_SCATTER, x, asked)
     dim = arguments.dim("scatter_dim", scatter_dim, x)
     sizes = arguments.scatter_sizes(sizes, process_group, x.shape[dim])
-    leaves = orders.of_subtrees(order, schedule, process_group.size(), x.dtype, algorithm)
-    return _collective(REDUCE_SCATTER, x, dim, sizes, process_group, schedule, algorithm, debug, leaves=leaves)
+    leaves = orders.of_subtrees(asked, process_group.size(), x.dtype)
+    return _collective(REDUCE_SCATTER, x, dim, sizes, process_group, asked, leaves)
 
 
 @turns.one
 def all_reduce(
-    x: Tensor, *, group: Group = None, algorithm: str = "auto", schedule: str = "auto", debug: bool = False,
+    x: Tensor, *, group: Group = None, algorithm: str = "auto", schedule: str = "auto",
     order: Order = RANK_ORDER,
 ) -> Tensor:  # fmt: skip
     """The ranks' x, of one shape, summed, on every rank, differentiable.
@@ -97,6 +96,7 @@ def all_reduce(
     `all_gather`. Errors as there. `order` "tree" as in `reduce_scatter`; with "any" NVLink's switch may add.
     """
     process_group = groups.resolve(group)
-    arguments.check_collective(ALL_REDUCE, x, schedule, algorithm, debug)
-    leaves = orders.of_subtrees(order, schedule, process_group.size(), x.dtype, algorithm)
-    return _collective(ALL_REDUCE, x, 0, (), process_group, schedule, algorithm, debug, leaves=leaves)
+    asked = Options(schedule, algorithm, order=order)
+    arguments.check_collective(ALL_REDUCE, x, asked)
+    leaves = orders.of_subtrees(asked, process_group.size(), x.dtype)
+    return _collective(ALL_REDUCE, x, 0, (), process_group, asked, leaves)

@@ -24,9 +24,9 @@ class RanksDisagree(ValueError):
     """The ranks of a group mean different things by one call; every rank is told, with what differs.
 
     Attributes: `op` (the operator's name), `rank` (the one that raises it), `meant` (for each rank what it meant, names
-    and values as text; None where it has not said). Unless the difference was found before the op began (by
-    `debug=True`, or because the ranks wanted memory of different sizes), the group's workspace refuses use until
-    `fusedtp.destroy(group)` on every rank.
+    and values as text; None where it has not said). Unless the difference was found before the op began (because the
+    ranks wanted memory of different sizes), the group's workspace refuses use until `fusedtp.destroy(group)` on every
+    rank.
     """
 
     def __init__(self, text: str, op: str, rank: int, meant: tuple[dict[str, str] | None, ...]) -> None:

@@ -11,15 +11,14 @@ features, _X marks the dimension that is split over the ranks; M may stand for s
     fsdp_linear              x [M_X, K], weight [N_X, K] -> [M_X, N]
 
 Arguments are checked once, before anything is sent (`arguments`): ranks with the same mistake raise the same error, and
-none waits. With `debug=True` on all ranks of the group, or under TORCH_DISTRIBUTED_DEBUG=DETAIL for all calls, what
-ranks must agree on is compared before every op, of backward too (`agreement`): above all `sizes`, which each rank takes
-from its own tensors where it is not given. Under torch.autocast operands are cast as F.linear's.
+none waits. Ops over shared memory compare what the ranks mean (`workspaces.meaning`), above all `sizes`, which each
+rank takes from its own tensors where it is not given. Under torch.autocast operands are cast as F.linear's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -27,10 +26,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import groups, norms
 from .calls import arguments, eager, problems, quantized
+from .calls.call import Prepare
 from .calls.settings import described
 from .groups import Group
 from .norms import Norm
 from .op import RANK_ORDER, RMS_NORM, Activation, GatedActivation, NormName, Order
+from .options import Options
 from .recipes import Float8
 from .scaled import Scaled
 from .sharding.notation import parse
@@ -45,7 +46,6 @@ def sharded_matmul(
     *,
     sizes: Mapping[str, int | Sequence[int]] | None = None,
     schedule: str = "auto",
-    debug: bool = False,
     producer: str = "auto",
     float8: Float8 | None = None,
 ) -> Tensor:
@@ -58,12 +58,14 @@ def sharded_matmul(
     FLOPs; `fusedtp.explain` shows them. `float8`: as in `all_gather_linear`.
 
     Raises NotationError for a spec without a plan, ValueError or TypeError for arguments that do not fit it.
-    `schedule`, `debug`, `producer` and other errors as in `all_gather_linear`.
+    `schedule`, `producer` and other errors as in `all_gather_linear`.
     """
     a, b = arguments.autocast(a, b)
     arguments.check_tensor("a", a)
     arguments.check_tensor("b", b, a, than="a")
-    arguments.check_options(schedule, debug, a, producer)
+    asked = Options(schedule, producer=producer, float8=float8)
+    arguments.check_options(asked, a)
+    arguments.check_float8(float8, a)
     parsed = parse(spec)
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
@@ -82,9 +84,8 @@ def sharded_matmul(
             expected = f"{partition.shape(sharding)} as {sharding}, of {dict(partition.lengths)} in all"
             raise ValueError(f"{name} must have this rank's shape {expected}, got {tuple(tensor.shape)}")
     settings = described(
-        str(parsed), [group.group_name for group in groups_of.values()], [rank for rank, _ in place.values()],
-        w_transposed=False, by_size=True, schedule=schedule, debug=debug, producer=producer,
-        float8=arguments.check_float8(float8, a),
+        str(parsed), [group.group_name for group in groups_of.values()], [rank for rank, _ in place.values()], asked,
+        w_transposed=False, by_size=True,
     )  # fmt: skip
     return eager.run_described(a, b, settings, (*lengths, *problems.flat(splits)))
 
@@ -92,7 +93,7 @@ def sharded_matmul(
 @overload
 def all_gather_linear(
     x: Tensor | Scaled, weight: Tensor | Scaled, bias: Tensor | None = None, *, group: Group = None,
-    gather_dim: int = 0, sizes: Sequence[int] | None = None, schedule: str = "auto", debug: bool = False,
+    gather_dim: int = 0, sizes: Sequence[int] | None = None, schedule: str = "auto",
     producer: str = "auto", activation: Activation | None = None, out_dtype: torch.dtype | None = None,
     float8: Float8 | None = None, order: Order = RANK_ORDER,
 ) -> Tensor: ...  # fmt: skip
@@ -102,7 +103,7 @@ def all_gather_linear(
 def all_gather_linear(
     x: Tensor | Scaled, weight: Sequence[Tensor] | Sequence[Scaled], bias: Sequence[Tensor | None] | None = None, *,
     group: Group = None, gather_dim: int = 0, sizes: Sequence[int] | None = None, schedule: str = "auto",
-    debug: bool = False, producer: str = "auto", activation: Activation | None = None,
+    producer: str = "auto", activation: Activation | None = None,
     out_dtype: torch.dtype | None = None, float8: Float8 | None = None, order: Order = RANK_ORDER,
 ) -> tuple[Tensor, ...]: ...  # fmt: skip
 
@@ -111,7 +112,7 @@ def all_gather_linear(
 def all_gather_linear(
     x: Tensor | Scaled, weight: Sequence[Tensor] | Sequence[Scaled], bias: Sequence[Tensor | None] | None = None, *,
     activation: GatedActivation, group: Group = None, gather_dim: int = 0, sizes: Sequence[int] | None = None,
-    schedule: str = "auto", debug: bool = False, producer: str = "auto", out_dtype: torch.dtype | None = None,
+    schedule: str = "auto", producer: str = "auto", out_dtype: torch.dtype | None = None,
     float8: Float8 | None = None, order: Order = RANK_ORDER,
 ) -> Tensor: ...  # fmt: skip
 
@@ -125,7 +126,6 @@ def all_gather_linear(
     gather_dim: int = 0,
     sizes: Sequence[int] | None = None,
     schedule: str = "auto",
-    debug: bool = False,
     producer: str = "auto",
     activation: Activation | GatedActivation | None = None,
     out_dtype: torch.dtype | None = None,
@@ -164,30 +164,19 @@ def all_gather_linear(
     is lost, RanksDisagree where ranks mean different things by the call, NotImplementedError for a second derivative or
     forward-mode differentiation.
     """
-    options = gather_dim, sizes, schedule, debug, producer, float8, order
-    if (out_dtype is not None or type(x) is not Tensor) and not quantized.plain(x, weight, out_dtype, float8):
-        if isinstance(weight, list | tuple):
-            weight, bias = arguments.several(weight, bias)
-        return quantized.apply(  # type: ignore[no-any-return]
-            problems.all_gather_problem, x, weight, bias, group, options, out_dtype, None, activation
-        )  # fmt: skip
+    asked, along = Options(schedule, "auto", producer, float8, order, activation), (gather_dim, sizes)
     if not isinstance(weight, list | tuple):
-        return eager.apply(  # type: ignore[no-any-return]
-            problems.all_gather_problem, x, weight, bias, group, options, activation=activation  # type: ignore
-        )  # fmt: skip
+        return _linear(problems.all_gather_problem, x, weight, bias, group, asked, along, out_dtype)  # type: ignore[no-any-return]
     weights, biases = arguments.several(weight, bias)
     if len(weights) == 1:
-        return (eager.apply(problems.all_gather_problem, x, weights[0], biases[0], group, options,  # type: ignore
-                            activation=activation),)  # fmt: skip
-    return eager.apply(  # type: ignore[no-any-return]
-        problems.all_gather_problem, x, weights, biases, group, options, activation=activation  # type: ignore
-    )  # fmt: skip
+        return (_linear(problems.all_gather_problem, x, weights[0], biases[0], group, asked, along, out_dtype),)
+    return _linear(problems.all_gather_problem, x, weights, biases, group, asked, along, out_dtype)  # type: ignore[no-any-return]
 
 
 @overload
 def linear_reduce_scatter(
     x: Tensor | Scaled, weight: Tensor | Scaled, bias: Tensor | None = None, *, group: Group = None,
-    scatter_dim: int = 0, sizes: Sequence[int] | None = None, schedule: str = "auto", debug: bool = False,
+    scatter_dim: int = 0, sizes: Sequence[int] | None = None, schedule: str = "auto",
     producer: str = "auto", residual: Tensor | None = None, norm_weight: None = None,
     out_dtype: torch.dtype | None = None, float8: Float8 | None = None, order: Order = RANK_ORDER,
 ) -> Tensor: ...  # fmt: skip
@@ -197,7 +186,7 @@ def linear_reduce_scatter(
 def linear_reduce_scatter(
     x: Tensor | Scaled, weight: Tensor | Scaled, bias: Tensor | None = None, *, norm_weight: Tensor,
     norm_bias: Tensor | None = None, norm_eps: float = 1e-6, norm: NormName = "rms_norm", group: Group = None,
-    scatter_dim: int = 0, sizes: Sequence[int] | None = None, schedule: str = "auto", debug: bool = False,
+    scatter_dim: int = 0, sizes: Sequence[int] | None = None, schedule: str = "auto",
     producer: str = "auto", residual: Tensor | None = None, out_dtype: torch.dtype | None = None,
     float8: Float8 | None = None, order: Order = RANK_ORDER,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
@@ -212,7 +201,6 @@ def linear_reduce_scatter(
     scatter_dim: int = 0,
     sizes: Sequence[int] | None = None,
     schedule: str = "auto",
-    debug: bool = False,
     producer: str = "auto",
     residual: Tensor | None = None,
     norm_weight: Tensor | None = None,
@@ -237,23 +225,18 @@ def linear_reduce_scatter(
 
     x and weight may be `Scaled`: each rank scales its own terms, which travel in `out_dtype`, bfloat16 by default.
     """
-    options = scatter_dim, sizes, schedule, debug, producer, float8, order
+    asked = Options(schedule, "auto", producer, float8, order)
     normed: Norm | None = None
     if norm_weight is not None or norm_bias is not None or norm != RMS_NORM:
         normed = norms.asked_for(norm, norm_weight, norm_bias, norm_eps)
-    if (out_dtype is not None or type(x) is not Tensor) and not quantized.plain(x, weight, out_dtype, float8):
-        return quantized.apply(  # type: ignore[no-any-return]
-            problems.reduce_scatter_problem, x, weight, bias, group, options, out_dtype, residual, norm=normed
-        )  # fmt: skip
-    return eager.apply(  # type: ignore[no-any-return]
-        problems.reduce_scatter_problem, x, weight, bias, group, options, residual, norm=normed  # type: ignore
-    )  # fmt: skip
+    problem, along = problems.reduce_scatter_problem, (scatter_dim, sizes)
+    return _linear(problem, x, weight, bias, group, asked, along, out_dtype, residual, normed)  # type: ignore[no-any-return]
 
 
 @overload
 def linear_all_reduce(
     x: Tensor | Scaled, weight: Tensor | Scaled, bias: Tensor | None = None, *, group: Group = None,
-    schedule: str = "auto", algorithm: str = "auto", debug: bool = False, residual: Tensor | None = None,
+    schedule: str = "auto", algorithm: str = "auto", residual: Tensor | None = None,
     norm_weight: None = None, out_dtype: torch.dtype | None = None, float8: Float8 | None = None,
     order: Order = RANK_ORDER,
 ) -> Tensor: ...  # fmt: skip
@@ -263,7 +246,7 @@ def linear_all_reduce(
 def linear_all_reduce(
     x: Tensor | Scaled, weight: Tensor | Scaled, bias: Tensor | None = None, *, norm_weight: Tensor,
     norm_bias: Tensor | None = None, norm_eps: float = 1e-6, norm: NormName = "rms_norm", group: Group = None,
-    schedule: str = "auto", algorithm: str = "auto", debug: bool = False, residual: Tensor | None = None,
+    schedule: str = "auto", algorithm: str = "auto", residual: Tensor | None = None,
     out_dtype: torch.dtype | None = None, float8: Float8 | None = None, order: Order = RANK_ORDER,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
@@ -276,7 +259,6 @@ def linear_all_reduce(
     group: Group = None,
     schedule: str = "auto",
     algorithm: str = "auto",
-    debug: bool = False,
     residual: Tensor | None = None,
     norm_weight: Tensor | None = None,
     norm_bias: Tensor | None = None,
@@ -294,17 +276,11 @@ def linear_all_reduce(
     `norm_weight` the result is (normed, y) and Scaled operands are taken, as in `linear_reduce_scatter`. `order` and
     errors as in `all_gather_linear`: with "any" NVLink's switch may make the sums, by two_shot always where it can.
     """
-    options = schedule, algorithm, debug, float8, order
+    asked = Options(schedule, algorithm, "auto", float8, order)
     normed: Norm | None = None
     if norm_weight is not None or norm_bias is not None or norm != RMS_NORM:
         normed = norms.asked_for(norm, norm_weight, norm_bias, norm_eps)
-    if (out_dtype is not None or type(x) is not Tensor) and not quantized.plain(x, weight, out_dtype, float8):
-        return quantized.apply(  # type: ignore[no-any-return]
-            problems.all_reduce_problem, x, weight, bias, group, options, out_dtype, residual, norm=normed
-        )  # fmt: skip
-    return eager.apply(  # type: ignore[no-any-return]
-        problems.all_reduce_problem, x, weight, bias, group, options, residual, norm=normed  # type: ignore
-    )  # fmt: skip
+    return _linear(problems.all_reduce_problem, x, weight, bias, group, asked, (), out_dtype, residual, normed)  # type: ignore[no-any-return]
 
 
 def fsdp_linear(
@@ -315,7 +291,6 @@ def fsdp_linear(
     group: Group = None,
     sizes: Sequence[int] | None = None,
     schedule: str = "auto",
-    debug: bool = False,
     producer: str = "auto",
     activation: Activation | None = None,
     out_dtype: torch.dtype | None = None,
@@ -330,11 +305,14 @@ def fsdp_linear(
     Scaled operands, of which the weight's rows travel, `producer`, `float8`, `order` and errors as in
     `all_gather_linear`.
     """
-    options = sizes, schedule, debug, producer, float8, order
-    if (out_dtype is not None or type(x) is not Tensor) and not quantized.plain(x, weight_shard, out_dtype, float8):
-        return quantized.apply(  # type: ignore[no-any-return]
-            problems.fsdp_problem, x, weight_shard, bias, group, options, out_dtype, None, activation
-        )  # fmt: skip
-    return eager.apply(  # type: ignore[no-any-return]
-        problems.fsdp_problem, x, weight_shard, bias, group, options, activation=activation  # type: ignore
-    )  # fmt: skip
+    asked = Options(schedule, "auto", producer, float8, order, activation)
+    return _linear(problems.fsdp_problem, x, weight_shard, bias, group, asked, (sizes,), out_dtype)  # type: ignore[no-any-return]
+
+
+def _linear(
+    problem: Prepare, x: Any, weight: Any, bias: Any, group: Group, asked: Options, along: tuple[Any, ...],
+    out_dtype: torch.dtype | None, residual: Tensor | None = None, norm: Norm | None = None,
+) -> Any:  # fmt: skip
+    if (out_dtype is not None or type(x) is not Tensor) and not quantized.plain(x, weight, out_dtype, asked.float8):
+        return quantized.apply(problem, x, weight, bias, group, asked, along, out_dtype, residual, norm)
+    return eager.apply(problem, x, weight, bias, group, asked, along, residual, norm)

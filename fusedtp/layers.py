@@ -38,6 +38,7 @@ from .calls.call import Prepare
 from .groups import Group
 from .norms import Norm
 from .op import LAYER_NORM, RANK_ORDER, Activation, GatedActivation, NormName, Order
+from .options import Options
 from .recipes import Float8
 from .sharded_linear import Device, ShardedLinear
 from .shards import check_sizes, chunk_sizes
@@ -71,35 +72,28 @@ class ColumnParallelLinear(ShardedLinear):
         feature_sizes: Sequence[int] | None = None,
         sequence_sizes: Sequence[int] | None = None,
         schedule: str = "auto",
-        debug: bool = False,
         producer: str = "auto",
         float8: Float8 | None = None,
         activation: Activation | GatedActivation | None = None,
         order: Order = RANK_ORDER,
     ) -> None:
         super().__init__(
-            in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, debug, producer, float8,
-            order,
+            in_features, out_features, bias, device, dtype, group, feature_sizes,
+            Options(schedule, "auto", producer, float8, order, activation),
         )  # fmt: skip
         self.sequence_parallel = arguments.flag("sequence_parallel", sequence_parallel)
         self.gather_dim = arguments.sequence_dim("gather_dim", gather_dim)
         self.sequence_sizes = arguments.sequence_sizes(sequence_sizes, self.group)
-        self.activation = arguments.activation_of(activation, self._matrices)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.sequence_parallel:
-            return self._linear(  # type: ignore[no-any-return]
-                problems.replicated_problem, x, self.schedule, self.debug, self.float8, self.order,
-                activation=self.activation,
-            )  # fmt: skip
-        describe = problems.all_gather_problem
-        shared = self.schedule, self.debug, self.producer, self.float8, self.order
-        options = self.gather_dim, self.sequence_sizes, *shared
-        return self._linear(describe, x, *options, activation=self.activation)  # type: ignore[no-any-return]
+            return self._linear(problems.replicated_problem, x)  # type: ignore[no-any-return]
+        along = self.gather_dim, self.sequence_sizes
+        return self._linear(problems.all_gather_problem, x, along)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
         text = f"{super().extra_repr()}, sequence_parallel={self.sequence_parallel}, gather_dim={self.gather_dim}"
-        return text if self.activation is None else f"{text}, activation={self.activation!r}"
+        return text if self.options.activation is None else f"{text}, activation={self.options.activation!r}"
 
 
 class RowParallelLinear(ShardedLinear):
@@ -132,7 +126,6 @@ class RowParallelLinear(ShardedLinear):
         feature_sizes: Sequence[int] | None = None,
         sequence_sizes: Sequence[int] | None = None,
         schedule: str = "auto",
-        debug: bool = False,
         producer: str = "auto",
         float8: Float8 | None = None,
         norm: NormName | None = None,
@@ -146,8 +139,8 @@ class RowParallelLinear(ShardedLinear):
         self.scatter_dim = arguments.sequence_dim("scatter_dim", scatter_dim)
         self._asked_sizes = sequence_sizes
         super().__init__(
-            in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, debug, producer, float8,
-            order,
+            in_features, out_features, bias, device, dtype, group, feature_sizes,
+            Options(schedule, "auto", producer, float8, order),
         )  # fmt: skip
 
     def _make_more(self, mesh: DeviceMesh, device: Device, dtype: torch.dtype | None) -> None:
@@ -170,14 +163,9 @@ class RowParallelLinear(ShardedLinear):
         if self.norm_weight is not None:
             norm = Norm(self.norm or "", self.norm_eps, self.norm_weight, self.norm_bias)
         if not self.sequence_parallel:
-            return self._linear(  # type: ignore[no-any-return]
-                problems.all_reduce_problem, x, self.schedule, "auto", self.debug, self.float8, self.order,
-                residual=residual, norm=norm,
-            )  # fmt: skip
-        describe = problems.reduce_scatter_problem
-        shared = self.schedule, self.debug, self.producer, self.float8, self.order
-        options = self.scatter_dim, self.sequence_sizes, *shared
-        return self._linear(describe, x, *options, residual=residual, norm=norm)  # type: ignore[no-any-return]
+            return self._linear(problems.all_reduce_problem, x, (), residual, norm)  # type: ignore[no-any-return]
+        along = self.scatter_dim, self.sequence_sizes
+        return self._linear(problems.reduce_scatter_problem, x, along, residual, norm)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
         text = f"{super().extra_repr()}, sequence_parallel={self.sequence_parallel}, scatter_dim={self.scatter_dim}"
@@ -207,23 +195,18 @@ class FSDPLinear(ShardedLinear):
         group: Group = None,
         feature_sizes: Sequence[int] | None = None,
         schedule: str = "auto",
-        debug: bool = False,
         producer: str = "auto",
         float8: Float8 | None = None,
         activation: Activation | None = None,
         order: Order = RANK_ORDER,
     ) -> None:
         super().__init__(
-            in_features, out_features, bias, device, dtype, group, feature_sizes, schedule, debug, producer, float8,
-            order,
+            in_features, out_features, bias, device, dtype, group, feature_sizes,
+            Options(schedule, "auto", producer, float8, order, activation),
         )  # fmt: skip
-        self.activation = arguments.activation_of(activation, self._matrices)
 
     def forward(self, x: Tensor) -> Tensor:
-        options = self.feature_sizes, self.schedule, self.debug, self.producer, self.float8, self.order
-        return self._linear(  # type: ignore[no-any-return]
-            problems.fsdp_problem, x, *options, activation=self.activation
-        )  # fmt: skip
+        return self._linear(problems.fsdp_problem, x, (self.feature_sizes,))  # type: ignore[no-any-return]
 
 
 class _GateUpLinear(ColumnParallelLinear):
@@ -231,12 +214,15 @@ class _GateUpLinear(ColumnParallelLinear):
     # all that comes out. They start as two nn.Linear would, drawn one after the other.
     _matrices = 2
 
-    def _linear(self, prepare: Prepare, x: Tensor, *options: Any, **more: Any) -> Any:
+    def _linear(
+        self, prepare: Prepare, x: Tensor, along: tuple[Any, ...] = (), residual: Tensor | None = None,
+        norm: Norm | None = None,
+    ) -> Any:  # fmt: skip
         self._check_parameters()
         size = self._sizes[self.group.rank()]
         weights = self._own("weight", self.weight, size, 3).unbind()
         biases = (None, None) if self.bias is None else self._own("bias", self.bias, size, 2).unbind()
-        return eager.apply(prepare, x, weights, biases, self.group, options, **more)
+        return eager.apply(prepare, x, weights, biases, self.group, self.options, along)
 
 
 class ParallelMLP(nn.Module):
@@ -267,7 +253,6 @@ class ParallelMLP(nn.Module):
         feature_sizes: Sequence[int] | None = None,
         sequence_sizes: Sequence[int] | None = None,
         schedule: str = "auto",
-        debug: bool = False,
         producer: str = "auto",
         float8: Float8 | None = None,
         order: Order = RANK_ORDER,
@@ -287,7 +272,7 @@ class ParallelMLP(nn.Module):
         self.activation = activation
         options: dict[str, Any] = {
             "group": group, "sequence_parallel": sequence_parallel, "sequence_sizes": sequence_sizes,
-            "schedule": schedule, "debug": debug, "producer": producer, "float8": float8, "order": order,
+            "schedule": schedule, "producer": producer, "float8": float8, "order": order,
         }  # fmt: skip
         wide: dict[str, Any] = {**options, "gather_dim": sequence_dim}
         if activation == "swiglu":

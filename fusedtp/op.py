@@ -1,4 +1,4 @@
-"""The ops: one row each, with all that registration, dispatch, agreement, the cost model, tuning and the benchmark need
+"""The ops: one row each, with all that registration, dispatch, the cost model, tuning and the benchmark need
 to know of one. A `Task` is an op on operands of given shapes.
 
 Operands are matrices with any strides; X stands for all ranks' rows of what is gathered, one below the other, S for the

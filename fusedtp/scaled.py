@@ -145,12 +145,29 @@ def scaled(
     return Scaled(*quantized(x.detach(), most, dtype, power_of_two=power_of_two))
 
 
+def check_dense(name: str, value: object) -> None:
+    """Raise TypeError for what is no dense tensor: a list, a `Scaled`, a nested, quantized or sparse tensor."""
+    if isinstance(value, Scaled):
+        raise TypeError(
+            f"{name} must be a tensor here, got Scaled: the linear functions take x and every weight Scaled, or neither"
+        )
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    if value.is_nested:
+        got, use = "a nested one", f"torch.nested.to_padded_tensor({name}, 0.0)"
+    elif value.is_quantized:
+        got, use = f"a quantized one, {value.dtype}", f"{name}.dequantize()"
+    elif value.layout is not torch.strided:
+        got, use = f"one of layout {value.layout}", f"{name}.to_dense()"
+    else:
+        return
+    raise TypeError(f"{name} must be a dense tensor, got {got}: use {use}")
+
+
 def _check(x: Any, recipe: Any, dtype: Any, group: Any, power_of_two: Any) -> None:
-    if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        what = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"x must be a tensor of float32, bfloat16 or float16, got {what}")
-    if x.layout is not torch.strided or x.is_nested:
-        raise ValueError(f"x must be dense, got {'a nested tensor' if x.is_nested else x.layout}")
+    check_dense("x", x)
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"x must be a tensor of float32, bfloat16 or float16, got {x.dtype}")
     if x.ndim < 1:
         raise ValueError("x must have at least 1 dimension, [.., K], got a scalar")
     if recipe not in get_args(Recipe):

@@ -16,8 +16,7 @@ from .calls import arguments, dispatch, eager, orders, parameters
 from .calls.call import Prepare
 from .groups import Group
 from .norms import Norm
-from .op import Order
-from .recipes import Float8
+from .options import Options
 from .shards import check_sizes, chunk_sizes
 
 Device = torch.device | str | int | None
@@ -47,27 +46,23 @@ class ShardedLinear(parameters.Watched):
         dtype: torch.dtype | None,
         group: Group,
         feature_sizes: Sequence[int] | None,
-        schedule: str,
-        debug: bool,
-        producer: str,
-        float8: Float8 | None,
-        order: Order,
+        options: Options,
     ) -> None:
         super().__init__()
-        dispatch.check_schedule(schedule)
-        arguments.check_producer(producer, schedule)
+        dispatch.check_schedule(options.schedule)
+        arguments.check_producer(options.producer, options.schedule)
+        arguments.activation_of(options.activation, self._matrices)
         arguments.flag("bias", bias)
         arguments.parameter_options(device, dtype)
         self.group: ProcessGroup = groups.resolve(group)
         in_features, out_features = arguments.features(in_features=in_features, out_features=out_features)
         self.in_features, self.out_features = in_features, out_features
-        self.schedule, self.debug, self.producer = schedule, arguments.flag("debug", debug), producer
-        self.float8 = arguments.float8_of(float8, dtype or torch.get_default_dtype(), "parameters")
-        self.feature_sizes = self._sizes_of(feature_sizes, (out_features, in_features)[self._dim])
-        self.order = order
         made_in = dtype or torch.get_default_dtype()
-        if orders.leaves_of(order, schedule, self.group.size(), float8, made_in) > 0 and self._sums_features:
-            orders.check_even(order, self.feature_sizes)
+        arguments.float8_of(options.float8, made_in, "parameters")
+        self.options = options
+        self.feature_sizes = self._sizes_of(feature_sizes, (out_features, in_features)[self._dim])
+        if orders.leaves_of(options, self.group.size(), made_in) > 0 and self._sums_features:
+            orders.check_even(options.order, self.feature_sizes)
         lead = (self._matrices,) * (self._matrices > 1)
         rows = out_features // self._matrices
         # How each matrix is cut, and along which dims of the parameters.
@@ -131,7 +126,7 @@ class ShardedLinear(parameters.Watched):
                     parameters.same_as(0, own, self._lies[name].mesh, self.group)
 
     def _linear(
-        self, prepare: Prepare, x: Tensor, *options: Any, residual: Tensor | None = None, activation: str | None = None,
+        self, prepare: Prepare, x: Tensor, along: tuple[Any, ...] = (), residual: Tensor | None = None,
         norm: Norm | None = None,
     ) -> Any:  # fmt: skip
         for name, known in self._known.items():
@@ -140,14 +135,13 @@ class ShardedLinear(parameters.Watched):
                 break
         if not self._is_padded:
             return eager.of_parameters(
-                prepare, x, self.weight, self.bias, self.group, *options, residual=residual, activation=activation,
-                norm=norm,
-            )  # fmt: skip
+                prepare, x, self.weight, self.bias, self.group, self.options, along, residual, norm
+            )
         size = self._sizes[self.group.rank()]
         weight = self._own("weight", self.weight, size, 2)
         bias = None if self.bias is None else self._own("bias", self.bias, size, 1)
         norm = None if norm is None else norm.map(lambda each: parameters.local(each, 1))
-        return eager.apply(prepare, x, weight, bias, self.group, options, residual, activation, norm)
+        return eager.apply(prepare, x, weight, bias, self.group, self.options, along, residual, norm)
 
     def _check_parameters(self) -> None:
         for name, lies in self._lies.items():
@@ -176,8 +170,8 @@ class ShardedLinear(parameters.Watched):
     def extra_repr(self) -> str:
         split = ", ".join(map(str, self.feature_sizes))
         text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        text = f"{text}, feature_sizes=({split}), rank={self.group.rank()}, schedule={self.schedule!r}"
-        return text if self.float8 is None else f"{text}, float8={self.float8!r}"
+        text = f"{text}, feature_sizes=({split}), rank={self.group.rank()}, schedule={self.options.schedule!r}"
+        return text if self.options.float8 is None else f"{text}, float8={self.options.float8!r}"
 
     def __getstate__(self) -> dict[str, Any]:
         # A process group can be neither copied nor pickled; its name can, and means the same group on a copy.

@@ -1,8 +1,7 @@
-"""Device code: Triton kernels that join a matmul to its collective, and the signals they are ordered by.
+"""Triton kernels that fuse a matmul with its collective, and the signals that order them.
 
-Where no GPU is present the kernels run in Triton's interpreter, which must be chosen before the first kernel is
-defined; importing this package makes that choice unless TRITON_INTERPRET is already set. Only torch, triton and this
-package are imported here.
+Without a GPU, kernels run in Triton's interpreter. That must be chosen before the first kernel is defined: importing
+this package does so, unless TRITON_INTERPRET is already set. This package imports only torch and triton.
 """
 
 from __future__ import annotations

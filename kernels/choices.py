@@ -1,29 +1,27 @@
-"""What `fusedtp tune --kernels` may choose of a configuration for a size, and what is worth a try.
+"""Choices that `fusedtp tune --kernels` may make for one size, and candidates worth a try.
 
-The table of `configs` is for all sizes of a class, and was made without a GPU. For one size, on the GPU at hand,
-another tile may be faster. Its rows are what signals are counted in, so all ranks must make the same choice.
+The table of `configs` covers all sizes of a class and was made without a GPU. For one size, on the GPU at hand, another
+tile may be faster. Signals are counted in rows of a tile, so all ranks must make the same choice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
 from .configs import Config
 
-# 32-bit registers of a thread that the accumulator may take: half of what there are, beside addresses and operands.
-# float32 is multiplied from registers too.
+# 32-bit registers of a thread for the accumulator: half, as addresses and operands need the rest. float32 operands need
+# more, as they are multiplied from registers.
 _MOST_SUMS, _MOST_SUMS_OF_FLOAT32, _LEAST_SUMS = 128, 64, 16
-MOST_STAGES, MOST_SPLITS = 6, 8
+MOST_SPLITS = 8
 _BARRIER_BYTES = 1024
 
 
 class Choice(NamedTuple):
-    """Part of a `Config`. pushers: of a gather, 0 for as many as the cost model says fill the link. splits: parts of
-    the contraction of a matmul + all-reduce of few rows, 0 for one for every multiprocessor.
-    """
+    """The part of a `Config` that can be chosen; pushers: of a gather, 0 leaves the number to the cost model."""
 
     block_m: int
     block_n: int
@@ -42,17 +40,17 @@ class Choice(NamedTuple):
 
 
 def of_config(config: Config) -> Choice:
-    """The table's."""
+    """Return the choice that a configuration makes."""
     return Choice(config.block_m, config.block_n, config.block_k, config.num_warps, config.num_stages, config.flatten)
 
 
 def of_fields(fields: Mapping[str, Any]) -> Choice:
-    """From numbers by name, as files have them."""
+    """Return the choice with these fields, as files store them."""
     return Choice(**fields)
 
 
 def applied(config: Config, choice: Choice | None) -> Config:
-    """The configuration with what was chosen; the rest follows from it as in the table."""
+    """Return the configuration with a choice applied; other fields follow as in the table."""
     if choice is None or choice == of_config(config):
         return config
     of_tile = ("block_m", "block_n", "block_k", "num_warps")
@@ -60,25 +58,26 @@ def applied(config: Config, choice: Choice | None) -> Config:
     chosen = choice._asdict() | {"pushers": choice.pushers or config.pushers, "measured_pushers": choice.pushers}
     return replace(
         config, **chosen,
-        # Where descriptors are the main way to read, pointers take more registers; else they are the main way.
+        # Pointers take more registers than descriptors, whose fallback they are.
         pointer_warps=max(choice.num_warps, config.pointer_warps) if config.descriptors else choice.num_warps,
-        # A thread moves as many elements of a tile as in the table.
+        # The same as in the table, by the tile's columns.
         moving_warps=16 if choice.block_n > 128 else 8,
-        # A limit is one tile's.
+        # A register limit applies to one tile size.
         registers=config.registers if is_same or not config.registers else {"": 255},
     )  # fmt: skip
 
 
 def _shared_bytes(choice: Choice, itemsize: int) -> int:
-    # Blocks of A and B under way, and the tile on its way out; what the compiler asks for is as much or less, but for
-    # its barriers (tests/test_kernels_offline.py).
+    # Blocks of A and B being loaded, and the tile being stored. The compiler asks for no more, apart from its barriers
+    # (tests/test_kernels_offline.py).
     under_way = choice.num_stages * (choice.block_m + choice.block_n) * choice.block_k
     return (under_way + choice.block_m * choice.block_n) * itemsize + _BARRIER_BYTES
 
 
 def fits(choice: Choice, itemsize: int, *, shared_bytes: int, lanes: int) -> bool:
-    """Whether a multiprocessor has room for it: shared memory, and registers of threads, of which a warp has `lanes`.
-    The tile is neither so large that sums go to local memory, nor so small that threads have nothing to do.
+    """Return whether a multiprocessor has enough shared memory and registers for a choice.
+
+    lanes: threads of a warp. A tile must not be so large that sums go to local memory, nor so small that threads idle.
     """
     sums = choice.block_m * choice.block_n // (choice.num_warps * lanes)
     most = _MOST_SUMS if itemsize <= 2 else _MOST_SUMS_OF_FLOAT32
@@ -88,15 +87,16 @@ def fits(choice: Choice, itemsize: int, *, shared_bytes: int, lanes: int) -> boo
 def tiles(
     config: Config, rows: int, cols: int, itemsize: int, *, shared_bytes: int, lanes: int = 32, least_rows: int = 64
 ) -> list[Choice]:  # fmt: skip
-    """Other tiles for a C of which a chunk has `rows` rows and `cols` columns, with as many stages as there is room for
-    up to the table's and one more. The nearest to the table's come first. least_rows: of the matrix unit.
+    """List other tiles for a C whose chunks have `rows` rows and `cols` columns, nearest to the table's tile first.
+
+    A tile has as many stages as fit, at most one more than the table's. least_rows: fewest rows of the matrix unit.
     """
     first = of_config(config)
     found = []
     depths = (first.block_k,) if itemsize == 1 else (first.block_k // 2, first.block_k, first.block_k * 2)
     for block_m, block_n, block_k, warps in product((32, 64, 128, 256), (64, 128, 256), depths, (4, 8)):
-        # No tile is twice as long as what it is of, but for the least.
-        if block_m < least_rows or (block_m >= 2 * rows and block_m > least_rows) or (block_n >= 2 * cols > 64):
+        # Skip tiles of twice the rows or columns, but for the least of each.
+        if block_m < least_rows or block_m >= max(2 * rows, least_rows + 1) or block_n >= max(2 * cols, 65):
             continue
         for stages in range(first.num_stages + 1, 1, -1):
             choice = Choice(block_m, block_n, block_k, warps, stages, first.flatten)
@@ -107,20 +107,6 @@ def tiles(
 
 
 def _far(choice: Choice, other: Choice) -> int:
-    # In how many respects they differ, and by how many doublings: a stage less in a larger tile is no difference.
+    # Doublings between two tiles. Stages do not count: a larger tile has room for fewer.
     names = ("block_m", "block_n", "block_k", "num_warps")
     return sum(abs(getattr(choice, name).bit_length() - getattr(other, name).bit_length()) for name in names)
-
-
-def refined(
-    choice: Choice, config: Config, itemsize: int, *, shared_bytes: int, lanes: int = 32, few_rows: bool = False
-) -> Iterator[Choice]:
-    """The same tile with a stage more or less, with loops made one or not, and with other parts of the contraction."""
-    for stages in (choice.num_stages + 1, choice.num_stages - 1):
-        other = choice._replace(num_stages=stages)
-        if 1 <= stages <= MOST_STAGES and fits(other, itemsize, shared_bytes=shared_bytes, lanes=lanes):
-            yield other
-    if few_rows:
-        yield from (choice._replace(splits=splits) for splits in (1, 2, 4, MOST_SPLITS))
-    elif config.descriptors:
-        yield choice._replace(flatten=not choice.flatten)

@@ -1,10 +1,11 @@
-"""A tile's products along the contraction, in the usual order or as a tree.
+"""Products of a tile along the contraction, in the usual order or as a tree.
 
-The usual order is one sum from the first element to the last, and on with the next chunk where the contraction has
-several. As a tree (`Tiles.LEAVES`) the contraction is cut into as many leaves, [l K / LEAVES] to [(l + 1) K / LEAVES]
-rounded down, each of which is a sum in the usual order, and those are added in pairs, pairs in pairs. With a rank's
-part of the contraction its leaves are a part of all leaves, and their sum a subtree; `reduce` adds the subtrees on. So
-neither the number of ranks nor where their rows are cut changes what is added to what, if `Config` has one tile.
+The usual order is one sum from the first element to the last, chunk after chunk. A tree (`Tiles.LEAVES`) cuts the
+contraction into leaves: leaf l is K from l K / LEAVES to (l + 1) K / LEAVES, rounded down. Each leaf is a sum in the
+usual order. Leaves are added in pairs, and pairs in pairs.
+
+If ranks split the contraction, each rank has some of all leaves and adds them to a subtree. `reduce` adds the subtrees.
+So the reduction order depends neither on the number of ranks nor on where their rows are cut, if `Config` has one tile.
 """
 
 from __future__ import annotations
@@ -19,29 +20,29 @@ from .signal import cdiv
 
 @triton.jit
 def dot(a, b, acc):
-    """acc += a @ b in float32."""
+    """Return acc + a @ b in float32."""
     if a.dtype.primitive_bitwidth == 8:
-        # The matrix unit of sm_90 keeps 14 bits of a sum of float8 products: such a sum goes no further than a block of
-        # K, 128 at most, and is then added in float32 (DeepSeek-V3, section 3.3.2). With Triton's option for that,
-        # `max_num_imprecise_acc`, PTX has the addition before the wait for the sum. Other targets' sums are float32,
-        # and the compiler makes one instruction of both.
+        # The matrix unit of sm_90 keeps 14 bits of a sum of float8 products. So each block of K, 128 at most, has its
+        # own sum, which is then added in float32 (DeepSeek-V3, section 3.3.2). Triton's option for that,
+        # `max_num_imprecise_acc`, emits PTX that adds before it waits for the sum. Other targets sum in float32, and
+        # the compiler makes one instruction of both.
         return acc + tl.dot(a, b)
     else:
-        # "ieee" matters for float32 only: the default would round its operands to tf32.
+        # "ieee" matters for float32 only: the default would round the operands to tf32.
         return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
 def multiply(acc, a, tile, b, A_BY: tl.constexpr, B_BY: tl.constexpr, tiles, IN_PARTS: tl.constexpr):
-    """acc[BLOCK_M, BLOCK_N] += a[rows of the tile, its K chunk] @ b[the same K chunk, columns of the tile].
+    """Return acc[BLOCK_M, BLOCK_N] + a[rows of the tile, K chunk] @ b[the same K chunk, columns of the tile].
 
-    IN_PARTS: the chunk is one of several, so B's block scales behind it are those of the next one.
+    IN_PARTS: the chunk is one of several, so B's block scales past its end belong to the next chunk.
     """
     BLOCK_M: tl.constexpr = tiles.BLOCK_M
     BLOCK_K: tl.constexpr = tiles.BLOCK_K
     offs_k = tl.arange(0, BLOCK_K)
-    # Pointers to rows and columns past the end wrap around to valid ones, and descriptors read zeros there or rows of
-    # another chunk: no mask in the loop, and the store drops what comes of it.
+    # Past the last row or column pointers wrap around to valid elements, and descriptors read zeros or another chunk's
+    # rows. So the loop masks K only: the store drops such rows and columns.
     if A_BY == "pointers":
         offs_m = (tl.arange(0, BLOCK_M) % (tile.rows - tile.row)).to(tl.int64)
         a_ptrs = a.source + offs_m[:, None] * a.stride_m + offs_k[None, :].to(tl.int64) * a.stride_k
@@ -55,7 +56,7 @@ def multiply(acc, a, tile, b, A_BY: tl.constexpr, B_BY: tl.constexpr, tiles, IN_
         a_scales = a.scale + rows[:, None] * a.scale_stride + offs_s[None, :]
         first = a.k_begin // 32
         if IN_PARTS and B_BY != "pointers":
-            # Descriptors read parts of whole blocks of K.
+            # Chunks that descriptors read are whole blocks of K.
             first = tl.multiple_of(first, BLOCK_K // 32)
         b_scales = b.scale + cols[:, None] * b.scale_stride + (first + offs_s)[None, :]
     for k in range(0, cdiv(a.k_len, BLOCK_K)):
@@ -89,23 +90,23 @@ def multiply(acc, a, tile, b, A_BY: tl.constexpr, B_BY: tl.constexpr, tiles, IN_
 
 @triton.jit
 def _begin_of(leaf, K, tiles):
-    # Without overflow: K * LEAVES may be more than an int32.
+    # K * LEAVES may overflow an int32.
     first = K // tiles.LEAVES * leaf + K % tiles.LEAVES * leaf // tiles.LEAVES
     if tiles.LEAVES_ALIGNED:
-        # Without the hint, loads by pointers are of one element.
+        # Without the hint, pointers load one element at a time.
         first = tl.multiple_of(first, 16)
     return first
 
 
 @triton.jit
 def _leaf_of(a, leaf, tiles, BY: tl.constexpr):
-    # The leaf of a chunk of A that is all of the contraction on this rank.
+    # A leaf of a chunk of A that is the whole contraction on this rank.
     first = _begin_of(leaf, a.k_len, tiles)
     length = _begin_of(leaf + 1, a.k_len, tiles) - first
     source = a.source
     if BY == "pointers":
         source += first.to(tl.int64) * a.stride_k
-    # Operands that are read by descriptors have whole blocks of K in a leaf.
+    # Leaves that descriptors read are whole blocks of K.
     return Operand(
         source, a.stride_m, a.stride_k, a.layer, a.row, first, length, a.packed, a.scale, a.scale_stride,
         a.first + first,
@@ -117,12 +118,13 @@ def sum_as_tree(
     ctx, tile, a, packed, leaf, A_CHUNK: tl.constexpr, B_CHUNK: tl.constexpr, NUM_K_CHUNKS: tl.constexpr,
     COUNT: tl.constexpr,
 ):  # fmt: skip
-    """The sum of COUNT leaves from `leaf` on, as a tree. a: the only chunk of A, if there is one; of several, terms
-    that wait for nothing, each leaf goes on in the next one.
+    """Return the sum of COUNT leaves from `leaf` on, added as a tree.
+
+    a: the chunk of A, if there is one. With several (terms, which wait for nothing) a leaf adds its part of each.
     """
     acc = tl.full((ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N), 0.0, tl.float32)
     if COUNT > 1:
-        # Two, which the compiler does not know: unrolled, there would be a loop over K for each leaf.
+        # Always two turns, which the compiler cannot know: unrolled, every leaf would have its own loop over K.
         for side in range(0, min(2, 2 + ctx.b.K)):
             acc += sum_as_tree(
                 ctx, tile, a, packed, leaf + side * (COUNT // 2), A_CHUNK, B_CHUNK, NUM_K_CHUNKS, COUNT // 2

@@ -1,13 +1,13 @@
-"""Tensor descriptors: how a matmul's operand is read, decided on the host for each launch.
+"""Tensor descriptors: decide on the host, for each launch, how a kernel reads a matmul's operand.
 
-A descriptor lets the copy engine of an SM (TMA; sm_90 and later) fetch a whole tile into shared memory: no pointers in
-registers, no masks, zeros past the end. It needs a base and strides that are multiples of 16 bytes and one dimension
-whose elements are adjacent; any other operand is read by masked pointers. "rows" reads an [R, C] whose columns are
-adjacent, "columns" one whose rows are adjacent, in transposed tiles.
+A descriptor lets the copy engine of an SM (TMA; sm_90 and later) load a whole tile into shared memory: no pointers in
+registers, no masks, zeros past the end. It needs a base and strides that are multiples of 16 bytes, and one contiguous
+dimension. Other operands are read by masked pointers. "rows" reads an [R, C] with contiguous rows, "columns" one with
+contiguous columns, in transposed tiles.
 
-Descriptors are made on the host and travel as kernel arguments, by value: there is no scratch memory to allocate, no
-fence at a program's start, and nothing that could be stale, also in a captured graph. Chunks of rows that end inside a
-tile need no descriptor of their own: what is read beyond their end is never stored.
+The host passes descriptors to a kernel by value. So there is no scratch memory to allocate, no fence at a program's
+start, and nothing that could be stale, even in a captured graph. A chunk of rows that ends inside a tile needs no
+descriptor of its own: elements read past its end are never stored.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _MAX_LENGTH = 2**31
 
 
 def _describable(rows: int, cols: int, itemsize: int, config: Config) -> bool:
-    # float32 is multiplied in full precision, not by tensor cores: its tiles need not be in shared memory.
+    # float32 is multiplied in full precision, without tensor cores, so its tiles need not be in shared memory.
     return config.descriptors and itemsize <= 2 and 0 < min(rows, cols) and max(rows, cols) < _MAX_LENGTH
 
 
 def read_by(x: torch.Tensor, config: Config) -> str:
-    """How a kernel reads the matrix x [R, C]: "rows" or "columns" by a descriptor, or "pointers"."""
+    """Return how a kernel reads the matrix x [R, C]: "rows" or "columns" by a descriptor, or "pointers"."""
     (rows, cols), (stride_r, stride_c), per_unit = x.shape, x.stride(), _ALIGNMENT_BYTES // x.element_size()
     if not _describable(rows, cols, x.element_size(), config) or x.data_ptr() % _ALIGNMENT_BYTES:
         return "pointers"
@@ -43,34 +43,33 @@ def read_by(x: torch.Tensor, config: Config) -> str:
 
 
 def read_by_all(matrices: Sequence[torch.Tensor], config: Config) -> str:
-    """How a kernel reads one of these, which it chooses itself: all alike."""
+    """Return the one way in which a kernel can read each of `matrices`."""
     ways = {read_by(x, config) for x in matrices}
     return ways.pop() if len(ways) == 1 else "pointers"
 
 
 def whole_leaves(config: Config, lengths: Sequence[int], leaves: int) -> Config:
-    """The configuration for contractions in leaves: descriptors would read blocks of K on into the next leaf."""
+    """Return the configuration for contractions in leaves; descriptors need leaves of whole blocks of K."""
     cut = bool(leaves) and any(K % (leaves * config.block_k) for K in lengths)
     return replace(config, descriptors=False) if cut else config
 
 
 def fitted_to(config: Config, *operands: torch.Tensor, results: Sequence[torch.Tensor] = ()) -> Config:
-    """The configuration of a kernel that reads these operands and stores these results (none: tiles to arenas)."""
+    """Return the configuration of a kernel that reads `operands` and stores `results` (none: tiles to arenas)."""
     by_pointers = [x for x in operands if read_by(x, config) == "pointers"]
     return fitted(config, stored=in_16_bytes(*results), read=in_16_bytes(*by_pointers))
 
 
 def read_gathered_by(a: torch.Tensor, rows: int, cols: int, config: Config) -> str:
-    """How the gathered A [rows, cols] is read; `a` is the own shard of it. One loop reads the own shard and the own
-    arena, so either both are read by descriptors, "rows", or both by "pointers".
-    """
+    """Return how a kernel reads the gathered A [rows, cols], with own shard `a`: "rows" (descriptors) or "pointers"."""
+    # One loop reads the own shard and the own arena, so both are read alike.
     if not _describable(rows, cols, a.element_size(), config):
         return "pointers"
     return "rows" if a.numel() == 0 or a.stride(1) != 1 or read_by(a, config) == "rows" else "pointers"
 
 
 def of_left(a: torch.Tensor, by: str, config: Config) -> TensorDescriptor | None:
-    """A [M, K] as [1, M, K] or [1, K, M]; None where it is read by pointers."""
+    """Return the descriptor of A [M, K] as [1, M, K] or [1, K, M]; None if A is read by pointers."""
     if by == "pointers":
         return None
     M, K = a.shape
@@ -80,7 +79,7 @@ def of_left(a: torch.Tensor, by: str, config: Config) -> TensorDescriptor | None
 
 
 def of_right(b: torch.Tensor, by: str, config: Config) -> TensorDescriptor | None:
-    """B [K, N] as it is or as [N, K]; None where it is read by pointers."""
+    """Return the descriptor of B [K, N], or of its transpose [N, K]; None if B is read by pointers."""
     if by == "pointers":
         return None
     K, N = b.shape
@@ -92,7 +91,7 @@ def of_right(b: torch.Tensor, by: str, config: Config) -> TensorDescriptor | Non
 def of_arena(
     channel: Channel, dtype: torch.dtype, rows: int, cols: int, pitch: int, config: Config
 ) -> TensorDescriptor:
-    """The own arena as [2, rows, cols]: the halves of even and of odd epochs."""
-    # Pitch, halves and the address of an arena are multiples of 16 bytes.
+    """Return the descriptor of the own arena as [2, rows, cols]: the halves of even and of odd epochs."""
+    # The pitch, the halves and the address of an arena are multiples of 16 bytes.
     half, block = channel.half_bytes // dtype.itemsize, [1, config.block_m, config.block_k]
     return TensorDescriptor(channel.data.view(dtype), [2, rows, cols], [half, pitch, 1], block)

@@ -1,4 +1,4 @@
-"""What a launch of the gathering matmul needs, worked out once for operands that are laid out alike."""
+"""Launch parameters of the gathering matmul, worked out once for each layout of the operands."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .operands import Epilogue, Tiles, tiles_of, unit_of
 
 
 def own_in_place(a: torch.Tensor) -> bool:
-    """Whether the kernel can read this shard where it lies: its rows must be contiguous, as they are in an arena."""
+    """Return whether the kernel can read this shard in place: its rows must be contiguous, as in an arena."""
     return a.stride(1) == 1
 
 
 def _limit(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, pitch: int, aligned: bool, described: bool) -> str:
-    # Which limit of registers is known to be enough for a kernel that gathers rows.
+    # The register limit that is known to suffice for a kernel that gathers rows.
     whole = aligned and pitch % 16 == 0 and in_16_bytes(b, c) and not any(n % 16 for n in a.stride() if n != 1)
     # Reading by descriptors needs no further alignment.
     if (described or whole) and c.stride(1) == 1 and c.shape[1] % 16 == c.stride(0) % 16 == c.data_ptr() % 16 == 0:
@@ -28,7 +28,7 @@ def _limit(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, pitch: int, aligne
 
 
 class Known(NamedTuple):
-    """How operands are read, by which tile, by which programs, and the options of the compiler."""
+    """Launch parameters: how operands are read, the tile, the programs, and the compiler's options."""
 
     config: Config
     a_by: str
@@ -45,8 +45,9 @@ class Known(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Shards of `sizes`, of rows or of the contraction, in rows that are `pitch` elements apart in an arena. scales,
-    leaves: as in `Tiles`. switch: each piece is pushed once, not to each rank.
+    """A gather of shards of `sizes`, of rows if `on_rows`, else of the contraction.
+
+    pitch: of an arena's rows. scales, leaves: as in `Tiles`. switch: each piece is pushed once, not to each rank.
     """
 
     sizes: tuple[int, ...]
@@ -62,19 +63,19 @@ class Plan:
         self, channel: Channel, a: torch.Tensor, bs: list[torch.Tensor], cs: list[torch.Tensor], pushed: bool,
         epilogue: Epilogue,
     ) -> Known:  # fmt: skip
-        """For these operands and results; with `pushed` no program of the kernel pushes."""
+        """Return the launch parameters for these operands and results; with `pushed` no program pushes."""
         b, c = bs[0], cs[0]
         M, K, sizes, pitch, config = c.shape[0], b.shape[0], self.sizes, self.pitch, self.config
         on_rows, rank, in_place = self.on_rows, channel.rank, own_in_place(a)
         pieces = -(-a.shape[0] // self.piece_rows) * (1 if self.switch else channel.world_size)
         pushers = 0 if pushed else max(1, min(config.pushers, pieces))
         rows, cols = (M, K) if on_rows else (channel.world_size * M, max(sizes))
-        # A chunk that ends inside a block of K would be multiplied with rows of B that belong to the next one.
+        # A chunk that ends inside a block of K would be multiplied with rows of B that belong to the next chunk.
         whole_blocks = on_rows or all(size % config.block_k == 0 for size in sizes)
         aligned = all(size % 16 == 0 for size in sizes)
         config = whole_leaves(config if whole_blocks else replace(config, descriptors=False), [K], self.leaves)
         config = fitted_to(config, *((a, *bs) if in_place else bs), results=cs)
-        # The part that lies in the arena may be unaligned too.
+        # The part in the arena may be unaligned too.
         loose_leaves = bool(self.leaves) and K % (16 * self.leaves) != 0
         if not config.descriptors and (pitch % 16 or loose_leaves or (not on_rows and not aligned)):
             config = fitted(config, stored=True, read=False)
@@ -83,7 +84,7 @@ class Plan:
         a_by, b_by = read_gathered_by(a, rows, cols, config), read_by_all(bs, config)
         flatten = on_rows and flattened(config, a_by, b_by) and not self.leaves
         if epilogue.ACTIVATION.value:
-            # Its store takes registers, of which one loop would keep some on the stack.
+            # Storing an activation takes registers: one loop would keep some of them on the stack.
             limit, flatten = "activated", False
         else:
             limit = _limit(a, b, c, pitch, aligned, config.descriptors) if on_rows and len(bs) == 1 else ""

@@ -1,12 +1,11 @@
-"""All-gather + matmul: c = gather(a) @ b, the gather hidden behind the matmul.
+"""All-gather + matmul: c = gather(a) @ b, with the gather hidden behind the matmul.
 
-Two forms. Gathering rows: c[M, N] from a_shard [M_r, K], b [K, N]; a tile waits for the piece of rows it reads.
-Gathering the contraction: c[M, N] from a_shard [M, K_r], b [K, N]; a tile visits K chunk by chunk, own first, and waits
-inside its K loop.
+- Gathering rows: c[M, N] from a_shard [M_r, K], b [K, N]. A tile waits for the pieces of rows that it reads.
+- Gathering the contraction: c[M, N] from a_shard [M, K_r], b [K, N]. A tile visits K chunk by chunk, own first, and
+  waits inside its K loop.
 
-The producer is either the kernel's own first programs (`push`: they store the own rows into the peers' arenas and never
-wait), or a kernel or copies issued before this one. The own shard is read where it lies when its rows are contiguous,
-else it goes through the own arena.
+Producers are the kernel's first programs (`push`), which store the own rows into the peers' arenas and never wait, or a
+kernel or copies issued earlier. The own shard is read in place if its rows are contiguous, else from the own arena.
 """
 
 from __future__ import annotations
@@ -44,9 +43,7 @@ from .terms import unit, widened
 
 
 class Shard(NamedTuple):
-    """The own shard of A, like `Left`; `arena_desc` reads the other ranks'. IN_PLACE: the own shard is read where it
-    lies, not from the own arena.
-    """
+    """The own shard of A, like `Left`, read in place or from the own arena; `arena_desc` reads other ranks' shards."""
 
     ptr: tl.tensor
     own_desc: tl.tensor
@@ -59,9 +56,7 @@ class Shard(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """How the shards lie: the table of their offsets, the arenas' pitch, and the rows of a piece. ALIGNED,
-    ROWS_ALIGNED: whether the shards' lengths, and their numbers of rows, are multiples of 16.
-    """
+    """Layout of the shards: offsets, pitch, rows of a piece, and if lengths, and rows, are multiples of 16."""
 
     table: tl.tensor
     pitch: tl.tensor
@@ -71,7 +66,7 @@ class Chunks(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """The hooks' context. END: as in `Link`."""
+    """Context of the hooks. END: as in `Link`."""
 
     link: Link
     a: Shard
@@ -113,13 +108,12 @@ def _locate_whole(ctx, tile):
 
 @triton.jit
 def _arrived_or_own(ctx, src, tile, packed, arena_row, k_begin, k_len):
-    # Where the tile's rows of rank src's shard lie: in place if it is the own shard, else in the own half from row
-    # `arena_row` on, once they have arrived.
+    # The tile's rows of rank src's shard: in place, or after a wait in the own half, from row `arena_row` on.
     stride = tl.full((), 0, tl.int64) + ctx.chunks.pitch
     layer = 0
     row = tile.row
     if ctx.tiles.SCALES == "blocks":
-        # Where they lie in a row that has arrived.
+        # Arrived rows have their scales behind their data.
         behind = cdiv(k_len, 16) * 16
         scale = half(ctx.link, ctx.link.rank, tl.uint8) + arena_row.to(tl.int64) * ctx.chunks.pitch + behind
         scale_stride = tl.full((), 0, tl.int64) + ctx.chunks.pitch
@@ -136,7 +130,7 @@ def _arrived_or_own(ctx, src, tile, packed, arena_row, k_begin, k_len):
             scale = ctx.scales.a + tile.row.to(tl.int64) * scale_bytes(ctx.a.cols)
             scale_stride = tl.full((), 0, tl.int64) + scale_bytes(ctx.a.cols)
     else:
-        # Raised by rank src's pushing programs, or behind its copies.
+        # Waits for: pieces raised by rank src's pushing programs, or after its copies.
         end_row = min(tile.row + ctx.tiles.BLOCK_M, tile.rows)
         packed = wait_for_rows(
             ctx.link, src, tile.row, end_row, FIRST_SLOT, packed, ctx.tiles.BLOCK_M, ctx.chunks.PIECE
@@ -153,8 +147,7 @@ def _arrived_or_own(ctx, src, tile, packed, arena_row, k_begin, k_len):
 
 @triton.jit
 def _row(ctx, tile):
-    # The row counted over all chunks. Without the hint, numbers from a table allow stores of one element only where
-    # the columns of C are contiguous.
+    # The row counted over all chunks. Without the hint, contiguous columns of C are stored one element at a time.
     row = tile.begin + tile.row
     if ctx.chunks.ROWS_ALIGNED:
         row = tl.multiple_of(row, 16)
@@ -172,7 +165,7 @@ def _a_gathered_contraction(ctx, tile, i, packed):
     k_begin = tl.load(ctx.chunks.table + src)
     k_len = tl.load(ctx.chunks.table + src + 1) - k_begin
     if ctx.chunks.ALIGNED:
-        # Without the hint, numbers from a table allow loads of one element only.
+        # Without the hint, numbers from a table allow only loads of one element.
         k_begin = tl.multiple_of(k_begin, 16)
         k_len = tl.multiple_of(k_len, 16)
     return _arrived_or_own(ctx, src, tile, packed, src * ctx.M + tile.row, k_begin, k_len)
@@ -180,8 +173,7 @@ def _a_gathered_contraction(ctx, tile, i, packed):
 
 @triton.jit
 def _scales_of(ctx, src, tile, arena_row):
-    # Of the tile's rows of rank src's shard: where they are given if it is the own one in place, else behind the rows
-    # that have arrived, from `arena_row` of the own half on.
+    # Scales of the tile's rows of rank src's shard: the given ones in place, or those in the arrived rows.
     ptr, stride = received_scale(ctx.link, ctx.link.rank, arena_row, ctx.chunks.pitch)
     if ctx.a.IN_PLACE and src == ctx.link.rank:
         ptr = ctx.scales.a + tile.row
@@ -295,12 +287,13 @@ def _gather_matmul_kernel(
     PUSHERS: tl.constexpr, CONTRACTION: tl.constexpr, LAST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
     SWITCH: tl.constexpr,
 ):  # fmt: skip
-    """Programs 0 .. PUSHERS - 1 push the own shard, with SWITCH to all at once, and signal each piece, without waiting;
-    the others multiply.
+    """Push the own shard in programs 0 .. PUSHERS - 1, and multiply in the others.
 
-    A multiplying program waits for pieces of other ranks' shards (of its own too, without IN_PLACE). Their signals are
-    raised by programs with lower ids, which wait for nothing, or (PUSHERS = 0) by what was issued earlier. The kernel
-    ends the epoch if LAST.
+    Pushing programs signal each piece; with SWITCH they store to all ranks at once. The kernel enters the epoch if
+    PUSHERS > 0, and ends the epoch if LAST.
+
+    Waits for: pieces of other ranks' shards, and of the own shard without IN_PLACE, in multiplying programs. Raised by
+    programs with lower ids, which wait for nothing, or (PUSHERS = 0) by what was issued earlier.
     """
     _gather_matmul_programs(
         Gathered(
@@ -312,24 +305,20 @@ def _gather_matmul_kernel(
     )  # fmt: skip
 
 
-# A further b, its c, its bias, what takes its products before an activation, and of float8 its scales.
+# A further b, its c, its bias, the z that takes its products before an activation, and its float8 scales.
 Further: TypeAlias = tuple[
     torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None
 ]  # fmt: skip
 
 
 class GatherMatmul:
-    """c [M, N] = gather(a, gather_dim) @ b [K, N], and the epilogue, for shards of `sizes`; of any number of b. switch:
-    rows are stored once, to all ranks.
-
-    What depends on how the operands are laid out is worked out once for each layout, then looked up.
-    """
+    """Launcher of c [M, N] = gather(a, gather_dim) @ b [K, N] and the epilogue, for one b or several; see `Plan`."""
 
     def __init__(
         self, op: int, sizes: tuple[int, ...], *, gather_dim: int, pitch: int, piece_rows: int, config: Config,
         scales: str = "", leaves: int = 0, switch: bool = False,
     ) -> None:  # fmt: skip
-        # Chunks of a gathered contraction come in any order.
+        # Each rank adds the chunks of a gathered contraction in an order of its own.
         assert gather_dim == 0 or not leaves
         self._op, self._pitch, self._on_rows, self._switch = op, pitch, gather_dim == 0, switch
         self._plan = Plan(sizes, self._on_rows, pitch, piece_rows, config, scales, leaves, switch)
@@ -349,9 +338,10 @@ class GatherMatmul:
         more: Sequence[Further] = (),
         scales: Scales | None = None,
     ) -> None:
-        """Launch it. With `pushed` the pieces of `piece_rows` rows are already under way; else config.pushers of the
-        kernel's programs push them, or fewer if there are fewer pieces. `last` ends the epoch. With `more` all biases
-        run along columns, and there is one for each b or none.
+        """Launch the kernel.
+
+        pushed: the pieces of `piece_rows` rows are already under way. Else config.pushers programs push them, or fewer
+        for fewer pieces. last: end the epoch. more: all biases then run along columns, and each b has one or none has.
         """
         key = [
             a.dtype, a.shape, a.stride(), a.data_ptr() % 16, b.shape, b.stride(), b.data_ptr() % 16, c.stride(),

@@ -1,19 +1,18 @@
-"""What Triton's interpreter needs to run the protocol at a bearable pace.
+"""Patches of Triton's interpreter, read in Triton 3.6 to 3.9: a bearable pace, exact bfloat16, and fixes.
 
-Ranks may outnumber cores, and a program that polls would keep its core while the rank it waits for has none. So here
-every atomic is followed by a chance for another process to run, and a program that sees one word unchanged again and
-again sleeps between its polls. Costs of the interpreter are left out: it patches the language's functions anew at
-every call of a device function, a millisecond each, where once a launch is enough, as all our device functions see the
-same `triton.language`; it computes every integer operation a second time in 64 bits, for an overflow check that only
-debug mode makes; it rebuilds its table of NumPy types at every look-up, a tensor's shape for every tensor, and works
-out the type of two operands at every operation.
+Ranks may outnumber cores, and a polling program would keep the core that the awaited rank needs. So every atomic
+read-modify-write yields to other processes, and polls of an unchanged word sleep.
 
-Its bfloat16 is made exact: it truncates where float32 becomes bfloat16, makes zeros of subnormal numbers, and takes
-bfloat16's bits for integers in a product of matrices.
+Costs that are removed:
+- All language functions are patched at every call of a device function, a millisecond each. Once a launch is enough, as
+  all our device functions see the same `triton.language`.
+- Every integer operation is computed again in 64 bits, for an overflow check that only debug mode makes.
+- Every look-up rebuilds the table of NumPy types, every tensor its shape, every operation its operands' common type.
 
-Triton 3.6 takes `int` of a loop's bounds, which are arrays of one element; NumPy refuses that from 2.4 on unless an
-array is 0-dimensional. Triton 3.9 refuses masks that are not of bools, and makes integers of a scalar comparison's
-result where it broadcasts it. All of this was read in Triton 3.6 to 3.9.
+Errors that are fixed:
+- float32 is truncated to bfloat16, subnormal bfloat16 becomes zero, and matrix products take its bits for integers.
+- Triton 3.6 calls `int` on a loop's bounds, arrays of one element, which NumPy 2.4 refuses unless 0-dimensional.
+- Triton 3.9 refuses masks that are not bool, and makes a scalar comparison an integer when it broadcasts the result.
 """
 
 from __future__ import annotations
@@ -25,14 +24,13 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
-import numpy as np
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 
-# Polls of one word before the first sleep, and the longest sleep.
+# Polls of one unchanged word before the first sleep, and the longest sleep.
 _SPINS, _SLEEP_SECONDS = 8, 1e-3
 
 
@@ -83,7 +81,7 @@ def _leave_out_needless_work() -> None:
 
 
 def _remembered(of_types: Callable[..., Any]) -> Callable[..., Any]:
-    # What it says follows from its arguments, whatever it is a method of.
+    # The result depends on the arguments alone, not on `self`.
     of = lru_cache(partial(of_types, interpreter.interpreter_semantic))
     return lambda self, *types: of(*types)
 
@@ -119,7 +117,7 @@ def _keep_conditions() -> None:
 
     def create_splat(self: InterpreterBuilder, to: Any, scalar: Any) -> Any:
         result = splat(self, to, scalar)
-        # The scalar's own type is that of what was compared.
+        # The scalar's declared type is that of the compared values.
         if scalar.data.dtype == bool:
             result.data = result.data.astype(bool)
         return result
@@ -142,9 +140,10 @@ def _convert_exactly() -> None:
             return data.astype("uint32") << 16
         if source == tl.float32 and to == tl.bfloat16:
             bits = data.view("uint32")
-            # To nearest even; NaN must not be carried into infinity by the addition.
-            even = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
-            return np.where(data == data, even, bits >> 16 | 0x40).astype("uint16")
+            # Round to nearest even. The addition must not carry NaN into another number.
+            is_number = data == data
+            even = (bits + (0x7FFF + ((bits >> 16) & 1)) * is_number) >> 16
+            return (even | 0x40 * ~is_number).astype("uint16")
         table = tables.get(str(source)) if to == tl.float32 else None
         return convert(data, source, to, rounding) if table is None else table[data.view("uint8")]
 
@@ -161,7 +160,7 @@ def _convert_exactly() -> None:
 
 
 def prepare() -> None:
-    """Called once, where kernels are interpreted, before the first of them runs."""
+    """Patch the interpreter; to be called once, before the first kernel runs."""
     _give_way_after_atomics()
     _patch_once_a_launch()
     _leave_out_needless_work()

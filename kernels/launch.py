@@ -1,4 +1,4 @@
-"""What every launcher shares: the channel to the peers, and the tile configuration for the machine at hand."""
+"""Parts that launchers share: the channel to the peers, and the tile configuration for this machine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .configs import Config as Config
 from .signal import Group
 
 _MANY = 1 << 30
-# The compiler fuses a multiply and an add. Every launch says so: Triton's default is on up to 3.9, off from 3.10.
+# Let the compiler fuse a multiply and an add. Every launch says so: Triton's default is on up to 3.9, off from 3.10.
 FP_FUSION = {"enable_fp_fusion": True}
-# For how many layouts of its operands an op remembers what a launch needs.
+# Layouts of operands for which an op caches launch parameters.
 MOST_KNOWN = 64
 
 
@@ -24,10 +24,10 @@ MOST_KNOWN = 64
 class Channel:
     """One rank's end of a workspace, as kernels see it.
 
-    `peers` is the device table of arena addresses (int64, world_size + 2): each rank's, the clock's block, and all
-    ranks' at once, 0 without one. Data starts `data_offset` bytes into an arena, in two halves of `half_bytes`; `data`
-    is both halves of the own arena (uint8).
-    `fingerprint` (int64) is that of the current op: see `signal`.
+    - `peers`: device table (int64, world_size + 2) of addresses: each arena's, the host block's, all arenas' or 0.
+    - `data`: both halves of the own arena (uint8).
+    - `half_bytes`, `data_offset`: bytes of a half, and bytes in an arena before its halves.
+    - `fingerprint`: int64, of the current op; see `signal`.
     """
 
     peers: torch.Tensor
@@ -42,7 +42,7 @@ class Channel:
         self.groups: dict[int, Group] = {}
 
     def group(self, op: int) -> Group:
-        """The arenas as a launch of op number `op` is given them."""
+        """Return the arenas as a launch of op number `op` passes them."""
         group = self.groups.get(op)
         if group is None:
             constants = tl.constexpr(self.world_size), tl.constexpr(op)
@@ -64,11 +64,11 @@ def config_for(
     device: torch.device, dtype: torch.dtype, rows: int = _MANY, cols: int = 0, *, blocks: bool = False,
     tree: bool = False,
 ) -> Config:  # fmt: skip
-    """The configuration for a device, with the number of programs filled in.
+    """Return the configuration for a device, with the number of programs filled in.
 
-    For a matmul, `rows` is the largest number of rows of a chunk, the same on all ranks, and `cols` the columns of C,
-    the same on all ranks if they exchange its tiles. Kernels that only move rows give neither. blocks, tree: as in
-    `compiled_config`.
+    - `rows`: most rows of a chunk of a matmul, the same on all ranks. Kernels that only move rows omit it.
+    - `cols`: columns of C of a matmul, the same on all ranks if they exchange tiles of C.
+    - `blocks`, `tree`: as in `compiled_config`.
     """
     if INTERPRETED:
         return INTERPRETER
@@ -77,9 +77,8 @@ def config_for(
 
 
 def in_16_bytes(*matrices: torch.Tensor) -> bool:
-    """Whether kernels read and store these matrices 16 bytes at a time. All that a compiled kernel knows of lengths,
-    strides and pointers is whether they are multiples of 16.
-    """
+    """Return whether kernels read and store these matrices 16 bytes at a time."""
+    # A compiled kernel knows only whether lengths, strides and pointers are multiples of 16.
     return all(
         x.data_ptr() % 16 == 0 and 1 in x.stride() and not any(n % 16 for n in (*x.shape, *x.stride()) if n != 1)
         for x in matrices
@@ -87,8 +86,9 @@ def in_16_bytes(*matrices: torch.Tensor) -> bool:
 
 
 def fitted(config: Config, *, stored: bool, read: bool) -> Config:
-    """The configuration of a kernel. stored, read: whether it stores its result, and reads what it reads by pointers,
-    16 bytes at a time; `Config` says what changes if not.
+    """Return the configuration of a kernel, fitted to the alignment of its matrices as `Config` says.
+
+    stored: the result is stored 16 bytes at a time. read: operands read by pointers are read 16 bytes at a time.
     """
     if not stored:
         config = replace(config, block_n=min(config.block_n, config.loose_cols))
@@ -99,7 +99,7 @@ def fitted(config: Config, *, stored: bool, read: bool) -> Config:
 
 
 def flattened(config: Config, a_by: str, b_by: str) -> bool:
-    """Whether tiles and contraction become one loop: not with pointers, which would have to live from tile to tile."""
+    """Return whether tiles and contraction become one loop: not with pointers, which would live from tile to tile."""
     return config.flatten and "pointers" not in (a_by, b_by)
 
 
@@ -110,10 +110,10 @@ def _limit(config: Config, warps: int, kind: str = "") -> dict[str, int]:
 
 
 def options(config: Config, a_by: str, b_by: str, *, limit: str = "") -> dict[str, int]:
-    """The compiler's options for a kernel that multiplies, as launch arguments. a_by, b_by: how it reads A and B.
+    """Return the compiler's options for a kernel that multiplies, as launch arguments.
 
-    limit: which of the configuration's register limits replaces the one for all kernels, "" for none. It holds only for
-    the target's main way to read operands.
+    a_by, b_by: how the kernel reads A and B. limit: the kind whose register limit replaces the one for all kernels, ""
+    for none. It applies only to the target's main way to read operands.
     """
     by_pointers = "pointers" in (a_by, b_by)
     mainly = by_pointers != config.descriptors
@@ -126,13 +126,11 @@ def options(config: Config, a_by: str, b_by: str, *, limit: str = "") -> dict[st
 
 
 def strip_of(config: Config, tensors: int = 1) -> int:
-    """How many rows of a tile a kernel that moves or adds tiles has in its registers at a time: fewer, the more
-    tensors' addresses it keeps there.
-    """
+    """Return how many rows of a tile a kernel that moves or adds `tensors` has in registers at a time."""
     return min(config.strip_rows // tensors, config.block_m)
 
 
 def moving_options(config: Config) -> dict[str, int]:
-    """The compiler's options of a kernel that moves or adds whole tiles."""
+    """Return the compiler's options for a kernel that moves or adds whole tiles."""
     limit = _limit(config, config.moving_warps, "moving")
     return {"num_warps": config.moving_warps, "num_stages": config.num_stages, **limit, **FP_FUSION}

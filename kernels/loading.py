@@ -1,12 +1,12 @@
-"""Starting a kernel; or only compiling and loading it, for a graph capture to come.
+"""Start a kernel, or only compile and load it for a later graph capture.
 
-Nothing can be loaded while a stream captures, and on Triton 3.6 a kernel that was tried there stays broken in its
-process. So an op that runs otherwise than a capture would also loads, in advance, the kernels that a capture would run.
-A capture that meets a kernel that is not loaded refuses before it touches it.
+Nothing can be loaded while a stream captures. On Triton 3.6 a kernel whose load failed there stays broken in its
+process. So an op that runs other kernels than a capture would also loads the capture's kernels, in advance. A capture
+that meets a kernel that is not loaded raises before it touches that kernel.
 
-Stages of a pipeline are bought with shared memory. A kernel that asks for more of it than there is runs with fewer
-stages: they are this rank's own affair, and nothing that ranks agree on depends on them. The fixed table asks for too
-much nowhere (`nox -s kernels`); a choice that was measured for one layout of the operands may, for another.
+Pipeline stages take shared memory. A kernel that asks for more than there is runs with fewer stages, as nothing that
+ranks agree on depends on stages. The fixed table never asks for too much (`nox -s kernels`). A choice that was measured
+for one layout of the operands may do so for another layout.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SHARED_MEMORY = "shared memory"
 
 
 class _Mode(threading.local):
-    # Another thread may be launching for a group of its own.
+    # Another thread may be launching for its own group.
     only_loading = False
 
 
@@ -36,7 +36,7 @@ _mode = _Mode()
 
 @contextlib.contextmanager
 def only_loading() -> Iterator[None]:
-    """Kernels that are launched inside are compiled and loaded, and not started."""
+    """Compile and load the kernels that are launched inside, without starting them."""
     before, _mode.only_loading = _mode.only_loading, True
     try:
         yield
@@ -45,15 +45,15 @@ def only_loading() -> Iterator[None]:
 
 
 def is_only_loading() -> bool:
-    """Whether this is inside `only_loading`."""
+    """Return whether the caller is inside `only_loading`."""
     return _mode.only_loading
 
 
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
-    """A function that starts `kernel` on `grid` with the arguments it is called with.
+    """Return a function that starts `kernel` on `grid` with the arguments of its call.
 
-    It raises ValueError for a tensor that is not on the current device, on whose stream Triton starts kernels, and
-    RuntimeError in a graph capture for a kernel that has not been loaded.
+    The function raises ValueError for tensors that are not on the current device, on whose stream Triton starts
+    kernels. It raises RuntimeError in a graph capture for a kernel that is not loaded.
     """
     if _mode.only_loading:
         return partial(_load, kernel, grid)
@@ -70,7 +70,7 @@ def _load(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Non
 
 
 def _start(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    # The first argument of every kernel of ours is a tuple that begins with a tensor.
+    # The first argument of every kernel is a tuple that begins with a tensor.
     check_device(args[0][0])
     capturing = _is_capturing(args[0][0])
 
@@ -94,7 +94,7 @@ def _compiled_with_room(
     kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any],
     use: Callable[[Any, tuple[int, ...]], object],
 ) -> None:  # fmt: skip
-    """Compile a kernel and use it, with fewer stages where a program has too little shared memory."""
+    """Compile a kernel and use it, with fewer stages if a program has too little shared memory."""
     given = options = _fitting(kernel, args, options)
     whole_grid = (*grid, 1, 1)[:3]
     while True:
@@ -106,17 +106,17 @@ def _compiled_with_room(
             options = _with_less(error, kernel, args, given, options)
 
 
-# By compiled kernel: what takes a launch's parameters out of its nested arguments.
+# By compiled kernel: the function that takes a launch's flat parameters out of nested arguments.
 _takes: dict[Any, Callable[[tuple[Any, ...]], list[Any]]] = {}
 _loading = threading.RLock()
 
 
 def load(compiled: Any, grid: tuple[int, ...]) -> Callable[[tuple[Any, ...]], list[Any]]:
-    """Load a compiled kernel onto the device, with a launcher that takes its parameters flat.
+    """Load a compiled kernel onto the device, and return the function that flattens its arguments.
 
-    The launchers of Triton 3.6 and 3.7 expand tensor descriptors only where they are arguments of their own, not fields
-    of tuples: `CudaLauncher` raises AssertionError. A compiled kernel has one flat list of parameters, so its launcher
-    is made for that list, with every Triton, and `_start` gives it the leaves of the arguments.
+    Launchers of Triton 3.6 and 3.7 expand tensor descriptors only as arguments of their own: for fields of tuples
+    `CudaLauncher` raises AssertionError. A compiled kernel has one flat list of parameters. So its launcher is made for
+    that list, with every Triton, and `_start` passes the leaves of the arguments.
     """
     if (known := _takes.get(compiled)) is not None:
         return known
@@ -148,7 +148,7 @@ def _leaves(paths: list[tuple[int, ...]], args: tuple[Any, ...]) -> list[Any]:
 
 
 def _paths(signature: tuple[Any, ...], *path: int) -> Iterator[tuple[tuple[int, ...], str]]:
-    # Where the parameters are that a kernel has when it is compiled: constants are none.
+    # Paths to the parameters of a compiled kernel, which do not include constants.
     for i, kind in enumerate(signature):
         if isinstance(kind, tuple):
             yield from _paths(kind, *path, i)
@@ -156,12 +156,12 @@ def _paths(signature: tuple[Any, ...], *path: int) -> Iterator[tuple[tuple[int, 
             yield (*path, i), kind
 
 
-# Of kernels that had not enough shared memory: how many stages they have had since, by what they are compiled for.
+# Reduced stage counts for kernels that exceeded shared memory, by compile key.
 _stages: dict[object, int] = {}
 
 
 def _fitting(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    # Options of which it is known that they fit, or these.
+    # `options` with the stages that are known to fit, or unchanged.
     if not _stages:
         return options
     stages = _stages.get(_compiled_for(kernel, args, options))
@@ -171,7 +171,7 @@ def _fitting(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> dic
 def _with_less(
     error: OutOfResources, kernel: Any, args: tuple[Any, ...], given: dict[str, Any], options: dict[str, Any]
 ) -> dict[str, Any]:  # fmt: skip
-    # A stage less, which is remembered.
+    # One stage less, which is cached.
     if error.name != _SHARED_MEMORY or options.get("num_stages", 1) <= 1:
         raise error
     stages = options["num_stages"] - 1
@@ -186,12 +186,12 @@ def _compiled_for(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -
 def _compiled_as(x: Any) -> object:
     if isinstance(x, tuple):
         return tuple(map(_compiled_as, x))
-    # Not all that a compiler distinguishes: those that are taken for one have the stages of the larger one.
+    # Coarser than the compiler's key: kernels with the same key get the stages of the one that needs most memory.
     return x.dtype if isinstance(x, torch.Tensor) else getattr(x, "value", type(x))
 
 
 def check_device(x: torch.Tensor) -> None:
-    """ValueError for a tensor of a GPU that is not the current one. All operands of an op are on one device."""
+    """Raise ValueError for a tensor on another GPU than the current one; an op's operands are on one device."""
     if x.is_cuda and x.device.index != torch.cuda.current_device():
         raise ValueError(
             f"tensors are on {x.device} and the current device is cuda:{torch.cuda.current_device()}, on which kernels "

@@ -1,16 +1,16 @@
-"""The one matmul of this package: a persistent tile loop with three hooks.
+"""The one matmul of this package: a persistent tile loop with four hooks.
 
 c[M, N] = a[M, K] @ b[K, N], accumulated in float32. A fused kernel is this loop plus its hooks:
 
-    LOCATE(ctx, tile) -> Tile         where a tile lies; orders them, own chunk first or last, swizzled inside each
+    LOCATE(ctx, tile) -> Tile         place of a tile; sets the order: own chunk first or last, swizzled inside a chunk
     A_CHUNK(ctx, tile, i, packed) -> Operand
-                                      where the i-th chunk of A's contraction lies for a tile; waits if it travels
-    B_CHUNK(ctx, tile, i) -> Columns  which columns of which B belong to it
-    STORE(ctx, tile, packed, acc)     stores a finished tile, and signals it if somebody waits for it
+                                      i-th chunk of A's contraction for a tile; waits for the chunk if it travels
+    B_CHUNK(ctx, tile, i) -> Columns  columns of the B that belongs to the chunk
+    STORE(ctx, tile, packed, acc)     stores a finished tile; signals the tile if somebody waits for it
 
-`packed` is a tile's column, its number of rows and whether all its waits succeeded, in one number: where the loops over
-tiles and contraction are made one, all that the store needs is carried through every step from the tile's first loads
-on. A tile with a wait that was given up is stored as NaN: missing data must not pass for a result.
+`packed` is one number: a tile's column, its number of rows, and whether all its waits succeeded. With tiles and
+contraction in one loop, all that the store needs is carried through every step from the tile's first loads on. A tile
+whose wait was given up is stored as NaN: missing data must not pass for a result.
 """
 
 from __future__ import annotations
@@ -44,14 +44,12 @@ from .operands import (
 from .signal import cdiv
 from .terms import a_of_term, b_of_term, further
 
-# The fewest columns of a tile with an activation that are stored at once: 64 bytes of a row.
+# Fewest columns that a tile with an activation stores at a time: 64 bytes of a row of 16-bit elements.
 PART_COLUMNS = tl.constexpr(32)
 
 
 class Tile(NamedTuple):
-    """A tile of C. It begins at column `col` and at row `row` of `chunk`, which has `rows` rows and begins at row
-    `begin` of C; `index` is the number of its tile row in the chunk.
-    """
+    """A tile at (row, col) of a chunk, which has `rows` rows and begins at row `begin` of C; `index`: its tile row."""
 
     chunk: tl.tensor
     begin: tl.tensor
@@ -63,29 +61,29 @@ class Tile(NamedTuple):
 
 @triton.jit
 def or_nan(x, ok):
-    """x, or NaN everywhere if a wait it depends on was given up: missing data must not pass for a result."""
+    """Return x, or NaN everywhere if `ok` is 0, which means that a wait was given up."""
     return tl.where(ok != 0, x, tl.full((), float("nan"), tl.float32).to(x.dtype))
 
 
 @triton.jit
 def empty_sum(mask):
-    """-0.0 for each element of mask, as float32: adding it changes no number, where +0.0 would change -0.0."""
-    # Of -0.0 itself `tl.full` makes +0.0.
+    """Return float32 -0.0 for each element of mask: adding -0.0 changes no number, but +0.0 would change -0.0."""
+    # `tl.full` turns -0.0 into +0.0.
     return tl.full(mask.shape, -(2**31), tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def pack(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """In one number: a tile's column, its number of rows (1 or more), and that it is ok (bit BLOCK_M).
+    """Return a tile's column, its number of rows (1 or more), and a set ok bit (BLOCK_M) in one number.
 
-    It fits in an int32 if BLOCK_M <= BLOCK_N: with two ranks or more, each has less than 2**30 columns.
+    The number fits in an int32 if BLOCK_M <= BLOCK_N: with two ranks or more, each has less than 2**30 columns.
     """
     return tile.col // BLOCK_N * (2 * BLOCK_M) + BLOCK_M + min(tile.rows - tile.row, BLOCK_M) - 1
 
 
 @triton.jit
 def unpack(packed, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr):
-    """(column, rows, 0 if not ok) of what `pack` made; ALIGNED if rows are always a multiple of 16."""
+    """Return (column, rows, 0 if not ok) of a packed number; ALIGNED: rows are always a multiple of 16."""
     rows = packed % BLOCK_M + 1
     if ALIGNED:
         rows = tl.multiple_of(rows, 16)
@@ -94,7 +92,7 @@ def unpack(packed, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.con
 
 @triton.jit
 def swizzle(tile, num_tiles_m, num_tiles_n, GROUP_M: tl.constexpr):
-    """(pid_m, pid_n) of a tile: columns of GROUP_M tile rows, so that neighbours in time share operands in L2."""
+    """Return (pid_m, pid_n) of a tile: in columns of GROUP_M tile rows, consecutive tiles share operands in L2."""
     per_group = GROUP_M * num_tiles_n
     first_m = tile // per_group * GROUP_M
     group_m = min(num_tiles_m - first_m, GROUP_M)
@@ -104,9 +102,9 @@ def swizzle(tile, num_tiles_m, num_tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def locate_in_chunks(tile, table, first, num_tiles_n, WORLD_SIZE: tl.constexpr, tiles):
-    """The tile-th tile when chunks of rows are visited in the order first, first + 1, .. around the ranks.
+    """Return the tile-th tile, with chunks of rows visited in the order first, first + 1, .. around the ranks.
 
-    `table` (int32, device memory) holds the chunks' row offsets, world_size + 1 of them. Tiles do not straddle chunks.
+    table: row offsets of the chunks (int32, device memory), world_size + 1 of them. Tiles do not straddle chunks.
     """
     chunk = first % WORLD_SIZE
     begin = tl.load(table + chunk)
@@ -132,14 +130,13 @@ def _matmul_tile(
     acc = tl.full((ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N), 0.0, tl.float32)
     packed = pack(tile, ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N)
     if ctx.tiles.LEAVES > 0:
-        # Of several chunks, which are terms of a sum, each leaf asks for its own.
+        # With several chunks, the terms of a sum, each leaf asks for its own chunks.
         a = A_CHUNK(ctx, tile, 0, packed)
         packed = a.packed
         acc = sum_as_tree(ctx, tile, a, packed, 0, A_CHUNK, B_CHUNK, NUM_K_CHUNKS, ctx.tiles.LEAVES)
     else:
         for i in range(0, NUM_K_CHUNKS):
-            # `packed` goes through the waits: otherwise the compiler would pack at the store and carry the parts until
-            # there.
+            # `packed` goes through the waits: else the compiler would carry its parts to the store and pack them there.
             a = A_CHUNK(ctx, tile, i, packed)
             packed = a.packed
             if SCALE is None:
@@ -157,12 +154,13 @@ def matmul_tiles(
     LOCATE: tl.constexpr, A_CHUNK: tl.constexpr, B_CHUNK: tl.constexpr, STORE: tl.constexpr,
     NUM_K_CHUNKS: tl.constexpr, SCALE: tl.constexpr = None,
 ):  # fmt: skip
-    """The tiles pid, pid + num_programs, .. of a matmul, in the order that LOCATE gives them.
+    """Compute the tiles pid, pid + num_programs, .. of a matmul, in the order of LOCATE.
 
-    With FLATTEN the compiler makes one loop of the tiles' and the contraction's: the first loads of the next tile are
-    under way while this one is stored. ctx: the hooks' context, with a, b and tiles.
-    SCALE(ctx, tile, i, part): what the i-th chunk of the contraction gives, times its scales, where each has its own.
-    A chunk's tile is in registers beside the sum then, and what is the same for all tiles is not kept in others.
+    ctx: context of the hooks, with a, b and tiles. With FLATTEN the compiler makes one loop of tiles and contraction:
+    the first loads of the next tile are under way while this tile is stored.
+
+    SCALE(ctx, tile, i, part): returns the i-th chunk's product times its scales, if each chunk has its own. The product
+    is in registers beside the sum, so values that all tiles share are not.
     """
     if ctx.tiles.FLATTEN:
         for index in tl.range(pid, num_tiles, num_programs, flatten=True):
@@ -176,7 +174,7 @@ def matmul_tiles(
 
 
 class Whole(NamedTuple):
-    """The plain matmul's context: A and C whole and local; of scales those of blocks. END: as in `Link`."""
+    """Context of the plain matmul, with A and C whole and local, and only block scales. END: as in `Link`."""
 
     a: Left
     b: Right
@@ -191,28 +189,28 @@ class Whole(NamedTuple):
 
 @triton.jit
 def bias_at(epilogue, at, mask):
-    """The epilogue's bias for those rows or columns, in float32; 0 where the mask says that there are none."""
+    """Return the epilogue's bias for the rows or columns `at`, in float32; 0 outside the mask."""
     return tl.load(epilogue.bias + at, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def halves(x, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """The left and the right half of its columns."""
+    """Return the left and the right half of the columns of x."""
     return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLS // 2)), (0, 2, 1)))
 
 
 @triton.jit
 def store_rows(c, N, epilogue, tiles, row, col, left, acc, ok):
-    """Store the first `left` rows of a tile to C at (row, col), after the epilogue, rounded once; to z what an
-    activation is applied to, if it is kept.
+    """Store the first `left` rows of a tile to C at (row, col), after the epilogue, rounded once.
+
+    `epilogue.z`, if given, takes the values before the activation.
     """
     _store_in_parts(c, N, epilogue, tiles, row, col, left, acc, ok, tiles.BLOCK_N)
 
 
 @triton.jit
 def _store_in_parts(c, N, epilogue, tiles, row, col, left, acc, ok, COLS: tl.constexpr):
-    # A quarter of the columns at a time: a tile, what is kept of it and an activation's terms are more than a thread
-    # has registers for.
+    # A quarter of the columns at a time: a thread has too few registers for a tile, its z and the activation's terms.
     if epilogue.ACTIVATION == "" or COLS <= PART_COLUMNS or COLS * 4 <= tiles.BLOCK_N:
         _store_columns(c, N, epilogue, tiles, row, col, left, acc, ok, COLS)
     else:
@@ -244,14 +242,14 @@ def _store_columns(c, N, epilogue, tiles, row, col, left, acc, ok, COLS: tl.cons
 
 @triton.jit
 def locate_among(tile, M, num_tiles_n, tiles):
-    """The tile-th tile of a C [M, ..] that is one chunk: plain swizzled order."""
+    """Return the tile-th tile of a C [M, ..] that is one chunk, in swizzled order."""
     pid_m, pid_n = swizzle(tile, cdiv(M, tiles.BLOCK_M), num_tiles_n, tiles.GROUP_M)
     return Tile(0, 0, pid_m, pid_m * tiles.BLOCK_M, M, pid_n * tiles.BLOCK_N)
 
 
 @triton.jit
 def locate_whole(ctx, tile):
-    """LOCATE for a C that is one chunk."""
+    """Return the tile-th tile of a C that is one chunk: a LOCATE hook."""
     return locate_among(tile, ctx.M, cdiv(ctx.b.N, ctx.tiles.BLOCK_N), ctx.tiles)
 
 
@@ -262,9 +260,9 @@ def _store_whole(ctx, tile, packed, acc):
 
 @triton.jit
 def _matmul_kernel(a, b, c, epilogue, scales, tiles, M, more):
-    """The plain matmul. Nobody waits and nobody signals."""
+    """Compute the plain matmul. Waits for nothing; signals nothing."""
     num_tiles = cdiv(M, tiles.BLOCK_M) * cdiv(b.N, tiles.BLOCK_N)
-    # Built in the call: a tuple that is assigned to a name loses its constants.
+    # Built in the call, as a tuple that is assigned to a name loses its constants.
     matmul_tiles(
         Whole(a, b, c, epilogue, scales, tiles, M, more, 0), tl.program_id(0), tl.num_programs(0), num_tiles,
         locate_whole, a_of_term, b_of_term, _store_whole, 1 + more.COUNT,
@@ -275,8 +273,9 @@ def matmul(
     a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, epilogue: Epilogue, *, config: Config,
     leaves: int = 0, more: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
 ) -> None:  # fmt: skip
-    """c [M, N] = a [M, K] @ b [K, N], and the epilogue; any strides, no communication. more: further a and b whose
-    products are added. leaves: as in `Tiles`.
+    """Compute c [M, N] = a [M, K] @ b [K, N] and the epilogue, for any strides, without communication.
+
+    more: further a and b whose products are added. leaves: as in `Tiles`.
     """
     terms = [(a, b), *more]
     lefts, rights = [a for a, _ in terms], [b for _, b in terms]

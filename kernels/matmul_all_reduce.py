@@ -1,14 +1,16 @@
-"""Matmul + all-reduce of few rows, or of any number whose sums the switch makes: one kernel.
+"""Matmul + all-reduce in one kernel, for few rows, or for any number of rows if the switch adds.
 
-Its programs take roles in the order in which they begin (`signal.turn`). The first ones multiply: every tile goes to
-its owner, a rank of which the tile's columns are, or to all ranks; where there are fewer tiles than multiprocessors
-they share the contraction of each. The next ones add up the tiles that this rank owns and send the sums to all; the
-last ones copy what the peers have summed. A role waits for roles before it, here or on a peer, and for nothing else:
-those are running or over. So no order of programs can keep the kernel from its end, and none of them holds a
-multiprocessor while others that it waits for have none.
+Programs take roles in the order in which they begin (`signal.turn`):
+1. Multiply, and send every tile to its owner, or to all ranks. If there are two multiprocessors or more for each tile,
+   programs share its contraction.
+2. Add up the tiles that this rank owns, and send the sums to all ranks.
+3. Copy the peers' sums.
 
-Owners are by columns of tiles, T of them: rank r has those from r * T // W on. Split by rows, few rows would be padded
-to a tile for each rank, and every rank's would read the whole weight again.
+A role waits only for earlier roles, here or on a peer, which are running or over. So the kernel ends in any order of
+programs, and no program holds a multiprocessor that an awaited program needs.
+
+Ranks own columns of tiles, T in all: rank r owns those from r * T // W on. A split by rows would pad few rows to a tile
+for each rank, and every rank's rows would read the whole weight again.
 """
 
 from __future__ import annotations
@@ -33,15 +35,16 @@ from .reduce import sum_of_parts, wait_for_parts
 from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, leave, raise_signal, turn, wait
 from .terms import a_local, b_whole
 
-# Blocks of K of a part, and parts of a contraction: a part of fewer is over before its loads are pipelined, and what
-# more there are is written and read again in float32.
+# Fewest blocks of K in a part: a smaller part is over before its loads are pipelined. `MOST_SPLITS` limits the parts,
+# as each of them is stored and loaded again in float32.
 LEAST_BLOCKS = 2
 
 
 class AllReduce(NamedTuple):
-    """The hooks' context: the link, the operands, and how ranks' parts lie at the beginning of an owner's half: M rows
-    each, `pitch` elements apart. TO_ALL: every rank owns all tiles. SWITCH: parts stay in the own half, in the owner's
-    rows, from which the switch takes them. END: as in `Link`.
+    """Context of the hooks: the link, the operands, and the layout of the ranks' parts.
+
+    Parts lie at the start of an owner's half: M rows each, `pitch` elements apart. TO_ALL: every rank owns all tiles.
+    SWITCH: parts stay in the own half, in the owner's rows, where the switch adds them. END: as in `Link`.
     """
 
     link: Link
@@ -58,13 +61,13 @@ class AllReduce(NamedTuple):
 
 @triton.jit
 def _first_of(ctx, rank, across):
-    # The first of a rank's columns of tiles, of which there are `across` in all.
+    # The first of a rank's columns of tiles, with `across` columns in all.
     return rank * across // ctx.link.group.WORLD_SIZE
 
 
 @triton.jit
 def _most(ctx, across):
-    # How many columns of tiles an owner has at most.
+    # The most columns of tiles of an owner.
     if ctx.TO_ALL:
         return across
     else:
@@ -73,7 +76,7 @@ def _most(ctx, across):
 
 @triton.jit
 def _locate(ctx, index):
-    # Column by column, those of the next rank first and the own ones last. Chunk: the tile's column.
+    # Column by column, those of the next rank first and the own ones last. `Tile.chunk` is the column of tiles.
     across = cdiv(ctx.b.N, ctx.tiles.BLOCK_N)
     down = cdiv(ctx.M, ctx.tiles.BLOCK_M)
     col = (index // down + _first_of(ctx, ctx.link.rank + 1, across)) % across
@@ -88,7 +91,7 @@ def _a_whole(ctx, tile, i, packed):
 
 @triton.jit
 def _send_to(ctx, dst, first, tile, partial):
-    # first: of the columns of tiles that `dst` owns.
+    # first: the first column of tiles that `dst` owns.
     dtype: tl.constexpr = partial.dtype
     offs_m = tl.arange(0, ctx.tiles.BLOCK_M)
     offs_n = tl.arange(0, ctx.tiles.BLOCK_N)
@@ -114,7 +117,7 @@ def _send(ctx, tile, packed, acc):
             acc = scaled(ctx, tile, acc, ctx.scales.a, ctx.scales.b)
         partial = acc.to(ctx.scales.out.dtype.element_ty)
     if ctx.TO_ALL:
-        # Not `range`: unrolled, it keeps the addresses of all ranks.
+        # Not `range`: unrolled, it keeps the addresses of all ranks in registers.
         dst = (ctx.link.rank + 1) % ctx.link.group.WORLD_SIZE
         while dst != ctx.link.rank:
             _send_to(ctx, dst, 0, tile, partial)
@@ -128,8 +131,8 @@ def _send(ctx, tile, packed, acc):
 
 @triton.jit
 def _multiply_parts(ctx, sums, arrivals, pid, num_programs, num_tiles, SPLITS: tl.constexpr):
-    # Tiles in SPLITS parts of the contraction each: the program that is the last with its part of a tile adds all of
-    # them, in their order, and sends the tile. The parts are whole blocks of K.
+    # A tile has SPLITS parts of the contraction, in whole blocks of K. The last program to finish its part adds all
+    # parts, in their order, and sends the tile.
     BLOCK_M: tl.constexpr = ctx.tiles.BLOCK_M
     BLOCK_N: tl.constexpr = ctx.tiles.BLOCK_N
     BLOCK_K: tl.constexpr = ctx.tiles.BLOCK_K
@@ -152,20 +155,20 @@ def _multiply_parts(ctx, sums, arrivals, pid, num_programs, num_tiles, SPLITS: t
         )  # fmt: skip
         parts = sums + number.to(tl.int64) * (SPLITS * BLOCK_M * BLOCK_N) + places
         tl.store(parts + index % SPLITS * (BLOCK_M * BLOCK_N), acc)
-        # As in `leave`: what all threads have stored before is released, what others have is acquired.
+        # Release what all threads have stored, and acquire what other programs have stored, as in `leave`.
         tl.debug_barrier()
         if tl.atomic_add(arrivals + number, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
             acc = tl.load(parts)
             for part in range(1, SPLITS):
                 acc += tl.load(parts + part * (BLOCK_M * BLOCK_N))
-            # For the next op.
+            # Zero for the next op.
             tl.store(arrivals + number, 0)
             _send(ctx, tile, 0, acc)
 
 
 @triton.jit
 def _sum_tiles(ctx, out, epilogue, pid, num_programs, sums_row, second_slot, sums_pitch, STRIP: tl.constexpr):
-    # This rank's tiles: the sum of all ranks' parts, with the epilogue, in `out`, and in every peer's half.
+    # Add all ranks' parts of this rank's tiles, with the epilogue, into `out` and into every peer's half.
     BLOCK_M: tl.constexpr = ctx.tiles.BLOCK_M
     BLOCK_N: tl.constexpr = ctx.tiles.BLOCK_N
     dtype: tl.constexpr = out.ptr.dtype.element_ty
@@ -184,9 +187,9 @@ def _sum_tiles(ctx, out, epilogue, pid, num_programs, sums_row, second_slot, sum
         col = index % own
         ok = wait_for_parts(ctx.link, down * _most(ctx, across) + col + FIRST_SLOT, False)
         if ctx.SWITCH:
-            # As in `reduce`.
+            # A name of its own, as in `reduce`.
             summed_col = behind_wait(col, ok)
-        # Of the parts, and of the result.
+        # Columns of the parts, and of the result.
         from_n = (col * BLOCK_N + offs_n).to(tl.int64)[None, :]
         at_n = ((first + col) * BLOCK_N + offs_n).to(tl.int64)[None, :]
         for strip in range(0, BLOCK_M, STRIP):
@@ -224,7 +227,7 @@ def _sum_tiles(ctx, out, epilogue, pid, num_programs, sums_row, second_slot, sum
 
 @triton.jit
 def _copy_tiles(ctx, out, pid, num_programs, sums_row, second_slot, sums_pitch, STRIP: tl.constexpr):
-    # The peers' tiles, those of the next rank first.
+    # Copy the peers' tiles, those of the next rank first.
     BLOCK_M: tl.constexpr = ctx.tiles.BLOCK_M
     BLOCK_N: tl.constexpr = ctx.tiles.BLOCK_N
     dtype: tl.constexpr = out.ptr.dtype.element_ty
@@ -275,10 +278,10 @@ def _matmul_all_reduce_kernel(
     epilogue, producers, reducers, sums_row, second_slot, sums_pitch,
     TO_ALL: tl.constexpr, SPLITS: tl.constexpr, STRIP: tl.constexpr, SWITCH: tl.constexpr,
 ):  # fmt: skip
-    """Multiply, send tiles, add those of this rank, send the sums and copy the peers': the whole op, which it ends.
+    """Run the whole op and end its epoch: multiply, send tiles, add the own ones, send sums, copy the peers' sums.
 
-    Waits for: tiles raised by the peers' (and the own) programs that multiply, which wait for nothing; and sums raised
-    by the peers' programs that add, which wait for the former only.
+    Waits for: tiles raised by the peers' (and the own) multiplying programs, which wait for nothing; and sums raised by
+    the peers' adding programs, which wait for tiles only.
     """
     _all_reduce_programs(
         AllReduce(
@@ -289,27 +292,29 @@ def _matmul_all_reduce_kernel(
 
 
 def splits_of(num_tiles: int, num_blocks: int, programs: int, chosen: int = 0) -> int:
-    """In how many parts the contraction of `num_blocks` blocks of K is multiplied: so many that there is one for every
-    multiprocessor, or as many as were `chosen`, of `LEAST_BLOCKS` or more.
+    """Return the number of parts of a contraction of `num_blocks` blocks of K, at most `MOST_SPLITS`.
+
+    Every multiprocessor gets a part, unless the number is `chosen`. A part has `LEAST_BLOCKS` or more.
     """
-    # Each tile has a count of its own, of which there are as many as programs.
+    # Each tile has a counter of its own, and there are as many counters as programs.
     most = chosen if 0 < num_tiles <= programs and chosen else programs // max(1, num_tiles)
     wanted = min(most, num_blocks // LEAST_BLOCKS, MOST_SPLITS)
-    # None is empty.
+    # No part is empty.
     return 1 if wanted < 2 else -(-num_blocks // -(-num_blocks // wanted))
 
 
 def roles_of(num_parts: int, own: int, others: int, programs: int, adders: int = 0) -> tuple[int, int, int]:
-    """How many programs multiply, add and copy, for as many parts of tiles, and tiles: in each role no more than there
-    are multiprocessors, or tiles. The first one enters the epoch, whatever there is to do. adders: as many add from the
-    beginning, on multiprocessors that do not multiply.
+    """Return how many programs multiply `num_parts` parts of tiles, add `own` tiles, and copy `others`.
+
+    A role has no more programs than multiprocessors, or than parts or tiles. One program always multiplies, as the
+    first program enters the epoch. adders: programs that add from the start, on multiprocessors that do not multiply.
     """
     adders = min(own, adders, programs - 1)
     return max(1, min(num_parts, programs - adders)), adders or min(own, programs), min(others, programs)
 
 
 class Room(NamedTuple):
-    """What the op needs of a half: each rank's part, [M, cols], slots for an owner's tiles, and for all sums."""
+    """Space of the op in a half: each rank's part [M, cols], slots for an owner's tiles, and slots for all sums."""
 
     cols: int
     slots: int
@@ -317,7 +322,7 @@ class Room(NamedTuple):
 
 
 def room_of(M: int, N: int, world_size: int, config: Config, *, to_all: bool) -> Room:
-    """For an out [M, N]."""
+    """Return the space for an out [M, N]."""
     down, across = -(-M // config.block_m), -(-N // config.block_n)
     if to_all:
         return Room(N, down * across, 0)
@@ -326,7 +331,7 @@ def room_of(M: int, N: int, world_size: int, config: Config, *, to_all: bool) ->
 
 
 class _Known(NamedTuple):
-    # What a launch needs, worked out once for operands that are laid out alike.
+    # Launch parameters, cached for each layout of the operands.
     config: Config
     a_by: str
     b_by: str
@@ -338,11 +343,10 @@ class _Known(NamedTuple):
 
 
 class MatmulAllReduce:
-    """out [M, N]: the sum over ranks of each one's a [M, K] @ b [K, N], and the epilogue; a whole op.
+    """Launcher of out [M, N] = the sum over ranks of a [M, K] @ b [K, N], and the epilogue: a whole op.
 
-    Ranks' parts lie at the beginning of every half, see `room_of`, `pitch` elements from row to row. With `to_all` each
-    rank adds up all tiles. Else sums lie from row `sums_row` of every half on, with a signal a tile from `second_slot`
-    on. switch: it adds, as in `reduce`. adders: as in `roles_of`.
+    pitch: of the rows of ranks' parts, which lie at the start of every half (`room_of`). to_all: each rank adds up all
+    tiles. switch: the switch adds, as in `reduce`. adders: as in `roles_of`.
     """
 
     def __init__(
@@ -360,8 +364,10 @@ class MatmulAllReduce:
         self, channel: Channel, a: torch.Tensor, b: torch.Tensor, scales: Scales | None, out: torch.Tensor,
         epilogue: Epilogue, arrivals: torch.Tensor, *, sums_row: int = 0, sums_pitch: int = 0, second_slot: int = 0,
     ) -> None:  # fmt: skip
-        """Launch it. arrivals: zeros (int32), as many as there are programs, of this workspace alone; they are zeros
-        again when the kernel ends.
+        """Launch the kernel.
+
+        arrivals: zeros (int32), as many as programs, of this workspace alone; zeros again when the kernel ends. Without
+        `to_all`, sums lie from row `sums_row` of every half on, with a signal a tile from `second_slot` on.
         """
         key = a.dtype, a.shape, a.stride(), a.data_ptr() % 16, b.shape, b.stride(), b.data_ptr() % 16
         known = self._known.get(key)

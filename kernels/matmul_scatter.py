@@ -1,9 +1,9 @@
 """Matmul + reduce-scatter, and matmul + one-shot all-reduce: the first kernel of both.
 
-partial[M, N] = a_shard_k [M, K_r] @ b_shard_k [K_r, N] is computed tile by tile, rounded once to the wire dtype, and
-stored straight into this rank's region of the owner's half, with one signal a tile. Tiles of the next rank come first
-and the own rows last, so the owners that have waited longest are served first. The sum is `reduce`, a kernel of its
-own: it waits, this one does not.
+The kernel computes partial[M, N] = a_shard_k [M, K_r] @ b_shard_k [K_r, N] tile by tile, rounds once to the wire dtype,
+and stores into this rank's region of the owner's half, with one signal a tile. Tiles of the next rank come first and
+the own rows last, so the owners that have waited longest are served first. This kernel waits for nothing: the sum is
+another kernel, `reduce`, which waits.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from .terms import a_of_term, b_of_term, further
 
 
 class Partial(NamedTuple):
-    """The hooks' context: the link, the operands, the owners' row table, and where a region lies in a half.
+    """Context of the hooks: the link, the operands, the owners' row table, and the place of a region in a half.
 
-    region_row: of this rank's region of an owner's half. With SWITCH, how many rows a region has: tiles stay in the own
-    half, in a region for each owner, from which the switch takes them. END: as in `Link`.
+    region_row: first row of this rank's region in an owner's half. With SWITCH, instead, the rows of a region: tiles
+    stay in the own half, in a region for each owner, where the switch adds them. END: as in `Link`.
     """
 
     link: Link
@@ -65,14 +65,14 @@ def _store_to(ctx, dst, tile, partial):
         rows = (ctx.region_row + tile.row + offs_m).to(tl.int64)
         base = half(ctx.link, dst, dtype)
     tl.store(base + rows[:, None] * ctx.pitch + offs_n[None, :], partial, mask=mask)
-    # The reduction visits the owner's tiles row by row; a tile's signal has its place in that order.
+    # Signals are numbered in the order in which `reduce` visits the owner's tiles: row by row.
     index = tile.index * cdiv(ctx.b.N, ctx.tiles.BLOCK_N) + tile.col // ctx.tiles.BLOCK_N
     raise_signal(ctx.link, dst, index + FIRST_SLOT)
 
 
 @triton.jit
 def scaled(ctx, tile, acc, a_scale, b_scale):
-    """A tile's sum, of float8, times the scales of its rows and columns."""
+    """Return the sum of a float8 tile times the scales of its rows and columns."""
     offs_m = tl.arange(0, ctx.tiles.BLOCK_M)
     scale = tl.load(a_scale + tile.begin + tile.row + offs_m, mask=offs_m < tile.rows - tile.row, other=0.0)
     return scale_columns(acc * scale[:, None], b_scale, tile.col, ctx.b.N, ctx.tiles.BLOCK_N)
@@ -91,7 +91,7 @@ def _scaled_term(ctx, tile, i, part):
 
 @triton.jit
 def _rounded(ctx, tile, acc):
-    # A tile as it travels, a subtree as it is.
+    # Round a tile to the wire dtype. A subtree stays float32.
     if ctx.tiles.LEAVES > 0:
         return acc
     elif ctx.scales is None:
@@ -141,8 +141,9 @@ def _matmul_scatter_kernel(
     a, b, more, scales, tiles, table, group, rank, fingerprint: tl.int64, region_row, num_tiles, M, pitch,
     TO_ALL: tl.constexpr, SWITCH: tl.constexpr,
 ):  # fmt: skip
-    """Multiply, store every tile into its owner's half (TO_ALL: into all; SWITCH: into the own one), signal each tile
-    to its owner. Waits for nothing.
+    """Enter the epoch, multiply, store every tile into its owner's half, and signal the tile to the owner.
+
+    TO_ALL: store and signal to all ranks. SWITCH: store into the own half. Waits for nothing.
     """
     _matmul_scatter_programs(
         Partial(
@@ -154,7 +155,7 @@ def _matmul_scatter_kernel(
 
 
 class _Known(NamedTuple):
-    # What a launch needs, worked out once for operands that are laid out alike.
+    # Launch parameters, cached for each layout of the operands.
     config: Config
     a_by: str
     b_by: str
@@ -164,11 +165,10 @@ class _Known(NamedTuple):
 
 
 class MatmulScatter:
-    """Enters the epoch and stores the tiles of a [M, K] @ b [K, N], or of the sum of several such terms, into this
-    rank's region, of `region_rows` rows, of the owners' halves; with `to_all` of every rank's half. switch: into the
-    owners' regions of its own half, where the switch adds them.
+    """Launcher of a scatter: the tiles of a [M, K] @ b [K, N], or of a sum of such terms, go to their owners.
 
-    What depends on how the operands are laid out is worked out once for each layout, then looked up.
+    Tiles go into this rank's region, of `region_rows` rows, of the owners' halves; with `to_all`, of every rank's half.
+    switch: into the owners' regions of the own half, where the switch adds them.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class MatmulScatter:
         self, channel: Channel, terms: Sequence[tuple[torch.Tensor, torch.Tensor]], table: torch.Tensor,
         scales: Sequence[Scales] | None = None,
     ) -> None:  # fmt: skip
-        """Launch it; scales: of each term, if they are of float8."""
+        """Launch the kernel; scales: one for each term, if float8."""
         assert len(terms) == 1 or not self._to_all
         a, b = terms[0]
         layout: list[object] = [a.dtype]
@@ -202,7 +202,7 @@ class MatmulScatter:
         if len(terms) > 1:
             of_terms = None if scales is None else [(each.a, each.b) for each in scales[1:]]
             more = further(terms, known.a_by, known.b_by, config, of_terms)
-        # Not flattened: the compiler does not pipeline a loop with a barrier in it, and every tile's signal needs one.
+        # Not flattened: every tile's signal needs a barrier, and the compiler does not pipeline a loop with a barrier.
         group = channel.groups.get(self._op) or channel.group(self._op)
         launch(_matmul_scatter_kernel, (config.programs,))(
             left_of(a, known.a_by, config), right_of(b, known.b_by, config), more,
@@ -213,7 +213,7 @@ class MatmulScatter:
 
     def _find_out(self, terms: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> _Known:
         lefts, rights = [a for a, _ in terms], [b for _, b in terms]
-        # The owners count tiles, so a rank cannot choose the rows and columns of a tile by itself.
+        # Owners count tiles, so a rank cannot choose the rows and columns of a tile by itself.
         leaves, lengths, pitch = self._leaves, [a.shape[1] for a in lefts], self._pitch
         config = fitted_to(whole_leaves(self._config, lengths, leaves), *lefts, *rights)
         chunks = lefts[0].shape[:1] if self._to_all else self._sizes

@@ -1,14 +1,11 @@
-"""One address for all ranks' arenas, as NVLink's switch has it (NVLS): what is stored there comes to every rank, and
-what is loaded is the sum of what all ranks have there, made by the switch.
+"""One address for all ranks' arenas (NVLS): NVLink's switch stores to every rank, and loads the sum over all ranks.
 
-The address is the last word of the table of arenas, 0 where the memory has none. It is used 16 bytes at a time, the
-widest that `multimem` takes (PTX ISA, "Data Movement and Conversion Instructions: multimem"): rows of an arena are as
-long. The switch adds in an order and a precision of its own; elements of 16 bits are added in more, and the sum is
-rounded to them.
+The address is the last word of the table of arenas, 0 if the memory has none. Accesses are 16 bytes, the widest of
+`multimem` (PTX ISA, "Data Movement and Conversion Instructions: multimem"); rows of an arena are padded to that. The
+switch adds in its own order and precision: elements of 16 bits are added in more bits, and the sum is rounded to 16.
 
-It is another way to the same memory, by the proxy of aliases, which neither a release nor an acquire orders ("Memory
-Consistency Model: Proxies"): `behind_wait` and `behind_store` are the fences. The interpreter visits all ranks one by
-one, the last one first, as any order will do.
+Such accesses use the alias proxy, which neither a release nor an acquire orders ("Memory Consistency Model: Proxies"):
+`behind_wait` and `behind_store` are the fences. The interpreter adds the last rank first, as any order will do.
 """
 
 from __future__ import annotations
@@ -22,27 +19,27 @@ from .signal import _INTERPRETED, fenced, half
 
 @triton.jit
 def behind_wait(index, ok):
-    """`index`, to be used in the address that is loaded when peers have signalled; `ok`: the wait's result."""
+    """Return `index` after a fence, for the address of a load that follows a wait; `ok`: the wait's result."""
     return fenced("fence.proxy.alias", index, ok)
 
 
 @triton.jit
 def behind_store():
-    """To be called between what is stored to all ranks and the signals that release it."""
+    """Order stores to all ranks before the signals that release them."""
     nothing = tl.full((), 0, tl.int32)
     fenced("fence.proxy.alias", nothing, nothing)
 
 
 @triton.jit
 def _address_of_all(link):
-    # Of this epoch's half, of every rank.
+    # The address of this epoch's half of every rank.
     begin = link.group.data_offset + (link.epoch & 1).to(tl.int64) * link.group.half_bytes
     return tl.load(link.group.peers + link.group.WORLD_SIZE + 1) + begin
 
 
 @triton.jit
 def _chunks(link, places, inside, width, BYTES: tl.constexpr, COLS: tl.constexpr):
-    # Addresses of 16 bytes each, of all ranks, and whether there is anything.
+    # Addresses of 16 bytes each on all ranks, and a mask of those that are in the block.
     EACH: tl.constexpr = 16 // BYTES
     offs_c = tl.arange(0, COLS // EACH) * EACH
     addresses = _address_of_all(link) + (places + offs_c.to(tl.int64)[None, :]) * BYTES
@@ -51,7 +48,7 @@ def _chunks(link, places, inside, width, BYTES: tl.constexpr, COLS: tl.constexpr
 
 @triton.jit
 def _elements(w0, w1, w2, w3, dtype: tl.constexpr):
-    # Four words [R, C] as float32 [R, C * elements in 16 bytes], in their order.
+    # Four words [R, C] as float32 [R, C * elements in 16 bytes], in order.
     R: tl.constexpr = w0.shape[0]
     C: tl.constexpr = w0.shape[1]
     pairs = tl.join(tl.join(w0, w2), tl.join(w1, w3))
@@ -70,7 +67,7 @@ def _elements(w0, w1, w2, w3, dtype: tl.constexpr):
 
 @triton.jit
 def _words(block):
-    # What `_elements` takes apart, of a block [R, C] in the dtype that travels.
+    # The inverse of `_elements`, for a block [R, C] in the wire dtype.
     R: tl.constexpr = block.shape[0]
     C: tl.constexpr = block.shape[1]
     QUADS: tl.constexpr = C * block.dtype.primitive_bitwidth // 128
@@ -87,8 +84,10 @@ def _words(block):
 
 @triton.jit
 def sum_of_all(link, dtype: tl.constexpr, places, inside, width, COLS: tl.constexpr):
-    """float32 [R, COLS]: the sum over ranks of what each has at `places` [R, 1] of its half, in elements, and behind
-    them; of rows that are `inside` [R, 1], and of `width` columns. What is not there is anything.
+    """Return the sum over ranks of a block of their halves, as float32 [R, COLS].
+
+    places: offsets of the rows [R, 1], in elements. inside: mask of the rows [R, 1]. width: columns of the block.
+    Elements outside are undefined.
     """
     if _INTERPRETED:
         offs_n = tl.arange(0, COLS)
@@ -122,9 +121,9 @@ def _load(KIND: tl.constexpr, addresses, there):
 
 @triton.jit
 def store_to_all(link, block, places, inside, width, COLS: tl.constexpr):
-    """Store a block [R, COLS] to every rank's half, this one's too; places, inside, width: as in `sum_of_all`.
+    """Store a block [R, COLS] to every rank's half, the own one too; places, inside, width: as in `sum_of_all`.
 
-    A last part of 16 bytes is stored whole: what is behind `width` in a row of an arena is nothing.
+    The last 16 bytes of a row are stored whole: columns past `width` are padding.
     """
     if _INTERPRETED:
         offs_n = tl.arange(0, COLS)

@@ -1,4 +1,4 @@
-"""The operands and results of the kernels that multiply, as launches give them, and the epilogue."""
+"""Operands, results and epilogue of the kernels that multiply, as launches pass them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .launch import Config
 
 
 class Left(NamedTuple):
-    """A [M, K], whole and local: read by pointers, or by a descriptor. BY says how, as in `descriptors`."""
+    """A [M, K], whole and local. BY: how A is read, as in `descriptors`."""
 
     ptr: tl.tensor
     desc: tl.tensor
@@ -23,7 +23,7 @@ class Left(NamedTuple):
 
 
 class Right(NamedTuple):
-    """B [K, N], whole and local on every rank; BY as in `Left`."""
+    """B [K, N], whole and local on every rank. BY: as in `Left`."""
 
     ptr: tl.tensor
     desc: tl.tensor
@@ -43,12 +43,14 @@ class Result(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Of float8 operands, whose values are data * scale: a [rows of A on this rank], b [N], float32. A row that travels
-    has its scale in the last 16 bytes of its pitch. out: of the dtype of tiles that travel, where any do.
+    """Scales of float8 operands, whose values are data * scale; `Tiles.SCALES` names the kind.
 
-    With `Tiles.SCALES` "blocks": of 32 elements each along the contraction, a [rows, ceil(K / 32)], b the same of the
-    rows of its transpose, uint8: 127 + the exponent of a power of two. Rows of scales are padded by zeros to a multiple
-    of 16. A row that travels has them from the first multiple of 16 bytes behind its data on.
+    - "rows": a [rows of A on this rank], b [N], float32. A row that travels has its scale in the last 16 bytes of its
+      pitch.
+    - "blocks": for 32 elements each along the contraction, a [rows, ceil(K / 32)], b the same for the rows of its
+      transpose. uint8: 127 + the exponent of a power of two. Rows of scales are padded by zeros to a multiple of 16. A
+      row that travels has its scales from the first multiple of 16 bytes behind its data on.
+    - `out`: has the dtype of tiles that travel, if any do.
     """
 
     a: tl.tensor
@@ -58,11 +60,13 @@ class Scales(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """What is done before a tile of the result is rounded; None for what is not.
+    """Steps before a tile of the result is rounded; None leaves a step out.
 
-    bias: is added; it has one element for each row of C with PER_ROW, else for each column. residual: [M, N], is added
-    to a sum by its owner. ACTIVATION: see `activated`; "" for none. GATED: it is that of the first of two products,
-    with which the second is multiplied. z: lies as C, and takes what comes before an activation, if that is kept.
+    - `bias`: is added. It has one element for each row of C with PER_ROW, else for each column.
+    - `residual`: [M, N], is added to a sum by its owner.
+    - `z`: takes the values before an activation, if they are kept. It has the layout of C.
+    - `ACTIVATION`: see `activated`; "" for none.
+    - `GATED`: the activation of the first of two products (the gate) is multiplied with the second product.
     """
 
     bias: tl.tensor
@@ -74,9 +78,7 @@ class Epilogue(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A further B of a kernel with several: its own A where their products are added, its own result where they are not
-    (None for what there is not). a_scale, b_scale: of float8.
-    """
+    """A further B of a kernel with several, with its A if products are added, else with its result (None: absent)."""
 
     a: tl.tensor
     b: tl.tensor
@@ -89,9 +91,10 @@ class Block(NamedTuple):
 
 
 class More(NamedTuple):
-    """The further blocks, COUNT of them, as Triton 3.6 cannot count them. All are laid out like the first: A_UNIT,
-    B_UNIT, C_UNIT are the dimension of A, B and C whose elements are adjacent in each of them, or -1. What is chosen
-    among them would not show it.
+    """The further blocks, COUNT of them, as Triton 3.6 cannot count them.
+
+    A_UNIT, B_UNIT, C_UNIT: the dimension that is contiguous in all A, all B and all C, or -1. A stride that is chosen
+    among several would not show it to the compiler.
     """
 
     blocks: tl.tensor
@@ -102,10 +105,13 @@ class More(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """The shape of a tile. GROUP_M: see `swizzle`; FLATTEN: whether the loops over tiles and contraction are made one;
-    SCALES: "" for operands without, "rows" or "blocks", see `Scales`; SCALED_DOT: whether the matrix unit multiplies
-    blocks with their scales. LEAVES: of a contraction that is added up as a tree, see `contraction`, a power of
-    two, or 0; LEAVES_ALIGNED: whether they begin at multiples of 16.
+    """Shape of a tile and the way it is computed.
+
+    - `GROUP_M`: see `swizzle`.
+    - `FLATTEN`, `SCALED_DOT`: as in `Config`.
+    - `SCALES`: "rows" or "blocks", see `Scales`; "" for operands without scales.
+    - `LEAVES`: leaves of a contraction that is added as a tree (`contraction`), a power of two, or 0.
+    - `LEAVES_ALIGNED`: leaves begin at multiples of 16.
     """
 
     BLOCK_M: tl.constexpr
@@ -120,11 +126,10 @@ class Tiles(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """A's rows of a tile along one chunk of the contraction, which is the columns k_begin .. k_begin + k_len of A.
+    """A tile's rows of A along one chunk of the contraction, the columns k_begin .. k_begin + k_len - 1 of A.
 
-    If it is read by pointers, `source` points to the first element. If by a descriptor, `source` is the descriptor, and
-    the first element is its (layer, row, first). scale: where the first row's block scales lie, `scale_stride` bytes
-    from the next row's; 0 without.
+    - `source`: pointer to the first element, or the descriptor, in which the first element is (layer, row, first).
+    - `scale`: pointer to the first row's block scales, `scale_stride` bytes from the next row's; 0 without scales.
     """
 
     source: tl.tensor
@@ -141,8 +146,9 @@ class Operand(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """B's columns of a tile: those from `col` on, of N. `source` points to B's first element, or is its descriptor; the
-    strides hold for pointers. scale: as in `Operand`, of B's first column.
+    """A tile's columns of B: those from `col` on, of N.
+
+    source: pointer to B's first element, which the strides are for, or B's descriptor. scale: of B's first column.
     """
 
     source: tl.tensor
@@ -154,34 +160,34 @@ class Columns(NamedTuple):
     scale_stride: tl.tensor
 
 
-# As a launch gives the last field of a tuple, see `Link` in `signal`.
+# The last field of a tuple, as a launch passes it; see `Link` in `signal`.
 END = tl.constexpr(0)
-# As a launch gives More to a kernel with one B.
+# `More` of a kernel with one B.
 NO_MORE = More((), *map(tl.constexpr, (0, -1, -1, -1)))
 
 
 def unit_of(matrices: Sequence[torch.Tensor]) -> int:
-    """The dimension whose elements are adjacent in all of the matrices, or -1."""
+    """Return the dimension that is contiguous in all of the matrices, or -1."""
     return next((dim for dim in (1, 0) if all(x.stride(dim) == 1 for x in matrices)), -1)
 
 
 def left_of(a: torch.Tensor, by: str, config: Config) -> Left:
-    """A as a launch gives it."""
+    """Return A as a launch passes it."""
     return Left(a, of_left(a, by, config), a.stride(0), a.stride(1), tl.constexpr(by))
 
 
 def right_of(b: torch.Tensor, by: str, config: Config) -> Right:
-    """B as a launch gives it."""
+    """Return B as a launch passes it."""
     desc = of_right(b, by, config)
     return Right(b, desc, b.stride(0), b.stride(1), b.shape[0], b.shape[1], tl.constexpr(by))
 
 
 def result_of(c: torch.Tensor) -> Result:
-    """C as a launch gives it."""
+    """Return C as a launch passes it."""
     return Result(c, c.stride(0), c.stride(1))
 
 
-# As a launch gives Epilogue.PER_ROW, and an activation's constants by its name.
+# Constants of an `Epilogue` as a launch passes them: PER_ROW, and (ACTIVATION, GATED) by the activation's name.
 PER_ROW = (tl.constexpr(False), tl.constexpr(True))
 ACTIVATIONS = {
     name: (tl.constexpr(of), tl.constexpr(gated))
@@ -193,12 +199,12 @@ ACTIVATIONS = {
 
 
 def epilogue_of(bias: torch.Tensor | None, *, per_row: bool) -> Epilogue:
-    """A bias as a launch gives it."""
+    """Return the epilogue with this bias as a launch passes it."""
     return Epilogue(bias, PER_ROW[per_row])
 
 
 def tiles_of(config: Config, *, flatten: bool, scales: str = "", leaves: int = 0, lengths: Sequence[int] = ()) -> Tiles:
-    """The tile of a configuration as a launch gives it; lengths: of the contractions that are in leaves."""
+    """Return the tile of a configuration as a launch passes it; lengths: of the contractions in leaves."""
     aligned = bool(leaves) and all(K % (16 * leaves) == 0 for K in lengths)
     return Tiles(*map(tl.constexpr, (
         config.block_m, config.block_n, config.block_k, config.group_m, flatten, scales, config.scaled_dot,

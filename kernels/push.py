@@ -1,10 +1,10 @@
 """Producers and collectors: the programs that move rows between a rank's tensors and its peers' arenas.
 
-`push_rows` stores rows of a local tensor into a peer's half, a piece of PIECE rows at a time, and raises one signal a
-piece; `wait_for_rows` waits for the pieces that hold some rows. `collect` waits for pieces (or for tiles that a
-reduction has broadcast) and copies them out of the own arena. Rows in an arena are contiguous and `pitch` elements
-apart, whatever the strides of the tensor they came from. A wait does not depend on who fills a piece, these programs or
-copies that the host has issued.
+- `push_rows` stores rows of a local tensor into a peer's half, PIECE rows at a time, and raises one signal a piece.
+- `wait_for_rows` waits for the pieces that hold some rows, whether these programs or the host's copies fill them.
+- `collect` waits for pieces, or for tiles that a reduction has broadcast, and copies them out of the own arena.
+
+Rows in an arena are contiguous and `pitch` elements apart, whatever the strides of their source.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ SCALE_ROWS = tl.constexpr(256)
 
 
 class Rows(NamedTuple):
-    """A local matrix: pointer, strides, number of columns; of float8 its rows' scales, which travel behind them, or
-    those of their blocks, as in `Scales`.
-    """
+    """A local matrix: pointer, strides, columns, and float8 scales of rows or blocks, which travel with the rows."""
 
     ptr: tl.tensor
     stride_m: tl.tensor
@@ -39,7 +37,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(x: torch.Tensor, scale: torch.Tensor | None = None) -> Rows:
-    """As a launch gives it; of float8 with the rows' scales."""
+    """Return a matrix as a launch passes it; scale: of float8 rows."""
     return Rows(x, x.stride(0), x.stride(1), x.shape[1], scale)
 
 
@@ -57,9 +55,7 @@ def send_block(src_ptr, src_m, src_n, dst_ptr, pitch, rows, cols, BLOCK_R: tl.co
 
 @triton.jit
 def received_scale(link, rank, row, pitch):
-    """Where the scale of float8 row `row` of the half lies, and how far it is to the next row's: in the row's last 16
-    bytes.
-    """
+    """Return the pointer to the scale in the last 16 bytes of float8 row `row` of the half, and the scales' stride."""
     words = tl.full((), 0, tl.int64) + pitch // 4
     return half(link, rank, tl.float32) + row * words + words - 4, words
 
@@ -76,7 +72,7 @@ def _send_scales(link, src_ptr, dst, dst_row, pitch, rows, BLOCK_R: tl.constexpr
 
 @triton.jit
 def _send_block_scales(link, src, first, dst, dst_row, pitch, rows):
-    # With the zeros behind them, 16 bytes a thread.
+    # Includes the zero padding: 16 bytes a thread.
     count = scale_bytes(src.cols)
     dst_ptr = half(link, dst, tl.uint8) + dst_row.to(tl.int64) * pitch + cdiv(src.cols, 16) * 16
     send_block(src.scale + first.to(tl.int64) * count, count, 1, dst_ptr, pitch, rows, count, SCALE_ROWS, 16)
@@ -87,10 +83,9 @@ def push_rows(
     link, src, pid, num_pushers, first, num_rows, dst, dst_row, pitch, first_slot,
     PIECE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, SWITCH: tl.constexpr = False,
 ):  # fmt: skip
-    """Store rows first .. first + num_rows of `src` into rank `dst`'s half, from its row `dst_row` on; with SWITCH into
-    the own one.
+    """Store rows first .. first + num_rows - 1 of `src` into rank `dst`'s half, or the own one (SWITCH), at `dst_row`.
 
-    The pieces pid, pid + num_pushers, .. of them; raises slot first_slot + piece at `dst` for each.
+    This program stores the pieces pid, pid + num_pushers, .. and raises slot first_slot + piece at `dst` for each.
     """
     dtype: tl.constexpr = src.ptr.dtype.element_ty
     base = half(link, link.rank if SWITCH else dst, dtype)
@@ -114,7 +109,7 @@ def _push_at_once(
     link, src, pid, num_pushers, num_rows, dst_row, pitch, first_slot,
     WITH_OWN: tl.constexpr, PIECE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    # Every row is stored once, to all halves; a signal to each peer for every piece.
+    # Store every row once, to all halves, and signal every piece to each peer.
     offs_r = tl.arange(0, BLOCK_R).to(tl.int64)[:, None]
     offs_c = tl.arange(0, BLOCK_C).to(tl.int64)[None, :]
     for piece in range(pid, cdiv(num_rows, PIECE), num_pushers):
@@ -138,12 +133,12 @@ def push_to_all(
     SCATTER: tl.constexpr, WITH_OWN: tl.constexpr, PIECE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
     SWITCH: tl.constexpr = False,
 ):  # fmt: skip
-    """Push to every peer: all `num_rows` rows of `src`, or with SCATTER the rows that `table` gives to that peer; with
-    SWITCH these stay in the own half, in that peer's region of `dst_row` rows, and all rows go to all peers at once.
+    """Push to every peer: all `num_rows` rows of `src`, or with SCATTER the rows that `table` gives to that peer.
 
-    WITH_OWN pushes to this rank's own arena too, first. The peers follow, the one that wants these rows soonest first:
-    each visits the shards in the order own rank, next rank, .. The pieces for all peers are dealt out to the programs
-    in turn, so that no program is idle because one shard has few.
+    With SWITCH, all rows go to all peers at once, and SCATTER rows stay in the own half, in that peer's region of
+    `dst_row` rows. WITH_OWN pushes to this rank's own arena too, first. The peer that needs these rows soonest comes
+    next: each visits the shards in the order own rank, next rank, .. The pieces for all peers are dealt out to the
+    programs in turn, so that no program is idle because one shard has few.
     """
     if SWITCH and not SCATTER:
         _push_at_once(
@@ -169,14 +164,14 @@ def push_to_all(
 
 @triton.jit
 def wait_for_rows(link, src, begin_row, end_row, first_slot, state, OK: tl.constexpr, PIECE: tl.constexpr):
-    """Wait until rows begin_row .. end_row - 1, at least one, of what rank `src` pushes are here. Returns `state`, with
-    its bit `OK` cleared if the budget was spent.
+    """Wait until rank `src`'s rows begin_row .. end_row - 1, at least one, have arrived.
 
-    Waits for: a slot a piece from `first_slot` on, raised by rank src's `push_rows`, or behind its copies.
+    Returns `state`, with its bit `OK` cleared if a wait was given up.
+    Waits for: a slot a piece from `first_slot` on, raised by rank src's `push_rows`, or after its copies.
     """
     piece = begin_row // PIECE
-    # Not `range`: such a loop may run zero times, so the compiled code would have a path around the wait, which its
-    # checks could not tell from a load that is too early.
+    # Not `range`: such a loop may run zero times. Checks of the compiled code could not tell that path around the wait
+    # from a load that is too early.
     more = 1
     while more != 0:
         state = tl.where(wait(link, src, piece + first_slot) != 0, state, state & ~OK)
@@ -205,7 +200,7 @@ def _push_kernel(
     SCATTER: tl.constexpr, WITH_OWN: tl.constexpr, PIECE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
     SWITCH: tl.constexpr,
 ):  # fmt: skip
-    """An op's first kernel: enters the epoch and pushes rows. Signals pieces; waits for nothing."""
+    """Enter the epoch and push rows, as an op's first kernel. Signals pieces; waits for nothing."""
     _push_programs(
         Link(group, rank, begin(group, rank), fingerprint, 0),
         x, table, num_rows, dst_row, pitch, first_slot, SCATTER, WITH_OWN, PIECE, BLOCK_R, BLOCK_C, SWITCH,
@@ -228,9 +223,12 @@ def push(
     scale: torch.Tensor | None = None,
     switch: bool = False,
 ) -> None:
-    """Enter the epoch and push x [rows, cols] to every peer's half at row `dst_row` (with scatter: each peer its rows
-    of `table`), a signal for every `piece_rows` rows from `first_slot` on. scale: of float8 rows. switch: with scatter
-    rows stay here, from row dst * dst_row on, where the switch adds them; else each is stored once, to all ranks.
+    """Enter the epoch and push x [rows, cols] to every peer's half from row `dst_row` on.
+
+    - `scatter`: push to each peer its rows of `table`.
+    - `piece_rows`: rows for each signal; signals start at `first_slot`. `scale`: of float8 rows.
+    - `switch`: with `scatter`, rows stay in the own half, from row dst * dst_row on, where the switch adds them. Else
+      each row is stored once, to all ranks.
     """
     rows = x.shape[0]
     pieces = -(-rows // piece_rows) * (1 if scatter or switch else channel.world_size)
@@ -267,7 +265,7 @@ def _collect_programs(
                 ok = wait_for_rows(link, src, row - first, end_row, first_slot, one, 1, PIECE)
             col = index % num_tiles_n * BLOCK_N
             at_n = (col + offs_n).to(tl.int64)[None, :]
-            # A strip of the tile at a time: where nothing is aligned every element has an address of its own.
+            # A strip of the tile at a time: if nothing is aligned, every element has an address of its own.
             for strip in range(0, BLOCK_M, STRIP):
                 mask = (offs_m < first + rows - row - strip)[:, None] & (offs_n < out.cols - col)[None, :]
                 at_m = (row + strip + offs_m).to(tl.int64)[:, None]
@@ -282,10 +280,10 @@ def _collect_kernel(
     out, table, group, rank, fingerprint: tl.int64, first_slot, region_row, pitch,
     PER_TILE: tl.constexpr, PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
-    """An op's last kernel: copies the peers' chunks out of the own arena, and leaves the epoch.
+    """Copy the peers' chunks out of the own arena and leave the epoch, as an op's last kernel.
 
-    Waits for: pieces raised by the peers' `_push_kernel` or behind their copies, or with PER_TILE tiles raised by their
-    `_reduce_kernel`: all issued before this kernel on every rank.
+    Waits for: pieces raised by the peers' `_push_kernel` or after their copies, or with PER_TILE tiles raised by their
+    `_reduce_kernel`. All are issued before this kernel on every rank.
     """
     _collect_programs(
         Link(group, rank, begin(group, rank), fingerprint, 0),
@@ -306,9 +304,9 @@ def collect(
     config: Config,
     piece_rows: int = 0,
 ) -> None:
-    """Copy the peers' chunks of out [sum(sizes), cols] from row `region_row` of the own half on; ends the epoch.
+    """Copy the peers' chunks of out [sum(sizes), cols] from row `region_row` of the own half on, and end the epoch.
 
-    They came in tiles with a slot each (`per_tile`), or in pieces of `piece_rows` rows.
+    Chunks come in tiles with a slot each (`per_tile`), or in pieces of `piece_rows` rows.
     """
     launch(_collect_kernel, (config.programs,))(
         rows_of(out), table, channel.group(op), channel.rank, channel.fingerprint, first_slot, region_row, pitch,

@@ -1,11 +1,10 @@
-"""The owner's side of a scatter: partial sums lie in W regions of the own half, one a rank, and are added in rank
-order.
+"""Reduction, the owner's side of a scatter: add W regions of the own half, one for each rank, in rank order.
 
-Partials were rounded once to the wire dtype by their producer. They are summed here in float32, rank 0 first, bias and
-residual are added, and the sum is rounded once: the same bits on every run, and for every rank that owns the same rows.
-Subtrees (`contraction`) are float32 as they come, and are added in pairs, pairs in pairs. In any order the switch may
-add instead (`multicast`): every rank's part lies in its own half then, in the owner's region, and the sum, in the wire
-dtype, is read.
+Producers round a partial sum once to the wire dtype. The owner adds in float32, rank 0 first, adds bias and residual,
+and rounds once: the same bits on every run, and for every rank that owns the same rows. Subtrees (`contraction`) arrive
+in float32 and are added in pairs, and pairs in pairs. If any order is allowed, the switch may add instead
+(`multicast`). Every rank's part then lies in its own half, in the owner's region, and the owner loads the sum, in the
+wire dtype.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from .signal import FIRST_SLOT, Link, begin, cdiv, half, leave, raise_signal, wa
 
 @triton.jit
 def wait_for_parts(link, slot, OWN_IN_PLACE: tl.constexpr):
-    """Wait for all ranks' parts of what has that slot; the own one is not waited for if it is in place. Returns 1, or 0
-    if a wait was given up.
+    """Wait for all ranks' parts under one slot, without the own part if OWN_IN_PLACE.
 
-    Waits for: tiles or pieces raised by every rank's programs that multiply or push, which wait for nothing.
+    Returns 1, or 0 if a wait was given up.
+    Waits for: tiles or pieces raised by every rank's multiplying or pushing programs, which wait for nothing.
     """
     ok = 1
     for src in range(0, link.group.WORLD_SIZE):
@@ -42,7 +41,7 @@ def wait_for_parts(link, slot, OWN_IN_PLACE: tl.constexpr):
 
 @triton.jit
 def sum_of_parts(link, base, own, at_m, at_n, mask, region_rows, pitch, OWN_IN_PLACE: tl.constexpr):
-    """What all ranks have put at these places of their regions, added in rank order in float32."""
+    """Return the sum of all ranks' parts at these places of their regions, in float32, in rank order."""
     acc = empty_sum(mask)
     for src in range(0, link.group.WORLD_SIZE):
         part = base + (src * region_rows + at_m) * pitch + at_n
@@ -57,7 +56,7 @@ def sum_of_parts(link, base, own, at_m, at_n, mask, region_rows, pitch, OWN_IN_P
 def tree_of_parts(
     link, base, own, src, at_m, at_n, mask, region_rows, pitch, OWN_IN_PLACE: tl.constexpr, COUNT: tl.constexpr
 ):
-    """What COUNT ranks from `src` on have put there, in float32, added as a tree."""
+    """Return the sum of the parts of COUNT ranks from `src` on, in float32, added as a tree."""
     acc = empty_sum(mask)
     if COUNT > 1:
         for side in range(0, 2):
@@ -84,7 +83,7 @@ def _reduce_programs(
     pid = tl.program_id(0)
     num_programs = tl.num_programs(0)
     dtype: tl.constexpr = out.ptr.dtype.element_ty
-    # As parts have come. Those of a usual sum are as far apart as the results.
+    # A tree's parts are float32. Other parts have the results' dtype and pitch.
     if TREE:
         base = half(link, link.rank, tl.float32)
     else:
@@ -98,9 +97,9 @@ def _reduce_programs(
         at_n = (col + offs_n).to(tl.int64)[None, :]
         ok = wait_for_parts(link, (index if PER_TILE else index // num_tiles_n) + FIRST_SLOT, OWN_IN_PLACE)
         if SWITCH:
-            # By itself: the compiler does not see that what comes out of the fence is a multiple of anything.
+            # A name of its own: the compiler knows no alignment of what comes out of the fence.
             summed_col = behind_wait(col, ok)
-        # A strip of the tile at a time: where nothing is aligned every element has an address of its own.
+        # A strip of the tile at a time: if nothing is aligned, every element has an address of its own.
         for strip in range(0, BLOCK_M, STRIP):
             row = index // num_tiles_n * BLOCK_M + strip
             left = num_rows - row
@@ -152,11 +151,12 @@ def _reduce_kernel(
     ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr,
     SWITCH: tl.constexpr,
 ):  # fmt: skip
-    """Sum the regions of the own half into `out`, with SWITCH this rank's region of all halves; with BROADCAST store
-    the sums into the peers' halves too and signal each tile.
+    """Sum the regions of the own half into `out`, or with SWITCH this rank's region of all halves.
+
+    BROADCAST: store the sums into the peers' halves too, and signal each tile. LAST: end the epoch. After a broadcast,
+    or if a gather is still to be collected, the collecting kernel ends the epoch.
 
     Waits for: pieces or tiles raised by the peers' (and the own) previous kernel of this op, which waits for nothing.
-    It ends the epoch if LAST; where it broadcasts or a gather is still to be collected, the collecting kernel does.
     """
     _reduce_programs(
         Link(group, rank, begin(group, rank), fingerprint, 0),
@@ -183,13 +183,14 @@ def reduce(
     tree: bool = False,
     switch: bool = False,
 ) -> None:
-    """Sum W regions of [region_rows, pitch] into out [rows, cols]; this rank's part is `own` [rows, cols] if given.
-    tree: the regions are subtrees, in float32, of as many ranks as a power of two. switch: it adds what every rank has
-    in this rank's region of its own half, `own` too.
+    """Sum W regions of [region_rows, pitch] into out [rows, cols].
 
-    With `result_row` the result also goes to that row of every peer's half, whose rows are `pitch` apart, with `tree`
-    `result_pitch`; a signal a tile from `second_slot` on.
-    Without `result_row` the kernel ends the epoch if `last`.
+    - `own`: this rank's part [rows, cols], if not in its region.
+    - `tree`: regions are float32 subtrees; the number of ranks is a power of two.
+    - `switch`: the switch adds what every rank, this one too, has in this rank's region of its own half.
+    - `result_row`: the result also goes there in every peer's half, with a signal a tile from `second_slot` on. Its
+      pitch there is `pitch`, or `result_pitch` with `tree`.
+    - `last`: end the epoch, if there is no `result_row`.
     """
     rows = out.shape[0]
     launch(_reduce_kernel, (config.programs,))(

@@ -1,10 +1,11 @@
-"""Ring collectives: every rank talks to the next one only, and sends the fewest bytes there are to send.
+"""Ring collectives: every rank sends only to the next rank, and sends the fewest bytes possible.
 
-Reduce-scatter: chunk c starts at rank c + 1 and gathers one rank's rows at every hop until it reaches its owner c.
-All-gather: every chunk travels on around the ring. All-reduce is the two phases in one kernel, 2 (n - 1) / n of the
-buffer sent per rank. The running sum is rounded to the wire dtype at every hop (anything else would send more bytes),
-and the order of the sum for chunk c is c + 1, c + 2, .., c: fixed, and the same bits on every rank, though not the bits
-of a one-shot sum.
+- Reduce-scatter: chunk c starts at rank c + 1 and adds one rank's rows at every hop until it reaches its owner c.
+- All-gather: every chunk travels around the ring.
+- All-reduce: both phases in one kernel. Each rank sends 2 (n - 1) / n of the buffer.
+
+The running sum is rounded to the wire dtype at every hop: anything else would send more bytes. The reduction order of
+chunk c is fixed: c + 1, c + 2, .., c. Every rank gets the same bits, though not the bits of a one-shot sum.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, leave, raise_sig
 
 
 class Ring(NamedTuple):
-    """Where chunks lie: their row table, pieces a chunk has at most, the gathering phase's region and first slot."""
+    """Layout of the chunks: row table, most pieces of a chunk, region and first slot of the gather phase."""
 
     table: tl.tensor
     max_pieces: tl.tensor
@@ -49,7 +50,7 @@ def _signal_next(link, slot):
 
 @triton.jit
 def _strip_of_tile(ring, index, strip, rows, cols):
-    """The rows and columns of a chunk in one strip of its tile `index`, and the mask of those that the chunk has."""
+    """Return a chunk's rows and columns in one strip of its tile `index`, and the mask of those in the chunk."""
     num_tiles_n = cdiv(cols, ring.BLOCK_N)
     at_m = (index // num_tiles_n * ring.BLOCK_M + strip + tl.arange(0, ring.STRIP)).to(tl.int64)[:, None]
     at_n = (index % num_tiles_n * ring.BLOCK_N + tl.arange(0, ring.BLOCK_N)).to(tl.int64)[None, :]
@@ -58,7 +59,7 @@ def _strip_of_tile(ring, index, strip, rows, cols):
 
 @triton.jit
 def _reduce_phase(link, ring, x, out, out_row, pid, num_programs, KEEP: tl.constexpr):
-    # Step t sends chunk rank - 1 - t on; the last step's chunk is the own one and stays, in `out` at row `out_row`.
+    # Step t sends chunk rank - 1 - t on. The last step's chunk is the own one: it stays, in `out` at row `out_row`.
     prev = (link.rank + link.group.WORLD_SIZE - 1) % link.group.WORLD_SIZE
     dtype: tl.constexpr = x.ptr.dtype.element_ty
     received = half(link, link.rank, dtype)
@@ -73,7 +74,7 @@ def _reduce_phase(link, ring, x, out, out_row, pid, num_programs, KEEP: tl.const
             if step > 0:
                 # Raised by the previous rank's program of this id, one step earlier.
                 ok = wait(link, prev, slot)
-            # A strip of the tile at a time: where nothing is aligned every element has an address of its own.
+            # A strip of the tile at a time: if nothing is aligned, every element has an address of its own.
             for strip in range(0, ring.BLOCK_M, ring.STRIP):
                 at_m, at_n, mask = _strip_of_tile(ring, index, strip, rows, x.cols)
                 block = tl.load(x.ptr + (first + at_m) * x.stride_m + at_n * x.stride_n, mask=mask, other=0.0)
@@ -86,7 +87,7 @@ def _reduce_phase(link, ring, x, out, out_row, pid, num_programs, KEEP: tl.const
                 else:
                     tl.store(out.ptr + (out_row + at_m) * out.stride_m + at_n * out.stride_n, block, mask=mask)
                     if KEEP:
-                        # The gathering phase sends this block next, from the same program.
+                        # The first hop of the gather phase.
                         _send(link, ring, ring.gather_row + first, at_m, at_n, mask, block)
             if step < link.group.WORLD_SIZE - 1:
                 _signal_next(link, slot)
@@ -107,7 +108,7 @@ def _gather_phase(link, ring, out, pid, num_programs):
         rows = tl.load(ring.table + chunk + 1) - first
         for index in range(pid, cdiv(rows, ring.BLOCK_M) * num_tiles_n, num_programs):
             slot = ring.gather_slot + chunk * ring.max_pieces + index
-            # Raised by the previous rank's program of this id, one step earlier (by its owner in step 0).
+            # Raised by the previous rank's program of this id, one step earlier (in step 0 as the chunk's owner).
             ok = wait(link, prev, slot)
             for strip in range(0, ring.BLOCK_M, ring.STRIP):
                 at_m, at_n, mask = _strip_of_tile(ring, index, strip, rows, out.cols)
@@ -154,11 +155,12 @@ def _ring_kernel(
     x, out, table, group, rank, fingerprint: tl.int64, max_pieces, gather_row, gather_slot, pitch,
     REDUCE: tl.constexpr, GATHER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
-    """Reduce phase, gather phase, or both. Program p handles the tiles p, p + programs, .. of every chunk, on every
-    rank alike.
+    """Run the reduce phase, the gather phase, or both; enter the epoch before and leave it after.
 
-    In step t of a phase it waits for the previous rank's program p, which raised the signal in its step t - 1; step 0
-    of the first phase waits for nothing, so by induction over the steps every wait ends.
+    Program p handles the tiles p, p + programs, .. of every chunk, on every rank alike.
+
+    Waits for: the previous rank's program p, which raised the signal one step earlier. The first step of the kernel
+    waits for nothing, so by induction over the steps every wait ends.
     """
     _ring_programs(
         Link(group, rank, begin(group, rank), fingerprint, 0),
@@ -180,7 +182,7 @@ def ring(
     pitch: int,
     config: Config,
 ) -> None:
-    """From x to out, both [rows, cols]: a reduce-scatter, an all-gather, or both."""
+    """Run a reduce-scatter, an all-gather, or both, from x to out, both [rows, cols]."""
     cols = x.shape[1]
     max_pieces = max(-(-rows // config.block_m) for rows in sizes) * -(-cols // config.block_n)
     launch(_ring_kernel, (config.programs,))(

@@ -1,4 +1,4 @@
-"""Scales of float8 operands: of rows and columns, or of blocks of 32 along the contraction, mxfp8."""
+"""Scales of float8 operands: of rows and columns, or of blocks of 32 along the contraction (mxfp8)."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from .signal import _INTERPRETED, cdiv
 
 @triton.jit
 def scale_columns(acc, scale, col, N, BLOCK_N: tl.constexpr):
-    """acc times B's scales: of columns `col` and on, of N."""
+    """Return acc times B's scales of the columns from `col` on, of N."""
     offs_n = col + tl.arange(0, BLOCK_N)
     return acc * tl.load(scale + offs_n, mask=offs_n < N, other=0.0)[None, :]
 
 
 @triton.jit
 def scale_bytes(K):
-    """From one row's block scales to the next one's, of a contraction of K."""
+    """Return the bytes from one row's block scales to the next row's, for a contraction of K."""
     return cdiv(K, 512) * 16
 
 
 @triton.jit
 def dequantized(x, scale):
-    """x [R, K] in float8 times its block scales [R, K / 32], in bfloat16, in which a product of both is exact but for
-    what is smaller than its normal numbers.
+    """Return x [R, K] in float8 times its block scales [R, K / 32], in bfloat16 (float32 in the interpreter).
+
+    A product is exact in bfloat16, unless it is below bfloat16's normal numbers.
     """
     ROWS: tl.constexpr = x.shape[0]
     COLS: tl.constexpr = x.shape[1]
     dtype: tl.constexpr = tl.float32 if _INTERPRETED else tl.bfloat16
-    # Of 0 the power is no normal number, and 255 is NaN.
+    # Scale 0 is a power of two below the normal numbers. Scale 255 is NaN.
     if _INTERPRETED:
         bits = tl.where(scale == 0, 0x400000, scale.to(tl.int32) << 23)
         power = tl.where(scale == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
@@ -37,7 +38,7 @@ def dequantized(x, scale):
         bits = tl.where(scale == 0, 0x40, scale.to(tl.int16) << 7)
         power = tl.where(scale == 255, 0x7FC0, bits).to(tl.int16).to(tl.bfloat16, bitcast=True)
     if x.dtype == tl.float8e5 and not _INTERPRETED:
-        # The upper half of float16; straight to bfloat16 Triton makes numbers of its infinities and NaN.
+        # The upper half of float16. Converting directly to bfloat16, Triton makes numbers of infinities and NaN.
         x = x.to(tl.float16)
     blocks = tl.reshape(x.to(dtype), (ROWS, COLS // 32, 32)) * power[:, :, None]
     return tl.reshape(blocks, (ROWS, COLS))
@@ -45,7 +46,7 @@ def dequantized(x, scale):
 
 @triton.jit
 def dot_of_blocks(a, a_scale, b, b_scale, acc, tiles):
-    """acc += (a times its scales) @ (b times its), in float32; a_scale [M, K / 32], b_scale [N, K / 32]."""
+    """Return acc + (a * its scales) @ (b * its scales) in float32; a_scale [M, K / 32], b_scale [N, K / 32]."""
     if tiles.SCALED_DOT:
         A_IN: tl.constexpr = "e5m2" if a.dtype == tl.float8e5 else "e4m3"
         B_IN: tl.constexpr = "e5m2" if b.dtype == tl.float8e5 else "e4m3"

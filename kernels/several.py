@@ -1,8 +1,8 @@
-"""Hooks of a matmul with several B: tiles of all of them lie side by side, each B's from a tile of its own on.
+"""Hooks of a matmul with several B: their tiles lie side by side, and each B begins at a tile of its own.
 
-With a gated activation there are two of as many columns, gate and up. The program that makes a tile of up has made the
-gate's tile of the same place just before: it has stored the gate where it is kept, or where the result goes, and loads
-it again behind a barrier, as not every compiler gives a tile's elements to the same threads both times.
+A gated activation has two B with equal numbers of columns, gate and up. The program that computes a tile of up has just
+stored the gate's tile of the same place, to z or to the result. It loads the gate's tile again after a barrier, as not
+every compiler gives a tile's elements to the same threads both times.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .terms import b_whole, unit, widened
 
 @triton.jit
 def tile_columns(ctx):
-    """How many columns of tiles the results have, side by side."""
+    """Return the number of columns of tiles of all results, side by side."""
     count = cdiv(ctx.b.N, ctx.tiles.BLOCK_N)
     for i in tl.static_range(ctx.more.COUNT):
         count += cdiv(ctx.more.blocks[i].b.N, ctx.tiles.BLOCK_N)
@@ -29,7 +29,7 @@ def tile_columns(ctx):
 
 @triton.jit
 def b_of_tile(ctx, tile, i):
-    """B's columns of a tile, of the B that it belongs to."""
+    """Return a tile's columns of its B: a B_CHUNK hook."""
     if ctx.more.COUNT == 0:
         return b_whole(ctx, tile, i)
     else:
@@ -65,29 +65,29 @@ def b_of_tile(ctx, tile, i):
 
 @triton.jit
 def first_of(index, num_programs):
-    """Of the index-th tile, the gate's tile of the same place, and whether it is up's instead."""
+    """Return the gate's tile of the same place as the index-th tile, and 1 if the index-th tile is up's, else 0."""
     turn = index // num_programs
     return turn // 2 * num_programs + index % num_programs, turn % 2
 
 
 @triton.jit
 def end_of_pairs(pid, num_pairs, num_programs):
-    """The end of a program's tiles if it makes two for each of pid, pid + num_programs, .. below num_pairs."""
+    """Return the end of a program's tiles, two for each of pid, pid + num_programs, .. below num_pairs."""
     return pid + 2 * cdiv(max(num_pairs - pid, 0), num_programs) * num_programs
 
 
 @triton.jit
 def beside(ctx, tile, is_up):
-    """The gate's tile, or up's of the same place."""
+    """Return the gate's tile, or up's tile of the same place if `is_up`."""
     first = cdiv(ctx.b.N, ctx.tiles.BLOCK_N) * ctx.tiles.BLOCK_N
     return Tile(tile.chunk, tile.begin, tile.index, tile.row, tile.rows, tile.col + is_up * first)
 
 
 @triton.jit
 def store_gated(c, z, N, epilogue, tiles, row, col, left, acc, ok, is_up):
-    """Store a tile of the gate, or of the result once it has been multiplied with up's.
+    """Store a tile of the gate, or the result: the gate's activation times a tile of up.
 
-    z: what takes this tile if gate and up are kept, epilogue.z being the gate's.
+    z: takes this tile if gate and up are kept. `epilogue.z` is the gate's.
     """
     tl.debug_barrier()
     _store_in_parts(c, z, N, epilogue, tiles, row, col, left, acc, ok, is_up, tiles.BLOCK_N)

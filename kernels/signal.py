@@ -1,31 +1,31 @@
-"""Signals between ranks: the arena's header, and the only code that waits for or signals another rank on a device.
+"""Signals between ranks: the arena's header, and the only device code that waits for or signals another rank.
 
 Every rank owns one arena: a header, one int32 signal per (slot, source rank), and two halves of data. `peers` is an
 int64 table in device memory: the address of every rank's arena as seen from here, then that of the host block, then one
 of all arenas together (`multicast`).
 
-Ordering. A producer stores, passes a CTA barrier, and releases a signal at system scope; a consumer acquires it at
-system scope before it loads. Signals carry the epoch, an int32 that grows by one with every op. Epochs are compared by
-wrapping subtraction, so that nothing is ever reset and a captured graph can be replayed. A wait ends when the slot
-holds its epoch or the next one: a peer is at most one ahead. A slot last raised 2^31 epochs ago or more looks later by
-its sign; as that is `LEAD` or more ahead, it still counts as old. An op at epoch e uses half e % 2.
+Ordering. A producer stores, passes a CTA barrier, and releases a signal at system scope. A consumer acquires the signal
+at system scope before it loads. A signal holds the epoch, an int32 that grows by one with every op. Epochs are compared
+by wrapping subtraction: nothing is ever reset, and a captured graph can be replayed. A wait ends when the slot is less
+than `LEAD` ahead of the wait's epoch; a peer is at most one ahead. A slot last raised 2^31 epochs ago or more looks
+later by its sign, but counts as old as long as it is `LEAD` or more ahead. An op at epoch e uses half e % 2.
 
-Reuse. `enter` tells every peer that this rank has begun epoch e; `leave` does not let an op end before every peer has
+Reuse. `enter` tells every peer that this rank has begun epoch e. `leave` does not let an op end before every peer has
 begun it too. So a rank at epoch e + 2 knows that its peers have left epoch e, and may write their half e % 2 without
 asking.
 
-Agreement. With its entry a rank gives every peer a fingerprint of all that the ranks must agree on for the op, 64 bits
-that the host makes; even and odd epochs have a place each, like the halves. `leave` compares fingerprints, and so does
-a wait that takes long. If a peer's differs, this rank reports that as it would a wait that was given up, and the host
-asks what was meant. The entry stands then, so that every rank finds out, and `leave` still waits for the peers to begin
-the op: one may be in the op before, which nothing is wrong with.
+Agreement. With its entry a rank gives every peer a fingerprint: 64 bits, made by the host, of all that ranks must agree
+on for the op. Even and odd epochs have a place each, like the halves. `leave` compares fingerprints, and so does a long
+wait. If a peer's fingerprint differs, this rank reports that like a timeout, and the hosts exchange what they meant.
+The entry then stands, so that every rank finds out. `leave` still waits for the peers to begin the op: a peer may still
+be in the previous op, which is legal.
 
-Bounded waits. The host block holds a clock in milliseconds that the host advances (a program cannot read the time
-portably). A wait whose budget is spent reports itself there and falls through; the host raises PeerTimeout from the
-report. All that a wait decides by, clock, budget and epoch included, is read by one thread, which tells the others
-(`read`). Before a wait falls through it takes this rank's `enter` back from every peer, and this rank enters no more.
-So no peer can end this op or a later one, and none returns what this rank does from then on: it passes on NaN for
-missing data, and two epochs later may write to a half that a late peer still reads.
+Bounded waits. The host block holds a clock in milliseconds that the host advances, as a program cannot read the time
+portably. A wait whose budget is spent reports itself in the host block and falls through; the host raises PeerTimeout
+from the report. One thread reads all that a wait decides by, clock, budget and epoch included, and tells the others
+(`read`). Before a timeout falls through, it takes this rank's `enter` back from every peer, and this rank enters no
+more. So no peer can end this op or a later one, and no peer returns what this rank does from then on: this rank passes
+on NaN for missing data, and two epochs later may write to a half that a late peer still reads.
 """
 
 from __future__ import annotations
@@ -37,57 +37,54 @@ import triton.language as tl
 
 from . import INTERPRETED
 
-# As kernels see it.
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
-# Kernels know an op by its number, which is below this: reports contain it.
+# Kernels and reports know an op by its number, which is below this.
 NUM_OPS = tl.constexpr(16)
 
-# Header words (int32) of an arena. Peers read them only to find out who is really missing.
+# Header words (int32) of an arena. Kernels use only those of their own rank. Hosts read their peers' too.
 EPOCH = tl.constexpr(0)  # the last op that this rank has finished
-ARRIVED = tl.constexpr(1)  # programs of the running op that have finished
+ARRIVED = tl.constexpr(1)  # programs of the op's last kernel that have come to `leave`
 BUDGET_MS = tl.constexpr(2)
-WAITING_FOR = tl.constexpr(3)  # a rank + 1 that some program has been waiting for, or 0
-# 0, or 1 + the rank that a wait was given up for, or one of the two below. The workspace is not used again.
+WAITING_FOR = tl.constexpr(3)  # 1 + a rank that some program has been waiting for, or 0
+# 0, or 1 + the rank that a wait was given up for, or one of the two below, after which the workspace is not used again.
 GIVEN_UP = tl.constexpr(4)
-DIFFERS = tl.constexpr(1 << 16)  # the ranks disagree about the running op: of its waits only `leave`'s go on
-OVER = tl.constexpr(1 << 17)  # they did, and that op has ended, or a wait of its `leave` was given up: none goes on
-WAITING_SLOT = tl.constexpr(5)  # the slot that WAITING_FOR's program waits on
-# Why this rank raises no more signals here: 1 destroyed, 2 an op left by an exception, 3 its making broken off; or 0.
+DIFFERS = tl.constexpr(1 << 16)  # the ranks disagree about the running op: only the waits of its `leave` go on
+OVER = tl.constexpr(1 << 17)  # after DIFFERS: the op has ended, or a wait of its `leave` was given up; no wait goes on
+WAITING_SLOT = tl.constexpr(5)  # the slot that the program of WAITING_FOR waits on
+# Why this rank raises no more signals: 1 destroyed, 2 an exception left an op, 3 creation broken off; or 0.
 LEFT = tl.constexpr(6)
-HARDWARE = tl.constexpr(7)  # what this rank's GPU is (`hardware.number_of`): all ranks use rank 0's
-GROWING = tl.constexpr(10)  # how many steps this rank has taken in growing the workspace; for the host only
-OUTCOME = tl.constexpr(11)  # two words, the outcome of the last growth on this rank; for the host only
-TICKETS = tl.constexpr(13)  # programs of the running kernel that have begun, where these take turns; see `turn`
-SIGNALS = tl.constexpr(
-    16
-)  # first signal word; the signal of (slot, source) is word SIGNALS + slot * world_size + source
+HARDWARE = tl.constexpr(7)  # this rank's GPU (`hardware.number_of`): all ranks use rank 0's
+GROWING = tl.constexpr(10)  # steps that this rank has taken in growing the workspace; for hosts only
+OUTCOME = tl.constexpr(11)  # two words, the outcome of the last growth on this rank; for hosts only
+TICKETS = tl.constexpr(13)  # programs of the running kernel that have begun, if they use `turn`
+SIGNALS = tl.constexpr(16)  # the signal of (slot, source) is word SIGNALS + slot * world_size + source
 
-# Four slots that hold fingerprints instead of signals, 64 bits a source: those of even epochs, then those of odd
-# ones. They come first, so that every fingerprint is aligned.
+# Four slots hold fingerprints instead of signals, 64 bits a source: those of even epochs, then those of odd epochs.
+# They come first, so that every fingerprint is aligned.
 FINGERPRINT_SLOT = tl.constexpr(0)
 ENTRY_SLOT = tl.constexpr(4)  # "this rank has begun the epoch"
-FIRST_SLOT = tl.constexpr(5)  # the slots of an op's own signals
-GROWTH_SLOT = tl.constexpr(-1)  # in WAITING_SLOT, for a wait that is not for a signal but for GROWING
+FIRST_SLOT = tl.constexpr(5)  # first slot of an op's own signals
+GROWTH_SLOT = tl.constexpr(-1)  # in WAITING_SLOT: the wait is for GROWING, not for a signal
 
-# A signal this far or farther ahead of the epoch that is waited for counts as old. A peer is never more than one
-# ahead; the rest of the range is for timing a kernel whose signals have all been raised in advance.
+# A signal this far or farther ahead of the wait's epoch counts as old. A peer is at most one ahead; the rest of the
+# range is for timing a kernel with all signals raised in advance.
 LEAD = tl.constexpr(1 << 20)
 
-# Words (int32) of the host block: in host memory, one a workspace.
+# Words (int32) of the host block, which is in host memory, one for each workspace.
 CLOCK_MS = tl.constexpr(0)
-REPORT = tl.constexpr(1)  # 0, or 1 + the peer of a wait that was given up; written after these words, which say more:
-REPORT_WAIT = tl.constexpr(2)  # the slot times the number of ops, plus the op's place among them
+REPORT = tl.constexpr(1)  # 0, or 1 + the peer of a wait that was given up; written after the words below
+REPORT_WAIT = tl.constexpr(2)  # slot * NUM_OPS + the op's number
 REPORT_EXPECTED = tl.constexpr(3)
 REPORT_SEEN = tl.constexpr(4)
 HOST_WORDS = 16
 
-# Polls between two looks at the clock. Looking costs a trip to host memory on a GPU, so it is rare beside the polls.
+# Polls between two looks at the clock, which cost a trip to host memory on a GPU.
 POLLS_PER_LOOK = tl.constexpr(256)
 
 
 class Group(NamedTuple):
-    """The ranks' arenas as a launch is given them: their table, where the halves lie; and the op's number."""
+    """The ranks' arenas as a launch passes them: their table, the place of the halves, and the op's number."""
 
     peers: tl.tensor
     half_bytes: tl.tensor
@@ -97,10 +94,10 @@ class Group(NamedTuple):
 
 
 class Link(NamedTuple):
-    """What a program needs to reach its peers: their arenas, its rank, the op's epoch and fingerprint.
+    """A program's link to its peers: their arenas, its rank, the op's epoch and fingerprint.
 
-    END: any constant, as in every tuple with others in it. Triton 3.6 keeps a tuple's type as of the last of its own
-    fields that was set, constants last: without one the constants of the tuples in it are lost in the next loop.
+    END: any constant, as in every tuple that holds tuples. Triton 3.6 keeps a tuple's type as of the last of its own
+    fields that was set, constants last. Without END the constants of inner tuples are lost in the next loop.
     """
 
     group: Group
@@ -112,21 +109,21 @@ class Link(NamedTuple):
 
 @triton.jit
 def cdiv(a, b):
-    """a / b rounded up. (The library's own is a nested call that the interpreter takes a millisecond for.)"""
+    """Return a / b rounded up; `tl.cdiv` is a nested call, which takes the interpreter a millisecond."""
     return (a + b - 1) // b
 
 
 @triton.jit
 def header(group, rank):
-    """The int32 words at the start of `rank`'s arena."""
+    """Return the pointer to the int32 words at the start of `rank`'s arena."""
     return tl.load(group.peers + rank).to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
 def read(word):
-    """The current value of an integer that others write: one thread reads it and tells all, so that all decide alike.
+    """Return an integer that others write: one thread reads it and tells all, so that all decide alike.
 
-    A plain load is made by every thread, whatever its cache modifier: when the word changes, some warps see the old
+    A plain load, whatever its cache modifier, is made by every thread. When the word changes, some warps see the old
     value and some the new one. They then leave a loop at different times and meet at different barriers.
     """
     return tl.atomic_add(word, 0, sem="relaxed", scope="sys")
@@ -134,14 +131,14 @@ def read(word):
 
 @triton.jit
 def begin(group, rank):
-    """The epoch of the op that this program belongs to."""
+    """Return the epoch of the op that this program belongs to."""
     return read(header(group, rank) + EPOCH) + 1
 
 
 @triton.jit
 def raise_signal(link, dst, slot):
     """Release everything that this program has stored to rank `dst`, under `slot`."""
-    # The release orders one thread's stores; the barrier puts those of the whole program before it.
+    # The release orders one thread's stores. The barrier puts the whole program's stores before it.
     tl.debug_barrier()
     signal = header(link.group, dst) + SIGNALS + slot * link.group.WORLD_SIZE + link.rank
     tl.atomic_xchg(signal, link.epoch, sem="release", scope="sys")
@@ -149,41 +146,40 @@ def raise_signal(link, dst, slot):
 
 @triton.jit
 def fingerprint_of(link, dst, src):
-    """Where rank `dst` finds the fingerprint of `src` for this epoch."""
+    """Return the pointer at which rank `dst` finds the fingerprint of `src` for this epoch."""
     place = (FINGERPRINT_SLOT + 2 * (link.epoch & 1)) * link.group.WORLD_SIZE + 2 * src
     return (header(link.group, dst) + SIGNALS + place).to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
 def _store_fingerprint(link, dst):
-    # An atomic, as two kernels of one op may enter side by side. (A cast, as the interpreter takes a small number for
-    # an int32.)
+    # Atomic, as two kernels of one op may enter side by side. The cast is for the interpreter, which takes a small
+    # number for an int32.
     place = fingerprint_of(link, dst, link.rank)
     tl.atomic_xchg(place, link.fingerprint.to(tl.int64), sem="relaxed", scope="sys")
 
 
 @triton.jit
 def disagrees(link, src):
-    """1 if rank `src`, whose entry has been seen, means another op than this rank, else 0."""
+    """Return 1 if rank `src`, whose entry has been seen, means another op than this rank, else 0."""
     theirs = read(fingerprint_of(link, link.rank, src))
     return (theirs != link.fingerprint.to(tl.int64)).to(tl.int32)
 
 
 @triton.jit
 def _entered_otherwise(link, words, src):
-    # 1 if rank `src` has entered this epoch, with another op than this rank.
+    # 1 if rank `src` has entered this epoch with another op than this rank, else 0.
     entered = tl.atomic_add(words + SIGNALS + ENTRY_SLOT * link.group.WORLD_SIZE + src, 0, sem="acquire", scope="sys")
     return disagrees(link, src) * (((entered - link.epoch) & -LEAD) == 0).to(tl.int32)
 
 
 @triton.jit
 def fenced(FENCE: tl.constexpr, index, ok):
-    """`index`, which passes through a proxy fence behind what `ok` comes of: no use of it is moved before that. Triton
-    has no op for these fences, so they are written in PTX.
-    """
+    """Return `index`, passed through a proxy fence after the wait that gave `ok`: no use moves before the fence."""
     if _INTERPRETED:
         return index
     else:
+        # Triton has no op for these fences.
         return tl.inline_asm_elementwise(
             FENCE + "; mov.b32 $0, $1;", "=r,r,r", [index, ok], dtype=tl.int32, is_pure=False, pack=1
         )
@@ -191,27 +187,26 @@ def fenced(FENCE: tl.constexpr, index, ok):
 
 @triton.jit
 def before_descriptor(index, ok):
-    """`index`, to be used as a coordinate when a descriptor loads the data that was waited for; `ok`: the wait's
-    result.
+    """Return `index` after a fence, as a coordinate of a descriptor's load after a wait; `ok`: the wait's result.
 
     Such a load runs in the asynchronous proxy, which an acquire does not order: a proxy fence must follow the acquire
-    (PTX ISA, "Memory consistency model", proxies). Nothing else emits that fence. The coordinate passes through it, so
-    no load can be moved before it.
+    (PTX ISA, "Memory consistency model", proxies). Nothing else emits that fence. The coordinate passes through the
+    fence, so no load can move before it.
     """
     return fenced("fence.proxy.async.global", index, ok)
 
 
 @triton.jit
 def _give_up(link, words, host, src, slot, seen, stands):
-    # Atomics all through, so that one thread does all of it: a barrier here, inside the loop over the tiles, would keep
-    # the compiler from pipelining that loop.
+    # Only atomics, so that one thread does all of it. A barrier here, inside the loop over tiles, would keep the
+    # compiler from pipelining that loop.
     #
-    # Unless the entry stands, every wait that gives up takes it back, as it does not know how far the first one has
-    # come with that. It sets it to an epoch so old that no later op of a peer accepts it either.
+    # Unless the entry stands, every wait that gives up takes the entry back, as another wait may not have done so yet.
+    # The entry gets an epoch so old that no later op of a peer accepts it either.
     #
-    # Not `range`: the compiler would unroll it and keep every peer's address in registers from one tile to the next.
-    # It would also keep the epoch and the constants that are stored: so the epoch is read anew, and the constants are
-    # computed from values that vary.
+    # Not `range`: the compiler would unroll it and keep every peer's address in registers from tile to tile. It would
+    # also keep the epoch and the stored constants. So the epoch is read again, and the constants are computed from
+    # values that vary.
     epoch = begin(link.group, link.rank)
     dst = (link.rank + 1 - stands) % link.group.WORLD_SIZE
     while dst != link.rank:
@@ -225,7 +220,7 @@ def _give_up(link, words, host, src, slot, seen, stands):
 
 @triton.jit
 def _report(link, words, host, src, slot, seen, epoch, why):
-    # Only the first one reports itself. The report's own word is released after the others.
+    # Only the first report is written. REPORT is released after the other words.
     if tl.atomic_cas(words + GIVEN_UP, 0, why, sem="relaxed", scope="gpu") == 0:
         tl.atomic_xchg(host + REPORT_WAIT, slot * NUM_OPS + link.group.OP, sem="relaxed", scope="sys")
         tl.atomic_xchg(host + REPORT_EXPECTED, epoch, sem="relaxed", scope="sys")
@@ -235,7 +230,7 @@ def _report(link, words, host, src, slot, seen, epoch, why):
 
 @triton.jit
 def wait(link, src, slot, ENDS: tl.constexpr = -1):
-    """Wait until rank `src` has raised `slot` here for this epoch. Returns 1, or 0 if the wait was given up.
+    """Wait until rank `src` has raised `slot` here for this epoch; return 1, or 0 if the wait was given up.
 
     ENDS: the bits of GIVEN_UP that end the wait.
     Waits for: `raise_signal(dst=this rank, slot)` on rank `src`.
@@ -248,7 +243,7 @@ def wait(link, src, slot, ENDS: tl.constexpr = -1):
         host = tl.load(link.group.peers + link.group.WORLD_SIZE).to(tl.pointer_type(tl.int32))
         budget = read(words + BUDGET_MS)
         start = read(host + CLOCK_MS)
-        # A rank that has given up before does not wait again, in this op or in a later one.
+        # A rank that has given up does not wait again, in this op or in a later one.
         given_up = read(words + GIVEN_UP) & ENDS
         waiting = (given_up == 0).to(tl.int32)
         polls = 0
@@ -263,8 +258,7 @@ def wait(link, src, slot, ENDS: tl.constexpr = -1):
                 elapsed = read(host + CLOCK_MS) - start
                 differs = _entered_otherwise(link, words, src)
                 waiting = ((given_up == 0) & (elapsed < budget) & (differs == 0)).to(tl.int32)
-            # Polled after the look at the clock: a rank that was itself stopped in between finds what arrived
-            # meanwhile.
+            # Poll after the look at the clock: a rank that was stopped in between finds what arrived meanwhile.
             seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
         if ((seen - link.epoch) & -LEAD) != 0:
             stands = differs | ((given_up & (DIFFERS | OVER)) != 0).to(tl.int32)
@@ -276,15 +270,15 @@ def wait(link, src, slot, ENDS: tl.constexpr = -1):
 
 @triton.jit
 def enter(link, pid):
-    """Tell every peer that this rank has begun the epoch. Program 0 of an op's first kernel does this before it waits.
+    """Tell every peer that this rank has begun the epoch.
 
-    A rank that has given up enters no more: its host may have issued ops before it heard of that.
+    Program 0 of an op's first kernel does this before it waits. A rank that has given up enters no more: its host may
+    have issued ops before it learned of that.
     """
     if pid == 0:
         # Two nested ifs: Triton's `and` would make every program load.
         if read(header(link.group, link.rank) + GIVEN_UP) == 0:
-            # This rank's own copy is for the host, which may have issued other ops by the time it is asked about this
-            # one.
+            # The own copy is for the host, which may have issued other ops by the time it is asked about this op.
             for dst in range(link.group.WORLD_SIZE):
                 _store_fingerprint(link, dst)
             # Not `range`, which the compiler would unroll, barriers included.
@@ -296,14 +290,14 @@ def enter(link, pid):
 
 @triton.jit
 def turn(link, num_programs):
-    """How many programs of this kernel have begun before this one: 0, 1, .. num_programs - 1, one each.
+    """Return how many programs of this kernel have begun before this one: 0, 1, .. num_programs - 1, once each.
 
-    A program may wait for what those before it do, whatever order a device starts them in: they are running or over.
+    A program may wait for those before it, which are running or over, in whatever order a device starts programs.
     """
     tickets = header(link.group, link.rank) + TICKETS
     place = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
     if place == num_programs - 1:
-        # Nobody takes another before the next kernel.
+        # No program takes another ticket before the next kernel.
         tl.store(tickets, 0)
     return place
 
@@ -312,7 +306,8 @@ def turn(link, num_programs):
 def leave(link, num_programs):
     """End the op: the last program to arrive waits for every peer's `enter` and advances the epoch.
 
-    Called once by every program of an op's last kernel. Waits for: `enter` on every peer, raised by its program 0.
+    Every program of an op's last kernel calls this once.
+    Waits for: `enter` on every peer, raised by its program 0.
     """
     words = header(link.group, link.rank)
     tl.debug_barrier()
@@ -327,7 +322,7 @@ def leave(link, num_programs):
                     _report(link, words, host, src, ENTRY_SLOT, link.epoch, link.epoch, DIFFERS)
                     differs = 1
         if differs != 0:
-            # Every peer has begun this op or will not: none still reads the half that a later op writes.
+            # Every peer has begun this op or never will: no peer still reads the half that a later op writes.
             tl.atomic_cas(words + GIVEN_UP, DIFFERS, OVER, sem="relaxed", scope="gpu")
         tl.store(words + ARRIVED, 0)
         tl.store(words + EPOCH, link.epoch)
@@ -335,7 +330,7 @@ def leave(link, num_programs):
 
 @triton.jit
 def half(link, rank, dtype: tl.constexpr):
-    """The start of this epoch's half of `rank`'s arena, as a pointer to `dtype` known to be 16-byte aligned."""
+    """Return the start of this epoch's half of `rank`'s arena, as a 16-byte aligned pointer to `dtype`."""
     begin = link.group.data_offset + (link.epoch & 1).to(tl.int64) * link.group.half_bytes
     address = tl.load(link.group.peers + rank) + begin
     # An address from a table has no known alignment; without the hint every store to a peer is 2 bytes wide.

@@ -1,4 +1,4 @@
-"""Single steps of the protocol as one-program kernels, for schedules that are driven from the host."""
+"""Single steps of the protocol as kernels of one program, for schedules that the host drives."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def _step(link, peer, slot, STEP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank", "fingerprint", "peer", "slot"])
 def _step_kernel(group, rank, fingerprint: tl.int64, peer, slot, STEP: tl.constexpr):
-    """One step, ordered with the work before and after it by the stream.
+    """Run one step, ordered by the stream with the work before and after it.
 
-    The kernel of a wait ends when the signal is there or the budget is spent.
+    The kernel of a wait ends when the signal is there or the wait is given up.
     """
     _step(Link(group, rank, begin(group, rank), fingerprint, 0), peer, slot, STEP)
 
 
 def step(channel: Channel, op: int, name: str, peer: int = 0, slot: int = 0) -> None:
-    """Issue `name` (enter, signal, wait or leave) on the current stream; `peer` and `slot` for signal and wait."""
+    """Issue `name` (enter, signal, wait or leave) on the current stream; signal and wait take `peer` and `slot`."""
     group = channel.group(op)
     launch(_step_kernel, (1,))(group, channel.rank, channel.fingerprint, peer, slot, name, num_warps=1, **FP_FUSION)

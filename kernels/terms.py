@@ -1,4 +1,4 @@
-"""Operands that are whole and local, of one product or of several that are added: the terms of a sum."""
+"""Terms of a sum: whole, local operands of one product, or of several products that are added."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .scales import scale_bytes
 
 @triton.jit
 def widened(stride):
-    """A stride as one of several to choose among: one that is 1 is a constant to the compiler."""
+    """Return a stride as a number to choose among several, as a stride of 1 is a constant to the compiler."""
     return tl.full((), 0, tl.int64) + stride
 
 
 @triton.jit
 def unit(stride, IS_ONE: tl.constexpr):
-    """A stride that was chosen, or the constant 1 if it is known to be that."""
+    """Return a chosen stride, or the constant 1 if the stride is known to be 1."""
     if IS_ONE:
         return 1
     else:
@@ -30,12 +30,12 @@ def unit(stride, IS_ONE: tl.constexpr):
 
 @triton.jit
 def a_local(ctx, row, packed):
-    """A's rows from `row` on and all of K, for a kernel whose A is whole and local. Waits for nothing."""
+    """Return A's rows from `row` on with all of K, for a whole and local A. Waits for nothing."""
     if ctx.a.BY == "pointers":
         source = ctx.a.ptr + row.to(tl.int64) * ctx.a.stride_m
         stride_m, stride_k = ctx.a.stride_m, ctx.a.stride_k
     else:
-        # A descriptor has its own; and Triton 3.6 returns no None.
+        # A descriptor has its own strides, and Triton 3.6 cannot return None.
         source = ctx.a.desc
         stride_m, stride_k = 0, 0
     if ctx.tiles.SCALES == "blocks":
@@ -47,7 +47,7 @@ def a_local(ctx, row, packed):
 
 @triton.jit
 def b_whole(ctx, tile, i):
-    """The one B's columns of a tile."""
+    """Return a tile's columns of the only B: a B_CHUNK hook."""
     if ctx.b.BY == "pointers":
         source = ctx.b.ptr
         stride_k, stride_n = ctx.b.stride_k, ctx.b.stride_n
@@ -63,7 +63,7 @@ def b_whole(ctx, tile, i):
 
 @triton.jit
 def a_of_term(ctx, tile, i, packed):
-    """A_CHUNK of the i-th term."""
+    """Return the A of the i-th term: an A_CHUNK hook. Waits for nothing."""
     if ctx.more.COUNT == 0:
         return a_local(ctx, tile.begin + tile.row, packed)
     else:
@@ -85,14 +85,14 @@ def a_of_term(ctx, tile, i, packed):
                 else:
                     source = ctx.more.blocks[j].a.desc
         stride_m, stride_k = unit(stride_m, ctx.more.A_UNIT == 0), unit(stride_k, ctx.more.A_UNIT == 1)
-        # Of float8 several terms are those of gradients, which have no scales of blocks.
+        # Several float8 terms are those of gradients, which have no block scales.
         tl.static_assert(ctx.tiles.SCALES != "blocks")
         return Operand(source, stride_m, stride_k, 0, row, 0, k_len, packed, 0, 0, 0)
 
 
 @triton.jit
 def b_of_term(ctx, tile, i):
-    """B_CHUNK of the i-th term."""
+    """Return a tile's columns of the B of the i-th term: a B_CHUNK hook."""
     if ctx.more.COUNT == 0:
         return b_whole(ctx, tile, i)
     else:
@@ -118,7 +118,7 @@ def further(
     terms: Sequence[tuple[torch.Tensor, torch.Tensor]], a_by: str, b_by: str, config: Config,
     scales: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> More:  # fmt: skip
-    """All terms but the first, as a launch gives them; scales: theirs, of float8."""
+    """Return all terms but the first as a launch passes them; scales: theirs, if float8."""
     given = scales if scales is not None else [(None, None)] * (len(terms) - 1)
     blocks = [
         Block(left_of(a, a_by, config), right_of(b, b_by, config), None, None, None, *its, tl.constexpr(0))

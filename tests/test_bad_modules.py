@@ -21,6 +21,7 @@ from fusedtp import (
     FSDPLinear,
     FusedColwiseParallel,
     FusedEmbeddingParallel,
+    FusedGroup,
     FusedNormParallel,
     FusedRowwiseParallel,
     ParallelMLP,
@@ -66,6 +67,15 @@ class Here:
         # What a style does to a module sends parameters: it is done before any call is watched.
         self.columnwise, self.rowwise = self.styled(FusedColwiseParallel()), self.styled(FusedRowwiseParallel())
         self.theirs = self.styled(ColwiseParallel())
+        together = parallelize_module(nn.ModuleDict({"q": nn.Linear(8, 8), "k": nn.Linear(8, 8)}), self.mesh,
+                                      FusedGroup("q", "k"))  # fmt: skip
+        made = (
+            self.columnwise, self.rowwise, together["q"],
+            self.styled(FusedEmbeddingParallel(), module=nn.Embedding(8, 8)),
+            self.styled(FusedNormParallel(), module=nn.RMSNorm(8)),
+            self.styled(FusedNormParallel(), module=nn.Dropout()),
+        )  # fmt: skip
+        self.styles = {type(each).__name__: each for each in made}
         self.odd_input = self.styled(FusedColwiseParallel(input_layouts=Shard(5)))
         self.odd_output = self.styled(FusedRowwiseParallel(output_layouts=Shard(-7)))
         self.cut = nn.Linear(8, 8)
@@ -99,6 +109,20 @@ def changed(here: Here) -> object:
 
 DTYPES = "must be one of torch.float32, torch.bfloat16, torch.float16, torch.float64, got"
 SCHEDULES = "schedule must be one of auto, fused, decomposed, unfused, got"
+# What no module takes, and how it is told; the modules that styles have made, by their classes.
+NOT_DENSE: dict[str, tuple[Callable[[], Any], str]] = {
+    "list": (lambda: [1], "tensor, got list"),
+    "nested": (lambda: torch.nested.nested_tensor([ones(2, 8), ones(3, 8)]), "dense tensor, got a nested one: use tor"),
+    "jagged": (lambda: torch.nested.nested_tensor([ones(2, 8)], layout=torch.jagged), "dense tensor, got a nested one"),
+    "sparse": (lambda: ones(4, 8).to_sparse(), "dense tensor, got one of layout torch.sparse_coo: use input.to_dense"),
+    "quantized": (
+        lambda: torch.quantize_per_tensor(ones(4, 8), 1.0, 0, torch.qint8),
+        "dense tensor, got a quantized one, torch.qint8: use input.dequantize()",
+    ),
+}
+STYLED = (
+    "FusedColwiseLinear", "FusedRowwiseLinear", "FusedGroupedLinear", "FusedEmbedding", "FusedRMSNorm", "FusedDropout",
+)  # fmt: skip
 NO_GROUP = "group must be a ProcessGroup, its name, a 1-D DeviceMesh or None, got"
 
 # What is wrong, the call, the error's kind, and what it says.
@@ -132,7 +156,6 @@ BAD: list[tuple[str, Callable[[Here], object], type[Exception], str]] = [
      ValueError, "device must be one of cpu, cuda, meta, got 'xpu'"),
     ("a layer's unknown schedule", lambda h: h.column(schedule="fast"), ValueError, f"{SCHEDULES} 'fast'"),
     ("a layer's group", lambda h: h.mlp(group=7), TypeError, f"{NO_GROUP} int"),
-    ("a layer's debug", lambda h: h.mlp(debug=None), TypeError, "debug must be True or False, got None"),
     ("sequence_parallel is text", lambda h: h.column(sequence_parallel="no"),
      TypeError, "sequence_parallel must be True or False, got 'no'"),
     ("sequence_parallel is a number", lambda h: h.mlp(sequence_parallel=1),
@@ -160,7 +183,13 @@ BAD: list[tuple[str, Callable[[Here], object], type[Exception], str]] = [
     ("activation is None", lambda h: h.mlp(activation=None), ValueError, "activation must be gelu or swiglu, got None"),
     ("a layer called with a list", lambda h: h.column()([1.0]), TypeError, "x must be a tensor, got list"),
     ("a layer's features", lambda h: h.column()(ones(8, 7)),
-     ValueError, "weight must have as many columns as x has features, 7, got (2, 6)"),
+     ValueError, "x has 7 features, and weight of shape (2, 6) takes 6: give x all features, [.., K]"),
+    *[(f"a layer's whole x, {name}", lambda h, more=more: h.row(12, 8, bias=False, **more)(ones(8, 12)),
+     ValueError, "x has 12 features, and weight of shape (8, 3) takes 3: give x this rank's shard of the features")
+      for name, more in (("scattered", {}), ("summed", {"sequence_parallel": False}),
+                         ("padded", {"feature_sizes": (3, 3, 3, 3)}))],
+    ("a shard of features, fsdp", lambda h: FSDPLinear(12, 8, bias=False, group=h.group)(ones(8, 3)),
+     ValueError, "x has 3 features, and weight_shard of shape (2, 12) takes 12: give x all features, [.., K]"),
     ("a layer moved to bfloat16", lambda h: h.column().bfloat16()(ones(*X)),
      ValueError, "weight must have x's dtype, torch.float32, got torch.bfloat16"),
     ("a layer on meta", lambda h: h.column(device="meta")(ones(*X)),
@@ -181,7 +210,6 @@ BAD: list[tuple[str, Callable[[Here], object], type[Exception], str]] = [
     ("use_local_output is text", lambda h: FusedColwiseParallel(use_local_output="no"),
      TypeError, "use_local_output must be True or False, got 'no'"),
     ("a style's schedule", lambda h: FusedColwiseParallel(schedule="fast"), ValueError, f"{SCHEDULES} 'fast'"),
-    ("a style's debug", lambda h: FusedRowwiseParallel(debug=0), TypeError, "debug must be True or False, got 0"),
     ("a style on an embedding", lambda h: parallelize_module(nn.Embedding(4, 4), h.mesh, FusedColwiseParallel()),
      NotImplementedError, "FusedColwiseParallel is for nn.Linear, got Embedding: torch.distributed.tensor.parallel."),
     ("a style on a convolution", lambda h: parallelize_module(nn.Conv1d(4, 4, 1), h.mesh, FusedRowwiseParallel()),
@@ -229,9 +257,13 @@ BAD: list[tuple[str, Callable[[Here], object], type[Exception], str]] = [
      ValueError, "input_layouts must shard one of 2 dimensions, got Shard(dim=5)"),
     ("output layout out of range", lambda h: h.odd_output(ones(4, 2)),
      ValueError, "output_layouts must shard one of 2 dimensions, got Shard(dim=-7)"),
-    ("a styled linear called with a list", lambda h: h.columnwise([1]), TypeError, "input must be a tensor, got list"),
+    *[(f"{what} for a {name}", lambda h, name=name, x=x: h.styles[name](x()), TypeError, f"input must be a {text}")
+      for what, (x, text) in NOT_DENSE.items() for name in STYLED],
+    ("floats for an embedding", lambda h: h.styles["FusedEmbedding"](ones(2)),
+     TypeError, "input must be indices in torch.int64 or torch.int32, got torch.float32"),
     ("a styled linear's features", lambda h: h.rowwise(ones(4, 5)),
-     ValueError, "weight must have as many columns as x has features, 5, got (8, 2)"),
+     ValueError, "x has 5 features, and weight of shape (8, 2) takes 2: give x this rank's shard of the features, "
+     "[.., K_X]; a style cuts a whole x with input_layouts=Replicate()"),
     ("a styled linear on another mesh",
      lambda h: h.columnwise(DTensor.from_local(ones(4, 8), h.wide, [Replicate(), Replicate()])),
      ValueError, "input must be on the module's mesh, DeviceMesh((X=4)"),

@@ -68,15 +68,18 @@ def test_sweep_prints_and_keeps_rows(swept: tuple[Path, Result]) -> None:
     assert "speed-up" in result.output
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("fp8", "float8_e4m3fn"), ("mxfp8", "mxfp8")])
-def test_float8_is_swept_and_has_no_backward_pass(tmp_path: Path, name: str, dtype: str) -> None:
-    tiny = ["--op", "matmul_reduce_scatter", "--dtype", name, "--shape", "24,20,16", "--rounds", "2"]
+def test_float8_is_swept_and_has_no_backward_pass(tmp_path: Path) -> None:
+    tiny = ["--op", "matmul_reduce_scatter", "--dtype", "fp8,mxfp8", "--shape", "24,20,16", "--rounds", "2"]
     result = invoke("sweep", "--world-size", "2", *tiny, *ONLY, "--out", tmp_path)
     assert result.exit_code == 0, result.output
-    assert f"20 x 16 {name}" in result.output
-    timed = {row.variant: row for row in stored(tmp_path) if row.median_ms is not None}
-    assert list(timed) == ["matmul", "comm", "unfused", "decomposed"]
-    assert {row.dtype for row in timed.values()} == {dtype}
+    timed = [(row.dtype, row.variant) for row in stored(tmp_path) if row.median_ms is not None]
+    assert timed == [
+        (dtype, variant)
+        for dtype in ("float8_e4m3fn", "mxfp8")
+        for variant in ("matmul", "comm", "unfused", "decomposed")
+    ]
+    for name in ("fp8", "mxfp8"):
+        assert f"20 x 16 {name}" in result.output
     refused = invoke("sweep", "--world-size", "2", *tiny, "--direction", "both", "--out", tmp_path)
     assert refused.exit_code == 2
     assert "no gradient" in refused.output
@@ -130,7 +133,7 @@ def test_foreign_file_stops_the_sweep_before_it_starts(tmp_path: Path) -> None:
     path.write_text("name,price\napple,3\n")
     result = invoke("sweep", *TINY, "--out", tmp_path)
     assert result.exit_code == 2
-    assert "is not a table of sweep rows" in " ".join(result.output.split())
+    assert "is not a CSV file of results" in " ".join(result.output.split())
     assert path.read_text() == "name,price\napple,3\n"
 
 
@@ -170,7 +173,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
 
 def test_a_models_block_gives_rows_and_totals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(models.MODELS, "llama3-8b", Model(32, 48, 4, 2, 8, 1, True, "made up"))
-    block = ["--model", "llama3-8b", "--tokens", "24", "--world-size", "2", "--rounds", "3"]
+    block = ["--model", "llama3-8b", "--tokens", "24", "--world-size", "2", "--rounds", "2", *ONLY]
     result = invoke("sweep", *block, "--direction", "forward,backward,both", "--out", tmp_path)
     assert result.exit_code == 0, result.output
     rows = [row for row in stored(tmp_path) if row.passed]
@@ -182,20 +185,17 @@ def test_a_models_block_gives_rows_and_totals(tmp_path: Path, monkeypatch: pytes
     totals = blocks(frame_of(rows))
     assert len(totals) == 3
     for _, medians in totals:
-        assert set(medians) == {"matmul", "comm", "unfused", "decomposed", "auto", "dtensor"}
+        assert set(medians) == {"matmul", "comm", "unfused", "decomposed"}
     assert "The matmuls of one transformer block together" in result.output
 
 
 def test_doctor() -> None:
-    result = invoke("doctor")
+    result = invoke("doctor", "--providers")
     assert result.exit_code == 0, result.output
     for word in ("torch", "triton", "memfd_create", "unfused", "decomposed", "fused", "auto"):
         assert word in result.output
-    assert result.output.splitlines()[-1] == (
-        f"Verdict: CPU, {len(os.sched_getaffinity(0))} cores: decomposed and unfused run at full speed, fused is "
-        "interpreted (checked, never timed); auto takes decomposed, until `fusedtp tune` has measured here"
-    )
-    assert "Providers" not in result.output
+    assert result.output.splitlines()[-1].startswith(f"Verdict: CPU, {len(os.sched_getaffinity(0))} cores: ")
+    assert "dtensor" in result.output
 
 
 def test_failures_are_listed(swept: tuple[Path, Result]) -> None:

@@ -123,9 +123,9 @@ def test_text_survives_and_cannot_start_a_formula(path: Path, text: str) -> None
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "not a table of sweep rows"),
-        (b"\xff\xfe\x00", "not a table of sweep rows"),
-        (b"name,price\napple,3\n", r"columns missing: .*not known: \['name', 'price'\]"),
+        (b"", "is not a CSV file of results"),
+        (b"\xff\xfe\x00", "is not a CSV file of results"),
+        (b"name,price\napple,3\n", r"missing columns op, variant, .*unknown columns name, price"),
         ((",".join(reversed(COLUMNS)) + "\n").encode(), "columns in another order"),
     ],
 )
@@ -136,6 +136,12 @@ def test_foreign_file_is_refused_and_untouched(path: Path, content: bytes, messa
         with pytest.raises(ValueError, match=message):
             touch(path)
         assert path.read_bytes() == content
+
+
+def test_a_byte_order_mark_of_a_spreadsheet_is_no_part_of_the_header(path: Path) -> None:
+    store.write(path, [ROW])
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
+    assert store.read(path) == [ROW]
 
 
 def test_row_cut_short_is_refused(path: Path) -> None:

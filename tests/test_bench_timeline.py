@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -143,7 +144,7 @@ def test_trace_file_round_trip_and_format(found: Timeline, tmp_path: Path) -> No
 def test_foreign_file_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "timeline.json"
     path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(ValueError, match="is not a timeline of ours"):
+    with pytest.raises(ValueError, match="is not a timeline of fusedtp"):
         recorded.read(path)
 
 
@@ -164,7 +165,6 @@ def test_command(tmp_path: Path) -> None:
         assert calls.median == pytest.approx(found.last_ms(schedule), rel=1e-3)
     for line in timeline_figure.remarks(found):
         assert " ".join(line.split()) in " ".join(done.output.split())
-    assert "All 3 recorded calls of each: decomposed takes" in " ".join(done.output.split())
     assert min(mark.begin_us for mark in found.of("decomposed", "call")) == 0.0
     for bad, message in ((["--schedule", "fused"], "one kernel"), (["--op", "matmul"], "--op must be among")):
         done = CliRunner().invoke(app, [*arguments, *bad])
@@ -180,14 +180,13 @@ def with_calls(found: Timeline, **ms: tuple[float, ...]) -> Timeline:
 def test_a_slower_schedule_is_said_to_be_and_by_what(found: Timeline) -> None:
     """Of the rank that ends last: 70 ms of a product against none, and not the collective, which unfused has."""
     (said,) = timeline_figure.remarks(found)
-    assert said.startswith("decomposed is slower than unfused in the calls shown, 0.0905 ms, unfused 0.08. ")
-    assert "multiplying took 0.07 ms against 0" in said
+    assert re.search(
+        r"^decomposed is slower than unfused .*0\.0905 ms, unfused 0\.08\. .*multiplying took 0\.07 ms", said
+    )
     assert timeline_figure.remarks(with_calls(found, unfused=(1.0,), decomposed=(2.0,))) == [said]
     for own, verdict in (((3.0, 3.1, 3.2), "slower"), ((0.9, 1.0, 1.1), "neither can"), ((0.3, 0.31, 0.32), "faster")):
         *_, over_all = timeline_figure.remarks(with_calls(found, unfused=(0.95, 1.0, 1.02), decomposed=own))
-        assert over_all.startswith(
-            f"All 3 recorded calls of each: decomposed takes {own[1]:.2f} of the time of unfused"
-        )
+        assert f"decomposed takes {own[1]:.2f} of the time of unfused" in over_all
         assert f"): {verdict}" in over_all
     with theme.style():
         drawn = timeline_figure.figure(found)
@@ -200,18 +199,16 @@ def test_a_slower_schedule_is_said_to_be_and_by_what(found: Timeline) -> None:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("wait", "waiting for the others' chunks took 0.08 ms"),
-        ("travel", "copying took 0.08 ms, the collective of unfused 0.02"),
-        ("add", "adding up partial results took 0.08 ms against 0"),
-        ("multiply", "multiplying took 0.08 ms against 0"),
-        ("call", "what lies between its parts, the host's own work or a late beginning, took 0.0905 ms against 0.06"),
+        ("wait", r"waiting .* 0\.08 ms"), ("travel", r"copying took 0\.08 ms, .* unfused 0\.02"),
+        ("add", r"adding .* 0\.08 ms against 0"), ("multiply", r"multiplying took 0\.08 ms against 0"),
+        ("call", r"between its parts.* 0\.0905 ms against 0\.06"),
     ],
-)
+)  # fmt: skip
 def test_the_reason_is_what_a_schedule_spends_more_of(found: Timeline, kind: str, words: str) -> None:
     marks = [mark for mark in found.marks if mark.kind in ("call", "collective")]
     marks += [Mark("decomposed", 1, kind, 0, 1.0, 80.0)] if kind != "call" else []
     (said,) = timeline_figure.remarks(Timeline(found.about, tuple(marks)))
-    assert words in said
+    assert re.search(words, said), said
 
 
 def test_one_that_is_faster_or_alone_needs_no_words(found: Timeline) -> None:
@@ -226,6 +223,6 @@ def test_kept_calls_survive_the_file_and_bad_ones_are_refused(found: Timeline, t
     assert recorded.read(path) == kept
     for old, new, key in (('"ms": 2.0', '"ms": -2.0', "ms"), ('"round": 1', '"round": "1"', "round")):
         path.write_text(path.read_text().replace(old, new))
-        with pytest.raises(ValueError, match=rf"is not a timeline of ours: otherData\.calls\[1\]\.{key}"):
+        with pytest.raises(ValueError, match=rf"is not a timeline of fusedtp: otherData\.calls\[1\]\.{key}"):
             recorded.read(path)
         recorded.write(kept, path)

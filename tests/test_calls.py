@@ -15,6 +15,7 @@ import fusedtp
 from fusedtp import groups
 from fusedtp.calls import call
 from fusedtp.calls.settings import described
+from fusedtp.options import Options
 
 
 def ones(*shape: int) -> Tensor:
@@ -24,7 +25,7 @@ def ones(*shape: int) -> Tensor:
 def near_misses(group: ProcessGroup) -> list[str]:
     """What a good call, made before, is mistaken for."""
     x, weight, bias = ones(2, 3), ones(4, 3), ones(4)
-    good: dict[str, Any] = {"x": x, "weight": weight, "bias": bias, "gather_dim": 1, "sizes": (1, 1), "debug": False}
+    good: dict[str, Any] = {"x": x, "weight": weight, "bias": bias, "gather_dim": 1, "sizes": (1, 1)}
     good |= {"x": ones(5, 1, 3), "schedule": "decomposed"}
 
     def call(**changed: Any) -> Tensor:
@@ -51,7 +52,6 @@ def near_misses(group: ProcessGroup) -> list[str]:
         "flags for sizes": {"sizes": (True, True)},
         "other sizes": {"sizes": (2, 0)},
         "sizes of another group": {"sizes": (1, 1, 0)},
-        "a number for a flag": {"debug": 0},
         "another schedule": {"schedule": "Decomposed"},
     }.items():
         assert call().shape == (5, 2, 4)
@@ -83,7 +83,7 @@ class Named:
 def test_a_call_on_another_device_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     group = Named("both")
     monkeypatch.setattr(groups, "named", lambda name: group)
-    text = described("[M_X, K] @ [K, N] -> [M, N]", ["both"], [0], schedule="unfused")
+    text = described("[M_X, K] @ [K, N] -> [M, N]", ["both"], [0], Options("unfused"))
     on = {kind: call.of(text, (4, 3, 4, 0, 0, 0), torch.float32, torch.device(kind)) for kind in ("cpu", "meta")}
     assert on["cpu"] is not on["meta"]
     assert on["cpu"] is call.of(text, (4, 3, 4, 0, 0, 0), torch.float32, torch.device("cpu"))
@@ -95,14 +95,16 @@ def test_a_group_made_anew_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "named", lambda name: known[name])
     prepared: list[str] = []
 
-    def prepare(x: Tensor, weight: Tensor, bias: Tensor | None, group: Any) -> tuple[str, tuple[int, ...]]:
+    def prepare(
+        x: Tensor, weight: Tensor, bias: Tensor | None, group: Any, asked: Options
+    ) -> tuple[str, tuple[int, ...]]:
         prepared.append(group.group_name)
-        text = described("[M_X, K] @ [K, N] -> [M, N]", [group.group_name], [group.rank()], schedule="unfused")
+        text = described("[M_X, K] @ [K, N] -> [M, N]", [group.group_name], [group.rank()], asked)
         return text, (2 * group.size(), 3, 4, 0, 0, 0)
 
     def found(name: str) -> tuple[call.Call, call.Call]:
         x, w, group = ones(2, 3), ones(4, 3), known[name]
-        by_group = call.find(prepare, x, w, None, group, ())  # type: ignore[arg-type]
+        by_group = call.find(prepare, x, w, None, group, Options("unfused"))  # type: ignore[arg-type]
         return by_group, call.of(by_group.settings.text, by_group.numbers, x.dtype, x.device)
 
     known["1"] = Named("1")
@@ -129,7 +131,7 @@ def test_a_group_that_ends_amid_an_interruption_is_gone(monkeypatch: pytest.Monk
     """What is raised in a function that is told of a group's end is lost, and the rest of that function with it."""
     known = {"1": Named("1")}
     monkeypatch.setattr(groups, "named", lambda name: known[name])
-    text = described("[M_X, K] @ [K, N] -> [M, N]", ["1"], [0], schedule="unfused")
+    text = described("[M_X, K] @ [K, N] -> [M, N]", ["1"], [0], Options("unfused"))
 
     def found() -> call.Call:
         return call.of(text, (4, 3, 4, 0, 0, 0), torch.float32, torch.device("cpu"))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -109,16 +107,17 @@ def test_another_user_is_told_on_every_rank(pool: RankPool) -> None:
     assert first.startswith("rank 1 cannot map the memory of rank 0: Permission denied: they run as users 4242 and ")
 
 
+def without_interpreter(group: ProcessGroup) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        fusedtp.all_gather_linear(torch.ones(2, 2), torch.ones(2, 2), schedule="fused", group=group)
+    return str(caught.value)
+
+
 def test_fused_without_the_interpreter_says_so() -> None:
-    code = """
-import torch, torch.distributed as dist, fusedtp
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-try:
-    fusedtp.all_gather_linear(torch.ones(2, 2), torch.ones(2, 2), schedule="fused")
-except RuntimeError as error:
-    print(error)
-"""
-    env = {**os.environ, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, timeout=120)
-    assert done.stdout.startswith("all_gather_matmul: schedule 'fused' runs on a CPU in Triton's interpreter alone")
-    assert "TRITON_INTERPRET=0" in done.stdout
+    with RankPool(2, env={"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}, timeout=60) as ranks:
+        for world_size in (1, 2):
+            for said in ranks.run(without_interpreter, world_size=world_size):
+                assert said.startswith(
+                    "all_gather_matmul: on a CPU schedule 'fused' needs Triton's interpreter, which is "
+                )
+                assert "TRITON_INTERPRET is 0. Set it to 1 before" in said

@@ -24,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fusedtp
 from fusedtp.calls import operators
 from fusedtp.calls.settings import described
+from fusedtp.options import Options
 
 from .by_inductor import few_kernels
 from .spread import spread
@@ -166,7 +167,7 @@ def opchecked(group: ProcessGroup) -> None:
         (*tensors((4, 6), (5, 6)), None, "[R0, K] @ [K, N_X] -> [R0, N_X]", (4, 6, 10), (0, 0, 0)),
         (*tensors((4, 6), (5, 6)), None, "[R0_X, K] @ [K, N_X] -> [R0_X, N]", (8, 6, 10), (0, 0, 0)),
     ):  # fmt: skip
-        call = described(spec, [name], [group.rank()], schedule="decomposed"), (*lengths, *splits)
+        call = described(spec, [name], [group.rank()], Options("decomposed")), (*lengths, *splits)
         library.opcheck(torch.ops.fusedtp.sharded_matmul, (x, w, b, None, *call))
         y = operators.sharded_matmul(x, w, b, None, *call).detach()
         backward = (y, x.detach(), w.detach(), True, True, b is not None, *call)
@@ -177,7 +178,7 @@ def opchecked(group: ProcessGroup) -> None:
         (x,) = tensors((rows, 6))
         library.opcheck(
             torch.ops.fusedtp.collective,
-            (x, op, sizes, group.rank(), name, "decomposed", "auto", False, "auto", "", 0),
+            (x, op, sizes, group.rank(), name, "decomposed", "auto", "auto", "", 0),
         )
 
 
@@ -356,7 +357,6 @@ with FakeTensorMode() if sys.argv[2] == "tensors" else contextlib.nullcontext():
 
     for name, y, shape in (
         ("gather", fusedtp.all_gather_linear(x, w), (4 * W, 16)),
-        ("debug", fusedtp.all_gather_linear(x, w, debug=True), (4 * W, 16)),
         ("gate", fusedtp.all_gather_linear(x, (w, w), activation="swiglu"), (4 * W, 16)),
         ("norm", fusedtp.linear_reduce_scatter(x, w, norm_weight=w[:, 0])[0], (4 // W, 16)),
         ("float8", fusedtp.all_gather_linear(x, w, float8="rowwise"), (4 * W, 16)),

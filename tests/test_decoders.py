@@ -8,6 +8,7 @@ import re
 import warnings
 from importlib.util import find_spec
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from fusedtp.bench.ranks import RankPool
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -326,6 +328,31 @@ def test_saved_whole_and_logits_of_some_tokens(pool: RankPool) -> None:
     pool.run(saved_whole, world_size=2)
 
 
+def saved_by_hugging_face(group: ProcessGroup, folder: Path) -> None:
+    """The whole state under its own names, packed linears too; without it nothing is written."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    for name in ("Llama, tied", "Phi3", "GPT-2"):
+        dense, model = decoder(name), fusedtp.parallelize(decoder(name), mesh_of(group))
+        with pytest.raises(NotImplementedError, match=r"takes the whole state: .* get_model_state_dict"):
+            model.save_pretrained(folder / name)
+        with pytest.raises(NotImplementedError, match="takes the whole state"):
+            copy.deepcopy(model).save_pretrained(folder / name, state_dict=model.state_dict())
+        with pytest.raises(NotImplementedError, match=f"this {type(dense).__name__}: resize them before parallelize"):
+            model.resize_token_embeddings(VOCABULARY + 1)
+        assert not (folder / name).exists()
+        state = get_model_state_dict(model, options=options)
+        if group.rank() == 0:
+            model.save_pretrained(folder / name, state_dict=state)
+            again = type(dense).from_pretrained(folder / name, dtype=torch.float64).state_dict()
+            assert again.keys() == dense.state_dict().keys()
+            assert all(torch.equal(again[key], value) for key, value in dense.state_dict().items())
+        dist.barrier(group)
+
+
+def test_saved_by_hugging_face(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(saved_by_hugging_face, tmp_path, world_size=2)
+
+
 def with_dropout(group: ProcessGroup, name: str, changes: dict[str, float], sequence_parallel: bool) -> None:
     """Of hidden states it drops what one process would drop; of this rank's heads as much on every rank: random states
     stay together, and with them the gradients of what is whole on every rank, though nine tokens do not divide.
@@ -387,7 +414,7 @@ def in_float8(group: ProcessGroup, name: str, recipe: Any) -> None:
         torch.cat([whole_gradient(each).flatten() for each in of.parameters()]) for of in (model, dense)
     )  # fmt: skip
     assert torch.cosine_similarity(mine, its, 0) > 0.97
-    float8_of = {key: each.layouts.float8 for key, each in model.named_modules() if hasattr(each, "layouts")}
+    float8_of = {key: each.layouts.options.float8 for key, each in model.named_modules() if hasattr(each, "layouts")}
     assert {recipe, None} == set(float8_of.values())
     assert float8_of["lm_head"] is None
 

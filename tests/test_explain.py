@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -19,13 +21,9 @@ def test_bytes_and_flops() -> None:
     for phase in found.phases:
         assert (phase.sent, phase.flops) == (x_bytes, num_flops)
     assert found.given == "M=8192 K=4096 N=28672, mesh X=8, bfloat16"
-    forward = str(found).split("\n\n")[1].split("\n")
-    assert forward[:3] == [
-        "y = x @ w       [M_X, K] @ [K, N_X] -> [M, N_X]",
-        "    all-gather x over X along M, fused          58.72 MB",
-        "    matmul y, fused                             240.5 GFLOP",
-    ]
-    assert str(found).endswith("again in backward, only shards being kept: all-gather x over X along M")
+    forward = str(found).split("\n\n")[1]
+    assert re.search(r"all-gather x over X along M, fused +58\.72 MB\n +matmul y, fused +240\.5 GFLOP", forward)
+    assert str(found).endswith(": all-gather x over X along M")
 
 
 def test_all_reduce_sends_two_shares() -> None:

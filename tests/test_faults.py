@@ -28,7 +28,7 @@ from .faults.inject import Injection, Outcome
 DOCUMENT = Path(__file__).parent.parent / "docs" / "faults.md"
 ALL = os.environ.get("FUSEDTP_FAULTS") == "all"
 # Every so many of the list, of each world size, for a default run.
-EVERY, EVERY_OTHER = (1, 1) if ALL else (27, 37)
+EVERY, EVERY_OTHER = (1, 1) if ALL else (27, 19)
 CHAINS = [*plan.deadly(), *plan.killed_of_three()] if ALL else [plan.deadly()[0]]
 # How many times as long the timeouts are where ranks were kept from running.
 PATIENCE = (1, 4, 16)

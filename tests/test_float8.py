@@ -288,10 +288,18 @@ REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "too few scales": (lambda x, w: (x, Scaled(w.data, w.scale[:2])), ValueError, "weight.scale must be"),
     "no float8": (lambda x, w: (Scaled(x.values(), x.scale), w), ValueError, "x.data must be one of"),
     "no tensor": (lambda x, w: (Scaled(x.data, 1.0), w), TypeError, "x.scale must be a tensor"),
-    "other features": (lambda x, w: (x, scaled(torch.randn(4, 6))), ValueError, "weight must have as many columns"),
+    "other features": (lambda x, w: (x, scaled(torch.randn(4, 6))), ValueError, "x has 8 features, and weight"),
     "a block too few": (lambda x, w: (Scaled(x.data, ones(4, 0).to(E8M0)), w), ValueError, "must be of shape (4, 1)"),
-    "blocks and rows": (lambda x, w: (scaled(x.values(), "mxfp8"), w), ValueError, "must both have scales of blocks"),
-    "rows and blocks": (lambda x, w: (x, scaled(w.values(), "mxfp8")), ValueError, "must both have scales of blocks"),
+    "blocks and rows": (
+        lambda x, w: (scaled(x.values(), "mxfp8"), w),
+        ValueError,
+        "got x.scale in torch.float8_e8m0fnu and weight.scale in torch.float32: make both by fusedtp.scaled",
+    ),
+    "rows and blocks": (
+        lambda x, w: (x, scaled(w.values(), "mxfp8")),
+        ValueError,
+        "got x.scale in torch.float32 and weight.scale in torch.float8_e8m0fnu",
+    ),
     "one dim": (lambda x, w: (scaled(torch.randn(8)), w), ValueError, "x must have at least 2 dim"),
 }
 
@@ -324,6 +332,8 @@ def refused_options(group: ProcessGroup) -> None:
     ):
         with pytest.raises(kind, match=message):
             call(**given)
+    with pytest.raises(ValueError, match=r"got weight\[0\] in torch\.float8_e4m3fn, weight\[1\] in torch\.float8_e5m2"):
+        fusedtp.all_gather_linear(x, (w, scaled(w.values(), dtype=torch.float8_e5m2)), group=group)
     fnuz = [scaled(torch.randn(4, 8), dtype=torch.float8_e4m3fnuz) for _ in range(2)]
     with pytest.raises(RuntimeError, match=r"cannot multiply torch\.float8_e4m3fnuz here: Triton's interp"):
         fusedtp.all_gather_linear(*fnuz, group=group, schedule="fused")
@@ -345,7 +355,7 @@ def test_what_is_not_whole_is_refused(pool: RankPool) -> None:
     [
         ({"x": torch.ones(2).double()}, TypeError, "x must be a tensor of float32"),
         ({"x": torch.ones(())}, ValueError, "at least 1 dimension"),
-        ({"x": torch.eye(2).to_sparse()}, ValueError, "x must be dense, got torch.sparse_coo"),
+        ({"x": torch.eye(2).to_sparse()}, TypeError, "x must be a dense tensor, got one of layout torch.sparse"),
         ({"recipe": "blockwise"}, ValueError, "recipe must be one of tensorwise, rowwise, mxfp8"),
         ({"dtype": torch.bfloat16}, ValueError, "dtype must be None or one of"),
         ({"group": "tp"}, ValueError, "group is for recipe 'tensorwise'"),

@@ -25,7 +25,7 @@ FOLDERS = {"fusedtp": ROOT / "fusedtp", "fusedtp.kernels": ROOT / "kernels", "fu
 FLOORS = (
     ("torch_private",),
     ("errors", "shards", "files", "trace", "op", "groups", "turns", "formats"),
-    ("sharding", "reference", "activations", "norms", "float8"),
+    ("sharding", "reference", "activations", "norms", "float8", "options"),
     ("scaled",),
     ("cost", "recipes", "scaled_mm"),
     ("explain", "kernels", "memory"),

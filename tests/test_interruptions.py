@@ -201,7 +201,7 @@ def forked(group: ProcessGroup) -> list[str]:
             except RuntimeError as error:
                 texts.append(str(error))
         with contextlib.suppress(RuntimeError):
-            how = ("unfused", "auto", False, "auto", "", 0)
+            how = ("unfused", "auto", "auto", "", 0)
             torch.ops.fusedtp.collective(X, "all_reduce", [], group.rank(), group.group_name, *how)
             texts.append("the operator ran")
         # Nor does what waits for nobody touch the parent's memory.

@@ -1,27 +1,22 @@
-"""Ranks that mean different things are told so by default, by every schedule over shared memory: never a wrong number.
-
-The calls are those of `test_agreement`, which makes them in debug mode.
-"""
+"""Ranks that mean different things are told so, by every schedule over shared memory: never a wrong number."""
 
 from __future__ import annotations
 
-import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from fusedtp.bench import generated
 from fusedtp.bench.ranks import RankPool
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 import fusedtp
 from fusedtp import op
@@ -29,36 +24,130 @@ from fusedtp.op import Task
 from fusedtp.workspaces import disagreement, meaning
 from fusedtp.workspaces.steps import HostSteps
 
-from .test_agreement import CALLS, Here
-
 SECONDS = 20.0
-DOCUMENT = Path(__file__).parent.parent / "docs" / "faults.md"
-# By schedule, the calls whose difference every rank was told.
-TOLD: dict[str, set[str]] = {}
-# A bias's values, and what goes through the backend instead, are told in debug mode only.
-NOT_TOLD = ("values of a bias", "schedule: `unfused`")
+FSDP = "[M_X, K] @ [K_X, N] -> [M_X, N]"
+ODD = ": rank 1 against 2 that agree"
 
 
-def disagreed(group: ProcessGroup, schedule: str) -> dict[str, tuple[str, float]]:
-    """The error of each call and how long it took, after one that is alike everywhere; all destroy what failed."""
+def ones(*shape: int, **options: Any) -> Tensor:
+    return torch.ones(shape, **options)
+
+
+class Here:
+    """One rank; `odd` on the one that is to differ."""
+
+    def __init__(self, group: ProcessGroup, schedule: str) -> None:
+        self.group, self.schedule = group, schedule
+        self.options: dict[str, Any] = {"group": group, "schedule": schedule}
+        self.mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("X",))
+        self.column = fusedtp.ColumnParallelLinear(6, 6, **self.options)
+        self.mlp = fusedtp.ParallelMLP(6, 6, **self.options)
+        style = fusedtp.FusedRowwiseParallel(output_layouts=Shard(0), schedule=schedule)
+        self.styled = style._apply(nn.Linear(6, 6), self.mesh)
+        style = fusedtp.FusedRowwiseParallel(output_layouts=Replicate(), schedule=schedule)
+        self.replicated = style._apply(nn.Linear(6, 6), self.mesh)
+
+
+# A call that differs on one of three ranks where `odd`, and what is said on all of them.
+CALLS: dict[str, tuple[Callable[[Here, bool], object], str]] = {
+    "rows to gather": (
+        lambda h, odd: fusedtp.all_gather_linear(ones(3 + odd, 6), ones(5, 6), **h.options),
+        f"all_gather_matmul: the ranks do not agree on sizes: (3, 3, 3) on rank 0, (4, 4, 4) on rank 1, "
+        f"(3, 3, 3) on rank 2{ODD}",
+    ),
+    "rows to reduce": (
+        lambda h, odd: fusedtp.linear_all_reduce(ones(3 + odd, 6), ones(5, 6), **h.options),
+        f"matmul_all_reduce: the ranks do not agree on M: 3 on rank 0, 4 on rank 1, 3 on rank 2{ODD}",
+    ),
+    "columns": (
+        lambda h, odd: fusedtp.linear_reduce_scatter(ones(3, 6), ones(5 + odd, 6), **h.options),
+        f"the ranks do not agree on N: 5 on rank 0, 6 on rank 1, 5 on rank 2{ODD}",
+    ),
+    "bias": (
+        lambda h, odd: fusedtp.linear_all_reduce(ones(3, 6), ones(5, 6), None if odd else ones(5), **h.options),
+        f"the ranks do not agree on bias: given on rank 0, none on rank 1, given on rank 2{ODD}",
+    ),
+    "dtype": (
+        lambda h, odd: fusedtp.all_gather(ones(3, 6).to(torch.float16 if odd else torch.float32), **h.options),
+        "all_gather: the ranks do not agree on dtype: torch.float32 on rank 0, torch.float16 on rank 1",
+    ),
+    "schedule": (
+        lambda h, odd: fusedtp.all_reduce(ones(3), group=h.group, schedule="fused" if odd else "decomposed"),
+        f"on schedule: decomposed on rank 0, fused on rank 1, decomposed on rank 2{ODD}",
+    ),
+    "algorithm": (
+        lambda h, odd: fusedtp.all_reduce(ones(3), algorithm="two_shot" if odd else "one_shot", **h.options),
+        f"on algorithm: one_shot on rank 0, two_shot on rank 1, one_shot on rank 2{ODD}",
+    ),
+    "op": (
+        lambda h, odd: (fusedtp.reduce_scatter if odd else fusedtp.all_gather)(ones(3, 6), **h.options),
+        f"the ranks do not agree on the op: all_gather on rank 0, reduce_scatter on rank 1, all_gather on rank 2{ODD}",
+    ),
+    "which rank's weight": (
+        lambda h, odd: fusedtp.fsdp_linear(ones(3, 6), ones(5 + odd, 6), **h.options),
+        f"do not agree on sizes: (5, 5, 5) on rank 0, (6, 6, 6) on rank 1, (5, 5, 5) on rank 2{ODD}",
+    ),
+    "spec": (
+        lambda h, odd: fusedtp.sharded_matmul(
+            ones(3, 6 if odd else 18),
+            ones(6, 6),
+            "[M_X, K] @ [K, N] -> [M, N]" if odd else FSDP,
+            h.mesh,
+            schedule=h.schedule,
+        ),
+        "the ranks do not agree on the op",
+    ),
+    "the dim to gather": (
+        lambda h, odd: fusedtp.all_gather_linear(ones(3, 3, 6), ones(5, 6), gather_dim=int(odd), **h.options),
+        "do not agree on call: [R0_X, R1, K] @ [K, N_X] -> [R0, R1, N_X], R1=3 on rank 0, [R0, R1_X, K] @",
+    ),
+    "the dim to scatter": (
+        lambda h, odd: fusedtp.linear_reduce_scatter(ones(3, 3, 6), ones(5, 6), scatter_dim=int(odd), **h.options),
+        "do not agree on call: [R0, R1, K_X] @ [K_X, N] -> [R0_X, R1, N], R1=3 on rank 0, [R0, R1, K_X] @",
+    ),
+    "the shape of as many rows": (
+        lambda h, odd: fusedtp.linear_all_reduce(ones(6, 2, 6) if odd else ones(3, 4, 6), ones(5, 6), **h.options),
+        "do not agree on call: [R0, R1, K_X] @ [K_X, N] -> [R0, R1, N], R0=3, R1=4 on rank 0, [R0, R1, K_X] @",
+    ),
+    "the dim of a collective": (
+        lambda h, odd: fusedtp.all_gather(ones(3, 3, 6), gather_dim=int(odd), **h.options),
+        "do not agree on call: x of any x 3 x 6 on rank 0, x of 3 x any x 6 on rank 1",
+    ),
+    "the shape of what is reduced": (
+        lambda h, odd: fusedtp.all_reduce(ones(3, 6, 2) if odd else ones(3, 4, 3), **h.options),
+        "do not agree on call: x of 3 x 4 x 3 on rank 0, x of 3 x 6 x 2 on rank 1",
+    ),
+    "a layer": (
+        lambda h, odd: h.column(ones(3 + odd, 6)),
+        "all_gather_matmul: the ranks do not agree on sizes: (3, 3, 3) on rank 0",
+    ),
+    "layers of layers": (lambda h, odd: h.mlp(ones(3 + odd, 6)), "do not agree on sizes: (3, 3, 3) on rank 0"),
+    "a style": (lambda h, odd: h.styled(ones(3 + odd, 2)), "the ranks do not agree on sizes"),
+    "a style that all-reduces": (lambda h, odd: h.replicated(ones(3 + odd, 2)), "do not agree on M: 3 on rank 0, 4"),
+    "the gradients that are needed": (
+        lambda h, odd: h.column(ones(3, 6, requires_grad=not odd)).sum().backward(),
+        "the ranks do not agree on the op",
+    ),
+}
+
+
+def disagreed(group: ProcessGroup, schedule: str) -> dict[str, str]:
+    """The error of each call, after one that is alike everywhere; all destroy what failed."""
     fusedtp.set_timeout(SECONDS, group)
     found = {}
     for name, (call, _) in CALLS.items():
-        if name in NOT_TOLD:
-            continue
-        here = Here(group, schedule=schedule)
+        here = Here(group, schedule)
         call(here, False)
-        begin = time.monotonic()
         try:
             call(here, group.rank() == 1)
         except fusedtp.RanksDisagree as error:
-            found[name] = str(error), time.monotonic() - begin
+            found[name] = str(error)
             with pytest.raises(fusedtp.RanksDisagree):
                 fusedtp.all_gather(torch.ones(1, 1), group=group, schedule="decomposed")
         except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}", time.monotonic() - begin
+            found[name] = f"{type(error).__name__}: {error}"
         else:
-            found[name] = "a number", 0.0
+            found[name] = "a number"
         fusedtp.destroy(group)
     return found
 
@@ -67,13 +156,12 @@ def disagreed(group: ProcessGroup, schedule: str) -> dict[str, tuple[str, float]
 def test_all_ranks_are_told_who_differs(pool: RankPool, schedule: str) -> None:
     found = pool.run(disagreed, schedule, world_size=3)
     wrong = {
-        name: (said, expected)
+        name: (said[name], expected)
         for name, (_, expected) in CALLS.items()
-        for told in found
-        if name in told and expected.split(": rank 1 against")[0] not in (said := told[name][0])
+        for said in found
+        if expected.split(": rank 1 against")[0] not in said[name]
     }
     assert not wrong
-    TOLD[schedule] = {name for name in CALLS if all(name in told for told in found)}
 
 
 REDUCED = Task(op.ALL_REDUCE, ((3, 4),), torch.float32)
@@ -154,21 +242,6 @@ def test_a_rank_that_has_not_come_yet_is_waited_for_a_little(
     said = disagreement.everyone(places.__getitem__, 2, lambda peer: False, 30.0)
     assert said == ({"M": "3"}, None if seconds is None else {"M": "4"})
     assert time.monotonic() - begin < 10
-
-
-def test_the_table_is_in_the_document() -> None:
-    """FUSEDTP_MEANING=write writes it."""
-    if len(TOLD) < 2:
-        pytest.skip("comes with the tests of both schedules")
-    lines = ["| what rank 1 does otherwise | by default | with `debug=True` |", "|---|---|---|"]
-    for name in CALLS:
-        by_default = "all ranks are told" if all(name in told for told in TOLD.values()) else "not compared"
-        lines.append(f"| {name} | {by_default} | all ranks are told |")
-    table, text = "\n".join(lines), DOCUMENT.read_text()
-    if os.environ.get("FUSEDTP_MEANING") == "write":
-        generated.rewrite(DOCUMENT, "meanings", table)
-        return
-    assert generated.replaced(text, "meanings", table) == text
 
 
 def uneven(group: ProcessGroup, schedule: str) -> list[str]:

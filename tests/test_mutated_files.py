@@ -39,7 +39,7 @@ MakeRow = Callable[..., Row]
 
 EXAMPLES = 1000 if LARGE else 10
 # A command draws for seconds.
-EVERY = EXAMPLES // 4
+EVERY = EXAMPLES // 2
 SECONDS = 60
 MACHINE = Machine("cpu-some-2c", "Some", 2, "", 0, "shared memory", "", "3.11", "2.13", "3.7", "0123456789ab", False)
 
@@ -188,7 +188,7 @@ def test_rows_at_random(
         try:
             found = store.read(path)
         except ValueError as error:
-            refused(str(error), path, "columns? missing", "not known", "another order", "csv", "newline")
+            refused(str(error), path, "missing columns", "unknown columns", "another order", "csv", "newline")
         else:
             assert column in TEXTS or column == "", f"{number}: {column} of {made!r}"
             used(found, right)
@@ -245,7 +245,7 @@ def test_timelines(how: Callable[..., Any], make_row: MakeRow, tmp_path: Path) -
             assert not place or free, f"{number}: {place} of {made!r}"
             assert found.title()
             assert all(mark.kind in (*trace.KINDS, "call") and 0 <= mark.rank < 2 for mark in found.marks)
-            if number % max(1, EVERY // 5) == 0:
+            if number % EVERY == 0:
                 timeline_figure.picture(found, tmp_path / "timeline.png")
         if number % EVERY == 0:
             command("report", table)

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 import fusedtp
 from fusedtp.calls.settings import described
 from fusedtp.op import OPS, Task
+from fusedtp.options import Options
 
 from . import direct
 
@@ -21,7 +22,7 @@ def opchecked(group: ProcessGroup) -> None:
     """Schemas hold, and fakes have the shape, dtype and strides of what the operators return."""
     rank, name, sizes = group.rank(), group.group_name, [3, 1]
     a = torch.randn(4, 6)
-    tail = (False, "auto", "")
+    tail = ("auto", "")
     tests = ("test_schema", "test_faketensor")
     for x, op, lengths, schedule, algorithm, leaves in (
         (a[: sizes[rank]], "all_gather", sizes, "unfused", "auto", 0),
@@ -32,7 +33,7 @@ def opchecked(group: ProcessGroup) -> None:
     ):
         arguments = (x, op, lengths, rank, name, schedule, algorithm, *tail, leaves)
         library.opcheck(torch.ops.fusedtp.collective, arguments, test_utils=tests)
-    library.opcheck(torch.ops.fusedtp.as_it_is, (a.t(), name, "unfused", False), test_utils=tests)
+    library.opcheck(torch.ops.fusedtp.as_it_is, (a.t(), name, "unfused"), test_utils=tests)
     weight, bias = torch.randn(5, 6), torch.randn(5)
     for x, w, with_bias, spec, numbers in (
         (a[: sizes[rank]], weight, bias, "[R0_X, K] @ [K, N_X] -> [R0, N_X]", (4, 6, 10, 2, *sizes, 0, 0)),
@@ -41,7 +42,7 @@ def opchecked(group: ProcessGroup) -> None:
         (a, weight, bias, "[R0, K_X] @ [K_X, N] -> [R0, N_X]", (4, 12, 5, 0, 0, 2, 0, 5)),
         (a, weight, bias, "[R0, K_X] @ [K_X, N] -> [R0, N]", (4, 12, 5, 0, 0, 0)),
     ):
-        settings = described(spec, [name], [rank], schedule="unfused")
+        settings = described(spec, [name], [rank], Options("unfused"))
         library.opcheck(torch.ops.fusedtp.sharded_matmul, (x, w, with_bias, None, settings, numbers), test_utils=tests)
 
 
@@ -91,7 +92,7 @@ def test_results_of_tasks_are_what_they_tell(pool: RankPool, schedule: str) -> N
 
 def refuses_a_gradient(group: ProcessGroup) -> None:
     a, b = torch.randn(2, 2, requires_grad=True), torch.randn(2, 2, requires_grad=True)
-    settings = described("[M, K_X] @ [K_X, N] -> [M, N]", [group.group_name], [group.rank()], schedule="unfused")
+    settings = described("[M, K_X] @ [K_X, N] -> [M, N]", [group.group_name], [group.rank()], Options("unfused"))
     given = (settings, (2, 2 * group.size(), 2, 0, 0, 0))
     dx, *_ = torch.ops.fusedtp.sharded_matmul_backward(a, a.detach(), b, True, False, False, *given)
     with pytest.raises(NotImplementedError, match="second derivatives of fusedtp's matmuls"):

@@ -55,13 +55,12 @@ a,b = planted_plugin:OTHER
     found = providers.found()
     assert providers.named("dtensor").about == "torch's DTensor styles, Colwise- and RowwiseParallel"
     reasons = {name: found.providers[name].reason(CASE, "forward", 0) for name in ("gone", "exits", "other", "text")}
-    assert reasons == {
-        "gone": "it does not load: ModuleNotFoundError: No module named 'gone_module'",
-        "exits": "it does not load: SystemExit: 3",
-        "other": "it does not load: ValueError: planted_plugin:OTHER must be named as its entry point, other, got "
-        "'another'",
-        "text": "it does not load: TypeError: planted_plugin:TEXT must be a Provider, got str",
-    }
+    for name, error in {
+        "gone": "ModuleNotFoundError: .*'gone_module'", "exits": "SystemExit: 3",
+        "other": "ValueError: planted_plugin:OTHER .* other, got 'another'",
+        "text": "TypeError: planted_plugin:TEXT .* got str",
+    }.items():  # fmt: skip
+        assert re.search(f"does not load: {error}", reasons[name]), reasons[name]
     assert len(found.warnings) == 3
     for text, said in zip(found.warnings, ("must match", "another provider", "this package"), strict=True):
         assert text.startswith("planted_plugin:OTHER is left out: ")
@@ -123,7 +122,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "my_package").mkdir()
     (folder / "my_package" / "__init__.py").touch()
     (folder / "my_package" / "bench.py").write_text(code[0])
-    faulty = f"{FAULTY_ENTRIES}gone = gone_module:PROVIDER\nkraken = faulty:WRONG\n"
+    faulty = f"{FAULTY_ENTRIES}gone = gone_module:PROVIDER\nasync_tp = faulty:WRONG\n"
     distribution(folder, "faulty", faulty, faulty=FAULTY)
     return folder
 
@@ -143,28 +142,22 @@ def stored(out: Path) -> list[Row]:
     return store.read(out / machine.describe().name / "sweep.csv")
 
 
-def test_a_plugin_is_timed_beside_the_others(plugged: None, tmp_path: Path) -> None:
-    done = invoke(*SWEEP, "--baselines", "mine,dtensor,gone", "--out", str(tmp_path))
-    assert done.exit_code == 0, done.output
-    rows = stored(tmp_path)
-    timed = {row.variant: row for row in rows if row.median_ms is not None}
-    assert list(timed) == ["matmul", "comm", "unfused", "mine", "dtensor"]
-    assert all(row.passed and row.rounds == 3 for row in timed.values())
-    assert timed["mine"].speedup_vs_unfused is not None
-    (gone,) = (row for row in rows if row.variant == "gone")
-    assert gone.gate == "not run: it does not load: ModuleNotFoundError: No module named 'gone_module'"
-    assert "warning: faulty:WRONG is left out: its name, kraken, is taken by another provider" in done.stdout
-
-
-def test_plugins_that_fail_cost_nobody_else_a_number(plugged: None, tmp_path: Path) -> None:
-    faulty = ["--baseline", "wrong,raises,hangs,dies,mine", "--patience", "12", "--shape", "26,20,16"]
-    done = invoke(*SWEEP, *faulty, "--out", str(tmp_path))
+def test_plugins_beside_the_others_cost_nobody_a_number(plugged: None, tmp_path: Path) -> None:
+    """One that is right has times, one that is gone a reason; what is wrong, raises, hangs or dies is told."""
+    asked = ["--baseline", "wrong,raises,hangs,dies,mine,gone", "--patience", "12", "--shape", "26,20,16"]
+    done = invoke(*SWEEP, *asked, "--out", str(tmp_path))
     assert done.exit_code == 1, done.output
     rows = stored(tmp_path)
     good = ("matmul", "comm", "unfused", "mine")
-    assert [(row.variant, row.M) for row in rows if row.median_ms is not None] == [
-        (v, M) for M in (24, 26) for v in good
-    ]
+    timed = [row for row in rows if row.median_ms is not None]
+    assert [(row.variant, row.M) for row in timed] == [(variant, M) for M in (24, 26) for variant in good]
+    assert all(row.passed and row.rounds == 3 for row in timed)
+    assert timed[3].speedup_vs_unfused is not None
+    # What cannot run is told once.
+    (gone,) = (row.gate for row in rows if row.variant == "gone")
+    assert gone.startswith("not run: it does not load: ModuleNotFoundError")
+    assert "faulty:WRONG is left out: its name, async_tp, is taken" in done.stdout
+    good += ("gone",)
     by_name = {row.variant: row.gate for row in rows if row.M == 24 and row.variant not in good}
     assert set(by_name) == {"raises", "hangs", "dies", "wrong"}
     assert "forward, wrong, rank 0: y:" in by_name["wrong"]
@@ -193,21 +186,12 @@ def test_names_are_listed_where_one_is_not_known(plugged: None) -> None:
     )
 
 
-def test_help_and_doctor_list_them(plugged: None, tmp_path: Path) -> None:
-    """One of them in a process of its own, as a user starts it."""
-    command = [sys.executable, "-P", "-m", "fusedtp.bench.cli", "sweep", "--help"]
-    helped = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
-    assert helped.returncode == 0, helped.stderr
-    examined = invoke("doctor", "--providers")
-    assert examined.exit_code == 0, examined.output
-    for text in (helped.stdout, examined.output):
-        lines = [" ".join(line.split()) for line in text.splitlines()]
-        for said in (
-            "dtensor runs", "mine runs", "async_tp does not run: its fused ops need CUDA",
-            "kraken does not run: kraken.fused is not installed", "gone does not run: it does not load: "
-            "ModuleNotFoundError: No module named 'gone_module'",
-        ):  # fmt: skip
-            assert said in lines
+def test_help_lists_them(plugged: None) -> None:
+    helped = invoke("sweep", "--help")
+    assert helped.exit_code == 0, helped.output
+    lines = [" ".join(line.split()) for line in helped.output.splitlines()]
+    for said in ("dtensor runs", "mine runs", "async_tp does not run: .* CUDA", "gone does not run: .*'gone_module'"):
+        assert any(re.fullmatch(said, line) for line in lines), said
 
 
 def test_a_launched_rank_that_hangs_says_where_and_ends() -> None:

@@ -11,9 +11,7 @@ from pathlib import Path
 import pandas as pd
 import torch.distributed as dist
 from fusedtp.bench import decode, generated, store
-from fusedtp.bench.frames import frame_of
 from fusedtp.bench.ranks import RankPool
-from fusedtp.bench.standings import standings
 from torch.distributed import ProcessGroup
 
 from . import published
@@ -60,19 +58,3 @@ def test_table_of_few_tokens_comes_from_results() -> None:
         (ranks, tokens) for ranks in decode.RANKS for tokens in decode.TOKENS
     }
     assert generated.replaced(README, "decode", decode.table(frame)) == README
-
-
-def test_what_gains_nothing_is_not_left_out(tmp_path: Path) -> None:
-    every = store.read(published.rows(tmp_path))
-    rows = [row for row in every if row.variant == "decomposed" and row.world_size == 2]
-    plain = [row for row in rows if row.direction == "forward" and not row.model and row.dtype == "float32"]
-    assert (
-        README.count(" x ", README.index("measured:begin"), README.index("measured:end"))
-        == 2 * sum(1 for row in plain if row.median_ms is not None)
-        + README[README.index("measured:begin") : README.index("measured:end")].count("| op | M x N x K |") * 2
-    )
-    # README says so.
-    assert "of llama3-8b, in the same\nfile, half gain nothing" in README
-    table = standings(frame_of(every), "model").query("model == 'llama3-8b' and schedule == 'decomposed'")
-    (line,) = table.itertuples()
-    assert (line.cases, line.faster) == (16, 8)

@@ -22,9 +22,9 @@ from torch.distributed import ProcessGroup
 from typer.testing import CliRunner
 
 import fusedtp
-from fusedtp.calls import kernels_tuned, recorded, tuning
+from fusedtp.calls import kernels_tuned, tuning
 from fusedtp.calls.kernels_tuned import Tuned
-from fusedtp.op import ALL_GATHER, ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, Task
+from fusedtp.op import ALL_GATHER, ALL_GATHER_MATMUL, Task
 from fusedtp.workspaces import registry
 
 SMALL = Choice(32, 32, 32, 4, 2)
@@ -58,10 +58,6 @@ def test_what_is_tried_has_room_and_is_another() -> None:
     assert {each.block_m for each in choices.tiles(TABLE["sm_80"]["few rows"], 16, 64, 2, least_rows=32, **ROOM)} == {
         32
     }
-    varied = list(choices.refined(tried[0], SM_90, 2, **ROOM))
-    assert varied
-    assert all(each[:4] == tried[0][:4] and each != tried[0] for each in varied)
-    assert [each.splits for each in choices.refined(tried[0], SM_90, 2, few_rows=True, **ROOM)][-4:] == [1, 2, 4, 8]
 
 
 def test_what_is_chosen_takes_the_place_of_the_table() -> None:
@@ -251,6 +247,11 @@ def test_the_command_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "2 of 3 sizes were not reached" in result.output
     assert not out.exists()
     assert {(each.M, each.N, each.K) for each in asked} == {cli_tune_kernels.TINY}
+    asked.clear()
+    given = ["--shape", "24,20,16", "--shape", "48,20,16", "--world-size", "2", "--out", str(out)]
+    result = CliRunner().invoke(app, ["tune", "--kernels", *given])
+    assert result.exit_code == 0, result.output
+    assert {(each.M, each.N, each.K) for each in asked} == {(24, 20, 16), (48, 20, 16)}
     wrong = CliRunner().invoke(app, ["tune", "--model", "llama3-8b"])
     assert wrong.exit_code == 2
     assert "are for --kernels" in " ".join(wrong.output.split())
@@ -276,37 +277,6 @@ def test_what_was_found_is_kept_at_once_and_not_searched_again(tmp_path: Path, m
     known, _, _ = tuning.load(out)
     assert known is not None
     assert [(each.rows, each.cols, each.third) for each in known.kernels] == [(64, 48, 40), (512, 48, 40)]
-
-
-def recording(group: ProcessGroup, path: str) -> None:
-    """Some calls, forward and backward, each more than once."""
-    import os
-
-    os.environ[recorded.ENVIRONMENT] = path
-    try:
-        x, w = torch.randn(4, 6, requires_grad=True), torch.randn(5, 6, requires_grad=True)
-        for _ in range(2):
-            fusedtp.all_gather_linear(x, w, group=group, schedule="decomposed").sum().backward()
-    finally:
-        os.environ.pop(recorded.ENVIRONMENT)
-
-
-def test_calls_are_recorded_once(pool: RankPool, tmp_path: Path) -> None:
-    path = tmp_path / "calls"
-    pool.run(recording, str(path), world_size=2)
-    calls = recorded.read(path)
-    assert recorded.Call("all_gather_matmul", 2, "float32", 8, 10, 6) in calls
-    assert recorded.Call("matmul_reduce_scatter", 2, "float32", 8, 6, 10) in calls
-    assert len(path.read_text().splitlines()) == len(calls)
-    path.write_text(path.read_text() + '{"op": 3}\n')
-    with pytest.raises(ValueError, match=f"line {len(calls) + 1} is not a call"):
-        recorded.read(path)
-
-
-def test_what_is_recorded_of_a_task() -> None:
-    scatter = Task(MATMUL_REDUCE_SCATTER, ((8, 6), (6, 10), None), torch.bfloat16, (4, 4))
-    assert recorded.of_task(scatter, 2) == recorded.Call("matmul_reduce_scatter", 2, "bfloat16", 8, 10, 12)
-    assert recorded.of_task(Task(ALL_GATHER, ((8, 6),), torch.bfloat16, (4, 4)), 2) is None
 
 
 def test_pushers_that_were_measured() -> None:

@@ -1,7 +1,7 @@
 """What the functions and layers refuse: each argument is checked once, before anything is sent, alike on every rank.
 
 A TypeError or ValueError names the argument and shows its value. That the ranks were given different arguments cannot
-be found here: `agreement` does that.
+be found here: fingerprints show that (`workspaces.meaning`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from .. import groups
 from ..cost.overlap import MULTICAST, PRODUCERS
 from ..formats import FLOAT8
 from ..op import ACTIVATIONS, GATED, Op
+from ..options import Options
 from ..recipes import NAMES, Float8
-from ..scaled import Scaled
+from ..scaled import check_dense
 from ..sharding.notation import Spec
 from ..shards import check_count, check_sizes, even_sizes
 from ..torch_private import is_tracing
@@ -51,16 +52,12 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
 
 def check_tensor(name: str, value: object, x: Tensor | None = None, *, than: str = "x") -> None:
     """A dense tensor of a dtype that we multiply; of x's dtype and on its device, where x is given."""
-    if type(value) not in PLAIN:
-        check_kind(name, value)
+    (check_dense if type(value) in PLAIN else check_kind)(name, value)
     assert isinstance(value, Tensor)
     dtype, device = value.dtype, value.device
     if dtype not in DTYPES:
         hint = ": float8 takes scales, fusedtp.Scaled(data, scale)" if dtype in FLOAT8 else ""
         raise ValueError(f"{name} must be one of {', '.join(map(str, DTYPES))}, got {dtype}{hint}")
-    if value.layout is not torch.strided or value.is_nested:
-        kind = "a nested tensor" if value.is_nested else value.layout
-        raise ValueError(f"{name} must be dense, with layout torch.strided, got {kind}: use {name}.to_dense()")
     if x is None:
         if device.type not in DEVICES:
             raise ValueError(f"{name} must be on a CPU or a CUDA device, got {device}")
@@ -72,13 +69,9 @@ def check_tensor(name: str, value: object, x: Tensor | None = None, *, than: str
 
 
 def check_kind(name: str, value: object) -> None:
-    """A tensor with values, of this rank's own."""
-    if isinstance(value, Scaled):
-        raise TypeError(
-            f"{name} must be a tensor here, got Scaled: the linear functions take x and every weight Scaled, or neither"
-        )
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    """A dense tensor with values, of this rank's own."""
+    check_dense(name, value)
+    assert isinstance(value, Tensor)
     if nn.parameter.is_lazy(value):
         raise ValueError(f"{name} must have values, got an {type(value).__name__}: a lazy module's first call makes it")
     # Late: it brings DTensor in, which most callers do not have.
@@ -95,13 +88,11 @@ def check_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    schedule: str,
-    debug: bool,
+    asked: Options,
     *,
     num_out: int | None = None,
     name: str = "weight",
     bias_name: str = "bias",
-    producer: str = "auto",
 ) -> None:
     """x [..., K], weight [N, K] (called `name`), bias [N] or [num_out], and a schedule that multiplies them."""
     check_tensor("x", x)
@@ -114,7 +105,7 @@ def check_linear(
         num_out = weight.shape[0] if num_out is None else num_out
         if bias.shape != (num_out,):
             raise ValueError(f"{bias_name} must have shape ({num_out},), {name}'s rows, got {tuple(bias.shape)}")
-    check_options(schedule, debug, x, producer)
+    check_options(asked, x)
 
 
 def several(weights: Sequence[Any], biases: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
@@ -138,19 +129,17 @@ def _numbered(weight: Weights, bias: Biases) -> list[tuple[str, Tensor, str, Ten
     return [(f"weight[{i}]", one, f"bias[{i}]", other) for i, (one, other) in pairs]
 
 
-def check_linears(
-    x: Tensor, weight: Weights, bias: Biases, schedule: str, debug: bool, *, producer: str = "auto"
-) -> None:
+def check_linears(x: Tensor, weight: Weights, bias: Biases, asked: Options) -> None:
     """`check_linear` of each weight with its bias."""
     for name, one, bias_name, other in _numbered(weight, bias):
-        check_linear(x, one, other, schedule, debug, name=name, bias_name=bias_name, producer=producer)
+        check_linear(x, one, other, asked, name=name, bias_name=bias_name)
 
 
-def check_all_features(num_in: int, who: str, weight: Weights) -> int:
+def check_all_features(who: str, num_in: int, weight: Weights, give: str) -> int:
     """`check_features` of each weight; their rows in all."""
     named = _numbered(weight, (None,) * len(weight) if isinstance(weight, tuple) else None)
     for name, each, _, _ in named:
-        check_features(num_in, who, each, name)
+        check_features(who, num_in, each, give, name)
     return sum([each.shape[0] for _, each, _, _ in named])
 
 
@@ -160,10 +149,12 @@ def check_matrix(weight: Tensor, name: str = "weight") -> None:
         raise ValueError(f"{name} must have 2 dimensions, [N, K], got shape {tuple(weight.shape)}")
 
 
-def check_features(num_in: int, who: str, weight: Tensor, name: str = "weight") -> None:
-    """A weight of `num_in` columns."""
+def check_features(who: str, num_in: int, weight: Tensor, give: str, name: str = "weight") -> None:
+    """A weight with a column for each of x's features; give: what x should have."""
     if weight.shape[1] != num_in:
-        raise ValueError(f"{name} must have as many columns as {who} features, {num_in}, got {tuple(weight.shape)}")
+        raise ValueError(
+            f"{who} {num_in} features, and {name} of shape {tuple(weight.shape)} takes {weight.shape[1]}: give x {give}"
+        )
 
 
 def activation_of(activation: str | None, num_weights: int) -> str | None:
@@ -211,23 +202,21 @@ def check_residual(residual: Tensor | None, x: Tensor, shape: Sequence[int]) -> 
         raise ValueError(f"residual must have the result's shape, {tuple(shape)}, got {tuple(residual.shape)}")
 
 
-def check_collective(op: Op, x: Tensor, schedule: str, algorithm: str, debug: bool, producer: str = "auto") -> None:
+def check_collective(op: Op, x: Tensor, asked: Options) -> None:
     """What a collective alone takes."""
     check_tensor("x", x)
     if x.ndim < 1:
         raise ValueError("x must have at least 1 dimension, got a scalar")
-    check_options(schedule, debug, x, producer)
-    check_algorithm(op, algorithm, schedule, x)
+    check_options(asked, x)
+    check_algorithm(op, asked, x)
 
 
-def check_options(schedule: str, debug: bool, x: Tensor, producer: str = "auto") -> None:
-    """A known schedule that works in x's dtype, a flag, and a producer that the schedule can use."""
-    if debug is not False:
-        flag("debug", debug)
-    dispatch.check_schedule(schedule)
-    if producer != "auto":
-        check_producer(producer, schedule)
-    if schedule == "fused" and x.dtype not in dispatch.FUSED_DTYPES:
+def check_options(asked: Options, x: Tensor) -> None:
+    """A known schedule that works in x's dtype, and a producer that the schedule can use."""
+    dispatch.check_schedule(asked.schedule)
+    if asked.producer != "auto":
+        check_producer(asked.producer, asked.schedule)
+    if asked.schedule == "fused" and x.dtype not in dispatch.FUSED_DTYPES:
         names = ", ".join(map(str, dispatch.FUSED_DTYPES))
         raise ValueError(f"schedule 'fused' multiplies {names}, got {x.dtype}: use 'decomposed' or 'unfused'")
 
@@ -262,9 +251,9 @@ def check_reach(schedule: str, x: Tensor, groups_used: Sequence[ProcessGroup], l
         )
 
 
-def check_algorithm(op: Op, algorithm: str, schedule: str, x: Tensor) -> None:
+def check_algorithm(op: Op, asked: Options, x: Tensor) -> None:
     """An algorithm that the op has, in this schedule."""
-    algorithms = ("auto", *op.algorithms)
+    algorithm, schedule, algorithms = asked.algorithm, asked.schedule, ("auto", *op.algorithms)
     if algorithm not in algorithms:
         raise ValueError(f"algorithm must be one of {', '.join(algorithms)}, got {algorithm!r}")
     if algorithm != "auto" and schedule == "unfused":

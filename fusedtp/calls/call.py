@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from .. import formats, groups, recipes
 from ..norms import Norm
 from ..op import GATED, OF_RESULT, Task
+from ..options import Options
 from ..schedules.padded import reads_beside
 from ..sharding.notation import parse
 from ..sharding.partition import Partition
@@ -183,7 +184,7 @@ class Call:
         if ready is None or ready.is_stale():
             group, asked = self._group(axis), self.settings
             ready = self._ready[key, place] = Ready(
-                task, asked.schedule, group, self._device, producer=asked.producer, call=self.said(), debug=asked.debug
+                task, asked.schedule, group, self._device, producer=asked.producer, call=self.said()
             )
         return ready
 
@@ -311,13 +312,13 @@ def of(text: str, numbers: Sequence[int], dtype: torch.dtype, device: torch.devi
         return Call(settings, numbers, dtype, device)
 
 
-# From (x, weight, bias, group, *options, **extra) to what `of` takes, raising for arguments that do not fit.
+# From (x, weight, bias, group, options, *along, **extra) to what `of` takes, raising for arguments that do not fit.
 Prepare: TypeAlias = Callable[..., tuple[str, Sequence[int]]]
 
 
-def extra(residual: Tensor | None, activation: str | None, norm: Norm | None = None) -> dict[str, Any]:
-    """What a function that prepares is given of these: only what is asked for, as not every op has all."""
-    given = {"residual": residual, "activation": activation, "norm": norm}
+def extra(residual: Tensor | None, norm: Norm | None = None) -> dict[str, Any]:
+    """What a function that prepares is given of these: only what is asked for, as not every op has both."""
+    given = {"residual": residual, "norm": norm}
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -331,22 +332,22 @@ def _is_hashed_alike(option: Any) -> bool:
 
 
 def find(
-    prepare: Prepare, x: Tensor, weight: Weights, bias: Biases, group: ProcessGroup, options: tuple[Any, ...],
-    residual: Tensor | None = None, activation: str | None = None, norm: Norm | None = None,
+    prepare: Prepare, x: Tensor, weight: Weights, bias: Biases, group: ProcessGroup, asked: Options,
+    along: tuple[Any, ...] = (), residual: Tensor | None = None, norm: Norm | None = None,
 ) -> Call:  # fmt: skip
     """The call that `prepare` describes after checking its arguments, once for all calls that are alike."""
     # One function, as every call passes here. Options that could be mistaken for others are checked anew each time:
     # to a dictionary (True, 2.0) is (1, 2).
+    options = (*asked, *along)
     kinds = tuple(map(type, options))
-    key: list[Any] | None = [prepare, id(group), options, kinds, activation]
+    key: list[Any] | None = [prepare, id(group), options, kinds]
     if not _OPTIONS.issuperset(kinds) and not all(map(_is_hashed_alike, options)):
         key = None
     tensors: tuple[Any, ...] = (x, weight, bias) if type(weight) is not tuple else (x, *weight, *bias)  # type: ignore[misc]
     more: dict[str, Any] = {}
-    if residual is not None or activation is not None or norm is not None:
-        more = extra(residual, activation, norm)
+    if residual is not None or norm is not None:
+        more = extra(residual, norm)
         tensors = tensors if residual is None else (*tensors, residual)
-        key = key if activation is None or type(activation) is str else None
         if norm is not None:
             tensors = *tensors, norm.weight, norm.bias
             key = key and [*key, norm.name, norm.eps]
@@ -361,12 +362,12 @@ def find(
             key += each.shape, each.dtype, each.device, each.layout
     if key is None:
         refuse_tracing()
-        return of(*prepare(x, weight, bias, group, *options, **more), x.dtype, x.device)
+        return of(*prepare(x, weight, bias, group, asked, *along, **more), x.dtype, x.device)
     found = tuple(key)
     if stale.gone:
         stale.changed()
     call = _calls.get(found)
     if call is None or call.version != stale.version:
         refuse_tracing()
-        call = _keep(found, of(*prepare(x, weight, bias, group, *options, **more), x.dtype, x.device))
+        call = _keep(found, of(*prepare(x, weight, bias, group, asked, *along, **more), x.dtype, x.device))
     return call

@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
 from .. import groups, schedules, turns
 from ..cost.hardware import Hardware, of_gpu
@@ -38,7 +37,7 @@ from ..schedules.prepared import Prepared
 from ..torch_private import graph_task
 from ..workspaces import meaning, stale
 from ..workspaces.meaning import Meaning
-from . import agreement, kernels_tuned, recorded, tuning
+from . import kernels_tuned, tuning
 from .kernels_tuned import Tuned
 from .path import Path, in_any_order
 
@@ -156,31 +155,41 @@ class Ready(Prepared):
 
     def __init__(
         self, task: Task, schedule: str, group: ProcessGroup, device: torch.device, *, producer: str = "auto",
-        call: str = "", debug: bool = False, choice: Mapping[str, int] | None = None,
+        call: str = "", choice: Mapping[str, int] | None = None,
     ) -> None:  # fmt: skip
         if groups.inherited is not None:
             groups.check_fork()
         self.task, self._device, self._producer, self._choice = task, device, producer, choice
-        self._asked_for, self._debug, self._call = schedule, debug, call
+        self._asked_for, self._call = schedule, call
         self.version, self.on_gpu = stale.version, device.type == "cuda"
         self._capturing = self.on_gpu and torch.cuda.is_current_stream_capturing()
         self._group, self._alone, self._is_prepared = stale.watch(group), group.size() == 1, False
         # By whether it is part of a backward pass.
         self._meanings: dict[bool, Meaning] = {}
-        self._turn = turns.Turn("group", group.group_name, task.op.name)
+        self._turn = ("group", str(group.group_name))
         if self._alone:
             self._prepare()
 
     def prepared(self) -> Ready:
         """This task with its path chosen, before its first run: collective where that makes a workspace."""
-        with self._turn:
-            if not self._is_prepared:
-                self._prepare()
+        turns.alone(self._turn, self.task.op.name, self._prepare_once)
         return self
+
+    def _prepare_once(self) -> None:
+        if not self._is_prepared:
+            self._prepare()
 
     def _prepare(self) -> None:
         task, group, device, producer, choice = self.task, self.group, self._device, self._producer, self._choice
         self.path = choose(task, self._asked_for, group, device)
+        interpreted = self.path.schedule == "fused" and device.type == "cpu"
+        if interpreted and not _is_interpreted():
+            now = os.environ.get("TRITON_INTERPRET") or "unset, which means off where there is a GPU"
+            raise RuntimeError(
+                f"{task.op.name}: on a CPU schedule 'fused' needs Triton's interpreter, which is off: "
+                f"TRITON_INTERPRET is {now}. Set it to 1 before fusedtp or triton is imported, use tensors on a GPU, "
+                "or schedule 'decomposed' or 'unfused'"
+            )
         if producer != "auto" and self.path.schedule != "fused":
             reason = f"{self.path.reason}; producer={producer!r} has no effect, only 'fused' has one to choose"
             self.path = replace(self.path, reason=reason)
@@ -202,15 +211,7 @@ class Ready(Prepared):
         if task.any_order:
             said = getattr(self.on, "sums", "")
             self.path = replace(self.path, sums=said or in_any_order(task, self.path.schedule, group.size()))
-        recorded.record(task, group.rank(), group.size())
-        interpreted = self.path.schedule == "fused" and device.type == "cpu"
-        self._interpreter = turns.Turn("interpreter", "", task.op.name) if interpreted and shares else None
-        if interpreted and not _is_interpreted():
-            raise RuntimeError(
-                f"{task.op.name}: schedule 'fused' runs on a CPU in Triton's interpreter alone, which TRITON_INTERPRET="
-                f"{os.environ.get('TRITON_INTERPRET', '')} keeps out of this process: unset it before fusedtp or "
-                "triton is imported, or use 'decomposed' or 'unfused'"
-            )
+        self._interpreted = interpreted and shares
         self._is_prepared = True
 
     def is_stale(self) -> bool:
@@ -227,32 +228,29 @@ class Ready(Prepared):
         if self._alone:
             _last = self.path
             return self.go(operands)
-        with self._turn:
-            if not self._is_prepared:
-                self._prepare()
-            ws, op = self.ws, self.task.op.name
-            if self._debug or get_debug_level() == DebugLevel.DETAIL:
-                agreement.check(self.task, self.group, operands, self._asked_for, self._call)
-            if self.on_gpu and self._asked_for == "auto" and self.path.schedule != "fused":
-                _load_for_capture(self.task, self.group, self._device, operands)
-            if ws is None:
-                outs = self.go(operands)
-            else:
-                meant = self._meanings.get(graph_task() != -1) or self._means()
-                ws.begin(op, meant)
-                try:
-                    if self.half_bytes > ws.half_bytes or self.slots > ws.slots:
-                        ws.require(self.half_bytes, self.slots)
-                    if self._interpreter is None:
-                        outs = self.go(operands)
-                    else:
-                        with self._interpreter:
-                            outs = self.go(operands)
-                    ws.end()
-                except BaseException as error:
-                    ws.interrupted(op, error)
-                    raise
+        outs: list[Tensor] = turns.alone(self._turn, self.task.op.name, self._run, operands)
         _last = replace(self.path, producer=self.on.sent_by) if self.on.sent_by else self.path
+        return outs
+
+    def _run(self, operands: Sequence[Any]) -> list[Tensor]:
+        # In the group's turn.
+        if not self._is_prepared:
+            self._prepare()
+        ws, op = self.ws, self.task.op.name
+        if self.on_gpu and self._asked_for == "auto" and self.path.schedule != "fused":
+            _load_for_capture(self.task, self.group, self._device, operands)
+        if ws is None:
+            return self.go(operands)
+        meant = self._meanings.get(graph_task() != -1) or self._means()
+        ws.begin(op, meant)
+        try:
+            if self.half_bytes > ws.half_bytes or self.slots > ws.slots:
+                ws.require(self.half_bytes, self.slots)
+            outs = turns.alone(turns.INTERPRETER, op, self.go, operands) if self._interpreted else self.go(operands)
+            ws.end()
+        except BaseException as error:
+            ws.interrupted(op, error)
+            raise
         return outs
 
     def pass_by(self) -> None:

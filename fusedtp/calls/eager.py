@@ -8,7 +8,6 @@ layer take 290 us so, 440 by to_local and 190 with plain tensors (one rank, 8 x 
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -20,8 +19,9 @@ from torch.distributed import ProcessGroup
 from .. import activations, groups, norms
 from ..groups import Group
 from ..norms import Norm
+from ..options import Options
 from ..torch_private import is_batched, is_in_torch_dispatch_mode, transforms_active
-from ..turns import Open, one
+from ..turns import one
 from . import arguments, operators
 from . import call as calls_
 from .arguments import Biases, Weights
@@ -82,14 +82,14 @@ class _Eager(torch.autograd.Function):
     def backward(ctx: Any, *dys: Any) -> tuple[Tensor | None, ...]:
         # Before the call: hooks may recompute, by calls of their own.
         kept_tensors = ctx.saved_tensors
-        with Open():
-            return (None, *_gradients(ctx, dys, kept_tensors))
+        return (None, *_gradients(ctx, dys, kept_tensors))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         refuse_forward_mode()
 
 
+@one
 def _gradients(ctx: Any, dys: tuple[Any, ...], kept_tensors: Sequence[Any]) -> list[Tensor | None]:
     # Of x, the residual, the norm's parameters and the others.
     _, needs_x, needs_residual, _, _, *others = ctx.needs_input_grad
@@ -167,11 +167,12 @@ def _through_norm(
 
 
 def apply(
-    prepare: Prepare, x: Tensor, w: _W, bias: Biases, group: Group, options: tuple[Any, ...],
-    residual: Tensor | None = None, activation: str | None = None, norm: Norm | None = None,
+    prepare: Prepare, x: Tensor, w: _W, bias: Biases, group: Group, asked: Options, along: tuple[Any, ...] = (),
+    residual: Tensor | None = None, norm: Norm | None = None,
 ) -> Any:  # fmt: skip
     """Make the call that `prepare` checks and describes, under torch.autocast in its dtype; without the dispatcher
-    where that makes no visible difference. The result, or those of several weights in a tuple.
+    where that makes no visible difference. The result, or those of several weights in a tuple. along: what `prepare`
+    takes behind the options, a dim and its length on every rank.
     """
     if type(group) is not ProcessGroup or groups.inherited is not None or not dist.is_initialized():
         group = groups.resolve(group)
@@ -193,12 +194,11 @@ def apply(
     # Returned at once, as the call is no longer open: an interruption before another line would find an op that has
     # ended, and whose result nobody has.
     if dispatched:
-        more = calls_.extra(residual, activation, norm)
-        described = prepare(x, w, bias, group, *options, **more)
-        return _dispatched(x, parameters, *described, residual, activation or "", norm)
+        described = prepare(x, w, bias, group, asked, *along, **calls_.extra(residual, norm))
+        return _dispatched(x, parameters, *described, residual, asked.activation or "", norm)
     if type(w) is tuple and transforms_active():
-        return _as_one(prepare, x, w, bias, group, options, activation)
-    found = calls_.find(prepare, x, w, bias, group, options, residual, activation, norm)
+        return _as_one(prepare, x, w, bias, group, asked, along)
+    found = calls_.find(prepare, x, w, bias, group, asked, along, residual, norm)
     return run(found, x, residual, *parameters, norm=norm)
 
 
@@ -213,15 +213,16 @@ def _as_given(w: Weights, parameters: Sequence[Any]) -> tuple[Any, Any]:
 
 @one
 def _as_one(
-    prepare: Prepare, x: Tensor, ws: Sequence[Tensor], biases: Any, group: ProcessGroup, options: tuple[Any, ...],
-    activation: str | None,
+    prepare: Prepare, x: Tensor, ws: Sequence[Tensor], biases: Any, group: ProcessGroup, asked: Options,
+    along: tuple[Any, ...],
 ) -> Any:  # fmt: skip
     # torch.func knows no lists of tensors: there the weights are put together.
-    prepare(x, ws, biases, group, *options, **calls_.extra(None, activation))
+    prepare(x, ws, biases, group, asked, *along)
+    activation, asked = asked.activation, asked._replace(activation=None)
     widths, given = [w.shape[0] for w in ws], list(zip(ws, biases, strict=True))
     whole = [w.new_zeros(w.shape[0]) if each is None else each for w, each in given]
     bias = torch.cat(whole) if any(each is not None for each in biases) else None
-    made: Sequence[Tensor] = apply(prepare, x, torch.cat(list(ws)), bias, group, options).split(widths, -1)
+    made: Sequence[Tensor] = apply(prepare, x, torch.cat(list(ws)), bias, group, asked, along).split(widths, -1)
     made = activations.of(activation, made) if activation is not None else made
     return tuple(made) if len(made) > 1 else made[0]
 
@@ -234,8 +235,8 @@ def run_described(x: Tensor, w: Tensor, settings: str, numbers: Sequence[int]) -
 
 
 def of_parameters(
-    prepare: Prepare, x: Tensor, weight: _W, bias: Biases, group: ProcessGroup, *options: Any,
-    residual: Tensor | None = None, activation: str | None = None, norm: Norm | None = None,
+    prepare: Prepare, x: Tensor, weight: _W, bias: Biases, group: ProcessGroup, asked: Options,
+    along: tuple[Any, ...] = (), residual: Tensor | None = None, norm: Norm | None = None,
 ) -> Any:  # fmt: skip
     """`apply` of a layer: its weight and bias are DTensors, or plain where torch.func has put other ones in place."""
     parameters: list[Any] = _interleaved(weight, bias) if type(weight) is tuple else [weight, bias]
@@ -249,12 +250,12 @@ def of_parameters(
     if plain and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
         w, b = parts if type(weight) is not tuple else _as_given(weight, parts)
         mine = None if norm is None else norm.map(_local_norm)
-        found = calls_.find(prepare, x, w, b, group, options, residual, activation, mine)
+        found = calls_.find(prepare, x, w, b, group, asked, along, residual, mine)
         return run(found, x, residual, *parameters, norm=norm)
     norm = None if norm is None else norm.map(lambda each: local(each, 1))
     whole = [None if each is None else local(each, 1 if i & 1 else 2) for i, each in enumerate(parameters)]
     w, b = _as_given(weight, whole)
-    return apply(prepare, x, w, b, group, options, residual, activation, norm)
+    return apply(prepare, x, w, b, group, asked, along, residual, norm)
 
 
 @one
@@ -265,50 +266,44 @@ def _dispatched(
     return operators.matmul(x, parameters, settings, numbers, residual, activation, norm)
 
 
+@one
 def run(call: Compiled, x: Tensor, residual: Tensor | None, *parameters: Any, norm: Norm | None = None) -> Any:
     """`apply` where no compiler traces and x is of no subclass; the parameters may be a layer's DTensors."""
-    with Open() as mine:
-        if is_in_torch_dispatch_mode() or transforms_active() or x.is_meta:
-            given = [None if each is None else local(each, 1 if i & 1 else 2) for i, each in enumerate(parameters)]
-            if norm is not None:
-                norm = norm.map(lambda each: local(each, 1))
-            return operators.matmul(x, given, call.settings.text, call.numbers, residual, call.activation, norm)
-        negated, inference, plain = x.is_neg(), x.is_inference(), True
-        for each in parameters if norm is None else (*parameters, *norm[2:]):
-            if each is not None:
-                negated = negated or each.is_neg()
-                inference = inference or each.is_inference()
-                plain = plain and type(each) in PLAIN
-        # A kernel reads memory, which torch's bit for a negated view does not change.
-        if negated:
-            x, parameters = x.resolve_neg(), tuple(each if each is None else each.resolve_neg() for each in parameters)
-        if residual is not None:
-            residual = residual.resolve_neg()
-        if torch.is_grad_enabled():
-            # Autograd would only refuse after the op has run.
-            if inference:
-                _refuse_inference(x, parameters[::2] if norm is None else (*parameters[::2], norm.weight))
-            if call.is_linear and plain and residual is None and holder(x) is holder(parameters[0]) is None:
-                return call.linear(x, *parameters)
-            normed = (None, None) if norm is None else norm[2:]
-            try:
-                return _Eager.apply(call, x, residual, *normed, *parameters)  # type: ignore[no-untyped-call]
-            except Exception as error:
-                # After `forward` torch saves tensors, which calls hooks.
-                frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-                mine.handed_over = _Eager.forward.__code__ not in frames
-                raise
-        if not plain:
-            parameters = tuple(
-                [None if each is None else part(each, 1 if i & 1 else 2) for i, each in enumerate(parameters)]
-            )
-        if call.is_linear and residual is None:
-            return call.linear(x, *parameters)
+    if is_in_torch_dispatch_mode() or transforms_active() or x.is_meta:
+        given = [None if each is None else local(each, 1 if i & 1 else 2) for i, each in enumerate(parameters)]
         if norm is not None:
-            y, out = call.forward(call.given(x, parameters, residual, norm.map(_local_norm)))
-            return out, y
-        outs = call.forward(call.given(x, parameters, residual))
-        return outs[0] if len(outs) == 1 else tuple(outs)
+            norm = norm.map(lambda each: local(each, 1))
+        return operators.matmul(x, given, call.settings.text, call.numbers, residual, call.activation, norm)
+    negated, inference, plain = x.is_neg(), x.is_inference(), True
+    for each in parameters if norm is None else (*parameters, *norm[2:]):
+        if each is not None:
+            negated = negated or each.is_neg()
+            inference = inference or each.is_inference()
+            plain = plain and type(each) in PLAIN
+    # A kernel reads memory, which torch's bit for a negated view does not change.
+    if negated:
+        x, parameters = x.resolve_neg(), tuple(each if each is None else each.resolve_neg() for each in parameters)
+    if residual is not None:
+        residual = residual.resolve_neg()
+    if torch.is_grad_enabled():
+        # Autograd would only refuse after the op has run.
+        if inference:
+            _refuse_inference(x, parameters[::2] if norm is None else (*parameters[::2], norm.weight))
+        if call.is_linear and plain and residual is None and holder(x) is holder(parameters[0]) is None:
+            return call.linear(x, *parameters)
+        normed = (None, None) if norm is None else norm[2:]
+        return _Eager.apply(call, x, residual, *normed, *parameters)  # type: ignore[no-untyped-call]
+    if not plain:
+        parameters = tuple(
+            [None if each is None else part(each, 1 if i & 1 else 2) for i, each in enumerate(parameters)]
+        )
+    if call.is_linear and residual is None:
+        return call.linear(x, *parameters)
+    if norm is not None:
+        y, out = call.forward(call.given(x, parameters, residual, norm.map(_local_norm)))
+        return out, y
+    outs = call.forward(call.given(x, parameters, residual))
+    return outs[0] if len(outs) == 1 else tuple(outs)
 
 
 def _refuse_inference(x: Tensor, ws: Iterable[Any]) -> None:

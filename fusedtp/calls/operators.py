@@ -53,16 +53,16 @@ def matmul(
 
 def _with_gradients_summed(norm: Norm, settings: str) -> Norm:
     # Where each rank norms rows of its own.
-    is_split, group_name, schedule, debug = normed(settings)
+    is_split, group_name, schedule = normed(settings)
     if not is_split:
         return norm
-    return norm.map(lambda each: as_it_is(each[None], group_name, schedule, debug)[0])
+    return norm.map(lambda each: as_it_is(each[None], group_name, schedule)[0])
 
 
 def summed(terms: Tensor, settings: str) -> Tensor:
     """The sum over the ranks of a call's group of what each has of a norm's gradients, [R, N]."""
-    _, group_name, schedule, debug = normed(settings)
-    return collective(terms, ALL_REDUCE.name, (), 0, group_name, schedule, "auto", debug, "auto", "", 0)
+    _, group_name, schedule = normed(settings)
+    return collective(terms, ALL_REDUCE.name, (), 0, group_name, schedule, "auto", "auto", "", 0)
 
 
 def _activated(x: Tensor, parameters: Sequence[Any], settings: str, numbers: Sequence[int], activation: str) -> Any:
@@ -311,7 +311,7 @@ def _fake_collective(x: Tensor, op: str, sizes: Sequence[int], rank: int, *_: ob
 
 
 def _setup_collective(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.op, ctx.sizes, ctx.rank, ctx.group_name, ctx.schedule, _, ctx.debug, *_ = inputs
+    _, ctx.op, ctx.sizes, ctx.rank, ctx.group_name, ctx.schedule, _, *_ = inputs
 
 
 def _through(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -319,18 +319,16 @@ def _through(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             # With create_graph=True: from here on the gradient is each rank's own, and its own gradient is the sum of
             # the ranks'.
-            grad = as_it_is(grad, ctx.group_name, ctx.schedule, ctx.debug)
+            grad = as_it_is(grad, ctx.group_name, ctx.schedule)
     else:
         other = REDUCE_SCATTER if ctx.op == ALL_GATHER.name else ALL_GATHER
-        grad = collective(
-            grad, other.name, ctx.sizes, ctx.rank, ctx.group_name, ctx.schedule, "auto", ctx.debug, "auto", "", 0
-        )
-    return grad, *[None] * 10
+        grad = collective(grad, other.name, ctx.sizes, ctx.rank, ctx.group_name, ctx.schedule, "auto", "auto", "", 0)
+    return grad, *[None] * 9
 
 
 @operator("collective", _fake_collective, _through, _setup_collective)
 def collective(
-    x: Tensor, op: str, sizes: Sequence[int], rank: int, group_name: str, schedule: str, algorithm: str, debug: bool,
+    x: Tensor, op: str, sizes: Sequence[int], rank: int, group_name: str, schedule: str, algorithm: str,
     producer: str, call: str, leaves: int,
 ) -> Tensor:  # fmt: skip
     """The collective `op` of x [R, C]. sizes: of rows that are gathered or scattered. call: see `meaning`. leaves: as
@@ -338,7 +336,7 @@ def collective(
     """
     group = groups.named(group_name)
     shape = (x.shape[0], x.shape[1])
-    key = (op, shape, x.dtype, x.device, tuple(sizes), schedule, algorithm, debug, producer, call, leaves)
+    key = (op, shape, x.dtype, x.device, tuple(sizes), schedule, algorithm, producer, call, leaves)
     kept = _ready.setdefault(group, {})
     ready = kept.get(key)
     if ready is None or ready.is_stale():
@@ -348,17 +346,17 @@ def collective(
             OPS[op], (shape,), x.dtype, tuple(sizes), algorithm=algorithm, leaves=max(0, leaves),
             any_order=leaves == AS_ANY,
         )  # fmt: skip
-        ready = kept[key] = Ready(task, schedule, group, x.device, producer=producer, call=call, debug=debug)
+        ready = kept[key] = Ready(task, schedule, group, x.device, producer=producer, call=call)
     return ready.run((x,))[0]
 
 
 def _summed(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    out = collective(grad, ALL_REDUCE.name, (), 0, ctx.group_name, ctx.schedule, "auto", ctx.debug, "auto", "", 0)
-    return out, *[None] * 3
+    out = collective(grad, ALL_REDUCE.name, (), 0, ctx.group_name, ctx.schedule, "auto", "auto", "", 0)
+    return out, *[None] * 2
 
 
 def _setup_as_it_is(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.group_name, ctx.schedule, ctx.debug = inputs
+    _, ctx.group_name, ctx.schedule = inputs
 
 
 def _fake_as_it_is(x: Tensor, *_: object) -> Tensor:
@@ -366,6 +364,6 @@ def _fake_as_it_is(x: Tensor, *_: object) -> Tensor:
 
 
 @operator("as_it_is", _fake_as_it_is, _summed, _setup_as_it_is)
-def as_it_is(x: Tensor, group_name: str, schedule: str, debug: bool) -> Tensor:
+def as_it_is(x: Tensor, group_name: str, schedule: str) -> Tensor:
     """x [R, C], the same on every rank; what is computed with it is each rank's own."""
     return x.clone()

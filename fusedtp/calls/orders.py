@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..op import ANY_ORDER, AS_ANY, LEAVES, MOST_LEAVES, RANK_ORDER, TREE_ORDER
+from ..options import Options
 from .dispatch import FUSED_DTYPES
 
 
@@ -27,19 +28,19 @@ def leaves_in(order: Any) -> int:
     return leaves
 
 
-def leaves_of(order: Any, schedule: str, world_size: int, float8: str | None, dtype: torch.dtype | None = None) -> int:
+def leaves_of(asked: Options, world_size: int, dtype: torch.dtype | None = None) -> int:
     """As `leaves_in`, for a call that can keep to that order, of operands in a dtype."""
-    leaves = leaves_in(order)
+    order, leaves = asked.order, leaves_in(asked.order)
     if leaves <= 0:
         return leaves
     if leaves % world_size:
         raise ValueError(
             f"order {order!r} is for numbers of ranks that divide its {leaves} leaves, got {world_size} ranks"
         )
-    if schedule not in ("auto", "fused"):
-        raise ValueError(f"order {order!r} is kept by schedule 'fused' alone, got schedule {schedule!r}")
-    if float8 is not None:
-        raise ValueError(f"order {order!r} is for operands that are not cast, got float8={float8!r}")
+    if asked.schedule not in ("auto", "fused"):
+        raise ValueError(f"order {order!r} is kept by schedule 'fused' alone, got schedule {asked.schedule!r}")
+    if asked.float8 is not None:
+        raise ValueError(f"order {order!r} is for operands that are not cast, got float8={asked.float8!r}")
     if dtype is not None and dtype not in FUSED_DTYPES:
         raise ValueError(f"order {order!r} is for {', '.join(map(str, FUSED_DTYPES))}, got {dtype}")
     return leaves
@@ -51,11 +52,11 @@ def check_even(order: str, sizes: Sequence[int], name: str = "feature_sizes") ->
         raise ValueError(f"order {order!r} needs {name} that are as long on every rank, got {tuple(sizes)}")
 
 
-def of_subtrees(order: Any, schedule: str, world_size: int, dtype: torch.dtype, algorithm: str) -> int:
+def of_subtrees(asked: Options, world_size: int, dtype: torch.dtype) -> int:
     """As `leaves_of`, for a collective of what ranks have added up so far."""
-    leaves = leaves_of(order, schedule, world_size, None)
+    order, leaves = asked.order, leaves_of(asked, world_size)
     if leaves > 0 and dtype != torch.float32:
         raise ValueError(f"order {order!r} of a collective is for subtrees, which are torch.float32, got {dtype}")
-    if leaves > 0 and algorithm == "ring":
+    if leaves > 0 and asked.algorithm == "ring":
         raise ValueError(f"order {order!r} is not that of algorithm 'ring', which adds up along the ring")
     return leaves

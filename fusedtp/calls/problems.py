@@ -13,12 +13,17 @@ from torch.distributed import ProcessGroup
 
 from ..norms import Norm
 from ..op import ANY_ORDER, MATMUL_ALL_REDUCE, RANK_ORDER
+from ..options import Options, without_producer
 from . import arguments, orders
 from .arguments import Biases, Weights
 from .settings import described
 
 # Settings and numbers: what `call.of` takes.
 Described: TypeAlias = tuple[str, Sequence[int]]
+
+# Which features x should have, where it has others.
+_ALL = "all features, [.., K]; a style gathers them from shards with input_layouts=Shard(-1)"
+_OWN = "this rank's shard of the features, [.., K_X]; a style cuts a whole x with input_layouts=Replicate()"
 
 
 def flat(splits: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
@@ -27,20 +32,9 @@ def flat(splits: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def layer(
-    x: Tensor,
-    weight: Weights,
-    spec: str,
-    splits: Mapping[str, tuple[int, ...]],
-    group: ProcessGroup,
-    schedule: str,
-    debug: bool,
-    algorithm: str = "auto",
-    producer: str = "auto",
-    activation: str | None = None,
-    float8: str | None = None,
+    x: Tensor, weight: Weights, spec: str, splits: Mapping[str, tuple[int, ...]], group: ProcessGroup, asked: Options,
     norm: str = "",
-    order: str = RANK_ORDER,
-) -> Described:
+) -> Described:  # fmt: skip
     """What `call.of` takes, for a spec over axis X with the dims of `layer_spec`.
 
     splits: the ranks' lengths of the dims that are split; the other dims have this rank's lengths.
@@ -50,12 +44,10 @@ def layer(
     num_out = sum(widths) if isinstance(weight, tuple) else weight.shape[0]
     local = {f"R{i}": length for i, length in enumerate(x.shape[:-1])} | {"K": x.shape[-1], "N": num_out}
     lengths = [sum(splits[name]) if name in splits else local[name] for name in local]
-    arguments.check_reach(schedule, x, [group], lengths)
-    settings = described(
-        spec, [group.group_name], [group.rank()], schedule=schedule, algorithm=algorithm, debug=debug,
-        producer=producer, activation=activation or "", float8=arguments.check_float8(float8, x), norm=norm,
-        leaves=orders.leaves_of(order, schedule, group.size(), float8, x.dtype),
-    )  # fmt: skip
+    arguments.check_reach(asked.schedule, x, [group], lengths)
+    arguments.check_float8(asked.float8, x)
+    leaves = orders.leaves_of(asked, group.size(), x.dtype)
+    settings = described(spec, [group.group_name], [group.rank()], asked, norm=norm, leaves=leaves)
     return settings, (*lengths, *flat([splits.get(name, ()) for name in local]), *widths)
 
 
@@ -84,55 +76,29 @@ def _normed(norm: Norm | None, x: Tensor, length: int, *, along: int | None = No
 
 
 def all_gather_problem(
-    x: Tensor,
-    weight: Weights,
-    bias: Biases,
-    group: ProcessGroup,
-    gather_dim: int,
+    x: Tensor, weight: Weights, bias: Biases, group: ProcessGroup, asked: Options, gather_dim: int,
     sizes: Sequence[int] | None,
-    schedule: str,
-    debug: bool,
-    producer: str = "auto",
-    float8: str | None = None,
-    order: str = RANK_ORDER,
-    *,
-    activation: str | None = None,
-) -> Described:
+) -> Described:  # fmt: skip
     """`all_gather_linear`, checked and described for `call`."""
-    arguments.check_linears(x, weight, bias, schedule, debug, producer=producer)
+    arguments.check_linears(x, weight, bias, asked)
     dim = arguments.dim("gather_dim", gather_dim, x)
     sizes = arguments.gather_sizes(sizes, group, x.shape[dim])
     on_features = dim == x.ndim - 1
-    num_in, who = (sum(sizes), "x has in all") if on_features else (x.shape[-1], "x has")
-    num_out = arguments.check_all_features(num_in, who, weight)
-    arguments.check_activation(activation, weight)
+    found = ("x has in all", sum(sizes)) if on_features else ("x has", x.shape[-1])
+    num_out = arguments.check_all_features(*found, weight, _OWN if on_features else _ALL)
+    arguments.check_activation(asked.activation, weight)
     splits = {"N": (num_out,) * group.size(), "K" if on_features else f"R{dim}": sizes}
     spec = layer_spec(x, None if on_features else dim, "K_X" if on_features else "K", "K, N_X", "N_X", x_split=True)
-    return layer(
-        x, weight, spec, splits, group, schedule, debug, producer=producer, activation=activation, float8=float8,
-        order=order,
-    )  # fmt: skip
+    return layer(x, weight, spec, splits, group, asked)
 
 
 def reduce_scatter_problem(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    group: ProcessGroup,
-    scatter_dim: int,
-    sizes: Sequence[int] | None,
-    schedule: str,
-    debug: bool,
-    producer: str = "auto",
-    float8: str | None = None,
-    order: str = RANK_ORDER,
-    *,
-    residual: Tensor | None = None,
-    norm: Norm | None = None,
-) -> Described:
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, asked: Options, scatter_dim: int,
+    sizes: Sequence[int] | None, *, residual: Tensor | None = None, norm: Norm | None = None,
+) -> Described:  # fmt: skip
     """`linear_reduce_scatter`, checked and described for `call`."""
-    arguments.check_linear(x, weight, bias, schedule, debug, producer=producer)
-    arguments.check_features(x.shape[-1], "x has", weight)
+    arguments.check_linear(x, weight, bias, asked)
+    arguments.check_features("x has", x.shape[-1], weight, _OWN)
     dim = arguments.dim("scatter_dim", scatter_dim, x)
     on_features = dim == x.ndim - 1
     sizes = arguments.scatter_sizes(sizes, group, weight.shape[0] if on_features else x.shape[dim])
@@ -142,74 +108,57 @@ def reduce_scatter_problem(
     splits = {"K": (x.shape[-1],) * group.size(), "N" if on_features else f"R{dim}": sizes}
     spec = layer_spec(x, None if on_features else dim, "K_X", "K_X, N", "N_X" if on_features else "N", x_split=False)
     normed = _normed(norm, x, weight.shape[0], along=dim)
-    if normed and order not in (RANK_ORDER, ANY_ORDER):
+    if normed and asked.order not in (RANK_ORDER, ANY_ORDER):
         raise ValueError(
-            f"with order {order!r} the gradient of a norm whose rows ranks share would not be added up in that order: "
-            "give no norm_weight, and norm the result"
+            f"with order {asked.order!r} the gradient of a norm whose rows ranks share would not be added up in that "
+            "order: give no norm_weight, and norm the result"
         )
-    return layer(
-        x, weight, spec, splits, group, schedule, debug, producer=producer, float8=float8, norm=normed, order=order
-    )  # fmt: skip
+    return layer(x, weight, spec, splits, group, asked, normed)
 
 
 def all_reduce_problem(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, schedule: str, algorithm: str, debug: bool,
-    float8: str | None = None, order: str = RANK_ORDER, *, residual: Tensor | None = None, norm: Norm | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, asked: Options, *,
+    residual: Tensor | None = None, norm: Norm | None = None,
 ) -> Described:  # fmt: skip
     """`linear_all_reduce`, checked and described for `call`."""
-    arguments.check_linear(x, weight, bias, schedule, debug)
-    arguments.check_features(x.shape[-1], "x has", weight)
-    arguments.check_algorithm(MATMUL_ALL_REDUCE, algorithm, schedule, x)
+    asked = without_producer(asked)
+    arguments.check_linear(x, weight, bias, asked)
+    arguments.check_features("x has", x.shape[-1], weight, _OWN)
+    arguments.check_algorithm(MATMUL_ALL_REDUCE, asked, x)
     arguments.check_residual(residual, x, [*x.shape[:-1], weight.shape[0]])
     splits = {"K": (x.shape[-1],) * group.size()}
     spec = layer_spec(x, None, "K_X", "K_X, N", "N", x_split=False)
-    normed = _normed(norm, x, weight.shape[0])
-    return layer(x, weight, spec, splits, group, schedule, debug, algorithm, float8=float8, norm=normed, order=order)
+    return layer(x, weight, spec, splits, group, asked, _normed(norm, x, weight.shape[0]))
 
 
 def fsdp_problem(
-    x: Tensor,
-    weight_shard: Tensor,
-    bias: Tensor | None,
-    group: ProcessGroup,
+    x: Tensor, weight_shard: Tensor, bias: Tensor | None, group: ProcessGroup, asked: Options,
     sizes: Sequence[int] | None,
-    schedule: str,
-    debug: bool,
-    producer: str = "auto",
-    float8: str | None = None,
-    order: str = RANK_ORDER,
-    *,
-    activation: str | None = None,
-) -> Described:
+) -> Described:  # fmt: skip
     """`fsdp_linear`, checked and described for `call`."""
     arguments.check_tensor("weight_shard", weight_shard)
     arguments.check_matrix(weight_shard, "weight_shard")
     sizes = arguments.gather_sizes(sizes, group, weight_shard.shape[0])
-    arguments.check_linear(
-        x, weight_shard, bias, schedule, debug, num_out=sum(sizes), name="weight_shard", producer=producer
-    )
-    arguments.check_features(x.shape[-1], "x has", weight_shard, "weight_shard")
-    arguments.check_activation(activation, weight_shard)
+    arguments.check_linear(x, weight_shard, bias, asked, num_out=sum(sizes), name="weight_shard")
+    arguments.check_features("x has", x.shape[-1], weight_shard, "all features, [.., K]", "weight_shard")
+    arguments.check_activation(asked.activation, weight_shard)
     splits = {"N": sizes, "R0": (x.shape[0],) * group.size()}
     spec = layer_spec(x, 0, "K", "K, N_X", "N", x_split=True).replace("-> [R0,", "-> [R0_X,")
-    return layer(
-        x, weight_shard, spec, splits, group, schedule, debug, producer=producer, activation=activation, float8=float8,
-        order=order,
-    )  # fmt: skip
+    return layer(x, weight_shard, spec, splits, group, asked)
 
 
 def replicated_problem(
-    x: Tensor, weight: Weights, bias: Biases, group: ProcessGroup, schedule: str, debug: bool,
-    float8: str | None = None, order: str = RANK_ORDER, *, activation: str | None = None,
+    x: Tensor, weight: Weights, bias: Biases, group: ProcessGroup, asked: Options
 ) -> Described:  # fmt: skip
     """`F.linear` of an x that is whole on every rank and a weight and bias that are this rank's columns, for `call`.
 
     x [..., K], weight [N_r, K], bias [N_r] -> [..., N_r]. Nothing is sent; backward all-reduces dx. Errors as in
     `all_gather_linear`.
     """
-    arguments.check_linears(x, weight, bias, schedule, debug)
-    num_out = arguments.check_all_features(x.shape[-1], "x has", weight)
-    arguments.check_activation(activation, weight)
+    asked = without_producer(asked)
+    arguments.check_linears(x, weight, bias, asked)
+    num_out = arguments.check_all_features("x has", x.shape[-1], weight, _ALL)
+    arguments.check_activation(asked.activation, weight)
     splits = {"N": (num_out,) * group.size()}
     spec = layer_spec(x, None, "K", "K, N_X", "N_X", x_split=True)
-    return layer(x, weight, spec, splits, group, schedule, debug, activation=activation, float8=float8, order=order)
+    return layer(x, weight, spec, splits, group, asked)

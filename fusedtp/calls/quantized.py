@@ -20,7 +20,8 @@ from ..float8 import BLOCK, E8M0
 from ..groups import Group
 from ..norms import Norm
 from ..op import ANY_ORDER, RANK_ORDER
-from ..scaled import Quantized, Scaled
+from ..options import Options
+from ..scaled import Quantized, Scaled, check_dense
 from ..shards import offsets
 from ..torch_private import transforms_active
 from ..turns import one
@@ -39,12 +40,10 @@ def _check_scaled(name: str, x: Any, device: torch.device | None = None) -> Scal
     if not isinstance(x, Scaled):
         raise TypeError(f"x and weight must both be Scaled or neither, got {type(x).__name__} for {name}")
     for part, each in (("data", x.data), ("scale", x.scale)):
-        if type(each) not in PLAIN:
-            check_kind(f"{name}.{part}", each)
+        (check_dense if type(each) in PLAIN else check_kind)(f"{name}.{part}", each)
         # An operator in a graph is never given what torch negates where it is read.
-        negated = not torch.compiler.is_compiling() and each.is_neg()
-        if each.layout is not torch.strided or each.is_nested or negated:
-            raise ValueError(f"{name}.{part} must be a dense tensor of its own")
+        if not torch.compiler.is_compiling() and each.is_neg():
+            raise ValueError(f"{name}.{part} must not be a negated view: use resolve_neg()")
         if each.device != (device or x.data.device):
             raise ValueError(f"{name}.{part} must be on {device or x.data.device} as x, got {each.device}")
     x.check(name)
@@ -96,19 +95,15 @@ def plain(x: Any, weight: Any, out_dtype: torch.dtype | None, float8: str | None
 
 @one
 def apply(
-    prepare: Prepare, x: Any, weight: Any, bias: Any, group: Group, options: tuple[Any, ...],
-    out_dtype: torch.dtype | None, residual: Tensor | None = None, activation: str | None = None,
-    norm: Norm | None = None,
+    prepare: Prepare, x: Any, weight: Any, bias: Any, group: Group, asked: Options, along: tuple[Any, ...],
+    out_dtype: torch.dtype | None, residual: Tensor | None = None, norm: Norm | None = None,
 ) -> Any:  # fmt: skip
     """`eager.apply` of `Scaled` operands; one weight, or a tuple of several with as many biases or None."""
     is_dispatched = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
-    if options[-1] not in (RANK_ORDER, ANY_ORDER):
-        raise ValueError(f"order {options[-1]!r} is for operands that are not float8, got Scaled ones")
+    if asked.order not in (RANK_ORDER, ANY_ORDER):
+        raise ValueError(f"order {asked.order!r} is for operands that are not float8, got Scaled ones")
     if not torch.compiler.is_compiling() and transforms_active():
         raise NotImplementedError("float8 operands are not implemented in torch.func's transforms: call it outside")
-    if isinstance(weight, tuple) and len(weight) == 1:
-        assert isinstance(bias, tuple)
-        return (apply(prepare, x, weight[0], bias[0], group, options, out_dtype, residual, activation),)
     out, x = check_out_dtype(out_dtype), _check_scaled("x", x)
     several = isinstance(weight, tuple)
     names = [f"weight[{i}]" for i in range(len(weight))] if several else ["weight"]
@@ -125,7 +120,7 @@ def apply(
     w_in_place: Any = tuple(in_place) if several else in_place[0]
     if is_dispatched:
         text, numbers = prepare(
-            stand_in, w_in_place, bias, process_group, *options, **calls_.extra(residual, activation, norm)
+            stand_in, w_in_place, bias, process_group, asked, *along, **calls_.extra(residual, norm)
         )  # fmt: skip
         text = with_float8(without_norm(text), x.data.dtype, ws[0].data.dtype, blocks=blocks)
         outs = scaled_matmuls(
@@ -134,7 +129,7 @@ def apply(
         )  # fmt: skip
     else:
         prepared = _prepare(prepare, x.data.dtype, ws[0].data.dtype, blocks)
-        found = calls_.find(prepared, stand_in, w_in_place, bias, process_group, options, residual, activation, norm)
+        found = calls_.find(prepared, stand_in, w_in_place, bias, process_group, asked, along, residual, norm)
         outs = _forward(found, x, ws, biases, residual, out, norm)
     if norm is not None:
         # The norm is behind the sum; what a compiler traces has it as an op of its own.
@@ -144,18 +139,19 @@ def apply(
 
 def _check_together(x: Scaled, ws: Sequence[Scaled], names: Sequence[str]) -> bool:
     """ValueError unless one product takes x and all of the weights; whether their scales are blocks'."""
-    if other := [name for name, w in zip(names, ws, strict=True) if w.data.dtype != ws[0].data.dtype]:
-        raise ValueError(f"all weights must be in {ws[0].data.dtype}, got {other[0]} in another one")
-    if formats.of(ws[0].data.dtype) != formats.of(x.data.dtype):
+    first, blocks = ws[0].data.dtype, x.scale.dtype == E8M0
+    for name, w in zip(names, ws, strict=True):
+        if w.data.dtype != first:
+            raise ValueError(f"all weights must have one dtype, got {names[0]} in {first}, {name} in {w.data.dtype}")
+        if (w.scale.dtype == E8M0) != blocks:
+            raise ValueError(
+                f"x and weight must both have scales of blocks, in {E8M0}, or neither, got x.scale in {x.scale.dtype} "
+                f"and {name}.scale in {w.scale.dtype}: make both by fusedtp.scaled with recipe 'mxfp8', or neither"
+            )
+    if formats.of(first) != formats.of(x.data.dtype):
         raise ValueError(
             f"x and weight must be of one kind of float8, OCP's or fnuz, as no machine multiplies both, got "
-            f"{x.data.dtype} and {ws[0].data.dtype}: make both by fusedtp.scaled, from values()"
-        )
-    blocks = x.scale.dtype == E8M0
-    if other := [name for name, w in zip(names, ws, strict=True) if (w.scale.dtype == E8M0) != blocks]:
-        raise ValueError(
-            f"x and weight must both have scales of blocks, in {E8M0}, or neither, got x.scale in {x.scale.dtype} for "
-            f"{other[0]}"
+            f"{x.data.dtype} and {first}: make both by fusedtp.scaled, from values()"
         )
     return blocks
 

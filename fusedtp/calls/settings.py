@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 
 from .. import recipes
+from ..options import Options
 
 # How many calls are kept.
 MAX_CALLS = 4096
@@ -20,19 +21,18 @@ MAX_CALLS = 4096
 # blocks.
 _FLOAT8, _NORM, _LEAVES = 7, 8, 9
 _BLOCKS = " blocks"
+_NOTHING = Options()
 
 
 def described(
-    spec: str, group_names: Sequence[str], ranks: Sequence[int], *, w_transposed: bool = True, by_size: bool = False,
-    schedule: str = "auto", algorithm: str = "auto", debug: bool = False, producer: str = "auto", activation: str = "",
-    float8: str | None = None, norm: str = "", leaves: int = 0,
+    spec: str, group_names: Sequence[str], ranks: Sequence[int], asked: Options = _NOTHING, *,
+    w_transposed: bool = True, by_size: bool = False, norm: str = "", leaves: int = 0,
 ) -> str:  # fmt: skip
     """`Settings` as one string, which a registered operator takes. The code is such that a compiler can trace it."""
-    flags = "".join(["1" if flag else "0" for flag in (w_transposed, by_size, debug)])
+    flags = "".join(["1" if flag else "0" for flag in (w_transposed, by_size)])
     numbers = " ".join([str(rank) for rank in ranks])
-    return "\n".join(
-        [activation, spec, numbers, flags, schedule, algorithm, producer, float8 or "", norm, str(leaves), *group_names]
-    )
+    lines = asked.schedule, asked.algorithm, asked.producer, asked.float8 or "", norm, str(leaves)
+    return "\n".join([asked.activation or "", spec, numbers, flags, *lines, *group_names])
 
 
 def with_float8(text: str, x: torch.dtype, w: torch.dtype, *, blocks: bool) -> str:
@@ -53,12 +53,13 @@ def without_norm(text: str) -> str:
     return "\n".join([*before, "", *names])
 
 
-def normed(text: str) -> tuple[bool, str, str, bool]:
-    """Of a call that ends with a norm, whether each rank norms rows of its own, the group, the schedule, and debug. The
-    code is such that a compiler can trace it.
+def normed(text: str) -> tuple[bool, str, str]:
+    """Of a call that ends with a norm, whether each rank norms rows of its own, the group and the schedule.
+
+    A compiler can trace the code.
     """
-    _, spec, _, flags, schedule, *_ = lines = text.split("\n")
-    return "_X" in spec.split("->")[1], lines[_LEAVES + 1], schedule, flags[2] == "1"
+    _, spec, _, _, schedule, *_ = lines = text.split("\n")
+    return "_X" in spec.split("->")[1], lines[_LEAVES + 1], schedule
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,6 @@ class Settings:
     ranks: tuple[int, ...]
     w_transposed: bool
     by_size: bool
-    debug: bool
     schedule: str
     algorithm: str
     producer: str
@@ -96,11 +96,11 @@ class Settings:
         """The settings that `described` made a string of."""
         activation, spec, numbers, flags, schedule, algorithm, producer, float8, norm, leaves, *names = text.split("\n")
         ranks = tuple(map(int, numbers.split()))
-        w_transposed, by_size, debug = (flag == "1" for flag in flags)
+        w_transposed, by_size = (flag == "1" for flag in flags)
         recipe = float8 if float8 in recipes.NAMES else ""
         name, _, eps = norm.partition(" ")
         dtypes = () if recipe else tuple(getattr(torch, name) for name in float8.removesuffix(_BLOCKS).split())
         return Settings(
-            text, spec, tuple(names), ranks, w_transposed, by_size, debug, schedule, algorithm, producer, activation,
+            text, spec, tuple(names), ranks, w_transposed, by_size, schedule, algorithm, producer, activation,
             dtypes, recipe, float8.endswith(_BLOCKS), (name, float(eps or 0)), int(leaves),
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The cost model, in pure Python: what machines can do, and how long an op takes on one by each schedule."""
+"""Cost model in pure Python: the rates of machines, and the predicted time of an op for each schedule."""
 
 from .model import ALGORITHMS, OPS, Prediction, estimate, predict, work_of
 

@@ -1,6 +1,7 @@
-"""How long others' collectives take by themselves: the library's, and sums made in the switch. Closed forms.
+"""Closed forms of the time that a collective takes alone: NCCL's, and ours through the NVLink switch.
 
-S bytes over n ranks, whole; W the link; microseconds. The library is NCCL, the fastest of its ways on one domain:
+S is the size of the whole tensor in bytes, n the number of ranks, W the link. Times are microseconds. The library is
+NCCL inside one domain. Its time is that of the fastest algorithm:
 
     gather, scatter   ring of short messages (LL)      start + (n-1) ll_hop + (n-1) S / (n W ll_fraction)
                       ring of long ones (Simple)       start + (n-1) simple_hop + (n-1) S / (n W collective_fraction)
@@ -9,12 +10,12 @@ S bytes over n ranks, whole; W the link; microseconds. The library is NCCL, the 
                       ring of long ones (LL128)        start + 2 (n-1) ll128_hop + 2 (n-1) S / (n W collective_fraction)
                       in the switch (NVLS)             start + switch_start + (n+1) S / (n W switch_fraction)
 
-Short messages carry a flag with each word, which costs bandwidth instead of latency. In the switch a rank's link
-carries all of what it has once towards the sum, which the switch makes, and 1/n of the sums back. Where the machine's
-switch cannot (`switch_fraction` of None) the last way is not there. NCCL takes its choice by a table of its own, which
-is not always the fastest: its times between 2 and 4 MB are up to 14 % longer.
+Short messages carry a flag with each word: less latency, less bandwidth. In an all-reduce in the switch, the link of a
+rank carries the whole tensor once to the switch, and 1/n of the sums back. A machine whose `switch_fraction` is None
+has no NVLS. NCCL chooses by a table of its own, which is not always the fastest: between 2 and 4 MB its times are up to
+14 % longer than these.
 
-The latencies of hops are what NCCL's own choice goes by; what else was fitted to which rows is said in `hardware`.
+NCCL's own tuning uses the same hop latencies. `hardware` names the measurements that the other numbers were fitted to.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .hardware import Hardware
 
 
 def library_us(kind: str, num_bytes: float, num_ranks: int, machine: Hardware) -> float:
-    """A collective of `num_bytes`, whole, among ranks that reach each other; kind: gather, scatter or all_reduce."""
+    """Return the microseconds of the library's collective of `num_bytes`, whole, among ranks that reach each other."""
     n, sums = num_ranks, kind == "all_reduce"
     link = machine.link(n)
     sent = (2 if sums else 1) * (n - 1) / n * num_bytes / link
@@ -44,10 +45,10 @@ def library_us(kind: str, num_bytes: float, num_ranks: int, machine: Hardware) -
 
 
 def multicast_us(kind: str, num_bytes: float, num_ranks: int, machine: Hardware) -> float | None:
-    """The same by a kernel that reads sums from the switch and stores to all at once (multimem), timed by itself.
+    """Return the microseconds of the collective as one multimem kernel, or None if the switch cannot add and multicast.
 
-    Two waits of everybody for everybody, a signal and a poll each. None where the switch cannot. Of what it takes in a
-    kernel of `fused` see `overlap.Model.in_switch`.
+    The kernel reads sums from the switch and stores to all ranks at once. It is timed alone, with two waits of all
+    ranks for all ranks, a signal and a poll each. `overlap.Model.in_switch` is the time inside `fused`.
     """
     if machine.multicast_fraction is None or machine.multicast_sum_fraction is None:
         return None
@@ -59,5 +60,5 @@ def multicast_us(kind: str, num_bytes: float, num_ranks: int, machine: Hardware)
 
 
 def elementwise_us(num_bytes: float, machine: Hardware) -> float:
-    """A kernel that reads and writes `num_bytes` of its memory together, timed by itself."""
+    """Return the microseconds of a lone kernel whose memory reads and writes sum to `num_bytes`."""
     return machine.lone_us + num_bytes / (machine.memory_gbps * 1e3 * machine.reduce_fraction)

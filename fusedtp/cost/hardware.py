@@ -1,9 +1,9 @@
-"""What the cost model knows about machines: rates, latencies, and where each number comes from.
+"""Rates and latencies of machines for the cost model, with the source of each number.
 
-Bandwidths are GB/s (1e9 bytes) one way, rates dense TFLOP/s, latencies microseconds. A machine without a rate of a
-float8 dtype has no units for it: the library's way is then to widen the operands. `sources` has an entry for every
-number; an entry that begins with "assumed" was not measured on that machine. Predictions are as good as these numbers:
-`fusedtp tune` replaces them by measurements of the machine at hand.
+Bandwidths are GB/s (1e9 bytes) one way, rates dense TFLOP/s, latencies microseconds. A machine without a rate for a
+float8 dtype has no units for it: the library then widens the operands. `sources` has an entry for every number; an
+entry that begins with "assumed" was not measured on that machine. Predictions are as good as these numbers: `fusedtp
+tune` replaces them by measurements of this machine.
 """
 
 from __future__ import annotations
@@ -19,21 +19,27 @@ from ..sharding.plan import ITEMSIZE, is_float8
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of accelerator, the domain of those that reach each other's memory, and the network between domains.
+    """One kind of accelerator, the domain whose members reach each other's memory, and the network between domains.
 
-    link_gbps: to all peers together; peer_gbps: to one peer, where links are point to point and a small group cannot
-    use them all. matrix_fraction: what a large library matmul reaches of the rate; kernel_fraction: what our kernel
-    reaches of the library's; reduce_fraction: what a kernel that only adds or scales reaches of the memory. The other
-    fractions are of the link: the copy engine, a kernel's stores, and the library's collectives, long messages
-    (collective_fraction), short ones (ll_) and sums in the switch (switch_, None where it cannot). multicast_: one
-    kernel's own reads and stores through the switch, and both of them at once. `collectives` says how each is used.
-
-    overlap_slowdown: how much longer a matmul takes beside arriving data. A wait takes flag_us until the signal is
-    there and poll_us until the program goes on. launch_us: a kernel behind another one; lone_us: one that is timed by
-    itself. chunk_us: what the host takes to issue a chunk of a matmul with its copy, its signal and its wait. in_place:
-    ranks are processes on one CPU that read each other's memory where it lies, and launch_us is the host's cost of an
-    op. widens_float8: the library's way is to widen float8 all the same, as torch's scaled matmul is not used here.
-    gpu: words that are all in the name by which drivers report the GPU, see `of_gpu`.
+    - `link_gbps`: to all peers together. `peer_gbps`: to one peer, for point-to-point links, of which a small group
+      cannot use all.
+    - `matrix_fraction`: fraction of the rate that a large library matmul reaches. `kernel_fraction`: fraction of the
+      library's matmul that our kernel reaches.
+    - `reduce_fraction`: fraction of the memory bandwidth that a kernel reaches that only adds or scales.
+    - `copy_fraction`, `store_fraction`: fractions of the link that the copy engine and a kernel's stores reach.
+    - `collective_fraction`, `ll_fraction`, `switch_fraction`: fractions of the link that the library's collectives
+      reach with long messages, short ones, and sums in the switch (None if it cannot).
+    - `multicast_fraction`, `multicast_sum_fraction`: fractions of the link that one kernel of ours reaches with reads
+      or stores through the switch, and with both at once. `collectives` says how each is used.
+    - `overlap_slowdown`: how much longer a matmul takes beside arriving data.
+    - `flag_us`: wait until the signal is there. `poll_us`: from then until the program goes on.
+    - `launch_us`: a kernel behind another one; with `in_place` the host's cost of an op. `lone_us`: a kernel timed
+      alone.
+    - `chunk_us`: the host's time to issue a chunk of a matmul with its copy, its signal and its wait.
+    - `in_place`: whether ranks are processes on one CPU that read each other's memory in place.
+    - `widens_float8`: whether the library's matmul widens float8 in spite of units for it, as torch's scaled matmul is
+      not used on this machine.
+    - `gpu`: words that are all in the name by which drivers report the GPU, see `of_gpu`.
     """
 
     name: str
@@ -74,39 +80,37 @@ class Hardware:
     gpu: str = ""
 
     def link(self, num_ranks: int) -> float:
-        """Bytes a microsecond that one of `num_ranks` ranks sends to the others together."""
+        """Return the bytes per microsecond that one of `num_ranks` ranks sends to the others together."""
         gbps = self.link_gbps if self.peer_gbps is None else min(self.link_gbps, self.peer_gbps * (num_ranks - 1))
         return gbps * 1e3
 
     def rate(self, dtype: str) -> float:
-        """FLOPs a microsecond of a large library matmul; ValueError for a dtype without a rate."""
+        """Return the FLOPs per microsecond of a large library matmul; ValueError for a dtype without a rate."""
         if dtype not in self.matrix_tflops:
             known = ", ".join(self.matrix_tflops)
             raise ValueError(f"no matmul rate of {dtype} is known for {self.name}: give one of {known}, or matmul_us")
         return self.matrix_tflops[dtype] * 1e6 * self.matrix_fraction
 
     def multiplied(self, dtype: str) -> str:
-        """What the library multiplies operands of `dtype` in: that, or what float8 is widened to where it has no other
-        way.
-        """
+        """Return the dtype that the library multiplies operands of `dtype` in: `dtype`, or a wider one for float8."""
         if dtype not in FLOAT8 or (dtype in self.matrix_tflops and not self.widens_float8):
             return dtype
         return WIDENED_BLOCKS if dtype == "mxfp8" and not self.in_place else WIDENED
 
     def knows(self, dtype: str) -> bool:
-        """Whether the time of a matmul in `dtype` can be predicted."""
+        """Return whether the time of a matmul in `dtype` can be predicted."""
         return self.multiplied(dtype) in self.matrix_tflops
 
     @property
     def float8(self) -> str:
-        """The e4m3 that it multiplies; OCP's, if it multiplies none."""
+        """Return the e4m3 dtype that the machine multiplies, or OCP's if it multiplies none."""
         return FNUZ if FNUZ in self.matrix_tflops else OCP
 
     @property
     def flops_per_byte(self) -> float:
-        """FLOPs in the time of a byte over the link, in the dtype that is multiplied fastest: what `plan` weighs by.
+        """Return the FLOPs in the time of one byte over the link, in the fastest dtype: `plan` weighs bytes by it.
 
-        float8 does not count: of it that is about the same, as a byte is twice as many elements.
+        float8 does not count: its ratio is about the same, as a byte is twice as many elements.
         """
         wider = [dtype for dtype in self.matrix_tflops if dtype not in FLOAT8]
         fastest = max(wider, key=lambda dtype: self.matrix_tflops[dtype])
@@ -114,18 +118,18 @@ class Hardware:
 
     @property
     def start_bytes(self) -> int:
-        """What the link carries in the time a collective takes to start."""
+        """Return the bytes that the link carries in the time a collective takes to start."""
         return int(self.collective_start_us * self.link_gbps * 1e3 * self.collective_fraction)
 
 
 FLOAT8 = tuple(dtype for dtype in ITEMSIZE if is_float8(dtype))
-# `formats.Formats.e4m3` by name: nothing here loads torch.
+# `formats.Formats.e4m3` by name: nothing in this module loads torch.
 OCP, FNUZ = "float8_e4m3fn", "float8_e4m3fnuz"
-# As `scaled_mm` does where torch has no scaled matmul: blocks with their scales are exact in bfloat16, which a CPU
+# `scaled_mm` widens to these if torch has no scaled matmul. Blocks with their scales are exact in bfloat16, which a CPU
 # does not multiply any faster.
 WIDENED, WIDENED_BLOCKS = "float32", "bfloat16"
 
-# Sources that several machines share. What was fitted was so to 64, 1024 and 16384 tokens; other sizes check it.
+# Sources that several machines share. Fits are to 64, 1024 and 16384 tokens; other sizes check them.
 _TOKENWEAVE = "8 H100, [tokens, 8192] in bfloat16, github.com/microsoft/tokenweave figure_5.csv, fitted to "
 _NCCL = "by NCCL's own tuning, github.com/NVIDIA/nccl 2.28 src/graph/tuning.cc"
 _LINK_USE = {
@@ -155,7 +159,7 @@ _LINK_USE = {
     "github.com/yifuwang/symm-mem-recipes",
     "network_start_us": "assumed: a message between nodes over InfiniBand",
 }
-# Only where the switch can.
+# Only for machines whose switch can.
 _LINK_USE |= {
     "switch_fraction": f"{_TOKENWEAVE}NCCL's all-reduce",
     "multicast_fraction": f"{_TOKENWEAVE}multimem reduce-scatter and all-gather",
@@ -166,7 +170,7 @@ _NETWORK = "one 400 Gb/s adapter a GPU, NVIDIA DGX H100 data sheet"
 
 
 def _sheet(text: str, use: Mapping[str, str], **others: str) -> dict[str, str]:
-    """Sources of a machine whose link, memory, rate, SMs and domain are from the one data sheet `text`."""
+    """Return the sources of a machine whose link, memory, rate, SMs and domain are from the data sheet `text`."""
     sheet = dict.fromkeys(("link_gbps", "memory_gbps", "matrix_tflops", "num_sms", "domain_size"), text)
     return {**sheet, **use, **others}
 
@@ -174,18 +178,18 @@ def _sheet(text: str, use: Mapping[str, str], **others: str) -> dict[str, str]:
 def _tensor_cores(
     narrow: float, float32: float, float64: float, float8: float = 0.0, *, blocks: bool = False
 ) -> dict[str, float]:
-    # blocks: those of float8 are multiplied with their scales, as fast.
+    # blocks: float8 blocks are multiplied with their scales, at the rate of float8.
     rates = {"bfloat16": narrow, "float16": narrow, "float32": float32, "float64": float64}
     rates |= {"float8_e4m3fn": float8, "float8_e5m2": float8} if float8 else {}
     return rates | ({"mxfp8": float8} if blocks else {})
 
 
-# Of the 16-bit matmuls, which were measured.
+# The 16-bit matmuls were measured.
 _FLOAT8_TOO = "; of float8 assumed the same"
 _H100_RATE = f"cuBLAS 640-665 of 990 TFLOP/s at 8192 x 8192, K 4096 and 16384, Triton's Gluon tutorial{_FLOAT8_TOO}"
 _H100 = _tensor_cores(990, 67, 67, 1979)
 
-# Of a machine whose NVSwitch is of the third generation or later: it sums and multicasts.
+# For a machine whose NVSwitch is of the third generation or later: it sums and multicasts.
 _SWITCH: dict[str, Any] = {"switch_fraction": 0.57, "multicast_fraction": 0.8, "multicast_sum_fraction": 0.69}
 
 _TABLE = (
@@ -262,10 +266,10 @@ _TABLE = (
 
 HARDWARE: dict[str, Hardware] = {each.name: each for each in _TABLE}
 
-# Rates and latencies beyond these are not real, and computing with them may overflow or divide by 0.
+# Rates and latencies beyond these are not real, and may overflow or divide by 0.
 LEAST_RATE, MOST_RATE, MOST_US = 1e-9, 1e9, 1e9
 
-# What the numbers of a machine are; the rest of Hardware says what kind of machine it is.
+# Fields that are numbers; the other fields say what kind of machine it is.
 NUMBERS = tuple(
     each.name
     for each in fields(Hardware)
@@ -274,7 +278,7 @@ NUMBERS = tuple(
 
 
 def find(hardware: str | Hardware) -> Hardware:
-    """The hardware of that name; ValueError with the known names for another."""
+    """Return the hardware of that name; ValueError with the known names for another."""
     if isinstance(hardware, Hardware):
         return hardware
     if str(hardware).lower() not in HARDWARE:
@@ -283,8 +287,8 @@ def find(hardware: str | Hardware) -> Hardware:
 
 
 def of_gpu(name: str) -> Hardware | None:
-    """The hardware that a driver calls `name` ("NVIDIA H100 80GB HBM3"), None where it is not in the table."""
-    # Whole words: an RTX A1000 is no A100, a GH200 no H200. An A100 PCIe has the words of an A100 too.
+    """Return the hardware that a driver calls `name` ("NVIDIA H100 80GB HBM3"), or None if it is not in the table."""
+    # Compare whole words: an RTX A1000 is no A100, a GH200 no H200. An A100 PCIe has the words of an A100 too.
     words = set(re.split("[^A-Z0-9]+", name.upper()))
     found = [each for each in _TABLE if each.gpu and words.issuperset(each.gpu.upper().split())]
     return max(found, key=lambda each: len(each.gpu.split()), default=None)
@@ -294,9 +298,9 @@ _said: set[str] = set()
 
 
 def assumed(name: str) -> Hardware:
-    """An H100, which stands in for a GPU that the table does not have; warns once for each `name`.
+    """Return an H100, the stand-in for a GPU that the table does not have; warn once for each `name`.
 
-    name: as the GPU's driver calls it, "" if it is rank 0's GPU and this rank's own is another kind.
+    `name` is what the GPU's driver calls it, or "" for rank 0's GPU if this rank's own is another kind.
     """
     which = f"{name!r}" if name else "rank 0's GPU"
     if which not in _said:
@@ -311,12 +315,12 @@ def assumed(name: str) -> Hardware:
 
 
 def number_of(machine: Hardware | None) -> int:
-    """A number that stands for a machine of the table, 0 for none."""
+    """Return the number that stands for a machine of the table, 0 for none."""
     return 0 if machine is None else 1 + list(HARDWARE).index(machine.name)
 
 
 def numbered(number: int) -> Hardware | None:
-    """The machine that `number_of` gave this number."""
+    """Return the machine of a number that `number_of` gave."""
     return list(HARDWARE.values())[number - 1] if number else None
 
 
@@ -324,11 +328,13 @@ def measured_cpu(
     name: str, *, matrix_tflops: Mapping[str, float], memory_gbps: float, host_us: float, flag_us: float,
     collective_start_us: float, collective_gbps: float, source: str,
 ) -> Hardware:  # fmt: skip
-    """A CPU whose ranks are processes, from its own measured rates.
+    """Return a CPU whose ranks are processes, from its own measured rates; ValueError for an impossible number.
 
-    matrix_tflops: of one rank while all multiply. memory_gbps: read and written together. host_us: an op's cost without
-    any data. flag_us: a wait for a peer's signal. collective_*: of the process group's backend. ValueError for an
-    impossible number.
+    - `matrix_tflops`: of one rank while all multiply.
+    - `memory_gbps`: read and written together.
+    - `host_us`: an op's cost without any data.
+    - `flag_us`: a wait for a peer's signal.
+    - `collective_start_us`, `collective_gbps`: of the process group's backend.
     """
     numbers = {"memory_gbps": memory_gbps, "collective_gbps": collective_gbps}
     numbers |= {f"matrix_tflops of {dtype}": rate for dtype, rate in matrix_tflops.items()}
@@ -346,7 +352,7 @@ def measured_cpu(
     )  # fmt: skip
 
 
-# For ranks on a CPU that nobody has measured: they too must decide alike.
+# For ranks on a CPU that nobody has measured: all ranks must decide alike.
 CPU = measured_cpu(
     "cpu", matrix_tflops={"float32": 0.07}, memory_gbps=18.7, host_us=170.0, flag_us=16.0, collective_start_us=1264.0,
     collective_gbps=0.8, source="this project's rows of 2 cores of an AMD EPYC; flag: two ranks behind a gloo barrier",

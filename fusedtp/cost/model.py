@@ -1,30 +1,32 @@
-"""The cost model: how long an op takes by each schedule, in closed forms, for any size, GPU and number of ranks.
+"""Cost model: how long an op takes with each schedule, in closed forms, for any size, GPU and number of ranks.
 
-M, N, K are global sizes of y[M, N] = x[M, K] @ w[N, K].T over n ranks; S is the bytes of what travels, whole:
+M, N, K are global sizes of y[M, N] = x[M, K] @ w[N, K].T over n ranks. S is the size in bytes of the whole tensor that
+travels:
 
     all_gather_matmul        x gathered, S = M K; a rank multiplies [M, K] by [K, N/n]
     fsdp_linear              w gathered, S = N K; a rank multiplies [M/n, K] by [K, N]
     matmul_reduce_scatter    y reduced, S = M N; a rank multiplies [M, K/n] by [K/n, N]
     matmul_all_reduce        the same
-    all_gather, reduce_scatter, all_reduce    a tensor [M, N] alone; K is not looked at
+    all_gather, reduce_scatter, all_reduce    a tensor [M, N] alone; K is ignored
 
     unfused      the library's collective (`collectives`), before or after the matmul
-    decomposed   n library matmuls; chunk i starts when it is there and the one before is done. Of a gather it is there
-                 after i copies of (start + S / (n W)). A scatter is a gather run backwards, then a sum of n parts. On a
-                 GPU at least the time in which the host issues n chunks
-    fused        the same recursion for one kernel of its own: no launch and no part-filled wave of tiles a chunk; but a
+    decomposed   n library matmuls; chunk i starts when it has arrived and the previous chunk is done. A gather's chunk
+                 arrives after i copies of (start + S / (n W)). A scatter is a gather run backwards, then a sum of n
+                 parts. On a GPU the op takes at least the time in which the host issues n chunks
+    fused        the same recursion for one kernel: no launch and no part-filled wave of tiles for each chunk; but a
                  chunk is whole tiles, and reads all of the operand that does not travel
-    all-reduce   one-shot: everybody sends everything, (n-1) S / W; two-shot: a scatter, then its result gathered;
-                 ring: 2 (n-1) steps of S / (n W)
+    all-reduce   one-shot: each rank sends everything to all, (n-1) S / W; two-shot: a scatter, then a gather of its
+                 result; ring: 2 (n-1) steps of S / (n W)
 
-Of float8 a gather moves bytes, and 16 more a row for its scale; a sum moves bfloat16, which the product is. Where a
-machine has no rate for it the library's matmul is one of float32 with passes around it, and there is no `fused`. x is
-made float8 before every schedule.
+In float8, a gather moves one byte an element and the scales: 16 bytes a row, or in mxfp8 one for each 32 elements of a
+row, padded to 16. A sum moves bfloat16, the dtype of the product. If a machine has no rate for a float8 dtype, the
+library's matmul is a wider one with passes around it, and `fused` is None. The wider dtype is float32, or bfloat16 for
+mxfp8 on a GPU. With `casts`, every schedule first casts x to float8.
 
-A matmul beside arriving data is slower by the hardware's overlap_slowdown. On a CPU (`Hardware.in_place`) nothing
-travels: a rank publishes its chunk once and peers multiply it where it lies. Beyond one domain of GPUs that reach each
-other's memory the op itself runs unfused, its collective over the network between domains and then inside them.
-`data_parallel` replicas each have a domain of their own and share w's gradient over the network: see `predict`.
+Arriving data slows a matmul by the hardware's `overlap_slowdown`. On a CPU (`Hardware.in_place`) nothing travels: a
+rank publishes its chunk once and peers multiply it in place. Beyond one domain of GPUs that reach each other's memory,
+the op runs unfused: its collective crosses the network between domains while the data spreads inside them.
+`data_parallel` replicas have a domain each and exchange w's gradient over the network: see `predict`.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ CAST = "x is made float8 by two kernels, as a compiler fuses it; op by op that t
 def work_of(
     op: str, *, M: int, N: int, K: int, world_size: int, dtype: object = "bfloat16", gather_dim: int = 0
 ) -> Work:
-    """The share of one rank; ValueError for an unknown op or dtype, or an impossible size."""
+    """Return the share of one rank; ValueError for an unknown op or dtype, or an impossible size."""
     if op not in OPS:
         raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
     name = str(dtype).removeprefix("torch.")
@@ -74,9 +76,11 @@ def work_of(
 class Prediction:
     """Predicted microseconds of one op on one rank. Never measured: say so wherever it is shown.
 
-    matmul_us, comm_us: the library's matmul and collective, each alone. A schedule that cannot run there is None.
-    cast_us: x made float8 first, part of every schedule's time and of the ceiling; 0 where that is not asked for.
-    network_us: the gradient's exchange between replicas; network_exposed_us: what of it the matmuls do not hide.
+    - `matmul_us`, `comm_us`: the library's matmul and collective, each alone.
+    - `unfused_us`, `decomposed_us`, `fused_us`: the op with each schedule; None if the schedule cannot run there.
+    - `cast_us`: the cast of x to float8, part of every schedule's time and of the ceiling; 0 if not asked for.
+    - `network_us`: the exchange of w and its gradient between replicas.
+    - `network_exposed_us`: the part of `network_us` that the matmuls do not hide.
     """
 
     op: str
@@ -95,13 +99,13 @@ class Prediction:
 
     @property
     def times(self) -> dict[str, float]:
-        """Microseconds by schedule, of those that can run."""
+        """Return the microseconds of each schedule that can run."""
         times = {"fused": self.fused_us, "decomposed": self.decomposed_us, "unfused": self.unfused_us}
         return {schedule: time for schedule, time in times.items() if time is not None}
 
     @property
     def winner(self) -> str:
-        """The fastest schedule."""
+        """Return the name of the fastest schedule."""
         return min(self.times, key=lambda schedule: self.times[schedule])
 
     @property
@@ -110,12 +114,12 @@ class Prediction:
 
     @property
     def speedup(self) -> float:
-        """Of the winner over `unfused`."""
+        """Return the speed-up of the winner over `unfused`."""
         return self.unfused_us / self.best_us
 
     @property
     def ceiling_us(self) -> float:
-        """The longer of the library's matmul and its collective: what hiding one behind the other would take.
+        """Return the longer of the library's matmul and its collective: the time if one hid behind the other entirely.
 
         A schedule that sends faster than the library's collective can be below it.
         """
@@ -123,16 +127,16 @@ class Prediction:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that a rank sends."""
+        """Return the bytes that a rank sends."""
         return self.work.sent_bytes
 
     @property
     def flops(self) -> int:
-        """FLOPs of a rank."""
+        """Return the FLOPs of a rank."""
         return self.work.flops
 
     def efficiency(self, schedule: str) -> float | None:
-        """Of the time that `unfused` adds to the matmul, the part that this schedule hides; None if there is none."""
+        """Return the part of the time that `unfused` adds to the matmul and `schedule` hides; None without one."""
         least = self.cast_us + self.matmul_us
         exposed = self.unfused_us - least
         time = self.times.get(schedule)
@@ -147,18 +151,18 @@ def predict(
 ) -> Prediction:  # fmt: skip
     """Predict one op, y[M, N] = x[M, K] @ w[N, K].T split over `world_size` ranks. Sizes are global, times in us.
 
-    matmul_us, kernel_matmul_us: the measured time of this rank's matmul, of the library's and of our kernel with every
-    signal already raised, in place of the model's. gather_dim 1: x is gathered along the contraction. algorithm: of an
-    all-reduce, by default what the schedules take for its size; ring for the collectives alone.
-
-    data_parallel: domains that each run this op with w sharded inside, so that a training step also reduce-scatters dw
-    and gathers w over the network (ZeRO, HSDP; an all-reduce moves as much). Of that, network_exposed_us is what
-    forward, dx and dw, each about as long as this op, do not hide; all of it without overlap_network.
-
-    dtype: of x and w. Of float8, sums travel in bfloat16 and so does the gradient; `casts` says whether x has to be
-    made float8 first, by every schedule, or is given so. order: "rank" or "tree", in which sums travel in float32 and
-    `fused` alone runs; `unfused` is then that of the usual order; or "any", in which `fused` has the switch make the
-    sums of an all-reduce, where the machine's can.
+    - `dtype`: of x and w. In float8, sums and the gradient travel in bfloat16.
+    - `matmul_us`, `kernel_matmul_us`: measured times of this rank's matmul, in place of the model's: by the library,
+      and by our kernel with every signal already raised.
+    - `gather_dim`: 1 gathers x along the contraction.
+    - `algorithm`: of an all-reduce; "auto" is the schedules' own choice for the size. "ring" is for collectives alone.
+    - `data_parallel`: number of domains that each run this op with w sharded inside. A training step then also
+      reduce-scatters dw and gathers w over the network (ZeRO, HSDP; an all-reduce moves as much).
+    - `overlap_network`: True hides that exchange behind forward, dx and dw, each about as long as this op;
+      `network_exposed_us` is the rest. False exposes all of it.
+    - `casts`: whether every schedule has to cast x to float8 first, or x is given in float8.
+    - `order`: "rank"; "tree", in which sums travel in float32, only `fused` runs, and `unfused` is that of the usual
+      order; or "any", in which `fused` has the switch make the sums of an all-reduce, if the machine's can.
 
     Raises ValueError with the values for an unknown op, dtype or hardware, and for an impossible size or time.
     """
@@ -195,7 +199,7 @@ def estimate(
     algorithm: str = "auto", data_parallel: int = 1, overlap_network: bool = True, weight: int = 0,
     casts: bool = False,
 ) -> Prediction:  # fmt: skip
-    """`predict` for a share that is known; `weight`: elements of w, whole."""
+    """Predict a share that is known, as `predict` does; `weight` is the number of elements of the whole w."""
     model = Model(replace(work, tree=False), machine, matmul_us, kernel_matmul_us)
     tree = Model(work, machine, matmul_us, kernel_matmul_us) if work.tree else model
     cast = model.cast if casts else 0.0
@@ -225,5 +229,5 @@ def _algorithm(work: Work, algorithm: str, machine: Hardware, schedule: str) -> 
     if algorithm != "auto" or work.kind != "all_reduce":
         return IN_SWITCH if switch and algorithm == TWO_SHOT else "direct" if algorithm == "auto" else algorithm
     shape = (work.rows, work.cols) if work.flops else (1, work.moved)
-    # As the schedules themselves decide: by what travels.
+    # The schedules decide the same way, by the dtype that travels.
     return way_of(*shape, work.num_ranks, work.made, machine, schedule, alone=not work.flops, switch=switch)

@@ -1,8 +1,7 @@
-"""How long a rank's matmul and its communication take together: the model behind `cost`, and the choices made by it.
+"""Model of a rank's matmul and communication together: the times behind `cost`, and the choices made by them.
 
-One share of an op on one machine, in microseconds; the closed forms are in the docstring of `cost.model`. Besides
-predicting, it decides in the schedules themselves between two ways to move data: one-shot or two-shot, pushed or
-copied.
+Each model is one share of an op on one machine, in microseconds; `cost.model` documents the closed forms. The schedules
+themselves use the model to choose one-shot or two-shot, and pushed or copied.
 """
 
 from __future__ import annotations
@@ -16,65 +15,66 @@ from .collectives import library_us
 from .hardware import WIDENED, WIDENED_BLOCKS, Hardware
 from .work import SUBTREES, Work
 
-# Rows up to which a matmul and all-reduce are one kernel of `fused`.
+# Up to this many rows, `fused` runs a matmul and all-reduce as one kernel.
 ONE_KERNEL_ROWS = 256
-# A matmul of fewer rows is bound by reading the weight, which every chunk would read again: `schedules.decomposed` puts
-# such chunks together and multiplies at once.
+# A matmul of fewer rows is bound by reading the weight, which every chunk would read again: `schedules.decomposed`
+# joins such chunks and multiplies once.
 FEW_ROWS = 256
 
-# Rows of our kernel's tiles, those of few rows first: `kernels.configs`.
+# Rows of a tile of our kernel, first for few rows: `kernels.configs`.
 TILE_ROWS = (64, 128)
 
-# x is cast by two kernels, as a compiler makes them: magnitudes are read, then x is read again and written.
+# Two kernels cast x, as a compiler makes them: one reads magnitudes, one reads x again and writes.
 _CAST_LAUNCHES = 2
 
-# How the fused schedule sends what is gathered: by programs of the kernel itself, or by the copy engine beside it.
+# How `fused` sends gathered data: by programs of the kernel itself, or by the copy engine beside it.
 PRODUCERS = ("push", "copy")
-# Or, where a caller asks for it, with one store to all ranks.
+# On request, one store to all ranks.
 MULTICAST = "multicast"
-# A shard is copied in parts of about this size, each a start of its own: by the figures of H20's copy engine (see
-# `hardware`) one reaches 0.80 of an endless copy's rate, and tiles need not wait for a whole shard.
+# A shard is copied in parts of about this size, and each part has a start of its own. By the figures of H20's copy
+# engine (see `hardware`) such a part reaches 0.80 of an endless copy's rate, and tiles need not wait for a whole shard.
 COPY_BYTES = 4 << 20
-# What one pushing program sends, GB/s: 8 KB on their way at a time, 0.8 us from memory to the peer. Assumed.
+# GB/s that one pushing program sends: 8 KB in flight at a time, 0.8 us from memory to the peer. Assumed.
 PUSHER_GBPS = 10
-# What one program has the switch add, GB/s of sums: 8 KB on their way at a time, 1.6 us to all ranks and back. Assumed.
+# GB/s of sums that one program gets from the switch: 8 KB in flight, 1.6 us to all ranks and back. Assumed.
 ADDER_GBPS = 5
-# The ways of an all-reduce: the last has the switch make the sums, each of which one rank asks it for.
+# Ways of an all-reduce. In IN_SWITCH the switch makes the sums, and one rank asks it for each.
 ONE_SHOT, TWO_SHOT, IN_SWITCH = "one_shot", "two_shot", "switch"
-# At most one in so many SMs pushes, or adds.
+# At most one in this many SMs pushes, or adds.
 PUSHERS_AT_MOST = 4
 
-# Tiles that a library chooses from to fill all SMs, and the part of the rate they reach: smaller ones load more per
-# FLOP. Assumed, from tiles' arithmetic intensity.
+# Tiles that a library chooses from to fill all SMs, and the fraction of the rate that they reach: smaller tiles load
+# more per FLOP. Assumed, from the arithmetic intensity of the tiles.
 _TILES = ((128, 128, 1.0), (128, 64, 0.9), (64, 64, 0.75))
 
 
-# What their tile, the third of `_TILES`, reaches of the library's rate.
+# Fraction of the library's rate that a tree's tile reaches, the third of `_TILES`.
 TREE_FRACTION = _TILES[2][2]
 
 
 class Model:
-    # One share on one machine. Times in microseconds, so GB/s are 1e3 bytes a unit.
+    # One share on one machine. Times are microseconds, so 1 GB/s is 1e3 bytes per unit of time.
     def __init__(
         self, work: Work, machine: Hardware, matmul_us: float | None = None, kernel_matmul_us: float | None = None
     ) -> None:
         self.work, self.machine, self.n = work, machine, work.num_ranks
         self.given, self.kernel_given = matmul_us, kernel_matmul_us
-        # What torch multiplies in.
+        # The dtype that torch multiplies in.
         self.torch_dtype = machine.multiplied(work.dtype)
-        # A rank's whole matmul: what was measured, or the model's.
+        # The time of a rank's whole matmul, measured or modelled.
         modelled = self.product(work.rows, work.cols, work.depth) if matmul_us is None and work.flops else 0.0
         self.matmul = modelled if matmul_us is None else matmul_us
 
     @property
     def kernel_multiplies(self) -> bool:
-        """Whether our kernel can: it has no other way for float8 than the units for it."""
+        """Return whether our kernel can multiply the dtype: float8 needs units for it."""
         return not self.work.flops or self.work.dtype in self.machine.matrix_tflops
 
     @property
     def adding(self) -> float:
-        """Of float8 that is gathered along the contraction: torch's product of each part is written in float32, scaled
-        and added to the sum.
+        """Return the time to add one part of a float8 matrix that is gathered along the contraction.
+
+        torch writes the product of each part in float32, then it is scaled and added to the sum.
         """
         work = self.work
         if not work.by_depth or not is_float8(work.dtype) or self.torch_dtype != work.dtype:
@@ -83,19 +83,20 @@ class Model:
         return launches + work.rows * work.cols * 6 * ITEMSIZE[WIDENED] / self.memory
 
     def product(self, rows: int, cols: int, depth: int, dtype: str = "") -> float:
-        """A matmul, torch's but for another `dtype`: the slower of its FLOPs, in whole waves of tiles, and its
-        bytes.
+        """Return the time of a matmul: the slower of its FLOPs, in whole waves of tiles, and its bytes.
+
+        It is torch's matmul, unless `dtype` is given.
         """
         machine, dtype, widening = self.machine, dtype or self.torch_dtype, 0.0
         operands, launches = rows * depth + depth * cols, 1
         num_bytes = operands * ITEMSIZE[dtype] + rows * cols * ITEMSIZE[self.work.made]
         if dtype != self.work.dtype and dtype == WIDENED_BLOCKS:
-            # Both operands are converted, and multiplied by their scales; the product is written as it is.
+            # Both operands are converted and multiplied by their scales; the product is written as it is.
             launches += 2 * 3
             widening = operands * (ITEMSIZE[self.work.dtype] + 3 * ITEMSIZE[dtype])
         elif dtype != self.work.dtype:
-            # Both operands are written in a wider dtype, the product read and written to be scaled by rows, by columns
-            # and to be rounded.
+            # Both operands are written in a wider dtype. The product is read and written to be scaled by rows, by
+            # columns and to be rounded.
             wide, launches = ITEMSIZE[dtype], 6
             num_bytes = (operands + rows * cols) * wide
             widening = operands * (ITEMSIZE[self.work.dtype] + wide)
@@ -115,12 +116,12 @@ class Model:
 
     @property
     def wait(self) -> float:
-        """From a peer's last store until a program that waits for its signal goes on."""
+        """Return the time from a peer's last store until a program that waits for its signal goes on."""
         return self.machine.flag_us + self.machine.poll_us
 
     @property
     def cast(self) -> float:
-        """This rank's part of x, or of what else is gathered, from bfloat16 to float8: before every schedule."""
+        """Return the time to cast this rank's part of the operand from bfloat16 to float8, before every schedule."""
         work, n = self.work, self.n
         if not work.flops or not is_float8(work.dtype):
             return 0.0
@@ -130,20 +131,21 @@ class Model:
 
     @cached_property
     def comm(self) -> float:
-        """The library's collective alone."""
+        """Return the time of the library's collective alone."""
         n, machine, total = self.n, self.machine, self.work.moved_bytes
         if n == 1:
             return 0.0
         time = library_us(self.work.kind, total, min(n, machine.domain_size), machine)
         if n > machine.domain_size:
-            # Every domain's GPUs together bring in what the others have, while it spreads over the links inside.
+            # The GPUs of a domain together receive the data of the other domains while it spreads over the links
+            # inside.
             shares, inside = 2 if self.work.kind == "all_reduce" else 1, machine.domain_size
             between = self.network(shares * total / inside, ceil(n / machine.domain_size))
             time = max(time, between) + machine.collective_start_us
         return time
 
     def network(self, num_bytes: float, domains: int) -> float:
-        """A gather or scatter between domains of `num_bytes` a GPU, whole."""
+        """Return the time of a gather or scatter between domains; `num_bytes` is the whole, for each GPU."""
         if domains == 1:
             return 0.0
         start = (domains - 1) * self.machine.network_start_us
@@ -151,7 +153,7 @@ class Model:
 
     @property
     def kernel(self) -> float:
-        """Our kernel's whole matmul, with every signal there."""
+        """Return the time of the whole matmul in our kernel, with every signal already raised."""
         if self.kernel_given is not None:
             return self.kernel_given
         work, whole = self.work, self.matmul
@@ -160,7 +162,7 @@ class Model:
         return whole / (self.machine.kernel_fraction * (TREE_FRACTION if work.tree else 1.0))
 
     def chunks(self, schedule: str, *, cut: bool = True) -> list[float]:
-        """The matmul in as many parts as there are ranks. cut: the kernel's tiles are of one rank's rows each."""
+        """Return the times of the matmul's `n` parts; with `cut` each tile of the kernel has rows of one rank only."""
         work, n = self.work, self.n
         if not work.flops:
             return []
@@ -175,7 +177,7 @@ class Model:
 
     @property
     def _least_chunk(self) -> float:
-        # The kernel's tiles of one rank's rows, padded; they read the other operand once more for every rank.
+        # The tiles of one rank's rows are padded, and read the other operand once more for every rank.
         work, machine = self.work, self.machine
         rows = ceil(work.rows / self.n)
         tile = TILE_ROWS[rows > TILE_ROWS[0]]
@@ -185,18 +187,18 @@ class Model:
         return max(num_flops / rate, num_bytes / self.memory) / machine.kernel_fraction
 
     def overlapped(self, schedule: str, algorithm: str) -> float:
-        """The whole op by `fused` or `decomposed`, which the host issues chunk by chunk."""
+        """Return the time of the whole op by `fused`, or by `decomposed`, which the host issues chunk by chunk."""
         if self.machine.in_place:
             return self.in_place(algorithm)
         time = self.on_device(schedule, algorithm)
         return time if schedule == "fused" else max(time, self.n * self.machine.chunk_us)
 
     def on_device(self, schedule: str, algorithm: str, *, cut: bool = True) -> float:
-        """Without the host. cut: see `chunks`."""
+        """Return the time without the host; `cut` as in `chunks`."""
         work, n, machine, total = self.work, self.n, self.machine, self.work.moved_bytes
         by_kernel = schedule == "fused"
         bandwidth = machine.link(n) * (machine.store_fraction if by_kernel else machine.copy_fraction)
-        # Kernels store to all peers in a row; a copy starts anew for each.
+        # A kernel stores to its peers without a start for each; each copy has one.
         step = 0.0 if by_kernel else machine.copy_start_us
         in_one = by_kernel and work.kind == "all_reduce" and bool(work.flops) and work.rows <= ONE_KERNEL_ROWS
         launch = 0.0 if in_one else machine.launch_us
@@ -210,12 +212,12 @@ class Model:
             steps = (n - 1) * (self.wait + total / n / bandwidth)
             return begin + (2 * steps if work.kind == "all_reduce" else steps)
         hop = step + total / n / bandwidth
-        # That kernel's tiles have an owner by their columns.
+        # In that kernel tiles have an owner by their columns.
         parts = self.chunks(schedule, cut=cut and algorithm != "one_shot" and not in_one)
         if algorithm == "one_shot":
             sent = (n - 1) * (step + total / bandwidth)
             summed = launch + (n + 1) * added
-            # Kernels send a tile when it is done, copies the whole partial.
+            # Kernels send each tile when it is done, copies send the whole partial sum.
             arrivals = [begin + sent / n * (i + 1) for i in range(n)]
             both = self.recursion(parts, arrivals) if by_kernel else sum(parts) + begin + sent
             return both + summed
@@ -233,9 +235,11 @@ class Model:
         return time
 
     def in_switch(self) -> float:
-        """An all-reduce by `fused` whose sums the switch makes: a rank's link carries all of what it has once, and the
-        n-th part of the sums back. One kernel behind a matmul, some of whose programs add from the first tiles on and
-        some copy sums when multiplying is over; alone three, that copy in, add and copy out.
+        """Return the time of an all-reduce by `fused` whose sums the switch makes.
+
+        The link of a rank carries the whole tensor once, and 1/n of the sums back. Behind a matmul the op is one
+        kernel: some of its programs add from the first tiles on, and some copy sums when the multiplying is over. Alone
+        it is three kernels: copy in, add, copy out.
         """
         work, n, machine, total = self.work, self.n, self.machine, self.work.moved_bytes
         assert machine.multicast_sum_fraction is not None
@@ -252,8 +256,10 @@ class Model:
         return 2 * self.wait + max(sums + copied / waves, multiply + copied)
 
     def gathered(self, producer: str) -> float:
-        """A gather by `fused`. Pushing takes SMs from the matmul; copies start anew for each part and peer, and need a
-        kernel before and one after the matmul's.
+        """Return the time of a gather by `fused` with this producer.
+
+        Pushing takes SMs from the matmul. Copies have a start for each part and peer, and need one kernel before the
+        matmul's and one after.
         """
         n, machine, share = self.n, self.machine, self.work.moved_bytes / self.n
         begin, after = machine.launch_us + self.wait, 0.0
@@ -271,18 +277,18 @@ class Model:
 
     @property
     def gathers_first(self) -> bool:
-        """Whether `decomposed` multiplies only when all chunks are there: short ones, or narrow ones to be summed."""
+        """Return whether `decomposed` gathers all chunks first: if they are short, or products are narrow sums."""
         work = self.work
         if is_float8(work.dtype):
-            return False  # a part is multiplied with its scales
+            return False  # float8 parts are multiplied with their own scales
         length = work.depth if work.by_depth else work.rows
         return length <= (FEW_ROWS - 1) * self.n or (work.by_depth and ITEMSIZE[work.dtype] < 4)
 
     def recursion(self, parts: Sequence[float], arrivals: Sequence[float]) -> float:
-        """When the last part is multiplied: each once its data is there and the one before is done.
+        """Return when the last part is multiplied; a part starts once its data is there and the previous part is done.
 
-        While data is on its way a matmul runs slower. A scatter is this backwards: parts leave in the order in which a
-        gather's would arrive.
+        A matmul runs slower while data is in flight. A scatter is this recursion backwards: parts leave in the order in
+        which a gather's would arrive.
         """
         slow, end, time = 1 + self.machine.overlap_slowdown, arrivals[-1], 0.0
         for part, arrival in zip(parts, arrivals, strict=False):
@@ -292,7 +298,7 @@ class Model:
         return max(time, end)
 
     def in_place(self, algorithm: str) -> float:
-        """`decomposed` between processes of one CPU: published once, read or multiplied where it lies."""
+        """Return the time of `decomposed` among processes of one CPU: a part is published once, then read in place."""
         work, n, machine = self.work, self.n, self.machine
         total = work.moved_bytes / self.memory
         time = machine.launch_us + machine.flag_us + self.matmul
@@ -304,7 +310,7 @@ class Model:
         return time + machine.flag_us + 2 * total if work.kind == "all_reduce" else time
 
     def assumptions(self, data_parallel: int) -> tuple[str, ...]:
-        """What a reader of the numbers has to know."""
+        """Return the assumptions that a reader of the numbers has to know."""
         machine, work = self.machine, self.work
         said = ["predicted, not measured", "every rank has an even share and arrives at the same time"]
         if work.flops and self.given is None:
@@ -335,46 +341,45 @@ def way_of(
     rows: int, cols: int, num_ranks: int, dtype: str, machine: Hardware, schedule: str, *, alone: bool,
     switch: bool = False,
 ) -> str:  # fmt: skip
-    """The fastest way of an all-reduce of [rows, cols], behind a matmul or `alone`: one_shot, two_shot or `IN_SWITCH`.
+    """Return the fastest way of an all-reduce of [rows, cols], behind a matmul or `alone`.
 
-    The same on all ranks: a weight may be cut unevenly, so its matmul is taken for an MLP's, as in `tuning`. What such
-    a weight costs a kernel that reads it again for every chunk does not decide. switch: as in `Work`.
+    The way is `ONE_SHOT`, `TWO_SHOT` or `IN_SWITCH`, the same on all ranks. A weight may be cut unevenly, so the model
+    takes the depth of an MLP's matmul, as `tuning` does. Unless the switch can make the sums, the cost of reading the
+    weight again for every chunk is left out. `switch` is as in `Work`.
     """
-    # Two ranks send as much either way, and a kernel's tiles leave one by one: in one step, then.
+    # Two ranks send as much either way, and a kernel sends tiles one by one: one step is enough.
     if num_ranks == 1 or (num_ranks == 2 and schedule == "fused" and not machine.in_place):
         return ONE_SHOT
     can = switch and schedule == "fused" and machine.multicast_sum_fraction is not None
     if alone or not machine.knows(dtype):
         work = Work("all_reduce", 0, 0, 0, rows * cols, num_ranks, dtype, switch=switch)
     else:
-        # Between an attention's and an MLP's, where the switch is to be weighed too: with the latter's it would be left
-        # out where it is far faster for the former's, and not the other way round.
+        # With a switch, take a depth between an attention's and an MLP's. The MLP's would rule out the switch where it
+        # is far faster for the attention's; the reverse does not happen.
         depth = max(1, (2 if can else 4) * cols // num_ranks)
         work = Work("all_reduce", rows, cols, depth, rows * cols, num_ranks, dtype, switch=switch)
     model = Model(work, machine)
     if machine.in_place:
         return ONE_SHOT if model.in_place(ONE_SHOT) <= model.in_place(TWO_SHOT) else TWO_SHOT
-    # Sums that the switch makes are of tiles that no rank's rows have cut.
+    # Tiles whose sums the switch makes are not cut by ranks' rows.
     times = {way: model.on_device(schedule, way, cut=can) for way in (ONE_SHOT, TWO_SHOT, *((IN_SWITCH,) * can))}
     return min(times, key=lambda way: times[way])
 
 
 def num_adders(machine: Hardware, num_ranks: int) -> int:
-    """How many programs it takes to have the switch make this rank's share of the sums as fast as the link carries
-    them.
-    """
+    """Return how many programs let the switch make this rank's share of the sums at the rate of the link."""
     wanted = ceil(machine.link(num_ranks) / num_ranks / (ADDER_GBPS * 1e3))
     return max(1, min(wanted, machine.num_sms // PUSHERS_AT_MOST))
 
 
 def num_pushers(machine: Hardware, num_ranks: int, producer: str = "push") -> int:
-    """How many programs it takes to fill the link with stores; with one store to all, the links of the peers."""
+    """Return how many programs fill the link with stores; with one store to all, the links of the peers."""
     stores = 1 if producer == "push" else max(1, num_ranks - 1)
     wanted = ceil(machine.link(num_ranks) * machine.store_fraction / (PUSHER_GBPS * 1e3) / stores)
     return max(1, min(wanted, machine.num_sms // PUSHERS_AT_MOST))
 
 
 def producers(work: Work, machine: Hardware) -> dict[str, float]:
-    """Predicted microseconds of a gather by `fused`, by producer."""
+    """Return the predicted microseconds of a gather by `fused`, by producer."""
     model = Model(work, machine)
     return {producer: model.gathered(producer) for producer in PRODUCERS}

@@ -1,4 +1,4 @@
-"""One rank's share of an op: what is multiplied, what travels and in which dtype."""
+"""One rank's share of an op: the product, and the data that travels with its dtype."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Literal
 
 from ..sharding.plan import ITEMSIZE, is_float8, made_of
 
-# A row of float8 that is gathered has its scale in so many bytes behind it: `scaled.SCALE_BYTES`; of mxfp8 one for each
-# of so many elements, padded to as much: `scaled.scale_bytes`.
+# A gathered float8 row is followed by its scale in SCALE_BYTES (`scaled.SCALE_BYTES`). In mxfp8 there is one scale for
+# each BLOCK elements, padded to a multiple of SCALE_BYTES (`scaled.scale_bytes`).
 SCALE_BYTES, BLOCK = 16, 32
-# What subtrees travel in.
+# Subtrees travel in this dtype.
 SUBTREES = "float32"
 
 
@@ -19,9 +19,11 @@ SUBTREES = "float32"
 class Work:
     """One rank's share of an op: the product [rows, depth] @ [depth, cols], and `moved` elements gathered or reduced.
 
-    rows of 0: the collective alone. dtype: of the operands. by_depth: what is gathered is cut along the contraction.
-    tree: the contraction is added up as a tree, whose subtrees travel in float32. switch: it may make the sums of an
-    all-reduce by `fused`.
+    - `rows`: 0 for a collective alone.
+    - `dtype`: of the operands.
+    - `by_depth`: whether the gathered matrix is cut along the contraction.
+    - `tree`: whether the contraction is added up as a tree, whose subtrees travel in float32.
+    - `switch`: whether the switch may make the sums of an all-reduce by `fused`.
     """
 
     kind: Literal["gather", "scatter", "all_reduce"]
@@ -41,19 +43,19 @@ class Work:
 
     @property
     def made(self) -> str:
-        """The dtype of the product."""
+        """Return the dtype of the product."""
         return made_of(self.dtype)
 
     @property
     def moved_dtype(self) -> str:
-        """That of what travels: of an operand, or of the terms of a sum."""
+        """Return the dtype of the data that travels: an operand, or the terms of a sum."""
         if self.tree and self.kind != "gather":
             return SUBTREES
         return self.dtype if self.kind == "gather" else self.made
 
     @property
     def scale_bytes(self) -> int:
-        """What travels beside the elements: of float8 a scale a row, of every rank's part if these are columns."""
+        """Return the bytes of scales that travel: float8 has some for each row, times the ranks in `by_depth`."""
         if self.kind != "gather" or not is_float8(self.dtype):
             return 0
         parts = self.num_ranks if self.by_depth else 1
@@ -66,10 +68,10 @@ class Work:
 
     @property
     def sent_bytes(self) -> int:
-        """What a rank sends, ring or direct alike."""
+        """Return the bytes that a rank sends, ring or direct alike; an all-reduce is two-shot."""
         n, length = self.num_ranks, ceil(self.moved / self.num_ranks)
         share = length * ITEMSIZE[self.moved_dtype] + ceil(self.scale_bytes / n)
         if self.kind == "all_reduce":
-            # Then the sums.
+            # Then the sums are gathered.
             share += length * ITEMSIZE[self.made]
         return (n - 1) * share

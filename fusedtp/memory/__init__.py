@@ -1,10 +1,10 @@
-"""Where arenas come from. A memory makes one arena a rank, of equal size, and lets every rank address all of them.
+"""Sources of arenas. A memory makes one arena for each rank, of equal size, and lets every rank address all of them.
 
     allocate(num_bytes, header, exchange) -> Arena    collective; `header` (int32) is in place in the own arena before
     any peer can reach it
 
-`posix` maps one file in memory into several processes, `cuda` is torch's symmetric memory, `local` holds W virtual
-ranks in one process. Nothing above this package knows which one it has.
+`posix` maps a file in memory of each rank into all processes, `cuda` is torch's symmetric memory, `local` holds W
+virtual ranks in one process. Code above this package does not know which one it has.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from torch import Tensor
 
 
 class Unreachable(RuntimeError):
-    """The group's ranks cannot address each other's memory; the text says why, the same on every rank."""
+    """The group's ranks cannot address each other's memory; the text gives the reason, the same on every rank."""
 
 
 @dataclass
 class Arena:
-    """Every rank's arena as this rank sees it: uint8 tensors of equal length, indexed by rank. multicast: an address
-    that is all ranks' at once (`kernels.multicast`), on all ranks or on none; 0 for none.
+    """Every rank's arena as this rank sees it: uint8 tensors of equal length, indexed by rank.
+
+    `multicast` is an address of all ranks' arenas at once (`kernels.multicast`), on all ranks or on none; 0 for none.
     """
 
     tensors: list[Tensor]
@@ -32,28 +33,28 @@ class Arena:
 
 
 class Exchange(Protocol):
-    """How the ranks tell each other a few numbers while they make arenas. Each wait has an end."""
+    """Exchange of a few numbers between the ranks while they make arenas. Every wait has a time limit."""
 
     def rows(self, mine: list[int]) -> list[list[int]]:
-        """Every rank's, in rank order."""
+        """Return every rank's row, in rank order."""
         ...
 
     def outcomes(self, mine: list[int]) -> list[list[int]] | None:
-        """Every rank's outcome with these rows; None if a rank has begun anew since: ask for the rows again."""
+        """Return every rank's outcome with these rows; None if a rank has started over: ask for the rows again."""
         ...
 
 
 class Memory(Protocol):
-    """A source of arenas for one rank of a group."""
+    """Source of arenas for one rank of a group."""
 
     rank: int
     world_size: int
-    # Whether `allocate` needs an exchange; otherwise the memory has its own way.
+    # True if `allocate` needs an exchange; otherwise the memory has its own.
     exchanges: bool
 
     def allocate(self, num_bytes: int, header: Tensor, exchange: Exchange | None = None) -> Arena:
-        """Arenas of at least `num_bytes`, zeroed, the own one starting with `header`, whose first word is the epoch.
+        """Allocate zeroed arenas of at least `num_bytes`; the own one starts with `header`.
 
-        Every rank calls this alike.
+        The first word of `header` is the epoch. Collective: every rank makes the same call.
         """
         ...

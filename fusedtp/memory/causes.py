@@ -1,4 +1,4 @@
-"""Why the ranks of a group cannot map each other's memory, in words, with what to do about it: alike on every rank."""
+"""Reasons why the ranks of a group cannot map each other's memory, with remedies; the same text on every rank."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import errno
 import os
 from typing import NamedTuple
 
-# Codes beside the system's error numbers, which are above 0.
+# Codes beside the system's error numbers, which are positive.
 OTHER_MACHINE, OTHER_NAMESPACE, OTHER_FILE, DIFFERS = -1, -2, -3, -4
 
 
 class Row(NamedTuple):
-    """What a rank tells its peers of its arena. owner: the user that owns its files in /proc; code: why it has no
-    arena, or 0.
+    """One rank's arena as its peers are told of it.
+
+    `owner` is the user that owns the rank's files in /proc. `code` is the reason why there is no arena, or 0.
     """
 
     pid: int
@@ -28,7 +29,7 @@ class Row(NamedTuple):
 
     @property
     def asked(self) -> tuple[int, int]:
-        """What the ranks must agree on."""
+        """Return the values that the ranks must agree on."""
         return self.num_bytes, self.epoch
 
 
@@ -42,13 +43,13 @@ _REMEDIES = {
 
 
 def cause(rank: int, peer: int, code: int, rows: list[Row]) -> str:
-    """Why rank `rank` could not map the memory of rank `peer`, or `peer` has none."""
+    """Return why rank `rank` could not map rank `peer`'s memory, why `peer` has none, or how the ranks disagree."""
     there, here = rows[peer], rows[rank]
     if code == DIFFERS:
         each = ", ".join(f"{row.num_bytes} from epoch {row.epoch} on rank {i}" for i, row in enumerate(rows))
         return (
-            f"the ranks do not agree on the bytes of an arena: {each}: they make different calls, which debug=True "
-            "compares, or not all of them have called fusedtp.destroy"
+            f"the ranks do not agree on the bytes of an arena: {each}: they make different calls, "
+            "or not all of them have called fusedtp.destroy"
         )
     if there.code:
         text = f"rank {peer} cannot make an arena of {there.num_bytes} bytes"

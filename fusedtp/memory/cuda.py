@@ -1,11 +1,11 @@
-"""Arenas on GPUs of one NVLink domain: torch's symmetric memory (`torch.distributed._symmetric_memory`, docs of torch
->= 2.11).
+"""Arenas on GPUs of one NVLink domain, in torch's symmetric memory.
 
-torch's rendezvous waits without end for a rank that is on another host or has failed, so ranks agree first, through
-their group, that all of them have their memory and can reach the others', and afterwards that all have succeeded.
+torch's rendezvous (`torch.distributed._symmetric_memory`, docs of torch >= 2.11) waits forever for a rank that is on
+another host or has failed. So the ranks agree through their group: first, that all of them have their memory and can
+reach the others'; afterwards, that all have succeeded.
 
-Signals live inside the arena: torch's own signal pad is shared by every group of a process, and two groups collide on
-it. Several ranks on one GPU are allowed with TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1, for tests.
+Signals live inside the arena. torch's own signal pad is shared by every group of a process, and two groups collide on
+it. TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 allows several ranks on one GPU, for tests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .rendezvous import SECONDS, meet
 
 @dataclass(frozen=True)
 class _Offer:
-    # What a rank tells the others before they meet. name: of the group in which they will meet; rank 0's is used.
+    # A rank's offer to the others before they meet. name: of the group in which they will meet; rank 0's is used.
     place: Place
     num_bytes: int
     epoch: int
@@ -45,9 +45,12 @@ class CudaMemory:
         self.rank, self.world_size = group.rank(), group.size()
 
     def allocate(self, num_bytes: int, header: Tensor, exchange: Exchange | None = None) -> Arena:
-        """See `Memory.allocate`. Raises `Unreachable` on every rank, with one reason, where any rank has no memory left
-        or is where another cannot map it, ValueError on every rank if they do not ask alike; what the device itself
-        reports (torch.AcceleratorError) on the rank that it happens to."""
+        """Allocate as `Memory.allocate` does.
+
+        Raises on every rank, with one reason: `Unreachable` if any rank has no memory left or cannot be mapped by
+        another, ValueError if the ranks ask for different arenas. Raises torch.AcceleratorError, from the device
+        itself, on the rank where it happens.
+        """
         own, why_not = self._own(num_bytes, header)
         name = f"fusedtp/{uuid.uuid4().hex}"
         # After this exchange every rank's header is in place: peers must not signal before.
@@ -67,18 +70,18 @@ class CudaMemory:
         kept = [handle]
 
         def release() -> None:
-            # The tensors of the peers, and the handle that keeps their memory mapped.
+            # Drop the tensors of the peers, and the handle that keeps their memory mapped.
             tensors.clear()
             kept.clear()
 
         return Arena(tensors, release, multicast)
 
     def _own(self, num_bytes: int, header: Tensor) -> tuple[Tensor | None, str]:
-        # This rank's memory with the header in place, or why there is none.
+        # This rank's memory with the header in place, or the reason why there is none.
         try:
             own = self._gpu.empty(num_bytes)
         except torch.AcceleratorError:
-            # The device is broken, and so is whatever would tell the peers.
+            # The device is broken, and so is the way to tell the peers.
             raise
         except RuntimeError as error:
             return None, f"it cannot make an arena of {num_bytes} bytes on its GPU: {_first_line(error)}"
@@ -88,14 +91,14 @@ class CudaMemory:
         return own, socket_refusal()
 
     def _meet(self, own: Tensor, name: str) -> tuple[Any, int]:
-        # torch's handle, and the address that is all ranks', if all of them have one.
+        # torch's handle, and the multicast address if all ranks have one.
         handle, failure, multicast = None, None, 0
         try:
             handle = meet(lambda group: self._gpu.rendezvous(own, group), self._group, name, self._seconds)
             multicast = self._gpu.multicast(handle)
         except RuntimeError as error:
             failure = error
-        # A rank that waited in vain is not the one that failed: it is named only if no other rank gives a reason.
+        # A rank that waited in vain did not fail itself: report it only if no other rank gives a reason.
         outcome = "" if failure is None else f"torch's rendezvous failed: {_first_line(failure)}"
         waited = isinstance(failure, dist.DistStoreError)
         outcomes = self._exchange((outcome, waited, multicast != 0))
@@ -103,7 +106,7 @@ class CudaMemory:
             _raise_first(["" if waited else reason for reason, waited, _ in outcomes])
             _raise_first([reason for reason, _, _ in outcomes])
         except Unreachable as agreed:
-            # An error of the device itself: no other schedule would help.
+            # After an error of the device itself no other schedule would help.
             raise failure if isinstance(failure, torch.AcceleratorError) else agreed from failure
         return handle, multicast if all(has for _, _, has in outcomes) else 0
 
@@ -126,10 +129,10 @@ def _raise_first(reasons: list[str]) -> None:
 
 
 def _check_alike(offers: list[_Offer]) -> None:
-    # Ranks that make different calls meet here by chance: a rank that grows, say, and one that begins anew.
+    # Ranks that make different calls may meet here: one that grows its arena, say, and one that starts over.
     if any((each.num_bytes, each.epoch) != (offers[0].num_bytes, offers[0].epoch) for each in offers):
         each_rank = ", ".join(f"{each.num_bytes} from epoch {each.epoch} on rank {r}" for r, each in enumerate(offers))
         raise ValueError(
-            f"the ranks do not agree on the bytes of an arena: {each_rank}: they make different calls, which "
-            "debug=True compares, or not all of them have called fusedtp.destroy"
+            f"the ranks do not agree on the bytes of an arena: {each_rank}: they make different calls, "
+            "or not all of them have called fusedtp.destroy"
         )

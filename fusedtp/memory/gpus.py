@@ -1,7 +1,7 @@
-"""What must hold between the GPUs of a group before its ranks enter torch's rendezvous, which waits without end for a
-rank that has failed, and what the driver says of the way from one GPU to another.
+"""Checks of the GPUs of a group before its ranks enter torch's rendezvous, and the driver's view of peer access.
 
-Ranks exchange `Place`s and judge them alike. Only `Gpu` needs a GPU.
+The rendezvous waits forever for a rank that has failed, so ranks exchange `Place`s first and judge them alike. Only
+`Gpu` and `Driver` need a GPU.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ..torch_private import symmetric_empty, symmetric_rendezvous
 # torch's own switch.
 SHARE_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
-# sockaddr_un's sun_path, with its final zero (man 7 unix); torch does not check its length.
+# Length of sockaddr_un's sun_path without its final zero (man 7 unix); torch does not check it.
 _MAX_SOCKET_NAME = 107
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is: host, pid namespace and directory of sockets, and its GPU as it and its driver call it."""
+    """Place of a rank: host, pid namespace, directory of sockets, and its GPU as the process and the driver name it."""
 
     host: str
     namespace: str
@@ -42,7 +42,7 @@ class Place:
 
     @classmethod
     def here(cls, index: int, gpu: str, uuid: str) -> Place:
-        """This process's, on the GPU it knows by `index`."""
+        """Return this process's place, on the GPU that it knows by `index`."""
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         directory = _socket_directory()
         try:
@@ -55,13 +55,13 @@ class Place:
 
 
 def _socket_directory() -> str:
-    # As torch chooses it: IpcChannel::get_socket_name in torch/csrc/distributed/c10d/symm_mem/
+    # torch chooses it in the same way: IpcChannel::get_socket_name in torch/csrc/distributed/c10d/symm_mem/
     # CUDASymmetricMemoryUtils.cpp, 2.11 to 2.13.
     return next((os.environ[name] for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR") if name in os.environ), "/tmp")
 
 
 def socket_refusal() -> str:
-    """Why torch cannot open the socket it passes this process's descriptors through; "" where it can."""
+    """Return why torch cannot open the socket that passes this process's descriptors; "" if it can."""
     name = f"{_socket_directory()}/symm_mem-{os.getpid()}"
     if not os.access(_socket_directory(), os.W_OK | os.X_OK):
         return f"torch cannot make its socket {name} there: set TMPDIR to a directory that can be written"
@@ -73,7 +73,7 @@ def socket_refusal() -> str:
 
 
 def refusal(places: Sequence[Place]) -> str:
-    """Why ranks at these places cannot map each other's memory, the same whoever asks; "" if no reason is known."""
+    """Return why ranks at these places cannot map each other's memory, alike on all ranks; "" if no reason is known."""
     for (a, first), (b, second) in combinations(enumerate(places), 2):
         both = f"ranks {a} and {b}"
         if first.host != second.host:
@@ -96,7 +96,7 @@ def refusal(places: Sequence[Place]) -> str:
 
 
 class Gpu:
-    """All that `CudaMemory` asks of torch's symmetric memory and of the driver, for one device."""
+    """Calls of `CudaMemory` to torch's symmetric memory and to the driver, for one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -107,21 +107,21 @@ class Gpu:
         return Place.here(index, properties.name, str(properties.uuid))
 
     def current(self) -> AbstractContextManager[Any]:
-        """A context in which objects are exchanged by way of this device."""
+        """Return a context in which objects are exchanged through this device."""
         return torch.cuda.device(self.device)
 
     def empty(self, num_bytes: int) -> Tensor:
-        """Memory of its own for `num_bytes`. RuntimeError where the device has none left.
+        """Return memory of its own for `num_bytes`; RuntimeError if the device has none left.
 
-        Not `symm_mem.empty`: that cuts several tensors from one block of a pool, and the rendezvous assumes that a
-        tensor lies at the same place in the peers' blocks, which is wrong if ranks have different histories.
+        `symm_mem.empty` would cut several tensors from one block of a pool. The rendezvous assumes that a tensor lies
+        at the same place in the peers' blocks, which is wrong if ranks have different histories.
         """
         try:
             return symmetric_empty(num_bytes, self.device)
         except torch.AcceleratorError:
             raise
         except RuntimeError:
-            # The driver was asked directly: memory that torch keeps for later tensors must be given back first.
+            # This asks the driver directly, so give back first the memory that torch keeps for later tensors.
             torch.cuda.empty_cache()
         return symmetric_empty(num_bytes, self.device)
 
@@ -129,27 +129,28 @@ class Gpu:
         torch.cuda.synchronize(self.device)
 
     def rendezvous(self, own: Tensor, name: str) -> Any:
-        """torch's rendezvous, in the group of that name; its result has `get_buffer`."""
+        """Run torch's rendezvous in the group of that name and return its handle, which has `get_buffer`."""
         return symmetric_rendezvous(own, name)
 
     def multicast(self, handle: Any) -> int:
-        """The address of all ranks' memory at once, of what the rendezvous gave; 0 where the switch has none, or torch
-        was told not to use it (TORCH_SYMM_MEM_DISABLE_MULTICAST).
+        """Return the multicast address of the rendezvous's handle, or 0.
+
+        It is 0 if the switch has none, or if TORCH_SYMM_MEM_DISABLE_MULTICAST tells torch not to use it.
         """
         return 0 if torch.version.hip else int(handle.multicast_ptr or 0)
 
     def index_of(self, uuid: str) -> int | None:
-        """What this process calls the GPU of that id; None where it does not see it."""
+        """Return this process's index of the GPU with that id; None if the process does not see it."""
         count = torch.cuda.device_count()
         return next((i for i in range(count) if str(torch.cuda.get_device_properties(i).uuid) == uuid), None)
 
     def reaches(self, index: int, peer: int) -> tuple[bool, bool]:
-        """Whether GPU `index` can address the memory of GPU `peer`, and whether its atomics work there."""
+        """Return whether GPU `index` can address the memory of GPU `peer`, and whether its atomics work there."""
         return Driver().peers(index, peer)
 
 
 class Driver:
-    """The driver's own answers, by ctypes; RuntimeError where it gives none. torch passes on too few of them."""
+    """The driver's own answers, by ctypes, as torch passes on too few; RuntimeError if it gives none."""
 
     # CUdevice_P2PAttribute and CUdevice_attribute in cuda.h, hipDeviceP2PAttr in hip_runtime_api.h.
     _ACCESS, _NATIVE_ATOMICS, _COMPUTE_MODE = 2, 3, 20
@@ -176,7 +177,7 @@ class Driver:
         return value.value
 
     def peers(self, index: int, peer: int) -> tuple[bool, bool]:
-        """See `Gpu.reaches`."""
+        """Return the answers of `Gpu.reaches`."""
         if self._hip:
             kinds = (self._HIP_ACCESS, self._HIP_NATIVE_ATOMICS)
             access, atomics = (self._asked("hipDeviceGetP2PAttribute", kind, index, peer) for kind in kinds)
@@ -187,7 +188,7 @@ class Driver:
         return access == 1, atomics == 1
 
     def compute_mode(self, index: int) -> str:
-        """Which processes may use an NVIDIA GPU, one of `MODES`."""
+        """Return which processes may use an NVIDIA GPU, one of `MODES`."""
         return self.MODES[self.attribute(self._COMPUTE_MODE, index)]
 
     def attribute(self, number: int, index: int) -> int:
@@ -196,7 +197,7 @@ class Driver:
 
 
 def link_refusal(places: Sequence[Place], rank: int, gpu: Gpu) -> str:
-    """Why signals of `rank` would not work in the memory of some peer, as its driver says; "" where they would."""
+    """Return why `rank`'s signals would not work in some peer's memory, as the driver says; "" if they would."""
     own = places[rank]
     for peer, place in enumerate(places):
         if place.uuid == own.uuid:

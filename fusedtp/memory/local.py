@@ -9,7 +9,7 @@ from . import Arena, Exchange
 
 
 class _Shared:
-    """What the virtual ranks have in common: the arenas of every generation, made by the rank that asks first."""
+    """State shared by the virtual ranks: the arenas of every generation, made by the rank that asks first."""
 
     def __init__(self, world_size: int, device: torch.device) -> None:
         self.world_size, self.device = world_size, device
@@ -24,7 +24,7 @@ class _Shared:
 
 
 class LocalMemory:
-    """One virtual rank's view of memory that all of them share.
+    """One virtual rank's view of memory that all virtual ranks share.
 
     All ranks must have allocated before any of them signals.
     """
@@ -35,7 +35,7 @@ class LocalMemory:
         self.rank, self.world_size, self._shared, self._generation = rank, shared.world_size, shared, 0
 
     def allocate(self, num_bytes: int, header: Tensor, exchange: Exchange | None = None) -> Arena:
-        """See `Memory.allocate`; the ranks may call one after another."""
+        """Allocate as `Memory.allocate` does; the ranks may call one after another."""
         num_bytes = -(-num_bytes // 4096) * 4096
         self._generation += 1
         generation = self._generation
@@ -49,6 +49,6 @@ class LocalMemory:
 
 
 def local_memories(world_size: int, device: torch.device) -> list[LocalMemory]:
-    """One memory a virtual rank."""
+    """Return one memory for each virtual rank."""
     shared = _Shared(world_size, device)
     return [LocalMemory(rank, shared) for rank in range(world_size)]

@@ -1,11 +1,11 @@
 """Arenas for processes of one machine: anonymous files in memory, opened by the peers through /proc.
 
-`memfd_create` makes a file without a name, sealed against resizing; a peer opens it as /proc/<pid>/fd/<fd>, which the
-kernel allows only to a process that may inspect this one. The descriptors go with the mappings, which keep copies.
-So there is nothing in /dev/shm, nothing to unlink, and nothing left when every process is killed. (man 2 memfd_create,
-man 5 proc.)
+`memfd_create` makes a file without a name, sealed against resizing. A peer opens it as /proc/<pid>/fd/<fd>, which the
+kernel allows only to a process that may inspect this one. The mappings keep copies of the descriptors and close them
+when they end. So there is nothing in /dev/shm, nothing to unlink, and nothing left when every process is killed. (man 2
+memfd_create, man 5 proc.)
 
-A mapping is never closed explicitly, as torch would not notice that: it goes with the last tensor that uses it.
+A mapping is never closed explicitly, as torch would not notice: it ends with the last tensor that uses it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _F_ADD_SEALS, _SEALS = 1033, 0x1 | 0x2 | 0x4
 
 
 def _machine() -> tuple[int, int]:
-    # The boot's id and the pid namespace: processes that agree on both see each other in /proc under the same number.
+    # Ids of boot and pid namespace: processes that agree on both see each other in /proc under the same number.
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return zlib.crc32(boot.encode()), zlib.crc32(os.readlink("/proc/self/ns/pid").encode())
 
@@ -38,8 +38,8 @@ def _map(fd: int, num_bytes: int) -> Tensor:
 
 
 class _Descriptor(list[int]):
-    # One open descriptor, or none. It is closed with the last reference, wherever an interruption strikes: no line
-    # lies between opening and keeping it, nor between giving it up and closing it.
+    # One open descriptor, or none. It is closed with its last reference, wherever an interruption strikes: there is no
+    # line between opening and keeping it, nor between giving it up and closing it.
     @property
     def number(self) -> int:
         return self[0]
@@ -54,7 +54,7 @@ class _Descriptor(list[int]):
 def _file(num_bytes: int) -> _Descriptor:
     # A new file in memory.
     file = _Descriptor([os.memfd_create("fusedtp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)])
-    # It is made with all permissions: /proc keeps processes of other users from it already, and this would as well.
+    # memfd_create grants all permissions. /proc already keeps out processes of other users, and this mode does too.
     os.fchmod(file.number, 0o600)
     os.ftruncate(file.number, num_bytes)
     fcntl.fcntl(file.number, _F_ADD_SEALS, _SEALS)
@@ -62,7 +62,7 @@ def _file(num_bytes: int) -> _Descriptor:
 
 
 def _map_of(peer: Row, mine: Row) -> Tensor:
-    # OSError with one of the codes of `causes`, or the system's own.
+    # Raises OSError with one of the codes of `causes`, or the system's own.
     if (peer.boot, peer.namespace) != (mine.boot, mine.namespace):
         raise OSError(OTHER_MACHINE if peer.boot != mine.boot else OTHER_NAMESPACE, "")
     file = _Descriptor([os.open(f"/proc/{peer.pid}/fd/{peer.fd}", os.O_RDWR | os.O_CLOEXEC)])
@@ -75,7 +75,7 @@ def _map_of(peer: Row, mine: Row) -> Tensor:
 
 
 class PosixMemory:
-    """Arenas shared by the processes of a group, of which this one is rank `rank`."""
+    """Arenas shared by the processes of a group, in which this process is rank `rank`."""
 
     exchanges = True
 
@@ -83,9 +83,12 @@ class PosixMemory:
         self.rank, self.world_size = rank, world_size
 
     def allocate(self, num_bytes: int, header: Tensor, exchange: Exchange | None = None) -> Arena:
-        """See `Memory.allocate`. Raises `Unreachable` on every rank if any two cannot map each other's memory or any
-        has no descriptor or memory left, ValueError on every rank if they do not ask alike, MemoryError for more than
-        the machine has; and what the exchange raises."""
+        """Allocate as `Memory.allocate` does.
+
+        Raises on every rank: `Unreachable` if any two cannot map each other's memory or any has no descriptor or memory
+        left, ValueError if the ranks ask for different arenas. Raises MemoryError for more than the machine has, and
+        the errors of the exchange.
+        """
         assert exchange is not None
         num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         there = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
@@ -101,7 +104,7 @@ class PosixMemory:
                 if (outcomes := exchange.outcomes(outcome)) is not None:
                     break
         finally:
-            # Not before every rank has opened it.
+            # Not before every rank has opened the file.
             if file is not None:
                 file.close()
         failed = [(rank, peer - 1, code) for rank, (peer, code) in enumerate(outcomes) if peer]
@@ -112,7 +115,8 @@ class PosixMemory:
         return Arena(tensors, tensors.clear)
 
     def _own(self, num_bytes: int, header: Tensor) -> tuple[Tensor, _Descriptor | None, Row]:
-        # The own arena, its file, and what the peers need to know of it; nothing, and why, where there is no room.
+        # The own arena, its file, and its row for the peers. If there is no room: an empty arena, and the row has the
+        # reason.
         own, file, inode, code, machine = torch.empty(0, dtype=torch.uint8, device="cpu"), None, 0, 0, (0, 0)
         try:
             machine = _machine()
@@ -120,7 +124,7 @@ class PosixMemory:
             own, inode = _map(file.number, num_bytes), os.fstat(file.number).st_ino
             own[: header.numel() * 4].view(torch.int32).copy_(header)
         except OSError as error:
-            # The peers must not wait for what will not come.
+            # The peers must not wait for an arena that never comes.
             code = error.errno or errno.EIO
         except MemoryError:
             code = errno.ENOMEM
@@ -129,7 +133,7 @@ class PosixMemory:
         return own, file, Row(os.getpid(), fd, inode, *machine, *users, code, num_bytes, int(header[0]))
 
     def _map_all(self, own: Tensor, rows: list[Row]) -> tuple[list[Tensor], list[int]]:
-        # All arenas, and [0, 0]; or some of them, and [the rank that failed + 1, why].
+        # All arenas and [0, 0]; or some of them and [peer that cannot be mapped + 1, code].
         tensors: list[Tensor] = []
         for peer, row in enumerate(rows):
             try:

@@ -1,13 +1,13 @@
-"""torch's rendezvous of symmetric memory, for ranks that have not met in the same groups before.
+"""torch's rendezvous of symmetric memory, for ranks whose earlier groups differ.
 
-torch numbers its exchanges by process, not by group: the keys it leaves in a group's store are
-`CUDASymmetricMemory/<number>/<rank>`, where each rank counts on from whatever it has exchanged so far (`StoreExchange`
-in torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryUtils.hpp of 2.11 to 2.14; pytorch issue 196082). Ranks of
+torch numbers its exchanges by process, not by group. It leaves keys `CUDASymmetricMemory/<number>/<rank>` in a group's
+store, and each rank counts on from the exchanges it has had so far (`StoreExchange` in
+torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryUtils.hpp of 2.11 to 2.14; pytorch issue 196082). Ranks of
 different histories would wait for keys that nobody writes. So they meet in a group made for one rendezvous, whose store
-numbers by itself: the n-th number that torch uses there is n on every rank. Where torch counts by store, as 2.15
-does, that changes nothing.
+renumbers the keys: the n-th number that torch uses there is n on every rank. torch 2.15 counts by store, and there the
+renumbering changes nothing.
 
-A group of its own has a second use: torch remembers, by the group's name, with whom a piece of memory has met.
+A group for one rendezvous has a second use: torch remembers, by the group's name, with whom a piece of memory has met.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-# Public in torch.distributed, which has no types for them.
+# Public in torch.distributed, but untyped there.
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ..torch_private import register_group, store_of, unregister_group
 
-# What a rank does between two exchanges takes milliseconds; one that failed there never comes to the next.
+# Between two exchanges a rank works for milliseconds; a rank that failed there never comes to the next.
 SECONDS = 60.0
 
 # torch 2.11 uses <kind>/<number>/<rank>, 2.13 also <kind>/<number>/num_members and last_member (`Store::barrier`).
@@ -34,9 +34,9 @@ Handle = TypeVar("Handle")
 
 
 class RenumberedStore(Store):
-    """`store` for one rendezvous, under numbers that count what is exchanged there. No wait is longer than `seconds`.
+    """`store` for one rendezvous, with keys renumbered by the exchanges made there. No wait exceeds `seconds`.
 
-    torch's C++ code calls these methods; those that are missing it never calls.
+    torch's C++ code calls these methods, and no others.
     """
 
     def __init__(self, store: Store, seconds: float = SECONDS) -> None:
@@ -68,21 +68,20 @@ class RenumberedStore(Store):
         return self._store.multi_get([self._key(key) for key in keys])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        # torch's own limit, where it gives one, is five minutes.
+        # If torch gives a limit, it is five minutes.
         self._store.wait([self._key(key) for key in keys], min(timeout or self._limit, self._limit))
 
 
 def meet(rendezvous: Callable[[str], Handle], group: dist.ProcessGroup, name: str, seconds: float = SECONDS) -> Handle:
-    """What `rendezvous` returns when given the name of a group that has the ranks of `group` and exists for this call
-    only.
+    """Return the result of `rendezvous`, called with the name of a group made for this call from the ranks of `group`.
 
-    Collective. name: the same on all ranks, and never used before. RuntimeError (torch's DistStoreError) where a peer
-    does not come within `seconds`.
+    Collective. `name` is the same on all ranks, and never used before. Raises RuntimeError (torch's DistStoreError) if
+    a peer does not come within `seconds`.
     """
     store = RenumberedStore(PrefixStore(name, store_of(group)), seconds)
     private = dist.ProcessGroup(store, group.rank(), group.size())
-    # torch looks groups up by name and holds them weakly, and a store without its Python object has no methods: both
-    # are kept until the end.
+    # Keep both until the end: torch looks groups up by name and holds them weakly, and a store without its Python
+    # object has no methods.
     register_group(name, private)
     try:
         return rendezvous(name)

@@ -1,4 +1,4 @@
-"""One rank: nothing is sent, and the library multiplies, whichever schedule was asked for."""
+"""Any schedule on one rank: nothing is sent, and the library multiplies, or our kernel if the order is a tree."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .verbs import Epilogue, Product
 
 
 class Alone:
-    """See `verbs.Verbs`. leaves: as of a task."""
+    """Implementation of `verbs.Verbs` for one rank; `leaves` as in `op.Task`."""
 
     where, by_host, sent_by, layout = "after it", False, "", None
 
@@ -39,7 +39,7 @@ class Alone:
 
 
 class Gather:
-    """See `verbs.Gather`."""
+    """Implementation of `verbs.Gather` for one rank."""
 
     def __init__(self, dim: int, leaves: int) -> None:
         self._dim, self._leaves = dim, leaves
@@ -57,7 +57,7 @@ class Gather:
 
 
 class Scatter:
-    """See `verbs.Scatter`."""
+    """Implementation of `verbs.Scatter` for one rank."""
 
     def __init__(self, leaves: int) -> None:
         self._leaves = leaves
@@ -82,8 +82,7 @@ class Scatter:
 
 
 def _as_tree(terms: Sequence[tuple[Tensor, Tensor]], leaves: int, epilogue: Epilogue) -> Tensor:
-    # As the kernel that adds up subtrees: rounded once, with bias and residual.
-    # Late: it brings Triton in.
+    # The kernel that adds up subtrees rounds once too, with bias and residual. Imported late: it loads Triton.
     from .ordered import product
 
     out = product(terms, leaves, dtype=torch.float32)
@@ -94,12 +93,12 @@ def _as_tree(terms: Sequence[tuple[Tensor, Tensor]], leaves: int, epilogue: Epil
 
 
 def with_norm(norm: Norm | None, y: Tensor) -> list[Tensor]:
-    """y, and its norm, where there is one."""
+    """Return y, and its norm if there is one."""
     return [y] if norm is None else [y, norms.apply(norm, y)]
 
 
 def multiplied(whole: Matrix, products: Sequence[Product], leaves: int = 0) -> list[Tensor]:
-    """The products with X, all of which is here. leaves: as of a task."""
+    """Return the products with `whole`, the gathered X; `leaves` as in `op.Task`."""
     outs = []
     for each in products:
         left, right = whole if each.kind == "rows" else by_columns(whole).t(), each.other
@@ -111,7 +110,7 @@ def multiplied(whole: Matrix, products: Sequence[Product], leaves: int = 0) -> l
 
 
 def activated(epilogue: Epilogue, zs: list[Tensor]) -> list[Tensor]:
-    """What the epilogue's activation makes of the products, in their place, or beside them if they are kept."""
+    """Apply the epilogue's activation to the products, in place, or beside them if they are kept."""
     if not epilogue.activation:
         return zs
     ys = into(epilogue, zs)
@@ -120,13 +119,13 @@ def activated(epilogue: Epilogue, zs: list[Tensor]) -> list[Tensor]:
 
 
 def into(epilogue: Epilogue, zs: list[Tensor]) -> list[Tensor]:
-    """Where the results of an activation go: in the products' place, of gate and up in the gate's, or beside them."""
+    """Return the tensors for an activation's results: the products (gated: the gate), or new ones if they are kept."""
     first = zs[:1] if epilogue.activation in GATED else zs
     return [torch.empty_like(z) for z in first] if epilogue.keeps else first
 
 
 def activate(epilogue: Epilogue, zs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
-    """The activation of the products, or of a part of each, into ys."""
+    """Apply the activation to the products, or to a part of each, into ys."""
     if epilogue.activation in GATED:
         activations.apply(epilogue.activation, zs, ys[0])
         return
@@ -135,9 +134,9 @@ def activate(epilogue: Epilogue, zs: Sequence[Tensor], ys: Sequence[Tensor]) -> 
 
 
 def mm(a: Matrix, b: Matrix, bias: Tensor | None = None, leaves: int = 0) -> Tensor:
-    """a [M, K] @ b [K, N] (+ bias, [N] or as the result; in leaves [N]) -> [M, N]."""
+    """Return a [M, K] @ b [K, N] -> [M, N], plus a bias: [N], or [M, N] without leaves."""
     if leaves:
-        # Late: it brings Triton in.
+        # Imported late: it loads Triton.
         from .ordered import product
 
         return product([(a, b)], leaves, bias)
@@ -149,7 +148,7 @@ def mm(a: Matrix, b: Matrix, bias: Tensor | None = None, leaves: int = 0) -> Ten
 
 
 def summed(terms: Sequence[tuple[Matrix, Matrix]], bias: Tensor | None = None, leaves: int = 0) -> Tensor:
-    """The sum of these a [M, K] @ b [K, N] (+ bias), rounded after each; in leaves rounded once."""
+    """Return the sum of terms a [M, K] @ b [K, N] (+ bias), rounded after each; float8 and leaves are rounded once."""
     (a, b), *others = terms
     if leaves:
         from .ordered import product
@@ -164,7 +163,7 @@ def summed(terms: Sequence[tuple[Matrix, Matrix]], bias: Tensor | None = None, l
 
 
 def sum_into(terms: Sequence[tuple[Matrix, Matrix]], out: Tensor) -> None:
-    """`summed` into `out`."""
+    """Compute `summed` into `out`."""
     if not out.numel():
         return
     first, *others = terms
@@ -177,5 +176,5 @@ def sum_into(terms: Sequence[tuple[Matrix, Matrix]], out: Tensor) -> None:
 
 
 def summed_rows(x: Tensor, leaves: int) -> Tensor:
-    """The sum [N] of the rows of x [M, N], in leaves."""
+    """Return the sum [N] of the rows of x [M, N], in leaves."""
     return mm(x.new_ones(1, x.shape[0]), x, None, leaves)[0]

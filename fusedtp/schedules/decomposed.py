@@ -1,11 +1,11 @@
-"""Library matmuls by chunk over symmetric memory, the next chunk on its way while one is multiplied.
+"""Library matmuls by chunk over symmetric memory, the next chunk in flight while one is multiplied.
 
-On a CPU nothing travels: a rank publishes its part in its own arena and the peers multiply it where it lies, or it
-multiplies straight into its own arena, from which the owners add. On a GPU parts are pushed into the peers' arenas by
-the copy engine on a side stream; terms of a sum are multiplied locally and pushed likewise. On both, each part has a
-signal, and ranks wait part by part in the order rank, rank + 1, ..
+On a CPU nothing travels: a rank publishes its part in its own arena and the peers multiply it in place, or it
+multiplies straight into its own arena, from which the owners add. On a GPU the copy engine pushes parts into the peers'
+arenas on a side stream; terms of a sum are multiplied locally and pushed likewise. On both, each part has a signal, and
+ranks wait part by part in the order rank, rank + 1, ..
 
-Always the right choice on a CPU; on a GPU for large chunks (a few MB) and where library matmuls are better than ours.
+Use it always on a CPU; on a GPU, for large chunks (a few MB) and if library matmuls are better than ours.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from .padded import NARROW, padded
 from .transport import travelling
 from .verbs import Epilogue, Product
 
-# On a CPU rows are summed in blocks of about this size, so that a float32 sum of narrower parts stays in cache between
-# its terms. On a GPU each block would be a launch for each term.
+# On a CPU rows are summed in blocks of about this size: a float32 sum of narrower parts stays in cache between terms.
+# On a GPU each block would be a launch for each term.
 _SUM_BLOCK_BYTES = 256 << 10
 
-# For each half: this rank's part in its arena; all parts, one below the other, in its own half; and the others' parts
-# with their ranks, in the order of arrival.
+# For each half: this rank's part in its arena; all parts, stacked, in its own half; and the others' parts with their
+# ranks, in the order of arrival.
 Places: TypeAlias = list[tuple[Tensor, Tensor, list[tuple[int, Tensor]]]]
 
 
 class Decomposed:
-    """See `verbs.Verbs`."""
+    """Implementation of `verbs.Verbs` with library matmuls by chunk."""
 
     where, by_host, sent_by = "by chunk", True, ""
 
     def __init__(self, ws: Workspace, task: Task) -> None:
         self.ws, self.task = ws, task
         self.rank, self.world_size = ws.rank, ws.world_size
-        # The other ranks, in the order in which this rank takes what they have, and in that in which they want its own.
+        # The other ranks: in the order in which this rank takes their parts, and in which they want its own.
         self.others = [(ws.rank + i) % ws.world_size for i in range(1, ws.world_size)]
         self.before = [(ws.rank - i) % ws.world_size for i in range(1, ws.world_size)]
         self.layout = Layout()
@@ -69,15 +69,17 @@ class Decomposed:
         return Scatter(self, sizes, other, dim, to_all, multiplies)
 
     def end(self) -> None:
-        """End the epoch, behind what is still on its way."""
+        """End the epoch, behind copies that are in flight."""
         if not self.ws.in_place:
             transport.settle(self.ws)
         self.ws.steps.leave()
 
 
 class Gather:
-    """See `verbs.Gather`. Where chunks would be small, or each would round a narrow sum once more, all parts are put
-    together first and multiplied at once.
+    """Implementation of `verbs.Gather` by chunk.
+
+    All parts are collected first and multiplied at once if chunks are small, or if each would round a narrow sum once
+    more.
     """
 
     def __init__(self, on: Decomposed, sizes: Sequence[int], other: int, dim: int, products: Sequence[str]) -> None:
@@ -87,7 +89,7 @@ class Gather:
         few = max(sizes) < FEW_ROWS
         self._at_once = bool(products) and (few or ("outer" in products and on.is_narrow))
         row_bytes = other * self._dtype.itemsize
-        # Parts that are to be one matrix lie one below the other; otherwise each has room for the longest.
+        # Parts of one matrix are stacked; otherwise each part has room for the longest.
         self._is_whole = whole = self._at_once or not products
         self._key = object()
         self._others, self._before = on.others, on.before
@@ -97,7 +99,7 @@ class Gather:
         self._at = [offset + at for at in self._at]
 
     def _lay_out(self) -> Places:
-        # Kept by the workspace, which drops them together with its arenas.
+        # The workspace keeps them, and drops them together with its arenas.
         ws, own = self._ws, self._ws.rank
         places: Places = []
         for half in (0, 1):
@@ -115,7 +117,7 @@ class Gather:
 
     def start(self, x: Tensor) -> None:
         ws, steps = self._ws, self._ws.steps
-        # As x lies in an arena: columns are published as they are where each chunk is multiplied on its own.
+        # The layout of x in an arena: columns are published as they are if each chunk is multiplied on its own.
         rows = x.t() if self._dim == 1 and self._at_once else x
         if not ws.in_place:
             self._push(rows)
@@ -141,7 +143,7 @@ class Gather:
                 steps.signal(dst, self._slot)
 
     def _together(self) -> Tensor:
-        # All parts, one below the other in the own half, until the op ends.
+        # All parts, stacked in the own half until the op ends.
         ws, begins, steps = self._ws, self._begins, self._ws.steps
         places = ws.views.get(self._key) or self._lay_out()
         _, whole, others = places[steps.epoch & 1]
@@ -180,7 +182,7 @@ class Gather:
         for i, (src, chunk) in enumerate(((self._ws.rank, x), *parts)):
             if i:
                 steps.wait(src, self._slot)
-            # As rows, whichever way the chunk lies.
+            # As rows, in either layout of the chunk.
             rows = chunk.t() if self._dim == 1 else chunk
             part = slice(self._begins[src], self._begins[src + 1])
             add = self._add if trace.spans is None else partial(trace.timed, "multiply", src, self._add)
@@ -196,7 +198,7 @@ class Gather:
 
     @staticmethod
     def _add(product: Product, rows: Tensor, part: slice, out: Tensor, first: bool) -> None:
-        # What the rows `part` of X contribute to a product.
+        # Add the contribution of the rows `part` of X to a product.
         bias, transposed = product.epilogue.bias, product.transposed
         if product.kind == "rows":
             left, right = rows, product.other
@@ -234,8 +236,10 @@ class Gather:
 
 
 class Scatter:
-    """See `verbs.Scatter`. Terms lie in the owner's half, by rank; on a CPU, if they have few rows, all of them lie in
-    the own half.
+    """Implementation of `verbs.Scatter` by chunk.
+
+    Terms lie in the owner's half, by rank. On a CPU all terms lie in the own half if they have few rows or the sum is
+    one-shot.
     """
 
     def __init__(
@@ -254,8 +258,8 @@ class Scatter:
         self._key, self._others, self._before = object(), on.others, on.before
 
     def _lay_out(self) -> list[tuple[Tensor, list[Tensor]]]:
-        # For each half: all of the own terms where they are in one place; and every rank's terms of this rank's part.
-        # Kept by the workspace, which drops them together with its arenas.
+        # For each half: the own terms, if they are in one place; and every rank's terms of this rank's part. The
+        # workspace keeps them, and drops them together with its arenas.
         ws, rank, every = self._ws, self._ws.rank, range(self._ws.world_size)
         rows = self._begins[-1] if self._to_all else self._sizes[rank]
         places = []
@@ -277,7 +281,7 @@ class Scatter:
         return self._ws.view(holder, half, self._offset + src * self._stride, shape, self._dtype)
 
     def _owners(self) -> Iterator[tuple[int, slice]]:
-        # Who has which part of the sum, this rank last.
+        # Each rank and its part of the sum, this rank last.
         for dst in (*self._others, self._ws.rank):
             yield dst, slice(self._begins[dst], self._begins[dst + 1])
 
@@ -308,7 +312,7 @@ class Scatter:
             return
         with travelling(ws):
             for dst, part in self._owners():
-                # The own rows are added where they are.
+                # The own rows are added in place.
                 if dst != ws.rank:
                     with trace.span("travel", dst):
                         self._send(x[part], self._view(epoch, dst, ws.rank, self._sizes[dst]), dst)
@@ -320,7 +324,7 @@ class Scatter:
         self._ws.steps.signal(dst, self._slot)
 
     def _show(self, mine: Tensor) -> None:
-        # To every peer: it reads them where they are, or is sent a copy.
+        # Every peer reads the terms in place, or gets a copy.
         ws, steps = self._ws, self._ws.steps
         if ws.in_place:
             for dst in self._before:
@@ -331,8 +335,8 @@ class Scatter:
                 self._send(mine, self._view(steps.epoch, dst, ws.rank, self._begins[-1]), dst)
 
     def _terms(self, own: Tensor | None) -> list[Tensor]:
-        # All ranks' terms of this rank's part of the sum, in rank order, once they are there. own: what this rank
-        # put.
+        # All ranks' terms of this rank's part of the sum, in rank order, once they have arrived. own: the tensor that
+        # was put.
         ws, steps = self._ws, self._ws.steps
         for src in self._others:
             steps.wait(src, self._slot)
@@ -369,7 +373,7 @@ def _multiply_into(terms: Sequence[tuple[Matrix, Matrix]], out: Tensor, peer: in
 
 
 def _sum_into(parts: list[Tensor], bias: Tensor | None, residual: Tensor | None, out: Tensor) -> None:
-    # In rank order, in float32 (float64 stays itself), rounded once.
+    # In rank order, in float32 (float64 stays float64), rounded once.
     terms = parts if bias is None else [*parts, bias.expand_as(out)]
     terms = terms if residual is None else [*terms, residual]
     rows = max(1, _SUM_BLOCK_BYTES // max(1, out.shape[1] * 4))

@@ -1,9 +1,9 @@
-"""One persistent Triton kernel an op, its collective inside, over symmetric memory. Its rules are in the docstring of
-`kernels.signal`.
+"""One persistent Triton kernel an op, its collective inside, over symmetric memory.
 
-A gather is part of the product that follows it: the first programs of that kernel push, or copies are issued before it.
-A sum takes two kernels, of which the first does not wait: it sends tiles to their owners, and the second adds them. An
-all-reduce of few rows behind a matmul is one kernel (`one_kernel`).
+`kernels.signal` documents the rules. A gather is part of the product that follows it: the first programs of that kernel
+push, or copies are issued before it. A sum takes two kernels: the first sends tiles to their owners and does not wait,
+the second adds them. A matmul and all-reduce is one kernel (`one_kernel`) if it has few rows, or if the switch makes
+its sums.
 """
 
 from __future__ import annotations
@@ -38,15 +38,18 @@ from .verbs import Epilogue, Operands, Product
 
 
 def num_tiles(rows: int, cols: int, config: Config) -> int:
-    """Tiles of C [rows, cols]."""
+    """Return the number of tiles of C [rows, cols]."""
     return -(-rows // config.block_m) * -(-cols // config.block_n)
 
 
 class Fused:
-    """See `verbs.Verbs`. producer: how gathered rows are sent, `auto`, `push`, `copy` or `multicast`; split: programs
-    that wait for none are a kernel of their own. choice: of a tile (`kernels.choices.Choice`), where one was measured
-    to be faster than the table's. For virtual ranks, which share a device: programs of a kernel, 0 for as many as the
-    device has room for; pace: called after each copy with its bytes, where an emulated link takes its time.
+    """Implementation of `verbs.Verbs` with persistent kernels.
+
+    - `producer`: how gathered rows are sent, `auto`, `push`, `copy` or `multicast`.
+    - `split`: programs that wait for nothing are a kernel of their own.
+    - `choice`: of a tile (`kernels.choices.Choice`), if one was measured to be faster than the table's.
+    - `programs`: of a kernel, for virtual ranks, which share a device; 0 for as many as the device has room for.
+    - `pace`: called after each copy with its bytes, to take the time of an emulated link.
     """
 
     where, by_host = "in the kernel", False
@@ -62,16 +65,18 @@ class Fused:
         self.layout = Layout()
         self.config: Config | None = None
         self.scales = "" if task.float8 is None else "blocks" if task.in_blocks else "rows"
-        # How the last run sent what it gathered; how sums are made, where any order will do.
+        # How the last run sent what it gathered; how sums are made if the order is any.
         self.sent_by = self.sums = ""
 
     def end(self) -> None:
-        """Kernels end the epoch."""
+        """Do nothing: kernels end the epoch."""
 
     @property
     def in_switch(self) -> bool:
-        """Whether the switch makes the sums, of an all-reduce. Of a scatter it does not: a link carries as much with it
-        as without, and only without while the kernel multiplies.
+        """Return whether the switch makes the sums, which it does for an all-reduce only.
+
+        In a scatter the link carries as much with the switch as without, and only without it data travels while the
+        kernel multiplies. If any order would do, `sums` records that the scatter keeps the order of ranks.
         """
         if self.task.op.kind == "all_reduce":
             return self.task.algorithm != "ring" and self.way(self.task) == IN_SWITCH
@@ -80,7 +85,7 @@ class Fused:
         return False
 
     def configure(self, *shape: int) -> Config:
-        """The op's configuration, for a matmul's shape if any, as in `config_for`."""
+        """Return the op's configuration, chosen once, for a matmul's shape if any, as `config_for` does."""
         if self.config is None:
             config = config_for(
                 self.ws.device, self.task.float8 or self.task.dtype, *shape, blocks=self.task.in_blocks,
@@ -94,7 +99,7 @@ class Fused:
         return self.way(task) == ONE_SHOT
 
     def way(self, task: Task) -> str:
-        """As in `transport.way`; says in `sums` what became of any order."""
+        """Choose the way of an all-reduce (`transport.way`) and record in `sums` how order 'any' was resolved."""
         found = transport.way(self.ws, "fused", task)
         if task.any_order:
             why = "one shot" if found == ONE_SHOT else "faster so" if self.ws.has_multicast else "no multicast here"
@@ -112,7 +117,7 @@ class Fused:
 
 
 class Gather:
-    """See `verbs.Gather`."""
+    """Implementation of `verbs.Gather` with persistent kernels."""
 
     def __init__(
         self, on: Fused, sizes: tuple[int, ...], other: int, dim: int, products: Sequence[str], result: int, *,
@@ -127,10 +132,10 @@ class Gather:
         self._config = config = on.configure(*((most_rows, result) if result else ()))
         self._launch: GatherMatmul | None = None
         self._by = "push"
-        # Sums are sent, with a signal each, by the tile.
+        # Sums are sent tile by tile, with a signal each.
         self._per_tile = sums
         self._pushes = bool(products) and not beside
-        # The products of one kernel, and the rows of each of their results.
+        # The number of products in one kernel, and the rows of each of their results.
         self._alike = 0 if not products else tuple(products).count(products[0])
         self._rows = self._shape[0] if dim == 0 else other
         cols = other if dim == 0 else max(sizes)
@@ -140,7 +145,7 @@ class Gather:
         piece = 0 if self._per_tile else producers.piece_rows(row_bytes, config)
         slots = num_tiles(most_rows, cols, config) if self._per_tile else -(-most_rows // piece)
         self.region = on.layout.region(rows, cols, dtype, slots=slots, piece=piece)
-        # Where this rank's rows go.
+        # The row of a half where this rank's rows begin.
         self.row = self.region.row + (self._begin if dim == 0 else on.rank * other)
         M, K = self._shape if dim == 0 else (other, self._shape[0])
         self._work = Work(
@@ -190,7 +195,7 @@ class Gather:
         by, split, on, ws, epilogue = self._by, self._on.split, self._on, self._ws, first.epilogue
         M, N = self._rows, first.other.shape[1]
         out = x.new_empty((N, M) if first.transposed else (M, N))
-        # Of a transposed result, z lies as c does: only its address is needed.
+        # If the result is transposed, z has the layout of c: only its address is needed.
         zs = [torch.empty_like(out)] if epilogue.keeps else []
         c, table, outs, bias = out.t() if first.transposed else out, ws.table(self._sizes), [out], epilogue.bias
         if self._alike > 1:
@@ -226,8 +231,8 @@ class Gather:
     def _further(
         self, x: Matrix, products: Sequence[Product], outs: list[Tensor], zs: list[Tensor]
     ) -> tuple[Tensor | None, list[Further]]:
-        # Of several products in one kernel: the first one's bias, and what the kernel is given of the others, whose
-        # results are put into `outs`, and `zs` if they are kept. It adds a bias to each or to none.
+        # Returns the first product's bias, and the kernel's arguments for the other products, whose results are put
+        # into `outs`, and into `zs` if they are kept. The kernel adds a bias to each product or to none.
         M, transposed, more = self._rows, products[0].transposed, []
         is_gated = products[0].epilogue.activation in GATED
         biases = [each.epilogue.bias for each in products]
@@ -275,7 +280,7 @@ class Gather:
 
 
 class Scatter:
-    """See `verbs.Scatter`. Columns are rows of the transposed problem."""
+    """Implementation of `verbs.Scatter` with persistent kernels. Columns are rows of the transposed problem."""
 
     def __init__(self, on: Fused, sizes: tuple[int, ...], other: int, dim: int, to_all: bool, multiplies: bool) -> None:
         self._on, self._ws, self._sizes, self._other, self._dim = on, on.ws, sizes, other, dim
@@ -334,7 +339,7 @@ class Scatter:
         self, epilogue: Epilogue, out: Tensor, own: Tensor | None, *, gather: Gather | None = None, last: bool = True
     ) -> None:
         if not self._multiplies:
-            # What was put may still be on its way, as copies.
+            # The rows that were put may still be in flight, as copies.
             transport.settle(self._ws)
         added = epilogue.residual
         residual = None if added is None else operands.result_of(added if self._dim == 0 else added.t())
@@ -352,12 +357,15 @@ class Scatter:
 
 
 def scales_of(a: Quantized, b: Quantized, out: Any = operands.END) -> operands.Scales:
-    """Of a @ b, as a launch gives them; out: see there. (Triton 3.6 compares no tuple with None that has one in it.)"""
+    """Return the scales of a @ b for a launch; `out` is END if there is none.
+
+    Triton 3.6 cannot compare a tuple that contains None with None.
+    """
     return operands.Scales(a.for_kernels(), b.t().for_kernels(), out, operands.END)
 
 
 class Ring:
-    """A collective as a ring, in a kernel of its own: every rank passes on what it got from the one before."""
+    """Collective as a ring, in a kernel of its own: every rank passes on the data of the previous rank."""
 
     def __init__(self, on: Fused, task: Task) -> None:
         self._ws, self._task = on.ws, task

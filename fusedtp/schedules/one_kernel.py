@@ -1,6 +1,4 @@
-"""A matmul and all-reduce of few rows by `fused`, or of any number whose sums the switch makes: the whole op is one
-kernel.
-"""
+"""Matmul + all-reduce as one `fused` kernel: of few rows, or of any number if the switch makes the sums."""
 
 from __future__ import annotations
 
@@ -24,8 +22,10 @@ if TYPE_CHECKING:
 
 
 def is_for(on: Fused, task: Task) -> bool:
-    """Whether the task is one kernel. Virtual ranks that share a device's programs have not enough of them, and those
-    that go on together need what waits for none in a kernel of its own.
+    """Return whether the task is one kernel; not for several blocks, nor for a tree's leaves.
+
+    Virtual ranks that share a device's programs have too few of them. Those that run phase by phase need a kernel of
+    its own for the programs that wait for nothing.
     """
     if task.op is not MATMUL_ALL_REDUCE or task.blocks(task.shapes) or on.split or on.programs or task.leaves:
         return False
@@ -33,14 +33,17 @@ def is_for(on: Fused, task: Task) -> bool:
 
 
 class OneKernel:
-    """One-shot or two-shot, whose owners have columns. Operands: a, b, bias, residual; norm_weight, norm_bias."""
+    """Form of a one-kernel op, one-shot or two-shot with owners of columns.
+
+    Operands: a, b, bias, residual; then norm_weight, norm_bias.
+    """
 
     def __init__(self, on: Fused, task: Task) -> None:
         self._ws, self._task, self._adds = on.ws, task, task.adds
         M, N = task.moved
         to_all = on.one_shot(task)
         switch, few = on.in_switch, M <= ONE_KERNEL_ROWS
-        # A narrow tile: few rows have few of them, and stored to all ranks it leaves registers for their addresses.
+        # Few rows get a narrow tile: they have few tiles, and storing to all ranks takes registers for the addresses.
         config = self._config = on.configure(M, 0 if few else N)
         room = room_of(M, N, on.world_size, config, to_all=to_all)
         region = on.layout.region(on.world_size * M, room.cols, task.dtype, slots=room.slots)
@@ -80,6 +83,6 @@ class OneKernel:
 
     @outside_inference
     def _zeros(self) -> Tensor:
-        # Where programs count; kernels leave them as they were.
+        # Programs count in these, and kernels leave them at zero.
         self._arrivals = torch.zeros(self._config.programs, dtype=torch.int32, device=self._ws.device)
         return self._arrivals

@@ -1,13 +1,13 @@
-"""Products whose contraction is added up as a tree (`kernels.contraction`), of operands that are whole and local.
+"""Products whose contraction is added up as a tree (`kernels.contraction`), of whole local operands.
 
-What a rank multiplies beside a collective, and all of it on one rank: with the bits that the kernels of a collective
-give to the same product.
+A rank multiplies these beside a collective, or, on one rank, instead of one. The bits are those that a collective's
+kernels give to the same product.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,22 +18,21 @@ from ..kernels.launch import config_for
 from ..kernels.matmul import matmul
 from ..torch_private import FakeTensor
 
-_interpreter = turns.Turn("interpreter", "", "a product in leaves")
-
 
 def product(
     terms: Sequence[tuple[Tensor, Tensor]], leaves: int, bias: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """The sum of these a [M, K] @ b [K, N] (+ bias [N]), in a's dtype or in `dtype`."""
+    """Return the sum of terms a [M, K] @ b [K, N] (+ bias [N]), in a's dtype or in `dtype`."""
     (a, b), *more = terms
     out = torch.empty(a.shape[0], b.shape[1], dtype=dtype or a.dtype, device=a.device)
-    # A compiler's fakes have shapes alone.
+    # A compiler's fake tensors have shapes alone.
     if isinstance(out, FakeTensor) or not out.numel():
         return out
-    # Beside a collective the op has it already.
-    with nullcontext() if not INTERPRETED or _interpreter.is_mine() else _interpreter:
-        matmul(
-            a, b, out, operands.Epilogue(bias, operands.PER_ROW[False]),
-            config=config_for(a.device, a.dtype, tree=True), leaves=leaves, more=more,
-        )  # fmt: skip
+    epilogue, config = operands.Epilogue(bias, operands.PER_ROW[False]), config_for(a.device, a.dtype, tree=True)
+    multiply = partial(matmul, a, b, out, epilogue, config=config, leaves=leaves, more=more)
+    # Beside a collective, the op has the interpreter already.
+    if not INTERPRETED or turns.is_mine(turns.INTERPRETER):
+        multiply()
+    else:
+        turns.alone(turns.INTERPRETER, "a product in leaves", multiply)
     return out

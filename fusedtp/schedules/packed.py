@@ -1,8 +1,8 @@
-"""How float8 rows are gathered where the library multiplies: as bytes, each row with its scale behind its data.
+"""Gather of float8 rows for library matmuls: as bytes, with each row's scale behind its data.
 
-Behind the same signal and in the same collective, so that scales cost no launch and no wait. Where rows are gathered,
-each part is a product of its own, or all of them are one. Along the contraction a row has a scale for each rank's part:
-products of parts are scaled and added in float32, and rounded once.
+A scale travels behind the same signal and in the same collective as its row, so scales cost no launch and no wait. If
+rows are gathered, each part is a product of its own, or all parts are one product. Along the contraction a row has a
+scale for each rank's part: products of parts are scaled and added in float32, and rounded once.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .verbs import Product
 
 
 class PackedGather:
-    """See `verbs.Gather`; a schedule says how parts travel."""
+    """Base of float8 implementations of `verbs.Gather`; a schedule adds how parts travel."""
 
-    # sizes, dim: see `verbs.Verbs`. A rank's part has `rows[r]` rows of `cols[r]` elements.
+    # sizes, dim: see `verbs.Verbs`. Rank r's part has `rows[r]` rows of `cols[r]` elements.
     def __init__(self, rank: int, sizes: Sequence[int], other: int, dim: int) -> None:
         self._rank, self._sizes, self._dim, self._begins = rank, sizes, dim, offsets(sizes)
         self._rows = [size if dim == 0 else other for size in sizes]
@@ -35,9 +35,9 @@ class PackedGather:
         raise NotImplementedError
 
     def multiply(self, x: Quantized, products: Sequence[Product]) -> list[Tensor]:
-        """The products, part by part."""
+        """Return the products, computed part by part."""
         outs: list[Tensor] = []
-        # Of what is contracted part by part, in float32.
+        # Float32 sums of products whose contraction is split over parts.
         wides: dict[int, Tensor] = {}
         for i, each in enumerate(products):
             # Gathered along the contraction, X lies transposed in the parts: X.T @ other is parts @ other.
@@ -50,7 +50,7 @@ class PackedGather:
             at = slice(self._begins[src], self._begins[src + 1])
             with trace.span("multiply", src):
                 for i, each in enumerate(products):
-                    # Rows without columns make zeros, with a bias.
+                    # Rows without columns give zeros, plus a bias.
                     if i not in wides and part.shape[0]:
                         self._put(each, part, at, outs[i])
                     elif i in wides and 0 not in part.shape:
@@ -76,9 +76,9 @@ class PackedGather:
         raise NotImplementedError
 
     def start_beside(self, x: Quantized) -> None:
-        """See `verbs.Gather`."""
+        """Send this rank's rows beside what is issued next."""
         self.start(x)
 
     def whole(self, x: Matrix, out: Tensor | None = None) -> Tensor:
-        """A collective's alone."""
+        """Raise NotImplementedError: only collectives without a matmul use `whole`, and they take no float8."""
         raise NotImplementedError

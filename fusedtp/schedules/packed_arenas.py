@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class DecomposedGather(PackedGather):
-    """On a CPU parts are read where they lie, on a GPU they are pushed by the copy engine."""
+    """Gather of float8: on a CPU parts are read in place, on a GPU the copy engine pushes them."""
 
     def __init__(self, on: Decomposed, sizes: Sequence[int], other: int, dim: int) -> None:
         super().__init__(on.rank, sizes, other, dim)
@@ -34,7 +34,6 @@ class DecomposedGather(PackedGather):
         return self._ws.view(holder, self._ws.steps.epoch, self._offset + src * self._stride, shape, torch.uint8)
 
     def start(self, x: Quantized) -> None:
-        """See `verbs.Gather`."""
         ws, steps, own = self._ws, self._ws.steps, self._rank
         mine = self._part(own, own)
         trace.timed("travel", own, pack_into, mine, x)

@@ -1,10 +1,9 @@
-"""Operands of torch's matmul in 16 bits as CPUs with AMX must be given them.
+"""Padded operands for torch's 16-bit matmul on CPUs with AMX.
 
-oneDNN reads an operand's rows up to a multiple of 32 elements there, and multiplies what lies behind a row by zeros.
-NaN or an infinity in that place is NaN in the result: whatever a view has beside it (oneDNN issue 5717, mended in
-oneDNN by pull request 5723 of July 2026; torch 2.13 still has it). So views whose rows end elsewhere are copied, with
-zeros behind their rows. Rows with nothing between them are left alone, as by torch: NaN in one may reach the row of
-the result before its own.
+There oneDNN reads an operand's rows up to a multiple of 32 elements, and multiplies the elements past a row's end by
+zeros. NaN or infinity past the end is NaN in the result, whatever tensor it belongs to (oneDNN issue 5717, fixed in
+oneDNN by pull request 5723 of July 2026; torch 2.13 still has the bug). So views whose rows end elsewhere are copied
+and padded with zeros. Contiguous rows are left alone, as by torch: NaN in one may reach the result's previous row.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# On the shortest ways to a matmul only these pass through here.
+# The fast paths to a matmul call `padded` only for these.
 NARROW = (torch.bfloat16, torch.float16)
 _STEP = 32
 
@@ -29,12 +28,12 @@ def _has_amx() -> bool:
 
 
 def reads_beside(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether torch's matmul may read what its operands have beside them."""
+    """Return whether torch's matmul may read past the rows of its operands."""
     return dtype in NARROW and device.type == "cpu" and _has_amx()
 
 
 def padded(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """a [M, K] and b [K, N], or where it matters copies of them with zeros behind what lies along K."""
+    """Return a [M, K] and b [K, N], or copies padded with zeros along K if torch reads past their rows."""
     if a.shape[1] % _STEP == 0 or not reads_beside(a.dtype, a.device):
         return a, b
     return _rows(a), _rows(b.t()).t()

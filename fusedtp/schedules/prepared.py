@@ -1,8 +1,8 @@
 """A task on one rank by one schedule, made once and run any number of times.
 
-Each op has one of three forms, written once for all schedules in terms of their verbs. A form runs in two or three
-stages: what waits for peers is in a later stage than what they wait for. A rank in its own process runs the stages one
-after the other; virtual ranks go from one to the next together (`phases`).
+Each op has one of three forms, written once for all schedules with their verbs. A form runs in two or three stages: a
+wait for peers is in a later stage than the sends that it waits for. A rank in its own process runs the stages one after
+the other; virtual ranks go from one to the next together (`phases`).
 """
 
 from __future__ import annotations
@@ -31,12 +31,15 @@ def _norm(task: Task, operands: Operands) -> Norm | None:
 
 
 def _terms(task: Task, operands: Operands) -> list[tuple[Tensor, Tensor]]:
-    # The products of several blocks that a rank's part of a sum is made of.
+    # One product for each block of a rank's terms of a sum.
     return [(a, b) for a, b, *_ in (operands[:2], *task.blocks(operands))]
 
 
 class Gathering:
-    """all_gather, and all_gather_matmul with any number of products. Operands: x, and b, bias, right; b, bias."""
+    """Form of all_gather, and of all_gather_matmul with any number of products.
+
+    Operands: x, and b, bias, right; then b, bias for each further block.
+    """
 
     def __init__(self, on: Verbs, task: Task) -> None:
         rows, cols = task.shape(0)
@@ -44,10 +47,10 @@ class Gathering:
         self._task, self._multiplies = task, task.has(1)
         self._epilogue = Epilogue(activation=task.activation, keeps=task.keeps)
         blocks = [] if not task.has(1) else [task.shape(1), *(b for b, _ in task.blocks(task.shapes))]
-        # What `right` is multiplied with are rows.
+        # `right` is multiplied with rows.
         assert task.dim == 0 or not task.has(3)
         products = (self._first,) * len(blocks) + (("outer",) if task.has(3) else ())
-        # A tree's leaves are not in the order in which chunks of the contraction arrive: all of it is gathered first.
+        # A tree's leaves differ from the order in which chunks of the contraction arrive: gather all of it first.
         self._turns = bool(task.leaves) and task.dim == 1
         self._gather = on.gather(
             task.sizes, cols if task.dim == 0 else rows, 0 if self._turns else task.dim,
@@ -76,8 +79,9 @@ class Gathering:
 
 
 class Scattering:
-    """reduce_scatter, and matmul_reduce_scatter, maybe with a gather beside it. Operands: a, and b, bias, left, x,
-    residual; a, b, left; or norm_weight, norm_bias.
+    """Form of reduce_scatter, and of matmul_reduce_scatter, with or without a gather beside it.
+
+    Operands: a, and b, bias, left, x, residual; then a, b, left for each further block, or norm_weight, norm_bias.
     """
 
     def __init__(self, on: Verbs, task: Task) -> None:
@@ -120,15 +124,16 @@ class Scattering:
 
 
 class Reducing:
-    """all_reduce and matmul_all_reduce: one-shot, or a scatter and a gather of its sums. Operands: a, and b, bias,
-    residual; a, b; or norm_weight, norm_bias.
+    """Form of all_reduce and matmul_all_reduce: one-shot, or a scatter and a gather of its sums.
+
+    Operands: a, and b, bias, residual; then a, b for each further block, or norm_weight, norm_bias.
     """
 
     def __init__(self, on: Verbs, task: Task) -> None:
         M, N = task.moved
         self._task, self._multiplies, self._adds = task, task.op.multiplies, task.adds
         self._is_several = len(task.shapes) > task.op.operands
-        # Of the sum, what this rank adds up.
+        # This rank's part of the sum.
         self._part = slice(0, None)
         if on.one_shot(task):
             self._scatter = on.scatter((M,), N, 0, to_all=True, multiplies=self._multiplies)
@@ -149,7 +154,7 @@ class Reducing:
             self._scatter.put(operands[0])
 
     def _given(self, operands: Operands) -> tuple[Epilogue, Tensor | None]:
-        # The epilogue, and what was put.
+        # The epilogue, and the tensor that was put.
         if not self._multiplies:
             return PLAIN, operands[0]
         return Epilogue(operands[2], operands[3][self._part] if self._adds else None), None
@@ -166,20 +171,21 @@ class Reducing:
     def _finish(self, operands: Operands) -> list[Tensor]:
         out = self._out
         del self._out
-        # Rows are normed where they arrive: to send them normed, as well as they are, would double the bytes.
+        # Norm the rows on arrival: sending them normed beside the sums would double the bytes.
         return with_norm(_norm(self._task, operands), self._gather.whole(out[self._part], out))
 
 
-# By kind, and by the name of an op that has a form of its own.
+# By kind, or by the name of an op that has a form of its own.
 FORMS: Mapping[str, Callable[[Verbs, Task], Any]] = {
     "gather": Gathering, "scatter": Scattering, "all_reduce": Reducing,
 }  # fmt: skip
 
 
 class Prepared:
-    """The verbs of a schedule for a task, and the form that uses them.
+    """Verbs of a schedule for a task, and the form that uses them.
 
-    ws: this rank's end of the group's symmetric memory, where the schedule uses it. how: options of `fused.Fused`.
+    `ws` is this rank's end of the group's symmetric memory, if the schedule uses it. `how` holds options of
+    `fused.Fused`.
     """
 
     def __init__(
@@ -199,7 +205,7 @@ class Prepared:
             form = FORMS.get(task.op.name, FORMS[task.op.kind])
             self.form = self._one_kernel(on) or form(on, task)
         *self._before, self._last = self.form.stages
-        # What it needs of a half of each arena, and of the signals.
+        # The task's needs of a half of each arena, and of the signals.
         self.half_bytes: int = 0 if self.ws is None else on.layout.half_bytes
         self.slots: int = 0 if self.ws is None else on.layout.slots
 
@@ -207,7 +213,7 @@ class Prepared:
         ws = self.ws
         if ws is None and (group is None or group.size() == 1):
             return Alone(self.task.leaves)
-        # Late: schedules bring in what the others do not need, `fused` Triton.
+        # Imported late: a schedule loads modules that others do not need, and `fused` loads Triton.
         if ws is None:
             from .unfused import Unfused
 
@@ -226,13 +232,13 @@ class Prepared:
     def _one_kernel(self, on: Any) -> Any:
         if self.ws is None or self.schedule != "fused":
             return None
-        # Late: as `fused`.
+        # Imported late, as `fused` is.
         from . import one_kernel
 
         return one_kernel.OneKernel(on, self.task) if one_kernel.is_for(on, self.task) else None
 
     def go(self, operands: Operands) -> list[Tensor]:
-        """Every stage in turn, for a rank in its own process. The workspace has room, and has begun the op."""
+        """Run every stage, for a rank in its own process. The workspace must have room and have begun the op."""
         ws = self.ws
         if self.on.by_host and ws is not None:
             ws.steps.enter(self.task.op.name)
@@ -244,7 +250,7 @@ class Prepared:
         return outs
 
     def phases(self, *operands: Tensor | None) -> Phases:
-        """The same in phases, which virtual ranks go through together: room is made up to the first `yield`."""
+        """Run every stage in phases, which virtual ranks go through together; make room up to the first `yield`."""
         on, ws = self.on, self.ws
         if ws is not None:
             ws.require(self.half_bytes, self.slots)
@@ -261,7 +267,7 @@ class Prepared:
 
 
 def finish(phases: Generator[None, None, T]) -> T:
-    """Run the rest of it straight through; its result."""
+    """Run the remaining phases and return the result."""
     while True:
         try:
             next(phases)

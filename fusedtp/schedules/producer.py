@@ -1,13 +1,13 @@
-"""How the fused schedule gets rows into the peers' arenas: pushed by programs, or copied by the copy engine.
+"""Producers of the fused schedule: rows are pushed into the peers' arenas by programs, or copied by the copy engine.
 
-`push` takes programs of the kernel that multiplies, or of one issued before it, and works in a captured graph;
-`multicast` is the same with one store to all ranks, which takes fewer of them: all shards then arrive side by side.
-`copy` takes no SM: the host issues copies and a signal behind each on a high-priority side stream, before the kernel
-that waits for them. Rows travel in pieces with a slot each, the same for all, so a rank chooses by itself; the cost
-model compares the time that pushing programs take from the matmul with what each copy costs to start.
+`push` takes programs of the kernel that multiplies, or of one issued before it, and works in a captured graph.
+`multicast` pushes with one store to all ranks, which takes fewer programs; all shards then arrive side by side. `copy`
+takes no SM: before the kernel that waits, the host issues copies and a signal behind each on a high-priority side
+stream. Rows travel in pieces with a slot each, the same for all producers, so a rank chooses by itself: the cost model
+compares the time that pushing programs take from the matmul with the start of each copy.
 
-Signals behind copies are written by the stream itself (`DeviceSteps.write`). A kernel that signals could wait forever
-for room on an SM, behind kernels that wait for its peers.
+The stream itself writes the signals behind copies (`DeviceSteps.write`). A kernel that signals could wait forever for
+room on an SM, behind kernels that wait for its peers.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ..shards import offsets
 from ..workspaces.workspace import Workspace
 from .transport import settle, side_stream, travelling
 
-# A tile waits for all pieces that hold its rows. One piece a tile costs the fewest polls; but each piece is sent by
-# one program, about 0.1 ms a megabyte, so pieces are cut down to this size, but not below a quarter of a tile's rows.
+# A tile waits for all pieces that hold its rows. One piece a tile costs the fewest polls. But one program sends a
+# piece, in about 0.1 ms a megabyte, so pieces are cut down to this size, though not below a quarter of a tile's rows.
 PIECE_BYTES = 1 << 20
 _PIECES_A_TILE = 4
 
@@ -44,7 +44,7 @@ _KNOWN_ALIGNMENT = 16
 
 
 def piece_rows(row_bytes: int, config: Config) -> int:
-    """Rows a slot stands for, the same on all ranks: a tile's, or half or a quarter of them where rows are long."""
+    """Return the rows of a slot, the same on all ranks: a tile's, or half or a quarter of them if rows are long."""
     rows = config.block_m
     while rows * row_bytes > PIECE_BYTES and rows > max(1, config.block_m // _PIECES_A_TILE):
         rows //= 2
@@ -52,15 +52,15 @@ def piece_rows(row_bytes: int, config: Config) -> int:
 
 
 def part_rows(row_bytes: int, piece: int) -> int:
-    """Rows that one copy takes: whole pieces, of COPY_BYTES together or a little more."""
+    """Return the rows of one copy: whole pieces, of COPY_BYTES together or a little more."""
     return piece * max(1, -(-COPY_BYTES // max(1, piece * row_bytes)))
 
 
 def choose(ws: Workspace, work: Work, *, asked_for: str = "auto") -> str:
-    """`push` or `copy` for a gather, on this rank; `multicast` where it is asked for and the memory has it, not of
-    float8, whose scales are pushed behind each row. A caller's choice wins over the model's.
+    """Choose `push`, `copy` or `multicast` for a gather on this rank: as the caller asks, or by the cost model.
 
-    Raises RuntimeError for copies in a graph capture: their addresses are chosen on the host.
+    `multicast` needs memory that has it, and is not for float8, whose scales are pushed behind each row; otherwise the
+    choice is automatic. Raises RuntimeError for copies in a graph capture: their addresses are chosen on the host.
     """
     if asked_for == MULTICAST:
         if ws.has_multicast and not is_float8(work.dtype):
@@ -72,7 +72,7 @@ def choose(ws: Workspace, work: Work, *, asked_for: str = "auto") -> str:
     if asked_for == "copy" and capturing:
         raise RuntimeError("producer 'copy' copies to addresses chosen on the host and cannot be captured: use 'push'")
     if asked_for == "auto":
-        # On a CPU both ways are only there to be checked, neither is fast. HIP has no stream writes in torch.
+        # On a CPU both ways only serve checks, and neither is fast. HIP has no stream writes in torch.
         fixed = ws.device.type == "cpu" or capturing or torch.version.hip is not None
         return "push" if fixed else _by_model(ws, work)
     return asked_for
@@ -87,8 +87,9 @@ def _by_model(ws: Workspace, work: Work) -> str:
 
 
 def with_pushers(ws: Workspace, config: Config, programs: int = 0, *, producer: str = "push") -> Config:
-    """The configuration with as many pushing programs as fill the link, or as were measured to be best, or a quarter of
-    `programs` if that is less; on a CPU it is unchanged.
+    """Return the configuration with enough pushing programs to fill the link, or as many as were measured to be best.
+
+    With `programs`, at most a quarter of them push. On a CPU the configuration is unchanged.
     """
     if ws.device.type == "cpu":
         return config
@@ -116,10 +117,13 @@ def produce(
 ) -> None:
     """Enter the epoch and send x [rows, cols] to `region` of every peer's half, from its row `dst_row` on.
 
-    scatter: each peer its rows of `sizes`. with_own: to the own half too. switch: as in `push`. beside: a kernel that
-    pushes runs on the side stream, as copies always do, until `settle`. programs, pace: see `fused.Fused`.
+    - `scatter`: each peer gets its rows of `sizes`.
+    - `with_own`: the own half gets rows too.
+    - `switch`: as in `push`.
+    - `beside`: a kernel that pushes runs on the side stream, as copies always do, until `settle`.
+    - `programs`, `pace`: as in `fused.Fused`.
     """
-    # The table is kept, so it is made on the main stream.
+    # Make the table on the main stream, as it is kept.
     kernel_config, table = with_pushers(ws, config, programs, producer=producer), ws.table(sizes)
 
     data, scale = (x.data, x.for_kernels()) if type(x) is Quantized else (x, None)
@@ -145,8 +149,8 @@ def _copy(
     ws: Workspace, op: str, x: Matrix, sizes: tuple[int, ...], dst_row: int, region: Region, scatter: bool,
     with_own: bool, pace: Pace | None,
 ) -> None:  # fmt: skip
-    # The copy engine moves one block, so rows must be as far apart as in an arena. Any other x is laid out like that
-    # first, by a kernel on the main stream: on the side stream it could wait for an SM, as one that signals could.
+    # The copy engine moves one block, so rows must be as far apart as in an arena. A kernel on the main stream first
+    # lays out any other x like that: on the side stream it could wait for an SM, like a kernel that signals.
     (rows, cols), pitch, piece = x.shape, region.pitch, region.piece
     if type(x) is Quantized:
         packed = x.data.new_zeros(rows, pitch, dtype=torch.uint8)
@@ -183,13 +187,14 @@ def _copy(
         send(ws.rank)
     with travelling(ws):
         for i in range(1, ws.world_size):
-            # First the rank before this one: it wants these rows soonest.
+            # First the previous rank: it wants these rows soonest.
             send((ws.rank - i) % ws.world_size)
 
 
 def load_for_capture(ws: Workspace, issue: Callable[[], None], *key: Any) -> None:
-    """Load what `issue` would start, once for a `key`: a capture would push what is copied now, and cannot load
-    kernels.
+    """Load the kernels that `issue` would start, once for each `key`.
+
+    A capture would push where this call copies, and it cannot load kernels.
     """
 
     def load() -> bool:
@@ -202,7 +207,7 @@ def load_for_capture(ws: Workspace, issue: Callable[[], None], *key: Any) -> Non
 
 
 def alike(*tensors: Matrix | None) -> tuple[Any, ...]:
-    """A key of these tensors: calls with the same key load the same kernels."""
+    """Return a key of these tensors: calls with the same key load the same kernels."""
     return tuple(
         None if each is None else (each.shape, each.stride(), each.dtype, each.data_ptr() % _KNOWN_ALIGNMENT)
         for each in (one.data if type(one) is Quantized else one for one in tensors)
@@ -210,6 +215,6 @@ def alike(*tensors: Matrix | None) -> tuple[Any, ...]:
 
 
 def finish(ws: Workspace) -> None:
-    """End the epoch of an op whose kernel could not, as its copies may still be on their way."""
+    """End the epoch of an op whose kernel could not, as its copies may still be in flight."""
     settle(ws)
     ws.steps.leave()

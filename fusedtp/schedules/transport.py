@@ -1,4 +1,4 @@
-"""What schedules share: a side stream for what travels on a GPU beside matmuls, and one shot or two."""
+"""Parts that schedules share: a side stream for copies beside matmuls on a GPU, and one shot or two."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from ..cost.overlap import IN_SWITCH, ONE_SHOT, TWO_SHOT, way_of
 from ..op import Task
 from ..workspaces.workspace import Workspace
 
-# One beside each stream that ops are issued on: virtual ranks of one process must not wait for each other's copies.
+# One beside each stream that ops are issued on: virtual ranks of a process must not wait for each other's copies.
 _side_streams: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
 
 
 def way(ws: Workspace, schedule: str, task: Task) -> str:
-    """How an all-reduce is made, see `cost.overlap.way_of`: as the caller says, else what the cost model finds fastest.
+    """Return the way of an all-reduce (`cost.overlap.way_of`): the caller's, or the fastest by the cost model.
 
-    The choice depends only on what all ranks share, so all decide alike. The sum of several products goes two ways
-    through the owners: stored to all ranks it would take more registers than there are.
+    In any order, the switch may take the place of two-shot. The choice depends only on what all ranks share, so all
+    decide alike. The sum of several products is never one-shot unless the caller asks: stored to all ranks, it would
+    take more registers than there are.
     """
     switch = schedule == "fused" and task.any_order and ws.has_multicast
     if task.algorithm == ONE_SHOT:
@@ -29,12 +30,12 @@ def way(ws: Workspace, schedule: str, task: Task) -> str:
     rows, cols = task.moved
     alone = not task.op.multiplies
     found = way_of(rows, cols, ws.world_size, task.dtype_name, ws.hardware, schedule, alone=alone, switch=switch)
-    # The model knows no switch of a CPU, where kernels visit the ranks.
+    # The model has no switch for a CPU, where kernels visit the ranks one by one.
     return IN_SWITCH if switch and ws.in_place and found == TWO_SHOT else found
 
 
 def side_stream(ws: Workspace) -> torch.cuda.Stream:
-    """The stream beside the current one."""
+    """Return the stream beside the current one."""
     main = torch.cuda.current_stream(ws.device)
     if main not in _side_streams:
         _side_streams[main] = torch.cuda.Stream(ws.device, priority=-1)
@@ -43,7 +44,7 @@ def side_stream(ws: Workspace) -> torch.cuda.Stream:
 
 @contextlib.contextmanager
 def travelling(ws: Workspace) -> Iterator[None]:
-    """On a GPU, what is issued inside runs on a side stream, beside the matmuls that follow."""
+    """Run what is issued inside on a side stream, beside the matmuls that follow; on a CPU, do nothing."""
     if ws.device.type == "cpu":
         yield
         return
@@ -54,7 +55,7 @@ def travelling(ws: Workspace) -> Iterator[None]:
 
 
 def settle(ws: Workspace) -> None:
-    """Wait for the side stream: the op must not end, nor its inputs be reused, before it has read them."""
+    """Wait for the side stream, which must have read the op's inputs before the op ends or they are reused."""
     if ws.device.type == "cuda" and (main := torch.cuda.current_stream(ws.device)) in _side_streams:
         side = _side_streams[main]
         if torch.cuda.is_current_stream_capturing():

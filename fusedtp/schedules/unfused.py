@@ -1,10 +1,9 @@
-"""The collective, then the matmul, or the reverse: what a careful user of torch.distributed would write.
+"""The collective, then the matmul, or the reverse, as a careful user of torch.distributed would write them.
 
-It is the baseline that the other schedules are compared with and the fallback where ranks cannot reach each other's
-memory, so it makes no copy that torch.distributed does not force on it: what is scattered is multiplied straight into
-the buffer that is sent, and a transposed problem is solved transposed. It goes through `torch.ops._c10d_functional`,
-whose names are the same in every torch we support; the backend (gloo, NCCL) decides how terms of a sum are rounded.
-Uneven parts travel padded to the longest one.
+This is the baseline for the other schedules, and the fallback if ranks cannot reach each other's memory. So it makes no
+copy that torch.distributed does not require: a scatter is multiplied straight into the buffer that is sent, and a
+transposed problem is solved transposed. It calls `torch.ops._c10d_functional`, whose names are the same in every torch
+we support. The backend (gloo, NCCL) decides how terms of a sum are rounded. Uneven parts are padded to the longest one.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from .verbs import Epilogue, Product
 
 
 class Unfused:
-    """See `verbs.Verbs`."""
+    """Implementation of `verbs.Verbs` with torch.distributed."""
 
     where, by_host, sent_by, layout = "after it", False, "", None
 
@@ -36,7 +35,7 @@ class Unfused:
         self.rank, self.world_size = group.rank(), group.size()
 
     def one_shot(self, task: Task) -> bool:
-        """The backend has an all-reduce, and picks its algorithm."""
+        """Return True: the backend has an all-reduce and chooses its algorithm, so ValueError for any but auto."""
         if task.algorithm != "auto":
             raise ValueError(
                 f"{task.op.name}: schedule 'unfused' has no algorithm {task.algorithm!r}, the process group's backend "
@@ -55,16 +54,16 @@ class Unfused:
 
 
 class Gather:
-    """See `verbs.Gather`."""
+    """Implementation of `verbs.Gather` with torch.distributed."""
 
     def __init__(self, on: Unfused, sizes: Sequence[int], dim: int) -> None:
         self._on, self._sizes, self._dim, self._longest = on, sizes, dim, max(sizes)
         self._even = all(size == self._longest for size in sizes)
 
     def start(self, x: Tensor) -> None:
-        # Rows are what a collective concatenates: transposing this part is cheaper than reordering all of what arrives.
+        # A collective concatenates rows: transposing this part is cheaper than reordering all parts on arrival.
         x = x.t() if self._dim == 1 else x
-        # Every rank's rows, padded to the longest part; not there before `_arrived`.
+        # Every rank's rows, padded to the longest part; undefined before `_arrived`.
         longest, num_ranks, columns = self._longest, self._on.world_size, x.shape[1]
         if longest == 0 or columns == 0:
             self._arriving = x.new_empty(longest * num_ranks, columns)
@@ -74,8 +73,8 @@ class Gather:
         else:
             sent = x.new_empty(longest, columns)
             sent[: x.shape[0]] = x
-        # With `out` it is a plain gather. Without, it is a coalesced one, whose name is too long for gloo: both
-        # threads of a group may free the name (ProcessGroupGloo::runLoop, torch 2.11 to 2.15): the heap is corrupt.
+        # With `out` this is a plain gather. Without, it is a coalesced one, whose name is too long for gloo: both
+        # threads of a group may free the name (ProcessGroupGloo::runLoop, torch 2.11 to 2.15), and the heap is corrupt.
         self._arriving = sent.new_empty(longest * num_ranks, columns)
         c10d.all_gather_into_tensor_out(sent, num_ranks, self._on.group_name, out=self._arriving)
 
@@ -103,14 +102,13 @@ class Gather:
 
 
 class UnfusedGather(PackedGather):
-    """Of float8: by one collective, of rows padded to the most and the longest."""
+    """Gather of float8 by one collective, of rows padded to the largest number and length."""
 
     def __init__(self, on: Unfused, sizes: Sequence[int], other: int, dim: int) -> None:
         super().__init__(on.rank, sizes, other, dim)
         self._on, self._row_bytes = on, packed_bytes(max(self._cols), blocks=on.blocks)
 
     def start(self, x: Quantized) -> None:
-        """See `verbs.Gather`."""
         sent = x.data.new_zeros(max(self._rows), self._row_bytes, dtype=torch.uint8)
         pack_into(sent[: x.shape[0]], x)
         self._arriving = sent.new_empty(self._on.world_size, *sent.shape)
@@ -131,7 +129,7 @@ class UnfusedGather(PackedGather):
             yield src, unpacked(rows[: self._rows[src]], self._cols[src], x)
 
     def multiply(self, x: Quantized, products: Sequence[Product]) -> list[Tensor]:
-        """See `verbs.Gather`; equal parts are multiplied at once."""
+        """Multiply equal row parts at once, others part by part."""
         if self._dim == 1 or len(set(self._rows)) > 1:
             return super().multiply(x, products)
         whole = unpacked(self._arrived().flatten(0, 1), x.shape[1], x)
@@ -140,7 +138,7 @@ class UnfusedGather(PackedGather):
 
 
 class Scatter:
-    """See `verbs.Scatter`."""
+    """Implementation of `verbs.Scatter` with torch.distributed."""
 
     def __init__(self, on: Unfused, sizes: Sequence[int], other: int, dim: int, to_all: bool) -> None:
         self._on, self._sizes, self._other, self._dim, self._to_all = on, sizes, other, dim, to_all
@@ -158,7 +156,7 @@ class Scatter:
             with trace.span("multiply"):
                 sum_into(terms, sent)
         else:
-            # Each part is multiplied into its padded place; what the padding holds is summed too, and cut off with it.
+            # Each part is multiplied into its padded place. Padding is summed too, and cut off afterwards.
             for peer, size in enumerate(self._sizes):
                 part = slice(self._begins[peer], self._begins[peer + 1])
                 with trace.span("multiply", peer):
@@ -179,7 +177,7 @@ class Scatter:
         del self._terms
         if not self._to_all:
             out = self._reduced(terms)[: self._sizes[rank]]
-            # A copy, so that no padding is kept.
+            # Copied, so that no padding is kept.
             out = out.t().contiguous() if self._dim == 1 else out if self._even else out.clone()
         elif terms.numel():
             with trace.span("collective"):

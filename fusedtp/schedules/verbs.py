@@ -1,10 +1,9 @@
-"""What the ops are made of, written once for all schedules: a gather that products consume, a scatter that a product
-feeds, and both (`prepared`).
+"""Building blocks of the ops, written once for all schedules: a gather that feeds products, and a scatter fed by one.
 
-A schedule provides these two verbs. `gather` sends this rank's part of a matrix to all ranks; any number of products
-consume the rows as they arrive, or the matrix is handed out whole. `scatter` sends each rank's terms of a sum to their
-owners, who add them up. Both are made for a task, which decides their room in the arenas, and then used any number of
-times.
+A schedule provides these two verbs; `prepared` combines them. `gather` sends this rank's part of a matrix to all ranks:
+any number of products consume the rows as they arrive, or the caller gets the whole matrix. `scatter` sends each rank's
+terms of a sum to their owners, who add them up. Both are made for a task, which decides their room in the arenas, and
+then used any number of times.
 """
 
 from __future__ import annotations
@@ -22,11 +21,13 @@ Operands = Sequence[Any]
 
 
 class Epilogue(NamedTuple):
-    """What is done where a result is rounded: a bias is added, one element for each column of the result asked for, and
-    a residual, which lies as this rank's part of the result.
+    """Epilogue of a result, before it is rounded.
 
-    activation: of a product, or a gated one of two, which has one result ("" for none). If it `keeps` them, the
-    products themselves are results too, behind the others. norm: of the rows of a sum, a result behind it.
+    - `bias`: added; one element for each column of the result asked for.
+    - `residual`: added; shaped like this rank's part of the result.
+    - `activation`: of each product, or a gated one of two, which has one result; "" for none.
+    - `keeps`: whether the products themselves are results too, behind the others.
+    - `norm`: of the rows of a sum; the normed sum is a result behind it.
     """
 
     bias: Tensor | None = None
@@ -40,9 +41,9 @@ PLAIN = Epilogue()
 
 
 class Product(NamedTuple):
-    """A product with X, the gathered matrix.
+    """Product with X, the gathered matrix.
 
-    rows: X @ other; outer: X.T @ other. transposed: the result is transposed, [other's columns, ..].
+    `kind` "rows" is X @ other, "outer" is X.T @ other. `transposed`: the result is transposed, [other's columns, ..].
     """
 
     kind: Literal["rows", "outer"]
@@ -52,9 +53,7 @@ class Product(NamedTuple):
 
 
 class Gather(Protocol):
-    """One gather of a task. x: this rank's part, the same in every call of a run. Of float8 the scales travel
-    with their rows.
-    """
+    """One gather of a task; x is this rank's part, the same in every call of a run. float8 scales travel with rows."""
 
     def start(self, x: Matrix) -> None:
         """Send this rank's part, now or with the first product, whose kernel may do it."""
@@ -63,38 +62,35 @@ class Gather(Protocol):
         """Send this rank's part now, beside what is issued next."""
 
     def multiply(self, x: Matrix, products: Sequence[Product]) -> list[Tensor]:
-        """The products, as parts arrive, with their epilogues, whose activation is the same. The op ends with it."""
+        """Compute the products as parts arrive, with epilogues of the same activation, and end the op."""
 
     def whole(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """All ranks' parts, in `out`, which has the own one, or in a new tensor. The op ends with it."""
+        """Return all ranks' parts, in `out`, which has the own one, or in a new tensor, and end the op."""
 
 
 class Scatter(Protocol):
-    """One scatter of a task: to the owners, or of everything to everybody. own: what was `put`, if anything was."""
+    """One scatter of a task: to the owners, or of everything to everybody. own: the tensor that was `put`, if any."""
 
     def multiply(self, terms: Sequence[tuple[Matrix, Matrix]]) -> None:
-        """This rank's terms are the sum of these a @ b."""
+        """Set this rank's terms to the sum of these a @ b."""
 
     def put(self, x: Tensor) -> None:
-        """This rank's terms are x."""
+        """Set this rank's terms to x."""
 
     def sum(self, epilogue: Epilogue, *, own: Tensor | None, last: bool) -> list[Tensor]:
-        """This rank's part of the sum over ranks, with the epilogue, and its norm, where one is asked for. last: the op
-        ends with it.
-        """
+        """Return this rank's part of the sum with the epilogue, and its norm if asked for; with `last`, end the op."""
 
     def sum_into(self, epilogue: Epilogue, out: Tensor, gather: Any, *, own: Tensor | None) -> None:
-        """Put this rank's part of the sum, with the epilogue but no norm, in its place in `out`, and send it to all by
-        `gather`.
-        """
+        """Put this rank's part of the sum, with the epilogue but no norm, in `out`, and send it to all by `gather`."""
 
 
 class Verbs(Protocol):
-    """A schedule on one rank, for one task.
+    """Schedule on one rank, for one task.
 
-    where: where it does an epilogue, in words; by_host: whether the host makes the protocol's steps, else kernels do.
-    sent_by: how the last run sent what it gathered, or "". layout: what it needs of the arenas and of the signals, if
-    it shares memory.
+    - `where`: where the schedule applies an epilogue, in words.
+    - `sent_by`: how the last run sent what it gathered, or "".
+    - `by_host`: whether the host makes the protocol's steps; otherwise kernels do.
+    - `layout`: the needs of arenas and signals, if the schedule shares memory.
     """
 
     rank: int
@@ -108,20 +104,22 @@ class Verbs(Protocol):
         self, sizes: Sequence[int], other: int, dim: int, *, products: Sequence[str] = (), result: int = 0,
         beside: bool = False, sums: bool = False,
     ) -> Gather:  # fmt: skip
-        """A gather of a matrix of which rank r has `sizes[r]` rows of `other` elements, or columns with dim 1.
+        """Return a gather of a matrix of which rank r has `sizes[r]` rows of `other` elements, or columns with dim 1.
 
-        products: the kinds of the products to come; result: how many columns those like the first one have in all.
-        beside: it is under way during something else (`start_beside`). sums: of sums that a scatter of the task makes
-        (`sum_into`), in the result's dtype.
+        - `products`: the kinds of the products to come.
+        - `result`: the number of columns of all products like the first one.
+        - `beside`: whether the gather is in flight during something else (`start_beside`).
+        - `sums`: whether it gathers sums of the task's scatter (`sum_into`), in the result's dtype.
         """
 
     def scatter(self, sizes: Sequence[int], other: int, dim: int, *, to_all: bool, multiplies: bool) -> Scatter:
-        """A scatter of a sum of which rank r owns `sizes[r]` rows of `other` elements, or columns with dim 1; with
-        `to_all` every rank owns all.
+        """Return a scatter of a sum of which rank r owns `sizes[r]` rows of `other` elements, or columns with dim 1.
+
+        With `to_all` every rank owns all.
         """
 
     def one_shot(self, task: Task) -> bool:
-        """Whether an all-reduce sends all terms to every rank; else to owners, who then send out their sums."""
+        """Return whether an all-reduce sends all terms to every rank; otherwise to owners, who then send their sums."""
 
     def end(self) -> None:
-        """Called behind the last stage, if it shares memory."""
+        """End the op behind the last stage, if the schedule shares memory."""

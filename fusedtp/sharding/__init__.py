@@ -1,1 +1,1 @@
-"""From a line of notation to steps, in pure Python: what is split, how long parts are, what a matmul must send."""
+"""From a line of notation to steps, in pure Python: how dims are split, and the collectives that a matmul needs."""

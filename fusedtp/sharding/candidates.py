@@ -1,8 +1,9 @@
 """Every way to run one sharded matmul, and the choice between them.
 
-A way is a sharding for each operand whose local product is part of the answer, with the cheapest routes there and from
-the product to the wanted result. Two shardings fit when both operands split the contraction alike and no axis splits a
-dim of each: an axis on the rows of one and the columns of the other would leave the diagonal blocks of the result only.
+A way is a sharding for each operand whose local product is part of the answer, with the cheapest routes to these
+shardings and from the product to the wanted result. Two shardings fit if both operands split the contraction alike and
+no axis splits another dim of each: an axis on the rows of one and the columns of the other would leave only the
+diagonal blocks of the result.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _Axes: TypeAlias = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class Matmul:
-    """A matmul of tensors `names` with shardings a and b to c. A dim that both operands name is contracted."""
+    """Matmul of tensors `names` with shardings a and b to c. A dim that both operands name is contracted."""
 
     names: tuple[str, str, str]
     a: Tensor
@@ -37,7 +38,7 @@ class Matmul:
 
 @dataclass(frozen=True)
 class Way:
-    """The routes of both operands and of the result, and the FLOPs of one rank."""
+    """Routes of both operands and of the result, and the FLOPs of one rank."""
 
     a: Route
     b: Route
@@ -54,12 +55,12 @@ class Way:
 
     @property
     def sent(self) -> int:
-        """Bytes that a rank sends."""
+        """Return the bytes that a rank sends."""
         return sum(route.sent for route in self.routes)
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """All steps but the matmul, the operands' before the result's."""
+        """Return all steps but the matmul, the operands' before the result's."""
         return self.a.steps + self.b.steps + self.c.steps
 
     @property
@@ -68,15 +69,15 @@ class Way:
 
     @property
     def ties(self) -> tuple[object, ...]:
-        """What decides between ways of one cost: few sums, few bytes outside the fused step, few steps."""
+        """Return the key that orders ways of equal cost: few sums, few bytes outside the fused step, few steps."""
         exposed = self.sent - max(route.fusable for route in self.routes)
         return sum(route.reduces for route in self.routes), exposed, len(self.steps), self.steps
 
     def sequence(self, result: str) -> tuple[Step, ...]:
-        """All steps in the order in which they run; `result` is the product's name.
+        """Return all steps in the order in which they run; `result` is the product's name.
 
-        Of the collectives next to the matmul the one that sends the most is fused with it. The operand whose gather is
-        fused is moved last.
+        Among the collectives next to the matmul, the one that sends the most is fused with it. The operand whose gather
+        is fused moves last.
         """
         a, b, c = self.a.steps, self.b.steps, self.c.steps
         gathers = [(route.fusable, route.steps[-1]) for route in (self.a, self.b) if _gathers_last(route)]
@@ -88,24 +89,24 @@ class Way:
 
 
 def product(a: Tensor, b: Tensor, names: tuple[str, ...]) -> Tensor:
-    """The sharding of the local product, its dims in the order of `names`: partial over the axes of the contraction."""
+    """Return the sharding of the local product, dims in the order of `names`: partial over the contraction's axes."""
     split = {dim.name: dim.axes for dim in (*a.dims, *b.dims)}
     partial = [axis for dim in a.dims if dim.name not in names for axis in dim.axes]
     return Tensor(tuple(Dim(name, split[name]) for name in names), tuple(sorted(partial)))
 
 
 def flops(a: Tensor, b: Tensor, sizes: Sizes) -> int:
-    """FLOPs of the local product of shards a and b, a multiply and an add counting as two."""
+    """Return the FLOPs of the local product of shards a and b, a multiply and an add counting as two."""
     return 2 * prod(sizes.shard(dim.name, dim.axes) for dim in {*a.dims, *b.dims})
 
 
 def choose(
     matmul: Matmul, axes: tuple[str, ...], usual: Sizes, sizes: Sizes | None, flops_per_byte: float
 ) -> tuple[Way, str, tuple[Step, ...]]:
-    """The best way, why it is, and the steps of the way that it was compared with.
+    """Return the best way, the reason, and the steps of the way that it was compared with.
 
-    For `usual`, stand-in sizes, the cost in bytes decides, then FLOPs. With `sizes` it is bytes * flops_per_byte plus
-    FLOPs, and the usual way wins where nothing is cheaper.
+    For `usual`, stand-in sizes, the cost in bytes decides, then FLOPs. With `sizes`, bytes * flops_per_byte plus FLOPs
+    decides, and the usual way wins ties.
     """
     ways = _in_order(_ways(matmul, axes, usual), lambda way: (way.cost, way.flops))
     best = next(ways)
@@ -113,7 +114,7 @@ def choose(
         if other := _runner_up(best, ways):
             return best, f"the usual way, sizes being unknown; the next is {_text(other)}", other.steps
         return best, "the only way", ()
-    # Its routes can differ from the cheapest ones for these sizes: it is priced as it stands.
+    # Its routes may differ from the cheapest for these sizes: price it as it stands.
     usual_way = _priced(matmul, best, sizes)
 
     def cost(way: Way) -> tuple[float, bool]:
@@ -129,7 +130,7 @@ def choose(
 
 
 def quantity(value: float, unit: str) -> str:
-    """A number with a decimal prefix: 1500000 B is 1.5 MB."""
+    """Format a number with a decimal prefix: 1500000 B is 1.5 MB."""
     prefixes = ["", "k", "M", "G", "T", "P"]
     while value >= 1000 and len(prefixes) > 1:
         value /= 1000
@@ -142,13 +143,13 @@ def _gathers_last(route: Route) -> bool:
 
 
 def _ways(matmul: Matmul, axes: tuple[str, ...], sizes: Sizes) -> Iterator[Way]:
-    # Every sharding of a with every one of b that splits the contraction alike: what depends on one of them alone is
-    # worked out beforehand, or three axes would take a second.
+    # Pair every sharding of a with every sharding of b that splits the contraction alike. Work out beforehand what
+    # depends on one operand alone, or three axes would take a second.
     a_name, b_name, c_name = matmul.names
     contraction = matmul.contraction
     places = [_places(operand, matmul.c.names) for operand in (matmul.a, matmul.b)]
     contracted = [_places(operand, contraction) for operand in (matmul.a, matmul.b)]
-    # Which of the result's dims come from b; the others are a's.
+    # True for each dim of the result that comes from b; the others come from a.
     from_b = [place >= 0 for place in places[1]]
     results = {
         (tuple(dim.axes for dim in c.dims), c.partial): route
@@ -171,7 +172,7 @@ def _ways(matmul: Matmul, axes: tuple[str, ...], sizes: Sizes) -> Iterator[Way]:
 
 
 def _places(operand: Tensor, names: tuple[str, ...]) -> list[int]:
-    # Which of the operand's dims each name is; -1 for none.
+    # The operand's dim for each name; -1 for none.
     return [operand.names.index(name) if name in operand.names else -1 for name in names]
 
 
@@ -180,14 +181,14 @@ def _axes_at(operand: Tensor, places: list[int]) -> _Axes:
 
 
 def _in_order(ways: Iterable[Way], price: Callable[[Way], tuple[float, ...]]) -> Iterator[Way]:
-    """The cheapest first; `Way.ties` are asked for only where prices are alike."""
+    """Yield the ways, cheapest first; `Way.ties` orders those of equal price."""
     priced = sorted(((price(way), way) for way in ways), key=itemgetter(0))
     for _, alike in groupby(priced, key=itemgetter(0)):
         yield from sorted((way for _, way in alike), key=lambda way: way.ties)
 
 
 def _priced(matmul: Matmul, way: Way, sizes: Sizes) -> Way:
-    """The same steps with what they cost for other sizes."""
+    """Return the way with the same steps, priced for other sizes."""
 
     def priced(tensor: Tensor, route: Route, fusable: int) -> tuple[Route, Tensor]:
         sent = []
@@ -205,7 +206,7 @@ def _priced(matmul: Matmul, way: Way, sizes: Sizes) -> Way:
 
 
 def _runner_up(best: Way, others: Iterable[Way]) -> Way | None:
-    """The next way that communicates differently, not merely slices elsewhere."""
+    """Return the next way that communicates differently, rather than slices elsewhere."""
     return next((way for way in others if way.collectives != best.collectives), None)
 
 

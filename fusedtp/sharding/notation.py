@@ -1,6 +1,6 @@
-"""The sharding notation: `[M_X, K] @ [K, N_X] -> [M, N_X]`.
+"""Sharding notation: `[M_X, K] @ [K, N_X] -> [M, N_X]`.
 
-A tensor is a list of dims. `M` is whole on every rank, `M_X` is split over mesh axis X, `M_XY` over X and then, inside
+A tensor is a list of dims. `M` is whole on every rank. `M_X` is split over mesh axis X, `M_XY` over X and then, inside
 each part, over Y (major to minor). `[M, N]{U_X}` holds partial sums that are not yet added up over X. Axes after an
 underscore are single capital letters, each the name of a mesh axis; `M_{tp}` and `M_{dp,tp}` take any names. The first
 operand may have leading batch dims, which the result repeats; the second is a matrix.
@@ -42,7 +42,7 @@ class Dim:
 
 @dataclass(frozen=True, order=True)
 class Tensor:
-    """The dims of a tensor with their shardings, and the axes over which it is a sum not yet reduced (sorted)."""
+    """Dims of a tensor with their shardings, and the axes over which it holds partial sums (sorted)."""
 
     dims: tuple[Dim, ...]
     partial: tuple[str, ...] = ()
@@ -53,18 +53,18 @@ class Tensor:
 
     @cached_property
     def used(self) -> tuple[str, ...]:
-        """Every axis this tensor is split or partial over, in order of appearance."""
+        """Return every axis that this tensor is split or partial over, in order of appearance."""
         return tuple(axis for dim in self.dims for axis in dim.axes) + self.partial
 
     def axes(self, name: str) -> tuple[str, ...]:
-        """The axes that split dim `name`, major to minor; KeyError if the tensor has no such dim."""
+        """Return the axes that split dim `name`, major to minor; KeyError if the tensor has no such dim."""
         for dim in self.dims:
             if dim.name == name:
                 return dim.axes
         raise KeyError(name)
 
     def split(self, name: str, axes: tuple[str, ...]) -> Tensor:
-        """The same tensor with dim `name` split over exactly `axes`."""
+        """Return the tensor with dim `name` split over exactly `axes`."""
         return Tensor(tuple(Dim(name, axes) if dim.name == name else dim for dim in self.dims), self.partial)
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ class Tensor:
 
 @dataclass(frozen=True, order=True)
 class Spec:
-    """`a @ b -> c` of a [batch..., M, K], b [K, N], c [batch..., M, N]: `parse` makes it, `str` is the normal form."""
+    """Spec `a @ b -> c` of a [batch..., M, K], b [K, N], c [batch..., M, N]; `parse` makes it, `str` normalizes it."""
 
     a: Tensor
     b: Tensor
@@ -98,12 +98,12 @@ class Spec:
 
     @property
     def dim_names(self) -> tuple[str, ...]:
-        """batch..., M, K, N."""
+        """Return the names batch..., M, K, N."""
         return (*self.a.names, self.n)
 
     @property
     def mesh_axes(self) -> tuple[str, ...]:
-        """The mesh axes in use, in order of appearance."""
+        """Return the mesh axes in use, in order of appearance."""
         return tuple(dict.fromkeys(self.a.used + self.b.used + self.c.used))
 
     def __str__(self) -> str:
@@ -111,9 +111,9 @@ class Spec:
 
 
 def parse(text: str) -> Spec:
-    """Read a spec such as `"[B, S_X, K] @ [K, N_X] -> [B, S, N_X]"`; whitespace between the signs is free.
+    """Parse a spec such as `"[B, S_X, K] @ [K, N_X] -> [B, S, N_X]"`; whitespace between the signs is free.
 
-    NotationError shows the string with a caret below the character that is wrong and says what would be valid.
+    NotationError shows the string with a caret below the wrong character and says what would be valid.
     """
     if not isinstance(text, str):
         raise TypeError(f"spec must be a notation string, not {type(text).__name__}: got {text!r:.80}")
@@ -134,7 +134,7 @@ def _axes_text(axes: tuple[str, ...]) -> str:
 
 @dataclass
 class _Places:
-    """Where a tensor's parts stand in the string: each dim, each axis of each dim, the partial marker and its axes."""
+    """Positions of a tensor's parts in the string: each dim, each axis of each dim, the partial marker and its axes."""
 
     dims: list[int]
     axes: list[list[int]]
@@ -216,7 +216,7 @@ class _Parser:
         return Tensor(tuple(dims), tuple(sorted(axis for axis, _ in places.partial))), places
 
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """The axes after an underscore, each with its place."""
+        """Parse the axes after an underscore, each with its position."""
         self.at += 1
         if self.text.startswith("{", self.at):
             self.at += 1

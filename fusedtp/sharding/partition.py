@@ -1,4 +1,4 @@
-"""How long every dim is on every rank: global lengths, uneven splits, and where this rank stands on the mesh."""
+"""Length of every dim on every rank: global lengths, uneven splits, and this rank's place on the mesh."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from .notation import Tensor
 
 @dataclass(frozen=True)
 class Partition:
-    """The shards of every dim of a spec as one rank sees them.
+    """Shards of every dim of a spec as one rank sees them.
 
-    lengths: the global length of each dim. splits: the ranks' lengths of dims that are not split like
-    `torch.tensor_split`; they hold for the axis that splits the dim first. place: this rank's index on each axis, and
-    how many ranks the axis has.
+    - `lengths`: the global length of each dim.
+    - `place`: this rank's index on each axis, and the axis's number of ranks.
+    - `splits`: the ranks' lengths of dims that are not split like `torch.tensor_split`, for the axis that splits the
+      dim first.
     """
 
     lengths: Mapping[str, int]
@@ -23,18 +24,18 @@ class Partition:
     splits: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def sizes(self, dim: str, outer: tuple[str, ...], axis: str) -> tuple[int, ...]:
-        """The lengths into which `axis` splits this rank's part of `dim`, after the axes `outer` have split it."""
+        """Return the lengths into which `axis` splits this rank's part of `dim`, after `outer` axes have split it."""
         num_ranks = self.place[axis][1]
         if not outer and len(self.splits.get(dim, ())) == num_ranks:
             return self.splits[dim]
         return even_sizes(self.length(dim, outer), num_ranks)
 
     def length(self, dim: str, axes: tuple[str, ...]) -> int:
-        """This rank's length of `dim` when `axes` split it, major to minor."""
+        """Return this rank's length of `dim` when `axes` split it, major to minor."""
         if not axes:
             return self.lengths[dim]
         return self.sizes(dim, axes[:-1], axes[-1])[self.place[axes[-1]][0]]
 
     def shape(self, tensor: Tensor) -> tuple[int, ...]:
-        """This rank's shape of a tensor of that sharding."""
+        """Return this rank's shape of a tensor of that sharding."""
         return tuple(self.length(dim.name, dim.axes) for dim in tensor.dims)

@@ -1,13 +1,13 @@
-"""From a notation string to steps: which collectives a matmul and its two gradients need, and which each matmul fuses.
+"""From a notation string to steps: the collectives of a matmul and its two gradients, and which each matmul fuses.
 
-The backward pass has one rule: the gradient of a tensor has that tensor's sharding, and that of a partial result is
-whole over its partial axes. So dx = dy @ w.T and dw = x.T @ dy are matmuls of known shardings, planned like y = x @ w.
+The backward pass has one rule: a gradient has the sharding of its tensor, and the gradient of a partial result is whole
+over its partial axes. So dx = dy @ w.T and dw = x.T @ dy are matmuls of known shardings, planned like y = x @ w.
 
 A plan moves both operands to shardings whose local product is part of the answer, multiplies, and moves the result to
 the wanted sharding. All ways to do so are compared. Without sizes the fewest collectives win, then the fewest bytes
-with rows, K and N of one length, then the fewest FLOPs. What comes out is the usual table: gather what the contraction
-lacks, reduce what it leaves, gather a result late, slice for free. With sizes the cheapest by bytes and FLOPs wins, the
-usual way where nothing is cheaper, and `reason` says what it was compared with.
+with rows, K and N of one length, then the fewest FLOPs. That gives the usual table: gather what the contraction lacks,
+reduce what it leaves, gather a result late, slice for free. With sizes the cheapest by bytes and FLOPs wins, and the
+usual way wins ties; `reason` names the way that it was compared with.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .redistribute import Sizes, Step, moved
 # An H100 by its data sheet: 990 TFLOP/s of dense bf16 over 450 GB/s of NVLink one way.
 FLOPS_PER_BYTE = 2200.0
 
-# What a link carries in the time a copy over it takes to start: 2.7 us at 397 GB/s, measured on an H20's copy engine.
+# Bytes that a link carries in the time a copy takes to start: 2.7 us at 397 GB/s, measured on an H20's copy engine.
 START_BYTES = 1_000_000
 
-# All orders of splitting and gathering are compared: with five axes on two dims that takes seconds, with six minutes.
+# All orders of splitting and gathering are compared: five axes on two dims take seconds, six take minutes.
 MAX_AXES = 5
 
 # Steps with the shardings that they start from: before the matmul, fused with it, after it.
@@ -41,23 +41,23 @@ ITEMSIZE = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "mxfp8": 1,
 }  # fmt: skip
-# What is made of float8, unless a caller wants another dtype. Terms of a sum travel in it.
+# Dtype of a product of float8, unless a caller wants another. Terms of a sum travel in it.
 MADE_OF_FLOAT8 = "bfloat16"
 
 
 def is_float8(dtype: str) -> bool:
-    """Whether a known dtype is float8, which is multiplied with scales."""
+    """Return whether a known dtype is float8, which is multiplied with scales."""
     return ITEMSIZE[dtype] == 1
 
 
 def made_of(dtype: str) -> str:
-    """The dtype of a product of two operands in `dtype`."""
+    """Return the dtype of a product of two operands in `dtype`."""
     return MADE_OF_FLOAT8 if is_float8(dtype) else dtype
 
 
 @dataclass(frozen=True)
 class MatmulPlan(Matmul):
-    """The steps of one matmul, in the order in which they run, a fused one next to the matmul."""
+    """Steps of one matmul, in the order in which they run, a fused one next to the matmul."""
 
     steps: tuple[Step, ...]
     reason: str
@@ -69,11 +69,11 @@ class MatmulPlan(Matmul):
 
     @cached_property
     def fused(self) -> Step | None:
-        """The collective that runs inside the matmul."""
+        """Return the collective that runs inside the matmul."""
         return next((step for step in self.collectives if step.fused), None)
 
     def stages(self, done: tuple[Step, ...] = ()) -> Stages:
-        """The steps to run before the matmul, the one fused with it, and those after it, less those that are `done`."""
+        """Return the steps before the matmul, the one fused with it, and those after it, without those in `done`."""
         todo = [(step, prior[0]) for step, prior, _ in self.walked if replace(step, fused=False) not in done]
         at = next(i for i, (step, _) in enumerate(todo) if step.kind == "matmul")
         before, after = ([each for each in part if not each[0].fused] for part in (todo[:at], todo[at + 1 :]))
@@ -82,7 +82,7 @@ class MatmulPlan(Matmul):
 
     @cached_property
     def walked(self) -> tuple[tuple[Step, tuple[Tensor, ...], Tensor], ...]:
-        """Each step with the shardings that it starts from (two for the matmul) and the one that it makes."""
+        """Return each step with the shardings that it starts from (two for the matmul) and the one that it makes."""
         now = dict(zip(self.names, (self.a, self.b), strict=False))
         walked = []
         for step in self.steps:
@@ -99,7 +99,7 @@ class MatmulPlan(Matmul):
 
 @dataclass(frozen=True)
 class Plan:
-    """The plans of y = x @ w, dx = dy @ w.T and dw = x.T @ dy for one spec."""
+    """Plans of y = x @ w, dx = dy @ w.T and dw = x.T @ dy for one spec."""
 
     spec: Spec
     forward: MatmulPlan
@@ -112,14 +112,14 @@ class Plan:
 
     @cached_property
     def shared(self) -> tuple[Step, ...]:
-        """The steps on dy that dx and dw both begin with: done once, they serve both gradients."""
+        """Return the steps on dy that dx and dw both begin with: done once, they serve both gradients."""
         pairs = zip(_plain_steps(self.dx, "dy"), _plain_steps(self.dw, "dy"), strict=False)
         same = [one == other for one, other in pairs]
         return _plain_steps(self.dx, "dy")[: same.index(False) if False in same else len(same)]
 
     @cached_property
     def together(self) -> Placed | None:
-        """The gather of dy that is all the communication of dx and dw both, fused in both; None if there is no such."""
+        """Return the gather of dy that is the only communication of dx and of dw, fused in both; None if none is."""
         plans = (self.dx, self.dw)
         if len(self.shared) != 1 or any(step.kind == "slice" for each in plans for step in each.steps):
             return None
@@ -130,10 +130,10 @@ class Plan:
 
     @cached_property
     def side_by_side(self) -> Placed | None:
-        """One gradient's reduce-scatter where it and the other's gather, along one dim, are all the communication.
+        """Return one gradient's reduce-scatter if it and the other's gather, along one dim, are all the communication.
 
-        So it is for a column-parallel layer with split rows (dx scattered, x gathered for dw) and for a fully sharded
-        weight (dw scattered, w gathered for dx): the gather can travel while the matmul to scatter is done.
+        That holds for a column-parallel layer with split rows (dx scattered, x gathered for dw) and for a fully sharded
+        weight (dw scattered, w gathered for dx). The gather can travel while the matmul to scatter runs.
         """
         plans = (self.dx, self.dw)
         fused = [each.fused for each in plans if each.collectives == (each.fused,)]
@@ -144,19 +144,19 @@ class Plan:
         scatter, gather = placed.get("reduce_scatter"), placed.get("all_gather")
         if scatter is None or gather is None or gather[0].tensor == "dy":
             return None
-        # Along K it would be one gradient's columns and the other's rows: no such layer is in use.
+        # Along K the dim would be one gradient's columns and the other's rows: no such layer is in use.
         same = (scatter[0].axis, scatter[0].dim) == (gather[0].axis, gather[0].dim)
         return scatter if same and scatter[0].dim != self.spec.k else None
 
     @property
     def gathered_again(self) -> tuple[Step, ...]:
-        """The backward pass's gathers of x or w that forward did too: only shards are kept in between."""
+        """Return backward's gathers of x or w that forward did too: only shards are kept in between."""
         forward = _plain_steps(self.forward, "x") + _plain_steps(self.forward, "w")
         backward = _plain_steps(self.dx, "w") + _plain_steps(self.dw, "x")
         return tuple(step for step in backward if step.kind == "all_gather" and step in forward)
 
     def saved(self, *, dx: bool = True, dw: bool = True) -> tuple[str, ...]:
-        """The operands whose local shards backward needs, given the gradients that are wanted."""
+        """Return the operands whose local shards backward needs for the gradients that are wanted."""
         return ("x",) * dw + ("w",) * dx
 
 
@@ -171,11 +171,16 @@ def plan(
 ) -> Plan:
     """Plan a spec and both its gradients.
 
-    sizes: the global length of every dim. mesh: the ranks along every axis that the spec names; others are ignored.
-    Give both, or neither for the usual way. flops_per_byte, start_bytes: what a byte sent and the start of a collective
-    are worth on the machine, in FLOPs and in bytes. The plan depends on the arguments alone, so all ranks agree.
-    It has `forward`, `dx` and `dw`, each with `steps`, `collectives` and `reason`.
-    NotationError for a bad spec, ValueError or TypeError for other arguments that do not fit it.
+    - `sizes`: the global length of every dim; with `mesh`, or neither for the usual way.
+    - `mesh`: the number of ranks along every axis that the spec names; other axes are ignored.
+    - `dtype`: of x and w.
+    - `flops_per_byte`: the worth of a byte sent, in FLOPs on the machine.
+    - `start_bytes`: the worth of the start of a collective, in bytes.
+
+    The plan depends on the arguments alone, so all ranks agree. It has `forward`, `dx` and `dw`, each with `steps`,
+    `collectives` and `reason`.
+
+    Raises NotationError for a bad spec, ValueError or TypeError for other arguments that do not fit it.
     """
     spec = parse(str(spec) if isinstance(spec, Spec) else spec)
     if len(spec.mesh_axes) > MAX_AXES:
@@ -194,7 +199,7 @@ def measure(
     dtype: object = "bfloat16",
     start_bytes: int = START_BYTES,
 ) -> Sizes | None:
-    """Check that sizes and mesh fit the spec, None when both are unknown, and that `dtype` is one's name or one."""
+    """Check sizes, mesh and dtype against the spec; return the `Sizes`, or None if sizes and mesh are unknown."""
     known = str(dtype).removeprefix("torch.")
     if known not in ITEMSIZE:
         raise ValueError(f"dtype must be one of {', '.join(ITEMSIZE)}, got {known}")
@@ -217,7 +222,8 @@ def measure(
 @lru_cache(maxsize=4096)
 def _plan(spec: Spec, sizes: Sizes | None, flops_per_byte: float) -> Plan:
     dy = Tensor(spec.c.dims)
-    # All rows together are as long as K and as N, every axis has four ranks; a collective's start outweighs all bytes.
+    # All rows together are as long as K and as N, and every axis has four ranks. A collective's start outweighs all
+    # bytes.
     rows = (*spec.batch, spec.m)
     length = 4 ** (10 * len(rows))
     alike = dict.fromkeys(rows, 4**10) | {spec.k: length, spec.n: length}

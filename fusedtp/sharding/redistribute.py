@@ -1,9 +1,9 @@
-"""How a tensor gets from one sharding to another: the steps, what each sends, and the cheapest sequences of them.
+"""Steps from one sharding of a tensor to another: what each sends, and the cheapest sequences.
 
-Every sharding of a tensor is a state, every collective or slice over one mesh axis a move between two states. An
-all-gather takes the minor axis off a dim, a slice puts one on; a reduce-scatter turns a partial axis into the minor one
-of a dim, an all-reduce drops it. An axis that is not the minor one of its dim can only be taken off after those behind
-it: otherwise the parts would not be contiguous.
+Every sharding of a tensor is a state; every collective or slice over one mesh axis is a move between two states. An
+all-gather removes the minor axis of a dim, a slice adds one. A reduce-scatter turns a partial axis into the minor axis
+of a dim, an all-reduce drops it. Axes of a dim are removed from the minor one on: otherwise parts would not be
+contiguous.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Kind: TypeAlias = Literal["all_gather", "slice", "matmul", "reduce_scatter", "al
 class Step:
     """One step of a plan on `tensor` (x, w, y, dy, dx or dw) over mesh axis `axis`.
 
-    `dim` is the dim that is gathered, sliced or scattered, "" for all_reduce and matmul. `fused`: the step runs inside
-    the matmul, whose own step is marked too. A step over an axis joins the ranks that differ on that axis only.
+    `dim` is the dim that is gathered, sliced or scattered, "" for all_reduce and matmul. `fused` marks a collective
+    that runs inside the matmul, and that matmul. A step over an axis joins the ranks that differ on that axis only.
     """
 
     kind: Kind
@@ -50,10 +50,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Global dim lengths, ranks along each mesh axis, bytes per element, and what starting a collective costs in bytes.
+    """Global dim lengths, ranks along each mesh axis, bytes per element, and the start of a collective in bytes.
 
-    Where a dim does not divide, shards count at the length of the largest. sum_itemsize: of a term of a sum, where that
-    is not `itemsize`.
+    If a dim does not divide, every shard counts as the largest. `sum_itemsize` is the bytes of a term of a sum.
     """
 
     lengths: tuple[tuple[str, int], ...]
@@ -83,18 +82,18 @@ class Sizes:
         return self._ranks[axis]
 
     def shard(self, name: str, axes: tuple[str, ...]) -> int:
-        """The largest length of dim `name` on a rank when `axes` split it in turn, each like torch.tensor_split."""
+        """Return the largest length of dim `name` on a rank when `axes` split it in turn, like torch.tensor_split."""
         length = self._shards.get((name, axes))
         if length is None:
             length = self._shards[name, axes] = -(-self.shard(name, axes[:-1]) // self._ranks[axes[-1]])
         return length
 
     def numel(self, tensor: Tensor) -> int:
-        """The most elements that one rank holds."""
+        """Return the largest number of elements on a rank."""
         return prod(self.shard(dim.name, dim.axes) for dim in tensor.dims)
 
     def sent(self, step: Step, before: Tensor) -> int:
-        """Bytes that a rank sends in `step` on `before`, with n ranks along its axis.
+        """Return the bytes that a rank sends in `step` on `before`, with n ranks along its axis.
 
         All-gather and reduce-scatter: n-1 shards, ring or direct alike. All-reduce: 2 (n-1) shards, ring or two-shot.
         """
@@ -111,7 +110,7 @@ class Sizes:
 
 
 def moved(tensor: Tensor, step: Step) -> Tensor:
-    """The sharding of `tensor` after `step`; ValueError where the step does not apply to it."""
+    """Return the sharding of `tensor` after `step`; ValueError if the step does not apply to it."""
     axes = tensor.axes(step.dim) if step.dim else ()
     free = step.axis not in tensor.used
     if step.kind == "all_gather" and axes[-1:] == (step.axis,):
@@ -126,10 +125,13 @@ def moved(tensor: Tensor, step: Step) -> Tensor:
 
 @dataclass(frozen=True, order=True)
 class Route:
-    """The cheapest steps between two shardings, compared field by field.
+    """Cheapest steps between two shardings, compared field by field.
 
-    cost: bytes sent and the start of every collective, in bytes. reduces: how many steps add up. num_steps: all steps.
-    exposed: bytes outside the step next to the matmul that could be fused with it. sent: bytes a rank sends.
+    - `cost`: bytes sent and the start of every collective, in bytes.
+    - `reduces`: number of steps that add up.
+    - `num_steps`: number of all steps.
+    - `exposed`: bytes sent outside the step that could be fused with the matmul next to it.
+    - `sent`: bytes that a rank sends.
     """
 
     cost: int = 0
@@ -141,7 +143,7 @@ class Route:
 
     @property
     def fusable(self) -> int:
-        """Bytes of the step that could be fused with the matmul."""
+        """Return the bytes of the step that could be fused with the matmul."""
         return self.sent - self.exposed
 
 
@@ -150,7 +152,7 @@ _Moves: TypeAlias = Callable[[Tensor], Iterator[tuple[Step, Tensor, int]]]
 
 @lru_cache(maxsize=4096)
 def operand_routes(start: Tensor, name: str, axes: tuple[str, ...], sizes: Sizes) -> dict[Tensor, Route]:
-    """From operand `start` to every sharding of it over `axes`; fusable is a last step that gathers."""
+    """Return the routes from operand `start` to its shardings over `axes`; a last step that gathers is fusable."""
 
     def moves(tensor: Tensor) -> Iterator[tuple[Step, Tensor, int]]:
         for step in _gathers_and_slices(tensor, name, axes):
@@ -161,7 +163,7 @@ def operand_routes(start: Tensor, name: str, axes: tuple[str, ...], sizes: Sizes
 
 @lru_cache(maxsize=4096)
 def result_routes(wanted: Tensor, name: str, axes: tuple[str, ...], sizes: Sizes) -> dict[Tensor, Route]:
-    """To the result `wanted` from every sharding that can become it; fusable is a first step that reduces."""
+    """Return the routes to result `wanted` from all shardings that lead to it; a first step that reduces is fusable."""
 
     def moves(tensor: Tensor) -> Iterator[tuple[Step, Tensor, int]]:
         for before, step in _before(tensor, name, axes):
@@ -180,7 +182,7 @@ def _gathers_and_slices(tensor: Tensor, name: str, axes: tuple[str, ...]) -> Ite
 
 
 def _before(tensor: Tensor, name: str, axes: tuple[str, ...]) -> Iterator[tuple[Tensor, Step]]:
-    """Every step that ends in `tensor`, with the sharding that it starts from."""
+    """Yield every step that ends in `tensor`, with the sharding that it starts from."""
     free = [axis for axis in axes if axis not in tensor.used]
     for dim in tensor.dims:
         for axis in free:
@@ -198,7 +200,7 @@ def _partial_over(tensor: Tensor, axis: str) -> Tensor:
 
 
 def _shortest(start: Tensor, moves: _Moves, start_bytes: int, *, backward: bool) -> dict[Tensor, Route]:
-    """Dijkstra's algorithm. With `backward` routes lead to `start`: a move is the step from the state that it names."""
+    """Run Dijkstra's algorithm; with `backward` routes lead to `start`: moves name the state a step starts from."""
     found: dict[Tensor, Route] = {}
     heap = [(Route(), start)]
     while heap:
@@ -209,7 +211,7 @@ def _shortest(start: Tensor, moves: _Moves, start_bytes: int, *, backward: bool)
         for step, other, sent in moves(tensor):
             if other in found:
                 continue
-            # The step nearest to the matmul is the one just added: the last of an operand's, the first of the result's.
+            # The step just added is nearest to the matmul: an operand's last step, the result's first.
             fusable = step.reduces if backward else step.kind == "all_gather"
             longer = Route(
                 cost=route.cost + sent + start_bytes * step.is_collective,

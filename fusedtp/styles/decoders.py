@@ -17,6 +17,7 @@ import fnmatch
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -28,13 +29,14 @@ from torch.nn.utils.parametrize import is_parametrized
 from ..calls import arguments, dispatch, orders
 from ..calls.parameters import same_as
 from ..op import ANY_ORDER, RANK_ORDER, Order
+from ..options import Options
 from ..recipes import Float8
 from . import agreed, lora
 from .embeddings import FusedEmbeddingParallel
 from .grouped import FusedGroup
 from .linears import FusedColwiseParallel, FusedRowwiseParallel, check_mesh, unfit
 from .norms import AsGiven, FusedNormParallel
-from .packed import Unpack, features, is_conv1d
+from .packed import Unpack, features, is_conv1d, joined
 from .stack import PLANS, Decoder, check_alike, check_own, check_split_tokens, decoder_of, has_own, is_norm
 from .tokens import TOKENS, Heads, KeptLogits, SplitFeatures, SplitTokens, TiedHead, WholeOutput, WholeTokens
 
@@ -58,13 +60,13 @@ _LEAVE_PARAMETERS = {each.__name__ for each in (SplitTokens, WholeTokens, WholeO
 class _Planner:
     # Writes the plan of a decoder: styles by the names of modules, to be applied in order.
     def __init__(
-        self, decoder: Decoder, num_ranks: int, split_tokens: bool, split_logits: bool, options: dict[str, Any],
+        self, decoder: Decoder, num_ranks: int, split_tokens: bool, split_logits: bool, schedule: str,
         float8: Float8 | None, order: Order,
     ) -> None:  # fmt: skip
-        self._of, self._ranks, self._options = decoder, num_ranks, options
-        self._order: dict[str, Any] = {"order": order}
+        self._of, self._ranks, self._schedule = decoder, num_ranks, schedule
+        self._order = order
         # Of the linears of attention and MLPs.
-        self._linears: dict[str, Any] = {**options, "float8": float8, "order": order}
+        self._linears: dict[str, Any] = {"schedule": schedule, "float8": float8, "order": order}
         self._split_tokens, self._split_logits = split_tokens, split_logits
         self._tokens: Placement = TOKENS if split_tokens else Replicate()
         # What comes after the layers takes hidden states as they were in one process.
@@ -75,8 +77,7 @@ class _Planner:
         self.plan.setdefault(name, []).extend(styles)
 
     def _norm(self, use_local_output: bool = False) -> ParallelStyle:
-        options = {"schedule": self._options["schedule"], "debug": self._options["debug"]}
-        return FusedNormParallel(use_local_output=use_local_output, **options)
+        return FusedNormParallel(use_local_output=use_local_output, schedule=self._schedule)
 
     def write(self) -> dict[str, list[ParallelStyle]]:
         """The whole plan."""
@@ -198,9 +199,9 @@ class _Planner:
                     f"parallelize splits {path} with the heads of {linear}, of which there are {pieces[linear]}, fewer "
                     f"than {self._ranks} ranks"
                 )
-            if self._order["order"] not in (RANK_ORDER, ANY_ORDER):
+            if self._order not in (RANK_ORDER, ANY_ORDER):
                 raise NotImplementedError(
-                    f"parallelize: order {self._order['order']!r} is not kept by {path}, a norm over features that "
+                    f"parallelize: order {self._order!r} is not kept by {path}, a norm over features that "
                     "ranks share, whose sums are added in the order of ranks"
                 )
             if shapes == {(whole,)}:
@@ -245,7 +246,7 @@ class _Planner:
         model: Any = self._of.model
         embedding = model.get_input_embeddings()
         (name,) = [name for name, each in model.named_modules() if each is embedding]
-        self._add(name, FusedEmbeddingParallel(schedule=self._options["schedule"], debug=self._options["debug"]))
+        self._add(name, FusedEmbeddingParallel(schedule=self._schedule))
 
     def _head(self) -> None:
         model: Any = self._of.model
@@ -260,14 +261,14 @@ class _Planner:
         if self._split_logits:
             output = {"output_layouts": Shard(-1), "use_local_output": False}
         tokens = Replicate() if self._ends_whole else self._tokens
-        style = FusedColwiseParallel(input_layouts=tokens, **output, **self._options, **self._order)
+        style = FusedColwiseParallel(input_layouts=tokens, **output, schedule=self._schedule, order=self._order)
         tied = embedding is not None and embedding.weight is head.weight
         self._add(name, TiedHead(style, embedding) if tied else style)
 
 
 def decoder_plan(
     model: nn.Module, num_ranks: int, *, sequence_parallel: bool = True, loss_parallel: bool = False,
-    schedule: str = "auto", debug: bool = False, float8: Float8 | None = None, order: Order = RANK_ORDER,
+    schedule: str = "auto", float8: Float8 | None = None, order: Order = RANK_ORDER,
 ) -> dict[str, list[ParallelStyle]]:  # fmt: skip
     """The plan that `parallelize` applies: styles by names of modules, in which * is any one name.
 
@@ -276,13 +277,12 @@ def decoder_plan(
     """
     split = arguments.flag("sequence_parallel", sequence_parallel)
     dispatch.check_schedule(schedule)
-    options = {"schedule": schedule, "debug": arguments.flag("debug", debug)}
     split_logits = arguments.flag("loss_parallel", loss_parallel)
     recipe = arguments.float8_of(float8)
-    orders.leaves_of(order, schedule, num_ranks, float8)
+    orders.leaves_of(Options(schedule, float8=recipe, order=order), num_ranks)
     decoder = lora.model_of(model)
     with lora.taken_off(decoder) as adapted:
-        plan = _Planner(decoder_of(decoder), num_ranks, split, split_logits, options, recipe, order).write()
+        plan = _Planner(decoder_of(decoder), num_ranks, split, split_logits, schedule, recipe, order).write()
         _check_ties(decoder, plan)
         lora.check(adapted, styled(decoder, plan))
     return plan
@@ -323,7 +323,7 @@ def _check_ties(model: nn.Module, plan: Mapping[str, Sequence[ParallelStyle]]) -
 
 def parallelize(
     model: nn.Module, device_mesh: DeviceMesh, *, sequence_parallel: bool = True, loss_parallel: bool = False,
-    schedule: str = "auto", debug: bool = False, float8: Float8 | None = None, order: Order = RANK_ORDER,
+    schedule: str = "auto", float8: Float8 | None = None, order: Order = RANK_ORDER,
     src_data_rank: int | None = 0,
 ) -> nn.Module:  # fmt: skip
     """Split a Hugging Face decoder over a 1-D mesh, in place: attention by heads, MLPs by features, embedding and head
@@ -332,7 +332,7 @@ def parallelize(
     sequence_parallel   between these, tokens are split: gathers and reduce-scatters, inside the matmuls, in place of
                         all-reduces. Any number of tokens will do.
     loss_parallel       logits stay split by vocabulary, DTensors, for torch.distributed.tensor.parallel.loss_parallel
-    schedule, debug     of every matmul, as in the functions
+    schedule            of every matmul, as in the functions
     float8              a recipe for the linears of attention and MLPs; embedding and head stay as they are
     order               rank; any: sums by NVLink's switch where it can (docs/guide/switch.md); or tree: what linears
                         make has the same bits on any number of ranks, and so have logits as far as the model's own code
@@ -351,7 +351,7 @@ def parallelize(
     """
     check_mesh(device_mesh)
     options: dict[str, Any] = {
-        "sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel, "schedule": schedule, "debug": debug,
+        "sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel, "schedule": schedule,
         "float8": float8, "order": order,
     }  # fmt: skip
     said = {name: repr(value) for name, value in {**options, "src_data_rank": src_data_rank}.items()}
@@ -383,12 +383,37 @@ def parallelize(
                 setattr(decoder.get_submodule(owner), own, first)
     for module in adapted.values():
         lora.split(module, device_mesh, src_data_rank)
+    for module in model.modules():
+        for name, instead in _OF_WHOLE.items():
+            if hasattr(type(module), name):
+                setattr(module, name, partial(instead, module))
     if src_data_rank is not None:
         # What no style has made one tensor of all ranks, and each rank goes on with.
         for tensor in (*model.parameters(), *model.buffers()):
             if not isinstance(tensor, DTensor):
                 same_as(src_data_rank, tensor, device_mesh)
     return model
+
+
+def _save(model: Any, *args: Any, state_dict: Mapping[str, Any] | None = None, **options: Any) -> Any:
+    # With this rank's shards it would write a configuration and fail at the weights.
+    if state_dict is None or any(isinstance(each, DTensor) for each in state_dict.values()):
+        raise NotImplementedError(
+            f"save_pretrained of this {type(model).__name__}, which parallelize has split, takes the whole state: on "
+            "every rank, with torch.distributed.checkpoint.state_dict, state = get_model_state_dict(model, "
+            "options=StateDictOptions(full_state_dict=True, cpu_offload=True)), then on one rank "
+            "model.save_pretrained(folder, state_dict=state)"
+        )
+    return type(model).save_pretrained(model, *args, state_dict=joined(model, state_dict), **options)
+
+
+def _resize(model: Any, *args: Any, **options: Any) -> Any:
+    name = type(model).__name__
+    raise NotImplementedError(f"parallelize has split the embeddings of this {name}: resize them before parallelize")
+
+
+# Methods of Hugging Face that need whole parameters, and what stands in their place on a model that is split.
+_OF_WHOLE = {"save_pretrained": _save, "resize_token_embeddings": _resize}
 
 
 def matching(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from .. import collectives
 from ..calls import arguments, dispatch
 from ..calls.parameters import PLAIN, local
+from ..scaled import check_dense
 from ..shards import chunk_sizes, offsets
 from .linears import as_dtensor, check_mesh, lies, met_before, positive
 from .shared import Derived, derived
@@ -25,7 +26,6 @@ class FusedEmbeddingParallel(ParallelStyle):
     output_layouts    of the result [.., features]: Replicate(), whole on every rank, or Shard(d), a rank's part of it
     use_local_output  return this rank's tensor rather than a DTensor, which knows its length where tokens do not divide
     schedule          of the all-reduce or reduce-scatter of the results: auto, fused, decomposed or unfused
-    debug             compare it with the other ranks' before it runs
 
     Every rank is given the same indices, and looks up those that are rows of its own; of each index one rank has the
     row, so the sum is exact. The weight becomes a DTensor, Shard(0), and its gradient is this rank's rows'. Subclasses
@@ -39,7 +39,6 @@ class FusedEmbeddingParallel(ParallelStyle):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
         schedule: str = "auto",
-        debug: bool = False,
     ) -> None:
         super().__init__()
         self.output_layouts = Replicate() if output_layouts is None else output_layouts
@@ -47,7 +46,7 @@ class FusedEmbeddingParallel(ParallelStyle):
             raise ValueError(f"output_layouts must be Shard(dim) or Replicate(), got {output_layouts!r}")
         self.use_local_output = arguments.flag("use_local_output", use_local_output)
         dispatch.check_schedule(schedule)
-        self.schedule, self.debug = schedule, arguments.flag("debug", debug)
+        self.schedule = schedule
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         check_mesh(device_mesh)
@@ -69,7 +68,7 @@ class FusedEmbeddingParallel(ParallelStyle):
         own: Any = type(module)
         made.__class__ = FusedEmbedding if own is nn.Embedding else derived((own, FusedEmbedding, Derived))
         made.mesh, made.output = device_mesh, self.output_layouts
-        made.use_local_output, made.schedule, made.debug = self.use_local_output, self.schedule, self.debug
+        made.use_local_output, made.schedule = self.use_local_output, self.schedule
         return module
 
     def __repr__(self) -> str:
@@ -84,10 +83,13 @@ class FusedEmbedding(nn.Embedding):
     output: Placement
     use_local_output: bool
     schedule: str
-    debug: bool
 
     def forward(self, input: Tensor) -> Tensor:
         """Indices [..], the same on every rank -> [.., features], or this rank's part of it."""
+        check_dense("input", input)
+        # torch's own check: a rank without rows looks nothing up.
+        if input.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"input must be indices in torch.int64 or torch.int32, got {input.dtype}")
         if isinstance(input, DTensor):
             input = input.redistribute(placements=[Replicate()]).to_local()
         output = positive(self.output, input.ndim + 1, "output_layouts")
@@ -113,7 +115,7 @@ class FusedEmbedding(nn.Embedding):
         else:
             # It takes part in what is sent backward as well.
             found = weight.new_zeros(*input.shape, self.embedding_dim) + weight.sum()
-        options: dict[str, Any] = {"group": self.mesh.get_group(), "schedule": self.schedule, "debug": self.debug}
+        options: dict[str, Any] = {"group": self.mesh.get_group(), "schedule": self.schedule}
         if isinstance(output, Shard):
             lengths = chunk_sizes(found.shape[output.dim], self.mesh.size())
             y = collectives.reduce_scatter(found, scatter_dim=output.dim, sizes=lengths, **options)

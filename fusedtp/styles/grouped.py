@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from ..scaled import check_dense
 from .linears import FusedColwiseLinear, FusedColwiseParallel, columns
 from .shared import FusedSharedLinear, replicate, share
 
@@ -69,6 +70,7 @@ class FusedGroupedLinear(FusedColwiseLinear):
     together: _Together
 
     def forward(self, input: Tensor) -> Tensor:
+        check_dense("input", input)
         return self.together.take(self, input)
 
 
@@ -84,9 +86,10 @@ class FusedGroup(ParallelStyle):
                       there are ranks: several of these then use the same piece, and each has the whole weight
     options           those of FusedColwiseParallel
 
-    The module's code is unchanged: the first linear that it calls with an input computes all of them, the others take
-    theirs. Linears that are called with different inputs, or not at all, are right too, but then more is computed than
-    is used. Under torch.compile an input must not be changed in place between the calls of a group. Tensors made under
+    The module's code is unchanged, and sees its input as it was given: x.shape of a plain shard is this rank's part, of
+    a DTensor the whole. The first linear that it calls with an input computes all of them, the others take theirs.
+    Linears that are called with different inputs, or not at all, are right too, but then more is computed than is used.
+    Under torch.compile an input must not be changed in place between the calls of a group. Tensors made under
     torch.inference_mode count no changes, so each linear gathers them for itself: torch.no_grad has one gather for all.
     In backward the gradients of the input are added before they are scattered, once.
     """

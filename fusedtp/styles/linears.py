@@ -35,7 +35,9 @@ from .. import groups
 from ..calls import arguments, dispatch, eager, orders, problems
 from ..calls.parameters import Lies, Watched, local, watch_all
 from ..op import RANK_ORDER, Order
+from ..options import Options
 from ..recipes import Float8
+from ..scaled import check_dense
 from ..shards import chunk_sizes
 
 
@@ -46,11 +48,7 @@ class _Layouts:
     input: Placement
     output: Placement
     use_local_output: bool
-    schedule: str
-    debug: bool
-    producer: str
-    float8: Float8 | None
-    order: Order
+    options: Options
 
     @property
     def group(self) -> ProcessGroup:
@@ -62,8 +60,7 @@ class _Layouts:
 
     def receive(self, x: Tensor, wanted: Placement | None = None) -> tuple[Tensor, Placement, tuple[int, ...] | None]:
         """The local part of x, its layout (`wanted` if given), and the ranks' lengths where the global one is known."""
-        if not isinstance(x, Tensor):
-            raise TypeError(f"input must be a tensor, got {type(x).__name__}")
+        check_dense("input", x)
         placement = positive(self.input, x.ndim, "input_layouts")
         # The result has as many dims as x: checked now, so that a wrong layout is not found only after sending.
         positive(self.output, x.ndim, "output_layouts")
@@ -178,14 +175,11 @@ def columns(linears: Sequence[FusedColwiseLinear], input: Tensor) -> list[Tensor
     weight, bias = linears[0].own() if len(linears) == 1 else zip(*(each.own() for each in linears), strict=True)
     x, placement, sizes = to.receive(input)
     # A parameter's gradient has its own layout: whole where it is replicated, because backward has reduced it.
-    ours = weight, bias, to.group
+    ours = weight, bias, to.group, to.options
     if isinstance(placement, Shard):
-        describe = problems.all_gather_problem
-        ys = eager.of_parameters(
-            describe, x, *ours, placement.dim, sizes, to.schedule, to.debug, to.producer, to.float8, to.order
-        )
+        ys = eager.of_parameters(problems.all_gather_problem, x, *ours, (placement.dim, sizes))
     else:
-        ys = eager.of_parameters(problems.replicated_problem, x, *ours, to.schedule, to.debug, to.float8, to.order)
+        ys = eager.of_parameters(problems.replicated_problem, x, *ours)
     outs = ys if isinstance(ys, tuple) else (ys,)
     return [
         each.layouts.hand_out(y, Shard(-1), (*y.shape[:-1], each.out_features))
@@ -202,17 +196,14 @@ class FusedRowwiseLinear(FusedLinear):
         self.check_parameters()
         to = self.layouts
         x, _, _ = to.receive(input, wanted=Shard(-1))
-        ours = self.weight, self.bias, to.group
+        ours = self.weight, self.bias, to.group, to.options
         shape = (*x.shape[:-1], self.out_features)
         made = positive(to.output, x.ndim)
         if isinstance(made, Shard):
-            describe, sizes = problems.reduce_scatter_problem, to.sizes(shape[made.dim])
-            y = eager.of_parameters(
-                describe, x, *ours, made.dim, sizes, to.schedule, to.debug, to.producer, to.float8, to.order
-            )
+            along = made.dim, to.sizes(shape[made.dim])
+            y = eager.of_parameters(problems.reduce_scatter_problem, x, *ours, along)
         else:
-            options = to.schedule, "auto", to.debug, to.float8, to.order
-            y = eager.of_parameters(problems.all_reduce_problem, x, *ours, *options)
+            y = eager.of_parameters(problems.all_reduce_problem, x, *ours)
         return to.hand_out(y, made, shape)
 
 
@@ -315,7 +306,6 @@ class _FusedStyle(ParallelStyle):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
         schedule: str = "auto",
-        debug: bool = False,
         producer: str = "auto",
         float8: Float8 | None = None,
         order: Order = RANK_ORDER,
@@ -325,11 +315,9 @@ class _FusedStyle(ParallelStyle):
         self.output_layouts = self._output if output_layouts is None else output_layouts
         self.use_local_output = arguments.flag("use_local_output", use_local_output)
         arguments.check_producer(producer, schedule)
-        self.schedule, self.debug, self.producer = schedule, arguments.flag("debug", debug), producer
-        self.float8 = arguments.float8_of(float8)
-        self.order = order
+        self.options = Options(schedule, "auto", producer, arguments.float8_of(float8), order)
         # Of any number of ranks so far.
-        orders.leaves_of(order, schedule, 1, float8)
+        orders.leaves_of(self.options, 1)
         for name, placement in (("input_layouts", self.input_layouts), ("output_layouts", self.output_layouts)):
             if not isinstance(placement, Shard | Replicate):
                 raise ValueError(f"{name} must be Shard(dim) or Replicate(), got {placement!r}")
@@ -341,16 +329,14 @@ class _FusedStyle(ParallelStyle):
             raise NotImplementedError(f"{type(self).__name__} is for nn.Linear, got {reason}")
         check_mesh(device_mesh)
         dtype = next(module.parameters()).dtype
-        if orders.leaves_of(self.order, self.schedule, device_mesh.size(), self.float8, dtype) > 0:
+        if orders.leaves_of(self.options, device_mesh.size(), dtype) > 0:
             name = "out_features" if self._weight == Shard(0) else "in_features"
-            orders.check_even(self.order, chunk_sizes(getattr(module, name), device_mesh.size()), f"parts of {name}")
+            sizes = chunk_sizes(getattr(module, name), device_mesh.size())
+            orders.check_even(self.options.order, sizes, f"parts of {name}")
 
     def layouts_on(self, device_mesh: DeviceMesh) -> _Layouts:
         """What a linear of this style is told."""
-        return _Layouts(
-            device_mesh, self.input_layouts, self.output_layouts, self.use_local_output, self.schedule, self.debug,
-            self.producer, self.float8, self.order,
-        )  # fmt: skip
+        return _Layouts(device_mesh, self.input_layouts, self.output_layouts, self.use_local_output, self.options)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.check(module, device_mesh)
@@ -371,10 +357,10 @@ class _FusedStyle(ParallelStyle):
 
     def __repr__(self) -> str:
         layouts = f"input_layouts={self.input_layouts}, output_layouts={self.output_layouts}"
-        order = f", order={self.order!r}" * (self.order != RANK_ORDER)
+        schedule, order = self.options.schedule, self.options.order
+        order = f", order={order!r}" * (order != RANK_ORDER)
         return (
-            f"{type(self).__name__}({layouts}, use_local_output={self.use_local_output}, schedule={self.schedule!r}"
-            f"{order})"
+            f"{type(self).__name__}({layouts}, use_local_output={self.use_local_output}, schedule={schedule!r}{order})"
         )
 
 
@@ -385,7 +371,6 @@ class FusedColwiseParallel(_FusedStyle):
     output_layouts    by default Shard(-1)
     use_local_output  return this rank's tensor rather than a DTensor
     schedule          of the matmul: auto, fused, decomposed or unfused
-    debug             compare every op with the other ranks' before it runs
     producer          how the fused schedule sends what it gathers: auto, push, copy or multicast
     float8            tensorwise, rowwise or rowwise_with_gw_hp: operands become float8 before they are sent
     order             rank; any: sums by NVLink's switch where it can; or tree: the same bits on any number of ranks, as
@@ -408,7 +393,6 @@ class FusedRowwiseParallel(_FusedStyle):
     output_layouts    by default Replicate()
     use_local_output  return this rank's tensor rather than a DTensor
     schedule          of the matmul: auto, fused, decomposed or unfused
-    debug             compare every op with the other ranks' before it runs
     producer          how the fused schedule sends what it gathers: auto, push, copy or multicast
     float8            tensorwise, rowwise or rowwise_with_gw_hp: operands become float8 before they are sent
     order             rank; any: sums by NVLink's switch where it can; or tree: the same bits on any number of ranks, as

@@ -123,9 +123,9 @@ class _Apply:
     def __init__(self, device_mesh: DeviceMesh, src_data_rank: int | None, layouts: Any) -> None:
         self.mesh, self.src = device_mesh, src_data_rank
         self.options: dict[str, Any] = {
-            "input_layouts": layouts.input, "output_layouts": layouts.output, "schedule": layouts.schedule,
-            "use_local_output": layouts.use_local_output, "debug": layouts.debug, "producer": layouts.producer,
-            "order": layouts.order,
+            "input_layouts": layouts.input, "output_layouts": layouts.output,
+            "use_local_output": layouts.use_local_output, "schedule": layouts.options.schedule,
+            "producer": layouts.options.producer, "order": layouts.options.order,
         }  # fmt: skip
 
     def __call__(self, style: ParallelStyle, module: nn.Module) -> None:
@@ -133,7 +133,7 @@ class _Apply:
         style._apply(module, self.mesh)
 
     def whole(self, module: nn.Module) -> None:
-        self(AsGiven(schedule=self.options["schedule"], debug=self.options["debug"]), module)
+        self(AsGiven(schedule=self.options["schedule"]), module)
 
     def columns(self, linear: Any, like: Sequence[Any], packed: bool) -> None:
         style, shared = FusedColwiseParallel(**self.options), isinstance(like[0], FusedSharedLinear)

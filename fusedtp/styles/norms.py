@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from ..calls import arguments, dispatch
 from ..calls.parameters import local
+from ..scaled import check_dense
 from .linears import as_dtensor, check_mesh, met_before, positive
 from .shared import Derived, Sum, derived, replicate
 
@@ -24,7 +25,6 @@ class FusedNormParallel(ParallelStyle):
     sequence_dim      along which the tokens of a plain input are split, as many on every rank; a DTensor is laid out so
     use_local_output  return this rank's tensor rather than a DTensor
     schedule          of the all-reduce: auto, fused, decomposed or unfused
-    debug             compare it with the other ranks' before it runs
 
     The module goes on normalizing what it is given, this rank's part; what it normalizes along must be whole. Its
     parameters become DTensors, Replicate(), and each rank's part of their gradients is added up in backward: one
@@ -33,16 +33,14 @@ class FusedNormParallel(ParallelStyle):
     each rank keeps its part: ranks that were seeded alike stay so, however many tokens each has.
     """
 
-    def __init__(
-        self, *, sequence_dim: int = 1, use_local_output: bool = False, schedule: str = "auto", debug: bool = False
-    ) -> None:
+    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False, schedule: str = "auto") -> None:
         super().__init__()
         if not isinstance(sequence_dim, int) or isinstance(sequence_dim, bool):
             raise TypeError(f"sequence_dim must be an int, got {sequence_dim!r}")
         dispatch.check_schedule(schedule)
         self.tokens: Shard | None = Shard(sequence_dim)
         self.use_local_output = arguments.flag("use_local_output", use_local_output)
-        self.schedule, self.debug = schedule, arguments.flag("debug", debug)
+        self.schedule = schedule
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         check_mesh(device_mesh)
@@ -61,7 +59,7 @@ class FusedNormParallel(ParallelStyle):
         made: Any = module
         made.__class__ = derived((FusedDropout if kind == "Dropout" else FusedNorm, type(module)), values)
         made._distribute_module_applied = True
-        made.gradients = Sum(device_mesh, self.schedule, self.debug)
+        made.gradients = Sum(device_mesh, self.schedule)
         made.tokens, made.use_local_output = self.tokens, self.use_local_output
         return module
 
@@ -74,8 +72,8 @@ class FusedNormParallel(ParallelStyle):
 class AsGiven(FusedNormParallel):
     """The same of a module that is given either DTensors, in any layout, or plain tensors that every rank has whole."""
 
-    def __init__(self, *, schedule: str = "auto", debug: bool = False) -> None:
-        super().__init__(schedule=schedule, debug=debug)
+    def __init__(self, *, schedule: str = "auto") -> None:
+        super().__init__(schedule=schedule)
         self.tokens = None
 
 
@@ -105,6 +103,7 @@ class FusedNorm(Derived):
 
     def _received(self, input: Tensor) -> Tensor:
         # The input as a DTensor, laid out as the style says; as it is where the style says nothing.
+        check_dense("input", input)
         if self.tokens is None:
             return input
         tokens = positive(self.tokens, input.ndim, "sequence_dim")

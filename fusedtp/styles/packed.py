@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,11 +29,26 @@ class Unpacked(nn.Module):
     """
 
     parts: nn.ModuleList
+    # Whether it was a Conv1D.
+    transposed: bool
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., all parts' features that this rank has]."""
         outs = [part(x) for part in self.parts]
         return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
+
+
+def joined(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a whole state under the names, and in the shapes, that parameters had before `Unpack`."""
+    state = dict(state)
+    for name, module in model.named_modules():
+        if isinstance(module, Unpacked):
+            for of in ("weight", "bias"):
+                keys = [f"{name}.parts.{i}.{of}" for i in range(len(module.parts))]
+                if parts := [state.pop(key) for key in keys if key in state]:
+                    whole = torch.cat(parts)
+                    state[f"{name}.{of}"] = whole.t().contiguous() if module.transposed and whole.ndim == 2 else whole
+    return state
 
 
 class Unpack(ParallelStyle):
@@ -57,6 +72,7 @@ class Unpack(ParallelStyle):
             parts.append(part)
             begin += length
         made: Any = module
+        made.transposed = is_conv1d(module)
         made.__class__ = Unpacked
         made.parts = nn.ModuleList(parts)
         return module

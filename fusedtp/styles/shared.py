@@ -20,11 +20,10 @@ from .linears import FusedColwiseLinear, FusedColwiseParallel
 
 @dataclass(frozen=True)
 class Sum:
-    """How the gradients are added up: over which mesh, and the options of that all-reduce."""
+    """How the gradients are added up: over which mesh, and by which schedule."""
 
     mesh: DeviceMesh
     schedule: str = "auto"
-    debug: bool = False
 
     def use(self, parameter: Tensor) -> Tensor:
         """The whole parameter, for this rank's own use."""
@@ -32,7 +31,7 @@ class Sum:
         if not (torch.is_grad_enabled() and parameter.requires_grad):
             return whole
         group = self.mesh.get_group().group_name
-        own = operators.as_it_is(whole.reshape(1, -1), group, self.schedule, self.debug)
+        own = operators.as_it_is(whole.reshape(1, -1), group, self.schedule)
         return own.view(whole.shape)
 
 
@@ -66,7 +65,7 @@ def share(style: FusedColwiseParallel, linear: nn.Linear, device_mesh: DeviceMes
     assert isinstance(linear, FusedSharedLinear)
     setattr(linear, "_distribute_module_applied", True)  # noqa: B010
     linear.layouts, linear.own_rows = style.layouts_on(device_mesh), own_rows
-    linear.gradients = Sum(device_mesh, style.schedule, style.debug)
+    linear.gradients = Sum(device_mesh, style.options.schedule)
     watch_all(linear)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,16 @@ from ..errors import PeerTimeout, RanksDisagree
 from ..kernels import signal
 from ..memory import Arena
 from ..op import OPS
-from . import disagreement, meaning, missing
+from . import disagreement, meaning
 from .meaning import Meanings
-from .steps import fingerprint_place, store_release
+from .steps import fingerprint_place, raised, store_release, wrapping_difference
+
+# By LEFT, in `signal`.
+_LEFT = {
+    1: "has called fusedtp.destroy",
+    2: "left an op with an exception",
+    3: "broke off while its memory was made",
+}
 
 
 class Failing:
@@ -108,10 +116,11 @@ class Failing:
         differing = disagreement.differing(self._header(self.rank), self.rank, self.world_size, expected)
         if differing := differing or [other for other in others if disagreement.heard(self._text(other)) is not None]:
             self.disagree(op, differing[0], expected)
-        who = missing.really_missing(self.rank, self.world_size, self._header, peer, self.seconds)
+        headers = [self._header(each) for each in range(self.world_size)]
+        who = missing(self.rank, headers, peer)
         what = "its memory to grow: step" if slot == signal.GROWTH_SLOT.value else f"signal slot {slot}: epoch"
         detail = f"{what} {expected} expected, {seen} seen"
-        detail += missing.explain(self.world_size, self._header, peer, who)
+        detail += explain(headers, peer, who)
         if self.meanings.now.values.get("pass") == "backward" and not disagreement.has_entered(
             self._header(self.rank), who, self.world_size, expected
         ):
@@ -125,3 +134,53 @@ class Failing:
         assert self._arena is not None
         words: list[int] = self._arena.tensors[peer][: self.data_offset].view(torch.int32).tolist()
         return words
+
+
+def missing(rank: int, headers: Sequence[Sequence[int]], peer: int) -> int:
+    """Find the rank that caused a timeout, for `rank`, which waited for `peer` in vain.
+
+    Follow each rank's word, whom it waits for or has given up on, to a rank that says nothing. headers: of all ranks,
+    int32 by int32, with the signals that each has seen.
+    """
+    chain = [rank]
+    following: int | None = peer
+    while following is not None and following not in chain:
+        chain.append(following)
+        following = _whom(headers, following)
+    return chain[-1]
+
+
+def _whom(headers: Sequence[Sequence[int]], peer: int) -> int | None:
+    words, world_size = headers[peer], len(headers)
+    if (lost := _rank_in(words, signal.GIVEN_UP.value, world_size)) is not None:
+        return lost
+    source = _rank_in(words, signal.WAITING_FOR.value, world_size)
+    if source is None or words[signal.LEFT.value]:
+        return None
+    slot, expected = words[signal.WAITING_SLOT.value], wrapping_difference(words[signal.EPOCH.value], -1)
+    word = signal.SIGNALS.value + slot * world_size + source
+    if slot == signal.GROWTH_SLOT.value:
+        seen, expected = headers[source][signal.GROWING.value], words[signal.GROWING.value]
+    elif slot >= 0 and word < len(words):
+        seen = words[word]
+    else:
+        return None
+    # A rank that already has the signal it says it waits for was stopped or killed there.
+    return None if raised(seen, expected) else source
+
+
+def _rank_in(words: Sequence[int], word: int, world_size: int) -> int | None:
+    # A rank is written as its number + 1. Any other value was not written by this protocol, and says nothing.
+    return words[word] - 1 if 0 < words[word] <= world_size else None
+
+
+def explain(headers: Sequence[Sequence[int]], peer: int, named: int) -> str:
+    """Return what a message that names rank `named` in place of `peer` says of it."""
+    words, text = headers[named], ""
+    if named != peer:
+        text += f"; rank {peer} was itself waiting for rank {named}"
+    if (lost := _rank_in(words, signal.GIVEN_UP.value, len(headers))) is not None:
+        text += f"; rank {named} had given up on rank {lost}"
+    if (what := _LEFT.get(words[signal.LEFT.value])) is not None:
+        text += f"; rank {named} {what}: call fusedtp.destroy for this group on every rank, then the op again"
+    return text

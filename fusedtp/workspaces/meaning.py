@@ -3,7 +3,7 @@
 Each rank takes lengths from its own tensors. Ranks that take different ones would read and write at different places of
 shared memory, and take garbage for a result. So every op there carries its fingerprint beside its epoch
 (`kernels.signal`), and ranks compare them where they wait for each other anyway. A fingerprint does not cover values
-that all ranks must hold alike, such as a bias that is added once: `debug=True` compares these (`agreement`).
+that all ranks must hold alike, such as a bias that is added once.
 """
 
 from __future__ import annotations
@@ -74,16 +74,13 @@ class Meanings:
         return self._by_fingerprint.get(fingerprint, self.now)
 
 
-def difference(op: str, everyone: Sequence[Mapping[str, str] | None], call: str = "") -> str:
-    """What the ranks do not agree on, as a message; empty where they do. None: that rank has not said.
-
-    call: what the op was, where its name is what differs.
-    """
+def difference(op: str, everyone: Sequence[Mapping[str, str] | None]) -> str:
+    """What the ranks do not agree on, as a message; empty where they do. None: that rank has not said."""
     for name in dict.fromkeys(name for each in everyone if each is not None for name in each):
         values = ["an unknown one" if each is None else each.get(name, "not given") for each in everyone]
         if len({value for value, each in zip(values, everyone, strict=True) if each is not None}) > 1:
-            who, what = (call or op, "the op") if name == "op" else (op, name)
-            text = f"{who}: the ranks do not agree on {what}: {_by_rank(values)}{_odd_one_out(values)}"
+            what = "the op" if name == "op" else name
+            text = f"{op}: the ranks do not agree on {what}: {_by_rank(values)}{_odd_one_out(values)}"
             calls = ["" if each is None else each.get("call", "") for each in everyone]
             # One op may be a step of another call.
             return f"{text}, in {_by_rank(calls)}" if name == "op" and all(calls) and len(set(calls)) > 1 else text

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
 from weakref import ref
 
 import torch
@@ -27,7 +28,6 @@ _unreachable: dict[tuple[str, torch.device], str] = {}
 _made_for: dict[tuple[str, torch.device], ref[dist.ProcessGroup]] = {}
 # The workspaces of groups in use, by a key that is looked up fast.
 _found: dict[tuple[int, torch.device], tuple[ref[dist.ProcessGroup], Workspace]] = {}
-_destroyed: Counter[str | None] = Counter()  # how often each group was; None: all of them
 
 
 def _key(group: dist.ProcessGroup, device: torch.device) -> tuple[str, torch.device]:
@@ -100,9 +100,9 @@ def set_timeout(seconds: float, group: Group = None) -> None:
     """How long a wait for a peer may take before `PeerTimeout`, in seconds (30 at first), from now on: in `group`, or,
     where none is given, in every group of this process, those that had a budget of their own as well.
 
-    It is the budget of every wait in shared memory and of debug mode, and of the wait for peers that a group's first op
-    or `parallelize` begins with, which without it have the timeout of init_process_group or new_group. What goes
-    through the backend has that timeout: the schedule `unfused`, on a GPU also making a workspace and its growth.
+    It is the budget of every wait in shared memory, and of the wait for peers that a group's first op or `parallelize`
+    begins with, which without it have the timeout of init_process_group or new_group. What goes through the backend
+    has that timeout: the schedule `unfused`, on a GPU also making a workspace and its growth.
 
     Raises ValueError unless 0 < seconds <= 2,000,000 (the clock is an int32 of milliseconds), TypeError for no number;
     for what is no group as in the functions.
@@ -128,11 +128,6 @@ def check(group: Group = None) -> None:
             workspace.check()
 
 
-def generation(name: str) -> int:
-    """How often `destroy` has been called for the group of that name: the same on all ranks that call it alike."""
-    return _destroyed[None] + _destroyed[name]
-
-
 def destroy(group: Group = None) -> None:
     """Give back the symmetric memory of `group`, or of every group of this process. Waits for nobody.
 
@@ -148,20 +143,16 @@ def destroy(group: Group = None) -> None:
         group = groups.resolve(group)
     name = None if group is None else str(group.group_name)
     keys = [key for key in list(_made_for) if name in (None, key[0])]
-    taken: list[turns.Turn] = []
-    try:
-        for each in dict.fromkeys(key[0] for key in keys):
-            turn = turns.Turn("group", each, "destroy")
-            # Here and not through contextlib: a turn is held while the function that enters it runs.
-            turn.__enter__()
-            taken.append(turn)
-        for key in keys:
-            _forget(key)
-        # Last: a call that is interrupted is made again, and must not count twice.
-        _destroyed[name] += 1
-    finally:
-        for turn in taken:
-            turn.__exit__()
+    give_back: Callable[[], None] = partial(_forget_all, keys)
+    for each in dict.fromkeys(key[0] for key in keys):
+        give_back = partial(turns.alone, ("group", each), "destroy", give_back)
+    # In the turns of all groups: either all of them are given back or, where an op is under way, none.
+    give_back()
+
+
+def _forget_all(keys: Sequence[tuple[str, torch.device]]) -> None:
+    for key in keys:
+        _forget(key)
 
 
 def _forget(key: tuple[str, torch.device]) -> None:

@@ -301,7 +301,7 @@ class Workspace(Failing):
         """
         if self.meanings.now is not meant:
             self.meanings.take(meant)
-        unreturned = self._call is not None and not self._call.returned and not self._call.is_open()
+        unreturned = self._call is not None and not self._call.returned and self._call is not turns.current()
         if (self._progress == _SENT or unreturned) and self.failure is None:
             # It was interrupted where nothing could notice that.
             self._abandon(self._op, None)

@@ -178,6 +178,6 @@ def _cases() -> list[Case]:
     ]
 
 
-# By schedule and name; and those of the public functions, which can be asked to compare (`debug=True`).
+# By schedule and name; and those of the public functions.
 CASES = {f"{case.schedule}: {case.name}": case for case in _cases()}
 COMPARING = [name for name, case in CASES.items() if case.run not in (_two_matmuls, _scatter_and_gather)]

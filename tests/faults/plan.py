@@ -59,6 +59,6 @@ def killed_of_three(seconds: float = 2 * SECONDS) -> list[list[Injection]]:
 def disagreements(world_size: int) -> list[Disagreement]:
     """Every kind in every case of a public function."""
     return [
-        Disagreement(kind, case, world_size, (i + j) % world_size, 2 * SECONDS)
+        Disagreement(kind, case, world_size, (i + j) % world_size)
         for (i, case), (j, kind) in itertools.product(enumerate(COMPARING), enumerate(disagree.KINDS))
     ]

@@ -39,7 +39,8 @@ class Watch:
         self.steps: list[str] = []
         self.at: int | None = None
         self.strike: Callable[[], None] = lambda: None
-        # The longest time that this rank itself took from one step to the next, waits and strikes apart.
+        # The longest time that this rank itself took from one step to the next, waits apart. A rank that a test held
+        # before a step was late, as one that was kept from running.
         self.own_seconds = 0.0
         self._since = time.monotonic()
 
@@ -55,9 +56,11 @@ class Watch:
         """The step `name` is about to be done."""
         self.pause()
         self.steps.append(name)
+        self.resume()
         if len(self.steps) == self.at:
             self.strike()
-        self.resume()
+            self.pause()
+            self.resume()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:

@@ -18,7 +18,10 @@ import fusedtp
 FOLDERS = tuple(f"{Path(module.__file__ or '').parent}/" for module in (fusedtp, fusedtp.kernels))
 # Installed it lies in the first of them.
 _BENCH = f"{Path(fusedtp.bench.__file__).parent}/"
-_LOCKS = ("with _lock:", "with _finding:")
+# A tracer strikes before these lines, and no signal does: the exit of a lock, and in `turns`, where nothing is called.
+_NO_SIGNAL = (
+    "with _lock:", "if key in _taken and _taken[key] is mine:", "del _taken[key]", "_here.call = None", "return result",
+)  # fmt: skip
 
 
 def before_line(number: int, call: Callable[[], object], within: str = "") -> tuple[str, bool]:
@@ -31,8 +34,7 @@ def before_line(number: int, call: Callable[[], object], within: str = "") -> tu
         file = frame.f_code.co_filename
         if not file.startswith(FOLDERS) or file.startswith(_BENCH) or (within and frame.f_code.co_name != within):
             return False
-        # A tracer strikes between the last line of such a block and its exit too, where no signal does.
-        return linecache.getline(file, frame.f_lineno).strip() not in _LOCKS
+        return linecache.getline(file, frame.f_lineno).strip() not in _NO_SIGNAL
 
     place, error = struck(number, call, counts)
     return place, error is not None

@@ -22,7 +22,6 @@ from triton import JITFunction
 
 from fusedtp import kernels
 from fusedtp.calls import dispatch
-from fusedtp.workspaces import missing
 from fusedtp.workspaces.workspace import Workspace
 
 from .lower import Program
@@ -205,8 +204,6 @@ def device(capability: int, programs: int = 3) -> Iterator[EmulatedDriver]:
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
         # The tensors are a CPU's, which otherwise runs fused in the interpreter alone.
         mock.patch.object(dispatch, "_is_interpreted", return_value=True),
-        # Nobody does anything while one looks who is missing.
-        mock.patch.object(missing, "GRACE_SECONDS", 0.0),
     ):
         try:
             config.set_active(made.triton)
