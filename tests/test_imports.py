@@ -11,11 +11,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from fusedtp.bench import generated
-from fusedtp.bench.cli import app
 from typer.testing import CliRunner
 
 import fusedtp
+from fusedtp.bench import generated
+from fusedtp.bench.cli import app
 
 ROOT = Path(__file__).parent.parent
 ARCHITECTURE = ROOT / "docs/architecture.md"
