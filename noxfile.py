@@ -161,7 +161,7 @@ def virtual_gpu(session: nox.Session, torch: str) -> None:
 def bench(session: nox.Session) -> None:
     """pytest-benchmark timings, saved under results/<machine>/benchmarks. Arguments after -- go to pytest."""
     install(session)
-    # -P: this folder's fusedtp/ is not the installed package. Its name is the last word, behind any warning.
+    # -P: the installed package, not this folder. Its name is the last word, behind any warning.
     name = session.run(
         "python", "-P", "-c", "from fusedtp.bench.machine import describe; print(describe().name)", silent=True
     )
@@ -216,5 +216,5 @@ def gpu(session: nox.Session) -> None:
         shutil.rmtree("build", ignore_errors=True)
         session.run("python", "-m", "pip", "install", *flags, ".")
         path = os.pathsep.join(filter(None, (site, os.environ.get("PYTHONPATH"))))
-        # -P: `python -m` puts this folder first otherwise, and its fusedtp/ has no kernels in it.
+        # -P: what runs is the package that was just installed, not this folder.
         session.run("python", "-P", "-m", "fusedtp.bench.gpu", *session.posargs, env={**ONE_THREAD, "PYTHONPATH": path})
