@@ -92,12 +92,9 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """mypy, strict, on the installed package."""
+    """mypy, strict."""
     install(session, "mypy", "pandas-stubs")
-    # Elsewhere, as mypy would prefer the folder here to the package installed.
-    config = os.path.abspath("pyproject.toml")
-    session.chdir(session.create_tmp())
-    session.run("mypy", "--config-file", config, "-p", "fusedtp")
+    session.run("mypy", "-p", "fusedtp")
 
 
 @nox.session
@@ -164,7 +161,7 @@ def virtual_gpu(session: nox.Session, torch: str) -> None:
 def bench(session: nox.Session) -> None:
     """pytest-benchmark timings, saved under results/<machine>/benchmarks. Arguments after -- go to pytest."""
     install(session)
-    # -P: this folder's fusedtp/ is not the installed package. Its name is the last word, behind any warning.
+    # -P: the installed package, not this folder. Its name is the last word, behind any warning.
     name = session.run(
         "python", "-P", "-c", "from fusedtp.bench.machine import describe; print(describe().name)", silent=True
     )
@@ -219,5 +216,5 @@ def gpu(session: nox.Session) -> None:
         shutil.rmtree("build", ignore_errors=True)
         session.run("python", "-m", "pip", "install", *flags, ".")
         path = os.pathsep.join(filter(None, (site, os.environ.get("PYTHONPATH"))))
-        # -P: `python -m` puts this folder first otherwise, and its fusedtp/ has no kernels in it.
+        # -P: what runs is the package that was just installed, not this folder.
         session.run("python", "-P", "-m", "fusedtp.bench.gpu", *session.posargs, env={**ONE_THREAD, "PYTHONPATH": path})

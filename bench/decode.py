@@ -19,16 +19,16 @@ from pathlib import Path
 import pandas as pd
 import torch
 import torch.distributed as dist
-from fusedtp.bench.generated import rewrite
-from fusedtp.bench.machine import describe
-from fusedtp.bench.mlp import TOLERANCE, rows_of
-from fusedtp.bench.ranks import RankPool
-from fusedtp.bench.timing import Timing, measure
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 import fusedtp
+from fusedtp.bench.generated import rewrite
+from fusedtp.bench.machine import describe
+from fusedtp.bench.mlp import TOLERANCE, rows_of
+from fusedtp.bench.ranks import RankPool
+from fusedtp.bench.timing import Timing, measure
 from fusedtp.reference import chunk
 from fusedtp.shards import even_sizes
 

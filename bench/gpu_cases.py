@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+
 from fusedtp.kernels.loading import only_loading
 
 from . import preset

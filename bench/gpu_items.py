@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import triton
+from torch import Tensor
+
 from fusedtp.kernels.choices import Choice, applied
 from fusedtp.kernels.launch import config_for
 from fusedtp.kernels.signal import FIRST_SLOT, SIGNALS
-from torch import Tensor
-
 from fusedtp.memory.gpus import Driver
 from fusedtp.scaled import Quantized, scaled
 from fusedtp.scaled_mm import mm

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fusedtp.kernels.loading import is_only_loading, only_loading
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedtp
+from fusedtp.kernels.loading import is_only_loading, only_loading
 from fusedtp.shards import even_sizes
 from fusedtp.workspaces import registry
 

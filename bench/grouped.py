@@ -21,14 +21,14 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from fusedtp.bench.machine import describe
-from fusedtp.bench.mlp import TOLERANCE, rows_of, step
-from fusedtp.bench.ranks import RankPool
-from fusedtp.bench.timing import Timing, measure
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fusedtp import FusedColwiseParallel, FusedGroup
+from fusedtp.bench.machine import describe
+from fusedtp.bench.mlp import TOLERANCE, rows_of, step
+from fusedtp.bench.ranks import RankPool
+from fusedtp.bench.timing import Timing, measure
 from fusedtp.reference import chunk
 from fusedtp.shards import even_sizes
 

@@ -18,13 +18,13 @@ from typing import Any
 
 import pandas as pd
 import torch
-from fusedtp.bench.machine import describe
-from fusedtp.bench.ranks import RankPool
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 import fusedtp
 from fusedtp import trace
+from fusedtp.bench.machine import describe
+from fusedtp.bench.ranks import RankPool
 
 ROWS, FEATURES = 8, 64
 CALLS, BATCH = 200, 10

@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
+
 from fusedtp.kernels import signal
 from fusedtp.kernels.gather_matmul import GatherMatmul
 from fusedtp.kernels.launch import Channel, Config, config_for
@@ -18,8 +20,6 @@ from fusedtp.kernels.matmul import matmul
 from fusedtp.kernels.matmul_all_reduce import MatmulAllReduce, room_of
 from fusedtp.kernels.matmul_scatter import MatmulScatter
 from fusedtp.kernels.operands import epilogue_of
-from torch import Tensor
-
 from fusedtp.op import ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER
 from fusedtp.scaled import Matrix, Quantized, pack_into, packed_bytes
 from fusedtp.schedules.fused import num_tiles, scales_of

@@ -151,7 +151,6 @@ class Search:
     def candidates(self) -> list[Choice]:
         """Other choices than the table's."""
         from fusedtp.kernels import choices
-
         from fusedtp.schedules.one_kernel import OneKernel
 
         case, sizes = self._case, self.problem.m_sizes
@@ -189,7 +188,6 @@ class Search:
         # Its launch, which has run once and was right.
         launch: Callable[[], object]
         from fusedtp.kernels.choices import applied
-
         from fusedtp.schedules.one_kernel import OneKernel
 
         from . import preset

@@ -5,15 +5,7 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
-
-if find_spec(".kernels", __name__) is None:
-    # A checkout has them beside this folder; without this the first call would fail, and say nothing of why.
-    raise ImportError(
-        f"{__path__[0]} is a checkout's folder, not the installed package: install that (python -m pip install .) and "
-        "run in another folder, or with PYTHONSAFEPATH=1"
-    )
 
 from . import cost
 from .calls.dispatch import last_path

@@ -18,11 +18,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
-from fusedtp.kernels import signal
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
+from fusedtp.kernels import signal
 from fusedtp.workspaces.workspace import Workspace
 
 OUTPUTS = ("c", "out")

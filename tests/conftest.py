@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import ProcessGroup
+
+import fusedtp
 from fusedtp.bench import forks
 from fusedtp.bench.machine import describe
 from fusedtp.bench.rank_main import load_module
 from fusedtp.bench.ranks import Pending, RankPool
 from fusedtp.bench.regress import differences
 from fusedtp.bench.store import Row
-from torch.distributed import ProcessGroup
-
-import fusedtp
 
 # What was measured on this machine must not decide which schedules the tests of the others take.
 os.environ["FUSEDTP_TUNING"] = "off"

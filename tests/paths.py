@@ -9,10 +9,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+import fusedtp
 import fusedtp.bench
 import fusedtp.kernels
-
-import fusedtp
 
 _FOLDERS = [str(Path(str(each.__file__)).parent) for each in (fusedtp, fusedtp.kernels, fusedtp.bench)]
 _MATMULS = ("mm", "addmm", "addmm_", "linear")

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from fusedtp.bench.machine import Machine
 from pytest_benchmark.stats import Stats
+
+from fusedtp.bench.machine import Machine
 
 
 def saved(samples: Mapping[str, Sequence[float]], machine: Machine) -> bytes:

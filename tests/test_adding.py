@@ -13,17 +13,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import fusedtp.kernels
 import pytest
 import torch
-from fusedtp.bench import cases, mixed, theme
-from fusedtp.bench.ranks import RankPool
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._device import _device_constructors
 
 import fusedtp
+import fusedtp.kernels
 from fusedtp import cost, float8, memory, schedules
+from fusedtp.bench import cases, mixed, theme
+from fusedtp.bench.ranks import RankPool
 from fusedtp.calls.dispatch import Ready
 from fusedtp.cost.overlap import FEW_ROWS
 from fusedtp.memory.local import local_memories

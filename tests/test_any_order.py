@@ -9,12 +9,12 @@ from unittest import mock
 
 import pytest
 import torch
-from fusedtp.bench.ranks import RankPool
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp import reference
+from fusedtp.bench.ranks import RankPool
 from fusedtp.memory import Unreachable
 from fusedtp.memory.local import LocalMemory, _Shared
 from fusedtp.workspaces.workspace import Workspace

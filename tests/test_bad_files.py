@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from fusedtp.bench import cli, store, timeline
-from fusedtp.bench.cases import EVERY_DTYPE
-from fusedtp.bench.ranks import RankPool
 from typer.testing import CliRunner
 
 import fusedtp
 from fusedtp import NotationError
+from fusedtp.bench import cli, store, timeline
+from fusedtp.bench.cases import EVERY_DTYPE
+from fusedtp.bench.ranks import RankPool
 from fusedtp.calls import tuning
 
 from . import test_bad_input, test_bad_modules

@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
+
 from fusedtp.bench.jobs import Job
 from fusedtp.bench.machine import describe
 from fusedtp.bench.ranks import RankPool

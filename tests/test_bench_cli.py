@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
 from fusedtp.bench import machine, models, report, store, sweep
 from fusedtp.bench.cli import app
 from fusedtp.bench.frames import blocks, frame_of
@@ -19,8 +22,6 @@ from fusedtp.bench.jobs import Job
 from fusedtp.bench.models import Model
 from fusedtp.bench.rows import rows_of
 from fusedtp.bench.store import Row
-from rich.console import Console
-from typer.testing import CliRunner, Result
 
 PNG = b"\x89PNG\r\n\x1a\n"
 ONLY = ["--schedule", "decomposed", "--baseline", "none"]

@@ -10,13 +10,14 @@ from statistics import geometric_mean
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner, Result
+
 from fusedtp.bench import store
 from fusedtp.bench.cli import app
 from fusedtp.bench.compare import compare, conditions, unlike
 from fusedtp.bench.intervals import Interval, Sample, ratio, sample
 from fusedtp.bench.store import Row
 from fusedtp.bench.timing import Timing
-from typer.testing import CliRunner, Result
 
 MakeRow = Callable[..., Row]
 SIZES = (256, 512, 1024, 2048, 4096)

@@ -12,9 +12,10 @@ from unittest import mock
 
 import pandas as pd
 import pytest
+from torch.distributed import ProcessGroup
+
 from fusedtp.bench import decode, machine
 from fusedtp.bench.ranks import RankPool
-from torch.distributed import ProcessGroup
 
 
 def test_rows_from_the_command_line(pool: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

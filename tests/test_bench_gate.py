@@ -8,6 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fusedtp import reference
 from fusedtp.bench import oracle, problem
 from fusedtp.bench.cases import BOUNDS, DIRECTIONS, DTYPES, FLOAT8, MXFP8, OPS, Case
 from fusedtp.bench.jobs import Job, missing
@@ -18,10 +22,6 @@ from fusedtp.bench.ranks import RankPool
 from fusedtp.bench.rows import Outcome, rows_of
 from fusedtp.bench.sweep import run_job
 from fusedtp.bench.timing import Verdict, gate
-from torch import Tensor
-from torch.distributed import ProcessGroup
-
-from fusedtp import reference
 
 from .spread import spread
 

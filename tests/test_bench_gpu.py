@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 import torch
 import typer
+from torch.distributed import ProcessGroup
+from typer.testing import CliRunner, Result
+
 from fusedtp.bench import gpu, gpu_cases, gpu_items, gpu_ranks
 from fusedtp.bench.gpu_cases import COLUMNS, CUT, ERROR, NOT_REACHED, PASSED, WRONG, ItemEnded, Rows, Run, Variant
 from fusedtp.bench.gpu_items import FUSED, PLAN, Item
 from fusedtp.bench.ranks import RankError, RankPool
 from fusedtp.kernels.loading import is_only_loading
-from torch.distributed import ProcessGroup
-from typer.testing import CliRunner, Result
 
 from .planted import wrong
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from fusedtp.bench import machine, providers, tables
 from fusedtp.bench.cases import BOUNDS, CHECK_SHAPES, DIRECTIONS, FLOAT8, MXFP8, OPS, SHAPES, Case, flops, traffic
 from fusedtp.bench.frames import frame_of

@@ -13,14 +13,15 @@ from unittest import mock
 
 import pandas as pd
 import pytest
+from torch.distributed import ProcessGroup
+from typer.testing import CliRunner
+
 from fusedtp.bench import grouped, machine, mlp, ranks
 from fusedtp.bench.cli import app
 from fusedtp.bench.intervals import Interval
 from fusedtp.bench.mlp import Result
 from fusedtp.bench.ranks import RankPool
 from fusedtp.bench.timing import Timing
-from torch.distributed import ProcessGroup
-from typer.testing import CliRunner
 
 
 def result(dtensor: list[float], ours: list[float], size: tuple[int, int, int] = (16, 8, 32)) -> Result:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from fusedtp.bench import bars, heatmap, overview, report, tables, theme
 from fusedtp.bench.frames import frame_of
 from fusedtp.bench.store import Row

@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from fusedtp import cost
 from fusedtp.bench import curves, heatmap, report, store, tables, theme
 from fusedtp.bench.cases import OPS
 from fusedtp.bench.cli import app
@@ -22,10 +26,6 @@ from fusedtp.bench.standings import standings
 from fusedtp.bench.store import Row
 from fusedtp.bench.timeline import Mark, Timeline
 from fusedtp.bench.timeline import write as write_timeline
-from rich.console import Console
-from typer.testing import CliRunner, Result
-
-from fusedtp import cost
 from fusedtp.cost.hardware import HARDWARE
 
 MakeRow = Callable[..., Row]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from fusedtp.bench import store
 from fusedtp.bench.store import COLUMNS, Row
 

@@ -10,17 +10,17 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from typer.testing import CliRunner
+
+from fusedtp import trace
 from fusedtp.bench import theme, timeline_figure
 from fusedtp.bench import timeline as recorded
 from fusedtp.bench.cases import Case
 from fusedtp.bench.cli import app
 from fusedtp.bench.ranks import RankPool
 from fusedtp.bench.timeline import Mark, Timeline
-from torch import Tensor
-from torch.distributed import ProcessGroup
-from typer.testing import CliRunner
-
-from fusedtp import trace
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -8,10 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
 from fusedtp.bench import timing
 from fusedtp.bench.ranks import RankPool
 from fusedtp.bench.timing import LONG_ROUNDS, MAX_ROUNDS, MIN_ROUNDS, Timing, measure
-from torch.distributed import ProcessGroup
 
 CPU = torch.device("cpu")
 

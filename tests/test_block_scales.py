@@ -6,11 +6,11 @@ from unittest import mock
 
 import pytest
 import torch
-from fusedtp.bench.ranks import RankPool
 from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp import Scaled, formats, reference, scaled
+from fusedtp.bench.ranks import RankPool
 from fusedtp.calls.dispatch import Ready
 from fusedtp.float8 import BLOCK, E8M0
 from fusedtp.scaled import Quantized

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from triton.runtime.errors import InterpreterError
+
 from fusedtp.bench.ranks import RankPool
 from fusedtp.kernels import descriptors, gather_matmul, matmul, operands, push, reduce
 from fusedtp.kernels.launch import INTERPRETER
-from triton.runtime.errors import InterpreterError
-
 from fusedtp.memory.local import local_memories
 from fusedtp.schedules.phases import run_together
 from fusedtp.shards import even_sizes

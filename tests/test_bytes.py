@@ -10,11 +10,11 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from fusedtp.bench.ranks import RankPool
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from triton.runtime.interpreter import InterpreterBuilder
 
+from fusedtp.bench.ranks import RankPool
 from fusedtp.workspaces import registry
 from fusedtp.workspaces.workspace import Workspace
 

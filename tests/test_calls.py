@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from fusedtp.bench.ranks import RankPool
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp import groups
+from fusedtp.bench.ranks import RankPool
 from fusedtp.calls import call
 from fusedtp.calls.settings import described
 from fusedtp.options import Options

@@ -8,10 +8,10 @@ import resource
 
 import pytest
 import torch
-from fusedtp.bench.ranks import RankPool
 from torch.distributed import ProcessGroup
 
 import fusedtp
+from fusedtp.bench.ranks import RankPool
 from fusedtp.memory import Unreachable, causes, posix
 
 pytestmark = pytest.mark.usefixtures("destroyed_on_all_ranks")

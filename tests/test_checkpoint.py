@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from fusedtp.bench.ranks import RankPool
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -17,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import fusedtp
+from fusedtp.bench.ranks import RankPool
 
 
 def dense(seed: int) -> nn.Sequential:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
+
 from fusedtp.bench import cli_plan
 from fusedtp.bench.cli import app
-from typer.testing import CliRunner
 
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 

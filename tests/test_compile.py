@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from fusedtp.bench.ranks import RankPool
 from torch import Tensor, library
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
@@ -22,6 +21,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusedtp
+from fusedtp.bench.ranks import RankPool
 from fusedtp.calls import operators
 from fusedtp.calls.settings import described
 from fusedtp.options import Options

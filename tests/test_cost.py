@@ -7,13 +7,13 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from fusedtp.bench.cli import app
-from fusedtp.kernels import configs
 from typer.testing import CliRunner, Result
 
 from fusedtp import cost
+from fusedtp.bench.cli import app
 from fusedtp.cost import overlap
 from fusedtp.cost.hardware import CPU, HARDWARE, NUMBERS, Hardware, measured_cpu, of_gpu
+from fusedtp.kernels import configs
 
 from . import published, published_times
 

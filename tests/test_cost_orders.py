@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fusedtp.bench.cli import app
 from typer.testing import CliRunner
 
 from fusedtp import cost
+from fusedtp.bench.cli import app
 
 
 def test_a_tree_sends_float32_and_is_for_fused_alone() -> None:

@@ -10,9 +10,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from fusedtp.bench import generated
 
 from fusedtp import cost
+from fusedtp.bench import generated
 from fusedtp.calls import tuning
 from fusedtp.cost.collectives import library_us, multicast_us
 from fusedtp.cost.hardware import HARDWARE, measured_cpu

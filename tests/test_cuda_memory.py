@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fusedtp.bench.ranks import RankPool
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedtp
+from fusedtp.bench.ranks import RankPool
 from fusedtp.memory import Unreachable, gpus
 from fusedtp.memory.cuda import CudaMemory
 from fusedtp.memory.gpus import SHARE_GPU, Driver, Gpu, Place

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from fusedtp.bench.ranks import RankPool
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 import fusedtp
+from fusedtp.bench.ranks import RankPool
 from fusedtp.styles.decoders import decoder_plan
 
 from .test_decoders import COMMON, decoder, mesh_of

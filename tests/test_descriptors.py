@@ -8,14 +8,14 @@ from unittest import mock
 
 import pytest
 import torch
-from fusedtp.kernels.configs import Config
-from fusedtp.kernels.descriptors import read_by
-from fusedtp.kernels.matmul import matmul
-from fusedtp.kernels.operands import epilogue_of
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
 from fusedtp import reference
+from fusedtp.kernels.configs import Config
+from fusedtp.kernels.descriptors import read_by
+from fusedtp.kernels.matmul import matmul
+from fusedtp.kernels.operands import epilogue_of
 from fusedtp.memory.local import local_memories
 from fusedtp.schedules import fused
 from fusedtp.schedules.phases import run_together

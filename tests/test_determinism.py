@@ -16,11 +16,11 @@ from unittest import mock
 
 import pytest
 import torch
-from fusedtp.bench.ranks import RankPool
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fusedtp import reference
+from fusedtp.bench.ranks import RankPool
 from fusedtp.schedules import decomposed
 from fusedtp.shards import even_sizes
 

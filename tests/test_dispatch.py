@@ -13,11 +13,11 @@ from unittest import mock
 
 import pytest
 import torch
-from fusedtp.bench.ranks import RankPool
 from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp import formats
+from fusedtp.bench.ranks import RankPool
 from fusedtp.calls import dispatch, tuning
 from fusedtp.calls.tuning import Sample
 from fusedtp.cost.hardware import HARDWARE

@@ -12,13 +12,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from fusedtp.bench import generated
-from fusedtp.bench.ranks import RankPool
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 import fusedtp
+from fusedtp.bench import generated
+from fusedtp.bench.ranks import RankPool
 from fusedtp.calls.dispatch import Ready
 from fusedtp.explain import NAMED, Row, explain, table, table_markdown
 from fusedtp.sharding.notation import Dim, parse

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from fusedtp.bench import doctor
 
+from fusedtp.bench import doctor
 from fusedtp.calls.tuning import Sample, Table
 from fusedtp.memory import gpus
 

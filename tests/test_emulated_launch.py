@@ -21,10 +21,11 @@ if os.environ.get("TRITON_INTERPRET") != "0":
     pytest.skip("Triton's interpreter is chosen for this process; nox -s emulate", allow_module_level=True)
 
 import triton
-from fusedtp.kernels import descriptors, loading, steps
-from fusedtp.kernels.launch import FP_FUSION
 from triton.compiler import compiler
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fusedtp.kernels import descriptors, loading, steps
+from fusedtp.kernels.launch import FP_FUSION
 
 from .virtual_gpu import evidence
 from .virtual_gpu.cases import DTYPES, FLOAT8, issue, problem, run, small, virtual_ranks

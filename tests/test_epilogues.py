@@ -13,14 +13,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.utils.checkpoint
-from fusedtp.bench.ranks import RankPool
-from fusedtp.kernels import several
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 import fusedtp
 from fusedtp import activations, reference
+from fusedtp.bench.ranks import RankPool
+from fusedtp.kernels import several
 from fusedtp.op import ACTIVATIONS, GATED, OF_RESULT
 from fusedtp.schedules import decomposed
 

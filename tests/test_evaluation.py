@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from fusedtp.bench.ranks import RankPool
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,6 +22,7 @@ from torch.nn import functional as F
 
 import fusedtp
 from fusedtp import reference
+from fusedtp.bench.ranks import RankPool
 
 HIDDEN, INNER = 12, 20
 # Rows on every rank and the mode: an arena begins with halves of 64 KiB, which a call on 900 rows does not fit into.

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from fusedtp.bench import generated
 from fusedtp.bench.ranks import RankError, RankPool
 

@@ -9,13 +9,13 @@ from unittest import mock
 
 import pytest
 import torch
-from fusedtp.bench.ranks import RankPool
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 import fusedtp
 from fusedtp import Scaled, reference, scaled
+from fusedtp.bench.ranks import RankPool
 from fusedtp.calls.dispatch import Ready
 from fusedtp.float8 import BLOCK, E8M0
 from fusedtp.scaled import Quantized

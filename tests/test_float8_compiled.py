@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from fusedtp.bench.ranks import RankPool
 from torch import Tensor, library
 from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp import Scaled, scaled
+from fusedtp.bench.ranks import RankPool
 from fusedtp.calls.settings import Settings
 from fusedtp.float8 import _power_of_two
 

@@ -11,12 +11,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from fusedtp.bench.ranks import RankPool
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp import Scaled, scaled
+from fusedtp.bench.ranks import RankPool
 from fusedtp.calls.dispatch import Ready
 
 from .test_float8 import E4M3, E5M2, SCHEDULES

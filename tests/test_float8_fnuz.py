@@ -14,15 +14,15 @@ from unittest import mock
 
 import pytest
 import torch
-from fusedtp.bench import arguments
-from fusedtp.bench.cases import EVERY_DTYPE
-from fusedtp.bench.ranks import RankPool
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 
 import fusedtp
 from fusedtp import Scaled, formats, recipes, reference, scaled, scaled_mm
+from fusedtp.bench import arguments
+from fusedtp.bench.cases import EVERY_DTYPE
+from fusedtp.bench.ranks import RankPool
 from fusedtp.calls.dispatch import Ready
 from fusedtp.float8 import E8M0
 from fusedtp.recipes import NAMES

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
-from fusedtp.bench.ranks import RankPool
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 
 import fusedtp
 from fusedtp import formats, recipes
+from fusedtp.bench.ranks import RankPool
 from fusedtp.recipes import NAMES
 
 from .disagreeing import told

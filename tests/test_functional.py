@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from fusedtp.bench.ranks import RankPool
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 import fusedtp
 from fusedtp import reference
+from fusedtp.bench.ranks import RankPool
 from fusedtp.shards import even_sizes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -17,13 +17,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from fusedtp.bench.ranks import RankPool
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 import fusedtp
 from fusedtp import reference
+from fusedtp.bench.ranks import RankPool
 from fusedtp.explain import NAMED
 from fusedtp.schedules import decomposed
 from fusedtp.sharding.notation import parse

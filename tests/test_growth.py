@@ -18,12 +18,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from fusedtp.bench.ranks import RankError, RankPool
-from fusedtp.kernels import signal
 from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp import PeerTimeout
+from fusedtp.bench.ranks import RankError, RankPool
+from fusedtp.kernels import signal
 from fusedtp.memory import posix
 from fusedtp.styles import agreed
 from fusedtp.workspaces import budgets, clock, registry, rendezvous

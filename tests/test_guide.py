@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from fusedtp.bench.ranks import RankPool
 from torch.distributed import ProcessGroup
 
 import fusedtp
+from fusedtp.bench.ranks import RankPool
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fusedtp.kernels import signal
 
 from fusedtp.cost.hardware import HARDWARE, Hardware, number_of, of_gpu
+from fusedtp.kernels import signal
 from fusedtp.workspaces.workspace import Workspace
 
 

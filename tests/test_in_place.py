@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from fusedtp.bench.ranks import RankPool
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,6 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import fusedtp
 from fusedtp import FusedColwiseParallel, FusedRowwiseParallel
+from fusedtp.bench.ranks import RankPool
 
 
 def changed(group: ProcessGroup, schedule: str) -> None:

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from fusedtp.kernels import INTERPRETED
 from triton.runtime import interpreter
+
+from fusedtp.kernels import INTERPRETED
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled here")
 

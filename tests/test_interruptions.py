@@ -16,12 +16,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from fusedtp.bench.ranks import RankPool
-from fusedtp.kernels import signal
 from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp import groups
+from fusedtp.bench.ranks import RankPool
+from fusedtp.kernels import signal
 from fusedtp.schedules import decomposed, fused
 from fusedtp.workspaces import clock, registry
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from fusedtp.kernels import choices
 from fusedtp.kernels.configs import SHAPES, compiled_config
 

@@ -9,13 +9,13 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
+
 from fusedtp.kernels import gather_matmul, matmul, matmul_scatter
 from fusedtp.kernels.configs import INTERPRETER, SHAPES, TABLE, compiled_config
 from fusedtp.kernels.launch import Channel, Config, options
 from fusedtp.kernels.layout import pitch_of
 from fusedtp.kernels.operands import epilogue_of
-from torch import Tensor
-
 from fusedtp.memory.local import local_memories
 from fusedtp.workspaces.workspace import Workspace
 

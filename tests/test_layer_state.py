@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fusedtp.bench.ranks import RankPool
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.state_dict import (
@@ -32,6 +31,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn import functional as F
 
 import fusedtp
+from fusedtp.bench.ranks import RankPool
 
 from .test_checkpoint import assert_same, whole
 

@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-from fusedtp.bench.ranks import RankPool
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -19,6 +18,7 @@ from torch.nn import functional as F
 
 import fusedtp
 from fusedtp import reference
+from fusedtp.bench.ranks import RankPool
 from fusedtp.shards import chunk_sizes, even_sizes
 
 from .spread import spread

@@ -10,10 +10,10 @@ import itertools
 import os
 
 import pytest
-from fusedtp.bench.ranks import RankPool
 from torch.distributed import ProcessGroup
 
 import fusedtp
+from fusedtp.bench.ranks import RankPool
 
 from .faults import lines
 from .faults.cases import CASES

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from fusedtp.bench.ranks import RankPool
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInput, SequenceParallel, parallelize_module
 
 import fusedtp
+from fusedtp.bench.ranks import RankPool
 
 VOCABULARY, BATCH, LENGTH = 40, 2, 8
 

@@ -13,17 +13,17 @@ from unittest import mock
 
 import pytest
 import torch
-from fusedtp.bench.ranks import RankPool
-from fusedtp.kernels import loading
-from fusedtp.kernels.launch import config_for
-from fusedtp.kernels.layout import Region
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.language import constexpr
 
 import fusedtp
+from fusedtp.bench.ranks import RankPool
 from fusedtp.calls.dispatch import Ready
+from fusedtp.kernels import loading
+from fusedtp.kernels.launch import config_for
+from fusedtp.kernels.layout import Region
 from fusedtp.memory.local import local_memories
 from fusedtp.op import ALL_GATHER, MATMUL_REDUCE_SCATTER, Task
 from fusedtp.schedules import decomposed, producer

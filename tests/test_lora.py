@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from fusedtp.bench.ranks import RankPool
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor.parallel import parallelize_module
 
 import fusedtp
+from fusedtp.bench.ranks import RankPool
 
 from .test_decoders import VOCABULARY, close, decoder, gradients_are_those_of, mesh_of
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from fusedtp.bench.ranks import RankPool
-from fusedtp.kernels import signal
 from torch.distributed import ProcessGroup
 
 import fusedtp
+from fusedtp.bench.ranks import RankPool
+from fusedtp.kernels import signal
 from fusedtp.workspaces import registry
 
 from .beside import CPU, X

@@ -12,7 +12,6 @@ from unittest import mock
 
 import pytest
 import torch
-from fusedtp.bench.ranks import RankPool
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,6 +19,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import fusedtp
 from fusedtp import op
+from fusedtp.bench.ranks import RankPool
 from fusedtp.op import Task
 from fusedtp.workspaces import disagreement, meaning
 from fusedtp.workspaces.steps import HostSteps

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from fusedtp.kernels import signal
 
+from fusedtp.kernels import signal
 from fusedtp.workspaces.failing import explain, missing
 
 WORLD_SIZE = 4

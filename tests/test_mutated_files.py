@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from fusedtp import trace
 from fusedtp.bench import cases, cli, compare, generated, regress, report, store, timeline, timeline_figure, tracked
 from fusedtp.bench.cli_tune import show_table
 from fusedtp.bench.frames import frame_of
 from fusedtp.bench.machine import Machine
 from fusedtp.bench.store import Row
 from fusedtp.bench.timeline import Mark, Timeline
-from rich.console import Console
-from typer.testing import CliRunner
-
-from fusedtp import trace
 from fusedtp.calls import tuning
 from fusedtp.op import OPS
 

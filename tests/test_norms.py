@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from fusedtp.bench.ranks import RankPool
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,6 +23,7 @@ from fusedtp import (
     FusedNormParallel,
     FusedRowwiseParallel,
 )  # fmt: skip
+from fusedtp.bench.ranks import RankPool
 
 FEATURES = 6
 

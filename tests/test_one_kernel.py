@@ -7,12 +7,12 @@ from unittest import mock
 
 import pytest
 import torch
-from fusedtp.bench.ranks import RankPool
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp import reference
+from fusedtp.bench.ranks import RankPool
 
 from .test_several import whole
 

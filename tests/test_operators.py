@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from fusedtp.bench.ranks import RankPool
 from torch import Tensor, library
 from torch.distributed import ProcessGroup
 
 import fusedtp
+from fusedtp.bench.ranks import RankPool
 from fusedtp.calls.settings import described
 from fusedtp.op import OPS, Task
 from fusedtp.options import Options

@@ -14,14 +14,14 @@ from unittest import mock
 
 import pytest
 import torch
-from fusedtp.bench.ranks import RankPool
-from fusedtp.kernels.launch import Config
 from hypothesis import HealthCheck, Phase, Verbosity, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fusedtp import reference
+from fusedtp.bench.ranks import RankPool
+from fusedtp.kernels.launch import Config
 from fusedtp.schedules import NAMES, decomposed, fused, transport
 from fusedtp.shards import even_sizes
 from fusedtp.workspaces import registry

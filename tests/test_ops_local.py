@@ -12,10 +12,10 @@ from unittest import mock
 
 import pytest
 import torch
-from fusedtp.kernels import launch
 from torch import Tensor
 
 from fusedtp import PeerTimeout, reference
+from fusedtp.kernels import launch
 from fusedtp.memory.local import local_memories
 from fusedtp.schedules import producer
 from fusedtp.schedules.phases import run_together

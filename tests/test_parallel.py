@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from fusedtp.bench.ranks import RankPool
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,6 +20,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import fusedtp
 from fusedtp import reference
+from fusedtp.bench.ranks import RankPool
 
 from .spread import spread
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from fusedtp.bench.ranks import RankPool
 from torch.distributed import ProcessGroup
 
 import fusedtp
+from fusedtp.bench.ranks import RankPool
 
 from .paths import Step, path_of
 

@@ -6,9 +6,6 @@ from unittest import mock
 
 import pytest
 import torch
-from fusedtp.bench.ranks import RankPool
-from fusedtp.kernels.configs import Config
-from fusedtp.kernels.signal import HARDWARE, SIGNALS
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,8 +13,11 @@ from torch.distributed.tensor import Shard
 
 import fusedtp
 from fusedtp import reference
+from fusedtp.bench.ranks import RankPool
 from fusedtp.cost import hardware, overlap
 from fusedtp.cost.work import Work
+from fusedtp.kernels.configs import Config
+from fusedtp.kernels.signal import HARDWARE, SIGNALS
 from fusedtp.memory.local import local_memories
 from fusedtp.schedules import producer
 from fusedtp.workspaces import steps

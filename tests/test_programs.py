@@ -14,10 +14,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from fusedtp.bench.mixed import OPS
-from fusedtp.bench.ranks import RankError, RankPool
 from torch.distributed import ProcessGroup
 
+from fusedtp.bench.mixed import OPS
+from fusedtp.bench.ranks import RankError, RankPool
 from fusedtp.workspaces import disagreement
 from fusedtp.workspaces.steps import HostSteps
 

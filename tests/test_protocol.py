@@ -16,12 +16,12 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+
+from fusedtp import PeerTimeout
 from fusedtp.bench import generated
 from fusedtp.bench.ranks import RankPool
 from fusedtp.kernels import signal
 from fusedtp.kernels.steps import step
-
-from fusedtp import PeerTimeout
 from fusedtp.op import ALL_GATHER
 from fusedtp.workspaces.steps import HostSteps
 from fusedtp.workspaces.workspace import Workspace

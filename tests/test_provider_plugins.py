@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner, Result
+
 from fusedtp.bench import machine, notes, providers, store
 from fusedtp.bench.cases import OPS, Case
 from fusedtp.bench.cli import app
 from fusedtp.bench.store import Row
-from typer.testing import CliRunner, Result
 
 ADDING = Path(__file__).parent.parent / "docs" / "adding.md"
 SECTION = ADDING.read_text().partition("## A baseline of your own")[2]

@@ -16,6 +16,9 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
 from fusedtp.bench import generated, providers, theme
 from fusedtp.bench.cases import DIRECTIONS, DTYPES, EVERY_DTYPE, FLOAT8, OPS, OWN, Case
 from fusedtp.bench.operands import Operands, Runner
@@ -24,8 +27,6 @@ from fusedtp.bench.problem import Problem
 from fusedtp.bench.providers import Missing, Provider
 from fusedtp.bench.ranks import RankPool
 from fusedtp.bench.timing import Verdict, gate
-from torch import Tensor
-from torch.distributed import ProcessGroup
 
 GATHER, SCATTER, ALL_REDUCE = OPS
 ADDING = Path(__file__).parent.parent / "docs" / "adding.md"

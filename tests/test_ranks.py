@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+
 from fusedtp.bench import forks
 from fusedtp.bench.ranks import RankError, RankPool
 

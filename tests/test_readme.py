@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pandas as pd
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
 from fusedtp.bench import decode, generated, store
 from fusedtp.bench.ranks import RankPool
-from torch.distributed import ProcessGroup
 
 from . import published
 from .published import README

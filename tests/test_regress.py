@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import typer
+
 from fusedtp.bench import regress, tracked
 from fusedtp.bench.machine import Machine
 from fusedtp.bench.regress import CASE_LIMIT, LAUNCHES, SCHEDULE_LIMIT, Measured, NotComparable, excess, judge

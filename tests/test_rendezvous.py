@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 import torch.distributed as dist
-from fusedtp.bench.ranks import RankPool
 from torch.distributed import ProcessGroup
 
+from fusedtp.bench.ranks import RankPool
 from fusedtp.memory.rendezvous import RenumberedStore, meet
 
 from .exchange import VERSIONS, Exchange

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from fusedtp.bench.ranks import RankPool
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp import reference
+from fusedtp.bench.ranks import RankPool
 from fusedtp.shards import even_sizes
 
 from .spread import spread

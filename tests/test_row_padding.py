@@ -19,11 +19,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from fusedtp.bench.mixed import OPS, Call, Operands, draw
-from fusedtp.bench.ranks import RankPool
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fusedtp.bench.mixed import OPS, Call, Operands, draw
+from fusedtp.bench.ranks import RankPool
 from fusedtp.schedules import decomposed
 from fusedtp.schedules import padded as padding
 from fusedtp.schedules.verbs import Product

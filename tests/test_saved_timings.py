@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import typer
+
 from fusedtp.bench import regress
 
 pytest.importorskip("pytest_benchmark")

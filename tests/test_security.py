@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from fusedtp.bench import store
-from fusedtp.bench.ranks import RankPool
 from torch.distributed import ProcessGroup
 
 import fusedtp
+from fusedtp.bench import store
+from fusedtp.bench.ranks import RankPool
 from fusedtp.memory.posix import PosixMemory
 from fusedtp.workspaces.rendezvous import StoreExchange
 

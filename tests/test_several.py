@@ -10,14 +10,14 @@ from unittest import mock
 
 import pytest
 import torch
-from fusedtp.bench.ranks import RankPool
-from fusedtp.kernels import gather_matmul
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 import fusedtp
 from fusedtp import reference
+from fusedtp.bench.ranks import RankPool
+from fusedtp.kernels import gather_matmul
 from fusedtp.shards import even_sizes
 
 from .spread import spread

@@ -15,7 +15,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from fusedtp.bench.ranks import RankPool
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -24,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fusedtp
 from fusedtp import NotationError
+from fusedtp.bench.ranks import RankPool
 from fusedtp.schedules import decomposed
 from fusedtp.sharding import notation
 from fusedtp.sharding.notation import Spec, parse

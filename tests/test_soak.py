@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fusedtp.bench.mixed import DTYPES, OPS, Operands, draw
-from fusedtp.bench.ranks import RankError, RankPool
 
 import fusedtp
+from fusedtp.bench.mixed import DTYPES, OPS, Operands, draw
+from fusedtp.bench.ranks import RankError, RankPool
 
 from .soak.endurance import NOISE_BYTES, Sample, check_flat, check_wrapped, delay, growth
 from .soak.runs import SAMPLES, soak

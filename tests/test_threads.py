@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from fusedtp.bench.mixed import Call, Operands, draw
-from fusedtp.bench.ranks import RankPool
-from fusedtp.kernels import signal
 from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp import turns
+from fusedtp.bench.mixed import Call, Operands, draw
+from fusedtp.bench.ranks import RankPool
+from fusedtp.kernels import signal
 from fusedtp.workspaces import registry
 
 from .beside import CPU, Flags, InThread, X, own_group, until

@@ -20,12 +20,12 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+
 from fusedtp.kernels import gather_matmul, matmul, matmul_scatter, several
 from fusedtp.kernels.configs import Config
 from fusedtp.kernels.matmul import Tile, locate_in_chunks
 from fusedtp.kernels.operands import tiles_of
 from fusedtp.kernels.signal import cdiv
-
 from fusedtp.shards import even_sizes, offsets
 
 

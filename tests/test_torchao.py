@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from fusedtp.bench.ranks import RankPool
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 import fusedtp
+from fusedtp.bench.ranks import RankPool
 from fusedtp.recipes import NAMES
 
 from .torchao_linears import converted

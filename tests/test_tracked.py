@@ -6,6 +6,7 @@ import time
 from statistics import median
 
 import torch
+
 from fusedtp.bench import tracked
 from fusedtp.bench.jobs import Job
 from fusedtp.bench.ranks import RankPool

@@ -7,10 +7,10 @@ from unittest import mock
 
 import pytest
 import torch
+
 from fusedtp.bench import train as training
 from fusedtp.bench.ranks import RankPool
 from fusedtp.bench.train import Decoder, Settings, sharded, train
-
 from fusedtp.recipes import NAMES
 
 from .torchao_linears import converted

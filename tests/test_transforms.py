@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from fusedtp.bench.ranks import RankPool
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import fusedtp
+from fusedtp.bench.ranks import RankPool
 
 FORWARD_MODE, SECOND, DTENSORS = "forward-mode differentiation", "second derivatives of", "that are DTensors"
 SCHEDULES = ("unfused", "decomposed")

@@ -7,15 +7,15 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from fusedtp.bench.logprobs import compare
-from fusedtp.bench.ranks import RankPool
-from fusedtp.bench.train import Settings
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import Replicate, Shard
 
 import fusedtp
 from fusedtp import FusedColwiseParallel, FusedRowwiseParallel, RanksDisagree
+from fusedtp.bench.logprobs import compare
+from fusedtp.bench.ranks import RankPool
+from fusedtp.bench.train import Settings
 from fusedtp.styles.decoders import decoder_plan
 
 from .test_decoders import decoder, mesh_of

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fusedtp.bench.ranks import RankPool
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
@@ -16,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedtp
 from fusedtp import activations, reference
+from fusedtp.bench.ranks import RankPool
 from fusedtp.calls.orders import leaves_in
 from fusedtp.op import ACTIVATIONS, GATED, OF_RESULT
 from fusedtp.shards import even_sizes

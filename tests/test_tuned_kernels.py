@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from fusedtp.bench import cli_tune_kernels, tune_kernels
-from fusedtp.bench.cases import Case
-from fusedtp.bench.cli import app
-from fusedtp.bench.ranks import RankPool
-from fusedtp.kernels import choices, loading, matmul
-from fusedtp.kernels.choices import Choice
-from fusedtp.kernels.configs import TABLE, Config
-from fusedtp.kernels.matmul_all_reduce import splits_of
 from torch.distributed import ProcessGroup
 from typer.testing import CliRunner
 
 import fusedtp
+from fusedtp.bench import cli_tune_kernels, tune_kernels
+from fusedtp.bench.cases import Case
+from fusedtp.bench.cli import app
+from fusedtp.bench.ranks import RankPool
 from fusedtp.calls import kernels_tuned, tuning
 from fusedtp.calls.kernels_tuned import Tuned
+from fusedtp.kernels import choices, loading, matmul
+from fusedtp.kernels.choices import Choice
+from fusedtp.kernels.configs import TABLE, Config
+from fusedtp.kernels.matmul_all_reduce import splits_of
 from fusedtp.op import ALL_GATHER, ALL_GATHER_MATMUL, Task
 from fusedtp.workspaces import registry
 

@@ -14,6 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from typer.testing import CliRunner
+
+from fusedtp import cost
 from fusedtp.bench import tune
 from fusedtp.bench.cases import FLOAT8, OPS, Case
 from fusedtp.bench.cli import app
@@ -23,12 +29,6 @@ from fusedtp.bench.ranks import RankPool
 from fusedtp.bench.rows import Outcome
 from fusedtp.bench.sweep import run_job
 from fusedtp.bench.timing import Timing
-from rich.console import Console
-from torch import Tensor
-from torch.distributed import ProcessGroup
-from typer.testing import CliRunner
-
-from fusedtp import cost
 from fusedtp.calls import tuning
 from fusedtp.calls.tuning import Sample, Table
 from fusedtp.cost.hardware import HARDWARE

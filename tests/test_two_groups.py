@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from fusedtp.bench.mixed import Call, Operands, draw
-from fusedtp.bench.ranks import RankPool
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch.distributed import ProcessGroup
 
 import fusedtp
+from fusedtp.bench.mixed import Call, Operands, draw
+from fusedtp.bench.ranks import RankPool
 
 from .soak.endurance import delay
 from .spread import LARGE

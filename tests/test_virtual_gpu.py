@@ -20,13 +20,13 @@ import torch
 if "GPU_STUB_DEVICES" not in os.environ:
     pytest.skip("runs over the stub of a GPU: nox -s virtual_gpu", allow_module_level=True)
 
-from fusedtp.bench import gpu_items, gpu_ranks
-from fusedtp.bench.gpu_cases import ERROR, PASSED, WRONG
-from fusedtp.bench.ranks import RankPool
 from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp import reference
+from fusedtp.bench import gpu_items, gpu_ranks
+from fusedtp.bench.gpu_cases import ERROR, PASSED, WRONG
+from fusedtp.bench.ranks import RankPool
 from fusedtp.workspaces import registry
 
 pytestmark = pytest.mark.virtual_gpu

@@ -16,11 +16,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from fusedtp.bench.ranks import RankPool
-from fusedtp.kernels import signal
 from torch.distributed import ProcessGroup
 
 import fusedtp
+from fusedtp.bench.ranks import RankPool
+from fusedtp.kernels import signal
 from fusedtp.memory.local import local_memories
 from fusedtp.workspaces import clock, registry, workspace
 from fusedtp.workspaces.steps import wrapping_difference

@@ -124,9 +124,10 @@ def is_flattened(case: Case) -> bool:
 def compile_case(case: Case, package: str = PACKAGE, options: dict[str, int] | None = None) -> Any:
     """Triton's compiled kernel, for unit inner strides."""
     import triton
-    from fusedtp.kernels.launch import strip_of
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+
+    from fusedtp.kernels.launch import strip_of
 
     variant, config, dtype = VARIANTS[case.variant], config_of(case), DTYPES[case.dtype]
     b_dtype = DTYPES[case.b_dtype or case.dtype]

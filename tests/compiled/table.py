@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from fusedtp.bench.generated import replaced
 
 from . import checks

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fusedtp.kernels.signal import WAITING_FOR as _WAITING_FOR
 from torch.distributed import ProcessGroup
 
 import fusedtp
+from fusedtp.kernels.signal import WAITING_FOR as _WAITING_FOR
 from fusedtp.workspaces import registry
 from fusedtp.workspaces.workspace import Workspace
 

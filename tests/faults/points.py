@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fusedtp.kernels import signal
-
 from fusedtp import trace
+from fusedtp.kernels import signal
 from fusedtp.schedules import fused
 from fusedtp.schedules.prepared import Prepared
 from fusedtp.workspaces.steps import HostSteps

@@ -10,8 +10,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from fusedtp.kernels.launch import Config
 
+from fusedtp.kernels.launch import Config
 from fusedtp.memory.local import local_memories
 from fusedtp.op import OPS as OPS_BY_NAME
 from fusedtp.op import Task

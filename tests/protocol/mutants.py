@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusedtp.kernels import gather_matmul, layout, push, signal
-
 from fusedtp.schedules import decomposed, fused, producer
 from fusedtp.workspaces import steps
 from fusedtp.workspaces.workspace import Workspace

@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from fusedtp.kernels import signal
 from triton._C.libtriton import ir
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
 from fusedtp import kernels
+from fusedtp.kernels import signal
 from fusedtp.schedules import decomposed, fused, producer, transport
 from fusedtp.workspaces import steps
 from fusedtp.workspaces.workspace import Workspace

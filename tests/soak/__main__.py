@@ -6,6 +6,7 @@ import secrets
 from typing import Annotated
 
 import typer
+
 from fusedtp.bench import arguments
 from fusedtp.bench.ranks import RankError, RankPool
 

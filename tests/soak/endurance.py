@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from fusedtp.bench.mixed import Call, Operands, draw
 from torch.distributed import ProcessGroup
 
 import fusedtp
+from fusedtp.bench.mixed import Call, Operands, draw
 
 # Ranks on fewer cores, interpreted kernels among them: a peer may be late, but not this late.
 WAIT_SECONDS = 120.0

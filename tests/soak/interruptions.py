@@ -10,10 +10,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import fusedtp
 import fusedtp.bench
 import fusedtp.kernels
-
-import fusedtp
 
 FOLDERS = tuple(f"{Path(module.__file__ or '').parent}/" for module in (fusedtp, fusedtp.kernels))
 # Installed it lies in the first of them.

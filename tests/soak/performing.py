@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fusedtp.bench.mixed import Call, Operands
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedtp
+from fusedtp.bench.mixed import Call, Operands
 
 from . import strikes
 from .programs import AXES, Step, probe, program

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from fusedtp.bench.mixed import DTYPES, MATMULS, WEIGHTS, Call, draw
-
 from fusedtp.shards import even_sizes
 
 STEPS = 40

@@ -11,10 +11,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from fusedtp.kernels import launch, signal
 from torch import Tensor
 
 from fusedtp import PeerTimeout, reference
+from fusedtp.kernels import launch, signal
 from fusedtp.memory.local import local_memories
 from fusedtp.schedules import fused
 from fusedtp.schedules.phases import run_together

@@ -16,12 +16,12 @@ from unittest import mock
 import numpy as np
 import torch
 import triton
-from fusedtp.kernels import launch, signal
 from torch import Tensor
 from triton import JITFunction
 
 from fusedtp import kernels
 from fusedtp.calls import dispatch
+from fusedtp.kernels import launch, signal
 from fusedtp.workspaces.workspace import Workspace
 
 from .lower import Program

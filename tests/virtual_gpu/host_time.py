@@ -20,11 +20,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import triton
+from virtual_gpu.stub import cuda_driver, ptx_is_the_image
+
 from fusedtp.kernels import loading
 from fusedtp.kernels.configs import SHAPES, compiled_config
 from fusedtp.kernels.matmul import matmul
 from fusedtp.kernels.operands import epilogue_of
-from virtual_gpu.stub import cuda_driver, ptx_is_the_image
 
 TIMES = 2000
 

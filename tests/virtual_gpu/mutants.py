@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import fusedtp.kernels
 import pytest
 import torch
 
+import fusedtp.kernels
 from fusedtp import PeerTimeout
 
 from . import float8, giveups

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import triton
+
 from fusedtp.bench.generated import replaced
 
 from .evidence import Done, shares
