@@ -1,16 +1,16 @@
-"""The activations that an op can end with, on tensors: what is made of its products z, and of a gradient.
+"""Activations at the end of an op, on tensors: their values on products z, and their gradients.
 
     relu, gelu, gelu_tanh, silu    y = f(z)            dz = dy * f'(z)
     swiglu, geglu                  y = f(gate) * up    dgate = dy * up * f'(gate), dup = dy * f(gate)
 
 gelu is the exact one, gelu_tanh its approximation; swiglu's f is silu, geglu's gelu; `op` has the names. Gradients are
-torch's own formulas. What relu's needs is to be seen in y (`op.OF_RESULT`); the others need the products.
+torch's own formulas. relu's gradient is computed from y (`op.OF_RESULT`); the others need the products.
 
-The library has rounded z when it hands it over. A kernel of ours has z as a sum in float32 and does not round it first,
-but for a gate, which it puts down until `up` is made.
+The library rounds z before the activation. Our kernels have z as a float32 sum and do not round it first, except a
+gate, which is stored until `up` is ready.
 
-On a CPU torch computes elements that fill no vector at a tensor's end by other code, with other last bits of silu and
-gelu_tanh in float32. Here there are none: an element has the same bits in a tensor of any size.
+On a CPU, torch computes the elements at a tensor's end that fill no vector by other code, with other last bits of silu
+and gelu_tanh in float32. This module pads to whole vectors: an element has the same bits in a tensor of any size.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _aten = torch.ops.aten
 
 
 def _approximate(name: str) -> str:
-    # Names that are neither relu nor silu come here.
+    # Only names other than relu and silu come here.
     if name not in ("gelu", "gelu_tanh"):
         raise NotImplementedError(f"no formula of {name}")
     return "tanh" if name == "gelu_tanh" else "none"
 
 
-# Elements of the two widest vectors, which torch's loops take at once.
+# Elements of the two widest vectors, which torch's loops process at once.
 _AT_ONCE = 64
 
 
 def _in_vectors(x: Tensor) -> bool:
-    # Whether torch's own code leaves no elements over. What is traced may be of any size.
+    # True if torch's own code leaves no elements over. A traced tensor may have any size.
     if not x.is_cpu or x.dtype == torch.float64:
         return True
     is_traced = torch.compiler.is_compiling() or type(x) is not Tensor
@@ -54,7 +54,7 @@ def _filled_up(function: Callable[..., Tensor], *xs: Tensor) -> Tensor:
 
 
 def apply(name: str, zs: Sequence[Tensor], out: Tensor) -> Tensor:
-    """y of z, or of gate and up, into `out`, which may be the first of them; outside of any graph."""
+    """Compute y from z, or from gate and up, into `out`, which may be the first of them; outside of any graph."""
     function = GATED.get(name, name)
     if function == "relu":
         torch.clamp_min(zs[0], 0, out=out)
@@ -76,7 +76,7 @@ def _of(function: str, z: Tensor) -> Tensor:
 
 
 def of(name: str, zs: Sequence[Tensor]) -> list[Tensor]:
-    """Every y, differentiable: one of each z, or one of gate and up."""
+    """Return every y, differentiable: one for each z, or one for gate and up."""
     if name in GATED:
         return [_of(GATED[name], zs[0]) * zs[1]]
     return [_of(name, z) for z in zs]
@@ -91,7 +91,7 @@ def _backward(function: str, dy: Tensor, kept: Tensor) -> Tensor:
 
 
 def gradients(name: str, dys: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
-    """dz of every product. kept: the products, of `OF_RESULT` the results."""
+    """Return dz of every product; `kept` holds the products, or the results for `OF_RESULT`."""
     if name not in GATED:
         return [_backward(name, dy, each) for dy, each in zip(dys, kept, strict=True)]
     function, (gate, up), (dy,) = GATED[name], kept, dys

@@ -1,8 +1,8 @@
-"""What a sharding costs, in words: the steps of a matmul and its gradients, bytes and FLOPs, and the table of layers.
+"""Costs of a sharding in words: the steps of a matmul and its gradients, bytes and FLOPs, and the table of layers.
 
-Everything here is read off the plans, nothing is written down twice. Bytes are what one rank sends, FLOPs what it
-computes, a multiply and an add counting as two. Without sizes both are formulas, in which an axis stands for its ranks.
-With hardware named every step has a time that the cost model predicts.
+Everything is read off the plans. Bytes are those that one rank sends, FLOPs those that it computes, a multiply and an
+add counting as two. Without sizes both are formulas, in which an axis stands for its number of ranks. With hardware the
+cost model predicts a time for every step.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ _FORMULAS = {"y": "y = x @ w", "dx": "dx = dy @ w.T", "dw": "dw = x.T @ dy"}
 
 @dataclass(frozen=True)
 class Line:
-    """One step. `amount` is a formula: elements that a rank sends, or the matmul's FLOPs; sent and flops need sizes.
+    """One step of a plan.
 
-    predicted: the cost model's times, needs hardware too. Of a fused matmul they are those of both steps together.
+    - `amount`: a formula of the elements that a rank sends, or of the matmul's FLOPs.
+    - `sent`, `flops`: need sizes.
+    - `predicted`: the cost model's times, needs hardware too. A fused matmul has those of both steps together.
     """
 
     step: Step
@@ -57,7 +59,7 @@ class Line:
 
     @property
     def times(self) -> str:
-        """The predicted times of this step alone, and of a fused matmul by every schedule."""
+        """Return the predicted times of this step alone as text, and of a fused matmul by every schedule."""
         if self.predicted is None:
             return ""
         if self.step.is_collective:
@@ -71,7 +73,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Phase:
-    """One matmul: its formula, its notation, the steps in the order in which they run, and why these."""
+    """One matmul: its formula, its notation, the steps in the order in which they run, and the reason for them."""
 
     formula: str
     notation: str
@@ -80,12 +82,11 @@ class Phase:
 
     @property
     def sent(self) -> int | None:
-        """Bytes that a rank sends, None without sizes."""
+        """Return the bytes that a rank sends, None without sizes."""
         return _total([line.sent for line in self.lines])
 
     @property
     def flops(self) -> int | None:
-        """FLOPs of a rank, None without sizes."""
         return _total([line.flops for line in self.lines])
 
     def __str__(self) -> str:
@@ -95,7 +96,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The three matmuls of a spec; `str` prints them. `given` repeats sizes, mesh, dtype and hardware."""
+    """Three matmuls of a spec; `str` prints them. `given` repeats sizes, mesh, dtype and hardware."""
 
     spec: Spec
     given: str
@@ -109,7 +110,7 @@ class Explanation:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the communication table: what each of the three matmuls of `notation` communicates."""
+    """Row of the communication table: the communication of each of the three matmuls of `notation`."""
 
     name: str
     notation: str
@@ -130,8 +131,8 @@ def explain(
 ) -> Explanation:
     """Explain a spec, or a layer by its name, one of `NAMED` of this module; arguments and errors are those of `plan`.
 
-    hardware: a name of `fusedtp.cost.hardware.HARDWARE`. Steps then have predicted times, and the plan weighs bytes by
-    that machine unless told otherwise. ValueError for another name, and for hardware without sizes.
+    `hardware` is a name of `fusedtp.cost.hardware.HARDWARE`. With it steps have predicted times, and the plan weighs
+    bytes by that machine unless told otherwise. Raises ValueError for another name, and for hardware without sizes.
 
     `str` of the result is the text.
     """
@@ -157,7 +158,7 @@ def explain(
 
 
 def table(specs: Mapping[str, str] = NAMED) -> list[Row]:
-    """The communication table of named specs, planned without sizes."""
+    """Return the communication table of named specs, planned without sizes."""
     rows = []
     for name, notation in specs.items():
         plans = plan(notation)
@@ -167,7 +168,6 @@ def table(specs: Mapping[str, str] = NAMED) -> list[Row]:
 
 
 def table_markdown(specs: Mapping[str, str] = NAMED) -> str:
-    """The same table in Markdown, its last line ended."""
     lines = ["| name | forward | dx | dw |", "|---|---|---|---|"]
     lines += [f"| {row.name} `{row.notation}` | {row.forward} | {row.dx} | {row.dw} |" for row in table(specs)]
     return "\n".join(lines) + "\n"
@@ -192,7 +192,7 @@ def _phase(matmul: MatmulPlan, sizes: Sizes | None, machine: Hardware | None, dt
 def _predicted(
     matmul: MatmulPlan, step: Step, before: tuple[Tensor, ...], sizes: Sizes, machine: Hardware, dtype: str
 ) -> Prediction | None:
-    """The cost model's times of a collective alone, or of a matmul with the collective that is fused with it."""
+    """Return the cost model's times of a collective alone, or of a matmul with the collective that is fused with it."""
     if step.kind == "slice":
         return None
     kinds: dict[str, Literal["gather", "scatter", "all_reduce"]] = {
@@ -219,7 +219,7 @@ def _predicted(
 
 
 def _elements(step: Step, before: Tensor, after: Tensor) -> str:
-    """What a rank sends in `step`, as a formula: n-1 shards, twice that for an all-reduce."""
+    """Return the elements that a rank sends in `step`, as a formula: n-1 shards, twice that for an all-reduce."""
     if not step.is_collective:
         return ""
     shard = " * ".join(_length(dim.name, dim.axes) for dim in (before if step.kind == "all_gather" else after).dims)

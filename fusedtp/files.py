@@ -1,6 +1,6 @@
-"""Reading text files that others may have written, regular ones of a limited size; replacing files as a whole.
+"""Reading of text files that others may have written, regular ones of a limited size; replacement of whole files.
 
-Nothing of ours is unpickled.
+This package unpickles none of its files.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 
 
 def read_text(path: Path, *, max_bytes: int) -> str:
-    """The UTF-8 text of a regular file of at most `max_bytes`.
+    """Return the UTF-8 text of a regular file of at most `max_bytes`.
 
-    ValueError for a larger one, for a pipe or a device, and for what is not UTF-8; OSError as of `open`.
+    Raises ValueError for a larger file, for a pipe or a device, and for text that is not UTF-8; OSError as `open` does.
     """
-    # Without waiting for the writer of a pipe.
+    # Do not wait for the writer of a pipe.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         about = os.fstat(descriptor)
@@ -27,7 +27,7 @@ def read_text(path: Path, *, max_bytes: int) -> str:
         content = b""
         if about.st_size <= max_bytes:
             with open(descriptor, "rb", closefd=False) as file:
-                # One byte more: the file may grow while it is read.
+                # Read one byte more: the file may grow meanwhile.
                 content = file.read(max_bytes + 1)
         if max(about.st_size, len(content)) > max_bytes:
             raise ValueError(f"{path} is larger than the {max_bytes} bytes that are read of such a file")
@@ -43,8 +43,8 @@ def read_text(path: Path, *, max_bytes: int) -> str:
 def replace(path: Path, content: bytes) -> None:
     """Put `content` at `path` so that a reader sees the old file or the new one, never half of it.
 
-    Folders are made as needed. The mode of a file that is there stays, a link still leads to the file, and a file that
-    may not be written is left alone: OSError, and nothing has changed.
+    Folders are made as needed. An existing file keeps its mode, and a link still leads to the file. A file that may not
+    be written is left alone: OSError, and nothing has changed.
     """
     path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ def replace(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        # mkstemp's files are private
+        # mkstemp's files are private.
         os.chmod(temporary, mode)
         os.replace(temporary, path)
     except BaseException:

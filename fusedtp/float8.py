@@ -1,4 +1,4 @@
-"""Numbers of tensors as float8: the scale that fits them, the cast and the way back, by row, tensor or block."""
+"""Conversion of tensors to float8 and back: the scale, the cast and the widening, by row, tensor or block."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor, library
 
 from . import formats
 
-# Elements that share a scale in mxfp8, and what such scales are: powers of two, 8 bits of an exponent (OCP
-# microscaling formats, 1.0, section 5).
+# Elements that share a scale in mxfp8. Scales are powers of two, 8 bits of an exponent (OCP microscaling formats, 1.0,
+# section 5).
 BLOCK = 32
 E8M0 = torch.float8_e8m0fnu
 
 
 def largest_finite(x: Tensor, over: tuple[int, ...] | None = None) -> Tensor:
-    """The largest finite magnitude of x, over all dims, (), or over these, which are kept with a length of 1."""
+    """Return the largest finite magnitude of x over all dims, (), or over some, which are kept with a length of 1."""
     magnitudes = torch.where(x.isfinite(), x.abs(), 0.0)
     if over is None:
         return magnitudes.amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
@@ -31,17 +31,17 @@ _MANTISSA = {dtype: 3 if "e4m3" in str(dtype) else 2 for dtype in formats.FLOAT8
 
 
 def quantized(x: Tensor, most: Tensor, dtype: torch.dtype, *, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    """x in float8, and the scale that makes the magnitudes `most` the largest that `dtype` has."""
+    """Cast x to float8; return it and the scale that makes the magnitudes `most` the largest that `dtype` has."""
     wide, largest = x.float(), torch.finfo(dtype).max
     if power_of_two:
         scale = _power_of_two(most, largest)
     else:
-        # In float64: the quotient of a subnormal number is one too, and a GPU may take it for 0.
+        # In float64: with a subnormal `most` the quotient is subnormal too, and a GPU may take it for 0.
         scale = (most.double() / largest).clamp_min(torch.finfo(torch.float32).tiny)
     scale = torch.where(most == 0, 1.0, scale).float()
     finite = wide
     if power_of_two:
-        # A number near float32's largest would be rounded to 2^128, which is none of float32's.
+        # A number near float32's largest would be rounded to 2^128, which float32 does not have.
         highest = (2 - 2.0 ** -_MANTISSA[dtype]) * 2.0**127
         finite = wide.clamp(-highest, highest)
     data = (finite / scale).clamp(-largest, largest)
@@ -51,21 +51,21 @@ def quantized(x: Tensor, most: Tensor, dtype: torch.dtype, *, power_of_two: bool
 
 
 def _power_of_two(most: Tensor, largest: float) -> Tensor:
-    """The least power of two that is no less than most / largest, and a normal number: of the bits of float32."""
+    """Return the least power of two >= most / largest that is a normal number, computed from the bits of float32."""
     mantissa, exponent = math.frexp(largest)
     bits = most.view(torch.int32)
-    # Of numbers in [1, 2): what is above largest's own doubles the power.
+    # Compare mantissas in [1, 2): if that of `most` is above that of `largest`, the power doubles.
     above = (bits & 0x7FFFFF) > int(mantissa * 2**24) - 2**23
     power = (bits >> 23) - (exponent - 1) + above.int()
     return (power.clamp_min(1) << 23).view(torch.float32)
 
 
 def in_blocks(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x [.., K] in float8, and a scale for each block of its rows, a power of two."""
+    """Cast x [.., K] to float8; return it and a scale for each block of its rows, a power of two."""
     if torch.compiler.is_compiling():
         made: tuple[Tensor, Tensor] = _in_blocks_compiled(x, dtype)
         return made
-    # The last block of a row is filled up with zeros.
+    # The last block of a row is padded with zeros.
     count = -(-x.shape[-1] // BLOCK)
     blocks = torch.nn.functional.pad(x, (0, count * BLOCK - x.shape[-1])).unflatten(-1, (count, BLOCK))
     data, scale = quantized(blocks, largest_finite(blocks, (blocks.ndim - 1,)), dtype, power_of_two=True)
@@ -73,15 +73,15 @@ def in_blocks(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def along_blocks(scale: Tensor, length: int, dim: int) -> Tensor:
-    """Scales of blocks along `dim` in float32, one for each of `length` elements."""
+    """Return the scales of blocks along `dim` in float32, one for each of `length` elements."""
     if torch.compiler.is_compiling():
         found: Tensor = _along_blocks_compiled(scale.view(torch.uint8), length, dim)
         return found
     return scale.view(E8M0).float().repeat_interleave(BLOCK, dim).narrow(dim, 0, length)
 
 
-# What a compiler does not look into: torch's inductor (2.11 to 2.13) has wrong numbers on a CPU in a row's last block
-# where that is shorter than the others. Only compilers call them.
+# Opaque to compilers, and called by them only: on a CPU, torch's inductor (2.11 to 2.13) has wrong numbers in a row's
+# last block if that is shorter than the others.
 @library.custom_op("fusedtp::scaled_in_blocks", mutates_args=())
 def _in_blocks_compiled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return in_blocks(x, dtype)
@@ -111,7 +111,7 @@ def _table(dtype: torch.dtype) -> Tensor:
 
 
 def widened(data: Tensor) -> Tensor:
-    """float8 as float32, exactly."""
+    """Convert float8 to float32, exactly."""
     if torch.compiler.is_compiling() or type(data) is not Tensor or not data.is_cpu:
         return data.float()
     if data.ndim == 2 and data.stride(0) == 1 and not data.is_contiguous():

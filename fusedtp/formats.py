@@ -1,12 +1,11 @@
-"""The float8 dtypes that are multiplied, and which of them a machine has units for.
+"""float8 dtypes that are multiplied, and which of them a machine has units for.
 
     OCP     e4m3fn up to 448, e5m2 up to 57344         NVIDIA since capability 8.9, AMD's gfx950 and gfx12
     FNUZ    e4m3fnuz up to 240, e5m2fnuz up to 57344   AMD's gfx940 to gfx942
 
-fnuz is finite, with one NaN, and an unsigned zero: bytes mean other numbers than OCP's, mostly half of them. What is
-made float8 where nothing else is asked for is made what its machine multiplies, `native`; ranks with other machines are
-told that they do not agree. (AMD Instinct MI300 instruction set architecture; OCP 8-bit floating point specification,
-1.0.)
+fnuz is finite, with one NaN and an unsigned zero: its bytes mean other numbers than OCP's, mostly half of them. By
+default tensors are cast to the `native` dtypes of their machine; ranks on different machines get an error that they do
+not agree. (AMD Instinct MI300 instruction set architecture; OCP 8-bit floating point specification, 1.0.)
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 
 
 class Formats(NamedTuple):
-    """A pair: of more precision, for operands, and of more range, for gradients."""
+    """Pair of dtypes: `e4m3` has more precision, for operands, and `e5m2` more range, for gradients."""
 
     e4m3: torch.dtype
     e5m2: torch.dtype
@@ -30,12 +29,12 @@ FLOAT8 = (*OCP, *FNUZ)
 
 
 def of(dtype: torch.dtype) -> Formats:
-    """The pair that one of `FLOAT8` is of."""
+    """Return the pair that contains `dtype`, one of `FLOAT8`."""
     return FNUZ if dtype in FNUZ else OCP
 
 
 def native(device: torch.device) -> Formats:
-    """What this device multiplies; OCP's where it multiplies none, as a CPU, whose products are made of wider ones."""
+    """Return the formats that this device multiplies, or OCP's if it has no units, as a CPU, which widens operands."""
     return _of_amds(device) if device.type == "cuda" and torch.version.hip else OCP
 
 
@@ -45,7 +44,7 @@ def _of_amds(device: torch.device) -> Formats:
 
 
 def target_of(device: torch.device | None = None) -> str:
-    """What a GPU's kernels are compiled for: "9.0", or on AMD's "gfx942"."""
+    """Return the target that a GPU's kernels are compiled for: "9.0", or on AMD's "gfx942"."""
     if torch.version.hip:
         return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]
     major, minor = torch.cuda.get_device_capability(device)
@@ -53,8 +52,9 @@ def target_of(device: torch.device | None = None) -> str:
 
 
 def without_float8(dtype: torch.dtype, target: str, *, blocks: bool) -> str:
-    """Why kernels cannot take this float8 on a GPU, or "" if they can; "" for a target that is not known. Most need
-    units that multiply it, blocks are made 16-bit where there are none.
+    """Return why kernels cannot take this float8 on a GPU, or "" if they can or the target is unknown.
+
+    Most need units that multiply the dtype. gfx94 takes blocks of any float8, which kernels convert to 16 bits.
     """
     theirs, ocp = (" and ".join(map(str, formats)) for formats in (FNUZ, OCP))
     if target.startswith("gfx94"):
@@ -71,5 +71,5 @@ def without_float8(dtype: torch.dtype, target: str, *, blocks: bool) -> str:
 
 
 def widens_blocks(target: str) -> str:
-    """Why blocks are made 16-bit in the kernel on a GPU, or "" if a unit multiplies them with their scales."""
+    """Return why kernels convert blocks to 16 bits on a GPU, or "" if a unit multiplies them with their scales."""
     return "" if target.startswith("10.") or not target else f"{target} multiplies no blocks with scales"

@@ -1,10 +1,10 @@
-"""The norms that a sum over ranks can end with, on tensors: of the sum y [.., N] as it is rounded, along its last dim.
+"""Norms at the end of a sum over ranks, on tensors: of the rounded sum y [.., N], along its last dim.
 
     rms_norm      y / sqrt(mean(y^2) + eps) * weight
     layer_norm    (y - mean(y)) / sqrt(var(y) + eps) * weight + bias
 
-Means are taken in float32, of float64 in float64, and the result is rounded once, to y's dtype. The same bits come of
-the same row whichever rank has it and however many rows lie beside it.
+Means are float32, or float64 for float64, and the result is rounded once, to y's dtype. A row has the same bits on
+every rank and beside any number of other rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BLOCK_BYTES = 256 << 10
 
 
 class Norm(NamedTuple):
-    """A norm, one of `op.NORMS`, with its parameters [N] and eps."""
+    """Norm, one of `op.NORMS`, with its parameters [N] and eps."""
 
     name: str
     eps: float
@@ -32,31 +32,28 @@ class Norm(NamedTuple):
     bias: Tensor | None = None
 
     def map(self, made_of: Callable[[Tensor], Tensor]) -> Norm:
-        """The same norm of parameters that are made of these."""
         bias = None if self.bias is None else made_of(self.bias)
         return Norm(self.name, self.eps, made_of(self.weight), bias)
 
     def given(self) -> dict[str, Tensor]:
-        """Its parameters by name, without one that it has not."""
+        """Return the parameters by name, without those that the norm lacks."""
         return {"norm_weight": self.weight} | ({} if self.bias is None else {"norm_bias": self.bias})
 
 
 def check_name(name: object) -> str:
-    """One of `op.NORMS`."""
     if not isinstance(name, str) or name not in NORMS:
         raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {name!r}")
     return name
 
 
 def check_eps(eps: object) -> float:
-    """A finite number, 0 or greater."""
     if isinstance(eps, bool) or not isinstance(eps, float | int) or not 0 <= eps < math.inf:
         raise ValueError(f"norm_eps must be a number, 0 or greater and finite, got {eps!r}")
     return float(eps)
 
 
 def asked_for(name: object, weight: Any, bias: Any, eps: object) -> Norm:
-    """The norm that a function is asked for."""
+    """Return the norm that a function's arguments ask for; ValueError if they do not fit."""
     name, eps = check_name(name), check_eps(eps)
     if weight is None:
         raise ValueError("norm and norm_bias are for a norm, which takes a norm_weight: got None")
@@ -66,7 +63,7 @@ def asked_for(name: object, weight: Any, bias: Any, eps: object) -> Norm:
 
 
 def of(norm: Norm, y: Tensor) -> Tensor:
-    """The norm of y, differentiable."""
+    """Return the norm of y, differentiable."""
     if norm.name == RMS_NORM:
         normed = F.rms_norm(y, norm.weight.shape, norm.weight, norm.eps)
     else:
@@ -76,7 +73,7 @@ def of(norm: Norm, y: Tensor) -> Tensor:
 
 
 def apply(norm: Norm, y: Tensor) -> Tensor:
-    """The norm of y [M, N], outside of any graph."""
+    """Return the norm of y [M, N], outside of any graph."""
     if norm.name != RMS_NORM or not y.is_cpu or not y.numel():
         return of(norm, y)
     # torch's own goes through memory eight times on a CPU.
@@ -98,7 +95,7 @@ def _rms_norm(norm: Norm, y: Tensor, out: Tensor) -> None:
 
 
 def gradients(norm: Norm, y: Tensor, dnormed: Tensor, needs: tuple[bool, bool, bool]) -> list[Tensor | None]:
-    """Of y, the weight and the bias, those that are needed; with grad mode on they are differentiable themselves."""
+    """Return the gradients of y, weight and bias, None if not needed; differentiable themselves in grad mode."""
     again = torch.is_grad_enabled()
     given = y, norm.weight, norm.bias
     if not again:

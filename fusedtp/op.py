@@ -1,34 +1,32 @@
-"""The ops: one row each, with all that registration, dispatch, the cost model, tuning and the benchmark need
-to know of one. A `Task` is an op on operands of given shapes.
+"""Table of the ops: one row each, for registration, dispatch, the cost model, tuning and the benchmark.
 
-Operands are matrices with any strides; X stands for all ranks' rows of what is gathered, one below the other, S for the
-sum over the ranks of what each of them has.
+A `Task` is an op on operands of given shapes. Operands are matrices with any strides. X is all ranks' rows of the
+gathered operand, stacked; S is the sum over ranks.
 
     all_gather_matmul       a, b, bias, right     X @ b + bias [M, N]; with `right` also X.T @ right [K, R]
     matmul_reduce_scatter   a, b, bias, left, x, residual
                                                   the own rows of S = a @ b, + bias + residual, which has these rows
-                                                  only; with `x` also left @ X [L, C], the gather of x under way
-                                                  during a @ b
+                                                  only; with `x` also left @ X [L, C], x gathered during a @ b
     matmul_all_reduce       a, b, bias, residual  S = a @ b, + bias + residual [M, N] on every rank
     all_gather              x                     X
     reduce_scatter          x                     the own rows of S
     all_reduce              x                     S
 
-What more blocks there are follows, for several weights at once, whose columns need not be one matrix. A gather has a
-result X @ b + bias for each b, bias; a sum is that of a @ b of all blocks, with a left @ X for each a, b, left.
+With several weights, further blocks follow; they need not be adjacent in memory. A gather has a result X @ b + bias for
+each b, bias. A sum is that of a @ b of all blocks, with a left @ X for each a, b, left.
 
     all_gather_matmul       b, bias
     matmul_reduce_scatter   a, b, left
     matmul_all_reduce       a, b
 
-`dim` 1: columns take the place of rows, of a in a gather, of the result in a scatter. With `transposed` the result is
+`dim` 1 replaces rows by columns: of a in a gather, of the result in a scatter. With `transposed` the result is
 transposed, and a bias has an element for each row of X @ b, which is now a column.
 
-An all_gather_matmul may end with an activation, one of `ACTIVATIONS`: of each X @ b + bias, or a `GATED` one of two of
-them, gate and up, which has one result. If it `keeps` them, these products are results too, behind the others.
+An all_gather_matmul may end with an activation, one of `ACTIVATIONS`, of each X @ b + bias. A `GATED` activation takes
+two of them, gate and up, and has one result. If the op `keeps` these products, they are results too, behind the others.
 
-A sum, of one block, may end with a norm of its rows, one of `NORMS`: its weight and bias [N] stand behind the op's
-operands, and the normed sum is a result behind it.
+A sum of one block may end with a norm of its rows, one of `NORMS`. The norm's weight and bias [N] follow the op's
+operands, and the normed sum is a result behind the sum.
 """
 
 from __future__ import annotations
@@ -47,27 +45,30 @@ T = TypeVar("T")
 
 Activation: TypeAlias = Literal["relu", "gelu", "gelu_tanh", "silu"]
 GatedActivation: TypeAlias = Literal["swiglu", "geglu"]
-# With a gate: what is made of that before `up` is multiplied with it.
+# Gated activations: the function of the gate, before `up` is multiplied with it.
 GATED: Mapping[str, Activation] = {"swiglu": "silu", "geglu": "gelu"}
 ACTIVATIONS = (*get_args(Activation), *GATED)
-# Activations whose gradient is made of the result; those of the others are made of the product.
+# Activations whose gradient is computed from the result; others need the product.
 OF_RESULT = frozenset({"relu"})
 NormName: TypeAlias = Literal["rms_norm", "layer_norm"]
 RMS_NORM, LAYER_NORM = NORMS = get_args(NormName)
-# In which order terms are added. A tree has this many leaves, unless the order says how many.
+# Order in which terms are added. A tree has this many leaves, unless the order gives a number.
 Order: TypeAlias = str
 RANK_ORDER, TREE_ORDER, LEAVES, MOST_LEAVES = "rank", "tree", 8, 64
-# Ranks' terms as is fastest. Settings have it as a number, in the place of a tree's leaves.
+# Any order of ranks' terms, as is fastest. Settings store its number in place of a tree's leaves.
 ANY_ORDER, AS_ANY = "any", -1
 
 
 @dataclass(frozen=True)
 class Op:
-    """What is true of every task of an op.
+    """Properties of every task of an op.
 
-    kind: what travels, in the cost model's words. operands: how many at most, and block: how many more each further
-    block has; the first travels or is multiplied, by the second if the op `multiplies`. algorithms: beside "auto".
-    results, moved, agreed: see the properties of `Task`.
+    - `kind`: of the communication, in the cost model's words.
+    - `operands`: the largest number of operands. The first one travels or is multiplied, by the second if the op
+      `multiplies`.
+    - `block`: the number of operands of each further block.
+    - `algorithms`: beside "auto".
+    - `results`, `moved`, `agreed`: see the properties of `Task`.
     """
 
     name: str
@@ -85,7 +86,7 @@ class Op:
 
     @property
     def number(self) -> int:
-        """Its place in the table, by which kernels know it."""
+        """Return the op's position in the table, by which kernels know it."""
         return _NUMBERS[self.name]
 
 
@@ -93,11 +94,15 @@ class Op:
 class Task:
     """An op on operands of these shapes (None for one that is not given) and this dtype, as one rank has them.
 
-    sizes: every rank's length of what is gathered or scattered. dim, transposed, activation ("" for none), keeps: see
-    above. algorithm: one of the op's, or "auto". float8: what the first operand is in, if a and b are float8 with
-    scales (`scaled.Quantized`); dtype is then the result's, in which terms of a sum travel. in_blocks: whether scales
-    are those of blocks. norm: "" for none, and its eps. leaves: how many the contraction has if it is added up as a
-    tree, in float32 also between ranks; else 0. any_order: whether ranks' terms may be added in any, by the switch.
+    - `dtype`: of the result; sums travel in it.
+    - `sizes`: every rank's length of the dim that is gathered or scattered.
+    - `dim`, `transposed`, `activation` ("" for none), `keeps`: see the module.
+    - `algorithm`: one of the op's, or "auto".
+    - `float8`: the first operand's dtype, if a and b are float8 with scales (`scaled.Quantized`).
+    - `in_blocks`: whether scales are those of blocks.
+    - `norm`, `eps`: of the sum; "" for none.
+    - `leaves`: of the contraction, if it is added up as a tree, in float32 also between ranks; else 0.
+    - `any_order`: whether the switch may add ranks' terms, in its own order.
     """
 
     op: Op
@@ -122,7 +127,6 @@ class Task:
         algorithm: str = "auto", activation: str = "", keeps: bool = False, float8: torch.dtype | None = None,
         in_blocks: bool = False, norm: str = "", eps: float = 0.0, leaves: int = 0, any_order: bool = False,
     ) -> Task:  # fmt: skip
-        """The task on these operands."""
         shapes = [None if each is None else (each.shape[0], each.shape[1]) if each.ndim == 2 else (1, each.shape[0])
                   for each in operands]  # fmt: skip
         x = operands[0]
@@ -141,28 +145,27 @@ class Task:
         return hash((self.op.name, self.shapes, self.dtype, self.sizes, options, self.norm, self.eps, order))
 
     def shape(self, operand: int) -> Shape:
-        """The shape of an operand that is given."""
         shape = self.shapes[operand]
         assert shape is not None
         return shape
 
     def has(self, operand: int) -> bool:
-        """Whether that operand, of the first block, is given."""
+        """Return whether that operand, of the first block, is given."""
         return operand < min(len(self.shapes), self.op.operands) and self.shapes[operand] is not None
 
     @property
     def adds(self) -> bool:
-        """Whether a residual is given."""
+        """Return whether a residual is given."""
         return self.op.multiplies and self.op.kind != "gather" and self.has(self.op.operands - 1)
 
     def blocks(self, given: Sequence[T]) -> list[tuple[T, ...]]:
-        """What follows the op's first operands, or their shapes, by block."""
+        """Return the further blocks' operands, or their shapes, block by block."""
         first, count = self.op.operands, 0 if self.norm else self.op.block
         return [tuple(given[i : i + count]) for i in range(first, len(given), count)] if count else []
 
     @property
     def _terms(self) -> list[Shape]:
-        # The shapes of what is multiplied from the left, of each block of a sum.
+        # The shape of each left factor, one for each block of a sum.
         return [self.shape(0), *(block[0] for block in self.blocks(self.shapes) if block[0] is not None)]
 
     @property
@@ -171,23 +174,22 @@ class Task:
 
     @property
     def multiplied_in(self) -> str:
-        """The name of the dtype of a and b."""
+        """Return the name of the dtype of a and b."""
         if self.in_blocks:
             return "mxfp8"
         return str(self.float8 or self.dtype).removeprefix("torch.")
 
     def results(self, rank: int) -> tuple[Shape, ...]:
-        """The shapes of what comes out on a rank."""
         return self.op.results(self, rank)
 
     @cached_property
     def moved(self) -> Shape:
-        """The shape of what travels, whole: the gathered operand, or the sum. All ranks see the same."""
+        """Return the shape of the whole tensor that travels: the gathered operand or the sum, the same on all ranks."""
         return self.op.moved(self)
 
     @cached_property
     def agreed(self) -> Mapping[str, Any]:
-        """What all ranks must mean alike, by names."""
+        """Return the values that all ranks must agree on, by name."""
         options: dict[str, Any] = {"sizes": self.sizes} if self.sizes else {}
         if self.op.multiplies and self.sizes:
             options["gather_dim" if self.op.kind == "gather" else "scatter_dim"] = self.dim
@@ -200,7 +202,7 @@ class Task:
             options["float8"] = self.float8
             options["scales"] = "of blocks" if self.in_blocks else "of rows, or of the tensor"
         if self.leaves and self.op.multiplies and self.op.kind != "gather":
-            # Leaves end where ranks' parts do if these are as long.
+            # Leaves end where ranks' parts do if these have equal lengths.
             options["contraction of a rank"] = [each[1] for each in self._terms]
         return {**options, **self.op.agreed(self)}
 
@@ -236,7 +238,7 @@ def _agreed_of_product(task: Task) -> Mapping[str, Any]:
     M, N = _product(task)
     agreed: dict[str, Any] = {"M": M, "N": N}
     if task.op.kind == "all_reduce" and (more := len(task.blocks(task.shapes))):
-        # Which decides between one shot and two.
+        # The number of weights decides between one shot and two.
         agreed["weights"] = 1 + more
     if task.has(4):
         return {**agreed, "columns gathered": task.shape(4)[1]}

@@ -1,15 +1,15 @@
-"""float8 operands: 8-bit data and the scales that give it back its range.
+"""float8 operands: 8-bit data with scales that restore the range.
 
     value = data * scale        scale () for the whole tensor, [.., 1] one for each row,
                                 [.., ceil(K / 32)] in e8m0 one for each block of 32 along the row: mxfp8
 
-A product of two is made of the data alone, in float32, and scaled where it is rounded: (a @ b) * a.scale * b.scale. So
-a scale has to be the same along the contraction. Where ranks have different parts of that, as in a reduce-scatter, each
-rank scales its own terms before they are added; scales need not agree. Scales of blocks are not the same along it: each
-block is multiplied with its own, by a matrix unit that knows of them or before.
+A product of two is made of the data alone, in float32, and scaled before it is rounded: (a @ b) * a.scale * b.scale. So
+a scale has to be constant along the contraction. If ranks have different parts of the contraction, as in a
+reduce-scatter, each rank scales its own terms before they are added; scales need not agree. Scales of blocks vary along
+the contraction: each block is multiplied with its own, by a matrix unit that supports this or beforehand.
 
-`Scaled` is what callers give. `Quantized` is the same as schedules see it: a matrix in whatever order of dims, with its
-scale beside every element (no memory: strides of 0).
+Callers pass `Scaled`. Schedules use `Quantized`: a matrix with its dims in any order, and a scale for every element
+(strides of 0, so it takes no memory).
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from .torch_private import c10d
 
 Recipe = Literal["tensorwise", "rowwise", "mxfp8"]
 
-# A matrix of an op: a tensor, or `Quantized`, which has what schedules ask of one.
+# A matrix of an op: a tensor, or `Quantized`, which has the methods that schedules need.
 Matrix: TypeAlias = Any
 
-# A received row is its data up to 16 bytes, then its scale in 16 bytes of its own: the next row is aligned.
+# A received row is its data padded to 16 bytes, then its scale in 16 bytes of its own: the next row is aligned.
 SCALE_BYTES = 16
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Scaled:
-    """data [.., K] in float8, and its scale in float32: () for the whole tensor, or [.., 1], one for each row; or in
-    float8_e8m0fnu [.., ceil(K / 32)], one for each 32 elements of a row.
+    """float8 data [.., K] with a scale.
 
-    The values are data * scale. Functions take one for x and one for each weight. No gradient comes to it.
+    The scale is float32, () for the whole tensor or [.., 1], one for each row. Or it is float8_e8m0fnu, [.., ceil(K /
+    32)], one for each 32 elements of a row. The values are data * scale. Functions take one `Scaled` for x and one for
+    each weight. It gets no gradient.
     """
 
     data: Tensor
@@ -47,11 +48,10 @@ class Scaled:
 
     @property
     def shape(self) -> torch.Size:
-        """That of the data."""
         return self.data.shape
 
     def values(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """data * scale, in float32, rounded to `dtype`."""
+        """Return data * scale, computed in float32 and rounded to `dtype`."""
         self.check()
         scale = self.scale
         if scale.dtype == E8M0:
@@ -59,7 +59,7 @@ class Scaled:
         return (widened(self.data) * scale).to(dtype)
 
     def check(self, name: str = "Scaled") -> None:
-        """ValueError where the scale is none of this data, by its dtype and shape; name: what the operand is called."""
+        """Raise ValueError if the scale's dtype or shape do not fit the data; `name` is the operand's in errors."""
         data, scale = self.data, self.scale
         if data.dtype not in formats.FLOAT8:
             raise ValueError(f"{name}.data must be one of {', '.join(map(str, formats.FLOAT8))}, got {data.dtype}")
@@ -78,9 +78,9 @@ class Scaled:
             )
 
     def narrow(self, dim: int, start: int, length: int) -> Scaled:
-        """As torch.narrow: these elements along `dim`, with the scales that are theirs; a view.
+        """Return a view of these elements along `dim` with their scales, like torch.narrow.
 
-        Scales of blocks are cut along a row between blocks of 32 only: ValueError for another start, or for another end
+        A row with scales of blocks is cut between blocks of 32 only: ValueError for another start, or for another end
         than that of the row.
         """
         self.check()
@@ -99,7 +99,7 @@ class Scaled:
         return Scaled(data, self.scale.narrow(dim, start // BLOCK, -(-length // BLOCK)))
 
     def split(self, sizes: int | Sequence[int], dim: int = 0) -> tuple[Scaled, ...]:
-        """As torch.split: parts of these lengths along `dim`, or of `sizes` each, by `narrow`."""
+        """Return parts of these lengths along `dim`, or of `sizes` each, cut by `narrow`, like torch.split."""
         self.check()
         size = self.data.shape[dim]
         if isinstance(sizes, int):
@@ -115,19 +115,20 @@ def scaled(
     x: Tensor, recipe: Recipe = "rowwise", *, dtype: torch.dtype | None = None, group: Any = None,
     power_of_two: bool = False,
 ) -> Scaled:  # fmt: skip
-    """x [.., K] as float8 with scales: the largest finite magnitude becomes the largest that `dtype` has.
+    """Cast x [.., K] to float8 with scales: the largest finite magnitude becomes the largest that `dtype` has.
 
-    recipe: "tensorwise", one scale; with a `group`, that of the largest magnitude on any of its ranks, for which they
-    exchange one number through torch.distributed. "rowwise", one for each row. With `power_of_two` a scale is rounded
-    up to a power of two, and makes no rounding of its own (as the rowwise recipes of torchao do). "mxfp8", one for each
-    32 elements of a row, always a power of two.
+    - `recipe`: "rowwise", one scale for each row. "tensorwise", one scale. "mxfp8", one for each 32 elements of a row,
+      always a power of two.
+    - `dtype`: one of `formats.FLOAT8`. By default the e4m3 that x's machine multiplies: e4m3fnuz on AMD's gfx942,
+      e4m3fn elsewhere. mxfp8 is OCP's, and gfx942 has no units for it: its default is e4m3fn on every machine.
+    - `group`: for "tensorwise". The scale is that of the largest magnitude on any of its ranks, which exchange one
+      number through torch.distributed.
+    - `power_of_two`: whether a scale is rounded up to a power of two, and so adds no rounding of its own (as the
+      rowwise recipes of torchao do).
 
-    dtype: one of `formats.FLOAT8`; by default the e4m3 that x's machine multiplies, e4m3fnuz on AMD's gfx942 and e4m3fn
-    elsewhere. In mxfp8, which is OCP's and which gfx942 has no units for, it is e4m3fn on every machine.
-
-    All zeros have the scale 1. NaN stays NaN; an infinity stays one in e5m2, and is NaN in the others, which have none.
-    Neither has a part in a scale, so what is not finite spoils its own row of a product only. Scales are normal
-    numbers: what is smaller than float8 can hold with the smallest of them becomes 0.
+    All zeros have the scale 1. NaN stays NaN. An infinity stays one in e5m2, and is NaN in the others, which have none.
+    Neither affects a scale, so a value that is not finite spoils its own row of a product only. Scales are normal
+    numbers: a magnitude too small for float8 with the smallest scale becomes 0.
 
     Raises ValueError or TypeError for arguments that do not fit.
     """
@@ -189,11 +190,13 @@ def _largest(most: Tensor, group: Any) -> Tensor:
 
 
 class Quantized:
-    """A `Scaled` operand of an op, in any order of dims. `out`: the dtype of what is made of it.
+    """`Scaled` operand of an op, with its dims in any order.
 
-    scale: as large as data, with strides of 0 along the contraction. whole: it is the same everywhere, on all ranks.
-    blocks: the dim whose elements have scales by the block, the contraction, None for none; scale is bytes then, with a
-    32nd of the data's length there.
+    - `dtype`: of the products (`out` of the constructor).
+    - `scale`: as large as data, with strides of 0 along the contraction.
+    - `whole`: whether the scale is the same everywhere, on all ranks.
+    - `blocks`: the dim whose elements have scales by the block, the contraction; None for none. With it, scale is
+      bytes, and along that dim a 32nd as long as data.
     """
 
     __slots__ = ("blocks", "data", "dtype", "scale", "whole")
@@ -208,7 +211,6 @@ class Quantized:
 
     @classmethod
     def of(cls, x: Scaled, out: torch.dtype) -> Quantized:
-        """What callers gave."""
         if x.scale.dtype == E8M0:
             return cls(x.data, x.scale.view(torch.uint8), out, blocks=x.data.ndim - 1)
         return cls(x.data, x.scale.expand(x.data.shape), out)
@@ -235,7 +237,7 @@ class Quantized:
     def reshape(self, shape: Sequence[int]) -> Quantized:
         if self.blocks is None:
             return self._like(self.data.reshape(shape), self.scale.reshape(shape))
-        # Dims before the contraction or behind it become one, or are one no more; it is first or last.
+        # Dims before the contraction or behind it are merged or split; the contraction is first or last.
         blocks = 0 if self.blocks == 0 else len(shape) - 1
         scales = [self.scale.shape[self.blocks] if dim == blocks else length for dim, length in enumerate(shape)]
         return self._like(self.data.reshape(shape), self.scale.reshape(scales), blocks)
@@ -244,7 +246,7 @@ class Quantized:
         return self._like(self.data.t(), self.scale.t(), None if self.blocks is None else 1 - self.blocks)
 
     def __getitem__(self, part: slice | tuple[slice, ...]) -> Quantized:
-        """A part of each of the first dims; of the contraction whole blocks, but for its end."""
+        """Return a part of each of the first dims; of the contraction whole blocks, but for its end."""
         if self.blocks is None:
             return self._like(self.data[part], self.scale[part])
         scales = []
@@ -257,16 +259,16 @@ class Quantized:
         return self._like(self.data[part], self.scale[tuple(scales)], self.blocks)
 
     def new_empty(self, *shape: Any) -> Tensor:
-        """A tensor for what is made of it."""
+        """Return a tensor for a product of this operand."""
         return self.data.new_empty(*shape, dtype=self.dtype)
 
     def row_scales(self) -> Tensor:
-        """[R], of a matrix whose contraction is its columns."""
-        # Without columns there are no scales to be seen, and nothing to scale.
+        """Return the scales [R] of a matrix whose contraction is its columns."""
+        # Without columns there are no scales to read, and nothing to scale.
         return self.scale[:, 0].contiguous() if self.shape[1] else self.scale.new_ones(self.shape[0])
 
     def for_kernels(self) -> Tensor:
-        """The scales of a matrix whose contraction is its columns, as `operands.Scales` has them."""
+        """Return the scales of a matrix whose contraction is its columns, as `operands.Scales` has them."""
         if self.blocks is None:
             return self.row_scales()
         rows, count = self.scale.shape
@@ -278,7 +280,7 @@ class Quantized:
         return scales
 
     def widened(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """What is multiplied: the data, in blocks times their scales, in `dtype`."""
+        """Return the factor of a product in `dtype`: the data, times the scales of blocks."""
         if self.blocks is None:
             return widened(self.data).to(dtype)
         if self.blocks == 0:
@@ -286,7 +288,7 @@ class Quantized:
         length = self.shape[1]
         if dtype == torch.float32 or length % BLOCK:
             return (widened(self.data) * along_blocks(self.scale, length, 1)).to(dtype)
-        # Four elements in five bytes each are written and read otherwise.
+        # In place: 7 bytes an element are read and written, a quarter of those above.
         wide = self.data.to(dtype)
         wide.unflatten(1, (length // BLOCK, BLOCK)).mul_(self.scale.view(E8M0).to(dtype)[..., None])
         return wide
@@ -297,18 +299,18 @@ def _up_to_16(num_bytes: int) -> int:
 
 
 def scale_bytes(cols: int) -> int:
-    """From one row's block scales to the next one's: those of `cols` elements, padded to 16."""
+    """Return the bytes from one row's block scales to the next row's: those of `cols` elements, padded to 16."""
     return _up_to_16(-(-cols // BLOCK))
 
 
 def packed_bytes(cols: int, *, blocks: bool = False) -> int:
-    """The bytes of a row of `cols` elements with its scale, or with those of its blocks."""
+    """Return the bytes of a row of `cols` elements with its scale, or with those of its blocks."""
     return _up_to_16(cols) + (scale_bytes(cols) if blocks else SCALE_BYTES)
 
 
 def _packed_scales(rows: Tensor, like: Quantized, cols: int) -> Tensor:
-    # Of rows of bytes, where scales are: one at the row's end, or those of blocks behind the data, with zeros that are
-    # read as scales of what lies behind it.
+    # The scales in rows of bytes: one at the row's end, or those of blocks behind the data. Zeros follow the latter,
+    # which are read as scales of the elements past the row's end.
     if like.blocks is not None:
         at = _up_to_16(cols)
         return rows[:, at : at + scale_bytes(cols)]
@@ -317,14 +319,14 @@ def _packed_scales(rows: Tensor, like: Quantized, cols: int) -> Tensor:
 
 
 def pack_into(rows: Tensor, x: Quantized) -> None:
-    """x [R, C] and its rows' scales into `rows` [R, packed_bytes(..)] of bytes."""
+    """Store x [R, C] and its rows' scales into `rows` [R, packed_bytes(..)] of bytes."""
     rows[:, : x.shape[1]].view(x.data.dtype).copy_(x.data)
     scales = x.for_kernels()
     _packed_scales(rows, x, x.shape[1]).copy_(scales if x.blocks is not None else scales[:, None])
 
 
 def unpacked(rows: Tensor, cols: int, like: Quantized) -> Quantized:
-    """`cols` columns of what `pack_into` has put there: a view."""
+    """Return a view of `cols` columns that `pack_into` has stored in `rows`."""
     data, scale = rows[:, :cols].view(like.data.dtype), _packed_scales(rows, like, cols)
     if like.blocks is not None:
         return Quantized(data, scale[:, : -(-cols // BLOCK)], like.dtype, blocks=1)
@@ -332,14 +334,14 @@ def unpacked(rows: Tensor, cols: int, like: Quantized) -> Quantized:
 
 
 def by_columns(x: Matrix) -> Matrix:
-    """x [R, C], if it is float8 with scales of its rows, as an operand that is contracted along them: with scales of
-    its columns.
+    """Return x [R, C] as an operand that is contracted over its rows: with a scale for each column.
 
-    Rounded anew where the scales are not all one. Between powers of two that loses nothing but what becomes too small.
+    Only float8 with different row scales changes: it is rounded anew. Between powers of two that loses only numbers
+    that become too small.
     """
     if type(x) is not Quantized or x.whole or x.blocks == 0:
         return x
-    # One row has the same scale along it whatever its stride, which says nothing of a dim of one element.
+    # One row has the same scale along it whatever its stride: a dim of one element may have any.
     if x.blocks is None and (x.shape[0] == 1 or x.scale.stride(0) == 0):
         return x
     assert x.blocks is None, "what is contracted along its rows has no scales of blocks"

@@ -1,4 +1,4 @@
-"""Products of float8 operands with scales, by the library: torch's scaled matmul where it takes them, else widened."""
+"""Library products of float8 operands with scales: torch's scaled matmul if it takes them, else a wider matmul."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from .torch_private import scaled_mm
 
 
 def term(a: Quantized, b: Quantized) -> Tensor:
-    """a [M, K] @ b [K, N] with a's scales, in float32: of a sum over parts of the contraction, which `finish` ends."""
+    """Return a [M, K] @ b [K, N] with a's scales in float32: one part of a contraction that `finish` ends."""
     if a.data.is_cuda and a.blocks is None and _multiplied_by_library(a, b):
         return of_data(a, b).mul_(a.row_scales()[:, None])
     wide = torch.empty(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)
-    # Into a tensor: otherwise torch.autocast would make both bfloat16.
+    # With `out`: otherwise torch.autocast would make both bfloat16.
     torch.mm(a.widened(), b.widened(), out=wide)
     return wide if a.blocks is not None else wide.mul_(a.row_scales()[:, None])
 
 
 def _times_columns(wide: Tensor, b: Quantized) -> Tensor:
-    # With b's scales, if those of blocks are not in it.
+    # Apply b's scales, unless they are of blocks and applied already.
     return wide if b.blocks is not None else wide.mul_(b.t().row_scales())
 
 
 def summed(terms: Sequence[tuple[Quantized, Quantized]], bias: Tensor | None = None) -> Tensor:
-    """The sum of several a @ b (+ bias), rounded once."""
+    """Return the sum of several a @ b (+ bias), rounded once."""
     wides = [_times_columns(term(a, b), b) for a, b in terms]
     wide = wides[0]
     for other in wides[1:]:
@@ -38,30 +38,30 @@ def summed(terms: Sequence[tuple[Quantized, Quantized]], bias: Tensor | None = N
 
 
 def finish(wide: Tensor, b: Quantized, bias: Tensor | None = None) -> Tensor:
-    """A sum of terms with b's scales (+ bias, [N] or as the result), rounded."""
+    """Return a sum of terms with b's scales (+ bias, [N] or as the result), rounded."""
     wide = _times_columns(wide, b)
     return (wide if bias is None else wide.add_(bias)).to(b.dtype)
 
 
 def mm(a: Quantized, b: Quantized, bias: Tensor | None = None) -> Tensor:
-    """a [M, K] @ b [K, N] (+ bias, [N] or as the result), in the dtype that they are for."""
+    """Return a [M, K] @ b [K, N] (+ bias, [N] or as the result), in the operands' result dtype."""
     if a.data.is_cuda and a.dtype == torch.bfloat16 and _multiplied_by_library(a, b):
         return by_library(a, b, bias)
     if a.data.is_cuda and a.blocks is not None and a.dtype == torch.bfloat16:
-        # In bfloat16 both are exact, and the library adds in float32.
+        # Both are exact in bfloat16, and the library adds in float32.
         return in_bfloat16(a, b, bias)
     return finish(term(a, b), b, bias)
 
 
 def in_bfloat16(a: Quantized, b: Quantized, bias: Tensor | None = None) -> Tensor:
-    """`mm` of blocks by a matmul in bfloat16."""
+    """Compute `mm` of blocks by a matmul in bfloat16."""
     left, right = a.widened(torch.bfloat16), b.widened(torch.bfloat16)
     return torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
 
 
 def _multiplied_by_library(a: Quantized, b: Quantized) -> bool:
-    # cuBLAS and CUTLASS as torch has them: multiples of 16; a scale a row since capability 9.0, whole blocks with
-    # scales on 10.x alone. What AMD's take is not known here, and no NVIDIA GPU takes fnuz.
+    # cuBLAS and CUTLASS, as torch has them: multiples of 16, and not two e5m2; a scale a row since capability 9.0,
+    # whole blocks with scales on 10.x alone. AMD's libraries are not known here, and no NVIDIA GPU takes fnuz.
     if torch.version.hip is not None or a.data.dtype in FNUZ:
         return False
     (M, K), N = a.shape, b.shape[1]
@@ -73,9 +73,7 @@ def _multiplied_by_library(a: Quantized, b: Quantized) -> bool:
 
 
 def _laid_out(a: Quantized, b: Quantized) -> tuple[Tensor, Tensor]:
-    """The data as the library reads it, a by rows and b by columns. In a gradient they lie otherwise: a copy then, of a
-    byte an element.
-    """
+    """Return the data as the library reads it, a by rows, b by columns; gradients are copied, a byte an element."""
     left, right = a.data, b.data.t()
     left = left if left.stride(1) == 1 and left.stride(0) % 16 == 0 else left.contiguous()
     right = right if right.stride(1) == 1 and right.stride(0) % 16 == 0 else right.contiguous()
@@ -83,14 +81,13 @@ def _laid_out(a: Quantized, b: Quantized) -> tuple[Tensor, Tensor]:
 
 
 def of_data(a: Quantized, b: Quantized) -> Tensor:
-    """The product of the data alone by torch's scaled matmul, in float32."""
+    """Return the product of the data alone by torch's scaled matmul, in float32."""
     one = torch.ones((), dtype=torch.float32, device=a.device)
     out: Tensor = scaled_mm(*_laid_out(a, b), one, one, out_dtype=torch.float32)
     return out
 
 
 def by_library(a: Quantized, b: Quantized, bias: Tensor | None = None) -> Tensor:
-    """`mm` by torch's own scaled matmul."""
     if a.blocks is not None:
         scales = blocks_for_library(a.scale), blocks_for_library(b.t().scale)
     else:
@@ -102,8 +99,10 @@ def by_library(a: Quantized, b: Quantized, bias: Tensor | None = None) -> Tensor
 
 
 def blocks_for_library(scale: Tensor) -> Tensor:
-    """Scales [R, B] of blocks as cuBLAS reads them: tiles of 128 rows and 4 columns, by rows of tiles; in a tile, the
-    scale of row r and column c is at byte 16 (r % 32) + 4 (r // 32) + c (cuBLAS, "1D block scaling factors layout").
+    """Return scales [R, B] of blocks in cuBLAS's layout: tiles of 128 rows and 4 columns, by rows of tiles.
+
+    In a tile, the scale of row r and column c is at byte 16 (r % 32) + 4 (r // 32) + c (cuBLAS, "1D block scaling
+    factors layout").
     """
     rows, cols = scale.shape
     down, across = -(-rows // 128), -(-cols // 4)

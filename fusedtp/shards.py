@@ -1,6 +1,6 @@
-"""How a length is split over ranks.
+"""Splits of a length over ranks.
 
-`sizes[r]` is the length on rank r. Any split is allowed, empty shards included; the ranks must agree on the tuple.
+`sizes[r]` is the length on rank r. Any split is allowed, with empty shards too; the ranks must agree on the tuple.
 """
 
 from __future__ import annotations
@@ -12,26 +12,25 @@ from numbers import Real
 
 
 def even_sizes(length: int, world_size: int) -> tuple[int, ...]:
-    """The split of `torch.tensor_split`: the first `length % world_size` ranks hold one more than the others."""
+    """Return the split of `torch.tensor_split`: the first `length % world_size` ranks hold one more than the others."""
     if length < 0 or world_size < 1:
         raise ValueError(f"cannot split a length of {length} over {world_size} ranks")
-    # Neither divmod nor the sum of a number and a comparison can be traced where torch.compile leaves the length open.
+    # torch.compile may leave the length open: it traces neither divmod nor the sum of a number and a comparison.
     base, extra = length // world_size, length % world_size
     return tuple([base + 1 if rank < extra else base for rank in range(world_size)])
 
 
 def chunk_sizes(length: int, world_size: int) -> tuple[int, ...]:
-    """The split of `torch.chunk`, which is DTensor's: pieces of length / ranks rounded up, and less or nothing for the
-    last ranks.
+    """Return the split of `torch.chunk`, which DTensor uses: pieces of length / ranks rounded up, then the rest.
 
-    The longest piece is no longer than that of `even_sizes`.
+    The last ranks hold less or nothing. The longest piece is as long as that of `even_sizes`.
     """
     piece = -(-length // world_size)
     return tuple([max(0, min(piece, length - rank * piece)) for rank in range(world_size)])
 
 
 def offsets(sizes: Iterable[int]) -> tuple[int, ...]:
-    """Where each shard begins, and at the end the whole length: world_size + 1 numbers, the first 0."""
+    """Return the offset of each shard, then the whole length: world_size + 1 numbers, the first 0."""
     return tuple(accumulate(sizes, initial=0))
 
 
@@ -44,10 +43,9 @@ def check_sizes(
     local: int | None = None,
     name: str = "sizes",
 ) -> tuple[int, ...]:
-    """`sizes` as a tuple of ints, or a ValueError that shows them.
+    """Return `sizes` as a tuple of ints, or raise a ValueError that shows them.
 
-    Checks one non-negative int per rank, the sum against `length` and this rank's entry against `local`, each where
-    it is given.
+    Checks one non-negative int per rank, and, if given, the sum against `length` and this rank's entry against `local`.
     """
     # A mapping's keys and a set have no order of ranks.
     if isinstance(sizes, str | bytes | Mapping | Set) or not isinstance(sizes, Iterable):
@@ -55,7 +53,7 @@ def check_sizes(
     try:
         given = tuple(sizes)
     except TypeError:
-        # A tensor or array of no dimension says that it can be iterated.
+        # A tensor or array without dimensions claims to be iterable.
         raise ValueError(f"{name} must be one length per rank, in their order, got {sizes!r}") from None
     checked: list[int] = []
     for peer, size in enumerate(given):
@@ -76,7 +74,7 @@ def check_sizes(
 
 
 def check_count(name: str, value: object, *, least: int = 0) -> int:
-    """`value` as an int of at least `least` that a tensor's length can be; TypeError or ValueError naming it."""
+    """Return `value` as an int from `least` to 2**63 - 1, a tensor's length; TypeError or ValueError names it."""
     try:
         count = operator.index(value if not isinstance(value, bool) else None)  # type: ignore[arg-type]
     except TypeError:
@@ -87,6 +85,6 @@ def check_count(name: str, value: object, *, least: int = 0) -> int:
 
 
 def check_number(name: str, value: object) -> None:
-    """TypeError unless `value` is a real number."""
+    """Raise TypeError unless `value` is a real number."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")

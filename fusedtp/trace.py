@@ -1,8 +1,8 @@
-"""What this process does when: spans of the host's side of an op, kept only while somebody is `recording`.
+"""Spans of the host's side of an op in this process, kept only during `recording`.
 
-When nobody is recording, `span` costs a quarter of a microsecond. Times are of `time.perf_counter_ns`, on Linux the
-system's monotonic clock, so those of several processes of one machine can be laid side by side. What a GPU does is not
-in them: there the host only issues work.
+Otherwise `span` costs a quarter of a microsecond. Times are of `time.perf_counter_ns`, on Linux the system's monotonic
+clock, so the times of several processes of one machine can be compared. A GPU's work is not in them: there the host
+only issues it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-# travel: a chunk is copied; multiply: a chunk is multiplied; wait: for a peer's signal; add: partial sums are added up;
-# collective: torch.distributed's, waits and copies in one
+# travel: a chunk is copied; multiply: a chunk is multiplied; wait: for a peer's signal; add: partial sums are added;
+# collective: torch.distributed's, waits and copies in one.
 KINDS = ("travel", "multiply", "wait", "add", "collective")
 
 
 class Span(NamedTuple):
-    """One of KINDS; `peer` is the rank whose chunk or signal it is, -1 for no single one's."""
+    """Span of one of KINDS; `peer` is the rank of the chunk or signal, -1 for no single rank."""
 
     kind: str
     peer: int
@@ -29,7 +29,7 @@ class Span(NamedTuple):
     end_ns: int
 
 
-# Kept while somebody records, else None.
+# Kept during a recording, else None.
 spans: list[Span] | None = None
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
@@ -49,12 +49,12 @@ class _Open:
 
 
 def span(kind: str, peer: int = -1) -> AbstractContextManager[None]:
-    """Around a piece of work."""
+    """Return a context manager that records a piece of work during `recording`."""
     return _NOTHING if spans is None else _Open(kind, peer)
 
 
 def timed(kind: str, peer: int, function: Callable[..., T], *args: Any) -> T:
-    """`function(*args)` in a span, for functions that take hardly longer than entering a context manager."""
+    """Call `function(*args)` in a span, for functions that take hardly longer than entering a context manager."""
     if spans is None:
         return function(*args)
     with _Open(kind, peer):
@@ -63,7 +63,7 @@ def timed(kind: str, peer: int, function: Callable[..., T], *args: Any) -> T:
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Span]]:
-    """The spans that end inside, in the order of their ends. RuntimeError when somebody is recording already."""
+    """Record the spans that end inside, in the order of their ends; RuntimeError during another recording."""
     global spans
     if spans is not None:
         raise RuntimeError("spans are being recorded already: one recording at a time")

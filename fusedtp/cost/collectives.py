@@ -1,7 +1,7 @@
 """Closed forms of the time that a collective takes alone: NCCL's, and ours through the NVLink switch.
 
-S is the size of the whole tensor in bytes, n the number of ranks, W the link. Times are microseconds. The library is
-NCCL inside one domain. Its time is that of the fastest algorithm:
+S is the bytes of the whole tensor, n the number of ranks, W the link. Times are microseconds. The library is NCCL
+inside one domain, with its fastest algorithm:
 
     gather, scatter   ring of short messages (LL)      start + (n-1) ll_hop + (n-1) S / (n W ll_fraction)
                       ring of long ones (Simple)       start + (n-1) simple_hop + (n-1) S / (n W collective_fraction)
@@ -15,7 +15,7 @@ rank carries the whole tensor once to the switch, and 1/n of the sums back. A ma
 has no NVLS. NCCL chooses by a table of its own, which is not always the fastest: between 2 and 4 MB its times are up to
 14 % longer than these.
 
-NCCL's own tuning uses the same hop latencies. `hardware` names the measurements that the other numbers were fitted to.
+The hop latencies are those of NCCL's own tuning; `hardware` says what else was fitted to which rows.
 """
 
 from __future__ import annotations

@@ -21,25 +21,22 @@ from ..sharding.plan import ITEMSIZE, is_float8
 class Hardware:
     """One kind of accelerator, the domain whose members reach each other's memory, and the network between domains.
 
-    - `link_gbps`: to all peers together. `peer_gbps`: to one peer, for point-to-point links, of which a small group
-      cannot use all.
-    - `matrix_fraction`: fraction of the rate that a large library matmul reaches. `kernel_fraction`: fraction of the
-      library's matmul that our kernel reaches.
-    - `reduce_fraction`: fraction of the memory bandwidth that a kernel reaches that only adds or scales.
-    - `copy_fraction`, `store_fraction`: fractions of the link that the copy engine and a kernel's stores reach.
-    - `collective_fraction`, `ll_fraction`, `switch_fraction`: fractions of the link that the library's collectives
-      reach with long messages, short ones, and sums in the switch (None if it cannot).
-    - `multicast_fraction`, `multicast_sum_fraction`: fractions of the link that one kernel of ours reaches with reads
-      or stores through the switch, and with both at once. `collectives` says how each is used.
-    - `overlap_slowdown`: how much longer a matmul takes beside arriving data.
-    - `flag_us`: wait until the signal is there. `poll_us`: from then until the program goes on.
+    - `link_gbps`: to all peers together. `peer_gbps`: to one peer, as a small group uses only some links.
+    - `matrix_fraction`: a large library matmul's part of the rate. `kernel_fraction`: our kernel's part of that.
+    - `reduce_fraction`: a kernel's part of the memory bandwidth if it only adds or scales.
+    - `copy_fraction`, `store_fraction`: part of the link that the copy engine reaches, and a kernel's stores.
+    - `collective_fraction`, `ll_fraction`, `switch_fraction`: part of the link that the library's collectives reach
+      with long messages, short ones, and sums in the switch (None if it cannot).
+    - `multicast_fraction`, `multicast_sum_fraction`: part of the link that our kernel reaches with reads or stores
+      through the switch, and with both at once. `collectives` uses them.
+    - `overlap_slowdown`: a matmul's extra time beside arriving data.
+    - `flag_us`: a wait until the signal is there. `poll_us`: from then until the program goes on.
     - `launch_us`: a kernel behind another one; with `in_place` the host's cost of an op. `lone_us`: a kernel timed
       alone.
     - `chunk_us`: the host's time to issue a chunk of a matmul with its copy, its signal and its wait.
     - `in_place`: whether ranks are processes on one CPU that read each other's memory in place.
-    - `widens_float8`: whether the library's matmul widens float8 in spite of units for it, as torch's scaled matmul is
-      not used on this machine.
-    - `gpu`: words that are all in the name by which drivers report the GPU, see `of_gpu`.
+    - `widens_float8`: whether the library widens float8 despite units for it: torch's scaled matmul is not used here.
+    - `gpu`: words that are all in a driver's name of the GPU, see `of_gpu`.
     """
 
     name: str

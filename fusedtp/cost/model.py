@@ -1,7 +1,6 @@
 """Cost model: how long an op takes with each schedule, in closed forms, for any size, GPU and number of ranks.
 
-M, N, K are global sizes of y[M, N] = x[M, K] @ w[N, K].T over n ranks. S is the size in bytes of the whole tensor that
-travels:
+M, N, K are global sizes of y[M, N] = x[M, K] @ w[N, K].T over n ranks. S is the bytes of what travels, whole:
 
     all_gather_matmul        x gathered, S = M K; a rank multiplies [M, K] by [K, N/n]
     fsdp_linear              w gathered, S = N K; a rank multiplies [M/n, K] by [K, N]
@@ -77,7 +76,7 @@ class Prediction:
     """Predicted microseconds of one op on one rank. Never measured: say so wherever it is shown.
 
     - `matmul_us`, `comm_us`: the library's matmul and collective, each alone.
-    - `unfused_us`, `decomposed_us`, `fused_us`: the op with each schedule; None if the schedule cannot run there.
+    - `unfused_us`, `decomposed_us`, `fused_us`: None if that schedule cannot run there.
     - `cast_us`: the cast of x to float8, part of every schedule's time and of the ceiling; 0 if not asked for.
     - `network_us`: the exchange of w and its gradient between replicas.
     - `network_exposed_us`: the part of `network_us` that the matmuls do not hide.
@@ -105,7 +104,6 @@ class Prediction:
 
     @property
     def winner(self) -> str:
-        """Return the name of the fastest schedule."""
         return min(self.times, key=lambda schedule: self.times[schedule])
 
     @property
@@ -127,12 +125,10 @@ class Prediction:
 
     @property
     def sent_bytes(self) -> int:
-        """Return the bytes that a rank sends."""
         return self.work.sent_bytes
 
     @property
     def flops(self) -> int:
-        """Return the FLOPs of a rank."""
         return self.work.flops
 
     def efficiency(self, schedule: str) -> float | None:

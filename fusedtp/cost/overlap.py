@@ -1,7 +1,7 @@
 """Model of a rank's matmul and communication together: the times behind `cost`, and the choices made by them.
 
-Each model is one share of an op on one machine, in microseconds; `cost.model` documents the closed forms. The schedules
-themselves use the model to choose one-shot or two-shot, and pushed or copied.
+A model is one share of an op on one machine, in microseconds, by the closed forms of `cost.model`. Schedules choose by
+it: one-shot or two-shot, pushed or copied.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _CAST_LAUNCHES = 2
 PRODUCERS = ("push", "copy")
 # On request, one store to all ranks.
 MULTICAST = "multicast"
-# A shard is copied in parts of about this size, and each part has a start of its own. By the figures of H20's copy
-# engine (see `hardware`) such a part reaches 0.80 of an endless copy's rate, and tiles need not wait for a whole shard.
+# A shard is copied in parts of about this size, each with a start of its own. On an H20 (`hardware`) a part reaches
+# 0.80 of an endless copy's rate, and tiles need not wait for a whole shard.
 COPY_BYTES = 4 << 20
 # GB/s that one pushing program sends: 8 KB in flight at a time, 0.8 us from memory to the peer. Assumed.
 PUSHER_GBPS = 10
@@ -72,10 +72,7 @@ class Model:
 
     @property
     def adding(self) -> float:
-        """Return the time to add one part of a float8 matrix that is gathered along the contraction.
-
-        torch writes the product of each part in float32, then it is scaled and added to the sum.
-        """
+        """Return the time to scale torch's float32 product of a part and add it, for float8 gathered by depth."""
         work = self.work
         if not work.by_depth or not is_float8(work.dtype) or self.torch_dtype != work.dtype:
             return 0.0
@@ -83,10 +80,7 @@ class Model:
         return launches + work.rows * work.cols * 6 * ITEMSIZE[WIDENED] / self.memory
 
     def product(self, rows: int, cols: int, depth: int, dtype: str = "") -> float:
-        """Return the time of a matmul: the slower of its FLOPs, in whole waves of tiles, and its bytes.
-
-        It is torch's matmul, unless `dtype` is given.
-        """
+        """Return the time of a matmul in `dtype` (torch's if empty): the slower of FLOPs in whole waves and bytes."""
         machine, dtype, widening = self.machine, dtype or self.torch_dtype, 0.0
         operands, launches = rows * depth + depth * cols, 1
         num_bytes = operands * ITEMSIZE[dtype] + rows * cols * ITEMSIZE[self.work.made]
@@ -137,8 +131,7 @@ class Model:
             return 0.0
         time = library_us(self.work.kind, total, min(n, machine.domain_size), machine)
         if n > machine.domain_size:
-            # The GPUs of a domain together receive the data of the other domains while it spreads over the links
-            # inside.
+            # A domain's GPUs together receive the other domains' data while it spreads over the links inside.
             shares, inside = 2 if self.work.kind == "all_reduce" else 1, machine.domain_size
             between = self.network(shares * total / inside, ceil(n / machine.domain_size))
             time = max(time, between) + machine.collective_start_us
@@ -237,9 +230,8 @@ class Model:
     def in_switch(self) -> float:
         """Return the time of an all-reduce by `fused` whose sums the switch makes.
 
-        The link of a rank carries the whole tensor once, and 1/n of the sums back. Behind a matmul the op is one
-        kernel: some of its programs add from the first tiles on, and some copy sums when the multiplying is over. Alone
-        it is three kernels: copy in, add, copy out.
+        A rank's link carries the whole tensor once, and 1/n of the sums back. Behind a matmul the op is one kernel:
+        programs add from the first tiles on, others copy sums at the end. Alone it is three: copy in, add, copy out.
         """
         work, n, machine, total = self.work, self.n, self.machine, self.work.moved_bytes
         assert machine.multicast_sum_fraction is not None
@@ -258,8 +250,8 @@ class Model:
     def gathered(self, producer: str) -> float:
         """Return the time of a gather by `fused` with this producer.
 
-        Pushing takes SMs from the matmul. Copies have a start for each part and peer, and need one kernel before the
-        matmul's and one after.
+        Pushing takes SMs from the matmul. Copies start anew for each part and peer, and need a kernel before and one
+        after the matmul's.
         """
         n, machine, share = self.n, self.machine, self.work.moved_bytes / self.n
         begin, after = machine.launch_us + self.wait, 0.0

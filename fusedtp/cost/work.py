@@ -21,9 +21,9 @@ class Work:
 
     - `rows`: 0 for a collective alone.
     - `dtype`: of the operands.
-    - `by_depth`: whether the gathered matrix is cut along the contraction.
-    - `tree`: whether the contraction is added up as a tree, whose subtrees travel in float32.
-    - `switch`: whether the switch may make the sums of an all-reduce by `fused`.
+    - `by_depth`: the gathered matrix is cut along the contraction.
+    - `tree`: the contraction is added up as a tree, whose subtrees travel in float32.
+    - `switch`: the switch may make the sums of an all-reduce by `fused`.
     """
 
     kind: Literal["gather", "scatter", "all_reduce"]

@@ -11,10 +11,7 @@ OTHER_MACHINE, OTHER_NAMESPACE, OTHER_FILE, DIFFERS = -1, -2, -3, -4
 
 
 class Row(NamedTuple):
-    """One rank's arena as its peers are told of it.
-
-    `owner` is the user that owns the rank's files in /proc. `code` is the reason why there is no arena, or 0.
-    """
+    """A rank's arena for its peers; `owner` owns its files in /proc, `code` says why there is no arena, or is 0."""
 
     pid: int
     fd: int

@@ -177,7 +177,6 @@ class Driver:
         return value.value
 
     def peers(self, index: int, peer: int) -> tuple[bool, bool]:
-        """Return the answers of `Gpu.reaches`."""
         if self._hip:
             kinds = (self._HIP_ACCESS, self._HIP_NATIVE_ATOMICS)
             access, atomics = (self._asked("hipDeviceGetP2PAttribute", kind, index, peer) for kind in kinds)

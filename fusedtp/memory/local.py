@@ -49,6 +49,5 @@ class LocalMemory:
 
 
 def local_memories(world_size: int, device: torch.device) -> list[LocalMemory]:
-    """Return one memory for each virtual rank."""
     shared = _Shared(world_size, device)
     return [LocalMemory(rank, shared) for rank in range(world_size)]

@@ -52,7 +52,6 @@ class _Descriptor(list[int]):
 
 
 def _file(num_bytes: int) -> _Descriptor:
-    # A new file in memory.
     file = _Descriptor([os.memfd_create("fusedtp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)])
     # memfd_create grants all permissions. /proc already keeps out processes of other users, and this mode does too.
     os.fchmod(file.number, 0o600)

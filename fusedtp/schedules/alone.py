@@ -16,7 +16,7 @@ from .verbs import Epilogue, Product
 
 
 class Alone:
-    """Implementation of `verbs.Verbs` for one rank; `leaves` as in `op.Task`."""
+    """`verbs.Verbs` for one rank; `leaves` as in `op.Task`."""
 
     where, by_host, sent_by, layout = "after it", False, "", None
 
@@ -39,7 +39,7 @@ class Alone:
 
 
 class Gather:
-    """Implementation of `verbs.Gather` for one rank."""
+    """`verbs.Gather` for one rank."""
 
     def __init__(self, dim: int, leaves: int) -> None:
         self._dim, self._leaves = dim, leaves
@@ -57,7 +57,7 @@ class Gather:
 
 
 class Scatter:
-    """Implementation of `verbs.Scatter` for one rank."""
+    """`verbs.Scatter` for one rank."""
 
     def __init__(self, leaves: int) -> None:
         self._leaves = leaves
@@ -93,7 +93,6 @@ def _as_tree(terms: Sequence[tuple[Tensor, Tensor]], leaves: int, epilogue: Epil
 
 
 def with_norm(norm: Norm | None, y: Tensor) -> list[Tensor]:
-    """Return y, and its norm if there is one."""
     return [y] if norm is None else [y, norms.apply(norm, y)]
 
 
@@ -125,7 +124,6 @@ def into(epilogue: Epilogue, zs: list[Tensor]) -> list[Tensor]:
 
 
 def activate(epilogue: Epilogue, zs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
-    """Apply the activation to the products, or to a part of each, into ys."""
     if epilogue.activation in GATED:
         activations.apply(epilogue.activation, zs, ys[0])
         return
@@ -163,7 +161,6 @@ def summed(terms: Sequence[tuple[Matrix, Matrix]], bias: Tensor | None = None, l
 
 
 def sum_into(terms: Sequence[tuple[Matrix, Matrix]], out: Tensor) -> None:
-    """Compute `summed` into `out`."""
     if not out.numel():
         return
     first, *others = terms

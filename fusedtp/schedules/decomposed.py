@@ -41,7 +41,7 @@ Places: TypeAlias = list[tuple[Tensor, Tensor, list[tuple[int, Tensor]]]]
 
 
 class Decomposed:
-    """Implementation of `verbs.Verbs` with library matmuls by chunk."""
+    """`verbs.Verbs` with library matmuls by chunk."""
 
     where, by_host, sent_by = "by chunk", True, ""
 
@@ -76,11 +76,7 @@ class Decomposed:
 
 
 class Gather:
-    """Implementation of `verbs.Gather` by chunk.
-
-    All parts are collected first and multiplied at once if chunks are small, or if each would round a narrow sum once
-    more.
-    """
+    """`verbs.Gather` by chunk, or at once if chunks are small or if each would round a narrow sum once more."""
 
     def __init__(self, on: Decomposed, sizes: Sequence[int], other: int, dim: int, products: Sequence[str]) -> None:
         self._ws, self._sizes, self._dim = on.ws, sizes, dim
@@ -236,7 +232,7 @@ class Gather:
 
 
 class Scatter:
-    """Implementation of `verbs.Scatter` by chunk.
+    """`verbs.Scatter` by chunk.
 
     Terms lie in the owner's half, by rank. On a CPU all terms lie in the own half if they have few rows or the sum is
     one-shot.
@@ -335,8 +331,7 @@ class Scatter:
                 self._send(mine, self._view(steps.epoch, dst, ws.rank, self._begins[-1]), dst)
 
     def _terms(self, own: Tensor | None) -> list[Tensor]:
-        # All ranks' terms of this rank's part of the sum, in rank order, once they have arrived. own: the tensor that
-        # was put.
+        # All ranks' terms of this rank's part, in rank order, once they have arrived. own: the tensor that was put.
         ws, steps = self._ws, self._ws.steps
         for src in self._others:
             steps.wait(src, self._slot)

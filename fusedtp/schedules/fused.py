@@ -2,8 +2,7 @@
 
 `kernels.signal` documents the rules. A gather is part of the product that follows it: the first programs of that kernel
 push, or copies are issued before it. A sum takes two kernels: the first sends tiles to their owners and does not wait,
-the second adds them. A matmul and all-reduce is one kernel (`one_kernel`) if it has few rows, or if the switch makes
-its sums.
+the second adds them. With few rows, or sums in the switch, a matmul and all-reduce is one kernel (`one_kernel`).
 """
 
 from __future__ import annotations
@@ -38,12 +37,11 @@ from .verbs import Epilogue, Operands, Product
 
 
 def num_tiles(rows: int, cols: int, config: Config) -> int:
-    """Return the number of tiles of C [rows, cols]."""
     return -(-rows // config.block_m) * -(-cols // config.block_n)
 
 
 class Fused:
-    """Implementation of `verbs.Verbs` with persistent kernels.
+    """`verbs.Verbs` with persistent kernels.
 
     - `producer`: how gathered rows are sent, `auto`, `push`, `copy` or `multicast`.
     - `split`: programs that wait for nothing are a kernel of their own.
@@ -75,8 +73,7 @@ class Fused:
     def in_switch(self) -> bool:
         """Return whether the switch makes the sums, which it does for an all-reduce only.
 
-        In a scatter the link carries as much with the switch as without, and only without it data travels while the
-        kernel multiplies. If any order would do, `sums` records that the scatter keeps the order of ranks.
+        A scatter sends no less through the switch, and could not send while the kernel multiplies.
         """
         if self.task.op.kind == "all_reduce":
             return self.task.algorithm != "ring" and self.way(self.task) == IN_SWITCH
@@ -117,7 +114,7 @@ class Fused:
 
 
 class Gather:
-    """Implementation of `verbs.Gather` with persistent kernels."""
+    """`verbs.Gather` with persistent kernels."""
 
     def __init__(
         self, on: Fused, sizes: tuple[int, ...], other: int, dim: int, products: Sequence[str], result: int, *,
@@ -280,7 +277,7 @@ class Gather:
 
 
 class Scatter:
-    """Implementation of `verbs.Scatter` with persistent kernels. Columns are rows of the transposed problem."""
+    """`verbs.Scatter` with persistent kernels. Columns are rows of the transposed problem."""
 
     def __init__(self, on: Fused, sizes: tuple[int, ...], other: int, dim: int, to_all: bool, multiplies: bool) -> None:
         self._on, self._ws, self._sizes, self._other, self._dim = on, on.ws, sizes, other, dim
@@ -357,10 +354,7 @@ class Scatter:
 
 
 def scales_of(a: Quantized, b: Quantized, out: Any = operands.END) -> operands.Scales:
-    """Return the scales of a @ b for a launch; `out` is END if there is none.
-
-    Triton 3.6 cannot compare a tuple that contains None with None.
-    """
+    """Return a launch's scales of a @ b; `out` is not None: Triton 3.6 compares no tuple that holds None with None."""
     return operands.Scales(a.for_kernels(), b.t().for_kernels(), out, operands.END)
 
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 def is_for(on: Fused, task: Task) -> bool:
     """Return whether the task is one kernel; not for several blocks, nor for a tree's leaves.
 
-    Virtual ranks that share a device's programs have too few of them. Those that run phase by phase need a kernel of
-    its own for the programs that wait for nothing.
+    Virtual ranks that share a device have too few programs. Those that run in phases need the programs that wait for
+    nothing in a kernel of their own.
     """
     if task.op is not MATMUL_ALL_REDUCE or task.blocks(task.shapes) or on.split or on.programs or task.leaves:
         return False
@@ -33,10 +33,7 @@ def is_for(on: Fused, task: Task) -> bool:
 
 
 class OneKernel:
-    """Form of a one-kernel op, one-shot or two-shot with owners of columns.
-
-    Operands: a, b, bias, residual; then norm_weight, norm_bias.
-    """
+    """Form of a one-kernel op, one-shot or two-shot, whose owners have columns. Operands: see `op`."""
 
     def __init__(self, on: Fused, task: Task) -> None:
         self._ws, self._task, self._adds = on.ws, task, task.adds

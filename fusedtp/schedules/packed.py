@@ -21,7 +21,7 @@ from .verbs import Product
 
 
 class PackedGather:
-    """Base of float8 implementations of `verbs.Gather`; a schedule adds how parts travel."""
+    """Base of `verbs.Gather` in float8; a schedule adds how parts travel."""
 
     # sizes, dim: see `verbs.Verbs`. Rank r's part has `rows[r]` rows of `cols[r]` elements.
     def __init__(self, rank: int, sizes: Sequence[int], other: int, dim: int) -> None:
@@ -35,7 +35,6 @@ class PackedGather:
         raise NotImplementedError
 
     def multiply(self, x: Quantized, products: Sequence[Product]) -> list[Tensor]:
-        """Return the products, computed part by part."""
         outs: list[Tensor] = []
         # Float32 sums of products whose contraction is split over parts.
         wides: dict[int, Tensor] = {}
@@ -72,11 +71,9 @@ class PackedGather:
             out[at] = mm(part, product.other, bias)
 
     def start(self, x: Quantized) -> None:
-        """Send this rank's rows."""
         raise NotImplementedError
 
     def start_beside(self, x: Quantized) -> None:
-        """Send this rank's rows beside what is issued next."""
         self.start(x)
 
     def whole(self, x: Matrix, out: Tensor | None = None) -> Tensor:

@@ -36,10 +36,7 @@ def _terms(task: Task, operands: Operands) -> list[tuple[Tensor, Tensor]]:
 
 
 class Gathering:
-    """Form of all_gather, and of all_gather_matmul with any number of products.
-
-    Operands: x, and b, bias, right; then b, bias for each further block.
-    """
+    """Form of all_gather, and of all_gather_matmul with any number of products. Operands: see `op`."""
 
     def __init__(self, on: Verbs, task: Task) -> None:
         rows, cols = task.shape(0)
@@ -79,10 +76,7 @@ class Gathering:
 
 
 class Scattering:
-    """Form of reduce_scatter, and of matmul_reduce_scatter, with or without a gather beside it.
-
-    Operands: a, and b, bias, left, x, residual; then a, b, left for each further block, or norm_weight, norm_bias.
-    """
+    """Form of reduce_scatter, and of matmul_reduce_scatter, maybe with a gather beside it. Operands: see `op`."""
 
     def __init__(self, on: Verbs, task: Task) -> None:
         M, N = task.moved
@@ -124,10 +118,7 @@ class Scattering:
 
 
 class Reducing:
-    """Form of all_reduce and matmul_all_reduce: one-shot, or a scatter and a gather of its sums.
-
-    Operands: a, and b, bias, residual; then a, b for each further block, or norm_weight, norm_bias.
-    """
+    """Form of all_reduce and matmul_all_reduce: one-shot, or a scatter and a gather of its sums. Operands: see `op`."""
 
     def __init__(self, on: Verbs, task: Task) -> None:
         M, N = task.moved

@@ -192,10 +192,7 @@ def _copy(
 
 
 def load_for_capture(ws: Workspace, issue: Callable[[], None], *key: Any) -> None:
-    """Load the kernels that `issue` would start, once for each `key`.
-
-    A capture would push where this call copies, and it cannot load kernels.
-    """
+    """Load what `issue` would start, once a key: a capture pushes where this call copies, and cannot load kernels."""
 
     def load() -> bool:
         with only_loading():

@@ -35,7 +35,6 @@ def way(ws: Workspace, schedule: str, task: Task) -> str:
 
 
 def side_stream(ws: Workspace) -> torch.cuda.Stream:
-    """Return the stream beside the current one."""
     main = torch.cuda.current_stream(ws.device)
     if main not in _side_streams:
         _side_streams[main] = torch.cuda.Stream(ws.device, priority=-1)

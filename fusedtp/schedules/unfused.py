@@ -25,7 +25,7 @@ from .verbs import Epilogue, Product
 
 
 class Unfused:
-    """Implementation of `verbs.Verbs` with torch.distributed."""
+    """`verbs.Verbs` with torch.distributed."""
 
     where, by_host, sent_by, layout = "after it", False, "", None
 
@@ -54,7 +54,7 @@ class Unfused:
 
 
 class Gather:
-    """Implementation of `verbs.Gather` with torch.distributed."""
+    """`verbs.Gather` with torch.distributed."""
 
     def __init__(self, on: Unfused, sizes: Sequence[int], dim: int) -> None:
         self._on, self._sizes, self._dim, self._longest = on, sizes, dim, max(sizes)
@@ -138,7 +138,7 @@ class UnfusedGather(PackedGather):
 
 
 class Scatter:
-    """Implementation of `verbs.Scatter` with torch.distributed."""
+    """`verbs.Scatter` with torch.distributed."""
 
     def __init__(self, on: Unfused, sizes: Sequence[int], other: int, dim: int, to_all: bool) -> None:
         self._on, self._sizes, self._other, self._dim, self._to_all = on, sizes, other, dim, to_all

@@ -115,7 +115,7 @@ class Verbs(Protocol):
     def scatter(self, sizes: Sequence[int], other: int, dim: int, *, to_all: bool, multiplies: bool) -> Scatter:
         """Return a scatter of a sum of which rank r owns `sizes[r]` rows of `other` elements, or columns with dim 1.
 
-        With `to_all` every rank owns all.
+        With `to_all` every rank owns the whole sum.
         """
 
     def one_shot(self, task: Task) -> bool:

@@ -55,7 +55,6 @@ class Way:
 
     @property
     def sent(self) -> int:
-        """Return the bytes that a rank sends."""
         return sum(route.sent for route in self.routes)
 
     @property

@@ -98,7 +98,6 @@ class Spec:
 
     @property
     def dim_names(self) -> tuple[str, ...]:
-        """Return the names batch..., M, K, N."""
         return (*self.a.names, self.n)
 
     @property

@@ -13,10 +13,8 @@ from .notation import Tensor
 class Partition:
     """Shards of every dim of a spec as one rank sees them.
 
-    - `lengths`: the global length of each dim.
-    - `place`: this rank's index on each axis, and the axis's number of ranks.
-    - `splits`: the ranks' lengths of dims that are not split like `torch.tensor_split`, for the axis that splits the
-      dim first.
+    `lengths` has the global length of each dim, `place` this rank's index on each axis and the axis's number of ranks.
+    `splits` has the ranks' lengths of dims that the first axis does not split like `torch.tensor_split`.
     """
 
     lengths: Mapping[str, int]
@@ -37,5 +35,4 @@ class Partition:
         return self.sizes(dim, axes[:-1], axes[-1])[self.place[axes[-1]][0]]
 
     def shape(self, tensor: Tensor) -> tuple[int, ...]:
-        """Return this rank's shape of a tensor of that sharding."""
         return tuple(self.length(dim.name, dim.axes) for dim in tensor.dims)

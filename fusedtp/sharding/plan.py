@@ -222,8 +222,7 @@ def measure(
 @lru_cache(maxsize=4096)
 def _plan(spec: Spec, sizes: Sizes | None, flops_per_byte: float) -> Plan:
     dy = Tensor(spec.c.dims)
-    # All rows together are as long as K and as N, and every axis has four ranks. A collective's start outweighs all
-    # bytes.
+    # All rows together, K and N have one length, every axis four ranks; a collective's start outweighs all bytes.
     rows = (*spec.batch, spec.m)
     length = 4 ** (10 * len(rows))
     alike = dict.fromkeys(rows, 4**10) | {spec.k: length, spec.n: length}

@@ -2,8 +2,7 @@
 
 Every sharding of a tensor is a state; every collective or slice over one mesh axis is a move between two states. An
 all-gather removes the minor axis of a dim, a slice adds one. A reduce-scatter turns a partial axis into the minor axis
-of a dim, an all-reduce drops it. Axes of a dim are removed from the minor one on: otherwise parts would not be
-contiguous.
+of a dim, an all-reduce drops it. Only the minor axis of a dim is removed, so that parts are contiguous.
 """
 
 from __future__ import annotations
