@@ -25,8 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import groups, norms
-from .calls import arguments, eager, problems, quantized
-from .calls.call import Prepare
+from .calls import arguments, eager, problems
 from .calls.settings import described
 from .groups import Group
 from .norms import Norm
@@ -165,12 +164,13 @@ def all_gather_linear(
     forward-mode differentiation.
     """
     asked, along = Options(schedule, "auto", producer, float8, order, activation), (gather_dim, sizes)
+    problem: Any = problems.all_gather_problem
     if not isinstance(weight, list | tuple):
-        return _linear(problems.all_gather_problem, x, weight, bias, group, asked, along, out_dtype)  # type: ignore[no-any-return]
+        return eager.apply(problem, x, weight, bias, group, asked, along, out_dtype=out_dtype)  # type: ignore[no-any-return]
     weights, biases = arguments.several(weight, bias)
     if len(weights) == 1:
-        return (_linear(problems.all_gather_problem, x, weights[0], biases[0], group, asked, along, out_dtype),)
-    return _linear(problems.all_gather_problem, x, weights, biases, group, asked, along, out_dtype)  # type: ignore[no-any-return]
+        return (eager.apply(problem, x, weights[0], biases[0], group, asked, along, out_dtype=out_dtype),)
+    return eager.apply(problem, x, weights, biases, group, asked, along, out_dtype=out_dtype)  # type: ignore[no-any-return]
 
 
 @overload
@@ -229,8 +229,9 @@ def linear_reduce_scatter(
     normed: Norm | None = None
     if norm_weight is not None or norm_bias is not None or norm != RMS_NORM:
         normed = norms.asked_for(norm, norm_weight, norm_bias, norm_eps)
-    problem, along = problems.reduce_scatter_problem, (scatter_dim, sizes)
-    return _linear(problem, x, weight, bias, group, asked, along, out_dtype, residual, normed)  # type: ignore[no-any-return]
+    problem: Any = problems.reduce_scatter_problem
+    along = scatter_dim, sizes
+    return eager.apply(problem, x, weight, bias, group, asked, along, residual, normed, out_dtype)  # type: ignore[no-any-return]
 
 
 @overload
@@ -280,7 +281,8 @@ def linear_all_reduce(
     normed: Norm | None = None
     if norm_weight is not None or norm_bias is not None or norm != RMS_NORM:
         normed = norms.asked_for(norm, norm_weight, norm_bias, norm_eps)
-    return _linear(problems.all_reduce_problem, x, weight, bias, group, asked, (), out_dtype, residual, normed)  # type: ignore[no-any-return]
+    problem: Any = problems.all_reduce_problem
+    return eager.apply(problem, x, weight, bias, group, asked, (), residual, normed, out_dtype)  # type: ignore[no-any-return]
 
 
 def fsdp_linear(
@@ -306,13 +308,5 @@ def fsdp_linear(
     `all_gather_linear`.
     """
     asked = Options(schedule, "auto", producer, float8, order, activation)
-    return _linear(problems.fsdp_problem, x, weight_shard, bias, group, asked, (sizes,), out_dtype)  # type: ignore[no-any-return]
-
-
-def _linear(
-    problem: Prepare, x: Any, weight: Any, bias: Any, group: Group, asked: Options, along: tuple[Any, ...],
-    out_dtype: torch.dtype | None, residual: Tensor | None = None, norm: Norm | None = None,
-) -> Any:  # fmt: skip
-    if (out_dtype is not None or type(x) is not Tensor) and not quantized.plain(x, weight, out_dtype, asked.float8):
-        return quantized.apply(problem, x, weight, bias, group, asked, along, out_dtype, residual, norm)
-    return eager.apply(problem, x, weight, bias, group, asked, along, residual, norm)
+    problem: Any = problems.fsdp_problem
+    return eager.apply(problem, x, weight_shard, bias, group, asked, (sizes,), out_dtype=out_dtype)  # type: ignore[no-any-return]

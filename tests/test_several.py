@@ -270,7 +270,7 @@ def test_elsewhere(pool: RankPool) -> None:
 BAD: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "none": ((), None, ValueError, "weight must be a tensor or some"),
     "no tensor": ((torch.ones(3, 4), 3.0), None, TypeError, r"weight\[1\] must be a tensor, got float"),
-    "features": ((torch.ones(3, 4), torch.ones(3, 5)), None, ValueError, r"weight\[1\] must have as many columns"),
+    "features": ((torch.ones(3, 4), torch.ones(3, 5)), None, ValueError, r"x has 4 features, and weight\[1\] of shape"),
     "dtype": ((torch.ones(3, 4), torch.ones(3, 4).half()), None, ValueError, r"weight\[1\] must have x's dtype"),
     "a vector": ((torch.ones(3, 4), torch.ones(4)), None, ValueError, r"weight\[1\] must have 2 dimensions"),
     "one bias": ((torch.ones(3, 4),) * 2, torch.ones(3), TypeError, "bias must be as many tensors as weight"),

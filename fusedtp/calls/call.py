@@ -40,7 +40,7 @@ from .program import Only, Program
 from .settings import MAX_CALLS, Settings
 
 # Behind the names of what a program is given, if the products are to be kept.
-_KEPT = "kept"
+KEPT = "kept"
 # What the parameters of a norm are called.
 _NORMED = "norm_weight", "norm_bias"
 
@@ -161,7 +161,7 @@ class Call:
                 residual = self._named("y", "residual") if "residual" in key else None
                 outs = program.matmul(
                     plans.forward, [x], w, biases=added, residual=residual, activation=self.activation,
-                    keeps=key[-1] == _KEPT, norm=_NORMED if "norm_bias" in key else _NORMED[: bool(self.norm[0])],
+                    keeps=key[-1] == KEPT, norm=_NORMED if "norm_bias" in key else _NORMED[: bool(self.norm[0])],
                 )  # fmt: skip
                 program.finish([(out, self._dims["y"]) for out in outs])
             else:
@@ -235,7 +235,7 @@ class Call:
         """
         key = tuple(given)
         if keep:
-            key = (*key, _KEPT)
+            key = (*key, KEPT)
         return self._program(key).run(given, self._shapes) if fake else self.run(key, given)
 
     def linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:

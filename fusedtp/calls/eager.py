@@ -22,7 +22,7 @@ from ..norms import Norm
 from ..options import Options
 from ..torch_private import is_batched, is_in_torch_dispatch_mode, transforms_active
 from ..turns import one
-from . import arguments, operators
+from . import arguments, operators, quantized
 from . import call as calls_
 from .arguments import Biases, Weights
 from .call import Call as Compiled
@@ -62,7 +62,9 @@ class _Eager(torch.autograd.Function):
             normed = ctx.norms[:1] if ctx.norms[0] is not None else []
             norm = Norm(*call.norm, norm_weight, norm_bias).map(_local_norm)
             given |= norm.given()
-        outs = call.forward(given, call.keeps and (needs_x or True in needs))
+        # As `Call.forward`, written out because every call passes here.
+        keeps = call.keeps and (needs_x or True in needs)
+        outs = call.run((*given, calls_.KEPT) if keeps else tuple(given), given)
         # A view that autograd knows of could not be changed in place, as nn.ReLU(inplace=True) does.
         outs = [each.new_empty(0).set_(each) if each._is_view() else each for each in outs]  # type: ignore
         if call.activation:
@@ -167,13 +169,15 @@ def _through_norm(
 
 
 def apply(
-    prepare: Prepare, x: Tensor, w: _W, bias: Biases, group: Group, asked: Options, along: tuple[Any, ...] = (),
-    residual: Tensor | None = None, norm: Norm | None = None,
+    prepare: Prepare, x: Any, w: Any, bias: Any, group: Group, asked: Options, along: tuple[Any, ...] = (),
+    residual: Tensor | None = None, norm: Norm | None = None, out_dtype: torch.dtype | None = None,
 ) -> Any:  # fmt: skip
     """Make the call that `prepare` checks and describes, under torch.autocast in its dtype; without the dispatcher
     where that makes no visible difference. The result, or those of several weights in a tuple. along: what `prepare`
-    takes behind the options, a dim and its length on every rank.
+    takes behind the options, a dim and its length on every rank. Operands may be `Scaled`, for a result in `out_dtype`.
     """
+    if (out_dtype is not None or type(x) is not Tensor) and not quantized.plain(x, w, out_dtype, asked.float8):
+        return quantized.apply(prepare, x, w, bias, group, asked, along, out_dtype, residual, norm)
     if type(group) is not ProcessGroup or groups.inherited is not None or not dist.is_initialized():
         group = groups.resolve(group)
     parameters: Sequence[Any] = _interleaved(w, bias) if type(w) is tuple else (w, bias)

@@ -138,21 +138,17 @@ class Gather:
                 self._part(half, dst, ws.rank).copy_(rows)
                 steps.signal(dst, self._slot)
 
-    def _together(self) -> Tensor:
-        # All parts, stacked in the own half until the op ends.
-        ws, begins, steps = self._ws, self._begins, self._ws.steps
-        places = ws.views.get(self._key) or self._lay_out()
-        _, whole, others = places[steps.epoch & 1]
-        for src, theirs in others:
-            steps.wait(src, self._slot)
-            if ws.in_place:
-                copy = whole[begins[src] : begins[src + 1]].copy_
-                copy(theirs) if trace.spans is None else trace.timed("travel", src, copy, theirs)
-        return whole
-
     def multiply(self, x: Tensor, products: Sequence[Product]) -> list[Tensor]:
         if self._at_once:
-            whole, outs = self._together(), []
+            # Stack all parts in the own half until the op ends. Written out here, as every small op passes.
+            ws, begins, steps, outs = self._ws, self._begins, self._ws.steps, list[Tensor]()
+            places = ws.views.get(self._key) or self._lay_out()
+            _, whole, others = places[steps.epoch & 1]
+            for src, theirs in others:
+                steps.wait(src, self._slot)
+                if ws.in_place:
+                    copy = whole[begins[src] : begins[src + 1]].copy_
+                    copy(theirs) if trace.spans is None else trace.timed("travel", src, copy, theirs)
             for each in products:
                 if each.transposed:
                     left, right = each.other.t(), whole.t() if each.kind == "rows" else whole
