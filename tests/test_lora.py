@@ -70,6 +70,11 @@ def merged_and_back(dense: Any, model: Any) -> None:
         for each in (dense, model):
             getattr(each, step)()
         close(loss_of(model), loss_of(dense), step)
+        # Of merged adapters, peft takes each out at its linear's first call.
+        with dense.disable_adapter(), model.disable_adapter():
+            close(loss_of(model), loss_of(dense), f"without adapters after {step}")
+    dense, model = dense.merge_and_unload(), model.merge_and_unload()
+    close(loss_of(model), loss_of(dense), "unloaded")
 
 
 def as_in_one_process(group: ProcessGroup, name: str, sequence_parallel: bool) -> None:

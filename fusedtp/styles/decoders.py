@@ -16,7 +16,7 @@ from __future__ import annotations
 import fnmatch
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -384,7 +384,7 @@ def parallelize(
     for module in adapted.values():
         lora.split(module, device_mesh, src_data_rank)
     for module in model.modules():
-        for name, instead in _OF_WHOLE.items():
+        for name, instead in _REPLACED.items():
             if hasattr(type(module), name):
                 setattr(module, name, partial(instead, module))
     if src_data_rank is not None:
@@ -404,7 +404,8 @@ def _save(model: Any, *args: Any, state_dict: Mapping[str, Any] | None = None, *
             "options=StateDictOptions(full_state_dict=True, cpu_offload=True)), then on one rank "
             "model.save_pretrained(folder, state_dict=state)"
         )
-    return type(model).save_pretrained(model, *args, state_dict=joined(model, state_dict), **options)
+    with lora.only_asked():
+        return type(model).save_pretrained(model, *args, state_dict=joined(model, state_dict), **options)
 
 
 def _resize(model: Any, *args: Any, **options: Any) -> Any:
@@ -412,8 +413,11 @@ def _resize(model: Any, *args: Any, **options: Any) -> Any:
     raise NotImplementedError(f"parallelize has split the embeddings of this {name}: resize them before parallelize")
 
 
-# Methods of Hugging Face that need whole parameters, and what stands in their place on a model that is split.
-_OF_WHOLE = {"save_pretrained": _save, "resize_token_embeddings": _resize}
+# Methods of transformers and peft, and the functions that replace them on a model that is split.
+_REPLACED: Mapping[str, Callable[..., Any]] = {
+    "save_pretrained": _save, "resize_token_embeddings": _resize, "unload": lora.unload,
+    "merge_and_unload": lora.merge_and_unload,
+}  # fmt: skip
 
 
 def matching(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:

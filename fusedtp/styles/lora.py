@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from .embeddings import FusedEmbedding
-from .grouped import FusedGroup
+from .grouped import FusedGroup, FusedGroupedLinear
 from .linears import FusedColwiseParallel, FusedLinear, FusedRowwiseLinear, FusedRowwiseParallel
 from .norms import AsGiven, FusedNorm
 from .packed import Unpack, Unpacked
@@ -152,6 +152,35 @@ class _Apply:
             self(style, linear.parts[0] if packed else linear)
 
 
+@contextmanager
+def only_asked() -> Iterator[None]:
+    """Let peft ask linears for their `base_layer` while it puts no adapter around any: see `FusedLinear.base_layer`."""
+    FusedLinear.has_adapters = True
+    try:
+        yield
+    finally:
+        FusedLinear.has_adapters = False
+
+
+def unload(tuner: Any, *args: Any, **options: Any) -> Any:
+    """Take all adapters off, as the tuner's own `unload` does."""
+    return _without_adapters(tuner, "unload", args, options)
+
+
+def merge_and_unload(tuner: Any, *args: Any, **options: Any) -> Any:
+    """Merge all adapters and take them off, as the tuner's own `merge_and_unload` does."""
+    return _without_adapters(tuner, "merge_and_unload", args, options)
+
+
+def _without_adapters(tuner: Any, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    with only_asked():
+        model = getattr(type(tuner), name)(tuner, *args, **options)
+    for module in model.modules():
+        if isinstance(module, FusedLinear):
+            module.has_adapters = False
+    return model
+
+
 class FusedAdapted(Derived):
     """A peft module whose linear, or embedding, is split, and its adapters with it."""
 
@@ -167,6 +196,13 @@ class FusedAdapted(Derived):
                     "put all adapters on first"
                 )
         return super().forward(x, *args, **kwargs)
+
+    def unmerge(self) -> None:
+        """Unmerge as peft's own method, which writes through `.data`: a FusedGroup would not see that."""
+        super().unmerge()  # type: ignore[misc]
+        base: Any = self.base_layer
+        if isinstance(base, FusedGroupedLinear):
+            base.together.clear()
 
     def get_delta_weight(self, adapter: str) -> Tensor:
         """What an adapter adds to the weight when it is merged, laid out as the weight is."""
