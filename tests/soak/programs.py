@@ -140,7 +140,7 @@ STEADY: dict[str, tuple[float, Callable[[_Drawing], Step]]] = {
 }
 WRONG: dict[str, tuple[float, Callable[[_Drawing], Step]]] = {
     "differs": (3.0, _differs),
-    "line": (4.0, _struck("line", lambda source: source.randint(1, source.choice((60, 200, 500))))),
+    "line": (4.0, _struck("line", lambda source: source.randint(1, source.choice((200, 500, 1500))))),
     "signal": (4.0, _struck("signal", lambda source: 10.0 ** source.uniform(-4.5, -1.5))),
     "late": (1.0, _struck("late", lambda source: source.choice((0.05, 0.15, 0.3, 0.6)))),
     "limit": (1.0, _struck("limit", lambda source: source.choice((0, 1)))),
