@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from fusedtp.calls.dispatch import Ready
 from fusedtp.op import OPS, Task
-from fusedtp.schedules.prepared import Phases, Prepared
+from fusedtp.schedules.forms import Phases, Prepared
 from fusedtp.workspaces.workspace import Workspace
 
 

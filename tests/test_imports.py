@@ -24,7 +24,7 @@ FOLDERS = {"fusedtp": ROOT / "fusedtp", "fusedtp.kernels": ROOT / "kernels", "fu
 # Lowest first: a module imports from lower floors, or from its own folder. A folder counts as one.
 FLOORS = (
     ("torch_private",),
-    ("errors", "shards", "files", "trace", "op", "groups", "turns", "formats"),
+    ("errors", "shards", "files", "trace", "op", "groups", "locks"),
     ("sharding", "reference", "activations", "norms", "float8", "options"),
     ("scaled",),
     ("cost", "recipes", "scaled_mm"),

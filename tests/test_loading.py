@@ -27,7 +27,7 @@ from fusedtp.kernels.layout import Region
 from fusedtp.memory.local import local_memories
 from fusedtp.op import ALL_GATHER, MATMUL_REDUCE_SCATTER, Task
 from fusedtp.schedules import decomposed, producer
-from fusedtp.schedules.prepared import Prepared
+from fusedtp.schedules.forms import Prepared
 from fusedtp.workspaces import registry
 from fusedtp.workspaces.workspace import Workspace
 

@@ -25,9 +25,9 @@ from torch.distributed import ProcessGroup
 from fusedtp.bench.mixed import OPS, Call, Operands, draw
 from fusedtp.bench.ranks import RankPool
 from fusedtp.schedules import decomposed
-from fusedtp.schedules import padded as padding
+from fusedtp.schedules import local as padding
 from fusedtp.schedules.verbs import Product
-from fusedtp.workspaces import registry, stale
+from fusedtp.workspaces import generation, registry
 
 STEP = 32
 CPU = torch.device("cpu")
@@ -110,7 +110,7 @@ def is_wrong(operands: Operands, group: ProcessGroup, few_rows: int, *, raises: 
     """Whether the call's results are wrong, or AssertionError. few_rows: up to so many are multiplied together."""
     with mock.patch.object(decomposed, "FEW_ROWS", few_rows):
         # What has been prepared for another one is prepared anew.
-        stale.changed()
+        generation.changed()
         results = operands.run(group)
     try:
         operands.check(results)
@@ -146,7 +146,7 @@ def run(group: ProcessGroup, number: int, schedules: tuple[str, ...], padded: bo
             for few_rows in (decomposed.FEW_ROWS, decomposed.FEW_ROWS, 2):
                 poison(group)
                 wrong += is_wrong(operands, group, few_rows, raises=not padded)
-    stale.changed()
+    generation.changed()
     dist.barrier(group=group)
     return [*counts, wrong]
 
@@ -174,7 +174,7 @@ def run_views(group: ProcessGroup, number: int, with_amx: bool) -> int:
             operands.dy = with_poison_beside(operands.dy)
             for few_rows in (decomposed.FEW_ROWS, 2):
                 wrong += is_wrong(operands, group, few_rows, raises=False)
-    stale.changed()
+    generation.changed()
     dist.barrier(group=group)
     return wrong
 

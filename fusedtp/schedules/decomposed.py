@@ -25,9 +25,8 @@ from ..scaled import Matrix, Quantized
 from ..shards import offsets
 from ..workspaces.workspace import Workspace
 from . import transport
-from .alone import activate, activated, into, mm, sum_into, summed, with_norm
-from .packed_arenas import DecomposedGather
-from .padded import NARROW, padded
+from .local import NARROW, activate, activated, into, mm, padded, sum_into, summed, with_norm
+from .packed import DecomposedGather
 from .transport import travelling
 from .verbs import Epilogue, Product
 

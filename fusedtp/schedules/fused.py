@@ -32,7 +32,7 @@ from ..shards import even_sizes
 from ..workspaces.workspace import Workspace
 from . import producer as producers
 from . import transport
-from .alone import multiplied, with_norm
+from .local import multiplied, with_norm
 from .verbs import Epilogue, Operands, Product
 
 

@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 
 from ..workspaces.workspace import Workspace
-from .prepared import finish
+from .forms import finish
 
 T = TypeVar("T")
 

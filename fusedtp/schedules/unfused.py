@@ -19,7 +19,7 @@ from ..op import Task
 from ..scaled import Matrix, Quantized, pack_into, packed_bytes, unpacked
 from ..shards import offsets
 from ..torch_private import c10d
-from .alone import multiplied, sum_into, with_norm
+from .local import multiplied, sum_into, with_norm
 from .packed import PackedGather
 from .verbs import Epilogue, Product
 

@@ -16,7 +16,7 @@ from fusedtp.memory.local import local_memories
 from fusedtp.op import OPS as OPS_BY_NAME
 from fusedtp.op import Task
 from fusedtp.schedules import decomposed, fused, producer
-from fusedtp.schedules.prepared import Prepared, finish
+from fusedtp.schedules.forms import Prepared, finish
 from fusedtp.workspaces import registry
 from fusedtp.workspaces.workspace import Workspace
 

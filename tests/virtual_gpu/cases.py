@@ -17,8 +17,8 @@ from fusedtp import PeerTimeout, reference
 from fusedtp.kernels import launch, signal
 from fusedtp.memory.local import local_memories
 from fusedtp.schedules import fused
+from fusedtp.schedules.forms import finish as finish_phases
 from fusedtp.schedules.phases import run_together
-from fusedtp.schedules.prepared import finish as finish_phases
 from fusedtp.workspaces import clock
 from fusedtp.workspaces.workspace import Workspace
 

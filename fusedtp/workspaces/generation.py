@@ -1,6 +1,8 @@
-"""When what is kept from call to call no longer holds: one number, which goes up whenever a group's symmetric memory is
-made or given back, or a group that calls were prepared for is gone. What was worked out under an older number is worked
-out anew, and the tables that keep it are emptied: they would also keep memory that was given back.
+"""Generation counter that invalidates cached calls.
+
+`version` goes up when a group's symmetric memory is made or given back, and when a group that calls were prepared for
+is gone. Cached calls of an older version are prepared again, and the tables that hold them are emptied: they would also
+hold memory that was given back.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A task on one rank by one schedule, made once and run any number of times.
+"""Forms of the ops over a schedule's verbs, and `Prepared`: a task on one rank by one schedule, to be run many times.
 
 Each op has one of three forms, written once for all schedules with their verbs. A form runs in two or three stages: a
 wait for peers is in a later stage than the sends that it waits for. A rank in its own process runs the stages one after
@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from ..norms import Norm
 from ..op import Task
 from ..shards import even_sizes
-from .alone import Alone, multiplied, with_norm
+from .local import Alone, multiplied, with_norm
 from .verbs import PLAIN, Epilogue, Operands, Product, Verbs
 
 if TYPE_CHECKING:
