@@ -177,8 +177,8 @@ class Ready(Prepared):
     """A task on one rank, by the path that was chosen for it: found once, run any number of times.
 
     It holds until `is_stale`. call: what the task is part of, see `agreement`. choice: of the tile of `fused`, by
-    default what was measured to be the fastest. The path is chosen in the turn of the first run: a group's first op makes the
-    workspace, which waits for peers, and no other caller may come in between.
+    default what was measured to be the fastest. The path is chosen in the turn of the first run: a group's first op
+    makes the workspace, which waits for peers, and no other caller may come in between.
     """
 
     def __init__(

@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from ..float8 import largest_finite
 from ..op import (
     ALL_GATHER,
     ALL_GATHER_MATMUL,
@@ -25,22 +26,13 @@ from ..op import (
     Op,
     Task,
 )
-from ..recipes import Casts
+from ..recipes import Cast, Casts
 from ..schedules.local import activated, mm, summed, summed_rows
 from ..schedules.verbs import Epilogue
 from ..sharding import notation
 from ..sharding.plan import MatmulPlan, Partition, Plan
 from ..sharding.redistribute import Step, moved
 from .matrices import Blocks, Matrix, Named, flat_sizes, in_order, outermost
-
-if TYPE_CHECKING:
-    pass
-
-
-from typing import NamedTuple, TypeAlias
-
-from ..float8 import largest_finite
-from ..recipes import Cast
 
 # Steps that cast an operand to float8 before a product, by a recipe.
 # A tensor, how it lies, how it is cast (None: it is not) and the dims of it that are contracted.

@@ -30,8 +30,8 @@ from .work import SUBTREES, Work
 #
 # Short messages carry a flag with each word: less latency, less bandwidth. In an all-reduce in the switch, a rank's
 # link carries the whole tensor once to the switch, and 1/n of the sums back. A machine whose `switch_fraction` is None
-# has no NVLS. NCCL chooses by a table of its own, which is not always the fastest: between 2 and 4 MB its times are up to 14 %
-# longer than these.
+# has no NVLS. NCCL chooses by a table of its own, which is not always the fastest: between 2 and 4 MB its times are up
+# to 14 % longer than these.
 #
 # The hop latencies are those of NCCL's own tuning; `hardware` says what else was fitted to which rows.
 def library_us(kind: str, num_bytes: float, num_ranks: int, machine: Hardware) -> float:

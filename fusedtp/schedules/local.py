@@ -20,9 +20,6 @@ import torch
 from torch import Tensor
 
 from .. import activations, locks, norms, scaled_mm
-from ..kernels import INTERPRETED, operands
-from ..kernels.launch import config_for
-from ..kernels.matmul import matmul
 from ..norms import Norm
 from ..op import GATED, Task
 from ..scaled import Matrix, Quantized, by_columns
@@ -71,6 +68,11 @@ def tree_product(
     # A compiler's fake tensors have shapes alone.
     if isinstance(out, FakeTensor) or not out.numel():
         return out
+    # Imported late, as these load Triton.
+    from ..kernels import INTERPRETED, operands
+    from ..kernels.launch import config_for
+    from ..kernels.matmul import matmul
+
     epilogue, config = operands.Epilogue(bias, operands.PER_ROW[False]), config_for(a.device, a.dtype, tree=True)
     multiply = partial(matmul, a, b, out, epilogue, config=config, leaves=leaves, more=more)
     # Beside a collective, the op has the interpreter already.
@@ -148,9 +150,7 @@ class Scatter:
 
 
 def _as_tree(terms: Sequence[tuple[Tensor, Tensor]], leaves: int, epilogue: Epilogue) -> Tensor:
-    # The kernel that adds up subtrees rounds once too, with bias and residual. Imported late: it loads Triton.
-    pass
-
+    # The kernel that adds up subtrees rounds once too, with bias and residual.
     out = tree_product(terms, leaves, dtype=torch.float32)
     for added in (epilogue.bias, epilogue.residual):
         if added is not None:
@@ -201,8 +201,6 @@ def mm(a: Matrix, b: Matrix, bias: Tensor | None = None, leaves: int = 0) -> Ten
     """Return a [M, K] @ b [K, N] -> [M, N], plus a bias: [N], or [M, N] without leaves."""
     if leaves:
         # Imported late: it loads Triton.
-        pass
-
         return tree_product([(a, b)], leaves, bias)
     if type(a) is Quantized and type(b) is Quantized:
         return scaled_mm.mm(a, b, bias)
@@ -215,8 +213,6 @@ def summed(terms: Sequence[tuple[Matrix, Matrix]], bias: Tensor | None = None, l
     """Return the sum of terms a [M, K] @ b [K, N] (+ bias), rounded after each; float8 and leaves are rounded once."""
     (a, b), *others = terms
     if leaves:
-        pass
-
         return tree_product(terms, leaves, bias)
     if others and type(a) is Quantized:
         return scaled_mm.summed(terms, bias)

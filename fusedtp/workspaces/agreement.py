@@ -22,10 +22,8 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from ..kernels import signal
 from ..op import Task
 from ..torch_private import graph_task
-from .steps import fingerprint_place, raised
 
 # Shapes may never repeat. What is forgotten is worked out anew.
 _MAX_KEPT = 4096
@@ -144,25 +142,6 @@ def heard(place: Tensor) -> dict[str, str] | None:
     except ValueError:
         return None
     return {str(name): str(value) for name, value in values.items()} if isinstance(values, dict) else None
-
-
-def has_entered(header: Sequence[int], peer: int, world_size: int, epoch: int) -> bool:
-    """Whether rank `peer` has entered `epoch`, according to a header in which it says so."""
-    return raised(header[signal.SIGNALS.value + signal.ENTRY_SLOT.value * world_size + peer], epoch)
-
-
-def differing(header: Sequence[int], rank: int, world_size: int, epoch: int) -> list[int]:
-    """The ranks that have entered `epoch` with another fingerprint than `rank`, whose header this is."""
-
-    def fingerprint(source: int) -> Sequence[int]:
-        begin = fingerprint_place(epoch, source, world_size)
-        return header[begin : begin + 2]
-
-    return [
-        peer
-        for peer in range(world_size)
-        if peer != rank and has_entered(header, peer, world_size, epoch) and fingerprint(peer) != fingerprint(rank)
-    ]
 
 
 def everyone(

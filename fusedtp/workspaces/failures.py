@@ -25,6 +25,25 @@ _LEFT = {
 }
 
 
+def has_entered(header: Sequence[int], peer: int, world_size: int, epoch: int) -> bool:
+    """Whether rank `peer` has entered `epoch`, according to a header in which it says so."""
+    return raised(header[signal.SIGNALS.value + signal.ENTRY_SLOT.value * world_size + peer], epoch)
+
+
+def differing_ranks(header: Sequence[int], rank: int, world_size: int, epoch: int) -> list[int]:
+    """The ranks that have entered `epoch` with another fingerprint than `rank`, whose header this is."""
+
+    def fingerprint(source: int) -> Sequence[int]:
+        begin = fingerprint_place(epoch, source, world_size)
+        return header[begin : begin + 2]
+
+    return [
+        peer
+        for peer in range(world_size)
+        if peer != rank and has_entered(header, peer, world_size, epoch) and fingerprint(peer) != fingerprint(rank)
+    ]
+
+
 class Failing:
     """The part of a `Workspace` that deals with failures. A failure stays: every later use raises it again."""
 
@@ -98,7 +117,7 @@ class Failing:
         everyone = agreement.everyone(
             self._text,
             self.world_size,
-            lambda peer: agreement.has_entered(words, peer, self.world_size, epoch),
+            lambda peer: has_entered(words, peer, self.world_size, epoch),
             # A kernel on another rank may find out only when its budget is spent.
             1.25 * self.seconds + 1,
         )
@@ -113,7 +132,7 @@ class Failing:
 
     def _fail(self, op: str, peer: int, slot: int, expected: int, seen: int, seconds: float | None = None) -> None:
         others = [other for other in range(self.world_size) if other != self.rank]
-        differing = agreement.differing(self._header(self.rank), self.rank, self.world_size, expected)
+        differing = differing_ranks(self._header(self.rank), self.rank, self.world_size, expected)
         if differing := differing or [other for other in others if agreement.heard(self._text(other)) is not None]:
             self.disagree(op, differing[0], expected)
         headers = [self._header(each) for each in range(self.world_size)]
@@ -121,7 +140,7 @@ class Failing:
         what = "its memory to grow: step" if slot == signal.GROWTH_SLOT.value else f"signal slot {slot}: epoch"
         detail = f"{what} {expected} expected, {seen} seen"
         detail += explain(headers, peer, who)
-        if self.meanings.now.values.get("pass") == "backward" and not agreement.has_entered(
+        if self.meanings.now.values.get("pass") == "backward" and not has_entered(
             self._header(self.rank), who, self.world_size, expected
         ):
             detail += f"; in a backward pass, which rank {who} makes only where it wants the same gradients as this one"
