@@ -5,13 +5,10 @@ Timings that pytest-benchmark saves carry the machine as rows do, and are not co
 
 from __future__ import annotations
 
-import functools
 import os
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,32 +27,14 @@ from fusedtp.bench.store import Row
 os.environ["FUSEDTP_TUNING"] = "off"
 # typer folds what it says of an error, paths too, to the width of the terminal.
 os.environ["TERMINAL_WIDTH"] = "1000"
+# Exceptions of torch.distributed carry C++ frames. Looking up their lines takes seconds, and there are many.
+os.environ["TORCH_DISABLE_ADDR2LINE"] = "1"
 # Compiled kernels are executed where Triton's interpreter has not been chosen: `nox -s emulate`, `test_emulated.py`.
 if os.environ.get("TRITON_INTERPRET") != "0":
     collect_ignore = ["test_emulated_launch.py", "test_emulated_machine.py", "test_emulated_ops.py"]
 # torch's CUDA code runs over the stub of a GPU: `nox -s virtual_gpu`.
 if "GPU_STUB_DEVICES" not in os.environ:
     collect_ignore = [*globals().get("collect_ignore", ()), "test_virtual_gpu.py"]
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Where two processes run the tests each runs whole files, and one of them all that use the pool of ranks."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Files(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return "pool" if _uses_pool(config.rootpath / file) else file
-
-    return Files(config, log)
-
-
-@functools.cache
-def _uses_pool(file: Path) -> bool:
-    # By what its tests and fixtures ask for: `pool`, or what is made of it here.
-    asked = r"def \w+\([^)]*\b(pool|refusals|within_bounds|destroyed_on_all_ranks)\b"
-    return re.search(asked, file.read_text()) is not None
 
 
 def poison(group: ProcessGroup | None = None) -> None:

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.emulated
 
 ALL = os.environ.get("FUSEDTP_EMULATION") in ("all", "write")
 # Seven from one to the next: every op, with dtypes and targets in turn.
-UNITS = evidence.units()[:: 1 if ALL else 7]
+UNITS = evidence.units()[:: 1 if ALL else 13]
 BF16 = torch.bfloat16
 
 

@@ -188,7 +188,8 @@ def changed_before_backward(group: ProcessGroup, is_compiled: bool) -> list[str]
     """Where a gradient was made of a weight that was changed since, or one that was not is refused."""
     mesh, wrong = DeviceMesh.from_group(group, "cpu"), []
     for name, module in holders_of_weights(mesh).items():
-        if is_compiled and name == "alone":
+        # Compiling each takes a second, and one of each kind has another graph.
+        if is_compiled and name not in ("column", "row", "fsdp", "swiglu", "colwise", "group", "function"):
             continue
         if is_compiled and isinstance(module, fusedtp.ParallelMLP | nn.Linear | Pair):
             # Moved, as a model is.
@@ -196,6 +197,9 @@ def changed_before_backward(group: ProcessGroup, is_compiled: bool) -> list[str]
         call = torch.compile(module, backend="aot_eager") if is_compiled else module
         for what, change in CHANGES.items():
             if what.endswith("step") and name == "frozen":
+                continue
+            # A compiled call checks by the same code.
+            if is_compiled and what not in ("nothing", "in place"):
                 continue
             x = torch.randn(4, HIDDEN, requires_grad=True)
             y = call(x)

@@ -48,7 +48,7 @@ def run(pool: RankPool, every: list[Lines]) -> tuple[int, int]:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_interruption_at_any_line_of_an_op(pool: RankPool, rank: int) -> None:
-    every = 1 if ALL else 37
+    every = 1 if ALL else 67
     cases = HOST_DRIVEN if ALL else HOST_DRIVEN[rank::2]
     spread = [Lines(name, "a workspace", rank, 1 + i % every, every) for i, name in enumerate(cases)]
     count, right = run(pool, spread)
@@ -67,7 +67,7 @@ def test_an_interruption_where_an_op_begins_and_ends(pool: RankPool, within: str
 
 @pytest.mark.parametrize("meets", ["no workspace", "one too small"])
 def test_an_interruption_while_memory_is_made(pool: RankPool, meets: str) -> None:
-    every = 1 if ALL else 97
+    every = 1 if ALL else 197
     spread = [
         Lines("decomposed: all_gather", meets, rank, 1 + first, every) for rank, first in ((0, 0), (1, every // 2))
     ]
