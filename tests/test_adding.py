@@ -26,9 +26,7 @@ from fusedtp.bench import cases, mixed, theme
 from fusedtp.bench.ranks import RankPool
 from fusedtp.calls.dispatch import Ready
 from fusedtp.cost.overlap import FEW_ROWS
-from fusedtp.memory.local import local_memories
 from fusedtp.op import OPS, Task
-from fusedtp.schedules.phases import run_together
 from fusedtp.schedules.verbs import Epilogue
 from fusedtp.shards import even_sizes
 from fusedtp.workspaces import registry
@@ -37,6 +35,7 @@ from fusedtp.workspaces.workspace import Workspace
 from . import direct
 from .faults import cases as faults
 from .operands import FEW, MANY, OPERANDS, Whole
+from .virtual_ranks import local_memories, run_together
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ("architecture.md", "adding.md")

@@ -16,7 +16,7 @@ from fusedtp.memory import Unreachable, posix
 
 pytestmark = pytest.mark.usefixtures("destroyed_on_all_ranks")
 
-HERE = posix.Row(10, 3, 77, 1, 2, 1000, 1000, 0, 4096, 0)
+HERE = posix.Endpoint(10, 3, 77, 1, 2, 1000, 1000, 0, 4096, 0)
 # (what differs on rank 1, the code that rank 0 met there, what it is told)
 TOLD = [
     ({"boot": 9}, posix.OTHER_MACHINE, "on different machines: use schedule 'unfused'"),

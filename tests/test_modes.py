@@ -13,11 +13,11 @@ from torch.autograd import grad_mode
 from torch.utils import _contextlib
 
 from fusedtp import torch_private
-from fusedtp.memory.local import local_memories
 from fusedtp.workspaces import workspace
 from fusedtp.workspaces.workspace import Workspace
 
 from .soak import interruptions
+from .virtual_ranks import local_memories
 
 CPU = torch.device("cpu")
 # And torch's own, where a signal strikes too.

@@ -126,7 +126,7 @@ def run(group: ProcessGroup, number: int, schedules: tuple[str, ...], padded: bo
 
     With `padded` what is taken out of an arena has poison beside its rows, and results may be wrong.
     """
-    add, wrong = decomposed.Gather._add, 0
+    add, wrong = decomposed.DecomposedGather._add, 0
 
     def beside_poison(product: Product, rows: Tensor, *more: Any) -> None:
         if in_an_arena(rows):
@@ -137,7 +137,7 @@ def run(group: ProcessGroup, number: int, schedules: tuple[str, ...], padded: bo
             rows = wide[:, :-3] if chunk is rows else wide[:, :-3].t()
         add(product, rows, *more)
 
-    patched = mock.patch.object(decomposed.Gather, "_add", staticmethod(beside_poison if padded else add))
+    patched = mock.patch.object(decomposed.DecomposedGather, "_add", staticmethod(beside_poison if padded else add))
     # Arenas need no copies of what lies in them.
     with leaking() as counts, patched, on_a_machine(False):
         for call in calls(7, number, group.size(), schedules):

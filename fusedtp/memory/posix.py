@@ -28,7 +28,7 @@ from . import Arena, Exchange, Unreachable
 OTHER_MACHINE, OTHER_NAMESPACE, OTHER_FILE, DIFFERS = -1, -2, -3, -4
 
 
-class Row(NamedTuple):
+class Endpoint(NamedTuple):
     """A rank's arena for its peers; `owner` owns its files in /proc, `code` says why there is no arena, or is 0."""
 
     pid: int
@@ -57,7 +57,7 @@ _REMEDIES = {
 }
 
 
-def cause(rank: int, peer: int, code: int, rows: list[Row]) -> str:
+def cause(rank: int, peer: int, code: int, rows: list[Endpoint]) -> str:
     """Return why rank `rank` could not map rank `peer`'s memory, why `peer` has none, or how the ranks disagree."""
     there, here = rows[peer], rows[rank]
     if code == DIFFERS:
@@ -73,7 +73,7 @@ def cause(rank: int, peer: int, code: int, rows: list[Row]) -> str:
     return f"{text}: {_why(rank, peer, code, here, there)}"
 
 
-def _why(rank: int, peer: int, code: int, here: Row, there: Row) -> str:
+def _why(rank: int, peer: int, code: int, here: Endpoint, there: Endpoint) -> str:
     if code == OTHER_MACHINE:
         return "they are on different machines: use schedule 'unfused' between machines"
     if code == OTHER_NAMESPACE:
@@ -135,7 +135,7 @@ def _file(num_bytes: int) -> _Descriptor:
     return file
 
 
-def _map_of(peer: Row, mine: Row) -> Tensor:
+def _map_of(peer: Endpoint, mine: Endpoint) -> Tensor:
     # Raises OSError with one of the codes of `_REMEDIES`, or the system's own.
     if (peer.boot, peer.namespace) != (mine.boot, mine.namespace):
         raise OSError(OTHER_MACHINE if peer.boot != mine.boot else OTHER_NAMESPACE, "")
@@ -172,7 +172,7 @@ class PosixMemory:
         own, file, mine = self._own(num_bytes, header)
         try:
             while True:
-                rows = [Row(*row) for row in exchange.rows(list(mine))]
+                rows = [Endpoint(*row) for row in exchange.rows(list(mine))]
                 tensors, outcome = self._map_all(own, rows)
                 # Every rank learns of every failure.
                 if (outcomes := exchange.outcomes(outcome)) is not None:
@@ -188,7 +188,7 @@ class PosixMemory:
             raise Unreachable(cause(*failed[0], rows))
         return Arena(tensors, tensors.clear)
 
-    def _own(self, num_bytes: int, header: Tensor) -> tuple[Tensor, _Descriptor | None, Row]:
+    def _own(self, num_bytes: int, header: Tensor) -> tuple[Tensor, _Descriptor | None, Endpoint]:
         # The own arena, its file, and its row for the peers. If there is no room: an empty arena, and the row has the
         # reason.
         own, file, inode, code, machine = torch.empty(0, dtype=torch.uint8, device="cpu"), None, 0, 0, (0, 0)
@@ -204,9 +204,9 @@ class PosixMemory:
             code = errno.ENOMEM
         users = os.geteuid(), os.stat("/proc/self").st_uid
         fd = -1 if file is None else file.number
-        return own, file, Row(os.getpid(), fd, inode, *machine, *users, code, num_bytes, int(header[0]))
+        return own, file, Endpoint(os.getpid(), fd, inode, *machine, *users, code, num_bytes, int(header[0]))
 
-    def _map_all(self, own: Tensor, rows: list[Row]) -> tuple[list[Tensor], list[int]]:
+    def _map_all(self, own: Tensor, rows: list[Endpoint]) -> tuple[list[Tensor], list[int]]:
         # All arenas and [0, 0]; or some of them and [peer that cannot be mapped + 1, code].
         tensors: list[Tensor] = []
         for peer, row in enumerate(rows):

@@ -99,14 +99,14 @@ class Alone:
     def gather(
         self, sizes: Sequence[int], other: int, dim: int, *, products: Sequence[str] = (), result: int = 0,
         beside: bool = False, sums: bool = False,
-    ) -> Gather:  # fmt: skip
-        return Gather(dim, self._leaves)
+    ) -> LocalGather:  # fmt: skip
+        return LocalGather(dim, self._leaves)
 
-    def scatter(self, sizes: Sequence[int], other: int, dim: int, *, to_all: bool, multiplies: bool) -> Scatter:
-        return Scatter(self._leaves)
+    def scatter(self, sizes: Sequence[int], other: int, dim: int, *, to_all: bool, multiplies: bool) -> LocalScatter:
+        return LocalScatter(self._leaves)
 
 
-class Gather:
+class LocalGather:
     """`verbs.Gather` for one rank."""
 
     def __init__(self, dim: int, leaves: int) -> None:
@@ -124,7 +124,7 @@ class Gather:
         return x.clone(memory_format=torch.contiguous_format)
 
 
-class Scatter:
+class LocalScatter:
     """`verbs.Scatter` for one rank."""
 
     def __init__(self, leaves: int) -> None:

@@ -12,7 +12,7 @@ from collections.abc import MutableMapping
 from typing import Any, TypeVar
 from weakref import ref
 
-Table = TypeVar("Table", bound=MutableMapping[Any, Any])
+CachedTable = TypeVar("CachedTable", bound=MutableMapping[Any, Any])
 
 version = 0
 # Watched groups that are gone. The interpreter puts them here: in a function of ours an interruption that comes just
@@ -23,7 +23,7 @@ _tables: list[MutableMapping[Any, Any]] = []
 _watched: dict[int, ref[Any]] = {}
 
 
-def table(new: Table) -> Table:
+def table(new: CachedTable) -> CachedTable:
     """Returns `new`, which is emptied from now on whenever the number goes up."""
     _tables.append(new)
     return new

@@ -21,11 +21,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fusedtp import locks
 from fusedtp.calls import dispatch
 from fusedtp.schedules import fused
-from fusedtp.schedules.forms import Prepared, finish
+from fusedtp.schedules.forms import Prepared
 from fusedtp.schedules.local import multiplied as library_multiplied
 from fusedtp.workspaces import registry
 from fusedtp.workspaces.workspace import Workspace
 
+from ..virtual_ranks import finish, phases
 from .cases import virtual_ranks
 from .driver import EmulatedDriver
 from .machine import Ran, Schedule
@@ -85,7 +86,7 @@ def run_ranks(
             ws = prepared.ws
             assert ws is not None
             with driver.on(ws.rank):
-                outs = finish(prepared.phases(*operands))
+                outs = finish(phases(prepared, *operands))
             meet()
             ws.check()
             return outs
