@@ -51,17 +51,18 @@ def dtypes_here(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]
     """`names` of dtypes, short or long, fp8 what this machine multiplies."""
     import torch
 
-    from fusedtp import formats
+    from ..float8 import native
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    float8 = str(formats.native(device).e4m3).removeprefix("torch.")
-    return names(",".join(dtype(each, float8) for each in text.split(",")), known, what)
+    fp8 = str(native(device).e4m3).removeprefix("torch.")
+    return names(",".join(dtype(each, fp8) for each in text.split(",")), known, what)
 
 
 def order(text: str, num_ranks: int) -> str:
     """An order of sums on so many ranks; BadParameter for another."""
-    from fusedtp.calls.orders import leaves_of
     from fusedtp.options import Options
+
+    from ..calls.arguments import leaves_of
 
     try:
         leaves_of(Options(order=text), num_ranks)

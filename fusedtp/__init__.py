@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import cost
-from .calls.dispatch import last_path
-from .calls.path import Path
+from .calls.dispatch import Path, last_path
 from .collectives import all_gather, all_reduce, reduce_scatter
 from .errors import NotationError, PeerTimeout, RanksDisagree
 from .explain import explain

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from . import groups, turns
-from .calls import arguments, operators, orders
+from . import groups, locks
+from .calls import arguments, operators
 from .groups import Group
 from .op import ALL_GATHER, ALL_REDUCE, RANK_ORDER, REDUCE_SCATTER, Op, Order
 from .options import Options
@@ -31,7 +31,7 @@ def _collective(
     return out.view(out.shape[0], *others).movedim(0, dim)
 
 
-@turns.one
+@locks.one
 def all_gather(
     x: Tensor,
     *,
@@ -58,7 +58,7 @@ def all_gather(
     return _collective(ALL_GATHER, x, dim, sizes, process_group, asked)
 
 
-@turns.one
+@locks.one
 def reduce_scatter(
     x: Tensor,
     *,
@@ -80,11 +80,11 @@ def reduce_scatter(
     arguments.check_collective(REDUCE_SCATTER, x, asked)
     dim = arguments.dim("scatter_dim", scatter_dim, x)
     sizes = arguments.scatter_sizes(sizes, process_group, x.shape[dim])
-    leaves = orders.of_subtrees(asked, process_group.size(), x.dtype)
+    leaves = arguments.of_subtrees(asked, process_group.size(), x.dtype)
     return _collective(REDUCE_SCATTER, x, dim, sizes, process_group, asked, leaves)
 
 
-@turns.one
+@locks.one
 def all_reduce(
     x: Tensor, *, group: Group = None, algorithm: str = "auto", schedule: str = "auto",
     order: Order = RANK_ORDER,
@@ -98,5 +98,5 @@ def all_reduce(
     process_group = groups.resolve(group)
     asked = Options(schedule, algorithm, order=order)
     arguments.check_collective(ALL_REDUCE, x, asked)
-    leaves = orders.of_subtrees(asked, process_group.size(), x.dtype)
+    leaves = arguments.of_subtrees(asked, process_group.size(), x.dtype)
     return _collective(ALL_REDUCE, x, 0, (), process_group, asked, leaves)

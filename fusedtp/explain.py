@@ -109,7 +109,7 @@ class Explanation:
 
 
 @dataclass(frozen=True)
-class Row:
+class CommunicationRow:
     """Row of the communication table: the communication of each of the three matmuls of `notation`."""
 
     name: str
@@ -157,13 +157,13 @@ def explain(
     return Explanation(spec, given, (forward, dx, dw), _notes(plans))
 
 
-def table(specs: Mapping[str, str] = NAMED) -> list[Row]:
+def table(specs: Mapping[str, str] = NAMED) -> list[CommunicationRow]:
     """Return the communication table of named specs, planned without sizes."""
     rows = []
     for name, notation in specs.items():
         plans = plan(notation)
         forward, dx, dw = (_cell(plans, matmul) for matmul in plans.matmuls)
-        rows.append(Row(name, str(plans.spec), forward, dx, dw))
+        rows.append(CommunicationRow(name, str(plans.spec), forward, dx, dw))
     return rows
 
 

@@ -11,7 +11,7 @@ features, _X marks the dimension that is split over the ranks; M may stand for s
     fsdp_linear              x [M_X, K], weight [N_X, K] -> [M_X, N]
 
 Arguments are checked once, before anything is sent (`arguments`): ranks with the same mistake raise the same error, and
-none waits. Ops over shared memory compare what the ranks mean (`workspaces.meaning`), above all `sizes`, which each
+none waits. Ops over shared memory compare what the ranks mean (`workspaces.agreement`), above all `sizes`, which each
 rank takes from its own tensors where it is not given. Under torch.autocast operands are cast as F.linear's.
 """
 
@@ -34,7 +34,7 @@ from .options import Options
 from .recipes import Float8
 from .scaled import Scaled
 from .sharding.notation import parse
-from .sharding.partition import Partition
+from .sharding.plan import Partition
 
 
 def sharded_matmul(

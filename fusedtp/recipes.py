@@ -5,7 +5,7 @@
     rowwise_with_gw_hp    as rowwise, but w in dx has one scale, a power of two, and dw is not made in float8
 
 Parameters and gradients keep their dtype; x, w and dy are cast for each product that they are in, before they travel.
-e4m3 and e5m2 are those that the machine multiplies, OCP's or fnuz (`formats`). (torchao, float8/config.py,
+e4m3 and e5m2 are those that the machine multiplies, OCP's or fnuz (`float8`). (torchao, float8/config.py,
 `Float8LinearConfig.from_recipe_name`.)
 """
 
@@ -19,8 +19,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from .float8 import largest_finite, quantized
-from .formats import Formats
+from .float8 import Formats, largest_finite, quantized
 from .scaled import Quantized
 
 Float8 = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]

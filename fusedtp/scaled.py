@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from . import formats
+from . import float8
 from .float8 import BLOCK, E8M0, along_blocks, in_blocks, largest_finite, quantized, widened
 from .torch_private import c10d
 
@@ -61,8 +61,8 @@ class Scaled:
     def check(self, name: str = "Scaled") -> None:
         """Raise ValueError if the scale's dtype or shape do not fit the data; `name` is the operand's in errors."""
         data, scale = self.data, self.scale
-        if data.dtype not in formats.FLOAT8:
-            raise ValueError(f"{name}.data must be one of {', '.join(map(str, formats.FLOAT8))}, got {data.dtype}")
+        if data.dtype not in float8.FLOAT8:
+            raise ValueError(f"{name}.data must be one of {', '.join(map(str, float8.FLOAT8))}, got {data.dtype}")
         rows = (*data.shape[:-1], 1)
         if scale.dtype == E8M0:
             blocks = (*data.shape[:-1], -(-data.shape[-1] // BLOCK)) if data.ndim else ()
@@ -119,7 +119,7 @@ def scaled(
 
     - `recipe`: "rowwise", one scale for each row. "tensorwise", one scale. "mxfp8", one for each 32 elements of a row,
       always a power of two.
-    - `dtype`: one of `formats.FLOAT8`. By default the e4m3 that x's machine multiplies: e4m3fnuz on AMD's gfx942,
+    - `dtype`: one of `float8.FLOAT8`. By default the e4m3 that x's machine multiplies: e4m3fnuz on AMD's gfx942,
       e4m3fn elsewhere. mxfp8 is OCP's, and gfx942 has no units for it: its default is e4m3fn on every machine.
     - `group`: for "tensorwise". The scale is that of the largest magnitude on any of its ranks, which exchange one
       number through torch.distributed.
@@ -134,7 +134,7 @@ def scaled(
     """
     _check(x, recipe, dtype, group, power_of_two)
     if dtype is None:
-        dtype = (formats.OCP if recipe == "mxfp8" else formats.native(x.device)).e4m3
+        dtype = (float8.OCP if recipe == "mxfp8" else float8.native(x.device)).e4m3
     if recipe == "mxfp8":
         return Scaled(*in_blocks(x.detach(), dtype))
     if recipe == "rowwise":
@@ -173,8 +173,8 @@ def _check(x: Any, recipe: Any, dtype: Any, group: Any, power_of_two: Any) -> No
         raise ValueError("x must have at least 1 dimension, [.., K], got a scalar")
     if recipe not in get_args(Recipe):
         raise ValueError(f"recipe must be one of {', '.join(get_args(Recipe))}, got {recipe!r}")
-    if dtype is not None and dtype not in formats.FLOAT8:
-        raise ValueError(f"dtype must be None or one of {', '.join(map(str, formats.FLOAT8))}, got {dtype}")
+    if dtype is not None and dtype not in float8.FLOAT8:
+        raise ValueError(f"dtype must be None or one of {', '.join(map(str, float8.FLOAT8))}, got {dtype}")
     if group is not None and recipe != "tensorwise":
         raise ValueError(f"group is for recipe 'tensorwise': a row's scale is of that row alone, got {recipe!r}")
     if not isinstance(power_of_two, bool):

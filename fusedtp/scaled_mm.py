@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .float8 import BLOCK, E8M0
-from .formats import FNUZ
+from .float8 import BLOCK, E8M0, FNUZ
 from .scaled import Quantized
 from .torch_private import scaled_mm
 

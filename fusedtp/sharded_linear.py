@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import groups
-from .calls import arguments, dispatch, eager, orders, parameters
+from .calls import arguments, dispatch, eager, parameters
 from .calls.call import Prepare
 from .groups import Group
 from .norms import Norm
@@ -61,8 +61,8 @@ class ShardedLinear(parameters.Watched):
         arguments.float8_of(options.float8, made_in, "parameters")
         self.options = options
         self.feature_sizes = self._sizes_of(feature_sizes, (out_features, in_features)[self._dim])
-        if orders.leaves_of(options, self.group.size(), made_in) > 0 and self._sums_features:
-            orders.check_even(options.order, self.feature_sizes)
+        if arguments.leaves_of(options, self.group.size(), made_in) > 0 and self._sums_features:
+            arguments.check_even(options.order, self.feature_sizes)
         lead = (self._matrices,) * (self._matrices > 1)
         rows = out_features // self._matrices
         # How each matrix is cut, and along which dims of the parameters.

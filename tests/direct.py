@@ -11,8 +11,11 @@ from torch.distributed import ProcessGroup
 
 from fusedtp.calls.dispatch import Ready
 from fusedtp.op import OPS, Task
-from fusedtp.schedules.prepared import Phases, Prepared
+from fusedtp.schedules.forms import Prepared
 from fusedtp.workspaces.workspace import Workspace
+
+from .virtual_ranks import Phases
+from .virtual_ranks import phases as in_phases
 
 
 def run(op: str, schedule: str, group: ProcessGroup, *operands: Tensor | None, **options: Any) -> list[Tensor]:
@@ -30,14 +33,14 @@ def one(op: str, schedule: str, group: ProcessGroup, *operands: Tensor | None, *
 
 
 # Options of `fused.Fused`.
-_HOW = ("producer", "split", "programs", "pace")
+_HOW = ("producer", "split", "programs")
 
 
 def results(op: str, ws: Workspace, *operands: Tensor | None, **options: Any) -> Phases:
     """The phases of a task's kernels on a virtual rank, which end with its results."""
     how = {name: options.pop(name) for name in _HOW if name in options}
     task = Task.of(OPS[op], *operands, **options)
-    return Prepared("fused", task, ws=ws, **how).phases(*_all(task, operands))
+    return in_phases(Prepared("fused", task, ws=ws, **how), *_all(task, operands))
 
 
 def phases(op: str, ws: Workspace, *operands: Tensor | None, **options: Any) -> Generator[None, None, Tensor]:

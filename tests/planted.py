@@ -9,7 +9,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from fusedtp.schedules.prepared import Prepared
+from fusedtp.schedules.forms import Prepared
 
 
 @contextlib.contextmanager

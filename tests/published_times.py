@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fusedtp import cost
-from fusedtp.cost.collectives import elementwise_us, multicast_us
 from fusedtp.cost.hardware import HARDWARE
+from fusedtp.cost.overlap import elementwise_us, multicast_us
 
 FILE = Path(__file__).parent.parent / "results" / "published" / "times.csv"
 

@@ -26,13 +26,10 @@ from fusedtp.bench import cases, mixed, theme
 from fusedtp.bench.ranks import RankPool
 from fusedtp.calls.dispatch import Ready
 from fusedtp.cost.overlap import FEW_ROWS
-from fusedtp.memory.local import local_memories
 from fusedtp.op import OPS, Task
-from fusedtp.schedules.phases import run_together
 from fusedtp.schedules.verbs import Epilogue
 from fusedtp.shards import even_sizes
 from fusedtp.workspaces import registry
-from fusedtp.workspaces.workspace import Workspace
 
 from . import direct
 from .faults import cases as faults
@@ -262,21 +259,6 @@ def test_every_schedule_does_all_of_an_epilogue(pool: RankPool, field: str, sche
         assert min(pool.run(run_epilogues, schedule, field, world_size=world_size))
 
 
-def over_virtual_ranks(_: RankPool) -> None:
-    ranks = [Workspace(each, torch.device("cpu")) for each in local_memories(2, torch.device("cpu"))]
-    given = [OPERANDS["all_gather"](Whole(rank, 2)) for rank in range(2)]
-    try:
-        outs = run_together([
-            direct.phases("all_gather", ws, *(x.float() for x in each.operands if x is not None), **each.options)
-            for ws, each in zip(ranks, given, strict=True)
-        ])  # fmt: skip
-    finally:
-        for ws in ranks:
-            ws.close()
-    for out, each in zip(outs, given, strict=True):
-        assert torch.equal(out, each.results[0].float())
-
-
 def run_over(group: ProcessGroup, name: str) -> None:
     """An op over the memory that a group of CPU ranks is given, which is to be this one."""
     given = OPERANDS["all_gather"](Whole(group.rank(), group.size()))
@@ -291,7 +273,7 @@ def over_ranks(pool: RankPool) -> None:
 
 
 # An op over each of them; over that of GPUs tests/test_gpu.py runs all.
-MEMORIES: dict[str, Callable[[RankPool], None]] = {"LocalMemory": over_virtual_ranks, "PosixMemory": over_ranks}
+MEMORIES: dict[str, Callable[[RankPool], None]] = {"PosixMemory": over_ranks}
 OF_GPUS = {"CudaMemory"}
 
 

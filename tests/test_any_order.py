@@ -16,10 +16,10 @@ import fusedtp
 from fusedtp import reference
 from fusedtp.bench.ranks import RankPool
 from fusedtp.memory import Unreachable
-from fusedtp.memory.local import LocalMemory, _Shared
 from fusedtp.workspaces.workspace import Workspace
 
 from .test_several import whole
+from .virtual_ranks import LocalMemory, _Shared
 
 
 def summed(group: ProcessGroup, M: int, N: int, K: int, dtype: torch.dtype, algorithm: str, schedule: str) -> str:

@@ -56,15 +56,15 @@ def test_recording_keeps_order_and_ends() -> None:
 
 def late(group: ProcessGroup, case: Case, seconds: float) -> dict[str, list[list[tuple[str, int, int, int]]]]:
     """As `timeline.record`, with rank 1 late for each of its copies into shared memory."""
-    from fusedtp.schedules.decomposed import Gather
+    from fusedtp.schedules.decomposed import DecomposedGather
 
-    start = Gather.start
+    start = DecomposedGather.start
 
-    def start_late(self: Gather, x: Tensor) -> None:
+    def start_late(self: DecomposedGather, x: Tensor) -> None:
         time.sleep(seconds if group.rank() == 1 else 0)
         start(self, x)
 
-    with mock.patch.object(Gather, "start", start_late):
+    with mock.patch.object(DecomposedGather, "start", start_late):
         return recorded.record(group, case, ("decomposed",), 2)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp import Scaled, formats, reference, scaled
+from fusedtp import Scaled, float8, reference, scaled
 from fusedtp.bench.ranks import RankPool
 from fusedtp.calls.dispatch import Ready
 from fusedtp.float8 import BLOCK, E8M0
@@ -107,13 +107,13 @@ def test_parts_of_blocks_are_refused(pool: RankPool) -> None:
     pool.run(parts_of_blocks, world_size=2)
 
 
-@pytest.mark.parametrize("dtype", formats.FLOAT8)
+@pytest.mark.parametrize("dtype", float8.FLOAT8)
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 def test_the_largest_numbers_stay_finite(dtype: torch.dtype, recipe: str) -> None:
     largest = torch.finfo(torch.float32).max
     x = largest * torch.linspace(0.9, 1, 64).repeat(2, 1) * torch.tensor([[1.0], [-1.0]])
     made = [scaled(x, recipe, dtype=dtype, power_of_two=True)]
-    if dtype in formats.OCP:
+    if dtype in float8.OCP:
         made.append(scaled(x, "mxfp8", dtype=dtype))
     for each in made:
         values = each.values()

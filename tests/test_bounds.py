@@ -12,8 +12,6 @@ from triton.runtime.errors import InterpreterError
 from fusedtp.bench.ranks import RankPool
 from fusedtp.kernels import descriptors, gather_matmul, matmul, operands, push, reduce
 from fusedtp.kernels.launch import INTERPRETER
-from fusedtp.memory.local import local_memories
-from fusedtp.schedules.phases import run_together
 from fusedtp.shards import even_sizes
 from fusedtp.workspaces.workspace import Workspace
 
@@ -22,6 +20,7 @@ from .bounds import Bounds, checked
 from .protocol.live import live
 from .protocol.mutants import Edit, Mutant, planted
 from .test_ops_local import CPU, problem
+from .virtual_ranks import local_memories, run_together
 
 NO_BIAS = operands.epilogue_of(None, per_row=False)
 

@@ -12,16 +12,16 @@ from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp.bench.ranks import RankPool
-from fusedtp.memory import Unreachable, causes, posix
+from fusedtp.memory import Unreachable, posix
 
 pytestmark = pytest.mark.usefixtures("destroyed_on_all_ranks")
 
-HERE = causes.Row(10, 3, 77, 1, 2, 1000, 1000, 0, 4096, 0)
+HERE = posix.Endpoint(10, 3, 77, 1, 2, 1000, 1000, 0, 4096, 0)
 # (what differs on rank 1, the code that rank 0 met there, what it is told)
 TOLD = [
-    ({"boot": 9}, causes.OTHER_MACHINE, "on different machines: use schedule 'unfused'"),
-    ({"namespace": 9}, causes.OTHER_NAMESPACE, "in different pid namespaces"),
-    ({}, causes.OTHER_FILE, "not the file that was announced"),
+    ({"boot": 9}, posix.OTHER_MACHINE, "on different machines: use schedule 'unfused'"),
+    ({"namespace": 9}, posix.OTHER_NAMESPACE, "in different pid namespaces"),
+    ({}, posix.OTHER_FILE, "not the file that was announced"),
     ({"user": 0}, errno.EACCES, "Permission denied: they run as users 1000 and 0: start all ranks as one user"),
     ({"owner": 0}, errno.EACCES, "rank 1 has changed its user since it started"),
     ({}, errno.EPERM, "kernel.yama.ptrace_scope"),
@@ -35,7 +35,7 @@ TOLD = [
 
 @pytest.mark.parametrize(("differs", "code", "told"), TOLD)
 def test_a_cause_is_told(differs: dict[str, int], code: int, told: str) -> None:
-    assert told in causes.cause(0, 1, code, [HERE, HERE._replace(**differs)])
+    assert told in posix.cause(0, 1, code, [HERE, HERE._replace(**differs)])
 
 
 def limited(group: ProcessGroup, limit: str, growing: bool) -> str:

@@ -14,8 +14,8 @@ import pytest
 from fusedtp import cost
 from fusedtp.bench import generated
 from fusedtp.calls import tuning
-from fusedtp.cost.collectives import library_us, multicast_us
 from fusedtp.cost.hardware import HARDWARE, measured_cpu
+from fusedtp.cost.overlap import library_us, multicast_us
 
 from .published_times import REASONS, ROWS, Published, markdown, of
 from .test_cost import plain

@@ -145,9 +145,9 @@ def test_what_a_layer_sends_and_keeps(pool: RankPool, name: str, needs: str) -> 
 
 
 # What starts the gather and what multiplies first, in each schedule.
-STARTS = {"unfused": ("unfused.Gather.start_beside", "unfused.sum_into"),
-          "decomposed": ("decomposed.Gather.start_beside", "decomposed.Scatter.multiply"),
-          "fused": ("producer.push", "fused.Scatter.multiply")}  # fmt: skip
+STARTS = {"unfused": ("unfused.UnfusedGather.start_beside", "unfused.sum_into"),
+          "decomposed": ("decomposed.DecomposedGather.start_beside", "decomposed.DecomposedScatter.multiply"),
+          "fused": ("producer.push", "fused.FusedScatter.multiply")}  # fmt: skip
 
 
 def order_of_backward(group: ProcessGroup, name: str, schedule: str) -> list[str]:

@@ -16,13 +16,12 @@ from fusedtp.kernels.configs import Config
 from fusedtp.kernels.descriptors import read_by
 from fusedtp.kernels.matmul import matmul
 from fusedtp.kernels.operands import epilogue_of
-from fusedtp.memory.local import local_memories
 from fusedtp.schedules import fused
-from fusedtp.schedules.phases import run_together
 from fusedtp.workspaces.workspace import Workspace
 
 from . import direct
 from .bounds import Bounds
+from .virtual_ranks import local_memories, run_together
 
 CPU = torch.device("cpu")
 POINTERS = Config(block_m=32, block_n=32, block_k=32, group_m=2, programs=2, pushers=2, copy_rows=32, copy_cols=64)

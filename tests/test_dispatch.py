@@ -16,13 +16,13 @@ import torch
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp import formats
+from fusedtp import float8
 from fusedtp.bench.ranks import RankPool
 from fusedtp.calls import dispatch, tuning
 from fusedtp.calls.tuning import Sample
 from fusedtp.cost.hardware import HARDWARE
 from fusedtp.op import OPS, Task
-from fusedtp.workspaces import registry, stale
+from fusedtp.workspaces import generation, registry
 
 SMALL, LARGE = 32, 512
 
@@ -317,8 +317,8 @@ def float8_task(op: str = "all_gather_matmul", dtype: torch.dtype = torch.float8
     ],
 )
 def test_float8_is_fused_where_there_are_units_for_it(dtype: torch.dtype, target: str, why: str) -> None:
-    assert why in formats.without_float8(dtype, target, blocks=False)
-    assert bool(why) == bool(formats.without_float8(dtype, target, blocks=False))
+    assert why in float8.without_float8(dtype, target, blocks=False)
+    assert bool(why) == bool(float8.without_float8(dtype, target, blocks=False))
 
 
 @pytest.mark.parametrize(
@@ -327,15 +327,15 @@ def test_float8_is_fused_where_there_are_units_for_it(dtype: torch.dtype, target
      ("12.0", "", "12.0"), ("gfx942", "", "gfx942"), ("gfx950", "", "gfx950"), ("", "", "")],
 )  # fmt: skip
 def test_blocks_are_fused_where_a_unit_takes_their_scales(target: str, refuses: str, widens: str) -> None:
-    refused = formats.without_float8(torch.float8_e4m3fn, target, blocks=True)
+    refused = float8.without_float8(torch.float8_e4m3fn, target, blocks=True)
     assert refuses in refused
     assert bool(refuses) == bool(refused)
-    assert formats.widens_blocks(target) == (f"{widens} multiplies no blocks with scales" if widens else "")
+    assert float8.widens_blocks(target) == (f"{widens} multiplies no blocks with scales" if widens else "")
     gpu = {"9.0": HARDWARE["h100"], "10.0": HARDWARE["b200"]}.get(target)
     for shape_of in (gpu, None):
         path = dispatch._decide(float8_task(in_blocks=True), 2, dispatch.Knowledge(None, shape_of, target), True, False)
         assert (path.schedule == "fused") == (not widens)
-        assert path.reason.endswith(f"not fused: {refused or formats.widens_blocks(target)}") == bool(widens)
+        assert path.reason.endswith(f"not fused: {refused or float8.widens_blocks(target)}") == bool(widens)
 
 
 def test_a_gpu_without_float8_refuses_fused_and_auto_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,7 +375,7 @@ def test_float8_is_not_decided_by_measurements_of_bfloat16() -> None:
 
 
 def measured_later(group: ProcessGroup) -> list[int]:
-    """stale.version before and after a first `auto` that learns of other hardware than a call decided with."""
+    """generation.version before and after a first `auto` that learns of other hardware than a call decided with."""
     fusedtp.all_reduce(torch.ones(2, 2), group=group, schedule="decomposed")
     ws = registry.get(group, torch.device("cpu"))
     # As after a first call in a graph capture, which asks nobody.
@@ -384,13 +384,13 @@ def measured_later(group: ProcessGroup) -> list[int]:
     table.hardware.return_value = replace(ws.hardware, name="measured")
     known = dispatch.Knowledge(table, None), "", None
     decided = fusedtp.Path("all_reduce", "decomposed", "measured")
-    before = stale.version
+    before = generation.version
     with mock.patch.object(dispatch, "_share", return_value=known), \
             mock.patch.object(dispatch, "_decide", return_value=decided):  # fmt: skip
         fusedtp.all_reduce(torch.ones(2, 2), group=group)
     assert ws.hardware.name == "measured"
     fusedtp.destroy(group)
-    return [before, stale.version]
+    return [before, generation.version]
 
 
 def test_what_was_decided_with_other_hardware_is_decided_anew(pool: RankPool) -> None:

@@ -20,7 +20,7 @@ import fusedtp
 from fusedtp.bench import generated
 from fusedtp.bench.ranks import RankPool
 from fusedtp.calls.dispatch import Ready
-from fusedtp.explain import NAMED, Row, explain, table, table_markdown
+from fusedtp.explain import NAMED, CommunicationRow, explain, table, table_markdown
 from fusedtp.sharding.notation import Dim, parse
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "sharding.md"
@@ -83,7 +83,7 @@ def telling(held: Mapping[str, Tensor], before: Collection[str]) -> Iterator[lis
         yield told
 
 
-def run_row(group: ProcessGroup, name: str) -> Row:
+def run_row(group: ProcessGroup, name: str) -> CommunicationRow:
     """The table's row as it was sent, after each of the three results was found to be the unsharded one's shard."""
     spec, whole = parse(NAMED[name]), operands()
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("X",))
@@ -100,11 +100,11 @@ def run_row(group: ProcessGroup, name: str) -> Row:
         told = [each + last * (each == "reduce-scatter") for each in (forward if result == "y" else backward)]
         cells[result] = "; ".join(told) or "none"
         torch.testing.assert_close(found, shard(whole[result], result_dims, group), rtol=0, atol=BOUND)
-    return Row(name, str(spec), forward=cells["y"], dx=cells["dx"], dw=cells["dw"])
+    return CommunicationRow(name, str(spec), forward=cells["y"], dx=cells["dx"], dw=cells["dw"])
 
 
 @pytest.mark.parametrize("row", table(), ids=lambda row: row.name)
-def test_every_row_is_what_is_sent(pool: RankPool, row: Row) -> None:
+def test_every_row_is_what_is_sent(pool: RankPool, row: CommunicationRow) -> None:
     assert pool.run(run_row, row.name, world_size=WORLD_SIZE) == [row] * WORLD_SIZE
 
 

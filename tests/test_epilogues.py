@@ -190,10 +190,10 @@ def test_as_many_collectives_and_no_more_kept(pool: RankPool, schedule: str) -> 
 
 def allocated(group: ProcessGroup, schedule: str) -> None:
     """A task that keeps nothing makes no tensor of the products' shape but its results and what two weights have."""
-    from fusedtp.schedules import alone
+    from fusedtp.schedules import local
 
     x, weights = torch.randn(4, 24), [torch.randn(16, 24) for _ in range(2)]
-    with mock.patch.object(alone.torch, "empty_like", side_effect=AssertionError("a product is kept")), torch.no_grad():
+    with mock.patch.object(local.torch, "empty_like", side_effect=AssertionError("a product is kept")), torch.no_grad():
         fusedtp.all_gather_linear(x, weights, group=group, schedule=schedule, activation="swiglu")
         fusedtp.all_gather_linear(x, weights[0], group=group, schedule=schedule, activation="gelu")
 

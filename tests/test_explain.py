@@ -10,7 +10,7 @@ import torch
 from fusedtp import cost
 from fusedtp.cost.hardware import HARDWARE
 from fusedtp.errors import NotationError
-from fusedtp.explain import NAMED, Row, explain, table, table_markdown
+from fusedtp.explain import NAMED, CommunicationRow, explain, table, table_markdown
 from fusedtp.sharding.notation import parse
 
 
@@ -61,7 +61,7 @@ def test_names_are_notations_and_others_are_refused() -> None:
 
 def test_table() -> None:
     assert table() == [
-        Row(name, str(parse(NAMED[name])), forward, dx, dw)
+        CommunicationRow(name, str(parse(NAMED[name])), forward, dx, dw)
         for name, forward, dx, dw in [
             (
                 "column-parallel, x split by rows",

@@ -1,6 +1,6 @@
 """AMD's own float8, fnuz: chosen where the machine multiplies it, and right wherever torch can cast to it.
 
-No machine here has it: `formats.native`, which says what a device multiplies, is replaced.
+No machine here has it: `float8.native`, which says what a device multiplies, is replaced.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 
 import fusedtp
-from fusedtp import Scaled, formats, recipes, reference, scaled, scaled_mm
+from fusedtp import Scaled, float8, recipes, reference, scaled, scaled_mm
 from fusedtp.bench import arguments
 from fusedtp.bench.cases import EVERY_DTYPE
 from fusedtp.bench.ranks import RankPool
@@ -27,7 +27,7 @@ from fusedtp.calls.dispatch import Ready
 from fusedtp.float8 import E8M0
 from fusedtp.recipes import NAMES
 from fusedtp.scaled import Quantized
-from fusedtp.workspaces import stale
+from fusedtp.workspaces import generation
 
 from .disagreeing import told
 from .spread import spread
@@ -44,34 +44,34 @@ SCHEDULES = ("unfused", "decomposed")
 @contextmanager
 def on_gfx942(here: bool = True) -> Iterator[None]:
     """As if this rank's device were one. Calls that were made ready before know of another."""
-    stale.changed()
-    with mock.patch.object(formats, "native", return_value=formats.FNUZ if here else formats.OCP):
+    generation.changed()
+    with mock.patch.object(float8, "native", return_value=float8.FNUZ if here else float8.OCP):
         yield
-    stale.changed()
+    generation.changed()
 
 
 @pytest.mark.parametrize(
     ("hip", "target", "kind", "expected"),
     [
-        ("7.0", "gfx942:sramecc+:xnack-", "cuda", formats.FNUZ),
-        ("7.0", "gfx950:sramecc+:xnack-", "cuda", formats.OCP),
-        ("7.0", "gfx90a", "cuda", formats.OCP),
-        ("7.0", "gfx942", "cpu", formats.OCP),
-        (None, "", "cuda", formats.OCP),
+        ("7.0", "gfx942:sramecc+:xnack-", "cuda", float8.FNUZ),
+        ("7.0", "gfx950:sramecc+:xnack-", "cuda", float8.OCP),
+        ("7.0", "gfx90a", "cuda", float8.OCP),
+        ("7.0", "gfx942", "cpu", float8.OCP),
+        (None, "", "cuda", float8.OCP),
     ],
 )
 def test_what_a_device_multiplies(
-    monkeypatch: pytest.MonkeyPatch, hip: str | None, target: str, kind: str, expected: formats.Formats
+    monkeypatch: pytest.MonkeyPatch, hip: str | None, target: str, kind: str, expected: float8.Formats
 ) -> None:
     asked = mock.Mock(return_value=SimpleNamespace(gcnArchName=target))
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_properties", asked)
-    formats._of_amds.cache_clear()
-    assert formats.native(torch.device(kind)) == expected
+    float8._of_amds.cache_clear()
+    assert float8.native(torch.device(kind)) == expected
     # A device is asked once, and none where there can be no other answer.
-    formats.native(torch.device(kind))
+    float8.native(torch.device(kind))
     assert asked.call_count == int(hip is not None and kind == "cuda")
-    formats._of_amds.cache_clear()
+    float8._of_amds.cache_clear()
 
 
 def test_what_scaled_makes() -> None:
@@ -182,7 +182,7 @@ def against_float64(group: ProcessGroup, schedule: str, recipe: Any) -> None:
     with on_gfx942():
         y = fusedtp.linear_reduce_scatter(x, w, group=group, sizes=rows, schedule=schedule, float8=recipe)
         y.backward(dy.split(rows)[rank])
-    casts = recipes.of(recipe, formats.FNUZ)
+    casts = recipes.of(recipe, float8.FNUZ)
     largest = {name: torch.stack([each.abs().amax() for each in parts]).amax()
                for name, parts in (("x", xs), ("w", ws), ("dy", [dy]))}  # fmt: skip
 

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 
 import fusedtp
-from fusedtp import formats, recipes
+from fusedtp import float8, recipes
 from fusedtp.bench.ranks import RankPool
 from fusedtp.recipes import NAMES
 
@@ -161,7 +161,7 @@ E4M3, E5M2 = 2**-4 / 3**0.5, 2**-3 / 3**0.5
 
 def casts_of(recipe: str) -> recipes.Casts:
     """How the operands of y, dx and dw are cast here."""
-    return recipes.of(recipe, formats.OCP)
+    return recipes.of(recipe, float8.OCP)
 
 
 def rounding(casts: recipes.Casts, made: str) -> float:
@@ -171,7 +171,7 @@ def rounding(casts: recipes.Casts, made: str) -> float:
     squares = 0.0
     for operand, cast in casts[made].items():
         twice = operand == "dy" and not cast.whole and all("dy" in casts[each] for each in ("dx", "dw"))
-        squares += (1 + twice) * (E5M2 if cast.dtype == formats.OCP.e5m2 else E4M3) ** 2
+        squares += (1 + twice) * (E5M2 if cast.dtype == float8.OCP.e5m2 else E4M3) ** 2
     return squares**0.5
 
 

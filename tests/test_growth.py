@@ -25,8 +25,8 @@ from fusedtp import PeerTimeout
 from fusedtp.bench.ranks import RankError, RankPool
 from fusedtp.kernels import signal
 from fusedtp.memory import posix
-from fusedtp.styles import agreed
-from fusedtp.workspaces import budgets, clock, registry, rendezvous
+from fusedtp.styles import decoders
+from fusedtp.workspaces import clock, registry, rendezvous, timeouts
 from fusedtp.workspaces.workspace import Workspace
 
 from .beside import CPU, Flags, until
@@ -285,7 +285,7 @@ time.sleep(600)
 def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process is stopped: rank 0's, where neither torchrun nor the program has put it elsewhere."""
     group = ProcessGroup(dist.HashStore(), 0, 2)
-    budgets.set_for(group, 0.5)
+    timeouts.set_for(group, 0.5)
     with subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True) as host:
         assert host.stdout is not None
         store = dist.TCPStore("127.0.0.1", int(host.stdout.readline()), is_master=False)
@@ -293,10 +293,10 @@ def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Monk
         exchange = rendezvous.StoreExchange(group)
         try:
             host.send_signal(signal_of_posix.SIGSTOP)
-            calls = exchange.rows, exchange.outcomes, lambda _: agreed.compare(group, {})
+            calls = exchange.rows, exchange.outcomes, lambda _: decoders.compare_given(group, {})
             for call in calls:
                 began = time.monotonic()
-                with pytest.raises(budgets.StoreSilent, match="and that process is stopped"):
+                with pytest.raises(timeouts.StoreSilent, match="and that process is stopped"):
                     call([0])
                 assert time.monotonic() - began < 20
         finally:

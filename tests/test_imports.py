@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -24,7 +26,7 @@ FOLDERS = {"fusedtp": ROOT / "fusedtp", "fusedtp.kernels": ROOT / "kernels", "fu
 # Lowest first: a module imports from lower floors, or from its own folder. A folder counts as one.
 FLOORS = (
     ("torch_private",),
-    ("errors", "shards", "files", "trace", "op", "groups", "turns", "formats"),
+    ("errors", "shards", "files", "trace", "op", "groups", "locks"),
     ("sharding", "reference", "activations", "norms", "float8", "options"),
     ("scaled",),
     ("cost", "recipes", "scaled_mm"),
@@ -161,12 +163,50 @@ def drawn() -> str:
     return "\n".join(["```mermaid", "graph TD", *lines, "```"])
 
 
-def test_the_picture_of_the_imports_is_drawn_from_them() -> None:
+# The nouns on the way of an op, top down: at most 60.
+NOUNS = (
+    "ColumnParallelLinear", "RowParallelLinear", "FSDPLinear", "ParallelMLP", "FusedColwiseParallel",
+    "FusedRowwiseParallel", "FusedNormParallel", "FusedEmbeddingParallel", "FusedGroup", "Options", "Scaled", "Norm",
+    "Spec", "Tensor", "Dim", "Partition", "Matmul", "Plan", "Step", "Route", "Call", "Settings", "Program", "Named",
+    "Matrix", "Holder", "Op", "Task", "Quantized", "Cast", "Formats", "Ready", "Path", "Work", "Hardware", "Model",
+    "Prepared", "Verbs", "Gather", "Scatter", "Product", "Workspace", "HostSteps", "DeviceSteps", "Meaning",
+    "Stopwatch", "Memory", "Arena", "Exchange", "Layout", "Region", "Channel", "Config", "GatherMatmul",
+    "MatmulScatter", "MatmulAllReduce",
+)  # fmt: skip
+
+
+@functools.cache
+def classes() -> dict[str, list[tuple[str, str]]]:
+    """Return, for each name of a class, the modules that define it, with the first line of its docstring."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for module, path in MODULES.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                line = (ast.get_docstring(node) or "").partition("\n\n")[0].replace("\n", " ")
+                found.setdefault(node.name, []).append((module, line))
+    return found
+
+
+def test_a_type_name_is_defined_once() -> None:
+    assert {name: modules for name, modules in classes().items() if len(modules) > 1} == {}
+
+
+def glossary() -> str:
+    """Return the table of `NOUNS`: each with its module and what it is."""
+    assert len(NOUNS) <= 60
+    rows = [(noun, *classes()[noun][0]) for noun in NOUNS]
+    assert all(line for *_, line in rows), rows
+    lines = [f"| `{noun}` | `{module.removeprefix('fusedtp.')}` | {line} |" for noun, module, line in rows]
+    return "\n".join(["| noun | module | what it is |", "|---|---|---|", *lines])
+
+
+@pytest.mark.parametrize(("part", "made"), [("imports", drawn), ("glossary", glossary)])
+def test_the_picture_of_the_imports_and_the_glossary_are_made_of_the_code(part: str, made: Callable[[], str]) -> None:
     text = ARCHITECTURE.read_text()
     if os.environ.get("FUSEDTP_ARCHITECTURE") == "write":
-        generated.rewrite(ARCHITECTURE, "imports", drawn())
+        generated.rewrite(ARCHITECTURE, part, made())
         text = ARCHITECTURE.read_text()
-    assert generated.replaced(text, "imports", drawn()) == text, "FUSEDTP_ARCHITECTURE=write draws it anew"
+    assert generated.replaced(text, part, made()) == text, "FUSEDTP_ARCHITECTURE=write makes it anew"
 
 
 def run(code: str, *flags: str) -> subprocess.CompletedProcess[str]:

@@ -16,12 +16,12 @@ from fusedtp.kernels.configs import INTERPRETER, SHAPES, TABLE, compiled_config
 from fusedtp.kernels.launch import Channel, Config, options
 from fusedtp.kernels.layout import pitch_of
 from fusedtp.kernels.operands import epilogue_of
-from fusedtp.memory.local import local_memories
 from fusedtp.workspaces.workspace import Workspace
 
 from .compiled.arguments import flat
 from .compiled.build import config_of, is_flattened, launch_options
 from .compiled.cases import TARGETS, VARIANTS, Case
+from .virtual_ranks import local_memories
 
 CPU = torch.device("cpu")
 CHUNKS = (128, 64, 0)

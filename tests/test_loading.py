@@ -24,14 +24,14 @@ from fusedtp.calls.dispatch import Ready
 from fusedtp.kernels import loading
 from fusedtp.kernels.launch import config_for
 from fusedtp.kernels.layout import Region
-from fusedtp.memory.local import local_memories
 from fusedtp.op import ALL_GATHER, MATMUL_REDUCE_SCATTER, Task
 from fusedtp.schedules import decomposed, producer
-from fusedtp.schedules.prepared import Prepared
+from fusedtp.schedules.forms import Prepared
 from fusedtp.workspaces import registry
 from fusedtp.workspaces.workspace import Workspace
 
 from . import direct
+from .virtual_ranks import local_memories
 
 CPU = torch.device("cpu")
 SIZES = (9, 5)

@@ -21,7 +21,7 @@ import fusedtp
 from fusedtp import op
 from fusedtp.bench.ranks import RankPool
 from fusedtp.op import Task
-from fusedtp.workspaces import disagreement, meaning
+from fusedtp.workspaces import agreement
 from fusedtp.workspaces.steps import HostSteps
 
 SECONDS = 20.0
@@ -186,7 +186,7 @@ def test_every_option_of_a_task_is_compared(name: str) -> None:
         "OTHERWISE a task and another value"
     )
     task, value = OTHERWISE[name]
-    one, other = (meaning.of(each, "fused", "cpu") for each in (task, replace(task, **{name: value})))  # type: ignore[arg-type]
+    one, other = (agreement.meaning_of(each, "fused", "cpu") for each in (task, replace(task, **{name: value})))  # type: ignore[arg-type]
     if name in OWN:
         assert one.values == other.values, f"Task.{name} is compared: take it out of OWN"
     else:
@@ -233,13 +233,13 @@ def test_a_rank_that_has_not_come_yet_is_waited_for_a_little(
     monkeypatch: pytest.MonkeyPatch, seconds: float | None
 ) -> None:
     """It says what it means when it comes; or it is gone, and the others do not wait out their budget for it."""
-    monkeypatch.setattr(disagreement, "GRACE_SECONDS", 0.6)
-    places = [torch.zeros(disagreement.TEXT_BYTES, dtype=torch.uint8) for _ in range(2)]
-    disagreement.say(places[0], {"M": "3"})
+    monkeypatch.setattr(agreement, "GRACE_SECONDS", 0.6)
+    places = [torch.zeros(agreement.TEXT_BYTES, dtype=torch.uint8) for _ in range(2)]
+    agreement.say(places[0], {"M": "3"})
     if seconds is not None:
-        threading.Timer(seconds, disagreement.say, (places[1], {"M": "4"})).start()
+        threading.Timer(seconds, agreement.say, (places[1], {"M": "4"})).start()
     begin = time.monotonic()
-    said = disagreement.everyone(places.__getitem__, 2, lambda peer: False, 30.0)
+    said = agreement.everyone(places.__getitem__, 2, lambda peer: False, 30.0)
     assert said == ({"M": "3"}, None if seconds is None else {"M": "4"})
     assert time.monotonic() - begin < 10
 
@@ -249,7 +249,7 @@ def uneven(group: ProcessGroup, schedule: str) -> list[str]:
     has to grow its memory where the other has not.
     """
     fusedtp.set_timeout(5.0, group)
-    said, rank, say = [], group.rank(), disagreement.say
+    said, rank, say = [], group.rank(), agreement.say
 
     def late(*args: Any) -> None:
         # Whoever finds out first is long in saying what it meant.
@@ -266,7 +266,7 @@ def uneven(group: ProcessGroup, schedule: str) -> list[str]:
     ):
         begin = time.monotonic()
         with (
-            mock.patch.object(disagreement, "say", late),
+            mock.patch.object(agreement, "say", late),
             pytest.raises((ValueError, fusedtp.PeerTimeout)) as caught,
         ):
             call()

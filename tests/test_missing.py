@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fusedtp.kernels import signal
-from fusedtp.workspaces.failing import explain, missing
+from fusedtp.workspaces.failures import explain, missing
 
 WORLD_SIZE = 4
 

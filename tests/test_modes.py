@@ -12,15 +12,16 @@ import torch
 from torch.autograd import grad_mode
 from torch.utils import _contextlib
 
-from fusedtp.memory.local import local_memories
-from fusedtp.workspaces import modes, workspace
+from fusedtp import torch_private
+from fusedtp.workspaces import workspace
 from fusedtp.workspaces.workspace import Workspace
 
 from .soak import interruptions
+from .virtual_ranks import local_memories
 
 CPU = torch.device("cpu")
 # And torch's own, where a signal strikes too.
-FILES = (modes.__file__, workspace.__file__, grad_mode.__file__, _contextlib.__file__)
+FILES = (torch_private.__file__, workspace.__file__, grad_mode.__file__, _contextlib.__file__)
 
 
 def struck(number: int, call: Callable[[], object]) -> KeyboardInterrupt | None:

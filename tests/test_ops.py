@@ -318,7 +318,7 @@ def collectives(group: ProcessGroup) -> set[str]:
 
 
 def test_unfused_ends_nothing_under_a_long_name(pool: RankPool) -> None:
-    """See `unfused.Gather.start`. A scatter is an all-reduce to gloo, whatever it is called here."""
+    """See `unfused.UnfusedGather.start`. A scatter is an all-reduce to gloo, whatever it is called here."""
     for names in pool.run(collectives, world_size=2):
         assert {"c10d::_allgather_base_", "c10d::allreduce_"} <= names
         assert not {"c10d::allgather_into_tensor_coalesced_", "c10d::allreduce_coalesced_"} & names

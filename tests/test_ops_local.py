@@ -16,15 +16,14 @@ from torch import Tensor
 
 from fusedtp import PeerTimeout, reference
 from fusedtp.kernels import launch
-from fusedtp.memory.local import local_memories
 from fusedtp.schedules import producer
-from fusedtp.schedules.phases import run_together
 from fusedtp.shards import even_sizes
 from fusedtp.workspaces.workspace import Workspace
 
 from . import direct
 from .bounds import Bounds
 from .spread import LARGE
+from .virtual_ranks import local_memories, run_together
 
 CPU = torch.device("cpu")
 # What one op is on virtual ranks: rank -> its phases; and per rank what it must give, with the error allowed.

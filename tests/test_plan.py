@@ -10,8 +10,7 @@ import torch
 from fusedtp.calls.matrices import Named
 from fusedtp.calls.program import Program
 from fusedtp.sharding.notation import Tensor, parse
-from fusedtp.sharding.partition import Partition
-from fusedtp.sharding.plan import MatmulPlan, plan
+from fusedtp.sharding.plan import MatmulPlan, Partition, plan
 from fusedtp.sharding.redistribute import Step, moved
 
 COLLECTIVES = {

@@ -18,11 +18,12 @@ from fusedtp.cost import hardware, overlap
 from fusedtp.cost.work import Work
 from fusedtp.kernels.configs import Config
 from fusedtp.kernels.signal import HARDWARE, SIGNALS
-from fusedtp.memory.local import local_memories
 from fusedtp.schedules import producer
 from fusedtp.workspaces import steps
 from fusedtp.workspaces.steps import DeviceSteps
 from fusedtp.workspaces.workspace import Workspace
+
+from .virtual_ranks import local_memories
 
 CPU = torch.device("cpu")
 SIZES = (70, 0, 3, 12)

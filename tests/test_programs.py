@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from fusedtp.bench.mixed import OPS
 from fusedtp.bench.ranks import RankError, RankPool
-from fusedtp.workspaces import disagreement
+from fusedtp.workspaces import failures
 from fusedtp.workspaces.steps import HostSteps
 
 from .soak.performing import CANNOT_GROW, perform, wrong
@@ -74,7 +74,7 @@ def planted(group: ProcessGroup, what: str, *args: Any) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(HostSteps, "_disagrees", return_value=False))
         # Nor where a wait has been given up.
-        stack.enter_context(mock.patch.object(disagreement, "differing", return_value=[]))
+        stack.enter_context(mock.patch.object(failures, "differing_ranks", return_value=[]))
         if what == "not waited for":
             stack.enter_context(mock.patch.object(HostSteps, "wait"))
         perform(group, *args)

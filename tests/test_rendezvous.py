@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fusedtp.bench.ranks import RankPool
-from fusedtp.memory.rendezvous import RenumberedStore, meet
+from fusedtp.memory.cuda import RenumberedStore, meet
 
 from .exchange import VERSIONS, Exchange
 

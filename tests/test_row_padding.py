@@ -25,9 +25,9 @@ from torch.distributed import ProcessGroup
 from fusedtp.bench.mixed import OPS, Call, Operands, draw
 from fusedtp.bench.ranks import RankPool
 from fusedtp.schedules import decomposed
-from fusedtp.schedules import padded as padding
+from fusedtp.schedules import local as padding
 from fusedtp.schedules.verbs import Product
-from fusedtp.workspaces import registry, stale
+from fusedtp.workspaces import generation, registry
 
 STEP = 32
 CPU = torch.device("cpu")
@@ -110,7 +110,7 @@ def is_wrong(operands: Operands, group: ProcessGroup, few_rows: int, *, raises: 
     """Whether the call's results are wrong, or AssertionError. few_rows: up to so many are multiplied together."""
     with mock.patch.object(decomposed, "FEW_ROWS", few_rows):
         # What has been prepared for another one is prepared anew.
-        stale.changed()
+        generation.changed()
         results = operands.run(group)
     try:
         operands.check(results)
@@ -126,7 +126,7 @@ def run(group: ProcessGroup, number: int, schedules: tuple[str, ...], padded: bo
 
     With `padded` what is taken out of an arena has poison beside its rows, and results may be wrong.
     """
-    add, wrong = decomposed.Gather._add, 0
+    add, wrong = decomposed.DecomposedGather._add, 0
 
     def beside_poison(product: Product, rows: Tensor, *more: Any) -> None:
         if in_an_arena(rows):
@@ -137,7 +137,7 @@ def run(group: ProcessGroup, number: int, schedules: tuple[str, ...], padded: bo
             rows = wide[:, :-3] if chunk is rows else wide[:, :-3].t()
         add(product, rows, *more)
 
-    patched = mock.patch.object(decomposed.Gather, "_add", staticmethod(beside_poison if padded else add))
+    patched = mock.patch.object(decomposed.DecomposedGather, "_add", staticmethod(beside_poison if padded else add))
     # Arenas need no copies of what lies in them.
     with leaking() as counts, patched, on_a_machine(False):
         for call in calls(7, number, group.size(), schedules):
@@ -146,7 +146,7 @@ def run(group: ProcessGroup, number: int, schedules: tuple[str, ...], padded: bo
             for few_rows in (decomposed.FEW_ROWS, decomposed.FEW_ROWS, 2):
                 poison(group)
                 wrong += is_wrong(operands, group, few_rows, raises=not padded)
-    stale.changed()
+    generation.changed()
     dist.barrier(group=group)
     return [*counts, wrong]
 
@@ -174,7 +174,7 @@ def run_views(group: ProcessGroup, number: int, with_amx: bool) -> int:
             operands.dy = with_poison_beside(operands.dy)
             for few_rows in (decomposed.FEW_ROWS, 2):
                 wrong += is_wrong(operands, group, few_rows, raises=False)
-    stale.changed()
+    generation.changed()
     dist.barrier(group=group)
     return wrong
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedtp
 from fusedtp import activations, reference
 from fusedtp.bench.ranks import RankPool
-from fusedtp.calls.orders import leaves_in
+from fusedtp.calls.arguments import leaves_in
 from fusedtp.op import ACTIVATIONS, GATED, OF_RESULT
 from fusedtp.shards import even_sizes
 

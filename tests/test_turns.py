@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from fusedtp import turns
+from fusedtp import locks
 from fusedtp.workspaces import registry
 
 from .beside import InThread, until
@@ -16,8 +16,8 @@ KEY = ("group", "one")
 
 
 def taken(op: str = "op") -> None:
-    turns.alone(KEY, op, lambda: None)
-    assert KEY not in turns._taken
+    locks.alone(KEY, op, lambda: None)
+    assert KEY not in locks._taken
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -26,20 +26,20 @@ def test_a_turn_is_free_after_an_exception(error: type[BaseException]) -> None:
         raise error
 
     with pytest.raises(error):
-        turns.alone(KEY, "op", strike)
+        locks.alone(KEY, "op", strike)
     taken()
 
 
 def test_a_turn_that_is_held_is_not_free() -> None:
     with pytest.raises(RuntimeError, match=r"^op: first is under way in thread"):
-        turns.alone(KEY, "first", taken)
+        locks.alone(KEY, "first", taken)
     entered, done = threading.Event(), threading.Event()
 
     def hold() -> None:
         entered.set()
         until(done.is_set)
 
-    there = InThread(lambda: turns.alone(KEY, "first", hold))
+    there = InThread(lambda: locks.alone(KEY, "first", hold))
     entered.wait(60)
     with pytest.raises(RuntimeError, match="'the other thread'"):
         taken()

@@ -21,12 +21,12 @@ from torch.distributed import ProcessGroup
 import fusedtp
 from fusedtp.bench.ranks import RankPool
 from fusedtp.kernels import signal
-from fusedtp.memory.local import local_memories
 from fusedtp.workspaces import clock, registry, workspace
 from fusedtp.workspaces.steps import wrapping_difference
 from fusedtp.workspaces.workspace import Workspace
 
 from .soak import interruptions
+from .virtual_ranks import local_memories
 
 # Tests here destroy what every group has, on some ranks only.
 pytestmark = pytest.mark.usefixtures("destroyed_on_all_ranks")

@@ -9,7 +9,7 @@
 Forward and backward are programs (`program`), whose tasks are bound to the group, the schedule and its kernels when
 they first run (`dispatch.Ready`). A layer makes the same call at every step, and checking its arguments, planning and
 dispatch take longer than a small matmul: calls are kept in one table, by all that was checked. An entry holds until
-`stale.version` changes.
+`generation.version` changes.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from .. import formats, groups, recipes
+from .. import float8, groups, recipes
 from ..norms import Norm
 from ..op import GATED, OF_RESULT, Task
 from ..options import Options
-from ..schedules.padded import reads_beside
+from ..schedules.local import reads_beside
 from ..sharding.notation import parse
-from ..sharding.partition import Partition
-from ..sharding.plan import Plan, plan
-from ..workspaces import stale
+from ..sharding.plan import Partition, Plan, plan
+from ..workspaces import generation
 from .arguments import Biases, Weights, refuse_tracing
 from .dispatch import Ready, check_units
 from .matrices import Named
@@ -56,7 +55,7 @@ class Call:
         self, settings: Settings, numbers: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> None:  # fmt: skip
         self.settings, self.numbers, self._dtype, self._device = settings, numbers, dtype, device
-        self._formats = formats.native(device)
+        self._formats = float8.native(device)
         spec = self._spec = parse(settings.spec)
         lengths, rest = dict(zip(spec.dim_names, numbers, strict=False)), list(numbers[len(spec.dim_names) :])
         splits: dict[str, tuple[int, ...]] = {}
@@ -74,13 +73,13 @@ class Call:
         # Whether backward needs the products.
         self.keeps = self.activation not in ("", *OF_RESULT)
         members = [groups.named(name) for name in settings.group_names]
-        self.groups = {axis: stale.watch(group) for axis, group in zip(spec.mesh_axes, members, strict=True)}
+        self.groups = {axis: generation.watch(group) for axis, group in zip(spec.mesh_axes, members, strict=True)}
         places = {
             axis: (rank, group.size())
             for axis, rank, group in zip(spec.mesh_axes, settings.ranks, members, strict=True)
         }
         self.partition = Partition(lengths, places, splits)
-        self.version = stale.version
+        self.version = generation.version
         w = (spec.n, spec.k) if settings.w_transposed else (spec.k, spec.n)
         self._dims = {"x": spec.a.names, "w": w, "y": spec.c.names}
         # Whether it is F.linear: one rank's, of one weight, with nothing behind it, where that reads operands alone.
@@ -116,7 +115,7 @@ class Call:
         rows = [name for name in spec.a.names if name != spec.k]
         text, recipe = self.settings.spec, self.settings.recipe
         if recipe:
-            text += f", float8={recipe}{' in fnuz' * (self._formats == formats.FNUZ)}"
+            text += f", float8={recipe}{' in fnuz' * (self._formats == float8.FNUZ)}"
         if any(spec.a.axes(name) and spec.a.axes(name) == spec.c.axes(name) for name in rows):
             return text
         whole = [name for name in rows if not spec.a.axes(name) and not spec.c.axes(name)]
@@ -203,7 +202,7 @@ class Call:
                 return self._program(key).run(tensors, partial(self._run_task, key))
             known = self._only[key] = only, self._made_ready(key, 0, only.task, only.axis)
         only, ready = known
-        if ready.version != stale.version or ready.on_gpu or stale.gone:
+        if ready.version != generation.version or ready.on_gpu or generation.gone:
             ready = self._made_ready(key, 0, only.task, only.axis)
             self._only[key] = only, ready
         operands: list[Tensor | None] = []
@@ -280,14 +279,14 @@ def _numbered(name: str, count: int) -> tuple[str, ...]:
 
 
 # The one table of calls.
-_calls: dict[Any, Call] = stale.table({})
+_calls: dict[Any, Call] = generation.table({})
 
 
 def _kept(key: Any) -> Call | None:
-    if stale.gone:
-        stale.changed()
+    if generation.gone:
+        generation.changed()
     call = _calls.get(key)
-    return call if call is not None and call.version == stale.version else None
+    return call if call is not None and call.version == generation.version else None
 
 
 def _keep(key: Any, call: Call) -> Call:
@@ -364,10 +363,10 @@ def find(
         refuse_tracing()
         return of(*prepare(x, weight, bias, group, asked, *along, **more), x.dtype, x.device)
     found = tuple(key)
-    if stale.gone:
-        stale.changed()
+    if generation.gone:
+        generation.changed()
     call = _calls.get(found)
-    if call is None or call.version != stale.version:
+    if call is None or call.version != generation.version:
         refuse_tracing()
         call = _keep(found, of(*prepare(x, weight, bias, group, asked, *along, **more), x.dtype, x.device))
     return call

@@ -27,22 +27,50 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .. import groups, schedules, turns
+from .. import groups, locks, schedules
 from ..cost.hardware import Hardware, of_gpu
 from ..cost.overlap import MULTICAST
-from ..formats import FNUZ, target_of, widens_blocks, without_float8
+from ..float8 import FNUZ, target_of, widens_blocks, without_float8
 from ..memory import Unreachable
 from ..op import Task
-from ..schedules.prepared import Prepared
+from ..schedules.forms import Prepared
 from ..torch_private import graph_task
-from ..workspaces import meaning, stale
-from ..workspaces.meaning import Meaning
+from ..workspaces import agreement, generation
+from ..workspaces.agreement import Meaning
 from . import kernels_tuned, tuning
 from .kernels_tuned import Tuned
-from .path import Path, in_any_order
 
 if TYPE_CHECKING:
     from ..workspaces.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class Path:
+    """What ran: the op's name, the schedule, fused, decomposed or unfused, and why that one. producer: how `fused` sent
+    what it gathered, push, copy or multicast, or "" where it gathered nothing. epilogue:
+    the activation or the residual that the op ended with, and where: in the kernel; by chunk, a residual as one term
+    more of the sum; or after what the library or the process group does, as on one rank. kernel: the tile of `fused`,
+    if `fusedtp tune --kernels` found one that is faster than the table's, by how much, and at which size. sums: how
+    `fused` adds ranks' terms where `order="any"` lets it choose: in the switch, or in the order of ranks, and why.
+    """
+
+    op: str
+    schedule: str
+    reason: str
+    producer: str = ""
+    epilogue: str = ""
+    kernel: str = ""
+    sums: str = ""
+
+
+def in_any_order(task: Task, schedule: str, world_size: int) -> str:
+    """How terms are added where any order will do and the schedule has no choice: a `Path`'s `sums`."""
+    if world_size == 1:
+        return "of one rank"
+    if task.algorithm == "ring":
+        return "along the ring"
+    return "as the process group adds" if schedule == "unfused" else "in the order of ranks: not by fused"
+
 
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -131,7 +159,7 @@ def _learn(ws: Workspace, group: ProcessGroup, on_gpu: bool) -> None:
     if not on_gpu and ws.knowledge.table is not None:
         ws.hardware = ws.knowledge.table.hardware(group.size()) or ws.hardware
         # What was decided with the other: on every rank alike, as a rank that decides anew must agree.
-        stale.changed()
+        generation.changed()
     # Only now, when this rank too knows what its peers were told, and will not ask them again.
     if interruption is not None:
         raise interruption
@@ -148,9 +176,9 @@ def _shape(task: Task) -> tuple[int, int] | None:
 class Ready(Prepared):
     """A task on one rank, by the path that was chosen for it: found once, run any number of times.
 
-    It holds until `is_stale`. call: what the task is part of, see `meaning`. choice: of the tile of `fused`, by default
-    what was measured to be the fastest. The path is chosen in the turn of the first run: a group's first op makes the
-    workspace, which waits for peers, and no other caller may come in between.
+    It holds until `is_stale`. call: what the task is part of, see `agreement`. choice: of the tile of `fused`, by
+    default what was measured to be the fastest. The path is chosen in the turn of the first run: a group's first op
+    makes the workspace, which waits for peers, and no other caller may come in between.
     """
 
     def __init__(
@@ -161,9 +189,9 @@ class Ready(Prepared):
             groups.check_fork()
         self.task, self._device, self._producer, self._choice = task, device, producer, choice
         self._asked_for, self._call = schedule, call
-        self.version, self.on_gpu = stale.version, device.type == "cuda"
+        self.version, self.on_gpu = generation.version, device.type == "cuda"
         self._capturing = self.on_gpu and torch.cuda.is_current_stream_capturing()
-        self._group, self._alone, self._is_prepared = stale.watch(group), group.size() == 1, False
+        self._group, self._alone, self._is_prepared = generation.watch(group), group.size() == 1, False
         # By whether it is part of a backward pass.
         self._meanings: dict[bool, Meaning] = {}
         self._turn = ("group", str(group.group_name))
@@ -172,7 +200,7 @@ class Ready(Prepared):
 
     def prepared(self) -> Ready:
         """This task with its path chosen, before its first run: collective where that makes a workspace."""
-        turns.alone(self._turn, self.task.op.name, self._prepare_once)
+        locks.alone(self._turn, self.task.op.name, self._prepare_once)
         return self
 
     def _prepare_once(self) -> None:
@@ -193,7 +221,7 @@ class Ready(Prepared):
         if producer != "auto" and self.path.schedule != "fused":
             reason = f"{self.path.reason}; producer={producer!r} has no effect, only 'fused' has one to choose"
             self.path = replace(self.path, reason=reason)
-        self.version = stale.version
+        self.version = generation.version
         shares = self.path.schedule != "unfused" and not self._alone
         ws = _workspaces().get(group, device) if shares else None
         if producer == MULTICAST and self.path.schedule == "fused" and ws is not None:
@@ -216,9 +244,9 @@ class Ready(Prepared):
 
     def is_stale(self) -> bool:
         """Whether memory has been made or given back since, or a graph capture has begun or ended."""
-        if stale.gone:
-            stale.changed()
-        if self.version != stale.version:
+        if generation.gone:
+            generation.changed()
+        if self.version != generation.version:
             return True
         return self.on_gpu and torch.cuda.is_current_stream_capturing() != self._capturing
 
@@ -228,7 +256,7 @@ class Ready(Prepared):
         if self._alone:
             _last = self.path
             return self.go(operands)
-        outs: list[Tensor] = turns.alone(self._turn, self.task.op.name, self._run, operands)
+        outs: list[Tensor] = locks.alone(self._turn, self.task.op.name, self._run, operands)
         _last = replace(self.path, producer=self.on.sent_by) if self.on.sent_by else self.path
         return outs
 
@@ -246,7 +274,7 @@ class Ready(Prepared):
         try:
             if self.half_bytes > ws.half_bytes or self.slots > ws.slots:
                 ws.require(self.half_bytes, self.slots)
-            outs = turns.alone(turns.INTERPRETER, op, self.go, operands) if self._interpreted else self.go(operands)
+            outs = locks.alone(locks.INTERPRETER, op, self.go, operands) if self._interpreted else self.go(operands)
             ws.end()
         except BaseException as error:
             ws.interrupted(op, error)
@@ -266,7 +294,7 @@ class Ready(Prepared):
         return group
 
     def _means(self) -> Meaning:
-        meant = meaning.of(self.task, self.path.schedule, self._device.type, self._call)
+        meant = agreement.meaning_of(self.task, self.path.schedule, self._device.type, self._call)
         self._meanings[graph_task() != -1] = meant
         return meant
 

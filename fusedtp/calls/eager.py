@@ -18,10 +18,10 @@ from torch.distributed import ProcessGroup
 
 from .. import activations, groups, norms
 from ..groups import Group
+from ..locks import one
 from ..norms import Norm
 from ..options import Options
 from ..torch_private import is_batched, is_in_torch_dispatch_mode, transforms_active
-from ..turns import one
 from . import arguments, operators, quantized
 from . import call as calls_
 from .arguments import Biases, Weights

@@ -24,7 +24,7 @@ from .. import activations, groups, norms
 from ..norms import Norm
 from ..op import ALL_GATHER, ALL_REDUCE, AS_ANY, GATED, OF_RESULT, OPS, REDUCE_SCATTER, Task
 from ..torch_private import transforms_active
-from ..workspaces import stale
+from ..workspaces import generation
 from . import call as calls_
 from .dispatch import Ready
 from .parameters import check_kept, keep
@@ -297,7 +297,7 @@ def activated_matmuls(
 
 
 # Collectives that have run, by group and all that was checked.
-_ready: WeakKeyDictionary[ProcessGroup, dict[Any, Ready]] = stale.table(WeakKeyDictionary())
+_ready: WeakKeyDictionary[ProcessGroup, dict[Any, Ready]] = generation.table(WeakKeyDictionary())
 _MAX_READY = 4096
 
 
@@ -331,7 +331,7 @@ def collective(
     x: Tensor, op: str, sizes: Sequence[int], rank: int, group_name: str, schedule: str, algorithm: str,
     producer: str, call: str, leaves: int,
 ) -> Tensor:  # fmt: skip
-    """The collective `op` of x [R, C]. sizes: of rows that are gathered or scattered. call: see `meaning`. leaves: as
+    """The collective `op` of x [R, C]. sizes: of rows that are gathered or scattered. call: see `agreement`. leaves: as
     of a task, of which each rank's x is a subtree.
     """
     group = groups.named(group_name)

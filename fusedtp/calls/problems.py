@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from ..norms import Norm
 from ..op import ANY_ORDER, MATMUL_ALL_REDUCE, RANK_ORDER
 from ..options import Options, without_producer
-from . import arguments, orders
+from . import arguments
 from .arguments import Biases, Weights
 from .settings import described
 
@@ -46,7 +46,7 @@ def layer(
     lengths = [sum(splits[name]) if name in splits else local[name] for name in local]
     arguments.check_reach(asked.schedule, x, [group], lengths)
     arguments.check_float8(asked.float8, x)
-    leaves = orders.leaves_of(asked, group.size(), x.dtype)
+    leaves = arguments.leaves_of(asked, group.size(), x.dtype)
     settings = described(spec, [group.group_name], [group.rank()], asked, norm=norm, leaves=leaves)
     return settings, (*lengths, *flat([splits.get(name, ()) for name in local]), *widths)
 

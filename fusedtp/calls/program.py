@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from ..float8 import largest_finite
 from ..op import (
+    ALL_GATHER,
     ALL_GATHER_MATMUL,
     ALL_REDUCE,
     AS_ANY,
@@ -24,17 +26,149 @@ from ..op import (
     Op,
     Task,
 )
-from ..recipes import Casts
-from ..schedules.alone import activated, mm, summed
+from ..recipes import Cast, Casts
+from ..schedules.local import activated, mm, summed, summed_rows
 from ..schedules.verbs import Epilogue
 from ..sharding import notation
-from ..sharding.partition import Partition
-from ..sharding.plan import MatmulPlan, Plan
+from ..sharding.plan import MatmulPlan, Partition, Plan
 from ..sharding.redistribute import Step, moved
-from . import biases as biases_
-from . import casts as casts_
-from .casts import Use
 from .matrices import Blocks, Matrix, Named, flat_sizes, in_order, outermost
+
+# Steps that cast an operand to float8 before a product, by a recipe.
+# A tensor, how it lies, how it is cast (None: it is not) and the dims of it that are contracted.
+Use: TypeAlias = tuple[Named, notation.Tensor, "Cast | None", Sequence[str]]
+
+
+class Builder(Protocol):
+    """What is asked of a `Program`."""
+
+    partition: Partition
+
+    def add(self, run: Any, reads: Sequence[str], *made: Any) -> tuple[Named, ...]: ...
+
+    def task(self, task: Task, axis: str, operands: Sequence[Any], *made: Any) -> tuple[Named, ...]: ...
+
+
+def cast(program: Builder, given: Sequence[Use]) -> list[Named]:
+    """Adds the steps that make these tensors float8, each once; those without a cast stay as they are.
+
+    What has one scale has it on all ranks with a part of it, which tell each other the largest magnitude: one number,
+    or those of several tensors at once.
+    """
+    # By name: lengths that a compiler leaves open cannot be hashed.
+    agreed: dict[str, tuple[str, int]] = {}
+    whole = [(x, lies.used) for x, lies, its, _ in given if its is not None and its.whole]
+    for axes in dict.fromkeys(axes for _, axes in whole):
+        alike = list({x.name: x for x, its in whole if its == axes}.values())
+        largest = _largest(program, alike, axes)
+        agreed |= {x.name: (largest.name, i) for i, x in enumerate(alike)}
+    made: dict[Any, Named] = {}
+    found = []
+    for x, _, its, contracted in given:
+        if its is None:
+            found.append(x)
+            continue
+        key = x.name, its, tuple(contracted)
+        if key not in made:
+            step = _casting(its, x, contracted, agreed.get(x.name))
+            made[key] = program.add(step.run, step.reads, (x.dims, x.lengths))[0]
+        found.append(made[key])
+    return found
+
+
+def _largest(program: Builder, xs: Sequence[Named], axes: Sequence[str]) -> Named:
+    # [1, len(xs)]: each one's largest magnitude on any rank of these axes.
+    dims, made = (".one", ".each"), _measuring(xs)
+    found = program.add(made.run, made.reads, (dims, (1, len(xs))))[0]
+    for axis in axes:
+        num_ranks = program.partition.place[axis][1]
+        if num_ranks > 1:
+            task = Task(ALL_GATHER, ((1, len(xs)),), torch.float32, (1,) * num_ranks)
+            matrix = Matrix.of(found, dims[:1], dims[1:])
+            everyone = program.task(task, axis, (matrix,), (dims, (num_ranks, len(xs))))[0]
+            made = _largest_of(everyone)
+            found = program.add(made.run, made.reads, (dims, (1, len(xs))))[0]
+    return found
+
+
+class _Made(NamedTuple):
+    """What a step runs, from all tensors by name, and the names of those that it reads."""
+
+    run: Callable[[dict[str, Any], Any], list[Any]]
+    reads: tuple[str, ...]
+
+
+def _casting(its: Cast, x: Named, contracted: Sequence[str], largest: tuple[str, int] | None) -> _Made:
+    """x in float8. largest: for one scale, the name of the tensor [1, ..] that has the magnitude, and where."""
+    dims = tuple(i for i, name in enumerate(x.dims) if name in contracted)
+    if largest is None:
+        return _Made(lambda tensors, runs: [its(tensors[x.name], dims)], (x.name,))
+    name, i = largest
+    return _Made(lambda tensors, runs: [its(tensors[x.name], dims, tensors[name][0, i])], (x.name, name))
+
+
+def _measuring(xs: Sequence[Named]) -> _Made:
+    """[1, len(xs)]: the largest magnitude of each on this rank."""
+    names = tuple(x.name for x in xs)
+    return _Made(lambda tensors, runs: [torch.stack([largest_finite(tensors[name]) for name in names])[None]], names)
+
+
+def _largest_of(everyone: Named) -> _Made:
+    """[1, ..]: that of all ranks."""
+    return _Made(lambda tensors, runs: [tensors[everyone.name].amax(0, keepdim=True)], (everyone.name,))
+
+
+# The gradient of a bias: the sum of dy over rows.
+def _bias_gradient(program: Program, plans: Plan, dy: Named) -> Named:
+    """The sum of dy's rows, over the ranks that hold other rows too, as the bias lies."""
+    # If w has only this rank's columns, so has the bias; if w has all of them, the bias is whole too.
+    spec = plans.spec
+    rows = tuple(name for name in spec.c.names if name != spec.n)
+    now = notation.Tensor(spec.c.dims[-1:])
+    # Ranks that hold other rows hold other terms.
+    split = [(name, axis) for name in rows for axis in spec.c.axes(name)]
+    if program.leaves:
+        db = _as_tree(program, dy, rows, spec.n, split)
+    else:
+        matrix = Matrix.of(dy, rows, (spec.n,))
+        db = program.add(
+            lambda tensors, runs: [matrix.view(tensors[matrix.name]).sum(0)], (matrix.name,),
+            ((spec.n,), (dy.length(spec.n),)),
+        )[0]  # fmt: skip
+        for _, axis in split:
+            db = program.plain(Step("all_reduce", "db", axis), now, db)
+    while now.used and not spec.b.axes(spec.n):
+        step = Step("all_gather", "db", now.used[-1], spec.n)
+        db, now = program.plain(step, now, db), moved(now, step)
+    return db
+
+
+def _as_tree(program: Program, dy: Named, rows: tuple[str, ...], n: str, split: Sequence[tuple[str, str]]) -> Named:
+    # The sum of dy's rows, which may be `split` over one axis: a product with ones, whose contraction is the rows.
+    assert len(split) < 2
+    dim, axis = split[0] if split else ("", "")
+    order = outermost(rows, dim)
+    matrix, made = Matrix.of(dy, order, (n,)), ((n,), (dy.length(n),))
+    length = math.prod(dy.length(name) for name in rows)
+    sizes = program.partition.sizes(dim, (), axis) if split else ()
+    if len(set(sizes)) == 1:
+        (ones,) = program.add(
+            lambda tensors, runs: [tensors[dy.name].new_ones(1, length)], (dy.name,), (("", ".rows"), (1, length))
+        )
+        operands = Matrix.of(ones, ("",), (".rows",)), matrix, None, None
+        shapes = tuple(None if each is None else each.size for each in operands)
+        task = Task(MATMUL_ALL_REDUCE, shapes, program.dtype, leaves=program.leaves)
+        return program.task(task, axis, operands, made)[0]
+    whole: Named | None = None
+    if split:
+        # Leaves would end in the middle of a rank's rows: one adds up all of them.
+        flat = flat_sizes(sizes, order, dy, dim)
+        task = Task(ALL_GATHER, (matrix.size,), program.dtype, flat)
+        (whole,) = program.task(task, axis, (matrix,), ((".rows", n), (sum(flat), dy.length(n))))
+        matrix = Matrix.of(whole, (".rows",), (n,))
+    return program.add(
+        lambda tensors, runs: [summed_rows(matrix.view(tensors[matrix.name]), program.leaves)], (matrix.name,), made
+    )[0]
 
 
 class Runs(Protocol):
@@ -209,7 +343,7 @@ class Program:
         casts, float8 = self._recipe.get(plan.names[2], {}), self._float8
         if casts:
             uses = [(each, lies[name], casts[name], plan.contraction) for name in now for each in now[name]]
-            made = iter(casts_.cast(self, uses))
+            made = iter(cast(self, uses))
             now = {name: [next(made) for _ in blocks] for name, blocks in now.items()}
             float8 = tuple(casts[name].dtype for name in plan.names[:2])
         assert (residual is None and not norm) or (fused is not None and not after)
@@ -319,9 +453,8 @@ class Program:
         (`Plan.side_by_side`).
         """
         needs_x, needs_w, needs_bias = needs[0], needs[1::2], needs[2::2]
-        dbs = [
-            biases_.gradient(self, plans, each) if needed else None for each, needed in zip(dy, needs_bias, strict=True)
-        ]
+        pairs = zip(dy, needs_bias, strict=True)
+        dbs = [_bias_gradient(self, plans, each) if needed else None for each, needed in pairs]
         wanted = [i for i, needed in enumerate(needs_w) if needed]
         dx: Named | None = None
         found: Blocks = ()
@@ -369,7 +502,7 @@ class Program:
                 (one_dy, spec.c, None if plans.together else casts[1].get("dy"), outer),
                 (named[of_other], lies[of_other], casts[1].get(of_other), outer if plans.together else k),
             ]  # fmt: skip
-        taken = casts_.cast(self, uses)
+        taken = cast(self, uses)
         blocks = [
             (Matrix.of(first, outer, inner), Matrix.of(one, inner, k), Matrix.of(second, inner, outer),
              Matrix.of(other, outer, k))

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from .. import formats, groups, norms
+from .. import float8, groups, norms
 from ..float8 import BLOCK, E8M0
 from ..groups import Group
+from ..locks import one
 from ..norms import Norm
 from ..op import ANY_ORDER, RANK_ORDER
 from ..options import Options
 from ..scaled import Quantized, Scaled, check_dense
 from ..shards import offsets
 from ..torch_private import transforms_active
-from ..turns import one
 from . import call as calls_
 from .arguments import check_kind
 from .call import Call, Prepare
@@ -148,7 +148,7 @@ def _check_together(x: Scaled, ws: Sequence[Scaled], names: Sequence[str]) -> bo
                 f"x and weight must both have scales of blocks, in {E8M0}, or neither, got x.scale in {x.scale.dtype} "
                 f"and {name}.scale in {w.scale.dtype}: make both by fusedtp.scaled with recipe 'mxfp8', or neither"
             )
-    if formats.of(first) != formats.of(x.data.dtype):
+    if float8.formats_of(first) != float8.formats_of(x.data.dtype):
         raise ValueError(
             f"x and weight must be of one kind of float8, OCP's or fnuz, as no machine multiplies both, got "
             f"{x.data.dtype} and {first}: make both by fusedtp.scaled, from values()"

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor, library
 
-from .. import turns
+from .. import locks
 from ..torch_private import forward_mode_active, transforms_active
 
 Formula: TypeAlias = Callable[..., Any]
@@ -38,7 +38,7 @@ def operator(
         schema = library.infer_schema(function, mutates_args=())
         library.define(qualified, schema, tags=(torch.Tag.pt2_compliant_tag,))
         # In a compiled graph it is the outermost function of ours.
-        library.impl(qualified, "CompositeExplicitAutograd", turns.one(function))
+        library.impl(qualified, "CompositeExplicitAutograd", locks.one(function))
         library.register_fake(qualified, fake)
         formula = backward if backward is not None else _refuse(qualified)
         library.register_autograd(qualified, formula, setup_context=setup)

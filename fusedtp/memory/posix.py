@@ -16,12 +16,87 @@ import mmap
 import os
 import zlib
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import Arena, Exchange, Unreachable
-from .causes import DIFFERS, OTHER_FILE, OTHER_MACHINE, OTHER_NAMESPACE, Row, cause
+
+# Reasons why ranks cannot map each other's memory, with remedies; the same text on every rank.
+# Codes beside the system's error numbers, which are positive.
+OTHER_MACHINE, OTHER_NAMESPACE, OTHER_FILE, DIFFERS = -1, -2, -3, -4
+
+
+class Endpoint(NamedTuple):
+    """A rank's arena for its peers; `owner` owns its files in /proc, `code` says why there is no arena, or is 0."""
+
+    pid: int
+    fd: int
+    inode: int
+    boot: int
+    namespace: int
+    user: int
+    owner: int
+    code: int
+    num_bytes: int
+    epoch: int
+
+    @property
+    def asked(self) -> tuple[int, int]:
+        """Return the values that the ranks must agree on."""
+        return self.num_bytes, self.epoch
+
+
+_REMEDIES = {
+    errno.EMFILE: "its process has no file descriptor left: raise the limit, ulimit -n",
+    errno.ENFILE: "the machine has no file descriptor left: raise fs.file-max",
+    errno.ENOMEM: "no memory or address space is left: raise the limit, ulimit -v or a container's, or use fewer ranks",
+    errno.EFBIG: "its files may not be that large: raise the limit, ulimit -f",
+    errno.ENOENT: "that process or its file is not in this one's /proc: it has ended, or /proc is mounted with hidepid",
+}
+
+
+def cause(rank: int, peer: int, code: int, rows: list[Endpoint]) -> str:
+    """Return why rank `rank` could not map rank `peer`'s memory, why `peer` has none, or how the ranks disagree."""
+    there, here = rows[peer], rows[rank]
+    if code == DIFFERS:
+        each = ", ".join(f"{row.num_bytes} from epoch {row.epoch} on rank {i}" for i, row in enumerate(rows))
+        return (
+            f"the ranks do not agree on the bytes of an arena: {each}: they make different calls, "
+            "or not all of them have called fusedtp.destroy"
+        )
+    if there.code:
+        text = f"rank {peer} cannot make an arena of {there.num_bytes} bytes"
+    else:
+        text = f"rank {rank} cannot map the memory of rank {peer}"
+    return f"{text}: {_why(rank, peer, code, here, there)}"
+
+
+def _why(rank: int, peer: int, code: int, here: Endpoint, there: Endpoint) -> str:
+    if code == OTHER_MACHINE:
+        return "they are on different machines: use schedule 'unfused' between machines"
+    if code == OTHER_NAMESPACE:
+        return "they are in different pid namespaces: start the ranks of a machine in one container"
+    if code == OTHER_FILE:
+        return "what it found there is not the file that was announced"
+    said = os.strerror(code)
+    if code in (errno.EACCES, errno.EPERM) and not there.code:
+        if here.user != there.user:
+            why = f"they run as users {here.user} and {there.user}: start all ranks as one user"
+        elif there.owner != there.user:
+            why = (
+                f"rank {peer} has changed its user since it started, and the kernel keeps what it has open from others "
+                "(man 2 prctl, PR_SET_DUMPABLE): start the ranks as the user that they are to run as"
+            )
+        else:
+            why = (
+                "the kernel keeps it from processes of the same user: see kernel.yama.ptrace_scope, and what the "
+                "container or a security module allows"
+            )
+        return f"{said}: {why}"
+    return f"{said}: {_REMEDIES[code]}" if code in _REMEDIES else said
+
 
 # linux/fcntl.h; the fcntl module has F_ADD_SEALS but names it only on some builds.
 _F_ADD_SEALS, _SEALS = 1033, 0x1 | 0x2 | 0x4
@@ -60,8 +135,8 @@ def _file(num_bytes: int) -> _Descriptor:
     return file
 
 
-def _map_of(peer: Row, mine: Row) -> Tensor:
-    # Raises OSError with one of the codes of `causes`, or the system's own.
+def _map_of(peer: Endpoint, mine: Endpoint) -> Tensor:
+    # Raises OSError with one of the codes of `_REMEDIES`, or the system's own.
     if (peer.boot, peer.namespace) != (mine.boot, mine.namespace):
         raise OSError(OTHER_MACHINE if peer.boot != mine.boot else OTHER_NAMESPACE, "")
     file = _Descriptor([os.open(f"/proc/{peer.pid}/fd/{peer.fd}", os.O_RDWR | os.O_CLOEXEC)])
@@ -97,7 +172,7 @@ class PosixMemory:
         own, file, mine = self._own(num_bytes, header)
         try:
             while True:
-                rows = [Row(*row) for row in exchange.rows(list(mine))]
+                rows = [Endpoint(*row) for row in exchange.rows(list(mine))]
                 tensors, outcome = self._map_all(own, rows)
                 # Every rank learns of every failure.
                 if (outcomes := exchange.outcomes(outcome)) is not None:
@@ -113,7 +188,7 @@ class PosixMemory:
             raise Unreachable(cause(*failed[0], rows))
         return Arena(tensors, tensors.clear)
 
-    def _own(self, num_bytes: int, header: Tensor) -> tuple[Tensor, _Descriptor | None, Row]:
+    def _own(self, num_bytes: int, header: Tensor) -> tuple[Tensor, _Descriptor | None, Endpoint]:
         # The own arena, its file, and its row for the peers. If there is no room: an empty arena, and the row has the
         # reason.
         own, file, inode, code, machine = torch.empty(0, dtype=torch.uint8, device="cpu"), None, 0, 0, (0, 0)
@@ -129,9 +204,9 @@ class PosixMemory:
             code = errno.ENOMEM
         users = os.geteuid(), os.stat("/proc/self").st_uid
         fd = -1 if file is None else file.number
-        return own, file, Row(os.getpid(), fd, inode, *machine, *users, code, num_bytes, int(header[0]))
+        return own, file, Endpoint(os.getpid(), fd, inode, *machine, *users, code, num_bytes, int(header[0]))
 
-    def _map_all(self, own: Tensor, rows: list[Row]) -> tuple[list[Tensor], list[int]]:
+    def _map_all(self, own: Tensor, rows: list[Endpoint]) -> tuple[list[Tensor], list[int]]:
         # All arenas and [0, 0]; or some of them and [peer that cannot be mapped + 1, code].
         tensors: list[Tensor] = []
         for peer, row in enumerate(rows):

@@ -21,13 +21,12 @@ from .. import trace
 from ..cost.overlap import FEW_ROWS, ONE_SHOT
 from ..kernels.layout import Layout, aligned
 from ..op import Task
-from ..scaled import Matrix, Quantized
+from ..scaled import Matrix, Quantized, pack_into, packed_bytes, unpacked
 from ..shards import offsets
 from ..workspaces.workspace import Workspace
 from . import transport
-from .alone import activate, activated, into, mm, sum_into, summed, with_norm
-from .packed_arenas import DecomposedGather
-from .padded import NARROW, padded
+from .local import NARROW, activate, activated, into, mm, padded, sum_into, summed, with_norm
+from .packed import PackedGather
 from .transport import travelling
 from .verbs import Epilogue, Product
 
@@ -60,13 +59,15 @@ class Decomposed:
     def gather(
         self, sizes: Sequence[int], other: int, dim: int, *, products: Sequence[str] = (), result: int = 0,
         beside: bool = False, sums: bool = False,
-    ) -> Gather | DecomposedGather:  # fmt: skip
+    ) -> DecomposedGather | DecomposedPackedGather:  # fmt: skip
         if self.task.float8 is not None and not sums:
-            return DecomposedGather(self, sizes, other, dim)
-        return Gather(self, sizes, other, dim, products)
+            return DecomposedPackedGather(self, sizes, other, dim)
+        return DecomposedGather(self, sizes, other, dim, products)
 
-    def scatter(self, sizes: Sequence[int], other: int, dim: int, *, to_all: bool, multiplies: bool) -> Scatter:
-        return Scatter(self, sizes, other, dim, to_all, multiplies)
+    def scatter(
+        self, sizes: Sequence[int], other: int, dim: int, *, to_all: bool, multiplies: bool
+    ) -> DecomposedScatter:
+        return DecomposedScatter(self, sizes, other, dim, to_all, multiplies)
 
     def end(self) -> None:
         """End the epoch, behind copies that are in flight."""
@@ -75,7 +76,7 @@ class Decomposed:
         self.ws.steps.leave()
 
 
-class Gather:
+class DecomposedGather:
     """`verbs.Gather` by chunk, or at once if chunks are small or if each would round a narrow sum once more."""
 
     def __init__(self, on: Decomposed, sizes: Sequence[int], other: int, dim: int, products: Sequence[str]) -> None:
@@ -227,7 +228,42 @@ class Gather:
         return out
 
 
-class Scatter:
+class DecomposedPackedGather(PackedGather):
+    """Gather of float8: on a CPU parts are read in place, on a GPU the copy engine pushes them."""
+
+    def __init__(self, on: Decomposed, sizes: Sequence[int], other: int, dim: int) -> None:
+        super().__init__(on.rank, sizes, other, dim)
+        self._ws, self._in_blocks = on.ws, on.task.in_blocks
+        pairs = zip(self._rows, self._cols, strict=True)
+        self._stride = aligned(max(rows * packed_bytes(cols, blocks=self._in_blocks) for rows, cols in pairs))
+        self._offset, self._slot = on.layout.take(len(sizes) * self._stride)
+
+    def _part(self, holder: int, src: int) -> Tensor:
+        # The bytes of rank src's rows in rank holder's half.
+        shape = self._rows[src], packed_bytes(self._cols[src], blocks=self._in_blocks)
+        return self._ws.view(holder, self._ws.steps.epoch, self._offset + src * self._stride, shape, torch.uint8)
+
+    def start(self, x: Quantized) -> None:
+        ws, steps, own = self._ws, self._ws.steps, self._rank
+        mine = self._part(own, own)
+        trace.timed("travel", own, pack_into, mine, x)
+        with travelling(ws):
+            for i in range(1, ws.world_size):
+                dst = (own - i) % ws.world_size
+                if not ws.in_place:
+                    self._part(dst, own).copy_(mine)
+                steps.signal(dst, self._slot)
+
+    def _parts(self, x: Quantized) -> Iterator[tuple[int, Quantized]]:
+        ws, own = self._ws, self._rank
+        yield own, x
+        for i in range(1, ws.world_size):
+            src = (own + i) % ws.world_size
+            ws.steps.wait(src, self._slot)
+            yield src, unpacked(self._part(src if ws.in_place else own, src), self._cols[src], x)
+
+
+class DecomposedScatter:
     """`verbs.Scatter` by chunk.
 
     Terms lie in the owner's half, by rank. On a CPU all terms lie in the own half if they have few rows or the sum is
@@ -348,7 +384,7 @@ class Scatter:
             trace.timed("add", -1, _sum_into, terms, bias, epilogue.residual, out)
         return [out] if epilogue.norm is None else with_norm(epilogue.norm, out)
 
-    def sum_into(self, epilogue: Epilogue, out: Tensor, gather: Gather, *, own: Tensor | None) -> None:
+    def sum_into(self, epilogue: Epilogue, out: Tensor, gather: DecomposedGather, *, own: Tensor | None) -> None:
         mine = out[self._part]
         trace.timed("add", -1, _sum_into, self._terms(own), epilogue.bias, epilogue.residual, mine)
         gather.start(mine)

@@ -32,7 +32,7 @@ from ..shards import even_sizes
 from ..workspaces.workspace import Workspace
 from . import producer as producers
 from . import transport
-from .alone import multiplied, with_norm
+from .local import multiplied, with_norm
 from .verbs import Epilogue, Operands, Product
 
 
@@ -46,19 +46,18 @@ class Fused:
     - `producer`: how gathered rows are sent, `auto`, `push`, `copy` or `multicast`.
     - `split`: programs that wait for nothing are a kernel of their own.
     - `choice`: of a tile (`kernels.choices.Choice`), if one was measured to be faster than the table's.
-    - `programs`: of a kernel, for virtual ranks, which share a device; 0 for as many as the device has room for.
-    - `pace`: called after each copy with its bytes, to take the time of an emulated link.
+    - `programs`: of a kernel; 0 for as many as the device has room for.
     """
 
     where, by_host = "in the kernel", False
 
     def __init__(
         self, ws: Workspace, task: Task, *, producer: str = "auto", split: bool = False, programs: int = 0,
-        pace: producers.Pace | None = None, choice: Mapping[str, int] | None = None,
+        choice: Mapping[str, int] | None = None,
     ) -> None:  # fmt: skip
         self.ws, self.task, self.producer, self.split = ws, task, producer, split
         self.choice = None if choice is None else of_fields(choice)
-        self.programs, self.pace = programs, pace
+        self.programs = programs
         self.rank, self.world_size = ws.rank, ws.world_size
         self.layout = Layout()
         self.config: Config | None = None
@@ -106,14 +105,14 @@ class Fused:
     def gather(
         self, sizes: Sequence[int], other: int, dim: int, *, products: Sequence[str] = (), result: int = 0,
         beside: bool = False, sums: bool = False,
-    ) -> Gather:  # fmt: skip
-        return Gather(self, tuple(sizes), other, dim, products, result, beside=beside, sums=sums)
+    ) -> FusedGather:  # fmt: skip
+        return FusedGather(self, tuple(sizes), other, dim, products, result, beside=beside, sums=sums)
 
-    def scatter(self, sizes: Sequence[int], other: int, dim: int, *, to_all: bool, multiplies: bool) -> Scatter:
-        return Scatter(self, tuple(sizes), other, dim, to_all, multiplies)
+    def scatter(self, sizes: Sequence[int], other: int, dim: int, *, to_all: bool, multiplies: bool) -> FusedScatter:
+        return FusedScatter(self, tuple(sizes), other, dim, to_all, multiplies)
 
 
-class Gather:
+class FusedGather:
     """`verbs.Gather` with persistent kernels."""
 
     def __init__(
@@ -168,7 +167,7 @@ class Gather:
         with_own = self._pushes and not own_in_place(x)
         producers.produce(
             self._ws, self._on.task.op, x, self._sizes, self.region, producer=producer, dst_row=self.row,
-            config=self._config, with_own=with_own, beside=beside, programs=self._on.programs, pace=self._on.pace,
+            config=self._config, with_own=with_own, beside=beside, programs=self._on.programs,
         )  # fmt: skip
 
     def start(self, x: Matrix) -> None:
@@ -276,7 +275,7 @@ class Gather:
         return made
 
 
-class Scatter:
+class FusedScatter:
     """`verbs.Scatter` with persistent kernels. Columns are rows of the transposed problem."""
 
     def __init__(self, on: Fused, sizes: tuple[int, ...], other: int, dim: int, to_all: bool, multiplies: bool) -> None:
@@ -317,7 +316,6 @@ class Scatter:
             self._ws, self._on.task.op, x, self._sizes, self._region, producer=producer,
             dst_row=self._region_rows * (1 if self._switch else self._ws.rank), config=self._config,
             scatter=not self._to_all, with_own=self._switch, switch=self._switch, programs=self._on.programs,
-            pace=self._on.pace,
         )  # fmt: skip
 
     def sum(self, epilogue: Epilogue, *, own: Tensor | None, last: bool) -> list[Tensor]:
@@ -329,11 +327,17 @@ class Scatter:
         self._reduce(epilogue, out if self._dim == 0 else out.t(), own, last=last)
         return with_norm(epilogue.norm, out)
 
-    def sum_into(self, epilogue: Epilogue, out: Tensor, gather: Gather, *, own: Tensor | None) -> None:
+    def sum_into(self, epilogue: Epilogue, out: Tensor, gather: FusedGather, *, own: Tensor | None) -> None:
         self._reduce(epilogue, out[self._part], own, gather=gather)
 
     def _reduce(
-        self, epilogue: Epilogue, out: Tensor, own: Tensor | None, *, gather: Gather | None = None, last: bool = True
+        self,
+        epilogue: Epilogue,
+        out: Tensor,
+        own: Tensor | None,
+        *,
+        gather: FusedGather | None = None,
+        last: bool = True,
     ) -> None:
         if not self._multiplies:
             # The rows that were put may still be in flight, as copies.
@@ -358,7 +362,7 @@ def scales_of(a: Quantized, b: Quantized, out: Any = operands.END) -> operands.S
     return operands.Scales(a.for_kernels(), b.t().for_kernels(), out, operands.END)
 
 
-class Ring:
+class FusedRing:
     """Collective as a ring, in a kernel of its own: every rank passes on the data of the previous rank."""
 
     def __init__(self, on: Fused, task: Task) -> None:

@@ -13,8 +13,8 @@ from ..kernels.matmul_all_reduce import MatmulAllReduce, room_of
 from ..norms import Norm
 from ..op import MATMUL_ALL_REDUCE, Task
 from ..scaled import Quantized
-from ..workspaces.modes import outside_inference
-from .alone import with_norm
+from ..torch_private import outside_inference
+from .local import with_norm
 from .verbs import Operands
 
 if TYPE_CHECKING:

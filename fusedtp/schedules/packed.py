@@ -8,6 +8,7 @@ scale for each rank's part: products of parts are scaled and added in float32, a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,8 +17,11 @@ from .. import trace
 from ..scaled import Matrix, Quantized, by_columns
 from ..scaled_mm import finish, mm, term
 from ..shards import offsets
-from .alone import activated
+from .local import activated
 from .verbs import Product
+
+if TYPE_CHECKING:
+    pass
 
 
 class PackedGather:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -35,9 +35,6 @@ from .transport import settle, side_stream, travelling
 # piece, in about 0.1 ms a megabyte, so pieces are cut down to this size, though not below a quarter of a tile's rows.
 PIECE_BYTES = 1 << 20
 _PIECES_A_TILE = 4
-
-# Called after a copy with its bytes.
-Pace: TypeAlias = Callable[[int], object]
 
 # Triton compiles a kernel separately for pointers of this alignment.
 _KNOWN_ALIGNMENT = 16
@@ -113,7 +110,6 @@ def produce(
     switch: bool = False,
     beside: bool = False,
     programs: int = 0,
-    pace: Pace | None = None,
 ) -> None:
     """Enter the epoch and send x [rows, cols] to `region` of every peer's half, from its row `dst_row` on.
 
@@ -121,7 +117,7 @@ def produce(
     - `with_own`: the own half gets rows too.
     - `switch`: as in `push`.
     - `beside`: a kernel that pushes runs on the side stream, as copies always do, until `settle`.
-    - `programs`, `pace`: as in `fused.Fused`.
+    - `programs`: as in `fused.Fused`.
     """
     # Make the table on the main stream, as it is kept.
     kernel_config, table = with_pushers(ws, config, programs, producer=producer), ws.table(sizes)
@@ -137,7 +133,7 @@ def produce(
 
     if producer == "copy":
         load_for_capture(ws, issue, "push", op.name, sizes, scatter, with_own, region.slot, alike(x))
-        _copy(ws, op.name, x, sizes, dst_row, region, scatter, with_own, pace)
+        _copy(ws, op.name, x, sizes, dst_row, region, scatter, with_own)
     elif beside:
         with travelling(ws):
             issue()
@@ -147,7 +143,7 @@ def produce(
 
 def _copy(
     ws: Workspace, op: str, x: Matrix, sizes: tuple[int, ...], dst_row: int, region: Region, scatter: bool,
-    with_own: bool, pace: Pace | None,
+    with_own: bool,
 ) -> None:  # fmt: skip
     # The copy engine moves one block, so rows must be as far apart as in an arena. A kernel on the main stream first
     # lays out any other x like that: on the side stream it could wait for an SM, like a kernel that signals.
@@ -178,8 +174,6 @@ def _copy(
             if cols:
                 view = ws.view(dst, steps.epoch, (dst_row + begin) * row_bytes, (end - begin, pitch), x.dtype)
                 view.copy_(x[first + begin : first + end])
-                if pace is not None and dst != ws.rank:
-                    pace((end - begin) * row_bytes)
             for slot in range(begin // piece, -(-end // piece)):
                 steps.write(dst, region.slot + slot)
 

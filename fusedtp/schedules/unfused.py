@@ -19,7 +19,7 @@ from ..op import Task
 from ..scaled import Matrix, Quantized, pack_into, packed_bytes, unpacked
 from ..shards import offsets
 from ..torch_private import c10d
-from .alone import multiplied, sum_into, with_norm
+from .local import multiplied, sum_into, with_norm
 from .packed import PackedGather
 from .verbs import Epilogue, Product
 
@@ -46,14 +46,14 @@ class Unfused:
     def gather(
         self, sizes: Sequence[int], other: int, dim: int, *, products: Sequence[str] = (), result: int = 0,
         beside: bool = False, sums: bool = False,
-    ) -> Gather | UnfusedGather:  # fmt: skip
-        return UnfusedGather(self, sizes, other, dim) if self._float8 else Gather(self, sizes, dim)
+    ) -> UnfusedGather | UnfusedPackedGather:  # fmt: skip
+        return UnfusedPackedGather(self, sizes, other, dim) if self._float8 else UnfusedGather(self, sizes, dim)
 
-    def scatter(self, sizes: Sequence[int], other: int, dim: int, *, to_all: bool, multiplies: bool) -> Scatter:
-        return Scatter(self, sizes, other, dim, to_all)
+    def scatter(self, sizes: Sequence[int], other: int, dim: int, *, to_all: bool, multiplies: bool) -> UnfusedScatter:
+        return UnfusedScatter(self, sizes, other, dim, to_all)
 
 
-class Gather:
+class UnfusedGather:
     """`verbs.Gather` with torch.distributed."""
 
     def __init__(self, on: Unfused, sizes: Sequence[int], dim: int) -> None:
@@ -101,7 +101,7 @@ class Gather:
         return self._arrived()
 
 
-class UnfusedGather(PackedGather):
+class UnfusedPackedGather(PackedGather):
     """Gather of float8 by one collective, of rows padded to the largest number and length."""
 
     def __init__(self, on: Unfused, sizes: Sequence[int], other: int, dim: int) -> None:
@@ -137,7 +137,7 @@ class UnfusedGather(PackedGather):
             return multiplied(whole, products)
 
 
-class Scatter:
+class UnfusedScatter:
     """`verbs.Scatter` with torch.distributed."""
 
     def __init__(self, on: Unfused, sizes: Sequence[int], other: int, dim: int, to_all: bool) -> None:

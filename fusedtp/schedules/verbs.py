@@ -1,6 +1,6 @@
 """Building blocks of the ops, written once for all schedules: a gather that feeds products, and a scatter fed by one.
 
-A schedule provides these two verbs; `prepared` combines them. `gather` sends this rank's part of a matrix to all ranks:
+A schedule provides these two verbs; `forms` combines them. `gather` sends this rank's part of a matrix to all ranks:
 any number of products consume the rows as they arrive, or the caller gets the whole matrix. `scatter` sends each rank's
 terms of a sum to their owners, who add them up. Both are made for a task, which decides their room in the arenas, and
 then used any number of times.

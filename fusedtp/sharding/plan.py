@@ -14,15 +14,45 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TypeAlias
 
 from ..errors import NotationError
-from ..shards import check_count, check_number
+from ..shards import check_count, check_number, even_sizes
 from .candidates import Matmul, choose, product
 from .notation import Dim, Spec, Tensor, parse
 from .redistribute import Sizes, Step, moved
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Shards of every dim of a spec as one rank sees them.
+
+    `lengths` has the global length of each dim, `place` this rank's index on each axis and the axis's number of ranks.
+    `splits` has the ranks' lengths of dims that the first axis does not split like `torch.tensor_split`.
+    """
+
+    lengths: Mapping[str, int]
+    place: Mapping[str, tuple[int, int]]
+    splits: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def sizes(self, dim: str, outer: tuple[str, ...], axis: str) -> tuple[int, ...]:
+        """Return the lengths into which `axis` splits this rank's part of `dim`, after `outer` axes have split it."""
+        num_ranks = self.place[axis][1]
+        if not outer and len(self.splits.get(dim, ())) == num_ranks:
+            return self.splits[dim]
+        return even_sizes(self.length(dim, outer), num_ranks)
+
+    def length(self, dim: str, axes: tuple[str, ...]) -> int:
+        """Return this rank's length of `dim` when `axes` split it, major to minor."""
+        if not axes:
+            return self.lengths[dim]
+        return self.sizes(dim, axes[:-1], axes[-1])[self.place[axes[-1]][0]]
+
+    def shape(self, tensor: Tensor) -> tuple[int, ...]:
+        return tuple(self.length(dim.name, dim.axes) for dim in tensor.dims)
+
 
 # An H100 by its data sheet: 990 TFLOP/s of dense bf16 over 450 GB/s of NVLink one way.
 FLOPS_PER_BYTE = 2200.0

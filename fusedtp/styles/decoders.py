@@ -14,24 +14,31 @@ ones scatter their sums.
 from __future__ import annotations
 
 import fnmatch
+import json
 import re
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.utils.parametrize import is_parametrized
 
-from ..calls import arguments, dispatch, orders
+from .. import groups
+from ..calls import arguments, dispatch
 from ..calls.parameters import same_as
+from ..errors import PeerTimeout, RanksDisagree
 from ..op import ANY_ORDER, RANK_ORDER, Order
 from ..options import Options
 from ..recipes import Float8
-from . import agreed, lora
+from ..workspaces import agreement, timeouts
+from . import lora
 from .embeddings import FusedEmbeddingParallel
 from .grouped import FusedGroup
 from .linears import FusedColwiseParallel, FusedRowwiseParallel, check_mesh, unfit
@@ -39,6 +46,53 @@ from .norms import AsGiven, FusedNormParallel
 from .packed import Unpack, features, is_conv1d, joined
 from .stack import PLANS, Decoder, check_alike, check_own, check_split_tokens, decoder_of, has_own, is_norm
 from .tokens import TOKENS, Heads, KeptLogits, SplitFeatures, SplitTokens, TiedHead, WholeOutput, WholeTokens
+
+# Compare what the ranks were given to split. A style begins with scattering parameters, which would wait for the
+# group's timeout if a rank has other parameters, or none.
+_OP = "parallelize"
+
+
+def parameters_of(model: nn.Module) -> dict[str, str]:
+    """By their names, what must be the same on all ranks."""
+    return {
+        name: f"{str(each.dtype).removeprefix('torch.')} {list(each.shape)}"
+        for name, each in model.named_parameters(remove_duplicate=False)
+    }
+
+
+def compare_given(group: ProcessGroup, mine: Mapping[str, str]) -> None:
+    """Raise RanksDisagree on every rank alike where they were given different things, with the first of these.
+
+    PeerTimeout names the first rank that has left nothing in the group's store, as it may still be loading, within the
+    group's timeout, or the time that `set_timeout` allows.
+    """
+    if group.size() == 1 or groups.is_fake(group):
+        return
+    store, rank, seconds = timeouts.GroupStore(group), group.rank(), timeouts.of_first(group)
+    deadline = time.monotonic() + seconds
+    # Counted in the store, which may outlive the group.
+    call = store.add(f"fusedtp/{_OP}/calls/{rank}", 1)
+    keys = [f"fusedtp/{_OP}/{call}/{peer}" for peer in range(group.size())]
+    store.set(keys[rank], json.dumps(mine))
+    everyone: list[dict[str, str]] = []
+    try:
+        for key in keys:
+            store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            everyone.append(json.loads(store.get(key)))
+    except timeouts.StoreSilent:
+        raise
+    except BaseException as error:
+        # A rank that comes later must not go on alone.
+        store.delete_key(keys[rank])
+        if not isinstance(error, RuntimeError):
+            raise
+        absent = "it has not called parallelize, or has given up; where it loads for longer, fusedtp.set_timeout allows"
+        raise PeerTimeout(_OP, rank, len(everyone), seconds, f"{absent} more") from error
+    # A peer that has left this record has read all of the one before.
+    store.delete_key(f"fusedtp/{_OP}/{call - 1}/{rank}")
+    if text := agreement.difference(_OP, everyone):
+        raise RanksDisagree(text, _OP, rank, tuple(everyone))
+
 
 # The share of the bytes that stays whole from which on `parallelize` says so.
 _TOLD = 0.1
@@ -279,7 +333,7 @@ def decoder_plan(
     dispatch.check_schedule(schedule)
     split_logits = arguments.flag("loss_parallel", loss_parallel)
     recipe = arguments.float8_of(float8)
-    orders.leaves_of(Options(schedule, float8=recipe, order=order), num_ranks)
+    arguments.leaves_of(Options(schedule, float8=recipe, order=order), num_ranks)
     decoder = lora.model_of(model)
     with lora.taken_off(decoder) as adapted:
         plan = _Planner(decoder_of(decoder), num_ranks, split, split_logits, schedule, recipe, order).write()
@@ -360,10 +414,10 @@ def parallelize(
         plan = decoder_plan(model, device_mesh.size(), **options)
     except Exception as error:
         # The others would wait for this one.
-        agreed.compare(device_mesh.get_group(), {**said, "plan": f"refused, {error}"})
+        compare_given(device_mesh.get_group(), {**said, "plan": f"refused, {error}"})
         raise
     planned = {f"the plan of {pattern}": repr(styles) for pattern, styles in plan.items()}
-    agreed.compare(device_mesh.get_group(), {**said, "plan": "made", **planned, **agreed.parameters_of(model)})
+    compare_given(device_mesh.get_group(), {**said, "plan": "made", **planned, **parameters_of(model)})
     decoder = lora.model_of(model)
     with lora.taken_off(decoder) as adapted:
         left = whole(decoder, plan)

@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.utils.parametrize import is_parametrized
 
 from .. import groups
-from ..calls import arguments, dispatch, eager, orders, problems
+from ..calls import arguments, dispatch, eager, problems
 from ..calls.parameters import Lies, Watched, local, watch_all
 from ..op import RANK_ORDER, Order
 from ..options import Options
@@ -317,7 +317,7 @@ class _FusedStyle(ParallelStyle):
         arguments.check_producer(producer, schedule)
         self.options = Options(schedule, "auto", producer, arguments.float8_of(float8), order)
         # Of any number of ranks so far.
-        orders.leaves_of(self.options, 1)
+        arguments.leaves_of(self.options, 1)
         for name, placement in (("input_layouts", self.input_layouts), ("output_layouts", self.output_layouts)):
             if not isinstance(placement, Shard | Replicate):
                 raise ValueError(f"{name} must be Shard(dim) or Replicate(), got {placement!r}")
@@ -329,10 +329,10 @@ class _FusedStyle(ParallelStyle):
             raise NotImplementedError(f"{type(self).__name__} is for nn.Linear, got {reason}")
         check_mesh(device_mesh)
         dtype = next(module.parameters()).dtype
-        if orders.leaves_of(self.options, device_mesh.size(), dtype) > 0:
+        if arguments.leaves_of(self.options, device_mesh.size(), dtype) > 0:
             name = "out_features" if self._weight == Shard(0) else "in_features"
             sizes = chunk_sizes(getattr(module, name), device_mesh.size())
-            orders.check_even(self.options.order, sizes, f"parts of {name}")
+            arguments.check_even(self.options.order, sizes, f"parts of {name}")
 
     def layouts_on(self, device_mesh: DeviceMesh) -> _Layouts:
         """What a linear of this style is told."""

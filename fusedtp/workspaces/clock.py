@@ -19,7 +19,7 @@ import time
 from torch import Tensor
 
 TICK_SECONDS = 0.01
-# `budgets` has none over 2,000,000 s; the difference of two times is an int32.
+# `timeouts` has none over 2,000,000 s; the difference of two times is an int32.
 _BEYOND_ANY_BUDGET_MS = 2_050_000_000
 # At most so much time counts between two looks at the clock. What a wait, or the thread here, does between two looks
 # takes milliseconds: in the rest of a longer gap the process was kept from running.

@@ -11,12 +11,12 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from .. import groups, turns
+from .. import groups, locks
 from ..groups import Group
 from ..memory import Unreachable
 from ..memory.cuda import CudaMemory
 from ..memory.posix import PosixMemory
-from . import budgets, stale
+from . import generation, timeouts
 from .rendezvous import StoreExchange
 from .workspace import Workspace
 
@@ -68,7 +68,7 @@ def _make(group: dist.ProcessGroup, key: tuple[str, torch.device], epoch: int) -
     on_host, device = key[1].type == "cpu", key[1]
     memory = PosixMemory(group.rank(), group.size()) if on_host else CudaMemory(group, device)
     # Put in its place first: after an interruption it is found there and closed, which tells the peers.
-    ws = _workspaces[key] = Workspace(memory, device, epoch=epoch, seconds=budgets.of(group), make=False)
+    ws = _workspaces[key] = Workspace(memory, device, epoch=epoch, seconds=timeouts.of(group), make=False)
     exchange = StoreExchange(group) if on_host else None
     try:
         ws.make(exchange)
@@ -79,7 +79,7 @@ def _make(group: dist.ProcessGroup, key: tuple[str, torch.device], epoch: int) -
         if exchange is not None and isinstance(error, (Unreachable, ValueError)):
             exchange.ended()
         raise
-    stale.changed()
+    generation.changed()
     if exchange is not None:
         exchange.ended()
 
@@ -107,10 +107,10 @@ def set_timeout(seconds: float, group: Group = None) -> None:
     Raises ValueError unless 0 < seconds <= 2,000,000 (the clock is an int32 of milliseconds), TypeError for no number;
     for what is no group as in the functions.
     """
-    budgets.set_for(None if group is None else groups.resolve(group), seconds)
+    timeouts.set_for(None if group is None else groups.resolve(group), seconds)
     for key, workspace in list(_workspaces.items()):
         made_for = _made_for.get(key)
-        workspace.set_timeout(budgets.of(made_for() if made_for is not None else None))
+        workspace.set_timeout(timeouts.of(made_for() if made_for is not None else None))
 
 
 def check(group: Group = None) -> None:
@@ -145,7 +145,7 @@ def destroy(group: Group = None) -> None:
     keys = [key for key in list(_made_for) if name in (None, key[0])]
     give_back: Callable[[], None] = partial(_forget_all, keys)
     for each in dict.fromkeys(key[0] for key in keys):
-        give_back = partial(turns.alone, ("group", each), "destroy", give_back)
+        give_back = partial(locks.alone, ("group", each), "destroy", give_back)
     # In the turns of all groups: either all of them are given back or, where an op is under way, none.
     give_back()
 
@@ -163,7 +163,7 @@ def _forget(key: tuple[str, torch.device]) -> None:
 
 def _discard(key: tuple[str, torch.device], why: int = 1) -> None:
     _found.clear()
-    stale.changed()
+    generation.changed()
     if (ws := _workspaces.get(key)) is not None:
         # In this order: if closing is interrupted, the workspace is found again.
         ws.close(why)
@@ -187,7 +187,7 @@ def _after_fork() -> None:
     for each in (_workspaces, _unreachable, _made_for, _found):
         each.clear()
     # Calls that were prepared have them too.
-    stale.changed()
+    generation.changed()
 
 
 os.register_at_fork(after_in_child=_after_fork)

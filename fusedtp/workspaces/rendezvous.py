@@ -27,10 +27,10 @@ from torch.distributed import ProcessGroup
 
 from ..errors import PeerTimeout
 from ..kernels import signal
-from . import budgets
-from .budgets import GroupStore, StoreSilent
+from . import timeouts
 from .clock import Stopwatch
 from .steps import HostSteps, load_acquire, store_release
+from .timeouts import GroupStore, StoreSilent
 
 if TYPE_CHECKING:
     from .workspace import Workspace
@@ -99,7 +99,7 @@ class StoreExchange:
             self._store.set(self._key("outcome", self._rank, self._number), json.dumps([self._numbers, mine]))
             outcomes = []
             for peer in range(self._world_size):
-                outcome = self._waited("outcome", peer, budgets.of(self._group))
+                outcome = self._waited("outcome", peer, timeouts.of(self._group))
                 if outcome is None:
                     return None
                 outcomes.append(outcome[1])
@@ -127,7 +127,7 @@ class StoreExchange:
                 return text
             waits = _waits()
             while not self._store.check([key]):
-                if (waited := next(waits)) > budgets.of(self._group):
+                if (waited := next(waits)) > timeouts.of(self._group):
                     raise PeerTimeout(_MAKING, self._rank, 0, round(waited, 3), "its measurements have not come")
             found: bytes = self._store.get(key)
             return found.decode()
@@ -146,7 +146,7 @@ class StoreExchange:
 
     def _patience(self) -> float:
         # If this rank broke off last time, or a peer has begun anew, some may have finished and wait elsewhere.
-        return budgets.of(self._group) if self._group in _unfinished else budgets.of_first(self._group)
+        return timeouts.of(self._group) if self._group in _unfinished else timeouts.of_first(self._group)
 
     def _key(self, *parts: str | int) -> str:
         return "/".join(map(str, ("fusedtp/arenas", *parts)))

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import turns
+from .. import locks
 from ..cost import hardware
 from ..cost.hardware import Hardware
 from ..errors import RanksDisagree
@@ -25,10 +25,10 @@ from ..kernels.launch import Channel
 from ..kernels.loading import check_device
 from ..memory import Arena, Exchange, Memory, Unreachable
 from ..shards import offsets
-from . import budgets, clock, disagreement
-from .failing import Failing
-from .meaning import Meaning, Meanings
-from .modes import outside_inference
+from ..torch_private import outside_inference
+from . import agreement, clock, timeouts
+from .agreement import Meaning, Meanings
+from .failures import Failing
 from .rendezvous import ArenaExchange, StoreExchange
 from .steps import DeviceSteps, HostSteps
 
@@ -76,13 +76,13 @@ class Workspace(Failing):
         # On a CPU a peer's memory is as near as the own one; on a GPU a matmul must not read it again and again.
         self.in_place = self._on_host = device.type == "cpu"
         self.slots = self.half_bytes = 0
-        self.seconds = budgets.of(None) if seconds is None else seconds
+        self.seconds = timeouts.of(None) if seconds is None else seconds
         self.failure: RuntimeError | RanksDisagree | None = None
         self.meanings = Meanings()
         self.made = False
         self._op, self._progress = "", _NO_OP
         # The call that made the last op that peers may have seen something of.
-        self._call: turns.Open | None = None
+        self._call: locks.Open | None = None
         self._memory = memory
         self._arena: Arena | None = None
         # The protocol's steps for ops that are driven from the host.
@@ -119,10 +119,10 @@ class Workspace(Failing):
     @outside_inference
     def _allocate(self, half_bytes: int, slots: int, epoch: int, exchange: Exchange | None) -> None:
         words = signal.SIGNALS.value + slots * self.world_size
-        size = -(-words // 64) * 64 + disagreement.TEXT_BYTES // 4
+        size = -(-words // 64) * 64 + agreement.TEXT_BYTES // 4
         header = torch.zeros(size, dtype=torch.int32, device="cpu")
         # Signals start at the present epoch, not at 0: near the wrap 0 could pass for a later one.
-        header[signal.SIGNALS.value : -disagreement.TEXT_BYTES // 4] = epoch
+        header[signal.SIGNALS.value : -agreement.TEXT_BYTES // 4] = epoch
         header[signal.EPOCH.value] = epoch
         header[signal.HARDWARE.value] = self._gpu
         data_offset = header.numel() * 4
@@ -301,7 +301,7 @@ class Workspace(Failing):
         """
         if self.meanings.now is not meant:
             self.meanings.take(meant)
-        unreturned = self._call is not None and not self._call.returned and self._call is not turns.current()
+        unreturned = self._call is not None and not self._call.returned and self._call is not locks.current()
         if (self._progress == _SENT or unreturned) and self.failure is None:
             # It was interrupted where nothing could notice that.
             self._abandon(self._op, None)
@@ -343,7 +343,7 @@ class Workspace(Failing):
                 self._refuse_words(words, _wrap(self._mirror + 1))
         if self._progress == _SENT or self.device.type != "cpu":
             self._mirror = _wrap(self._mirror + 1)
-            self._call = turns.current()
+            self._call = locks.current()
         self._progress = _NO_OP
 
     def interrupted(self, op: str, error: BaseException) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp import turns
+from fusedtp import locks
 from fusedtp.cost.overlap import FEW_ROWS
 from fusedtp.schedules import NAMES
 
@@ -98,7 +98,7 @@ def _all_reduce(call: Call) -> Results:
 
 def _both(op: str, call: Call, *operands: Tensor | None) -> list[Tensor]:
     # Two products at once are what backward runs, each time in a call of its own.
-    run, sizes = turns.one(direct.run), (call.rows,) * call.group.size()
+    run, sizes = locks.one(direct.run), (call.rows,) * call.group.size()
     return run(op, call.options["schedule"], call.group, *operands, sizes=sizes)
 
 

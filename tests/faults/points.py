@@ -15,7 +15,7 @@ from typing import Any
 from fusedtp import trace
 from fusedtp.kernels import signal
 from fusedtp.schedules import fused
-from fusedtp.schedules.prepared import Prepared
+from fusedtp.schedules.forms import Prepared
 from fusedtp.workspaces.steps import HostSteps
 from fusedtp.workspaces.workspace import Workspace
 

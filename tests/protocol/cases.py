@@ -12,15 +12,15 @@ from unittest import mock
 import torch
 
 from fusedtp.kernels.launch import Config
-from fusedtp.memory.local import local_memories
 from fusedtp.op import OPS as OPS_BY_NAME
 from fusedtp.op import Task
 from fusedtp.schedules import decomposed, fused, producer
-from fusedtp.schedules.prepared import Prepared, finish
+from fusedtp.schedules.forms import Prepared
 from fusedtp.workspaces import registry
 from fusedtp.workspaces.workspace import Workspace
 
 from .. import direct
+from ..virtual_ranks import finish, local_memories
 from .events import Advance, Event, Kernel, Raise, Wait
 from .record import Recorder
 

@@ -126,7 +126,7 @@ MUTANTS = (
     ),
     Mutant(
         "no signal for an empty shard, host", "copy: all_gather",
-        _edit(decomposed.Gather, "_push", "with travelling(ws):",
+        _edit(decomposed.DecomposedGather, "_push", "with travelling(ws):",
               "if rows.numel() == 0:\n        return\n    with travelling(ws):"),
         sizes=(3, 0), says="deadlock", races=False,
     ),
@@ -164,7 +164,7 @@ MUTANTS = (
     ),
     Mutant(
         "read without a wait", "copy: two_shot",
-        _edit(decomposed.Gather, "whole", "steps.wait(src, self._slot)", "pass"),
+        _edit(decomposed.DecomposedGather, "whole", "steps.wait(src, self._slot)", "pass"),
         says="is read",
     ),
     Mutant(
@@ -207,7 +207,7 @@ MUTANTS = (
     ),
     Mutant(
         "ends before its side stream", "scatter and gather",
-        _edit(fused.Gather, "_collect", "transport.settle(ws)", "pass"), says="may still run", races=False,
+        _edit(fused.FusedGather, "_collect", "transport.settle(ws)", "pass"), says="may still run", races=False,
     ),
 )  # fmt: skip
 

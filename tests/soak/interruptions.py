@@ -18,7 +18,7 @@ FOLDERS = tuple(f"{Path(module.__file__ or '').parent}/" for module in (fusedtp,
 # Installed it lies in the first of them.
 _BENCH = f"{Path(fusedtp.bench.__file__).parent}/"
 # A tracer strikes before these lines, and no signal does: the exit of a lock, a `try:` (whose instruction does nothing,
-# and which Python 3.11 leaves out of the block around it), and in `turns`, where nothing is called.
+# and which Python 3.11 leaves out of the block around it), and in `locks`, where nothing is called.
 _NO_SIGNAL = (
     "with _lock:", "try:", "if key in _taken and _taken[key] is mine:", "del _taken[key]", "_here.call = None",
     "return result",

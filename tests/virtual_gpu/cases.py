@@ -15,13 +15,12 @@ from torch import Tensor
 
 from fusedtp import PeerTimeout, reference
 from fusedtp.kernels import launch, signal
-from fusedtp.memory.local import local_memories
 from fusedtp.schedules import fused
-from fusedtp.schedules.phases import run_together
-from fusedtp.schedules.prepared import finish as finish_phases
 from fusedtp.workspaces import clock
 from fusedtp.workspaces.workspace import Workspace
 
+from ..virtual_ranks import finish as finish_phases
+from ..virtual_ranks import local_memories, run_together
 from . import float8
 from .driver import WINDOW, EmulatedDriver
 from .machine import Ran, Schedule

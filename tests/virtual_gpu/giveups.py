@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fusedtp import PeerTimeout, RanksDisagree, reference
-from fusedtp.workspaces import disagreement
-from fusedtp.workspaces.meaning import Meaning
+from fusedtp.workspaces import agreement
+from fusedtp.workspaces.agreement import Meaning
 from fusedtp.workspaces.steps import HostSteps
 from fusedtp.workspaces.workspace import Workspace
 
@@ -141,7 +141,7 @@ def disagreeing(
         ran = driver.run(ranks, schedule)
         # As real ranks would by themselves.
         for ws in ranks:
-            disagreement.say(ws._text(ws.rank), ws.meanings.now.values)
+            agreement.say(ws._text(ws.rank), ws.meanings.now.values)
         for ws in ranks:
             what = f"{name}, rank {ws.rank} of {world_size}, {odd} means another op, seed {schedule.seed}"
             with pytest.raises(RanksDisagree, match=r"the ranks do not agree on call: .*another on rank"):

@@ -18,14 +18,15 @@ from torch import Tensor
 from torch._C._distributed_c10d import FakeProcessGroup, _register_process_group
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fusedtp import turns
+from fusedtp import locks
 from fusedtp.calls import dispatch
 from fusedtp.schedules import fused
-from fusedtp.schedules.alone import multiplied as library_multiplied
-from fusedtp.schedules.prepared import Prepared, finish
+from fusedtp.schedules.forms import Prepared
+from fusedtp.schedules.local import multiplied as library_multiplied
 from fusedtp.workspaces import registry
 from fusedtp.workspaces.workspace import Workspace
 
+from ..virtual_ranks import finish, phases
 from .cases import virtual_ranks
 from .driver import EmulatedDriver
 from .machine import Ran, Schedule
@@ -85,7 +86,7 @@ def run_ranks(
             ws = prepared.ws
             assert ws is not None
             with driver.on(ws.rank):
-                outs = finish(prepared.phases(*operands))
+                outs = finish(phases(prepared, *operands))
             meet()
             ws.check()
             return outs
@@ -109,7 +110,7 @@ def run_ranks(
             mock.patch.object(fused, "multiplied", multiplied),
             mock.patch.multiple(Workspace, begin=lambda *_: None, end=lambda *_: None),
             # A thread here is a rank: ranks run the same op at once.
-            mock.patch.object(turns, "alone", lambda key, op, function, *args: function(*args)),
+            mock.patch.object(locks, "alone", lambda key, op, function, *args: function(*args)),
         ):
             threads = [threading.Thread(target=thread, args=(rank,)) for rank in range(world_size)]
             for each in threads:

@@ -1,4 +1,4 @@
-"""What goes wrong with a workspace: how its rank finds it out, tells its peers, and raises it."""
+"""Failures of a workspace: find them, tell the peers, and raise the error."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..errors import PeerTimeout, RanksDisagree
 from ..kernels import signal
 from ..memory import Arena
 from ..op import OPS
-from . import disagreement, meaning
-from .meaning import Meanings
+from . import agreement
+from .agreement import Meanings
 from .steps import fingerprint_place, raised, store_release, wrapping_difference
 
 # By LEFT, in `signal`.
@@ -23,6 +23,25 @@ _LEFT = {
     2: "left an op with an exception",
     3: "broke off while its memory was made",
 }
+
+
+def has_entered(header: Sequence[int], peer: int, world_size: int, epoch: int) -> bool:
+    """Whether rank `peer` has entered `epoch`, according to a header in which it says so."""
+    return raised(header[signal.SIGNALS.value + signal.ENTRY_SLOT.value * world_size + peer], epoch)
+
+
+def differing_ranks(header: Sequence[int], rank: int, world_size: int, epoch: int) -> list[int]:
+    """The ranks that have entered `epoch` with another fingerprint than `rank`, whose header this is."""
+
+    def fingerprint(source: int) -> Sequence[int]:
+        begin = fingerprint_place(epoch, source, world_size)
+        return header[begin : begin + 2]
+
+    return [
+        peer
+        for peer in range(world_size)
+        if peer != rank and has_entered(header, peer, world_size, epoch) and fingerprint(peer) != fingerprint(rank)
+    ]
 
 
 class Failing:
@@ -91,37 +110,37 @@ class Failing:
         fingerprint = int(np.array(words[own : own + 2], dtype=np.int32).view(np.int64)[0])
         # On a GPU the host may have issued other ops since.
         meant = self.meanings.now if self.device.type == "cpu" else self.meanings.by_fingerprint(fingerprint)
-        disagreement.say(self._text(self.rank), meant.values)
+        agreement.say(self._text(self.rank), meant.values)
         # After saying it: a peer that sees this word looks for what was said.
         self.words[signal.GIVEN_UP.value] = peer + 1
         op = meant.values.get("op", op)
-        everyone = disagreement.everyone(
+        everyone = agreement.everyone(
             self._text,
             self.world_size,
-            lambda peer: disagreement.has_entered(words, peer, self.world_size, epoch),
+            lambda peer: has_entered(words, peer, self.world_size, epoch),
             # A kernel on another rank may find out only when its budget is spent.
             1.25 * self.seconds + 1,
         )
-        text = meaning.difference(op, everyone) or f"{op}: the ranks do not agree, rank {peer} means something else"
+        text = agreement.difference(op, everyone) or f"{op}: the ranks do not agree, rank {peer} means something else"
         text += ". Call fusedtp.destroy for this group on every rank before its next op"
         self.failure = RanksDisagree(text, op, self.rank, everyone)
         raise self.failure
 
     def _text(self, peer: int) -> Tensor:
         assert self._arena is not None
-        return self._arena.tensors[peer][self.data_offset - disagreement.TEXT_BYTES : self.data_offset]
+        return self._arena.tensors[peer][self.data_offset - agreement.TEXT_BYTES : self.data_offset]
 
     def _fail(self, op: str, peer: int, slot: int, expected: int, seen: int, seconds: float | None = None) -> None:
         others = [other for other in range(self.world_size) if other != self.rank]
-        differing = disagreement.differing(self._header(self.rank), self.rank, self.world_size, expected)
-        if differing := differing or [other for other in others if disagreement.heard(self._text(other)) is not None]:
+        differing = differing_ranks(self._header(self.rank), self.rank, self.world_size, expected)
+        if differing := differing or [other for other in others if agreement.heard(self._text(other)) is not None]:
             self.disagree(op, differing[0], expected)
         headers = [self._header(each) for each in range(self.world_size)]
         who = missing(self.rank, headers, peer)
         what = "its memory to grow: step" if slot == signal.GROWTH_SLOT.value else f"signal slot {slot}: epoch"
         detail = f"{what} {expected} expected, {seen} seen"
         detail += explain(headers, peer, who)
-        if self.meanings.now.values.get("pass") == "backward" and not disagreement.has_entered(
+        if self.meanings.now.values.get("pass") == "backward" and not has_entered(
             self._header(self.rank), who, self.world_size, expected
         ):
             detail += f"; in a backward pass, which rank {who} makes only where it wants the same gradients as this one"

@@ -1,4 +1,4 @@
-"""One op of a group at a time in a process, and one interpreted kernel; and calls that have not returned.
+"""Locks: one running op per group and process, one interpreted kernel per process, and calls that have not returned.
 
 Ranks must run a group's ops in the same order. Threads that run ops at once would not: on one rank one op comes first,
 on another rank the other, and two unrelated ops would read each other's signals. Such a call is refused, not queued: a

@@ -1,18 +1,26 @@
-"""What an op means to a rank: what all ranks of its group must have in common, and a fingerprint of that.
+"""Compare what an op means to each rank, and say which rank differs.
 
-Each rank takes lengths from its own tensors. Ranks that take different ones would read and write at different places of
-shared memory, and take garbage for a result. So every op there carries its fingerprint beside its epoch
-(`kernels.signal`), and ranks compare them where they wait for each other anyway. A fingerprint does not cover values
-that all ranks must hold alike, such as a bias that is added once.
+Each rank takes lengths from its own tensors. Ranks that take different ones would access different places of shared
+memory, and return garbage. So every op carries a fingerprint of its meaning beside its epoch (`kernels.signal`), and
+ranks compare fingerprints when they wait for each other. A fingerprint does not cover values that all ranks must hold
+alike, such as a bias that is added once.
+
+A rank that finds a difference writes its meaning, as text, into its own arena. Then it waits for the texts of all ranks
+that have entered the same epoch: they find the difference too, at the latest when they leave. No text is written
+twice, as the workspace is not used again.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+
+import torch
+from torch import Tensor
 
 from ..op import Task
 from ..torch_private import graph_task
@@ -38,7 +46,7 @@ def in_backward() -> bool:
     return bool(graph_task() != -1)
 
 
-def of(task: Task, schedule: str, device: str, call: str = "") -> Meaning:
+def meaning_of(task: Task, schedule: str, device: str, call: str = "") -> Meaning:
     """The meaning of a task here and now, on that kind of device. call: what it is part of, as far as matrices do not
     show that.
     """
@@ -100,3 +108,52 @@ def _odd_one_out(values: list[str]) -> str:
     if count <= len(values) / 2 or len(values) < 3:
         return ""
     return f": {'rank' if len(odd) == 1 else 'ranks'} {', '.join(map(str, odd))} against {count} that agree"
+
+
+# At the end of a header: the text's length as an int32, 0 before there is one, then the text.
+TEXT_BYTES = 1024
+_LENGTH_BYTES = 4
+GRACE_SECONDS = 1.0
+# At most so many characters of each value, so that all values fit together, even with long lists of sizes.
+_MOST_CHARACTERS = 96
+
+
+def _shortened(value: str) -> str:
+    return value if len(value) <= _MOST_CHARACTERS else f"{value[:_MOST_CHARACTERS]}.."
+
+
+def say(place: Tensor, values: Mapping[str, str]) -> None:
+    """Write what this rank meant to its `place`, uint8 [TEXT_BYTES]."""
+    short = {name: _shortened(value) for name, value in values.items()}
+    text = json.dumps(short).encode()[: TEXT_BYTES - _LENGTH_BYTES]
+    place[_LENGTH_BYTES : _LENGTH_BYTES + len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    # The length after the text: on x86, and on a GPU's stream, stores are seen in the order in which they were made.
+    place[:_LENGTH_BYTES].view(torch.int32).fill_(len(text))
+
+
+def heard(place: Tensor) -> dict[str, str] | None:
+    """What a rank has said, or None."""
+    raw = bytes(place.cpu().numpy())
+    length = int.from_bytes(raw[:_LENGTH_BYTES], "little", signed=True)
+    if not 0 < length <= TEXT_BYTES - _LENGTH_BYTES:
+        return None
+    try:
+        values = json.loads(raw[_LENGTH_BYTES : _LENGTH_BYTES + length])
+    except ValueError:
+        return None
+    return {str(name): str(value) for name, value in values.items()} if isinstance(values, dict) else None
+
+
+def everyone(
+    places: Callable[[int], Tensor], world_size: int, entered: Callable[[int], bool], seconds: float
+) -> tuple[dict[str, str] | None, ...]:
+    """What every rank has said. Waits at most `seconds` for ranks that have entered, and GRACE_SECONDS for others,
+    which may be gone: so a rank that is merely slower is in every rank's message.
+    """
+    begin = time.monotonic()
+    while True:
+        said = tuple(heard(places(peer)) for peer in range(world_size))
+        waited, silent = time.monotonic() - begin, [peer for peer in range(world_size) if said[peer] is None]
+        if not silent or waited > (seconds if any(map(entered, silent)) else min(seconds, GRACE_SECONDS)):
+            return said
+        time.sleep(0.002)

@@ -1,6 +1,8 @@
-"""When what is kept from call to call no longer holds: one number, which goes up whenever a group's symmetric memory is
-made or given back, or a group that calls were prepared for is gone. What was worked out under an older number is worked
-out anew, and the tables that keep it are emptied: they would also keep memory that was given back.
+"""Generation counter that invalidates cached calls.
+
+`version` goes up when a group's symmetric memory is made or given back, and when a group that calls were prepared for
+is gone. Cached calls of an older version are prepared again, and the tables that hold them are emptied: they would also
+hold memory that was given back.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from collections.abc import MutableMapping
 from typing import Any, TypeVar
 from weakref import ref
 
-Table = TypeVar("Table", bound=MutableMapping[Any, Any])
+CachedTable = TypeVar("CachedTable", bound=MutableMapping[Any, Any])
 
 version = 0
 # Watched groups that are gone. The interpreter puts them here: in a function of ours an interruption that comes just
@@ -21,7 +23,7 @@ _tables: list[MutableMapping[Any, Any]] = []
 _watched: dict[int, ref[Any]] = {}
 
 
-def table(new: Table) -> Table:
+def table(new: CachedTable) -> CachedTable:
     """Returns `new`, which is emptied from now on whenever the number goes up."""
     _tables.append(new)
     return new

@@ -1,18 +1,86 @@
-"""Any schedule on one rank: nothing is sent, and the library multiplies, or our kernel if the order is a tree."""
+"""Multiply whole local operands: any schedule on one rank, and the matmuls beside a collective.
+
+The library multiplies, or our kernel if the order is a tree (`kernels.contraction`): its bits are those that a
+collective's kernels give to the same product.
+
+On CPUs with AMX, torch's 16-bit matmul needs padded operands. oneDNN reads an operand's rows up to a multiple of 32
+elements there and multiplies the elements past a row's end by zeros. NaN or infinity past the end is NaN in the
+result, whatever tensor it belongs to (oneDNN issue 5717, fixed in oneDNN by pull request 5723 of July 2026; torch 2.13
+still has the bug). So views whose rows end elsewhere are copied and padded with zeros. Contiguous rows are left alone,
+as by torch: NaN in one may reach the result's previous row.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache, partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from .. import activations, norms, scaled_mm
+from .. import activations, locks, norms, scaled_mm
 from ..norms import Norm
 from ..op import GATED, Task
 from ..scaled import Matrix, Quantized, by_columns
-from .padded import NARROW, padded
+from ..torch_private import FakeTensor
 from .verbs import Epilogue, Product
+
+# The fast paths to a matmul call `padded` only for these.
+NARROW = (torch.bfloat16, torch.float16)
+_STEP = 32
+
+
+@cache
+def _has_amx() -> bool:
+    try:
+        return "amx_" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
+def reads_beside(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether torch's matmul may read past the rows of its operands."""
+    return dtype in NARROW and device.type == "cpu" and _has_amx()
+
+
+def padded(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a [M, K] and b [K, N], or copies padded with zeros along K if torch reads past their rows."""
+    if a.shape[1] % _STEP == 0 or not reads_beside(a.dtype, a.device):
+        return a, b
+    return _rows(a), _rows(b.t()).t()
+
+
+def _rows(x: Tensor) -> Tensor:
+    rows, K = x.shape
+    if x.stride(1) != 1 or x.stride(0) == K:
+        return x
+    whole = torch.zeros(rows, -(-K // _STEP) * _STEP, dtype=x.dtype, device=x.device)
+    return whole[:, :K].copy_(x)
+
+
+def tree_product(
+    terms: Sequence[tuple[Tensor, Tensor]], leaves: int, bias: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return the sum of terms a [M, K] @ b [K, N] (+ bias [N]), in a's dtype or in `dtype`."""
+    (a, b), *more = terms
+    out = torch.empty(a.shape[0], b.shape[1], dtype=dtype or a.dtype, device=a.device)
+    # A compiler's fake tensors have shapes alone.
+    if isinstance(out, FakeTensor) or not out.numel():
+        return out
+    # Imported late, as these load Triton.
+    from ..kernels import INTERPRETED, operands
+    from ..kernels.launch import config_for
+    from ..kernels.matmul import matmul
+
+    epilogue, config = operands.Epilogue(bias, operands.PER_ROW[False]), config_for(a.device, a.dtype, tree=True)
+    multiply = partial(matmul, a, b, out, epilogue, config=config, leaves=leaves, more=more)
+    # Beside a collective, the op has the interpreter already.
+    if not INTERPRETED or locks.is_mine(locks.INTERPRETER):
+        multiply()
+    else:
+        locks.alone(locks.INTERPRETER, "a product in leaves", multiply)
+    return out
 
 
 class Alone:
@@ -31,14 +99,14 @@ class Alone:
     def gather(
         self, sizes: Sequence[int], other: int, dim: int, *, products: Sequence[str] = (), result: int = 0,
         beside: bool = False, sums: bool = False,
-    ) -> Gather:  # fmt: skip
-        return Gather(dim, self._leaves)
+    ) -> LocalGather:  # fmt: skip
+        return LocalGather(dim, self._leaves)
 
-    def scatter(self, sizes: Sequence[int], other: int, dim: int, *, to_all: bool, multiplies: bool) -> Scatter:
-        return Scatter(self._leaves)
+    def scatter(self, sizes: Sequence[int], other: int, dim: int, *, to_all: bool, multiplies: bool) -> LocalScatter:
+        return LocalScatter(self._leaves)
 
 
-class Gather:
+class LocalGather:
     """`verbs.Gather` for one rank."""
 
     def __init__(self, dim: int, leaves: int) -> None:
@@ -56,7 +124,7 @@ class Gather:
         return x.clone(memory_format=torch.contiguous_format)
 
 
-class Scatter:
+class LocalScatter:
     """`verbs.Scatter` for one rank."""
 
     def __init__(self, leaves: int) -> None:
@@ -82,10 +150,8 @@ class Scatter:
 
 
 def _as_tree(terms: Sequence[tuple[Tensor, Tensor]], leaves: int, epilogue: Epilogue) -> Tensor:
-    # The kernel that adds up subtrees rounds once too, with bias and residual. Imported late: it loads Triton.
-    from .ordered import product
-
-    out = product(terms, leaves, dtype=torch.float32)
+    # The kernel that adds up subtrees rounds once too, with bias and residual.
+    out = tree_product(terms, leaves, dtype=torch.float32)
     for added in (epilogue.bias, epilogue.residual):
         if added is not None:
             out.add_(added)
@@ -135,9 +201,7 @@ def mm(a: Matrix, b: Matrix, bias: Tensor | None = None, leaves: int = 0) -> Ten
     """Return a [M, K] @ b [K, N] -> [M, N], plus a bias: [N], or [M, N] without leaves."""
     if leaves:
         # Imported late: it loads Triton.
-        from .ordered import product
-
-        return product([(a, b)], leaves, bias)
+        return tree_product([(a, b)], leaves, bias)
     if type(a) is Quantized and type(b) is Quantized:
         return scaled_mm.mm(a, b, bias)
     if a.dtype in NARROW:
@@ -149,9 +213,7 @@ def summed(terms: Sequence[tuple[Matrix, Matrix]], bias: Tensor | None = None, l
     """Return the sum of terms a [M, K] @ b [K, N] (+ bias), rounded after each; float8 and leaves are rounded once."""
     (a, b), *others = terms
     if leaves:
-        from .ordered import product
-
-        return product(terms, leaves, bias)
+        return tree_product(terms, leaves, bias)
     if others and type(a) is Quantized:
         return scaled_mm.summed(terms, bias)
     out = mm(a, b, bias)

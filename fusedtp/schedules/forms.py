@@ -1,14 +1,14 @@
-"""A task on one rank by one schedule, made once and run any number of times.
+"""Forms of the ops over a schedule's verbs, and `Prepared`: a task on one rank by one schedule, to be run many times.
 
 Each op has one of three forms, written once for all schedules with their verbs. A form runs in two or three stages: a
 wait for peers is in a later stage than the sends that it waits for. A rank in its own process runs the stages one after
-the other; virtual ranks go from one to the next together (`phases`).
+the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -16,14 +16,11 @@ from torch.distributed import ProcessGroup
 from ..norms import Norm
 from ..op import Task
 from ..shards import even_sizes
-from .alone import Alone, multiplied, with_norm
+from .local import Alone, multiplied, with_norm
 from .verbs import PLAIN, Epilogue, Operands, Product, Verbs
 
 if TYPE_CHECKING:
     from ..workspaces.workspace import Workspace
-
-T = TypeVar("T")
-Phases = Generator[None, None, list[Tensor]]
 
 
 def _norm(task: Task, operands: Operands) -> Norm | None:
@@ -187,11 +184,11 @@ class Prepared:
         self.ws = ws if ws is not None and ws.world_size > 1 else None
         on = self.on = self._verbs(group, how)
         if task.algorithm == "ring" and not isinstance(on, Alone):
-            from .fused import Fused, Ring
+            from .fused import Fused, FusedRing
 
             if not isinstance(on, Fused):
                 raise ValueError("algorithm 'ring' is a kernel: use it with schedule 'fused'")
-            self.form: Any = Ring(on, task)
+            self.form: Any = FusedRing(on, task)
         else:
             form = FORMS.get(task.op.name, FORMS[task.op.kind])
             self.form = self._one_kernel(on) or form(on, task)
@@ -239,29 +236,3 @@ class Prepared:
         if ws is not None:
             self.on.end()
         return outs
-
-    def phases(self, *operands: Tensor | None) -> Phases:
-        """Run every stage in phases, which virtual ranks go through together; make room up to the first `yield`."""
-        on, ws = self.on, self.ws
-        if ws is not None:
-            ws.require(self.half_bytes, self.slots)
-            yield
-            if on.by_host:
-                ws.steps.enter(self.task.op.name)
-        for stage in self._before:
-            stage(operands)
-            yield
-        outs: list[Tensor] = self._last(operands)
-        if ws is not None:
-            on.end()
-        return outs
-
-
-def finish(phases: Generator[None, None, T]) -> T:
-    """Run the remaining phases and return the result."""
-    while True:
-        try:
-            next(phases)
-        except StopIteration as stop:
-            found: T = stop.value
-            return found

@@ -1,4 +1,4 @@
-"""How long a wait may take: one budget a group, from `set_timeout`, for peers and for torch.distributed's store."""
+"""Timeouts of waits: one per group, from `set_timeout`, for peers and for torch.distributed's store."""
 
 from __future__ import annotations
 
