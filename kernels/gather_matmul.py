@@ -244,43 +244,6 @@ def _store_gathered(ctx, tile, packed, acc):
             )  # fmt: skip
 
 
-@triton.jit
-def _gather_matmul_programs(
-    ctx, shard, num_rows, dst_row, num_tiles,
-    PUSHERS: tl.constexpr, CONTRACTION: tl.constexpr, LAST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
-    SWITCH: tl.constexpr,
-):  # fmt: skip
-    pid = tl.program_id(0)
-    num_programs = tl.num_programs(0)
-    if ctx.epilogue.GATED:
-        num_tiles = end_of_pairs(pid - PUSHERS, num_tiles // 2, num_programs - PUSHERS)
-    if PUSHERS > 0:
-        enter(ctx.link, pid)
-    if PUSHERS > 0 and pid < PUSHERS:
-        push_to_all(
-            ctx.link, shard, ctx.chunks.table, pid, PUSHERS, num_rows, dst_row, ctx.chunks.pitch,
-            FIRST_SLOT, False, not ctx.a.IN_PLACE, ctx.chunks.PIECE, BLOCK_R, BLOCK_C, SWITCH,
-        )  # fmt: skip
-    elif CONTRACTION and ctx.tiles.SCALES == "rows":
-        matmul_tiles(
-            ctx, pid - PUSHERS, num_programs - PUSHERS, num_tiles,
-            _locate_whole, _a_gathered_contraction, b_of_tile, _store_gathered, ctx.link.group.WORLD_SIZE,
-            _scaled_chunk,
-        )  # fmt: skip
-    elif CONTRACTION:
-        matmul_tiles(
-            ctx, pid - PUSHERS, num_programs - PUSHERS, num_tiles,
-            _locate_whole, _a_gathered_contraction, b_of_tile, _store_gathered, ctx.link.group.WORLD_SIZE,
-        )  # fmt: skip
-    else:
-        matmul_tiles(
-            ctx, pid - PUSHERS, num_programs - PUSHERS, num_tiles,
-            _locate_own_chunk_first, _a_gathered_rows, b_of_tile, _store_gathered_rows, 1,
-        )  # fmt: skip
-    if LAST:
-        leave(ctx.link, num_programs)
-
-
 @triton.jit(do_not_specialize=["rank", "fingerprint", "num_rows", "dst_row", "num_tiles"])
 def _gather_matmul_kernel(
     a, b, c, epilogue, more, scales, tiles, chunks, group, rank, fingerprint: tl.int64, num_rows, dst_row, num_tiles, M,
@@ -295,14 +258,34 @@ def _gather_matmul_kernel(
     Waits for: pieces of other ranks' shards, and of the own shard without IN_PLACE, in multiplying programs. Raised by
     programs with lower ids, which wait for nothing, or (PUSHERS = 0) by what was issued earlier.
     """
-    _gather_matmul_programs(
-        Gathered(
-            Link(group, rank, begin(group, rank), fingerprint, 0), a, b, c, epilogue, tiles, chunks, M, more, scales,
-            PUSHERS, 0,
-        ),
-        Rows(a.ptr, a.stride_m, a.stride_k, a.cols, None if scales is None else scales.a),
-        num_rows, dst_row, num_tiles, PUSHERS, CONTRACTION, LAST, BLOCK_R, BLOCK_C, SWITCH,
-    )  # fmt: skip
+    link = Link(group, rank, begin(group, rank), fingerprint, 0)
+    pid = tl.program_id(0)
+    num_programs = tl.num_programs(0)
+    if epilogue.GATED:
+        num_tiles = end_of_pairs(pid - PUSHERS, num_tiles // 2, num_programs - PUSHERS)
+    if PUSHERS > 0:
+        enter(link, pid)
+    if PUSHERS > 0 and pid < PUSHERS:
+        push_to_all(
+            link, Rows(a.ptr, a.stride_m, a.stride_k, a.cols, None if scales is None else scales.a), chunks.table, pid,
+            PUSHERS, num_rows, dst_row, chunks.pitch, FIRST_SLOT, False, not a.IN_PLACE, chunks.PIECE, BLOCK_R, BLOCK_C,
+            SWITCH,
+        )  # fmt: skip
+    else:
+        # Built in the call, as a tuple that is assigned to a name loses its constants.
+        matmul_tiles(
+            Gathered(
+                Link(group, rank, link.epoch, fingerprint, 0), a, b, c, epilogue, tiles, chunks, M, more, scales,
+                PUSHERS, 0,
+            ),
+            pid - PUSHERS, num_programs - PUSHERS, num_tiles,
+            _locate_whole if CONTRACTION else _locate_own_chunk_first,
+            _a_gathered_contraction if CONTRACTION else _a_gathered_rows, b_of_tile,
+            _store_gathered if CONTRACTION else _store_gathered_rows, group.WORLD_SIZE if CONTRACTION else 1,
+            _scaled_chunk if CONTRACTION and tiles.SCALES == "rows" else None,
+        )  # fmt: skip
+    if LAST:
+        leave(link, num_programs)
 
 
 # A further b, its c, its bias, the z that takes its products before an activation, and its float8 scales.

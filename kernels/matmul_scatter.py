@@ -115,27 +115,6 @@ def _store_to_all(ctx, tile, packed, acc):
         _store_to(ctx, (ctx.link.rank + i) % ctx.link.group.WORLD_SIZE, tile, partial)
 
 
-@triton.jit
-def _matmul_scatter_programs(ctx, num_tiles, TO_ALL: tl.constexpr):
-    pid = tl.program_id(0)
-    enter(ctx.link, pid)
-    if TO_ALL:
-        matmul_tiles(
-            ctx, pid, tl.num_programs(0), num_tiles,
-            locate_whole, a_of_term, b_of_term, _store_to_all, 1 + ctx.more.COUNT,
-        )  # fmt: skip
-    elif ctx.tiles.SCALES == "rows" and ctx.more.COUNT > 0:
-        matmul_tiles(
-            ctx, pid, tl.num_programs(0), num_tiles,
-            _locate_own_chunk_last, a_of_term, b_of_term, _store_to_owner, 1 + ctx.more.COUNT, _scaled_term,
-        )  # fmt: skip
-    else:
-        matmul_tiles(
-            ctx, pid, tl.num_programs(0), num_tiles,
-            _locate_own_chunk_last, a_of_term, b_of_term, _store_to_owner, 1 + ctx.more.COUNT,
-        )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["rank", "fingerprint", "region_row", "num_tiles"])
 def _matmul_scatter_kernel(
     a, b, more, scales, tiles, table, group, rank, fingerprint: tl.int64, region_row, num_tiles, M, pitch,
@@ -145,12 +124,17 @@ def _matmul_scatter_kernel(
 
     TO_ALL: store and signal to all ranks. SWITCH: store into the own half. Waits for nothing.
     """
-    _matmul_scatter_programs(
+    epoch = begin(group, rank)
+    pid = tl.program_id(0)
+    enter(Link(group, rank, epoch, fingerprint, 0), pid)
+    matmul_tiles(
         Partial(
-            Link(group, rank, begin(group, rank), fingerprint, 0), a, b, tiles, table, M, region_row, pitch, more,
-            scales, SWITCH, 0,
+            Link(group, rank, epoch, fingerprint, 0), a, b, tiles, table, M, region_row, pitch, more, scales, SWITCH, 0
         ),
-        num_tiles, TO_ALL,
+        pid, tl.num_programs(0), num_tiles,
+        locate_whole if TO_ALL else _locate_own_chunk_last, a_of_term, b_of_term,
+        _store_to_all if TO_ALL else _store_to_owner, 1 + more.COUNT,
+        _scaled_term if tiles.SCALES == "rows" and more.COUNT > 0 else None,
     )  # fmt: skip
 
 

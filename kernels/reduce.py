@@ -73,13 +73,22 @@ def tree_of_parts(
     return acc
 
 
-@triton.jit
-def _reduce_programs(
-    link, own, out, epilogue, num_rows, region_rows, result_row, pitch, result_pitch, second_slot,
+@triton.jit(do_not_specialize=["rank", "fingerprint", "num_rows", "region_rows", "result_row", "second_slot"])
+def _reduce_kernel(
+    x, out, epilogue, group, rank, fingerprint: tl.int64, num_rows, region_rows, result_row, second_slot, pitch,
+    result_pitch,
     TREE: tl.constexpr, PER_TILE: tl.constexpr, OWN_IN_PLACE: tl.constexpr, BROADCAST: tl.constexpr, LAST: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr,
     SWITCH: tl.constexpr,
 ):  # fmt: skip
+    """Sum the regions of the own half into `out`, or with SWITCH this rank's region of all halves.
+
+    BROADCAST: store the sums into the peers' halves too, and signal each tile. LAST: end the epoch. After a broadcast,
+    or if a gather is still to be collected, the collecting kernel ends the epoch.
+
+    Waits for: pieces or tiles raised by the peers' (and the own) previous kernel of this op, which waits for nothing.
+    """
+    link = Link(group, rank, begin(group, rank), fingerprint, 0)
     pid = tl.program_id(0)
     num_programs = tl.num_programs(0)
     dtype: tl.constexpr = out.ptr.dtype.element_ty
@@ -110,13 +119,13 @@ def _reduce_programs(
             at_m = (row + offs_m).to(tl.int64)[:, None]
             if TREE:
                 acc = tree_of_parts(
-                    link, base, own, 0, at_m, at_n, mask, region_rows, pitch, OWN_IN_PLACE, link.group.WORLD_SIZE
+                    link, base, x, 0, at_m, at_n, mask, region_rows, pitch, OWN_IN_PLACE, group.WORLD_SIZE
                 )
             elif SWITCH:
                 places = (link.rank * region_rows + at_m) * pitch + summed_col
                 acc = sum_of_all(link, dtype, places, (offs_m < left)[:, None], out.cols - col, BLOCK_N)
             else:
-                acc = sum_of_parts(link, base, own, at_m, at_n, mask, region_rows, pitch, OWN_IN_PLACE)
+                acc = sum_of_parts(link, base, x, at_m, at_n, mask, region_rows, pitch, OWN_IN_PLACE)
             if epilogue.bias is not None:
                 if epilogue.PER_ROW:
                     acc += bias_at(epilogue, at_m, at_m < num_rows)
@@ -141,28 +150,6 @@ def _reduce_programs(
                 raise_signal(link, (link.rank + i) % link.group.WORLD_SIZE, second_slot + index)
     if LAST:
         leave(link, num_programs)
-
-
-@triton.jit(do_not_specialize=["rank", "fingerprint", "num_rows", "region_rows", "result_row", "second_slot"])
-def _reduce_kernel(
-    x, out, epilogue, group, rank, fingerprint: tl.int64, num_rows, region_rows, result_row, second_slot, pitch,
-    result_pitch,
-    TREE: tl.constexpr, PER_TILE: tl.constexpr, OWN_IN_PLACE: tl.constexpr, BROADCAST: tl.constexpr, LAST: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr,
-    SWITCH: tl.constexpr,
-):  # fmt: skip
-    """Sum the regions of the own half into `out`, or with SWITCH this rank's region of all halves.
-
-    BROADCAST: store the sums into the peers' halves too, and signal each tile. LAST: end the epoch. After a broadcast,
-    or if a gather is still to be collected, the collecting kernel ends the epoch.
-
-    Waits for: pieces or tiles raised by the peers' (and the own) previous kernel of this op, which waits for nothing.
-    """
-    _reduce_programs(
-        Link(group, rank, begin(group, rank), fingerprint, 0),
-        x, out, epilogue, num_rows, region_rows, result_row, pitch, result_pitch, second_slot,
-        TREE, PER_TILE, OWN_IN_PLACE, BROADCAST, LAST, ALIGNED, BLOCK_M, BLOCK_N, STRIP, SWITCH,
-    )  # fmt: skip
 
 
 def reduce(

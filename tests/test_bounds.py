@@ -42,7 +42,7 @@ PLANTED = [
     ),
     (
         "_collect_kernel stores 4 bytes", "all_gather",
-        Edit(push, "_collect_programs", "(offs_m < first + rows - row - strip)",
+        Edit(push, "_collect_kernel", "(offs_m < first + rows - row - strip)",
             "(offs_m <= first + rows - row - strip)"),
     ),
     (
@@ -157,7 +157,7 @@ def test_hints_are_true(lengths: Lengths) -> None:
         ("_gather_matmul_kernel takes 25", (41, 16, 41, (9, 16, 16), (0,)),
             Edit(gather_matmul, "_row", "if ctx.chunks.ROWS_ALIGNED", "if True")),
         ("_reduce_kernel takes 14", (41, 16, 96, (64, 16, 16), (1,)),
-            Edit(reduce, "_reduce_programs", "if ALIGNED", "if True")),
+            Edit(reduce, "_reduce_kernel", "if ALIGNED", "if True")),
     ],
 )  # fmt: skip
 def test_an_untrue_hint_is_found(says: str, lengths: Lengths, edit: Edit) -> None:
