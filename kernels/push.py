@@ -17,16 +17,15 @@ import triton.language as tl
 
 from .launch import FP_FUSION, Channel, Config, moving_options, strip_of
 from .loading import launch
-from .matmul import or_nan
 from .multicast import behind_store, store_to_all
 from .scales import scale_bytes
-from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, leave, raise_signal, wait
+from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, leave, or_nan, raise_signal, wait
 
 # Rows whose block scales are sent at a time.
 SCALE_ROWS = tl.constexpr(256)
 
 
-class Rows(NamedTuple):
+class LocalRows(NamedTuple):
     """A local matrix: pointer, strides, columns, and float8 scales of rows or blocks, which travel with the rows."""
 
     ptr: tl.tensor
@@ -36,9 +35,9 @@ class Rows(NamedTuple):
     scale: tl.tensor | None = None
 
 
-def rows_of(x: torch.Tensor, scale: torch.Tensor | None = None) -> Rows:
+def rows_of(x: torch.Tensor, scale: torch.Tensor | None = None) -> LocalRows:
     """Return a matrix as a launch passes it; scale: of float8 rows."""
-    return Rows(x, x.stride(0), x.stride(1), x.shape[1], scale)
+    return LocalRows(x, x.stride(0), x.stride(1), x.shape[1], scale)
 
 
 @triton.jit

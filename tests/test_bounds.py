@@ -10,7 +10,7 @@ import torch
 from triton.runtime.errors import InterpreterError
 
 from fusedtp.bench.ranks import RankPool
-from fusedtp.kernels import descriptors, gather_matmul, matmul, operands, push, reduce
+from fusedtp.kernels import contraction, descriptors, epilogue, gather_matmul, matmul, push, reduce
 from fusedtp.kernels.launch import INTERPRETER
 from fusedtp.memory.local import local_memories
 from fusedtp.schedules.phases import run_together
@@ -23,13 +23,13 @@ from .protocol.live import live
 from .protocol.mutants import Edit, Mutant, planted
 from .test_ops_local import CPU, problem
 
-NO_BIAS = operands.epilogue_of(None, per_row=False)
+NO_BIAS = epilogue.epilogue_of(None, per_row=False)
 
 # Of each: what is said, the op it shows on, and the edit.
 PLANTED = [
     (
         "_gather_matmul_kernel stores 4 bytes", "gather rows",
-        Edit(matmul, "_store_columns", "(offs_n < N)[None", "(offs_n <= N)[None"),
+        Edit(epilogue, "apply", "& in_n[None, :]", "& (cols <= c.N[0])[None, :]"),
     ),
     (
         # The next column of another rank's shard, between the rows of this one.
@@ -38,7 +38,7 @@ PLANTED = [
     ),
     (
         "_matmul_scatter_kernel loads 4 bytes", "scatter rows",
-        Edit(matmul, "multiply", "offs_k[None, :] < a.k_len", "offs_k[None, :] <= a.k_len"),
+        Edit(contraction, "multiply", "offs_k[None, :] < a.k_len", "offs_k[None, :] <= a.k_len"),
     ),
     (
         "_collect_kernel stores 4 bytes", "all_gather",
@@ -79,7 +79,7 @@ def test_between_the_rows_of_a_slice_is_outside() -> None:
     with Bounds() as bounds:
         matmul.matmul(a, b, c, NO_BIAS, config=INTERPRETER)
         assert bounds.accesses > 0
-        stride = Edit(matmul, "_store_columns", "* c.stride_m", "* N")
+        stride = Edit(epilogue, "apply", "rows * stride_of(c.stride_m, j, c.COUNT, c.UNIT == 0)", "rows * c.N[0]")
         with planted(Mutant("", "", (stride,))), pytest.raises(InterpreterError, match="one of 6 places of 15 outside"):
             matmul.matmul(a, b, c, NO_BIAS, config=INTERPRETER)
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from .. import turns
-from ..kernels import INTERPRETED, operands
+from ..kernels import INTERPRETED
+from ..kernels.epilogue import epilogue_of
 from ..kernels.launch import config_for
 from ..kernels.matmul import matmul
 from ..torch_private import FakeTensor
@@ -28,7 +29,7 @@ def product(
     # A compiler's fake tensors have shapes alone.
     if isinstance(out, FakeTensor) or not out.numel():
         return out
-    epilogue, config = operands.Epilogue(bias, operands.PER_ROW[False]), config_for(a.device, a.dtype, tree=True)
+    epilogue, config = epilogue_of(bias, per_row=False), config_for(a.device, a.dtype, tree=True)
     multiply = partial(matmul, a, b, out, epilogue, config=config, leaves=leaves, more=more)
     # Beside a collective, the op has the interpreter already.
     if not INTERPRETED or turns.is_mine(turns.INTERPRETER):
