@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from fusedtp.kernels import signal
+from fusedtp.kernels.epilogue import epilogue_of
 from fusedtp.kernels.gather_matmul import GatherMatmul
 from fusedtp.kernels.launch import Channel, Config, config_for
 from fusedtp.kernels.layout import Layout
 from fusedtp.kernels.matmul import matmul
 from fusedtp.kernels.matmul_all_reduce import MatmulAllReduce, room_of
 from fusedtp.kernels.matmul_scatter import MatmulScatter
-from fusedtp.kernels.operands import epilogue_of
 from fusedtp.op import ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER
 from fusedtp.scaled import Matrix, Quantized, pack_into, packed_bytes
 from fusedtp.schedules.fused import num_tiles, scales_of
@@ -134,19 +134,19 @@ def gathered(
         packed = torch.zeros(M, cols, dtype=torch.uint8, device=whole.device)
         pack_into(packed, whole)
         arenas.fill(0, packed.view(dtype), region.pitch)
-        scales = scales_of(shard, b)
+        scales = scales_of([shard], [b])
     else:
         for src, part in enumerate(whole.split(sizes, along)):
             arenas.fill(sum(sizes[:src]) if along == 0 else src * M, part, region.pitch)
     at, epilogue = table(whole.device, sizes), epilogue_of(None, per_row=transposed)
     kernel = GatherMatmul(
-        ALL_GATHER_MATMUL.number, sizes, gather_dim=along, pitch=region.pitch, piece_rows=piece, config=config,
+        ALL_GATHER_MATMUL.number, sizes, on_rows=along == 0, pitch=region.pitch, piece_rows=piece, config=config,
         scales="rows" if float8 else "",
     )  # fmt: skip
     own, other = _data(shard), _data(b)
 
     def launch(out: Tensor) -> None:
-        kernel(arenas.channel, own, other, out, epilogue, at, pushed=pushed, last=last, scales=scales)
+        kernel(arenas.channel, own, [other], [out], epilogue, at, pushed=pushed, last=last, scales=scales)
 
     return arenas, launch
 
@@ -168,15 +168,15 @@ def scattered(
     scales = None
     if isinstance(a, Quantized):
         assert isinstance(b, Quantized)
-        scales = [scales_of(a, b, arenas.channel.data.view(dtype))]
+        scales = scales_of([a], [b], arenas.channel.data.view(dtype))
     kernel = MatmulScatter(
         op.number, sizes, region_rows=region_rows, pitch=region.pitch, to_all=to_all, config=config,
         scales="" if scales is None else "rows",
     )  # fmt: skip
-    terms = [(_data(a), _data(b))]
+    lefts, rights = [_data(a)], [_data(b)]
 
     def launch() -> None:
-        kernel(arenas.channel, terms, at, scales)
+        kernel(arenas.channel, lefts, rights, at, scales)
 
     parts = [
         arenas.view(owner, 1, rank * region_rows, M if to_all else size, region.pitch, dtype)[:, :N]

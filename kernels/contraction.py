@@ -125,7 +125,7 @@ def sum_as_tree(
     acc = tl.full((ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N), 0.0, tl.float32)
     if COUNT > 1:
         # Always two turns, which the compiler cannot know: unrolled, every leaf would have its own loop over K.
-        for side in range(0, min(2, 2 + ctx.b.K)):
+        for side in range(0, min(2, 2 + ctx.b.K[0])):
             acc += sum_as_tree(
                 ctx, tile, a, packed, leaf + side * (COUNT // 2), A_CHUNK, B_CHUNK, NUM_K_CHUNKS, COUNT // 2
             )

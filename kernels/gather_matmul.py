@@ -1,7 +1,7 @@
 """All-gather + matmul: c = gather(a) @ b, with the gather hidden behind the matmul.
 
-- Gathering rows: c[M, N] from a_shard [M_r, K], b [K, N]. A tile waits for the pieces of rows that it reads.
-- Gathering the contraction: c[M, N] from a_shard [M, K_r], b [K, N]. A tile visits K chunk by chunk, own first, and
+- KnownGather rows: c[M, N] from a_shard [M_r, K], b [K, N]. A tile waits for the pieces of rows that it reads.
+- KnownGather the contraction: c[M, N] from a_shard [M, K_r], b [K, N]. A tile visits K chunk by chunk, own first, and
   waits inside its K loop.
 
 Producers are the kernel's first programs (`push`), which store the own rows into the peers' arenas and never wait, or a
@@ -11,35 +11,34 @@ kernel or copies issued earlier. The own shard is read in place if its rows are 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from .descriptors import of_arena, of_left, of_right
-from .gather_known import Known, Plan
-from .launch import MOST_KNOWN, Channel, Config
+from .descriptors import fitted_to, of_arena, of_left, read_by_all, read_gathered_by, whole_leaves
+from .epilogue import TileEpilogue, store_tile
+from .launch import Channel, Config, Memo, fitted, flattened, layouts_of, options
 from .loading import launch
-from .matmul import locate_among, locate_in_chunks, matmul_tiles, store_rows, unpack
+from .matmul import Tile, locate_among, locate_in_chunks, matmul_tiles, unpack
 from .operands import (
-    NO_MORE,
-    Block,
-    Epilogue,
-    More,
     Operand,
-    Result,
+    Outputs,
     Right,
     Scales,
     Tiles,
-    result_of,
+    b_of_weight,
+    outputs_of,
+    pick,
     right_of,
+    tiles_of,
+    weight_at,
 )
-from .push import Rows, push_to_all, received_scale, wait_for_rows
+from .push import LocalRows, push_to_all, received_scale, wait_for_rows
 from .scales import scale_bytes, scale_columns
-from .several import b_of_tile, beside, end_of_pairs, first_of, store_gated, tile_columns
 from .signal import FIRST_SLOT, Link, before_descriptor, begin, cdiv, enter, half, leave
-from .terms import unit, widened
 
 
 class Shard(NamedTuple):
@@ -71,15 +70,43 @@ class Gathered(NamedTuple):
     link: Link
     a: Shard
     b: Right
-    c: Result
-    epilogue: Epilogue
+    c: Outputs
+    epilogue: TileEpilogue
     tiles: Tiles
     chunks: Chunks
     M: tl.tensor
-    more: More
     scales: Scales | None
     PUSHERS: tl.constexpr
     END: tl.constexpr
+
+
+@triton.jit
+def tile_columns(ctx):
+    """Return the number of columns of tiles of all results, side by side."""
+    count = 0
+    for i in tl.static_range(ctx.b.COUNT):
+        count += cdiv(ctx.b.N[i], ctx.tiles.BLOCK_N)
+    return count
+
+
+@triton.jit
+def first_of(index, num_programs):
+    """Return the gate's tile of the same place as the index-th tile, and 1 if the index-th tile is up's, else 0."""
+    turn = index // num_programs
+    return turn // 2 * num_programs + index % num_programs, turn % 2
+
+
+@triton.jit
+def end_of_pairs(pid, num_pairs, num_programs):
+    """Return the end of a program's tiles, two for each of pid, pid + num_programs, .. below num_pairs."""
+    return pid + 2 * cdiv(max(num_pairs - pid, 0), num_programs) * num_programs
+
+
+@triton.jit
+def _beside(ctx, tile, is_up):
+    # The gate's tile, or up's tile of the same place if `is_up`.
+    begin = cdiv(ctx.b.N[0], ctx.tiles.BLOCK_N) * ctx.tiles.BLOCK_N
+    return Tile(tile.chunk, tile.begin, tile.index, tile.row, tile.rows, tile.col + is_up * begin)
 
 
 @triton.jit
@@ -87,10 +114,10 @@ def _locate_own_chunk_first(ctx, tile):
     if ctx.epilogue.GATED:
         first, is_up = first_of(tile, tl.num_programs(0) - ctx.PUSHERS)
         found = locate_in_chunks(
-            first, ctx.chunks.table, ctx.link.rank, cdiv(ctx.b.N, ctx.tiles.BLOCK_N), ctx.link.group.WORLD_SIZE,
+            first, ctx.chunks.table, ctx.link.rank, cdiv(ctx.b.N[0], ctx.tiles.BLOCK_N), ctx.link.group.WORLD_SIZE,
             ctx.tiles,
         )  # fmt: skip
-        return beside(ctx, found, is_up)
+        return _beside(ctx, found, is_up)
     else:
         return locate_in_chunks(
             tile, ctx.chunks.table, ctx.link.rank, tile_columns(ctx), ctx.link.group.WORLD_SIZE, ctx.tiles
@@ -101,7 +128,7 @@ def _locate_own_chunk_first(ctx, tile):
 def _locate_whole(ctx, tile):
     if ctx.epilogue.GATED:
         first, is_up = first_of(tile, tl.num_programs(0) - ctx.PUSHERS)
-        return beside(ctx, locate_among(first, ctx.M, cdiv(ctx.b.N, ctx.tiles.BLOCK_N), ctx.tiles), is_up)
+        return _beside(ctx, locate_among(first, ctx.M, cdiv(ctx.b.N[0], ctx.tiles.BLOCK_N), ctx.tiles), is_up)
     else:
         return locate_among(tile, ctx.M, tile_columns(ctx), ctx.tiles)
 
@@ -127,7 +154,7 @@ def _arrived_or_own(ctx, src, tile, packed, arena_row, k_begin, k_len):
         else:
             source = ctx.a.own_desc
         if ctx.tiles.SCALES == "blocks":
-            scale = ctx.scales.a + tile.row.to(tl.int64) * scale_bytes(ctx.a.cols)
+            scale = ctx.scales.a[0] + tile.row.to(tl.int64) * scale_bytes(ctx.a.cols)
             scale_stride = tl.full((), 0, tl.int64) + scale_bytes(ctx.a.cols)
     else:
         # Waits for: pieces raised by rank src's pushing programs, or after its copies.
@@ -156,7 +183,7 @@ def _row(ctx, tile):
 
 @triton.jit
 def _a_gathered_rows(ctx, tile, i, packed):
-    return _arrived_or_own(ctx, tile.chunk, tile, packed, _row(ctx, tile), 0, ctx.b.K)
+    return _arrived_or_own(ctx, tile.chunk, tile, packed, _row(ctx, tile), 0, ctx.b.K[0])
 
 
 @triton.jit
@@ -176,7 +203,7 @@ def _scales_of(ctx, src, tile, arena_row):
     # Scales of the tile's rows of rank src's shard: the given ones in place, or those in the arrived rows.
     ptr, stride = received_scale(ctx.link, ctx.link.rank, arena_row, ctx.chunks.pitch)
     if ctx.a.IN_PLACE and src == ctx.link.rank:
-        ptr = ctx.scales.a + tile.row
+        ptr = ctx.scales.a[0] + tile.row
         stride = tl.full((), 1, tl.int64)
     offs_m = tl.arange(0, ctx.tiles.BLOCK_M)
     return tl.load(ptr + offs_m.to(tl.int64) * stride, mask=offs_m < tile.rows - tile.row, other=0.0)
@@ -198,92 +225,18 @@ def _store_gathered_rows(ctx, tile, packed, acc):
 @triton.jit
 def _store_gathered(ctx, tile, packed, acc):
     col, left, ok = unpack(packed, ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N, ctx.chunks.ROWS_ALIGNED)
-    if ctx.more.COUNT == 0:
-        if ctx.tiles.SCALES == "rows":
-            acc = scale_columns(acc, ctx.scales.b, col, ctx.b.N, ctx.tiles.BLOCK_N)
-        store_rows(ctx.c, ctx.b.N, ctx.epilogue, ctx.tiles, _row(ctx, tile), col, left, acc, ok)
-    else:
-        N = ctx.b.N
-        own_col = col
-        first = cdiv(N, ctx.tiles.BLOCK_N) * ctx.tiles.BLOCK_N
-        ptr = ctx.c.ptr
-        stride_m, stride_n = widened(ctx.c.stride_m), widened(ctx.c.stride_n)
-        bias = ctx.epilogue.bias
-        z = ctx.epilogue.z
-        is_up = 0
-        if ctx.tiles.SCALES == "rows":
-            scale = ctx.scales.b
-        for j in tl.static_range(ctx.more.COUNT):
-            if col >= first:
-                N = ctx.more.blocks[j].b.N
-                own_col = col - first
-                ptr = ctx.more.blocks[j].c.ptr
-                stride_m = widened(ctx.more.blocks[j].c.stride_m)
-                stride_n = widened(ctx.more.blocks[j].c.stride_n)
-                if ctx.epilogue.bias is not None:
-                    bias = ctx.more.blocks[j].bias
-                if ctx.epilogue.z is not None:
-                    z = ctx.more.blocks[j].z
-                if ctx.tiles.SCALES == "rows":
-                    scale = ctx.more.blocks[j].b_scale
-                is_up = 1
-            first += cdiv(ctx.more.blocks[j].b.N, ctx.tiles.BLOCK_N) * ctx.tiles.BLOCK_N
-        stride_m, stride_n = unit(stride_m, ctx.more.C_UNIT == 0), unit(stride_n, ctx.more.C_UNIT == 1)
-        if ctx.tiles.SCALES == "rows":
-            acc = scale_columns(acc, scale, own_col, N, ctx.tiles.BLOCK_N)
-        if ctx.epilogue.GATED:
-            store_gated(
-                Result(ptr, stride_m, stride_n), z, N,
-                Epilogue(bias, False, None, ctx.epilogue.z, ctx.epilogue.ACTIVATION, True),
-                ctx.tiles, _row(ctx, tile), own_col, left, acc, ok, is_up,
-            )  # fmt: skip
-        else:
-            store_rows(
-                Result(ptr, stride_m, stride_n), N, Epilogue(bias, False, None, z, ctx.epilogue.ACTIVATION, False),
-                ctx.tiles, _row(ctx, tile), own_col, left, acc, ok,
-            )  # fmt: skip
-
-
-@triton.jit
-def _gather_matmul_programs(
-    ctx, shard, num_rows, dst_row, num_tiles,
-    PUSHERS: tl.constexpr, CONTRACTION: tl.constexpr, LAST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
-    SWITCH: tl.constexpr,
-):  # fmt: skip
-    pid = tl.program_id(0)
-    num_programs = tl.num_programs(0)
-    if ctx.epilogue.GATED:
-        num_tiles = end_of_pairs(pid - PUSHERS, num_tiles // 2, num_programs - PUSHERS)
-    if PUSHERS > 0:
-        enter(ctx.link, pid)
-    if PUSHERS > 0 and pid < PUSHERS:
-        push_to_all(
-            ctx.link, shard, ctx.chunks.table, pid, PUSHERS, num_rows, dst_row, ctx.chunks.pitch,
-            FIRST_SLOT, False, not ctx.a.IN_PLACE, ctx.chunks.PIECE, BLOCK_R, BLOCK_C, SWITCH,
-        )  # fmt: skip
-    elif CONTRACTION and ctx.tiles.SCALES == "rows":
-        matmul_tiles(
-            ctx, pid - PUSHERS, num_programs - PUSHERS, num_tiles,
-            _locate_whole, _a_gathered_contraction, b_of_tile, _store_gathered, ctx.link.group.WORLD_SIZE,
-            _scaled_chunk,
-        )  # fmt: skip
-    elif CONTRACTION:
-        matmul_tiles(
-            ctx, pid - PUSHERS, num_programs - PUSHERS, num_tiles,
-            _locate_whole, _a_gathered_contraction, b_of_tile, _store_gathered, ctx.link.group.WORLD_SIZE,
-        )  # fmt: skip
-    else:
-        matmul_tiles(
-            ctx, pid - PUSHERS, num_programs - PUSHERS, num_tiles,
-            _locate_own_chunk_first, _a_gathered_rows, b_of_tile, _store_gathered_rows, 1,
-        )  # fmt: skip
-    if LAST:
-        leave(ctx.link, num_programs)
+    j, begin = weight_at(ctx, col)
+    N = pick(ctx.b.N, j, ctx.b.COUNT)
+    if ctx.tiles.SCALES == "rows":
+        acc = scale_columns(acc, pick(ctx.scales.b, j, ctx.b.COUNT), col - begin, N, ctx.tiles.BLOCK_N)
+    store_tile(
+        ctx.epilogue, ctx.c, j, N, _row(ctx, tile), col - begin, left, acc, ok, ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rank", "fingerprint", "num_rows", "dst_row", "num_tiles"])
 def _gather_matmul_kernel(
-    a, b, c, epilogue, more, scales, tiles, chunks, group, rank, fingerprint: tl.int64, num_rows, dst_row, num_tiles, M,
+    a, b, c, epilogue, scales, tiles, chunks, group, rank, fingerprint: tl.int64, num_rows, dst_row, num_tiles, M,
     PUSHERS: tl.constexpr, CONTRACTION: tl.constexpr, LAST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
     SWITCH: tl.constexpr,
 ):  # fmt: skip
@@ -295,85 +248,133 @@ def _gather_matmul_kernel(
     Waits for: pieces of other ranks' shards, and of the own shard without IN_PLACE, in multiplying programs. Raised by
     programs with lower ids, which wait for nothing, or (PUSHERS = 0) by what was issued earlier.
     """
-    _gather_matmul_programs(
-        Gathered(
-            Link(group, rank, begin(group, rank), fingerprint, 0), a, b, c, epilogue, tiles, chunks, M, more, scales,
-            PUSHERS, 0,
-        ),
-        Rows(a.ptr, a.stride_m, a.stride_k, a.cols, None if scales is None else scales.a),
-        num_rows, dst_row, num_tiles, PUSHERS, CONTRACTION, LAST, BLOCK_R, BLOCK_C, SWITCH,
-    )  # fmt: skip
+    link = Link(group, rank, begin(group, rank), fingerprint, 0)
+    pid = tl.program_id(0)
+    num_programs = tl.num_programs(0)
+    if epilogue.GATED:
+        num_tiles = end_of_pairs(pid - PUSHERS, num_tiles // 2, num_programs - PUSHERS)
+    if PUSHERS > 0:
+        enter(link, pid)
+    if PUSHERS > 0 and pid < PUSHERS:
+        push_to_all(
+            link, LocalRows(a.ptr, a.stride_m, a.stride_k, a.cols, None if scales is None else scales.a[0]),
+            chunks.table, pid, PUSHERS, num_rows, dst_row, chunks.pitch, FIRST_SLOT, False, not a.IN_PLACE,
+            chunks.PIECE, BLOCK_R, BLOCK_C, SWITCH,
+        )  # fmt: skip
+    else:
+        # Built in the call, as a tuple that is assigned to a name loses its constants.
+        matmul_tiles(
+            Gathered(
+                Link(group, rank, link.epoch, fingerprint, 0), a, b, c, epilogue, tiles, chunks, M, scales,
+                PUSHERS, 0,
+            ),
+            pid - PUSHERS, num_programs - PUSHERS, num_tiles,
+            _locate_whole if CONTRACTION else _locate_own_chunk_first,
+            _a_gathered_contraction if CONTRACTION else _a_gathered_rows, b_of_weight,
+            _store_gathered if CONTRACTION else _store_gathered_rows, group.WORLD_SIZE if CONTRACTION else 1,
+            _scaled_chunk if CONTRACTION and tiles.SCALES == "rows" else None,
+        )  # fmt: skip
+    if LAST:
+        leave(link, num_programs)
 
 
-# A further b, its c, its bias, the z that takes its products before an activation, and its float8 scales.
-Further: TypeAlias = tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None
-]  # fmt: skip
+def own_in_place(a: torch.Tensor) -> bool:
+    """Return whether the kernel can read this shard in place: its rows must be contiguous, as in an arena."""
+    return a.stride(1) == 1
 
 
+class KnownGather(NamedTuple):
+    """Launch parameters: how operands are read, the tile, the programs, and the compiler's options."""
+
+    config: Config
+    a_by: str
+    b_by: str
+    arena: tuple[int, int]
+    tiles: Tiles
+    flags: tuple[tl.constexpr, ...]
+    options: dict[str, int]
+    grid: tuple[int]
+    counts: tuple[int, int, int]
+    pushers: int
+
+
+@dataclass
 class GatherMatmul:
-    """Launcher of c [M, N] = gather(a, gather_dim) @ b [K, N] and the epilogue, for one b or several; see `Plan`."""
+    """Launcher of c [M, N] = gather(a) @ b [K, N] and the epilogue, for one b or several.
 
-    def __init__(
-        self, op: int, sizes: tuple[int, ...], *, gather_dim: int, pitch: int, piece_rows: int, config: Config,
-        scales: str = "", leaves: int = 0, switch: bool = False,
-    ) -> None:  # fmt: skip
+    - `sizes`: of the shards of rows, or of the contraction if not `on_rows`; `pitch`: of an arena's rows.
+    - `piece_rows`: rows of a shard for each signal.
+    - `scales`, `leaves`: as in `Tiles`. `switch`: each piece is pushed once, not to each rank.
+    """
+
+    op: int
+    sizes: tuple[int, ...]
+    on_rows: bool
+    pitch: int
+    piece_rows: int
+    config: Config
+    scales: str = ""
+    leaves: int = 0
+    switch: bool = False
+
+    def __post_init__(self) -> None:
         # Each rank adds the chunks of a gathered contraction in an order of its own.
-        assert gather_dim == 0 or not leaves
-        self._op, self._pitch, self._on_rows, self._switch = op, pitch, gather_dim == 0, switch
-        self._plan = Plan(sizes, self._on_rows, pitch, piece_rows, config, scales, leaves, switch)
-        self._known: dict[object, Known] = {}
+        assert self.on_rows or not self.leaves
+        self._memo = Memo()
 
     def __call__(
-        self,
-        channel: Channel,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        c: torch.Tensor,
-        epilogue: Epilogue,
-        table: torch.Tensor,
-        *,
-        pushed: bool,
-        last: bool = True,
-        more: Sequence[Further] = (),
-        scales: Scales | None = None,
-    ) -> None:
+        self, channel: Channel, a: torch.Tensor, bs: Sequence[torch.Tensor], cs: Sequence[torch.Tensor],
+        epilogue: TileEpilogue, table: torch.Tensor, *, pushed: bool, last: bool = True, scales: Scales | None = None,
+    ) -> None:  # fmt: skip
         """Launch the kernel.
 
-        pushed: the pieces of `piece_rows` rows are already under way. Else config.pushers programs push them, or fewer
-        for fewer pieces. last: end the epoch. more: all biases then run along columns, and each b has one or none has.
+        bs, cs: each b and its c. pushed: the pieces are already under way. Else config.pushers programs push them, or
+        fewer for fewer pieces. last: end the epoch.
         """
-        key = [
-            a.dtype, a.shape, a.stride(), a.data_ptr() % 16, b.shape, b.stride(), b.data_ptr() % 16, c.stride(),
-            c.data_ptr() % 16, pushed,
-        ]  # fmt: skip
-        for each, out, *_ in more:
-            key += each.shape, each.stride(), each.data_ptr() % 16, out.stride(), out.data_ptr() % 16
-        found = tuple(key)
-        known = self._known.get(found)
-        if known is None:
-            if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
-            bs, cs = [b, *(each[0] for each in more)], [c, *(each[1] for each in more)]
-            known = self._known[found] = self._plan.known(channel, a, bs, cs, pushed, epilogue)
-        (s0, s1), own, arena = a.stride(), None, None
+        key = (pushed, *layouts_of(a, *bs, *cs))
+        known = self._memo.get(key) or self._memo.keep(key, self._find_out(channel, a, bs, cs, pushed, epilogue))
+        (s0, s1), own, arena, config = a.stride(), None, None, known.config
         if known.a_by != "pointers":
-            arena = of_arena(channel, a.dtype, *known.arena, self._pitch, known.config)
-            own = of_left(a, "rows", known.config) if a.numel() and s1 == 1 else arena
-        a_by, in_place, b_by, *chunks = known.flags
-        b_desc = None if known.b_by == "pointers" else of_right(b, known.b_by, known.config)
-        (b0, b1), (K, N), group = b.stride(), b.shape, channel.groups.get(self._op) or channel.group(self._op)
+            rows, cols = known.arena
+            arena = of_arena(channel, a.dtype, rows, cols, self.pitch, config)
+            own = of_left(a, "rows", config) if a.numel() and s1 == 1 else arena
+        a_by, in_place, *chunks = known.flags
+        group = channel.groups.get(self.op) or channel.group(self.op)
         launch(_gather_matmul_kernel, known.grid)(
-            Shard(a, own, arena, s0, s1, a.shape[1], a_by, in_place), Right(b, b_desc, b0, b1, K, N, b_by),
-            Result(c, *c.stride()), epilogue, self._more(more, known) if more else NO_MORE, scales, known.tiles,
-            Chunks(table, self._pitch, *chunks), group, channel.rank, channel.fingerprint, *known.counts,
-            c.shape[0], known.pushers, not self._on_rows, last,
-            known.config.copy_rows, known.config.copy_cols, self._switch and not pushed, **known.options,
+            Shard(a, own, arena, s0, s1, a.shape[1], a_by, in_place), right_of(bs, known.b_by, config),
+            outputs_of(*cs), epilogue, scales, known.tiles, Chunks(table, self.pitch, *chunks), group, channel.rank,
+            channel.fingerprint, *known.counts, cs[0].shape[0], known.pushers, not self.on_rows, last,
+            config.copy_rows, config.copy_cols, self.switch and not pushed, **known.options,
         )  # fmt: skip
 
-    def _more(self, more: Sequence[Further], known: Known) -> More:
-        blocks = [
-            Block(None, right_of(b, known.b_by, known.config), result_of(c), bias, z, None, scale, tl.constexpr(0))
-            for b, c, bias, z, scale in more
-        ]
-        return More(tuple(blocks), tl.constexpr(len(blocks)), *known.units)
+    def _find_out(
+        self, channel: Channel, a: torch.Tensor, bs: Sequence[torch.Tensor], cs: Sequence[torch.Tensor], pushed: bool,
+        epilogue: TileEpilogue,
+    ) -> KnownGather:  # fmt: skip
+        M, K, sizes, pitch, config = cs[0].shape[0], bs[0].shape[0], self.sizes, self.pitch, self.config
+        on_rows, rank, in_place = self.on_rows, channel.rank, own_in_place(a)
+        pieces = -(-a.shape[0] // self.piece_rows) * (1 if self.switch else channel.world_size)
+        pushers = 0 if pushed else max(1, min(config.pushers, pieces))
+        rows, cols = (M, K) if on_rows else (channel.world_size * M, max(sizes))
+        # A chunk that ends inside a block of K would be multiplied with rows of B that belong to the next chunk.
+        whole_blocks = on_rows or all(size % config.block_k == 0 for size in sizes)
+        aligned = all(size % 16 == 0 for size in sizes)
+        config = whole_leaves(config if whole_blocks else replace(config, descriptors=False), [K], self.leaves)
+        config = fitted_to(config, *((a, *bs) if in_place else bs), results=cs)
+        # The part in the arena may be unaligned too.
+        loose_leaves = bool(self.leaves) and K % (16 * self.leaves) != 0
+        if not config.descriptors and (pitch % 16 or loose_leaves or (not on_rows and not aligned)):
+            config = fitted(config, stored=True, read=False)
+        num_tiles = sum(-(-rows // config.block_m) for rows in (sizes if on_rows else (M,)))
+        num_tiles *= sum(-(-each.shape[1] // config.block_n) for each in bs)
+        a_by, b_by = read_gathered_by(a, rows, cols, config), read_by_all(bs, config)
+        # Storing an activation takes registers: one loop would keep some of them on the stack.
+        flatten = on_rows and flattened(config, a_by, b_by) and not (self.leaves or epilogue.ACTIVATION.value)
+        rows_aligned = aligned if on_rows else M % 16 == 0
+        flags = a_by, in_place, self.piece_rows, aligned, rows_aligned
+        return KnownGather(
+            config, a_by, b_by, (rows, cols),
+            tiles_of(config, flatten=flatten, scales=self.scales, leaves=self.leaves, lengths=(K,)),
+            tuple(map(tl.constexpr, flags)), options(config, a_by, b_by), (config.programs + pushers,),
+            (a.shape[0], sum(sizes[:rank]) if on_rows else rank * M, num_tiles), pushers,
+        )  # fmt: skip

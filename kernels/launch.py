@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -11,13 +12,13 @@ import triton.language as tl
 from . import INTERPRETED
 from .configs import INTERPRETER, compiled_config, nearest_target, shape_class
 from .configs import Config as Config
-from .signal import Group
+from .signal import RankGroup
 
 _MANY = 1 << 30
 # Let the compiler fuse a multiply and an add. Every launch says so: Triton's default is on up to 3.9, off from 3.10.
 FP_FUSION = {"enable_fp_fusion": True}
 # Layouts of operands for which an op caches launch parameters.
-MOST_KNOWN = 64
+_MOST_KNOWN = 64
 
 
 @dataclass
@@ -39,15 +40,34 @@ class Channel:
     fingerprint: int = 0
 
     def __post_init__(self) -> None:
-        self.groups: dict[int, Group] = {}
+        self.groups: dict[int, RankGroup] = {}
 
-    def group(self, op: int) -> Group:
+    def group(self, op: int) -> RankGroup:
         """Return the arenas as a launch of op number `op` passes them."""
         group = self.groups.get(op)
         if group is None:
             constants = tl.constexpr(self.world_size), tl.constexpr(op)
-            group = self.groups[op] = Group(self.peers, self.half_bytes, self.data_offset, *constants)
+            group = self.groups[op] = RankGroup(self.peers, self.half_bytes, self.data_offset, *constants)
         return group
+
+
+class Memo(dict[tuple[object, ...], Any]):
+    """Launch parameters of an op, by the layouts of its operands; see `layouts_of`."""
+
+    def keep(self, key: tuple[object, ...], found: Any) -> Any:
+        """Cache and return launch parameters."""
+        if len(self) >= _MOST_KNOWN:
+            self.clear()
+        self[key] = found
+        return found
+
+
+def layouts_of(*matrices: torch.Tensor) -> tuple[object, ...]:
+    """Return what launch parameters depend on: dtype, and shapes, strides and alignments."""
+    key: list[object] = [matrices[0].dtype]
+    for x in matrices:
+        key += x.shape, x.stride(), x.data_ptr() % 16
+    return tuple(key)
 
 
 @cache
@@ -103,26 +123,17 @@ def flattened(config: Config, a_by: str, b_by: str) -> bool:
     return config.flatten and "pointers" not in (a_by, b_by)
 
 
-def _limit(config: Config, warps: int, kind: str = "") -> dict[str, int]:
+def _limit(registers: int, warps: int) -> dict[str, int]:
     # A multiprocessor has 64 Ki registers (CUDA C++ programming guide, technical specifications).
-    most = config.registers.get(kind, config.registers.get(""))
-    return {} if most is None else {"maxnreg": min(most, (64 << 10) // (32 * warps))}
+    return {"maxnreg": min(registers, (64 << 10) // (32 * warps))} if registers else {}
 
 
-def options(config: Config, a_by: str, b_by: str, *, limit: str = "") -> dict[str, int]:
-    """Return the compiler's options for a kernel that multiplies, as launch arguments.
-
-    a_by, b_by: how the kernel reads A and B. limit: the kind whose register limit replaces the one for all kernels, ""
-    for none. It applies only to the target's main way to read operands.
-    """
+def options(config: Config, a_by: str, b_by: str) -> dict[str, int]:
+    """Return the compiler's options for a kernel that multiplies and reads A and B so, as launch arguments."""
     by_pointers = "pointers" in (a_by, b_by)
-    mainly = by_pointers != config.descriptors
     warps = config.pointer_warps if by_pointers else config.num_warps
-    found = _limit(config, warps)
-    if limit and mainly and limit in config.registers:
-        found = {"maxnreg": config.registers[limit]} if config.registers[limit] else {}
     stages = config.pointer_stages if by_pointers and config.pointer_stages else config.num_stages
-    return {"num_warps": warps, "num_stages": stages, **found, **FP_FUSION}
+    return {"num_warps": warps, "num_stages": stages, **_limit(config.registers, warps), **FP_FUSION}
 
 
 def strip_of(config: Config, tensors: int = 1) -> int:
@@ -132,5 +143,5 @@ def strip_of(config: Config, tensors: int = 1) -> int:
 
 def moving_options(config: Config) -> dict[str, int]:
     """Return the compiler's options for a kernel that moves or adds whole tiles."""
-    limit = _limit(config, config.moving_warps, "moving")
+    limit = _limit(config.moving_registers, config.moving_warps)
     return {"num_warps": config.moving_warps, "num_stages": config.num_stages, **limit, **FP_FUSION}

@@ -70,9 +70,11 @@ def _load(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Non
 
 
 def _start(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    # The first argument of every kernel is a tuple that begins with a tensor.
-    check_device(args[0][0])
-    capturing = _is_capturing(args[0][0])
+    # The first argument of every kernel is a tuple that begins with a tensor, or with those of all blocks.
+    first = args[0][0]
+    first = first[0] if type(first) is tuple else first
+    check_device(first)
+    capturing = _is_capturing(first)
 
     def start(compiled: Any, grid: tuple[int, ...]) -> None:
         if capturing and compiled.module is None:

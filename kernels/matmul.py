@@ -22,30 +22,13 @@ import torch
 import triton
 import triton.language as tl
 
-from .activations import activated
 from .contraction import multiply, sum_as_tree
 from .descriptors import fitted_to, read_by_all, whole_leaves
+from .epilogue import TileEpilogue, store_tile
 from .launch import Config, flattened, options
 from .loading import launch
-from .operands import (
-    NO_MORE,
-    Epilogue,
-    Left,
-    More,
-    Result,
-    Right,
-    Scales,
-    Tiles,
-    left_of,
-    result_of,
-    right_of,
-    tiles_of,
-)
+from .operands import Left, Outputs, Right, Scales, Tiles, a_of_term, b_of_term, left_of, outputs_of, right_of, tiles_of
 from .signal import cdiv
-from .terms import a_of_term, b_of_term, further
-
-# Fewest columns that a tile with an activation stores at a time: 64 bytes of a row of 16-bit elements.
-PART_COLUMNS = tl.constexpr(32)
 
 
 class Tile(NamedTuple):
@@ -57,19 +40,6 @@ class Tile(NamedTuple):
     row: tl.tensor
     rows: tl.tensor
     col: tl.tensor
-
-
-@triton.jit
-def or_nan(x, ok):
-    """Return x, or NaN everywhere if `ok` is 0, which means that a wait was given up."""
-    return tl.where(ok != 0, x, tl.full((), float("nan"), tl.float32).to(x.dtype))
-
-
-@triton.jit
-def empty_sum(mask):
-    """Return float32 -0.0 for each element of mask: adding -0.0 changes no number, but +0.0 would change -0.0."""
-    # `tl.full` turns -0.0 into +0.0.
-    return tl.full(mask.shape, -(2**31), tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -178,66 +148,12 @@ class Whole(NamedTuple):
 
     a: Left
     b: Right
-    c: Result
-    epilogue: Epilogue
+    c: Outputs
+    epilogue: TileEpilogue
     scales: Scales | None
     tiles: Tiles
     M: tl.tensor
-    more: More
     END: tl.constexpr
-
-
-@triton.jit
-def bias_at(epilogue, at, mask):
-    """Return the epilogue's bias for the rows or columns `at`, in float32; 0 outside the mask."""
-    return tl.load(epilogue.bias + at, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def halves(x, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Return the left and the right half of the columns of x."""
-    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLS // 2)), (0, 2, 1)))
-
-
-@triton.jit
-def store_rows(c, N, epilogue, tiles, row, col, left, acc, ok):
-    """Store the first `left` rows of a tile to C at (row, col), after the epilogue, rounded once.
-
-    `epilogue.z`, if given, takes the values before the activation.
-    """
-    _store_in_parts(c, N, epilogue, tiles, row, col, left, acc, ok, tiles.BLOCK_N)
-
-
-@triton.jit
-def _store_in_parts(c, N, epilogue, tiles, row, col, left, acc, ok, COLS: tl.constexpr):
-    # A quarter of the columns at a time: a thread has too few registers for a tile, its z and the activation's terms.
-    if epilogue.ACTIVATION == "" or COLS <= PART_COLUMNS or COLS * 4 <= tiles.BLOCK_N:
-        _store_columns(c, N, epilogue, tiles, row, col, left, acc, ok, COLS)
-    else:
-        first, second = halves(acc, tiles.BLOCK_M, COLS)
-        _store_in_parts(c, N, epilogue, tiles, row, col, left, first, ok, COLS // 2)
-        _store_in_parts(c, N, epilogue, tiles, row, col + COLS // 2, left, second, ok, COLS // 2)
-
-
-@triton.jit
-def _store_columns(c, N, epilogue, tiles, row, col, left, acc, ok, COLS: tl.constexpr):
-    offs_m = tl.arange(0, tiles.BLOCK_M)
-    offs_n = col + tl.arange(0, COLS)
-    mask = (offs_m < left)[:, None] & (offs_n < N)[None, :]
-    rows = (row + offs_m).to(tl.int64)
-    if epilogue.bias is not None:
-        if epilogue.PER_ROW:
-            acc += bias_at(epilogue, rows, offs_m < left)[:, None]
-        else:
-            acc += bias_at(epilogue, offs_n, offs_n < N)[None, :]
-    acc = or_nan(acc, ok)
-    if epilogue.z is not None:
-        z_ptrs = epilogue.z + rows[:, None] * c.stride_m + offs_n[None, :].to(tl.int64) * c.stride_n
-        tl.store(z_ptrs, acc.to(c.ptr.dtype.element_ty), mask=mask)
-    if epilogue.ACTIVATION != "":
-        acc = activated(acc, epilogue.ACTIVATION)
-    c_ptrs = c.ptr + rows[:, None] * c.stride_m + offs_n[None, :].to(tl.int64) * c.stride_n
-    tl.store(c_ptrs, acc.to(c.ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -250,41 +166,42 @@ def locate_among(tile, M, num_tiles_n, tiles):
 @triton.jit
 def locate_whole(ctx, tile):
     """Return the tile-th tile of a C that is one chunk: a LOCATE hook."""
-    return locate_among(tile, ctx.M, cdiv(ctx.b.N, ctx.tiles.BLOCK_N), ctx.tiles)
+    return locate_among(tile, ctx.M, cdiv(ctx.b.N[0], ctx.tiles.BLOCK_N), ctx.tiles)
 
 
 @triton.jit
 def _store_whole(ctx, tile, packed, acc):
-    store_rows(ctx.c, ctx.b.N, ctx.epilogue, ctx.tiles, tile.row, tile.col, tile.rows - tile.row, acc, 1)
+    left = tile.rows - tile.row
+    store_tile(
+        ctx.epilogue, ctx.c, 0, ctx.b.N[0], tile.row, tile.col, left, acc, 1, ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N
+    )  # fmt: skip
 
 
 @triton.jit
-def _matmul_kernel(a, b, c, epilogue, scales, tiles, M, more):
-    """Compute the plain matmul. Waits for nothing; signals nothing."""
-    num_tiles = cdiv(M, tiles.BLOCK_M) * cdiv(b.N, tiles.BLOCK_N)
+def _matmul_kernel(a, b, c, epilogue, scales, tiles, M):
+    """Compute the plain matmul, or a sum of several. Waits for nothing; signals nothing."""
+    num_tiles = cdiv(M, tiles.BLOCK_M) * cdiv(b.N[0], tiles.BLOCK_N)
     # Built in the call, as a tuple that is assigned to a name loses its constants.
     matmul_tiles(
-        Whole(a, b, c, epilogue, scales, tiles, M, more, 0), tl.program_id(0), tl.num_programs(0), num_tiles,
-        locate_whole, a_of_term, b_of_term, _store_whole, 1 + more.COUNT,
+        Whole(a, b, c, epilogue, scales, tiles, M, 0), tl.program_id(0), tl.num_programs(0), num_tiles,
+        locate_whole, a_of_term, b_of_term, _store_whole, b.COUNT,
     )  # fmt: skip
 
 
 def matmul(
-    a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, epilogue: Epilogue, *, config: Config,
+    a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, epilogue: TileEpilogue, *, config: Config,
     leaves: int = 0, more: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
 ) -> None:  # fmt: skip
     """Compute c [M, N] = a [M, K] @ b [K, N] and the epilogue, for any strides, without communication.
 
     more: further a and b whose products are added. leaves: as in `Tiles`.
     """
-    terms = [(a, b), *more]
-    lefts, rights = [a for a, _ in terms], [b for _, b in terms]
+    lefts, rights = zip((a, b), *more, strict=True)
     lengths = [a.shape[1] for a in lefts]
     config = fitted_to(whole_leaves(config, lengths, leaves), *lefts, *rights, results=(c,))
     a_by, b_by = read_by_all(lefts, config), read_by_all(rights, config)
     flatten = flattened(config, a_by, b_by) and not leaves
     launch(_matmul_kernel, (config.programs,))(
-        left_of(a, a_by, config), right_of(b, b_by, config), result_of(c), epilogue, None,
-        tiles_of(config, flatten=flatten, leaves=leaves, lengths=lengths), a.shape[0],
-        further(terms, a_by, b_by, config) if more else NO_MORE, **options(config, a_by, b_by),
+        left_of(lefts, a_by, config), right_of(rights, b_by, config), outputs_of(c), epilogue, None,
+        tiles_of(config, flatten=flatten, leaves=leaves, lengths=lengths), a.shape[0], **options(config, a_by, b_by),
     )  # fmt: skip

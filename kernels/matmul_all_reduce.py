@@ -24,16 +24,28 @@ import triton.language as tl
 from .choices import MOST_SPLITS
 from .contraction import multiply
 from .descriptors import fitted_to, read_by
-from .launch import MOST_KNOWN, Channel, Config, options, strip_of
+from .epilogue import TileEpilogue, apply
+from .launch import Channel, Config, Memo, layouts_of, options, strip_of
 from .loading import launch
-from .matmul import Tile, bias_at, matmul_tiles, or_nan
-from .matmul_scatter import scaled
+from .matmul import Tile, matmul_tiles
+from .matmul_scatter import scaled_term
 from .multicast import behind_store, behind_wait, store_to_all, sum_of_all
-from .operands import Epilogue, Left, Operand, Right, Scales, Tiles, left_of, right_of, tiles_of
-from .push import rows_of
+from .operands import (
+    Known,
+    Left,
+    Operand,
+    Right,
+    Scales,
+    Tiles,
+    a_of_term,
+    b_of_term,
+    left_of,
+    outputs_of,
+    right_of,
+    tiles_of,
+)
 from .reduce import sum_of_parts, wait_for_parts
-from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, leave, raise_signal, turn, wait
-from .terms import a_local, b_whole
+from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, leave, or_nan, raise_signal, turn, wait
 
 # Fewest blocks of K in a part: a smaller part is over before its loads are pipelined. `MOST_SPLITS` limits the parts,
 # as each of them is stored and loaded again in float32.
@@ -77,16 +89,11 @@ def _most(ctx, across):
 @triton.jit
 def _locate(ctx, index):
     # Column by column, those of the next rank first and the own ones last. `Tile.chunk` is the column of tiles.
-    across = cdiv(ctx.b.N, ctx.tiles.BLOCK_N)
+    across = cdiv(ctx.b.N[0], ctx.tiles.BLOCK_N)
     down = cdiv(ctx.M, ctx.tiles.BLOCK_M)
     col = (index // down + _first_of(ctx, ctx.link.rank + 1, across)) % across
     row = index % down
     return Tile(col, 0, row, row * ctx.tiles.BLOCK_M, ctx.M, col * ctx.tiles.BLOCK_N)
-
-
-@triton.jit
-def _a_whole(ctx, tile, i, packed):
-    return a_local(ctx, tile.row, packed)
 
 
 @triton.jit
@@ -95,7 +102,7 @@ def _send_to(ctx, dst, first, tile, partial):
     dtype: tl.constexpr = partial.dtype
     offs_m = tl.arange(0, ctx.tiles.BLOCK_M)
     offs_n = tl.arange(0, ctx.tiles.BLOCK_N)
-    mask = (offs_m < ctx.M - tile.row)[:, None] & (offs_n < ctx.b.N - tile.col)[None, :]
+    mask = (offs_m < ctx.M - tile.row)[:, None] & (offs_n < ctx.b.N[0] - tile.col)[None, :]
     if ctx.SWITCH:
         rows = (dst * ctx.M + tile.row + offs_m).to(tl.int64)
         base = half(ctx.link, ctx.link.rank, dtype)
@@ -104,17 +111,17 @@ def _send_to(ctx, dst, first, tile, partial):
         base = half(ctx.link, dst, dtype)
     cols = (tile.chunk - first) * ctx.tiles.BLOCK_N + offs_n
     tl.store(base + rows[:, None] * ctx.pitch + cols[None, :], partial, mask=mask)
-    slot = tile.index * _most(ctx, cdiv(ctx.b.N, ctx.tiles.BLOCK_N)) + tile.chunk - first
+    slot = tile.index * _most(ctx, cdiv(ctx.b.N[0], ctx.tiles.BLOCK_N)) + tile.chunk - first
     raise_signal(ctx.link, dst, slot + FIRST_SLOT)
 
 
 @triton.jit
 def _send(ctx, tile, packed, acc):
     if ctx.scales is None:
-        partial = acc.to(ctx.a.ptr.dtype.element_ty)
+        partial = acc.to(ctx.a.ptr[0].dtype.element_ty)
     else:
         if ctx.tiles.SCALES == "rows":
-            acc = scaled(ctx, tile, acc, ctx.scales.a, ctx.scales.b)
+            acc = scaled_term(ctx, tile, 0, acc)
         partial = acc.to(ctx.scales.out.dtype.element_ty)
     if ctx.TO_ALL:
         # Not `range`: unrolled, it keeps the addresses of all ranks in registers.
@@ -124,7 +131,7 @@ def _send(ctx, tile, packed, acc):
             dst = (dst + 1) % ctx.link.group.WORLD_SIZE
         _send_to(ctx, ctx.link.rank, 0, tile, partial)
     else:
-        across = cdiv(ctx.b.N, ctx.tiles.BLOCK_N)
+        across = cdiv(ctx.b.N[0], ctx.tiles.BLOCK_N)
         owner = ((tile.chunk + 1) * ctx.link.group.WORLD_SIZE - 1) // across
         _send_to(ctx, owner, _first_of(ctx, owner, across), tile, partial)
 
@@ -136,22 +143,22 @@ def _multiply_parts(ctx, sums, arrivals, pid, num_programs, num_tiles, SPLITS: t
     BLOCK_M: tl.constexpr = ctx.tiles.BLOCK_M
     BLOCK_N: tl.constexpr = ctx.tiles.BLOCK_N
     BLOCK_K: tl.constexpr = ctx.tiles.BLOCK_K
-    length = cdiv(cdiv(ctx.b.K, BLOCK_K), SPLITS) * BLOCK_K
+    length = cdiv(cdiv(ctx.b.K[0], BLOCK_K), SPLITS) * BLOCK_K
     places = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     for index in range(pid, num_tiles * SPLITS, num_programs):
         number = index // SPLITS
         tile = _locate(ctx, number)
         first = index % SPLITS * length
-        a = a_local(ctx, tile.row, 0)
+        a = a_of_term(ctx, tile, 0, 0)
         source = a.source
         if ctx.a.BY == "pointers":
-            source += first.to(tl.int64) * ctx.a.stride_k
+            source += first.to(tl.int64) * ctx.a.stride_k[0]
         acc = multiply(
             tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32),
             Operand(
-                source, a.stride_m, a.stride_k, 0, a.row, first, min(ctx.b.K - first, length), 0, 0, 0, first
+                source, a.stride_m, a.stride_k, 0, a.row, first, min(ctx.b.K[0] - first, length), 0, 0, 0, first
             ),
-            tile, b_whole(ctx, tile, 0), ctx.a.BY, ctx.b.BY, ctx.tiles, False,
+            tile, b_of_term(ctx, tile, 0), ctx.a.BY, ctx.b.BY, ctx.tiles, False,
         )  # fmt: skip
         parts = sums + number.to(tl.int64) * (SPLITS * BLOCK_M * BLOCK_N) + places
         tl.store(parts + index % SPLITS * (BLOCK_M * BLOCK_N), acc)
@@ -171,9 +178,9 @@ def _sum_tiles(ctx, out, epilogue, pid, num_programs, sums_row, second_slot, sum
     # Add all ranks' parts of this rank's tiles, with the epilogue, into `out` and into every peer's half.
     BLOCK_M: tl.constexpr = ctx.tiles.BLOCK_M
     BLOCK_N: tl.constexpr = ctx.tiles.BLOCK_N
-    dtype: tl.constexpr = out.ptr.dtype.element_ty
+    dtype: tl.constexpr = out.ptr[0].dtype.element_ty
     base = half(ctx.link, ctx.link.rank, dtype)
-    across = cdiv(ctx.b.N, BLOCK_N)
+    across = cdiv(ctx.b.N[0], BLOCK_N)
     if ctx.TO_ALL:
         first = 0
         own = across
@@ -194,20 +201,17 @@ def _sum_tiles(ctx, out, epilogue, pid, num_programs, sums_row, second_slot, sum
         at_n = ((first + col) * BLOCK_N + offs_n).to(tl.int64)[None, :]
         for strip in range(0, BLOCK_M, STRIP):
             at_m = (down * BLOCK_M + strip + offs_m).to(tl.int64)[:, None]
-            mask = (at_m < ctx.M) & (at_n < ctx.b.N)
+            mask = (at_m < ctx.M) & (at_n < ctx.b.N[0])
             if ctx.SWITCH:
-                width = ctx.b.N - (first + col) * BLOCK_N
+                width = ctx.b.N[0] - (first + col) * BLOCK_N
                 places = (ctx.link.rank * ctx.M + at_m) * ctx.pitch + summed_col * BLOCK_N
                 acc = sum_of_all(ctx.link, dtype, places, at_m < ctx.M, width, BLOCK_N)
             else:
                 acc = sum_of_parts(ctx.link, base, out, at_m, from_n, mask, ctx.M, ctx.pitch, False)
-            if epilogue.bias is not None:
-                acc += bias_at(epilogue, at_n, at_n < ctx.b.N)
-            if epilogue.residual is not None:
-                added = epilogue.residual.ptr + at_m * epilogue.residual.stride_m + at_n * epilogue.residual.stride_n
-                acc += tl.load(added, mask=mask, other=0.0).to(tl.float32)
-            result = or_nan(acc, ok).to(dtype)
-            tl.store(out.ptr + at_m * out.stride_m + at_n * out.stride_n, result, mask=mask)
+            result = apply(
+                epilogue, out, 0, down * BLOCK_M + strip + offs_m, (first + col) * BLOCK_N + offs_n,
+                down * BLOCK_M + strip + offs_m < ctx.M, (first + col) * BLOCK_N + offs_n < ctx.b.N[0], acc, ok,
+            )  # fmt: skip
             if ctx.SWITCH:
                 places = (sums_row + at_m) * sums_pitch + (first + col) * BLOCK_N
                 store_to_all(ctx.link, result, places, at_m < ctx.M, width, BLOCK_N)
@@ -230,9 +234,9 @@ def _copy_tiles(ctx, out, pid, num_programs, sums_row, second_slot, sums_pitch, 
     # Copy the peers' tiles, those of the next rank first.
     BLOCK_M: tl.constexpr = ctx.tiles.BLOCK_M
     BLOCK_N: tl.constexpr = ctx.tiles.BLOCK_N
-    dtype: tl.constexpr = out.ptr.dtype.element_ty
+    dtype: tl.constexpr = out.ptr[0].dtype.element_ty
     base = half(ctx.link, ctx.link.rank, dtype)
-    across = cdiv(ctx.b.N, BLOCK_N)
+    across = cdiv(ctx.b.N[0], BLOCK_N)
     down = cdiv(ctx.M, BLOCK_M)
     after = _first_of(ctx, ctx.link.rank + 1, across)
     own = after - _first_of(ctx, ctx.link.rank, across)
@@ -246,9 +250,9 @@ def _copy_tiles(ctx, out, pid, num_programs, sums_row, second_slot, sums_pitch, 
         at_n = (col * BLOCK_N + offs_n).to(tl.int64)[None, :]
         for strip in range(0, BLOCK_M, STRIP):
             at_m = (row * BLOCK_M + strip + offs_m).to(tl.int64)[:, None]
-            mask = (at_m < ctx.M) & (at_n < ctx.b.N)
+            mask = (at_m < ctx.M) & (at_n < ctx.b.N[0])
             block = tl.load(base + (sums_row + at_m) * sums_pitch + at_n, mask=mask, other=0.0)
-            tl.store(out.ptr + at_m * out.stride_m + at_n * out.stride_n, or_nan(block, ok), mask=mask)
+            tl.store(out.ptr[0] + at_m * out.stride_m[0] + at_n * out.stride_n[0], or_nan(block, ok), mask=mask)
 
 
 @triton.jit
@@ -263,7 +267,7 @@ def _all_reduce_programs(
         if SPLITS > 1:
             _multiply_parts(ctx, sums, arrivals, place, producers, num_tiles, SPLITS)
         else:
-            matmul_tiles(ctx, place, producers, num_tiles, _locate, _a_whole, b_whole, _send, 1)
+            matmul_tiles(ctx, place, producers, num_tiles, _locate, a_of_term, b_of_term, _send, 1)
     elif place < producers + reducers:
         _sum_tiles(ctx, out, epilogue, place - producers, reducers, sums_row, second_slot, sums_pitch, STRIP)
     elif not ctx.TO_ALL:
@@ -330,18 +334,6 @@ def room_of(M: int, N: int, world_size: int, config: Config, *, to_all: bool) ->
     return Room(most * config.block_n, down * most, down * across)
 
 
-class _Known(NamedTuple):
-    # Launch parameters, cached for each layout of the operands.
-    config: Config
-    a_by: str
-    b_by: str
-    tiles: Tiles
-    num_tiles: int
-    splits: int
-    roles: tuple[int, int, int]
-    options: dict[str, int]
-
-
 class MatmulAllReduce:
     """Launcher of out [M, N] = the sum over ranks of a [M, K] @ b [K, N], and the epilogue: a whole op.
 
@@ -357,37 +349,33 @@ class MatmulAllReduce:
         self._op, self._world_size, self._rank, self._switch = op, world_size, rank, switch
         self._adders = adders
         self._to_all, self._pitch, self._config, self._scales = to_all, pitch, config, scales
-        self._known: dict[object, _Known] = {}
+        self._memo = Memo()
         self._strip = strip_of(config)
 
     def __call__(
         self, channel: Channel, a: torch.Tensor, b: torch.Tensor, scales: Scales | None, out: torch.Tensor,
-        epilogue: Epilogue, arrivals: torch.Tensor, *, sums_row: int = 0, sums_pitch: int = 0, second_slot: int = 0,
+        epilogue: TileEpilogue, arrivals: torch.Tensor, *, sums_row: int = 0, sums_pitch: int = 0, second_slot: int = 0,
     ) -> None:  # fmt: skip
         """Launch the kernel.
 
         arrivals: zeros (int32), as many as programs, of this workspace alone; zeros again when the kernel ends. Without
         `to_all`, sums lie from row `sums_row` of every half on, with a signal a tile from `second_slot` on.
         """
-        key = a.dtype, a.shape, a.stride(), a.data_ptr() % 16, b.shape, b.stride(), b.data_ptr() % 16
-        known = self._known.get(key)
-        if known is None:
-            if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
-            known = self._known[key] = self._find_out(a, b)
+        key = layouts_of(a, b)
+        known = self._memo.get(key) or self._memo.keep(key, self._find_out(a, b))
         config, sums = known.config, None
         if known.splits > 1:
             numel = known.splits * known.num_tiles * config.block_m * config.block_n
             sums = torch.empty(numel, dtype=torch.float32, device=a.device)
         group = channel.groups.get(self._op) or channel.group(self._op)
         launch(_matmul_all_reduce_kernel, (sum(known.roles),))(
-            left_of(a, known.a_by, config), right_of(b, known.b_by, config), scales, known.tiles, group, channel.rank,
-            channel.fingerprint, known.num_tiles, a.shape[0], self._pitch, sums, None if sums is None else arrivals,
-            rows_of(out), epilogue, *known.roles[:2], sums_row, second_slot, sums_pitch, self._to_all, known.splits,
-            self._strip, self._switch, **known.options,
+            left_of([a], known.a_by, config), right_of([b], known.b_by, config), scales, known.tiles, group,
+            channel.rank, channel.fingerprint, known.num_tiles, a.shape[0], self._pitch, sums,
+            None if sums is None else arrivals, outputs_of(out), epilogue, *known.roles[:2], sums_row, second_slot,
+            sums_pitch, self._to_all, known.splits, self._strip, self._switch, **known.options,
         )  # fmt: skip
 
-    def _find_out(self, a: torch.Tensor, b: torch.Tensor) -> _Known:
+    def _find_out(self, a: torch.Tensor, b: torch.Tensor) -> Known:
         config, rank, world_size = fitted_to(self._config, a, b), self._rank, self._world_size
         down, across = -(-a.shape[0] // config.block_m), -(-b.shape[1] // config.block_n)
         own = across if self._to_all else (rank + 1) * across // world_size - rank * across // world_size
@@ -396,9 +384,6 @@ class MatmulAllReduce:
         if self._scales != "blocks":
             num_blocks = -(-a.shape[1] // config.block_k)
             splits = splits_of(down * across, num_blocks, config.programs, config.splits)
-        return _Known(
-            config, a_by, b_by, tiles_of(config, flatten=False, scales=self._scales),
-            down * across, splits,
-            roles_of(splits * down * across, down * own, down * (across - own), config.programs, self._adders),
-            options(config, a_by, b_by),
-        )  # fmt: skip
+        tiles = tiles_of(config, flatten=False, scales=self._scales)
+        roles = roles_of(splits * down * across, down * own, down * (across - own), config.programs, self._adders)
+        return Known(config, a_by, b_by, tiles, down * across, options(config, a_by, b_by), splits, roles)

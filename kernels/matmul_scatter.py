@@ -16,13 +16,12 @@ import triton
 import triton.language as tl
 
 from .descriptors import fitted_to, read_by_all, whole_leaves
-from .launch import MOST_KNOWN, Channel, Config, options
+from .launch import Channel, Config, Memo, layouts_of, options
 from .loading import launch
 from .matmul import locate_in_chunks, locate_whole, matmul_tiles
-from .operands import NO_MORE, Left, More, Right, Scales, Tiles, left_of, right_of, tiles_of
+from .operands import Known, Left, Right, Scales, Tiles, a_of_term, b_of_term, left_of, pick, right_of, tiles_of
 from .scales import scale_columns
 from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, raise_signal
-from .terms import a_of_term, b_of_term, further
 
 
 class Partial(NamedTuple):
@@ -40,7 +39,6 @@ class Partial(NamedTuple):
     M: tl.tensor
     region_row: tl.tensor
     pitch: tl.tensor
-    more: More
     scales: Scales | None
     SWITCH: tl.constexpr
     END: tl.constexpr
@@ -48,7 +46,7 @@ class Partial(NamedTuple):
 
 @triton.jit
 def _locate_own_chunk_last(ctx, tile):
-    num_tiles_n = cdiv(ctx.b.N, ctx.tiles.BLOCK_N)
+    num_tiles_n = cdiv(ctx.b.N[0], ctx.tiles.BLOCK_N)
     return locate_in_chunks(tile, ctx.table, ctx.link.rank + 1, num_tiles_n, ctx.link.group.WORLD_SIZE, ctx.tiles)
 
 
@@ -57,7 +55,7 @@ def _store_to(ctx, dst, tile, partial):
     dtype: tl.constexpr = partial.dtype
     offs_m = tl.arange(0, ctx.tiles.BLOCK_M)
     offs_n = tile.col + tl.arange(0, ctx.tiles.BLOCK_N)
-    mask = (offs_m < tile.rows - tile.row)[:, None] & (offs_n < ctx.b.N)[None, :]
+    mask = (offs_m < tile.rows - tile.row)[:, None] & (offs_n < ctx.b.N[0])[None, :]
     if ctx.SWITCH:
         rows = (dst * ctx.region_row + tile.row + offs_m).to(tl.int64)
         base = half(ctx.link, ctx.link.rank, dtype)
@@ -66,27 +64,18 @@ def _store_to(ctx, dst, tile, partial):
         base = half(ctx.link, dst, dtype)
     tl.store(base + rows[:, None] * ctx.pitch + offs_n[None, :], partial, mask=mask)
     # Signals are numbered in the order in which `reduce` visits the owner's tiles: row by row.
-    index = tile.index * cdiv(ctx.b.N, ctx.tiles.BLOCK_N) + tile.col // ctx.tiles.BLOCK_N
+    index = tile.index * cdiv(ctx.b.N[0], ctx.tiles.BLOCK_N) + tile.col // ctx.tiles.BLOCK_N
     raise_signal(ctx.link, dst, index + FIRST_SLOT)
 
 
 @triton.jit
-def scaled(ctx, tile, acc, a_scale, b_scale):
-    """Return the sum of a float8 tile times the scales of its rows and columns."""
+def scaled_term(ctx, tile, i, part):
+    """Return the i-th term's float8 product times the scales of its rows and columns."""
     offs_m = tl.arange(0, ctx.tiles.BLOCK_M)
-    scale = tl.load(a_scale + tile.begin + tile.row + offs_m, mask=offs_m < tile.rows - tile.row, other=0.0)
-    return scale_columns(acc * scale[:, None], b_scale, tile.col, ctx.b.N, ctx.tiles.BLOCK_N)
-
-
-@triton.jit
-def _scaled_term(ctx, tile, i, part):
-    a_scale = ctx.scales.a
-    b_scale = ctx.scales.b
-    for j in tl.static_range(ctx.more.COUNT):
-        if i == j + 1:
-            a_scale = ctx.more.blocks[j].a_scale
-            b_scale = ctx.more.blocks[j].b_scale
-    return scaled(ctx, tile, part, a_scale, b_scale)
+    a_scale = pick(ctx.scales.a, i, ctx.b.COUNT) + tile.begin + tile.row
+    scale = tl.load(a_scale + offs_m, mask=offs_m < tile.rows - tile.row, other=0.0)
+    b_scale = pick(ctx.scales.b, i, ctx.b.COUNT)
+    return scale_columns(part * scale[:, None], b_scale, tile.col, ctx.b.N[0], ctx.tiles.BLOCK_N)
 
 
 @triton.jit
@@ -95,10 +84,10 @@ def _rounded(ctx, tile, acc):
     if ctx.tiles.LEAVES > 0:
         return acc
     elif ctx.scales is None:
-        return acc.to(ctx.a.ptr.dtype.element_ty)
+        return acc.to(ctx.a.ptr[0].dtype.element_ty)
     else:
-        if ctx.more.COUNT == 0 and ctx.tiles.SCALES == "rows":
-            acc = scaled(ctx, tile, acc, ctx.scales.a, ctx.scales.b)
+        if ctx.b.COUNT == 1 and ctx.tiles.SCALES == "rows":
+            acc = scaled_term(ctx, tile, 0, acc)
         return acc.to(ctx.scales.out.dtype.element_ty)
 
 
@@ -115,53 +104,27 @@ def _store_to_all(ctx, tile, packed, acc):
         _store_to(ctx, (ctx.link.rank + i) % ctx.link.group.WORLD_SIZE, tile, partial)
 
 
-@triton.jit
-def _matmul_scatter_programs(ctx, num_tiles, TO_ALL: tl.constexpr):
-    pid = tl.program_id(0)
-    enter(ctx.link, pid)
-    if TO_ALL:
-        matmul_tiles(
-            ctx, pid, tl.num_programs(0), num_tiles,
-            locate_whole, a_of_term, b_of_term, _store_to_all, 1 + ctx.more.COUNT,
-        )  # fmt: skip
-    elif ctx.tiles.SCALES == "rows" and ctx.more.COUNT > 0:
-        matmul_tiles(
-            ctx, pid, tl.num_programs(0), num_tiles,
-            _locate_own_chunk_last, a_of_term, b_of_term, _store_to_owner, 1 + ctx.more.COUNT, _scaled_term,
-        )  # fmt: skip
-    else:
-        matmul_tiles(
-            ctx, pid, tl.num_programs(0), num_tiles,
-            _locate_own_chunk_last, a_of_term, b_of_term, _store_to_owner, 1 + ctx.more.COUNT,
-        )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["rank", "fingerprint", "region_row", "num_tiles"])
 def _matmul_scatter_kernel(
-    a, b, more, scales, tiles, table, group, rank, fingerprint: tl.int64, region_row, num_tiles, M, pitch,
+    a, b, scales, tiles, table, group, rank, fingerprint: tl.int64, region_row, num_tiles, M, pitch,
     TO_ALL: tl.constexpr, SWITCH: tl.constexpr,
 ):  # fmt: skip
     """Enter the epoch, multiply, store every tile into its owner's half, and signal the tile to the owner.
 
     TO_ALL: store and signal to all ranks. SWITCH: store into the own half. Waits for nothing.
     """
-    _matmul_scatter_programs(
+    epoch = begin(group, rank)
+    pid = tl.program_id(0)
+    enter(Link(group, rank, epoch, fingerprint, 0), pid)
+    matmul_tiles(
         Partial(
-            Link(group, rank, begin(group, rank), fingerprint, 0), a, b, tiles, table, M, region_row, pitch, more,
-            scales, SWITCH, 0,
+            Link(group, rank, epoch, fingerprint, 0), a, b, tiles, table, M, region_row, pitch, scales, SWITCH, 0
         ),
-        num_tiles, TO_ALL,
+        pid, tl.num_programs(0), num_tiles,
+        locate_whole if TO_ALL else _locate_own_chunk_last, a_of_term, b_of_term,
+        _store_to_all if TO_ALL else _store_to_owner, b.COUNT,
+        scaled_term if tiles.SCALES == "rows" and b.COUNT > 1 else None,
     )  # fmt: skip
-
-
-class _Known(NamedTuple):
-    # Launch parameters, cached for each layout of the operands.
-    config: Config
-    a_by: str
-    b_by: str
-    tiles: Tiles
-    num_tiles: int
-    options: dict[str, int]
 
 
 class MatmulScatter:
@@ -179,50 +142,30 @@ class MatmulScatter:
         self._switch = switch
         self._op, self._sizes, self._region_rows, self._pitch, self._leaves = op, sizes, region_rows, pitch, leaves
         self._to_all, self._config, self._scales = to_all, config, scales
-        self._known: dict[object, _Known] = {}
+        self._memo = Memo()
 
     def __call__(
-        self, channel: Channel, terms: Sequence[tuple[torch.Tensor, torch.Tensor]], table: torch.Tensor,
-        scales: Sequence[Scales] | None = None,
+        self, channel: Channel, lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor], table: torch.Tensor,
+        scales: Scales | None = None,
     ) -> None:  # fmt: skip
-        """Launch the kernel; scales: one for each term, if float8."""
-        assert len(terms) == 1 or not self._to_all
-        a, b = terms[0]
-        layout: list[object] = [a.dtype]
-        for pair in terms:
-            for each in pair:
-                layout += each.shape, each.stride(), each.data_ptr() % 16
-        key = tuple(layout)
-        known = self._known.get(key)
-        if known is None:
-            if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
-            known = self._known[key] = self._find_out(terms)
-        config, more = known.config, NO_MORE
-        if len(terms) > 1:
-            of_terms = None if scales is None else [(each.a, each.b) for each in scales[1:]]
-            more = further(terms, known.a_by, known.b_by, config, of_terms)
+        """Launch the kernel; lefts, rights: a and b of each term."""
+        assert len(lefts) == 1 or not self._to_all
+        key = layouts_of(*lefts, *rights)
+        known = self._memo.get(key) or self._memo.keep(key, self._find_out(lefts, rights))
         # Not flattened: every tile's signal needs a barrier, and the compiler does not pipeline a loop with a barrier.
         group = channel.groups.get(self._op) or channel.group(self._op)
-        launch(_matmul_scatter_kernel, (config.programs,))(
-            left_of(a, known.a_by, config), right_of(b, known.b_by, config), more,
-            None if scales is None else scales[0], known.tiles, table, group, channel.rank, channel.fingerprint,
-            self._region_rows * (1 if self._switch else channel.rank), known.num_tiles, a.shape[0], self._pitch,
-            self._to_all, self._switch, **known.options,
+        launch(_matmul_scatter_kernel, (known.config.programs,))(
+            left_of(lefts, known.a_by, known.config), right_of(rights, known.b_by, known.config), scales, known.tiles,
+            table, group, channel.rank, channel.fingerprint, self._region_rows * (1 if self._switch else channel.rank),
+            known.num_tiles, lefts[0].shape[0], self._pitch, self._to_all, self._switch, **known.options,
         )  # fmt: skip
 
-    def _find_out(self, terms: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> _Known:
-        lefts, rights = [a for a, _ in terms], [b for _, b in terms]
+    def _find_out(self, lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> Known:
         # Owners count tiles, so a rank cannot choose the rows and columns of a tile by itself.
-        leaves, lengths, pitch = self._leaves, [a.shape[1] for a in lefts], self._pitch
+        leaves, lengths = self._leaves, [a.shape[1] for a in lefts]
         config = fitted_to(whole_leaves(self._config, lengths, leaves), *lefts, *rights)
         chunks = lefts[0].shape[:1] if self._to_all else self._sizes
         num_tiles = sum(-(-rows // config.block_m) for rows in chunks) * -(-rights[0].shape[1] // config.block_n)
         a_by, b_by = read_by_all(lefts, config), read_by_all(rights, config)
-        limit = "" if self._to_all or len(terms) > 1 else "scatter any" if pitch % 16 else "scatter"
-        return _Known(
-            config, a_by, b_by,
-            tiles_of(config, flatten=False, scales=self._scales, leaves=leaves, lengths=lengths),
-            num_tiles,
-            options(config, a_by, b_by, limit=limit),
-        )  # fmt: skip
+        tiles = tiles_of(config, flatten=False, scales=self._scales, leaves=leaves, lengths=lengths)
+        return Known(config, a_by, b_by, tiles, num_tiles, options(config, a_by, b_by))

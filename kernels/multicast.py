@@ -13,8 +13,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .matmul import empty_sum
 from .signal import _INTERPRETED, fenced, half
+
+
+@triton.jit
+def empty_sum(mask):
+    """Return float32 -0.0 for each element of mask: adding -0.0 changes no number, but +0.0 would change -0.0."""
+    # `tl.full` turns -0.0 into +0.0.
+    return tl.full(mask.shape, -(2**31), tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit

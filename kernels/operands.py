@@ -1,4 +1,10 @@
-"""Operands, results and epilogue of the kernels that multiply, as launches pass them."""
+"""Operands and results of the kernels that multiply: a table of blocks, as launches pass it and as kernels read it.
+
+A block is a weight with its result, beside others at one gather, or a term of a sum. Most kernels have one. Each field
+of `Left`, `Right`, `Outputs` and `Scales` is a column of the table: an entry for each block. A program takes its tile's
+entries by `pick` and `stride_of`. With one block they cost nothing. The table is a launch's arguments and not memory:
+in memory there can be no tensor descriptors of the host's.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +12,35 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 
 from .descriptors import of_left, of_right
 from .launch import Config
+from .scales import scale_bytes
+from .signal import cdiv
 
 
 class Left(NamedTuple):
-    """A [M, K], whole and local. BY: how A is read, as in `descriptors`."""
+    """A [M, K] of each block, whole and local.
+
+    - `UNIT`: the dimension that is contiguous in all A, or -1. A picked stride would not show it to the compiler.
+    - `BY`: how A is read, as in `descriptors`.
+    """
 
     ptr: tl.tensor
     desc: tl.tensor
     stride_m: tl.tensor
     stride_k: tl.tensor
+    UNIT: tl.constexpr
     BY: tl.constexpr
 
 
 class Right(NamedTuple):
-    """B [K, N], whole and local on every rank. BY: as in `Left`."""
+    """B [K, N] of each block, whole and local on every rank.
+
+    COUNT: number of blocks, as Triton 3.6 cannot count them. UNIT, BY: as in `Left`.
+    """
 
     ptr: tl.tensor
     desc: tl.tensor
@@ -31,15 +48,20 @@ class Right(NamedTuple):
     stride_n: tl.tensor
     K: tl.tensor
     N: tl.tensor
+    COUNT: tl.constexpr
+    UNIT: tl.constexpr
     BY: tl.constexpr
 
 
-class Result(NamedTuple):
-    """C [M, N]."""
+class Outputs(NamedTuple):
+    """C [M, N] of each block, or the one result of a sum; COUNT, UNIT: as in `Right`."""
 
     ptr: tl.tensor
     stride_m: tl.tensor
     stride_n: tl.tensor
+    N: tl.tensor
+    COUNT: tl.constexpr
+    UNIT: tl.constexpr
 
 
 class Scales(NamedTuple):
@@ -57,51 +79,6 @@ class Scales(NamedTuple):
     b: tl.tensor
     out: tl.tensor
     END: tl.constexpr
-
-
-class Epilogue(NamedTuple):
-    """Steps before a tile of the result is rounded; None leaves a step out.
-
-    - `bias`: is added. It has one element for each row of C with PER_ROW, else for each column.
-    - `residual`: [M, N], is added to a sum by its owner.
-    - `z`: takes the values before an activation, if they are kept. It has the layout of C.
-    - `ACTIVATION`: see `activated`; "" for none.
-    - `GATED`: the activation of the first of two products (the gate) is multiplied with the second product.
-    """
-
-    bias: tl.tensor
-    PER_ROW: tl.constexpr
-    residual: Result | None = None
-    z: tl.tensor | None = None
-    ACTIVATION: tl.constexpr = tl.constexpr("")
-    GATED: tl.constexpr = tl.constexpr(False)
-
-
-class Block(NamedTuple):
-    """A further B of a kernel with several, with its A if products are added, else with its result (None: absent)."""
-
-    a: tl.tensor
-    b: tl.tensor
-    c: tl.tensor
-    bias: tl.tensor
-    z: tl.tensor
-    a_scale: tl.tensor
-    b_scale: tl.tensor
-    END: tl.constexpr
-
-
-class More(NamedTuple):
-    """The further blocks, COUNT of them, as Triton 3.6 cannot count them.
-
-    A_UNIT, B_UNIT, C_UNIT: the dimension that is contiguous in all A, all B and all C, or -1. A stride that is chosen
-    among several would not show it to the compiler.
-    """
-
-    blocks: tl.tensor
-    COUNT: tl.constexpr
-    A_UNIT: tl.constexpr
-    B_UNIT: tl.constexpr
-    C_UNIT: tl.constexpr
 
 
 class Tiles(NamedTuple):
@@ -160,47 +137,49 @@ class Columns(NamedTuple):
     scale_stride: tl.tensor
 
 
+class Known(NamedTuple):
+    """Launch parameters of a kernel that scatters; splits, roles: of `matmul_all_reduce`."""
+
+    config: Config
+    a_by: str
+    b_by: str
+    tiles: Tiles
+    num_tiles: int
+    options: dict[str, int]
+    splits: int = 1
+    roles: tuple[int, int, int] = (0, 0, 0)
+
+
 # The last field of a tuple, as a launch passes it; see `Link` in `signal`.
 END = tl.constexpr(0)
-# `More` of a kernel with one B.
-NO_MORE = More((), *map(tl.constexpr, (0, -1, -1, -1)))
 
 
-def unit_of(matrices: Sequence[torch.Tensor]) -> int:
-    """Return the dimension that is contiguous in all of the matrices, or -1."""
-    return next((dim for dim in (1, 0) if all(x.stride(dim) == 1 for x in matrices)), -1)
+def _unit_of(matrices: Sequence[torch.Tensor]) -> tl.constexpr:
+    return tl.constexpr(next((dim for dim in (1, 0) if all(x.stride(dim) == 1 for x in matrices)), -1))
 
 
-def left_of(a: torch.Tensor, by: str, config: Config) -> Left:
-    """Return A as a launch passes it."""
-    return Left(a, of_left(a, by, config), a.stride(0), a.stride(1), tl.constexpr(by))
+def left_of(matrices: Sequence[torch.Tensor], by: str, config: Config) -> Left:
+    """Return the A of all blocks as a launch passes them."""
+    rows, cols = zip(*(a.stride() for a in matrices), strict=True)
+    descs = tuple([of_left(a, by, config) for a in matrices])
+    return Left(tuple(matrices), descs, rows, cols, _unit_of(matrices), tl.constexpr(by))
 
 
-def right_of(b: torch.Tensor, by: str, config: Config) -> Right:
-    """Return B as a launch passes it."""
-    desc = of_right(b, by, config)
-    return Right(b, desc, b.stride(0), b.stride(1), b.shape[0], b.shape[1], tl.constexpr(by))
+def right_of(matrices: Sequence[torch.Tensor], by: str, config: Config) -> Right:
+    """Return the B of all blocks as a launch passes them."""
+    rows, cols = zip(*(b.stride() for b in matrices), strict=True)
+    K, N = zip(*(b.shape for b in matrices), strict=True)
+    descs = tuple([of_right(b, by, config) for b in matrices])
+    return Right(
+        tuple(matrices), descs, rows, cols, K, N, tl.constexpr(len(N)), _unit_of(matrices), tl.constexpr(by)
+    )  # fmt: skip
 
 
-def result_of(c: torch.Tensor) -> Result:
-    """Return C as a launch passes it."""
-    return Result(c, c.stride(0), c.stride(1))
-
-
-# Constants of an `Epilogue` as a launch passes them: PER_ROW, and (ACTIVATION, GATED) by the activation's name.
-PER_ROW = (tl.constexpr(False), tl.constexpr(True))
-ACTIVATIONS = {
-    name: (tl.constexpr(of), tl.constexpr(gated))
-    for name, of, gated in (
-        *((name, name, False) for name in ("", "relu", "gelu", "gelu_tanh", "silu")),
-        ("swiglu", "silu", True), ("geglu", "gelu", True),
-    )
-}  # fmt: skip
-
-
-def epilogue_of(bias: torch.Tensor | None, *, per_row: bool) -> Epilogue:
-    """Return the epilogue with this bias as a launch passes it."""
-    return Epilogue(bias, PER_ROW[per_row])
+def outputs_of(*matrices: torch.Tensor) -> Outputs:
+    """Return the C of all blocks as a launch passes them."""
+    rows, cols = zip(*(c.stride() for c in matrices), strict=True)
+    N = tuple([c.shape[1] for c in matrices])
+    return Outputs(matrices, rows, cols, N, tl.constexpr(len(N)), _unit_of(matrices))
 
 
 def tiles_of(config: Config, *, flatten: bool, scales: str = "", leaves: int = 0, lengths: Sequence[int] = ()) -> Tiles:
@@ -210,3 +189,97 @@ def tiles_of(config: Config, *, flatten: bool, scales: str = "", leaves: int = 0
         config.block_m, config.block_n, config.block_k, config.group_m, flatten, scales, config.scaled_dot,
         leaves, aligned,
     )))  # fmt: skip
+
+
+@triton.jit
+def pick(column, j, COUNT: tl.constexpr):
+    """Return the j-th of COUNT entries of a column."""
+    if COUNT == 1:
+        return column[0]
+    else:
+        found = column[0]
+        for i in tl.static_range(1, COUNT):
+            if j == i:
+                found = column[i]
+        return found
+
+
+@triton.jit
+def stride_of(column, j, COUNT: tl.constexpr, IS_ONE: tl.constexpr):
+    """Return the j-th of COUNT strides, or the constant 1 if all are known to be 1."""
+    if COUNT == 1:
+        return column[0]
+    elif IS_ONE:
+        return 1
+    else:
+        # A stride of 1 is a constant to the compiler, which has no type to choose by.
+        found = tl.full((), 0, tl.int64) + column[0]
+        for i in tl.static_range(1, COUNT):
+            if j == i:
+                found = tl.full((), 0, tl.int64) + column[i]
+        return found
+
+
+@triton.jit
+def a_of_term(ctx, tile, i, packed):
+    """Return the tile's rows of the i-th term's A, with all of K: an A_CHUNK hook. Waits for nothing."""
+    row = tile.begin + tile.row
+    k_len = pick(ctx.b.K, i, ctx.b.COUNT)
+    if ctx.a.BY == "pointers":
+        stride_m = stride_of(ctx.a.stride_m, i, ctx.b.COUNT, ctx.a.UNIT == 0)
+        stride_k = stride_of(ctx.a.stride_k, i, ctx.b.COUNT, ctx.a.UNIT == 1)
+        source = pick(ctx.a.ptr, i, ctx.b.COUNT) + row.to(tl.int64) * stride_m
+    else:
+        # A descriptor has its own strides, and Triton 3.6 cannot return None.
+        source = pick(ctx.a.desc, i, ctx.b.COUNT)
+        stride_m, stride_k = 0, 0
+    if ctx.tiles.SCALES == "blocks":
+        # Several float8 terms are those of gradients, which have no block scales.
+        tl.static_assert(ctx.b.COUNT == 1)
+        scale = ctx.scales.a[0] + row.to(tl.int64) * scale_bytes(k_len)
+    else:
+        scale = 0
+    return Operand(source, stride_m, stride_k, 0, row, 0, k_len, packed, scale, scale_bytes(k_len), 0)
+
+
+@triton.jit
+def _columns_of(ctx, j, N, col):
+    if ctx.b.BY == "pointers":
+        source = pick(ctx.b.ptr, j, ctx.b.COUNT)
+        stride_k = stride_of(ctx.b.stride_k, j, ctx.b.COUNT, ctx.b.UNIT == 0)
+        stride_n = stride_of(ctx.b.stride_n, j, ctx.b.COUNT, ctx.b.UNIT == 1)
+    else:
+        source = pick(ctx.b.desc, j, ctx.b.COUNT)
+        stride_k, stride_n = 0, 0
+    if ctx.tiles.SCALES == "blocks":
+        scale = pick(ctx.scales.b, j, ctx.b.COUNT)
+    else:
+        scale = 0
+    return Columns(source, stride_k, stride_n, N, col, scale, scale_bytes(ctx.b.K[0]))
+
+
+@triton.jit
+def b_of_term(ctx, tile, i):
+    """Return a tile's columns of the i-th term's B: a B_CHUNK hook."""
+    return _columns_of(ctx, i, ctx.b.N[0], tile.col)
+
+
+@triton.jit
+def weight_at(ctx, col):
+    """Return the weight of a tile's column, and where the weight begins: weights lie side by side, in whole tiles."""
+    j = 0
+    begin = 0
+    end = 0
+    for i in tl.static_range(ctx.b.COUNT - 1):
+        end += cdiv(ctx.b.N[i], ctx.tiles.BLOCK_N) * ctx.tiles.BLOCK_N
+        if col >= end:
+            j = i + 1
+            begin = end
+    return j, begin
+
+
+@triton.jit
+def b_of_weight(ctx, tile, i):
+    """Return a tile's columns of its weight: a B_CHUNK hook."""
+    j, begin = weight_at(ctx, tile.col)
+    return _columns_of(ctx, j, pick(ctx.b.N, j, ctx.b.COUNT), tile.col - begin)

@@ -17,16 +17,15 @@ import triton.language as tl
 
 from .launch import FP_FUSION, Channel, Config, moving_options, strip_of
 from .loading import launch
-from .matmul import or_nan
 from .multicast import behind_store, store_to_all
 from .scales import scale_bytes
-from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, leave, raise_signal, wait
+from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, leave, or_nan, raise_signal, wait
 
 # Rows whose block scales are sent at a time.
 SCALE_ROWS = tl.constexpr(256)
 
 
-class Rows(NamedTuple):
+class LocalRows(NamedTuple):
     """A local matrix: pointer, strides, columns, and float8 scales of rows or blocks, which travel with the rows."""
 
     ptr: tl.tensor
@@ -36,9 +35,9 @@ class Rows(NamedTuple):
     scale: tl.tensor | None = None
 
 
-def rows_of(x: torch.Tensor, scale: torch.Tensor | None = None) -> Rows:
+def rows_of(x: torch.Tensor, scale: torch.Tensor | None = None) -> LocalRows:
     """Return a matrix as a launch passes it; scale: of float8 rows."""
-    return Rows(x, x.stride(0), x.stride(1), x.shape[1], scale)
+    return LocalRows(x, x.stride(0), x.stride(1), x.shape[1], scale)
 
 
 @triton.jit
@@ -180,20 +179,6 @@ def wait_for_rows(link, src, begin_row, end_row, first_slot, state, OK: tl.const
     return state
 
 
-@triton.jit
-def _push_programs(
-    link, src, table, num_rows, dst_row, pitch, first_slot,
-    SCATTER: tl.constexpr, WITH_OWN: tl.constexpr, PIECE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
-    SWITCH: tl.constexpr,
-):  # fmt: skip
-    pid = tl.program_id(0)
-    enter(link, pid)
-    push_to_all(
-        link, src, table, pid, tl.num_programs(0), num_rows, dst_row, pitch, first_slot,
-        SCATTER, WITH_OWN, PIECE, BLOCK_R, BLOCK_C, SWITCH,
-    )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["rank", "fingerprint", "num_rows", "dst_row", "first_slot"])
 def _push_kernel(
     x, table, group, rank, fingerprint: tl.int64, num_rows, dst_row, first_slot, pitch,
@@ -201,9 +186,12 @@ def _push_kernel(
     SWITCH: tl.constexpr,
 ):  # fmt: skip
     """Enter the epoch and push rows, as an op's first kernel. Signals pieces; waits for nothing."""
-    _push_programs(
-        Link(group, rank, begin(group, rank), fingerprint, 0),
-        x, table, num_rows, dst_row, pitch, first_slot, SCATTER, WITH_OWN, PIECE, BLOCK_R, BLOCK_C, SWITCH,
+    link = Link(group, rank, begin(group, rank), fingerprint, 0)
+    pid = tl.program_id(0)
+    enter(link, pid)
+    push_to_all(
+        link, x, table, pid, tl.num_programs(0), num_rows, dst_row, pitch, first_slot,
+        SCATTER, WITH_OWN, PIECE, BLOCK_R, BLOCK_C, SWITCH,
     )  # fmt: skip
 
 
@@ -238,11 +226,17 @@ def push(
     )  # fmt: skip
 
 
-@triton.jit
-def _collect_programs(
-    link, out, table, first_slot, region_row, pitch,
+@triton.jit(do_not_specialize=["rank", "fingerprint", "first_slot"])
+def _collect_kernel(
+    out, table, group, rank, fingerprint: tl.int64, first_slot, region_row, pitch,
     PER_TILE: tl.constexpr, PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
+    """Copy the peers' chunks out of the own arena and leave the epoch, as an op's last kernel.
+
+    Waits for: pieces raised by the peers' `_push_kernel` or after their copies, or with PER_TILE tiles raised by their
+    `_reduce_kernel`. All are issued before this kernel on every rank.
+    """
+    link = Link(group, rank, begin(group, rank), fingerprint, 0)
     pid = tl.program_id(0)
     num_programs = tl.num_programs(0)
     dtype: tl.constexpr = out.ptr.dtype.element_ty
@@ -273,22 +267,6 @@ def _collect_programs(
                 block = or_nan(block, ok)
                 tl.store(out.ptr + at_m * out.stride_m + at_n * out.stride_n, block, mask=mask)
     leave(link, num_programs)
-
-
-@triton.jit(do_not_specialize=["rank", "fingerprint", "first_slot"])
-def _collect_kernel(
-    out, table, group, rank, fingerprint: tl.int64, first_slot, region_row, pitch,
-    PER_TILE: tl.constexpr, PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr,
-):  # fmt: skip
-    """Copy the peers' chunks out of the own arena and leave the epoch, as an op's last kernel.
-
-    Waits for: pieces raised by the peers' `_push_kernel` or after their copies, or with PER_TILE tiles raised by their
-    `_reduce_kernel`. All are issued before this kernel on every rank.
-    """
-    _collect_programs(
-        Link(group, rank, begin(group, rank), fingerprint, 0),
-        out, table, first_slot, region_row, pitch, PER_TILE, PIECE, BLOCK_M, BLOCK_N, STRIP,
-    )  # fmt: skip
 
 
 def collect(

@@ -13,11 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
+from .epilogue import TileEpilogue, apply
 from .launch import Channel, Config, moving_options, strip_of
 from .loading import launch
-from .matmul import bias_at, empty_sum, or_nan
-from .multicast import behind_store, behind_wait, store_to_all, sum_of_all
-from .operands import Epilogue
+from .multicast import behind_store, behind_wait, empty_sum, store_to_all, sum_of_all
+from .operands import outputs_of
 from .push import rows_of
 from .signal import FIRST_SLOT, Link, begin, cdiv, half, leave, raise_signal, wait
 
@@ -40,15 +40,20 @@ def wait_for_parts(link, slot, OWN_IN_PLACE: tl.constexpr):
 
 
 @triton.jit
+def _part_of(link, base, own, src, at_m, at_n, mask, region_rows, pitch, OWN_IN_PLACE: tl.constexpr):
+    part = base + (src * region_rows + at_m) * pitch + at_n
+    if OWN_IN_PLACE:
+        if src == link.rank:
+            part = own.ptr + at_m * own.stride_m + at_n * own.stride_n
+    return tl.load(part, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def sum_of_parts(link, base, own, at_m, at_n, mask, region_rows, pitch, OWN_IN_PLACE: tl.constexpr):
     """Return the sum of all ranks' parts at these places of their regions, in float32, in rank order."""
     acc = empty_sum(mask)
     for src in range(0, link.group.WORLD_SIZE):
-        part = base + (src * region_rows + at_m) * pitch + at_n
-        if OWN_IN_PLACE:
-            if src == link.rank:
-                part = own.ptr + at_m * own.stride_m + at_n * own.stride_n
-        acc += tl.load(part, mask=mask, other=0.0).to(tl.float32)
+        acc += _part_of(link, base, own, src, at_m, at_n, mask, region_rows, pitch, OWN_IN_PLACE)
     return acc
 
 
@@ -65,82 +70,8 @@ def tree_of_parts(
                 link, base, own, first, at_m, at_n, mask, region_rows, pitch, OWN_IN_PLACE, COUNT // 2
             )  # fmt: skip
     else:
-        part = base + (src * region_rows + at_m) * pitch + at_n
-        if OWN_IN_PLACE:
-            if src == link.rank:
-                part = own.ptr + at_m * own.stride_m + at_n * own.stride_n
-        acc += tl.load(part, mask=mask, other=0.0)
+        acc += _part_of(link, base, own, src, at_m, at_n, mask, region_rows, pitch, OWN_IN_PLACE)
     return acc
-
-
-@triton.jit
-def _reduce_programs(
-    link, own, out, epilogue, num_rows, region_rows, result_row, pitch, result_pitch, second_slot,
-    TREE: tl.constexpr, PER_TILE: tl.constexpr, OWN_IN_PLACE: tl.constexpr, BROADCAST: tl.constexpr, LAST: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr,
-    SWITCH: tl.constexpr,
-):  # fmt: skip
-    pid = tl.program_id(0)
-    num_programs = tl.num_programs(0)
-    dtype: tl.constexpr = out.ptr.dtype.element_ty
-    # A tree's parts are float32. Other parts have the results' dtype and pitch.
-    if TREE:
-        base = half(link, link.rank, tl.float32)
-    else:
-        base = half(link, link.rank, dtype)
-        result_pitch = pitch
-    num_tiles_n = cdiv(out.cols, BLOCK_N)
-    offs_m = tl.arange(0, STRIP)
-    offs_n = tl.arange(0, BLOCK_N)
-    for index in range(pid, cdiv(num_rows, BLOCK_M) * num_tiles_n, num_programs):
-        col = index % num_tiles_n * BLOCK_N
-        at_n = (col + offs_n).to(tl.int64)[None, :]
-        ok = wait_for_parts(link, (index if PER_TILE else index // num_tiles_n) + FIRST_SLOT, OWN_IN_PLACE)
-        if SWITCH:
-            # A name of its own: the compiler knows no alignment of what comes out of the fence.
-            summed_col = behind_wait(col, ok)
-        # A strip of the tile at a time: if nothing is aligned, every element has an address of its own.
-        for strip in range(0, BLOCK_M, STRIP):
-            row = index // num_tiles_n * BLOCK_M + strip
-            left = num_rows - row
-            if ALIGNED:
-                # Without the hint, contiguous columns are stored one element at a time.
-                left = tl.multiple_of(left, 16)
-            mask = (offs_m < left)[:, None] & (offs_n < out.cols - col)[None, :]
-            at_m = (row + offs_m).to(tl.int64)[:, None]
-            if TREE:
-                acc = tree_of_parts(
-                    link, base, own, 0, at_m, at_n, mask, region_rows, pitch, OWN_IN_PLACE, link.group.WORLD_SIZE
-                )
-            elif SWITCH:
-                places = (link.rank * region_rows + at_m) * pitch + summed_col
-                acc = sum_of_all(link, dtype, places, (offs_m < left)[:, None], out.cols - col, BLOCK_N)
-            else:
-                acc = sum_of_parts(link, base, own, at_m, at_n, mask, region_rows, pitch, OWN_IN_PLACE)
-            if epilogue.bias is not None:
-                if epilogue.PER_ROW:
-                    acc += bias_at(epilogue, at_m, at_m < num_rows)
-                else:
-                    acc += bias_at(epilogue, at_n, at_n < out.cols)
-            if epilogue.residual is not None:
-                added = epilogue.residual.ptr + at_m * epilogue.residual.stride_m + at_n * epilogue.residual.stride_n
-                acc += tl.load(added, mask=mask, other=0.0).to(tl.float32)
-            result = or_nan(acc, ok).to(dtype)
-            tl.store(out.ptr + at_m * out.stride_m + at_n * out.stride_n, result, mask=mask)
-            if BROADCAST and SWITCH:
-                places = (result_row + at_m) * result_pitch + col
-                store_to_all(link, result, places, (offs_m < left)[:, None], out.cols - col, BLOCK_N)
-            elif BROADCAST:
-                for i in range(1, link.group.WORLD_SIZE):
-                    dst = (link.rank + i) % link.group.WORLD_SIZE
-                    tl.store(half(link, dst, dtype) + (result_row + at_m) * result_pitch + at_n, result, mask=mask)
-        if BROADCAST:
-            if SWITCH:
-                behind_store()
-            for i in range(1, link.group.WORLD_SIZE):
-                raise_signal(link, (link.rank + i) % link.group.WORLD_SIZE, second_slot + index)
-    if LAST:
-        leave(link, num_programs)
 
 
 @triton.jit(do_not_specialize=["rank", "fingerprint", "num_rows", "region_rows", "result_row", "second_slot"])
@@ -158,18 +89,67 @@ def _reduce_kernel(
 
     Waits for: pieces or tiles raised by the peers' (and the own) previous kernel of this op, which waits for nothing.
     """
-    _reduce_programs(
-        Link(group, rank, begin(group, rank), fingerprint, 0),
-        x, out, epilogue, num_rows, region_rows, result_row, pitch, result_pitch, second_slot,
-        TREE, PER_TILE, OWN_IN_PLACE, BROADCAST, LAST, ALIGNED, BLOCK_M, BLOCK_N, STRIP, SWITCH,
-    )  # fmt: skip
+    link = Link(group, rank, begin(group, rank), fingerprint, 0)
+    pid = tl.program_id(0)
+    num_programs = tl.num_programs(0)
+    dtype: tl.constexpr = out.ptr[0].dtype.element_ty
+    N = out.N[0]
+    # A tree's parts are float32. Other parts have the results' dtype and pitch.
+    if TREE:
+        base = half(link, link.rank, tl.float32)
+    else:
+        base = half(link, link.rank, dtype)
+        result_pitch = pitch
+    num_tiles_n = cdiv(N, BLOCK_N)
+    offs_m = tl.arange(0, STRIP)
+    offs_n = tl.arange(0, BLOCK_N)
+    for index in range(pid, cdiv(num_rows, BLOCK_M) * num_tiles_n, num_programs):
+        col = index % num_tiles_n * BLOCK_N
+        at_n = (col + offs_n).to(tl.int64)[None, :]
+        ok = wait_for_parts(link, (index if PER_TILE else index // num_tiles_n) + FIRST_SLOT, OWN_IN_PLACE)
+        if SWITCH:
+            # A name of its own: the compiler knows no alignment of what comes out of the fence.
+            summed_col = behind_wait(col, ok)
+        # A strip of the tile at a time: if nothing is aligned, every element has an address of its own.
+        for strip in range(0, BLOCK_M, STRIP):
+            row = index // num_tiles_n * BLOCK_M + strip
+            left = num_rows - row
+            if ALIGNED:
+                # Without the hint, contiguous columns are stored one element at a time.
+                left = tl.multiple_of(left, 16)
+            mask = (offs_m < left)[:, None] & (offs_n < N - col)[None, :]
+            at_m = (row + offs_m).to(tl.int64)[:, None]
+            if TREE:
+                acc = tree_of_parts(
+                    link, base, x, 0, at_m, at_n, mask, region_rows, pitch, OWN_IN_PLACE, group.WORLD_SIZE
+                )
+            elif SWITCH:
+                places = (link.rank * region_rows + at_m) * pitch + summed_col
+                acc = sum_of_all(link, dtype, places, (offs_m < left)[:, None], N - col, BLOCK_N)
+            else:
+                acc = sum_of_parts(link, base, x, at_m, at_n, mask, region_rows, pitch, OWN_IN_PLACE)
+            result = apply(epilogue, out, 0, row + offs_m, col + offs_n, offs_m < left, offs_n < N - col, acc, ok)
+            if BROADCAST and SWITCH:
+                places = (result_row + at_m) * result_pitch + col
+                store_to_all(link, result, places, (offs_m < left)[:, None], N - col, BLOCK_N)
+            elif BROADCAST:
+                for i in range(1, link.group.WORLD_SIZE):
+                    dst = (link.rank + i) % link.group.WORLD_SIZE
+                    tl.store(half(link, dst, dtype) + (result_row + at_m) * result_pitch + at_n, result, mask=mask)
+        if BROADCAST:
+            if SWITCH:
+                behind_store()
+            for i in range(1, link.group.WORLD_SIZE):
+                raise_signal(link, (link.rank + i) % link.group.WORLD_SIZE, second_slot + index)
+    if LAST:
+        leave(link, num_programs)
 
 
 def reduce(
     channel: Channel,
     op: int,
     out: torch.Tensor,
-    epilogue: Epilogue,
+    epilogue: TileEpilogue,
     *,
     region_rows: int,
     pitch: int,
@@ -194,7 +174,7 @@ def reduce(
     """
     rows = out.shape[0]
     launch(_reduce_kernel, (config.programs,))(
-        rows_of(out if own is None else own), rows_of(out), epilogue, channel.group(op), channel.rank,
+        rows_of(out if own is None else own), outputs_of(out), epilogue, channel.group(op), channel.rank,
         channel.fingerprint, rows, region_rows, result_row or 0, second_slot, pitch, result_pitch, tree, per_tile,
         own is not None,
         result_row is not None, last and result_row is None, rows % 16 == 0 and out.stride(0) == 1,

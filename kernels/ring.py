@@ -18,12 +18,11 @@ import triton.language as tl
 
 from .launch import Channel, Config, moving_options, strip_of
 from .loading import launch
-from .matmul import or_nan
 from .push import rows_of
-from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, leave, raise_signal, wait
+from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, leave, or_nan, raise_signal, wait
 
 
-class Ring(NamedTuple):
+class RingLayout(NamedTuple):
     """Layout of the chunks: row table, most pieces of a chunk, region and first slot of the gather phase."""
 
     table: tl.tensor
@@ -164,7 +163,7 @@ def _ring_kernel(
     """
     _ring_programs(
         Link(group, rank, begin(group, rank), fingerprint, 0),
-        Ring(table, max_pieces, pitch, gather_row, gather_slot, BLOCK_M, BLOCK_N, STRIP),
+        RingLayout(table, max_pieces, pitch, gather_row, gather_slot, BLOCK_M, BLOCK_N, STRIP),
         x, out, REDUCE, GATHER,
     )  # fmt: skip
 

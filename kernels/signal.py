@@ -83,7 +83,7 @@ HOST_WORDS = 16
 POLLS_PER_LOOK = tl.constexpr(256)
 
 
-class Group(NamedTuple):
+class RankGroup(NamedTuple):
     """The ranks' arenas as a launch passes them: their table, the place of the halves, and the op's number."""
 
     peers: tl.tensor
@@ -100,7 +100,7 @@ class Link(NamedTuple):
     fields that was set, constants last. Without END the constants of inner tuples are lost in the next loop.
     """
 
-    group: Group
+    group: RankGroup
     rank: tl.tensor
     epoch: tl.tensor
     fingerprint: tl.tensor
@@ -266,6 +266,12 @@ def wait(link, src, slot, ENDS: tl.constexpr = -1):
         else:
             tl.store(words + WAITING_FOR, 0)
     return (((seen - link.epoch) & -LEAD) == 0).to(tl.int32)
+
+
+@triton.jit
+def or_nan(x, ok):
+    """Return x, or NaN everywhere if `ok` is 0, which means that a wait was given up."""
+    return tl.where(ok != 0, x, tl.full((), float("nan"), tl.float32).to(x.dtype))
 
 
 @triton.jit

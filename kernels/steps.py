@@ -10,8 +10,13 @@ from .loading import launch
 from .signal import Link, begin, enter, leave, raise_signal, wait
 
 
-@triton.jit
-def _step(link, peer, slot, STEP: tl.constexpr):
+@triton.jit(do_not_specialize=["rank", "fingerprint", "peer", "slot"])
+def _step_kernel(group, rank, fingerprint: tl.int64, peer, slot, STEP: tl.constexpr):
+    """Run one step, ordered by the stream with the work before and after it.
+
+    The kernel of a wait ends when the signal is there or the wait is given up.
+    """
+    link = Link(group, rank, begin(group, rank), fingerprint, 0)
     if STEP == "enter":
         enter(link, 0)
     elif STEP == "signal":
@@ -20,15 +25,6 @@ def _step(link, peer, slot, STEP: tl.constexpr):
         wait(link, peer, slot)
     else:
         leave(link, 1)
-
-
-@triton.jit(do_not_specialize=["rank", "fingerprint", "peer", "slot"])
-def _step_kernel(group, rank, fingerprint: tl.int64, peer, slot, STEP: tl.constexpr):
-    """Run one step, ordered by the stream with the work before and after it.
-
-    The kernel of a wait ends when the signal is there or the wait is given up.
-    """
-    _step(Link(group, rank, begin(group, rank), fingerprint, 0), peer, slot, STEP)
 
 
 def step(channel: Channel, op: int, name: str, peer: int = 0, slot: int = 0) -> None:

@@ -174,16 +174,16 @@ class Bounds:
 
 
 def _tensors(given: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    # Of what a kernel is given, also in its named tuples: what a matrix points to has the matrix' name, and a further
-    # block's a, b and c have those of the first.
+    # Of what a kernel is given, also in its tuples: what a matrix points to has the matrix' name, in every block.
     for name, value in given.items():
         if isinstance(value, Tensor):
             yield name, value
         elif hasattr(value, "_asdict"):
-            fields = value._asdict()
-            for block in fields.pop("blocks", ()):
-                yield from _tensors(block._asdict())
-            yield from _tensors({name if field == "ptr" else f"{name}.{field}": each for field, each in fields.items()})
+            fields = value._asdict().items()
+            yield from _tensors({name if field == "ptr" else f"{name}.{field}": each for field, each in fields})
+        elif isinstance(value, tuple):
+            for each in value:
+                yield from _tensors({name: each})
 
 
 def _itemsize(ptrs: Any) -> int:

@@ -10,7 +10,7 @@ import torch
 from triton.runtime.errors import InterpreterError
 
 from fusedtp.bench.ranks import RankPool
-from fusedtp.kernels import descriptors, gather_matmul, matmul, operands, push, reduce
+from fusedtp.kernels import contraction, descriptors, epilogue, gather_matmul, matmul, push, reduce
 from fusedtp.kernels.launch import INTERPRETER
 from fusedtp.shards import even_sizes
 from fusedtp.workspaces.workspace import Workspace
@@ -22,13 +22,13 @@ from .protocol.mutants import Edit, Mutant, planted
 from .test_ops_local import CPU, problem
 from .virtual_ranks import local_memories, run_together
 
-NO_BIAS = operands.epilogue_of(None, per_row=False)
+NO_BIAS = epilogue.epilogue_of(None, per_row=False)
 
 # Of each: what is said, the op it shows on, and the edit.
 PLANTED = [
     (
         "_gather_matmul_kernel stores 4 bytes", "gather rows",
-        Edit(matmul, "_store_columns", "(offs_n < N)[None", "(offs_n <= N)[None"),
+        Edit(epilogue, "apply", "& in_n[None, :]", "& (cols <= c.N[0])[None, :]"),
     ),
     (
         # The next column of another rank's shard, between the rows of this one.
@@ -37,11 +37,11 @@ PLANTED = [
     ),
     (
         "_matmul_scatter_kernel loads 4 bytes", "scatter rows",
-        Edit(matmul, "multiply", "offs_k[None, :] < a.k_len", "offs_k[None, :] <= a.k_len"),
+        Edit(contraction, "multiply", "offs_k[None, :] < a.k_len", "offs_k[None, :] <= a.k_len"),
     ),
     (
         "_collect_kernel stores 4 bytes", "all_gather",
-        Edit(push, "_collect_programs", "(offs_m < first + rows - row - strip)",
+        Edit(push, "_collect_kernel", "(offs_m < first + rows - row - strip)",
             "(offs_m <= first + rows - row - strip)"),
     ),
     (
@@ -78,7 +78,7 @@ def test_between_the_rows_of_a_slice_is_outside() -> None:
     with Bounds() as bounds:
         matmul.matmul(a, b, c, NO_BIAS, config=INTERPRETER)
         assert bounds.accesses > 0
-        stride = Edit(matmul, "_store_columns", "* c.stride_m", "* N")
+        stride = Edit(epilogue, "apply", "rows * stride_of(c.stride_m, j, c.COUNT, c.UNIT == 0)", "rows * c.N[0]")
         with planted(Mutant("", "", (stride,))), pytest.raises(InterpreterError, match="one of 6 places of 15 outside"):
             matmul.matmul(a, b, c, NO_BIAS, config=INTERPRETER)
 
@@ -156,7 +156,7 @@ def test_hints_are_true(lengths: Lengths) -> None:
         ("_gather_matmul_kernel takes 25", (41, 16, 41, (9, 16, 16), (0,)),
             Edit(gather_matmul, "_row", "if ctx.chunks.ROWS_ALIGNED", "if True")),
         ("_reduce_kernel takes 14", (41, 16, 96, (64, 16, 16), (1,)),
-            Edit(reduce, "_reduce_programs", "if ALIGNED", "if True")),
+            Edit(reduce, "_reduce_kernel", "if ALIGNED", "if True")),
     ],
 )  # fmt: skip
 def test_an_untrue_hint_is_found(says: str, lengths: Lengths, edit: Edit) -> None:

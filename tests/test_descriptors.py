@@ -14,8 +14,8 @@ from triton.runtime.interpreter import InterpreterBuilder
 from fusedtp import reference
 from fusedtp.kernels.configs import Config
 from fusedtp.kernels.descriptors import read_by
+from fusedtp.kernels.epilogue import epilogue_of
 from fusedtp.kernels.matmul import matmul
-from fusedtp.kernels.operands import epilogue_of
 from fusedtp.schedules import fused
 from fusedtp.workspaces.workspace import Workspace
 

@@ -124,9 +124,9 @@ def test_a_wrong_stride_in_a_tensor_map_is_found(hopper: EmulatedDriver) -> None
         return TensorDescriptor(right.base, right.shape, strides, right.block_shape)
 
     of_right = descriptors.of_right
-    from fusedtp.kernels import gather_matmul
+    from fusedtp.kernels import operands
 
-    with mock.patch.object(gather_matmul, "of_right", wrong), pytest.raises((AssertionError, Failed)):
+    with mock.patch.object(operands, "of_right", wrong), pytest.raises((AssertionError, Failed)):
         run(hopper, ["gather rows"], 2, BF16, small(90, BF16), Schedule(1))
 
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import fusedtp
 from fusedtp import activations, reference
 from fusedtp.bench.ranks import RankPool
-from fusedtp.kernels import several
+from fusedtp.kernels import gather_matmul
 from fusedtp.op import ACTIVATIONS, GATED, OF_RESULT
 from fusedtp.schedules import decomposed
 
@@ -363,8 +363,8 @@ def test_a_program_makes_up_behind_its_gate() -> None:
         made = []
         for pid in range(num_programs):
             end = pid + 2 * -(-max(num_pairs - pid, 0) // num_programs) * num_programs
-            assert several.end_of_pairs.fn(pid, num_pairs, num_programs) == end
-            tiles = [several.first_of.fn(index, num_programs) for index in range(pid, end, num_programs)]
+            assert gather_matmul.end_of_pairs.fn(pid, num_pairs, num_programs) == end
+            tiles = [gather_matmul.first_of.fn(index, num_programs) for index in range(pid, end, num_programs)]
             assert tiles[1::2] == [(place, 1) for place, _ in tiles[::2]]
             assert all(turn == 0 for _, turn in tiles[::2])
             made += [place for place, _ in tiles[::2]]

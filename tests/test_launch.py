@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fusedtp.kernels import gather_matmul, matmul, matmul_scatter
 from fusedtp.kernels.configs import INTERPRETER, SHAPES, TABLE, compiled_config
-from fusedtp.kernels.launch import Channel, Config, options
+from fusedtp.kernels.epilogue import epilogue_of
+from fusedtp.kernels.launch import Channel, Config, moving_options, options
 from fusedtp.kernels.layout import pitch_of
-from fusedtp.kernels.operands import epilogue_of
 from fusedtp.workspaces.workspace import Workspace
 
 from .compiled.arguments import flat
@@ -61,10 +61,10 @@ def gather(channel: Channel, config: Config, a: Tensor, b: Tensor, *, transposed
     M, N = sum(CHUNKS), b.shape[1]
     out = a.new_empty((N, M) if transposed else (M, N))
     kernel = gather_matmul.GatherMatmul(
-        0, CHUNKS, gather_dim=0, pitch=pitch_of(a.shape[1], a.dtype), piece_rows=64, config=config
+        0, CHUNKS, on_rows=True, pitch=pitch_of(a.shape[1], a.dtype), piece_rows=64, config=config
     )
     return launched(
-        gather_matmul, "_gather_matmul_kernel", kernel, channel, a, b, out.t() if transposed else out,
+        gather_matmul, "_gather_matmul_kernel", kernel, channel, a, [b], [out.t() if transposed else out],
         epilogue_of(a.new_empty(M if transposed else N), per_row=transposed),
         torch.zeros(4, dtype=torch.int32), pushed=False,
     )  # fmt: skip
@@ -87,29 +87,6 @@ def test_a_gather_is_launched_as_it_is_compiled(channel: Channel, target: str, s
     assert {name for name in found if name.startswith("stride_") and found[name] == 1} == unit
 
 
-@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
-def test_limits_of_registers_hold_only_where_they_are_known_to_be_enough(channel: Channel, target: str) -> None:
-    def limit(N: int, K: int, *, transposed: bool, shape: str = "few rows", contiguous: bool = True) -> int | None:
-        a, b, _, _ = operands(target, CHUNKS[0], N, K)
-        config = config_for(target, shape)
-        if not contiguous:
-            b = torch.zeros(K, 2 * N, dtype=torch.bfloat16)[:, ::2]
-        most: int | None = gather(channel, config, a, b, transposed=transposed).get("maxnreg")
-        return most
-
-    registers = compiled_config(target, 2, "few rows").registers
-    everywhere = registers[""]
-    assert limit(96, 128, transposed=False) == limit(96, 24, transposed=False) == registers["gather"] < everywhere
-    assert limit(96, 128, transposed=True) == registers["gather transposed"] < everywhere
-    # Rows of 97 elements, columns beside 97 others, a contraction of 24: not multiples of 16; B by pointers.
-    assert limit(97, 128, transposed=False) == everywhere
-    assert limit(97, 128, transposed=True) == everywhere
-    assert limit(96, 24, transposed=True) == everywhere
-    assert limit(96, 128, transposed=False, contiguous=False) == everywhere
-    with mock.patch(f"{__name__}.CHUNKS", (128, 63, 1)):
-        assert limit(96, 128, transposed=True) == everywhere
-
-
 @pytest.mark.parametrize("N", [96, 88, 97])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("target", TABLE)
@@ -122,7 +99,7 @@ def test_a_scatter_is_launched_as_it_is_compiled(channel: Channel, target: str, 
             case = replace(case, variant="scatter to all" if to_all else "scatter", aligned=())
         kernel = matmul_scatter.MatmulScatter(0, CHUNKS, region_rows=192, pitch=pitch, to_all=to_all, config=config)
         found = launched(
-            matmul_scatter, "_matmul_scatter_kernel", kernel, channel, [(a, b)], torch.zeros(4, dtype=torch.int32)
+            matmul_scatter, "_matmul_scatter_kernel", kernel, channel, [a], [b], torch.zeros(4, dtype=torch.int32)
         )
         fitted = config_of(case) if N % 16 else config
         expected = launch_options(case, fitted) | {"A_BY": a_by, "B_BY": b_by, "TO_ALL": to_all}
@@ -191,19 +168,21 @@ def test_a_result_is_stored_16_bytes_at_a_time_or_not(columns: int, offset: int,
 
 
 @pytest.mark.parametrize("by", ["rows", "pointers"])
-@pytest.mark.parametrize("limit", ["", "gather", "gather transposed", "scatter"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
-def test_a_multiprocessor_has_the_registers_of_a_program(target: str, shape: str, limit: str, by: str) -> None:
+def test_a_multiprocessor_has_the_registers_of_a_program(target: str, shape: str, by: str) -> None:
     """Or the launch fails: 64 Ki of them, given to a warp in units of 256."""
-    given = options(compiled_config(target, 2, shape), by, by, limit=limit)
-    assert -(-32 * given.get("maxnreg", 0) // 256) * 256 * given["num_warps"] <= 64 << 10
+    config = compiled_config(target, 2, shape)
+    for given in (options(config, by, by), moving_options(config)):
+        assert -(-32 * given.get("maxnreg", 0) // 256) * 256 * given["num_warps"] <= 64 << 10
 
 
 def test_what_has_no_limit_of_registers() -> None:
-    """What is interpreted and what AMD's compiler makes; float32 has as many as a thread can have."""
-    assert not INTERPRETER.registers
-    for target in TABLE:
-        limits = {} if target == "gfx942" else {"": 255}
-        assert all(compiled_config(target, 4, shape).registers == limits for shape in SHAPES)
-    assert not any(config.registers for config in TABLE["gfx942"].values())
+    """What is interpreted and what AMD's compiler makes, which has no such option."""
+    kinds: tuple[dict[str, Any], ...] = (
+        {"itemsize": 1}, {"itemsize": 2}, {"itemsize": 4}, {"itemsize": 1, "blocks": True},
+        {"itemsize": 2, "tree": True},
+    )  # fmt: skip
+    amd = [compiled_config("gfx942", shape=shape, **kind) for shape in SHAPES for kind in kinds]
+    for config in (INTERPRETER, *amd):
+        assert "maxnreg" not in options(config, "pointers", "pointers") | moving_options(config)

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedtp.kernels import gather_matmul, matmul, matmul_scatter, several
+from fusedtp.kernels import gather_matmul, matmul, matmul_scatter
 from fusedtp.kernels.configs import Config
 from fusedtp.kernels.matmul import Tile, locate_in_chunks
 from fusedtp.kernels.operands import tiles_of
@@ -53,7 +53,7 @@ def plain(*functions: Any) -> dict[str, Callable[..., Any]]:
 
 
 PLAIN = plain(
-    cdiv, matmul.swizzle, several.tile_columns, matmul.locate_in_chunks, matmul.locate_among, matmul.locate_whole,
+    cdiv, matmul.swizzle, gather_matmul.tile_columns, matmul.locate_in_chunks, matmul.locate_among, matmul.locate_whole,
     gather_matmul._locate_own_chunk_first, matmul_scatter._locate_own_chunk_last,
 )  # fmt: skip
 ORDERS = {"gather": PLAIN["_locate_own_chunk_first"], "scatter": PLAIN["_locate_own_chunk_last"]}
@@ -74,8 +74,8 @@ class Shape:
         """As much of a kernel's context as LOCATE looks at."""
         table = Pointer(tuple(offsets(self.sizes)))
         return SimpleNamespace(
-            table=table, chunks=SimpleNamespace(table=table), b=SimpleNamespace(N=self.N), M=M,
-            more=SimpleNamespace(COUNT=0), epilogue=SimpleNamespace(GATED=False),
+            table=table, chunks=SimpleNamespace(table=table), b=SimpleNamespace(N=(self.N,), COUNT=1), M=M,
+            epilogue=SimpleNamespace(GATED=False),
             tiles=SimpleNamespace(BLOCK_M=self.block_m, BLOCK_N=self.block_n, GROUP_M=self.group_m),
             link=SimpleNamespace(rank=self.rank, group=SimpleNamespace(WORLD_SIZE=len(self.sizes))),
         )  # fmt: skip

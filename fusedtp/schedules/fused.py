@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from ..cost.overlap import IN_SWITCH, MULTICAST, ONE_SHOT
 from ..cost.work import Work
 from ..kernels import operands
 from ..kernels.choices import applied, of_fields
-from ..kernels.gather_known import own_in_place
-from ..kernels.gather_matmul import Further, GatherMatmul
+from ..kernels.epilogue import epilogue_of
+from ..kernels.gather_matmul import GatherMatmul, own_in_place
 from ..kernels.launch import Config, config_for
 from ..kernels.layout import Layout
 from ..kernels.matmul_scatter import MatmulScatter
@@ -156,7 +157,7 @@ class FusedGather:
     def _launcher(self) -> GatherMatmul:
         ws, on = self._ws, self._on
         self._launch = GatherMatmul(
-            on.task.op.number, self._sizes, gather_dim=self._dim, pitch=self.region.pitch,
+            on.task.op.number, self._sizes, on_rows=self._dim == 0, pitch=self.region.pitch,
             piece_rows=self.region.piece,
             config=producers.with_pushers(ws, self._config, on.programs, producer=self._by),
             scales=on.scales, leaves=on.task.leaves, switch=self._by == MULTICAST,
@@ -186,67 +187,39 @@ class FusedGather:
     def multiply(self, x: Matrix, products: Sequence[Product]) -> list[Tensor]:
         if not self._pushes:
             return multiplied(self._collected(x), products, self._on.task.leaves)
-        first, others = products[0], products[self._alike :]
-        more: Sequence[Further] = ()
-        by, split, on, ws, epilogue = self._by, self._on.split, self._on, self._ws, first.epilogue
-        M, N = self._rows, first.other.shape[1]
-        out = x.new_empty((N, M) if first.transposed else (M, N))
-        # If the result is transposed, z has the layout of c: only its address is needed.
-        zs = [torch.empty_like(out)] if epilogue.keeps else []
-        c, table, outs, bias = out.t() if first.transposed else out, ws.table(self._sizes), [out], epilogue.bias
-        if self._alike > 1:
-            bias, more = self._further(x, products[: self._alike], outs, zs)
-        made = operands.Epilogue(
-            bias, operands.PER_ROW[first.transposed], None, zs[0] if zs else None,
-            *operands.ACTIVATIONS[epilogue.activation],
+        alike, others = products[: self._alike], products[self._alike :]
+        by, on, ws, epilogue, transposed = self._by, self._on, self._ws, alike[0].epilogue, alike[0].transposed
+        name = epilogue.activation
+        outs: list[Tensor] = []
+        cs: list[Tensor] = []
+        zs: list[Tensor] = []
+        for each in alike:
+            M, N = self._rows, each.other.shape[1]
+            # The gate and what it gates are one result.
+            if not (outs and name in GATED):
+                outs.append(x.new_empty((N, M) if transposed else (M, N)))
+            cs.append(outs[-1].t() if transposed else outs[-1])
+            # If the result is transposed, z has the layout of c: only its address is needed.
+            if epilogue.keeps:
+                zs.append(torch.empty_like(outs[-1]))
+        made = epilogue_of(
+            _biases(outs[0], alike), per_row=transposed, zs=zs, activation=GATED.get(name, name), gated=name in GATED
         )  # fmt: skip
-        own, other, scales = x, first.other, None
+        own, bs, scales = x, [each.other for each in alike], None
         if type(x) is Quantized:
-            own, other, scales = x.data, other.data, scales_of(x, other)
-        launch = self._launch or self._launcher()
-        issued = split or by == "copy"
-        if by == "copy" and not split:
-
-            def in_capture() -> None:
-                launch(
-                    ws.channel(), own, other, c, made, table, pushed=False, last=not others, more=more, scales=scales
-                )  # fmt: skip
-
-            layouts = producers.alike(x, bias, *(each.other for each in products[: self._alike]))
+            own, bs, scales = x.data, [b.data for b in bs], scales_of([x], bs)
+        launch, issued = self._launch or self._launcher(), on.split or by == "copy"
+        start = partial(launch, ws.channel(), own, bs, cs, made, ws.table(self._sizes), scales=scales)
+        if by == "copy" and not on.split:
+            layouts = producers.alike(x, *(made.bias or ()), *(each.other for each in alike))
+            in_capture = partial(start, pushed=False, last=not others)
             producers.load_for_capture(ws, in_capture, on.task, layouts)
-        launch(
-            ws.channel(), own, other, c, made, table, pushed=issued, last=not others and by != "copy", more=more,
-            scales=scales,
-        )  # fmt: skip
+        start(pushed=issued, last=not others and by != "copy")
         if others:
             return [*outs, *multiplied(self._collected(x), others, on.task.leaves)]
         if by == "copy":
             producers.finish(ws)
         return [*outs, *zs]
-
-    def _further(
-        self, x: Matrix, products: Sequence[Product], outs: list[Tensor], zs: list[Tensor]
-    ) -> tuple[Tensor | None, list[Further]]:
-        # Returns the first product's bias, and the kernel's arguments for the other products, whose results are put
-        # into `outs`, and into `zs` if they are kept. The kernel adds a bias to each product or to none.
-        M, transposed, more = self._rows, products[0].transposed, []
-        is_gated = products[0].epilogue.activation in GATED
-        biases = [each.epilogue.bias for each in products]
-        if any(bias is not None for bias in biases):
-            widths = [each.other.shape[1] for each in products]
-            biases = [outs[0].new_zeros(N) if bias is None else bias for bias, N in zip(biases, widths, strict=True)]
-        for each, bias in zip(products[1:], biases[1:], strict=True):
-            N = each.other.shape[1]
-            if not is_gated:
-                outs.append(x.new_empty((N, M) if transposed else (M, N)))
-            if zs:
-                zs.append(torch.empty_like(outs[-1]))
-            other: Matrix = each.other
-            scale: Tensor | None = None
-            if type(other) is Quantized:
-                other, scale = other.data, other.t().for_kernels()
-            more.append((other, outs[-1].t() if transposed else outs[-1], bias, zs[-1] if zs else None, scale))
-        return biases[0], more
 
     def _collected(self, x: Matrix, out: Tensor | None = None) -> Matrix:
         # All ranks' rows in one tensor, `out` or a new one, by the op's last kernel.
@@ -304,11 +277,13 @@ class FusedScatter:
         if self._dim == 1:
             terms = [(b.t(), a.t()) for a, b in terms]
         ws, scales = self._ws, None
-        if type(terms[0][0]) is Quantized:
-            out = ws.channel().data.view(self._on.task.dtype)
-            scales = [scales_of(a, b, out) for a, b in terms]
-            terms = [(a.data, b.data) for a, b in terms]
-        self._launch(ws.channel(), terms, ws.table(self._sizes), scales)
+        lefts: Sequence[Any]
+        rights: Sequence[Any]
+        lefts, rights = zip(*terms, strict=True)
+        if type(lefts[0]) is Quantized:
+            scales = scales_of(lefts, rights, ws.channel().data.view(self._on.task.dtype))
+            lefts, rights = [a.data for a in lefts], [b.data for b in rights]
+        self._launch(ws.channel(), lefts, rights, ws.table(self._sizes), scales)
 
     def put(self, x: Tensor) -> None:
         producer = "copy" if self._on.producer == "copy" and not self._switch else "push"
@@ -343,11 +318,10 @@ class FusedScatter:
             # The rows that were put may still be in flight, as copies.
             transport.settle(self._ws)
         added = epilogue.residual
-        residual = None if added is None else operands.result_of(added if self._dim == 0 else added.t())
+        residual = None if added is None else operands.outputs_of(added if self._dim == 0 else added.t())
         reduce(
             self._ws.channel(), self._on.task.op.number, out,
-            operands.Epilogue(epilogue.bias, operands.PER_ROW[self._dim == 1], residual),
-            region_rows=self._region_rows,
+            epilogue_of(epilogue.bias, per_row=self._dim == 1, residual=residual), region_rows=self._region_rows,
             pitch=self._region.pitch, per_tile=self._multiplies, config=self._config,
             own=None if own is None or self._switch else own[self._part],
             result_row=None if gather is None else gather.row,
@@ -357,9 +331,18 @@ class FusedScatter:
         )  # fmt: skip
 
 
-def scales_of(a: Quantized, b: Quantized, out: Any = operands.END) -> operands.Scales:
-    """Return a launch's scales of a @ b; `out` is not None: Triton 3.6 compares no tuple that holds None with None."""
-    return operands.Scales(a.for_kernels(), b.t().for_kernels(), out, operands.END)
+def _biases(like: Tensor, products: Sequence[Product]) -> list[Tensor] | None:
+    # The kernel adds a bias to each product or to none.
+    given = [(each.epilogue.bias, each.other.shape[1]) for each in products]
+    if all(bias is None for bias, _ in given):
+        return None
+    return [like.new_zeros(N) if bias is None else bias for bias, N in given]
+
+
+def scales_of(lefts: Sequence[Quantized], rights: Sequence[Quantized], out: Any = operands.END) -> operands.Scales:
+    """Return a launch's scales of blocks; `out` is not None: Triton 3.6 compares no tuple that holds None with None."""
+    a, b = [each.for_kernels() for each in lefts], [each.t().for_kernels() for each in rights]
+    return operands.Scales(tuple(a), tuple(b), out, operands.END)
 
 
 class FusedRing:

@@ -69,11 +69,12 @@ def tree_product(
     if isinstance(out, FakeTensor) or not out.numel():
         return out
     # Imported late, as these load Triton.
-    from ..kernels import INTERPRETED, operands
+    from ..kernels import INTERPRETED
+    from ..kernels.epilogue import epilogue_of
     from ..kernels.launch import config_for
     from ..kernels.matmul import matmul
 
-    epilogue, config = operands.Epilogue(bias, operands.PER_ROW[False]), config_for(a.device, a.dtype, tree=True)
+    epilogue, config = epilogue_of(bias, per_row=False), config_for(a.device, a.dtype, tree=True)
     multiply = partial(matmul, a, b, out, epilogue, config=config, leaves=leaves, more=more)
     # Beside a collective, the op has the interpreter already.
     if not INTERPRETED or locks.is_mine(locks.INTERPRETER):

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ..cost.overlap import ONE_KERNEL_ROWS, num_adders
-from ..kernels import operands
+from ..kernels.epilogue import epilogue_of
 from ..kernels.matmul_all_reduce import MatmulAllReduce, room_of
+from ..kernels.operands import outputs_of
 from ..norms import Norm
 from ..op import MATMUL_ALL_REDUCE, Task
 from ..scaled import Quantized
@@ -67,14 +68,13 @@ class OneKernel:
         if type(a) is Quantized:
             from .fused import scales_of
 
-            scales = scales_of(a, b, channel.data.view(task.dtype))
+            scales = scales_of([a], [b], channel.data.view(task.dtype))
             a, b = a.data, b.data
-        residual = operands.result_of(more[0]) if self._adds else None
+        residual = outputs_of(more[0]) if self._adds else None
         out = torch.empty(task.moved, dtype=task.dtype, device=ws.device)
         arrivals = self._arrivals if self._arrivals is not None else self._zeros()
         self._launch(
-            channel, a, b, scales, out, operands.Epilogue(bias, operands.PER_ROW[False], residual), arrivals,
-            **self._places,
+            channel, a, b, scales, out, epilogue_of(bias, per_row=False, residual=residual), arrivals, **self._places
         )  # fmt: skip
         return with_norm(Norm(task.norm, task.eps, *more[1:]), out) if task.norm else [out]
 

@@ -9,12 +9,14 @@ from typing import Any
 Path = tuple[int, ...]
 
 _TUPLES = {
-    "a": ("operands", "Left"), "b": ("operands", "Right"), "c": ("operands", "Result"),
-    "epilogue": ("operands", "Epilogue"),
-    "tiles": ("operands", "Tiles"), "chunks": ("gather_matmul", "Chunks"), "group": ("signal", "Group"),
-    "x": ("push", "Rows"), "out": ("push", "Rows"), "residual": ("operands", "Result"),
+    "a": ("operands", "Left"), "b": ("operands", "Right"), "c": ("operands", "Outputs"),
+    "epilogue": ("epilogue", "TileEpilogue"),
+    "tiles": ("operands", "Tiles"), "chunks": ("gather_matmul", "Chunks"), "group": ("signal", "RankGroup"),
+    "x": ("push", "LocalRows"), "out": ("push", "LocalRows"), "residual": ("operands", "Outputs"),
     "scales": ("operands", "Scales"),
 }  # fmt: skip
+# Tuples whose fields, but for constants, have an entry for each block.
+_TABLES = ("Left", "Right", "Outputs", "TileEpilogue", "Scales")
 
 
 def name_of(argument: str, field: str) -> str:
@@ -27,42 +29,38 @@ def name_of(argument: str, field: str) -> str:
         return f"{field}_ptr"
     if argument == "scales" and field != "END":
         return f"scale_{field}"
-    if field == "BY":
-        return f"{argument.upper()}_BY"
+    if field in ("BY", "UNIT", "COUNT"):
+        return f"{argument.upper()}_{field}"
     if field == "cols" and argument == "a":
         return "shard_cols"
     return field
 
 
 def named(
-    kernel: Any, package: str, blocks: int = 0, *, adds: bool = False, scaled: bool = False
+    kernel: Any, package: str, more: int = 0, *, adds: bool = False, scaled: bool = False
 ) -> dict[str, Any]:  # fmt: skip
-    """What a kernel is given, by argument: the name of each value, in tuples as the launchers make them. blocks: how
-    many further B there are. adds: whether there is a residual. scaled: whether operands have scales.
+    """What a kernel is given, by argument: the name of each value, in tuples as the launchers make them. more: how many
+    further blocks there are. adds: whether there is a residual. scaled: whether operands have scales.
     """
     own = {"a": ("gather_matmul", "Shard")} if "chunks" in kernel.arg_names else {}
-
-    def tuple_of(argument: str, cls: Any) -> Any:
-        fields = {field: name_of(argument, field) for field in cls._fields}
-        return cls(**fields | ({"residual": of("residual")} if adds and "residual" in fields else {}))
+    if "epilogue" in kernel.arg_names:
+        own["out"] = ("operands", "Outputs")
 
     def of(argument: str) -> Any:
-        if argument == "more":
-            of_package = importlib.import_module(f"{package}.operands")
-            left, right = tuple_of("a", of_package.Left), tuple_of("b", of_package.Right)
-            result = tuple_of("c", of_package.Result)
-            a_scale, b_scale = ("scale_a", "scale_b") if scaled else ("none", "none")
-            # Where columns lie side by side there is one A; where products are added, one result, in arenas.
-            block = (
-                of_package.Block("none", right, result, "bias_ptr", "z_ptr", "none", b_scale, "END")
-                if own
-                else of_package.Block(left, right, "none", "none", "none", a_scale, b_scale, "END")
-            )
-            return of_package.More((block,) * blocks, "COUNT", "A_UNIT", "B_UNIT", "C_UNIT")
         if argument not in _TUPLES or (argument == "scales" and not scaled):
             return argument
-        module, cls = (_TUPLES | own)[argument]
-        return tuple_of(argument, getattr(importlib.import_module(f"{package}.{module}"), cls))
+        module, name = (_TUPLES | own)[argument]
+        cls = getattr(importlib.import_module(f"{package}.{module}"), name)
+        # The results of a sum, and float8 rows that travel, are one.
+        one = argument == "residual" or (argument in ("c", "epilogue") and "chunks" not in kernel.arg_names)
+        fields = {}
+        for field in cls._fields:
+            entry: Any = name_of(argument, field)
+            if name in _TABLES and (not field.isupper() or field in ("K", "N")) and field not in ("out", "residual"):
+                alone = one or (argument == "scales" and field == "a" and "a" in own)
+                entry = (entry,) * (1 if alone else 1 + more)
+            fields[field] = entry
+        return cls(**fields | ({"residual": of("residual")} if adds and "residual" in fields else {}))
 
     return {argument: of(argument) for argument in kernel.arg_names}
 
@@ -76,13 +74,12 @@ def mapped(tree: Any, change: Callable[[Path, str], Any], path: Path = ()) -> An
 
 
 def flat(names: list[str], values: tuple[Any, ...]) -> dict[str, Any]:
-    """What a launcher gives, by the names of fields; constants as they are."""
+    """What a launcher gives, by the names of fields, of the first block; constants as they are."""
     found: dict[str, Any] = {}
     for argument, value in zip(names, values, strict=True):
         pairs = {argument: value} if not hasattr(value, "_asdict") else value._asdict()
         for field, each in pairs.items():
-            if field == "blocks":
-                continue
             name = field if pairs.keys() == {argument} else name_of(argument, field)
-            found[name] = getattr(each, "value", each) if type(each).__name__ == "constexpr" else each
+            first = each[0] if type(each) is tuple else each
+            found[name] = getattr(first, "value", first) if type(first).__name__ == "constexpr" else first
     return found

@@ -81,22 +81,6 @@ def config_of(case: Case) -> Any:
     return fitted(config, stored=stored, read="pointers" not in (case.a_by, case.b_by))
 
 
-def limit_of(case: Case) -> str:
-    """Which limit of registers holds for a case, as the launchers choose it."""
-    if case.all_flags.get("ACTIVATION"):
-        return "activated"
-    if VARIANTS[case.variant].more or case.is_tree:
-        return ""
-    scatters = case.variant in ("scatter", "scatter, to the switch")
-    if case.aligned == ():
-        return "scatter any" if scatters else ""
-    if case.aligned and not scatters and "pointers" in (case.a_by, case.b_by):
-        return ""
-    if case.variant.startswith("gather rows"):
-        return "gather transposed" if VARIANTS[case.variant].transposed else "gather"
-    return "scatter" if scatters else ""
-
-
 def launch_options(case: Case, config: Any) -> dict[str, int]:
     """What the launcher of a case gives to the compiler."""
     from fusedtp.kernels.launch import FP_FUSION, moving_options, options
@@ -107,7 +91,7 @@ def launch_options(case: Case, config: Any) -> dict[str, int]:
         return FP_FUSION
     if not VARIANTS[case.variant].multiplies:
         return moving_options(config)
-    return options(config, case.a_by, case.b_by, limit=limit_of(case))
+    return options(config, case.a_by, case.b_by)
 
 
 def is_flattened(case: Case) -> bool:
@@ -175,7 +159,11 @@ def compile_case(case: Case, package: str = PACKAGE, options: dict[str, int] | N
     else:
         known |= {"scales": None, "scale": None}
     trees = named(fn, package, variant.more, adds=variant.adds, scaled=case.is_float8)
-    epilogue = list(trees).index("epilogue") if "epilogue" in trees else None
+    epilogue = None
+    if "epilogue" in trees:
+        epilogue, tree = list(trees).index("epilogue"), trees["epilogue"]
+        absent = {field: f"{field}_ptr" for field in ("bias", "z") if known.get(f"{field}_ptr", 0) is None}
+        trees["epilogue"] = tree._replace(**absent)
     places, types = {}, {}
 
     def type_of(path: Place, name: str) -> str:
@@ -208,15 +196,15 @@ def compile_case(case: Case, package: str = PACKAGE, options: dict[str, int] | N
 
 
 def _units(case: Case) -> dict[str, int]:
-    # The dimensions whose elements are adjacent, as the launchers find them where there are several B.
-    if not VARIANTS[case.variant].more:
-        return {"COUNT": 0, **dict.fromkeys(("A_UNIT", "B_UNIT", "C_UNIT"), -1)}
-    return {
-        "COUNT": VARIANTS[case.variant].more,
+    # How many blocks there are, and the dimensions whose elements are adjacent in all of them.
+    variant = VARIANTS[case.variant]
+    across = variant.more if variant.module == "gather_matmul" else 0
+    of_results = dict.fromkeys(("C_UNIT", "OUT_UNIT", "RESIDUAL_UNIT"), 0 if variant.transposed else 1)
+    return of_results | {
+        "B_COUNT": 1 + variant.more, "C_COUNT": 1 + across, "OUT_COUNT": 1, "RESIDUAL_COUNT": 1,
         "A_UNIT": 0 if case.a_by == "columns" else 1,
         "B_UNIT": 1 if case.b_by == "rows" else 0,
-        "C_UNIT": 0 if VARIANTS[case.variant].transposed else 1,
-    }
+    }  # fmt: skip
 
 
 def _is_aligned(name: str, case: Case) -> bool:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import dedent, indent
 
 import fusedtp.kernels
 
@@ -77,13 +78,13 @@ _IN_SWITCH = (
 )  # fmt: skip
 _DOT = "            acc = dot(a_block, b_block, acc)\n"
 _ROWS = "                ok = wait_for_rows(link, src, row - first, end_row, first_slot, one, 1, PIECE)\n"
-_STORE = "        store_rows(ctx.c,"
+_STORE = "    store_tile(\n"
 _WAIT = """\
         packed = wait_for_rows(
             ctx.link, src, tile.row, end_row, FIRST_SLOT, packed, ctx.tiles.BLOCK_M, ctx.chunks.PIECE
         )
 """
-_WAIT_LATE = _WAIT.replace("src", "tile.chunk").replace("end_row", "tile.row + 1")
+_WAIT_LATE = indent(dedent(_WAIT.replace("src", "tile.chunk").replace("end_row", "tile.row + 1")), "    ")
 _REPORT = "        tl.atomic_xchg(host + REPORT, src + 1,"
 _PROMOTED = "        return acc + tl.dot(a, b)\n"
 _SCALES = """\
@@ -105,7 +106,7 @@ MUTANTS = (
     Mutant(
         "an activation of half a tile at once", checks.resources,
         (_by("gather rows, gelu, kept", "sm_90"), _by("gather rows, swiglu", "sm_100", "few columns")),
-        (("matmul", "COLS * 4 <=", "COLS * 2 <="), ("several", "COLS * 4 <=", "COLS * 2 <=")),
+        (("epilogue", "COLS * 4 <=", "COLS * 2 <="),),
     ),
     Mutant(
         "no barrier before the release", checks.releases, _SCATTER,
@@ -148,7 +149,7 @@ MUTANTS = (
         "the wait after the load", checks.acquires, (Case("reduce", "sm_90"), Case("reduce", "gfx942")),
         (
             ("reduce", _PARTS, ""),
-            ("reduce", "            result = or_nan", f"    {_PARTS}            result = or_nan"),
+            ("reduce", "            result = apply(", f"    {_PARTS}            result = apply("),
         ),
     ),
     Mutant(
@@ -301,7 +302,7 @@ MUTANTS = (
     ),
     Mutant(
         "a barrier in a loop made one", checks.multiplication, (_by("gather rows, split", "sm_90"),),
-        (("gather_matmul", _STORE, f"        tl.debug_barrier()\n{_STORE}"),),
+        (("gather_matmul", _STORE, f"    tl.debug_barrier()\n{_STORE}"),),
     ),
     Mutant(
         "a barrier where a wait is given up", checks.multiplication, (_by("gather rows, split", "sm_90"),),
@@ -311,7 +312,7 @@ MUTANTS = (
         "pointers instead of descriptors", checks.multiplication, (_by("gather rows", "sm_90", "few columns"),),
         (("contraction", 'if B_BY == "pointers":\n        offs_n', "if True:\n        offs_n"),
          ("contraction", 'if B_BY == "pointers":\n            b_block', "if True:\n            b_block"),
-         ("terms", 'if ctx.b.BY == "pointers":\n        source', "if True:\n        source")),
+         ("operands", 'if ctx.b.BY == "pointers":\n        source', "if True:\n        source")),
     ),
 )  # fmt: skip
 

@@ -111,7 +111,7 @@ MUTANTS = (
     Mutant(
         "wait for a later program", "gather rows",
         _edit(
-            gather_matmul, "_gather_matmul_programs", "pid = tl.program_id(0)",
+            gather_matmul, "_gather_matmul_kernel", "pid = tl.program_id(0)",
             "pid = tl.num_programs(0) - 1 - tl.program_id(0)",
         ),
         residency=1, says="deadlock", races=False,

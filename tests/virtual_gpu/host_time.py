@@ -24,8 +24,8 @@ from virtual_gpu.stub import cuda_driver, ptx_is_the_image
 
 from fusedtp.kernels import loading
 from fusedtp.kernels.configs import SHAPES, compiled_config
+from fusedtp.kernels.epilogue import epilogue_of
 from fusedtp.kernels.matmul import matmul
-from fusedtp.kernels.operands import epilogue_of
 
 TIMES = 2000
 

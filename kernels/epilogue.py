@@ -1,0 +1,139 @@
+"""Epilogue: what a kernel does with a finished block of a result before it stores the block, rounded once.
+
+The steps are bias, residual, activation and gate, in that order. `apply` is the only place that has them, and that
+stores to a result. A gated activation has two results in one place, gate and up, with equal numbers of columns. The
+program that computes a tile of up has just stored the gate's tile of the same place, to z or to the result. It loads
+the gate's tile again after a barrier, as not every compiler gives a tile's elements to the same threads both times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .operands import Outputs, pick, stride_of
+from .signal import or_nan
+
+# Fewest columns that a tile with an activation stores at a time: 64 bytes of a row of 16-bit elements.
+PART_COLUMNS = tl.constexpr(32)
+
+
+class TileEpilogue(NamedTuple):
+    """Steps before a tile of the result is rounded; None leaves a step out.
+
+    - `bias`: is added, for each result. It has one element for each row of C with PER_ROW, else for each column.
+    - `residual`: [M, N], is added to a sum by its owner.
+    - `z`: takes the values before an activation, if they are kept, for each result. It has the layout of C.
+    - `ACTIVATION`: see `activated`; "" for none.
+    - `GATED`: the activation of the first of two products (the gate) is multiplied with the second product.
+    """
+
+    bias: tl.tensor
+    PER_ROW: tl.constexpr
+    residual: Outputs | None = None
+    z: tl.tensor | None = None
+    ACTIVATION: tl.constexpr = tl.constexpr("")
+    GATED: tl.constexpr = tl.constexpr(False)
+
+
+# Constants of an epilogue as launches pass them, made once.
+_constant = cache(tl.constexpr)
+
+
+def epilogue_of(
+    bias: torch.Tensor | Sequence[torch.Tensor] | None, *, per_row: bool, residual: Outputs | None = None,
+    zs: Sequence[torch.Tensor] = (), activation: str = "", gated: bool = False,
+) -> TileEpilogue:  # fmt: skip
+    """Return the epilogue as a launch passes it; bias, zs: of each result."""
+    biases = (bias,) if isinstance(bias, torch.Tensor) else None if bias is None else tuple(bias)
+    return TileEpilogue(
+        biases, _constant(per_row), residual, tuple(zs) or None, _constant(activation), _constant(gated)
+    )  # fmt: skip
+
+
+@triton.jit
+def activated(z, NAME: tl.constexpr):
+    """Return the activation of z, in float32; NaN stays NaN."""
+    if NAME == "relu":
+        return tl.where(z < 0.0, 0.0, z)
+    elif NAME == "silu":
+        return z / (1.0 + tl.exp(-z))
+    elif NAME == "gelu":
+        # erf of Abramowitz and Stegun, 7.1.26: error at most 1.5e-7, no branch, no cancellation in the tail.
+        a = tl.abs(z) * 0.7071067811865476
+        t = 1.0 / (1.0 + 0.3275911 * a)
+        series = 0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429)))
+        tail = 0.5 * t * series * tl.exp(-a * a)
+        return z * tl.where(z < 0.0, tail, 1.0 - tail)
+    else:
+        tl.static_assert(NAME == "gelu_tanh")
+        # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)), with u = sqrt(2 / pi) (z + 0.044715 z^3).
+        return z / (1.0 + tl.exp(-1.5957691216057308 * (z + 0.044715 * z * z * z)))
+
+
+@triton.jit
+def apply(epilogue, c, j, rows, cols, in_m, in_n, acc, ok):
+    """Apply the epilogue to a block of the j-th result, store the block, and return what is stored.
+
+    rows, cols: of the block, in C; in_m, in_n: those to store. ok: 0 if a wait for the block was given up.
+    """
+    if epilogue.bias is not None:
+        bias = pick(epilogue.bias, j, c.COUNT)
+        if epilogue.PER_ROW:
+            acc += tl.load(bias + rows, mask=in_m, other=0.0).to(tl.float32)[:, None]
+        else:
+            acc += tl.load(bias + cols, mask=in_n, other=0.0).to(tl.float32)[None, :]
+    mask = in_m[:, None] & in_n[None, :]
+    rows = rows.to(tl.int64)[:, None]
+    cols = cols.to(tl.int64)[None, :]
+    if epilogue.residual is not None:
+        added = epilogue.residual.ptr[0] + rows * epilogue.residual.stride_m[0] + cols * epilogue.residual.stride_n[0]
+        acc += tl.load(added, mask=mask, other=0.0).to(tl.float32)
+    acc = or_nan(acc, ok)
+    ptr = pick(c.ptr, j, c.COUNT)
+    at = rows * stride_of(c.stride_m, j, c.COUNT, c.UNIT == 0) + cols * stride_of(c.stride_n, j, c.COUNT, c.UNIT == 1)
+    dtype: tl.constexpr = ptr.dtype.element_ty
+    if epilogue.z is not None:
+        tl.store(pick(epilogue.z, j, c.COUNT) + at, acc.to(dtype), mask=mask)
+    if epilogue.GATED:
+        is_up = mask & (j != 0)
+        if epilogue.z is None:
+            gate = tl.load(ptr + at, mask=is_up, other=0.0).to(tl.float32)
+            acc = tl.where(j != 0, activated(gate, epilogue.ACTIVATION) * acc, acc)
+        else:
+            gate = tl.load(epilogue.z[0] + at, mask=is_up, other=0.0).to(tl.float32)
+            acc = activated(gate, epilogue.ACTIVATION) * acc
+            mask = is_up
+    elif epilogue.ACTIVATION != "":
+        acc = activated(acc, epilogue.ACTIVATION)
+    result = acc.to(dtype)
+    tl.store(ptr + at, result, mask=mask)
+    return result
+
+
+@triton.jit
+def store_tile(epilogue, c, j, N, row, col, left, acc, ok, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Apply the epilogue to the first `left` rows of a tile of the j-th result, N columns wide, and store them."""
+    if epilogue.GATED:
+        tl.debug_barrier()
+    _store_in_parts(epilogue, c, j, N, row, col, left, acc, ok, BLOCK_M, BLOCK_N, BLOCK_N)
+
+
+@triton.jit
+def _store_in_parts(
+    epilogue, c, j, N, row, col, left, acc, ok, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLS: tl.constexpr
+):
+    # A quarter of the columns at a time: a thread has too few registers for a tile, its z and the activation's terms.
+    if epilogue.ACTIVATION == "" or COLS <= PART_COLUMNS or COLS * 4 <= BLOCK_N:
+        offs_m = tl.arange(0, BLOCK_M)
+        offs_n = col + tl.arange(0, COLS)
+        apply(epilogue, c, j, row + offs_m, offs_n, offs_m < left, offs_n < N, acc, ok)
+    else:
+        first, second = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, COLS // 2)), (0, 2, 1)))
+        _store_in_parts(epilogue, c, j, N, row, col, left, first, ok, BLOCK_M, BLOCK_N, COLS // 2)
+        _store_in_parts(epilogue, c, j, N, row, col + COLS // 2, left, second, ok, BLOCK_M, BLOCK_N, COLS // 2)
