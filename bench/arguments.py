@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from .cases import Shape
-    from .store import Row
+    from .store import Measurement
 
 
 # As people write them, and what they are.
@@ -114,12 +114,11 @@ def lengths(text: str | None, option: str) -> dict[str, int] | None:
     return found
 
 
-def at_least(least: float, value: float | None, option: str, *, most: float = math.inf) -> None:
-    """BadParameter unless `value`, where it is given, is a finite number from `least` to `most`."""
-    if value is None or (least <= value <= most and math.isfinite(value)):
-        return
-    limits = f"a number of {least} or more" if most == math.inf else f"from {least} to {most}"
-    raise typer.BadParameter(f"{option} must be {limits}, got {value}")
+def finite(value: float | None) -> float | None:
+    """BadParameter for what is no finite number, which no limit of an option refuses."""
+    if value is None or math.isfinite(value):
+        return value
+    raise typer.BadParameter(f"{value} is no finite number")
 
 
 def folder(out: Path, name: str = "", option: str = "--out") -> Path:
@@ -142,7 +141,7 @@ def shape(text: str, option: str = "--shape", lengths: str = "M,N,K") -> Shape:
     return found[0], found[1], found[2]
 
 
-def rows(path: Path, remedy: str = "") -> list[Row]:
+def rows(path: Path, remedy: str = "") -> list[Measurement]:
     """The rows of a file; BadParameter saying why it has none, and what to do."""
     from . import store
 

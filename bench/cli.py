@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import Progress
+from typer.core import TyperCommand
 
 from . import arguments, cli_plan, cli_predict, cli_report, cli_tune
-from .cli_providers import WithProviders
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from .jobs import Job
-    from .store import Row
+    from .store import Measurement
 
 app = typer.Typer(
     help="Tensor-parallel matmuls fused with their collectives: measure them on this machine.",
@@ -47,6 +48,20 @@ def _main(
     ] = False,
 ) -> None:
     pass
+
+
+class WithProviders(TyperCommand):
+    """Says, after its options, which providers there are and why each does not run: looked for when help is asked."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        from .machine import describe
+        from .providers import listing
+
+        super().format_help(ctx, formatter)
+        console = arguments.console()
+        console.print("Providers, of --baseline; by default all but tree and switch:")
+        for name, text in listing(describe().num_gpus):
+            console.print(f"  {name:20} {text}", highlight=False)
 
 
 @app.command(cls=WithProviders)
@@ -78,12 +93,17 @@ def sweep(
         str | None, typer.Option(help="Time the matmuls of a block of these models, for example llama3-8b.")
     ] = None,
     tokens: Annotated[str | None, typer.Option(help="Tokens of the models' blocks; default 2048.")] = None,
-    seconds: Annotated[float, typer.Option(help="Time for the rounds of one case.")] = 1.0,
-    rounds: Annotated[int | None, typer.Option(help="Rounds of each case, in place of --seconds.")] = None,
+    seconds: Annotated[
+        float, typer.Option(min=0, callback=arguments.finite, help="Time for the rounds of one case.")
+    ] = 1.0,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of each case, in place of --seconds.")] = None,
     patience: Annotated[
-        float, typer.Option(help="Seconds that a case may hang, beside what its arithmetic takes.")
+        float,
+        typer.Option(
+            min=1, callback=arguments.finite, help="Seconds that a case may hang, beside what its arithmetic takes."
+        ),
     ] = 180.0,
-    seed: Annotated[int, typer.Option(help="Seed of the operands.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the operands.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for rows and pictures, one folder a machine.")] = Path("results"),
 ) -> None:
     """Check and time every schedule on this machine: table, CSV and picture.
@@ -91,15 +111,11 @@ def sweep(
     Starts its own ranks, or uses those it was launched as (torchrun --no-python --nproc-per-node 2 fusedtp sweep).
     Exits with 1 if any check failed.
     """
-    from . import cases, models, providers, store
+    from . import cases, providers, store
     from .jobs import Request, plan
     from .machine import describe
     from .sweep import launched, run_launched, run_spawned
 
-    arguments.at_least(0, seconds, "--seconds")
-    arguments.at_least(1, rounds, "--rounds")
-    arguments.at_least(1, patience, "--patience")
-    arguments.at_least(0, seed, "--seed", most=2**63 - 1)
     machine = describe()
     is_launched = launched()
     if is_launched:
@@ -115,7 +131,7 @@ def sweep(
         "ops": (op, cases.OPS, "--op"), "schedules": (schedule, (*cases.SCHEDULES, "auto"), "--schedule"),
         "baselines": (baseline, (*providers.found().providers, "none"), "--baseline"),
         "directions": (direction, cases.DIRECTIONS, "--direction"),
-        "shape_sets": (shapes, tuple(cases.SHAPES), "--shapes"), "models": (model, tuple(models.MODELS), "--model"),
+        "shape_sets": (shapes, tuple(cases.SHAPES), "--shapes"), "models": (model, tuple(cases.MODELS), "--model"),
     }  # fmt: skip
     given: dict[str, Any] = {
         name: arguments.names(text, known, option)
@@ -153,14 +169,14 @@ def sweep(
 
 
 @contextlib.contextmanager
-def _told(jobs: list[Job], console: Console, path: Path | None) -> Iterator[Callable[[Job, list[Row]], None]]:
+def _told(jobs: list[Job], console: Console, path: Path | None) -> Iterator[Callable[[Job, list[Measurement]], None]]:
     # What hears of each job that is done: a bar, or a line in a log, and the rows' file.
     from . import store
 
     with Progress(console=console, transient=True, disable=console.quiet) as progress:
         task = progress.add_task(f"starting ranks, then {jobs[0].case}", total=len(jobs))
 
-        def done(job: Job, new: list[Row]) -> None:
+        def done(job: Job, new: list[Measurement]) -> None:
             num_done = int(progress.tasks[task].completed) + 1
             following = str(jobs[num_done].case) if num_done < len(jobs) else ""
             progress.update(task, advance=1, description=following)
@@ -175,7 +191,7 @@ def _told(jobs: list[Job], console: Console, path: Path | None) -> Iterator[Call
         yield done
 
 
-def _keep(rows: list[Row], together: list[Row], path: Path, console: Console) -> None:
+def _keep(rows: list[Measurement], together: list[Measurement], path: Path, console: Console) -> None:
     # Show the rows of a sweep, draw the picture of all; exit with 1 if a check failed.
     from . import report
 
@@ -227,23 +243,20 @@ def explain(
 
 @app.command()
 def train(
-    steps: Annotated[int, typer.Option(help="Steps of every run.")] = 50,
-    fused_steps: Annotated[int, typer.Option(help="Steps with interpreted kernels.")] = 10,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of every run.")] = 50,
+    fused_steps: Annotated[int, typer.Option(min=1, help="Steps with interpreted kernels.")] = 10,
     order: Annotated[str, typer.Option(help="Of sums: rank, or tree, which does not depend on ranks.")] = "rank",
     out: Annotated[Path, typer.Option(help="Folder for the curves, one folder a machine.")] = Path("results"),
 ) -> None:
     """Train a small decoder on a 2 x 2 mesh of CPU ranks with every schedule and in one process: losses must agree."""
     from .cases import ranks
-    from .logprobs import of_order
     from .machine import describe
-    from .train import Settings, compare
+    from .train import Training, compare, of_order
 
     arguments.order(order, 4)
-    arguments.at_least(1, steps, "--steps")
-    arguments.at_least(1, fused_steps, "--fused-steps")
     console = arguments.console()
     folder = arguments.folder(out, describe().name)
-    curves = compare(Settings(steps=steps, order=order), min(fused_steps, steps), folder)
+    curves = compare(Training(steps=steps, order=order), min(fused_steps, steps), folder)
     reference, *_ = curves.values()
     for name, losses in curves.items():
         far = max(abs(loss - other) for loss, other in zip(losses, reference, strict=False))
@@ -254,48 +267,63 @@ def train(
         console.print(f"log-probabilities, order {order}, {ranks(num_ranks)}, batch {batch}: {bits}")
 
 
+def _layer(name: str, about: str) -> None:
+    # The command of one suite of `layers`.
+    def command(
+        world_size: Annotated[str | None, typer.Option(help="Numbers of ranks, comma-separated.")] = None,
+        shapes: Annotated[
+            list[str] | None, typer.Option(help="One size, its lengths with commas; may be repeated.")
+        ] = None,
+        seconds: Annotated[
+            float | None, typer.Option(min=0, callback=arguments.finite, help="Time for the rounds of one size.")
+        ] = None,
+        out: Annotated[Path, typer.Option(help="Folder for the rows, one folder a machine.")] = Path("results"),
+        readme: Annotated[Path | None, typer.Option(help="Document whose part of this name is written again.")] = None,
+    ) -> None:
+        from .generated import rewrite
+        from .layers import SUITES, decode_table, run
+        from .machine import describe
+
+        suite, console, machine = SUITES[name], arguments.console(), describe()
+        if machine.num_gpus:
+            raise typer.BadParameter("layers are timed on CPU ranks: for GPUs, fusedtp sweep --model llama3-8b")
+        world_sizes = suite.world_sizes if world_size is None else arguments.ranks(world_size)
+        sizes = [arguments.numbers(text, "--shapes") for text in shapes or ()] or suite.sizes
+        try:
+            for size, count in itertools.product(sizes, world_sizes):
+                suite.check_size(size, count)
+        except ValueError as error:
+            raise typer.BadParameter(f"{'--shapes' if shapes else '--world-size'}: {error}") from error
+        path = arguments.folder(out, machine.name) / f"{name}.csv"
+        given = suite.seconds if seconds is None else seconds
+        frame = run(name, world_sizes, sizes, given, lambda line: console.print(line, highlight=False))
+        if frame.empty:
+            raise typer.Exit(1)
+        frame.to_csv(path, index=False)
+        console.print(f"rows: {path}")
+        if readme is not None:
+            rewrite(readme, name, decode_table(frame))
+
+    app.command(name, help=f"{about} Prints and keeps each speed-up with its 95 % interval.")(command)
+
+
+_layer(
+    "mlp",
+    "Time a tensor-parallel MLP on CPU ranks, forward and backward, against torch's DTensor styles. Sizes: M,D,F.",
+)
+_layer("grouped", "Time q, k and v at one gather on CPU ranks, beside torch's DTensor styles. Sizes: M,H,Nq,Nk,Nv.")
+_layer("decode", "Time matmul + all-reduce + residual + RMSNorm of few tokens on CPU ranks. Sizes: M,N,K.")
+
+
 @app.command()
-def mlp(
-    world_size: Annotated[int, typer.Option(help="Number of ranks.")] = 2,
-    shapes: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="One size M,D,F: tokens, width, hidden width, M and F multiples of the ranks; may be repeated."
-        ),
-    ] = None,
-    seconds: Annotated[float, typer.Option(help="Time for the rounds of one size.")] = 10.0,
-    out: Annotated[Path, typer.Option(help="Folder for the rows, one folder a machine.")] = Path("results"),
+def overhead(
+    out: Annotated[Path, typer.Option(help="The file that rows are added to.")] = Path("overhead.csv"),
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds, of which medians and quartiles are kept.")] = 15,
 ) -> None:
-    """Time a tensor-parallel MLP on CPU ranks, forward and backward, against torch's DTensor styles.
+    """Measure what a call costs its host beside what it is for, in microseconds, on CPU ranks."""
+    from . import layers
 
-    Prints and keeps the speed-up with its 95 % interval. Without --shapes: two sizes of large work, two of little.
-    """
-    from .machine import describe
-    from .mlp import SIZES, check_size, compare, write
-    from .ranks import RankPool
-
-    arguments.at_least(2, world_size, "--world-size", most=arguments.MAX_RANKS)
-    arguments.at_least(0, seconds, "--seconds")
-    console, machine, results = arguments.console(), describe(), []
-    if machine.num_gpus:
-        raise typer.BadParameter("the MLP is timed on CPU ranks: for GPUs, fusedtp sweep --model llama3-8b")
-    sizes = [arguments.shape(text, "--shapes", "M,D,F") for text in shapes or ()] or SIZES
-    try:
-        for size in sizes:
-            check_size(*size, world_size)
-    except ValueError as error:
-        raise typer.BadParameter(f"{'--shapes' if shapes else '--world-size'}: {error}") from error
-    path = arguments.folder(out, machine.name) / "mlp.csv"
-    with RankPool(world_size, timeout=300) as pool:
-        for size in dict.fromkeys(sizes):
-            found = pool.run_again(compare, *size, seconds, told=lambda line: console.print(line, highlight=False))
-            if found is not None:
-                results.append(found[0])
-                console.print(str(results[-1]), highlight=False)
-    if not results:
-        raise typer.Exit(1)
-    write(results, path)
-    console.print(f"rows: {path}")
+    typer.echo(layers.overhead(out, rounds).to_string(index=False))
 
 
 @app.command()

@@ -28,13 +28,12 @@ _COUNT = re.compile("layer|label|expert|block|depth|stage")
 
 def plan(
     config: Annotated[str, typer.Argument(help="A config.json or its folder, or a model's name on the hub.")],
-    world_size: Annotated[int, typer.Option(help="Ranks to split over.")] = 2,
+    world_size: Annotated[int, typer.Option(min=1, help="Ranks to split over.")] = 2,
     sequence_parallel: Annotated[bool, typer.Option(help="Split tokens between the matmuls.")] = True,
 ) -> None:
     """Show what fusedtp.parallelize would make of a Hugging Face decoder: a style for each module, or why it cannot."""
     from fusedtp.styles.decoders import decoder_plan
 
-    arguments.at_least(1, world_size, "--world-size")
     try:
         with _bounded():
             model, notes = _without_weights(config)
@@ -159,7 +158,7 @@ def _bounded() -> Iterator[None]:
 def _show(model: nn.Module, styles: dict[str, list[ParallelStyle]], title: str) -> None:
     from fusedtp.styles.decoders import matching, told, whole
 
-    from .tables import Table
+    from .tables import CellTable
 
     lines = []
     for pattern, each in styles.items():
@@ -168,6 +167,6 @@ def _show(model: nn.Module, styles: dict[str, list[ParallelStyle]], title: str) 
         kind = f"{len(found)} x {type(found[0]).__name__}" if found else "a part of the packed one"
         lines += [{"module": pattern, "is": kind, "style": repr(style)} for style in each]
     console = arguments.console(160)
-    console.print(Table.of("plan", title, lines).printed(sections=False))
+    console.print(CellTable.of("plan", title, lines).printed(sections=False))
     if left := whole(model, styles):
         console.print(told(left), highlight=False)

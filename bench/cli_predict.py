@@ -94,7 +94,7 @@ def predict(
 
 def show(predictions: list[Prediction], sizes: list[tuple[int, int, int]], console: Console) -> None:
     """The table of predictions and, once each, what they assume."""
-    from .tables import Table
+    from .tables import CellTable
 
     first, lines = predictions[0], []
     for each, (M, N, K) in zip(predictions, sizes, strict=True):
@@ -111,7 +111,7 @@ def show(predictions: list[Prediction], sizes: list[tuple[int, int, int]], conso
             "GFLOP": each.flops / 1e9,
         })  # fmt: skip
     title = f"predicted, not measured: {first.op}, {first.work.dtype}, {first.hardware}, microseconds"
-    console.print(Table.of("predictions", title, lines).printed(sections=False))
+    console.print(CellTable.of("predictions", title, lines).printed(sections=False))
     for text in dict.fromkeys(text for each in predictions for text in each.assumptions):
         console.print(f"- {text}", highlight=False)
 
@@ -121,7 +121,7 @@ def show_hardware(console: Console) -> None:
     from fusedtp.cost.hardware import HARDWARE, NUMBERS
     from fusedtp.cost.model import OPS
 
-    from .tables import Table
+    from .tables import CellTable
 
     for machine in HARDWARE.values():
         values = {name: getattr(machine, name) for name in NUMBERS if getattr(machine, name) is not None}
@@ -131,5 +131,5 @@ def show_hardware(console: Console) -> None:
              "source": machine.sources[name]}
             for name, value in values.items()
         ]  # fmt: skip
-        console.print(Table.of("hardware", f"{machine.name}: {machine.title}", lines).printed(sections=False))
+        console.print(CellTable.of("hardware", f"{machine.name}: {machine.title}", lines).printed(sections=False))
     console.print(f"ops: {', '.join(OPS)}", highlight=False)

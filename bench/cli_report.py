@@ -33,7 +33,6 @@ def report(
     from . import report as drawing
     from .cli_predict import hardware_of
     from .machine import describe
-    from .predicted import predictions
 
     if readme is not None and not readme.is_file():
         raise typer.BadParameter(f"--readme must be a file, got {str(readme)!r}")
@@ -41,7 +40,7 @@ def report(
     for path in rows or [out / describe().name / "sweep.csv"]:
         stored = arguments.rows(path)
         try:
-            modelled = predictions(stored, partial(hardware_of, hardware)) if hardware is not None else []
+            modelled = drawing.predictions(stored, partial(hardware_of, hardware)) if hardware is not None else []
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
         drawing.show(stored, console)
@@ -105,10 +104,10 @@ def compare(
 def timeline(
     op: Annotated[str, typer.Option(help="The op.")] = ALL_GATHER_MATMUL.name,
     shape: Annotated[str, typer.Option(help="Global size M,N,K.")] = "2048,512,2048",
-    world_size: Annotated[int, typer.Option(help="Number of ranks.")] = 2,
+    world_size: Annotated[int, typer.Option(min=2, max=arguments.MAX_RANKS, help="Number of ranks.")] = 2,
     schedule: Annotated[str, typer.Option(help="Schedules that run from the host.")] = "decomposed,unfused",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    rounds: Annotated[int, typer.Option(help="Calls recorded; the median one is shown.")] = 9,
+    rounds: Annotated[int, typer.Option(min=1, help="Calls recorded; the median one is shown.")] = 9,
     out: Annotated[Path, typer.Option(help="Folder of results, one folder a machine.")] = Path("results"),
 ) -> None:
     """Record when each rank multiplies, copies and waits in one call: timeline.json for Perfetto, timeline.png.
@@ -116,13 +115,10 @@ def timeline(
     Says which schedule is faster over all recorded calls, and why the shown one is slower where it is.
     """
     from . import timeline as recorded
-    from . import timeline_figure
     from .cases import DTYPES, OPS, Case
     from .machine import describe
     from .ranks import RankError
 
-    arguments.at_least(2, world_size, "--world-size", most=arguments.MAX_RANKS)
-    arguments.at_least(1, rounds, "--rounds")
     console, machine = arguments.console(), describe()
     if machine.num_gpus:
         raise typer.BadParameter(
@@ -141,7 +137,7 @@ def timeline(
         console.print(str(error), markup=False, highlight=False)
         raise typer.Exit(1) from error
     recorded.write(found, path)
-    timeline_figure.picture(found, path.with_suffix(".png"))
-    for line in timeline_figure.remarks(found):
+    recorded.picture(found, path.with_suffix(".png"))
+    for line in recorded.remarks(found):
         console.print(line, highlight=False)
     console.print(f"trace, for ui.perfetto.dev or chrome://tracing: {path}\npicture: {path.with_suffix('.png')}")

@@ -1,26 +1,33 @@
-"""`fusedtp tune`: what `schedule="auto"` decides from, measured on this machine."""
+"""`fusedtp tune`: what `schedule="auto"` decides from, and with --kernels which tiles `fused` takes, measured here."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import arguments, cli_tune_kernels
-from .arguments import at_least, ranks
-from .cases import EVERY_DTYPE
+from . import arguments
+from .cases import EVERY_DTYPE, MODELS, Case, block
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from fusedtp.calls.kernels_tuned import Tuned
     from fusedtp.calls.tuning import Sample
     from fusedtp.calls.tuning import Table as Measurements
 
+    from .tune_kernels import TileSearch
+
 # Of its median, how far apart a time's quartiles may be: on a quiet machine they are less.
 NOISY = 0.2
+INTERPRETED = "interpreted: checked on CPU ranks, at tiny sizes; no time here means anything, and nothing is kept"
+TINY = (96, 80, 64)
+# Tokens of a model by default: decode, a batch of it, a short prompt, a long one.
+TOKENS = "16,256,2048,8192"
 
 
 def tune(
@@ -31,7 +38,12 @@ def tune(
         str | None, typer.Option(help="Comma-separated; default float32, on GPUs bfloat16; fp8 and mxfp8 too.")
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option(help="Time for the rounds of one size, default 0.5; with --kernels for all, 600.")
+        float | None,
+        typer.Option(
+            min=0,
+            callback=arguments.finite,
+            help="Time for the rounds of one size, default 0.5; with --kernels for all, 600.",
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The file, default where auto reads it.")] = None,
     show: Annotated[bool, typer.Option(help="Print the table that is there, measure nothing.")] = False,
@@ -61,7 +73,6 @@ def tune(
     """
     from fusedtp.calls import tuning
 
-    at_least(0, seconds, "--seconds")
     if not kernels and (model or tokens or shape or again):
         raise typer.BadParameter("--model, --tokens, --shape and --again are for --kernels")
     console = arguments.console(140)
@@ -76,25 +87,25 @@ def tune(
         if table is None:
             raise typer.BadParameter(ignored or f"there is no {target}: run fusedtp tune")
         show_table(table, console)
-        cli_tune_kernels.shown(table, console)
+        show_current_tiles(table, console)
         return
 
     machine = tuning.identity()
     num_gpus = machine["num_gpus"]
-    world_sizes = ranks(world_size) if world_size is not None else tuple(n for n in (2, 4, 8) if n <= (num_gpus or 4))
-    dtypes = arguments.dtypes_here(
-        ("bfloat16" if num_gpus else "float32") if dtype is None else dtype, EVERY_DTYPE, "--dtype"
-    )  # fmt: skip
+    world_sizes = (2, 4, 8) if world_size is None else arguments.ranks(world_size)
+    if world_size is None:
+        world_sizes = tuple(n for n in world_sizes if n <= (num_gpus or 4))
+    dtypes = arguments.dtypes_here(dtype or ("bfloat16" if num_gpus else "float32"), EVERY_DTYPE, "--dtype")
     if not world_sizes or min(world_sizes) < 2 or (num_gpus and max(world_sizes) > num_gpus):
         raise typer.BadParameter(f"nothing to measure with {world_sizes or 'fewer than two'} ranks on {num_gpus} GPUs")
     if kernels:
         # Where kernels are interpreted two ranks show what there is to see.
         sizes = world_sizes if world_size is not None or num_gpus else world_sizes[:1]
-        asked = cli_tune_kernels.cases(
-            sizes, dtypes, model=model, tokens=tokens, shapes=shape, num_gpus=num_gpus, console=console
-        )
-        total = 600.0 if seconds is None else seconds
-        cli_tune_kernels.tune(asked, target, machine, seconds=total, again=again, console=console)
+        cases = _asked(sizes, dtypes, model=model, tokens=tokens, shapes=shape, num_gpus=num_gpus)
+        tune_tiles(
+            _once(cases, console), target, machine, seconds=600.0 if seconds is None else seconds, again=again,
+            console=console,
+        )  # fmt: skip
         return
     from .tune import tune as measure
 
@@ -128,7 +139,7 @@ def noisy(samples: Sequence[Sample]) -> str:
 
 def show_table(measured: Measurements, console: Console) -> None:
     """The measurements, which schedule is the fastest at each, whether that is more than noise, and the rates."""
-    from .tables import Table, milliseconds
+    from .tables import CellTable, milliseconds
 
     lines, num_noise = [], 0
     for sample in measured.samples:
@@ -142,7 +153,7 @@ def show_table(measured: Measurements, console: Console) -> None:
         num_noise += least is not None and least <= 1
         by = "" if least is None else f"{least:.2f}x" if least > 1 else "noise"
         lines.append(line | {"fastest": fastest, "by": by})
-    console.print(Table.of("tuning", "measured on this machine", lines).printed(sections=False))
+    console.print(CellTable.of("tuning", "measured on this machine", lines).printed(sections=False))
     if num_noise:
         told = f"In {num_noise} of {len(lines)} lines the difference is noise"
         what = "auto takes what it would without a measurement, unless that is slower beyond noise"
@@ -159,3 +170,131 @@ def show_table(measured: Measurements, console: Console) -> None:
             f" and {machine.link_gbps:.2f} GB/s",
             highlight=False,
         )
+
+
+def _asked(
+    world_sizes: Sequence[int], dtypes: Sequence[str], *, model: str | None, tokens: str | None,
+    shapes: Sequence[str] | None, num_gpus: int,
+) -> list[Case]:  # fmt: skip
+    # The sizes whose tiles are asked for; of the machine's own by default. BadParameter for what cannot be.
+    from .tune import GPU_SHAPES
+
+    if shapes and model:
+        raise typer.BadParameter("--model gives the sizes: leave --shape out")
+    if tokens is not None and not model:
+        raise typer.BadParameter("--tokens is for the blocks of --model")
+    # Wrong ones are told on any machine.
+    counts = arguments.numbers(TOKENS if tokens is None else tokens, "--tokens")
+    names = arguments.names(model, tuple(MODELS), "--model") if model else ()
+    if names and num_gpus:
+        try:
+            blocks = [block(*each) for each in itertools.product(names, counts, world_sizes, dtypes)]
+        except ValueError as error:
+            raise typer.BadParameter(f"--model: {error}") from error
+        found = [case for cases in blocks for case in cases]
+        return found + [case for each in found for case in _decoded(each)]
+    sizes = GPU_SHAPES if num_gpus else dict.fromkeys(GPU_SHAPES, (TINY,))
+    if shapes:
+        sizes = dict.fromkeys(GPU_SHAPES, tuple(arguments.shape(text) for text in shapes))
+    return [
+        Case(op, *size, dtype, n) for n, dtype in itertools.product(world_sizes, dtypes) for op in sizes
+        for size in sizes[op]
+    ]  # fmt: skip
+
+
+def _decoded(case: Case) -> list[Case]:
+    # Few tokens are whole on every rank: what is summed is all-reduced.
+    from fusedtp.cost.overlap import ONE_KERNEL_ROWS
+    from fusedtp.op import MATMUL_ALL_REDUCE
+
+    if case.kind != "scatter" or case.M > ONE_KERNEL_ROWS:
+        return []
+    return [Case(MATMUL_ALL_REDUCE.name, case.M, case.N, case.K, case.dtype, case.world_size)]
+
+
+def _once(found: Iterable[Case], console: Console) -> list[Case]:
+    from .tune_kernels import missing, size_of
+
+    kept: dict[object, Case] = {}
+    for case in found:
+        if why := missing(case):
+            console.print(f"left out: {case}: {why}", highlight=False)
+        else:
+            kept.setdefault(size_of(case), case)
+    if not kept:
+        raise typer.BadParameter("nothing to tune")
+    return list(kept.values())
+
+
+def tune_tiles(
+    asked: Sequence[Case], target: Path, machine: dict[str, object], *, seconds: float, again: bool, console: Console
+) -> None:
+    """Search, keep each finding at once where it was measured on GPUs, and show all; exit with 1 if a size failed."""
+    from fusedtp.calls import tuning
+    from fusedtp.calls.kernels_tuned import version_here
+
+    from .tune_kernels import size_of, tune_kernels
+
+    def said(text: str, style: str = "") -> None:
+        console.print(text, highlight=False, style=style)
+
+    num_gpus = int(str(machine["num_gpus"]))
+    before, _, ignored = tuning.load(target)
+    if ignored and num_gpus:
+        said(f"replaced: {ignored}")
+    table = before or tuning.Table(machine, (), {})
+    there = {each.size for each in table.kernels if each.version == version_here()} if num_gpus and not again else set()
+    wanted = [case for case in asked if size_of(case) not in there]
+    if len(wanted) < len(asked):
+        said(f"{len(asked) - len(wanted)} of {len(asked)} sizes are there: --again tunes them too")
+    if not num_gpus:
+        said(INTERPRETED)
+    results: list[TileSearch] = []
+
+    def done(found: TileSearch) -> None:
+        nonlocal table
+        results.append(found)
+        if num_gpus:
+            table = table.updated(tuning.Table(table.machine, (), {}, (found.tuned(),)))
+            tuning.write(target, tuning.dump(table))
+
+    left = tune_kernels(wanted, seconds=seconds, num_gpus=num_gpus, said=said, done=done) if wanted else []
+    show_tiles([each.tuned() for each in results], "measured on this machine" if num_gpus else INTERPRETED, console)
+    if left:
+        goes_on = ": the same command goes on with them" if num_gpus else ""
+        said(f"{len(left)} of {len(asked)} sizes were not reached in {seconds:g} s{goes_on}")
+    if num_gpus:
+        said(f"{len(table.kernels)} tiles in {target}, {len(results)} of them new")
+    if failed := len(wanted) - len(left) - len(results):
+        said(f"{failed} of {len(asked)} sizes failed", style="bold red")
+        raise typer.Exit(1)
+
+
+def show_tiles(tuned: Sequence[Tuned], how: str, console: Console) -> None:
+    """A line a size: the table's time, the fastest tile and its time, and by how much it is faster for sure."""
+    from fusedtp.kernels.choices import of_fields
+
+    from .tables import CellTable, milliseconds
+
+    lines = [
+        {
+            "op": each.op, "ranks": each.world_size, "dtype": each.dtype, "travels": f"{each.rows}x{each.cols}",
+            "third": each.third, "the table's\nms": milliseconds(each.usual_ms), "fastest\nms": milliseconds(each.ms),
+            "by": f"{each.faster:.2f}x" if each.choice else "nothing",
+            "tile": str(of_fields(each.choice)) if each.choice else "the table's",
+        }
+        for each in tuned
+    ]  # fmt: skip
+    if lines:
+        console.print(CellTable.of("tiles", f"tiles, {how}", lines).printed(sections=False))
+
+
+def show_current_tiles(table: Measurements, console: Console) -> None:
+    """Those of a file that are for this version's kernels; and how many are not."""
+    from fusedtp.calls.kernels_tuned import version_here
+
+    current = [each for each in table.kernels if each.version == version_here()]
+    show_tiles(current, "measured on this machine", console)
+    if others := len(table.kernels) - len(current):
+        told = f"{others} tiles are of another version of fusedtp and are not taken: tune them again"
+        console.print(told, highlight=False)

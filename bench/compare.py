@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from .cases import SHORT_DTYPES, TITLES
 from .frames import BASELINE
-from .intervals import Interval, ratio, sample
-from .store import Row
-from .tables import Table
+from .intervals import Interval, measured, ratio
+from .store import Measurement
+from .tables import CellTable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # what may differ without making the comparison meaningless, but must be known to whoever reads it
 _CONDITIONS = ("threads", "backend", "python", "torch", "triton", "driver")
 # by what two files of rows can be unlike, as it is said
-_UNLIKE: dict[str, Callable[[Row], str]] = {
+_UNLIKE: dict[str, Callable[[Measurement], str]] = {
     "op": lambda row: TITLES.get(row.op, row.op), "model": lambda row: row.model or "none",
     "size": lambda row: f"{row.M} x {row.N} x {row.K}", "dtype": lambda row: SHORT_DTYPES.get(row.dtype, row.dtype),
     "ranks": lambda row: str(row.world_size), "direction": lambda row: row.direction,
@@ -39,8 +39,8 @@ _LISTED = 3
 class Change:
     """One variant of one case: B's time over A's, each over its baseline's unless absolute. Above 1 is slower."""
 
-    before: Row
-    after: Row
+    before: Measurement
+    after: Measurement
     interval: Interval
 
     @property
@@ -55,52 +55,52 @@ class Comparison:
     `drifts`: the baselines' own B over A. `lost`: without a number in one of both.
     """
 
-    before: list[Row] = field(default_factory=list)
-    after: list[Row] = field(default_factory=list)
+    before: list[Measurement] = field(default_factory=list)
+    after: list[Measurement] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
-    only_before: list[Row] = field(default_factory=list)
-    only_after: list[Row] = field(default_factory=list)
-    lost: list[tuple[Row, Row]] = field(default_factory=list)
-    without_baseline: list[Row] = field(default_factory=list)
+    only_before: list[Measurement] = field(default_factory=list)
+    only_after: list[Measurement] = field(default_factory=list)
+    lost: list[tuple[Measurement, Measurement]] = field(default_factory=list)
+    without_baseline: list[Measurement] = field(default_factory=list)
     drifts: list[float] = field(default_factory=list)
 
 
-def machines(rows: Iterable[Row]) -> set[str]:
+def machines(rows: Iterable[Measurement]) -> set[str]:
     """Where the measured rows come from."""
-    return {row.machine for row in rows if sample(row)}
+    return {row.machine for row in rows if measured(row)}
 
 
-def conditions(before: Sequence[Row], after: Sequence[Row]) -> list[str]:
+def conditions(before: Sequence[Measurement], after: Sequence[Measurement]) -> list[str]:
     """What differs between the two runs besides the code, one line each."""
     lines = []
     for name in _CONDITIONS:
-        old, new = (sorted({str(getattr(row, name)) for row in rows if sample(row)}) for rows in (before, after))
+        old, new = (sorted({str(getattr(row, name)) for row in rows if measured(row)}) for rows in (before, after))
         if old and new and old != new:
             lines.append(f"{name}: {', '.join(old)} in A, {', '.join(new)} in B")
     return lines
 
 
 def compare(
-    before: Sequence[Row], after: Sequence[Row], *, absolute: bool = False, confidence: float = 0.95
+    before: Sequence[Measurement], after: Sequence[Measurement], *, absolute: bool = False, confidence: float = 0.95
 ) -> Comparison:
     """Match and compare the measured rows of two files; slower first. Predicted rows are left out."""
     old, new = ({(row.case, row.variant): row for row in rows if not row.predicted} for rows in (before, after))
-    measured = [[row for row in rows.values() if sample(row)] for rows in (old, new)]
-    found = Comparison(before=measured[0], after=measured[1])
+    timed = [[row for row in rows.values() if measured(row)] for rows in (old, new)]
+    found = Comparison(before=timed[0], after=timed[1])
     found.only_before += [row for row in found.before if (row.case, row.variant) not in new]
     found.only_after += [row for row in found.after if (row.case, row.variant) not in old]
     for key in (key for key in new if key in old):
         a, b = old[key], new[key]
-        time_a, time_b = sample(a), sample(b)
+        time_a, time_b = measured(a), measured(b)
         if time_a is None or time_b is None:
             found.lost += [(a, b)] if time_a or time_b else []
             continue
         if b.variant == BASELINE:
-            found.drifts.append(time_b.median / time_a.median)
+            found.drifts.append(time_b.median_ms / time_a.median_ms)
             if not absolute:
                 continue
         if not absolute:
-            base_a, base_b = (sample(rows.get((b.case, BASELINE))) for rows in (old, new))
+            base_a, base_b = (measured(rows.get((b.case, BASELINE))) for rows in (old, new))
             if base_a is None or base_b is None:
                 found.without_baseline.append(b)
                 continue
@@ -110,7 +110,7 @@ def compare(
     return found
 
 
-def described(row: Row) -> str:
+def described(row: Measurement) -> str:
     """A row's case and variant in one line."""
     of = f", {row.model} {row.layer} at {row.tokens} tokens" if row.model else ""
     size = f"{row.M} x {row.N} x {row.K} {SHORT_DTYPES.get(row.dtype, row.dtype)}"
@@ -119,11 +119,11 @@ def described(row: Row) -> str:
 
 def in_common(found: Comparison) -> str:
     """How many rows each file has, and how many of them the other one measured too."""
-    both = len(found.before) - len(found.only_before) - sum(sample(a) is not None for a, _ in found.lost)
+    both = len(found.before) - len(found.only_before) - sum(measured(a) is not None for a, _ in found.lost)
     return f"Timed rows: {len(found.before)} in A, {len(found.after)} in B, {both} in both (same case and variant)."
 
 
-def unlike(rows: Iterable[Row], others: Iterable[Row]) -> str:
+def unlike(rows: Iterable[Measurement], others: Iterable[Measurement]) -> str:
     """What these rows are of that none of the others is, in words."""
     rows, others, found = list(rows), list(others), []
     for name, words in _UNLIKE.items():
@@ -143,9 +143,9 @@ def _apart(found: Comparison, everything: bool) -> list[str]:
             told += [f"only in {name}: {described(row)}" for row in only]
         else:
             told.append(f"only in {name}: {len(only)} of {len(rows)} rows ({unlike(only, others)}); --all lists them")
-    lost: dict[str, list[Row]] = {}
+    lost: dict[str, list[Measurement]] = {}
     for a, b in found.lost:
-        name, other, row = ("A", "B", a) if sample(a) is None else ("B", "A", b)
+        name, other, row = ("A", "B", a) if measured(a) is None else ("B", "A", b)
         why = "not timed" if row.passed else row.gate
         lost.setdefault(f"timed in {other}, not in {name} ({why})", []).append(b)
     if found.without_baseline:
@@ -177,7 +177,7 @@ def show(found: Comparison, console: Console, *, absolute: bool, confidence: flo
         count[verdict] = len(lines)
         if lines and (verdict or everything):
             title = f"{verdict or 'no significant difference'} in B: {len(lines)}"
-            table = Table.of("", title, lines[::-1] if verdict == "faster" else lines)
+            table = CellTable.of("", title, lines[::-1] if verdict == "faster" else lines)
             console.print(table.printed(sections=False), style=None if verdict else "dim")
     told = [in_common(found)]
     if total:

@@ -184,7 +184,7 @@ def reachable(group: Any) -> tuple[bool, str]:
 
 
 @dataclass(frozen=True)
-class Found:
+class Findings:
     """What decides which schedules run here.
 
     reached, detail: whether two ranks share memory, and why (not). missing: what Triton needs to compile for a GPU.
@@ -236,7 +236,7 @@ class Found:
         return f"Verdict: {where}: {runs}; auto {self.auto}"
 
 
-def find() -> Found:
+def find() -> Findings:
     """Try two real ranks, for a few seconds, and read what was measured."""
     from fusedtp.calls import tuning
 
@@ -251,10 +251,10 @@ def find() -> Found:
         reached, detail = False, f"trying it failed: {error}"
     table, _, ignored = tuning.load()
     missing = compiler()[1] if machine.num_gpus else ""
-    return Found(machine.gpu, machine.num_gpus, machine.cores, reached, detail, missing, table, ignored)
+    return Findings(machine.gpu, machine.num_gpus, machine.cores, reached, detail, missing, table, ignored)
 
 
-def schedule_lines(found: Found) -> Iterator[tuple[str, str]]:
+def schedule_lines(found: Findings) -> Iterator[tuple[str, str]]:
     """What a group of two ranks of this machine finds."""
     from fusedtp.calls import tuning
     from fusedtp.calls.kernels_tuned import version_here

@@ -2,6 +2,9 @@
 
 The server (`rank_main.serve`) forks before anything of torch has run, so a rank has all of its own: threads, CUDA,
 process groups.
+
+multiprocessing's forkserver was tried: it has one environment for all that it forks, runs the body of the parent's
+`__main__` in every child, and leaves its socket's folder behind where the parent is killed.
 """
 
 from __future__ import annotations

@@ -9,15 +9,14 @@ interleaved rounds, and the interval's `low` and `high`. Names are categories, s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pandas as pd
 
-from .cases import ALONE, DIRECTIONS, EVERY_DTYPE, OPS, OWN, SHORT_DTYPES, TITLES
-from .intervals import ratio, sample
-from .models import LAYERS
-from .store import Row
+from .cases import ALONE, DIRECTIONS, EVERY_DTYPE, LAYERS, OPS, OWN, SHORT_DTYPES, TITLES
+from .intervals import measured, ratio
+from .store import Measurement
 
 BASELINE = "unfused"
 # What the lines of one case share, in the order of cases; `place` is where the case first stands among the rows.
@@ -31,7 +30,7 @@ _KNOWN = {
 }
 
 
-def frame_of(rows: Iterable[Row]) -> pd.DataFrame:
+def frame_of(rows: Iterable[Measurement]) -> pd.DataFrame:
     """All rows, also those that are predicted and those without a time."""
     rows = list(rows)
     bases = {(row.machine, row.case): row for row in rows if row.variant == BASELINE and not row.predicted}
@@ -42,7 +41,7 @@ def frame_of(rows: Iterable[Row]) -> pd.DataFrame:
         lines.append(_line(row, bases.get(case)) | {"place": places.setdefault(case, len(places))})
     # of no row: the columns without lines
     made = pd.DataFrame(lines or [_line(_ANY, None) | {"place": 0}]).head(len(rows))
-    optional = [name for name, kind in Row.__annotations__.items() if kind == "float | None"]
+    optional = [name for name, kind in Measurement.__annotations__.items() if kind == "float | None"]
     made = made.astype(dict.fromkeys(optional, "float64"))
     for name, known in _KNOWN.items():
         # those that are not known: layers in the order of the rows
@@ -50,11 +49,13 @@ def frame_of(rows: Iterable[Row]) -> pd.DataFrame:
     return made.sort_values([*CASE, "variant", "predicted"], kind="stable", ignore_index=True)
 
 
-_ANY = Row(op=OPS[0], variant="", M=1, N=1, K=1, dtype=EVERY_DTYPE[0], world_size=1, direction=DIRECTIONS[0], gate="")
+_ANY = Measurement(
+    op=OPS[0], variant="", M=1, N=1, K=1, dtype=EVERY_DTYPE[0], world_size=1, direction=DIRECTIONS[0], gate=""
+)
 
 
-def _line(row: Row, base: Row | None) -> dict[str, Any]:
-    own, unfused = sample(row), sample(base)
+def _line(row: Measurement, base: Measurement | None) -> dict[str, Any]:
+    own, unfused = measured(row), measured(base)
     speedup, low, high = math.nan, 0.0, math.inf
     if own and unfused:
         speedup, low, high = vars(ratio(unfused, own)).values()
@@ -148,3 +149,44 @@ def blocks(frame: pd.DataFrame) -> list[tuple[dict[str, Any], dict[str, float]]]
         (dict(zip(shared, key, strict=True)), {str(name): ms for name, ms in medians.dropna().items()})
         for key, medians in totals.iterrows()
     ]
+
+
+def crossover(ratios: Sequence[float], where: Sequence[str]) -> str:
+    """From which size on a speed-up is at least 1, in words; sizes in the order of their arithmetic."""
+    wins = [ratio >= 1.0 for ratio in ratios]
+    if all(wins) or not any(wins):
+        return "always" if all(wins) else "never"
+    if not wins[-1]:
+        return f"at {sum(wins)} of {len(wins)}, not the largest"
+    return f"from {where[len(wins) - wins[::-1].index(False)]}"
+
+
+def standings(frame: pd.DataFrame, *columns: str) -> pd.DataFrame:
+    """Every schedule against unfused over the cases on two ranks or more that share these columns, a line each.
+
+    A case is won or lost where the interval of its speed-up leaves out 1; what is between is a tie.
+    """
+    from scipy import stats
+
+    lines = []
+    for key, members in parts(compared(frame), *columns, "variant"):
+        ratios = members["speedup"]
+        least = min(records(members), key=lambda line: line["speedup"])
+        won, lost = (members["low"] > 1).sum(), (members["high"] < 1).sum()
+        line = dict(zip((*columns, "schedule"), key, strict=True))
+        line |= {"cases": len(members), "faster": won, "same": len(members) - won - lost, "slower": lost}
+        line |= {"mean": stats.gmean(ratios), "best": ratios.max(), "worst": least["speedup"]}
+        line["worst at"] = least["where"]
+        line["communication hidden"] = members["overlap_efficiency"].median()
+        line["shorter median"] = crossover(list(ratios), list(members["where"]))
+        lines.append(line)
+    return pd.DataFrame(lines)
+
+
+def overall(frame: pd.DataFrame) -> pd.DataFrame:
+    """`standings` by direction, the best first."""
+    found = standings(frame, "direction")
+    if found.empty:
+        return found
+    by_direction = found.groupby("direction", sort=False)
+    return pd.concat([part.sort_values("mean", ascending=False) for _, part in by_direction], ignore_index=True)

@@ -15,7 +15,7 @@ from fusedtp.files import read_text, replace
 
 from .cases import SHORT_DTYPES, TITLES
 from .frames import cases, each, frame_of, plain, records
-from .store import MAX_BYTES, Row
+from .store import MAX_BYTES, Measurement
 from .tables import milliseconds
 
 
@@ -55,7 +55,7 @@ def rewrite(path: Path, name: str, content: str) -> None:
     replace(path, text.encode())
 
 
-def measured_table(rows: Sequence[Row], *, world_size: int = 2, dtype: str = "float32") -> str:
+def measured_table(rows: Sequence[Measurement], *, world_size: int = 2, dtype: str = "float32") -> str:
     """Markdown of the forward cases at one world size and dtype: medians in ms, speed-up, share of the matmul alone."""
     frame = frame_of(rows)
     shown = plain(frame[frame["direction"] == "forward"])

@@ -5,42 +5,32 @@ A failed check is WRONG in a row, any other exception ERROR, and neither costs t
 
 from __future__ import annotations
 
-import contextlib
 import csv
-import faulthandler
 import io
 import itertools
 import re
-import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from fusedtp.kernels.loading import only_loading
-
 from . import preset
 from .operands import device_here
 from .oracle import accumulate_in_float32
-from .ranks import RankError
-from .rows import now
-from .store import cell
+from .ranks import RankError, tell
+from .store import cell, now
 from .timing import measure
 
 PASSED, WRONG, ERROR, NOT_RUN, CUT, NOT_REACHED = "passed", "WRONG", "ERROR", "not run", "cut", "not reached"
-# The longest case, whose process then ends with its stacks; and one of ranks.
-CASE_SECONDS, RANKS_SECONDS = 60.0, 60.0
 # Failures alike that end an item.
 MAX_ALIKE = 3
 # No size of a dry run is larger.
 DRY_SIZE = 256
-# The exit status of a process whose device takes no more work from it.
-LOST = 3
 
 # Of a row. Times are in ms, and only what passed has any. detail: what is wrong, or what was answered. baseline_ms: the
 # first variant's median in the same interleaved rounds. error_ratio: the largest error over what rounding may leave.
@@ -54,11 +44,11 @@ Size: TypeAlias = tuple[int, int, int]  # M, N, K as one rank multiplies them
 Checked: TypeAlias = tuple[float, float]  # the largest error, and the largest error over what is allowed
 
 
-class Rows:
+class RowsFile:
     """The rows of one item: a CSV file that each is appended to at once. shared: the columns that all have alike."""
 
     def __init__(self, path: Path, shared: Mapping[str, object]) -> None:
-        self.path, self._shared = path, shared
+        self.path, self.shared = path, shared
         header = ",".join(COLUMNS) + "\n"
         if path.exists() and not path.read_text().startswith(header):
             path.rename(path.with_suffix(f".{time.time_ns()}.csv"))
@@ -67,11 +57,10 @@ class Rows:
 
     def add(self, status: str = PASSED, **values: object) -> None:
         """Append a row, and print it in short."""
-        row = {**self._shared, "status": status, "time_utc": now(), **values}
+        row = {**self.shared, "status": status, "time_utc": now(), **values}
         assert not row.keys() - set(COLUMNS), row
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerow([cell(row.get(name)) for name in COLUMNS])
-        # One write, so that the rows of several children are whole.
         with self.path.open("a") as file:
             file.write(text.getvalue())
         print(status, *(row[name] for name in ("op", "variant", "M", "N", "K", "dtype", "median_ms", "detail")
@@ -99,51 +88,37 @@ class ItemEnded(Exception):
 
 
 class Run:
-    """One child's work: the cases of an item from `first` on.
+    """One process's work: the cases of an item from `first` on."""
 
-    - share: (i, n) for a child that only compiles, every n-th case from the i-th on.
-    - say: told each case's number and name before it begins.
-    """
-
-    def __init__(
-        self, rows: Rows, item: str, *, first: int = 0, share: tuple[int, int] | None = None, dry_run: bool = False,
-        say: Callable[[str], object] = lambda text: None,
-    ) -> None:  # fmt: skip
-        self.rows, self.item, self.share, self.dry_run, self.device = rows, item, share, dry_run, device_here()
-        self.number, self._first, self._say = -1, first, say
+    def __init__(self, rows: RowsFile, item: str, *, first: int = 0, dry_run: bool = False) -> None:
+        self.rows, self.item, self.dry_run, self.device = rows, item, dry_run, device_here()
+        self.number, self._first = -1, first
         self._alike: Counter[str] = Counter()
         self._seen: set[object] = set()
         accumulate_in_float32()
 
-    @contextlib.contextmanager
-    def begun(self, seconds: float, **shape: object) -> Iterator[dict[str, Any] | None]:
-        """Yield the columns of a case, or None for one that is not this child's. An exception becomes a row."""
-        key = self.item, *shape.values()
-        is_new = key not in self._seen
-        self._seen.add(key)
-        self.number += is_new
-        theirs = self.share is not None and self.number % self.share[1] != self.share[0]
-        if not is_new or self.number < self._first or theirs:
-            yield None
+    def _attempt(self, work: Callable[[dict[str, Any]], object], **shape: object) -> None:
+        # Give `work` the columns of a case that is this process's and new. An exception becomes a row.
+        key = (*shape.values(),)
+        if key in self._seen:
             return
+        self._seen.add(key)
+        self.number += 1
+        if self.number < self._first:
+            return
+        tell(f"{self.number} {' '.join(map(str, key))}")
         columns = {"item": self.item, "case": self.number, "dry_run": self.dry_run, **shape}
-        self._say(f"{self.number} {' '.join(map(str, shape.values()))}")
-        # Compiling alone may take longer than what is compiled.
-        faulthandler.dump_traceback_later(seconds if self.share is None else 4 * seconds, exit=True)
         try:
-            yield columns
+            work(columns)
         except ItemEnded:
             raise
         except Exception as error:
             self.failed(columns, error)
-        finally:
-            faulthandler.cancel_dump_traceback_later()
 
     def failed(self, columns: Mapping[str, Any], error: Exception) -> None:
-        """Add the row of a failed check, or of another exception; the traceback goes to the text beside the rows.
+        """Add the row of a failed check, or of another exception; print the traceback.
 
-        Raises `ItemEnded` after `MAX_ALIKE` failures that differ in nothing but numbers. Ends a process whose device is
-        lost.
+        ItemEnded after `MAX_ALIKE` failures that differ in nothing but numbers, SystemExit where the device is lost.
         """
         # Of ranks the cause is what one of them has raised.
         cause = error.__cause__ if isinstance(error, RankError) and error.__cause__ else error
@@ -156,8 +131,7 @@ class Run:
             try:
                 torch.cuda.synchronize()
             except RuntimeError as lost:
-                print(f"the device takes no more work from this process: {lost}", file=sys.stderr)
-                sys.exit(LOST)
+                raise SystemExit(f"the device takes no more work from this process: {lost}") from error
         kind = re.sub(r"[0-9.e+-]*[0-9]", "#", detail)
         self._alike[kind] += 1
         if self._alike[kind] >= MAX_ALIKE:
@@ -172,19 +146,8 @@ class Run:
         The first variant is the baseline: it is timed alone, and has its row, before another one is launched.
         """
         M, N, K = (min(n, DRY_SIZE) for n in size) if self.dry_run else size
-        with self.begun(CASE_SECONDS, op=op, M=M, N=N, K=K, dtype=dtype, world_size=world_size) as columns:
-            if columns is None:
-                return
-            if self.share is not None:
-                variants = list(make(M, N, K, 0).values())
-                # Each case begins with another one: what several share is then compiled side by side.
-                turn = self.number % len(variants)
-                with only_loading():
-                    for variant in variants[turn:] + variants[:turn]:
-                        variant.launch()
-                # As many processes as there are cores have one device's memory.
-                torch.cuda.empty_cache()
-                return
+
+        def work(columns: dict[str, Any]) -> None:
             draws = [make(M, N, K, seed) for seed in range(2 if timed else 1)]
             checked: dict[str, Checked] = {}
 
@@ -211,6 +174,8 @@ class Run:
             if right := [name for name in others if name in checked]:
                 add(right)
 
+        self._attempt(work, op=op, M=M, N=N, K=K, dtype=dtype, world_size=world_size)
+
     def _checked(self, variant: Variant) -> Checked:
         if variant.arenas is None:
             variant.launch()
@@ -230,8 +195,6 @@ class Run:
         return {name: {each: vars(found)[each] for each in MEASURED if hasattr(found, each)}
                 for name, found in times.items()}  # fmt: skip
 
-    def ask(self, op: str, answer: Callable[[], object], *, seconds: float = CASE_SECONDS, **shape: object) -> None:
-        """Add a row with what `answer` returns, in words. A child that compiles asks nothing."""
-        with self.begun(seconds, op=op, **shape) as columns:
-            if columns is not None and self.share is None:
-                self.rows.add(detail=str(answer())[:2000], **columns)
+    def ask(self, op: str, answer: Callable[[], object], **shape: object) -> None:
+        """Add a row with what `answer` returns, in words."""
+        self._attempt(lambda columns: self.rows.add(detail=str(answer())[:2000], **columns), op=op, **shape)

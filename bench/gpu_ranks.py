@@ -1,8 +1,7 @@
 """Check two ranks that share one GPU: ops, layers and gradients, collectives, captured graphs, a peer that is missing.
 
 Each function is run by every rank of a `RankPool` (`bench.gpu`). Ranks that share a GPU are time-sliced, so nothing is
-timed. On a machine without a GPU the kernels are interpreted. Inside `only_loading` kernels are compiled and loaded,
-and no result is looked at.
+timed. On a machine without a GPU the kernels are interpreted.
 """
 
 from __future__ import annotations
@@ -17,18 +16,24 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp.kernels.loading import is_only_loading, only_loading
+from fusedtp import reference
+from fusedtp.op import OPS as TABLE
+from fusedtp.op import Op
 from fusedtp.shards import even_sizes
 from fusedtp.workspaces import registry
 
-from .mixed import ALGORITHMS, COLLECTIVES, Call, Operands
-from .operands import device_here
+from .cases import Case
+from .operands import device_here, passes
 from .oracle import accumulate_in_float32
+from .problem import Problem
 
 # M, N, K: one tile and less; tiles that do not divide; several waves of tiles. A dry run has the first.
 SIZES = ((64, 48, 40), (300, 264, 200), (1024, 1536, 512))
 TINY = (21, 18, 14)
-LAYERS = "all_gather_linear", "linear_reduce_scatter", "linear_all_reduce"
+LAYERS = {
+    "all_gather_linear": "all_gather_matmul", "linear_reduce_scatter": "matmul_reduce_scatter",
+    "linear_all_reduce": "matmul_all_reduce",
+}  # fmt: skip
 # Of each wait in a kernel: far under what a check may take; and of the wait that is to end without its peer.
 WAIT_SECONDS, MISSING_SECONDS = 20.0, 2.0
 
@@ -43,10 +48,9 @@ def prepare() -> torch.device:
     return device_here()
 
 
-def loaded(group: ProcessGroup, check: str, arguments: tuple[object, ...]) -> None:
-    """Compile and load the kernels of a check, so that Triton's cache has them."""
-    with only_loading():
-        globals()[check](group, *arguments)
+def algorithms(op: Op, schedule: str) -> tuple[str, ...]:
+    """Return what to ask an op for: a ring is a kernel, and a process group picks its own."""
+    return tuple(each for each in op.algorithms if each != "ring" or schedule == "fused") or ("auto",)
 
 
 def _leaf(x: Tensor, device: torch.device) -> Tensor:
@@ -57,15 +61,15 @@ def layer(
     group: ProcessGroup, op: str, schedule: str, dtype: str, size: tuple[int, int, int], producer: str = "auto"
 ) -> str:
     """Check a layer with its gradients by every algorithm, twice in a row on one workspace; return the producer."""
-    device = prepare()
-    m, n, k = (even_sizes(length, group.size()) for length in size)
+    device, row = prepare(), TABLE[LAYERS[op]]
     for seed in range(2):
-        for algorithm in ALGORITHMS.get(op, {}).get(schedule, ("auto",)):
-            call = Call(op, schedule, algorithm, dtype, 0, (m, n, k), False, op != "linear_all_reduce", seed)
-            operands = Operands(call, group.rank(), device)
-            results = operands.run(group, producer=producer)
-            if not is_only_loading():
-                operands.check(results)
+        problem = Problem(Case(row.name, *size, dtype, group.size(), seed), group, device)
+        for algorithm in algorithms(row, schedule):
+            given: dict[str, Any] = {"algorithm": algorithm}
+            if row.kind != "all_reduce":
+                given = {"sizes": problem.m_sizes, "producer": producer}
+            call = functools.partial(getattr(fusedtp, op), group=group, schedule=schedule, **given)
+            problem.check(schedule, passes(call, problem.x, problem.w, problem, "both")(), "both")
     registry.get(group, device).check()
     path = fusedtp.last_path()
     fusedtp.destroy()
@@ -88,16 +92,25 @@ def copies(group: ProcessGroup, size: tuple[int, int, int]) -> None:
 
 def collectives(group: ProcessGroup, dtype: str, size: tuple[int, int]) -> None:
     """Check every collective by every algorithm: bit for bit, or within the bound and alike in two runs."""
-    device = prepare()
-    m, n = (even_sizes(length, group.size()) for length in size)
-    for op in COLLECTIVES:
-        for algorithm in ALGORITHMS[op]["fused"]:
-            call = Call(op, "fused", algorithm, dtype, 0, (m, n, n), False, False, size[0])
-            operands = Operands(call, group.rank(), device)
-            (first,), (again,) = operands.run(group), operands.run(group)
-            if not is_only_loading():
-                operands.check([first])
-                assert torch.equal(first, again), f"{op} {algorithm}: other bits in a second run"
+    device, rank, sizes = prepare(), group.rank(), even_sizes(size[0], group.size())
+    random = torch.Generator().manual_seed(size[0])
+    terms = [torch.randn(size, generator=random).to(getattr(torch, dtype)) for _ in sizes]
+    for name in ("all_gather", "reduce_scatter", "all_reduce"):
+        for algorithm in algorithms(TABLE[name], "fused"):
+            x, expected = terms[rank], reference.total(terms)
+            # A ring sends its running sum in the operands' dtype.
+            bound = reference.total_bound(terms, x.dtype, sum_dtype=x.dtype if algorithm == "ring" else torch.float32)
+            given: dict[str, Any] = {"algorithm": algorithm} if name == "all_reduce" else {"sizes": sizes}
+            if name == "all_gather":
+                x, expected = reference.chunk(terms[0], 0, rank, sizes), terms[0].double()
+                bound = torch.zeros_like(expected)
+            elif name == "reduce_scatter":
+                expected, bound = (reference.chunk(each, 0, rank, sizes) for each in (expected, bound))
+            first, again = (
+                getattr(fusedtp, name)(x.to(device), group=group, schedule="fused", **given).cpu() for _ in range(2)
+            )
+            reference.check(first, expected, bound, f"{name} {algorithm}")
+            assert torch.equal(first, again), f"{name} {algorithm}: other bits in a second run"
     fusedtp.destroy()
 
 
@@ -151,8 +164,7 @@ def trees(group: ProcessGroup, dtype: str, size: tuple[int, int, int]) -> str:
             y.backward(dy[of["y"]])
             found.append([y.detach(), *(each.grad for each in leaves)])
         for what, mine, whole in zip(("y", "x", "w", "b"), *found, strict=True):
-            same = is_only_loading() or torch.equal(mine, whole[parts[what]])
-            assert same, f"{name} {more}: other bits of {what} on {n} ranks"
+            assert torch.equal(mine, whole[parts[what]]), f"{name} {more}: other bits of {what} on {n} ranks"
             count += 1
     dist.destroy_process_group(alone)
     fusedtp.destroy()

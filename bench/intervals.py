@@ -13,15 +13,12 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .store import Row
-
-if TYPE_CHECKING:
-    from .timing import Timing
+from .store import Measurement
 
 # rows keep six digits: times that differ by less are equal
 _EQUAL = 1e-6
@@ -40,46 +37,53 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """A time, or the ratio of two from the same rounds: median, percentiles, and its rounds where they are kept."""
+class Timing:
+    """Milliseconds over the rounds, each the slowest rank's; `total_ms` is all timed iterations together.
 
-    median: float
-    p20: float
-    p80: float
-    rounds: tuple[float, ...] = ()
+    rounds_ms: of each round, in their order, which the variants of a case share; empty where they were not kept.
+    """
+
+    median_ms: float
+    p20_ms: float
+    p80_ms: float
+    total_ms: float
+    rounds: int
+    rounds_ms: tuple[float, ...] = ()
 
     @classmethod
-    def of(cls, timing: Timing) -> Sample:
-        return cls(timing.median_ms, timing.p20_ms, timing.p80_ms, timing.rounds_ms)
+    def of(cls, rounds_ms: Sequence[float]) -> Timing:
+        p20, median, p80 = np.quantile(rounds_ms, (0.2, 0.5, 0.8)).tolist()
+        return cls(median, p20, p80, sum(rounds_ms), len(rounds_ms), tuple(rounds_ms))
 
-    def over(self, other: Sample) -> Sample:
-        """This over another's, round by round."""
-        paired = self.rounds if len(self.rounds) == len(other.rounds) else ()
-        rounds = tuple(mine / its for mine, its in zip(paired, other.rounds, strict=False))
-        return Sample(self.median / other.median, self.p20 / other.p80, self.p80 / other.p20, rounds)
+    def over(self, other: Timing) -> Timing:
+        """This over another's, round by round: a ratio, without a unit."""
+        paired = self.rounds_ms if len(self.rounds_ms) == len(other.rounds_ms) else ()
+        rounds = tuple(mine / its for mine, its in zip(paired, other.rounds_ms, strict=False))
+        middle = self.median_ms / other.median_ms
+        return Timing(middle, self.p20_ms / other.p80_ms, self.p80_ms / other.p20_ms, sum(rounds), self.rounds, rounds)
 
 
-def sample(row: Row | None) -> Sample | None:
+def measured(row: Measurement | None) -> Timing | None:
     """A row's, if it has what an interval is made of: a clock's positive percentiles over at least two rounds."""
     if row is None:
         return None
     median, p20, p80 = row.median_ms, row.p20_ms, row.p80_ms
     if row.predicted or row.rounds < 2 or not median or not p20 or not p80:
         return None
-    return Sample(median, p20, p80, row.rounds_ms)
+    return Timing(median, p20, p80, row.total_ms or 0.0, row.rounds, row.rounds_ms)
 
 
-def ratio(over: Sample, under: Sample, confidence: float = 0.95) -> Interval:
+def ratio(over: Timing, under: Timing, confidence: float = 0.95) -> Interval:
     """The ratio of two medians with its interval.
 
     Rounds that two variants of one run share drift together, which makes the interval wider than it need be.
     """
     if not 0.5 <= confidence < 1.0:
         raise ValueError(f"confidence must be from 0.5 to below 1, got {confidence}")
-    middle = over.median / under.median
-    if min(len(over.rounds), len(under.rounds)) < 2:
-        return Interval(middle, over.p20 / under.p80, over.p80 / under.p20)
-    a, b = np.log(over.rounds), np.log(under.rounds)
+    middle = over.median_ms / under.median_ms
+    if min(len(over.rounds_ms), len(under.rounds_ms)) < 2:
+        return Interval(middle, over.p20_ms / under.p80_ms, over.p80_ms / under.p20_ms)
+    a, b = np.log(over.rounds_ms), np.log(under.rounds_ms)
     if max(np.ptp(a), np.ptp(b)) < _EQUAL:
         return Interval(middle, middle, middle)
     from scipy import stats

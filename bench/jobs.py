@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from . import models, providers
+from . import providers
 from .cases import (
     BOUNDS,
     CHECK_SHAPES,
@@ -20,10 +20,11 @@ from .cases import (
     SHAPES,
     Case,
     Shape,
+    block,
     flops,
     traffic,
 )
-from .rows import Outcome
+from .store import Outcome
 
 if TYPE_CHECKING:
     from .timing import Verdict
@@ -229,7 +230,7 @@ def _blocks(request: Request, world_size: int, num_gpus: int) -> list[Case]:
         for model in request.models
         for tokens in request.tokens
         for dtype in dtypes
-        for case in models.block(model, tokens, world_size, dtype, request.seed)
+        for case in block(model, tokens, world_size, dtype, request.seed)
         if case.op in request.ops
     ]
 

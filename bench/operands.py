@@ -26,7 +26,7 @@ from fusedtp.sharding.plan import made_of
 from fusedtp.shards import even_sizes
 
 from .cases import MXFP8, Case
-from .oracle import Product
+from .oracle import ExactProduct
 
 # A list is one tensor that lies in several places, one below the other.
 Results = tuple[Tensor | list[Tensor], ...]
@@ -93,7 +93,7 @@ class Operands:
         self.x: Any = self._scaled[0][rank] if self.case.is_float8 else self.x_own
         self.w: Any = self._scaled[1][rank] if self.case.is_float8 else self.w_own
         self._dy: Tensor | None = None
-        self._products: dict[str, Product] = {}
+        self._products: dict[str, ExactProduct] = {}
 
     def _own(self, which: int, whole: Tensor, *sizes: tuple[int, ...]) -> Tensor:
         dim = _SPLIT[self.case.kind][which]
@@ -156,7 +156,7 @@ class Operands:
             packed.append(rows.view(self.dtype))
         return packed[self.rank], torch.cat(packed)
 
-    def product(self, name: str) -> Product:
+    def product(self, name: str) -> ExactProduct:
         """What this rank's part of y, dx or dw must be, made once."""
         if name not in self._products:
             a, b = self.factors(name)
@@ -170,7 +170,7 @@ class Operands:
                 )
                 if self.case.kind != "all_reduce":
                     a = reference.chunk(a, 0, self.rank, self.m_sizes)
-            self._products[name] = Product(a, b, cut, self.dtype)
+            self._products[name] = ExactProduct(a, b, cut, self.dtype)
         return self._products[name]
 
 

@@ -35,7 +35,7 @@ def _blocks(length: int, other: int) -> Iterator[slice]:
         yield slice(begin, min(length, begin + step))
 
 
-class Product:
+class ExactProduct:
     """a [R, K] @ b [K, C], and the error that an op may leave in it. `k_sizes`: how ranks cut K.
 
     dtype: of the op's result, that of the operands by default. Of float8 a and b are the exact products of data and

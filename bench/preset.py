@@ -27,6 +27,8 @@ from fusedtp.schedules.producer import piece_rows
 from fusedtp.shards import offsets
 from fusedtp.workspaces import clock
 
+from .operands import Operands, Runner
+
 # Not the first rank, so that own chunks begin somewhere.
 RANK = 1
 BUDGET_MS = 5000
@@ -216,3 +218,37 @@ def own_columns(N: int, world_size: int, config: Config, rank: int = RANK) -> sl
     across = -(-N // config.block_n)
     first, last = rank * across // world_size, (rank + 1) * across // world_size
     return slice(first * config.block_n, last * config.block_n)
+
+
+def own_matmul(operands: Operands, parts: tuple[str, ...]) -> Runner:
+    """Return the closure of `own_matmul`, which gives these parts: those that the library's `matmul` gives.
+
+    It is what the fused op costs when no wait ever blocks and nothing travels: what fused - own_matmul shows is waiting
+    and the links. A kernel that scatters stores its tiles into local memory instead of its peers'.
+    """
+    steps = [_step(operands, name) for name in parts]
+    return lambda: tuple([step() for step in steps])
+
+
+def _step(operands: Operands, name: str) -> Callable[[], Tensor | list[Tensor]]:
+    # The kernels that the fused schedule runs, one rank's of them: it gathers for dw beside dx's, then multiplies.
+    part, sizes, rank = name.removesuffix("_partial"), operands.m_sizes, operands.rank
+    a, b = operands.factors(part)
+    if operands.case.world_size > 1 and part != name:
+        _, scatter, parts = scattered(a, b, sizes, rank)
+
+        def stored() -> list[Tensor]:
+            scatter()
+            return parts
+
+        return stored
+    shard = operands.x if part == "y" else operands.dy
+    alone = operands.case.world_size == 1 or operands.case.kind == "all_reduce" or part == "dw"
+    fill = plain(a, b) if alone else gathered(shard, a, b, sizes, rank)[1]
+
+    def filled() -> Tensor:
+        out = a.new_empty(a.shape[0], b.shape[1])
+        fill(out)
+        return out
+
+    return filled

@@ -61,9 +61,9 @@ class Problem(Operands):
     def _runner(self, variant: str, direction: str) -> Runner:
         if variant == "own_matmul":
             # Late: it brings the kernels in, which must not be imported before the interpreter is chosen.
-            from . import own
+            from . import preset
 
-            return own.runner(self, self.parts(variant, direction))
+            return preset.own_matmul(self, self.parts(variant, direction))
         if variant in BOUNDS:
             # The library's matmuls and the backend's collectives, each with what it is given there already.
             alone = self._matmul if variant == "matmul" else self._collective

@@ -76,7 +76,7 @@ class Provider:
 
 
 @dataclass(frozen=True)
-class Found:
+class ProvidersFound:
     """Providers by name, in the order in which they are timed, and what is wrong with entry points that are none."""
 
     providers: Mapping[str, Provider]
@@ -84,7 +84,7 @@ class Found:
 
 
 @functools.cache
-def found() -> Found:
+def found() -> ProvidersFound:
     """All providers of this process."""
     points = [EntryPoint(name, f"fusedtp.bench.peers.{name}:PROVIDER", GROUP) for name in SHIPPED]
     warnings = []
@@ -101,7 +101,7 @@ def found() -> Found:
             warnings.append(f"{point.value} is left out: its name must match {_NAME.pattern}, got {point.name!r}")
         else:
             providers[point.name] = _load(point)
-    return Found(providers, tuple(warnings))
+    return ProvidersFound(providers, tuple(warnings))
 
 
 def _load(point: EntryPoint) -> Provider:

@@ -149,7 +149,7 @@ def main(server: int, pipe_fd: int, stacks_fd: int) -> None:
     # C-level handlers: they answer also when Python code cannot run
     faulthandler.enable(file=stacks_fd)
     faulthandler.register(signal.SIGUSR1, file=stacks_fd, all_threads=True)
-    # Where `notes.tell` writes.
+    # Where `ranks.tell` writes.
     os.environ["FUSEDTP_NOTE_FD"] = str(stacks_fd)
     pipe = Connection(pipe_fd)
     try:

@@ -26,9 +26,9 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Pipe, wait
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
-from . import forks, notes
+from . import forks
 from .forks import ForkServer
 
 START_SECONDS = 180.0
@@ -37,10 +37,28 @@ GRACE_SECONDS = 3.0
 STACKS_SECONDS = 1.0
 
 
+# As `rank_main` sets it, which imports nothing of the package.
+NOTE_FD, NOTE_BYTES = "FUSEDTP_NOTE_FD", 256
+
+last_note = ""
+
+
+def tell(text: str) -> None:
+    """Leave `text`, of at most 256 bytes, in place of what was told before: where this rank is.
+
+    A rank of a `RankPool` has a file without a name that its parent reads, and so learns what a rank that hangs or dies
+    was at. Under a launcher nobody reads, and a rank that is late says it itself (`sweep.bounded`).
+    """
+    global last_note
+    last_note = text
+    if fd := os.environ.get(NOTE_FD):
+        os.pwrite(int(fd), text.encode()[:NOTE_BYTES].ljust(NOTE_BYTES), 0)
+
+
 class RankError(RuntimeError):
     """Ranks failed. `failures` maps rank -> what happened (traceback, exit status, or where a late rank is stuck).
 
-    notes: what those that failed by themselves, or else the late ones, had told last (`notes.tell`).
+    notes: what those that failed by themselves, or else the late ones, had told last (`tell`).
     """
 
     def __init__(self, failures: Mapping[int, str], notes: Mapping[int, str] | None = None) -> None:
@@ -50,6 +68,15 @@ class RankError(RuntimeError):
 
     def __reduce__(self) -> tuple[type, tuple[dict[int, str], dict[int, str]]]:
         return type(self), (self.failures, self.notes)
+
+
+class Reply(NamedTuple):
+    """What one rank gives: a result, or where there is a `text`, its failure, with what the rank had told last."""
+
+    value: Any
+    text: str = ""
+    note: str = ""
+    is_late: bool = False
 
 
 class RankProcess:
@@ -63,8 +90,8 @@ class RankProcess:
         self.stacks_fd = os.memfd_create(f"stacks of rank {rank}")
         os.fchmod(self.stacks_fd, 0o600)
         # The rank has the same place in the file.
-        os.truncate(self.stacks_fd, notes.NUM_BYTES)
-        os.lseek(self.stacks_fd, notes.NUM_BYTES, os.SEEK_SET)
+        os.truncate(self.stacks_fd, NOTE_BYTES)
+        os.lseek(self.stacks_fd, NOTE_BYTES, os.SEEK_SET)
         try:
             self.process = server.fork((theirs.fileno(), self.stacks_fd))
         except BaseException:
@@ -74,7 +101,7 @@ class RankProcess:
         finally:
             theirs.close()
 
-    def receive(self) -> Any:
+    def receive(self) -> Reply:
         """The next reply: a result, or the exception raised there, or a RankError when the process is gone."""
         try:
             ok, pickled, text = pickle.loads(self.pipe.recv_bytes())
@@ -86,12 +113,12 @@ class RankProcess:
             ok, text = False, text or f"sent a reply that cannot be unpickled here: {error!r}"
             value = None
         if ok:
-            return Returned(value)
+            return Reply(value)
         raised = value if isinstance(value, BaseException) else RankError({self.rank: f"raised\n{text}"})
         raised.add_note(f"rank {self.rank} raised\n{text}")
-        return Raised(raised, f"raised\n{text}", self.note())
+        return Reply(raised, f"raised\n{text}", self.note())
 
-    def died(self) -> Raised:
+    def died(self) -> Reply:
         try:
             code = self.process.wait(timeout=GRACE_SECONDS)
         except subprocess.TimeoutExpired:
@@ -99,7 +126,7 @@ class RankProcess:
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
         return self._failed(f"died: {how}\n{self.stacks()}")
 
-    def late(self, seconds: float) -> Raised:
+    def late(self, seconds: float) -> Reply:
         """Ask the process for its stacks (a C signal handler answers even when Python code cannot run)."""
         before = os.fstat(self.stacks_fd).st_size
         with contextlib.suppress(ProcessLookupError):
@@ -113,28 +140,14 @@ class RankProcess:
             seen = size
         return self._failed(f"gave no answer within {seconds:g} s\n{self.stacks(before)}", is_late=True)
 
-    def _failed(self, text: str, *, is_late: bool = False) -> Raised:
-        return Raised(RankError({self.rank: text}), text, self.note(), is_late)
+    def _failed(self, text: str, *, is_late: bool = False) -> Reply:
+        return Reply(RankError({self.rank: text}), text, self.note(), is_late)
 
     def note(self) -> str:
-        return os.pread(self.stacks_fd, notes.NUM_BYTES, 0).decode(errors="replace").strip("\0 ")
+        return os.pread(self.stacks_fd, NOTE_BYTES, 0).decode(errors="replace").strip("\0 ")
 
-    def stacks(self, start: int = notes.NUM_BYTES) -> str:
+    def stacks(self, start: int = NOTE_BYTES) -> str:
         return os.pread(self.stacks_fd, 1 << 20, start).decode(errors="replace")
-
-
-class Returned:
-    """A rank's result."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-class Raised:
-    """A rank's failure: what `Pending.wait` hands out, the text for `RankError`, and what the rank had told last."""
-
-    def __init__(self, value: BaseException, text: str, note: str = "", is_late: bool = False) -> None:
-        self.value, self.text, self.note, self.is_late = value, text, note, is_late
 
 
 class Ranks:
@@ -187,9 +200,9 @@ class Ranks:
         self.store = None
 
 
-def collect(processes: Sequence[RankProcess], seconds: float, grace: float | None) -> list[Returned | Raised]:
+def collect(processes: Sequence[RankProcess], seconds: float, grace: float | None) -> list[Reply]:
     """One reply per process. Those without an answer after `seconds`, or `grace` after another's failure, are late."""
-    replies: dict[int, Returned | Raised] = {}
+    replies: dict[int, Reply] = {}
     started = time.monotonic()
     deadline = started + seconds
     while len(replies) < len(processes):
@@ -203,20 +216,20 @@ def collect(processes: Sequence[RankProcess], seconds: float, grace: float | Non
         for process in waiting:
             if process.pipe in ready:
                 replies[process.rank] = process.receive()
-                if grace is not None and isinstance(replies[process.rank], Raised):
+                if grace is not None and replies[process.rank].text:
                     deadline = min(deadline, time.monotonic() + grace)
     return [replies[process.rank] for process in processes]
 
 
-def failures(replies: Sequence[Returned | Raised]) -> dict[int, str]:
-    return {rank: reply.text for rank, reply in enumerate(replies) if isinstance(reply, Raised)}
+def failures(replies: Sequence[Reply]) -> dict[int, str]:
+    return {rank: reply.text for rank, reply in enumerate(replies) if reply.text}
 
 
-def last_notes(replies: Sequence[Returned | Raised]) -> dict[int, str]:
+def last_notes(replies: Sequence[Reply]) -> dict[int, str]:
     """The notes of the ranks that failed by themselves; where none did, of those that are late."""
-    raised = {rank: reply for rank, reply in enumerate(replies) if isinstance(reply, Raised)}
-    all_late = all(reply.is_late for reply in raised.values())
-    return {rank: reply.note for rank, reply in raised.items() if all_late or not reply.is_late}
+    failed = {rank: reply for rank, reply in enumerate(replies) if reply.text}
+    all_late = all(reply.is_late for reply in failed.values())
+    return {rank: reply.note for rank, reply in failed.items() if all_late or not reply.is_late}
 
 
 class Pending:
@@ -229,14 +242,14 @@ class Pending:
         """Per rank, the result or the exception it raised (RankError for a rank that died or is late)."""
         return [reply.value for reply in self._replies(timeout, grace=None)]
 
-    def _replies(self, timeout: float | None, grace: float | None) -> list[Returned | Raised]:
+    def _replies(self, timeout: float | None, grace: float | None) -> list[Reply]:
         if self._pool._pending is not self:
             raise RuntimeError("this call was waited for already, or its pool was closed")
         in_step = False
         try:
             replies = collect(self._processes, self._pool.timeout if timeout is None else timeout, grace)
             # ranks that all failed alike (refused arguments) have done the same collectives; others may not have
-            kinds = {type(reply.value) if isinstance(reply, Raised) else None for reply in replies}
+            kinds = {type(reply.value) if reply.text else None for reply in replies}
             in_step = len(kinds) == 1 and RankError not in kinds
             return replies
         finally:
@@ -326,7 +339,7 @@ class RankPool:
         replies = self.start(fn, *args, world_size=world_size)._replies(timeout, grace=GRACE_SECONDS)
         failed = failures(replies)
         if failed:
-            cause = next((reply.value for reply in replies if isinstance(reply, Raised)), None)
+            cause = next((reply.value for reply in replies if reply.text), None)
             raise RankError(failed, last_notes(replies)) from (None if isinstance(cause, RankError) else cause)
         return [reply.value for reply in replies]
 

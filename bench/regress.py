@@ -1,9 +1,10 @@
 """Is the present code as fast as the stored baseline of this machine? `nox -s regress`, exit status 1 if it is not.
 
 Times on a shared machine differ by more from hour to hour than a regression does, so what is held against the baseline
-are ratios, each the median over rounds of two times of one round (`tracked`): of every schedule to the matmul alone,
-and to `unfused`. A busy machine moves either by itself: ranks that wait for each other lose more than a matmul does; a
-schedule's slowdown is the lesser of both. What slows all schedules alike is therefore reported as `unfused`.
+are ratios, each the median over rounds of two times of one round (`timing`), as whatever else the machine does in these
+milliseconds meets both: of every schedule to the matmul alone, and to `unfused`. A busy machine moves either by itself:
+ranks that wait for each other lose more than a matmul does; a schedule's slowdown is the lesser of both. What slows all
+schedules alike is therefore reported as `unfused`.
 
 Two limits: for the geometric mean of a schedule's slowdowns over all cases, where the noise of the cases averages out,
 and, further off, for one case. What is over its limit is measured again on fresh ranks, and is a regression when it was
@@ -25,15 +26,18 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import geometric_mean, median
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
+import torch
 import typer
 
 from fusedtp.files import read_text, replace
 from fusedtp.workspaces.entries import Entry, entry_of
 
 from . import arguments, store
+from .cases import OPS, SHAPES, Case
 from .machine import Machine, describe
 
 # One launch is enough to pass and all of them are needed to fail: below the middle between 1 and 1.3.
@@ -46,6 +50,83 @@ BENCHMARKS = Path("tests/test_bench.py")
 IDENTITY = ("name", "cpu", "cores", "gpu", "num_gpus", "links")
 # Of a file: what is beyond these was not measured.
 _LIMITS = (1e-9, 1e9)
+
+
+REFERENCES = ("matmul", "unfused")
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """A case in one direction."""
+
+    case: Case
+    direction: str
+
+    def id(self, variant: str) -> str:
+        """The name that is stored: it must not change while what it names does not."""
+        case = self.case
+        size = f"{case.M}x{case.N}x{case.K}"
+        return f"{case.op}-{size}-{case.dtype}-{case.world_size}-{self.direction}-{variant}"
+
+
+# Times of every variant, round by round, on one set of ranks.
+Launch: TypeAlias = Mapping[Tracked, Mapping[str, Sequence[float]]]
+
+
+def num_gpus() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def schedules(gpus: int) -> tuple[str, ...]:
+    """Those that run at full speed here: interpreted kernels are not timed."""
+    return ("unfused", "decomposed", "fused") if gpus else ("unfused", "decomposed")
+
+
+def cases(gpus: int) -> tuple[Tracked, ...]:
+    """What is tracked on a machine with so many GPUs: every op, one size forward and one with its gradients."""
+    found = []
+    for op in OPS:
+        if gpus:
+            world_size = max(size for size in (1, 2, 4, 8) if size <= gpus)
+            sizes = (SHAPES["large"][op][0], "forward"), (SHAPES["square"][op][0], "both")
+            dtype = "bfloat16"
+        else:
+            # long enough for the matmul to count, short enough for many rounds
+            world_size, dtype = 2, "float32"
+            sizes = (SHAPES["medium"][op][0], "forward"), ((512, 512, 512), "both")
+        found += [Tracked(Case(op, *shape, dtype, world_size), direction) for shape, direction in sizes]
+    return tuple(found)
+
+
+def keys_of(tracked: Iterable[Tracked], names: Sequence[str]) -> dict[str, tuple[Tracked, str, str]]:
+    """By "id / reference": the case, the schedule and the reference of every ratio."""
+    return {
+        f"{each.id(schedule)} / {reference}": (each, schedule, reference)
+        for each in tracked for schedule in names for reference in REFERENCES if schedule != reference
+    }  # fmt: skip
+
+
+def schedule_means(values: Mapping[str, float]) -> dict[str, float]:
+    """From "id / reference" to "schedule / reference": geometric means over the cases."""
+    names = {key: key.rpartition("-")[2] for key in values}
+    return {name: geometric_mean(values[key] for key in values if names[key] == name) for name in names.values()}
+
+
+def samples_of(launches: Sequence[Launch], names: Sequence[str]) -> dict[str, list[float]]:
+    """By benchmark: every ratio in every round; of each launch the means over cases of a schedule's medians, and, in s,
+    of the matmul's.
+    """
+    found: dict[str, list[float]] = {}
+    for launched in launches:
+        ratios = {
+            key: [mine / its for mine, its in zip(launched[each][schedule], launched[each][reference], strict=True)]
+            for key, (each, schedule, reference) in keys_of(launched, names).items()
+        }
+        alone = geometric_mean(median(times["matmul"]) for times in launched.values())
+        means = schedule_means({key: median(values) for key, values in ratios.items()}) | {"matmul": alone}
+        for key, values in (ratios | {name: [mean] for name, mean in means.items()}).items():
+            found.setdefault(key, []).extend(values)
+    return found
 
 
 class NotComparable(ValueError):
@@ -148,8 +229,6 @@ def judge(now: Measured, baseline: Measured) -> dict[str, float]:
 
     Every schedule over all of its ids, then every id; and `matmul` alone, in time and so of the machine as it is now.
     """
-    from .tracked import schedule_means
-
     by_key = {key: ratio / baseline.ratios[key] for key, ratio in now.ratios.items()}
     return lesser(schedule_means(by_key)) | lesser(by_key) | {"matmul": now.matmul / baseline.matmul}
 
@@ -213,13 +292,11 @@ def regress(
 
     Exits with 1 for a regression, 2 for a baseline that cannot be compared with. Without a baseline one is measured.
     """
-    from . import tracked
-
-    gpus, machine = tracked.num_gpus(), describe()
+    gpus, machine = num_gpus(), describe()
     path = baseline or out / machine.name / "regress.json"
     failures: list[dict[str, float]] = []
     try:
-        factors = planted(plant, tracked.schedules(gpus))
+        factors = planted(plant, schedules(gpus))
         if factors and save_baseline:
             raise ValueError("--plant makes the code slower on purpose, which is nothing to --save")
         if factors and not path.exists():
@@ -233,7 +310,7 @@ def regress(
             save(path, machine, typer.echo)
             return
         typer.echo(f"baseline: {path}, {stored.about}")
-        check_cases(stored, tracked.keys_of(tracked.cases(gpus), tracked.schedules(gpus)))
+        check_cases(stored, keys_of(cases(gpus), schedules(gpus)))
         for number in range(1, repeat + 1):
             found = compare(path, machine, plant, typer.echo)
             for name, by in found.items():

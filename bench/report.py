@@ -6,21 +6,23 @@ paths) is escaped. A kind of picture that rows lack leaves its section with the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace as changed
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
 
+from fusedtp import cost
+from fusedtp.cost.hardware import Hardware
 from fusedtp.files import replace
 
-from . import bars, curves, heatmap, overview, tables, theme, timeline, timeline_figure
-from .cases import DIRECTIONS, SHORT_DTYPES, TITLES
-from .frames import CASE, compared, each, frame_of, parts, records, timed
+from . import figures, tables, theme, timeline
+from .cases import DIRECTIONS, SCHEDULES, SHORT_DTYPES, TITLES
+from .frames import CASE, compared, each, frame_of, overall, parts, records, timed
 from .machine import slug
-from .standings import overall
-from .store import Row
+from .store import PASSED, Measurement
 from .timeline import Timeline
 
 if TYPE_CHECKING:
@@ -37,14 +39,14 @@ class Picture(NamedTuple):
 
 # By section of the page: what draws a picture of rows that are alike in machine, model and these columns.
 PICTURES: Mapping[str, tuple[Callable[[pd.DataFrame], Any], tuple[str, ...]]] = {
-    "time": (curves.figure, ("direction", "dtype")),
-    "speedup": (heatmap.figure, ("direction",)),
-    "parts": (bars.figure, ("direction", "world_size")),
-    "blocks": (bars.block_figure, ("dtype",)),
+    "time": (figures.time_curves, ("direction", "dtype")),
+    "speedup": (figures.speedup_map, ("direction",)),
+    "parts": (figures.time_parts, ("direction", "world_size")),
+    "blocks": (figures.block_parts, ("dtype",)),
 }
 
 
-def show(rows: Sequence[Row], console: Console) -> None:
+def show(rows: Sequence[Measurement], console: Console) -> None:
     """Print the timed cases, the totals of blocks, the checks without a time, what was not run, and every failure."""
     frame = frame_of(rows)
     shown = [make(frame, direction) for direction in DIRECTIONS for make in (tables.times, tables.rates)]
@@ -60,10 +62,10 @@ def show(rows: Sequence[Row], console: Console) -> None:
         console.print(refused.printed(), style="bold red", highlight=False)
 
 
-def picture(rows: Sequence[Row], path: Path) -> bool:
+def picture(rows: Sequence[Measurement], path: Path) -> bool:
     """Draw the timed cases as a PNG; False, and no file, if there is none."""
     with theme.style():
-        drawn = overview.figure(frame_of(rows))
+        drawn = figures.overview(frame_of(rows))
         if drawn is not None:
             theme.save(drawn, path)
     return drawn is not None
@@ -74,7 +76,7 @@ def folder_of(path: Path) -> Path:
     return path.with_name(f"{path.stem}-figures")
 
 
-def write(rows: Sequence[Row], path: Path) -> str:
+def write(rows: Sequence[Measurement], path: Path) -> str:
     """Beside the rows' file: the page, and its pictures; with the timeline that is there. Why that is not drawn, if it
     is malformed.
     """
@@ -88,9 +90,9 @@ def write(rows: Sequence[Row], path: Path) -> str:
     frame, drawn = frame_of(rows), {}
     with theme.style():
         for section, (draw, columns) in PICTURES.items():
-            figures = ((words, draw(part)) for words, part in _groups(frame, columns))
-            drawn[section] = [_kept(section, *pair, path) for pair in figures if pair[1] is not None]
-        calls = [] if isinstance(recorded, str) else [("call", timeline_figure.figure(recorded))]
+            pairs = ((words, draw(part)) for words, part in _groups(frame, columns))
+            drawn[section] = [_kept(section, *pair, path) for pair in pairs if pair[1] is not None]
+        calls = [] if isinstance(recorded, str) else [("call", timeline.figure(recorded))]
         drawn["timeline"] = [_kept("timeline", *pair, path) for pair in calls]
     replace(path.with_suffix(".html"), page(frame, drawn, str(recorded)).encode())
     return malformed
@@ -133,3 +135,34 @@ def page(frame: pd.DataFrame, pictures: Mapping[str, Sequence[Picture]], no_time
         all_rounds=compared(frame)["rounds_ms"].map(bool).all(), crowded=each(lines[crowded], "world_size"),
         version=version("fusedtp"), directions=DIRECTIONS, colours=theme.COLOURS,
     )  # fmt: skip
+
+
+def predictions(rows: Iterable[Measurement], hardware_of: Callable[[int], Hardware]) -> list[Measurement]:
+    """For every measured forward case with two ranks or more: each schedule that was timed, as the model has it.
+
+    hardware_of: the table's entry for a number of ranks. The model does without the measured times; operands are given
+    as they are multiplied, as when measured. ValueError where it has no number for a dtype.
+    """
+    found = []
+    for row in rows:
+        if row.variant in SCHEDULES and row.direction == "forward" and row.world_size > 1 and row.median_ms is not None:
+            if row.predicted:
+                continue
+            machine = hardware_of(row.world_size)
+            model = cost.predict(
+                row.op, M=row.M, N=row.N, K=row.K, world_size=row.world_size, dtype=row.dtype, hardware=machine,
+                casts=False,
+            )  # fmt: skip
+            if row.variant in model.times:
+                found.append(_row(row, model.times[row.variant] / 1e3, machine.name))
+    return found
+
+
+def _row(measured: Measurement, median_ms: float, hardware: str) -> Measurement:
+    nothing: dict[str, Any] = dict.fromkeys(
+        ("p20_ms", "p80_ms", "total_ms", "speedup_vs_unfused", "matmul_fraction", "tflops", "algbw_gbps", "busbw_gbps")
+    )
+    nothing |= dict.fromkeys(("ceiling_ms", "overlap_efficiency", "max_error", "error_ratio"))
+    return changed(
+        measured, median_ms=median_ms, rounds=0, gate=PASSED, predicted=True, path=f"cost model, {hardware}", **nothing
+    )

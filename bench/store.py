@@ -10,15 +10,21 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
 from io import StringIO
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fusedtp.files import read_text, replace
 
-from .cases import DIRECTIONS, EVERY_DTYPE, OPS
+from .cases import ALONE, DIRECTIONS, EVERY_DTYPE, OPS, Case, flops, traffic
+from .machine import Machine
+
+if TYPE_CHECKING:
+    from .intervals import Timing
+    from .timing import Verdict
 
 PASSED = "passed"
 # how the gate of a variant begins that cannot run here; the reason follows
@@ -32,7 +38,7 @@ CaseKey: TypeAlias = tuple[str, int, int, int, str, int, str, str, int, str, boo
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Measurement:
     """One variant of one case in one direction. Times in ms; None where there is no number.
 
     direction: forward, backward or both (one after the other, timed together). model, tokens, layer: the transformer
@@ -125,7 +131,7 @@ _WORDS = {
     "tuple[float, ...]": "numbers with one space between them",
 }  # fmt: skip
 # annotations are strings here: `from __future__ import annotations`
-_KINDS: dict[str, str] = {field.name: str(field.type) for field in fields(Row)}
+_KINDS: dict[str, str] = {field.name: str(field.type) for field in fields(Measurement)}
 COLUMNS = tuple(_KINDS)
 # The columns of files from before rounds were kept.
 _WITHOUT_ROUNDS = tuple(name for name in COLUMNS if name != "rounds_ms")
@@ -155,7 +161,7 @@ def cell(value: object) -> str:
     return "'" + text if text.startswith((*_FORMULA, "'")) else text
 
 
-def write(path: Path, rows: Iterable[Row]) -> None:
+def write(path: Path, rows: Iterable[Measurement]) -> None:
     """Replace `path` by these rows, atomically; folders are made as needed."""
     text = StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
@@ -164,7 +170,7 @@ def write(path: Path, rows: Iterable[Row]) -> None:
     replace(path, text.getvalue().encode())
 
 
-def read(path: Path) -> list[Row]:
+def read(path: Path) -> list[Measurement]:
     """The rows of a file, or ValueError saying where it is not what `write` writes. The file is not touched."""
     foreign = f"{path} is not a CSV file of results, as fusedtp sweep writes them"
     try:
@@ -182,7 +188,7 @@ def read(path: Path) -> list[Row]:
         }
         told = [f"{what} {', '.join(names[:8])}{', ..' * (len(names) > 8)}" for what, names in unlike.items() if names]
         raise ValueError(f"{foreign}: {'; '.join(told) or 'columns in another order, or twice'}")
-    rows: list[Row] = []
+    rows: list[Measurement] = []
     found: dict[object, int] = {}
     for number, (line, cells) in enumerate(lines, 1):
         try:
@@ -196,7 +202,7 @@ def read(path: Path) -> list[Row]:
     return rows
 
 
-def _row(names: Sequence[str], cells: Sequence[str]) -> Row:
+def _row(names: Sequence[str], cells: Sequence[str]) -> Measurement:
     # ValueError beginning with the column's name.
     if len(cells) != len(names):
         raise ValueError(f"{names[min(len(cells), len(names) - 1)]}: {len(cells)} cells, not {len(names)}")
@@ -212,7 +218,7 @@ def _row(names: Sequence[str], cells: Sequence[str]) -> Row:
             least, most = _LIMITS[name]
             if not all(least <= number <= most for number in (value if isinstance(value, tuple) else (value,))):
                 raise ValueError(f"{name}: {text[:80]!r} is not from {least:g} to {most:g}")
-    row = Row(**values)
+    row = Measurement(**values)
     low, middle, high = row.p20_ms, row.median_ms, row.p80_ms
     if middle is not None and not (middle if low is None else low) <= middle <= (middle if high is None else high):
         raise ValueError(f"median_ms: {middle} is not between p20_ms {low} and p80_ms {high}")
@@ -223,10 +229,90 @@ def _row(names: Sequence[str], cells: Sequence[str]) -> Row:
     return row
 
 
-def update(path: Path, rows: Sequence[Row]) -> list[Row]:
+def update(path: Path, rows: Sequence[Measurement]) -> list[Measurement]:
     """Write `rows` in place of the file's rows of the same cases; all its rows, old and new."""
     measured = {row.case for row in rows}
     kept = [row for row in read(path) if row.case not in measured] if path.exists() else []
     together = [*kept, *rows]
     write(path, together)
     return together
+
+
+# Run in Triton's interpreter where there is no GPU.
+KERNELS = ("fused", "own_matmul")
+# Bytes on a link for each byte of a collective's whole buffer, over n ranks: nccl-tests' busbw / algbw.
+_BUS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one job found out about one variant in one direction, the same on every rank."""
+
+    variant: str
+    direction: str
+    verdict: Verdict | None = None
+    timing: Timing | None = None
+    path: str = ""
+    threads: int = 0
+    backend: str = ""
+    not_run: str = ""
+
+    @property
+    def gate(self) -> str:
+        if self.verdict is None:
+            return NOT_RUN + self.not_run
+        return self.verdict.error or PASSED
+
+
+def ratios(case: Case, direction: str, variant: str, medians: Mapping[str, float]) -> dict[str, float | None]:
+    """What `variant`'s median says beside those of the others, in ms: columns of its row."""
+    own, unfused, matmul, comm = (medians.get(name) for name in (variant, "unfused", "matmul", "comm"))
+    if not own:
+        return {}
+    n = case.world_size
+    sent = traffic(case, direction) if n > 1 else []
+    # A pass that sends nothing has the matmul alone as its bound, and nothing to hide.
+    ceiling = None if matmul is None else matmul if not sent else None if comm is None else max(matmul, comm)
+    if variant == "comm":
+        # bytes per ms are kB/s, and 1e6 of them GB/s
+        algbw = sum(num_bytes for _, num_bytes in sent) / own / 1e6
+        busbw = sum(num_bytes * _BUS[kind] * (n - 1) / n for kind, num_bytes in sent) / own / 1e6
+        return {"ceiling_ms": ceiling} | ({"algbw_gbps": algbw, "busbw_gbps": busbw} if sent else {})
+    found = {"ceiling_ms": ceiling, "tflops": flops(case, direction) / own / 1e9}
+    whole = variant not in ALONE
+    if (whole or variant == "own_matmul") and matmul:
+        found["matmul_fraction"] = matmul / own
+    if whole and unfused:
+        found["speedup_vs_unfused"] = unfused / own
+        if sent and matmul and unfused > matmul:
+            found["overlap_efficiency"] = 1 - (own - matmul) / (unfused - matmul)
+    return found
+
+
+def rows_of(case: Case, outcomes: Iterable[Outcome], machine: Machine) -> list[Measurement]:
+    """The rows of a job's outcomes, with the ratios between them."""
+    outcomes = list(outcomes)
+    medians: dict[str, dict[str, float]] = {}
+    for outcome in outcomes:
+        if outcome.timing is not None:
+            medians.setdefault(outcome.direction, {})[outcome.variant] = outcome.timing.median_ms
+    shared = asdict(case) | asdict(machine) | {"time_utc": now()}
+    shared["machine"] = shared.pop("name")
+    rows = []
+    for outcome in outcomes:
+        timing, verdict = outcome.timing, outcome.verdict
+        derived = ratios(case, outcome.direction, outcome.variant, medians.get(outcome.direction, {}))
+        values = shared | derived | (vars(timing) if timing else {})
+        values |= {
+            name: getattr(outcome, name) for name in ("variant", "direction", "gate", "path", "threads", "backend")
+        }
+        if verdict is not None and not verdict.error:
+            values |= {"max_error": verdict.max_error, "error_ratio": verdict.error_ratio}
+        interpreted = outcome.variant in KERNELS and verdict is not None and not machine.num_gpus
+        rows.append(Measurement(**values, interpreted=interpreted))
+    return rows
+
+
+def now() -> str:
+    """The time as rows have it."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -11,21 +11,24 @@ on fresh ranks, and no later job tries it.
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from . import notes
+from . import ranks
 from .cases import OWN, SCHEDULES
 from .jobs import INTERPRET, Job, seconds_of, wait_seconds
 from .machine import Machine
 from .ranks import RankError, RankPool
-from .rows import Outcome, rows_of
-from .store import Row
+from .store import Measurement, Outcome, rows_of
 from .timing import Verdict, gate, measure, slowed
 
 
@@ -42,10 +45,10 @@ def run_job(group: Any, job: Job, plant: Mapping[str, float] = MappingProxyType(
     device = device_here()
     fusedtp.set_timeout(wait_seconds(job))
     steps = itertools.count()
-    notes.tell("")
+    ranks.tell("")
 
     def at(direction: str, variant: str) -> None:
-        notes.tell(f"{next(steps)} {direction} {variant}")
+        ranks.tell(f"{next(steps)} {direction} {variant}")
 
     outcome = partial(Outcome, threads=torch.get_num_threads(), backend=str(dist.get_backend(group)))
     outcomes = list(job.absent)
@@ -105,11 +108,13 @@ def rank_environment(num_gpus: int, num_ranks: int) -> dict[str, str]:
     return {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"} if num_ranks > num_gpus else {}
 
 
-def run_spawned(jobs: Sequence[Job], machine: Machine, done: Callable[[Job, list[Row]], None]) -> list[Row]:
+def run_spawned(
+    jobs: Sequence[Job], machine: Machine, done: Callable[[Job, list[Measurement]], None]
+) -> list[Measurement]:
     """Run the jobs on ranks started here; `done` is called with the rows of each."""
     num_ranks = max(job.case.world_size for job in jobs)
     env = rank_environment(machine.num_gpus, num_ranks)
-    rows: list[Row] = []
+    rows: list[Measurement] = []
     # Providers that have cost a job its ranks, and at which case.
     lost: dict[str, str] = {}
     with RankPool(num_ranks, timeout=max(seconds_of(job) for job in jobs), env=env) as pool:
@@ -142,7 +147,32 @@ def launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def run_launched(jobs: Sequence[Job], machine: Machine, done: Callable[[Job, list[Row]], None]) -> list[Row]:
+@contextlib.contextmanager
+def bounded(seconds: float, what: str) -> Iterator[None]:
+    """End this process, with its stacks and last note on standard error, if it is in here for longer than that.
+
+    For a rank that nobody watches: a launcher ends the others when one has ended.
+    """
+
+    def end() -> None:
+        print(
+            f"{what}: no answer within {seconds:g} s, at {ranks.last_note or 'its start'}", file=sys.stderr, flush=True
+        )
+        faulthandler.dump_traceback(all_threads=True)
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def run_launched(
+    jobs: Sequence[Job], machine: Machine, done: Callable[[Job, list[Measurement]], None]
+) -> list[Measurement]:
     """Run the jobs as one rank of the launcher's; every rank calls this with the same jobs, rank 0 gets the rows."""
     import torch
     import torch.distributed as dist
@@ -160,10 +190,10 @@ def run_launched(jobs: Sequence[Job], machine: Machine, done: Callable[[Job, lis
         dist.broadcast_object_list(agreed, 0)
         jobs = agreed[0]
         groups = {size: dist.new_group(list(range(size))) for size in sorted({job.case.world_size for job in jobs})}
-        rows: list[Row] = []
+        rows: list[Measurement] = []
         for job in jobs:
             if rank < job.case.world_size <= world_size:
-                with notes.bounded(seconds_of(job), str(job.case)):
+                with bounded(seconds_of(job), str(job.case)):
                     new = rows_of(job.case, run_job(groups[job.case.world_size], job), machine)
                 rows += new
                 done(job, new)

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import pandas as pd
 
 from .cases import ALONE, SCHEDULES, SHORT_DTYPES, TITLES
-from .frames import BASELINE, blocks, bound, cases, each, parts, records, timed
-from .standings import overall
-from .standings import standings as by_size
+from .frames import BASELINE, blocks, bound, cases, each, overall, parts, records, timed
+from .frames import standings as by_size
 from .store import COLUMNS, NOT_RUN
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ BOUND = (
 
 
 @dataclass(frozen=True)
-class Table:
+class CellTable:
     """`note`: how to read it."""
 
     name: str
@@ -55,7 +54,7 @@ class Table:
     note: str = ""
 
     @classmethod
-    def of(cls, name: str, title: str, lines: Iterable[Mapping[str, Any]] | pd.DataFrame, note: str = "") -> Table:
+    def of(cls, name: str, title: str, lines: Iterable[Mapping[str, Any]] | pd.DataFrame, note: str = "") -> CellTable:
         """From cells by heading, without the columns in which no line has anything."""
         cells: Any = lines if isinstance(lines, pd.DataFrame) else pd.DataFrame(list(lines))
         return cls(name, title, cells.loc[:, ~(cells.isna() | cells.eq("")).all()], note)
@@ -101,7 +100,7 @@ def _text(value: Any, how: Format) -> str:
     return "-" if pd.isna(value) else how(value) if callable(how) else how.format(value)
 
 
-def summary(frame: pd.DataFrame) -> Table:
+def summary(frame: pd.DataFrame) -> CellTable:
     """Each schedule over all its cases with two ranks or more, the best first."""
     note = (
         f"Speed-ups are over {BASELINE}, the mean is geometric. Faster and slower are counted where the 95 % interval "
@@ -109,10 +108,10 @@ def summary(frame: pd.DataFrame) -> Table:
         "a schedule does not, in the median case; negative where it spends more."
     )
     cells = overall(frame).drop(columns=["worst at", "shorter median"], errors="ignore")
-    return Table("summary", "Each schedule over all cases", cells, note)
+    return CellTable("summary", "Each schedule over all cases", cells, note)
 
 
-def standings(frame: pd.DataFrame) -> Table:
+def standings(frame: pd.DataFrame) -> CellTable:
     """From which size on each schedule wins, by op, direction and number of ranks."""
     found = by_size(frame, "machine", "model", "direction", "matmul", "world_size", "short_dtype").rename(
         columns={"world_size": "ranks", "short_dtype": "dtype"}
@@ -123,7 +122,7 @@ def standings(frame: pd.DataFrame) -> Table:
         f"schedule's median is below that of {BASELINE} at every size."
     )
     cells = found.reindex(columns=[*columns, "shorter median", "worst", "worst at"])
-    return Table.of("standings", "From which size on each schedule is faster", cells, note)
+    return CellTable.of("standings", "From which size on each schedule is faster", cells, note)
 
 
 def _about(first: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,7 +136,7 @@ def _spread(row: Any) -> str:
     return milliseconds(row["median_ms"]) + ("" if pd.isna(half) else f" +-{milliseconds(half, 2)}")
 
 
-def times(frame: pd.DataFrame, direction: str) -> Table:
+def times(frame: pd.DataFrame, direction: str) -> CellTable:
     """One line a case: times, speed-ups, how much is hidden."""
     shown = timed(frame[frame["direction"] == direction])
     variants = [variant for (variant,), _ in parts(shown, "variant")]
@@ -161,10 +160,10 @@ def times(frame: pd.DataFrame, direction: str) -> Table:
         "share of unfused - matmul, the exposed communication, that this schedule saves."
     )
     title = f"Times, {direction}; each result was compared with a float64 reference first"
-    return Table.of(f"times-{direction}", title, lines, note)
+    return CellTable.of(f"times-{direction}", title, lines, note)
 
 
-def rates(frame: pd.DataFrame, direction: str) -> Table:
+def rates(frame: pd.DataFrame, direction: str) -> CellTable:
     """One line a case: arithmetic and link rates, the longer of the two bounds, and which of them it is."""
     lines = []
     for first, case in cases(timed(frame[frame["direction"] == direction])):
@@ -173,10 +172,10 @@ def rates(frame: pd.DataFrame, direction: str) -> Table:
         line |= {f"{name}, GB/s": case[f"{name}_gbps"].get("comm") for name in ("algbw", "busbw")}
         shortest = case["median_ms"].drop(list(ALONE), errors="ignore").min()
         lines.append(line | {"bound, ms": longest, "bound": what, "bound / shortest": longest / shortest})
-    return Table.of(f"rates-{direction}", f"Rates, {direction}", lines, BOUND if lines else "")
+    return CellTable.of(f"rates-{direction}", f"Rates, {direction}", lines, BOUND if lines else "")
 
 
-def totals(frame: pd.DataFrame) -> Table:
+def totals(frame: pd.DataFrame) -> CellTable:
     """One line a model's block and direction: sums of its matmuls, and what the fastest schedule gains over unfused."""
     found, lines = blocks(frame), []
     variants = [name for name in frame["variant"].cat.categories if any(name in medians for _, medians in found)]
@@ -190,10 +189,10 @@ def totals(frame: pd.DataFrame) -> Table:
         line["of matmul"] = alone / best_ms if alone and best_ms else None
         line["auto\nspeed-up"] = base / medians["auto"] if base and "auto" in medians else None
         lines.append(line)
-    return Table.of("totals", "The matmuls of one transformer block together, ms", lines)
+    return CellTable.of("totals", "The matmuls of one transformer block together, ms", lines)
 
 
-def checked(frame: pd.DataFrame) -> Table:
+def checked(frame: pd.DataFrame) -> CellTable:
     """One line an op, variant and number of ranks: what was compared with the float64 product and not timed."""
     columns, lines = ("op", "direction", "variant", "interpreted", "world_size"), []
     for (op, direction, variant, interpreted, ranks), members in parts(
@@ -207,15 +206,15 @@ def checked(frame: pd.DataFrame) -> Table:
         "Checked: compared with a float64 reference and not timed. A kernel in Triton's interpreter computes what it "
         "would on a GPU, at a speed that says nothing about one. error / allowed: the largest error / its tolerance."
     )
-    return Table.of("checked", "Checked at small and uneven sizes, not timed", lines, note)
+    return CellTable.of("checked", "Checked at small and uneven sizes, not timed", lines, note)
 
 
-def refused(frame: pd.DataFrame) -> Table:
+def refused(frame: pd.DataFrame) -> CellTable:
     """What ran and was wrong, row by row."""
     wrong = records(frame[frame["failed"]])
     lines = [_about(row) | {name: row[name] for name in ("direction", "variant", "gate")} for row in wrong]
     title = f"FAILED: {len(wrong)} of {len(frame)} results were wrong, or their calls failed; these have no time"
-    return Table.of("refused", title, lines)
+    return CellTable.of("refused", title, lines)
 
 
 def not_run(frame: pd.DataFrame) -> list[str]:
@@ -227,10 +226,10 @@ def not_run(frame: pd.DataFrame) -> list[str]:
     return lines
 
 
-def everything(frame: pd.DataFrame) -> Table:
+def everything(frame: pd.DataFrame) -> CellTable:
     """All rows, timed ones first, by the columns of their file that any has; the page's script sorts and filters."""
     rows = frame.iloc[frame["median_ms"].isna().argsort(kind="stable")][list(COLUMNS)].drop(columns="rounds_ms")
     for name in rows.select_dtypes("bool"):
         rows[name] = rows[name].map({True: "yes", False: ""})
     counts = list(rows.select_dtypes("int"))
-    return Table.of("rows", "All rows", rows.assign(**rows[counts].mask(rows[counts] == 0)))
+    return CellTable.of("rows", "All rows", rows.assign(**rows[counts].mask(rows[counts] == 0)))

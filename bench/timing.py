@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -27,6 +26,7 @@ from torch.distributed import ProcessGroup
 from fusedtp import torch_private
 
 from .cases import BOUNDS, OWN
+from .intervals import Timing
 from .operands import Results
 from .problem import Problem
 from .providers import Missing
@@ -65,26 +65,6 @@ class Verdict:
     def worst(cls, checks: Sequence[tuple[float, float]]) -> Verdict:
         """Of several checks that passed: each the largest error, and the largest error over what is allowed."""
         return cls(max(error for error, _ in checks), max(ratio for _, ratio in checks))
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Milliseconds over the rounds, each the slowest rank's; `total_ms` is all timed iterations together.
-
-    rounds_ms: of each round, in their order, which the variants of a case share.
-    """
-
-    median_ms: float
-    p20_ms: float
-    p80_ms: float
-    total_ms: float
-    rounds: int
-    rounds_ms: tuple[float, ...] = ()
-
-    @classmethod
-    def of(cls, rounds_ms: Sequence[float]) -> Timing:
-        p20, median, p80 = np.quantile(rounds_ms, (0.2, 0.5, 0.8)).tolist()
-        return cls(median, p20, p80, sum(rounds_ms), len(rounds_ms), tuple(rounds_ms))
 
 
 def gate(

@@ -8,6 +8,9 @@ reference: both must give the same losses, step by step, within what rounding do
 
 Parameters that are whole on every rank (embedding, norms, head) see only this rank's tokens, so their gradients are
 added over both axes; those of the sharded weights over the data axis only.
+
+The same decoder, its tokens split by sequence over all ranks, gives log-probabilities of one text alone and in a batch:
+are they the same on any number of ranks, to the bit?
 """
 
 from __future__ import annotations
@@ -17,9 +20,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import fusedtp
@@ -27,9 +32,12 @@ from fusedtp.layers import ColumnParallelLinear, ParallelMLP, RowParallelLinear
 from fusedtp.op import RANK_ORDER, Order
 from fusedtp.recipes import Float8
 
+from . import theme
+from .ranks import RankPool
+
 
 @dataclass(frozen=True)
-class Settings:
+class Training:
     """Sizes of the decoder and of its training. `sequence` and `batch` are global. float8, order: of the parallel
     layers.
     """
@@ -61,10 +69,10 @@ class PlainMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
 
 
-class Block(nn.Module):
+class TrainedBlock(nn.Module):
     """Attention and MLP; `tensor` None makes it of plain layers."""
 
-    def __init__(self, settings: Settings, tensor: ProcessGroup | None, schedule: str) -> None:
+    def __init__(self, settings: Training, tensor: ProcessGroup | None, schedule: str) -> None:
         super().__init__()
         hidden, self.size = settings.hidden, settings.hidden // settings.heads
         self.attention_norm, self.mlp_norm = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
@@ -101,20 +109,20 @@ def _rotated(x: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, first * sin + second * cos), -1)
 
 
-class Decoder(nn.Module):
+class TrainedDecoder(nn.Module):
     """Token ids [S, B] of this rank to logits [S, B, V].
 
     alone: a group of this rank, for a head in the order of the layers.
     """
 
     def __init__(
-        self, settings: Settings, tensor: ProcessGroup | None = None, schedule: str = "auto",
+        self, settings: Training, tensor: ProcessGroup | None = None, schedule: str = "auto",
         alone: ProcessGroup | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.alone, self.order = alone, settings.order
         self.embed = nn.Embedding(settings.vocabulary, settings.hidden)
-        self.blocks = nn.ModuleList(Block(settings, tensor, schedule) for _ in range(settings.blocks))
+        self.blocks = nn.ModuleList(TrainedBlock(settings, tensor, schedule) for _ in range(settings.blocks))
         self.norm = nn.RMSNorm(settings.hidden)
         self.head = nn.Linear(settings.hidden, settings.vocabulary, bias=False)
 
@@ -133,7 +141,7 @@ class Decoder(nn.Module):
                 yield parameter
 
 
-def text(settings: Settings, step: int) -> Tensor:
+def text(settings: Training, step: int) -> Tensor:
     """Synthetic ids [S + 1, B]: each id follows from the one before, but for noise, so there is something to learn."""
     random = torch.Generator().manual_seed(settings.seed * 100_003 + step)
     ids = torch.randint(settings.vocabulary, (settings.sequence + 1, settings.batch), generator=random)
@@ -145,11 +153,11 @@ def text(settings: Settings, step: int) -> Tensor:
 
 
 def train(
-    settings: Settings, data: ProcessGroup | None = None, tensor: ProcessGroup | None = None, schedule: str = "auto"
+    settings: Training, data: ProcessGroup | None = None, tensor: ProcessGroup | None = None, schedule: str = "auto"
 ) -> list[float]:
     """The mean loss of every step, over all tokens. Without groups: plain torch, one process, the whole batch."""
     torch.manual_seed(settings.seed)
-    model = Decoder(settings, tensor, schedule)
+    model = TrainedDecoder(settings, tensor, schedule)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, foreach=False)
     losses = []
     for step in range(settings.steps):
@@ -173,7 +181,9 @@ def train(
     return losses
 
 
-def _add_gradients(model: Decoder, loss: Tensor, data: ProcessGroup, tensor: ProcessGroup, schedule: str) -> Tensor:
+def _add_gradients(
+    model: TrainedDecoder, loss: Tensor, data: ProcessGroup, tensor: ProcessGroup, schedule: str
+) -> Tensor:
     whole = {id(parameter) for parameter in model.whole_parameters()}
     for parameter in model.parameters():
         grad = parameter.grad
@@ -188,29 +198,20 @@ def _add_gradients(model: Decoder, loss: Tensor, data: ProcessGroup, tensor: Pro
     return fusedtp.all_reduce(fusedtp.all_reduce(loss, group=tensor, schedule=schedule), group=data, schedule=schedule)
 
 
-def sharded(group: ProcessGroup, settings: Settings, data_size: int, schedule: str) -> list[float]:
+def sharded(group: ProcessGroup, settings: Training, data_size: int, schedule: str) -> list[float]:
     """One rank of a data x tensor mesh over all ranks; the losses, which every rank has alike."""
-    mesh = torch.distributed.device_mesh.init_device_mesh(
-        "cpu", (data_size, group.size() // data_size), mesh_dim_names=("data", "tensor")
-    )
+    mesh = init_device_mesh("cpu", (data_size, group.size() // data_size), mesh_dim_names=("data", "tensor"))
     fusedtp.set_timeout(300)
     return train(settings, mesh.get_group("data"), mesh.get_group("tensor"), schedule)
 
 
 def picture(curves: dict[str, list[float]], path: Path) -> None:
     """Draw the losses of every run over the steps, and beside them how far each is from the first."""
-    from . import theme
-
     reference, *names = curves
     with theme.style():
         drawn, ((left, right),) = theme.panels([1], 2, line=3.2, row=0.3)
-        left.plot(
-            range(1, len(curves[reference]) + 1),
-            curves[reference],
-            color=theme.colour("ink"),
-            linewidth=0.8,
-            label=reference,
-        )
+        steps = range(1, len(curves[reference]) + 1)
+        left.plot(steps, curves[reference], color=theme.colour("ink"), linewidth=0.8, label=reference)
         for name in names:
             losses, steps = curves[name], range(1, len(curves[name]) + 1)
             style = {"color": theme.colour(name.rpartition(" ")[2]), "linestyle": "--", "linewidth": 1.4}
@@ -224,15 +225,11 @@ def picture(curves: dict[str, list[float]], path: Path) -> None:
         theme.save(drawn, path)
 
 
-def compare(settings: Settings, fused_steps: int, out: Path) -> dict[str, list[float]]:
+def compare(settings: Training, fused_steps: int, out: Path) -> dict[str, list[float]]:
     """Train in one process and on a 2 x 2 mesh with every schedule; leaves train.csv and train.png in `out`.
 
     On CPUs: `fused`, whose kernels are interpreted, trains for `fused_steps` only. It alone has another order.
     """
-    import pandas as pd
-
-    from .ranks import RankPool
-
     torch.set_num_threads(1)
     curves = {"one process": train(settings)}
     with RankPool(4, timeout=1200, env={"TRITON_INTERPRET": "1"}) as pool:
@@ -247,3 +244,42 @@ def compare(settings: Settings, fused_steps: int, out: Path) -> dict[str, list[f
     pd.DataFrame(rows, columns=["run", "step", "loss"]).to_csv(out / "train.csv", index=False)
     picture(curves, out / "train.png")
     return curves
+
+
+def log_probabilities(group: ProcessGroup, settings: Training, batch: int) -> Tensor:
+    """Of the first sequence's next tokens [S], with `batch` sequences in all; the same on every rank.
+
+    What lies between the linears works token by token, or sequence by sequence and head by head. The head is whole on
+    every rank, which has other tokens there for every number of ranks: so it is a linear of this rank alone, in the
+    same order.
+    """
+    mesh = init_device_mesh("cpu", (group.size(), 1), mesh_dim_names=("tensor", "alone"))
+    tensor, alone = mesh.get_group("tensor"), mesh.get_group("alone")
+    torch.manual_seed(settings.seed)
+    model = TrainedDecoder(settings, tensor, "auto", alone=alone)
+    ids = text(settings, 0)[:, :batch]
+    inputs, targets = (each.tensor_split(group.size(), 0)[group.rank()] for each in (ids[:-1], ids[1:]))
+    with torch.no_grad():
+        logits = model(inputs)[:, :1]
+        mine = logits.log_softmax(-1).gather(-1, targets[:, :1, None])[:, 0]
+        sizes = [len(part) for part in torch.arange(settings.sequence).tensor_split(group.size())]
+        return fusedtp.all_gather(mine, group=tensor, sizes=sizes)[:, 0]
+
+
+def compare_bits(settings: Training, world_sizes: tuple[int, ...] = (1, 2, 4)) -> list[tuple[int, int, bool, float]]:
+    """(ranks, batch, whether the bits of one rank alone, largest difference to those), of 1 and of all sequences."""
+    found: list[tuple[int, int, bool, float]] = []
+    expected: Tensor | None = None
+    for world_size in world_sizes:
+        with RankPool(world_size, timeout=600, env={"TRITON_INTERPRET": "1"}) as pool:
+            for batch in (1, settings.batch):
+                got = pool.run(log_probabilities, settings, batch)[0]
+                expected = got if expected is None else expected
+                far = (got - expected).abs().max().item()
+                found.append((world_size, batch, torch.equal(got, expected), far))
+    return found
+
+
+def of_order(order: str) -> list[tuple[int, int, bool, float]]:
+    """`compare_bits` of a small decoder with linears in this order."""
+    return compare_bits(Training(order=order, vocabulary=32, hidden=32, intermediate=64, sequence=16))

@@ -24,14 +24,14 @@ from fusedtp.op import ALL_GATHER, ALL_GATHER_MATMUL
 from fusedtp.op import OPS as TABLE
 from fusedtp.sharding.plan import ITEMSIZE
 
-from . import intervals
 from .cases import EVERY_FLOAT8, OPS, SHAPES, Case, Shape
+from .intervals import Timing, ratio
 from .jobs import Job, seconds_of
 from .operands import device_here
 from .ranks import RankPool
 from .store import PASSED
 from .sweep import rank_environment, run_job
-from .timing import Timing, measure
+from .timing import measure
 
 COLLECTIVES = tuple(name for name, op in TABLE.items() if not op.multiplies)
 # A small, a middling and a large one, and one with much to send for what it multiplies.
@@ -100,11 +100,10 @@ def rates_of(
 def kept(timings: Mapping[str, Timing]) -> dict[str, dict[str, float]]:
     """What a `Sample` has of the times of schedules that took turns: medians, quartiles, and what is no noise."""
     quartiles = {name: np.quantile(each.rounds_ms, (0.25, 0.75)).tolist() for name, each in timings.items()}
-    of = {name: intervals.Sample.of(each) for name, each in timings.items()}
-    fastest = min(of.values(), key=lambda each: each.median)
-    slower = {name: 1.0 if each is fastest else intervals.ratio(each, fastest).low for name, each in of.items()}
+    fastest = min(timings.values(), key=lambda each: each.median_ms)
+    slower = {name: 1.0 if each is fastest else ratio(each, fastest).low for name, each in timings.items()}
     return {
-        "ms": {name: each.median for name, each in of.items()},
+        "ms": {name: each.median_ms for name, each in timings.items()},
         "p25": {name: low for name, (low, _) in quartiles.items()},
         "p75": {name: high for name, (_, high) in quartiles.items()},
         "slower": slower,

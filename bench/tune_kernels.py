@@ -30,13 +30,13 @@ from fusedtp.calls.kernels_tuned import Tuned, version_here
 from fusedtp.op import OPS, Task
 from fusedtp.scaled import Quantized, Scaled
 
-from . import intervals
 from .cases import MXFP8, Case
-from .oracle import Product
+from .intervals import Timing, ratio
+from .oracle import ExactProduct
 from .problem import Problem
 from .ranks import RankError, RankPool
 from .sweep import rank_environment
-from .timing import Timing, measure
+from .timing import measure
 
 if TYPE_CHECKING:
     from fusedtp.kernels.choices import Choice
@@ -54,7 +54,7 @@ LEAST_SECONDS = 10.0
 
 
 @dataclass
-class Found:
+class TileSearch:
     """What the search of a case found: tiles as text, in the order in which they were tried.
 
     alone, together: ms by tile, of the matmul on each rank and of the whole op. refused: why tiles were not timed.
@@ -88,6 +88,11 @@ def travelling(case: Case) -> tuple[int, int, int]:
     return (case.M, case.K, -(-case.N // n)) if case.kind == "gather" else (case.M, case.N, -(-case.K // n))
 
 
+def size_of(case: Case) -> tuple[str, int, str, int, int, int]:
+    """What a table of measurements knows a case by."""
+    return (case.op, case.world_size, case.dtype, *travelling(case))
+
+
 def missing(case: Case) -> str:
     """Why a case has no tiles to choose, or ""."""
     if case.dtype == MXFP8:
@@ -117,7 +122,7 @@ class Search:
         on = self._ready[None].on
         self._config, self._to_all = on.config, case.kind == "all_reduce" and on.one_shot(self._task)
         self.usual: Choice = of_config(self._config)
-        self.found = Found(case, str(self.usual))
+        self.found = TileSearch(case, str(self.usual))
 
     def _given(self, x: Any) -> Any:
         return Quantized.of(x, self.problem.dtype) if type(x) is Scaled else x
@@ -212,12 +217,12 @@ class Search:
         self._product(b).check(whole, a.dtype, str(choice))
         return launch
 
-    def _product(self, b: Tensor) -> Product:
+    def _product(self, b: Tensor) -> ExactProduct:
         # What this rank multiplies; made once, unless a tile decides which columns it is of.
         if b.shape[1] != self.problem.factors("y")[1].shape[1]:
-            return Product(self.problem.factors("y")[0], b, (b.shape[0],))
+            return ExactProduct(self.problem.factors("y")[0], b, (b.shape[0],))
         if not hasattr(self, "_whole"):
-            self._whole = Product(self.problem.factors("y")[0], b, (b.shape[0],))
+            self._whole = ExactProduct(self.problem.factors("y")[0], b, (b.shape[0],))
         return self._whole
 
     def together(
@@ -269,13 +274,13 @@ class Search:
         return ""
 
 
-def search(group: ProcessGroup, case: Case, seconds: float) -> Found:
+def search(group: ProcessGroup, case: Case, seconds: float) -> TileSearch:
     """Look for the fastest tile of a case, for about so many seconds; collective over `group`."""
     with torch.no_grad():
         return _searched(Search(group, case, seconds), seconds)
 
 
-def _searched(on: Search, seconds: float) -> Found:
+def _searched(on: Search, seconds: float) -> TileSearch:
     found = on.found
     tried = {str(choice): choice for choice in (on.usual, *on.candidates())}
     left = True
@@ -298,7 +303,7 @@ def _searched(on: Search, seconds: float) -> Found:
     usual, own = last[None], last.get(best, last[None])
     found.ms, found.usual_ms, found.faster = own.median_ms, usual.median_ms, 1.0
     if best is not None:
-        found.faster = intervals.ratio(intervals.Sample.of(usual), intervals.Sample.of(own)).low
+        found.faster = ratio(usual, own).low
         if found.faster > 1:
             found.choice = best._asdict()
     if found.choice is None:
@@ -308,7 +313,7 @@ def _searched(on: Search, seconds: float) -> Found:
 
 def tune_kernels(
     cases: Sequence[Case], *, seconds: float, num_gpus: int, said: Callable[[str], None],
-    done: Callable[[Found], None],
+    done: Callable[[TileSearch], None],
 ) -> list[Case]:  # fmt: skip
     """Search for each case in turn, for `seconds` in all, on ranks started here; those that were not reached.
 
@@ -336,7 +341,7 @@ def tune_kernels(
     return []
 
 
-def told(found: Found) -> str:
+def told(found: TileSearch) -> str:
     """A line about a search."""
     cut = ", cut short" if found.cut_short else ""
     tried = f"{len(found.alone)} tiles alone and {len(found.together)} together, {len(found.refused)} refused{cut}"

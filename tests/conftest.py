@@ -21,7 +21,7 @@ from fusedtp.bench.machine import describe
 from fusedtp.bench.rank_main import load_module
 from fusedtp.bench.ranks import Pending, RankPool
 from fusedtp.bench.regress import differences
-from fusedtp.bench.store import Row
+from fusedtp.bench.store import Measurement
 
 # What was measured on this machine must not decide which schedules the tests of the others take.
 os.environ["FUSEDTP_TUNING"] = "off"
@@ -108,15 +108,15 @@ def destroyed_on_all_ranks(pool: RankPool) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def make_row() -> Callable[..., Row]:
+def make_row() -> Callable[..., Measurement]:
     """A row of a measured case from the columns given; the others are empty, or say that it passed its check."""
 
-    def make(**values: Any) -> Row:
+    def make(**values: Any) -> Measurement:
         given = {"op": "all_gather_matmul", "variant": "unfused", "M": 1024, "N": 1024, "K": 1024, "dtype": "float32"}
         given |= {"world_size": 2, "direction": "forward", "gate": "passed", "machine": "cpu-some-2c"} | values
         if (median := given.get("median_ms")) is not None:
             given = {"p20_ms": 0.98 * median, "p80_ms": 1.02 * median, "rounds": 20} | given
-        return Row(**given)
+        return Measurement(**given)
 
     return make
 

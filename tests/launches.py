@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
-from fusedtp.bench import tracked
+from fusedtp.bench import regress
 from fusedtp.bench.machine import Machine
-from fusedtp.bench.tracked import Launch, Tracked
+from fusedtp.bench.regress import Launch, Tracked
 
 HERE = Machine("cpu-some-2c", "Some", 2, "", 0, "shared memory", "", "3.11", "2.13", "3.7", "0123", False)
-CASES = tracked.cases(0)
-IDS = [each.id(schedule) for each in CASES for schedule in tracked.schedules(0)]
+CASES = regress.cases(0)
+IDS = [each.id(schedule) for each in CASES for schedule in regress.schedules(0)]
 TRUE = {key: 1.5 + 0.1 * number for number, key in enumerate(IDS)}
 RATIOS = {f"{key} / matmul": ratio for key, ratio in TRUE.items()} | {
     f"{each.id('decomposed')} / unfused": TRUE[each.id("decomposed")] / TRUE[each.id("unfused")] for each in CASES
@@ -23,10 +23,10 @@ def noisy(slower: Mapping[str, float], seed: int, num_rounds: int = 32, noise: f
     generator = random.Random(seed)
 
     def times_of(each: Tracked) -> dict[str, list[float]]:
-        times: dict[str, list[float]] = {name: [] for name in ("matmul", *tracked.schedules(0))}
+        times: dict[str, list[float]] = {name: [] for name in ("matmul", *regress.schedules(0))}
         for _ in range(num_rounds):
             times["matmul"].append(generator.uniform(2e-3, 4e-3))
-            for name in tracked.schedules(0):
+            for name in regress.schedules(0):
                 key = each.id(name)
                 factor = slower.get(key, slower.get(name, 1.0)) * (3 if generator.random() < 0.06 else 1)
                 ratio = TRUE[key] * factor * generator.lognormvariate(0, noise)
@@ -37,4 +37,4 @@ def noisy(slower: Mapping[str, float], seed: int, num_rounds: int = 32, noise: f
 
 
 def samples(launches: Sequence[Launch]) -> dict[str, list[float]]:
-    return tracked.samples_of(launches, tracked.schedules(0))
+    return regress.samples_of(launches, regress.schedules(0))

@@ -22,7 +22,7 @@ from torch.utils._device import _device_constructors
 import fusedtp
 import fusedtp.kernels
 from fusedtp import cost, float8, memory, schedules
-from fusedtp.bench import cases, mixed, theme
+from fusedtp.bench import cases, theme
 from fusedtp.bench.ranks import RankPool
 from fusedtp.calls.dispatch import Ready
 from fusedtp.cost.overlap import FEW_ROWS
@@ -34,6 +34,7 @@ from fusedtp.workspaces import registry
 from . import direct
 from .faults import cases as faults
 from .operands import FEW, MANY, OPERANDS, Whole
+from .soak import mixed
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ("architecture.md", "adding.md")
@@ -141,8 +142,8 @@ def test_every_schedule_is_known_wherever_there_is_a_list_of_them() -> None:
     predicted = cost.predict("matmul_all_reduce", M=4096, N=4096, K=4096, world_size=8)
     lists = {
         "cost.model.Prediction.times": predicted.times,
-        "bench.cases.SCHEDULES": cases.SCHEDULES, "bench.mixed.DTYPES": mixed.DTYPES,
-        "bench.mixed.WEIGHTS": mixed.WEIGHTS,
+        "bench.cases.SCHEDULES": cases.SCHEDULES, "tests.soak.mixed.DTYPES": mixed.DTYPES,
+        "tests.soak.mixed.WEIGHTS": mixed.WEIGHTS,
         # `unfused` has no steps between which a fault could be.
         "tests/faults/cases.py": {case.schedule for case in faults.CASES.values()} | {"unfused"},
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""pytest-benchmark timings of what `bench/tracked.py` tracks: the slowest rank's time on its device, not the pool's.
+"""pytest-benchmark timings of what `bench/regress.py` tracks: the slowest rank's time on its device, not the pool's.
 
 `nox -s bench` runs and saves these; arguments after -- go to pytest (`--benchmark-compare`). `test_variant`: seconds,
 each with its row; `test_ratio`: what `nox -s regress` holds against a baseline, ratios of two times of one round, in
@@ -14,15 +14,13 @@ from typing import Any
 
 import pytest
 
+from fusedtp.bench.intervals import Timing
 from fusedtp.bench.jobs import Job
 from fusedtp.bench.machine import describe
 from fusedtp.bench.ranks import RankPool
-from fusedtp.bench.regress import planted
-from fusedtp.bench.rows import Outcome, rows_of
-from fusedtp.bench.store import Row
+from fusedtp.bench.regress import Tracked, cases, keys_of, num_gpus, planted, samples_of, schedule_means, schedules
+from fusedtp.bench.store import Measurement, Outcome, rows_of
 from fusedtp.bench.sweep import rank_environment, run_job
-from fusedtp.bench.timing import Timing
-from fusedtp.bench.tracked import Tracked, cases, keys_of, num_gpus, samples_of, schedule_means, schedules
 
 pytest.importorskip("pytest_benchmark")
 pytestmark = pytest.mark.bench
@@ -54,7 +52,7 @@ def together(turns: Sequence[Outcome]) -> Outcome:
     return wrong[0] if wrong else replace(turns[0], timing=Timing.of(rounds_ms))
 
 
-def launch() -> dict[Tracked, list[Row]]:
+def launch() -> dict[Tracked, list[Measurement]]:
     """Rows of every case, on fresh ranks; not the tests' pool: its ranks fill all fresh memory, which takes time."""
     num_ranks, plant = (
         max(each.case.world_size for each in cases(GPUS)),
@@ -71,7 +69,7 @@ def launch() -> dict[Tracked, list[Row]]:
 
 
 @pytest.fixture(scope="module")
-def launches() -> list[dict[Tracked, dict[str, Row]]]:
+def launches() -> list[dict[Tracked, dict[str, Measurement]]]:
     found = [launch() for _ in range(LAUNCHES)]
     wrong = [
         f"{row.variant}: {row.gate}" for launched in found for rows in launched.values() for row in rows if row.failed
@@ -81,7 +79,7 @@ def launches() -> list[dict[Tracked, dict[str, Row]]]:
 
 
 @pytest.fixture(scope="module")
-def samples(launches: list[dict[Tracked, dict[str, Row]]]) -> dict[str, list[float]]:
+def samples(launches: list[dict[Tracked, dict[str, Measurement]]]) -> dict[str, list[float]]:
     """Ratios, and the matmul alone in seconds."""
     seconds = [
         {
@@ -108,7 +106,9 @@ def replay(benchmark: Any, values: Sequence[float]) -> None:
 @pytest.mark.parametrize(
     ("tracked", "variant"), [pytest.param(each, name, id=each.id(name)) for each in cases(GPUS) for name in VARIANTS]
 )
-def test_variant(benchmark: Any, launches: list[dict[Tracked, dict[str, Row]]], tracked: Tracked, variant: str) -> None:
+def test_variant(
+    benchmark: Any, launches: list[dict[Tracked, dict[str, Measurement]]], tracked: Tracked, variant: str
+) -> None:
     rows = [launched[tracked][variant] for launched in launches]
     benchmark.group = f"{tracked.case}, {tracked.direction}"
     benchmark.extra_info |= asdict(rows[-1])

@@ -15,13 +15,12 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from fusedtp.bench import machine, models, report, store, sweep
+from fusedtp.bench import cases, machine, report, store, sweep
+from fusedtp.bench.cases import LAYERS, BlockSizes
 from fusedtp.bench.cli import app
 from fusedtp.bench.frames import blocks, frame_of
 from fusedtp.bench.jobs import Job
-from fusedtp.bench.models import Model
-from fusedtp.bench.rows import rows_of
-from fusedtp.bench.store import Row
+from fusedtp.bench.store import Measurement, rows_of
 
 PNG = b"\x89PNG\r\n\x1a\n"
 ONLY = ["--schedule", "decomposed", "--baseline", "none"]
@@ -32,7 +31,7 @@ def invoke(*arguments: object) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def stored(folder: Path) -> list[Row]:
+def stored(folder: Path) -> list[Measurement]:
     (path,) = folder.glob("*/sweep.csv")
     assert path.with_suffix(".png").read_bytes().startswith(PNG)
     return store.read(path)
@@ -144,7 +143,7 @@ def test_failed_check_is_a_row_without_a_number_and_exit_code_1(
     # Of another number of ranks, whichever of these tests has run before.
     good = [replace(row, world_size=1) for row in stored(swept[0]) if row.median_ms is not None]
 
-    def spawned(jobs: list[Job], about: machine.Machine, done: Any) -> list[Row]:
+    def spawned(jobs: list[Job], about: machine.Machine, done: Any) -> list[Measurement]:
         return good[:1] + rows_of(jobs[0].case, sweep.failed(jobs[0], "[2] elements wrong"), about)
 
     monkeypatch.setattr(sweep, "run_spawned", spawned)
@@ -173,14 +172,14 @@ def test_under_torchrun(tmp_path: Path) -> None:
 
 
 def test_a_models_block_gives_rows_and_totals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(models.MODELS, "llama3-8b", Model(32, 48, 4, 2, 8, 1, True, "made up"))
+    monkeypatch.setitem(cases.MODELS, "llama3-8b", BlockSizes(32, 48, 4, 2, 8, 1, True, "made up"))
     block = ["--model", "llama3-8b", "--tokens", "24", "--world-size", "2", "--rounds", "2", *ONLY]
     result = invoke("sweep", *block, "--direction", "forward,backward,both", "--out", tmp_path)
     assert result.exit_code == 0, result.output
     rows = [row for row in stored(tmp_path) if row.passed]
     assert {(row.layer, row.op, row.tokens, row.direction) for row in rows} == {
         (layer, op, 24, direction)
-        for layer, op in zip(models.LAYERS, ("all_gather_matmul", "matmul_reduce_scatter") * 2, strict=True)
+        for layer, op in zip(LAYERS, ("all_gather_matmul", "matmul_reduce_scatter") * 2, strict=True)
         for direction in ("forward", "backward", "both")
     }
     totals = blocks(frame_of(rows))

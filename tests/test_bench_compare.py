@@ -15,27 +15,26 @@ from typer.testing import CliRunner, Result
 from fusedtp.bench import store
 from fusedtp.bench.cli import app
 from fusedtp.bench.compare import compare, conditions, unlike
-from fusedtp.bench.intervals import Interval, Sample, ratio, sample
-from fusedtp.bench.store import Row
-from fusedtp.bench.timing import Timing
+from fusedtp.bench.intervals import Interval, Timing, measured, ratio
+from fusedtp.bench.store import Measurement
 
-MakeRow = Callable[..., Row]
+MakeRow = Callable[..., Measurement]
 SIZES = (256, 512, 1024, 2048, 4096)
 
 
-def drawn(make_row: MakeRow, rng: np.random.Generator, centre: float, rounds: int, **values: object) -> Row:
+def drawn(make_row: MakeRow, rng: np.random.Generator, centre: float, rounds: int, **values: object) -> Measurement:
     """A row of rounds drawn around `centre` ms, 8 % apart, with one in ten three times as far: a shared machine."""
     spread = 0.08 * np.where(rng.random(rounds) < 0.1, 3.0, 1.0)
     return make_row(**asdict(Timing.of((centre * np.exp(spread * rng.standard_normal(rounds))).tolist())), **values)
 
 
-def sampled(row: Row) -> Sample:
-    found = sample(row)
+def timing_of(row: Measurement) -> Timing:
+    found = measured(row)
     assert found is not None
     return found
 
 
-def run(make_row: MakeRow, seed: int, *, slow: float = 1.0, machine: float = 1.0) -> list[Row]:
+def run(make_row: MakeRow, seed: int, *, slow: float = 1.0, machine: float = 1.0) -> list[Measurement]:
     """Fifteen cases in two variants; `slow` is what the decomposed one is slowed by, `machine` what everything is."""
     rng, rows = np.random.default_rng(seed), []
     for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
@@ -50,7 +49,7 @@ def run(make_row: MakeRow, seed: int, *, slow: float = 1.0, machine: float = 1.0
 def test_interval_covers_the_true_ratio(make_row: MakeRow, rounds: int) -> None:
     rng, inside, trials = np.random.default_rng(rounds), {2: 0, 4: 0}, 800
     for _ in range(trials):
-        a, b, c, d = (sampled(drawn(make_row, rng, centre, rounds)) for centre in (3.0, 2.0, 5.0, 7.0))
+        a, b, c, d = (timing_of(drawn(make_row, rng, centre, rounds)) for centre in (3.0, 2.0, 5.0, 7.0))
         for terms, true, interval in ((2, 1.5, ratio(a, b)), (4, 15 / 14, ratio(a.over(b), d.over(c)))):
             inside[terms] += interval.low <= true <= interval.high
     for terms, count in inside.items():
@@ -61,7 +60,7 @@ def test_interval_covers_the_true_ratio(make_row: MakeRow, rounds: int) -> None:
 def test_confidence_widens_the_interval_and_the_normal_limit_is_met(make_row: MakeRow) -> None:
     rng = np.random.default_rng(0)
     a, b = (Timing.of((centre * np.exp(0.02 * rng.standard_normal(10_000))).tolist()) for centre in (3.0, 2.0))
-    one, other = (sampled(make_row(**asdict(each))) for each in (a, b))
+    one, other = (timing_of(make_row(**asdict(each))) for each in (a, b))
     widths = [math.log(each.high / each.low) for each in (ratio(one, other, level) for level in (0.8, 0.95, 0.99))]
     # The variance of a mean of normal numbers without a fifth at each end is 1.143 times that of the mean.
     error = math.sqrt(2 * 1.143) * 0.02 / math.sqrt(10_000)
@@ -71,22 +70,22 @@ def test_confidence_widens_the_interval_and_the_normal_limit_is_met(make_row: Ma
 
 
 def test_rounds_that_are_all_alike_have_an_interval_of_one_point(make_row: MakeRow) -> None:
-    a, b = (sampled(make_row(**asdict(Timing.of([ms] * 5)))) for ms in (3.0, 2.0))
+    a, b = (timing_of(make_row(**asdict(Timing.of([ms] * 5)))) for ms in (3.0, 2.0))
     assert ratio(a, b) == Interval(1.5, 1.5, 1.5)
     assert ratio(a.over(b), a.over(b)) == Interval(1.0, 1.0, 1.0)
     # one that is not is no reason for a warning, nor for a number that is none
-    c = sampled(make_row(**asdict(Timing.of([1.9, 2.0, 2.0, 2.0, 2.1]))))
+    c = timing_of(make_row(**asdict(Timing.of([1.9, 2.0, 2.0, 2.0, 2.1]))))
     assert ratio(a, c).low <= 1.5 <= ratio(a, c).high
 
 
 def test_rows_without_their_rounds_have_what_their_percentiles_leave_open(make_row: MakeRow) -> None:
     """Older files: from the 20th percentile of one over the 80th of the other to the reverse, at any confidence."""
     old = [make_row(median_ms=median, p20_ms=low, p80_ms=high) for median, low, high in ((3, 2.5, 4.0), (2, 1.6, 2.5))]
-    a, b = map(sampled, old)
+    a, b = map(timing_of, old)
     for confidence in (0.8, 0.99):
         assert ratio(a, b, confidence) == Interval(1.5, 1.0, 2.5)
     # a row with its rounds beside one without is no better
-    new = sampled(replace(old[0], rounds_ms=(3.0,) * 20))
+    new = timing_of(replace(old[0], rounds_ms=(3.0,) * 20))
     assert ratio(new, b) == ratio(a, b)
     assert ratio(a.over(b), b.over(a)).low == pytest.approx(1.0 / 1.0)
 
@@ -135,7 +134,7 @@ def test_what_cannot_be_compared_is_kept_apart(make_row: MakeRow) -> None:
     assert found.lost == [(ours, refused)]
     assert found.without_baseline == [alone]
     assert [change.after for change in compare([alone], [alone], absolute=True).changes] == [alone]
-    assert sample(predicted) is None
+    assert measured(predicted) is None
     # another direction of the same matmul is another case
     assert compare([base, ours], [replace(row, direction="backward") for row in (base, ours)]).changes == []
 

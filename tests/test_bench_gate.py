@@ -19,7 +19,7 @@ from fusedtp.bench.machine import describe
 from fusedtp.bench.operands import Results, Runner
 from fusedtp.bench.problem import Problem
 from fusedtp.bench.ranks import RankPool
-from fusedtp.bench.rows import Outcome, rows_of
+from fusedtp.bench.store import Outcome, rows_of
 from fusedtp.bench.sweep import run_job
 from fusedtp.bench.timing import Verdict, gate
 
@@ -292,7 +292,7 @@ def test_oracle_in_blocks_is_the_reference_and_allows_little_more(
     monkeypatch.setattr(oracle, "BLOCK", block)
     random = torch.Generator().manual_seed(1)
     a, b = torch.randn(17, 40, generator=random).to(dtype), torch.randn(40, 23, generator=random).to(dtype)
-    product = oracle.Product(a, b, k_sizes)
+    product = oracle.ExactProduct(a, b, k_sizes)
     torch.testing.assert_close(product.expected, reference.matmul(a, b))
     strict = reference.bound(a, b, dtype, k_sizes=k_sizes, sum_dtype=dtype)
     # just inside what the reference allows passes; a few times as much does not

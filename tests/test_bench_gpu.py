@@ -5,8 +5,9 @@ interpreted at small sizes.
 from __future__ import annotations
 
 import csv
+import os
 import re
-import sys
+import signal
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,11 +20,11 @@ import typer
 from torch.distributed import ProcessGroup
 from typer.testing import CliRunner, Result
 
-from fusedtp.bench import gpu, gpu_cases, gpu_items, gpu_ranks
-from fusedtp.bench.gpu_cases import COLUMNS, CUT, ERROR, NOT_REACHED, PASSED, WRONG, ItemEnded, Rows, Run, Variant
-from fusedtp.bench.gpu_items import FUSED, PLAN, Item
+from fusedtp.bench import gpu, gpu_cases, gpu_ranks
+from fusedtp.bench.gpu import FUSED, PLAN
+from fusedtp.bench.gpu_cases import COLUMNS, CUT, ERROR, NOT_REACHED, PASSED, WRONG, ItemEnded, RowsFile, Run, Variant
+from fusedtp.bench.oracle import ExactProduct
 from fusedtp.bench.ranks import RankError, RankPool
-from fusedtp.kernels.loading import is_only_loading
 
 from .planted import wrong
 
@@ -36,8 +37,8 @@ def rows_in(path: Path) -> list[dict[str, str]]:
 
 
 @pytest.fixture
-def rows(tmp_path: Path) -> Rows:
-    return Rows(tmp_path / "rows.csv", {"machine": "here", "commit": "c0ffee"})
+def rows(tmp_path: Path) -> RowsFile:
+    return RowsFile(tmp_path / "rows.csv", {"machine": "here", "commit": "c0ffee"})
 
 
 def command(*arguments: str) -> Result:
@@ -52,7 +53,7 @@ def test_the_plan_is_listed_and_documented() -> None:
     documented = re.findall(r"^\| (\d+) s \| `(\w+)` \|", (ROOT / "docs" / "gpu.md").read_text(), re.MULTILINE)
     listed = re.findall(r"^ *(\d+)  (\w+) .*; there/gpu-(\w+)\.csv$", done.stdout, re.MULTILINE)
     assert listed == [(f"{item.seconds:.0f}", name, name) for name, item in PLAN.items()]
-    assert documented == [(f"{gpu.LOADING_SECONDS:.0f}", "kernels"), *((seconds, name) for seconds, name, _ in listed)]
+    assert documented == [(seconds, name) for seconds, name, _ in listed]
 
 
 def test_without_a_gpu_only_a_dry_run_begins() -> None:
@@ -61,9 +62,9 @@ def test_without_a_gpu_only_a_dry_run_begins() -> None:
     assert "--dry-run" in done.output
 
 
-def test_rows_are_appended_with_what_all_share(rows: Rows) -> None:
+def test_rows_are_appended_with_what_all_share(rows: RowsFile) -> None:
     rows.add(op="a", detail="=1+1", median_ms=0.25)
-    Rows(rows.path, {"machine": "there"}).add(WRONG, op="b")
+    RowsFile(rows.path, {"machine": "there"}).add(WRONG, op="b")
     first, second = rows_in(rows.path)
     assert tuple(first) == COLUMNS
     assert (first["status"], first["op"], first["median_ms"], first["commit"]) == (PASSED, "a", "0.25", "c0ffee")
@@ -75,7 +76,7 @@ def test_rows_are_appended_with_what_all_share(rows: Rows) -> None:
 
 def test_a_file_of_other_columns_is_kept_under_another_name(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("other\n1\n")
-    Rows(tmp_path / "rows.csv", {}).add()
+    RowsFile(tmp_path / "rows.csv", {}).add()
     kept = [path.read_text() for path in tmp_path.iterdir() if path.name != "rows.csv"]
     assert kept == ["other\n1\n"]
     assert len(rows_in(tmp_path / "rows.csv")) == 1
@@ -89,7 +90,7 @@ def raised(error: Exception) -> Callable[..., Any]:
 
 
 def test_a_failed_check_and_an_exception_differ_and_cost_no_baseline(
-    rows: Rows, capfd: pytest.CaptureFixture[str]
+    rows: RowsFile, capfd: pytest.CaptureFixture[str]
 ) -> None:
     order: list[str] = []
 
@@ -126,7 +127,7 @@ def test_a_failed_check_and_an_exception_differ_and_cost_no_baseline(
     assert "no such tile" in said
 
 
-def test_three_failures_alike_end_an_item(rows: Rows) -> None:
+def test_three_failures_alike_end_an_item(rows: RowsFile) -> None:
     run = Run(rows, "it")
     for i in range(2):
         run.ask(f"case {i}", raised(ValueError(f"{i} of 1e-3 is wrong")))
@@ -137,18 +138,17 @@ def test_three_failures_alike_end_an_item(rows: Rows) -> None:
     assert [row["status"] for row in rows_in(rows.path)] == [ERROR, ERROR, ERROR, PASSED, ERROR]
 
 
-def test_a_process_whose_device_is_lost_ends_behind_its_row(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_whose_device_is_lost_ends_behind_its_row(rows: RowsFile, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(rows, "it")
     run.device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "synchronize", raised(RuntimeError("an illegal memory access was encountered")))
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match="takes no more work"):
         run.ask("case", raised(RuntimeError("an illegal memory access was encountered")))
-    assert ended.value.code == gpu_cases.LOST
     (row,) = rows_in(rows.path)
     assert (row["status"], row["detail"]) == (ERROR, "RuntimeError: an illegal memory access was encountered")
 
 
-def test_of_ranks_the_cause_is_told(rows: Rows) -> None:
+def test_of_ranks_the_cause_is_told(rows: RowsFile) -> None:
     error = RankError({0: "raised"})
     error.__cause__ = AssertionError("y is wrong")
     Run(rows, "it").ask("check", raised(error))
@@ -157,78 +157,40 @@ def test_of_ranks_the_cause_is_told(rows: Rows) -> None:
     assert found == [(WRONG, "y is wrong"), (ERROR, "RankError: rank 1 died: killed by SIGSEGV")]
 
 
-def test_children_that_compile_share_the_cases_and_start_nothing(rows: Rows) -> None:
-    launched: list[tuple[int, bool]] = []
-
-    def make(M: int, N: int, K: int, seed: int) -> dict[str, Variant]:
-        return {"it": Variant(lambda: launched.append((M, is_only_loading())), raised(AssertionError("checked")))}
-
-    for i in range(2):
-        run = Run(rows, "it", share=(i, 2))
-        for M in (1, 2, 2, 3, 4):
-            run.case("op", (M, 1, 1), "float32", make)
-        run.ask("op", raised(AssertionError("asked")))
-    assert launched == [(1, True), (3, True), (2, True), (4, True)]
-    assert rows_in(rows.path) == []
-
-
-def test_a_new_child_goes_on_behind_a_case(rows: Rows) -> None:
-    told: list[str] = []
-    run = Run(rows, "it", first=2, say=told.append)
-    for i in range(4):
-        run.ask(f"case {i}", lambda i=i: i)
-    assert told == ["2 case 2", "3 case 3"]
-
-
-# What children run in place of the plan's items.
-SCRIPT = """
-import os, signal, time
-from fusedtp.bench import arguments, gpu, gpu_cases, gpu_items
-
-def dies(run):
+def dies(run: Run) -> None:
     for i in range(3):
-        run.ask(f"case {i}", lambda: os.kill(os.getpid(), signal.SIGKILL) if i == 1 else i)
+        run.ask(f"case {i}", lambda i=i: os.kill(os.getpid(), signal.SIGKILL) if i == 1 else i)
 
-def hangs(run):
+
+def hangs(run: Run) -> None:
     run.ask("before", lambda: "here")
     run.ask("stuck", lambda: time.sleep(600))
 
-gpu_items.PLAN.clear()
-gpu_items.PLAN.update({name: gpu_items.Item(seconds, work, "", False) for name, seconds, work in (
-    ("dies", 60, dies), ("hangs", 9, hangs), ("last", 60, hangs))})
-if __name__ == "__main__":
-    arguments.run(gpu.gpu)
-"""
+
+ITEMS = {"dies": gpu.Item(60, dies, ""), "hangs": gpu.Item(9, hangs, ""), "last": gpu.Item(60, hangs, "")}
+
+
+def work_here(*given: Any) -> None:
+    """Do in a process of an item what the command does, with the items of this file."""
+    gpu.PLAN = ITEMS
+    gpu.work(*given)
 
 
 def test_a_run_ends_in_time_with_rows_of_what_died_was_late_or_not_reached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    plan = {"dies": Item(60, print, "", False), "hangs": Item(9, print, "", False), "last": Item(60, print, "", False)}  # type: ignore[arg-type]
-    monkeypatch.setattr(gpu, "PLAN", plan)
-    out = tmp_path / "rows"
-    conductor = gpu.Conductor(out, 120.0, dry_run=True, commit="c0ffee", program=(sys.executable, str(script)))
-    run_item = conductor._run
-
-    def run(item: str, current: gpu.Child, begin: float) -> None:
-        run_item(item, current, begin)
-        if item == "hangs":
-            assert time.monotonic() - begin < 10.0
-            # However long that took, nothing is left for the last one.
-            conductor._end = time.monotonic() + gpu.LEAST_SECONDS - 1.0
-
-    monkeypatch.setattr(conductor, "_run", run)
-    counts = conductor.run(list(plan))
-    dies, hangs, last = (rows_in(out / f"gpu-{item}.csv") for item in plan)
-    assert [(row["case"], row["status"]) for row in dies] == [("0", PASSED), ("1", ERROR), ("2", PASSED), ("", PASSED)]
-    assert dies[1]["detail"] == "its process died: SIGKILL"
-    assert (dies[0]["commit"], dies[1]["commit"], dies[1]["dry_run"]) == ("c0ffee", "c0ffee", "True")
-    assert [(row["op"], row["status"]) for row in hangs] == [("before", PASSED), ("stuck", CUT)]
-    assert (
-        "time.sleep(600)" in (out / "gpu-hangs.txt").read_text() or "script.py" in (out / "gpu-hangs.txt").read_text()
-    )
+    monkeypatch.setattr(gpu, "PLAN", ITEMS)
+    monkeypatch.setattr(gpu, "work", work_here)
+    begin, end = time.monotonic(), time.monotonic() + 120.0
+    counts = gpu.run_all(("dies", "hangs"), tmp_path, end, dry_run=True, commit="c0ffee")
+    assert time.monotonic() - begin < 60.0
+    counts += gpu.run_all(("last",), tmp_path, time.monotonic() + gpu.LEAST_SECONDS - 1.0, dry_run=True, commit="")
+    died, hung, last = (rows_in(tmp_path / f"gpu-{item}.csv") for item in ITEMS)
+    assert [(row["case"], row["status"]) for row in died] == [("0", PASSED), ("1", ERROR), ("2", PASSED), ("", PASSED)]
+    assert died[1]["detail"] == "its process died: killed by SIGKILL"
+    assert (died[0]["commit"], died[1]["commit"], died[1]["dry_run"]) == ("c0ffee", "c0ffee", "True")
+    assert [(row["op"], row["status"]) for row in hung] == [("before", PASSED), ("stuck", CUT)]
+    assert "test_bench_gpu.py" in (tmp_path / "gpu-hangs.txt").read_text(), "the stacks of what hung"
     assert [row["status"] for row in last] == [NOT_REACHED]
     assert counts[CUT] == counts[NOT_REACHED] == counts[ERROR] == 1
 
@@ -240,25 +202,19 @@ def test_the_run_itself_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert {rows_in(tmp_path / f"gpu-{item}.csv")[-1]["status"] for item in ("versions", "matmul")} == {NOT_REACHED}
 
 
-def _row_lost(out: torch.Tensor) -> torch.Tensor:
-    kept = torch.ones(out.shape[0], 1, dtype=out.dtype)
-    kept[-1] = torch.nan
-    return kept
-
-
 @pytest.mark.parametrize("name", [*FUSED, "float8 gather rows", "float8 scatter"])
-def test_every_fused_kernel_is_checked(name: str, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_fused_kernel_is_checked(name: str, rows: RowsFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_cases, "DRY_SIZE", 96)
     make, dtype = (partial(FUSED[name][0], "float32"), "float32") if name in FUSED else (
-        partial(gpu_items.float8, name.endswith("scatter")), "float8_e4m3fn")  # fmt: skip
+        partial(gpu.float8, name.endswith("scatter")), "float8_e4m3fn")  # fmt: skip
     run = Run(rows, "hooks", dry_run=True)
     run.case(name, (60 if "few" in name else 200, 200, 200), dtype, partial(make, 2), world_size=2, timed=False)
     found = rows_in(rows.path)
     assert [row["status"] for row in found] == [PASSED, PASSED], found
     # The same, of whose result a row is missing.
-    check = gpu_cases.Product.check if hasattr(gpu_cases, "Product") else gpu_items.Product.check
+    check = ExactProduct.check
     monkeypatch.setattr(
-        gpu_items.Product,
+        ExactProduct,
         "check",
         lambda self, out, *rest: check(self, torch.cat([out[1:], out[:1] * torch.nan]), *rest),
     )
@@ -267,13 +223,15 @@ def test_every_fused_kernel_is_checked(name: str, rows: Rows, monkeypatch: pytes
     assert [row["status"] for row in rows_in(rows.path)[2:]] == [WRONG, WRONG]
 
 
-def test_tiles_and_pushers_are_right_where_they_are_interpreted(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_and_pushers_are_right_where_they_are_interpreted(
+    rows: RowsFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpu_cases, "DRY_SIZE", 96)
     for item in ("tiles", "pushers"):
         PLAN[item].work(Run(rows, item, dry_run=True))
     found = rows_in(rows.path)
     assert {row["status"] for row in found} == {PASSED}
-    assert len([row for row in found if row["baseline_ms"]]) == len(gpu_items.TILES) + 4
+    assert len([row for row in found if row["baseline_ms"]]) == len(gpu.TILES) + 4
 
 
 @pytest.fixture(scope="module")
@@ -299,7 +257,7 @@ def planted(group: ProcessGroup, check: str, arguments: tuple[object, ...]) -> s
 def test_a_check_of_ranks_finds_what_is_wrong(two: RankPool, check: str, arguments: tuple[object, ...]) -> None:
     two.run(getattr(gpu_ranks, check), *arguments)
     for said in two.run(planted, check, arguments):
-        assert re.search(r"elements are wrong|all_gather", said)
+        assert re.search("elements are wrong", said)
 
 
 def test_a_missing_peer_is_named(two: RankPool) -> None:
@@ -326,4 +284,4 @@ def test_ranks_reduce_in_full_precision_into_poisoned_memory() -> None:
 
 
 def test_every_wait_of_ranks_is_shorter_than_their_check() -> None:
-    assert gpu_ranks.MISSING_SECONDS < gpu_ranks.WAIT_SECONDS < gpu_cases.RANKS_SECONDS - 10
+    assert gpu_ranks.MISSING_SECONDS < gpu_ranks.WAIT_SECONDS < gpu.RANKS_SECONDS

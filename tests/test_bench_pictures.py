@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fusedtp.bench import bars, heatmap, overview, report, tables, theme
+from fusedtp.bench import figures, report, tables, theme
 from fusedtp.bench.frames import frame_of
-from fusedtp.bench.store import Row
+from fusedtp.bench.store import Measurement
 
-MakeRow = Callable[..., Row]
+MakeRow = Callable[..., Measurement]
 
 
 def test_picture_shows_every_direction_and_every_rival(make_row: MakeRow, tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_picture_shows_every_direction_and_every_rival(make_row: MakeRow, tmp_pa
     forward = [replace(row, direction="forward", M=512, world_size=4) for row in both[:4]]
     assert report.picture(both, tmp_path / "sweep.png")
     with theme.style():
-        drawn = overview.figure(frame_of([*both, *forward]))
+        drawn = figures.overview(frame_of([*both, *forward]))
         text = theme.svg(drawn, "x", "x")
     assert [axes.get_title(loc="left") for axes in drawn.axes] == [
         "all-gather + matmul, forward, 4 ranks",
@@ -42,7 +42,7 @@ def test_picture_has_the_plain_cases_of_each_direction_or_its_models(make_row: M
     model = make_row(median_ms=1.0, model="llama3-8b", tokens=1024, layer="mlp up")
     both = replace(model, direction="both")
     with theme.style():
-        drawn = overview.figure(frame_of([plain, model, both, replace(plain, op="matmul_all_reduce", world_size=4)]))
+        drawn = figures.overview(frame_of([plain, model, both, replace(plain, op="matmul_all_reduce", world_size=4)]))
     found = {}
     for axes in drawn.axes:
         lines = [each.get_text() for each in axes.get_yticklabels()]
@@ -63,7 +63,7 @@ def test_nothing_of_the_picture_is_cut_off(make_row: MakeRow) -> None:
     times = {"matmul": 1.0, "unfused": 2.0, "decomposed": 1.5, "fused": 1.2, "dtensor": 3.0}
     found = [make_row(variant=name, median_ms=ms, commit="0" * 12, dirty=True, **at) for name, ms in times.items()]
     with theme.style():
-        drawn = overview.figure(frame_of(found))
+        drawn = figures.overview(frame_of(found))
         drawn.canvas.draw()
         paper = drawn.bbox
         for artist in (*drawn.legends, *drawn.texts, drawn._supxlabel):
@@ -89,13 +89,13 @@ def test_every_logarithmic_axis_has_ticks(range_ms: tuple[float, float]) -> None
 def test_crossover_line_parts_faster_from_slower_within_a_dtype() -> None:
     ratios = np.array([[0.9, 1.2], [1.1, 1.3], [0.8, math.nan]])
     below, right = ((-0.5, 0.5), (0.5, 0.5)), ((0.5, 0.5), (-0.5, 0.5))
-    assert sorted(heatmap.crossover(ratios, ["a", "a", "b"])) == sorted([below, right])
-    assert len(heatmap.crossover(ratios, ["a", "a", "a"])) == 3
+    assert sorted(figures.borders(ratios, ["a", "a", "b"])) == sorted([below, right])
+    assert len(figures.borders(ratios, ["a", "a", "a"])) == 3
 
 
 def test_parts_of_a_time_add_up() -> None:
     def account(*times: float) -> tuple[float, ...]:
-        return tuple(bars.account(*times).values())
+        return tuple(figures.account(*times).values())
 
     assert account(10.0, 6.0, 3.0) == (6.0, 3.0, 1.0)
     assert account(7.0, 6.0, 3.0) == (6.0, 1.0, 0.0)
@@ -108,7 +108,7 @@ def test_a_bound_far_above_the_bars_is_drawn(make_row: MakeRow) -> None:
     times = {"matmul": 1.0, "comm": 9.0, "unfused": 1.5, "decomposed": 1.4}
     found = frame_of([make_row(variant=name, median_ms=ms) for name, ms in times.items()])
     with theme.style():
-        drawn = bars.figure(found)
+        drawn = figures.time_parts(found)
         theme.svg(drawn, "x", "x")
     assert drawn.axes[0].get_xlim()[1] > 100 * 9.0 / 1.5
 
@@ -129,7 +129,7 @@ def test_what_bounds_a_case_is_named(make_row: MakeRow, comm_ms: float | None, n
     assert line["bound / shortest"] == pytest.approx(longest / 1.4)
     assert "decomposed and fused write into memory that the ranks share" in tables.rates(found, "forward").note
     with theme.style():
-        drawn = bars.figure(found)
+        drawn = figures.time_parts(found)
     assert [text.get_text() for text in drawn.legends[0].get_texts()][-1] == f"bound: {name} alone"
     (line,) = drawn.axes[0].get_lines()
     assert list(line.get_xdata()) == [10 * longest] * 2
@@ -145,7 +145,7 @@ def test_a_panel_without_a_case_says_so(make_row: MakeRow) -> None:
         for variant in ("unfused", *names)
     ]
     with theme.style():
-        drawn = heatmap.figure(frame_of(found))
+        drawn = figures.speedup_map(frame_of(found))
     empty = drawn.axes[-1]
     assert empty.get_title(loc="left") == "dtensor\nmatmul + all-reduce"
     assert [text.get_text() for text in empty.texts] == ["not measured"]

@@ -16,19 +16,16 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from fusedtp import cost
-from fusedtp.bench import curves, heatmap, report, store, tables, theme
-from fusedtp.bench.cases import OPS
+from fusedtp.bench import figures, report, store, tables, theme
+from fusedtp.bench.cases import LAYERS, OPS
 from fusedtp.bench.cli import app
-from fusedtp.bench.frames import frame_of
-from fusedtp.bench.models import LAYERS
-from fusedtp.bench.predicted import predictions
-from fusedtp.bench.standings import standings
-from fusedtp.bench.store import Row
+from fusedtp.bench.frames import frame_of, standings
+from fusedtp.bench.store import Measurement
 from fusedtp.bench.timeline import Mark, Timeline
 from fusedtp.bench.timeline import write as write_timeline
 from fusedtp.cost.hardware import HARDWARE
 
-MakeRow = Callable[..., Row]
+MakeRow = Callable[..., Measurement]
 VOID = {"meta", "link", "br", "input"}
 # 512: clearly slower, 1024: the same within its interval, 2048 and 4096: clearly faster
 RATIOS = {512: 0.8, 1024: 1.003, 2048: 1.25, 4096: 1.6}
@@ -36,7 +33,7 @@ TINY = {"M": 8, "N": 8, "K": 8}
 
 
 @pytest.fixture(scope="session")
-def rows(make_row: MakeRow) -> list[Row]:
+def rows(make_row: MakeRow) -> list[Measurement]:
     """Square gathers, a model's block of two matmuls, predictions, a refusal and a check."""
     found = []
     for size, ratio in RATIOS.items():
@@ -98,7 +95,7 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="session")
-def written(rows: list[Row], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(rows: list[Measurement], tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("report") / "sweep.csv"
     store.write(path, rows)
     about = {"op": "all_gather_matmul", "M": 4, "N": 5, "K": 6, "dtype": "float32", "world_size": 2}
@@ -147,7 +144,7 @@ def test_every_figure_is_there_and_as_png(written: Path) -> None:
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_words_come_from_the_rows(written: Path, rows: list[Row]) -> None:
+def test_words_come_from_the_rows(written: Path, rows: list[Measurement]) -> None:
     found = Page(written.with_suffix(".html").read_text())
     # the square sizes and the block's four matmuls, each of which is twice as fast
     mean = math.exp((sum(map(math.log, RATIOS.values())) + 4 * math.log(2)) / 8)
@@ -161,7 +158,7 @@ def test_words_come_from_the_rows(written: Path, rows: list[Row]) -> None:
     assert "async_tp: its fused ops need CUDA" in found.text
 
 
-def test_missing_kinds_say_why(make_row: MakeRow, rows: list[Row], tmp_path: Path) -> None:
+def test_missing_kinds_say_why(make_row: MakeRow, rows: list[Measurement], tmp_path: Path) -> None:
     path = tmp_path / "sweep.csv"
     report.write([row for row in rows if row.interpreted], path)
     found = Page(path.with_suffix(".html").read_text())
@@ -192,7 +189,7 @@ def test_missing_kinds_say_why(make_row: MakeRow, rows: list[Row], tmp_path: Pat
 MATMUL = ("model", "direction", "matmul", "world_size")
 
 
-def test_standing_and_crossover(rows: list[Row]) -> None:
+def test_standing_and_crossover(rows: list[Measurement]) -> None:
     found = standings(frame_of(rows), *MATMUL)
     (standing,) = found[found["model"] == ""].to_dict("records")
     assert (standing["faster"], standing["slower"], standing["cases"]) == (2, 1, 4)
@@ -227,7 +224,7 @@ def test_sizes_of_another_dtype_have_a_crossover_of_their_own(make_row: MakeRow)
     assert frame["where"].nunique() == 4
 
 
-def test_block_is_drawn_and_listed_only_where_it_is_whole(written: Path, rows: list[Row]) -> None:
+def test_block_is_drawn_and_listed_only_where_it_is_whole(written: Path, rows: list[Measurement]) -> None:
     text = written.with_suffix(".html").read_text()
     begin = text.index('<section id="blocks">')
     block = Page(text[begin : text.index("</section>", begin) + len("</section>")])
@@ -237,12 +234,12 @@ def test_block_is_drawn_and_listed_only_where_it_is_whole(written: Path, rows: l
     assert "dtensor" not in block.text
 
 
-def test_predicted_is_drawn_dashed_and_never_counted(rows: list[Row]) -> None:
+def test_predicted_is_drawn_dashed_and_never_counted(rows: list[Measurement]) -> None:
     plain = [row for row in rows if not row.model]
     measured = [row for row in plain if not row.predicted]
     with theme.style():
-        drawn = theme.svg(curves.figure(frame_of(plain)), "x", "x")
-        without = theme.svg(curves.figure(frame_of(measured)), "x", "x")
+        drawn = theme.svg(figures.time_curves(frame_of(plain)), "x", "x")
+        without = theme.svg(figures.time_curves(frame_of(measured)), "x", "x")
     assert "decomposed, predicted" in drawn
     assert "stroke-dasharray: 4" in drawn
     assert "predicted" not in without
@@ -256,7 +253,7 @@ def test_series_have_colours_and_markers_of_their_own() -> None:
     assert len(set(markers)) == len(markers)
 
 
-def test_table_has_every_row_and_its_numbers(written: Path, rows: list[Row]) -> None:
+def test_table_has_every_row_and_its_numbers(written: Path, rows: list[Measurement]) -> None:
     text = written.with_suffix(".html").read_text()
     table = text[text.index('<table id="T_rows">') :]
     assert table.count("<tr") == 1 + len(rows)
@@ -280,7 +277,7 @@ def test_cells_and_headings_are_text(make_row: MakeRow) -> None:
         for name in ("unfused", *odd)
     ]
     with theme.style():
-        drawn = heatmap.figure(frame_of(found[: 2 + len(odd)]))
+        drawn = figures.speedup_map(frame_of(found[: 2 + len(odd)]))
         picture = report.Picture("x", "<u>", theme.svg(drawn, "x", "<i>"))
     text = report.page(frame_of(found), {"speedup": [picture]})
     Page(text)
@@ -295,7 +292,7 @@ def test_old_rows_are_told_apart_by_their_ranges(make_row: MakeRow) -> None:
     """Without their rounds: 20-80 % of one against those of the other, and the page says so."""
     base, ours = make_row(median_ms=1.0), make_row(variant="fused", median_ms=0.98)
 
-    def told(rows: list[Row]) -> bool:
+    def told(rows: list[Measurement]) -> bool:
         return "without their rounds" in Page(report.page(frame_of(rows), {})).text
 
     for low, faster in ((0.9, 0), (0.97, 1)):
@@ -314,7 +311,7 @@ def test_command_and_the_cost_model_beside_what_was_measured(make_row: MakeRow, 
     measured = [make_row(median_ms=1.0, **at), make_row(variant="fused", median_ms=0.5, **at)]
     base = measured[0]
     left_out = [replace(base, world_size=1), replace(base, direction="backward"), replace(base, variant="auto")]
-    found = predictions([*measured, *left_out], lambda ranks: HARDWARE["h100"])
+    found = report.predictions([*measured, *left_out], lambda ranks: HARDWARE["h100"])
     model = cost.predict("all_gather_matmul", M=4096, N=4096, K=8192, world_size=8, hardware="h100")
     assert [(row.variant, row.median_ms) for row in found] == [
         ("unfused", model.unfused_us / 1e3),

@@ -4,81 +4,28 @@ from __future__ import annotations
 
 import csv
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from fusedtp.bench import store
-from fusedtp.bench.store import COLUMNS, Row
+from fusedtp.bench.store import COLUMNS, Measurement
 
-ROW = Row(
-    op="all_gather_matmul",
-    variant="decomposed",
-    M=4096,
-    N=512,
-    K=4096,
-    dtype="float32",
-    world_size=2,
-    direction="forward",
-    model="llama3-8b",
-    tokens=4096,
-    layer="mlp up",
-    median_ms=95.25,
-    p20_ms=94.5,
-    p80_ms=97.0,
-    total_ms=480.5,
-    rounds=5,
-    rounds_ms=(94.0, 94.5, 95.25, 97.0, 99.75),
-    speedup_vs_unfused=1.625,
-    matmul_fraction=0.96875,
-    tflops=0.125,
-    algbw_gbps=None,
-    busbw_gbps=None,
-    ceiling_ms=94.0,
-    overlap_efficiency=0.875,
-    gate="passed",
-    max_error=0.00048828,
-    error_ratio=0.0078125,
-    interpreted=False,
-    predicted=False,
-    path="decomposed: asked for",
-    seed=0,
-    machine="cpu-some-2c",
-    cpu='Some, CPU "quoted"',
-    cores=2,
-    gpu="",
-    num_gpus=0,
-    links="shared memory",
-    driver="",
-    threads=1,
-    backend="gloo",
-    python="3.11.7",
-    torch="2.13.0+cpu",
-    triton="3.7.1",
-    commit="0123456789ab",
-    dirty=True,
-    time_utc="2026-01-02T03:04:05Z",
-)
+ROW = Measurement(
+    op="all_gather_matmul", variant="decomposed", M=4096, N=512, K=4096, dtype="float32", world_size=2,
+    direction="forward", model="llama3-8b", tokens=4096, layer="mlp up", median_ms=95.25, p20_ms=94.5, p80_ms=97.0,
+    total_ms=480.5, rounds=5, rounds_ms=(94.0, 94.5, 95.25, 97.0, 99.75), speedup_vs_unfused=1.625,
+    matmul_fraction=0.96875, tflops=0.125, ceiling_ms=94.0, overlap_efficiency=0.875, gate="passed",
+    max_error=0.00048828, error_ratio=0.0078125, path="decomposed: asked for", machine="cpu-some-2c",
+    cpu='Some, CPU "quoted"', cores=2, links="shared memory", threads=1, backend="gloo", python="3.11.7",
+    torch="2.13.0+cpu", triton="3.7.1", commit="0123456789ab", dirty=True, time_utc="2026-01-02T03:04:05Z",
+)  # fmt: skip
+NUMBERS = [each.name for each in fields(Measurement) if each.default is None]
 REFUSED = replace(
-    ROW,
-    variant="fused",
-    median_ms=None,
-    p20_ms=None,
-    p80_ms=None,
-    total_ms=None,
-    rounds=0,
-    rounds_ms=(),
-    speedup_vs_unfused=None,
-    matmul_fraction=None,
-    tflops=None,
-    ceiling_ms=None,
-    overlap_efficiency=None,
-    gate="3 of 4 elements are wrong,\nthe worst at (0, 1)",
-    max_error=None,
-    error_ratio=None,
-    interpreted=True,
-)
+    ROW, variant="fused", rounds=0, rounds_ms=(), gate="3 of 4 elements are wrong,\nthe worst at (0, 1)",
+    interpreted=True, **dict.fromkeys(NUMBERS),
+)  # fmt: skip
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from typer.testing import CliRunner
 
 from fusedtp import trace
-from fusedtp.bench import theme, timeline_figure
+from fusedtp.bench import theme
 from fusedtp.bench import timeline as recorded
 from fusedtp.bench.cases import Case
 from fusedtp.bench.cli import app
@@ -162,8 +162,8 @@ def test_command(tmp_path: Path) -> None:
         calls = found.calls(schedule)
         assert calls is not None
         # the call that is shown is the middle one
-        assert calls.median == pytest.approx(found.last_ms(schedule), rel=1e-3)
-    for line in timeline_figure.remarks(found):
+        assert calls.median_ms == pytest.approx(found.last_ms(schedule), rel=1e-3)
+    for line in recorded.remarks(found):
         assert " ".join(line.split()) in " ".join(done.output.split())
     assert min(mark.begin_us for mark in found.of("decomposed", "call")) == 0.0
     for bad, message in ((["--schedule", "fused"], "one kernel"), (["--op", "matmul"], "--op must be among")):
@@ -179,17 +179,17 @@ def with_calls(found: Timeline, **ms: tuple[float, ...]) -> Timeline:
 
 def test_a_slower_schedule_is_said_to_be_and_by_what(found: Timeline) -> None:
     """Of the rank that ends last: 70 ms of a product against none, and not the collective, which unfused has."""
-    (said,) = timeline_figure.remarks(found)
+    (said,) = recorded.remarks(found)
     assert re.search(
         r"^decomposed is slower than unfused .*0\.0905 ms, unfused 0\.08\. .*multiplying took 0\.07 ms", said
     )
-    assert timeline_figure.remarks(with_calls(found, unfused=(1.0,), decomposed=(2.0,))) == [said]
+    assert recorded.remarks(with_calls(found, unfused=(1.0,), decomposed=(2.0,))) == [said]
     for own, verdict in (((3.0, 3.1, 3.2), "slower"), ((0.9, 1.0, 1.1), "neither can"), ((0.3, 0.31, 0.32), "faster")):
-        *_, over_all = timeline_figure.remarks(with_calls(found, unfused=(0.95, 1.0, 1.02), decomposed=own))
+        *_, over_all = recorded.remarks(with_calls(found, unfused=(0.95, 1.0, 1.02), decomposed=own))
         assert f"decomposed takes {own[1]:.2f} of the time of unfused" in over_all
         assert f"): {verdict}" in over_all
     with theme.style():
-        drawn = timeline_figure.figure(found)
+        drawn = recorded.figure(found)
         drawn.canvas.draw()
         assert " ".join(drawn.get_supxlabel().split()) == said
         assert drawn.bbox.x0 <= drawn._supxlabel.get_window_extent().x0
@@ -207,14 +207,14 @@ def test_a_slower_schedule_is_said_to_be_and_by_what(found: Timeline) -> None:
 def test_the_reason_is_what_a_schedule_spends_more_of(found: Timeline, kind: str, words: str) -> None:
     marks = [mark for mark in found.marks if mark.kind in ("call", "collective")]
     marks += [Mark("decomposed", 1, kind, 0, 1.0, 80.0)] if kind != "call" else []
-    (said,) = timeline_figure.remarks(Timeline(found.about, tuple(marks)))
+    (said,) = recorded.remarks(Timeline(found.about, tuple(marks)))
     assert re.search(words, said), said
 
 
 def test_one_that_is_faster_or_alone_needs_no_words(found: Timeline) -> None:
     quick = Mark("unfused", 0, "call", -1, 0.0, 200.0)
-    assert timeline_figure.remarks(Timeline(found.about, (*found.marks, quick))) == []
-    assert timeline_figure.remarks(Timeline(found.about, tuple(found.of("decomposed")))) == []
+    assert recorded.remarks(Timeline(found.about, (*found.marks, quick))) == []
+    assert recorded.remarks(Timeline(found.about, tuple(found.of("decomposed")))) == []
 
 
 def test_kept_calls_survive_the_file_and_bad_ones_are_refused(found: Timeline, tmp_path: Path) -> None:

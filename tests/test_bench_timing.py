@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fusedtp.bench import timing
+from fusedtp.bench.intervals import Timing
 from fusedtp.bench.ranks import RankPool
-from fusedtp.bench.timing import LONG_ROUNDS, MAX_ROUNDS, MIN_ROUNDS, Timing, measure
+from fusedtp.bench.timing import LONG_ROUNDS, MAX_ROUNDS, MIN_ROUNDS, measure
 
 CPU = torch.device("cpu")
 

@@ -108,16 +108,16 @@ H100 = "NVIDIA H100 80GB HBM3"
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        (doctor.Found("", 0, 2, True, ""), ("fused is interpreted", "auto takes decomposed")),
-        (doctor.Found("", 0, 2, True, "", table=TABLE), ("fused is interpreted", "by 1 measurements")),
-        (doctor.Found("", 0, 2, False, "rank 1 raised\nTrace"), ("rank 1 raised)", "auto takes unfused")),
-        (doctor.Found(H100, 1, 16, True, ""), (f"1x {H100}", "never timed", "predicted for NVIDIA H100 SXM")),
-        (doctor.Found("NVIDIA RTX A1000", 8, 16, True, ""), ("8x NVIDIA RTX A1000", "auto takes fused")),
-        (doctor.Found(H100, 2, 16, False, "GPU 0 lacks atomics"), ("GPU 0 lacks atomics", "auto takes unfused")),
-        (doctor.Found(H100, 2, 16, True, "", "no C compiler"), ("no C compiler", "auto fails")),
+        (doctor.Findings("", 0, 2, True, ""), ("fused is interpreted", "auto takes decomposed")),
+        (doctor.Findings("", 0, 2, True, "", table=TABLE), ("fused is interpreted", "by 1 measurements")),
+        (doctor.Findings("", 0, 2, False, "rank 1 raised\nTrace"), ("rank 1 raised)", "auto takes unfused")),
+        (doctor.Findings(H100, 1, 16, True, ""), (f"1x {H100}", "never timed", "predicted for NVIDIA H100 SXM")),
+        (doctor.Findings("NVIDIA RTX A1000", 8, 16, True, ""), ("8x NVIDIA RTX A1000", "auto takes fused")),
+        (doctor.Findings(H100, 2, 16, False, "GPU 0 lacks atomics"), ("GPU 0 lacks atomics", "auto takes unfused")),
+        (doctor.Findings(H100, 2, 16, True, "", "no C compiler"), ("no C compiler", "auto fails")),
     ],
 )
-def test_the_verdict_says_what_runs_and_what_auto_takes(found: doctor.Found, said: tuple[str, ...]) -> None:
+def test_the_verdict_says_what_runs_and_what_auto_takes(found: doctor.Findings, said: tuple[str, ...]) -> None:
     assert all(each in found.verdict for each in said), found.verdict
     # unfused always runs, the others where ranks share memory and kernels can be built
     lacking = not found.reached or found.missing

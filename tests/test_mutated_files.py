@@ -23,11 +23,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from fusedtp import trace
-from fusedtp.bench import cases, cli, compare, generated, regress, report, store, timeline, timeline_figure, tracked
+from fusedtp.bench import cases, cli, compare, generated, regress, report, store, timeline
 from fusedtp.bench.cli_tune import show_table
 from fusedtp.bench.frames import frame_of
 from fusedtp.bench.machine import Machine
-from fusedtp.bench.store import Row
+from fusedtp.bench.store import Measurement
 from fusedtp.bench.timeline import Mark, Timeline
 from fusedtp.calls import tuning
 from fusedtp.op import OPS
@@ -35,7 +35,7 @@ from fusedtp.op import OPS
 from .mutations import of_bytes, of_cell, of_json
 from .spread import LARGE
 
-MakeRow = Callable[..., Row]
+MakeRow = Callable[..., Measurement]
 
 EXAMPLES = 1000 if LARGE else 10
 # A command draws for seconds.
@@ -157,7 +157,7 @@ def test_tables_at_their_limits_are_decided() -> None:
         decided(tuning.parse(tuning.dump(tuning.Table({"cpu": "any"}, samples, {2: rates}))))
 
 
-def rows(make_row: MakeRow) -> list[Row]:
+def rows(make_row: MakeRow) -> list[Measurement]:
     found = []
     for direction in ("forward", "backward"):
         for M in (256, 1024):
@@ -172,7 +172,7 @@ def rows(make_row: MakeRow) -> list[Row]:
     return [*found, make_row(variant="unfused", predicted=True, median_ms=2.5, path="predicted for [h100]")]
 
 
-TEXTS = {field.name for field in fields(Row) if str(field.type) == "str"} - {"op", "direction", "dtype"}
+TEXTS = {field.name for field in fields(Measurement) if str(field.type) == "str"} - {"op", "direction", "dtype"}
 
 
 @pytest.mark.parametrize("how", [of_bytes, of_cell])
@@ -200,7 +200,7 @@ def test_rows_at_random(
     assert all("Glyph" in str(each.message) for each in recwarn.list)
 
 
-def used(found: list[Row], right: list[Row]) -> None:
+def used(found: list[Measurement], right: list[Measurement]) -> None:
     """Every table that is made of rows, but for pictures."""
     assert all(row.op in cases.OPS and row.direction in cases.DIRECTIONS for row in found)
     times = [row.median_ms for row in found if row.median_ms is not None]
@@ -246,7 +246,7 @@ def test_timelines(how: Callable[..., Any], make_row: MakeRow, tmp_path: Path) -
             assert found.title()
             assert all(mark.kind in (*trace.KINDS, "call") and 0 <= mark.rank < 2 for mark in found.marks)
             if number % EVERY == 0:
-                timeline_figure.picture(found, tmp_path / "timeline.png")
+                timeline.picture(found, tmp_path / "timeline.png")
         if number % EVERY == 0:
             command("report", table)
 
@@ -260,7 +260,7 @@ def test_baselines(tmp_path: Path) -> None:
     from .saved import saved
 
     path = tmp_path / "regress.json"
-    names = [f"case-{number}-decomposed / {of}" for number in range(3) for of in tracked.REFERENCES]
+    names = [f"case-{number}-decomposed / {of}" for number in range(3) for of in regress.REFERENCES]
     samples = {name: [1.5, 1.25, 1.75] for name in (*names, "decomposed / matmul", "decomposed / unfused")}
     path.write_bytes(saved(samples | {"matmul": [6.5e-3]}, MACHINE))
     content = path.read_bytes()

@@ -16,11 +16,11 @@ from unittest import mock
 import pytest
 from torch.distributed import ProcessGroup
 
-from fusedtp.bench.mixed import OPS
 from fusedtp.bench.ranks import RankError, RankPool
 from fusedtp.workspaces import failures
 from fusedtp.workspaces.steps import HostSteps
 
+from .soak.mixed import OPS
 from .soak.performing import CANNOT_GROW, perform, wrong
 from .soak.programs import AXES, SLOW, STEADY, STEPS, WRONG, program
 from .soak.runs import WEIGHTS, run_programs

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from fusedtp.bench import machine, notes, providers, store
+from fusedtp.bench import machine, providers, store, sweep
 from fusedtp.bench.cases import OPS, Case
 from fusedtp.bench.cli import app
-from fusedtp.bench.store import Row
+from fusedtp.bench.store import Measurement
 
 ADDING = Path(__file__).parent.parent / "docs" / "adding.md"
 SECTION = ADDING.read_text().partition("## A baseline of your own")[2]
@@ -139,7 +139,7 @@ def invoke(*options: str) -> Result:
     return CliRunner().invoke(app, options)
 
 
-def stored(out: Path) -> list[Row]:
+def stored(out: Path) -> list[Measurement]:
     return store.read(out / machine.describe().name / "sweep.csv")
 
 
@@ -198,9 +198,9 @@ def test_help_lists_them(plugged: None) -> None:
 def test_a_launched_rank_that_hangs_says_where_and_ends() -> None:
     code = """
 import time
-from fusedtp.bench import notes
-with notes.bounded(0.5, "a case"):
-    notes.tell("7 forward x")
+from fusedtp.bench import ranks, sweep
+with sweep.bounded(0.5, "a case"):
+    ranks.tell("7 forward x")
     time.sleep(60)
 """
     command = [sys.executable, "-P", "-c", code]
@@ -208,5 +208,5 @@ with notes.bounded(0.5, "a case"):
     assert done.returncode == 1
     assert "a case: no answer within 0.5 s, at 7 forward x" in done.stderr
     assert 'File "<string>", line 6 in <module>' in done.stderr
-    with notes.bounded(60.0, "a case that ends"):
+    with sweep.bounded(60.0, "a case that ends"):
         pass

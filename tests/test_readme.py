@@ -12,7 +12,8 @@ import pandas as pd
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from fusedtp.bench import decode, generated, store
+from fusedtp.bench import generated, store
+from fusedtp.bench.layers import SUITES, decode_table
 from fusedtp.bench.ranks import RankPool
 
 from . import published
@@ -56,6 +57,6 @@ def test_table_of_few_tokens_comes_from_results() -> None:
     frame = pd.read_csv(path)
     assert set(frame.gate) == {"passed"}
     assert {(ranks, tokens) for ranks, tokens in zip(frame.world_size, frame.M, strict=True)} == {
-        (ranks, tokens) for ranks in decode.RANKS for tokens in decode.TOKENS
+        (ranks, tokens) for ranks in SUITES["decode"].world_sizes for tokens, *_ in SUITES["decode"].sizes
     }
-    assert generated.replaced(README, "decode", decode.table(frame)) == README
+    assert generated.replaced(README, "decode", decode_table(frame)) == README

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import typer
 
-from fusedtp.bench import regress, tracked
+from fusedtp.bench import regress
 from fusedtp.bench.machine import Machine
 from fusedtp.bench.regress import CASE_LIMIT, LAUNCHES, SCHEDULE_LIMIT, Measured, NotComparable, excess, judge
 
@@ -31,7 +31,7 @@ def judged(slower: Mapping[str, float], seed: int, num_rounds: int = 32) -> dict
 
 
 def schedules_of(slowdowns: Mapping[str, float]) -> dict[str, float]:
-    return {name: by for name, by in slowdowns.items() if name in tracked.schedules(0)}
+    return {name: by for name, by in slowdowns.items() if name in regress.schedules(0)}
 
 
 def test_ids_are_those_that_are_stored() -> None:
@@ -43,10 +43,10 @@ def test_ids_are_those_that_are_stored() -> None:
         for schedule in ("unfused", "decomposed")
     ] == IDS
     for gpus in (0, 1, 2, 3, 8):
-        ids = [each.id(schedule) for each in tracked.cases(gpus) for schedule in tracked.schedules(gpus)]
+        ids = [each.id(schedule) for each in regress.cases(gpus) for schedule in regress.schedules(gpus)]
         assert len(set(ids)) == len(ids)
         assert any(key.endswith("-fused") for key in ids) is (gpus > 0)
-        assert max(each.case.world_size for each in tracked.cases(gpus)) == (2 if gpus in (0, 2, 3) else gpus)
+        assert max(each.case.world_size for each in regress.cases(gpus)) == (2 if gpus in (0, 2, 3) else gpus)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -95,7 +95,7 @@ class Launches:
 
     def __call__(self, folder: Path, launches: int, plant: str, against: Path | None = None) -> Path:
         slower = {**self.slower[min(self.num_calls, len(self.slower) - 1)]}
-        slower |= regress.planted(plant, tracked.schedules(0))
+        slower |= regress.planted(plant, regress.schedules(0))
         self.num_calls += 1
         self.shown += against is not None
         found = [noisy(slower, 10 * self.num_calls + each) for each in range(launches)]
@@ -108,7 +108,7 @@ class Launches:
 def session(monkeypatch: pytest.MonkeyPatch) -> None:
     """On HERE, without GPUs."""
     monkeypatch.setattr(regress, "describe", lambda: HERE)
-    monkeypatch.setattr(tracked, "num_gpus", lambda: 0)
+    monkeypatch.setattr(regress, "num_gpus", lambda: 0)
 
 
 OPTIONS: dict[str, Any] = {"baseline": None, "save_baseline": False, "plant": "", "repeat": 1}
@@ -205,7 +205,7 @@ def test_every_committed_baseline_is_one_of_its_machine() -> None:
         machine = Machine(**{"commit": "", "dirty": False} | about)
         assert path.parent.name == machine.name
         gpus = machine.num_gpus
-        regress.check_cases(regress.read(path, machine), tracked.keys_of(tracked.cases(gpus), tracked.schedules(gpus)))
+        regress.check_cases(regress.read(path, machine), regress.keys_of(regress.cases(gpus), regress.schedules(gpus)))
 
 
 @pytest.mark.parametrize(
@@ -323,9 +323,9 @@ def test_session_stores_then_passes_then_finds_what_is_planted(
 )
 def test_what_cannot_be_planted(text: str) -> None:
     with pytest.raises(ValueError, match="--plant takes SCHEDULE=FACTOR"):
-        regress.planted(text, tracked.schedules(0))
+        regress.planted(text, regress.schedules(0))
 
 
 def test_planted_factors() -> None:
-    assert regress.planted("", tracked.schedules(0)) == {}
-    assert regress.planted("unfused=1.5,decomposed=1.3", tracked.schedules(0)) == {"unfused": 1.5, "decomposed": 1.3}
+    assert regress.planted("", regress.schedules(0)) == {}
+    assert regress.planted("unfused=1.5,decomposed=1.3", regress.schedules(0)) == {"unfused": 1.5, "decomposed": 1.3}

@@ -22,12 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fusedtp.bench.mixed import OPS, Call, Operands, draw
 from fusedtp.bench.ranks import RankPool
 from fusedtp.schedules import decomposed
 from fusedtp.schedules import local as padding
 from fusedtp.schedules.verbs import Product
 from fusedtp.workspaces import generation, registry
+
+from .soak.mixed import OPS, Call, Operands, draw
 
 STEP = 32
 CPU = torch.device("cpu")

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import fusedtp
-from fusedtp.bench.mixed import DTYPES, OPS, Operands, draw
 from fusedtp.bench.ranks import RankError, RankPool
 
 from .soak.endurance import NOISE_BYTES, Sample, check_flat, check_wrapped, delay, growth
+from .soak.mixed import DTYPES, OPS, Operands, draw
 from .soak.runs import SAMPLES, soak
 
 CALLS = [draw(random.Random(f"here/{number}"), 3) for number in range(200)]

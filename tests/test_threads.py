@@ -14,12 +14,12 @@ from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp import locks
-from fusedtp.bench.mixed import Call, Operands, draw
 from fusedtp.bench.ranks import RankPool
 from fusedtp.kernels import signal
 from fusedtp.workspaces import registry
 
 from .beside import CPU, Flags, InThread, X, own_group, until
+from .soak.mixed import Call, Operands, draw
 
 
 def mixed(seed: int, world_size: int, number: int) -> list[Call]:

@@ -7,12 +7,12 @@ from statistics import median
 
 import torch
 
-from fusedtp.bench import tracked
+from fusedtp.bench import regress
 from fusedtp.bench.jobs import Job
 from fusedtp.bench.ranks import RankPool
+from fusedtp.bench.regress import Tracked
 from fusedtp.bench.sweep import run_job
 from fusedtp.bench.timing import slowed
-from fusedtp.bench.tracked import Tracked
 
 
 def test_what_is_planted_takes_that_much_longer() -> None:
@@ -29,14 +29,14 @@ def test_what_is_planted_takes_that_much_longer() -> None:
 
 def test_rounds_on_ranks(pool: RankPool) -> None:
     variants = ("matmul", "unfused", "decomposed")
-    small = Tracked(tracked.Case("matmul_reduce_scatter", 64, 64, 64, "float32", 2), "both")
+    small = Tracked(regress.Case("matmul_reduce_scatter", 64, 64, 64, "float32", 2), "both")
     job = Job(small.case, variants, True, rounds=5, directions=(small.direction,))
     first, second = pool.run(run_job, job, {"decomposed": 40.0}, world_size=2)
     assert first == second
     times = {outcome.variant: outcome.timing.rounds_ms for outcome in first if outcome.timing}
     assert tuple(times) == variants
     assert all(len(each) == 5 and min(each) > 0 for each in times.values())
-    found = tracked.samples_of([{small: times}], variants[1:])
+    found = regress.samples_of([{small: times}], variants[1:])
     pairs = [("unfused", "matmul"), ("decomposed", "matmul"), ("decomposed", "unfused")]
     assert list(found)[:3] == [f"{small.id(schedule)} / {reference}" for schedule, reference in pairs]
     assert list(found)[3:] == [*(f"{schedule} / {reference}" for schedule, reference in pairs), "matmul"]

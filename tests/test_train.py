@@ -10,12 +10,12 @@ import torch
 
 from fusedtp.bench import train as training
 from fusedtp.bench.ranks import RankPool
-from fusedtp.bench.train import Decoder, Settings, sharded, train
+from fusedtp.bench.train import TrainedDecoder, Training, sharded, train
 from fusedtp.recipes import NAMES
 
 from .torchao_linears import converted
 
-SMALL = Settings(vocabulary=16, hidden=32, intermediate=48, heads=2, blocks=1, sequence=12, batch=4, steps=8)
+SMALL = Training(vocabulary=16, hidden=32, intermediate=48, heads=2, blocks=1, sequence=12, batch=4, steps=8)
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def reference() -> list[float]:
 
 @pytest.mark.parametrize(("schedule", "steps"), [("unfused", 8), ("decomposed", 8), ("fused", 2)])
 def test_losses_equal_one_process(pool: RankPool, reference: list[float], schedule: str, steps: int) -> None:
-    settings = Settings(**{**vars(SMALL), "steps": steps})
+    settings = Training(**{**vars(SMALL), "steps": steps})
     curves = pool.run(sharded, settings, 2, schedule, timeout=400)
     assert all(curve == curves[0] for curve in curves)
     # Sums in another order change the last bits of a float32; eight steps of Adam do not make more of it than this.
@@ -42,7 +42,9 @@ def test_it_learns_in_float8(pool: RankPool) -> None:
         assert losses[-1] < losses[0] - 0.5
         assert bool(((losses - expected).abs() <= 0.02 * expected).all()), recipe
         if recipe == "rowwise":
-            with mock.patch.object(training, "Decoder", lambda *given: converted(Decoder(*given), "rowwise", "blocks")):
+            with mock.patch.object(
+                training, "TrainedDecoder", lambda *given: converted(TrainedDecoder(*given), "rowwise", "blocks")
+            ):
                 theirs = torch.tensor(train(settings))
             assert bool(((losses - theirs).abs() <= 0.02 * theirs).all())
             assert not torch.equal(theirs, expected)
@@ -55,6 +57,6 @@ def test_it_learns(reference: list[float]) -> None:
 
 def test_another_seed_is_another_run(reference: list[float]) -> None:
     torch.manual_seed(1)
-    first = next(Decoder(SMALL).parameters()).detach().clone()
-    assert not torch.equal(first, next(Decoder(SMALL).parameters()))
-    assert train(Settings(**{**vars(SMALL), "steps": 1, "seed": 1}))[0] != reference[0]
+    first = next(TrainedDecoder(SMALL).parameters()).detach().clone()
+    assert not torch.equal(first, next(TrainedDecoder(SMALL).parameters()))
+    assert train(Training(**{**vars(SMALL), "steps": 1, "seed": 1}))[0] != reference[0]

@@ -13,14 +13,13 @@ from torch.distributed.tensor import Replicate, Shard
 
 import fusedtp
 from fusedtp import FusedColwiseParallel, FusedRowwiseParallel, RanksDisagree
-from fusedtp.bench.logprobs import compare
 from fusedtp.bench.ranks import RankPool
-from fusedtp.bench.train import Settings
+from fusedtp.bench.train import Training, compare_bits
 from fusedtp.styles.decoders import decoder_plan
 
 from .test_decoders import decoder, mesh_of
 
-SMALL = Settings(vocabulary=16, hidden=16, intermediate=32, blocks=1, sequence=8)
+SMALL = Training(vocabulary=16, hidden=16, intermediate=32, blocks=1, sequence=8)
 needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 
 
@@ -28,8 +27,8 @@ needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reaso
 def test_log_probabilities_on_any_number_of_ranks_and_in_a_batch(order: str) -> None:
     """As `fusedtp train` shows them; in the usual order they differ somewhere."""
     world_sizes = (1, 2, 4) if order == "tree" else (1, 4)
-    settings = Settings(**(vars(SMALL) | {"order": order}))
-    found = compare(settings, world_sizes)
+    settings = Training(**(vars(SMALL) | {"order": order}))
+    found = compare_bits(settings, world_sizes)
     assert [(ranks, batch) for ranks, batch, *_ in found] == [(n, batch) for n in world_sizes for batch in (1, 8)]
     assert all(same == (far == 0) for *_, same, far in found)
     if order == "tree":

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from typer.testing import CliRunner
 
 import fusedtp
-from fusedtp.bench import cli_tune_kernels, tune_kernels
+from fusedtp.bench import cli_tune, tune_kernels
 from fusedtp.bench.cases import Case
 from fusedtp.bench.cli import app
 from fusedtp.bench.ranks import RankPool
@@ -188,7 +188,7 @@ def test_a_search(pool: RankPool, op: str) -> None:
     assert tuning.parse(tuning.dump(table(entry))).kernels == (entry,)
 
 
-def planted(group: ProcessGroup, op: str) -> tune_kernels.Found:
+def planted(group: ProcessGroup, op: str) -> tune_kernels.TileSearch:
     """A search in which every tile but the table's gives wrong results, on one rank alone."""
     from fusedtp.kernels import gather_matmul, matmul_all_reduce, matmul_scatter
 
@@ -235,7 +235,7 @@ def test_the_command_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     def tuned_cases(cases: list[Case], *, done: Callable[[Any], None], **_: Any) -> list[Case]:
         asked.extend(cases)
-        done(tune_kernels.Found(cases[0], "a", "a", None, 1.0, 1.0, 1.0))
+        done(tune_kernels.TileSearch(cases[0], "a", "a", None, 1.0, 1.0, 1.0))
         return cases[1:]
 
     monkeypatch.setattr(tune_kernels, "tune_kernels", tuned_cases)
@@ -245,7 +245,7 @@ def test_the_command_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "nothing is kept" in result.output
     assert "2 of 3 sizes were not reached" in result.output
     assert not out.exists()
-    assert {(each.M, each.N, each.K) for each in asked} == {cli_tune_kernels.TINY}
+    assert {(each.M, each.N, each.K) for each in asked} == {cli_tune.TINY}
     asked.clear()
     given = ["--shape", "24,20,16", "--shape", "48,20,16", "--world-size", "2", "--out", str(out)]
     result = CliRunner().invoke(app, ["tune", "--kernels", *given])
@@ -264,14 +264,14 @@ def test_what_was_found_is_kept_at_once_and_not_searched_again(tmp_path: Path, m
 
     def tune(cases: list[Case], *, done: Callable[[Any], None], **_: Any) -> list[Case]:
         searched.append(cases)
-        done(tune_kernels.Found(cases[0], "a", "b", SMALL._asdict(), 1.0, 2.0, 1.9))
+        done(tune_kernels.TileSearch(cases[0], "a", "b", SMALL._asdict(), 1.0, 2.0, 1.9))
         return cases[1:]
 
     monkeypatch.setattr(tune_kernels, "tune_kernels", tune)
     machine = tuning.identity() | {"num_gpus": 2}
     monkeypatch.setattr(tuning, "identity", lambda: machine)
     for _ in range(3):
-        cli_tune_kernels.tune(cases, out, machine, seconds=1, again=False, console=console)  # type: ignore[arg-type]
+        cli_tune.tune_tiles(cases, out, machine, seconds=1, again=False, console=console)  # type: ignore[arg-type]
     assert searched == [cases, cases[1:]]
     known, _, _ = tuning.load(out)
     assert known is not None

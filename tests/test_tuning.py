@@ -24,11 +24,11 @@ from fusedtp.bench import tune
 from fusedtp.bench.cases import FLOAT8, OPS, Case
 from fusedtp.bench.cli import app
 from fusedtp.bench.cli_tune import noisy, show_table
+from fusedtp.bench.intervals import Timing
 from fusedtp.bench.jobs import Job
 from fusedtp.bench.ranks import RankPool
-from fusedtp.bench.rows import Outcome
+from fusedtp.bench.store import Outcome
 from fusedtp.bench.sweep import run_job
-from fusedtp.bench.timing import Timing
 from fusedtp.calls import tuning
 from fusedtp.calls.tuning import Sample, Table
 from fusedtp.cost.hardware import HARDWARE

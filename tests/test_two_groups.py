@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp.bench.mixed import Call, Operands, draw
 from fusedtp.bench.ranks import RankPool
 
 from .soak.endurance import delay
+from .soak.mixed import Call, Operands, draw
 from .spread import LARGE
 
 EXAMPLES = 1000 if LARGE else 24

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp import reference
-from fusedtp.bench import gpu_items, gpu_ranks
+from fusedtp.bench import gpu, gpu_ranks
 from fusedtp.bench.gpu_cases import ERROR, PASSED, WRONG
 from fusedtp.bench.ranks import RankPool
 from fusedtp.workspaces import registry
@@ -144,7 +144,7 @@ def test_the_gpu_command_ends_in_time_with_a_row_an_item(tmp_path: Path) -> None
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert time.monotonic() - begin < 560, done.stdout[-2000:]
     rows = pd.concat(map(pd.read_csv, tmp_path.glob("gpu-*.csv")))
-    assert set(rows.item) >= set(gpu_items.PLAN)
+    assert set(rows.item) >= set(gpu.PLAN)
     failed = rows[rows.status.isin([WRONG, ERROR])]
     assert failed.empty, failed[["item", "case", "variant", "status", "detail"]].to_string()
     assert (rows.status == PASSED).sum() > 90

@@ -17,7 +17,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp.bench.mixed import Call, Operands, draw
+
+from .mixed import Call, Operands, draw
 
 # Ranks on fewer cores, interpreted kernels among them: a peer may be late, but not this late.
 WAIT_SECONDS = 120.0

@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp.bench.mixed import Call, Operands
 
 from . import strikes
+from .mixed import Call, Operands
 from .programs import AXES, Step, probe, program
 
 # The budget of calls that nothing is wrong with, ranks being on fewer cores, and of those in which something may be.

@@ -12,8 +12,9 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from fusedtp.bench.mixed import DTYPES, MATMULS, WEIGHTS, Call, draw
 from fusedtp.shards import even_sizes
+
+from .mixed import DTYPES, MATMULS, WEIGHTS, Call, draw
 
 STEPS = 40
 
