@@ -111,7 +111,9 @@ TREE_FRACTION = _TILES[2][2]
 
 
 class Model:
-    # One share on one machine. Times are microseconds, so 1 GB/s is 1e3 bytes per unit of time.
+    """Times of one rank's matmul and its communication on one machine, in microseconds."""
+
+    # 1 GB/s is 1e3 bytes per microsecond.
     def __init__(
         self, work: Work, machine: Hardware, matmul_us: float | None = None, kernel_matmul_us: float | None = None
     ) -> None:
