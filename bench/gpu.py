@@ -2,11 +2,13 @@
 
 The command runs the items of `PLAN` in order, each a function of a `Run` in a process of its own, with a time of its
 own. A process that dies, as after an illegal memory access, is followed by one behind the case that it died in. The run
-ends in time, and every item has a row.
+ends in time, and every item has a row. Behind the first item, as many processes as there are cores compile the kernels
+that the timed items launch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import ctypes
 import itertools
@@ -27,6 +29,7 @@ import torch
 import triton
 import typer
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from fusedtp.kernels.choices import Choice, applied
 from fusedtp.kernels.launch import config_for
@@ -375,6 +378,8 @@ Check: TypeAlias = tuple[Callable[..., object], tuple[Any, ...]]
 
 def on_ranks(run: Run, dtype: str, checks: Mapping[str, Check]) -> None:
     """Run checks on two ranks that share the GPU: by name a function of `gpu_ranks` and its arguments."""
+    if run.share is not None:
+        return
     with RankPool(2, timeout=RANKS_SECONDS) as pool:
         for name, (check, given) in checks.items():
             run.ask(name, partial(pool.run, check, *given), dtype=dtype, world_size=2)
@@ -431,29 +436,32 @@ def doctor(run: Run) -> None:
 
 
 class Item(NamedTuple):
-    """One line of the plan, and its time."""
+    """One line of the plan: its time, and whether it launches kernels that are compiled beforehand."""
 
     seconds: float
     work: Callable[[Run], None]
     what: str
+    compiles: bool = False
 
 
 PLAN = {
     "versions": Item(20, versions, "versions, fabric, multicast; one matmul in float32 and in bfloat16"),
-    "matmul": Item(55, matmul, "own matmul beside torch.mm, Llama 3 and few rows; all dtypes against float64"),
-    "tiles": Item(90, tiles, "six tiles at five sizes beside torch.mm"),
-    "hooks": Item(80, hooks, "fused kernels, signals raised before, beside the own matmul; float8"),
-    "pushers": Item(30, pushers, "gather of the own rows with 0, 8, 16 and 33 pushing programs"),
+    "matmul": Item(55, matmul, "own matmul beside torch.mm, Llama 3 and few rows; all dtypes against float64", True),
+    "tiles": Item(90, tiles, "six tiles at five sizes beside torch.mm", True),
+    "hooks": Item(80, hooks, "fused kernels, signals raised before, beside the own matmul; float8", True),
+    "pushers": Item(30, pushers, "gather of the own rows with 0, 8, 16 and 33 pushing programs", True),
     "ranks": Item(120, ranks, "two ranks on the one GPU: ops, layers, gradients, graphs, a missing peer"),
-    "link": Item(45, link, "a peer in pinned host memory, its rows copied beside the matmul"),
+    "link": Item(45, link, "a peer in pinned host memory, its rows copied beside the matmul", True),
     "memcheck": Item(40, memcheck, "kernels at 256 x 256 x 256 under compute-sanitizer"),
-    "float16": Item(60, float16, "fused kernels and layers in float16"),
+    "float16": Item(60, float16, "fused kernels and layers in float16", True),
     "trees": Item(40, trees, "sums in the order of a tree, on two ranks"),
     "doctor": Item(40, doctor, "fusedtp doctor"),
 }
 
 # What ending the run may take; what an item needs to begin.
 END_SECONDS, LEAST_SECONDS = 5.0, 6.0
+# How long kernels are compiled before the timed items, and the name of these rows.
+COMPILE_SECONDS, KERNELS = 45.0, "kernels"
 # Processes of one item.
 MAX_STARTS = 3
 ENVIRONMENT = {
@@ -461,6 +469,34 @@ ENVIRONMENT = {
     # Deterministic mode, which poisons fresh memory, asks cuBLAS for it.
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }  # fmt: skip
+
+
+def compile_share(group: ProcessGroup, items: Sequence[str], path: Path, shared: Mapping[str, object]) -> int:
+    """Compile this process's share of the items' kernels, into Triton's cache; return how many there were."""
+    compiled: list[bool] = []
+    triton.knobs.compilation.listener = lambda *, cache_hit, **_: compiled.append(not cache_hit)
+    run = Run(RowsFile(path, shared), KERNELS, share=(group.rank(), group.size()))
+    for run.item in items:
+        with contextlib.suppress(ItemEnded):
+            PLAN[run.item].work(run)
+    return sum(compiled)
+
+
+def compile_kernels(items: Sequence[str], rows: RowsFile, shared: Mapping[str, str], end: float) -> None:
+    """Compile the kernels of the timed items, in a process a core; an item compiles what is not ready in time."""
+    items = [item for item in items if PLAN[item].compiles]
+    if not torch.cuda.is_available() or not items:
+        rows.add(NOT_RUN, item=KERNELS, detail="nothing is compiled beforehand")
+        return
+    begin, count = time.monotonic(), len(os.sched_getaffinity(0))
+    seconds = min(COMPILE_SECONDS, end - begin)
+    with RankPool(count, env=ENVIRONMENT, timeout=seconds) as pool:
+        try:
+            found = sum(pool.run(compile_share, items, rows.path, shared))
+        except RankError as error:
+            rows.add(CUT, item=KERNELS, detail=str(error).splitlines()[0])
+            return
+    rows.add(item=KERNELS, detail=f"{found} kernels in {count} processes, {time.monotonic() - begin:.0f} s")
 
 
 def work(_: object, item: str, path: Path, shared: Mapping[str, object], first: int, dry_run: bool) -> None:
@@ -514,10 +550,15 @@ def run_all(items: Sequence[str], out: Path, end: float, *, dry_run: bool, commi
     shared |= {"run": now(), "machine": here.name, "commit": commit or here.commit}
     print(*(f"{name} {value}" for name, value in shared.items() if value), sep=", ")
     with forks.kept():
-        for item in items:
+        # Behind an item that is told first, if it compiles little itself.
+        place = 0 if PLAN[items[0]].compiles else 1
+        for item in (*items[:place], KERNELS, *items[place:]):
             rows, begin = RowsFile(out / f"gpu-{item}.csv", shared), time.monotonic()
             before = rows.path.stat().st_size
-            run_item(item, rows, shared, end, dry_run=dry_run)
+            if item == KERNELS:
+                compile_kernels(items, rows, shared, end)
+            else:
+                run_item(item, rows, shared, end, dry_run=dry_run)
             with rows.path.open() as file:
                 file.seek(before)
                 counts = Counter(row["status"] for row in csv.DictReader(file, COLUMNS))

@@ -6,6 +6,7 @@ A failed check is WRONG in a row, any other exception ERROR, and neither costs t
 from __future__ import annotations
 
 import csv
+import faulthandler
 import io
 import itertools
 import re
@@ -19,6 +20,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from fusedtp.kernels.loading import only_loading
+
 from . import preset
 from .operands import device_here
 from .oracle import accumulate_in_float32
@@ -27,6 +30,8 @@ from .store import cell, now
 from .timing import measure
 
 PASSED, WRONG, ERROR, NOT_RUN, CUT, NOT_REACHED = "passed", "WRONG", "ERROR", "not run", "cut", "not reached"
+# A case that takes longer ends its process: the next one goes on behind it.
+CASE_SECONDS = 60.0
 # Failures alike that end an item.
 MAX_ALIKE = 3
 # No size of a dry run is larger.
@@ -88,10 +93,15 @@ class ItemEnded(Exception):
 
 
 class Run:
-    """One process's work: the cases of an item from `first` on."""
+    """One process's work: the cases of an item from `first` on.
 
-    def __init__(self, rows: RowsFile, item: str, *, first: int = 0, dry_run: bool = False) -> None:
-        self.rows, self.item, self.dry_run, self.device = rows, item, dry_run, device_here()
+    share: (i, n) of a process that only compiles, every n-th case from the i-th on.
+    """
+
+    def __init__(
+        self, rows: RowsFile, item: str, *, first: int = 0, share: tuple[int, int] | None = None, dry_run: bool = False
+    ) -> None:
+        self.rows, self.item, self.share, self.dry_run, self.device = rows, item, share, dry_run, device_here()
         self.number, self._first = -1, first
         self._alike: Counter[str] = Counter()
         self._seen: set[object] = set()
@@ -99,21 +109,25 @@ class Run:
 
     def _attempt(self, work: Callable[[dict[str, Any]], object], **shape: object) -> None:
         # Give `work` the columns of a case that is this process's and new. An exception becomes a row.
-        key = (*shape.values(),)
+        key = (self.item, *shape.values())
         if key in self._seen:
             return
         self._seen.add(key)
         self.number += 1
-        if self.number < self._first:
+        if self.number < self._first or (self.share and self.number % self.share[1] != self.share[0]):
             return
-        tell(f"{self.number} {' '.join(map(str, key))}")
+        tell(f"{self.number} {' '.join(map(str, key[1:]))}")
         columns = {"item": self.item, "case": self.number, "dry_run": self.dry_run, **shape}
+        if self.share is None:
+            faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)
         try:
             work(columns)
         except ItemEnded:
             raise
         except Exception as error:
             self.failed(columns, error)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
     def failed(self, columns: Mapping[str, Any], error: Exception) -> None:
         """Add the row of a failed check, or of another exception; print the traceback.
@@ -148,6 +162,13 @@ class Run:
         M, N, K = (min(n, DRY_SIZE) for n in size) if self.dry_run else size
 
         def work(columns: dict[str, Any]) -> None:
+            if self.share is not None:
+                with only_loading():
+                    for variant in make(M, N, K, 0).values():
+                        variant.launch()
+                # As many processes as there are cores have one device's memory.
+                torch.cuda.empty_cache()
+                return
             draws = [make(M, N, K, seed) for seed in range(2 if timed else 1)]
             checked: dict[str, Checked] = {}
 
@@ -196,5 +217,6 @@ class Run:
                 for name, found in times.items()}  # fmt: skip
 
     def ask(self, op: str, answer: Callable[[], object], **shape: object) -> None:
-        """Add a row with what `answer` returns, in words."""
-        self._attempt(lambda columns: self.rows.add(detail=str(answer())[:2000], **columns), op=op, **shape)
+        """Add a row with what `answer` returns, in words, unless this process only compiles."""
+        if self.share is None:
+            self._attempt(lambda columns: self.rows.add(detail=str(answer())[:2000], **columns), op=op, **shape)

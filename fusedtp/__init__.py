@@ -1,6 +1,6 @@
 """Tensor-parallel matmuls fused with their collectives.
 
-`import fusedtp` loads torch and nothing heavier: schedules, Triton and the benchmark's libraries come on first use.
+`import fusedtp` loads torch and nothing heavier: schedules, Triton and the benchmark's libraries load on first use.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ _STYLES = {
 
 
 def __getattr__(name: str) -> Any:
-    # The workspace brings Triton in, which an import of the package must not.
+    # The workspace imports Triton, which importing the package must not.
     if name in ("check", "destroy", "set_timeout"):
         from .workspaces import registry
 
         return getattr(registry, name)
-    # The styles bring DTensor in.
+    # The styles import DTensor.
     if name in _STYLES:
         from importlib import import_module
 

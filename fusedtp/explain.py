@@ -1,8 +1,8 @@
-"""Costs of a sharding in words: the steps of a matmul and its gradients, bytes and FLOPs, and the table of layers.
+"""Costs of a sharding in words: steps, bytes and FLOPs of a matmul and its gradients, and the table of layers.
 
-Everything is read off the plans. Bytes are those that one rank sends, FLOPs those that it computes, a multiply and an
-add counting as two. Without sizes both are formulas, in which an axis stands for its number of ranks. With hardware the
-cost model predicts a time for every step.
+Everything is read from the plans. Bytes are those that one rank sends, FLOPs those that one rank computes; a multiply
+and an add count as two. Without sizes both are formulas, in which an axis stands for its number of ranks. With hardware
+the cost model predicts a time for every step.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _FORMULAS = {"y": "y = x @ w", "dx": "dx = dy @ w.T", "dw": "dw = x.T @ dy"}
 class Line:
     """One step of a plan.
 
-    - `amount`: a formula of the elements that a rank sends, or of the matmul's FLOPs.
-    - `sent`, `flops`: need sizes.
-    - `predicted`: the cost model's times, needs hardware too. A fused matmul has those of both steps together.
+    - `amount`: formula of the elements that a rank sends, or of the matmul's FLOPs.
+    - `sent`, `flops`: bytes and FLOPs of one rank; None without sizes.
+    - `predicted`: the cost model's times; needs hardware too. For a fused matmul, those of both steps together.
     """
 
     step: Step
@@ -73,7 +73,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Phase:
-    """One matmul: its formula, its notation, the steps in the order in which they run, and the reason for them."""
+    """One matmul: its formula, its notation, its steps in the order in which they run, and the reason for them."""
 
     formula: str
     notation: str
@@ -96,7 +96,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Three matmuls of a spec; `str` prints them. `given` repeats sizes, mesh, dtype and hardware."""
+    """The three matmuls of a spec, as `str` prints them; `given` repeats sizes, mesh, dtype and hardware."""
 
     spec: Spec
     given: str
@@ -110,7 +110,7 @@ class Explanation:
 
 @dataclass(frozen=True)
 class CommunicationRow:
-    """Row of the communication table: the communication of each of the three matmuls of `notation`."""
+    """Row of the communication table: the collectives of each of the three matmuls of `notation`."""
 
     name: str
     notation: str
@@ -129,12 +129,12 @@ def explain(
     flops_per_byte: float | None = None,
     start_bytes: int | None = None,
 ) -> Explanation:
-    """Explain a spec, or a layer by its name, one of `NAMED` of this module; arguments and errors are those of `plan`.
+    """Explain a spec, or a layer by its name, one of `NAMED` of this module; `str` of the result is the text.
 
-    `hardware` is a name of `fusedtp.cost.hardware.HARDWARE`. With it steps have predicted times, and the plan weighs
-    bytes by that machine unless told otherwise. Raises ValueError for another name, and for hardware without sizes.
+    `hardware` is a name of `fusedtp.cost.hardware.HARDWARE`. If given, steps have predicted times, and the plan weighs
+    bytes against FLOPs by that machine unless told otherwise. The other arguments and errors are those of `plan`.
 
-    `str` of the result is the text.
+    Raises ValueError for an unknown hardware name, and for hardware without sizes.
     """
     spec = parse(str(spec) if isinstance(spec, Spec) else NAMED.get(spec, spec) if isinstance(spec, str) else spec)
     machine = None if hardware is None else find(hardware)

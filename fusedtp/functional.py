@@ -1,9 +1,9 @@
-"""The functions to import: a linear layer joined to a collective (the collectives alone: `collectives`).
+"""Functions to import: a linear layer fused with a collective (the collectives alone: `collectives`).
 
-Weights follow torch.nn.Linear, [N, K] with y = x @ weight.T + bias. In shapes M is rows, K input features, N output
-features, _X marks the dimension that is split over the ranks; M may stand for several leading dimensions.
+Weights follow torch.nn.Linear: weight [N, K], y = x @ weight.T + bias. M is rows, K input features, N output features.
+_X marks the dim that is split over the ranks. M may stand for several leading dims.
 
-    sharded_matmul           anything that the notation can write; operands lie as the spec says, so w is [K, N]
+    sharded_matmul           any matmul that the notation can write; operands lie as the spec says, so w is [K, N]
     all_gather_linear        x [M_X, K], weight [N, K] -> [M, N];    gather_dim=-1: x [M, K_X], weight [N, K] -> [M, N]
                              and several weights at once
     linear_reduce_scatter    x [M, K_X], weight [N, K_X] -> [M_X, N];  scatter_dim=-1: -> [M, N_X]
@@ -11,8 +11,8 @@ features, _X marks the dimension that is split over the ranks; M may stand for s
     fsdp_linear              x [M_X, K], weight [N_X, K] -> [M_X, N]
 
 Arguments are checked once, before anything is sent (`arguments`): ranks with the same mistake raise the same error, and
-none waits. Ops over shared memory compare what the ranks mean (`workspaces.agreement`), above all `sizes`, which each
-rank takes from its own tensors where it is not given. Under torch.autocast operands are cast as F.linear's.
+none waits. Ops over shared memory also compare the ranks' calls (`workspaces.agreement`), above all `sizes`, which each
+rank takes from its own tensors by default. Under torch.autocast, operands are cast like those of F.linear.
 """
 
 from __future__ import annotations
@@ -48,16 +48,21 @@ def sharded_matmul(
     producer: str = "auto",
     float8: Float8 | None = None,
 ) -> Tensor:
-    """The matmul that `spec` writes down, differentiable: `"[M_X, K] @ [K, N_X] -> [M, N_X]"`.
+    """Multiply a and b as `spec` says, for example "[M_X, K] @ [K, N_X] -> [M, N_X]"; differentiable.
 
-    a and b are this rank's shards, the result is its shard of c. The spec's axes are dimension names of `mesh`. `sizes`
-    gives dims that cannot be read off the shards: the global length, split like `torch.tensor_split`, or the length on
-    every rank of the axis that splits the dim first. By default a dim has the length of a whole copy on this rank, or
-    else this rank's part times the number of ranks; uneven shards need `sizes`. The steps are planned by bytes and
-    FLOPs; `fusedtp.explain` shows them. `float8`: as in `all_gather_linear`.
+        c = a @ b        sharded as `spec` says
+        da = dc @ b.T    sharded like a
+        db = a.T @ dc    sharded like b
 
-    Raises NotationError for a spec without a plan, ValueError or TypeError for arguments that do not fit it.
-    `schedule`, `producer` and other errors as in `all_gather_linear`.
+    - `a`, `b`: this rank's shards. The result is this rank's shard of c.
+    - `spec`: its axes are dimension names of `mesh`. `fusedtp.explain` shows its steps, planned by bytes and FLOPs.
+    - `sizes`: by dim, the global length, split like `torch.tensor_split`, or the length on every rank of the axis that
+      splits the dim first. By default a dim is as long as a whole copy on this rank, or as this rank's part times the
+      number of ranks. Uneven shards need `sizes`.
+    - `schedule`, `producer`, `float8`: as in `all_gather_linear`.
+
+    Raises NotationError for a spec without a plan, ValueError or TypeError for arguments that do not fit `spec`, and
+    the other errors of `all_gather_linear`.
     """
     a, b = arguments.autocast(a, b)
     arguments.check_tensor("a", a)
@@ -131,37 +136,49 @@ def all_gather_linear(
     float8: Float8 | None = None,
     order: Order = RANK_ORDER,
 ) -> Tensor | tuple[Tensor, ...]:
-    """`F.linear(all_gather(x, gather_dim), weight, bias)` in one op, differentiable.
+    """Compute `F.linear(all_gather(x, gather_dim), weight, bias)` in one op, differentiable.
 
-    x [..., K] is this rank's shard along `gather_dim`, weight [N, K] and bias [N] are this rank's own; the result is
-    [..., N] with the whole of `gather_dim`. gather_dim=-1 gathers the features: x [..., sizes[rank]] against a weight
-    [N, sum(sizes)]. `sizes` is the length on every rank, by default this rank's length on all. A gathered dim that is
-    neither first nor last comes back as a transposed view. Backward: dx is reduce-scattered, x is gathered again for
-    dw. `producer` says how `fused` sends x: auto, push (by programs of the kernel), copy (by the copy engine, which a
-    graph capture cannot take), or multicast (pushed once, to all ranks, where NVLink's switch can).
+        y  = all_gather(x) @ weight.T + bias    [.., N], whole along `gather_dim`
+        dx = reduce_scatter(dy @ weight)        like x
+        dw = dy.T @ all_gather(x)               like weight; x is gathered again
+        db = sum of dy over its rows            [N]
 
-    Of several weights, a sequence, with as many biases or None, there is a tuple of results. x is gathered once for all
-    of them, in backward too, where the sum of their dx is scattered once. The weights may be of any number of rows, and
-    are neither copied nor put together.
+    - `x`: [.., K], this rank's shard along `gather_dim`. With `gather_dim=-1`: [.., sizes[rank]].
+    - `weight`, `bias`: [N, K] and [N], this rank's own. With `gather_dim=-1` weight is [N, sum(sizes)].
+    - `gather_dim`: if neither the first dim nor the last, the result is a transposed view.
+    - `sizes`: length of `gather_dim` on every rank, by default this rank's length on all.
+    - `schedule`: auto, fused, decomposed or unfused (docs/choosing.md).
+    - `producer`: how `fused` sends x. push: programs of the kernel. copy: the copy engine, which cannot be captured in
+      a graph. multicast: one push to all ranks, if NVLink's switch can. auto: the cost model chooses push or copy.
+    - `out_dtype`: dtype of the result of `Scaled` operands, bfloat16 by default.
+    - `float8`: tensorwise, rowwise or rowwise_with_gw_hp, the recipes of torchao. Operands are cast before they are
+      sent, in forward and backward. Results, gradients and saved tensors keep x's dtype.
+    - `order`: of the terms of a sum: rank, tree, tree-N or any, see below.
 
-    `activation` is applied where the result is made: relu, gelu, gelu_tanh or silu of every result; swiglu or geglu of
-    two weights with as many rows, gate and up, which then have one result, silu(gate) * up or gelu(gate) * up. Where a
-    gradient is wanted what it is applied to is kept, of relu the result; else nothing more is allocated.
+    Several weights, a sequence with as many biases or None, give a tuple of results. x is gathered once for all of
+    them. Backward gathers x once too, and scatters the sum of their dx once. The weights may have different numbers of
+    rows, and are not copied or concatenated, except in torch.func's transforms.
 
-    x and weight may be `Scaled`, float8 with scales, for a result in `out_dtype`, bfloat16 by default, without a
-    gradient: x travels in 8 bits, each row with its scale. gather_dim=-1: each rank's part of the features has scales
-    of its own. `float8` makes them of tensors: tensorwise, rowwise or rowwise_with_gw_hp, as the recipes of torchao, in
-    forward and backward, before anything is sent; results, gradients and what is kept for them stay in x's dtype.
+    `activation` is applied in the same op. relu, gelu, gelu_tanh and silu apply to every result. swiglu and geglu take
+    two weights with as many rows, gate and up, and give one result, silu(gate) * up or gelu(gate) * up. If a gradient
+    is needed, the activation's input is saved (relu: the result). Otherwise nothing more is allocated.
 
-    `order` "tree" adds up as a tree of 8 leaves ("tree-16": of 16), in float32 between ranks too, by `fused`'s kernels
-    alone: results and gradients then have the same bits on any number of ranks that divides the leaves, and a row the
-    same in any batch. Not for float8; an activation is then torch's, of the rounded product. "any" lets the switch
-    of NVLink make sums of all-reduces, in whatever order it does: see docs/guide/switch.md.
+    x and weight may be `Scaled`, float8 with scales, without a gradient. x travels in 8 bits, each row with its scale.
+    With `gather_dim=-1`, each rank's part of a row has its own scale.
 
-    Raises ValueError or TypeError for arguments that do not fit, RuntimeError where torch.distributed is not
-    initialised or the ranks of a schedule that is asked for cannot reach each other's memory, PeerTimeout where a rank
-    is lost, RanksDisagree where ranks mean different things by the call, NotImplementedError for a second derivative or
-    forward-mode differentiation.
+    `order` "tree" adds in a tree of 8 leaves ("tree-16": 16), in float32 also between ranks. Results and gradients have
+    the same bits on any number of ranks that divides the leaves, and a row has the same bits in any batch. Only the
+    kernels of `fused` do this. float8 is refused, and torch applies an activation, to the rounded product. "any" lets
+    NVLink's switch make the sums of all-reduces, in its own order (docs/guide/switch.md).
+
+    Raises:
+
+    - ValueError or TypeError: arguments do not fit.
+    - RuntimeError: torch.distributed is not initialised, or the requested schedule needs memory that ranks cannot
+      reach.
+    - PeerTimeout: a rank is lost.
+    - RanksDisagree: ranks call different ops, shapes or options.
+    - NotImplementedError: a second derivative, or forward-mode differentiation.
     """
     asked, along = Options(schedule, "auto", producer, float8, order, activation), (gather_dim, sizes)
     problem: Any = problems.all_gather_problem
@@ -211,19 +228,28 @@ def linear_reduce_scatter(
     float8: Float8 | None = None,
     order: Order = RANK_ORDER,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`reduce_scatter(F.linear(x, weight), scatter_dim) + bias + residual` in one op, differentiable.
+    """Compute `reduce_scatter(F.linear(x, weight), scatter_dim) + bias + residual` in one op, differentiable.
 
-    x [..., K_r] and weight [N, K_r] are this rank's part of the contraction; the result is the sum over ranks, of which
-    this rank keeps its `sizes[rank]` along `scatter_dim` (by default as even as can be). scatter_dim=-1 scatters the
-    output features. bias [N] is whole, the same on every rank, and added once. residual lies as the result does on this
-    rank and is added where the sum is rounded. Backward: dy is gathered, once for both dx and dw; it is the residual's
-    gradient. `float8`, `order` and errors as in `all_gather_linear`; `producer` is of the gather in backward.
+        y  = reduce_scatter(x @ weight.T) + bias + residual    [.., N], this rank's part along `scatter_dim`
+        dx = all_gather(dy) @ weight                           like x
+        dw = all_gather(dy).T @ x                              like weight; dy is gathered once for dx and dw
+        db = all_reduce(sum of dy over its rows)               [N]; all_gather in place of all_reduce if scatter_dim=-1
+        dresidual = dy
 
-    With `norm_weight` [N] there are two results, (normed, y): y as above and its norm, of each row, `norm` rms_norm or
-    layer_norm, the latter maybe with `norm_bias` [N]. Both are whole, the same on every rank, and so are their
-    gradients: in backward the ranks' terms of these are added up, the only numbers that travel for a norm.
+    - `x`, `weight`: [.., K_r] and [N, K_r], this rank's part of the contraction.
+    - `bias`: [N], whole, the same on every rank, added once.
+    - `scatter_dim`: -1 scatters the output features.
+    - `sizes`: length of `scatter_dim` on every rank, by default as even as possible.
+    - `producer`: of the gather in backward.
+    - `residual`: of the shape that the result has on this rank, added to the sum.
+    - `schedule`, `out_dtype`, `float8`, `order`: as in `all_gather_linear`. So are the errors.
 
-    x and weight may be `Scaled`: each rank scales its own terms, which travel in `out_dtype`, bfloat16 by default.
+    With `norm_weight` [N] the result is (normed, y): y as above, and the norm of each row of y. `norm` is rms_norm, or
+    layer_norm, which may have `norm_bias` [N]. Both parameters are whole, the same on every rank. So are their
+    gradients, which backward adds up over the ranks: a norm sends nothing else. A norm needs whole rows: not
+    `scatter_dim=-1`.
+
+    x and weight may be `Scaled`. Each rank scales its own terms, which travel in `out_dtype`, bfloat16 by default.
     """
     asked = Options(schedule, "auto", producer, float8, order)
     normed: Norm | None = None
@@ -269,13 +295,23 @@ def linear_all_reduce(
     float8: Float8 | None = None,
     order: Order = RANK_ORDER,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`all_reduce(F.linear(x, weight)) + bias + residual` in one op, differentiable.
+    """Compute `all_reduce(F.linear(x, weight)) + bias + residual` in one op, differentiable.
 
-    x [..., K_r], weight [N, K_r], a whole bias [N] and a whole residual [..., N] give [..., N], the same on every rank.
-    `algorithm`, of `fused` and `decomposed`, is auto, one_shot (fewest steps) or two_shot (fewest bytes). Backward
-    sends nothing, but for tensorwise float8 its scales' numbers: dy is the same on every rank already. With
-    `norm_weight` the result is (normed, y) and Scaled operands are taken, as in `linear_reduce_scatter`. `order` and
-    errors as in `all_gather_linear`: with "any" NVLink's switch may make the sums, by two_shot always where it can.
+        y  = all_reduce(x @ weight.T) + bias + residual    [.., N], the same on every rank
+        dx = dy @ weight                                   like x
+        dw = dy.T @ x                                      like weight
+        db = sum of dy over its rows                       [N]
+        dresidual = dy
+
+    dy is the same on every rank already, so backward sends nothing, except the scales of tensorwise float8.
+
+    - `x`, `weight`: [.., K_r] and [N, K_r], this rank's part of the contraction.
+    - `bias`, `residual`: [N] and [.., N], whole, the same on every rank.
+    - `algorithm`: of `fused` and `decomposed`: auto, one_shot (fewest steps) or two_shot (fewest bytes).
+    - `order`: as in `all_gather_linear`. With "any", two_shot always uses NVLink's switch if there is one.
+    - `norm_weight`, `norm_bias`, `norm_eps`, `norm` and `Scaled` operands: as in `linear_reduce_scatter`, except that
+      the gradients of a norm's parameters send nothing.
+    - `schedule`, `out_dtype`, `float8`: as in `all_gather_linear`. So are the errors.
     """
     asked = Options(schedule, algorithm, "auto", float8, order)
     normed: Norm | None = None
@@ -299,13 +335,22 @@ def fsdp_linear(
     float8: Float8 | None = None,
     order: Order = RANK_ORDER,
 ) -> Tensor:
-    """`F.linear(x, all_gather(weight_shard), bias)` in one op, differentiable: a fully sharded weight.
+    """Compute `F.linear(x, all_gather(weight_shard), bias)`, with a fully sharded weight, in one op, differentiable.
 
-    x [..., K] are this rank's own rows, weight_shard [sizes[rank], K] its rows of the weight [N, K], bias [N] whole and
-    the same on every rank; the result is [..., N]. `sizes` is by default this rank's length on all. The gathered weight
-    is never kept: backward gathers it again for dx, and reduce-scatters dw. `activation`, one without a gate,
-    Scaled operands, of which the weight's rows travel, `producer`, `float8`, `order` and errors as in
-    `all_gather_linear`.
+        y  = x @ all_gather(weight_shard).T + bias     [.., N]
+        dx = dy @ all_gather(weight_shard)             like x; the weight is gathered again
+        dw = reduce_scatter(dy.T @ x)                  like weight_shard
+        db = all_reduce(sum of dy over its rows)       [N]
+
+    The gathered weight is never saved.
+
+    - `x`: [.., K], this rank's own rows.
+    - `weight_shard`: [sizes[rank], K], this rank's rows of the weight [N, K].
+    - `bias`: [N], whole, the same on every rank.
+    - `sizes`: rows of the weight on every rank, by default this rank's number on all.
+    - `activation`: one without a gate.
+    - `schedule`, `producer`, `out_dtype`, `float8`, `order`: as in `all_gather_linear`. So are the errors. With
+      `Scaled` operands the weight's rows travel.
     """
     asked = Options(schedule, "auto", producer, float8, order, activation)
     problem: Any = problems.fsdp_problem

@@ -1,26 +1,29 @@
-"""nn.Linear over the ranks of a group: column-parallel, row-parallel, fully sharded, and the MLP made of them.
+"""Layers: nn.Linear over the ranks of a group, column-parallel, row-parallel or fully sharded, and an MLP made of them.
 
-A layer is a line of notation; its backward is planned from it. N output features, K input features, S the sequence.
+A layer is a line of notation, from which its backward is planned. N is output features, K input features, S the
+sequence.
 
     ColumnParallelLinear   [S_X, K] @ [K, N_X] -> [S, N_X]     sequence_parallel=False: [S, K] @ [K, N_X] -> [S, N_X]
     RowParallelLinear      [S, K_X] @ [K_X, N] -> [S_X, N]     sequence_parallel=False: [S, K_X] @ [K_X, N] -> [S, N]
     FSDPLinear             [S_X, K] @ [K, N_X] -> [S_X, N]
 
-`weight` and `bias` are DTensors of nn.Linear's shapes, out features first, `weight.to_local()` this rank's shard:
-checkpoints, optimizers, clip_grad_norm_ and fully_shard treat them as the whole matrix (`parameters`). Their mesh is
-`group` if that is a DeviceMesh, as fully_shard on another axis of the mesh needs, else one made from the group. With
-the same seed on every rank a layer starts as its shard of what nn.Linear would have drawn, whatever the number of
-ranks: each rank draws the whole matrix and keeps its part, so for that moment it holds both. A matrix too large for
-that is made on `device="meta"` and filled from a checkpoint. Where ranks hold different rows, gradients are those of
-the sum of their losses; a result that is whole on every rank is one tensor, and its loss counts once.
+Parameters: `weight` and `bias` are DTensors of nn.Linear's shapes, `weight.to_local()` is this rank's shard.
+Checkpoints, optimizers, clip_grad_norm_ and fully_shard treat them as the whole matrix (`parameters`). Their mesh is
+`group` if that is a DeviceMesh, else one made from the group. fully_shard on another axis needs the former.
 
-By default features are split as DTensor splits them, in pieces of length / ranks rounded up: such a layer can be saved
-by any number of ranks and loaded by any other. With other `feature_sizes` the parameters are padded to the longest
-shard and fit only the same ranks and sizes; loading them into others is an error.
+Initial values: With the same seed on every rank, a layer starts as its shard of nn.Linear's values, on any number
+of ranks. Each rank draws the whole matrix and keeps its part, so it holds both for a moment. If the matrix is too large
+for that, make the layer on `device="meta"` and load a checkpoint.
 
-With `float8`, a recipe (`recipes`), operands are cast before they are sent; parameters and gradients stay as they are.
-With `order` "tree" results and gradients have the same bits on any number of ranks, "any" lets NVLink's switch add: see
-`all_gather_linear`.
+Gradients: If ranks hold different rows, gradients are those of the sum of their losses. A result that is whole on
+every rank is one tensor, and its loss counts once.
+
+Uneven features: By default features are split as DTensor splits them, in pieces of length / ranks rounded up. Any
+number of ranks can save such a layer, and any other can load it. With other `feature_sizes` the parameters are padded
+to the longest shard. They fit only the same ranks and sizes; loading them into others is an error.
+
+`float8` casts operands before they are sent (`recipes`); parameters and gradients keep their dtype. `order` is that of
+`all_gather_linear`: "tree" gives the same bits on any number of ranks, "any" lets NVLink's switch add.
 """
 
 from __future__ import annotations
@@ -45,15 +48,23 @@ from .shards import check_sizes, chunk_sizes
 
 
 class ColumnParallelLinear(ShardedLinear):
-    """y = x @ weight.T + bias, this rank's columns of y.
+    """Linear layer split by output features: y = x @ weight.T + bias, this rank's columns of y.
 
-    weight [out_features, in_features], bias [out_features], of each of which this rank has feature_sizes[rank] rows
-    sequence_parallel     x is this rank's part along `gather_dim`, y whole; dx is reduce-scattered, x gathered for dw
-    without               x and y are whole along the sequence; dx is all-reduced
+        sequence_parallel=True     y  = all_gather(x) @ weight.T + bias    x is this rank's part along `gather_dim`
+                                   dx = reduce_scatter(dy @ weight)
+                                   dw = dy.T @ all_gather(x)
+        sequence_parallel=False    y  = x @ weight.T + bias                x is whole
+                                   dx = all_reduce(dy @ weight)
+                                   dw = dy.T @ x
+        both                       db = sum of dy over its rows
 
-    gather_dim: 0 for [sequence, batch, features], 1 for [batch, sequence, features]. feature_sizes: out_features on
-    every rank, by default as DTensor splits them. sequence_sizes: x's length on every rank, by default this rank's on
-    all; it may be set anew between calls. activation: relu, gelu, gelu_tanh or silu of y, in the same op.
+    `weight` is [out_features, in_features] and `bias` [out_features]; this rank has feature_sizes[rank] rows of both.
+
+    - `gather_dim`: 0 for [sequence, batch, features], 1 for [batch, sequence, features].
+    - `feature_sizes`: out_features on every rank, by default as DTensor splits them.
+    - `sequence_sizes`: length of x on every rank, by default this rank's on all. It may be set anew between calls.
+    - `activation`: relu, gelu, gelu_tanh or silu of y, in the same op.
+    - the other options: as in `all_gather_linear`.
     """
 
     _bias_is_split = True
@@ -97,17 +108,26 @@ class ColumnParallelLinear(ShardedLinear):
 
 
 class RowParallelLinear(ShardedLinear):
-    """y = sum over ranks of x @ weight.T, + bias; x holds this rank's features.
+    """Linear layer split by input features: y = sum over ranks of x @ weight.T, + bias.
 
-    weight [out_features, in_features], of which this rank has feature_sizes[rank] columns, bias [out_features], whole
-    sequence_parallel     y is this rank's part along `scatter_dim`; dy is gathered once for dx and dw
-    without               y is whole on every rank; backward sends nothing (tensorwise float8: the scales' numbers)
+        sequence_parallel=True     y  = reduce_scatter(x @ weight.T) + bias    this rank's part along `scatter_dim`
+                                   dx = all_gather(dy) @ weight                dy is gathered once for dx and dw
+                                   dw = all_gather(dy).T @ x
+                                   db = all_reduce(sum of dy over its rows)
+        sequence_parallel=False    y  = all_reduce(x @ weight.T) + bias        whole on every rank
+                                   dx = dy @ weight                            sends nothing (tensorwise float8: scales)
+                                   dw = dy.T @ x
+                                   db = sum of dy over its rows
 
-    scatter_dim: 0 for [sequence, batch, features], 1 for [batch, sequence, features]. feature_sizes: in_features on
-    every rank, by default as DTensor splits them. sequence_sizes: y's length on every rank, by default as even as can
-    be; it may be set anew between calls. norm: rms_norm or layer_norm of y, in the same op, with parameters of the
-    layer's own, `norm_weight` [out_features] of ones and layer_norm's `norm_bias` of zeros, whole as the bias is; the
-    result is then (normed, y).
+    x has this rank's features. `weight` is [out_features, in_features]; this rank has feature_sizes[rank] columns.
+    `bias` [out_features] is whole.
+
+    - `scatter_dim`: 0 for [sequence, batch, features], 1 for [batch, sequence, features].
+    - `feature_sizes`: in_features on every rank, by default as DTensor splits them.
+    - `sequence_sizes`: length of y on every rank, by default as even as possible. It may be set anew between calls.
+    - `norm`: rms_norm or layer_norm of y, in the same op; the result is then (normed, y). The layer has the parameters,
+      whole on every rank: `norm_weight` [out_features], at first ones, and for layer_norm `norm_bias`, at first zeros.
+    - the other options: as in `linear_reduce_scatter`.
     """
 
     _dim = 1
@@ -151,14 +171,14 @@ class RowParallelLinear(ShardedLinear):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """As the layers do; of a norm the weight is ones, the bias zeros."""
+        """Draw weight and bias as all layers do; set a norm's weight to ones and its bias to zeros."""
         super().reset_parameters()
         for each, value in ((self.norm_weight, 1.0), (self.norm_bias, 0.0)):
             if each is not None and not each.is_meta:
                 each.fill_(value)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """y; with a residual, which lies as y does, y + residual; with a norm (normed, y)."""
+        """Return y, or y + residual, which lies as y does; with a norm (normed, y)."""
         norm: Norm | None = None
         if self.norm_weight is not None:
             norm = Norm(self.norm or "", self.norm_eps, self.norm_weight, self.norm_bias)
@@ -173,13 +193,18 @@ class RowParallelLinear(ShardedLinear):
 
 
 class FSDPLinear(ShardedLinear):
-    """y = x @ all_gather(weight).T + bias; x and y are this rank's own rows.
+    """Linear layer with a fully sharded weight: y = x @ all_gather(weight).T + bias; x and y are this rank's own rows.
 
-    weight [out_features, in_features], of which this rank has feature_sizes[rank] rows, bias [out_features], whole
-    forward gathers the weight and keeps only its shard; backward gathers it again and reduce-scatters dw
+        y  = x @ all_gather(weight).T + bias
+        dx = dy @ all_gather(weight)                the weight is gathered again; only its shard is kept
+        dw = reduce_scatter(dy.T @ x)
+        db = all_reduce(sum of dy over its rows)
 
-    feature_sizes: out_features on every rank, by default as DTensor splits them. activation: relu, gelu, gelu_tanh or
-    silu of y, in the same op.
+    `weight` is [out_features, in_features]; this rank has feature_sizes[rank] rows. `bias` [out_features] is whole.
+
+    - `feature_sizes`: out_features on every rank, by default as DTensor splits them.
+    - `activation`: relu, gelu, gelu_tanh or silu of y, in the same op.
+    - the other options: as in `fsdp_linear`.
     """
 
     _sums_features = False
@@ -210,8 +235,8 @@ class FSDPLinear(ShardedLinear):
 
 
 class _GateUpLinear(ColumnParallelLinear):
-    # Two column-parallel matrices, gate's shard then up's below it: one gather of x serves both, and swiglu's result is
-    # all that comes out. They start as two nn.Linear would, drawn one after the other.
+    # Two column-parallel matrices, gate's shard with up's below it. One gather of x serves both, and the op returns
+    # only swiglu's result. Initial values are those of two nn.Linear, drawn one after the other.
     _matrices = 2
 
     def _linear(
@@ -226,16 +251,17 @@ class _GateUpLinear(ColumnParallelLinear):
 
 
 class ParallelMLP(nn.Module):
-    """Two parallel linears with an activation between them.
+    """MLP: two parallel linears with an activation between them, which is part of the first linear's op.
 
-    gelu      down_proj(gelu(up_proj(x)))
-    swiglu    down_proj(silu(gate) * up), of x with both matrices of gate_up_proj
+        gelu      y = down_proj(gelu(up_proj(x)))
+        swiglu    y = down_proj(silu(gate) * up), gate and up: x with the two matrices of gate_up_proj
 
-    The activation is part of the first linear's op. up_proj and gate_up_proj are ColumnParallelLinear, down_proj is
-    RowParallelLinear. x is gathered once for gate and up: gate_up_proj.weight is both matrices stacked, [2,
-    intermediate_size, hidden_size], its bias [2, intermediate_size], and each rank has the same rows of both. x and y
-    are [S_X, ..., hidden_size], S along `sequence_dim` (0 or 1); whole without sequence_parallel. feature_sizes splits
-    intermediate_size; the other arguments are those of the linears.
+    x and y are [S_X, .., hidden_size], split along `sequence_dim` (0 or 1); whole if sequence_parallel=False. up_proj
+    and gate_up_proj are ColumnParallelLinear, down_proj is RowParallelLinear.
+
+    gate_up_proj.weight is both matrices stacked, [2, intermediate_size, hidden_size], its bias [2, intermediate_size].
+    Each rank has the same rows of both, and x is gathered once for both. `feature_sizes` splits intermediate_size. The
+    other arguments are those of the linears.
     """
 
     def __init__(
@@ -293,7 +319,10 @@ class ParallelMLP(nn.Module):
 
     @property
     def sequence_sizes(self) -> tuple[int, ...] | None:
-        """x's and y's length on every rank; it may be set anew between calls, for both linears. None: this rank's."""
+        """Length of x and y on every rank; set it between calls, for both linears.
+
+        None: x has this rank's length on every rank, and y is split as evenly as possible.
+        """
         return self.down_proj.sequence_sizes
 
     @sequence_sizes.setter

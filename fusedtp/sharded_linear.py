@@ -1,4 +1,4 @@
-"""What the linear layers share: their parameters, made, cut, drawn, saved and loaded."""
+"""Base of the linear layers: their parameters are made, split, drawn, saved and loaded here."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from .shards import check_sizes, chunk_sizes
 
 Device = torch.device | str | int | None
 
-# A buffer's name begins so, and goes on with the length of every rank's shard.
+# Prefix of a buffer's name; the length of every rank's shard follows.
 _PADDED = "padded_sizes"
 
 
 class ShardedLinear(parameters.Watched):
-    """nn.Linear's parameters over the ranks of a group, the weight split along its out features (`_dim` 0) or its in
-    features (1).
+    """Linear layer whose parameters are split over the ranks of a group.
+
+    The weight is split along its output features (`_dim` 0) or its input features (`_dim` 1).
     """
 
-    # Several matrices of one shape are stacked along a leading dim: DTensor could not cut each of them otherwise.
+    # Several matrices of one shape are stacked along a leading dim; otherwise DTensor could not split each of them.
     _dim = 0
     _bias_is_split = False
-    # Whether ranks' features are terms of a sum, forward or backward.
+    # True if the ranks' features are terms of a sum, in forward or backward.
     _sums_features = True
     _matrices = 1
 
@@ -65,7 +66,7 @@ class ShardedLinear(parameters.Watched):
             arguments.check_even(options.order, self.feature_sizes)
         lead = (self._matrices,) * (self._matrices > 1)
         rows = out_features // self._matrices
-        # How each matrix is cut, and along which dims of the parameters.
+        # How each matrix is split, and along which dims of the parameters.
         self._sizes = tuple(size // self._matrices for size in self.feature_sizes)
         self._dims = {"weight": len(lead) + self._dim, "bias": len(lead) if self._bias_is_split else None}
         mesh = parameters.mesh_of(group, self.group, device)
@@ -78,13 +79,13 @@ class ShardedLinear(parameters.Watched):
             self.bias = parameters.whole((out_features,), *made)
         self._make_more(*made)
         parameters.watch_all(self)
-        # How each lies, and what has been found to lie so.
+        # Each parameter's layout, and the DTensor spec that was last found to match it.
         self._lies = {name: parameters.Lies.of(each) for name, each in self.named_parameters()}
         self._known: dict[str, Any] = dict.fromkeys(self._lies)
         self._is_padded = parameters.is_padded(self._sizes)
         if self._is_padded:
-            # The shapes alone would fit other sizes with as long a shard. What loads in place, as
-            # torch.distributed.checkpoint.load does, compares names only, and before it writes anything.
+            # The shapes alone would fit other sizes with the same longest shard. torch.distributed.checkpoint.load
+            # loads in place and compares names only, before it writes anything.
             self.register_buffer(self._padded_name, torch.tensor(self._sizes, dtype=torch.int64, device=device))
         self.reset_parameters()
 
@@ -93,7 +94,7 @@ class ShardedLinear(parameters.Watched):
         return "_".join(map(str, (_PADDED, *self._sizes)))
 
     def _make_more(self, mesh: DeviceMesh, device: Device, dtype: torch.dtype | None) -> None:
-        """Parameters that only some layers have."""
+        """Make parameters that only some layers have."""
 
     def _sizes_of(self, sizes: Sequence[int] | None, length: int) -> tuple[int, ...]:
         world_size = self.group.size()
@@ -103,10 +104,10 @@ class ShardedLinear(parameters.Watched):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw what nn.Linear would draw and keep this rank's part. A parameter on the meta device draws nothing.
+        """Draw nn.Linear's initial values and keep this rank's part; a parameter on the meta device draws nothing.
 
-        With the same seed on every rank these are parts of one draw. A bias that every rank has whole is sent by the
-        group's first rank, so all ranks must call this.
+        With the same seed on every rank, the parts are those of one draw. The group's first rank sends a bias that is
+        whole on every rank, so all ranks must call this.
         """
         if self._is_padded:
             self.get_buffer(self._padded_name).copy_(torch.tensor(self._sizes, dtype=torch.int64, device="cpu"))
@@ -145,7 +146,7 @@ class ShardedLinear(parameters.Watched):
 
     def _check_parameters(self) -> None:
         for name, lies in self._lies.items():
-            # One that is computed, as by a parametrization, is none of `_parameters`.
+            # `_parameters` lacks a computed parameter, such as that of a parametrization.
             self._known[name] = lies.check(name, getattr(self, name))
 
     def _own(self, name: str, parameter: Tensor, size: int, ndim: int) -> Tensor:
@@ -174,8 +175,8 @@ class ShardedLinear(parameters.Watched):
         return text if self.options.float8 is None else f"{text}, float8={self.options.float8!r}"
 
     def __getstate__(self) -> dict[str, Any]:
-        # A process group can be neither copied nor pickled; its name can, and means the same group on a copy.
-        # There may be another one of that name where it is loaded.
+        # A process group can be neither copied nor pickled. Its name can, and means the same group on a copy. The
+        # process that loads the layer may have another group of that name.
         ranks = dist.get_process_group_ranks(self.group)
         return {
             **self.__dict__,

@@ -25,6 +25,7 @@ from fusedtp.bench.gpu import FUSED, PLAN
 from fusedtp.bench.gpu_cases import COLUMNS, CUT, ERROR, NOT_REACHED, PASSED, WRONG, ItemEnded, RowsFile, Run, Variant
 from fusedtp.bench.oracle import ExactProduct
 from fusedtp.bench.ranks import RankError, RankPool
+from fusedtp.kernels.loading import is_only_loading
 
 from .planted import wrong
 
@@ -155,6 +156,21 @@ def test_of_ranks_the_cause_is_told(rows: RowsFile) -> None:
     Run(rows, "it").ask("check", raised(RankError({1: "died: killed by SIGSEGV"})))
     found = [(row["status"], row["detail"]) for row in rows_in(rows.path)]
     assert found == [(WRONG, "y is wrong"), (ERROR, "RankError: rank 1 died: killed by SIGSEGV")]
+
+
+def test_processes_that_compile_share_the_cases_and_start_nothing(rows: RowsFile) -> None:
+    launched: list[tuple[int, bool]] = []
+
+    def make(M: int, N: int, K: int, seed: int) -> dict[str, Variant]:
+        return {"it": Variant(lambda: launched.append((M, is_only_loading())), raised(AssertionError("checked")))}
+
+    for i in range(2):
+        run = Run(rows, "it", share=(i, 2))
+        for M in (1, 2, 2, 3, 4):
+            run.case("op", (M, 1, 1), "float32", make)
+        run.ask("op", raised(AssertionError("asked")))
+    assert launched == [(1, True), (3, True), (2, True), (4, True)]
+    assert rows_in(rows.path) == []
 
 
 def dies(run: Run) -> None:

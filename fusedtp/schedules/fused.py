@@ -44,10 +44,10 @@ def num_tiles(rows: int, cols: int, config: Config) -> int:
 class Fused:
     """`verbs.Verbs` with persistent kernels.
 
-    - `producer`: how gathered rows are sent, `auto`, `push`, `copy` or `multicast`.
-    - `split`: programs that wait for nothing are a kernel of their own.
-    - `choice`: of a tile (`kernels.choices.Choice`), if one was measured to be faster than the table's.
-    - `programs`: of a kernel; 0 for as many as the device has room for.
+    - `producer`: how gathered rows are sent: `auto`, `push`, `copy` or `multicast`.
+    - `split`: run programs that wait for nothing as a kernel of their own.
+    - `choice`: tile (`kernels.choices.Choice`) that was measured to be faster than the table's, if any.
+    - `programs`: number of programs of a kernel; 0: as many as the device has room for.
     """
 
     where, by_host = "in the kernel", False
@@ -63,7 +63,7 @@ class Fused:
         self.layout = Layout()
         self.config: Config | None = None
         self.scales = "" if task.float8 is None else "blocks" if task.in_blocks else "rows"
-        # How the last run sent what it gathered; how sums are made if the order is any.
+        # How the last run sent the gathered rows, and how it made sums with order "any".
         self.sent_by = self.sums = ""
 
     def end(self) -> None:
@@ -142,7 +142,7 @@ class FusedGather:
         piece = 0 if self._per_tile else producers.piece_rows(row_bytes, config)
         slots = num_tiles(most_rows, cols, config) if self._per_tile else -(-most_rows // piece)
         self.region = on.layout.region(rows, cols, dtype, slots=slots, piece=piece)
-        # The row of a half where this rank's rows begin.
+        # Row of a half at which this rank's rows begin.
         self.row = self.region.row + (self._begin if dim == 0 else on.rank * other)
         M, K = self._shape if dim == 0 else (other, self._shape[0])
         self._work = Work(

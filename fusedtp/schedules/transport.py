@@ -11,15 +11,15 @@ from ..cost.overlap import IN_SWITCH, ONE_SHOT, TWO_SHOT, way_of
 from ..op import Task
 from ..workspaces.workspace import Workspace
 
-# One beside each stream that ops are issued on: virtual ranks of a process must not wait for each other's copies.
+# A side stream for each stream that ops run on: virtual ranks of a process must not wait for each other's copies.
 _side_streams: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
 
 
 def way(ws: Workspace, schedule: str, task: Task) -> str:
     """Return the way of an all-reduce (`cost.overlap.way_of`): the caller's, or the fastest by the cost model.
 
-    In any order, the switch may take the place of two-shot. The choice depends only on what all ranks share, so all
-    decide alike. The sum of several products is never one-shot unless the caller asks: stored to all ranks, it would
+    With order "any", NVLink's switch may replace two-shot. The choice depends only on values that all ranks share,
+    so all decide alike. The sum of several products is one-shot only if the caller asks: stored to all ranks, it would
     take more registers than there are.
     """
     switch = schedule == "fused" and task.any_order and ws.has_multicast
@@ -30,7 +30,7 @@ def way(ws: Workspace, schedule: str, task: Task) -> str:
     rows, cols = task.moved
     alone = not task.op.multiplies
     found = way_of(rows, cols, ws.world_size, task.dtype_name, ws.hardware, schedule, alone=alone, switch=switch)
-    # The model has no switch for a CPU, where kernels visit the ranks one by one.
+    # The model has no switch for a CPU: there kernels visit the ranks one by one.
     return IN_SWITCH if switch and ws.in_place and found == TWO_SHOT else found
 
 

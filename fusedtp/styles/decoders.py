@@ -1,14 +1,16 @@
-"""A Hugging Face decoder, split over the ranks of a mesh: which style each of its modules gets.
+"""Split a Hugging Face decoder over the ranks of a mesh: choose the style of each module.
 
     fusedtp.parallelize(model, mesh["tp"])
 
-Where what lies follows from the model itself: its layers are the modules of the class in `_no_split_modules`; in them
-the linears that the model's own tensor-parallel plan splits by columns or by rows; what stands beside the layers with
-parameters of its own and is no embedding is the last norm.
+The choice follows from the model itself:
 
-With sequence parallelism hidden states are DTensors between the linears, Shard(1): each rank normalizes and adds its
-own tokens, while the code of attention and MLP reads the shape of the whole. The first linears gather them, the last
-ones scatter their sums.
+- layers: the modules of the class in `_no_split_modules`
+- linears: those in the layers that the model's own tensor-parallel plan splits by columns or by rows
+- last norm: the module beside the layers that has parameters and is no embedding
+
+With sequence parallelism hidden states are DTensors, Shard(1), between the linears. Each rank normalizes and adds its
+own tokens, but the code of attention and MLP reads the shape of the whole. The first linears gather the tokens, the
+last ones scatter their sums.
 """
 
 from __future__ import annotations
@@ -47,13 +49,13 @@ from .packed import Unpack, features, is_conv1d, joined
 from .stack import PLANS, Decoder, check_alike, check_own, check_split_tokens, decoder_of, has_own, is_norm
 from .tokens import TOKENS, Heads, KeptLogits, SplitFeatures, SplitTokens, TiedHead, WholeOutput, WholeTokens
 
-# Compare what the ranks were given to split. A style begins with scattering parameters, which would wait for the
-# group's timeout if a rank has other parameters, or none.
+# Name of the comparison of what ranks were given. Without it, the scatter of parameters that a style begins with would
+# wait for the group's timeout if a rank has other parameters, or none.
 _OP = "parallelize"
 
 
 def parameters_of(model: nn.Module) -> dict[str, str]:
-    """By their names, what must be the same on all ranks."""
+    """Return dtype and shape of every parameter by name, which must be the same on all ranks."""
     return {
         name: f"{str(each.dtype).removeprefix('torch.')} {list(each.shape)}"
         for name, each in model.named_parameters(remove_duplicate=False)
@@ -61,16 +63,16 @@ def parameters_of(model: nn.Module) -> dict[str, str]:
 
 
 def compare_given(group: ProcessGroup, mine: Mapping[str, str]) -> None:
-    """Raise RanksDisagree on every rank alike where they were given different things, with the first of these.
+    """Compare what the ranks were given; if it differs, raise RanksDisagree on every rank, with the first difference.
 
-    PeerTimeout names the first rank that has left nothing in the group's store, as it may still be loading, within the
-    group's timeout, or the time that `set_timeout` allows.
+    Raises PeerTimeout with the first rank that has left nothing in the group's store, for instance because it is still
+    loading, within the group's timeout or the time that `set_timeout` allows.
     """
     if group.size() == 1 or groups.is_fake(group):
         return
     store, rank, seconds = timeouts.GroupStore(group), group.rank(), timeouts.of_first(group)
     deadline = time.monotonic() + seconds
-    # Counted in the store, which may outlive the group.
+    # The store counts the calls, as it may outlive the group.
     call = store.add(f"fusedtp/{_OP}/calls/{rank}", 1)
     keys = [f"fusedtp/{_OP}/{call}/{peer}" for peer in range(group.size())]
     store.set(keys[rank], json.dumps(mine))
@@ -82,24 +84,24 @@ def compare_given(group: ProcessGroup, mine: Mapping[str, str]) -> None:
     except timeouts.StoreSilent:
         raise
     except BaseException as error:
-        # A rank that comes later must not go on alone.
+        # A later rank must not go on alone.
         store.delete_key(keys[rank])
         if not isinstance(error, RuntimeError):
             raise
         absent = "it has not called parallelize, or has given up; where it loads for longer, fusedtp.set_timeout allows"
         raise PeerTimeout(_OP, rank, len(everyone), seconds, f"{absent} more") from error
-    # A peer that has left this record has read all of the one before.
+    # A peer that has written this record has read all of the previous one.
     store.delete_key(f"fusedtp/{_OP}/{call - 1}/{rank}")
     if text := agreement.difference(_OP, everyone):
         raise RanksDisagree(text, _OP, rank, tuple(everyone))
 
 
-# The share of the bytes that stays whole from which on `parallelize` says so.
+# `parallelize` warns if a larger share of the bytes stays whole.
 _TOLD = 0.1
 
 
 def _called(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    # The children that a layer calls; of a list, which nobody calls, those in it.
+    # The children that a layer calls. A list is not called itself: its members count instead.
     for name, child in module.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _called(child, f"{prefix}{name}.")
@@ -107,23 +109,23 @@ def _called(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modul
             yield f"{prefix}{name}", child
 
 
-# Styles that do nothing to parameters.
+# Styles that leave parameters as they are.
 _LEAVE_PARAMETERS = {each.__name__ for each in (SplitTokens, WholeTokens, WholeOutput, Heads)}
 
 
 class _Planner:
-    # Writes the plan of a decoder: styles by the names of modules, to be applied in order.
+    # Writes the plan of a decoder: styles by module name, to be applied in order.
     def __init__(
         self, decoder: Decoder, num_ranks: int, split_tokens: bool, split_logits: bool, schedule: str,
         float8: Float8 | None, order: Order,
     ) -> None:  # fmt: skip
         self._of, self._ranks, self._schedule = decoder, num_ranks, schedule
         self._order = order
-        # Of the linears of attention and MLPs.
+        # Options for the linears of attention and MLPs.
         self._linears: dict[str, Any] = {"schedule": schedule, "float8": float8, "order": order}
         self._split_tokens, self._split_logits = split_tokens, split_logits
         self._tokens: Placement = TOKENS if split_tokens else Replicate()
-        # What comes after the layers takes hidden states as they were in one process.
+        # True if the modules after the layers need whole hidden states, as in one process.
         self._ends_whole = split_tokens and (decoder.kind in PLANS or bool(decoder.beside()))
         self.plan: dict[str, list[ParallelStyle]] = {}
 
@@ -134,7 +136,7 @@ class _Planner:
         return FusedNormParallel(use_local_output=use_local_output, schedule=self._schedule)
 
     def write(self) -> dict[str, list[ParallelStyle]]:
-        """The whole plan."""
+        """Write the whole plan."""
         of = self._of
         check_alike(of)
         self._embedding()
@@ -146,7 +148,7 @@ class _Planner:
             for name, module in of.stack[0].named_modules():
                 if type(module) is nn.Dropout:
                     self._add(f"{every}.{name}", AsGiven())
-            # Last of what is refused, as its remedy helps where nothing else is.
+            # The last check: its remedy, sequence_parallel=False, helps only if the other checks pass.
             check_split_tokens(of)
             self._add(f"{of.layers}.0", SplitTokens())
             if of.head is not None and not self._ends_whole:
@@ -156,7 +158,7 @@ class _Planner:
         return self.plan
 
     def _child(self, path: str, name: str, child: nn.Module) -> None:
-        # An attention, an MLP, a norm, or what is not split.
+        # child: an attention, an MLP, a norm, or a module that is not split.
         of = self._of
 
         def own(names: Sequence[str]) -> list[str]:
@@ -184,7 +186,7 @@ class _Planner:
                     )
 
     def _block(self, path: str, child: nn.Module, columns: list[str], rows: list[str]) -> None:
-        # Linears split by columns, then by rows.
+        # Split a block's linears: first ones by columns, last ones by rows.
         heads = self._heads(path, child)
         widths = {features(child.get_submodule(name)) for name in columns}
         check_own(path, child, {*widths, *(heads or ())})
@@ -222,7 +224,7 @@ class _Planner:
     def _parts(
         self, path: str, linear: nn.Module, child: nn.Module, heads: tuple[int, int] | None
     ) -> tuple[list[int], list[int]]:
-        # The numbers of features of what is packed in a linear, and into how many pieces each of them may be cut.
+        # The features of each part that is packed in a linear, and how many pieces each part may be cut into.
         name, whole, many = path.rpartition(".")[2], features(linear), self._ranks
         if heads is None:
             return ([whole // 2] * 2, [many] * 2) if name == "gate_up_proj" else ([whole], [many])
@@ -236,8 +238,8 @@ class _Planner:
         return [whole], [keys if name in ("k_proj", "v_proj") else queries]
 
     def _inner(self, path: str, module: nn.Module, child: nn.Module, pieces: Mapping[str, int]) -> ParallelStyle:
-        # A norm of queries or keys: of one head's features, with weights of one head or of each, or of all features
-        # that its linear gives.
+        # Style of a norm of queries or keys: over one head's features, with one weight for all heads or one for each,
+        # or over all features of its linear.
         config: Any = getattr(child, "config", None)
         head = getattr(child, "head_dim", None)
         shapes = {tuple(parameter.shape) for parameter in module.parameters()}
@@ -268,7 +270,7 @@ class _Planner:
         )
 
     def _heads(self, path: str, child: nn.Module) -> tuple[int, int] | None:
-        # How many heads of queries, and of keys and values, an attention has, which stay whole; None for an MLP.
+        # The number of query heads, and of key and value heads, which are not cut; None for an MLP.
         config: Any = getattr(child, "config", None)
         queries = getattr(config, "num_attention_heads", None)
         if queries is None or not hasattr(child, "scaling"):
@@ -324,10 +326,11 @@ def decoder_plan(
     model: nn.Module, num_ranks: int, *, sequence_parallel: bool = True, loss_parallel: bool = False,
     schedule: str = "auto", float8: Float8 | None = None, order: Order = RANK_ORDER,
 ) -> dict[str, list[ParallelStyle]]:  # fmt: skip
-    """The plan that `parallelize` applies: styles by names of modules, in which * is any one name.
+    """Return the plan that `parallelize` applies: styles by module name, in which * stands for any one name.
 
-    Raises NotImplementedError for what is no decoder as described above, ValueError where its heads cannot be shared
-    out over so many ranks; both name the module. The names are those in a model without adapters.
+    Names are those in the model without adapters. The options are those of `parallelize`. Raises NotImplementedError
+    for a model that is no decoder as described above, and ValueError if its heads cannot be divided over the ranks.
+    Both name the module.
     """
     split = arguments.flag("sequence_parallel", sequence_parallel)
     dispatch.check_schedule(schedule)
@@ -343,7 +346,7 @@ def decoder_plan(
 
 
 def _ties(model: nn.Module) -> list[list[str]]:
-    # The names of each parameter that has several.
+    # For each parameter with several names, its names.
     names: dict[int, list[str]] = {}
     for name, each in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(each), []).append(name)
@@ -351,7 +354,7 @@ def _ties(model: nn.Module) -> list[list[str]]:
 
 
 def _check_ties(model: nn.Module, plan: Mapping[str, Sequence[ParallelStyle]]) -> None:
-    # A parameter under several names stays one where it lies alike under each of them, which is known beforehand.
+    # A parameter with several names can stay one only if it is laid out alike under each name. The plan tells.
     ties = _ties(model)
     lies: dict[int, list[str]] = {}
     for pattern, styles in plan.items() if ties else ():
@@ -380,27 +383,28 @@ def parallelize(
     schedule: str = "auto", float8: Float8 | None = None, order: Order = RANK_ORDER,
     src_data_rank: int | None = 0,
 ) -> nn.Module:  # fmt: skip
-    """Split a Hugging Face decoder over a 1-D mesh, in place: attention by heads, MLPs by features, embedding and head
-    by vocabulary.
+    """Split a Hugging Face decoder over a 1-D mesh, in place.
 
-    sequence_parallel   between these, tokens are split: gathers and reduce-scatters, inside the matmuls, in place of
-                        all-reduces. Any number of tokens will do.
-    loss_parallel       logits stay split by vocabulary, DTensors, for torch.distributed.tensor.parallel.loss_parallel
-    schedule            of every matmul, as in the functions
-    float8              a recipe for the linears of attention and MLPs; embedding and head stay as they are
-    order               rank; any: sums by NVLink's switch where it can (docs/guide/switch.md); or tree: what linears
-                        make has the same bits on any number of ranks, and so have logits as far as the model's own code
-                        between them goes by element or by row: docs/guide/order.md says what does not on a CPU.
-                        Gradients too, but those of norms, and, where ranks share heads of keys and values, of what
-                        comes before such heads: their terms are added in the order of ranks
-    src_data_rank       whose parameters and buffers count, split or whole; None where all ranks have the same
+    Attention is split by heads, MLPs by features, embedding and head by vocabulary.
 
-    The first rank warns where a tenth of the bytes or more stays whole on every rank, and says of which modules.
+    - `sequence_parallel`: split tokens between the linears. The matmuls then gather and reduce-scatter in place of
+      all-reduces. Any number of tokens works.
+    - `loss_parallel`: logits stay DTensors split by vocabulary, for torch.distributed.tensor.parallel.loss_parallel.
+    - `schedule`: of every matmul, as in the functions.
+    - `float8`: recipe for the linears of attention and MLPs. Embedding and head are not cast.
+    - `order`: rank, any or tree. any: NVLink's switch adds if it can (docs/guide/switch.md). tree: results of linears
+      have the same bits on any number of ranks, and so have logits, as far as the model's own code between linears
+      works by element or by row (exceptions on CPUs: docs/guide/order.md). Gradients have the same bits too, with two
+      exceptions that are added in rank order: those of norms, and, if ranks share key and value heads, those before
+      such heads.
+    - `src_data_rank`: rank whose parameters and buffers all ranks get. None: all ranks have the same.
 
-    The model is called as before, with the same inputs on every rank, and gives whole logits, if not told otherwise.
-    Its parameters become DTensors where they are split, and keep their names but for packed ones, whose parts have
-    their own. Errors as in `decoder_plan`, before anything is changed; RanksDisagree, on every rank, where the ranks
-    have other models or options; PeerTimeout where one does not come within the group's timeout, or the time that
+    Call the model as before, with the same inputs on every rank. By default it returns whole logits. Split parameters
+    become DTensors and keep their names, except packed ones: each of their parts has its own name. If more than a tenth
+    of the bytes stays whole on every rank, the first rank warns and names the modules.
+
+    Raises, before anything is changed, the errors of `decoder_plan`; RanksDisagree, on every rank, if ranks have
+    different models or options; PeerTimeout if a rank does not come within the group's timeout or the time that
     `set_timeout` allows the group.
     """
     check_mesh(device_mesh)
@@ -413,7 +417,7 @@ def parallelize(
     try:
         plan = decoder_plan(model, device_mesh.size(), **options)
     except Exception as error:
-        # The others would wait for this one.
+        # Tell the other ranks, which would wait for this one.
         compare_given(device_mesh.get_group(), {**said, "plan": f"refused, {error}"})
         raise
     planned = {f"the plan of {pattern}": repr(styles) for pattern, styles in plan.items()}
@@ -442,7 +446,7 @@ def parallelize(
             if hasattr(type(module), name):
                 setattr(module, name, partial(instead, module))
     if src_data_rank is not None:
-        # What no style has made one tensor of all ranks, and each rank goes on with.
+        # Tensors that no style has made DTensors: every rank gets those of `src_data_rank`.
         for tensor in (*model.parameters(), *model.buffers()):
             if not isinstance(tensor, DTensor):
                 same_as(src_data_rank, tensor, device_mesh)
@@ -450,7 +454,7 @@ def parallelize(
 
 
 def _save(model: Any, *args: Any, state_dict: Mapping[str, Any] | None = None, **options: Any) -> Any:
-    # With this rank's shards it would write a configuration and fail at the weights.
+    # With this rank's shards, transformers would write a configuration and fail at the weights.
     if state_dict is None or any(isinstance(each, DTensor) for each in state_dict.values()):
         raise NotImplementedError(
             f"save_pretrained of this {type(model).__name__}, which parallelize has split, takes the whole state: on "
@@ -467,7 +471,7 @@ def _resize(model: Any, *args: Any, **options: Any) -> Any:
     raise NotImplementedError(f"parallelize has split the embeddings of this {name}: resize them before parallelize")
 
 
-# Methods of transformers and peft, and the functions that replace them on a model that is split.
+# Methods of transformers and peft, and the functions that replace them on a split model.
 _REPLACED: Mapping[str, Callable[..., Any]] = {
     "save_pretrained": _save, "resize_token_embeddings": _resize, "unload": lora.unload,
     "merge_and_unload": lora.merge_and_unload,
@@ -475,7 +479,7 @@ _REPLACED: Mapping[str, Callable[..., Any]] = {
 
 
 def matching(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that a pattern of a plan is for, with their names."""
+    """Yield the modules that a plan's pattern matches, with their names."""
     depth = pattern.count(".")
     for name, module in model.named_modules():
         if name.count(".") == depth and fnmatch.fnmatchcase(name, pattern):
@@ -483,7 +487,7 @@ def matching(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def styled(model: nn.Module, plan: Mapping[str, Sequence[ParallelStyle]]) -> dict[str, list[ParallelStyle]]:
-    """The styles of a plan by the names of the modules that they are for."""
+    """Return a plan's styles by the name of the module that they apply to."""
     found: dict[str, list[ParallelStyle]] = {}
     for pattern, styles in plan.items():
         for style in styles:
@@ -495,8 +499,9 @@ def styled(model: nn.Module, plan: Mapping[str, Sequence[ParallelStyle]]) -> dic
 
 
 def whole(model: nn.Module, plan: Mapping[str, Sequence[ParallelStyle]]) -> dict[str, float]:
-    """The modules with parameters of their own that a plan leaves as they are, and their share of the model's bytes;
-    those of all layers as one, with *.
+    """Return the modules that keep whole parameters of their own under a plan, and their share of the model's bytes.
+
+    The same module of all layers has one entry, with * for the layer's number.
     """
     planned = styled(model, plan)
     layers = decoder_of(model).layers
@@ -510,5 +515,5 @@ def whole(model: nn.Module, plan: Mapping[str, Sequence[ParallelStyle]]) -> dict
 
 
 def told(left: Mapping[str, float]) -> str:
-    """What stays whole on every rank, in words."""
+    """Return in words which modules stay whole on every rank."""
     return f"whole on every rank, {sum(left.values()):.0%} of the bytes: {', '.join(left)}"

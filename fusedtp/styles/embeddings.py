@@ -1,4 +1,4 @@
-"""Embeddings split by vocabulary: each rank looks up what its rows have, and the ranks' results are added up."""
+"""Embeddings split by vocabulary: each rank looks up indices in its own rows, and the ranks' results are added up."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from .shared import Derived, derived
 
 
 class FusedEmbeddingParallel(ParallelStyle):
-    """An nn.Embedding split by rows over a 1-D mesh, as a head is by columns, so that one weight can serve both.
+    """Style for an nn.Embedding: split it by rows over a 1-D mesh, as a head by columns; one weight can serve both.
 
-    output_layouts    of the result [.., features]: Replicate(), whole on every rank, or Shard(d), a rank's part of it
-    use_local_output  return this rank's tensor rather than a DTensor, which knows its length where tokens do not divide
-    schedule          of the all-reduce or reduce-scatter of the results: auto, fused, decomposed or unfused
+    - `output_layouts`: of the result [.., features]: Replicate(), whole on every rank, or Shard(d), this rank's part.
+    - `use_local_output`: return this rank's tensor rather than a DTensor. A DTensor knows its global length if tokens
+      do not divide evenly.
+    - `schedule`: of the all-reduce or reduce-scatter of the results: auto, fused, decomposed or unfused.
 
-    Every rank is given the same indices, and looks up those that are rows of its own; of each index one rank has the
-    row, so the sum is exact. The weight becomes a DTensor, Shard(0), and its gradient is this rank's rows'. Subclasses
-    go on doing what they do with nn.Embedding's result. On CPUs indices out of range raise IndexError on the ranks that
-    are given them, on all if all are.
+    Every rank is given the same indices. Exactly one rank has the row of an index, so the sum is exact. The weight
+    becomes a DTensor, Shard(0), and its gradient is that of this rank's rows. A subclass's own code still runs on
+    nn.Embedding's result. On CPUs an index out of range raises IndexError on every rank that is given it.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class FusedEmbeddingParallel(ParallelStyle):
 
 
 class FusedEmbedding(nn.Embedding):
-    """What FusedEmbeddingParallel makes of an nn.Embedding; a subclass's own code comes before this one's."""
+    """The class that FusedEmbeddingParallel gives an nn.Embedding; a subclass's own code runs before this one's."""
 
     mesh: DeviceMesh
     output: Placement
@@ -85,9 +85,9 @@ class FusedEmbedding(nn.Embedding):
     schedule: str
 
     def forward(self, input: Tensor) -> Tensor:
-        """Indices [..], the same on every rank -> [.., features], or this rank's part of it."""
+        """Look up indices [..], the same on every rank; return [.., features], or this rank's part of it."""
         check_dense("input", input)
-        # torch's own check: a rank without rows looks nothing up.
+        # torch would check this too, but a rank without rows looks nothing up.
         if input.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"input must be indices in torch.int64 or torch.int32, got {input.dtype}")
         if isinstance(input, DTensor):
@@ -104,7 +104,7 @@ class FusedEmbedding(nn.Embedding):
         lies(self.mesh, Shard(0), (self.num_embeddings, self.embedding_dim)).check("weight", self.weight)
         weight = local(self.weight, 2)
         rows = input - begin
-        # On other devices the lookup itself finds what is out of range: on the ranks at both ends nothing is left out.
+        # On other devices the lookup itself finds indices out of range: the first and the last rank mask none of them.
         outside = (rows < 0) if begin else torch.zeros_like(rows, dtype=torch.bool)
         if begin + size < self.num_embeddings:
             outside = outside | (rows >= size)
@@ -113,7 +113,7 @@ class FusedEmbedding(nn.Embedding):
             own = None if padding is None or not begin <= padding < begin + size else padding - begin
             found = F.embedding(rows.masked_fill(outside, 0), weight, own).masked_fill(outside.unsqueeze(-1), 0)
         else:
-            # It takes part in what is sent backward as well.
+            # The weight takes part in the graph, so this rank joins the collectives of backward.
             found = weight.new_zeros(*input.shape, self.embedding_dim) + weight.sum()
         options: dict[str, Any] = {"group": self.mesh.get_group(), "schedule": self.schedule}
         if isinstance(output, Shard):

@@ -1,4 +1,4 @@
-"""Linears that take the same input, with one gather of it, in a module whose code does not know of it."""
+"""Group of linears that take the same input, with one gather for all of them; the module's own code does not change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .shared import FusedSharedLinear, replicate, share
 
 
 class _Together:
-    # The linears of a FusedGroup, and what the last input gave for those that have not been called with it yet.
+    # The linears of a FusedGroup, and the last input's results for linears that have not been called with it yet.
     def __init__(self) -> None:
         self.linears: list[FusedGroupedLinear] = []
         self.clear()
@@ -29,11 +29,11 @@ class _Together:
     def take(self, linear: FusedGroupedLinear, input: Tensor) -> Tensor:
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling and input.is_inference():
-            # A tensor of inference mode counts no changes: whether it is still what it was cannot be told.
+            # A tensor of inference mode counts no changes, so it may have changed since.
             (out,) = columns([linear], input)
             return out
-        # The same tensor with the same values, used in the same way; a compiler knows no versions. The objects are kept
-        # with their ids, which could be another's otherwise.
+        # Results are kept for the same tensors, with the same versions, used in the same way; a compiler knows no
+        # versions. The objects are held, as their ids could be reused otherwise.
         held = [input, *(each for linear in self.linears for each in (linear.weight, linear.bias) if each is not None)]
         device = input.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -58,14 +58,14 @@ class _Together:
 
 
 def _state(tensor: Tensor) -> tuple[Any, ...]:
-    # Of a DTensor also its part may be changed.
+    # A DTensor's local part may be changed without the DTensor.
     mine = getattr(tensor, "_local_tensor", tensor)
     changes = tuple(-1 if each.is_inference() else each._version for each in (tensor, mine))
     return id(tensor), id(mine), tensor.requires_grad, changes
 
 
 class FusedGroupedLinear(FusedColwiseLinear):
-    """What FusedGroup makes of each nn.Linear: the first that is called with an input computes all of the group."""
+    """The class that FusedGroup gives each nn.Linear: the first one called with an input computes the whole group."""
 
     together: _Together
 
@@ -75,23 +75,24 @@ class FusedGroupedLinear(FusedColwiseLinear):
 
 
 class FusedGroupedSharedLinear(FusedSharedLinear, FusedGroupedLinear):
-    """The same, of a linear with fewer pieces than there are ranks."""
+    """The class of a linear in a FusedGroup that has fewer pieces than there are ranks."""
 
 
 class FusedGroup(ParallelStyle):
-    """Several nn.Linear of one module that take the same input, as FusedColwiseParallel each, with one gather of it.
+    """Style for several nn.Linear of one module that take the same input: FusedColwiseParallel each, with one gather.
 
-    names             of the linears in the module that the style is for: FusedGroup("q_proj", "k_proj", "v_proj")
-    pieces            by name, how many pieces a linear's rows have, as key and value heads, where that may be less than
-                      there are ranks: several of these then use the same piece, and each has the whole weight
-    options           those of FusedColwiseParallel
+    - `names`: of the linears in the module that the style is for: FusedGroup("q_proj", "k_proj", "v_proj").
+    - `pieces`: by name, the number of pieces that a linear's rows have, such as key and value heads, if that may be
+      fewer than the ranks. Several ranks then use the same piece, and each has the whole weight.
+    - `options`: those of FusedColwiseParallel.
 
-    The module's code is unchanged, and sees its input as it was given: x.shape of a plain shard is this rank's part, of
-    a DTensor the whole. The first linear that it calls with an input computes all of them, the others take theirs.
-    Linears that are called with different inputs, or not at all, are right too, but then more is computed than is used.
+    The module's code is unchanged and sees its input as given: x.shape of a plain shard is this rank's part, of a
+    DTensor the whole. The first linear that the module calls with an input computes all of them, the others take their
+    results. Calls with different inputs, or of only some linears, are right too, but compute more than is used. In
+    backward the gradients of the input are added before they are scattered, once.
+
     Under torch.compile an input must not be changed in place between the calls of a group. Tensors made under
-    torch.inference_mode count no changes, so each linear gathers them for itself: torch.no_grad has one gather for all.
-    In backward the gradients of the input are added before they are scattered, once.
+    torch.inference_mode count no changes, so each linear gathers them for itself. torch.no_grad has one gather for all.
     """
 
     keeps_ties = False
@@ -120,7 +121,7 @@ class FusedGroup(ParallelStyle):
         together = _Together()
         for linear in linears:
             self.style.check(linear, device_mesh)
-        # Parameters that several of these share stay one.
+        # Parameters that several linears share stay one.
         given = [dict(linear.named_parameters()) for linear in linears]
         ids = [id(each) for own in given for each in own.values()]
         made: dict[tuple[int, bool], nn.Parameter] = {}
@@ -140,7 +141,7 @@ class FusedGroup(ParallelStyle):
                 setattr(linear, key, made.setdefault((id(each), pieces < num_ranks), getattr(linear, key)))
             linear.together = together
             together.linears.append(linear)
-        # A call that uses only some of them must not keep what the others would have taken.
+        # After a call that uses only some linears, drop the results of the others.
         module.register_forward_hook(_Clear(together), always_call=True)
         return module
 

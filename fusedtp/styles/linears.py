@@ -1,16 +1,16 @@
-"""Tensor-parallel styles for models that exist: torch's ColwiseParallel and RowwiseParallel, with fused matmuls.
+"""Tensor-parallel styles for existing models: torch's ColwiseParallel and RowwiseParallel with fused matmuls.
 
     parallelize_module(model, mesh["tp"], {"*.w1": FusedColwiseParallel(input_layouts=Shard(1)), ...})
 
-Arguments and layouts are torch's, so a plan is changed by changing class names. Parameters become DTensors under their
-old names, Shard(0) for column weights and biases, Shard(1) for row weights, Replicate for row biases: checkpoints, FSDP
-and optimizers treat them as they treat torch's. Of the layouts, these run inside the matmul; others cost a plain
-redistribution before or after it:
+Arguments and layouts are torch's, so changing class names changes a plan. Parameters become DTensors under their old
+names: Shard(0) for column weights and biases, Shard(1) for row weights, Replicate for row biases. Checkpoints, FSDP and
+optimizers treat them like torch's. The matmul includes the collectives of the layouts below; any other layout costs a
+separate redistribution before or after it.
 
-    FusedColwiseParallel   input Shard(d): gathered in it; Replicate: nothing to send    output Shard(-1)
+    FusedColwiseParallel   input Shard(d): gathered; Replicate: nothing to send    output Shard(-1)
     FusedRowwiseParallel   input Shard(-1)              output Shard(d): reduce-scattered; Replicate: all-reduced
 
-The local matmul's gradients come out whole: that of a row bias is the sum over all rows, not a partial one.
+The op returns whole gradients: that of a row bias is summed over all rows, not partial.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ..shards import chunk_sizes
 
 @dataclass(frozen=True)
 class _Layouts:
-    # What a style tells the linear that it has converted.
+    # Layouts and options that a style gives the linear that it converts.
     mesh: DeviceMesh
     input: Placement
     output: Placement
@@ -55,14 +55,14 @@ class _Layouts:
         return self.mesh.get_group()
 
     def sizes(self, length: int) -> tuple[int, ...]:
-        """How DTensor cuts a dim."""
+        """Return how DTensor splits a dim of this length."""
         return chunk_sizes(length, self.mesh.size())
 
     def receive(self, x: Tensor, wanted: Placement | None = None) -> tuple[Tensor, Placement, tuple[int, ...] | None]:
-        """The local part of x, its layout (`wanted` if given), and the ranks' lengths where the global one is known."""
+        """Return x's local part, its layout (`wanted` if given), and every rank's length if x is a DTensor."""
         check_dense("input", x)
         placement = positive(self.input, x.ndim, "input_layouts")
-        # The result has as many dims as x: checked now, so that a wrong layout is not found only after sending.
+        # The result has as many dims as x. Check its layout before anything is sent.
         positive(self.output, x.ndim, "output_layouts")
         if isinstance(x, DTensor):
             if x.device_mesh != self.mesh:
@@ -81,8 +81,9 @@ class _Layouts:
         return local(x, x.ndim), placement, sizes
 
     def hand_out(self, y: Tensor, made: Placement, shape: tuple[int, ...]) -> Tensor:
-        """y, laid out as `made` of a whole tensor of `shape`, in the layout and kind of tensor that the style was asked
-        for.
+        """Return y, which lies as `made` of a whole tensor of `shape`, in the layout and kind that the style asks for.
+
+        The kind is a DTensor or this rank's tensor.
         """
         made, output = positive(made, y.ndim), positive(self.output, y.ndim)
         if made == output and self.use_local_output:
@@ -94,14 +95,14 @@ class _Layouts:
 
 
 def as_dtensor(y: Tensor, mesh: DeviceMesh, made: Placement, shape: tuple[int, ...]) -> DTensor:
-    """y, laid out as `made` of a whole tensor of `shape`."""
-    # A DTensor's strides are those of the whole tensor; ones that ours does not have would mislead a view of it.
+    """Return y, which lies as `made` of a whole tensor of `shape`, as a DTensor."""
+    # A DTensor's strides are those of the whole tensor. Wrong ones would mislead a view of it.
     strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     return DTensor.from_local(y.contiguous(), mesh, [made], run_check=False, shape=torch.Size(shape), stride=strides)
 
 
 def positive(placement: Placement, ndim: int, name: str = "layout") -> Placement:
-    """The placement with its dim counted from the front; ValueError where there is no such dim."""
+    """Return the placement with its dim counted from the front; ValueError if there is no such dim."""
     if not isinstance(placement, Shard):
         return placement
     if not -ndim <= placement.dim < ndim:
@@ -110,12 +111,12 @@ def positive(placement: Placement, ndim: int, name: str = "layout") -> Placement
 
 
 class FusedLinear(Watched, nn.Linear):
-    """An nn.Linear whose parameters lie as its style has laid them."""
+    """Base class of an nn.Linear whose parameters its style has laid out."""
 
     layouts: _Layouts
     _weight: Placement
     _bias: Placement
-    # Whether `parallelize` has split the adapters around it.
+    # True if `parallelize` has split the adapters around it.
     has_adapters = False
 
     def check_parameters(self) -> None:
@@ -129,10 +130,10 @@ class FusedLinear(Watched, nn.Linear):
 
     @property
     def base_layer(self) -> nn.Module:
-        """What peft asks of every linear that it is about to put an adapter around: there is none.
+        """Refuse adapters: peft asks for this attribute before it puts an adapter around a linear.
 
-        Raises NotImplementedError, as the adapter would see this rank's part of the weight, and nothing would add up
-        what it makes of that.
+        Raises NotImplementedError, because the adapter would see this rank's part of the weight, and nothing would add
+        up the ranks' results. Raises AttributeError, as an nn.Linear does, if `parallelize` has split the adapters.
         """
         if self.has_adapters:
             raise AttributeError("base_layer")
@@ -143,7 +144,7 @@ class FusedLinear(Watched, nn.Linear):
 
 
 def lies(mesh: DeviceMesh, placement: Placement, shape: tuple[int, ...]) -> Lies:
-    """How a parameter of that shape lies."""
+    """Return the layout of a parameter of this global shape."""
     part = list(shape)
     if isinstance(placement, Shard):
         part[placement.dim] = chunk_sizes(shape[placement.dim], mesh.size())[mesh.get_local_rank()]
@@ -151,7 +152,7 @@ def lies(mesh: DeviceMesh, placement: Placement, shape: tuple[int, ...]) -> Lies
 
 
 class FusedColwiseLinear(FusedLinear):
-    """What FusedColwiseParallel makes of an nn.Linear: `[.., R_X, .., K] @ [K, N_X] -> [.., N_X]`, or R whole."""
+    """Class that FusedColwiseParallel gives an nn.Linear: `[.., R_X, .., K] @ [K, N_X] -> [.., N_X]`, or R whole."""
 
     _weight: Placement = Shard(0)
     _bias: Placement = Shard(0)
@@ -161,12 +162,12 @@ class FusedColwiseLinear(FusedLinear):
         return y
 
     def own(self) -> tuple[Tensor, Tensor | None]:
-        """The weight and the bias that this rank multiplies by and adds."""
+        """Return the weight and the bias that this rank uses."""
         return self.weight, self.bias
 
 
 def columns(linears: Sequence[FusedColwiseLinear], input: Tensor) -> list[Tensor]:
-    """What each of these makes of one input."""
+    """Return the result of every one of these linears for one input, with one gather."""
     to = linears[0].layouts
     for each in linears:
         each.check_parameters()
@@ -174,7 +175,7 @@ def columns(linears: Sequence[FusedColwiseLinear], input: Tensor) -> list[Tensor
     bias: Any
     weight, bias = linears[0].own() if len(linears) == 1 else zip(*(each.own() for each in linears), strict=True)
     x, placement, sizes = to.receive(input)
-    # A parameter's gradient has its own layout: whole where it is replicated, because backward has reduced it.
+    # A gradient is laid out like its parameter: whole if the parameter is replicated, as backward has reduced it.
     ours = weight, bias, to.group, to.options
     if isinstance(placement, Shard):
         ys = eager.of_parameters(problems.all_gather_problem, x, *ours, (placement.dim, sizes))
@@ -188,7 +189,7 @@ def columns(linears: Sequence[FusedColwiseLinear], input: Tensor) -> list[Tensor
 
 
 class FusedRowwiseLinear(FusedLinear):
-    """What FusedRowwiseParallel makes of an nn.Linear: `[.., K_X] @ [K_X, N] -> [.., R_X, .., N]`, or R whole."""
+    """Class that FusedRowwiseParallel gives an nn.Linear: `[.., K_X] @ [K_X, N] -> [.., R_X, .., N]`, or R whole."""
 
     _weight, _bias = Shard(1), Replicate()
 
@@ -208,7 +209,7 @@ class FusedRowwiseLinear(FusedLinear):
 
 
 def check_mesh(device_mesh: object) -> None:
-    """A mesh that a style can split over: of one dimension, with this rank."""
+    """Raise TypeError or ValueError unless a style can split over the mesh: one dimension, with this rank."""
     if not isinstance(device_mesh, DeviceMesh):
         raise TypeError(f"device_mesh must be a DeviceMesh, got {type(device_mesh).__name__}")
     groups.check_mesh("device_mesh", device_mesh)
@@ -220,7 +221,7 @@ def check_mesh(device_mesh: object) -> None:
 
 
 def unfit(module: nn.Module) -> str:
-    """Why a style cannot take it; "" for an nn.Linear with parameters of its own."""
+    """Return why a style cannot take the module; "" for an nn.Linear with parameters of its own."""
     if is_parametrized(module):
         return "one with a parametrization: remove_parametrizations first, or register it on what the style has made"
     kind = type(module).__name__
@@ -244,13 +245,13 @@ def unfit(module: nn.Module) -> str:
         )
     computed = [name for name in ("weight", "bias") if name not in module._parameters]
     if computed:
-        # torch.nn.utils.weight_norm and spectral_norm, the older ones.
+        # The older torch.nn.utils.weight_norm and spectral_norm.
         return f"one whose {computed[0]} is computed before each call: remove_weight_norm first, or what does so"
     return ""
 
 
 def met_before(module: nn.Module) -> str:
-    """Why no style can be applied: what another one, or a patch, has done to this module; "" where nothing has."""
+    """Return why no style can be applied: an earlier style or patch of this module; "" if there is none."""
     if "forward" in vars(module):
         return (
             f"a {type(module).__name__} whose forward was replaced on the instance, by code for the whole weight: "
@@ -264,7 +265,7 @@ def met_before(module: nn.Module) -> str:
 def _warn_of_ties(module: nn.Linear, style: str) -> None:
     for name in ("weight", "bias"):
         parameter = module._parameters[name]
-        # Most have no references but the module's, the one here and getrefcount's; the search takes long.
+        # The search takes long. Most parameters have only three references: the module's, this one and getrefcount's.
         if parameter is None or isinstance(parameter, DTensor) or sys.getrefcount(parameter) <= 3:
             continue
         holders = [each for each in gc.get_referrers(parameter) if type(each) is dict]
@@ -277,12 +278,12 @@ def _warn_of_ties(module: nn.Linear, style: str) -> None:
 
 
 def _lies(parameter: Tensor, mesh: DeviceMesh, placement: Placement) -> bool:
-    # Whether it is laid out so already, as a weight that is tied to another module's that has its style.
+    # Return whether the parameter is laid out so already, such as a weight tied to a module that has its style.
     return isinstance(parameter, DTensor) and parameter.device_mesh == mesh and parameter.placements == (placement,)
 
 
 def _is_of_a_module(values: dict[str, Any]) -> bool:
-    # Whether these are what some module has as its parameters: it, or its attributes, refer to them.
+    # Return whether a module refers to these values as its parameters, by itself or through its attributes.
     return any(
         isinstance(each, nn.Module) or (type(each) is dict and each.get("_parameters") is values)
         for each in gc.get_referrers(values)
@@ -290,13 +291,13 @@ def _is_of_a_module(values: dict[str, Any]) -> bool:
 
 
 class _FusedStyle(ParallelStyle):
-    # What the two styles share. The module's class is changed in place: its hooks, name and parameters' names stay.
+    # Base of the two styles. The module's class is changed in place: its hooks, name and parameters' names stay.
     _input: Placement
     _output: Placement
     _weight: Placement
     _bias: Placement
     _linear: type[nn.Linear]
-    # Whether who applies it sees to it that a parameter that several modules share stays one.
+    # True if the caller keeps a parameter one that several modules share.
     keeps_ties = False
 
     def __init__(
@@ -316,7 +317,7 @@ class _FusedStyle(ParallelStyle):
         self.use_local_output = arguments.flag("use_local_output", use_local_output)
         arguments.check_producer(producer, schedule)
         self.options = Options(schedule, "auto", producer, arguments.float8_of(float8), order)
-        # Of any number of ranks so far.
+        # The number of ranks is not known yet.
         arguments.leaves_of(self.options, 1)
         for name, placement in (("input_layouts", self.input_layouts), ("output_layouts", self.output_layouts)):
             if not isinstance(placement, Shard | Replicate):
@@ -324,7 +325,7 @@ class _FusedStyle(ParallelStyle):
         dispatch.check_schedule(schedule)
 
     def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        """Raise where the style cannot be applied, before anything is changed."""
+        """Raise if the style cannot be applied, before anything is changed."""
         if reason := unfit(module):
             raise NotImplementedError(f"{type(self).__name__} is for nn.Linear, got {reason}")
         check_mesh(device_mesh)
@@ -335,7 +336,7 @@ class _FusedStyle(ParallelStyle):
             arguments.check_even(self.options.order, sizes, f"parts of {name}")
 
     def layouts_on(self, device_mesh: DeviceMesh) -> _Layouts:
-        """What a linear of this style is told."""
+        """Return the layouts that a linear of this style gets."""
         return _Layouts(device_mesh, self.input_layouts, self.output_layouts, self.use_local_output, self.options)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -349,7 +350,7 @@ class _FusedStyle(ParallelStyle):
                 setattr(module, name, nn.Parameter(value, requires_grad=parameter.requires_grad))
         watch_all(module)
         module.__class__ = self._linear
-        # So that torch's own styles refuse it from now on.
+        # torch's own styles refuse such a module.
         made: Any = module
         made._distribute_module_applied = True
         module.layouts = self.layouts_on(device_mesh)  # type: ignore[assignment]
@@ -365,21 +366,21 @@ class _FusedStyle(ParallelStyle):
 
 
 class FusedColwiseParallel(_FusedStyle):
-    """An nn.Linear's output features split over a 1-D mesh.
+    """Style for an nn.Linear: split its output features over a 1-D mesh.
 
-    input_layouts     of a plain input, by default Replicate(); a DTensor's own layout wins
-    output_layouts    by default Shard(-1)
-    use_local_output  return this rank's tensor rather than a DTensor
-    schedule          of the matmul: auto, fused, decomposed or unfused
-    producer          how the fused schedule sends what it gathers: auto, push, copy or multicast
-    float8            tensorwise, rowwise or rowwise_with_gw_hp: operands become float8 before they are sent
-    order             rank; any: sums by NVLink's switch where it can; or tree: the same bits on any number of ranks, as
-                      in `all_gather_linear`
+    - `input_layouts`: of a plain input, by default Replicate(). A DTensor's own layout wins.
+    - `output_layouts`: by default Shard(-1).
+    - `use_local_output`: return this rank's tensor rather than a DTensor.
+    - `schedule`: of the matmul: auto, fused, decomposed or unfused.
+    - `producer`: how `fused` sends what it gathers: auto, push, copy or multicast.
+    - `float8`: tensorwise, rowwise or rowwise_with_gw_hp: operands are cast to float8 before they are sent.
+    - `order`: rank, any (NVLink's switch adds if it can) or tree (the same bits on any number of ranks), as in
+      `all_gather_linear`.
 
-    A plain input that is sharded is taken to be as long on every rank; a DTensor knows its length.
+    A sharded plain input must have the same length on every rank. A DTensor knows its length.
 
-    Applying it raises NotImplementedError for what is not a plain nn.Linear, TypeError or ValueError for what is no 1-D
-    mesh with this rank; nothing is changed then.
+    Applying the style raises NotImplementedError unless the module is a plain nn.Linear, and TypeError or ValueError
+    unless the mesh is 1-D with this rank in it. Nothing is changed then.
     """
 
     _input, _output, _weight, _bias = Replicate(), Shard(-1), Shard(0), Shard(0)
@@ -387,18 +388,18 @@ class FusedColwiseParallel(_FusedStyle):
 
 
 class FusedRowwiseParallel(_FusedStyle):
-    """An nn.Linear's input features split over a 1-D mesh.
+    """Style for an nn.Linear: split its input features over a 1-D mesh.
 
-    input_layouts     of a plain input, by default Shard(-1); a DTensor's own layout wins
-    output_layouts    by default Replicate()
-    use_local_output  return this rank's tensor rather than a DTensor
-    schedule          of the matmul: auto, fused, decomposed or unfused
-    producer          how the fused schedule sends what it gathers: auto, push, copy or multicast
-    float8            tensorwise, rowwise or rowwise_with_gw_hp: operands become float8 before they are sent
-    order             rank; any: sums by NVLink's switch where it can; or tree: the same bits on any number of ranks, as
-                      in `all_gather_linear`
+    - `input_layouts`: of a plain input, by default Shard(-1). A DTensor's own layout wins.
+    - `output_layouts`: by default Replicate().
+    - `use_local_output`: return this rank's tensor rather than a DTensor.
+    - `schedule`: of the matmul: auto, fused, decomposed or unfused.
+    - `producer`: how `fused` sends what it gathers: auto, push, copy or multicast.
+    - `float8`: tensorwise, rowwise or rowwise_with_gw_hp: operands are cast to float8 before they are sent.
+    - `order`: rank, any (NVLink's switch adds if it can) or tree (the same bits on any number of ranks), as in
+      `all_gather_linear`.
 
-    Errors as of `FusedColwiseParallel`.
+    Errors are those of `FusedColwiseParallel`.
     """
 
     _input, _output, _weight, _bias = Shard(-1), Replicate(), Shard(1), Replicate()

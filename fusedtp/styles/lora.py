@@ -1,4 +1,4 @@
-"""peft's LoRA in a decoder that `parallelize` splits: adapters are split as the linears that they are for.
+"""Split peft's LoRA adapters in a decoder that `parallelize` splits: like the linears that they are for.
 
     y = x @ W.T + scaling * (x @ A.T) @ B.T
 
@@ -8,7 +8,7 @@
     packed            as by columns or by rows                 taken apart as W is
     embedding         whole                                    whole
 
-r numbers a token travel for an adapter, not N or K. Nothing here imports peft: its classes are known by their names.
+An adapter sends r numbers per token, not N or K. This module does not import peft: it knows peft's classes by name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .shared import Derived, FusedSharedLinear, derived, replicate, share
 
 
 def model_of(model: nn.Module) -> nn.Module:
-    """The model that peft was given, for a PeftModel or a tuner around one; else the model itself."""
+    """Return the model that was given to peft, for a PeftModel or a tuner around one; otherwise the model itself."""
     made: Any = model
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         made = made.get_base_model()
@@ -41,13 +41,13 @@ def model_of(model: nn.Module) -> nn.Module:
 
 
 def _inner(module: nn.Module) -> str:
-    # The name of the module that peft has put this one around; "" where it has not.
+    # The name of the module that this one, of peft, wraps; "" if it wraps none.
     return next((name for name in ("base_layer", "original_module") if name in module._modules), "")
 
 
 @contextmanager
 def taken_off(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
-    """The model as it was before peft, whose modules are given by the names of those that they are around."""
+    """Put back the model as it was before peft; yield peft's modules by the names of those that they wrap."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if name and _inner(module) and not any(name.startswith(f"{outer}.") for outer in found):
@@ -62,7 +62,7 @@ def taken_off(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
 
 
 def check(found: Mapping[str, nn.Module], styled: Mapping[str, Sequence[ParallelStyle]]) -> None:
-    """Raise NotImplementedError where a plan splits a module that has other adapters than those described above."""
+    """Raise NotImplementedError if a plan splits a module that has other adapters than those described above."""
     seen: dict[int, str] = {}
     for name, module in found.items():
         if not (styles := styled.get(name, ())):
@@ -80,7 +80,7 @@ def check(found: Mapping[str, nn.Module], styled: Mapping[str, Sequence[Parallel
                 "embeddings, and modules_to_save that are neither in a FusedGroup nor tied"
             )
         for key, parameter in module.named_parameters():
-            # Of no memory, on meta, nothing can be said.
+            # On meta there is no memory to compare.
             if (place := parameter.data_ptr()) and seen.setdefault(place, name) != name and "lora_" in key:
                 raise NotImplementedError(
                     f"parallelize does not keep adapters tied, and {name}.{key} is one with {seen[place]}'s"
@@ -88,13 +88,13 @@ def check(found: Mapping[str, nn.Module], styled: Mapping[str, Sequence[Parallel
 
 
 def copies(module: nn.Module | None) -> list[nn.Module]:
-    """The copies of a module in modules_to_save, each of which an adapter uses in its place."""
+    """Return the copies of a module in modules_to_save, each of which one adapter uses in its place."""
     saved: Any = module._modules.get("modules_to_save") if module is not None else None
     return list(saved.values()) if saved is not None else []
 
 
 def split(module: nn.Module, device_mesh: DeviceMesh, src_data_rank: int | None) -> None:
-    """Split the adapters of a peft module whose linear, or embedding, has been split."""
+    """Split the adapters of a peft module whose linear or embedding has been split."""
     layer: Any = module
     base: Any = module._modules.get("base_layer")
     parts: list[Any] = list(base.parts) if isinstance(base, Unpacked) else [base]
@@ -119,7 +119,7 @@ def split(module: nn.Module, device_mesh: DeviceMesh, src_data_rank: int | None)
 
 
 class _Apply:
-    # How the parts of an adapter get their styles: of a linear that has these layouts.
+    # Applies styles to the parts of an adapter of a linear that has these layouts.
     def __init__(self, device_mesh: DeviceMesh, src_data_rank: int | None, layouts: Any) -> None:
         self.mesh, self.src = device_mesh, src_data_rank
         self.options: dict[str, Any] = {
@@ -154,7 +154,7 @@ class _Apply:
 
 @contextmanager
 def only_asked() -> Iterator[None]:
-    """Let peft ask linears for their `base_layer` while it puts no adapter around any: see `FusedLinear.base_layer`."""
+    """Let peft read `FusedLinear.base_layer` while it puts no adapter around any linear."""
     FusedLinear.has_adapters = True
     try:
         yield
@@ -182,12 +182,12 @@ def _without_adapters(tuner: Any, name: str, args: tuple[Any, ...], options: dic
 
 
 class FusedAdapted(Derived):
-    """A peft module whose linear, or embedding, is split, and its adapters with it."""
+    """The class of a peft module whose linear or embedding is split, together with its adapters."""
 
     device_mesh: DeviceMesh
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As peft's own, where `parallelize` has met all adapters that are active."""
+        """Run peft's own forward; NotImplementedError if an active adapter was added after `parallelize`."""
         layer: Any = self
         for name in layer.active_adapters:
             if name in layer.lora_A and not isinstance(layer.lora_A[name], FusedNorm | FusedRowwiseLinear):
@@ -198,14 +198,17 @@ class FusedAdapted(Derived):
         return super().forward(x, *args, **kwargs)
 
     def unmerge(self) -> None:
-        """Unmerge as peft's own method, which writes through `.data`: a FusedGroup would not see that."""
+        """Unmerge as peft's own method does, and drop the kept results of a FusedGroup.
+
+        peft writes through `.data`, which a FusedGroup does not see.
+        """
         super().unmerge()  # type: ignore[misc]
         base: Any = self.base_layer
         if isinstance(base, FusedGroupedLinear):
             base.together.clear()
 
     def get_delta_weight(self, adapter: str) -> Tensor:
-        """What an adapter adds to the weight when it is merged, laid out as the weight is."""
+        """Return what merging an adapter adds to the weight, laid out like the weight."""
         layer: Any = self
         if isinstance(layer.base_layer, Unpacked):
             raise NotImplementedError(

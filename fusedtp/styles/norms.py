@@ -1,4 +1,4 @@
-"""Norms and dropouts in a tensor-parallel model: parameters are whole on every rank, the tokens are not."""
+"""Norms and dropouts in a tensor-parallel model: parameters are whole on every rank, tokens are split."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ from .shared import Derived, Sum, derived, replicate
 
 
 class FusedNormParallel(ParallelStyle):
-    """A norm, or an nn.Dropout, of this rank's tokens: torch's SequenceParallel over a 1-D mesh.
+    """Style for a norm, or an nn.Dropout, of this rank's tokens: torch's SequenceParallel over a 1-D mesh.
 
-    sequence_dim      along which the tokens of a plain input are split, as many on every rank; a DTensor is laid out so
-    use_local_output  return this rank's tensor rather than a DTensor
-    schedule          of the all-reduce: auto, fused, decomposed or unfused
+    - `sequence_dim`: dim along which the tokens of a plain input are split, with the same number on every rank. A
+      DTensor is redistributed so.
+    - `use_local_output`: return this rank's tensor rather than a DTensor.
+    - `schedule`: of the all-reduce: auto, fused, decomposed or unfused.
 
-    The module goes on normalizing what it is given, this rank's part; what it normalizes along must be whole. Its
-    parameters become DTensors, Replicate(), and each rank's part of their gradients is added up in backward: one
-    all-reduce for each parameter. Any module will do that has no modules in it and reads its own parameters as
-    attributes, like nn.LayerNorm, nn.RMSNorm and those of Hugging Face. An nn.Dropout draws for the whole sequence, and
-    each rank keeps its part: ranks that were seeded alike stay so, however many tokens each has.
+    The module normalizes this rank's part of its input. The dims that it normalizes over must be whole. Its parameters
+    become DTensors, Replicate(). Backward adds up the ranks' gradients of each parameter by one all-reduce.
+
+    Any module works that has no child modules and reads its own parameters as attributes, such as nn.LayerNorm,
+    nn.RMSNorm and Hugging Face's norms. An nn.Dropout draws for the whole sequence, and each rank keeps its part. So
+    ranks with the same seed stay in step, however many tokens each has.
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False, schedule: str = "auto") -> None:
@@ -70,7 +72,7 @@ class FusedNormParallel(ParallelStyle):
 
 
 class AsGiven(FusedNormParallel):
-    """The same of a module that is given either DTensors, in any layout, or plain tensors that every rank has whole."""
+    """Style like FusedNormParallel, for inputs that are DTensors in any layout or plain tensors whole on every rank."""
 
     def __init__(self, *, schedule: str = "auto") -> None:
         super().__init__(schedule=schedule)
@@ -78,18 +80,18 @@ class AsGiven(FusedNormParallel):
 
 
 class FusedNorm(Derived):
-    """What FusedNormParallel makes of a norm: its code reads this rank's parameters, whose gradients are summed."""
+    """Class that FusedNormParallel gives a norm: the norm's code reads this rank's parameters; gradients are summed."""
 
     gradients: Sum
-    # How tokens are split; None where that is as the input says, and a plain one is whole.
+    # How tokens are split. None: as the input is laid out; a plain input is whole.
     tokens: Shard | None
     use_local_output: bool
-    # How the call under way reads parameters: "part" of an input that is split, "whole" of one that every rank has.
-    # Between calls an attribute is the parameter itself, which is what who looks for parameters expects: fully_shard.
+    # How the running call reads parameters: "part" if the input is split, "whole" if every rank has all of it. Between
+    # calls an attribute is the parameter itself, as fully_shard expects.
     reads = ""
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As the norm's own, of what each rank has."""
+        """Run the norm's own forward on this rank's part."""
         x = self._received(input)
         if not isinstance(x, DTensor):
             return self._own("whole", x, args, kwargs)
@@ -102,7 +104,7 @@ class FusedNorm(Derived):
         return as_dtensor(out, x.device_mesh, placement, (*x.shape[:-1], out.shape[-1]))
 
     def _received(self, input: Tensor) -> Tensor:
-        # The input as a DTensor, laid out as the style says; as it is where the style says nothing.
+        # The input as a DTensor in the style's layout; unchanged if the style has none.
         check_dense("input", input)
         if self.tokens is None:
             return input
@@ -120,15 +122,15 @@ class FusedNorm(Derived):
 
 
 class FusedDropout(FusedNorm):
-    """What FusedNormParallel makes of an nn.Dropout: it drops what it would drop in one process."""
+    """The class that FusedNormParallel gives an nn.Dropout: it drops the same elements as in one process."""
 
     p: float
     training: bool
-    # Of the whole, where a plain input is this rank's features.
+    # Features of the whole, if a plain input has this rank's part of them; otherwise 0.
     num_features = 0
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As nn.Dropout's of the whole, this rank's part of that."""
+        """Return this rank's part of what nn.Dropout returns for the whole input."""
         if self.num_features:
             whole = *input.shape[:-1], self.num_features
             return self._dropped(as_dtensor(input, self.gradients.mesh, Shard(input.ndim - 1), whole)).to_local()
@@ -140,7 +142,7 @@ class FusedDropout(FusedNorm):
         if not self.training:
             return x
         if x.device.type != "cpu":
-            # There DTensor itself keeps the ranks' random states together.
+            # On GPUs DTensor itself keeps the ranks' random states together.
             return F.dropout(x, self.p)
         noise = F.dropout(torch.ones(x.shape, dtype=x.dtype, device=x.device), self.p)
         own = distribute_tensor(noise, x.device_mesh, x.placements, src_data_rank=None).to_local()
@@ -149,7 +151,7 @@ class FusedDropout(FusedNorm):
 
 @dataclass(frozen=True)
 class _Own:
-    # One of a norm's parameters, as its code reads it.
+    # Descriptor of one of a norm's parameters, as the norm's code reads it.
     name: str
 
     def __get__(self, module: FusedNorm, owner: Any = None) -> Tensor:
@@ -160,7 +162,7 @@ class _Own:
         if module.reads == "part" and parameter.requires_grad:
             return module.gradients.use(parameter)
         whole = local(parameter, parameter.ndim)
-        # A change of the parameter does not count as one of its part, which the norm's own code keeps.
+        # The norm's own code saves this part, which does not count changes of the parameter: copy it.
         return whole.clone() if torch.is_grad_enabled() else whole
 
     def __set__(self, module: FusedNorm, value: Any) -> None:

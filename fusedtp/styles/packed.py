@@ -1,4 +1,4 @@
-"""Linears that are several in one, or have their weight transposed, taken apart so that each part can be split."""
+"""Packed linears: take apart several linears in one, or a transposed weight, so that each part can be split."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is Hugging Face's Conv1D, a linear with the weight [in, out]."""
+    """Return whether the module is Hugging Face's Conv1D, a linear with the weight [in, out]."""
     return type(module).__name__ == "Conv1D" and {"nf", "nx"} <= vars(module).keys()
 
 
 def features(module: nn.Module) -> int:
-    """How many output features a linear has, or a Conv1D."""
+    """Return the number of output features of a linear or a Conv1D."""
     made: Any = module.nf if is_conv1d(module) else module.out_features
     return int(made)
 
 
 class Unpacked(nn.Module):
-    """What a packed linear becomes: its `parts`, an nn.Linear each, whose results follow one another.
+    """The class of a packed linear that was taken apart: its `parts` are nn.Linear, whose results are concatenated.
 
-    In states the parts have entries of their own, `parts.0.weight`.
+    In a state_dict the parts have entries of their own, such as `parts.0.weight`.
     """
 
     parts: nn.ModuleList
-    # Whether it was a Conv1D.
+    # True if it was a Conv1D.
     transposed: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        """[.., all parts' features that this rank has]."""
+        """Return [.., features]: all parts' features that this rank has."""
         outs = [part(x) for part in self.parts]
         return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
 
 
 def joined(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a whole state under the names, and in the shapes, that parameters had before `Unpack`."""
+    """Return a whole state with the names and shapes that parameters had before `Unpack`."""
     state = dict(state)
     for name, module in model.named_modules():
         if isinstance(module, Unpacked):
@@ -52,7 +52,7 @@ def joined(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class Unpack(ParallelStyle):
-    """Takes an nn.Linear, or a Conv1D, apart into linears with these numbers of output features."""
+    """Style that takes an nn.Linear or a Conv1D apart into linears with these numbers of output features."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         super().__init__()

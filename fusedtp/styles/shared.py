@@ -1,5 +1,6 @@
-"""What several styles share: parameters that every rank has whole and uses for what is its own, whose gradients are
-added up over the ranks; and classes made of a module's own.
+"""Parts shared by styles: whole parameters that ranks use separately, and classes derived from a module's own class.
+
+Every rank has such a parameter whole and uses it for its own part of the work. Gradients are added up over the ranks.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from .linears import FusedColwiseLinear, FusedColwiseParallel
 
 @dataclass(frozen=True)
 class Sum:
-    """How the gradients are added up: over which mesh, and by which schedule."""
+    """The mesh and the schedule by which gradients are added up."""
 
     mesh: DeviceMesh
     schedule: str = "auto"
 
     def use(self, parameter: Tensor) -> Tensor:
-        """The whole parameter, for this rank's own use."""
+        """Return the whole parameter for this rank's own use; backward adds up the ranks' gradients."""
         whole = local(parameter, parameter.ndim)
         if not (torch.is_grad_enabled() and parameter.requires_grad):
             return whole
@@ -36,14 +37,14 @@ class Sum:
 
 
 class FusedSharedLinear(FusedColwiseLinear):
-    """A FusedColwiseLinear whose weight and bias are whole on every rank, which uses its own rows of them."""
+    """A FusedColwiseLinear whose weight and bias are whole on every rank; a rank uses its own rows of them."""
 
     gradients: Sum
     own_rows: slice
     _weight, _bias = Replicate(), Replicate()
 
     def own(self) -> tuple[Tensor, Tensor | None]:
-        """This rank's rows of both."""
+        """Return this rank's rows of weight and bias."""
         weight, bias = (
             None if each is None else self.gradients.use(each)[self.own_rows] for each in (self.weight, self.bias)
         )
@@ -59,7 +60,7 @@ def replicate(module: nn.Module, device_mesh: DeviceMesh, src_data_rank: int | N
 
 
 def share(style: FusedColwiseParallel, linear: nn.Linear, device_mesh: DeviceMesh, own_rows: slice) -> None:
-    """Make of an nn.Linear, whose parameters are whole on every rank, one of that style."""
+    """Give an nn.Linear with whole parameters the style: this rank uses the rows `own_rows`."""
     style.check(linear, device_mesh)
     linear.__class__ = FusedSharedLinear
     assert isinstance(linear, FusedSharedLinear)
@@ -70,9 +71,9 @@ def share(style: FusedColwiseParallel, linear: nn.Linear, device_mesh: DeviceMes
 
 
 class Derived(nn.Module):
-    """A module whose class was made of its own one, when it was needed: no name leads to it."""
+    """A module whose class was derived from its own class when needed; the new class has no importable name."""
 
-    # As `derived` was given them.
+    # The arguments of `derived`.
     made_of: tuple[tuple[type[nn.Module], ...], tuple[tuple[str, Any], ...]]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -83,7 +84,7 @@ class Derived(nn.Module):
 
 @cache
 def derived(bases: tuple[type[nn.Module], ...], values: tuple[tuple[str, Any], ...] = ()) -> type[nn.Module]:
-    """A class of these bases, among them a `Derived`, with these values."""
+    """Return a class with these bases, one of them a `Derived`, and these class attributes."""
     kind = next(each for each in bases if not issubclass(each, Derived))
     return type(f"Fused{kind.__name__}", bases, {**dict(values), "made_of": (bases, values)})
 

@@ -1,4 +1,4 @@
-"""The parts of a Hugging Face decoder by their names, and what of them no plan can be made for."""
+"""The parts of a Hugging Face decoder by name, and checks for parts that no plan can handle."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-# Of models that have none, by their configuration's model_type.
+# Plans for models that have none, by the configuration's model_type.
 PLANS = {
     "gpt2": {
         "h.*.attn.c_attn": "colwise", "h.*.attn.c_proj": "rowwise", "h.*.mlp.c_fc": "colwise",
@@ -16,7 +16,7 @@ PLANS = {
     },
 }  # fmt: skip
 
-# Of models whose own plan is for their experts alone: linears of their attention, by model_type.
+# Attention's linears in models whose own plan covers only experts, by model_type.
 _QKVO = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
 ATTENTION = {
     "afmoe": {**_QKVO, "gate_proj": "colwise"}, "granitemoe": _QKVO, "granitemoeshared": _QKVO,
@@ -26,8 +26,11 @@ ATTENTION = {
 
 @dataclass(frozen=True)
 class Decoder:
-    """The names of a decoder's parts. columns, rows: linears of a layer that its plan splits so; others: what else the
-    plan names; latent: linears of keys and values from a latent vector, which is not split.
+    """Names of a decoder's parts.
+
+    - `columns`, `rows`: linears of a layer that the model's plan splits so.
+    - `others`: other entries of the plan.
+    - `latent`: linears that make keys and values from a latent vector, which is not split.
     """
 
     model: nn.Module
@@ -41,29 +44,29 @@ class Decoder:
 
     @property
     def stack(self) -> nn.ModuleList:
-        """The layers, which are alike."""
+        """Return the layers."""
         stack = self.model.get_submodule(self.layers)
         assert isinstance(stack, nn.ModuleList)
         return stack
 
     @property
     def kind(self) -> str:
-        """The configuration's model_type."""
+        """Return the configuration's model_type."""
         return str(getattr(getattr(self.base, "config", None), "model_type", ""))
 
     @property
     def head(self) -> nn.Module | None:
-        """What makes logits of the vocabulary."""
+        """Return the module that makes logits of the vocabulary."""
         model: Any = self.model
         found: nn.Module | None = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         return found
 
     def named(self, name: str) -> str:
-        """The name in the model of a child of its base."""
+        """Return the name in the model of a child of its base."""
         return f"{self.prefix}.{name}" if self.prefix else name
 
     def beside(self) -> list[str]:
-        """What the model has besides its base and the head: a classifier, or another head."""
+        """Return modules outside the base and the head that have parameters: a classifier, or another head."""
         if not self.prefix:
             return []
         return [
@@ -73,7 +76,7 @@ class Decoder:
 
 
 def decoder_of(model: nn.Module) -> Decoder:
-    """Raises NotImplementedError where it is none."""
+    """Return the model's `Decoder`; NotImplementedError if the model is not a decoder with one stack and a plan."""
     kind = type(model).__name__
     layer_classes = tuple(getattr(model, "_no_split_modules", None) or ())
     stacks = [
@@ -102,17 +105,17 @@ def decoder_of(model: nn.Module) -> Decoder:
 
 
 def has_own(module: nn.Module) -> bool:
-    """Whether it has parameters that are not those of its children."""
+    """Return whether the module has parameters that are not its children's."""
     return any(True for _ in module.parameters(recurse=False))
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether it is called one: what it does to each token, or head, hangs on no other."""
+    """Return whether the module is called a norm and has no children: each token or head is handled by itself."""
     return "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
 
 
 def check_alike(of: Decoder) -> None:
-    """One plan is made for all layers."""
+    """Raise NotImplementedError unless all layers are alike: they get one plan."""
 
     def described(layer: nn.Module) -> dict[str, Any]:
         return {
@@ -130,8 +133,9 @@ def check_alike(of: Decoder) -> None:
 
 
 def check_split_tokens(of: Decoder) -> None:
-    """Refuse parameters that the code between attention and MLP uses itself: each rank would use them for its own
-    tokens, and have the gradient of these alone.
+    """Raise NotImplementedError for parameters that the code between attention and MLP uses itself.
+
+    Each rank would use them for its own tokens, and get the gradient of these tokens only.
     """
     names = of.layers.split(".")
     for path in (*(".".join(names[:i]) for i in range(len(names))), f"{of.layers}.0"):
@@ -145,8 +149,10 @@ def check_split_tokens(of: Decoder) -> None:
 
 
 def check_own(path: str, module: nn.Module, counts: Collection[int]) -> None:
-    """Refuse what a module whose linears are split uses beside them: each rank would have the gradient of its heads,
-    or features, alone, or a tensor for all of them. counts: how many there are of these, and of heads.
+    """Raise NotImplementedError for parameters and buffers that a module uses itself beside its split linears.
+
+    Each rank would get the gradient of its own heads or features only, or read a tensor for all of them. `counts`: the
+    numbers of features and heads.
     """
     kind = type(module).__name__
     for name, parameter in module.named_parameters(recurse=False):

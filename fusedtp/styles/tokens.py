@@ -1,4 +1,4 @@
-"""What is done to a decoder's modules around their linears: tokens split and gathered, heads counted, a tied head."""
+"""Styles for a decoder's modules around the linears: split or gather tokens, count heads, tie a head."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from .linears import FusedColwiseParallel
 
 TOKENS = Shard(1)
-"""The sequence is the second dim of hidden states, [batch, tokens, features]."""
+"""Tokens are the second dim of hidden states, [batch, tokens, features]."""
 
 
 def _changed(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    # The call with its hidden states changed: the first argument, or the one of that name.
+    # The call with its hidden states changed: the first argument, or the one with that name.
     if args:
         return (change(args[0]), *args[1:]), kwargs
     name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
     return args, {**kwargs, name: change(kwargs[name])}
 
 
-# Hooks are functions of this module, so that a model that has them can be saved by torch.save.
+# Hooks are functions of this module, so that torch.save can save a model with them.
 
 
 def _split(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    # One module may be several layers.
+    # One module may serve as several layers: x may be split already.
     if isinstance(x, DTensor):
         return x
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False).redistribute(placements=[TOKENS])
@@ -61,7 +61,7 @@ def _features_before(mesh: DeviceMesh, dim: int, module: nn.Module, args: tuple[
 
 
 def _local_after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    # A copy, as a view of a DTensor could not be changed in place, which OLMoE does.
+    # A copy: OLMoE changes it in place, which a view of a DTensor does not allow.
     return output.to_local().clone()
 
 
@@ -73,7 +73,7 @@ def _kept_before(mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], kwa
 
 
 class SplitTokens(ParallelStyle):
-    """The first layer: what it is given whole becomes a DTensor, Shard(1), as which it goes through all layers."""
+    """Style for the first layer: hidden states become DTensors, Shard(1), and stay so through all layers."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(partial(_split_before, device_mesh), with_kwargs=True)
@@ -84,7 +84,7 @@ class SplitTokens(ParallelStyle):
 
 
 class WholeTokens(ParallelStyle):
-    """A module that is not split: it runs on all tokens, alike on every rank, which keeps its own."""
+    """Style for a module that is not split: it runs on all tokens on every rank, and each rank keeps its own part."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(_whole_before, with_kwargs=True)
@@ -96,7 +96,7 @@ class WholeTokens(ParallelStyle):
 
 
 class KeptLogits(ParallelStyle):
-    """The model: the tokens whose logits are wanted are picked from hidden states that are DTensors."""
+    """Style for the model: `logits_to_keep` becomes a DTensor, as it selects tokens of DTensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(partial(_kept_before, device_mesh), with_kwargs=True)
@@ -107,10 +107,10 @@ class KeptLogits(ParallelStyle):
 
 
 class WholeOutput(ParallelStyle):
-    """The last norm of a model whose tokens are not split after it: a plain tensor, the same on every rank.
+    """Style for the last norm if tokens are not split after it: it returns a plain tensor, the same on every rank.
 
-    For heads that know of no DTensors, and for models that view what it gives in another shape, which a DTensor of
-    uneven parts has not.
+    Needed by heads that take no DTensors, and by models that reshape the norm's output, which a DTensor with uneven
+    parts does not support.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -122,8 +122,10 @@ class WholeOutput(ParallelStyle):
 
 
 class SplitFeatures(ParallelStyle):
-    """A norm whose weights are split over the ranks, with the features that it is given, as OLMo2's of queries and keys
-    is: its sums are added up. dim -2: a norm of each head that has weights of its own, as Cohere's.
+    """Style for a norm over features that are split over the ranks, such as OLMo2's of queries and keys.
+
+    Its weights are split like the features, and its sums are added up over the ranks. `dim` -2 is for a norm with
+    weights for each head, such as Cohere's.
     """
 
     def __init__(self, dim: int = -1) -> None:
@@ -144,7 +146,7 @@ class SplitFeatures(ParallelStyle):
 
 
 class Heads(ParallelStyle):
-    """An attention with this rank's heads, as many queries and so many keys and values: what its code counts by."""
+    """Style for an attention: set its counts to this rank's numbers of query heads and of key and value heads."""
 
     def __init__(self, queries: int, keys: int) -> None:
         super().__init__()
@@ -158,7 +160,7 @@ class Heads(ParallelStyle):
             here.num_key_value_heads = self.keys
         if hasattr(module, "split_size"):
             here.split_size = self.queries * here.head_dim
-        # Its own, as the other modules go on with all heads.
+        # A copy: the other modules keep a configuration with all heads.
         here.config = copy.copy(here.config)
         here.config.num_attention_heads = self.queries
         return module
@@ -168,7 +170,7 @@ class Heads(ParallelStyle):
 
 
 class TiedHead(ParallelStyle):
-    """A head whose weight is the embedding's, split by vocabulary by now: they stay one."""
+    """Style for a head that shares the embedding's weight, already split by vocabulary: the weight stays one."""
 
     def __init__(self, style: FusedColwiseParallel, embedding: nn.Module) -> None:
         super().__init__()
