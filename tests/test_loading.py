@@ -254,7 +254,7 @@ def test_what_a_side_stream_reads_is_not_reused_before() -> None:
         mock.patch.object(producer, "side_stream", return_value="beside"),
         mock.patch.object(Tensor, "record_stream", lambda x, stream: recorded.append((x.shape, stream))),
     ):
-        producer._copy(ws, "all_gather", x, (4, 4), 0, Region(0, 8, 1, 4), False, False, None)
+        producer._copy(ws, "all_gather", x, (4, 4), 0, Region(0, 8, 1, 4), False, False)
     assert recorded == [((4, 8), "beside")]
 
 
