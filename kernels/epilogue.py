@@ -41,8 +41,8 @@ class TileEpilogue(NamedTuple):
     GATED: tl.constexpr = tl.constexpr(False)
 
 
-# Constants of an epilogue as launches pass them, made once.
-_constant = cache(tl.constexpr)
+# A constant as launches pass it, made once.
+constant = cache(tl.constexpr)
 
 
 def epilogue_of(
@@ -52,7 +52,7 @@ def epilogue_of(
     """Return the epilogue as a launch passes it; bias, zs: of each result."""
     biases = (bias,) if isinstance(bias, torch.Tensor) else None if bias is None else tuple(bias)
     return TileEpilogue(
-        biases, _constant(per_row), residual, tuple(zs) or None, _constant(activation), _constant(gated)
+        biases, constant(per_row), residual, tuple(zs) or None, constant(activation), constant(gated)
     )  # fmt: skip
 
 
