@@ -1,1 +1,1 @@
-"""From a public function to its schedule: checked arguments, a call that is made once, and the path it is run by."""
+"""Calls: check arguments, cache the prepared call, and choose the schedule that runs it."""

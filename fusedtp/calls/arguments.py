@@ -1,7 +1,7 @@
-"""Check the arguments of functions and layers, once, before anything is sent, with the same error on every rank.
+"""Check the arguments of functions and layers, once, before anything is sent.
 
-A TypeError or ValueError names the argument and shows its value. Different arguments on different ranks are not found
-here: fingerprints of what the ranks mean find them (`workspaces.agreement`).
+Every rank raises the same error. A TypeError or ValueError names the argument and shows its value.
+`workspaces.agreement` finds arguments that differ between ranks.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from .dispatch import FUSED_DTYPES
 from .parameters import PLAIN
 
 
-# Order of a sum's terms: that of the ranks, any, or a tree, whose bits do not depend on the number of ranks.
+# Reduction order: by rank, any, or a tree. A tree's bits do not depend on the number of ranks.
 def leaves_in(order: Any) -> int:
-    """The leaves of a tree, a power of two, 0 for the order of ranks, `AS_ANY` for any."""
+    """Return the number of leaves of a tree order, a power of two; 0 for rank order, `AS_ANY` for any order."""
     if order == RANK_ORDER:
         return 0
     if order == ANY_ORDER:
@@ -47,7 +47,7 @@ def leaves_in(order: Any) -> int:
 
 
 def leaves_of(asked: Options, world_size: int, dtype: torch.dtype | None = None) -> int:
-    """As `leaves_in`, for a call that can keep to that order, of operands in a dtype."""
+    """Return `leaves_in` of the order, or raise ValueError if the call cannot keep a tree order."""
     order, leaves = asked.order, leaves_in(asked.order)
     if leaves <= 0:
         return leaves
@@ -65,13 +65,13 @@ def leaves_of(asked: Options, world_size: int, dtype: torch.dtype | None = None)
 
 
 def check_even(order: str, sizes: Sequence[int], name: str = "feature_sizes") -> None:
-    """Parts of a contraction that leaves can be counted in: as long on every rank."""
+    """Raise ValueError unless every rank's part of the contraction has the same length."""
     if len(set(sizes)) > 1:
         raise ValueError(f"order {order!r} needs {name} that are as long on every rank, got {tuple(sizes)}")
 
 
 def of_subtrees(asked: Options, world_size: int, dtype: torch.dtype) -> int:
-    """As `leaves_of`, for a collective of what ranks have added up so far."""
+    """Return `leaves_of` for a collective, in which each rank's tensor is the sum of a subtree."""
     order, leaves = asked.order, leaves_of(asked, world_size)
     if leaves > 0 and dtype != torch.float32:
         raise ValueError(f"order {order!r} of a collective is for subtrees, which are torch.float32, got {dtype}")
@@ -82,20 +82,20 @@ def of_subtrees(asked: Options, world_size: int, dtype: torch.dtype) -> int:
 
 Weights: TypeAlias = "Tensor | tuple[Tensor, ...]"
 Biases: TypeAlias = "Tensor | tuple[Tensor | None, ...] | None"
-"""A weight or bias, or one for each of several weights."""
+# A weight or bias, or a tuple with one for each of several weights.
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# On meta there are shapes only: nothing is sent, and nothing computed.
+# On meta, a call sends nothing and computes shapes only.
 DEVICES = ("cpu", "cuda", "meta")
 
 
 def autocasts(x: Tensor) -> bool:
-    """Whether torch.autocast is on for x; it knows only devices that compute, not meta."""
+    """Return whether torch.autocast is on for x, which is never the case on meta."""
     return (x.is_cpu or x.is_cuda) and torch.is_autocast_enabled(x.device.type)
 
 
 def autocast(*tensors: Any) -> tuple[Any, ...]:
-    """The tensors in the dtype that torch.autocast wants for a matmul here; unchanged without it, or in float64."""
+    """Cast the tensors to torch.autocast's dtype; return them unchanged without autocast or in float64."""
     first = tensors[0]
     if not isinstance(first, Tensor) or not autocasts(first) or first.dtype not in DTYPES[:3]:
         return tensors
@@ -104,7 +104,7 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
 
 
 def check_tensor(name: str, value: object, x: Tensor | None = None, *, than: str = "x") -> None:
-    """A dense tensor of a dtype that we multiply; of x's dtype and on its device, where x is given."""
+    """Check that `value` is a dense tensor in a supported dtype and on a supported device, or like x if given."""
     (check_dense if type(value) in PLAIN else check_kind)(name, value)
     assert isinstance(value, Tensor)
     dtype, device = value.dtype, value.device
@@ -122,12 +122,12 @@ def check_tensor(name: str, value: object, x: Tensor | None = None, *, than: str
 
 
 def check_kind(name: str, value: object) -> None:
-    """A dense tensor with values, of this rank's own."""
+    """Check that `value` is a dense tensor with values, and no DTensor."""
     check_dense(name, value)
     assert isinstance(value, Tensor)
     if nn.parameter.is_lazy(value):
         raise ValueError(f"{name} must have values, got an {type(value).__name__}: a lazy module's first call makes it")
-    # Late: it brings DTensor in, which most callers do not have.
+    # A late import: most callers do not need DTensor.
     from torch.distributed.tensor import DTensor
 
     if isinstance(value, DTensor):
@@ -147,7 +147,7 @@ def check_linear(
     name: str = "weight",
     bias_name: str = "bias",
 ) -> None:
-    """x [..., K], weight [N, K] (called `name`), bias [N] or [num_out], and a schedule that multiplies them."""
+    """Check x [..., K], weight [N, K] (called `name` in errors), bias [N] or [num_out], and the options."""
     check_tensor("x", x)
     check_tensor(name, weight, x)
     if x.ndim < 2:
@@ -162,7 +162,7 @@ def check_linear(
 
 
 def several(weights: Sequence[Any], biases: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-    """Weights, and as many biases or None; each of them is checked later."""
+    """Return the weights, and a bias or None for each. Tensors are checked later."""
     if not weights:
         raise ValueError(f"weight must be a tensor or some, got {weights!r}")
     if biases is None:
@@ -175,7 +175,7 @@ def several(weights: Sequence[Any], biases: Any) -> tuple[tuple[Tensor, ...], tu
 
 
 def _numbered(weight: Weights, bias: Biases) -> list[tuple[str, Tensor, str, Tensor | None]]:
-    # Each with the name that an error gives it.
+    # Each tensor with its name in errors.
     if not isinstance(weight, tuple):
         return [("weight", weight, "bias", bias)]  # type: ignore[list-item]
     pairs = enumerate(zip(weight, bias, strict=True))  # type: ignore[arg-type]
@@ -183,13 +183,13 @@ def _numbered(weight: Weights, bias: Biases) -> list[tuple[str, Tensor, str, Ten
 
 
 def check_linears(x: Tensor, weight: Weights, bias: Biases, asked: Options) -> None:
-    """`check_linear` of each weight with its bias."""
+    """Check each weight and its bias with `check_linear`."""
     for name, one, bias_name, other in _numbered(weight, bias):
         check_linear(x, one, other, asked, name=name, bias_name=bias_name)
 
 
 def check_all_features(who: str, num_in: int, weight: Weights, give: str) -> int:
-    """`check_features` of each weight; their rows in all."""
+    """Check each weight with `check_features` and return their total number of rows."""
     named = _numbered(weight, (None,) * len(weight) if isinstance(weight, tuple) else None)
     for name, each, _, _ in named:
         check_features(who, num_in, each, give, name)
@@ -197,13 +197,13 @@ def check_all_features(who: str, num_in: int, weight: Weights, give: str) -> int
 
 
 def check_matrix(weight: Tensor, name: str = "weight") -> None:
-    """A weight of two dimensions."""
+    """Check that a weight has two dimensions."""
     if weight.ndim != 2:
         raise ValueError(f"{name} must have 2 dimensions, [N, K], got shape {tuple(weight.shape)}")
 
 
 def check_features(who: str, num_in: int, weight: Tensor, give: str, name: str = "weight") -> None:
-    """A weight with a column for each of x's features; give: what x should have."""
+    """Check that a weight has a column for each of x's features. `give` tells in the error what x should have."""
     if weight.shape[1] != num_in:
         raise ValueError(
             f"{who} {num_in} features, and {name} of shape {tuple(weight.shape)} takes {weight.shape[1]}: give x {give}"
@@ -211,7 +211,7 @@ def check_features(who: str, num_in: int, weight: Tensor, give: str, name: str =
 
 
 def activation_of(activation: str | None, num_weights: int) -> str | None:
-    """None, or a known activation; one with a gate is of two weights."""
+    """Check and return an activation or None. A gated activation takes two weights."""
     if activation is None:
         return None
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
@@ -222,7 +222,7 @@ def activation_of(activation: str | None, num_weights: int) -> str | None:
 
 
 def check_activation(activation: str | None, weight: Weights) -> None:
-    """None, or an activation that the op can end with: one with a gate is of two weights with as many rows."""
+    """Check an activation or None. A gated activation takes two weights with the same number of rows."""
     several = weight if isinstance(weight, tuple) else (weight,)
     if activation_of(activation, len(several)) not in GATED:
         return
@@ -232,7 +232,7 @@ def check_activation(activation: str | None, weight: Weights) -> None:
 
 
 def float8_of(float8: str | None, dtype: torch.dtype | None = None, of: str = "dtype") -> Float8 | None:
-    """None, or a known recipe, for operands in `dtype`, which is that of `of`."""
+    """Check and return a float8 recipe or None. `dtype` is that of the operands, `of` their name in the error."""
     if float8 is not None and (not isinstance(float8, str) or float8 not in NAMES):
         hint = ", which is for operands of functions: fusedtp.scaled(x, 'mxfp8')" if float8 == "mxfp8" else ""
         raise ValueError(f"float8 must be None or one of {', '.join(NAMES)}, got {float8!r}{hint}")
@@ -242,12 +242,12 @@ def float8_of(float8: str | None, dtype: torch.dtype | None = None, of: str = "d
 
 
 def check_float8(float8: str | None, x: Tensor) -> str | None:
-    """None, or a known recipe, for an x that can be cast."""
+    """Check and return a float8 recipe or None, for operands in x's dtype."""
     return float8_of(float8, x.dtype, "x")
 
 
 def check_residual(residual: Tensor | None, x: Tensor, shape: Sequence[int]) -> None:
-    """None, or a tensor of the shape that the result has on this rank."""
+    """Check that a residual is None or has the shape of this rank's result."""
     if residual is None:
         return
     check_tensor("residual", residual, x)
@@ -256,7 +256,7 @@ def check_residual(residual: Tensor | None, x: Tensor, shape: Sequence[int]) -> 
 
 
 def check_collective(op: Op, x: Tensor, asked: Options) -> None:
-    """What a collective alone takes."""
+    """Check x and the options of a collective without a matmul."""
     check_tensor("x", x)
     if x.ndim < 1:
         raise ValueError("x must have at least 1 dimension, got a scalar")
@@ -265,7 +265,7 @@ def check_collective(op: Op, x: Tensor, asked: Options) -> None:
 
 
 def check_options(asked: Options, x: Tensor) -> None:
-    """A known schedule that works in x's dtype, and a producer that the schedule can use."""
+    """Check that the schedule is known and works in x's dtype, and that it can use the producer."""
     dispatch.check_schedule(asked.schedule)
     if asked.producer != "auto":
         check_producer(asked.producer, asked.schedule)
@@ -275,7 +275,7 @@ def check_options(asked: Options, x: Tensor) -> None:
 
 
 def check_producer(producer: str, schedule: str) -> None:
-    """A way to send what is gathered, of a schedule that may have several."""
+    """Check that a producer is known and that the schedule has a choice of producers."""
     known = ("auto", *PRODUCERS, MULTICAST)
     if producer not in known:
         raise ValueError(f"producer must be one of {', '.join(known)}, got {producer!r}")
@@ -284,10 +284,11 @@ def check_producer(producer: str, schedule: str) -> None:
 
 
 def check_reach(schedule: str, x: Tensor, groups_used: Sequence[ProcessGroup], lengths: Sequence[int]) -> None:
-    """Groups that carry x, and lengths (of rows, K and N) that kernels can count in int32, over the regions of all
-    ranks.
+    """Check that the groups carry x, and that lengths of all ranks together fit int32 if kernels may run.
+
+    `lengths` ends with K and N. The lengths before them are those of x's other dims.
     """
-    # A graph that is being traced is run by the same groups as the call that it is traced from.
+    # A traced graph runs with the same groups as the call that it is traced from.
     if torch.compiler.is_compiling():
         return
     kind = x.device.type
@@ -305,7 +306,7 @@ def check_reach(schedule: str, x: Tensor, groups_used: Sequence[ProcessGroup], l
 
 
 def check_algorithm(op: Op, asked: Options, x: Tensor) -> None:
-    """An algorithm that the op has, in this schedule."""
+    """Check that the op has the algorithm in this schedule."""
     algorithm, schedule, algorithms = asked.algorithm, asked.schedule, ("auto", *op.algorithms)
     if algorithm not in algorithms:
         raise ValueError(f"algorithm must be one of {', '.join(algorithms)}, got {algorithm!r}")
@@ -319,7 +320,7 @@ def check_algorithm(op: Op, asked: Options, x: Tensor) -> None:
 
 
 def dim(name: str, value: int, x: Tensor) -> int:
-    """One of x's dims, counted from the front."""
+    """Check the dim `value` of x and return it counted from the front."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {value!r}")
     if not -x.ndim <= value < x.ndim:
@@ -328,39 +329,43 @@ def dim(name: str, value: int, x: Tensor) -> int:
 
 
 def call_of(along: int | None, x: Tensor) -> str:
-    """What ranks must have in common that a collective's matrix does not show: its dim, and the other dims."""
-    # A graph that is being traced may leave lengths open.
+    """Return, as text for `agreement`, the dim of a collective and the lengths of x's other dims.
+
+    The collective's matrix does not show them, and ranks must agree on them. `along` is the dim, None for an
+    all-reduce.
+    """
+    # A traced graph may have symbolic lengths.
     if torch.compiler.is_compiling():
         return ""
     return "x of " + " x ".join(f"{'any' if at == along else length}" for at, length in enumerate(x.shape))
 
 
 def sequence_dim(name: str, value: int) -> int:
-    """The dim that a layer's input or output is split along: 0 or 1."""
+    """Check and return the dim that a layer's input or output is split along: 0 or 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value not in (0, 1):
         raise ValueError(f"{name} must be 0, for [sequence, batch, features], or 1, for [batch, ...], got {value!r}")
     return value
 
 
 def sequence_sizes(sizes: Sequence[int] | None, group: ProcessGroup) -> tuple[int, ...] | None:
-    """A layer's lengths of the sequence on every rank; None for what each call brings."""
+    """Check and return every rank's length of a layer's sequence; None if each call has its own."""
     return None if sizes is None else check_sizes(sizes, world_size=group.size(), name="sequence_sizes")
 
 
 def flag(name: str, value: bool) -> bool:
-    """True or False, and nothing that would pass for one of them."""
+    """Check that `value` is a bool, not merely true or false in a condition, and return it."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
     return value
 
 
 def features(**lengths: int) -> tuple[int, ...]:
-    """Lengths that a parameter can have, by their names."""
+    """Check and return lengths of a parameter's dims, given by name."""
     return tuple(check_count(name, length) for name, length in lengths.items())
 
 
 def parameter_options(device: torch.device | str | int | None, dtype: torch.dtype | None) -> None:
-    """Where and in what dtype a layer's parameters can be; None for torch's default."""
+    """Check the device and dtype of a layer's parameters; None for torch's default."""
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
     if dtype is not None and dtype not in DTYPES:
@@ -375,14 +380,14 @@ def parameter_options(device: torch.device | str | int | None, dtype: torch.dtyp
 
 
 def gather_sizes(sizes: Sequence[int] | None, group: ProcessGroup, local: int) -> tuple[int, ...]:
-    """The ranks' lengths of what is gathered, by default this rank's on all."""
+    """Return every rank's length of the gathered dim, by default this rank's length on all ranks."""
     if sizes is None:
         return (local,) * group.size()
     return check_sizes(sizes, world_size=group.size(), rank=group.rank(), local=local)
 
 
 def scatter_sizes(sizes: Sequence[int] | None, group: ProcessGroup, length: int) -> tuple[int, ...]:
-    """The ranks' lengths of what is scattered, by default as even as can be."""
+    """Return every rank's length of the scattered dim, by default as even as possible."""
     if sizes is None:
         return even_sizes(length, group.size())
     return check_sizes(sizes, world_size=group.size(), length=length)
@@ -391,7 +396,7 @@ def scatter_sizes(sizes: Sequence[int] | None, group: ProcessGroup, length: int)
 def lengths(
     spec: Spec, a: Tensor, b: Tensor, ranks: Mapping[str, int], sizes: Mapping[str, int | Sequence[int]] | None
 ) -> tuple[list[int], list[tuple[int, ...]]]:
-    """The global length of every dim of the spec, and its explicit split, () for none."""
+    """Return the global length of every dim of the spec, and the dim's explicit split, () for none."""
     for name, tensor, sharding in (("a", a, spec.a), ("b", b, spec.b)):
         if tensor.ndim != len(sharding.dims):
             raise ValueError(f"{name} must have {len(sharding.dims)} dimensions, {sharding}, got {tuple(tensor.shape)}")
@@ -424,6 +429,6 @@ def lengths(
 
 
 def refuse_tracing() -> None:
-    """Raise NotImplementedError under torch.jit.trace, where sizes are tensors: nothing can be agreed on by them."""
+    """Raise NotImplementedError under torch.jit.trace: sizes are tensors there, which ranks cannot agree on."""
     if not torch.compiler.is_compiling() and is_tracing():
         raise NotImplementedError("torch.jit.trace does not trace fusedtp's ops: use torch.compile or torch.export")

@@ -1,14 +1,16 @@
-"""A call: a sharded matmul on one rank, all that does not depend on its tensors worked out once.
+"""A call: a sharded matmul on one rank, prepared once for all tensors of the same kind.
 
     y[M.., N] = x[M.., K] @ w[K, N]     forward   plan.forward, + bias + residual
     dx = dy @ w.T                       backward  plan.dx, if x needs a gradient
     dw = x.T @ dy                                 plan.dw, if w needs one
     db = sum of dy over its rows                  then over the ranks that hold other rows, if the bias needs one
-    dresidual = dy                                which is not the call's business
+    dresidual = dy                                the caller returns it
 
-Forward and backward are programs (`program`), whose tasks are bound to the group, the schedule and its kernels when
-they first run (`dispatch.Ready`). A layer makes the same call at every step, and checking its arguments, planning and
-dispatch take longer than a small matmul: calls are kept in one table, by all that was checked. An entry holds until
+Forward and backward are programs (`program`). `dispatch.Ready` binds a program's tasks to the group, the schedule and
+its kernels in the first run.
+
+A layer makes the same call at every step. Argument checks, planning and dispatch take longer than a small matmul, so
+calls are cached in one table. The cache key is everything that was checked. An entry is valid until
 `generation.version` changes.
 """
 
@@ -38,17 +40,20 @@ from .matrices import Named
 from .program import Only, Program
 from .settings import MAX_CALLS, Settings
 
-# Behind the names of what a program is given, if the products are to be kept.
+# Last in a forward key if the program returns the products too.
 KEPT = "kept"
-# What the parameters of a norm are called.
+# Names of a norm's parameters.
 _NORMED = "norm_weight", "norm_bias"
 
 
 class Call:
-    """One call of these settings and lengths in a dtype on a device.
+    """A call with these settings and lengths, in a dtype, on a device.
 
-    numbers: the global length of each dim in the spec's order, then for each dim the number of its explicit lengths,
-    followed by these, and then this rank's columns of each weight, where there are several.
+    `numbers` is a list of:
+
+    - the global length of each dim, in the spec's order;
+    - for each dim, the number of its explicit lengths, then those lengths;
+    - with several weights, this rank's columns of each weight.
     """
 
     def __init__(
@@ -64,7 +69,7 @@ class Call:
             if count:
                 splits[name], rest = tuple(rest[:count]), rest[count:]
         self.widths = tuple(rest)
-        # What w, bias and dy of each weight are called.
+        # Names of w, bias and dy of each weight.
         count = max(1, len(rest))
         self._names = _numbered("w", count), _numbered("bias", count), _numbered("dy", count)
         self.parameters = tuple(name for pair in zip(*self._names[:2], strict=True) for name in pair)
@@ -82,7 +87,8 @@ class Call:
         self.version = generation.version
         w = (spec.n, spec.k) if settings.w_transposed else (spec.k, spec.n)
         self._dims = {"x": spec.a.names, "w": w, "y": spec.c.names}
-        # Whether it is F.linear: one rank's, of one weight, with nothing behind it, where that reads operands alone.
+        # Whether F.linear computes the call: one rank, one weight, no epilogue, and a matmul that reads only its
+        # operands (`reads_beside`).
         asked, alone = settings, all(size == 1 for _, size in places.values())
         self.is_linear = alone and not (
             self.widths or asked.activation or asked.norm[0] or asked.float8 or asked.recipe or asked.leaves > 0
@@ -91,13 +97,13 @@ class Call:
         self.is_linear &= asked.w_transposed and spec.a.names[-1] == spec.k and spec.c.names == names
         self.is_linear &= not reads_beside(dtype, device)
         self._plan: Plan | None = None
-        # By the names of what is given (forward), or by which gradients are needed (backward).
+        # Keys: the names of the given tensors (forward), or which gradients are needed (backward).
         self._programs: dict[Any, Program] = {}
         self._ready: dict[tuple[Any, int], Ready] = {}
         self._only: dict[Any, tuple[Only, Ready]] = {}
 
     def plan(self) -> Plan:
-        """The plan that every rank makes alike."""
+        """Return the plan, which is the same on every rank."""
         if self._plan is None:
             if self.settings.by_size:
                 sizes = {axis: size for axis, (_, size) in self.partition.place.items()}
@@ -107,9 +113,10 @@ class Call:
         return self._plan
 
     def said(self) -> str:
-        """What the ranks have in common that the matrices of a task do not show: the spec, which names the dims of
-        rows, and the lengths of the whole ones; without lengths where each rank has rows of its own, as in a fully
-        sharded layer.
+        """Return, as text for `agreement`, what ranks must agree on and the matrices of a task do not show.
+
+        The text has the spec, a float8 recipe, and the lengths of unsplit row dims. It has no lengths if each rank has
+        rows of its own, as in a fully sharded layer.
         """
         spec, lengths = self._spec, self.partition.lengths
         rows = [name for name in spec.a.names if name != spec.k]
@@ -123,7 +130,7 @@ class Call:
 
     @property
     def gathered_parts(self) -> tuple[int, ...]:
-        """Every rank's length of the contraction where one operand has all of it and the other this rank's part."""
+        """Return every rank's length of the contraction if only one operand is split along it, else ()."""
         spec = self._spec
         if spec.a.axes(spec.k) == spec.b.axes(spec.k):
             return ()
@@ -131,7 +138,7 @@ class Call:
         return self.partition.sizes(spec.k, (), axis)
 
     def _named(self, like: str, name: str = "") -> Named:
-        # A tensor of the call as it lies on this rank, of several weights as if they were one; maybe by another name.
+        # This rank's shard of x, w or y, or of a tensor `name` with the same dims. Several weights count as one.
         spec, dims = self._spec, self._dims[like]
         sharding = {"x": spec.a, "w": spec.b, "y": spec.c}[like]
         return Named(name or like, dims, tuple(self.partition.length(dim, sharding.axes(dim)) for dim in dims))
@@ -168,7 +175,7 @@ class Call:
                 dims = self._dims["x"], *(self._dims["w"], self._dims["y"][-1:]) * len(ws)
                 program.finish([(each, order) for each, order in zip(found, dims, strict=True) if each is not None])
             for task, axis in program.tasks:
-                # Before the first is run: peers would take part in what comes before the one that cannot be.
+                # Before the first task runs: otherwise peers would run the tasks before the refused one.
                 check_units(task, self.settings.schedule, self._group(axis), self._device)
             self._programs[key] = program
         return program
@@ -191,10 +198,11 @@ class Call:
         return self._made_ready(key, place, task, axis).run(operands)
 
     def run(self, key: Any, tensors: dict[str, Any]) -> list[Tensor]:
-        """The program for `key`, the names of what is given (forward), or which gradients are needed, on these tensors
-        by name.
+        """Run the program for `key` on tensors by name.
+
+        `key` holds the names of the given tensors (forward), or which gradients are needed (backward).
         """
-        # Most programs are one task, which runs without the rest.
+        # Most programs are one task, which runs without `Program.run`.
         known = self._only.get(key)
         if known is None:
             only = self._program(key).only
@@ -223,14 +231,19 @@ class Call:
         return outs
 
     def _shapes(self, place: int, task: Task, axis: str, operands: Sequence[Tensor | None]) -> list[Tensor]:
-        # Runs nothing: tensors of the shapes and strides that the task would give.
+        # Empty tensors with the shapes of the task's results.
         x = operands[0]
         assert x is not None
         return [x.new_empty(shape) for shape in task.results(self.partition.place[axis][0])]
 
     def forward(self, given: dict[str, Tensor], keep: bool = False, *, fake: bool = False) -> list[Tensor]:
-        """y on this rank for each weight, or its shape, without a gradient; with `keep` also what an activation was
-        applied to; with a norm, y and its norm. given: x, `parameters`, a residual and a norm's parameters, by name.
+        """Return this rank's y for each weight, without a gradient.
+
+        - `given`: x, `parameters`, a residual and a norm's parameters, by name.
+        - `keep`: return the products before the activation too.
+        - `fake`: compute shapes only.
+
+        With a norm, the results are y and the normed y.
         """
         key = tuple(given)
         if keep:
@@ -238,15 +251,16 @@ class Call:
         return self._program(key).run(given, self._shapes) if fake else self.run(key, given)
 
     def linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        """y of a call that `is_linear`, with autograd's own gradients: those of a program take as long as the matmuls
-        of small layers.
+        """Return y of a call that `is_linear`, with autograd's own gradients.
+
+        Gradients of a program take as long as the matmuls of a small layer.
         """
         key = ("x", "w") if bias is None else ("x", "w", "bias")
         known = self._only.get(key)
         if known is None:
             only = self._program(key).only
             if only is None:
-                # Nothing would be sent on more ranks either.
+                # The program has no task: no number of ranks sends anything.
                 return F.linear(x, w, bias)
             known = self._only[key] = only, self._made_ready(key, 0, only.task, only.axis)
         known[1].pass_by()
@@ -255,8 +269,10 @@ class Call:
     def backward(
         self, dys: Sequence[Tensor], x: Tensor, ws: Sequence[Tensor], needs: tuple[bool, ...], *, fake: bool = False
     ) -> list[Tensor | None]:
-        """dx, and dw and db of each weight, on this rank, None for what is not needed; x and ws are not read where no
-        needed gradient takes them. dys: gradients of the products, before an activation.
+        """Return this rank's dx, then dw and db of each weight; None for gradients that are not needed.
+
+        `dys` are gradients of the products, before an activation. x and ws are read only for the gradients that use
+        them.
         """
         names, _, grads = self._names
         given = {"x": x, **dict(zip(names, ws, strict=True)), **dict(zip(grads, dys, strict=True))}
@@ -266,7 +282,7 @@ class Call:
     def given(
         self, x: Tensor, parameters: Sequence[Tensor | None], residual: Tensor | None, norm: Norm | None = None
     ) -> dict[str, Tensor]:
-        """What `forward` takes, of w and bias of each weight."""
+        """Return the argument `given` of `forward`. `parameters` has w and bias of each weight in turn."""
         named = zip(self.parameters, parameters, strict=True)
         given = {"x": x, **{name: each for name, each in named if each is not None}}
         if residual is not None:
@@ -278,7 +294,6 @@ def _numbered(name: str, count: int) -> tuple[str, ...]:
     return (name, *(f"{name}{i}" for i in range(1, count)))
 
 
-# The one table of calls.
 _calls: dict[Any, Call] = generation.table({})
 
 
@@ -297,26 +312,26 @@ def _keep(key: Any, call: Call) -> Call:
 
 
 def of(text: str, numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> Call:
-    """The call that a registered operator's arguments describe."""
+    """Return the call that a registered operator's arguments describe."""
     settings = Settings.of(text)
     try:
-        # A group that was destroyed may have been made anew under its name.
+        # A new group may have the name of a destroyed one.
         members = tuple(id(groups.named(name)) for name in settings.group_names)
         key = (text, tuple(numbers), dtype, device, members)
         return _kept(key) or _keep(key, Call(settings, tuple(numbers), dtype, device))
     except TypeError as error:
-        # Lengths that torch.compile leaves open cannot be hashed: those calls, made once a graph, are not kept.
+        # Symbolic lengths of torch.compile cannot be hashed. Such a call is made once a graph and not cached.
         if "SymInt" not in str(error):
             raise
         return Call(settings, numbers, dtype, device)
 
 
-# From (x, weight, bias, group, options, *along, **extra) to what `of` takes, raising for arguments that do not fit.
+# Takes (x, weight, bias, group, options, *along, **extra), checks them, and returns the text and numbers for `of`.
 Prepare: TypeAlias = Callable[..., tuple[str, Sequence[int]]]
 
 
 def extra(residual: Tensor | None, norm: Norm | None = None) -> dict[str, Any]:
-    """What a function that prepares is given of these: only what is asked for, as not every op has both."""
+    """Return the keyword arguments for a `Prepare`: those that are given, because not every op takes both."""
     given = {"residual": residual, "norm": norm}
     return {name: value for name, value in given.items() if value is not None}
 
@@ -325,7 +340,7 @@ _OPTIONS = frozenset((int, bool, str, type(None)))
 
 
 def _is_hashed_alike(option: Any) -> bool:
-    # Whether an option and its type are all that tells it from others.
+    # Whether an option's value and type distinguish it from every other option.
     kind = type(option)
     return kind in _OPTIONS or (kind is tuple and all(type(each) is int for each in option))
 
@@ -334,9 +349,11 @@ def find(
     prepare: Prepare, x: Tensor, weight: Weights, bias: Biases, group: ProcessGroup, asked: Options,
     along: tuple[Any, ...] = (), residual: Tensor | None = None, norm: Norm | None = None,
 ) -> Call:  # fmt: skip
-    """The call that `prepare` describes after checking its arguments, once for all calls that are alike."""
-    # One function, as every call passes here. Options that could be mistaken for others are checked anew each time:
-    # to a dictionary (True, 2.0) is (1, 2).
+    """Return the call that `prepare` checks and describes. Equal calls are prepared once.
+
+    Options of other types are checked at every call, because a dictionary takes (True, 2.0) for (1, 2).
+    """
+    # One function, because every call runs it.
     options = (*asked, *along)
     kinds = tuple(map(type, options))
     key: list[Any] | None = [prepare, id(group), options, kinds]

@@ -1,14 +1,18 @@
-"""Which schedule runs an op, and why. The choice is the same on every rank and is never silent.
+"""Choose the schedule that runs an op. The choice is the same on every rank, and `last_path` gives the reason.
 
-A name the caller gives wins, or is refused. `auto` takes what `fusedtp tune` measured to be the fastest at the nearest
-size on this machine, corrected to the size at hand by the cost model. Without a measurement it takes on a GPU what the
-cost model predicts, or the fused schedule where the hardware table does not have that GPU, and on a CPU the decomposed
-schedule: Triton's interpreter checks kernels there, it does not speed them up. float8 is fused only on a GPU that has
-units for it. All but `unfused` need ranks that can reach each other's memory; where they cannot, it runs and a warning
-says so once.
+A schedule that the caller names is used or refused. `auto` decides by the first of these that applies:
 
-Ranks agree because they decide from the same data: rank 0 reads the file of measurements and tells its peers, once a
-group, with the first op that shares memory. Each choice is then made once and looked up.
+- ranks that cannot reach each other's memory: `unfused`, with one warning;
+- a measurement of `fusedtp tune` on this machine: the fastest schedule at the nearest size, corrected to the op's size
+  by the cost model;
+- a GPU in the hardware table: the schedule that the cost model predicts to be the fastest;
+- another GPU: `fused`;
+- a CPU: `decomposed`, because Triton's interpreter is not fast.
+
+`auto` runs float8 fused only on a GPU with float8 units.
+
+Ranks decide alike because they decide from the same data. Rank 0 reads the file of measurements and sends it to its
+peers, once a group, at the first op that shares memory. Choices are cached.
 """
 
 from __future__ import annotations
@@ -46,12 +50,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Path:
-    """What ran: the op's name, the schedule, fused, decomposed or unfused, and why that one. producer: how `fused` sent
-    what it gathered, push, copy or multicast, or "" where it gathered nothing. epilogue:
-    the activation or the residual that the op ended with, and where: in the kernel; by chunk, a residual as one term
-    more of the sum; or after what the library or the process group does, as on one rank. kernel: the tile of `fused`,
-    if `fusedtp tune --kernels` found one that is faster than the table's, by how much, and at which size. sums: how
-    `fused` adds ranks' terms where `order="any"` lets it choose: in the switch, or in the order of ranks, and why.
+    """The way an op ran, and the reason.
+
+    - `op`: the op's name.
+    - `schedule`: fused, decomposed or unfused.
+    - `reason`: why this schedule ran.
+    - `producer`: how `fused` sent the gathered operand: push, copy or multicast; "" if it gathered nothing.
+    - `epilogue`: the activation, residual or norm at the op's end, and where it is applied.
+    - `kernel`: the tile that `fusedtp tune --kernels` found, its speed-up over the table's tile, and the size measured.
+    - `sums`: with `order="any"`, the reduction order; "" with other orders.
     """
 
     op: str
@@ -64,7 +71,7 @@ class Path:
 
 
 def in_any_order(task: Task, schedule: str, world_size: int) -> str:
-    """How terms are added where any order will do and the schedule has no choice: a `Path`'s `sums`."""
+    """Return `Path.sums` of a task with `order="any"` whose schedule has one reduction order only."""
     if world_size == 1:
         return "of one rank"
     if task.algorithm == "ring":
@@ -80,7 +87,12 @@ _said: set[str] = set()
 
 @dataclass(frozen=True)
 class Knowledge:
-    """What the ranks of a group know alike: the table of measurements, and what rank 0's GPU is (`target_of`)."""
+    """Data that the ranks of a group share, to decide alike.
+
+    - `table`: the measurements of `fusedtp tune`, or None.
+    - `gpu`: rank 0's GPU in the hardware table, or None.
+    - `target`: rank 0's compile target (`target_of`), "" on a CPU.
+    """
 
     table: tuning.Table | None
     gpu: Hardware | None
@@ -88,21 +100,21 @@ class Knowledge:
 
 
 def check_schedule(schedule: str) -> None:
-    """ValueError unless `schedule` is one that `choose` knows."""
+    """Raise ValueError unless `schedule` is "auto" or the name of a schedule."""
     if schedule != "auto" and schedule not in schedules.NAMES:
         raise ValueError(f"schedule must be one of {', '.join(('auto', *schedules.NAMES))}, got {schedule!r}")
 
 
 def choose(task: Task, schedule: str, group: ProcessGroup, device: torch.device) -> Path:
-    """The path of a task: collective over `group` on the first call with a schedule that needs shared memory."""
+    """Return the path of a task. The first call of a group is collective unless `schedule` is "unfused"."""
     op, dtype, name = task.op.name, task.dtype, schedule
     if task.leaves:
         return _as_tree(task, group)
     if name != "auto":
         check_units(task, name, group, device)
         asked_for = _asked_for(op, name, dtype)
-        # `decomposed` needs nothing of it, but peers may ask for another schedule, which is told once all have come so
-        # far. A capture can run nothing that has not been run before.
+        # `decomposed` needs no `Knowledge`. But peers may name another schedule, and all ranks must come this far to
+        # find that. A capture can only run what has run before.
         if name != "unfused" and group.size() > 1 and not _is_capturing(device):
             _know(group, device)
         return asked_for
@@ -124,20 +136,20 @@ def choose(task: Task, schedule: str, group: ProcessGroup, device: torch.device)
 
 
 def _as_tree(task: Task, group: ProcessGroup) -> Path:
-    # Whatever is asked for: an op of the same call that moves data alone may run by any schedule.
+    # The schedule asked for applies to the call's other ops, which only move data.
     _check_dtype(task.op.name, task.dtype)
     ranks = "on one rank too" if group.size() == 1 else "and float32 between ranks"
     return Path(task.op.name, "fused", f"added up as a tree of {task.leaves} leaves, which only kernels do, {ranks}")
 
 
 def check_units(task: Task, schedule: str, group: ProcessGroup, device: torch.device) -> None:
-    """RuntimeError where `fused` is asked for and kernels cannot multiply the task's float8."""
+    """Raise RuntimeError if `schedule` is "fused" and kernels cannot multiply the task's float8 dtype."""
     if schedule == "fused" and task.float8 is not None and group.size() > 1:
         _check_float8(task.op.name, task.float8, task.in_blocks, device)
 
 
 def _know(group: ProcessGroup, device: torch.device) -> None:
-    # What rank 0 tells its peers, once a group.
+    # Share rank 0's `Knowledge`, once a group.
     ws = _workspaces().get(group, device)
     if ws.knowledge is None:
         _learn(ws, group, device.type == "cuda")
@@ -148,7 +160,7 @@ def _is_capturing(device: torch.device) -> bool:
 
 
 def _tuned(task: Task, ws: Workspace | None) -> Tuned | None:
-    # The measurement by which `fused` takes another tile than the table's, if one does.
+    # The measurement that gives `fused` another tile than the table's, if any.
     if ws is None or ws.knowledge is None or ws.knowledge.table is None:
         return None
     return kernels_tuned.nearest(ws.knowledge.table.kernels, task, ws.world_size)
@@ -158,9 +170,9 @@ def _learn(ws: Workspace, group: ProcessGroup, on_gpu: bool) -> None:
     ws.knowledge, ignored, interruption = _share(ws, group, on_gpu)
     if not on_gpu and ws.knowledge.table is not None:
         ws.hardware = ws.knowledge.table.hardware(group.size()) or ws.hardware
-        # What was decided with the other: on every rank alike, as a rank that decides anew must agree.
+        # Drop decisions that used the former `hardware`. Every rank does so.
         generation.changed()
-    # Only now, when this rank too knows what its peers were told, and will not ask them again.
+    # Only after `ws.knowledge` is set: this rank must not share it again, as its peers have it.
     if interruption is not None:
         raise interruption
     if ignored and ignored not in _said:
@@ -169,16 +181,18 @@ def _learn(ws: Workspace, group: ProcessGroup, on_gpu: bool) -> None:
 
 
 def _shape(task: Task) -> tuple[int, int] | None:
-    # None where the caller asks for an algorithm: `unfused` has none, so nothing was measured to compare with.
+    # None if the caller names an algorithm: `unfused` has none to compare with.
     return task.moved if task.algorithm == "auto" else None
 
 
 class Ready(Prepared):
-    """A task on one rank, by the path that was chosen for it: found once, run any number of times.
+    """A task on one rank with its chosen path, which runs any number of times until `is_stale`.
 
-    It holds until `is_stale`. call: what the task is part of, see `agreement`. choice: of the tile of `fused`, by
-    default what was measured to be the fastest. The path is chosen in the turn of the first run: a group's first op
-    makes the workspace, which waits for peers, and no other caller may come in between.
+    - `call`: text of the call that the task is part of, for `agreement`.
+    - `choice`: fields of the tile of `fused`; by default those measured to be the fastest.
+
+    The first run chooses the path while it holds the group's lock: a group's first op makes the workspace, which waits
+    for peers, and no other op may come in between.
     """
 
     def __init__(
@@ -192,14 +206,14 @@ class Ready(Prepared):
         self.version, self.on_gpu = generation.version, device.type == "cuda"
         self._capturing = self.on_gpu and torch.cuda.is_current_stream_capturing()
         self._group, self._alone, self._is_prepared = generation.watch(group), group.size() == 1, False
-        # By whether it is part of a backward pass.
+        # Key: whether a backward pass runs.
         self._meanings: dict[bool, Meaning] = {}
         self._turn = ("group", str(group.group_name))
         if self._alone:
             self._prepare()
 
     def prepared(self) -> Ready:
-        """This task with its path chosen, before its first run: collective where that makes a workspace."""
+        """Choose the path before the first run and return this task. Collective if it makes a workspace."""
         locks.alone(self._turn, self.task.op.name, self._prepare_once)
         return self
 
@@ -243,7 +257,7 @@ class Ready(Prepared):
         self._is_prepared = True
 
     def is_stale(self) -> bool:
-        """Whether memory has been made or given back since, or a graph capture has begun or ended."""
+        """Return whether `generation.version` has changed, or a graph capture has begun or ended."""
         if generation.gone:
             generation.changed()
         if self.version != generation.version:
@@ -251,7 +265,7 @@ class Ready(Prepared):
         return self.on_gpu and torch.cuda.is_current_stream_capturing() != self._capturing
 
     def run(self, operands: Sequence[Any]) -> list[Tensor]:
-        """The task on these operands."""
+        """Run the task on these operands and return its results."""
         global _last
         if self._alone:
             _last = self.path
@@ -261,7 +275,7 @@ class Ready(Prepared):
         return outs
 
     def _run(self, operands: Sequence[Any]) -> list[Tensor]:
-        # In the group's turn.
+        # The caller holds the group's lock.
         if not self._is_prepared:
             self._prepare()
         ws, op = self.ws, self.task.op.name
@@ -282,13 +296,13 @@ class Ready(Prepared):
         return outs
 
     def pass_by(self) -> None:
-        """To be called for a task of one rank that the caller runs itself."""
+        """Record the path of a one-rank task that the caller runs itself."""
         global _last
         _last = self.path
 
     @property
     def group(self) -> ProcessGroup:
-        """The group; the caller keeps it alive."""
+        """Return the group, which the caller keeps alive."""
         group: ProcessGroup | None = self._group()
         assert group is not None
         return group
@@ -300,8 +314,9 @@ class Ready(Prepared):
 
 
 def _load_for_capture(task: Task, group: ProcessGroup, device: torch.device, operands: Sequence[Tensor | None]) -> None:
-    """To be called before an op for which a capture may choose another schedule: make room for that one, and load its
-    kernels, once.
+    """Grow the workspace and load the kernels for the schedule that a graph capture would choose, once.
+
+    The schedule may differ inside a capture, where neither growth nor loading is possible.
     """
     registry = _workspaces()
     if task.dtype not in FUSED_DTYPES or group.size() == 1 or not registry.reachable(group, device)[0]:
@@ -309,7 +324,7 @@ def _load_for_capture(task: Task, group: ProcessGroup, device: torch.device, ope
     ws = registry.get(group, device)
     if not ws.loads_for_capture:
         return
-    # Late: they bring Triton in.
+    # Late imports: these load Triton.
     from ..kernels.loading import only_loading
     from ..schedules.producer import alike
 
@@ -355,7 +370,7 @@ def _check_float8(op: str, dtype: torch.dtype, blocks: bool, device: torch.devic
 
 @cache
 def _is_interpreted() -> bool:
-    # Late: it loads Triton.
+    # A late import: it loads Triton.
     from ..kernels import INTERPRETED
 
     return INTERPRETED
@@ -363,7 +378,7 @@ def _is_interpreted() -> bool:
 
 @cache
 def _workspaces() -> ModuleType:
-    # Late: schedules that need no shared memory must not load what maps it.
+    # A late import: schedules without shared memory must not load the modules that map it.
     from ..workspaces import registry
 
     return registry
@@ -381,7 +396,7 @@ def _decide(
     task: Task, world_size: int, knowledge: Knowledge, on_gpu: bool, capturing: bool, switch: bool = False
 ) -> Path:  # fmt: skip
     op, name, shape = task.op.name, task.multiplied_in, _shape(task)
-    # Copies to addresses chosen on the host cannot be captured; interpreted kernels are never fast.
+    # `decomposed` copies to addresses chosen on the host, which cannot be captured. Interpreted kernels are never fast.
     cannot = "fused" if not on_gpu else "decomposed" if capturing else ""
     allowed = tuple(each for each in schedules.NAMES if each != cannot)
     lacks = ""
@@ -396,7 +411,7 @@ def _decide(
             schedule, reason = made
             return Path(op, schedule, f"{reason}; {lacks}" if lacks else reason)
     if lacks:
-        # Only the chunks' algorithm can be asked for.
+        # A named algorithm rules `unfused` out.
         return Path(op, allowed[0] if shape is None else "unfused", lacks)
     if on_gpu:
         return Path(op, "fused", "ranks reach each other's GPU memory; nothing was measured or is known of this GPU")
@@ -404,10 +419,10 @@ def _decide(
 
 
 def _share(ws: Workspace, group: ProcessGroup, on_gpu: bool) -> tuple[Knowledge, str, BaseException | None]:
-    """Rank 0's table and the name of its GPU, on all ranks; why there is no table; the interruption, if any.
-    Collective.
+    """Share rank 0's table of measurements and GPU with all ranks. Collective.
 
-    Whatever goes wrong on rank 0, its peers wait for a message and get one.
+    Return the `Knowledge`, why a table is ignored ("" if none is), and an interruption that rank 0 must raise, if any.
+    Peers get a message from rank 0 even after an error there.
     """
     message: str | None = None
     ignored, interruption = "", None
@@ -425,7 +440,8 @@ def _share(ws: Workspace, group: ProcessGroup, on_gpu: bool) -> tuple[Knowledge,
         dist.broadcast_object_list(sent, dist.get_global_rank(group, 0), group)
         found = str(sent[0])
     else:
-        # Late, as in `_workspaces`. Not a collective: a rank that is interrupted before might never come to it.
+        # A late import, as in `_workspaces`. The store, not a collective of the backend: an interrupted rank might
+        # never join a collective.
         from ..workspaces.rendezvous import StoreExchange
 
         found = StoreExchange(group).from_first(ws.making, message)
@@ -435,5 +451,5 @@ def _share(ws: Workspace, group: ProcessGroup, on_gpu: bool) -> tuple[Knowledge,
 
 
 def last_path() -> Path | None:
-    """The path of this process's last op, or None before the first."""
+    """Return the path of this process's last op, or None before the first op."""
     return _last

@@ -1,8 +1,9 @@
-"""Which tiles were measured to be the fastest here, by `fusedtp tune --kernels`, and which one an op takes.
+"""Tiles that `fusedtp tune --kernels` measured to be the fastest on this machine, and the choice for an op.
 
-They are part of the file of measurements (`tuning`), which rank 0 reads for all ranks of a group. An op takes the
-choice of the nearest size of what travels that was tuned, if that is at most `FARTHEST` times as large or as small;
-else the fixed table's. The rows of a tile are what signals are counted in: so only what ranks agree on decides.
+The tiles are part of the file of measurements (`tuning`), which rank 0 reads for all ranks of a group. An op takes the
+tile tuned for the nearest shape of the tensor that travels. If rows or columns differ by more than a factor of
+`FARTHEST`, the op takes the fixed table's tile. Signals count tile rows, so the choice depends only on data that ranks
+agree on.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from ..op import OPS, Task
 from ..sharding.plan import ITEMSIZE
 from ..workspaces.entries import Entry
 
-# The larger number of rows over the smaller one, and likewise of columns.
+# Largest ratio between the op's rows and the tuned rows, in either direction; likewise for columns.
 FARTHEST = 2.0
 MOST_RANKS, MOST_LENGTH, LEAST_MS, MOST_MS = 1 << 16, 1 << 40, 1e-9, 1e9
-# Of `kernels.choices.Choice`, which brings Triton in.
+# Limits of the fields of `kernels.choices.Choice`, repeated here because that module loads Triton.
 LIMITS = {
     **dict.fromkeys(("block_m", "block_n", "block_k"), (16, 256)),
     "num_warps": (1, 16), "num_stages": (1, 6), "pushers": (0, 256), "splits": (0, 8),
@@ -30,11 +31,14 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class Tuned:
-    """What was found for a size of an op. [rows, cols]: what travels, whole; third: the product's third dim on a rank.
+    """The fastest tile measured for a size of an op.
 
-    choice: by field of `kernels.choices.Choice`; None where the table's tile was as fast as any. ms, usual_ms: medians
-    of the op with the choice and with the table's tile; faster: how many times as long the table's takes at least, the
-    lower end of the ratio's 95 % interval. version: of this package, whose kernels they are.
+    - `rows`, `cols`: shape of the whole tensor that travels.
+    - `third`: the product's third dim on a rank.
+    - `choice`: fields of `kernels.choices.Choice`; None if the table's tile was as fast as any.
+    - `ms`, `usual_ms`: median times with the choice and with the table's tile.
+    - `faster`: lower end of the 95 % interval of `usual_ms / ms`.
+    - `version`: version of this package, whose kernels were measured.
     """
 
     op: str
@@ -51,16 +55,16 @@ class Tuned:
 
     @property
     def size(self) -> tuple[str, int, str, int, int, int]:
-        """What it is of."""
+        """Return the key of the measurement: everything but its outcome and version."""
         return self.op, self.world_size, self.dtype, self.rows, self.cols, self.third
 
     def dumped(self) -> dict[str, Any]:
-        """As a file has it."""
+        """Return the JSON object for the file."""
         return asdict(self)
 
 
 def parse(entry: Entry) -> Tuned:
-    """What `dumped` gives; ValueError saying what is not so."""
+    """Parse an object that `dumped` wrote. A ValueError names the wrong key."""
     entry.only(*Tuned.__dataclass_fields__)
     lengths = {name: entry.integer(name, 1, MOST_LENGTH) for name in ("rows", "cols", "third")}
     return Tuned(
@@ -89,15 +93,15 @@ def _choice(entry: Entry) -> dict[str, int]:
 
 @cache
 def version_here() -> str:
-    """Of this package."""
+    """Return the version of this package."""
     return version("fusedtp")
 
 
 def nearest(tuned: Sequence[Tuned], task: Task, world_size: int) -> Tuned | None:
-    """What was tuned for this op, dtype and number of ranks at the nearest size, if any is near and another tile than
-    the table's was the fastest there; of one size the last.
+    """Return the measurement of this op, dtype and number of ranks at the nearest size.
 
-    A task in leaves or with scales of blocks has tiles of its own; alone, data has none to choose.
+    Return None if no size is near or if the table's tile was the fastest there. The last of several measurements of one
+    size counts. Collectives without a matmul, tasks with leaves and tasks with block scales have no tuned tiles.
     """
     if not task.op.multiplies or task.leaves or task.in_blocks:
         return None
@@ -114,8 +118,8 @@ def nearest(tuned: Sequence[Tuned], task: Task, world_size: int) -> Tuned | None
 
 
 def told(tuned: Tuned) -> str:
-    """What `last_path()` says of a choice."""
-    # Late: it brings Triton in.
+    """Return the text of `Path.kernel` for a measurement."""
+    # A late import: it loads Triton.
     from ..kernels.choices import of_fields
 
     assert tuned.choice is not None

@@ -1,8 +1,8 @@
-"""The tensors of a program and the matrices that its tasks see in them.
+"""Tensors of a program with named dims, and matrix views of them for tasks.
 
-Tensors carry the names of their dims, so that a weight may be stored [N, K] where the notation says [K, N]: operands
-are permuted views, never transposed copies. What a collective joins or cuts is moved to the outermost place of its rows
-(or of the contraction), because that is where ranks' parts lie one behind the other.
+Named dims let a weight be stored [N, K] if the notation says [K, N]: operands are permuted views, not transposed
+copies. The dim that a collective gathers or scatters becomes the outermost of the rows or of the contraction: there the
+ranks' parts are contiguous.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..op import ALL_GATHER_MATMUL, Op
 
 @dataclass(frozen=True)
 class Named:
-    """A tensor of a program: the names of its dims, in the order in which the tensor has them, and their lengths."""
+    """A tensor of a program: its name, and the names and lengths of its dims in storage order."""
 
     name: str
     dims: tuple[str, ...]
@@ -33,17 +33,24 @@ class Named:
         return math.prod([self.length(dim) for dim in dims])
 
     def order(self, dims: tuple[str, ...]) -> tuple[int, ...] | None:
-        """The permutation that puts the dims in this order; None for the one that they are in."""
+        """Return the permutation that puts the dims in this order; None if they are in this order."""
         return None if dims == self.dims else tuple(self.dims.index(dim) for dim in dims)
 
 
-# A tensor by the blocks of its columns N, of which there is one, or one for each of several weights.
+# A tensor as blocks of its columns N: one block for each weight.
 Blocks: TypeAlias = Sequence[Named]
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A tensor seen as a matrix: its dims in an `order`, flattened to `shape` (`flat`), and then `transposed`."""
+    """A tensor seen as a matrix.
+
+    - `name`: the tensor's name.
+    - `order`: permutation of the dims, None for none.
+    - `flat`: whether to flatten the dims to `shape`.
+    - `shape`: [rows, cols] before the transpose.
+    - `transposed`: whether to transpose last.
+    """
 
     name: str
     order: tuple[int, ...] | None
@@ -53,40 +60,40 @@ class Matrix:
 
     @cached_property
     def how(self) -> Literal["as it is", "transposed", "viewed"]:
-        """What `view` amounts to."""
+        """Return the kind of view that `view` makes."""
         if self.flat or self.order not in (None, (1, 0)):
             return "viewed"
         return "as it is" if (self.order is None) != self.transposed else "transposed"
 
     @classmethod
     def of(cls, x: Named, rows: tuple[str, ...], cols: tuple[str, ...]) -> Matrix:
-        """x as [rows, cols], each a flattened list of dims."""
+        """Return x as the matrix [rows, cols]. Each of the two is a list of dims."""
         flat = not len(rows) == len(cols) == 1
         return cls(x.name, x.order((*rows, *cols)), flat, (x.numel(rows), x.numel(cols)))
 
     def t(self) -> Matrix:
-        """The transposed one."""
+        """Return the transposed matrix."""
         return replace(self, transposed=not self.transposed)
 
     @property
     def size(self) -> tuple[int, int]:
-        """[rows, cols]."""
+        """Return [rows, cols]."""
         return self.shape[::-1] if self.transposed else self.shape
 
     def view(self, x: Tensor) -> Tensor:
-        """A copy only where dims do not lie one behind the other."""
+        """Return the matrix view of a tensor. Copy it only if flattened dims are not contiguous."""
         x = x if self.order is None else x.permute(self.order)
         x = x.reshape(self.shape) if self.flat else x
         return x.t() if self.transposed else x
 
 
 def outermost(names: tuple[str, ...], first: str) -> tuple[str, ...]:
-    """The names with `first` in front, if it is one of them."""
+    """Return the names with `first` in front, if it is one of them."""
     return (first, *(name for name in names if name != first)) if first in names else names
 
 
 def flat_sizes(sizes: tuple[int, ...], names: tuple[str, ...], x: Named, dim: str) -> tuple[int, ...]:
-    """The ranks' lengths of x's dims `names` flattened into one; `sizes`: their lengths of `dim`, the outermost one."""
+    """Return every rank's length of x's flattened dims `names`, given every rank's length of the outermost `dim`."""
     per_index = x.numel([name for name in names if name != dim])
     return tuple(size * per_index for size in sizes)
 
@@ -95,7 +102,7 @@ def in_order(
     op: Op, pairs: Sequence[tuple[Matrix, Matrix]], biases: Sequence[str | None], columns: Sequence[int],
     residual: Matrix | None, norm: Sequence[str | None],
 ) -> tuple[list[Matrix | str | None], tuple[tuple[int, int] | None, ...]]:  # fmt: skip
-    """The operands of a product in the op's order, and their shapes; a bias has one element for each column."""
+    """Return the operands of a product in the op's order, and their shapes. A bias has an element for each column."""
     none = (None, None)
     added = [none if bias is None else (bias, (1, length)) for bias, length in zip(biases, columns, strict=True)]
     (a, b), *others = [((a, a.size), (b, b.size)) for a, b in pairs]
