@@ -133,15 +133,23 @@ def _in_short(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _bounded() -> Iterator[None]:
-    """Raise TimeoutError or MemoryError in what takes too long, or too much memory, to make."""
+    """Raise TimeoutError or MemoryError in what takes too long, or too much memory, to make.
+
+    A TimeoutError replaces what others have made of it where it struck.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     ends, begun_kib = time.monotonic() + _MOST_SECONDS, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
+    late = TimeoutError(
+        f"fusedtp plan ends after {_MOST_SECONDS} s, and the model's modules are not made within {_MOST_SECONDS} s: a "
+        "busy machine can be why, as well as a configuration of very many modules"
+    )
+
     def look(*_: object) -> None:
         if time.monotonic() > ends:
-            raise TimeoutError(f"the model's modules are not made within {_MOST_SECONDS} s")
+            raise late
         if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begun_kib > _MOST_KIB:
             raise MemoryError(f"the model's modules alone take more than {_MOST_KIB} KiB")
 
@@ -150,6 +158,10 @@ def _bounded() -> Iterator[None]:
     signal.setitimer(signal.ITIMER_REAL, 0.5, 0.5)
     try:
         yield
+    except Exception as error:
+        if time.monotonic() > ends:
+            raise late from error
+        raise
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

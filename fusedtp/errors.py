@@ -6,18 +6,31 @@ from __future__ import annotations
 class PeerTimeout(RuntimeError):
     """A peer's signal did not arrive in time.
 
-    Attributes: `op` (the operator's name), `rank` (who waited), `peer` (who is missing), `seconds` (the budget spent).
+    Attributes:
+        op: the operator's name.
+        rank: who waited.
+        peer: who is missing.
+        seconds: the budget spent.
+        came_late: `peer` is not missing, but had given up on `rank` before.
+
     After it the group's workspace refuses use until `fusedtp.destroy(group)`.
     """
 
-    def __init__(self, op: str, rank: int, peer: int, seconds: float, detail: str = "") -> None:
+    def __init__(
+        self, op: str, rank: int, peer: int, seconds: float, detail: str = "", came_late: bool = False
+    ) -> None:
         self.op, self.rank, self.peer, self.seconds, self.detail = op, rank, peer, seconds, detail
-        lost = "which did not answer: it is lost or late, or has raised an error of its own"
-        text = f"{op}: rank {rank} waited {seconds:g} s for rank {peer}, {lost}"
+        self.came_late = came_late
+        waited = f"waited {seconds:g} s for rank {peer}"
+        if came_late:
+            text = f"{op}: rank {rank} came too late: rank {peer} had given up on rank {rank} before this rank {waited}"
+        else:
+            lost = "which did not answer: it is lost or late, or has raised an error of its own"
+            text = f"{op}: rank {rank} {waited}, {lost}"
         super().__init__(f"{text} ({detail})" if detail else text)
 
-    def __reduce__(self) -> tuple[type, tuple[str, int, int, float, str]]:
-        return type(self), (self.op, self.rank, self.peer, self.seconds, self.detail)
+    def __reduce__(self) -> tuple[type, tuple[str, int, int, float, str, bool]]:
+        return type(self), (self.op, self.rank, self.peer, self.seconds, self.detail, self.came_late)
 
 
 class RanksDisagree(ValueError):

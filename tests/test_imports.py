@@ -236,12 +236,24 @@ print("torch._dynamo" in sys.modules)
     assert done.stdout.strip() == "False"
 
 
-@pytest.mark.parametrize("folder", ["kernels", "bench"])
-def test_folders_refuse_their_short_names(folder: str) -> None:
-    done = run(f"import {folder}")
+def test_a_folder_refuses_its_short_name() -> None:
+    done = run("import bench")
     assert done.returncode != 0
     assert "ImportError" in done.stderr
-    assert f"fusedtp.{folder}" in done.stderr
+    assert "fusedtp.bench" in done.stderr
+
+
+def test_the_name_kernels_is_left_to_the_hubs_package(tmp_path: Path) -> None:
+    """transformers imports it where it finds a folder of that name, and takes one without a version for none."""
+    done = run("import kernels; print(hasattr(kernels, '__version__')); import kernels.signal")
+    assert (done.stdout, done.stderr.splitlines()[-1]) == (
+        "False\n", "ModuleNotFoundError: No module named 'kernels.signal'",
+    )  # fmt: skip
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels/__init__.py").write_text("from .layer import theirs")
+    (tmp_path / "kernels/layer.py").write_text("theirs = 1")
+    done = run(f"import sys; sys.path.append({str(tmp_path)!r}); import kernels.layer; print(kernels.theirs)")
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
 
 
 def test_a_checkout_is_imported_as_it_lies() -> None:

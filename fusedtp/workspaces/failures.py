@@ -139,14 +139,15 @@ class Failing:
         who = missing(self.rank, headers, peer)
         what = "its memory to grow: step" if slot == signal.GROWTH_SLOT.value else f"signal slot {slot}: epoch"
         detail = f"{what} {expected} expected, {seen} seen"
-        detail += explain(headers, peer, who)
+        detail += explain(self.rank, headers, peer, who)
         if self.meanings.now.values.get("pass") == "backward" and not has_entered(
             self._header(self.rank), who, self.world_size, expected
         ):
             detail += f"; in a backward pass, which rank {who} makes only where it wants the same gradients as this one"
         if "fusedtp.destroy" not in detail:
             detail += "; every call is refused until fusedtp.destroy has been called for this group on every rank"
-        self.failure = PeerTimeout(op, self.rank, who, seconds or self.seconds, detail)
+        came_late = gave_up_on(headers, who) == self.rank
+        self.failure = PeerTimeout(op, self.rank, who, seconds or self.seconds, detail, came_late)
         raise self.failure
 
     def _header(self, peer: int) -> list[int]:
@@ -171,7 +172,7 @@ def missing(rank: int, headers: Sequence[Sequence[int]], peer: int) -> int:
 
 def _whom(headers: Sequence[Sequence[int]], peer: int) -> int | None:
     words, world_size = headers[peer], len(headers)
-    if (lost := _rank_in(words, signal.GIVEN_UP.value, world_size)) is not None:
+    if (lost := gave_up_on(headers, peer)) is not None:
         return lost
     source = _rank_in(words, signal.WAITING_FOR.value, world_size)
     if source is None or words[signal.LEFT.value]:
@@ -193,12 +194,17 @@ def _rank_in(words: Sequence[int], word: int, world_size: int) -> int | None:
     return words[word] - 1 if 0 < words[word] <= world_size else None
 
 
-def explain(headers: Sequence[Sequence[int]], peer: int, named: int) -> str:
-    """Return what a message that names rank `named` in place of `peer` says of it."""
+def gave_up_on(headers: Sequence[Sequence[int]], peer: int) -> int | None:
+    """Return the rank that `peer` has given up on; None if there is none."""
+    return _rank_in(headers[peer], signal.GIVEN_UP.value, len(headers))
+
+
+def explain(rank: int, headers: Sequence[Sequence[int]], peer: int, named: int) -> str:
+    """Return what the message of `rank` that names rank `named` in place of `peer` says of it, in brackets."""
     words, text = headers[named], ""
     if named != peer:
         text += f"; rank {peer} was itself waiting for rank {named}"
-    if (lost := _rank_in(words, signal.GIVEN_UP.value, len(headers))) is not None:
+    if (lost := gave_up_on(headers, named)) not in (None, rank):
         text += f"; rank {named} had given up on rank {lost}"
     if (what := _LEFT.get(words[signal.LEFT.value])) is not None:
         text += f"; rank {named} {what}: call fusedtp.destroy for this group on every rank, then the op again"
