@@ -68,12 +68,19 @@ def test_other_models() -> None:
 def test_layers_that_are_not_alike() -> None:
     odd = decoder("Llama")
     odd.model.layers[1].self_attn.v_proj = nn.Linear(32, 16, bias=False)
-    with pytest.raises(NotImplementedError, match=r"alike: model\.layers\.1\.self_attn\.v_proj differs from"):
+    with pytest.raises(
+        NotImplementedError, match=r"1\.self_attn\.v_proj differs .*, Linear \[\[16, 32\]\] and Linear \[\["
+    ):
         decoder_plan(odd, 2)
     odd = decoder("Llama")
     odd.model.layers[1].extra = nn.Parameter(torch.ones(1))
-    with pytest.raises(NotImplementedError, match=r"alike: model\.layers\.1 differs from model\.layers\.0$"):
+    with pytest.raises(NotImplementedError, match=r"alike: model\.layers\.1 differs from model\.layers\.0, Llama"):
         decoder_plan(odd, 2)
+    experts = other("Glm4Moe", n_routed_experts=4, moe_intermediate_size=8)
+    with pytest.raises(
+        NotImplementedError, match=r"1\.mlp differs .*, Glm4MoeMoE and Glm4MoeMLP\. .* a plan of your own"
+    ):
+        decoder_plan(experts, 2)
 
 
 def test_a_parameter_shared_by_what_is_split_otherwise() -> None:
@@ -159,7 +166,11 @@ def disagreeing(group: ProcessGroup) -> list[str]:
         assert not any(isinstance(each, DTensor) for each in model.parameters())
         told.append(str(caught.value))
     assert time.monotonic() - start < 20
-    fusedtp.parallelize(decoder("Llama"), mesh)
+    split = fusedtp.parallelize(decoder("Llama"), mesh)
+    with pytest.raises(
+        NotImplementedError, match=r"embed_tokens\.weight of this LlamaForCausalLM is a DTensor: it has"
+    ):
+        fusedtp.parallelize(split, mesh)
     return told
 
 

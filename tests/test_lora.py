@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from importlib.util import find_spec
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import parallelize_module
 
 import fusedtp
@@ -37,6 +39,7 @@ CASES: dict[str, tuple[str, list[str] | str, dict[str, Any], dict[str, Any]]] = 
     "transposed": ("GPT-2", ["c_attn", "c_proj", "c_fc"], {"fan_in_fan_out": True}, {"attn_pdrop": 0}),
     "modules to save": ("Llama", ["q_proj"], {"modules_to_save": ["lm_head", "embed_tokens", "norm"]}, {}),
     "attention alone": ("Mixtral", ["q_proj", "o_proj"], {}, {}),
+    "norms": ("Llama", ["input_layernorm", "norm"], {}, {}),
 }
 
 
@@ -47,19 +50,72 @@ def adapted(name: str, **more: Any) -> Any:
     kind, targets, options, changes = CASES[name]
     options = {"r": 3, "lora_dropout": 0.3, **options, **more}
     torch.manual_seed(21)
-    config = peft.LoraConfig(target_modules=targets, task_type="CAUSAL_LM", **options)
+    if name == "norms":
+        config = peft.LNTuningConfig(target_modules=targets, task_type="CAUSAL_LM")
+    else:
+        config = peft.LoraConfig(target_modules=targets, task_type="CAUSAL_LM", **options)
     model = peft.get_peft_model(decoder(kind, **changes), config)
     for key, parameter in model.named_parameters():
-        if "lora_" in key:
+        if "lora_" in key or "ln_tuning" in key:
             nn.init.normal_(parameter, 0, 0.3)
     return model.train()
 
 
-def loss_of(model: nn.Module) -> Any:
+def loss_of(model: nn.Module, **options: Any) -> Any:
     """From one random state: a dropout of tokens, or features, that are split drops what one process would drop."""
     torch.manual_seed(22)
     tokens = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(23))
-    return model(input_ids=tokens, labels=tokens).loss
+    return model(input_ids=tokens, labels=tokens, **options).loss
+
+
+def put_on_later(dense: Any, model: Any, rank: int) -> None:
+    """A second adapter, others made of two, several in one batch, and one that is loaded."""
+    from peft.utils.hotswap import hotswap_adapter
+
+    both = dense, model
+    config = copy.deepcopy(dense.peft_config["default"])
+    config.init_lora_weights, config.modules_to_save = False, None
+    for each in both:
+        # What the first rank draws counts.
+        torch.manual_seed(24 if each is dense or rank == 0 else 99)
+        each.add_adapter("second", config)
+        each.set_adapter("second")
+    expected, got = map(loss_of, both)
+    close(got, expected, "second")
+    expected.backward()
+    got.backward()
+    gradients_are_those_of(model, dense)
+    for each in both:
+        each.eval().zero_grad()
+    for kind in ("cat", "svd", "dare_linear"):
+        density = {"density": 0.5} if kind == "dare_linear" else {}
+        for each in both:
+            torch.manual_seed(25)
+            each.add_weighted_adapter(["default", "second"], [0.7, -0.3], kind, combination_type=kind, **density)
+            each.set_adapter(kind)
+        close(loss_of(model), loss_of(dense), kind)
+    names = {"adapter_names": ["second", "default"]}
+    if saved := dense.peft_config["default"].modules_to_save:
+        with pytest.raises(NotImplementedError, match="adapter_names= is not done by modules_to_save"):
+            loss_of(model, **names)
+    else:
+        close(loss_of(model, **names), loss_of(dense, **names), "a batch of two adapters")
+    with TemporaryDirectory() as folder, implicit_replication():
+        dense.save_pretrained(folder, selected_adapters=["second"], save_embedding_layers=False)
+        dense.set_adapter("second")
+        for name in ("third",) if saved else ("third", "default"):
+            model.load_adapter(f"{folder}/second", name)
+            model.set_adapter(name)
+            close(loss_of(model), loss_of(dense), f"loaded as {name}")
+        # Of packed linears peft misses the names; of embeddings it knows none.
+        if not saved and not any(".parts." in key or "embedding_A" in key for key, _ in model.named_parameters()):
+            for each in both:
+                for key, parameter in each.named_parameters():
+                    if ".default." in key:
+                        nn.init.zeros_(parameter)
+                hotswap_adapter(each, f"{folder}/second", adapter_name="default", torch_device="cpu")
+                each.set_adapter("default")
+            close(loss_of(model), loss_of(dense), "swapped")
 
 
 def merged_and_back(dense: Any, model: Any) -> None:
@@ -73,7 +129,7 @@ def merged_and_back(dense: Any, model: Any) -> None:
         # Of merged adapters, peft takes each out at its linear's first call.
         with dense.disable_adapter(), model.disable_adapter():
             close(loss_of(model), loss_of(dense), f"without adapters after {step}")
-    dense, model = dense.merge_and_unload(), model.merge_and_unload()
+    dense, model = dense.merge_and_unload(safe_merge=True), model.merge_and_unload(safe_merge=True)
     close(loss_of(model), loss_of(dense), "unloaded")
 
 
@@ -88,6 +144,8 @@ def as_in_one_process(group: ProcessGroup, name: str, sequence_parallel: bool) -
     gradients_are_those_of(model, dense)
     for each in (dense.eval(), model.eval()):
         each.zero_grad()
+    if name != "norms":
+        put_on_later(copy.deepcopy(dense), copy.deepcopy(model), group.rank())
     if name in ("packed", "transposed"):
         with pytest.raises(NotImplementedError, match="packed linears can be merged before"):
             model.merge_adapter()
@@ -129,13 +187,19 @@ def put_on_afterwards(group: ProcessGroup) -> None:
     with pytest.raises(NotImplementedError, match="put adapters on first"):
         peft.inject_adapter_in_model(peft.IA3Config(target_modules=["up"], feedforward_modules=[]), split)
     model = fusedtp.parallelize(adapted("every linear"), mesh, sequence_parallel=False)
-    model.add_adapter("second", peft.LoraConfig(target_modules=["down_proj"]))
-    loss_of(model)
-    model.set_adapter("second")
-    with pytest.raises(NotImplementedError, match="'second' was put on after fusedtp"):
-        loss_of(model)
-    model.set_adapter("default")
-    few = fusedtp.parallelize(adapted("biases"), mesh)
+    for said, options in {
+        "init_lora_weights='pissa'": {"init_lora_weights": "pissa"},
+        "Dora": {"use_dora": True},
+    }.items():
+        with pytest.raises(NotImplementedError, match=f"'second', with {said}.* put it on before fusedtp"):
+            model.add_adapter("second", peft.LoraConfig(target_modules=["down_proj"], **options))
+    with pytest.raises(NotImplementedError, match=r"'second' is made of tensors on meta, .*: leave out low_cpu_mem"):
+        model.add_adapter("second", peft.LoraConfig(target_modules=["down_proj"]), low_cpu_mem_usage=True)
+    few = fusedtp.parallelize(adapted("biases"), mesh).eval()
+    few.add_adapter("head", peft.LoraConfig(target_modules=["up_proj"], modules_to_save=["lm_head"]))
+    few.set_adapter("head")
+    with pytest.raises(NotImplementedError, match="adapter_names= is not done by modules_to_save"):
+        loss_of(few, adapter_names=["head", "default"])
     with pytest.raises(NotImplementedError, match="put adapters on first"):
         few.add_adapter("second", peft.LoraConfig(target_modules=["down_proj"]))
     dense = decoder("Mixtral")
@@ -171,5 +235,7 @@ def test_other_adapters_are_refused_by_name() -> None:
     tied = r"lm_head\.lora_[AB].default.weight is one with model.embed_tokens's"
     refused(adapted("tied", ensure_weight_tying=True), tied)
     refused(adapted("tied", modules_to_save=["lm_head"]), "lm_head, .*ModulesToSaveWrapper")
+    prefix = peft.PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    refused(peft.get_peft_model(decoder("Llama"), prefix), "'default', PrefixTuning, gives every rank .* of all heads")
     ia3 = peft.IA3Config(target_modules=["up_proj"], feedforward_modules=[])
     refused(peft.get_peft_model(decoder("Llama"), ia3), r"mlp\.up_proj, around which peft has put peft.*ia3.*Linear:")

@@ -46,7 +46,7 @@ from .grouped import FusedGroup
 from .linears import FusedColwiseParallel, FusedRowwiseParallel, check_mesh, unfit
 from .norms import AsGiven, FusedNormParallel
 from .packed import Unpack, features, is_conv1d, joined
-from .stack import PLANS, Decoder, check_alike, check_own, check_split_tokens, decoder_of, has_own, is_norm
+from .stack import OWN_PLAN, PLANS, Decoder, check_alike, check_own, check_split_tokens, decoder_of, has_own, is_norm
 from .tokens import TOKENS, Heads, KeptLogits, SplitFeatures, SplitTokens, TiedHead, WholeOutput, WholeTokens
 
 # Name of the comparison of what ranks were given. Without it, the scatter of parameters that a style begins with would
@@ -266,7 +266,7 @@ class _Planner:
                 return SplitFeatures(-2)
         raise NotImplementedError(
             f"parallelize does not know what to do with {path}, {type(module).__name__} with parameters of "
-            f"{sorted(lengths)} elements"
+            f"{sorted(lengths)} elements, which stands in one module with linears that are split. {OWN_PLAN}"
         )
 
     def _heads(self, path: str, child: nn.Module) -> tuple[int, int] | None:
@@ -338,10 +338,16 @@ def decoder_plan(
     recipe = arguments.float8_of(float8)
     arguments.leaves_of(Options(schedule, float8=recipe, order=order), num_ranks)
     decoder = lora.model_of(model)
+    if found := next((name for name, each in decoder.named_parameters() if isinstance(each, DTensor)), None):
+        raise NotImplementedError(
+            f"parallelize splits a model that every rank has whole, and {found} of this {type(decoder).__name__} is a "
+            "DTensor: it has been split before, by parallelize, by transformers (tp_plan, distributed_config), by "
+            "parallelize_module or by fully_shard. Load the model without that, and call parallelize first"
+        )
     with lora.taken_off(decoder) as adapted:
         plan = _Planner(decoder_of(decoder), num_ranks, split, split_logits, schedule, recipe, order).write()
         _check_ties(decoder, plan)
-        lora.check(adapted, styled(decoder, plan))
+        lora.check(model, adapted, styled(decoder, plan))
     return plan
 
 
@@ -474,7 +480,8 @@ def _resize(model: Any, *args: Any, **options: Any) -> Any:
 # Methods of transformers and peft, and the functions that replace them on a split model.
 _REPLACED: Mapping[str, Callable[..., Any]] = {
     "save_pretrained": _save, "resize_token_embeddings": _resize, "unload": lora.unload,
-    "merge_and_unload": lora.merge_and_unload,
+    "merge_and_unload": lora.merge_and_unload, "_enable_peft_forward_hooks": lora.with_adapter_names,
+    "add_weighted_adapter": lora.add_weighted_adapter,
 }  # fmt: skip
 
 

@@ -8,7 +8,8 @@
     packed            as by columns or by rows                 taken apart as W is
     embedding         whole                                    whole
 
-An adapter sends r numbers per token, not N or K. This module does not import peft: it knows peft's classes by name.
+An adapter sends r numbers per token, not N or K. An adapter that is added later, around a linear that has split
+adapters, is split when it is made. This module does not import peft: it knows peft's classes by name.
 """
 
 from __future__ import annotations
@@ -17,16 +18,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from ..calls.parameters import same_as
 from .embeddings import FusedEmbedding
 from .grouped import FusedGroup, FusedGroupedLinear
-from .linears import FusedColwiseParallel, FusedLinear, FusedRowwiseLinear, FusedRowwiseParallel
-from .norms import AsGiven, FusedNorm
-from .packed import Unpack, Unpacked
+from .linears import FusedColwiseParallel, FusedLinear, FusedRowwiseLinear, FusedRowwiseParallel, as_dtensor
+from .norms import AsGiven
+from .packed import Unpack, Unpacked, joined
 from .shared import Derived, FusedSharedLinear, derived, replicate, share
 
 
@@ -61,8 +65,14 @@ def taken_off(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
             model.set_submodule(name, module)
 
 
-def check(found: Mapping[str, nn.Module], styled: Mapping[str, Sequence[ParallelStyle]]) -> None:
+def check(model: Any, found: Mapping[str, nn.Module], styled: Mapping[str, Sequence[ParallelStyle]]) -> None:
     """Raise NotImplementedError if a plan splits a module that has other adapters than those described above."""
+    for adapter, config in (getattr(model, "peft_config", None) or {}).items():
+        if (method := type(config).__name__.removesuffix("Config")) in ("PrefixTuning", "Cartridge"):
+            raise NotImplementedError(
+                f"parallelize splits attention by heads, and the adapter {adapter!r}, {method}, gives every rank the "
+                "keys and values of all heads: use prompt tuning, whose tokens go through the model, or LoRA"
+            )
     seen: dict[int, str] = {}
     for name, module in found.items():
         if not (styles := styled.get(name, ())):
@@ -72,12 +82,13 @@ def check(found: Mapping[str, nn.Module], styled: Mapping[str, Sequence[Parallel
         copied = not any(type(each).__name__ in ("FusedGroup", "TiedHead", "Unpack") for each in styles)
         is_lora = kind.__module__ == "peft.tuners.lora.layer" and kind.__name__ in ("Linear", "Embedding")
         if _inner(getattr(module, _inner(module))) or not (
-            (is_lora and not variants) or (kind.__name__ == "ModulesToSaveWrapper" and copied)
+            (is_lora and not variants) or (kind.__name__ in _COPIES and copied)
         ):
             what = next((type(each).__name__ for each in variants.values()), f"{kind.__module__}.{kind.__name__}")
             raise NotImplementedError(
                 f"parallelize splits {name}, around which peft has put {what}: it splits plain LoRA of linears and "
-                "embeddings, and modules_to_save that are neither in a FusedGroup nor tied"
+                "embeddings, LNTuning, and modules_to_save that are neither in a FusedGroup nor tied. Merge others "
+                "first, merge_and_unload(), where they can be merged"
             )
         for key, parameter in module.named_parameters():
             # On meta there is no memory to compare.
@@ -87,9 +98,13 @@ def check(found: Mapping[str, nn.Module], styled: Mapping[str, Sequence[Parallel
                 )
 
 
+# peft's modules that use a copy of a module in its place, and their attribute that has the copies.
+_COPIES = {"ModulesToSaveWrapper": "modules_to_save", "LNTuningLayer": "ln_tuning_layers"}
+
+
 def copies(module: nn.Module | None) -> list[nn.Module]:
-    """Return the copies of a module in modules_to_save, each of which one adapter uses in its place."""
-    saved: Any = module._modules.get("modules_to_save") if module is not None else None
+    """Return the copies of a module, each of which an adapter uses in its place."""
+    saved: Any = module._modules.get(_COPIES.get(type(module).__name__, "")) if module is not None else None
     return list(saved.values()) if saved is not None else []
 
 
@@ -101,19 +116,9 @@ def split(module: nn.Module, device_mesh: DeviceMesh, src_data_rank: int | None)
     if not isinstance(base, FusedEmbedding) and not isinstance(parts[0], FusedLinear):
         return
     layer.__class__ = derived((FusedAdapted, type(module), Derived))
-    layer.device_mesh = device_mesh
+    layer.device_mesh, layer.src_data_rank = device_mesh, src_data_rank
     for name in layer.lora_A:
-        apply = _Apply(device_mesh, src_data_rank, parts[0].layouts)
-        rows = isinstance(parts[0], FusedRowwiseLinear)
-        if rows:
-            apply(FusedRowwiseParallel(**apply.options), layer.lora_A[name])
-            apply.whole(layer.lora_B[name])
-        else:
-            apply.whole(layer.lora_A[name])
-            apply.columns(layer.lora_B[name], parts, isinstance(base, Unpacked))
-        if type(layer.lora_dropout[name]) is nn.Dropout:
-            apply.whole(layer.lora_dropout[name])
-            layer.lora_dropout[name].num_features = rows * parts[0].in_features
+        layer.split_adapter(name)
     for part in parts:
         part.has_adapters = True
 
@@ -181,21 +186,143 @@ def _without_adapters(tuner: Any, name: str, args: tuple[Any, ...], options: dic
     return model
 
 
+def with_adapter_names(tuner: Any, *args: Any, **options: Any) -> Any:
+    """Set a call up that may have an adapter for each sequence, as the tuner's own method does."""
+    if options.get("adapter_names") is not None and any(
+        isinstance(each._modules.get("original_module"), FusedEmbedding | FusedLinear) for each in tuner.modules()
+    ):
+        # Before peft's hooks are there, which an exception in the call would leave.
+        raise NotImplementedError(
+            "adapter_names= is not done by modules_to_save of a linear, or an embedding, that fusedtp.parallelize has "
+            "split: call the model once for each adapter, after set_adapter"
+        )
+    return type(tuner)._enable_peft_forward_hooks(tuner, *args, **options)
+
+
+def add_weighted_adapter(
+    tuner: Any, adapters: Any, weights: Any, adapter_name: str, *args: Any, **options: Any
+) -> None:
+    """Add an adapter made of others, as the tuner's own method makes it of whole factors, and split it."""
+    layers: list[Any] = [each for each in tuner.modules() if isinstance(each, FusedAdapted)]
+    kept = [(each, dict(each._modules)) for layer in layers for each in (layer.lora_A, layer.lora_B)]
+    is_new = adapter_name not in tuner.peft_config
+    for factors, _ in kept:
+        state = joined(factors, {name: each.full_tensor() for name, each in factors.state_dict().items()})
+        for name in factors:
+            weight = state[f"{name}.weight"]
+            factors[name] = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+            factors[name].weight = nn.Parameter(weight, requires_grad=False)
+    try:
+        for layer in layers:
+            layer.is_whole = True
+        type(tuner).add_weighted_adapter(tuner, adapters, weights, adapter_name, *args, **options)
+    finally:
+        for factors, own in kept:
+            factors._modules.update(own)
+        for layer in layers:
+            layer.is_whole = False
+            if is_new and adapter_name in layer.scaling:
+                layer.split_adapter(adapter_name)
+
+
 class FusedAdapted(Derived):
     """The class of a peft module whose linear or embedding is split, together with its adapters."""
 
     device_mesh: DeviceMesh
+    src_data_rank: int | None
+    # Whether its factors are whole for now, as `add_weighted_adapter` needs them.
+    is_whole = False
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run peft's own forward; NotImplementedError if an active adapter was added after `parallelize`."""
+    def update_layer(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """Make an adapter as peft's own method does, and split it."""
         layer: Any = self
-        for name in layer.active_adapters:
-            if name in layer.lora_A and not isinstance(layer.lora_A[name], FusedNorm | FusedRowwiseLinear):
-                raise NotImplementedError(
-                    f"the adapter {name!r} was put on after fusedtp.parallelize, which splits those that it finds: "
-                    "put all adapters on first"
-                )
-        return super().forward(x, *args, **kwargs)
+        config = kwargs.get("config")
+        how = getattr(config, "init_lora_weights", True)
+        kind = layer.resolve_lora_variant(config=config)
+        if kwargs.get("tied_adapter") or kind is not None or how not in (True, False, "gaussian"):
+            what = f"init_lora_weights={how!r}" if kind is None else type(kind).__name__
+            raise NotImplementedError(
+                f"the adapter {adapter_name!r}, with {'a tied weight' if kwargs.get('tied_adapter') else what}, cannot "
+                "be put around a linear that is split: put it on before fusedtp.parallelize"
+            )
+        super().update_layer(adapter_name, *args, **kwargs)  # type: ignore[misc]
+        if any(each.is_meta for each in self.parameters()):
+            layer.delete_adapter(adapter_name)
+            raise NotImplementedError(
+                f"the adapter {adapter_name!r} is made of tensors on meta, which cannot be split before they have "
+                "values: leave out low_cpu_mem_usage=True"
+            )
+        if isinstance(layer.base_layer, Unpacked):
+            # It has no weight that would tell peft where to put them.
+            weight = layer.base_layer.parts[0].weight
+            for factors in (layer.lora_A, layer.lora_B):
+                factors[adapter_name].to(weight.device, weight.dtype)
+        if not self.is_whole:
+            self.split_adapter(adapter_name)
+
+    def split_adapter(self, name: str) -> None:
+        """Split one adapter, whose factors every rank has whole, and those of an embedding go on having."""
+        layer: Any = self
+        if isinstance(layer.base_layer, FusedEmbedding):
+            for factors in (layer.lora_embedding_A, layer.lora_embedding_B):
+                if self.src_data_rank is not None:
+                    same_as(self.src_data_rank, factors[name], self.device_mesh)
+            return
+        for linear in (layer.lora_A[name], layer.lora_B[name]):
+            # `add_weighted_adapter` gives them weights of other ranks than they were made for.
+            linear.out_features, linear.in_features = linear.weight.shape
+        is_packed = isinstance(layer.base_layer, Unpacked)
+        parts: list[Any] = list(layer.base_layer.parts) if is_packed else [layer.base_layer]
+        apply = _Apply(self.device_mesh, self.src_data_rank, parts[0].layouts)
+        rows = isinstance(parts[0], FusedRowwiseLinear)
+        if rows:
+            apply(FusedRowwiseParallel(**apply.options), layer.lora_A[name])
+            apply.whole(layer.lora_B[name])
+        else:
+            apply.whole(layer.lora_A[name])
+            apply.columns(layer.lora_B[name], parts, is_packed)
+        if type(layer.lora_dropout[name]) is nn.Dropout:
+            apply.whole(layer.lora_dropout[name])
+            layer.lora_dropout[name].num_features = rows * parts[0].in_features
+
+    def _mixed_batch_forward(self, x: Tensor, *args: Any, adapter_names: Sequence[str], **kwargs: Any) -> Tensor:
+        """As peft's own, whose adapters come in the order of a set, which differs between ranks."""
+        layer: Any = self
+        if isinstance(layer.base_layer, FusedEmbedding):
+            mixed: Tensor = super()._mixed_batch_forward(x, *args, adapter_names=adapter_names, **kwargs)  # type: ignore[misc]
+            return mixed
+        result: Tensor = layer.base_layer(x)
+        for name in dict.fromkeys(adapter_names):
+            if name in layer.lora_A:
+                own_rows = [i for i, each in enumerate(adapter_names) if each == name]
+                rows = torch.tensor(own_rows, device=x.device, dtype=torch.int64)
+                own = _like(x, _local(x)[rows].to(layer.lora_A[name].weight.dtype))
+                added = layer.lora_B[name](layer.lora_A[name](layer.lora_dropout[name](own))) * layer.scaling[name]
+                result = _like(result, _local(result).index_add(0, rows, _local(added).to(result.dtype)))
+        return result
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # peft gives a factor the adapter's name by the parameters that are there, of which `Unpacked` has other ones.
+        layer: Any = self
+        for of in ("weight", "bias"):
+            if (whole := state_dict.pop(f"{prefix}lora_B.{of}", None)) is not None:
+                (name,) = (each for each in layer.lora_A if f"{prefix}lora_A.{each}.weight" in state_dict)
+                state_dict[f"{prefix}lora_B.{name}.{of}"] = whole
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def merge(self, safe_merge: bool = False, adapter_names: Sequence[str] | None = None) -> None:
+        """Merge as peft's own method; its safe merge sets `.data`, which leaves a DTensor's part as it was."""
+        layer: Any = self
+        for name in (layer.active_adapters if adapter_names is None else adapter_names) if safe_merge else ():
+            if name in layer.scaling:
+                added = [self.get_delta_weight(name)]
+                if name in layer.lora_B and layer.lora_bias[name]:
+                    added.append(layer.lora_B[name].bias)
+                finite = torch.stack([torch.isfinite(_local(each)).all() for each in added]).all().float()
+                dist.all_reduce(finite, dist.ReduceOp.MIN, group=self.device_mesh.get_group())
+                if not finite:
+                    raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
+        super().merge(False, adapter_names)  # type: ignore[misc]
 
     def unmerge(self) -> None:
         """Unmerge as peft's own method does, and drop the kept results of a FusedGroup.
@@ -210,12 +337,23 @@ class FusedAdapted(Derived):
     def get_delta_weight(self, adapter: str) -> Tensor:
         """Return what merging an adapter adds to the weight, laid out like the weight."""
         layer: Any = self
-        if isinstance(layer.base_layer, Unpacked):
+        if isinstance(layer.base_layer, Unpacked) and not self.is_whole:
             raise NotImplementedError(
                 "adapters of packed linears can be merged before fusedtp.parallelize takes these apart, not after"
             )
-        delta: Any = super().get_delta_weight(adapter)  # type: ignore[misc]
-        if isinstance(delta, DTensor):
+        delta: Tensor = super().get_delta_weight(adapter)  # type: ignore[misc]
+        if self.is_whole or isinstance(delta, DTensor):
             return delta
         whole = DTensor.from_local(delta, self.device_mesh, [Replicate()], run_check=False)
         return whole.redistribute(placements=layer.base_layer.weight.placements)
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _like(x: Tensor, local: Tensor) -> Tensor:
+    # A part with as many sequences as it has, laid out as x is: never by sequences.
+    if not isinstance(x, DTensor):
+        return local
+    return as_dtensor(local, x.device_mesh, x.placements[0], (len(local), *x.shape[1:]))

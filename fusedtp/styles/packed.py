@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 
@@ -25,7 +26,8 @@ def features(module: nn.Module) -> int:
 class Unpacked(nn.Module):
     """The class of a packed linear that was taken apart: its `parts` are nn.Linear, whose results are concatenated.
 
-    In a state_dict the parts have entries of their own, such as `parts.0.weight`.
+    In a state_dict the parts have entries of their own, such as `parts.0.weight`. Loading takes an entry under the linear's
+    own name apart.
     """
 
     parts: nn.ModuleList
@@ -36,6 +38,17 @@ class Unpacked(nn.Module):
         """Return [.., features]: all parts' features that this rank has."""
         outs = [part(x) for part in self.parts]
         return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in ("weight", "bias"):
+            if (whole := state_dict.pop(f"{prefix}{name}", None)) is not None:
+                rows = whole.t() if self.transposed and whole.ndim == 2 else whole
+                for i, own in enumerate(rows.split([features(each) for each in self.parts])):
+                    here: Any = self.parts[i]._parameters[name]
+                    if isinstance(here, DTensor) and not isinstance(own, DTensor):
+                        own = distribute_tensor(own, here.device_mesh, here.placements, src_data_rank=None)
+                    state_dict[f"{prefix}parts.{i}.{name}"] = own
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def joined(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -24,6 +24,10 @@ ATTENTION = {
 }  # fmt: skip
 
 
+OWN_PLAN = "torch's parallelize_module splits it, with fusedtp's styles in a plan of your own"
+"""The remedy where parallelize has no plan."""
+
+
 @dataclass(frozen=True)
 class Decoder:
     """Names of a decoder's parts.
@@ -94,7 +98,9 @@ def decoder_of(model: nn.Module) -> Decoder:
     kind_of = getattr(config, "model_type", "")
     planned: Mapping[str, str] | None = PLANS.get(kind_of) or getattr(config, "base_model_tp_plan", None)
     if not planned:
-        raise NotImplementedError(f"parallelize goes by a model's own base_model_tp_plan, and {kind} has none")
+        raise NotImplementedError(
+            f"parallelize goes by a model's own base_model_tp_plan, and {kind} has none. {OWN_PLAN}"
+        )
     planned = {**planned, **{f"{name}.*.self_attn.{key}": how for key, how in ATTENTION.get(kind_of, {}).items()}}
     of: dict[str, list[str]] = {"columns": [], "rows": [], "others": [], "latent": []}
     for pattern, how in planned.items():
@@ -129,7 +135,14 @@ def check_alike(of: Decoder) -> None:
         for name in {**first, **here}:
             if first.get(name) != here.get(name):
                 one, other = (".".join(filter(None, (of.layers, str(number), name))) for number in (i, 0))
-                raise NotImplementedError(f"parallelize is for layers that are alike: {one} differs from {other}")
+                kinds = [each.get(name, ("missing", {})) for each in (here, first)]
+                differ = [f"{kind} {[*map(list, shapes.values())]}" for kind, shapes in kinds]
+                if kinds[0][0] != kinds[1][0]:
+                    differ = [kind for kind, _ in kinds]
+                raise NotImplementedError(
+                    f"parallelize is for layers that are alike: {one} differs from {other}, {' and '.join(differ)}. "
+                    f"{OWN_PLAN}"
+                )
 
 
 def check_split_tokens(of: Decoder) -> None:
