@@ -26,8 +26,8 @@ def features(module: nn.Module) -> int:
 class Unpacked(nn.Module):
     """The class of a packed linear that was taken apart: its `parts` are nn.Linear, whose results are concatenated.
 
-    In a state_dict the parts have entries of their own, such as `parts.0.weight`. Loading takes an entry under the linear's
-    own name apart.
+    In a state_dict the parts have entries of their own, such as `parts.0.weight`. Loading takes an entry under the
+    linear's own name apart.
     """
 
     parts: nn.ModuleList
