@@ -5,6 +5,7 @@ Timings that pytest-benchmark saves carry the machine as rows do, and are not co
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,7 @@ import fusedtp
 from fusedtp.bench import forks
 from fusedtp.bench.machine import describe
 from fusedtp.bench.rank_main import load_module
-from fusedtp.bench.ranks import Pending, RankPool
+from fusedtp.bench.ranks import Pending, RankError, RankPool
 from fusedtp.bench.regress import differences
 from fusedtp.bench.store import Measurement
 
@@ -53,6 +54,7 @@ def poison(group: ProcessGroup | None = None) -> None:
 class PoisonedPool(RankPool):
     """A pool whose ranks are poisoned before their first call, also after a restart."""
 
+    shared: PoisonedPool | None = None
     _poisoned: list[int] | None = None
 
     def start(self, fn: Callable[..., Any], *args: Any, world_size: int | None = None) -> Pending:
@@ -82,7 +84,22 @@ def pool() -> Iterator[RankPool]:
     """Four ranks, started by the first test that asks; `world_size=` of a call takes the first few of them."""
     # Thousands of DTensor's all-gathers come before the last test; two workers would not always survive them.
     with PoisonedPool(4, timeout=300, gloo_workers=1) as ranks:
+        PoisonedPool.shared = ranks
         yield ranks
+        PoisonedPool.shared = None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _timeouts_end_with_a_file() -> Iterator[None]:
+    """Ranks of the pool have the timeout again that `poison` gave them, whatever a file's last test gave them."""
+    yield
+    if PoisonedPool.shared is not None:
+        with contextlib.suppress(RankError):
+            PoisonedPool.shared.run(patient)
+
+
+def patient(group: ProcessGroup) -> None:
+    fusedtp.set_timeout(110)
 
 
 @pytest.fixture(scope="module")
