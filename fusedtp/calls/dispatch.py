@@ -2,6 +2,7 @@
 
 A schedule that the caller names is used or refused. `auto` decides by the first of these that applies:
 
+- one rank, or on a GPU a dtype without kernels: `unfused`;
 - ranks that cannot reach each other's memory: `unfused`, with one warning;
 - a measurement of `fusedtp tune` on this machine: the fastest schedule at the nearest size, corrected to the op's size
   by the cost model;
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Path:
-    """The way an op ran, and the reason.
+    """Record of how an op ran, and the reason.
 
     - `op`: the op's name.
     - `schedule`: fused, decomposed or unfused.
