@@ -113,7 +113,7 @@ class Call:
         return self._plan
 
     def said(self) -> str:
-        """Return, as text for `agreement`, what ranks must agree on and the matrices of a task do not show.
+        """Return the text for `agreement` of properties that a task's matrices do not show.
 
         The text has the spec, a float8 recipe, and the lengths of unsplit row dims. It has no lengths if each rank has
         rows of its own, as in a fully sharded layer.

@@ -208,7 +208,7 @@ class Program:
         recipe: Casts | None = None, *, blocks: bool = False, norm: tuple[str, float] = ("", 0.0), leaves: int = 0,
     ) -> None:  # fmt: skip
         self.partition, self.dtype, self._algorithm = partition, dtype, algorithm
-        # The dtypes of float8 operands of forward and whether they have block scales, or the recipe that casts operands.
+        # The dtypes of forward's float8 operands and whether they have block scales, or the recipe that casts operands.
         self._float8, self._blocks, self._recipe = float8, blocks, recipe or {}
         # The name and eps of a task's norm.
         self._norm = norm
