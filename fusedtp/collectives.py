@@ -1,4 +1,7 @@
-"""The collectives alone, differentiable: all_gather, reduce_scatter and all_reduce along any dim, in uneven parts."""
+"""Differentiable collectives without a matmul: all_gather, reduce_scatter and all_reduce.
+
+The first two work along any dim, with uneven parts.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ def _collective(
     op: Op, x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup, asked: Options, leaves: int = 0
 ) -> Tensor:
     arguments.refuse_tracing()
-    # On x as a matrix whose rows are `dim`. sizes: of that dim on every rank; an all-reduce has none.
+    # The matrix has `dim` as rows. sizes: every rank's length of `dim`, () for an all-reduce.
     moved = x.movedim(dim, 0)
     others = tuple(moved.shape[1:])
     rows = moved.reshape(moved.shape[0], math.prod(others))
@@ -42,13 +45,18 @@ def all_gather(
     schedule: str = "auto",
     producer: str = "auto",
 ) -> Tensor:
-    """The ranks' x joined along `gather_dim` in rank order, bit for bit, differentiable.
+    """Return all ranks' x, concatenated along `gather_dim` in rank order, bit for bit. Differentiable.
 
-    x [.., sizes[rank], ..] -> [.., sum(sizes), ..]; `sizes` is by default this rank's length on all. Backward
-    reduce-scatters: it adds up the gradients of the ranks' copies, each of which goes its own way. Before a layer with
-    sequence_parallel=False, or a loss that every rank computes alike, they would count once a rank. `algorithm`: auto,
-    direct (each rank sends to every peer), or ring (to the next rank alone), which only kernels have: with schedule
-    'fused', or 'auto' on a GPU. `producer` and errors as in `all_gather_linear`.
+    x [.., sizes[rank], ..] -> [.., sum(sizes), ..]
+
+    - `sizes`: every rank's length of `gather_dim`; by default this rank's length on all ranks.
+    - `algorithm`: auto, direct (each rank sends to every peer) or ring (each rank sends to the next one). ring needs
+      schedule 'fused', or 'auto' on a GPU.
+    - `producer`: as in `all_gather_linear`.
+
+    Backward reduce-scatters: it sums the gradients of all ranks' results. If every rank computes the same values from
+    the result (a layer with sequence_parallel=False, or a loss), the gradient counts once per rank. Errors are those of
+    `all_gather_linear`.
     """
     process_group = groups.resolve(group)
     asked = Options(schedule, algorithm, producer)
@@ -69,11 +77,16 @@ def reduce_scatter(
     schedule: str = "auto",
     order: Order = RANK_ORDER,
 ) -> Tensor:
-    """The ranks' x summed; this rank keeps `sizes[rank]` along `scatter_dim`, by default as even as can be.
+    """Return this rank's part, along `scatter_dim`, of the sum of all ranks' x. Differentiable.
 
-    Differentiable: backward gathers. `algorithm` and errors as in `all_gather`. `order` "tree": every rank's x, in
-    float32, is a subtree; these are added in pairs, pairs in pairs, by `fused` alone. "any" changes nothing here: the
-    switch makes the sums of all-reduces only.
+    x [.., sum(sizes), ..] -> [.., sizes[rank], ..]
+
+    - `sizes`: every rank's length of the result; by default as even as possible.
+    - `algorithm`: as in `all_gather`.
+    - `order`: with "tree", each rank's x (float32) is the sum of a subtree. Only `fused` adds the subtrees, as a tree.
+      "any" changes nothing here: the switch computes sums of all-reduces only.
+
+    Backward all-gathers. Errors are those of `all_gather`.
     """
     process_group = groups.resolve(group)
     asked = Options(schedule, algorithm, order=order)
@@ -89,11 +102,14 @@ def all_reduce(
     x: Tensor, *, group: Group = None, algorithm: str = "auto", schedule: str = "auto",
     order: Order = RANK_ORDER,
 ) -> Tensor:  # fmt: skip
-    """The ranks' x, of one shape, summed, on every rank, differentiable.
+    """Return the sum of all ranks' x, which have one shape, on every rank. Differentiable.
 
-    Backward sends nothing: the result is one tensor, and its gradient, the same on every rank, is that of x.
-    `algorithm`: auto, one_shot (fewest steps), two_shot, or ring (fewest bytes), which only kernels have, as in
-    `all_gather`. Errors as there. `order` "tree" as in `reduce_scatter`; with "any" NVLink's switch may add.
+    - `algorithm`: auto, one_shot (fewest steps), two_shot, or ring (fewest bytes), which needs a schedule as in
+      `all_gather`.
+    - `order`: "tree" as in `reduce_scatter`. With "any", NVLink's switch may compute the sum.
+
+    Backward sends nothing: the gradient of the result, the same on every rank, is the gradient of x. Errors are those
+    of `all_gather`.
     """
     process_group = groups.resolve(group)
     asked = Options(schedule, algorithm, order=order)

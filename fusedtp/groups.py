@@ -1,4 +1,4 @@
-"""Which ranks take part: one resolver for everything that a caller may name a group by."""
+"""Groups: resolve a process group, its name, a 1-D mesh or None, and check the group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .torch_private import backend_names, device_types, group_by_name, is_in_tor
 Group: TypeAlias = "dist.ProcessGroup | DeviceMesh | str | None"
 
 
-# The world that this process was forked with, if it was: its connections and its memory are the parent's.
+# The parent's world if this process was forked, else None. Its connections and memory are the parent's.
 inherited: Any = None
 
 
@@ -28,7 +28,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def check_fork() -> None:
-    """RuntimeError in a process that was forked after torch.distributed was initialised."""
+    """Raise RuntimeError in a process that was forked after torch.distributed was initialised."""
     if inherited is not None and dist.is_initialized() and dist.group.WORLD is inherited:
         raise RuntimeError(
             f"process {os.getpid()} was forked after torch.distributed was initialised: the process groups and the "
@@ -38,7 +38,7 @@ def check_fork() -> None:
 
 
 def named(name: str) -> dist.ProcessGroup:
-    """The group of a name that `resolve` has seen: fast, for every call. Errors as in `resolve`."""
+    """Return the group with a name. Faster than `resolve`, with the same errors."""
     if inherited is not None:
         check_fork()
     try:
@@ -48,10 +48,12 @@ def named(name: str) -> dist.ProcessGroup:
 
 
 def resolve(group: Group = None) -> dist.ProcessGroup:
-    """The process group meant by `group`: itself, its name, a 1-D mesh, or None for the world.
+    """Return the process group that `group` names: itself, its name, a 1-D mesh, or None for the world.
 
-    Raises RuntimeError where torch.distributed is not initialised, or was before this process was forked, ValueError
-    for a mesh of more dimensions or an unknown name, TypeError for anything else.
+    - RuntimeError: torch.distributed is not initialised, or was initialised before this process was forked.
+    - ValueError: an unknown name, a group or mesh without this rank, a mesh with several dimensions or with ranks that
+      do not ascend.
+    - TypeError: any other value.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
@@ -84,16 +86,16 @@ def resolve(group: Group = None) -> dist.ProcessGroup:
 
 
 def _leaves_out(group: object) -> bool:
-    # What new_group returns to a rank that it leaves out: a plain number.
+    # new_group returns this int to ranks that are not in the group.
     return isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER
 
 
-# The kinds of devices that are known to fit a group: asking it takes longer.
+# Cache of the kinds of devices that a group carries.
 _carried: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
 
 
 def check_device(group: dist.ProcessGroup, kind: str) -> None:
-    """ValueError for a group whose backends do not carry tensors of that kind of device."""
+    """Raise ValueError if the group's backends do not carry tensors on that kind of device."""
     carried = _carried.setdefault(group, set())
     if kind in carried or kind == "meta":
         return
@@ -107,19 +109,19 @@ def check_device(group: dist.ProcessGroup, kind: str) -> None:
 
 
 def is_fake(group: dist.ProcessGroup) -> bool:
-    """Whether this process plays one rank of a group that has no others, by torch's backend "fake"."""
+    """Return whether the group has torch's backend "fake", without other ranks."""
     return "fake" in backend_names(group)
 
 
-# Meshes that have been looked at, by their id, as hashing one takes longer.
+# Cache of checked meshes, by id because hashing a mesh takes longer.
 _ascending: dict[int, ref[DeviceMesh]] = {}
 
 
 def check_mesh(name: str, mesh: DeviceMesh) -> None:
-    """ValueError for a mesh without this rank, or whose ranks do not ascend, as those of its groups do."""
+    """Raise ValueError for a mesh without this rank, or with ranks that do not ascend like those of its groups."""
     if mesh.get_coordinate() is None:
         raise ValueError(f"{name} must have this rank, {dist.get_rank()}, in it, got {mesh}")
-    # Its ranks are a tensor, which a mode may take for one of the program's.
+    # A mesh's ranks are a tensor, which a dispatch mode may take for one of the user's.
     unseen = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
     if unseen or (id(mesh) in _ascending and _ascending[id(mesh)]() is mesh):
         return

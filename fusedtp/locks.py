@@ -1,13 +1,13 @@
 """Locks: one running op per group and process, one interpreted kernel per process, and calls that have not returned.
 
-Ranks must run a group's ops in the same order. Threads that run ops at once would not: on one rank one op comes first,
-on another rank the other, and two unrelated ops would read each other's signals. Such a call is refused, not queued: a
-queue would be in another order on every rank. Threads may use groups of their own at once, and one group in turn, if
-the program orders them alike on all ranks.
+Ranks must run a group's ops in the same order. Concurrent threads would run ops in another order on every rank, and
+unrelated ops would read each other's signals. So a call is refused while another op of its group runs. A queue would
+not help, because its order would differ between ranks. Concurrent threads may use different groups. Threads may share a
+group if the program orders their ops in the same way on all ranks.
 
-A caller that is interrupted after an op has ended, but before it has the result, makes the call again, and this would
-meet the peers' next op. So a workspace remembers which call made its last op, and refuses an op of another call unless
-that one has returned.
+A caller that is interrupted after an op, but before it has the result, makes the call again. The repeated op would meet
+the peers' next op. So a workspace stores the call of its last op, and refuses an op of another call until the stored
+call has returned.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ _REFUSALS = {
     "or 'unfused' in several threads, or 'fused' in one",
 }
 
-# What can be taken, and its name.
+# Kind and name of a lock.
 _Key: TypeAlias = tuple[str, str]
-# Triton's interpreter has one state a process.
+# Triton's interpreter has one state per process.
 INTERPRETER: _Key = ("interpreter", "")
-# By what is taken: the thread that has it, and for which op.
+# By lock: the thread that holds the lock, and the op.
 _taken: dict[_Key, tuple[int, str]] = {}
-# A child has none of its parent's other threads.
+# A forked child does not have its parent's other threads.
 os.register_at_fork(after_in_child=_taken.clear)
 
 
 def alone(key: _Key, op: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call the function while no other op in the process has `key`, ("group", its name) or INTERPRETER.
+    """Call the function while holding the lock `key`, ("group", its name) or INTERPRETER.
 
-    RuntimeError if another op has it. Nothing has been sent then; the peers of such a rank wait for it until their
-    budget is spent.
+    Raises RuntimeError if another op holds the lock. Then nothing has been sent, and peers that wait for this rank time
+    out.
     """
     mine = (threading.get_ident(), op)
     try:
-        # `setdefault` is one step: the thread that comes first finds its own entry.
+        # `setdefault` is atomic: only the first thread gets its own entry.
         if (holder := _taken.setdefault(key, mine)) is not mine:
             _refuse(key, holder, op)
         return function(*args, **kwargs)
     finally:
-        # Nothing is called here: Python handles signals at calls, so no interruption comes in between.
+        # No calls here: Python handles signals at calls, so no interruption comes before the lock is released.
         if key in _taken and _taken[key] is mine:
             del _taken[key]
 
 
 def is_mine(key: _Key) -> bool:
-    """Return whether this thread has it."""
+    """Return whether this thread holds the lock."""
     holder = _taken.get(key)
     return holder is not None and holder[0] == threading.get_ident()
 
@@ -74,8 +74,9 @@ def _refuse(key: _Key, holder: tuple[int, str], op: str) -> NoReturn:
 
 
 class Open:
-    """A call of one of our functions. `returned`: whether the caller has its result, or an error that leaves the ranks
-    in step.
+    """Call of a function of this package.
+
+    `returned` is true if the caller has the result, or an error after which ranks are still in the same order of ops.
     """
 
     returned = False
@@ -89,12 +90,12 @@ _here = _Here()
 
 
 def current() -> Open | None:
-    """The call that this thread is in."""
+    """Return the call that this thread is in, or None."""
     return _here.call
 
 
 def one(function: Callable[P, R]) -> Callable[P, R]:
-    """A decorator: each call of the function is an `Open` one, unless it is part of another, or a compiler traces."""
+    """Decorate a function so that each call is `Open`, except inside another call or under a compiler."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -105,13 +106,13 @@ def one(function: Callable[P, R]) -> Callable[P, R]:
             _here.call = mine
             result = function(*args, **kwargs)
         except Exception as error:
-            # Our own refusals come on every rank alike. Hooks and modes of the program run behind an op that has ended:
-            # torch stops a recomputation by an exception of a hook.
+            # Every rank raises the same NotImplementedError. Hooks and modes of the user run after an op has ended, and
+            # torch stops a recomputation by an exception in a hook.
             refused = isinstance(error, NotImplementedError)
             mine.returned = refused or has_saved_tensors_hooks() or is_in_torch_dispatch_mode()
             raise
         finally:
-            # From here to the caller nothing is called, see `alone`.
+            # No calls from here to the caller, as in `alone`.
             _here.call = None
         mine.returned = True
         return result

@@ -1,4 +1,4 @@
-"""What a call of a linear op asks for beside its tensors: one value, from the public function down to the kernels."""
+"""Options of a call: one value, passed from the public function to the preparation of the call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .op import RANK_ORDER
 
 
 class Options(NamedTuple):
-    """The keywords of the public functions, as `all_gather_linear` describes them; every rank gives the same."""
+    """Options of a call, equal on all ranks. `all_gather_linear` documents them."""
 
     schedule: str = "auto"
     algorithm: str = "auto"
@@ -19,5 +19,5 @@ class Options(NamedTuple):
 
 
 def without_producer(asked: Options) -> Options:
-    """The same of a call that gathers nothing. The code is such that a compiler can trace it."""
+    """Return the options with the default producer, for a call without a gather. A compiler can trace the code."""
     return Options(asked.schedule, asked.algorithm, "auto", asked.float8, asked.order, asked.activation)

@@ -1,6 +1,6 @@
 """Call torch's private APIs: each is named here once, as it was read in torch 2.11 to 2.15.
 
-None of these has a public counterpart. `bench` has its own where a rank must not import the package.
+None of these APIs has a public counterpart. `bench` names further private modules, in its peers and in `doctor`.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_in_torch_dispatch_mode
 
-# torch/csrc/autograd: the backward pass that this thread is in, -1 outside of one.
+# torch/csrc/autograd: the id of this thread's backward pass, -1 for none.
 graph_task = torch._C._current_graph_task_id
-# torch/_functorch: what autograd.Function asks; gradients that is_grads_batched has wrapped; torch.func's wrappers.
+# torch/_functorch: active transforms of torch.func, batched gradients of is_grads_batched, torch.func's wrappers.
 transforms_active = torch._C._are_functorch_transforms_active
 is_batched = torch._C._functorch.is_legacy_batchedtensor
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 unwrapped = torch._C._functorch.get_unwrapped
-# A guard that holds from the moment it is made.
+# A guard that is active as soon as it is made.
 InferenceMode = torch._C._InferenceMode
-# torch/distributed/_functional_collectives.py: the ops that its functions are made of.
+# torch/distributed/_functional_collectives.py: the ops that its functions call.
 c10d: Any = torch.ops._c10d_functional
 scaled_mm: Any = torch._scaled_mm
-# What the functional collectives look names up with.
+# The lookup of group names in the functional collectives.
 _by_name: Any = getattr(dist.distributed_c10d, "_resolve_process_group", None) if dist.is_available() else None
 group_by_name: Callable[[str], dist.ProcessGroup] = _by_name
 
-# Let this many cycles of the GPU pass, on the current stream.
+# Spin for a number of GPU cycles on the current stream.
 spin: Any = torch.cuda._sleep
 
 
-# A context in which DTensors are what they hold.
+# A context in which DTensors act as their local tensors.
 without_dispatch: Any = torch._C._DisableTorchDispatch
 
 
 def is_tracing() -> bool:
-    """Whether torch.jit.trace is under way."""
+    """Return whether torch.jit.trace is tracing."""
     return torch._C._get_tracing_state() is not None
 
 
 def has_saved_tensors_hooks() -> bool:
-    """Whether this thread has hooks for saved tensors."""
+    """Return whether this thread has hooks for saved tensors."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def forward_mode_active() -> bool:
-    """Whether forward-mode differentiation is under way."""
+    """Return whether forward-mode differentiation is active."""
     return forward_ad._current_level >= 0
 
 
@@ -63,7 +63,7 @@ def store_of(group: dist.ProcessGroup) -> Any:
 
 
 def device_types(group: dist.ProcessGroup) -> list[str]:
-    """Return the kinds of devices whose tensors the group carries."""
+    """Return the types of devices whose tensors the group carries."""
     return [device.type for device in group._device_types]
 
 
@@ -73,7 +73,7 @@ def backend_names(group: dist.ProcessGroup) -> list[str]:
 
 
 def timeout_seconds(group: dist.ProcessGroup) -> float:
-    """Return the group's own timeout."""
+    """Return the group's timeout in torch.distributed, in seconds."""
     backend: Any = group._get_backend(group._device_types[0])
     return float(backend.options._timeout.total_seconds())
 
@@ -89,38 +89,38 @@ def unregister_group(name: str) -> None:
 
 
 def symmetric_empty(num_bytes: int, device: torch.device) -> Tensor:
-    """Return symmetric memory of its own (torch/distributed/_symmetric_memory)."""
+    """Return a new uint8 tensor of symmetric memory (torch/distributed/_symmetric_memory)."""
     memory = torch._C._distributed_c10d._SymmetricMemory
     return memory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
 
 
 def symmetric_rendezvous(own: Tensor, name: str) -> Any:
-    """Exchange symmetric memory in the group of that name; the result has `get_buffer` and `multicast_ptr`."""
+    """Exchange symmetric memory in the group `name`. The result has `get_buffer` and `multicast_ptr`."""
     return torch._C._distributed_c10d._SymmetricMemory.rendezvous(own, name)
 
 
-# A DTensor's local tensor, outside of any graph. No function of Python: it is on the way of every warm call.
+# Return a DTensor's local tensor, outside of any graph. Faster than a Python function, because every warm call uses it.
 local_of: Callable[[Any], Tensor] = attrgetter("_local_tensor")
 
 
 def dtensor_like(values: Tensor, dtensor: Any) -> Tensor:
-    """Return a DTensor of these local values, laid out like another one, outside of any graph."""
-    # The spec is copied, as in torch's own to_local, because sharding propagation may change it.
+    """Return a DTensor with these local values and the layout of `dtensor`, outside of any graph."""
+    # The spec is copied, as in torch's to_local, because sharding propagation may change it.
     made: Tensor = type(dtensor)(values, copy.copy(dtensor._spec), requires_grad=False)
     return made
 
 
-# Tensors that are kept for later calls are made outside of torch.inference_mode, whatever mode the first call is in: an
-# op in training may neither write nor view an inference tensor.
+# Tensors that later calls use are always made outside of torch.inference_mode: an op in training may neither write nor
+# view an inference tensor.
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def outside_inference(function: Callable[P, R]) -> Callable[P, R]:
-    """A decorator: the function runs outside of inference mode.
+    """Decorate a function to run outside of inference mode.
 
-    Not by torch's own context manager: if that is interrupted as it begins or ends, the mode is only reset when the
-    exception is released, wherever the program is then, and a program that trains loses its gradients.
+    torch's context manager is not safe here. If it is interrupted as it begins or ends, the mode is reset only when the
+    exception is released. A program that trains would lose gradients.
     """
 
     @functools.wraps(function)
@@ -136,7 +136,7 @@ def outside_inference(function: Callable[P, R]) -> Callable[P, R]:
                 if guard is not None:
                     guard.__exit__(None, None, None)
         finally:
-            # In case an interruption came before the line above; otherwise this does nothing.
+            # For an interruption before the line above. Otherwise this does nothing.
             if guard is not None:
                 guard.__exit__(None, None, None)
 

@@ -203,7 +203,7 @@ def check_matrix(weight: Tensor, name: str = "weight") -> None:
 
 
 def check_features(who: str, num_in: int, weight: Tensor, give: str, name: str = "weight") -> None:
-    """Check that a weight has a column for each of x's features. `give` tells in the error what x should have."""
+    """Check that a weight has a column for each of x's features. `give` is the remedy in the error."""
     if weight.shape[1] != num_in:
         raise ValueError(
             f"{who} {num_in} features, and {name} of shape {tuple(weight.shape)} takes {weight.shape[1]}: give x {give}"
@@ -353,7 +353,7 @@ def sequence_sizes(sizes: Sequence[int] | None, group: ProcessGroup) -> tuple[in
 
 
 def flag(name: str, value: bool) -> bool:
-    """Check that `value` is a bool, not merely true or false in a condition, and return it."""
+    """Check that `value` is a bool and return it."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
     return value

@@ -75,7 +75,7 @@ class Call:
         self.parameters = tuple(name for pair in zip(*self._names[:2], strict=True) for name in pair)
         self.activation, self.norm = settings.activation, settings.norm
         self.num_results = 1 if self.activation in GATED else count
-        # Whether backward needs the products.
+        # True if backward needs the products.
         self.keeps = self.activation not in ("", *OF_RESULT)
         members = [groups.named(name) for name in settings.group_names]
         self.groups = {axis: generation.watch(group) for axis, group in zip(spec.mesh_axes, members, strict=True)}
@@ -87,7 +87,7 @@ class Call:
         self.version = generation.version
         w = (spec.n, spec.k) if settings.w_transposed else (spec.k, spec.n)
         self._dims = {"x": spec.a.names, "w": w, "y": spec.c.names}
-        # Whether F.linear computes the call: one rank, one weight, no epilogue, and a matmul that reads only its
+        # True if F.linear computes the call: one rank, one weight, no epilogue, and a matmul that reads only its
         # operands (`reads_beside`).
         asked, alone = settings, all(size == 1 for _, size in places.values())
         self.is_linear = alone and not (
@@ -113,7 +113,7 @@ class Call:
         return self._plan
 
     def said(self) -> str:
-        """Return, as text for `agreement`, what ranks must agree on and the matrices of a task do not show.
+        """Return the text for `agreement` of properties that a task's matrices do not show.
 
         The text has the spec, a float8 recipe, and the lengths of unsplit row dims. It has no lengths if each rank has
         rows of its own, as in a fully sharded layer.
@@ -340,7 +340,7 @@ _OPTIONS = frozenset((int, bool, str, type(None)))
 
 
 def _is_hashed_alike(option: Any) -> bool:
-    # Whether an option's value and type distinguish it from every other option.
+    # True if an option's value and type distinguish it from every other option.
     kind = type(option)
     return kind in _OPTIONS or (kind is tuple and all(type(each) is int for each in option))
 

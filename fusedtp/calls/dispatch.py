@@ -2,6 +2,7 @@
 
 A schedule that the caller names is used or refused. `auto` decides by the first of these that applies:
 
+- one rank, or on a GPU a dtype without kernels: `unfused`;
 - ranks that cannot reach each other's memory: `unfused`, with one warning;
 - a measurement of `fusedtp tune` on this machine: the fastest schedule at the nearest size, corrected to the op's size
   by the cost model;
@@ -11,8 +12,8 @@ A schedule that the caller names is used or refused. `auto` decides by the first
 
 `auto` runs float8 fused only on a GPU with float8 units.
 
-Ranks decide alike because they decide from the same data. Rank 0 reads the file of measurements and sends it to its
-peers, once a group, at the first op that shares memory. Choices are cached.
+Ranks make the same choice because they use the same data. Rank 0 reads the file of measurements and sends it to its
+peers, once per group, at the first op that shares memory. Choices are cached.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Path:
-    """The way an op ran, and the reason.
+    """Record of how an op ran, and the reason.
 
     - `op`: the op's name.
     - `schedule`: fused, decomposed or unfused.
@@ -87,7 +88,7 @@ _said: set[str] = set()
 
 @dataclass(frozen=True)
 class Knowledge:
-    """Data that the ranks of a group share, to decide alike.
+    """Data that the ranks of a group share, so that they make the same choice.
 
     - `table`: the measurements of `fusedtp tune`, or None.
     - `gpu`: rank 0's GPU in the hardware table, or None.
@@ -106,7 +107,7 @@ def check_schedule(schedule: str) -> None:
 
 
 def choose(task: Task, schedule: str, group: ProcessGroup, device: torch.device) -> Path:
-    """Return the path of a task. The first call of a group is collective unless `schedule` is "unfused"."""
+    """Return the path of a task. A group's first call is collective if the schedule may need shared memory."""
     op, dtype, name = task.op.name, task.dtype, schedule
     if task.leaves:
         return _as_tree(task, group)
@@ -149,7 +150,7 @@ def check_units(task: Task, schedule: str, group: ProcessGroup, device: torch.de
 
 
 def _know(group: ProcessGroup, device: torch.device) -> None:
-    # Share rank 0's `Knowledge`, once a group.
+    # Share rank 0's `Knowledge`, once per group.
     ws = _workspaces().get(group, device)
     if ws.knowledge is None:
         _learn(ws, group, device.type == "cuda")

@@ -1,13 +1,14 @@
 """The registered operators, `torch.ops.fusedtp.*`: opaque to the compiler, with exact fakes.
 
-    sharded_matmul      a call: one string, and lengths, which a compiler may leave open (`call`)
-    sharded_matmul_backward
-    sharded_matmuls     the same with several weights, and sharded_matmuls_backward
-    activated_matmuls   the same of one or several weights, with an activation; its backward is theirs
+    sharded_matmul      a call (`call`) with one weight; backward: sharded_matmul_backward
+    sharded_matmuls     the same with several weights; backward: sharded_matmuls_backward
+    activated_matmuls   one or several weights, with an activation; backward: sharded_matmuls_backward
     collective          all_gather, reduce_scatter or all_reduce of a matrix
+    as_it_is            identity; backward: all_reduce
 
-and in `quantized` scaled_matmuls, of float8 operands with scales. Groups travel by name. Arguments are checked by the
-functions of `functional`, not here; schedules are chosen when an operator runs.
+`quantized` has scaled_matmuls, for float8 operands with scales. A call is one string and a list of lengths, which may
+be symbolic. Groups are passed by name. `functional` checks arguments; operators do not. Schedules are chosen when an
+operator runs.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ def matmul(
     x: Tensor, parameters: Sequence[Any], settings: str, numbers: Sequence[int], residual: Tensor | None,
     activation: str, norm: Norm | None = None,
 ) -> Any:  # fmt: skip
-    """The call by its operator, on w and bias of each weight: the result, or a tuple with one of each. A norm is an op
-    of its own, which a compiler may fuse with others.
+    """Run a call by its operator and return the result, or a tuple of results for several weights.
+
+    `parameters` has w and bias of each weight in turn. A norm is an op of its own, which a compiler may fuse with
+    others.
     """
     if norm is not None:
         y = matmul(x, parameters, without_norm(settings), numbers, residual, activation)
@@ -52,7 +55,7 @@ def matmul(
 
 
 def _with_gradients_summed(norm: Norm, settings: str) -> Norm:
-    # Where each rank norms rows of its own.
+    # If each rank norms rows of its own, backward sums the gradients of the norm's parameters over ranks.
     is_split, group_name, schedule = normed(settings)
     if not is_split:
         return norm
@@ -60,7 +63,7 @@ def _with_gradients_summed(norm: Norm, settings: str) -> Norm:
 
 
 def summed(terms: Tensor, settings: str) -> Tensor:
-    """The sum over the ranks of a call's group of what each has of a norm's gradients, [R, N]."""
+    """Sum the ranks' gradients of a norm's parameters, [R, N], over a call's group."""
     _, group_name, schedule = normed(settings)
     return collective(terms, ALL_REDUCE.name, (), 0, group_name, schedule, "auto", "auto", "", 0)
 
@@ -68,7 +71,7 @@ def summed(terms: Tensor, settings: str) -> Tensor:
 def _activated(x: Tensor, parameters: Sequence[Any], settings: str, numbers: Sequence[int], activation: str) -> Any:
     ws, given = parameters[::2], [each for each in (x, *parameters) if each is not None]
     if transforms_active() and not torch.compiler.is_compiling():
-        # torch.func knows no lists of tensors: it is an op of its own there.
+        # torch.func takes no lists of tensors, so the activation is an op of its own.
         zs = matmul(x, parameters, without_activation(settings), numbers, None, "")
         ys = activations.of(activation, zs if isinstance(zs, tuple) else (zs,))
     else:
@@ -83,7 +86,7 @@ def _activated(x: Tensor, parameters: Sequence[Any], settings: str, numbers: Seq
 def gradients(
     call: calls_.Call, dys: Sequence[Tensor], x: Tensor, ws: Sequence[Tensor], needs: Sequence[bool]
 ) -> list[Tensor | None]:
-    """`call.Call.backward` by the operator."""
+    """Run `call.Call.backward` by its operator."""
     text, numbers = call.settings.text, call.numbers
     found: Sequence[Tensor]
     if len(ws) == 1:
@@ -96,7 +99,7 @@ def gradients(
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, w, _, _, ctx.settings, ctx.numbers = inputs
     needs_x, needs_w = ctx.needs_input_grad[:2]
-    # Local shards only, and only those that a gradient will be made of.
+    # Local shards only, and only those that a needed gradient reads.
     ctx.save_for_backward(x if needs_w else None, w if needs_x else None)
 
 
@@ -116,7 +119,7 @@ def _forward(
 ) -> list[Tensor]:  # fmt: skip
     call = calls_.of(settings, numbers, x.dtype, x.device)
     if not fake:
-        # In a compiled graph nothing else sees them.
+        # In a compiled graph no other code sees these tensors.
         for each in (x, *parameters[::2]):
             keep(each)
     return call.forward(call.given(x, parameters, residual), products, fake=fake)
@@ -126,7 +129,7 @@ def _backward(
     dys: Sequence[Tensor], x: Tensor, ws: Sequence[Tensor], needs: Sequence[bool], settings: str,
     numbers: Sequence[int], *, fake: bool = False,
 ) -> list[Tensor]:  # fmt: skip
-    # A tensor for each gradient: an operator's results may not share memory.
+    # A new tensor for each gradient that is not needed: an operator's results may not share memory.
     call = calls_.of(settings, numbers, dys[0].dtype, dys[0].device)
     if not fake:
         check_kept((x, *ws))
@@ -144,7 +147,7 @@ def _fake(
 def sharded_matmul(
     x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, settings: str, numbers: Sequence[int]
 ) -> Tensor:
-    """y = x @ w + bias + residual on shards; see `settings.Settings` and `call.Call`."""
+    """Compute y = x @ w + bias + residual on shards; see `settings.Settings` and `call.Call`."""
     return _forward(x, (w, bias), settings, numbers, residual)[0]
 
 
@@ -168,23 +171,23 @@ def sharded_matmul_backward(
     dy: Tensor, x: Tensor, w: Tensor, needs_x: bool, needs_w: bool, needs_bias: bool, settings: str,
     numbers: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dx, dw, db), of shape [0] where not needed; x and w may be of shape [0] where they are not needed."""
+    """Return (dx, dw, db), of shape [0] if not needed. x and w may have shape [0] if no needed gradient reads them."""
     dx, dw, db = _backward([dy], x, [w], (needs_x, needs_w, needs_bias), settings, numbers)
     return dx, dw, db
 
 
-# The same with several weights, whose columns follow one another. torch.func does not know these, and autograd finds
-# tensors in a list only where it has no None: `biases` has those that are given, `biased` tells whose they are.
+# Operators with several weights, whose columns are concatenated. torch.func does not support them. Autograd finds
+# tensors only in lists without None, so `biases` has the given biases, and `biased` tells which weights have one.
 
 
 def paired(ws: Sequence[Tensor], biases: Sequence[Tensor], biased: Sequence[bool]) -> list[Tensor | None]:
-    """Each weight with its bias, or None."""
+    """Return each weight, followed by its bias or None."""
     given = iter(biases)
     return [each for w, has in zip(ws, biased, strict=True) for each in (w, next(given) if has else None)]
 
 
 def with_zeros(dys: Sequence[Tensor | None], widths: Sequence[int]) -> tuple[Tensor, ...]:
-    """The gradients of results of so many columns, of which one is given at least."""
+    """Replace missing gradients, of results with `widths` columns, by zeros. At least one must be given."""
     given = next(dy for dy in dys if dy is not None)
     return tuple(
         given.new_zeros(*given.shape[:-1], width) if dy is None else dy
@@ -195,7 +198,7 @@ def with_zeros(dys: Sequence[Tensor | None], widths: Sequence[int]) -> tuple[Ten
 def _setup_several(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, ws, _, ctx.biased, ctx.settings, ctx.numbers = inputs
     ctx.widths = [each.shape[-1] for each in output]
-    # The weight of a result that is not used has no gradient, rather than zeros.
+    # The weight of an unused result has gradient None instead of zeros.
     ctx.set_materialize_grads(False)
     needs_x, *needs = ctx.needs_input_grad
     ctx.save_for_backward(x if any(needs[: len(ws)]) else None, *(w if needs_x else None for w in ws))
@@ -235,7 +238,7 @@ def sharded_matmuls(
     x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor], biased: Sequence[bool], settings: str,
     numbers: Sequence[int],
 ) -> list[Tensor]:  # fmt: skip
-    """y = x @ w + bias for each of several weights; biases: of those that are `biased`."""
+    """Compute y = x @ w + bias for each of several weights; `biases` has those of the `biased` weights."""
     return _forward(x, paired(ws, biases, biased), settings, numbers)
 
 
@@ -251,7 +254,7 @@ def sharded_matmuls_backward(
     dys: Sequence[Tensor], x: Tensor, ws: Sequence[Tensor], needs: Sequence[bool], settings: str,
     numbers: Sequence[int],
 ) -> list[Tensor]:  # fmt: skip
-    """dx, then dw and db of each weight, of shape [0] where not needed, as in `sharded_matmul_backward`."""
+    """Return dx, then dw and db of each weight, of shape [0] if not needed, as in `sharded_matmul_backward`."""
     return _backward(dys, x, ws, needs, settings, numbers)
 
 
@@ -260,7 +263,7 @@ def _setup_activated(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]
     needs_x, *needs = ctx.needs_input_grad
     if not keep and Settings.of(ctx.settings).activation not in OF_RESULT:
         raise RuntimeError("a gradient of fusedtp::activated_matmuls is made of what `keep` adds to its results")
-    # The products, or of `OF_RESULT` the results; no gradient comes to the products.
+    # The last results: the products, or for `OF_RESULT` the results themselves. The products get no gradient.
     ctx.num_kept = len(ws)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(
@@ -269,7 +272,7 @@ def _setup_activated(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]
 
 
 def _activated_gradients(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    # Read once: a checkpoint makes them for one reader.
+    # Read once: a checkpoint recomputes saved tensors for one reader.
     every = ctx.saved_tensors
     kept = every[: ctx.num_kept]
     x, *ws = (kept[0].new_empty(0) if saved is None else saved for saved in every[ctx.num_kept :])
@@ -292,11 +295,11 @@ def activated_matmuls(
     x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor], biased: Sequence[bool], keep: bool,
     settings: str, numbers: Sequence[int],
 ) -> list[Tensor]:  # fmt: skip
-    """The results, activated as the settings say; behind them, if they are to be kept, the products x @ w + bias."""
+    """Compute the activated results; with `keep`, return the products x @ w + bias after them."""
     return _forward(x, paired(ws, biases, biased), settings, numbers, None, keep)
 
 
-# Collectives that have run, by group and all that was checked.
+# Cache of collectives, by group and cache key.
 _ready: WeakKeyDictionary[ProcessGroup, dict[Any, Ready]] = generation.table(WeakKeyDictionary())
 _MAX_READY = 4096
 
@@ -306,8 +309,8 @@ def _fake_collective(x: Tensor, op: str, sizes: Sequence[int], rank: int, *_: ob
     return x.new_empty(task.results(rank)[0])
 
 
-# The gradient of a gather is the scatter of its sum and the other way round. The sum of an all-reduce is the same
-# tensor on every rank, and so is its gradient, which is therefore passed on as it is.
+# The backward of a gather is a reduce-scatter, and the backward of a reduce-scatter is a gather. The result of an
+# all-reduce is one tensor on every rank, and so is its gradient: backward returns it unchanged.
 
 
 def _setup_collective(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -317,8 +320,8 @@ def _setup_collective(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 def _through(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.op == ALL_REDUCE.name:
         if torch.is_grad_enabled():
-            # With create_graph=True: from here on the gradient is each rank's own, and its own gradient is the sum of
-            # the ranks'.
+            # With create_graph=True: each rank computes with its own copy of the gradient, so the gradient of `grad` is
+            # the sum over ranks.
             grad = as_it_is(grad, ctx.group_name, ctx.schedule)
     else:
         other = REDUCE_SCATTER if ctx.op == ALL_GATHER.name else ALL_GATHER
@@ -331,8 +334,13 @@ def collective(
     x: Tensor, op: str, sizes: Sequence[int], rank: int, group_name: str, schedule: str, algorithm: str,
     producer: str, call: str, leaves: int,
 ) -> Tensor:  # fmt: skip
-    """The collective `op` of x [R, C]. sizes: of rows that are gathered or scattered. call: see `agreement`. leaves: as
-    of a task, of which each rank's x is a subtree.
+    """Run the collective `op` on x [R, C].
+
+    - `sizes`: every rank's number of rows, () for an all-reduce.
+    - `rank`: this rank's number in the group; only the fake reads it.
+    - `call`: see `agreement`.
+    - `leaves`: leaves of a tree order, in which each rank's x is the sum of a subtree; 0 for rank order, `AS_ANY` for
+      any order.
     """
     group = groups.named(group_name)
     shape = (x.shape[0], x.shape[1])
@@ -365,5 +373,5 @@ def _fake_as_it_is(x: Tensor, *_: object) -> Tensor:
 
 @operator("as_it_is", _fake_as_it_is, _summed, _setup_as_it_is)
 def as_it_is(x: Tensor, group_name: str, schedule: str) -> Tensor:
-    """x [R, C], the same on every rank; what is computed with it is each rank's own."""
+    """Copy x [R, C], the same on every rank. Ranks compute different values from it, so backward sums over ranks."""
     return x.clone()

@@ -1,10 +1,11 @@
-"""A layer's parameters: DTensors, which checkpoints, optimizers, FSDP and norms treat as parts of one tensor.
+"""A layer's parameters: DTensors, which checkpoints, optimizers, FSDP and gradient norms treat as parts of one tensor.
 
-    sharded   this rank's part along one dim; whole   the same on every rank
+    sharded   this rank's part along one dim
+    whole     the same on every rank
 
-DTensor cuts a dim in pieces of the length rounded up (`shards.chunk_sizes`), and nothing in torch can be told another
-cut. A parameter that is cut otherwise is a DTensor of the longest piece on every rank, the shorter ones padded with
-zeros, which gradients, norms and weight decay leave zeros.
+DTensor splits a dim in chunks of the length rounded up (`shards.chunk_sizes`), and torch has no other split. A
+parameter with another split is a DTensor with chunks of the longest part. Shorter parts are padded with zeros, which
+gradients, norms and weight decay leave zero.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ from ..torch_private import (
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
-# Neither DTensor, nor a fake, nor another subclass that the dispatcher would have to be asked about.
+# Types without a dispatch of their own: no DTensor, fake tensor or other subclass.
 PLAIN = (Tensor, nn.Parameter)
 
-# By the name of their group, and for which group: torch may give the name of a destroyed one to another. Both weak: a
-# mesh lives as long as parameters that lie on it, and holds its group.
+# Meshes by the group's name and the kind of device. The group itself is stored too, because torch may reuse the name of
+# a destroyed group. References are weak: parameters keep their mesh alive, and a mesh keeps its group alive.
 _meshes: dict[tuple[str, str], tuple[ref[ProcessGroup], ref[DeviceMesh]]] = {}
 
 
 def mesh_of(group: Group, process_group: ProcessGroup, device: torch.device | str | int | None) -> DeviceMesh:
-    """The mesh that a layer's parameters lie on: `group` itself if it is one, else one of `process_group`'s ranks."""
+    """Return the mesh of a layer's parameters: `group` if it is a mesh, else one over the ranks of `process_group`."""
     if isinstance(group, DeviceMesh):
         return group
     kinds = sorted(device_types(process_group))
@@ -59,7 +60,7 @@ def mesh_of(group: Group, process_group: ProcessGroup, device: torch.device | st
     known = _meshes.get((process_group.group_name, kind))
     mesh = known[1]() if known is not None and known[0]() is process_group else None
     if mesh is None:
-        # One for all layers of a group: DTensors of two meshes do not go together.
+        # One mesh for all layers of a group: ops cannot mix DTensors of two meshes.
         mesh = DeviceMesh.from_group(process_group, kind)
         for name in [name for name, (_, other) in _meshes.items() if other() is None]:
             del _meshes[name]
@@ -69,7 +70,7 @@ def mesh_of(group: Group, process_group: ProcessGroup, device: torch.device | st
 
 @functools.lru_cache(maxsize=1024)
 def is_padded(sizes: tuple[int, ...]) -> bool:
-    """Whether DTensor would cut otherwise, so that shards are padded."""
+    """Return whether shards are padded, because DTensor would split otherwise."""
     return sizes != chunk_sizes(sum(sizes), len(sizes))
 
 
@@ -81,7 +82,7 @@ def sharded(
     device: torch.device | str | int | None,
     dtype: torch.dtype | None,
 ) -> nn.Parameter:
-    """An uninitialised parameter of global `shape` of which rank r of the mesh has `sizes[r]` along `dim`."""
+    """Return an uninitialised parameter of global `shape` of which rank r of the mesh has `sizes[r]` along `dim`."""
     from torch.distributed.tensor import Shard
 
     there, here = list(shape), list(shape)
@@ -94,7 +95,7 @@ def sharded(
 def whole(
     shape: Sequence[int], mesh: DeviceMesh, device: torch.device | str | int | None, dtype: torch.dtype | None
 ) -> nn.Parameter:
-    """An uninitialised parameter that every rank of the mesh has alike."""
+    """Return an uninitialised parameter that is the same on every rank of the mesh."""
     from torch.distributed.tensor import Replicate
 
     return _parameter(torch.empty(shape, device=device, dtype=dtype), shape, mesh, Replicate())
@@ -110,9 +111,9 @@ def _parameter(values: Tensor, shape: Sequence[int], mesh: DeviceMesh, placement
 
 @torch.no_grad()
 def fill(parameter: Tensor, values: Tensor, dim: int | None, sizes: Sequence[int]) -> None:
-    """Copy this rank's part of a whole tensor, which every rank has and which is split along `dim` into `sizes`.
+    """Copy this rank's part of whole `values`, which every rank has, to a parameter split along `dim` into `sizes`.
 
-    The parameter may be split over further axes by now, as fully_shard does.
+    The parameter may be split over further mesh axes, as by fully_shard.
     """
     from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -131,13 +132,13 @@ def fill(parameter: Tensor, values: Tensor, dim: int | None, sizes: Sequence[int
 
 
 def part(parameter: Any, ndim: int) -> Tensor:
-    """What an op reads of a parameter, outside of any graph: the local tensor, leading dims flattened up to `ndim`."""
+    """Return a parameter's local tensor, outside of any graph, with leading dims flattened to have `ndim` dims."""
     tensor: Tensor = parameter if type(parameter) in PLAIN else local_of(parameter)
     return tensor if tensor.ndim <= ndim else tensor.flatten(0, tensor.ndim - ndim)
 
 
 def local(parameter: Any, ndim: int) -> Tensor:
-    """The same, differentiable."""
+    """Return `part` of the parameter, differentiably."""
     if not torch.compiler.is_compiling() and transforms_active():
         return part(_untransformed(parameter), ndim)
     from torch.distributed.tensor import DTensor
@@ -147,7 +148,7 @@ def local(parameter: Any, ndim: int) -> Tensor:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             watch(parameter)
             if is_in_torch_dispatch_mode():
-                # By the operators, and before there are views of it, which may not count a change as their own.
+                # Operators keep the local tensor. Register it before views exist, which may not count its changes.
                 keep(local_of(parameter))
         tensor = parameter.to_local()
     return tensor if tensor.ndim <= ndim else tensor.flatten(0, tensor.ndim - ndim)
@@ -155,19 +156,20 @@ def local(parameter: Any, ndim: int) -> Tensor:
 
 @torch.no_grad()
 def same_as(rank: int, tensor: Tensor, mesh: DeviceMesh, group: ProcessGroup | None = None) -> None:
-    """Give a plain tensor the values that it has on that rank of a 1-D mesh, as distribute_tensor does. group: the
-    mesh's, where it may be known to no one else.
+    """Give a plain tensor the values that it has on rank `rank` of a 1-D mesh, as distribute_tensor does.
+
+    `group` is the mesh's group, by default that of `mesh.get_group()`.
     """
     if mesh.size() == 1 or tensor.is_meta or not tensor.numel():
         return
-    # The group may carry no tensors of a model that is on a CPU still.
+    # The model may still be on a CPU, whose tensors the group may not carry.
     sent = tensor.detach().to(mesh.device_type, memory_format=torch.contiguous_format)
     dist.broadcast(sent, group=group or mesh.get_group(), group_src=rank)
     tensor.copy_(sent)
 
 
 class Lies(NamedTuple):
-    """How a parameter lies over a group's mesh: its whole shape, and that of this rank's part."""
+    """Layout of a parameter over a group's mesh, with its global shape and the shape of this rank's part."""
 
     mesh: DeviceMesh
     placement: Placement
@@ -176,13 +178,14 @@ class Lies(NamedTuple):
 
     @classmethod
     def of(cls, parameter: Any) -> Lies:
-        """How a DTensor on a 1-D mesh lies."""
+        """Return the layout of a DTensor on a 1-D mesh."""
         (placement,) = parameter.placements
         return cls(parameter.device_mesh, placement, tuple(parameter.shape), tuple(local_of(parameter).shape))
 
     def check(self, name: str, parameter: Any) -> Any:
-        """ValueError where a parameter that something has put in place lies otherwise; else its spec, if it has one. A
-        plain one is this rank's part, as in torch.func.functional_call.
+        """Raise ValueError if a parameter, which other code may have replaced, has another layout.
+
+        Return its DTensor spec, if it has one. A plain tensor is this rank's part, as in torch.func.functional_call.
         """
         if parameter is None:
             return None
@@ -204,8 +207,11 @@ class Lies(NamedTuple):
 
 @dataclass
 class Holder:
-    """What is known of the DTensor that a plain tensor is a part of: a tensor that counts its changes, and has nothing
-    else of it, its id, and how many there had been when an operator last kept the part.
+    """Record of the DTensor that a plain tensor is the local part of.
+
+    - `changes`: a tensor that shares only the DTensor's version counter.
+    - `identity`: the DTensor's id.
+    - `seen`: the version when an operator last kept the part.
     """
 
     changes: Tensor
@@ -213,19 +219,19 @@ class Holder:
     seen: int
 
 
-# torch counts a change of a DTensor on the DTensor alone, and not even there where an optimizer's step is foreach or
-# fused, while autograd keeps the DTensor's part. So holders are found beside the memory of a part, by the offset in it.
+# torch counts a change of a DTensor on the DTensor only, and a foreach or fused optimizer step not even there. Autograd
+# saves the local part, whose version does not change. So each storage has a table of holders, by offset in the storage.
 _HOLDERS = "fusedtp_holders"
 
 
 def watch(dtensor: Any) -> None:
-    """Let `holder` find this DTensor from its part, or a slice of it."""
+    """Let `holder` find this DTensor from its local part or a slice of the part."""
     mine = local_of(dtensor)
     if dtensor.is_inference() or mine.is_inference():
         return
     holders, at = mine.untyped_storage().__dict__.setdefault(_HOLDERS, {}), mine.storage_offset()
     if at not in holders or holders[at].identity != id(dtensor):
-        # Shares the DTensor's version and none of its memory.
+        # Shares the DTensor's version counter and none of its memory.
         with without_dispatch():
             changes = dtensor.detach()
         holders[at] = Holder(changes, id(dtensor), changes._version)
@@ -233,14 +239,14 @@ def watch(dtensor: Any) -> None:
 
 
 def watch_all(module: nn.Module) -> None:
-    """`watch` the module's own parameters, as far as they are DTensors."""
+    """Call `watch` for each of the module's own parameters that is a DTensor."""
     for each in module._parameters.values():
         if each is not None and hasattr(each, "_local_tensor"):
             watch(each)
 
 
 class Watched(nn.Module):
-    """A module whose own DTensors `holder` finds, also after they were moved."""
+    """Module whose own DTensors `holder` finds, also after `_apply` has moved them."""
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         made = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -262,10 +268,10 @@ def _count_steps() -> None:
 
 
 def holder(tensor: Tensor) -> Holder | None:
-    """That of the DTensor through which a plain tensor may be changed."""
+    """Return the record of the DTensor whose local part `tensor` is or is a slice of, or None."""
     found: dict[int, Holder] = tensor.untyped_storage().__dict__.get(_HOLDERS, {})
     node: Any = None if found else tensor.grad_fn
-    # The to_local() of a DTensor that no layer and no style has made, or a view or two of that.
+    # The to_local() of a DTensor that the user made, or up to two views of it.
     for _ in range(3):
         if node is None or len(node.next_functions) != 1:
             break
@@ -278,7 +284,10 @@ def holder(tensor: Tensor) -> Holder | None:
 
 
 def versions(kept: Sequence[Tensor | None], dtensors: Iterable[Any]) -> list[tuple[int, int, Tensor, int]]:
-    """What `check_versions` takes, of tensors that autograd is about to keep; some are parts of these DTensors."""
+    """Return, for `check_versions`, the DTensor versions of tensors that autograd is about to save.
+
+    `dtensors` are DTensors that some of the tensors may be parts of.
+    """
     for each in dtensors:
         watch(each)
     known = [(at, each, holder(each)) for at, each in enumerate(kept) if each is not None]
@@ -286,16 +295,18 @@ def versions(kept: Sequence[Tensor | None], dtensors: Iterable[Any]) -> list[tup
 
 
 def check_versions(kept: Sequence[Tensor | None], before: Iterable[tuple[int, int, Tensor, int]]) -> None:
-    """RuntimeError where one of them was changed through its DTensor since."""
+    """Raise RuntimeError if a saved tensor was changed through its DTensor after `versions`."""
     for at, identity, changes, version in before:
-        # Hooks of saved tensors may have given a copy.
+        # A hook of saved tensors may have returned a copy.
         if id(kept[at]) == identity:
             _check(changes, version)
 
 
 def keep(tensor: Tensor | None, *, is_checked: bool = False) -> None:
-    """Before an operator keeps it: let changes through its DTensor, which autograd does not see, count as its own. Not
-    those before a backward that `is_checked` already.
+    """Count changes through a tensor's DTensor as the tensor's own, before an operator saves the tensor.
+
+    Autograd does not see changes through the DTensor. With `is_checked`, for a backward that has called
+    `check_versions`, earlier changes do not count.
     """
     known = None if tensor is None else holder(tensor)
     if tensor is not None and known is not None and known.changes._version != known.seen:
@@ -305,7 +316,7 @@ def keep(tensor: Tensor | None, *, is_checked: bool = False) -> None:
 
 
 def check_kept(tensors: Iterable[Tensor]) -> None:
-    """RuntimeError where one of these was changed through its DTensor since an operator has kept it."""
+    """Raise RuntimeError if a tensor was changed through its DTensor after an operator saved it."""
     for each in tensors:
         known = holder(each)
         if known is not None:
@@ -322,7 +333,7 @@ def _check(changes: Tensor, version: int) -> None:
 
 
 def _untransformed(parameter: Any) -> Any:
-    # torch.func knows DTensors neither wrapped nor closed over: their gradients would be lost.
+    # torch.func supports DTensors neither wrapped nor closed over: their gradients would be lost.
     inner = parameter
     while is_wrapped(inner):
         inner = unwrapped(inner)
@@ -336,7 +347,7 @@ def _untransformed(parameter: Any) -> Any:
 
 
 def as_gradient(grad: Tensor, parameter: Any) -> Tensor:
-    """A gradient of `part(parameter)` as one of the parameter: laid out like it, with nothing left to be summed."""
+    """Return a gradient of `part(parameter)` as a DTensor with the parameter's layout, which needs no further sum."""
     values = grad.contiguous().view(local_of(parameter).shape)
     kind: Any = type(parameter)
     if values.requires_grad:

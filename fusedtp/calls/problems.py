@@ -1,6 +1,6 @@
-"""What the linear functions and layers ask for: arguments checked, then written down for `call`, one function for each.
+"""Check the arguments of the linear functions and layers, and describe them for `call`; one function for each.
 
-They run once for all calls that are alike, and in graphs that a compiler traces.
+The functions run once for equal calls, and when a compiler traces a graph.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from . import arguments
 from .arguments import Biases, Weights
 from .settings import described
 
-# Settings and numbers: what `call.of` takes.
+# Settings and numbers, the first arguments of `call.of`.
 Described: TypeAlias = tuple[str, Sequence[int]]
 
-# Which features x should have, where it has others.
+# Features that x should have, for errors.
 _ALL = "all features, [.., K]; a style gathers them from shards with input_layouts=Shard(-1)"
 _OWN = "this rank's shard of the features, [.., K_X]; a style cuts a whole x with input_layouts=Replicate()"
 
 
 def flat(splits: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The lengths of every dim that is split unevenly, each with their number before them, in one tuple."""
+    """Return, for each dim, the number of its explicit lengths and then the lengths, in one tuple."""
     return tuple(number for split in splits for number in (len(split), *split))
 
 
@@ -35,11 +35,11 @@ def layer(
     x: Tensor, weight: Weights, spec: str, splits: Mapping[str, tuple[int, ...]], group: ProcessGroup, asked: Options,
     norm: str = "",
 ) -> Described:  # fmt: skip
-    """What `call.of` takes, for a spec over axis X with the dims of `layer_spec`.
+    """Return settings and numbers of a call with a spec over axis X, with the dims of `layer_spec`.
 
-    splits: the ranks' lengths of the dims that are split; the other dims have this rank's lengths.
+    `splits` has every rank's length of each split dim. Other dims have this rank's lengths.
     """
-    # Nothing is parsed here, torch.compile could not trace it.
+    # The spec is not parsed, because torch.compile cannot trace the parser.
     widths = [each.shape[0] for each in weight] if isinstance(weight, tuple) else []
     num_out = sum(widths) if isinstance(weight, tuple) else weight.shape[0]
     local = {f"R{i}": length for i, length in enumerate(x.shape[:-1])} | {"K": x.shape[-1], "N": num_out}
@@ -52,7 +52,7 @@ def layer(
 
 
 def layer_spec(x: Tensor, dim: int | None, contraction: str, weight: str, columns: str, *, x_split: bool) -> str:
-    """ "[.., R1_X, .., K] @ .. -> ..": dim `dim` of x's rows is split in x (x_split) or in the result."""
+    """Return a spec "[.., R1_X, .., K] @ .. -> ..", in which x (`x_split`) or the result is split along `dim`."""
     rows = [f"R{i}" for i in range(x.ndim - 1)]
     cut = [f"{name}_X" if i == dim else name for i, name in enumerate(rows)]
     before, after = (cut, rows) if x_split else (rows, cut)
@@ -60,8 +60,9 @@ def layer_spec(x: Tensor, dim: int | None, contraction: str, weight: str, column
 
 
 def _normed(norm: Norm | None, x: Tensor, length: int, *, along: int | None = None) -> str:
-    """Parameters of the result's columns, all of which a rank must have; the norm in settings. along: what is
-    scattered.
+    """Check a norm's parameters and return the norm as text for `described`, "" for none.
+
+    A rank must have all columns of the result. `along` is the scattered dim.
     """
     if norm is None:
         return ""
@@ -79,7 +80,7 @@ def all_gather_problem(
     x: Tensor, weight: Weights, bias: Biases, group: ProcessGroup, asked: Options, gather_dim: int,
     sizes: Sequence[int] | None,
 ) -> Described:  # fmt: skip
-    """`all_gather_linear`, checked and described for `call`."""
+    """Check and describe a call of `all_gather_linear`."""
     arguments.check_linears(x, weight, bias, asked)
     dim = arguments.dim("gather_dim", gather_dim, x)
     sizes = arguments.gather_sizes(sizes, group, x.shape[dim])
@@ -96,7 +97,7 @@ def reduce_scatter_problem(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, asked: Options, scatter_dim: int,
     sizes: Sequence[int] | None, *, residual: Tensor | None = None, norm: Norm | None = None,
 ) -> Described:  # fmt: skip
-    """`linear_reduce_scatter`, checked and described for `call`."""
+    """Check and describe a call of `linear_reduce_scatter`."""
     arguments.check_linear(x, weight, bias, asked)
     arguments.check_features("x has", x.shape[-1], weight, _OWN)
     dim = arguments.dim("scatter_dim", scatter_dim, x)
@@ -120,7 +121,7 @@ def all_reduce_problem(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, asked: Options, *,
     residual: Tensor | None = None, norm: Norm | None = None,
 ) -> Described:  # fmt: skip
-    """`linear_all_reduce`, checked and described for `call`."""
+    """Check and describe a call of `linear_all_reduce`."""
     asked = without_producer(asked)
     arguments.check_linear(x, weight, bias, asked)
     arguments.check_features("x has", x.shape[-1], weight, _OWN)
@@ -135,7 +136,7 @@ def fsdp_problem(
     x: Tensor, weight_shard: Tensor, bias: Tensor | None, group: ProcessGroup, asked: Options,
     sizes: Sequence[int] | None,
 ) -> Described:  # fmt: skip
-    """`fsdp_linear`, checked and described for `call`."""
+    """Check and describe a call of `fsdp_linear`."""
     arguments.check_tensor("weight_shard", weight_shard)
     arguments.check_matrix(weight_shard, "weight_shard")
     sizes = arguments.gather_sizes(sizes, group, weight_shard.shape[0])
@@ -150,10 +151,10 @@ def fsdp_problem(
 def replicated_problem(
     x: Tensor, weight: Weights, bias: Biases, group: ProcessGroup, asked: Options
 ) -> Described:  # fmt: skip
-    """`F.linear` of an x that is whole on every rank and a weight and bias that are this rank's columns, for `call`.
+    """Check and describe `F.linear` of an x that is whole on every rank and this rank's columns of a weight.
 
-    x [..., K], weight [N_r, K], bias [N_r] -> [..., N_r]. Nothing is sent; backward all-reduces dx. Errors as in
-    `all_gather_linear`.
+    x [..., K], weight [N_r, K], bias [N_r] -> [..., N_r]. Forward sends nothing. Backward all-reduces dx. Errors are
+    those of `all_gather_linear`.
     """
     asked = without_producer(asked)
     arguments.check_linears(x, weight, bias, asked)

@@ -1,6 +1,6 @@
-"""A plan made ready for one rank: which tasks on which matrices make a result, in what order, every length known.
+"""Programs: a plan as an ordered list of tasks on matrices for one rank, with all lengths known.
 
-A program is written once for a call and run with its tensors, or with fakes: then each task gives the shapes alone.
+A program is built once for a call and runs with its tensors, or with fakes to compute shapes only.
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ from ..sharding.plan import MatmulPlan, Partition, Plan
 from ..sharding.redistribute import Step, moved
 from .matrices import Blocks, Matrix, Named, flat_sizes, in_order, outermost
 
-# Steps that cast an operand to float8 before a product, by a recipe.
-# A tensor, how it lies, how it is cast (None: it is not) and the dims of it that are contracted.
+# A tensor, its sharding, its cast to float8 (None for none), and its contracted dims.
 Use: TypeAlias = tuple[Named, notation.Tensor, "Cast | None", Sequence[str]]
 
 
 class Builder(Protocol):
-    """What is asked of a `Program`."""
+    """The part of a `Program` that `cast` uses."""
 
     partition: Partition
 
@@ -50,12 +49,12 @@ class Builder(Protocol):
 
 
 def cast(program: Builder, given: Sequence[Use]) -> list[Named]:
-    """Adds the steps that make these tensors float8, each once; those without a cast stay as they are.
+    """Add the steps that cast these tensors to float8, each once. Tensors without a cast stay unchanged.
 
-    What has one scale has it on all ranks with a part of it, which tell each other the largest magnitude: one number,
-    or those of several tensors at once.
+    A tensor with a single scale has the same scale on all ranks. The ranks all-gather the largest magnitude, of several
+    tensors at once.
     """
-    # By name: lengths that a compiler leaves open cannot be hashed.
+    # Keyed by name: symbolic lengths cannot be hashed.
     agreed: dict[str, tuple[str, int]] = {}
     whole = [(x, lies.used) for x, lies, its, _ in given if its is not None and its.whole]
     for axes in dict.fromkeys(axes for _, axes in whole):
@@ -77,7 +76,7 @@ def cast(program: Builder, given: Sequence[Use]) -> list[Named]:
 
 
 def _largest(program: Builder, xs: Sequence[Named], axes: Sequence[str]) -> Named:
-    # [1, len(xs)]: each one's largest magnitude on any rank of these axes.
+    # [1, len(xs)]: the largest magnitude of each tensor over the ranks of these axes.
     dims, made = (".one", ".each"), _measuring(xs)
     found = program.add(made.run, made.reads, (dims, (1, len(xs))))[0]
     for axis in axes:
@@ -92,14 +91,14 @@ def _largest(program: Builder, xs: Sequence[Named], axes: Sequence[str]) -> Name
 
 
 class _Made(NamedTuple):
-    """What a step runs, from all tensors by name, and the names of those that it reads."""
+    """Function of a step, which takes all tensors by name, and the names of the tensors that it reads."""
 
     run: Callable[[dict[str, Any], Any], list[Any]]
     reads: tuple[str, ...]
 
 
 def _casting(its: Cast, x: Named, contracted: Sequence[str], largest: tuple[str, int] | None) -> _Made:
-    """x in float8. largest: for one scale, the name of the tensor [1, ..] that has the magnitude, and where."""
+    """Cast x to float8. For a single scale, `largest` names the tensor [1, ..] with the magnitude, and the column."""
     dims = tuple(i for i, name in enumerate(x.dims) if name in contracted)
     if largest is None:
         return _Made(lambda tensors, runs: [its(tensors[x.name], dims)], (x.name,))
@@ -108,24 +107,23 @@ def _casting(its: Cast, x: Named, contracted: Sequence[str], largest: tuple[str,
 
 
 def _measuring(xs: Sequence[Named]) -> _Made:
-    """[1, len(xs)]: the largest magnitude of each on this rank."""
+    """Compute [1, len(xs)]: the largest magnitude of each tensor on this rank."""
     names = tuple(x.name for x in xs)
     return _Made(lambda tensors, runs: [torch.stack([largest_finite(tensors[name]) for name in names])[None]], names)
 
 
 def _largest_of(everyone: Named) -> _Made:
-    """[1, ..]: that of all ranks."""
+    """Compute [1, ..]: the largest magnitudes over all ranks."""
     return _Made(lambda tensors, runs: [tensors[everyone.name].amax(0, keepdim=True)], (everyone.name,))
 
 
-# The gradient of a bias: the sum of dy over rows.
 def _bias_gradient(program: Program, plans: Plan, dy: Named) -> Named:
-    """The sum of dy's rows, over the ranks that hold other rows too, as the bias lies."""
-    # If w has only this rank's columns, so has the bias; if w has all of them, the bias is whole too.
+    """Add the gradient of a bias: the sum of dy's rows, over ranks too, with the bias's sharding."""
+    # The bias is sharded like w's columns.
     spec = plans.spec
     rows = tuple(name for name in spec.c.names if name != spec.n)
     now = notation.Tensor(spec.c.dims[-1:])
-    # Ranks that hold other rows hold other terms.
+    # The row dims that are split, each with its axis.
     split = [(name, axis) for name in rows for axis in spec.c.axes(name)]
     if program.leaves:
         db = _as_tree(program, dy, rows, spec.n, split)
@@ -144,7 +142,7 @@ def _bias_gradient(program: Program, plans: Plan, dy: Named) -> Named:
 
 
 def _as_tree(program: Program, dy: Named, rows: tuple[str, ...], n: str, split: Sequence[tuple[str, str]]) -> Named:
-    # The sum of dy's rows, which may be `split` over one axis: a product with ones, whose contraction is the rows.
+    # The sum of dy's rows, which may be `split` over one axis: a product with ones that contracts the rows.
     assert len(split) < 2
     dim, axis = split[0] if split else ("", "")
     order = outermost(rows, dim)
@@ -161,7 +159,7 @@ def _as_tree(program: Program, dy: Named, rows: tuple[str, ...], n: str, split: 
         return program.task(task, axis, operands, made)[0]
     whole: Named | None = None
     if split:
-        # Leaves would end in the middle of a rank's rows: one adds up all of them.
+        # Leaves would end inside a rank's rows, so every rank gathers all rows and adds them.
         flat = flat_sizes(sizes, order, dy, dim)
         task = Task(ALL_GATHER, (matrix.size,), program.dtype, flat)
         (whole,) = program.task(task, axis, (matrix,), ((".rows", n), (sum(flat), dy.length(n))))
@@ -172,15 +170,14 @@ def _as_tree(program: Program, dy: Named, rows: tuple[str, ...], n: str, split: 
 
 
 class Runs(Protocol):
-    """What runs a task over a mesh axis. place: which of a program's tasks it is."""
+    """Function that runs a task over a mesh axis. `place` is the task's index in the program."""
 
     def __call__(self, place: int, task: Task, axis: str, operands: Sequence[Tensor | None]) -> list[Tensor]: ...
 
 
 @dataclass
 class _Step:
-    # run: from tensors by name to what the step makes, which get the names `made`. frees: tensors that no later step
-    # reads.
+    # run: takes tensors by name and returns the tensors `made`. frees: tensors that no later step reads.
     run: Callable[[dict[str, Tensor], Runs], Sequence[Tensor]]
     reads: tuple[str, ...]
     made: tuple[str, ...]
@@ -189,8 +186,12 @@ class _Step:
 
 @dataclass(frozen=True)
 class Only:
-    """A program of one task. results: for each, which of the task's it is, the shape if it is no matrix, and the
-    permutation of its dims if they are not in the order asked for.
+    """A program of one task.
+
+    - `task`, `axis`: the task and its mesh axis.
+    - `operands`: the task's operands, in order.
+    - `results`: for each result of the program, its index in the task's results, its shape if it is no matrix, and the
+      permutation of its dims, if any.
     """
 
     task: Task
@@ -207,12 +208,11 @@ class Program:
         recipe: Casts | None = None, *, blocks: bool = False, norm: tuple[str, float] = ("", 0.0), leaves: int = 0,
     ) -> None:  # fmt: skip
         self.partition, self.dtype, self._algorithm = partition, dtype, algorithm
-        # What the operands of forward are in, if these are float8, and whether scales are those of blocks; or how
-        # operands are made float8.
+        # The dtypes of forward's float8 operands and whether they have block scales, or the recipe that casts operands.
         self._float8, self._blocks, self._recipe = float8, blocks, recipe or {}
-        # That of a task, and its eps.
+        # The name and eps of a task's norm.
         self._norm = norm
-        # Of every product's contraction, and of sums, see `Task`; both by one number, as in settings.
+        # The fields of `Task` with these names. The argument `leaves` stands for both, as in settings.
         self.leaves, self.any_order = max(0, leaves), leaves == AS_ANY
         self._steps: list[_Step] = []
         self._results: list[tuple[str, tuple[int, ...] | None]] = []
@@ -221,7 +221,7 @@ class Program:
         self._last: tuple[Task, str, Sequence[Matrix | str | None], Sequence[tuple[int, ...] | None]] | None = None
 
     def run(self, tensors: dict[str, Tensor], runs: Runs) -> list[Tensor]:
-        """The results, made of these tensors by name."""
+        """Run the steps on tensors by name and return the results."""
         for step in self._steps:
             for name, out in zip(step.made, step.run(tensors, runs), strict=True):
                 tensors[name] = out
@@ -230,7 +230,7 @@ class Program:
         return [tensors[name] if order is None else tensors[name].permute(order) for name, order in self._results]
 
     def finish(self, results: Sequence[tuple[Named, tuple[str, ...]]]) -> Program:
-        """The program with these results, their dims in this order. Nothing is added to it afterwards."""
+        """Set the results, each with the order of its dims, and return the program. No step may be added afterwards."""
         self._results = [(each.name, each.order(dims)) for each, dims in results]
         kept = {name for name, _ in self._results}
         for step in reversed(self._steps):
@@ -242,7 +242,7 @@ class Program:
 
     @property
     def only(self) -> Only | None:
-        """The task that is all of the program, where one is."""
+        """Return the program's only step if it is a task, else None."""
         if len(self._steps) != 1 or self._last is None:
             return None
         task, axis, operands, shapes = self._last
@@ -253,7 +253,7 @@ class Program:
     def add(self, run: Any, reads: Sequence[str], *made: tuple[tuple[str, ...], Sequence[int]]) -> tuple[Named, ...]:
         tensors = []
         for dims, lengths in made:
-            # A leading dot marks tensors that the program makes, as against those it is given.
+            # A leading dot marks tensors that the program makes. Given tensors have none.
             tensors.append(Named(f".{self._num_names}", dims, tuple(lengths)))
             self._num_names += 1
         self._steps.append(_Step(run, tuple(reads), tuple(each.name for each in tensors)))
@@ -263,7 +263,7 @@ class Program:
         self, task: Task, axis: str, operands: Sequence[Matrix | str | None],
         *made: tuple[tuple[str, ...], Sequence[int]],
     ) -> tuple[Named, ...]:  # fmt: skip
-        # The task on these matrices; each result seen with these dims.
+        # made: the dims and lengths of each result.
         place = len(self.tasks)
         self.tasks.append((task, axis))
         shapes = [None if len(dims) == 2 else tuple(lengths) for dims, lengths in made]
@@ -281,13 +281,13 @@ class Program:
         return self.add(run, reads, *made)
 
     def sizes(self, step: Step, before: notation.Tensor) -> tuple[int, ...]:
-        """The ranks' lengths of the dim that a step gathers, slices or scatters."""
+        """Return every rank's length of the dim that a step gathers, slices or scatters."""
         axes = before.axes(step.dim)
         outer = axes[:-1] if step.kind == "all_gather" else axes
         return self.partition.sizes(step.dim, outer, step.axis)
 
     def plain(self, step: Step, before: notation.Tensor, x: Named) -> Named:
-        """x after a slice or a collective alone; over an axis of one rank there is nothing to do."""
+        """Add a slice or a collective of x without a matmul; none over an axis of one rank."""
         place, num_ranks = self.partition.place[step.axis]
         if num_ranks == 1:
             return x
@@ -315,7 +315,7 @@ class Program:
         return self.task(task, axis, (matrix,), (x.dims, x.lengths))[0]
 
     def _of_sums(self, op: Op) -> bool:
-        # Whether an op's terms may be added in any order: those of a gather are not.
+        # A gather adds no terms.
         return self.any_order and op.kind != "gather"
 
     def matmul(
@@ -323,13 +323,16 @@ class Program:
         residual: Named | None = None, norm: Sequence[str | None] = (), activation: str = "", keeps: bool = False,
         wanted: tuple[str, ...] | None = None, done: Sequence[Step] = (),
     ) -> Blocks:  # fmt: skip
-        """One planned matmul, dims in an order of its own choice.
+        """Add a planned matmul. It chooses the order of its result's dims.
 
-        Of several blocks b there is a result each; of as many blocks a and b, their sum. biases: [N] along the last dim
-        of each result as it is after the matmul; added once. residual: as the result is in the end, added where the
-        sum is made. norm: its weight and bias, where the program has one; its result follows the sum. activation,
-        keeps: as of a task; nothing may follow it. wanted: the order of dims in which the result is best contiguous.
-        done: steps that its operands have been through already.
+        - `a`, `b`: blocks. One a and several b have a result for each b. Several a and as many b have one result, the
+          sum of the products.
+        - `biases`: [N] along the last dim of each result of the matmul, added once.
+        - `residual`: has the shape of the final result.
+        - `norm`: names of its weight and bias. The normed result follows the sum.
+        - `activation`, `keeps`: as of a task. No step may follow an activation.
+        - `wanted`: the preferred order of dims in memory.
+        - `done`: steps that the operands have already passed.
         """
         before, fused, after = plan.stages(tuple(done))
         now: dict[str, Blocks] = {plan.names[0]: a, plan.names[1]: b}
@@ -361,11 +364,11 @@ class Program:
         biases: Sequence[str | None], residual: Named | None, norm: Sequence[str | None], activation: str, keeps: bool,
         wanted: tuple[str, ...], float8: tuple[torch.dtype, ...],
     ) -> Blocks:  # fmt: skip
-        # The local matmul, with the collective that is fused with it, if any.
+        # The matmul, as a task if a collective is fused with it.
         step = fused[0] if fused is not None else None
         dim = step.dim if step is not None else ""
         sizes = self.sizes(*fused) if fused is not None and dim else ()
-        # The operand that is gathered is the task's first, so where it is the second here the two change places.
+        # A task gathers its first operand. If the plan gathers the second, the operands are exchanged.
         exchanged = step is not None and step.tensor == plan.names[1]
         if exchanged:
             lefts, rights = rights, lefts
@@ -373,9 +376,9 @@ class Program:
         rows = outermost(tuple(name for name in plan.c.names if name in a.dims), dim)
         cols = outermost(tuple(name for name in plan.c.names if name in b.dims), dim)
         contraction = outermost(plan.contraction, dim)
-        # The result is [rows, cols], or [cols, rows] where its last dims had better be the rows.
+        # The result is [rows, cols], or [cols, rows] if the rows are wanted as its last dims.
         transposed = wanted[-len(rows) :] == rows and wanted[-len(cols) :] != cols
-        # A bias runs along the last dim of the notation's result, b's, and that is what `wanted` has put last.
+        # A bias runs along the result's last dim in the notation, which is b's and the last of `wanted`.
         assert not any(biases) or transposed == exchanged
         lengths = {name: x.length(name) for names, x in ((rows, a), (cols, b)) for name in names}
         op: Op | None = None
@@ -405,7 +408,7 @@ class Program:
             for left, right in zip(lefts if is_sum else [a] * len(rights), rights, strict=True)
         ]
         if transposed and op is not ALL_GATHER_MATMUL:
-            # Without a gather either way round is the same task: the transposed problem scatters the other dim.
+            # Without a gather the transposed product is the same task, which scatters the other dim.
             pairs = [(right.t(), left.t()) for left, right in pairs]
         if op is None or step is None:
             return self._local(pairs, biases, made, Epilogue(activation=activation, keeps=keeps))
@@ -414,7 +417,7 @@ class Program:
         operands, shapes = in_order(op, pairs, biases, columns, added, norm)
         algorithm = self._algorithm if op is MATMUL_ALL_REDUCE else "auto"
         turned = transposed and op is ALL_GATHER_MATMUL
-        # Of float8 the dtype of the task's first operand.
+        # The float8 dtype of the task's first operand.
         first = float8[int(exchanged)] if float8 else None
         name, eps = self._norm if norm else ("", 0.0)
         task = Task(
@@ -423,7 +426,7 @@ class Program:
         )  # fmt: skip
         if not self.leaves or not activation:
             return self.task(task, step.axis, operands, *made)
-        # On one rank, too, an activation is the library's, of what was rounded.
+        # With a tree order the activation is always the library's, on the rounded products.
         zs = self.task(replace(task, activation="", keeps=False), step.axis, operands, *products)
         names, epilogue = tuple(z.name for z in zs), Epilogue(activation=activation, keeps=keeps)
         return self.add(lambda tensors, runs: activated(epilogue, [tensors[z] for z in names]), names, *made)
@@ -448,9 +451,10 @@ class Program:
         return self.add(run, reads, *made)
 
     def gradients(self, plans: Plan, dy: Blocks, x: Named, w: Blocks, needs: Sequence[bool]) -> list[Named | None]:
-        """dx, then dw and db of each block, those that are needed: in one task where one gather serves both
-        (`Plan.together`), or where one gradient is scattered while the operand of the other is gathered
-        (`Plan.side_by_side`).
+        """Add the steps for dx, then dw and db of each block; None for gradients that are not needed.
+
+        One task computes dx and dw if one gather serves both (`Plan.together`), or if one of them is scattered while
+        the other's operand is gathered (`Plan.side_by_side`).
         """
         needs_x, needs_w, needs_bias = needs[0], needs[1::2], needs[2::2]
         pairs = zip(dy, needs_bias, strict=True)
@@ -458,14 +462,14 @@ class Program:
         wanted = [i for i, needed in enumerate(needs_w) if needed]
         dx: Named | None = None
         found: Blocks = ()
-        # What is gathered for both would travel in two dtypes.
+        # No pair if the recipe casts operands of one gradient only: the gathered operand would travel in two dtypes.
         together = not self._recipe or len({bool(self._recipe.get(name)) for name in ("dx", "dw")}) == 1
         if needs_x and wanted and together and (plans.together or plans.side_by_side):
             dx, *found = self._pair(plans, dy, x, w, wanted)
         else:
             done: tuple[Step, ...] = ()
             if needs_x and wanted and plans.shared:
-                # What both begin with.
+                # Steps that both gradients begin with.
                 done = plans.shared
                 for step, before, _ in plans.dx.walked:
                     if replace(step, fused=False) in done:
@@ -478,7 +482,7 @@ class Program:
         return [dx, *(each for i, db in enumerate(dbs) for each in (dws.get(i), db))]
 
     def _pair(self, plans: Plan, dy: Blocks, x: Named, w: Blocks, wanted: Sequence[int]) -> Blocks:
-        # dx, and the dw that are wanted.
+        # One task for dx and the wanted dw.
         spec, n, k = plans.spec, (plans.spec.n,), (plans.spec.k,)
         lies = {"x": spec.a, "w": spec.b}
         placed = plans.together or plans.side_by_side
@@ -486,11 +490,11 @@ class Program:
         step, before = placed
         sizes = self.sizes(step, before)
         rows = outermost(tuple(name for name in dy[0].dims if name != spec.n), step.dim)
-        # Along N, dy.T is gathered, or dw = dy.T @ x is scattered; along rows, dy, or dx = dy @ w.T.
+        # Along N the task gathers dy.T or scatters dw = dy.T @ x. Along rows it gathers dy or scatters dx = dy @ w.T.
         on_columns = step.dim == spec.n
         flat = sizes if on_columns else flat_sizes(sizes, rows, dy[0], step.dim)
-        # What is contracted in the first product, and in the second. What is gathered for that alone travels with
-        # scales of its rows.
+        # The dims contracted in the first product and in the second. An operand gathered for the second product only
+        # travels with scales of its rows.
         inner, outer = (rows, n) if on_columns else (n, rows)
         made, then, of_one, of_other = ("dw", "dx", "x", "w") if on_columns else ("dx", "dw", "w", "x")
         casts = self._recipe.get(made, {}), self._recipe.get(then, {})

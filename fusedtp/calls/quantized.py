@@ -1,8 +1,10 @@
-"""Calls on float8 operands: x and every weight a `Scaled`. They have no gradient; in a compiled graph each is one
-operator, `fusedtp::scaled_matmuls`, which data and scales are given to.
+"""Calls on float8 operands: x and every weight are `Scaled`. The calls have no gradient.
 
-What the other operands and the shapes must be is what it is for tensors of the result's dtype, `out_dtype`: the checks
-of `problems` are given such tensors, without memory, in the operands' place.
+In a compiled graph a call is the operator `fusedtp::scaled_matmuls` on data and scales. A norm is an op of its own
+there.
+
+Other operands and shapes obey the rules for tensors in the result's dtype, `out_dtype`. The checks of `problems` take
+stand-ins for the operands: tensors in that dtype with the same shape and one element of memory.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ def _check_scaled(name: str, x: Any, device: torch.device | None = None) -> Scal
         raise TypeError(f"x and weight must both be Scaled or neither, got {type(x).__name__} for {name}")
     for part, each in (("data", x.data), ("scale", x.scale)):
         (check_dense if type(each) in PLAIN else check_kind)(f"{name}.{part}", each)
-        # An operator in a graph is never given what torch negates where it is read.
+        # Compiled graphs give operators no negated views.
         if not torch.compiler.is_compiling() and each.is_neg():
             raise ValueError(f"{name}.{part} must not be a negated view: use resolve_neg()")
         if each.device != (device or x.data.device):
@@ -51,14 +53,14 @@ def _check_scaled(name: str, x: Any, device: torch.device | None = None) -> Scal
 
 
 def check_out_dtype(out_dtype: torch.dtype | None) -> torch.dtype:
-    """What a result is in, bfloat16 by default."""
+    """Check and return the dtype of the result, bfloat16 by default."""
     if out_dtype is not None and out_dtype not in OUT_DTYPES:
         raise ValueError(f"out_dtype must be None or one of {', '.join(map(str, OUT_DTYPES))}, got {out_dtype!r}")
     return out_dtype or torch.bfloat16
 
 
 def _stand_in(x: Scaled, out: torch.dtype) -> Tensor:
-    # Of the operand's shape and the result's dtype, one element in memory.
+    # A tensor with the operand's shape, the result's dtype, and one element of memory.
     return torch.empty(1, dtype=out, device=x.data.device).expand(x.data.shape)
 
 
@@ -72,7 +74,7 @@ def _prepare(prepare: Prepare, x: torch.dtype, w: torch.dtype, blocks: bool) -> 
 
 
 def _check_parts(sizes: Sequence[int]) -> None:
-    # Parts of one operand are multiplied with slices of the other, in whole blocks.
+    # Parts of one operand are multiplied with slices of the other, which must be whole blocks.
     for begin, size in zip(offsets(sizes), sizes, strict=False):
         if size and begin % BLOCK:
             raise ValueError(
@@ -82,7 +84,7 @@ def _check_parts(sizes: Sequence[int]) -> None:
 
 
 def plain(x: Any, weight: Any, out_dtype: torch.dtype | None, float8: str | None) -> bool:
-    """Whether a call is one of plain tensors, whose results have their dtype."""
+    """Return whether no operand is `Scaled`. Then results have the operands' dtype."""
     several = weight if isinstance(weight, list | tuple) else (weight,)
     if isinstance(x, Scaled) or any([isinstance(each, Scaled) for each in several]):
         if float8 is not None:
@@ -98,7 +100,7 @@ def apply(
     prepare: Prepare, x: Any, weight: Any, bias: Any, group: Group, asked: Options, along: tuple[Any, ...],
     out_dtype: torch.dtype | None, residual: Tensor | None = None, norm: Norm | None = None,
 ) -> Any:  # fmt: skip
-    """`eager.apply` of `Scaled` operands; one weight, or a tuple of several with as many biases or None."""
+    """Make a call on `Scaled` operands, with the arguments of `eager.apply`."""
     is_dispatched = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
     if asked.order not in (RANK_ORDER, ANY_ORDER):
         raise ValueError(f"order {asked.order!r} is for operands that are not float8, got Scaled ones")
@@ -132,13 +134,13 @@ def apply(
         found = calls_.find(prepared, stand_in, w_in_place, bias, process_group, asked, along, residual, norm)
         outs = _forward(found, x, ws, biases, residual, out, norm)
     if norm is not None:
-        # The norm is behind the sum; what a compiler traces has it as an op of its own.
+        # The call returns the sum, then the normed sum. The operator returns the sum only.
         return (outs[1], outs[0]) if not is_dispatched else (norms.of(norm, outs[0]), outs[0])
     return outs[0] if len(outs) == 1 else tuple(outs)
 
 
 def _check_together(x: Scaled, ws: Sequence[Scaled], names: Sequence[str]) -> bool:
-    """ValueError unless one product takes x and all of the weights; whether their scales are blocks'."""
+    """Raise ValueError unless one product takes x and all weights. Return whether they have block scales."""
     first, blocks = ws[0].data.dtype, x.scale.dtype == E8M0
     for name, w in zip(names, ws, strict=True):
         if w.data.dtype != first:
@@ -157,7 +159,7 @@ def _check_together(x: Scaled, ws: Sequence[Scaled], names: Sequence[str]) -> bo
 
 
 def _check_added(named: Sequence[tuple[str, Tensor | None]], out: torch.dtype) -> None:
-    """ValueError unless what is added to a product, or its norm's parameters, is in its dtype and needs no gradient."""
+    """Raise ValueError unless biases, residual and norm parameters have dtype `out` and need no gradient."""
     for name, each in named:
         if each is not None and type(each) not in PLAIN:
             check_kind(name, each)
@@ -200,8 +202,9 @@ def scaled_matmuls(
     x: Tensor, x_scale: Tensor, ws: Sequence[Tensor], w_scales: Sequence[Tensor], biases: Sequence[Tensor],
     biased: Sequence[bool], residual: Tensor | None, out: torch.dtype, settings: str, numbers: Sequence[int],
 ) -> list[Tensor]:  # fmt: skip
-    """`apply` of what has been checked: data and scales of x and of each weight, `biases` of those that are `biased`;
-    results in `out`.
+    """Run a checked call on data and scales of x and of each weight, with results in dtype `out`.
+
+    `biases` has those of the `biased` weights.
     """
     given = [Scaled(w, scale) for w, scale in zip(ws, w_scales, strict=True)]
     call = calls_.of(settings, numbers, out, x.device)

@@ -1,9 +1,11 @@
-"""Registering an operator with torch: opaque to the compiler, with an exact fake and maybe an autograd formula.
+"""Register operators with torch: opaque to the compiler, with an exact fake and an optional autograd formula.
 
-torch's custom_op does the same, but the first call of such an operator imports the compiler, a second for every
-process whether it compiles or not. Inside torch.func's transforms, which take an operator for one without a tangent and
-without a batch, the same function and formula run as an autograd.Function that torch.func knows: `grad`, `vjp`,
-`jacrev` and `vmap` are right there (a batch is a loop, so that ranks make the same calls), forward mode is refused.
+torch's custom_op does the same. But the first call of such an operator imports the compiler, which takes a second in
+every process.
+
+torch.func's transforms do not see tangents and batches of an operator. Inside transforms the same function and formula
+run as an autograd.Function. `grad`, `vjp`, `jacrev` and `vmap` are supported there. `vmap` loops over the batch, so
+that ranks make the same calls. Forward mode is refused.
 """
 
 from __future__ import annotations
@@ -27,17 +29,19 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def operator(
     name: str, fake: Formula, backward: Formula | None = None, setup: Formula | None = None
 ) -> Callable[[Function], Function]:
-    """A decorator: registers `torch.ops.fusedtp.<name>`, which runs the function on any device, and calls it.
+    """Register the decorated function as `torch.ops.fusedtp.<name>` for all devices; calls then go to the operator.
 
-    It mutates none of its arguments, and its results share no memory with them. fake: the same function on shapes
-    alone. backward, setup: those of torch's register_autograd; without them the result has no gradient.
+    The function must not mutate its arguments, and its results must not share memory with them.
+
+    - `fake`: the same function, for shapes only.
+    - `backward`, `setup`: arguments of torch's register_autograd. Without `backward`, backward raises RuntimeError.
     """
 
     def register(function: Function) -> Function:
         qualified = f"fusedtp::{name}"
         schema = library.infer_schema(function, mutates_args=())
         library.define(qualified, schema, tags=(torch.Tag.pt2_compliant_tag,))
-        # In a compiled graph it is the outermost function of ours.
+        # `locks.one`, because in a compiled graph no other function of this package is around the operator.
         library.impl(qualified, "CompositeExplicitAutograd", locks.one(function))
         library.register_fake(qualified, fake)
         formula = backward if backward is not None else _refuse(qualified)
@@ -52,7 +56,7 @@ def operator(
                 return registered(*args)
             if not (transforms_active() or forward_mode_active()):
                 if finalizing():
-                    # torch's table of operators is gone, and what it would raise is undefined.
+                    # torch's table of operators is gone, and its error would be undefined.
                     raise RuntimeError(f"fusedtp.{name}: the interpreter is ending, and torch with it")
                 return registered(*args)
             given = signature.bind(*args)
@@ -65,7 +69,7 @@ def operator(
 
 
 def refuse_forward_mode(*args: Any) -> Any:
-    """The `jvp` of an autograd.Function that has none."""
+    """Raise NotImplementedError, as the `jvp` of an autograd.Function without forward mode."""
     raise NotImplementedError(
         "forward-mode differentiation (torch.func.jvp, jacfwd, hessian, dual tensors) of fusedtp's ops is not "
         "implemented: use reverse mode (torch.func.vjp, jacrev, grad, backward)"
@@ -87,7 +91,7 @@ def _transformed(name: str, registered: Formula, formula: Formula, setup: Formul
                 arg.select(dim, i) if is_batched else arg
                 for arg, dim, is_batched in zip(args, in_dims, batched, strict=True)
             )
-            # Maybe inside another transform.
+            # Another transform may be active.
             outs.append(function.apply(*each) if transforms_active() else registered(*each))
         if isinstance(outs[0], Tensor):
             return torch.stack(outs), 0

@@ -1,7 +1,7 @@
-"""All of a call but its tensors and lengths, as one string, which a registered operator takes.
+"""Settings of a call, without its tensors and lengths, as one string for a registered operator.
 
-A line each: the activation, the spec, this rank's numbers, flags, schedule, algorithm, producer, float8, norm and
-leaves; then the groups' names.
+The string has one line for each of: activation, spec, this rank's numbers, flags, schedule, algorithm, producer,
+float8, norm, leaves. The groups' names follow.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import torch
 from .. import recipes
 from ..options import Options
 
-# How many calls are kept.
+# Size of the cache of calls.
 MAX_CALLS = 4096
-# The places of float8, the norm and the leaves among the lines, and what stands behind float8's dtypes if scales are of
-# blocks.
+# Line numbers of float8, norm and leaves. `_BLOCKS` follows float8's dtypes if scales are block scales.
 _FLOAT8, _NORM, _LEAVES = 7, 8, 9
 _BLOCKS = " blocks"
 _NOTHING = Options()
@@ -28,7 +27,7 @@ def described(
     spec: str, group_names: Sequence[str], ranks: Sequence[int], asked: Options = _NOTHING, *,
     w_transposed: bool = True, by_size: bool = False, norm: str = "", leaves: int = 0,
 ) -> str:  # fmt: skip
-    """`Settings` as one string, which a registered operator takes. The code is such that a compiler can trace it."""
+    """Return settings as one string. A compiler can trace the code."""
     flags = "".join(["1" if flag else "0" for flag in (w_transposed, by_size)])
     numbers = " ".join([str(rank) for rank in ranks])
     lines = asked.schedule, asked.algorithm, asked.producer, asked.float8 or "", norm, str(leaves)
@@ -36,25 +35,25 @@ def described(
 
 
 def with_float8(text: str, x: torch.dtype, w: torch.dtype, *, blocks: bool) -> str:
-    """The same settings, of a call on float8 operands with scales, or with those of blocks."""
-    # The line of `described` that has a recipe where there is one.
+    """Return the settings for float8 operands x and w with scales, which are block scales if `blocks`."""
+    # Replaces the line that otherwise has the recipe.
     before, (_, *names) = text.split("\n")[:_FLOAT8], text.split("\n")[_FLOAT8:]
     return "\n".join([*before, f"{x} {w}{_BLOCKS * blocks}".replace("torch.", ""), *names])
 
 
 def without_activation(text: str) -> str:
-    """The same settings, of a call whose results are the products themselves."""
+    """Return the settings without the activation."""
     return "\n" + text.partition("\n")[2]
 
 
 def without_norm(text: str) -> str:
-    """The same settings, of a call whose result is the sum alone."""
+    """Return the settings without the norm."""
     before, (_, *names) = text.split("\n")[:_NORM], text.split("\n")[_NORM:]
     return "\n".join([*before, "", *names])
 
 
 def normed(text: str) -> tuple[bool, str, str]:
-    """Of a call that ends with a norm, whether each rank norms rows of its own, the group and the schedule.
+    """Return, for a call with a norm, whether each rank norms rows of its own, the group's name and the schedule.
 
     A compiler can trace the code.
     """
@@ -64,14 +63,21 @@ def normed(text: str) -> tuple[bool, str, str]:
 
 @dataclass(frozen=True)
 class Settings:
-    """All of a call except its tensors and lengths.
+    """Settings of a call: everything except its tensors and lengths.
 
-    group_names: one a mesh axis, in the spec's order. ranks: this rank's number in each: uneven shapes depend on it,
-    and a graph that a compiler has cached for one rank, on disk too, must not be used by another. w_transposed: w is
-    stored [N, K]. by_size: plan by bytes and FLOPs, not the usual way. float8: the dtypes of x and w, if these are
-    float8 with scales; the call's dtype is then that of its results. recipe: how x, w and dy become float8, if they do.
-    blocks: whether scales are those of blocks. norm: its name, "" for none, and eps. leaves: of every contraction, if
-    these are added up as trees, else 0.
+    - `text`: the settings as one string.
+    - `spec`: the call in the notation of `sharding.notation`.
+    - `group_names`: one for each mesh axis, in the spec's order.
+    - `ranks`: this rank's number in each group. Uneven shapes depend on it, and it keeps a rank from using another
+      rank's compiled graph from a cache.
+    - `w_transposed`: whether w is stored [N, K].
+    - `by_size`: whether the plan depends on bytes and FLOPs.
+    - `schedule`, `algorithm`, `producer`, `activation`: as in `Options`, "" for no activation.
+    - `float8`: dtypes of x and w, if they are float8 with scales. The call's dtype is then that of its results.
+    - `recipe`: name of the recipe that casts x, w and dy to float8, "" for none.
+    - `blocks`: whether scales are block scales.
+    - `norm`: its name, "" for none, and eps.
+    - `leaves`: leaves of the tree order of contractions, 0 for rank order, `op.AS_ANY` for any order.
     """
 
     text: str
@@ -93,7 +99,7 @@ class Settings:
     @staticmethod
     @lru_cache(maxsize=MAX_CALLS)
     def of(text: str) -> Settings:
-        """The settings that `described` made a string of."""
+        """Parse a string that `described` made."""
         activation, spec, numbers, flags, schedule, algorithm, producer, float8, norm, leaves, *names = text.split("\n")
         ranks = tuple(map(int, numbers.split()))
         w_transposed, by_size = (flag == "1" for flag in flags)

@@ -1,14 +1,14 @@
-"""What was measured on this machine, and the choice of a schedule from that and the cost model.
+"""Measurements of this machine, and the choice of a schedule from measurements and the cost model.
 
 `fusedtp tune` writes one small JSON file: the machine and versions, rates, and for a few sizes of each op the times of
-its schedules, their quartiles, and by how much each is slower than the fastest for sure. Where that is by nothing, the
-difference is noise and decides nothing. A prediction for another size is corrected by the model's error at the nearest
-size measured. With `--kernels` the file also has which tiles are the fastest (`kernels_tuned`). It is FUSEDTP_TUNING,
-`off` for none, or fusedtp/tuning.json in the user's cache folder.
+its schedules. A difference within the noise of the times decides nothing. A prediction for another size is corrected by
+the model's error at the nearest size measured. With `--kernels` the file also has the fastest tiles (`kernels_tuned`).
+Its path is FUSEDTP_TUNING (`off` for none), or fusedtp/tuning.json in the user's cache folder.
 
-A choice must be the same on every rank, so it may depend only on what all ranks are sure to share: the table, the op,
-the dtype, and the shape of what travels. The product's third dim is not among that, as a weight may be cut unevenly: it
-is taken from the nearest measurement, or without one to be that of an MLP, four times the width of what travels.
+A choice must be the same on every rank. So it depends only on data that all ranks share: the table, the op, the dtype,
+and the shape of the tensor that travels. Ranks may not share the product's third dim, as a weight may be split
+unevenly. The third dim is that of the nearest measurement, or without one that of an MLP: four times the columns of the
+tensor that travels.
 """
 
 from __future__ import annotations
@@ -40,29 +40,33 @@ from . import kernels_tuned
 from .kernels_tuned import Tuned
 
 FORMAT = 1
-# Hundreds of times what is written.
+# Hundreds of times the size of a usual file.
 MAX_BYTES = 1 << 20
 ENVIRONMENT = "FUSEDTP_TUNING"
-# By what factor two predictions must differ to say which schedule is faster: tests/test_cost.py has the model's
-# errors.
+# Smallest ratio of two predictions that tells which schedule is faster. tests/test_cost.py has the model's errors.
 _MODEL_ERROR = 1.1
-# No time is below this, not even that of an op on empty tensors on a machine without latencies.
+# Lower bound of times, also for an op on empty tensors on a machine without latencies.
 _LEAST_US = 1e-6
 _RATES = ("memory_gbps", "collective_gbps")
 _LATENCIES = ("host_us", "flag_us", "collective_start_us")
-# Of a file: numbers beyond these were not measured.
+# Limits of numbers in a file: a measurement cannot be beyond these.
 MOST_RANKS, MOST_LENGTH, LEAST_MS, MOST_MS = 1 << 16, 1 << 40, 1e-9, 1e9
-# What files from before noise was judged are without, with its limits.
+# Fields that older files lack, with the limits of their values.
 _NOISE = {"p25": (LEAST_MS, MOST_MS), "p75": (LEAST_MS, MOST_MS), "slower": (0.0, MOST_MS / LEAST_MS)}
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Median ms of an op's schedules. [rows, cols]: what travels, whole; third: the product's third dim, 0 for none.
+    """Measured times of an op's schedules at one size.
 
-    p25, p75: the quartiles of their rounds. slower: how many times as long as the fastest each takes at least, the
-    lower end of the ratio's 95 % interval; at 1 and below they cannot be told apart. Empty in files from before they
-    were kept, as if every difference were one.
+    - `rows`, `cols`: shape of the whole tensor that travels.
+    - `third`: the product's third dim, 0 for none.
+    - `ms`: median time of each schedule.
+    - `p25`, `p75`: quartiles of the times.
+    - `slower`: lower end of the 95 % interval of each schedule's time over the fastest one's. At 1 or below, the
+      difference is noise.
+
+    `p25`, `p75` and `slower` are empty in older files. Then no difference counts as noise.
     """
 
     op: str
@@ -77,14 +81,18 @@ class Sample:
     slower: Mapping[str, float] = field(default_factory=dict)
 
     def alike(self) -> set[str]:
-        """The fastest schedules, as far as they cannot be told apart; none where it is not known."""
+        """Return the fastest schedules, whose differences are noise; none if the noise is unknown."""
         return {name for name, least in self.slower.items() if least <= 1}
 
 
 @dataclass(frozen=True)
 class Table:
-    """A machine's measurements. rates: by number of ranks, the arguments of `hardware.measured_cpu`; of a CPU only.
-    kernels: the tiles of `fused` that were found to be the fastest; of GPUs only.
+    """A machine's measurements.
+
+    - `machine`: see `identity`.
+    - `samples`: times of schedules.
+    - `rates`: arguments of `hardware.measured_cpu` by number of ranks; for CPUs only.
+    - `kernels`: fastest tiles of `fused`; for GPUs only.
     """
 
     machine: Mapping[str, Any]
@@ -93,17 +101,18 @@ class Table:
     kernels: tuple[Tuned, ...] = ()
 
     def hardware(self, world_size: int) -> Hardware | None:
-        """The machine by its rates with the nearest number of ranks, None without any.
+        """Return the machine's rates for the nearest number of ranks, None without any.
 
-        ValueError for rates that cannot be.
+        Raise ValueError for impossible rates.
         """
         size = min(self.rates, key=lambda size: abs(log(size / world_size)), default=0)
         title = f"{self.machine['cpu']}, {size} ranks"
         return hardware.measured_cpu(title, source="fusedtp tune", **self.rates[size]) if size else None
 
     def updated(self, newer: Table) -> Table:
-        """This table with `newer` added, which replaces all samples of the same number of ranks and dtype, and tiles of
-        the same sizes.
+        """Return this table with `newer` added.
+
+        `newer` replaces samples of the same number of ranks and dtype, and tiles of the same size.
         """
         again = {(sample.world_size, sample.dtype) for sample in newer.samples}
         kept = (sample for sample in self.samples if (sample.world_size, sample.dtype) not in again)
@@ -112,7 +121,7 @@ class Table:
         return Table(newer.machine, (*kept, *newer.samples), {**self.rates, **newer.rates}, kernels)
 
     def nearest(self, op: str, dtype: str, world_size: int, rows: int, cols: int) -> Sample | None:
-        """The sample of this op and dtype with the nearest number of ranks, then bytes, then shape."""
+        """Return the sample of this op and dtype with the nearest number of ranks, then the nearest size and shape."""
 
         def distance(sample: Sample) -> tuple[float, float]:
             size = abs(log(max(1, rows * cols) / (sample.rows * sample.cols)))
@@ -124,7 +133,7 @@ class Table:
 
 
 def identity() -> dict[str, Any]:
-    """This machine and the versions that times depend on."""
+    """Return the parts of the machine and the versions that times depend on."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
@@ -145,7 +154,7 @@ def identity() -> dict[str, Any]:
 
 
 def path() -> Path | None:
-    """Where this machine's table is kept; None if the user wants none. ValueError for an unknown user's home."""
+    """Return the path of this machine's table; None for none. Raise ValueError for an unknown user's home."""
     given = os.environ.get(ENVIRONMENT)
     if given is not None and given.strip().lower() in ("", "off"):
         return None
@@ -159,7 +168,7 @@ def path() -> Path | None:
 
 
 def dump(table: Table) -> str:
-    """The text of a file."""
+    """Return the table as the text of a file."""
     content: dict[str, Any] = {
         "format": FORMAT,
         "machine": dict(table.machine),
@@ -172,15 +181,15 @@ def dump(table: Table) -> str:
 
 
 def write(target: Path, text: str) -> None:
-    """Put the text at `target`: a reader sees the old file or the new one, never half of it."""
+    """Write the text to `target` atomically."""
     replace(target, text.encode())
 
 
 def parse(text: str) -> Table:
-    """The table of a file's text; ValueError saying what is not as `dump` writes it, and where."""
+    """Parse a file's text. A ValueError names the wrong key."""
     try:
         content = entry_of(text)
-        # Of older files, and where none was tuned.
+        # Optional: older files and files without tuned tiles lack it.
         tuned = [name for name in ("kernels",) if name in content.values]
         content.only("format", "machine", "rates", "samples", *tuned)
         content.integer("format", FORMAT, FORMAT)
@@ -225,9 +234,10 @@ def _sample(entry: Entry) -> Sample:
 
 
 def load(target: Path | None = None) -> tuple[Table | None, str, str]:
-    """(table, its text, why there is none): "" for why where no file was expected.
+    """Load the table and return (table, its text, why a file is ignored).
 
-    A file that cannot be read, is malformed, or was measured on another machine or with other versions is not used.
+    The reason is "" if the file is used or does not exist. A file is ignored if it cannot be read, is malformed, or was
+    measured on another machine or with other versions.
     """
     try:
         target = path() if target is None else target
@@ -252,7 +262,7 @@ def load(target: Path | None = None) -> tuple[Table | None, str, str]:
 
 
 def share(op: str, dtype: str, world_size: int, rows: int, cols: int, third: int | None = None) -> Work:
-    """A rank's share of an op by which [rows, cols] travel; without `third` that of an MLP."""
+    """Return a rank's share of an op that moves [rows, cols]. Without `third`, the product's third dim is an MLP's."""
     kind = OPS[op].kind
     if not OPS[op].multiplies:
         return Work(kind, 0, 0, 0, rows * cols, world_size, dtype)
@@ -265,11 +275,13 @@ def decide(
     table: Table | None, gpu: Hardware | None, op: str, dtype: str, world_size: int, rows: int, cols: int,
     allowed: Sequence[str], *, switch: bool = False,
 ) -> tuple[str, str] | None:  # fmt: skip
-    """(schedule, why) for an op by which [rows, cols] travel; None where neither a measurement nor a model says.
+    """Return (schedule, reason) for an op that moves [rows, cols]; None without a measurement and a model.
 
-    dtype: of what is multiplied, which for float8 is not what its sums travel in. gpu: what the hardware table has for
-    this machine. allowed: the schedules that can run, first the one that is taken where nothing is known. switch: as in
-    `Work`; what was measured is without.
+    - `dtype`: of the operands. Sums of float8 products travel in another dtype.
+    - `gpu`: this machine's entry in the hardware table.
+    - `allowed`: the schedules that can run. If differences are noise, the choice is the first one, or with a known
+      `gpu` the predicted one.
+    - `switch`: as in `Work`. Measurements are without the switch.
     """
     sample = table.nearest(op, dtype, world_size, rows, cols) if table is not None else None
     machine = gpu if gpu is not None or table is None else table.hardware(world_size)
@@ -293,7 +305,7 @@ def decide(
     if gpu is not None and gpu.knows(dtype):
         usual, _ = _predicted(gpu, op, dtype, world_size, rows, cols, allowed, switch)
     are_alike = best != usual and {best, usual} <= sample.alike() & times.keys()
-    # And so they are here, unless the model has them further apart than it can be wrong.
+    # Noise at the measured size is noise here too, unless the model predicts a larger difference than its error.
     if are_alike and times[usual] / times[best] <= max(_MODEL_ERROR, measured[usual] / measured[best]):
         noise = f"{best} {measured[usual] / measured[best]:.2f}x as fast as {usual}, which is noise,"
         return usual, f"as without a measurement: {noise} at {where}"
@@ -305,23 +317,22 @@ def decide(
 def _predicted(
     gpu: Hardware, op: str, dtype: str, world_size: int, rows: int, cols: int, allowed: Sequence[str], switch: bool
 ) -> tuple[str, Mapping[str, float]]:
-    # The schedule that the model alone takes, and its times.
+    # The schedule that the model predicts to be the fastest, and the predicted times.
     work = changed(share(op, dtype, world_size, rows, cols), switch=switch)
     times = _times(estimate(op, work, gpu), allowed)
     best = min(times, key=lambda name: times[name])
-    # If the model cannot tell predictions apart, the kernel is taken: a graph can capture it.
+    # If predictions differ by less than the model's error, `fused` runs: a graph can capture it.
     if times.get("fused", float("inf")) <= _MODEL_ERROR * times[best]:
         best = "fused"
     return best, times
 
 
 def _corrected(predicted: float, there: float, measured: float) -> float:
-    """A prediction corrected by a measurement at another size, for which the model says `there`.
+    """Correct a prediction by a measurement at another size, for which the model predicts `there`.
 
-    The model's error is taken for latency: it stays the same at a larger size, and shrinks in proportion at a smaller
-    one.
+    The model's error counts as latency: it is the same at a larger size, and shrinks in proportion at a smaller one.
     """
-    # The measurement is added last: a far larger prediction must not round it away to 0, as times are divided by.
+    # The measurement is added last: rounding must not lose it to a far larger prediction, as times are divisors.
     corrected = measured * (predicted / there) if predicted < there else (predicted - there) + measured
     return max(corrected, _LEAST_US)
 
@@ -331,7 +342,7 @@ def _times(prediction: Prediction, allowed: Sequence[str]) -> dict[str, float]:
 
 
 def _versus(times: Mapping[str, float], best: str) -> str:
-    """The winner against `unfused`, or `unfused` against the next."""
+    """Compare the fastest schedule with `unfused`; if `unfused` is the fastest, with the second fastest."""
     others = {name: time for name, time in times.items() if name != best}
     other = "unfused" if "unfused" in others else min(others, key=lambda name: others[name], default=best)
     return f"{best} {times[other] / times[best]:.2f}x as fast as {other}" if others else f"{best} alone can run"

@@ -1,1 +1,1 @@
-"""A group's symmetric memory as its ops see it: arenas, the epoch, the protocol's steps, and what goes wrong."""
+"""Workspaces: a group's symmetric memory, with its arenas, epoch, protocol steps, timeouts and failures."""

@@ -1,13 +1,13 @@
-"""Compare what an op means to each rank, and say which rank differs.
+"""Agreement: compare the meaning of an op on each rank, and name the rank that differs.
 
-Each rank takes lengths from its own tensors. Ranks that take different ones would access different places of shared
-memory, and return garbage. So every op carries a fingerprint of its meaning beside its epoch (`kernels.signal`), and
-ranks compare fingerprints when they wait for each other. A fingerprint does not cover values that all ranks must hold
-alike, such as a bias that is added once.
+Each rank takes lengths from its own tensors. Ranks with different lengths would access different places of shared
+memory and return garbage. So every op carries a fingerprint of its meaning beside its epoch (`kernels.signal`). Ranks
+compare fingerprints when they wait for each other. A fingerprint does not cover the values of tensors, such as a bias
+that is added once.
 
 A rank that finds a difference writes its meaning, as text, into its own arena. Then it waits for the texts of all ranks
-that have entered the same epoch: they find the difference too, at the latest when they leave. No text is written
-twice, as the workspace is not used again.
+that have entered the same epoch. Those ranks find the difference too, at the latest in `leave`. The workspace is not
+used again, so no text is written twice.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from torch import Tensor
 from ..op import Task
 from ..torch_private import graph_task
 
-# Shapes may never repeat. What is forgotten is worked out anew.
+# Limit of kept meanings, because shapes may never repeat.
 _MAX_KEPT = 4096
 
 
 @dataclass(frozen=True)
 class Meaning:
-    """What one rank means: names and values, as text, and 64 bits of a hash of them."""
+    """Meaning of an op on one rank: names and values, as text, and a 64-bit hash of them."""
 
     values: Mapping[str, str]
     fingerprint: int = field(init=False)
@@ -42,13 +42,14 @@ class Meaning:
 
 
 def in_backward() -> bool:
-    """Whether this is a backward pass."""
+    """Return whether a backward pass runs in this thread."""
     return bool(graph_task() != -1)
 
 
 def meaning_of(task: Task, schedule: str, device: str, call: str = "") -> Meaning:
-    """The meaning of a task here and now, on that kind of device. call: what it is part of, as far as matrices do not
-    show that.
+    """Return the meaning of a task in this thread, on a kind of device.
+
+    `call` is text of the call that the task is part of, which matrices do not show.
     """
     values = {
         "op": task.op.name,
@@ -64,33 +65,36 @@ def meaning_of(task: Task, schedule: str, device: str, call: str = "") -> Meanin
 
 
 class Meanings:
-    """What one rank means by its ops of one group."""
+    """Meanings of one rank's ops of one group."""
 
     def __init__(self) -> None:
         self.now = Meaning({})  # by the current op
         self._by_fingerprint: dict[int, Meaning] = {}
 
     def take(self, meant: Meaning) -> None:
-        """To be called before an op, with what it means."""
+        """Record the meaning of an op, before the op."""
         if self.now is not meant:
             if len(self._by_fingerprint) >= _MAX_KEPT:
                 self._by_fingerprint.clear()
             self.now = self._by_fingerprint[meant.fingerprint] = meant
 
     def by_fingerprint(self, fingerprint: int) -> Meaning:
-        """What was meant by the op with that fingerprint; where that is forgotten, by the current op."""
+        """Return the meaning of the op with that fingerprint, or the current op's if it is no longer kept."""
         return self._by_fingerprint.get(fingerprint, self.now)
 
 
 def difference(op: str, everyone: Sequence[Mapping[str, str] | None]) -> str:
-    """What the ranks do not agree on, as a message; empty where they do. None: that rank has not said."""
+    """Return a message about the first value that differs between ranks, "" if none does.
+
+    `everyone` has each rank's values, None for a rank that has written none.
+    """
     for name in dict.fromkeys(name for each in everyone if each is not None for name in each):
         values = ["an unknown one" if each is None else each.get(name, "not given") for each in everyone]
         if len({value for value, each in zip(values, everyone, strict=True) if each is not None}) > 1:
             what = "the op" if name == "op" else name
             text = f"{op}: the ranks do not agree on {what}: {_by_rank(values)}{_odd_one_out(values)}"
             calls = ["" if each is None else each.get("call", "") for each in everyone]
-            # One op may be a step of another call.
+            # Different ops may be steps of different calls: name the calls too.
             return f"{text}, in {_by_rank(calls)}" if name == "op" and all(calls) and len(set(calls)) > 1 else text
     silent = [rank for rank, each in enumerate(everyone) if each is None]
     if not silent:
@@ -110,11 +114,11 @@ def _odd_one_out(values: list[str]) -> str:
     return f": {'rank' if len(odd) == 1 else 'ranks'} {', '.join(map(str, odd))} against {count} that agree"
 
 
-# At the end of a header: the text's length as an int32, 0 before there is one, then the text.
+# Bytes at the end of a header: the text's length as an int32, 0 before it is written, then the text.
 TEXT_BYTES = 1024
 _LENGTH_BYTES = 4
 GRACE_SECONDS = 1.0
-# At most so many characters of each value, so that all values fit together, even with long lists of sizes.
+# Limit of each value's characters, so that all values fit, even with long lists of sizes.
 _MOST_CHARACTERS = 96
 
 
@@ -123,16 +127,16 @@ def _shortened(value: str) -> str:
 
 
 def say(place: Tensor, values: Mapping[str, str]) -> None:
-    """Write what this rank meant to its `place`, uint8 [TEXT_BYTES]."""
+    """Write this rank's meaning to its `place`, uint8 [TEXT_BYTES]."""
     short = {name: _shortened(value) for name, value in values.items()}
     text = json.dumps(short).encode()[: TEXT_BYTES - _LENGTH_BYTES]
     place[_LENGTH_BYTES : _LENGTH_BYTES + len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    # The length after the text: on x86, and on a GPU's stream, stores are seen in the order in which they were made.
+    # The length is written last: on x86, and on a GPU's stream, stores become visible in order.
     place[:_LENGTH_BYTES].view(torch.int32).fill_(len(text))
 
 
 def heard(place: Tensor) -> dict[str, str] | None:
-    """What a rank has said, or None."""
+    """Return the meaning that a rank has written to its `place`, or None."""
     raw = bytes(place.cpu().numpy())
     length = int.from_bytes(raw[:_LENGTH_BYTES], "little", signed=True)
     if not 0 < length <= TEXT_BYTES - _LENGTH_BYTES:
@@ -147,8 +151,10 @@ def heard(place: Tensor) -> dict[str, str] | None:
 def everyone(
     places: Callable[[int], Tensor], world_size: int, entered: Callable[[int], bool], seconds: float
 ) -> tuple[dict[str, str] | None, ...]:
-    """What every rank has said. Waits at most `seconds` for ranks that have entered, and GRACE_SECONDS for others,
-    which may be gone: so a rank that is merely slower is in every rank's message.
+    """Return the meanings that all ranks have written, None for a rank that has not written one in time.
+
+    Waits at most `seconds` for ranks that have entered the epoch, and at most GRACE_SECONDS for others, which may be
+    gone. So every rank's message includes ranks that are merely slow.
     """
     begin = time.monotonic()
     while True:

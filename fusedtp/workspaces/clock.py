@@ -1,11 +1,11 @@
-"""The clock that bounds waits: a thread writes the time, in milliseconds, where programs can read it.
+"""Clock for timeouts: a thread writes the time, in milliseconds, to memory that kernels read.
 
-A program on a GPU has no portable way to read the time, and one in the interpreter none at all, so the host writes it
-into a word of each workspace's host block (pinned memory with a GPU). One daemon thread serves the process; it runs
-while there are workspaces.
+A kernel on a GPU has no portable way to read the time, and an interpreted kernel has none. So the host writes the time
+to a word of each workspace's host block (pinned memory with a GPU). One daemon thread serves the process. It runs while
+there are workspaces.
 
-A budget is spent only by time in which this process runs. After a pause (say its whole job was stopped) its peers get
-as long as that, up to a second, to run again too, before more of the budget is spent.
+Only time in which this process runs counts towards a timeout. After a pause, for example of the whole job, no time
+counts for as long as the pause was, up to a second: peers may need it to run again.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import time
 from torch import Tensor
 
 TICK_SECONDS = 0.01
-# `timeouts` has none over 2,000,000 s; the difference of two times is an int32.
+# Larger than any timeout, which is at most 2,000,000 s. The difference of two times is an int32.
 _BEYOND_ANY_BUDGET_MS = 2_050_000_000
-# At most so much time counts between two looks at the clock. What a wait, or the thread here, does between two looks
-# takes milliseconds: in the rest of a longer gap the process was kept from running.
+# Largest time that counts between two reads of the clock. Waits and the thread read it every few milliseconds, so in
+# the rest of a longer gap the process did not run. Then the largest time that does not count after a gap.
 _GAP_SECONDS, _GRACE_SECONDS = 0.1, 1.0
 
 # Reentrant: a workspace may end, and release its block, at any allocation.
 _lock = threading.RLock()
-# By address: the word, and the tensor that keeps it alive while it is written.
+# By address: the word, and the tensor that owns its memory.
 _words: dict[int, tuple[ctypes.c_int32, Tensor]] = {}
 
 
 class Stopwatch:
-    """The time in which this process has run since it was made, if `seconds` is called every few milliseconds."""
+    """Stopwatch of the time in which this process runs, if `seconds` is called every few milliseconds."""
 
     __slots__ = ("_free_until", "_last", "_seconds")
 
@@ -60,7 +60,7 @@ class _Clock(threading.Thread):
     def run(self) -> None:
         global _now_ms
         while not self.ended.wait(TICK_SECONDS):
-            # Whoever holds the lock may be waiting for this thread's end.
+            # The holder of the lock may be waiting for this thread to end.
             if not _lock.acquire(timeout=TICK_SECONDS):
                 continue
             try:
@@ -76,12 +76,12 @@ _now_ms = time.monotonic_ns() // 1_000_000
 
 
 def now_ms() -> int:
-    """Milliseconds in which the thread has run, counted from an arbitrary start, wrapped to int32."""
+    """Return the clock's time in milliseconds from an arbitrary start, wrapped to int32."""
     return ctypes.c_int32(_now_ms).value
 
 
 def drive(block: Tensor) -> None:
-    """Write the time to the first element of `block` (int32, in host memory) from now on."""
+    """Start writing the time to the first element of `block` (int32, in host memory)."""
     global _clock
     word = ctypes.c_int32.from_address(block.data_ptr())
     word.value = now_ms()
@@ -99,7 +99,7 @@ def drive(block: Tensor) -> None:
 
 
 def release(block: Tensor) -> None:
-    """Stop writing to `block`; with the last one the thread ends."""
+    """Stop writing to `block`. The thread ends with the last block."""
     with _lock:
         _words.pop(block.data_ptr(), None)
         clock = None if _words else _detached()
@@ -107,7 +107,7 @@ def release(block: Tensor) -> None:
 
 
 def _after_fork() -> None:
-    # A child has no such thread, the words are its parent's, and the lock may have been held when it was made.
+    # A child has no clock thread, the words are its parent's, and its copy of the lock may be held.
     global _lock, _clock
     _lock, _clock = threading.RLock(), None
     _words.clear()
@@ -118,9 +118,9 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @atexit.register
 def stop() -> None:
-    """End the thread; nothing is written after this returns, unless another block is driven.
+    """End the thread. It writes nothing after this returns, unless `drive` is called again.
 
-    Kernels that still wait on a device then find their budget spent: otherwise the process could not end.
+    Kernels that still wait on a device then time out: otherwise the process could not end.
     """
     with _lock:
         clock, left = _detached(), [word for word, _ in _words.values()]
@@ -130,17 +130,16 @@ def stop() -> None:
 
 
 def _detached() -> _Clock | None:
-    # Called with the lock held: a block that is driven from here on starts a new thread, and this end does not touch
-    # it.
+    # The caller holds the lock. A later `drive` starts a new thread, which the caller does not end.
     global _clock
     clock, _clock = _clock, None
     return clock
 
 
 def _end(clock: _Clock | None) -> None:
-    # Without the lock, which the thread may be waiting for.
+    # The caller must not hold the lock, which the thread may be waiting for.
     if clock is not None:
         clock.ended.set()
-        # It was never started if `drive` was interrupted before.
+        # The thread was never started if `drive` was interrupted.
         if clock.is_alive() and clock is not threading.current_thread():
             clock.join()

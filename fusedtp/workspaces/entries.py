@@ -1,6 +1,6 @@
-"""Reading a JSON file key by key: each value must be of its kind and within its limits, or the error names its key.
+"""Read a JSON file key by key, with a check of each value's type and limits. Errors name the key.
 
-`json` alone accepts a key given twice, NaN, and integers of any length, which then cause errors far from the file.
+`json` alone accepts duplicate keys, NaN, and integers of any length, which then cause errors far from the file.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import math
 from collections.abc import Collection
 from typing import Any
 
-# No number of ours has more digits.
+# Limit of an integer's digits.
 _MAX_DIGITS = 30
 
 
 class Entry:
-    """A JSON object; `at` is where it lies in its file, "samples[3]", and "" for the whole."""
+    """JSON object. `at` is its place in the file, such as "samples[3]"; "" for the whole file."""
 
     def __init__(self, values: object, at: str = "") -> None:
         if not isinstance(values, dict):
@@ -24,12 +24,12 @@ class Entry:
         self.at = at
 
     def where(self, name: str) -> str:
-        """The place of a key, as errors name it."""
+        """Return the place of a key, as errors name it."""
         name = name if name.isprintable() and name.strip() == name != "" else repr(name)
         return f"{self.at}.{name}" if self.at else name
 
     def only(self, *names: str) -> Entry:
-        """This entry; ValueError unless it has these keys and no others."""
+        """Return this entry. Raise ValueError unless it has exactly these keys."""
         for name in names:
             self.value(name)
         if other := next((name for name in self.values if name not in names), None):
@@ -42,7 +42,7 @@ class Entry:
         return self.values[name]
 
     def text(self, name: str, among: Collection[str] | None = None) -> str:
-        """A line of text, one of `among` where that is given."""
+        """Return a line of text, which must be one of `among` if that is given."""
         value = self.value(name)
         if not isinstance(value, str) or not value.isprintable():
             raise ValueError(f"{self.where(name)} must be a line of text, got {brief(value)}")
@@ -63,7 +63,7 @@ class Entry:
         return float(value)
 
     def numbers(self, name: str, least: float, most: float, among: Collection[str] | None = None) -> dict[str, float]:
-        """An object of at least one number by name."""
+        """Return an object with at least one value, all of them numbers."""
         entry = self.entry(name)
         if not entry.values:
             raise ValueError(f"{entry.at} is empty")
@@ -76,7 +76,7 @@ class Entry:
         return Entry(self.value(name), self.where(name))
 
     def entries(self, name: str) -> list[Entry]:
-        """A list of objects."""
+        """Return a list of objects."""
         values = self.value(name)
         if not isinstance(values, list):
             raise ValueError(f"{self.where(name)} must be a list, got {brief(values)}")
@@ -84,7 +84,7 @@ class Entry:
 
 
 def brief(value: object) -> str:
-    """A value in a few words."""
+    """Return a short text of a value."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
     text = "null" if value is None else repr(value)
@@ -92,7 +92,7 @@ def brief(value: object) -> str:
 
 
 def entry_of(text: str) -> Entry:
-    """The object in a file's text; ValueError with the line where it is not JSON, or with the key that comes twice."""
+    """Parse a file's text as an object. A ValueError names the line of a JSON error, or a duplicate key."""
     try:
         return Entry(json.loads(text, object_pairs_hook=_once, parse_int=_integer))
     except RecursionError:
@@ -109,5 +109,5 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _integer(digits: str) -> int | float:
-    # A longer one becomes infinity, which is beyond any limit: the error comes where its key is read, and names it.
+    # A longer integer becomes infinity. Its key's check then refuses it and names the key.
     return int(digits) if len(digits) <= _MAX_DIGITS else math.copysign(math.inf, -1 if digits[0] == "-" else 1)

@@ -17,7 +17,7 @@ from . import agreement
 from .agreement import Meanings
 from .steps import fingerprint_place, raised, store_release, wrapping_difference
 
-# By LEFT, in `signal`.
+# Texts for the values of `signal.LEFT`.
 _LEFT = {
     1: "has called fusedtp.destroy",
     2: "left an op with an exception",
@@ -26,12 +26,12 @@ _LEFT = {
 
 
 def has_entered(header: Sequence[int], peer: int, world_size: int, epoch: int) -> bool:
-    """Whether rank `peer` has entered `epoch`, according to a header in which it says so."""
+    """Return whether rank `peer` has entered `epoch`, according to its signal in a header."""
     return raised(header[signal.SIGNALS.value + signal.ENTRY_SLOT.value * world_size + peer], epoch)
 
 
 def differing_ranks(header: Sequence[int], rank: int, world_size: int, epoch: int) -> list[int]:
-    """The ranks that have entered `epoch` with another fingerprint than `rank`, whose header this is."""
+    """Return the ranks that have entered `epoch` with another fingerprint than `rank`, whose header is `header`."""
 
     def fingerprint(source: int) -> Sequence[int]:
         begin = fingerprint_place(epoch, source, world_size)
@@ -45,7 +45,7 @@ def differing_ranks(header: Sequence[int], rank: int, world_size: int, epoch: in
 
 
 class Failing:
-    """The part of a `Workspace` that deals with failures. A failure stays: every later use raises it again."""
+    """Part of a `Workspace` that handles failures. Every later use raises a failure again."""
 
     rank: int
     world_size: int
@@ -61,10 +61,9 @@ class Failing:
     _mirror: int
 
     def _abandon(self, op: str, error: BaseException | None) -> None:
-        # The peers may have this rank's part or not: the next op would take what they send for this one as its own
-        # data.
+        # Peers may or may not have this rank's data. The next op would take their data for this op as its own.
         self._leave(2)
-        # Only the text: the exception would keep its frames alive, and with them views of the arena.
+        # Only the text is kept: the exception would keep its frames alive, and they hold views of the arena.
         what = "an interruption" if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
         self.failure = RuntimeError(
             f"{op}: an exception left rank {self.rank} in the middle of the op, out of step with its peers: call "
@@ -72,7 +71,7 @@ class Failing:
         )
 
     def _refuse_words(self, words: Any, epoch: int) -> None:
-        # Kernels decide by these words; one that finds a budget given up waits for nothing, and passes on NaN.
+        # Kernels read these words. A kernel that finds GIVEN_UP set does not wait, and passes on NaN.
         found, left = f"epoch {words[signal.EPOCH.value]}", str(epoch)
         for name in ("ARRIVED", "TICKETS", "GIVEN_UP"):
             if value := words[getattr(signal, name).value]:
@@ -85,12 +84,12 @@ class Failing:
         raise self.failure
 
     def _leave(self, why: int) -> None:
-        # For the peers to see, where memory is the host's.
+        # The host can write the word only if the arena is in host memory.
         if self.device.type == "cpu" and (arena := self._arena) is not None:
             store_release(arena.tensors[self.rank].data_ptr() + 4 * signal.LEFT.value, why)
 
     def _check(self) -> None:
-        """Raise what a kernel has reported, and again at every later use. On a GPU: what has arrived by now."""
+        """Raise the failure that a kernel has reported. On a GPU, reports may arrive later."""
         if self.failure is not None:
             raise self.failure
         if self._report[signal.REPORT.value]:
@@ -99,26 +98,26 @@ class Failing:
             self._fail([*OPS][op], peer - 1, slot, expected, seen)
 
     def give_up(self, op: str, peer: int, slot: int, expected: int, seen: int, seconds: float) -> None:
-        """A wait on the host has spent its budget, or its peer is gone: tell the peers who look, and raise."""
+        """Raise the error of a wait on the host that timed out or whose peer is gone, and tell the peers."""
         self.words[signal.GIVEN_UP.value] = peer + 1
         self._fail(op, peer, slot, expected, seen, min(self.seconds, max(0.001, round(seconds, 3))))
 
     def disagree(self, op: str, peer: int, epoch: int) -> None:
-        """Rank `peer` means something else by the op of this epoch: tell all that, and what this rank means; raise."""
+        """Raise RanksDisagree, because rank `peer` has another op in this epoch, and tell the peers."""
         words = self._header(self.rank)
         own = fingerprint_place(epoch, self.rank, self.world_size)
         fingerprint = int(np.array(words[own : own + 2], dtype=np.int32).view(np.int64)[0])
-        # On a GPU the host may have issued other ops since.
+        # On a GPU the host may have issued further ops since.
         meant = self.meanings.now if self.device.type == "cpu" else self.meanings.by_fingerprint(fingerprint)
         agreement.say(self._text(self.rank), meant.values)
-        # After saying it: a peer that sees this word looks for what was said.
+        # After the text: a peer that sees this word reads the text.
         self.words[signal.GIVEN_UP.value] = peer + 1
         op = meant.values.get("op", op)
         everyone = agreement.everyone(
             self._text,
             self.world_size,
             lambda peer: has_entered(words, peer, self.world_size, epoch),
-            # A kernel on another rank may find out only when its budget is spent.
+            # A kernel on another rank may find the difference only when its wait times out.
             1.25 * self.seconds + 1,
         )
         text = agreement.difference(op, everyone) or f"{op}: the ranks do not agree, rank {peer} means something else"
@@ -159,8 +158,8 @@ class Failing:
 def missing(rank: int, headers: Sequence[Sequence[int]], peer: int) -> int:
     """Find the rank that caused a timeout, for `rank`, which waited for `peer` in vain.
 
-    Follow each rank's word, whom it waits for or has given up on, to a rank that says nothing. headers: of all ranks,
-    int32 by int32, with the signals that each has seen.
+    Follows the chain of waits, from each rank to the one that it waits for or has given up on. The last rank in the
+    chain is the cause. `headers` has the int32 words of every rank's header.
     """
     chain = [rank]
     following: int | None = peer
@@ -185,12 +184,12 @@ def _whom(headers: Sequence[Sequence[int]], peer: int) -> int | None:
         seen = words[word]
     else:
         return None
-    # A rank that already has the signal it says it waits for was stopped or killed there.
+    # A rank that has the signal it waits for was stopped or killed there: the chain ends.
     return None if raised(seen, expected) else source
 
 
 def _rank_in(words: Sequence[int], word: int, world_size: int) -> int | None:
-    # A rank is written as its number + 1. Any other value was not written by this protocol, and says nothing.
+    # A rank is stored as its number + 1. Other values, such as 0, name no rank.
     return words[word] - 1 if 0 < words[word] <= world_size else None
 
 

@@ -1,4 +1,7 @@
-"""Which workspace a group has on a device: made with its first op, given back by `destroy`, nobody's after a fork."""
+"""Registry: the workspace of each group and device.
+
+A group's first op makes the workspace. It is given back by `destroy` or with its group. A forked child has none.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,10 @@ from .workspace import Workspace
 
 _workspaces: dict[tuple[str, torch.device], Workspace] = {}
 _unreachable: dict[tuple[str, torch.device], str] = {}
-# For which group each entry of the two was made: torch may give the name of a destroyed group to another. The
-# references are weak: nothing here keeps a group, with its threads and connections, alive when torch.distributed and
-# the program are done with it.
+# The group for which each entry of `_workspaces` or `_unreachable` was made, because torch may reuse the name of a
+# destroyed group. The references are weak, so that the registry does not keep a group's threads and connections alive.
 _made_for: dict[tuple[str, torch.device], ref[dist.ProcessGroup]] = {}
-# The workspaces of groups in use, by a key that is looked up fast.
+# The workspaces of groups in use, by a key with a fast lookup.
 _found: dict[tuple[int, torch.device], tuple[ref[dist.ProcessGroup], Workspace]] = {}
 
 
@@ -37,11 +39,11 @@ def _key(group: dist.ProcessGroup, device: torch.device) -> tuple[str, torch.dev
 
 
 def get(group: dist.ProcessGroup, device: torch.device, *, epoch: int = 0) -> Workspace:
-    """The workspace of `group` on `device`, made on first use (collective), its next op at `epoch` + 1.
+    """Return the workspace of `group` on `device`. The first call makes it, collectively, at `epoch`.
 
-    Raises `Unreachable` where ranks share no memory.
+    Raises `Unreachable` if ranks cannot share memory.
     """
-    # As long as a group lives, no other has its id.
+    # No other group has the id of a living one.
     found = _found.get((id(group), device))
     if found is not None and found[0]() is group:
         return found[1]
@@ -67,7 +69,7 @@ def _make(group: dist.ProcessGroup, key: tuple[str, torch.device], epoch: int) -
     _discard(key, why=3)
     on_host, device = key[1].type == "cpu", key[1]
     memory = PosixMemory(group.rank(), group.size()) if on_host else CudaMemory(group, device)
-    # Put in its place first: after an interruption it is found there and closed, which tells the peers.
+    # Registered before it is made: after an interruption `_discard` finds and closes it, which tells the peers.
     ws = _workspaces[key] = Workspace(memory, device, epoch=epoch, seconds=timeouts.of(group), make=False)
     exchange = StoreExchange(group) if on_host else None
     try:
@@ -85,7 +87,7 @@ def _make(group: dist.ProcessGroup, key: tuple[str, torch.device], epoch: int) -
 
 
 def reachable(group: dist.ProcessGroup, device: torch.device) -> tuple[bool, str]:
-    """Whether the ranks of `group` can address each other's memory on `device`, and why (not).
+    """Return whether the ranks of `group` can address each other's memory on `device`, and the reason.
 
     Collective on the first call.
     """
@@ -97,15 +99,19 @@ def reachable(group: dist.ProcessGroup, device: torch.device) -> tuple[bool, str
 
 
 def set_timeout(seconds: float, group: Group = None) -> None:
-    """How long a wait for a peer may take before `PeerTimeout`, in seconds (30 at first), from now on: in `group`, or,
-    where none is given, in every group of this process, those that had a budget of their own as well.
+    """Set the timeout of waits for peers, in seconds, for `group`, or for every group of this process.
 
-    It is the budget of every wait in shared memory, and of the wait for peers that a group's first op or `parallelize`
-    begins with, which without it have the timeout of init_process_group or new_group. What goes through the backend
-    has that timeout: the schedule `unfused`, on a GPU also making a workspace and its growth.
+    The default is 30 s. A wait that times out raises `PeerTimeout`. Without `group`, the timeout replaces those that
+    were set for single groups.
 
-    Raises ValueError unless 0 < seconds <= 2,000,000 (the clock is an int32 of milliseconds), TypeError for no number;
-    for what is no group as in the functions.
+    - Waits in shared memory have this timeout.
+    - The first wait of a group's first op, and that of `parallelize`, have the timeout of init_process_group or
+      new_group until this is called.
+    - Ops of the backend always have the timeout of init_process_group or new_group: schedule `unfused`, and on a GPU
+      making and growing a workspace.
+
+    Raises ValueError unless 0 < seconds <= 2,000,000 (the clock is an int32 of milliseconds), TypeError if seconds is
+    no number. Errors for `group` are those of the functions.
     """
     timeouts.set_for(None if group is None else groups.resolve(group), seconds)
     for key, workspace in list(_workspaces.items()):
@@ -114,13 +120,13 @@ def set_timeout(seconds: float, group: Group = None) -> None:
 
 
 def check(group: Group = None) -> None:
-    """Wait for this rank's GPU, and raise the PeerTimeout or RanksDisagree that an op of `group`, or of any group of
-    this process where none is given, has reported by then.
+    """Wait for this rank's GPU, and raise the PeerTimeout or RanksDisagree that an op has reported.
 
-    Every op looks for such a report by itself, without waiting. This is for who calls none: a loop that replays a
-    captured graph, or the end of a measurement. It sends nothing, so ranks need not call it alike.
+    Checks the ops of `group`, or of every group of this process. Every op checks for earlier reports too, without
+    waiting. Call this after a loop that replays a captured graph, or at the end of a measurement. It sends nothing, so
+    a single rank may call it.
 
-    Errors for what is no group as in the functions.
+    Errors for `group` are those of the functions.
     """
     name = None if group is None else str(groups.resolve(group).group_name)
     for key, workspace in list(_workspaces.items()):
@@ -129,15 +135,17 @@ def check(group: Group = None) -> None:
 
 
 def destroy(group: Group = None) -> None:
-    """Give back the symmetric memory of `group`, or of every group of this process. Waits for nobody.
+    """Give back the symmetric memory of `group`, or of every group of this process. Waits for no peer.
 
-    A later op makes it anew, collectively: every rank of a group calls this after the same op, or none does. A rank
-    that goes on with the old memory is told which one has left it (`PeerTimeout`). This may be called before or after
-    torch.distributed.destroy_process_group, or not at all: the memory goes with the group. Graphs captured before it
-    cannot be replayed.
+    A later op makes the memory again, collectively. So every rank of a group must call this after the same op, or none.
+    A rank that continues with the old memory gets a `PeerTimeout` that names the rank that left. Graphs captured before
+    this call cannot be replayed.
 
-    Errors for what is no group as in the functions; a group that torch.distributed has destroyed already is accepted.
-    RuntimeError while an op of the group is under way in another thread.
+    The memory is also given back with its group. This function may be called before or after
+    torch.distributed.destroy_process_group.
+
+    Errors for `group` are those of the functions, but a destroyed group is accepted. Raises RuntimeError while another
+    thread runs an op of the group.
     """
     if group is not None and not isinstance(group, dist.ProcessGroup):
         group = groups.resolve(group)
@@ -146,7 +154,7 @@ def destroy(group: Group = None) -> None:
     give_back: Callable[[], None] = partial(_forget_all, keys)
     for each in dict.fromkeys(key[0] for key in keys):
         give_back = partial(locks.alone, ("group", each), "destroy", give_back)
-    # In the turns of all groups: either all of them are given back or, where an op is under way, none.
+    # With the locks of all groups: if an op is running, no memory is given back.
     give_back()
 
 
@@ -165,20 +173,20 @@ def _discard(key: tuple[str, torch.device], why: int = 1) -> None:
     _found.clear()
     generation.changed()
     if (ws := _workspaces.get(key)) is not None:
-        # In this order: if closing is interrupted, the workspace is found again.
+        # Close first: if that is interrupted, the registry still has the workspace.
         ws.close(why)
         _workspaces.pop(key, None)
 
 
 def _group_gone(made_for: ref[dist.ProcessGroup]) -> None:
-    # torch.distributed has destroyed a group and nobody else has kept it.
+    # The group's last reference is gone.
     if sys.is_finalizing():
         return
     for key in [key for key, each in list(_made_for.items()) if each is made_for]:
         _forget(key)
 
 
-# A child's copies of its parent's workspaces: never used, and not given back either, which may need its parent's GPU.
+# A forked child's copies of its parent's workspaces. They are kept unused: closing them may need the parent's GPU.
 _of_parent: list[Workspace] = []
 
 
@@ -186,7 +194,7 @@ def _after_fork() -> None:
     _of_parent.extend(_workspaces.values())
     for each in (_workspaces, _unreachable, _made_for, _found):
         each.clear()
-    # Calls that were prepared have them too.
+    # Cached calls hold the parent's workspaces too.
     generation.changed()
 
 

@@ -1,15 +1,16 @@
-"""How the ranks of a group meet to make arenas: through the group's store at first, later through the arenas they have.
+"""Rendezvous: exchange arena handles between the ranks of a group.
 
-Neither is a collective of the backend, which would hang if a rank never comes, and would pair the wrong calls if a rank
-is interrupted and comes again.
+The first exchange goes through the group's store. Later ones, for larger arenas, go through the present arenas.
+Neither is a collective of the backend: a collective would hang if a rank never joins, and would pair the wrong calls if
+an interrupted rank tries again.
 
-The store. A rank takes a number, higher than any it had before, and leaves its row under it. When it has used all
-ranks' rows, it leaves their numbers and its outcome. All are done when all have used the same rows. A rank that is
-interrupted and comes again has another number; the others, if they still wait, then use its new row.
+Store. A rank takes a number, higher than its former ones, and writes its row with the number. When it has used all
+ranks' rows, it writes their numbers and its outcome. The exchange is over when all ranks have used the same rows. An
+interrupted rank that tries again has another number. Ranks that still wait then use its new row.
 
-The arenas. A rank writes its row into its half for the coming op, which does not use the half before all have read the
-row, and then counts GROWING up. Then it does the same with its outcome, but in the header, as a peer may read that
-later.
+Arenas. A rank writes its row into its half for the next op, and increments GROWING. The next op does not use the half
+before all ranks have read the row. Then the rank writes its outcome to the header, because a peer may read it later,
+and increments GROWING again.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ if TYPE_CHECKING:
 _FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 0.5e-3, 20e-3
 _MAKING = "making the workspace"
 
-# Groups in which this rank has begun to make a workspace and not heard how that ended.
+# Groups for which this rank has begun to make a workspace and does not know the outcome.
 _unfinished: WeakSet[ProcessGroup] = WeakSet()
-# Where rank 0 has left its text last.
+# The store's key of rank 0's last text.
 _told: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
 
 
 def _waits() -> Iterator[float]:
-    # How long it has been, in seconds, each time that it is asked; after the first time with a sleep before.
+    # Yields the seconds waited so far, after a sleep from the second time on.
     ran, poll = Stopwatch(), _FIRST_POLL_SECONDS
     while True:
         yield ran.seconds()
@@ -67,22 +68,23 @@ def _lost_store(rank: int) -> Iterator[None]:
 
 
 class StoreExchange:
-    """An `Exchange` through the store of `group`.
+    """Exchange through the store of `group`.
 
-    Waits for rows take up to the group's timeout, as a rank's first op of a group may come at any time, unless
-    `set_timeout` was called; waits for outcomes up to the budget. After that PeerTimeout names the missing rank.
+    Waits for rows have the timeout `timeouts.of_first`, because a rank's first op may come late. After an attempt that
+    did not finish they have `timeouts.of`. Waits for outcomes always have `timeouts.of`. A PeerTimeout names the
+    missing rank.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
         self._store = GroupStore(group)
         self._rank, self._world_size = group.rank(), group.size()
         self._group, self._number = group, 0
-        # Whether this rank broke off last time.
+        # True if this rank broke off last time.
         self._again = group in _unfinished
         self._numbers: list[int] = []
 
     def rows(self, mine: list[int]) -> list[list[int]]:
-        """See `Exchange`."""
+        """Return every rank's row, in rank order."""
         with _lost_store(self._rank):
             seconds = self._patience()
             _unfinished.add(self._group)
@@ -94,7 +96,7 @@ class StoreExchange:
         return [row[1:] for row in rows]
 
     def outcomes(self, mine: list[int]) -> list[list[int]] | None:
-        """See `Exchange`."""
+        """Return every rank's outcome with these rows; None if a rank has started over."""
         with _lost_store(self._rank):
             self._store.set(self._key("outcome", self._rank, self._number), json.dumps([self._numbers, mine]))
             outcomes = []
@@ -108,19 +110,19 @@ class StoreExchange:
 
     @property
     def making(self) -> int:
-        """The number of what was made, the same on all ranks."""
+        """Return rank 0's number of the attempt that made the arenas, the same on all ranks."""
         return self._numbers[0]
 
     def from_first(self, making: int, text: str | None) -> str:
-        """Rank 0's text, on every rank of the workspace with this number; the others have None.
+        """Send rank 0's `text` to every rank of the workspace with the number `making`, and return it.
 
-        Raises PeerTimeout where it does not come within the budget.
+        Other ranks pass None. Raises PeerTimeout if the text does not come in time.
         """
         with _lost_store(self._rank):
             key = self._key("told", making)
             if text is not None:
                 self._store.set(key, text)
-                # All ranks have made another workspace since: nobody reads the older one.
+                # All ranks have made a newer workspace: none reads the older text.
                 if (older := _told.get(self._group, key)) != key:
                     self._store.delete_key(older)
                 _told[self._group] = key
@@ -133,19 +135,19 @@ class StoreExchange:
             return found.decode()
 
     def ended(self) -> None:
-        """To be called when this rank has its arenas, or knows, as all ranks then do, that it cannot."""
+        """Record that this rank has its arenas, or knows that no rank gets them."""
         _unfinished.discard(self._group)
 
     def _tidy_up(self) -> None:
-        # A row means that a rank is still at it. The row is overwritten, not deleted, as a peer might be about to read
-        # it. An outcome is deleted when all ranks have come to the next one.
+        # A row means that a rank has not finished. The row is overwritten, not deleted, as a peer may be about to read
+        # it. The outcomes of former attempts are deleted.
         self._store.set(self._key("row", self._rank), "null")
         before = self._number - 1
         while before and self._store.delete_key(self._key("outcome", self._rank, before)):
             before -= 1
 
     def _patience(self) -> float:
-        # If this rank broke off last time, or a peer has begun anew, some may have finished and wait elsewhere.
+        # If this rank broke off last time, or a peer has started over, other ranks may have finished and not come.
         return timeouts.of(self._group) if self._group in _unfinished else timeouts.of_first(self._group)
 
     def _key(self, *parts: str | int) -> str:
@@ -156,15 +158,14 @@ class StoreExchange:
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def _waited(self, what: str, peer: int, seconds: float) -> Any:
-        # The peer's row; or its outcome of the rows that this rank has used, None if one of these rows has been
-        # replaced.
+        # The peer's row, or its outcome with this rank's rows. None if one of the rows has been replaced.
         waits = _waits()
         while True:
             found = self._read("row", peer) if what == "row" else self._outcome(peer)
             if found is not None:
                 return found
             if what == "outcome" and self._is_outdated():
-                # A rank that is done has left its outcome before its row went.
+                # A rank that is done wrote its outcome before its row was overwritten.
                 return self._outcome(peer)
             if (waited := next(waits)) > seconds:
                 come = "it has not come" if what == "row" else "it has not come to its end"
@@ -185,13 +186,13 @@ class StoreExchange:
 
 
 class ArenaExchange:
-    """An `Exchange` through the arenas that the ranks of `ws` have, for larger ones. Waits have the budget of an op."""
+    """Exchange through the present arenas of `ws`, for larger ones. Waits have the timeout of an op."""
 
     def __init__(self, ws: Workspace) -> None:
         self._ws, self._steps = ws, HostSteps.beside(ws, "workspace growth")
 
     def rows(self, mine: list[int]) -> list[list[int]]:
-        """See `Exchange`."""
+        """Return every rank's row, in rank order."""
         ws = self._ws
         row = partial(ws.view, epoch=self._steps.epoch, offset=0, shape=(1, len(mine)), dtype=torch.int64)
         ws.tell_peers()
@@ -200,7 +201,7 @@ class ArenaExchange:
         return [row(peer)[0].tolist() for peer in range(ws.world_size)]
 
     def outcomes(self, mine: list[int]) -> list[list[int]] | None:
-        """See `Exchange`."""
+        """Return every rank's outcome. Never None: a rank cannot start over."""
         ws, first = self._ws, signal.OUTCOME.value
         words = [[address + 4 * (first + i) for i in range(len(mine))] for address in ws.addresses]
         for word, value in zip(words[ws.rank], mine, strict=True):

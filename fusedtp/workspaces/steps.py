@@ -1,7 +1,7 @@
-"""The protocol's steps for schedules that run from the host: enter, signal, wait, leave.
+"""Steps of the protocol for schedules that run from the host: enter, signal, wait, leave.
 
-On a CPU they are done right here, as acquiring loads and releasing stores of the words that kernels in Triton's
-interpreter wait on and signal with atomics. On a GPU each is a one-program kernel on the current stream.
+On a CPU the steps are acquire loads and release stores of the words that interpreted kernels access with atomics. On a
+GPU each step is a kernel with one program on the current stream.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from . import clock
 if TYPE_CHECKING:
     from .workspace import Workspace
 
-# How long a wait polls before it sleeps between polls; less where ranks outnumber cores, as polling then takes a core
-# from the rank that is waited for. A sleep is this part of the time waited so far, so that no wait gets longer by more
-# than that, and at most so long.
+# A wait polls for _SPIN_SECONDS before it sleeps between polls. With more ranks than cores it polls for a shorter time,
+# because polling takes a core from the peer. A sleep is at most _SLEEP_SECONDS and at most _SLEEP_PART of the time
+# waited so far, which bounds the delay.
 _SPIN_SECONDS, _SPIN_SECONDS_CROWDED, _SLEEP_PART, _SLEEP_SECONDS = 1e-3, 50e-6, 1 / 16, 500e-6
 _CORES = len(os.sched_getaffinity(0))
 
-# On x86 every aligned load acquires and every store releases, so plain ones are enough, and take a tenth of the time.
+# On x86 aligned loads acquire and stores release, so plain accesses are enough. They take a tenth of the time.
 _PLAIN_WORDS = platform.machine().lower() in ("x86_64", "amd64")
 
 _SIGNALS: int = signal.SIGNALS.value
@@ -61,7 +61,7 @@ def _fingerprint(address: int) -> ctypes.c_int64:
 
 
 def load_fingerprint(address: int) -> int:
-    """The int64 at `address`, of a rank whose entry has been seen."""
+    """Return the int64 at `address`, written by a rank whose entry has been seen."""
     return _fingerprint(address).value
 
 
@@ -71,12 +71,12 @@ def store_fingerprint(address: int, value: int) -> None:
 
 
 def fingerprint_place(epoch: int, source: int, world_size: int) -> int:
-    """The word of a header at which the fingerprint of rank `source` for an epoch begins."""
+    """Return the index of the header word at which rank `source`'s fingerprint for an epoch begins."""
     return _SIGNALS + (_FINGERPRINTS + 2 * (epoch & 1)) * world_size + 2 * source
 
 
 def load_acquire(address: int) -> int:
-    """The int32 at `address`; what its writer stored before releasing it is visible afterwards."""
+    """Return the int32 at `address`. Stores that its writer made before the release are visible afterwards."""
     if _PLAIN_WORDS:
         return _word(address).value
     at = _at(address)
@@ -84,7 +84,7 @@ def load_acquire(address: int) -> int:
 
 
 def store_release(address: int, value: int) -> None:
-    """Write the int32 at `address` after everything stored before."""
+    """Write the int32 at `address` after all earlier stores."""
     if _PLAIN_WORDS:
         _word(address).value = value
         return
@@ -94,18 +94,18 @@ def store_release(address: int, value: int) -> None:
 
 
 def wrapping_difference(a: int, b: int) -> int:
-    """a - b as int32: negative where epoch a is before epoch b, also around the wrap."""
+    """Return a - b as int32: negative if epoch a is before epoch b, also across the wrap."""
     return (a - b + 2**31) % 2**32 - 2**31
 
 
 def raised(seen: int, epoch: int) -> bool:
-    """Whether a signal that holds `seen` has been raised for `epoch`: see `kernels.signal.LEAD`."""
+    """Return whether a signal with the value `seen` is raised for `epoch`: see `kernels.signal.LEAD`."""
     lead: int = signal.LEAD.value
     return 0 <= wrapping_difference(seen, epoch) < lead
 
 
 class HostSteps:
-    """The steps on a CPU, for the current op: `op` names it in a report, `epoch` is its number."""
+    """Steps on a CPU for the current op, with name `op` and epoch `epoch`."""
 
     def __init__(self, workspace: Workspace) -> None:
         self._ws = workspace
@@ -115,39 +115,39 @@ class HostSteps:
 
     @classmethod
     def beside(cls, workspace: Workspace, op: str) -> HostSteps:
-        """Separate steps for the workspace's next epoch."""
+        """Return separate steps for the workspace's next epoch, with name `op`."""
         steps = cls(workspace)
         steps.reach(workspace.addresses)
         steps.op, steps.epoch = op, workspace.next_epoch()
         return steps
 
     def reach(self, addresses: list[int]) -> None:
-        """Go by the arenas at these addresses from now on."""
+        """Set the addresses of all ranks' arenas."""
         self._addresses = addresses
-        # The address of this rank's signal of slot 0 in every rank's header; and that of the first signal in its own.
+        # The address of this rank's signal of slot 0 in every rank's header; then that of the first signal in its own.
         self._signals = [address + 4 * (_SIGNALS + self._rank) for address in addresses]
         self._own = addresses[self._rank] + 4 * _SIGNALS
         self._step = 4 * self._world_size
-        # Where this rank's fingerprint is in a header, in bytes from its beginning, for each half.
+        # Offset in bytes of this rank's fingerprint in a header, for each half.
         self._fingerprint_at = [4 * fingerprint_place(half, self._rank, self._world_size) for half in (0, 1)]
-        # Where every rank's is in this rank's own, by half and rank.
+        # Addresses of every rank's fingerprint in this rank's header, by half and rank.
         begin, ranks = addresses[self._rank], range(self._world_size)
         self._fingerprints = [
             [begin + 4 * fingerprint_place(half, src, self._world_size) for src in ranks] for half in (0, 1)
         ]
 
     def signal(self, dst: int, slot: int) -> None:
-        """Release everything stored for rank `dst`, under `slot`."""
+        """Signal `slot` of rank `dst`. The signal releases all earlier stores."""
         if _PLAIN_WORDS:
             _word(self._signals[dst] + slot * self._step).value = self.epoch
         else:
             store_release(self._signals[dst] + slot * self._step, self.epoch)
 
-    # The host itself has only one way to signal.
+    # The host has one way to signal.
     write = signal
 
     def wait(self, src: int, slot: int) -> None:
-        """Wait until rank `src` has raised `slot`; PeerTimeout when the budget is spent."""
+        """Wait until rank `src` has raised `slot`. Raises PeerTimeout."""
         address = self._own + slot * self._step + 4 * src
         if _PLAIN_WORDS and _word(address).value == self.epoch:
             return
@@ -157,16 +157,16 @@ class HostSteps:
             self._wait_slowly(lambda: load_acquire(address), src, slot, self.epoch)
 
     def meet(self) -> None:
-        """Tell every peer that this rank has come one step further in growing the workspace, and wait until all have.
+        """Increment GROWING, a step in growing the workspace, and wait until every peer has done the same.
 
-        PeerTimeout if one does not come, or has come but is gone.
+        Raises PeerTimeout if a peer does not come in time or is gone.
         """
         ws, word = self._ws, 4 * signal.GROWING.value
         step = load_acquire(ws.addresses[ws.rank] + word) + 1
         store_release(ws.addresses[ws.rank] + word, step)
 
         def come(peer: int) -> int:
-            # In this order: a rank gives up only after it has come.
+            # GROWING is read before the words of `_gone`: a rank gives up only after it has come.
             seen = load_acquire(ws.addresses[peer] + word)
             return 0 if any(map(load_acquire, self._gone(peer))) else seen
 
@@ -175,7 +175,7 @@ class HostSteps:
             self._wait_slowly(partial(come, peer), peer, signal.GROWTH_SLOT.value, step)
 
     def _gone(self, peer: int) -> list[int]:
-        # The words in which that rank says that it raises no more signals.
+        # Addresses of the words by which rank `peer` tells that it raises no more signals.
         return [self._ws.addresses[peer] + 4 * word.value for word in (signal.GIVEN_UP, signal.LEFT)]
 
     def _wait_slowly(self, poll: Callable[[], int], src: int, slot: int, expected: int) -> None:
@@ -186,14 +186,13 @@ class HostSteps:
         gone = self._gone(src)
         spin = _SPIN_SECONDS if ws.world_size <= _CORES else _SPIN_SECONDS_CROWDED
         while not raised(seen := poll(), expected):
-            # Read before the last poll: a rank that gives up or leaves has raised all its signals by then.
+            # Read before the last poll: a rank raises all its signals before it gives up or leaves.
             is_gone = waited >= spin and any(map(load_acquire, gone))
             if waited >= spin and self._has_entered(src) and self._disagrees(src):
                 ws.disagree(self.op, src, self.epoch)
-            # `waited` is from before the poll: a rank that was itself stopped in between finds what arrived
-            # meanwhile.
+            # `waited` was read before the poll: a rank that was stopped in between sees signals that arrived meanwhile.
             if waited > ws.seconds or (is_gone and not raised(poll(), expected)):
-                # Where ranks disagree the entry stands, for the others to find that out.
+                # If ranks disagree, the entry stays, so that the other ranks find the difference too.
                 for peer in self._peers:
                     if self._has_entered(peer) and self._disagrees(peer):
                         ws.disagree(self.op, peer, self.epoch)
@@ -207,7 +206,7 @@ class HostSteps:
         ws.host_words[signal.WAITING_FOR.value] = 0
 
     def enter(self, op: str) -> None:
-        """Begin an epoch with that op: tell every peer so, with a fingerprint of what this rank means by it."""
+        """Begin an epoch with op `op`, and give every peer this rank's entry and fingerprint."""
         self.op, self.epoch = op, self._ws.take_epoch()
         fingerprint, addresses, epoch = self._ws.meanings.now.fingerprint, self._addresses, self.epoch
         place = self._fingerprint_at[epoch & 1]
@@ -224,7 +223,7 @@ class HostSteps:
             _word(self._signals[dst] + entry).value = epoch
 
     def _disagrees(self, src: int) -> bool:
-        # Whether that rank, whose entry is there, means something else.
+        # True if rank `src`, which has entered, has another fingerprint.
         theirs = load_fingerprint(self._fingerprints[self.epoch & 1][src])
         return theirs != self._ws.meanings.now.fingerprint
 
@@ -234,8 +233,8 @@ class HostSteps:
         return raised(load_acquire(ws.addresses[ws.rank] + 4 * entry), self.epoch)
 
     def _take_back(self) -> None:
-        # As in `kernels.signal`, no peer may end an op that this rank has given up, though it may end the one before.
-        # Nor may it meet this rank where the memory grows.
+        # As in `kernels.signal`: no peer may end an op that this rank has given up, but a peer may end the previous op.
+        # And no peer may pass `meet` with this rank.
         ws, before = self._ws, wrapping_difference(self.epoch, 1)
         for peer in range(ws.world_size):
             if peer != ws.rank:
@@ -244,7 +243,7 @@ class HostSteps:
         store_release(ws.addresses[ws.rank] + 4 * signal.GROWING.value, 0)
 
     def leave(self) -> None:
-        """Wait for every peer's entry, compare what they mean with what this rank does, and end the epoch."""
+        """Wait for every peer's entry, compare fingerprints, and end the epoch."""
         for src in self._peers:
             self.wait(src, _ENTRY)
             if self._disagrees(src):
@@ -253,21 +252,21 @@ class HostSteps:
 
 
 class DeviceSteps:
-    """The steps on a GPU's current stream; a wait that is given up reports itself, as in any kernel."""
+    """Steps on a GPU's current stream. A wait that times out writes a report, as in other kernels."""
 
     def __init__(self, workspace: Workspace) -> None:
         self._ws = workspace
         self.op, self.epoch = "", 0
 
     def signal(self, dst: int, slot: int) -> None:
-        """Release what this stream has stored for rank `dst`, under `slot`."""
+        """Signal `slot` of rank `dst`. The signal releases this stream's earlier stores."""
         step(self._ws.channel(), OPS[self.op].number, "signal", dst, slot)
 
     def write(self, dst: int, slot: int) -> None:
-        """Like `signal`, by the stream itself: it needs no SM.
+        """Signal by a stream memory operation, which needs no SM.
 
-        torch writes by cuStreamWriteValue32, which fences what the stream has done before at system scope (CUDA driver
-        API, "Stream Memory Operations").
+        torch uses cuStreamWriteValue32, which fences the stream's earlier work at system scope (CUDA driver API,
+        "Stream Memory Operations").
         """
         word = signal.SIGNALS.value + slot * self._ws.world_size + self._ws.rank
         words = self._ws.signal_words(dst)
@@ -278,10 +277,10 @@ class DeviceSteps:
         step(self._ws.channel(), OPS[self.op].number, "wait", src, slot)
 
     def enter(self, op: str) -> None:
-        """Begin an epoch with that op, and tell every peer."""
+        """Begin an epoch with op `op`, and give every peer this rank's entry and fingerprint."""
         self.op, self.epoch = op, self._ws.take_epoch()
         step(self._ws.channel(), OPS[op].number, "enter")
 
     def leave(self) -> None:
-        """Wait for every peer's entry and end the epoch."""
+        """Wait for every peer's entry, compare fingerprints, and end the epoch."""
         step(self._ws.channel(), OPS[self.op].number, "leave")

@@ -1,4 +1,4 @@
-"""Timeouts of waits: one per group, from `set_timeout`, for peers and for torch.distributed's store."""
+"""Timeouts of waits for peers and for torch.distributed's store: one per group, from `set_timeout`."""
 
 from __future__ import annotations
 
@@ -16,21 +16,24 @@ from ..torch_private import store_of, timeout_seconds
 from .clock import Stopwatch
 
 _DEFAULT_SECONDS = 30.0
-# What a store that answers takes to answer, at most.
+# Largest time that a working store takes to answer.
 _ANSWER_SECONDS = 1.0
-# For groups without a budget of their own, if one was given; and of those that were given one.
+# The timeout of groups without one of their own, None for the default; then the timeouts set for single groups.
 _seconds: float | None = None
 _seconds_of: WeakKeyDictionary[ProcessGroup, float] = WeakKeyDictionary()
 
 
 def of(group: ProcessGroup | None) -> float:
-    """The budget of `group`, in seconds; None: of every group that has none of its own."""
+    """Return the timeout of `group`, in seconds; for None, that of groups without one of their own."""
     given = _given(group)
     return _DEFAULT_SECONDS if given is None else given
 
 
 def of_first(group: ProcessGroup) -> float:
-    """The budget of a wait for peers that may still be loading: the group's timeout, or what `set_timeout` gave."""
+    """Return the timeout of a first wait, for peers that may still be loading.
+
+    It is that of `set_timeout`, or if that was not called, the group's in torch.distributed.
+    """
     given = _given(group)
     return timeout_seconds(group) if given is None else given
 
@@ -40,7 +43,7 @@ def _given(group: ProcessGroup | None) -> float | None:
 
 
 def set_for(group: ProcessGroup | None, seconds: float) -> None:
-    """Set the budget of `group`, or (None) of every group: see `registry.set_timeout` for the errors."""
+    """Set the timeout of `group`, or for None of every group. `registry.set_timeout` has the errors."""
     global _seconds
     check_number("seconds", seconds)
     if not 0 < seconds <= 2_000_000:
@@ -57,21 +60,22 @@ class StoreSilent(RuntimeError):
 
 
 class GroupStore:
-    """The store of a group, with each request bounded: torch's own client waits for an answer without end.
+    """Store of a group with a timeout for each request. torch's own client waits without end.
 
-    Raises StoreSilent where an answer takes longer than the group's budget, or than its timeout if that is shorter.
+    A request raises StoreSilent after the smaller of `of` and `of_first`. `wait` does so a second after its own
+    timeout.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
         self._store = store_of(group)
-        # Weak, as this may be kept for as long as the group lives.
+        # A weak reference, so that this object does not keep the group alive.
         self._group = ref(group)
 
     def __getattr__(self, name: str) -> Any:
         return partial(self._answer, None, getattr(self._store, name))
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
-        """As the store's."""
+        """Wait for keys, like the store's method."""
         self._answer(timeout.total_seconds() + _ANSWER_SECONDS, self._store.wait, keys, timeout)
 
     def _answer(self, seconds: float | None, request: Callable[..., Any], *args: Any) -> Any:
@@ -86,7 +90,7 @@ class GroupStore:
             except BaseException as error:
                 answers.append((None, error))
 
-        # Its process may be stopped: then the request stays where it is, in torch.
+        # A thread, because the store's process may be stopped. Then the request never returns from torch.
         asks, ran = threading.Thread(target=ask, name="fusedtp-store", daemon=True), Stopwatch()
         asks.start()
         while not answers:

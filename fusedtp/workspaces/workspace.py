@@ -1,8 +1,8 @@
-"""One rank's end of a group's symmetric memory: the arenas of all its ranks, the epoch, and what went wrong.
+"""Workspace: one rank's view of a group's symmetric memory, with all ranks' arenas, the epoch and failures.
 
-An arena is a header with the signals (see `kernels.signal`), then two halves of data; an op at epoch e uses half e % 2.
-Workspaces grow collectively, are never freed by the garbage collector, and are destroyed explicitly. One stream at a
-time: on a GPU, ops issued on different streams are chained by events.
+An arena is a header with signals (see `kernels.signal`), then two halves of data. An op at epoch e uses half e % 2.
+Workspaces grow collectively. `registry` gives them back by `destroy` or with their group. On a GPU, events chain ops of
+different streams, so that ops run on one stream at a time.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ from .steps import DeviceSteps, HostSteps
 
 _MIN_SLOTS = 64
 _MIN_HALF_BYTES = 1 << 16
-# Making a view takes longer than looking one up; a layer asks for the same few again and again.
+# Size of the cache of views. Making a view takes longer than a lookup.
 _MAX_VIEWS = 1024
-# Shapes may never repeat. What is forgotten is decided anew, alike on all ranks, from what they know alike.
+# Size of the cache of decisions, because shapes may never repeat. All ranks make a decision again from the same data.
 _MAX_DECISIONS = 4096
 
-# How far an op has come: none is under way, nothing has been sent, or peers may have seen something of it. Each change
-# is one store, to `_SENT` before anything is sent, to `_NO_OP` after everything: an interruption finds one or the
-# other.
+# Progress of an op: no op runs, the op has sent nothing, or peers may have seen part of it. Each change is one store,
+# so that interruptions find a valid state: `_SENT` is stored before the first send, `_NO_OP` after the op.
 _NO_OP, _NOTHING_SENT, _SENT = 0, 1, 2
 
 Kept = TypeVar("Kept")
@@ -59,7 +58,7 @@ def _wrap(epoch: int) -> int:
 
 
 class Workspace(Failing):
-    """One rank's end of a group's symmetric memory."""
+    """One rank's view of a group's symmetric memory."""
 
     @outside_inference
     def __init__(
@@ -73,7 +72,7 @@ class Workspace(Failing):
     ) -> None:
         self.rank, self.world_size = memory.rank, memory.world_size
         self.device = device
-        # On a CPU a peer's memory is as near as the own one; on a GPU a matmul must not read it again and again.
+        # True if a matmul may read a peer's memory in place. On a GPU that would load the same data many times.
         self.in_place = self._on_host = device.type == "cpu"
         self.slots = self.half_bytes = 0
         self.seconds = timeouts.of(None) if seconds is None else seconds
@@ -81,19 +80,17 @@ class Workspace(Failing):
         self.meanings = Meanings()
         self.made = False
         self._op, self._progress = "", _NO_OP
-        # The call that made the last op that peers may have seen something of.
+        # The call that ran the last op of which peers may have seen a part.
         self._call: locks.Open | None = None
         self._memory = memory
         self._arena: Arena | None = None
-        # The protocol's steps for ops that are driven from the host.
         self.steps = HostSteps(self) if self._on_host else DeviceSteps(self)
         self._tables: dict[tuple[int, ...], Tensor] = {}
-        # What captured graphs go on reading and writing, however the workspace has changed since.
+        # Memory that captured graphs read and write, kept alive after the workspace has changed.
         self._captured: list[Any] = []
-        # Views of the arenas, dropped with them: a view that is kept elsewhere keeps its arena alive.
+        # Cache of views of the arenas, dropped with them. A view that is kept elsewhere keeps its arena alive.
         self.views: dict[Any, Any] = {}
-        # What dispatch knows of this group, and what has been decided by it: the ranks agree on that anew with every
-        # workspace.
+        # `dispatch.Knowledge` of this group, and decisions from it. Ranks agree on them again for every workspace.
         self.knowledge: Any = None
         self._decisions: dict[Any, Any] = {}
         self._mirror = epoch
@@ -108,9 +105,9 @@ class Workspace(Failing):
             self.make()
 
     def make(self, exchange: StoreExchange | None = None) -> None:
-        """Make the arenas, collectively. Until then, or if it raises, all that can be done is to `close`."""
+        """Make the arenas, collectively. Before this, or if it raises, only `close` may be called."""
         self._allocate(_MIN_HALF_BYTES, _MIN_SLOTS, self._mirror, exchange)
-        # Ranks must decide alike what depends on the machine: all go by rank 0's.
+        # Ranks must make the same decisions, so all use rank 0's hardware.
         self.hardware = self._shared_hardware()
         clock.drive(self.host_block[signal.CLOCK_MS.value :])
         self.making = 0 if exchange is None else exchange.making
@@ -121,22 +118,22 @@ class Workspace(Failing):
         words = signal.SIGNALS.value + slots * self.world_size
         size = -(-words // 64) * 64 + agreement.TEXT_BYTES // 4
         header = torch.zeros(size, dtype=torch.int32, device="cpu")
-        # Signals start at the present epoch, not at 0: near the wrap 0 could pass for a later one.
+        # Signals start at the present epoch: near the wrap, 0 could pass for a later epoch.
         header[signal.SIGNALS.value : -agreement.TEXT_BYTES // 4] = epoch
         header[signal.EPOCH.value] = epoch
         header[signal.HARDWARE.value] = self._gpu
         data_offset = header.numel() * 4
         arena = self._memory.allocate(data_offset + 2 * half_bytes, header, exchange)
         if self._arena is not None and self._arena.multicast and not arena.multicast:
-            arena.release()  # what was made before counts with it
+            arena.release()  # all ranks keep the present arenas
             raise Unreachable("the larger memory has no address of all ranks, as the present one has")
         own, addresses = arena.tensors[self.rank], [each.data_ptr() for each in arena.tensors]
         old, self._arena = self._arena, arena
-        # An interruption from here on leaves a workspace that refuses all use and goes by its arena alone.
+        # An interruption from here on leaves a workspace that refuses use, except to close its arena.
         self.views = {}
         self.half_bytes, self.slots, self.data_offset = half_bytes, slots, data_offset
         self.words = own[:data_offset].view(torch.int32)
-        # The same words for the host, where it can reach them: an element of a tensor takes ten times as long.
+        # The words as an array on a CPU: reading an element of a tensor takes ten times as long.
         self.host_words = self.words.numpy() if self.device.type == "cpu" else np.zeros(0)
         self.data, self.addresses = own[data_offset : data_offset + 2 * half_bytes], addresses
         if isinstance(self.steps, HostSteps):
@@ -144,11 +141,11 @@ class Workspace(Failing):
         known = [*addresses, self.host_block.data_ptr(), arena.multicast]
         self.peers = torch.tensor(known, dtype=torch.int64, device=self.device)
         self._channel = Channel(self.peers, self.data, self.rank, self.world_size, half_bytes, data_offset)
-        # Only now, as the budget may have been set meanwhile.
+        # Last, because `set_timeout` may have been called meanwhile.
         self._budget_ms = math.ceil(self.seconds * 1000)
         self.words[_BUDGET_MS] = self._budget_ms
         if old is not None and not self._captured:
-            # Nobody reads the old arena any more: a peer gets here only after its last op, and its reads, have ended.
+            # No peer reads the old arena: a peer gets here only after its last op has ended.
             old.release()
 
     def _shared_hardware(self) -> Hardware:
@@ -161,16 +158,16 @@ class Workspace(Failing):
 
     @property
     def has_multicast(self) -> bool:
-        """Whether kernels reach all arenas at once. Interpreted ones do so one after the other."""
+        """Return whether kernels can reach all arenas by one address. Interpreted kernels emulate that."""
         return self._on_host or (self._arena is not None and self._arena.multicast != 0)
 
     @property
     def epoch(self) -> int:
-        """The last epoch that this rank has finished. On a GPU this waits for the device."""
+        """Return the last epoch that this rank has finished. On a GPU this waits for the device."""
         return int(self.words[signal.EPOCH.value])
 
     def next_epoch(self) -> int:
-        """The epoch of the op that the host is about to drive."""
+        """Return the epoch of the next op that runs from the host."""
         if self.device.type == "cpu":
             return _wrap((self._mirror if self._progress else self.epoch) + 1)
         if self._capturing():
@@ -178,14 +175,15 @@ class Workspace(Failing):
                 "copies go to addresses chosen on the host and cannot be captured: use schedule 'fused', which pushes"
             )
         if not self._mirror_is_exact:
-            # Every replay of a graph advances the device's epoch, which the host does not see.
+            # Every replay of a graph advances the device's epoch. The host does not see that.
             self._mirror, self._mirror_is_exact = self.epoch, not self._captured
         return _wrap(self._mirror + 1)
 
     def require(self, half_bytes: int, slots: int) -> None:
-        """What every op begins with: grow until a half holds `half_bytes` and there are `slots` signals a source.
+        """Grow the workspace to halves of at least `half_bytes` and at least `slots` signals for each source.
 
-        Collective where it grows: on a CPU PeerTimeout where a peer does not come. Raises what an earlier op reported.
+        Collective if the workspace grows. On a CPU, raises PeerTimeout if a peer does not come. Raises the failure of
+        an earlier op.
         """
         self._check()
         if half_bytes <= self.half_bytes and slots <= self.slots:
@@ -209,7 +207,7 @@ class Workspace(Failing):
         except RanksDisagree:
             raise
         except (Unreachable, ValueError) as error:
-            # Every rank gets this error, and goes on with the memory that it has.
+            # Every rank gets this error and keeps its present memory.
             self._progress = min(self._progress, _NOTHING_SENT)
             text = f"the workspace cannot grow: {error}"
             if isinstance(error, Unreachable):
@@ -220,15 +218,15 @@ class Workspace(Failing):
         self._progress = min(self._progress, _NOTHING_SENT)
 
     def tell_peers(self) -> None:
-        """To be called before peers may see anything of an op: from here on it cannot be broken off silently."""
+        """Record that peers may see part of the op from now on. After that, an interruption is a failure."""
         if self._progress:
             self._progress = _SENT
         else:
-            # Virtual ranks, whose ops do not pass through `begin` and `end`.
+            # Ops of virtual ranks do not call `begin` and `end`.
             self._mirror_is_exact = False
 
     def channel(self) -> Channel:
-        """What a kernel's launcher needs."""
+        """Return the arguments of a kernel's launcher, and record that the op sends."""
         if self._progress:
             self._progress = _SENT
         else:
@@ -237,11 +235,11 @@ class Workspace(Failing):
         return self._channel
 
     def table(self, sizes: tuple[int, ...]) -> Tensor:
-        """The row offsets of `sizes` on the device (int32, world_size + 1)."""
+        """Return the row offsets of `sizes` on the device (int32, world_size + 1)."""
         table = self._tables.get(sizes)
         if table is None:
             if len(self._tables) >= _MAX_VIEWS and not self._capturing():
-                # A kernel on another stream may still be reading one.
+                # A kernel on another stream may still read a table.
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)
                 self._tables.clear()
@@ -255,7 +253,7 @@ class Workspace(Failing):
         return torch.tensor(offsets(sizes), dtype=torch.int32, device=self.device)
 
     def view(self, peer: int, epoch: int, offset: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """[rows, cols] of `dtype`, contiguous, `offset` bytes into rank `peer`'s half for `epoch`."""
+        """Return a contiguous tensor of `shape` and `dtype`, `offset` bytes into rank `peer`'s half for `epoch`."""
         key = (peer, epoch & 1, offset, shape, dtype)
         view: Tensor | None = self.views.get(key)
         if view is None:
@@ -264,14 +262,14 @@ class Workspace(Failing):
         return view
 
     def keep(self, key: object, views: Kept) -> Kept:
-        """Keep them in `views` until there are too many, or the arenas are replaced."""
+        """Cache `views` until the cache is full or the arenas are replaced, and return them."""
         if len(self.views) >= _MAX_VIEWS:
             self.views.clear()
         self.views[key] = views
         return views
 
     def decided(self, key: object, make: Callable[[], Kept]) -> Kept:
-        """What `make` decided for this key, the first time that it was asked for; forgotten when there are too many."""
+        """Return the cached decision for `key`. Call `make` for a new key."""
         if key not in self._decisions:
             made = make()
             if len(self._decisions) >= _MAX_DECISIONS:
@@ -286,9 +284,9 @@ class Workspace(Failing):
         return self._arena.tensors[peer][begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def take_epoch(self) -> int:
-        """The epoch of an op that the host drives, of which peers may see something from now on."""
+        """Return the epoch of an op that runs from the host, and record that the op sends."""
         if self._on_host and self._progress:
-            # Every op passes here.
+            # `next_epoch`, inlined because every op runs this.
             self._progress = _SENT
             return (self._mirror + 1 + 2**31) % 2**32 - 2**31
         epoch = self.next_epoch()
@@ -296,14 +294,15 @@ class Workspace(Failing):
         return epoch
 
     def begin(self, op: str, meant: Meaning) -> None:
-        """To be called before an op issues anything; `meant`: what it means. Chains streams. RuntimeError if the last
-        op has not ended, or the call that made it has not returned.
+        """Begin an op with the meaning `meant`, before it issues work. Chains streams.
+
+        Raises RuntimeError if the last op has not ended, or if the call that ran it has not returned.
         """
         if self.meanings.now is not meant:
             self.meanings.take(meant)
         unreturned = self._call is not None and not self._call.returned and self._call is not locks.current()
         if (self._progress == _SENT or unreturned) and self.failure is None:
-            # It was interrupted where nothing could notice that.
+            # The last op was interrupted outside of any handler.
             self._abandon(self._op, None)
         if self.failure is not None:
             raise self.failure
@@ -328,13 +327,13 @@ class Workspace(Failing):
         self._last_stream = stream
 
     def end(self) -> None:
-        """To be called after all that an op issues: raises what the op has reported by now."""
+        """End an op after all its work was issued. Raises a failure that the op has reported by now."""
         if self.device.type != "cpu":
             capturing = self._capturing()
             if not capturing:
                 self._done = self._done or torch.cuda.Event()
                 self._done.record(self._last_stream)
-            # A captured op advances the device's epoch at every replay, which the host does not see.
+            # A captured op advances the device's epoch at every replay. The host does not see that.
             self._mirror_is_exact = self._mirror_is_exact and not capturing
         self._check()
         if self._on_host and self._progress == _SENT:
@@ -347,9 +346,9 @@ class Workspace(Failing):
         self._progress = _NO_OP
 
     def interrupted(self, op: str, error: BaseException) -> None:
-        """To be called in place of `end` if the op raises anything. Half way through an op this fails the workspace, as
-        the peers are in the middle of it. An error before the first signal leaves no trace: the same call may be made
-        again.
+        """End an op that has raised `error`.
+
+        If peers may have seen part of the op, the workspace fails. Otherwise the same call may be made again.
         """
         if self._progress != _SENT:
             self._progress = _NO_OP
@@ -358,7 +357,7 @@ class Workspace(Failing):
 
     @contextlib.contextmanager
     def running(self, op: str) -> Iterator[None]:
-        """`begin` and `end`, or `interrupted`, around an op."""
+        """Run an op between `begin` and `end`, or `interrupted` if it raises."""
         self.begin(op, self.meanings.now)
         try:
             yield
@@ -369,35 +368,35 @@ class Workspace(Failing):
 
     @property
     def loads_for_capture(self) -> bool:
-        """Whether what runs here now may be captured in a graph later."""
+        """Return whether the running op may be captured in a graph later."""
         return self.device.type == "cuda" and not self._capturing()
 
     def _capturing(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def check(self) -> None:
-        """Wait for the device and raise PeerTimeout if any op so far has reported one."""
+        """Wait for the device and raise the failure that an op has reported, if any."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._check()
 
     def signal_words(self, peer: int) -> Tensor:
-        """Rank `peer`'s header as torch's stream operations want it: flat, uint32."""
+        """Return rank `peer`'s header as flat uint32, for torch's stream memory operations."""
         assert self._arena is not None
         return self._arena.tensors[peer][: self.data_offset].view(torch.uint32)
 
     def set_timeout(self, seconds: float) -> None:
-        """The budget of every wait from the next op on."""
+        """Set the timeout of waits, from the next op on."""
         self.seconds, self._budget_ms = seconds, math.ceil(seconds * 1000)
-        # Another thread may close the workspace meanwhile: its memory stays mapped as long as `words` refers to it.
+        # Another thread may close the workspace meanwhile. A reference to `words` keeps the memory mapped.
         words = getattr(self, "words", None)
         if words is not None:
             words[_BUDGET_MS] = self._budget_ms
 
     def close(self, why: int = 1) -> None:
-        """Give the memory back. The peers may still use theirs. why: what they read in LEFT, see `kernels.signal`."""
+        """Give the memory back, and write `why` to LEFT (see `kernels.signal`). Peers may still use their memory."""
         try:
-            # Kernels that still wait for a lost peer end by the clock, which therefore goes on until they have.
+            # Kernels that wait for a lost peer end by the clock, so the clock runs until they have ended.
             if self._arena is not None and self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
         finally:
@@ -406,9 +405,10 @@ class Workspace(Failing):
             self._leave(why)
             self._arena, self.views = None, {}
             for name in ("words", "host_words", "data", "_channel"):
-                # A workspace that was interrupted while it was made lacks some of them.
+                # A workspace that was interrupted in `make` lacks some of these.
                 vars(self).pop(name, None)
             arena.release()
             self._captured.clear()
-        # With its traceback, the error keeps frames alive: of a backward pass also the graph, and by that this.
+        # A new error: the old one's traceback keeps frames alive. Frames of a backward pass hold the graph, which holds
+        # this workspace.
         self.failure = RuntimeError("this workspace has been given back, by fusedtp.destroy or with its group")
