@@ -20,7 +20,7 @@ import triton.language as tl
 
 from .descriptors import fitted_to, of_arena, of_left, read_by_all, read_gathered_by, whole_leaves
 from .epilogue import TileEpilogue, store_tile
-from .launch import Channel, Config, Memo, fitted, flattened, layouts_of, options
+from .launch import Channel, Config, Memo, fitted, flattened, options
 from .loading import launch
 from .matmul import Tile, locate_among, locate_in_chunks, matmul_tiles, unpack
 from .operands import (
@@ -331,7 +331,10 @@ class GatherMatmul:
         bs, cs: each b and its c. pushed: the pieces are already under way. Else config.pushers programs push them, or
         fewer for fewer pieces. last: end the epoch.
         """
-        key = (pushed, *layouts_of(a, *bs, *cs))
+        layouts: list[object] = [pushed, a.dtype]
+        for x in (a, *bs, *cs):
+            layouts += x.shape, x.stride(), x.data_ptr() % 16
+        key = tuple(layouts)
         known = self._memo.get(key) or self._memo.keep(key, self._find_out(channel, a, bs, cs, pushed, epilogue))
         (s0, s1), own, arena, config = a.stride(), None, None, known.config
         if known.a_by != "pointers":

@@ -52,7 +52,7 @@ class Channel:
 
 
 class Memo(dict[tuple[object, ...], Any]):
-    """Launch parameters of an op, by the layouts of its operands; see `layouts_of`."""
+    """Launch parameters of an op, by its operands' dtype, shapes, strides and alignments."""
 
     def keep(self, key: tuple[object, ...], found: Any) -> Any:
         """Cache and return launch parameters."""
@@ -60,14 +60,6 @@ class Memo(dict[tuple[object, ...], Any]):
             self.clear()
         self[key] = found
         return found
-
-
-def layouts_of(*matrices: torch.Tensor) -> tuple[object, ...]:
-    """Return what launch parameters depend on: dtype, and shapes, strides and alignments."""
-    key: list[object] = [matrices[0].dtype]
-    for x in matrices:
-        key += x.shape, x.stride(), x.data_ptr() % 16
-    return tuple(key)
 
 
 @cache

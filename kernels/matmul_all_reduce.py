@@ -25,10 +25,10 @@ from .choices import MOST_SPLITS
 from .contraction import multiply
 from .descriptors import fitted_to, read_by
 from .epilogue import TileEpilogue, apply
-from .launch import Channel, Config, Memo, layouts_of, options, strip_of
+from .launch import Channel, Config, Memo, options, strip_of
 from .loading import launch
 from .matmul import Tile, matmul_tiles
-from .matmul_scatter import scaled_term
+from .matmul_scatter import rounded, send_tile
 from .multicast import behind_store, behind_wait, store_to_all, sum_of_all
 from .operands import (
     Known,
@@ -99,30 +99,14 @@ def _locate(ctx, index):
 @triton.jit
 def _send_to(ctx, dst, first, tile, partial):
     # first: the first column of tiles that `dst` owns.
-    dtype: tl.constexpr = partial.dtype
-    offs_m = tl.arange(0, ctx.tiles.BLOCK_M)
-    offs_n = tl.arange(0, ctx.tiles.BLOCK_N)
-    mask = (offs_m < ctx.M - tile.row)[:, None] & (offs_n < ctx.b.N[0] - tile.col)[None, :]
-    if ctx.SWITCH:
-        rows = (dst * ctx.M + tile.row + offs_m).to(tl.int64)
-        base = half(ctx.link, ctx.link.rank, dtype)
-    else:
-        rows = (ctx.link.rank * ctx.M + tile.row + offs_m).to(tl.int64)
-        base = half(ctx.link, dst, dtype)
-    cols = (tile.chunk - first) * ctx.tiles.BLOCK_N + offs_n
-    tl.store(base + rows[:, None] * ctx.pitch + cols[None, :], partial, mask=mask)
-    slot = tile.index * _most(ctx, cdiv(ctx.b.N[0], ctx.tiles.BLOCK_N)) + tile.chunk - first
-    raise_signal(ctx.link, dst, slot + FIRST_SLOT)
+    slot = tile.index * _most(ctx, cdiv(ctx.b.N[0], ctx.tiles.BLOCK_N)) + tile.chunk - first + FIRST_SLOT
+    row = (dst if ctx.SWITCH else ctx.link.rank) * ctx.M
+    send_tile(ctx, dst, row, (tile.chunk - first) * ctx.tiles.BLOCK_N, slot, tile, partial)
 
 
 @triton.jit
 def _send(ctx, tile, packed, acc):
-    if ctx.scales is None:
-        partial = acc.to(ctx.a.ptr[0].dtype.element_ty)
-    else:
-        if ctx.tiles.SCALES == "rows":
-            acc = scaled_term(ctx, tile, 0, acc)
-        partial = acc.to(ctx.scales.out.dtype.element_ty)
+    partial = rounded(ctx, tile, acc)
     if ctx.TO_ALL:
         # Not `range`: unrolled, it keeps the addresses of all ranks in registers.
         dst = (ctx.link.rank + 1) % ctx.link.group.WORLD_SIZE
@@ -361,7 +345,7 @@ class MatmulAllReduce:
         arrivals: zeros (int32), as many as programs, of this workspace alone; zeros again when the kernel ends. Without
         `to_all`, sums lie from row `sums_row` of every half on, with a signal a tile from `second_slot` on.
         """
-        key = layouts_of(a, b)
+        key = a.dtype, a.shape, a.stride(), a.data_ptr() % 16, b.shape, b.stride(), b.data_ptr() % 16
         known = self._memo.get(key) or self._memo.keep(key, self._find_out(a, b))
         config, sums = known.config, None
         if known.splits > 1:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .descriptors import fitted_to, read_by_all, whole_leaves
-from .launch import Channel, Config, Memo, layouts_of, options
+from .launch import Channel, Config, Memo, options
 from .loading import launch
 from .matmul import locate_in_chunks, locate_whole, matmul_tiles
 from .operands import Known, Left, Right, Scales, Tiles, a_of_term, b_of_term, left_of, pick, right_of, tiles_of
@@ -51,21 +51,26 @@ def _locate_own_chunk_last(ctx, tile):
 
 
 @triton.jit
-def _store_to(ctx, dst, tile, partial):
-    dtype: tl.constexpr = partial.dtype
+def send_tile(ctx, dst, row, col, slot, tile, partial):
+    """Store a tile in a region of rank `dst`'s half, or of the own one (SWITCH), and raise `slot` at `dst`.
+
+    row, col: the region's first row, and the tile's column in the region.
+    """
     offs_m = tl.arange(0, ctx.tiles.BLOCK_M)
-    offs_n = tile.col + tl.arange(0, ctx.tiles.BLOCK_N)
-    mask = (offs_m < tile.rows - tile.row)[:, None] & (offs_n < ctx.b.N[0])[None, :]
-    if ctx.SWITCH:
-        rows = (dst * ctx.region_row + tile.row + offs_m).to(tl.int64)
-        base = half(ctx.link, ctx.link.rank, dtype)
-    else:
-        rows = (ctx.region_row + tile.row + offs_m).to(tl.int64)
-        base = half(ctx.link, dst, dtype)
-    tl.store(base + rows[:, None] * ctx.pitch + offs_n[None, :], partial, mask=mask)
+    offs_n = tl.arange(0, ctx.tiles.BLOCK_N)
+    mask = (offs_m < tile.rows - tile.row)[:, None] & (offs_n < ctx.b.N[0] - tile.col)[None, :]
+    rows = (row + tile.row + offs_m).to(tl.int64)
+    base = half(ctx.link, ctx.link.rank if ctx.SWITCH else dst, partial.dtype)
+    tl.store(base + rows[:, None] * ctx.pitch + (col + offs_n)[None, :], partial, mask=mask)
+    raise_signal(ctx.link, dst, slot)
+
+
+@triton.jit
+def _store_to(ctx, dst, tile, partial):
+    row = dst * ctx.region_row if ctx.SWITCH else ctx.region_row
     # Signals are numbered in the order in which `reduce` visits the owner's tiles: row by row.
     index = tile.index * cdiv(ctx.b.N[0], ctx.tiles.BLOCK_N) + tile.col // ctx.tiles.BLOCK_N
-    raise_signal(ctx.link, dst, index + FIRST_SLOT)
+    send_tile(ctx, dst, row, tile.col, index + FIRST_SLOT, tile, partial)
 
 
 @triton.jit
@@ -79,8 +84,8 @@ def scaled_term(ctx, tile, i, part):
 
 
 @triton.jit
-def _rounded(ctx, tile, acc):
-    # Round a tile to the wire dtype. A subtree stays float32.
+def rounded(ctx, tile, acc):
+    """Return a tile, scaled if float8, rounded to the wire dtype; a subtree stays float32."""
     if ctx.tiles.LEAVES > 0:
         return acc
     elif ctx.scales is None:
@@ -93,12 +98,12 @@ def _rounded(ctx, tile, acc):
 
 @triton.jit
 def _store_to_owner(ctx, tile, packed, acc):
-    _store_to(ctx, tile.chunk, tile, _rounded(ctx, tile, acc))
+    _store_to(ctx, tile.chunk, tile, rounded(ctx, tile, acc))
 
 
 @triton.jit
 def _store_to_all(ctx, tile, packed, acc):
-    partial = _rounded(ctx, tile, acc)
+    partial = rounded(ctx, tile, acc)
     # Not unrolled: the addresses of eight arenas at once take registers.
     for i in range(1, ctx.link.group.WORLD_SIZE + 1):
         _store_to(ctx, (ctx.link.rank + i) % ctx.link.group.WORLD_SIZE, tile, partial)
@@ -150,7 +155,10 @@ class MatmulScatter:
     ) -> None:  # fmt: skip
         """Launch the kernel; lefts, rights: a and b of each term."""
         assert len(lefts) == 1 or not self._to_all
-        key = layouts_of(*lefts, *rights)
+        layouts: list[object] = [lefts[0].dtype]
+        for x in (*lefts, *rights):
+            layouts += x.shape, x.stride(), x.data_ptr() % 16
+        key = tuple(layouts)
         known = self._memo.get(key) or self._memo.keep(key, self._find_out(lefts, rights))
         # Not flattened: every tile's signal needs a barrier, and the compiler does not pipeline a loop with a barrier.
         group = channel.groups.get(self._op) or channel.group(self._op)

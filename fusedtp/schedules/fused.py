@@ -19,7 +19,7 @@ from ..cost.overlap import IN_SWITCH, MULTICAST, ONE_SHOT
 from ..cost.work import Work
 from ..kernels import operands
 from ..kernels.choices import applied, of_fields
-from ..kernels.epilogue import epilogue_of
+from ..kernels.epilogue import TileEpilogue, constant, epilogue_of
 from ..kernels.gather_matmul import GatherMatmul, own_in_place
 from ..kernels.launch import Config, config_for
 from ..kernels.layout import Layout
@@ -191,11 +191,14 @@ class Gather:
         alike, others = products[: self._alike], products[self._alike :]
         by, on, ws, epilogue, transposed = self._by, self._on, self._ws, alike[0].epilogue, alike[0].transposed
         name = epilogue.activation
+        M, bs, biases = self._rows, [], []
         outs: list[Tensor] = []
         cs: list[Tensor] = []
         zs: list[Tensor] = []
         for each in alike:
-            M, N = self._rows, each.other.shape[1]
+            N = each.other.shape[1]
+            bs.append(each.other)
+            biases.append(each.epilogue.bias)
             # The gate and what it gates are one result.
             if not (outs and name in GATED):
                 outs.append(x.new_empty((N, M) if transposed else (M, N)))
@@ -203,10 +206,13 @@ class Gather:
             # If the result is transposed, z has the layout of c: only its address is needed.
             if epilogue.keeps:
                 zs.append(torch.empty_like(outs[-1]))
-        made = epilogue_of(
-            _biases(outs[0], alike), per_row=transposed, zs=zs, activation=GATED.get(name, name), gated=name in GATED
+        bias = epilogue.bias
+        given = _all_or_none(biases, cs) if len(cs) > 1 else None if bias is None else (bias,)
+        made = TileEpilogue(
+            given, constant(transposed), None, tuple(zs) or None,
+            constant(GATED.get(name, name)), constant(name in GATED),
         )  # fmt: skip
-        own, bs, scales = x, [each.other for each in alike], None
+        own, scales = x, None
         if type(x) is Quantized:
             own, bs, scales = x.data, [b.data for b in bs], scales_of([x], bs)
         launch, issued = self._launch or self._launcher(), on.split or by == "copy"
@@ -327,12 +333,12 @@ class Scatter:
         )  # fmt: skip
 
 
-def _biases(like: Tensor, products: Sequence[Product]) -> list[Tensor] | None:
+def _all_or_none(biases: Sequence[Tensor | None], cs: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
     # The kernel adds a bias to each product or to none.
-    given = [(each.epilogue.bias, each.other.shape[1]) for each in products]
-    if all(bias is None for bias, _ in given):
+    if all(bias is None for bias in biases):
         return None
-    return [like.new_zeros(N) if bias is None else bias for bias, N in given]
+    pairs = zip(biases, cs, strict=True)
+    return tuple(c.new_zeros(c.shape[1]) if bias is None else bias for bias, c in pairs)
 
 
 def scales_of(lefts: Sequence[Quantized], rights: Sequence[Quantized], out: Any = operands.END) -> operands.Scales:

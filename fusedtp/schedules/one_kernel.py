@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..cost.overlap import ONE_KERNEL_ROWS, num_adders
-from ..kernels.epilogue import epilogue_of
+from ..kernels.epilogue import TileEpilogue, constant
 from ..kernels.matmul_all_reduce import MatmulAllReduce, room_of
 from ..kernels.operands import outputs_of
 from ..norms import Norm
@@ -74,7 +74,8 @@ class OneKernel:
         out = torch.empty(task.moved, dtype=task.dtype, device=ws.device)
         arrivals = self._arrivals if self._arrivals is not None else self._zeros()
         self._launch(
-            channel, a, b, scales, out, epilogue_of(bias, per_row=False, residual=residual), arrivals, **self._places
+            channel, a, b, scales, out, TileEpilogue(None if bias is None else (bias,), constant(False), residual),
+            arrivals, **self._places,
         )  # fmt: skip
         return with_norm(Norm(task.norm, task.eps, *more[1:]), out) if task.norm else [out]
 
