@@ -82,37 +82,40 @@ def apply(epilogue, c, j, rows, cols, in_m, in_n, acc, ok):
 
     rows, cols: of the block, in C; in_m, in_n: those to store. ok: 0 if a wait for the block was given up.
     """
+    mask = in_m[:, None] & in_n[None, :]
+    rows = rows.to(tl.int64)
     if epilogue.bias is not None:
         bias = pick(epilogue.bias, j, c.COUNT)
         if epilogue.PER_ROW:
             acc += tl.load(bias + rows, mask=in_m, other=0.0).to(tl.float32)[:, None]
         else:
             acc += tl.load(bias + cols, mask=in_n, other=0.0).to(tl.float32)[None, :]
-    mask = in_m[:, None] & in_n[None, :]
-    rows = rows.to(tl.int64)[:, None]
+    rows = rows[:, None]
     cols = cols.to(tl.int64)[None, :]
     if epilogue.residual is not None:
         added = epilogue.residual.ptr[0] + rows * epilogue.residual.stride_m[0] + cols * epilogue.residual.stride_n[0]
         acc += tl.load(added, mask=mask, other=0.0).to(tl.float32)
     acc = or_nan(acc, ok)
+    # Offsets are added to a pointer one by one: a sum of both would be a number for each element.
+    rows = rows * stride_of(c.stride_m, j, c.COUNT, c.UNIT == 0)
+    cols = cols * stride_of(c.stride_n, j, c.COUNT, c.UNIT == 1)
     ptr = pick(c.ptr, j, c.COUNT)
-    at = rows * stride_of(c.stride_m, j, c.COUNT, c.UNIT == 0) + cols * stride_of(c.stride_n, j, c.COUNT, c.UNIT == 1)
     dtype: tl.constexpr = ptr.dtype.element_ty
     if epilogue.z is not None:
-        tl.store(pick(epilogue.z, j, c.COUNT) + at, acc.to(dtype), mask=mask)
+        tl.store(pick(epilogue.z, j, c.COUNT) + rows + cols, acc.to(dtype), mask=mask)
     if epilogue.GATED:
         is_up = mask & (j != 0)
         if epilogue.z is None:
-            gate = tl.load(ptr + at, mask=is_up, other=0.0).to(tl.float32)
+            gate = tl.load(ptr + rows + cols, mask=is_up, other=0.0).to(tl.float32)
             acc = tl.where(j != 0, activated(gate, epilogue.ACTIVATION) * acc, acc)
         else:
-            gate = tl.load(epilogue.z[0] + at, mask=is_up, other=0.0).to(tl.float32)
+            gate = tl.load(epilogue.z[0] + rows + cols, mask=is_up, other=0.0).to(tl.float32)
             acc = activated(gate, epilogue.ACTIVATION) * acc
             mask = is_up
     elif epilogue.ACTIVATION != "":
         acc = activated(acc, epilogue.ACTIVATION)
     result = acc.to(dtype)
-    tl.store(ptr + at, result, mask=mask)
+    tl.store(ptr + rows + cols, result, mask=mask)
     return result
 
 
