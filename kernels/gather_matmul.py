@@ -20,7 +20,7 @@ import triton.language as tl
 
 from .descriptors import fitted_to, of_arena, of_left, read_by_all, read_gathered_by, whole_leaves
 from .epilogue import TileEpilogue, store_tile
-from .launch import Channel, Config, Memo, fitted, flattened, options
+from .launch import Channel, Config, Memo, fitted, flattened, in_16_bytes, options
 from .loading import launch
 from .matmul import Tile, locate_among, locate_in_chunks, matmul_tiles, unpack
 from .operands import (
@@ -283,6 +283,15 @@ def own_in_place(a: torch.Tensor) -> bool:
     return a.stride(1) == 1
 
 
+def _limit(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, pitch: int, aligned: bool, described: bool) -> str:
+    # The register limit that is known to suffice for a kernel that gathers rows.
+    whole = aligned and pitch % 16 == 0 and in_16_bytes(b, c) and not any(n % 16 for n in a.stride() if n != 1)
+    # Reading by descriptors needs no further alignment.
+    if (described or whole) and c.stride(1) == 1 and c.shape[1] % 16 == c.stride(0) % 16 == c.data_ptr() % 16 == 0:
+        return "gather"
+    return "gather transposed" if whole and c.stride(0) == 1 else ""
+
+
 class KnownGather(NamedTuple):
     """Launch parameters: how operands are read, the tile, the programs, and the compiler's options."""
 
@@ -371,13 +380,17 @@ class GatherMatmul:
         num_tiles = sum(-(-rows // config.block_m) for rows in (sizes if on_rows else (M,)))
         num_tiles *= sum(-(-each.shape[1] // config.block_n) for each in bs)
         a_by, b_by = read_gathered_by(a, rows, cols, config), read_by_all(bs, config)
-        # Storing an activation takes registers: one loop would keep some of them on the stack.
-        flatten = on_rows and flattened(config, a_by, b_by) and not (self.leaves or epilogue.ACTIVATION.value)
+        flatten = on_rows and flattened(config, a_by, b_by) and not self.leaves
+        if epilogue.ACTIVATION.value:
+            # Storing an activation takes registers: one loop would keep some of them on the stack.
+            limit, flatten = "activated", False
+        else:
+            limit = _limit(a, bs[0], cs[0], pitch, aligned, config.descriptors) if on_rows and len(bs) == 1 else ""
         rows_aligned = aligned if on_rows else M % 16 == 0
         flags = a_by, in_place, self.piece_rows, aligned, rows_aligned
         return KnownGather(
             config, a_by, b_by, (rows, cols),
             tiles_of(config, flatten=flatten, scales=self.scales, leaves=self.leaves, lengths=(K,)),
-            tuple(map(tl.constexpr, flags)), options(config, a_by, b_by), (config.programs + pushers,),
+            tuple(map(tl.constexpr, flags)), options(config, a_by, b_by, limit=limit), (config.programs + pushers,),
             (a.shape[0], sum(sizes[:rank]) if on_rows else rank * M, num_tiles), pushers,
         )  # fmt: skip

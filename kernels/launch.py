@@ -115,17 +115,26 @@ def flattened(config: Config, a_by: str, b_by: str) -> bool:
     return config.flatten and "pointers" not in (a_by, b_by)
 
 
-def _limit(registers: int, warps: int) -> dict[str, int]:
+def _limit(config: Config, warps: int, kind: str = "") -> dict[str, int]:
     # A multiprocessor has 64 Ki registers (CUDA C++ programming guide, technical specifications).
-    return {"maxnreg": min(registers, (64 << 10) // (32 * warps))} if registers else {}
+    most = config.registers.get(kind, config.registers.get(""))
+    return {} if most is None else {"maxnreg": min(most, (64 << 10) // (32 * warps))}
 
 
-def options(config: Config, a_by: str, b_by: str) -> dict[str, int]:
-    """Return the compiler's options for a kernel that multiplies and reads A and B so, as launch arguments."""
+def options(config: Config, a_by: str, b_by: str, *, limit: str = "") -> dict[str, int]:
+    """Return the compiler's options for a kernel that multiplies, as launch arguments.
+
+    a_by, b_by: how the kernel reads A and B. limit: the kind whose register limit replaces the one for all kernels, ""
+    for none. It applies only to the target's main way to read operands.
+    """
     by_pointers = "pointers" in (a_by, b_by)
+    mainly = by_pointers != config.descriptors
     warps = config.pointer_warps if by_pointers else config.num_warps
+    found = _limit(config, warps)
+    if limit and mainly and limit in config.registers:
+        found = {"maxnreg": config.registers[limit]} if config.registers[limit] else {}
     stages = config.pointer_stages if by_pointers and config.pointer_stages else config.num_stages
-    return {"num_warps": warps, "num_stages": stages, **_limit(config.registers, warps), **FP_FUSION}
+    return {"num_warps": warps, "num_stages": stages, **found, **FP_FUSION}
 
 
 def strip_of(config: Config, tensors: int = 1) -> int:
@@ -135,5 +144,5 @@ def strip_of(config: Config, tensors: int = 1) -> int:
 
 def moving_options(config: Config) -> dict[str, int]:
     """Return the compiler's options for a kernel that moves or adds whole tiles."""
-    limit = _limit(config.moving_registers, config.moving_warps)
+    limit = _limit(config, config.moving_warps, "moving")
     return {"num_warps": config.moving_warps, "num_stages": config.num_stages, **limit, **FP_FUSION}

@@ -81,6 +81,22 @@ def config_of(case: Case) -> Any:
     return fitted(config, stored=stored, read="pointers" not in (case.a_by, case.b_by))
 
 
+def limit_of(case: Case) -> str:
+    """Which limit of registers holds for a case, as the launchers choose it."""
+    if case.all_flags.get("ACTIVATION"):
+        return "activated"
+    if VARIANTS[case.variant].more or case.is_tree:
+        return ""
+    scatters = case.variant in ("scatter", "scatter, to the switch")
+    if case.aligned == ():
+        return "scatter any" if scatters else ""
+    if case.aligned and not scatters and "pointers" in (case.a_by, case.b_by):
+        return ""
+    if case.variant.startswith("gather rows"):
+        return "gather transposed" if VARIANTS[case.variant].transposed else "gather"
+    return "scatter" if scatters else ""
+
+
 def launch_options(case: Case, config: Any) -> dict[str, int]:
     """What the launcher of a case gives to the compiler."""
     from fusedtp.kernels.launch import FP_FUSION, moving_options, options
@@ -91,7 +107,7 @@ def launch_options(case: Case, config: Any) -> dict[str, int]:
         return FP_FUSION
     if not VARIANTS[case.variant].multiplies:
         return moving_options(config)
-    return options(config, case.a_by, case.b_by)
+    return options(config, case.a_by, case.b_by, limit=limit_of(case))
 
 
 def is_flattened(case: Case) -> bool:
