@@ -8,7 +8,6 @@ that the timed items launch.
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import ctypes
 import itertools
@@ -471,17 +470,6 @@ ENVIRONMENT = {
 }  # fmt: skip
 
 
-def compile_share(group: ProcessGroup, items: Sequence[str], path: Path, shared: Mapping[str, object]) -> int:
-    """Compile this process's share of the items' kernels, into Triton's cache; return how many there were."""
-    compiled: list[bool] = []
-    triton.knobs.compilation.listener = lambda *, cache_hit, **_: compiled.append(not cache_hit)
-    run = Run(RowsFile(path, shared), KERNELS, share=(group.rank(), group.size()))
-    for run.item in items:
-        with contextlib.suppress(ItemEnded):
-            PLAN[run.item].work(run)
-    return sum(compiled)
-
-
 def compile_kernels(items: Sequence[str], rows: RowsFile, shared: Mapping[str, str], end: float) -> None:
     """Compile the kernels of the timed items, in a process a core; an item compiles what is not ready in time."""
     items = [item for item in items if PLAN[item].compiles]
@@ -492,27 +480,39 @@ def compile_kernels(items: Sequence[str], rows: RowsFile, shared: Mapping[str, s
     seconds = min(COMPILE_SECONDS, end - begin)
     with RankPool(count, env=ENVIRONMENT, timeout=seconds) as pool:
         try:
-            found = sum(pool.run(compile_share, items, rows.path, shared))
+            found = sum(pool.run(work, items, rows.path, shared, 0, False, True))
         except RankError as error:
             rows.add(CUT, item=KERNELS, detail=str(error).splitlines()[0])
             return
     rows.add(item=KERNELS, detail=f"{found} kernels in {count} processes, {time.monotonic() - begin:.0f} s")
 
 
-def work(_: object, item: str, path: Path, shared: Mapping[str, object], first: int, dry_run: bool) -> None:
-    """Run an item's cases in this process; rows go to `path`, what is printed to the text beside it."""
+def work(
+    group: ProcessGroup, items: Sequence[str], path: Path, shared: Mapping[str, object], first: int, dry_run: bool,
+    compiles: bool = False,
+) -> int:  # fmt: skip
+    """Run the items' cases in this process, or compile its share of their kernels; return how many were compiled.
+
+    Rows go to `path`, what is printed to the text beside it.
+    """
     with path.with_suffix(".txt").open("a") as text:
         os.dup2(text.fileno(), 1)
         os.dup2(text.fileno(), 2)
     compiled: list[bool] = []
     triton.knobs.compilation.listener = lambda *, cache_hit, **_: compiled.append(not cache_hit)
-    run, begin = Run(RowsFile(path, shared), item, first=first, dry_run=dry_run), time.monotonic()
-    try:
-        PLAN[item].work(run)
-    except ItemEnded as error:
-        run.rows.add(CUT, item=item, case=run.number, detail=f"{MAX_ALIKE} failures alike: {error}", dry_run=dry_run)
-    kernels = f"{sum(compiled)} kernels compiled, {compiled.count(False)} found"
-    run.rows.add(item=item, op="the item", detail=f"{kernels}, {time.monotonic() - begin:.0f} s", dry_run=dry_run)
+    share = (group.rank(), group.size()) if compiles else None
+    run, begin = Run(RowsFile(path, shared), "", first=first, share=share, dry_run=dry_run), time.monotonic()
+    for run.item in items:
+        try:
+            PLAN[run.item].work(run)
+        except ItemEnded as error:
+            detail = f"{MAX_ALIKE} failures alike: {error}"
+            run.rows.add(CUT, item=run.item, case=run.number, detail=detail, dry_run=dry_run)
+    if not compiles:
+        kernels = f"{sum(compiled)} kernels compiled, {compiled.count(False)} found"
+        detail = f"{kernels}, {time.monotonic() - begin:.0f} s"
+        run.rows.add(item=run.item, op="the item", detail=detail, dry_run=dry_run)
+    return sum(compiled)
 
 
 def run_item(item: str, rows: RowsFile, shared: Mapping[str, str], end: float, *, dry_run: bool) -> None:
@@ -526,7 +526,7 @@ def run_item(item: str, rows: RowsFile, shared: Mapping[str, str], end: float, *
     for start in range(1, MAX_STARTS + 1):
         with RankPool(1, env=env, timeout=PLAN[item].seconds) as pool:
             try:
-                pool.run(work, item, rows.path, shared, first, dry_run, timeout=end - time.monotonic())
+                pool.run(work, [item], rows.path, shared, first, dry_run, timeout=end - time.monotonic())
                 return
             except RankError as error:
                 with rows.path.with_suffix(".txt").open("a") as text:

@@ -392,14 +392,8 @@ class FusedRowwiseParallel(_FusedStyle):
 
     - `input_layouts`: of a plain input, by default Shard(-1). A DTensor's own layout wins.
     - `output_layouts`: by default Replicate().
-    - `use_local_output`: return this rank's tensor rather than a DTensor.
-    - `schedule`: of the matmul: auto, fused, decomposed or unfused.
-    - `producer`: how `fused` sends what it gathers: auto, push, copy or multicast.
-    - `float8`: tensorwise, rowwise or rowwise_with_gw_hp: operands are cast to float8 before they are sent.
-    - `order`: rank, any (NVLink's switch adds if it can) or tree (the same bits on any number of ranks), as in
-      `all_gather_linear`.
 
-    Errors are those of `FusedColwiseParallel`.
+    Other options and errors are those of `FusedColwiseParallel`.
     """
 
     _input, _output, _weight, _bias = Shard(-1), Replicate(), Shard(1), Replicate()
