@@ -17,7 +17,7 @@ FILE = Path(__file__).with_name("api.txt")
 
 
 def signatures(name: str, value: object) -> Iterator[str]:
-    """A line for a function; for a class one for what makes it and one for each public method or property of its own."""
+    """A line for a function; of a class one for what makes it and for each public method or property of its own."""
     if isinstance(value, ModuleType):
         for each in value.__all__:
             yield from signatures(f"{name}.{each}", getattr(value, each))
@@ -32,7 +32,8 @@ def signatures(name: str, value: object) -> Iterator[str]:
 
 
 def test_the_public_names_are_as_written_down() -> None:
-    found = "".join(f"{line}\n" for name in sorted(fusedtp.__all__) for line in signatures(name, getattr(fusedtp, name)))
+    lines = [line for name in sorted(fusedtp.__all__) for line in signatures(name, getattr(fusedtp, name))]
+    found = "\n".join(lines) + "\n"
     if os.environ.get("FUSEDTP_API") == "write":
         FILE.write_text(found)
     assert found == FILE.read_text()

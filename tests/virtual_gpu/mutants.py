@@ -174,7 +174,7 @@ SCALES = (
     Kind("scale of another row", r"(ld\.global\.b32[^;]*\[ %rd\d+ \+ )(\d+) ", _next_word,
          inside=r"^(_send_scales|_scales_of|_scaled|scale_columns)\b"),
     Kind("scales of columns turned", r"(ld\.global\.v2\.b32) \{ (%r\d+), (%r\d+) \}", r"\1 { \3, \2 }",
-         inside=r"^scale_columns\b"),
+         inside=r"^(scale_columns|scales\.py)\b"),  # Triton 3.8 gives these loads a line 0
 )  # fmt: skip
 # Of blocks with scales of their own, which are bytes.
 BLOCK_SCALES = (
@@ -212,11 +212,25 @@ def _inside(where: str) -> str:
     return " < ".join(found)
 
 
+def _places(text: str) -> Iterator[tuple[int, str]]:
+    """Where each `.loc` begins, and the line it names with those it was called from: inlined twice, it is two places.
+
+    Callers stand in the comment up to Triton 3.7; 3.8 names the caller's own `.loc`, which comes before.
+    """
+    files = {number: name.rsplit("/")[-1] for number, name in re.findall(r'\.file\s+(\d+) "([^"]+)"', text)}
+    callers: dict[tuple[str, ...], list[str]] = {}
+    for match in re.finditer(r"\.loc\s+(\d+) (\d+) (\d+)(?:.*inlined_at (\d+) (\d+) (\d+))?[^\n]*//([^\n]*)", text):
+        places = re.findall(r"(\w+\.py:\d+)", match[7])
+        if match[4]:
+            caller = match.group(4, 5, 6)
+            places += callers.get(caller, [f"{files[match[4]]}:{match[5]}"])
+        callers[match.group(1, 2, 3)] = places
+        yield match.start(), " < ".join(places[:_FRAMES])
+
+
 def mutants(name: str, text: str, kinds: Sequence[Kind] = KINDS) -> Iterator[Mutant]:
     """One mutant a kind and line of the source, with the lines it was called from."""
-    # With where it was called from: a function that is inlined twice is two places.
-    found = re.finditer(r"\.loc[^\n]*//\s*([^\n]*)", text)
-    lines = [(m.start(), " < ".join(re.findall(r"(\w+\.py:\d+)", m[1])[:_FRAMES])) for m in found]
+    lines = list(_places(text))
     source = parse(text)
     # What no launch executes.
     dead = {source.statements[i].line for i in without_contraction(source)}
