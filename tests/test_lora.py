@@ -219,6 +219,39 @@ def test_put_on_afterwards(pool: RankPool) -> None:
     pool.run(put_on_afterwards, world_size=2)
 
 
+def prefix_put_on_afterwards(group: ProcessGroup) -> None:
+    """Ranks share one key head: each has a term of the gradient of a prefix. Other heads are split, a prefix is not."""
+    import peft
+
+    one_head, config = decoder("Llama with one key head").train(), peft.PrefixTuningConfig(num_virtual_tokens=2)
+    config.task_type = "CAUSAL_LM"
+    tokens = torch.arange(3, 12)[None]
+    for sequence_parallel in (True, False):
+        options = {"sequence_parallel": sequence_parallel}
+        dense, model = one_head, fusedtp.parallelize(copy.deepcopy(one_head), mesh_of(group), **options)
+        for each in (dense, model):
+            # Two segments, through a cache that the model itself has filled, with gradients.
+            each.zero_grad()
+            cache = each(input_ids=tokens[:, :5], use_cache=True).past_key_values
+            each(input_ids=tokens[:, 5:], past_key_values=cache).logits.square().sum().backward()
+        gradients_are_those_of(model, dense)
+        torch.manual_seed(26)
+        prefixed = peft.get_peft_model(copy.deepcopy(dense), copy.deepcopy(config))
+        torch.manual_seed(26)
+        model = peft.get_peft_model(model, copy.deepcopy(config))
+        with torch.no_grad():
+            close(loss_of(model), loss_of(prefixed), "not trained")
+        with pytest.raises(NotImplementedError, match=r"whose gradients would not .*: use prompt tuning"):
+            loss_of(model)
+        heads = peft.get_peft_model(fusedtp.parallelize(decoder("Llama"), mesh_of(group), **options), config)
+        with torch.no_grad(), pytest.raises(NotImplementedError, match="keys and values of all heads, as peft"):
+            loss_of(heads)
+
+
+def test_prefix_tuning_put_on_afterwards(pool: RankPool) -> None:
+    pool.run(prefix_put_on_afterwards, world_size=2)
+
+
 def test_other_adapters_are_refused_by_name() -> None:
     import peft
 
