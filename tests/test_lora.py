@@ -239,7 +239,10 @@ def test_put_on_afterwards(pool: RankPool) -> None:
 
 
 def prefix_put_on_afterwards(group: ProcessGroup) -> None:
-    """Ranks share one key head: each has a term of the gradient of a prefix. Other heads are split, a prefix is not."""
+    """Ranks share one key head: each has a term of the gradient of a prefix. Other heads are split, a prefix is not.
+
+    A prompt goes through the model: right.
+    """
     import peft
 
     one_head, config = decoder("Llama with one key head").train(), peft.PrefixTuningConfig(num_virtual_tokens=2)
@@ -265,6 +268,13 @@ def prefix_put_on_afterwards(group: ProcessGroup) -> None:
         heads = peft.get_peft_model(fusedtp.parallelize(decoder("Llama"), mesh_of(group), **options), config)
         with torch.no_grad(), pytest.raises(NotImplementedError, match="keys and values of all heads, as peft"):
             loss_of(heads)
+        prompt = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+        both = []
+        for each in (prefixed.get_base_model(), model.get_base_model()):
+            torch.manual_seed(27)
+            both.append(peft.get_peft_model(each, copy.deepcopy(prompt)))
+            loss_of(both[-1]).backward()
+        gradients_are_those_of(both[1], both[0])
 
 
 def test_prefix_tuning_put_on_afterwards(pool: RankPool) -> None:
