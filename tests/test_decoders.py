@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
 
 import fusedtp
@@ -329,7 +330,7 @@ def test_saved_whole_and_logits_of_some_tokens(pool: RankPool) -> None:
 
 
 def saved_by_hugging_face(group: ProcessGroup, folder: Path) -> None:
-    """The whole state under its own names, packed linears too; without it nothing is written."""
+    """The whole state under its own names, packed linears too, can be loaded again; without it nothing is written."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     for name in ("Llama, tied", "Phi3", "GPT-2"):
         dense, model = decoder(name), fusedtp.parallelize(decoder(name), mesh_of(group))
@@ -347,6 +348,13 @@ def saved_by_hugging_face(group: ProcessGroup, folder: Path) -> None:
             assert again.keys() == dense.state_dict().keys()
             assert all(torch.equal(again[key], value) for key, value in dense.state_dict().items())
         dist.barrier(group)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        with implicit_replication():
+            model.load_state_dict(dense.state_dict())
+        loaded = get_model_state_dict(model, options=options)
+        assert all(torch.equal(loaded[key], value) for key, value in state.items())
 
 
 def test_saved_by_hugging_face(pool: RankPool, tmp_path: Path) -> None:

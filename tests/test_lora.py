@@ -6,6 +6,7 @@ import copy
 from importlib.util import find_spec
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import fusedtp
 from fusedtp.bench.ranks import RankPool
+from fusedtp.styles import lora
 
 from .test_decoders import VOCABULARY, close, decoder, gradients_are_those_of, mesh_of
 
@@ -61,16 +63,31 @@ def adapted(name: str, **more: Any) -> Any:
     return model.train()
 
 
-def loss_of(model: nn.Module, **options: Any) -> Any:
+def outputs_of(model: nn.Module, **options: Any) -> Any:
     """From one random state: a dropout of tokens, or features, that are split drops what one process would drop."""
     torch.manual_seed(22)
     tokens = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(23))
-    return model(input_ids=tokens, labels=tokens, **options).loss
+    return model(input_ids=tokens, labels=tokens, **options)
+
+
+def loss_of(model: nn.Module, **options: Any) -> Any:
+    return outputs_of(model, **options).loss
+
+
+def logits_of(model: nn.Module, **options: Any) -> Any:
+    # Logits that are all wrong were once seen to have the right loss, in six digits.
+    return outputs_of(model, **options).logits
 
 
 def put_on_later(dense: Any, model: Any, rank: int) -> None:
     """A second adapter, others made of two, several in one batch, and one that is loaded."""
+    from peft.tuners.lora import layer
     from peft.utils.hotswap import hotswap_adapter
+
+    class OtherOrder(set[Any]):
+        # Ranks of a pool are forks of one process, whose sets have one order. Those of torchrun have different ones.
+        def __iter__(self) -> Any:
+            return iter(sorted(super().__iter__(), reverse=rank > 0))
 
     both = dense, model
     config = copy.deepcopy(dense.peft_config["default"])
@@ -93,20 +110,22 @@ def put_on_later(dense: Any, model: Any, rank: int) -> None:
             torch.manual_seed(25)
             each.add_weighted_adapter(["default", "second"], [0.7, -0.3], kind, combination_type=kind, **density)
             each.set_adapter(kind)
-        close(loss_of(model), loss_of(dense), kind)
+        close(logits_of(model), logits_of(dense), kind)
     names = {"adapter_names": ["second", "default"]}
     if saved := dense.peft_config["default"].modules_to_save:
         with pytest.raises(NotImplementedError, match="adapter_names= is not done by modules_to_save"):
             loss_of(model, **names)
     else:
-        close(loss_of(model, **names), loss_of(dense, **names), "a batch of two adapters")
+        expected = logits_of(dense, **names)
+        with patch.object(layer, "set", OtherOrder, create=True), patch.object(lora, "set", OtherOrder, create=True):
+            close(logits_of(model, **names), expected, "a batch of two adapters")
     with TemporaryDirectory() as folder, implicit_replication():
         dense.save_pretrained(folder, selected_adapters=["second"], save_embedding_layers=False)
         dense.set_adapter("second")
         for name in ("third",) if saved else ("third", "default"):
             model.load_adapter(f"{folder}/second", name)
             model.set_adapter(name)
-            close(loss_of(model), loss_of(dense), f"loaded as {name}")
+            close(logits_of(model), logits_of(dense), f"loaded as {name}")
         # Of packed linears peft misses the names; of embeddings it knows none.
         if not saved and not any(".parts." in key or "embedding_A" in key for key, _ in model.named_parameters()):
             for each in both:
@@ -115,22 +134,22 @@ def put_on_later(dense: Any, model: Any, rank: int) -> None:
                         nn.init.zeros_(parameter)
                 hotswap_adapter(each, f"{folder}/second", adapter_name="default", torch_device="cpu")
                 each.set_adapter("default")
-            close(loss_of(model), loss_of(dense), "swapped")
+            close(logits_of(model), logits_of(dense), "swapped")
 
 
 def merged_and_back(dense: Any, model: Any) -> None:
     """Adapters switched off, merged into the weights, and taken out again."""
     with dense.disable_adapter(), model.disable_adapter():
-        close(loss_of(model), loss_of(dense), "without adapters")
+        close(logits_of(model), logits_of(dense), "without adapters")
     for step in ("merge_adapter", "unmerge_adapter"):
         for each in (dense, model):
             getattr(each, step)()
-        close(loss_of(model), loss_of(dense), step)
+        close(logits_of(model), logits_of(dense), step)
         # Of merged adapters, peft takes each out at its linear's first call.
         with dense.disable_adapter(), model.disable_adapter():
-            close(loss_of(model), loss_of(dense), f"without adapters after {step}")
+            close(logits_of(model), logits_of(dense), f"without adapters after {step}")
     dense, model = dense.merge_and_unload(safe_merge=True), model.merge_and_unload(safe_merge=True)
-    close(loss_of(model), loss_of(dense), "unloaded")
+    close(logits_of(model), logits_of(dense), "unloaded")
 
 
 def as_in_one_process(group: ProcessGroup, name: str, sequence_parallel: bool) -> None:
@@ -163,10 +182,10 @@ def merged_before(group: ProcessGroup, name: str) -> None:
     dense = adapted(name).eval()
     dense.merge_adapter()
     model = fusedtp.parallelize(copy.deepcopy(dense), mesh_of(group))
-    close(loss_of(model), loss_of(dense), "merged")
+    close(logits_of(model), logits_of(dense), "merged")
     if name == "every linear":
         model, dense = model.merge_and_unload(), dense.merge_and_unload()
-        close(loss_of(model), loss_of(dense), "unloaded")
+        close(logits_of(model), logits_of(dense), "unloaded")
 
 
 @pytest.mark.parametrize("name", ["every linear", "packed"])
@@ -217,6 +236,49 @@ def put_on_afterwards(group: ProcessGroup) -> None:
 
 def test_put_on_afterwards(pool: RankPool) -> None:
     pool.run(put_on_afterwards, world_size=2)
+
+
+def prefix_put_on_afterwards(group: ProcessGroup) -> None:
+    """Ranks share one key head: each has a term of the gradient of a prefix. Other heads are split, a prefix is not.
+
+    A prompt goes through the model: right.
+    """
+    import peft
+
+    one_head, config = decoder("Llama with one key head").train(), peft.PrefixTuningConfig(num_virtual_tokens=2)
+    config.task_type = "CAUSAL_LM"
+    tokens = torch.arange(3, 12)[None]
+    for sequence_parallel in (True, False):
+        options = {"sequence_parallel": sequence_parallel}
+        dense, model = one_head, fusedtp.parallelize(copy.deepcopy(one_head), mesh_of(group), **options)
+        for each in (dense, model):
+            # Two segments, through a cache that the model itself has filled, with gradients.
+            each.zero_grad()
+            cache = each(input_ids=tokens[:, :5], use_cache=True).past_key_values
+            each(input_ids=tokens[:, 5:], past_key_values=cache).logits.square().sum().backward()
+        gradients_are_those_of(model, dense)
+        torch.manual_seed(26)
+        prefixed = peft.get_peft_model(copy.deepcopy(dense), copy.deepcopy(config))
+        torch.manual_seed(26)
+        model = peft.get_peft_model(model, copy.deepcopy(config))
+        with torch.no_grad():
+            close(logits_of(model), logits_of(prefixed), "not trained")
+        with pytest.raises(NotImplementedError, match=r"whose gradients would not .*: use prompt tuning"):
+            loss_of(model)
+        heads = peft.get_peft_model(fusedtp.parallelize(decoder("Llama"), mesh_of(group), **options), config)
+        with torch.no_grad(), pytest.raises(NotImplementedError, match="keys and values of all heads, as peft"):
+            loss_of(heads)
+        prompt = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+        both = []
+        for each in (prefixed.get_base_model(), model.get_base_model()):
+            torch.manual_seed(27)
+            both.append(peft.get_peft_model(each, copy.deepcopy(prompt)))
+            loss_of(both[-1]).backward()
+        gradients_are_those_of(both[1], both[0])
+
+
+def test_prefix_tuning_put_on_afterwards(pool: RankPool) -> None:
+    pool.run(prefix_put_on_afterwards, world_size=2)
 
 
 def test_other_adapters_are_refused_by_name() -> None:

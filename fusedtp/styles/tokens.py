@@ -6,6 +6,7 @@ import copy
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -70,6 +71,32 @@ def _kept_before(mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], kwa
     if isinstance(kept, Tensor) and not isinstance(kept, DTensor):
         kwargs = {**kwargs, "logits_to_keep": DTensor.from_local(kept, mesh, [Replicate()], run_check=False)}
     return args, kwargs
+
+
+def _cache_before(
+    whole: int, here: int, shared: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    # An attention fills an empty cache itself. Keys that were made outside of it may be those of all heads. If ranks
+    # share a head, each has a term of the gradient of its keys, and only the linear of the keys adds these terms up.
+    layers, index = getattr(kwargs.get("past_key_values"), "layers", ()), getattr(module, "layer_idx", None)
+    layer: Any = layers[index] if index is not None and index < len(layers) else None
+    if layer is None or getattr(layer, "is_filled_by_attention", False):
+        return
+    made = [each for name in ("keys", "values") if isinstance(each := getattr(layer, name, None), Tensor)]
+    if not any(each.numel() for each in made):
+        layer.is_filled_by_attention = True
+        return
+    fault = ""
+    if made[0].shape[1] == whole != here:
+        fault = "of all heads"
+    elif shared and torch.is_grad_enabled() and any(each.requires_grad for each in made):
+        fault = "whose gradients would not be added up over ranks"
+    if fault:
+        raise NotImplementedError(
+            f"parallelize has split this {type(module).__name__} by heads, and past_key_values has keys and values "
+            f"{fault}, as peft's prefix tuning makes them: use prompt tuning, whose tokens go through the model, "
+            "or LoRA"
+        )
 
 
 class SplitTokens(ParallelStyle):
@@ -146,7 +173,10 @@ class SplitFeatures(ParallelStyle):
 
 
 class Heads(ParallelStyle):
-    """Style for an attention: set its counts to this rank's numbers of query heads and of key and value heads."""
+    """Style for an attention: set its counts to this rank's numbers of query heads and of key and value heads.
+
+    The attention refuses a cache of keys and values that were made outside of it, for all heads or to be trained.
+    """
 
     def __init__(self, queries: int, keys: int) -> None:
         super().__init__()
@@ -160,6 +190,9 @@ class Heads(ParallelStyle):
             here.num_key_value_heads = self.keys
         if hasattr(module, "split_size"):
             here.split_size = self.queries * here.head_dim
+        whole = getattr(here.config, "num_key_value_heads", None) or here.config.num_attention_heads
+        hook = partial(_cache_before, whole, self.keys, whole < device_mesh.size())
+        module.register_forward_pre_hook(hook, with_kwargs=True)
         # A copy: the other modules keep a configuration with all heads.
         here.config = copy.copy(here.config)
         here.config.num_attention_heads = self.queries
