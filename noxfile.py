@@ -86,7 +86,7 @@ def faults(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Formatting and lint."""
+    """Check formatting and lint."""
     session.install("-c", "constraints.txt", "ruff")
     session.run("ruff", "format", "--check", *FOLDERS)
     session.run("ruff", "check", *FOLDERS)
@@ -101,7 +101,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """The guide as a site, site/index.html; a link that leads nowhere, as any warning, is an error."""
+    """Build the guide as a site, site/index.html; a link that leads nowhere, as any warning, is an error."""
     # The package's sources are read, it need not be installed.
     tools = nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"]["docs"]
     session.install("-c", "constraints.txt", *tools)
@@ -181,10 +181,10 @@ def regress(session: nox.Session) -> None:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """10,000 mixed calls on four ranks, 100,000 of random programs, sequences across two groups, mutated files, every
-    sharding over two axes, every decoder both ways on two and four ranks, every dtype on every number of ranks.
+    """Make 10,000 mixed calls on four ranks, 100,000 of random programs, and what `tests` has a spread of.
 
-    After --: --calls, --seed, --programs, ...
+    That is sequences across two groups, mutated files, every sharding over two axes, every decoder both ways on two and
+    four ranks, every dtype on every number of ranks. After --: --calls, --seed, --programs, ...
     """
     install(session)
     # A package of the tests, not of the installed one.

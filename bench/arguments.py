@@ -26,7 +26,7 @@ MAX_RANKS = 256
 
 
 def console(width: int = 180) -> Console:
-    """Standard output, so wide also where it is no terminal. What is printed is text: [bold] is six letters."""
+    """Return a console of this width that prints text as it is: [bold] is six letters."""
     # Much of it comes out of files, and is no markup however it looks.
     terminal = Console(markup=False, emoji=False)
     # a table folded to 80 columns cannot be read in a log either
@@ -43,7 +43,7 @@ def names(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]:
 
 
 def dtype(text: str, float8: str) -> str:
-    """A dtype's name, also of a short one. float8: what fp8 is on the machine that is meant."""
+    """Return a dtype's name, also of a short one. float8: what fp8 is on the machine that is meant."""
     return float8 if text.strip() == "fp8" else _SHORT.get(text.strip(), text.strip())
 
 
@@ -59,7 +59,7 @@ def dtypes_here(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]
 
 
 def order(text: str, num_ranks: int) -> str:
-    """An order of sums on so many ranks; BadParameter for another."""
+    """Check an order of sums on so many ranks; BadParameter for a wrong one."""
     from fusedtp.options import Options
 
     from ..calls.arguments import leaves_of
@@ -142,7 +142,7 @@ def shape(text: str, option: str = "--shape", lengths: str = "M,N,K") -> Shape:
 
 
 def rows(path: Path, remedy: str = "") -> list[Measurement]:
-    """The rows of a file; BadParameter saying why it has none, and what to do."""
+    """Return the rows of a file. BadParameter says why it has none, and what to do."""
     from . import store
 
     try:
@@ -154,7 +154,7 @@ def rows(path: Path, remedy: str = "") -> list[Measurement]:
 
 
 def run(command: Callable[..., None]) -> None:
-    """The command of a module that is run by itself, with `python -m`."""
+    """Run the command of a module that is started by `python -m`."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(command)
     app()

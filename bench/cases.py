@@ -151,7 +151,7 @@ def flops(case: Case, direction: str) -> float:
 
 
 def traffic(case: Case, direction: str) -> list[tuple[str, int]]:
-    """(collective, bytes of its whole buffer) for each collective of an unfused pass, in the order they run.
+    """Return (collective, bytes of its whole buffer) for each collective of an unfused pass, in the order they run.
 
     The whole buffer is what is gathered, or what is reduced on every rank: the S of nccl-tests.
     """
@@ -200,7 +200,7 @@ LAYERS = ("attention qkv", "attention out", "mlp up", "mlp down")
 
 
 def block(model: str, tokens: int, world_size: int, dtype: str, seed: int = 0) -> list[Case]:
-    """The cases of one block, in the order of `LAYERS`.
+    """Return the cases of one block, in the order of `LAYERS`.
 
     ValueError for a model that is not known, and where attention heads cannot be dealt out evenly: a head is never cut.
     With more ranks than key-value heads each of these is held by several ranks, which makes N longer. The tokens and

@@ -337,7 +337,7 @@ def doctor(
 
 
 def main() -> None:
-    """The `fusedtp` command."""
+    """Run the `fusedtp` command."""
     app()
 
 

@@ -108,7 +108,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _notes(given: dict[str, Any], known: Any) -> list[str]:
-    """What the file has and the model's configuration does not know, or does not show in its modules."""
+    """Return notes on keys of the file that the configuration does not know or that change no module."""
     notes, usual = [], type(known)()
     # Other names of what transformers keeps under one of its own.
     taken = {"auto_map", "quantization_config", "torch_dtype", "rope_theta", "rope_scaling", "partial_rotary_factor"}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def hardware_of(name: str, world_size: int) -> Hardware:
-    """A name of the hardware table, or `here`: this machine as `fusedtp tune` measured it."""
+    """Return the hardware of a name in the table. `here` is this machine as `fusedtp tune` measured it."""
     from fusedtp.calls import tuning
     from fusedtp.cost.hardware import find, of_gpu
 
@@ -93,7 +93,7 @@ def predict(
 
 
 def show(predictions: list[Prediction], sizes: list[tuple[int, int, int]], console: Console) -> None:
-    """The table of predictions and, once each, what they assume."""
+    """Print the table of predictions and, once each, what they assume."""
     from .tables import CellTable
 
     first, lines = predictions[0], []

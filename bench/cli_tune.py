@@ -125,7 +125,7 @@ def tune(
 
 
 def noisy(samples: Sequence[Sample]) -> str:
-    """A warning where half of the times spread over more than `NOISY` of their median between the quartiles, or ""."""
+    """Return a warning if half of the times spread over more than `NOISY` of their median, or ""."""
     spreads = [
         (each.p75[name] - each.p25[name]) / each.ms[name] for each in samples for name in each.p75.keys() & each.p25
     ]
@@ -138,7 +138,7 @@ def noisy(samples: Sequence[Sample]) -> str:
 
 
 def show_table(measured: Measurements, console: Console) -> None:
-    """The measurements, which schedule is the fastest at each, whether that is more than noise, and the rates."""
+    """Print the measurements, the fastest schedule of each, whether that is more than noise, and the rates."""
     from .tables import CellTable, milliseconds
 
     lines, num_noise = [], 0
@@ -271,7 +271,7 @@ def tune_tiles(
 
 
 def show_tiles(tuned: Sequence[Tuned], how: str, console: Console) -> None:
-    """A line a size: the table's time, the fastest tile and its time, and by how much it is faster for sure."""
+    """Print a line a size: the table's time, the fastest tile and its time, and by how much it is faster for sure."""
     from fusedtp.kernels.choices import of_fields
 
     from .tables import CellTable, milliseconds

@@ -71,7 +71,7 @@ def machines(rows: Iterable[Measurement]) -> set[str]:
 
 
 def conditions(before: Sequence[Measurement], after: Sequence[Measurement]) -> list[str]:
-    """What differs between the two runs besides the code, one line each."""
+    """Return what differs between the two runs besides the code, one line each."""
     lines = []
     for name in _CONDITIONS:
         old, new = (sorted({str(getattr(row, name)) for row in rows if measured(row)}) for rows in (before, after))
@@ -111,7 +111,7 @@ def compare(
 
 
 def described(row: Measurement) -> str:
-    """A row's case and variant in one line."""
+    """Return a row's case and variant in one line."""
     of = f", {row.model} {row.layer} at {row.tokens} tokens" if row.model else ""
     size = f"{row.M} x {row.N} x {row.K} {SHORT_DTYPES.get(row.dtype, row.dtype)}"
     return f"{TITLES.get(row.op, row.op)} {size}, {row.direction} on {row.world_size}{of}, {row.variant}"
@@ -124,7 +124,7 @@ def in_common(found: Comparison) -> str:
 
 
 def unlike(rows: Iterable[Measurement], others: Iterable[Measurement]) -> str:
-    """What these rows are of that none of the others is, in words."""
+    """Return what these rows are of that none of the others is, in words."""
     rows, others, found = list(rows), list(others), []
     for name, words in _UNLIKE.items():
         known = {words(row) for row in others}

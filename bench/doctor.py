@@ -110,7 +110,7 @@ def compiler_lines() -> Iterator[tuple[str, str]]:
 
 
 def mode_lines() -> Iterator[tuple[str, str]]:
-    """What each GPU is taken for, and which processes may use it."""
+    """Yield what each GPU is taken for, and which processes may use it."""
     import torch
 
     from fusedtp.cost.hardware import of_gpu
@@ -255,7 +255,7 @@ def find() -> Findings:
 
 
 def schedule_lines(found: Findings) -> Iterator[tuple[str, str]]:
-    """What a group of two ranks of this machine finds."""
+    """Yield what a group of two ranks of this machine finds."""
     from fusedtp.calls import tuning
     from fusedtp.calls.kernels_tuned import version_here
 

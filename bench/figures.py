@@ -18,7 +18,7 @@ from .tables import milliseconds
 
 
 def overview(frame: pd.DataFrame) -> Any:
-    """The picture beside the rows: a column an op, a row a direction and number of ranks, a line a case.
+    """Return the picture beside the rows: a column an op, a row a direction and number of ranks, a line a case.
 
     None when no row has a time. Time is on a logarithmic axis that all panels share. A tick is the unsplit matmul
     alone, a marker the median of a schedule or a provider with its 20-80 % range, the number on the right the best
@@ -217,7 +217,7 @@ def _border() -> dict[str, Any]:
 
 
 def borders(cells: npt.NDArray[np.float64], kinds: Sequence[str]) -> list[Border]:
-    """The borders, as (two x, two y), between cells at or above 1 and their neighbours below it; NaN is neither.
+    """Return the borders, as (two x, two y), between cells at or above 1 and their neighbours below it; NaN is neither.
 
     kinds: of each line; lines of different kinds (dtypes) are no neighbours.
     """
@@ -289,7 +289,7 @@ def _bound_line(by: str) -> dict[str, Any]:
 
 
 def block_parts(frame: pd.DataFrame) -> Any:
-    """What the matmuls of a whole block take, of one model, dtype and machine; None where no block is whole.
+    """Return what the matmuls of a whole block take, of one model, dtype and machine; None where no block is whole.
 
     A column a direction, a group of bars a number of tokens and ranks.
     """

@@ -83,7 +83,7 @@ class ForkServer:
         return self.env == env and self.process.poll() is None
 
     def fork(self, fds: Sequence[int]) -> Forked:
-        """A process that serves as a rank over `fds`, a pipe and a file for stacks.
+        """Return a process that serves as a rank over `fds`, a pipe and a file for stacks.
 
         ConnectionError where the server has ended.
         """
@@ -99,7 +99,7 @@ class ForkServer:
         return Forked(int(message), pidfd, status)
 
     def release(self) -> None:
-        """A pool needs it no longer: close it, unless it is kept."""
+        """Close it, as a pool needs it no longer, unless it is kept."""
         self.num_pools -= 1
         if _kept is None or self not in _kept:
             self.close()
@@ -118,8 +118,9 @@ _MOST_KEPT = 3
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-    """Meanwhile servers outlive their pools, and serve the next one with the same environment: for a process that makes
-    many pools. Those of the main thread, as others would end with their thread.
+    """Keep servers for the next pool with the same environment, for a process that makes many pools.
+
+    Only servers of the main thread are kept, as others would end with their thread.
     """
     global _kept
     before, _kept = _kept, []

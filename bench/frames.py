@@ -78,35 +78,35 @@ def _line(row: Measurement, base: Measurement | None) -> dict[str, Any]:
 
 
 def timed(frame: pd.DataFrame) -> pd.DataFrame:
-    """The measured lines."""
+    """Return the measured lines."""
     return frame[frame["median_ms"].notna() & ~frame["predicted"]]
 
 
 def compared(frame: pd.DataFrame) -> pd.DataFrame:
-    """The measured schedules and providers beside unfused, on two ranks or more."""
+    """Return the measured schedules and providers beside unfused, on two ranks or more."""
     rivals = ~frame["variant"].isin((*ALONE, BASELINE))
     return timed(frame[rivals & frame["speedup"].notna() & (frame["world_size"] > 1)])
 
 
 def plain(frame: pd.DataFrame) -> pd.DataFrame:
-    """The measured lines that belong to no model; of a direction in which all belong to one, those."""
+    """Return the measured lines that belong to no model; of a direction in which all belong to one, those."""
     lines = timed(frame)
     alone = lines["model"] == ""
     return lines[alone | ~lines["direction"].isin(lines["direction"][alone].unique())]
 
 
 def parts(frame: Any, *columns: str) -> Iterator[tuple[tuple[Any, ...], pd.DataFrame]]:
-    """The values of these columns and the lines that share them, in order; without the values that no line has."""
+    """Return the values of these columns that lines have, each with its lines, in order."""
     return iter(() if frame.empty else frame.groupby(list(columns), observed=True, sort=True))
 
 
 def each(lines: pd.DataFrame, name: str) -> str:
-    """What a column has, each once."""
+    """Return what a column has, each once."""
     return ", ".join(sorted({str(value) for value in lines[name]} - {"", "0"}))
 
 
 def records(frame: Any) -> list[dict[str, Any]]:
-    """The lines by column."""
+    """Return the lines by column."""
     return list(frame.to_dict("records"))
 
 
@@ -117,7 +117,7 @@ def cases(frame: pd.DataFrame) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
 
 
 def bound(case: pd.DataFrame) -> tuple[float, str]:
-    """The longer of the matmul and the backend's collective, each alone, in ms, and which of them it is.
+    """Return the longer of the matmul and the backend's collective, each alone, in ms, and which of them it is.
 
     (NaN, "") where it is not known. The matmul bounds every schedule; the collective only those that send through the
     backend, which decomposed and fused do not: theirs is another way.

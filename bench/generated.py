@@ -24,7 +24,7 @@ class NoCase(ValueError):
 
 
 def replaced(document: str, name: str, content: str) -> str:
-    """The document with the part `name` replaced; ValueError where it does not have exactly one.
+    """Return the document with the part `name` replaced; ValueError where it does not have exactly one.
 
     The ends of its lines stay as they are.
     """

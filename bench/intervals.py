@@ -56,7 +56,7 @@ class Timing:
         return cls(median, p20, p80, sum(rounds_ms), len(rounds_ms), tuple(rounds_ms))
 
     def over(self, other: Timing) -> Timing:
-        """This over another's, round by round: a ratio, without a unit."""
+        """Return this over another's, round by round: ratios without a unit."""
         paired = self.rounds_ms if len(self.rounds_ms) == len(other.rounds_ms) else ()
         rounds = tuple(mine / its for mine, its in zip(paired, other.rounds_ms, strict=False))
         middle = self.median_ms / other.median_ms
@@ -64,7 +64,7 @@ class Timing:
 
 
 def measured(row: Measurement | None) -> Timing | None:
-    """A row's, if it has what an interval is made of: a clock's positive percentiles over at least two rounds."""
+    """Return a row's timing, or None if it has no positive percentiles over at least two rounds."""
     if row is None:
         return None
     median, p20, p80 = row.median_ms, row.p20_ms, row.p80_ms
@@ -74,7 +74,7 @@ def measured(row: Measurement | None) -> Timing | None:
 
 
 def ratio(over: Timing, under: Timing, confidence: float = 0.95) -> Interval:
-    """The ratio of two medians with its interval.
+    """Return the ratio of two medians with its interval.
 
     Rounds that two variants of one run share drift together, which makes the interval wider than it need be.
     """

@@ -64,7 +64,7 @@ class Job:
         return tuple(name for name in self.variants if (direction, name) not in self.skipped)
 
     def without(self, variant: str, why: Verdict | str) -> Job:
-        """This job less a variant: what it failed with, or why it is not run."""
+        """Return this job less a variant: what it failed with, or why it is not run."""
         told: dict[str, Any] = {"not_run": why} if isinstance(why, str) else {"verdict": why}
         gone = [Outcome(variant, each, **told) for each in self.directions if variant in self.variants_of(each)]
         left = tuple(name for name in self.variants if name != variant)
@@ -123,7 +123,7 @@ def world_sizes(request: Request, num_gpus: int) -> tuple[int, ...]:
 
 
 def plan(request: Request, num_gpus: int) -> list[Job]:
-    """The jobs of a request, in the order they run.
+    """Return the jobs of a request, in the order they run.
 
     ValueError for a model that cannot be split so, and for a backward pass of float8, which has none.
     """

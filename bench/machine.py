@@ -38,7 +38,7 @@ class Machine:
 
 
 def describe() -> Machine:
-    """This machine and this checkout."""
+    """Describe this machine and this checkout."""
     import torch
 
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -67,7 +67,7 @@ def slug(text: str) -> str:
 
 
 def cpu_model(info: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name; with its family and model where the name has no number, as where a host hides it."""
+    """Return the processor's name; with its family and model where the name has no number, as where a host hides it."""
     try:
         lines = info.read_text().partition("\n\n")[0].splitlines()
     except OSError:
@@ -80,7 +80,7 @@ def cpu_model(info: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def links(num_gpus: int) -> str:
-    """What ranks on this machine reach each other over, in words: "shared memory", "18 NVLinks", "PCIe (PHB)"."""
+    """Return the link between ranks of this machine: "shared memory", "18 NVLinks", "PCIe (PHB)"."""
     if num_gpus < 2:
         return "one GPU" if num_gpus else "shared memory"
     found = topology(said("nvidia-smi", "topo", "-m"))
@@ -93,12 +93,12 @@ def links(num_gpus: int) -> str:
 
 
 def driver() -> str:
-    """The version of the GPU driver, or ""."""
+    """Return the version of the GPU driver, or ""."""
     return said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0].strip()
 
 
 def topology(matrix: str) -> list[str]:
-    """The kinds of links between GPUs in the table of `nvidia-smi topo -m`: ["18 NVLinks"] where all are alike."""
+    """Return the kinds of links in the table of `nvidia-smi topo -m`: ["18 NVLinks"] if all are alike."""
     # colours are printed even into a pipe
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in matrix.splitlines()]
     rows = [cells[1:] for cells in lines if cells and re.fullmatch(r"GPU\d+", cells[0]) and "X" in cells]
@@ -107,7 +107,7 @@ def topology(matrix: str) -> list[str]:
 
 
 def installed(package: str) -> str:
-    """A package's version, or "not installed"."""
+    """Return a package's version, or "not installed"."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -151,12 +151,12 @@ def _same_files(root: Path) -> bool:
 
 
 def git(root: Path, *arguments: str) -> str:
-    """What git says about the checkout at `root`; empty where it cannot say."""
+    """Return what git says about the checkout at `root`; empty where it cannot say."""
     return said("git", "-C", str(root), *arguments)
 
 
 def said(*command: str) -> str:
-    """What a program prints; empty where it is not there, fails, or takes long."""
+    """Return what a program prints; empty where it is not there, fails, or takes long."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):

@@ -41,7 +41,7 @@ _SPLIT: dict[str, tuple[int, int, int | None]] = {
 
 
 def device_here() -> torch.device:
-    """The GPU of this process, or the CPU."""
+    """Return the GPU of this process, or the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -122,7 +122,7 @@ class Operands:
         return self._dy
 
     def factors(self, name: str) -> tuple[Tensor, Tensor]:
-        """What this rank multiplies for y, dx or dw when all that is gathered is there."""
+        """Return what this rank multiplies for y, dx or dw when all that is gathered is there."""
         x = self.x_whole if self.gathers else self.x_own
         if name == "y":
             return x, self.w_own.t()
@@ -130,7 +130,7 @@ class Operands:
         return (dy, self.w_own) if name == "dx" else (dy.t(), x)
 
     def multiply(self, name: str) -> Callable[[], Tensor]:
-        """The closure of the library's matmul of those: of float8 torch's scaled one, or what stands in for it."""
+        """Return the library's matmul of those factors. Of float8 it is torch's scaled one or a stand-in."""
         if not self.case.is_float8:
             return partial(torch.mm, *self.factors(name))
         x: Scaled = self.x
@@ -141,8 +141,10 @@ class Operands:
         return partial(mm, Quantized.of(x, self.dtype), Quantized.of(self.w, self.dtype).t())
 
     def travelling(self, name: str) -> tuple[Tensor, Tensor]:
-        """What of x or dy is gathered, this rank's and whole. Of float8 bytes, each row's with its scale behind it; in
-        the results' dtype, as no collective is one of bytes.
+        """Return the shard of x or dy that is gathered, and the whole.
+
+        Float8 is gathered as bytes, each row with its scale behind it. They have the results' dtype, as no collective
+        takes bytes.
         """
         if name == "dy":
             return self.dy, self.dy_whole
@@ -157,7 +159,7 @@ class Operands:
         return packed[self.rank], torch.cat(packed)
 
     def product(self, name: str) -> ExactProduct:
-        """What this rank's part of y, dx or dw must be, made once."""
+        """Return what this rank's part of y, dx or dw must be, made once."""
         if name not in self._products:
             a, b = self.factors(name)
             cut: tuple[int, ...] = (b.shape[0],)
@@ -187,7 +189,7 @@ def passes(
     direction: str,
     local: Callable[[Tensor], Tensor] | None = None,
 ) -> Runner:
-    """The closure of one direction of y = call(x, w). backward differentiates one y again and again: collective here.
+    """Return a direction of y = call(x, w) to time; collective, as backward differentiates one y again and again.
 
     `local` takes this rank's shard out of a gradient that is not a plain tensor.
     """

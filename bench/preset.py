@@ -190,10 +190,10 @@ def scattered(
 def reduced(
     a: Tensor, b: Tensor, world_size: int, rank: int = RANK, *, to_all: bool = False, config: Config | None = None
 ) -> tuple[Arenas, Fill]:
-    """Return the arenas and the launch of the kernel of few rows: a [M, K] @ b, which fills the columns of C that this
-    rank owns, or all of them `to_all`.
+    """Return the arenas and the launch of the kernel of few rows, a [M, K] @ b.
 
-    The peers' parts are zeros there; so are the columns of C that they own.
+    It fills the columns of C that this rank owns, or all of them `to_all`. The peers' parts are zeros there; so are the
+    columns of C that they own.
     """
     M, N, dtype, layout = a.shape[0], b.shape[1], a.dtype, Layout()
     config = config or config_for(a.device, dtype, M, 0)

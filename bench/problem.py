@@ -43,7 +43,7 @@ class Problem(Operands):
         self._runners: dict[tuple[str, str], Runner] = {}
 
     def parts(self, variant: str, direction: str = "forward") -> tuple[str, ...]:
-        """What a variant's closure returns, by name."""
+        """Return what a variant's closure returns, by name."""
         check_direction(direction)
         if variant in ALONE:
             which = int(variant == "comm")
@@ -53,7 +53,7 @@ class Problem(Operands):
         return {"forward": forward, "backward": backward, "both": (*forward, *backward)}[direction]
 
     def runner(self, variant: str, direction: str = "forward") -> Runner:
-        """The closure to time, made once: a backward pass needs a forward one."""
+        """Return the closure to time, made once: a backward pass needs a forward one."""
         if (variant, direction) not in self._runners:
             self._runners[variant, direction] = self._runner(variant, direction)
         return self._runners[variant, direction]

@@ -124,7 +124,7 @@ def _broken(name: str, why: str) -> Provider:
 
 
 def named(name: str) -> Provider:
-    """The provider of that name. ValueError, with those there are, if there is none."""
+    """Return the provider of that name. ValueError, with those there are, if there is none."""
     providers = found().providers
     if name not in providers:
         raise ValueError(f"there is no provider {name!r} in this process, only {', '.join(providers)}")

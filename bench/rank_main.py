@@ -38,7 +38,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def load_module(name: str, file: str) -> ModuleType:
-    """The module `name` if importing it here gives `file`, else `file` run under that name (importlib mode)."""
+    """Return the module `name` if importing it here gives `file`, else `file` run under that name (importlib mode)."""
     # a script's functions must not find this process's own __main__, nor run the script's guarded part
     name = "fusedtp_parent_main" if name == "__main__" else name
     if name in sys.modules:
@@ -81,7 +81,7 @@ def resolve(name: str, file: str, qualname: str) -> Callable[..., Any]:
 
 
 def failure(error: BaseException) -> bytes:
-    """The reply (False, pickled exception or None, traceback text); the text arrives even if the exception cannot."""
+    """Return the reply (False, pickled exception or None if it cannot be pickled, traceback text)."""
     text = "".join(traceback.format_exception(error))
     try:
         pickled = pickle.dumps(error)
@@ -126,7 +126,7 @@ def gloo_of(num_workers: int) -> str:
 
 
 def join(rank: int, world_size: int, port: int, seconds: float, gloo_workers: int | None) -> dict[int, Any]:
-    """A process group of every size 1..world_size over the first ranks (making one is collective over all ranks)."""
+    """Return a process group of every size 1..world_size over the first ranks; collective over all ranks."""
     import torch
     import torch.distributed as dist
 

@@ -80,9 +80,7 @@ class Reply(NamedTuple):
 
 
 class RankProcess:
-    """One rank: its interpreter, the pipe to it, and the anonymous file that begins with its note and goes on with its
-    stack dumps.
-    """
+    """One rank: its interpreter, the pipe to it, and the anonymous file of its note and its stack dumps."""
 
     def __init__(self, rank: int, server: ForkServer) -> None:
         self.rank = rank
@@ -102,7 +100,7 @@ class RankProcess:
             theirs.close()
 
     def receive(self) -> Reply:
-        """The next reply: a result, or the exception raised there, or a RankError when the process is gone."""
+        """Return the next reply: a result, or the exception raised there, or a RankError when the process is gone."""
         try:
             ok, pickled, text = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
@@ -226,7 +224,7 @@ def failures(replies: Sequence[Reply]) -> dict[int, str]:
 
 
 def last_notes(replies: Sequence[Reply]) -> dict[int, str]:
-    """The notes of the ranks that failed by themselves; where none did, of those that are late."""
+    """Return the notes of the ranks that failed by themselves; where none did, of those that are late."""
     failed = {rank: reply for rank, reply in enumerate(replies) if reply.text}
     all_late = all(reply.is_late for reply in failed.values())
     return {rank: reply.note for rank, reply in failed.items() if all_late or not reply.is_late}

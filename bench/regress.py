@@ -63,7 +63,7 @@ class Tracked:
     direction: str
 
     def id(self, variant: str) -> str:
-        """The name that is stored: it must not change while what it names does not."""
+        """Return the name that is stored: it must not change while what it names does not."""
         case = self.case
         size = f"{case.M}x{case.N}x{case.K}"
         return f"{case.op}-{size}-{case.dtype}-{case.world_size}-{self.direction}-{variant}"
@@ -83,7 +83,7 @@ def schedules(gpus: int) -> tuple[str, ...]:
 
 
 def cases(gpus: int) -> tuple[Tracked, ...]:
-    """What is tracked on a machine with so many GPUs: every op, one size forward and one with its gradients."""
+    """Return what is tracked on a machine with so many GPUs: every op, one size forward and one with its gradients."""
     found = []
     for op in OPS:
         if gpus:
@@ -113,8 +113,9 @@ def schedule_means(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def samples_of(launches: Sequence[Launch], names: Sequence[str]) -> dict[str, list[float]]:
-    """By benchmark: every ratio in every round; of each launch the means over cases of a schedule's medians, and, in s,
-    of the matmul's.
+    """Return by benchmark every ratio in every round.
+
+    Also of each launch the means over cases of a schedule's medians, and in s those of the matmul's.
     """
     found: dict[str, list[float]] = {}
     for launched in launches:
@@ -147,13 +148,13 @@ class Measured:
 
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    """What tells two machines apart, in words; empty for one machine, whatever its versions are."""
+    """Return what tells two machines apart, in words; empty for one machine, whatever its versions are."""
     pairs = {name: (theirs.get(name), ours.get(name)) for name in IDENTITY}
     return ", ".join(f"{name} {their!r} there, {our!r} here" for name, (their, our) in pairs.items() if their != our)
 
 
 def read(path: Path, machine: Machine) -> Measured:
-    """What was measured, of a file that is not touched. NotComparable unless it is ours, and this machine's."""
+    """Return what was measured, of a file that is not touched. NotComparable unless it is ours, and this machine's."""
     try:
         content = entry_of(read_text(path, max_bytes=store.MAX_BYTES))
         theirs, found = _benchmarks(content, asdict(machine))
@@ -204,7 +205,7 @@ def limit(name: str) -> float:
 
 
 def excess(slowdowns: Mapping[str, float]) -> dict[str, float]:
-    """What is over its limit."""
+    """Return what is over its limit."""
     return {name: by for name, by in slowdowns.items() if by > limit(name)}
 
 
@@ -234,7 +235,7 @@ def judge(now: Measured, baseline: Measured) -> dict[str, float]:
 
 
 def compare(path: Path, machine: Machine, plant: str, say: Callable[[str], None]) -> dict[str, float]:
-    """The least of as many launches as it takes until nothing was over its limit in all of them, at most LAUNCHES."""
+    """Launch until nothing is over its limit in all launches, at most LAUNCHES times; return the least times."""
     baseline = read(path, machine)
     least: dict[str, float] = {}
     for number in range(1, LAUNCHES + 1):

@@ -77,8 +77,9 @@ def folder_of(path: Path) -> Path:
 
 
 def write(rows: Sequence[Measurement], path: Path) -> str:
-    """Beside the rows' file: the page, and its pictures; with the timeline that is there. Why that is not drawn, if it
-    is malformed.
+    """Write the page and its pictures beside the rows' file, with the timeline that is there.
+
+    Return why the timeline is not drawn, if it is malformed.
     """
     recorded: Timeline | str = "no timeline.json is beside the rows; `fusedtp timeline` records one"
     malformed = ""
@@ -118,7 +119,7 @@ def _groups(frame: pd.DataFrame, columns: Sequence[str]) -> Iterator[tuple[str, 
 
 
 def page(frame: pd.DataFrame, pictures: Mapping[str, Sequence[Picture]], no_timeline: str = "") -> str:
-    """The whole document."""
+    """Return the whole document."""
     from jinja2 import Environment, PackageLoader
 
     lines = timed(frame)

@@ -148,7 +148,7 @@ _LIMITS: dict[str, tuple[float, float]] = {
 
 
 def cell(value: object) -> str:
-    """A value as CSV has it: six digits, empty for what is no finite number, and nothing a spreadsheet evaluates."""
+    """Return a value as CSV has it: six digits, empty if not finite, and nothing that a spreadsheet evaluates."""
     if isinstance(value, tuple):
         return " ".join(map(cell, value))
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
@@ -171,7 +171,7 @@ def write(path: Path, rows: Iterable[Measurement]) -> None:
 
 
 def read(path: Path) -> list[Measurement]:
-    """The rows of a file, or ValueError saying where it is not what `write` writes. The file is not touched."""
+    """Return the rows of a file, or ValueError saying where it is not what `write` writes. The file is not touched."""
     foreign = f"{path} is not a CSV file of results, as fusedtp sweep writes them"
     try:
         # A spreadsheet puts a byte order mark before the text.
@@ -265,7 +265,7 @@ class Outcome:
 
 
 def ratios(case: Case, direction: str, variant: str, medians: Mapping[str, float]) -> dict[str, float | None]:
-    """What `variant`'s median says beside those of the others, in ms: columns of its row."""
+    """Return what `variant`'s median says beside those of the others, in ms: columns of its row."""
     own, unfused, matmul, comm = (medians.get(name) for name in (variant, "unfused", "matmul", "comm"))
     if not own:
         return {}
@@ -290,7 +290,7 @@ def ratios(case: Case, direction: str, variant: str, medians: Mapping[str, float
 
 
 def rows_of(case: Case, outcomes: Iterable[Outcome], machine: Machine) -> list[Measurement]:
-    """The rows of a job's outcomes, with the ratios between them."""
+    """Return the rows of a job's outcomes, with the ratios between them."""
     outcomes = list(outcomes)
     medians: dict[str, dict[str, float]] = {}
     for outcome in outcomes:
@@ -314,5 +314,5 @@ def rows_of(case: Case, outcomes: Iterable[Outcome], machine: Machine) -> list[M
 
 
 def now() -> str:
-    """The time as rows have it."""
+    """Return the time as rows have it."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

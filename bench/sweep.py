@@ -94,14 +94,14 @@ def failed(job: Job, text: str) -> list[Outcome]:
 
 
 def blamed(error: RankError) -> tuple[str, str]:
-    """The variant and direction that ranks failed in: of what they were at, the first; ("", "") if none had begun."""
+    """Return the first variant and direction that ranks failed in; ("", "") if none had begun."""
     begun = [note.split(" ", 2) for note in error.notes.values() if note]
     _, direction, variant = min(begun, key=lambda note: int(note[0]), default=["", "", ""])
     return variant, direction
 
 
 def rank_environment(num_gpus: int, num_ranks: int) -> dict[str, str]:
-    """What ranks started here need set before they import torch and Triton."""
+    """Return what ranks started here need set before they import torch and Triton."""
     if not num_gpus:
         return dict([INTERPRET])
     # torch's symmetric memory refuses ranks that share a GPU unless told that it is meant

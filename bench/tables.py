@@ -210,7 +210,7 @@ def checked(frame: pd.DataFrame) -> CellTable:
 
 
 def refused(frame: pd.DataFrame) -> CellTable:
-    """What ran and was wrong, row by row."""
+    """Return what ran and was wrong, row by row."""
     wrong = records(frame[frame["failed"]])
     lines = [_about(row) | {name: row[name] for name in ("direction", "variant", "gate")} for row in wrong]
     title = f"FAILED: {len(wrong)} of {len(frame)} results were wrong, or their calls failed; these have no time"
@@ -218,7 +218,7 @@ def refused(frame: pd.DataFrame) -> CellTable:
 
 
 def not_run(frame: pd.DataFrame) -> list[str]:
-    """What could not run here, a line for each variant and reason, with the ops and numbers of ranks it is about."""
+    """Return a line for each variant that could not run here and each reason, with its ops and numbers of ranks."""
     lines = []
     for (variant, gate), members in parts(frame[~frame["passed"] & ~frame["failed"]], "variant", "gate"):
         where = "; ".join(f"{op} on {each(some, 'world_size')}" for (op,), some in parts(members, "op"))

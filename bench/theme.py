@@ -83,13 +83,13 @@ def _place(name: str) -> int:
 
 
 def bar(kind: str, **more: Any) -> dict[str, Any]:
-    """The face of a bar of this kind of time; waiting is hatched."""
+    """Return how a bar of this kind of time looks; waiting is hatched."""
     hatched = {"hatch": "////", "edgecolor": colour("muted")} if kind == "wait" else {}
     return {"facecolor": colour(kind), "linewidth": 0.0, **hatched, **more}
 
 
 def panels(rows: Sequence[float], num_columns: int, *, line: float, row: float, width: float = 9.2, **more: Any) -> Any:
-    """A figure and its axes, [rows, columns]: each row has so many lines, `line` inches each, and `row` beside them."""
+    """Return a figure and its axes, [rows, columns]; a row is its number of lines x `line` + `row` inches high."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, line * sum(rows) + row * len(rows) + 0.5), layout="constrained")
@@ -105,7 +105,7 @@ def named_lines(axes: Any, names: Mapping[Any, str], lines: float) -> None:
 
 
 def log_scale(axes: Any, which: str) -> None:
-    """The x or y axis logarithmic, its ticks plain numbers: three at least, whatever is drawn, and no more than fit."""
+    """Make the x or y axis logarithmic, with plain numbers at three ticks or more, as many as fit."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     class Ticks(LogLocator):

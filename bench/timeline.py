@@ -81,7 +81,7 @@ class Timeline:
         return Timing.of(times) if times else None
 
     def parts_ms(self, schedule: str) -> dict[str, float]:
-        """What the call of the rank that ends last is made of, in ms by kind; "" is the rest of it."""
+        """Return what the call of the rank that ends last is made of, in ms by kind; "" is the rest of it."""
         last = max(self.of(schedule, "call"), key=lambda mark: mark.begin_us + mark.length_us)
         found = defaultdict(float, {"": (last.begin_us + last.length_us) / 1e3})
         for mark in self.of(schedule):
@@ -99,7 +99,7 @@ class Timeline:
 def record(
     group: ProcessGroup, case: Case, schedules: Sequence[str], rounds: int
 ) -> dict[str, list[list[tuple[str, int, int, int]]]]:
-    """This rank's spans (kind, peer, begin, end in ns) of every round by schedule, the whole call last; collective."""
+    """Return this rank's spans (kind, peer, begin, end in ns) of every round by schedule, calls last; collective."""
     import time
 
     import torch
@@ -162,7 +162,7 @@ def _label(mark: Mark) -> str:
 
 
 def write(found: Timeline, path: Path) -> None:
-    """The trace-event format that ui.perfetto.dev and chrome://tracing open: a process a schedule, a thread a rank."""
+    """Return trace events for ui.perfetto.dev and chrome://tracing: a process a schedule, a thread a rank."""
     events: list[dict[str, Any]] = []
     for pid, schedule in enumerate(found.schedules):
         marks = found.of(schedule)
@@ -181,7 +181,7 @@ def write(found: Timeline, path: Path) -> None:
 
 
 def read(path: Path) -> Timeline:
-    """What `write` wrote; ValueError, with the key, for anything else."""
+    """Return what `write` wrote; ValueError, with the key, for anything else."""
     try:
         content = entry_of(read_text(path, max_bytes=MAX_BYTES)).only("traceEvents", "displayTimeUnit", "otherData")
         about = content.entry("otherData")
@@ -261,7 +261,7 @@ def remarks(found: Timeline) -> list[str]:
 
 
 def figure(found: Timeline) -> Any:
-    """A panel a schedule, a line a rank, all on one axis of time; a number on a bar is the rank whose chunk it is.
+    """Draw a panel a schedule and a line a rank over one axis of time; a bar's number is the rank of its chunk.
 
     Within `theme.style`.
     """
@@ -293,6 +293,6 @@ def figure(found: Timeline) -> Any:
 
 
 def picture(found: Timeline, path: Path) -> None:
-    """The figure as a PNG."""
+    """Save the figure as a PNG."""
     with theme.style():
         theme.save(figure(found), path)

@@ -38,8 +38,9 @@ from .ranks import RankPool
 
 @dataclass(frozen=True)
 class Training:
-    """Sizes of the decoder and of its training. `sequence` and `batch` are global. float8, order: of the parallel
-    layers.
+    """Sizes of the decoder and of its training.
+
+    `sequence` and `batch` are global. float8, order: of the parallel layers.
     """
 
     vocabulary: int = 64
@@ -155,7 +156,7 @@ def text(settings: Training, step: int) -> Tensor:
 def train(
     settings: Training, data: ProcessGroup | None = None, tensor: ProcessGroup | None = None, schedule: str = "auto"
 ) -> list[float]:
-    """The mean loss of every step, over all tokens. Without groups: plain torch, one process, the whole batch."""
+    """Return the mean loss of every step over all tokens. Without groups it is plain torch in one process."""
     torch.manual_seed(settings.seed)
     model = TrainedDecoder(settings, tensor, schedule)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, foreach=False)

@@ -52,7 +52,7 @@ COLLECTIVE_SHAPES = ((64, 64), (1024, 1024), (4096, 2048))
 def time_collectives(
     group: ProcessGroup, shape: tuple[int, int], dtype: str, schedules: Sequence[str], seconds: float
 ) -> dict[str, dict[str, Timing]]:
-    """The times of each collective of a tensor [rows, cols] by schedule; collective."""
+    """Return the times of each collective of a tensor [rows, cols] by schedule; collective."""
     device, (rows, cols) = device_here(), shape
     whole = torch.randn(rows, cols, device=device).to(getattr(torch, dtype))
     runners: dict[str, Callable[[], Tensor]] = {}
@@ -66,7 +66,7 @@ def time_collectives(
 
 
 def host_ms(group: ProcessGroup, seconds: float) -> float:
-    """An op's cost on the host: one that has nobody to send to, and next to nothing to copy; collective."""
+    """Return an op's cost on the host: one that has nobody to send to, and next to nothing to copy; collective."""
     groups = [dist.new_group([dist.get_global_rank(group, rank)]) for rank in range(group.size())]
     x, alone = torch.zeros(8, 8), groups[group.rank()]
     runner = {"host": lambda: collectives.all_gather(x, group=alone, schedule="unfused")}
@@ -98,7 +98,7 @@ def rates_of(
 
 
 def kept(timings: Mapping[str, Timing]) -> dict[str, dict[str, float]]:
-    """What a `Sample` has of the times of schedules that took turns: medians, quartiles, and what is no noise."""
+    """Return a `Sample`'s medians, quartiles and ratios to the fastest, of schedules that took turns."""
     quartiles = {name: np.quantile(each.rounds_ms, (0.25, 0.75)).tolist() for name, each in timings.items()}
     fastest = min(timings.values(), key=lambda each: each.median_ms)
     slower = {name: 1.0 if each is fastest else ratio(each, fastest).low for name, each in timings.items()}
@@ -111,7 +111,7 @@ def kept(timings: Mapping[str, Timing]) -> dict[str, dict[str, float]]:
 
 
 def sample_of(case: Case, timings: Mapping[str, Timing]) -> Sample:
-    """What a table keeps of a matmul's times."""
+    """Return what a table keeps of a matmul's times."""
     n, (cols, third) = case.world_size, (case.K, case.N) if case.kind == "gather" else (case.N, case.K)
     times = {name: timing for name, timing in timings.items() if name != "matmul"}
     return Sample(case.op, n, case.dtype, case.M, cols, -(-third // n), **kept(times))
@@ -120,7 +120,7 @@ def sample_of(case: Case, timings: Mapping[str, Timing]) -> Sample:
 def tune(
     world_sizes: Sequence[int], dtypes: Sequence[str], *, seconds: float, num_gpus: int, said: Callable[[str], None]
 ) -> tuple[list[Sample], dict[int, dict[str, Any]]]:
-    """Samples and rates measured on ranks started here; `said` hears of every step and of what was refused."""
+    """Return samples and rates measured on ranks started here; `said` hears of every step and of what was refused."""
     schedules = ("unfused", "decomposed", "fused") if num_gpus else ("unfused", "decomposed")
     samples: list[Sample] = []
     rates: dict[int, dict[str, Any]] = {}
@@ -158,7 +158,7 @@ def tune(
 def time_matmul(
     pool: RankPool, case: Case, schedules: Sequence[str], seconds: float, num_gpus: int, said: Callable[[str], None]
 ) -> tuple[Case, dict[str, Timing]]:
-    """The times of each schedule that is right, and of the matmul alone."""
+    """Return the times of each schedule that is right, and of the matmul alone."""
     said(str(case))
     job = Job(case, ("matmul", *schedules), True, seconds, num_gpus=num_gpus)
     found = {}

@@ -89,7 +89,7 @@ def travelling(case: Case) -> tuple[int, int, int]:
 
 
 def size_of(case: Case) -> tuple[str, int, str, int, int, int]:
-    """What a table of measurements knows a case by."""
+    """Return what a table of measurements knows a case by."""
     return (case.op, case.world_size, case.dtype, *travelling(case))
 
 
@@ -128,7 +128,7 @@ class Search:
         return Quantized.of(x, self.problem.dtype) if type(x) is Scaled else x
 
     def all_right(self, error: str) -> tuple[str, bool]:
-        """The first rank's error of those that have one; whether there is time left."""
+        """Return the first rank's error of those that have one; whether there is time left."""
         everyone: list[Any] = [None] * self._group.size()
         dist.all_gather_object(everyone, (error, self._deadline - time.monotonic()), group=self._group)
         errors = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(everyone) if text]
@@ -228,7 +228,7 @@ class Search:
     def together(
         self, tried: Sequence[Choice | None], seconds: float, rounds: int | None = None
     ) -> dict[Choice | None, Timing]:
-        """The times of the whole op with each choice that is right on all ranks, in turns; None is the table's."""
+        """Time the whole op with each choice that is right on all ranks, in turns; None is the table's choice."""
         runners = {}
         for choice in tried:
             if (name := str(choice or self.usual)) in self.found.refused:
@@ -342,7 +342,7 @@ def tune_kernels(
 
 
 def told(found: TileSearch) -> str:
-    """A line about a search."""
+    """Return a line about a search."""
     cut = ", cut short" if found.cut_short else ""
     tried = f"{len(found.alone)} tiles alone and {len(found.together)} together, {len(found.refused)} refused{cut}"
     return f"  {tried}: {found.best}"

@@ -1,5 +1,6 @@
-"""torch's tensor-parallel styles on one nn.Linear, ColwiseParallel(input_layouts=Shard(0)) and
-RowwiseParallel(output_layouts=Shard(0)); their forward keeps the gathered x.
+"""torch's tensor-parallel styles on one nn.Linear; their forward keeps the gathered x.
+
+ColwiseParallel(input_layouts=Shard(0)) and RowwiseParallel(output_layouts=Shard(0)):
 
 https://docs.pytorch.org/docs/2.11/distributed.tensor.parallel.html
 """

@@ -19,7 +19,7 @@ def limits(
     has_gradient: bool = False,
     needs_cuda: bool = True,
 ) -> str:
-    """The first of the usual reasons that holds, or ""."""
+    """Return the first of the usual reasons that holds, or ""."""
     if case.kind not in kinds:
         return {
             "gather": "it has no all-gather + matmul",

@@ -1,6 +1,6 @@
-"""torch.ops.symm_mem.fused_all_gather_matmul and fused_matmul_reduce_scatter, of float8 those with scaled_matmul in
-their names; they have no gradient.
+"""torch.ops.symm_mem.fused_all_gather_matmul and fused_matmul_reduce_scatter, which have no gradient.
 
+Of float8 those with scaled_matmul in their names.
 Declared in torch/distributed/_symmetric_memory/__init__.py of torch 2.11 to 2.13.
 """
 
