@@ -222,6 +222,7 @@ class Program:
 
     def run(self, tensors: dict[str, Tensor], runs: Runs) -> list[Tensor]:
         """Run the steps on tensors by name and return the results."""
+        tensors = {**tensors}
         for step in self._steps:
             for name, out in zip(step.made, step.run(tensors, runs), strict=True):
                 tensors[name] = out
