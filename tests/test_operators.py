@@ -12,7 +12,6 @@ from torch.distributed import ProcessGroup
 import fusedtp
 from fusedtp.bench.ranks import RankPool
 from fusedtp.calls.settings import described
-from fusedtp.op import OPS, Task
 from fusedtp.options import Options
 
 from . import direct
@@ -77,7 +76,7 @@ def as_told(group: ProcessGroup, schedule: str, sizes: tuple[int, ...]) -> None:
     for op, operands, options in of_every_op(group.rank(), sizes):
         if schedule == "unfused" and options.get("algorithm", "auto") != "auto":
             continue
-        task = Task.of(OPS[op], *operands, **options)
+        task = direct.task_of(op, *operands, **options)
         outs, shapes = direct.run(op, schedule, group, *operands, **options), task.results(group.rank())
         for out, shape in zip(outs, shapes, strict=True):
             assert (tuple(out.shape), out.dtype) == (shape, task.dtype), f"{op} {options}"

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from .. import float8, groups, recipes
 from ..norms import Norm
-from ..op import GATED, OF_RESULT, Task
+from ..op import GATED, OF_RESULT, Task, numbered
 from ..options import Options
 from ..schedules.local import reads_beside
 from ..sharding.notation import parse
@@ -71,9 +71,9 @@ class Call:
         self.widths = tuple(rest)
         # Names of the weights, of w and bias of each weight, of the products' gradients, and of the products.
         count = max(1, len(rest))
-        self.parameters = parameter_names(count)
-        self.weights, self._biases = self.parameters[::2], self.parameters[1::2]
-        self.dys, self.products = (tuple([name + w[1:] for w in self.weights]) for name in ("dy", "z"))
+        self.weights, self._biases = numbered("w", count), numbered("bias", count)
+        self.parameters = tuple(name for pair in zip(self.weights, self._biases, strict=True) for name in pair)
+        self.dys, self.products = numbered("dy", count), numbered("z", count)
         self.activation, self.norm = settings.activation, settings.norm
         self.num_results = 1 if self.activation in GATED else count
         # True if backward needs the products.
@@ -219,17 +219,17 @@ class Call:
         if ready.version != generation.version or ready.on_gpu or generation.gone:
             ready = self._made_ready(key, 0, only.task, only.axis)
             self._only[key] = only, ready
-        operands: list[Tensor | None] = []
-        for each in only.operands:
-            if each is None or each.__class__ is str:
-                operands.append(tensors.get(each))  # type: ignore[arg-type]
+        operands: dict[str, Tensor] = {}
+        for name, each in only.operands.items():
+            if each.__class__ is str:
+                operands[name] = tensors[each]
                 continue
             tensor, how = tensors[each.name], each.how  # type: ignore[union-attr]
             if how == "transposed":
                 tensor = tensor.t()
             elif how == "viewed":
                 tensor = each.view(tensor)  # type: ignore[union-attr]
-            operands.append(tensor)
+            operands[name] = tensor
         made, outs = ready.run(operands), []
         for at, shape, order in only.results:
             out = made[at] if shape is None else made[at].view(shape)
@@ -246,8 +246,8 @@ class Call:
     def fake(self, key: Any, tensors: dict[str, Any]) -> list[Tensor]:
         """Return empty tensors with the shapes of the results of `run`."""
 
-        def runs(place: int, task: Task, axis: str, operands: Sequence[Any]) -> list[Tensor]:
-            return [operands[0].new_empty(shape) for shape in task.results(self.partition.place[axis][0])]
+        def runs(place: int, task: Task, axis: str, operands: Mapping[str, Any]) -> list[Tensor]:
+            return [operands["a"].new_empty(shape) for shape in task.results(self.partition.place[axis][0])]
 
         return self._program(key).run(tensors, runs)
 
@@ -262,11 +262,6 @@ class Call:
         if known is not None:
             known[1].pass_by()
         return F.linear(given["x"], given["w"], given.get("bias"))
-
-
-def parameter_names(count: int) -> tuple[str, ...]:
-    """Return the names of w and bias of each of several weights in turn. A compiler can trace the code."""
-    return tuple([f"{name}{i or ''}" for i in range(count) for name in ("w", "bias")])
 
 
 _calls: dict[Any, Call] = generation.table({})

@@ -133,7 +133,7 @@ _MAX_READY = 4096
 
 
 def _fake_collective(x: Tensor, op: str, sizes: Sequence[int], rank: int, *_: object) -> Tensor:
-    task = Task(OPS[op], ((x.shape[0], x.shape[1]),), x.dtype, tuple(sizes))
+    task = Task(OPS[op], {"a": (x.shape[0], x.shape[1])}, x.dtype, tuple(sizes))
     return x.new_empty(task.results(rank)[0])
 
 
@@ -176,11 +176,11 @@ def collective(
         if len(kept) >= _MAX_READY:
             kept.clear()
         task = Task(
-            OPS[op], (shape,), x.dtype, tuple(sizes), algorithm=algorithm, leaves=max(0, leaves),
+            OPS[op], {"a": shape}, x.dtype, tuple(sizes), algorithm=algorithm, leaves=max(0, leaves),
             any_order=leaves == AS_ANY,
         )  # fmt: skip
         ready = kept[key] = Ready(task, schedule, group, x.device, producer=producer, call=call)
-    return ready.run((x,))[0]
+    return ready.run({"a": x})[0]
 
 
 def summed(x: Tensor, group_name: str, schedule: str) -> Tensor:
