@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -44,12 +45,12 @@ def _save(
 ) -> dict[str, Tensor]:  # fmt: skip
     """Save for `_gradients`, and return, what a needed gradient reads; `needs` tells which of the given need one."""
     ctx.call, ctx.needs = call, dict(zip(given, needs, strict=True))
-    saved = {}
-    if any([ctx.needs[w] for w in call.weights]):
-        saved["x"] = given["x"]
+    saved: dict[str, Tensor] = {}
     for name in call.weights:
-        if needs[0]:
-            saved[name] = given[name]
+        if ctx.needs[name]:
+            saved["x"] = given["x"]
+    for name in call.weights if needs[0] else ():
+        saved[name] = given[name]
     if call.activation and True in needs:
         # The last results: the products, or for `OF_RESULT` the results themselves.
         saved.update(zip(call.products, outs[-len(call.products) :], strict=True))
@@ -65,42 +66,38 @@ def _save(
 
 def _gradients(
     ctx: Any, dys: Sequence[Tensor | None], tensors: Sequence[Tensor], *, by_operator: bool
-) -> list[Tensor | None]:
-    """Return a gradient, or None, for each tensor that the call was given; `tensors` are those that were saved."""
+) -> dict[str, Tensor | None]:
+    """Return the gradients of the tensors that the call was given, by name; `tensors` are those that were saved."""
     call, needs, kept = ctx.call, ctx.needs, dict(zip(ctx.saved, tensors, strict=True))
     found: dict[str, Tensor | None] = {}
     if "norm_weight" in needs:
         dys = _through_norm(ctx, dys, kept, found)
-    dys = dys[: call.num_results]
-    given = [dy for dy in dys if dy is not None]
-    if not given:
-        return [None] * len(needs)
-    zs = [
-        given[0].new_zeros(*given[0].shape[:-1], width) if dy is None else dy
-        for dy, width in zip(dys, call.widths or (0,), strict=False)
-    ]  # fmt: skip
+    zs: list[Any] = list(dys[: call.num_results])
+    unused = [i for i, dy in enumerate(zs) if dy is None]
+    if len(unused) == len(zs):
+        return {}
+    like = next(dy for dy in zs if dy is not None) if unused else zs[0]
+    for i in unused:
+        zs[i] = like.new_zeros(*like.shape[:-1], call.widths[i])
     if needs.get("residual"):
-        found["residual"] = dys[0]
+        found["residual"] = like
     if call.activation:
         zs = activations.gradients(call.activation, zs, [kept[z] for z in call.products])
-    wanted = tuple([needs.get(name, False) for name in ("x", *call.parameters)])
+    wanted = [needs.get(name, False) for name in ("x", *call.parameters)]
     if True in wanted:
-        read = {name: kept[name] for name in ("x", *call.weights) if name in kept}
         if by_operator:
-            read = dict(zip(call.dys, zs, strict=True)) | read
-            made = matmul_backward(
-                [*read.values()], " ".join(read), list(wanted), call.settings.text, call.numbers
-            )  # fmt: skip
+            read = dict(zip(call.dys, zs, strict=True))
+            read |= {name: kept[name] for name in ("x", *call.weights) if name in kept}
+            made = matmul_backward([*read.values()], " ".join(read), wanted, call.settings.text, call.numbers)
         else:
-            read |= {dy: z.resolve_neg() for dy, z in zip(call.dys, zs, strict=True)}
-            made = call.run(wanted, read)
-        found |= zip([name for name in ("x", *call.parameters) if needs.get(name)], made, strict=True)
-    if len(given) < len(dys):
-        for i, dy in enumerate(dys):
-            if dy is None:
-                # Like the parameters of a linear that was not called.
-                found[call.parameters[2 * i]] = found[call.parameters[2 * i + 1]] = None
-    return [found.get(name) for name in needs]
+            for dy, z in zip(call.dys, zs, strict=True):
+                kept[dy] = z.resolve_neg()
+            made = call.run(tuple(wanted), kept)
+        found |= zip(compress(("x", *call.parameters), wanted), made, strict=True)
+    for i in unused:
+        # Like the parameters of a linear that was not called.
+        found[call.parameters[2 * i]] = found[call.parameters[2 * i + 1]] = None
+    return found
 
 
 def _through_norm(
@@ -143,8 +140,9 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Any) -> tuple[Tensor | None, ...]:
-        # Outside `_gradients`, which opens a call: hooks of saved tensors may recompute with calls of their own.
-        return (None, None, *_eager_gradients(ctx, dys, ctx.saved_tensors))
+        # Outside `_eager_gradients`, which opens a call: hooks of saved tensors may recompute with calls of their own.
+        found = _eager_gradients(ctx, dys, ctx.saved_tensors)
+        return (None, None, *map(found.get, ctx.needs))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -159,10 +157,11 @@ def _as_asked(call: Call, outs: Sequence[Tensor]) -> Any:
 
 
 @one
-def _eager_gradients(ctx: Any, dys: Sequence[Any], tensors: Sequence[Any]) -> list[Tensor | None]:
-    call, dtensors, transformed = ctx.call, ctx.dtensors, transforms_active()
+def _eager_gradients(ctx: Any, dys: Sequence[Any], tensors: Sequence[Any]) -> dict[str, Tensor | None]:
+    call, dtensors, transformed, batched = ctx.call, ctx.dtensors, transforms_active(), False
     check_versions(tensors, ctx.versions)
-    batched = any([dy is not None and is_batched(dy) for dy in dys])
+    for dy in dys:
+        batched = batched or (dy is not None and is_batched(dy))
     if (batched or transformed) and (dtensors or len(call.weights) > 1 or call.activation or call.norm[0]):
         raise NotImplementedError(
             "a batch of gradients at once (is_grads_batched, vmap) is not implemented for parameters that are "
@@ -179,11 +178,12 @@ def _eager_gradients(ctx: Any, dys: Sequence[Any], tensors: Sequence[Any]) -> li
     if batched:
         rows, level = remove_batch(dys[0])
         made = [_gradients(ctx, (row,), tensors, by_operator=by_operator) for row in rows]
-        return [None if each[0] is None else add_batch(torch.stack(each), level) for each in zip(*made, strict=True)]
+        batches = {name: torch.stack([each[name] for each in made]) for name in made[0]}  # type: ignore[misc]
+        return {name: add_batch(each, level) for name, each in batches.items()}
     found = _gradients(ctx, dys, tensors, by_operator=by_operator)
-    for i, name in enumerate(ctx.needs if dtensors else ()):
-        if name in dtensors and (each := found[i]) is not None:
-            found[i] = as_gradient(each, dtensors[name])
+    for name, parameter in dtensors.items():
+        if (each := found.get(name)) is not None:
+            found[name] = as_gradient(each, parameter)
     return found
 
 
@@ -197,7 +197,7 @@ def _setup(ctx: Any, tensors: Sequence[Tensor], others: Sequence[Any], outs: Seq
 
 def _of_operator(ctx: Any, *dys: Tensor | None) -> list[Tensor | None]:
     # Read once: a checkpoint recomputes saved tensors for one reader.
-    return _gradients(ctx, dys, ctx.saved_tensors, by_operator=True)
+    return list(map(_gradients(ctx, dys, ctx.saved_tensors, by_operator=True).get, ctx.needs))
 
 
 def _forward(
@@ -330,19 +330,17 @@ def apply(
 def _parts(given: Mapping[str, Any]) -> dict[str, Tensor] | None:
     # The local tensors of a layer's call, or None if x is to be cast, or others than parameters are of special types.
     # torch.func may wrap weights, which only `local` unwraps.
-    parts, x = {}, given["x"]
+    parts, x = {**given}, given["x"]
     if type(x) not in PLAIN or (not x.is_meta and torch.is_autocast_enabled(x.device.type)):
         return None
     for name, each in given.items():
-        plain = type(each) in PLAIN
-        if name in ("x", "residual"):
-            if not plain:
+        if type(each) in PLAIN:
+            if name[0] == "w":
                 return None
-        elif plain and name[0] == "w":
+        elif name == "residual":
             return None
         else:
-            each = part(each, 2 if name[0] == "w" else 1)
-        parts[name] = each
+            parts[name] = part(each, 2 if name[0] == "w" else 1)
     return parts
 
 
