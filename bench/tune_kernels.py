@@ -112,8 +112,8 @@ class Search:
         self._device = torch.device("cpu" if INTERPRETED else f"cuda:{torch.cuda.current_device()}")
         self._tiny = INTERPRETED
         self.problem = problem = Problem(case, group, self._device)
-        self._operands = self._given(problem.x), self._given(problem.w).t(), None
-        shapes = tuple(None if each is None else (each.shape[0], each.shape[1]) for each in self._operands)
+        self._operands = {"a": self._given(problem.x), "b": self._given(problem.w).t()}
+        shapes = {name: (each.shape[0], each.shape[1]) for name, each in self._operands.items()}
         float8 = problem.x.data.dtype if case.is_float8 else None
         self._task = Task(
             OPS[case.op], shapes, problem.dtype, problem.m_sizes if case.kind != "all_reduce" else (), float8=float8

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import groups, norms
-from .calls import arguments, eager, problems
+from .calls import arguments, autograd, problems
 from .calls.settings import described
 from .groups import Group
 from .norms import Norm
@@ -91,7 +91,7 @@ def sharded_matmul(
         str(parsed), [group.group_name for group in groups_of.values()], [rank for rank, _ in place.values()], asked,
         w_transposed=False, by_size=True,
     )  # fmt: skip
-    return eager.run_described(a, b, settings, (*lengths, *problems.flat(splits)))
+    return autograd.run_described(a, b, settings, (*lengths, *problems.flat(splits)))
 
 
 @overload
@@ -157,7 +157,7 @@ def all_gather_linear(
 
     Several weights, a sequence with as many biases or None, give a tuple of results. x is gathered once for all of
     them. Backward gathers x once too, and scatters the sum of their dx once. The weights may have different numbers of
-    rows, and are not copied or concatenated, except in torch.func's transforms.
+    rows, and are not copied or concatenated.
 
     `activation` is applied in the same op. relu, gelu, gelu_tanh and silu apply to every result. swiglu and geglu take
     two weights with as many rows, gate and up, and give one result, silu(gate) * up or gelu(gate) * up. If a gradient
@@ -183,11 +183,11 @@ def all_gather_linear(
     asked, along = Options(schedule, "auto", producer, float8, order, activation), (gather_dim, sizes)
     problem: Any = problems.all_gather_problem
     if not isinstance(weight, list | tuple):
-        return eager.apply(problem, x, weight, bias, group, asked, along, out_dtype=out_dtype)  # type: ignore[no-any-return]
+        return autograd.apply(problem, x, weight, bias, group, asked, along, out_dtype=out_dtype)  # type: ignore[no-any-return]
     weights, biases = arguments.several(weight, bias)
     if len(weights) == 1:
-        return (eager.apply(problem, x, weights[0], biases[0], group, asked, along, out_dtype=out_dtype),)
-    return eager.apply(problem, x, weights, biases, group, asked, along, out_dtype=out_dtype)  # type: ignore[no-any-return]
+        return (autograd.apply(problem, x, weights[0], biases[0], group, asked, along, out_dtype=out_dtype),)
+    return autograd.apply(problem, x, weights, biases, group, asked, along, out_dtype=out_dtype)  # type: ignore[no-any-return]
 
 
 @overload
@@ -257,7 +257,7 @@ def linear_reduce_scatter(
         normed = norms.asked_for(norm, norm_weight, norm_bias, norm_eps)
     problem: Any = problems.reduce_scatter_problem
     along = scatter_dim, sizes
-    return eager.apply(problem, x, weight, bias, group, asked, along, residual, normed, out_dtype)  # type: ignore[no-any-return]
+    return autograd.apply(problem, x, weight, bias, group, asked, along, residual, normed, out_dtype)  # type: ignore[no-any-return]
 
 
 @overload
@@ -318,7 +318,7 @@ def linear_all_reduce(
     if norm_weight is not None or norm_bias is not None or norm != RMS_NORM:
         normed = norms.asked_for(norm, norm_weight, norm_bias, norm_eps)
     problem: Any = problems.all_reduce_problem
-    return eager.apply(problem, x, weight, bias, group, asked, (), residual, normed, out_dtype)  # type: ignore[no-any-return]
+    return autograd.apply(problem, x, weight, bias, group, asked, (), residual, normed, out_dtype)  # type: ignore[no-any-return]
 
 
 def fsdp_linear(
@@ -354,4 +354,4 @@ def fsdp_linear(
     """
     asked = Options(schedule, "auto", producer, float8, order, activation)
     problem: Any = problems.fsdp_problem
-    return eager.apply(problem, x, weight_shard, bias, group, asked, (sizes,), out_dtype=out_dtype)  # type: ignore[no-any-return]
+    return autograd.apply(problem, x, weight_shard, bias, group, asked, (sizes,), out_dtype=out_dtype)  # type: ignore[no-any-return]

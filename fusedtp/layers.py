@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import groups, norms
-from .calls import arguments, eager, parameters, problems
+from .calls import arguments, autograd, parameters, problems
 from .calls.call import Prepare
 from .groups import Group
 from .norms import Norm
@@ -247,7 +247,7 @@ class _GateUpLinear(ColumnParallelLinear):
         size = self._sizes[self.group.rank()]
         weights = self._own("weight", self.weight, size, 3).unbind()
         biases = (None, None) if self.bias is None else self._own("bias", self.bias, size, 2).unbind()
-        return eager.apply(prepare, x, weights, biases, self.group, self.options, along)
+        return autograd.apply(prepare, x, weights, biases, self.group, self.options, along)
 
 
 class ParallelMLP(nn.Module):

@@ -8,16 +8,13 @@ gathered operand, stacked; S is the sum over ranks.
                                                   the own rows of S = a @ b, + bias + residual, which has these rows
                                                   only; with `x` also left @ X [L, C], x gathered during a @ b
     matmul_all_reduce       a, b, bias, residual  S = a @ b, + bias + residual [M, N] on every rank
-    all_gather              x                     X
-    reduce_scatter          x                     the own rows of S
-    all_reduce              x                     S
+    all_gather              a                     X
+    reduce_scatter          a                     the own rows of S
+    all_reduce              a                     S
 
-With several weights, further blocks follow; they need not be adjacent in memory. A gather has a result X @ b + bias for
-each b, bias. A sum is that of a @ b of all blocks, with a left @ X for each a, b, left.
-
-    all_gather_matmul       b, bias
-    matmul_reduce_scatter   a, b, left
-    matmul_all_reduce       a, b
+Operands go by these names; those that are not given are left out. With several weights, the names of the first one's
+operands have further ones beside them: b, b1, b2. They need not be adjacent in memory. A gather has a result
+X @ b + bias for each b, bias. A sum is that of a @ b of all a, b, and has a left @ X for each left.
 
 `dim` 1 replaces rows by columns: of a in a gather, of the result in a scatter. With `transposed` the result is
 transposed, and a bias has an element for each row of X @ b, which is now a column.
@@ -25,23 +22,22 @@ transposed, and a bias has an element for each row of X @ b, which is now a colu
 An all_gather_matmul may end with an activation, one of `ACTIVATIONS`, of each X @ b + bias. A `GATED` activation takes
 two of them, gate and up, and has one result. If the op `keeps` these products, they are results too, behind the others.
 
-A sum of one block may end with a norm of its rows, one of `NORMS`. The norm's weight and bias [N] follow the op's
-operands, and the normed sum is a result behind the sum.
+A sum of one a @ b may end with a norm of its rows, one of `NORMS`, with the operands `norm_weight` and `norm_bias` [N].
+The normed sum is a result behind the sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 if TYPE_CHECKING:
     import torch
 
 Shape = tuple[int, int]
 Kind = Literal["gather", "scatter", "all_reduce"]
-T = TypeVar("T")
 
 Activation: TypeAlias = Literal["relu", "gelu", "gelu_tanh", "silu"]
 GatedActivation: TypeAlias = Literal["swiglu", "geglu"]
@@ -59,30 +55,28 @@ RANK_ORDER, TREE_ORDER, LEAVES, MOST_LEAVES = "rank", "tree", 8, 64
 ANY_ORDER, AS_ANY = "any", -1
 
 
+def numbered(name: str, count: int) -> tuple[str, ...]:
+    """Return a name for each of several: b, b1, b2. A compiler can trace the code."""
+    return tuple([f"{name}{i or ''}" for i in range(count)])
+
+
 @dataclass(frozen=True)
 class Op:
     """Properties of every task of an op.
 
     - `kind`: of the communication, in the cost model's words.
-    - `operands`: the largest number of operands. The first one travels or is multiplied, by the second if the op
-      `multiplies`.
-    - `block`: the number of operands of each further block.
+    - `multiplies`: whether a product goes with it.
     - `algorithms`: beside "auto".
     - `results`, `moved`, `agreed`: see the properties of `Task`.
     """
 
     name: str
     kind: Kind
-    operands: int
-    block: int
+    multiplies: bool
     algorithms: tuple[str, ...]
     results: Callable[[Task, int], tuple[Shape, ...]]
     moved: Callable[[Task], Shape]
     agreed: Callable[[Task], Mapping[str, Any]]
-
-    @property
-    def multiplies(self) -> bool:
-        return self.operands > 1
 
     @property
     def number(self) -> int:
@@ -92,7 +86,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Task:
-    """An op on operands of these shapes (None for one that is not given) and this dtype, as one rank has them.
+    """An op on operands of these shapes, by name, and this dtype, as one rank has them.
 
     - `dtype`: of the result; sums travel in it.
     - `sizes`: every rank's length of the dim that is gathered or scattered.
@@ -106,7 +100,7 @@ class Task:
     """
 
     op: Op
-    shapes: tuple[Shape | None, ...]
+    shapes: Mapping[str, Shape]
     dtype: torch.dtype
     sizes: tuple[int, ...] = ()
     dim: int = 0
@@ -121,19 +115,6 @@ class Task:
     leaves: int = 0
     any_order: bool = False
 
-    @classmethod
-    def of(
-        cls, op: Op, *operands: Any, sizes: Sequence[int] = (), dim: int = 0, transposed: bool = False,
-        algorithm: str = "auto", activation: str = "", keeps: bool = False, float8: torch.dtype | None = None,
-        in_blocks: bool = False, norm: str = "", eps: float = 0.0, leaves: int = 0, any_order: bool = False,
-    ) -> Task:  # fmt: skip
-        shapes = [None if each is None else (each.shape[0], each.shape[1]) if each.ndim == 2 else (1, each.shape[0])
-                  for each in operands]  # fmt: skip
-        x = operands[0]
-        assert x is not None
-        options = tuple(sizes), dim, transposed, algorithm, activation, keeps, float8, in_blocks, norm, eps
-        return cls(op, tuple(shapes), x.dtype, *options, leaves, any_order)
-
     def __hash__(self) -> int:
         return self._hash
 
@@ -142,31 +123,16 @@ class Task:
         # Tasks are looked up at every call.
         options = self.dim, self.transposed, self.algorithm, self.activation, self.keeps, self.float8, self.in_blocks
         order = self.leaves, self.any_order
-        return hash((self.op.name, self.shapes, self.dtype, self.sizes, options, self.norm, self.eps, order))
+        shapes = frozenset(self.shapes.items())
+        return hash((self.op.name, shapes, self.dtype, self.sizes, options, self.norm, self.eps, order))
 
-    def shape(self, operand: int) -> Shape:
-        shape = self.shapes[operand]
-        assert shape is not None
-        return shape
+    @cached_property
+    def _num_weights(self) -> int:
+        return sum(name == "b" or (name[0] == "b" and name[1:].isdigit()) for name in self.shapes)
 
-    def has(self, operand: int) -> bool:
-        """Return whether that operand, of the first block, is given."""
-        return operand < min(len(self.shapes), self.op.operands) and self.shapes[operand] is not None
-
-    @property
-    def adds(self) -> bool:
-        """Return whether a residual is given."""
-        return self.op.multiplies and self.op.kind != "gather" and self.has(self.op.operands - 1)
-
-    def blocks(self, given: Sequence[T]) -> list[tuple[T, ...]]:
-        """Return the further blocks' operands, or their shapes, block by block."""
-        first, count = self.op.operands, 0 if self.norm else self.op.block
-        return [tuple(given[i : i + count]) for i in range(first, len(given), count)] if count else []
-
-    @property
-    def _terms(self) -> list[Shape]:
-        # The shape of each left factor, one for each block of a sum.
-        return [self.shape(0), *(block[0] for block in self.blocks(self.shapes) if block[0] is not None)]
+    def each(self, name: str) -> tuple[str, ...]:
+        """Return the operand's name for each weight: b, b1, b2."""
+        return numbered(name, self._num_weights)
 
     @property
     def dtype_name(self) -> str:
@@ -203,25 +169,25 @@ class Task:
             options["scales"] = "of blocks" if self.in_blocks else "of rows, or of the tensor"
         if self.leaves and self.op.multiplies and self.op.kind != "gather":
             # Leaves end where ranks' parts do if these have equal lengths.
-            options["contraction of a rank"] = [each[1] for each in self._terms]
+            options["contraction of a rank"] = [self.shapes[a][1] for a in self.each("a")]
         return {**options, **self.op.agreed(self)}
 
 
 def _gathered(task: Task) -> Shape:
-    rows, cols = task.shape(0)
+    rows, cols = task.shapes["a"]
     return (sum(task.sizes), cols) if task.dim == 0 else (rows, sum(task.sizes))
 
 
 def _product(task: Task) -> Shape:
-    return task.shape(0)[0], task.shape(1)[1]
+    return task.shapes["a"][0], task.shapes["b"][1]
 
 
 def _after_gather(task: Task, rank: int) -> tuple[Shape, ...]:
     M, K = _gathered(task)
-    columns = [task.shape(1)[1], *(b[1] for b, _ in task.blocks(task.shapes) if b is not None)]
+    columns = [task.shapes[b][1] for b in task.each("b")]
     products = [(N, M) if task.transposed else (M, N) for N in columns]
     made = products[:1] if task.activation in GATED else products
-    right = [(K, task.shape(3)[1])] if task.has(3) else []
+    right = [(K, task.shapes["right"][1])] if "right" in task.shapes else []
     return (*made, *(products if task.keeps else ()), *right)
 
 
@@ -230,58 +196,57 @@ def _scattered(task: Task, rank: int) -> tuple[Shape, ...]:
     first = (own, N) if task.dim == 0 else (M, own)
     if task.norm:
         return first, first
-    lefts = (*task.shapes[3:4], *(left for _, _, left in task.blocks(task.shapes)))
-    return (first, *((left[0], task.shape(4)[1]) for left in lefts if left is not None))
+    lefts = [task.shapes[left][0] for left in task.each("left") if left in task.shapes]
+    return (first, *((rows, task.shapes["x"][1]) for rows in lefts))
 
 
 def _agreed_of_product(task: Task) -> Mapping[str, Any]:
     M, N = _product(task)
     agreed: dict[str, Any] = {"M": M, "N": N}
-    if task.op.kind == "all_reduce" and (more := len(task.blocks(task.shapes))):
+    if task.op.kind == "all_reduce" and (weights := len(task.each("b"))) > 1:
         # The number of weights decides between one shot and two.
-        agreed["weights"] = 1 + more
-    if task.has(4):
-        return {**agreed, "columns gathered": task.shape(4)[1]}
-    given = {"bias": task.has(2), "residual": task.adds}
-    agreed |= {name: "given" if is_given else "none" for name, is_given in given.items()}
+        agreed["weights"] = weights
+    if "x" in task.shapes:
+        return {**agreed, "columns gathered": task.shapes["x"][1]}
+    agreed |= {name: "given" if name in task.shapes else "none" for name in ("bias", "residual")}
     if not task.norm:
         return agreed | {"norm": "none"}
-    biased = " and a bias" * (len(task.shapes) > task.op.operands + 1)
+    biased = " and a bias" * ("norm_bias" in task.shapes)
     return agreed | {"norm": f"{task.norm} with eps {task.eps!r}{biased}"}
 
 
 def _agreed_of_gather(task: Task) -> Mapping[str, Any]:
-    rows, cols = task.shape(0)
+    rows, cols = task.shapes["a"]
     return {"K": cols} if task.dim == 0 else {"M": rows}
 
 
 def _columns(task: Task) -> Mapping[str, Any]:
-    return {"columns": task.shape(0)[1]}
+    return {"columns": task.shapes["a"][1]}
 
 
 ALL_GATHER_MATMUL = Op(
-    "all_gather_matmul", "gather", 4, 2, (), results=_after_gather, moved=_gathered, agreed=_agreed_of_gather
+    "all_gather_matmul", "gather", True, (), results=_after_gather, moved=_gathered, agreed=_agreed_of_gather
 )
 MATMUL_REDUCE_SCATTER = Op(
-    "matmul_reduce_scatter", "scatter", 6, 3, (), results=_scattered, moved=_product, agreed=_agreed_of_product
+    "matmul_reduce_scatter", "scatter", True, (), results=_scattered, moved=_product, agreed=_agreed_of_product
 )
 MATMUL_ALL_REDUCE = Op(
-    "matmul_all_reduce", "all_reduce", 4, 2, ("one_shot", "two_shot"),
+    "matmul_all_reduce", "all_reduce", True, ("one_shot", "two_shot"),
     results=lambda task, rank: (_product(task),) * (2 if task.norm else 1), moved=_product, agreed=_agreed_of_product,
 )  # fmt: skip
 ALL_GATHER = Op(
-    "all_gather", "gather", 1, 0, ("direct", "ring"),
+    "all_gather", "gather", False, ("direct", "ring"),
     results=lambda task, rank: (_gathered(task),), moved=_gathered, agreed=_columns,
 )  # fmt: skip
 REDUCE_SCATTER = Op(
-    "reduce_scatter", "scatter", 1, 0, ("direct", "ring"),
-    results=lambda task, rank: ((task.sizes[rank], task.shape(0)[1]),), moved=lambda task: task.shape(0),
+    "reduce_scatter", "scatter", False, ("direct", "ring"),
+    results=lambda task, rank: ((task.sizes[rank], task.shapes["a"][1]),), moved=lambda task: task.shapes["a"],
     agreed=_columns,
 )  # fmt: skip
 ALL_REDUCE = Op(
-    "all_reduce", "all_reduce", 1, 0, ("one_shot", "two_shot", "ring"),
-    results=lambda task, rank: (task.shape(0),), moved=lambda task: task.shape(0),
-    agreed=lambda task: {"M": task.shape(0)[0], "N": task.shape(0)[1]},
+    "all_reduce", "all_reduce", False, ("one_shot", "two_shot", "ring"),
+    results=lambda task, rank: (task.shapes["a"],), moved=lambda task: task.shapes["a"],
+    agreed=lambda task: {"M": task.shapes["a"][0], "N": task.shapes["a"][1]},
 )  # fmt: skip
 
 OPS: Mapping[str, Op] = {

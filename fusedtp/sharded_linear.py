@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import groups
-from .calls import arguments, dispatch, eager, parameters
+from .calls import arguments, autograd, dispatch, parameters
 from .calls.call import Prepare
 from .groups import Group
 from .norms import Norm
@@ -135,14 +135,14 @@ class ShardedLinear(parameters.Watched):
                 self._check_parameters()
                 break
         if not self._is_padded:
-            return eager.of_parameters(
-                prepare, x, self.weight, self.bias, self.group, self.options, along, residual, norm
+            return autograd.apply(
+                prepare, x, self.weight, self.bias, self.group, self.options, along, residual, norm, of_layer=True
             )
         size = self._sizes[self.group.rank()]
         weight = self._own("weight", self.weight, size, 2)
         bias = None if self.bias is None else self._own("bias", self.bias, size, 1)
         norm = None if norm is None else norm.map(lambda each: parameters.local(each, 1))
-        return eager.apply(prepare, x, weight, bias, self.group, self.options, along, residual, norm)
+        return autograd.apply(prepare, x, weight, bias, self.group, self.options, along, residual, norm)
 
     def _check_parameters(self) -> None:
         for name, lies in self._lies.items():

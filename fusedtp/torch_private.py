@@ -57,6 +57,20 @@ def forward_mode_active() -> bool:
     return forward_ad._current_level >= 0
 
 
+def remove_batch(x: Tensor) -> tuple[Tensor, int]:
+    """Return a tensor of `is_batched` with the batch as its first dim, and its level (torch/_vmap_internals)."""
+    level = 1
+    # With another level than the tensor's, the result is still a batch.
+    while is_batched(found := torch._remove_batch_dim(x, level, 1, 0)):
+        level += 1
+    return found, level
+
+
+def add_batch(x: Tensor, level: int) -> Tensor:
+    """Undo `remove_batch`."""
+    return torch._add_batch_dim(x, 0, level)
+
+
 def store_of(group: dist.ProcessGroup) -> Any:
     """Return the group's own store."""
     return dist.distributed_c10d._get_process_group_store(group)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +17,34 @@ from fusedtp.workspaces.workspace import Workspace
 from .virtual_ranks import Phases
 from .virtual_ranks import phases as in_phases
 
+# Names of an op's operands, and of those of each further weight, in the order in which tests give them.
+_NAMES = {
+    "all_gather_matmul": (("a", "b", "bias", "right"), ("b", "bias")),
+    "matmul_reduce_scatter": (("a", "b", "bias", "left", "x", "residual"), ("a", "b", "left")),
+    "matmul_all_reduce": (("a", "b", "bias", "residual"), ("a", "b")),
+}
+
+
+def named(op: str, *operands: Tensor | None, norm: str = "") -> dict[str, Tensor]:
+    """A task's operands by name."""
+    first, block = _NAMES.get(op, (("a",), ()))
+    more = ("norm_weight", "norm_bias") if norm else (f"{name}{i}" for i in range(1, 99) for name in block)
+    return {name: each for name, each in zip((*first, *more), operands, strict=False) if each is not None}
+
+
+def task_of(op: str, *operands: Tensor | None, sizes: Sequence[int] = (), **options: Any) -> Task:
+    """A task on these operands; options: its other fields."""
+    given = named(op, *operands, norm=options.get("norm", ""))
+    shapes = {
+        name: (each.shape[0], each.shape[1]) if each.ndim == 2 else (1, each.shape[0]) for name, each in given.items()
+    }
+    return Task(OPS[op], shapes, given["a"].dtype, tuple(sizes), **options)
+
 
 def run(op: str, schedule: str, group: ProcessGroup, *operands: Tensor | None, **options: Any) -> list[Tensor]:
-    """The results of a task; options: those of `Task.of`."""
-    x = operands[0]
-    assert x is not None
-    task = Task.of(OPS[op], *operands, **options)
-    return Ready(task, schedule, group, x.device).run(_all(task, operands))
+    """The results of a task; options: those of `task_of`."""
+    given = named(op, *operands, norm=options.get("norm", ""))
+    return Ready(task_of(op, *operands, **options), schedule, group, given["a"].device).run(given)
 
 
 def one(op: str, schedule: str, group: ProcessGroup, *operands: Tensor | None, **options: Any) -> Tensor:
@@ -39,16 +60,11 @@ _HOW = ("producer", "split", "programs")
 def results(op: str, ws: Workspace, *operands: Tensor | None, **options: Any) -> Phases:
     """The phases of a task's kernels on a virtual rank, which end with its results."""
     how = {name: options.pop(name) for name in _HOW if name in options}
-    task = Task.of(OPS[op], *operands, **options)
-    return in_phases(Prepared("fused", task, ws=ws, **how), *_all(task, operands))
+    task = task_of(op, *operands, **options)
+    return in_phases(Prepared("fused", task, ws=ws, **how), named(op, *operands, norm=task.norm))
 
 
 def phases(op: str, ws: Workspace, *operands: Tensor | None, **options: Any) -> Generator[None, None, Tensor]:
     """The same, which end with its only result; two of them in one row."""
     outs = yield from results(op, ws, *operands, **options)
     return outs[0] if len(outs) == 1 else torch.cat([out.flatten() for out in outs])
-
-
-def _all(task: Task, operands: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    # A product's bias is an operand also where it is not given.
-    return (*operands, None) if task.op.multiplies and len(operands) == 2 else operands

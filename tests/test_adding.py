@@ -26,7 +26,7 @@ from fusedtp.bench import cases, theme
 from fusedtp.bench.ranks import RankPool
 from fusedtp.calls.dispatch import Ready
 from fusedtp.cost.overlap import FEW_ROWS
-from fusedtp.op import OPS, Task
+from fusedtp.op import OPS
 from fusedtp.schedules.verbs import Epilogue
 from fusedtp.shards import even_sizes
 from fusedtp.workspaces import registry
@@ -129,7 +129,7 @@ def test_every_op_has_operands() -> None:
 def verbs_of(group: ProcessGroup, schedule: str) -> str:
     """The module whose verbs an op gets."""
     x = torch.ones(2, 2)
-    task = Task.of(OPS["all_gather"], x, sizes=(2,) * group.size())
+    task = direct.task_of("all_gather", x, sizes=(2,) * group.size())
     return type(Ready(task, schedule, group, x.device).prepared().on).__module__
 
 

@@ -104,7 +104,7 @@ def test_a_group_made_anew_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def found(name: str) -> tuple[call.Call, call.Call]:
         x, w, group = ones(2, 3), ones(4, 3), known[name]
-        by_group = call.find(prepare, x, w, None, group, Options("unfused"))  # type: ignore[arg-type]
+        by_group = call.find(prepare, {"x": x, "w": w}, group, Options("unfused"))  # type: ignore[arg-type]
         return by_group, call.of(by_group.settings.text, by_group.numbers, x.dtype, x.device)
 
     known["1"] = Named("1")

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fusedtp
 from fusedtp.bench.ranks import RankPool
-from fusedtp.calls import operators
+from fusedtp.calls import autograd
 from fusedtp.calls.settings import described
 from fusedtp.options import Options
 
@@ -100,12 +100,12 @@ def compiled(group: ProcessGroup, backend: str, dim: int, sequence_parallel: boo
 def test_compiled_without_a_graph_break(pool: RankPool, backend: str, dim: int) -> None:
     """Also with a batch first, where a layer's result is a transposed view."""
     for ops in pool.run(compiled, backend, dim, True, world_size=2, timeout=120):
-        assert ops == ["fusedtp.activated_matmuls.default", "fusedtp.sharded_matmul.default"]
+        assert ops == ["fusedtp.matmul.default", "fusedtp.matmul.default"]
 
 
 def test_compiled_with_the_sequence_whole(pool: RankPool) -> None:
     for ops in pool.run(compiled, "aot_eager", 0, False, world_size=2):
-        assert ops == ["fusedtp.activated_matmuls.default", "fusedtp.sharded_matmul.default"]
+        assert ops == ["fusedtp.matmul.default", "fusedtp.matmul.default"]
 
 
 def compiled_in_turn(group: ProcessGroup) -> None:
@@ -168,12 +168,11 @@ def opchecked(group: ProcessGroup) -> None:
         (*tensors((4, 6), (5, 6)), None, "[R0_X, K] @ [K, N_X] -> [R0_X, N]", (8, 6, 10), (0, 0, 0)),
     ):  # fmt: skip
         call = described(spec, [name], [group.rank()], Options("decomposed")), (*lengths, *splits)
-        library.opcheck(torch.ops.fusedtp.sharded_matmul, (x, w, b, None, *call))
-        y = operators.sharded_matmul(x, w, b, None, *call).detach()
-        backward = (y, x.detach(), w.detach(), True, True, b is not None, *call)
-        library.opcheck(
-            torch.ops.fusedtp.sharded_matmul_backward, backward, test_utils=("test_schema", "test_faketensor")
-        )
+        given = ([x, w], "x w") if b is None else ([x, w, b], "x w bias")
+        library.opcheck(torch.ops.fusedtp.matmul, (*given, False, *call))
+        y = autograd.matmul(*given, False, *call)[0].detach()
+        backward = ([y, x.detach(), w.detach()], "dy x w", [True, True, b is not None], *call)
+        library.opcheck(torch.ops.fusedtp.matmul_backward, backward, test_utils=("test_schema", "test_faketensor"))
     for op, rows, sizes in (("all_gather", mine, parts), ("reduce_scatter", 4, parts), ("all_reduce", 4, ())):
         (x,) = tensors((rows, 6))
         library.opcheck(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pkgutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -51,15 +51,15 @@ def counting() -> Iterator[Count]:
     """Counts every task that runs over a group, and every tensor that autograd saves."""
     count, run = Count(), Ready.run
 
-    def counted(ready: Ready, operands: Sequence[Any]) -> list[Tensor]:
+    def counted(ready: Ready, operands: Mapping[str, Any]) -> list[Tensor]:
         # Which way round a matmul is solved is the program's choice.
         task = ready.task
-        each = [(task.op.name, operands[0])]
-        if task.op.kind == "gather" and task.has(3):
+        each = [(task.op.name, operands["a"])]
+        if "right" in task.shapes:
             # Both products of what is gathered.
-            each = [(f"{task.op.name} twice", operands[0])]
-        elif task.has(4):
-            each = [("all_gather_matmul", operands[4]), ("matmul_reduce_scatter", operands[0])]
+            each = [(f"{task.op.name} twice", operands["a"])]
+        elif "x" in task.shapes:
+            each = [("all_gather_matmul", operands["x"]), ("matmul_reduce_scatter", operands["a"])]
         count.calls += [(name, tuple(sorted(operand.shape))) for name, operand in each]
         count.groups += [(name, ready.group.group_name) for name, _ in each]
         return run(ready, operands)

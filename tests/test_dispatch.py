@@ -24,6 +24,8 @@ from fusedtp.cost.hardware import HARDWARE
 from fusedtp.op import OPS, Task
 from fusedtp.workspaces import generation, registry
 
+from . import direct
+
 SMALL, LARGE = 32, 512
 
 
@@ -285,7 +287,7 @@ def test_what_travels(op: str, operands: int, options: dict[str, Any], shape: tu
     """By that the table is asked; not where an algorithm is asked for, which nothing was measured with."""
     x, b, right = torch.empty(3, 7), torch.empty(7, 11), torch.empty(8, 4)
     given = (x, b, None, right, torch.empty(1, 11))[:operands]
-    task = Task.of(OPS[op], *given, **options)
+    task = direct.task_of(op, *given, **options)
     assert dispatch._shape(task) == shape
     assert task.moved == shape or shape is None
 
@@ -294,7 +296,7 @@ def float8_task(op: str = "all_gather_matmul", dtype: torch.dtype = torch.float8
     """A task on 512 rows of float8, with a result in bfloat16."""
     x, b = torch.empty(256, 1024, dtype=torch.bfloat16), torch.empty(1024, 512, dtype=torch.bfloat16)
     sizes = (256, 256) if op == "all_gather_matmul" else ()
-    return Task.of(OPS[op], x, b, None, sizes=sizes, float8=dtype, **options)
+    return direct.task_of(op, x, b, sizes=sizes, float8=dtype, **options)
 
 
 @pytest.mark.parametrize(

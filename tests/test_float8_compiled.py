@@ -87,7 +87,7 @@ def whole_graphs(group: ProcessGroup, schedule: str, shift: int) -> None:
                 same(compiled(*operands), function(*operands), f"{name}, {recipe}, {kind}, {rows} rows")
             # A compiler does not look into scales of blocks.
             asked = [each for each in ops if "_blocks." not in each]
-            assert asked == ["fusedtp.scaled_matmuls.default"], (name, recipe, kind, ops)
+            assert asked == ["fusedtp.matmul.default"], (name, recipe, kind, ops)
     torch.compiler.reset()
 
 
@@ -168,7 +168,7 @@ def opchecked(group: ProcessGroup) -> None:
     x, w, described = scaled(torch.randn(6, 64)), scaled(torch.randn(24, 64)), []
 
     def described_by(graph: torch.fx.GraphModule, example: list[Tensor]) -> Any:
-        described.extend(node.args for node in graph.graph.nodes if "scaled_matmuls" in str(node.target))
+        described.extend(node.args for node in graph.graph.nodes if "fusedtp.matmul" in str(node.target))
         return graph.forward
 
     def call(x: Scaled, w: Scaled) -> Any:
@@ -179,8 +179,8 @@ def opchecked(group: ProcessGroup) -> None:
     *_, settings, numbers = described[0]
     assert Settings.of(settings).float8 == (torch.float8_e4m3fn,) * 2
     library.opcheck(
-        torch.ops.fusedtp.scaled_matmuls,
-        (x.data, x.scale, [w.data], [w.scale], [], [False], None, torch.bfloat16, settings, numbers),
+        torch.ops.fusedtp.matmul,
+        ([x.data, w.data, x.scale, w.scale], "x w x.scale w.scale", False, settings, numbers),
         # Not the schema's, which would multiply float8.
         test_utils=("test_autograd_registration", "test_faketensor"),
     )

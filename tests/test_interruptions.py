@@ -73,11 +73,11 @@ def test_an_op_that_was_interrupted_is_not_taken_for_the_next(pool: RankPool, sc
 # of a compiled graph, which has nothing of ours around them.
 STRUCK = {
     "task": ("dispatch.py", "run"),
-    "inference": ("call.py", "forward"),
-    "forward": ("eager.py", "forward"),
-    "backward": ("eager.py", "_gradients"),
+    "inference": ("call.py", "run"),
+    "forward": ("autograd.py", "forward"),
+    "backward": ("autograd.py", "_gradients"),
     "all_gather": ("collectives.py", "all_gather"),
-    "compiled inference": ("call.py", "forward"),
+    "compiled inference": ("call.py", "run"),
     "compiled all_gather": ("dispatch.py", "run"),
 }
 

@@ -24,7 +24,7 @@ from fusedtp.calls.dispatch import Ready
 from fusedtp.kernels import loading
 from fusedtp.kernels.launch import config_for
 from fusedtp.kernels.layout import Region
-from fusedtp.op import ALL_GATHER, MATMUL_REDUCE_SCATTER, Task
+from fusedtp.op import ALL_GATHER
 from fusedtp.schedules import decomposed, producer
 from fusedtp.schedules.forms import Prepared
 from fusedtp.workspaces import registry
@@ -143,7 +143,7 @@ def test_what_a_capture_starts_is_loaded_before(pool: RankPool, by: str, name: s
 def makes_room(group: ProcessGroup) -> None:
     ws, sizes = registry.get(group, CPU), (300, 212)
     a, b = torch.randn(sum(sizes), 3), torch.randn(3, 4096)
-    task = Task.of(MATMUL_REDUCE_SCATTER, a, b, None, sizes=sizes)
+    task = direct.task_of("matmul_reduce_scatter", a, b, sizes=sizes)
     captured = Prepared("fused", task, group, ws)
     assert captured.slots > ws.slots
     with as_on_a_gpu():

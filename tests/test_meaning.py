@@ -164,12 +164,12 @@ def test_all_ranks_are_told_who_differs(pool: RankPool, schedule: str) -> None:
     assert not wrong
 
 
-REDUCED = Task(op.ALL_REDUCE, ((3, 4),), torch.float32)
-GATHERED = Task(op.ALL_GATHER_MATMUL, ((3, 4), (4, 5), None, None), torch.bfloat16, (3, 3))
-SUMMED = Task(op.MATMUL_ALL_REDUCE, ((3, 4), (4, 5), None, None, None), torch.bfloat16, norm=op.RMS_NORM, eps=1e-6)
+REDUCED = Task(op.ALL_REDUCE, {"a": (3, 4)}, torch.float32)
+GATHERED = Task(op.ALL_GATHER_MATMUL, {"a": (3, 4), "b": (4, 5)}, torch.bfloat16, (3, 3))
+SUMMED = Task(op.MATMUL_ALL_REDUCE, {"a": (3, 4), "b": (4, 5)}, torch.bfloat16, norm=op.RMS_NORM, eps=1e-6)
 # By field, a task and what else a rank may mean by that one.
 OTHERWISE: dict[str, tuple[Task, object]] = {
-    "op": (REDUCED, op.ALL_GATHER), "shapes": (REDUCED, ((3, 5),)), "dtype": (REDUCED, torch.bfloat16),
+    "op": (REDUCED, op.ALL_GATHER), "shapes": (REDUCED, {"a": (3, 5)}), "dtype": (REDUCED, torch.bfloat16),
     "sizes": (GATHERED, (3, 4)), "dim": (GATHERED, 1), "transposed": (GATHERED, True), "algorithm": (REDUCED, "ring"),
     "activation": (GATHERED, "relu"), "keeps": (replace(GATHERED, activation="silu"), True),
     "float8": (GATHERED, torch.float8_e4m3fn), "in_blocks": (replace(GATHERED, float8=torch.float8_e4m3fn), True),

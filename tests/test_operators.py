@@ -12,7 +12,6 @@ from torch.distributed import ProcessGroup
 import fusedtp
 from fusedtp.bench.ranks import RankPool
 from fusedtp.calls.settings import described
-from fusedtp.op import OPS, Task
 from fusedtp.options import Options
 
 from . import direct
@@ -43,7 +42,8 @@ def opchecked(group: ProcessGroup) -> None:
         (a, weight, bias, "[R0, K_X] @ [K_X, N] -> [R0, N]", (4, 12, 5, 0, 0, 0)),
     ):
         settings = described(spec, [name], [rank], Options("unfused"))
-        library.opcheck(torch.ops.fusedtp.sharded_matmul, (x, w, with_bias, None, settings, numbers), test_utils=tests)
+        given = ([x, w], "x w") if with_bias is None else ([x, w, with_bias], "x w bias")
+        library.opcheck(torch.ops.fusedtp.matmul, (*given, False, settings, numbers), test_utils=tests)
 
 
 def test_ops_and_their_fakes(pool: RankPool) -> None:
@@ -76,7 +76,7 @@ def as_told(group: ProcessGroup, schedule: str, sizes: tuple[int, ...]) -> None:
     for op, operands, options in of_every_op(group.rank(), sizes):
         if schedule == "unfused" and options.get("algorithm", "auto") != "auto":
             continue
-        task = Task.of(OPS[op], *operands, **options)
+        task = direct.task_of(op, *operands, **options)
         outs, shapes = direct.run(op, schedule, group, *operands, **options), task.results(group.rank())
         for out, shape in zip(outs, shapes, strict=True):
             assert (tuple(out.shape), out.dtype) == (shape, task.dtype), f"{op} {options}"
@@ -94,7 +94,7 @@ def refuses_a_gradient(group: ProcessGroup) -> None:
     a, b = torch.randn(2, 2, requires_grad=True), torch.randn(2, 2, requires_grad=True)
     settings = described("[M, K_X] @ [K_X, N] -> [M, N]", [group.group_name], [group.rank()], Options("unfused"))
     given = (settings, (2, 2 * group.size(), 2, 0, 0, 0))
-    dx, *_ = torch.ops.fusedtp.sharded_matmul_backward(a, a.detach(), b, True, False, False, *given)
+    (dx,) = torch.ops.fusedtp.matmul_backward([a, b], "dy w", [True, False, False], *given)
     with pytest.raises(NotImplementedError, match="second derivatives of fusedtp's matmuls"):
         dx.sum().backward()
 

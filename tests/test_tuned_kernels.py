@@ -107,7 +107,7 @@ def test_what_cannot_be_is_refused(changes: dict[str, Any], named: str) -> None:
 
 
 def test_the_nearest_size_that_is_near() -> None:
-    task = Task(ALL_GATHER_MATMUL, ((32, 48), (48, 40), None), torch.float32, (32, 32))
+    task = Task(ALL_GATHER_MATMUL, {"a": (32, 48), "b": (48, 40)}, torch.float32, (32, 32))
     other = Choice(64, 32, 32, 4, 2)
 
     def found(*kernels: Tuned, task: Task = task, world_size: int = 2) -> Any:
@@ -130,7 +130,7 @@ def test_the_nearest_size_that_is_near() -> None:
     assert found(tuned(), world_size=4) is None
     leaves = Task(ALL_GATHER_MATMUL, task.shapes, torch.float32, (32, 32), leaves=8)
     assert found(tuned(), task=leaves) is None
-    assert found(tuned(), task=Task(ALL_GATHER, ((32, 48),), torch.float32, (32, 32))) is None
+    assert found(tuned(), task=Task(ALL_GATHER, {"a": (32, 48)}, torch.float32, (32, 32))) is None
 
 
 def taken(group: ProcessGroup, path: str) -> tuple[str, list[tuple[int, int]]]:

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from fusedtp.memory import Arena, Exchange
 from fusedtp.schedules.forms import Prepared
+from fusedtp.schedules.verbs import Operands
 
 T = TypeVar("T")
 Phases = Generator[None, None, list[Tensor]]
 
 
-def phases(prepared: Prepared, *operands: Tensor | None) -> Phases:
+def phases(prepared: Prepared, operands: Operands) -> Phases:
     """Run every stage in phases, which virtual ranks go through together; make room up to the first `yield`."""
     on, ws = prepared.on, prepared.ws
     if ws is not None:

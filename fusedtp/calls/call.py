@@ -16,9 +16,8 @@ calls are cached in one table. The cache key is everything that was checked. An 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -28,13 +27,14 @@ from torch.nn import functional as F
 
 from .. import float8, groups, recipes
 from ..norms import Norm
-from ..op import GATED, OF_RESULT, Task
+from ..op import GATED, OF_RESULT, Task, numbered
 from ..options import Options
 from ..schedules.local import reads_beside
 from ..sharding.notation import parse
 from ..sharding.plan import Partition, Plan, plan
+from ..shards import offsets
 from ..workspaces import generation
-from .arguments import Biases, Weights, refuse_tracing
+from .arguments import refuse_tracing
 from .dispatch import Ready, check_units
 from .matrices import Named
 from .program import Only, Program
@@ -69,10 +69,11 @@ class Call:
             if count:
                 splits[name], rest = tuple(rest[:count]), rest[count:]
         self.widths = tuple(rest)
-        # Names of w, bias and dy of each weight.
+        # Names of the weights, of w and bias of each weight, of the products' gradients, and of the products.
         count = max(1, len(rest))
-        self._names = _numbered("w", count), _numbered("bias", count), _numbered("dy", count)
-        self.parameters = tuple(name for pair in zip(*self._names[:2], strict=True) for name in pair)
+        self.weights, self._biases = numbered("w", count), numbered("bias", count)
+        self.parameters = tuple(name for pair in zip(self.weights, self._biases, strict=True) for name in pair)
+        self.dys, self.products = numbered("dy", count), numbered("z", count)
         self.activation, self.norm = settings.activation, settings.norm
         self.num_results = 1 if self.activation in GATED else count
         # True if backward needs the products.
@@ -96,6 +97,8 @@ class Call:
         names = (*spec.a.names[:-1], spec.n)
         self.is_linear &= asked.w_transposed and spec.a.names[-1] == spec.k and spec.c.names == names
         self.is_linear &= not reads_beside(dtype, device)
+        if settings.blocks:
+            self._check_blocks()
         self._plan: Plan | None = None
         # Keys: the names of the given tensors (forward), or which gradients are needed (backward).
         self._programs: dict[Any, Program] = {}
@@ -128,14 +131,18 @@ class Call:
         whole = [name for name in rows if not spec.a.axes(name) and not spec.c.axes(name)]
         return ", ".join((text, *(f"{name}={lengths[name]}" for name in whole)))
 
-    @property
-    def gathered_parts(self) -> tuple[int, ...]:
-        """Return every rank's length of the contraction if only one operand is split along it, else ()."""
+    def _check_blocks(self) -> None:
+        # Parts of one operand's contraction are multiplied with slices of the other one, which must be whole blocks.
         spec = self._spec
         if spec.a.axes(spec.k) == spec.b.axes(spec.k):
-            return ()
+            return
         (axis,) = spec.a.axes(spec.k) or spec.b.axes(spec.k)
-        return self.partition.sizes(spec.k, (), axis)
+        sizes = self.partition.sizes(spec.k, (), axis)
+        if any(size and begin % float8.BLOCK for begin, size in zip(offsets(sizes), sizes, strict=False)):
+            raise ValueError(
+                f"with a scale for each {float8.BLOCK} elements, parts of the gathered features must begin at "
+                f"multiples of {float8.BLOCK}, got sizes {tuple(sizes)}"
+            )
 
     def _named(self, like: str, name: str = "") -> Named:
         # This rank's shard of x, w or y, or of a tensor `name` with the same dims. Several weights count as one.
@@ -160,10 +167,9 @@ class Call:
                 recipes.of(self.settings.recipe, self._formats), blocks=self.settings.blocks, norm=self.norm,
                 leaves=self.settings.leaves,
             )  # fmt: skip
-            ws, biases, dys = self._names
-            x, w, plans = self._named("x"), self._blocks("w", ws), self.plan()
+            x, w, plans = self._named("x"), self._blocks("w", self.weights), self.plan()
             if key[0] == "x":
-                added = [each if each in key else None for each in biases]
+                added = [each if each in key else None for each in self._biases]
                 residual = self._named("y", "residual") if "residual" in key else None
                 outs = program.matmul(
                     plans.forward, [x], w, biases=added, residual=residual, activation=self.activation,
@@ -171,8 +177,8 @@ class Call:
                 )  # fmt: skip
                 program.finish([(out, self._dims["y"]) for out in outs])
             else:
-                found = program.gradients(plans, self._blocks("y", dys), x, w, key)
-                dims = self._dims["x"], *(self._dims["w"], self._dims["y"][-1:]) * len(ws)
+                found = program.gradients(plans, self._blocks("y", self.dys), x, w, key)
+                dims = self._dims["x"], *(self._dims["w"], self._dims["y"][-1:]) * len(self.weights)
                 program.finish([(each, order) for each, order in zip(found, dims, strict=True) if each is not None])
             for task, axis in program.tasks:
                 # Before the first task runs: otherwise peers would run the tasks before the refused one.
@@ -194,104 +200,68 @@ class Call:
             )
         return ready
 
-    def _run_task(self, key: Any, place: int, task: Task, axis: str, operands: Sequence[Tensor | None]) -> list[Tensor]:
-        return self._made_ready(key, place, task, axis).run(operands)
-
     def run(self, key: Any, tensors: dict[str, Any]) -> list[Tensor]:
-        """Run the program for `key` on tensors by name.
+        """Run the program for `key` on tensors by name and return this rank's results, without a gradient.
 
-        `key` holds the names of the given tensors (forward), or which gradients are needed (backward).
+        Forward: `key` has the names of the given tensors: x, `parameters`, a residual, a norm's parameters. The results
+        are y of each weight, or y and its norm. With `KEPT` last in `key`, the products before the activation follow.
+
+        Backward: `key` tells which gradients are needed: of x, then of `parameters`. The given tensors are `dys`, the
+        gradients of the products before an activation, and those of x and the weights that the needed ones read. The
+        results are the needed gradients.
         """
         # Most programs are one task, which runs without `Program.run`.
-        known = self._only.get(key)
+        known = self._only.get(key) or self._only_task(key)
         if known is None:
-            only = self._program(key).only
-            if only is None:
-                return self._program(key).run(tensors, partial(self._run_task, key))
-            known = self._only[key] = only, self._made_ready(key, 0, only.task, only.axis)
+            return self._program(key).run(tensors, lambda place, task, axis, operands: self._made_ready(
+                key, place, task, axis).run(operands))  # fmt: skip
         only, ready = known
         if ready.version != generation.version or ready.on_gpu or generation.gone:
             ready = self._made_ready(key, 0, only.task, only.axis)
             self._only[key] = only, ready
-        operands: list[Tensor | None] = []
-        for each in only.operands:
-            if each is None or each.__class__ is str:
-                operands.append(tensors.get(each))  # type: ignore[arg-type]
+        operands: dict[str, Tensor] = {}
+        for name, each in only.operands.items():
+            if each.__class__ is str:
+                operands[name] = tensors[each]
                 continue
             tensor, how = tensors[each.name], each.how  # type: ignore[union-attr]
             if how == "transposed":
                 tensor = tensor.t()
             elif how == "viewed":
                 tensor = each.view(tensor)  # type: ignore[union-attr]
-            operands.append(tensor)
+            operands[name] = tensor
         made, outs = ready.run(operands), []
         for at, shape, order in only.results:
             out = made[at] if shape is None else made[at].view(shape)
             outs.append(out if order is None else out.permute(order))
         return outs
 
-    def _shapes(self, place: int, task: Task, axis: str, operands: Sequence[Tensor | None]) -> list[Tensor]:
-        # Empty tensors with the shapes of the task's results.
-        x = operands[0]
-        assert x is not None
-        return [x.new_empty(shape) for shape in task.results(self.partition.place[axis][0])]
+    def _only_task(self, key: Any) -> tuple[Only, Ready] | None:
+        only = self._program(key).only
+        if only is None:
+            return None
+        self._only[key] = known = only, self._made_ready(key, 0, only.task, only.axis)
+        return known
 
-    def forward(self, given: dict[str, Tensor], keep: bool = False, *, fake: bool = False) -> list[Tensor]:
-        """Return this rank's y for each weight, without a gradient.
+    def fake(self, key: Any, tensors: dict[str, Any]) -> list[Tensor]:
+        """Return empty tensors with the shapes of the results of `run`."""
 
-        - `given`: x, `parameters`, a residual and a norm's parameters, by name.
-        - `keep`: return the products before the activation too.
-        - `fake`: compute shapes only.
+        def runs(place: int, task: Task, axis: str, operands: Mapping[str, Any]) -> list[Tensor]:
+            return [operands["a"].new_empty(shape) for shape in task.results(self.partition.place[axis][0])]
 
-        With a norm, the results are y and the normed y.
-        """
-        key = tuple(given)
-        if keep:
-            key = (*key, KEPT)
-        return self._program(key).run(given, self._shapes) if fake else self.run(key, given)
+        return self._program(key).run(tensors, runs)
 
-    def linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(self, given: dict[str, Tensor]) -> Tensor:
         """Return y of a call that `is_linear`, with autograd's own gradients.
 
         Gradients of a program take as long as the matmuls of a small layer.
         """
-        key = ("x", "w") if bias is None else ("x", "w", "bias")
-        known = self._only.get(key)
-        if known is None:
-            only = self._program(key).only
-            if only is None:
-                # The program has no task: no number of ranks sends anything.
-                return F.linear(x, w, bias)
-            known = self._only[key] = only, self._made_ready(key, 0, only.task, only.axis)
-        known[1].pass_by()
-        return F.linear(x, w, bias)
-
-    def backward(
-        self, dys: Sequence[Tensor], x: Tensor, ws: Sequence[Tensor], needs: tuple[bool, ...], *, fake: bool = False
-    ) -> list[Tensor | None]:
-        """Return this rank's dx, then dw and db of each weight; None for gradients that are not needed.
-
-        `dys` are gradients of the products, before an activation. x and ws are read only for the gradients that use
-        them.
-        """
-        names, _, grads = self._names
-        given = {"x": x, **dict(zip(names, ws, strict=True)), **dict(zip(grads, dys, strict=True))}
-        found = iter(self._program(needs).run(given, self._shapes) if fake else self.run(needs, given))
-        return [next(found) if needed else None for needed in needs]
-
-    def given(
-        self, x: Tensor, parameters: Sequence[Tensor | None], residual: Tensor | None, norm: Norm | None = None
-    ) -> dict[str, Tensor]:
-        """Return the argument `given` of `forward`. `parameters` has w and bias of each weight in turn."""
-        named = zip(self.parameters, parameters, strict=True)
-        given = {"x": x, **{name: each for name, each in named if each is not None}}
-        if residual is not None:
-            given["residual"] = residual
-        return given if norm is None else given | norm.given()
-
-
-def _numbered(name: str, count: int) -> tuple[str, ...]:
-    return (name, *(f"{name}{i}" for i in range(1, count)))
+        key = tuple(given)
+        known = self._only.get(key) or self._only_task(key)
+        # The program may have no task: no number of ranks sends anything.
+        if known is not None:
+            known[1].pass_by()
+        return F.linear(given["x"], given["w"], given.get("bias"))
 
 
 _calls: dict[Any, Call] = generation.table({})
@@ -314,6 +284,7 @@ def _keep(key: Any, call: Call) -> Call:
 def of(text: str, numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> Call:
     """Return the call that a registered operator's arguments describe."""
     settings = Settings.of(text)
+    dtype = settings.out_dtype or dtype
     try:
         # A new group may have the name of a destroyed one.
         members = tuple(id(groups.named(name)) for name in settings.group_names)
@@ -330,10 +301,34 @@ def of(text: str, numbers: Sequence[int], dtype: torch.dtype, device: torch.devi
 Prepare: TypeAlias = Callable[..., tuple[str, Sequence[int]]]
 
 
-def extra(residual: Tensor | None, norm: Norm | None = None) -> dict[str, Any]:
-    """Return the keyword arguments for a `Prepare`: those that are given, because not every op takes both."""
-    given = {"residual": residual, "norm": norm}
-    return {name: value for name, value in given.items() if value is not None}
+def named(
+    x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor | None], residual: Tensor | None = None,
+    norm: Norm | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the tensors of a call that are given, by name. A compiler can trace the code."""
+    given: dict[str, Any] = {"x": x}
+    for i, (w, bias) in enumerate(zip(ws, biases, strict=True)):
+        given[f"w{i or ''}"] = w
+        if bias is not None:
+            given[f"bias{i or ''}"] = bias
+    if residual is not None:
+        given["residual"] = residual
+    return given if norm is None else given | norm.given()
+
+
+def describe(
+    prepare: Prepare, given: Mapping[str, Any], group: ProcessGroup, asked: Options, along: tuple[Any, ...],
+    norm: Norm | None,
+) -> tuple[str, Sequence[int]]:  # fmt: skip
+    """Call `prepare` with the tensors that `named` has returned. A compiler can trace the code."""
+    w, bias = given["w"], given.get("bias")
+    if "w1" in given:
+        w = tuple([each for name, each in given.items() if name[0] == "w"])
+        bias = tuple([given.get(f"bias{i or ''}") for i in range(len(w))])
+    more: dict[str, Any] = {"residual": given["residual"]} if "residual" in given else {}
+    if norm is not None:
+        more["norm"] = Norm(norm.name, norm.eps, given["norm_weight"], given.get("norm_bias"))
+    return prepare(given["x"], w, bias, group, asked, *along, **more)
 
 
 _OPTIONS = frozenset((int, bool, str, type(None)))
@@ -346,44 +341,34 @@ def _is_hashed_alike(option: Any) -> bool:
 
 
 def find(
-    prepare: Prepare, x: Tensor, weight: Weights, bias: Biases, group: ProcessGroup, asked: Options,
-    along: tuple[Any, ...] = (), residual: Tensor | None = None, norm: Norm | None = None,
+    prepare: Prepare, given: Mapping[str, Any], group: ProcessGroup, asked: Options, along: tuple[Any, ...] = (),
+    norm: Norm | None = None,
 ) -> Call:  # fmt: skip
-    """Return the call that `prepare` checks and describes. Equal calls are prepared once.
+    """Return the call that `prepare` checks and describes, of tensors that `named` has returned.
 
-    Options of other types are checked at every call, because a dictionary takes (True, 2.0) for (1, 2).
+    Equal calls are prepared once. Options of other types are checked at every call, because a dictionary takes
+    (True, 2.0) for (1, 2).
     """
     # One function, because every call runs it.
     options = (*asked, *along)
     kinds = tuple(map(type, options))
-    key: list[Any] | None = [prepare, id(group), options, kinds]
+    key: list[Any] | None = [prepare, id(group), options, kinds, norm and norm[:2], *given]
     if not _OPTIONS.issuperset(kinds) and not all(map(_is_hashed_alike, options)):
         key = None
-    tensors: tuple[Any, ...] = (x, weight, bias) if type(weight) is not tuple else (x, *weight, *bias)  # type: ignore[misc]
-    more: dict[str, Any] = {}
-    if residual is not None or norm is not None:
-        more = extra(residual, norm)
-        tensors = tensors if residual is None else (*tensors, residual)
-        if norm is not None:
-            tensors = *tensors, norm.weight, norm.bias
-            key = key and [*key, norm.name, norm.eps]
-    for each in tensors:
-        if key is None:
-            break
-        if each is None:
-            key.append(None)
-        elif each.is_nested:
+    for each in given.values():
+        if key is None or each.is_nested:
             key = None
-        else:
-            key += each.shape, each.dtype, each.device, each.layout
+            break
+        key += each.shape, each.dtype, each.device, each.layout
+    x: Tensor = given["x"]
     if key is None:
         refuse_tracing()
-        return of(*prepare(x, weight, bias, group, asked, *along, **more), x.dtype, x.device)
+        return of(*describe(prepare, given, group, asked, along, norm), x.dtype, x.device)
     found = tuple(key)
     if generation.gone:
         generation.changed()
     call = _calls.get(found)
     if call is None or call.version != generation.version:
         refuse_tracing()
-        call = _keep(found, of(*prepare(x, weight, bias, group, asked, *along, **more), x.dtype, x.device))
+        call = _keep(found, of(*describe(prepare, given, group, asked, along, norm), x.dtype, x.device))
     return call

@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from types import ModuleType
@@ -246,7 +246,9 @@ class Ready(Prepared):
         if self.path.schedule == "fused" and choice is None and (tuned := _tuned(task, ws)) is not None:
             choice, self.path = tuned.choice, replace(self.path, kernel=kernels_tuned.told(tuned))
         super().__init__(self.path.schedule, task, group, ws, producer=producer, choice=choice)
-        ends_with = [f"{each} {self.on.where}" for each in (task.activation, "residual" * task.adds) if each]
+        ends_with = [
+            f"{each} {self.on.where}" for each in (task.activation, "residual" * ("residual" in task.shapes)) if each
+        ]
         if task.norm:
             ends_with.append(f"{task.norm} after it")
         if ends_with:
@@ -265,7 +267,7 @@ class Ready(Prepared):
             return True
         return self.on_gpu and torch.cuda.is_current_stream_capturing() != self._capturing
 
-    def run(self, operands: Sequence[Any]) -> list[Tensor]:
+    def run(self, operands: Mapping[str, Any]) -> list[Tensor]:
         """Run the task on these operands and return its results."""
         global _last
         if self._alone:
@@ -275,7 +277,7 @@ class Ready(Prepared):
         _last = replace(self.path, producer=self.on.sent_by) if self.on.sent_by else self.path
         return outs
 
-    def _run(self, operands: Sequence[Any]) -> list[Tensor]:
+    def _run(self, operands: Mapping[str, Any]) -> list[Tensor]:
         # The caller holds the group's lock.
         if not self._is_prepared:
             self._prepare()
@@ -314,7 +316,7 @@ class Ready(Prepared):
         return meant
 
 
-def _load_for_capture(task: Task, group: ProcessGroup, device: torch.device, operands: Sequence[Tensor | None]) -> None:
+def _load_for_capture(task: Task, group: ProcessGroup, device: torch.device, operands: Mapping[str, Tensor]) -> None:
     """Grow the workspace and load the kernels for the schedule that a graph capture would choose, once.
 
     The schedule may differ inside a capture, where neither growth nor loading is possible.
@@ -339,7 +341,7 @@ def _load_for_capture(task: Task, group: ProcessGroup, device: torch.device, ope
                 prepared.go(operands)
         return True
 
-    ws.decided(("loaded", task, *alike(*operands)), load)
+    ws.decided(("loaded", task, *alike(*operands.values())), load)
 
 
 @cache

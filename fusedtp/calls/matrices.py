@@ -11,11 +11,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from torch import Tensor
 
-from ..op import ALL_GATHER_MATMUL, Op
+from ..op import ALL_GATHER_MATMUL, Op, numbered
 
 
 @dataclass(frozen=True)
@@ -98,20 +98,23 @@ def flat_sizes(sizes: tuple[int, ...], names: tuple[str, ...], x: Named, dim: st
     return tuple(size * per_index for size in sizes)
 
 
-def in_order(
+def operands_of(
     op: Op, pairs: Sequence[tuple[Matrix, Matrix]], biases: Sequence[str | None], columns: Sequence[int],
-    residual: Matrix | None, norm: Sequence[str | None],
-) -> tuple[list[Matrix | str | None], tuple[tuple[int, int] | None, ...]]:  # fmt: skip
-    """Return the operands of a product in the op's order, and their shapes. A bias has an element for each column."""
-    none = (None, None)
-    added = [none if bias is None else (bias, (1, length)) for bias, length in zip(biases, columns, strict=True)]
-    (a, b), *others = [((a, a.size), (b, b.size)) for a, b in pairs]
-    whole = bool(others or norm) or residual is not None
-    given: list[Any] = [a, b, added[0], *([none] * (op.operands - 3) if whole else ())]
+    residual: Matrix | None, norm: Sequence[str],
+) -> tuple[dict[str, Matrix | str], dict[str, tuple[int, int]]]:  # fmt: skip
+    """Return the operands of a product by name, and their shapes. A bias has an element for each column."""
+    operands: dict[str, Matrix | str] = {}
+    for a, b, (left, right) in zip(numbered("a", len(pairs)), numbered("b", len(pairs)), pairs, strict=True):
+        # What is gathered is one operand for all weights.
+        if op is not ALL_GATHER_MATMUL or not operands:
+            operands[a] = left
+        operands[b] = right
     if residual is not None:
-        given[-1] = residual, residual.size
-    for i, (a, b) in enumerate(others, 1):
-        given += [b, added[i]] if op is ALL_GATHER_MATMUL else [a, b, none][: op.block]
-    given += [none if name is None else (name, (1, columns[0])) for name in norm]
-    operands, shapes = zip(*given, strict=True)
-    return list(operands), shapes if whole or biases[0] is not None else shapes[:2]
+        operands["residual"] = residual
+    shapes = {name: each.size for name, each in operands.items() if isinstance(each, Matrix)}
+    for name, bias, length in zip(numbered("bias", len(biases)), biases, columns, strict=True):
+        if bias is not None:
+            operands[name], shapes[name] = bias, (1, length)
+    for name in norm:
+        operands[name], shapes[name] = name, (1, columns[0])
+    return operands, shapes

@@ -6,7 +6,7 @@ A program is built once for a call and runs with its tensors, or with fakes to c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -32,7 +32,7 @@ from ..schedules.verbs import Epilogue
 from ..sharding import notation
 from ..sharding.plan import MatmulPlan, Partition, Plan
 from ..sharding.redistribute import Step, moved
-from .matrices import Blocks, Matrix, Named, flat_sizes, in_order, outermost
+from .matrices import Blocks, Matrix, Named, flat_sizes, operands_of, outermost
 
 # A tensor, its sharding, its cast to float8 (None for none), and its contracted dims.
 Use: TypeAlias = tuple[Named, notation.Tensor, "Cast | None", Sequence[str]]
@@ -45,7 +45,7 @@ class Builder(Protocol):
 
     def add(self, run: Any, reads: Sequence[str], *made: Any) -> tuple[Named, ...]: ...
 
-    def task(self, task: Task, axis: str, operands: Sequence[Any], *made: Any) -> tuple[Named, ...]: ...
+    def task(self, task: Task, axis: str, operands: Mapping[str, Any], *made: Any) -> tuple[Named, ...]: ...
 
 
 def cast(program: Builder, given: Sequence[Use]) -> list[Named]:
@@ -82,9 +82,9 @@ def _largest(program: Builder, xs: Sequence[Named], axes: Sequence[str]) -> Name
     for axis in axes:
         num_ranks = program.partition.place[axis][1]
         if num_ranks > 1:
-            task = Task(ALL_GATHER, ((1, len(xs)),), torch.float32, (1,) * num_ranks)
+            task = Task(ALL_GATHER, {"a": (1, len(xs))}, torch.float32, (1,) * num_ranks)
             matrix = Matrix.of(found, dims[:1], dims[1:])
-            everyone = program.task(task, axis, (matrix,), (dims, (num_ranks, len(xs))))[0]
+            everyone = program.task(task, axis, {"a": matrix}, (dims, (num_ranks, len(xs))))[0]
             made = _largest_of(everyone)
             found = program.add(made.run, made.reads, (dims, (1, len(xs))))[0]
     return found
@@ -153,16 +153,16 @@ def _as_tree(program: Program, dy: Named, rows: tuple[str, ...], n: str, split: 
         (ones,) = program.add(
             lambda tensors, runs: [tensors[dy.name].new_ones(1, length)], (dy.name,), (("", ".rows"), (1, length))
         )
-        operands = Matrix.of(ones, ("",), (".rows",)), matrix, None, None
-        shapes = tuple(None if each is None else each.size for each in operands)
+        operands = {"a": Matrix.of(ones, ("",), (".rows",)), "b": matrix}
+        shapes = {name: each.size for name, each in operands.items()}
         task = Task(MATMUL_ALL_REDUCE, shapes, program.dtype, leaves=program.leaves)
         return program.task(task, axis, operands, made)[0]
     whole: Named | None = None
     if split:
         # Leaves would end inside a rank's rows, so every rank gathers all rows and adds them.
         flat = flat_sizes(sizes, order, dy, dim)
-        task = Task(ALL_GATHER, (matrix.size,), program.dtype, flat)
-        (whole,) = program.task(task, axis, (matrix,), ((".rows", n), (sum(flat), dy.length(n))))
+        task = Task(ALL_GATHER, {"a": matrix.size}, program.dtype, flat)
+        (whole,) = program.task(task, axis, {"a": matrix}, ((".rows", n), (sum(flat), dy.length(n))))
         matrix = Matrix.of(whole, (".rows",), (n,))
     return program.add(
         lambda tensors, runs: [summed_rows(matrix.view(tensors[matrix.name]), program.leaves)], (matrix.name,), made
@@ -172,7 +172,7 @@ def _as_tree(program: Program, dy: Named, rows: tuple[str, ...], n: str, split: 
 class Runs(Protocol):
     """Function that runs a task over a mesh axis. `place` is the task's index in the program."""
 
-    def __call__(self, place: int, task: Task, axis: str, operands: Sequence[Tensor | None]) -> list[Tensor]: ...
+    def __call__(self, place: int, task: Task, axis: str, operands: Mapping[str, Tensor]) -> list[Tensor]: ...
 
 
 @dataclass
@@ -189,14 +189,14 @@ class Only:
     """A program of one task.
 
     - `task`, `axis`: the task and its mesh axis.
-    - `operands`: the task's operands, in order.
+    - `operands`: the task's operands, by name.
     - `results`: for each result of the program, its index in the task's results, its shape if it is no matrix, and the
       permutation of its dims, if any.
     """
 
     task: Task
     axis: str
-    operands: tuple[Matrix | str | None, ...]
+    operands: Mapping[str, Matrix | str]
     results: tuple[tuple[int, tuple[int, ...] | None, tuple[int, ...] | None], ...]
 
 
@@ -218,10 +218,11 @@ class Program:
         self._results: list[tuple[str, tuple[int, ...] | None]] = []
         self._num_names = 0
         self.tasks: list[tuple[Task, str]] = []
-        self._last: tuple[Task, str, Sequence[Matrix | str | None], Sequence[tuple[int, ...] | None]] | None = None
+        self._last: tuple[Task, str, Mapping[str, Matrix | str], Sequence[tuple[int, ...] | None]] | None = None
 
     def run(self, tensors: dict[str, Tensor], runs: Runs) -> list[Tensor]:
         """Run the steps on tensors by name and return the results."""
+        tensors = {**tensors}
         for step in self._steps:
             for name, out in zip(step.made, step.run(tensors, runs), strict=True):
                 tensors[name] = out
@@ -248,7 +249,7 @@ class Program:
         task, axis, operands, shapes = self._last
         made = self._steps[0].made
         results = [(made.index(name), shapes[made.index(name)], order) for name, order in self._results]
-        return Only(task, axis, tuple(operands), tuple(results))
+        return Only(task, axis, operands, tuple(results))
 
     def add(self, run: Any, reads: Sequence[str], *made: tuple[tuple[str, ...], Sequence[int]]) -> tuple[Named, ...]:
         tensors = []
@@ -260,7 +261,7 @@ class Program:
         return tuple(tensors)
 
     def task(
-        self, task: Task, axis: str, operands: Sequence[Matrix | str | None],
+        self, task: Task, axis: str, operands: Mapping[str, Matrix | str],
         *made: tuple[tuple[str, ...], Sequence[int]],
     ) -> tuple[Named, ...]:  # fmt: skip
         # made: the dims and lengths of each result.
@@ -269,14 +270,14 @@ class Program:
         shapes = [None if len(dims) == 2 else tuple(lengths) for dims, lengths in made]
 
         def run(tensors: dict[str, Tensor], runs: Runs) -> list[Tensor]:
-            taken = [
-                each.view(tensors[each.name]) if isinstance(each, Matrix) else None if each is None else tensors[each]
-                for each in operands
-            ]
+            taken = {
+                name: each.view(tensors[each.name]) if isinstance(each, Matrix) else tensors[each]
+                for name, each in operands.items()
+            }
             outs = runs(place, task, axis, taken)
             return [out if shape is None else out.view(shape) for out, shape in zip(outs, shapes, strict=True)]
 
-        reads = [each if isinstance(each, str) else each.name for each in operands if each is not None]
+        reads = [each if isinstance(each, str) else each.name for each in operands.values()]
         self._last = task, axis, operands, shapes
         return self.add(run, reads, *made)
 
@@ -302,17 +303,17 @@ class Program:
                 lambda tensors, runs: [tensors[name].narrow(at, begin, length)], (name,), (x.dims, lengths)
             )[0]
         matrix = Matrix.of(x, (step.dim,), others)
-        task = Task(OPS[step.kind], (matrix.size,), self.dtype, sizes, any_order=self._of_sums(OPS[step.kind]))
+        task = Task(OPS[step.kind], {"a": matrix.size}, self.dtype, sizes, any_order=self._of_sums(OPS[step.kind]))
         length = sum(sizes) if step.kind == "all_gather" else sizes[place]
         made = (step.dim, *others), (length, *(x.length(dim) for dim in others))
-        return self.task(task, step.axis, (matrix,), made)[0]
+        return self.task(task, step.axis, {"a": matrix}, made)[0]
 
     def _all_reduce(self, axis: str, x: Named) -> Named:
         if not math.prod(x.lengths):
             return x
         matrix = Matrix(x.name, None, len(x.lengths) != 2, (math.prod(x.lengths[:-1]), x.lengths[-1]))
-        task = Task(ALL_REDUCE, (matrix.size,), self.dtype, any_order=self.any_order)
-        return self.task(task, axis, (matrix,), (x.dims, x.lengths))[0]
+        task = Task(ALL_REDUCE, {"a": matrix.size}, self.dtype, any_order=self.any_order)
+        return self.task(task, axis, {"a": matrix}, (x.dims, x.lengths))[0]
 
     def _of_sums(self, op: Op) -> bool:
         # A gather adds no terms.
@@ -320,7 +321,7 @@ class Program:
 
     def matmul(
         self, plan: MatmulPlan, a: Blocks, b: Blocks, *, biases: Sequence[str | None] = (),
-        residual: Named | None = None, norm: Sequence[str | None] = (), activation: str = "", keeps: bool = False,
+        residual: Named | None = None, norm: Sequence[str] = (), activation: str = "", keeps: bool = False,
         wanted: tuple[str, ...] | None = None, done: Sequence[Step] = (),
     ) -> Blocks:  # fmt: skip
         """Add a planned matmul. It chooses the order of its result's dims.
@@ -361,7 +362,7 @@ class Program:
 
     def _product(
         self, plan: MatmulPlan, lefts: Blocks, rights: Blocks, fused: tuple[Step, notation.Tensor] | None,
-        biases: Sequence[str | None], residual: Named | None, norm: Sequence[str | None], activation: str, keeps: bool,
+        biases: Sequence[str | None], residual: Named | None, norm: Sequence[str], activation: str, keeps: bool,
         wanted: tuple[str, ...], float8: tuple[torch.dtype, ...],
     ) -> Blocks:  # fmt: skip
         # The matmul, as a task if a collective is fused with it.
@@ -414,7 +415,7 @@ class Program:
             return self._local(pairs, biases, made, Epilogue(activation=activation, keeps=keeps))
         assert (residual is None and not norm) or not transposed
         added = None if residual is None else Matrix.of(residual, rows, cols)
-        operands, shapes = in_order(op, pairs, biases, columns, added, norm)
+        operands, shapes = operands_of(op, pairs, biases, columns, added, norm)
         algorithm = self._algorithm if op is MATMUL_ALL_REDUCE else "auto"
         turned = transposed and op is ALL_GATHER_MATMUL
         # The float8 dtype of the task's first operand.
@@ -512,16 +513,17 @@ class Program:
              Matrix.of(other, outer, k))
             for first, one, second, other in zip(*(taken[i::4] for i in range(4)), strict=True)
         ]  # fmt: skip
-        first, one, second, other = blocks[0]
-        operands: list[Matrix | None]
+        first, one, _, other = blocks[0]
         if plans.together:
-            op, operands = ALL_GATHER_MATMUL, [first, one, None, other]
+            op, operands = ALL_GATHER_MATMUL, {"a": first, "b": one, "right": other}
         else:
             # The second product has the gathered operand on its right.
-            op, operands = MATMUL_REDUCE_SCATTER, [first, one, None, second if 0 in wanted else None, other, None]
-            for i, (first, one, second, _) in list(enumerate(blocks))[1:]:
-                operands += [first, one, second if i in wanted else None]
-        shapes = tuple(None if each is None else each.size for each in operands)
+            op, operands = MATMUL_REDUCE_SCATTER, {"x": other}
+            for i, (first, one, second, _) in enumerate(blocks):
+                operands |= {f"a{i or ''}": first, f"b{i or ''}": one}
+                if i in wanted:
+                    operands[f"left{i or ''}"] = second
+        shapes = {name: each.size for name, each in operands.items()}
         float8 = casts[0]["dy"].dtype if casts[0] else None
         task = Task(
             op, shapes, self.dtype, flat, float8=float8, leaves=self.leaves, any_order=self._of_sums(op)

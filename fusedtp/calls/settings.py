@@ -34,16 +34,11 @@ def described(
     return "\n".join([asked.activation or "", spec, numbers, flags, *lines, *group_names])
 
 
-def with_float8(text: str, x: torch.dtype, w: torch.dtype, *, blocks: bool) -> str:
+def with_float8(text: str, x: torch.dtype, w: torch.dtype, out: torch.dtype, *, blocks: bool) -> str:
     """Return the settings for float8 operands x and w with scales, which are block scales if `blocks`."""
     # Replaces the line that otherwise has the recipe.
     before, (_, *names) = text.split("\n")[:_FLOAT8], text.split("\n")[_FLOAT8:]
-    return "\n".join([*before, f"{x} {w}{_BLOCKS * blocks}".replace("torch.", ""), *names])
-
-
-def without_activation(text: str) -> str:
-    """Return the settings without the activation."""
-    return "\n" + text.partition("\n")[2]
+    return "\n".join([*before, f"{x} {w} {out}{_BLOCKS * blocks}".replace("torch.", ""), *names])
 
 
 def without_norm(text: str) -> str:
@@ -73,7 +68,8 @@ class Settings:
     - `w_transposed`: whether w is stored [N, K].
     - `by_size`: whether the plan depends on bytes and FLOPs.
     - `schedule`, `algorithm`, `producer`, `activation`: as in `Options`, "" for no activation.
-    - `float8`: dtypes of x and w, if they are float8 with scales. The call's dtype is then that of its results.
+    - `float8`: dtypes of x and w, if they are float8 with scales.
+    - `out_dtype`: dtype of the results, if x and w are float8 with scales.
     - `recipe`: name of the recipe that casts x, w and dy to float8, "" for none.
     - `blocks`: whether scales are block scales.
     - `norm`: its name, "" for none, and eps.
@@ -91,6 +87,7 @@ class Settings:
     producer: str
     activation: str
     float8: tuple[torch.dtype, ...]
+    out_dtype: torch.dtype | None
     recipe: str
     blocks: bool
     norm: tuple[str, float]
@@ -108,5 +105,6 @@ class Settings:
         dtypes = () if recipe else tuple(getattr(torch, name) for name in float8.removesuffix(_BLOCKS).split())
         return Settings(
             text, spec, tuple(names), ranks, w_transposed, by_size, schedule, algorithm, producer, activation,
-            dtypes, recipe, float8.endswith(_BLOCKS), (name, float(eps or 0)), int(leaves),
+            dtypes[:2], dtypes[2] if dtypes else None, recipe, float8.endswith(_BLOCKS), (name, float(eps or 0)),
+            int(leaves),
         )  # fmt: skip

@@ -24,52 +24,47 @@ if TYPE_CHECKING:
 
 
 def _norm(task: Task, operands: Operands) -> Norm | None:
-    return Norm(task.norm, task.eps, *operands[task.op.operands :]) if task.norm else None
+    return Norm(task.norm, task.eps, operands["norm_weight"], operands.get("norm_bias")) if task.norm else None
 
 
-def _terms(task: Task, operands: Operands) -> list[tuple[Tensor, Tensor]]:
-    # One product for each block of a rank's terms of a sum.
-    return [(a, b) for a, b, *_ in (operands[:2], *task.blocks(operands))]
+def _epilogue(task: Task, operands: Operands) -> Epilogue:
+    return Epilogue(operands.get("bias"), operands.get("residual"), norm=_norm(task, operands))
 
 
 class Gathering:
     """Form of all_gather, and of all_gather_matmul with any number of products. Operands: see `op`."""
 
     def __init__(self, on: Verbs, task: Task) -> None:
-        rows, cols = task.shape(0)
+        rows, cols = task.shapes["a"]
         self._first: Literal["rows", "outer"] = "rows" if task.dim == 0 else "outer"
-        self._task, self._multiplies = task, task.has(1)
+        self._task, self._weights = task, list(zip(task.each("b"), task.each("bias"), strict=True))
         self._epilogue = Epilogue(activation=task.activation, keeps=task.keeps)
-        blocks = [] if not task.has(1) else [task.shape(1), *(b for b, _ in task.blocks(task.shapes))]
         # `right` is multiplied with rows.
-        assert task.dim == 0 or not task.has(3)
-        products = (self._first,) * len(blocks) + (("outer",) if task.has(3) else ())
+        assert task.dim == 0 or "right" not in task.shapes
+        products = (self._first,) * len(self._weights) + (("outer",) if "right" in task.shapes else ())
         # A tree's leaves differ from the order in which chunks of the contraction arrive: gather all of it first.
         self._turns = bool(task.leaves) and task.dim == 1
         self._gather = on.gather(
             task.sizes, cols if task.dim == 0 else rows, 0 if self._turns else task.dim,
-            products=() if self._turns else products, result=sum(b[1] for b in blocks if b is not None),
+            products=() if self._turns else products, result=sum(task.shapes[b][1] for b, _ in self._weights),
         )  # fmt: skip
         self.stages = self._start, self._finish
 
     def _start(self, operands: Operands) -> None:
-        self._gather.start(operands[0].t() if self._turns else operands[0])
+        self._gather.start(operands["a"].t() if self._turns else operands["a"])
 
     def _finish(self, operands: Operands) -> list[Tensor]:
-        if not self._multiplies:
-            return [self._gather.whole(operands[0])]
-        first, transposed = self._first, self._task.transposed
-        epilogue = self._epilogue
-        own = epilogue if operands[2] is None else epilogue._replace(bias=operands[2])
-        products = [Product(first, operands[1], own, transposed)]
-        if len(operands) > 3:
-            for b, bias in self._task.blocks(operands):
-                products.append(Product(first, b, epilogue._replace(bias=bias), transposed))
-            if operands[3] is not None:
-                products.append(Product("outer", operands[3]))
+        if not self._weights:
+            return [self._gather.whole(operands["a"])]
+        epilogue, transposed, products = self._epilogue, self._task.transposed, []
+        for b, bias in self._weights:
+            own = epilogue._replace(bias=operands[bias]) if bias in operands else epilogue
+            products.append(Product(self._first, operands[b], own, transposed))
+        if "right" in operands:
+            products.append(Product("outer", operands["right"]))
         if self._turns:
-            return multiplied(self._gather.whole(operands[0].t()), products, self._task.leaves)
-        return self._gather.multiply(operands[0], products)
+            return multiplied(self._gather.whole(operands["a"].t()), products, self._task.leaves)
+        return self._gather.multiply(operands["a"], products)
 
 
 class Scattering:
@@ -77,41 +72,34 @@ class Scattering:
 
     def __init__(self, on: Verbs, task: Task) -> None:
         M, N = task.moved
-        self._task, self._multiplies, self._gathers = task, task.op.multiplies, task.has(4)
-        self._adds = task.adds
-        self._is_several = len(task.shapes) > task.op.operands
+        self._task, self._multiplies, self._gathers = task, task.op.multiplies, "x" in task.shapes
+        self._lefts, self._rights = task.each("a"), task.each("b")
         self._scatter = on.scatter(
             task.sizes, N if task.dim == 0 else M, task.dim, to_all=False, multiplies=self._multiplies
         )
         if self._gathers:
-            self._gather = on.gather(task.sizes, task.shape(4)[1], 0, products=("outer",), result=N, beside=True)
+            cols = task.shapes["x"][1]
+            self._gather = on.gather(task.sizes, cols, 0, products=("outer",), result=N, beside=True)
         self.stages = self._start, self._finish
 
     def _start(self, operands: Operands) -> None:
         if self._gathers:
-            self._gather.start_beside(operands[4])
+            self._gather.start_beside(operands["x"])
         if self._multiplies:
-            terms = _terms(self._task, operands) if self._is_several else ((operands[0], operands[1]),)
-            self._scatter.multiply(terms)
+            take = operands.__getitem__
+            self._scatter.multiply(list(zip(map(take, self._lefts), map(take, self._rights), strict=True)))
         else:
-            self._scatter.put(operands[0])
+            self._scatter.put(operands["a"])
 
     def _finish(self, operands: Operands) -> list[Tensor]:
         if not self._multiplies:
-            return self._scatter.sum(PLAIN, own=operands[0], last=True)
-        epilogue = PLAIN
-        if operands[2] is not None or self._adds or self._task.norm:
-            residual = operands[5] if self._adds else None
-            epilogue = Epilogue(operands[2], residual, norm=_norm(self._task, operands))
-        outs = self._scatter.sum(epilogue, own=None, last=not self._gathers)
+            return self._scatter.sum(PLAIN, own=operands["a"], last=True)
+        outs = self._scatter.sum(_epilogue(self._task, operands), own=None, last=not self._gathers)
         if not self._gathers:
             return outs
         # left @ X
-        lefts = operands[3:4]
-        if self._is_several:
-            lefts = [*lefts, *(left for _, _, left in self._task.blocks(operands))]
-        products = [Product("outer", left.t(), PLAIN, True) for left in lefts if left is not None]
-        return outs + self._gather.multiply(operands[4], products)
+        lefts = [operands[name] for name in self._task.each("left") if name in operands]
+        return outs + self._gather.multiply(operands["x"], [Product("outer", left.t(), PLAIN, True) for left in lefts])
 
 
 class Reducing:
@@ -119,8 +107,8 @@ class Reducing:
 
     def __init__(self, on: Verbs, task: Task) -> None:
         M, N = task.moved
-        self._task, self._multiplies, self._adds = task, task.op.multiplies, task.adds
-        self._is_several = len(task.shapes) > task.op.operands
+        self._task, self._multiplies = task, task.op.multiplies
+        self._lefts, self._rights = task.each("a"), task.each("b")
         # This rank's part of the sum.
         self._part = slice(0, None)
         if on.one_shot(task):
@@ -136,24 +124,20 @@ class Reducing:
 
     def _start(self, operands: Operands) -> None:
         if self._multiplies:
-            terms = _terms(self._task, operands) if self._is_several else ((operands[0], operands[1]),)
-            self._scatter.multiply(terms)
+            take = operands.__getitem__
+            self._scatter.multiply(list(zip(map(take, self._lefts), map(take, self._rights), strict=True)))
         else:
-            self._scatter.put(operands[0])
-
-    def _given(self, operands: Operands) -> tuple[Epilogue, Tensor | None]:
-        # The epilogue, and the tensor that was put.
-        if not self._multiplies:
-            return PLAIN, operands[0]
-        return Epilogue(operands[2], operands[3][self._part] if self._adds else None), None
+            self._scatter.put(operands["a"])
 
     def _sum(self, operands: Operands) -> list[Tensor]:
-        epilogue, own = self._given(operands)
-        return self._scatter.sum(epilogue._replace(norm=_norm(self._task, operands)), own=own, last=True)
+        own = None if self._multiplies else operands["a"]
+        return self._scatter.sum(_epilogue(self._task, operands), own=own, last=True)
 
     def _show(self, operands: Operands) -> None:
-        epilogue, own = self._given(operands)
-        self._out = operands[0].new_empty(self._shape)
+        epilogue, own = _epilogue(self._task, operands), None if self._multiplies else operands["a"]
+        if epilogue.residual is not None:
+            epilogue = epilogue._replace(residual=epilogue.residual[self._part])
+        self._out = operands["a"].new_empty(self._shape)
         self._scatter.sum_into(epilogue, self._out, self._gather, own=own)
 
     def _finish(self, operands: Operands) -> list[Tensor]:

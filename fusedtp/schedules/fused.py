@@ -369,7 +369,7 @@ class FusedRing:
         pass
 
     def _finish(self, operands: Operands) -> list[Tensor]:
-        ws, x = self._ws, operands[0]
+        ws, x = self._ws, operands["a"]
         out = x.new_empty(self._task.results(ws.rank)[0])
         ring(
             ws.channel(), self._task.op.number, x, out, ws.table(self._sizes), self._sizes,

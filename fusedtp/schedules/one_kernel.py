@@ -28,7 +28,7 @@ def is_for(on: Fused, task: Task) -> bool:
     Virtual ranks that share a device have too few programs. Those that run in phases need the programs that wait for
     nothing in a kernel of their own.
     """
-    if task.op is not MATMUL_ALL_REDUCE or task.blocks(task.shapes) or on.split or on.programs or task.leaves:
+    if task.op is not MATMUL_ALL_REDUCE or len(task.each("b")) > 1 or on.split or on.programs or task.leaves:
         return False
     return task.moved[0] <= ONE_KERNEL_ROWS or on.in_switch
 
@@ -37,7 +37,7 @@ class OneKernel:
     """Form of a one-kernel op, one-shot or two-shot, whose owners have columns. Operands: see `op`."""
 
     def __init__(self, on: Fused, task: Task) -> None:
-        self._ws, self._task, self._adds = on.ws, task, task.adds
+        self._ws, self._task = on.ws, task
         M, N = task.moved
         to_all = on.one_shot(task)
         switch, few = on.in_switch, M <= ONE_KERNEL_ROWS
@@ -62,7 +62,7 @@ class OneKernel:
 
     def _finish(self, given: Operands) -> list[Tensor]:
         task, ws = self._task, self._ws
-        a, b, bias, *more = given
+        a, b, bias, residual = given["a"], given["b"], given.get("bias"), given.get("residual")
         channel = ws.channel()
         scales: Any = None
         if type(a) is Quantized:
@@ -70,13 +70,15 @@ class OneKernel:
 
             scales = scales_of([a], [b], channel.data.view(task.dtype))
             a, b = a.data, b.data
-        residual = outputs_of(more[0]) if self._adds else None
         out = torch.empty(task.moved, dtype=task.dtype, device=ws.device)
         arrivals = self._arrivals if self._arrivals is not None else self._zeros()
         # Every call passes here.
-        epilogue = TileEpilogue(None if bias is None else (bias,), constant(False), residual)
+        added = None if residual is None else outputs_of(residual)
+        epilogue = TileEpilogue(None if bias is None else (bias,), constant(False), added)
         self._launch(channel, a, b, scales, out, epilogue, arrivals, **self._places)
-        return with_norm(Norm(task.norm, task.eps, *more[1:]), out) if task.norm else [out]
+        if not task.norm:
+            return [out]
+        return with_norm(Norm(task.norm, task.eps, given["norm_weight"], given.get("norm_bias")), out)
 
     @outside_inference
     def _zeros(self) -> Tensor:

@@ -25,7 +25,7 @@ def way(ws: Workspace, schedule: str, task: Task) -> str:
     switch = schedule == "fused" and task.any_order and ws.has_multicast
     if task.algorithm == ONE_SHOT:
         return ONE_SHOT
-    if task.algorithm == TWO_SHOT or task.blocks(task.shapes):
+    if task.algorithm == TWO_SHOT or len(task.each("b")) > 1:
         return IN_SWITCH if switch else TWO_SHOT
     rows, cols = task.moved
     alone = not task.op.multiplies

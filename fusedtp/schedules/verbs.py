@@ -8,7 +8,7 @@ then used any number of times.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
@@ -17,7 +17,8 @@ from ..norms import Norm
 from ..op import Task
 from ..scaled import Matrix
 
-Operands = Sequence[Any]
+# A task's operands by name, see `op`.
+Operands = Mapping[str, Any]
 
 
 class Epilogue(NamedTuple):

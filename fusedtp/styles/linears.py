@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.utils.parametrize import is_parametrized
 
 from .. import groups
-from ..calls import arguments, dispatch, eager, problems
+from ..calls import arguments, autograd, dispatch, problems
 from ..calls.parameters import Lies, Watched, local, watch_all
 from ..op import RANK_ORDER, Order
 from ..options import Options
@@ -178,9 +178,9 @@ def columns(linears: Sequence[FusedColwiseLinear], input: Tensor) -> list[Tensor
     # A gradient is laid out like its parameter: whole if the parameter is replicated, as backward has reduced it.
     ours = weight, bias, to.group, to.options
     if isinstance(placement, Shard):
-        ys = eager.of_parameters(problems.all_gather_problem, x, *ours, (placement.dim, sizes))
+        ys = autograd.apply(problems.all_gather_problem, x, *ours, (placement.dim, sizes), of_layer=True)
     else:
-        ys = eager.of_parameters(problems.replicated_problem, x, *ours)
+        ys = autograd.apply(problems.replicated_problem, x, *ours, of_layer=True)
     outs = ys if isinstance(ys, tuple) else (ys,)
     return [
         each.layouts.hand_out(y, Shard(-1), (*y.shape[:-1], each.out_features))
@@ -202,9 +202,9 @@ class FusedRowwiseLinear(FusedLinear):
         made = positive(to.output, x.ndim)
         if isinstance(made, Shard):
             along = made.dim, to.sizes(shape[made.dim])
-            y = eager.of_parameters(problems.reduce_scatter_problem, x, *ours, along)
+            y = autograd.apply(problems.reduce_scatter_problem, x, *ours, along, of_layer=True)
         else:
-            y = eager.of_parameters(problems.all_reduce_problem, x, *ours)
+            y = autograd.apply(problems.all_reduce_problem, x, *ours, of_layer=True)
         return to.hand_out(y, made, shape)
 
 

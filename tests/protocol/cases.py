@@ -12,8 +12,6 @@ from unittest import mock
 import torch
 
 from fusedtp.kernels.launch import Config
-from fusedtp.op import OPS as OPS_BY_NAME
-from fusedtp.op import Task
 from fusedtp.schedules import decomposed, fused, producer
 from fusedtp.schedules.forms import Prepared
 from fusedtp.workspaces import registry
@@ -126,12 +124,12 @@ def _host(
         else:
             operands = (_ones(mine if name == "all_gather" else whole, COLS),)
         lengths = () if "all_reduce" in name else sizes
-        task = Task.of(OPS_BY_NAME[name], *operands, sizes=lengths, dim=dim, algorithm=algorithm)
+        task = direct.task_of(name, *operands, sizes=lengths, dim=dim, algorithm=algorithm)
         with mock.patch.object(decomposed, "FEW_ROWS", 256 if few_rows else 0):
             prepared = Prepared("decomposed", task, ws=ws)
         with ws.running(name):
             ws.require(prepared.half_bytes, prepared.slots)
-            return prepared.go(operands)
+            return prepared.go(direct.named(name, *operands))
 
     return op
 
