@@ -28,10 +28,10 @@ SECONDS = 300
 # fmt: off
 FAULTS: tuple[tuple[str, str, str, str, str], ...] = (
     # Kernels, in Triton's interpreter.
-    ("kernel: gelu_tanh's cubic term", "kernels/epilogue.py", "0.044715 * z * z * z)))", "0.04715 * z * z * z)))", "test_epilogues.py"),
+    ("kernel: gelu_tanh's cubic term", "kernels/epilogue.py", "0.044715 * z * z * z)))", "0.04715 * z * z * z)))", "test_options.py"),
     ("kernel: a bias for rows is added for columns", "kernels/epilogue.py", "if epilogue.PER_ROW:", "if not epilogue.PER_ROW:", "test_functional.py"),
-    ("kernel: residual subtracted", "kernels/epilogue.py", "acc += tl.load(added,", "acc -= tl.load(added,", "test_residual.py"),
-    ("kernel: gate without its activation", "kernels/epilogue.py", "acc = activated(gate, epilogue.ACTIVATION) * acc\n            mask", "acc = gate * acc\n            mask", "test_epilogues.py"),
+    ("kernel: residual subtracted", "kernels/epilogue.py", "acc += tl.load(added,", "acc -= tl.load(added,", "test_options.py"),
+    ("kernel: gate without its activation", "kernels/epilogue.py", "acc = activated(gate, epilogue.ACTIVATION) * acc\n            mask", "acc = gate * acc\n            mask", "test_options.py"),
     ("kernel: one column past K", "kernels/contraction.py", "mask=offs_k[None, :] < a.k_len - k * BLOCK_K", "mask=offs_k[None, :] <= a.k_len - k * BLOCK_K", "test_ops.py"),
     ("kernel: the last leaf ends early", "kernels/contraction.py", " * leaf + K % tiles.LEAVES * leaf // tiles.LEAVES", " * leaf", "test_tree_order.py"),
     ("kernel: a subtree is rounded before it is sent", "kernels/matmul_scatter.py", "        return acc\n    elif ctx.scales is None", "        return acc.to(ctx.a.ptr[0].dtype.element_ty).to(tl.float32)\n    elif ctx.scales is None", "test_tree_order.py"),
@@ -85,18 +85,18 @@ FAULTS: tuple[tuple[str, str, str, str, str], ...] = (
     ("shards: torch.chunk's last pieces", "shards.py", "max(0, min(piece, length - rank * piece))", "min(piece, length - rank * piece)", "test_shards.py test_parallel.py"),
     ("program: a slice of the ranks behind", "calls/program.py", "x.dims.index(step.dim), sum(sizes[:place]), sizes[place]", "x.dims.index(step.dim), sum(sizes[place + 1 :]), sizes[place]", "test_sharded.py"),
     ("program: a bias's gradient of the own rows alone", "calls/program.py", "        for _, axis in split:\n            db = program.plain", "        for _, axis in ():\n            db = program.plain", "test_functional.py"),
-    ("program: the gradient of w is kept of the first weight", "calls/program.py", "dws = dict(zip(wanted, found, strict=True))", "dws = dict(zip(wanted, [found[0]] * len(found), strict=True))", "test_several.py"),
+    ("program: the gradient of w is kept of the first weight", "calls/program.py", "dws = dict(zip(wanted, found, strict=True))", "dws = dict(zip(wanted, [found[0]] * len(found), strict=True))", "test_options.py"),
     # Autograd.
-    ("autograd: an unused result has a gradient of ones", "calls/operators.py", "given.new_zeros(*given.shape[:-1], width) if dy", "given.new_ones(*given.shape[:-1], width) if dy", "test_several.py"),
-    ("autograd: gradients of unused weights", "calls/operators.py", "each if grads[i // 2] is not None else None for", "each for", "test_several.py"),
+    ("autograd: an unused result has a gradient of ones", "calls/operators.py", "given.new_zeros(*given.shape[:-1], width) if dy", "given.new_ones(*given.shape[:-1], width) if dy", "test_options.py"),
+    ("autograd: gradients of unused weights", "calls/operators.py", "each if grads[i // 2] is not None else None for", "each for", "test_options.py"),
     ("autograd: saves for the wrong gradient", "calls/operators.py", "x if needs_w else None, w if needs_x else None)\n\n\ndef _gradients(", "x if needs_x else None, w if needs_w else None)\n\n\ndef _gradients(", "test_functional.py test_compile.py"),
     ("autograd: a second derivative through an all-reduce", "calls/operators.py", "            grad = as_it_is(grad, ctx.group_name, ctx.schedule)\n", "            pass\n", "test_gradcheck.py"),
-    ("autograd: the gradient of up without the activation", "activations.py", "dy * _of(function, gate)]", "dy * gate]", "test_epilogues.py"),
-    ("autograd: activations by torch's tail", "activations.py", "x.numel() % _AT_ONCE == 0 and x.is_contiguous()", "x.is_contiguous()", "test_determinism.py test_epilogues.py"),
+    ("autograd: the gradient of up without the activation", "activations.py", "dy * _of(function, gate)]", "dy * gate]", "test_options.py"),
+    ("autograd: activations by torch's tail", "activations.py", "x.numel() % _AT_ONCE == 0 and x.is_contiguous()", "x.is_contiguous()", "test_determinism.py test_options.py"),
     ("autograd: a changed weight goes unnoticed", "calls/parameters.py", "if changes._version != version:", "if False:", "test_layer_parameters.py"),
     ("autograd: autocast is ignored", "calls/arguments.py", "torch.is_autocast_enabled(x.device.type)", "False", "test_functional.py"),
-    ("norm: eps is left out", "norms.py", ".add_(norm.eps)", "", "test_normed_sums.py"),
-    ("norm: no mean", "norms.py", "scale.square_().div_(y.shape[1])", "scale.square_()", "test_normed_sums.py"),
+    ("norm: eps is left out", "norms.py", ".add_(norm.eps)", "", "test_options.py"),
+    ("norm: no mean", "norms.py", "scale.square_().div_(y.shape[1])", "scale.square_()", "test_options.py"),
     # float8.
     ("float8: powers of two one too high", "float8.py", "(bits & 0x7FFFFF) > int(", "(bits & 0x7FFFFF) >= int(", "test_float8_edges.py test_float8.py"),
     ("float8: zeros have the smallest scale", "float8.py", "scale = torch.where(most == 0, 1.0, scale).float()", "scale = scale.float()", "test_float8_edges.py test_float8.py"),
@@ -112,8 +112,8 @@ FAULTS: tuple[tuple[str, str, str, str, str], ...] = (
     ("unfused: padding is kept", "schedules/unfused.py", "        if self._even:\n            return gathered\n", "        if True:\n            return gathered\n", "test_ops.py"),
     ("unfused: a whole bias on every part", "schedules/unfused.py", "bias[self._begins[rank] : self._begins[rank + 1]] if self._dim == 1 else bias", "bias", "test_ops.py"),
     ("decomposed: sums in 16 bits", "schedules/decomposed.py", "total = terms[0].to(torch.float32)", "total = terms[0].clone()", "test_ops.py test_determinism.py"),
-    ("decomposed: a residual is added twice", "schedules/decomposed.py", "[*terms, residual]", "[*terms, residual, residual]", "test_residual.py"),
-    ("local: no residual on one rank", "schedules/local.py", "        if epilogue.residual is not None:\n            out.add_(epilogue.residual)\n        return with_norm(epilogue.norm, out)", "        return with_norm(epilogue.norm, out)", "test_residual.py test_ops_local.py"),
+    ("decomposed: a residual is added twice", "schedules/decomposed.py", "[*terms, residual]", "[*terms, residual, residual]", "test_options.py"),
+    ("local: no residual on one rank", "schedules/local.py", "        if epilogue.residual is not None:\n            out.add_(epilogue.residual)\n        return with_norm(epilogue.norm, out)", "        return with_norm(epilogue.norm, out)", "test_options.py test_ops_local.py"),
     # Layers and styles.
     ("layers: gate and up exchanged", "layers.py", "self._own(\"weight\", self.weight, size, 3).unbind()", "self._own(\"weight\", self.weight, size, 3).flip(0).unbind()", "test_layers.py"),
     ("layers: new sequence sizes for the first linear alone", "layers.py", "wide.sequence_sizes = self.down_proj.sequence_sizes = arguments", "wide.sequence_sizes = arguments", "test_layers.py"),
@@ -164,7 +164,11 @@ def find(package: Path, fault: tuple[str, str, str, str, str]) -> str:
     text, times = path.read_text(), path.stat()
     assert text.count(old) == 1, f"{name}: the text stands {text.count(old)} times in {file}"
     words = [f"tests/{word}" if word.endswith(".py") else word for word in tests.split()]
-    command = [sys.executable, *"-P -m pytest -x -q --benchmark-disable -p no:cacheprovider".split(), *words]
+    command = [
+        sys.executable,
+        *["-P", "-m", "pytest", "-x", "-q", "--benchmark-disable", "-p", "no:cacheprovider"],
+        *words,
+    ]
     env = {**os.environ, "PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     path.write_text(text.replace(old, new))
     try:

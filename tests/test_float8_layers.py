@@ -19,9 +19,9 @@ from fusedtp.bench.ranks import RankPool
 from fusedtp.recipes import NAMES
 
 from .disagreeing import told
+from .oracle import cut, whole
 from .spread import spread
 from .test_counting import counting
-from .test_several import cut, whole
 
 SCHEDULES = ("unfused", "decomposed", "fused")
 Grads = dict[str, Tensor]
