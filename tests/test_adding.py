@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import itertools
 import pkgutil
 import re
 import time
