@@ -26,8 +26,7 @@ from fusedtp.calls import operators
 from fusedtp.calls.settings import described
 from fusedtp.options import Options
 
-from .by_inductor import few_kernels
-from .spread import spread
+from .harness import few_kernels, spread
 
 HIDDEN, INTERMEDIATE, LENGTH, BATCH = 8, 12, 6, 2
 

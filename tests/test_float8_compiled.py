@@ -16,7 +16,7 @@ from fusedtp.bench.ranks import RankPool
 from fusedtp.calls.settings import Settings
 from fusedtp.float8 import _power_of_two
 
-from .by_inductor import few_kernels
+from .harness import few_kernels
 
 RECIPES = ("rowwise", "tensorwise", "mxfp8")
 Call = Callable[..., Any]

@@ -29,9 +29,8 @@ from fusedtp.recipes import NAMES
 from fusedtp.scaled import Quantized
 from fusedtp.workspaces import generation
 
-from .disagreeing import told
+from .harness import spread, told
 from .oracle import cut, whole
-from .spread import spread
 from .test_float8 import allowed, gathers, sharded, sums
 from .test_float8_layers import all_of, cases
 

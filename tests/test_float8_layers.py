@@ -18,9 +18,8 @@ from fusedtp import float8, recipes
 from fusedtp.bench.ranks import RankPool
 from fusedtp.recipes import NAMES
 
-from .disagreeing import told
+from .harness import spread, told
 from .oracle import cut, whole
-from .spread import spread
 from .test_counting import counting
 
 SCHEDULES = ("unfused", "decomposed", "fused")

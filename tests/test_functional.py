@@ -17,7 +17,7 @@ from fusedtp import reference
 from fusedtp.bench.ranks import RankPool
 from fusedtp.shards import even_sizes
 
-from .spread import spread
+from .harness import spread
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 

@@ -26,8 +26,8 @@ from fusedtp.kernels import gather_matmul
 from fusedtp.op import ACTIVATIONS, GATED, NORMS, OF_RESULT
 from fusedtp.schedules import decomposed, local
 
+from .harness import LARGE, spread
 from .oracle import Case, Operands, check_norm, whole
-from .spread import LARGE, spread
 from .test_counting import counting
 from .test_ops import bounded
 

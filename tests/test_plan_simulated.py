@@ -16,7 +16,7 @@ from fusedtp.errors import NotationError
 from fusedtp.sharding.notation import Tensor
 from fusedtp.sharding.plan import MatmulPlan, Plan, plan
 
-from .spread import LARGE
+from .harness import LARGE
 
 Array = npt.NDArray[np.float64]
 Coord = tuple[int, ...]

@@ -178,23 +178,6 @@ def test_plugins_beside_the_others_cost_nobody_a_number(plugged: None, tmp_path:
     assert "elements are wrong" in later["wrong"]
 
 
-def test_names_are_listed_where_one_is_not_known(plugged: None) -> None:
-    done = invoke(*SWEEP, "--baseline", "mine,nccl")
-    assert done.exit_code == 2
-    said = " ".join(done.stderr.replace("│", " ").split())
-    assert (
-        f"--baseline must be among {', '.join(providers.SHIPPED)}, dies, gone, hangs, mine, raises, wrong, none" in said
-    )
-
-
-def test_help_lists_them(plugged: None) -> None:
-    helped = invoke("sweep", "--help")
-    assert helped.exit_code == 0, helped.output
-    lines = [" ".join(line.split()) for line in helped.output.splitlines()]
-    for said in ("dtensor runs", "mine runs", "async_tp does not run: .* CUDA", "gone does not run: .*'gone_module'"):
-        assert any(re.fullmatch(said, line) for line in lines), said
-
-
 def test_a_launched_rank_that_hangs_says_where_and_ends() -> None:
     code = """
 import time

@@ -13,7 +13,7 @@ from fusedtp.bench.ranks import RankPool
 from fusedtp.bench.train import TrainedDecoder, Training, sharded, train
 from fusedtp.recipes import NAMES
 
-from .torchao_linears import converted
+from .harness import by_torchao
 
 SMALL = Training(vocabulary=16, hidden=32, intermediate=48, heads=2, blocks=1, sequence=12, batch=4, steps=8)
 
@@ -43,7 +43,7 @@ def test_it_learns_in_float8(pool: RankPool) -> None:
         assert bool(((losses - expected).abs() <= 0.02 * expected).all()), recipe
         if recipe == "rowwise":
             with mock.patch.object(
-                training, "TrainedDecoder", lambda *given: converted(TrainedDecoder(*given), "rowwise", "blocks")
+                training, "TrainedDecoder", lambda *given: by_torchao(TrainedDecoder(*given), "rowwise", "blocks")
             ):
                 theirs = torch.tensor(train(settings))
             assert bool(((losses - theirs).abs() <= 0.02 * theirs).all())
