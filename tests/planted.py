@@ -91,7 +91,7 @@ FAULTS: tuple[tuple[str, str, str, str, str], ...] = (
     ("autograd: saves for the wrong gradient", "calls/operators.py", "x if needs_w else None, w if needs_x else None)\n\n\ndef _gradients(", "x if needs_x else None, w if needs_w else None)\n\n\ndef _gradients(", "test_functional.py test_compile.py"),
     ("autograd: a second derivative through an all-reduce", "calls/operators.py", "            grad = as_it_is(grad, ctx.group_name, ctx.schedule)\n", "            pass\n", "test_transforms.py"),
     ("autograd: the gradient of up without the activation", "activations.py", "dy * _of(function, gate)]", "dy * gate]", "test_options.py"),
-    ("autograd: activations by torch's tail", "activations.py", "x.numel() % _AT_ONCE == 0 and x.is_contiguous()", "x.is_contiguous()", "test_options.py"),
+    ("autograd: activations by torch's tail", "activations.py", "x.numel() % _AT_ONCE == 0 and x.is_contiguous()", "x.is_contiguous()", "test_tree_order.py -k activated"),
     ("autograd: a changed weight goes unnoticed", "calls/parameters.py", "if changes._version != version:", "if False:", "test_layer_parameters.py"),
     ("autograd: autocast is ignored", "calls/arguments.py", "torch.is_autocast_enabled(x.device.type)", "False", "test_functional.py"),
     ("norm: eps is left out", "norms.py", ".add_(norm.eps)", "", "test_options.py"),

@@ -21,7 +21,6 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 import fusedtp
-from fusedtp import activations
 from fusedtp.bench.ranks import RankPool
 from fusedtp.kernels import gather_matmul
 from fusedtp.op import ACTIVATIONS, GATED, NORMS, OF_RESULT
@@ -360,23 +359,6 @@ def of_float8(group: ProcessGroup) -> None:
 
 def test_a_norm_after_float8(pool: RankPool) -> None:
     pool.run(of_float8, world_size=2)
-
-
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_an_element_has_its_bits_in_a_tensor_of_any_size(name: str) -> None:
-    """torch computes what fills no vector by other code."""
-    zs = [whole((259,), FP32, seed) for seed in range(2 if name in GATED else 1)]
-    dys = [whole((259,), FP32, 7)]
-    ys = activations.of(name, zs)
-    kept = ys if name in OF_RESULT else zs
-    dzs = activations.gradients(name, dys, kept)
-    for length in (1, 3, 17, 63, 65, 130):
-        mine = activations.of(name, [z[:length] for z in zs])
-        into = torch.empty(length)
-        activations.apply(name, [z[:length].clone() for z in zs], into)
-        found = activations.gradients(name, [dys[0][:length]], [each[:length] for each in kept])
-        for one, other in ((mine[0], ys[0]), (into, ys[0]), *zip(found, dzs, strict=True)):
-            assert torch.equal(one, other[:length]), f"{length} elements"
 
 
 def test_a_program_makes_up_behind_its_gate() -> None:
