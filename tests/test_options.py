@@ -78,6 +78,9 @@ PINNED = {
                            activation="swiglu"),
     "a gate of nothing": Case("gather", FP32, (9, 4), 0, "on the last", widths=(70, 70), biased=(True,) * 2,
                               activation="geglu"),
+    # A wrong digit of a formula is below 16 bits.
+    **{f"{name} in float32": Case("gather", FP32, widths=(5,) * (1 + (name in GATED)),
+                                  biased=(True,) * (1 + (name in GATED)), activation=name) for name in ACTIVATIONS},
     # dx is the sum over all weights, of which one has no gradient and one no use.
     "frozen and unused": Case("gather", FP32, (8,), widths=(16, 7, 1), biased=(True, False, True), frozen=("w0",),
                               unused=(1,)),
