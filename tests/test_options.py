@@ -105,6 +105,11 @@ def checked(group: ProcessGroup, schedule: str, all_of: Sequence[Case], by_chunk
         fusedtp.destroy(group)
 
 
+@pytest.mark.parametrize(("schedule", "world_size"), spread(SCHEDULES, [4, 2, 3]))
+def test_pinned(pool: RankPool, schedule: str, world_size: int) -> None:
+    pool.run(checked, schedule, list(PINNED.values()), schedule == "decomposed", world_size=world_size)
+
+
 @pytest.mark.parametrize(
     ("schedule", "world_size"), dict.fromkeys(spread(SCHEDULES, [2, 4, 3]) + spread(SCHEDULES, [3, 1, 2, 4]))
 )
@@ -119,11 +124,6 @@ def test_results_and_gradients_are_right(
     by_chunk = schedule == "decomposed" and world_size > 1
     for each in (False, True) if by_chunk else (False,):
         pool.run(checked, schedule, drawn, each, world_size=world_size, timeout=400.0)
-
-
-@pytest.mark.parametrize(("schedule", "world_size"), spread(SCHEDULES, [4, 2, 3]))
-def test_pinned(pool: RankPool, schedule: str, world_size: int) -> None:
-    pool.run(checked, schedule, list(PINNED.values()), schedule == "decomposed", world_size=world_size)
 
 
 def sent_and_kept(group: ProcessGroup, schedule: str) -> None:
