@@ -18,7 +18,7 @@ from fusedtp.bench.ranks import RankPool
 from fusedtp.memory import Unreachable
 from fusedtp.workspaces.workspace import Workspace
 
-from .test_several import whole
+from .oracle import whole
 from .virtual_ranks import LocalMemory, _Shared
 
 

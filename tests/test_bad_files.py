@@ -24,8 +24,6 @@ from fusedtp.bench.cases import EVERY_DTYPE
 from fusedtp.bench.ranks import RankPool
 from fusedtp.calls import tuning
 
-from . import test_bad_input, test_bad_modules
-
 ROOT = Path(__file__).parent.parent
 SIZES, MESH = {"M": 8, "K": 6, "N": 5}, {"X": 2}
 SPEC = "[M_X, K] @ [K, N] -> [M, N]"
@@ -383,10 +381,3 @@ def test_documents_whose_part_is_not_clear_stay(content: bytes, text: str, tmp_p
         assert "".join(part.split()) in "".join(result.output.replace("\u2502", "").split())
     assert path.read_bytes() == content
     assert os.listdir(tmp_path) == ["sharding.md"]
-
-
-def test_the_tables_stay_long() -> None:
-    """150 bad calls of functions, layers and styles, as many of them different, and 100 plans, options and files."""
-    calls = [(module.__name__, row[0]) for module in (test_bad_input, test_bad_modules) for row in module.BAD]
-    assert len(set(calls)) == len(calls) >= 150
-    assert len(PLANS) + len(OPTIONS) + len(ROWS) >= 100

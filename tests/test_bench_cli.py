@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import platform
 import subprocess
@@ -12,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from fusedtp.bench import cases, machine, report, store, sweep
+from fusedtp.bench import cases, machine, store, sweep
 from fusedtp.bench.cases import LAYERS, BlockSizes
 from fusedtp.bench.cli import app
 from fusedtp.bench.frames import blocks, frame_of
@@ -196,24 +194,6 @@ def test_doctor() -> None:
         assert word in result.output
     assert result.output.splitlines()[-1].startswith(f"Verdict: CPU, {len(os.sched_getaffinity(0))} cores: ")
     assert "dtensor" in result.output
-
-
-def test_failures_are_listed(swept: tuple[Path, Result]) -> None:
-    rows = stored(swept[0])
-    console = Console(width=160, record=True, file=io.StringIO())
-    report.show([replace(row, gate="3 of 9 elements are wrong") if row.interpreted else row for row in rows], console)
-    text = console.export_text()
-    assert "FAILED" in text
-    assert "Checked at small" not in text
-
-
-def test_machine_names() -> None:
-    assert machine.slug("cpu AMD EPYC 2c") == "cpu-amd-epyc-2c"
-    assert machine.slug("cpu Intel(R) Xeon(R) CPU @ 2.20GHz 8c") == "cpu-intel-xeon-cpu-2-20ghz-8c"
-    about = machine.describe()
-    assert about.name
-    assert about.cores >= 1
-    assert about.commit
 
 
 def test_a_processor_whose_name_says_little_is_told_by_its_family(tmp_path: Path) -> None:

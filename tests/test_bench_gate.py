@@ -23,7 +23,7 @@ from fusedtp.bench.store import Outcome, rows_of
 from fusedtp.bench.sweep import run_job
 from fusedtp.bench.timing import Verdict, gate
 
-from .spread import spread
+from .harness import spread
 
 CPU = torch.device("cpu")
 # even on two ranks, which torch's styles need

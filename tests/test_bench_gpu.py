@@ -27,7 +27,7 @@ from fusedtp.bench.oracle import ExactProduct
 from fusedtp.bench.ranks import RankError, RankPool
 from fusedtp.kernels.loading import is_only_loading
 
-from .planted import wrong
+from .harness import wrong
 
 ROOT = Path(__file__).parent.parent
 

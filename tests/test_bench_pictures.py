@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fusedtp.bench import figures, report, tables, theme
+from fusedtp.bench import figures, report, theme
 from fusedtp.bench.frames import frame_of
 from fusedtp.bench.store import Measurement
 
@@ -101,52 +101,3 @@ def test_parts_of_a_time_add_up() -> None:
     assert account(7.0, 6.0, 3.0) == (6.0, 1.0, 0.0)
     assert account(5.0, 6.0, 3.0) == (5.0, 0.0, 0.0)
     assert account(10.0, 6.0, math.nan) == (6.0, 0.0, 4.0)
-
-
-def test_a_bound_far_above_the_bars_is_drawn(make_row: MakeRow) -> None:
-    # Of a few microseconds, where communication alone takes longer than the op.
-    times = {"matmul": 1.0, "comm": 9.0, "unfused": 1.5, "decomposed": 1.4}
-    found = frame_of([make_row(variant=name, median_ms=ms) for name, ms in times.items()])
-    with theme.style():
-        drawn = figures.time_parts(found)
-        theme.svg(drawn, "x", "x")
-    assert drawn.axes[0].get_xlim()[1] > 100 * 9.0 / 1.5
-
-
-@pytest.mark.parametrize(("comm_ms", "name"), [(9.0, "gloo's collective"), (0.5, "matmul"), (None, "matmul")])
-def test_what_bounds_a_case_is_named(make_row: MakeRow, comm_ms: float | None, name: str) -> None:
-    times = {"matmul": 1.0, "comm": comm_ms, "unfused": 10.0, "decomposed": 1.4}
-    longest = max(1.0, comm_ms or 0.0)
-    found = frame_of(
-        [
-            make_row(variant=variant, median_ms=ms, ceiling_ms=longest, backend="gloo")
-            for variant, ms in times.items()
-            if ms
-        ]
-    )
-    (line,) = tables.rates(found, "forward").cells.to_dict("records")
-    assert (line["bound"], line["bound, ms"]) == (name, longest)
-    assert line["bound / shortest"] == pytest.approx(longest / 1.4)
-    assert "decomposed and fused write into memory that the ranks share" in tables.rates(found, "forward").note
-    with theme.style():
-        drawn = figures.time_parts(found)
-    assert [text.get_text() for text in drawn.legends[0].get_texts()][-1] == f"bound: {name} alone"
-    (line,) = drawn.axes[0].get_lines()
-    assert list(line.get_xdata()) == [10 * longest] * 2
-    # one that binds some schedules only looks another way
-    assert (line.get_linestyle() == "-") == (name == "matmul")
-
-
-def test_a_panel_without_a_case_says_so(make_row: MakeRow) -> None:
-    """Torch's own has no matmul + all-reduce: beside the others' a panel is left."""
-    found = [
-        make_row(variant=variant, median_ms=1.0, op=op)
-        for op, names in (("all_gather_matmul", ("fused", "dtensor")), ("matmul_all_reduce", ("fused",)))
-        for variant in ("unfused", *names)
-    ]
-    with theme.style():
-        drawn = figures.speedup_map(frame_of(found))
-    empty = drawn.axes[-1]
-    assert empty.get_title(loc="left") == "dtensor\nmatmul + all-reduce"
-    assert [text.get_text() for text in empty.texts] == ["not measured"]
-    assert len(empty.get_xticks()) == 0

@@ -198,19 +198,6 @@ def test_standing_and_crossover(rows: list[Measurement]) -> None:
     assert (standing["worst at"], standing["worst"]) == ("512 x 512 x 512 fp32", pytest.approx(0.8))
 
 
-@pytest.mark.parametrize(
-    ("ratios", "words"),
-    [((0.5, 0.9), "never"), ((1.1, 1.2), "always"), ((0.5, 1.2), "from 2048 x"), ((1.1, 0.9), "at 1 of 2, not the")],
-)
-def test_crossover_in_words(make_row: MakeRow, ratios: tuple[float, float], words: str) -> None:
-    found = []
-    for size, ratio in zip((1024, 2048), ratios, strict=True):
-        at = {"M": size, "N": size, "K": size}
-        found += [make_row(median_ms=1.0, **at), make_row(variant="fused", median_ms=1.0 / ratio, **at)]
-    (standing,) = standings(frame_of(found), *MATMUL).to_dict("records")
-    assert standing["shorter median"].startswith(words)
-
-
 def test_sizes_of_another_dtype_have_a_crossover_of_their_own(make_row: MakeRow) -> None:
     found = []
     for dtype, ratio in (("float32", 1.5), ("float16", 0.5)):
@@ -245,12 +232,6 @@ def test_predicted_is_drawn_dashed_and_never_counted(rows: list[Measurement]) ->
     assert "predicted" not in without
     assert "stroke-dasharray: 4" not in without
     pd.testing.assert_frame_equal(standings(frame_of(plain), *MATMUL), standings(frame_of(measured), *MATMUL))
-
-
-def test_series_have_colours_and_markers_of_their_own() -> None:
-    assert set(theme.MARKERS) <= set(theme.COLOURS)
-    markers = [*theme.MARKERS.values(), *theme.PEER_MARKERS]
-    assert len(set(markers)) == len(markers)
 
 
 def test_table_has_every_row_and_its_numbers(written: Path, rows: list[Measurement]) -> None:

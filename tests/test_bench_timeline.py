@@ -140,14 +140,6 @@ def test_trace_file_round_trip_and_format(found: Timeline, tmp_path: Path) -> No
     assert all({"pid", "tid", "ts", "dur", "cat"} <= set(event) for event in slices)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"traceEvents": [], "otherData": {"format": "other"}}', "\xff"])
-def test_foreign_file_is_refused(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "timeline.json"
-    path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(ValueError, match="is not a timeline of fusedtp"):
-        recorded.read(path)
-
-
 def test_command(tmp_path: Path) -> None:
     arguments = ["timeline", "--shape", "64,48,32", "--rounds", "3", "--out", str(tmp_path)]
     done = CliRunner().invoke(app, arguments)
@@ -194,27 +186,6 @@ def test_a_slower_schedule_is_said_to_be_and_by_what(found: Timeline) -> None:
         assert " ".join(drawn.get_supxlabel().split()) == said
         assert drawn.bbox.x0 <= drawn._supxlabel.get_window_extent().x0
         assert drawn._supxlabel.get_window_extent().x1 <= drawn.bbox.x1
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("wait", r"waiting .* 0\.08 ms"), ("travel", r"copying took 0\.08 ms, .* unfused 0\.02"),
-        ("add", r"adding .* 0\.08 ms against 0"), ("multiply", r"multiplying took 0\.08 ms against 0"),
-        ("call", r"between its parts.* 0\.0905 ms against 0\.06"),
-    ],
-)  # fmt: skip
-def test_the_reason_is_what_a_schedule_spends_more_of(found: Timeline, kind: str, words: str) -> None:
-    marks = [mark for mark in found.marks if mark.kind in ("call", "collective")]
-    marks += [Mark("decomposed", 1, kind, 0, 1.0, 80.0)] if kind != "call" else []
-    (said,) = recorded.remarks(Timeline(found.about, tuple(marks)))
-    assert re.search(words, said), said
-
-
-def test_one_that_is_faster_or_alone_needs_no_words(found: Timeline) -> None:
-    quick = Mark("unfused", 0, "call", -1, 0.0, 200.0)
-    assert recorded.remarks(Timeline(found.about, (*found.marks, quick))) == []
-    assert recorded.remarks(Timeline(found.about, tuple(found.of("decomposed")))) == []
 
 
 def test_kept_calls_survive_the_file_and_bad_ones_are_refused(found: Timeline, tmp_path: Path) -> None:

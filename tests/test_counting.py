@@ -25,7 +25,7 @@ from fusedtp.explain import NAMED
 from fusedtp.sharding.notation import parse
 from fusedtp.sharding.plan import plan
 
-from .spread import LARGE
+from .harness import LARGE
 
 M, N, K = 24, 16, 8  # whole lengths; four ranks hold a quarter each
 Call = tuple[str, tuple[int, ...]]

@@ -27,7 +27,7 @@ import fusedtp
 from fusedtp.bench.ranks import RankPool
 from fusedtp.styles.packed import Unpacked
 
-from .spread import LARGE
+from .harness import LARGE
 
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
@@ -197,10 +198,12 @@ def test_ranks_that_are_refused_alike_have_their_own_error(pool: RankPool) -> No
 def late(group: ProcessGroup) -> None:
     """Rank 1 comes when rank 0 has given up: it does not go on alone, and the next call works."""
     mesh, model = mesh_of(group), decoder("Llama")
+    # Rank 0 calls while the other one sleeps, however busy the machine is.
+    dist.barrier(group)
     fusedtp.set_timeout(0.5, group=group)
     try:
         if group.rank():
-            time.sleep(1)
+            time.sleep(3)
         said = f"rank {1 - group.rank()}, .* not called parallelize"
         with pytest.raises(fusedtp.PeerTimeout, match=said):
             fusedtp.parallelize(model, mesh)

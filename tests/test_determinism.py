@@ -25,7 +25,7 @@ from fusedtp.schedules import decomposed
 from fusedtp.shards import even_sizes
 
 from . import direct
-from .spread import spread
+from .harness import spread
 
 DTYPES = ["float32", "bfloat16", "float16"]
 SUMMING = ["fused", "decomposed"]

@@ -22,9 +22,8 @@ from fusedtp.scaled import Quantized
 from fusedtp.scaled_mm import by_library, mm, of_data
 
 from .bounds import Bounds
-from .disagreeing import told
-from .spread import spread
-from .test_several import cut, whole
+from .harness import spread, told
+from .oracle import cut, whole
 
 SCHEDULES = ("unfused", "decomposed", "fused")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -29,11 +29,10 @@ from fusedtp.recipes import NAMES
 from fusedtp.scaled import Quantized
 from fusedtp.workspaces import generation
 
-from .disagreeing import told
-from .spread import spread
+from .harness import spread, told
+from .oracle import cut, whole
 from .test_float8 import allowed, gathers, sharded, sums
 from .test_float8_layers import all_of, cases
-from .test_several import cut, whole
 
 E4M3, E5M2 = torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
 # Their largest numbers: 1.875 * 2**7 and 1.75 * 2**15.

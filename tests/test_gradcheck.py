@@ -28,7 +28,7 @@ from fusedtp.explain import NAMED
 from fusedtp.schedules import decomposed
 from fusedtp.sharding.notation import parse
 
-from .spread import spread
+from .harness import spread
 
 Sizes = tuple[int, ...]
 

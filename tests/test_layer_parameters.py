@@ -189,7 +189,7 @@ def changed_before_backward(group: ProcessGroup, is_compiled: bool) -> list[str]
     mesh, wrong = DeviceMesh.from_group(group, "cpu"), []
     for name, module in holders_of_weights(mesh).items():
         # Compiling each takes a second, and one of each kind has another graph.
-        if is_compiled and name not in ("column", "row", "fsdp", "swiglu", "colwise", "group", "function"):
+        if is_compiled and name not in ("column", "row", "swiglu", "group", "function"):
             continue
         if is_compiled and isinstance(module, fusedtp.ParallelMLP | nn.Linear | Pair):
             # Moved, as a model is.

@@ -21,7 +21,7 @@ from fusedtp import reference
 from fusedtp.bench.ranks import RankPool
 from fusedtp.shards import chunk_sizes, even_sizes
 
-from .spread import spread
+from .harness import spread
 
 BATCH, IN, OUT = 3, 10, 9
 KINDS = ("column", "column, x whole", "row", "row, y whole", "fsdp")

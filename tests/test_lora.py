@@ -172,8 +172,13 @@ def as_in_one_process(group: ProcessGroup, name: str, sequence_parallel: bool) -
         merged_and_back(dense, model)
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("name", CASES)
+# Whole sequences with what depends on them: a vocabulary's parts, packed linears, norms.
+WHOLE = ("every linear", "packed", "norms")
+
+
+@pytest.mark.parametrize(
+    ("name", "sequence_parallel"), [*((name, True) for name in CASES), *((name, False) for name in WHOLE)]
+)
 def test_as_in_one_process(pool: RankPool, name: str, sequence_parallel: bool) -> None:
     pool.run(as_in_one_process, name, sequence_parallel, world_size=2)
 

@@ -179,8 +179,8 @@ def strayed_elsewhere(group: ProcessGroup) -> dict[str, str]:
     """Something writes into a word of rank 0's header by which kernels decide: no rank returns what is not the sum."""
     said = {}
     for name in ("ARRIVED", "BUDGET_MS", "GIVEN_UP", "TICKETS", "EPOCH", "LEFT", "GROWING", "WAITING_FOR"):
-        for value in (1, 2, -1, 2**31 - 1):
-            for schedule in ("fused", "decomposed"):
+        for schedule, values in (("fused", (1, 2, -1)), ("decomposed", (2, 2**31 - 1))):
+            for value in values:
                 fusedtp.destroy(group)
                 fusedtp.set_timeout(60, group)
                 x = torch.ones(4, 8)

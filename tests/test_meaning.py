@@ -48,6 +48,7 @@ class Here:
         self.replicated = style._apply(nn.Linear(6, 6), self.mesh)
 
 
+LAYER_NORM = {"norm": "layer_norm", "norm_weight": ones(5), "norm_bias": ones(5)}
 # A call that differs on one of three ranks where `odd`, and what is said on all of them.
 CALLS: dict[str, tuple[Callable[[Here, bool], object], str]] = {
     "rows to gather": (
@@ -117,6 +118,34 @@ CALLS: dict[str, tuple[Callable[[Here, bool], object], str]] = {
         lambda h, odd: fusedtp.all_reduce(ones(3, 6, 2) if odd else ones(3, 4, 3), **h.options),
         "do not agree on call: x of 3 x 4 x 3 on rank 0, x of 3 x 6 x 2 on rank 1",
     ),
+    "activation": (
+        lambda h, odd: fusedtp.all_gather_linear(
+            ones(3, 6), ones(5, 6), activation="relu" if odd else None, **h.options
+        ),
+        f"activation: none on rank 0, relu on rank 1, none on rank 2{ODD}",
+    ),
+    "residual": (
+        lambda h, odd: fusedtp.linear_all_reduce(
+            ones(3, 6), ones(5, 6), residual=None if odd else ones(3, 5), **h.options
+        ),
+        f"residual: given on rank 0, none on rank 1, given on rank 2{ODD}",
+    ),
+    **{
+        f"norm, {name}": (
+            lambda h, odd, other=other: fusedtp.linear_all_reduce(
+                ones(3, 6),
+                ones(5, 6),
+                **({"norm": "layer_norm", "norm_weight": ones(5)} | other if odd else LAYER_NORM),
+                **h.options,
+            ),
+            "norm",
+        )
+        for name, other in {
+            "eps": {"norm_eps": 1e-3, "norm_bias": ones(5)},
+            "bias": {},
+            "name": {"norm": "rms_norm"},
+        }.items()
+    },
     "a layer": (
         lambda h, odd: h.column(ones(3 + odd, 6)),
         "all_gather_matmul: the ranks do not agree on sizes: (3, 3, 3) on rank 0",

@@ -32,8 +32,8 @@ from fusedtp.bench.timeline import Mark, Timeline
 from fusedtp.calls import tuning
 from fusedtp.op import OPS
 
+from .harness import LARGE
 from .mutations import of_bytes, of_cell, of_json
-from .spread import LARGE
 
 MakeRow = Callable[..., Measurement]
 

@@ -14,7 +14,7 @@ import fusedtp
 from fusedtp import reference
 from fusedtp.bench.ranks import RankPool
 
-from .test_several import whole
+from .oracle import whole
 
 
 def launched(group: ProcessGroup, M: int, N: int, K: int, algorithm: str, dtype: torch.dtype) -> list[str]:

@@ -29,7 +29,7 @@ from fusedtp.workspaces.steps import DeviceSteps, HostSteps
 from fusedtp.workspaces.workspace import Workspace
 
 from . import direct
-from .spread import LARGE, spread
+from .harness import LARGE, spread
 
 pytestmark = pytest.mark.usefixtures("within_bounds")
 

@@ -23,7 +23,7 @@ from fusedtp.workspaces.workspace import Workspace
 
 from . import direct
 from .bounds import Bounds
-from .spread import LARGE
+from .harness import LARGE
 from .virtual_ranks import local_memories, run_together
 
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ import fusedtp
 from fusedtp import reference
 from fusedtp.bench.ranks import RankPool
 
-from .spread import spread
+from .harness import spread
 
 REPLICATE = Replicate()
 # (input, output) of each style; None is its default.

@@ -16,7 +16,7 @@ from fusedtp.errors import NotationError
 from fusedtp.sharding.notation import Tensor
 from fusedtp.sharding.plan import MatmulPlan, Plan, plan
 
-from .spread import LARGE
+from .harness import LARGE
 
 Array = npt.NDArray[np.float64]
 Coord = tuple[int, ...]
@@ -177,7 +177,7 @@ def test_every_sharding_over_two_axes() -> None:
     # three shardings of the result; {U_XY} with 48 pairs.
     assert (len(valid), num_refused) == (11**3 + 2 * 72 * 3 + 48, 60689)
     mesh = Mesh({"X": 2, "Y": 2})
-    for text in valid if LARGE else valid[::2]:
+    for text in valid if LARGE else valid[::5]:
         check(plan(text), mesh, {"M": 5, "K": 7, "N": 3})  # N over two axes leaves one rank without a column
 
 

@@ -26,6 +26,7 @@ from fusedtp.op import ALL_GATHER
 from fusedtp.workspaces.steps import HostSteps
 from fusedtp.workspaces.workspace import Workspace
 
+from .harness import spread
 from .protocol import cases
 from .protocol.events import Advance, Barrier, Kernel
 from .protocol.explore import Verdict, explore
@@ -34,7 +35,6 @@ from .protocol.model import Calls, build
 from .protocol.mutants import MUTANTS, Mutant, planted
 from .protocol.naive import explore_naively, random_calls
 from .protocol.races import find_races
-from .spread import spread
 
 LARGE = os.environ.get("FUSEDTP_PROTOCOL") == "large"
 DOCUMENT = Path(__file__).parent.parent / "docs" / "protocol.md"

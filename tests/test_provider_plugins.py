@@ -145,7 +145,7 @@ def stored(out: Path) -> list[Measurement]:
 
 def test_plugins_beside_the_others_cost_nobody_a_number(plugged: None, tmp_path: Path) -> None:
     """One that is right has times, one that is gone a reason; what is wrong, raises, hangs or dies is told."""
-    asked = ["--baseline", "wrong,raises,hangs,dies,mine,gone", "--patience", "6", "--shape", "26,20,16"]
+    asked = ["--baseline", "wrong,raises,hangs,dies,mine,gone", "--patience", "15", "--shape", "26,20,16"]
     done = invoke(*SWEEP, *asked, "--out", str(tmp_path))
     assert done.exit_code == 1, done.output
     rows = stored(tmp_path)
@@ -164,7 +164,7 @@ def test_plugins_beside_the_others_cost_nobody_a_number(plugged: None, tmp_path:
     assert "forward, wrong, rank 0: y:" in by_name["wrong"]
     where = f"{GATHER} 24x20x16 float32 on 2, forward: rank"
     for name, said in (
-        ("raises", "KeyError: 'planted'"), ("hangs", "rank 1 gave no answer within 6"),
+        ("raises", "KeyError: 'planted'"), ("hangs", "rank 1 gave no answer within 15"),
         ("dies", "rank 1 died: exited with status 7"),
     ):  # fmt: skip
         assert by_name[name].startswith(f"{name} failed at {where}")
@@ -178,23 +178,6 @@ def test_plugins_beside_the_others_cost_nobody_a_number(plugged: None, tmp_path:
     assert "elements are wrong" in later["wrong"]
 
 
-def test_names_are_listed_where_one_is_not_known(plugged: None) -> None:
-    done = invoke(*SWEEP, "--baseline", "mine,nccl")
-    assert done.exit_code == 2
-    said = " ".join(done.stderr.replace("│", " ").split())
-    assert (
-        f"--baseline must be among {', '.join(providers.SHIPPED)}, dies, gone, hangs, mine, raises, wrong, none" in said
-    )
-
-
-def test_help_lists_them(plugged: None) -> None:
-    helped = invoke("sweep", "--help")
-    assert helped.exit_code == 0, helped.output
-    lines = [" ".join(line.split()) for line in helped.output.splitlines()]
-    for said in ("dtensor runs", "mine runs", "async_tp does not run: .* CUDA", "gone does not run: .*'gone_module'"):
-        assert any(re.fullmatch(said, line) for line in lines), said
-
-
 def test_a_launched_rank_that_hangs_says_where_and_ends() -> None:
     code = """
 import time
@@ -204,7 +187,7 @@ with sweep.bounded(0.5, "a case"):
     time.sleep(60)
 """
     command = [sys.executable, "-P", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1
     assert "a case: no answer within 0.5 s, at 7 forward x" in done.stderr
     assert 'File "<string>", line 6 in <module>' in done.stderr

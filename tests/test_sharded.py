@@ -28,7 +28,7 @@ from fusedtp.schedules import decomposed
 from fusedtp.sharding import notation
 from fusedtp.sharding.notation import Spec, parse
 
-from .spread import LARGE
+from .harness import LARGE
 
 # Over two axes every subset in every order.
 ONE, TWO = ("", "_X"), ("", "_X", "_Y", "_XY", "_YX")

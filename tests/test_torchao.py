@@ -13,7 +13,7 @@ import fusedtp
 from fusedtp.bench.ranks import RankPool
 from fusedtp.recipes import NAMES
 
-from .torchao_linears import converted
+from .harness import by_torchao
 
 M, N, K = 32, 48, 64
 
@@ -30,7 +30,7 @@ def as_torchao(group: ProcessGroup, recipe: Any, dtype: torch.dtype, schedule: s
     whole, dy = torch.randn(M, K, dtype=dtype), torch.randn(M, N, dtype=dtype)
     w, rows = linear[0].weight.detach().clone().requires_grad_(), M // group.size()
     theirs = whole.clone().requires_grad_()
-    expected = converted(linear, recipe)(theirs)
+    expected = by_torchao(linear, recipe)(theirs)
     expected.backward(dy)
     mine = slice(group.rank() * rows, (group.rank() + 1) * rows)
     x = whole[mine].clone().requires_grad_()

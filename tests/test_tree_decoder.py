@@ -26,7 +26,7 @@ needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reaso
 @pytest.mark.parametrize("order", ["tree", "rank"])
 def test_log_probabilities_on_any_number_of_ranks_and_in_a_batch(order: str) -> None:
     """As `fusedtp train` shows them; in the usual order they differ somewhere."""
-    world_sizes = (1, 2, 4) if order == "tree" else (1, 4)
+    world_sizes = (1, 4) if order == "tree" else (1, 2)
     settings = Training(**(vars(SMALL) | {"order": order}))
     found = compare_bits(settings, world_sizes)
     assert [(ranks, batch) for ranks, batch, *_ in found] == [(n, batch) for n in world_sizes for batch in (1, 8)]
@@ -55,10 +55,10 @@ def logits(group: ProcessGroup, order: str, sequence_parallel: bool) -> Tensor:
 @needs_transformers
 def test_a_decoder_of_hugging_face(pool: RankPool) -> None:
     one = pool.run(logits, "tree", True, world_size=1)[0]
-    for world_size, sequence_parallel in ((2, True), (4, True), (4, False)):
+    for world_size, sequence_parallel in ((4, True), (2, False)):
         for found in pool.run(logits, "tree", sequence_parallel, world_size=world_size):
             assert torch.equal(found, one), f"{world_size} ranks, sequence_parallel={sequence_parallel}"
-    usual = pool.run(logits, "rank", True, world_size=4)[0]
+    usual = pool.run(logits, "rank", True, world_size=2)[0]
     torch.testing.assert_close(usual, one)
     assert not torch.equal(usual, one)
 

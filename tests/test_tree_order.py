@@ -20,7 +20,7 @@ from fusedtp.calls.arguments import leaves_in
 from fusedtp.op import ACTIVATIONS, GATED, OF_RESULT
 from fusedtp.shards import even_sizes
 
-from .spread import spread
+from .harness import spread
 
 # No leaf is as long as the next one, and every number of ranks cuts at leaves.
 M, K, N = 22, 44, 36

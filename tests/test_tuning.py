@@ -33,7 +33,7 @@ from fusedtp.calls import tuning
 from fusedtp.calls.tuning import Sample, Table
 from fusedtp.cost.hardware import HARDWARE
 
-from .planted import wrong
+from .harness import wrong
 
 RATES: dict[str, Any] = {
     "matrix_tflops": {"float32": 0.1}, "memory_gbps": 10.0, "host_us": 100.0, "flag_us": 200.0,

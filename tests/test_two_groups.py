@@ -20,9 +20,9 @@ from torch.distributed import ProcessGroup
 import fusedtp
 from fusedtp.bench.ranks import RankPool
 
+from .harness import LARGE
 from .soak.endurance import delay
 from .soak.mixed import Call, Operands, draw
-from .spread import LARGE
 
 EXAMPLES = 1000 if LARGE else 24
 # Examples in one call of the pool.

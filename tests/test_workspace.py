@@ -205,9 +205,11 @@ def test_ranks_whose_arenas_differ_are_told(pool: RankPool) -> None:
 def grows_alone(group: ProcessGroup, other_op: bool) -> tuple[str, float]:
     """Rank 0 must grow; rank 1 calls nothing, or something that fits."""
     fusedtp.destroy(group)
-    fusedtp.set_timeout(1.0, group)
     fits, grows = torch.ones(3, 3), torch.ones(600, 1000)
     fusedtp.all_gather(fits, group=group, schedule="decomposed")
+    # Both are here before time is short.
+    dist.barrier(group)
+    fusedtp.set_timeout(1.0, group)
     begin, said = time.monotonic(), ""
     if group.rank() == 0 or other_op:
         kind = fusedtp.RanksDisagree if other_op else fusedtp.PeerTimeout

@@ -16,7 +16,7 @@ from fusedtp.float8 import widened
 from fusedtp.scaled import Quantized
 from fusedtp.workspaces.workspace import Workspace
 
-from .. import activated
+from .. import oracle
 from .shapes import Op, Phases, Shape, laid_out, launches_of, split, value_of
 
 # Several weights, and what a layer's forward and gradients are made of.
@@ -120,14 +120,12 @@ def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, shape: Sh
         turned, activation, keeps = how == "rows transposed", "swiglu" * ("swiglu" in how), how.endswith("kept")
         biases = [make.bias(M if turned else width, shape) for width in widths]
         whole = exact(a)
-        zs = [
-            activated.product(whole, exact(w).t(), None if turned else b, OUT) for w, b in zip(ws, biases, strict=True)
-        ]
+        zs = [oracle.product(whole, exact(w).t(), None if turned else b, OUT) for w, b in zip(ws, biases, strict=True)]
         if turned and biases[0] is not None:
             along = biases[0].double()[:, None]
             zs[0].value += along
             zs[0].off += 2 * torch.finfo(OUT).eps * (along.abs() + zs[0].value.abs())
-        outs = [*(activated.results(activation, zs) if activation else zs), *(zs if keeps else ())]
+        outs = [*(oracle.results(activation, zs) if activation else zs), *(zs if keeps else ())]
         expected, allowed = [out.value for out in outs], [out.off for out in outs]
         right = None
         if how == "rows and keep":

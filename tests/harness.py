@@ -1,0 +1,82 @@
+"""The harness: spreads of combinations, what ranks that disagree are told, wrong schedules, a compiler in a hurry."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from itertools import product
+from typing import Any
+from unittest import mock
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+import fusedtp
+
+# `nox -s soak` takes all combinations.
+LARGE = os.environ.get("FUSEDTP_SOAK") == "large"
+
+
+def spread(*values: Sequence[Any], large: bool = LARGE) -> list[tuple[Any, ...]]:
+    """Return combinations of one value of each list in which every value has its turn; all of them if `large`."""
+    if large:
+        return list(product(*values))
+    return [tuple(each[i % len(each)] for each in values) for i in range(max(map(len, values)))]
+
+
+def told(group: ProcessGroup, call: Callable[[], object]) -> str:
+    """Return the message of RanksDisagree, which the call must raise on every rank; give this group's memory back, and
+    no other's, as other groups have ranks that are not here.
+    """
+    try:
+        call()
+    except fusedtp.RanksDisagree as error:
+        return str(error)
+    finally:
+        fusedtp.destroy(group)
+    return "nothing was said"
+
+
+@contextlib.contextmanager
+def wrong(schedule: str, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Change every result of a schedule's tasks meanwhile, as a test of what must find it out."""
+    from fusedtp.schedules.forms import Prepared
+
+    run = Prepared.go
+
+    def go(self: Prepared, operands: Any) -> list[Tensor]:
+        outs = run(self, operands)
+        return [change(out) for out in outs] if self.schedule == schedule else outs
+
+    with mock.patch.object(Prepared, "go", go):
+        yield
+
+
+def few_kernels() -> AbstractContextManager[Any]:
+    """Let torch's compiler have no pool of processes, read torch's headers once for all kernels, and take the
+    processor's word for its vectors: to compile a program with each kind of them takes longer than the kernels.
+    """
+    from torch._inductor import config
+
+    return config.patch(  # type: ignore[no-any-return]
+        {"compile_threads": 1, "cpp_cache_precompile_headers": True, "cpp.vec_isa_ok": True}
+    )
+
+
+def by_torchao(model: nn.Module, recipe: Any, under: str = "") -> nn.Module:
+    """Put torchao's Float8Linear in place of the linears whose names begin so."""
+    with warnings.catch_warnings():
+        # Its own sources have what newer Pythons and torch warn of.
+        warnings.simplefilter("ignore")
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    # A CPU has no matrix unit for float8: operands are cast, then multiplied wider.
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+    made: nn.Module = convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda _, name: name.startswith(under)
+    )
+    return made

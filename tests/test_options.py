@@ -1,0 +1,380 @@
+"""Every function with every option, schedule and dtype: results and gradients are those of one process in float64.
+
+Hypothesis draws the calls; PINNED has those that once were wrong, and one of each kind that a draw may leave out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+import fusedtp
+from fusedtp.bench.ranks import RankPool
+from fusedtp.kernels import gather_matmul
+from fusedtp.op import ACTIVATIONS, GATED, NORMS, OF_RESULT
+from fusedtp.schedules import decomposed, local
+
+from .harness import LARGE, spread
+from .oracle import Case, Operands, check_norm, whole
+from .test_counting import counting
+from .test_ops import bounded
+
+SCHEDULES = ("unfused", "decomposed", "fused")
+HOW = ("even", "lopsided", "on the last")
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+# The functions, each with an option: every one of them is drawn for every schedule and number of ranks.
+KINDS = (
+    *(("gather", {"activation": name}) for name in ACTIVATIONS),
+    ("gather", {"count": 1}), ("gather", {"count": 3}), ("gather", {"count": 2}),
+    ("fsdp", {"activation": "gelu"}), ("fsdp", {"activation": "silu"}), ("fsdp", {}),
+    *((kind, {"residual": residual}) for kind in ("scatter", "all_reduce") for residual in (True, False)),
+    *((kind, {"norm": norm}) for kind in ("scatter", "all_reduce") for norm in NORMS),
+)  # fmt: skip
+
+
+@st.composite
+def cases(draw: st.DrawFn, schedule: str, kind: str, options: dict[str, Any]) -> Case:
+    """A call of one kind; sizes beyond a tile of 64 columns."""
+    activation, count = options.get("activation", ""), options.get("count", 0)
+    dtype = draw(st.sampled_from([BF16, FP32, torch.float16, *([FP64] if schedule != "fused" else [])]))
+    width = st.sampled_from((70, 5, 37, 16, 1))
+    if activation in GATED:
+        widths = (draw(width),) * 2
+    elif kind == "gather" and not count:
+        count = draw(st.integers(1, 2))
+        widths = tuple(draw(width) for _ in range(count))
+    else:
+        widths = tuple(draw(width) for _ in range(max(1, count)))
+    names = ["x", *(f"w{i}" for i in range(len(widths)))]
+    norm, dims = options.get("norm", ""), (0, 1) if options.get("norm") else (0, 1, -1)
+    unused = st.lists(st.integers(0, len(widths) - 1), max_size=len(widths) - 1, unique=True)
+    return Case(
+        kind, dtype, shape=draw(st.sampled_from(((7, 5), (9, 4), (16, 2), (1, 66)))), dim=draw(st.sampled_from(dims)),
+        how=draw(st.sampled_from(HOW)), k_how=draw(st.sampled_from(HOW)), widths=widths,
+        biased=tuple(draw(st.booleans()) for _ in widths), activation=activation,
+        residual=options.get("residual", False) or (bool(norm) and draw(st.booleans())), norm=norm,
+        algorithm="auto" if kind != "all_reduce" or schedule == "unfused"
+        else draw(st.sampled_from(("one_shot", "two_shot", "auto"))),
+        frozen=() if norm else tuple(draw(st.lists(st.sampled_from(names), max_size=1))),
+        unused=tuple(draw(unused)) if not activation and not norm else (),
+    )  # fmt: skip
+
+
+PINNED = {
+    # Two tiles of columns: several pairs of gate and up for one program, which must make up behind its gate.
+    "pairs of tiles": Case("gather", BF16, (9, 4), 1, "lopsided", widths=(70, 70), biased=(False,) * 2,
+                           activation="swiglu"),
+    "a gate of nothing": Case("gather", FP32, (9, 4), 0, "on the last", widths=(70, 70), biased=(True,) * 2,
+                              activation="geglu"),
+    # A wrong digit of a formula is below 16 bits.
+    **{f"{name} in float32": Case("gather", FP32, widths=(5,) * (1 + (name in GATED)),
+                                  biased=(True,) * (1 + (name in GATED)), activation=name) for name in ACTIVATIONS},
+    # dx is the sum over all weights, of which one has no gradient and one no use.
+    "frozen and unused": Case("gather", FP32, (8,), widths=(16, 7, 1), biased=(True, False, True), frozen=("w0",),
+                              unused=(1,)),
+    "features of the last rank": Case("gather", BF16, (7, 4), -1, "on the last", widths=(5, 40), biased=(False,) * 2),
+    "fsdp on the last": Case("fsdp", FP32, (3, 5), how="on the last", activation="relu"),
+    "columns with a residual": Case("scatter", FP32, dim=-1, how="on the last", widths=(24,), residual=True),
+    "nothing to contract": Case("all_reduce", FP32, k_how="on the last", widths=(24,), residual=True),
+    "a norm of no rows": Case("scatter", FP32, dim=1, how="on the last", widths=(24,), norm="layer_norm", unused=(0,)),
+    "a norm without y": Case("scatter", FP32, dim=0, how="lopsided", widths=(24,), norm="rms_norm", unused=(0,)),
+}  # fmt: skip
+
+
+def checked(group: ProcessGroup, schedule: str, all_of: Sequence[Case], by_chunk: bool) -> None:
+    """Check all cases; `by_chunk`, the few rows here are multiplied as they arrive, as many are."""
+    with mock.patch.object(decomposed, "FEW_ROWS", 0 if by_chunk else decomposed.FEW_ROWS):
+        if by_chunk:
+            # What is known of these calls goes with the memory.
+            fusedtp.destroy(group)
+        for case in all_of:
+            Operands(case, group).check(schedule, f"{schedule}, rank {group.rank()} of {group.size()}, {case}")
+    if by_chunk:
+        fusedtp.destroy(group)
+
+
+@pytest.mark.parametrize(("schedule", "world_size"), spread(SCHEDULES, [4, 2, 3]))
+def test_pinned(pool: RankPool, schedule: str, world_size: int) -> None:
+    pool.run(checked, schedule, list(PINNED.values()), schedule == "decomposed", world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "world_size"), dict.fromkeys(spread(SCHEDULES, [2, 4, 3]) + spread(SCHEDULES, [3, 1, 2, 4]))
+)
+@bounded(8 if LARGE else 1)
+@given(data=st.data())
+def test_results_and_gradients_are_right(
+    pool: RankPool, schedule: str, world_size: int, data: st.DataObject
+) -> None:  # fmt: skip
+    # Interpreted kernels take their time: each number of ranks has half of the kinds.
+    kinds = KINDS[world_size % 2 :: 2] if schedule == "fused" and not LARGE else KINDS
+    drawn = [data.draw(cases(schedule, *kind)) for kind in data.draw(st.permutations(kinds))]
+    by_chunk = schedule == "decomposed" and world_size > 1
+    for each in (False, True) if by_chunk else (False,):
+        pool.run(checked, schedule, drawn, each, world_size=world_size, timeout=400.0)
+
+
+def sent_and_kept(group: ProcessGroup, schedule: str) -> None:
+    """An option sends nothing more; products are kept where a gradient is made of them, and only there."""
+    for kind, options in KINDS[::3] if schedule == "fused" else KINDS:
+        widths = (16,) * (2 if options.get("activation") in GATED else options.get("count", 1))
+        how = {name: each for name, each in options.items() if name != "count"}
+        found = []
+        for given_ in (how, {}):
+            operands = Operands(Case(kind, FP32, (8,), widths=widths, biased=(False,) * len(widths), **given_), group)
+            leaves = operands.leaves()
+            with counting() as forward:
+                outs = operands.call(schedule, leaves)
+            with counting() as backward:
+                outs[0].sum().backward()
+            with counting() as frozen, torch.no_grad():
+                operands.call(schedule, leaves)
+            assert not backward.saved
+            assert not frozen.saved
+            own = {each.data_ptr() for each in leaves.values()}
+            kept = [each for each in forward.saved if each.data_ptr() not in own]
+            name = options.get("activation", "") if given_ else ""
+            if kind == "gather" and not options.get("norm"):
+                assert len(kept) == (len(widths) if name else 0), f"{kind}, {options}: a copy is kept"
+                if name:
+                    # relu's result is what is kept; of the others the products.
+                    results = {each.data_ptr() for each in outs}
+                    assert all((each.data_ptr() in results) == (name in OF_RESULT) for each in kept)
+            found.append((forward.calls, backward.calls))
+        (calls, back), (plain, plain_back) = found
+        assert calls == plain, f"{kind}, {options}"
+        assert back[: len(plain_back)] == plain_back or options.get("norm"), f"{kind}, {options}"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_options_send_nothing_more(pool: RankPool, schedule: str) -> None:
+    pool.run(sent_and_kept, schedule, world_size=2)
+
+
+ELSEWHERE = {
+    "relu": Case("gather", FP64, (9, 4), widths=(16,), activation="relu"),
+    "swiglu": Case("gather", FP64, (9, 4), widths=(16, 16), biased=(True,) * 2, activation="swiglu"),
+    "several": Case("gather", FP64, (8,), widths=(16, 7), biased=(True, False)),
+    "residual": Case("scatter", FP64, (8,), widths=(24,), residual=True),
+    "rms_norm": Case("scatter", FP64, (8,), widths=(24,), norm="rms_norm", residual=True),
+    "layer_norm": Case("all_reduce", FP64, (8,), widths=(24,), norm="layer_norm"),
+}
+
+
+def elsewhere(group: ProcessGroup, case: Case) -> None:
+    """Compiled whole, under torch.func, autocast, checkpointing and inference, on meta, with create_graph."""
+    operands = Operands(case, group)
+    names, leaves = list(operands.given), list(operands.leaves().values())
+    places = tuple(range(len(leaves)))
+
+    def call(*leaves: Tensor) -> tuple[Tensor, ...]:
+        return tuple(operands.call("auto", dict(zip(names, leaves, strict=True))))
+
+    def loss(*leaves: Tensor) -> Tensor:
+        # Of the whole results of an all-reduce, which are one tensor, ranks have the same loss.
+        return torch.stack([out.square().sum() for out in call(*leaves)]).sum()
+
+    expected, grads = call(*leaves), torch.autograd.grad(loss(*leaves), leaves)
+
+    def compare(found: Sequence[Tensor], others: Sequence[Tensor] = grads) -> None:
+        for one, other in zip(found, others, strict=True):
+            torch.testing.assert_close(one, other)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")(*leaves)
+    compare(compiled, expected)
+    compare(torch.autograd.grad(torch.stack([out.square().sum() for out in compiled]).sum(), leaves))
+    again = torch.utils.checkpoint.checkpoint(loss, *leaves, use_reentrant=False)
+    compare(torch.autograd.grad(again, leaves))
+    compare(torch.func.grad(loss, argnums=places)(*(each.detach() for each in leaves)))
+    twice = torch.autograd.grad(loss(*leaves), leaves, create_graph=True)
+    compare(twice)
+    with pytest.raises(NotImplementedError):
+        twice[0].sum().backward()
+    ones = [torch.ones_like(out)[None] for out in expected]
+    if case.norm or case.activation:
+        with pytest.raises(NotImplementedError):
+            torch.autograd.grad(call(*leaves), leaves, ones, is_grads_batched=True)
+    with torch.inference_mode():
+        compare(call(*(each.clone() for each in leaves)), expected)
+    assert [out.shape for out in call(*(each.to("meta") for each in leaves))] == [out.shape for out in expected]
+    with torch.autocast("cpu", BF16):
+        floats = [each.detach().float().requires_grad_() for each in leaves]
+        made = call(*floats)
+        assert {each.dtype for each in made} == {BF16}
+        made[0].sum().backward()
+        assert {each.grad.dtype for each in floats if each.grad is not None} == {FP32}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_elsewhere(pool: RankPool, name: str) -> None:
+    pool.run(elsewhere, ELSEWHERE[name], world_size=2)
+
+
+def where(group: ProcessGroup, schedule: str) -> list[str]:
+    """What `last_path` says of an activation, of a residual, of a norm after it, and of nothing."""
+    x, w, said = torch.randn(4, 24), torch.randn(16, 24), []
+    added = {"residual": torch.ones(4, 16), "norm_weight": torch.ones(16)}
+    fusedtp.all_gather_linear(x, (w, w), group=group, schedule=schedule, activation="geglu")
+    said.append(fusedtp.last_path())
+    for count in (1, 2, 0):
+        more: Any = dict(list(added.items())[:count])
+        fusedtp.linear_all_reduce(x, w, group=group, schedule=schedule, **more)
+        said.append(fusedtp.last_path())
+    return [path.epilogue for path in said if path is not None]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_path_tells_where(pool: RankPool, schedule: str) -> None:
+    at = {"fused": "in the kernel", "decomposed": "by chunk", "unfused": "after it"}
+    for world_size in (1, 2):
+        there = at[schedule if world_size > 1 else "unfused"]
+        residual = f"residual {there}"
+        for found in pool.run(where, schedule, world_size=world_size):
+            assert found == [f"geglu {there}", residual, f"{residual}, rms_norm after it", ""]
+
+
+def allocated(group: ProcessGroup, schedule: str) -> int:
+    """A task that keeps nothing makes no tensor of the products' shape but its results; one kernel multiplies all."""
+    x, weights, launched = torch.randn(4, 24), [torch.randn(16, 24) for _ in range(2)], []
+    launch = gather_matmul.launch
+
+    def counted(*args: Any) -> Any:
+        launched.append(args)
+        return launch(*args)
+
+    kept = mock.patch.object(local.torch, "empty_like", side_effect=AssertionError("a product is kept"))
+    with kept, mock.patch.object(gather_matmul, "launch", counted), torch.no_grad():
+        fusedtp.all_gather_linear(x, weights[0], group=group, schedule=schedule, activation="gelu")
+        fusedtp.all_gather_linear(x, weights, group=group, schedule=schedule, activation="swiglu")
+    return len(launched)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_nothing_more_is_allocated_without_a_gradient(pool: RankPool, schedule: str) -> None:
+    assert pool.run(allocated, schedule, world_size=2) == [2 * (schedule == "fused")] * 2
+
+
+def rounded_once(group: ProcessGroup, schedule: str) -> None:
+    """1 + 2**-8 and -1 in bfloat16: rounded before the residual is added, nothing would be left."""
+    x = torch.tensor([[1.0 if group.rank() == 0 else 2.0**-8]], dtype=BF16)
+    one, residual = torch.ones(1, 1, dtype=BF16), -torch.ones(1, 1, dtype=BF16)
+    y = fusedtp.linear_all_reduce(x, one, group=group, schedule=schedule, residual=residual)
+    assert y.item() == 2.0**-8
+
+
+@pytest.mark.parametrize("schedule", ["decomposed", "fused"])
+def test_a_residual_is_rounded_once(pool: RankPool, schedule: str) -> None:
+    pool.run(rounded_once, schedule, world_size=2)
+
+
+def the_same_rows(group: ProcessGroup, schedule: str) -> None:
+    """A row has the same bits one-shot, two-shot and scattered, normed too."""
+    found = []
+    for kind, algorithm in (("all_reduce", "one_shot"), ("all_reduce", "two_shot"), ("scatter", "auto")):
+        operands = Operands(Case(kind, FP32, (33,), widths=(24,), norm="rms_norm", algorithm=algorithm), group)
+        found.append(operands.call(schedule, operands.given))
+    *reduced, scattered = found
+    rows = [each.split(operands.sizes)[group.rank()] for each in reduced[0]]
+    assert all(map(torch.equal, *reduced))
+    assert all(map(torch.equal, rows, scattered))
+
+
+@pytest.mark.parametrize("schedule", ["decomposed", "fused"])
+def test_rows_have_their_bits_wherever_they_are_made(pool: RankPool, schedule: str) -> None:
+    pool.run(the_same_rows, schedule, world_size=3)
+
+
+def layers(group: ProcessGroup) -> None:
+    """A layer with an activation, a residual or a norm is the plain layer and then that; its state has the norm's."""
+    for sequence_parallel, sizes in itertools.product((True, False), (None, (5, 3))):
+        options: dict[str, Any] = {"group": group, "sequence_parallel": sequence_parallel, "feature_sizes": sizes}
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(int(sequence_parallel) and group.rank()))
+        made = []
+        for more in ({"activation": "silu"}, {}):
+            torch.manual_seed(3)
+            layer = fusedtp.ColumnParallelLinear(6, 8, **options, **more)  # type: ignore[arg-type]
+            y = layer(x) if more else F.silu(layer(x))
+            y.sum().backward()
+            made.append((y.detach(), layer.weight.grad.to_local()))  # type: ignore[union-attr]
+            assert ("activation='silu'" in repr(layer)) == bool(more)
+        torch.testing.assert_close(*made)
+        norm: Any = "rms_norm" if sequence_parallel else "layer_norm"
+        torch.manual_seed(4)
+        layer = fusedtp.RowParallelLinear(8, 8, **options, norm=norm, dtype=FP64)
+        torch.manual_seed(4)
+        plain = fusedtp.RowParallelLinear(8, 8, **options, dtype=FP64)
+        rows, features = whole((4, 8), FP64, 1), layer.feature_sizes
+        mine, rank = rows.split(features, -1)[group.rank()], group.rank()
+        residual = whole((4, 8), FP64, 2)[slice(2 * rank, 2 * rank + 2) if sequence_parallel else slice(None)]
+        (normed, y), parameter = layer(mine, residual), torch.ones(8, dtype=FP64)
+        torch.testing.assert_close(y, plain(mine) + residual)
+        given = {"norm": norm, "norm_eps": 1e-6, "norm_weight": parameter}
+        check_norm(normed.detach(), y.detach(), given | ({"norm_bias": 0 * parameter} if not sequence_parallel else {}))
+        normed.square().sum().backward()
+        grads = [layer.norm_weight.grad.full_tensor(), layer.bias.grad.full_tensor()]  # type: ignore[union-attr]
+        # 2 normed^2, added up over all rows.
+        total = 2 * normed.detach().square().sum(0)
+        total = fusedtp.all_reduce(total, group=group) if sequence_parallel else total
+        torch.testing.assert_close(grads[0], total)
+        state = layer.state_dict()
+        assert ("norm_weight" in state, "norm_bias" in state) == (True, norm == "layer_norm")
+        with torch.no_grad():
+            layer.norm_weight.mul_(2)  # type: ignore[union-attr]
+        layer.load_state_dict(state)
+        layer.reset_parameters()
+        assert torch.equal(layer.norm_weight.full_tensor(), parameter)  # type: ignore[union-attr]
+    torch.manual_seed(4)
+    layer = fusedtp.FSDPLinear(6, 8, group=group, activation="relu")
+    torch.manual_seed(4)
+    torch.testing.assert_close(layer(x), F.relu(fusedtp.FSDPLinear(6, 8, group=group)(x)))
+
+
+def test_layers(pool: RankPool) -> None:
+    pool.run(layers, world_size=2)
+
+
+def of_float8(group: ProcessGroup) -> None:
+    """A norm after a sum of `Scaled` operands, and after one by a recipe; y is as without it."""
+    operands = Operands(Case("scatter", FP32, (8,), widths=(24,), norm="rms_norm", residual=True), group)
+    given, norm = operands.given, {**operands.norm, "norm_weight": operands.given["norm_weight"]}
+    cast = fusedtp.linear_reduce_scatter(given["x"], given["w0"], group=group, float8="rowwise", **norm)
+    check_norm(*cast, norm)
+    narrow: Any = {key: each.bfloat16() if isinstance(each, Tensor) else each for key, each in norm.items()}
+    scaled = [fusedtp.scaled(given[name], "rowwise") for name in ("x", "w0")]
+    call: Any = partial(fusedtp.linear_reduce_scatter, *scaled, group=group, residual=given["residual"].bfloat16())
+    normed, y = call(**narrow)
+    check_norm(normed, y, narrow)
+    assert torch.equal(y, call())
+    assert torch.equal(torch.compile(lambda: call(**narrow), fullgraph=True, backend="aot_eager")()[1], y)
+
+
+def test_a_norm_after_float8(pool: RankPool) -> None:
+    pool.run(of_float8, world_size=2)
+
+
+def test_a_program_makes_up_behind_its_gate() -> None:
+    """Every pair of tiles by one program, the gate's first; interpreted programs run one after the other, and would not
+    show another order.
+    """
+    for num_pairs, num_programs in itertools.product((0, 1, 2, 5, 8), (1, 2, 3, 8)):
+        made = []
+        for pid in range(num_programs):
+            end = pid + 2 * -(-max(num_pairs - pid, 0) // num_programs) * num_programs
+            assert gather_matmul.end_of_pairs.fn(pid, num_pairs, num_programs) == end
+            tiles = [gather_matmul.first_of.fn(index, num_programs) for index in range(pid, end, num_programs)]
+            assert tiles[1::2] == [(place, 1) for place, _ in tiles[::2]]
+            assert all(turn == 0 for _, turn in tiles[::2])
+            made += [place for place, _ in tiles[::2]]
+        assert sorted(made) == list(range(num_pairs))
