@@ -25,8 +25,9 @@ class PeerTimeout(RuntimeError):
         if came_late:
             text = f"{op}: rank {rank} came too late: rank {peer} had given up on rank {rank} before this rank {waited}"
         else:
-            lost = "which did not answer: it is lost or late, or has raised an error of its own"
-            text = f"{op}: rank {rank} {waited}, {lost}"
+            # The detail may say what that rank has done.
+            lost = ", which did not answer: it is lost or late, or has raised an error of its own"
+            text = f"{op}: rank {rank} {waited}{' in vain' if f'; rank {peer} ' in detail else lost}"
         super().__init__(f"{text} ({detail})" if detail else text)
 
     def __reduce__(self) -> tuple[type, tuple[str, int, int, float, str, bool]]:

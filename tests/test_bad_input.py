@@ -162,7 +162,8 @@ BAD: list[tuple[str, Callable[[Here], object], type[Exception], str]] = [
     ("more columns than that", lambda h: h.reduce(torch.empty(0, 0), torch.empty(2**31, 0), schedule="fused"),
      ValueError, "got lengths (0, 0, 2147483648) on 4 ranks"),
     # Options.
-    *((f"activation {each!r}", lambda h, each=each: h.gather(activation=each), ValueError, "activation must be None or")
+    *((f"activation {getattr(each, '__name__', repr(each))}", lambda h, each=each: h.gather(activation=each),
+       ValueError, "activation must be None or")
       for each in ("no_such", 1, "", ["relu"], torch.relu)),
     ("gated, of one weight", lambda h: h.gather(activation="swiglu"),
      ValueError, "activation 'swiglu' is of two weights, gate and up, got 1"),

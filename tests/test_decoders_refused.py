@@ -160,6 +160,7 @@ def disagreeing(group: ProcessGroup) -> list[str]:
         ({}, {"src_data_rank": 1 if odd else 0}),
         ({"intermediate_size": 48 if odd else 44}, {}),
         ({"num_attention_heads": 3 if odd else 4, "hidden_size": 12, "num_key_value_heads": 1}, {}),
+        ({"rms_norm_eps": 1e-2 if odd else 1e-6}, {}),
     ):
         model = decoder("Llama", **changes)
         with pytest.raises(fusedtp.RanksDisagree) as caught:
@@ -178,11 +179,12 @@ def disagreeing(group: ProcessGroup) -> list[str]:
 def test_ranks_that_mean_different_things(pool: RankPool) -> None:
     mine, other = pool.run(disagreeing, world_size=2)
     assert mine == other
-    flag, source, wide, heads = mine
+    flag, source, wide, heads, eps = mine
     assert flag == "parallelize: the ranks do not agree on sequence_parallel: False on rank 0, True on rank 1"
     assert "src_data_rank: 0 on rank 0, 1 on rank 1" in source
     assert "layers.0.mlp.gate_proj.weight: float64 [44, 32] on rank 0, float64 [48, 32] on rank 1" in wide
     assert "plan: made on rank 0, refused, model.layers.*.self_attn: 3 attention heads cannot be" in heads
+    assert "config.rms_norm_eps: 1e-06 on rank 0, 0.01 on rank 1" in eps
 
 
 def alike_refused(group: ProcessGroup) -> None:

@@ -260,6 +260,10 @@ def alone(group: ProcessGroup, of_all: bool) -> tuple[str, float]:
     began = time.monotonic()
     said = refused(group, 3) if group.rank() == 0 else ""
     took = time.monotonic() - began
+    dist.barrier(group)
+    if group.rank() == 1:
+        # It comes when rank 0 has given up, and does not blame it.
+        said = refused(group, 3)
     fusedtp.destroy(group)
     all_right(group)
     return said, took
@@ -267,8 +271,9 @@ def alone(group: ProcessGroup, of_all: bool) -> tuple[str, float]:
 
 @pytest.mark.parametrize("of_all", [False, True])
 def test_a_budget_that_was_set_holds_for_a_first_op(pool: RankPool, of_all: bool) -> None:
-    (said, took), _ = pool.run(alone, of_all, world_size=2)
+    (said, took), (late, _) = pool.run(alone, of_all, world_size=2)
     assert said.startswith("PeerTimeout: making the workspace: rank 0 waited 0.5")
+    assert late.startswith("PeerTimeout: making the workspace: rank 1 came too late: rank 0 had given up on rank 1 ")
     # The process group's own is longer.
     assert took < 20
 

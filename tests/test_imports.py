@@ -40,6 +40,7 @@ FLOORS = (
     ("styles",),
     ("",),  # the package itself
     ("bench",),
+    ("__main__",),
 )
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}
 PURE = ("sharding", "cost", "explain")

@@ -54,12 +54,13 @@ from .tokens import TOKENS, Heads, KeptLogits, SplitFeatures, SplitTokens, TiedH
 _OP = "parallelize"
 
 
-def parameters_of(model: nn.Module) -> dict[str, str]:
-    """Return dtype and shape of every parameter by name, which must be the same on all ranks."""
+def model_given(model: nn.Module) -> dict[str, str]:
+    """Return what must be the same on all ranks: dtype and shape of every parameter, and the values of `config`."""
+    values = model.config.to_dict() if hasattr(getattr(model, "config", None), "to_dict") else {}
     return {
         name: f"{str(each.dtype).removeprefix('torch.')} {list(each.shape)}"
         for name, each in model.named_parameters(remove_duplicate=False)
-    }
+    } | {f"config.{name}": repr(value) for name, value in values.items() if name[:1] != "_"}
 
 
 def compare_given(group: ProcessGroup, mine: Mapping[str, str]) -> None:
@@ -427,7 +428,7 @@ def parallelize(
         compare_given(device_mesh.get_group(), {**said, "plan": f"refused, {error}"})
         raise
     planned = {f"the plan of {pattern}": repr(styles) for pattern, styles in plan.items()}
-    compare_given(device_mesh.get_group(), {**said, "plan": "made", **planned, **parameters_of(model)})
+    compare_given(device_mesh.get_group(), {**said, "plan": "made", **planned, **model_given(model)})
     decoder = lora.model_of(model)
     with lora.taken_off(decoder) as adapted:
         left = whole(decoder, plan)

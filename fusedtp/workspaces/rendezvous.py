@@ -143,8 +143,12 @@ class StoreExchange:
         # it. The outcomes of former attempts are deleted.
         self._store.set(self._key("row", self._rank), "null")
         before = self._number - 1
-        while before and self._store.delete_key(self._key("outcome", self._rank, before)):
+        while before and self._forgotten(before):
             before -= 1
+
+    def _forgotten(self, number: int) -> bool:
+        # Whether there was anything of this rank's former attempt.
+        return any([self._store.delete_key(self._key(what, self._rank, number)) for what in ("outcome", "lost")])
 
     def _patience(self) -> float:
         # If this rank broke off last time, or a peer has started over, other ranks may have finished and not come.
@@ -168,13 +172,19 @@ class StoreExchange:
                 # A rank that is done wrote its outcome before its row was overwritten.
                 return self._outcome(peer)
             if (waited := next(waits)) > seconds:
-                come = "it has not come" if what == "row" else "it has not come to its end"
+                come, who = "it has not come" if what == "row" else "it has not made its memory", peer
+                lost = self._read("lost", peer, self._numbers[peer]) if what == "outcome" else None
+                if lost is not None:
+                    come = f"rank {peer} has given up on rank {lost}: call fusedtp.destroy for this group on every rank"
+                    who = peer if lost == self._rank else lost
                 if what == "row" and self._again:
                     come = (
                         f"it has not come again since rank {self._rank} broke off: call fusedtp.destroy for this group "
                         "on every rank, then the op again"
                     )
-                raise PeerTimeout(_MAKING, self._rank, peer, round(waited, 3), come)
+                # Tells a rank that comes late.
+                self._store.set(self._key("lost", self._rank, self._number), json.dumps(who))
+                raise PeerTimeout(_MAKING, self._rank, who, round(waited, 3), come, lost == self._rank)
 
     def _outcome(self, peer: int) -> Any:
         outcome = self._read("outcome", peer, self._numbers[peer])
