@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -68,8 +68,8 @@ def telling(held: Mapping[str, Tensor], before: Collection[str]) -> Iterator[lis
     told: list[str] = []
     run = Ready.run
 
-    def told_run(ready: Ready, given: Sequence[Any]) -> list[Tensor]:
-        task, x = ready.task, given[0]
+    def told_run(ready: Ready, given: Mapping[str, Any]) -> list[Tensor]:
+        task, x = ready.task, given["a"]
         kinds = ("all_gather", "reduce_scatter", "all_reduce")
         words = next(kind for kind in kinds if kind in task.op.name).replace("_", "-")
         if words == "all-gather":

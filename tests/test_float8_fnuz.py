@@ -217,7 +217,7 @@ def layers_and_shardings(group: ProcessGroup) -> None:
     run, mesh = Ready.run, init_device_mesh("cpu", (group.size(),), mesh_dim_names=("X",))
 
     def seen(ready: Ready, operands: Any) -> Any:
-        sent.extend(each.data.dtype for each in operands if type(each) is Quantized)
+        sent.extend(each.data.dtype for each in operands.values() if type(each) is Quantized)
         return run(ready, operands)
 
     mlp = fusedtp.ParallelMLP(32, 48, activation="swiglu", group=mesh["X"], schedule="decomposed", float8="tensorwise")

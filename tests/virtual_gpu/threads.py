@@ -86,7 +86,7 @@ def run_ranks(
             ws = prepared.ws
             assert ws is not None
             with driver.on(ws.rank):
-                outs = finish(phases(prepared, *operands))
+                outs = finish(phases(prepared, operands))
             meet()
             ws.check()
             return outs
