@@ -56,7 +56,8 @@ _OP = "parallelize"
 
 def model_given(model: nn.Module) -> dict[str, str]:
     """Return what must be the same on all ranks: dtype and shape of every parameter, and the values of `config`."""
-    values = model.config.to_dict() if hasattr(getattr(model, "config", None), "to_dict") else {}
+    config: Any = getattr(model, "config", None)
+    values = config.to_dict() if hasattr(config, "to_dict") else {}
     return {
         name: f"{str(each.dtype).removeprefix('torch.')} {list(each.shape)}"
         for name, each in model.named_parameters(remove_duplicate=False)
