@@ -1,6 +1,7 @@
 """Parts of documents that the program writes: what stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`.
 
-README's table of measured rows comes from results/, the table of collectives from the planner. Tests compare both.
+README's line of measured speed-ups and the tables of docs/measured.md come from results/, the table of collectives from
+the planner. Tests compare them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import pandas as pd
 from fusedtp.files import read_text, replace
 
 from .cases import SHORT_DTYPES, TITLES
-from .frames import cases, each, frame_of, plain, records
+from .frames import cases, each, frame_of, overall, plain, records, timed
 from .store import MAX_BYTES, Measurement
 from .tables import milliseconds
 
@@ -53,6 +54,27 @@ def rewrite(path: Path, name: str, content: str) -> None:
     except ValueError as error:
         raise ValueError(f"{path} stays as it is: {error}") from error
     replace(path, text.encode())
+
+
+def measured_line(rows: Sequence[Measurement]) -> str:
+    """Markdown of what `decomposed` gains forward: over all single matmuls, and over those of the models."""
+    frame = timed(frame_of(rows))
+    frame = frame[frame["direction"] == "forward"]
+    said = []
+    for name, lines in (("single matmuls", frame[frame["model"] == ""]), (None, frame[frame["model"] != ""])):
+        for found in records(overall(lines)):
+            if found["schedule"] == "decomposed":
+                ends = f"{found['worst']:.2f} to {found['best']:.2f}"
+                counts = f"{found['faster']} faster, {found['same']} the same, {found['slower']} slower"
+                what = name or f"matmuls of {_plain(each(lines, 'model'))}"
+                said.append(f"{found['mean']:.2f}x over {found['cases']} {what} ({ends}; {counts})")
+    if not said:
+        raise NoCase("no timed case on two ranks or more")
+    first = records(frame)[0]
+    return (
+        f"- Measured, {first['cores']} cores of {_plain(first['cpu'])}, 2 and 4 ranks, forward, `decomposed` over "
+        f"`unfused`: {' and '.join(said)}. Means are geometric."
+    )
 
 
 def measured_table(rows: Sequence[Measurement], *, world_size: int = 2, dtype: str = "float32") -> str:

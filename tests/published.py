@@ -1,4 +1,4 @@
-"""The measured rows that README shows."""
+"""The measured rows that README and docs/measured.md show."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from fusedtp.bench.machine import git
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+MEASURED = (ROOT / "docs" / "measured.md").read_text()
 
 
 def folder() -> Path:
-    """Where README's picture is."""
-    found = re.search(r"!\[[^]]*\]\((results/[^)]+)/sweep\.png\)", README)
+    """Where the pictures are."""
+    found = re.search(r"!\[[^]]*\]\(\.\./(results/[^)]+)/sweep\.png\)", MEASURED)
     assert found is not None
     return ROOT / found[1]
 
 
 def rows(scratch: Path) -> Path:
-    """The file of README's rows; as it is committed, in `scratch`, unless README is about to change with it.
+    """The file of these rows; as it is committed, in `scratch`, unless README is about to change with it.
 
     Who sweeps on such a machine has rows of his own in that place.
     """

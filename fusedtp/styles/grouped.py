@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..scaled import check_dense
-from .linears import FusedColwiseLinear, FusedColwiseParallel, columns
+from .linears import FusedColwiseLinear, FusedColwiseParallel, columns, warn_of_ties
 from .shared import FusedSharedLinear, replicate, share
 
 
@@ -121,12 +122,17 @@ class FusedGroup(ParallelStyle):
         together = _Together()
         for linear in linears:
             self.style.check(linear, device_mesh)
-        # Parameters that several linears share stay one.
+        # Parameters that several linears share stay one. Ties to other modules are looked for before `given` refers to
+        # the parameters: what nobody else refers to needs no search.
+        ids = Counter(id(each) for linear in linears for each in linear.parameters())
+        if not self.keeps_ties:
+            for linear in linears:
+                if all(ids[id(each)] == 1 for each in linear.parameters()):
+                    warn_of_ties(linear, type(self.style).__name__)
+        self.style.keeps_ties = True
         given = [dict(linear.named_parameters()) for linear in linears]
-        ids = [id(each) for own in given for each in own.values()]
         made: dict[tuple[int, bool], nn.Parameter] = {}
         for name, linear, own in zip(self.names, linears, given, strict=True):
-            self.style.keeps_ties = self.keeps_ties or any(ids.count(id(each)) > 1 for each in own.values())
             pieces, num_ranks = self.pieces.get(name, device_mesh.size()), device_mesh.size()
             if pieces < num_ranks:
                 replicate(linear, device_mesh, self.src_data_rank)

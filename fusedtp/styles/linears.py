@@ -262,7 +262,8 @@ def met_before(module: nn.Module) -> str:
     return ""
 
 
-def _warn_of_ties(module: nn.Linear, style: str) -> None:
+def warn_of_ties(module: nn.Linear, style: str) -> None:
+    """Warn of parameters of the linear that other modules have too."""
     for name in ("weight", "bias"):
         parameter = module._parameters[name]
         # The search takes long. Most parameters have only three references: the module's, this one and getrefcount's.
@@ -342,7 +343,7 @@ class _FusedStyle(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.check(module, device_mesh)
         if not self.keeps_ties:
-            _warn_of_ties(module, type(self).__name__)  # type: ignore[arg-type]
+            warn_of_ties(module, type(self).__name__)  # type: ignore[arg-type]
         for name, placement in (("weight", self._weight), ("bias", self._bias)):
             parameter = getattr(module, name)
             if parameter is not None and not _lies(parameter, device_mesh, placement):
