@@ -176,7 +176,7 @@ def main(server: int, pipe_fd: int, stacks_fd: int) -> None:
 def serve(requests: socket.socket) -> None:
     """Fork a rank for each request, and write each one's exit status to who has asked for it."""
     # What nobody has imported yet is imported once for all; where that is broken each rank says so.
-    for name in ("torch", "triton", "numpy"):
+    for name in ("torch", "triton", "numpy", "fusedtp", "torch.distributed.tensor.parallel"):
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     # What has been imported stays: no rank's collector goes through it, and has its pages copied by that.
