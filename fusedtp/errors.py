@@ -12,26 +12,29 @@ class PeerTimeout(RuntimeError):
         peer: who is missing.
         seconds: the budget spent.
         came_late: `peer` is not missing, but had given up on `rank` before.
+        explained: `detail` says what `peer` has done.
 
     After it the group's workspace refuses use until `fusedtp.destroy(group)`.
     """
 
     def __init__(
-        self, op: str, rank: int, peer: int, seconds: float, detail: str = "", came_late: bool = False
-    ) -> None:
+        self, op: str, rank: int, peer: int, seconds: float, detail: str = "", came_late: bool = False,
+        explained: bool = False,
+    ) -> None:  # fmt: skip
         self.op, self.rank, self.peer, self.seconds, self.detail = op, rank, peer, seconds, detail
-        self.came_late = came_late
+        self.came_late, self.explained = came_late, explained
         waited = f"waited {seconds:g} s for rank {peer}"
         if came_late:
             text = f"{op}: rank {rank} came too late: rank {peer} had given up on rank {rank} before this rank {waited}"
         else:
-            # The detail may say what that rank has done.
             lost = ", which did not answer: it is lost or late, or has raised an error of its own"
-            text = f"{op}: rank {rank} {waited}{' in vain' if f'; rank {peer} ' in detail else lost}"
+            text = f"{op}: rank {rank} {waited}{' in vain' if explained else lost}"
         super().__init__(f"{text} ({detail})" if detail else text)
 
-    def __reduce__(self) -> tuple[type, tuple[str, int, int, float, str, bool]]:
-        return type(self), (self.op, self.rank, self.peer, self.seconds, self.detail, self.came_late)
+    def __reduce__(self) -> tuple[type, tuple[str, int, int, float, str, bool, bool]]:
+        return type(self), (
+            self.op, self.rank, self.peer, self.seconds, self.detail, self.came_late, self.explained,
+        )  # fmt: skip
 
 
 class RanksDisagree(ValueError):

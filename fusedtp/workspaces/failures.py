@@ -145,8 +145,9 @@ class Failing:
             detail += f"; in a backward pass, which rank {who} makes only where it wants the same gradients as this one"
         if "fusedtp.destroy" not in detail:
             detail += "; every call is refused until fusedtp.destroy has been called for this group on every rank"
-        came_late = gave_up_on(headers, who) == self.rank
-        self.failure = PeerTimeout(op, self.rank, who, seconds or self.seconds, detail, came_late)
+        lost = gave_up_on(headers, who)
+        explained = lost is not None or headers[who][signal.LEFT.value] in _LEFT
+        self.failure = PeerTimeout(op, self.rank, who, seconds or self.seconds, detail, lost == self.rank, explained)
         raise self.failure
 
     def _header(self, peer: int) -> list[int]:
