@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from fusedtp.bench.machine import git
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-MEASURED = (ROOT / "docs" / "measured.md").read_text()
 
 
 def folder() -> Path:
-    """Where the pictures are."""
-    found = re.search(r"!\[[^]]*\]\(\.\./(results/[^)]+)/sweep\.png\)", MEASURED)
-    assert found is not None
-    return ROOT / found[1]
+    """The folder of the rows that the pictures are made from."""
+    return (ROOT / "docs" / "pictures" / "sweep.png").resolve().parent
 
 
 def rows(scratch: Path) -> Path:
