@@ -109,6 +109,25 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session
+def build(session: nox.Session) -> None:
+    """Make dist/*.tar.gz and *.whl, check them, install the wheel alone and run README's example with it."""
+    shutil.rmtree("dist", ignore_errors=True)
+    shutil.rmtree("build", ignore_errors=True)
+    session.install("build", "twine")
+    session.run("python", "-m", "build", "--outdir", "dist", ".")
+    made = sorted(map(str, Path("dist").iterdir()))
+    session.run("twine", "check", "--strict", *made)
+    (wheel,) = (name for name in made if name.endswith(".whl"))
+    session.install("-c", constraints(session), wheel)
+    (example,) = re.findall(r"(?ms)^```python\n(.*?)^```", Path("README.md").read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "example.py").write_text(example)
+        session.chdir(folder)
+        session.run("torchrun", "--nproc-per-node", "2", "example.py", env=ONE_THREAD)
+        session.run("fusedtp", "--version")
+
+
+@nox.session
 def sweep(session: nox.Session) -> None:
     """Check and time every schedule on this machine: table, CSV, picture. Arguments after -- go to `fusedtp sweep`."""
     install(session)
